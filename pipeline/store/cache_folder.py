@@ -113,7 +113,7 @@ class Layered(Store):
     def why_not(self, key: bytes) -> CacheDamaged | RecordMissing:
         """Return the error for a record of which no layer has a whole copy."""
         reasons = [Store.why_not(store, key) for store in (self, *self._stores())]
-        return next((one for one in reasons if isinstance(one, CacheDamaged)), reasons[0])
+        return next((error for error in reasons if isinstance(error, CacheDamaged)), reasons[0])
 
     def _first_whole(self, key: bytes, places: Sequence[RecordPlace], room: Room | None = None) -> Record | None:
         """Return the first whole copy of those at some places, else of those in the layers after these."""

@@ -313,9 +313,9 @@ class IndexView:
             known = list(view.shards.values())
             for rows in index.pieces():
                 counts, sums = _sums(rows, len(known))
-                for one, count, total in zip(known, counts.tolist(), sums.tolist(), strict=True):
-                    one.records += count
-                    one.sum = (one.sum + total) % (1 << 64)
+                for shard, count, total in zip(known, counts.tolist(), sums.tolist(), strict=True):
+                    shard.records += count
+                    shard.sum = (shard.sum + total) % (1 << 64)
         except FileNotFoundError:
             pass
         except IndexDamaged as error:

@@ -190,7 +190,7 @@ def _leaks_of(what: str, names: list[str], digests: Any, splits: Any, ordinals: 
         rows = order[starts[group] : ends[group]]
         found, first = np.unique(splits[rows], return_index=True)
         items = tuple(int(ordinals[rows[index]]) for index in first[:EXAMPLES])
-        leaks.append(SplitLeak(what, total, tuple(names[one] for one in found[:EXAMPLES]), items))
+        leaks.append(SplitLeak(what, total, tuple(names[split] for split in found[:EXAMPLES]), items))
     return leaks
 
 

@@ -56,7 +56,7 @@ def item_key(item: Item, recipe: ScanRecipe, digests: Mapping[str, str]) -> byte
 
 def _own(path: str, known: Mapping[str, Known]) -> list[Known]:
     """Return what is known of a part's file, and then of the one with its coordinates, where it is a topology."""
-    return [known[one] for one in (path, *coordinate_candidates(path)) if one == path or one in known]
+    return [known[file] for file in (path, *coordinate_candidates(path)) if file == path or file in known]
 
 
 @lru_cache(maxsize=16)

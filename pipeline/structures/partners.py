@@ -201,7 +201,7 @@ def _pair_chains(unbound: Sequence[str], bound: Sequence[str]) -> list[tuple[int
     options.sort(key=lambda option: option[:4])
     chosen: list[tuple[int, int, NDArray[np.int64]]] = []
     for _, _, left, right, pairs in options:
-        if all(left != one and right != other for one, other, _ in chosen):
+        if all(left != mine and right != other for mine, other, _ in chosen):
             chosen.append((left, right, pairs))
     return chosen
 

@@ -278,7 +278,7 @@ def examine_checkpoint(path: Path) -> Examined:
     verdict, why = _judge(path, found)
     digests = tuple((file.name, sha256_of(file)) for file in files_of(path).tensors)
     return Examined(
-        found, sum(one.numel() for one in load_esm_checkpoint(path).tensors.values()), digests, verdict, why
+        found, sum(tensor.numel() for tensor in load_esm_checkpoint(path).tensors.values()), digests, verdict, why
     )
 
 

@@ -96,7 +96,7 @@ def below(recipe: EmbeddingRecipe, residues: int, step: ComputeStep) -> ComputeS
     if step.device != "cpu":
         lower.append(ComputeStep("cpu", Variant("fp32", cut)))
     accepted = recipe.accepted(residues)
-    return next((one for one in lower if one.variant in accepted), None)
+    return next((candidate for candidate in lower if candidate.variant in accepted), None)
 
 
 def full_precision(recipe: EmbeddingRecipe, step: ComputeStep) -> ComputeStep | None:

@@ -260,12 +260,12 @@ class EsmEncoder:
 
     def _pack(self, tokens: Sequence[NDArray[np.uint8]]) -> Packing:
         """Put the sequences one after another, each between its two marks."""
-        lengths = np.array([len(one) + ENDS for one in tokens], np.int64)
+        lengths = np.array([len(tokens_L) + ENDS for tokens_L in tokens], np.int64)
         starts = np.concatenate([[0], np.cumsum(lengths)])
         total = int(starts[-1])
         filled = -(-total // self.fill) * self.fill
         token_T = np.full(filled, PAD, np.int64)
-        token_T[:total] = np.concatenate([part for one in tokens for part in (_CLS, one, _EOS)])
+        token_T[:total] = np.concatenate([part for tokens_L in tokens for part in (_CLS, tokens_L, _EOS)])
         position_T = np.zeros(filled, np.int64)
         position_T[:total] = np.arange(total) - np.repeat(starts[:-1], lengths)
         ends = np.concatenate([starts[:-1], starts[1:] - 1])

@@ -95,7 +95,7 @@ def _agrees(weight_OI: torch.Tensor, bias_O: torch.Tensor, rows: int) -> bool:
         (packed.gelu(x_RI), plain.gelu(x_RI)),
         (packed.add(x_RI, other_RO), plain.add(x_RI, other_RO)),
     )
-    return all(torch.allclose(one, two, rtol=1e-4, atol=1e-5 * float(two.abs().max())) for one, two in pairs)
+    return all(torch.allclose(mine, two, rtol=1e-4, atol=1e-5 * float(two.abs().max())) for mine, two in pairs)
 
 
 def _rows_alike(layer: TorchLinear, weight_OI: torch.Tensor, tile: int, fill: int) -> bool:

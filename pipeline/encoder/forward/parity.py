@@ -107,7 +107,7 @@ def compare(encode: Forward, wanted: Sequence[Rows], sequences: Sequence[str], p
     """Return the verdict on what encodes, against the rows_LD that are wanted of each sequence."""
     tokens = [tokenize(sequence) for sequence in sequences]
     found_RD = encode(tokens).float().cpu().numpy()
-    found = np.split(found_RD, np.cumsum([len(one) for one in tokens])[:-1])
+    found = np.split(found_RD, np.cumsum([len(tokens_L) for tokens_L in tokens])[:-1])
     cosines = _token_cosines if precision == "fp32" else _sequence_cosine
     lowest = min(cosines(*pair) for pair in zip(found, wanted, strict=True))
     return ParityVerdict(lowest, len(sequences), _THRESHOLDS[precision])

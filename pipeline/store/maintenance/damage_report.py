@@ -128,10 +128,10 @@ class Summary:
     def from_json(cls, data: Mapping[str, Any]) -> Summary:
         """Return what was written; raise ValueError or TypeError for anything else."""
         summary = cls(**data)
-        for one in fields(cls):
-            value, wanted = getattr(summary, one.name), type(getattr(cls(""), one.name))
+        for known_field in fields(cls):
+            value, wanted = getattr(summary, known_field.name), type(getattr(cls(""), known_field.name))
             if not isinstance(value, (int, float) if wanted is float else wanted):
-                raise TypeError(f"{one.name} is no {wanted.__name__}")
+                raise TypeError(f"{known_field.name} is no {wanted.__name__}")
         if not (math.isfinite(summary.begun) and 0 <= summary.begun < 1 << 40 and math.isfinite(summary.seconds)):
             raise ValueError("there is no such time")
         return summary
@@ -156,11 +156,11 @@ class Summary:
         self.bytes += checked.read_bytes
         self.shards += bool(checked.shard)
         self.listed += len(checked.listed)
-        lost = sum(one.lost for one in checked.findings)
+        lost = sum(finding.lost for finding in checked.findings)
         self.of_kind(checked.kind, records=checked.judged, whole=len(checked.whole), lost=lost)
         self.note(checked.notes)
-        for one in checked.findings:
-            self.count(one)
+        for finding in checked.findings:
+            self.count(finding)
 
     def of_kind(self, kind: str, *, records: int, whole: int, lost: int) -> None:
         """Count what was judged of one kind."""
@@ -338,4 +338,4 @@ class Checked:
     @property
     def judged(self) -> int:
         """How many records were looked for, at least in a table."""
-        return len(self.whole) + len(self.listed) + sum(bool(one.key) for one in self.findings)
+        return len(self.whole) + len(self.listed) + sum(bool(finding.key) for finding in self.findings)

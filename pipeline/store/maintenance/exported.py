@@ -86,7 +86,7 @@ def read_description(disk: Disk, folder: Path) -> dict[str, int]:
     try:
         told = json.loads(_read_plain(disk, folder / EXPORT))
         versions = int(told["export"]), int(told["format"])
-        kinds = {str(kind): int(one["shards"]) for kind, one in told["kinds"].items()}
+        kinds = {str(kind): int(counts["shards"]) for kind, counts in told["kinds"].items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
         raise CacheDamaged("it cannot be read", where=str(folder / EXPORT), remedy=_EXPORT_AGAIN) from error
     except (FileNotFoundError, NotADirectoryError) as error:

@@ -77,8 +77,7 @@ def carried(
             while waiting and waiting[0][0] <= safe:
                 yield waiting.popleft()[1]
         writer.flush()
-    for _, one in waiting:
-        yield one
+    yield from (source for _, source in waiting)
 
 
 class RetiringShards(NamedTuple):
@@ -190,8 +189,8 @@ def plan_compaction(store: Store, *, shard_bytes: int = DEFAULT_SHARD_BYTES) -> 
     return Compacted(
         kind=store.kind,
         shards=len(names),
-        records=sum(one.records for one in small),
-        size_bytes=sum(one.size_bytes for one in small),
+        records=sum(shard.records for shard in small),
+        size_bytes=sum(shard.size_bytes for shard in small),
         small=tuple(small),
         twice=_twice(np.concatenate(pairs)),
         after=len(names),
@@ -212,14 +211,14 @@ def compact_shards(
     going: list[tuple[Store, Compacted, list[str]]] = []
     size_bytes = 0
     for store, todo in kinds:
-        small = {one.shard: one for one in todo.small}
+        small = {shard.shard: shard for shard in todo.small}
         going.append((store, todo, []))
-        for one in carried(store, _sources(store, todo), shard_bytes=shard_bytes, once=todo.twice):
-            if one.refused:
-                _left(store, todo, one.shard)
+        for source in carried(store, _sources(store, todo), shard_bytes=shard_bytes, once=todo.twice):
+            if source.refused:
+                _left(store, todo, source.shard)
                 continue
-            going[-1][2].append(one.shard)
-            size_bytes += small[one.shard].size_bytes
+            going[-1][2].append(source.shard)
+            size_bytes += small[source.shard].size_bytes
             if size_bytes >= BATCH_BYTES:
                 _retire(going, settle_s, waits)
                 going, size_bytes = [(store, todo, [])], 0
@@ -230,17 +229,17 @@ def compact_shards(
 
 def _sources(store: Store, todo: Compacted) -> Iterator[CarriedRows]:
     """Yield the small shards, oldest first: what was written together stays together."""
-    for one in todo.small:
-        path = store.layout.shard(one.shard)
+    for shard in todo.small:
+        path = store.layout.shard(shard.shard)
         try:
             table = read_table(store.disk, path)
             fault = header_fault(store.disk, path, table)
         except (CacheDamaged, OSError) as error:
             fault = str(error)
         if fault:
-            _left(store, todo, one.shard)
+            _left(store, todo, shard.shard)
         else:
-            yield CarriedRows(one.shard, table.rows)
+            yield CarriedRows(shard.shard, table.rows)
 
 
 def _left(store: Store, todo: Compacted, shard: str) -> None:

@@ -351,7 +351,7 @@ def _missed(known: _Known, name: str) -> Checked:
     What others have, too, is no damage but to the index: that it names the shard.
     """
     findings = known.all_damaged(name, Fault.GONE, "its shard is gone: purged or deleted")
-    lost = tuple(one for one in findings if one.lost)
+    lost = tuple(finding for finding in findings if finding.lost)
     if len(lost) < len(findings):
         known.copied[name] = len(findings) - len(lost)
     return Checked(known.store.kind, name, 0, (), lost)

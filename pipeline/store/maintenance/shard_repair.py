@@ -98,7 +98,7 @@ class Repaired:
 
 
 @dataclass(slots=True)
-class _Named:
+class _NamedDamage:
     """What a damage list names of one kind."""
 
     shards: set[str] = field(default_factory=set)
@@ -159,19 +159,19 @@ def repair_cache(
     return repaired
 
 
-def _kinds(cache: CacheFolder, report: DamageReport | None) -> Iterator[tuple[Store, _Named | None]]:
+def _kinds(cache: CacheFolder, report: DamageReport | None) -> Iterator[tuple[Store, _NamedDamage | None]]:
     """Yield the stores to look at, with what the list names of each."""
-    told: dict[str, _Named] = {}
+    told: dict[str, _NamedDamage] = {}
     if report:
         refuse_of_another(report, cache.root)
     for finding in report.findings() if report else ():
-        told.setdefault(finding.kind, _Named()).add(finding)
+        told.setdefault(finding.kind, _NamedDamage()).add(finding)
     for kind in cache.kinds():
         if report is None or kind in told:
             yield cache.kind(kind), told.get(kind)
 
 
-def _todo(store: Store, named: _Named | None, seen: Seen) -> Iterator[_Todo]:
+def _todo(store: Store, named: _NamedDamage | None, seen: Seen) -> Iterator[_Todo]:
     """Judge shards anew and say what is to be done about each, and about the index."""
     subset = scrub.Named(frozenset(named.shards), with_index=True) if named else scrub.WHOLE
     outdated, odd = "", frozenset[str]()
@@ -228,13 +228,13 @@ class _Mending:
 
         What was saved of one shard may be what another has lost, so that this is known at the end.
         """
-        for one in carried(self._store, self._sources(todo)):
+        for source in carried(self._store, self._sources(todo)):
             at = self._read.popleft()
-            self._mends[at] = _with_refused(self._store, self._mends[at], one)
+            self._mends[at] = _with_refused(self._store, self._mends[at], source)
         self._going = dict.fromkeys(mend.shard for mend in self._mends if mend.goes)
         self._store.refresh()
         for mend in self._mends:
-            yield replace(mend, lost=tuple(one for one in mend.lost if self._is_lost(one)))
+            yield replace(mend, lost=tuple(finding for finding in mend.lost if self._is_lost(finding)))
         self._mends = []
 
     def finish(self) -> RetiringShards:
@@ -254,13 +254,13 @@ class _Mending:
 
     def _sources(self, todo: Iterator[_Todo]) -> Iterator[CarriedRows]:
         """Yield the shards that go; note the rest."""
-        for one in todo:
-            self._mends.append(one.mend)
-            if one.mend.goes:
+        for step in todo:
+            self._mends.append(step.mend)
+            if step.mend.goes:
                 self._read.append(len(self._mends) - 1)
-                yield CarriedRows(one.mend.shard, one.rows)
-            elif not one.mend.shard:
-                self._index = one
+                yield CarriedRows(step.mend.shard, step.rows)
+            elif not step.mend.shard:
+                self._index = step
 
     def _is_lost(self, finding: DamageFinding) -> bool:
         return not self._store.is_whole_beside(bytes.fromhex(finding.key), self._going)

@@ -101,7 +101,7 @@ class CacheStaging:
     def _stat(self) -> dict[str, Any]:
         """Return what is there, by kind: records and bytes."""
         told = {kind: self.scratch.own(kind).stat() for kind in self.scratch.kinds()}
-        return {kind: [one.records, one.bytes] for kind, one in told.items()}
+        return {kind: [stat.records, stat.bytes] for kind, stat in told.items()}
 
     def _refuse_no_room(self, needed_bytes: int) -> None:
         free_bytes = self.scratch.disk.free_bytes(self.scratch.root)

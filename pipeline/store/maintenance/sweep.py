@@ -103,16 +103,16 @@ class Marked:
     damaged: tuple[tuple[str, str], ...]  # shards that cannot be read, and why: `repair` sees to them
 
     def of(self, *fates: Fate) -> list[DeadShard]:
-        return [one for one in self.shards if one.fate in fates]
+        return [shard for shard in self.shards if shard.fate in fates]
 
     def dead(self, *fates: Fate) -> tuple[int, int]:
         """Return how many records are dead in shards of some fates, and their bytes."""
         found = self.of(*fates)
-        return sum(one.dead for one in found), sum(one.dead_bytes for one in found)
+        return sum(shard.dead for shard in found), sum(shard.dead_bytes for shard in found)
 
     @property
     def freed_bytes(self) -> int:
-        return sum(one.freed_bytes for one in self.shards)
+        return sum(shard.freed_bytes for shard in self.shards)
 
 
 @dataclass(slots=True)
@@ -178,7 +178,7 @@ def mark(store: Store, live: Live, before: float, tags: Sequence[bytes] = ()) ->
         total_bytes=int(counts.by_shard[1].sum()),
         shards=tuple(shards),
         tags=dict(zip(names, zip(dead, dead_bytes, strict=True), strict=True)),
-        left={name: one - gone for name, one, gone in zip(names, records, dead, strict=True)},
+        left={name: held - gone for name, held, gone in zip(names, records, dead, strict=True)},
         damaged=tuple(sorted(damaged.items())),
     )
 
@@ -231,7 +231,7 @@ def sweep(
 
 def _retired(store: Store, found: Sequence[Swept], settle_s: float, check: Callable[[], None]) -> Iterator[Swept]:
     """Remove shards; yield what has gone also where something goes wrong on the way."""
-    going = {one.shard: one for one in found if not one.stays}
+    going = {shard.shard: shard for shard in found if not shard.stays}
     gone: dict[str, Swept] = {}
 
     def remove_one(shard: str) -> None:
@@ -239,7 +239,7 @@ def _retired(store: Store, found: Sequence[Swept], settle_s: float, check: Calla
         remove(store.disk, store.layout.shard(shard))
         gone[shard] = going[shard]
 
-    yield from (one for one in found if one.stays)
+    yield from (shard for shard in found if shard.stays)
     try:
         _retire(store, going, remove_one, settle_s)
     finally:
@@ -280,9 +280,9 @@ def _rewritten(store: Store, batch: Sequence[DeadShard], live: Live) -> list[Swe
             else:
                 yield CarriedRows(dead.shard, rows[_holds(live, rows)])
 
-    for one in carried(store, sources()):
-        if one.refused:
-            stay[one.shard] = f"{len(one.refused)} of its records are damaged"
+    for source in carried(store, sources()):
+        if source.refused:
+            stay[source.shard] = f"{len(source.refused)} of its records are damaged"
     return [
         Swept(store.kind, dead.shard, 0 if dead.shard in stay else dead.dead_bytes, stay.get(dead.shard, ""))
         for dead in batch
@@ -306,11 +306,11 @@ def _holds(live: Live, rows: Rows) -> npt.NDArray[np.bool_]:
 def _batches(shards: Sequence[DeadShard]) -> Iterator[list[DeadShard]]:
     """Yield shards, so many at once as there is to be room for."""
     batch: list[DeadShard] = []
-    for one in shards:
-        if batch and sum(other.bytes - other.dead_bytes for other in (*batch, one)) > BATCH_BYTES:
+    for dead in shards:
+        if batch and sum(other.bytes - other.dead_bytes for other in (*batch, dead)) > BATCH_BYTES:
             yield batch
             batch = []
-        batch.append(one)
+        batch.append(dead)
     if batch:
         yield batch
 

@@ -67,7 +67,7 @@ def coordinates_beside(path: str) -> tuple[str, ...]:
     """Return the file that holds the coordinates of a topology, or the first that should; none for another path."""
     if not (named := coordinate_candidates(path)):
         return ()
-    return tuple(one for one in named if os.path.exists(one))[:1] or named[:1]  # noqa: PTH110
+    return tuple(candidate for candidate in named if os.path.exists(candidate))[:1] or named[:1]  # noqa: PTH110
 
 
 def read_amber(topology: bytes, coordinates: bytes) -> AtomTable:
@@ -221,7 +221,7 @@ def _runs(residue_B2: NDArray[np.int64], residues: int) -> NDArray[np.int64]:
 
 def _chains(run_R: NDArray[np.int64], standard_R: NDArray[np.bool_]) -> NDArray[np.uint64]:
     """Return the chain of each residue: letters for the runs that hold a standard one, nothing for the others."""
-    letters = [*ascii_uppercase, *(one + other for one, other in product(ascii_uppercase, repeat=2))]
+    letters = [*ascii_uppercase, *(first + other for first, other in product(ascii_uppercase, repeat=2))]
     runs = np.unique(run_R[standard_R])
     if len(runs) > MOST_CHAINS:
         raise UnusableInput(Reason.PARSE_ERROR, f"{len(runs)} chains; {MOST_CHAINS} can be told apart")
@@ -244,7 +244,7 @@ def _positions(data: bytes, atoms: int) -> NDArray[np.float64]:
     body = lines[2 : 2 + -(-atoms * 3 // PER_LINE)]
     texts = [line[at : at + WIDTH] for line in body for at in range(0, WIDTH * PER_LINE, WIDTH)][: atoms * 3]
     try:  # by hand: ParmEd passes over the second atom of a line that it cannot read, and moves up those behind it
-        return np.array([float(one) for one in texts]).reshape(atoms, 3)
+        return np.array([float(number) for number in texts]).reshape(atoms, 3)
     except ValueError as error:
         what = f"the coordinates of {atoms} atoms are {len(texts)} numbers, or one is none: {error}"
         raise UnusableInput(Reason.PARSE_ERROR, what[:200]) from error

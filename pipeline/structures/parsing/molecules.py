@@ -51,7 +51,7 @@ def read_molecule(data: bytes, form: str) -> AtomTable:
 
 
 def _only_record(text: str) -> str:
-    records = [one for one in re.split(r"^\$\$\$\$.*\n?", text, flags=re.MULTILINE) if one.strip()]
+    records = [record for record in re.split(r"^\$\$\$\$.*\n?", text, flags=re.MULTILINE) if record.strip()]
     _check_one(len(records))
     return records[0]
 

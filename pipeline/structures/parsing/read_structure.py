@@ -157,9 +157,9 @@ def _values(column: Any) -> list[str | bool | None]:
 
 def _build_assembly(structure: gemmi.Structure, name: str, max_residues: int | None) -> None:
     """Replace the model by a biological assembly; copies of chain A are A, A-2, A-3, by operation."""
-    assembly = next((one for one in structure.assemblies if one.name == name), None)
+    assembly = next((candidate for candidate in structure.assemblies if candidate.name == name), None)
     if assembly is None:
-        known = ", ".join(one.name for one in structure.assemblies) or "none"
+        known = ", ".join(candidate.name for candidate in structure.assemblies) or "none"
         raise UnusableInput(Reason.MISSING_ASSEMBLY, f"no assembly {name!r} in the file (it has: {known})")
     structure.merge_chain_parts()
     source = structure[0]
@@ -172,7 +172,7 @@ def _build_assembly(structure: gemmi.Structure, name: str, max_residues: int | N
     for number, (transform, members) in enumerate(copies, start=1):
         for chain in _copied(source, members, transform):
             if number > 1:
-                _rename_copy(chain, number, {one.name for one in source})
+                _rename_copy(chain, number, {original.name for original in source})
             built.add_chain(chain)
     del structure[0]
     structure.add_model(built)
@@ -236,7 +236,9 @@ def _table(structure: gemmi.Structure, reading: FileReading) -> AtomTable:
         hetero_A=flat.het_flags,
         label_seq_A=_label_seq(structure) if reading.seqres else None,
         seqres=sequences,
-        parents={one.res_id.name: one.parent_comp_id for one in structure.mod_residues if one.parent_comp_id},
+        parents={
+            residue.res_id.name: residue.parent_comp_id for residue in structure.mod_residues if residue.parent_comp_id
+        },
         aliases=aliases,
         links=partial(links_of, structure, flat, aliases, is_assembly=reading.assembly is not None),
     )
@@ -319,15 +321,19 @@ def _ends(
     structure: gemmi.Structure, flat: gemmi.FlatStructure, aliases: Mapping[str, str], *, is_assembly: bool
 ) -> list[tuple[End, End]]:
     """Return the two atoms of each covalent connection within the file, for every copy of its chains."""
-    wanted = [one for one in structure.connections if one.type in COVALENT and one.asu != gemmi.Asu.Different]
+    wanted = [
+        connection
+        for connection in structure.connections
+        if connection.type in COVALENT and connection.asu != gemmi.Asu.Different
+    ]
     if not wanted:
         return []
     present = {name_text(code) for code in np.unique(_column(flat.chain_ids))}
     short = {full: stand_in for stand_in, full in aliases.items()}
     return [
-        (_end(one.partner1, short, copy), _end(one.partner2, short, copy))
-        for one in wanted
-        for copy in ["", *(_copy_suffixes(present, one.partner1.chain_name) if is_assembly else ())]
+        (_end(connection.partner1, short, copy), _end(connection.partner2, short, copy))
+        for connection in wanted
+        for copy in ["", *(_copy_suffixes(present, connection.partner1.chain_name) if is_assembly else ())]
     ]
 
 
@@ -374,7 +380,9 @@ def _conect(structure: gemmi.Structure, flat: gemmi.FlatStructure) -> Iterator[P
     serial_A = np.asarray(flat.serials)
     rows: defaultdict[int, list[int]] = defaultdict(list)
     known = np.fromiter(bonded, np.int64, len(bonded))
-    for row in np.flatnonzero(np.isin(serial_A, np.append(known, [one for some in bonded.values() for one in some]))):
+    for row in np.flatnonzero(
+        np.isin(serial_A, np.append(known, [serial for some in bonded.values() for serial in some]))
+    ):
         rows[int(serial_A[row])].append(int(row))
     for serial, others in bonded.items():
         for other in others:

@@ -110,7 +110,7 @@ def _parts(content: Mapping[str, Any], wanted: Container[str]) -> Iterator[Mappi
 def _characters(part: Mapping[str, Any]) -> int:
     """Return how much text a column is."""
     encodings = part["encoding"]
-    texts = next((one for one in encodings if one["kind"] == "StringArray"), None)
+    texts = next((encoding for encoding in encodings if encoding["kind"] == "StringArray"), None)
     if texts is None:
         return _count(encodings, part["data"]) * WIDEST_NUMBER
     if _count(texts["offsetEncoding"], texts["offsets"]) > MOST_CHARACTERS:
@@ -121,7 +121,9 @@ def _characters(part: Mapping[str, Any]) -> int:
 def _count(encodings: Iterable[Mapping[str, Any]], data: bytes) -> int:
     """Return how many values there are at most, at any step of decoding."""
     return max(
-        len(data), *(int(one["srcSize"]) for one in encodings if one["kind"] in ("RunLength", "IntegerPacking")), 0
+        len(data),
+        *(int(encoding["srcSize"]) for encoding in encodings if encoding["kind"] in ("RunLength", "IntegerPacking")),
+        0,
     )
 
 
@@ -129,7 +131,7 @@ def _longest(texts: Mapping[str, Any]) -> int:
     """Return the length of the longest of the texts, which numpy gives to each."""
     from biotite.structure.io.pdbx.encoding import decode_stepwise, deserialize_encoding
 
-    encodings = [deserialize_encoding(one) for one in texts["offsetEncoding"]]
+    encodings = [deserialize_encoding(encoding) for encoding in texts["offsetEncoding"]]
     offsets = np.asarray(decode_stepwise(texts["offsets"], encodings), np.int64)
     return int(np.abs(np.diff(offsets)).max(initial=0))
 
