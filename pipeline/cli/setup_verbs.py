@@ -15,7 +15,7 @@ from pipeline.cli.options import ConfigFile, Json, Sets, choice, load_config, pr
 
 if TYPE_CHECKING:
     from pipeline.config.load import LoadedConfig
-    from pipeline.setup.site_facts import Site
+    from pipeline.cluster.site_facts import Site
 
 
 def doctor_command(config: ConfigFile = None, sets: Sets = None, as_json: Json = False) -> None:
@@ -85,7 +85,7 @@ def _look() -> tuple[Site | None, str]:
     """Return what this cluster is like; else why that is not known."""
     from pipeline.cluster import slurm_commands
     from pipeline.cluster.accounting import CommandFailed
-    from pipeline.setup.site_facts import last_line, look_at_site
+    from pipeline.cluster.site_facts import last_line, look_at_site
     from pipeline.setup.slurm_checks import whoami
 
     if not slurm_commands.is_there():

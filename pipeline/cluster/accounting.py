@@ -76,7 +76,6 @@ class AccountedTask:
     """What the accounting has on one job or array task; None is what it does not know."""
 
     job: str  # 12 or 12_3
-    raw: str  # the task's own job number
     state: TaskState
     exit_code: int | None = None  # of what srun started, else of the script; sacct may have taken 128 off
     signal: int | None = None
@@ -86,7 +85,6 @@ class AccountedTask:
     submitted: float | None = None
     started: float | None = None
     ended: float | None = None
-    elapsed_s: float | None = None
     cpu_s: float | None = None
     peak_rss_bytes: int | None = None
     asked_mem_bytes: int | None = None
@@ -229,46 +227,25 @@ def _records(text: str, wanted: frozenset[JobId]) -> tuple[dict[str, list[Accoun
 
 def _row(cells: Sequence[str]) -> AccountedTask:
     """Read the line of a job."""
-    (
-        job,
-        raw,
-        state,
-        code,
-        derived,
-        rss,
-        cpu,
-        submit,
-        start,
-        end,
-        elapsed,
-        mem,
-        cpus,
-        nodes,
-        limit,
-        node,
-        reason,
-        *_,
-    ) = cells
-    exit_code, killed_by = exit_of(code)
+    told = dict(zip(SACCT_COLUMNS.split(","), cells, strict=True))
+    exit_code, killed_by = exit_of(told["ExitCode"])
     return AccountedTask(
-        job=job,
-        raw=raw,
-        state=parse_state(state),
+        job=told["JobID"],
+        state=parse_state(told["State"]),
         exit_code=exit_code,
         signal=killed_by,
-        derived_exit_code=derived,
-        node=node_of(node),
-        nodes=nodes,
-        submitted=epoch_of(submit),
-        started=epoch_of(start),
-        ended=epoch_of(end),
-        elapsed_s=float(elapsed) if is_number(elapsed) else None,
-        cpu_s=seconds_of(cpu),
-        peak_rss_bytes=bytes_of(rss),
-        asked_mem_bytes=bytes_of(mem, cpus, nodes) or None,  # 0: the whole node
-        time_limit_s=int(limit) * 60 if is_number(limit) else None,
-        reason="" if reason == "None" else reason,
-        cancelled_by=_canceller(state),
+        derived_exit_code=told["DerivedExitCode"],
+        node=node_of(told["NodeList"]),
+        nodes=told["NNodes"],
+        submitted=epoch_of(told["Submit"]),
+        started=epoch_of(told["Start"]),
+        ended=epoch_of(told["End"]),
+        cpu_s=seconds_of(told["TotalCPU"]),
+        peak_rss_bytes=bytes_of(told["MaxRSS"]),
+        asked_mem_bytes=bytes_of(told["ReqMem"], told["AllocCPUS"], told["NNodes"]) or None,  # 0: the whole node
+        time_limit_s=int(told["TimelimitRaw"]) * 60 if is_number(told["TimelimitRaw"]) else None,
+        reason="" if told["Reason"] == "None" else told["Reason"],
+        cancelled_by=_canceller(told["State"]),
     )
 
 
@@ -327,17 +304,8 @@ _OOM_HIDES_BEHIND = frozenset({TaskState.FAILED, TaskState.COMPLETED, TaskState.
 
 def _copy(row: AccountedTask, task: str) -> AccountedTask:
     """Return the row of an array's waiting rest for one of its tasks."""
-    return AccountedTask(
-        task,
-        row.raw,
-        row.state,
-        submitted=row.submitted,
-        asked_mem_bytes=row.asked_mem_bytes,
-        time_limit_s=row.time_limit_s,
-        reason=row.reason,
-        cancelled_by=row.cancelled_by,
-        before=row.before,
-    )
+    kept = ("state", "submitted", "asked_mem_bytes", "time_limit_s", "reason", "cancelled_by", "before")
+    return AccountedTask(job=task, **{name: getattr(row, name) for name in kept})
 
 
 def _ending(state: TaskState, node: str) -> str:

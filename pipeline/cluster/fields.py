@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -11,6 +12,7 @@ from pipeline.cluster.job_spec import TaskState
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
 
 OOM_CODE = (0, 125)  # how Slurm writes the exit code of a step that was out of memory
 EXPANDED_MOST = 4_000_001  # the largest array that Slurm can be configured to take
@@ -208,3 +210,35 @@ REASONS = {
     "QOSMaxGRESPerUser": "you use as many GPUs as the quality of service allows",
     "QOSMaxCpuPerUserLimit": "you use as many cores as the quality of service allows",
 }
+
+
+def limit_of(text: str) -> int | None:
+    """Read a time limit such as 1-00:00:00, 2:00 or infinite."""
+    days, _, clock = text.rpartition("-")
+    parts = clock.split(":")
+    if not all(part.isdecimal() for part in parts) or (days and not days.isdecimal()):
+        return None
+    total = 0
+    for part in parts if len(parts) > 1 else (*parts, "0"):
+        total = total * 60 + int(part)
+    return total + 86_400 * int(days or 0)
+
+
+_GRES = re.compile(r"gpu(?::(?P<type>[^:()]*))??(?::no_consume)?(?::(?P<count>\d+)[KMGT]?)?(?:\(.*\))?")
+
+
+_SOCKETS = re.compile(r"\([^()]*\)")
+
+
+@dataclass(frozen=True, slots=True)
+class Gpus:
+    """The GPUs of one type in a node."""
+
+    type: str  # empty: the site names none
+    count: int
+
+
+def parse_gres(text: str) -> tuple[Gpus, ...]:
+    """Read what a node has, such as gpu:a100:4(S:0-1),nvme:1; only its GPUs count."""
+    matches = (_GRES.fullmatch(part.strip()) for part in _SOCKETS.sub("", text).split(","))
+    return tuple(Gpus(match["type"] or "", int(match["count"] or 1)) for match in matches if match)

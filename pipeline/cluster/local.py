@@ -103,44 +103,35 @@ class LocalExecutor:
 
     @property
     def cpus(self) -> int:
-        """How many cores its tasks can have at once."""
         return self.machine.cpus
 
     @property
     def gpus(self) -> int:
-        """How many GPUs its tasks can have at once."""
         return len(self.machine.gpus)
 
     @property
     def outlives(self) -> bool:
-        """Tell whether jobs go on when this process is gone: their guard ends them."""
         return False
 
     @property
     def limits(self) -> Limits:
-        """What one task can be given at most; there is no other."""
         return Limits(mem_bytes=self.machine.mem_bytes)
 
     def limits_of(self, _partition: str, _cpus: int, _gpus: int) -> Limits:
-        """Return the same: there is one machine, and one node in it."""
         return self.limits
 
     @property
     def caveats(self) -> tuple[str, ...]:
-        """What it cannot promise on this system."""
         return () if HAS_PROC else (NO_PROC,)
 
     def check(self, spec: JobSpec) -> None:
-        """Raise SubmissionRefused for a job that this machine could never hold."""
         refuse_impossible(spec)
         refuse_too_large(spec, self.machine)
 
     def starts(self, spec: JobSpec) -> float | None:
-        """Return when a job would start: now, or when others have ended."""
         return time.time() if self._slots.fit(spec) else None
 
     def submit(self, spec: JobSpec) -> JobId:
-        """Queue a job, or raise SubmissionRefused."""
         self.check(spec)
         self._refuse_unknown(spec)
         if tagged := [job.id for job in self._jobs.values() if spec.tag and job.spec.tag == spec.tag]:
@@ -155,7 +146,6 @@ class LocalExecutor:
         return job.id
 
     def adopt(self, job: JobId, spec: JobSpec) -> None:
-        """Take over a job of an executor that is gone; its guard has ended the tasks, or is about to."""
         if job in self._jobs:
             return
         adopted = self._jobs[job] = _LocalJob(job, spec)
@@ -164,16 +154,13 @@ class LocalExecutor:
             self._end(task, Ending(TaskState.NODE_FAIL, ORPHANED))
 
     def queued(self, jobs: Iterable[JobId]) -> set[JobId]:
-        """Return which of these jobs have not ended."""
         return {task.job for task in self.status(jobs) if not task.state.ended}
 
     def status(self, jobs: Iterable[JobId]) -> list[TaskStatus]:
-        """Return what is known of every task of the jobs; a job it does not know has none."""
         known = (self._jobs[job] for job in jobs if job in self._jobs)
         return [task.status() for job in known for task in job.tasks]
 
     def step(self, timeout_s: float) -> list[TaskStatus]:
-        """Wait until a task changes state, but no longer than this, nor when nothing can change any more."""
         until = time.monotonic() + timeout_s
         self._advance()
         while not self._changed and self._running and (left_s := until - time.monotonic()) > 0:
@@ -183,7 +170,6 @@ class LocalExecutor:
         return [task.status() for task in changed]
 
     def cancel(self, jobs: Iterable[JobId]) -> None:
-        """End the jobs: what waits is cancelled at once, what runs has the grace to finish in order."""
         named = {job for job in jobs if job in self._jobs}
         for job in named:
             self._cancel_pending(self._jobs[job], "cancelled")

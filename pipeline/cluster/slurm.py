@@ -64,12 +64,10 @@ class SlurmExecutor:
 
     @property
     def cpus(self) -> int:
-        """How many cores its tasks can have at once, as far as is known."""
         return sum(one.cpus * one.nodes for one in self.facts.nodes()) or MANY_CPUS
 
     @property
     def gpus(self) -> int:
-        """How many GPUs its tasks can have at once, as far as is known."""
         count: dict[str, int] = {}
         for one in self.facts.partitions:  # partitions share nodes
             count[one.name] = count.get(one.name, 0) + one.gpus * one.nodes
@@ -77,21 +75,17 @@ class SlurmExecutor:
 
     @property
     def caveats(self) -> tuple[str, ...]:
-        """What it cannot promise here."""
         return ()
 
     @property
     def outlives(self) -> bool:
-        """Tell whether jobs go on when this process is gone."""
         return True
 
     @property
     def limits(self) -> Limits:
-        """What one task can be given at most, and how many tasks a job and the queue take."""
         return self.facts.limits()
 
     def submit(self, spec: JobSpec) -> JobId:
-        """Queue a job, or raise SubmissionRefused."""
         tagged = replace(spec, tag=spec.tag or f"{sbatch.job_name(spec)}-{secrets.token_hex(6)}")
         script = self.script_for(self._after_known(tagged))
         make_log_dir(spec)
@@ -126,19 +120,15 @@ class SlurmExecutor:
         return StartEstimate(epoch_of(slurm_commands.starts_at(said)), said)
 
     def limits_of(self, partition: str, cpus: int, gpus: int) -> Limits:
-        """Return the same for tasks of a partition (empty: the site's) with so many cores and GPUs on a node."""
         return self.facts.limits(partition, cpus=cpus, gpus=gpus)
 
     def check(self, spec: JobSpec) -> None:
-        """Raise SubmissionRefused, in the scheduler's words, for a job that would never run."""
         self.test(spec)
 
     def starts(self, spec: JobSpec) -> float | None:
-        """Return when a job would start if it were submitted now; None where the scheduler does not say."""
         return self.test(spec).at
 
     def adopt(self, job: JobId, spec: JobSpec) -> None:
-        """Take over a job that an earlier executor submitted: the cluster ran it all the while."""
         if job in self._jobs:
             return
         kept, offset, since = script_path(spec, job), None, time.time() - FORGOTTEN_S
@@ -149,12 +139,10 @@ class SlurmExecutor:
         self._jobs[job] = Followed(job, spec, offset, since)
 
     def status(self, jobs: Iterable[JobId]) -> list[TaskStatus]:
-        """Return what the last step knew of every task of the jobs; a job it does not know has none."""
         known = (self._jobs[job] for job in jobs if job in self._jobs)
         return [task for job in known for task in job.tasks.values()]
 
     def step(self, timeout_s: float) -> list[TaskStatus]:
-        """Wait until a task changes state, but no longer than this, nor when nothing can change any more."""
         until = time.monotonic() + timeout_s
         self._look_in_time()
         while not self._changed and self._is_open() and (left_s := until - time.monotonic()) > 0:
@@ -170,7 +158,6 @@ class SlurmExecutor:
             self._look_at = time.monotonic() + self._poll_s
 
     def cancel(self, jobs: Iterable[JobId]) -> None:
-        """Ask for the end of every task that has not ended; later steps show it."""
         wanted = [job for job in dict.fromkeys(jobs) if job.isdecimal()]
         if not wanted:
             return
@@ -181,7 +168,6 @@ class SlurmExecutor:
                 raise SubmissionRefused(error.what, where="scancel", remedy=f"scancel {' '.join(wanted)}") from error
 
     def queued(self, jobs: Iterable[JobId]) -> set[JobId]:
-        """Return which of these jobs have not ended; all of them where the queue does not answer."""
         wanted = set(jobs)
         try:
             return {

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.cluster import sbatch
 from pipeline.cluster.accounting import ENVIRONMENT, CommandFailed
-from pipeline.cluster.fields import SQUEUE, Queued, parse_squeue
+from pipeline.cluster.fields import SQUEUE, Queued, limit_of, parse_gres, parse_squeue
 from pipeline.errors import SubmissionRefused
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from pipeline.cluster.job_spec import JobId, JobSpec
+
 
 ASK_S = 60.0  # a controller that is asked too much takes its time
 SAYS_NOTHING = "Invalid job id"  # what the queue says of one job that it no longer has
@@ -143,21 +144,7 @@ def _partition(cells: Sequence[str]) -> NodeKind | None:
 
 def gpus_of(gres: str) -> int:
     """Return the GPUs in a list such as gpu:a100:4(S:0-1),nvme:1."""
-    outside = re.sub(r"\([^)]*\)", "", gres)
-    counts = re.findall(r"(?:^|,)gpu(?::[^:,]+)*?(?::([0-9]+))?(?=,|$)", outside)
-    return sum(int(count or 1) for count in counts)
-
-
-def limit_of(text: str) -> int | None:
-    """Read a time limit such as 1-00:00:00, 2:00 or infinite."""
-    days, _, clock = text.rpartition("-")
-    parts = clock.split(":")
-    if not all(part.isdecimal() for part in parts) or (days and not days.isdecimal()):
-        return None
-    total = 0
-    for part in parts if len(parts) > 1 else (*parts, "0"):
-        total = total * 60 + int(part)
-    return total + 86_400 * int(days or 0)
+    return sum(gpus.count for gpus in parse_gres(gres))
 
 
 def reserved_bytes(nodes: str) -> int:

@@ -120,7 +120,6 @@ class SeenRun:
         return None if math.isinf(self.at) else left_s(stage, self.at)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON data."""
         plain = self.status.to_json()
         for told in plain["stages"]:
             stage = self.status.stages[told["name"]]

@@ -32,7 +32,6 @@ class Ask:
     careful: bool = False  # one thing at a time, so that the record of what a task was on names one
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON data."""
         return asdict(self)
 
 
@@ -70,7 +69,6 @@ class Attempt:
     said: str = ""  # what the worker said of its own failure
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON data."""
         return asdict(self) | {"cause": self.cause.value, "on": list(self.on)}
 
     def to_event(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.config.masking import without_secrets
 from pipeline.errors import ConfigError
+from pipeline.files import replacing
 from pipeline.journal.run_folder import writing_run
 from pipeline.records import Event, EventKind
 
@@ -61,7 +62,6 @@ class Ledger:
         return written
 
     def close(self) -> None:
-        """Close the file."""
         os.close(self._file)
 
 
@@ -155,12 +155,10 @@ def _event(line: bytes, writer: str) -> Event | None:
 def write_rejections(path: Path, rejections: Iterator[dict[str, Any]]) -> int:
     """Write the list of what was left out; return how many there were."""
     count = 0
-    partial = path.with_suffix(".partial")
-    with writing_run(path), partial.open("w", encoding="utf-8") as file:
+    with writing_run(path), replacing(path) as aside, aside.open("w", encoding="utf-8") as file:
         for rejection in rejections:
             file.write(json.dumps(rejection) + "\n")
             count += 1
-    partial.replace(path)
     return count
 
 
@@ -177,7 +175,6 @@ class Note:
         os.pwrite(self._file, json.dumps([self._attempt, done, list(names)]).encode() + b"\n", 0)
 
     def close(self) -> None:
-        """Close the file."""
         os.close(self._file)
 
 

@@ -175,7 +175,6 @@ class StageStatus:
         return summary(list(self.figures.values()), self.cost, running)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON data."""
         plain = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in INTERNAL}
         failures = [one.to_json() | {"then": self.task(one.task).then.get(one.number, "")} for one in self.failures]
         return plain | {
@@ -293,7 +292,6 @@ class RunStatus:
             stage.split(data["task"], data["into"], Ask(**data["ask"]), data["why"])
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON data."""
         plain = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "born"}
         return plain | {"state": self.state.value, "stages": [stage.to_json() for stage in self.in_order()]}
 

@@ -25,7 +25,6 @@ import json
 import math
 import os
 import re
-import secrets
 import shlex
 import signal
 import socket
@@ -37,7 +36,9 @@ from typing import TYPE_CHECKING
 
 from pipeline.cluster.verdict import GO_ON
 from pipeline.errors import ConfigError, JobFailed, PlanInfeasible
+from pipeline.files import read_json, write_whole
 from pipeline.journal.run_folder import writing_run
+from pipeline.waiting import wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -236,9 +237,7 @@ def meeting(path: Path, rank: int, nodes: int, timeout_s: float = MEET_S) -> Ite
         return
     with reserved_port() as port:
         address = LOOPBACK if nodes == 1 else socket.gethostname()
-        partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
-        partial.write_text(json.dumps([address, port]))
-        partial.replace(path)
+        write_whole(path, json.dumps([address, port]))
         try:
             yield address, port
         finally:
@@ -248,14 +247,9 @@ def meeting(path: Path, rank: int, nodes: int, timeout_s: float = MEET_S) -> Ite
 
 def _read_meeting(path: Path, timeout_s: float) -> tuple[str, int]:
     """Wait for what rank 0 writes."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        try:
-            address, port = json.loads(path.read_text())
-        except FileNotFoundError:
-            time.sleep(LOOK_EVERY_S)
-        else:
-            return str(address), int(port)
+    if place := wait_for(lambda: read_json(path), timeout_s, LOOK_EVERY_S):
+        address, port = place
+        return str(address), int(port)
     what = f"rank 0 did not say within {timeout_s:.0f} s where to meet"
     raise JobFailed(what, where=os.fspath(path), remedy="pipeline logs   (did rank 0 start?)")
 
@@ -314,10 +308,8 @@ class Peers:
     def say(self, end: End) -> None:
         """Write down how this one ended."""
         path = self._path(self.place.rank)
-        partial = path.with_name(f"{path.name}.partial")
         with writing_run(path):
-            partial.write_text(json.dumps(asdict(end)))
-            partial.replace(path)
+            write_whole(path, json.dumps(asdict(end)))
 
     def ends(self) -> dict[int, End]:
         """Return how those ended that have."""

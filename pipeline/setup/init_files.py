@@ -5,21 +5,23 @@ from __future__ import annotations
 import json
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
+from pipeline.cluster.site_facts import Partition, Site, SiteNodes, join
 from pipeline.config.site_profiles import shipped
 from pipeline.errors import ConfigError
-from pipeline.setup import site_facts
-from pipeline.setup.site_facts import join
+from pipeline.memory.hardware.gpus import SizesGib, names_a_model, nearest_sizes, sizes_gib, sizes_said
 from pipeline.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from pipeline.setup.site_facts import GpuKind, Partition, Site, SiteNodes
+    from pipeline.cluster.site_facts import Partition, Site, SiteNodes
+
 
 CONFIG = """\
 # What `pipeline` is told about this project. {head}
@@ -140,11 +142,11 @@ def config_text(site: Site | None) -> str:
     if site is None:
         return CONFIG.format(head="Next:", shared="", cluster=LOCAL, stages=STAGES.format(gpus=0))
     name = file_name(site.name)
-    found = [kind for kind in site_facts.gpu_kinds(site) if not all(map(site.bars, kind.partitions))]
+    found = [kind for kind in gpu_kinds(site) if not all(map(site.bars, kind.partitions))]
     stages = STAGES.format(gpus=1 if found else 0)
     home = _home(site)
     if found and home is not None and not any(home.name in kind.partitions for kind in found):
-        best = site_facts.best_partition(site, [name for kind in found for name in kind.partitions])
+        best = best_partition(site, [name for kind in found for name in kind.partitions])
         stages += f"    # Where the GPUs are; {_one_line(home.name)} has none.\n    partition: {yaml_word(best)}\n"
     return CONFIG.format(
         head="Next:", shared=SHARED, cluster=SLURM.format(name=name, word=yaml_word(name)), stages=stages
@@ -221,7 +223,7 @@ def _row(first: tuple[str, str], nodes: SiteNodes) -> tuple[str, str, str, str, 
 def _home(site: Site) -> Partition | None:
     """Return where jobs go: the default, else where they fare best."""
     names = [partition.name for partition in site.partitions]
-    return site.default or (site.partition(site_facts.best_partition(site, names)) if names else None)
+    return site.default or (site.partition(best_partition(site, names)) if names else None)
 
 
 def _partition(site: Site) -> str:
@@ -297,7 +299,7 @@ def _limits(site: Site) -> str:
 
 def _cards(site: Site) -> str:
     """Return the lines about kinds of GPU; one whose memory is not known stays a comment."""
-    found = site_facts.gpu_kinds(site)
+    found = gpu_kinds(site)
     if not found:
         return "  # No GPUs were found.\n  cards: []\n"
     about = "  # Kinds of GPU, and the memory that programs have of each, by its name; nvidia-smi on a node tells it.\n"
@@ -310,7 +312,7 @@ def _cards(site: Site) -> str:
 
 def _card(site: Site, kind: GpuKind, home: str) -> str:
     """Return one kind of GPU as an entry, or as a comment."""
-    where = home if home in kind.partitions else site_facts.best_partition(site, kind.partitions)
+    where = home if home in kind.partitions else best_partition(site, kind.partitions)
     keys = {"gres": kind.gres, "feature": kind.feature, "partition": "" if where == home else where}
     guess = f"{kind.sizes_gib[0]}GiB" if kind.sizes_gib else "?GiB"
     entry = ", ".join([*(f"{key}: {yaml_word(value)}" for key, value in keys.items() if value), f"mem: {guess}"])
@@ -343,3 +345,65 @@ supervisor:
   # A partition for small jobs; null: that of the others.{hint}
   partition: null
 """
+
+
+@dataclass(slots=True)
+class GpuKind:
+    """GPUs that are alike, and where they are."""
+
+    gres: str
+    feature: str
+    sizes_gib: SizesGib  # one: known; several: it may be any; none: nobody knows
+    partitions: list[str] = field(default_factory=list)
+    count: int = 0
+
+
+def gpu_kinds(site: Site) -> list[GpuKind]:
+    """Return the kinds of GPU of a cluster, told apart by type and, where that is not enough, by feature."""
+    found: dict[tuple[str, str, SizesGib], GpuKind] = {}
+    for nodes in site.nodes:
+        for kind in _of_nodes(nodes):
+            same = found.setdefault((kind.gres, kind.feature, kind.sizes_gib), kind)
+            same.count = max(same.count, kind.count)
+            if nodes.partition not in same.partitions:
+                same.partitions.append(nodes.partition)
+    every = sorted(found.values(), key=lambda kind: (kind.gres, kind.feature))
+    for kind in every:
+        if kind.gres and sum(other.gres == kind.gres for other in every) == 1:
+            kind.feature = ""  # the type alone says it
+    return every
+
+
+def best_partition(site: Site, names: Sequence[str]) -> str:
+    """Return where a job fares best: where it may run, is not preempted, and has the longest time."""
+    known = [partition for name in names if (partition := site.partition(name)) is not None]
+    return max(known, key=lambda one: _merit(site, one)).name if known else names[0]
+
+
+def _merit(site: Site, partition: Partition) -> tuple[bool, bool, bool, float]:
+    is_left_alone = partition.preempt_mode.upper() in ("", "OFF")
+    time_s = float("inf") if partition.time_s is None else partition.time_s
+    return (not site.bars(partition.name), partition.is_default, is_left_alone, time_s)
+
+
+def _of_nodes(nodes: SiteNodes) -> Iterator[GpuKind]:
+    """Yield the kinds of GPU that nodes have."""
+    for gpus in nodes.gpus:
+        sizes, feature = sizes_gib(gpus.type), ""
+        if not gpus.type:
+            feature = next((one for one in nodes.features if names_a_model(one)), "")
+            sizes = sizes_gib(feature)
+        elif len(sizes) > 1:
+            feature, sizes = _told_by_feature(nodes.features, sizes)
+        yield GpuKind(gpus.type, feature, sizes, count=gpus.count)
+
+
+def _told_by_feature(features: Sequence[str], sold: SizesGib) -> tuple[str, SizesGib]:
+    """Return the feature that says which of several sizes it is, and that size."""
+    for feature in features:
+        named = sizes_gib(feature) if names_a_model(feature) else ()
+        said = sizes_said(feature)
+        near = tuple(size for size in sold if size in named) or nearest_sizes(sold, said)
+        if len(near) == 1:
+            return feature, near
+    return "", sold

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING
 
 from pipeline.cluster import slurm_commands
 from pipeline.cluster.accounting import CommandFailed
+from pipeline.cluster.site_facts import Partition, Site, join, last_line, look_at_site
 from pipeline.config.schema_parts import format_duration
 from pipeline.errors import PipelineError, SubmissionRefused
 from pipeline.project.project import Project
 from pipeline.runs.engine.handover import supervisor_spec
 from pipeline.runs.workflow import table
 from pipeline.runs.workflow.jobs import first_job, spec_of
-from pipeline.setup.site_facts import Partition, Site, join, last_line, look_at_site
 
 if TYPE_CHECKING:
     from pipeline.cluster.job_spec import JobSpec

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pipeline.cluster.accounting import CommandFailed
-from pipeline.setup.site_facts import CONFIG, NODES, PARTITIONS, Site, look_at_site
+from pipeline.cluster.site_facts import CONFIG, NODES, PARTITIONS, Site, look_at_site
 
 # Slurm 22.05.8, recorded; shortened to a third
 PLAIN_CONFIG = """\

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
+from pipeline.cluster import site_facts
+from pipeline.cluster.fields import Gpus, parse_gres
+from pipeline.cluster.site_facts import Site, parse_nodes, parse_partitions, parse_settings
 from pipeline.config.load import read_config
 from pipeline.config.schema import Config
 from pipeline.config.schema_cluster import CardSection, SlurmSection
 from pipeline.config.site_profiles import shipped
-from pipeline.setup import site_facts
 from pipeline.setup.init_files import config_text, file_name, profile_text, write_init_files, yaml_word
-from pipeline.setup.site_facts import Gpus, Site, parse_gres, parse_nodes, parse_partitions, parse_settings
 from tests.command import Command
 from tests.setup.clusters import ALL, BARE, MIXED, NO_GPUS, PLAIN, PLAIN_CONFIG, partition, site_of
 

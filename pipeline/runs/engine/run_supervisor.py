@@ -45,6 +45,7 @@ from pipeline.runs.workflow import table
 from pipeline.runs.workflow.jobs import plan_stage, refuse_unfit_disk
 from pipeline.runs.workflow.table import StageTrouble
 from pipeline.store.cache_folder import RECIPES, bring_up
+from pipeline.waiting import wait_for
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -223,10 +224,13 @@ class Supervisor:
 
     def _listen(self, status: StageStatus, over: Sequence[TaskStatus]) -> None:
         """Give the words of workers whose tasks have completed some time to appear."""
-        deadline = time.monotonic() + self.config.cache.visibility_s
-        while self.dispatch.unheard(status, over) and time.monotonic() < deadline:
-            time.sleep(LISTEN_EVERY_S)
+
+        def is_heard() -> bool:
             self._catch_up()
+            return not self.dispatch.unheard(status, over)
+
+        if self.dispatch.unheard(status, over):
+            wait_for(is_heard, self.config.cache.visibility_s, LISTEN_EVERY_S)
 
     def _send(self, stage: Stage, status: StageStatus) -> None:
         """Submit what is due, as much as the queue takes, unless another supervisor has taken over."""
@@ -402,17 +406,14 @@ def _is_expected(folder: RunFolder, patience_s: float) -> bool:
     Of such a one nobody knows: who submitted it died before it could say so, and its standby handed over anew. The
     announcement itself may be late to appear.
     """
-    until, reader, status = time.monotonic() + patience_s, LedgerReader(folder), RunStatus(folder.name)
-    while True:
+    reader, status = LedgerReader(folder), RunStatus(folder.name)
+
+    def is_known() -> bool:
         for event in reader.news():
             status.apply(event)
-        if status.state in ENDED:
-            return False
-        if not status.successors or own_job() in ("", *status.successors):
-            return True
-        if time.monotonic() > until:
-            return False
-        time.sleep(LISTEN_EVERY_S)
+        return status.state in ENDED or not status.successors or own_job() in ("", *status.successors)
+
+    return wait_for(is_known, patience_s, LISTEN_EVERY_S) and status.state not in ENDED
 
 
 def stop_on_signals() -> None:

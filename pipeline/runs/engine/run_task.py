@@ -21,6 +21,7 @@ import time
 import traceback
 from collections import Counter
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -214,7 +215,7 @@ def work_through(
 
     with closing(Note(folder.on(given.stage, given.task, part[0] if part else 0), given.attempt)) as note:
         tell = Tell(news.refuse, {}, turn_to, given.mem, given.shrink, given.careful)
-        tell.place, tell.part, tell.ending = place, part or (0, 1), lambda: _heard[0]
+        tell.place, tell.part, tell.ending = place, part or (0, 1), lambda: _heard.number
         outcomes = table.stage(given.stage, project.config).work(project, folder, given.task, tell)
         try:
             with closing(outcomes):  # closing publishes what is finished
@@ -280,12 +281,19 @@ def _part(word: str) -> tuple[int, int]:
     return int(number), int(processes)
 
 
-_heard = [0]  # the signal by which this process was told to end, where its work looks for that by itself
+@dataclass(slots=True)
+class _Heard:
+    """The signal by which this process was told to end, where its work looks for that by itself; 0: none."""
+
+    number: int = 0
+
+
+_heard = _Heard()
 
 
 def _hear(number: int, _frame: FrameType | None) -> None:
     """Remember a signal: the work ends where it can be taken up again."""
-    _heard[0] = number
+    _heard.number = number
 
 
 def _stop(number: int, _frame: FrameType | None) -> None:

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.cluster import site_facts
 from pipeline.errors import ConfigError
 from pipeline.memory.hardware.gpus import Device, device, known_names, names_a_model, sizes_gib
-from pipeline.setup import site_facts
 
 GIB = 1 << 30
 

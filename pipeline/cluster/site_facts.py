@@ -6,13 +6,12 @@ Nothing here runs a command by itself: `look` asks through the function it is gi
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from pipeline.cluster.accounting import CommandFailed
-from pipeline.cluster.slurm_commands import limit_of
-from pipeline.memory.hardware.gpus import SizesGib, names_a_model, nearest_sizes, sizes_gib, sizes_said
+from pipeline.cluster.fields import Gpus, limit_of, parse_gres
 
 Ask: TypeAlias = Callable[[Sequence[str], float], str]  # arguments and seconds → stdout; raises CommandFailed
 
@@ -25,16 +24,6 @@ MIB = 1 << 20
 
 _FIELD = re.compile(r"(?:^|\s)([A-Za-z][\w/:-]*)=(\S*)")
 _SETTING = re.compile(r"\s*([\w/\[\]-]+)\s*=\s?(.*)")
-_GRES = re.compile(r"gpu(?::(?P<type>[^:()]*))??(?::no_consume)?(?::(?P<count>\d+)[KMGT]?)?(?:\(.*\))?")
-_SOCKETS = re.compile(r"\([^()]*\)")
-
-
-@dataclass(frozen=True, slots=True)
-class Gpus:
-    """The GPUs of one type in a node."""
-
-    type: str  # empty: the site names none
-    count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,12 +198,6 @@ def parse_nodes(text: str) -> tuple[SiteNodes, ...]:
     )
 
 
-def parse_gres(text: str) -> tuple[Gpus, ...]:
-    """Read what a node has, such as gpu:a100:4(S:0-1),nvme:1; only its GPUs count."""
-    matches = (_GRES.fullmatch(part.strip()) for part in _SOCKETS.sub("", text).split(","))
-    return tuple(Gpus(match["type"] or "", int(match["count"] or 1)) for match in matches if match)
-
-
 def parse_associations(text: str, cluster: str = "") -> tuple[Association, ...]:
     """Read the answer to `associations_of`; of another cluster nothing is taken."""
     rows = (line.split("|") for line in text.splitlines())
@@ -270,65 +253,3 @@ def join(words: Iterable[str], most: int = 12) -> str:
     """Return words as a list for people, the first few of many."""
     every = list(words)
     return ", ".join(every[:most]) + (f" and {len(every) - most} more" if len(every) > most else "")
-
-
-@dataclass(slots=True)
-class GpuKind:
-    """GPUs that are alike, and where they are."""
-
-    gres: str
-    feature: str
-    sizes_gib: SizesGib  # one: known; several: it may be any; none: nobody knows
-    partitions: list[str] = field(default_factory=list)
-    count: int = 0
-
-
-def gpu_kinds(site: Site) -> list[GpuKind]:
-    """Return the kinds of GPU of a cluster, told apart by type and, where that is not enough, by feature."""
-    found: dict[tuple[str, str, SizesGib], GpuKind] = {}
-    for nodes in site.nodes:
-        for kind in _of_nodes(nodes):
-            same = found.setdefault((kind.gres, kind.feature, kind.sizes_gib), kind)
-            same.count = max(same.count, kind.count)
-            if nodes.partition not in same.partitions:
-                same.partitions.append(nodes.partition)
-    every = sorted(found.values(), key=lambda kind: (kind.gres, kind.feature))
-    for kind in every:
-        if kind.gres and sum(other.gres == kind.gres for other in every) == 1:
-            kind.feature = ""  # the type alone says it
-    return every
-
-
-def best_partition(site: Site, names: Sequence[str]) -> str:
-    """Return where a job fares best: where it may run, is not preempted, and has the longest time."""
-    known = [partition for name in names if (partition := site.partition(name)) is not None]
-    return max(known, key=lambda one: _merit(site, one)).name if known else names[0]
-
-
-def _merit(site: Site, partition: Partition) -> tuple[bool, bool, bool, float]:
-    is_left_alone = partition.preempt_mode.upper() in ("", "OFF")
-    time_s = float("inf") if partition.time_s is None else partition.time_s
-    return (not site.bars(partition.name), partition.is_default, is_left_alone, time_s)
-
-
-def _of_nodes(nodes: SiteNodes) -> Iterator[GpuKind]:
-    """Yield the kinds of GPU that nodes have."""
-    for gpus in nodes.gpus:
-        sizes, feature = sizes_gib(gpus.type), ""
-        if not gpus.type:
-            feature = next((one for one in nodes.features if names_a_model(one)), "")
-            sizes = sizes_gib(feature)
-        elif len(sizes) > 1:
-            feature, sizes = _told_by_feature(nodes.features, sizes)
-        yield GpuKind(gpus.type, feature, sizes, count=gpus.count)
-
-
-def _told_by_feature(features: Sequence[str], sold: SizesGib) -> tuple[str, SizesGib]:
-    """Return the feature that says which of several sizes it is, and that size."""
-    for feature in features:
-        named = sizes_gib(feature) if names_a_model(feature) else ()
-        said = sizes_said(feature)
-        near = tuple(size for size in sold if size in named) or nearest_sizes(sold, said)
-        if len(near) == 1:
-            return feature, near
-    return "", sold
