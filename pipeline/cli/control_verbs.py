@@ -146,9 +146,8 @@ def _looks(folder: RunFolder, *, watch: bool) -> tuple[Callable[[], SeenRun], Ca
     """Return what tells how a run stands now, by what its ledger says more than last time, and whether it goes on."""
     from dataclasses import replace
 
-    from pipeline.journal.active_runs import GOING_ON, Sparing, look_at_queue, run_as_shown
+    from pipeline.journal.active_runs import GOING_ON, Sparing, Trail, look_at_queue, run_as_shown
     from pipeline.journal.ledger import LedgerReader
-    from pipeline.journal.recent import Trail
     from pipeline.journal.run_status import RunStatus
 
     found, reader, trail = RunStatus(folder.name), LedgerReader(folder), Trail()

@@ -147,31 +147,6 @@ def parse_ranges(text: str) -> list[int]:
     return found
 
 
-def progressed(history: Sequence[Attempt]) -> bool:
-    """Tell whether the last attempt came further than all before it."""
-    return history[-1].done > max((one.done for one in history[:-1]), default=0)
-
-
-def stuck(history: Sequence[Attempt]) -> int:
-    """Count the attempts since one last came further than those before it."""
-    count = 0
-    for end in range(len(history), 0, -1):
-        if progressed(history[:end]):
-            break
-        count += 1
-    return count
-
-
-def bad_nodes(tasks: Iterable[TaskRecord], *, times: int = 2) -> tuple[str, ...]:
-    """Return the nodes on which attempts have failed for the node's sake so often that none is sent there again."""
-    failed: dict[str, int] = {}
-    for task in tasks:
-        for attempt in task.ended:
-            if attempt.cause is Cause.NODE and attempt.node:
-                failed[attempt.node] = failed.get(attempt.node, 0) + 1
-    return tuple(sorted(node for node, count in failed.items() if count >= times))
-
-
 Why = tuple[Reason, str]
 
 

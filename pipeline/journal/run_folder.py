@@ -22,7 +22,7 @@ PRIVATE, SHARED = 0o700, 0o777  # what the umask leaves of it
 NOBODY_ELSE_WRITES = 0o755  # of the folder of runs: who may write in it could put another run in the place of one
 
 
-class _Named:
+class _RunFile:
     """The path of one name in a run's folder."""
 
     def __init__(self, name: str) -> None:
@@ -38,24 +38,24 @@ class RunFolder:
 
     path: Path
 
-    format = _Named("format.txt")  # the format of the folder, as a number
-    config = _Named("config.json")  # the configuration, resolved and frozen at submission
-    stages = _Named("stages.json")  # the names of the stages, in order
-    again = _Named("again.txt")  # the command that does what is missing: the one that was typed
-    items = _Named("items.jsonl")  # every item of the data set, a line each, as the sources gave them
-    only = _Named("only")  # the keys of the records that the run is confined to; absent where it does all
-    meetings = _Named("meetings")  # where the ranks of a task tell each other where they are
-    task_code = _Named("task_code.txt")  # the folder of the user's own code at submission; absent where there is none
-    table = _Named("table.txt")  # the key of the table of what can be trained on, in hex
-    entered = _Named("entered.json")  # what was read of items that are no structures, and from what
-    rejected = _Named("rejected.jsonl")  # every item that was left out, a line each, with the reason
-    events = _Named("events")  # one file of events per process that took part
-    left_out = _Named("left_out.jsonl")  # what killed its task and is left out for that, a line each
-    claims = _Named("claims")  # who looks after the run: a file for each visit of a supervisor
-    code = _Named("code.txt")  # the folder of the package as it was at submission
-    logs = _Named("logs")  # what the tasks printed
-    report = _Named("report.html")  # the page that shows how the run goes, as its last supervisor has left it
-    supervisor_log = _Named("supervisor.log")  # what the supervisor printed, when it ran in the background
+    format = _RunFile("format.txt")  # the format of the folder, as a number
+    config = _RunFile("config.json")  # the configuration, resolved and frozen at submission
+    stages = _RunFile("stages.json")  # the names of the stages, in order
+    again = _RunFile("again.txt")  # the command that does what is missing: the one that was typed
+    items = _RunFile("items.jsonl")  # every item of the data set, a line each, as the sources gave them
+    only = _RunFile("only")  # the keys of the records that the run is confined to; absent where it does all
+    meetings = _RunFile("meetings")  # where the ranks of a task tell each other where they are
+    task_code = _RunFile("task_code.txt")  # the folder of the user's own code at submission; absent where there is none
+    table = _RunFile("table.txt")  # the key of the table of what can be trained on, in hex
+    entered = _RunFile("entered.json")  # what was read of items that are no structures, and from what
+    rejected = _RunFile("rejected.jsonl")  # every item that was left out, a line each, with the reason
+    events = _RunFile("events")  # one file of events per process that took part
+    left_out = _RunFile("left_out.jsonl")  # what killed its task and is left out for that, a line each
+    claims = _RunFile("claims")  # who looks after the run: a file for each visit of a supervisor
+    code = _RunFile("code.txt")  # the folder of the package as it was at submission
+    logs = _RunFile("logs")  # what the tasks printed
+    report = _RunFile("report.html")  # the page that shows how the run goes, as its last supervisor has left it
+    supervisor_log = _RunFile("supervisor.log")  # what the supervisor printed, when it ran in the background
 
     @property
     def name(self) -> str:

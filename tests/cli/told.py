@@ -6,9 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from pipeline.cluster.verdict import Cause
-from pipeline.journal.active_runs import SeenRun
+from pipeline.journal.active_runs import SeenRun, Trail
 from pipeline.journal.attempts import Ask, Attempt
-from pipeline.journal.recent import Trail
 from pipeline.journal.run_status import RunState, RunStatus, StageJob
 from pipeline.records import Event, EventKind
 

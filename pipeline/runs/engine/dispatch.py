@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, TypeAlias
 from pipeline.cluster.job_spec import TaskState
 from pipeline.cluster.verdict import Cause, judge_attempt
 from pipeline.errors import SubmissionRefused
-from pipeline.journal.attempts import Attempt, bad_nodes, format_ranges, leave_out, parse_ranges
+from pipeline.journal.attempts import Attempt, format_ranges, leave_out, parse_ranges
 from pipeline.journal.ledger import read_notes
 from pipeline.memory.history.task_history import Measured
 from pipeline.project.project import cluster_name, profiles_of
 from pipeline.records import EventKind, StageName
 from pipeline.runs.dataset import worklist
-from pipeline.runs.engine.repair import GiveUp, LeaveOut, Means, Split, decide
+from pipeline.runs.engine.repair import GiveUp, LeaveOut, Means, Split, bad_nodes, decide
 from pipeline.runs.workflow.jobs import first_job, limits_of, on_cards, recipe_name, spec_of
 from pipeline.store.key_lists import in_chunks
 

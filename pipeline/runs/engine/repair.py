@@ -3,7 +3,7 @@
 Memory that the kernel ended  → more of it, up to the largest node; then halves; then the item is left out.
 A GPU's memory                → smaller batches, which change no result; then halves; then the item is left out.
 A time limit                  → what is finished is kept: go on if it came further, with more time if there is more.
-A node, preemption, no word   → again; a node that failed twice is left out (attempts.bad_nodes).
+A node, preemption, no word   → again; a node that failed twice is left out (bad_nodes).
 A signal that nobody sent     → again, one thing at a time; twice on the same thing: that is left out.
 Anything else                 → the stage ends with the cause.
 
@@ -19,14 +19,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from pipeline.cluster.verdict import Cause
-from pipeline.journal.attempts import progressed, stuck
 from pipeline.records import Reason
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from pipeline.cluster.job_spec import Limits
-    from pipeline.journal.attempts import Ask, Attempt
+    from pipeline.journal.attempts import Ask, Attempt, TaskRecord
+
 
 GROWTH = 2  # of memory and time: few attempts matter more than a tight fit, which the next run has from the peaks
 ROUND_BYTES = 64 << 20
@@ -189,3 +189,28 @@ def _bounded(history: Sequence[Attempt], means: Means, decision: Decision) -> De
 
 def _mib(count: int) -> str:
     return f"{count >> 20}MiB"
+
+
+def progressed(history: Sequence[Attempt]) -> bool:
+    """Tell whether the last attempt came further than all before it."""
+    return history[-1].done > max((one.done for one in history[:-1]), default=0)
+
+
+def stuck(history: Sequence[Attempt]) -> int:
+    """Count the attempts since one last came further than those before it."""
+    count = 0
+    for end in range(len(history), 0, -1):
+        if progressed(history[:end]):
+            break
+        count += 1
+    return count
+
+
+def bad_nodes(tasks: Iterable[TaskRecord], *, times: int = 2) -> tuple[str, ...]:
+    """Return the nodes on which attempts have failed for the node's sake so often that none is sent there again."""
+    failed: dict[str, int] = {}
+    for task in tasks:
+        for attempt in task.ended:
+            if attempt.cause is Cause.NODE and attempt.node:
+                failed[attempt.node] = failed.get(attempt.node, 0) + 1
+    return tuple(sorted(node for node, count in failed.items() if count >= times))

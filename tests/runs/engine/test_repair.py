@@ -10,19 +10,10 @@ from hypothesis import strategies as st
 
 from pipeline.cluster.job_spec import Limits
 from pipeline.cluster.verdict import Cause
-from pipeline.journal.attempts import (
-    Ask,
-    Attempt,
-    TaskRecord,
-    bad_nodes,
-    format_ranges,
-    parse_ranges,
-    progressed,
-    stuck,
-)
+from pipeline.journal.attempts import Ask, Attempt, TaskRecord, format_ranges, parse_ranges
 from pipeline.records import Reason
 from pipeline.runs.engine.dispatch import pieces
-from pipeline.runs.engine.repair import Again, GiveUp, LeaveOut, Means, Split, decide
+from pipeline.runs.engine.repair import Again, GiveUp, LeaveOut, Means, Split, bad_nodes, decide, progressed, stuck
 
 MIB = 1 << 20
 ASK = Ask(mem_bytes=512 * MIB, time_s=600)

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.cluster.card_choice import Shape, choose_shape, eligible
 from pipeline.config.schema_cluster import CardSection
 from pipeline.errors import PlanInfeasible
+from pipeline.runs.workflow.jobs import Shape, choose_shape, eligible
 
 GIB = 1 << 30
 NOW = 1000.0
