@@ -16,7 +16,7 @@ from pipeline.errors import SubmissionRefused
 
 
 def cancelled_without_a_node() -> AccountedTask:
-    return AccountedTask(job="7_0", raw="7", state=TaskState.CANCELLED, started=200.0, ended=200.0)
+    return AccountedTask(job="7_0", state=TaskState.CANCELLED, started=200.0, ended=200.0)
 
 
 def followed(tmp_path: Path) -> Followed:

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from pipeline.cluster import site_facts
 from pipeline.cluster.fields import Gpus, parse_gres
 from pipeline.cluster.site_facts import Site, parse_nodes, parse_partitions, parse_settings
 from pipeline.config.load import read_config
 from pipeline.config.schema import Config
 from pipeline.config.schema_cluster import CardSection, SlurmSection
 from pipeline.config.site_profiles import shipped
+from pipeline.memory.hardware.gpus import sizes_gib
 from pipeline.setup.init_files import config_text, file_name, profile_text, write_init_files, yaml_word
 from tests.command import Command
 from tests.setup.clusters import ALL, BARE, MIXED, NO_GPUS, PLAIN, PLAIN_CONFIG, partition, site_of
@@ -84,7 +84,7 @@ def test_gpus_are_read_from_what_a_node_has(text: str, found: tuple[Gpus, ...]) 
     ],
 )
 def test_a_name_promises_no_more_memory_than_the_card_has(name: str, sizes: tuple[int, ...]) -> None:
-    assert site_facts.sizes_gib(name) == sizes
+    assert sizes_gib(name) == sizes
 
 
 def test_settings_are_read_as_they_stand() -> None:
