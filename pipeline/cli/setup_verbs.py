@@ -14,8 +14,8 @@ from pipeline.cli.completion import SCRIPTS, Shell, completing, recipes
 from pipeline.cli.options import ConfigFile, Json, Sets, choice, load_config, print_json
 
 if TYPE_CHECKING:
-    from pipeline.config.load import LoadedConfig
     from pipeline.cluster.site_facts import Site
+    from pipeline.config.load import LoadedConfig
 
 
 def doctor_command(config: ConfigFile = None, sets: Sets = None, as_json: Json = False) -> None:
