@@ -30,7 +30,8 @@ from pipeline.encoder.checkpoints.esm_checkpoint import EsmCheckpoint, load_esm_
 from pipeline.encoder.checkpoints.synth import write_random_checkpoint
 from pipeline.encoder.embedding_recipe import ENDS, EmbeddingRecipe, tokenize
 from pipeline.encoder.engine.embed_engine import Engine
-from pipeline.encoder.engine.sequence_work import Embedding, EngineSettings
+from pipeline.encoder.engine.sequence_work import Embedding
+from pipeline.encoder.engine.token_batches import EngineSettings
 from pipeline.encoder.forward.esm2 import EsmEncoder
 from pipeline.structures.parsing.read_structure import FileReading, parse_structure
 from pipeline.structures.parsing.structure_files import read_file

@@ -12,7 +12,7 @@ from pipeline.cluster.local import LocalExecutor
 from pipeline.cluster.machine import Machine
 from pipeline.encoder.checkpoints.weights import CheckpointFacts, find_checkpoint, identify
 from pipeline.encoder.embedding_recipe import EmbeddingRecipe as EmbeddingRecipe
-from pipeline.encoder.engine.sequence_work import EngineSettings
+from pipeline.encoder.engine.token_batches import EngineSettings
 from pipeline.errors import ConfigError
 from pipeline.graphs.item_graph import GraphRecipe as GraphRecipe
 from pipeline.memory.history.task_history import Profiles

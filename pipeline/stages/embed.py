@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from pipeline.encoder.embedding_recipe import EmbeddingRecipe
     from pipeline.encoder.engine.embed_engine import Engine
     from pipeline.encoder.engine.memory_ladder import Device
-    from pipeline.encoder.engine.sequence_work import Embedding, EngineSettings
+    from pipeline.encoder.engine.sequence_work import Embedding
+    from pipeline.encoder.engine.token_batches import EngineSettings
     from pipeline.encoder.forward.esm2 import EsmEncoder
     from pipeline.encoder.forward.parity import ParityVerdict
     from pipeline.records import Reason, Tell

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pipeline.encoder.embedding_recipe import STORED, EmbeddingRecipe
-from pipeline.encoder.engine.sequence_work import EngineSettings
+from pipeline.encoder.engine.token_batches import EngineSettings
 from pipeline.keys import content_digest
 from pipeline.structures.atoms import UnusableInput
 from pipeline.structures.inventory import examine_item, item_key

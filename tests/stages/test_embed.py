@@ -18,7 +18,7 @@ from pipeline.encoder.checkpoints.esm_checkpoint import digest_weights, load_esm
 from pipeline.encoder.checkpoints.synth import write_random_checkpoint
 from pipeline.encoder.embedding_recipe import EmbeddingRecipe, Variant
 from pipeline.encoder.engine.embed_engine import Engine
-from pipeline.encoder.engine.sequence_work import EngineSettings
+from pipeline.encoder.engine.token_batches import EngineSettings
 from pipeline.encoder.forward import parity
 from pipeline.encoder.forward.parity import ParityVerdict, Reference
 from pipeline.errors import CacheFull, JobFailed, PlanInfeasible

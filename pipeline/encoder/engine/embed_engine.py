@@ -17,10 +17,10 @@ from pipeline.encoder.engine.sequence_work import (
     Done,
     Embedding,
     EmbeddingCounts,
-    EngineSettings,
     RefusedSequence,
     full_precision,
 )
+from pipeline.encoder.engine.token_batches import EngineSettings
 from pipeline.encoder.forward.esm2 import EsmEncoder
 from pipeline.errors import PlanInfeasible
 from pipeline.memory.runtime.out_of_memory import unless_out_of_memory

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from pipeline.encoder.embedding_recipe import EmbeddingRecipe, SequenceCut
-    from pipeline.encoder.engine.sequence_work import EmbeddingCounts, EngineSettings
+    from pipeline.encoder.engine.sequence_work import EmbeddingCounts
+    from pipeline.encoder.engine.token_batches import EngineSettings
 
     Tokens = NDArray[np.uint8]
     Kind = tuple[str, str]  # device and precision

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 
@@ -18,19 +18,6 @@ if TYPE_CHECKING:
 
     from pipeline.encoder.embedding_recipe import EmbeddingRecipe, SequenceCut
     from pipeline.records import Reason
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSettings:
-    """How one process encodes."""
-
-    policy: str  # divisor or tokens
-    cap: int | Literal["auto"]
-    budget: int | Literal["auto"]
-    device: str  # cpu or cuda
-    threads: int = 1
-    shrink: int = 0  # how often the budget is halved, because a card's memory ended in an earlier attempt
-    mem_bytes: int | None = None  # what the allocation gives this process on the host
 
 
 @dataclass(slots=True)

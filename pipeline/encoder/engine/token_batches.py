@@ -6,7 +6,8 @@ Shapes: N sequences, K of them in a batch or a shard.
 from __future__ import annotations
 
 import heapq
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -182,3 +183,16 @@ class BatchSchedule:
         plan = plan_batches(lengths, policy=self._policy, cap=cap, budget=budget)
         self._batches = [self._whole[places] for places in reversed(plan)]
         self._whole, self._budget = self._whole[:0], budget
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """How one process encodes."""
+
+    policy: str  # divisor or tokens
+    cap: int | Literal["auto"]
+    budget: int | Literal["auto"]
+    device: str  # cpu or cuda
+    threads: int = 1
+    shrink: int = 0  # how often the budget is halved, because a card's memory ended in an earlier attempt
+    mem_bytes: int | None = None  # what the allocation gives this process on the host

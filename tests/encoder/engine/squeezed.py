@@ -17,7 +17,7 @@ from pipeline.encoder.checkpoints.esm_checkpoint import load_esm_checkpoint
 from pipeline.encoder.checkpoints.synth import write_random_checkpoint
 from pipeline.encoder.embedding_recipe import EmbeddingRecipe
 from pipeline.encoder.engine.embed_engine import Engine
-from pipeline.encoder.engine.sequence_work import EngineSettings
+from pipeline.encoder.engine.token_batches import EngineSettings
 
 ROOM_BYTES = 100 << 20  # the queries, keys and values of the long one take 147 MB: it cannot fit as one
 LONG, SHORT, MANY = 48_000, 700, 24

@@ -11,7 +11,8 @@ import torch
 
 from pipeline.encoder.embedding_recipe import ENDS, VOCABULARY, EmbeddingRecipe
 from pipeline.encoder.engine.embed_engine import Engine
-from pipeline.encoder.engine.sequence_work import Embedding, EngineSettings
+from pipeline.encoder.engine.sequence_work import Embedding
+from pipeline.encoder.engine.token_batches import EngineSettings
 
 DIM = 4
 NO_LIMIT = 1 << 60
