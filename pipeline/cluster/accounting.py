@@ -102,14 +102,14 @@ class AccountedTask:
     @property
     def why(self) -> str:
         """Say in words what the accounting adds to the state."""
-        said = []
+        notes = []
         if self.state is TaskState.OUT_OF_MEMORY:
-            said += [f"step {step.name} ran out of memory" for step in self.steps if step.ran_out_of_memory][:1]
+            notes += [f"step {step.name} ran out of memory" for step in self.steps if step.ran_out_of_memory][:1]
         if self.cancelled_by is not None:
-            said.append(f"cancelled by user {self.cancelled_by}")
+            notes.append(f"cancelled by user {self.cancelled_by}")
         if self.before:
-            said.append("began again after " + ", ".join(_ending(*earlier) for earlier in self.before))
-        return "; ".join(said)
+            notes.append("began again after " + ", ".join(_ending(*earlier) for earlier in self.before))
+        return "; ".join(notes)
 
     def status(self, task: int, stdout: str, stderr: str) -> TaskStatus:
         """Return it as an executor tells it."""
@@ -159,26 +159,26 @@ class Accounting:
         rows: dict[str, AccountedTask] = {}
         torn, until = 0, time.monotonic() + self._timeout_s
         for first in range(0, len(wanted), JOBS_A_CALL):
-            some = wanted[first : first + JOBS_A_CALL]
+            batch = wanted[first : first + JOBS_A_CALL]
             try:
                 left_s = max(0.1, until - time.monotonic())
-                text = self._run([*SACCT, f"--starttime={start}", f"--jobs={','.join(some)}"], left_s)
+                text = self._run([*SACCT, f"--starttime={start}", f"--jobs={','.join(batch)}"], left_s)
             except (CommandFailed, OSError) as error:
                 return AccountingLook(rows, trouble(getattr(error, "what", str(error))))
-            found, cut = parse_sacct(text, some)
-            rows.update(found)
+            batch_rows, cut = parse_sacct(text, batch)
+            rows.update(batch_rows)
             torn += cut
         arrays = frozenset(name.partition("_")[0] for name in rows)
         return AccountingLook(rows, f"{torn} of sacct's lines could not be read" if torn else "", arrays)
 
 
-def trouble(said: str) -> str:
+def trouble(message: str) -> str:
     """Say in words what is wrong with the accounting."""
-    said = " ".join(said.split())
+    message = " ".join(message.split())
     for sign, meaning in _TROUBLES.items():
-        if sign.lower() in said.lower():
-            return f"{meaning} ({said[:SAID_MOST]})"
-    return f"the accounting does not answer: {said[:SAID_MOST] or 'no reason was given'}"
+        if sign.lower() in message.lower():
+            return f"{meaning} ({message[:SAID_MOST]})"
+    return f"the accounting does not answer: {message[:SAID_MOST] or 'no reason was given'}"
 
 
 _TROUBLES = {
@@ -195,8 +195,8 @@ def parse_sacct(text: str, jobs: Iterable[JobId]) -> tuple[dict[str, AccountedTa
     """Return the rows of the jobs by task (12 or 12_3), and how many lines could not be read."""
     records, torn = _records(text, frozenset(jobs))
     rows: dict[str, AccountedTask] = {}
-    for name, found in records.items():
-        row = _settle(found)
+    for name, history in records.items():
+        row = _settle(history)
         if "[" not in name:
             rows[name] = row
             continue
@@ -227,25 +227,25 @@ def _records(text: str, wanted: frozenset[JobId]) -> tuple[dict[str, list[Accoun
 
 def _row(cells: Sequence[str]) -> AccountedTask:
     """Read the line of a job."""
-    told = dict(zip(SACCT_COLUMNS.split(","), cells, strict=True))
-    exit_code, killed_by = exit_of(told["ExitCode"])
+    values = dict(zip(SACCT_COLUMNS.split(","), cells, strict=True))
+    exit_code, killed_by = exit_of(values["ExitCode"])
     return AccountedTask(
-        job=told["JobID"],
-        state=parse_state(told["State"]),
+        job=values["JobID"],
+        state=parse_state(values["State"]),
         exit_code=exit_code,
         signal=killed_by,
-        derived_exit_code=told["DerivedExitCode"],
-        node=node_of(told["NodeList"]),
-        nodes=told["NNodes"],
-        submitted=epoch_of(told["Submit"]),
-        started=epoch_of(told["Start"]),
-        ended=epoch_of(told["End"]),
-        cpu_s=seconds_of(told["TotalCPU"]),
-        peak_rss_bytes=bytes_of(told["MaxRSS"]),
-        asked_mem_bytes=bytes_of(told["ReqMem"], told["AllocCPUS"], told["NNodes"]) or None,  # 0: the whole node
-        time_limit_s=int(told["TimelimitRaw"]) * 60 if is_number(told["TimelimitRaw"]) else None,
-        reason="" if told["Reason"] == "None" else told["Reason"],
-        cancelled_by=_canceller(told["State"]),
+        derived_exit_code=values["DerivedExitCode"],
+        node=node_of(values["NodeList"]),
+        nodes=values["NNodes"],
+        submitted=epoch_of(values["Submit"]),
+        started=epoch_of(values["Start"]),
+        ended=epoch_of(values["End"]),
+        cpu_s=seconds_of(values["TotalCPU"]),
+        peak_rss_bytes=bytes_of(values["MaxRSS"]),
+        asked_mem_bytes=bytes_of(values["ReqMem"], values["AllocCPUS"], values["NNodes"]) or None,  # 0: the whole node
+        time_limit_s=int(values["TimelimitRaw"]) * 60 if is_number(values["TimelimitRaw"]) else None,
+        reason="" if values["Reason"] == "None" else values["Reason"],
+        cancelled_by=_canceller(values["State"]),
     )
 
 

@@ -25,15 +25,15 @@ _NOWHERE = frozenset({"", "None assigned", "(null)", "N/A"})
 
 def expand(job: str) -> Iterator[str]:
     """Yield the tasks that `12_[4-9%2]` stands for; `12_3` and `12` stand for themselves."""
-    array, bracket, rest = job.partition("_[")
+    array, bracket, indices = job.partition("_[")
     if not bracket:
         yield job
         return
-    for part in rest.partition("]")[0].partition("%")[0].split(","):
-        found = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9})(?::([0-9]{1,9}))?)?", part)
-        if found is None:
+    for part in indices.partition("]")[0].partition("%")[0].split(","):
+        match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9})(?::([0-9]{1,9}))?)?", part)
+        if match is None:
             continue  # "..." where Slurm cut the list
-        first, last, stride = int(found[1]), int(found[2] or found[1]), int(found[3] or 1)
+        first, last, stride = int(match[1]), int(match[2] or match[1]), int(match[3] or 1)
         for task in range(first, min(last, first + EXPANDED_MOST) + 1, max(1, stride)):
             yield f"{array}_{task}"
 
@@ -62,19 +62,19 @@ def exit_of(text: str) -> tuple[int | None, int | None]:
 @cache_some
 def bytes_of(text: str, cpus: str = "1", nodes: str = "1") -> int | None:
     """Read a size such as 121588K, 1.5G, 4Gc (for each core) or 4Gn (for each node); None is what is no size."""
-    found = _SIZE.fullmatch(text)
-    if found is None:
+    match = _SIZE.fullmatch(text)
+    if match is None:
         return None
-    each = {"": "1", "c": cpus, "n": nodes}[found[3]]
-    return int(float(found[1]) * _UNITS[found[2]]) * (int(each) if is_number(each) else 1)
+    each = {"": "1", "c": cpus, "n": nodes}[match[3]]
+    return int(float(match[1]) * _UNITS[match[2]]) * (int(each) if is_number(each) else 1)
 
 
 @cache_some
 def seconds_of(text: str) -> float | None:
     """Read a duration such as 1-02:03:04 or 00:00.018; None is what is no duration."""
-    days, dash, rest = text.rpartition("-")
+    days, dash, clock = text.rpartition("-")
     total = 0.0
-    for part in rest.split(":"):
+    for part in clock.split(":"):
         if not is_number(part.replace(".", "", 1)):
             return None
         total = total * 60 + float(part)
@@ -154,10 +154,10 @@ def is_stuck(state: TaskState, waits_for: str) -> bool:
 def reason_words(reason: str) -> str:
     """Say a reason of squeue in words; one that nobody knows stays as it is."""
     word = re.split(r"[,(]", reason, maxsplit=1)[0].strip()
-    said = REASONS.get(word) or REASONS.get(word.replace(" ", ""))
-    if said is not None:
+    words = REASONS.get(word) or REASONS.get(word.replace(" ", ""))
+    if words is not None:
         detail = reason[len(word) :].strip(" ,()")
-        return f"{said} ({detail})" if detail else said
+        return f"{words} ({detail})" if detail else words
     limit = re.fullmatch(r"(QOS|Assoc)(Grp|Max)?(.+?)(Limit|PerUserLimit|PerAccountLimit|PerAccount|PerUser)?", word)
     if limit is None:
         return reason

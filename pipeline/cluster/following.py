@@ -109,8 +109,8 @@ class Followed:
 def _live(before: TaskStatus, queued: Queued) -> TaskStatus:
     """Return what the queue says of a task that has not ended."""
     started = None if queued.state in WAITING_STATES else queued.starts
-    told = {"state": queued.state, "node": queued.node, "waits_for": queued.waits_for, "started": started}
-    return replace(before, reason="", **told)  # type: ignore[arg-type]
+    changes = {"state": queued.state, "node": queued.node, "waits_for": queued.waits_for, "started": started}
+    return replace(before, reason="", **changes)  # type: ignore[arg-type]
 
 
 def _as_seen(before: TaskStatus, now: TaskStatus) -> TaskStatus:
@@ -127,8 +127,8 @@ def _ended(before: TaskStatus, queued: Queued) -> TaskStatus:
 
 def _unknown(before: TaskStatus, row: AccountedTask | None, trouble: str) -> TaskStatus:
     """Return that nobody knows what became of a task."""
-    said = f"the accounting still has it as {row.state.value}" if row else "nor does the accounting"
-    reason = f"the queue does not have it any more, {said}" + (f" ({trouble})" if trouble else "")
+    in_accounts = f"the accounting still has it as {row.state.value}" if row else "nor does the accounting"
+    reason = f"the queue does not have it any more, {in_accounts}" + (f" ({trouble})" if trouble else "")
     return replace(before, state=TaskState.UNKNOWN, reason=reason, waits_for="")
 
 

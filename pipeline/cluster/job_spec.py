@@ -232,9 +232,9 @@ class Executor(Protocol):
 
 def refuse_impossible(spec: JobSpec) -> None:
     """Raise SubmissionRefused for what no executor could run."""
-    for what in _faults(spec):
+    for problem in _faults(spec):
         remedy = Command.submit(spec.name, then=" --dry-run   (shows what would be submitted)")
-        raise SubmissionRefused(what, where=f"job {spec.name}", remedy=remedy)
+        raise SubmissionRefused(problem, where=f"job {spec.name}", remedy=remedy)
 
 
 def refuse_larger(spec: JobSpec, most: tuple[int, int, int], holder: str, again: Command, section: str) -> None:

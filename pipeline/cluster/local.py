@@ -273,8 +273,8 @@ class LocalExecutor:
 
     def _await_exit(self, timeout_s: float) -> None:
         """Wait until a first process exits, or the next look is due; a signal ends the wait, too."""
-        told = all(child.exit_fd is not None for _, child in self._running)
-        self._exits.select(min(timeout_s, LOOK_EVERY_S if told else POLL_EVERY_S))
+        notified = all(child.exit_fd is not None for _, child in self._running)
+        self._exits.select(min(timeout_s, LOOK_EVERY_S if notified else POLL_EVERY_S))
 
     def _kill_rest(self) -> None:
         """Kill what still runs, without grace."""

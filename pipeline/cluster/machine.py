@@ -39,12 +39,12 @@ class Machine:
     @classmethod
     def detect(cls, *, cpus: int | None = None, gpus: int | None = None, mem_bytes: int | None = None) -> Machine:
         """Look at this machine; a figure that is given stands in place of what is found."""
-        found = find_gpus()
+        gpu_names = find_gpus()
         if gpus is not None:
-            found = (*found, *map(str, range(len(found), gpus)))[:gpus]
+            gpu_names = (*gpu_names, *map(str, range(len(gpu_names), gpus)))[:gpus]
         return cls(
             cpus=find_cpus() if cpus is None else cpus,
-            gpus=found,
+            gpus=gpu_names,
             mem_bytes=find_mem_bytes() if mem_bytes is None else mem_bytes,
         )
 
@@ -84,9 +84,9 @@ def find_cpus() -> int:
 
 def find_gpus(devices: Path = DEVICES) -> tuple[str, ...]:
     """Name the GPUs this process may use: those it was given, else those whose device files are there."""
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if given is not None:
-        return tuple(name.strip() for name in given.split(",") if name.strip())
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return tuple(name.strip() for name in visible.split(",") if name.strip())
     numbers = sorted(int(path.name[6:]) for path in devices.glob("nvidia[0-9]*") if path.name[6:].isdigit())
     return tuple(map(str, numbers)) or tuple(map(str, range(_count_by_driver())))
 
@@ -212,11 +212,11 @@ class Child:
         if self._exited:
             return False
         try:
-            found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            ending = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:  # somebody else in this process took its status
             self._exited = True
         else:
-            self._exited = found is not None
+            self._exited = ending is not None
         return self._exited
 
     def hold_to_limits(self, pids: list[int]) -> bool:

@@ -71,14 +71,14 @@ def first_lost(log: str, orderly: int) -> Lost | None:
 
 def failed_node(log: str) -> str:
     """Return which node of a task srun calls failed; empty where it calls none so."""
-    found = _NODE.search(log)
-    return found["node"] if found else ""
+    match = _NODE.search(log)
+    return match["node"] if match else ""
 
 
 def _ended(log: str) -> Iterator[Lost]:
     """Yield what srun reports, in its order."""
-    for found in _LINE.finditer(log):
-        node, tasks, how = found["node"], found["tasks"], found["how"].strip()
+    for match in _LINE.finditer(log):
+        node, tasks, how = match["node"], match["tasks"], match["how"].strip()
         code = _CODE.match(how)
         killed_by = next((int(number) for word, number in _SIGNALS.items() if how.startswith(word)), None)
         yield Lost(tasks, node, int(code[1]) if code else None, killed_by, how)

@@ -182,14 +182,14 @@ def guard(prefix: str, grace_s: float) -> None:
 def end_all(table: ProcessTable, grace_s: float) -> None:
     """End every process of a table: SIGTERM once, and SIGKILL after the grace."""
     kill_at = time.monotonic() + grace_s
-    told: set[int] = set()
+    signalled: set[int] = set()
     quiet = 0
     while quiet < 2:  # what was just being started may show its mark only in a second look
         table.refresh({})
         pids = set(table.all())
         late = time.monotonic() >= kill_at
-        send(signal.SIGKILL if late else signal.SIGTERM, pids if late else pids - told)
-        told |= pids
+        send(signal.SIGKILL if late else signal.SIGTERM, pids if late else pids - signalled)
+        signalled |= pids
         quiet = 0 if pids else quiet + 1
         time.sleep(LOOK_EVERY_S)
 

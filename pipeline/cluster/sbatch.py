@@ -70,8 +70,8 @@ def array_offset(spec: JobSpec, highest_task: int | None) -> int:
 
 def offset_of(script: str) -> int | None:
     """Return the offset that a rendered script has; None where it says nothing."""
-    found = OFFSET.search(script)
-    return int(found[1]) if found else None
+    match = OFFSET.search(script)
+    return int(match[1]) if match else None
 
 
 def job_name(spec: JobSpec) -> str:
@@ -108,8 +108,8 @@ def options(spec: JobSpec, site: SlurmSection, offset: int = 0) -> list[str]:
         ("output", out),
         ("error", err),
     ]
-    said = [f"--{name}={header_word(spec, name, value)}" for name, value in pairs if value]
-    return [*said, "--open-mode=append", "--requeue", *(_whole(spec, option) for option in site.options)]
+    filled = [f"--{name}={header_word(spec, name, value)}" for name, value in pairs if value]
+    return [*filled, "--open-mode=append", "--requeue", *(_whole(spec, option) for option in site.options)]
 
 
 def array(tasks: Sequence[int], offset: int = 0, max_parallel: int | None = None) -> str:
@@ -194,10 +194,10 @@ def _expanding(text: str) -> str:
     """Quote a text for bash, but let the variables in it be replaced where the job runs."""
     parts: list[str] = []
     place = 0
-    for found in VARIABLE.finditer(text):
-        name = found[0].strip("${}")
-        parts += [_quoted(text[place : found.start()]), f'"${{{name}:-}}"']
-        place = found.end()
+    for match in VARIABLE.finditer(text):
+        name = match[0].strip("${}")
+        parts += [_quoted(text[place : match.start()]), f'"${{{name}:-}}"']
+        place = match.end()
     return "".join([*parts, _quoted(text[place:])])
 
 

@@ -88,7 +88,7 @@ class Site:
     @property
     def default(self) -> Partition | None:
         """Where jobs go that name no partition."""
-        return next((one for one in self.partitions if one.is_default), None)
+        return next((partition for partition in self.partitions if partition.is_default), None)
 
     @property
     def max_array_size(self) -> int | None:
@@ -119,12 +119,12 @@ class Site:
 
     def partition(self, name: str) -> Partition | None:
         """Return a partition by its name."""
-        return next((one for one in self.partitions if one.name == name), None)
+        return next((partition for partition in self.partitions if partition.name == name), None)
 
     def bars(self, partition: str) -> str:
         """Say why one's jobs would not run in a partition now; empty where nothing is known against it."""
         known = self.partition(partition)
-        mine = {one.account for one in self.associations}
+        mine = {association.account for association in self.associations}
         if known is None:
             return ""
         if known.accounts and mine.isdisjoint(known.accounts):
@@ -133,7 +133,7 @@ class Site:
 
     def nodes_of(self, partition: str) -> list[SiteNodes]:
         """Return what a partition consists of."""
-        return [one for one in self.nodes if one.partition == partition]
+        return [node for node in self.nodes if node.partition == partition]
 
 
 def look_at_site(ask: Ask, user: str) -> Site:
@@ -171,8 +171,8 @@ def default_account_of(user: str) -> tuple[str, ...]:
 
 def parse_settings(text: str) -> dict[str, str]:
     """Read `scontrol show config`."""
-    found = (_SETTING.fullmatch(line) for line in text.splitlines())
-    return {match[1]: match[2].strip() for match in found if match}
+    matches = (_SETTING.fullmatch(line) for line in text.splitlines())
+    return {match[1]: match[2].strip() for match in matches if match}
 
 
 def parse_partitions(text: str) -> tuple[Partition, ...]:

@@ -64,13 +64,13 @@ class SlurmExecutor:
 
     @property
     def cpus(self) -> int:
-        return sum(one.cpus * one.nodes for one in self.facts.nodes()) or MANY_CPUS
+        return sum(kind.cpus * kind.nodes for kind in self.facts.nodes()) or MANY_CPUS
 
     @property
     def gpus(self) -> int:
         count: dict[str, int] = {}
-        for one in self.facts.partitions:  # partitions share nodes
-            count[one.name] = count.get(one.name, 0) + one.gpus * one.nodes
+        for kind in self.facts.partitions:  # partitions share nodes
+            count[kind.name] = count.get(kind.name, 0) + kind.gpus * kind.nodes
         return max(count.values(), default=MANY_GPUS)
 
     @property
@@ -114,10 +114,10 @@ class SlurmExecutor:
                 "sbatch",
                 "--test-only",
             ]
-            said = slurm_commands.run_command(words, stdin=script).strip()
+            reply = slurm_commands.run_command(words, stdin=script).strip()
         except CommandFailed as error:
             raise refusal_of(spec, error.what, self._partitions()) from error
-        return StartEstimate(epoch_of(slurm_commands.starts_at(said)), said)
+        return StartEstimate(epoch_of(slurm_commands.starts_at(reply)), reply)
 
     def limits_of(self, partition: str, cpus: int, gpus: int) -> Limits:
         return self.facts.limits(partition, cpus=cpus, gpus=gpus)
@@ -194,8 +194,8 @@ class SlurmExecutor:
         """Submit a text once, however often that takes."""
         for wait_s in (*TRIES_S, None):
             try:
-                if look_first and (found := slurm_commands.named(sbatch.job_name(spec))):
-                    return min(found, key=int)
+                if look_first and (existing := slurm_commands.named(sbatch.job_name(spec))):
+                    return min(existing, key=int)
                 look_first = True
                 return submit_text(spec, script)
             except CommandFailed as error:
@@ -258,7 +258,7 @@ class SlurmExecutor:
 
     def _partitions(self) -> list[str]:
         """Return the names that `partition` can have."""
-        return [one.name for one in self.facts.partitions]
+        return [kind.name for kind in self.facts.partitions]
 
 
 def _refuse_foreign(spec: JobSpec) -> None:

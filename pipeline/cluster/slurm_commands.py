@@ -80,8 +80,8 @@ def question_environment() -> dict[str, str]:
 
 def unset_for_jobs(script: str = "") -> list[str]:
     """Return the variables that a job must not get from the job that submits it, nor a script's header be beaten by."""
-    said = {f"SBATCH_{name.upper()}" for name in re.findall(r"^#SBATCH --([a-z]+)=", script, re.MULTILINE)}
-    spared = (KEPT | DEFAULTS) - said
+    in_header = {f"SBATCH_{name.upper()}" for name in re.findall(r"^#SBATCH --([a-z]+)=", script, re.MULTILINE)}
+    spared = (KEPT | DEFAULTS) - in_header
     return sorted(name for name in os.environ if (MINE.match(name) and name not in spared) or name in LENT)
 
 
@@ -108,8 +108,8 @@ def named(name: str, timeout_s: float = ASK_S) -> set[JobId]:
     text = run_command(
         ["squeue", "--noheader", "--states=all", f"--user={os.getuid()}", f"--name={name}", "--format=%F"]
     )
-    if found := set(text.split()):
-        return found
+    if job_ids := set(text.split()):
+        return job_ids
     words = ["sacct", "--noheader", "--parsable2", "--allocations", f"--user={os.getuid()}", f"--name={name}"]
     try:
         text = run_command([*words, "--starttime=now-30days", "--format=JobID"], timeout_s)
@@ -121,8 +121,8 @@ def named(name: str, timeout_s: float = ASK_S) -> set[JobId]:
 def node_kinds() -> list[NodeKind]:
     """Return what the cluster has."""
     text = run_command(["sinfo", "--noheader", "--exact", "--format=%P|%c|%m|%G|%D|%l|%N"])
-    found = [_partition(line.split("|")) for line in text.splitlines() if line.count("|") == 6]
-    return [one for one in found if one is not None]
+    kinds = [_partition(line.split("|")) for line in text.splitlines() if line.count("|") == 6]
+    return [kind for kind in kinds if kind is not None]
 
 
 def _partition(cells: Sequence[str]) -> NodeKind | None:
@@ -150,14 +150,14 @@ def gpus_of(gres: str) -> int:
 def reserved_bytes(nodes: str) -> int:
     """Return how much of its memory a node keeps for itself: the least of some nodes; 0 where nobody says."""
     text = run_command(["scontrol", "--oneliner", "show", "node", nodes])
-    kept = [int(found[1]) if (found := re.search(r"\bMemSpecLimit=(\d+)", line)) else 0 for line in text.splitlines()]
+    kept = [int(match[1]) if (match := re.search(r"\bMemSpecLimit=(\d+)", line)) else 0 for line in text.splitlines()]
     return min(kept, default=0) << 20
 
 
 def setting(name: str) -> str:
     """Return what the cluster's configuration says; empty where it says nothing."""
-    found = re.search(rf"^{re.escape(name)}\s*=\s*(.*)$", run_command(["scontrol", "show", "config"]), re.MULTILINE)
-    return found[1].strip() if found else ""
+    match = re.search(rf"^{re.escape(name)}\s*=\s*(.*)$", run_command(["scontrol", "show", "config"]), re.MULTILINE)
+    return match[1].strip() if match else ""
 
 
 def most_queued(account: str | None, qos: str | None, partition: str | None) -> int | None:
@@ -177,10 +177,10 @@ def most_queued(account: str | None, qos: str | None, partition: str | None) -> 
     return min((int(number) for number in numbers if number.isdecimal()), default=None)
 
 
-def starts_at(said: str) -> str:
+def starts_at(reply: str) -> str:
     """Return when sbatch --test-only thinks that a job would start, as it says it."""
-    found = STARTS_AT.search(said)
-    return found[1] if found else ""
+    match = STARTS_AT.search(reply)
+    return match[1] if match else ""
 
 
 SBATCH_S = 120  # an answer that has not come by then counts as lost

@@ -29,18 +29,18 @@ class Facts:
     def limits(self, partition: str | None = None, *, cpus: int = 1, gpus: int = 0) -> Limits:
         """Return the limits of a partition (the site's or the cluster's default if none is named) for such tasks."""
         site, size = self.site, self.array_size
-        nodes = [one for one in self.nodes(partition) if one.cpus >= cpus and one.gpus >= gpus]
+        nodes = [kind for kind in self.nodes(partition) if kind.cpus >= cpus and kind.gpus >= gpus]
         mem_bytes = self._largest_mem(nodes) if site.largest_mem == "auto" else int(site.largest_mem)
         time_s = _longest(nodes) if site.longest_time is None else int(site.longest_time)
         queued = self._most_queued if site.max_submit == "auto" else int(site.max_submit)
-        there = sum(one.nodes for one in nodes) or None
+        there = sum(kind.nodes for kind in nodes) or None
         highest = size and size - 1
         return Limits(mem_bytes, time_s, job_tasks=size, highest_task=highest, queued_tasks=queued, nodes=there)
 
     def nodes(self, partition: str | None = None) -> list[NodeKind]:
         """Return the kinds of node in a partition, or in several named as in `a,b`."""
         named = (partition or self.site.partition or "").split(",")
-        return [one for one in self.partitions if (one.is_default if named == [""] else one.name in named)]
+        return [kind for kind in self.partitions if (kind.is_default if named == [""] else kind.name in named)]
 
     @cached_property
     def partitions(self) -> list[NodeKind]:
@@ -72,7 +72,7 @@ class Facts:
         """Return what a task can be given on the largest node: what the node keeps for itself is not it."""
         if not nodes:
             return None
-        largest = max(nodes, key=lambda one: one.mem_bytes)
+        largest = max(nodes, key=lambda kind: kind.mem_bytes)
         return largest.mem_bytes - self._kept_bytes(largest.nodes_named)
 
     def _kept_bytes(self, nodes: str) -> int:
@@ -90,7 +90,7 @@ class Facts:
 
 def _longest(nodes: Sequence[NodeKind]) -> int | None:
     """Return the longest time that any of the partitions gives; None where one has no limit."""
-    limits = [one.time_s for one in nodes]
+    limits = [kind.time_s for kind in nodes]
     return max((limit for limit in limits if limit is not None), default=None) if None not in limits else None
 
 
@@ -140,22 +140,22 @@ REMEDIES: dict[str, tuple[tuple[str, ...], str]] = {
 }
 
 
-def transient(said: str) -> bool:
+def transient(message: str) -> bool:
     """Tell whether the same submission may well succeed a little later."""
-    return not said.strip() or any(sign in said.lower() for sign in PASSING)
+    return not message.strip() or any(sign in message.lower() for sign in PASSING)
 
 
-def refusal_of(spec: JobSpec, said: str, partitions: Iterable[str]) -> SubmissionRefused:
+def refusal_of(spec: JobSpec, message: str, partitions: Iterable[str]) -> SubmissionRefused:
     """Return the scheduler's own words, with what to change."""
-    words = [line.removeprefix("sbatch: error: ") for line in said.strip().splitlines() if line]
+    words = [line.removeprefix("sbatch: error: ") for line in message.strip().splitlines() if line]
     what = "the cluster does not take the job: " + ("; ".join(words) or "sbatch failed without a word")
-    keys, then = next((change for sign, change in REMEDIES.items() if sign in said.lower()), ((), ""))
+    keys, then = next((change for sign, change in REMEDIES.items() if sign in message.lower()), ((), ""))
     section = _section(spec)
     of_stage = {"slurm.partition": bool(spec.partition), "slurm.constraint": bool(spec.constraint)}
     keys = tuple(key.replace("slurm", section) if of_stage.get(key) else key.format(section) for key in keys)
     if any(key.endswith(".partition") for key in keys) and (names := ", ".join(sorted(set(partitions)))):
         then += f"   (there are: {names})"
-    if transient(said):
+    if transient(message):
         keys, then = (), "   (again, when the cluster answers: sinfo)"
     remedy = _again(spec).with_settings(*((f"cluster.{key}", ANY) for key in keys), then=then)
     return SubmissionRefused(what, where=f"job {spec.name}", remedy=remedy)
@@ -175,12 +175,12 @@ def refuse_above_nodes(spec: JobSpec, nodes: Sequence[NodeKind], limits: Limits)
     """Refuse a job with tasks that no node could ever hold; what nobody knows refuses nothing."""
     if not nodes:
         return
-    cpus, gpus = max(one.cpus for one in nodes), max(one.gpus for one in nodes)
-    where = f"the largest node of {', '.join(sorted({one.name for one in nodes}))}"
+    cpus, gpus = max(kind.cpus for kind in nodes), max(kind.gpus for kind in nodes)
+    where = f"the largest node of {', '.join(sorted({kind.name for kind in nodes}))}"
     section = _section(spec)
     most_mem = spec.mem_bytes or 0 if limits.mem_bytes is None else limits.mem_bytes
     if spec.time_s and limits.time_s and spec.time_s > limits.time_s:
-        where = f"{', '.join(sorted({one.name for one in nodes}))} gives at most {format_duration(limits.time_s)}"
+        where = f"{', '.join(sorted({kind.name for kind in nodes}))} gives at most {format_duration(limits.time_s)}"
         what = f"each task asks for {format_duration(spec.time_s)}"
         remedy = _again(spec).with_settings((f"cluster.{section}.time", format_duration(limits.time_s)))
         raise SubmissionRefused(f"{what}; {where}", where=f"job {spec.name}", remedy=remedy)
@@ -191,9 +191,9 @@ def refuse_above_nodes(spec: JobSpec, nodes: Sequence[NodeKind], limits: Limits)
 def _refuse_too_many(spec: JobSpec, nodes: Sequence[NodeKind]) -> None:
     """Refuse a job of more nodes than a partition has; a job is never in two of them."""
     there: dict[str, int] = {}
-    for one in nodes:
-        if one.cpus >= spec.cpus_on_node and one.gpus >= spec.gpus:
-            there[one.name] = there.get(one.name, 0) + one.nodes
+    for kind in nodes:
+        if kind.cpus >= spec.cpus_on_node and kind.gpus >= spec.gpus:
+            there[kind.name] = there.get(kind.name, 0) + kind.nodes
     most = max(there.values(), default=spec.nodes)
     if spec.nodes > most:
         what = f"each task asks for {spec.nodes} nodes; {', '.join(sorted(there))} has {most} that are large enough"

@@ -148,8 +148,8 @@ class _Case:
 
     def _by_evidence(self) -> _Finding:
         """Judge a task of which the state tells only that it failed, or not even that."""
-        if found := self._by_kernel() or self._by_kind() or self._by_scheduler():
-            return found
+        if finding := self._by_kernel() or self._by_kind() or self._by_scheduler():
+            return finding
         if self.status.signal == CANNOT_WRITE_LOG:
             return Cause.NODE, f"its node could not open its log {self.status.stdout}"
         if PEER_LOST in (self.word.exit_code, self.status.exit_code) or TAKEN_ALONG in self.log:
@@ -160,8 +160,8 @@ class _Case:
 
     def _by_kernel(self) -> _Finding | None:
         """Judge by what srun and slurmstepd write when the kernel has killed a process at its memory limit."""
-        found = any(sign in self.log for sign in _KERNEL_SIGNS)
-        return (Cause.HOST_OOM, "killed at its memory limit, as its log says") if found else None
+        killed = any(sign in self.log for sign in _KERNEL_SIGNS)
+        return (Cause.HOST_OOM, "killed at its memory limit, as its log says") if killed else None
 
     def _by_kind(self) -> _Finding | None:
         """Judge by what the worker itself calls its failure."""
@@ -179,8 +179,8 @@ class _Case:
     def _by_peer(self) -> _Finding:
         """Judge processes that ended for the sake of one of them: by how that one ended."""
         lost = first_lost(self.log, GO_ON)
-        said = lost.said(self.log) if lost else self.log
-        words = last_words(_tail(said))
+        its_log = lost.said(self.log) if lost else self.log
+        words = last_words(_tail(its_log))
         if lost is None:
             return words or (Cause.CRASHED, self.word.what or "one of its processes was lost, nobody knows how")
         if words is None and lost.signal in _POLITE:
@@ -188,17 +188,17 @@ class _Case:
         elif words is None and lost.signal == signal.SIGKILL:
             words = self._killed()
         elif words is None and lost.exit_code:
-            words = _exited(lost.exit_code, _joined(f"exit code {lost.exit_code}", _message(said)))
-        cause, what = words or (Cause.CRASHED, lost.how)
-        return cause, f"{lost.who}: {what}"
+            words = _exited(lost.exit_code, _joined(f"exit code {lost.exit_code}", _message(its_log)))
+        cause, reason = words or (Cause.CRASHED, lost.how)
+        return cause, f"{lost.who}: {reason}"
 
     def _by_ending(self) -> _Finding:
         """Judge by how the process ended, when the worker could not say why."""
         killed_by, code = self._signal(), self.status.exit_code
         if killed_by in _POLITE:
             return Cause.INTERRUPTED, f"ended by {_named(killed_by)} before it could stop in order"
-        if found := last_words(_tail(self.log)):
-            return found
+        if finding := last_words(_tail(self.log)):
+            return finding
         if killed_by == signal.SIGKILL:
             return self._killed()
         if killed_by is not None:
@@ -227,20 +227,20 @@ class _Case:
     def _unknown(self) -> str:
         """Say what is missing, where there is neither a sign of failure nor a word of success."""
         state = self.status.state
-        seen = "the scheduler does not know how it ended" if state is TaskState.UNKNOWN else f"it reads {state.value}"
+        known = "the scheduler does not know how it ended" if state is TaskState.UNKNOWN else f"it reads {state.value}"
         worker = "began, but never said that it finished" if self.word.started else "never said that it began"
-        return _joined(f"{seen}, and the worker {worker}", self.status.reason)
+        return _joined(f"{known}, and the worker {worker}", self.status.reason)
 
 
-def _exited(code: int, what: str) -> _Finding:
+def _exited(code: int, message: str) -> _Finding:
     """Judge an exit code of the worker."""
     if code == GO_ON or code - SIGNALLED in _POLITE:
-        return Cause.INTERRUPTED, what or "was told to end and stopped in order"
+        return Cause.INTERRUPTED, message or "was told to end and stopped in order"
     if code in _REFUSALS:
-        return Cause.REFUSED, what or f"exit code {code}: {_REFUSALS[code]}"
+        return Cause.REFUSED, message or f"exit code {code}: {_REFUSALS[code]}"
     if code - SIGNALLED in _AS_AFTER_SIGNALS:  # what the worker ran was ended so
-        return Cause.CRASHED, what or f"crashed by {_named(code - SIGNALLED)}"
-    return Cause.FAILED, what or f"exit code {code}"
+        return Cause.CRASHED, message or f"crashed by {_named(code - SIGNALLED)}"
+    return Cause.FAILED, message or f"exit code {code}"
 
 
 def last_words(text: str) -> _Finding | None:
@@ -275,8 +275,8 @@ def _this_run(log: str) -> str:
 
 def _joined(*parts: str) -> str:
     """Join what there is to say."""
-    said = dict.fromkeys(part for part in parts if part)
-    return "; ".join(said)
+    unique = dict.fromkeys(part for part in parts if part)
+    return "; ".join(unique)
 
 
 def _named(number: int | None) -> str:

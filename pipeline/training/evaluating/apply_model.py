@@ -132,21 +132,23 @@ def apply_model(job: ApplyJob) -> Generator[Reason | None, None, ApplyResult | N
             yield left_out
     if step.device != "cpu":
         job.tell.figures["device_peak_bytes"] = float(torch.cuda.max_memory_reserved())
-    told = ranks.exchange({"ended_by": evaluation.ended_by, "rejected": refused.counts, "examples": refused.examples})
-    job.tell.ended_by = max(rank["ended_by"] for rank in told)
+    reports = ranks.exchange(
+        {"ended_by": evaluation.ended_by, "rejected": refused.counts, "examples": refused.examples}
+    )
+    job.tell.ended_by = max(rank["ended_by"] for rank in reports)
     if job.tell.ended_by:
         return None
-    reasons = sorted({reason for rank in told for reason in rank["rejected"]})
-    rejected = {reason: sum(rank["rejected"].get(reason, 0) for rank in told) for reason in reasons}
-    examples = {reason: text for rank in reversed(told) for reason, text in rank["examples"].items()}
+    reasons = sorted({reason for rank in reports for reason in rank["rejected"]})
+    rejected = {reason: sum(rank["rejected"].get(reason, 0) for rank in reports) for reason in reasons}
+    examples = {reason: text for rank in reversed(reports) for reason, text in rank["examples"].items()}
     return ApplyResult(evaluation, chosen, folder, of, rejected, examples)
 
 
 def _done(job: ApplyJob, folder: Path, of: str) -> Integers:
     """Return what was done before, as the first rank sees it; nobody has begun to write."""
     mine = OutputWriter(folder, 0, of=of).done_numbers() if job.ranks.rank == 0 else np.zeros(0, np.int64)
-    told = job.ranks.exchange({"done": spans(mine)})[0]["done"]
-    return np.concatenate([np.zeros(0, np.int64), *(np.arange(first, stop) for first, stop in told)])
+    done = job.ranks.exchange({"done": spans(mine)})[0]["done"]
+    return np.concatenate([np.zeros(0, np.int64), *(np.arange(first, stop) for first, stop in done)])
 
 
 def spans(numbers: Integers) -> list[list[int]]:

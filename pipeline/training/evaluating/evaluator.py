@@ -84,7 +84,7 @@ class Evaluator:
         self._too_much = math.inf
         for _ in self.run():
             pass
-        ended_by = max(told["ended_by"] for told in self.ranks.exchange({"ended_by": self.ended_by}))
+        ended_by = max(report["ended_by"] for report in self.ranks.exchange({"ended_by": self.ended_by}))
         figures = int(ended_by) or self.losses() | self.metrics()
         self.clear()
         return figures
@@ -204,15 +204,15 @@ class Evaluator:
         model = twin(self.step.model).eval() if on_host else self.step.model
         is_of_piece = self.with_loss and not self._contrasts
         terms = self._terms_of(model, batch, on_host=on_host) if is_of_piece else {}
-        said: dict[str, Any] = {}
+        outputs: dict[str, Any] = {}
         with self.step.evaluating(), nullcontext() if on_host else self.step.cast():
             if self._says:
-                said = dict(task.outputs(model, batch))  # type: ignore[attr-defined]
+                outputs = dict(task.outputs(model, batch))  # type: ignore[attr-defined]
             if self._contrasts:
                 vectors = embedded(cast("Contrastive", task), model, batch)
-                said |= {EMBEDDED + _escaped(name): rows for name, rows in vectors.items()}
+                outputs |= {EMBEDDED + _escaped(name): rows for name, rows in vectors.items()}
         if self._writer is not None:
-            self._write(piece, said, terms)
+            self._write(piece, outputs, terms)
         _add_terms(self._terms, terms)
 
     def _terms_of(self, model: torch.nn.Module, batch: Batch, *, on_host: bool) -> dict[str, tuple[float, float]]:
@@ -221,17 +221,17 @@ class Evaluator:
             terms = self.step.task.loss(model, batch) if on_host else self.step.evaluate(batch)
         return {name: (float(total), float(weight)) for name, (total, weight) in terms.items()}
 
-    def _write(self, piece: Piece, said: dict[str, Any], terms: Mapping[str, tuple[float, float]]) -> None:
+    def _write(self, piece: Piece, outputs: dict[str, Any], terms: Mapping[str, tuple[float, float]]) -> None:
         """Write what was said of a piece, and its terms beside its first item."""
         assert self._writer is not None
         if self.of:
-            rest = [None] * (len(piece) - 1)
+            absent = [None] * (len(piece) - 1)
             for name, values in terms.items():
                 for prefix, value in zip((SUM, WEIGHT), values, strict=True):
-                    said[prefix + _escaped(name)] = [value, *rest]
+                    outputs[prefix + _escaped(name)] = [value, *absent]
         numbers = piece.numbers if self.numbers is None else self.numbers[list(piece.numbers)].tolist()
-        self._writer.add(piece.ids, numbers, said)
-        self._pending_bytes += sum(map(_nbytes, said.values()))
+        self._writer.add(piece.ids, numbers, outputs)
+        self._pending_bytes += sum(map(_nbytes, outputs.values()))
         if self._pending_bytes >= PART_BYTES or time.monotonic() - self._flushed_s >= self.flush_s:
             self._flush()
 
@@ -246,11 +246,11 @@ class Evaluator:
             self.ranks.exchange({})  # all have written
         if self.of or self._contrasts:
             sums = self._kept_terms() if self.ranks.rank == 0 else {}
-            told = self.ranks.exchange({"terms": sums})[:1]
+            reports = self.ranks.exchange({"terms": sums})[:1]
         else:
-            told = self.ranks.exchange({"terms": self._terms})
+            reports = self.ranks.exchange({"terms": self._terms})
         self._terms = {}
-        ranks_terms = [rank["terms"] for rank in told]
+        ranks_terms = [rank["terms"] for rank in reports]
         names = dict.fromkeys(name for terms in ranks_terms for name in terms)
         means: dict[str, float] = {}
         for name in names:

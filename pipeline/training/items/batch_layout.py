@@ -68,21 +68,22 @@ class ArrayField:
 @lru_cache(maxsize=4096)
 def parse_field(name: str) -> ArrayField:
     """Take the name of an array apart."""
-    first, *rest = name.split(".")
+    first, *parts = name.split(".")
     if first not in OF_GRAPHS:
-        return ArrayField(name, FieldForm.ROWS, first) if rest else ArrayField(name, FieldForm.ITEM)
-    if rest[-1].endswith(CENTRE):
+        return ArrayField(name, FieldForm.ROWS, first) if parts else ArrayField(name, FieldForm.ITEM)
+    if parts[-1].endswith(CENTRE):
         return ArrayField(name, FieldForm.ITEM)
     if first == CROSS:
-        return _edges(f"{CROSS}.{rest[0]}", rest[1], nodes_axis(RECEPTOR), nodes_axis(LIGAND))
+        return _edges(f"{CROSS}.{parts[0]}", parts[1], nodes_axis(RECEPTOR), nodes_axis(LIGAND))
     if first == LABEL:
-        nodes = (nodes_axis(RECEPTOR), nodes_axis(LIGAND)) if rest[0].endswith(PAIRS) else ()
-        return ArrayField(name, FieldForm.ROWS, f"{LABEL}.{rest[0].partition('_')[0]}", nodes)
-    if rest[0] == EDGE:
-        return _edges(f"{first}.{EDGE}.{rest[1]}", rest[2], nodes_axis(first), nodes_axis(first))
-    if rest[0] == PATH:
+        nodes = (nodes_axis(RECEPTOR), nodes_axis(LIGAND)) if parts[0].endswith(PAIRS) else ()
+        return ArrayField(name, FieldForm.ROWS, f"{LABEL}.{parts[0].partition('_')[0]}", nodes)
+    if parts[0] == EDGE:
+        return _edges(f"{first}.{EDGE}.{parts[1]}", parts[2], nodes_axis(first), nodes_axis(first))
+    if parts[0] == PATH:
         return ArrayField(name, FieldForm.ROWS, name, (nodes_axis(first),))
-    return ArrayField(name, FieldForm.ROWS, f"{first}.{rest[0]}", (residues_axis(first),) if rest[1] == RESIDUE else ())
+    points_to = (residues_axis(first),) if parts[1] == RESIDUE else ()
+    return ArrayField(name, FieldForm.ROWS, f"{first}.{parts[0]}", points_to)
 
 
 def nodes_axis(role: str) -> str:
@@ -176,19 +177,19 @@ class BatchLayout:
 class BatchBuilder:
     """The graphs of a batch, field by field: lays them out, then writes them."""
 
-    def __init__(self, found: Sequence[ItemArrays], encoding: EmbeddingForm | None = None) -> None:
-        for item in found:
+    def __init__(self, items: Sequence[ItemArrays], encoding: EmbeddingForm | None = None) -> None:
+        for item in items:
             roles = [partner["role"] for partner in item.meta["partners"]]
             if len(roles) > 1 and roles != [RECEPTOR, LIGAND]:  # pairs are of the receptor, first, and the ligand
                 raise ValueError(f"the graph of {item.id} has the partners {', '.join(roles)}")
-        self.layout = BatchLayout(len(found))
-        items = [{**item.values, **item.arrays} for item in found]
-        names = sorted({name for arrays in items for name in arrays})  # a record has another order
-        columns = [(parse_field(name), [arrays.get(name) for arrays in items]) for name in names]
+        self.layout = BatchLayout(len(items))
+        arrays_B = [{**item.values, **item.arrays} for item in items]
+        names = sorted({name for arrays in arrays_B for name in arrays})  # a record has another order
+        columns = [(parse_field(name), [arrays.get(name) for arrays in arrays_B]) for name in names]
         self._bind(columns)
         self._fields = {(entry.name, entry.form): (entry, self._complete(entry, column)) for entry, column in columns}
-        for entry, arrays in self._fields.values():
-            self._place(entry, arrays)
+        for entry, column in self._fields.values():
+            self._place(entry, column)
         for role in self.layout.roles():
             if encoding is None:
                 break
@@ -275,10 +276,10 @@ class BatchBuilder:
         """Return, for each row along one axis, how many rows of another axis the items before it have."""
         return np.repeat(self.layout.bounds[target][:-1], np.diff(self.layout.bounds[axis]))
 
-    def row_map(self, found: ItemArrays, role: str) -> NDArray[np.int32]:
+    def row_map(self, item: ItemArrays, role: str) -> NDArray[np.int32]:
         """Return the embedding's row of each residue of an item's partner."""
         kind = RESIDUE if residues_axis(role) in self.layout.bounds else NODE
-        rows_R: NDArray[np.int32] = found.arrays[f"{role}.{kind}.row"]
+        rows_R: NDArray[np.int32] = item.arrays[f"{role}.{kind}.row"]
         return rows_R
 
 

@@ -41,14 +41,14 @@ def crop_rng(seed: int, epoch: int, id_: str) -> np.random.Generator:
     return np.random.default_rng([seed, epoch, xxhash.xxh3_64_intdigest(id_.encode()), _STREAM])
 
 
-def crop_item(found: ItemArrays, limits: Sizes, rng: np.random.Generator, measure: Measure = dict) -> ItemArrays:
+def crop_item(item: ItemArrays, limits: Sizes, rng: np.random.Generator, measure: Measure = dict) -> ItemArrays:
     """Return an item with no size above its limit: itself, if it has none.
 
     `measure` makes of the sizes of a graph what the limits are of: a task's `cost`.
     """
-    if _fits(measure(found.meta["sizes"]), limits):
-        return found
-    graph = decode_graph(found.arrays, found.meta)
+    if _fits(measure(item.meta["sizes"]), limits):
+        return item
+    graph = decode_graph(item.arrays, item.meta)
     sides = [_OrderedPartner.around(part, node) for part, node in zip(graph.parts, _anchors(graph, rng), strict=True)]
 
     def fits(most: Sequence[int]) -> bool:
@@ -58,9 +58,9 @@ def crop_item(found: ItemArrays, limits: Sizes, rng: np.random.Generator, measur
     if not fits(kept):
         asked = ", ".join(f"{most:,} {name}" for name, most in limits.items())
         remedy = "set train.oversize to skip, or use a larger card"
-        raise PlanInfeasible(f"it cannot be cropped to {asked}", where=found.id, remedy=remedy)
+        raise PlanInfeasible(f"it cannot be cropped to {asked}", where=item.id, remedy=remedy)
     arrays, meta = encode_graph(_cut(graph, sides, kept))
-    return found._replace(arrays=arrays, meta={**found.meta, **meta})
+    return item._replace(arrays=arrays, meta={**item.meta, **meta})
 
 
 def _fits(sizes: Mapping[str, Any], limits: Sizes) -> bool:
@@ -134,7 +134,7 @@ def _most(fits: Callable[[Sequence[int]], bool], sizes: Sequence[int]) -> list[i
     most = [_bisect(lambda count: fits([count] * len(sizes)), max(sizes))] * len(sizes)
     for place, size in enumerate(sizes):
         before, after = most[:place], most[place + 1 :]
-        most[place] = _bisect(lambda count, rest=(before, after): fits([*rest[0], count, *rest[1]]), size)  # type: ignore[misc]
+        most[place] = _bisect(lambda count, others=(before, after): fits([*others[0], count, *others[1]]), size)  # type: ignore[misc]
     return most
 
 

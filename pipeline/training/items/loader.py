@@ -171,37 +171,37 @@ class Loader:
         """Read items into memory that is asked for when its size is known; count those that were cropped."""
         read = list(self.graphs.read(items))
         whole = [item for item in read if not isinstance(item, Rejection)]
-        found = whole
+        arrays = whole
         if self.crop:
             rngs = [crop_rng(self.seed, micro.epoch, item.id) for item in whole]
-            found = [crop_item(item, self.crop, rng, self.measure) for item, rng in zip(whole, rngs, strict=True)]
-        partners = self._partners(found)
+            arrays = [crop_item(item, self.crop, rng, self.measure) for item, rng in zip(whole, rngs, strict=True)]
+        partners = self._partners(arrays)
         stored: dict[str, StoredEmbedding] = {}
         encoding = None
         if self.embeddings is not None:
             stored = self.embeddings.find({text: partner.item.id for partner in partners for text in partner.texts})
             encoding = EmbeddingForm(self.embeddings.dtype, self.embeddings.width(stored.values()))
-        builder = BatchBuilder(found, encoding)
+        builder = BatchBuilder(arrays, encoding)
         memory = room(builder.layout.used)
         builder.write(memory)
         self._join(builder, partners, stored, memory)
         batch = ItemBatch(
             memory=torch.from_numpy(memory),
             layout=builder.layout,
-            numbers=tuple(item.number for item in found),
-            ids=tuple(item.id for item in found),
+            numbers=tuple(item.number for item in arrays),
+            ids=tuple(item.id for item in arrays),
             origin=BatchOrigin(micro.epoch, micro.step, micro.index, micro.of, self.seed),
             rejected=tuple(item for item in read if isinstance(item, Rejection)),
         )
-        return batch, sum(item is not before for item, before in zip(found, whole, strict=True))
+        return batch, sum(item is not before for item, before in zip(arrays, whole, strict=True))
 
-    def _partners(self, found: Sequence[ItemArrays]) -> list[_PartnerTexts]:
+    def _partners(self, items: Sequence[ItemArrays]) -> list[_PartnerTexts]:
         """Return the partners of all items that may have embeddings."""
         if self.embeddings is None:
             return []
         return [
             _PartnerTexts(place, item, partner["role"], self.embeddings.texts(proteins(partner["chains"])))
-            for place, item in enumerate(found)
+            for place, item in enumerate(items)
             for partner in item.meta["partners"]
         ]
 

@@ -64,23 +64,23 @@ class Embeddings:
 
     def find(self, wanted: Mapping[str, str]) -> dict[str, StoredEmbedding]:
         """Find the best embedding of each text that the configuration accepts; the text's item is named if none is."""
-        found, absent = self.look_up(wanted)
+        stored, absent = self.look_up(wanted)
         for text, key in absent.items():
             what = f"a sequence of {wanted[text]} ({len(text):,} residues) has no embedding"
             what += f": record {key.hex()} is not in the cache"
             raise RecordMissing(what, where=self._store.kind, remedy=EMBED_AGAIN)
-        return found
+        return stored
 
     def look_up(self, texts: Iterable[str]) -> tuple[dict[str, StoredEmbedding], dict[str, bytes]]:
         """Return the best embedding of each text that the configuration accepts, and the keys of those without any."""
         texts, absent = list(texts), dict[str, bytes]()
-        found = {text: stored for text in texts if (stored := self._found.get(_digest(text)))}
-        open_ = {text: self._recipe.accepted(len(text)) for text in texts if text not in found}
+        entries = {text: stored for text in texts if (stored := self._found.get(_digest(text)))}
+        open_ = {text: self._recipe.accepted(len(text)) for text in texts if text not in entries}
         while open_:
             keys = [self._recipe.key(text, variants[0]) for text, variants in open_.items()]
             for text, key, places in zip(list(open_), keys, self._store.locate(keys), strict=True):
                 if places:
-                    found[text] = StoredEmbedding(key, places)
+                    entries[text] = StoredEmbedding(key, places)
                     del open_[text]
                 elif not (rest := open_[text][1:]):
                     absent[text] = key
@@ -88,10 +88,10 @@ class Embeddings:
                 else:
                     open_[text] = rest
         with self._lock:
-            self._found |= {_digest(text): stored for text, stored in found.items()}
+            self._found |= {_digest(text): stored for text, stored in entries.items()}
             while len(self._found) > REMEMBERED:
                 del self._found[next(iter(self._found))]
-        return found, absent
+        return entries, absent
 
     def width(self, copies: Iterable[StoredEmbedding]) -> int:
         """Return how many numbers a residue has: as in the first embedding that is met, and never another."""
@@ -182,17 +182,17 @@ def proteins(chains: Sequence[tuple[str, str, str]]) -> list[str]:
 
 def _straight(lengths: Sequence[int], row_R: NDArray[np.int32], out_RD: Rows) -> list[Rows]:
     """Return, for each text, where its rows belong if every one does, in order: mostly so. Else nothing of `out`."""
-    found, first, start = [], 0, 0
+    pieces, first, start = [], 0, 0
     for length in lengths:
         stop = start + length
         counting = row_R[start:stop] - first
         if len(counting) == length and length and counting[-1] == length - 1 and (counting == _count(length)).all():
-            found.append(out_RD[start:stop])
+            pieces.append(out_RD[start:stop])
             start = stop
         else:
-            found.append(out_RD[:0])
+            pieces.append(out_RD[:0])
         first += length
-    return found
+    return pieces
 
 
 @lru_cache(maxsize=4096)

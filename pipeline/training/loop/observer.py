@@ -122,7 +122,7 @@ class TrainingObserver:
 
     def _bundle(self, kind: BundleKind, step: int, share: RankShare, piece: Piece | None, message: str) -> None:
         numbers = piece.numbers if piece else ()
-        cuts = tuple(BundleCut(ids, seen) for ids, seen in share.cuts)
+        cuts = tuple(BundleCut(ids, kept) for ids, kept in share.cuts)
         holding = (place for place, cut in enumerate(cuts) if numbers and set(numbers) <= set(cut.numbers))
         state = {
             "items": list(numbers),
@@ -181,7 +181,7 @@ class TrainingObserver:
         """Note what an epoch came to, and say it."""
         memory = self.meter.read()
         sizes = memory.allocated_bytes or memory.reserved_bytes, memory.reserved_bytes, memory.peak_reserved_bytes
-        memories = [told["memory"] for told in self.ranks.exchange({"memory": sizes})]
+        memories = [report["memory"] for report in self.ranks.exchange({"memory": sizes})]
         allocated, reserved, peak = map(max, zip(*memories, strict=True))
         self.meter.reset_peak()
         self._leaks.epoch()

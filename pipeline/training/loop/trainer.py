@@ -248,7 +248,7 @@ class Trainer:
         everyone = self.step.is_spread or self.stepper.is_joint or not heard.not_finite
         mine = everyone or self.ranks.rank in heard.not_finite
         own = self.stepper.not_finite(share) if mine else []
-        items = [item for told in self.ranks.exchange({"items": own}) for item in told["items"]]
+        items = [item for report in self.ranks.exchange({"items": own}) for item in report["items"]]
         self.stepper.go_back()
         return items
 
@@ -337,8 +337,8 @@ class Trainer:
     def _take_up(self) -> None:
         """Go to where the newest checkpoint was taken, or to the beginning."""
         with self.ranks.patient("taking up"):
-            found = self.keeper.take_up(self.step)
-        standing, place, own = self.standing, found.place, found.own
+            restored = self.keeper.take_up(self.step)
+        standing, place, own = self.standing, restored.place, restored.own
         standing.take_up(place)
         self.watcher.taken_up(self.done)
         if standing.is_finished:
@@ -348,7 +348,7 @@ class Trainer:
         planned = governor.budget
         if own.get("governor"):
             governor.load(own["governor"])
-        governor.adopt(min(told["budget"] for told in self.ranks.exchange({"budget": governor.budget})))
+        governor.adopt(min(report["budget"] for report in self.ranks.exchange({"budget": governor.budget})))
         self._go_by(governor, planned, course)
         first = min(standing.next, course.steps - 1)
         at = course.at(standing.epoch, first)
@@ -362,6 +362,6 @@ class Trainer:
             wanted = rehearse(self.step, self.stepper, course, self.meter, self.watcher.say, leave_out=self.leave_out)
         if self.done and wanted == self.governor.budget:  # what was learned before is what a run without a stop knows
             self.governor.learned = learned
-        agreed = min(told["budget"] for told in self.ranks.exchange({"budget": wanted}))
+        agreed = min(report["budget"] for report in self.ranks.exchange({"budget": wanted}))
         if self.governor.adopt(agreed):
             course.cut_by(self.governor.budget)

@@ -287,11 +287,11 @@ def _attempt(place: RankPlace, content: Mapping[str, Any], until: float) -> Meet
         first = connection.next(CONNECT_WITHIN_S)
         if not hmac.compare_digest(str(first.get("answer")).encode(), str(content["answer"]).encode()):
             raise ConnectionError("somebody else answers there")
-        told = connection.next(max(0.0, until - time.monotonic()) + CONNECT_WITHIN_S)
-        if "missing" in told:
-            raise _did_not_come(told["missing"], place.world)
-        own = told["address"] if _is_loopback(connection.address) else connection.address
-        return Meeting({0: connection}, tuple(told["hosts"]), told["said"], address, own)
+        reply = connection.next(max(0.0, until - time.monotonic()) + CONNECT_WITHIN_S)
+        if "missing" in reply:
+            raise _did_not_come(reply["missing"], place.world)
+        own = reply["address"] if _is_loopback(connection.address) else connection.address
+        return Meeting({0: connection}, tuple(reply["hosts"]), reply["said"], address, own)
     except BaseException:
         connection.close()
         raise
