@@ -46,10 +46,10 @@ class QueueLook:
 
     @cached_property
     def _by_job(self) -> dict[JobId, list[Queued]]:
-        found: dict[JobId, list[Queued]] = {}
+        by_job: dict[JobId, list[Queued]] = {}
         for name, task in (self.tasks or {}).items():
-            found.setdefault(name.partition("_")[0], []).append(task)
-        return found
+            by_job.setdefault(name.partition("_")[0], []).append(task)
+        return by_job
 
     def queued(self, jobs: Iterable[JobId]) -> set[JobId]:
         """Return which of these jobs have not ended; all of them where the queue does not answer."""
@@ -125,10 +125,10 @@ class SeenRun:
 
     def to_json(self) -> dict[str, Any]:
         plain = self.status.to_json()
-        for told in plain["stages"]:
-            stage = self.status.stages[told["name"]]
+        for plain_stage in plain["stages"]:
+            stage = self.status.stages[plain_stage["name"]]
             waits = list(self.waits_for.get(stage.name, ()))
-            told |= {"waits_for": waits, "use": use(stage), "left_s": self.left_s(stage)}
+            plain_stage |= {"waits_for": waits, "use": use(stage), "left_s": self.left_s(stage)}
         return plain | {"supervisor": self.supervisor, "trouble": self.trouble}
 
 
@@ -152,12 +152,12 @@ def run_as_shown(
 
 def use(stage: StageStatus) -> dict[str, int | None]:
     """Return the most memory that a task was given, and the most that one has used."""
-    ended = [one for task in stage.work.values() for one in task.ended]
+    ended = [attempt for task in stage.work.values() for attempt in task.ended]
     asks = [task.ask for task in stage.work.values() if task.ask]
     return {
         "asked_bytes": max((ask.mem_bytes for ask in asks), default=None),
-        "peak_bytes": max((one.peak_rss_bytes for one in ended if one.peak_rss_bytes), default=None),
-        "gpu_peak_bytes": max((one.gpu_peak_bytes for one in ended if one.gpu_peak_bytes), default=None),
+        "peak_bytes": max((attempt.peak_rss_bytes for attempt in ended if attempt.peak_rss_bytes), default=None),
+        "gpu_peak_bytes": max((attempt.gpu_peak_bytes for attempt in ended if attempt.gpu_peak_bytes), default=None),
     }
 
 
@@ -209,12 +209,12 @@ def going_on(runs: Path, root: Path) -> list[GoingRun]:
         folders = runs_in(runs)
     except ConfigError:  # it is another user's
         return []
-    found = []
+    active = []
     for folder in folders:
         config = _config_of(folder)
         if (config is None or uses(config, root)) and _goes_on(folder):
-            found.append(GoingRun(folder, config))
-    return found
+            active.append(GoingRun(folder, config))
+    return active
 
 
 def uses(config: Config, root: Path) -> bool:
@@ -295,27 +295,27 @@ class Trail:
         """Take one event into account."""
         if event.kind in (EventKind.PROGRESS, EventKind.TASK_FINISHED):
             self._hear(event)
-        elif said := _said(event):
-            self._note(said)
+        elif happening := _said(event):
+            self._note(happening)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON data: the newest happening last."""
         losses = {stage: [loss for _, loss in sorted(points)] for stage, points in self._losses.items()}
-        return {"losses": losses, "lately": [[one.at, one.words()] for one in self._merged()]}
+        return {"losses": losses, "lately": [[happening.at, happening.words()] for happening in self._merged()]}
 
-    def _note(self, one: Happening) -> None:
-        self._lately.append(one)
+    def _note(self, happening: Happening) -> None:
+        self._lately.append(happening)
         if len(self._lately) > ROOM:
             self._lately = self._merged()
 
     def _merged(self) -> list[Happening]:
         """Return the newest happenings; what happened to several tasks in the same way is one."""
         merged: list[Happening] = []
-        for one in sorted(self._lately, key=lambda one: one.at):
-            if merged and one.task and merged[-1].is_like(one):
-                merged[-1] = replace(one, more=merged[-1].more + 1 + one.more)
+        for happening in sorted(self._lately, key=lambda happening: happening.at):
+            if merged and happening.task and merged[-1].is_like(happening):
+                merged[-1] = replace(happening, more=merged[-1].more + 1 + happening.more)
             else:
-                merged.append(one)
+                merged.append(happening)
         return merged[-KEPT:]
 
     def _hear(self, event: Event) -> None:

@@ -84,7 +84,7 @@ class Attempt:
         return cls(**plain)
 
 
-FIGURES = frozenset(one.name for one in fields(Attempt))
+FIGURES = frozenset(column.name for column in fields(Attempt))
 
 
 @dataclass(slots=True)
@@ -121,9 +121,9 @@ class TaskRecord:
         """Return what the worker of the newest attempt has said."""
         return self.words.get(self.attempt, SILENCE)
 
-    def say(self, attempt: int, **said: Any) -> Word:
+    def say(self, attempt: int, **facts: Any) -> Word:
         """Take down what a worker says of itself, and return all that it said."""
-        self.words[attempt] = replace(self.words.get(attempt, SILENCE), **said)
+        self.words[attempt] = replace(self.words.get(attempt, SILENCE), **facts)
         return self.words[attempt]
 
 
@@ -140,11 +140,11 @@ def format_ranges(ascending: Sequence[int]) -> str:
 
 def parse_ranges(text: str) -> list[int]:
     """Read what `ranges` wrote."""
-    found: list[int] = []
+    numbers: list[int] = []
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")
-        found += range(int(first), int(last or first) + 1)
-    return found
+        numbers += range(int(first), int(last or first) + 1)
+    return numbers
 
 
 Why = tuple[Reason, str]
@@ -162,14 +162,14 @@ def leave_out(folder: RunFolder, stage: str, names: Iterable[str], reason: Reaso
 
 def left_out_items(folder: RunFolder | None, stage: str) -> dict[str, Why]:
     """Return what a stage goes on without, and why."""
-    found: dict[str, Why] = {}
+    reasons: dict[str, Why] = {}
     if folder is None or not folder.left_out.exists():
-        return found
+        return reasons
     for line in folder.left_out.read_text().splitlines():
         try:
             data = json.loads(line)
         except ValueError:  # a full disk has cut it
             continue
         if data["stage"] == stage:
-            found[data["name"]] = (Reason(data["reason"]), data["detail"])
-    return found
+            reasons[data["name"]] = (Reason(data["reason"]), data["detail"])
+    return reasons

@@ -49,8 +49,8 @@ class Ledger:
 
     def emit(self, kind: EventKind, **data: Any) -> Event:
         """Append one event in one write; return it as whoever reads it has it."""
-        said = {name: without_secrets(data[name]) for name in SAID if isinstance(data.get(name), str)}
-        event = {"at": round(time.time(), 3), "kind": kind.value, **data, **said}
+        masked = {name: without_secrets(data[name]) for name in SAID if isinstance(data.get(name), str)}
+        event = {"at": round(time.time(), 3), "kind": kind.value, **data, **masked}
         text = json.dumps(event, separators=(",", ":"))
         line = ("\n" if self._torn else "") + text + "\n"
         with writing_run(self._path):
@@ -183,10 +183,10 @@ def read_notes(folder: RunFolder, stage: str, task: int, attempt: int) -> tuple[
     done, names = 0, list[str]()
     for part in count():
         try:
-            some, on = _note(folder.on(stage, task, part), attempt)
+            done_by_process, on = _note(folder.on(stage, task, part), attempt)
         except OSError:  # there are no more
             break
-        done += some
+        done += done_by_process
         names += on
     return done, tuple(names)
 

@@ -103,8 +103,8 @@ def create_folder(runs: Path, stage: str, now: datetime, *, private: bool = True
         runs.mkdir(NOBODY_ELSE_WRITES if private else SHARED, parents=True, exist_ok=True)
         folder, mode = RunFolder(runs / name), PRIVATE if private else SHARED
         folder.path.mkdir(mode)
-        for one in (folder.events, folder.logs, folder.claims, folder.on("", 0).parent):
-            one.mkdir(mode)
+        for subfolder in (folder.events, folder.logs, folder.claims, folder.on("", 0).parent):
+            subfolder.mkdir(mode)
         folder.format.write_text(f"{FORMAT}\n")
     return folder
 
@@ -134,10 +134,10 @@ def _is_run(path: Path) -> bool:
 def is_newer(path: Path) -> bool:
     """Say whether a run was made by a later version, in a format that this one does not know."""
     try:
-        told = RunFolder(path).format.read_text(errors="replace").strip()
+        format_text = RunFolder(path).format.read_text(errors="replace").strip()
     except OSError:
         return False
-    return bool(told) and not (told.isdecimal() and int(told) <= FORMAT)
+    return bool(format_text) and not (format_text.isdecimal() and int(format_text) <= FORMAT)
 
 
 def _readable(folder: RunFolder) -> RunFolder:

@@ -99,7 +99,7 @@ def _supervisor_failed(status: RunStatus) -> bool:
 def task_logs(folder: RunFolder, status: RunStatus) -> Iterator[Log]:
     """Yield the logs of all attempts, in the order in which they were submitted."""
     for stage in status.in_order():
-        ended = {(one.job, one.task): one for task in stage.work.values() for one in task.ended}
+        ended = {(attempt.job, attempt.task): attempt for task in stage.work.values() for attempt in task.ended}
         for job in stage.jobs.values():
             offset = _offset(folder, job)
             for number in parse_ranges(job.tasks):
@@ -173,15 +173,15 @@ def end_position(path: str, lines: int) -> int:
     """Return where the last lines of a file begin; of lines without end, where the last bytes do."""
     with open(path, "rb") as file:  # noqa: PTH123 - see above
         start = size = os.fstat(file.fileno()).st_size
-        found = -1 if size and os.pread(file.fileno(), 1, size - 1) == b"\n" else 0  # the last line's own end
+        line_ends = -1 if size and os.pread(file.fileno(), 1, size - 1) == b"\n" else 0  # the last line's own end
         while start > 0 and size - start < END_BYTES:
             length = min(BLOCK_BYTES, start)
             start -= length
             block = os.pread(file.fileno(), length, start)
             breaks = [place for place, byte in enumerate(block) if byte == NEWLINE]
-            if found + len(breaks) >= lines:
-                return start + breaks[len(breaks) - (lines - found)] + 1
-            found += len(breaks)
+            if line_ends + len(breaks) >= lines:
+                return start + breaks[len(breaks) - (lines - line_ends)] + 1
+            line_ends += len(breaks)
     return start
 
 
@@ -199,8 +199,8 @@ def of_rank(lines: Iterable[str], rank: int) -> Iterator[str]:
     """Yield the lines of one of several processes, without the number that srun has put before each line."""
     label = re.compile(rf"[ 0]*{rank}: ")
     for line in lines:
-        if found := label.match(line):
-            yield line[found.end() :]
+        if prefix := label.match(line):
+            yield line[prefix.end() :]
 
 
 @dataclass(slots=True)
@@ -264,12 +264,12 @@ class Follower:
         except OSError:
             return
 
-    def _place(self, path: str, found: os.stat_result) -> _Place:
+    def _place(self, path: str, facts: os.stat_result) -> _Place:
         """Return from where to read a file: of those that lie there at first, only the end."""
         place = self._places.get(path)
         if place is None:
             start = end_position(path, FIRST_LINES) if self._first else 0
-            place = self._places[path] = _Place(found.st_ino, start)
-        if place.inode != found.st_ino or place.position > found.st_size:
-            place.inode, place.position = found.st_ino, 0
+            place = self._places[path] = _Place(facts.st_ino, start)
+        if place.inode != facts.st_ino or place.position > facts.st_size:
+            place.inode, place.position = facts.st_ino, 0
         return place

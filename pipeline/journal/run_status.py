@@ -67,7 +67,7 @@ class StageJob:
     @classmethod
     def from_json(cls, data: Mapping[str, Any], at: float = 0.0) -> StageJob:
         """Read what `to_json` wrote."""
-        known = {one.name: data[one.name] for one in fields(cls) if one.name in data}
+        known = {column.name: data[column.name] for column in fields(cls) if column.name in data}
         return cls(**known | {"ask": Ask(**data["ask"]), "at": at})
 
 
@@ -120,12 +120,12 @@ class StageStatus:
         self.task(number).then[self.task(number).attempt] = why
         self.task(number).split = tuple(into)
         self.tasks += len(into) - 1
-        for one in into:
-            self.task(one).first = ask
+        for part in into:
+            self.task(part).first = ask
         process = f"{self.name}-{number:06d}"
         for name in (process, *takewhile(self.done.__contains__, (f"{process}-{part}" for part in count()))):
-            for told in (self.done, self.rejected, self.figures):  # its parts do the same again
-                told.pop(name, None)
+            for counts in (self.done, self.rejected, self.figures):  # its parts do the same again
+                counts.pop(name, None)
 
     def counts(self) -> dict[str, int]:
         """Return what was found when the stage was submitted."""
@@ -148,8 +148,8 @@ class StageStatus:
     @property
     def failures(self) -> list[Attempt]:
         """Attempts that did not end well, in the order in which they ended."""
-        failed = [one for task in self.work.values() for one in task.ended if one.cause is not Cause.DONE]
-        return sorted(failed, key=lambda one: (one.number, one.task))
+        failed = [attempt for task in self.work.values() for attempt in task.ended if attempt.cause is not Cause.DONE]
+        return sorted(failed, key=lambda attempt: (attempt.number, attempt.task))
 
     @property
     def live(self) -> list[JobId]:
@@ -163,20 +163,23 @@ class StageStatus:
     def state_of(self, task: TaskRecord) -> str:
         """Return where a task stands."""
         if task.job is not None:  # until a supervisor has judged it, its worker's word counts
-            said = "failed" if task.word.exit_code else "running" if task.word.started else "waiting"
-            return "done" if task.word.finished else said
+            state = "failed" if task.word.exit_code else "running" if task.word.started else "waiting"
+            return "done" if task.word.finished else state
         if task.good:
             return "done"
         return "failed" if task.ended else "waiting"
 
     def measured(self) -> dict[str, float]:
         """Return what the processes measured, put together."""
-        running = sum(not self.task(int(one["task"])).good for one in self.figures.values())
+        running = sum(not self.task(int(process["task"])).good for process in self.figures.values())
         return summary(list(self.figures.values()), self.cost, running)
 
     def to_json(self) -> dict[str, Any]:
-        plain = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in INTERNAL}
-        failures = [one.to_json() | {"then": self.task(one.task).then.get(one.number, "")} for one in self.failures]
+        plain = {column.name: getattr(self, column.name) for column in fields(self) if column.name not in INTERNAL}
+        failures = [
+            attempt.to_json() | {"then": self.task(attempt.task).then.get(attempt.number, "")}
+            for attempt in self.failures
+        ]
         return plain | {
             "state": self.state.value,
             "items_done": self.items_done,
@@ -184,7 +187,7 @@ class StageStatus:
             "measured": self.measured(),
             "task_states": self.task_states(),
             "failures": failures,
-            "jobs": [one.to_json() for one in self.jobs.values()],
+            "jobs": [job.to_json() for job in self.jobs.values()],
             "left_out": list(self.left_out),
         }
 
@@ -194,21 +197,21 @@ INTERNAL = ("work", "jobs", "intents", "submitted", "left_out", "planned", "limi
 
 def summary(figures: Sequence[Mapping[str, float]], cost: float, running: int) -> dict[str, float]:
     """Return what some processes measured as figures of the stage, of which so many still run."""
-    busy = [one for one in figures if one.get("forward_s")]
+    busy = [process for process in figures if process.get("forward_s")]
     if not busy:
         return {}
 
     def total(name: str) -> float:
-        return sum(one[name] for one in busy)
+        return sum(process[name] for process in busy)
 
     left = max(0.0, cost - total("cost_done"))
     return {
         "residues_per_s": total("residues") / total("forward_s"),  # of one process
         "pad_factor": total("tokens") / max(1, total("encoded_residues")),
         "left_s": left / (total("cost_done") / total("forward_s") * max(1, running)) if total("cost_done") else 0.0,
-        "peak_rss_bytes": max(one["host_peak_bytes"] for one in busy),
-        "peak_gpu_bytes": max(one["device_peak_bytes"] for one in busy),
-        "lowest_cosine": min(one["lowest_cosine"] for one in busy),
+        "peak_rss_bytes": max(process["host_peak_bytes"] for process in busy),
+        "peak_gpu_bytes": max(process["device_peak_bytes"] for process in busy),
+        "lowest_cosine": min(process["lowest_cosine"] for process in busy),
         "splits": total("splits"),
     }
 
@@ -292,7 +295,7 @@ class RunStatus:
             stage.split(data["task"], data["into"], Ask(**data["ask"]), data["why"])
 
     def to_json(self) -> dict[str, Any]:
-        plain = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "born"}
+        plain = {column.name: getattr(self, column.name) for column in fields(self) if column.name != "born"}
         return plain | {"state": self.state.value, "stages": [stage.to_json() for stage in self.in_order()]}
 
     def in_order(self) -> list[StageStatus]:
@@ -329,7 +332,7 @@ def _submit(stage: StageStatus, event: Event) -> None:
 def _end(stage: StageStatus, attempt: Attempt) -> None:
     """Take down how an attempt ended."""
     task = stage.task(attempt.task)
-    if all((one.number, one.job) != (attempt.number, attempt.job) for one in task.ended):  # two supervisors may tell it
+    if (attempt.number, attempt.job) not in ((known.number, known.job) for known in task.ended):  # told by two, perhaps
         task.ended.append(attempt)
     if task.job == attempt.job:
         task.job = None

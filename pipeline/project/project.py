@@ -241,8 +241,8 @@ class Project:
 
 def local_machine(slots: SlotsSection) -> Machine:
     """Return what the configuration lends of this machine."""
-    given = {"cpus": slots.cpus, "gpus": slots.gpus, "mem_bytes": slots.mem}
-    return Machine.detect(**{name: value for name, value in given.items() if value != "auto"})
+    settings = {"cpus": slots.cpus, "gpus": slots.gpus, "mem_bytes": slots.mem}
+    return Machine.detect(**{name: value for name, value in settings.items() if value != "auto"})
 
 
 def stays(config: Config) -> bool:

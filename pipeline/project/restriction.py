@@ -45,7 +45,7 @@ class Keys(Sequence[bytes]):
 
     def __getitem__(self, at: int | slice) -> bytes | list[bytes]:
         if isinstance(at, slice):
-            return [self[one] for one in range(*at.indices(len(self)))]
+            return [self[place] for place in range(*at.indices(len(self)))]
         if not 0 <= at < len(self):
             raise IndexError(at)
         return self.packed[at * KEY_BYTES : (at + 1) * KEY_BYTES]
@@ -119,26 +119,33 @@ def read_list(path: Path, cache: CacheFolder) -> Only:
     stores: dict[str, Store] = {}
     report = read_report(path)
     refuse_of_another(report, cache.root)
-    for some in in_chunks(report.findings(), AT_ONCE):
-        for finding in some:
+    for findings in in_chunks(report.findings(), AT_ONCE):
+        for finding in findings:
             _open(path, finding.kind, cache, stores)
             if finding.key and finding.lost:
                 packed.setdefault(finding.kind, bytearray()).extend(_key(path, finding))
             elif not finding.key and finding.fault in UNTOLD and not finding.forbidden:
                 untold.add(finding.kind)
-        in_place += sum(_count_in_place(some, store) for store in stores.values())
+        in_place += sum(_count_in_place(findings, store) for store in stores.values())
     if in_place:
         what = f"{in_place:,} of the records that it names can be read, and what they say is wrong: they are in the way"
         raise CacheDamaged(what, where=str(path), remedy=f"pipeline cache repair --list {shlex.quote(str(path))}")
-    keys = {kind: Keys(sorted_pairs(some).astype(">u8").tobytes()) for kind, some in packed.items()}
+    keys = {kind: Keys(sorted_pairs(column).astype(">u8").tobytes()) for kind, column in packed.items()}
     return Only(str(path.absolute()), keys, frozenset(untold))
 
 
 def _count_in_place(findings: Sequence[DamageFinding], store: Store) -> int:
     """Count the records of a kind that say what cannot be, and are still where they were found."""
-    wrong = [one for one in findings if one.kind == store.kind and one.fault is Fault.MEANING and one.key and one.lost]
-    places = store.locate([bytes.fromhex(one.key) for one in wrong]) if wrong else []
-    return sum(any(place.shard == one.shard for place in some) for one, some in zip(wrong, places, strict=True))
+    wrong = [
+        finding
+        for finding in findings
+        if finding.kind == store.kind and finding.fault is Fault.MEANING and finding.key and finding.lost
+    ]
+    places = store.locate([bytes.fromhex(finding.key) for finding in wrong]) if wrong else []
+    return sum(
+        any(place.shard == finding.shard for place in known_places)
+        for finding, known_places in zip(wrong, places, strict=True)
+    )
 
 
 def _open(path: Path, kind: str, cache: CacheFolder, stores: dict[str, Store]) -> None:

@@ -58,8 +58,8 @@ def _own_folder(runs: Path) -> Path:
             folder = runs / name
             with suppress(FileExistsError):
                 folder.mkdir(PRIVATE)
-            found = folder.lstat()
-            if stat.S_ISDIR(found.st_mode) and found.st_uid == mine:
+            facts = folder.lstat()
+            if stat.S_ISDIR(facts.st_mode) and facts.st_uid == mine:
                 with suppress(PermissionError):  # somebody else's, where a mount shows all users as one
                     folder.chmod(PRIVATE)
                     return folder
@@ -164,15 +164,15 @@ def _load(kind: CodeKind, name: str, options: Mapping[str, Any], beside: Path | 
         raise ConfigError(f"there is no module {error.name!r}", where=f"{kind.where}: {name}", remedy=remedy) from None
     except (Exception, SystemExit) as error:
         raise user_code_failed(f"importing {module_name}", error, kind) from error
-    found = getattr(module, class_name, None)
-    if found is None:
+    own_class = getattr(module, class_name, None)
+    if own_class is None:
         needed = f"{', '.join(kind.needed[:-1])} and {kind.needed[-1]}"
         known = ", ".join(sorted(_kind_in(module, kind))) or f"no class with {needed}"
         what = f"{module_name} has no {class_name!r}; it has {known}"
         raise ConfigError(what, where=f"{kind.where}: {name}", remedy="pipeline config check")
-    _refuse_unknown(found, options, kind)
+    _refuse_unknown(own_class, options, kind)
     try:
-        made = found(**options) if callable(found) else found
+        made = own_class(**options) if callable(own_class) else own_class
     except PipelineError:  # which says itself what is wrong, and where
         raise
     except (Exception, SystemExit) as error:
@@ -184,19 +184,19 @@ def _load(kind: CodeKind, name: str, options: Mapping[str, Any], beside: Path | 
     return made
 
 
-def _refuse_unknown(found: Any, options: Mapping[str, Any], kind: CodeKind) -> None:
+def _refuse_unknown(own_class: Any, options: Mapping[str, Any], kind: CodeKind) -> None:
     """Refuse options that a class does not take, with the nearest that it does."""
     try:
-        taken = inspect.signature(found).parameters
+        taken = inspect.signature(own_class).parameters
     except (TypeError, ValueError):  # nothing that is called, or nobody knows how
         return
-    if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in taken.values()):
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in taken.values()):
         return
     for name in options:
         if name not in taken:
             close = get_close_matches(name, taken, n=1)
             meant = f"; did you mean {close[0]}?" if close else f"; there are {', '.join(taken) or 'none'}"
-            what = f"{found.__name__} takes no option {name!r}{meant}"
+            what = f"{own_class.__name__} takes no option {name!r}{meant}"
             section = kind.where.partition(".")[0]
             raise ConfigError(what, where=f"{section}.options.{name}", remedy="correct it, then: pipeline config check")
 
@@ -211,15 +211,15 @@ def sources(own: Task | Reader) -> list[tuple[str, Path]]:
     if PACKAGE in file.parents or "site-packages" in file.parts:
         return []  # ours is frozen anyway; what is installed has a version
     root = file.parents[module.__name__.count(".")]
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     waiting = [module.__name__]
     while waiting:
         for path in _files_of(root, waiting.pop()):
             name = str(path.relative_to(root))
-            if name not in found:
-                found[name] = path
+            if name not in files:
+                files[name] = path
                 waiting += _imported(path)
-    return sorted(found.items())
+    return sorted(files.items())
 
 
 def _files_of(root: Path, module: str) -> list[Path]:
@@ -236,7 +236,7 @@ def _imported(path: Path) -> list[str]:
     names: list[str] = []
     for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, ast.Import):
-            names += [one.name for one in node.names]
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
             names.append(node.module)
     return [name for name in dict.fromkeys(names) if name.partition(".")[0] != "pipeline"]

@@ -129,7 +129,7 @@ def _names(word: str) -> Iterator[str]:
             raise _refused(f"has a single {match[0]!r} in {word!r}", f"{match[0] * 2} for a brace")
         name = match[1]
         if name is not None and name not in KNOWN:
-            known = ", ".join(f"{{{one}}}" for one in KNOWN)
+            known = ", ".join(f"{{{placeholder}}}" for placeholder in KNOWN)
             raise _refused(f"has {{{name}}}, which is not known; known are {known}", "{{ and }} for braces")
         if name is not None:
             yield name
@@ -172,7 +172,7 @@ def batches(effective_batch: int, ranks: int, micro_batch: int | str, shrink: in
         raise ConfigError(what, where="train.effective_batch", remedy=_either("train.effective_batch", near))
     items = share if isinstance(micro_batch, str) else micro_batch
     if share % items:
-        near = [one for one in (_divisor(share, items), _divisor_above(share, items)) if one]
+        near = [divisor for divisor in (_divisor(share, items), _divisor_above(share, items)) if divisor]
         what = f"micro-batches of {items} items never add up to {share}, a process's share of train.effective_batch"
         raise ConfigError(what, where="train.micro_batch", remedy=_either("train.micro_batch", near))
     for _ in range(shrink):
@@ -195,7 +195,7 @@ def script_environment(
 ) -> dict[str, str]:
     """Return the environment of a script: ours, with its place among the processes as torchrun tells it."""
     kept = {name: value for name, value in base.items() if name not in RANK_NAMES}
-    told = {
+    variables = {
         "PYTHONUNBUFFERED": "1",  # what it prints is seen when it prints it
         "PIPELINE_RUN": _text(values.run),
         "PIPELINE_OUTPUT": _text(values.output),
@@ -204,16 +204,16 @@ def script_environment(
         **dict.fromkeys(THREADS, str(threads)),
         **({ALLOCATOR: allocator} if allocator else {}),
     }
-    return {**kept, **told, **({} if script.launches or values.ranks == 1 else _place(values))}
+    return {**kept, **variables, **({} if script.launches or values.ranks == 1 else _place(values))}
 
 
 def _place(values: Values) -> dict[str, str]:
     """Return what torchrun tells a process; by the last of these Lightning knows that others start its processes."""
-    told = (
+    places = (
         *(values.rank, values.ranks, values.local_rank, values.processes, values.node, values.nodes),
         *(values.master_address, values.master_port, f"{values.run.name}-{values.attempt}"),
     )
-    return dict(zip(RANK_NAMES, map(str, told), strict=True))
+    return dict(zip(RANK_NAMES, map(str, places), strict=True))
 
 
 @contextmanager
@@ -256,18 +256,18 @@ def _read_meeting(path: Path, timeout_s: float) -> tuple[str, int]:
 
 def _divisor(share: int, most: int) -> int:
     """Return the largest divisor of a share that is at most this."""
-    return next((one for one in range(min(most, share), 0, -1) if share % one == 0), 1)
+    return next((divisor for divisor in range(min(most, share), 0, -1) if share % divisor == 0), 1)
 
 
 def _divisor_above(share: int, least: int) -> int | None:
     """Return the smallest divisor of a share that is at least this."""
-    return next((one for one in range(least, share + 1) if share % one == 0), None)
+    return next((divisor for divisor in range(least, share + 1) if share % divisor == 0), None)
 
 
 def _around(number: int, step: int) -> list[int]:
     """Return the multiples of a step just below and above a number."""
     below = number // step * step
-    return [one for one in (below, below + step) if one]
+    return [multiple for multiple in (below, below + step) if multiple]
 
 
 def _either(key: str, values: list[int]) -> str:
@@ -313,22 +313,22 @@ class Peers:
 
     def ends(self) -> dict[int, End]:
         """Return how those ended that have."""
-        found = {}
+        ends = {}
         os.listdir(self._folder)  # noqa: PTH208 - NFS remembers that a name is not there, but asks for a list
         for rank in range(self.place.world):
             with suppress(OSError, ValueError):
-                found[rank] = End(**json.loads(self._path(rank).read_text()))
-        return found
+                ends[rank] = End(**json.loads(self._path(rank).read_text()))
+        return ends
 
     def await_ends(self, ending: Callable[[], int], *, well: bool) -> dict[int, End]:
         """Wait until all have ended, or it is clear why one failed: who ended well, however long that takes."""
         until = math.inf if well else time.monotonic() + PEERS_S
         while True:
             ends = self.ends()
-            is_clear = any(one.failed and one.trouble for one in ends.values())
+            is_clear = any(end.failed and end.trouble for end in ends.values())
             if is_clear or len(ends) == self.place.world or time.monotonic() > until or ending() == signal.SIGTERM:
                 return ends
-            if until == math.inf and any(one.failed for one in ends.values()):
+            if until == math.inf and any(end.failed for end in ends.values()):
                 until = time.monotonic() + PEERS_S
             time.sleep(LOOK_EVERY_S)
 

@@ -104,8 +104,8 @@ class ScriptOutcome:
             ended = f"the script was ended by signal {self.signal} ({signal.Signals(self.signal).name})"
         else:
             ended = f"the script ended with exit code {self.exit_code}"
-        said = self.reason or next((f"it last said: {line}" for line in reversed(self.last_lines)), "")
-        return f"{ended}; {said}" if said else ended
+        reason = self.reason or next((f"it last said: {line}" for line in reversed(self.last_lines)), "")
+        return f"{ended}; {reason}" if reason else ended
 
 
 def run_script(
@@ -230,10 +230,10 @@ class _Process:
 
     def _has_exited(self) -> bool:
         """Tell whether its first process has exited; its number stays taken."""
-        found = os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if found is not None and found.si_code != os.CLD_EXITED and found.si_status in ENDING:
-            self._told = found.si_status  # a scheduler tells all processes at once, and this one did not listen
-        return found is not None
+        exited = os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if exited is not None and exited.si_code != os.CLD_EXITED and exited.si_status in ENDING:
+            self._told = exited.si_status  # a scheduler tells all processes at once, and this one did not listen
+        return exited is not None
 
     def _pids(self) -> list[int]:
         """Return its living processes."""
@@ -336,10 +336,10 @@ def figures_in(line: str) -> dict[str, float]:
     if not line.startswith(PREFIX):
         return {}
     try:
-        told = json.loads(line[len(PREFIX) - 1 :], parse_int=float)
+        figures = json.loads(line[len(PREFIX) - 1 :], parse_int=float)
     except (ValueError, RecursionError):
         return {}
-    return {name: value for name, value in told.items() if isinstance(value, float) and math.isfinite(value)}
+    return {name: value for name, value in figures.items() if isinstance(value, float) and math.isfinite(value)}
 
 
 def script_trouble(
@@ -350,8 +350,8 @@ def script_trouble(
     A SIGKILL without last words is one for memory only where there is a sign of that.
     """
     ends = [(at, match) for at, line in enumerate(lines) if (match := LAUNCHER.search(line))]
-    said = lines[: ends[0][0]] if ends else lines
-    trouble, reason = _said(said)
+    own_lines = lines[: ends[0][0]] if ends else lines
+    trouble, reason = _said(own_lines)
     killed = killed_by == signal.SIGKILL or exit_code == KILLED_CODE or any(int(end[1]) == -9 for _, end in ends)
     if killed and at_limit and trouble != "gpu_oom":
         return "host_oom", reason or "killed at its memory limit"
@@ -366,8 +366,8 @@ def behind_launcher(exit_code: int, lines: Sequence[str]) -> int:
 
 def _said(lines: Sequence[str]) -> tuple[str, str]:
     """Return what its last words tell: a mention of memory further up, which is not its last exception, it survived."""
-    for text in ("\n".join(lines[-LAST_LINES:]), next((one for one in reversed(lines) if EXCEPTION.match(one)), "")):
-        found = last_words(text)
-        if found and found[0] in TROUBLES:
-            return TROUBLES[found[0]], found[1]
+    for text in ("\n".join(lines[-LAST_LINES:]), next((line for line in reversed(lines) if EXCEPTION.match(line)), "")):
+        last = last_words(text)
+        if last and last[0] in TROUBLES:
+            return TROUBLES[last[0]], last[1]
     return "", ""

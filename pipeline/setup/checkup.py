@@ -113,9 +113,9 @@ def _data(loaded: LoadedConfig) -> Iterator[CheckResult]:
     if is_reader(config):
         yield _entries(Project.open(config, remember=False, beside=loaded.base_dir.absolute()))
         return
-    found = list(islice(items(source_spec(config)), LOOKED_AT))
-    good = [one for one in found if isinstance(one, Item)]
-    bad = [one for one in found if isinstance(one, Rejection)]
+    listed = list(islice(items(source_spec(config)), LOOKED_AT))
+    good = [item for item in listed if isinstance(item, Item)]
+    bad = [item for item in listed if isinstance(item, Rejection)]
     absent = [
         path
         for item in good
@@ -129,7 +129,7 @@ def _data(loaded: LoadedConfig) -> Iterator[CheckResult]:
         what = f"{len(absent)} files of the first {len(good)} items are missing or unreadable, such as {absent[0]}"
         yield CheckResult("data", CheckVerdict.BAD, what, "see data.path and data.structures_dir", exit_code=3)
     else:
-        count = f"the first {LOOKED_AT}" if len(found) == LOOKED_AT else f"all {len(found)}"
+        count = f"the first {LOOKED_AT}" if len(listed) == LOOKED_AT else f"all {len(listed)}"
         refused = f", {len(bad)} refused ({bad[0].id}: {bad[0].detail})" if bad else ""
         yield CheckResult(
             "data", CheckVerdict.NOTE if bad else CheckVerdict.OK, f"{config.data.path}: {count} items listed{refused}"
@@ -157,10 +157,10 @@ def _weights(loaded: LoadedConfig) -> Iterator[CheckResult]:
         yield CheckResult("weights", CheckVerdict.NOTE, f"{error.what}; needed from the stage embed on", error.remedy)
         return
     weights = identify(path, _opened(config).kind("weights"), remember=False)
-    found = (
+    summary = (
         f"{weights.path}: {weights.layers} layers of {weights.dim}, {weights.precision}, {format_bytes(weights.bytes)}"
     )
-    yield CheckResult("weights", CheckVerdict.OK, found)
+    yield CheckResult("weights", CheckVerdict.OK, summary)
 
 
 def _cache(loaded: LoadedConfig) -> Iterator[CheckResult]:
@@ -195,7 +195,7 @@ def _runs(loaded: LoadedConfig) -> Iterator[CheckResult]:
 
 def _existing(path: Path) -> Path:
     """Return a folder, or the nearest one above it that exists."""
-    return next(one for one in (path, *path.parents) if os.path.exists(one))  # noqa: PTH110 - which never raises
+    return next(folder for folder in (path, *path.parents) if os.path.exists(folder))  # noqa: PTH110 - which never raises
 
 
 def _writable(what: str, folder: Path) -> CheckResult:
@@ -213,26 +213,28 @@ def _room(root: Path) -> CheckResult:
     """Look at free bytes and file numbers; a quota below them is not visible from here."""
     place = _existing(root)
     free_bytes, inodes = shutil.disk_usage(place).free, os.statvfs(place).f_favail
-    found = f"{format_bytes(free_bytes)} free, {inodes:,} files can be made"
+    summary = f"{format_bytes(free_bytes)} free, {inodes:,} files can be made"
     if free_bytes < LITTLE_BYTES or 0 < inodes < LITTLE_INODES:
-        return CheckResult("disk", CheckVerdict.NOTE, found, "make room, or set cache.root to a larger disk")
-    return CheckResult("disk", CheckVerdict.OK, found)
+        return CheckResult("disk", CheckVerdict.NOTE, summary, "make room, or set cache.root to a larger disk")
+    return CheckResult("disk", CheckVerdict.OK, summary)
 
 
 def _machine(loaded: LoadedConfig) -> Iterator[CheckResult]:
     """Say what the local executor would use."""
     slots = loaded.config.cluster.slots
     machine = local_machine(slots)
-    found = f"{machine.cpus} cores, {format_bytes(machine.mem_bytes)} memory, {len(machine.gpus)} GPUs for local tasks"
-    yield CheckResult("machine", CheckVerdict.OK, found)
+    summary = (
+        f"{machine.cpus} cores, {format_bytes(machine.mem_bytes)} memory, {len(machine.gpus)} GPUs for local tasks"
+    )
+    yield CheckResult("machine", CheckVerdict.OK, summary)
 
 
 def settings_findings(loaded: LoadedConfig) -> Iterator[CheckResult]:
     """Name every setting that is known to do harm, and load the task if one is named."""
-    for found in lint(facts_of(loaded.config)):
-        bad = found.severity is Severity.ERROR
-        verdict, remedy = CheckVerdict.BAD if bad else CheckVerdict.NOTE, f"{found.remedy}   ({found.source})"
-        yield CheckResult("settings", verdict, f"{found.what}: {found.why}", remedy, exit_code=2 if bad else 0)
+    for problem in lint(facts_of(loaded.config)):
+        bad = problem.severity is Severity.ERROR
+        verdict, remedy = CheckVerdict.BAD if bad else CheckVerdict.NOTE, f"{problem.remedy}   ({problem.source})"
+        yield CheckResult("settings", verdict, f"{problem.what}: {problem.why}", remedy, exit_code=2 if bad else 0)
     if loaded.config.train.task is not None:
         try:
             load_task(loaded.config.train.task, loaded.config.train.options, beside=loaded.base_dir)

@@ -142,11 +142,11 @@ def config_text(site: Site | None) -> str:
     if site is None:
         return CONFIG.format(head="Next:", shared="", cluster=LOCAL, stages=STAGES.format(gpus=0))
     name = file_name(site.name)
-    found = [kind for kind in gpu_kinds(site) if not all(map(site.bars, kind.partitions))]
-    stages = STAGES.format(gpus=1 if found else 0)
+    with_gpus = [kind for kind in gpu_kinds(site) if not all(map(site.bars, kind.partitions))]
+    stages = STAGES.format(gpus=1 if with_gpus else 0)
     home = _home(site)
-    if found and home is not None and not any(home.name in kind.partitions for kind in found):
-        best = best_partition(site, [name for kind in found for name in kind.partitions])
+    if with_gpus and home is not None and not any(home.name in kind.partitions for kind in with_gpus):
+        best = best_partition(site, [name for kind in with_gpus for name in kind.partitions])
         stages += f"    # Where the GPUs are; {_one_line(home.name)} has none.\n    partition: {yaml_word(best)}\n"
     return CONFIG.format(
         head="Next:", shared=SHARED, cluster=SLURM.format(name=name, word=yaml_word(name)), stages=stages
@@ -215,7 +215,7 @@ def _table(site: Site) -> Iterator[str]:
 
 def _row(first: tuple[str, str], nodes: SiteNodes) -> tuple[str, str, str, str, str, str, str]:
     """Return a line of the table."""
-    gpus = " + ".join(f"{one.count} {one.type or 'gpu'}" for one in nodes.gpus)
+    gpus = " + ".join(f"{gpu.count} {gpu.type or 'gpu'}" for gpu in nodes.gpus)
     memory = format_bytes(nodes.mem_bytes) if nodes.mem_bytes else "?"
     return (first[0], str(nodes.count), str(nodes.cpus or "?"), memory, gpus, first[1], join(nodes.features, 6))
 
@@ -238,8 +238,8 @@ def _partition(site: Site) -> str:
 
 def _charging(site: Site) -> str:
     """Return the lines about account and QOS."""
-    accounts = sorted({one.account for one in site.associations})
-    qos = sorted({name for one in site.associations for name in one.qos})
+    accounts = sorted({association.account for association in site.associations})
+    qos = sorted({name for association in site.associations for name in association.qos})
     if accounts:
         default = f"your default, {site.default_account}" if site.default_account else "your default"
         about = f"null: {default}. You may charge {join(accounts)}."
@@ -282,8 +282,12 @@ def _jobs() -> str:
 def _limits(site: Site) -> str:
     """Return the lines about limits."""
     arrays = f"auto: {site.max_array_size:,}" if site.max_array_size else "Not told; set it to what your site says"
-    most = [f"{one.max_submit:,} in account {one.account}" for one in site.associations if one.max_submit is not None]
-    most += [f"{one:,} in QOS {name}" for name, one in site.qos_max_submit.items() if one is not None]
+    most = [
+        f"{association.max_submit:,} in account {association.account}"
+        for association in site.associations
+        if association.max_submit is not None
+    ]
+    most += [f"{limit:,} in QOS {name}" for name, limit in site.qos_max_submit.items() if limit is not None]
     submit = _one_line(f"auto: {join(most)}") if most else "auto: no limit was told"
     mem_bytes = max((nodes.mem_bytes or 0 for nodes in site.nodes), default=0)
     largest = f"auto: {format_bytes(mem_bytes)}, if it is in the partition" if mem_bytes else "Not told"
@@ -299,12 +303,12 @@ def _limits(site: Site) -> str:
 
 def _cards(site: Site) -> str:
     """Return the lines about kinds of GPU; one whose memory is not known stays a comment."""
-    found = gpu_kinds(site)
-    if not found:
+    kinds = gpu_kinds(site)
+    if not kinds:
         return "  # No GPUs were found.\n  cards: []\n"
     about = "  # Kinds of GPU, and the memory that programs have of each, by its name; nvidia-smi on a node tells it.\n"
     home = _home(site)
-    lines = [_card(site, kind, home.name if home else "") for kind in found]
+    lines = [_card(site, kind, home.name if home else "") for kind in kinds]
     known = any(line.startswith("    -") for line in lines)
     more = "" if known else "  # Take away the # where you know the memory, and the brackets after `cards:`.\n"
     return f"{about}{more}  cards:{'' if known else ' []'}\n" + "".join(lines)
@@ -322,7 +326,7 @@ def _card(site: Site, kind: GpuKind, home: str) -> str:
         notes.insert(0, barred)
     elif len(kind.sizes_gib) == 1:
         return f"    - {{{entry}}}" + _comment(notes) + "\n"
-    rest = " or ".join(f"{one}GiB" for one in kind.sizes_gib[1:])
+    rest = " or ".join(f"{size_gib}GiB" for size_gib in kind.sizes_gib[1:])
     if len(kind.sizes_gib) != 1:
         notes.insert(0, f"or {rest}: which of them is not told" if rest else "its memory is not told")
     return f"    # - {{{entry}}}" + _comment(notes) + "\n"
@@ -334,10 +338,14 @@ def _comment(notes: list[str]) -> str:
 
 def _supervisor(site: Site) -> str:
     """Return the section about what stays between jobs."""
-    bare = [one.name for one in site.partitions if not any(nodes.gpus for nodes in site.nodes_of(one.name))]
+    bare = [
+        partition.name
+        for partition in site.partitions
+        if not any(nodes.gpus for nodes in site.nodes_of(partition.name))
+    ]
     bare = [name for name in bare if site.nodes_of(name)]
-    some = bool(bare) and len(bare) < len(site.partitions)
-    hint = f" Without GPUs: {_one_line(join(bare))}." if some else ""
+    only_some = bool(bare) and len(bare) < len(site.partitions)
+    hint = f" Without GPUs: {_one_line(join(bare))}." if only_some else ""
     return f"""\
 supervisor:
   # job: small jobs that the run submits for itself; login: a process that stays where you submit.
@@ -360,14 +368,14 @@ class GpuKind:
 
 def gpu_kinds(site: Site) -> list[GpuKind]:
     """Return the kinds of GPU of a cluster, told apart by type and, where that is not enough, by feature."""
-    found: dict[tuple[str, str, SizesGib], GpuKind] = {}
+    kinds: dict[tuple[str, str, SizesGib], GpuKind] = {}
     for nodes in site.nodes:
         for kind in _of_nodes(nodes):
-            same = found.setdefault((kind.gres, kind.feature, kind.sizes_gib), kind)
+            same = kinds.setdefault((kind.gres, kind.feature, kind.sizes_gib), kind)
             same.count = max(same.count, kind.count)
             if nodes.partition not in same.partitions:
                 same.partitions.append(nodes.partition)
-    every = sorted(found.values(), key=lambda kind: (kind.gres, kind.feature))
+    every = sorted(kinds.values(), key=lambda kind: (kind.gres, kind.feature))
     for kind in every:
         if kind.gres and sum(other.gres == kind.gres for other in every) == 1:
             kind.feature = ""  # the type alone says it
@@ -377,7 +385,7 @@ def gpu_kinds(site: Site) -> list[GpuKind]:
 def best_partition(site: Site, names: Sequence[str]) -> str:
     """Return where a job fares best: where it may run, is not preempted, and has the longest time."""
     known = [partition for name in names if (partition := site.partition(name)) is not None]
-    return max(known, key=lambda one: _merit(site, one)).name if known else names[0]
+    return max(known, key=lambda kind: _merit(site, kind)).name if known else names[0]
 
 
 def _merit(site: Site, partition: Partition) -> tuple[bool, bool, bool, float]:
@@ -391,7 +399,7 @@ def _of_nodes(nodes: SiteNodes) -> Iterator[GpuKind]:
     for gpus in nodes.gpus:
         sizes, feature = sizes_gib(gpus.type), ""
         if not gpus.type:
-            feature = next((one for one in nodes.features if names_a_model(one)), "")
+            feature = next((name for name in nodes.features if names_a_model(name)), "")
             sizes = sizes_gib(feature)
         elif len(sizes) > 1:
             feature, sizes = _told_by_feature(nodes.features, sizes)
@@ -402,8 +410,7 @@ def _told_by_feature(features: Sequence[str], sold: SizesGib) -> tuple[str, Size
     """Return the feature that says which of several sizes it is, and that size."""
     for feature in features:
         named = sizes_gib(feature) if names_a_model(feature) else ()
-        said = sizes_said(feature)
-        near = tuple(size for size in sold if size in named) or nearest_sizes(sold, said)
+        near = tuple(size for size in sold if size in named) or nearest_sizes(sold, sizes_said(feature))
         if len(near) == 1:
             return feature, near
     return "", sold

@@ -158,8 +158,8 @@ def check_partitions(config: Config, site: Site) -> Iterator[CheckResult]:
 def check_charging(config: Config, site: Site) -> Iterator[CheckResult]:
     """See whether the account and the QOS are ones that this user may ask for."""
     slurm = config.cluster.slurm
-    accounts = sorted({one.account for one in site.associations})
-    qos = sorted({name for one in site.associations for name in one.qos})
+    accounts = sorted({association.account for association in site.associations})
+    qos = sorted({name for association in site.associations for name in association.qos})
     enforced = any(word in site.setting("AccountingStorageEnforce").lower() for word in ("associations", "all", "1"))
     asked = ", ".join(filter(None, (slurm.account and f"account {slurm.account}", slurm.qos and f"QOS {slurm.qos}")))
     if not site.associations and (enforced or asked):
@@ -185,9 +185,9 @@ def check_setup(config: Config, _site: Site) -> Iterator[CheckResult]:
         yield noted_check("setup", f"its lines take longer than {SETUP_S:.0f} s here", "cluster.slurm.setup")
         return
     if done.returncode:
-        said = last_line(done.stderr) or f"exit code {done.returncode}"
+        message = last_line(done.stderr) or f"exit code {done.returncode}"
         yield noted_check(
-            "setup", f"its lines fail here, and every job begins with them: {said}", "cluster.slurm.setup"
+            "setup", f"its lines fail here, and every job begins with them: {message}", "cluster.slurm.setup"
         )
     else:
         yield good_check("setup", f"{len(lines)} lines run here")
@@ -251,8 +251,8 @@ def check_preemption(config: Config, site: Site) -> Iterator[CheckResult]:
         mode = (partition.preempt_mode or site.setting("PreemptMode")).upper()
         if mode in ("", "OFF"):
             continue
-        told = "are told by the signal we ask for" if signalled else "are told by SIGTERM"
-        what = f"{partition.name}: {mode}: tasks that have to make room {told}, and have {partition.grace_s} s"
+        how = "are told by the signal we ask for" if signalled else "are told by SIGTERM"
+        what = f"{partition.name}: {mode}: tasks that have to make room {how}, and have {partition.grace_s} s"
         remedy = "what they have not finished is done again" if partition.grace_s < config.cluster.slurm.grace else ""
         yield noted_check("preemption", what, remedy)
 
@@ -342,9 +342,9 @@ def _standing(partition: Partition, nodes: Sequence[tuple[int, str]]) -> CheckRe
         what = f"{partition.name} takes no jobs to run now (its State is not UP): they would wait"
         return noted_check("partition", what, f"scontrol show partition {partition.name}")
     if nodes and not any(state.startswith(UP) for _, state in nodes):
-        found = join(f"{count} {state}" for count, state in nodes)
+        standing = join(f"{count} {state}" for count, state in nodes)
         return noted_check(
-            "partition", f"{partition.name}: none of its nodes can run jobs now ({found})", "sinfo --list-reasons"
+            "partition", f"{partition.name}: none of its nodes can run jobs now ({standing})", "sinfo --list-reasons"
         )
     longest = "any time" if partition.time_s is None else f"at most {format_duration(partition.time_s)}"
     count = sum(count for count, _ in nodes) or partition.nodes or 0
@@ -389,8 +389,8 @@ def _mounts() -> list[tuple[Path, str]]:
         rows = [line.split() for line in MOUNTS.read_text().splitlines()]
     except OSError:
         return []
-    found = [(Path(row[1].replace("\\040", " ")), row[2]) for row in rows if len(row) > 2]
-    return sorted(found, key=lambda one: len(one[0].parts), reverse=True)
+    mounts = [(Path(row[1].replace("\\040", " ")), row[2]) for row in rows if len(row) > 2]
+    return sorted(mounts, key=lambda mount: len(mount[0].parts), reverse=True)
 
 
 def _only_here(path: Path, mounts: list[tuple[Path, str]]) -> str:

@@ -65,10 +65,10 @@ class Dispatch:
 
     def collect(self, project: Project, stage: Stage, status: StageStatus, changed: Sequence[TaskStatus]) -> int:
         """Take down how attempts ended; return how many did."""
-        over = [one for one in changed if is_over(one) and status.task(one.task).job == one.job]
+        over = [report for report in changed if is_over(report) and status.task(report.task).job == report.job]
         host_peaks, gpu_peaks = (_peaks(status, f"{name}_peak_bytes") if over else {} for name in ("host", "device"))
         on_node = stage.processes(project) // getattr(stage.resources(project.config), "nodes", 1)
-        attempts = [self._judged(status, one, host_peaks, gpu_peaks, on_node) for one in over]
+        attempts = [self._judged(status, report, host_peaks, gpu_peaks, on_node) for report in over]
         for attempt in attempts:
             self._emit(EventKind.TASK_ENDED, stage=stage.name, **attempt.to_event())
         if attempts:
@@ -79,45 +79,45 @@ class Dispatch:
     def unheard(status: StageStatus, changed: Sequence[TaskStatus]) -> bool:
         """Tell whether a task has completed whose worker did not say so yet: some file systems show it late."""
         return any(
-            one.state is TaskState.COMPLETED and not status.task(one.task).word.finished
-            for one in changed
-            if status.task(one.task).job == one.job
+            report.state is TaskState.COMPLETED and not status.task(report.task).word.finished
+            for report in changed
+            if status.task(report.task).job == report.job
         )
 
     def _judged(
         self,
         stage: StageStatus,
-        one: TaskStatus,
+        report: TaskStatus,
         host_peaks: Mapping[int, int],
         gpu_peaks: Mapping[int, int],
         on_node: int = 1,
     ) -> Attempt:
         """Return how an attempt ended; its memory is that of so many processes, which share a node's."""
-        task = stage.task(one.task)
+        task = stage.task(report.task)
         assert task.ask is not None
-        done, on = read_notes(self._folder, stage.name, one.task, task.attempt)
+        done, on = read_notes(self._folder, stage.name, report.task, task.attempt)
         word = replace(task.word, done=done)
-        verdict = judge_attempt(one, word, log_end(one.stderr), asked_bytes=task.ask.mem_bytes)
+        verdict = judge_attempt(report, word, log_end(report.stderr), asked_bytes=task.ask.mem_bytes)
         cause = verdict.cause
-        never_began = cause is Cause.CANCELLED and one.started is None and not one.node
+        never_began = cause is Cause.CANCELLED and report.started is None and not report.node
         if cause in (Cause.ACTIVE, Cause.HELD) or (never_began and word.started):  # its end is on no record
             cause = Cause.LOST
         return Attempt(
-            task=one.task,
+            task=report.task,
             number=task.attempt,
             ask=task.ask,
             cause=cause,
             reason=verdict.reason,
-            state=one.state.value,
-            job=one.job,
-            node=verdict.node or one.node,
-            log=one.stderr,
-            exit_code=one.exit_code,
-            peak_rss_bytes=max(verdict.peak_bytes or 0, on_node * host_peaks.get(one.task, 0)) or None,
-            gpu_peak_bytes=gpu_peaks.get(one.task),
-            ended_at=one.ended or time.time(),
-            elapsed_s=(one.ended or 0.0) - (one.started or one.ended or 0.0),
-            cpu_s=one.cpu_s,
+            state=report.state.value,
+            job=report.job,
+            node=verdict.node or report.node,
+            log=report.stderr,
+            exit_code=report.exit_code,
+            peak_rss_bytes=max(verdict.peak_bytes or 0, on_node * host_peaks.get(report.task, 0)) or None,
+            gpu_peak_bytes=gpu_peaks.get(report.task),
+            ended_at=report.ended or time.time(),
+            elapsed_s=(report.ended or 0.0) - (report.started or report.ended or 0.0),
+            cpu_s=report.cpu_s,
             done=done,
             on=() if cause is Cause.DONE else on,
             said=task.word.what,
@@ -132,22 +132,22 @@ class Dispatch:
                 stage=stage.name,
                 recipe=recipe,
                 cluster=cluster,
-                attempt=one.number,
-                task=one.task,
-                items=one.done if one.cause is Cause.DONE else 0,
-                size=shards[one.task].largest,
+                attempt=attempt.number,
+                task=attempt.task,
+                items=attempt.done if attempt.cause is Cause.DONE else 0,
+                size=shards[attempt.task].largest,
                 cpus=stage.resources(project.config).cpus,
-                asked_bytes=one.ask.mem_bytes,
-                peak_bytes=one.peak_rss_bytes,
-                gpu_peak_bytes=one.gpu_peak_bytes,
-                killed=one.cause is Cause.HOST_OOM,
-                elapsed_s=one.elapsed_s,
-                cpu_s=one.cpu_s or 0.0,
-                node=one.node,
-                at=one.ended_at,
+                asked_bytes=attempt.ask.mem_bytes,
+                peak_bytes=attempt.peak_rss_bytes,
+                gpu_peak_bytes=attempt.gpu_peak_bytes,
+                killed=attempt.cause is Cause.HOST_OOM,
+                elapsed_s=attempt.elapsed_s,
+                cpu_s=attempt.cpu_s or 0.0,
+                node=attempt.node,
+                at=attempt.ended_at,
             )
-            for one in attempts
-            if one.cause in (Cause.DONE, Cause.HOST_OOM)
+            for attempt in attempts
+            if attempt.cause in (Cause.DONE, Cause.HOST_OOM)
         ]
         self._profiles.record(self._folder.name, str(os.getpid()), measured)
 
@@ -200,12 +200,12 @@ class Dispatch:
             ask, why = splits[number].ask, splits[number].why
             self._emit(EventKind.TASK_SPLIT, stage=stage.name, task=number, into=into, ask=ask.to_json(), why=why)
             status.split(number, into, ask, why)
-            yield from ((one, Next(1, ask, why)) for one in into)
+            yield from ((part, Next(1, ask, why)) for part in into)
 
     def _leave_out(self, stage: Stage, status: StageStatus, task: TaskRecord, decision: LeaveOut) -> None:
         """Go on without what a task died of."""
         assert task.last is not None
-        known = {name for one in status.left_out for name in one["names"]}
+        known = {name for entry in status.left_out for name in entry["names"]}
         names = [name for name in decision.names if name not in known]
         if not names:  # decided before, and not sent yet
             return
@@ -274,11 +274,11 @@ class Dispatch:
         """Submit a job; who comes after a death in between finds it by its tag."""
         spec = replace(spec_of(self._folder, self._config, job), exclude=exclude)
         try:
-            found = self._executor.submit(spec)
+            job_id = self._executor.submit(spec)
         except SubmissionRefused:
             self._emit(EventKind.JOB_REFUSED, **job.to_json())
             raise
-        self._emit(EventKind.JOB_SUBMITTED, **replace(job, id=found).to_json())
+        self._emit(EventKind.JOB_SUBMITTED, **replace(job, id=job_id).to_json())
 
 
 def is_over(task: TaskStatus) -> bool:
@@ -308,7 +308,7 @@ def log_end(path: str) -> str:
 def _peaks(stage: StageStatus, figure: str) -> dict[int, int]:
     """Return the most memory of a kind that a process of each task has told of."""
     peaks: dict[int, int] = {}
-    for one in stage.figures.values():
-        if peak := int(one.get(figure, 0)):
-            peaks[int(one["task"])] = max(peak, peaks.get(int(one["task"]), 0))
+    for figures in stage.figures.values():
+        if peak := int(figures.get(figure, 0)):
+            peaks[int(figures["task"])] = max(peak, peaks.get(int(figures["task"]), 0))
     return peaks

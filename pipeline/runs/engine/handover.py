@@ -119,11 +119,11 @@ def _run(command: list[str], text: str) -> None:
         log.warning("%s ended with %d: %s", command[0], done.returncode, _unquoted(done.stderr.strip(), command))
 
 
-def _unquoted(said: str, command: list[str]) -> str:
+def _unquoted(message: str, command: list[str]) -> str:
     """Return what a command said, without the secrets among its words."""
     for word, shown in zip(command, without_secrets_in(command), strict=True):
-        said = said.replace(word, shown) if shown == MASK else said
-    return without_secrets(said)
+        message = message.replace(word, shown) if shown == MASK else message
+    return without_secrets(message)
 
 
 def pay_visit(folder: RunFolder) -> None:

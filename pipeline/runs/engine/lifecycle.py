@@ -98,7 +98,7 @@ def scripts(project: Project, plans: Sequence[StagePlan], executor: Executor) ->
     from pipeline.cluster.slurm import SlurmExecutor
 
     assert isinstance(executor, SlurmExecutor)
-    for planned in (one for one in plans if one.stage.has_tasks):
+    for planned in (plan for plan in plans if plan.stage.has_tasks):
         spec = spec_of(None, project.config, planned.job)
         cut = list(pieces(spec.tasks, planned.limits, len(spec.tasks)))
         most = max(1, (spec.max_parallel or len(spec.tasks)) // len(cut))
@@ -186,10 +186,10 @@ class Cancellation:
 
 def foresee(status: RunStatus, executor: Executor, stage: str | None) -> Cancellation:
     """Return what would be ended; of one stage only its jobs, which the supervisor then judges."""
-    stages = [one for one in status.stages.values() if stage in (None, one.name)]
-    queued = executor.queued([*(job for one in stages for job in one.live), *status.successors])
-    live = [(one, job) for one in stages for job in one.live if job in queued]
-    jobs, tasks = tuple(job for _, job in live), sum(len(parse_ranges(one.jobs[job].tasks)) for one, job in live)
+    stages = [row for row in status.stages.values() if stage in (None, row.name)]
+    queued = executor.queued([*(job for row in stages for job in row.live), *status.successors])
+    live = [(row, job) for row in stages for job in row.live if job in queued]
+    jobs, tasks = tuple(job for _, job in live), sum(len(parse_ranges(row.jobs[job].tasks)) for row, job in live)
     if stage is not None:
         return Cancellation(jobs, tasks, (), 0)
     here = status.host == socket.gethostname() and status.state is RunState.RUNNING
@@ -215,7 +215,7 @@ def cancel(folder: RunFolder, status: RunStatus, executor: Executor, what: Cance
     if stage is not None or status.state in ENDED:
         return
     now = fold_events(folder.name, LedgerReader(folder).news())  # a supervisor may have submitted more before it ended
-    executor.cancel([job for one in now.stages.values() for job in one.live])
+    executor.cancel([job for row in now.stages.values() for job in row.live])
     ledger = Ledger(folder, f"supervisor-{claim_visit(folder, status.visits + 1):06d}")
     error = f"cancelled by {getpass.getuser()} on {socket.gethostname()}; finished work is kept"
     ledger.emit(EventKind.RUN_ENDED, state=RunState.STOPPED.value, error=error, exit_code=STOPPED_CODE)

@@ -193,7 +193,7 @@ def _mib(count: int) -> str:
 
 def progressed(history: Sequence[Attempt]) -> bool:
     """Tell whether the last attempt came further than all before it."""
-    return history[-1].done > max((one.done for one in history[:-1]), default=0)
+    return history[-1].done > max((attempt.done for attempt in history[:-1]), default=0)
 
 
 def stuck(history: Sequence[Attempt]) -> int:

@@ -342,12 +342,14 @@ def _describe(tasks: Sequence[TaskRecord]) -> list[str]:
     """Say which tasks failed and why, the first few in full."""
     lines = []
     failures = [(task, task.last) for task in tasks if task.last]
-    for task, one in failures[:FAILURES_SHOWN]:
-        tries = f" (attempt {one.number})" if one.number > 1 else ""
-        own_words = f"\n    {one.said}" if one.said and one.said not in one.reason else ""
-        why = f"; {task.then[one.number]}" if task.then.get(one.number) else ""
-        lines.append(f"  task {one.task}{tries}: {one.state}: {one.reason}{why}{own_words}\n    log: {one.log}")
-        lines.append(f"    more: {_page()}#{one.cause.value}")
+    for task, attempt in failures[:FAILURES_SHOWN]:
+        tries = f" (attempt {attempt.number})" if attempt.number > 1 else ""
+        own_words = f"\n    {attempt.said}" if attempt.said and attempt.said not in attempt.reason else ""
+        why = f"; {task.then[attempt.number]}" if task.then.get(attempt.number) else ""
+        lines.append(
+            f"  task {attempt.task}{tries}: {attempt.state}: {attempt.reason}{why}{own_words}\n    log: {attempt.log}"
+        )
+        lines.append(f"    more: {_page()}#{attempt.cause.value}")
     more = len(failures) - FAILURES_SHOWN
     return lines + ([f"  and {more} more tasks"] if more > 0 else [])
 
@@ -360,12 +362,12 @@ def _page() -> str:
 
 def _remedy(stage: Stage, failures: Sequence[Attempt], again: Command, planned_bytes: int) -> Command:
     """Return the command that helps; doing the same again does not help a task that hit a limit."""
-    for one in failures:
-        if one.cause is Cause.HOST_OOM:
-            enough = mebibytes(max(2 * one.ask.mem_bytes, planned_bytes))
+    for attempt in failures:
+        if attempt.cause is Cause.HOST_OOM:
+            enough = mebibytes(max(2 * attempt.ask.mem_bytes, planned_bytes))
             return again.with_settings((f"cluster.{stage.name}.mem", enough), then=KEPT)
-        if one.cause is Cause.TIMEOUT:
-            enough = f"{math.ceil(2 * one.ask.time_s / 60)}m"
+        if attempt.cause is Cause.TIMEOUT:
+            enough = f"{math.ceil(2 * attempt.ask.time_s / 60)}m"
             return again.with_settings((f"cluster.{stage.name}.time", enough), then=KEPT)
     return again.with_settings(then="   (does only what is missing)")
 

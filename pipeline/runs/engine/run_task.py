@@ -80,15 +80,16 @@ def run_task(words: Sequence[str]) -> int:
     atexit.register(gc.freeze)  # at its end torch is not looked through once more, for half a second
     for number in ENDING:
         signal.signal(number, _stop)
-    given = _parse(words)
-    folder, row = RunFolder(Path(given.run)), table.known_stage(given.stage)
-    place = _place(given) if row.together else None
-    part = (place.rank, place.world) if place else _part(given.part) if given.part else None
-    writer = f"{given.stage}-{given.task:06d}" + (f"-{part[0]}" if part else "")
-    facts: dict[str, Any] = {"stage": given.stage, "task": given.task, "attempt": given.attempt}
+    arguments = _parse(words)
+    folder, row = RunFolder(Path(arguments.run)), table.known_stage(arguments.stage)
+    place = _place(arguments) if row.together else None
+    part = (place.rank, place.world) if place else _part(arguments.part) if arguments.part else None
+    writer = f"{arguments.stage}-{arguments.task:06d}" + (f"-{part[0]}" if part else "")
+    facts: dict[str, Any] = {"stage": arguments.stage, "task": arguments.task, "attempt": arguments.attempt}
     ledger = Ledger(folder, writer)
     try:
-        leads = part is None or (part[0] == 0 and not given.part)  # it speaks for the task: nobody started it as a part
+        # It reports for the whole task: nobody started it as a part.
+        leads = part is None or (part[0] == 0 and not arguments.part)
         if leads:
             ledger.emit(EventKind.TASK_STARTED, **facts, host=socket.gethostname())
         config = from_resolved(folder.config.read_text())
@@ -106,9 +107,9 @@ def run_task(words: Sequence[str]) -> int:
         if row.together:
             for number in ENDING:
                 signal.signal(number, _hear)
-        if given.lent is not None:
-            os.environ[GPUS] = given.lent
-        work_through(project, folder, given, part, News(ledger, facts), place=place, leads=leads)
+        if arguments.lent is not None:
+            os.environ[GPUS] = arguments.lent
+        work_through(project, folder, arguments, part, News(ledger, facts), place=place, leads=leads)
     except script_stage.Ended as ended:
         if not ended.quiet:
             about = {"what": ended.what, "exit_code": ended.code, "trouble": ended.trouble}
@@ -186,8 +187,8 @@ class News:
 
     def tell(self, kind: EventKind, figures: Mapping[str, float]) -> None:
         """Tell how far the task is, and what it says of itself."""
-        told = {"host_peak_bytes": highest_resident_bytes(), **figures}
-        self._ledger.emit(kind, **self._facts, done=self.done, rejected=dict(self._rejected), figures=told)
+        measured = {"host_peak_bytes": highest_resident_bytes(), **figures}
+        self._ledger.emit(kind, **self._facts, done=self.done, rejected=dict(self._rejected), figures=measured)
 
     def go_on(self, figures: Mapping[str, float]) -> None:
         """Tell the same, unless it was told just now."""
@@ -199,7 +200,7 @@ class News:
 def work_through(
     project: Project,
     folder: RunFolder,
-    given: argparse.Namespace,
+    arguments: argparse.Namespace,
     part: tuple[int, int] | None,
     news: News,
     *,
@@ -213,10 +214,10 @@ def work_through(
         if script_stage.PROGRESS in tell.figures or ITEMS_READ in tell.figures:  # which yield nothing until they end
             news.go_on(tell.figures)
 
-    with closing(Note(folder.on(given.stage, given.task, part[0] if part else 0), given.attempt)) as note:
-        tell = Tell(news.refuse, {}, turn_to, given.mem, given.shrink, given.careful)
+    with closing(Note(folder.on(arguments.stage, arguments.task, part[0] if part else 0), arguments.attempt)) as note:
+        tell = Tell(news.refuse, {}, turn_to, arguments.mem, arguments.shrink, arguments.careful)
         tell.place, tell.part, tell.ending = place, part or (0, 1), lambda: _heard.number
-        outcomes = table.stage(given.stage, project.config).work(project, folder, given.task, tell)
+        outcomes = table.stage(arguments.stage, project.config).work(project, folder, arguments.task, tell)
         try:
             with closing(outcomes):  # closing publishes what is finished
                 for reason in outcomes:
@@ -225,7 +226,7 @@ def work_through(
                     news.go_on(tell.figures)
         except script_stage.Ended as ended:
             if ended.code == GO_ON:  # of a script that tells no figures, another attempt is all that shows
-                note.write(ended.step or given.attempt, ())
+                note.write(ended.step or arguments.attempt, ())
             news.tell(EventKind.PROGRESS, tell.figures)
             raise
         if tell.ended_by:
@@ -266,13 +267,13 @@ def _together(words: Sequence[str], folder: RunFolder, processes: int, ledger: L
     return code
 
 
-def _place(given: argparse.Namespace) -> RankPlace | None:
+def _place(arguments: argparse.Namespace) -> RankPlace | None:
     """Return which rank of how many this process is; None where it is to start them."""
     from pipeline.training.ranks.rendezvous import RankPlace
 
-    if given.part:
-        return RankPlace.told(given.part, given.meeting)
-    return RankPlace.by_slurm(os.environ, given.attempt)
+    if arguments.part:
+        return RankPlace.told(arguments.part, arguments.meeting)
+    return RankPlace.by_slurm(os.environ, arguments.attempt)
 
 
 def _part(word: str) -> tuple[int, int]:
@@ -298,6 +299,6 @@ def _hear(number: int, _frame: FrameType | None) -> None:
 
 def _stop(number: int, _frame: FrameType | None) -> None:
     """Turn the first signal into an orderly end."""
-    for one in ENDING:
-        signal.signal(one, signal.SIG_IGN)
+    for ending in ENDING:
+        signal.signal(ending, signal.SIG_IGN)
     raise TaskStopped(number)

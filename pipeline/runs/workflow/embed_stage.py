@@ -63,23 +63,23 @@ class EmbedStage(Stage):
     def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> StageSurvey:
         """Compare the sequences of a data set with the store, each once; write down those that are missing."""
         recipe, verifier = project.encoding.recipe, project.encoding.verifier()
-        seen, waiting = _Sequences(), 0
+        columns, waiting = _Sequences(), 0
         entries = worklist.frozen_items(project, folder)
         with Lines(folder.todo(self.name) if folder else None) as lines:
             for chunk in worklist.known_items(project, folder, entries):
                 items = [item for item in chunk if isinstance(item, KnownItem)]
                 waiting += sum(item.inventory is None for item in items)
-                found = (text for item in items if item.inventory for text in texts(item.inventory, recipe.context))
-                _look_up(list(dict.fromkeys(found)), recipe, verifier, seen, lines, project.only)
-        missing, first = np.unique(array_of(seen.missing), return_index=True)
-        lengths_N, offsets_N = array_of(seen.lengths)[first], array_of(seen.offsets)[first]
+                sequences = (text for item in items if item.inventory for text in texts(item.inventory, recipe.context))
+                _look_up(list(dict.fromkeys(sequences)), recipe, verifier, columns, lines, project.only)
+        missing, first = np.unique(array_of(columns.missing), return_index=True)
+        lengths_N, offsets_N = array_of(columns.lengths)[first], array_of(columns.offsets)[first]
         counts = {
-            "refused": len(np.unique(array_of(seen.refused))),
+            "refused": len(np.unique(array_of(columns.refused))),
             "unusable": 0,
-            "cached": len(np.unique(array_of(seen.cached))),
+            "cached": len(np.unique(array_of(columns.cached))),
             "missing": len(missing),
             "waiting": waiting,
-            "unnamed": len(np.unique(array_of(seen.unnamed))),
+            "unnamed": len(np.unique(array_of(columns.unnamed))),
             "residues": int(lengths_N.sum()),
         }
         counts["items"] = sum(counts[name] for name in ("refused", "cached", "missing", "unnamed"))
@@ -160,30 +160,30 @@ class _Sequences:
 
 
 def _look_up(
-    found: Sequence[str],
+    sequences: Sequence[str],
     recipe: EmbeddingRecipe,
     verifier: EmbeddingVerifier,
-    seen: _Sequences,
+    columns: _Sequences,
     lines: Lines,
     only: Only,
 ) -> None:
     """Sort sequences into those that cannot be encoded, those that are cached, and those that are missing."""
     good = []
-    for text in found:
+    for text in sequences:
         if refusal(text, recipe) is None:
             good.append(text)
         else:
-            seen.refused.append(digest(text))
+            columns.refused.append(digest(text))
     for text, variant in zip(good, verifier.look_up(good), strict=True):
         if variant is not None:
-            seen.cached.append(digest(text))
+            columns.cached.append(digest(text))
             continue
         if not any(only.names(StageName.EMBED, recipe.key(text, accepted)) for accepted in recipe.accepted(len(text))):
-            seen.unnamed.append(digest(text))
+            columns.unnamed.append(digest(text))
             continue
-        seen.missing.append(digest(text))
-        seen.offsets.append(lines.position)
-        seen.lengths.append(len(text))
+        columns.missing.append(digest(text))
+        columns.offsets.append(lines.position)
+        columns.lengths.append(len(text))
         lines.write(text)
 
 

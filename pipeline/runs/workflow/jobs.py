@@ -184,13 +184,13 @@ def plan_stage(project: Project, stage: Stage, executor: Executor, folder: RunFo
 
     Where there is a folder, what each task takes is written into it, and the cards are chosen.
     """
-    found = stage.survey(project, folder, tasks_at_once(project.config, stage, executor))
+    survey = stage.survey(project, folder, tasks_at_once(project.config, stage, executor))
     if folder is not None:
-        found.write_shards(folder, stage.name)
-    first = first_job(project, stage, executor, folder, max(1, len(found.shards)))
-    if folder is not None and found.shards:
+        survey.write_shards(folder, stage.name)
+    first = first_job(project, stage, executor, folder, max(1, len(survey.shards)))
+    if folder is not None and survey.shards:
         first = on_cards(project, stage, executor, folder, first)
-    return StagePlan(stage, found, first.limits, first.job)
+    return StagePlan(stage, survey, first.limits, first.job)
 
 
 def tasks_at_once(config: Config, stage: Stage, executor: Executor) -> int:
@@ -275,10 +275,10 @@ def recipe_name(project: Project, stage: Stage) -> str:
     return recipe_tag(stage.name, stage.recipe(project)).hex()
 
 
-def refuse_unfit_disk(project: Project, found: StageSurvey) -> None:
+def refuse_unfit_disk(project: Project, survey: StageSurvey) -> None:
     """Raise when the cache's disk cannot be written, or has no room for what a stage will make."""
     root = project.config.cache.root
-    place = next(one for one in (root, *root.parents) if one.exists())
+    place = next(folder for folder in (root, *root.parents) if folder.exists())
     try:
         with tempfile.TemporaryFile(dir=place):
             free_bytes = shutil.disk_usage(place).free
@@ -286,8 +286,8 @@ def refuse_unfit_disk(project: Project, found: StageSurvey) -> None:
         what = f"the cache cannot be written: {error.strerror}"
         remedy = "choose a folder that can be written: --set cache.root=FOLDER"
         raise CacheUnusable(what, where=str(root), remedy=remedy) from error
-    if found.bytes > free_bytes:
-        what = f"the results need {format_bytes(found.bytes)}, and {format_bytes(free_bytes)} are free"
+    if survey.bytes > free_bytes:
+        what = f"the results need {format_bytes(survey.bytes)}, and {format_bytes(free_bytes)} are free"
         remedy = "make room, or choose another disk: --set cache.root=FOLDER"
         raise PlanInfeasible(what, where=str(root), remedy=remedy)
 

@@ -114,45 +114,45 @@ class RegenerateStage(Stage):
         raise CacheDamaged("\n  ".join([f"{what}:", *lines]), where=judged.source, remedy=remedy)
 
 
-def _explain(project: Project, folder: RunFolder, absent: dict[str, set[bytes]], found: Regenerated) -> None:
+def _explain(project: Project, folder: RunFolder, absent: dict[str, set[bytes]], judged: Regenerated) -> None:
     """Tell what an item of this data set would make from what none does."""
     chunks = worklist.known_items(project, folder, worklist.read_items(folder.items))
     for known in (entry for chunk in chunks for entry in chunk if isinstance(entry, KnownItem)):
-        found.unscanned += known.inventory is None
+        judged.unscanned += known.inventory is None
         if StageName.EMBED in absent:
-            _explain_texts(project, known, absent[StageName.EMBED], found)
+            _explain_texts(project, known, absent[StageName.EMBED], judged)
         if known.key is None:
             continue
         for kind, key in ((StageName.SCAN, known.key), (StageName.GRAPH, project.graphs.recipe.key(known.key))):
             if key in absent.get(kind, ()):
                 absent[kind].discard(key)
-                found.unmade[kind] = found.unmade.get(kind, 0) + 1
-    found.foreign = {kind: len(keys) for kind, keys in absent.items() if keys}
+                judged.unmade[kind] = judged.unmade.get(kind, 0) + 1
+    judged.foreign = {kind: len(keys) for kind, keys in absent.items() if keys}
 
 
-def _explain_texts(project: Project, known: KnownItem, absent: set[bytes], found: Regenerated) -> None:
+def _explain_texts(project: Project, known: KnownItem, absent: set[bytes], judged: Regenerated) -> None:
     """Tell which embeddings are of an item, and of which of them another is there that will do."""
     recipe = project.encoding.recipe
     for text in texts(known.inventory, recipe.context) if known.inventory else ():
         mine = absent.intersection(recipe.key(text, variant) for variant in recipe.accepted(len(text)))
         absent -= mine
         if mine and project.encoding.verifier().look_up([text])[0] is not None:
-            found.replaced += len(mine)
+            judged.replaced += len(mine)
         elif mine:
-            found.unmade[StageName.EMBED] = found.unmade.get(StageName.EMBED, 0) + len(mine)
+            judged.unmade[StageName.EMBED] = judged.unmade.get(StageName.EMBED, 0) + len(mine)
 
 
-def _remarks(found: Regenerated) -> list[str]:
+def _remarks(judged: Regenerated) -> list[str]:
     """Say what is not there, and need not be."""
     remarks = []
-    if found.later:
-        later = sum(found.later.values())
+    if judged.later:
+        later = sum(judged.later.values())
         comes = "comes back when it is" if later == 1 else "come back when they are"
-        remarks.append(f"{plural(later, 'note')} {comes} needed ({_by_kind(found.later)})")
-    if found.replaced:
-        others = "another that will do is" if found.replaced == 1 else "others that will do are"
-        was = "was" if found.replaced == 1 else "were"
-        remarks.append(f"{plural(found.replaced, 'embedding')} {was} not made: {others} there")
+        remarks.append(f"{plural(later, 'note')} {comes} needed ({_by_kind(judged.later)})")
+    if judged.replaced:
+        others = "another that will do is" if judged.replaced == 1 else "others that will do are"
+        was = "was" if judged.replaced == 1 else "were"
+        remarks.append(f"{plural(judged.replaced, 'embedding')} {was} not made: {others} there")
     return remarks
 
 

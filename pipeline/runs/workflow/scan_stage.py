@@ -91,13 +91,13 @@ class ScanStage(Stage):
                 lines = ((entry, text) for entry, text in zip(chunk, texts, strict=True) if isinstance(entry, Item))
                 counts["items"] += len(chunk)
                 counts["refused"] += len(chunk) - len(items)
-                for (item, text), seen in zip(
+                for (item, text), known in zip(
                     lines, look_up_items(items, project.recipe, project.shelves), strict=True
                 ):
-                    if seen.inventory is not None:
-                        counts["unusable" if seen.inventory.reason in AT_A_GLANCE else "cached"] += 1
+                    if known.inventory is not None:
+                        counts["unusable" if known.inventory.reason in AT_A_GLANCE else "cached"] += 1
                         continue
-                    if not _is_named(item, seen.key, project):
+                    if not _is_named(item, known.key, project):
                         counts["unnamed"] += 1
                         continue
                     offsets.append(rest.position)
@@ -247,8 +247,8 @@ class ReaderScanStage(Stage):
                 folder.items.touch()  # of structures there are none
             if known is not None and known.path != folder.path:
                 _take_over(known, folder)
-        found = int(known is not None)
-        counts = {"items": 1, "refused": 0, "unusable": 0, "cached": found, "missing": 1 - found, "sets": 1}
+        cached = int(known is not None)
+        counts = {"items": 1, "refused": 0, "unusable": 0, "cached": cached, "missing": 1 - cached, "sets": 1}
         return StageSurvey(counts, () if known else (Shard(0, 1, 1),))  # one thing, which cannot be halved
 
     def mem_bytes(self, project: Project) -> int:  # noqa: ARG002
@@ -264,16 +264,16 @@ class ReaderScanStage(Stage):
         reader = reader_of(project)
         made = reader_state(project, _settled_digest(reader))
         read_first(reader, TRIED)
-        taken, found = EntriesTaken(), EntriesRead()
-        write_rejections(folder.rejected, _rejections(_telling(reader, tell), taken, found, project.config.data.limit))
+        taken, judged = EntriesTaken(), EntriesRead()
+        write_rejections(folder.rejected, _rejections(_telling(reader, tell), taken, judged, project.config.data.limit))
         if reader_state(project) != made:
             what = "its files changed while they were read"
             raise DataError(what, where=str(project.config.data.path), remedy="pipeline submit --stage scan")
-        found.items += len(taken.table)
-        found.splits = {name: count for name, count in taken.splits.items() if name}
-        found.sizes, found.leaks, found.leak = taken.spreads(), taken.leaks, taken.leak
-        found.table = taken.table.write(project.cache.kind(KIND)).hex()
-        _write(folder, {"format": FORMAT, "made": made, "table": found.table, "judged": asdict(found)})
+        judged.items += len(taken.table)
+        judged.splits = {name: count for name, count in taken.splits.items() if name}
+        judged.sizes, judged.leaks, judged.leak = taken.spreads(), taken.leaks, taken.leak
+        judged.table = taken.table.write(project.cache.kind(KIND)).hex()
+        _write(folder, {"format": FORMAT, "made": made, "table": judged.table, "judged": asdict(judged)})
         yield None
 
     def judge(self, project: Project, folder: RunFolder, patience_s: float) -> EntriesRead:
@@ -281,11 +281,11 @@ class ReaderScanStage(Stage):
         store = project.cache.kind(KIND)
 
         def look() -> EntriesRead:
-            told = read_by_run(folder)
+            counts = read_by_run(folder)
             with suppress(CacheDamaged, RecordMissing):
-                if told:
-                    ItemTable.read(store, bytes.fromhex(told["table"]))
-                    return EntriesRead(**told["judged"])
+                if counts:
+                    ItemTable.read(store, bytes.fromhex(counts["table"]))
+                    return EntriesRead(**counts["judged"])
             return EntriesRead(undone=1, first_undone=str(project.config.data.path))
 
         return wait_until_complete([store], look, patience_s)
@@ -307,9 +307,9 @@ def _take_over(known: RunFolder, folder: RunFolder) -> None:
     _write(folder, read_by_run(known))
 
 
-def _write(folder: RunFolder, told: Mapping[str, Any]) -> None:
+def _write(folder: RunFolder, counts: Mapping[str, Any]) -> None:
     with writing_run(folder.entered):
-        write_whole(folder.entered, json.dumps(told))
+        write_whole(folder.entered, json.dumps(counts))
 
 
 def _settled_digest(reader: Reader) -> str:
@@ -334,9 +334,9 @@ def _telling(reader: Reader, tell: Tell) -> Iterator[Entry | Rejection]:
 
 
 def _rejections(
-    entries: Iterable[Entry | Rejection], taken: EntriesTaken, found: EntriesRead, limit: int | None
+    entries: Iterable[Entry | Rejection], taken: EntriesTaken, judged: EntriesRead, limit: int | None
 ) -> Iterator[dict[str, Any]]:
     with blaming_reader():
         for rejected in take_entries(entries, taken, limit):
-            found.reject(rejected)
+            judged.reject(rejected)
             yield rejected.to_json()

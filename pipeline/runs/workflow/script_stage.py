@@ -279,7 +279,7 @@ def _settle(outcome: ScriptOutcome, peers: Peers, ending: Callable[[], int]) -> 
             raise Ended(LOST, f"process {first} of {peers.place.world}: {ends[first].what}", quiet=True)
         if outcome.finished and len(ends) < peers.place.world:
             raise Ended(SIGNALLED + signal.SIGTERM, "told to end while others go on", step=own.step, quiet=True)
-        if outcome.finished and any(one.code for one in ends.values()):
+        if outcome.finished and any(end.code for end in ends.values()):
             raise Ended(GO_ON, "other processes of the script have more to do", step=own.step)
     if not outcome.finished:
         raise own
@@ -353,14 +353,14 @@ def outline(project: Project, mem_bytes: int, mem_why: str, most_bytes: int | No
 
 def _smaller(config: Config) -> tuple[tuple[int, ...], str]:
     """Return the micro-batches of later attempts; where there are none, why the run then ends."""
-    script, found = script_of(config), list[int]()
+    script, tried = script_of(config), list[int]()
     while True:
         try:
-            micro, accumulation = batches_of(config, len(found) + 1)
+            micro, accumulation = batches_of(config, len(tried) + 1)
             refuse_other_batch(script, micro, accumulation)
         except (ConfigError, PlanInfeasible) as error:
-            return tuple(found), f"the run ends: {error.what}"
-        found.append(micro)
+            return tuple(tried), f"the run ends: {error.what}"
+        tried.append(micro)
 
 
 def _mib(count: int) -> str:

@@ -255,11 +255,11 @@ def misfits(project: Project) -> list[str]:
     """Return what a configuration names that is not there: splits, weights to begin with."""
     from pipeline.runs.dataset.loading import made_table
 
-    train, found = project.config.train, list[str]()
+    train, problems = project.config.train, list[str]()
     key = made_table(project)
     splits = items_of(project, key, None).splits if key else ()
     if any(splits) and train.split is not None and train.split not in splits:
-        found.append(f"train.split is {train.split!r}; there are {', '.join(repr(name) for name in splits if name)}")
+        problems.append(f"train.split is {train.split!r}; there are {', '.join(repr(name) for name in splits if name)}")
     if train.pretrained is not None:
         from pipeline.project.run_code import load_task
         from pipeline.training.checkpoints.pretrained import load_pretrained
@@ -268,8 +268,8 @@ def misfits(project: Project) -> list[str]:
             task = load_task(train.task or "", train.options, beside=project.beside)
             load_pretrained(task.model(), train.pretrained, partial=train.pretrained_partial)
         except PipelineError as error:
-            found.append(f"train.pretrained: {error.what}")
-    return found
+            problems.append(f"train.pretrained: {error.what}")
+    return problems
 
 
 def _step(

@@ -202,8 +202,11 @@ def _check_of(project: Project) -> Check:
 def _checked(store: Store, check: Check, parts: set[CacheFile], tell: Tell) -> Iterator[Checked]:
     """Judge some files of one kind, telling each before it is read."""
     names = frozenset(part.shard for part in parts if part.shard)
-    told = lambda shard: tell.on((CacheFile(store.kind, shard).name,))  # noqa: E731
-    return check(store, scrub.Named(names, len(names) < len(parts), told))
+
+    def note_shard(shard: str) -> None:
+        tell.on((CacheFile(store.kind, shard).name,))
+
+    return check(store, scrub.Named(names, len(names) < len(parts), note_shard))
 
 
 def _read_list(folder: RunFolder, start: int, end: int) -> Iterator[CacheFile]:
@@ -219,15 +222,15 @@ def _ranges(folder: RunFolder) -> Iterator[tuple[int, int, Path | None]]:
 
     Both a task and the halves that took its place may have: then the whole is taken.
     """
-    found: dict[int, tuple[int, Path | None]] = {}
+    published: dict[int, tuple[int, Path | None]] = {}
     for path in sorted(
         folder.found(StageName.VALIDATE).glob(f"*{REPORT_SUFFIX}")
     ):  # of those that begin alike, the longest is last
         start, end = map(int, path.stem.split("-"))
-        found[start] = end, path
+        published[start] = end, path
     at, whole = 0, folder.todo(StageName.VALIDATE).stat().st_size
     while at < whole:
-        end, report = found.get(at, (min((start for start in found if start > at), default=whole), None))
+        end, report = published.get(at, (min((start for start in published if start > at), default=whole), None))
         yield at, end, report
         at = end
 
