@@ -1,6 +1,6 @@
 """What a training step takes in memory, as values: its parts as tapes of allocations, and what they add up to.
 
-Tapes are made by `trace` (or a stand-in for it), replayed by `allocator`, weighed by `planner`.
+Tapes are made by `tracer` (or a stand-in for it), replayed by `caching_allocator`, weighed by `planner`.
 
 Shapes: E events.
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Category(str, Enum):
-    """What memory is for."""
+    """What a block of memory is used for."""
 
     PARAMETERS = "parameters"
     BUFFERS = "buffers"
@@ -39,7 +39,7 @@ class Category(str, Enum):
 
 
 class Provenance(str, Enum):
-    """Where a number is from, the surest first."""
+    """Where a number comes from, the most reliable first."""
 
     MEASURED = "measured"  # on such a card
     TRACED = "traced"  # every allocation of the very step, on fake tensors
@@ -61,12 +61,12 @@ class Tape:
 
     @property
     def peak_bytes(self) -> int:
-        """Return the most that is live, above what was before."""
+        """Return the most bytes that are live during the tape, beyond those live before it."""
         return int(np.cumsum(self.bytes_E).max(initial=0))
 
     @property
     def left_bytes(self) -> int:
-        """Return how much more is live afterwards; below 0: less."""
+        """Return how many more bytes are live after the tape than before; negative if fewer."""
         return int(self.bytes_E.sum())
 
 
@@ -84,7 +84,7 @@ class MemoryPart:
 
 @dataclass(frozen=True, slots=True)
 class MemoryChoice:
-    """What a plan may decide that changes a tape; all other settings are the same in every plan of a run."""
+    """The settings a plan may choose that change memory; all others are the same in every plan of a run."""
 
     precision: str = "fp32"  # fp32, or autocast to bf16 or fp16
     checkpointing: bool = False  # repeated blocks are computed again in backward
@@ -94,7 +94,7 @@ class MemoryChoice:
 
 @dataclass(frozen=True, slots=True)
 class StandingFootprint:
-    """What a model takes whatever the batch: its state, and the parts of a step that are alike in every step."""
+    """Memory that does not depend on the batch: the model's state, and the optimizer's updates."""
 
     setup: Tape  # parameters, buffers, moving averages
     first_update: Tape  # clipping, the optimizer's first step, which makes its state; releases the gradients
@@ -109,13 +109,13 @@ class StandingFootprint:
 
     @property
     def bytes(self) -> int:
-        """Return what is live between two steps: the gradients, which an update releases, are not in it."""
+        """Return the bytes live between two steps, gradients excluded: an update releases them."""
         return sum(part.bytes for part in self.parts)
 
 
 @dataclass(frozen=True, slots=True)
 class MicroFootprint:
-    """What one micro-batch takes: forward, losses, backward; its input is allocated and released within."""
+    """Memory of one micro-batch: input, forward, losses, backward."""
 
     sizes: Sizes
     first: Tape  # of a step: it allocates the gradients, which are blocks below 0
@@ -131,37 +131,37 @@ class MicroFootprint:
 
 
 class Oracle(Protocol):
-    """Says what a model takes, by tracing or otherwise."""
+    """Answers how much memory a model takes, by tracing or otherwise."""
 
     def standing(self, choice: MemoryChoice) -> StandingFootprint:
-        """Return what it takes whatever the batch."""
+        """Return the memory that does not depend on the batch."""
 
     def micro(self, choice: MemoryChoice, sizes: Sizes) -> MicroFootprint:
-        """Return what a micro-batch of these sizes takes; the same question is answered at once."""
+        """Return the memory of a micro-batch of these sizes; a repeated question costs nothing."""
 
 
 @runtime_checkable
 class Evaluates(Protocol):
-    """An oracle that can say what a batch takes without gradients, too."""
+    """An oracle that also answers for evaluation, without gradients."""
 
     def evaluation(self, choice: MemoryChoice, sizes: Sizes) -> MicroFootprint:
-        """Return what a batch takes that is only evaluated."""
+        """Return the memory of a batch that is only evaluated."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTapes:
-    """A training step as the tapes to play in turn."""
+    """A training step as tapes, played one after another."""
 
     tapes: tuple[Tape, ...] = field(default=())
 
     @classmethod
     def of(cls, standing: StandingFootprint, micros: Sequence[MicroFootprint], *, first: bool = False) -> StepTapes:
-        """Return the step of these micro-batches; the first of a run makes the optimizer's state."""
+        """Return the step of these micro-batches; the `first` step of a run also creates the optimizer's state."""
         play = [micro.again if place else micro.first for place, micro in enumerate(micros)]
         return cls((*play, standing.first_update if first else standing.update))
 
     def peak_bytes(self, live: int) -> int:
-        """Return the most that is live while the tapes are played, when so much was before."""
+        """Return the most bytes live during the step, with `live` bytes before it."""
         highest = live
         for tape in self.tapes:
             highest = max(highest, live + tape.peak_bytes)
@@ -170,16 +170,16 @@ class StepTapes:
 
 
 def live_peak_bytes(standing: StandingFootprint, micro: MicroFootprint, *, accumulate: bool) -> int:
-    """Return the live peak of a step of such micro-batches, one or several."""
+    """Return the live peak of a step of one such micro-batch, or of several accumulated."""
     return StepTapes.of(standing, [micro, micro] if accumulate else [micro]).peak_bytes(standing.bytes)
 
 
 def parts_at_peak(
     standing: StandingFootprint, micro: MicroFootprint, *, accumulate: bool = True
 ) -> tuple[MemoryPart, ...]:
-    """Return what is live at the peak of a step of such micro-batches, one or several."""
+    """Return what is live at the peak of a step of one such micro-batch, or of several accumulated."""
     parts = micro.parts if accumulate or not micro.first_parts else micro.first_parts
-    return max(standing.update_parts, parts, key=lambda some: sum(part.bytes for part in some))
+    return max(standing.update_parts, parts, key=lambda parts: sum(part.bytes for part in parts))
 
 
 FIRST_CONTACT = {  # what is added to a prediction for the caching allocator of a card, by where it is from
@@ -198,7 +198,7 @@ LEAST = 0.9  # of a prediction is kept, whatever was measured
 
 @dataclass(frozen=True, slots=True)
 class Margin:
-    """What a prediction is multiplied by, and what that is good for."""
+    """The factor on a prediction, and the chance that a run then fits."""
 
     factor: float
     probability: float  # that a run fits
@@ -210,9 +210,9 @@ class Margin:
 def margin_of(
     origin: Provenance, ratios: Sequence[float] = (), *, caching: bool = True, compiled: bool = False
 ) -> Margin:
-    """Return the margin for a prediction of some origin, after runs with these ratios measured/predicted.
+    """Return the margin for a prediction of some origin, given the ratios measured/predicted of past runs.
 
-    A model that is compiled is planned as it runs eagerly, with more for what fusing changes.
+    A compiled model is planned as it runs eagerly, with an extra margin for what fusing changes.
     """
     extra = (FIRST_CONTACT if caching else LIVE_ONLY)[origin]
     why = f"nothing measured yet: {extra:.0%} on what is {origin.value}, assumed to do in {ASSUMED_PROBABILITY:.0%}"
@@ -225,7 +225,7 @@ def margin_of(
 
 
 def _after(ratios: Sequence[float]) -> Margin:
-    """Return the margin after measurements: what they show alone is little while they are few, and is said so."""
+    """Return the margin after measured runs; its text says how little a few of them prove."""
     worst, runs = max(ratios), len(ratios)
     shown = runs / (runs + 1)
     trust = Provenance.MEASURED if shown >= ASSUMED_PROBABILITY else Provenance.ASSUMED
@@ -243,9 +243,9 @@ def _after(ratios: Sequence[float]) -> Margin:
 
 
 def least_sure(origins: Iterable[Provenance]) -> Provenance:
-    """Return the origin of what is made of several numbers."""
+    """Return the least reliable origin: that of a number made from several."""
     return max(origins, key=tuple(Provenance).index, default=Provenance.TRACED)
 
 
 class Unmeasurable(Exception):
-    """A rung cannot answer; its text says why."""
+    """A source cannot answer; the message says why."""

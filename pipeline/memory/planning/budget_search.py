@@ -47,7 +47,7 @@ _SHRINKS = 6
 
 @dataclass(frozen=True, eq=False)
 class FoundBudget:
-    """A budget, and what the worst micro-batch under it takes."""
+    """A budget, the micro-batches cut under it, and the memory of the worst of them."""
 
     model: CostModel
     cost_N: Integers
@@ -68,7 +68,7 @@ class FoundBudget:
 
 
 class DataBounds:
-    """What is known of a data set before any question."""
+    """What a data set's sizes tell before the oracle is asked."""
 
     def __init__(self, data: DataSizes, request: PlanRequest) -> None:
         self.data, self.request = data, request
@@ -81,7 +81,7 @@ class DataBounds:
         self.most_S = np.concatenate(([self.share], most))  # that a micro-batch can have, in any order of the data
 
     def mean(self, items: int) -> tuple[int, ...]:
-        """Return the sizes of so many middling items."""
+        """Return the sizes of a micro-batch of so many average items."""
         mean_S = np.ceil(self.sizes_NS.mean(axis=0) * (1 if self.data.padded else items)).astype(np.int64)
         return self.rounded(np.concatenate(([items], mean_S)))
 
@@ -93,12 +93,12 @@ class DataBounds:
         return (1, *self.sizes_NS[item].tolist())
 
     def rounded(self, row_S: Integers) -> tuple[int, ...]:
-        """Return the sizes that are asked about in place of some."""
+        """Return slightly larger, rounded sizes to ask the oracle about, so that fewer questions are needed."""
         return tuple(rounded_up(row_S, self.most_S).tolist())
 
 
 class BudgetSearch:
-    """Looks for the budget of one choice."""
+    """Searches for the largest budget under one choice of settings."""
 
     def __init__(self, questions: OracleCache, ground: DataBounds, choice: MemoryChoice) -> None:
         self.ground = ground
@@ -108,7 +108,7 @@ class BudgetSearch:
         self._fewest_of: tuple[CostModel, int] | None = None
 
     def live(self, row: Sequence[int], *, accumulate: bool = True) -> int:
-        """Return what a micro-batch takes, one of several or alone."""
+        """Return the live peak of a step of such micro-batches, several accumulated or one alone."""
         return self._questions.peak_bytes(self._choice, tuple(row), accumulate=accumulate)
 
     def model(self) -> CostModel:
@@ -118,7 +118,7 @@ class BudgetSearch:
     def find(self, limit: int, before: FoundBudget | None = None) -> FoundBudget | None:
         """Return the largest budget under which all fits below a live peak, or None.
 
-        Where one was found for another limit, the search goes on from it.
+        `before` is the result for another limit, to start from.
         """
         if self._request.micro_batch is not None:
             return self._pinned(limit)
@@ -152,7 +152,7 @@ class BudgetSearch:
         return verified if verified.live <= limit else None
 
     def _screen(self, limit: int) -> None:
-        """Ask about micro-batches near the limit, each rich in another size."""
+        """Ask about a few micro-batches near the limit, each dominated by another size, to fit a first model."""
         whole, single = self.live(self.ground.mean(self._share)), self.live(self.ground.mean(1))
         if self._data.padded:
             model = self.model()
@@ -187,9 +187,9 @@ class BudgetSearch:
         return self.live(row, accumulate=accumulate), row
 
     def _settled(self, found: FoundBudget, limit: int, least: float = 0.0) -> FoundBudget | None:
-        """Verify all micro-batches; give less where one does not fit after all.
+        """Verify all micro-batches, lowering the budget until they fit; None if they never do.
 
-        Where those that were cut then take less than `least`, the rest is not asked about: there are no groups.
+        If the cut micro-batches take less than `least`, nothing more is asked, and the result has no groups.
         """
         for _ in range(_SHRINKS):
             if found.worst_cut < least and self._filled(found) is MicroBatchLimit.FULL:
@@ -207,7 +207,7 @@ class BudgetSearch:
         return verified if verified.live <= limit else None
 
     def _largest(self, limit: int, before: FoundBudget | None, *, every_order: bool) -> FoundBudget:
-        """Narrow the budget between one that fits and one that does not."""
+        """Return the largest budget that fits, by narrowing an interval of budgets."""
         model = before.model if before else self.model()
         cost_N, enough = model.cost(self._sizes_NS), ENOUGH if every_order else _ENOUGH_FOR_ONE
         budget, above = max(int(limit - model.base), 1), 0.0
@@ -235,11 +235,11 @@ class BudgetSearch:
         return replace(best, filled=MicroBatchLimit.FULL if is_full else MicroBatchLimit.EVEN)
 
     def _uncut(self, found: FoundBudget) -> bool:
-        """Tell whether no budget would make fewer micro-batches: padded items must also be alike."""
+        """Tell whether no larger budget would make fewer micro-batches."""
         return len(found.micros.step_M) <= self._fewest(found.model)
 
     def _fewest(self, model: CostModel) -> int:
-        """Return into how few micro-batches an epoch is cut under any budget."""
+        """Return the fewest micro-batches that an epoch can be cut into, whatever the budget."""
         if not self._data.padded:
             return len(self.ground.whole.step_M)
         if self._fewest_of is None or self._fewest_of[0] is not model:
@@ -249,14 +249,14 @@ class BudgetSearch:
         return self._fewest_of[1]
 
     def _verified(self, found: FoundBudget, limit: int) -> FoundBudget:
-        """Ask about the corners that answer for every micro-batch, up to the first that is above the limit."""
+        """Ask about one upper bound for each group of micro-batches, up to the first that is above the limit."""
         rows_MS = np.concatenate((found.rows_MS, found.possible_MS)) if found.every_order else found.rows_MS
         model = self.model()
         groups: list[SizeGroup] = []
         live, worst = 0, found.worst
         most = min(max(_QUESTIONS - self._questions.asked, _LEAST_BUCKETS), MOST_BUCKETS)
-        for made in grouped(rows_MS, model.predict, self.ground.most_S, limit, most):
-            group = self._answered(made, model, limit)
+        for candidate in grouped(rows_MS, model.predict, self.ground.most_S, limit, most):
+            group = self._answered(candidate, model, limit)
             groups.append(group)
             live, worst = max((live, worst), (self.live(group.corner, accumulate=found.accumulate), group.corner))
             if live > limit:
@@ -264,7 +264,7 @@ class BudgetSearch:
         return replace(found, live=live, worst=worst, groups=tuple(groups), filled=self._filled(found))
 
     def _answered(self, group: SizeGroup, model: CostModel, limit: int) -> SizeGroup:
-        """Return the group with a corner that was asked about and is hardly larger, where there is one."""
+        """Return the group with a corner that was asked about before and is hardly larger, if there is one."""
         asked = np.array(self._questions.rows(self._choice))
         over = asked[(asked >= np.array(group.corner)).all(axis=1)]
         if len(over) == 0:
@@ -282,7 +282,7 @@ class BudgetSearch:
         return MicroBatchLimit.PADDING if self._uncut(found) else found.filled
 
     def _pinned(self, limit: int) -> FoundBudget | None:
-        """Return the micro-batches of as many items as the settings say, if they fit."""
+        """Return micro-batches of the number of items that the settings fix, if they fit."""
         wanted = min(self._request.micro_batch or 1, self._share)
         self.live(self.ground.mean(wanted))
         self.live(self.ground.mean(1))
@@ -295,9 +295,9 @@ class BudgetSearch:
 
 
 def _next(budget: float, live: int, limit: int, base: float, bounds: tuple[float, float], turn: int) -> int:
-    """Return the budget to try next, between one that fits and one that does not, where they are known (else 0).
+    """Return the budget to try next; `bounds` are one that fits and one that does not, 0 where unknown.
 
-    What live memory grows with beside its base is taken to grow with the budget; where it does not, larger steps.
+    Live memory above its base is assumed to grow in proportion to the budget; steps widen where it does not.
     """
     below, above = bounds
     if below and above and turn > _SECANTS:

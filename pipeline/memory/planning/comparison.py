@@ -36,7 +36,7 @@ _PLAYED = 3  # steps: the first makes the optimizer's state, the later ones show
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """Micro-batches of so many items, accumulated so many times, and on which cards that fits."""
+    """A micro-batch size and an accumulation count, their memory, and the cards on which they fit."""
 
     items: int
     accumulation: int
@@ -62,7 +62,7 @@ def compare_configurations(
     request: PlanRequest | None = None,
     reserve: Reserve = reserve_by_simulation,
 ) -> list[Configuration]:
-    """Return what each configuration of items of one size takes; a request has what was measured before."""
+    """Return the memory of each (items, accumulation) pair; a `request` brings the ratios of past runs."""
     choice, questions = choice or MemoryChoice(), OracleCache(oracle, (ITEMS, *item))
     caching, ratios = any(card.caching for card in cards), request.ratios if request is not None else ()
     rows = []
@@ -70,16 +70,16 @@ def compare_configurations(
         sizes = (items, *(size if padded else items * size for size in item.values()))
         standing, micro = questions.standing(choice), questions.micro(choice, sizes)
         live = questions.peak_bytes(choice, sizes, accumulate=accumulation > 1)
-        held = reserve(standing, [[micro] * min(accumulation, _PLAYED)] * _PLAYED) if caching else live_only(live)
+        reserved = reserve(standing, [[micro] * min(accumulation, _PLAYED)] * _PLAYED) if caching else live_only(live)
         origin = least_sure((standing.origin, micro.origin))
         margin = margin_of(origin, ratios, caching=caching, compiled=request is not None and request.compiled)
-        total = ceil(held.bytes * margin.factor)
+        total = ceil(reserved.bytes * margin.factor)
         row = Configuration(
             items,
             accumulation,
             Figure(live, origin),
-            Figure(held.bytes, least_sure((origin, held.origin))),
-            Figure(total, least_sure((origin, held.origin, margin.origin))),
+            Figure(reserved.bytes, least_sure((origin, reserved.origin))),
+            Figure(total, least_sure((origin, reserved.origin, margin.origin))),
             _parts(standing, micro, live, accumulate=accumulation > 1),
             {card.name: total <= card.budget_bytes for card in cards},
         )
@@ -90,7 +90,7 @@ def compare_configurations(
 def _parts(
     standing: StandingFootprint, micro: MicroFootprint, live: int, *, accumulate: bool
 ) -> tuple[MemoryPart, ...]:
-    """Return what a live peak is made of; in a step's only micro-batch not all gradients are there at the peak."""
+    """Return the parts that sum to a live peak; with a single micro-batch, not all gradients exist at the peak."""
     parts = parts_at_peak(standing, micro, accumulate=accumulate)
     more = live - sum(part.bytes for part in parts)
     if more > 0:
@@ -101,7 +101,7 @@ def _parts(
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Some GPUs that could be asked for."""
+    """A number of GPUs that could be requested."""
 
     name: str
     ranks: int
@@ -110,7 +110,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class PlannedOffer:
-    """An offer and its plan, or why there is none."""
+    """An offer with its plan, or with the reason why there is none."""
 
     offer: Offer
     plan: MemoryPlan | None
@@ -122,7 +122,7 @@ class PlannedOffer:
 
     @property
     def hours(self) -> Figure | None:
-        """Return how long it runs once it has started."""
+        """Return the wall-clock hours of a run."""
         if self.plan is None:
             return None
         return Figure(self.plan.gpu_hours.value / self.offer.ranks, Provenance.ASSUMED)

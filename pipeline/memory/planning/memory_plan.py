@@ -1,4 +1,4 @@
-"""What a plan is asked for (data, who cuts it into micro-batches, what is allowed, cards), and what it answers.
+"""The inputs of the planner (data, how it is cut into micro-batches, allowed settings, cards) and its answer, the plan.
 
 Shapes: N items, M micro-batches of an epoch, S names of sizes.
 """
@@ -50,7 +50,7 @@ class Micros:
         return len(np.unique(self.step_M)) / self.epochs
 
     def per_share(self) -> Integers:
-        """Return how many micro-batches each share, of a rank in a step, is cut into."""
+        """Return the number of micro-batches of each rank in each step."""
         ranks = int(self.rank_M.max(initial=0)) + 1
         return np.asarray(np.unique(self.step_M * ranks + self.rank_M, return_counts=True)[1])
 
@@ -59,13 +59,13 @@ class Micros:
 
 
 class Names(Protocol):
-    """What items are called."""
+    """Names of items by number, for messages."""
 
     def __getitem__(self, number: int) -> str:
-        """Return what an item is called."""
+        """Return the name of an item."""
 
     def take(self, numbers: Integers) -> Names:
-        """Return the names of some."""
+        """Return the names of these items, in this order."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,13 +98,13 @@ class DataSizes:
         return replace(self, sizes={name: values_N[keep_N] for name, values_N in self.sizes.items()}, ids=ids)
 
     def cropped(self, limits: Mapping[str, int]) -> DataSizes:
-        """Return the items with no size above its limit."""
+        """Return the items with larger sizes cut down to the limits."""
         sizes = {name: np.minimum(values_N, limits.get(name, values_N)) for name, values_N in self.sizes.items()}
         return replace(self, sizes=sizes)
 
 
 class Oversize(str, Enum):
-    """What becomes of items that no plan can take."""
+    """What to do with items that fit under no plan."""
 
     ERROR = "error"
     SKIP = "skip"
@@ -113,7 +113,7 @@ class Oversize(str, Enum):
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What training shall be, and what the planner may decide; what is None is the planner's choice."""
+    """The training to plan for; a setting that is None is left to the planner."""
 
     batch: int  # items in a step, over all ranks
     ranks: int = 1
@@ -130,7 +130,7 @@ class PlanRequest:
     seed: int = 0
 
     def check(self, data: DataSizes) -> None:
-        """Refuse what no plan could answer."""
+        """Raise for requests that no plan could satisfy."""
         if self.ranks < 1 or self.batch < self.ranks:
             raise ConfigError(
                 f"an effective batch of {self.batch} items cannot be shared by {self.ranks} ranks: each needs one",
@@ -159,7 +159,7 @@ REDUCED_BYTES = 2 * 64 << 20  # gradients are added up over the ranks in pieces 
 
 @dataclass(frozen=True)
 class CardSpec:
-    """What a plan must know of a device."""
+    """The properties of a device that a plan depends on."""
 
     name: str
     memory_bytes: int  # of all processes together; for people
@@ -173,22 +173,22 @@ class CardSpec:
 
     @classmethod
     def of(cls, device: Device, ranks: int, *, tf32: bool = False, fraction: float | None = None) -> CardSpec:
-        """Return a known GPU as one of several; what cuBLAS and the reduction hold is taken from what models can have.
+        """Return the card for a known GPU; its budget leaves room for cuBLAS and, with several ranks, the reduction.
 
         `fraction` is the share of the card's memory that a process may use.
         """
         rates = {"fp32": device.tf32_flops if tf32 else device.fp32_flops}
         rates |= {"bf16": device.half_flops} if device.has_bf16 else {}
         rates |= {"fp16": device.half_flops} if device.has_fp16 else {}
-        lent = device.budget_bytes(ranks) if fraction is None else int(fraction * device.usable_bytes)
-        held = device.workspace_bytes + (REDUCED_BYTES if ranks > 1 else 0)
-        budget_bytes = max(0, min(device.budget_bytes(ranks), lent) - held)
+        allowed_bytes = device.budget_bytes(ranks) if fraction is None else int(fraction * device.usable_bytes)
+        withheld_bytes = device.workspace_bytes + (REDUCED_BYTES if ranks > 1 else 0)
+        budget_bytes = max(0, min(device.budget_bytes(ranks), allowed_bytes) - withheld_bytes)
         return cls(device.name, device.usable_bytes, budget_bytes, rates, device.bandwidth, notes=device.notes)
 
 
 @dataclass(frozen=True)
 class CardSpecs:
-    """All cards that a job may land on, as the one that has least of everything."""
+    """All cards that a job may land on; each limit is that of the weakest of them."""
 
     cards: tuple[CardSpec, ...] = field(default=())
 
@@ -213,20 +213,20 @@ class CardSpecs:
         return min(card.flops_per_s[precision] for card in self.cards)
 
     def slowest(self, rate: str) -> float:
-        """Return the lowest of another rate, by its field's name."""
+        """Return the lowest value among the cards of a field of `CardSpec`."""
         return float(min(getattr(card, rate) for card in self.cards))
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A number and where it is from."""
+    """A number and where it comes from."""
 
     value: float
     origin: Provenance
 
 
 class RemedyVerdict(str, Enum):
-    """What came of trying a remedy."""
+    """The result of trying a remedy."""
 
     CHOSEN = "chosen"
     SLOWER = "slower"  # by an estimate; whether all would fit was not looked at
@@ -247,7 +247,7 @@ class MicroBatchLimit(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class RemedyTrial:
-    """A remedy, and what came of it."""
+    """A remedy and the result of trying it."""
 
     remedy: str
     choice: MemoryChoice
@@ -259,7 +259,7 @@ class RemedyTrial:
 
 @dataclass(frozen=True, slots=True)
 class OversizeItem:
-    """An item that cannot be trained on as it is."""
+    """An item that does not fit, even alone."""
 
     item: int
     id: str  # as people know it
@@ -271,7 +271,7 @@ class OversizeItem:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Micro-batches whose memory one of these sizes answers for."""
+    """Micro-batches none of which takes more than one of these sizes."""
 
     sizes: Mapping[str, int]
     live: Figure
@@ -280,7 +280,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """What an allocator holds for a plan, and the settings that hold least."""
+    """Bytes that the allocator reserves for a plan, with the allocator settings that reserve least."""
 
     bytes: int
     settings: str = ""  # for PYTORCH_CUDA_ALLOC_CONF; empty: leave it unset
@@ -331,7 +331,7 @@ class MemoryPlan:
     notes: tuple[str, ...]
 
     def cost(self, sizes: Mapping[str, Any]) -> Any:
-        """Return the column `cost` of items by their sizes, which may be whole arrays; none is above the budget."""
+        """Return the cost of items by their sizes (numbers or arrays); none is above the budget."""
         total = sum(weight * _term(term, sizes) for term, weight in self.cost_weights.items())
         return np.clip(np.ceil(total), 1, self.budget["cost"]).astype(np.int64)
 
@@ -349,7 +349,7 @@ def _term(term: str, sizes: Mapping[str, Any]) -> Any:
 
 
 def json_data(value: Any) -> Any:
-    """Return what JSON can say of a value; dataclasses and NumPy's numbers may be in it."""
+    """Return a value as plain JSON data; it may contain dataclasses and NumPy numbers."""
     return json.loads(
-        json.dumps(value, default=lambda each: each.item() if isinstance(each, np.generic) else asdict(each))
+        json.dumps(value, default=lambda entry: entry.item() if isinstance(entry, np.generic) else asdict(entry))
     )

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class OracleCache:
-    """Asks an oracle about rows of sizes, which have one order here."""
+    """Asks an oracle each question once; sizes are rows in the order of `names`."""
 
     def __init__(self, oracle: Oracle, names: tuple[str, ...]) -> None:
         self.names = names
@@ -27,7 +27,7 @@ class OracleCache:
         self._peak: dict[tuple[MemoryChoice, tuple[int, ...], bool], int] = {}
 
     def standing(self, choice: MemoryChoice) -> StandingFootprint:
-        """Return what a model takes whatever the batch."""
+        """Return the memory that does not depend on the batch."""
         if choice not in self._standing:
             is_whole, whole = choice.shards == 1, replace(choice, shards=1)
             made = self._oracle.standing(choice) if is_whole else sharded_standing(self.standing(whole), choice.shards)
@@ -35,7 +35,7 @@ class OracleCache:
         return self._standing[choice]
 
     def micro(self, choice: MemoryChoice, row: Sequence[int]) -> MicroFootprint:
-        """Return what a micro-batch of exactly these sizes takes."""
+        """Return the memory of a micro-batch of exactly these sizes."""
         key = (choice, tuple(int(size) for size in row))
         if key not in self._micro and choice.shards > 1:
             whole = replace(choice, shards=1)
@@ -52,12 +52,12 @@ class OracleCache:
         return {micro.origin for (of, _), micro in self._micro.items() if of == choice}
 
     def notes(self, choice: MemoryChoice) -> tuple[str, ...]:
-        """Return what the oracle said about its answers, each once."""
+        """Return the oracle's notes on its answers, each once."""
         notes = [note for (of, _), micro in self._micro.items() if of == choice for note in micro.notes]
         return tuple(dict.fromkeys((*self.standing(choice).notes, *notes)))
 
     def peak_bytes(self, choice: MemoryChoice, row: Sequence[int], *, accumulate: bool) -> int:
-        """Return the live peak of a step of such micro-batches, the first step of a run included."""
+        """Return the live peak of a step of such micro-batches, the run's first step included."""
         key = (choice, tuple(int(size) for size in row), accumulate)
         if key not in self._peak:
             standing, micro = self.standing(choice), self.micro(choice, row)
@@ -74,7 +74,7 @@ _OWN = 1 << 40  # a block number that no tape of a model has
 
 
 def sharded_standing(standing: StandingFootprint, shards: int) -> StandingFootprint:
-    """Return what of a model's state is left on one of several ranks."""
+    """Return the standing memory of one rank when the state is sharded."""
     parts = tuple(_share(part, shards) for part in standing.parts)
     setup = _spread(standing.setup, shards, only_shared=False)
     whole = sum(part.bytes for part in parts) - setup.left_bytes
@@ -90,7 +90,7 @@ def sharded_standing(standing: StandingFootprint, shards: int) -> StandingFootpr
 
 
 def sharded_micro(micro: MicroFootprint, standing: StandingFootprint, shards: int) -> MicroFootprint:
-    """Return what a micro-batch takes where the model (whose whole state is given) is spread."""
+    """Return the memory of a micro-batch on one rank of a sharded model; `standing` is of the whole model."""
     gathered = gathered_bytes(standing)
     parts = (
         *(_share(part, shards) for part in micro.parts),
@@ -107,7 +107,7 @@ def sharded_micro(micro: MicroFootprint, standing: StandingFootprint, shards: in
 
 
 def gathered_bytes(standing: StandingFootprint) -> int:
-    """Return what the largest block takes while it is whole: parameters, those fetched ahead, and gradients."""
+    """Return the bytes of the largest block while it is gathered: parameters, prefetched ones, and gradients."""
     every = sum(part.bytes for part in standing.parts if part.category is Category.PARAMETERS)
     return (GATHERED + 1) * (standing.largest_block_bytes or every)
 
@@ -117,7 +117,7 @@ def _share(part: MemoryPart, shards: int) -> MemoryPart:
 
 
 def _spread(tape: Tape, shards: int, *, only_shared: bool = True) -> Tape:
-    """Return a tape whose blocks, or only those it shares with other tapes, are one part in `shards`."""
+    """Return a tape with its blocks (or only those shared with other tapes) divided by `shards`."""
     part_E = np.sign(tape.bytes_E) * -(-np.abs(tape.bytes_E) // shards)
     if not only_shared:
         return Tape(tape.block_E, part_E)

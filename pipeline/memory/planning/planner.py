@@ -56,21 +56,21 @@ def plan_memory(
     reserve: Reserve = reserve_by_simulation,
     others: Sequence[CardSpec] = (),
 ) -> MemoryPlan:
-    """Return the plan for all the cards a job may land on; `others` are named where only they would do."""
+    """Return the plan for all cards a job may land on; error texts suggest one of `others` where only they would do."""
     request.check(data)
     with _old_objects_left_alone():
         questions = OracleCache(oracle, (ITEMS, *data.names))
-        trying = ChoiceSearch(questions, data, request, CardSpecs.of(cards), reserve)
-        best, outcomes = _best(trying)
+        search = ChoiceSearch(questions, data, request, CardSpecs.of(cards), reserve)
+        best, outcomes = _best(search)
         if best is not None:
-            return _plan(trying, best, outcomes)
-        _refuse(trying, outcomes)
-        return _without_oversize(trying, outcomes, others)
+            return _plan(search, best, outcomes)
+        _refuse(search, outcomes)
+        return _without_oversize(search, outcomes, others)
 
 
 @contextmanager
 def _old_objects_left_alone() -> Iterator[None]:
-    """Let the collector pass over what is there: traces make so much garbage that it would often go through all."""
+    """Freeze existing objects: traces make so much garbage that the collector would often go through all of them."""
     gc.collect()
     gc.freeze()
     try:
@@ -79,54 +79,56 @@ def _old_objects_left_alone() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _best(trying: ChoiceSearch) -> tuple[ChoiceOutcome | None, list[ChoiceOutcome]]:
+def _best(search: ChoiceSearch) -> tuple[ChoiceOutcome | None, list[ChoiceOutcome]]:
     """Search the choice that is estimated to be the fastest; where it does not fit after all, the next one."""
-    tried = _estimates(trying)
-    while open_ := [outcome for outcome in tried if outcome.verdict is RemedyVerdict.SLOWER]:
+    outcomes = _estimates(search)
+    while open_ := [outcome for outcome in outcomes if outcome.verdict is RemedyVerdict.SLOWER]:
         fastest = reduce(lambda best, other: other if other.epoch_s * WORTH < best.epoch_s else best, open_)
-        searched = trying.search(fastest)
-        tried[tried.index(fastest)] = searched
+        searched = search.search(fastest)
+        outcomes[outcomes.index(fastest)] = searched
         if searched.found is not None:
-            return searched, tried
-    return None, tried
+            return searched, outcomes
+    return None, outcomes
 
 
-def _estimates(trying: ChoiceSearch) -> list[ChoiceOutcome]:
+def _estimates(search: ChoiceSearch) -> list[ChoiceOutcome]:
     """Estimate the choices in order, leaving out those that could not be faster than one that may fit."""
     best: ChoiceOutcome | None = None
-    tried: list[ChoiceOutcome] = []
-    for choice in choices(trying.request):
-        if best is not None and trying.cards.supports(choice.precision):
-            least_s = trying.least_s(best, choice)
+    outcomes: list[ChoiceOutcome] = []
+    for choice in choices(search.request):
+        if best is not None and search.cards.supports(choice.precision):
+            least_s = search.least_s(best, choice)
             if least_s * WORTH >= best.epoch_s:
                 why = f"not faster: {least_s:.3g} s an epoch at least, {best.epoch_s:.3g} s without"
-                tried.append(ChoiceOutcome(choice, RemedyVerdict.NOT_NEEDED, why))
+                outcomes.append(ChoiceOutcome(choice, RemedyVerdict.NOT_NEEDED, why))
                 continue
-        outcome = trying.estimate(choice)
-        tried.append(outcome)
+        outcome = search.estimate(choice)
+        outcomes.append(outcome)
         if outcome.verdict is RemedyVerdict.SLOWER and (best is None or outcome.epoch_s * WORTH < best.epoch_s):
             best = outcome
-    return tried
+    return outcomes
 
 
-def _plan(trying: ChoiceSearch, best: ChoiceOutcome, tried: Sequence[ChoiceOutcome], **about: object) -> MemoryPlan:
-    """Put together what a report wants to know."""
-    found, reserved, request, choice = best.found, best.reserved, trying.request, best.choice
+def _plan(
+    search: ChoiceSearch, best: ChoiceOutcome, tried: Sequence[ChoiceOutcome], **replacements: object
+) -> MemoryPlan:
+    """Return the plan of a choice that fits; `replacements` override its fields."""
+    found, reserved, request, choice = best.found, best.reserved, search.request, best.choice
     assert found is not None
     assert reserved is not None
-    standing = trying.questions.standing(choice)
+    standing = search.questions.standing(choice)
     origin = least_sure((standing.origin, *(micro.origin for micro in best.micros)))
     per_share = found.micros.per_share()
     hours = best.epoch_s * request.epochs * request.ranks / 3600
     of_order = 1.0 if found.every_order else found.micros.epochs / (found.micros.epochs + 1)
-    made = MemoryPlan(
+    plan = MemoryPlan(
         choice=choice,
         remedies=remedies(choice, request),
-        cards=tuple(card.name for card in trying.cards.cards),
-        limit_bytes=trying.limit,
+        cards=tuple(card.name for card in search.cards.cards),
+        limit_bytes=search.limit,
         ranks=request.ranks,
         batch=request.batch,
-        padded=trying.data.padded,
+        padded=search.data.padded,
         budget={"cost": found.budget},
         cost_weights={"item": 1.0} if request.micro_batch is not None else found.model.named(),
         base=Figure(found.model.base, Provenance.ASSUMED),
@@ -139,10 +141,10 @@ def _plan(trying: ChoiceSearch, best: ChoiceOutcome, tried: Sequence[ChoiceOutco
         live=Figure(found.live, origin),
         reserved=Figure(reserved.bytes, least_sure((origin, reserved.origin))),
         total=Figure(best.total, least_sure((origin, reserved.origin, best.margin.origin))),
-        used=reserved.bytes / trying.limit,
+        used=reserved.bytes / search.limit,
         filled=found.filled,
         every_order=found.every_order,
-        parts=parts_at_peak(standing, trying.questions.micro(choice, found.worst), accumulate=found.accumulate),
+        parts=parts_at_peak(standing, search.questions.micro(choice, found.worst), accumulate=found.accumulate),
         margin=best.margin,
         probability=Figure(best.margin.probability * of_order, best.margin.trust),
         allocator=reserved,
@@ -153,91 +155,91 @@ def _plan(trying: ChoiceSearch, best: ChoiceOutcome, tried: Sequence[ChoiceOutco
         trials=tuple(outcome.trial(request) for outcome in tried),
         oversize=(),
         crop={},
-        buckets=_buckets(trying, best, found),
-        questions=trying.questions.asked,
-        notes=_notes(trying, best, found),
+        buckets=_buckets(search, best, found),
+        questions=search.questions.asked,
+        notes=_notes(search, best, found),
     )
-    return replace(made, **about)  # type: ignore[arg-type]
+    return replace(plan, **replacements)  # type: ignore[arg-type]
 
 
-def _buckets(trying: ChoiceSearch, best: ChoiceOutcome, found: FoundBudget) -> tuple[Bucket, ...]:
+def _buckets(search: ChoiceSearch, best: ChoiceOutcome, found: FoundBudget) -> tuple[Bucket, ...]:
     cut = len(found.rows_MS)
     return tuple(
         Bucket(
-            dict(zip(trying.questions.names, group.corner, strict=True)),
-            Figure(trying.questions.peak_bytes(best.choice, group.corner, accumulate=found.accumulate), micro.origin),
+            dict(zip(search.questions.names, group.corner, strict=True)),
+            Figure(search.questions.peak_bytes(best.choice, group.corner, accumulate=found.accumulate), micro.origin),
             int((group.places < cut).sum()),
         )
         for group, micro in zip(found.groups, best.micros, strict=True)
     )
 
 
-def _notes(trying: ChoiceSearch, best: ChoiceOutcome, found: FoundBudget) -> tuple[str, ...]:
-    """Return what people must know to trust the numbers."""
+def _notes(search: ChoiceSearch, best: ChoiceOutcome, found: FoundBudget) -> tuple[str, ...]:
+    """Return the notes that say how far to trust the numbers."""
     epochs = found.micros.epochs + 1
     order = (
         "it holds for the epoch that was cut; another order may bring a larger micro-batch: the worst of "
         f"{epochs} epochs is the next one with a chance of 1/{epochs}"
     )
-    cards = (note for card in trying.cards.cards for note in card.notes)
-    return (best.margin.why, *([] if found.every_order else [order]), *trying.questions.notes(best.choice), *cards)
+    cards = (note for card in search.cards.cards for note in card.notes)
+    return (best.margin.why, *([] if found.every_order else [order]), *search.questions.notes(best.choice), *cards)
 
 
-def _refuse(trying: ChoiceSearch, outcomes: Sequence[ChoiceOutcome]) -> None:
-    """Refuse what no choice of items would mend: the standing memory, or a pinned micro-batch."""
+def _refuse(search: ChoiceSearch, outcomes: Sequence[ChoiceOutcome]) -> None:
+    """Raise where leaving out items would not help: no precision works, the state is too large, or a pinned batch."""
     able = [outcome for outcome in outcomes if outcome.verdict not in _UNTRIED]
-    limit = f"{', '.join(card.name for card in trying.cards.cards)} lets torch have {format_bytes(trying.limit)}"
+    limit = f"{', '.join(card.name for card in search.cards.cards)} lets torch have {format_bytes(search.limit)}"
     if not able:
         why = "; ".join(dict.fromkeys(outcome.why for outcome in outcomes))
         remedy = "allow fp32, or leave out the cards that lack it"
         raise ConfigError(f"no allowed precision works on every card: {why}", remedy=remedy)
     if not any(outcome.alone for outcome in able):
-        least = min(trying.questions.standing(outcome.choice).bytes for outcome in able)
+        least = min(search.questions.standing(outcome.choice).bytes for outcome in able)
         raise PlanInfeasible(
             f"the model alone, before any batch, takes at least {format_bytes(least)}; {limit}",
             remedy="allow sharding over several GPUs, use a larger card, or train fewer parameters",
         )
-    fits_alone = any(0 < outcome.alone * outcome.margin.factor <= trying.limit for outcome in able)
-    if trying.request.micro_batch is not None and fits_alone:
-        raise _pinned_too_large(trying, limit)
+    fits_alone = any(0 < outcome.alone * outcome.margin.factor <= search.limit for outcome in able)
+    if search.request.micro_batch is not None and fits_alone:
+        raise _pinned_too_large(search, limit)
 
 
-def _pinned_too_large(trying: ChoiceSearch, limit: str) -> ConfigError:
+def _pinned_too_large(search: ChoiceSearch, limit: str) -> ConfigError:
     """Return the error that says how many items would fit."""
-    assert trying.request.micro_batch is not None
-    items = trying.request.micro_batch // 2
-    while items and _best(replace(trying, request=replace(trying.request, micro_batch=items)))[0] is None:
+    assert search.request.micro_batch is not None
+    items = search.request.micro_batch // 2
+    while items and _best(replace(search, request=replace(search.request, micro_batch=items)))[0] is None:
         items //= 2
     fits = f"{items} fit: set it to that, or " if items else ""
     return ConfigError(
-        f"micro-batches of {trying.request.micro_batch} items fit under no remedy that the settings allow; {limit}",
+        f"micro-batches of {search.request.micro_batch} items fit under no remedy that the settings allow; {limit}",
         remedy=f"{fits}leave it to the planner",
     )
 
 
 def _without_oversize(
-    trying: ChoiceSearch, outcomes: Sequence[ChoiceOutcome], others: Sequence[CardSpec]
+    search: ChoiceSearch, outcomes: Sequence[ChoiceOutcome], others: Sequence[CardSpec]
 ) -> MemoryPlan:
-    """Name the items that fit under no choice, and plan for the others where the request wants that."""
+    """Raise an error that names the items that fit under no choice, or plan without them where that is allowed."""
     able = [outcome for outcome in outcomes if outcome.alone]
     frugal = min(able, key=lambda outcome: outcome.total)
-    search = BudgetSearch(trying.questions, trying.ground, frugal.choice)
-    live = int(trying.limit / frugal.margin.factor)
+    budget_search = BudgetSearch(search.questions, search.ground, frugal.choice)
+    live = int(search.limit / frugal.margin.factor)
     first: tuple[OversizeItem, ...] | None = None
     for _ in range(_TURNS):
-        items, keep_N = outsized(search, live, frugal.margin, trying.limit, others)
+        items, keep_N = outsized(budget_search, live, frugal.margin, search.limit, others)
         first = items if first is None else first
-        if items and trying.request.oversize is Oversize.ERROR:
-            raise too_large(items, trying.data.items, trying.limit)
-        if items and (keep_N.any() or trying.request.oversize is Oversize.CROP):
-            crop = crop_limits(search, live) if trying.request.oversize is Oversize.CROP else {}
-            kept = trying.data.cropped(crop) if crop else trying.data.only(keep_N)
-            best, tried = _best(replace(trying, data=kept))
+        if items and search.request.oversize is Oversize.ERROR:
+            raise too_large(items, search.data.items, search.limit)
+        if items and (keep_N.any() or search.request.oversize is Oversize.CROP):
+            crop = crop_limits(budget_search, live) if search.request.oversize is Oversize.CROP else {}
+            kept = search.data.cropped(crop) if crop else search.data.only(keep_N)
+            best, kept_outcomes = _best(replace(search, data=kept))
             if best is not None:
-                return _plan(replace(trying, data=kept), best, tried, oversize=items, crop=crop)
+                return _plan(replace(search, data=kept), best, kept_outcomes, oversize=items, crop=crop)
         live = int(live * _LOWER)
     if first:  # later turns were below the limit
-        raise too_large(first, trying.data.items, trying.limit)
+        raise too_large(first, search.data.items, search.limit)
     raise PlanInfeasible(
         f"nothing that the settings allow fits: {'; '.join(dict.fromkeys(outcome.why for outcome in able))}",
         remedy="allow checkpointing, bf16, offload or sharding, or use a larger card",
@@ -262,11 +264,11 @@ def plan_stages(
     reserve: Reserve = reserve_by_simulation,
     others: Sequence[CardSpec] = (),
 ) -> dict[str, MemoryPlan]:
-    """Return a plan for each stage; precision and sharding, which a run cannot change, are those of the neediest."""
+    """Return a plan for each stage; all share precision and sharding, which a run cannot change between stages."""
     if not stages:
         raise ConfigError("a curriculum without stages", remedy="name at least one stage")
 
-    def made(wanted: PlanRequest) -> dict[str, MemoryPlan]:
+    def planned_for(wanted: PlanRequest) -> dict[str, MemoryPlan]:
         return {
             stage.name: plan_memory(
                 oracle, stage.data, replace(wanted, epochs=stage.epochs), cards, reserve=reserve, others=others
@@ -274,9 +276,9 @@ def plan_stages(
             for stage in stages
         }
 
-    plans = made(request)
+    plans = planned_for(request)
     if len({(plan.choice.precision, plan.choice.shards) for plan in plans.values()}) == 1:
         return plans
     order = choices(request)
     needy = max((plan.choice for plan in plans.values()), key=order.index)
-    return made(replace(request, precisions=(needy.precision,), shards=needy.shards))
+    return planned_for(replace(request, precisions=(needy.precision,), shards=needy.shards))

@@ -1,4 +1,4 @@
-"""The remedies in their order, and what may be tried: smaller micro-batches are part of every trial."""
+"""The remedies in their order, and trials of them; smaller micro-batches are part of every trial."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ WORTH = 1.05  # a later remedy must be so many times as fast
 
 
 def choices(request: PlanRequest) -> list[MemoryChoice]:
-    """Return what may be chosen; who needs only earlier remedies comes first.
+    """Return the choices that a request allows, those with only the earlier remedies first.
 
     The order is that of counting, the first remedy changing fastest: none, checkpointing, precision, both, offload, …
     """
@@ -58,7 +58,7 @@ def _either(wanted: bool | None) -> tuple[bool, ...]:  # noqa: FBT001 - a settin
 
 
 def remedies(choice: MemoryChoice, request: PlanRequest) -> tuple[str, ...]:
-    """Return what a choice does beside smaller micro-batches, in words and in order."""
+    """Return the remedies of a choice beside smaller micro-batches, in words."""
     texts = (
         (choice.checkpointing, "checkpointing"),
         (choice.precision != request.precisions[0], f"precision {choice.precision}"),
@@ -74,7 +74,7 @@ _FRAGMENTED = 1.02  # what is expected of it at first
 
 @dataclass(frozen=True, eq=False)
 class ChoiceOutcome:
-    """What came of a choice; without a budget it does not fit."""
+    """The result of trying a choice; `found` is None where it does not fit or was not searched."""
 
     choice: MemoryChoice
     verdict: RemedyVerdict
@@ -91,12 +91,12 @@ class ChoiceOutcome:
 
     @property
     def total(self) -> int:
-        """Return what must be below the limit."""
-        held = self.reserved.bytes if self.reserved else self.alone
-        return int(np.ceil(held * self.margin.factor))
+        """Return the bytes, margin included, that must be below the limit."""
+        bytes_held = self.reserved.bytes if self.reserved else self.alone
+        return int(np.ceil(bytes_held * self.margin.factor))
 
     def trial(self, request: PlanRequest) -> RemedyTrial:
-        """Return it for a report; the total of what did not fit is that of the largest item alone."""
+        """Return the result for a report; where it does not fit, the total is that of the largest item alone."""
         looked = self.reserved is not None or self.verdict is RemedyVerdict.TOO_LARGE
         total = Figure(self.total, self.margin.origin) if looked and self.total else None
         time = Figure(self.epoch_s, Provenance.ASSUMED) if self.epoch_s else None
@@ -116,11 +116,11 @@ class ChoiceSearch:
 
     @property
     def limit(self) -> int:
-        """Return what torch may reserve of any card."""
+        """Return the bytes that torch may reserve on the smallest card."""
         return self.cards.smallest.budget_bytes
 
     def margin(self, choice: MemoryChoice) -> Margin:
-        """Return the margin for what was said of a choice so far."""
+        """Return the margin for the oracle's answers about a choice so far."""
         standing = self.questions.standing(choice)
         origins = {standing.origin, *self.questions.origins(choice)}
         request = self.request
@@ -132,7 +132,7 @@ class ChoiceSearch:
         return DataBounds(self.data, self.request)
 
     def estimate(self, choice: MemoryChoice) -> ChoiceOutcome:
-        """Ask two questions: what the largest item takes alone, and how long a share of middling items takes."""
+        """Return an estimate from two questions: the largest item alone, and a rank's share of average items."""
         if not self.cards.supports(choice.precision):
             lacking = [card.name for card in self.cards.cards if choice.precision not in card.flops_per_s]
             why = f"{', '.join(lacking)} does not compute in {choice.precision}"
@@ -157,7 +157,7 @@ class ChoiceSearch:
         )
 
     def _share_pace(self, choice: MemoryChoice, limit: float) -> tuple[MicroTime, int]:
-        """Return the time of a middling share, and into how many micro-batches it is cut."""
+        """Return the time of a rank's share of average items, and the number of its micro-batches."""
         row = self.ground.mean(self.ground.share)
         standing, micro = self.questions.standing(choice), self.questions.micro(choice, row)
         base = standing.bytes + max(micro.first.left_bytes, 0)
@@ -171,7 +171,7 @@ class ChoiceSearch:
         return MicroTime(whole.compute_s, whole.memory_s, whole.launch_s * cuts, whole.transfer_s + again), cuts
 
     def search(self, estimate: ChoiceOutcome) -> ChoiceOutcome:
-        """Look for the best budget of a choice, and correct it until what the allocator holds fits too."""
+        """Return the result with the best budget, lowered until what the allocator reserves fits too."""
         choice, alone = estimate.choice, estimate.alone
         margin, fragmented = self.margin(choice), _FRAGMENTED if self.cards.caching else 1.0
         search = BudgetSearch(self.questions, self.ground, choice)
@@ -195,7 +195,7 @@ class ChoiceSearch:
         return ChoiceOutcome(choice, RemedyVerdict.TOO_LARGE, why, margin, alone)
 
     def _timed(self, outcome: ChoiceOutcome) -> ChoiceOutcome:
-        """Add the time: fitted to what was asked about, for all micro-batches that were cut."""
+        """Add step and epoch times, from a fit to the micro-batches that the oracle was asked about."""
         found, choice = outcome.found, outcome.choice
         assert found is not None
         standing, rows = self.questions.standing(choice), self.questions.rows(choice)
@@ -205,7 +205,7 @@ class ChoiceSearch:
         return replace(outcome, step_s=step, epoch_s=epoch)
 
     def least_s(self, best: ChoiceOutcome, choice: MemoryChoice) -> float:
-        """Return a time below which a choice cannot come, from what another takes; no question is asked."""
+        """Return a lower bound on a choice's epoch time, from another's estimate; the oracle is not asked."""
         assert best.pace is not None
         rates = self.cards.flops_per_s(best.choice.precision) / self.cards.flops_per_s(choice.precision)
         half = 0.5 if best.choice.precision == "fp32" and choice.precision != "fp32" else 1.0
@@ -223,7 +223,7 @@ _ASKED = 3  # of the largest the oracle is asked; the others are predicted
 
 
 def too_large(items: Sequence[OversizeItem], count: int, limit: int) -> PlanInfeasible:
-    """Return the error that names the items, of so many, that fit under no remedy, the largest first."""
+    """Return the error that names the items that fit under no remedy; `count` is the number of all items."""
     texts = []
     for item in items[:SHOWN]:
         sizes = ", ".join(f"{value:,} {name}" for name, value in item.sizes.items())
@@ -239,9 +239,9 @@ def too_large(items: Sequence[OversizeItem], count: int, limit: int) -> PlanInfe
 def outsized(
     search: BudgetSearch, limit: int, margin: Margin, budget: int, others: Sequence[CardSpec]
 ) -> tuple[tuple[OversizeItem, ...], NDArray[np.bool_]]:
-    """Return the items whose live peak alone is above a limit, the largest first, and which are left.
+    """Return the items whose live peak alone is above a limit, the largest first, and a mask of the other items.
 
-    Items are put in the order of their predicted peaks, and the oracle is asked where in it the limit is passed.
+    Items are ordered by predicted peak; bisection with the oracle finds where the limit is passed.
     """
     sizes_NS = search.ground.sizes_NS
     by_sum_N = np.argsort(sizes_NS.sum(axis=1), kind="stable")
@@ -277,7 +277,7 @@ def outsized(
 
 
 def _remedy(total: int, others: Sequence[CardSpec]) -> str:
-    """Say which card would take an item."""
+    """Name a card that would fit an item."""
     enough = min(
         (card for card in others if card.budget_bytes >= total), key=lambda card: card.budget_bytes, default=None
     )
@@ -287,7 +287,7 @@ def _remedy(total: int, others: Sequence[CardSpec]) -> str:
 
 
 def crop_limits(search: BudgetSearch, limit: int) -> dict[str, int]:
-    """Return for each size the largest that an item may have, so that one with all of them still fits alone."""
+    """Return a limit for each size such that an item at all limits fits alone."""
     most_S = search.ground.sizes_NS.max(axis=0)
     below, above = 0.0, 1.0
     for _ in range(_HALVINGS):

@@ -1,6 +1,6 @@
-"""Micro-batches in few groups, each answered for by its upper corner: the largest of every size in it.
+"""Micro-batches in few groups, each bounded by its corner: the largest value of every size in it.
 
-What a micro-batch takes never falls when a size grows, so what holds for the corner holds for all of its group.
+Memory never falls when a size grows: if the corner fits, so does every micro-batch of the group.
 
 Shapes: M micro-batches, S sizes, U distinct ones, T thresholds, N items.
 """
@@ -30,7 +30,7 @@ NEAR = 0.10  # of the limit: a corner so near its group is no reason for one mor
 
 @dataclass(frozen=True, eq=False)
 class SizeGroup:
-    """Some micro-batches; `places` are theirs in the table they are from."""
+    """Micro-batches (by their rows in a table) and the corner that bounds their sizes."""
 
     corner: tuple[int, ...]
     places: Integers
@@ -41,8 +41,8 @@ def grouped(
 ) -> list[SizeGroup]:
     """Return at most so many groups, that of the costliest corner first.
 
-    Again and again a group is halved: the one whose corner is predicted furthest above the limit, because only the
-    corner will be asked about; where all are below, the one whose corner tells least about what is in it.
+    The group whose corner is predicted furthest above the limit is split again and again, because only corners are
+    asked about; where all are below, the one whose corner is furthest above its members.
     """
     distinct_US, which_M = np.unique(rows_MS, axis=0, return_inverse=True)
     groups = [np.arange(len(distinct_US))]
@@ -94,7 +94,7 @@ def _halves(rows_US: Integers, group: Integers, predict: Predict) -> tuple[Integ
 
 
 def extremes(sizes_NS: Integers, cost_N: Integers, budget: int, share: int, *, padded: bool) -> Integers:
-    """Return the most one-sided micro-batches that a budget allows, whatever the order of an epoch.
+    """Return the most extreme micro-batches that a budget allows in any order of an epoch.
 
     Memory is a maximum of sums of products of sizes: where it grows at least as fast as they do, the worst mixture of
     items is an unmixed one.
@@ -125,7 +125,7 @@ def _filled(sizes_NS: Integers, cost_N: Integers, order_N: Integers, budget: int
 
 
 def _padded_extremes(sizes_NS: Integers, cost_N: Integers, budget: int, share: int) -> Integers:
-    """Return, for every cost of a largest item, as many items as it allows, with the largest sizes up to there."""
+    """Return, for each possible cost of the largest item, the most items that fit, each with the largest such sizes."""
     order_N = np.argsort(cost_N, kind="stable")
     sorted_N = cost_N[order_N]
     largest_NS = np.maximum.accumulate(sizes_NS[order_N], axis=0)
@@ -140,21 +140,21 @@ MOST_COST = 1 << 52  # costs are added in float64 by the sampler
 
 @dataclass(frozen=True)
 class Terms:
-    """The products of sizes that a cost is made of; each is of items, and of the sizes named by their places."""
+    """The terms of a cost model: the number of items, each size, and products of two sizes where items are padded."""
 
     names: tuple[str, ...]  # `items` first
     padded: bool
 
     @property
     def factors(self) -> tuple[tuple[int, ...], ...]:
-        """Return the places of each term's sizes."""
+        """Return the sizes in each term, as positions in `names`."""
         sizes = range(1, len(self.names))
         pairs = tuple(combinations_with_replacement(sizes, 2)) if self.padded else ()
         return ((), *((place,) for place in sizes), *pairs)
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """Return the terms in words, for an item."""
+        """Return the names of the terms for a single item, such as `nodes*edges`."""
         return tuple("*".join(self.names[place] for place in places) or "item" for places in self.factors)
 
     def of_micros(self, rows_MS: Integers) -> Floats:
@@ -167,7 +167,7 @@ class Terms:
 
 @dataclass(frozen=True, eq=False)
 class CostModel:
-    """Predicts what micro-batches take; `base` is what they all take."""
+    """Predicts the memory of micro-batches: `base`, and a weight for each term."""
 
     terms: Terms
     weights_T: Floats
@@ -177,12 +177,12 @@ class CostModel:
         return np.asarray(self.base + self.terms.of_micros(rows_MS) @ self.weights_T)
 
     def cost(self, sizes_NS: Integers) -> Integers:
-        """Return each item's share as a whole number, at least 1; sizes lack the number of items."""
+        """Return each item's cost as a whole number, at least 1, without the base."""
         cost_N = np.ceil(self.terms.of_micros(alone(sizes_NS)) @ self.weights_T)
         return np.clip(cost_N, 1, MOST_COST).astype(np.int64)
 
     def named(self) -> dict[str, float]:
-        """Return the weights that are not 0, by their terms."""
+        """Return the weights above 0 by the names of their terms."""
         pairs = zip(self.terms.texts, self.weights_T.tolist(), strict=True)
         return {text: weight for text, weight in pairs if weight > 0}
 
@@ -193,7 +193,7 @@ def alone(sizes_NS: Integers) -> Integers:
 
 
 def fit(terms: Terms, rows_PS: Sequence[Sequence[int]], values: Sequence[float]) -> CostModel:
-    """Fit weights by least relative squares, so that the small points tell as much as the large; none is negative."""
+    """Fit non-negative weights by least squares of relative errors, so that small points count as much as large."""
     target_P = np.array(values, np.float64)
     unit = max(float(target_P.max(initial=0.0)), 1e-30)
     target_P = target_P / unit
@@ -210,9 +210,9 @@ _DIGITS = 7  # of a size, in binary, are kept: it is at most 1/64 larger
 
 
 def rounded_up(rows_MS: Integers, most_S: Integers) -> Integers:
-    """Return sizes of few leading digits that are not below the given ones, and not above what can be.
+    """Round sizes up to few leading binary digits, but not beyond the largest possible ones.
 
-    A query answers for all sizes below it; sizes nobody has are never asked about, because a model may refuse them.
+    An answer holds for all sizes below it; impossible sizes are never asked about, because a model may refuse them.
     """
     bits = np.floor(np.log2(np.maximum(rows_MS, 1))).astype(np.int64) + 1
     step = np.left_shift(1, np.maximum(bits - _DIGITS, 0))

@@ -1,4 +1,4 @@
-"""What steps are expected to take: what an allocator holds for them, by simulation, and how much time they need."""
+"""Estimates for steps: the memory that the allocator reserves, by simulation, and the time."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class MicroTime:
 
     @property
     def total_s(self) -> float:
-        """Return all of it; nothing is taken to overlap."""
+        """Return the sum; nothing is assumed to overlap."""
         return self.compute_s + self.memory_s + self.launch_s + self.transfer_s
 
     def times(self, count: float) -> MicroTime:
@@ -64,7 +64,7 @@ def micro_time(micro: MicroFootprint, standing: StandingFootprint, choice: Memor
 
 
 def transfer_again_s(standing: StandingFootprint, choice: MemoryChoice, cards: CardSpecs) -> float:
-    """Return what one more micro-batch costs in transfers, whatever is in it: a spread model is gathered for each."""
+    """Return the transfer time that each micro-batch adds whatever its size: a sharded model is gathered every time."""
     if choice.shards == 1:
         return 0.0
     whole = choice.shards * sum(part.bytes for part in standing.parts if part.category is Category.PARAMETERS)
@@ -72,7 +72,7 @@ def transfer_again_s(standing: StandingFootprint, choice: MemoryChoice, cards: C
 
 
 def update_s(standing: StandingFootprint, choice: MemoryChoice, cards: CardSpecs, ranks: int) -> float:
-    """Return the time of a step beside its micro-batches: the optimizer, and adding up the ranks' gradients."""
+    """Return the time of a step beside its micro-batches: the optimizer, and the reduction over ranks."""
     trained = 4.0 * standing.trained
     update = _UPDATE_TOUCHED * trained / choice.shards / (cards.slowest("bytes_per_s") * BANDWIDTH)
     reduce = _REDUCED * trained / cards.slowest("peer_bytes_per_s") if ranks > choice.shards else 0.0
@@ -80,7 +80,7 @@ def update_s(standing: StandingFootprint, choice: MemoryChoice, cards: CardSpecs
 
 
 def epoch_s(micros: Micros, time_M: Floats, step_s: float) -> tuple[float, float]:
-    """Return the mean time of a step and that of an epoch: in each step all wait for the slowest rank."""
+    """Return the mean time of a step and the time of an epoch; each step takes as long as its slowest rank."""
     steps, step_M = np.unique(micros.step_M, return_inverse=True)
     ranks = int(micros.rank_M.max(initial=0)) + 1
     busy = np.bincount(step_M.ravel() * ranks + micros.rank_M, time_M, len(steps) * ranks).reshape(-1, ranks)
@@ -99,28 +99,33 @@ def reserve(
     steps: Sequence[Sequence[MicroFootprint]],
     allowed: Sequence[AllocatorSettings] = SETTINGS,
 ) -> Reserved:
-    """Return what torch's caching allocator holds with the settings that hold least, and what with the others."""
+    """Return what torch's caching allocator reserves, with the settings that reserve least, and the comparison."""
     played = [StepTapes.of(standing, micros, first=place == 0) for place, micros in enumerate(steps)]
     replays = {settings: replay_steps(played, settings, standing.setup) for settings in allowed}
     least = min(replay.reserved_bytes for replay in replays.values())
     chosen, best = next(pair for pair in replays.items() if pair[1].reserved_bytes <= WITHIN * least)
-    held = {settings.name: replay.reserved_bytes for settings, replay in replays.items()}
+    reserved_of = {settings.name: replay.reserved_bytes for settings, replay in replays.items()}
     why = f"{chosen.name} reserves {format_bytes(best.reserved_bytes)}, {best.fragmentation:.2f} times what is live"
-    others = "; ".join(f"{name}: {format_bytes(size)}" for name, size in held.items() if name != chosen.name)
+    alternatives = "; ".join(
+        f"{name}: {format_bytes(size)}" for name, size in reserved_of.items() if name != chosen.name
+    )
     return Reserved(
-        best.reserved_bytes, chosen.text, tuple(held.items()), notes=(f"{why} ({others})" if others else why,)
+        best.reserved_bytes,
+        chosen.text,
+        tuple(reserved_of.items()),
+        notes=(f"{why} ({alternatives})" if alternatives else why,),
     )
 
 
 def live_only(live: int) -> Reserved:
-    """Return what is held where no allocator keeps what is free."""
+    """Return the reserved bytes without a caching allocator: those that are live."""
     return Reserved(live, origin=Provenance.TRACED)
 
 
 def sample_steps(found: FoundBudget, micro_of: Sequence[MicroFootprint], seed: int) -> list[list[MicroFootprint]]:
-    """Return shares of steps, drawn at random, with the buckets' micro-batches in place of their own.
+    """Return a random sample of steps of one rank, each micro-batch replaced by that of its bucket.
 
-    Every bucket has its turn, also those that only another order would bring.
+    Every bucket occurs, also those that only another order of the epoch would produce.
     """
     group_M = np.zeros(len(found.rows_MS) + len(found.possible_MS), np.int64)
     for number, group in enumerate(found.groups):

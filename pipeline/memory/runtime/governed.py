@@ -39,7 +39,7 @@ BACKOFF = 0.75  # nobody has planned: all that is known of what fits is that hal
 
 @dataclass(frozen=True, slots=True)
 class GovernedEvent:
-    """Something that happened in a step."""
+    """An out-of-memory, a skipped item or a new budget."""
 
     step: int
     what: Literal["out of memory", "skipped", "budget"]
@@ -48,7 +48,7 @@ class GovernedEvent:
 
 
 class Governed:
-    """Makes exact optimizer steps of any torch model and optimizer; one process, or one that adds up by itself."""
+    """Makes exact optimizer steps of any torch model and optimizer, in a single process."""
 
     def __init__(
         self,
@@ -62,15 +62,17 @@ class Governed:
         scaler: torch.amp.GradScaler | None = None,
         backward: Callable[[Tensor], Any] = torch.autograd.backward,
     ) -> None:
-        """Take what trains a model.
+        """Wrap a model and its optimizer.
 
         `cost` says what an item costs, in any unit that adds up, and `budget` what may run at once, if that is known.
         `too_large` is what becomes of an item that does not fit alone, `clip` the norm of all gradients at most;
-        `backward` stands in for that of torch. `events` keeps what happened; `heard` may be set to be told of it, too.
+        `backward` stands in for that of torch. `events` keeps what happened; set `heard` to be called with each event.
         """
         if isinstance(model, torch.nn.parallel.DistributedDataParallel):
-            what = "DistributedDataParallel adds up gradients in every backward: an OOM on one rank would hang the rest"
-            raise ConfigError(what, remedy="hand over its module, or train with pipeline submit --stage train")
+            problem = (
+                "DistributedDataParallel adds up gradients in every backward: an OOM on one rank would hang the rest"
+            )
+            raise ConfigError(problem, remedy="hand over its module, or train with pipeline submit --stage train")
         self.model, self.optimizer, self.scaler = model, optimizer, scaler
         self.device = str(next(model.parameters()).device)
         self.governor = Governor(budget=UNPLANNED if budget is None else budget, backoff=BACKOFF)
@@ -131,7 +133,7 @@ class Governed:
         self._mean.add(total, weight)
 
     def _update(self) -> Tensor:
-        """Correct the gradients for the weight that is known now, and let the optimizer take them."""
+        """Scale the gradients by the weight of the whole step, and run the optimizer."""
         if self._mean.is_empty:  # every item was skipped
             return torch.zeros((), device=self.device)
         values: list[Tensor] = []
@@ -157,7 +159,7 @@ class Governed:
         self.scaler.update()
 
     def _end(self) -> None:
-        """Drop the gradients, and take what the step has taught."""
+        """Drop the gradients, and let the governor set the next budget."""
         self._release()
         want = self.governor.after_step(None if self._meter is None else self._meter.read())
         if want.empty_cache:
@@ -169,7 +171,7 @@ class Governed:
         self.steps += 1
 
     def _alone(self, place: int, cost: int, oom: Oom) -> Callable[[range], Sequence[range]]:
-        """Leave out an item that does not fit alone, or refuse it."""
+        """Skip an item that does not fit alone, or raise."""
         if self._too_large == "error":
             raise PlanInfeasible(
                 f"item {place} of the step does not fit alone: {oom.error}",
@@ -180,7 +182,7 @@ class Governed:
         return lambda part: []  # noqa: ARG005
 
     def _release(self) -> None:
-        """Drop the gradients, and know nothing of a step yet."""
+        """Drop the gradients, and begin a new mean."""
         self._mean = WeightedMean()
         for parameter in self._parameters():
             parameter.grad = None
@@ -196,13 +198,13 @@ class Governed:
 
 
 def _checked(returned: Any) -> tuple[Tensor, Tensor | float]:
-    """Refuse what is no sum and weight."""
+    """Return the sum and weight that `loss_of` returned; raise if it returned anything else."""
     if isinstance(returned, tuple | list) and len(returned) == 2:
         total, weight = returned
         if isinstance(total, torch.Tensor) and total.numel() == 1 and isinstance(weight, torch.Tensor | float | int):
             return total, weight
-    what = f"loss_of() must return (sum, weight): a tensor with one number, and a number; got {_shape(returned)}"
-    raise ConfigError(what, remedy="return losses.sum(), len(losses)")
+    problem = f"loss_of() must return (sum, weight): a tensor with one number, and a number; got {_shape(returned)}"
+    raise ConfigError(problem, remedy="return losses.sum(), len(losses)")
 
 
 def _shape(value: Any) -> str:

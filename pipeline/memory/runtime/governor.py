@@ -37,7 +37,7 @@ UNPLANNED = 1 << 62  # a budget that nobody has set
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """What training has shown; part of its checkpoints."""
+    """What a run has learned about its memory; saved in its checkpoints."""
 
     budget: int
     ran: int = 0  # the largest cost that ran since the last out-of-memory that was no larger
@@ -50,14 +50,14 @@ class Learned:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Learned:
         if "budget" not in data or not set(data) <= {field.name for field in fields(cls)}:
-            what = f"a learned budget with {', '.join(sorted(data)) or 'nothing'} cannot be read"
-            raise ConfigError(what, remedy="use the version of pipeline that wrote this checkpoint")
+            problem = f"a learned budget with {', '.join(sorted(data)) or 'nothing'} cannot be read"
+            raise ConfigError(problem, remedy="use the version of pipeline that wrote this checkpoint")
         return cls(**{**data, "rungs": tuple((str(name), int(cost)) for name, cost in data.get("rungs", ()))})
 
 
 @dataclass(frozen=True, slots=True)
 class PredictionCheck:
-    """What the worst bucket took, beside what was predicted."""
+    """The measured memory of the worst bucket beside its prediction."""
 
     predicted_bytes: int
     measured_bytes: int
@@ -79,7 +79,7 @@ class Want:
 
 
 class Governor:
-    """Keeps what is learned, and says how micro-batches are cut. It acts only at the boundaries of steps."""
+    """Keeps the budget and says how micro-batches are cut; the budget changes only between steps."""
 
     def __init__(
         self,
@@ -117,16 +117,15 @@ class Governor:
         return {**asdict(self.learned), "rungs": [list(rung) for rung in self.learned.rungs]}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on with what was learned; a budget that is lower now, as planned anew, stays."""
+        """Restore a saved state; if the new plan's budget is lower, it stays."""
         learned = Learned.from_json(state)
         self.learned = replace(learned, budget=max(min(learned.budget, self.budget), self.largest))
 
     def verified(self, measured: Memory, predicted_bytes: int, *, before_bytes: int = 0) -> PredictionCheck:
         """Compare the worst bucket's peak with its prediction, before step 1, and remember both.
 
-        Where tensors are counted, the prediction is of what they take, else of what is resident; `before_bytes` was
-        there before the model, and no plan counts it. What the parameters take is known: what is off is what the items
-        cost.
+        Where tensors are counted, the prediction is of live tensors, else of resident memory. `before_bytes` was there
+        before the model, and no plan counts it. The base is known, so an error is attributed to the items' costs.
         """
         held_bytes, live_bytes = measured.peak_reserved_bytes - before_bytes, measured.peak_allocated_bytes
         live_bytes = held_bytes if live_bytes is None else live_bytes - before_bytes
@@ -136,9 +135,9 @@ class Governor:
         ratio = live_bytes / max(1, predicted_bytes)
         could_be = None
         if limits:
-            each = max(OFF, (live_bytes - self.base_bytes) / max(1, predicted_bytes - self.base_bytes))
+            ratio_of_items = max(OFF, (live_bytes - self.base_bytes) / max(1, predicted_bytes - self.base_bytes))
             room_bytes = min(limits) / (1 + self.margin) - self.base_bytes - (held_bytes - live_bytes)
-            could_be = max(0, int(room_bytes / each))
+            could_be = max(0, int(room_bytes / ratio_of_items))
         self.learned = replace(self.learned, ratio=ratio, could_be=could_be)
         return PredictionCheck(
             predicted_bytes=predicted_bytes,
@@ -152,29 +151,29 @@ class Governor:
         )
 
     def admit(self, costs: Sequence[int]) -> list[slice]:
-        """Return how to cut a micro-batch, whose items cost so much, before it runs: as few pieces as fit, and even."""
+        """Return how to cut a micro-batch of items with these costs: as few pieces as fit, and even."""
         return admitted(costs, self.budget, padded=self.padded)
 
     def ran(self, cost: int) -> None:
-        """Hear that a micro-batch of some cost ran."""
+        """Note that a micro-batch of this cost ran."""
         self._step_cost = max(self._step_cost, cost)
         if cost > self.learned.ran:
             self.learned = replace(self.learned, ran=cost)
 
     def out_of_memory(self, cost: int) -> None:
-        """Hear that a micro-batch of some cost did not fit."""
+        """Note that a micro-batch of this cost did not fit."""
         ran = self.learned.ran if self.learned.ran < cost else 0  # what ran once, and larger, says no more
         self.learned = replace(self.learned, ooms=self.learned.ooms + 1, ran=ran)
         self._wanted = cost if self._wanted is None else min(self._wanted, cost)
 
     def climbed(self, cost: int, rung: str) -> None:
-        """Hear that an item of some cost, alone, needed a rung of the ladder."""
+        """Note that an item of this cost, alone, needed a rung of the ladder."""
         known = dict(self.learned.rungs)
         known[rung] = min(cost, known.get(rung, cost))
         self.learned = replace(self.learned, rungs=tuple(sorted(known.items(), key=lambda rung: self._height(rung[0]))))
 
     def rung(self, cost: int) -> str | None:
-        """Return the highest rung that an item of no more than this cost has needed; None: it runs like all others."""
+        """Return the highest rung that an item of at most this cost has needed; None if none did."""
         needed = [name for name, least in self.learned.rungs if cost >= least]
         return max(needed, key=self._height, default=None)
 
@@ -182,7 +181,7 @@ class Governor:
         return self.ladder.index(rung) if rung in self.ladder else len(self.ladder)
 
     def after_step(self, memory: Memory | None = None) -> Want:
-        """Return what this rank wants from the next step on; nothing changes before `adopt`."""
+        """Return the budget this rank wants from the next step on; nothing changes before `adopt`."""
         failed, cost = self._wanted, self._step_cost
         self._wanted, self._step_cost = None, 0
         grown = 0
@@ -199,7 +198,7 @@ class Governor:
         return self._crowded(memory, cost)
 
     def _crowded(self, memory: Memory | None, cost: int) -> Want:
-        """Say what a card wants that is full of blocks nobody uses: them given back; the second time, also less."""
+        """Ask to empty a cache full of unused blocks; the second time in a row, also for a lower budget."""
         crowded = memory is not None and is_crowded(memory, self.limit_bytes)
         again, self._was_crowded = crowded and self._was_crowded, crowded
         if not crowded:
@@ -214,7 +213,7 @@ class Governor:
         return Want(max(self.largest, min(wanted, self.budget)), empty_cache=True, why=why)
 
     def adopt(self, budget: int) -> bool:
-        """Take what all ranks agreed upon; say whether that is a change. Only at the boundary of a step."""
+        """Set the budget that all ranks agreed on, between steps; return whether it changed."""
         budget = max(self.largest, min(budget, self.budget))
         changed = budget != self.budget
         self.learned = replace(self.learned, budget=budget)
@@ -222,7 +221,7 @@ class Governor:
 
 
 def is_crowded(memory: Memory, limit_bytes: int | None = None) -> bool:
-    """Say whether an allocator was close to its limit at the peak, with much that nobody used."""
+    """Tell whether an allocator was close to its limit at the peak, with many unused blocks."""
     limits = [limit for limit in (memory.limit_bytes, limit_bytes) if limit]
     if memory.peak_allocated_bytes is None or not limits:
         return False
@@ -246,7 +245,7 @@ def admitted(costs: Sequence[int], budget: int, *, padded: bool = False) -> list
 
 
 def halved(costs: Sequence[int], *, padded: bool = False) -> list[slice]:
-    """Return the two consecutive slices of which the costlier costs least; one, of a single item."""
+    """Return two consecutive slices, split so that the costlier costs least; a single item gives one slice."""
     count = len(costs)
     if count < 2:
         return [slice(0, count)]
@@ -259,12 +258,12 @@ def halved(costs: Sequence[int], *, padded: bool = False) -> list[slice]:
 
 
 def cost_of(costs: Sequence[int], *, padded: bool = False) -> int:
-    """Return what items cost together: their sum, or as many times the largest where they are padded."""
+    """Return the cost of items together: their sum, or their number times the largest where they are padded."""
     return len(costs) * max(costs, default=0) if padded else sum(costs)
 
 
 def _packed(costs: Sequence[int], budget: int, *, padded: bool) -> list[slice]:
-    """Fill slice after slice; an item that is too large is alone."""
+    """Fill slice after slice up to the budget; an item above it gets a slice of its own."""
     starts, largest, total = [0], 0, 0
     for place, cost in enumerate(costs):
         largest, total = max(largest, cost), total + cost

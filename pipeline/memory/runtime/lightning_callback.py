@@ -42,16 +42,16 @@ _log = logging.getLogger(__name__)
 
 
 class GovernorCallback(Callback):
-    """Watches memory, keeps habits, and gives a module that optimizes manually a `governed`."""
+    """Records memory, does the upkeep of `Habits`, and sets `governed` on modules that optimize manually."""
 
     def __init__(
         self,
         *,
         habits: Habits | None = None,
-        heard: Callable[[Mapping[str, Any]], None] = lambda told: None,  # noqa: ARG005
+        heard: Callable[[Mapping[str, Any]], None] = lambda record: None,  # noqa: ARG005
         **options: Any,
     ) -> None:
-        """Take habits, who is told of epochs, events, growth and failures, and options of `Governed`."""
+        """Take habits, what to call with each record (epoch, event, growth, failure), and options of `Governed`."""
         super().__init__()
         self.records: list[Mapping[str, Any]] = []
         self._habits, self._heard, self._options = habits or Habits(), heard, options
@@ -62,7 +62,7 @@ class GovernorCallback(Callback):
         self._used: list[int] = []  # bytes, at the end of each epoch
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to watch, and to govern where the module lets us."""
+        """Start measuring; where the module optimizes manually, give it a `governed`."""
         device = str(pl_module.device)
         self._meter, self._upkeep = meter_of(device), Upkeep(self._habits, device)
         self._meter.reset_peak()
@@ -74,11 +74,11 @@ class GovernorCallback(Callback):
     def _govern(self, trainer: Trainer, module: LightningModule) -> Governed:
         optimizer = module.optimizers()
         if isinstance(optimizer, list):
-            what = f"{len(optimizer)} optimizers"
-            raise ConfigError(what, where="GovernorCallback", remedy="a Governed of your own each")
+            problem = f"{len(optimizer)} optimizers"
+            raise ConfigError(problem, where="GovernorCallback", remedy="a Governed of your own each")
         if trainer.world_size > 1:
-            what = "Lightning adds up gradients in every backward: an OOM on one rank would leave the others waiting"
-            raise ConfigError(what, where="GovernorCallback", remedy="one device, or pipeline submit --stage train")
+            problem = "Lightning adds up gradients in every backward: an OOM on one rank would leave the others waiting"
+            raise ConfigError(problem, where="GovernorCallback", remedy="one device, or pipeline submit --stage train")
         governed = Governed(
             module,
             optimizer,  # type: ignore[arg-type]  # it stands in for one, and counts steps
@@ -96,7 +96,7 @@ class GovernorCallback(Callback):
         self._upkeep.after_step()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Record allocated, reserved and peak, and say whether memory only grows."""
+        """Record allocated, reserved and peak memory; warn if it keeps growing."""
         assert self._meter is not None
         memory, host = self._meter.read(), HostMeter().read()
         figures = {name: value for name, value in asdict(memory).items() if value is not None}
@@ -114,7 +114,7 @@ class GovernorCallback(Callback):
             _log.warning("memory grew in each of %d epochs, by %s bytes in all", GROWING, f"{grown_bytes:,}")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:  # noqa: ARG002
-        """Record what ended the training, where it was memory, and what to do."""
+        """Record a failure for lack of memory, with what to do next."""
         self._end()  # Lightning calls no teardown() of callbacks after an error
         if not (is_out_of_memory(exception) or isinstance(exception, PipelineError)):
             return
@@ -140,6 +140,6 @@ class GovernorCallback(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._learned = state_dict or None
 
-    def _tell(self, told: Mapping[str, Any]) -> None:
-        self.records.append(told)
-        self._heard(told)
+    def _tell(self, record: Mapping[str, Any]) -> None:
+        self.records.append(record)
+        self._heard(record)

@@ -30,7 +30,7 @@ _NO_LIMIT = 1 << 60  # cgroup v1 writes a number of about 2^63 where there is no
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What a device's memory is used for; None: nobody knows."""
+    """How a device's memory is used; None where unknown."""
 
     allocated_bytes: int | None  # live tensors
     reserved_bytes: int  # what is held for them; of a process, what is resident
@@ -43,29 +43,29 @@ class Memory:
 
 
 class Meter(Protocol):
-    """Reads what a device tells."""
+    """Reads the memory figures of a device."""
 
     def read(self) -> Memory:
-        """Return the figures of now."""
+        """Return the present figures."""
 
     def reset_peak(self) -> bool:
-        """Let the peaks be what is used now; return whether that was possible."""
+        """Reset the peaks to present use; return whether that was possible."""
 
 
 def meter_of(device: str) -> Meter:
-    """Return what measures a device."""
+    """Return the meter of a device."""
     return ProcessMeter() if device == "cpu" else CardMeter(device)
 
 
 class CardMeter:
-    """A GPU, by torch's allocator; it does not wait for the card."""
+    """Reads a GPU's figures from torch's allocator, without synchronising."""
 
     def __init__(self, device: str = "cuda") -> None:
         import torch
 
         self._torch: Any = torch
-        found = torch.device(device)
-        self._device = torch.cuda.current_device() if found.index is None else found.index
+        card = torch.device(device)
+        self._device = torch.cuda.current_device() if card.index is None else card.index
         self._torch.cuda.init()
 
     def read(self) -> Memory:
@@ -91,15 +91,15 @@ class CardMeter:
 
 
 class ProcessMeter:
-    """The process that asks, by what is resident."""
+    """Reads the resident memory of this process."""
 
     def __init__(self, *, limit_bytes: int | None = None, proc: Path = PROC, cgroups: Path = CGROUPS) -> None:
-        """Look for the limit in the cgroup, unless it is told."""
+        """Take the limit, or look it up in the cgroup."""
         self._proc = proc
         self._host = HostMeter(limit_bytes=limit_bytes, proc=proc, cgroups=cgroups)
 
     def read(self) -> Memory:
-        """Return the figures of now; the others' memory is what else counts towards the same limit."""
+        """Return the present figures; `outside_bytes` is what else counts towards the same limit."""
         resident_bytes, host = _status(self._proc, "VmRSS"), self._host.read()
         return Memory(
             allocated_bytes=None,
@@ -111,7 +111,7 @@ class ProcessMeter:
         )
 
     def reset_peak(self) -> bool:
-        """Let the peak be what is resident now; where the system does not allow that, it stays the highest ever."""
+        """Reset the peak to what is resident now; where the system does not allow that, it stays the highest ever."""
         _before_resets[0] = highest_resident_bytes()
         try:
             (self._proc / "self" / "clear_refs").write_text(RESET_PEAK)
@@ -130,13 +130,13 @@ def highest_resident_bytes() -> int:
 
 
 def peak_of(used: resource.struct_rusage) -> int:
-    """Return the peak of resident memory, in bytes; its unit is not the same everywhere."""
+    """Return the peak of resident memory in bytes; `ru_maxrss` has other units on macOS."""
     return used.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 @dataclass(frozen=True, slots=True)
 class BeforeModel:
-    """What there was before the model was built."""
+    """The card and the memory in use before the model was built."""
 
     gpu: str
     driver: str
@@ -146,7 +146,7 @@ class BeforeModel:
 
 @dataclass(frozen=True, slots=True)
 class StepReading:
-    """What a step took."""
+    """Measured memory of a step."""
 
     bytes: int
     live_bytes: int  # tensors alone; 0: nobody counted
@@ -155,10 +155,10 @@ class StepReading:
 
 
 class StepGauge:
-    """Measures what a step takes of a device, from before its model is built; the process does nothing else."""
+    """Measures the memory of a step, from before its model is built; the process does nothing else."""
 
     def __init__(self, device: str, limit_bytes: int = 0) -> None:
-        """Begin; the limit is that of the process, a card has its own."""
+        """Start measuring; `limit_bytes` is for the process, a card has its own limit."""
         import torch
 
         self._is_card = device != "cpu"
@@ -184,7 +184,7 @@ class StepGauge:
             self._cuda.synchronize()
 
     def read(self) -> StepReading:
-        """Return the peak since the start: of a card what was reserved, else by how much the process grew."""
+        """Return the peak since the start: reserved bytes of a card, else the growth of the process."""
         memory = self._meter.read()
         if self._is_card:
             return StepReading(memory.peak_reserved_bytes, memory.peak_allocated_bytes or 0, memory.outside_bytes)
@@ -192,7 +192,7 @@ class StepGauge:
         return StepReading(max(0, memory.peak_reserved_bytes - taken), 0, taken, self.notes)
 
     def died_at(self, error: BaseException) -> int | None:
-        """Return what there was at most for a step that ended with this error; None: it was not about memory."""
+        """Return the bytes that were not enough for a step that ended with this error; None for other errors."""
         from pipeline.memory.runtime.out_of_memory import is_out_of_memory
 
         if self._is_card:
@@ -203,7 +203,7 @@ class StepGauge:
 
 
 def _warm_up() -> None:
-    """Let torch load and allocate what it does once in a process."""
+    """Let torch do the loading and allocating that it does once in a process."""
     import torch
 
     layer = torch.nn.Linear(64, 64)
@@ -213,7 +213,7 @@ def _warm_up() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """The memory that the kernel, or whoever watches the job, counts before it kills."""
+    """Host memory as counted against the limit above which the job is killed."""
 
     used_bytes: int
     limit_bytes: int | None  # None: there is none
@@ -224,10 +224,10 @@ class Host:
 
 
 class HostMeter:
-    """The cgroup of this process with those above it: the one that is nearest its limit counts."""
+    """Reads this process's cgroup and those above it: the one nearest its limit counts."""
 
     def __init__(self, *, limit_bytes: int | None = None, proc: Path = PROC, cgroups: Path = CGROUPS) -> None:
-        """Take the limits of the cgroups; `limit_bytes` is what somebody allows this process besides."""
+        """Find the cgroups; `limit_bytes` is a further limit on this process alone."""
         self._limit_bytes, self._proc = limit_bytes, proc
         self._groups = [folder for folder in _folders(proc, cgroups) if _of_group(folder) is not None]
 
@@ -247,7 +247,7 @@ _FILES = (
 
 
 def _of_group(folder: Path) -> Host | None:
-    """Return what a cgroup uses of its limit, which can be changed while the job runs; None: it limits nothing."""
+    """Return use and limit of a cgroup, read anew since limits may change; None where there is no limit."""
     for usage, limit, cached in _FILES:
         used_bytes, limit_bytes = _number(folder / usage), _number(folder / limit)  # "max" where there is none
         if used_bytes is not None and limit_bytes is not None and limit_bytes < _NO_LIMIT:
@@ -268,12 +268,12 @@ def _folders(proc: Path, cgroups: Path) -> Iterator[Path]:
 
 
 def _status(proc: Path, name: str) -> int:
-    """Return a line of this process's status, in bytes; 0 where there is none."""
+    """Return a figure of /proc/self/status in bytes; 0 if absent."""
     return (_line(proc / "self" / "status", f"{name}:", "kB") or 0) << 10
 
 
 def _line(path: Path, name: str, unit: str) -> int | None:
-    """Return the number beside a name."""
+    """Return the number on the line that begins with a name; None if absent."""
     with suppress(OSError, ValueError):
         for line in path.read_text().splitlines():
             if line.startswith(name) and line[len(name) :][:1].isspace():
@@ -289,7 +289,7 @@ def _number(path: Path) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Habits:
-    """What a loop does besides training."""
+    """Upkeep of memory in a training loop: how often to empty caches, collect garbage, synchronise."""
 
     memory_fraction: float | None = None  # of a card that may be used; None: all of it
     empty_cache_every: int | None = None  # micro-batches; None: never
@@ -298,7 +298,7 @@ class Habits:
 
 
 class Upkeep:
-    """Keeps habits between `begin` and `end`; then Python's collector is as it was before."""
+    """Does the upkeep of `Habits` between `begin` and `end`, which restores Python's garbage collector."""
 
     def __init__(self, habits: Habits, device: str) -> None:
         self.habits, self._device = habits, device
@@ -307,7 +307,7 @@ class Upkeep:
         self._was_collecting, self._had_frozen = True, 0
 
     def begin(self) -> None:
-        """Set the card's share, and collect garbage by count from now on."""
+        """Limit the share of the card, and take over garbage collection, where the habits say so."""
         self._was_collecting, self._had_frozen = gc.isenabled(), gc.get_freeze_count()
         if self._is_card and self.habits.memory_fraction is not None:
             import torch
@@ -324,7 +324,7 @@ class Upkeep:
                 gc.enable()
 
     def after_micro_batch(self) -> None:
-        """Wait for the card, and empty its cache, where that is a habit."""
+        """Synchronise, and empty the card's cache, where the habits say so."""
         self._micro_batches += 1
         every = self.habits.empty_cache_every
         if self._is_card and self.habits.synchronise:
@@ -337,7 +337,7 @@ class Upkeep:
             torch.cuda.empty_cache()
 
     def after_step(self, *, empty_cache: bool = False) -> None:
-        """Collect garbage, if it is time; what is there after the first step stays, and is not looked at again."""
+        """Collect garbage if it is time; objects that exist after the first step are frozen."""
         self._steps += 1
         every = self.habits.collect_every
         if every is not None and (self._steps == 1 or self._steps % every == 0):

@@ -1,4 +1,4 @@
-"""Memory that does not suffice, told apart from every other error."""
+"""Out-of-memory errors, told apart from all others."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _PLAIN = RuntimeError, getattr(torch, "AcceleratorError", RuntimeError)  # the l
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Say whether an error means that memory did not suffice, and nothing else."""
+    """Tell whether an error means that memory ran out."""
     if isinstance(error, MemoryError | torch.cuda.OutOfMemoryError):
         return True
     return type(error) in _PLAIN and any(text in str(error) for text in _CPU_TEXTS + _CUDA_TEXTS)
 
 
 def unless_out_of_memory(call: Callable[[], Result]) -> Result | None:
-    """Return what the call returns, or None when memory did not suffice; any other error goes on.
+    """Return what the call returns, or None if memory ran out; other errors are raised.
 
     The error is gone when this returns: its traceback holds the tensors of the call, and a retry needs their memory.
     """
@@ -50,7 +50,7 @@ def unless_out_of_memory(call: Callable[[], Result]) -> Result | None:
 
 
 def out_of_memory_error(run: Callable[..., object], *arguments: object) -> str | None:
-    """Call a function; return the first line of the error when memory did not suffice, else None.
+    """Call a function; return the first line of the error if memory ran out, else None.
 
     The error itself is gone when this returns, as with `unless_out_of_memory`.
     """
@@ -64,7 +64,7 @@ def out_of_memory_error(run: Callable[..., object], *arguments: object) -> str |
 
 
 def free_caches(device: str) -> None:
-    """Give back what is held for reuse."""
+    """Release memory that Python, the C library and torch keep for reuse."""
     gc.collect()
     trim_heap()
     if device != "cpu":
@@ -72,7 +72,7 @@ def free_caches(device: str) -> None:
 
 
 def trim_heap() -> None:
-    """Give the system back what the C library keeps: 200 MB after a batch of 8,192 tokens of width 1,280."""
+    """Return to the system what the C library keeps: 200 MB after a batch of 8,192 tokens of width 1,280."""
     try:
         ctypes.CDLL(None).malloc_trim(0)
     except (OSError, AttributeError, TypeError):  # another system, or another C library

@@ -1,6 +1,6 @@
-"""What is done when memory ends within a step: back to its start, and through it again with smaller parts.
+"""Recovery when memory runs out within a step: rewind to its start, and repeat it with smaller parts.
 
-Nothing here knows what a part is. Whoever makes the step says how one is run, how one is halved, and what goes back.
+Nothing here knows what a part is: the caller says how one is run, how one is halved, and how the step is rewound.
 
 A part that failed has left half of its gradients in `.grad`, has drawn random numbers and has moved statistics. So the
 whole step is run again, from its start. That gives, bit for bit, what it would have given had it been cut like this
@@ -30,7 +30,7 @@ Path: TypeAlias = tuple[int, ...]  # (3,): the fourth part; (3, 1): the second o
 
 @dataclass(frozen=True, slots=True)
 class Oom:
-    """A part for which memory did not suffice."""
+    """A part that ran out of memory."""
 
     path: Path
     attempt: int  # how often the step had begun again before
@@ -40,14 +40,14 @@ class Oom:
 
 @dataclass(frozen=True, slots=True)
 class ReplayedStep:
-    """How a step came to its end."""
+    """The out-of-memory errors of a step, and the parts that ran in the end."""
 
     ooms: tuple[Oom, ...]
     ran: tuple[Path, ...]  # the parts of which it consists, in order
 
 
 class _Cuts(Generic[Part]):
-    """What stands in whose place; the parts themselves are asked for anew each time, and not kept."""
+    """Which parts are replaced by smaller ones; parts are iterated anew each time, and not kept."""
 
     def __init__(self, halve: Callable[[Part], Sequence[Part]], cost: Callable[[Part], float] | None) -> None:
         self._halve, self._cost = halve, cost
@@ -55,7 +55,7 @@ class _Cuts(Generic[Part]):
         self._failed: list[tuple[Path, float]] = []
 
     def replace(self, path: Path, part: Part, by: Callable[[Part], Sequence[Part]]) -> None:
-        """Put what a call returns in the place of a part that failed."""
+        """Replace a part that failed by the parts that `by` returns."""
         self._replaced[path] = by
         if self._cost is not None:
             self._failed.append((path, self._cost(part)))
@@ -74,7 +74,7 @@ class _Cuts(Generic[Part]):
             yield from self._leaves((*path, place), piece)
 
     def _foreseen(self, path: Path, part: Part) -> Sequence[Part] | None:
-        """Return the halves of a part that comes after one that failed, and costs no less."""
+        """Return the halves of a part that costs no less than one that failed before it; None for other parts."""
         if self._cost is None or not self._failed:
             return None
         cost = self._cost(part)
@@ -94,12 +94,12 @@ def replay_until_it_fits(
     note: Callable[[Part, Oom], None] = lambda part, oom: None,  # noqa: ARG005
     cost: Callable[[Part], float] | None = None,
 ) -> ReplayedStep:
-    """Run parts in order; whenever memory ends, begin again with the failed one halved. Other errors pass through.
+    """Run parts in order; whenever memory runs out, begin again with the failed part halved. Other errors are raised.
 
-    `parts` is iterated anew each time; a part holds nothing of the device. `again` brings everything back to the step's
-    start (`StepSnapshot.rewind`). `halve` returns fewer than two parts for one that cannot be halved; then `cannot`
-    raises, or returns what makes of the part what stands in its place from now on: the same on the next rung, or
-    nothing. `note` hears of it before `again`. With `cost`, later parts that cost no less are halved before they fail.
+    `parts` is iterated anew each time; a part holds no device memory. `again` rewinds to the step's start
+    (`StepSnapshot.rewind`). `halve` returns fewer than two parts for one that cannot be halved; then `cannot` raises,
+    or returns a function from the part to its replacement: the same on the next rung, or nothing. `note` is called
+    before `again`. With `cost`, later parts that cost no less are halved before they fail.
     """
     cuts = _Cuts(halve, cost)
     ooms: list[Oom] = []
@@ -123,7 +123,7 @@ def replay_until_it_fits(
 
 
 def forget_failed_backward() -> None:
-    """Release what a backward that raised has left behind on the CPU; a GPU's thread does so by itself.
+    """Release what a backward that raised keeps on the CPU; the threads of GPUs do so by themselves.
 
     On the CPU the caller's own thread works off the graph. After an error what was ready to run stays in its queue, and
     keeps what it saved, until the next backward (torch/csrc/autograd/engine.cpp: `local_ready_queue`).
@@ -132,9 +132,9 @@ def forget_failed_backward() -> None:
 
 
 class StepSnapshot:
-    """Everything that a forward pass may change besides gradients: random numbers, buffers, the scaler.
+    """Everything that a forward pass may change besides gradients: random states, buffers, the scaler.
 
-    What a module keeps elsewhere, in a plain attribute, is not seen.
+    Plain attributes of a module are not restored.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class StepSnapshot:
         scaler: torch.amp.GradScaler | None = None,
         before: StepSnapshot | None = None,
     ) -> None:
-        """Keep what there is now; `before`, taken a step ago, knows which buffers never change and need no new copy."""
+        """Save the present state; `before`, taken a step ago, knows which buffers never change and need no new copy."""
         self._model, self._device = model, device
         self._buffers: list[_Buffer] = [] if before is None else before._buffers  # noqa: SLF001
         if out_of_memory_error(self._keep, scaler) is not None:
@@ -164,14 +164,14 @@ class StepSnapshot:
         self._buffers = buffers
 
     def rewind(self) -> None:
-        """Go back to the start of the step: no gradients, nothing left of a failed pass, everything else as it was."""
+        """Go back to the start of the step: drop gradients and the failed pass, and restore everything else."""
         self._model.zero_grad(set_to_none=True)
         forget_failed_backward()
         free_caches(self._device)
         self.restore()
 
     def restore(self) -> None:
-        """Make everything as it was; may be called any number of times."""
+        """Restore the saved state; may be called any number of times."""
         self._restore_numbers()
         for buffer in self._buffers:
             buffer.restore()
@@ -180,7 +180,7 @@ class StepSnapshot:
 
     @property
     def copied_bytes(self) -> int:
-        """Return how much memory of the model's own device the copies take: those of buffers that change."""
+        """Return the bytes of copies on the model's device: those of buffers that change."""
         return sum(buffer.kept.nbytes for buffer in self._buffers if buffer.changes and buffer.kept is not None)
 
 
@@ -201,7 +201,7 @@ class _Buffer:
 
     @classmethod
     def of(cls, module: nn.Module, name: str, tensor: Tensor | None, before: _Buffer | None) -> _Buffer:
-        """Keep a buffer; of one that stands still, what was kept before."""
+        """Save a buffer; one that has not changed keeps its earlier copy."""
         if tensor is None:
             return cls(module, name, None, None, 0, changes=False, is_new=False)
         version = _version(tensor)
@@ -213,7 +213,7 @@ class _Buffer:
         return before
 
     def has_changed(self, now: Tensor) -> bool:
-        """Say whether the buffer is another one, or has other content, than when it was kept, or ever had."""
+        """Tell whether the buffer was replaced or written to since it was saved, or in any earlier step."""
         if self.changes or self.tensor is not now or self.version != _version(now) or now.is_inference():
             return True
         # What is written through `.data` raises no version, so the first step is judged by content.
@@ -231,17 +231,17 @@ class _Buffer:
 
 
 def _version(tensor: Tensor) -> int:
-    """Return what grows whenever a tensor is written to."""
+    """Return autograd's count of in-place writes to a tensor."""
     return -1 if tensor.is_inference() else int(tensor._version)  # noqa: SLF001 - autograd's own, and the only one
 
 
 def _same_bits(kept: Tensor, now: Tensor) -> bool:
-    """Say whether two tensors have the same content, wherever they are; what is not a number equals itself."""
+    """Tell whether two tensors, on any devices, have the same content; NaN equals NaN."""
     return torch.equal(torch.nan_to_num(kept), torch.nan_to_num(now.detach().cpu()))
 
 
 def _numbers_now(device: str) -> Callable[[], None]:
-    """Return what lets each source of random numbers draw the same again; to ask them waits for no card."""
+    """Return a function that restores the present state of all random generators, without synchronising."""
     on = torch.device(device)
     card = torch.cuda.get_rng_state(on) if on.type == "cuda" else None
     python, numpy, host = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002 - users draw from it
@@ -257,7 +257,7 @@ def _numbers_now(device: str) -> Callable[[], None]:
 
 
 def _scale_now(scaler: torch.amp.GradScaler) -> Callable[[], None]:
-    """Return what sets the scale of half precision losses back; `state_dict()` would wait for the card."""
+    """Return a function that restores the scaler; `state_dict()` would synchronise with the card."""
     kept = {name: _copy(getattr(scaler, name)) for name in ("_scale", "_growth_tracker")}
 
     def restore() -> None:
@@ -273,10 +273,10 @@ def _copy(tensor: Tensor | None) -> Tensor | None:
 
 
 class WeightedMean:
-    """A loss that is the mean over several parts, whose weight together is known only after the last of them.
+    """A mean loss over several parts whose total weight is known only after the last of them.
 
-    Each part goes backward from its sum over a guess, the weight of the first part; `settle` then corrects the
-    gradients. So parts of any sizes have the gradients of the whole.
+    The sum of each part is divided by a guess, the weight of the first part; `settle` then corrects the gradients,
+    which are those of the whole whatever the sizes of its parts.
     """
 
     def __init__(self) -> None:
@@ -289,30 +289,30 @@ class WeightedMean:
         return self._guess is None
 
     def loss(self, total: Tensor, weight: Tensor | float) -> Tensor:
-        """Return what a part goes backward from."""
+        """Return the loss to run backward for a part."""
         if self._guess is None:
             self._guess = guessed_weight(weight)
         return total / self._guess
 
     def add(self, total: Tensor, weight: Tensor | float) -> None:
-        """Count a part that went backward."""
+        """Add a part whose backward has run."""
         self.total = self.total + total.detach()
         self.weight = self.weight + (weight.detach() if isinstance(weight, torch.Tensor) else weight)
 
     def settle(self, parameters: Iterable[Tensor]) -> Tensor:
-        """Make the gradients those of the mean; return it."""
+        """Scale the gradients to those of the mean; return the mean."""
         if self._guess is not None:
             scale_gradients(parameters, quotient(self._guess, self.weight))
         return torch.as_tensor(quotient(self.total, self.weight))
 
 
 def guessed_weight(weight: Tensor | float) -> Tensor | float:
-    """Return what to divide by while the weight of a whole step is not known yet, given that of its first part."""
+    """Return the divisor to use until the weight of the whole step is known: the weight of its first part."""
     return weight.detach().clamp(min=1.0) if isinstance(weight, torch.Tensor) else max(weight, 1.0)
 
 
 def quotient(total: Any, weight: Tensor | float) -> Any:
-    """Return a quotient; nothing over nothing is nothing."""
+    """Return total / weight, and 0 where the weight is 0."""
     if isinstance(weight, torch.Tensor):
         return torch.where(weight == 0, torch.zeros_like(weight), total / weight.where(weight != 0, 1))
     return total / weight if weight else total * 0.0

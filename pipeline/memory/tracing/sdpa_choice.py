@@ -2,7 +2,7 @@
 
 The choice follows torch 2.13, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, the padding of heads and masks
 attention.cpp beside it. Outputs, log-sum-exps and what is saved for backward are those of torch's own shape functions;
-what the kernels allocate within themselves is in `scratch`.
+what the kernels allocate within themselves is in `kernel_workspace`.
 
 Taken for granted: a torch with all kernels built and a cuDNN newer than 9.15, as wheels for CUDA 13 have; no nested
 tensors; no Flash Attention 3. Pointers are taken to be as aligned as their offsets.
@@ -12,7 +12,6 @@ Shapes: B items, H heads, Q queries, K keys, D head dimension.
 
 from __future__ import annotations
 
-import functools
 from contextlib import contextmanager
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -40,7 +39,7 @@ _MASK_ALIGNMENT = _HEAD_ALIGNMENT = 8
 
 
 class Backend(str, Enum):
-    """A kernel of attention."""
+    """A kernel that computes attention."""
 
     FLASH = "flash"
     EFFICIENT = "efficient"
@@ -49,7 +48,7 @@ class Backend(str, Enum):
 
 
 class AttentionCall(NamedTuple):
-    """What attention is asked for."""
+    """The arguments of `scaled_dot_product_attention`, without the scale."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -61,7 +60,6 @@ class AttentionCall(NamedTuple):
 
     @property
     def inputs(self) -> tuple[torch.Tensor, ...]:
-        """Return query, key and value."""
         return self.query, self.key, self.value
 
     @property
@@ -81,7 +79,7 @@ def attention_backend(attention: AttentionCall, capability: Capability) -> Backe
 
 
 def _is_plain(attention: AttentionCall) -> bool:
-    """Tell what all fused kernels ask for: four dimensions, one type, sizes that agree and are not 0."""
+    """Tell whether any fused kernel may run: four dimensions, one type, sizes that agree and are not 0."""
     query, key, value = attention.inputs
     if any(tensor.dim() != 4 or tensor.dtype != query.dtype or tensor.stride(-1) != 1 for tensor in attention.inputs):
         return False
@@ -126,7 +124,7 @@ def _efficient_can(attention: AttentionCall, capability: Capability) -> bool:
 
 
 def _gemm_alignment(dtype: torch.dtype, capability: Capability) -> int:
-    """Return of how many numbers a head must be a multiple: `minimum_gemm_alignment`."""
+    """Return what the head dimension must be a multiple of (torch's `minimum_gemm_alignment`)."""
     tensor_cores = capability >= (8, 0) or (capability >= (7, 0) and dtype in _HALVES)
     least = 4 if capability >= (8, 0) else 1
     return max(least, 16 // dtype.itemsize) if tensor_cores else least
@@ -151,40 +149,41 @@ def _cudnn_can(attention: AttentionCall, capability: Capability) -> bool:  # noq
 
 @contextmanager
 def cuda_attention(capability: Capability) -> Iterator[None]:
-    """Let attention on fake tensors allocate as on such a card, forward and backward; on real ones it is as before."""
-    with replaced(
-        {"scaled_dot_product_attention": functools.partial(_attend, capability)}, "CompositeImplicitAutograd"
-    ):
+    """Let attention on fake tensors allocate as on such a card, forward and backward; real tensors are left alone."""
+
+    def attend(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,  # noqa: FBT001, FBT002
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        return _attend(AttentionCall(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa), scale, capability)
+
+    with replaced({"scaled_dot_product_attention": attend}, "CompositeImplicitAutograd"):
         yield
 
 
-def _attend(
-    capability: Capability,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,  # noqa: FBT001, FBT002
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
-    attention = AttentionCall(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+def _attend(attention: AttentionCall, scale: float | None, capability: Capability) -> torch.Tensor:
+    """Run the kernel that the card would take; on real tensors, the one that the CPU would."""
+    query, key, value, mask, dropout, causal, _ = attention
     chosen = attention_backend(attention, capability) if isinstance(query, FakeTensor) else None
-    mask = _additive(attn_mask, query.dtype)
+    additive = _additive(mask, query.dtype)
     if chosen is None and _on_cpu(attention, scale):
         return _first(
             torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                query, key, value, dropout_p, is_causal, attn_mask=mask, scale=scale
+                query, key, value, dropout, causal, attn_mask=additive, scale=scale
             )
         )
-    attention = attention._replace(mask=mask)
-    return _KERNELS[chosen or Backend.MATH](attention, scale)
+    return _KERNELS[chosen or Backend.MATH](attention._replace(mask=additive), scale)
 
 
 def _on_cpu(attention: AttentionCall, scale: float | None) -> bool:
-    """Tell whether a CPU takes its flash kernel, as it would without us."""
+    """Tell whether torch itself would take the CPU's flash kernel."""
     query, key, value, mask, dropout, causal, gqa = attention
     choice = torch._fused_sdp_choice(
         query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=gqa
@@ -193,7 +192,7 @@ def _on_cpu(attention: AttentionCall, scale: float | None) -> bool:
 
 
 def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """Return the mask as what is added: `convert_boolean_attn_mask`."""
+    """Return a boolean mask as numbers to add to the scores (torch's `convert_boolean_attn_mask`)."""
     if mask is None or mask.dtype != torch.bool:
         return mask
     return torch.where(mask.logical_not(), float("-inf"), torch.zeros((), dtype=dtype, device=mask.device))
