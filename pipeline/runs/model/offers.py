@@ -33,7 +33,7 @@ _OFFER = re.compile(r"(?:(\d+)\s*[x×*]\s*)?(.+)", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked: a configuration, its items, and what may run it."""
+    """A request to plan training: its configuration and items, and where it may run."""
 
     config: Config
     project: Project
@@ -45,21 +45,20 @@ class Question:
 
 
 def offers_of(question: Question, *, on_cpu: bool) -> list[Offer]:
-    """Return the cards that were named, or that the cluster has; the first is planned for, the others are compared."""
+    """Return the cards that were named, else those of the cluster; the first is planned for, the others compared."""
     config = question.config
     resources = config.cluster.train
     ranks = resources.world
     if question.gpus:
         return [_offer(text, ranks, config.train.memory_fraction) for text in question.gpus]
     if on_cpu:
-        site = config.cluster.slurm.cards
-        hosts = tuple(_host_card(question, one.partition or one.feature or "", one.mem) for one in site)
-        hosts = hosts or (_host_card(question),)
-        return [Offer("memory of a node", ranks, hosts)]
+        nodes = config.cluster.slurm.cards
+        hosts = tuple(_host_card(question, node.partition or node.feature or "", node.mem) for node in nodes)
+        return [Offer("memory of a node", ranks, hosts or (_host_card(question),))]
     if config.cluster.slurm.cards:
         fraction = config.train.memory_fraction
-        named = ((one.gres or one.feature or "", one.mem) for one in config.cluster.slurm.cards)
-        cards = tuple(_card(name, mem_bytes, ranks, fraction) for name, mem_bytes in named)
+        sites = config.cluster.slurm.cards
+        cards = tuple(_card(site.gres or site.feature or "", site.mem, ranks, fraction) for site in sites)
         return [Offer(", ".join(card.name for card in cards), ranks, cards)]
     what = "which GPU is it for? None was named, and cluster.slurm.cards is empty"
     remedy = (
@@ -70,8 +69,8 @@ def offers_of(question: Question, *, on_cpu: bool) -> list[Offer]:
 
 def _offer(text: str, ranks: int, fraction: float | None = None) -> Offer:
     """Read what was typed: 3xa100-40gb, or a100-40gb,v100-32gb for a job that may land on either."""
-    found = _OFFER.fullmatch(text.strip())
-    count, names = (found[1], found[2]) if found else (None, text)
+    match = _OFFER.fullmatch(text.strip())
+    count, names = (match[1], match[2]) if match else (None, text)
     ranks = int(count) if count else ranks
     if ranks < 1:
         raise ConfigError(f"{text!r} asks for no GPU", where="--gpu", remedy="write 2xa100-80gb, a100-80gb or 24GiB")
@@ -80,7 +79,7 @@ def _offer(text: str, ranks: int, fraction: float | None = None) -> Offer:
 
 
 def _card(name: str, mem_bytes: int, ranks: int, fraction: float | None = None) -> CardSpec:
-    """Return a card of the cluster: what its name says of speed, what the configuration says of memory."""
+    """Return a card of the cluster: its speed by its name, its memory by the configuration."""
     try:
         known = device(name)
     except ConfigError:
@@ -89,15 +88,15 @@ def _card(name: str, mem_bytes: int, ranks: int, fraction: float | None = None) 
 
 
 def site_card(config: Config, card: CardSpec) -> SiteCard | None:
-    """Return how the cluster's configuration asks for a card."""
+    """Return the section of the cluster's configuration by which a job asks for a card."""
     if not card.caching:
-        return next((one for one in config.cluster.slurm.cards if card.name in (one.partition, one.feature)), None)
-    named = {one.gres or one.feature or "": one for one in config.cluster.slurm.cards}
-    return next((one for name, one in named.items() if name and _card(name, one.mem, 1).name == card.name), None)
+        return next((site for site in config.cluster.slurm.cards if card.name in (site.partition, site.feature)), None)
+    named = {site.gres or site.feature or "": site for site in config.cluster.slurm.cards}
+    return next((site for name, site in named.items() if name and _card(name, site.mem, 1).name == card.name), None)
 
 
 def waits(question: Question, offers: Sequence[Offer], mem_bytes: int) -> Iterator[tuple[str, float]]:
-    """Yield how long a job of each offer would wait on this cluster, where it has such cards and says so."""
+    """Yield how long a job of each offer would wait, where this cluster has such cards and Slurm estimates a start."""
     resources = question.config.cluster.train
     for offer in offers:
         site = site_card(question.config, offer.cards[0])
@@ -133,10 +132,10 @@ def _host_card(question: Question, name: str = "", mem_bytes: int | None = None)
         what = "nobody knows the memory of a node"
         raise ConfigError(what, where="cluster.train.mem", remedy="--set cluster.train.mem=16GiB, or --gpu NAME")
     mem_bytes //= resources.ranks_per_node
-    rest = train_need(TrainingJob(gpu=False), measured_baseline()).total_bytes
-    budget = int((mem_bytes - rest) / (1 + STEP_SLACK + LIVE_ONLY[Provenance.ASSUMED] / 2))
+    process_bytes = train_need(TrainingJob(gpu=False), measured_baseline()).total_bytes
+    budget = int((mem_bytes - process_bytes) / (1 + STEP_SLACK + LIVE_ONLY[Provenance.ASSUMED] / 2))
     if budget <= 0:
-        what = f"{mem_bytes >> 20} MiB do not hold Python and torch alone, which take {rest >> 20} MiB"
+        what = f"{mem_bytes >> 20} MiB do not hold Python and torch alone, which take {process_bytes >> 20} MiB"
         raise PlanInfeasible(what, where="cluster.train.mem", remedy="--set cluster.train.mem=4GiB")
     card = host_card(budget)
     return replace(card, name=name) if name else card

@@ -58,25 +58,25 @@ def prepare(project: Project) -> Prepared | None:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_whole(path, json.dumps(prepared.to_json()))
         project.memo[key] = prepared
-    made: Prepared = project.memo[key]
-    return made
+    plan: Prepared = project.memo[key]
+    return plan
 
 
 def is_planned(project: Project) -> bool:
-    """Tell whether nothing has to be traced: the plan is remembered, or it cannot be made yet."""
+    """Tell whether no plan needs to be traced now: it is remembered, or cannot be made yet."""
     table = made_table(project)
     return table is None or (project.config.cluster.runs / PLANS / f"{_plan_key(project, table)}.json").exists()
 
 
 def _remembered(path: Path) -> Prepared | None:
-    """Read a plan; one of another version is made anew."""
+    """Read a plan; None where there is none of this version."""
     with suppress(OSError, ValueError, TypeError, KeyError):
         return Prepared.from_json(json.loads(path.read_text()))
     return None
 
 
 def _plan_key(project: Project, table: str) -> str:
-    """Return what a plan is remembered under: everything that it follows from."""
+    """Return the key of a plan: a digest of everything that it follows from."""
     config = project.config
     train = config.train.model_dump(mode="json", exclude=UNPLANNED)
     asked = {
@@ -103,15 +103,16 @@ def _planned(project: Project, table: str) -> Prepared:
         return _prepared(project, table, plan_training(question))
 
 
-def _prepared(project: Project, table: str, found: TrainOutlook) -> Prepared:
-    train, plan = project.config.train, found.plan
+def _prepared(project: Project, table: str, outlook: TrainOutlook) -> Prepared:
+    train, plan = project.config.train, outlook.plan
     largest = {f"stage {number}": stage.largest for number, stage in enumerate(train.curriculum, 1)}
     epochs = {f"stage {number}": stage.epochs for number, stage in enumerate(train.curriculum, 1)}
-    rest = train.epochs - sum(epochs.values())
+    last_epochs = train.epochs - sum(epochs.values())
     stretches = tuple(
-        stretch_of(name, epochs.get(name, rest), one, largest.get(name, {})) for name, one in found.plans.items()
+        stretch_of(name, epochs.get(name, last_epochs), stage_plan, largest.get(name, {}))
+        for name, stage_plan in outlook.plans.items()
     )
-    skipped = tuple(one.item for one in plan.oversize) if train.oversize == "skip" else ()
+    skipped = tuple(oversize.item for oversize in plan.oversize) if train.oversize == "skip" else ()
     recipe = recipe_of(project, table, plan.choice.precision)
     if plan.crop or skipped:  # another plan would train on other items
         recipe |= {"crop": dict(plan.crop), "skipped": sorted(skipped)}
@@ -128,8 +129,8 @@ def _prepared(project: Project, table: str, found: TrainOutlook) -> Prepared:
         margin=plan.margin.factor - 1,
         ranks=plan.ranks,
         cpus=project.config.cluster.train.cpus,
-        mem_bytes=found.mem.mem_bytes,
-        mem_why=found.mem.why,
+        mem_bytes=outlook.mem.mem_bytes,
+        mem_why=outlook.mem.why,
         allocator=plan.allocator.settings,
         step_s=plan.step_s.value,
         remedies=plan.remedies,
@@ -157,7 +158,7 @@ def recipe_of(project: Project, table: str, precision: str) -> dict[str, Any]:
 
 
 def _digest(path: Path | None) -> str | None:
-    """Return what tells weights from others: of a file its bytes, of a folder its name."""
+    """Return what tells pretrained weights apart: the digest of a file, the name of a folder."""
     if path is None or not path.is_file():
         return None if path is None else str(path)
     digest = xxhash.xxh3_128()
@@ -174,7 +175,7 @@ def training_name(task: str, recipe: Mapping[str, Any]) -> str:
 
 
 def task_digest(project: Project) -> str:
-    """Return the digest of the user's own code, which is another training when it changes."""
+    """Return the digest of the user's own code: when it changes, it is another training."""
     if "task" not in project.memo:
         task = load_task(project.config.train.task, project.config.train.options, beside=project.beside)
         project.memo["task"] = source_digest(task)
@@ -183,14 +184,14 @@ def task_digest(project: Project) -> str:
 
 
 def _embeddings(project: Project) -> Mapping[str, Any]:
-    """Return by which recipe the embeddings are made that a batch carries."""
+    """Return the recipe of the embeddings that a batch carries; nothing for a reader's items."""
     if is_reader(project.config):
         return {}
     if "embeddings" not in project.memo:
         encoding = project.encoding
         project.memo["embeddings"] = encoding.recipe.plain(encoding.recipe.wanted(0))
-    found: Mapping[str, Any] = project.memo["embeddings"]
-    return found
+    recipe: Mapping[str, Any] = project.memo["embeddings"]
+    return recipe
 
 
 def folder_of(project: Project, prepared: Prepared) -> ModelFolder:
@@ -205,7 +206,7 @@ def items_of(project: Project, table: str, split: str | None) -> ItemTable:
 
 
 def with_task(config: Config) -> bool:
-    """Tell whether anything is to be trained."""
+    """Tell whether the configuration trains anything."""
     return config.train.task is not None or config.train.command is not None
 
 
@@ -219,14 +220,14 @@ def trained_table(project: Project, prepared: Prepared) -> ItemTable:
 
 def tables_of(project: Project, prepared: Prepared) -> list[ItemTable]:
     """Return all items that are read in a training."""
-    looked_at = validation_items(project, prepared)
-    return [trained_table(project, prepared), *([looked_at.table] if looked_at else [])]
+    validation = validation_items(project, prepared)
+    return [trained_table(project, prepared), *([validation.table] if validation else [])]
 
 
 def task_sizes(project: Project, prepared: Prepared, table: ItemTable) -> dict[str, Any]:
-    """Return the sizes of items as the task says them, cropped as planned."""
-    found = sizes_of(Work.of(project.config, beside=project.beside).task, table.sizes)
-    return {name: np.minimum(size_N, prepared.crop.get(name, size_N.max(initial=0))) for name, size_N in found.items()}
+    """Return the sizes of items as the task's `cost` gives them, cropped as planned."""
+    sizes = sizes_of(Work.of(project.config, beside=project.beside).task, table.sizes)
+    return {name: np.minimum(size_N, prepared.crop.get(name, size_N.max(initial=0))) for name, size_N in sizes.items()}
 
 
 def steps_of(project: Project, prepared: Prepared) -> int:
@@ -234,7 +235,7 @@ def steps_of(project: Project, prepared: Prepared) -> int:
     table = trained_table(project, prepared)
     sizes = task_sizes(project, prepared, table)
     batch = project.config.train.effective_batch
-    return sum(-(-int(one.keeps(sizes).sum()) // batch) * one.epochs for one in prepared.stretches)
+    return sum(-(-int(stretch.keeps(sizes).sum()) // batch) * stretch.epochs for stretch in prepared.stretches)
 
 
 def stretch_items(table: ItemTable, sizes: Mapping[str, Any], stretch: Any) -> Items:
@@ -247,7 +248,7 @@ def stretch_items(table: ItemTable, sizes: Mapping[str, Any], stretch: Any) -> I
 
 
 def validation_items(project: Project, prepared: Prepared) -> Items | None:
-    """Return the items that the model is looked at on while it is trained: always the same, where not all."""
+    """Return the items on which the model is validated during training, the same each time; None: none are."""
     settings = project.config.train.validation
     if settings.split is None:
         return None
@@ -258,7 +259,7 @@ def validation_items(project: Project, prepared: Prepared) -> Items | None:
 
 
 def evaluated_items(project: Project, prepared: Prepared, table: ItemTable, limit: int | None = None) -> Items:
-    """Return items and what they cost under the plan of the last stretch; so many of them at most."""
+    """Return items, `limit` of them at most, and what they cost under the plan of the last stretch."""
     from pipeline.stages.train import Items
 
     if limit is not None and limit < len(table):
@@ -269,18 +270,18 @@ def evaluated_items(project: Project, prepared: Prepared, table: ItemTable, limi
 
 
 def told_sizes(project: Project) -> list[str]:
-    """Return the names of the sizes that a task is told of an item: of a graph, or of the first that a reader gives."""
+    """Return the names of the item sizes that the task's `cost` is given: a graph's, or a reader's first items'."""
     if not is_reader(project.config):
         return list(GRAPH)
-    taken = inspect_entries(project)
-    if not len(taken.table):
-        what = f"none of the first {taken.entries} items can be used"
+    first = inspect_entries(project)
+    if not len(first.table):
+        what = f"none of the first {first.entries} items can be used"
         raise DataError(what, where=str(project.config.data.path), remedy="pipeline submit --stage scan   (says why)")
-    return list(taken.table.sizes)
+    return list(first.table.sizes)
 
 
 def some_items(project: Project, most: int = 3) -> list[Any]:
-    """Return a few items as a task gets them, small ones; none while their graphs are not there."""
+    """Return a few small items as a task gets them; none while their graphs are not there."""
     from pipeline.training.items.loader import Loader
     from pipeline.training.sampling.epoch_order import SamplerSettings
     from pipeline.training.sampling.sampler import MicroBatch, Sampler

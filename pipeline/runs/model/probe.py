@@ -74,14 +74,14 @@ class ProbedCard:
 
     @classmethod
     def of(cls, card: CardSpec, site: SiteCard | None = None) -> ProbedCard:
-        """Return where the site has it."""
+        """Return a card with what a job asks of this site to get it."""
         if site is None:
             return cls(card)
         return cls(card, site.gres or "", site.partition or "", site.feature or "")
 
 
 class ProbeOutcome(str, Enum):
-    """What came of a probe."""
+    """How a probe ended."""
 
     MEASURED = "measured"
     DIED = "died of memory"
@@ -91,7 +91,7 @@ class ProbeOutcome(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """What came of the probe of a card."""
+    """What a probe of a card measured, beside what was predicted."""
 
     card: str
     outcome: ProbeOutcome
@@ -136,25 +136,25 @@ def probe(
     What is measured is remembered, and `measured_ratios` then has it for the next plan.
     """
     refuse_unprobed(work, plan)
-    found: dict[int, Probed] = {}
+    results: dict[int, Probed] = {}
     jobs: list[_ProbeJob] = []
     for number, place in enumerate(places):
         errand = errand_of(config, work, plan, oracle, place, executor, beside)
         try:
             jobs.append(_submitted(number, config, errand, place, plan, executor))
         except SubmissionRefused as error:
-            found[number] = _unmeasured(errand, ProbeOutcome.REFUSED, error)
+            results[number] = _unmeasured(errand, ProbeOutcome.REFUSED, error)
             tell(f"probe of {errand.card}: not submitted: {error.what}")
         else:
             tell(f"probe of {errand.card}: job {jobs[-1].id}")
     for job, status in _followed(jobs, executor, tell):
-        one = found[job.number] = _concluded(job, status, config)
-        tell(f"probe of {one.card}: {one.outcome.value}{f': {one.why}' if one.why else ''}")
-    return tuple(found[number] for number in range(len(places)))
+        result = results[job.number] = _concluded(job, status, config)
+        tell(f"probe of {result.card}: {result.outcome.value}{f': {result.why}' if result.why else ''}")
+    return tuple(results[number] for number in range(len(places)))
 
 
 def refuse_unprobed(work: Work, plan: MemoryPlan) -> None:
-    """Refuse what a process without data, alone, cannot show."""
+    """Refuse plans that a single process without data cannot probe."""
     if not isinstance(work.task, Example):
         what = "the task has no example(sizes): a probe has no batch to run"
         raise ConfigError(what, where="train.task", remedy="add one, or plan without --probe")
@@ -169,12 +169,12 @@ def model_name(work: Work, choice: MemoryChoice) -> str:
 
 
 def measured_ratios(config: Config, work: Work, choice: MemoryChoice, cards: Sequence[str]) -> tuple[float, ...]:
-    """Return measured/predicted bytes for a plan of this choice that holds on all these cards, for `Request.ratios`."""
+    """Return measured/predicted bytes of such a plan on all these cards, for `PlanRequest.ratios`."""
     return ratios_of_all(peaks_of(config), model_name(work, choice), cards)
 
 
 def measured_pace(config: Config, work: Work, choice: MemoryChoice, cards: Sequence[str]) -> float | None:
-    """Return measured/predicted seconds of such a plan, of the card that is worst; None: one was not measured."""
+    """Return measured/predicted seconds of such a plan on the slowest card; None: a card was not measured."""
     peaks, model = peaks_of(config), model_name(work, choice)
     newest = [seconds[0] for card in cards if (seconds := peaks.seconds(model, card))]
     return max(newest) if len(newest) == len(cards) and newest else None
@@ -189,14 +189,14 @@ def errand_of(
     executor: Executor,
     beside: Path | None = None,
 ) -> Errand:
-    """Return what a probe of a card is to run, with what is predicted of exactly that."""
+    """Return what a probe of a card is to run, and what is predicted of it."""
     worst = max(plan.buckets, key=lambda bucket: bucket.live.value)
     standing, micro = oracle.standing(plan.choice), oracle.micro(plan.choice, worst.sizes)
     micros = 2 if plan.accumulation_most > 1 else 1  # every further one is like the second
     predicted_bytes = int(worst.live.value)
     if place.card.caching:
-        said = [settings for settings in SETTINGS if settings.text == plan.allocator.settings]
-        predicted_bytes = reserve(standing, [[micro] * micros] * STEPS, said or SETTINGS).bytes
+        planned = [settings for settings in SETTINGS if settings.text == plan.allocator.settings]
+        predicted_bytes = reserve(standing, [[micro] * micros] * STEPS, planned or SETTINGS).bytes
     cards = CardSpecs.of([place.card])
     step_s = micros * micro_time(micro, standing, plan.choice, cards).total_s + update_s(
         standing, plan.choice, cards, 1
@@ -220,7 +220,7 @@ def errand_of(
 
 
 def _limits(config: Config, work: Work, place: ProbedCard, executor: Executor, host_bytes: int) -> tuple[int, int]:
-    """Return the memory and the time of a probe's job: as configured, else all that the plan may use, within limits."""
+    """Return the memory and time of a probe's job: as configured, else all that the plan may use, within limits."""
     resources = config.cluster.train
     on_card = work.device != "cpu"
     beside = train_need(TrainingJob(gpu=on_card, model_bytes=host_bytes if on_card else 0), STATED).total_bytes
@@ -238,7 +238,7 @@ def _gpus(work: Work | Errand) -> int:
 def _submitted(
     number: int, config: Config, errand: Errand, place: ProbedCard, plan: MemoryPlan, executor: Executor
 ) -> _ProbeJob:
-    """Write down what a probe needs, and submit it; one that is refused leaves nothing behind."""
+    """Write the files of a probe and submit its job; a refused one leaves nothing behind."""
     folder = draft_probe(config, errand)
     resources = config.cluster.train
     spec = JobSpec(
@@ -286,7 +286,7 @@ def draft_probe(config: Config, errand: Errand) -> ProbeFolder:
 def _followed(
     jobs: Sequence[_ProbeJob], executor: Executor, tell: Callable[[str], None]
 ) -> list[tuple[_ProbeJob, TaskStatus | None]]:
-    """Wait until every probe has said what came of it, or has ended without a word; return how each stands."""
+    """Wait until every probe has written a result or its job has ended; return each with its job's status."""
     waiting: dict[JobId, _ProbeJob] = {job.id: job for job in jobs}
     done: list[tuple[_ProbeJob, TaskStatus | None]] = []
     try:
@@ -308,7 +308,7 @@ def _followed(
 
 
 def _concluded(job: _ProbeJob, status: TaskStatus | None, config: Config) -> Probed:
-    """Return what came of a probe: as it says, else as its end tells; another node's file may be seen late."""
+    """Return what a probe measured: by its result file, which may appear late, else by how its job ended."""
     patience_s = config.cache.visibility_s if status is not None and status.state.ok else 0.0
     result = wait_for(lambda: result_of(job.folder), patience_s, SEEN_AGAIN_S) or _from_outside(job, status)
     errand = job.errand
@@ -340,12 +340,11 @@ def _why_it_died(result: ProbeResult, errand: Errand) -> str:
 
 def _unmeasured(errand: Errand, outcome: ProbeOutcome, error: PipelineError) -> Probed:
     """Return a probe that measured nothing."""
-    log = ""
-    return Probed(errand.card, outcome, errand.predicted_bytes, 0, errand.predicted_s, 0.0, log, error.what, (), error)
+    return Probed(errand.card, outcome, errand.predicted_bytes, 0, errand.predicted_s, 0.0, "", error.what, (), error)
 
 
 def _from_outside(job: _ProbeJob, status: TaskStatus | None) -> ProbeResult:
-    """Return what the executor knows of a probe that could say nothing; a death of memory is remembered even so."""
+    """Return the result of a probe that wrote none, by its job's end; out of memory is remembered even so."""
     if status is None:
         return ProbeResult(FAILED, why="nobody knows what became of its job")
     verdict = judge_attempt(status, Word(), end_of(job.log, LOG_LINES) or "", asked_bytes=job.errand.mem_bytes)

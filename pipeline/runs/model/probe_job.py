@@ -49,7 +49,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True)
 class Errand:
-    """What a probe is to run, and what was predicted of it."""
+    """What a probe is to run, and what is predicted of it."""
 
     card: str
     device: str
@@ -67,7 +67,7 @@ class Errand:
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """What came of it."""
+    """What a probe measured, or why it measured nothing."""
 
     state: str  # measured, died (of memory), failed
     bytes: int = 0  # of one that died: what it could have at most
@@ -88,7 +88,7 @@ class ProbeFolder(RunFolder):
 
     @property
     def start(self) -> Path:
-        """What there was before the step."""
+        """The memory in use before the step."""
         return self.path / "start.json"
 
     @property
@@ -97,7 +97,7 @@ class ProbeFolder(RunFolder):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run a probe; return 0 also where it died of memory, which is what was asked."""
+    """Run a probe; return 0 also where it ran out of memory, which is a result."""
     atexit.register(gc.freeze)  # at its end torch is not looked through once more, for half a second
     folder = ProbeFolder(Path(argv[0]))
     if argv[1:] == [STEP]:
@@ -112,7 +112,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run_step_process(folder: ProbeFolder) -> int:
-    """Run the step in this process and write down what came of it; return an exit code."""
+    """Run the step in this process and write its result; return an exit code."""
     try:
         config, errand = read_errand(folder)
         result = measure_step(errand, config, folder)
@@ -125,7 +125,7 @@ def run_step_process(folder: ProbeFolder) -> int:
 
 
 def killed(folder: ProbeFolder, number: int, peak_bytes: int, *, counted: bool) -> int:
-    """Say why the step was killed: for its memory if the kernel counted that, or it had come near its limit."""
+    """Record a killed step: as out of memory if the kernel counted that or the step was near its limit."""
     config, errand = read_errand(folder)
     if number == signal.SIGKILL and (counted or peak_bytes >= LARGE_SHARE * errand.mem_bytes):
         return conclude(folder, config, errand, death(folder, errand, peak_bytes))
@@ -134,14 +134,14 @@ def killed(folder: ProbeFolder, number: int, peak_bytes: int, *, counted: bool) 
 
 
 def conclude(folder: ProbeFolder, config: Config, errand: Errand, result: ProbeResult) -> int:
-    """Write down what came of a probe, for who waits and for later plans; return an exit code."""
+    """Write a probe's result for whoever waits, and for later plans; return an exit code."""
     result = result if result.state == FAILED else remember_result(folder, config, errand, result)
     write_json(folder.result, result)
     return 1 if result.state == FAILED else 0
 
 
 def measure_step(errand: Errand, config: Config, folder: ProbeFolder) -> ProbeResult:
-    """Run the bucket and measure it."""
+    """Run the steps of a probe and measure their memory and time."""
     work = Work.of(config, beside=Path(errand.beside) if errand.beside else None)
     gauge = StepGauge(errand.device, errand.mem_bytes)
     write_json(folder.start, gauge.before)
@@ -158,7 +158,7 @@ def measure_step(errand: Errand, config: Config, folder: ProbeFolder) -> ProbeRe
 
 
 def step_seconds(work: Work, errand: Errand, gauge: StepGauge) -> list[float]:
-    """Return the seconds of each step."""
+    """Run the steps; return the seconds of each."""
     step = work.step(MemoryChoice(**errand.choice), device=errand.device)
     batch = work.example(errand.sizes)
     taken: list[float] = []
@@ -171,7 +171,7 @@ def step_seconds(work: Work, errand: Errand, gauge: StepGauge) -> list[float]:
 
 
 def death(folder: ProbeFolder, errand: Errand, peak_bytes: int = 0) -> ProbeResult:
-    """Return what is known of a step that was killed for its memory."""
+    """Return the result of a step that was killed for its memory."""
     start = start_of(folder)
     taken = start.taken_bytes if start else 0
     available = start.available_bytes if start else errand.mem_bytes
@@ -179,7 +179,7 @@ def death(folder: ProbeFolder, errand: Errand, peak_bytes: int = 0) -> ProbeResu
 
 
 def remember_result(folder: ProbeFolder, config: Config, errand: Errand, result: ProbeResult) -> ProbeResult:
-    """Add a measurement to those of earlier ones; return it, with whether that could be done."""
+    """Add a measurement to the history of earlier ones; return it, with whether that could be done."""
     start = start_of(folder)
     if start is None:  # it died before the step began: that says nothing of the step
         return ProbeResult(FAILED, why=f"{result.why}, before the step began")
@@ -199,22 +199,21 @@ def remember_result(folder: ProbeFolder, config: Config, errand: Errand, result:
         step_s=result.step_s,
         at=time.time(),
     )
-    done = record_peak(config, folder.name, peak)
-    return replace(result, remembered=done)
+    return replace(result, remembered=record_peak(config, folder.name, peak))
 
 
 def peaks_of(config: Config) -> PeakHistory:
-    """Return what was measured of training steps."""
+    """Return the measurements of earlier training steps."""
     return PeakHistory(config.cluster.runs / ".profiles" / "peaks")
 
 
 def record_peak(config: Config, run: str, peak: Peak) -> bool:
-    """Add to what was measured; return whether that could be done."""
+    """Add a measurement to the history; return whether that could be done."""
     return peaks_of(config).record(run, f"{socket.gethostname()}-{os.getpid()}", [peak])
 
 
 def read_errand(folder: ProbeFolder) -> tuple[Config, Errand]:
-    """Return what a probe is about."""
+    """Return the configuration of a probe, and what it is to run."""
     config = from_resolved(folder.config.read_text(), str(folder.config))
     errand = read_value(folder.errand, Errand)
     if errand is None:
@@ -224,12 +223,12 @@ def read_errand(folder: ProbeFolder) -> tuple[Config, Errand]:
 
 
 def start_of(folder: ProbeFolder) -> BeforeModel | None:
-    """Return what there was before the step; None: it never began."""
+    """Return the memory in use before the step; None: it never began."""
     return read_value(folder.start, BeforeModel)
 
 
 def result_of(folder: ProbeFolder) -> ProbeResult | None:
-    """Return what came of a probe; None: nothing yet."""
+    """Return the result of a probe; None: there is none yet."""
     return read_value(folder.result, ProbeResult)
 
 
@@ -242,7 +241,7 @@ def read_value(path: Path, kind: type[Value]) -> Value | None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a value so that a reader finds all of it or nothing."""
+    """Write a value in one go: a reader finds all of it or nothing."""
     write_whole(path, json.dumps(asdict(value), indent=1))
 
 

@@ -52,7 +52,6 @@ KEY = np.dtype(f"V{KEY_BYTES}")
 def join_ranks(project: Project, folder: RunFolder, prepared: Prepared, tell: Tell) -> Ranks:
     """Return this process among its ranks, on the device that it has."""
     from pipeline.training.ranks.process_group import join_process_group
-    from pipeline.training.ranks.rendezvous import RankPlace
     from pipeline.training.ranks.watchdog import HangLimits
 
     place = tell.place or RankPlace(0, 1)
@@ -64,7 +63,7 @@ def join_ranks(project: Project, folder: RunFolder, prepared: Prepared, tell: Te
 
 
 def take_device(project: Project, local_rank: int, prepared: Prepared) -> str:
-    """Return the device of a rank, made the current one: before torch looks at any, its allocator is told how to go."""
+    """Return the device of a rank, made the current one; the allocator's settings must stand before torch uses it."""
     if not project.config.cluster.train.gpus:
         return "cpu"
     if prepared.allocator:
@@ -83,20 +82,20 @@ def log_line(line: str) -> None:
 def staged(
     project: Project, tables: Sequence[ItemTable], ranks: Ranks, tell: Tell, say: Callable[[str], None]
 ) -> Project:
-    """Return the project as this node is to read it, once what these items need is on the node's own disk."""
+    """Copy what these items need to the node's own disk, and return the project as this node is to read it."""
     if project.config.cache.stage is None or is_reader(project.config):  # whose files are not in the cache
         return project
     place = tell.place or RankPlace(0, 1)
     with ranks.patient("staging"):
         folder = _Stager(project, tables, ranks, tell, say).stage() if place.local_rank == 0 else ""
-        told = ranks.exchange({"host": place.host, "folder": folder})  # which waits for all nodes
-    folder = next((one["folder"] for one in told if one["host"] == place.host and one["folder"]), "")
+        replies = ranks.exchange({"host": place.host, "folder": folder})  # which waits for all nodes
+    folder = next((reply["folder"] for reply in replies if reply["host"] == place.host and reply["folder"]), "")
     return replace(project, cache=project.cache.behind(CacheFolder(Path(folder)))) if folder else project
 
 
 @dataclass
 class _Stager:
-    """The first rank of a node."""
+    """Copies to the node's own disk what its ranks read; the first rank of each node runs it."""
 
     project: Project
     tables: Sequence[ItemTable]
@@ -107,7 +106,7 @@ class _Stager:
     told: float = 0.0
 
     def stage(self) -> str:
-        """Copy what there is time and room for; return the folder, if anything is there, and say what came of it."""
+        """Copy what there is time and room for, and log it; return the scratch folder, or '' if nothing is in it."""
         self.begun, scratch = time.monotonic(), None
         try:
             scratch = open_scratch(self._place(), self._name(), self.project.cache.disk)
@@ -115,16 +114,14 @@ class _Stager:
         except RankLost:
             raise
         except (Unfit, PipelineError, OSError) as error:
-            what = error.what if isinstance(error, PipelineError) else str(error)
-            self.say(f"not all is staged: {what}; the rest is read from {self.project.cache.root}")
+            problem = error.what if isinstance(error, PipelineError) else str(error)
+            self.say(f"not all is staged: {problem}; the rest is read from {self.project.cache.root}")
         return str(scratch.root) if scratch is not None and scratch.kinds() else ""
 
     def _copy(self, scratch: CacheFolder) -> str:
-        """Copy graphs, and the embeddings of their sequences; say what came of it."""
+        """Copy graphs and the embeddings of their sequences; return a line for the log."""
         config = self.project.config
-        staging = CacheStaging(
-            self.project.cache, scratch, shard_bytes=config.cache.shard_bytes, goes_on=lambda: self._goes_on()
-        )
+        staging = CacheStaging(self.project.cache, scratch, shard_bytes=config.cache.shard_bytes, goes_on=self._goes_on)
         if staging.is_done():
             return f"staged in {scratch.root} by an earlier job: nothing is to be copied"
         try:
@@ -142,7 +139,7 @@ class _Stager:
         )
 
     def _place(self) -> Path:
-        """Return the folder that the configuration means on this node."""
+        """Return the folder on this node that `cache.stage` names."""
         if not self.project.config.graph.cache:
             raise Unfit("graphs are not kept (graph.cache: false)")
         try:
@@ -151,7 +148,7 @@ class _Stager:
             raise Unfit(f"cache.stage: {error}") from error
 
     def _name(self) -> str:
-        """Return a name for what is copied: which graphs, which embeddings, and whose it is."""
+        """Return a name for the scratch folder, made of its graphs, its embeddings and its user."""
         content: dict[str, Any] = {
             "format": CACHE_FORMAT,
             "user": os.geteuid(),
@@ -163,22 +160,22 @@ class _Stager:
     def _graphs(self) -> Keys:
         """Return the keys of the graphs of all items."""
         keys: Keys = np.unique(
-            np.concatenate([np.ascontiguousarray(one.key_N16).view(KEY)[:, 0] for one in self.tables])
+            np.concatenate([np.ascontiguousarray(table.key_N16).view(KEY)[:, 0] for table in self.tables])
         )
         return keys
 
     def _embeddings_of(self, graphs: Iterator[Record]) -> Keys:
-        """Return the keys of the embeddings that some graphs need, as far as there are any."""
+        """Return the keys of the embeddings in the cache that some graphs need."""
         embeddings = Embeddings(self.project.cache.kind("embed"), self.project.encoding.recipe)
         keys = bytearray()
-        while some := list(islice(graphs, AT_ONCE)):
-            texts = dict.fromkeys(text for graph in some for text in _texts(embeddings, graph))
+        while chunk := list(islice(graphs, AT_ONCE)):
+            texts = dict.fromkeys(text for graph in chunk for text in _texts(embeddings, graph))
             keys += b"".join(copy.key for copy in embeddings.look_up(texts)[0].values())
-        found: Keys = np.unique(np.frombuffer(bytes(keys), KEY))
-        return found
+        unique: Keys = np.unique(np.frombuffer(bytes(keys), KEY))
+        return unique
 
     def _goes_on(self) -> bool:
-        """Say whether there is time for more; who waits for this rank hears that it is at work."""
+        """Tell whether there is time to copy more, and let the waiting ranks know that this one is at work."""
         now = time.monotonic()
         if now - self.told > TELL_EVERY_S:
             self.told = now
@@ -187,7 +184,7 @@ class _Stager:
 
 
 def _texts(embeddings: Embeddings, graph: Record) -> Iterable[str]:
-    """Yield what is encoded of a graph's partners; a record in the place of one that cannot be built has none."""
+    """Yield the encoded sequences of a graph's partners; a record of a graph that cannot be built has none."""
     with suppress(KeyError):
         for partner in graph.meta["partners"]:
             yield from embeddings.texts(proteins(partner["chains"]))

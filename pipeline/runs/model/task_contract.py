@@ -52,7 +52,7 @@ def breaches(
     told: Sequence[str] = GRAPH,
     padded: bool = False,
 ) -> Iterator[str]:
-    """Yield in words what a task does not keep to; nothing if all is well.
+    """Yield a sentence for each rule of its contract that a task breaks; nothing if all is well.
 
     `sizes` are those of a small batch, as `cost` names them; `items` are what a loader gives to `collate`; `told` are
     the sizes of an item that `cost` is told; a batch that is `padded` has the size of its largest item.
@@ -64,7 +64,7 @@ def breaches(
             model = task.model()
         yield from _models(task, model, seed)
         if isinstance(task, Example):
-            yield from _without_data(task, sizes or _made_up(task, names, padded=padded))
+            _try_step(task, sizes or _made_up(task, names, padded=padded))
         if items:
             yield from _with_data(task, model, items)
     except PipelineError as error:
@@ -84,9 +84,9 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 def _axes(items: Sequence[Any]) -> list[str]:
-    """Return the names of what a reader's arrays lie along: `peaks` of `peaks.mz`."""
-    given = [one for item in items if isinstance(one := getattr(item, "values", None), Mapping)]
-    return [name.partition(".")[0] for values in given for name in values if "." in name]
+    """Return the names of the axes along which a reader's arrays lie: `peaks` of `peaks.mz`."""
+    arrays = [values for item in items if isinstance(values := getattr(item, "values", None), Mapping)]
+    return [name.partition(".")[0] for values in arrays for name in values if "." in name]
 
 
 def _made_up(task: Task, names: Iterable[str], *, padded: bool) -> dict[str, int]:
@@ -96,7 +96,7 @@ def _made_up(task: Task, names: Iterable[str], *, padded: bool) -> dict[str, int
 
 
 def _costs(task: Task, names: Iterable[str]) -> Iterator[str]:
-    """Costs grow with items, and are told of many at once."""
+    """Check that `cost` grows with the items, and that it takes arrays of many at once."""
     small = {name: np.ones(2, np.int64) for name in names}  # a limit of the task, such as max_peaks, may be low
     large = {name: 2 * ITEM_SIZE * size_N for name, size_N in small.items()}
     before, after = sizes_of(task, small), sizes_of(task, large)
@@ -107,32 +107,33 @@ def _costs(task: Task, names: Iterable[str]) -> Iterator[str]:
 
 
 def _models(task: Task, model: nn.Module, seed: int) -> Iterator[str]:
-    """Every rank builds its own model: with one seed they must be the same."""
+    """Check that `model` depends on torch's seed alone: every rank builds its own, and they must be the same."""
     import torch
 
     with _seeded(seed):
         again = task.model()
-    mine, its = dict(model.named_parameters()), dict(again.named_parameters())
-    if mine.keys() != its.keys() or any(mine[name].shape != its[name].shape for name in mine):
+    first, second = dict(model.named_parameters()), dict(again.named_parameters())
+    if first.keys() != second.keys() or any(first[name].shape != second[name].shape for name in first):
         yield "model() returns other parameters each time it is called"
-    elif odd := [name for name in mine if not torch.equal(mine[name], its[name])]:
+    elif odd := [name for name in first if not torch.equal(first[name], second[name])]:
         yield f"model() draws {odd[0]} from other random numbers than torch's: ranks would begin with different models"
     if isinstance(task, ParameterGroups):
         groups = list(task.parameter_groups(model))
-        inner = [one for group in groups for one in (group["params"] if isinstance(group, dict) else [group])]
-        known = {id(one) for one in model.parameters()}
-        if any(id(one) not in known for each in inner for one in (each if _is_many(each) else [each])):
+        entries = [entry for group in groups for entry in (group["params"] if isinstance(group, dict) else [group])]
+        known = {id(parameter) for parameter in model.parameters()}
+        if any(id(parameter) not in known for entry in entries for parameter in _parameters(entry)):
             yield "parameter_groups() returns a parameter that is not the model's"
 
 
-def _is_many(one: Any) -> bool:
+def _parameters(entry: Any) -> Iterable[Any]:
+    """Return the parameters of an entry of a group: a tensor, or several."""
     import torch
 
-    return isinstance(one, Iterable) and not isinstance(one, torch.Tensor)
+    return entry if isinstance(entry, Iterable) and not isinstance(entry, torch.Tensor) else [entry]
 
 
-def _without_data(task: Task, sizes: Mapping[str, int]) -> Iterator[str]:
-    """Make a step on tensors without data: it says at once what would fail on a card hours later."""
+def _try_step(task: Task, sizes: Mapping[str, int]) -> None:
+    """Make a step on tensors without data: what raises here would fail on a GPU hours later."""
     from pipeline.memory.tracing.tracer import CPU, CannotTrace, Tracer
     from pipeline.training.step.contrastive import make_step
     from pipeline.training.step.optimizers import StepSettings
@@ -148,11 +149,10 @@ def _without_data(task: Task, sizes: Mapping[str, int]) -> Iterator[str]:
         tracer.micro(MemoryChoice(), dict(sizes))
     except CannotTrace:  # fake tensors do not do
         make_step(task, StepSettings()).run([example(sizes)])
-    yield from ()
 
 
 def _with_data(task: Task, model: nn.Module, items: Sequence[Any]) -> Iterator[str]:
-    """See whether a batch's sums are those of its items, which micro-batches rest on, and weights known beforehand."""
+    """Check what micro-batches rest on: a batch's sums are those of its items, and `weights` agrees with `loss`."""
     import torch
 
     rng = np.random.default_rng(0)
@@ -162,12 +162,12 @@ def _with_data(task: Task, model: nn.Module, items: Sequence[Any]) -> Iterator[s
         parts = [task.loss(model, _collated(task, [item], rng)) for item in items]
         weights = task.weights(_collated(task, items, rng)) if isinstance(task, Weights) else None
     for name, (total, weight) in whole.items():
-        found = math.fsum(float(part[name][0]) for part in parts if name in part)
+        summed = math.fsum(float(part[name][0]) for part in parts if name in part)
         weighed = math.fsum(float(part[name][1]) for part in parts if name in part)
-        if not (isinstance(task, Contrastive) or math.isclose(found, float(total), rel_tol=CLOSE, abs_tol=1e-6)):
-            what = f"the sum of {name!r} over {len(items)} items is {float(total):.6g}, and {found:.6g} one by one"
-            what += ": micro-batches would train another model (a mean in place of a sum? a batch norm?"
-            yield f"{what} {IN_BATCH})"
+        if not (isinstance(task, Contrastive) or math.isclose(summed, float(total), rel_tol=CLOSE, abs_tol=1e-6)):
+            problem = f"the sum of {name!r} over {len(items)} items is {float(total):.6g}, and {summed:.6g} one by one"
+            problem += ": micro-batches would train another model (a mean in place of a sum? a batch norm?"
+            yield f"{problem} {IN_BATCH})"
         if not math.isclose(weighed, float(weight), rel_tol=CLOSE, abs_tol=1e-6):
             yield f"the weight of {name!r} over {len(items)} items is {float(weight):.6g}, and {weighed:.6g} one by one"
         if weights is not None and name not in weights:
@@ -182,11 +182,13 @@ def _with_data(task: Task, model: nn.Module, items: Sequence[Any]) -> Iterator[s
 
 def _collated(task: Task, items: Sequence[Any], rng: np.random.Generator) -> Batch:
     """Collate items as if for the first time: what they draw from stands where it stood."""
-    return task.collate([replace(one, rng=deepcopy(one.rng)) if hasattr(one, "rng") else one for one in items], rng)
+    return task.collate(
+        [replace(item, rng=deepcopy(item.rng)) if hasattr(item, "rng") else item for item in items], rng
+    )
 
 
 def _embedded(task: Contrastive, model: nn.Module, items: Sequence[Any]) -> Iterator[str]:
-    """Rows of a batch are those of its items, alone."""
+    """Check that the rows of a batch are those of its items alone."""
     import torch
 
     rng = np.random.default_rng(0)
@@ -202,11 +204,11 @@ def _embedded(task: Contrastive, model: nn.Module, items: Sequence[Any]) -> Iter
 
 
 def _outputs(task: Outputs, model: nn.Module, items: Sequence[Any]) -> Iterator[str]:
-    """Predictions have an entry for each item."""
+    """Check that predictions have an entry for each item."""
     import torch
 
     with torch.no_grad():
-        said = task.outputs(model, _collated(cast("Task", task), items, np.random.default_rng(0)))
-    for name, entries in said.items():
+        outputs = task.outputs(model, _collated(cast("Task", task), items, np.random.default_rng(0)))
+    for name, entries in outputs.items():
         if len(entries) != len(items):
             yield f"outputs(): {name!r} has {len(entries)} entries for {len(items)} items"

@@ -56,7 +56,7 @@ READERS = 2  # threads that read
 
 @dataclass(frozen=True)
 class TrainOutlook:
-    """What training would take."""
+    """What training would take: the plan, what it is compared with, and its job."""
 
     task: str
     items: int
@@ -105,7 +105,8 @@ class TrainOutlook:
             "item": dict(self.item),
             "configurations": json_data(list(self.configurations)),
             "alternatives": [
-                {**_alternative(one), "waits_s": self.waits_s.get(one.offer.name)} for one in self.alternatives
+                {**_alternative(planned), "waits_s": self.waits_s.get(planned.offer.name)}
+                for planned in self.alternatives
             ],
             "host": {"parts": json_data(self.host.parts), "mem_bytes": self.mem.mem_bytes, "why": self.mem.why},
             "job": {"cpus": self.cpus, "gpus": self.gpus, "nodes": self.nodes, "time_s": self.time_s},
@@ -113,27 +114,27 @@ class TrainOutlook:
             "gpu_hours": self.train_s * self.offer.ranks / 3600,
             "pace": self.pace,
             "ignores_sizes": self.ignores_sizes,
-            "findings": [{**asdict(one), "severity": one.severity.value} for one in self.findings],
-            "probed": [_probed(one) for one in self.probed],
+            "findings": [{**asdict(finding), "severity": finding.severity.value} for finding in self.findings],
+            "probed": [_probed(probed) for probed in self.probed],
         }
 
 
-def _alternative(one: PlannedOffer) -> dict[str, Any]:
+def _alternative(planned: PlannedOffer) -> dict[str, Any]:
     """Return an alternative as JSON data."""
     return {
-        "offer": one.offer.name,
-        "ranks": one.offer.ranks,
-        "gpu_hours": one.gpu_hours.value if one.gpu_hours else None,
-        "hours": one.hours.value if one.hours else None,
-        "remedies": list(one.plan.remedies) if one.plan else [],
-        "why": one.why,
+        "offer": planned.offer.name,
+        "ranks": planned.offer.ranks,
+        "gpu_hours": planned.gpu_hours.value if planned.gpu_hours else None,
+        "hours": planned.hours.value if planned.hours else None,
+        "remedies": list(planned.plan.remedies) if planned.plan else [],
+        "why": planned.why,
     }
 
 
-def _probed(one: Probed) -> dict[str, Any]:
+def _probed(probed: Probed) -> dict[str, Any]:
     """Return a probe as JSON data."""
     kept = ("card", "predicted_bytes", "measured_bytes", "predicted_s", "step_s", "log", "why", "notes")
-    return {**{name: getattr(one, name) for name in kept}, "outcome": one.outcome.value, "ratio": one.ratio}
+    return {**{name: getattr(probed, name) for name in kept}, "outcome": probed.outcome.value, "ratio": probed.ratio}
 
 
 def plan_training(question: Question, *, probing: bool = False) -> TrainOutlook:
@@ -182,10 +183,10 @@ def _outlook(question: Question, work: Work, *, probing: bool) -> TrainOutlook:
 
 
 def _evaluation_bytes(oracle: OracleLadder, plan: MemoryPlan, standing: StandingFootprint) -> int | None:
-    """Return what is live while the largest micro-batch is evaluated between two steps."""
+    """Return the live bytes while the largest micro-batch is evaluated between two steps; None: unknown."""
     worst = max(plan.buckets, key=lambda bucket: bucket.live.value)
-    found = oracle.evaluation(plan.choice, worst.sizes)
-    return standing.bytes + found.again.peak_bytes if found else None
+    footprint = oracle.evaluation(plan.choice, worst.sizes)
+    return standing.bytes + footprint.again.peak_bytes if footprint else None
 
 
 def _ignores_sizes(oracle: OracleLadder, plan: MemoryPlan, least: Mapping[str, int]) -> bool:
@@ -199,7 +200,7 @@ def _ignores_sizes(oracle: OracleLadder, plan: MemoryPlan, least: Mapping[str, i
 
 @dataclass(frozen=True)
 class _PlanningCase:
-    """What plans are made of."""
+    """What plans are made of, and the plans."""
 
     config: Config
     work: Work
@@ -224,25 +225,27 @@ class _PlanningCase:
 
     @property
     def reserve(self) -> Reserve:
-        """Return how much an allocator holds, with the settings that are allowed."""
+        """Return the function that says how much an allocator reserves, under the allowed settings."""
         wanted = self.config.train.allocator
-        allowed = [one for one in SETTINGS if wanted == "auto" or one.expandable == (wanted == "expandable")]
+        allowed = [
+            settings for settings in SETTINGS if wanted == "auto" or settings.expandable == (wanted == "expandable")
+        ]
         return partial(reserve, allowed=allowed)
 
     @property
     def typical(self) -> dict[str, int]:
-        """Return the sizes that nearly all items have at most."""
+        """Return the sizes that 95% of the items do not exceed."""
         return {name: int(np.percentile(values_N, TYPICAL)) for name, values_N in self.sizes.items()}
 
     def compared(self) -> list[CardSpec]:
-        """Return cards of the usual sizes."""
+        """Return cards of the usual sizes, to compare with; none for a CPU."""
         if self.work.device != "cuda":
             return []
         fraction = self.config.train.memory_fraction
         return [CardSpec.of(device(name), self.offers[0].ranks, fraction=fraction) for name in COMPARED]
 
     def plans(self) -> dict[str, MemoryPlan]:
-        """Plan every stage of the curriculum, and once more with what was measured of such a model on such cards."""
+        """Plan every stage of the curriculum, corrected by earlier measurements of this model on these cards."""
         cards, stages = self.offers[0].cards, list(_stages(self.config, self.data))
 
         def planned(ratios: tuple[float, ...] = (), measured: MemoryChoice | None = None) -> dict[str, MemoryPlan]:
@@ -256,14 +259,14 @@ class _PlanningCase:
         return planned(ratios, choice) if ratios else plans
 
     def configurations(self, plan: MemoryPlan) -> list[Configuration]:
-        """Return what a rank's share takes whole, halved, … and one by one."""
+        """Return what a rank's share takes when run whole, halved, … and item by item."""
         batch = min(self.config.train.effective_batch, len(self.table))
         share = ceil(batch / self.offers[0].ranks)
         counts = [1, 2]
         while counts[-1] < share:
             counts.append(2 * counts[-1])
         items = sorted({ceil(share / count) for count in counts}, reverse=True)
-        shares = [(one, ceil(share / one)) for one in items]
+        shares = [(count, ceil(share / count)) for count in items]
         cards = self.compared() or self.offers[0].cards
         return compare_configurations(
             self.oracle,
@@ -284,17 +287,17 @@ class _PlanningCase:
 
 
 def _case(question: Question, work: Work) -> _PlanningCase:
-    """Look up the items, and who answers for the model: the weakest card decides how attention is imitated."""
+    """Gather the items, the offers and the memory oracle; the weakest card decides how attention is imitated."""
     config = question.config
     refuse_crop(config)
-    table_ = _items(question)
-    sizes = sizes_of(work.task, table_.sizes)
+    table = _items(question)
+    sizes = sizes_of(work.task, table.sizes)
     offers = offers_of(question, on_cpu=work.device == "cpu")
     cards = [device(card.name) for offer in offers for card in offer.cards if is_known(card)]
     capability = min((card.capability for card in cards), default=(8, 0)) if work.device == "cuda" else None
     padded = config.train.batching == "padded"
     oracle = work.oracle(least_of(sizes), target_of(capability), padded=padded)
-    return _PlanningCase(config, work, table_, sizes, offers, oracle)
+    return _PlanningCase(config, work, table, sizes, offers, oracle)
 
 
 def _items(question: Question) -> ItemTable:
@@ -326,7 +329,7 @@ def _stages(config: Config, data: DataSizes) -> Iterator[CurriculumStage]:
 def _host(
     question: Question, plan: MemoryPlan, standing: StandingFootprint, offer: Offer, table: ItemTable
 ) -> HostNeed:
-    """Return what a node's processes take."""
+    """Return the host memory that a node's processes take."""
     config = question.config
     gpu = offer.cards[0].caching
     inputs = sum(part.bytes for part in plan.parts if part.category is Category.INPUTS)
@@ -352,7 +355,7 @@ def _host(
 
 
 def _mem(config: Config, host: HostNeed) -> Suggestion:
-    """Return what a job asks for: as configured; else as planned, corrected by what such jobs were measured to take."""
+    """Return a job's memory: as configured, else as planned, corrected by what such jobs were measured to take."""
     resources = config.cluster.train
     pinned = asked_bytes(resources, 0)
     if pinned:
@@ -364,7 +367,7 @@ def _mem(config: Config, host: HostNeed) -> Suggestion:
 
 
 def _facts(config: Config, work: Work, plan: MemoryPlan, offer: Offer) -> RunFacts:
-    """Return what is known of the run, for the linter."""
+    """Return the facts of the run that the linter judges."""
     train = config.train
     cards = [device(card.name) for card in offer.cards if is_known(card)]
     model = work.model()
@@ -379,7 +382,7 @@ def _facts(config: Config, work: Work, plan: MemoryPlan, offer: Offer) -> RunFac
         module_types=frozenset(type(module).__name__ for module in model.modules()),
         in_batch_contrastive=work.is_in_batch or None,
         two_passes=work.is_contrastive or None,
-        parameter_bytes=sum(one.numel() * one.element_size() for one in model.parameters()),
+        parameter_bytes=sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()),
         gpu_bytes=min(card.memory_bytes for card in offer.cards) if work.device == "cuda" else None,
         variable_shapes=len({tuple(bucket.sizes.values()) for bucket in plan.buckets}) > 1,
         precision=plan.choice.precision,

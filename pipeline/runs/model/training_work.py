@@ -52,7 +52,7 @@ class Work:
 
     @classmethod
     def of(cls, config: Config, *, beside: Path | None = None, on_gpu: bool = False) -> Work:
-        """Return what a configuration says; a GPU may be meant although it names none."""
+        """Return the work that a configuration describes; `on_gpu`: a GPU is meant, although it names none."""
         task = load_task(config.train.task, config.train.options, beside=beside)
         device = "cuda" if config.cluster.train.gpus or on_gpu else "cpu"
         return cls(task, step_settings(config.train, device, task), device)
@@ -87,7 +87,7 @@ class Work:
         return bool(getattr(self.task, "in_batch", False)) or self.is_contrastive
 
     def request(self, train: TrainSection, ranks: int, ratios: Sequence[float] = ()) -> PlanRequest:
-        """Return what is asked of the planner for this task."""
+        """Return the planner's request for this task; a contrastive one is never sharded."""
         request = request_of(train, ranks, ratios)
         if not self.is_contrastive:
             return request
@@ -112,16 +112,16 @@ class Work:
         )
 
     def build(self, choice: MemoryChoice, watch: Recorder, model: nn.Module | None) -> Step:
-        """Build what is traced: on the CPU, whatever it imitates."""
+        """Build a step to be traced: on the CPU, whatever device the trace imitates."""
         return self.step(choice, watch=watch, model=model)
 
     def example(self, sizes: Sizes) -> Any:
-        """Make a batch."""
+        """Make a batch of given sizes."""
         assert isinstance(self.task, Example)
         return self.task.example(sizes)
 
     def oracle(self, least: Sizes, target: Target, *, padded: bool) -> OracleLadder:
-        """Return what answers for the model: traced, else rehearsed, else by a formula."""
+        """Return the memory oracle of the model: traced, else measured on small steps, else by a formula."""
         from pipeline.memory.estimating.small_steps import MeasuredSmall
         from pipeline.memory.tracing.tracer import Tracer
 
@@ -157,7 +157,7 @@ class Work:
 
 
 def step_settings(train: TrainSection, device: str, task: Task | None = None) -> StepSettings:
-    """Return what a configuration says of a step; of a task that compares all items of one, how many these are."""
+    """Return the step settings of a configuration; those of a contrastive task hold how many items it compares."""
     from pipeline.training.step.optimizers import StepSettings
 
     way = train.way if train.way != "auto" else "foreach" if device == "cuda" else "loop"
@@ -199,17 +199,16 @@ def target_of(capability: tuple[int, int] | None) -> Target:
 
 
 def sizes_of(task: Task, item_sizes: Mapping[str, Integers]) -> dict[str, Integers]:
-    """Return what drives memory, of every item, as the task says it."""
+    """Return the sizes of every item that drive memory, as the task's `cost` names them."""
     items = len(next(iter(item_sizes.values()), ()))
     try:
-        told = task.cost(item_sizes)
-        if not isinstance(told, Mapping):
-            raise TypeError(f"it must return {{name: size}}, got {type(told).__name__}")
-        said: Mapping[str, Any] = dict(told)
-        for name, values in said.items():
+        costs: Any = task.cost(item_sizes)
+        if not isinstance(costs, Mapping):
+            raise TypeError(f"it must return {{name: size}}, got {type(costs).__name__}")
+        for name, values in costs.items():
             if not np.isfinite(values).all():
                 raise ValueError(f"{name} is not finite")
-        sizes = {name: np.broadcast_to(np.asarray(values, np.int64), items) for name, values in said.items()}
+        sizes = {name: np.broadcast_to(np.asarray(values, np.int64), items) for name, values in costs.items()}
     except Exception as error:
         blame = user_code_failed(
             f"cost() of all items at once, whose sizes are arrays ({', '.join(item_sizes)}),", error
@@ -230,7 +229,7 @@ def sizes_of(task: Task, item_sizes: Mapping[str, Integers]) -> dict[str, Intege
 
 
 def cutter(batch: int, *, padded: bool, seed: int = 0, micro_batch: int | None = None) -> Any:
-    """Return what cuts an epoch into micro-batches, as training will."""
+    """Return a function that cuts an epoch into micro-batches as training will."""
 
     def cut(sizes: Mapping[str, Integers], cost_N: Integers, budget_bytes: int, ranks: int) -> Micros:
         settings = sampler_settings(batch, budget_bytes, padded=padded, seed=seed, micro_batch=micro_batch)
@@ -252,13 +251,13 @@ def cutter(batch: int, *, padded: bool, seed: int = 0, micro_batch: int | None =
 
 
 def host_card(memory_bytes: int) -> CardSpec:
-    """Return a machine's own memory as a card: nothing stands between a tensor and its bytes."""
+    """Return a machine's own memory as a card without a caching allocator."""
     rates = {"fp32": 5e10, "bf16": 5e10}  # a core or two; only ratios matter
     return CardSpec("cpu", memory_bytes, memory_bytes, rates, 1e10, caching=False)
 
 
 def request_of(train: TrainSection, ranks: int, ratios: Sequence[float] = ()) -> PlanRequest:
-    """Return what is asked of the planner."""
+    """Return the planner's request for a configured training."""
     precisions = ("fp32", "bf16", "fp16") if train.precision == "auto" else (train.precision,)
     return PlanRequest(
         batch=train.effective_batch,
@@ -276,5 +275,5 @@ def request_of(train: TrainSection, ranks: int, ratios: Sequence[float] = ()) ->
 
 
 def least_of(sizes: Mapping[str, Integers]) -> dict[str, int]:
-    """Return the sizes of a batch of one item, the smallest of each size, but of something."""
+    """Return the sizes of a batch of one item: the smallest of each size, at least 1."""
     return {ITEMS: 1, **{name: max(1, int(values_N.min())) for name, values_N in sizes.items()}}
