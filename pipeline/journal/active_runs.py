@@ -1,4 +1,4 @@
-"""What goes on now: what the queue says of a run's jobs, in one quick look, and what happened lately."""
+"""Which runs are active: their jobs in the queue, how long they will take, and what happened recently."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 
 
 ASK_S = 5.0
-ASK_AGAIN_S = 10.0  # who watches for days asks no more often than that
+ASK_AGAIN_S = 10.0  # at most so often, by those who watch a run for days
 GOING_ON = (RunState.WAITING, RunState.RUNNING)
 
 
 @dataclass(frozen=True)
 class QueueLook:
-    """The jobs of a run as the queue has them; None where it does not answer."""
+    """The tasks of a run in the scheduler's queue; None where the queue does not answer."""
 
     tasks: Mapping[str, Queued] | None
     trouble: str = ""
@@ -58,12 +58,12 @@ class QueueLook:
         return {job for job in jobs if any(not task.state.ended for task in self._of(job))}
 
     def reasons(self, jobs: Iterable[JobId]) -> list[str]:
-        """Return what the waiting tasks of jobs wait for, in words, what holds most of them first."""
+        """Return why tasks of these jobs wait, the most frequent reason first."""
         counted = Counter(task.waits_for for job in jobs for task in self._of(job) if task.waits_for)
         return [reason for reason, _ in counted.most_common()]
 
     def where(self, jobs: Iterable[JobId]) -> str:
-        """Say where the first of jobs is that has not ended."""
+        """Return on which node the first unfinished job runs, or why it waits; empty where all have ended."""
         for job in jobs:
             for task in self._of(job):
                 if not task.state.ended:
@@ -87,40 +87,40 @@ def look_at_queue(status: RunStatus) -> QueueLook:
 
 
 def _jobs(status: RunStatus) -> list[JobId]:
-    """Return the jobs of a run that may not have ended."""
+    """Return the supervisor and task jobs of a run that may not have ended."""
     return [*status.successors, *(job for stage in status.stages.values() for job in stage.live)]
 
 
 class Sparing:
-    """Asks the queue for who watches: at once about other jobs, and again about the same ones only after a while."""
+    """Asks the queue for those who watch a run: again about the same jobs only after a while."""
 
     def __init__(self, every_s: float = ASK_AGAIN_S, ask: Callable[[RunStatus], QueueLook] = look_at_queue) -> None:
         self._every_s, self._ask = every_s, ask
         self._about: tuple[object, ...] = ()
-        self._said, self._at = QueueLook({}), -math.inf
+        self._look, self._at = QueueLook({}), -math.inf
 
     def __call__(self, status: RunStatus) -> QueueLook:
-        """Return what the queue says, or said a moment ago."""
+        """Return a look at the queue, at most some seconds old."""
         about = (status.state, *_jobs(status))
         if about != self._about or time.monotonic() - self._at >= self._every_s:
-            self._said, self._about, self._at = self._ask(status), about, time.monotonic()
-        return self._said
+            self._look, self._about, self._at = self._ask(status), about, time.monotonic()
+        return self._look
 
 
 @dataclass(frozen=True)
 class SeenRun:
-    """A run as people see it: by its ledger, with what the queue says of it now."""
+    """A run as it is shown: its status by the ledger, and what the queue says now."""
 
     status: RunStatus
-    at: float = math.inf  # seconds since 1970; inf: nobody asks how long it will still take
+    at: float = math.inf  # seconds since 1970; inf: no estimate of the time left is wanted
     waits_for: Mapping[str, Sequence[str]] = field(default_factory=dict)  # stage → why its tasks wait
     supervisor: str = ""
     trouble: str = ""  # why the queue could not be asked
-    losses: Mapping[str, Sequence[float]] = field(default_factory=dict)  # stage → its curve; as who watches it has it
+    losses: Mapping[str, Sequence[float]] = field(default_factory=dict)  # stage → its loss curve
     lately: Sequence[tuple[float, str]] = ()  # when something happened, and what
 
     def left_s(self, stage: StageStatus) -> float | None:
-        """Return how long a stage will still take, if it goes on as it did."""
+        """Return the seconds that a stage will still take at its speed so far."""
         return None if math.isinf(self.at) else left_s(stage, self.at)
 
     def to_json(self) -> dict[str, Any]:
@@ -139,7 +139,7 @@ def run_as_shown(
     catch_up: Callable[[], None],
     ask: Callable[[RunStatus], QueueLook] = look_at_queue,
 ) -> SeenRun:
-    """Return a run as people see it: by its ledger, with what the queue says now."""
+    """Return a run as it is shown; `catch_up` applies new events to its status."""
     now = ask(status)
     if is_abandoned(status, this_host, now):
         catch_up()  # a visit may have handed over since
@@ -151,7 +151,7 @@ def run_as_shown(
 
 
 def use(stage: StageStatus) -> dict[str, int | None]:
-    """Return the most memory that a task was given, and the most that one has used."""
+    """Return the most memory that any task of a stage asked for, and the most that one used."""
     ended = [attempt for task in stage.work.values() for attempt in task.ended]
     asks = [task.ask for task in stage.work.values() if task.ask]
     return {
@@ -162,7 +162,7 @@ def use(stage: StageStatus) -> dict[str, int | None]:
 
 
 def left_s(stage: StageStatus, now: float) -> float | None:
-    """Return how long a stage will still take if it goes on as it did; None before anything is done."""
+    """Return the seconds that a running stage will still take at its speed so far; None before an item is done."""
     done = stage.items_done
     if stage.state is not RunState.RUNNING or not 0 < done < stage.missing:
         return None
@@ -170,7 +170,7 @@ def left_s(stage: StageStatus, now: float) -> float | None:
 
 
 def _last_words(folder: RunFolder, status: RunStatus) -> str:
-    """Return how the log of the last supervisor ends, where it says anything."""
+    """Return the last lines of the last supervisor's log; empty where there are none."""
     for log in reversed(supervisor_logs(folder, status)):
         for path in log.paths:
             if (end := end_of(path, 3)) and end.strip():
@@ -179,7 +179,7 @@ def _last_words(folder: RunFolder, status: RunStatus) -> str:
 
 
 def supervisor(folder: RunFolder, status: RunStatus, now: QueueLook) -> str:
-    """Say who looks after a run that goes on."""
+    """Return which process or job supervises an active run; of an abandoned one, how its supervisor's log ends."""
     if status.state is RunState.ABANDONED:
         return _last_words(folder, status)
     if status.state is RunState.WAITING:
@@ -192,19 +192,19 @@ def supervisor(folder: RunFolder, status: RunStatus, now: QueueLook) -> str:
     return now.where(status.successors) or f"job {jobs}" + (" (the queue does not answer)" if now.tasks is None else "")
 
 
-HEARD_OF_S = 86_400  # a run of which nothing was heard for so long has never begun
+HEARD_OF_S = 86_400  # a run without any event for so long never began
 
 
 @dataclass(frozen=True, slots=True)
 class GoingRun:
-    """A run that goes on, and its configuration, where this version can read it."""
+    """An active run, and its configuration; None where this version cannot read it."""
 
     folder: RunFolder
     config: Config | None
 
 
 def going_on(runs: Path, root: Path) -> list[GoingRun]:
-    """Return the runs of a folder that go on and use the cache at `root`, as far as this user can see."""
+    """Return the active runs in a folder that use the cache at `root`, as far as this user can read them."""
     try:
         folders = runs_in(runs)
     except ConfigError:  # it is another user's
@@ -218,12 +218,12 @@ def going_on(runs: Path, root: Path) -> list[GoingRun]:
 
 
 def uses(config: Config, root: Path) -> bool:
-    """Say whether a configuration reads a cache."""
+    """Tell whether a configuration uses the cache at `root`."""
     return root.resolve() in {path.resolve() for path in (config.cache.root, *config.cache.under)}
 
 
 def hidden(runs: Path) -> list[str]:
-    """Return the runs of a folder of which nothing can be told: private to others, or of a later version."""
+    """Return the names of runs that cannot be read: private to other users, or of a later version."""
     try:
         names = sorted(name for name in os.listdir(runs) if NAME.fullmatch(name))  # noqa: PTH208 - names are enough
         known = {folder.name for folder in runs_in(runs)}
@@ -236,7 +236,7 @@ def hidden(runs: Path) -> list[str]:
 
 
 def _goes_on(folder: RunFolder) -> bool:
-    """Say whether anybody works on a run; jobs may do so that nobody looks after."""
+    """Tell whether a run is active; the jobs of an abandoned run count."""
     status: RunStatus = status_of(folder, socket.gethostname())
     jobs = look_at_queue(status)
     if status.state is RunState.WAITING:
@@ -264,7 +264,7 @@ HAS_LOSS = (LOSS, f"script.{LOSS}")
 
 @dataclass(frozen=True, slots=True)
 class Happening:
-    """Something that happened, to a stage or to one of its tasks."""
+    """An event worth telling people, of a stage or of one of its tasks."""
 
     at: float
     stage: str
@@ -277,14 +277,14 @@ class Happening:
         return bool(self.task) and (self.stage, self.what) == (other.stage, other.what)
 
     def words(self) -> str:
-        """Say it in a line."""
+        """Return it as a line of text."""
         noun = "task" if self.task.isdecimal() and not self.more else "tasks"
         tasks = f"{noun} {self.task}{f' and {self.more:,} more' if self.more else ''}, " if self.task else ""
         return f"{self.stage}: {tasks}{self.what}"
 
 
 class Trail:
-    """Takes events in any order of writers; memory does not grow with their number."""
+    """Collects recent happenings and loss curves from events, in bounded memory."""
 
     def __init__(self) -> None:
         self._lately: list[Happening] = []
@@ -295,11 +295,11 @@ class Trail:
         """Take one event into account."""
         if event.kind in (EventKind.PROGRESS, EventKind.TASK_FINISHED):
             self._hear(event)
-        elif happening := _said(event):
+        elif happening := _happening(event):
             self._note(happening)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON data: the newest happening last."""
+        """Return plain JSON data; the newest happening is last."""
         losses = {stage: [loss for _, loss in sorted(points)] for stage, points in self._losses.items()}
         return {"losses": losses, "lately": [[happening.at, happening.words()] for happening in self._merged()]}
 
@@ -309,7 +309,7 @@ class Trail:
             self._lately = self._merged()
 
     def _merged(self) -> list[Happening]:
-        """Return the newest happenings; what happened to several tasks in the same way is one."""
+        """Return the newest happenings; equal ones of several tasks are merged."""
         merged: list[Happening] = []
         for happening in sorted(self._lately, key=lambda happening: happening.at):
             if merged and happening.task and merged[-1].is_like(happening):
@@ -319,13 +319,13 @@ class Trail:
         return merged[-KEPT:]
 
     def _hear(self, event: Event) -> None:
-        """Take down the loss that a process tells, and how often it has survived the end of memory."""
+        """Record the loss that a process reports, and new recoveries from running out of memory."""
         figures: Mapping[str, float] = event.data.get("figures") or {}
         if not figures:
             return
         if (loss := _loss(figures)) is not None:
             points = self._losses.setdefault(event.data["stage"], [])
-            if not points or points[-1][1] != loss:  # progress is told more often than figures are
+            if not points or points[-1][1] != loss:  # progress comes more often than new figures
                 points.append((event.at, loss))
             if len(points) > MOST_LOSSES:
                 del points[1:-1:2]
@@ -336,24 +336,24 @@ class Trail:
 
 
 def _loss(figures: Mapping[str, float]) -> float | None:
-    """Return the loss that figures tell: the sum of its terms."""
+    """Return the loss among figures, as the sum of its terms; None where there is none."""
     terms = [value for name, value in figures.items() if name.startswith(f"{LOSS}.")]
     return sum(terms) if terms else next((figures[name] for name in HAS_LOSS if name in figures), None)
 
 
-def _said(event: Event) -> Happening | None:
-    """Say what happened; nothing of what is no news."""
+def _happening(event: Event) -> Happening | None:
+    """Return an event as a happening; None where it is not worth telling."""
     data, stage = event.data, event.data.get("stage", "run")
     task = str(data.get("task", data.get("tasks", "")))
-    what = _what(event.kind, data)
+    what = _text(event.kind, data)
     if not what:
         return None
     of_stage = event.kind in (EventKind.STAGE_SUBMITTED, EventKind.STAGE_ENDED, EventKind.RUN_ENDED)
     return Happening(event.at, stage, what, "" if of_stage else task)
 
 
-def _what(kind: EventKind, data: Mapping[str, Any]) -> str:
-    """Return the words for an event; empty: it is no news."""
+def _text(kind: EventKind, data: Mapping[str, Any]) -> str:
+    """Return an event in words; empty where it is not worth telling."""
     if kind is EventKind.TASK_ENDED:
         cause = data.get("cause", Cause.FAILED.value)
         how = f"{cause}: {data['reason']}" if data.get("reason") else cause

@@ -1,4 +1,4 @@
-"""Attempts at tasks: what one was given, how it ended, and everything that is known of a task so far."""
+"""Attempts at tasks: the resources of each, how it ended, and the record of a task over all its attempts."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ UNASKED = {"mem_bytes": 0, "time_s": 0}
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What an attempt is given; tasks that ask for the same go into one job."""
+    """The resources of an attempt; tasks with equal requests go into one job."""
 
     mem_bytes: int
     time_s: int
     shrink: int = 0  # how often the budget of a batch was halved because a GPU's memory ended
-    careful: bool = False  # one thing at a time, so that the record of what a task was on names one
+    careful: bool = False  # one item at a time, so that the note of a crash names a single one
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def ask_of(data: Mapping[str, Any]) -> Ask:
-    """Read an ask; tasks that were given the same share one."""
+    """Return an Ask from its JSON; equal ones are one object, as a run may have thousands."""
     return _ask(tuple(sorted(data.items())))
 
 
@@ -64,20 +64,20 @@ class Attempt:
     ended_at: float = 0.0
     elapsed_s: float = 0.0
     cpu_s: float | None = None
-    done: int = 0  # things it had worked through
-    on: tuple[str, ...] = ()  # what it was on when it died
-    said: str = ""  # what the worker said of its own failure
+    done: int = 0  # items it had worked through
+    on: tuple[str, ...] = ()  # items it was on when it died
+    said: str = ""  # what the worker reported of its own failure
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"cause": self.cause.value, "on": list(self.on)}
 
     def to_event(self) -> dict[str, Any]:
-        """Return what the ledger keeps: a run may have many, and most of them have little to say."""
+        """Return the JSON for the ledger, without empty values: a run may have many attempts."""
         return {name: value for name, value in self.to_json().items() if value or name in ("task", "number")}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Attempt:
-        """Read what `to_json` wrote, of any version that had fewer or more figures."""
+        """Read the JSON of an attempt, also of versions with fewer or more fields."""
         plain = {"number": 1, **{name: value for name, value in data.items() if name in FIGURES}}
         plain["ask"], plain["cause"] = ask_of(data.get("ask", UNASKED)), Cause(data.get("cause", Cause.FAILED))
         plain["on"] = tuple(data.get("on", ()))
@@ -89,40 +89,39 @@ FIGURES = frozenset(column.name for column in fields(Attempt))
 
 @dataclass(slots=True)
 class TaskRecord:
-    """What is known of one task of a stage."""
+    """The state of one task of a stage, over all its attempts."""
 
     number: int
     job: JobId | None = None  # that has it now
     ask: Ask | None = None  # of the attempt that goes on
     attempt: int = 0
     ended: list[Attempt] = field(default_factory=list)
-    first: Ask | None = None  # where it is a part of another: what that asked for last
+    first: Ask | None = None  # where it is a part of a split task: what that asked for last
     words: dict[int, Word] = field(default_factory=dict)  # attempt → what its worker said
     then: dict[int, str] = field(default_factory=dict)  # attempt → what was done after it, in words
     split: tuple[int, ...] = ()  # the tasks that took its place
 
     @property
     def last(self) -> Attempt | None:
-        """Return the newest attempt that has ended."""
         return self.ended[-1] if self.ended else None
 
     @property
     def good(self) -> bool:
-        """Tell whether it has nothing more to do."""
+        """Whether it is done, or was replaced by its parts."""
         return bool(self.split) or (self.job is None and self.last is not None and self.last.cause is Cause.DONE)
 
     @property
     def open(self) -> bool:
-        """Tell whether something has to be decided: no attempt goes on, and none has ended well."""
+        """Whether another attempt or a decision is due: none is under way, and none has ended well."""
         return self.job is None and not self.good
 
     @property
     def word(self) -> Word:
-        """Return what the worker of the newest attempt has said."""
+        """The report of the newest attempt's worker."""
         return self.words.get(self.attempt, SILENCE)
 
     def say(self, attempt: int, **facts: Any) -> Word:
-        """Take down what a worker says of itself, and return all that it said."""
+        """Add to the report of an attempt's worker, and return it."""
         self.words[attempt] = replace(self.words.get(attempt, SILENCE), **facts)
         return self.words[attempt]
 
@@ -139,7 +138,7 @@ def format_ranges(ascending: Sequence[int]) -> str:
 
 
 def parse_ranges(text: str) -> list[int]:
-    """Read what `ranges` wrote."""
+    """Return the numbers that `format_ranges` wrote."""
     numbers: list[int] = []
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")
@@ -151,7 +150,7 @@ Why = tuple[Reason, str]
 
 
 def leave_out(folder: RunFolder, stage: str, names: Iterable[str], reason: Reason, detail: str) -> None:
-    """Write down what a stage goes on without."""
+    """Record items that a stage leaves out from now on."""
     with writing_run(folder.left_out), folder.left_out.open("ab") as file:
         for name in names:
             line = {"stage": stage, "name": name, "reason": reason.value, "detail": detail}
@@ -161,7 +160,7 @@ def leave_out(folder: RunFolder, stage: str, names: Iterable[str], reason: Reaso
 
 
 def left_out_items(folder: RunFolder | None, stage: str) -> dict[str, Why]:
-    """Return what a stage goes on without, and why."""
+    """Return the items that a stage leaves out, and why."""
     reasons: dict[str, Why] = {}
     if folder is None or not folder.left_out.exists():
         return reasons

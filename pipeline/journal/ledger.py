@@ -1,6 +1,6 @@
-"""The events of a run: every process appends lines to a file of its own, so nobody waits for a lock.
+"""The events of a run: every process appends lines to a file of its own, so no lock is needed.
 
-A line that was cut by a crash is not an event yet; a reader leaves it for the next look.
+A reader skips the last line of a file while it is incomplete.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ if TYPE_CHECKING:
     from pipeline.journal.run_folder import RunFolder
 
 SUFFIX = ".jsonl"
-_decode = json.JSONDecoder().raw_decode  # of text that begins with its object, as events do
+_decode = json.JSONDecoder().raw_decode  # faster than loads; an event's text begins with its object
 _KINDS = {kind.value: kind for kind in EventKind}
 _STARTED, _PROGRESS, _FINISHED = (
     b'"kind":"%s"' % kind.value.encode()
     for kind in (EventKind.TASK_STARTED, EventKind.PROGRESS, EventKind.TASK_FINISHED)
 )
 READ_BYTES = 1 << 18
-SAID = ("what", "error")  # words of others: an exception may quote a command line, or an address with a password
+QUOTED = ("what", "error")  # foreign text: an exception may quote a command line, or an address with a password
 _NO_FIGURES, _LOSS = b'"figures":{}', b"loss"
 LOSSES = 16  # of the lines read at once: enough for a curve, of however long a training
 
 
 class Ledger:
-    """Appends events to one file."""
+    """Appends the events of one process to its file."""
 
     def __init__(self, folder: RunFolder, writer: str) -> None:
         self._writer, self._path = writer, folder.events / f"{writer}{SUFFIX}"
@@ -48,8 +48,8 @@ class Ledger:
             self._torn = size > 0 and os.pread(self._file, 1, size - 1) != b"\n"  # an earlier writer died in a line
 
     def emit(self, kind: EventKind, **data: Any) -> Event:
-        """Append one event in one write; return it as whoever reads it has it."""
-        masked = {name: without_secrets(data[name]) for name in SAID if isinstance(data.get(name), str)}
+        """Append an event in a single write; return it as readers will see it."""
+        masked = {name: without_secrets(data[name]) for name in QUOTED if isinstance(data.get(name), str)}
         event = {"at": round(time.time(), 3), "kind": kind.value, **data, **masked}
         text = json.dumps(event, separators=(",", ":"))
         line = ("\n" if self._torn else "") + text + "\n"
@@ -66,7 +66,7 @@ class Ledger:
 
 
 class LedgerReader:
-    """Follows every event file of a run; memory is one position per file."""
+    """Reads new events from all event files of a run; it keeps one position per file."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder.events
@@ -74,23 +74,23 @@ class LedgerReader:
         self._own = ""
 
     def skip(self, writer: str) -> None:
-        """Leave out what this writer appends from now on: whoever asks is that writer."""
+        """Skip the events of this writer from now on: those of the process itself, which it knows."""
         self._own = f"{writer}{SUFFIX}"
 
     def fresh(self) -> Iterator[Event]:
-        """Yield the events that came since the last call, file by file; only files that grew are opened."""
+        """Yield the events since the last call, file by file; only files that grew are opened."""
         for path, writer in self._grown():
             for lines in self._fresh_of(path):
                 yield from filter(None, (_event(line, writer) for line in lines))
 
     def news(self) -> Iterator[Event]:
-        """Yield what `fresh` does but for what a writer's next lines overtake: enough to know how a run stands."""
+        """Yield what `fresh` does without progress that later events supersede: enough for the status of a run."""
         for path, writer in self._grown():
             for lines in self._fresh_of(path):
                 yield from filter(None, [_event(line, writer) for line in _telling(lines)])
 
     def _grown(self) -> Iterator[tuple[str, str]]:
-        """Yield the path and the writer of each file with something new in it."""
+        """Yield path and writer of each file that grew since it was last read."""
         try:
             entries = sorted(os.scandir(self._folder), key=lambda entry: entry.name)
         except FileNotFoundError:
@@ -121,10 +121,10 @@ class LedgerReader:
 
 
 def _telling(lines: list[bytes]) -> Iterator[bytes]:
-    """Return the lines of a writer that those after them do not overtake, and some of those that tell a loss."""
+    """Return the lines of a writer that later ones do not supersede, and some of those with a loss."""
     last = lines[-1] if lines else b""
     whole = _FINISHED in last and _NO_FIGURES not in last and _STARTED in lines[0]
-    if whole and _LOSS not in last and all(_PROGRESS in line for line in lines[1:-1]):  # one start that went well
+    if whole and _LOSS not in last and all(_PROGRESS in line for line in lines[1:-1]):  # an attempt that went well
         return iter((lines[0], last))
     kept, every = lines[-1:], max(1, len(lines) // LOSSES)
     for place in range(len(lines) - 2, -1, -1):
@@ -135,13 +135,13 @@ def _telling(lines: list[bytes]) -> Iterator[bytes]:
 
 
 def _is_overtaken(line: bytes, following: bytes) -> bool:
-    """Tell whether newer progress follows; figures stay until there are others, and when a task began stays."""
+    """Tell whether newer progress follows, with figures of its own where the line has some."""
     newer = _PROGRESS in line and (_PROGRESS in following or _FINISHED in following)
     return newer and (_NO_FIGURES in line or _NO_FIGURES not in following)
 
 
 def _event(line: bytes, writer: str) -> Event | None:
-    """Read one line; one that a crash has torn, or of a kind that only a newer version knows, is none."""
+    """Parse a line; None for one that a crash has torn, or of a kind that only a newer version knows."""
     try:
         text = line.decode()
         data, end = _decode(text)
@@ -153,7 +153,7 @@ def _event(line: bytes, writer: str) -> Event | None:
 
 
 def write_rejections(path: Path, rejections: Iterator[dict[str, Any]]) -> int:
-    """Write the list of what was left out; return how many there were."""
+    """Write the list of rejected items; return how many there are."""
     count = 0
     with writing_run(path), replacing(path) as aside, aside.open("w", encoding="utf-8") as file:
         for rejection in rejections:
@@ -163,7 +163,7 @@ def write_rejections(path: Path, rejections: Iterator[dict[str, Any]]) -> int:
 
 
 class Note:
-    """What a process is on and how far it came, in a file that it overwrites in one write: any kill leaves the last."""
+    """The items a process works on and its progress, in a file overwritten in place, which survives any kill."""
 
     def __init__(self, path: Path, attempt: int) -> None:
         self._attempt = attempt
@@ -171,7 +171,7 @@ class Note:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
 
     def write(self, done: int, names: Sequence[str]) -> None:
-        """Put down how much is done, and what comes now."""
+        """Record how many items are done, and which come now."""
         os.pwrite(self._file, json.dumps([self._attempt, done, list(names)]).encode() + b"\n", 0)
 
     def close(self) -> None:
@@ -179,7 +179,7 @@ class Note:
 
 
 def read_notes(folder: RunFolder, stage: str, task: int, attempt: int) -> tuple[int, tuple[str, ...]]:
-    """Return how much the processes of an attempt at a task had done, and what they were on."""
+    """Return how many items the processes of an attempt had done, and which they were on."""
     done, names = 0, list[str]()
     for part in count():
         try:
@@ -192,7 +192,7 @@ def read_notes(folder: RunFolder, stage: str, task: int, attempt: int) -> tuple[
 
 
 def _note(path: Path, attempt: int) -> tuple[int, list[str]]:
-    """Read a note; one of another attempt, or that was never written, says nothing."""
+    """Return progress and items of a note; nothing from one of another attempt, or an empty one."""
     try:
         written, done, names = json.loads(path.read_bytes().partition(b"\n")[0])
     except ValueError:

@@ -1,4 +1,4 @@
-"""One run is one folder; this file owns every name in it."""
+"""The folder of a run: the names of all files in it, and how runs are created and found."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 NAME = re.compile(r"\d{8}-\d{6}-[0-9a-f]{4}-[a-z]+")
-FORMAT = 1  # of the folder's files; a folder that does not tell is of the first
+FORMAT = 1  # of the files in a folder; one without format.txt has the first
 PRIVATE, SHARED = 0o700, 0o777  # what the umask leaves of it
-NOBODY_ELSE_WRITES = 0o755  # of the folder of runs: who may write in it could put another run in the place of one
+NOBODY_ELSE_WRITES = 0o755  # of the folder of runs: whoever may write in it could replace a run
 
 
 class _RunFile:
@@ -43,15 +43,15 @@ class RunFolder:
     stages = _RunFile("stages.json")  # the names of the stages, in order
     again = _RunFile("again.txt")  # the command that does what is missing: the one that was typed
     items = _RunFile("items.jsonl")  # every item of the data set, a line each, as the sources gave them
-    only = _RunFile("only")  # the keys of the records that the run is confined to; absent where it does all
-    meetings = _RunFile("meetings")  # where the ranks of a task tell each other where they are
+    only = _RunFile("only")  # the keys of the records that the run may make; absent where it may make all
+    meetings = _RunFile("meetings")  # where the ranks of a task exchange their addresses
     task_code = _RunFile("task_code.txt")  # the folder of the user's own code at submission; absent where there is none
     table = _RunFile("table.txt")  # the key of the table of what can be trained on, in hex
-    entered = _RunFile("entered.json")  # what was read of items that are no structures, and from what
+    entered = _RunFile("entered.json")  # what a reader gave, and from which files
     rejected = _RunFile("rejected.jsonl")  # every item that was left out, a line each, with the reason
     events = _RunFile("events")  # one file of events per process that took part
-    left_out = _RunFile("left_out.jsonl")  # what killed its task and is left out for that, a line each
-    claims = _RunFile("claims")  # who looks after the run: a file for each visit of a supervisor
+    left_out = _RunFile("left_out.jsonl")  # items that killed their task and are left out since, a line each
+    claims = _RunFile("claims")  # a file for each visit of a supervisor, which names it
     code = _RunFile("code.txt")  # the folder of the package as it was at submission
     logs = _RunFile("logs")  # what the tasks printed
     report = _RunFile("report.html")  # the page that shows how the run goes, as its last supervisor has left it
@@ -59,45 +59,44 @@ class RunFolder:
 
     @property
     def name(self) -> str:
-        """The name people type."""
         return self.path.name
 
     @property
     def task_root(self) -> Path | None:
-        """Return where the user's own modules are found."""
+        """The folder that the user's modules are imported from; None where there are none."""
         return Path(self.task_code.read_text()) if self.task_code.exists() else None
 
     def command(self) -> Command:
-        """Return the command that was typed."""
+        """Return the command that the run was submitted with."""
         return Command.read(self.again.read_text())
 
     def todo(self, stage: str) -> Path:
-        """Return the list of what a stage had to do, a line each: items to scan, or sequences to embed."""
+        """Return the work list of a stage, a line each: items to scan, or sequences to embed."""
         return self.path / f"{stage}.todo"
 
     def order(self, stage: str) -> Path:
-        """Return the place and length of each line of `todo`, in the order in which tasks take them: pairs of u64."""
+        """Return the file with offset and length of each `todo` line, in the order of the tasks, as pairs of u64."""
         return self.path / f"{stage}.order"
 
     def shards(self, stage: str) -> Path:
-        """Return the list of what each task of a stage takes."""
+        """Return the file that says which part of the work list each task takes."""
         return self.path / f"{stage}.shards.json"
 
     def found(self, stage: str) -> Path:
-        """Return the folder of what the tasks of a stage have found: a damage list each."""
+        """Return the folder where each task of a stage puts the damage list that it found."""
         return self.path / f"{stage}.found"
 
     def plan(self, stage: str) -> Path:
-        """Return what was decided about a stage before it began."""
+        """Return the file with the plan of a stage, which its tasks read."""
         return self.path / f"{stage}.plan.json"
 
     def on(self, stage: str, task: int, part: int = 0) -> Path:
-        """Return the note of what a task (or one of its processes) is working on, and how far it is."""
+        """Return the file that notes what a process of a task works on, and its progress."""
         return self.path / "on" / f"{stage}-{task:06d}-{part}"
 
 
 def create_folder(runs: Path, stage: str, now: datetime, *, private: bool = True) -> RunFolder:
-    """Make a new run folder, private to the user unless they want otherwise; names sort by time."""
+    """Create a run folder, private to the user unless configured otherwise; names sort by time."""
     name = f"{now:%Y%m%d-%H%M%S}-{now.microsecond // 16:04x}-{stage}"
     with writing_run(runs / name):
         runs.mkdir(NOBODY_ELSE_WRITES if private else SHARED, parents=True, exist_ok=True)
@@ -127,12 +126,12 @@ def _all_in(runs: Path) -> list[RunFolder]:
 
 
 def _is_run(path: Path) -> bool:
-    """Say whether a folder was made by `create` and can be read; run folders are private to who made them."""
+    """Tell whether a folder is a run that this user can read."""
     return os.access(path / "stages.json", os.R_OK)
 
 
 def is_newer(path: Path) -> bool:
-    """Say whether a run was made by a later version, in a format that this one does not know."""
+    """Tell whether a later version made the run, in a format that this one does not know."""
     try:
         format_text = RunFolder(path).format.read_text(errors="replace").strip()
     except OSError:
@@ -141,7 +140,7 @@ def is_newer(path: Path) -> bool:
 
 
 def _readable(folder: RunFolder) -> RunFolder:
-    """Return a run; raise ConfigError where a later version made it."""
+    """Return the run; raise ConfigError where a later version made it."""
     if is_newer(folder.path):
         what = f"is a run of a newer format; this version of pipeline reads up to format {FORMAT}"
         raise ConfigError(
@@ -151,7 +150,7 @@ def _readable(folder: RunFolder) -> RunFolder:
 
 
 def find_run(runs: Path, name: str | None) -> RunFolder:
-    """Return the run that was named by its name or its beginning; the newest when none was."""
+    """Return the run whose name begins so; without a name, the newest."""
     known = _all_in(runs)
     if name is None:
         if not known:
@@ -165,14 +164,14 @@ def find_run(runs: Path, name: str | None) -> RunFolder:
 
 
 def by_path(name: str) -> RunFolder | None:
-    """Return the run whose folder this is, if it is one."""
+    """Return the run in a folder; None where it is not a run."""
     path = Path(name).absolute()
     return _readable(RunFolder(path)) if _is_run(path) else None
 
 
 @contextmanager
 def writing_run(path: Path) -> Iterator[None]:
-    """Turn what a disk refuses in a run folder into an error for people."""
+    """Turn an OSError while writing into a run folder into a JobFailed with a remedy."""
     try:
         yield
     except OSError as error:

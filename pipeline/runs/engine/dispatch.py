@@ -1,4 +1,4 @@
-"""Between a run and its executor: which tasks are due, the jobs that carry them, and what became of each attempt."""
+"""Submits the tasks of a stage that are due as jobs, and records how each attempt at a task ended."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ MOST_EXCLUDED = 4  # nodes, where nobody knows how many there are
 
 @dataclass(frozen=True, slots=True)
 class Next:
-    """The next attempt at a task; those that are alike go into one job."""
+    """The next attempt at a task; tasks whose next attempts are equal share a job."""
 
     attempt: int
     ask: Ask
@@ -50,21 +50,21 @@ class Next:
 
 
 class Dispatch:
-    """Sends tasks out and takes down how they end; it keeps nothing that the ledger does not hold."""
+    """Submits tasks and records how they ended; all of its state can be read from the ledger."""
 
     def __init__(self, folder: RunFolder, config: Config, executor: Executor, emit: Emit) -> None:
         self._folder, self._config, self._executor, self._emit = folder, config, executor, emit
         self._profiles = profiles_of(config)
 
     def adopt(self, stage: StageStatus) -> None:
-        """Take over what an earlier supervisor submitted, also where it died before it heard the job's id."""
+        """Take over the jobs of an earlier supervisor, and submit those that it announced without noting a job id."""
         for live in stage.live:
             self._executor.adopt(live, spec_of(self._folder, self._config, stage.jobs[live]))
         for job in list(stage.intents.values()):
             self._submit(job, self._bad_nodes(stage))
 
     def collect(self, project: Project, stage: Stage, status: StageStatus, changed: Sequence[TaskStatus]) -> int:
-        """Take down how attempts ended; return how many did."""
+        """Record the attempts that have ended; return how many did."""
         over = [report for report in changed if is_over(report) and status.task(report.task).job == report.job]
         host_peaks, gpu_peaks = (_peaks(status, f"{name}_peak_bytes") if over else {} for name in ("host", "device"))
         on_node = stage.processes(project) // getattr(stage.resources(project.config), "nodes", 1)
@@ -77,7 +77,7 @@ class Dispatch:
 
     @staticmethod
     def unheard(status: StageStatus, changed: Sequence[TaskStatus]) -> bool:
-        """Tell whether a task has completed whose worker did not say so yet: some file systems show it late."""
+        """Tell whether a completed task's own report is still missing: some file systems show it late."""
         return any(
             report.state is TaskState.COMPLETED and not status.task(report.task).word.finished
             for report in changed
@@ -92,7 +92,7 @@ class Dispatch:
         gpu_peaks: Mapping[int, int],
         on_node: int = 1,
     ) -> Attempt:
-        """Return how an attempt ended; its memory is that of so many processes, which share a node's."""
+        """Return how an attempt ended; `on_node` is how many of its processes share the memory of a node."""
         task = stage.task(report.task)
         assert task.ask is not None
         done, on = read_notes(self._folder, stage.name, report.task, task.attempt)
@@ -124,7 +124,7 @@ class Dispatch:
         )
 
     def _remember(self, project: Project, stage: Stage, attempts: Sequence[Attempt]) -> None:
-        """Remember what was measured, for the next run."""
+        """Record memory and time of these attempts, from which later runs plan."""
         cluster, recipe = cluster_name(self._config), recipe_name(project, stage)
         shards = worklist.read_shards(self._folder, stage.name)
         measured = [
@@ -152,10 +152,10 @@ class Dispatch:
         self._profiles.record(self._folder.name, str(os.getpid()), measured)
 
     def send(self, project: Project, stage: Stage, status: StageStatus) -> None:
-        """Decide what to do about every task that is due, and submit as much as the queue takes."""
+        """Decide on the next attempt of every task that is due, and submit as much as the queue takes."""
         asks: dict[int, Next] = {}
         for number, ask in self._repaired(project, stage, status):
-            if ask is None:  # the stage will fail: what is under way may end, nothing more begins
+            if ask is None:  # the stage will fail: running tasks may end, no more are submitted
                 return
             asks[number] = ask
         first = self._planned(project, stage, status)
@@ -171,7 +171,7 @@ class Dispatch:
             self._submit(job, self._bad_nodes(status))
 
     def _repaired(self, project: Project, stage: Stage, status: StageStatus) -> Iterator[tuple[int, Next | None]]:
-        """Yield the next attempt of each task whose last one failed, None where there is none; split what is to be."""
+        """Yield the next attempt of each failed task, None for one that is given up; split others."""
         shards, splits = worklist.read_shards(self._folder, stage.name), dict[int, Split]()
         limits = self._limits(project, stage, status)
         for task in [task for task in status.work.values() if task.open and task.ended]:
@@ -194,7 +194,7 @@ class Dispatch:
         yield from self._split(stage, status, splits)
 
     def _split(self, stage: Stage, status: StageStatus, splits: Mapping[int, Split]) -> Iterator[tuple[int, Next]]:
-        """Put two tasks in the place of each."""
+        """Replace each of these tasks by two, and yield their first attempts."""
         made = worklist.split_shards(self._folder, stage.name, list(splits), stage.halve) if splits else {}
         for number, into in made.items():
             ask, why = splits[number].ask, splits[number].why
@@ -203,18 +203,18 @@ class Dispatch:
             yield from ((part, Next(1, ask, why)) for part in into)
 
     def _leave_out(self, stage: Stage, status: StageStatus, task: TaskRecord, decision: LeaveOut) -> None:
-        """Go on without what a task died of."""
+        """Record the items that killed a task, so that the stage goes on without them."""
         assert task.last is not None
         known = {name for entry in status.left_out for name in entry["names"]}
         names = [name for name in decision.names if name not in known]
-        if not names:  # decided before, and not sent yet
+        if not names:  # left out already; the next attempt was not submitted yet
             return
         detail = f"task {task.number} died of it: {task.last.reason}"
         leave_out(self._folder, stage.name, names, decision.reason, detail)
         self._emit(EventKind.LEFT_OUT, stage=stage.name, names=names, reason=decision.reason.value, why=detail)
 
     def _planned(self, project: Project, stage: Stage, status: StageStatus) -> StageJob:
-        """Return the job of first attempts, as it was planned; of a run that did not write it down, its first one."""
+        """Return the planned job of first attempts; of an old run, which recorded no plan, its first job."""
         if status.planned is None:
             submitted = next(iter(status.jobs.values()), None)
             if submitted is None:
@@ -224,7 +224,7 @@ class Dispatch:
         return status.planned
 
     def _limits(self, project: Project, stage: Stage, status: StageStatus) -> Limits:
-        """Return what the partition that this stage's jobs go to can give."""
+        """Return the limits of the partition that this stage's jobs go to."""
         if status.limits is None:
             partition = self._planned(project, stage, status).partition
             status.limits = limits_of(project, stage, self._executor, partition)
@@ -241,7 +241,7 @@ class Dispatch:
     def _jobs(
         self, project: Project, stage: Stage, status: StageStatus, asks: Mapping[int, Next]
     ) -> Iterator[StageJob]:
-        """Yield jobs: of tasks that ask for the same, in pieces that an array can hold and the queue can take."""
+        """Yield jobs of tasks with equal requests, each small enough for one array and for the queue."""
         planned, limits = self._planned(project, stage, status), self._limits(project, stage, status)
         sequence = len(status.jobs) + len(status.intents)
         alike: dict[Next, list[int]] = {}
@@ -264,14 +264,14 @@ class Dispatch:
             sequence += 1
 
     def _bad_nodes(self, status: StageStatus) -> tuple[str, ...]:
-        """Return the nodes to avoid; where more than a quarter look bad, it is something that they share."""
+        """Return the nodes to exclude; none where more than a quarter look bad, as then something else is wrong."""
         there = self._executor.limits.nodes
         most = max(1, there // 4) if there else MOST_EXCLUDED
         bad = bad_nodes(status.work.values())
         return bad if len(bad) <= most else ()
 
     def _submit(self, job: StageJob, exclude: tuple[str, ...]) -> None:
-        """Submit a job; who comes after a death in between finds it by its tag."""
+        """Submit a job; if this process dies before its id is recorded, the next supervisor finds it by its tag."""
         spec = replace(spec_of(self._folder, self._config, job), exclude=exclude)
         try:
             job_id = self._executor.submit(spec)
@@ -282,12 +282,12 @@ class Dispatch:
 
 
 def is_over(task: TaskStatus) -> bool:
-    """Tell whether a verdict on a task is due: it has ended, or nobody knows of it any more."""
+    """Tell whether a task has ended, or the scheduler no longer knows it."""
     return task.state.ended or task.state is TaskState.UNKNOWN
 
 
 def pieces(due: Sequence[int], limits: Limits, room: int) -> Iterator[list[int]]:
-    """Cut ascending task numbers into what one array can hold: its indexes, how many they are, and the queue's room."""
+    """Cut ascending task numbers into arrays, within the limits on indexes and size and the room in the queue."""
     span = (MANY if limits.highest_task is None else limits.highest_task) + 1
     most = max(1, min(limits.job_tasks or MANY, room))
     for _, group in groupby(due, key=lambda number: number // span):
@@ -295,7 +295,7 @@ def pieces(due: Sequence[int], limits: Limits, room: int) -> Iterator[list[int]]
 
 
 def log_end(path: str) -> str:
-    """Return the end of a log, as far as there is one."""
+    """Return the last kilobytes of a log; empty where there is none."""
     try:
         with open(path, "rb") as file:  # noqa: PTH123 - 10,000 of them
             file.seek(0, os.SEEK_END)
@@ -306,7 +306,7 @@ def log_end(path: str) -> str:
 
 
 def _peaks(stage: StageStatus, figure: str) -> dict[int, int]:
-    """Return the most memory of a kind that a process of each task has told of."""
+    """Return for each task the highest value of a figure that one of its processes reported."""
     peaks: dict[int, int] = {}
     for figures in stage.figures.values():
         if peak := int(figures.get(figure, 0)):

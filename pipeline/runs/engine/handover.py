@@ -1,7 +1,7 @@
-"""Supervisors that are jobs: each visit claims its number, and hands over to the next and to a standby for that one.
+"""Supervisors that are jobs: each visit claims its number, and submits the next visit and a standby for it.
 
-The next begins when all jobs that are under way have ended; the standby only if the next does not end well, whatever
-became of it. A number is claimed by a file that only one can make, so that no two supervisors pay the same visit.
+The next visit begins when all jobs that are under way have ended; the standby only if that visit fails. A number is
+claimed by creating a file exclusively, so that no two supervisors pay the same visit.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 
 
 def claim_visit(folder: RunFolder, number: int) -> int:
-    """Claim the visit of that number, or the first after it that nobody has; return its number."""
-    who = f"{socket.gethostname()} {os.getpid()} {own_job()}\n"
+    """Claim the visit of that number, or the first free one after it; return its number."""
+    claimant = f"{socket.gethostname()} {os.getpid()} {own_job()}\n"
     while True:
         path = folder.claims / f"{number:06d}"
         with writing_run(path):
             try:
                 with path.open("x") as file:
-                    file.write(who)
+                    file.write(claimant)
             except FileExistsError:
                 number += 1
             else:
@@ -46,12 +46,12 @@ def claim_visit(folder: RunFolder, number: int) -> int:
 
 
 def claimed_after(folder: RunFolder, number: int) -> bool:
-    """Tell whether somebody has claimed a later visit; a listing is not cached as a look for one name may be."""
+    """Tell whether a later visit is claimed; NFS may cache that a name is missing, but not a listing."""
     return any(int(path.name) > number for path in folder.claims.iterdir())
 
 
 def own_job() -> JobId:
-    """Return the job that this process is of, empty where it is of none."""
+    """Return the id of the Slurm job that this process runs in; empty outside of a job."""
     return os.environ.get("SLURM_JOB_ID", "")
 
 
@@ -74,7 +74,7 @@ def supervisor_spec(
     after_any: tuple[JobId, ...] = (),
     after_not_ok: tuple[JobId, ...] = (),
 ) -> JobSpec:
-    """Return the job of a visit."""
+    """Return the job of a visit; without a folder, one to show or to ask the scheduler about."""
     wanted = config.cluster.supervisor
     return JobSpec(
         name=SUPERVISE,
@@ -98,7 +98,7 @@ SENDMAIL = ("/usr/sbin/sendmail", "/usr/lib/sendmail")
 
 
 def notify(wanted: NotifySection, folder: RunFolder, stage: str, state: str, error: str) -> None:
-    """Run the command and send the mail that the configuration asks for."""
+    """Run the command and send the mail by which the configuration wants people notified."""
     message = error or f"{stage} of run {folder.name} is {state}"
     if wanted.command:
         _run([*wanted.command, folder.name, stage, state, message], "")
@@ -109,7 +109,7 @@ def notify(wanted: NotifySection, folder: RunFolder, stage: str, state: str, err
 
 
 def _run(command: list[str], text: str) -> None:
-    """Run a command that has something to read, and a while for it."""
+    """Run a command with this text on its stdin; a failure is only logged."""
     try:
         done = subprocess.run(command, input=text, text=True, timeout=PATIENCE_S, capture_output=True, check=False)
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
@@ -120,14 +120,14 @@ def _run(command: list[str], text: str) -> None:
 
 
 def _unquoted(message: str, command: list[str]) -> str:
-    """Return what a command said, without the secrets among its words."""
+    """Return the output of a command with the secrets of its arguments masked."""
     for word, shown in zip(command, without_secrets_in(command), strict=True):
         message = message.replace(word, shown) if shown == MASK else message
     return without_secrets(message)
 
 
 def pay_visit(folder: RunFolder) -> None:
-    """Pay a run a visit, by its own code, without waiting for anything; raise when that fails."""
+    """Run one supervisor visit now, with the run's frozen code; raise when it fails."""
     done = subprocess.run([*module_command(SUPERVISOR, folder), str(folder.path), "--visit", "--now"], check=False)
     if done.returncode:
         what = f"its supervisor ended with {done.returncode}"
@@ -135,7 +135,7 @@ def pay_visit(folder: RunFolder) -> None:
 
 
 def start_supervisor(folder: RunFolder) -> int:
-    """Start a supervisor in a session of its own, so that it outlives this process and its terminal; return its pid."""
+    """Start a supervisor in a new session, so that it outlives this process and its terminal; return its pid."""
     log = (os.POSIX_SPAWN_OPEN, 1, str(folder.supervisor_log), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     files = [(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0), log, (os.POSIX_SPAWN_DUP2, 1, 2)]
     command = [*module_command(SUPERVISOR, folder), str(folder.path)]

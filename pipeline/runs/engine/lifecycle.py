@@ -1,4 +1,4 @@
-"""Making a run and ending it on purpose: what was asked is frozen into its folder, and none is made twice."""
+"""Creates runs, finds one that does the same already, and cancels them."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ def new_run(
     beside: Path | None = None,
     only: Only = EVERYTHING,
 ) -> RunFolder:
-    """Make the folder of a run and freeze in it what was asked, and the command that asks for it again.
+    """Create the folder of a run, with the configuration, the code and the typed command frozen in it.
 
-    `beside` is a folder of the user's own modules: those of the task and the reader are frozen, too.
+    `beside` is the folder of the user's own modules: those of the task and the reader are frozen, too.
     """
     now, private = datetime.now(tz=timezone.utc), config.cluster.private
     folder = None
@@ -81,7 +81,7 @@ def new_run(
 
 
 def freeze_own(config: Config, beside: Path | None, *, is_tasked: bool) -> Path | None:
-    """Return the folder of a copy of the user's own code; None where it is ours. A script stays where it lies."""
+    """Return the folder of a frozen copy of the user's code, None where there is none; a script stays where it is."""
     if is_tasked and config.train.command is not None:
         return beside
     data = config.data
@@ -94,7 +94,7 @@ def freeze_own(config: Config, beside: Path | None, *, is_tasked: bool) -> Path 
 
 
 def scripts(project: Project, plans: Sequence[StagePlan], executor: Executor) -> Iterator[tuple[str, str]]:
-    """Yield the name and the text of each script; the run's folder stands as RUN."""
+    """Yield the file name and the text of each sbatch script, with RUN in place of the run's folder."""
     from pipeline.cluster.slurm import SlurmExecutor
 
     assert isinstance(executor, SlurmExecutor)
@@ -114,9 +114,10 @@ LOOKED_AT = 20  # runs, the newest
 def refuse_double(
     config: Config, stages: Sequence[str], executor: Executor, only: Only = EVERYTHING
 ) -> RunFolder | None:
-    """Return a run that does exactly this already; raise SubmissionRefused when one does it by other means."""
+    """Return an active run that does exactly this; raise SubmissionRefused for one that does it in another way."""
     for folder in reversed(runs_in(config.cluster.runs)[-LOOKED_AT:]):
-        if not _has_same_work(folder, config) or _only_looks(stages) != _only_looks(_stages_of(folder)):
+        other_stages: Sequence[str] = json.loads(folder.stages.read_text())
+        if not _has_same_work(folder, config) or _only_looks(stages) != _only_looks(other_stages):
             continue
         status = status_of(folder, socket.gethostname(), _queue_of(folder, executor))
         if status.state not in (RunState.RUNNING, RunState.WAITING):
@@ -132,31 +133,25 @@ def refuse_double(
 
 
 def _only_looks(stages: Sequence[str]) -> bool:
-    """Say whether a run leaves the cache as it is: it may go on beside one that does not."""
+    """Tell whether a run leaves the cache unchanged, and so may go on beside one that changes it."""
     return all(name == StageName.VALIDATE for name in stages)
 
 
-def _stages_of(folder: RunFolder) -> Sequence[str]:
-    """Return what a run is to do."""
-    names: Sequence[str] = json.loads(folder.stages.read_text())
-    return names
-
-
 def _queue_of(folder: RunFolder, executor: Executor) -> Queue:
-    """Return what knows of the jobs of a run: another executor than ours, perhaps."""
+    """Return what can tell which jobs of another run are queued: its executor may differ from ours."""
     try:
         config = from_resolved(folder.config.read_text(), str(folder.config))
-    except ConfigError:  # of another version, whose settings are not ours
+    except ConfigError:  # written by another version
         return executor
     return open_executor(config) if config.cluster.executor == "slurm" and not executor.outlives else executor
 
 
 def _has_same_work(folder: RunFolder, config: Config) -> bool:
-    """Tell whether a run makes the same records: whatever is configured alike but where and with how much."""
+    """Tell whether a run makes the same records: its settings differ at most in where it runs and on what resources."""
     try:
         text = folder.config.read_text()
-        with suppress(ConfigError):  # of a later version, whose settings are not ours
-            text = dump_resolved(from_resolved(text))  # what has become a setting since, was as it is by default
+        with suppress(ConfigError):  # written by a later version
+            text = dump_resolved(from_resolved(text))  # settings that are newer than the run get their defaults
         frozen = json.loads(text)
     except (OSError, ValueError):
         return False
@@ -171,7 +166,7 @@ STOPPED_CODE = 130
 
 @dataclass(frozen=True, slots=True)
 class Cancellation:
-    """What ending a run (or one stage) would end."""
+    """The jobs and processes that cancelling a run, or one stage of it, ends."""
 
     jobs: tuple[JobId, ...]
     tasks: int  # that have not ended
@@ -180,12 +175,11 @@ class Cancellation:
 
     @property
     def empty(self) -> bool:
-        """Tell whether there is nothing to end."""
         return not (self.jobs or self.supervisors or self.process)
 
 
 def foresee(status: RunStatus, executor: Executor, stage: str | None) -> Cancellation:
-    """Return what would be ended; of one stage only its jobs, which the supervisor then judges."""
+    """Return what cancelling would end; for a single stage only its jobs, which its supervisor then judges."""
     stages = [row for row in status.stages.values() if stage in (None, row.name)]
     queued = executor.queued([*(job for row in stages for job in row.live), *status.successors])
     live = [(row, job) for row in stages for job in row.live if job in queued]
@@ -198,15 +192,15 @@ def foresee(status: RunStatus, executor: Executor, stage: str | None) -> Cancell
 
 
 def _is_ours(status: RunStatus) -> bool:
-    """Tell whether the supervisor's process still lives; of an older run, whether its number is a process of ours."""
+    """Tell whether the supervisor's process is alive; old runs recorded no start time, so its command must be ours."""
     if not is_alive(status.pid, status.born):
         return False
     return bool(status.born) or any("pipeline" in word for word in psutil.Process(status.pid).cmdline())
 
 
 def cancel(folder: RunFolder, status: RunStatus, executor: Executor, what: Cancellation, stage: str | None) -> None:
-    """End it: who would go on first, so that nobody repairs what is meant to end."""
-    for job in reversed(what.supervisors):  # the standby before the one that it stands by for
+    """Cancel a run or a stage: supervisors first, so that none repairs what is meant to end."""
+    for job in reversed(what.supervisors):  # the standby before its visit
         executor.cancel([job])
     if what.process and _is_ours(status):
         with suppress(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""What to do about a task that has not ended well: a pure function of its attempts and of what there is to give.
+"""Decides what to do about a failed task: a pure function of its attempts and of the cluster's limits.
 
 Memory that the kernel ended  → more of it, up to the largest node; then halves; then the item is left out.
 A GPU's memory                → smaller batches, which change no result; then halves; then the item is left out.
@@ -35,7 +35,7 @@ MOST_SHRINKS = 6
 
 @dataclass(frozen=True, slots=True)
 class Again:
-    """Try once more."""
+    """Try the task again."""
 
     ask: Ask
     why: str
@@ -43,7 +43,7 @@ class Again:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Put two tasks of half the size in its place."""
+    """Replace the task by two of half the size."""
 
     ask: Ask
     why: str
@@ -51,7 +51,7 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class LeaveOut:
-    """Go on without what the task died of."""
+    """Try again without the items that killed the task."""
 
     names: tuple[str, ...]
     reason: Reason
@@ -61,7 +61,7 @@ class LeaveOut:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """End the stage when the other tasks have ended."""
+    """Fail the stage once its other tasks have ended."""
 
     why: str
 
@@ -71,7 +71,7 @@ Decision: TypeAlias = Again | Split | LeaveOut | GiveUp
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """What there is to give."""
+    """The limits of the cluster, and what matters of the task."""
 
     limits: Limits
     items: int  # of the task
@@ -89,7 +89,7 @@ def decide(history: Sequence[Attempt], means: Means) -> Decision:
         return _after_gpu_oom(history, means)
     if last.cause is Cause.TIMEOUT:
         return _after_timeout(history, means)
-    if last.cause is Cause.INTERRUPTED and not progressed(history):  # told to end before it came any further
+    if last.cause is Cause.INTERRUPTED and not progressed(history):  # it was interrupted without progress
         return _after_timeout(history, means)
     if last.cause is Cause.CRASHED:
         return _after_crash(history, means)
@@ -107,7 +107,7 @@ AGAIN = {
 
 
 def more_memory(ask: Ask, peak_bytes: int | None, limits: Limits) -> int:
-    """Return what to ask for next: twice the better of the old limit and the peak, and no more than there is."""
+    """Return the memory to ask for next: twice the larger of the old limit and the peak, at most a node's."""
     wanted = GROWTH * max(ask.mem_bytes, peak_bytes or 0)
     rounded = -(-wanted // ROUND_BYTES) * ROUND_BYTES
     return min(rounded, limits.mem_bytes) if limits.mem_bytes else rounded
@@ -160,7 +160,7 @@ def _after_crash(history: Sequence[Attempt], means: Means) -> Decision:
 
 
 def _smaller(history: Sequence[Attempt], means: Means, why: str) -> Decision:
-    """Return what is left when no more can be given: less at once, or without what does not fit."""
+    """Return what to do when no more memory can be given: split the task, leave out an item, or give up."""
     last, culprit = history[-1], _culprit(history)
     if means.is_whole or means.is_read_once:
         return GiveUp(why)
@@ -173,14 +173,14 @@ def _smaller(history: Sequence[Attempt], means: Means, why: str) -> Decision:
 
 
 def _culprit(history: Sequence[Attempt]) -> tuple[str, ...]:
-    """Return what the last two attempts both were on when they died in the same way."""
+    """Return the items that both of the last two attempts were on when they died in the same way."""
     if len(history) < 2 or history[-1].cause is not history[-2].cause:
         return ()
     return tuple(name for name in history[-1].on if name in history[-2].on)
 
 
 def _bounded(history: Sequence[Attempt], means: Means, decision: Decision) -> Decision:
-    """Return a decision, unless too many attempts have come no further."""
+    """Return the decision, or GiveUp after too many attempts without progress."""
     count = stuck(history)
     if count >= means.tries:
         return GiveUp(f"{count} attempts came no further; the last: {history[-1].reason}")
@@ -197,7 +197,7 @@ def progressed(history: Sequence[Attempt]) -> bool:
 
 
 def stuck(history: Sequence[Attempt]) -> int:
-    """Count the attempts since one last came further than those before it."""
+    """Count the attempts since the last one that made progress."""
     count = 0
     for end in range(len(history), 0, -1):
         if progressed(history[:end]):
@@ -207,7 +207,7 @@ def stuck(history: Sequence[Attempt]) -> int:
 
 
 def bad_nodes(tasks: Iterable[TaskRecord], *, times: int = 2) -> tuple[str, ...]:
-    """Return the nodes on which attempts have failed for the node's sake so often that none is sent there again."""
+    """Return the nodes that have failed under at least so many attempts, in alphabetical order."""
     failed: dict[str, int] = {}
     for task in tasks:
         for attempt in task.ended:

@@ -1,9 +1,9 @@
-"""Looks after a run: submits each stage, judges every task that ended, repairs what can be, judges the store.
+"""The supervisor of a run: submits each stage, retries failed tasks, and judges each stage by what is in the store.
 
 python -m pipeline.runs.supervisor RUN            stays until the run has ended
 python -m pipeline.runs.supervisor RUN --visit    does what there is to do, and hands over to the next visit
 
-Everything it knows is in the ledger: whoever comes next, after whatever death, goes on from there.
+All of its state is in the ledger: after any crash the next supervisor goes on from there.
 """
 
 from __future__ import annotations
@@ -67,15 +67,15 @@ KEPT = "   (finished work is kept)"
 
 
 class SupervisorStopped(BaseException):
-    """Somebody asked this process to end."""
+    """A signal asked this process to end."""
 
 
 class TakenOver(BaseException):
-    """Another supervisor has begun a later visit: the run is its now."""
+    """Another supervisor has begun a later visit, and owns the run now."""
 
 
 class Supervisor:
-    """Looks after one run, in one process."""
+    """Supervises one run, in one process."""
 
     def __init__(
         self, folder: RunFolder, executor: Executor, watch: Callable[[RunStatus], None] = lambda _status: None
@@ -98,8 +98,8 @@ class Supervisor:
     def visit(self, patience_s: float = 0.0, until_s: float = math.inf) -> bool:
         """Do what there is to do now, and hand over; return whether the run has ended.
 
-        Who comes because all jobs have ended has some patience until the scheduler tells how. After `until_s` no
-        other stage is begun: that is left to the next visit.
+        `patience_s` is how long to wait until the scheduler tells how jobs ended that have left the queue. After
+        `until_s` no other stage is begun: that is left to the next visit.
         """
         self.until = time.monotonic() + until_s
         return self._guarded(lambda: self._advance(self._poll(patience_s)) or self._leave())
@@ -112,7 +112,7 @@ class Supervisor:
         return True
 
     def _poll(self, patience_s: float = 0.0) -> Sequence[TaskStatus]:
-        """Ask how all jobs stand that are under way, with patience for those that the queue has no more."""
+        """Return the state of all live jobs' tasks; wait so long for the end of jobs that have left the queue."""
         until, live = time.monotonic() + patience_s, self._live()
         self.executor.step(0)
         while (left_s := until - time.monotonic()) > 0:
@@ -124,7 +124,7 @@ class Supervisor:
         return self.executor.status(live)
 
     def _leave(self) -> bool:
-        """Hand over to a visit that comes when the jobs have ended, unless another supervisor has taken over."""
+        """Submit the next visit, due when the jobs have ended; raise where another supervisor has taken over."""
         if claimed_after(self.folder, self.number):
             raise TakenOver
         live = self._live()
@@ -134,7 +134,7 @@ class Supervisor:
         return False
 
     def _guarded(self, work: Callable[[], bool]) -> bool:
-        """Look after the run; whatever ends it is written down before it is raised."""
+        """Do the work of a supervisor; an error that ends the run is recorded before it is raised."""
         try:
             self._begin()
             ended = work()
@@ -156,19 +156,19 @@ class Supervisor:
         return ended
 
     def _let_go(self) -> None:
-        """End the jobs of a run that fails: nobody would judge them, and the next run does the same beside them."""
+        """Cancel the jobs of a failed run: nobody would judge them, and the next run repeats their work."""
         try:
             self.executor.cancel(self._live())
         except SubmissionRefused as error:
             log.warning("its jobs go on: %s", error)
 
     def _interrupted(self) -> None:
-        """Say goodbye, unless the jobs go on without this process; then the next supervisor goes on."""
+        """Record that the run was stopped, unless its jobs outlive this process for the next supervisor."""
         if not self.executor.outlives:
             self._end(RunState.STOPPED, "stopped by a signal; finished work is kept", STOPPED_CODE)
 
     def _begin(self) -> None:
-        """Say who looks after the run, and take over the jobs that an earlier supervisor submitted."""
+        """Record that this process is the supervisor, and take over the jobs of the one before it."""
         about = {"host": socket.gethostname(), "pid": os.getpid(), "born": born_at(os.getpid()), "job": own_job()}
         if self.status.state is RunState.WAITING:
             self._emit(EventKind.RUN_STARTED, stages=[stage.name for stage in self.stages], **about)
@@ -182,7 +182,7 @@ class Supervisor:
         self._catch_up()
 
     def _advance(self, changed: Sequence[TaskStatus]) -> bool:
-        """Do what can be done now; return whether all stages are done."""
+        """Do what is due in each stage; return whether all are done."""
         for stage in self.stages:
             status = self.status.stages.get(stage.name)
             if status is not None and status.state is RunState.DONE:
@@ -193,13 +193,14 @@ class Supervisor:
                 self._look_after(stage, status, changed)
             if status.live:
                 return False
-            self._close(stage, status)
+            with self._failing_ends(stage):
+                self._judge(stage, status)
             if stage is not self.stages[-1] and time.monotonic() > self.until:
                 return False
         return True
 
     def _open(self, stage: Stage) -> StageStatus:
-        """Begin a stage: see what is missing, and submit it."""
+        """Begin a stage: plan what is missing from the store, and submit it."""
         with self._failing_ends(stage):
             planned = plan_stage(self.project, stage, self.executor, self.folder)
             self._emit(EventKind.STAGE_SUBMITTED, stage=stage.name, **planned.to_json())
@@ -211,7 +212,7 @@ class Supervisor:
         return status
 
     def _look_after(self, stage: Stage, status: StageStatus, changed: Sequence[TaskStatus]) -> None:
-        """Take down which tasks have ended, and send what there is to send."""
+        """Record the tasks that have ended, and submit what is due."""
         over = [task for task in changed if is_over(task)]
         self._listen(status, over)
         ended = self.dispatch.collect(self.project, stage, status, over)
@@ -223,7 +224,7 @@ class Supervisor:
                 self._send(stage, status)
 
     def _listen(self, status: StageStatus, over: Sequence[TaskStatus]) -> None:
-        """Give the words of workers whose tasks have completed some time to appear."""
+        """Wait a while for the reports of tasks that have completed."""
 
         def is_heard() -> bool:
             self._catch_up()
@@ -233,7 +234,7 @@ class Supervisor:
             wait_for(is_heard, self.config.cache.visibility_s, LISTEN_EVERY_S)
 
     def _send(self, stage: Stage, status: StageStatus) -> None:
-        """Submit what is due, as much as the queue takes, unless another supervisor has taken over."""
+        """Submit what is due, as much as the queue takes; raise where another supervisor has taken over."""
         if claimed_after(self.folder, self.number):
             raise TakenOver
         try:
@@ -244,13 +245,9 @@ class Supervisor:
             log.warning("the rest of %s waits until what is queued has ended: %s", stage.name, error)
         self._catch_up()
 
-    def _close(self, stage: Stage, status: StageStatus) -> None:
-        """End a stage: judge it by what is in the store, never by what its tasks say."""
-        with self._failing_ends(stage):
-            self._judge(stage, status)
-
     def _judge(self, stage: Stage, status: StageStatus) -> None:
-        hopeless = status.waiting or any(task.open for task in status.work.values())  # that does not come by waiting
+        """End a stage: judge it by what is in the store, never by what its tasks report."""
+        hopeless = status.waiting or any(task.open for task in status.work.values())  # waiting longer does not help
         patience_s = 0.0 if hopeless else self.config.cache.visibility_s
         if not stage.only_looks:
             bring_up(self.project.cache, stage.kinds)  # so that what is looked up now need not be in memory
@@ -265,7 +262,7 @@ class Supervisor:
 
     @contextmanager
     def _failing_ends(self, stage: Stage) -> Iterator[None]:
-        """Do something for a stage; what goes wrong ends it."""
+        """Record an error within the block as the failure of the stage."""
         try:
             yield
         except PipelineError as error:
@@ -275,7 +272,7 @@ class Supervisor:
             raise
 
     def _index(self, stage: Stage, judged: StageResult) -> None:
-        """Bring indexes up to date and describe the recipe; as neither is needed, not being able to is no failure."""
+        """Update the indexes and describe the recipe; as results do not need either, a failure is only logged."""
         if stage.only_looks:
             return
         try:
@@ -286,7 +283,7 @@ class Supervisor:
         bring_up(self.project.cache, {*stage.kinds, RECIPES})
 
     def _trouble(self, stage: Stage, status: StageStatus) -> StageTrouble:
-        """Return how tasks of a stage failed for good."""
+        """Return which tasks of a stage failed for good, and what helps."""
         open_ = [task for task in status.work.values() if task.open]
         given_up = [task.last for task in open_ if task.last]
         again = self.folder.command()
@@ -299,21 +296,21 @@ class Supervisor:
         return [job for status in self.status.stages.values() for job in status.live]
 
     def _too_many_rejected(self, stage: Stage, status: StageStatus) -> bool:
-        """Say whether more items are already rejected than the configuration lets pass."""
+        """Tell whether more items are already rejected than the configuration allows."""
         if not stage.counts_items:
             return False
         rejected = status.reasons.total() + status.refused
         return table.too_many(rejected, status.items, self.config.data.max_rejected_fraction)
 
     def _catch_up(self) -> None:
-        """Take into account what others have written, and show how the run stands."""
+        """Apply the events that other processes wrote, and refresh what shows the run."""
         for event in self.reader.fresh():
             self._take(event)
         self.watch(self.status)
         self.page.refresh(self.status)
 
     def _emit(self, kind: EventKind, **data: Any) -> None:
-        """Write an event down, and take it into account."""
+        """Append an event to the ledger, and apply it."""
         self._take(self.ledger.emit(kind, **data))
 
     def _take(self, event: Event) -> None:
@@ -323,7 +320,7 @@ class Supervisor:
     def _end_stage(
         self, stage: Stage, state: RunState, census: dict[str, Any] | None, warnings: list[str], error: str
     ) -> None:
-        """Write down how a stage ended, and tell who wants to know."""
+        """Record how a stage ended, and notify people."""
         self._emit(
             EventKind.STAGE_ENDED, stage=stage.name, state=state.value, census=census, warnings=warnings, error=error
         )
@@ -331,7 +328,7 @@ class Supervisor:
         notify(self.config.cluster.notify, self.folder, stage.name, state.value, error)
 
     def _end(self, state: RunState, error: str, exit_code: int) -> None:
-        """Write down how the run ended."""
+        """Record how the run ended, and close its ledger."""
         self._emit(EventKind.RUN_ENDED, state=state.value, error=error, exit_code=exit_code)
         self._catch_up()
         self.ledger.close()
@@ -339,7 +336,7 @@ class Supervisor:
 
 
 def _describe(tasks: Sequence[TaskRecord]) -> list[str]:
-    """Say which tasks failed and why, the first few in full."""
+    """Return lines about failed tasks: the first few with cause and log, then how many more."""
     lines = []
     failures = [(task, task.last) for task in tasks if task.last]
     for task, attempt in failures[:FAILURES_SHOWN]:
@@ -355,13 +352,13 @@ def _describe(tasks: Sequence[TaskRecord]) -> list[str]:
 
 
 def _page() -> str:
-    """Return the page on what went wrong as it is found here; the copy of a checkout's code has none beside it."""
+    """Return the path of the troubleshooting page; its relative name where the run's frozen code has no copy."""
     page = shipped(TROUBLESHOOTING)
     return str(page) if page.is_file() else TROUBLESHOOTING
 
 
 def _remedy(stage: Stage, failures: Sequence[Attempt], again: Command, planned_bytes: int) -> Command:
-    """Return the command that helps; doing the same again does not help a task that hit a limit."""
+    """Return the command to try next: with more memory or time for a task that hit a limit."""
     for attempt in failures:
         if attempt.cause is Cause.HOST_OOM:
             enough = mebibytes(max(2 * attempt.ask.mem_bytes, planned_bytes))
@@ -373,8 +370,8 @@ def _remedy(stage: Stage, failures: Sequence[Attempt], again: Command, planned_b
 
 
 def supervise(words: Sequence[str]) -> int:
-    """Look after a run in the background, or pay it one visit."""
-    atexit.register(gc.freeze)  # at its end torch is not looked through once more, for half a second
+    """Supervise a run until it ends, or for one visit; return the exit code."""
+    atexit.register(gc.freeze)  # saves half a second of garbage collection over torch at exit
     stop_on_signals()
     folder, visiting = RunFolder(Path(words[0])), "--visit" in words[1:]
     config = from_resolved(folder.config.read_text(), str(folder.config))
@@ -398,15 +395,15 @@ def supervise(words: Sequence[str]) -> int:
 
 
 def _has_ended(folder: RunFolder) -> bool:
-    """Tell whether the ledger knows that the run has ended."""
+    """Tell whether the run has ended, by its ledger."""
     return fold_events(folder.name, LedgerReader(folder).news()).state in ENDED
 
 
 def _is_expected(folder: RunFolder, patience_s: float) -> bool:
-    """Tell whether a visit is due: not of a run that was cancelled meanwhile, nor by a job that was never announced.
+    """Tell whether this visit is due: not where the run has ended, nor in a job that the ledger does not name.
 
-    Of such a one nobody knows: who submitted it died before it could say so, and its standby handed over anew. The
-    announcement itself may be late to appear.
+    The supervisor that submitted such a job died before it could record it, and its standby submitted others. The
+    record itself may be late to appear.
     """
     reader, status = LedgerReader(folder), RunStatus(folder.name)
 
@@ -419,12 +416,12 @@ def _is_expected(folder: RunFolder, patience_s: float) -> bool:
 
 
 def stop_on_signals() -> None:
-    """Let what asks this process to end bring an orderly end; a hang-up that `nohup` has it ignore stays ignored."""
+    """Turn SIGTERM and SIGHUP into SupervisorStopped; a SIGHUP that `nohup` has it ignore stays ignored."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, stop)
 
 
 def stop(_signal: int, _frame: FrameType | None) -> None:
-    """Turn a signal into an orderly end."""
+    """Raise SupervisorStopped."""
     raise SupervisorStopped

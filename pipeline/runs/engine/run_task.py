@@ -1,8 +1,8 @@
-"""What a job executes: one task of one stage of a run, named by three words.
+"""What a job executes: one task of one stage of a run.
 
 python -m pipeline.runs.worker RUN STAGE TASK [--attempt N --mem BYTES --shrink K --careful]
 
-A task with several GPUs is one process for each of them: it starts this again for each, with --part.
+A task with several GPUs starts this again as one process for each of them, with --part.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ if TYPE_CHECKING:
 
 PROGRESS_EVERY_S = 0.5
 SIGNALLED = 128  # and the signal's number: how a shell reports a program that was killed
-GO_ON = 75  # it finished in order, before its time was up, and has more to do: begin it again
+GO_ON = 75  # it stopped in good order and has more to do: start it again
 ENDING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # a cancellation or preemption; what comes before a limit
 GPUS = "CUDA_VISIBLE_DEVICES"
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class TaskStopped(BaseException):
-    """Somebody asked this process to end; what is finished is published on the way out."""
+    """A signal asked this process to end; finished work is published on the way out."""
 
-    came_further: ClassVar[bool] = False  # whether this start has done something that none before it had
+    came_further: ClassVar[bool] = False  # whether this start made progress
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -66,9 +66,9 @@ class TaskStopped(BaseException):
 
     @property
     def exit_code(self) -> int:
-        """Ask for another start where time is up; without progress a supervisor has to find more of it.
+        """Ask for another start where the time limit is near; without progress the supervisor has to raise the limit.
 
-        What was cancelled or preempted is the scheduler's to begin again.
+        After a cancellation or preemption the scheduler decides whether to start it again.
         """
         if self.number == signal.SIGTERM:
             return SIGNALLED + self.number
@@ -76,8 +76,8 @@ class TaskStopped(BaseException):
 
 
 def run_task(words: Sequence[str]) -> int:
-    """Do one task, or one process's part of it, and report on it."""
-    atexit.register(gc.freeze)  # at its end torch is not looked through once more, for half a second
+    """Do one task, or one process's part of it, and record it in the ledger; return the exit code."""
+    atexit.register(gc.freeze)  # saves half a second of garbage collection over torch at exit
     for number in ENDING:
         signal.signal(number, _stop)
     arguments = _parse(words)
@@ -120,18 +120,18 @@ def run_task(words: Sequence[str]) -> int:
         ledger.emit(EventKind.TASK_FAILED, **facts, what="stopped by a signal", exit_code=stopped.exit_code, trouble="")
         return stopped.exit_code
     except PipelineError as error:
-        _tell(ledger, facts, error, str(error), error.exit_code)
+        _record_failure(ledger, facts, error, str(error), error.exit_code)
         print(without_secrets(f"error: {error}"), file=sys.stderr)  # noqa: T201 - a task's stderr is its log
         return error.exit_code
     except Exception as error:  # noqa: BLE001 - whatever it is, the supervisor is to read it
         print(without_secrets(traceback.format_exc()), file=sys.stderr)  # noqa: T201
-        _tell(ledger, facts, error, f"{type(error).__name__}: {error}", 1)
+        _record_failure(ledger, facts, error, f"{type(error).__name__}: {error}", 1)
         return 1
     return 0
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
-    """Read what the task was told."""
+    """Parse the command line of a task."""
     parser = argparse.ArgumentParser(WORKER)
     parser.add_argument("run")
     parser.add_argument("stage")
@@ -146,16 +146,16 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def _tell(ledger: Ledger, facts: dict[str, Any], error: Exception, what: str, exit_code: int) -> None:
-    """Report a failure, if the disk still takes it."""
+def _record_failure(ledger: Ledger, facts: dict[str, Any], error: Exception, message: str, exit_code: int) -> None:
+    """Record a failure in the ledger, if the disk still takes it."""
     try:
-        ledger.emit(EventKind.TASK_FAILED, **facts, what=what, exit_code=exit_code, trouble=failure_kind(error))
+        ledger.emit(EventKind.TASK_FAILED, **facts, what=message, exit_code=exit_code, trouble=failure_kind(error))
     except PipelineError as refused:
         print(without_secrets(f"error: {refused}"), file=sys.stderr)  # noqa: T201 - a task's stderr is its log
 
 
 def failure_kind(error: BaseException | None) -> str:
-    """Return what kind of want was behind a failure: gpu_oom, host_oom, disk_full, or nothing that is known."""
+    """Return which resource ran out, by an error and its causes: gpu_oom, host_oom, disk_full, or empty."""
     while error is not None:
         if type(error).__name__ == "OutOfMemoryError":  # torch's; it may never have been imported here
             return "gpu_oom"
@@ -168,7 +168,7 @@ def failure_kind(error: BaseException | None) -> str:
 
 
 class News:
-    """What the ledger is told of a task: what is refused, and how far it is, at most twice a second."""
+    """Records the progress of a task in the ledger, at most twice a second, and the items that it rejects."""
 
     def __init__(self, ledger: Ledger, facts: dict[str, Any]) -> None:
         self._ledger, self._facts, self._told_s = ledger, facts, 0.0
@@ -176,22 +176,22 @@ class News:
         self.done = 0
 
     def refuse(self, key: str, reason: Reason, detail: str) -> None:
-        """Tell of something that cannot be made."""
+        """Record something that cannot be made, and why."""
         self._ledger.emit(EventKind.REFUSED, **self._facts, key=key, reason=reason.value, detail=detail)
 
     def add(self, reason: Reason | None) -> None:
-        """Count one more that is done, or rejected for a reason."""
+        """Count an item as done; with a reason, as rejected."""
         self.done += 1
         if reason is not None:
             self._rejected[reason.value] += 1
 
     def tell(self, kind: EventKind, figures: Mapping[str, float]) -> None:
-        """Tell how far the task is, and what it says of itself."""
+        """Record how far the task is, and its figures."""
         measured = {"host_peak_bytes": highest_resident_bytes(), **figures}
         self._ledger.emit(kind, **self._facts, done=self.done, rejected=dict(self._rejected), figures=measured)
 
     def go_on(self, figures: Mapping[str, float]) -> None:
-        """Tell the same, unless it was told just now."""
+        """Record progress, unless that was done a moment ago."""
         if time.monotonic() - self._told_s > PROGRESS_EVERY_S:
             self.tell(EventKind.PROGRESS, figures)
             self._told_s = time.monotonic()
@@ -207,11 +207,11 @@ def work_through(
     place: RankPlace | None = None,
     leads: bool = True,
 ) -> None:
-    """Work through a task, telling the ledger how far it is, and a note that outlives a kill at every step."""
+    """Do a task; progress goes to the ledger, and what it works on to a note that survives any kill."""
 
     def turn_to(names: Sequence[str]) -> None:
         note.write(news.done or int(tell.figures.get(script_stage.PROGRESS, 0)), names)
-        if script_stage.PROGRESS in tell.figures or ITEMS_READ in tell.figures:  # which yield nothing until they end
+        if script_stage.PROGRESS in tell.figures or ITEMS_READ in tell.figures:  # yields only at its end
             news.go_on(tell.figures)
 
     with closing(Note(folder.on(arguments.stage, arguments.task, part[0] if part else 0), arguments.attempt)) as note:
@@ -219,13 +219,13 @@ def work_through(
         tell.place, tell.part, tell.ending = place, part or (0, 1), lambda: _heard.number
         outcomes = table.stage(arguments.stage, project.config).work(project, folder, arguments.task, tell)
         try:
-            with closing(outcomes):  # closing publishes what is finished
+            with closing(outcomes):  # closing it publishes finished work
                 for reason in outcomes:
                     news.add(reason)
                     TaskStopped.came_further = news.done > note.done_before
                     news.go_on(tell.figures)
         except script_stage.Ended as ended:
-            if ended.code == GO_ON:  # of a script that tells no figures, another attempt is all that shows
+            if ended.code == GO_ON:  # where a script reports no step, a later attempt counts as progress
                 note.write(ended.step or arguments.attempt, ())
             news.tell(EventKind.PROGRESS, tell.figures)
             raise
@@ -238,7 +238,7 @@ def work_through(
 
 
 def _fan_out(words: Sequence[str], folder: RunFolder, processes: int, ledger: Ledger, facts: dict[str, Any]) -> int:
-    """Start a process for each GPU and wait for all; what one of them cannot do does not stop the others."""
+    """Start a process for each GPU and wait for all; one that fails does not stop the others."""
     lent = [name for name in os.environ.get(GPUS, "").split(",") if name] or list(map(str, range(processes)))
     command = [*module_command(WORKER, folder), *words]
     started: list[subprocess.Popen[bytes]] = []
@@ -253,7 +253,7 @@ def _fan_out(words: Sequence[str], folder: RunFolder, processes: int, ledger: Le
         codes = [process.wait() for process in started] or [stopped.exit_code]
     failed = [SIGNALLED - code if code < 0 else code for code in codes if code]
     if not failed:
-        ledger.emit(EventKind.TASK_FINISHED, **facts, done=0, rejected={}, figures={})  # the processes tell theirs
+        ledger.emit(EventKind.TASK_FINISHED, **facts, done=0, rejected={}, figures={})  # its processes report their own
     return failed[0] if failed else 0
 
 
@@ -263,12 +263,12 @@ def _together(words: Sequence[str], folder: RunFolder, processes: int, ledger: L
 
     code = launch_ranks([*module_command(WORKER, folder), *words], processes)
     if code == 0:
-        ledger.emit(EventKind.TASK_FINISHED, **facts, done=0, rejected={}, figures={})  # the first rank tells
+        ledger.emit(EventKind.TASK_FINISHED, **facts, done=0, rejected={}, figures={})  # the first rank reports them
     return code
 
 
 def _place(arguments: argparse.Namespace) -> RankPlace | None:
-    """Return which rank of how many this process is; None where it is to start them."""
+    """Return the rank of this process; None where it is to start the ranks."""
     from pipeline.training.ranks.rendezvous import RankPlace
 
     if arguments.part:
@@ -277,14 +277,14 @@ def _place(arguments: argparse.Namespace) -> RankPlace | None:
 
 
 def _part(word: str) -> tuple[int, int]:
-    """Return which of how many processes this is."""
+    """Parse number and count of processes, as in `0/2`."""
     number, _, processes = word.partition("/")
     return int(number), int(processes)
 
 
 @dataclass(slots=True)
 class _Heard:
-    """The signal by which this process was told to end, where its work looks for that by itself; 0: none."""
+    """The last signal that asked a rank to end, 0 for none; training looks at it between its steps."""
 
     number: int = 0
 
@@ -293,12 +293,12 @@ _heard = _Heard()
 
 
 def _hear(number: int, _frame: FrameType | None) -> None:
-    """Remember a signal: the work ends where it can be taken up again."""
+    """Remember a signal, for the work to end at its next safe point."""
     _heard.number = number
 
 
 def _stop(number: int, _frame: FrameType | None) -> None:
-    """Turn the first signal into an orderly end."""
+    """Raise TaskStopped for the first signal, and ignore later ones."""
     for ending in ENDING:
         signal.signal(ending, signal.SIG_IGN)
     raise TaskStopped(number)
