@@ -57,7 +57,7 @@ def in_sample(key: bytes, sample: float) -> bool:
 
 
 def _look_up_each(items: Sequence[Item], project: Project) -> list[Seen]:
-    """Return what is known of each item: nothing, where its own records are odd, which says nothing of the others."""
+    """Return what is known of each item: nothing of one whose own records are malformed."""
     try:
         return look_up_items(items, project.recipe, project.shelves)
     except ODD:
@@ -71,39 +71,39 @@ VOTERS = 8  # embeddings that are asked
 
 
 class EmbeddingWidths:
-    """Finds the width of a checkpoint's embeddings, once."""
+    """Finds the width of a checkpoint's embeddings by vote of the records, once."""
 
     def __init__(self, cache: CacheFolder) -> None:
         self._cache = cache
         self._known: dict[str, int | None] = {}
 
     def of(self, digest: str) -> int | None:
-        """Return the width of what these weights make; None where nothing is known of them."""
+        """Return the width of the embeddings of a checkpoint; None where no record tells it."""
         if digest not in self._known:
-            told = Counter(self._told(digest))
-            votes = told + Counter(self._seen(digest))
+            recorded = Counter(self._recorded(digest))
+            votes = recorded + Counter(self._sampled(digest))
             best = max(votes.values(), default=0)
-            first = [*told, *votes]  # of equal votes, what was told
-            self._known[digest] = next((width for width in first if votes[width] == best), None)
+            candidates = [*recorded, *votes]  # of equal votes, what was recorded wins
+            self._known[digest] = next((width for width in candidates if votes[width] == best), None)
         return self._known[digest]
 
     def wrong(self, weights: Record) -> Iterator[str]:
-        """Yield why the width of a checkpoint cannot be what is remembered of it."""
+        """Yield why the width in a checkpoint's record cannot be right."""
         width = self.of(weights.meta["digest"])
         if width != weights.meta["dim"]:
             yield f"dim is {weights.meta['dim']}; its embeddings have {width} numbers a residue"
 
-    def _told(self, digest: str) -> Iterator[int]:
-        """Yield the widths in what is remembered of these weights."""
+    def _recorded(self, digest: str) -> Iterator[int]:
+        """Yield the widths in the records of this checkpoint."""
         store = self._cache.kind("weights")
         for record in _readable(store, store.keys()):
             if record.meta.get("digest") == digest and isinstance(record.meta.get("dim"), int):
                 yield record.meta["dim"]
 
-    def _seen(self, digest: str) -> Iterator[int]:
+    def _sampled(self, digest: str) -> Iterator[int]:
         """Yield the widths of a few embeddings that were made with these weights."""
         store = self._cache.kind("embed")
-        recipes = [one.recipe for one in self._cache.recipes("embed") if one.recipe.get("weights") == digest]
+        recipes = [stat.recipe for stat in self._cache.recipes("embed") if stat.recipe.get("weights") == digest]
         tags = {recipe_tag("embed", recipe) for recipe in recipes}
         keys = (key for key in store.keys() if key[:TAG_BYTES] in tags)  # noqa: SIM118 - a store is no mapping
         for record in _readable(store, islice(keys, VOTERS)):

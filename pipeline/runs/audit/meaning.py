@@ -59,7 +59,7 @@ WHOLE_COSINE, HALF_COSINE = 0.99999, 0.999  # those of the gate (encoder/parity.
 
 
 class Semantic:
-    """Judges what records say; what it must know besides, it looks up when it first needs it."""
+    """Judges what records say; what else it must know, it looks up when it first needs it."""
 
     def __init__(self, project: Project, sample: float = DEFAULT_SAMPLE) -> None:
         self._project, self._sample = project, sample
@@ -75,21 +75,23 @@ class Semantic:
 
         known = len(self._contradicted)
         for checked in scrub.meaning(store, judge, part):
-            yield replace(self._once(checked), notes=dict(self._notes))
+            yield replace(self._without_contradicted(checked), notes=dict(self._notes))
             self._notes.clear()
-        if more := list(islice(self._contradicted, known, None)):
-            yield self._inventories(more)
+        if new := list(islice(self._contradicted, known, None)):
+            yield self._inventories(new)
 
-    def _once(self, checked: Checked) -> Checked:
-        """Return what was found in a file, less the inventories that have been told of."""
+    def _without_contradicted(self, checked: Checked) -> Checked:
+        """Return the findings of a file, less the inventories that were reported already."""
         if checked.kind != "scan" or not self._contradicted:
             return checked
         known = {key.hex() for key in self._contradicted}
-        findings = tuple(one for one in checked.findings if one.fault is not Fault.MEANING or one.key not in known)
+        findings = tuple(
+            finding for finding in checked.findings if finding.fault is not Fault.MEANING or finding.key not in known
+        )
         return replace(checked, whole=tuple(key for key in checked.whole if key.hex() not in known), findings=findings)
 
     def _inventories(self, keys: Sequence[bytes]) -> Checked:
-        """Return what was found of inventories, wherever they are, while graphs were judged: of no file in all."""
+        """Return the findings of inventories, in whatever shards, that graphs and source files contradict."""
         findings = [
             DamageFinding("scan", Fault.MEANING, self._contradicted[key], shard, key.hex(), lost=True)
             for key, places in zip(keys, self._project.shelves.inventories.locate(keys), strict=True)
@@ -98,34 +100,36 @@ class Semantic:
         return Checked("scan", "", 0, findings=tuple(findings))
 
     def _judge(self, kind: str, record: Record) -> Wrong | None:
-        """Return what is wrong with what a record says; it is lost where that is nothing by itself."""
+        """Return what is wrong with a record; one that is wrong by itself is lost."""
         self._learn(kind)
         try:
-            wrong = self._alone(kind, record)
+            problem = self._alone(kind, record)
         except ODD as error:
             return Wrong(f"it cannot be understood: {type(error).__name__} {error}")
         try:
-            return wrong or self._compared(kind, record)
+            return problem or self._compared(kind, record)
         except ODD as error:
             return Wrong(f"it cannot be compared: {type(error).__name__} {error}", lost=False)
 
     def _learn(self, kind: str) -> None:
-        """Look up what is needed for this kind before a record is judged: where that fails no record is to blame."""
+        """Look up what this kind needs before a record is judged, so that no record is blamed where that fails."""
         _ = self._recipes
         if kind == "graph" or (self._sample and kind in ("scan", "files")):
             _ = self._data_set
 
     def _alone(self, kind: str, record: Record) -> Wrong | None:
-        """Return what is wrong with a record by itself; a recipe of which too little is known is left out."""
+        """Return what is wrong with a record by itself; without its recipe where another version's lacks something."""
         recipe = self._recipes.get((kind, record.key[:TAG_BYTES]))
         try:
-            return _told(self._wrong(kind, record, recipe))
+            return _combined(self._wrong(kind, record, recipe))
         except ODD:
             if recipe is None or recipe == self._mine.get(kind):
                 raise
-        wrong = _told(self._wrong(kind, record, None))
-        self._notes[f"records of the kind {kind} judged without their recipe, which another version made"] += not wrong
-        return wrong
+        problem = _combined(self._wrong(kind, record, None))
+        self._notes[
+            f"records of the kind {kind} judged without their recipe, which another version made"
+        ] += not problem
+        return problem
 
     def _wrong(self, kind: str, record: Record, recipe: Mapping[str, Any] | None) -> Iterable[str]:
         """Yield what is wrong with a record by itself."""
@@ -142,12 +146,12 @@ class Semantic:
         return judge(record)
 
     def _compared(self, kind: str, record: Record) -> Wrong | None:
-        """Return what is wrong with a record beside others, and beside what is made anew."""
+        """Return what is wrong with a record beside other records, and beside what is made anew."""
         if kind == "graph":
             return self._beside(record) or self._graph_again(record)
         is_sampled = in_sample(record.key, self._sample)
         if kind == "weights":
-            return _told(self._widths.wrong(record)) or (self._weights_again(record) if is_sampled else None)
+            return _combined(self._widths.wrong(record)) or (self._weights_again(record) if is_sampled else None)
         if kind == "scan" and is_sampled:
             return self._inventory_again(record)
         if kind == "files" and is_sampled:
@@ -155,13 +159,15 @@ class Semantic:
         if kind == "embed" and is_sampled:
             return self._embedding_again(record)
         if kind == "sets" and self._sample:
-            return _told(sampled_sizes(record, self._project.graphs.store, lambda key: in_sample(key, self._sample)))
+            return _combined(
+                sampled_sizes(record, self._project.graphs.store, lambda key: in_sample(key, self._sample))
+            )
         return None
 
     # Beside others
 
     def _beside(self, graph: Record) -> Wrong | None:
-        """Return what is wrong with a graph beside its inventory; who of the two is, the files say."""
+        """Return what is wrong with a graph beside its inventory; the source files decide which is at fault."""
         key = self._data_set.inventories.get(graph.key)
         if key is None:
             self._notes["graphs that are not of this data set: judged by themselves"] += 1
@@ -173,24 +179,26 @@ class Semantic:
         if not _can_be(inventory):  # that is found where inventories are judged
             return None
         recipe = self._project.graphs.recipe.plain()
-        found = _told(wrong_beside_inventory(graph, Inventory.from_json(inventory.meta), inventory.arrays, recipe))
-        return self._settled(graph, inventory, found) if found else None
+        problem = _combined(
+            wrong_beside_inventory(graph, Inventory.from_json(inventory.meta), inventory.arrays, recipe)
+        )
+        return self._settled(graph, inventory, problem) if problem else None
 
-    def _settled(self, graph: Record, inventory: Record, found: Wrong) -> Wrong | None:
-        """Return what is wrong with a graph that its inventory contradicts, unless that one is wrong."""
+    def _settled(self, graph: Record, inventory: Record, problem: Wrong) -> Wrong | None:
+        """Return the problem of a graph that its inventory contradicts, or None where the inventory is at fault."""
         anew = self._anew(inventory.key)
-        if anew is None or _told(self._graph_differences(graph, anew)):
-            return found
-        why = _told(_inventory_differences(inventory, anew))
-        if why is None:
-            return found
-        self._contradicted[inventory.key] = why.what
+        if anew is None or _combined(self._graph_differences(graph, anew)):
+            return problem
+        fault = _combined(_inventory_differences(inventory, anew))
+        if fault is None:
+            return problem
+        self._contradicted[inventory.key] = fault.what
         return None
 
     # Made anew
 
     def _anew(self, inventory_key: bytes) -> Anew | None:
-        """Return the item of an inventory as its files are now; None where it is unknown, or they are others."""
+        """Return the item of an inventory as its files are now; None where it is unknown, or its files have changed."""
         line = self._data_set.items.get(inventory_key)
         if line is None:
             self._notes["not made anew: records that are not of this data set"] += 1
@@ -202,26 +210,26 @@ class Semantic:
         return anew
 
     def _inventory_again(self, record: Record) -> Wrong | None:
-        """Return where an inventory is not what its files give, or what a second parser reads in them."""
+        """Return where an inventory differs from what its files give, or from what a second parser reads in them."""
         anew = self._anew(record.key)
         if anew is None:
             return None
         self._notes["inventories made anew"] += 1
-        if why := _told(_inventory_differences(record, anew)):
+        if why := _combined(_inventory_differences(record, anew)):
             return why
-        said = _told(self._second_opinion(record.key, anew))
-        return said and Wrong(said.what, lost=False)
+        problem = _combined(self._second_opinion(record.key, anew))
+        return problem and Wrong(problem.what, lost=False)
 
     def _graph_again(self, record: Record) -> Wrong | None:
-        """Return where a graph is not what is built of the files of its item."""
+        """Return where a graph differs from what is built of its item's files."""
         key = self._data_set.inventories.get(record.key)
         if key is None or not in_sample(bytes.fromhex(key), self._sample):
             return None
         anew = self._anew(bytes.fromhex(key))
-        return None if anew is None else _told(self._graph_differences(record, anew, count=True))
+        return None if anew is None else _combined(self._graph_differences(record, anew, count=True))
 
     def _graph_differences(self, record: Record, anew: Anew, *, count: bool = False) -> Iterator[str]:
-        """Yield where a graph is not what is built anew."""
+        """Yield where a graph differs from one that is built anew."""
         if anew.read is None:
             yield f"there is a graph; made anew, there is none ({anew.inventory.reason})"
             return
@@ -232,7 +240,7 @@ class Semantic:
         yield from differences(record, arrays, json.loads(json.dumps(meta)))
 
     def _file_again(self, record: Record) -> Wrong | None:
-        """Return why a file does not hold what is remembered of it."""
+        """Return where a file differs from its record."""
         path = self._data_set.paths.get(record.key)
         if path is None:
             self._notes["not read again: files that are not of this data set, or have changed"] += 1
@@ -241,28 +249,28 @@ class Semantic:
         try:
             data = read_file(Path(path), self._project.recipe.max_file_bytes)
         except UnusableInput as problem:
-            told = record.meta.get("reason")
-            what = f"{path}: {problem.reason.value}; {told or 'its content'} is remembered"
-            return None if told == problem.reason.value else Wrong(what)
-        told = {"content": content_digest(data).hex(), "bytes": len(data)}
-        return None if told == record.meta else Wrong(f"{path} holds {told}; {dict(record.meta)} is remembered")
+            reason = record.meta.get("reason")
+            difference = f"{path}: {problem.reason.value}; {reason or 'its content'} is remembered"
+            return None if reason == problem.reason.value else Wrong(difference)
+        meta = {"content": content_digest(data).hex(), "bytes": len(data)}
+        return None if meta == record.meta else Wrong(f"{path} holds {meta}; {dict(record.meta)} is remembered")
 
     def _weights_again(self, record: Record) -> Wrong | None:
-        """Return why a checkpoint is not what is remembered of it; one that has changed since is not looked at."""
+        """Return where a checkpoint differs from its record; one that was replaced since is not read."""
         place = Path(record.meta["path"])
         try:
             if key_as_it_stands(place) != record.key:
                 raise FileNotFoundError
-            found = checkpoint_facts(place).to_json()
+            facts = checkpoint_facts(place).to_json()
         except (OSError, PipelineError):
             self._notes["not read again: weights that are gone, or others now"] += 1
             return None
         self._notes["weights read again"] += 1
-        unlike = [name for name in found if name not in ("path", "name") and found[name] != record.meta[name]]
-        return _told(f"{name} is {record.meta[name]!r}; read again, {found[name]!r}" for name in unlike)
+        unlike = [name for name in facts if name not in ("path", "name") and facts[name] != record.meta[name]]
+        return _combined(f"{name} is {record.meta[name]!r}; read again, {facts[name]!r}" for name in unlike)
 
     def _embedding_again(self, record: Record) -> Wrong | None:
-        """Return how far an embedding is from what the encoder computes."""
+        """Return how far an embedding is from what the encoder computes, if that is too far."""
         encoder, meta = self._encoder, record.meta
         if encoder is None or encoder[0] != meta["weights"]:
             self._notes["not computed again: embeddings whose weights are not here"] += 1
@@ -288,7 +296,7 @@ class Semantic:
         )
 
     def _second_opinion(self, key: bytes, anew: Anew) -> Iterator[str]:
-        """Yield where a second parser reads something else in the files of an item."""
+        """Yield where a second parser reads the files of an item differently."""
         if anew.read is None:
             return
         name = second_parser()
@@ -308,8 +316,8 @@ class Semantic:
                     continue
                 self._notes[f"partners compared with {name}"] += 1
                 for chain in side.chains:
-                    for what in disagreements(atoms, side.structure, chain):
-                        yield f"{Path(part.path).name}: {what}"
+                    for difference in disagreements(atoms, side.structure, chain):
+                        yield f"{Path(part.path).name}: {difference}"
 
     # What must be known besides
 
@@ -317,9 +325,9 @@ class Semantic:
     def _recipes(self) -> Mapping[tuple[str, bytes], Mapping[str, Any]]:
         """The recipes that are known: those that were described, and those of this configuration."""
         known = {
-            (kind, recipe_tag(kind, one.recipe)): one.recipe
+            (kind, recipe_tag(kind, stat.recipe)): stat.recipe
             for kind in ("scan", "graph", "embed")
-            for one in self._project.cache.recipes(kind)
+            for stat in self._project.cache.recipes(kind)
         }
         return known | {(kind, recipe_tag(kind, recipe)): recipe for kind, recipe in self._mine.items()}
 
@@ -341,32 +349,30 @@ class Semantic:
     @cached_property
     def _data_set(self) -> ItemIndex:
         """The items of the current data set, by the keys of what is made of them."""
-        found = ItemIndex()
+        index = ItemIndex()
         try:
-            found.read(self._project, self._sample)
+            index.read(self._project, self._sample)
         except PipelineError as error:
             self._notes[f"the data set cannot be listed, so nothing is compared with it: {error.what}"] += 1
-        return found
+        return index
 
 
-def _told(found: Iterable[str]) -> Wrong | None:
-    """Return the first few things that are wrong as one."""
-    some = list(islice(found, TOLD + 1))
-    if not some:
-        return None
-    return Wrong("; ".join(some[:TOLD]) + ("; and more" if len(some) > TOLD else ""))
+def _combined(problems: Iterable[str]) -> Wrong | None:
+    """Return the first few problems of a record as one; None if there are none."""
+    first = list(islice(problems, TOLD + 1))
+    return Wrong("; ".join(first[:TOLD]) + ("; and more" if len(first) > TOLD else "")) if first else None
 
 
 def _can_be(inventory: Record) -> bool:
-    """Say whether an inventory is in order by itself."""
+    """Tell whether an inventory is in order by itself."""
     try:
-        return not _told(wrong_inventory(inventory))
+        return not any(wrong_inventory(inventory))
     except ODD:
         return False
 
 
 def _inventory_differences(record: Record, anew: Anew) -> Iterator[str]:
-    """Yield where an inventory is not what is made of its files."""
+    """Yield where an inventory differs from what is made of its files."""
     maps = anew.read.maps if anew.read else {}
     return differences(record, maps, json.loads(json.dumps(anew.inventory.to_json())))
 

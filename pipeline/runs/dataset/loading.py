@@ -57,7 +57,7 @@ def open_loader(
 
 
 def source_of(project: Project, table: ItemTable) -> ItemSource:
-    """Return where items come from."""
+    """Return where a loader reads items from: the reader, cached graphs, or graphs built as they are read."""
     if reader_items.is_reader(project.config):
         return ReaderItems(reader_items.reader_of(project), table)
     graphs = project.graphs
@@ -67,7 +67,7 @@ def source_of(project: Project, table: ItemTable) -> ItemSource:
 
 
 def rows_of(project: Project) -> Embeddings | None:
-    """Return where embeddings come from; what a reader gives has none."""
+    """Return where a loader reads embeddings from; a reader's items have none."""
     if reader_items.is_reader(project.config):
         return None
     return Embeddings(project.encoding.shelves.embeddings, project.encoding.recipe)
@@ -77,11 +77,11 @@ def graph_command(config: str | Path | None, sets: Sequence[str], loaded: Config
     """Return the command that makes graphs with this configuration, or reads what a reader gives."""
     stage = "scan" if reader_items.is_reader(loaded) else "graph"
     words = ["pipeline", "submit", "--stage", stage, *(["--config", str(config)] if config else [])]
-    return shlex.join([*words, *(word for one in sets for word in ("--set", one))])
+    return shlex.join([*words, *(word for setting in sets for word in ("--set", setting))])
 
 
 def made_table(project: Project) -> str | None:
-    """Return the key, in hex, of the table that `table_of` returns; None where there is none, or none any more."""
+    """Return the key, in hex, of the table that `table_of` returns; None where there is none, or it was removed."""
     try:
         return next((key.hex() for key, _ in _tables(project)), None)
     except (CacheDamaged, RecordMissing):  # the cache was cleaned: stage graph writes it anew
@@ -89,7 +89,7 @@ def made_table(project: Project) -> str | None:
 
 
 def _tables(project: Project) -> Iterator[tuple[bytes, ItemTable]]:
-    """Yield the tables of the runs that made these graphs of this data set and went well, newest first."""
+    """Yield the tables of successful runs that made these graphs of this data set, newest first."""
     if reader_items.is_reader(project.config):
         for folder, entered, table in reader_items.reader_tables(project):
             if folder.table.exists():  # its check let it pass
@@ -111,7 +111,7 @@ def _tables(project: Project) -> Iterator[tuple[bytes, ItemTable]]:
 
 
 def table_of(project: Project, again: str) -> ItemTable:
-    """Return the table of the newest run that made these graphs of this data set, and went well."""
+    """Return the table of the newest successful run that made these graphs; `again` is the command that makes them."""
     try:
         for _, table in _tables(project):
             return table

@@ -34,7 +34,7 @@ FORMAT = 1  # of what a run's folder says of it
 
 
 def is_reader(config: Config) -> bool:
-    """Tell whether the items are what a reader gives, and no structures."""
+    """Tell whether the items come from a reader, not from structures."""
     return config.data.source == "reader"
 
 
@@ -56,14 +56,14 @@ def refuse_unreadable(project: Project) -> EntriesTaken:
 
 
 def refuse_crop(config: Config) -> None:
-    """Refuse to cut items out of which nobody knows what may be cut."""
+    """Refuse `oversize: crop` for a reader's items."""
     if is_reader(config) and config.train.oversize == "crop":
         what = "only graphs can be cropped: what may be cut out of a reader's items is not known"
         raise ConfigError(what, where="train.oversize is crop", remedy="--set train.oversize=skip   (or error)")
 
 
 def read_first(reader: Reader, most: int) -> EntriesTaken:
-    """Return what comes of the first few items, each of which is read again where it is said to be."""
+    """Return the first few items, each of which must be the same when it is read again by its place."""
     taken = EntriesTaken()
     with blaming_reader():
         for entry in islice(reader.entries(), most):
@@ -79,7 +79,7 @@ def read_first(reader: Reader, most: int) -> EntriesTaken:
 
 @contextmanager
 def blaming_reader() -> Iterator[None]:
-    """Let what a reader's code raises be told as its own."""
+    """Report what the reader's code raises as a fault of that code."""
     try:
         yield
     except (PipelineError, MemoryError):
@@ -89,7 +89,7 @@ def blaming_reader() -> Iterator[None]:
 
 
 def reader_state(project: Project, files: str | None = None) -> dict[str, Any]:
-    """Return what decides which items there are: the reader and its options, its code, its files as they stand."""
+    """Return what decides which items there are: the reader, its options, its code, and the state of its files."""
     data, reader = project.config.data, reader_of(project)
     return {
         "reader": data.reader,
@@ -118,21 +118,21 @@ def look_at_files(reader: Reader) -> tuple[str, bool]:
 
 
 def read_by_run(folder: RunFolder) -> dict[str, Any]:
-    """Return what a run has read of a data set; nothing where it has read none to the end, or tells it otherwise."""
+    """Return what a run has recorded of reading a data set; nothing if it did not finish, or in another format."""
     with suppress(OSError, ValueError):
-        told = json.loads(folder.entered.read_text())
-        if isinstance(told, dict) and told.get("format") == FORMAT:
-            return told
+        record = json.loads(folder.entered.read_text())
+        if isinstance(record, dict) and record.get("format") == FORMAT:
+            return record
     return {}
 
 
 def reader_tables(project: Project) -> Iterator[tuple[RunFolder, bytes, ItemTable]]:
-    """Yield what runs have read of the data set as it stands, newest first; one that is lost is an error in the end."""
+    """Yield the tables that runs have read of the data set as it stands, newest first; raise last if one is lost."""
     wanted, lost = reader_state(project), None
     for folder in reversed(runs_in(project.config.cluster.runs)):
-        told = read_by_run(folder)
-        if told.get("made") == wanted:
-            key = bytes.fromhex(told["table"])
+        record = read_by_run(folder)
+        if record.get("made") == wanted:
+            key = bytes.fromhex(record["table"])
             try:
                 yield folder, key, ItemTable.read(project.cache.kind(KIND), key)
             except (CacheDamaged, RecordMissing) as error:
@@ -142,7 +142,7 @@ def reader_tables(project: Project) -> Iterator[tuple[RunFolder, bytes, ItemTabl
 
 
 def unmade(config: Config) -> str:
-    """Say that what a training reads is not there."""
+    """Return the message that what a training reads is not there."""
     if is_reader(config):
         return "this data set was not read as it stands"
     return "the graphs of this data set are not made with this configuration"

@@ -50,7 +50,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class StageSurvey:
-    """What a stage has before it: how much the store already holds, and the rest in tasks."""
+    """What a stage has to do: how much the store already holds, and the rest in tasks."""
 
     counts: Mapping[str, int]  # items, refused, unusable, cached, missing, and what else a stage counts
     shards: tuple[Shard, ...]
@@ -58,7 +58,7 @@ class StageSurvey:
     cost: float = 0.0  # in the unit in which tasks tell how far they are
 
     def write_shards(self, folder: RunFolder, stage: str) -> None:
-        """Write down what each task takes."""
+        """Write each task's shard into the run's folder."""
         _write_shards(folder, stage, self.shards)
 
 
@@ -68,12 +68,12 @@ def _write_shards(folder: RunFolder, stage: str, shards: Sequence[Shard]) -> Non
 
 
 def read_shards(folder: RunFolder, stage: str) -> list[Shard]:
-    """Return what every task takes."""
+    """Return the shard of every task."""
     return [Shard(**shard) for shard in json.loads(folder.shards(stage).read_text())]
 
 
 def read_shard(folder: RunFolder, stage: str, task: int) -> Shard:
-    """Return what one task takes."""
+    """Return the shard of a task."""
     return Shard(**json.loads(folder.shards(stage).read_text())[task])
 
 
@@ -81,13 +81,13 @@ Halve: TypeAlias = "Callable[[RunFolder, Shard], tuple[Shard, Shard]]"
 
 
 def split_shards(folder: RunFolder, stage: str, tasks: Sequence[int], halve: Halve) -> dict[int, list[int]]:
-    """Add two tasks for each of some, that share what it takes, at the end of the list; return their numbers."""
+    """Append two tasks for each of the given ones, that share its work; return their numbers."""
     shards = read_shards(folder, stage)
     known = {shard: number for number, shard in enumerate(shards)}
     into = {}
     for task in tasks:
         halves = halve(folder, shards[task])
-        for half in halves:  # one that is known already was split by somebody who died before the ledger knew
+        for half in halves:  # a known half was split by a process that died before the ledger knew
             if known.get(half, -1) <= task:
                 known[half] = len(shards)
                 shards.append(half)
@@ -119,7 +119,7 @@ def _halves(shard: Shard, middle: int) -> tuple[Shard, Shard]:
 
 
 def task_items(folder: RunFolder, stage: str, task: int, tell: Tell) -> Iterator[Item]:
-    """Yield the items of a task without those that killed it, telling each before it is worked on."""
+    """Yield the items of a task without those that killed it; each is reported before it is worked on."""
     shard, barred = read_shard(folder, stage, task), left_out_items(folder, stage)
     with folder.todo(stage).open("rb") as file:
         file.seek(shard.start)
@@ -131,7 +131,7 @@ def task_items(folder: RunFolder, stage: str, task: int, tell: Tell) -> Iterator
 
 
 def list_items(project: Project) -> Iterator[Item | Rejection]:
-    """Yield the structures of the data set as its source gives them; what a reader gives are none."""
+    """Yield the structures of the data set as its source lists them; a reader has none."""
     return iter(()) if project.source.source == "reader" else source_items(project.source)
 
 
@@ -144,7 +144,7 @@ def read_items(path: Path) -> Iterator[Item | Rejection]:
 
 
 def frozen_items(project: Project, folder: RunFolder | None) -> Iterator[Item | Rejection]:
-    """Yield the data set of a run, freezing it first if no stage has; without a run, as it stands."""
+    """Yield the data set of a run, which is frozen first if no stage has; without a run, as it stands."""
     if folder is None:
         return list_items(project)
     if not folder.items.exists():
@@ -156,7 +156,7 @@ def frozen_items(project: Project, folder: RunFolder | None) -> Iterator[Item | 
 
 @contextmanager
 def freezing(folder: RunFolder | None) -> Iterator[Lines]:
-    """Yield what writes the data set of a run down; who dies on the way leaves no list that looks whole."""
+    """Yield a writer for the data set of a run; the file appears only when it is complete."""
     partial = folder.items.with_suffix(".partial") if folder else None
     with Lines(partial) as lines:
         yield lines
@@ -171,7 +171,7 @@ def item_line(record: Item | Rejection) -> str:
 
 
 def tasks_for(seconds: float, minutes_per_task: float, at_once: int, worthwhile_s: float) -> int:
-    """Return how many tasks work makes: of some minutes, and enough for all that can run at once, if that pays."""
+    """Return how many tasks to cut work into: by minutes a task, or more if idle slots make that worthwhile."""
     worthwhile = min(at_once, math.ceil(seconds / worthwhile_s))
     return max(1, math.ceil(seconds / (60 * minutes_per_task)), worthwhile)
 
@@ -237,7 +237,7 @@ class Lines:
 
 @dataclass(frozen=True, slots=True)
 class KnownItem:
-    """An item that can be used, as far as is known: None stands for an inventory that has still to be made."""
+    """A usable item with its inventory; None: that has still to be made."""
 
     item: Item
     inventory: Inventory | None
@@ -247,7 +247,7 @@ class KnownItem:
 def known_items(
     project: Project, folder: RunFolder | None, entries: Iterable[Item | Rejection]
 ) -> Iterator[list[KnownItem | Rejection]]:
-    """Yield what is known of each entry of a data set, in order, many at a time."""
+    """Yield for each entry of a data set, in order and in chunks, what the store knows of it."""
     since_ns = folder.stages.stat().st_mtime_ns if folder else None
     barred = left_out_items(folder, StageName.SCAN)
     for chunk in in_chunks(entries, LOOKED_UP_AT_ONCE):
@@ -272,7 +272,7 @@ def _known_item(
 
 
 def rejection(item: Item, reason: Reason, detail: str) -> Rejection:
-    """Return an item as one that was left out."""
+    """Return the rejection of an item."""
     return Rejection(item.id, reason, detail, item.origin, item.split)
 
 
@@ -280,17 +280,17 @@ REMEMBERED = (StageName.SCAN, StageName.EMBED, StageName.GRAPH)  # kinds of whic
 
 
 def remember_needed(project: Project, kind: str, keys: bytearray) -> None:
-    """Write down the keys of the records of a kind that the data set needs; that it cannot be is no failure."""
+    """Write down which records of a kind the data set needs; that it cannot be written is no failure."""
     remember_keys(project.cache.disk, project.cache.root, kind, _deciding(project.config, kind), keys)
 
 
 def recall_needed(cache: CacheFolder, config: Config, kind: str) -> WantedKeys | None:
-    """Return what the data set of a configuration was last found to need of a kind; None where nobody has looked."""
+    """Return which records of a kind a data set was last found to need; None where that was never found out."""
     return recall(cache.disk, cache.root, kind, _deciding(config, kind))
 
 
 def _deciding(config: Config, kind: str) -> dict[str, Any]:
-    """Return what decides which records are needed, as the configuration says it."""
+    """Return the part of a configuration that decides which records of a kind are needed."""
     deciding: dict[str, Any] = {
         "data": config.data.model_dump(mode="json", exclude={"max_rejected_fraction", "on_leak"}),
         "structures": config.structures.model_dump(mode="json"),

@@ -32,7 +32,7 @@ ORDER = ("nan", "poison", "oom")  # what ended a run comes before what it surviv
 
 @dataclass(frozen=True)
 class ReplayCase:
-    """A bundle, and what it is about."""
+    """A bundle of a failed step, with its run, project and plan."""
 
     folder: RunFolder
     project: Project
@@ -44,22 +44,21 @@ class ReplayCase:
 
 
 def find_case(folder: RunFolder, step: int, rank: int | None = None) -> ReplayCase:
-    """Return the bundle of a step of a run: of several, that of what ended it, and of the rank that is named."""
+    """Return the bundle of a step of a run; of several, the one that ended the run, or of the named rank."""
     from pipeline.training.forensics import step_bundle
 
     if not folder.plan(StageName.TRAIN).exists():
         what = f"run {folder.name} has trained nothing: there is no step to replay"
         raise ConfigError(what, where=str(folder.path), remedy="pipeline submit --stage train")
     project, made = project_of_run(folder)
-    found = [(path, step_bundle.read_bundle(path)) for path in step_bundle.find_bundles(made.bundles, step, rank)]
-    found.sort(key=lambda one: _preference(one[1]))
-    (where, bundle), *rest = found
-    others = tuple(path.name for path, _ in rest)
+    bundles = {path: step_bundle.read_bundle(path) for path in step_bundle.find_bundles(made.bundles, step, rank)}
+    where, *rest = sorted(bundles, key=lambda path: _preference(bundles[path]))
+    bundle, others = bundles[where], tuple(path.name for path in rest)
     return ReplayCase(folder, project, made, where, bundle, read_training_plan(bundle.plan, where), others)
 
 
 def read_training_plan(plan: Mapping[str, Any], where: Path) -> Prepared:
-    """Read a plan; one of another version of this program cannot be replayed with this one."""
+    """Read a plan; refuse one of another version of this package, which cannot be replayed."""
     try:
         return Prepared.from_json(plan)
     except (KeyError, TypeError, AttributeError) as error:
@@ -68,14 +67,14 @@ def read_training_plan(plan: Mapping[str, Any], where: Path) -> Prepared:
 
 
 def _preference(bundle: Bundle) -> tuple[int, bool, int]:
-    """Put first what ended the run, and the rank that has an item which the message names."""
+    """Sort first what ended the run, then the rank that has an item which the message names."""
     names = {name for cut in bundle.cuts for name in cut.ids}
     named = any(word.strip("(),:") in names for word in bundle.message.split())
     return ORDER.index(bundle.kind.value), not named, bundle.rank
 
 
 def steps_with_bundles(folder: RunFolder) -> list[int]:
-    """Return the steps of a run's training that have left a bundle."""
+    """Return the steps of a run's training that left a bundle."""
     from pipeline.training.forensics import step_bundle
 
     if not folder.plan(StageName.TRAIN).exists():
@@ -85,7 +84,7 @@ def steps_with_bundles(folder: RunFolder) -> list[int]:
 
 
 def project_of_run(folder: RunFolder) -> tuple[Project, ModelFolder]:
-    """Return a run's project, as it was frozen, and the folder of what it trains."""
+    """Return a run's project, by its frozen configuration, and the folder of what it trains."""
     config = from_resolved(folder.config.read_text(), str(folder.config))
     project = Project.open(config, beside=folder.task_root, remember=False)
     plan = folder.plan(StageName.TRAIN)
@@ -96,7 +95,7 @@ def project_of_run(folder: RunFolder) -> tuple[Project, ModelFolder]:
 
 
 class ReplayedShare:
-    """The parts of a rank's share, and their items."""
+    """The parts of a rank's share of a step, and their items."""
 
     def __init__(self, case: ReplayCase, job: Job) -> None:
         self.notes: list[str] = []
@@ -114,7 +113,7 @@ class ReplayedShare:
         self.parts = [*begun, *self._rest(1 + max((part.micro for part in begun), default=-1))]
 
     def read(self, part: RerunPart) -> Piece:
-        """Return the items of a part, which must still be those."""
+        """Read the items of a part, which must be the same as they were then."""
         from pipeline.training.sampling.sampler import MicroBatch
         from pipeline.training.step.micro_batches import Piece
 
@@ -145,14 +144,14 @@ class ReplayedShare:
         return size_K.max() if self.padded else size_K.sum()
 
     def _begun(self) -> Iterator[RerunPart]:
-        """Yield the parts that had begun when it went wrong; of a bundle that does not tell them, what it has."""
+        """Yield the parts that had begun when it went wrong; the whole micro-batches if the bundle has no parts."""
         bundle = self._bundle
-        told = bundle.state.get("pieces") or [{"numbers": cut.numbers, "rung": 0} for cut in bundle.cuts]
-        for one in told:
-            numbers = tuple(one["numbers"])
+        pieces = bundle.state.get("pieces") or [{"numbers": cut.numbers, "rung": 0} for cut in bundle.cuts]
+        for piece in pieces:
+            numbers = tuple(piece["numbers"])
             micro = next((at for at, cut in enumerate(bundle.cuts) if set(numbers) <= set(cut.numbers)), 0)
             if numbers:
-                yield self._part(micro, numbers, one["rung"])
+                yield self._part(micro, numbers, piece["rung"])
 
     def _rest(self, begun: int) -> Iterator[RerunPart]:
         """Yield the micro-batches after those that had begun, cut as they would have been."""
@@ -162,18 +161,19 @@ class ReplayedShare:
         budget = max(int(bundle.budget.get(COST, 0)), int(self._items.cost_N.max()))
         sampler.adjust(budget={COST: budget}, micro_batch=sampler.settings.micro_batch)
         micros = sampler.micros(bundle.epoch, bundle.epoch_step)
-        if any(not set(cut.numbers) <= set(one.items.tolist()) for cut, one in zip(bundle.cuts, micros, strict=False)):
+        pairs = zip(bundle.cuts, micros, strict=False)
+        if any(not set(cut.numbers) <= set(micro.items.tolist()) for cut, micro in pairs):
             self.notes.append("the micro-batches after it cannot be told any more: they are left out")
             return
         out, ids = left_out_items(self._case.folder, StageName.TRAIN), self._items.table.ids
-        for one in micros[begun:]:
-            numbers = tuple(number for number in one.items.tolist() if ids[number] not in out)
+        for micro in micros[begun:]:
+            numbers = tuple(number for number in micro.items.tolist() if ids[number] not in out)
             if numbers:
-                yield self._part(one.index, numbers)
+                yield self._part(micro.index, numbers)
 
 
 def _course(prepared: Prepared, epoch: int) -> int:
-    """Return in which stretch of a training an epoch is."""
+    """Return the index of the stretch of a training that an epoch is in."""
     ends = np.cumsum([stretch.epochs for stretch in prepared.stretches])
     return min(int(np.searchsorted(ends, epoch, side="right")), len(ends) - 1)
 

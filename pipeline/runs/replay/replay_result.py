@@ -20,7 +20,7 @@ _SHOWN = 3  # items of a part
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """What a step of such micro-batches takes, by a trace on fake tensors."""
+    """The memory of a failed micro-batch, by a trace on fake tensors."""
 
     ids: tuple[str, ...]
     live_bytes: int  # at the peak
@@ -30,11 +30,11 @@ class Traced:
 
     @property
     def fits(self) -> bool:
-        """Say whether it is within the limit; what an allocator holds besides is not in it."""
+        """Tell whether the live bytes are within the limit; what the allocator reserves beyond them is not counted."""
         return self.live_bytes <= self.limit_bytes
 
     def words(self) -> str:
-        """Say it for people."""
+        """Return a sentence for people."""
         verdict = "it would fit" if self.fits else "it does not fit"
         taken = f"{format_bytes(self.live_bytes)} live at the peak ({self.origin})"
         return f"on {self.card}: {taken}, of {format_bytes(self.limit_bytes)}: {verdict}"
@@ -42,7 +42,7 @@ class Traced:
 
 @dataclass(slots=True)
 class ReplayResult:
-    """A step that was run again."""
+    """The result of running a failed step again."""
 
     run: str
     bundle: Bundle
@@ -59,7 +59,7 @@ class ReplayResult:
 
     @property
     def is_reproduced(self) -> bool:
-        """Say whether the same went wrong."""
+        """Tell whether the same went wrong again."""
         if self.rerun is None:
             return bool(self.died) and self.bundle.kind.value == "poison"
         if self.bundle.kind.value == "oom":
@@ -68,7 +68,7 @@ class ReplayResult:
 
     @property
     def _is_strange(self) -> bool:
-        """Say whether a loss or a gradient is not finite."""
+        """Tell whether a loss or a gradient is not finite."""
         assert self.rerun is not None
         norm = self.rerun.norm
         return bool(
@@ -80,7 +80,7 @@ class ReplayResult:
 
     @property
     def verdict(self) -> str:
-        """Say in a sentence what came of it."""
+        """The result in a sentence."""
         if self.rerun is None:
             return f"{self._head}: the process {self.died} while it was on {_names(self.on) or 'nothing yet'}"
         if self._results("out of memory"):
@@ -118,10 +118,10 @@ class ReplayResult:
         rerun, limit = self.rerun, int(self.bundle.plan["limit_bytes"])
         if not rerun.is_counted:
             grown = max((result.grown_bytes for result in rerun.results), default=0)
-            said = (
+            room = (
                 f"this machine has room for it; nobody counts tensors here, the process grew by {format_bytes(grown)}"
             )
-            return f"{said}; {self.traced.words()}" if self.traced else said
+            return f"{room}; {self.traced.words()}" if self.traced else room
         peak = max((result.peak_bytes for result in rerun.results), default=0)
         taken = f"{format_bytes(rerun.reserved_bytes)} reserved and {format_bytes(peak)} live at the peak"
         if rerun.reserved_bytes > limit:
@@ -141,9 +141,9 @@ class ReplayResult:
         return f"every loss and gradient of rank {self.bundle.rank}'s share is finite here{reasons}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON data; numbers that are not finite are words."""
+        """Return JSON data; numbers that are not finite become text."""
         bundle, rerun = self.bundle, self.rerun
-        found = {
+        document = {
             "run": self.run,
             "step": bundle.step,
             "epoch": bundle.epoch,
@@ -162,8 +162,8 @@ class ReplayResult:
             "limit_bytes": bundle.plan["limit_bytes"],
             "counted": rerun.is_counted if rerun else None,
             "reserved_bytes": rerun.reserved_bytes if rerun else None,
-            "micro_batches": [_plain(one) for one in rerun.results] if rerun else [],
-            "suspects": [{**one.to_json(), "words": one.words()} for one in self.suspects],
+            "micro_batches": [_plain(result) for result in rerun.results] if rerun else [],
+            "suspects": [{**suspect.to_json(), "words": suspect.words()} for suspect in self.suspects],
             "gradients_not_finite": rerun.gradients if rerun else [],
             "gradient_norm": rerun.norm if rerun else None,
             "traced": {**asdict(self.traced), "fits": self.traced.fits, "words": self.traced.words()}
@@ -172,7 +172,7 @@ class ReplayResult:
             "died": self.died,
             "on": list(self.on),
         }
-        plain: dict[str, Any] = _worded(found)
+        plain: dict[str, Any] = _worded(document)
         return plain
 
 
@@ -193,7 +193,7 @@ def _plain(result: PartResult) -> dict[str, Any]:
 
 
 def _worded(value: Any) -> Any:
-    """Return JSON data that every reader takes: what is not finite as text."""
+    """Return JSON data whose numbers that are not finite are text, which every reader takes."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):

@@ -45,14 +45,14 @@ RUNGS_TRACED = 2  # of the ladder: what runs on the processor takes nothing of a
 
 
 class Apart(SingleRank):
-    """One rank of several, without the others."""
+    """One rank of several that runs without the others."""
 
     def __init__(self, rank: int, world: int) -> None:
         self.rank, self.world = rank, world
 
 
 def replay_document(case: ReplayCase, *, device: str | None = None) -> dict[str, Any]:
-    """Return as JSON data what came of a step that was run again; what kills runs in a process of its own."""
+    """Run a step again and return the result as JSON data; a step that killed its process runs in a child."""
     if case.bundle.kind.value != "poison":
         return replay_here(case, device=device).to_json()
     chosen = here(device)
@@ -61,13 +61,13 @@ def replay_document(case: ReplayCase, *, device: str | None = None) -> dict[str,
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         for line in child.stdout:
-            told = _heard(line)
-            if "found" in told:
-                found: dict[str, Any] = told["found"]
-                return found
-            if "error" in told:
-                raise JobFailed(told["error"], where=str(case.where), remedy=told["remedy"])
-            on = tuple(told.get("on", on))
+            message = _heard(line)
+            if "found" in message:
+                document: dict[str, Any] = message["found"]
+                return document
+            if "error" in message:
+                raise JobFailed(message["error"], where=str(case.where), remedy=message["remedy"])
+            on = tuple(message.get("on", on))
     if child.returncode == 1:  # an exception: its traceback is above
         raise JobFailed("replaying failed", where=str(case.where), remedy="pipeline --debug replay …, and report it")
     died = f"was ended by {_ending(child.returncode)}"
@@ -77,29 +77,29 @@ def replay_document(case: ReplayCase, *, device: str | None = None) -> dict[str,
 
 
 def _heard(line: str) -> dict[str, Any]:
-    """Read what a child has told; what a library has printed says nothing."""
+    """Read a message of the child; empty for a line that a library printed."""
     try:
-        told = json.loads(line)
+        message = json.loads(line)
     except ValueError:
         return {}
-    return told if isinstance(told, dict) else {}
+    return message if isinstance(message, dict) else {}
 
 
 def _ending(code: int) -> str:
-    """Say how a process ended."""
+    """Return how a process ended, in words."""
     return signal.Signals(-code).name if code < 0 else f"itself, with exit code {code}"
 
 
 def main(words: Sequence[str]) -> int:
-    """Run a step again in this process, and tell of it on stdout, a line of JSON each."""
+    """Run a step again in this process; print messages to stdout, a line of JSON each."""
     atexit.register(gc.freeze)  # at its end torch is not looked through once more, for half a second
     from pipeline.training.forensics import step_bundle
 
     folder, where, device = RunFolder(Path(words[0])), Path(words[1]), words[2]
     out, sys.stdout = sys.stdout, sys.stderr  # what a task prints is none of it
 
-    def tell(told: Mapping[str, Any]) -> None:
-        print(json.dumps(told), file=out, flush=True)
+    def tell(message: Mapping[str, Any]) -> None:
+        print(json.dumps(message), file=out, flush=True)
 
     try:
         project, made = project_of_run(folder)
@@ -130,7 +130,7 @@ def replay_here(
     meter: Meter | None = None,
     begin: Callable[[RerunPart], None] = lambda _: None,
 ) -> ReplayResult:
-    """Run a rank's share of a step again, and look where it goes wrong."""
+    """Run a rank's share of a step again in this process, and find where it goes wrong."""
     from pipeline.memory.runtime.meters import meter_of
     from pipeline.training.forensics import step_bundle
     from pipeline.training.forensics.rerun import rerun
@@ -142,26 +142,26 @@ def replay_here(
     with blamed(work.task):
         job = _job(case, work, chosen)
         step, weights, is_exact = _ready(case, job)
-        found = ReplayResult(case.folder.name, case.bundle, str(case.where), chosen, weights, is_exact)
-        found.notes += _notes(case)
+        result = ReplayResult(case.folder.name, case.bundle, str(case.where), chosen, weights, is_exact)
+        result.notes += _notes(case)
         if work.is_contrastive and case.bundle.world > 1:
-            found.notes.append("the items of this share are compared with each other, not with those of other ranks")
+            result.notes.append("the items of this share are compared with each other, not with those of other ranks")
         share = ReplayedShare(case, job)
-        found.notes += share.notes
+        result.notes += share.notes
         rng = step_bundle.read_rng(case.where)
         measured = meter or meter_of(chosen)
-        found.rerun = rerun(step, share.parts, share.read, rng, measured, begin=begin)
-        found.suspects = _suspects(step, found.rerun, share)
+        result.rerun = rerun(step, share.parts, share.read, rng, measured, begin=begin)
+        result.suspects = _suspects(step, result.rerun, share)
         if case.bundle.kind is step_bundle.BundleKind.OOM:
-            found.traced = _traced(case, share, found.notes)
-    return found
+            result.traced = _traced(case, share, result.notes)
+    return result
 
 
 def _job(case: ReplayCase, work: Work, device: str) -> Job:
-    """Return what that rank was given, on this device."""
+    """Return the training job of that rank, on this device."""
     bundle = case.bundle
     tell = Tell(lambda _key, _reason, _detail: None, careful=bool(bundle.state.get("careful")))
-    nobody = Apart(-1, 1)  # who is no rank writes nothing into the model's folder
+    nobody = Apart(-1, 1)  # no rank: it writes nothing into the model's folder
     job: Job = job_of(case.project, case.folder, case.prepared, tell, nobody)
     ranks, choice = Apart(bundle.rank, bundle.world), _choice(case.prepared)
 
@@ -182,7 +182,7 @@ def _choice(prepared: Prepared, rung: int = 0) -> MemoryChoice:
 
 
 def _ready(case: ReplayCase, job: Job) -> tuple[Step, str, bool]:
-    """Return a step with its weights, and what is known of these; the optimizer's state is there in every step."""
+    """Return a step with its weights and its optimizer's state, which weights these are, and whether they are exact."""
     from pipeline.memory.runtime.out_of_memory import out_of_memory_error
     from pipeline.stages.train import fresh_step
 
@@ -204,7 +204,7 @@ def _ready(case: ReplayCase, job: Job) -> tuple[Step, str, bool]:
 
 
 def _load(case: ReplayCase, step: Step) -> tuple[str, bool]:
-    """Load the weights that are nearest to those of the step; say which, and whether they are the same."""
+    """Load the checkpoint nearest to the step; return which it is, and whether it is the step's own."""
     from pipeline.training.checkpoints.checkpoint_reader import open_checkpoint
     from pipeline.training.checkpoints.tensor_file import CheckpointDamaged
     from pipeline.training.checkpoints.training_state import by_name, model_key, unpack
@@ -212,25 +212,25 @@ def _load(case: ReplayCase, step: Step) -> tuple[str, bool]:
     before, recorded = case.bundle.step - 1, case.bundle.checkpoint
     named = Path(recorded.path).name if recorded else ""
     gone: list[str] = []
-    for told in _usable(case):
+    for name in _usable(case):
         identity = {"model": model_key(step.model), "recipe": case.prepared.name}
         try:
-            loaded = open_checkpoint(case.made.checkpoints / told, identity)
+            loaded = open_checkpoint(case.made.checkpoints / name, identity)
         except CheckpointDamaged:
-            gone.append(f"{told} is damaged")
+            gone.append(f"{name} is damaged")
             continue
         averages = by_name(step.model, step.trained, step.averages) if step.averages else None
         unpack(loaded, loaded.data, step.model, step.optimizer, averages=averages, scaler=step.scaler)
-        if named and told != named and loaded.step != before and not gone:
+        if named and name != named and loaded.step != before and not gone:
             gone.append(f"{named} is gone")
-        return _about(f"checkpoint {told}", loaded.step, before, gone)
+        return _about(f"checkpoint {name}", loaded.step, before, gone)
     if recorded is not None and not gone:
         gone.append(f"{named} is gone")
     return _about("fresh ones", 0, before, gone)
 
 
 def _usable(case: ReplayCase) -> Iterator[str]:
-    """Yield the names of checkpoints of no later step: that right before it, the recorded one, and the older ones."""
+    """Yield the names of earlier checkpoints: that right before the step, the recorded one, then the older ones."""
     from pipeline.store.format.disk import Disk
     from pipeline.training.checkpoints import checkpoint_reader
     from pipeline.training.checkpoints.tensor_file import CheckpointDamaged
@@ -244,13 +244,13 @@ def _usable(case: ReplayCase) -> Iterator[str]:
                 known.append(checkpoint_reader.read_manifest(Disk(), case.made.checkpoints / name))
             except CheckpointDamaged:
                 continue
-    older = [told for told in known if told.step <= before]
-    older.sort(key=lambda told: (told.step == before, told.name == named, told.step, told.serial), reverse=True)
-    yield from (told.name for told in older)
+    older = [manifest for manifest in known if manifest.step <= before]
+    older.sort(key=lambda found: (found.step == before, found.name == named, found.step, found.serial), reverse=True)
+    yield from (manifest.name for manifest in older)
 
 
 def _about(what: str, step: int, before: int, gone: list[str]) -> tuple[str, bool]:
-    """Say what weights mean for a replay."""
+    """Return what the loaded weights mean for a replay, and whether they are exact."""
     lost = f"{'; '.join(gone)}; " if gone else ""
     if step == before:
         return f"{lost}{what}, as they were before that step", True
@@ -259,7 +259,7 @@ def _about(what: str, step: int, before: int, gone: list[str]) -> tuple[str, boo
 
 
 def _notes(case: ReplayCase) -> list[str]:
-    """Say what is not as it was."""
+    """Return how this replay differs from the run."""
     bundle, notes = case.bundle, []
     if case.folder.code.exists() and Path(case.folder.code.read_text()).name != package_digest():
         notes.append("this is not the version of pipeline that the run has: numbers and memory may differ a little")
@@ -277,25 +277,25 @@ def _notes(case: ReplayCase) -> list[str]:
 # Where it goes wrong
 
 
-def _suspects(step: Step, found: Rerun, share: ReplayedShare) -> list[Any]:
-    """Look into what is not finite."""
+def _suspects(step: Step, result: Rerun, share: ReplayedShare) -> list[Any]:
+    """Search for where numbers that are not finite come from."""
     from pipeline.training.forensics.nan_search import suspects
     from pipeline.training.forensics.rerun import PartOutcome
 
-    bad = found.of(PartOutcome.NOT_FINITE)
+    bad = result.of(PartOutcome.NOT_FINITE)
     if bad:
         return suspects(step, bad, share.read)
-    return suspects(step, found.of(PartOutcome.FITS), share.read, backward=True) if found.gradients else []
+    return suspects(step, result.of(PartOutcome.FITS), share.read, backward=True) if result.gradients else []
 
 
 def _traced(case: ReplayCase, share: ReplayedShare, notes: list[str]) -> Traced | None:
-    """Trace the part that did not fit, for the card that the run was on."""
+    """Trace the part that ran out of memory, for the card that the run was on."""
     from pipeline.memory.footprint import live_peak_bytes
     from pipeline.protocol import ITEMS
 
     bundle = case.bundle
     failed = [part for part in share.parts if list(part.numbers) == bundle.state.get("items")]
-    part = failed[0] if failed else max(share.parts, key=lambda one: one.cost_bytes, default=None)
+    part = failed[0] if failed else max(share.parts, key=lambda part: part.cost_bytes, default=None)
     if part is None or part.rung > RUNGS_TRACED:
         return None
     card = bundle.state.get("card") or {}

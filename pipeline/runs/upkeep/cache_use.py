@@ -36,7 +36,7 @@ Recipes = dict[tuple[str, bytes], "Mapping[str, Any]"]  # kind and tag → the r
 
 
 def recipes_of(project: Project, kinds: Iterable[str] = RECIPE_KINDS) -> Recipes:
-    """Return every recipe by which records of some kinds are made that a project reads."""
+    """Return the recipes of the records that a project reads, of some kinds."""
     if is_reader(project.config):  # which makes no such records
         return {}
     of_kind: dict[str, Callable[[], list[Mapping[str, Any]]]] = {
@@ -48,20 +48,20 @@ def recipes_of(project: Project, kinds: Iterable[str] = RECIPE_KINDS) -> Recipes
 
 
 def embeddings(recipe: EmbeddingRecipe) -> Iterator[Mapping[str, Any]]:
-    """Yield the recipe that is wanted, and those of what will do in its place, for short sequences and for long."""
+    """Yield the recipe that is wanted, and those that are accepted in its place, for short sequences and for long."""
     for residues in (1, recipe.length + 1):
         for variant in recipe.accepted(residues):
             yield recipe.plain(variant)
 
 
 def register_use(project: Project, stages: Iterable[str], file: Path | None) -> None:
-    """Leave word in the cache that a configuration uses it, before anything relies on what is there."""
+    """Register in the cache that a configuration uses it, before anything relies on what is there."""
     config, tags, stages = project.config, set[tuple[str, bytes]](), list(stages)
     fills = any(table.known_stage(stage).kinds for stage in stages)
     by_reader = is_reader(config)
     wanted = set[str]() if by_reader else {name for stage in stages for name in table.up_to(stage, config)}
     for kind in RECIPE_KINDS:
-        with suppress(PipelineError):  # what cannot be told is not used either: a script may do without weights
+        with suppress(PipelineError):  # without a recipe nothing of it is used: a script may do without weights
             tags |= recipes_of(project, [kind] if kind in wanted else ()).keys()
     if not tags and not by_reader:  # whose tables are kept for the runs that name them
         return
@@ -69,17 +69,17 @@ def register_use(project: Project, stages: Iterable[str], file: Path | None) -> 
     for cache in (project.cache, *project.cache.under):
         is_there = fills or cache.root.is_dir()  # what is not there, and stays so, has nothing to keep
         if is_there and not register(cache.disk, cache.root, user):
-            what = "it cannot be written down that this project uses the cache: who cleans it does not know"
-            log.warning("%s: %s", cache.root, what)
+            problem = "it cannot be written down that this project uses the cache: who cleans it does not know"
+            log.warning("%s: %s", cache.root, problem)
 
 
 def user_of(config: str, runs: str, tags: Iterable[tuple[str, bytes]]) -> User:
-    """Return a project as others are told of it."""
+    """Return a project as the cache registers its users."""
     return User(config, runs, frozenset((kind, tag.hex()) for kind, tag in tags), time.time(), who_am_i())
 
 
 def config_name(file: Path | None) -> str:
-    """Return the name of a configuration, wherever it is typed."""
+    """Return the name under which a configuration file is registered."""
     return str(file.absolute()) if file else ""
 
 
@@ -94,16 +94,16 @@ def holdings(config: Config) -> Holdings:
     for kind in dict.fromkeys([*cache.kinds(), *unknown]):
         tags = {recipe_tag(kind, recipe): recipe for recipe in described.get(kind, ())}
         wanted = worklist.recall_needed(cache, config, kind) if kind in worklist.REMEMBERED else None
-        found = cache.own(kind).tally(list(tags), *([wanted.pairs] if wanted else []))
-        if found.stat.shards or found.stat.unreadable:
-            stats.append(found.stat)
-        counted = (RecipeStat(recipe, *found.tagged[tag]) for tag, recipe in tags.items())
-        recipes[kind] = sorted((one for one in counted if one.records), key=lambda one: -one.records)
+        tally = cache.own(kind).tally(list(tags), *([wanted.pairs] if wanted else []))
+        if tally.stat.shards or tally.stat.unreadable:
+            stats.append(tally.stat)
+        counted = (RecipeStat(recipe, *tally.tagged[tag]) for tag, recipe in tags.items())
+        recipes[kind] = sorted((stat for stat in counted if stat.records), key=lambda stat: -stat.records)
         if kind in worklist.REMEMBERED:
-            undescribed[kind] = found.stat.records - sum(one.records for one in recipes[kind])
+            undescribed[kind] = tally.stat.records - sum(stat.records for stat in recipes[kind])
         if wanted is not None:
-            unknown = [one for one in unknown if one != kind]
-            absent = found.absent
+            unknown = [name for name in unknown if name != kind]
+            absent = tally.absent
             for layer in cache.under if len(absent) else ():
                 absent = layer.own(kind).tally(wanted=absent).absent
             changed = _changed(config.data.path) > wanted.at
@@ -125,7 +125,7 @@ def holdings(config: Config) -> Holdings:
 
 
 def _needed_kinds(config: Config) -> tuple[str, ...]:
-    """Return the kinds that a data set needs: of sequences alone no graphs are made, of what a reader gives nothing."""
+    """Return the kinds of records that a data set needs: no graphs of bare sequences, nothing of a reader's items."""
     if is_reader(config):
         return ()
     has_graphs = config.graph.cache and config.data.source != "fasta"
@@ -142,9 +142,9 @@ def _changed(path: Path) -> float:
 
 def _quarantine(cache: CacheFolder) -> dict[str, tuple[int, int]]:
     """Return how many damaged shards of each kind were put aside, and their bytes."""
-    found = {}
+    quarantined = {}
     for kind in cache.kinds():
         folder = KindLayout(cache.root / kind).quarantine
         if sizes := [cache.disk.size_of(folder / name) for name in cache.disk.list_folder(folder)]:
-            found[kind] = (len(sizes), sum(sizes))
-    return found
+            quarantined[kind] = (len(sizes), sum(sizes))
+    return quarantined

@@ -63,7 +63,7 @@ BECAUSE = {
 
 @dataclass(frozen=True, slots=True)
 class CleanRequest:
-    """What was asked for."""
+    """The options of `cache clean`."""
 
     keep_recipes: bool = False
     all: bool = False
@@ -71,13 +71,13 @@ class CleanRequest:
 
     @property
     def grace_s(self) -> float:
-        """How old what is removed must be."""
+        """The age in seconds below which nothing is removed."""
         if self.older_than_s is not None:
             return self.older_than_s
         return 0 if self.all else GRACE_S
 
     def grace_of(self, what: Left) -> float:
-        """Return how old a file that holds no records must be."""
+        """Return the age in seconds below which a file that holds no records stays."""
         if self.all:
             return self.grace_s
         longer_s = {Left.MEMORY: FORGOTTEN_S, Left.TEMPORARY: GRACE_S}  # a writer may not have closed it yet
@@ -86,7 +86,7 @@ class CleanRequest:
 
 @dataclass(slots=True)
 class Cleaning:
-    """What would be removed from a cache, and what not, and why."""
+    """What would be removed from a cache, and what stays, and why."""
 
     cache: CacheFolder
     asked: CleanRequest
@@ -107,36 +107,34 @@ class Cleaning:
 
     @property
     def freed_bytes(self) -> int:
-        """How many bytes are given back."""
-        return sum(one.freed_bytes for one in self.marked.values()) + sum(one.bytes for one in self.leftovers)
+        return sum(marked.freed_bytes for marked in self.marked.values()) + sum(file.bytes for file in self.leftovers)
 
     @property
     def files(self) -> int:
-        """How many files go."""
-        return len(self.leftovers) + sum(len(one.of(Fate.GOES, Fate.REWRITTEN)) for one in self.marked.values())
+        return len(self.leftovers) + sum(len(marked.of(Fate.GOES, Fate.REWRITTEN)) for marked in self.marked.values())
 
     def dead(self) -> Iterator[Dead]:
-        """Yield what is dead of each kind and recipe."""
+        """Yield the records that are not needed, by kind and recipe."""
         for kind, marked in self.marked.items():
             items, size_bytes = marked.dead(*Fate)
-            for tag, (some, some_bytes) in marked.tags.items():
-                items, size_bytes = items - some, size_bytes - some_bytes
-                if some:
+            for tag, (tag_items, tag_bytes) in marked.tags.items():
+                items, size_bytes = items - tag_items, size_bytes - tag_bytes
+                if tag_items:
                     why = "not in the data set" if (kind, tag) in self.wanted else "of a recipe that is not used"
                     why = EVERYTHING_GOES if self.asked.all else why
-                    yield Dead(kind, why, self.recipes.get((kind, tag)), some, some_bytes)
+                    yield Dead(kind, why, self.recipes.get((kind, tag)), tag_items, tag_bytes)
             if items:
                 why = BECAUSE.get(kind, "of no recipe that is known")
                 yield Dead(kind, EVERYTHING_GOES if self.asked.all else why, None, items, size_bytes)
 
     def stays(self, *fates: Fate) -> tuple[int, int]:
-        """Return how many dead records stay for a reason, and their bytes."""
-        found = [marked.dead(*fates) for marked in self.marked.values()]
-        return sum(items for items, _ in found), sum(size_bytes for _, size_bytes in found)
+        """Return how many unneeded records stay for the given reasons, and their bytes."""
+        dead = [marked.dead(*fates) for marked in self.marked.values()]
+        return sum(items for items, _ in dead), sum(size_bytes for _, size_bytes in dead)
 
     def damaged(self) -> list[tuple[str, str, str]]:
         """Return the shards that cannot be read: kind, name and why."""
-        return [(kind, *one) for kind, marked in self.marked.items() for one in marked.damaged]
+        return [(kind, *damage) for kind, marked in self.marked.items() for damage in marked.damaged]
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON data."""
@@ -146,10 +144,10 @@ class Cleaning:
             "older_than_s": self.asked.grace_s,
             "bytes": self.freed_bytes,
             "files": self.files,
-            "kinds": [_plain(one) for one in self.marked.values()],
-            "dead": [asdict(one) for one in self.dead()],
-            "leftovers": [_plain_leftover(one) for one in self.leftovers],
-            "young": [_plain_leftover(one) | {"older_than_s": self.asked.grace_of(one.what)} for one in self.young],
+            "kinds": [_plain(marked) for marked in self.marked.values()],
+            "dead": [asdict(dead) for dead in self.dead()],
+            "leftovers": [_plain_leftover(file) for file in self.leftovers],
+            "young": [_plain_leftover(file) | {"older_than_s": self.asked.grace_of(file.what)} for file in self.young],
             "left_alone": [str(path) for path in self.foreign],
             "damaged": [{"kind": kind, "shard": shard, "why": why} for kind, shard, why in self.damaged()],
             "used_by": [user.config or user.runs for user in self.others],
@@ -159,7 +157,7 @@ class Cleaning:
 
 @dataclass(frozen=True, slots=True)
 class Dead:
-    """What is dead of one kind, by its recipe, if that is known."""
+    """Records of one kind and recipe that are not needed."""
 
     kind: str
     why: str
@@ -170,7 +168,7 @@ class Dead:
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """What was removed, or has to stay after all."""
+    """A file that was removed, or has to stay after all."""
 
     name: str
     bytes: int
@@ -185,7 +183,7 @@ def _plain(marked: Marked) -> dict[str, Any]:
         "items": marked.records,
         "bytes": marked.total_bytes,
         "freed_bytes": marked.freed_bytes,
-        "dead": {name: one | {"files": files[name]} for name, one in shards.items()},
+        "dead": {fate: counts | {"files": files[fate]} for fate, counts in shards.items()},
     }
 
 
@@ -196,7 +194,7 @@ def _plain_leftover(leftover: LeftoverFile) -> dict[str, Any]:
 def foresee_cleaning(
     project: Project, file: Path | None, asked: CleanRequest, *, on: Callable[[int], None] = lambda _items: None
 ) -> Cleaning:
-    """Say what would be removed; nothing is changed. `on` is told how many items of the data set were looked at."""
+    """Plan what to remove; nothing is changed. `on` is called with the number of items of the data set looked at."""
     cache = open_marked(project.config.cache.root)
     try:
         return _foresee_readable(project, cache, file, asked, on)
@@ -240,7 +238,7 @@ def _foresee_readable(
 
 
 def open_marked(root: Path) -> CacheFolder:
-    """Open a cache that says that it is one; nothing else is ever cleaned."""
+    """Open a folder as a cache if it has a cache's marker; nothing else is ever cleaned."""
     cache = CacheFolder(root)
     if not cache.disk.exists(root / MARKER):
         what = f"this is no cache: it has no {MARKER}" if cache.disk.exists(root) else "there is no such folder"
@@ -250,7 +248,7 @@ def open_marked(root: Path) -> CacheFolder:
 
 
 def _now(cache: CacheFolder) -> float:
-    """Return what time it is for a cache; where it cannot be written, its file system does not say."""
+    """Return the time by the cache's file system; by this host's clock where it cannot be written."""
     try:
         return earlier_clock(cache.disk, cache.root)
     except OSError:
@@ -258,16 +256,14 @@ def _now(cache: CacheFolder) -> float:
 
 
 def _signs(cache: CacheFolder) -> dict[str, tuple[float, float]]:
-    """Return the files that say who uses a cache, with their times: they change when anybody begins to use it."""
-    folder, found = cache.root / USERS, {}
-    for name in cache.disk.list_folder(folder):
-        if USER_NAME.fullmatch(name):
-            found[name] = cache.disk.times_of(folder / name)
-    return found
+    """Return the files that register users, with their times: they change when anybody begins to use the cache."""
+    folder = cache.root / USERS
+    names = filter(USER_NAME.fullmatch, cache.disk.list_folder(folder))
+    return {name: cache.disk.times_of(folder / name) for name in names}
 
 
 def _tell_apart(cleaning: Cleaning, users: list[User], strangers: list[str], going: list[GoingRun]) -> None:
-    """Take down who else uses the cache, and who does no more: nobody has gone whose run goes on."""
+    """Note who else uses the cache, and who does no more; a user whose run goes on counts as there."""
     busy = {run.folder.path.parent for run in going}
     idle = [user for user in users if Path(user.runs) not in busy]
     vanished = [user for user in idle if has_vanished(user, cleaning.now, cleaning.asked.grace_s)]
@@ -284,7 +280,7 @@ def _tell_apart(cleaning: Cleaning, users: list[User], strangers: list[str], goi
 
 
 def has_vanished(user: User, now: float, grace_s: float) -> bool:
-    """Say whether a configuration is gone for good.
+    """Tell whether a configuration is gone for good.
 
     Where its folder is gone too, a disk may only not be mounted; and a run may go on that only its owner can see.
     """
@@ -296,13 +292,13 @@ def _place(user: User) -> Path:
 
 
 def _counts_until(user: User, grace_s: float) -> float:
-    """Return until when a configuration counts that is not there."""
+    """Return until when a configuration that is gone still counts as a user."""
     certain = not _is_gone(_place(user).parent) and not hidden(Path(user.runs))
     return user.last + (grace_s if certain else max(grace_s, FORGOTTEN_S))
 
 
 def _notes_of_gone(gone: list[User], cleaning: Cleaning) -> Iterator[CleanNote]:
-    """Say of whom nothing is there any more, until when they count all the same, and how not to wait for that."""
+    """Yield for each user that is gone until when it still counts, and how not to wait for that."""
     for place in dict.fromkeys(map(_place, gone)):
         mine = [user for user in gone if _place(user) == place]
         last = max(user.last for user in mine)
@@ -318,7 +314,7 @@ def _day(seconds: float) -> str:
 
 
 def _is_gone(path: Path) -> bool:
-    """Say whether there is nothing of a name; in a folder that is private to others that cannot be told."""
+    """Tell whether a path does not exist; False in a folder that this user cannot look into."""
     try:
         path.lstat()
     except (FileNotFoundError, NotADirectoryError):
@@ -329,7 +325,7 @@ def _is_gone(path: Path) -> bool:
 
 
 def _refuse_going(cache: CacheFolder, going: list[GoingRun], folders: list[Path]) -> None:
-    """Raise where everything is to go while a run goes on, or where nobody can tell whether one does."""
+    """Refuse to remove everything while a run goes on, or where it cannot be told whether one does."""
     if going:
         name = going[0].folder.name
         what = f"run {name} goes on, and needs what is in this cache"
@@ -340,12 +336,11 @@ def _refuse_going(cache: CacheFolder, going: list[GoingRun], folders: list[Path]
 
 
 def _mark(cleaning: Cleaning) -> None:
-    """Mark what is dead; which recipes are described to no purpose shows when the rest is marked."""
+    """Mark the records that are not needed; the descriptions of recipes last, by what stays of the others."""
     before = cleaning.now - cleaning.asked.grace_s
-    rest = [kind for kind in cleaning.live if kind != RECIPES]
-    for kind in rest:
-        live, tags = cleaning.live[kind], [tag for one, tag in cleaning.recipes if one == kind]
-        if not live.everything:
+    for kind, live in cleaning.live.items():
+        tags = [tag for recipe_kind, tag in cleaning.recipes if recipe_kind == kind]
+        if kind != RECIPES and not live.everything:
             oldest = cleaning.now - UNASKED_S if kind == LIMITS and not cleaning.asked.all else before
             cleaning.marked[kind] = mark(cleaning.cache.own(kind), live, min(before, oldest), tags)
     if RECIPES in cleaning.live:
@@ -355,7 +350,7 @@ def _mark(cleaning: Cleaning) -> None:
 
 
 def _described_to_some_purpose(cleaning: Cleaning) -> Live:
-    """Return the descriptions of the recipes of which anything stays."""
+    """Return as live the descriptions of the recipes of which any record stays."""
     if cleaning.asked.keep_recipes:
         return EVERYTHING
     keys = bytearray()
@@ -367,20 +362,20 @@ def _described_to_some_purpose(cleaning: Cleaning) -> Live:
 
 
 def _find_leftovers(cleaning: Cleaning) -> None:
-    """Find what holds no records and is old enough; lists of keys are wanted for some time."""
-    found, asked = find_leftovers(cleaning.cache), cleaning.asked
-    old = [cleaning.now - leftover.since > asked.grace_of(leftover.what) for leftover in found.leftovers]
-    cleaning.leftovers = tuple(leftover for leftover, goes in zip(found.leftovers, old, strict=True) if goes)
+    """Find the files that hold no records, and which of them are old enough to go."""
+    files, asked = find_leftovers(cleaning.cache), cleaning.asked
+    old = [cleaning.now - leftover.since > asked.grace_of(leftover.what) for leftover in files.leftovers]
+    cleaning.leftovers = tuple(leftover for leftover, goes in zip(files.leftovers, old, strict=True) if goes)
     cleaning.young = tuple(
         leftover
-        for leftover, goes in zip(found.leftovers, old, strict=True)
+        for leftover, goes in zip(files.leftovers, old, strict=True)
         if not goes and leftover.what is not Left.MEMORY
     )
-    cleaning.foreign = found.foreign
+    cleaning.foreign = files.foreign
 
 
 def _refuse_unwritable(cleaning: Cleaning) -> None:
-    """Raise where this user may not remove what is to go."""
+    """Refuse where this user may not remove what is to go."""
     folders = {leftover.path.parent for leftover in cleaning.leftovers}
     for kind, marked in cleaning.marked.items():
         if marked.of(Fate.GOES, Fate.REWRITTEN):
@@ -392,7 +387,7 @@ def _refuse_unwritable(cleaning: Cleaning) -> None:
 
 
 def carry_out(cleaning: Cleaning) -> Iterator[Removed]:
-    """Remove what was foreseen, and yield what has gone; stop when anybody begins to use the cache meanwhile."""
+    """Remove what was planned and yield what has gone; stop if anybody begins to use the cache meanwhile."""
     cache, check = cleaning.cache, partial(_refuse_newcomers, cleaning)
     for leftover in cleaning.leftovers:
         check()
@@ -408,7 +403,7 @@ def carry_out(cleaning: Cleaning) -> Iterator[Removed]:
 
 
 def _refuse_newcomers(cleaning: Cleaning) -> None:
-    """Raise where somebody has said since that they use the cache: what they need was not asked for."""
+    """Refuse to go on once somebody new uses the cache: what they need was not looked up."""
     if _signs(cleaning.cache) != cleaning.users:
         what = "a run was submitted while the cache was being cleaned; nothing more was removed"
         raise ConfigError(what, where=str(cleaning.cache.root), remedy=AGAIN)

@@ -23,7 +23,7 @@ from pipeline.store.maintenance.sweep import Live
 from pipeline.structures.parsing.structure_files import item_paths
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from pipeline.encoder.embedding_recipe import EmbeddingRecipe
     from pipeline.journal.active_runs import GoingRun
@@ -41,7 +41,7 @@ FILES, LIMITS, SETS = "files", "limits", "sets"
 
 @dataclass(frozen=True, slots=True)
 class CleanNote:
-    """Why something is kept, and what helps where anything does."""
+    """Why something stays, and what the user can do about it."""
 
     what: str
     remedy: str = ""
@@ -49,7 +49,7 @@ class CleanNote:
 
 @dataclass(slots=True)
 class Staying:
-    """What is known of who needs what."""
+    """Works out what of each kind of record stays."""
 
     project: Project
     cache: CacheFolder
@@ -67,11 +67,11 @@ class Staying:
         self.recipes = described(self.cache)
         known = frozenset(self.recipes)
         has_weights = self._find_wanted()
-        kept = _tags_of(self.others)
+        kept = {(kind, bytes.fromhex(tag)) for user in self.others for kind, tag in user.tags}
         for run in self.going:
             kept |= recipes_of_run(run).keys()
             self.notes.append(CleanNote(f"run {run.folder.name} goes on: all that is made by its recipes stays"))
-        found, certain = Needed(), False
+        need, certain = Needed(), False
         if self.keep_recipes:
             kept |= {
                 *known,
@@ -79,29 +79,31 @@ class Staying:
                 *((kind, bytes.fromhex(tag)) for user in self.own for kind, tag in user.tags),
             }
         else:
-            found = needed(self.project, embeddings=has_weights, on=on)
-            certain = not found.unknown
+            need = needed(self.project, embeddings=has_weights, on=on)
+            certain = not need.unknown
             if not self.project.config.graph.cache:
-                found.graph.clear()  # nobody reads them
-            kept |= {*self.wanted} if not certain else set()
-            self._say_doubt(found)
+                need.graph.clear()  # nobody reads them
+            if need.unknown:
+                kept |= {*self.wanted}
+                what = "what the data set needs cannot be told today, so all that is made by its recipes stays"
+                self.notes.append(CleanNote(f"{what}: {need.unknown}", need.remedy))
         live = dict.fromkeys(self.cache.kinds(), EVERYTHING)
         for kind in RECIPE_KINDS:
             live[kind] = Live(
-                tags=frozenset(tag for one, tag in kept if one == kind),
-                pairs=sorted_pairs(getattr(found, kind) if certain else b""),
+                tags=frozenset(tag for kept_kind, tag in kept if kept_kind == kind),
+                pairs=sorted_pairs(getattr(need, kind) if certain else b""),
             )
         if not has_weights:
             live[StageName.EMBED] = EVERYTHING
         if certain and not (self.others or self.going):
-            live[FILES] = Live(pairs=sorted_pairs(found.files))
+            live[FILES] = Live(pairs=sorted_pairs(need.files))
         if self.strangers:
             live |= dict.fromkeys((*RECIPE_KINDS, FILES), EVERYTHING)
         live |= {LIMITS: NOTHING, SETS: self._tables()}
         return live
 
     def _find_wanted(self) -> bool:
-        """Find out by which recipes this project's records are made; return whether its weights are known."""
+        """Find the recipes of this project's records; return whether its weights are known."""
         kinds = [StageName.SCAN, *([StageName.GRAPH] if self.project.config.graph.cache else [])]
         self.wanted = recipes_of(self.project, kinds)
         try:
@@ -113,11 +115,6 @@ class Staying:
         finally:
             self.recipes |= self.wanted
         return True
-
-    def _say_doubt(self, found: Needed) -> None:
-        if found.unknown:
-            what = "what the data set needs cannot be told today, so all that is made by its recipes stays"
-            self.notes.append(CleanNote(f"{what}: {found.unknown}", found.remedy))
 
     def _tables(self) -> Live:
         """Return which tables of data sets stay: those that runs name."""
@@ -133,17 +130,13 @@ class Staying:
         return Live(pairs=sorted_pairs(keys))
 
 
-def _tags_of(users: Iterable[User]) -> set[tuple[str, bytes]]:
-    return {(kind, bytes.fromhex(tag)) for user in users for kind, tag in user.tags}
-
-
 def described(cache: CacheFolder) -> Recipes:
-    """Return the recipes that the cache itself describes."""
+    """Return the recipes that the cache describes."""
     return {(kind, recipe_tag(kind, recipe)): recipe for _, kind, recipe in cache.described()}
 
 
 def recipes_of_run(run: GoingRun) -> Recipes:
-    """Return by which recipes the records are made that a run needs."""
+    """Return the recipes of the records that a run needs."""
     name = run.folder.name
     try:
         if run.config is None:
@@ -161,7 +154,7 @@ AWAY = (Reason.MISSING_FILE, Reason.UNREADABLE_FILE)  # today; its disk may be m
 
 @dataclass(slots=True)
 class Needed:
-    """The keys of the records that a data set needs, of each kind 16 bytes each."""
+    """The keys of the records that a data set needs, 16 bytes each, by kind."""
 
     scan: bytearray = field(default_factory=bytearray)
     files: bytearray = field(default_factory=bytearray)
@@ -172,65 +165,65 @@ class Needed:
     remedy: str = ""
 
     def doubt(self, what: str, remedy: str) -> None:
-        """Take down why it cannot be told; the first reason is as good as any."""
+        """Note why it cannot be told what is needed; only the first reason is kept."""
         if not self.unknown:
             self.unknown, self.remedy = what, remedy
 
 
 def needed(project: Project, *, embeddings: bool = True, on: Callable[[int], None] = lambda _items: None) -> Needed:
-    """Return what a data set needs; where anything of it is not there or not known today, say so.
+    """Return what a data set needs, or why that cannot be told because something is missing or unknown today.
 
     A data set of which some seems to be missing, because a disk is not mounted or a manifest is half written, must
     never make records seem useless that took days.
     """
-    found = Needed()
+    need = Needed()
     if is_reader(project.config):
-        return found  # the tables of what a reader gives stay for the runs that name them
+        return need  # the tables of what a reader gives stay for the runs that name them
     recipe = project.encoding.recipe if embeddings else None
     if project.config.data.limit is not None:
         what = f"data.limit takes {project.config.data.limit:,} items of the data set only"
-        found.doubt(what, "take data.limit out of the configuration, or --set data.limit=null")
-        return found
+        need.doubt(what, "take data.limit out of the configuration, or --set data.limit=null")
+        return need
     try:
         for chunk in in_chunks(worklist.list_items(project), worklist.LOOKED_UP_AT_ONCE):
-            _take(project, chunk, recipe, found)
-            on(found.items)
+            _take(project, chunk, recipe, need)
+            on(need.items)
     except (ConfigError, DataError) as error:
-        found.doubt(f"{error.where}: {error.what}", error.remedy)
-    if not found.items:
-        found.doubt("the data set is empty", f"ls -l {project.config.data.path}")
-    return found
+        need.doubt(f"{error.where}: {error.what}", error.remedy)
+    if not need.items:
+        need.doubt("the data set is empty", f"ls -l {project.config.data.path}")
+    return need
 
 
-def _take(project: Project, chunk: Sequence[Item | Rejection], recipe: EmbeddingRecipe | None, found: Needed) -> None:
+def _take(project: Project, chunk: Sequence[Item | Rejection], recipe: EmbeddingRecipe | None, need: Needed) -> None:
     """Add what some entries of a data set need."""
     for entry in chunk:
         if not isinstance(entry, Item) and entry.reason in AWAY:
-            found.doubt(f"{entry.id}: {entry.detail}", _see_to_it(project))
+            need.doubt(f"{entry.id}: {entry.detail}", _see_to_it(project))
     items = [entry for entry in chunk if isinstance(entry, Item)]
-    found.items += len(items)
+    need.items += len(items)
     for path in dict.fromkeys(path for item in items for path in item_paths(item)):
         mark = glance(path, project.recipe)
-        found.files += mark if isinstance(mark, bytes) else b""
+        need.files += mark if isinstance(mark, bytes) else b""
     wanted: dict[str, None] = {}
     for item, seen in zip(items, look_up_items(items, project.recipe, project.shelves), strict=True):
-        _add(project, item, seen, found)
+        _add(project, item, seen, need)
         if recipe is not None and seen.inventory is not None and seen.inventory.reason is None:
             wanted |= dict.fromkeys(texts(seen.inventory, recipe.context))
     for text in wanted:
         for variant in recipe.accepted(len(text)) if recipe else ():
-            found.embed += recipe.key(text, variant) if recipe else b""
+            need.embed += recipe.key(text, variant) if recipe else b""
 
 
-def _add(project: Project, item: Item, seen: Seen, found: Needed) -> None:
+def _add(project: Project, item: Item, seen: Seen, need: Needed) -> None:
     """Add what one item needs, besides embeddings."""
     if seen.key is not None:
-        found.scan += seen.key
-        found.graph += project.graphs.recipe.key(seen.key)
+        need.scan += seen.key
+        need.graph += project.graphs.recipe.key(seen.key)
     if seen.inventory is None:
-        found.doubt(f"{item.id} is not scanned yet, or has just been changed", SCAN_FIRST)
+        need.doubt(f"{item.id} is not scanned yet, or has just been changed", SCAN_FIRST)
     elif seen.key is None and seen.inventory.reason in AWAY:
-        found.doubt(f"{item.id}: {seen.inventory.detail}", _see_to_it(project))
+        need.doubt(f"{item.id}: {seen.inventory.detail}", _see_to_it(project))
 
 
 def _see_to_it(project: Project) -> str:

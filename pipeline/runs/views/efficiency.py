@@ -40,7 +40,7 @@ TELLING_S = 30.0  # of shorter tasks most is their start
 
 @dataclass(frozen=True, slots=True)
 class MemoryOutlook:
-    """What is thought of a stage's memory: planned, and by what was measured."""
+    """The memory of a stage's next tasks: as planned, and as suggested by measurements."""
 
     planned_bytes: int | None
     mem: Suggestion | None
@@ -55,7 +55,7 @@ def stage_uses(folder: RunFolder, status: RunStatus) -> list[StageUse]:
 
 
 def memory_outlook(config: Config, name: str, folder: RunFolder) -> MemoryOutlook:
-    """Return what a stage's next tasks are thought to need; what they read may be gone since."""
+    """Return what memory a stage's next tasks are expected to need; a note where that cannot be told any more."""
     try:
         project = Project.open(config, remember=False)
         stage = table.stage(name, config)
@@ -69,7 +69,7 @@ def memory_outlook(config: Config, name: str, folder: RunFolder) -> MemoryOutloo
 
 
 def _planned_bytes(project: Project, stage: Stage, folder: RunFolder) -> int | None:
-    """Return the planned memory of a task: of a training as its run planned it, and nothing is traced anew to tell."""
+    """Return the planned memory of a task; a training is never traced anew for it, then it is None."""
     if not stage.together or project.config.train.task is None:
         return stage.mem_bytes(project)
     if stage.name == StageName.TRAIN and folder.plan(stage.name).exists():
@@ -120,10 +120,10 @@ def _cpus(job: StageJob | None) -> int:
 
 
 def _share(parts: Iterable[tuple[float | None, float, float]]) -> float | None:
-    """Return used of given, each by its weight; what was not measured, or not given, does not count."""
-    known = [(had, given, weight) for had, given, weight in parts if had is not None and given > 0]
-    total = sum(given * weight for _, given, weight in known)
-    return sum(had * weight for had, _, weight in known) / total if total else None
+    """Return used of available, each by its weight; what was not measured, or not available, does not count."""
+    known = [(used, available, weight) for used, available, weight in parts if used is not None and available > 0]
+    total = sum(available * weight for _, available, weight in known)
+    return sum(used * weight for used, _, weight in known) / total if total else None
 
 
 def _suggestions(
@@ -131,16 +131,16 @@ def _suggestions(
 ) -> list[Suggested]:
     """Return what the next run should ask for, where that differs from what is configured."""
     key, resources = f"cluster.{name}", getattr(config.cluster, name)
-    found = []
+    suggestions = []
     if thought.mem is not None and thought.mem.tasks:
-        found.append(Suggested(f"{key}.mem", _asked(ended), thought.mem.mem_bytes, thought.mem.why))
+        suggestions.append(Suggested(f"{key}.mem", _asked(ended), thought.mem.mem_bytes, thought.mem.why))
     if (longest := max((attempt.elapsed_s for attempt in ended), default=0.0)) > 0:
         time_s = max(1, ceil(TIME_MARGIN * longest / TIME_STEP_S)) * TIME_STEP_S
-        found.append(Suggested(f"{key}.time", int(resources.time), time_s, _why_time(longest)))
+        suggestions.append(Suggested(f"{key}.time", int(resources.time), time_s, _why_time(longest)))
     if (cores := _cores(ended, jobs)) and cores < resources.cpus:
         why = f"the busiest task kept {cores} of {resources.cpus} busy"
-        found.append(Suggested(f"{key}.cpus", resources.cpus, cores, why))
-    return [attempt for attempt in found if attempt.value != attempt.was]
+        suggestions.append(Suggested(f"{key}.cpus", resources.cpus, cores, why))
+    return [suggested for suggested in suggestions if suggested.value != suggested.was]
 
 
 def _why_time(longest_s: float) -> str:
@@ -148,12 +148,12 @@ def _why_time(longest_s: float) -> str:
 
 
 def _asked(ended: Sequence[Attempt]) -> int:
-    """Return what first attempts were given."""
+    """Return the memory that first attempts asked for."""
     return max((attempt.ask.mem_bytes for attempt in ended if attempt.number == 1), default=0)
 
 
 def _cores(ended: Sequence[Attempt], jobs: dict[str, StageJob]) -> int | None:
-    """Return how many cores are enough, where less than half of the time of those there were was used."""
+    """Return how many cores are enough, where less than half of the cores' time was used; else None."""
     telling = [attempt for attempt in ended if attempt.cpu_s is not None and attempt.elapsed_s >= TELLING_S]
     share = _share((attempt.cpu_s, _cpus(jobs.get(attempt.job)) * attempt.elapsed_s, 1.0) for attempt in telling)
     if share is None or share >= SPARE_CPUS:
@@ -197,23 +197,22 @@ def _estimate(
 
 
 def _sources(project: Project, planned: StagePlan, origins: Mapping[str, str], pace: float | None) -> dict[str, str]:
-    """Return where each number is from."""
+    """Return a line for each number of an estimate that says where it comes from."""
     key, resources = f"cluster.{planned.stage.name}", planned.stage.resources(project.config)
 
-    def said(name: str) -> str:
-        """Return where a setting was made."""
+    def origin(name: str) -> str:
         return origins.get(f"{key}.{name}", DEFAULT)
 
-    assert isinstance(resources, StageResources)  # training is planned apart
+    assert isinstance(resources, StageResources)  # training has a plan of its own
     by = "minutes_per_task" if resources.items_per_task == "auto" else "items_per_task"
     mem = "mem" if resources.mem_per_gpu is None else "mem_per_gpu"
     pinned = resources.mem != "auto" or resources.mem_per_gpu is not None
     sources = {
-        "tasks": f"by {key}.{by}: {getattr(resources, by)} ({said(by)})",
-        "cpus": f"{key}.cpus ({said('cpus')})",
-        "gpus": f"{key}.gpus ({said('gpus')})",
-        "mem": f"{key}.{mem} ({said(mem)})" if pinned else planned.job.why,
-        "limit": f"{key}.time ({said('time')})",
+        "tasks": f"by {key}.{by}: {getattr(resources, by)} ({origin(by)})",
+        "cpus": f"{key}.cpus ({origin('cpus')})",
+        "gpus": f"{key}.gpus ({origin('gpus')})",
+        "mem": f"{key}.{mem} ({origin(mem)})" if pinned else planned.job.why,
+        "limit": f"{key}.time ({origin('time')})",
         "disk": "planned" if planned.found.bytes else "not planned for this stage",
     }
     about = f"measured here: {pace:,.1f} a second and task" if pace else "no task of this recipe was measured here"

@@ -65,7 +65,7 @@ def trouble_facts(status: RunStatus) -> Troubles:
         attempts=[_trouble(stage, attempt) for stage, attempt in _first_of_each(failures)],
         survived=sum(stage.task(attempt.task).good for stage, attempt in failures),
         open=sum(1 for stage in stages for task in stage.work.values() if task.ended and task.open),
-        left_out=[_left_out(stage, told) for stage in stages for told in stage.left_out[:LIST_MOST]],
+        left_out=[_left_out(stage, record) for stage in stages for record in stage.left_out[:LIST_MOST]],
     )
 
 
@@ -86,13 +86,13 @@ def _trouble(stage: StageStatus, attempt: Attempt) -> TroubledAttempt:
     return TroubledAttempt(stage.name, attempt, task.then.get(attempt.number, ""), now)
 
 
-def _left_out(stage: StageStatus, told: Mapping[str, Any]) -> LeftOutItems:
-    names = [clip(str(name)) for name in told.get("names", ())]
-    return LeftOutItems(stage.name, names[:NAMED], max(0, len(names) - NAMED), told.get("why", ""))
+def _left_out(stage: StageStatus, record: Mapping[str, Any]) -> LeftOutItems:
+    names = [clip(str(name)) for name in record.get("names", ())]
+    return LeftOutItems(stage.name, names[:NAMED], max(0, len(names) - NAMED), record.get("why", ""))
 
 
 def rejection_facts(folder: RunFolder, status: RunStatus) -> Rejections:
-    """Return why items were left out: by reason from the newest census or, while stages run, as told so far."""
+    """Return why items were left out: by reason from the newest census, or as counted so far while stages run."""
     stages = status.in_order()
     rows = [row for stage in _telling(stages) for row in _by_census(stage)]
     rows += [
@@ -105,7 +105,7 @@ def rejection_facts(folder: RunFolder, status: RunStatus) -> Rejections:
 
 
 def _telling(stages: Sequence[StageStatus]) -> Iterator[StageStatus]:
-    """Yield stages that left out other items than the one before: what was left out stays left out."""
+    """Yield the stages whose rejections differ from the stage before; those that are equal are the same items."""
     before: Mapping[str, int] = {}
     for stage in stages:
         rejected = (stage.census or {}).get("rejected")
@@ -121,13 +121,13 @@ def _by_census(stage: StageStatus) -> Iterator[RejectedItems]:
 
 
 def _listed(folder: RunFolder) -> tuple[list[dict[str, str]], int]:
-    """Return the first items that were left out, and how many more there are in the list."""
+    """Return the first items of the list of rejections, and how many more it has."""
     rows: list[dict[str, str]] = []
     try:
         with folder.rejected.open("rb") as file:
             for line in islice(file, REJECTIONS):
-                told = json.loads(line)
-                rows.append({name: str(told.get(name, "")) for name in ("id", "reason", "detail", "origin", "split")})
+                record = json.loads(line)
+                rows.append({name: str(record.get(name, "")) for name in ("id", "reason", "detail", "origin", "split")})
             more = sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
     except (OSError, ValueError):
         return rows, 0
@@ -135,13 +135,13 @@ def _listed(folder: RunFolder) -> tuple[list[dict[str, str]], int]:
 
 
 def bounded(value: Any) -> Any:
-    """Return JSON data of bounded size; what is left out is counted where people read it."""
+    """Return JSON data cut to a bounded size, with a count of what was cut."""
     if isinstance(value, Enum):
         return bounded(value.value)
     if isinstance(value, str):
         return clip(value)
     if isinstance(value, dict):
-        return {clip(str(name), 200): bounded(one) for name, one in islice(value.items(), DICT_MOST)}
+        return {clip(str(name), 200): bounded(entry) for name, entry in islice(value.items(), DICT_MOST)}
     if isinstance(value, list | tuple):
         more = [f"… and {len(value) - LIST_MOST:,} more"] if len(value) > LIST_MOST else []
         return [*map(bounded, value[:LIST_MOST]), *more]
@@ -157,7 +157,7 @@ TELLING = (EventKind.PROGRESS, EventKind.TASK_FINISHED)
 
 @dataclass(slots=True)
 class TimeSlots:
-    """Counts over time; events come in any order, and slots become wider before they become too many."""
+    """Counts over time; slots double their width before they become too many, and events may come in any order."""
 
     width_s: int = 1
     counts: Counter[int] = field(default_factory=Counter)
@@ -172,21 +172,21 @@ class TimeSlots:
             self.width_s, self.counts = 2 * self.width_s, wider
 
     def points(self, until: float) -> list[tuple[float, float]]:
-        """Return time and count a second, slot by slot; where nothing was told for long, it is 0."""
+        """Return time and count a second, slot by slot; 0 where nothing was counted for long."""
         if not self.counts:
             return []
         first, last = min(self.counts), max(self.counts)
         step = max(1, -(-(last - first + 1) // MOST_SLOTS))
-        found = []
+        points = []
         for start in range(first, last + 1, step):
             begin, end = start * self.width_s, min((start + step) * self.width_s, max(until, start * self.width_s + 1))
             total = sum(self.counts[slot] for slot in range(start, start + step))
-            found.append(((begin + end) / 2, total / (end - begin)))
-        return found
+            points.append(((begin + end) / 2, total / (end - begin)))
+        return points
 
 
 class WorkOverTime:
-    """How much tasks have worked through over time; what was done again counts again: it is a speed."""
+    """How many items tasks work through over time; repeated work counts again, since it is a speed."""
 
     def __init__(self) -> None:
         self.stages: dict[str, TimeSlots] = {}
@@ -202,7 +202,7 @@ class WorkOverTime:
 
 
 def span_of(status: RunStatus, now: float) -> tuple[float, float]:
-    """Return when a run began, and when it ended or what time it is."""
+    """Return when a run began, and when it ended or, while it runs, the present time."""
     begun = status.started_at or min((attempt.started_at for attempt in status.stages.values()), default=now)
     ends = [
         attempt.ended_at for stage in status.stages.values() for task in stage.work.values() for attempt in task.ended
@@ -218,9 +218,9 @@ def first_start(stage: StageStatus) -> float | None:
 
 
 def running_over_time(status: RunStatus, begun: float, end: float) -> dict[str, list[tuple[float, int]]]:
-    """Return for each stage how many of its tasks ran, at the beginning of each span of the run."""
+    """Return for each stage how many of its tasks ran at the beginning of each span of the run."""
     width = (end - begun) / SPANS
-    found = {}
+    series = {}
     for stage in status.in_order():
         changes = [0] * (SPANS + 1)
         for start, stop in _times(stage, end):
@@ -229,8 +229,8 @@ def running_over_time(status: RunStatus, begun: float, end: float) -> dict[str, 
             changes[last + 1] -= 1
         if any(changes):
             running = accumulate(changes[:SPANS])
-            found[stage.name] = [(begun + place * width, count) for place, count in enumerate(running)]
-    return found
+            series[stage.name] = [(begun + place * width, count) for place, count in enumerate(running)]
+    return series
 
 
 def _times(stage: StageStatus, now: float) -> Iterator[tuple[float, float]]:
@@ -245,7 +245,7 @@ def _times(stage: StageStatus, now: float) -> Iterator[tuple[float, float]]:
 
 
 def failures_over_time(status: RunStatus, begun: float, end: float) -> list[FailuresAt]:
-    """Return what did not end well by stage, cause and span of time, with how often it was so."""
+    """Return how many attempts did not end well, by stage, cause and span of time."""
     width = (end - begun) / SPANS
     counted = Counter[tuple[str, str, int]]()
     for stage in status.in_order():
@@ -260,7 +260,7 @@ def failures_over_time(status: RunStatus, begun: float, end: float) -> list[Fail
 
 
 def time_facts(status: RunStatus, work: WorkOverTime, now: float) -> TimeFacts:
-    """Return what went on when."""
+    """Return the run's time span, running tasks, failures and paces."""
     begun, end = span_of(status, now)
     return TimeFacts(
         begun=begun,

@@ -46,25 +46,25 @@ COST_SHARE = 20  # a page that takes long to make is made as much less often
 
 
 class Page:
-    """The page of one run, made from what its reader hears."""
+    """The page of one run, made from its ledger's events."""
 
     def __init__(self, folder: RunFolder, config: Config) -> None:
         self.folder, self.config, self.work = folder, config, WorkOverTime()
         self._next = time.monotonic() + EVERY_S
 
     def take(self, event: Event) -> None:
-        """Take one event into account; the status is told of it by whoever reads it."""
+        """Take one event into account; the caller applies it to the status."""
         self.work.take(event)
 
     def facts(self, run: SeenRun) -> PageFacts:
         """Return everything that the page says."""
         now, notes, status = time.time(), list[str](), run.status
 
-        def told(what: str, answer: Callable[[], _T]) -> _T | None:
+        def or_note(name: str, facts: Callable[[], _T]) -> _T | None:
             try:
-                return answer()
+                return facts()
             except (PipelineError, OSError, ValueError, KeyError, TypeError) as error:
-                notes.append(f"{what}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+                notes.append(f"{name}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
                 return None
 
         return PageFacts(
@@ -75,10 +75,10 @@ class Page:
             stages=[stage_facts(run, stage) for stage in status.in_order()],
             time=time_facts(status, self.work, now),
             troubles=trouble_facts(status),
-            rejections=told("rejections", lambda: rejection_facts(self.folder, status)),
-            training=told("training", lambda: self._training(status)),
-            uses=told("efficiency", lambda: self._uses(status)) or [],
-            cache=told("cache", self._cache),
+            rejections=or_note("rejections", lambda: rejection_facts(self.folder, status)),
+            training=or_note("training", lambda: self._training(status)),
+            uses=or_note("efficiency", lambda: self._uses(status)) or [],
+            cache=or_note("cache", self._cache),
             notes=notes,
         )
 
@@ -110,7 +110,7 @@ class Page:
         return page(self.facts(run))
 
     def refresh(self, status: RunStatus, *, at_once: bool = False) -> None:
-        """Lay the page into the run's folder if it is due; that it cannot be made is no reason for a run to fail."""
+        """Write the page into the run's folder if it is due; a page that cannot be made fails no run."""
         begun = time.monotonic()
         if not at_once and begun < self._next:
             return
@@ -128,7 +128,7 @@ def of_run(folder: RunFolder) -> Page:
 
 
 def renew(folder: RunFolder) -> None:
-    """Lay a new page into the folder of a run that no supervisor looks after any more, if that can be done."""
+    """Write a new page into the folder of a run that has no supervisor any more, if that can be done."""
     try:
         page, status = of_run(folder), RunStatus(folder.name)
         _hear(LedgerReader(folder), page, status)
@@ -146,19 +146,19 @@ def page_now(folder: RunFolder) -> tuple[Page, SeenRun]:
 
 
 def _hear(reader: LedgerReader, page: Page, status: RunStatus) -> None:
-    """Take the news of a ledger into account."""
+    """Apply a ledger's new events to the page and the status."""
     for event in reader.fresh():
         status.apply(event)
         page.take(event)
 
 
 def write_page(path: Path, text: str) -> None:
-    """Write a page aside and move it into place; it names files and people, so it is the user's alone."""
+    """Write a page that only the user may read, since it names files and people."""
     write_whole(path, text.encode(errors="backslashreplace"), mode=0o600)
 
 
 def write_page_where_asked(path: Path, text: str) -> None:
-    """Write a page where somebody wants it."""
+    """Write a page to a path that the user named."""
     try:
         write_page(path, text)
     except OSError as error:
@@ -177,7 +177,7 @@ _BUNDLE = re.compile(r"step-(?P<step>\d{8,})-(?P<kind>[a-z]+)-rank-(?P<rank>\d+)
 
 
 def training_facts(folder: RunFolder, config: Config, stage: StageStatus | None) -> TrainingFacts | None:
-    """Return what is known of the training of a run; None where it has none that tells."""
+    """Return what is known of the training of a run; None where it has no plan."""
     prepared = training_plan_of(folder)
     if prepared is None:
         return None
@@ -197,7 +197,7 @@ def training_facts(folder: RunFolder, config: Config, stage: StageStatus | None)
         losses=_names(epoch.loss for epoch in epochs)[:SERIES],
         metrics=_names(epoch.validation for epoch in epochs),
         curves=_curves(read_figures(made.path)),
-        bundles=[RecordedStep(int(one["step"]), one["kind"], int(one["rank"])) for one in bundles[-BUNDLES:]],
+        bundles=[RecordedStep(int(match["step"]), match["kind"], int(match["rank"])) for match in bundles[-BUNDLES:]],
         more_bundles=max(0, len(bundles) - BUNDLES),
     )
 
@@ -209,20 +209,22 @@ def training_plan_of(folder: RunFolder) -> Prepared | None:
     return None
 
 
-def _names(told: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return the names that occur, in the order in which they came."""
-    return list(dict.fromkeys(chain.from_iterable(told)))
+def _names(records: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the names that occur in records, in order of first appearance."""
+    return list(dict.fromkeys(chain.from_iterable(records)))
 
 
 def _curves(figures: Sequence[Mapping[str, Any]]) -> dict[str, Curve]:
-    """Return each figure that was noted every few steps as a curve."""
+    """Return each figure that was recorded every few steps as a curve."""
     names = [name for name in _names(figures) if name != STEP][: 2 * SERIES]
-    curves = {name: [(one[STEP], one[name]) for one in figures if one.get(name) is not None] for name in names}
+    curves = {
+        name: [(record[STEP], record[name]) for record in figures if record.get(name) is not None] for name in names
+    }
     return {name: thinned(curve, POINTS) for name, curve in curves.items() if curve}
 
 
 def thinned(values: Sequence[_T], most: int) -> list[_T]:
-    """Return evenly spaced ones of many values; the first and the last are among them."""
+    """Return `most` evenly spaced values at most, with the first and the last among them."""
     if len(values) <= most:
         return list(values)
     return [values[place * (len(values) - 1) // (most - 1)] for place in range(most)]
