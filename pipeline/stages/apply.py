@@ -33,7 +33,7 @@ EVALUATION_FORMAT = 1
 
 @dataclass(frozen=True, kw_only=True)
 class ResultOf:
-    """Of what model and items a result is."""
+    """The model and items of a result."""
 
     split: str  # empty: all items
     items: int  # that have one
@@ -48,42 +48,45 @@ class ResultOf:
 
 @dataclass(frozen=True, kw_only=True)
 class Figures(ResultOf):
-    """What a checkpoint comes to on the items of a split."""
+    """Loss and metrics of a checkpoint on the items of a split."""
 
     figures: Mapping[str, float | None]  # loss and metrics; None: not a finite number
 
 
 def evaluation_path(folder: Path, split: str | None, chosen: ChosenCheckpoint, made: str) -> Path:
-    """Return where figures are: in a name all that they are of."""
+    """Return the file of figures, named after the split, the checkpoint and the items."""
     return folder / f"{split or 'all'}-{chosen.digest[:LETTERS]}-{made[:LETTERS]}.json"
 
 
 def evaluation_parts(path: Path) -> Path:
-    """Return where the outputs are while figures are in the making."""
+    """Return the folder of the outputs while figures are being made."""
     return path.with_suffix(".parts")
 
 
 def read_evaluation(path: Path, chosen: ChosenCheckpoint, made: str) -> Figures | None:
-    """Return the figures of a file, if they are of this, and its bytes are those that were written."""
+    """Return the figures of a file, if they are of this checkpoint and these items and the file is intact."""
     try:
         data = json.loads(path.read_text())
-        found = Figures(**data["evaluation"])
+        figures = Figures(**data["evaluation"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
     is_whole = data.get("format") == EVALUATION_FORMAT and data.get("digest") == _json_digest(data["evaluation"])
-    return found if is_whole and (found.digest, found.made) == (chosen.digest, made) else None
+    return figures if is_whole and (figures.digest, figures.made) == (chosen.digest, made) else None
 
 
 def _write_figures(path: Path, figures: Figures) -> None:
     from pipeline.training.evaluating.output_parts import publish_text
 
-    told = asdict(figures)
-    text = json.dumps({"format": EVALUATION_FORMAT, "digest": _json_digest(told), "evaluation": told}, indent=1) + "\n"
+    document = asdict(figures)
+    text = (
+        json.dumps({"format": EVALUATION_FORMAT, "digest": _json_digest(document), "evaluation": document}, indent=1)
+        + "\n"
+    )
     publish_text(Disk(), path, text)
 
 
-def _json_digest(told: Mapping[str, Any]) -> str:
-    return content_digest(json.dumps(told, sort_keys=True).encode()).hex()
+def _json_digest(document: Mapping[str, Any]) -> str:
+    return content_digest(json.dumps(document, sort_keys=True).encode()).hex()
 
 
 def evaluate(job: ApplyJob, folder: Path, split: str | None) -> Generator[Reason | None, None, None]:
@@ -94,7 +97,7 @@ def evaluate(job: ApplyJob, folder: Path, split: str | None) -> Generator[Reason
     if applied is None:
         return
     with job.ranks.patient("metrics"):
-        found = applied.evaluation.losses() | applied.evaluation.metrics()
+        values = applied.evaluation.losses() | applied.evaluation.metrics()
     if job.ranks.rank == 0:
         figures = Figures(
             split=split or "",
@@ -103,7 +106,7 @@ def evaluate(job: ApplyJob, folder: Path, split: str | None) -> Generator[Reason
             step=applied.chosen.step,
             digest=applied.chosen.digest,
             made=job.made,
-            figures={name: value if math.isfinite(value) else None for name, value in found.items()},
+            figures={name: value if math.isfinite(value) else None for name, value in values.items()},
             rejected=applied.rejected,
             examples=applied.examples,
             note=applied.chosen.note,
@@ -122,7 +125,7 @@ PIECE_BYTES = 8 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Predictions(ResultOf):
-    """What a folder of predictions is of."""
+    """The model, items and files of a folder of predictions."""
 
     model: str
     files: Mapping[str, tuple[int, str]]  # their bytes and digests
@@ -130,27 +133,27 @@ class Predictions(ResultOf):
 
 
 def prediction_parts(folder: Path, chosen: ChosenCheckpoint, made: str) -> Path:
-    """Return where the outputs are while predictions are in the making."""
+    """Return the folder of the outputs while predictions are being made."""
     return folder / f"{PARTS}{chosen.digest[:LETTERS]}-{made[:LETTERS]}"
 
 
 def read_predictions(
     folder: Path, chosen: ChosenCheckpoint, made: str, verify_bytes: int | None = None
 ) -> Predictions | None:
-    """Return what is said of a folder, if it is of this, and its files are whole: up to so many bytes they are read."""
+    """Return what a folder holds, if it is of this checkpoint and these items; files up to `verify_bytes` are read."""
     try:
-        found = Predictions(**json.loads((folder / TOLD).read_text()))
-        if (found.digest, found.made, found.format) != (chosen.digest, made, PREDICTIONS_FORMAT):
+        predictions = Predictions(**json.loads((folder / TOLD).read_text()))
+        if (predictions.digest, predictions.made, predictions.format) != (chosen.digest, made, PREDICTIONS_FORMAT):
             return None
-        left = sum(size for size, _ in found.files.values()) if verify_bytes is None else verify_bytes
-        for name, (size, digest) in found.files.items():
+        left = sum(size for size, _ in predictions.files.values()) if verify_bytes is None else verify_bytes
+        for name, (size, digest) in predictions.files.items():
             path = folder / name
             if path.stat().st_size != size or (size <= left and _file_digest(path) != digest):
                 return None
             left -= size
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return found
+    return predictions
 
 
 def _file_digest(path: Path) -> str:
@@ -175,7 +178,7 @@ def predict(job: ApplyJob, folder: Path, model: str, split: str | None) -> Gener
 
 
 def remove_parts(folder: Path) -> None:
-    """Remove outputs in the making, those of other checkpoints, too."""
+    """Remove unfinished outputs, those of other checkpoints included."""
     for parts in folder.glob(f"{PARTS}*"):
         shutil.rmtree(parts, ignore_errors=True)
 
@@ -184,10 +187,10 @@ def _write_predictions(job: ApplyJob, applied: ApplyResult, folder: Path, model:
     from pipeline.training.evaluating.output_parts import publish_text
     from pipeline.training.evaluating.outputs import GatheredOutputs, write_tables
 
-    (folder / TOLD).unlink(missing_ok=True)  # what it tells of is about to be replaced
+    (folder / TOLD).unlink(missing_ok=True)  # its files are about to be replaced
     tables = write_tables(GatheredOutputs(applied.parts, of=applied.of), folder)
     files = (tables.csv, tables.jsonl, *tables.arrays)
-    told = Predictions(
+    predictions = Predictions(
         model=model,
         split=split or "",
         items=tables.items,
@@ -200,6 +203,6 @@ def _write_predictions(job: ApplyJob, applied: ApplyResult, folder: Path, model:
         examples=applied.examples,
         note=applied.chosen.note,
     )
-    publish_text(Disk(), folder / TOLD, json.dumps(asdict(told), indent=1) + "\n")
+    publish_text(Disk(), folder / TOLD, json.dumps(asdict(predictions), indent=1) + "\n")
     remove_parts(folder)
     job.say(f"predictions of {tables.items:,} items: {folder}")

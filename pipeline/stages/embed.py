@@ -71,26 +71,24 @@ class Texts:
 
 
 def sequence_name(text: str) -> str:
-    """Return a name for a sequence, for people and for telling it from others."""
+    """Return a short name of a sequence, for logs and lists."""
     return f"{text[:8]}…{len(text)} {xxhash.xxh3_64_hexdigest(text.encode())}"
 
 
 def look_up_embeddings(texts: Sequence[str], recipe: EmbeddingRecipe, store: Store) -> list[Variant | None]:
     """Return the best variant in which the store has each text, None where it must be computed."""
-    found: list[Variant | None] = [None] * len(texts)
-    open_ = [(at, recipe.accepted(len(text))) for at, text in enumerate(texts)]
-    while open_:
-        keys = [recipe.key(texts[at], variants[0]) for at, variants in open_]
+    best: list[Variant | None] = [None] * len(texts)
+    unresolved = [(at, recipe.accepted(len(text))) for at, text in enumerate(texts)]
+    while unresolved:
+        keys = [recipe.key(texts[at], variants[0]) for at, variants in unresolved]
         missing = set(store.missing(keys))
-        for key, (at, variants) in zip(keys, open_, strict=True):
+        tried, unresolved = unresolved, []
+        for key, (at, variants) in zip(keys, tried, strict=True):
             if key not in missing:
-                found[at] = variants[0]
-        open_ = [
-            (at, variants[1:])
-            for key, (at, variants) in zip(keys, open_, strict=True)
-            if key in missing and len(variants) > 1
-        ]
-    return found
+                best[at] = variants[0]
+            elif len(variants) > 1:
+                unresolved.append((at, variants[1:]))
+    return best
 
 
 class EmbeddingVerifier:
@@ -107,13 +105,15 @@ class EmbeddingVerifier:
     def look_up(self, texts: Sequence[str]) -> list[Variant | None]:
         """Return the best variant in which the store has each text, whole; None where it must be computed."""
         while True:
-            found = look_up_embeddings(texts, self._recipe, self._store)
+            variants = look_up_embeddings(texts, self._recipe, self._store)
             try:
-                self._verify(self._recipe.key(text, kind) for text, kind in zip(texts, found, strict=True) if kind)
+                self._verify(
+                    self._recipe.key(text, variant) for text, variant in zip(texts, variants, strict=True) if variant
+                )
             except (CacheDamaged, RecordMissing) as error:  # the store has struck it out, and will not name it again
                 log.warning("%s: %s: made anew", error.where, error.what)
             else:
-                return found
+                return variants
 
     def _verify(self, keys: Iterable[bytes]) -> None:
         """Read records that were not read before, while the limit lasts."""
@@ -132,7 +132,7 @@ class EmbeddingVerifier:
 def embed_texts(
     texts: Texts, path: Path, recipe: EmbeddingRecipe, settings: EngineSettings, shelves: EmbedShelves, tell: Tell
 ) -> Generator[Reason | None, None, None]:
-    """Encode what of a task is not in the store yet, and publish it, at the latest every minute."""
+    """Encode the sequences of a task that are not in the store yet, and publish them at least every minute."""
     todo_N = _missing(texts, recipe, shelves.embeddings)
     for _ in range(len(texts.lengths_N) - len(todo_N)):
         yield None
@@ -157,14 +157,14 @@ def embed_texts(
         build=builder,
         on=lambda texts: tell.on([sequence_name(text) for text in texts]),
     )
-    rest = Texts(texts.lengths_N[todo_N], lambda places: texts.read(todo_N[list(places)].tolist()))
-    yield from _run(engine, rest, recipe, shelves, tell)
+    missing = Texts(texts.lengths_N[todo_N], lambda places: texts.read(todo_N[list(places)].tolist()))
+    yield from _run(engine, missing, recipe, shelves, tell)
 
 
 def _run(
     engine: Engine, texts: Texts, recipe: EmbeddingRecipe, shelves: EmbedShelves, tell: Tell
 ) -> Generator[Reason | None, None, None]:
-    """Have texts encoded, store what comes, and yield what became of each."""
+    """Encode sequences, store the embeddings, and yield the outcome of each."""
     with shelves.embeddings.writer(shard_bytes=shelves.shard_bytes) as writer:
         try:
             with closing(engine.run(texts.lengths_N, texts.read, _Sink(writer, recipe))) as outcomes:
@@ -180,20 +180,20 @@ def _run(
 
 
 def _missing(texts: Texts, recipe: EmbeddingRecipe, store: Store) -> NDArray[np.int64]:
-    """Return which texts the store does not have; a task that was killed goes on where it stopped."""
+    """Return which sequences the store lacks; so a task that was killed goes on where it stopped."""
     import numpy as np
 
-    verifier = EmbeddingVerifier(recipe, store, sys.maxsize)  # what a survey found damaged is in the store still
+    verifier = EmbeddingVerifier(recipe, store, sys.maxsize)  # what a survey found damaged is still in the store
     absent: list[int] = []
     for start in range(0, len(texts.lengths_N), LOOKED_UP_AT_ONCE):
-        some = range(start, min(start + LOOKED_UP_AT_ONCE, len(texts.lengths_N)))
-        found = verifier.look_up(texts.read(some))
-        absent += [at for at, variant in zip(some, found, strict=True) if variant is None]
+        places = range(start, min(start + LOOKED_UP_AT_ONCE, len(texts.lengths_N)))
+        variants = verifier.look_up(texts.read(places))
+        absent += [at for at, variant in zip(places, variants, strict=True) if variant is None]
     return np.array(absent, np.int64)
 
 
 class _Sink:
-    """Takes embeddings, and makes safe what has waited for a minute; only the writing thread calls it."""
+    """Stores embeddings, and flushes them every minute; only the writing thread calls it."""
 
     def __init__(self, writer: StoreWriter, recipe: EmbeddingRecipe) -> None:
         self._writer, self._recipe = writer, recipe
@@ -225,7 +225,7 @@ class _Builder:
         self._checkpoint, self._recipe, self._settings, self._shelves = checkpoint, recipe, settings, shelves
 
     def gate(self) -> tuple[str, float]:
-        """Return the precision that is close enough to the reference, and its lowest cosine."""
+        """Return the precision that comes close enough to the reference, and its lowest cosine."""
         recipe, device = self._recipe, self._settings.device
         try:
             return recipe.precision, self._pass(device, recipe.precision)
@@ -236,7 +236,7 @@ class _Builder:
             return "fp32", self._pass(device, "fp32")
 
     def __call__(self, checkpoint: EsmCheckpoint, *, layer: int, precision: str, device: Device) -> EsmEncoder:
-        """Return an encoder that passed, of the weights that the keys name."""
+        """Return an encoder that passed the gate, if the checkpoint still has the weights that the keys name."""
         from pipeline.encoder.forward.esm2 import EsmEncoder
 
         self._pass(device.type, precision)
@@ -247,7 +247,7 @@ class _Builder:
         return encoder
 
     def _pass(self, device: str, precision: str) -> float:
-        """Return how close an encoder comes to the reference; raise where that is not close enough."""
+        """Return the encoder's lowest cosine with the reference; raise where it is too low."""
         from pipeline.encoder.engine.memory_ladder import device_name
         from pipeline.encoder.forward import parity
 

@@ -90,7 +90,7 @@ def wrong_limit(record: Record) -> Iterator[str]:
 
 
 def _keyed(kind: str, record: Record, made_from: tuple[str, ...]) -> Iterator[str]:
-    """Yield why a record cannot be the one of its key, which is made from some of what it says."""
+    """Yield why a record's key does not match the fields it is made from."""
     if record.arrays:
         yield "it has arrays"
     if recipe_key(kind, {name: record.meta[name] for name in made_from}) != record.key:
@@ -98,7 +98,7 @@ def _keyed(kind: str, record: Record, made_from: tuple[str, ...]) -> Iterator[st
 
 
 def _made_of(meta: Plain) -> Iterator[str]:
-    """Yield what cannot be of what an embedding is said to be made of."""
+    """Yield which fields of an embedding's recipe have impossible values."""
     for name, allowed in (("precision", PRECISIONS), ("context", CONTEXTS)):
         if meta[name] not in allowed:
             yield f"{name} is {meta[name]!r}"
@@ -112,7 +112,7 @@ def _made_of(meta: Plain) -> Iterator[str]:
 
 
 def _length(meta: Plain, rows_LD: Array) -> Iterator[str]:
-    """Yield why there is not a row for each residue."""
+    """Yield why an embedding does not have a row for each residue."""
     text, cut = meta["text"], meta["cut"]
     try:
         tokenize(text)
@@ -128,14 +128,14 @@ def _length(meta: Plain, rows_LD: Array) -> Iterator[str]:
 
 
 def _numbers(rows_LD: Array, storage: str) -> Iterator[str]:
-    """Yield rows that are not finite, or that nobody wrote."""
+    """Yield rows that are not finite, or all zeros."""
     if storage in EXPONENTS:
         filled_LD: NDArray[Any] = rows_LD.view(np.uint16) & NO_SIGN
         finite_LD = filled_LD < EXPONENTS[storage]
     else:
         finite_LD, filled_LD = np.isfinite(rows_LD), rows_LD
     if not finite_LD.all():
-        at, number = (int(one) for one in np.argwhere(~finite_LD)[0])
+        at, number = np.argwhere(~finite_LD)[0].tolist()
         yield f"rows[{at}, {number}] is not finite (and {int((~finite_LD).sum()) - 1} more)"
     filled_L = filled_LD.any(axis=1)
     if not filled_L.all():
@@ -143,25 +143,28 @@ def _numbers(rows_LD: Array, storage: str) -> Iterator[str]:
 
 
 def _key(record: Record, storage: str, recipe: Plain | None) -> Iterator[str]:
-    """Yield why an embedding cannot be the one of its key."""
+    """Yield why an embedding does not match its key."""
     meta, cut = record.meta, record.meta["cut"]
-    told: dict[str, Any] = {name: meta[name] for name in ("weights", "layer", "context", "precision")}
-    told |= {"storage": storage} | ({} if cut is None else {"cut": [cut["policy"], cut["length"], cut["overlap"]]})
+    made_from: dict[str, Any] = {name: meta[name] for name in ("weights", "layer", "context", "precision")}
+    made_from |= {"storage": storage} | ({} if cut is None else {"cut": [cut["policy"], cut["length"], cut["overlap"]]})
     if recipe is not None:
-        told["version"] = recipe["version"]
-        for name in sorted(told.keys() | recipe.keys()):
-            if told.get(name) != recipe.get(name):
-                yield f"{name} is {told.get(name)!r}; the recipe of its key says {recipe.get(name)!r}"
+        made_from["version"] = recipe["version"]
+        for name in sorted(made_from.keys() | recipe.keys()):
+            if made_from.get(name) != recipe.get(name):
+                yield f"{name} is {made_from.get(name)!r}; the recipe of its key says {recipe.get(name)!r}"
         keys = [tagged_key("embed", recipe, meta["text"])]
     else:
-        keys = [tagged_key("embed", told | {"version": one}, meta["text"]) for one in range(1, ENCODER_VERSION + 1)]
+        keys = [
+            tagged_key("embed", made_from | {"version": version}, meta["text"])
+            for version in range(1, ENCODER_VERSION + 1)
+        ]
     if record.key not in keys:
         yield "its key is that of another text, or of another recipe"
 
 
 def distance(mine_LD: Array, theirs_LD: Array, *, by_row: bool) -> float:
     """Return how far two embeddings are from each other, as a share of their length: of the worst row, or of all."""
-    mine, theirs = (one.astype(np.float64) for one in (mine_LD, theirs_LD))
+    mine, theirs = (rows_LD.astype(np.float64) for rows_LD in (mine_LD, theirs_LD))
     axis = 1 if by_row else None
     length = np.maximum(np.linalg.norm(theirs, axis=axis), np.finfo(np.float64).tiny)
     return float(np.max(np.linalg.norm(mine - theirs, axis=axis) / length))

@@ -37,7 +37,7 @@ def open_writer(store: Store, shard_bytes: int) -> StoreWriter:
 
 
 class Maker:
-    """Makes graphs of items that were read, and stores them; its memory is the keys of what it made."""
+    """Makes and stores the graphs of items; it remembers only the keys of what it made."""
 
     def __init__(
         self,
@@ -51,24 +51,24 @@ class Maker:
         self._published_s = time.monotonic()
 
     def make(self, key: bytes, read: Complex) -> Reason | None:
-        """Store the graph of an item, which is known by the key of its inventory; return why it has none."""
+        """Store the graph of an item, given the key of its inventory; return why it has none."""
         own = self._recipe.key(key)
         if own not in self._made and self._is_wanted(own) and not self.has(key):
             self._made[own] = self._make(own, read)
         return self._made.get(own)
 
     def has(self, key: bytes) -> bool:
-        """Say whether the graph of an item was made here or is in the store."""
+        """Tell whether the graph of an item was made here or is in the store."""
         own = self._recipe.key(key)
         return own in self._made or GraphVerifier(self._store).look_up([own])[0] is not None
 
     def publish(self) -> None:
-        """Make safe what was made."""
+        """Write what was made to disk."""
         self._writer.flush()
         self._published_s = time.monotonic()
 
     def publish_in_time(self) -> None:
-        """Make safe what was made, once a minute."""
+        """Write what was made to disk, once a minute."""
         if time.monotonic() - self._published_s > PUBLISH_EVERY_S:
             self.publish()
 
@@ -88,36 +88,35 @@ class GraphVerifier:
         self._store, self._left_bytes, self._named = store, limit_bytes, named
 
     def look_up(self, keys: Sequence[bytes]) -> list[Mapping[str, Any] | None]:
-        """Return what is said of each graph, None where there is none; beyond the limit nothing is said of it."""
+        """Return the metadata of each graph: None where there is none, empty beyond the limit."""
         while True:
             absent = set(self._store.missing(keys))
-            there = [key for key in dict.fromkeys(keys) if key not in absent]
             try:
-                said = self._read(there)
+                metas = self._read([key for key in dict.fromkeys(keys) if key not in absent])
             except (CacheDamaged, RecordMissing) as error:  # the store has struck it out, and will not name it again
                 log.warning("%s: %s: made anew", error.where, error.what)
             else:
-                return [None if key in absent else said.get(key, {}) for key in keys]
+                return [None if key in absent else metas.get(key, {}) for key in keys]
 
     def _read(self, keys: Sequence[bytes]) -> dict[bytes, Mapping[str, Any]]:
-        """Read records while the limit lasts."""
+        """Return the metadata by key, read while the limit lasts."""
         named = [key for key in keys if key in self._named]
-        said = {record.key: record.meta for record in self._store.read(named)}
+        metas = {record.key: record.meta for record in self._store.read(named)}
         if self._left_bytes is not None and self._left_bytes <= 0:
-            return said
-        for record in self._store.read(key for key in keys if key not in said):
-            said[record.key] = record.meta
+            return metas
+        for record in self._store.read(key for key in keys if key not in metas):
+            metas[record.key] = record.meta
             if self._left_bytes is not None:
                 self._left_bytes -= sum(array.nbytes for array in record.arrays.values())
                 if self._left_bytes <= 0:
                     break
-        return said
+        return metas
 
 
 def graph(
     items: Iterable[Item], structures: Structures, recipe: GraphRecipe, store: Store, shard_bytes: int
 ) -> Generator[Reason | None, None, None]:
-    """Build what graphs are not in the store yet, and publish them, at the latest every minute."""
+    """Build the graphs that are not in the store yet, and publish them at least every minute."""
     files = plain_files(structures.max_file_bytes)
     with open_writer(store, shard_bytes) as writer:
         maker = Maker(recipe, store, writer)
@@ -138,10 +137,10 @@ def graph(
 def _make(item: Item, key: bytes, read: Mapping[str, File], structures: Structures, maker: Maker) -> Reason | None:
     """Make the graph of an item; return why it has none."""
     try:
-        inventory, found = examine_item(item, read, structures)
+        inventory, structure = examine_item(item, read, structures)
     except MemoryError:
         raise
     except Exception:  # a bug of ours or of a parser must cost this item, not the task
         log.exception("%s could not be read", item.id)
         return Reason.SCAN_FAILED
-    return maker.make(key, found) if found else inventory.reason or Reason.NO_NODES
+    return maker.make(key, structure) if structure else inventory.reason or Reason.NO_NODES

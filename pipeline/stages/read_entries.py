@@ -33,7 +33,7 @@ ITEMS_READ = "items_read"  # a figure that tells how many so far
 
 @dataclass(slots=True)
 class EntriesTaken:
-    """What has come of the items so far."""
+    """The table of the usable items read so far, and their counts."""
 
     table: TableBuilder = field(default_factory=TableBuilder)
     forms: ArrayForms = field(default_factory=ArrayForms)
@@ -48,7 +48,7 @@ class EntriesTaken:
         return {name: _spread(sizes) for name, sizes in self.table.sizes.items() if len(sizes)}
 
     def take(self, entry: Entry) -> Rejection | None:
-        """Add an item to the table, or say why it cannot be used."""
+        """Add an item to the table; return its rejection if it cannot be used."""
         problem = id_problem(entry.id, names_files=False) if isinstance(entry.id, str) else "is no text"
         if not isinstance(entry.split, str):
             return _refused(entry._replace(split=""), Reason.BAD_ENTRY, f"its split is {entry.split!r}, no text")
@@ -73,7 +73,7 @@ class EntriesTaken:
         self.splits[entry.split] += 1
 
     def _double(self, entry: Entry, split: str) -> Rejection:
-        """Refuse an item whose id stood before; in another split, it is a leak."""
+        """Reject an item whose id was used before; in another split, it counts as a leak."""
         if split and entry.split and split != entry.split:
             self.leaks += 1
             self.leak = (
@@ -86,7 +86,7 @@ class EntriesTaken:
 def take_entries(
     entries: Iterable[Entry | Rejection], taken: EntriesTaken, limit: int | None = None
 ) -> Iterator[Rejection]:
-    """Take the items of a reader, so many at most, and yield those that cannot be used."""
+    """Take the items of a reader, `limit` at most, and yield the rejections of those that cannot be used."""
     source = iter(entries)
     while len(taken.table) != limit and (entry := next(source, None)) is not None:
         if not isinstance(entry, Entry | Rejection):
@@ -102,7 +102,7 @@ def _refused(entry: Entry, reason: Reason, detail: str) -> Rejection:
 
 
 def _problem(entry: Entry) -> str:
-    """Say what keeps an item from being found again."""
+    """Return why an item cannot be read again by its place; '' if it can."""
     if entry.place is None:
         return "it has no place, by which it would be read again"
     try:

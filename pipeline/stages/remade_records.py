@@ -47,7 +47,7 @@ class Anew:
 
 
 def read_again(item: Item, recipe: ScanRecipe) -> Anew | None:
-    """Read an item from its files; None where they cannot be read, which says nothing of what is kept."""
+    """Read an item from its files; None where they cannot be read, which is no fault of the record."""
     try:
         data = {path: read_file(Path(path), recipe.max_file_bytes) for path in item_paths(item)}
     except UnusableInput:
@@ -58,7 +58,7 @@ def read_again(item: Item, recipe: ScanRecipe) -> Anew | None:
 
 
 def differences(record: Record, arrays: Mapping[str, Array], meta: Mapping[str, Any]) -> Iterator[str]:
-    """Yield where a record is not what was made anew."""
+    """Yield where a record differs from what was made anew."""
     kept = record.meta
     if kept.get("reason") != meta.get("reason"):
         yield f"it says {kept.get('reason') or 'that all is well'}; made anew, {meta.get('reason') or 'all is well'}"
@@ -92,7 +92,7 @@ def _array(name: str, kept: Array, made: Array) -> Iterator[str]:
         at = np.unravel_index(int(np.argmax(unlike)), unlike.shape)
         count = int(np.count_nonzero(unlike)) - 1
         more = f" (and {count} more)" if count else ""
-        place = ", ".join(str(int(one)) for one in at)
+        place = ", ".join(map(str, at))
         yield f"{name}[{place}] is {kept[at]}; made anew, {made[at]}{more}"
 
 
@@ -105,7 +105,7 @@ BFLOAT16_SHIFT = np.uint32(16)
 
 
 class EncodedAgain:
-    """Computes the rows of records of one checkpoint anew; an encoder is built for each way of cutting that is met."""
+    """Computes the embeddings of one checkpoint anew; each recipe of cutting needs an encoder of its own."""
 
     def __init__(self, path: Path, digest: str, threads: int) -> None:
         self._path, self._digest, self._threads = path, digest, threads
@@ -121,7 +121,7 @@ class EncodedAgain:
         return taken[0].rows_LD if taken else None
 
     def _recipe(self, record: Record) -> EmbeddingRecipe:
-        """Return how the record was made, but for its precision."""
+        """Return the recipe of the record, in fp32."""
         meta, cut = record.meta, record.meta["cut"]
         how = {"long": cut["policy"], "length": cut["length"], "overlap": cut["overlap"]} if cut else {"long": "full"}
         return EmbeddingRecipe(

@@ -55,36 +55,36 @@ class ScanShelves:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What is known of an item: its key where its files are known, its inventory where it was scanned."""
+    """What the store knows of an item: its key if its files are known, its inventory if it was scanned."""
 
     key: bytes | None = None
     inventory: Inventory | None = None
 
 
 class Also(Protocol):
-    """What else is made of a structure while it is in hand."""
+    """Makes something else of a structure while it is in memory."""
 
     def make(self, key: bytes, read: Complex) -> Reason | None:
-        """Make it of an item, which is known by the key of its inventory."""
+        """Make it of an item, given the key of its inventory."""
 
     def publish(self) -> None:
-        """Make safe what was made."""
+        """Write what was made to disk."""
 
 
 def look_up_items(items: Sequence[Item], recipe: ScanRecipe, shelves: ScanShelves) -> list[Seen]:
-    """Return what is known of each item; no structure file is read."""
+    """Return what the store knows of each item; no structure file is read."""
     glances = {
         path: glance(path, recipe) for path in dict.fromkeys(path for item in items for path in item_paths(item))
     }
-    seen = _read_meta(shelves.files, {mark for mark in glances.values() if isinstance(mark, bytes)})
-    known = {path: _content(seen, mark, recipe) for path, mark in glances.items()}
+    files = _read_meta(shelves.files, {mark for mark in glances.values() if isinstance(mark, bytes)})
+    known = {path: _content(files, mark, recipe) for path, mark in glances.items()}
     keys = [_key(item, recipe, known) for item in items]
     inventories = _read_meta(shelves.inventories, {key for key in keys if isinstance(key, bytes)})
     return [_seen(key, inventories.get(key)) if isinstance(key, bytes) else Seen(None, key) for key in keys]
 
 
 def look_again(item: Item, recipe: ScanRecipe, shelves: ScanShelves, since_ns: int) -> Seen:
-    """Return what is known of an item by reading its files, if one was too young to be remembered at that time."""
+    """Return what is known of an item by reading its files, if any was too recent to be remembered at that time."""
     try:
         states = [stat_file(Path(path), recipe.max_file_bytes) for path in item_paths(item)]
         if all(state.st_ctime_ns < since_ns - COARSE_TICK_NS for state in states):
@@ -110,12 +110,12 @@ def glance(path: str, recipe: ScanRecipe) -> bytes | Inventory | None:
 
 
 def _content(
-    seen: Mapping[bytes, Mapping[str, Any]], mark: bytes | Inventory | None, recipe: ScanRecipe
+    files: Mapping[bytes, Mapping[str, Any]], mark: bytes | Inventory | None, recipe: ScanRecipe
 ) -> str | Inventory | None:
-    """Return the digest that a glance at a file led to, or why the file cannot be used."""
+    """Return the digest of a file's content as the store remembers it, or why the file cannot be used."""
     if not isinstance(mark, bytes):
         return mark
-    meta = seen.get(mark)
+    meta = files.get(mark)
     if meta is None:
         return None
     if "content" not in meta:
@@ -128,7 +128,7 @@ def _content(
 
 
 def _key(item: Item, recipe: ScanRecipe, known: Mapping[str, str | Inventory | None]) -> bytes | Inventory | None:
-    """Return the key of an item whose files are all known, or the rejection that one of them brings."""
+    """Return the key of an item whose files are all known, else what keeps one of them from being used."""
     contents = {path: known[path] for path in item_paths(item)}
     for content in contents.values():
         if not isinstance(content, str):
@@ -142,7 +142,7 @@ def _seen(key: bytes, meta: Mapping[str, Any] | None) -> Seen:
 
 
 def _read_meta(store: Store, keys: set[bytes]) -> dict[bytes, Mapping[str, Any]]:
-    """Return the meta of those records that the store has; a damaged one counts as missing, and is made anew."""
+    """Return the metadata of the records that the store has; a damaged one counts as missing, and is made anew."""
     while True:
         missing = set(store.missing(list(keys)))
         if len(missing) == len(keys):
@@ -155,7 +155,7 @@ def _read_meta(store: Store, keys: set[bytes]) -> dict[bytes, Mapping[str, Any]]
 
 @dataclass(slots=True)
 class Scanner:
-    """Scans items one at a time; its memory is a few files and the keys of what it wrote."""
+    """Scans items one at a time; it holds a few files and the keys of what it wrote."""
 
     recipe: ScanRecipe
     shelves: ScanShelves
@@ -171,7 +171,7 @@ class Scanner:
         self.kept = StructureFiles(lambda path: self._read(path, glance(path, self.recipe)))
 
     def scan(self, item: Item) -> Reason | None:
-        """Store the inventory of an item; return why it was left out, if it was."""
+        """Store the inventory of an item; return the reason if it is left out."""
         try:
             files = self.kept.of(item)
         except UnusableInput as problem:
@@ -202,7 +202,7 @@ class Scanner:
         return inventory.reason
 
     def publish(self) -> None:
-        """Make safe what was found."""
+        """Write what was found to disk."""
         self.inventories.flush()
         self.files.flush()
         if self.also:
@@ -222,7 +222,7 @@ class Scanner:
         return file
 
     def _remember(self, path: str, mark: bytes | Inventory | None, meta: Mapping[str, Any]) -> None:
-        """Write down what a file held, unless it may have changed since its mark was taken."""
+        """Record the content of a file, unless it may have changed since its mark was taken."""
         if isinstance(mark, bytes) and mark not in self.seen and glance(path, self.recipe) == mark:
             self.seen.add(mark)
             if not _read_meta(self.shelves.files, {mark}):  # it is there where the inventory alone was lost

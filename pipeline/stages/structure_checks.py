@@ -60,8 +60,8 @@ def wrong_inventory(record: Record, recipe: Plain | None = None) -> Iterator[str
         if inventory.partners or inventory.bound or record.arrays:
             yield f"it has both a reason ({inventory.reason.value}) and what was found"
         return
-    for some, name in ((inventory.partners, "partners"), (inventory.bound, "bound partners")):
-        roles = [partner.role for partner in some]
+    for partners, name in ((inventory.partners, "partners"), (inventory.bound, "bound partners")):
+        roles = [partner.role for partner in partners]
         if len(set(roles)) < len(roles) or Role.COMPLEX in roles or not inventory.partners:
             yield f"its {name} are {listed(roles)}"
     for partner in chained(inventory.partners, inventory.bound):
@@ -72,7 +72,7 @@ def wrong_inventory(record: Record, recipe: Plain | None = None) -> Iterator[str
 
 
 def wrong_file(record: Record) -> Iterator[str]:
-    """Yield what is wrong with what is remembered of a file."""
+    """Yield what is wrong with the record of a file."""
     meta = record.meta
     if record.arrays:
         yield f"it has arrays: {listed(record.arrays)}"
@@ -87,7 +87,7 @@ def wrong_file(record: Record) -> Iterator[str]:
 
 
 def _partner(partner: Partner) -> Iterator[str]:
-    """Yield what is wrong with one side."""
+    """Yield what is wrong with a partner."""
     role = partner.role.value
     is_text = partner.content == "" and len(partner.chains) == 1 and partner.role is Role.WHOLE
     if not is_text and not DIGEST.fullmatch(partner.content):
@@ -138,8 +138,8 @@ def _maps(inventory: Inventory, maps: Mapping[str, Array], recipe: Plain | None)
     has_rows = any(name.startswith("rows.") for name in maps)
     if recipe and inventory.partners[0].content:
         has_rows = bool(recipe["reading"]["seqres"])
-    wanted = {f"bound.{one.role.value}" for one in inventory.partners if one.role in bound}
-    wanted |= {f"rows.{one.role.value}" for one in inventory.partners} if has_rows else set()
+    wanted = {f"bound.{partner.role.value}" for partner in inventory.partners if partner.role in bound}
+    wanted |= {f"rows.{partner.role.value}" for partner in inventory.partners} if has_rows else set()
     if maps.keys() != wanted:
         yield f"its maps are {listed(sorted(maps))}, not {listed(sorted(wanted))}"
         return
@@ -153,7 +153,7 @@ def _maps(inventory: Inventory, maps: Mapping[str, Array], recipe: Plain | None)
 
 
 def _rows(partner: Partner, rows_R: Array | None) -> Iterator[str]:
-    """Yield residues that are not in the sequence that is encoded."""
+    """Yield residues that have no place in the sequence that is encoded."""
     name = f"rows.{partner.role.value}"
     if rows_R is not None and (rows_R.dtype != np.int32 or rows_R.shape != (partner.residues,)):
         yield f"{name} is {rows_R.dtype} {list(rows_R.shape)}, not int32 {[partner.residues]}"
@@ -170,7 +170,7 @@ def _rows(partner: Partner, rows_R: Array | None) -> Iterator[str]:
 
 
 def _others(name: str, chains: Sequence[ChainSummary], rows_R: Array) -> Iterator[str]:
-    """Yield what is wrong with the rows of what is no protein."""
+    """Yield what is wrong with the rows of chains that are no proteins."""
     start = 0
     for chain in chains:
         here_R, start = rows_R[start : start + chain.residues], start + chain.residues
@@ -183,25 +183,25 @@ def _others(name: str, chains: Sequence[ChainSummary], rows_R: Array) -> Iterato
 
 
 def _bound_rows(name: str, rows_R: Array, partner: Partner, bound: Partner) -> Iterator[str]:
-    """Yield residues that are nowhere in the bound structure, or two that are the same there."""
+    """Yield residues that are not in the bound structure, or two that are the same there."""
     if rows_R.dtype != np.int32 or rows_R.shape != (partner.residues,):
         yield f"{name} is {rows_R.dtype} {list(rows_R.shape)}, not int32 {[partner.residues]}"
         return
     yield from first_bad(name, (rows_R < -1) | (rows_R >= bound.residues), rows_R, f"of {bound.residues} residues")
-    found, count = np.unique(rows_R[rows_R >= 0], return_counts=True)
-    if not len(found):
+    residues, counts = np.unique(rows_R[rows_R >= 0], return_counts=True)
+    if not len(residues):
         yield f"{name}: no residue is in the bound structure"
-    yield from first_bad(name, np.isin(rows_R, found[count > 1]), rows_R, "is the same residue as another")
+    yield from first_bad(name, np.isin(rows_R, residues[counts > 1]), rows_R, "is the same residue as another")
 
 
 def wrong(record: Record, recipe: Plain | None = None) -> Iterator[str]:
-    """Yield what is wrong with a record of a graph, or of the reason why there is none."""
+    """Yield what is wrong with the record of a graph, or of the reason why there is none."""
     if "reason" in record.meta:
         yield from _refusal(record)
     elif record.meta.get("format") != GRAPH_FORMAT:
         yield f"its format is {record.meta.get('format')}, not {GRAPH_FORMAT}"
-    elif of_form := list(wrong_form(record.arrays, record.meta, recipe)):
-        yield from of_form  # all that follows relies on it
+    elif problems := list(wrong_form(record.arrays, record.meta, recipe)):
+        yield from problems  # all that follows relies on the form
     else:
         yield from _wrong_parts(decode_graph(record.arrays, record.meta), record.meta, recipe)
 
@@ -274,7 +274,7 @@ def _atoms_beside(part: PartnerGraph, partner: Partner, seqres_R: Array | None, 
 
 
 def _refusal(record: Record) -> Iterator[str]:
-    """Yield what is wrong with a reason."""
+    """Yield what is wrong with the record of an item that has no graph."""
     if record.meta["reason"] not in {reason.value for reason in Reason}:
         yield f"the reason {record.meta['reason']!r} is none"
     if not isinstance(record.meta.get("detail"), str):
@@ -283,19 +283,19 @@ def _refusal(record: Record) -> Iterator[str]:
         yield f"a reason why there is no graph, and {len(record.arrays)} arrays"
 
 
-def _unlike_sizes(graph: ItemGraph, said: Mapping[str, int]) -> Iterator[str]:
-    """Yield the sizes that are not those of the arrays."""
+def _unlike_sizes(graph: ItemGraph, recorded: Mapping[str, int]) -> Iterator[str]:
+    """Yield the recorded sizes that are not those of the arrays."""
     counted = graph.sizes()
-    for name in counted.keys() | said.keys():
-        if counted.get(name) != said.get(name):
-            yield f"sizes.{name} says {said.get(name)}, and there are {counted.get(name)}"
+    for name in counted.keys() | recorded.keys():
+        if counted.get(name) != recorded.get(name):
+            yield f"sizes.{name} says {recorded.get(name)}, and there are {counted.get(name)}"
 
 
 SIZE = "size."
 
 
 def wrong_table(record: Record) -> Iterator[str]:
-    """Yield what is wrong with a table."""
+    """Yield what is wrong with the table of a data set."""
     arrays, meta = record.arrays, record.meta
     if meta["format"] != TABLE_FORMAT:
         yield f"its format is {meta['format']}, not {TABLE_FORMAT}"
@@ -319,7 +319,7 @@ def wrong_table(record: Record) -> Iterator[str]:
         yield f"split[{int(arrays['split'].argmax())}] is {int(arrays['split'].max())} of {len(meta['splits'])} splits"
     for name in texts:
         yield from _texts(name, arrays[f"{name}.bytes"], arrays[f"{name}.end"])
-    content = {name: _array_digest(one) for name, one in arrays.items()}
+    content = {name: _array_digest(array) for name, array in arrays.items()}
     if recipe_key(KIND, {"meta": meta, "content": content}) != record.key:
         yield "its key is that of another table"
 
@@ -335,7 +335,7 @@ def wrong_recipe(record: Record) -> Iterator[str]:
 
 
 def _texts(name: str, bytes_T: Array, end_N: Array) -> Iterator[str]:
-    """Yield texts that end before they begin, or are not all that is there."""
+    """Yield texts whose ends are out of order, or do not cover all bytes."""
     begins_N = np.concatenate([[0], end_N[:-1]]) if len(end_N) else end_N
     if (end_N < begins_N).any():
         yield f"{name}.end[{int((end_N < begins_N).argmax())}] is before the end of the text before"
@@ -343,18 +343,18 @@ def _texts(name: str, bytes_T: Array, end_N: Array) -> Iterator[str]:
         yield f"{name}.end ends at {int(end_N[-1] if len(end_N) else 0)} of {len(bytes_T)} bytes"
 
 
-def _array_digest(one: Array) -> str:
+def _array_digest(array: Array) -> str:
     """Return the digest of an array's bytes, as the key of a table is made from it."""
-    return content_digest(np.ascontiguousarray(one).reshape(-1).view(np.uint8).data).hex()
+    return content_digest(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data).hex()
 
 
 def sampled_sizes(record: Record, graphs: Store, chosen: Callable[[bytes], bool]) -> Iterator[str]:
-    """Yield items whose sizes in a table are not those of their graphs; where there is no graph, nothing is said."""
+    """Yield items whose sizes in a table differ from those of their graphs; items without a graph are passed over."""
     key_N16, sizes = record.arrays["key"], record.meta["sizes"]
     for number, key in enumerate(map(bytes, key_N16)):
-        told = {name: int(record.arrays[SIZE + name][number]) for name in sizes}
-        if chosen(key) and (theirs := _sizes_of(graphs, key)) not in (None, told):
-            yield f"item {number}: its sizes are {told}; those of its graph are {theirs}"
+        mine = {name: int(record.arrays[SIZE + name][number]) for name in sizes}
+        if chosen(key) and (theirs := _sizes_of(graphs, key)) not in (None, mine):
+            yield f"item {number}: its sizes are {mine}; those of its graph are {theirs}"
 
 
 def _sizes_of(graphs: Store, key: bytes) -> Any:

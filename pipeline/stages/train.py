@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Items:
-    """Items that a loader reads, and what they cost under a plan."""
+    """Items that a loader reads, with their cost under a plan."""
 
     table: ItemTable
     cost_N: Integers
@@ -59,7 +59,7 @@ class Items:
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """Everything that training is given."""
+    """Everything that a training needs."""
 
     train: TrainSection
     prepared: Prepared
@@ -78,7 +78,7 @@ class Job:
     settings: Mapping[str, Any] = field(default_factory=dict)  # the frozen configuration, for trackers
 
     def loader(self, items: Items, budget: int, *, shuffle: bool, batch: int, threads: int | None = None) -> Loader:
-        """Return a loader of some items, cut as planned."""
+        """Return a loader of items, cut into micro-batches as planned."""
         settings = sampler_settings(
             batch,
             max(self.budget_of(budget), int(items.cost_N.max(initial=1))),
@@ -103,17 +103,17 @@ class Job:
         )
 
     def budget_of(self, budget: int) -> int:
-        """Return what is left of a budget after a card's memory has ended so often."""
+        """Return what is left of a budget after the GPU has run out of memory."""
         return shrunk_budget(budget, self.tell.shrink)
 
 
 def pinned(value: Any) -> Any:
-    """Return what a configuration pins; None where it leaves the choice."""
+    """Return a configured value; None for `auto`."""
     return None if value == "auto" else value
 
 
 def train(job: Job, before: int = 0) -> Generator[Reason | None, None, None]:
-    """Train to the end, or to where a signal says; the first rank yields once for every step after the first few."""
+    """Train to the end, or until a signal; the first rank yields once for every step after the first `before`."""
     trainer = trainer_of(job)
     start = None
     try:
@@ -129,7 +129,7 @@ def train(job: Job, before: int = 0) -> Generator[Reason | None, None, None]:
 
 
 def close(trainer: Trainer) -> None:
-    """Let go of what is open, all of it, whatever part of that fails."""
+    """Close everything that is open, even where some of it fails."""
     with ExitStack() as stack:
         for loader in trainer.loaders:
             stack.callback(loader.close)
@@ -139,7 +139,7 @@ def close(trainer: Trainer) -> None:
 
 
 def seed_all(seed: int) -> None:
-    """Let all random numbers begin at a seed."""
+    """Seed the random numbers of torch, Python and numpy."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % (1 << 32))  # noqa: NPY002 - users' code may draw from it
@@ -189,7 +189,7 @@ def _courses(job: Job) -> list[RunningStretch]:
 
 
 def _governor(job: Job, step: Step, course: RunningStretch, ladder: Sequence[str]) -> Governor:
-    """Return who knows the budget of a stretch, as planned."""
+    """Return the governor of a stretch's memory budget, as planned."""
     return Governor(
         budget=job.budget_of(course.stretch.budget_bytes),
         base_bytes=course.stretch.base_bytes,
@@ -202,7 +202,7 @@ def _governor(job: Job, step: Step, course: RunningStretch, ladder: Sequence[str
 
 
 def _checkpoints(job: Job, step: Step) -> CheckpointFolder:
-    """Return where the training is saved, cleared of what dead starts have left."""
+    """Return the checkpoint folder of the training, cleared of what dead starts have left."""
     checkpoints = CheckpointFolder(
         job.folder.checkpoints,
         last=job.train.checkpoints.last,
@@ -218,7 +218,7 @@ def _checkpoints(job: Job, step: Step) -> CheckpointFolder:
 
 
 def _watch(job: Job, step: Step, checkpoints: CheckpointFolder) -> TrainingObserver:
-    """Return who is told what happens."""
+    """Return the observer of the training."""
     return TrainingObserver(
         job.train,
         job.prepared,
@@ -237,7 +237,7 @@ def _watch(job: Job, step: Step, checkpoints: CheckpointFolder) -> TrainingObser
 def _stepper(
     job: Job, step: Step, course: RunningStretch, watch: TrainingObserver, failed: Callable[[Piece, Oom], None]
 ) -> Stepper:
-    """Return what runs this rank's part of steps."""
+    """Return the stepper that runs this rank's part of each step."""
     kind: Callable[..., Stepper] = Stepper
     if step.contrasts:
         kind = partial(ContrastiveStepper, ranks=job.ranks)
@@ -252,7 +252,7 @@ def _stepper(
 
 
 def _evaluation(job: Job, step: Step, watch: TrainingObserver) -> Evaluator | None:
-    """Return what looks at the model between epochs."""
+    """Return the evaluator that runs between epochs; None without validation items."""
     if job.validation is None:
         return None
     budget, batch = job.stretches[-1][0].budget_bytes, max(job.train.effective_batch, job.ranks.world)
@@ -269,16 +269,16 @@ def _evaluation(job: Job, step: Step, watch: TrainingObserver) -> Evaluator | No
 
 
 def _reference(checkpoints: CheckpointFolder) -> Reference | None:
-    """Return the checkpoint from which a step is reached."""
-    told = checkpoints.latest()
-    if told is None:
+    """Return the newest checkpoint, from which a step can be reached again."""
+    manifest = checkpoints.latest()
+    if manifest is None:
         return None
-    path = checkpoints.folder / told.name
+    path = checkpoints.folder / manifest.name
     return Reference(str(path), content_digest((path / "manifest.json").read_bytes()).hex())
 
 
 def fresh_step(job: Job) -> Step:
-    """Return a step with the parameters that a training begins with, the same on every rank."""
+    """Return a step with a training's initial parameters, the same on every rank."""
     seed_all(job.train.seed)
     step = job.make_step(lambda model: begin_with(job, model))
     seed_all(job.train.seed + 1 + job.ranks.rank)
@@ -286,7 +286,7 @@ def fresh_step(job: Job) -> Step:
 
 
 def begin_with(job: Job, model: nn.Module) -> None:
-    """Give a model the weights that were named to begin with."""
+    """Load pretrained weights into a model, where any are configured."""
     if job.train.pretrained is None:
         return
     report = load_pretrained(model, job.train.pretrained, partial=job.train.pretrained_partial)
@@ -297,13 +297,13 @@ def begin_with(job: Job, model: nn.Module) -> None:
 
 
 class Fresh:
-    """Puts a step back to the beginning of its training; the first time it stands there already."""
+    """Resets a step to the beginning of its training; the first call finds it there already."""
 
     def __init__(self, job: Job) -> None:
         self._job, self._is_fresh = job, True
 
     def __call__(self, step: Step) -> None:
-        """Give it the parameters that it began with."""
+        """Give it back its initial parameters."""
         if self._is_fresh:
             self._is_fresh = False
             return

@@ -245,7 +245,10 @@ def _usable(case: ReplayCase) -> Iterator[str]:
             except CheckpointDamaged:
                 continue
     older = [manifest for manifest in known if manifest.step <= before]
-    older.sort(key=lambda found: (found.step == before, found.name == named, found.step, found.serial), reverse=True)
+    older.sort(
+        key=lambda manifest: (manifest.step == before, manifest.name == named, manifest.step, manifest.serial),
+        reverse=True,
+    )
     yield from (manifest.name for manifest in older)
 
 
