@@ -1,4 +1,4 @@
-"""The logs of a run: which there are, by the ledger, and what is in them, as text that cannot harm a terminal."""
+"""The logs of a run: which there are, and their text, without anything that a terminal would execute."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """What an attempt at a task, or a supervisor, has printed."""
+    """The output of an attempt at a task, or of a supervisor."""
 
     stage: str
     task: int | None  # None: of a supervisor
@@ -48,14 +48,14 @@ class Log:
 
     @property
     def title(self) -> str:
-        """Say whose it is, and how that went."""
+        """Whose log it is, and how that ended."""
         who = self.stage if self.task is None else f"{self.stage} task {self.task}, attempt {self.attempt}"
         return f"{who}: {self.state}" if self.state else who
 
 
 @dataclass(frozen=True, slots=True)
 class LogChoice:
-    """Which logs somebody wants to see."""
+    """Which logs a user asked for; None stands for any."""
 
     stage: str | None = None
     task: int | None = None
@@ -64,7 +64,7 @@ class LogChoice:
 
     @property
     def is_default(self) -> bool:
-        """Tell whether nothing particular was asked for."""
+        """Whether nothing particular was asked for."""
         return self == LogChoice()
 
     def takes(self, log: Log) -> bool:
@@ -78,7 +78,7 @@ class LogChoice:
 
 
 def wanted_logs(folder: RunFolder, status: RunStatus, wanted: LogChoice) -> list[Log]:
-    """Return the logs that were asked for, the newest last; if nothing was, those that tell what is going on."""
+    """Return the logs that were asked for, newest last; by default the failed, else the live, else all."""
     if not wanted.is_default:
         supervisors = supervisor_logs(folder, status) if wanted.stage == SUPERVISE else []
         return [log for log in (*supervisors, *task_logs(folder, status)) if wanted.takes(log)]
@@ -90,7 +90,7 @@ def wanted_logs(folder: RunFolder, status: RunStatus, wanted: LogChoice) -> list
 
 
 def _supervisor_failed(status: RunStatus) -> bool:
-    """Tell whether what went wrong, went wrong without any task."""
+    """Tell whether the run failed in its supervisor and in no task."""
     if status.state is RunState.ABANDONED or status.exit_code == A_BUG:
         return True
     return status.state is RunState.FAILED and not any(stage.failures for stage in status.stages.values())
@@ -116,21 +116,21 @@ def _log(stage: StageStatus, job: StageJob, task: TaskRecord, attempt: Attempt |
 
 
 def _offset(folder: RunFolder, job: StageJob) -> int:
-    """Return what a job adds to an array's index to have the number of a task."""
+    """Return the offset of a job's task numbers from its array indexes."""
     try:
-        return _said_offset(str(folder.logs / f"{job.id}.sbatch"))
-    except OSError:  # of this machine's executor, which adds nothing
+        return _script_offset(str(folder.logs / f"{job.id}.sbatch"))
+    except OSError:  # a local job, which has no offset
         return 0
 
 
 @lru_cache(maxsize=1024)
-def _said_offset(script: str) -> int:
+def _script_offset(script: str) -> int:
     with open(script, errors="replace") as file:  # noqa: PTH123 - see above
         return offset_of(file.read()) or 0
 
 
 def supervisor_logs(folder: RunFolder, status: RunStatus) -> list[Log]:
-    """Return the logs of supervisors, in the background or as jobs; whatever belongs to no task is of one."""
+    """Return the logs of supervisors, in the background or as jobs: every log that belongs to no task."""
     jobs = {job for stage in status.stages.values() for job in stage.jobs}
     try:
         names = {name.rpartition(".")[0] for name in os.listdir(folder.logs) if name.endswith(ENDS)}  # noqa: PTH208 - names alone
@@ -155,12 +155,12 @@ def _by_number(stem: str) -> tuple[int, str]:
 
 
 def harmless(text: str) -> str:
-    """Return text without what a terminal would take as an order; nothing in it is interpreted."""
+    """Return text without escape sequences and control characters."""
     return _CONTROL.sub("", _LINE_END.sub("\n", _ESCAPE.sub("", text)))
 
 
 def end_of(path: str, lines: int = LAST_LINES) -> str | None:
-    """Return the last lines of a log, None where there is none; no more of it than those is in memory."""
+    """Return the last lines of a log, without reading the rest; None where there is no log."""
     try:
         with open(path, "rb") as file:  # noqa: PTH123 - names of some are not text
             file.seek(end_position(path, lines))
@@ -170,7 +170,7 @@ def end_of(path: str, lines: int = LAST_LINES) -> str | None:
 
 
 def end_position(path: str, lines: int) -> int:
-    """Return where the last lines of a file begin; of lines without end, where the last bytes do."""
+    """Return the position of the last lines of a file; of the last megabyte where they are longer."""
     with open(path, "rb") as file:  # noqa: PTH123 - see above
         start = size = os.fstat(file.fileno()).st_size
         line_ends = -1 if size and os.pread(file.fileno(), 1, size - 1) == b"\n" else 0  # the last line's own end
@@ -186,7 +186,7 @@ def end_position(path: str, lines: int) -> int:
 
 
 def whole(path: str) -> Iterator[str]:
-    """Yield a log line by line; a line without end comes in pieces."""
+    """Yield a log line by line; an overlong line comes in pieces."""
     try:
         with open(path, "rb") as file:  # noqa: PTH123 - see above
             for line in iter(lambda: file.readline(BLOCK_BYTES), b""):
@@ -196,7 +196,7 @@ def whole(path: str) -> Iterator[str]:
 
 
 def of_rank(lines: Iterable[str], rank: int) -> Iterator[str]:
-    """Yield the lines of one of several processes, without the number that srun has put before each line."""
+    """Yield the lines of one rank, without the rank that srun has put before each line."""
     label = re.compile(rf"[ 0]*{rank}: ")
     for line in lines:
         if prefix := label.match(line):
@@ -212,7 +212,7 @@ class _Place:
 
 
 class Follower:
-    """Reads what is added to the logs of a run, until the run has ended; logs may come late, shrink or be replaced."""
+    """Follows the logs of a run until it has ended; logs may appear late, shrink or be replaced."""
 
     def __init__(self, folder: RunFolder, wanted: LogChoice) -> None:
         self.status = RunStatus(folder.name)
@@ -223,11 +223,11 @@ class Follower:
 
     @property
     def ended(self) -> bool:
-        """Tell whether nothing more will come."""
+        """Whether the run has ended, and so nothing more will come."""
         return self.status.state not in (RunState.WAITING, RunState.RUNNING)
 
     def news(self) -> Iterator[tuple[Log, str, str]]:
-        """Yield what is new: whose log it is in, in which file, and the text."""
+        """Yield new text, with its log and its file."""
         for event in self._reader.news():
             self.status.apply(event)
         for log in self._logs():
@@ -239,7 +239,7 @@ class Follower:
         self._first = False
 
     def _logs(self) -> Iterator[Log]:
-        """Yield the logs that are followed: at first what goes on, unless others were asked for."""
+        """Yield the logs to follow: those asked for; by default the live ones and all that come later."""
         if self._wanted.is_default or self._wanted.stage == SUPERVISE:
             yield from supervisor_logs(self._folder, self.status)
         for log in task_logs(self._folder, self.status):
@@ -249,7 +249,7 @@ class Follower:
                 yield log
 
     def _added(self, path: str, *, last: bool) -> Iterator[str]:
-        """Yield whole lines that were added to a file, and at the last also what has no end."""
+        """Yield complete lines that were added to a file; with `last`, also an incomplete one."""
         try:
             with open(path, "rb") as file:  # noqa: PTH123 - see above
                 place = self._place(path, os.fstat(file.fileno()))
@@ -259,13 +259,13 @@ class Follower:
                         return
                     place.position += len(line)
                     yield harmless(line.decode(errors="replace"))
-        except FileNotFoundError:  # one that comes in its place is another, even with the same inode
+        except FileNotFoundError:  # what replaces it is a new log, even with the same inode
             self._places.pop(path, None)
         except OSError:
             return
 
     def _place(self, path: str, facts: os.stat_result) -> _Place:
-        """Return from where to read a file: of those that lie there at first, only the end."""
+        """Return where to go on reading a file; of a log that was there at first, near its end."""
         place = self._places.get(path)
         if place is None:
             start = end_position(path, FIRST_LINES) if self._first else 0

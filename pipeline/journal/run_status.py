@@ -1,4 +1,4 @@
-"""What a run is doing, folded from its events; the fold is pure, so it is the same live and long after."""
+"""The status of a run, computed from its events alone, so it is the same live and long afterwards."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ COUNTED = (
 
 
 class RunState(str, Enum):
-    """Where a run or a stage stands."""
+    """The state of a run or of a stage."""
 
     WAITING = "waiting"
     RUNNING = "running"
     DONE = "done"
     FAILED = "failed"
     STOPPED = "stopped"
-    ABANDONED = "abandoned"  # its supervisor is gone and did not say goodbye
+    ABANDONED = "abandoned"  # its supervisor died without recording an end
 
 
 ENDED = frozenset({RunState.DONE, RunState.FAILED, RunState.STOPPED})
@@ -61,12 +61,12 @@ class StageJob:
     at: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON data; when it was submitted is the event's to say."""
+        """Return plain JSON data; the time of submission is that of the event."""
         return {name: value for name, value in asdict(self).items() if name != "at"}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], at: float = 0.0) -> StageJob:
-        """Read what `to_json` wrote."""
+        """Return the job that `to_json` wrote, submitted at a time."""
         known = {column.name: data[column.name] for column in fields(cls) if column.name in data}
         return cls(**known | {"ask": Ask(**data["ask"]), "at": at})
 
@@ -85,20 +85,18 @@ class StageStatus:
     tasks: int = 0
     waiting: int = 0  # items that an earlier stage has still to do
     residues: int = 0  # to do
-    unkept: int = 0  # graphs that are built when they are read
-    unnamed: int = 0  # missing, and not named by the list to which a run is confined
-    sets: int = 0  # data sets, where these are what is counted: of a reader's items nobody knows before they are read
+    unkept: int = 0  # graphs that are built on reading and never stored
+    unnamed: int = 0  # missing, but not on the list to which the run is confined
+    sets: int = 0  # data sets, where items cannot be counted: a reader's are unknown until they are read
     cost: float = 0.0  # to do, in the unit of the figure `cost_done`
-    planned: StageJob | None = None  # the job of first attempts; runs of older versions did not write it down
-    limits: Limits | None = None  # under which that was planned, where anybody told them
+    planned: StageJob | None = None  # the job of first attempts; older versions did not record it
+    limits: Limits | None = None  # under which that was planned, where known
     done: dict[str, int] = field(default_factory=dict)  # process → items
     rejected: dict[str, Mapping[str, int]] = field(default_factory=dict)  # process → reason → items
-    figures: dict[str, Mapping[str, float]] = field(default_factory=dict)  # process → what it measured
-    work: dict[int, TaskRecord] = field(default_factory=dict)  # task → what is known of it
+    figures: dict[str, Mapping[str, float]] = field(default_factory=dict)  # process → its latest figures
+    work: dict[int, TaskRecord] = field(default_factory=dict)  # task number → its record
     jobs: dict[JobId, StageJob] = field(default_factory=dict)
-    intents: dict[str, StageJob] = field(
-        default_factory=dict
-    )  # tag → a job of which nobody knows yet whether it is queued
+    intents: dict[str, StageJob] = field(default_factory=dict)  # tag → an announced job that may be queued or not
     left_out: list[Mapping[str, Any]] = field(default_factory=list)
     census: Mapping[str, Any] | None = None
     warnings: list[str] = field(default_factory=list)
@@ -108,13 +106,13 @@ class StageStatus:
     ended_at: float = 0.0
 
     def task(self, number: int) -> TaskRecord:
-        """Return what is known of a task, which may be nothing yet."""
+        """Return the record of a task, a new one if there is none."""
         if number not in self.work:
             self.work[number] = TaskRecord(number)
         return self.work[number]
 
     def split(self, number: int, into: Sequence[int], ask: Ask, why: str) -> None:
-        """Put tasks in the place of one."""
+        """Replace a task by others, and forget its progress, which they repeat."""
         if self.task(number).split:
             return
         self.task(number).then[self.task(number).attempt] = why
@@ -124,16 +122,16 @@ class StageStatus:
             self.task(part).first = ask
         process = f"{self.name}-{number:06d}"
         for name in (process, *takewhile(self.done.__contains__, (f"{process}-{part}" for part in count()))):
-            for counts in (self.done, self.rejected, self.figures):  # its parts do the same again
+            for counts in (self.done, self.rejected, self.figures):
                 counts.pop(name, None)
 
     def counts(self) -> dict[str, int]:
-        """Return what was found when the stage was submitted."""
+        """Return the counts that were taken when the stage was submitted."""
         return {name: getattr(self, name) for name in COUNTED}
 
     @property
     def items_done(self) -> int:
-        """Items that tasks have worked through."""
+        """Items that the tasks have worked through."""
         return sum(self.done.values())
 
     @property
@@ -147,22 +145,22 @@ class StageStatus:
 
     @property
     def failures(self) -> list[Attempt]:
-        """Attempts that did not end well, in the order in which they ended."""
+        """Failed attempts: all first ones, then all second ones."""
         failed = [attempt for task in self.work.values() for attempt in task.ended if attempt.cause is not Cause.DONE]
         return sorted(failed, key=lambda attempt: (attempt.number, attempt.task))
 
     @property
     def live(self) -> list[JobId]:
-        """Return the jobs that have tasks which have not ended."""
+        """Jobs with tasks that have not ended."""
         return list(dict.fromkeys(task.job for task in self.work.values() if task.job))
 
     def task_states(self) -> dict[str, int]:
-        """Count the tasks by where they stand; one that was split counts by its parts."""
+        """Count the tasks by state; a split task counts by its parts."""
         return dict(Counter(self.state_of(task) for task in self.work.values() if not task.split))
 
     def state_of(self, task: TaskRecord) -> str:
-        """Return where a task stands."""
-        if task.job is not None:  # until a supervisor has judged it, its worker's word counts
+        """Return the state of a task, in a word."""
+        if task.job is not None:  # until a supervisor has judged it, its own reports count
             state = "failed" if task.word.exit_code else "running" if task.word.started else "waiting"
             return "done" if task.word.finished else state
         if task.good:
@@ -170,7 +168,7 @@ class StageStatus:
         return "failed" if task.ended else "waiting"
 
     def measured(self) -> dict[str, float]:
-        """Return what the processes measured, put together."""
+        """Return the figures of all processes as figures of the stage."""
         running = sum(not self.task(int(process["task"])).good for process in self.figures.values())
         return summary(list(self.figures.values()), self.cost, running)
 
@@ -196,7 +194,7 @@ INTERNAL = ("work", "jobs", "intents", "submitted", "left_out", "planned", "limi
 
 
 def summary(figures: Sequence[Mapping[str, float]], cost: float, running: int) -> dict[str, float]:
-    """Return what some processes measured as figures of the stage, of which so many still run."""
+    """Combine the figures of processes, of which so many still run, into those of their stage."""
     busy = [process for process in figures if process.get("forward_s")]
     if not busy:
         return {}
@@ -225,7 +223,7 @@ class RunStatus:
     stages: dict[str, StageStatus] = field(default_factory=dict)
     host: str = ""
     pid: int = 0
-    born: float = 0.0  # when that process was created; 0: a run of an older version did not say
+    born: float = 0.0  # when that process was created; 0: an older version did not record it
     visits: int = 0
     successors: tuple[JobId, ...] = ()  # supervisors that wait: the next, and its standby
     planned: tuple[str, ...] = ()  # the stages it is to do
@@ -235,7 +233,7 @@ class RunStatus:
     ended_at: float = 0.0
 
     def apply(self, event: Event) -> None:
-        """Take one event into account."""
+        """Update the status by an event."""
         data = event.data
         if "stage" in data:
             self._apply_to_stage(event)
@@ -260,24 +258,24 @@ class RunStatus:
         self.host, self.pid, self.born = data["host"], data["pid"], data.get("born", 0.0)
 
     def abandon(self) -> None:
-        """Take down that nobody looks after it."""
+        """Mark the run as one without a supervisor."""
         self.state = RunState.ABANDONED
         self.settle()
 
     def settle(self) -> None:
-        """Let no stage go on in a run that does not."""
+        """Give running stages the state of the run, which has ended."""
         for stage in self.stages.values():
             if stage.state is RunState.RUNNING:
                 stage.state = self.state
 
     def _apply_to_stage(self, event: Event) -> None:
-        """Take an event of a stage or of one of its tasks into account."""
+        """Update the status by an event of a stage or of one of its tasks."""
         data = event.data
         stage = self.stages.get(data["stage"])
         if stage is None:
             stage = self.stages[data["stage"]] = StageStatus(data["stage"], started_at=event.at)
         if event.kind in WORDS:
-            _hear(stage, event)
+            _take_report(stage, event)
         elif event.kind is EventKind.TASK_GIVEN_UP:
             stage.task(data["task"]).then[data["attempt"]] = data["why"]
         elif event.kind is EventKind.TASK_ENDED:
@@ -299,12 +297,12 @@ class RunStatus:
         return plain | {"state": self.state.value, "stages": [stage.to_json() for stage in self.in_order()]}
 
     def in_order(self) -> list[StageStatus]:
-        """Return the stages as they began; event files are read by name."""
+        """Return the stages in the order in which they began."""
         return sorted(self.stages.values(), key=lambda stage: stage.started_at)
 
 
 def _begin(stage: StageStatus, event: Event) -> None:
-    """Take down what was found when a stage began."""
+    """Record the counts and the plan of a stage that begins."""
     for name in (*COUNTED, "cost"):
         setattr(stage, name, event.data.get(name, 0))
     if "job" in event.data:
@@ -316,7 +314,7 @@ def _begin(stage: StageStatus, event: Event) -> None:
 
 
 def _submit(stage: StageStatus, event: Event) -> None:
-    """Take down that a job is about to be submitted, was, or was refused."""
+    """Record that a job is about to be submitted, was submitted, or was refused."""
     job = StageJob.from_json(event.data, event.at)
     stage.intents.pop(job.tag, None)
     if event.kind is EventKind.JOB_SUBMITTING:
@@ -330,7 +328,7 @@ def _submit(stage: StageStatus, event: Event) -> None:
 
 
 def _end(stage: StageStatus, attempt: Attempt) -> None:
-    """Take down how an attempt ended."""
+    """Record how an attempt ended."""
     task = stage.task(attempt.task)
     if (attempt.number, attempt.job) not in ((known.number, known.job) for known in task.ended):  # told by two, perhaps
         task.ended.append(attempt)
@@ -338,8 +336,8 @@ def _end(stage: StageStatus, attempt: Attempt) -> None:
         task.job = None
 
 
-def _hear(stage: StageStatus, event: Event) -> None:
-    """Take down what a worker says."""
+def _take_report(stage: StageStatus, event: Event) -> None:
+    """Record what a worker reports of its task."""
     data, task = event.data, stage.task(event.data["task"])
     attempt = data.get("attempt", 1)
     if event.kind in (EventKind.PROGRESS, EventKind.TASK_FINISHED) and not task.split:
@@ -350,10 +348,10 @@ def _hear(stage: StageStatus, event: Event) -> None:
     word = task.words.get(attempt, SILENCE)
     if event.kind is EventKind.TASK_STARTED and event.at > word.began:
         word = task.say(attempt, began=event.at)
-    if event.at < word.at:  # files are read one after the other: what is older has been overtaken
+    if event.at < word.at:  # files are read one after the other: a newer report was read before
         return
     if event.kind is EventKind.TASK_STARTED:
-        # a start over, where the scheduler began it again
+        # where the scheduler requeued it, this begins anew
         task.words[attempt] = Word(started=True, at=event.at, began=word.began)
     elif event.kind is EventKind.TASK_FINISHED:
         task.words[attempt] = Word(started=True, finished=True, at=event.at, began=word.began)
@@ -372,7 +370,7 @@ WORDS = (EventKind.TASK_STARTED, EventKind.PROGRESS, EventKind.TASK_FINISHED, Ev
 
 
 def fold_events(name: str, events: Iterable[Event]) -> RunStatus:
-    """Return the state that events lead to."""
+    """Return the status that these events lead to."""
     status = RunStatus(name)
     for event in events:
         status.apply(event)
@@ -380,9 +378,9 @@ def fold_events(name: str, events: Iterable[Event]) -> RunStatus:
 
 
 def status_of(folder: RunFolder, this_host: str, queue: Queue | None = None) -> RunStatus:
-    """Return the state of a run; one that says it is running while nobody looks after it is abandoned."""
+    """Return the status of a run; a running one without a supervisor is abandoned."""
     reader, status = LedgerReader(folder), RunStatus(folder.name)
-    for _ in range(2):  # a visit may have handed over between the two questions
+    for _ in range(2):  # between reading and asking, a visit may have handed over
         for event in reader.news():
             status.apply(event)
         if not is_abandoned(status, this_host, queue):
@@ -392,14 +390,14 @@ def status_of(folder: RunFolder, this_host: str, queue: Queue | None = None) -> 
 
 
 class Queue(Protocol):
-    """What knows of jobs."""
+    """Anything that knows which jobs are queued."""
 
     def queued(self, jobs: Iterable[JobId]) -> set[JobId]:
-        """Return which of these jobs have not ended, as far as can be told now."""
+        """Return which of these jobs have not ended, as far as is known."""
 
 
 def is_abandoned(status: RunStatus, this_host: str, queue: Queue | None) -> bool:
-    """Tell whether neither a process nor a job looks after a run that goes on; what cannot be told counts as one."""
+    """Tell whether a running run has lost its supervisor; False where that cannot be known from here."""
     if status.state is not RunState.RUNNING:
         return False
     if status.host == this_host and is_alive(status.pid, status.born):

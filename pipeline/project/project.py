@@ -1,4 +1,4 @@
-"""What a configuration means to the rooms below: specifications, recipes and stores."""
+"""A configuration translated for the code below: data sources, recipes, stores and executors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 
 def source_spec(config: Config) -> SourceSpec:
-    """Return where the items come from."""
+    """Return the specification of the data set."""
     data = config.data
     return SourceSpec(
         source=data.source,
@@ -59,7 +59,7 @@ def source_spec(config: Config) -> SourceSpec:
 
 
 def scan_recipe_of(config: Config) -> ScanRecipe:
-    """Return how structures become inventories."""
+    """Return the recipe by which structures are scanned."""
     chosen = config.structures
     return ScanRecipe(
         reading=FileReading(chosen.model, chosen.chain_names, chosen.assembly, seqres=chosen.sequence == "seqres"),
@@ -71,7 +71,7 @@ def scan_recipe_of(config: Config) -> ScanRecipe:
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """What the section `embed` means: which weights, what is made with them, how, and where it is kept."""
+    """The section `embed`: weights, recipe, engine settings and stores."""
 
     weights: CheckpointFacts
     recipe: EmbeddingRecipe
@@ -81,12 +81,12 @@ class Encoding:
     named: Container[bytes] = ()  # what a damage list names
 
     def verifier(self) -> embed.EmbeddingVerifier:
-        """Return what looks texts up, and reads what it finds."""
+        """Return the look-up of embeddings by sequence, which checks what it finds."""
         return embed.EmbeddingVerifier(self.recipe, self.shelves.embeddings, self.verify_bytes, self.named)
 
     @classmethod
     def open(cls, config: Config, cache: CacheFolder, *, remember: bool, named: Container[bytes] = ()) -> Encoding:
-        """Find the weights and say what will be made with them."""
+        """Find the weights and resolve the section."""
         weights = identify(find_checkpoint(config.embed.weights), cache.kind("weights"), remember=remember)
         shelves = embed.EmbedShelves(
             embeddings=cache.kind("embed"),
@@ -101,7 +101,7 @@ class Encoding:
 
 @dataclass(frozen=True, slots=True)
 class Graphs:
-    """What the section `graph` means, and where graphs are kept."""
+    """The section `graph`: the recipe and the store of graphs."""
 
     recipe: GraphRecipe
     store: Store
@@ -109,12 +109,12 @@ class Graphs:
     named: Container[bytes] = ()  # what a damage list names
 
     def verifier(self, *, limited: bool) -> GraphVerifier:
-        """Return what looks graphs up, and reads what it finds."""
+        """Return the look-up of graphs, which checks what it finds, at most so many bytes where `limited`."""
         return GraphVerifier(self.store, self.verify_bytes if limited else None, self.named)
 
 
 def graph_recipe(config: Config) -> GraphRecipe:
-    """Return how structures become graphs."""
+    """Return the recipe by which structures become graphs."""
     chosen = config.graph
     return GraphRecipe(
         nodes=chosen.nodes,
@@ -130,7 +130,7 @@ def graph_recipe(config: Config) -> GraphRecipe:
 
 
 def embedding_recipe(config: Config, weights: CheckpointFacts) -> EmbeddingRecipe:
-    """Return how sequences become embeddings, every `auto` resolved."""
+    """Return the recipe by which sequences become embeddings, with every `auto` resolved."""
     chosen = config.embed
     precision = chosen.precision
     if precision == "auto":
@@ -154,14 +154,14 @@ def embedding_recipe(config: Config, weights: CheckpointFacts) -> EmbeddingRecip
 
 
 def device_of(config: Config) -> str:
-    """Return what embeddings are computed on."""
+    """Return the device of embedding: cuda or cpu."""
     if config.embed.device != "auto":
         return config.embed.device
     return "cuda" if config.cluster.embed.gpus else "cpu"
 
 
 def settings_of(config: Config) -> EngineSettings:
-    """Return what changes the speed of embedding and never a result."""
+    """Return the settings of embedding that change its speed and never a result."""
     batch, resources = config.embed.batch, config.cluster.embed
     return EngineSettings(
         policy=batch.policy,
@@ -173,7 +173,7 @@ def settings_of(config: Config) -> EngineSettings:
 
 
 def asked_bytes(resources: Resources, planned_bytes: int) -> int:
-    """Return the memory that a task gets: what is pinned, for the task or for each GPU, else what was planned."""
+    """Return the memory of a task: as configured, for the task or for each GPU, else as planned."""
     if resources.mem_per_gpu is not None:
         return int(resources.mem_per_gpu) * resources.gpus
     return planned_bytes if resources.mem == "auto" else int(resources.mem)
@@ -181,18 +181,18 @@ def asked_bytes(resources: Resources, planned_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class Project:
-    """A configuration, what it means, and its cache."""
+    """A configuration with its recipes, its cache and its executor, as the stages use it."""
 
     config: Config
     source: SourceSpec
     recipe: ScanRecipe
     shelves: ScanShelves
     cache: CacheFolder
-    remember: bool  # whether looking at something may leave a record of it
-    beside: Path | None = None  # a folder of the user's own modules
-    memo: dict[str, Any] = field(default_factory=dict)  # what was found out about it and does not change
-    only: Only = EVERYTHING  # what may be made anew
-    executor: Executor | None = None  # what runs its tasks, where one is open
+    remember: bool  # whether look-ups may be recorded in the cache
+    beside: Path | None = None  # folder of the user's own modules
+    memo: dict[str, Any] = field(default_factory=dict)  # computed facts that do not change
+    only: Only = EVERYTHING  # records that may be made
+    executor: Executor | None = None  # that runs its tasks, where one is open
 
     @classmethod
     def open(
@@ -205,9 +205,9 @@ class Project:
         only: Only = EVERYTHING,
         executor: Executor | None = None,
     ) -> Project:
-        """Open the cache of a configuration; it is made when something is first stored.
+        """Open the cache of a configuration; its folder is created when something is first stored.
 
-        A cache that cannot be under it is refused where people are asked (`strict`), and left out where work goes on.
+        An underlying cache that cannot be used raises where `strict`, and is left out with a warning otherwise.
         """
         cache = CacheFolder.over(config.cache.root, config.cache.under)
         for error in cache.left_out:
@@ -220,7 +220,7 @@ class Project:
 
     @contextmanager
     def open_executor(self) -> Iterator[Executor]:
-        """Lend what runs its tasks: the one that is open, or else one for the while."""
+        """Give the executor that is open, or open one for the block."""
         if self.executor is not None:
             yield self.executor
             return
@@ -229,29 +229,28 @@ class Project:
 
     @cached_property
     def graphs(self) -> Graphs:
-        """How graphs are built, and where they are kept."""
         verify_bytes, named = self.config.cache.verify_bytes, self.only.of("graph")
         return Graphs(graph_recipe(self.config), self.cache.kind("graph"), verify_bytes, named)
 
     @cached_property
     def encoding(self) -> Encoding:
-        """What is embedded with; the weights are looked at when this is first asked for."""
+        """The weights are read when this is first used."""
         return Encoding.open(self.config, self.cache, remember=self.remember, named=self.only.of("embed"))
 
 
 def local_machine(slots: SlotsSection) -> Machine:
-    """Return what the configuration lends of this machine."""
+    """Return the part of this machine that the configuration lets tasks use."""
     settings = {"cpus": slots.cpus, "gpus": slots.gpus, "mem_bytes": slots.mem}
     return Machine.detect(**{name: value for name, value in settings.items() if value != "auto"})
 
 
 def stays(config: Config) -> bool:
-    """Tell whether a supervisor is a process that stays until its run has ended; else it is jobs that pay visits."""
+    """Tell whether the supervisor is a process that stays until the run has ended, instead of jobs that pay visits."""
     return config.cluster.executor == "local" or config.cluster.supervisor.where == "login"
 
 
 def open_executor(config: Config, poll_s: float | None = None) -> Executor:
-    """Return what runs the tasks of a configuration; `poll_s` is how often a cluster is asked, if not as configured."""
+    """Return the executor of a configuration; `poll_s` overrides how often the cluster is asked."""
     if config.cluster.executor == "slurm":
         from pipeline.cluster.slurm import SlurmExecutor
 
@@ -260,10 +259,10 @@ def open_executor(config: Config, poll_s: float | None = None) -> Executor:
 
 
 def profiles_of(config: Config) -> Profiles:
-    """Return what was measured in earlier runs."""
+    """Return the history of measurements of earlier runs."""
     return Profiles(config.cluster.runs / ".profiles")
 
 
 def cluster_name(config: Config) -> str:
-    """Return where tasks run, as measurements are remembered."""
+    """Return the name of the cluster, or `local`, under which measurements are kept."""
     return config.cluster.slurm.name if config.cluster.executor == "slurm" else "local"

@@ -1,4 +1,4 @@
-"""What a run that regenerates is confined to: the records that a damage list calls lost, frozen in its folder."""
+"""The records to which a regenerating run is confined: those that a damage list calls lost."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pipeline.store.maintenance.damage_report import DamageFinding
     from pipeline.store.store import Store
 
-# Of what is wrong with a shard as a whole: then nobody may know what it held, and whatever its kind lacks is meant.
+# Faults of a whole shard, whose content is unknown: then everything that is missing of its kind may be made.
 UNTOLD = frozenset({Fault.TABLE, Fault.UNREADABLE, Fault.GONE})
 AT_ONCE = 4096  # findings whose records are looked up together
 ABOUT, SUFFIX = "about.json", ".keys"
@@ -30,7 +30,7 @@ ABOUT, SUFFIX = "about.json", ".keys"
 
 @dataclass(frozen=True, slots=True)
 class Keys(Sequence[bytes]):
-    """Keys, sorted, each once; 16 bytes each, however many there are."""
+    """A sorted sequence of distinct keys, packed in 16 bytes each."""
 
     packed: bytes = b""
 
@@ -62,37 +62,35 @@ class Keys(Sequence[bytes]):
 
 @dataclass(frozen=True, slots=True)
 class Only:
-    """Which records a run may make anew; without a list, all."""
+    """The records that a run may make; without a list, all."""
 
     source: str = ""  # the list
     keys: Mapping[str, Keys] = field(default_factory=dict)  # kind → what the list names
-    untold: frozenset[str] = frozenset()  # kinds with a shard of which nobody knows what it held
+    untold: frozenset[str] = frozenset()  # kinds with a lost shard of unknown content
 
     @property
     def is_all(self) -> bool:
-        """Say whether nothing confines the run."""
         return not self.source
 
     @property
     def kinds(self) -> set[str]:
-        """Return the kinds that the list is about."""
         return {*self.keys, *self.untold}
 
     @property
     def records(self) -> int:
-        """Count the records that the list names."""
+        """How many records the list names."""
         return sum(map(len, self.keys.values()))
 
     def of(self, kind: str) -> Keys:
-        """Return what the list names of a kind."""
+        """Return the keys of a kind that the list names."""
         return self.keys.get(kind, Keys())
 
     def names(self, kind: str, key: bytes) -> bool:
-        """Say whether a record may be made."""
+        """Tell whether a record may be made."""
         return self.is_all or kind in self.untold or key in self.of(kind)
 
     def write(self, folder: RunFolder) -> None:
-        """Freeze this in the folder of a run."""
+        """Write this into the folder of a run."""
         about = {"source": self.source, "kinds": sorted(self.keys), "untold": sorted(self.untold)}
         with writing_run(folder.only):
             folder.only.mkdir()
@@ -105,7 +103,7 @@ EVERYTHING = Only()
 
 
 def only_of(folder: RunFolder) -> Only:
-    """Return what a run is confined to."""
+    """Return the records that a run may make, by its folder."""
     if not folder.only.exists():
         return EVERYTHING
     about = json.loads((folder.only / ABOUT).read_text())
@@ -114,7 +112,7 @@ def only_of(folder: RunFolder) -> Only:
 
 
 def read_list(path: Path, cache: CacheFolder) -> Only:
-    """Return what a damage list, or a list of what a repair left missing, calls lost."""
+    """Return the records that a damage list, or the list of a repair, calls lost; raise where wrong ones remain."""
     packed, untold, in_place = dict[str, bytearray](), set[str](), 0
     stores: dict[str, Store] = {}
     report = read_report(path)
@@ -135,7 +133,7 @@ def read_list(path: Path, cache: CacheFolder) -> Only:
 
 
 def _count_in_place(findings: Sequence[DamageFinding], store: Store) -> int:
-    """Count the records of a kind that say what cannot be, and are still where they were found."""
+    """Count the records of a kind whose content is wrong and that are still where they were found."""
     wrong = [
         finding
         for finding in findings
@@ -149,7 +147,7 @@ def _count_in_place(findings: Sequence[DamageFinding], store: Store) -> int:
 
 
 def _open(path: Path, kind: str, cache: CacheFolder, stores: dict[str, Store]) -> None:
-    """Open the store of a kind, once; refuse a name that cannot be one: it becomes the name of a file."""
+    """Open the store of a kind, once; refuse a name that is no kind, as it becomes a file name."""
     try:
         if kind not in stores:
             stores[kind] = cache.kind(kind)

@@ -1,4 +1,4 @@
-"""The code of a run: a copy of this package as it was at submission, and the user's own task or reader."""
+"""The code of a run: a frozen copy of this package and of the user's task or reader, and how those are loaded."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ WORKER, SUPERVISOR = "pipeline.runs.worker", "pipeline.runs.supervisor"  # modul
 
 
 def freeze(runs: Path) -> Path:
-    """Return the folder of a copy of the package, made unless there is one."""
+    """Return the folder of a copy of this package, which is made unless there is one."""
     return freeze_files(sorted(_files()), runs)
 
 
 def freeze_files(files: list[tuple[str, Path]], runs: Path) -> Path:
-    """Return the folder of a copy of files, by their names in it, made unless there is one."""
+    """Return the folder of a copy of files, given by name and source, which is made unless there is one."""
     copy = _own_folder(runs) / digest_of(files)
     if not copy.exists():
         _publish(files, copy)
@@ -50,7 +50,7 @@ def freeze_files(files: list[tuple[str, Path]], runs: Path) -> Path:
 
 
 def _own_folder(runs: Path) -> Path:
-    """Return the folder of copies that this user alone may enter: what others could put there would be run as ours."""
+    """Return the folder of copies, which only this user can enter: its content is executed."""
     with writing_run(runs):
         runs.mkdir(parents=True, exist_ok=True)
         mine = _user_of(runs)
@@ -67,7 +67,7 @@ def _own_folder(runs: Path) -> Path:
 
 
 def _user_of(folder: Path) -> int:
-    """Return who we are to a file system: a server may take root for nobody, and a mount all users for one."""
+    """Return this user's id on a file system: servers may map root to nobody, and mounts all users to one."""
     with TemporaryDirectory(prefix=".who-", dir=folder) as made:
         return Path(made).stat().st_uid
 
@@ -87,7 +87,7 @@ def digest_of(files: list[tuple[str, Path]]) -> str:
 
 
 def _files() -> Iterator[tuple[str, Path]]:
-    """Yield the files of the package by their names in the copy."""
+    """Yield the files of the package, with their names in the copy."""
     is_checkout = (PACKAGE.parent / "pyproject.toml").exists() or PACKAGE.parent.parent.name.startswith(COPIES)
     roots = [PACKAGE, *(PACKAGE.parent / name for name in BESIDE if is_checkout)]
     for root in roots:
@@ -97,7 +97,7 @@ def _files() -> Iterator[tuple[str, Path]]:
 
 
 def _publish(files: list[tuple[str, Path]], copy: Path) -> None:
-    """Copy files aside and move them into place; who comes second finds it done."""
+    """Copy files aside and rename the folder into place; another process may do so first."""
     partial = copy.with_name(f"{copy.name}.{secrets.token_hex(4)}.partial")
     with writing_run(copy):
         try:
@@ -109,13 +109,13 @@ def _publish(files: list[tuple[str, Path]], copy: Path) -> None:
         except OSError:
             shutil.rmtree(partial, ignore_errors=True)
             if not copy.exists():
-                with suppress(OSError):  # other copies are in it
+                with suppress(OSError):  # not empty: it holds other copies
                     copy.parent.rmdir()
                 raise
 
 
 def module_command(module: str, folder: RunFolder | None = None) -> tuple[str, ...]:
-    """Return the command that runs a module of a run's frozen code, whatever lies in the current folder."""
+    """Return the command that runs a module from a run's frozen code, never from the current folder."""
     frozen = [folder.code.read_text()] if folder is not None and folder.code.exists() else []
     paths = f"sys.path[:] = [*{frozen!r}, *filter(None, sys.path)]"
     return (sys.executable, "-c", f"import sys; {paths}; from {module} import main; sys.exit(main(sys.argv[1:]))")
@@ -123,7 +123,7 @@ def module_command(module: str, folder: RunFolder | None = None) -> tuple[str, .
 
 @dataclass(frozen=True, slots=True)
 class CodeKind:
-    """What users implement, and where they name it."""
+    """A kind of class that users implement: its name, its setting and its methods."""
 
     name: str
     where: str
@@ -136,7 +136,7 @@ READER = CodeKind("reader", "data.reader", ("files", "entries", "read"))
 
 
 def load_task(name: str | None, options: Mapping[str, Any] | None = None, *, beside: Path | None = None) -> Task:
-    """Return a task; modules are looked for in a folder first, mostly that of the configuration."""
+    """Return the task of that name; its module is looked for in `beside` first, mostly the configuration's folder."""
     if not name:
         remedy = "--set train.task=package.module:Name   (what it must have: pipeline/protocol.py)"
         raise ConfigError("no task is named: there is nothing to plan or to train", where=TASK.where, remedy=remedy)
@@ -144,15 +144,15 @@ def load_task(name: str | None, options: Mapping[str, Any] | None = None, *, bes
 
 
 def load_reader(name: str, path: Path, options: Mapping[str, Any], *, beside: Path | None = None) -> Reader:
-    """Return a reader of what is at a path; its module is looked for as a task's is."""
+    """Return the reader of that name for the data at a path; its module is found like a task's."""
     return _load(READER, name, {**options, "path": path}, beside)  # type: ignore[no-any-return]
 
 
 def _load(kind: CodeKind, name: str, options: Mapping[str, Any], beside: Path | None) -> Any:
-    """Return an object of the class of that name, called with its options."""
+    """Import a class and return an instance made with these options; raise ConfigError for whatever goes wrong."""
     module_name, _, class_name = name.partition(":")
     if beside is not None and str(beside) not in sys.path:
-        sys.path.insert(0, str(beside))  # a frozen copy counts more than what it was made of
+        sys.path.insert(0, str(beside))  # a frozen copy takes precedence over its source
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
     try:
@@ -185,10 +185,10 @@ def _load(kind: CodeKind, name: str, options: Mapping[str, Any], beside: Path | 
 
 
 def _refuse_unknown(own_class: Any, options: Mapping[str, Any], kind: CodeKind) -> None:
-    """Refuse options that a class does not take, with the nearest that it does."""
+    """Raise for an option that the class does not take, with the nearest that it does."""
     try:
         taken = inspect.signature(own_class).parameters
-    except (TypeError, ValueError):  # nothing that is called, or nobody knows how
+    except (TypeError, ValueError):  # not callable, or of unknown signature
         return
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in taken.values()):
         return
@@ -202,14 +202,14 @@ def _refuse_unknown(own_class: Any, options: Mapping[str, Any], kind: CodeKind) 
 
 
 def sources(own: Task | Reader) -> list[tuple[str, Path]]:
-    """Return the user's own files that a task or a reader is made of, by name below the folder that imports begin at.
+    """Return the user's own source files of a task or a reader, by name relative to their import root.
 
-    They are its module, or all of its package, and what these import from beside them.
+    They are its module, or all of its package, and what these import from the same root.
     """
     module = sys.modules[type(own).__module__]
     file = Path(inspect.getfile(module)).resolve()
     if PACKAGE in file.parents or "site-packages" in file.parts:
-        return []  # ours is frozen anyway; what is installed has a version
+        return []  # our code is frozen anyway, and installed packages have versions
     root = file.parents[module.__name__.count(".")]
     files: dict[str, Path] = {}
     waiting = [module.__name__]
@@ -223,7 +223,7 @@ def sources(own: Task | Reader) -> list[tuple[str, Path]]:
 
 
 def _files_of(root: Path, module: str) -> list[Path]:
-    """Return the files of a module, or of the package that it is in; none where it is from elsewhere."""
+    """Return the files of a module, or of its top package; none where it is not below the root."""
     top = root / module.partition(".")[0]
     if (top / "__init__.py").is_file() or (top.is_dir() and "." in module):
         return sorted(path for path in top.rglob("*.py") if "__pycache__" not in path.parts)
@@ -232,7 +232,7 @@ def _files_of(root: Path, module: str) -> list[Path]:
 
 
 def _imported(path: Path) -> list[str]:
-    """Return the names of the modules that a file imports by their full names."""
+    """Return the modules that a file imports absolutely, without our own."""
     names: list[str] = []
     for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, ast.Import):
@@ -243,13 +243,13 @@ def _imported(path: Path) -> list[str]:
 
 
 def source_digest(own: Task | Reader) -> str:
-    """Return the digest of the user's own code; empty where it is ours."""
+    """Return the digest of the user's own code; empty where there is none."""
     files = sources(own)
     return digest_of(files) if files else ""
 
 
 def reading_digest(reader: Reader) -> str:
-    """Return the digest of a reader's code and of our own readers', of which it may make use."""
+    """Return the digest of a reader's code together with our own readers, which it may use."""
     own = sources(reader) or [("", Path(inspect.getfile(type(reader))))]
     ours = [(str(path.relative_to(READERS.parent)), path) for path in sorted(READERS.glob("*.py"))]
     return digest_of([*own, *ours])
@@ -257,7 +257,7 @@ def reading_digest(reader: Reader) -> str:
 
 @contextmanager
 def blamed(task: Task) -> Iterator[None]:
-    """Let what a task's own code raises be told as such; what is raised elsewhere is a bug of ours."""
+    """Turn what a task's own code raises within the block into a ConfigError; other errors are bugs of ours."""
     try:
         yield
     except PipelineError:
@@ -270,7 +270,7 @@ def blamed(task: Task) -> Iterator[None]:
 
 
 def user_code_failed(doing: str, error: BaseException, kind: CodeKind = TASK) -> ConfigError:
-    """Return an error that says where in the user's code theirs was raised."""
+    """Return a ConfigError that says where in the user's code an error was raised."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_ours(frame.filename)]
     place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     own = next((frame for frame in reversed(frames) if "site-packages" not in frame.filename), None)
@@ -289,7 +289,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _kind_in(module: Any, kind: CodeKind) -> Iterator[str]:
-    """Yield the names of what could be a task, or a reader."""
+    """Yield the names of a module's classes that have the methods of a kind."""
     for name, value in vars(module).items():
         if isinstance(value, type) and all(hasattr(value, method) for method in kind.needed):
             yield name

@@ -1,10 +1,10 @@
-"""A script of the user's in place of a task: what `train.command` says, and what each process of it is given.
+"""A user's own training script (`train.command`): its command line, and the environment of each of its processes.
 
 The command is split into words as a shell would, and no shell is ever used: what is filled into a word stays in it.
 Placeholders are the fields of `Values`; `{{` and `}}` are braces.
 
 Processes. As torchrun starts them: one for each GPU, each of which sees all GPUs of its node and is told its place by
-RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT (a single process is told nothing, as if it were started by
+RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT (a single process gets none of them, as if started by
 hand). So a script that runs under torchrun runs here as it is. A command that names {processes} or {gpus} starts its
 processes itself (torchrun, accelerate, Lightning, DataParallel): then it is started once on each node.
 
@@ -49,7 +49,7 @@ WHERE = "train.command"
 PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 OPERATORS = frozenset({"|", "||", "&", "&&", ";", ">", ">>", "<", "2>", "2>&1", "&>"})
-LAUNCHING = frozenset({"processes", "gpus"})  # who names one of them starts the processes of a node itself
+LAUNCHING = frozenset({"processes", "gpus"})  # a command that names one of them starts a node's processes itself
 RANK_NAMES = (  # what torchrun sets
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"),
@@ -62,20 +62,20 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """A command, in words with placeholders."""
+    """A command, split into words, with its placeholders."""
 
     words: tuple[str, ...]
     names: frozenset[str]  # of the placeholders in it
 
     @property
     def launches(self) -> bool:
-        """Tell whether it starts the processes of a node itself."""
+        """Whether it starts the processes of a node itself."""
         return bool(self.names & LAUNCHING)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Values:
-    """What the placeholders of a command stand for, in one process of one attempt."""
+    """The values of the placeholders, in one process of one attempt."""
 
     effective_batch: int
     micro_batch: int
@@ -102,7 +102,7 @@ KNOWN = tuple(field.name for field in fields(Values))
 
 
 def parse_command(command: str) -> Script:
-    """Read a command; refuse what it cannot mean."""
+    """Parse a command; raise ConfigError for one that cannot be run."""
     try:
         split = tuple(shlex.split(command))
     except ValueError as error:
@@ -114,7 +114,7 @@ def parse_command(command: str) -> Script:
 
 
 def _refuse_shell(split: tuple[str, ...]) -> None:
-    """Refuse what only a shell understands: as words for a program it would mean something else."""
+    """Refuse shell syntax: without a shell it would be passed on as words."""
     for word in split:
         if word in OPERATORS:
             raise _refused(f"has {word!r}, which only a shell understands, and none is used", "bash -c '…'")
@@ -136,14 +136,14 @@ def _names(word: str) -> Iterator[str]:
 
 
 def process_words(script: Script, values: Values) -> list[str]:
-    """Return the words of one process; refuse a command that would take another batch than it should."""
+    """Return the command line of one process; refuse a command that would train with another batch."""
     refuse_other_batch(script, values.micro_batch, values.accumulation)
     texts = {name: _text(value) for name, value in asdict(values).items()}
     return [PLACEHOLDER.sub(lambda match: _filled(match, texts), word) for word in script.words]
 
 
 def _text(value: str | float | Path) -> str:
-    """Write a value as a word; paths hold wherever the script runs."""
+    """Return a value as text; paths are made absolute."""
     return str(value.absolute()) if isinstance(value, Path) else str(value)
 
 
@@ -153,7 +153,7 @@ def _filled(match: re.Match[str], texts: Mapping[str, str]) -> str:
 
 
 def refuse_other_batch(script: Script, micro_batch: int, accumulation: int) -> None:
-    """Refuse a command that is not told of accumulation where there is some: its steps would have fewer items."""
+    """Refuse a command that ignores accumulation where there is some: its steps would have fewer items."""
     if accumulation > 1 and "micro_batch" in script.names and not script.names & {"accumulation", "effective_batch"}:
         what = f"names {{micro_batch}} (now {micro_batch}) and not {{accumulation}} (now {accumulation})"
         raise _refused(what, "… --accumulate {accumulation}   (or {effective_batch})")
@@ -184,7 +184,7 @@ def batches(effective_batch: int, ranks: int, micro_batch: int | str, shrink: in
 
 
 def refuse_blind(script: Script, shrink: int) -> None:
-    """Refuse to repeat what cannot end otherwise: a GPU was too small for a command that names no micro-batch."""
+    """Refuse to retry after GPU memory ran out if the command names no micro-batch, which could be smaller."""
     if shrink and "micro_batch" not in script.names:
         what = "its GPU's memory was too small, and the command names no {micro_batch} that could be smaller"
         raise PlanInfeasible(what, where=WHERE, remedy="… --batch_size {micro_batch} --accumulate {accumulation}")
@@ -193,10 +193,10 @@ def refuse_blind(script: Script, shrink: int) -> None:
 def script_environment(
     script: Script, values: Values, base: Mapping[str, str], *, threads: int = 1, allocator: str = ""
 ) -> dict[str, str]:
-    """Return the environment of a script: ours, with its place among the processes as torchrun tells it."""
+    """Return the environment of a script: ours, with the rank variables of torchrun."""
     kept = {name: value for name, value in base.items() if name not in RANK_NAMES}
     variables = {
-        "PYTHONUNBUFFERED": "1",  # what it prints is seen when it prints it
+        "PYTHONUNBUFFERED": "1",  # its output is seen at once
         "PIPELINE_RUN": _text(values.run),
         "PIPELINE_OUTPUT": _text(values.output),
         "PIPELINE_CONFIG": _text(values.config),
@@ -208,7 +208,7 @@ def script_environment(
 
 
 def _place(values: Values) -> dict[str, str]:
-    """Return what torchrun tells a process; by the last of these Lightning knows that others start its processes."""
+    """Return torchrun's variables; by the last of them Lightning knows that it is not to start processes."""
     places = (
         *(values.rank, values.ranks, values.local_rank, values.processes, values.node, values.nodes),
         *(values.master_address, values.master_port, f"{values.run.name}-{values.attempt}"),
@@ -220,8 +220,8 @@ def _place(values: Values) -> dict[str, str]:
 def reserved_port() -> Iterator[int]:
     """Keep a free port of this machine for a script's rank 0, until the script has ended.
 
-    The socket is bound and does not listen: nobody is given the port by the system, and torch's store, which also sets
-    SO_REUSEADDR, can listen on it.
+    The socket is bound and does not listen: the system gives the port to nobody else, and torch's store, which also
+    sets SO_REUSEADDR, can listen on it.
     """
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -231,7 +231,7 @@ def reserved_port() -> Iterator[int]:
 
 @contextmanager
 def meeting(path: Path, rank: int, nodes: int, timeout_s: float = MEET_S) -> Iterator[tuple[str, int]]:
-    """Agree on address and port: rank 0 writes them into a file, whose name is new for every start of the job."""
+    """Agree on rank 0's address and port by a file that it writes, whose name is new for every start of the job."""
     if rank:
         yield _read_meeting(path, timeout_s)
         return
@@ -246,7 +246,7 @@ def meeting(path: Path, rank: int, nodes: int, timeout_s: float = MEET_S) -> Ite
 
 
 def _read_meeting(path: Path, timeout_s: float) -> tuple[str, int]:
-    """Wait for what rank 0 writes."""
+    """Wait for the address and port that rank 0 writes."""
     if place := wait_for(lambda: read_json(path), timeout_s, LOOK_EVERY_S):
         address, port = place
         return str(address), int(port)
@@ -271,7 +271,7 @@ def _around(number: int, step: int) -> list[int]:
 
 
 def _either(key: str, values: list[int]) -> str:
-    """Write the values that a setting can have."""
+    """Return the options that set one of these values, for a remedy."""
     return "   or   ".join(f"--set {key}={value}" for value in values)
 
 
@@ -280,48 +280,48 @@ def _refused(what: str, remedy: str = "") -> ConfigError:
     return ConfigError(what, where=WHERE, remedy=hint)
 
 
-PEERS_S, LOOK_EVERY_S = 3.0, 0.2  # for the words of another process, whose end may be why this one failed
+PEERS_S, LOOK_EVERY_S = 3.0, 0.2  # for the report of another process, whose end may be why this one failed
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """How one of the processes ended."""
+    """How one process of a script ended."""
 
     code: int
-    told: bool  # to end
+    told: bool  # by a signal to end
     what: str
     trouble: str
     at: float
 
     @property
     def failed(self) -> bool:
-        """Tell whether it failed by itself."""
+        """Whether it failed, and not because it was told to end."""
         return self.code not in (0, GO_ON) and (not self.told or bool(self.trouble))
 
 
 class Peers:
-    """The processes of a script: how each of them ended, a file each."""
+    """The processes of a script on all nodes, which share by a file each how they ended."""
 
     def __init__(self, folder: Path, name: str, place: RankPlace) -> None:
         self._folder, self._name, self.place = folder, name, place
 
     def say(self, end: End) -> None:
-        """Write down how this one ended."""
+        """Record how this process ended."""
         path = self._path(self.place.rank)
         with writing_run(path):
             write_whole(path, json.dumps(asdict(end)))
 
     def ends(self) -> dict[int, End]:
-        """Return how those ended that have."""
+        """Return how each process ended, by rank, of those that have."""
         ends = {}
-        os.listdir(self._folder)  # noqa: PTH208 - NFS remembers that a name is not there, but asks for a list
+        os.listdir(self._folder)  # noqa: PTH208 - NFS caches that a name is missing, but not a listing
         for rank in range(self.place.world):
             with suppress(OSError, ValueError):
                 ends[rank] = End(**json.loads(self._path(rank).read_text()))
         return ends
 
     def await_ends(self, ending: Callable[[], int], *, well: bool) -> dict[int, End]:
-        """Wait until all have ended, or it is clear why one failed: who ended well, however long that takes."""
+        """Wait until all have ended or the reason of a failure is known; after a failure for seconds only."""
         until = math.inf if well else time.monotonic() + PEERS_S
         while True:
             ends = self.ends()
@@ -337,6 +337,6 @@ class Peers:
 
 
 def culprit(ends: Mapping[int, End]) -> int | None:
-    """Return the process for whose sake the others failed: one whose memory ended, else the first."""
+    """Return the rank that made the others fail: one that ran out of memory or disk, else the first to fail."""
     failed = [rank for rank, end in ends.items() if end.failed]
     return min(failed, key=lambda rank: (not ends[rank].trouble, ends[rank].at, rank), default=None)

@@ -1,4 +1,4 @@
-"""A script of the user's as a process: what it prints passes through, signals reach it, and its end is judged.
+"""Runs a user's script: passes its output and signals on, and finds out why it ended.
 
 The contract with a script, none of which it has to keep:
 
@@ -9,8 +9,8 @@ for, means "saved, start me again"; any other end after one counts as ended by i
 follows.
 
 Ending. Exit 0 is success, whatever was printed: a script that survives running out of memory has not failed. Any other
-end is searched for the reason: last words on memory (a GPU's, or the host's) or a full disk, as `cluster.verdict` has
-them, and a SIGKILL at the limit or counted by the kernel. Processes that it leaves behind are ended.
+end is searched for the reason: its last lines on memory (a GPU's, or the host's) or a full disk, as `cluster.verdict`
+knows them, and a SIGKILL at the limit or counted by the kernel. Processes that it leaves behind are ended.
 
 Progress. A line `pipeline: {"step": 10, "loss": 0.5}` on its stdout gives figures for `pipeline status`, where finite
 numbers are taken; "step" tells how far it came, by which an attempt that goes on is told from one that is stuck.
@@ -52,12 +52,12 @@ READ_BYTES = 1 << 16
 LINE_MOST, LINES_MOST = 2000, 300  # of what is kept of its output
 PARTIAL_MOST = 1 << 16  # of a line that does not end
 LOOK_EVERY_S, MEASURE_EVERY_S = 0.1, 1.0
-LINGER_S = 30.0  # for what a script that was told to end leaves behind, and is still saving; as long as Slurm gives
+LINGER_S = 30.0  # for processes that are still saving after a script was told to end; as long as Slurm gives
 KILLED_CODE = SIGNALLED + signal.SIGKILL
-KIB = 1024 if sys.platform != "darwin" else 1  # in what getrusage counts
+KIB = 1024 if sys.platform != "darwin" else 1  # the unit of getrusage
 TROUBLES = {Cause.GPU_OOM: "gpu_oom", Cause.HOST_OOM: "host_oom", Cause.DISK: "disk_full"}
 EXCEPTION = re.compile(r"(?:\[rank\d+\]: ?)?[A-Za-z_][\w.]*(?:Error|Exception)\b")
-LAUNCHER = re.compile(r"failed \(exitcode: (-?\d+)\)")  # torchrun; what it says after that is long, and about itself
+LAUNCHER = re.compile(r"failed \(exitcode: (-?\d+)\)")  # torchrun; the lines after it are about itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,17 +75,16 @@ class ScriptOutcome:
 
     @property
     def goes_on(self) -> bool:
-        """Tell whether it wants to be started again."""
+        """Whether it wants to be started again."""
         return self.exit_code == GO_ON or (self.exit_code == 0 and self.told is not None)
 
     @property
     def finished(self) -> bool:
-        """Tell whether it is done."""
         return self.exit_code == 0 and self.told is None
 
     @property
     def code(self) -> int:
-        """With which the task is to exit: that of the script, 75 to go on, or as after the signal that ended it."""
+        """The exit code of the task: that of the script, 75 to go on, or 128 and the signal that ended it."""
         if self.goes_on:
             return GO_ON
         if self.told is not None and not self.trouble:
@@ -94,12 +93,12 @@ class ScriptOutcome:
 
     @property
     def step(self) -> int:
-        """How far it said that it came."""
+        """The last step that it reported."""
         return int(self.figures.get(STEP, 0))
 
     @property
     def what(self) -> str:
-        """Say how it ended, and why as far as is known."""
+        """How it ended, and why as far as is known, in words."""
         if self.signal is not None:
             ended = f"the script was ended by signal {self.signal} ({signal.Signals(self.signal).name})"
         else:
@@ -118,9 +117,9 @@ def run_script(
     tell: Tell = lambda _figures: None,
     mem_bytes: int = 0,
 ) -> ScriptOutcome:
-    """Run a script to its end; what it prints goes to `out` and `err` as it comes. To be called in the main thread.
+    """Run a script to its end; its output goes to `out` and `err` as it comes. To be called in the main thread.
 
-    `mem_bytes` is what the task has, by which a kill for memory is told from others.
+    `mem_bytes` is the memory of the task, by which a kill for memory is told from other kills.
     """
     with _signals() as arrived, closing(_Process(words, environment, cwd, (out, err), tell)) as process:
         process.follow(arrived)
@@ -129,7 +128,7 @@ def run_script(
 
 @contextmanager
 def _signals() -> Iterator[int]:
-    """Take signals to end as bytes in a pipe, whose other end is given."""
+    """Turn signals to end into bytes in a pipe, whose reading end is yielded."""
     read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC) if hasattr(os, "pipe2") else os.pipe()
     os.set_blocking(read, False)
 
@@ -138,7 +137,7 @@ def _signals() -> Iterator[int]:
 
     before = {}
     try:
-        if threading.current_thread() is threading.main_thread():  # signals are heard nowhere else
+        if threading.current_thread() is threading.main_thread():  # no other can set handlers
             before = {number: signal.signal(number, take) for number in ENDING}
         yield read
     finally:
@@ -149,7 +148,7 @@ def _signals() -> Iterator[int]:
 
 
 class _Output:
-    """One stream of a script: passed on as it comes, and cut into lines."""
+    """An output stream of a script, which is passed on and cut into lines."""
 
     def __init__(self, pipe: int, onward: int, take: Callable[[str], None]) -> None:
         self.pipe = pipe
@@ -159,7 +158,7 @@ class _Output:
         os.set_blocking(pipe, False)
 
     def pump(self) -> bool:
-        """Read once; tell whether there was something."""
+        """Read once; return whether there was output."""
         try:
             chunk = os.read(self.pipe, READ_BYTES)
         except BlockingIOError:
@@ -175,14 +174,14 @@ class _Output:
         return bool(chunk)
 
     def _pass_on(self, chunk: bytes) -> None:
-        """Write all of it; a log that takes no more ends no training."""
+        """Write all of it; a full disk under the log does not end the training."""
         with suppress(OSError):
             while chunk:
                 chunk = chunk[os.write(self._onward, chunk) :]
 
 
 class _Process:
-    """A running script and what is known of it."""
+    """A running script, with its last lines, figures and peak of memory."""
 
     def __init__(
         self, words: Sequence[str], environment: Mapping[str, str], cwd: Path, onward: tuple[int, int], tell: Tell
@@ -202,7 +201,7 @@ class _Process:
         self._outputs = [_Output(stdout, onward[0], self._take_out), _Output(stderr, onward[1], self._take)]
 
     def follow(self, arrived: int) -> None:
-        """Pass on what comes in either direction, until it has ended and nothing of it is left."""
+        """Pass on output and signals until the script and its descendants have ended."""
         with selectors.DefaultSelector() as selector:
             selector.register(arrived, selectors.EVENT_READ)
             for output in self._outputs:
@@ -219,7 +218,7 @@ class _Process:
         self._end_the_rest()
 
     def _pass_signals(self, arrived: int) -> None:
-        """Tell its processes to end."""
+        """Send signals that have arrived to its processes that handle them."""
         for number in os.read(arrived, READ_BYTES):
             pids = self._pids()
             listening = [pid for pid in pids if _listens(pid, number)]
@@ -229,26 +228,26 @@ class _Process:
                 self._told = number
 
     def _has_exited(self) -> bool:
-        """Tell whether its first process has exited; its number stays taken."""
+        """Tell whether its first process has exited, without reaping it, so that its pid is not reused."""
         exited = os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if exited is not None and exited.si_code != os.CLD_EXITED and exited.si_status in ENDING:
-            self._told = exited.si_status  # a scheduler tells all processes at once, and this one did not listen
+            self._told = exited.si_status  # the scheduler signals all processes, and this one has no handler
         return exited is not None
 
     def _pids(self) -> list[int]:
-        """Return its living processes."""
+        """Return the pids of its living processes."""
         self._table.refresh({self._pid: "script"})
         return self._table.of("script")
 
     def _measure(self) -> None:
-        """Measure its memory now and then."""
+        """Update its peak of memory, about once a second."""
         now = time.monotonic()
         if now >= self._measure_at:
             self._peak_bytes = max(self._peak_bytes, used_bytes(self._pids()))
             self._measure_at = now + max(MEASURE_EVERY_S, 20 * (time.monotonic() - now))
 
     def _end_the_rest(self) -> None:
-        """End what it leaves behind, with time to save where it was told to end; read what was last said."""
+        """Kill the processes that it leaves behind, after time to save if it was told to end; read its last output."""
         deadline = time.monotonic() + (LINGER_S if self._told is not None else 0.0)
         while (pids := self._pids()) and time.monotonic() < deadline:
             self._drain()
@@ -262,7 +261,7 @@ class _Process:
                 pass
 
     def _take_out(self, line: str) -> None:
-        """Take a line of stdout: figures, or words."""
+        """Take a line of stdout: figures, or text."""
         figures = figures_in(line)
         if figures:
             self._figures.update(figures)
@@ -276,11 +275,11 @@ class _Process:
             self._lines.append(line.rstrip()[:LINE_MOST])
 
     def outcome(self, mem_bytes: int) -> ScriptOutcome:
-        """Collect it, and judge how it ended."""
+        """Reap it, and find out how it ended."""
         own_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB
         _, status, usage = os.wait4(self._pid, 0)
         code = os.waitstatus_to_exitcode(status)
-        self._process.returncode = code  # so that Popen does not look for it, too
+        self._process.returncode = code  # so that Popen does not wait for it, too
         its_bytes = usage.ru_maxrss * KIB
         peak_bytes = max(self._peak_bytes, its_bytes if its_bytes > own_bytes else 0)  # a fork begins with its parent's
         lines = tuple(self._lines)
@@ -293,7 +292,7 @@ class _Process:
         return ScriptOutcome(exit_code, killed_by, self._told, trouble, reason, lines, peak_bytes, self._figures)
 
     def close(self) -> None:
-        """Let go of its output; end it, if an error of ours comes before its end."""
+        """Close its streams; kill it if it still runs because of an error of ours."""
         if self._process.returncode is None:
             send(signal.SIGKILL, self._pids())
             self._process.wait()
@@ -303,7 +302,7 @@ class _Process:
 
 
 def _start(words: Sequence[str], environment: Mapping[str, str], cwd: Path) -> subprocess.Popen[bytes]:
-    """Start a script, or say why it cannot be."""
+    """Start a script; raise ConfigError if it cannot be started."""
     try:
         return subprocess.Popen(
             list(words),
@@ -321,7 +320,7 @@ def _start(words: Sequence[str], environment: Mapping[str, str], cwd: Path) -> s
 
 
 def _listens(pid: int, number: int) -> bool:
-    """Tell whether a process has a handler for a signal; where that cannot be told, that it does."""
+    """Tell whether a process handles a signal; True where that is unknown."""
     try:
         for line in Path(f"/proc/{pid}/status").read_bytes().splitlines():
             if line.startswith(b"SigCgt:"):
@@ -332,7 +331,7 @@ def _listens(pid: int, number: int) -> bool:
 
 
 def figures_in(line: str) -> dict[str, float]:
-    """Return the figures that a line tells, if it tells any: its finite numbers."""
+    """Return the finite numbers of a line of figures; nothing for any other line."""
     if not line.startswith(PREFIX):
         return {}
     try:
@@ -345,13 +344,13 @@ def figures_in(line: str) -> dict[str, float]:
 def script_trouble(
     exit_code: int | None, killed_by: int | None, lines: Sequence[str], *, at_limit: bool
 ) -> tuple[str, str]:
-    """Return what was behind the failure of a script, and the line that says so.
+    """Return the resource that ran out when a script failed, and the line that says so; empty where unknown.
 
-    A SIGKILL without last words is one for memory only where there is a sign of that.
+    A SIGKILL without a message counts as one for memory only where the memory was at its limit.
     """
     ends = [(at, match) for at, line in enumerate(lines) if (match := LAUNCHER.search(line))]
     own_lines = lines[: ends[0][0]] if ends else lines
-    trouble, reason = _said(own_lines)
+    trouble, reason = _trouble(own_lines)
     killed = killed_by == signal.SIGKILL or exit_code == KILLED_CODE or any(int(end[1]) == -9 for _, end in ends)
     if killed and at_limit and trouble != "gpu_oom":
         return "host_oom", reason or "killed at its memory limit"
@@ -359,13 +358,13 @@ def script_trouble(
 
 
 def behind_launcher(exit_code: int, lines: Sequence[str]) -> int:
-    """Return the exit code of the script that a launcher started: torchrun itself ends with 1 whatever that was."""
+    """Return the exit code of the script behind a launcher: torchrun itself always exits with 1."""
     ends = [int(match[1]) for line in lines if (match := LAUNCHER.search(line))]
     return ends[0] if exit_code == 1 and ends and ends[0] > 0 else exit_code
 
 
-def _said(lines: Sequence[str]) -> tuple[str, str]:
-    """Return what its last words tell: a mention of memory further up, which is not its last exception, it survived."""
+def _trouble(lines: Sequence[str]) -> tuple[str, str]:
+    """Return the trouble in the last lines or the last exception; it survived whatever is further up."""
     for text in ("\n".join(lines[-LAST_LINES:]), next((line for line in reversed(lines) if EXCEPTION.match(line)), "")):
         last = last_words(text)
         if last and last[0] in TROUBLES:

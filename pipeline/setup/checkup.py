@@ -25,7 +25,7 @@ from pipeline.records import Inventory, Item, Rejection
 from pipeline.runs.dataset.reader_items import is_reader, read_first, reader_of
 from pipeline.runs.workflow.script_stage import ScriptStage
 from pipeline.setup import slurm_checks
-from pipeline.setup.slurm_checks import CheckResult, CheckVerdict, failed_check
+from pipeline.setup.slurm_checks import CheckResult, CheckVerdict, failed_check, good_check
 from pipeline.stages.scan import glance
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.structures.parsing.structure_files import item_paths
@@ -45,7 +45,8 @@ EXTRAS = {"bcif": ("biotite", "BinaryCIF files are rejected")}
 
 def run_checks(config_file: Path | None, sets: Sequence[str]) -> list[CheckResult]:
     """Return the findings of every check; a check that fails never hides the next one."""
-    findings = [_python(), *_packages()]
+    python = f"{sys.version.split()[0]} ({sys.executable})"
+    findings = [CheckResult("python", CheckVerdict.OK, python), *_packages()]
     try:
         loaded = read_config(find_config(config_file), sets)
     except PipelineError as error:
@@ -69,13 +70,8 @@ def run_checks(config_file: Path | None, sets: Sequence[str]) -> list[CheckResul
     return findings
 
 
-def _python() -> CheckResult:
-    """Look at the interpreter."""
-    return CheckResult("python", CheckVerdict.OK, f"{sys.version.split()[0]} ({sys.executable})")
-
-
 def _packages() -> Iterator[CheckResult]:
-    """Look for the packages that this one declares, without importing any."""
+    """Check that the declared dependencies are installed, without importing any."""
     missing = [name for name in _required() if not _installed(name)]
     if missing:
         remedy = f"pip install {' '.join(missing)}"
@@ -90,13 +86,13 @@ def _packages() -> Iterator[CheckResult]:
 
 
 def _required() -> list[str]:
-    """Return the names of the packages that this one needs without extras."""
+    """Return the names of the dependencies, without those of extras."""
     lines = [line for line in requires("pipeline") or () if "extra ==" not in line]
     return [name.group() for line in lines if (name := PACKAGE_NAME.match(line))]
 
 
 def _installed(name: str) -> bool:
-    """Say whether a package is installed."""
+    """Tell whether a package is installed."""
     try:
         version(name)
     except PackageNotFoundError:
@@ -105,7 +101,7 @@ def _installed(name: str) -> bool:
 
 
 def _data(loaded: LoadedConfig) -> Iterator[CheckResult]:
-    """List the beginning of the data set, and see whether its files are there."""
+    """List the beginning of the data set, and check its files."""
     for missing in missing_inputs(loaded):
         yield CheckResult("data", CheckVerdict.BAD, missing, f"edit {loaded.path}", exit_code=2)
         return
@@ -137,7 +133,7 @@ def _data(loaded: LoadedConfig) -> Iterator[CheckResult]:
 
 
 def _entries(project: Project) -> CheckResult:
-    """See what a reader makes of the beginning of its data set."""
+    """Let the reader read the beginning of its data set."""
     taken, path = read_first(reader_of(project), LOOKED_AT), project.config.data.path
     if not len(taken.table):
         what = f"no usable item among the first {taken.entries} at {path}"
@@ -147,7 +143,7 @@ def _entries(project: Project) -> CheckResult:
 
 
 def _weights(loaded: LoadedConfig) -> Iterator[CheckResult]:
-    """See whether the checkpoint is there and is one of ESM-2; nothing but embedding needs it."""
+    """Check that the checkpoint is there and is one of ESM-2; only embedding needs it."""
     config = loaded.config
     if is_reader(config):
         return
@@ -164,7 +160,7 @@ def _weights(loaded: LoadedConfig) -> Iterator[CheckResult]:
 
 
 def _cache(loaded: LoadedConfig) -> Iterator[CheckResult]:
-    """See whether the cache is one, can be written, and has room."""
+    """Check that the cache can be read and written, and has room."""
     root, cache = loaded.config.cache.root, _opened(loaded.config)
     broken = [f"{kind}/{name}: {why}" for kind in cache.kinds() for name, why in cache.kind(kind).stat().unreadable]
     if broken:
@@ -189,17 +185,17 @@ def _opened(config: Config) -> CacheFolder:
 
 
 def _runs(loaded: LoadedConfig) -> Iterator[CheckResult]:
-    """See whether run folders can be made."""
+    """Check that run folders can be created."""
     yield _writable("run folders", loaded.config.cluster.runs)
 
 
 def _existing(path: Path) -> Path:
-    """Return a folder, or the nearest one above it that exists."""
+    """Return the folder, or its nearest parent that exists."""
     return next(folder for folder in (path, *path.parents) if os.path.exists(folder))  # noqa: PTH110 - which never raises
 
 
 def _writable(what: str, folder: Path) -> CheckResult:
-    """Try to make a file where results will be."""
+    """Check that a file can be created in the folder."""
     place = _existing(folder)
     try:
         with tempfile.TemporaryFile(dir=place):
@@ -210,7 +206,7 @@ def _writable(what: str, folder: Path) -> CheckResult:
 
 
 def _room(root: Path) -> CheckResult:
-    """Look at free bytes and file numbers; a quota below them is not visible from here."""
+    """Check free bytes and inodes; a quota is not visible from here."""
     place = _existing(root)
     free_bytes, inodes = shutil.disk_usage(place).free, os.statvfs(place).f_favail
     summary = f"{format_bytes(free_bytes)} free, {inodes:,} files can be made"
@@ -220,7 +216,7 @@ def _room(root: Path) -> CheckResult:
 
 
 def _machine(loaded: LoadedConfig) -> Iterator[CheckResult]:
-    """Say what the local executor would use."""
+    """Return the resources of the local executor."""
     slots = loaded.config.cluster.slots
     machine = local_machine(slots)
     summary = (
@@ -230,7 +226,7 @@ def _machine(loaded: LoadedConfig) -> Iterator[CheckResult]:
 
 
 def settings_findings(loaded: LoadedConfig) -> Iterator[CheckResult]:
-    """Name every setting that is known to do harm, and load the task if one is named."""
+    """Return the settings that are known to do harm, and check that the task or the script can be used."""
     for problem in lint(facts_of(loaded.config)):
         bad = problem.severity is Severity.ERROR
         verdict, remedy = CheckVerdict.BAD if bad else CheckVerdict.NOTE, f"{problem.remedy}   ({problem.source})"
@@ -239,20 +235,20 @@ def settings_findings(loaded: LoadedConfig) -> Iterator[CheckResult]:
         try:
             load_task(loaded.config.train.task, loaded.config.train.options, beside=loaded.base_dir)
         except PipelineError as error:
-            yield slurm_checks.failed_check("task", error)
+            yield failed_check("task", error)
         else:
-            yield slurm_checks.good_check("task", loaded.config.train.task)
+            yield good_check("task", loaded.config.train.task)
     if loaded.config.train.command is not None:
         try:
             ScriptStage().inspect(Project.open(loaded.config, remember=False))
         except PipelineError as error:
-            yield slurm_checks.failed_check("script", error)
+            yield failed_check("script", error)
         else:
-            yield slurm_checks.good_check("script", loaded.config.train.command)
+            yield good_check("script", loaded.config.train.command)
 
 
 def facts_of(config: Config) -> RunFacts:
-    """Return what is known before a model is built."""
+    """Return the facts for the linter that are known before a model is built."""
     train, resources = config.train, config.cluster.train
     return RunFacts(
         environment=dict(os.environ),

@@ -1,4 +1,4 @@
-"""`pipeline demo`: an ordinary project of made complexes, in which every other command works."""
+"""`pipeline demo`: a small project of synthetic complexes, in which every other command works."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ cluster:
 
 
 def make_project(folder: Path) -> Path:
-    """Write the project and return its configuration file; a folder that holds anything else is left alone."""
-    from pipeline.encoder.checkpoints.synth import write_random_checkpoint  # which waits for torch
+    """Write the project and return its configuration file; raise for a folder that is not empty."""
+    from pipeline.encoder.checkpoints.synth import write_random_checkpoint  # it imports torch
 
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

@@ -5,19 +5,18 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
-from pipeline.cluster.site_facts import Partition, Site, SiteNodes, join
+from pipeline.cluster.site_facts import join
 from pipeline.config.site_profiles import shipped
 from pipeline.errors import ConfigError
 from pipeline.memory.hardware.gpus import SizesGib, names_a_model, nearest_sizes, sizes_gib, sizes_said
 from pipeline.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from pipeline.cluster.site_facts import Partition, Site, SiteNodes
@@ -95,14 +94,14 @@ _RESERVED = ("null", "true", "false")
 
 @dataclass(frozen=True, slots=True)
 class InitFiles:
-    """What was made."""
+    """The files that were written."""
 
     config: Path
     profile: Path | None
 
 
 def write_init_files(folder: Path, site: Site | None, recipe: str | None = None) -> InitFiles:
-    """Write the configuration and, of a cluster, its profile; nothing is ever written over."""
+    """Write the configuration and, on a cluster, its profile; existing files are never overwritten."""
     text = config_text(site) if recipe is None else recipe_text(recipe, site)
     config = folder / "pipeline.yaml"
     profile = None if site is None else folder / "sites" / f"{file_name(site.name)}.yaml"
@@ -123,7 +122,7 @@ def write_init_files(folder: Path, site: Site | None, recipe: str | None = None)
 
 
 def recipe_text(name: str, site: Site | None) -> str:
-    """Return the configuration of a recipe, for where jobs run."""
+    """Return the configuration of a recipe, for this machine or a cluster."""
     folder = shipped("configs/recipes")
     known = sorted(path.stem for path in folder.glob("*.yaml"))
     if name not in known:
@@ -138,7 +137,7 @@ def recipe_text(name: str, site: Site | None) -> str:
 
 
 def config_text(site: Site | None) -> str:
-    """Return the short configuration that a newcomer can read."""
+    """Return the short configuration that a new project starts with."""
     if site is None:
         return CONFIG.format(head="Next:", shared="", cluster=LOCAL, stages=STAGES.format(gpus=0))
     name = file_name(site.name)
@@ -154,7 +153,7 @@ def config_text(site: Site | None) -> str:
 
 
 def profile_text(site: Site) -> str:
-    """Return the profile of a cluster, with comments about what was found and what was not."""
+    """Return the profile of a cluster, with what was found and what was not as comments."""
     blocks = (_partition(site), _charging(site), _asking(site), _jobs(), _limits(site), _cards(site), _supervisor(site))
     return PROFILE.format(
         name=_one_line(site.name),
@@ -167,12 +166,12 @@ def profile_text(site: Site) -> str:
 
 
 def file_name(name: str) -> str:
-    """Return a cluster's name as the name of a file."""
+    """Return a cluster's name as a file name."""
     return re.sub(r"[^A-Za-z0-9_-]", "_", name).lstrip("-") or "slurm"
 
 
 def yaml_word(text: str) -> str:
-    """Return text as YAML takes it for text."""
+    """Return text quoted as YAML needs it."""
     is_plain = _PLAIN.fullmatch(text) and text.lower() not in _RESERVED
     return text if is_plain else json.dumps(text, ensure_ascii=not text.isprintable())
 
@@ -190,12 +189,12 @@ def _create(path: Path, text: str) -> None:
 
 
 def _one_line(text: str) -> str:
-    """Return foreign text as it may stand in a comment."""
+    """Return foreign text without line ends and control characters, for a comment."""
     return "".join(char if char.isprintable() else " " for char in text)
 
 
 def _table(site: Site) -> Iterator[str]:
-    """Yield what the partitions consist of, a line for nodes that are alike."""
+    """Yield a table of the partitions, a line for each kind of node."""
     rows = [("partition", "nodes", "cores", "memory", "GPUs", "longest job", "features")]
     for partition in site.partitions:
         first = (f"{partition.name}{'*' if partition.is_default else ''}", time_limit_text(partition.time_s))
@@ -221,7 +220,7 @@ def _row(first: tuple[str, str], nodes: SiteNodes) -> tuple[str, str, str, str, 
 
 
 def _home(site: Site) -> Partition | None:
-    """Return where jobs go: the default, else where they fare best."""
+    """Return the partition for jobs: the default, else the best; None where there is none."""
     names = [partition.name for partition in site.partitions]
     return site.default or (site.partition(best_partition(site, names)) if names else None)
 
@@ -282,13 +281,10 @@ def _jobs() -> str:
 def _limits(site: Site) -> str:
     """Return the lines about limits."""
     arrays = f"auto: {site.max_array_size:,}" if site.max_array_size else "Not told; set it to what your site says"
-    most = [
-        f"{association.max_submit:,} in account {association.account}"
-        for association in site.associations
-        if association.max_submit is not None
-    ]
-    most += [f"{limit:,} in QOS {name}" for name, limit in site.qos_max_submit.items() if limit is not None]
-    submit = _one_line(f"auto: {join(most)}") if most else "auto: no limit was told"
+    limits = [(association.max_submit, f"account {association.account}") for association in site.associations]
+    limits += [(limit, f"QOS {name}") for name, limit in site.qos_max_submit.items()]
+    known = [f"{limit:,} in {scope}" for limit, scope in limits if limit is not None]
+    submit = _one_line(f"auto: {join(known)}") if known else "auto: no limit was told"
     mem_bytes = max((nodes.mem_bytes or 0 for nodes in site.nodes), default=0)
     largest = f"auto: {format_bytes(mem_bytes)}, if it is in the partition" if mem_bytes else "Not told"
     return f"""\
@@ -315,7 +311,7 @@ def _cards(site: Site) -> str:
 
 
 def _card(site: Site, kind: GpuKind, home: str) -> str:
-    """Return one kind of GPU as an entry, or as a comment."""
+    """Return a kind of GPU as an entry, or as a comment where its memory is unknown."""
     where = home if home in kind.partitions else best_partition(site, kind.partitions)
     keys = {"gres": kind.gres, "feature": kind.feature, "partition": "" if where == home else where}
     guess = f"{kind.sizes_gib[0]}GiB" if kind.sizes_gib else "?GiB"
@@ -337,15 +333,10 @@ def _comment(notes: list[str]) -> str:
 
 
 def _supervisor(site: Site) -> str:
-    """Return the section about what stays between jobs."""
-    bare = [
-        partition.name
-        for partition in site.partitions
-        if not any(nodes.gpus for nodes in site.nodes_of(partition.name))
-    ]
-    bare = [name for name in bare if site.nodes_of(name)]
-    only_some = bool(bare) and len(bare) < len(site.partitions)
-    hint = f" Without GPUs: {_one_line(join(bare))}." if only_some else ""
+    """Return the section about the supervisor."""
+    by_partition = {partition.name: site.nodes_of(partition.name) for partition in site.partitions}
+    bare = [name for name, alike in by_partition.items() if alike and not any(nodes.gpus for nodes in alike)]
+    hint = f" Without GPUs: {_one_line(join(bare))}." if 0 < len(bare) < len(site.partitions) else ""
     return f"""\
 supervisor:
   # job: small jobs that the run submits for itself; login: a process that stays where you submit.
@@ -357,11 +348,11 @@ supervisor:
 
 @dataclass(slots=True)
 class GpuKind:
-    """GPUs that are alike, and where they are."""
+    """A kind of GPU, and the partitions that have it."""
 
     gres: str
     feature: str
-    sizes_gib: SizesGib  # one: known; several: it may be any; none: nobody knows
+    sizes_gib: SizesGib  # one: known; several: it may be any; none: unknown
     partitions: list[str] = field(default_factory=list)
     count: int = 0
 
@@ -383,9 +374,9 @@ def gpu_kinds(site: Site) -> list[GpuKind]:
 
 
 def best_partition(site: Site, names: Sequence[str]) -> str:
-    """Return where a job fares best: where it may run, is not preempted, and has the longest time."""
+    """Return the best partition for a job: one that it may use, without preemption, with the longest time limit."""
     known = [partition for name in names if (partition := site.partition(name)) is not None]
-    return max(known, key=lambda kind: _merit(site, kind)).name if known else names[0]
+    return max(known, key=lambda partition: _merit(site, partition)).name if known else names[0]
 
 
 def _merit(site: Site, partition: Partition) -> tuple[bool, bool, bool, float]:
@@ -407,7 +398,7 @@ def _of_nodes(nodes: SiteNodes) -> Iterator[GpuKind]:
 
 
 def _told_by_feature(features: Sequence[str], sold: SizesGib) -> tuple[str, SizesGib]:
-    """Return the feature that says which of several sizes it is, and that size."""
+    """Return the node feature that tells which of several memory sizes a GPU has, and that size."""
     for feature in features:
         named = sizes_gib(feature) if names_a_model(feature) else ()
         near = tuple(size for size in sold if size in named) or nearest_sizes(sold, sizes_said(feature))

@@ -1,4 +1,4 @@
-"""The rows of `pipeline doctor` about a cluster: would it take the jobs, and what of it is worth knowing."""
+"""The checks of `pipeline doctor` about a Slurm cluster: whether it would take the jobs, and what is worth knowing."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class CheckVerdict(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """One row of the report."""
+    """One row of the report of `pipeline doctor`."""
 
     what: str
     verdict: CheckVerdict
@@ -53,23 +53,23 @@ class CheckResult:
 
 
 def failed_check(what: str, error: PipelineError) -> CheckResult:
-    """Return the finding that an error is."""
+    """Return the row for an error."""
     place = f"{error.where}: " if error.where else ""
     return CheckResult(what, CheckVerdict.BAD, f"{place}{error.what}", error.remedy, error.exit_code)
 
 
 def good_check(what: str, found: str) -> CheckResult:
-    """Return the finding that all is well."""
+    """Return a row that all is well."""
     return CheckResult(what, CheckVerdict.OK, found)
 
 
 def noted_check(what: str, found: str, remedy: str = "") -> CheckResult:
-    """Return what is worth knowing, and no failure."""
+    """Return a row of what is worth knowing and is no failure."""
     return CheckResult(what, CheckVerdict.NOTE, found, remedy)
 
 
 def refused_check(what: str, found: str, remedy: str) -> CheckResult:
-    """Return what the scheduler would refuse."""
+    """Return a row of what the scheduler would refuse."""
     return CheckResult(what, CheckVerdict.BAD, found, remedy, exit_code=6)
 
 
@@ -77,7 +77,7 @@ COMMANDS = ("sbatch", "srun", "squeue", "scontrol", "scancel", "sinfo")
 SACCT = ("sacct", "--noheader", "--parsable2", "--allocations", "--starttime=now-1minute", "--format=JobID")
 STATES = ("sinfo", "--noheader", "--format=%R|%D|%T")
 SACCT_S = 20.0
-UP = ("idle", "alloc", "mix", "comp", "planned", "reserved")  # and what a state begins with that ends in ~ or #
+UP = ("idle", "alloc", "mix", "comp", "planned", "reserved")  # states begin with these words, and may end in ~ or #
 MOUNTS = Path("/proc/mounts")
 OWN_PLACES = ("/tmp", "/var/tmp", "/dev/shm", "/run", "/local")  # noqa: S108 - nothing is written there
 NETWORKED = (
@@ -101,7 +101,7 @@ EDIT = "edit the profile or the configuration, or: --set"
 
 
 def check_cluster(loaded: LoadedConfig) -> Iterator[CheckResult]:
-    """Look at the cluster if jobs go there; the first thing that nothing works without ends it."""
+    """Check the cluster if jobs go there; without its commands or its controller the other checks are left out."""
     if loaded.config.cluster.executor != "slurm":
         if slurm_commands.is_there():
             remedy = "--set cluster.executor=slurm; `pipeline init DIR` writes a profile of the cluster"
@@ -141,7 +141,7 @@ def whoami() -> str:
 
 
 def check_partitions(config: Config, site: Site) -> Iterator[CheckResult]:
-    """See whether every partition that is named exists, is up, and gives the time that is asked for."""
+    """Check that every partition that is named exists, is up, and allows the time that is asked for."""
     states = _states()
     for name, keys in _wanted(config).items():
         partition = site.partition(name) if name else site.default
@@ -156,7 +156,7 @@ def check_partitions(config: Config, site: Site) -> Iterator[CheckResult]:
 
 
 def check_charging(config: Config, site: Site) -> Iterator[CheckResult]:
-    """See whether the account and the QOS are ones that this user may ask for."""
+    """Check that this user may use the account and the QOS."""
     slurm = config.cluster.slurm
     accounts = sorted({association.account for association in site.associations})
     qos = sorted({name for association in site.associations for name in association.qos})
@@ -174,7 +174,7 @@ def check_charging(config: Config, site: Site) -> Iterator[CheckResult]:
 
 
 def check_setup(config: Config, _site: Site) -> Iterator[CheckResult]:
-    """Run the lines that every job runs first, here; where nodes differ from this machine they may still be right."""
+    """Run the setup lines of jobs here; where nodes differ from this machine they may fail and still be right."""
     lines = config.cluster.slurm.setup
     if not lines:
         return
@@ -194,8 +194,8 @@ def check_setup(config: Config, _site: Site) -> Iterator[CheckResult]:
 
 
 def check_jobs(config: Config, _site: Site) -> Iterator[CheckResult]:
-    """Let the scheduler say of each stage's job whether it would take it; nothing is submitted."""
-    from pipeline.cluster.slurm import SlurmExecutor  # which local runs need not wait for
+    """Ask the scheduler whether it would take the job of each stage; nothing is submitted."""
+    from pipeline.cluster.slurm import SlurmExecutor  # local runs need not wait for this import
 
     project = Project.open(config, remember=False)
     executor = SlurmExecutor(config.cluster.slurm)
@@ -212,7 +212,7 @@ def check_jobs(config: Config, _site: Site) -> Iterator[CheckResult]:
 
 
 def check_accounting(_config: Config, site: Site) -> Iterator[CheckResult]:
-    """See whether sacct answers, from which peaks of memory and ends of tasks are known."""
+    """Check that sacct answers, which knows peaks of memory and how tasks ended."""
     without = "how tasks end is told by the queue and by the tasks themselves; memory they used is not"
     if "none" in site.setting("AccountingStorageType"):
         yield noted_check("accounting", f"this cluster keeps none: {without}")
@@ -225,7 +225,7 @@ def check_accounting(_config: Config, site: Site) -> Iterator[CheckResult]:
 
 
 def check_memory(config: Config, site: Site) -> Iterator[CheckResult]:
-    """Say whether a task that uses more than it asked for is stopped."""
+    """Tell whether a task that uses more memory than it asked for is stopped."""
     asked = config.cluster.slurm.memory != "none"
     if site.counts_memory is False and asked:
         what = f"memory is not given out here (SelectTypeParameters={site.setting('SelectTypeParameters') or 'none'})"
@@ -240,7 +240,7 @@ def check_memory(config: Config, site: Site) -> Iterator[CheckResult]:
 
 
 def check_preemption(config: Config, site: Site) -> Iterator[CheckResult]:
-    """Say what becomes of tasks that have to make room."""
+    """Tell what happens to tasks that are preempted."""
     if site.setting("JobRequeue") == "0":
         yield noted_check("requeue", "JobRequeue=0: jobs are not requeued of themselves; ours ask for it (--requeue)")
     if site.setting("PreemptType") in ("", "preempt/none"):
@@ -258,7 +258,7 @@ def check_preemption(config: Config, site: Site) -> Iterator[CheckResult]:
 
 
 def check_limits(config: Config, site: Site) -> Iterator[CheckResult]:
-    """Say how many tasks fit in an array, and in the queue."""
+    """Tell how many tasks fit in an array and in the queue."""
     slurm = config.cluster.slurm
     size = site.max_array_size if slurm.max_array_size == "auto" else slurm.max_array_size
     arrays = f"arrays of {size:,} tasks" if size else "the size of arrays was not told"
@@ -268,7 +268,7 @@ def check_limits(config: Config, site: Site) -> Iterator[CheckResult]:
 
 
 def check_folders(config: Config, _site: Site) -> Iterator[CheckResult]:
-    """Say on what kind of disk the folders are that the nodes must see too, which cannot be proven from here."""
+    """Tell on what kind of disk the folders are that the nodes need; whether they see them cannot be proven here."""
     places = {
         "run folders": config.cluster.runs,
         "cache": config.cache.root,
@@ -296,7 +296,7 @@ def _most_queued(slurm: SlurmSection) -> int | None:
 
 
 def _wanted(config: Config) -> dict[str, list[str]]:
-    """Return the partitions that jobs go to, empty for the default, each with the keys that say so."""
+    """Return the partitions that jobs go to, empty for the default, each with the settings that name it."""
     cluster, wanted = config.cluster, dict[str, list[str]]()
     sections = {name: cluster.resources(name).partition for name in table.everything(config)}
     if cluster.supervisor.where == "job":
@@ -313,7 +313,7 @@ def _wanted(config: Config) -> dict[str, list[str]]:
 
 
 def _no_partition(name: str, keys: list[str], site: Site) -> CheckResult:
-    """Return the row of a partition that is not there."""
+    """Return the row of a partition that does not exist."""
     names = [partition.name for partition in site.partitions]
     if not name:
         what = f"none is named, and the cluster has no default; there are {join(names)}"
@@ -325,7 +325,7 @@ def _no_partition(name: str, keys: list[str], site: Site) -> CheckResult:
 
 
 def _states() -> dict[str, list[tuple[int, str]]]:
-    """Return how many nodes of each partition are in which state; nothing where that is not told."""
+    """Return for each partition how many nodes are in which state; empty where sinfo fails."""
     try:
         rows = [line.split("|") for line in slurm_commands.run_command(STATES, SACCT_S).splitlines()]
     except CommandFailed:
@@ -337,7 +337,7 @@ def _states() -> dict[str, list[tuple[int, str]]]:
 
 
 def _standing(partition: Partition, nodes: Sequence[tuple[int, str]]) -> CheckResult:
-    """Return the row of a partition that is there."""
+    """Return the row of a partition that exists: whether it is up."""
     if not partition.is_up:
         what = f"{partition.name} takes no jobs to run now (its State is not UP): they would wait"
         return noted_check("partition", what, f"scontrol show partition {partition.name}")
@@ -369,7 +369,7 @@ def _not_yours(kind: str, name: str, known: list[str]) -> CheckResult:
 
 
 def _tested(executor: SlurmExecutor, spec: JobSpec) -> CheckResult:
-    """Return what the scheduler says of a job."""
+    """Return the row for a job, by what the scheduler answers."""
     try:
         start = executor.test(spec)
     except SubmissionRefused as error:
@@ -394,7 +394,7 @@ def _mounts() -> list[tuple[Path, str]]:
 
 
 def _only_here(path: Path, mounts: list[tuple[Path, str]]) -> str:
-    """Say why other machines may not see a path; empty for a disk of the network."""
+    """Return why other machines may not see a path; empty for a network disk."""
     real = Path(os.path.realpath(path))
     own = [*OWN_PLACES, *filter(None, (os.environ.get("TMPDIR"),))]
     if place := next((place for place in own if real.is_relative_to(place)), ""):

@@ -388,7 +388,7 @@ def supervise(words: Sequence[str]) -> int:
         return 0
     except SupervisorStopped:
         return STOPPED_CODE
-    except Exception:  # noqa: BLE001 - a bug, of which the ledger knows
+    except Exception:  # noqa: BLE001 - a bug, which the ledger has
         print(without_secrets(traceback.format_exc()), file=sys.stderr)  # noqa: T201
         return 1
     return 0

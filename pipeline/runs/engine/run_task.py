@@ -123,7 +123,7 @@ def run_task(words: Sequence[str]) -> int:
         _record_failure(ledger, facts, error, str(error), error.exit_code)
         print(without_secrets(f"error: {error}"), file=sys.stderr)  # noqa: T201 - a task's stderr is its log
         return error.exit_code
-    except Exception as error:  # noqa: BLE001 - whatever it is, the supervisor is to read it
+    except Exception as error:  # noqa: BLE001 - the supervisor reads it from the ledger
         print(without_secrets(traceback.format_exc()), file=sys.stderr)  # noqa: T201
         _record_failure(ledger, facts, error, f"{type(error).__name__}: {error}", 1)
         return 1
