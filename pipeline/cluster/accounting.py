@@ -67,13 +67,13 @@ class AccountedStep(NamedTuple):
 
     @property
     def ran_out_of_memory(self) -> bool:
-        """Tell whether the kernel killed a process of it at the memory limit."""
+        """Whether the kernel killed one of its processes at the memory limit."""
         return self.state is TaskState.OUT_OF_MEMORY or (self.exit_code, self.signal) == OOM_CODE
 
 
 @dataclass(slots=True)
 class AccountedTask:
-    """What the accounting has on one job or array task; None is what it does not know."""
+    """What the accounting has on one job or array task; None where it says nothing."""
 
     job: str  # 12 or 12_3
     state: TaskState
@@ -96,23 +96,24 @@ class AccountedTask:
 
     @property
     def restarts(self) -> int:
-        """How often Slurm itself began it again."""
+        """How often Slurm itself requeued and restarted it."""
         return len(self.before)
 
     @property
     def why(self) -> str:
-        """Say in words what the accounting adds to the state."""
+        """What the accounting adds to the state, in words."""
         notes = []
         if self.state is TaskState.OUT_OF_MEMORY:
             notes += [f"step {step.name} ran out of memory" for step in self.steps if step.ran_out_of_memory][:1]
         if self.cancelled_by is not None:
             notes.append(f"cancelled by user {self.cancelled_by}")
         if self.before:
-            notes.append("began again after " + ", ".join(_ending(*earlier) for earlier in self.before))
+            earlier = (f"{state.value} on {node}" if node else state.value for state, node in self.before)
+            notes.append("began again after " + ", ".join(earlier))
         return "; ".join(notes)
 
     def status(self, task: int, stdout: str, stderr: str) -> TaskStatus:
-        """Return it as an executor tells it."""
+        """Return this record as the `TaskStatus` that an executor reports."""
         return TaskStatus(
             job=self.job.partition("_")[0],
             task=task,
@@ -134,26 +135,29 @@ class AccountedTask:
 
 @dataclass(frozen=True, slots=True)
 class AccountingLook:
-    """What one look at the accounting found; what it has no row for is unknown, not gone."""
+    """The result of one query of the accounting; a task without a row is unknown, not gone."""
 
     rows: Mapping[str, AccountedTask]
     trouble: str = ""
     arrays: frozenset[JobId] = frozenset()  # those of which any task has a row
 
     def never_began(self, job: JobId, task: int) -> bool:
-        """Tell whether a task that is not in the queue either was cancelled while it waited: its array is known."""
+        """Tell whether a task that is in neither the queue nor the accounting was cancelled while pending.
+
+        That is so where the accounting knows other tasks of its array.
+        """
         return not self.trouble and job in self.arrays and f"{job}_{task}" not in self.rows
 
 
 class Accounting:
-    """Looks into Slurm's accounting through `run`, which takes a command and the seconds it has."""
+    """Queries Slurm's accounting (sacct) through `run`, which takes a command and a time limit in seconds."""
 
     def __init__(self, run: Callable[[Sequence[str], float], str], *, timeout_s: float = 30.0) -> None:
         self._run = run
         self._timeout_s = timeout_s
 
     def look(self, jobs: Iterable[JobId], since: float) -> AccountingLook:
-        """Ask for all tasks of all jobs at once; none may have ended long before `since`. Never raises."""
+        """Query all tasks of all jobs at once; none may have ended long before `since`. Never raises."""
         wanted = sorted({job.partition("_")[0] for job in jobs})
         start = datetime.fromtimestamp(max(0.0, since - EARLIER_S)).strftime("%Y-%m-%dT%H:%M:%S")  # noqa: DTZ006
         rows: dict[str, AccountedTask] = {}
@@ -173,7 +177,7 @@ class Accounting:
 
 
 def trouble(message: str) -> str:
-    """Say in words what is wrong with the accounting."""
+    """Say in words why the accounting did not answer, from the error message of sacct."""
     message = " ".join(message.split())
     for sign, meaning in _TROUBLES.items():
         if sign.lower() in message.lower():
@@ -207,7 +211,7 @@ def parse_sacct(text: str, jobs: Iterable[JobId]) -> tuple[dict[str, AccountedTa
 
 
 def _records(text: str, wanted: frozenset[JobId]) -> tuple[dict[str, list[AccountedTask]], int]:
-    """Return every record of each name with the steps that follow it, and how many lines could not be read."""
+    """Return the records of each job or task, each with its steps, and how many lines could not be read."""
     records: dict[str, list[AccountedTask]] = {}
     torn, columns = 0, SACCT_COLUMNS.count(",") + 1
     for line in text.splitlines():
@@ -226,7 +230,7 @@ def _records(text: str, wanted: frozenset[JobId]) -> tuple[dict[str, list[Accoun
 
 
 def _row(cells: Sequence[str]) -> AccountedTask:
-    """Read the line of a job."""
+    """Parse the sacct line of a job."""
     values = dict(zip(SACCT_COLUMNS.split(","), cells, strict=True))
     exit_code, killed_by = exit_of(values["ExitCode"])
     return AccountedTask(
@@ -250,7 +254,7 @@ def _row(cells: Sequence[str]) -> AccountedTask:
 
 
 def _step(name: str, cells: Sequence[str]) -> AccountedStep:
-    """Read the line of a step."""
+    """Parse the sacct line of a job step."""
     nodes, node, mean, tasks = cells[13], node_of(cells[15]), cells[-3], cells[-2]
     largest = bytes_of(cells[5])
     on_node = max(largest or 0, _rss_on_node(bytes_of(mean) or 0, tasks, nodes)) or None
@@ -260,15 +264,15 @@ def _step(name: str, cells: Sequence[str]) -> AccountedStep:
 
 
 def _rss_on_node(mean_bytes: int, tasks: str, nodes: str) -> int:
-    """Return what a step's processes took on each node, in the mean: no more than what they took on the fullest.
+    """Return a lower bound of what a step's processes took on the fullest node: their mean over all nodes.
 
-    Measured on 22.05: a step of several nodes may tell of the first node's processes alone.
+    Measured on 22.05: a step of several nodes may report the processes of the first node alone.
     """
     return mean_bytes * int(tasks) // max(1, int(nodes)) if is_number(tasks) and is_number(nodes) else 0
 
 
 def _settle(records: list[AccountedTask]) -> AccountedTask:
-    """Return the current record of a task, with what its steps and the records before it say."""
+    """Return the newest record of a task, with its earlier records in `before` and corrected by its steps."""
     if all(record.submitted for record in records):
         records.sort(key=lambda record: record.submitted or 0.0)
     row = records[-1]
@@ -278,7 +282,7 @@ def _settle(records: list[AccountedTask]) -> AccountedTask:
 
 
 def _read_steps(row: AccountedTask) -> None:
-    """Let the steps correct what the job says of itself: they know better what ended the worker."""
+    """Correct a job's own figures by those of its steps, which know better what ended the worker."""
     peaks = [step.rss_bytes for step in row.steps if step.rss_bytes]
     row.peak_rss_bytes = max([*peaks, row.peak_rss_bytes or 0]) or None
     for step in row.steps:
@@ -303,17 +307,12 @@ _OOM_HIDES_BEHIND = frozenset({TaskState.FAILED, TaskState.COMPLETED, TaskState.
 
 
 def _copy(row: AccountedTask, task: str) -> AccountedTask:
-    """Return the row of an array's waiting rest for one of its tasks."""
+    """Return the row of one pending task from the row that stands for the whole rest of its array."""
     kept = ("state", "submitted", "asked_mem_bytes", "time_limit_s", "reason", "cancelled_by", "before")
     return AccountedTask(job=task, **{name: getattr(row, name) for name in kept})
 
 
-def _ending(state: TaskState, node: str) -> str:
-    """Say how an earlier record of a task ended."""
-    return f"{state.value} on {node}" if node else state.value
-
-
 def _canceller(state: str) -> int | None:
-    """Read who cancelled a job from `CANCELLED by 1000`."""
+    """Return the user id in a state such as `CANCELLED by 1000`."""
     _, by, user = state.partition(" by ")
     return int(user) if by and is_number(user) else None

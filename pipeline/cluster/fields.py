@@ -40,7 +40,7 @@ def expand(job: str) -> Iterator[str]:
 
 @cache_some
 def parse_state(text: str) -> TaskState:
-    """Return the state that a text begins with ("CANCELLED by 0"); a word nobody knows is UNKNOWN."""
+    """Return the state that a text begins with ("CANCELLED by 0"); UNKNOWN for other words."""
     word = text.split(" ", 1)[0].rstrip("+")
     return _STATES.get(word, TaskState.UNKNOWN)
 
@@ -50,7 +50,7 @@ _STATES = {state.value: state for state in TaskState}
 
 @cache_some
 def exit_of(text: str) -> tuple[int | None, int | None]:
-    """Read `1:0`: the exit code and the signal, None where there was none; Slurm's own 0:125 stays as it is."""
+    """Parse `1:0` into exit code and signal, None where there was none; Slurm's own 0:125 is kept as it is."""
     code, colon, killed_by = text.partition(":")
     if not colon or not is_number(code) or not is_number(killed_by):
         return None, None
@@ -61,7 +61,7 @@ def exit_of(text: str) -> tuple[int | None, int | None]:
 
 @cache_some
 def bytes_of(text: str, cpus: str = "1", nodes: str = "1") -> int | None:
-    """Read a size such as 121588K, 1.5G, 4Gc (for each core) or 4Gn (for each node); None is what is no size."""
+    """Parse a size such as 121588K, 1.5G, 4Gc (per core) or 4Gn (per node); None if it is malformed."""
     match = _SIZE.fullmatch(text)
     if match is None:
         return None
@@ -71,7 +71,7 @@ def bytes_of(text: str, cpus: str = "1", nodes: str = "1") -> int | None:
 
 @cache_some
 def seconds_of(text: str) -> float | None:
-    """Read a duration such as 1-02:03:04 or 00:00.018; None is what is no duration."""
+    """Parse a duration such as 1-02:03:04 or 00:00.018; None if it is malformed."""
     days, dash, clock = text.rpartition("-")
     total = 0.0
     for part in clock.split(":"):
@@ -85,7 +85,7 @@ def seconds_of(text: str) -> float | None:
 
 @cache_some
 def epoch_of(text: str) -> float | None:
-    """Read a time, in seconds since 1970 or as 2026-11-21T22:52:19 of this machine's clock; None is what is no time."""
+    """Parse a time, in seconds since 1970 or as 2026-11-21T22:52:19 local time; None if it is malformed."""
     if is_number(text):
         return float(text) if 0 < float(text) < LATEST else None
     if len(text) != len("2026-11-21T22:52:19"):
@@ -97,7 +97,7 @@ def epoch_of(text: str) -> float | None:
 
 
 def node_of(text: str) -> str:
-    """Return the nodes that a text names, empty where there are none yet."""
+    """Return the node list of a field, empty where there is none yet."""
     return "" if text in _NOWHERE else text
 
 
@@ -113,7 +113,7 @@ NEVER = ("never starts", "held")  # how the words for a reason that does not pas
 
 
 class Queued(NamedTuple):
-    """What squeue shows of a task."""
+    """A task's line of squeue."""
 
     job: str
     state: TaskState
@@ -125,7 +125,7 @@ class Queued(NamedTuple):
 
 
 def parse_squeue(text: str) -> dict[str, Queued]:
-    """Return the tasks in the queue by their names (12 or 12_3), from what `SQUEUE` prints."""
+    """Parse the output of `SQUEUE` into tasks by name (12 or 12_3)."""
     tasks: dict[str, Queued] = {}
     for line in text.splitlines():
         cells = line.split("|")
@@ -147,12 +147,12 @@ WAITING_STATES = frozenset({TaskState.PENDING, TaskState.REQUEUED, TaskState.REQ
 
 
 def is_stuck(state: TaskState, waits_for: str) -> bool:
-    """Tell whether a waiting task (by `words` of its reason) will not start unless a person or a supervisor acts."""
+    """Tell whether a pending task (`waits_for`: its reason in words) will not start unless somebody acts."""
     return state in HELD_STATES or (state in WAITING_STATES and waits_for.startswith(NEVER))
 
 
 def reason_words(reason: str) -> str:
-    """Say a reason of squeue in words; one that nobody knows stays as it is."""
+    """Explain a reason of squeue in words; unknown ones are returned as they are."""
     word = re.split(r"[,(]", reason, maxsplit=1)[0].strip()
     words = REASONS.get(word) or REASONS.get(word.replace(" ", ""))
     if words is not None:

@@ -1,4 +1,4 @@
-"""What becomes of a job's tasks, put together from what the queue and the accounting say; nothing is asked here.
+"""Follows a job's tasks by what the queue and the accounting report; nothing is queried here.
 
 The queue's word counts for what has not ended, the accounting's for what has: only it knows the steps. For some seconds
 after the end they disagree; where they do so for longer than one is patient, the queue's word stands, and what neither
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Views:
-    """What was seen in one look; a queue that did not answer is None."""
+    """The replies of one look at the cluster; `queue` is None if squeue did not answer."""
 
     queue: Mapping[str, Queued] | None
     rows: Mapping[str, AccountedTask]
@@ -33,7 +33,7 @@ class Views:
 
 @dataclass(slots=True, eq=False)
 class Followed:
-    """A job, and what was last known of its tasks by the names that Slurm has for them."""
+    """A submitted job, and the last known status of its tasks by Slurm's names for them."""
 
     id: JobId
     spec: JobSpec
@@ -51,18 +51,17 @@ class Followed:
 
     @property
     def is_open(self) -> bool:
-        """Tell whether a task has not ended."""
         return any(not task.state.ended for task in self.tasks.values())
 
     def leaves_open(self, queue: Mapping[str, Queued] | None) -> bool:
-        """Tell whether the queue leaves it open what becomes of a task."""
+        """Tell whether the accounting must be asked: a task has not ended that the queue lacks or calls ended."""
         return any(
             not task.state.ended and (queue is None or name not in queue or queue[name].state.ended)
             for name, task in self.tasks.items()
         )
 
     def take_in(self, views: Views, patience_s: float) -> list[TaskStatus]:
-        """Take in what was seen; return the tasks whose state is another now."""
+        """Update the tasks from new replies; return those whose state changed."""
         changed = []
         for name, before in self.tasks.items():
             if not before.state.ended:
@@ -71,7 +70,7 @@ class Followed:
         return changed
 
     def _now(self, name: str, before: TaskStatus, views: Views, patience_s: float) -> TaskStatus:
-        """Return what is known of a task now."""
+        """Return a task's status by the new replies."""
         queued = (views.queue or {}).get(name)
         if queued is not None and not queued.state.ended:
             self._unclear.pop(name, None)
@@ -79,26 +78,25 @@ class Followed:
             return _live(before, queued)
         row = self._row(name, views)
         if row is not None and row.state.ended:
-            return self._told(_as_seen(before, row.status(before.task, before.stdout, before.stderr)))
+            return self._explained(_as_seen(before, row.status(before.task, before.stdout, before.stderr)))
         if queued is not None:
             self._over[name] = queued
         unclear_s = views.at - self._unclear.setdefault(name, views.at)
         if views.queue is None or unclear_s < patience_s:
             return replace(before, state=TaskState.COMPLETING, waits_for="") if name in self._over else before
         if name in self._over:
-            return self._told(_ended(before, self._over[name]))
+            return self._explained(_ended(before, self._over[name]))
         if views.never_began(self.id, before.task - self.offset):
-            return self._told(
-                replace(before, state=TaskState.CANCELLED, reason="cancelled while it waited", waits_for="")
-            )
+            now = replace(before, state=TaskState.CANCELLED, reason="cancelled while it waited", waits_for="")
+            return self._explained(now)
         return _unknown(before, row, views.trouble)
 
     def _row(self, name: str, views: Views) -> AccountedTask | None:
-        """Return what the accounting has; for seconds it does not know that a job's only task is of an array."""
+        """Return the accounting's row of a task; a job's only task is at first listed under the job's own id."""
         return views.rows.get(name) or (views.rows.get(self.id) if len(self.tasks) == 1 else None)
 
-    def _told(self, task: TaskStatus) -> TaskStatus:
-        """Say in words what a state alone does not."""
+    def _explained(self, task: TaskStatus) -> TaskStatus:
+        """Complete the reason of a task that has ended."""
         if task.state is TaskState.CANCELLED and not task.node:  # the accounting has the end as the start
             task = replace(task, started=None)
             if others := ", ".join((*self.spec.after, *self.spec.after_not_ok)):
@@ -107,26 +105,26 @@ class Followed:
 
 
 def _live(before: TaskStatus, queued: Queued) -> TaskStatus:
-    """Return what the queue says of a task that has not ended."""
+    """Return a task that has not ended, as the queue reports it."""
     started = None if queued.state in WAITING_STATES else queued.starts
     changes = {"state": queued.state, "node": queued.node, "waits_for": queued.waits_for, "started": started}
     return replace(before, reason="", **changes)  # type: ignore[arg-type]
 
 
 def _as_seen(before: TaskStatus, now: TaskStatus) -> TaskStatus:
-    """Return a task with its node, where the accounting heard of its end and not of the start that the queue told."""
+    """Return a task with the node and start that the queue reported, if the accounting has its end alone."""
     return replace(now, node=before.node, started=before.started) if before.started and not now.node else now
 
 
 def _ended(before: TaskStatus, queued: Queued) -> TaskStatus:
-    """Return what the queue says of a task that has ended, where the accounting says nothing."""
+    """Return a task that has ended, as the queue reports it where the accounting has nothing."""
     code = 0 if queued.state.ok else None
     reason = "" if queued.state.ok else queued.reason
     return replace(before, state=queued.state, exit_code=code, node=queued.node, waits_for="", reason=reason)
 
 
 def _unknown(before: TaskStatus, row: AccountedTask | None, trouble: str) -> TaskStatus:
-    """Return that nobody knows what became of a task."""
+    """Return a task as UNKNOWN, with what was asked in vain."""
     in_accounts = f"the accounting still has it as {row.state.value}" if row else "nor does the accounting"
     reason = f"the queue does not have it any more, {in_accounts}" + (f" ({trouble})" if trouble else "")
     return replace(before, state=TaskState.UNKNOWN, reason=reason, waits_for="")

@@ -1,7 +1,7 @@
-"""What every executor takes and tells: a job is an array of equal tasks; a task's state is what polling showed last.
+"""What executors take and return: a job is an array of equal tasks, each known by its number.
 
 A task's processes, logs and limits are its own; a dependency is on all tasks of a job having COMPLETED (`after`) or
-on their having ended at all (`after_any`). A task is known by its number, which need not begin at 0.
+on their having ended at all (`after_any`). The numbers of a job's tasks need not begin at 0.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TASK = "{task}"  # an argument that is exactly this becomes the number of the ta
 
 
 class TaskState(str, Enum):
-    """What became of a task, in Slurm's words; a word that is not among them is UNKNOWN."""
+    """A task's state, in Slurm's words; words that are not listed here are UNKNOWN."""
 
     PENDING = "PENDING"
     CONFIGURING = "CONFIGURING"
@@ -55,12 +55,12 @@ class TaskState(str, Enum):
 
     @property
     def ended(self) -> bool:
-        """Tell whether nothing more will come of the task by itself; of UNKNOWN nobody can say so."""
+        """Whether nothing more will happen to the task by itself; UNKNOWN does not count."""
         return self in _ENDED
 
     @property
     def ok(self) -> bool:
-        """Tell whether the task ended well, as far as an executor can know."""
+        """Whether the task ended well, as far as an executor can know."""
         return self is TaskState.COMPLETED
 
 
@@ -115,7 +115,6 @@ class JobSpec:
 
     @property
     def cpus_on_node(self) -> int:
-        """How many cores a task has on one node."""
         return self.cpus * max(1, self.ranks)
 
     @property
@@ -124,18 +123,18 @@ class JobSpec:
         return self.nodes * max(1, self.ranks)
 
     def command(self, task: int) -> list[str]:
-        """Return what one task executes."""
+        """Return the command line of one task."""
         return [str(task) if argument == TASK else argument for argument in self.argv]
 
     def log_paths(self, job: JobId, task: int) -> tuple[str, str]:
-        """Return where the task's stdout and stderr go."""
+        """Return the paths of the task's stdout and stderr."""
         stem = os.path.join(self.log_dir, f"{job}_{task}")  # noqa: PTH118 - wanted for 10,000 tasks at once
         return f"{stem}.out", f"{stem}.err"
 
 
 @dataclass(frozen=True, slots=True)
 class TaskStatus:
-    """What is known of one task; None is what is not (yet) known."""
+    """What is known of one task; None where nothing is known (yet)."""
 
     job: JobId
     task: int
@@ -156,7 +155,7 @@ class TaskStatus:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What an executor can give; None is what nobody knows."""
+    """What an executor can give; None where that is unknown."""
 
     mem_bytes: int | None = None  # the largest node
     time_s: int | None = None  # the longest that a task may ask for
@@ -167,7 +166,7 @@ class Limits:
 
 
 class Executor(Protocol):
-    """Something that runs jobs; whoever follows them calls `step` again and again."""
+    """Runs jobs; whoever waits for them calls `step` in a loop."""
 
     @property
     def cpus(self) -> int:
@@ -179,24 +178,24 @@ class Executor(Protocol):
 
     @property
     def caveats(self) -> tuple[str, ...]:
-        """What it cannot promise here, for people to read."""
+        """What this executor cannot guarantee here, as sentences for people."""
 
     @property
     def outlives(self) -> bool:
-        """Tell whether jobs go on when this process is gone."""
+        """Whether jobs go on after this process has ended."""
 
     @property
     def limits(self) -> Limits:
-        """What one task can be given at most, and how many tasks a job and the queue take."""
+        """The most that one task can be given, and how many tasks a job and the queue take."""
 
     def limits_of(self, partition: str, cpus: int, gpus: int) -> Limits:
-        """Return the same for tasks of a partition (empty: the usual one) with so many cores and GPUs on a node."""
+        """Return the limits for tasks of a partition (empty: the default) with so many cores and GPUs on a node."""
 
     def check(self, spec: JobSpec) -> None:
-        """Raise SubmissionRefused for a job that would never run here; queue nothing."""
+        """Raise SubmissionRefused for a job that could never run here; queues nothing."""
 
     def starts(self, spec: JobSpec) -> float | None:
-        """Return when a job would start if it were submitted now; None where nobody knows."""
+        """Return when a job would start if it were submitted now; None if unknown."""
 
     def submit(self, spec: JobSpec) -> JobId:
         """Queue a job, or raise SubmissionRefused; the id is never used again, by any executor.
@@ -205,25 +204,25 @@ class Executor(Protocol):
         """
 
     def adopt(self, job: JobId, spec: JobSpec) -> None:
-        """Take over a job of an earlier executor; where none can outlive its executor its tasks have failed."""
+        """Follow a job of an earlier executor; if jobs cannot outlive their executor, its tasks have failed."""
 
     def queued(self, jobs: Iterable[JobId]) -> set[JobId]:
-        """Return which of these jobs have not ended; all of them where that cannot be told now."""
+        """Return which of these jobs have not ended; all of them if the queue does not answer."""
 
     def status(self, jobs: Iterable[JobId]) -> list[TaskStatus]:
-        """Return what the last step knew of every task of the jobs; a job it does not know has none."""
+        """Return the state that the last step saw of every task of the jobs; unknown jobs have none."""
 
     def step(self, timeout_s: float) -> list[TaskStatus]:
-        """Wait until a task changes state, but no longer than this, nor when nothing can change any more.
+        """Wait until a task changes state, at most this long; return the tasks changed since the last step.
 
-        Returns the tasks that changed since the last step.
+        Returns early when nothing can change any more.
         """
 
     def cancel(self, jobs: Iterable[JobId]) -> None:
-        """Ask for the end of every task that has not ended; later steps show it."""
+        """Request the end of every task that has not ended; later steps report it."""
 
     def close(self) -> None:
-        """Let go; jobs that cannot live without this executor end now."""
+        """Release the executor; jobs that cannot live without it end now."""
 
     def __enter__(self) -> Executor: ...
 
@@ -231,14 +230,17 @@ class Executor(Protocol):
 
 
 def refuse_impossible(spec: JobSpec) -> None:
-    """Raise SubmissionRefused for what no executor could run."""
+    """Raise SubmissionRefused for a job that no executor could run."""
     for problem in _faults(spec):
         remedy = Command.submit(spec.name, then=" --dry-run   (shows what would be submitted)")
         raise SubmissionRefused(problem, where=f"job {spec.name}", remedy=remedy)
 
 
 def refuse_larger(spec: JobSpec, most: tuple[int, int, int], holder: str, again: Command, section: str) -> None:
-    """Refuse a job with tasks above the most cores, GPUs and bytes that there are; `holder` says where, with {}."""
+    """Refuse a job whose tasks ask for more than `most` (cores, GPUs, bytes).
+
+    `holder` is the part of the message that says who has only `{}` of it.
+    """
     cpus, gpus, mem_bytes = most
     mem, mem_there = mebibytes(spec.mem_bytes or 0), mebibytes(mem_bytes)
     cores, cores_fit = _cores_refused(spec, cpus)
@@ -254,7 +256,7 @@ def refuse_larger(spec: JobSpec, most: tuple[int, int, int], holder: str, again:
 
 
 def _cores_refused(spec: JobSpec, there: int) -> tuple[str, tuple[str, str]]:
-    """Say which cores a task asks for on a node, and what to set where a node has fewer."""
+    """Describe the cores a task asks for on a node, and the setting to change where a node has only `there`."""
     if spec.ranks < 2:
         return f"{spec.cpus} cores", ("cpus", str(there))
     asked = f"{spec.cpus_on_node} cores, {spec.cpus} for each of its {spec.ranks} processes on a node"
@@ -264,12 +266,12 @@ def _cores_refused(spec: JobSpec, there: int) -> tuple[str, tuple[str, str]]:
 
 
 def mebibytes(count: int) -> str:
-    """Write a number of bytes as the configuration takes it."""
+    """Format a number of bytes as the configuration takes it."""
     return f"{count >> 20}MiB"
 
 
 def _faults(spec: JobSpec) -> Iterator[str]:
-    """Yield what is wrong with a job, wherever it would run."""
+    """Yield what is wrong with a job on any executor."""
     if not spec.argv:
         yield "there is no command to run"
     if not spec.tasks:
@@ -292,7 +294,7 @@ def _faults(spec: JobSpec) -> Iterator[str]:
 
 
 def _can_be_passed(text: str) -> bool:
-    """Tell whether the kernel takes a text as an argument."""
+    """Tell whether a text can be a command-line argument."""
     try:
         return b"\0" not in os.fsencode(text)
     except UnicodeEncodeError:

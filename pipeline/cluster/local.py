@@ -41,7 +41,7 @@ NO_PROC = "there is no /proc here: memory limits are not watched, and a daemon t
 
 @dataclass(slots=True, eq=False)
 class _LocalJob:
-    """A job and what became of its tasks."""
+    """A submitted job and the state of its tasks."""
 
     id: JobId
     spec: JobSpec
@@ -54,7 +54,7 @@ class _LocalJob:
 
 @dataclass(slots=True, eq=False)
 class _LocalTask:
-    """What is known of one task."""
+    """The state of one task."""
 
     job: _LocalJob
     number: int
@@ -65,7 +65,6 @@ class _LocalTask:
     child: Child | None = None  # kept when it has ended, for what was measured
 
     def status(self) -> TaskStatus:
-        """Return it as a value."""
         stdout, stderr = self.job.spec.log_paths(self.job.id, self.number)
         ending = self.ending or Ending(self.state)
         return TaskStatus(
@@ -84,10 +83,10 @@ class _LocalTask:
 
 
 class LocalExecutor:
-    """Runs jobs on this machine for as long as it is open; should its process be killed, its guard ends the tasks."""
+    """Runs jobs on this machine while it is open; if its process is killed, a guard process ends the tasks."""
 
     def __init__(self, machine: Machine | None = None, *, grace_s: float = GRACE_S) -> None:
-        """Lend what `machine` has, by default this one; `grace_s` lies between SIGTERM and SIGKILL."""
+        """Use `machine`, by default this one; `grace_s` lies between SIGTERM and SIGKILL."""
         self.machine = machine or Machine.detect()
         self._slots = Slots(self.machine)
         self._grace_s = grace_s
@@ -199,13 +198,13 @@ class LocalExecutor:
         self.close()
 
     def _advance(self) -> None:
-        """Take in what has happened, hold tasks to their limits, start what can start."""
+        """Update the tasks, hold them to their limits, and start what can start."""
         with signals_held():
             self._watch()
             self._start_waiting()
 
     def _watch(self) -> None:
-        """Look after the running tasks, when one has exited or it is time to."""
+        """Check the running tasks when one has exited or the next check is due."""
         exited = [child for _, child in self._running if child.has_exited()]
         for child in exited:
             if child.exit_fd is not None:
@@ -224,7 +223,7 @@ class LocalExecutor:
             self._end(task, child.ending())
 
     def _start_waiting(self) -> None:
-        """Start what the dependencies allow and the slots can hold."""
+        """Start the tasks whose dependencies are met and for which there is room."""
         for job in self._waiting:
             most = job.spec.max_parallel or len(job.spec.tasks)
             ready = self._is_released(job)
@@ -233,7 +232,7 @@ class LocalExecutor:
         self._waiting = [job for job in self._waiting if job.pending]
 
     def _is_released(self, job: _LocalJob) -> bool:
-        """Tell whether what the job waits for has come; if it never will, cancel the job."""
+        """Tell whether a job's dependencies are met; cancel the job if they never will be."""
         upstream = [self._jobs[other] for other in job.spec.after]
         for other in upstream:
             if other.failure:
@@ -242,7 +241,7 @@ class LocalExecutor:
         return ended and all(other.completed == len(other.tasks) for other in upstream)
 
     def _start(self, job: _LocalJob, task: _LocalTask) -> None:
-        """Start one task; one that cannot be started has failed."""
+        """Start one task; one that cannot be started counts as failed."""
         gpus = self._slots.take(job.spec)
         task.started = time.time()
         try:
@@ -259,7 +258,7 @@ class LocalExecutor:
         self._changed[task] = None
 
     def _end(self, task: _LocalTask, ending: Ending) -> None:
-        """Write down how a task ended."""
+        """Record how a task ended."""
         task.state, task.ending, task.ended = ending.state, ending, time.time()
         task.job.completed += ending.state.ok
         if not ending.state.ok and not task.job.failure:
@@ -267,17 +266,17 @@ class LocalExecutor:
         self._changed[task] = None
 
     def _cancel_pending(self, job: _LocalJob, reason: str) -> None:
-        """Cancel what of a job has not started."""
+        """Cancel the tasks of a job that have not started."""
         while job.pending:
             self._end(job.pending.popleft(), Ending(TaskState.CANCELLED, reason))
 
     def _await_exit(self, timeout_s: float) -> None:
-        """Wait until a first process exits, or the next look is due; a signal ends the wait, too."""
+        """Wait until a task's first process exits, a signal arrives, or the next check is due."""
         notified = all(child.exit_fd is not None for _, child in self._running)
         self._exits.select(min(timeout_s, LOOK_EVERY_S if notified else POLL_EVERY_S))
 
     def _kill_rest(self) -> None:
-        """Kill what still runs, without grace."""
+        """Kill all running tasks, without grace."""
         for _, child in self._running:
             child.kill()
         while self._running:
@@ -286,7 +285,7 @@ class LocalExecutor:
             self._await_exit(LOOK_EVERY_S)
 
     def _refuse_unknown(self, spec: JobSpec) -> None:
-        """Refuse a job that waits for one this executor does not have."""
+        """Refuse a job that depends on one this executor does not have."""
         for job in (*spec.after, *spec.after_any):
             if job not in self._jobs:
                 what = f"waits for job {job}, which this executor does not have (it has {len(self._jobs)})"
@@ -294,7 +293,7 @@ class LocalExecutor:
 
 
 def refuse_too_large(spec: JobSpec, machine: Machine) -> None:
-    """Refuse a job with tasks that this machine could never hold."""
+    """Refuse a job whose tasks this machine could never hold."""
     again = Command.submit(spec.name)
     if spec.nodes > 1:
         what = f"asks for {spec.nodes} nodes; the local executor has one, this machine"
@@ -317,7 +316,7 @@ def make_log_dir(spec: JobSpec) -> None:
 
 @contextmanager
 def signals_held() -> Iterator[None]:
-    """Hold back what may raise in the middle, a Ctrl-C first of all, so that no started process goes unrecorded."""
+    """Delay SIGINT, SIGTERM and SIGHUP, so that none interrupts between starting a process and recording it."""
     arrived: list[int] = []
     handlers = {}
 

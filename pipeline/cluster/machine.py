@@ -30,7 +30,7 @@ NO_LIMIT = 1 << 60  # cgroup v1 writes a number of about 2^63 where there is no 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What there is for all tasks together."""
+    """The resources that all local tasks share."""
 
     cpus: int
     gpus: tuple[str, ...]  # as CUDA_VISIBLE_DEVICES names them
@@ -38,7 +38,7 @@ class Machine:
 
     @classmethod
     def detect(cls, *, cpus: int | None = None, gpus: int | None = None, mem_bytes: int | None = None) -> Machine:
-        """Look at this machine; a figure that is given stands in place of what is found."""
+        """Measure this machine; figures that are given replace the measured ones."""
         gpu_names = find_gpus()
         if gpus is not None:
             gpu_names = (*gpu_names, *map(str, range(len(gpu_names), gpus)))[:gpus]
@@ -50,7 +50,7 @@ class Machine:
 
 
 class Slots:
-    """What of a machine is free."""
+    """The resources of a machine that are free."""
 
     def __init__(self, machine: Machine) -> None:
         self._cpus, self._gpus, self._mem_bytes = machine.cpus, list(machine.gpus), machine.mem_bytes
@@ -64,14 +64,14 @@ class Slots:
         )
 
     def take(self, spec: JobSpec) -> tuple[str, ...]:
-        """Lend what one task asks for; return its GPUs."""
+        """Reserve what one task asks for; return its GPUs."""
         self._cpus -= spec.cpus_on_node
         self._mem_bytes -= spec.mem_bytes or 0
         taken, self._gpus = self._gpus[: spec.gpus], self._gpus[spec.gpus :]
         return tuple(taken)
 
     def give_back(self, spec: JobSpec, gpus: tuple[str, ...]) -> None:
-        """Have back what one task had."""
+        """Release what one task had."""
         self._cpus += spec.cpus_on_node
         self._mem_bytes += spec.mem_bytes or 0
         self._gpus += gpus
@@ -83,7 +83,7 @@ def find_cpus() -> int:
 
 
 def find_gpus(devices: Path = DEVICES) -> tuple[str, ...]:
-    """Name the GPUs this process may use: those it was given, else those whose device files are there."""
+    """Name the GPUs this process may use: CUDA_VISIBLE_DEVICES, or else those whose device files exist."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return tuple(name.strip() for name in visible.split(",") if name.strip())
@@ -92,7 +92,7 @@ def find_gpus(devices: Path = DEVICES) -> tuple[str, ...]:
 
 
 def _count_by_driver() -> int:
-    """Ask the driver's own tool, for systems that show no device files."""
+    """Count GPUs with nvidia-smi, for systems that show no device files."""
     try:
         listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -101,12 +101,12 @@ def _count_by_driver() -> int:
 
 
 def find_mem_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
-    """Return the memory that is free, or what this process's cgroup may have if that is less."""
+    """Return the free memory, or the limit of this process's cgroup if that is less."""
     return min(psutil.virtual_memory().available, *_cgroup_limits(proc, cgroups))
 
 
 def _cgroup_limits(proc: Path, cgroups: Path) -> list[int]:
-    """Return the memory limits of this process's cgroup and of those above it, and NO_LIMIT."""
+    """Return the memory limits of this process's cgroup and its parents, and NO_LIMIT."""
     limits = [NO_LIMIT]
     for folder in _cgroup_folders(proc, cgroups):
         for name in ("memory.max", "memory.limit_in_bytes"):
@@ -116,7 +116,7 @@ def _cgroup_limits(proc: Path, cgroups: Path) -> list[int]:
 
 
 def _cgroup_folders(proc: Path, cgroups: Path) -> Iterator[Path]:
-    """Yield the memory cgroup of this process and those above it, in both versions; some may not be mounted here."""
+    """Yield the folders of this process's memory cgroup and its parents (v1 and v2); some may not be mounted."""
     with contextlib.suppress(OSError):
         for line in (proc / "self" / "cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
@@ -127,7 +127,7 @@ def _cgroup_folders(proc: Path, cgroups: Path) -> Iterator[Path]:
 
 
 def is_alive(pid: int, born: float = 0.0) -> bool:
-    """Tell whether a process lives: the one that was created then, where that is known, and no later one's number."""
+    """Tell whether a process lives; `born` guards against a pid that now belongs to a later process."""
     try:
         process = psutil.Process(pid)
         is_it = not born or abs(process.create_time() - born) < SAME_S
@@ -139,12 +139,12 @@ def is_alive(pid: int, born: float = 0.0) -> bool:
 
 
 def born_at(pid: int) -> float:
-    """Return when a process of this machine was created, by which it is told from others of its number."""
+    """Return when a process was created, which tells it from later ones with the same pid."""
     return psutil.Process(pid).create_time()
 
 
 def count_oom_kills(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
-    """Count the kernel's OOM kills so far: those of this process's cgroup if it tells, else those of the machine."""
+    """Count the kernel's OOM kills so far: of this process's cgroup, or else of the whole machine."""
     for folder in _cgroup_folders(proc, cgroups):
         for name in ("memory.events", "memory.oom_control"):
             count = _read_counter(folder / name)
@@ -154,7 +154,7 @@ def count_oom_kills(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
 
 
 def _read_counter(path: Path) -> int | None:
-    """Return the figure beside the word `oom_kill`."""
+    """Return the `oom_kill` figure in a file of the kernel."""
     with contextlib.suppress(OSError):
         for line in path.read_text().splitlines():
             if line.startswith("oom_kill "):
@@ -193,22 +193,22 @@ class Child:
         self._timeout_at = None if spec.time_s is None else time.monotonic() + spec.time_s
         self._measure_at = 0.0
         self._verdict: tuple[TaskState, str] | None = None  # ours, when it is we who end the task
-        self._told = False
+        self._terminated = False
         self._kill_at = 0.0
         self._exited = False
 
     def stop(self, state: TaskState, reason: str) -> None:
-        """Decide that the task ends now, after its grace; the first decision stands."""
+        """End the task, after its grace period; the first reason given stands."""
         if self._verdict is None:
             self._verdict = (state, reason)
             self._kill_at = time.monotonic() + self._grace_s
 
     def kill(self) -> None:
-        """Take away what is left of the grace."""
+        """End what is left of the grace period."""
         self._kill_at = 0.0
 
     def has_exited(self) -> bool:
-        """Tell whether the first process has exited just now; its number stays taken until the whole tree is gone."""
+        """Tell whether the first process has exited just now; its pid stays reserved until the whole tree is gone."""
         if self._exited:
             return False
         try:
@@ -220,7 +220,7 @@ class Child:
         return self._exited
 
     def hold_to_limits(self, pids: list[int]) -> bool:
-        """Look at the task's living processes, end what must end; tell whether all of it is over."""
+        """Check the task's living processes and end those that must end; tell whether the whole tree is gone."""
         now = time.monotonic()
         if self._exited:  # as under Slurm, nothing outlives the first process; without /proc it can only be told once
             return not send(signal.SIGKILL, pids) or not HAS_PROC
@@ -232,7 +232,7 @@ class Child:
         return False
 
     def _measure(self, pids: list[int], now: float) -> None:
-        """Measure the memory of the tree, and decide that the task ends if it is over its limit."""
+        """Measure the memory of the process tree, and end the task if it is over its limit."""
         if not pids or now < self._measure_at:
             return
         used, limit = used_bytes(pids), self._spec.mem_bytes
@@ -244,15 +244,15 @@ class Child:
             self.kill()
 
     def _end(self, pids: list[int], now: float) -> None:
-        """Send SIGTERM once, and SIGKILL from the end of the grace on."""
+        """Send SIGTERM once, and SIGKILL after the grace period."""
         if now >= self._kill_at:
             send(signal.SIGKILL, pids)
-        elif not self._told:
+        elif not self._terminated:
             send(signal.SIGTERM, pids)
-        self._told = True
+        self._terminated = True
 
     def ending(self) -> Ending:
-        """Collect the first process, and judge how the task ended."""
+        """Reap the first process, and judge how the task ended."""
         code = self._collect()
         if code is None:
             return Ending(*(self._verdict or (TaskState.UNKNOWN, "its exit status was lost")))
@@ -261,7 +261,7 @@ class Child:
         return Ending(state, reason, exit_code, killed_by)
 
     def _collect(self) -> int | None:
-        """Return the exit code, negative for the signal that killed it, or None where the status is lost."""
+        """Return the exit code, negative if a signal killed the process, or None if the status is lost."""
         self._process.returncode = 0  # so that Popen does not look for it, too
         try:
             return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
@@ -269,7 +269,7 @@ class Child:
             return None
 
     def _judge(self, exit_code: int | None, killed_by: int | None) -> tuple[TaskState, str]:
-        """Judge an end that was not of our doing."""
+        """Judge the end of a task that this executor did not end itself."""
         if exit_code == 0:
             return TaskState.COMPLETED, ""
         if killed_by == signal.SIGKILL or exit_code == KILLED:
@@ -283,7 +283,7 @@ class Child:
 
 
 def task_environment(spec: JobSpec, gpus: tuple[str, ...], mark: str) -> dict[str, str]:
-    """Return the environment of a task: ours, threads and GPUs by what it was lent, what the job adds, and its mark."""
+    """Return a task's environment: ours, thread counts and GPUs by what it was lent, the job's own, and its mark."""
     threads = dict.fromkeys(THREADS, str(spec.cpus))
     return {**os.environ, **threads, **spec.env, "CUDA_VISIBLE_DEVICES": ",".join(gpus), MARK: mark}
 
@@ -303,7 +303,7 @@ def _start(spec: JobSpec, job: JobId, task: int, env: Mapping[str, str]) -> subp
 
 
 def _open_exit_fd(pid: int) -> int | None:
-    """Return a descriptor that becomes readable when a process exits, where the system has such a thing."""
+    """Return a descriptor that becomes readable when a process exits (Linux's pidfd), or None."""
     if not hasattr(os, "pidfd_open"):
         return None
     try:

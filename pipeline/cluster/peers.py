@@ -1,4 +1,4 @@
-"""What srun writes of the processes of a task that ended badly, and which of them took the others along.
+"""Reads from srun's log lines which process of a task failed first and took the others along.
 
 Of a step the accounting keeps one exit code, the highest of all its processes, and a signal counts for less than a
 code. Measured on 22.05: one process killed, the others ended with 76 for its sake: the step reads 76:0; one at the
@@ -38,7 +38,7 @@ _SIGNALS = {
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A process that ended, or several that did so alike."""
+    """A process that failed, or several on one node that failed alike."""
 
     ranks: str  # as srun writes them: 1, 2-3, 0,2
     node: str
@@ -48,16 +48,15 @@ class Lost:
 
     @property
     def who(self) -> str:
-        """Name it."""
         return f"rank{'' if self.ranks.isdecimal() else 's'} {self.ranks} on {self.node}"
 
     def said(self, log: str) -> str:
-        """Return what it printed itself, of a log in which srun has put each line's rank before it."""
+        """Return its own lines of a log in which srun prefixes each line with the rank."""
         own = re.compile(rf"^[ 0]*(?:{'|'.join(map(str, self._numbers()))}): (.*)$", re.MULTILINE)
         return "\n".join(own.findall(log))
 
     def _numbers(self) -> Iterator[int]:
-        """Yield the ranks."""
+        """Yield the rank numbers."""
         for part in self.ranks.split(","):
             first, _, last = part.partition("-")
             if first.isdecimal() and (last or first).isdecimal():
@@ -65,18 +64,18 @@ class Lost:
 
 
 def first_lost(log: str, orderly: int) -> Lost | None:
-    """Return the first process that ended by itself: neither in order (exit code `orderly`) nor for another's sake."""
+    """Return the first process that failed by itself, neither in order (`orderly`) nor because a peer was lost."""
     return next((lost for lost in _ended(log) if lost.exit_code not in (orderly, PEER_LOST)), None)
 
 
 def failed_node(log: str) -> str:
-    """Return which node of a task srun calls failed; empty where it calls none so."""
+    """Return the node that srun reports as failed; empty if none."""
     match = _NODE.search(log)
     return match["node"] if match else ""
 
 
 def _ended(log: str) -> Iterator[Lost]:
-    """Yield what srun reports, in its order."""
+    """Yield the processes that srun reports as failed, in the order of the log."""
     for match in _LINE.finditer(log):
         node, tasks, how = match["node"], match["tasks"], match["how"].strip()
         code = _CODE.match(how)

@@ -29,7 +29,7 @@ HAS_PROC = os.path.exists("/proc/self/stat")  # noqa: PTH110 - pathlib would dou
 
 
 class Process(NamedTuple):
-    """A living process of a task."""
+    """A living process, and the task that owns it."""
 
     owner: str
     session: int
@@ -46,7 +46,7 @@ class ProcessTable:
         self._refreshed = 0.0
 
     def refresh(self, roots: Mapping[int, str]) -> None:
-        """Look for processes; `roots` are the first processes of tasks with their marks, each leader of a session."""
+        """Read /proc; `roots` are the tasks' first processes with their marks, each a session leader."""
         if not HAS_PROC:  # then the process group stands for the tree: a negative pid to `kill`
             self._processes = {-pid: Process(mark, pid, 0) for pid, mark in roots.items()}
             return
@@ -61,15 +61,15 @@ class ProcessTable:
             self._look_at(pid, known.get(pid), sessions)
 
     def of(self, owner: str) -> list[int]:
-        """Return the processes of one task."""
+        """Return the pids of one task."""
         return [pid for pid, process in self._processes.items() if process.owner == owner]
 
     def all(self) -> list[int]:
-        """Return the processes of all tasks."""
+        """Return the pids of all tasks."""
         return list(self._processes)
 
     def _look_at(self, pid: int, known: Process | None, sessions: dict[int, str]) -> None:
-        """Keep a process that is ours and remember one that is not, or is dead; the half-born are neither."""
+        """Record a process as a task's or as a stranger's; one without an environment yet is looked at again."""
         try:
             stat = _read_stat(pid)
             owner: str | None = ""
@@ -86,12 +86,12 @@ class ProcessTable:
             sessions.setdefault(stat.session, owner)
 
     def _owner_of(self, pid: int) -> str | None:
-        """Return the task a process belongs to."""
+        """Return the task that a process belongs to."""
         process = self._processes.get(pid)
         return process.owner if process else None
 
     def _read_mark(self, pid: int) -> str | None:
-        """Return the mark in a process's environment, "" if there is none, None if there is no environment yet."""
+        """Return the task mark in a process's environment, "" if there is none, None if there is no environment yet."""
         try:
             with open(f"/proc/{pid}/environ", "rb") as file:  # noqa: PTH123 - read very often
                 environment = file.read()
@@ -104,7 +104,7 @@ class ProcessTable:
 
 
 class Stat(NamedTuple):
-    """What /proc/PID/stat says of a process."""
+    """The fields of /proc/PID/stat that are used here."""
 
     parent: int
     session: int
@@ -113,7 +113,7 @@ class Stat(NamedTuple):
 
 
 def _read_stat(pid: int) -> Stat:
-    """Read what /proc says of a process; its name, the second field, may hold anything but ends in the last bracket."""
+    """Parse /proc/PID/stat; the name, its second field, may hold anything but ends at the last bracket."""
     with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123 - read very often
         fields = file.read().rpartition(b")")[2].split()
     return Stat(
@@ -125,7 +125,7 @@ def _read_stat(pid: int) -> Stat:
 
 
 def send(number: int, pids: Iterable[int]) -> bool:
-    """Send a signal to processes; tell whether one of them was there to take it."""
+    """Send a signal to processes; tell whether any of them existed."""
     delivered = False
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -147,14 +147,14 @@ def used_bytes(pids: list[int]) -> int:
 
 
 def _kilobytes(path: str, *names: bytes) -> int:
-    """Add up the named figures of a file in /proc; of a process that is gone they are nothing."""
+    """Sum the named figures of a file in /proc; 0 if the process is gone."""
     with contextlib.suppress(OSError), open(path, "rb") as file:  # noqa: PTH123 - read very often
         return sum(int(line.split()[1]) for line in file if line.startswith(names))
     return 0
 
 
 class Guard:
-    """A small process that outlives this one and then ends every process of its tasks."""
+    """A small process that outlives this one and then ends all processes of its tasks."""
 
     def __init__(self, prefix: str, grace_s: float) -> None:
         self._process = subprocess.Popen(
@@ -167,12 +167,12 @@ class Guard:
         )
 
     def dismiss(self) -> None:
-        """Let it go: nothing is left to guard."""
+        """Stop the guard: nothing is left to end."""
         self._process.communicate(b".")
 
 
 def guard(prefix: str, grace_s: float) -> None:
-    """Wait for stdin to end without a word, as it does when the executor dies; then end what carries its marks."""
+    """Wait until stdin closes without a byte, as when the executor dies; then end all processes with its marks."""
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     if not sys.stdin.buffer.read(1):
@@ -180,7 +180,7 @@ def guard(prefix: str, grace_s: float) -> None:
 
 
 def end_all(table: ProcessTable, grace_s: float) -> None:
-    """End every process of a table: SIGTERM once, and SIGKILL after the grace."""
+    """End all processes of a table: SIGTERM once, SIGKILL after the grace period."""
     kill_at = time.monotonic() + grace_s
     signalled: set[int] = set()
     quiet = 0

@@ -1,6 +1,6 @@
-"""What a job looks like as a text for sbatch: a stage's script from `sbatch/`, with its header and two places filled.
+"""Renders a job as a text for sbatch: a stage's script from `sbatch/`, with its header, setup and command filled in.
 
-Nothing is run and nothing is asked here: the same words give the same text, whether it is shown or submitted.
+Nothing is run or queried here: the same job gives the same text, whether it is shown or submitted.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from pipeline.cluster.job_spec import TASK
 from pipeline.command_line import ANY, Command
 from pipeline.config.site_profiles import shipped
 from pipeline.errors import SubmissionRefused
+from pipeline.units import MIB
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
     from pipeline.cluster.job_spec import JobSpec
     from pipeline.config.schema_cluster import SlurmSection
@@ -26,7 +27,6 @@ GENERIC = "scan"  # the script of a job that has none of its own
 GENERIC_RANKS = "train"  # the same, of a job of several processes
 STARTS_RANKS = "\nranks=1"  # how a script says that it can start several
 DIRECTIVE = "#SBATCH "
-MIB = 1 << 20
 PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./\[\]*-]+")  # needs no quotes in a header
 NAME = re.compile(r"[A-Za-z0-9._+-]{1,200}")
 IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -36,7 +36,7 @@ LOG = "%A_%a"  # how a task's log begins
 
 
 def template(name: str, *, ranks: int = 0) -> str:
-    """Return the script of a stage, or of any job (with as many processes on a node) where there is no such stage."""
+    """Return the script template of a stage, or the generic one (of several processes if `ranks`) if it has none."""
     folder = shipped("sbatch")
     path = folder / f"{name}.sbatch"
     if not (NAME.fullmatch(name) and path.is_file()):
@@ -45,9 +45,9 @@ def template(name: str, *, ranks: int = 0) -> str:
 
 
 def render(text: str, spec: JobSpec, site: SlurmSection, *, highest_task: int | None = None) -> str:
-    """Return a script for sbatch: `text` with the header, the site's setup and the command of a job.
+    """Return a script for sbatch: a template with the header, the site's setup and the command of a job filled in.
 
-    `highest_task` is the highest number that the cluster gives to a task of an array.
+    `highest_task` is the highest array index that the cluster allows.
     """
     if spec.processes > 1 and STARTS_RANKS not in text:
         raise _refused(spec, f"its script starts one process, not {spec.processes}", then=" --dry-run")
@@ -58,7 +58,7 @@ def render(text: str, spec: JobSpec, site: SlurmSection, *, highest_task: int | 
 
 
 def array_offset(spec: JobSpec, highest_task: int | None) -> int:
-    """Return what is added to an array's index to have the number of a task: 0 wherever that is possible."""
+    """Return what to add to an array index to get the task's number: 0 wherever the cluster's limit allows it."""
     if highest_task is None or spec.tasks[-1] <= highest_task:
         return 0
     first, last = spec.tasks[0], spec.tasks[-1]
@@ -69,13 +69,13 @@ def array_offset(spec: JobSpec, highest_task: int | None) -> int:
 
 
 def offset_of(script: str) -> int | None:
-    """Return the offset that a rendered script has; None where it says nothing."""
+    """Return the array offset in a rendered script; None if it has none."""
     match = OFFSET.search(script)
     return int(match[1]) if match else None
 
 
 def job_name(spec: JobSpec) -> str:
-    """Return the name by which the job is found in the queue: its tag, made of what every command takes."""
+    """Return the job's name in the queue: its tag, reduced to characters that every command accepts."""
     name = spec.tag or f"pipeline-{spec.name}"
     if NAME.fullmatch(name):
         return name
@@ -84,7 +84,7 @@ def job_name(spec: JobSpec) -> str:
 
 
 def options(spec: JobSpec, site: SlurmSection, offset: int = 0) -> list[str]:
-    """Return the options of a job, as a header takes them."""
+    """Return the sbatch options of a job, as header lines take them."""
     out, err = (log_pattern(spec, end) for end in ("out", "err"))
     pairs: list[tuple[str, str | None]] = [
         ("job-name", job_name(spec)),
@@ -113,7 +113,7 @@ def options(spec: JobSpec, site: SlurmSection, offset: int = 0) -> list[str]:
 
 
 def array(tasks: Sequence[int], offset: int = 0, max_parallel: int | None = None) -> str:
-    """Return the numbers of an array in ranges, as in 0-4,7,9-11%8."""
+    """Return the value of `--array` with ranges, such as 0-4,7,9-11%8."""
     ranges: list[list[int]] = []
     for index in (task - offset for task in tasks):
         if ranges and index == ranges[-1][1] + 1:
@@ -125,19 +125,19 @@ def array(tasks: Sequence[int], offset: int = 0, max_parallel: int | None = None
 
 
 def slurm_clock(time_s: int) -> str:
-    """Return a time limit as sbatch takes it; it counts minutes."""
+    """Return a time limit in sbatch's format, rounded up to minutes."""
     minutes = -(-time_s // 60)
     return f"{minutes // 60:02}:{minutes % 60:02}:00"
 
 
 def dependency(spec: JobSpec) -> str:
-    """Return what a job waits for, in the words of sbatch."""
+    """Return the value of `--dependency`."""
     kinds = (("afterok", spec.after), ("afterany", spec.after_any), ("afternotok", spec.after_not_ok))
     return ",".join(":".join((kind, *jobs)) for kind, jobs in kinds if jobs)
 
 
 def log_pattern(spec: JobSpec, end: str) -> str:
-    """Return where a job's logs go, as a pattern of file names."""
+    """Return the file name pattern of a job's logs."""
     folder = os.path.abspath(spec.log_dir)  # noqa: PTH100 - a link in it stays one
     if "\\" in folder:
         what = f"the folder of its logs holds a backslash ({folder!r}), which cannot be told to sbatch"
@@ -146,7 +146,7 @@ def log_pattern(spec: JobSpec, end: str) -> str:
 
 
 def header_word(spec: JobSpec, name: str, value: str) -> str:
-    """Return a value as the header's parser reads it back."""
+    """Return a value quoted for an #SBATCH line."""
     _refuse_lines(spec, name, value)
     if PLAIN.fullmatch(value):
         return value
@@ -154,7 +154,7 @@ def header_word(spec: JobSpec, name: str, value: str) -> str:
 
 
 def _refuse_lines(spec: JobSpec, name: str, value: str) -> None:
-    """Refuse what would be more than its line of the header: the next would be an option of its own, or a command."""
+    """Refuse a value with line breaks: the rest would become an option or a command of its own."""
     if any(character in "\n\r\0" or "\ud800" <= character <= "\udfff" for character in value):
         what = f"--{name} is {value!r}, and what is no text, or more than a line, cannot be told to sbatch"
         setting = ("runs", "FOLDER") if name in ("output", "error") else (f"slurm.{name}", ANY)
@@ -162,12 +162,12 @@ def _refuse_lines(spec: JobSpec, name: str, value: str) -> None:
 
 
 def setup_lines(site: SlurmSection) -> list[str]:
-    """Return what a script runs first: the site's lines, and where its scratch folder is."""
+    """Return the lines that a script runs first: the site's setup, and where its scratch folder is."""
     return [*site.setup, f"scratch={_expanding(site.scratch or '')}"]
 
 
 def command_lines(spec: JobSpec, offset: int = 0) -> list[str]:
-    """Return the lines that say which command a task is: an argument a line, none of them open to the shell."""
+    """Return the lines that define a task's command: one quoted argument a line, not expanded by the shell."""
     if odd := [name for name in spec.env if not IDENTIFIER.fullmatch(name)]:
         raise _refused(spec, f"a shell cannot export {odd[0]!r}", then=" --dry-run")
     words = ['"$task"' if word == TASK else shell_word(word) for word in spec.argv]
@@ -178,20 +178,20 @@ def command_lines(spec: JobSpec, offset: int = 0) -> list[str]:
 
 
 def shell_word(text: str) -> str:
-    """Quote a text for bash; what sbatch or a locale might refuse, such as line breaks, is spelled out."""
+    """Quote a text for bash; characters that sbatch or a locale might refuse are escaped."""
     if all(character.isprintable() for character in text):
         return shlex.quote(text)
     return "$'" + "".join(map(_spelled, os.fsencode(text))) + "'"
 
 
 def _spelled(byte: int) -> str:
-    """Spell a byte inside $'...'."""
+    """Escape a byte inside $'...'."""
     character = chr(byte)
     return character if " " <= character <= "~" and character not in "\\'" else f"\\x{byte:02x}"
 
 
 def _expanding(text: str) -> str:
-    """Quote a text for bash, but let the variables in it be replaced where the job runs."""
+    """Quote a text for bash, but leave the variables in it to be expanded where the job runs."""
     parts: list[str] = []
     place = 0
     for match in VARIABLE.finditer(text):
@@ -206,7 +206,7 @@ def _quoted(text: str) -> str:
 
 
 def _gpus(spec: JobSpec, site: SlurmSection) -> tuple[str, str | None]:
-    """Return how a job asks for its GPUs here."""
+    """Return the option by which a job asks for GPUs on this site."""
     kind = f"{spec.card}:" if spec.card else ""
     if not spec.gpus:
         return "gres", None
@@ -214,7 +214,7 @@ def _gpus(spec: JobSpec, site: SlurmSection) -> tuple[str, str | None]:
 
 
 def _memory(spec: JobSpec, site: SlurmSection) -> tuple[str, str | None]:
-    """Return how a job asks for its memory here."""
+    """Return the option by which a job asks for memory on this site."""
     if spec.mem_bytes is None or site.memory == "none":
         return "mem", None
     shares = spec.cpus_on_node if site.memory == "mem-per-cpu" else 1
@@ -222,7 +222,7 @@ def _memory(spec: JobSpec, site: SlurmSection) -> tuple[str, str | None]:
 
 
 def _signal(spec: JobSpec, site: SlurmSection) -> str | None:
-    """Return when a task is told to finish: before its limit, but never at once."""
+    """Return the value of `--signal`: warn the task some time before its limit, but never at once."""
     grace_s = int(site.grace)
     if spec.time_s is not None:
         grace_s = min(grace_s, spec.time_s // 4)
@@ -230,7 +230,7 @@ def _signal(spec: JobSpec, site: SlurmSection) -> str | None:
 
 
 def _whole(spec: JobSpec, option: str) -> str:
-    """Return an option that the site names as a header takes it."""
+    """Return one of the site's own options, quoted for the header."""
     _refuse_lines(spec, "options", option)
     name, equals, value = option.partition("=")
     name = name if name.startswith("-") else f"--{name}"
@@ -238,7 +238,7 @@ def _whole(spec: JobSpec, option: str) -> str:
 
 
 def _replace_header(text: str, directives: Sequence[str]) -> str:
-    """Put directives in the place of those that a text has."""
+    """Replace the #SBATCH lines of a script."""
     lines = text.splitlines()
     place = next((number for number, line in enumerate(lines) if line.startswith(DIRECTIVE)), 1)
     kept = [line for line in lines[place:] if not line.startswith(DIRECTIVE)]
@@ -246,16 +246,11 @@ def _replace_header(text: str, directives: Sequence[str]) -> str:
 
 
 def _fill(text: str, place: str, filling: Iterable[str]) -> str:
-    """Put lines between the two marks of a place."""
-    return "\n".join(_filled(text.splitlines(), place, filling)) + "\n"
-
-
-def _filled(lines: Sequence[str], place: str, filling: Iterable[str]) -> Iterator[str]:
+    """Replace what stands between the two marks of a section of the script."""
+    lines = text.splitlines()
     opens = next(number for number, line in enumerate(lines) if line.startswith(f"# >>> {place}"))
     closes = lines.index(f"# <<< {place}")
-    yield from lines[: opens + 1]
-    yield from filling
-    yield from lines[closes:]
+    return "\n".join([*lines[: opens + 1], *filling, *lines[closes:]]) + "\n"
 
 
 def _refused(spec: JobSpec, what: str, change: tuple[str, str] = ("", ""), then: str = "") -> SubmissionRefused:

@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 from pipeline.cluster.accounting import CommandFailed
 from pipeline.cluster.fields import Gpus, limit_of, parse_gres
+from pipeline.units import MIB
 
 Ask: TypeAlias = Callable[[Sequence[str], float], str]  # arguments and seconds → stdout; raises CommandFailed
 
@@ -20,15 +21,13 @@ CONFIG = ("scontrol", "show", "config")
 PARTITIONS = ("scontrol", "show", "partition", "--oneliner")
 NODES = ("sinfo", "--noheader", "--exact", "--format=%R|%D|%c|%m|%G|%f")  # --exact: 3 nodes of 64 GB are no "64000+"
 NOTHING = ("", "(null)", "N/A", "n/a", "NONE", "none", "UNLIMITED", "INFINITE", "infinite", "ALL")
-MIB = 1 << 20
-
 _FIELD = re.compile(r"(?:^|\s)([A-Za-z][\w/:-]*)=(\S*)")
 _SETTING = re.compile(r"\s*([\w/\[\]-]+)\s*=\s?(.*)")
 
 
 @dataclass(frozen=True, slots=True)
 class SiteNodes:
-    """Nodes of a partition that are alike."""
+    """A group of equal nodes of one partition."""
 
     partition: str
     count: int
@@ -55,7 +54,7 @@ class Partition:
 
 @dataclass(frozen=True, slots=True)
 class Association:
-    """An account that one may charge, and where."""
+    """An account that the user may charge, in which partition, and with which QOS."""
 
     account: str
     partition: str
@@ -65,7 +64,7 @@ class Association:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """All that was found out."""
+    """Everything that a cluster's commands reported about it."""
 
     settings: Mapping[str, str]
     partitions: tuple[Partition, ...] = ()
@@ -77,17 +76,15 @@ class Site:
 
     @property
     def name(self) -> str:
-        """The cluster's own name."""
         return self.settings.get("ClusterName", "") or "slurm"
 
     @property
     def version(self) -> str:
-        """The version of the scheduler."""
         return self.settings.get("SLURM_VERSION", "") or "of unknown version"
 
     @property
     def default(self) -> Partition | None:
-        """Where jobs go that name no partition."""
+        """The partition of jobs that name none."""
         return next((partition for partition in self.partitions if partition.is_default), None)
 
     @property
@@ -97,13 +94,13 @@ class Site:
 
     @property
     def counts_memory(self) -> bool | None:
-        """Tell whether the scheduler gives memory out as it does cores; None: not told."""
+        """Whether memory is a consumable resource, as cores are; None if unknown."""
         how = self.settings.get("SelectTypeParameters")
         return None if how is None else "MEMORY" in how.upper()
 
     @property
     def limits_memory(self) -> bool | None:
-        """Tell whether a job that uses more than it asked for is stopped; None: not told."""
+        """Whether a job that uses more memory than it asked for is stopped; None if unknown."""
         if self.setting("JobAcctGatherParams").lower().find("overmemorykill") >= 0:
             return True
         if not self.settings.get("TaskPlugin"):
@@ -114,15 +111,14 @@ class Site:
         return None if constrained is None else constrained.lower() in ("yes", "true", "1")
 
     def setting(self, key: str) -> str:
-        """Return a setting of the scheduler, empty where it has none."""
+        """Return a value of `scontrol show config`, empty if it is not set."""
         return "" if self.settings.get(key, "") in ("(null)", "N/A") else self.settings.get(key, "")
 
     def partition(self, name: str) -> Partition | None:
-        """Return a partition by its name."""
         return next((partition for partition in self.partitions if partition.name == name), None)
 
     def bars(self, partition: str) -> str:
-        """Say why one's jobs would not run in a partition now; empty where nothing is known against it."""
+        """Say why the user's jobs would not run in a partition now; empty if nothing is known against it."""
         known = self.partition(partition)
         mine = {association.account for association in self.associations}
         if known is None:
@@ -132,16 +128,16 @@ class Site:
         return "" if known.is_up else f"{partition} is not up"
 
     def nodes_of(self, partition: str) -> list[SiteNodes]:
-        """Return what a partition consists of."""
+        """Return the groups of nodes in a partition."""
         return [node for node in self.nodes if node.partition == partition]
 
 
 def look_at_site(ask: Ask, user: str) -> Site:
-    """Ask the cluster about itself; only a controller that does not answer is an error, anything else stays unknown."""
+    """Query the cluster; raises only if the controller does not answer, other failures go into `silent`."""
     settings = parse_settings(ask(CONFIG, PATIENCE_S))
     silent: list[str] = []
 
-    def told(*command: str) -> str:
+    def answer_to(*command: str) -> str:
         try:
             return ask(command, PATIENCE_S)
         except CommandFailed as error:
@@ -150,11 +146,11 @@ def look_at_site(ask: Ask, user: str) -> Site:
 
     return Site(
         settings=settings,
-        partitions=parse_partitions(told(*PARTITIONS)),
-        nodes=parse_nodes(told(*NODES)),
-        associations=parse_associations(told(*associations_of(user)), settings.get("ClusterName", "")),
-        default_account=parse_default_account(told(*default_account_of(user))),
-        qos_max_submit=parse_qos(told("sacctmgr", "-nP", "show", "qos", "format=Name,MaxSubmitPU")),
+        partitions=parse_partitions(answer_to(*PARTITIONS)),
+        nodes=parse_nodes(answer_to(*NODES)),
+        associations=parse_associations(answer_to(*associations_of(user)), settings.get("ClusterName", "")),
+        default_account=parse_default_account(answer_to(*default_account_of(user))),
+        qos_max_submit=parse_qos(answer_to("sacctmgr", "-nP", "show", "qos", "format=Name,MaxSubmitPU")),
         silent=tuple(dict.fromkeys(silent)),
     )
 
@@ -165,24 +161,24 @@ def associations_of(user: str) -> tuple[str, ...]:
 
 
 def default_account_of(user: str) -> tuple[str, ...]:
-    """Return the command that tells what a user's jobs are charged to."""
+    """Return the command that prints a user's default account."""
     return ("sacctmgr", "-nP", "show", "user", user, "format=DefaultAccount")
 
 
 def parse_settings(text: str) -> dict[str, str]:
-    """Read `scontrol show config`."""
+    """Parse `scontrol show config`."""
     matches = (_SETTING.fullmatch(line) for line in text.splitlines())
     return {match[1]: match[2].strip() for match in matches if match}
 
 
 def parse_partitions(text: str) -> tuple[Partition, ...]:
-    """Read `scontrol show partition --oneliner`."""
+    """Parse `scontrol show partition --oneliner`."""
     lines = (dict(_FIELD.findall(line)) for line in text.splitlines())
     return tuple(_partition(line) for line in lines if line.get("PartitionName"))
 
 
 def parse_nodes(text: str) -> tuple[SiteNodes, ...]:
-    """Read the answer to NODES; a line that is none is left out."""
+    """Parse the output of NODES; malformed lines are skipped."""
     rows = (line.strip().split("|") for line in text.splitlines())
     return tuple(
         SiteNodes(
@@ -199,7 +195,7 @@ def parse_nodes(text: str) -> tuple[SiteNodes, ...]:
 
 
 def parse_associations(text: str, cluster: str = "") -> tuple[Association, ...]:
-    """Read the answer to `associations_of`; of another cluster nothing is taken."""
+    """Parse the output of `associations_of`, skipping other clusters."""
     rows = (line.split("|") for line in text.splitlines())
     return tuple(
         Association(row[1], row[2], _list(row[3]), leading_number(row[4]))
@@ -209,12 +205,12 @@ def parse_associations(text: str, cluster: str = "") -> tuple[Association, ...]:
 
 
 def parse_default_account(text: str) -> str:
-    """Read the answer to `default_account_of`."""
+    """Parse the output of `default_account_of`."""
     return next((line.split("|")[0].strip() for line in text.splitlines() if line.strip()), "")
 
 
 def parse_qos(text: str) -> dict[str, int | None]:
-    """Read the names of all QOS, and how many jobs of one user each takes."""
+    """Return each QOS with the number of jobs that one user may submit to it."""
     rows = (line.split("|") for line in text.splitlines())
     return {row[0]: leading_number(row[1]) for row in rows if len(row) >= 2 and row[0]}
 
@@ -240,16 +236,16 @@ def _partition(line: Mapping[str, str]) -> Partition:
 
 
 def _list(text: str) -> tuple[str, ...]:
-    """Return the words of a list; what stands for all, or for none, is empty."""
+    """Return the parts of a comma-separated list; empty where it stands for all or for none."""
     return tuple(part for part in (part.strip() for part in text.split(",")) if part not in NOTHING)
 
 
 def last_line(text: str) -> str:
-    """Return the last thing that a command has said: the one that ended it."""
+    """Return the last line that is not blank: the message with which a command ended."""
     return next((line for line in reversed(text.splitlines()) if line.strip()), "")
 
 
 def join(words: Iterable[str], most: int = 12) -> str:
-    """Return words as a list for people, the first few of many."""
+    """Return words as a list for people, cut after the first `most`."""
     every = list(words)
     return ", ".join(every[:most]) + (f" and {len(every) - most} more" if len(every) > most else "")

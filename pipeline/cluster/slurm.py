@@ -1,7 +1,7 @@
-"""Runs jobs through Slurm: a job is an array, submitted by way of submitit as the very text that `sbatch.py` renders.
+"""The executor for Slurm: a job is an array, submitted through submitit as the text that `sbatch.py` renders.
 
-What becomes of the tasks is asked of squeue first, for all jobs at once, and of sacct for those that squeue no longer
-has or calls ended. What neither can tell is UNKNOWN, after some patience.
+The state of tasks comes from squeue first, for all jobs at once, and from sacct for those that squeue no longer has or
+calls ended. A task that neither knows is UNKNOWN, after some patience.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MANY_CPUS, MANY_GPUS = 1024, 64  # where the cluster does not tell what it has
 
 @dataclass(frozen=True, slots=True)
 class StartEstimate:
-    """When a job would start, as far as the scheduler can tell."""
+    """When the scheduler thinks a job would start, and its own words."""
 
     at: float | None
     said: str
@@ -94,7 +94,7 @@ class SlurmExecutor:
         return job
 
     def script_for(self, spec: JobSpec) -> str:
-        """Return the text that would be submitted, or raise SubmissionRefused for what cannot be."""
+        """Return the script that would be submitted, or raise SubmissionRefused."""
         refuse_impossible(spec)
         if not slurm_commands.is_there():
             raise refusal_of(spec, "sbatch: No such file or directory", ())
@@ -105,16 +105,11 @@ class SlurmExecutor:
         return sbatch.render(text, spec, self.site, highest_task=limits.highest_task)
 
     def test(self, spec: JobSpec) -> StartEstimate:
-        """Ask when a job would start, without submitting it; raise SubmissionRefused if it never would."""
+        """Ask sbatch when a job would start, without submitting it; raise SubmissionRefused if it never would."""
         script = self.script_for(spec)
         try:
-            words = [
-                "env",
-                *(f"--unset={name}" for name in slurm_commands.unset_for_jobs(script)),
-                "sbatch",
-                "--test-only",
-            ]
-            reply = slurm_commands.run_command(words, stdin=script).strip()
+            unset = [f"--unset={name}" for name in slurm_commands.unset_for_jobs(script)]
+            reply = slurm_commands.run_command(["env", *unset, "sbatch", "--test-only"], stdin=script).strip()
         except CommandFailed as error:
             raise refusal_of(spec, error.what, self._partitions()) from error
         return StartEstimate(epoch_of(slurm_commands.starts_at(reply)), reply)
@@ -152,7 +147,7 @@ class SlurmExecutor:
         return list(changed.values())
 
     def _look_in_time(self) -> None:
-        """Ask the cluster, unless it was asked just now: it is everybody's."""
+        """Query the cluster, at most once in the polling interval."""
         if time.monotonic() >= self._look_at:
             self._look()
             self._look_at = time.monotonic() + self._poll_s
@@ -170,15 +165,14 @@ class SlurmExecutor:
     def queued(self, jobs: Iterable[JobId]) -> set[JobId]:
         wanted = set(jobs)
         try:
-            return {
-                name.partition("_")[0] for name, task in slurm_commands.queue(wanted).items() if not task.state.ended
-            }
+            tasks = slurm_commands.queue(wanted)
         except CommandFailed as error:
             self.trouble = error.what
             return wanted
+        return {name.partition("_")[0] for name, task in tasks.items() if not task.state.ended}
 
     def script(self, job: JobId) -> str:
-        """Return the script that the cluster has of a job."""
+        """Return the batch script of a job, as Slurm keeps it."""
         return slurm_commands.run_command(["scontrol", "write", "batch_script", job, "-"])
 
     def close(self) -> None:
@@ -191,7 +185,7 @@ class SlurmExecutor:
         self.close()
 
     def _submit(self, spec: JobSpec, script: str, *, look_first: bool) -> JobId:
-        """Submit a text once, however often that takes."""
+        """Submit a script exactly once, retrying while the cluster is too busy."""
         for wait_s in (*TRIES_S, None):
             try:
                 if look_first and (existing := slurm_commands.named(sbatch.job_name(spec))):
@@ -207,7 +201,7 @@ class SlurmExecutor:
         raise AssertionError
 
     def _named(self, spec: JobSpec) -> JobId | None:
-        """Return the job of a tag, if the cluster can tell that there is one."""
+        """Return the job of a tag if the cluster has it and answers."""
         with suppress(CommandFailed):
             return min(slurm_commands.named(sbatch.job_name(spec)), key=int, default=None)
         return None
@@ -217,7 +211,7 @@ class SlurmExecutor:
         return any(job.is_open for job in self._jobs.values())
 
     def _look(self) -> None:
-        """Ask the queue, and the accounting about what the queue leaves open; take in what is new."""
+        """Query the queue, and the accounting about tasks that the queue leaves open; note which tasks changed."""
         jobs = [job for job in self._jobs.values() if job.is_open]
         if not jobs:
             return
@@ -232,7 +226,7 @@ class SlurmExecutor:
             self._changed.update({(task.job, task.task): task for task in job.take_in(views, self._patience_s)})
 
     def _accounted(self, jobs: list[Followed]) -> AccountingLook:
-        """Return what the accounting has on some jobs; nothing while it is in trouble."""
+        """Return what the accounting has on some jobs; nothing for a while after it failed to answer."""
         if not jobs or time.monotonic() < self._ask_again_at:
             return AccountingLook({})
         look = self._accounting.look([job.id for job in jobs], min(job.since for job in jobs))
@@ -242,7 +236,10 @@ class SlurmExecutor:
         return look
 
     def _after_known(self, spec: JobSpec) -> JobSpec:
-        """Return a job without the dependencies that the queue has forgotten; Slurm takes any of those for met."""
+        """Return a job without the dependencies that the queue has forgotten, which Slurm would take as met.
+
+        Refuses the job if one of them did not end well.
+        """
         _refuse_foreign(spec)
         try:
             known = {name.partition("_")[0] for name in slurm_commands.queue((*spec.after, *spec.after_any))}

@@ -1,4 +1,4 @@
-"""The commands of Slurm: run only here, each with a time limit, in an environment that changes no answer."""
+"""Runs Slurm's commands: each with a time limit, in an environment that changes none of the answers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ STARTS_AT = re.compile(r"to start at (\S+)")
 
 @dataclass(frozen=True, slots=True)
 class NodeKind:
-    """What a partition has; a cluster tells of each once for every kind of node in it."""
+    """A line of sinfo: nodes of one partition that are alike; a partition of several kinds has several lines."""
 
     name: str
     cpus: int  # of one node
@@ -73,25 +73,28 @@ def run_command(words: Sequence[str], timeout_s: float = ASK_S, *, stdin: str = 
 
 
 def question_environment() -> dict[str, str]:
-    """Return the environment for questions: no format, filter or job of somebody's session gets into the answer."""
+    """Return an environment for queries, without the job, filters and formats of the calling session."""
     kept = {name: value for name, value in os.environ.items() if name in KEPT or not MINE.match(name)}
     return {**kept, **ENVIRONMENT}
 
 
 def unset_for_jobs(script: str = "") -> list[str]:
-    """Return the variables that a job must not get from the job that submits it, nor a script's header be beaten by."""
+    """Return the environment variables to unset for sbatch.
+
+    Those of an enclosing job, and those that would override options in the script's header.
+    """
     in_header = {f"SBATCH_{name.upper()}" for name in re.findall(r"^#SBATCH --([a-z]+)=", script, re.MULTILINE)}
     spared = (KEPT | DEFAULTS) - in_header
     return sorted(name for name in os.environ if (MINE.match(name) and name not in spared) or name in LENT)
 
 
 def is_there() -> bool:
-    """Tell whether this machine can submit jobs."""
+    """Tell whether Slurm's commands are installed on this machine."""
     return all(shutil.which(name) for name in ("sbatch", "srun", "squeue", "scontrol", "scancel"))
 
 
 def queue(jobs: Iterable[JobId], timeout_s: float = ASK_S) -> dict[str, Queued]:
-    """Return the tasks of some jobs that the queue knows, also those that have just ended, by their names."""
+    """Return the queue's entry of each task of some jobs by name (12_3), those that have just ended included."""
     wanted = sorted({job for job in jobs if job.isdecimal()}, key=int)
     if not wanted:
         return {}
@@ -104,7 +107,7 @@ def queue(jobs: Iterable[JobId], timeout_s: float = ASK_S) -> dict[str, Queued]:
 
 
 def named(name: str, timeout_s: float = ASK_S) -> set[JobId]:
-    """Return my jobs of a name, in the queue or, as far as it answers, in the accounting."""
+    """Return the ids of my jobs of a name, from the queue or else, where it answers, from the accounting."""
     text = run_command(
         ["squeue", "--noheader", "--states=all", f"--user={os.getuid()}", f"--name={name}", "--format=%F"]
     )
@@ -119,14 +122,14 @@ def named(name: str, timeout_s: float = ASK_S) -> set[JobId]:
 
 
 def node_kinds() -> list[NodeKind]:
-    """Return what the cluster has."""
+    """Return what kinds of node each partition has."""
     text = run_command(["sinfo", "--noheader", "--exact", "--format=%P|%c|%m|%G|%D|%l|%N"])
     kinds = [_partition(line.split("|")) for line in text.splitlines() if line.count("|") == 6]
     return [kind for kind in kinds if kind is not None]
 
 
 def _partition(cells: Sequence[str]) -> NodeKind | None:
-    """Read a line of sinfo; None if it makes no sense."""
+    """Parse a line of sinfo; None if it is malformed."""
     name, cpus, mem, gres, nodes, limit, named_nodes = (cell.strip() for cell in cells)
     if not (cpus.isdecimal() and mem.isdecimal() and nodes.isdecimal()):
         return None
@@ -143,19 +146,19 @@ def _partition(cells: Sequence[str]) -> NodeKind | None:
 
 
 def gpus_of(gres: str) -> int:
-    """Return the GPUs in a list such as gpu:a100:4(S:0-1),nvme:1."""
+    """Return the number of GPUs in a list such as gpu:a100:4(S:0-1),nvme:1."""
     return sum(gpus.count for gpus in parse_gres(gres))
 
 
 def reserved_bytes(nodes: str) -> int:
-    """Return how much of its memory a node keeps for itself: the least of some nodes; 0 where nobody says."""
+    """Return how much memory a node reserves for itself: the least of the named nodes; 0 if unknown."""
     text = run_command(["scontrol", "--oneliner", "show", "node", nodes])
     kept = [int(match[1]) if (match := re.search(r"\bMemSpecLimit=(\d+)", line)) else 0 for line in text.splitlines()]
     return min(kept, default=0) << 20
 
 
 def setting(name: str) -> str:
-    """Return what the cluster's configuration says; empty where it says nothing."""
+    """Return a value of `scontrol show config`, empty if it is not set."""
     match = re.search(rf"^{re.escape(name)}\s*=\s*(.*)$", run_command(["scontrol", "show", "config"]), re.MULTILINE)
     return match[1].strip() if match else ""
 
@@ -178,7 +181,7 @@ def most_queued(account: str | None, qos: str | None, partition: str | None) -> 
 
 
 def starts_at(reply: str) -> str:
-    """Return when sbatch --test-only thinks that a job would start, as it says it."""
+    """Return the start time in the reply of `sbatch --test-only`, empty if there is none."""
     match = STARTS_AT.search(reply)
     return match[1] if match else ""
 
@@ -202,7 +205,7 @@ def submit_text(spec: JobSpec, script: str) -> JobId:
 
 
 def _write(path: Path, script: str) -> None:
-    """Write a script where its logs will be: a folder that takes none would take no logs either."""
+    """Write the script into the folder of the logs, or refuse: a folder that cannot take it could not take logs."""
     try:
         path.write_bytes(os.fsencode(script))
     except OSError as error:
@@ -212,7 +215,7 @@ def _write(path: Path, script: str) -> None:
 
 
 def _submit(script: str) -> JobId:
-    """Submit a script by way of submitit, in a folder of its own: it reads more into some names of folders."""
+    """Submit a script through submitit, in a temporary folder: submitit reads more into some folder names."""
     from submitit.core.utils import FailedJobError, FailedSubmissionError  # late: it is slow to import
 
     with tempfile.TemporaryDirectory(prefix="pipeline-") as folder:
@@ -231,11 +234,11 @@ def script_path(spec: JobSpec, job: JobId) -> Path:
 
 @cache
 def _executor_class() -> Any:
-    """Return submitit's executor with our text in the place of its own."""
+    """Return a subclass of submitit's executor that submits our own script text."""
     from submitit.slurm.slurm import SlurmExecutor
 
     class TextExecutor(SlurmExecutor):
-        """Submits one text."""
+        """Submits a given script text."""
 
         def __init__(self, folder: str, script: str) -> None:
             super().__init__(folder)

@@ -1,4 +1,4 @@
-"""What a cluster has and allows, as the site's profile says it or else the cluster itself: asked once."""
+"""A cluster's resources and limits, from the site's profile or else from the cluster itself, which is asked once."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 class Facts:
-    """The figures of one site; what nobody tells is None."""
+    """The resources and limits of one site; None where they are unknown."""
 
     def __init__(self, site: SlurmSection) -> None:
         self.site = site
 
     def limits(self, partition: str | None = None, *, cpus: int = 1, gpus: int = 0) -> Limits:
-        """Return the limits of a partition (the site's or the cluster's default if none is named) for such tasks."""
+        """Return the limits of a partition (by default the site's or the cluster's) for tasks of such a size."""
         site, size = self.site, self.array_size
         nodes = [kind for kind in self.nodes(partition) if kind.cpus >= cpus and kind.gpus >= gpus]
         mem_bytes = self._largest_mem(nodes) if site.largest_mem == "auto" else int(site.largest_mem)
@@ -44,7 +44,7 @@ class Facts:
 
     @cached_property
     def partitions(self) -> list[NodeKind]:
-        """What the cluster has; nothing where it does not tell."""
+        """The kinds of node of all partitions; empty if sinfo does not answer."""
         try:
             return slurm_commands.node_kinds()
         except CommandFailed:
@@ -69,7 +69,7 @@ class Facts:
             return None
 
     def _largest_mem(self, nodes: Sequence[NodeKind]) -> int | None:
-        """Return what a task can be given on the largest node: what the node keeps for itself is not it."""
+        """Return the memory of the largest node, less what the node reserves for itself."""
         if not nodes:
             return None
         largest = max(nodes, key=lambda kind: kind.mem_bytes)
@@ -89,7 +89,7 @@ class Facts:
 
 
 def _longest(nodes: Sequence[NodeKind]) -> int | None:
-    """Return the longest time that any of the partitions gives; None where one has no limit."""
+    """Return the longest time limit of the partitions; None if one has no limit."""
     limits = [kind.time_s for kind in nodes]
     return max((limit for limit in limits if limit is not None), default=None) if None not in limits else None
 
@@ -141,12 +141,12 @@ REMEDIES: dict[str, tuple[tuple[str, ...], str]] = {
 
 
 def transient(message: str) -> bool:
-    """Tell whether the same submission may well succeed a little later."""
+    """Tell whether the same submission may succeed a little later."""
     return not message.strip() or any(sign in message.lower() for sign in PASSING)
 
 
 def refusal_of(spec: JobSpec, message: str, partitions: Iterable[str]) -> SubmissionRefused:
-    """Return the scheduler's own words, with what to change."""
+    """Return an error with the scheduler's own message and the settings to change."""
     words = [line.removeprefix("sbatch: error: ") for line in message.strip().splitlines() if line]
     what = "the cluster does not take the job: " + ("; ".join(words) or "sbatch failed without a word")
     keys, then = next((change for sign, change in REMEDIES.items() if sign in message.lower()), ((), ""))
@@ -162,17 +162,17 @@ def refusal_of(spec: JobSpec, message: str, partitions: Iterable[str]) -> Submis
 
 
 def _section(spec: JobSpec) -> str:
-    """Return the section of `cluster` that has a job's settings."""
+    """Return the section of `cluster` with a job's settings."""
     return "supervisor" if spec.name == SUPERVISE else spec.name
 
 
 def _again(spec: JobSpec) -> Command:
-    """Return the command that tries again; a supervisor's job is no stage of its own."""
+    """Return the command that submits a job again; the supervisor's job is no stage of its own."""
     return Command.submit("all" if spec.name == SUPERVISE else spec.name)
 
 
 def refuse_above_nodes(spec: JobSpec, nodes: Sequence[NodeKind], limits: Limits) -> None:
-    """Refuse a job with tasks that no node could ever hold; what nobody knows refuses nothing."""
+    """Refuse a job whose tasks no node could hold; nothing is refused if the nodes are unknown."""
     if not nodes:
         return
     cpus, gpus = max(kind.cpus for kind in nodes), max(kind.gpus for kind in nodes)
@@ -189,7 +189,7 @@ def refuse_above_nodes(spec: JobSpec, nodes: Sequence[NodeKind], limits: Limits)
 
 
 def _refuse_too_many(spec: JobSpec, nodes: Sequence[NodeKind]) -> None:
-    """Refuse a job of more nodes than a partition has; a job is never in two of them."""
+    """Refuse a job of more nodes than any one partition has."""
     there: dict[str, int] = {}
     for kind in nodes:
         if kind.cpus >= spec.cpus_on_node and kind.gpus >= spec.gpus:

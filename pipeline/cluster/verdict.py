@@ -33,7 +33,7 @@ LAST_LINES = 25  # where the log is searched for the last words of a program; a 
 
 
 class Cause(str, Enum):
-    """What became of a task, and so what could be done about it."""
+    """What became of a task, which decides what to do about it."""
 
     DONE = "done"
     ACTIVE = "active"  # it has not ended
@@ -54,7 +54,7 @@ class Cause(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """What the worker itself wrote about this attempt; one that never came to write anything is the default."""
+    """What the worker itself recorded about this attempt; the default if it recorded nothing."""
 
     started: bool = False
     finished: bool = False
@@ -80,7 +80,10 @@ _Finding: TypeAlias = tuple[Cause, str]
 
 
 def judge_attempt(status: TaskStatus, word: Word, log_end: str, *, asked_bytes: int | None = None) -> TaskVerdict:
-    """Judge one attempt at a task; `log_end` is the end of what it and Slurm wrote, `asked_bytes` its memory limit."""
+    """Judge one attempt at a task by its status, its worker's record and the end of its log.
+
+    `log_end` is the end of what it and Slurm wrote, `asked_bytes` its memory limit.
+    """
     case = _Case(status, word, _this_run(log_end) if status.restarts else log_end, asked_bytes)
     cause, reason = case.judge()
     peak = status.peak_rss_bytes
@@ -91,7 +94,7 @@ def judge_attempt(status: TaskStatus, word: Word, log_end: str, *, asked_bytes: 
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """All that is known of an attempt."""
+    """The evidence about one attempt."""
 
     status: TaskStatus
     word: Word
@@ -99,7 +102,7 @@ class _Case:
     asked_bytes: int | None
 
     def judge(self) -> _Finding:
-        """Return the cause and why, by what tells the most."""
+        """Return the cause and the reason, by the strongest evidence."""
         state = self.status.state
         if not state.ended and state not in _PERHAPS_OVER:
             return self._not_over()
@@ -117,29 +120,30 @@ class _Case:
         return self._by_evidence()
 
     def node(self) -> str:
-        """Return the node on which it went wrong, where the log tells."""
+        """Return the node where it failed, if the log names it."""
         lost = first_lost(self.log, GO_ON)
         return failed_node(self.log) or (lost.node if lost else "")
 
     def memory(self) -> str:
-        """Say what is known of the memory it took."""
+        """Say what is known of its memory use."""
         peak, asked = self.status.peak_rss_bytes, self.asked_bytes
         limit = f"its limit was {_mebibytes(asked)}" if asked else ""
         return _joined(limit, f"at most {_mebibytes(peak)} were sampled" if peak else "")
 
     def _not_over(self) -> _Finding:
-        """Judge a task of which more is to come."""
+        """Judge a task that has not ended."""
         state, waits_for = self.status.state, self.status.waits_for
         if is_stuck(state, waits_for):
             return Cause.HELD, waits_for or f"held by the scheduler ({state.value})"
         return Cause.ACTIVE, waits_for or f"it is {state.value}"
 
     def _at_limit(self) -> _Finding:
-        """Judge a task at its time limit: a worker that got somewhere and stopped in order only wants to go on."""
+        """Judge a task at its time limit: INTERRUPTED if the worker made progress and stopped in order."""
         if self.word.exit_code == GO_ON and self.word.done:
             return Cause.INTERRUPTED, f"stopped in order at its time limit, {self.word.done} items done"
         limit = "time limit" if self.status.state is TaskState.TIMEOUT else "deadline"
-        lasted = f"it ran for {_duration(self.status)}" if _duration(self.status) else ""
+        duration = _duration(self.status)
+        lasted = f"it ran for {duration}" if duration else ""
         return (
             self._by_kernel()
             or self._by_kind()
@@ -147,7 +151,7 @@ class _Case:
         )
 
     def _by_evidence(self) -> _Finding:
-        """Judge a task of which the state tells only that it failed, or not even that."""
+        """Judge a task whose state says only that it failed, or less."""
         if finding := self._by_kernel() or self._by_kind() or self._by_scheduler():
             return finding
         if self.status.signal == CANNOT_WRITE_LOG:
@@ -159,17 +163,17 @@ class _Case:
         return self._by_ending()
 
     def _by_kernel(self) -> _Finding | None:
-        """Judge by what srun and slurmstepd write when the kernel has killed a process at its memory limit."""
+        """Judge by the messages of srun and slurmstepd about a kill at the memory limit."""
         killed = any(sign in self.log for sign in _KERNEL_SIGNS)
         return (Cause.HOST_OOM, "killed at its memory limit, as its log says") if killed else None
 
     def _by_kind(self) -> _Finding | None:
-        """Judge by what the worker itself calls its failure."""
+        """Judge by the kind of failure that the worker recorded."""
         cause = _KINDS.get(self.word.kind)
         return (cause, self.word.what or cause.value) if cause else None
 
     def _by_scheduler(self) -> _Finding | None:
-        """Judge by what Slurm wrote into the log when it ended the task."""
+        """Judge by Slurm's message in the log when it ended the task."""
         for sign, finding in _SCHEDULER_SIGNS.items():
             if sign in self.log:
                 return finding
@@ -177,7 +181,7 @@ class _Case:
         return (Cause.CANCELLED, "cancelled, as its log says") if cancelled else None
 
     def _by_peer(self) -> _Finding:
-        """Judge processes that ended for the sake of one of them: by how that one ended."""
+        """Judge a task whose processes ended because one was lost, by how that one ended."""
         lost = first_lost(self.log, GO_ON)
         its_log = lost.said(self.log) if lost else self.log
         words = last_words(_tail(its_log))
@@ -193,7 +197,7 @@ class _Case:
         return cause, f"{lost.who}: {reason}"
 
     def _by_ending(self) -> _Finding:
-        """Judge by how the process ended, when the worker could not say why."""
+        """Judge by the exit code or signal, when the worker recorded nothing."""
         killed_by, code = self._signal(), self.status.exit_code
         if killed_by in _POLITE:
             return Cause.INTERRUPTED, f"ended by {_named(killed_by)} before it could stop in order"
@@ -210,14 +214,14 @@ class _Case:
         return Cause.LOST, self._unknown()
 
     def _signal(self) -> int | None:
-        """Return the signal that ended the worker; of a small exit code sacct may have taken off what tells it."""
+        """Return the signal that ended the worker; sacct may have taken 128 off an exit code that stands for one."""
         code = self.status.exit_code or 0
         if self.status.signal or code > SIGNALLED:
             return self.status.signal or code - SIGNALLED
         return code if code in _AS_AFTER_SIGNALS else None
 
     def _killed(self) -> _Finding:
-        """Judge a SIGKILL that nobody explains: near its limit it was memory."""
+        """Judge an unexplained SIGKILL: near the memory limit it counts as out of memory."""
         peak, asked = self.status.peak_rss_bytes, self.asked_bytes
         if peak and asked and peak >= NEARLY * asked:
             return Cause.HOST_OOM, "killed by signal 9 (SIGKILL) when it was about at its memory limit"
@@ -225,7 +229,7 @@ class _Case:
         return Cause.CRASHED, _joined(what, self.memory())
 
     def _unknown(self) -> str:
-        """Say what is missing, where there is neither a sign of failure nor a word of success."""
+        """Say what is missing where there is no sign of failure or of success."""
         state = self.status.state
         known = "the scheduler does not know how it ended" if state is TaskState.UNKNOWN else f"it reads {state.value}"
         worker = "began, but never said that it finished" if self.word.started else "never said that it began"
@@ -233,7 +237,7 @@ class _Case:
 
 
 def _exited(code: int, message: str) -> _Finding:
-    """Judge an exit code of the worker."""
+    """Judge the worker's exit code."""
     if code == GO_ON or code - SIGNALLED in _POLITE:
         return Cause.INTERRUPTED, message or "was told to end and stopped in order"
     if code in _REFUSALS:
@@ -244,7 +248,7 @@ def _exited(code: int, message: str) -> _Finding:
 
 
 def last_words(text: str) -> _Finding | None:
-    """Judge by the message a program ended with."""
+    """Judge by the error message with which a program ended."""
     for line in reversed(text.splitlines()):
         for sign, cause in _LAST_WORDS.items():
             if sign in line:
@@ -253,12 +257,12 @@ def last_words(text: str) -> _Finding | None:
 
 
 def _tail(log: str) -> str:
-    """Return the last lines of a log: what stands further up, the program has survived."""
+    """Return the last lines of a log; errors further up the program has survived."""
     return "\n".join([line for line in log.splitlines() if line.strip()][-LAST_LINES:])
 
 
 def _message(log: str) -> str:
-    """Return the last thing a program said itself, such as the last line of a traceback."""
+    """Return the program's own last line, such as the last line of a traceback."""
     for line in reversed(log.splitlines()):
         if line.strip() and not line.startswith(("srun:", "slurmstepd")):
             return f"its log ends: {line.strip()[:LINE_MOST]}"
@@ -266,7 +270,7 @@ def _message(log: str) -> str:
 
 
 def _this_run(log: str) -> str:
-    """Return what a requeued task wrote since Slurm last ended it; what ended it the last time stays."""
+    """Return what a requeued task wrote since Slurm restarted it; the newest message of an end is kept."""
     lines = log.splitlines()
     ends = [number for number, line in enumerate(lines) if "*** JOB" in line and "DUE TO" in line]
     before = [number for number in ends if number < len(lines) - LINES_AFTER_END]
@@ -274,13 +278,13 @@ def _this_run(log: str) -> str:
 
 
 def _joined(*parts: str) -> str:
-    """Join what there is to say."""
+    """Join the parts that are not empty, without repetition."""
     unique = dict.fromkeys(part for part in parts if part)
     return "; ".join(unique)
 
 
 def _named(number: int | None) -> str:
-    """Write a signal as people know it."""
+    """Format a signal with its number and name."""
     try:
         return f"signal {number} ({signal.Signals(number or 0).name})"
     except ValueError:
