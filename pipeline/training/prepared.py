@@ -1,4 +1,4 @@
-"""What was decided before a training began, as JSON: its plan, what it is called, and the files of what it makes."""
+"""What is decided before a training begins: its plan, its name, and where its files are."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PADDING = 1.03  # padded/real of a micro-batch, at most
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Epochs that are trained on the same items under the same plan."""
+    """Some epochs that train on the same items under the same plan."""
 
     name: str
     epochs: int
@@ -40,7 +40,7 @@ class Stretch:
     largest: Mapping[str, int] = field(default_factory=dict)  # items above take no part
 
     def cost(self, sizes: Mapping[str, Integers]) -> Integers:
-        """Return what items cost by their sizes, in bytes; none is above the budget, so that each can come alone."""
+        """Return each item's cost in bytes by its sizes; at most the budget, so that each item fits alone."""
         items = len(next(iter(sizes.values())))
         total_N = np.zeros(items)
         for term, weight in self.weights.items():
@@ -58,7 +58,7 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """Everything that a training is told besides its configuration."""
+    """Everything that a training needs to know besides its configuration."""
 
     name: str  # of its folder
     recipe: Mapping[str, Any]  # what decides its outcome
@@ -86,19 +86,17 @@ class Prepared:
         return sum(stretch.epochs for stretch in self.stretches)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON data."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Prepared:
-        """Read what `to_json` wrote."""
         stretches = tuple(Stretch(**stretch) for stretch in data["stretches"])
         texts = {name: tuple(data[name]) for name in ("remedies", "skipped", "notes")}
         return cls(**{**data, "stretches": stretches, **texts})
 
 
 def likeness(sizes: Mapping[str, Integers]) -> Integers:
-    """Return what tells how alike items are: the mean of their sizes, each by its own mean.
+    """Return each item's relative size (its sizes over their means, averaged), by which items are put together.
 
     Plans and ranks may change while a model is trained; the order of its steps must not.
     """
@@ -116,7 +114,7 @@ def sampler_settings(
     micro_batch: int | None = None,
     shuffle: bool = True,
 ) -> SamplerSettings:
-    """Return how an epoch is cut, for those who plan and for those who train: items have a COST and a LIKENESS."""
+    """Return the sampler's settings, for planning and for training: items have a COST and a LIKENESS."""
     return SamplerSettings(
         batch=batch,
         seed=seed,
@@ -131,12 +129,12 @@ def sampler_settings(
 
 
 def shrunk_budget(budget: int, times: int) -> int:
-    """Return what is left of a budget after a card's memory has ended so often."""
+    """Halve a budget once for each time that the GPU ran out of memory."""
     return max(1, budget >> min(times, MOST_SHRUNK))
 
 
 def stretch_of(name: str, epochs: int, plan: MemoryPlan, largest: Mapping[str, int]) -> Stretch:
-    """Return what a plan means for training."""
+    """Return the stretch that a plan describes."""
     return Stretch(
         name=name,
         epochs=epochs,
@@ -150,7 +148,7 @@ def stretch_of(name: str, epochs: int, plan: MemoryPlan, largest: Mapping[str, i
 
 
 class ModelFolder:
-    """Where the files of a training are; this is who names them."""
+    """The paths of a training's files."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

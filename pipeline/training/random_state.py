@@ -1,4 +1,4 @@
-"""Where the random numbers of this process stand: torch's, its own device's, Python's and NumPy's."""
+"""Saves and restores the state of random number generators: torch's, its device's, Python's and NumPy's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def rng_state(device: torch.device | str = "cpu") -> dict[str, Tensor]:
-    """Return all states as tensors by name; only this rank's device is asked: another would give memory for it."""
+    """Return all states as tensors by name; only this rank's device is asked, since another would allocate memory."""
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = cast(
         "tuple[str, Any, int, int, float]",
@@ -38,7 +38,7 @@ def rng_state(device: torch.device | str = "cpu") -> dict[str, Tensor]:
 
 
 def set_rng_state(state: Mapping[str, Tensor], device: torch.device | str = "cpu") -> None:
-    """Let random numbers go on where they were; a kind that was not saved goes on as it is."""
+    """Restore the states; a generator whose state was not saved stays as it is."""
     torch.set_rng_state(state["rng.torch"])
     version, *words = state["rng.python"].tolist()
     gauss = state["rng.python.gauss"].tolist()
@@ -53,7 +53,7 @@ def set_rng_state(state: Mapping[str, Tensor], device: torch.device | str = "cpu
 
 @contextmanager
 def as_drawn(device: str) -> Iterator[None]:
-    """Leave random numbers where they stand: what a loss draws, once or in vain, must not shift the second pass."""
+    """Restore the random states on exit, so that a loss computed twice, or in vain, draws the same numbers."""
     numbers = rng_state(device)
     try:
         yield

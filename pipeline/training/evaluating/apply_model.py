@@ -1,4 +1,4 @@
-"""A trained model is applied to the items of a split: what evaluating and predicting share, as one rank of several.
+"""Applies a trained model to the items of a split: what evaluating and predicting share, as one rank of several.
 
 What earlier starts have done is not done again. Every rank yields once for each of its items.
 """
@@ -45,7 +45,7 @@ STEP_ITEMS = 64  # of a rank: what the sampler cuts into micro-batches at once
 
 @dataclass(frozen=True, eq=False)
 class ApplyJob:
-    """Everything that the application of a model is given."""
+    """What applying a model needs to know."""
 
     train: TrainSection
     prepared: Prepared
@@ -67,7 +67,7 @@ class ApplyJob:
 
 @dataclass(frozen=True, slots=True)
 class ApplyResult:
-    """What came of it, on this rank."""
+    """What applying a model gave, on this rank."""
 
     evaluation: Evaluator
     chosen: ChosenCheckpoint
@@ -78,18 +78,18 @@ class ApplyResult:
 
 
 def table_digest(table: ItemTable) -> str:
-    """Return a digest of which items there are, in which order, with which graphs."""
+    """Return a digest of the items, their order and their graphs."""
     names = "\n".join(table.ids[number] for number in range(len(table)))
     return content_digest(table.key_N16.tobytes() + names.encode()).hex()
 
 
 def outputs_name(chosen: ChosenCheckpoint, made: str) -> str:
-    """Return what outputs are of: a checkpoint, and the items."""
+    """Return the name under which outputs are kept: of the checkpoint and the items."""
     return f"{chosen.digest}-{made}"
 
 
 def apply_model(job: ApplyJob) -> Generator[Reason | None, None, ApplyResult | None]:
-    """Run a model over all items that are left; return nothing where a signal ended it."""
+    """Run a model over all items that are left, yielding for each why it was left out; return None after a signal."""
     ranks, train = job.ranks, job.train
     torch.manual_seed(train.seed)
     step = job.make_step()
@@ -132,9 +132,8 @@ def apply_model(job: ApplyJob) -> Generator[Reason | None, None, ApplyResult | N
             yield left_out
     if step.device != "cpu":
         job.tell.figures["device_peak_bytes"] = float(torch.cuda.max_memory_reserved())
-    reports = ranks.exchange(
-        {"ended_by": evaluation.ended_by, "rejected": refused.counts, "examples": refused.examples}
-    )
+    own = {"ended_by": evaluation.ended_by, "rejected": refused.counts, "examples": refused.examples}
+    reports = ranks.exchange(own)
     job.tell.ended_by = max(rank["ended_by"] for rank in reports)
     if job.tell.ended_by:
         return None
@@ -145,20 +144,20 @@ def apply_model(job: ApplyJob) -> Generator[Reason | None, None, ApplyResult | N
 
 
 def _done(job: ApplyJob, folder: Path, of: str) -> Integers:
-    """Return what was done before, as the first rank sees it; nobody has begun to write."""
+    """Return the items that are done, as rank 0 sees them before anybody writes."""
     mine = OutputWriter(folder, 0, of=of).done_numbers() if job.ranks.rank == 0 else np.zeros(0, np.int64)
     done = job.ranks.exchange({"done": spans(mine)})[0]["done"]
     return np.concatenate([np.zeros(0, np.int64), *(np.arange(first, stop) for first, stop in done)])
 
 
 def spans(numbers: Integers) -> list[list[int]]:
-    """Return ascending numbers as [first, stop] of what is without gaps."""
+    """Return ascending numbers as ranges [first, stop]."""
     runs = np.split(numbers, np.flatnonzero(np.diff(numbers) != 1) + 1)
     return [[int(run[0]), int(run[-1]) + 1] for run in runs if len(run)]
 
 
 class RejectionCounts:
-    """Counts the items that are left out, and tells of each."""
+    """Counts the rejected items, and reports each."""
 
     def __init__(self, job: ApplyJob) -> None:
         self._job = job
@@ -166,7 +165,7 @@ class RejectionCounts:
         self.examples: dict[str, str] = {}
 
     def __call__(self, rejection: Rejection) -> None:
-        """Record a rejected item; every rank reports its own."""
+        """Record a rejected item of this rank."""
         reason = rejection.reason.value
         self.counts[reason] = self.counts.get(reason, 0) + 1
         self.examples.setdefault(reason, f"{rejection.id}: {rejection.detail}")
@@ -174,7 +173,7 @@ class RejectionCounts:
 
 
 def _loader(job: ApplyJob, numbers_K: Integers) -> Loader:
-    """Return a loader of some items, cut as planned."""
+    """Return a loader of some items, in micro-batches as planned."""
     train, table = job.train, job.table.take(numbers_K)
     budget = shrunk_budget(job.prepared.stretches[-1].budget_bytes, job.tell.shrink)
     settings = sampler_settings(

@@ -1,9 +1,9 @@
-"""A model is run over a split: its loss, and what it says of every item, whatever ranks and memory there are.
+"""Runs a model over a split and computes its loss, outputs and metrics, over any ranks and within the memory there is.
 
-What was said goes to files at once (`outputs`), and so, where it is to outlive a kill, does the loss: the sums and
+The outputs go to files at once (`outputs`), and so, where it is to outlive a kill, does the loss: the sums and
 weights of a piece's terms stand beside its first item, and a part of the files never ends within a piece.
 
-A loss that compares items is not of a piece: what items are embedded to goes to the files, and the first rank takes the
+A loss that compares items is not of a piece: what items are embedded to goes to the files, and rank 0 computes the
 loss of as many at a time as a step has (`Settings.batch`), in the order of their numbers; the last are fewer. So it is
 the same however the split is cut, over whatever ranks.
 """
@@ -52,7 +52,7 @@ HOST, ERROR = "cpu", "error"
 
 @dataclass(eq=False)
 class Evaluator:
-    """Runs a model over the items of a loader; every rank calls the same."""
+    """Runs a model over the items of a loader; every rank makes the same calls."""
 
     step: Step
     loader: Loader | None  # None: no items are left
@@ -79,7 +79,7 @@ class Evaluator:
         self._terms: dict[str, list[float]] = {}
 
     def figures(self) -> dict[str, float] | int:
-        """Return the loss and the metrics of the split, or the signal that ended it; nothing of it stays."""
+        """Return the loss and the metrics of the split, or the signal that ended it; the files are removed."""
         self.clear()
         self._too_much = math.inf
         for _ in self.run():
@@ -90,14 +90,14 @@ class Evaluator:
         return figures
 
     def clear(self) -> None:
-        """Remove what the model said, once every rank is done with it."""
+        """Remove the files of outputs, once every rank is done with them."""
         self.ranks.exchange({})
         if self.ranks.rank == 0:
             shutil.rmtree(self.folder, ignore_errors=True)
         self.ranks.exchange({})
 
     def run(self) -> Iterator[Reason | None]:
-        """Run over this rank's items, and yield for each whether it was left out, and why."""
+        """Run over this rank's items; yield for each why it was left out, or None."""
         if self.loader is None:
             return
         if self._says or self.of or self._contrasts:
@@ -111,7 +111,7 @@ class Evaluator:
             self._writer = None
 
     def _apart(self) -> Iterator[Reason | None]:
-        """Run without a word to other ranks."""
+        """Evaluate this rank's items independently of the other ranks."""
         assert self.loader is not None
         for batch in self.loader:
             self.ranks.progress("evaluation")
@@ -123,7 +123,7 @@ class Evaluator:
                 return
 
     def _all_together(self) -> Iterator[Reason | None]:
-        """Run passes at the same time as all ranks, as a model needs it that is spread over them."""
+        """Evaluate in step with all ranks, as a model that is sharded over them needs."""
         from pipeline.training.sampling.sampler import MicroBatch
         from pipeline.training.step.local_sharded import joint_turns
 
@@ -149,7 +149,7 @@ class Evaluator:
         yield from map(self._left_out, refused)
 
     def _accompany(self, piece: Piece) -> None:
-        """Make the passes of another rank's piece."""
+        """Take part in the passes for another rank's piece."""
         batch = self.step.moved(self.step.task.collate(piece.items, piece.rng))
         if self.with_loss:
             self._terms_of(self.step.model, batch, on_host=False)
@@ -163,7 +163,7 @@ class Evaluator:
         return rejection.reason
 
     def _in_parts(self, piece: Piece) -> Iterator[Reason | None]:
-        """Evaluate a piece, halving what does not fit, or costs as much as what did not."""
+        """Evaluate a piece, in halves if it runs out of memory or costs as much as one that did."""
         if len(piece) < 2 or self._cost(piece) < self._too_much:
             error = out_of_memory_error(self._evaluate, piece)
             if error is None:
@@ -182,7 +182,7 @@ class Evaluator:
         return 0.0 if self.cost_N is None else float(self.cost_N[list(piece.numbers)].sum())
 
     def _climb(self, piece: Piece, error: str) -> Reason | None:
-        """Do what is configured about a single item that does not fit."""
+        """Handle a single item that does not fit, as `train.too_large` says."""
         name = piece.ids[0]
         if self.too_large == ERROR:
             what = f"{name} does not fit in memory, not even alone and without gradients: {error}"
@@ -196,7 +196,7 @@ class Evaluator:
         return self._left_out(Rejection(name, Reason.DOES_NOT_FIT, f"not even alone: {error}"))
 
     def _evaluate(self, piece: Piece, *, on_host: bool = False) -> None:
-        """Evaluate a piece; one that fails has added nothing."""
+        """Evaluate a piece; one that fails has added nothing to the results."""
         self.begin(piece)
         task = self.step.task
         batch = task.collate(piece.items, piece.rng)
@@ -216,13 +216,13 @@ class Evaluator:
         _add_terms(self._terms, terms)
 
     def _terms_of(self, model: torch.nn.Module, batch: Batch, *, on_host: bool) -> dict[str, tuple[float, float]]:
-        """Return the sums and weights of the terms of a loss."""
+        """Return the sum and weight of each term of the loss."""
         with torch.no_grad():
             terms = self.step.task.loss(model, batch) if on_host else self.step.evaluate(batch)
         return {name: (float(total), float(weight)) for name, (total, weight) in terms.items()}
 
     def _write(self, piece: Piece, outputs: dict[str, Any], terms: Mapping[str, tuple[float, float]]) -> None:
-        """Write what was said of a piece, and its terms beside its first item."""
+        """Write the outputs of a piece, and its loss terms beside its first item."""
         assert self._writer is not None
         if self.of:
             absent = [None] * (len(piece) - 1)
@@ -241,7 +241,7 @@ class Evaluator:
             self._pending_bytes, self._flushed_s = 0, time.monotonic()
 
     def losses(self) -> dict[str, float]:
-        """Return the means of all terms over all ranks, of earlier starts, too, and their sum."""
+        """Return the mean of each term over all ranks, work of earlier starts included, and the sum of the means."""
         if self._contrasts:
             self.ranks.exchange({})  # all have written
         if self.of or self._contrasts:
@@ -250,7 +250,7 @@ class Evaluator:
         else:
             reports = self.ranks.exchange({"terms": self._terms})
         self._terms = {}
-        ranks_terms = [rank["terms"] for rank in reports]
+        ranks_terms = [report["terms"] for report in reports]
         names = dict.fromkeys(name for terms in ranks_terms for name in terms)
         means: dict[str, float] = {}
         for name in names:
@@ -260,7 +260,7 @@ class Evaluator:
         return losses | ({f"{LOSS}.{name}": mean for name, mean in means.items()} if len(means) > 1 else {})
 
     def _kept_terms(self) -> dict[str, list[float]]:
-        """Return the sums and weights that stand in the files, or are of as many items at a time as a step has."""
+        """Return the sums and weights of terms that the files hold, or, if contrastive, that embeddings there give."""
         gathered = GatheredOutputs(self.folder, of=self.of)
         if not self._contrasts:
             sums, weights = _columns(gathered, SUM), _columns(gathered, WEIGHT)
@@ -274,7 +274,7 @@ class Evaluator:
         return terms
 
     def _contrast(self, rows: Mapping[str, list[Any]]) -> dict[str, tuple[float, float]]:
-        """Return the sums and weights of the loss of some items: in the host's memory, where the card's ends."""
+        """Return the sums and weights of the loss of some items together, on the CPU if the GPU has no room."""
         terms: dict[str, tuple[float, float]] = {}
 
         def take(device: str) -> None:
@@ -294,7 +294,7 @@ class Evaluator:
         raise PlanInfeasible(what, where="evaluation", remedy=remedy)
 
     def metrics(self) -> dict[str, float]:
-        """Return the task's metrics over all items; the first rank computes them."""
+        """Return the task's metrics over all items, which rank 0 computes."""
         task = self.step.task
         if not self._says or not callable(getattr(task, "metrics", None)):
             return {}
@@ -306,7 +306,7 @@ class Evaluator:
 
 
 class TaskOutputs(Mapping[str, Any]):
-    """What was gathered, without the terms of the loss."""
+    """The outputs as a task returned them, without the columns added here."""
 
     def __init__(self, gathered: GatheredOutputs) -> None:
         self._gathered = gathered
@@ -325,23 +325,23 @@ class TaskOutputs(Mapping[str, Any]):
 
 
 def _columns(gathered: GatheredOutputs, prefix: str) -> dict[str, Any]:
-    """Return what items have of each term."""
+    """Return the columns with a prefix, by the names of their terms."""
     return {unquote(name.removeprefix(prefix)): gathered[name] for name in gathered if name.startswith(prefix)}
 
 
 def _add_terms(sums: dict[str, list[float]], terms: Mapping[str, tuple[float, float]]) -> None:
-    """Add the sums and weights of some terms to others."""
+    """Add sums and weights of terms to `sums`."""
     for name, values in terms.items():
         sums[name] = [kept + value for kept, value in zip(sums.get(name, [0.0, 0.0]), values, strict=True)]
 
 
 def _escaped(name: str) -> str:
-    """Return the name of a term as a column can have it: without dots."""
+    """Return a term's name without dots, as names of columns must be."""
     return quote(name, safe=" ").replace(".", "%2E")
 
 
 def _nbytes(values: Any) -> int:
-    """Return about how many bytes the entries of an output take."""
+    """Return roughly how many bytes the values of an output take."""
     if hasattr(values, "nbytes"):
         return int(values.nbytes)
     return sum(int(getattr(value, "nbytes", 8)) for value in values) if hasattr(values, "__iter__") else 8

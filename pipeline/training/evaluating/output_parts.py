@@ -1,4 +1,4 @@
-"""One part of what a model says of some items: its two files, written and read.
+"""The file format of model outputs: a part holds the outputs of some items, in two files.
 
     part-00001-000003.safetensors    the values: one run of numbers for each name and type
     part-00001-000003.json           whose they are: items, names, shapes, and the digest of the values
@@ -46,7 +46,7 @@ _NAME = re.compile(r"part-(\d{5,})-(\d{6,})\.json")
 
 @dataclass(frozen=True, slots=True)
 class StoredColumn:
-    """The entries of one name and type in a part."""
+    """The values of one name and type in a part."""
 
     name: str
     dtype: np.dtype[Any]
@@ -57,7 +57,7 @@ class StoredColumn:
 
     @classmethod
     def of(cls, data: Mapping[str, Any], begin: int) -> StoredColumn:
-        """Read what an index says of values that begin somewhere."""
+        """Parse a column of an index; its values begin at byte `begin`."""
         shapes, dtype = data["shapes"], np.dtype(data["dtype"])
         counts_K = np.array([math.prod(shape) for shape in shapes], np.int64)
         return cls(
@@ -72,7 +72,7 @@ class StoredColumn:
 
 @dataclass(frozen=True, slots=True)
 class OutputPart:
-    """A part that was verified."""
+    """A part whose bytes were verified."""
 
     path: Path  # of the values
     ids: list[str]
@@ -81,7 +81,7 @@ class OutputPart:
 
     @classmethod
     def read(cls, disk: Disk, path: Path, of: str) -> OutputPart:
-        """Read an index, and verify the values."""
+        """Read a part's index, and verify its values."""
         index = read_index(path, of)
         values, written = path.with_suffix(VALUES), WrittenFile(**index["values"])
         try:
@@ -105,14 +105,14 @@ class OutputPart:
 
 
 class OpenFiles:
-    """Files that are open for reading, the ones used last."""
+    """A cache of files open for reading, least recently used closed first."""
 
     def __init__(self) -> None:
         self._open: dict[Path, int] = {}
         weakref.finalize(self, _close_all, self._open)
 
     def read(self, path: Path, into: memoryview, offset: int) -> None:
-        """Fill memory from a file."""
+        """Fill memory from a file, from `offset` on."""
         came = 0
         while came < len(into):
             more = os.preadv(self._file(path), [into[came:]], offset + came)
@@ -136,13 +136,13 @@ def _close_all(files: dict[Path, int]) -> None:
 
 
 def publish_tensors(disk: Disk, path: Path, tensors: Mapping[str, Tensor]) -> WrittenFile:
-    """Write a file of tensors, which appears whole; one of that name is replaced."""
+    """Write a file of tensors atomically, replacing an earlier one."""
     with publishing(disk, path) as (partial,):
         return tensor_file.write_tensors(disk, partial, tensors)
 
 
 def publish_text(disk: Disk, path: Path, text: str) -> None:
-    """Write a text, which appears whole; one of that name is replaced."""
+    """Write a text file atomically, replacing an earlier one."""
     with publishing(disk, path) as (partial,), partial.open("x", encoding="utf-8", newline="") as file:
         file.write(text)
         file.flush()
@@ -151,10 +151,10 @@ def publish_text(disk: Disk, path: Path, text: str) -> None:
 
 @contextmanager
 def publishing(disk: Disk, *paths: Path) -> Iterator[list[Path]]:
-    """Yield where files of a folder are written first, all of which appear then; one of that name is replaced.
+    """Yield partial paths to write to, renamed to `paths` on success.
 
-    What a kill has left there is removed. Where the disk would not take them, what was begun goes, so that there is
-    room again, and people are told why.
+    Leftovers of a kill are removed first. If the disk is full, what was begun is removed, so that there is room again,
+    and the error says why.
     """
     partials = [path.with_name(f".{path.name}.partial") for path in paths]
     try:
@@ -175,28 +175,28 @@ def publishing(disk: Disk, *paths: Path) -> Iterator[list[Path]]:
 
 
 def parts_in(disk: Disk, folder: Path) -> list[tuple[int, int]]:
-    """Return the rank and the number of each part."""
+    """Return the rank and the number of each part in a folder."""
     matches = map(_NAME.fullmatch, disk.list_folder(folder))
     return sorted((int(match[1]), int(match[2])) for match in matches if match)
 
 
 def paths_in(disk: Disk, folder: Path) -> list[Path]:
-    """Return where the index of each part is."""
+    """Return the path of each part's index."""
     return [folder / f"part-{rank:05d}-{part:06d}{INDEX}" for rank, part in parts_in(disk, folder)]
 
 
 def redo_remedy(path: Path) -> str:
-    """Say how to have a part made once more, given either of its files."""
+    """Return the command to have a part made again, by the path of either of its files."""
     return f"rm {path.with_suffix(INDEX)}   then the same command   (does only what is missing)"
 
 
 def signed(text: str) -> str:
-    """Put a text's digest before it."""
+    """Prefix a text with a line of its digest."""
     return f"{content_digest(text.encode()).hex()}\n{text}"
 
 
 def read_index(path: Path, of: str) -> dict[str, Any]:
-    """Read whose a part's values are."""
+    """Read and verify the index of a part."""
     where, remedy = str(path), redo_remedy(path)
     try:
         digest, _, body = path.read_bytes().partition(b"\n")

@@ -61,10 +61,10 @@ INDEX_BYTES = 64  # about what an entry takes in the index
 
 
 class OutputWriter:
-    """Writes what one rank's items come to."""
+    """Writes the outputs of one rank's items to files."""
 
     def __init__(self, folder: Path, rank: int, *, of: str = "", part_bytes: int = PART_BYTES) -> None:
-        """Go on in a folder; `of` says what made the outputs, such as a checkpoint's digest: others are refused.
+        """Go on in a folder; `of` names what made the outputs, such as a checkpoint's digest: others are refused.
 
         Memory is twice the bytes of a part, or of an item that is larger alone.
         """
@@ -75,9 +75,9 @@ class OutputWriter:
         self._pending = _Pending()
 
     def done_numbers(self) -> Integers:
-        """Return the items that need not be done again, of all ranks; a part that is damaged is set aside.
+        """Return the items, of all ranks, that are done; a damaged part is renamed and its items done again.
 
-        While others write, two ranks may hear different answers: each leaves out of its own share what is done.
+        While others write, two ranks may get different answers: each skips only items of its own share.
         """
         done: list[int] = []
         for path in paths_in(self._disk, self._folder):
@@ -91,7 +91,7 @@ class OutputWriter:
         return np.unique(np.array(done, np.int64))
 
     def add(self, ids: Sequence[str], numbers: Sequence[int], outputs: Mapping[str, Any]) -> None:
-        """Take the outputs of some items: for each name an entry for each item, None where it has none."""
+        """Add the outputs of some items: for each name a value for each item, None where it has none."""
         if len(numbers) != len(ids):
             raise ValueError(f"{len(ids)} ids and {len(numbers)} numbers of items")
         entries = {_checked_name(name): _entries(name, values, len(ids)) for name, values in outputs.items()}
@@ -101,7 +101,7 @@ class OutputWriter:
                 self.flush()
 
     def flush(self) -> None:
-        """Publish what was added so far."""
+        """Write what was added so far as a part."""
         if not self._pending.ids:
             return
         pending, self._pending = self._pending, _Pending()
@@ -131,7 +131,7 @@ class OutputWriter:
 
 @dataclass(slots=True)
 class _Pending:
-    """A part in the making; a column has its items, by their place in the part, and their arrays."""
+    """A part that is being filled; a column has its items, by their index in the part, and their arrays."""
 
     ids: list[str] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
@@ -151,10 +151,10 @@ class _Pending:
 
 
 class GatheredOutputs(Mapping[str, "OutputColumn"]):
-    """The outputs of all ranks: for each name the items that have it, by their numbers; values are read when wanted."""
+    """The outputs of all ranks by name, ordered by item number; values are read from disk on access."""
 
     def __init__(self, folder: Path, *, of: str = "") -> None:
-        """Read what there is, and verify every byte."""
+        """Read the indices, and verify every byte of the values."""
         disk = Disk()
         self._files = OpenFiles()
         self._parts = [OutputPart.read(disk, path, of) for path in paths_in(disk, folder)]
@@ -174,7 +174,7 @@ class GatheredOutputs(Mapping[str, "OutputColumn"]):
         self._columns = {name: OutputColumn(name, self._parts, self._files) for name in names}
 
     def id(self, place: int) -> str:
-        """Return the id of an item, by its place among all."""
+        """Return an item's id, by its index among all items."""
         return self._parts[int(self._part_N[place])].ids[int(self._place_N[place])]
 
     def __getitem__(self, name: str) -> OutputColumn:
@@ -188,10 +188,10 @@ class GatheredOutputs(Mapping[str, "OutputColumn"]):
 
 
 class OutputColumn(Sequence[Any]):
-    """What items have under a name, in the order of their numbers: arrays, each read when it is asked for."""
+    """The values of one output, ordered by item number; each array is read from disk on access."""
 
     def __init__(self, name: str, parts: Sequence[OutputPart], files: OpenFiles) -> None:
-        """Take the parts; `name` is in some."""
+        """Index the parts, at least one of which has `name`."""
         self.name, self._files, self._parts = name, files, parts
         there = [
             (part, place, column)
@@ -220,7 +220,7 @@ class OutputColumn(Sequence[Any]):
         return len(self.numbers)
 
     def __getitem__(self, place: int | slice) -> Any:
-        """Read the array of one item, or a list of those of some."""
+        """Read the array of one item, or a list of several."""
         if isinstance(place, slice):
             return [self[at] for at in range(*place.indices(len(self)))]
         if not -len(self) <= place < len(self):
@@ -229,7 +229,6 @@ class OutputColumn(Sequence[Any]):
         return part.entry(self._files, int(self._column_M[place]), int(self._entry_M[place]))
 
     def id(self, place: int) -> str:
-        """Return the id of an item."""
         part = self._parts[int(self._part_M[place])]
         column = part.columns[int(self._column_M[place])]
         return part.ids[int(column.item_K[self._entry_M[place]])]
@@ -246,7 +245,7 @@ def _checked_name(name: Any) -> str:
 
 
 def _entries(name: str, values: Any, items: int) -> list[Array | None]:
-    """Return an array for each item, in memory of its own on the CPU, or None."""
+    """Return one array per item, in its own CPU memory, or None."""
     if isinstance(values, torch.Tensor):  # of all items: one transfer
         values = _array(name, values) if values.ndim else values
     is_single = isinstance(values, str | bytes) or (isinstance(values, np.ndarray) and values.ndim == 0)
@@ -258,7 +257,7 @@ def _entries(name: str, values: Any, items: int) -> list[Array | None]:
 
 
 def _array(name: str, value: Any) -> Array:
-    """Return numbers as numpy has them; bfloat16, which it has not, as float32."""
+    """Return a value as a numpy array, bfloat16 as float32."""
     if isinstance(value, torch.Tensor):
         value = value.detach().to("cpu")
         value = (value.float() if value.dtype == torch.bfloat16 else value).numpy()
@@ -274,7 +273,7 @@ _ARRAYS = re.compile(r"arrays-\d{5,}\.safetensors")
 
 @dataclass(frozen=True, slots=True)
 class PredictionTables:
-    """What was written."""
+    """The files that were written."""
 
     csv: Path
     jsonl: Path
@@ -284,7 +283,7 @@ class PredictionTables:
 
 @dataclass(slots=True)
 class _Arrays:
-    """Files of arrays in the making."""
+    """Writes arrays to files of bounded size."""
 
     folder: Path
     most_bytes: int
@@ -299,7 +298,7 @@ class _Arrays:
             self.flush()
 
     def flush(self) -> None:
-        """Write what there is."""
+        """Write the pending arrays to a file."""
         if self.pending:
             path = self.folder / f"arrays-{len(self.paths):05d}.safetensors"
             publish_tensors(Disk(), path, {name: torch.from_numpy(array) for name, array in self.pending.items()})
@@ -308,7 +307,7 @@ class _Arrays:
 
 
 def write_tables(gathered: GatheredOutputs, folder: Path, *, part_bytes: int = PART_BYTES) -> PredictionTables:
-    """Write tables of all items, and their arrays, into a folder; what was there of an earlier time is replaced."""
+    """Write tables of all items, and files of their arrays, into a folder, replacing earlier ones."""
     disk = Disk()
     disk.make_folder(folder)
     arrays = _Arrays(folder, part_bytes)
@@ -330,7 +329,7 @@ def write_tables(gathered: GatheredOutputs, folder: Path, *, part_bytes: int = P
 
 
 def _write_rows(gathered: GatheredOutputs, csv_file: io.TextIOBase, lines_file: io.TextIOBase, arrays: _Arrays) -> None:
-    """Write the rows of both tables, item by item."""
+    """Write both tables, row by row."""
     rows = csv.writer(csv_file)
     columns = _columns(gathered)
     rows.writerow(columns)
@@ -348,7 +347,7 @@ def _write_rows(gathered: GatheredOutputs, csv_file: io.TextIOBase, lines_file: 
 
 
 def _columns(gathered: GatheredOutputs) -> list[str]:
-    """Return what the tables have."""
+    """Return the names of the tables' columns."""
     names = ["id"]
     for name, column in gathered.items():
         names += [name] * column.has_scalars + [_shape_of(name)] * column.has_arrays
@@ -356,7 +355,7 @@ def _columns(gathered: GatheredOutputs) -> list[str]:
 
 
 def _items(gathered: GatheredOutputs) -> Iterator[tuple[str, dict[str, Array]]]:
-    """Yield each item's id, and what it has."""
+    """Yield each item's id and outputs."""
     at = dict.fromkeys(gathered, 0)
     for place, number in enumerate(gathered.numbers.tolist()):
         outputs: dict[str, Array] = {}
@@ -372,7 +371,7 @@ def _shape_of(name: str) -> str:
 
 
 def _text(value: Any) -> Any:
-    """Return what stands in a cell: a shape as 3x4."""
+    """Format a CSV cell: a shape as 3x4."""
     return "x".join(map(str, value)) if isinstance(value, list) else value
 
 

@@ -1,4 +1,4 @@
-"""How well scores tell yes from no, over any number of items in a fixed amount of memory.
+"""Metrics of binary scores (AUROC, average precision) over any number of items, in a fixed amount of memory.
 
 A score is kept as one of 65,536 bins: its bits as a half-precision number, put in order. Figures are exact for scores
 of that precision (three digits); scores that become one number there count as ties. Shapes: S scores, K bins.
@@ -23,7 +23,7 @@ LARGEST = float(np.finfo(np.float16).max)
 
 
 class Ranking:
-    """Counts of yes and no in bins ordered by score; rankings of parts of a data set add up to that of the whole."""
+    """Counts of positives and negatives in bins ordered by score; counts of parts add up to those of the whole."""
 
     def __init__(self) -> None:
         self.yes_K: Counts = np.zeros(BINS, np.int64)
@@ -31,7 +31,7 @@ class Ranking:
         self.not_numbers = 0
 
     def add(self, scores: Array, labels: Array) -> None:
-        """Count some scores and whether each is of a yes."""
+        """Count some scores with their labels."""
         scores_S, is_yes_S = np.ravel(scores), np.ravel(labels).astype(np.bool_)
         if len(scores_S) != len(is_yes_S):
             raise ValueError(f"{len(scores_S)} scores, {len(is_yes_S)} labels")
@@ -51,7 +51,7 @@ class Ranking:
         return not self.not_numbers and bool(self.yes_K.any()) and bool(self.no_K.any())
 
     def auroc(self) -> float:
-        """Return how often a yes is above a no, ties counting half; not a number where there is only one of them."""
+        """Return how often a positive scores above a negative, ties counting half; NaN if either is missing."""
         if not self._is_defined:
             return math.nan
         below_K = np.cumsum(self.no_K) - self.no_K
@@ -59,7 +59,7 @@ class Ranking:
         return wins / (float(self.yes_K.sum()) * float(self.no_K.sum()))
 
     def auprc(self) -> float:
-        """Return the average precision: over all thresholds, the precision times what recall it adds."""
+        """Return the average precision: over all thresholds, the precision times the recall it adds; may be NaN."""
         if not self._is_defined:
             return math.nan
         yes_K, all_K = self.yes_K[::-1], (self.yes_K + self.no_K)[::-1]
@@ -68,7 +68,7 @@ class Ranking:
 
 
 def bins(scores_S: Array) -> NDArray[np.uint16]:
-    """Return the bin of each score: higher for higher scores, the same where they are one number in half precision."""
+    """Return each score's bin: its rank among all half-precision numbers."""
     halves_S = np.clip(scores_S, -LARGEST, LARGEST).astype(np.float16)
     halves_S += np.float16(0)  # -0 becomes 0
     bits_S = halves_S.view(np.uint16)
@@ -77,7 +77,7 @@ def bins(scores_S: Array) -> NDArray[np.uint16]:
 
 
 def precision_at(scores: Array, labels: Array, most: int) -> float:
-    """Return which share of the highest scores is of a yes; of ties at the end, what a random choice would have."""
+    """Return the share of positives among the `most` highest scores; ties at the end count in proportion."""
     scores_S, is_yes_S = np.ravel(scores), np.ravel(labels).astype(np.bool_)
     if not len(scores_S) or np.isnan(scores_S).any():
         return math.nan
@@ -89,7 +89,7 @@ def precision_at(scores: Array, labels: Array, most: int) -> float:
 
 
 def logits(chances: Array) -> NDArray[np.float32]:
-    """Return the logits of probabilities: half precision tells them apart evenly, near 0 and near 1 alike."""
+    """Return the logits of probabilities, which half precision resolves evenly near 0 and near 1."""
     with np.errstate(divide="ignore"):
         chances_S = np.asarray(chances, np.float64)
         logits_S: NDArray[np.float32] = (np.log(chances_S) - np.log1p(-chances_S)).astype(np.float32)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PartnerTensors:
-    """One partner's graph, of one item or of all of a batch; the names are those of a graph's part."""
+    """The graph of one partner (receptor or ligand) as tensors, of one item or joined over a batch."""
 
     role: str
     centre: Tensor
@@ -46,7 +46,7 @@ class PartnerTensors:
 
 @dataclass(frozen=True, slots=True)
 class ItemTensors:
-    """The graph of one item as tensors; edges and labels have the item's own numbers of nodes."""
+    """The graph of one item as tensors; edges and labels use the item's own node numbers."""
 
     id: str
     number: int  # in the table
@@ -57,7 +57,7 @@ class ItemTensors:
     values: Mapping[str, Tensor] = field(default_factory=dict)  # what a reader gave, or data.labels, by name
 
     def pyg(self) -> Any:
-        """Return the item as PyTorch Geometric has it, embeddings as `x`, over the same memory, which is the host's."""
+        """Return the item as a PyTorch Geometric object over the same CPU memory, with embeddings as `x`."""
         parts = tuple(
             graphs.PartnerGraph(
                 role=Role(side.role),
@@ -79,13 +79,12 @@ class ItemTensors:
 
 
 def _arrays(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return tensors as numpy has them."""
     return {name: tensor.numpy() for name, tensor in tensors.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class BatchOrigin:
-    """Which batch it is."""
+    """The place of a micro-batch in the training: epoch, step and index."""
 
     epoch: int
     step: int
@@ -96,10 +95,10 @@ class BatchOrigin:
 
 @dataclass(frozen=True)
 class ItemBatch:
-    """Some items' graphs; empty where a rank has no items in a step.
+    """The graphs of some items over one run of bytes; empty where a rank has no items in a step.
 
-    Its memory, and that of every view of it, is its own while anything refers to it. A loop that keeps as many batches
-    as the loader has slots must keep clones.
+    The memory is not reused while the batch or a view of it exists. A loop that keeps as many batches as the loader has
+    slots must keep clones.
     """
 
     memory: Tensor  # uint8
@@ -121,7 +120,7 @@ class ItemBatch:
 
     @cached_property
     def fields(self) -> dict[str, Tensor]:
-        """Every field by its name, `receptor.node.pos`; they are views."""
+        """Every field by its name, such as `receptor.node.pos`; they are views."""
         return {
             name: self.memory[place.start : place.start + place.bytes]
             .view(getattr(torch, place.dtype))
@@ -131,17 +130,17 @@ class ItemBatch:
 
     @property
     def sides(self) -> dict[str, PartnerTensors]:
-        """The graphs of each role, joined."""
+        """The joined graphs of each role."""
         return {role: _side(role, self.fields) for role in self.layout.roles()}
 
     @property
     def cross(self) -> dict[str, Tensor]:
-        """Return what runs between the partners: from the ligand (row 0) to the receptor."""
+        """The edges between partners, from the ligand (row 0) to the receptor."""
         return _below(self.fields, CROSS)
 
     @property
     def labels(self) -> dict[str, Tensor]:
-        """Return what is known of the interfaces."""
+        """The labels of the interfaces."""
         return _below(self.fields, LABEL)
 
     @property
@@ -150,21 +149,21 @@ class ItemBatch:
 
     @property
     def rng(self) -> np.random.Generator:
-        """Return what to draw from for the batch as a whole; for an item, draw from its own."""
+        """The random numbers of the batch as a whole; each item has its own."""
         return item_rng(self.origin, "\n".join(self.ids))
 
     def ptr(self, axis: str) -> Tensor:
-        """Return where the rows of each item begin along an axis [B + 1], as PyG has it."""
+        """Return the offset at which each item's rows begin along an axis [B + 1], as in PyG."""
         return self[f"{PTR}.{axis}"]
 
     def owner(self, axis: str) -> Tensor:
-        """Return for each row along an axis [N] the item it belongs to, as PyG's `batch`."""
+        """Return the item that each row along an axis belongs to [N], as PyG's `batch`."""
         ptr = self.ptr(axis)
         total = int(self.layout.bounds[axis][-1])
         return torch.arange(len(self), device=ptr.device).repeat_interleave(ptr.diff(), output_size=total)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = True) -> ItemBatch:
-        """Return the batch on a device: one transfer, however many fields."""
+        """Copy the batch to a device, in one transfer."""
         waits = torch.device(device).type == "cpu"  # what comes back is read at once
         memory = self.memory.to(device, non_blocking=non_blocking and not waits)
         if memory.is_cuda and not self.memory.is_cuda:  # the slot is not filled anew before the copy has ended
@@ -175,12 +174,12 @@ class ItemBatch:
         return replace(self, memory=self.memory.clone())
 
     def pin_memory(self) -> ItemBatch:
-        """Return the batch in pinned memory, where a loader with `pin` has it already."""
+        """Return the batch in pinned memory; a loader with `pin` has it there already."""
         return self if self.memory.is_pinned() else replace(self, memory=self.memory.pin_memory())
 
 
 class BatchItems(Sequence[ItemTensors]):
-    """The graphs of a batch, each made when it is asked for; they are views, but for edges and other node numbers."""
+    """The items of a batch, each built on access; tensors are views, except those that hold node numbers."""
 
     def __init__(self, batch: ItemBatch) -> None:
         self._batch = batch
@@ -213,7 +212,7 @@ class BatchItems(Sequence[ItemTensors]):
         )
 
     def _rows(self, name: str, place: int) -> Tensor:
-        """Return an item's rows of a field, nodes numbered as in the item."""
+        """Return an item's rows of a field, with node numbers counted within the item."""
         layout, values = self._batch.layout, self._batch[name]
         axis, points_to, are_edges = layout.places[name][3:]
         if not axis:
@@ -227,7 +226,7 @@ class BatchItems(Sequence[ItemTensors]):
 
 
 def padded_field(batch: ItemBatch, name: str, fill: float = 0) -> tuple[Tensor, Tensor]:
-    """Return a field as [B, M, …], item by item, and which of that is real [B, M]."""
+    """Return a field as a padded tensor [B, M, …], and its mask [B, M]."""
     place = batch.layout.places[name]
     if not place.axis or place.are_edges:
         raise ValueError(f"{name} has no rows to pad")
@@ -241,7 +240,7 @@ def padded_field(batch: ItemBatch, name: str, fill: float = 0) -> tuple[Tensor, 
 
 
 def item_rng(origin: BatchOrigin, name: str) -> np.random.Generator:
-    """Return random numbers that only the seed, the epoch and a name decide."""
+    """Return a random generator determined by the seed, the epoch and a name alone."""
     return np.random.default_rng([origin.seed, origin.epoch, xxhash.xxh3_64_intdigest(name.encode())])
 
 
@@ -260,6 +259,6 @@ def _side(role: str, fields: Mapping[str, Tensor]) -> PartnerTensors:
 
 
 def _below(fields: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Return the fields whose names begin with a prefix and a dot, under the rest of their names."""
+    """Return the fields below a prefix, without the prefix."""
     start = f"{prefix}."
     return {name[len(start) :]: tensor for name, tensor in fields.items() if name.startswith(start)}

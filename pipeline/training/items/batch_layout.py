@@ -1,4 +1,4 @@
-"""What the names of a graph's arrays say: along which axis each lies, and what the numbers in it stand for.
+"""The layout of a batch in memory, and the meaning of the names of its arrays.
 
 A field of a batch has the name of the array, `receptor.node.pos`, but for edges: `receptor.edge.near` and `cross.near`
 are pairs. An axis is what has as many rows in all its fields: `receptor.node`, `receptor.edge.near`, `label.contact`.
@@ -47,7 +47,7 @@ class ItemArrays(NamedTuple):
 
 
 class FieldForm(Enum):
-    """How an array becomes part of a batch."""
+    """How the arrays of the items become one field of a batch."""
 
     ROWS = "rows"  # joined along its axis
     ITEM = "item"  # stacked: one vector an item
@@ -57,7 +57,7 @@ class FieldForm(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ArrayField:
-    """What the name of an array in a graph's record says."""
+    """What the name of an array says about it."""
 
     name: str  # in a batch
     form: FieldForm
@@ -67,7 +67,7 @@ class ArrayField:
 
 @lru_cache(maxsize=4096)
 def parse_field(name: str) -> ArrayField:
-    """Take the name of an array apart."""
+    """Parse the name of an array."""
     first, *parts = name.split(".")
     if first not in OF_GRAPHS:
         return ArrayField(name, FieldForm.ROWS, first) if parts else ArrayField(name, FieldForm.ITEM)
@@ -92,12 +92,12 @@ def nodes_axis(role: str) -> str:
 
 
 def residues_axis(role: str) -> str:
-    """Return the axis of a partner's residues where its nodes are atoms."""
+    """Return the axis of a partner's residues, if its nodes are atoms."""
     return f"{role}.{RESIDUE}"
 
 
 def _edges(name: str, last: str, heads: str, tails: str) -> ArrayField:
-    """Return what one of the two arrays is that edges are encoded as: their heads by number, their tails by name."""
+    """Describe one of the two arrays that encode edges: degrees of the heads, or neighbours (the tails)."""
     if last == DEGREE:
         return ArrayField(name, FieldForm.DEGREE, heads)
     return ArrayField(name, FieldForm.NEIGHBOUR, name, (tails, heads))
@@ -115,7 +115,7 @@ _ANY_WIDTH: dict[str, np.dtype[Any]] = {"chain": np.dtype(np.int32)}
 
 
 class FieldPlace(NamedTuple):
-    """Where a field lies."""
+    """Where a field lies in the batch's memory, and its shape."""
 
     start: int
     dtype: str  # as numpy names it, or bfloat16
@@ -130,7 +130,7 @@ class FieldPlace(NamedTuple):
 
 
 class EmbeddingForm(NamedTuple):
-    """What an embedded residue is."""
+    """The type and width of residue embeddings."""
 
     dtype: str
     width: int
@@ -138,7 +138,7 @@ class EmbeddingForm(NamedTuple):
 
 @dataclass(slots=True)
 class BatchLayout:
-    """Where everything of a batch lies."""
+    """The places of all fields of a batch, and the row bounds of each item."""
 
     items: int
     places: dict[str, FieldPlace] = field(default_factory=dict)
@@ -146,7 +146,7 @@ class BatchLayout:
     used: int = 0  # bytes
 
     def add(self, name: str, dtype: str, shape: tuple[int, ...], axis: str = "", **what: Any) -> None:
-        """Give a field its place behind the others."""
+        """Place a field behind the others."""
         place = FieldPlace(self.used, dtype, shape, axis, **what)
         self.places[name] = place
         self.used += place.bytes + -place.bytes % ALIGNMENT
@@ -157,25 +157,25 @@ class BatchLayout:
         return memory[place.start : place.start + place.bytes].view(_held_as(place.dtype)).reshape(place.shape)
 
     def rows(self, axis: str, item: int) -> slice:
-        """Return which rows along an axis are an item's."""
+        """Return an item's rows along an axis."""
         start, stop = self.bounds[axis][item : item + 2].tolist()
         return slice(start, stop)
 
     def most(self, axis: str) -> int:
-        """Return how many rows the item has that has most."""
+        """Return the most rows that any item has along an axis."""
         return int(np.diff(self.bounds[axis]).max(initial=0))
 
     def roles(self) -> list[str]:
-        """Return the partners that some item has."""
+        """Return the roles of partners in the batch."""
         return [role.value for role in Role if nodes_axis(role.value) in self.bounds]
 
     def residues(self, role: str) -> str:
-        """Return the axis of a partner's residues: of nodes, where nodes are residues."""
+        """Return the axis of a partner's residues: its nodes, if these are residues."""
         return residues_axis(role) if residues_axis(role) in self.bounds else nodes_axis(role)
 
 
 class BatchBuilder:
-    """The graphs of a batch, field by field: lays them out, then writes them."""
+    """Lays out the items of a batch field by field, then writes them to memory."""
 
     def __init__(self, items: Sequence[ItemArrays], encoding: EmbeddingForm | None = None) -> None:
         for item in items:
@@ -200,7 +200,7 @@ class BatchBuilder:
             self.layout.add(f"{PTR}.{axis}", "int64", bounds.shape)
 
     def _bind(self, columns: Sequence[tuple[ArrayField, list[Array | None]]]) -> None:
-        """Count the rows of every item along every axis, and see that its fields agree."""
+        """Count every item's rows along every axis, and check that its fields agree."""
         counts: dict[str, list[int]] = {}
         for entry, column in columns:
             if entry.axis and entry.form is not FieldForm.DEGREE:
@@ -212,7 +212,7 @@ class BatchBuilder:
             self.layout.bounds[axis] = np.cumsum([0, *(max(count, 0) for count in counts_B)])
 
     def _complete(self, entry: ArrayField, column: list[Array | None]) -> list[Array]:
-        """Put in what some items do not have: unknown where a number can be, no where a yes can be, else nothing."""
+        """Fill in arrays that some items lack: NaN for floats, False for booleans, else no rows."""
         if all(array is not None for array in column):
             return column  # type: ignore[return-value]  # none is missing
         sample = next(array for array in column if array is not None)
@@ -225,7 +225,7 @@ class BatchBuilder:
         ]
 
     def _place(self, entry: ArrayField, arrays: Sequence[Array]) -> None:
-        """Give a field its place."""
+        """Add a field to the layout."""
         name, axis, shape = entry.name, entry.axis, arrays[0].shape
         points_to = tuple(target for target in entry.points_to if target in self.layout.bounds)
         if entry.form is FieldForm.ITEM:
@@ -252,7 +252,7 @@ class BatchBuilder:
             self.layout.view(f"{PTR}.{axis}", memory)[:] = bounds
 
     def _write_rows(self, entry: ArrayField, arrays: Sequence[Array], memory: Bytes) -> None:
-        """Join arrays; numbers of nodes or residues become the batch's."""
+        """Concatenate arrays; node and residue numbers become those of the batch."""
         out = self.layout.view(entry.name, memory)
         np.concatenate(arrays, out=out, casting="same_kind")
         points_to = self.layout.places[entry.name].points_to
@@ -262,7 +262,7 @@ class BatchBuilder:
             out[:, column] += self._offsets(target, entry.axis)
 
     def _write_edges(self, entry: ArrayField, neighbours: Sequence[Array], memory: Bytes) -> None:
-        """Write edges as pairs: tails as they are numbered, heads as often as each node has edges."""
+        """Write edges as pairs (tails, heads), with the heads repeated by their degrees."""
         tails_E, heads_E = self.layout.view(entry.name, memory)
         degree, degrees = self._fields[entry.name, FieldForm.DEGREE]
         np.concatenate(neighbours, out=tails_E, casting="same_kind")
@@ -273,25 +273,25 @@ class BatchBuilder:
         heads_E[:] = np.repeat(np.arange(len(degree_N)), degree_N)
 
     def _offsets(self, target: str, axis: str) -> Integers:
-        """Return, for each row along one axis, how many rows of another axis the items before it have."""
+        """Return, for each row along an axis, the total rows along `target` of the items before its own."""
         return np.repeat(self.layout.bounds[target][:-1], np.diff(self.layout.bounds[axis]))
 
     def row_map(self, item: ItemArrays, role: str) -> NDArray[np.int32]:
-        """Return the embedding's row of each residue of an item's partner."""
+        """Return the embedding row of each residue of an item's partner."""
         kind = RESIDUE if residues_axis(role) in self.layout.bounds else NODE
         rows_R: NDArray[np.int32] = item.arrays[f"{role}.{kind}.row"]
         return rows_R
 
 
 def _agreed(entry: ArrayField, known: int, mine: int) -> int:
-    """Return how many rows an item has along an axis, by two of its fields; -1 stands for one that it does not have."""
+    """Return an item's rows along an axis as two of its fields have them; -1 stands for a missing field."""
     if known != mine and min(known, mine) >= 0:
         raise ValueError(f"{entry.name} has {mine} rows where {entry.axis} has {known}")
     return max(known, mine)
 
 
 def _filler(entry: ArrayField, sample: Array, rows: int) -> Array:
-    """Return what stands for an array that an item does not have."""
+    """Return the stand-in for an array that an item lacks."""
     shape = (rows, *sample.shape[1:])
     if rows == 0 or sample.dtype.kind == "b" or entry.form is FieldForm.DEGREE:
         return np.zeros(shape, sample.dtype)
@@ -301,7 +301,7 @@ def _filler(entry: ArrayField, sample: Array, rows: int) -> Array:
 
 
 def _dtype(name: str, arrays: Sequence[Array]) -> np.dtype[Any]:
-    """Return a type that is the same in every batch."""
+    """Return a field's type, which must be the same in every batch."""
     dtypes = {array.dtype for array in arrays}
     common = np.dtype(np.result_type(*dtypes)) if len(dtypes) > 1 else dtypes.pop()
     wider = _WIDER.get(_name(common), common)
@@ -310,11 +310,11 @@ def _dtype(name: str, arrays: Sequence[Array]) -> np.dtype[Any]:
 
 @lru_cache(maxsize=64)
 def _name(dtype: np.dtype[Any]) -> str:
-    """Return the name of a type, which numpy puts together anew each time."""
+    """Return a type's name; cached, as numpy composes it anew each time."""
     return str(dtype.name)
 
 
 @lru_cache(maxsize=64)
 def _held_as(name: str) -> np.dtype[Any]:
-    """Return the type as which numpy holds numbers of that name: bfloat16 as its bits."""
+    """Return numpy's type for a type's name: uint16 for bfloat16."""
     return np.dtype(np.uint16 if name == BFLOAT16 else name)

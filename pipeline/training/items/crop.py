@@ -1,7 +1,7 @@
-"""Items cut to a size that fits: what is nearest to one native contact stays, with everything that joins it.
+"""Crops items to a size that fits: keeps what is nearest to one native contact, with everything that joins it.
 
-The contact is drawn anew each epoch, from (seed, epoch, item) alone, so every rank, a resumed run and a replay cut
-alike. The larger partner is cut first; of atoms, whole residues stay. Coordinates stay what they are.
+The contact is drawn anew each epoch, from (seed, epoch, item) alone, so every rank, a resumed run and a replay crop
+alike. The larger partner is cropped first; of atoms, whole residues stay. Coordinates are not changed.
 
 Shapes: N nodes and R residues of a partner, U units of it that stay or go as one (residues, or single nodes), E edges.
 """
@@ -37,14 +37,14 @@ _STREAM = 1  # of random numbers: others than those that the item draws in train
 
 
 def crop_rng(seed: int, epoch: int, id_: str) -> np.random.Generator:
-    """Return random numbers that only the seed, the epoch and the item decide."""
+    """Return a random generator determined by the seed, the epoch and the item alone."""
     return np.random.default_rng([seed, epoch, xxhash.xxh3_64_intdigest(id_.encode()), _STREAM])
 
 
 def crop_item(item: ItemArrays, limits: Sizes, rng: np.random.Generator, measure: Measure = dict) -> ItemArrays:
-    """Return an item with no size above its limit: itself, if it has none.
+    """Return an item cropped to the limits, or itself if it fits.
 
-    `measure` makes of the sizes of a graph what the limits are of: a task's `cost`.
+    `measure` turns the sizes of a graph into what is limited: a task's `cost`.
     """
     if _fits(measure(item.meta["sizes"]), limits):
         return item
@@ -68,7 +68,7 @@ def _fits(sizes: Mapping[str, Any], limits: Sizes) -> bool:
 
 
 def _anchors(graph: ItemGraph, rng: np.random.Generator) -> list[int]:
-    """Return a node of each partner: those of a native contact, or else near each other, or else any."""
+    """Return a node of each partner: a random native contact, else a random cross edge, else random nodes."""
     pairs_P2 = graph.labels.get(CONTACTS, np.zeros((0, 2), np.int64))
     if not len(pairs_P2) and graph.cross:
         pairs_P2 = np.concatenate([edges_2E[::-1].T for edges_2E in graph.cross.values()])
@@ -79,7 +79,7 @@ def _anchors(graph: ItemGraph, rng: np.random.Generator) -> list[int]:
 
 @dataclass(frozen=True)
 class _OrderedPartner:
-    """A partner, its nodes in the order in which they stay: the nearest unit first, each unit's nodes in a row."""
+    """A partner and the order in which its nodes are kept: nearest unit first, each unit's nodes together."""
 
     part: PartnerGraph
     order_N: Integers
@@ -87,7 +87,7 @@ class _OrderedPartner:
 
     @classmethod
     def around(cls, part: PartnerGraph, node: int) -> _OrderedPartner:
-        """Order a partner's nodes by how far they, or the nearest of their residue, are from one of them."""
+        """Order a partner's nodes by the distance of their unit, then their own, from `node`."""
         pos_N3 = part.nodes["pos"].astype(np.float64)
         pos_N3 = pos_N3[:, CA] if pos_N3.ndim > 2 else pos_N3
         x_N, y_N, z_N = (pos_N3 - pos_N3[node]).T
@@ -101,25 +101,25 @@ class _OrderedPartner:
 
     @cached_property
     def rank_N(self) -> Integers:
-        """Return the place of each node in the order."""
+        """The index of each node in the order."""
         rank_N = np.empty_like(self.order_N)
         rank_N[self.order_N] = np.arange(len(rank_N))
         return rank_N
 
     @cached_property
     def edge_ranks(self) -> dict[str, Integers]:
-        """Return, sorted, the place of the later end of each edge: it stays if that end does."""
+        """For each kind of edge, the sorted ranks of the later ends: an edge stays if that end does."""
         return {name: np.sort(self.rank_N[edges_2E].max(axis=0)) for name, edges_2E in self.part.edges.items()}
 
     def count(self, most: int) -> int:
-        """Return how many nodes stay where so many may: those of whole units, unless the first alone is larger."""
+        """Return how many nodes stay of at most `most`: whole units, unless the first alone is larger."""
         if most >= self.part.size:
             return self.part.size
         whole = int(self.start_U[np.searchsorted(self.start_U, most, side="right") - 1])
         return whole or most
 
     def units(self, count: int) -> int:
-        """Return how many residues stay, or nodes where these are residues."""
+        """Return how many residues stay (nodes, if these are residues)."""
         if count == self.part.size:
             return len(self.part.row_R)
         return int(np.searchsorted(self.start_U, count))
@@ -130,7 +130,7 @@ def _counts(sides: Sequence[_OrderedPartner], most: Sequence[int]) -> list[int]:
 
 
 def _most(fits: Callable[[Sequence[int]], bool], sizes: Sequence[int]) -> list[int]:
-    """Return how many nodes each partner may have: as many for all, then more for one where another is the limit."""
+    """Return the most nodes of each partner: the same for all, then more for one where another is the limit."""
     most = [_bisect(lambda count: fits([count] * len(sizes)), max(sizes))] * len(sizes)
     for place, size in enumerate(sizes):
         before, after = most[:place], most[place + 1 :]
@@ -148,15 +148,14 @@ def _bisect(fits: Callable[[int], bool], most: int) -> int:
 
 
 def _outline(graph: ItemGraph, sides: Sequence[_OrderedPartner], counts: Sequence[int]) -> ItemGraph:
-    """Return what has the sizes of the cut graph and nothing else, which costs no memory."""
+    """Return a graph with the sizes of the cropped one but no data, to measure it without memory."""
     parts = []
     for side, count in zip(sides, counts, strict=True):
         edges = {name: _nothing(2, int(np.searchsorted(rank_E, count))) for name, rank_E in side.edge_ranks.items()}
         residues = {"row": _nothing(side.units(count))}
         parts.append(replace(side.part, nodes={"pos": _nothing(count)}, edges=edges, residues=residues))
-    cross = {
-        name: _nothing(2, int(_stays(sides[::-1], counts[::-1], ends).sum())) for name, ends in graph.cross.items()
-    }
+    stays = {name: _stays(sides[::-1], counts[::-1], ends) for name, ends in graph.cross.items()}
+    cross = {name: _nothing(2, int(stays_E.sum())) for name, stays_E in stays.items()}
     pairs = graph.labels.get(CONTACTS)
     contacts = 0 if pairs is None else int(_stays(sides, counts, pairs.T).sum())
     return ItemGraph(tuple(parts), cross, {CONTACTS: _nothing(contacts)})
@@ -167,14 +166,14 @@ def _nothing(*shape: int) -> Array:
 
 
 def _stays(sides: Sequence[_OrderedPartner], counts: Sequence[int], ends: Array) -> NDArray[np.bool_]:
-    """Say which pairs of nodes, a row for each partner, have both ends kept."""
+    """Return which pairs of nodes, a row for each partner, keep both ends."""
     stays = [side.rank_N[nodes] < count for side, count, nodes in zip(sides, counts, ends, strict=True)]
     both: NDArray[np.bool_] = np.logical_and.reduce(stays)
     return both
 
 
 def _cut(graph: ItemGraph, sides: Sequence[_OrderedPartner], counts: Sequence[int]) -> ItemGraph:
-    """Return the graph of what stays; nodes and residues keep their order, and so do edges and labels."""
+    """Return the cropped graph; nodes, residues, edges and labels keep their order."""
     places = [_places(np.sort(side.order_N[:count]), side.part.size) for side, count in zip(sides, counts, strict=True)]
     return ItemGraph(
         parts=tuple(_cut_part(side.part, new_N) for side, new_N in zip(sides, places, strict=True)),
@@ -184,20 +183,20 @@ def _cut(graph: ItemGraph, sides: Sequence[_OrderedPartner], counts: Sequence[in
 
 
 def _places(kept: Integers, size: int) -> Integers:
-    """Return the new number of each node or residue, -1 where it goes."""
+    """Return the new index of each node or residue, -1 if it is dropped."""
     new = np.full(size, -1)
     new[kept] = np.arange(len(kept))
     return new
 
 
 def _kept(new: Sequence[Integers], ends: Array) -> Array:
-    """Return the pairs of nodes whose ends both stay, by their new numbers; a row for each end."""
+    """Return the pairs of nodes whose ends both stay, renumbered; a row for each end."""
     moved = np.stack([mine[nodes] for mine, nodes in zip(new, ends, strict=True)])
     return moved[:, (moved >= 0).all(axis=0)]
 
 
 def _cut_part(part: PartnerGraph, new_N: Integers) -> PartnerGraph:
-    """Return what stays of a partner."""
+    """Return the cropped graph of a partner."""
     kept_N = np.flatnonzero(new_N >= 0)
     if len(kept_N) == part.size:
         return part
@@ -217,7 +216,7 @@ def _cut_part(part: PartnerGraph, new_N: Integers) -> PartnerGraph:
 
 
 def _cut_labels(labels: Mapping[str, Array], new: Sequence[Integers]) -> dict[str, Array]:
-    """Return the labels of the pairs of nodes that stay, and those that are of no pair."""
+    """Return the labels of the node pairs that stay, and labels that belong to no pair."""
     fields = {name: parse_field(f"{LABEL}.{name}") for name in labels}
     stays = {
         fields[name].axis: np.logical_and.reduce([mine[nodes] >= 0 for mine, nodes in zip(new, pairs.T, strict=True)])

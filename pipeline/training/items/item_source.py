@@ -1,7 +1,6 @@
-"""Where graphs come from: the cache, or the structure files, from which they are built when they are wanted.
+"""Sources of the items' graphs: the cache, the structure files (graphs are built on reading), or a user's reader.
 
-Both give a graph as the arrays and the JSON of its record, so that a batch is the same bit for bit. What a reader gives
-is no graph, and comes the same way.
+All give an item as the arrays and the JSON of its record, so that batches are the same bit for bit.
 """
 
 from __future__ import annotations
@@ -47,15 +46,15 @@ SCAN_AGAIN = "pipeline submit --stage scan   (touch the file first if that finds
 
 
 class ItemSource(Protocol):
-    """Gives the graphs of items; several threads ask at once."""
+    """Reads the graphs of items; called from several threads at once."""
 
     def read(self, numbers: Sequence[int]) -> Iterator[ItemArrays | Rejection]:
-        """Yield the graph of each item, by its number in the table, in the order asked; or why it has none."""
+        """Yield each item's graph, or why it has none, by its number in the table, in the order given."""
 
 
 @dataclass(frozen=True, slots=True)
 class CachedGraphs:
-    """Graphs that are in the cache; each is verified when it is read."""
+    """Reads graphs from the cache, and verifies each."""
 
     store: Store
     table: ItemTable
@@ -79,14 +78,14 @@ class CachedGraphs:
 
 @dataclass(frozen=True, slots=True)
 class BuiltGraphs:
-    """Graphs that are built from the files of their items, every time anew."""
+    """Builds graphs from the items' structure files, each time they are read."""
 
     table: ItemTable
     reading: inventory.ScanRecipe
     recipe: GraphRecipe
 
     def read(self, numbers: Sequence[int]) -> Iterator[ItemArrays | Rejection]:
-        """Yield the graph of each item; one that cannot be built costs this item, not the run."""
+        """Yield each item's graph; one that cannot be built is rejected and does not end the run."""
         for number in numbers:
             item = self.table.item(number)
             try:
@@ -110,12 +109,11 @@ class BuiltGraphs:
             raise UnusableInput(taken.reason, taken.detail)
         if read is None:
             raise UnusableInput(Reason.NO_NODES, "a bare sequence has no structure to make a graph of")
-        return ItemArrays(
-            number, item.id, *graphs.encode_graph(build_graph(read, self.recipe)), self.table.values(number)
-        )
+        arrays, meta = graphs.encode_graph(build_graph(read, self.recipe))
+        return ItemArrays(number, item.id, arrays, meta, self.table.values(number))
 
     def _check_key(self, number: int, item: Item, files: Mapping[str, File]) -> None:
-        """Refuse files that are no longer what the table is of: sizes, splits and labels may be others."""
+        """Refuse files that have changed since the table was made: sizes, splits and labels may be different."""
         digests = {path: file.digest for path, file in files.items()}
         if self.recipe.key(inventory.item_key(item, self.reading, digests)) != self.table.key(number):
             what = f"{item.id}: its files or the configuration changed after the data set was prepared"
@@ -124,7 +122,7 @@ class BuiltGraphs:
 
 @dataclass(frozen=True, slots=True)
 class ReaderItems:
-    """What a reader gives, read from its files every time; it is what the scan saw, or an error."""
+    """Reads items through a user's reader; raises if an item is not what the scan saw."""
 
     reader: Reader
     table: ItemTable
@@ -160,7 +158,7 @@ _WIDEST = 8  # bytes of a number
 
 
 def arrays_digest(arrays: Mapping[str, Array]) -> bytes:
-    """Return the 16-byte digest of arrays: of their names, types, shapes and bytes."""
+    """Return a 16-byte digest of the arrays' names, types, shapes and bytes."""
     digest = xxhash.xxh3_128()
     for name, array in sorted(arrays.items()):
         digest.update(f"{name}\0{array.dtype.str}\0{array.shape}\0".encode())
@@ -169,30 +167,30 @@ def arrays_digest(arrays: Mapping[str, Array]) -> bytes:
 
 
 def as_arrays(values: Mapping[str, Any]) -> dict[str, Array]:
-    """Return what a reader gave as arrays: a number alone may be one."""
+    """Convert what a reader returned to arrays; it may return plain numbers."""
     return {name: np.asarray(value) for name, value in values.items()}
 
 
 def array_sizes(arrays: Mapping[str, Array]) -> dict[str, int]:
-    """Return how many rows an item has along each axis, and how many numbers in all."""
+    """Return the rows of an item along each axis, and how many numbers it has in all."""
     rows = {parse_field(name).axis: len(array) for name, array in arrays.items() if parse_field(name).axis}
     return {NUMBERS: sum(array.size for array in arrays.values()), **rows}
 
 
 @dataclass(slots=True)
 class ArrayForms:
-    """What the arrays of a data set are like, by the items that came first; a batch joins those of any items."""
+    """The types and shapes of a data set's arrays so far; later items must match, since batches join any of them."""
 
     known: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = field(default_factory=dict)  # of one item, or of a row
     most: dict[str, int] = field(default_factory=dict)  # rows of any item along each axis
     items: int = 0
 
     def wrong(self, arrays: Mapping[str, Array]) -> str:
-        """Say what is wrong with the arrays of an item; nothing where they can be joined with those before."""
+        """Say why an item's arrays cannot be joined with those before; empty if they can."""
         return next(self._complaints(arrays), "") if arrays else "it has no arrays"
 
     def take(self, arrays: Mapping[str, Array]) -> None:
-        """Let the items to come be like this one."""
+        """Add an item's arrays to what later ones must match."""
         self.items += 1
         for name, array in arrays.items():
             self.known.setdefault(name, _form(name, array))
@@ -200,7 +198,7 @@ class ArrayForms:
             self.most[axis] = max(rows, self.most.get(axis, 0))
 
     def _complaints(self, arrays: Mapping[str, Array]) -> Iterator[str]:
-        """Yield what is wrong with each array, with some together, and beside the items before."""
+        """Yield what is wrong with the arrays: each alone, together, and compared with earlier items."""
         yield from _wrong_alone(arrays)
         first: dict[str, tuple[str, int]] = {}
         for name, array in arrays.items():
@@ -243,6 +241,6 @@ def _said(form: tuple[np.dtype[Any], tuple[int, ...]]) -> str:
 
 
 def _may_lack(name: str, dtype: np.dtype[Any], rows: Mapping[str, int]) -> bool:
-    """Tell whether something stands for an array that an item lacks: no rows, unknown numbers, or no for a yes."""
+    """Tell whether an item may lack an array: no rows, or NaN or False, can stand for it."""
     is_rows = parse_field(name).form is FieldForm.ROWS
     return dtype.kind == "f" or (is_rows and (dtype.kind == "b" or not rows.get(parse_field(name).axis)))

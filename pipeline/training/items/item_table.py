@@ -1,8 +1,8 @@
-"""What there is to train on: every item's id, the key of its graph, its split and its sizes, in a few arrays.
+"""The table of a data set: every item's id, the key of its graph, its split and its sizes, in a few arrays.
 
 Shapes: N items. Nothing in memory is larger than a number or a few bytes of text an item, so that a million items are
-read in a second. Where graphs are not kept on disk, the items themselves come along, to build them from; of what a
-reader gives, the places come along where it finds them again.
+read in a second. Where graphs are not kept on disk, the items themselves come along, to build them from; for a reader's
+items, the places where it finds them again.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LABEL = "label."
 
 @dataclass(frozen=True, slots=True)
 class PackedTexts:
-    """Many short texts in one run of bytes."""
+    """Many short texts in one array of bytes."""
 
     bytes_T: NDArray[np.uint8]
     start_N: Integers
@@ -46,7 +46,7 @@ class PackedTexts:
 
     @classmethod
     def of(cls, bytes_T: NDArray[np.uint8], end_N: Integers) -> PackedTexts:
-        """Return texts that follow each other, by their ends."""
+        """Return consecutive texts, given their ends."""
         return cls(bytes_T, np.concatenate([np.zeros(min(1, len(end_N)), np.int64), end_N[:-1]]), end_N)
 
     def __len__(self) -> int:
@@ -56,13 +56,13 @@ class PackedTexts:
         return self.bytes_T[self.start_N[number] : self.end_N[number]].tobytes().decode()
 
     def take(self, numbers: Integers) -> PackedTexts:
-        """Return some of them; the bytes are shared."""
+        """Return some of the texts, over the same bytes."""
         return PackedTexts(self.bytes_T, self.start_N[numbers], self.end_N[numbers])
 
 
 @dataclass(frozen=True, slots=True)
 class ItemTable:
-    """The items of a data set, or of one split of it; an item is known by its number here."""
+    """The items of a data set, or of one split; an item is identified by its number here."""
 
     ids: PackedTexts
     key_N16: NDArray[np.uint8]  # of graphs, or the digests of what a reader gives
@@ -80,23 +80,23 @@ class ItemTable:
         return bytes(self.key_N16[number])
 
     def item(self, number: int) -> Item:
-        """Return the item itself, to build its graph from."""
+        """Return the item, to build its graph from."""
         if self.items is None:
             raise ValueError("the table was written without its items: it is of graphs that are in the cache")
         return Item.from_json(json.loads(self.items[number]))
 
     def place(self, number: int) -> Any:
-        """Return where a reader finds an item."""
+        """Return where the reader finds an item."""
         if self.items is None:
             raise ValueError("the table was written without places: it is not of a reader's items")
         return json.loads(self.items[number])
 
     def values(self, number: int) -> dict[str, NDArray[np.float32]]:
-        """Return the labels of an item, as arrays of one number."""
+        """Return an item's labels, as arrays of one number."""
         return {name: label_N[number : number + 1].reshape(()) for name, label_N in self.labels.items()}
 
     def of_split(self, name: str) -> ItemTable:
-        """Return the items of one split, in order; they have new numbers."""
+        """Return the items of one split, in order and renumbered."""
         if name not in self.splits:
             named = ", ".join(repr(split) for split in self.splits if split)
             have = f"there are: {named}" if named else "this data set has no splits"
@@ -104,7 +104,7 @@ class ItemTable:
         return self.take(np.flatnonzero(self.split_N == self.splits.index(name)))
 
     def take(self, numbers: Integers) -> ItemTable:
-        """Return some of the items, in the order asked; they have new numbers."""
+        """Return some items, in the order given and renumbered."""
         return ItemTable(
             ids=self.ids.take(numbers),
             key_N16=self.key_N16[numbers],
@@ -117,7 +117,7 @@ class ItemTable:
 
     @classmethod
     def read(cls, store: Store, key: bytes) -> ItemTable:
-        """Read what `TableBuilder.write` wrote."""
+        """Read a table that `TableBuilder.write` wrote."""
         record = store.get(key)
         arrays, meta = record.arrays, record.meta
         if meta["format"] != FORMAT:
@@ -135,7 +135,7 @@ class ItemTable:
 
 @dataclass(slots=True)
 class TableBuilder:
-    """Takes items one by one; its memory is what the table will have."""
+    """Collects items one at a time; takes no more memory than the table."""
 
     ids: _Joined = field(default_factory=lambda: _Joined())
     items: _Joined = field(default_factory=lambda: _Joined())
@@ -158,9 +158,9 @@ class TableBuilder:
         place: Any = None,
         labels: Mapping[str, float] | None = None,
     ) -> None:
-        """Add an item: its graph's key and sizes, and itself where graphs are to be built when they are read.
+        """Add an item: the key and sizes of its graph, and the item itself if graphs are built when they are read.
 
-        Of what a reader gives, it is the digest, and the place as JSON data.
+        For a reader's item, `key` is the digest of its arrays and `place` is JSON data.
         """
         kept = place if item is None else item.to_json()
         if len(key) != KEY_BYTES:
@@ -184,18 +184,18 @@ class TableBuilder:
             self.items.add(json.dumps(kept, separators=(",", ":")))
 
     def also(self, sizes: Iterable[str]) -> None:
-        """Let items have further sizes, which are 0 of those that are there."""
+        """Add sizes that later items will have; earlier items have 0."""
         for name in sizes:
             if name not in self.sizes:  # or every item would make as many zeros as there are items
                 self.sizes[name] = array("i", bytes(4 * len(self)))
 
     def table(self) -> ItemTable:
-        """Return the table so far."""
+        """Return a copy of the table so far."""
         table = deepcopy(self).views()
         return replace(table, sizes={name: size_N.astype(np.int64) for name, size_N in table.sizes.items()})
 
     def write(self, store: Store) -> bytes:
-        """Store the table, unless the store has it whole, and return its key."""
+        """Write the table to the store, unless it is there, and return its key."""
         arrays, meta = _encode(self.views())
         bytes_of = {name: np.ascontiguousarray(array).reshape(-1).view(np.uint8) for name, array in arrays.items()}
         digests = {name: content_digest(values.data).hex() for name, values in bytes_of.items()}
@@ -206,7 +206,7 @@ class TableBuilder:
         return key
 
     def views(self) -> ItemTable:
-        """Return the table so far without copying it: while it is used, nothing can be added."""
+        """Return the table so far without copying; nothing can be added while it is in use."""
         return ItemTable(
             ids=self.ids.texts(),
             key_N16=np.frombuffer(self.keys, np.uint8).reshape(-1, KEY_BYTES),
@@ -220,7 +220,7 @@ class TableBuilder:
 
 @dataclass(slots=True)
 class _Joined:
-    """Texts in the making."""
+    """Texts that are being collected."""
 
     bytes_T: bytearray = field(default_factory=bytearray)
     ends: array[int] = field(default_factory=lambda: array("q"))
@@ -233,12 +233,12 @@ class _Joined:
         self.ends.append(len(self.bytes_T))
 
     def texts(self) -> PackedTexts:
-        """Return them without copying them."""
+        """Return the texts without copying."""
         return PackedTexts.of(np.frombuffer(self.bytes_T, np.uint8), np.frombuffer(self.ends, np.int64))
 
 
 def _encode(table: ItemTable) -> tuple[dict[str, Array], dict[str, Any]]:
-    """Return a whole table as the arrays and the JSON of a record; sizes in the fewest bytes."""
+    """Return a table as the arrays and JSON of a record, sizes as 32-bit numbers where they fit."""
     arrays: dict[str, Array] = {"key": table.key_N16, "split": table.split_N}
     for name, texts in (("id", table.ids), ("item", table.items)):
         if texts is not None:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class LoaderStats:
-    """What a loader did so far."""
+    """Counts of what a loader did so far."""
 
     batches: int = 0
     items: int = 0
@@ -56,9 +56,9 @@ class LoaderStats:
 
 @dataclass(eq=False)
 class Loader:
-    """Yields the batches of an epoch, as often as it is iterated over; one loop at a time.
+    """Yields the batches of an epoch each time it is iterated over; only one loop at a time.
 
-    It stands where a `DataLoader` is expected: it has a length, a `sampler` with `set_epoch`, and a state.
+    It can stand in for a `DataLoader`: it has a length, a `sampler` with `set_epoch`, and a state.
     """
 
     graphs: ItemSource
@@ -93,7 +93,7 @@ class Loader:
         return self.sampler.count(self._start["epoch"] if self._reading else self.sampler.epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the batches from where the sampler stands to the end of the epoch; another loop ends with this."""
+        """Yield the batches from the sampler's position to the end of the epoch; ends any earlier loop."""
         self.close()
         self._start, self._last, self._moves = self.sampler.state_dict(), None, self.sampler.moves
         reading = self._reading = ReadAhead(iter(self.sampler), self._fill, self._ring, self.threads)
@@ -107,7 +107,7 @@ class Loader:
                 self.close()
 
     def close(self) -> None:
-        """End the loop that is under way, as leaving it does; the next one begins where it began."""
+        """End the current loop, as leaving it does; the next one begins where it began."""
         if self._reading is not None:
             reading, self._reading = self._reading, None
             reading.close()
@@ -115,7 +115,6 @@ class Loader:
                 self.sampler.load_state_dict(self._start)
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to an epoch."""
         self.close()
         self._last = None
         self.sampler.set_epoch(epoch)
@@ -127,13 +126,13 @@ class Loader:
         return dict(self._start) if self._reading else self.sampler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next loop begin where a state says."""
+        """Have the next loop begin at a saved position."""
         self.close()
         self._last = None
         self.sampler.load_state_dict(state)
 
     def _next(self, reading: ReadAhead[MicroBatch, _Filled]) -> ReadBatch[MicroBatch, _Filled] | None:
-        """Wait for the next batch, and count how long."""
+        """Wait for the next batch, and measure the wait."""
         if reading is not self._reading:
             raise ValueError("another loop over this loader began, which ended this one")
         begun = time.perf_counter()
@@ -142,7 +141,7 @@ class Loader:
         return read
 
     def _yielded(self, read: ReadBatch[MicroBatch, _Filled]) -> Any:
-        """Return what is yielded of a batch that was read."""
+        """Count a batch that was read, and return what the loop gets of it."""
         self._last = read.micro
         batch, cropped = read.filled
         used = batch.layout.used
@@ -160,15 +159,15 @@ class Loader:
         return batch if self.collate is None else self.collate(batch.items, batch.rng)
 
     def fetch(self, items: Sequence[int], micro: MicroBatch) -> ItemBatch:
-        """Return some items of a micro-batch again, in memory of their own; nothing is counted, and nobody is told."""
+        """Read some items of a micro-batch again, into memory of their own; nothing is counted or reported."""
         return self._read(items, micro, lambda used: torch.empty(used, dtype=torch.uint8).numpy())[0]
 
     def _fill(self, micro: MicroBatch, slot: Slot) -> _Filled:
-        """Read a micro-batch into a slot; any thread does."""
+        """Read a micro-batch into a slot; called by any thread."""
         return self._read(micro.items.tolist(), micro, lambda used: self._ring.room(slot, used))
 
     def _read(self, items: Sequence[int], micro: MicroBatch, room: Callable[[int], Bytes]) -> _Filled:
-        """Read items into memory that is asked for when its size is known; count those that were cropped."""
+        """Read items into memory that `room` provides once the size is known; count the cropped ones."""
         read = list(self.graphs.read(items))
         whole = [item for item in read if not isinstance(item, Rejection)]
         arrays = whole
@@ -212,7 +211,7 @@ class Loader:
         stored: Mapping[str, StoredEmbedding],
         memory: Bytes,
     ) -> None:
-        """Read the embeddings of all partners to where they belong."""
+        """Read the embeddings of all partners into the batch."""
         layout = builder.layout
         for partner in partners:
             assert self.embeddings is not None
@@ -228,7 +227,7 @@ class Loader:
 
 
 class _PartnerTexts(NamedTuple):
-    """A partner of an item, and what is encoded of it."""
+    """A partner of an item, and the sequences of it that are embedded."""
 
     place: int  # of the item in the batch
     item: ItemArrays
@@ -237,12 +236,12 @@ class _PartnerTexts(NamedTuple):
 
 
 class _Memory(threading.local):
-    """Memory of each thread, for one embedding at a time."""
+    """Scratch memory of each thread, for one embedding at a time."""
 
     bytes_T: NDArray[np.uint8] = np.empty(0, np.uint8)
 
     def scratch(self, length: int) -> memoryview:
-        """Return so many bytes."""
+        """Return scratch memory of so many bytes."""
         if length > len(self.bytes_T):
             self.bytes_T = np.empty(length * 5 // 4, np.uint8)
         return self.bytes_T[:length].data

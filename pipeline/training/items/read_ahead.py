@@ -1,7 +1,7 @@
-"""A fixed ring of memory that batches are read into, again and again.
+"""Reads batches ahead in threads, into a fixed ring of memory slots.
 
 A slot that was handed out comes back when nothing refers to its memory any more: no batch, no tensor, no view of one.
-So what a loop keeps stays what it was; a loop that keeps as many batches as there are slots is told so.
+So batches that a loop keeps stay intact; a loop that keeps as many batches as there are slots gets an error.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ UNIT = 1 << 20
 
 @dataclass(eq=False, slots=True)
 class Slot:
-    """Memory for one batch, and the copies of it to a device that may not have ended."""
+    """The memory of one batch, and its copies to a device that may be under way."""
 
     memory: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
     copies: list[torch.cuda.Event] = field(default_factory=list)
 
 
 class Ring:
-    """All the slots there are; readers take them from `free`, where None sends one home."""
+    """All slots; reading threads take them from the queue `free`, where None ends a thread."""
 
     def __init__(self, slots: int, *, pin: bool, slot_bytes: int = 0) -> None:
         if slots < 2:
@@ -55,7 +55,7 @@ class Ring:
         return sum(len(slot.memory) for slot in self.slots)
 
     def room(self, slot: Slot, used: int) -> Bytes:
-        """Return so many bytes of a free slot, to write to."""
+        """Return so many bytes of a free slot to write to, once copies from it have ended; grows it if needed."""
         for copy in slot.copies:
             copy.synchronize()
         slot.copies.clear()
@@ -70,17 +70,17 @@ class Ring:
         return memory
 
     def hand_out(self, slot: Slot, used: int) -> torch.Tensor:
-        """Return what was written; when nothing refers to it any more, the slot is free again."""
+        """Return the written bytes as a tensor; the slot becomes free when nothing refers to them any more."""
         self._lent.add(slot)
         return torch.from_numpy(np.asarray(_Lease(self, slot, used)))
 
     def take_back(self, slot: Slot) -> None:
-        """Free a slot; called wherever the last reference to its memory ends, in any thread."""
+        """Free a slot; called from any thread when the last reference to its memory goes."""
         self._lent.discard(slot)
         self.free.put(slot)
 
     def all_lent(self) -> bool:
-        """Say whether no slot can come free unless the loop lets go of a batch."""
+        """Tell whether no slot can become free unless the loop lets go of a batch."""
         if len(self._lent) < len(self.slots):
             return False
         gc.collect()  # what only refers to itself is let go of
@@ -88,7 +88,7 @@ class Ring:
 
 
 class _Lease:
-    """The memory of a slot while it is handed out, as numpy asks for it; arrays over it keep this alive."""
+    """Exposes a slot's memory to numpy; arrays over it keep this alive, and its end frees the slot."""
 
     def __init__(self, ring: Ring, slot: Slot, used: int) -> None:
         self._ring, self._slot = ring, slot
@@ -109,7 +109,7 @@ Filled = TypeVar("Filled")
 
 @dataclass(frozen=True, slots=True)
 class ReadBatch(Generic[Micro, Filled]):
-    """A micro-batch that was read."""
+    """A micro-batch that was read into a slot."""
 
     slot: Slot
     micro: Micro
@@ -117,7 +117,7 @@ class ReadBatch(Generic[Micro, Filled]):
 
 
 class ReadAhead(Generic[Micro, Filled]):
-    """One pass over some micro-batches. What `fill` made is asked for with `next`; `close` ends the threads."""
+    """One pass over some micro-batches: threads call `fill`, `next` returns the results in order."""
 
     def __init__(
         self, micros: Iterator[Micro], fill: Callable[[Micro, Slot], Filled], ring: Ring, threads: int
@@ -134,7 +134,7 @@ class ReadAhead(Generic[Micro, Filled]):
             thread.start()
 
     def next(self) -> ReadBatch[Micro, Filled] | None:
-        """Return what was made of the next micro-batch, or None at the end; raise what went wrong with it."""
+        """Return the next batch, or None at the end; raises what went wrong while reading it."""
         if self._ring.all_lent():
             self._expect_end()
         with self._changed:
@@ -148,7 +148,7 @@ class ReadAhead(Generic[Micro, Filled]):
         return read
 
     def close(self) -> None:
-        """End the threads, and free the slots of what nobody asked for."""
+        """End the threads, and free the slots of unused batches."""
         atexit.unregister(self.close)
         with self._changed:
             self._ended = self._ended or StopIteration()
@@ -173,7 +173,7 @@ class ReadAhead(Generic[Micro, Filled]):
             pass
 
     def _fill_next(self, slot: Slot) -> bool:
-        """Fill a slot with what comes next; say whether anything did."""
+        """Read the next micro-batch into a slot; tell whether there was one."""
         with self._changed:
             number = self._drawn
             try:
@@ -195,7 +195,7 @@ class ReadAhead(Generic[Micro, Filled]):
         return True
 
     def _draw(self) -> Micro:
-        """Take the next micro-batch; nothing comes after an end."""
+        """Take the next micro-batch; raises once there are no more."""
         if self._ended:
             raise self._ended
         micro = next(self._micros)
@@ -203,7 +203,7 @@ class ReadAhead(Generic[Micro, Filled]):
         return micro
 
     def _expect_end(self) -> None:
-        """See that nothing is left to read, when there is no slot left to read it into."""
+        """Refuse to go on if there is more to read but the loop holds all slots."""
         with self._changed:
             if self._ended:
                 return

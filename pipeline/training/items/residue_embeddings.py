@@ -1,6 +1,6 @@
-"""The embeddings of a partner's residues, read and verified when they are wanted, joined by the graph's row map.
+"""Reads the embeddings of a partner's residues from the store, and joins them by the graph's row map.
 
-Shapes: R residues of a partner, L residues of a text, D numbers a residue.
+Shapes: R residues of a partner, L residues of a text, D numbers a residue. A text is a sequence that was embedded.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _DTYPES = {"fp32": ("float32", np.float32), "fp16": ("float16", np.float16), "bf
 
 
 class StoredEmbedding(NamedTuple):
-    """An embedding that the store has."""
+    """The key of an embedding in the store, and where it lies."""
 
     key: bytes
     places: Sequence[RecordPlace]
 
 
 class Embeddings:
-    """Finds and reads embeddings; several threads use it at once."""
+    """Looks up and reads embeddings; used by several threads at once."""
 
     def __init__(self, store: Store, recipe: EmbeddingRecipe) -> None:
         self._store, self._recipe = store, recipe
@@ -57,13 +57,13 @@ class Embeddings:
         self._lock = Lock()
 
     def texts(self, sequences: Sequence[str]) -> tuple[str, ...]:
-        """Return what is encoded of a partner, given the sequences of its protein chains."""
+        """Return the texts that are embedded for a partner, given the sequences of its protein chains."""
         if self._recipe.context == "partner":
             return ("".join(sequences),) if sequences else ()
         return tuple(sequences)
 
     def find(self, wanted: Mapping[str, str]) -> dict[str, StoredEmbedding]:
-        """Find the best embedding of each text that the configuration accepts; the text's item is named if none is."""
+        """Return the best acceptable embedding of each text (text → item id); raises if one has none."""
         stored, absent = self.look_up(wanted)
         for text, key in absent.items():
             what = f"a sequence of {wanted[text]} ({len(text):,} residues) has no embedding"
@@ -72,7 +72,7 @@ class Embeddings:
         return stored
 
     def look_up(self, texts: Iterable[str]) -> tuple[dict[str, StoredEmbedding], dict[str, bytes]]:
-        """Return the best embedding of each text that the configuration accepts, and the keys of those without any."""
+        """Return the best acceptable embedding of each text, and the keys of the texts that have none."""
         texts, absent = list(texts), dict[str, bytes]()
         entries = {text: stored for text in texts if (stored := self._found.get(_digest(text)))}
         open_ = {text: self._recipe.accepted(len(text)) for text in texts if text not in entries}
@@ -82,11 +82,11 @@ class Embeddings:
                 if places:
                     entries[text] = StoredEmbedding(key, places)
                     del open_[text]
-                elif not (rest := open_[text][1:]):
+                elif not (other_variants := open_[text][1:]):
                     absent[text] = key
                     del open_[text]
                 else:
-                    open_[text] = rest
+                    open_[text] = other_variants
         with self._lock:
             self._found |= {_digest(text): stored for text, stored in entries.items()}
             while len(self._found) > REMEMBERED:
@@ -94,7 +94,7 @@ class Embeddings:
         return entries, absent
 
     def width(self, copies: Iterable[StoredEmbedding]) -> int:
-        """Return how many numbers a residue has: as in the first embedding that is met, and never another."""
+        """Return how many numbers a residue has: read once, from the first embedding that can be."""
         for copy in () if self._width else chain(copies, self._any()):
             with suppress(CacheDamaged, RecordMissing):  # whoever needs it is told
                 rows_LD = self._store.get_at(copy.key, copy.places).arrays.get("rows", _NO_ROWS)
@@ -111,9 +111,9 @@ class Embeddings:
         item: str,
         scratch: Callable[[int], memoryview],
     ) -> None:
-        """Write the rows of a partner's residues, and which of them have one.
+        """Write the embedding of each residue of a partner, and which residues have one.
 
-        What has none (DNA, RNA, small molecules) is zeros, and `encoded` says so. `copies` are of the partner's texts.
+        Residues without one (DNA, RNA, small molecules) get zeros. `copies` are the embeddings of the partner's texts.
         """
         straight = _straight([len(text) for text, _ in copies], row_R, out_RD)
         if sum(map(len, straight)) < len(row_R):
@@ -131,7 +131,7 @@ class Embeddings:
             first += len(text)
 
     def _check_rows(self, copies: Sequence[tuple[str, StoredEmbedding]], row_R: NDArray[np.int32], item: str) -> None:
-        """Refuse rows that the embeddings do not have."""
+        """Refuse a row map that goes beyond the embeddings."""
         total = sum(len(text) for text, _ in copies)
         if row_R.max() >= total or row_R.min() < NO_ROW:
             what = f"residues of {item} have rows {row_R.min()} to {row_R.max()}; its embeddings have {total}"
@@ -147,10 +147,8 @@ class Embeddings:
             what = f"the embedding of a sequence of {item}: {error.what}"
             raise type(error)(what, where=error.where, remedy=EMBED_AGAIN) from error
         rows_LD: Rows = record.arrays.get("rows", _NO_ROWS)
-        is_bits = ("rows" in record.bfloat16) == (
-            self.dtype == "bfloat16"
-        )  # bfloat16 where it should be, and only there
-        if rows_LD.shape != (len(text), width) or rows_LD.dtype != self._numpy or not is_bits:
+        is_of_dtype = ("rows" in record.bfloat16) == (self.dtype == "bfloat16")
+        if rows_LD.shape != (len(text), width) or rows_LD.dtype != self._numpy or not is_of_dtype:
             raise self._unfit(text, copy.key, record, width, item)
         return rows_LD
 
@@ -168,7 +166,7 @@ class Embeddings:
         return CacheDamaged(what, where=where, remedy=ELSEWHERE)
 
     def _any(self) -> Iterable[StoredEmbedding]:
-        """Yield embeddings that a key of this recipe can be of, for when nothing of a batch is encoded."""
+        """Yield any embeddings of this recipe, for the width of a batch without embedded residues."""
         tags = {self._recipe.key("", variant)[:TAG_BYTES] for variant in self._recipe.accepted(sys.maxsize)}
         for key in self._store.keys():  # noqa: SIM118 - a store is no mapping
             if key[:TAG_BYTES] in tags:
@@ -176,12 +174,12 @@ class Embeddings:
 
 
 def proteins(chains: Sequence[tuple[str, str, str]]) -> list[str]:
-    """Return the sequences that are encoded of a partner's chains, as the record of a graph names them."""
+    """Return the sequences of the protein chains, from the chains in a graph's record."""
     return [sequence for _, kind, sequence in chains if kind == Kind.PROTEIN.value]
 
 
 def _straight(lengths: Sequence[int], row_R: NDArray[np.int32], out_RD: Rows) -> list[Rows]:
-    """Return, for each text, where its rows belong if every one does, in order: mostly so. Else nothing of `out`."""
+    """Return, for each text, the slice of `out_RD` its rows fill in order (the usual case), else an empty one."""
     pieces, first, start = [], 0, 0
     for length in lengths:
         stop = start + length
@@ -197,12 +195,12 @@ def _straight(lengths: Sequence[int], row_R: NDArray[np.int32], out_RD: Rows) ->
 
 @lru_cache(maxsize=4096)
 def _count(length: int) -> NDArray[np.int32]:
-    """Return 0 … length - 1."""
+    """Return 0 … length - 1, cached."""
     return np.arange(length, dtype=np.int32)
 
 
 def _room(into_LD: Rows, scratch: Callable[[int], memoryview]) -> Room:
-    """Return memory for a record: its rows straight to where they belong, as far as there is room, and what follows."""
+    """Return the memory for a record: its rows directly into the batch if they go there, the rest into scratch."""
 
     def room(length: int) -> tuple[memoryview, memoryview]:
         if not len(into_LD) or length <= into_LD.nbytes:

@@ -1,8 +1,8 @@
-"""What training measured, for people and programs: a line an epoch, a line every few steps, in files of JSON lines.
+"""Writes what training measured: a line an epoch and a line every few steps, as JSON lines.
 
-A line that a kill has torn is no line. A run that goes on from a checkpoint first cuts off what was written after it,
-so no step appears twice. Only the first rank writes. TensorBoard and Weights & Biases get the same, where they are
-installed: a tracker never ends a run, what goes wrong with it becomes one warning, and then it is left alone.
+A line that a kill has torn is ignored. A run that goes on from a checkpoint first cuts off what was written after it,
+so no step appears twice. Only rank 0 writes. TensorBoard and Weights & Biases get the same, where they are installed: a
+tracker never ends a run; a failure becomes one warning, and the tracker is not used again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ STEP = "step"
 
 @dataclass(frozen=True, slots=True)
 class MetricRange:
-    """How large something was over an epoch."""
+    """The least, mean and largest value of something over an epoch."""
 
     least: float
     mean: float
@@ -45,11 +45,11 @@ class MetricRange:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> MetricRange:
-        """Return the spread of at least one value."""
+        """Return the range of at least one value."""
         return cls(min(values), math.fsum(values) / len(values), max(values))
 
     def words(self) -> str:
-        """Say it for people."""
+        """Format it for people."""
         if self.least == self.most:
             return f"{self.least:,g} exactly"
         return f"{self.least:,g} to {self.most:,g}, {self.mean:,.4g} on average"
@@ -57,7 +57,7 @@ class MetricRange:
 
 @dataclass(frozen=True, slots=True)
 class Epoch:
-    """What an epoch came to, over all ranks; memory is of the rank that took most."""
+    """The metrics of an epoch, over all ranks; memory is that of the rank that took most."""
 
     epoch: int
     step: int  # optimizer steps since training began
@@ -82,18 +82,18 @@ class Epoch:
     planned_bytes: int = 0  # for that peak; 0: nobody knows
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON data."""
+        """Return JSON data."""
         data: dict[str, Any] = finite(asdict(self))
         return data
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Epoch:
-        """Read it back; what a later version has added is passed over."""
+        """Read JSON data; fields of later versions are ignored."""
         known = {field.name: data[field.name] for field in fields(cls) if field.name in data}
         return cls(**known | {"batch": MetricRange(**data["batch"])})
 
     def words(self) -> str:
-        """Say it for people, in a line."""
+        """Format it for people, in a line."""
         terms = {"loss": next(iter(self.loss.values()))} if len(self.loss) == 1 else self.loss
         parts = [f"epoch {self.epoch}", *(f"{name} {_number(value)}" for name, value in terms.items())]
         parts += [f"val {name} {_number(value)}" for name, value in self.validation.items()]
@@ -105,11 +105,10 @@ class Epoch:
         return "  ".join([*parts, *(f"{count:,} {name}" for name, count in events.items() if count)])
 
     def scalars(self) -> dict[str, float]:
-        """Return its numbers by name, as trackers show them."""
-        skipped = ("epoch", "step", "loss", "validation", "batch", "more", "remedied")
-        plain = {
-            f"epoch/{field.name}": getattr(self, field.name) for field in fields(self) if field.name not in skipped
-        }
+        """Return its numbers by name, for trackers."""
+        skipped = {"epoch", "step", "loss", "validation", "batch", "more", "remedied"}
+        names = [field.name for field in fields(self) if field.name not in skipped]
+        plain = {f"epoch/{name}": getattr(self, name) for name in names}
         plain |= {f"epoch/batch_{name}": value for name, value in asdict(self.batch).items()}
         plain |= {f"epoch/by_{rung}": items for rung, items in self.remedied.items()}
         plain |= {f"loss/{name}": value for name, value in self.loss.items()}
@@ -119,21 +118,21 @@ class Epoch:
 
 
 class MetricsLog:
-    """Writes the figures of a model's training into its folder, and tells trackers."""
+    """Writes a training's metrics into its folder, and passes them to the trackers."""
 
     def __init__(self, folder: Path, *, step: int = 0, trackers: Sequence[Tracker] = ()) -> None:
-        """Go on after a step: what is known of later ones is cut off."""
+        """Go on after a step: lines of later ones are cut off."""
         folder.mkdir(parents=True, exist_ok=True)
         self._trackers = trackers
         self._epochs, self._figures = _StepLines(folder / EPOCHS, step), _StepLines(folder / FIGURES, step)
 
     def epoch(self, epoch: Epoch) -> None:
-        """Note what an epoch came to."""
+        """Log the metrics of an epoch."""
         self._epochs.append(epoch.to_json())
         self._tell(epoch.step, epoch.scalars())
 
     def log(self, step: int, figures: Mapping[str, float | None]) -> None:
-        """Note some figures of a step."""
+        """Log some metrics of a step."""
         self._figures.append({STEP: step, **finite(dict(figures))})
         self._tell(step, {name: float(value) for name, value in figures.items() if value is not None})
 
@@ -155,7 +154,7 @@ class MetricsLog:
 
 
 class _StepLines:
-    """A file that lines are appended to, each in one write; a disk that is full costs lines, not the training."""
+    """An append-only file of JSON lines; a full disk costs lines, not the training."""
 
     def __init__(self, path: Path, step: int) -> None:
         self._path = path
@@ -164,7 +163,7 @@ class _StepLines:
         os.ftruncate(self._file, max((end for _, end in lines), default=0))
 
     def append(self, data: Mapping[str, Any]) -> None:
-        """Add a line, or nothing of it."""
+        """Append a whole line, or nothing."""
         line = json.dumps(data, separators=(",", ":"), allow_nan=False).encode() + b"\n"
         before = os.fstat(self._file).st_size
         try:
@@ -177,24 +176,24 @@ class _StepLines:
             os.ftruncate(self._file, before)
 
     def close(self) -> None:
-        """Close the file; once is enough."""
+        """Close the file; may be called again."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
 
 
 def read_epochs(folder: Path) -> list[Epoch]:
-    """Return what is known of each epoch, in order."""
+    """Return the logged metrics of each epoch, in order."""
     return [Epoch.from_json(line) for line, _ in _read(folder / EPOCHS)]
 
 
 def read_figures(folder: Path) -> list[dict[str, Any]]:
-    """Return what was noted every few steps, each with its `step`."""
+    """Return the metrics logged every few steps, each with its `step`."""
     return [line for line, _ in _read(folder / FIGURES)]
 
 
 def finite(value: Any) -> Any:
-    """Return JSON data with None for what is no number: JSON has no other word for it."""
+    """Replace numbers that are not finite by None, which JSON can express."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -203,7 +202,7 @@ def finite(value: Any) -> Any:
 
 
 def _read(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yield each whole line, and where it ends; a torn one is none, and nothing after it is believed."""
+    """Yield each whole line with the offset of its end; stops at the first damaged one."""
     try:
         file = path.open("rb")
     except FileNotFoundError:
@@ -235,19 +234,19 @@ SERVICE = "https://api.wandb.ai"
 
 
 class Tracker(Protocol):
-    """Shows figures over the steps."""
+    """Shows metrics over the steps."""
 
     def scalars(self, step: int, figures: Mapping[str, float]) -> None:
-        """Take the figures of a step."""
+        """Record the metrics of a step."""
 
     def close(self) -> None:
-        """Hand on what is not yet written."""
+        """Write what is buffered."""
 
 
 def open_trackers(
     names: Sequence[str], folder: Path, *, step: int = 0, name: str = "", config: Mapping[str, Any] | None = None
 ) -> list[Tracker]:
-    """Return trackers that go on after a step; `name` is what people call the run, `config` what it was made with."""
+    """Return the named trackers, to go on after a step; `name` and `config` describe the run to people."""
     made: dict[str, Callable[[], Tracker]] = {
         TENSORBOARD: lambda: TensorBoard(folder / TENSORBOARD, step),
         WANDB: lambda: Wandb(folder, name or folder.name, config or {}),
@@ -256,7 +255,7 @@ def open_trackers(
 
 
 class FailsafeTracker:
-    """A tracker that may fail."""
+    """Wraps a tracker: a failure becomes a warning and ends its use."""
 
     def __init__(self, name: str, make: Callable[[], Tracker]) -> None:
         self._name = name
@@ -287,7 +286,7 @@ class TensorBoard:
     """Event files in a folder, for `tensorboard --logdir`."""
 
     def __init__(self, folder: Path, step: int) -> None:
-        """Hide what an earlier process wrote of later steps."""
+        """Open the files, hiding what an earlier process wrote of later steps."""
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer: Any = SummaryWriter(str(folder), purge_step=step + 1, flush_secs=FLUSH_S)
@@ -303,7 +302,7 @@ class TensorBoard:
 class Wandb:
     """A run of Weights & Biases: the same one, however often training is resumed.
 
-    Without an account on this machine it is kept in the folder, for `wandb sync`; WANDB_MODE has the last word.
+    Without an account on this machine it is kept in the folder, for `wandb sync`; WANDB_MODE overrides that.
     """
 
     def __init__(self, folder: Path, name: str, config: Mapping[str, Any]) -> None:
@@ -323,7 +322,7 @@ class Wandb:
         self._known = max(known, self._run.step - 1)  # what the service has of a run that is resumed
 
     def scalars(self, step: int, figures: Mapping[str, float]) -> None:
-        """Add a point to each curve; a step that was kept before a training was taken up is not kept twice."""
+        """Log the metrics of a step, unless W&B already has it from before a resume."""
         if step > self._known:
             self._run.log(dict(figures), step=step)
 
@@ -332,7 +331,7 @@ class Wandb:
 
 
 def _has_account() -> bool:
-    """Say whether this machine knows a key of W&B: without one it would ask for it, and nobody is there to answer."""
+    """Tell whether this machine has a W&B key; without one, wandb would prompt for it."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     host = urlsplit(os.environ.get("WANDB_BASE_URL", SERVICE)).hostname or ""
@@ -343,7 +342,7 @@ def _has_account() -> bool:
 
 
 def run_id(folder: Path, name: str) -> str:
-    """Return the id of what is trained in a folder, made up when first asked for."""
+    """Return the id of the run in a folder, created on first use."""
     path = folder / IDS
     known: dict[str, str] = json.loads(path.read_text()) if path.exists() else {}
     if name not in known:
@@ -358,7 +357,7 @@ WHOLE, LAST = 1, 4  # kinds of pieces: a record, or the end of one
 
 
 def wandb_history(path: Path) -> Iterator[tuple[int, dict[str, float]]]:
-    """Yield each step that was kept, with its figures by name; nothing after a torn record is believed."""
+    """Yield each logged step with its metrics by name; stops at the first damaged record."""
     protocol: Any = import_module("wandb.proto.wandb_internal_pb2")
     for data in _records(path.read_bytes()):
         record = protocol.Record.FromString(data)
@@ -369,13 +368,13 @@ def wandb_history(path: Path) -> Iterator[tuple[int, dict[str, float]]]:
 
 
 def last_step(folder: Path, run: str) -> int:
-    """Return the last step that any file of a run in this folder has kept; 0: none."""
+    """Return the last step logged in any file of a run in this folder; 0 if none."""
     files = sorted(folder.glob(f"wandb/*run-*/run-{run}.wandb"))
     return max((step for path in files for step, _ in wandb_history(path)), default=0)
 
 
 def _records(data: bytes) -> Iterator[bytes]:
-    """Yield the records of a file, put together from their pieces."""
+    """Yield the records of a W&B file, joined from their chunks."""
     if not data.startswith(MAGIC):
         return
     at, record = HEADER_BYTES, b""

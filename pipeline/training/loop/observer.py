@@ -1,4 +1,4 @@
-"""Who is told what happens in a training, and hands it on: figures, bundles of what went wrong, leaks, notes."""
+"""Reports what happens in a training: metrics, bundles of what went wrong, leaks, and notes for a crash."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class TrainingObserver:
-    """Tells files, trackers, the run and people; the first rank speaks for all, but of what went wrong on each."""
+    """Writes a training's metrics, bundles and messages; rank 0 for all, but each rank its own failures."""
 
     train: TrainSection
     prepared: Prepared
@@ -66,23 +66,22 @@ class TrainingObserver:
         self._is_in_step = False
 
     def taken_up(self, step: int) -> None:
-        """Hear after which step training goes on: what is known of later ones is forgotten."""
+        """Start, or restart, after a step: metrics of later ones are dropped."""
         self._now, self._origin = step, None
         self._leave_poison()
         if self.ranks.rank:
             return
         if self._figures is not None:
             self._figures.close()
-        trackers = open_trackers(
-            self.train.trackers, self.folder.path, step=step, name=self.prepared.name, config=self.config
-        )
-        self._figures = MetricsLog(self.folder.path, step=step, trackers=trackers)
+        path = self.folder.path
+        trackers = open_trackers(self.train.trackers, path, step=step, name=self.prepared.name, config=self.config)
+        self._figures = MetricsLog(path, step=step, trackers=trackers)
         self.tell.figures["epochs"] = float(self.prepared.epochs)
         if self.device != "cpu":
             self.tell.figures["planned_bytes"] = float(self._planned_bytes(0))
 
     def _planned_bytes(self, epoch: int) -> int:
-        """Return what was planned for the peak of an epoch: on a card, or of the only process of a machine."""
+        """Return the planned peak of an epoch: of a GPU, or of the only process of a machine."""
         if self.device == "cpu":
             return self.prepared.mem_bytes if self.ranks.world == 1 else 0
         ends = accumulate(stretch.epochs for stretch in self.prepared.stretches)
@@ -91,7 +90,7 @@ class TrainingObserver:
         return int(reserved_bytes * (1 + self.prepared.margin))
 
     def begin(self, piece: Piece) -> None:
-        """Note what is worked on, in case it kills this process."""
+        """Note the micro-batch in flight, in case it kills this process."""
         self.tell.on(piece.ids)
         self.ranks.progress(f"{piece.ids[0]} and {len(piece) - 1} more")
         if not self._is_in_step:  # a validation keeps nothing of its pieces
@@ -110,14 +109,14 @@ class TrainingObserver:
         )
 
     def oom(self, step: int, share: RankShare, piece: Piece, error: str) -> None:
-        """Leave a bundle, and say so."""
+        """Write a bundle of a micro-batch that ran out of memory, and say so."""
         self._ooms += 1
         self.tell.figures["ooms"] = float(self._ooms)
         self.say(f"step {step}: out of memory at {len(piece)} items ({', '.join(piece.ids[:3])}): {error}")
         self._bundle(BundleKind.OOM, step, share, piece, error)
 
     def poison(self, step: int, share: RankShare, what: str) -> None:
-        """Leave a bundle."""
+        """Write a bundle of a step that is not finite."""
         self._bundle(BundleKind.NAN, step, share, None, what)
 
     def _bundle(self, kind: BundleKind, step: int, share: RankShare, piece: Piece | None, message: str) -> None:
@@ -135,7 +134,7 @@ class TrainingObserver:
         self._write(kind, message, state, cuts=cuts, failed=next(holding, None), budget={"cost": self.budget()}, **at)
 
     def _leave_poison(self) -> None:
-        """Leave a bundle of what took this rank's process with it, the last time and once before."""
+        """Write a bundle of the items on which this rank's process has now died twice."""
         on, self._breath.poison = self._breath.poison, None
         if on is None:
             return
@@ -150,7 +149,7 @@ class TrainingObserver:
         self.say(f"step {on.step}, {', '.join(on.ids[:3])}: {message}")
 
     def _write(self, kind: BundleKind, message: str, state: Mapping[str, Any], **where: Any) -> None:
-        """Write a bundle; `state` is what else replaying needs, with which card it was."""
+        """Write a bundle; `state` is what else a replay needs."""
         bundle = Bundle(
             kind=kind,
             message=message,
@@ -171,14 +170,14 @@ class TrainingObserver:
         self.say(again if is_written else "no bundle: the disk is full")
 
     def step(self, step: int, figures: Mapping[str, float | None]) -> None:
-        """Note a step's figures."""
+        """Log the metrics of a step."""
         memory = self.meter.read()
         if self._figures is not None:
             self._figures.log(step, {**figures, "reserved_bytes": float(memory.reserved_bytes)})
         self.tell.figures |= {name: float(value) for name, value in figures.items() if value is not None}
 
     def epoch(self, tally: EpochTotals, step: int, figures: Mapping[str, float | None], rate: float) -> None:
-        """Note what an epoch came to, and say it."""
+        """Log the metrics of an epoch, and print them."""
         memory = self.meter.read()
         sizes = memory.allocated_bytes or memory.reserved_bytes, memory.reserved_bytes, memory.peak_reserved_bytes
         memories = [report["memory"] for report in self.ranks.exchange({"memory": sizes})]
@@ -221,7 +220,7 @@ class TrainingObserver:
             self.tell.figures["device_peak_bytes"] = float(peak)
 
     def between(self, bucket: int) -> None:
-        """Look for leaks."""
+        """Look for memory leaks, between two steps."""
         self._leaks.step(bucket)
 
     @contextmanager
@@ -238,7 +237,6 @@ class TrainingObserver:
             self._breath.off()
 
     def close(self) -> None:
-        """Let go of what is open."""
         self._leaks.close()
         self._breath.close()
         if self._figures is not None:
@@ -246,7 +244,7 @@ class TrainingObserver:
 
 
 def _card(device: str) -> dict[str, Any] | None:
-    """Return which card this is; None: a processor."""
+    """Describe the GPU; None on a CPU."""
     if torch.device(device).type != "cuda":
         return None
     card = torch.cuda.get_device_properties(device)
@@ -254,7 +252,7 @@ def _card(device: str) -> dict[str, Any] | None:
 
 
 def _limit(prepared: Prepared, device: str) -> int:
-    """Return the memory at which a leak ends a run: of the card, of the job, or of the machine."""
+    """Return the memory at which a leak ends a run: of the GPU, the job, or the machine."""
     if device != "cpu":
         return prepared.limit_bytes
     return HostMeter().read().limit_bytes or psutil.virtual_memory().total

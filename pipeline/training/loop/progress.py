@@ -1,4 +1,4 @@
-"""A stretch of epochs as it runs, what was made of it so far, and the worst micro-batch, run before the first step."""
+"""How far a training has come, and the rehearsal of the worst micro-batch before its first step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class RunningStretch:
-    """A stretch of epochs, its loader, and what each of its items costs."""
+    """A stretch of epochs with its loader and the cost of each of its items."""
 
     stretch: Stretch
     loader: Loader
@@ -45,7 +45,6 @@ class RunningStretch:
 
     @property
     def steps(self) -> int:
-        """The steps of an epoch."""
         return self.loader.sampler.steps
 
     def at(self, epoch: int, step: int) -> dict[str, Any]:
@@ -53,28 +52,28 @@ class RunningStretch:
         return {**self.loader.sampler.state_dict(), "epoch": epoch, "step": step}
 
     def cut_by(self, budget: int) -> None:
-        """Let the sampler cut by a budget, where it has one."""
+        """Have the sampler cut micro-batches to a budget, if it uses one."""
         sampler = self.loader.sampler
         if sampler.settings.budget:
             sampler.adjust(budget={**sampler.settings.budget, "cost": budget}, micro_batch=sampler.settings.micro_batch)
 
     def shares(self, *, hold: int, leave_out: Collection[str]) -> Iterator[RankShare]:
-        """Yield this rank's share of each step from where the loader stands, to the end of the epoch."""
+        """Yield this rank's share of each step, from where the loader is to the end of the epoch."""
         batches = iter(self.loader)
         while not (share := RankShare(batches, self._fetch, hold=hold, leave_out=leave_out)).is_over:
             yield share
 
     def _fetch(self, numbers: Sequence[int], origin: BatchOrigin) -> ItemBatch:
-        """Read items again that were a micro-batch."""
+        """Read some items of a micro-batch again."""
         items = np.array(numbers, dtype=np.int64)
         return self.loader.fetch(numbers, MicroBatch(origin.epoch, origin.step, origin.index, origin.of, items))
 
 
 class TrainingProgress:
-    """Counts steps and epochs, and judges what validations find; checkpoints keep it."""
+    """Counts steps and epochs, and tracks the best validation; stored in checkpoints."""
 
     def __init__(self, validation: ValidationSection, epochs: int) -> None:
-        """Take how validations are judged, and how many epochs there are in all."""
+        """Start at 0 of `epochs` epochs."""
         self.epochs = epochs
         self.done = 0  # steps
         self.epoch = 0
@@ -97,19 +96,19 @@ class TrainingProgress:
         self.tally.add(heard, took_s)
 
     def leave_out_step(self) -> None:
-        """Count a step that was not made."""
+        """Count a step that was skipped."""
         self.done += 1
         self.next += 1
         self.tally.left_out += 1
 
     def end_epoch(self) -> None:
-        """Go on to the next epoch, unless this was the last, or no validation becomes better."""
+        """Go on to the next epoch; training is finished after the last one, or when validations no longer improve."""
         self.is_finished = self.is_in_last_epoch or self._is_stale()
         self.epoch += 1
         self.next = 0
 
     def judge(self, figures: Mapping[str, float]) -> float | None:
-        """Return the figure that is watched, and count how long none was better."""
+        """Return the monitored figure of a validation, and count the validations since the best one."""
         settings = self._validation
         figure = figures.get(settings.monitor)
         if figures and figure is None:
@@ -130,7 +129,7 @@ class TrainingProgress:
         return patience is not None and self.stale >= patience
 
     def refuse_nothing_learned(self) -> None:
-        """Raise after an epoch of which no item had anything to learn from: only the weight decay moved the model."""
+        """Raise after an epoch in which every loss had weight 0: only the weight decay moved the model."""
         weights = [weight for _, weight in self.tally.terms.values()]
         if weights and not any(weights):
             what = f"nothing was learned in an epoch of {self.tally.items:,} items: every term of the loss has weight 0"
@@ -138,7 +137,7 @@ class TrainingProgress:
             raise DataError(what, where="train.task", remedy=remedy)
 
     def place(self, sampler: Mapping[str, Any]) -> SavedProgress:
-        """Return all of it for a checkpoint."""
+        """Return the progress for a checkpoint."""
         return SavedProgress(
             epoch=self.epoch,
             done=self.done,
@@ -152,7 +151,7 @@ class TrainingProgress:
         )
 
     def take_up(self, place: SavedProgress) -> None:
-        """Stand where a checkpoint was taken."""
+        """Restore the progress from a checkpoint."""
         self.epoch, self.done, self.next = place.epoch, place.done, int(place.sampler.get("step", 0))
         is_alike = place.monitor == self._validation.monitor  # of another figure it says nothing
         self.best, self.stale = (place.best, place.stale) if is_alike else (None, 0)
@@ -163,7 +162,7 @@ class TrainingProgress:
 
 @dataclass(slots=True)
 class EpochTotals:
-    """The sums of an epoch so far, over all ranks."""
+    """The totals of an epoch so far, over all ranks."""
 
     epoch: int
     steps: int = 0
@@ -183,7 +182,7 @@ class EpochTotals:
     terms: dict[str, list[float]] = field(default_factory=dict)  # sums and weights
 
     def add(self, heard: StepReport, took_s: float) -> None:
-        """Count a step."""
+        """Add a step."""
         items = heard.sum_of("items")
         self.fewest = min(self.fewest, items) if self.steps else items
         self.most = max(self.most, items)
@@ -200,7 +199,7 @@ class EpochTotals:
 
     @property
     def losses(self) -> dict[str, float | None]:
-        """Return each term's mean."""
+        """Each term's mean."""
         return {name: total / weight if weight else None for name, (total, weight) in self.terms.items()}
 
 
@@ -216,7 +215,7 @@ def rehearse(
     *,
     leave_out: Collection[str] = (),
 ) -> int:
-    """Run the worst micro-batch of this rank; leave everything as it was; return the budget that it speaks for."""
+    """Run this rank's worst micro-batch, restore everything, and return the budget that it shows to be safe."""
     snapshot = StepSnapshot(step.model, device=step.device, scaler=step.scaler)
     make_state(step)
     worst = worst_of(course)
@@ -228,10 +227,8 @@ def rehearse(
     if meter is not None:
         meter.reset_peak()
     batch = course.loader.fetch(worst.items.tolist(), worst)
-    share = RankShare(
-        iter([batch]), lambda numbers, _: course.loader.fetch(numbers, worst), hold=1, leave_out=leave_out
-    )
-    stepper.rehearse(share)
+    fetch = course.loader.fetch
+    stepper.rehearse(RankShare(iter([batch]), lambda numbers, _: fetch(numbers, worst), hold=1, leave_out=leave_out))
     memory = meter.read() if meter is not None else None
     cost = stepper.cost(Piece(batch, 0, len(batch))) if len(batch) else 0
     step.release()
@@ -249,14 +246,14 @@ def rehearse(
 
 
 def make_state(step: Step) -> None:
-    """Let the optimizer have its state before it is needed, or say that there is no room for it."""
+    """Allocate the optimizer's state before it is needed, or say that there is no room for it."""
     if out_of_memory_error(step.make_state) is not None:
         what = "the state of the optimizer does not fit in memory"
         raise PlanInfeasible(what, where="training", remedy="pipeline plan --stage train   (or a larger card)")
 
 
 def worst_of(course: RunningStretch) -> MicroBatch | None:
-    """Return the micro-batch that costs most, of this rank, in the epoch that comes."""
+    """Return this rank's costliest micro-batch of the coming epoch."""
     sampler = course.loader.sampler
     worst, most = None, -1
     steps = np.unique(np.linspace(0, sampler.steps - 1, min(sampler.steps, LOOKED_AT)).astype(np.int64))

@@ -40,7 +40,7 @@ LOSS = "loss"
 
 @dataclass(eq=False)
 class Trainer:
-    """Trains a model to its end; `run` yields after every step how many there were so far."""
+    """Trains a model to its end; `run` yields the number of steps so far after each step."""
 
     train: TrainSection
     step: Step
@@ -73,7 +73,6 @@ class Trainer:
 
     @property
     def done(self) -> int:
-        """The steps made so far."""
         return self.standing.done
 
     @property
@@ -82,17 +81,17 @@ class Trainer:
 
     @property
     def loaders(self) -> list[Loader]:
-        """All loaders, that of the validation last."""
+        """All loaders, the validation's last."""
         of_validation = self.validation.loader if self.validation else None
         return [course.loader for course in self.courses] + ([of_validation] if of_validation else [])
 
     @property
     def steps(self) -> int:
-        """Return how many steps there are in all."""
+        """The steps of the whole training."""
         return sum(course.steps * course.stretch.epochs for course in self.courses)
 
     def run(self) -> Iterator[int]:
-        """Train; go on where the newest checkpoint was taken."""
+        """Train, from the newest checkpoint on if there is one."""
         self._take_up()
         yield self.done
         if not self.standing.is_finished:
@@ -106,7 +105,7 @@ class Trainer:
     # One epoch
 
     def _epoch(self, course: RunningStretch) -> Iterator[int]:
-        """Go on with an epoch, to its end or to where the loader has to begin anew."""
+        """Train an epoch to its end, or to where the loader has to begin anew."""
         self._enter(course)
         self._again = False
         if not self._is_at_end(course):
@@ -131,7 +130,7 @@ class Trainer:
                 return
 
     def _enter(self, course: RunningStretch) -> None:
-        """Let budgets and costs be those of a stretch; what was learned of its share carries over."""
+        """Switch to a stretch's budget and costs; the share of the budget that was learned carries over."""
         if course is self._entered:
             return
         share = self.governor.budget / self._planned
@@ -148,7 +147,7 @@ class Trainer:
         course.cut_by(governor.budget)
 
     def _end_epoch(self, course: RunningStretch) -> None:
-        """Validate, tell, save."""
+        """Validate, report and save."""
         standing = self.standing
         standing.refuse_nothing_learned()
         figures: dict[str, float] = {}
@@ -178,7 +177,7 @@ class Trainer:
     # One step
 
     def _step(self, course: RunningStretch, share: RankShare) -> None:
-        """Make one step, or leave it out; then what is to be done between two."""
+        """Make one step, or skip it, and then what is due between two steps."""
         number = self.done + 1
         self.ranks.progress(f"step {number}")
         self._share = share  # the one before is let go of, with the slots that it holds
@@ -204,7 +203,7 @@ class Trainer:
             self._between(course, heard, None if norm is None else {"learning_rate": rate, "gradient_norm": norm})
 
     def _complete(self, words: RankReport) -> None:
-        """Add to this rank's words of a step what stands between steps."""
+        """Add to this rank's report of a step what the ranks decide between steps."""
         checkpoints = self.train.checkpoints
         is_late = (time.monotonic() - self._saved_s) / 60 >= checkpoints.minutes
         assert self._entered is not None
@@ -218,12 +217,12 @@ class Trainer:
     # What goes wrong
 
     def oom(self, piece: Piece, error: str) -> None:
-        """Hear that a piece did not fit."""
+        """Report a micro-batch that did not fit."""
         if self._share is not None:
             self.watcher.oom(self.done + 1, self._share, piece, error)
 
     def _poison(self, share: RankShare, heard: StepReport) -> None:
-        """Deal with a step that is not finite, as configured."""
+        """Handle a step that is not finite, as `train.nan` says."""
         number, kind = self.done + 1, "loss" if heard.not_finite else "gradient"
         items = self._culprits(share, heard)
         named = f"of {', '.join(items[:5])}" if items else "of no single item alone"
@@ -243,7 +242,7 @@ class Trainer:
         self._roll_back(what, number)
 
     def _culprits(self, share: RankShare, heard: StepReport) -> list[str]:
-        """Return which items of all ranks are not finite alone; the step is undone."""
+        """Undo the step; return the items of all ranks that are not finite on their own."""
         self.stepper.go_back()
         everyone = self.step.is_spread or self.stepper.is_joint or not heard.not_finite
         mine = everyone or self.ranks.rank in heard.not_finite
@@ -253,13 +252,13 @@ class Trainer:
         return items
 
     def _gone_back(self) -> bool:
-        """Go back if any rank has lost its parameters in the step that was the last; say whether it was so."""
+        """Roll back if any rank lost its parameters in the last step; tell whether one did."""
         if lost := self.whole.lost_by():
             self._roll_back(lost, self.done - 1, frugal=True)
         return bool(lost)
 
     def _roll_back(self, why: str, furthest: int, *, frugal: bool = False) -> None:
-        """Go back to the newest checkpoint, with every rank; `frugal` lets the optimizer take less memory then.
+        """Return to the newest checkpoint, with every rank; `frugal` has the optimizer take less memory from then on.
 
         `furthest` is the step beyond which training must come before it counts as having gone on.
         """
@@ -286,7 +285,7 @@ class Trainer:
     # Between steps
 
     def _between(self, course: RunningStretch, heard: StepReport, figures: dict[str, float | None] | None) -> None:
-        """Do what is done between steps; there are no figures of one that was left out."""
+        """Do what is due between steps; `figures` is None after a skipped step."""
         if self.governor.adopt(heard.budget):
             self.watcher.say(f"step {self.done}: micro-batches cost {self.governor.budget:,} at most from now on")
             course.cut_by(self.governor.budget)
@@ -313,7 +312,7 @@ class Trainer:
     # Where training stands
 
     def _save(self, figure: float | None, *, wait: bool = False) -> None:
-        """Save everything; a disk that is full is told of, and training goes on."""
+        """Save a checkpoint; if the disk is full, training goes on."""
         if self.whole.lost_by():
             return  # the next step goes back
         standing = self.standing
@@ -335,7 +334,7 @@ class Trainer:
             raise JobFailed(what, where=str(self.keeper.folder), remedy="make room, and submit again")
 
     def _take_up(self) -> None:
-        """Go to where the newest checkpoint was taken, or to the beginning."""
+        """Restore the newest checkpoint, or start at the beginning."""
         with self.ranks.patient("taking up"):
             restored = self.keeper.take_up(self.step)
         standing, place, own = self.standing, restored.place, restored.own
@@ -356,7 +355,7 @@ class Trainer:
         standing.tally.waited_before_s = course.loader.stats.wait_s - standing.tally.wait_s
 
     def _verify(self, course: RunningStretch) -> None:
-        """Before the first step: make the optimizer's state, run the worst micro-batch, and compare with the plan."""
+        """Before the first step: allocate the optimizer's state, run the worst micro-batch, compare with the plan."""
         learned = self.governor.learned
         with self.ranks.patient("the first run"):
             wanted = rehearse(self.step, self.stepper, course, self.meter, self.watcher.say, leave_out=self.leave_out)

@@ -1,8 +1,8 @@
-"""Starts the ranks of a training on this machine, a process each, and waits for all of them.
+"""Starts the ranks of a training on this machine, one process each, and waits for all of them.
 
-A rank is the given command with `--part 1/3 --meeting NAME`: which it is, of how many, and a name that all of this
-start have and no other. Signals go on to all. When one fails, the others have some time to end by themselves (they
-notice, see `watchdog`), then they are told to, then they are killed; all are waited for.
+A rank is the given command with `--part 1/3 --meeting NAME`: its rank, the world size, and a name that only the ranks
+of this start share. Signals are forwarded to all. When one fails, the others have some time to end by themselves (they
+notice, see `watchdog`), then they get SIGTERM, then SIGKILL; all are waited for.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LOOK_EVERY_S = 0.05
 
 @dataclass(frozen=True)
 class GracePeriods:
-    """How long ranks may go on after one of them has failed."""
+    """How long the other ranks may go on after one of them has failed."""
 
     alone_s: float = 25.0  # more than the watchdog takes
     told_s: float = 15.0  # after SIGTERM
@@ -39,9 +39,9 @@ class GracePeriods:
 def launch_ranks(
     command: Sequence[str], world: int, environment: Mapping[str, str] | None = None, graces: GracePeriods | None = None
 ) -> int:
-    """Run a command as so many ranks; return the exit code that stands for all.
+    """Run a command as `world` ranks; return one exit code for all.
 
-    It is that of the first that failed by its own fault; 75 where some have more to do; else 0.
+    It is that of the first rank that failed by its own fault; 75 where some have more to do; else 0.
     """
     processes = _RankProcesses(graces or GracePeriods())
     before = {number: signal.signal(number, processes.forward) for number in FORWARDED}
@@ -61,7 +61,7 @@ def launch_ranks(
 
 
 def rank_environments(world: int, environment: Mapping[str, str] | None = None) -> list[dict[str, str]]:
-    """Return each rank's environment: its own GPU, of those that are lent to this process."""
+    """Return each rank's environment: one of the GPUs that this process may use."""
     all_have = dict(os.environ if environment is None else environment)
     lent = [name for name in all_have.get(GPUS, "").split(",") if name] or list(map(str, range(world)))
     return [{**all_have, GPUS: lent[rank % len(lent)]} for rank in range(world)]
@@ -69,7 +69,7 @@ def rank_environments(world: int, environment: Mapping[str, str] | None = None) 
 
 @dataclass
 class _RankProcesses:
-    """The processes of a start."""
+    """The rank processes of one start."""
 
     graces: GracePeriods
     ranks: list[subprocess.Popen[bytes]] = field(default_factory=list)
@@ -77,7 +77,7 @@ class _RankProcesses:
     ended: dict[int, int] = field(default_factory=dict)  # codes by rank, the first to end first
 
     def start(self, words: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Start a rank; a signal that came before it was there reaches it, too."""
+        """Start a rank, and send it the signals that came before."""
         before = self.signals[:]
         rank = subprocess.Popen(words, env=environment)
         self.ranks.append(rank)
@@ -85,19 +85,19 @@ class _RankProcesses:
             rank.send_signal(number)
 
     def forward(self, number: int, _frame: FrameType | None) -> None:
-        """Send a signal on."""
+        """Forward a signal to all ranks."""
         self.signals.append(number)
         self._send(number)
 
     def wait(self) -> int:
-        """Wait for all; when one has failed, end the others step by step; return the code that stands for all."""
+        """Wait for all ranks; once one has failed, end the others; return the exit code that stands for all."""
         wait_for(lambda: self._all_ended() or self.failed, float("inf"), LOOK_EVERY_S)
         self.end()
         failed = sorted(self.failed, key=lambda code: code == LOST)  # a fault's, before those of who ended for its sake
         return [*failed, *sorted(self.ended.values(), key=lambda code: (code != GO_ON, -code))][0]
 
     def end(self) -> None:
-        """Wait for all, but not for long."""
+        """Wait for all ranks, with SIGTERM and then SIGKILL when their grace periods are over."""
         for grace_s, number in ((self.graces.alone_s, signal.SIGTERM), (self.graces.told_s, signal.SIGKILL)):
             if wait_for(self._all_ended, grace_s, LOOK_EVERY_S):
                 return
@@ -106,19 +106,19 @@ class _RankProcesses:
 
     @property
     def failed(self) -> list[int]:
-        """Return the codes of those that did not end in order, in the order in which they ended."""
+        """The exit codes of the ranks that failed, the first to fail first."""
         orderly = {0, GO_ON, *(SIGNALLED + number for number in self.signals)}
         return [code for code in self.ended.values() if code not in orderly]
 
     def _all_ended(self) -> bool:
-        """Look who has ended."""
+        """Poll the ranks; tell whether all have ended."""
         for rank, process in enumerate(self.ranks):
             if rank not in self.ended and (code := process.poll()) is not None:
                 self._note(rank, process.pid, code)
         return len(self.ended) == len(self.ranks)
 
     def _note(self, rank: int, pid: int, code: int) -> None:
-        """Take down how a rank ended, and name the first that failed."""
+        """Record how a rank ended, and print the first that failed."""
         had_failed = bool(self.failed)
         self.ended[rank] = SIGNALLED - code if code < 0 else code
         if self.failed and not had_failed:

@@ -1,7 +1,7 @@
-"""Several processes, one model: `Ranks` over torch.distributed.
+"""`Ranks` over torch.distributed: several processes that train one model.
 
-Words go over gloo, sums over NCCL where tensors are on GPUs. Whoever waits in one of them looks once a second whether
-a rank was lost, and can be interrupted by a signal.
+JSON messages go over gloo, sums over NCCL where tensors are on GPUs. A rank that waits in one of them checks once a
+second whether another was lost, and can be interrupted by a signal.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def join_process_group(
     within_s: float = COME_WITHIN_S,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Ranks:
-    """Return this process as one of its ranks, once all have come; `tell` hears of a rank that is lost.
+    """Join the process group once all ranks have come; `tell` is called with the message if one is lost.
 
     `folder` is one that all ranks see. A GPU must have been made the current device before.
     """
@@ -71,20 +71,20 @@ def join_process_group(
 
 
 def _store(host: str, port: int, place: RankPlace) -> TCPStore:
-    """Open the store by which torch's process groups meet, on a port of the kernel's choice, or connect to it."""
+    """Open torch's TCPStore on a port of the kernel's choice, or connect to it."""
     within = timedelta(seconds=60)
     return TCPStore(host, port, None, place.rank == 0, timeout=within, wait_for_workers=False)
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of the network interface that has an address, where that can be known."""
+    """Return the name of the network interface that has an address, None if unknown."""
     interfaces = psutil.net_if_addrs().items()
     return next((name for name, owned in interfaces if address in (known.address for known in owned)), None)
 
 
 @contextmanager
 def _on(interface: str | None) -> Iterator[None]:
-    """Have gloo use an interface: it would take the one that this host's name leads to, often the loopback."""
+    """Have gloo use an interface, rather than the one that the host name resolves to, often the loopback."""
     if interface is None or INTERFACE in os.environ:
         yield
         return
@@ -96,7 +96,7 @@ def _on(interface: str | None) -> Iterator[None]:
 
 
 class ProcessGroup:
-    """One of several processes: `Ranks` over torch.distributed."""
+    """`Ranks` over torch.distributed."""
 
     def __init__(self, place: RankPlace, met: Meeting, watchdog: Watchdog, patience: HangLimits) -> None:
         self.place, self.hosts, self.rank, self.world = place, met.hosts, place.rank, place.world
@@ -128,7 +128,7 @@ class ProcessGroup:
             self.progress(self._watchdog.doing.what)
 
     def progress(self, what: str) -> None:
-        """Say what this rank does now; raise if another was lost meanwhile."""
+        """Note what this rank does now, for the watchdog; raise if another rank was lost meanwhile."""
         self._watchdog.check()
         self._watchdog.doing = Activity(what, self._allowance_s, self._calls)
 
@@ -159,7 +159,7 @@ class ProcessGroup:
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
-        """Do something that all ranks do, and that none can do before all have begun it."""
+        """Surround a collective call: meanwhile this rank waits for the others, and does not count as hung."""
         self._watchdog.check()
         self._calls += 1
         before = self._watchdog.doing
@@ -170,13 +170,13 @@ class ProcessGroup:
             self._watchdog.doing = Activity(before.what, self._allowance_s, self._calls)
 
     def _all_gather(self, letter: Tensor) -> list[bytes]:
-        """Return every rank's letter."""
+        """Return every rank's bytes."""
         all_B = [torch.empty_like(letter) for _ in range(self.world)]
         self._await(lambda: dist.all_gather(all_B, letter, async_op=True))
         return [received.numpy().tobytes() for received in all_B]
 
     def _await(self, begin: Callable[[], dist.Work], *, in_stream: bool = False) -> None:
-        """Wait until all ranks have done it, or one of them is lost."""
+        """Wait until a collective call has completed, or a rank is lost."""
         done = threading.Event()
         try:
             work = begin()
@@ -190,7 +190,7 @@ class ProcessGroup:
 
 
 def _letter(text: bytes, size: int) -> Tensor:
-    """Return a text's length and as much of it as there is room for."""
+    """Return a text's length and as much of the text as fits, as a tensor of `size` bytes."""
     content = (len(text).to_bytes(LENGTH_BYTES, "little") + text)[:size]
     return torch.frombuffer(bytearray(content.ljust(size, b"\0")), dtype=torch.uint8)
 
@@ -198,9 +198,9 @@ def _letter(text: bytes, size: int) -> Tensor:
 def reduce_in_pieces(
     tensors: Iterable[Tensor], reduce: Callable[[Tensor], Any], piece_bytes: int = PIECE_BYTES
 ) -> None:
-    """Have tensors reduced in place, as flat ones of one type and at most so many bytes.
+    """Reduce tensors in place, packed into flat tensors of one type and at most `piece_bytes`.
 
-    What is in a piece depends on shapes and types alone: it must be the same on every rank.
+    The packing depends on shapes and types alone: it must be the same on every rank.
     """
     for parts in tensor_pieces(tensors, piece_bytes):
         if len(parts) == 1 and parts[0].is_contiguous():
@@ -216,7 +216,7 @@ def reduce_in_pieces(
 
 
 def tensor_pieces(tensors: Iterable[Tensor], piece_bytes: int) -> Iterator[list[Tensor]]:
-    """Yield tensors, or parts of them, together as long as they have room in a piece, by type."""
+    """Yield groups of tensors of one type, or of parts of them, of at most `piece_bytes` together."""
     for alike in _by_type(tensors).values():
         piece: list[Tensor] = []
         room = piece_bytes
@@ -232,7 +232,7 @@ def tensor_pieces(tensors: Iterable[Tensor], piece_bytes: int) -> Iterator[list[
 
 
 def _by_type(tensors: Iterable[Tensor]) -> Mapping[tuple[torch.device, torch.dtype], list[Tensor]]:
-    """Group tensors by where and what they are, in the order in which these come first."""
+    """Group tensors by device and type, in order of first appearance."""
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         plain = tensor.detach()
@@ -243,7 +243,7 @@ def _by_type(tensors: Iterable[Tensor]) -> Mapping[tuple[torch.device, torch.dty
 
 
 def _parts(tensor: Tensor, most: int) -> Iterator[Tensor]:
-    """Yield a tensor in parts of at most so many values, which are views of it."""
+    """Yield views of a tensor with at most `most` values each."""
     if tensor.numel() <= most:
         yield tensor
         return

@@ -1,4 +1,4 @@
-"""The processes that train one model together, as the loop sees them: what they tell each other, and when.
+"""The interface through which the training loop talks to the other ranks.
 
 A rank may run out of memory in any micro-batch and begin its share of a step again. So nothing here is called between
 the first forward of a step and its last backward: `exchange` comes before and after, `add_up` after.
@@ -31,7 +31,7 @@ class RankLost(JobFailed):
 
 
 class Ranks(Protocol):
-    """All ranks call the same in the same order."""
+    """The ranks of a training; all of them make the same calls in the same order."""
 
     @property
     def rank(self) -> int: ...
@@ -39,23 +39,23 @@ class Ranks(Protocol):
     def world(self) -> int: ...
 
     def exchange(self, said: Said) -> list[Said]:
-        """Return what every rank says, by rank; returns when all have spoken."""
+        """Gather a JSON object from every rank, in the order of ranks."""
 
     def add_up(self, tensors: Sequence[Tensor]) -> None:
-        """Replace tensors, of the same shapes on every rank, by their sums over all ranks."""
+        """All-reduce tensors, of the same shapes on every rank, to their sums in place."""
 
     def progress(self, what: str) -> None:
-        """Say what this rank does now, such as `step 12`: who says nothing for too long counts as hung."""
+        """Note what this rank does now, such as `step 12`; a rank that notes nothing for too long counts as hung."""
 
     def patient(self, what: str) -> AbstractContextManager[None]:
-        """Say that what comes may take long without being a hang, such as `compiling`."""
+        """Surround what may take long without being a hang, such as `compiling`."""
 
     def close(self, why: str = "") -> None:
-        """Leave; with a reason where this rank cannot go on, which ends the others."""
+        """Leave the group; with a reason if this rank cannot go on, which ends the others."""
 
 
 class SingleRank:
-    """A training in one process, which needs no agreement."""
+    """`Ranks` of a training in one process."""
 
     rank, world = 0, 1
 

@@ -44,7 +44,7 @@ KEEP_ALIVE = {  # the kernel asks the other: a node that is gone is known within
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Which rank this process is, and of which start."""
+    """The rank of this process, the world size, and the start of the ranks that it belongs to."""
 
     rank: int
     world: int
@@ -55,14 +55,14 @@ class RankPlace:
 
     @classmethod
     def of(cls, part: str | None, meeting: str, environment: Mapping[str, str], attempt: int = 1) -> RankPlace:
-        """Return what is known, the launcher's words first: srun's are inherited by all that its tasks start."""
+        """Return the place by our launcher's arguments, or else by srun's variables, which all children inherit."""
         if part is not None:
             return cls.told(part, meeting)
         return cls.by_slurm(environment, attempt) or cls(0, 1)
 
     @classmethod
     def told(cls, part: str, meeting: str) -> RankPlace:
-        """Return what our launcher says: `1/3`, all on this node, and a name for the start."""
+        """Parse our launcher's arguments: `1/3`, all on this node, and a name for the start."""
         rank, _, world = part.partition("/")
         if not (rank.isdigit() and world.isdigit() and int(rank) < int(world)):
             raise ConfigError(f"`{part}` is not a rank and how many there are", remedy="say it as in 0/2")
@@ -70,9 +70,9 @@ class RankPlace:
 
     @classmethod
     def by_slurm(cls, environment: Mapping[str, str], attempt: int = 1) -> RankPlace | None:
-        """Return what srun says, if this is a task of a step of several.
+        """Return the place in a Slurm step of several tasks, None in any other.
 
-        The words of a step are read, not those of the job: these reach processes that no srun has started.
+        The variables of a step are read, not those of the job: these reach processes that no srun has started.
         """
         world = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
         if world == 1 or "SLURM_PROCID" not in environment:
@@ -89,7 +89,7 @@ class RankPlace:
 
 
 class JsonConnection:
-    """One end of a connection between two ranks, which carries JSON, a line a message; only `next` ever waits."""
+    """A connection between two ranks that carries JSON, one message a line; only `next` ever waits."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.settimeout(0)
@@ -103,16 +103,15 @@ class JsonConnection:
 
     @property
     def address(self) -> str:
-        """The address of this end."""
         return str(self._socket.getsockname()[0])
 
     @property
     def is_clogged(self) -> bool:
-        """Tell whether the other end does not take what it was sent."""
+        """Whether some of what was sent is still buffered, since the other end does not read."""
         return bool(self._unsent)
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send a message, or as much of it as can go; a broken connection is known by `receive`."""
+        """Send a message, or buffer what cannot go now; `receive` reports a broken connection."""
         self._unsent += json.dumps(message).encode() + b"\n"
         try:
             self._unsent = self._unsent[self._socket.send(self._unsent, NO_SIGNAL) :]
@@ -122,13 +121,13 @@ class JsonConnection:
             self._unsent = b""
 
     def receive(self) -> tuple[list[dict[str, Any]], bool]:
-        """Return the messages that have come, and whether more may come; nonsense ends a connection."""
+        """Return the messages that have come, and whether the connection is open; malformed data closes it."""
         is_open = self._read() and len(self._received) <= LONGEST_LINE
         messages, self._messages = self._messages, []
         return messages, is_open
 
     def next(self, within_s: float) -> dict[str, Any]:
-        """Wait for a message."""
+        """Wait for the next message."""
         until = time.monotonic() + within_s
         with selectors.DefaultSelector() as ready:
             ready.register(self, selectors.EVENT_READ)
@@ -140,7 +139,7 @@ class JsonConnection:
         return self._messages.pop(0)
 
     def _read(self) -> bool:
-        """Take what is there; tell whether the other end may send more."""
+        """Read what has arrived; tell whether the connection is still open."""
         is_open = True
         try:
             while is_open and len(self._received) <= 2 * LONGEST_LINE:
@@ -161,7 +160,7 @@ class JsonConnection:
 
 @dataclass(frozen=True)
 class Meeting:
-    """All ranks have come."""
+    """The connections and addresses of this rank, once all ranks have come."""
 
     connections: dict[int, JsonConnection]  # rank 0: to every other; the others: to rank 0
     hosts: tuple[str, ...]  # by rank
@@ -171,13 +170,13 @@ class Meeting:
 
 
 def meet(place: RankPlace, folder: Path, said: Mapping[str, Any], within_s: float = COME_WITHIN_S) -> Meeting:
-    """Find the other ranks; what rank 0 says reaches all."""
+    """Connect all ranks; `said` of rank 0 is returned to each of them."""
     file = folder / f"ranks-{place.meeting}.json"
     return _keep(place, file, said, within_s) if place.rank == 0 else _join(place, file, within_s)
 
 
 def _keep(place: RankPlace, file: Path, said: Mapping[str, Any], within_s: float) -> Meeting:
-    """Be the one whom the others look for."""
+    """As rank 0: publish the address, admit the others, and send them what they need."""
     with socket.create_server(("" if place.nodes > 1 else LOOPBACK, 0), backlog=place.world) as listener:
         words = {"token": secrets.token_hex(16), "answer": secrets.token_hex(16)}
         with replacing(file) as partial:
@@ -204,7 +203,7 @@ def _keep(place: RankPlace, file: Path, said: Mapping[str, Any], within_s: float
 def _admit(
     listener: socket.socket, world: int, words: Mapping[str, str], within_s: float
 ) -> dict[int, tuple[JsonConnection, str]]:
-    """Admit ranks that know the first word, and return them with their hosts; whoever else connects is sent away."""
+    """Accept ranks that know the token, and return them with their hosts; others are disconnected."""
     came: dict[int, tuple[JsonConnection, str]] = {}
     until = time.monotonic() + within_s
     listener.settimeout(0)
@@ -236,14 +235,14 @@ def _admit(
 
 
 def _rank_of(message: Mapping[str, Any], token: str, world: int) -> int | None:
-    """Return which rank speaks, if it is one that knows the word."""
+    """Return the rank that a greeting is from, None if its token is wrong."""
     rank, word = message.get("rank"), str(message.get("token"))
     knows = hmac.compare_digest(word.encode(errors="replace"), token.encode())
     return rank if knows and isinstance(rank, int) and 0 < rank < world else None
 
 
 def _addresses(place: RankPlace) -> list[str]:
-    """Return by what names this node may be reached, the likeliest first."""
+    """Return the names and addresses under which other nodes may reach this one, the likeliest first."""
     if place.nodes == 1:
         return [LOOPBACK]
     names = [place.host, socket.gethostname(), socket.getfqdn()]
@@ -260,7 +259,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def _join(place: RankPlace, file: Path, within_s: float) -> Meeting:
-    """Look for rank 0 until it is found."""
+    """As another rank: look for rank 0 until it is found."""
     until = time.monotonic() + within_s
     pause_s, trouble = LOOK_EVERY_S[0], f"it has not written {file}"
     while time.monotonic() < until:
@@ -280,7 +279,7 @@ def _join(place: RankPlace, file: Path, within_s: float) -> Meeting:
 
 
 def _attempt(place: RankPlace, content: Mapping[str, Any], until: float) -> Meeting:
-    """Join whom a file tells of; an OSError if it is nobody, or somebody else."""
+    """Join the rank 0 that a file describes; raises OSError if nobody, or somebody else, answers there."""
     address, connection = _connect(content["addresses"], int(content["port"]))
     try:
         connection.send({"token": content["token"], "rank": place.rank, "host": place.host})

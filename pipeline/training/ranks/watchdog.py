@@ -41,7 +41,7 @@ STDERR = 2
 
 @dataclass(frozen=True)
 class Activity:
-    """What a rank does, as it said last."""
+    """What a rank does now, as it reports to the watchdog."""
 
     what: str
     allowance_s: float  # how long that may take
@@ -51,7 +51,7 @@ class Activity:
 
 @dataclass(frozen=True)
 class LostRank:
-    """A rank that is no more with us."""
+    """A rank that died, hangs or gave up, and how."""
 
     rank: int
     host: str
@@ -64,7 +64,7 @@ class LostRank:
 
 @dataclass
 class WatchedRank:
-    """A rank at the other end of a connection, as it is known here."""
+    """Another rank as seen from here, with the connection to it."""
 
     rank: int
     host: str
@@ -76,7 +76,10 @@ class WatchedRank:
 
 
 def stuck_rank(ranks: Mapping[int, tuple[str, Activity, float]]) -> LostRank | None:
-    """Tell whether all ranks wait for each other, by hosts, what they do and for how long; name the one behind."""
+    """Return the rank furthest behind if all ranks wait for each other for too long, else None.
+
+    `ranks` has the host, activity and idle seconds of each.
+    """
     if not all(doing.waits and idle_s > doing.allowance_s for _, doing, idle_s in ranks.values()):
         return None
     behind = min(ranks, key=lambda rank: (ranks[rank][1].calls, rank))
@@ -89,7 +92,7 @@ def stuck_rank(ranks: Mapping[int, tuple[str, Activity, float]]) -> LostRank | N
 
 @dataclass(frozen=True)
 class HangLimits:
-    """How long things may take."""
+    """How long a rank may go without progress."""
 
     hang_s: float = 600.0  # without a word of progress
     slow_s: float = 3600.0  # of what is known to be slow: the first step, compilation
@@ -97,7 +100,7 @@ class HangLimits:
 
 
 class Watchdog:
-    """Watches the other ranks, and is watched by them; `doing` is for this rank to set."""
+    """Watches the other ranks and reports this one to them; this rank sets `doing`."""
 
     def __init__(self, place: RankPlace, met: Meeting, patience: HangLimits, tell: Callable[[str], None]) -> None:
         self.place, self._patience, self._tell_ledger = place, patience, tell
@@ -128,12 +131,12 @@ class Watchdog:
         return self._lost.is_set()
 
     def check(self) -> None:
-        """Raise what has been found."""
+        """Raise RankLost if a rank was lost."""
         if self._lost.is_set():
             raise self._error()
 
     def blame(self, trouble: str) -> RankLost:
-        """Return who is behind a broken connection, after some time to hear of it."""
+        """Return the error for a broken connection, after waiting a little to hear which rank caused it."""
         soon_s = self._patience.grace_s / 4
         if not self._lost.wait(soon_s if self.place.rank == 0 else 2 * soon_s):  # rank 0 hears of all
             self._suspect = self._suspected(trouble)
@@ -142,14 +145,14 @@ class Watchdog:
         return self._error()
 
     def _suspected(self, trouble: str) -> LostRank:
-        """Return who may be the cause."""
+        """Return the rank that most likely broke a connection."""
         for peer in self._peers.values():
             if not peer.is_here:
                 return LostRank(peer.rank, peer.host, "left while others wait for it", peer.doing.what)
         return LostRank(self.place.rank, self.place.host, f"lost its connection to another: {trouble}", self.doing.what)
 
     def leave(self, why: str = "") -> None:
-        """Say good-bye; nobody is watched any more."""
+        """Say good-bye to the other ranks and stop watching."""
         self._said_why = why
         if self.has_lost:
             self._close_at = time.monotonic() + CLOSE_S
@@ -172,7 +175,7 @@ class Watchdog:
         return RankLost(what, remedy="pipeline logs   (what that rank said); the run goes on from its last checkpoint")
 
     def _watch(self) -> None:
-        """Hear, judge and speak until this rank leaves."""
+        """Run the thread: listen, judge and report until this rank leaves."""
         beaten = time.monotonic()
         while not self._leaving.is_set():
             self._listen(BEAT_S)
@@ -187,13 +190,13 @@ class Watchdog:
         self._part()
 
     def _end_if_late(self) -> None:
-        """End the process if it does not end by itself once a rank is lost, more patiently once it has noticed."""
+        """End the process if it goes on for too long after a rank was lost; it has longer once `check` has raised."""
         more_s = self._patience.grace_s if self._raised.is_set() else 0.0
         if time.monotonic() > min(self._end_at + more_s, self._close_at):
             os._exit(LOST)
 
     def _listen(self, within_s: float) -> None:
-        """Take in what comes, if something comes soon."""
+        """Handle the messages that come within some seconds."""
         for key, _ in self._ready.select(within_s):
             if key.data:
                 self._hear(key.data)
@@ -201,7 +204,7 @@ class Watchdog:
                 self._rung.recv(1)
 
     def _hear(self, peer: WatchedRank) -> None:
-        """Take in what a rank says."""
+        """Handle the messages of a rank."""
         messages, is_open = peer.connection.receive()
         for message in messages:
             peer.silent_s = 0.0
@@ -220,7 +223,7 @@ class Watchdog:
             self._ready.unregister(peer.connection)
 
     def _beat(self, passed_s: float) -> None:
-        """Say what this rank does, and judge all, when some time has passed."""
+        """Report to the other ranks, and judge all, every half second."""
         doing = self.doing
         self._idle_s = self._idle_s + passed_s if doing is self._judged else 0.0
         self._judged = doing
@@ -237,7 +240,7 @@ class Watchdog:
         return [peer for peer in self._peers.values() if peer.is_here]
 
     def _judge(self, doing: Activity) -> None:
-        """Look for who hangs."""
+        """Look for a rank that hangs, this one included."""
         if not doing.waits and self._idle_s > doing.allowance_s:
             self._hang(doing)
         for peer in self._here():
@@ -250,20 +253,19 @@ class Watchdog:
                 self._find(loss)
 
     def _hang(self, doing: Activity) -> NoReturn:
-        """Show where this process stands, and end it."""
+        """Print the stacks of this hung process, and end it."""
         how = f"made no progress for {self._idle_s:.0f} s"
         with suppress(Exception):
             faulthandler.dump_traceback(file=STDERR, all_threads=True)
         self._find(LostRank(self.place.rank, self.place.host, how, doing.what))
-        until = (
-            time.monotonic() + BEAT_S
-        )  # an end with words unread would reset the connections, and these words with it
+        # an end with words unread would reset the connections, and these words with it
+        until = time.monotonic() + BEAT_S
         while (left_s := until - time.monotonic()) > 0:
             self._listen(left_s)
         os._exit(HUNG)
 
     def _find(self, loss: LostRank) -> None:
-        """Let everybody know of a loss; the first is the cause of the others."""
+        """Tell all ranks of a lost rank; only the first loss counts, it caused the others."""
         if self._lost.is_set() or self._leaving.is_set():
             return
         self._loss = loss
@@ -284,7 +286,7 @@ class Watchdog:
         teller.join(TELL_S)
 
     def _part(self) -> None:
-        """Say good-bye; rank 0, on whom all rely, leaves last."""
+        """Say good-bye; rank 0, through which the others hear of each other, stays until all have left."""
         for peer in self._here():
             peer.connection.send({"why": self._said_why})
         until = time.monotonic() + LINGER_S

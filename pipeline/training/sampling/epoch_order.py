@@ -30,7 +30,7 @@ SHUFFLE = 0  # streams of random numbers: that of all items, and from here on on
 
 @dataclass(frozen=True)
 class SamplerSettings:
-    """What decides the steps (batch … drop_last) and, below, what decides only how they are cut."""
+    """How steps are drawn (batch … drop_last), and how ranks and micro-batches share them (the rest)."""
 
     batch: int  # items in a step, over all ranks
     seed: int = 0
@@ -60,7 +60,7 @@ class SamplerSettings:
 
 
 class EpochOrder:
-    """The steps of every epoch; an epoch is shuffled, and a window arranged, when first asked for."""
+    """The steps of every epoch; each epoch's shuffle and each window's arrangement is computed on first use."""
 
     def __init__(self, sizes_DN: Sequence[Integers], settings: SamplerSettings) -> None:
         self._sizes_DN = tuple(sizes_DN)
@@ -82,7 +82,7 @@ class EpochOrder:
         return np.array(self._arranged(epoch, window)[step - self._starts[window]])
 
     def _shuffled(self, epoch: int) -> NDArray[np.signedinteger]:
-        """Return all items in the order of their draw; the last epoch asked for is kept."""
+        """Return all items in the epoch's random order; the last epoch asked for is cached."""
         kept = self._epoch  # looked at once: a thread that reads ahead may replace it
         if kept is None or kept[0] != epoch:
             drawn_N = shuffled(self._items, self._seed, epoch) if self._shuffle else np.arange(self._items)
@@ -91,7 +91,7 @@ class EpochOrder:
         return kept[1]
 
     def _arranged(self, epoch: int, window: int) -> Integers:
-        """Return the items of a window's steps [S, E]; the last window asked for is kept."""
+        """Return the items of a window's steps [S, E]; the last window asked for is cached."""
         kept = self._window
         if kept is None or kept[0] != (epoch, window):
             first, last = self._starts[window : window + 2].tolist()
@@ -100,7 +100,7 @@ class EpochOrder:
         return kept[1]
 
     def _places(self, epoch: int, window: int, items_W: Integers) -> Integers:
-        """Return which places of a window make its steps [S, E].
+        """Return the indices into a window that make its steps [S, E].
 
         Bricks differ by at most one in size, so that a step is always a whole number of them, each from its own series.
         """
@@ -119,18 +119,18 @@ class EpochOrder:
 
 
 def near_equal(total: int, parts: int) -> Integers:
-    """Return the lengths of parts of a total that differ by at most one."""
+    """Return the lengths of `parts` parts of a total, which differ by at most one."""
     return np.asarray(np.diff(np.arange(parts + 1) * total // parts))
 
 
 def random_bits(count: int, seed: int, epoch: int, stream: int) -> NDArray[np.uint64]:
-    """Return random bits. numpy promises the bits of a generator for ever, but not what it makes of them."""
+    """Return raw random bits: numpy keeps these the same across versions, unlike what it derives from them."""
     generator = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(epoch, stream)))
     return np.asarray(generator.random_raw(count), dtype=np.uint64)
 
 
 def shuffled(count: int, seed: int, epoch: int) -> Integers:
-    """Return 0 … count-1 in random order: random numbers with their place in the last bits, sorted."""
+    """Return 0 … count-1 in random order, by sorting random numbers with the index in their last bits."""
     mask = np.uint64((1 << count.bit_length()) - 1)
     keys_N = random_bits(count, seed, epoch, SHUFFLE) & ~mask | np.arange(count, dtype=np.uint64)
     keys_N.sort()
@@ -138,10 +138,10 @@ def shuffled(count: int, seed: int, epoch: int) -> Integers:
 
 
 def arrange(sizes_DN: Sequence[Integers], starts_B: Integers) -> Integers:
-    """Return places so that those between two starts are alike in size, the largest first; equals stay in order.
+    """Return indices ordered so that each brick (from one start to the next) holds items alike in size, largest first.
 
-    By one size, that is sorting. By several, the bricks are halved again and again, each time across the size that
-    differs most in them. Nothing here rounds: every rank must come to the same order, whatever its processor.
+    By one size, that is a stable sort. By several, the bricks are halved again and again, each time across the size
+    that differs most in them. Nothing here rounds: every rank must come to the same order, whatever its processor.
     """
     if len(sizes_DN) == 1:
         return np.asarray(np.argsort(-sizes_DN[0].astype(np.int64, copy=False), kind="stable"))
@@ -155,7 +155,7 @@ def arrange(sizes_DN: Sequence[Integers], starts_B: Integers) -> Integers:
 
 
 def _by_widest(sizes_DN: NDArray[np.float64], starts_C: Integers) -> Integers:
-    """Return places sorted, within each cell, by the size whose largest is the most times its smallest there."""
+    """Return indices sorted, within each cell, by the size that varies most there (largest / smallest)."""
     largest_DC = np.maximum.reduceat(sizes_DN, starts_C[:-1], axis=1)
     smallest_DC = np.minimum.reduceat(sizes_DN, starts_C[:-1], axis=1)
     widest_C = np.argmax(largest_DC / np.maximum(smallest_DC, 1.0), axis=0)
@@ -186,12 +186,11 @@ class ShareSizes:
     factors_B: tuple[Floats, ...]  # each [factors, K]
 
     def take(self, places: Integers) -> ShareSizes:
-        """Return the sizes of some of the items."""
         return ShareSizes(self.padded_DK[:, places], tuple(factors[:, places] for factors in self.factors_B))
 
 
 def deal_to_ranks(costs_E: Floats, ranks: int) -> list[Integers]:
-    """Return the places that each rank gets, of about equal cost; with fewer items than ranks some get none."""
+    """Return each rank's indices, of about equal cost; with fewer items than ranks some get none."""
     owner_E = np.zeros(len(costs_E), np.int64)
     loads = [(0.0, 0, rank) for rank in range(ranks)]
     for place in np.argsort(-costs_E, kind="stable").tolist():
@@ -204,7 +203,7 @@ def deal_to_ranks(costs_E: Floats, ranks: int) -> list[Integers]:
 
 
 def _improve(owner_E: Integers, costs_E: Floats, ranks: int) -> None:
-    """Swap an item of the costliest rank with another rank's, or give it away, while that lowers the higher of both."""
+    """Swap items of the costliest rank with other ranks', or give them away, while that lowers the higher cost."""
     loads_R = np.bincount(owner_E, costs_E, ranks)
     enough = float(loads_R.mean()) * EVEN
     for _ in range(4 * ranks):
@@ -243,7 +242,7 @@ def cut_micro_batches(share: ShareSizes, limits: MicroBatchLimits) -> list[Integ
 
 
 def _cut_sums(share: ShareSizes, limits: MicroBatchLimits) -> list[Integers]:
-    """Deal the items to more and more micro-batches until all fit: what is concatenated costs its sum."""
+    """Try more and more micro-batches until all fit; the cost of concatenated items is their sum."""
     count = share.padded_DK.shape[1]
     budgets_B = np.array(limits.budgets_B)
     sizes_BK = np.array([factors_FK.prod(axis=0) for factors_FK in share.factors_B]).reshape(-1, count)
@@ -258,7 +257,7 @@ def _cut_sums(share: ShareSizes, limits: MicroBatchLimits) -> list[Integers]:
 
 
 def _cut_padded(places_K: Integers, share: ShareSizes, limits: MicroBatchLimits) -> list[Integers]:
-    """Cut an arranged share where that makes fewest micro-batches, and among those the most even."""
+    """Cut an arranged share into as few micro-batches as possible, and among those ways the most even."""
     costs_KK = _costs(share, limits)
     best: list[tuple[float, int]] = [(0.0, 0)]
     sums = np.zeros(len(places_K) + 1)
@@ -276,7 +275,7 @@ def _cut_padded(places_K: Integers, share: ShareSizes, limits: MicroBatchLimits)
 
 
 def _costs(share: ShareSizes, limits: MicroBatchLimits) -> Floats:
-    """Return the cost of every micro-batch from one place to another [K, K]: 1 and a little more the larger it is."""
+    """Return the cost of a micro-batch from each index to each other [K, K]: 1, and a little more the larger it is."""
     count = share.padded_DK.shape[1]
     upper_KK = np.triu(np.ones((count, count), bool))
     many_KK = np.arange(count) - np.arange(count)[:, None] + 1
@@ -293,6 +292,6 @@ def _costs(share: ShareSizes, limits: MicroBatchLimits) -> Floats:
 
 
 def _largest(sizes_FK: Floats, upper_KK: NDArray[np.bool_]) -> Floats:
-    """Return the product of the largest sizes from one place to another [K, K]."""
+    """Return the product of the largest sizes from each index to each other [K, K]."""
     tables_FKK = np.where(upper_KK, sizes_FK[:, None, :], 0.0)
     return np.asarray(np.maximum.accumulate(tables_FKK, axis=2).prod(axis=0))

@@ -1,8 +1,8 @@
-"""Which items are trained on when, where and together.
+"""Decides which items are trained on in which step, and how ranks and micro-batches share them.
 
-A step holds exactly `batch` items, whatever the ranks and the memory: `order` draws them. A rank's share of a step and
-its micro-batches follow from the step's items alone: `packing` cuts them. So a run that is resumed on other ranks, or
-whose budget was halved after an OOM, makes the same steps; only the cuts change.
+A step holds exactly `batch` items, whatever the ranks and the memory (`epoch_order`). A rank's share of a step and its
+micro-batches follow from the step's items alone. So a run that is resumed on other ranks, or whose budget was halved
+after an OOM, makes the same steps; only the cuts change.
 
 Sizes are named, one value an item. A product of sizes is written `receptor*ligand`: what it costs in memory is the
 largest receptor times the largest ligand, which may be in different items.
@@ -41,7 +41,7 @@ SHOWN = 3  # so many oversize items are named in an error
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """A micro-batch: some items of a rank's share of a step; none where the rank has no share."""
+    """Some items of a rank's share of a step; empty if the rank has no share."""
 
     epoch: int
     step: int
@@ -55,16 +55,16 @@ class MicroBatch:
 
 
 class Sampler:
-    """The micro-batches of one rank; every rank makes its own from the same sizes and settings.
+    """Yields the micro-batches of one rank; every rank computes its own from the same sizes and settings.
 
     A loop goes over one epoch, from its start or from where a loaded state says. Once its last micro-batch has been
-    handed out, the next loop goes over the next epoch.
+    yielded, the next loop goes over the next epoch.
     """
 
     def __init__(
         self, sizes: Sizes, settings: SamplerSettings, *, rank: int = 0, ranks: int = 1, data: str = ""
     ) -> None:
-        """Take the sizes of all items; `data` says of which items they are, in words or as a digest."""
+        """Take the sizes of all items; `data` identifies the items, in words or as a digest."""
         if not 0 <= rank < ranks:
             raise ValueError(f"there is no rank {rank} among {ranks}")
         check_sizes(sizes, settings)
@@ -80,11 +80,10 @@ class Sampler:
 
     @property
     def steps(self) -> int:
-        """The steps of an epoch."""
         return self._order.steps
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        """Hand out this rank's micro-batches of the epoch; a step in which it has no items is one empty micro-batch."""
+        """Yield this rank's micro-batches of the epoch; a step in which it has no items is one empty micro-batch."""
         epoch = self.epoch
         self._next = (epoch, self._first)
         for step in range(self._first, self.steps):
@@ -94,7 +93,7 @@ class Sampler:
                 yield micro
 
     def _hand_out(self, epoch: int, step: int) -> None:
-        """Note that a step has been handed out; after the last one comes the next epoch."""
+        """Note that a step was yielded; after the last one comes the next epoch."""
         self._next = (epoch, step + 1) if step + 1 < self.steps else (epoch + 1, 0)
         if self._next[0] != epoch:
             self.epoch, self._first = self._next
@@ -105,12 +104,12 @@ class Sampler:
         return self._order.items(epoch, step)
 
     def _check_place(self, epoch: int, step: int) -> None:
-        """Refuse a step that is not there."""
+        """Refuse a step that does not exist."""
         if epoch < 0 or not 0 <= step < self.steps:
             raise ValueError(f"there is no step {step} in epoch {epoch}: an epoch has {self.steps:,} steps")
 
     def shares(self, epoch: int, step: int) -> list[list[Integers]]:
-        """Return, for each rank, the items of each of its micro-batches of a step; for some ranks there may be none."""
+        """Return, for each rank, the items of each of its micro-batches of a step; a rank may have none."""
         return [self._cut(items_K) for items_K in self._dealt(epoch, step)]
 
     def micros(self, epoch: int, step: int) -> list[MicroBatch]:
@@ -133,7 +132,7 @@ class Sampler:
         return [items_E[places] for places in deal_to_ranks(costs_E, self.ranks)]
 
     def _cut(self, items_K: Integers) -> list[Integers]:
-        """Return a share's items in micro-batches."""
+        """Split a share's items into micro-batches."""
         if len(items_K) == 0:
             return []
         settings, sizes = self.settings, self._sizes
@@ -146,14 +145,14 @@ class Sampler:
         return [items_K[places] for places in cut_micro_batches(share, limits)]
 
     def adjust(self, *, budget: Mapping[str, int], micro_batch: int | None) -> None:
-        """Cut under other limits from the next step on, or when a step is cut again; the steps stay what they are."""
+        """Change the limits of micro-batches from the next step on, or when one is cut again; steps stay the same."""
         settings = replace(self.settings, budget=budget, micro_batch=micro_batch)
         check_sizes(self._sizes, settings)
         check_budget(self._sizes, settings)
         self.settings = settings
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of an epoch; in the present one, stay where a loaded state has put the sampler."""
+        """Go to the start of an epoch; if it is the present one, keep the position of a loaded state."""
         if epoch < 0:
             raise ValueError(f"there is no epoch {epoch}")
         self.moves += 1
@@ -161,7 +160,7 @@ class Sampler:
             self._go(epoch, 0)
 
     def state_dict(self, after: MicroBatch | None = None) -> dict[str, Any]:
-        """Return, as JSON data, where to go on: after what was handed out, or after a micro-batch that was used.
+        """Return, as JSON data, where to go on: after what was yielded, or after a micro-batch that was used.
 
         A loader that reads ahead must say which. A step that has not been used to its end is begun again.
         """
@@ -173,7 +172,7 @@ class Sampler:
         return {"epoch": epoch, "step": step, **self._identity}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to where a state says, if it is of the same order; ranks and budgets may have changed."""
+        """Go to the position in a state, if it is of the same order; ranks and budgets may have changed."""
         changed = [
             f"{name} {state.get(name, 'nothing')!r} then, {value!r} now"
             for name, value in self._identity.items()
@@ -189,13 +188,12 @@ class Sampler:
         self._go(state["epoch"], state["step"])
 
     def _go(self, epoch: int, step: int) -> None:
-        """Let the next loop begin at a step."""
         self.epoch, self._first = epoch, step
         self._next = (epoch, step)
 
     @cached_property
     def _identity(self) -> dict[str, Any]:
-        """Return what decides the order, as JSON data: settings, sizes, and how an order is drawn from them."""
+        """What determines the order, as JSON data: settings, sizes, and the version of the algorithm."""
         settings = self.settings
         digests = [content_digest(np.ascontiguousarray(self._sizes[name], np.int64).data) for name in settings.by]
         return {
@@ -209,7 +207,7 @@ class Sampler:
 
 
 def factors_of(name: str, sizes: Sizes) -> tuple[str, ...]:
-    """Return the sizes of which a name is the product."""
+    """Return the sizes whose product a name stands for."""
     return (name,) if name in sizes else tuple(name.split("*"))
 
 
@@ -228,7 +226,7 @@ def product(sizes: Sizes, name: str) -> NDArray[np.float64]:
 
 
 def check_sizes(sizes: Sizes, settings: SamplerSettings) -> None:
-    """Refuse sizes that are not there, that are not one whole number an item, or that are of no items at all."""
+    """Refuse sizes that are missing, that are not one whole number an item, or of which there are too few."""
     named = (*settings.budget, *([settings.cost] if settings.cost else []))
     names = (*settings.by, *settings.padded, *(factor for name in named for factor in factors_of(name, sizes)))
     missing = [name for name in names if name not in sizes]
