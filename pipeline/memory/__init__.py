@@ -1,1 +1,1 @@
-"""What training takes: predicted before it is submitted, verified and survived while it runs, remembered afterwards."""
+"""The memory of training: predicted before submission, measured while it runs, remembered for later plans."""

@@ -1,1 +1,1 @@
-"""What a model takes that cannot be traced: small real steps extrapolated, or a formula."""
+"""Memory estimates for models that cannot be traced: small real steps extrapolated, or a formula."""

@@ -1,8 +1,7 @@
 """Records what callables really allocate on the CPU, as tapes.
 
-Torch's profiler tells of every block of the CPU's allocator that is allocated while it runs, and of its release. It
-does not know blocks from before: their releases are in no tape. Memory that is no tensor's of its own (numpy's, mapped
-files) is not seen either.
+Torch's profiler reports every block that the CPU's allocator allocates while it runs, and its release. Releases of
+earlier blocks are in no tape. Memory that no tensor owns (numpy's, mapped files) is not seen either.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ NO_KERNEL = frozenset(  # operators that only describe memory anew, or get it
 
 @dataclass(frozen=True, slots=True)
 class RecordedPart:
-    """What a part of a step did."""
+    """The allocations of a part of a step, and its number of kernels."""
 
     tape: Tape
     kernels: int
 
 
 class ProfiledEvent(NamedTuple):
-    """Something that the profiler saw: the start of a part, a kernel, a block that came or went."""
+    """An event of the profiler: the start of a part, a kernel, a block allocated or released."""
 
     at_ns: int
     is_mark: bool = False
@@ -62,25 +61,25 @@ class LiveBlock(NamedTuple):
 
 
 def measure(run: Callable[[], object]) -> Tape:
-    """Run something once, for real, and return its allocations and releases; what it leaves stays allocated."""
+    """Call a function once and return its allocations and releases; what it leaves stays allocated."""
     return record([run], close=False)[0].tape
 
 
 def record(
     runs: Sequence[Callable[[], object]], shared: Callable[[], Numbers] = dict, *, close: bool = True
 ) -> list[RecordedPart]:
-    """Run one after another and return what each allocates and releases.
+    """Call functions one after another and return what each allocates and releases.
 
-    `shared` is asked after each run for the addresses of blocks that have a number, below 0, in every tape. What else a
-    run leaves is closed: released at the end of its own tape, and not where it really was. Garbage is collected after
-    each run and never within, so that one run gives one tape.
+    `shared` is called after each run; it returns the addresses of blocks that have the same number, below 0, in every
+    tape. With `close`, other blocks that a run leaves are released at the end of its own tape. Garbage is collected
+    after each run and never within, so that tapes are reproducible.
     """
     roots, shared_after = profiled(runs, shared)
     tapes: list[list[tuple[int, int]]] = [[] for _ in runs]  # blocks with their bytes, below 0 where they are released
     kernels = [0] * len(runs)
     live: dict[int, LiveBlock] = {}  # by address
     known: dict[int, int] = {}  # the number that a block has in every tape
-    part, made = -1, 0
+    part, allocated = -1, 0
 
     def learn() -> None:
         known.update({live[at].number: number for at, number in shared_after[part].items() if at in live})
@@ -99,9 +98,9 @@ def record(
             if block.part == part or block.number in known:  # else an earlier tape has closed it
                 tape.append((block.number, -block.bytes))
         if event.bytes > 0:
-            live[event.pointer] = LiveBlock(made, event.bytes, part)
-            tape.append((made, event.bytes))
-            made += 1
+            live[event.pointer] = LiveBlock(allocated, event.bytes, part)
+            tape.append((allocated, event.bytes))
+            allocated += 1
     learn()
     return [
         RecordedPart(finished(events, known, close=close), count) for events, count in zip(tapes, kernels, strict=True)
@@ -109,11 +108,11 @@ def record(
 
 
 def finished(events: list[tuple[int, int]], known: Numbers, *, close: bool) -> Tape:
-    """Return a tape, its own blocks numbered from 0; what is left over and not shared is released at the end."""
-    left: Counter[int] = Counter()
+    """Return a tape with its own blocks numbered from 0; with `close`, those left over are released at the end."""
+    balance: Counter[int] = Counter()
     for block, size_bytes in events:
-        left[block] += size_bytes
-    closing = [(block, -size) for block, size in left.items() if close and size and block not in known]
+        balance[block] += size_bytes
+    closing = [(block, -size) for block, size in balance.items() if close and size and block not in known]
     own = dict.fromkeys(block for block, _ in events if block not in known)
     numbers = {**{block: place for place, block in enumerate(own)}, **known}
     blocks = [(numbers[block], size) for block, size in (*events, *closing)]
@@ -122,7 +121,7 @@ def finished(events: list[tuple[int, int]], known: Numbers, *, close: bool) -> T
 
 
 def profiled(runs: Sequence[Callable[[], object]], shared: Callable[[], Numbers]) -> tuple[Any, list[Numbers]]:
-    """Run under the profiler; return the roots of its tree of events, and what was shared after each run."""
+    """Call functions under the profiler; return the roots of its event tree, and the shared blocks after each run."""
     # kineto writes "profiler_start" to stderr at each start unless told before the first one (pytorch/kineto#1325)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     from torch.autograd.profiler import record_function
@@ -140,7 +139,7 @@ def profiled(runs: Sequence[Callable[[], object]], shared: Callable[[], Numbers]
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Let no garbage be collected unasked, and none from before when asked: looking through it all takes long."""
+    """Turn off automatic garbage collection, and freeze existing objects so that explicit collections are quick."""
     was_on, thaw = gc.isenabled(), not gc.get_freeze_count()
     gc.disable()
     gc.freeze()
@@ -154,7 +153,7 @@ def no_collection() -> Iterator[None]:
 
 
 def profiled_events(roots: Iterable[Any]) -> list[ProfiledEvent]:
-    """Return what matters of a tree of events, in order of time, from the first part on."""
+    """Return the relevant events of a tree in order of time, from the first part on."""
     waiting, events = list(roots)[::-1], []
     while waiting:
         node = waiting.pop()
@@ -168,7 +167,7 @@ def profiled_events(roots: Iterable[Any]) -> list[ProfiledEvent]:
 
 
 def _event_of(node: Any) -> ProfiledEvent | None:
-    """Return what a node of the profiler's tree tells; nothing if it does not matter."""
+    """Return the event of a node of the profiler's tree; None if it is irrelevant."""
     name = node.name
     if name == "[memory]":
         block = node.extra_fields
@@ -182,7 +181,7 @@ def _event_of(node: Any) -> ProfiledEvent | None:
 
 
 def counted_flops(run: Callable[[], object]) -> int:
-    """Run something and return its floating-point operations, as torch counts them."""
+    """Call a function and return its floating-point operations, as torch counts them."""
     from torch.utils.flop_counter import FlopCounterMode
 
     with FlopCounterMode(display=False) as counter:

@@ -1,7 +1,7 @@
 """From measured sizes to a larger one: peaks, and whole tapes.
 
-What is fitted is a polynomial of the drivers (nodes, edges, pairs, …) without negative terms: memory never shrinks when
-a batch grows. How far it may be wrong is found by predicting each measured size from all others.
+The fit is a polynomial of the drivers (nodes, edges, pairs, …) without negative terms: memory never shrinks when a
+batch grows. Its error is estimated by predicting each measured size from all others.
 
 Shapes: P points, D drivers, K terms, E events, U unlike blocks.
 """
@@ -41,7 +41,7 @@ DEGREES = (1, 2, 3)
 
 @dataclass(frozen=True, slots=True)
 class Extrapolated:
-    """What a larger size is thought to take; `high` is the number to plan with."""
+    """The estimate for a larger size; `high` is the number to plan with."""
 
     bytes: int
     low: int
@@ -52,7 +52,7 @@ class Extrapolated:
 
     @classmethod
     def of(cls, likely: float, low: float, high: float, error: float, ratio: float) -> Extrapolated:
-        """Return the numbers with their words."""
+        """Return the estimate in whole bytes, with its note."""
         likely_bytes, high_bytes = ceil(likely), ceil(high)
         more = high_bytes / likely_bytes - 1 if likely_bytes else 0.0
         note = f"extrapolated ×{ratio:.3g}: leave-one-out error {error:.1%}, planned with +{more:.0%}"
@@ -60,20 +60,20 @@ class Extrapolated:
 
     @property
     def margin(self) -> float:
-        """How much is planned above what is thought."""
+        """Return the relative margin of `high` over the estimate."""
         return self.high / self.bytes - 1 if self.bytes else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Design:
-    """Points as multiples of the wanted size, which is 1 in all drivers."""
+    """Measured sizes as fractions of the wanted size, which is 1 in all drivers."""
 
     x_PD: Floats
     items: int | None  # the driver that counts items
 
     @classmethod
     def of(cls, sizes: Sequence[Sizes], wanted: Sizes) -> Design:
-        """Return these sizes; a driver that never changes explains nothing and is left out."""
+        """Return the design of these sizes; a driver that never changes explains nothing and is left out."""
         names = [name for name, value in wanted.items() if value and any(size[name] != value for size in sizes)]
         rows = [[size[name] / wanted[name] for name in names] for size in sizes]
         x_PD = np.array(rows, np.float64).reshape(len(sizes), len(names))
@@ -84,54 +84,54 @@ class Design:
 
     @property
     def ratio(self) -> float:
-        """How many times larger than the largest point the wanted one is."""
+        """Return how many times larger the wanted size is than the largest point."""
         return float(1 / self.x_PD.max(axis=0).min()) if self.x_PD.size else 1.0
 
     @property
     def wanted(self) -> Design:
-        """The wanted size as the only point."""
+        """Return the wanted size as the only point."""
         return Design(np.ones((1, self.x_PD.shape[1])), self.items)
 
     def terms(self, degree: int) -> Floats:
-        """Return the terms up to a degree: 3 is a square for each item, as of padded pairs."""
+        """Return the terms up to a degree; degree 3 is items times products of two others, as for padded pairs."""
         drivers = range(self.x_PD.shape[1])
         products: list[tuple[int, ...]] = [(), *((driver,) for driver in drivers)]
         if degree > 1:
             products += combinations_with_replacement(drivers, 2)
         if degree > 2 and self.items is not None:
-            others = [driver for driver in drivers if driver != self.items]
-            products += [(self.items, *pair) for pair in combinations_with_replacement(others, 2)]
+            sizes = [driver for driver in drivers if driver != self.items]
+            products += [(self.items, *pair) for pair in combinations_with_replacement(sizes, 2)]
         return np.stack([self.x_PD[:, product].prod(axis=1) for product in products], axis=1)
 
 
 def extrapolate(points: Sequence[tuple[Sizes, int]], wanted: Sizes) -> Extrapolated:
-    """Return what the wanted size takes, given what others took."""
+    """Return the estimate for the wanted size from the bytes of measured ones."""
     if len(points) < FEWEST:
         raise ValueError(f"{len(points)} measured sizes are too few to extrapolate from: {FEWEST} are needed")
     design = Design.of([sizes for sizes, _ in points], wanted)
     order = np.argsort(design.x_PD.sum(axis=1), kind="stable")
     design, y_P = design[order], np.array([taken for _, taken in points], np.float64)[order]
     degree, error = chosen_degree(design, y_P)
-    thought = predicted(design, y_P, design.wanted, degree)
+    fitted_bytes = predicted(design, y_P, design.wanted, degree)
     tail = predicted(design[-2:], y_P[-2:], design.wanted, 1)
-    likely = thought if error <= SURE else max(thought, tail)
+    likely = fitted_bytes if error <= SURE else max(fitted_bytes, tail)
     margin = margin_bytes(likely, float(y_P[-1]), error, design.ratio)
     high = max(likely + margin, tail, steepest(design, y_P, degree))
-    return Extrapolated.of(likely, min(thought, tail) - margin, high, error, design.ratio)
+    return Extrapolated.of(likely, min(fitted_bytes, tail) - margin, high, error, design.ratio)
 
 
 def margin_bytes(likely: float, largest: float, error: float, ratio: float) -> float:
-    """Return the margin: the error once, and once more for each doubling beyond the largest that was measured.
+    """Return the margin: the error once, and once more for each doubling beyond the largest measured size.
 
-    Where most is constant, an error there may have hidden a slope: it counts as often as the wanted size is larger.
+    Where most memory is constant, an error may hide a slope: it is multiplied by the ratio of the sizes.
     """
     return FLOOR * likely + error * max(likely * (1 + max(0.0, log2(ratio))), largest * ratio)
 
 
 def steepest(design: Design, y_P: Floats, degree: int) -> float:
-    """Return a bound where the last point alone has entered a steeper regime: what it takes, in proportion; else 0.
+    """Return an upper bound where only the last point has entered a steeper regime; else 0.
 
-    The slope of that regime cannot be known from one point, but it is not above that of the line through nothing.
+    The slope of that regime cannot be known from one point, but is at most that of the line through the origin.
     """
     above = float(y_P[-1]) - predicted(design[:-1], y_P[:-1], design[-1:], degree)
     noise = fit_error(design[:-1], y_P[:-1], degree)
@@ -139,14 +139,14 @@ def steepest(design: Design, y_P: Floats, degree: int) -> float:
 
 
 def chosen_degree(design: Design, y_P: Floats) -> tuple[int, float]:
-    """Return the lowest degree that predicts left-out points about as well as any does, and its worst error."""
+    """Return the lowest degree that predicts left-out points about as well as any, and its worst error."""
     errors = {degree: fit_error(design, y_P, degree) for degree in DEGREES}
     enough = 1.5 * min(errors.values()) + EXACT
     return next((degree, error) for degree, error in errors.items() if error <= enough)
 
 
 def fit_error(design: Design, y_P: Floats, degree: int) -> float:
-    """Return the worst relative error of fits of a degree."""
+    """Return the worst relative leave-one-out error of fits of a degree."""
     guesses = {
         place: predicted(design[others], y_P[others], design[[place]], degree) for place, others in left_out(len(y_P))
     }
@@ -154,16 +154,16 @@ def fit_error(design: Design, y_P: Floats, degree: int) -> float:
 
 
 def left_out(points: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
-    """Yield each point of the larger half, and all others.
+    """Yield each point of the larger half, with all other points.
 
-    The smaller half is only fitted: what is off by its own size there is nothing beside what is wanted.
+    The smaller half is only fitted: errors there are negligible beside the wanted size.
     """
     for place in range(points // 2, points):
         yield place, np.delete(np.arange(points), place)
 
 
 def worst_error(y_P: Floats | Sequence[int], guesses: Mapping[int, float]) -> float:
-    """Return the worst relative error of points that were guessed."""
+    """Return the worst relative error of guesses, by the points' places."""
     worst = max(abs(guess - float(y_P[place])) / max(float(y_P[place]), 1.0) for place, guess in guesses.items())
     return worst if worst > ROUNDING else 0.0
 
@@ -174,7 +174,7 @@ def predicted(design: Design, y_P: Floats, at: Design, degree: int) -> float:
 
 
 def fitted(terms_PK: Floats, y_P: Floats) -> Floats:
-    """Return the coefficients, none below 0; the largest points count most, being the nearest to what is wanted."""
+    """Return non-negative coefficients; the largest points, nearest to the wanted size, count most."""
     scale = max(float(y_P.max(initial=0.0)), 1.0)
     try:
         coefficients, _ = nnls(terms_PK, y_P / scale, maxiter=100 * terms_PK.shape[1])
@@ -185,10 +185,9 @@ def fitted(terms_PK: Floats, y_P: Floats) -> Floats:
 
 
 def projected(recorded: Tapes, wanted: Sizes) -> tuple[Tape, Extrapolated] | None:
-    """Return the tape of the wanted size, block by block; nothing where the sizes did not run alike.
+    """Return the tape of the wanted size, each block extrapolated by itself; None where the tapes differ in structure.
 
-    Each block is fitted for itself, so that the peak may be elsewhere than in any size that was measured: a regime that
-    small sizes never enter is found.
+    So the peak may be elsewhere in the step than in any measured size.
     """
     alike = runs_alike(recorded)
     if len(alike) < FEWEST:
@@ -213,12 +212,12 @@ def projected(recorded: Tapes, wanted: Sizes) -> tuple[Tape, Extrapolated] | Non
 
 
 def passing_peak_bytes(tape: Tape) -> int:
-    """Return the most that is live of what the tape does not leave."""
+    """Return the peak of the tape's own blocks, without those shared with other tapes."""
     return int(np.cumsum(np.where(tape.block_E >= 0, tape.bytes_E, 0)).max(initial=0))
 
 
 def runs_alike(recorded: Tapes) -> list[tuple[Sizes, Tape]]:
-    """Return the tapes with the last one's blocks in its order, whatever their sizes: very small ones may differ."""
+    """Return the tapes that allocate and release blocks in the last tape's order, whatever their sizes."""
 
     def course(tape: Tape) -> Sequence[NDArray[np.int64]]:
         return tape.block_E, np.sign(tape.bytes_E)
@@ -229,7 +228,7 @@ def runs_alike(recorded: Tapes) -> list[tuple[Sizes, Tape]]:
 
 
 def tape_at(model: Tape, design: Design, bytes_PE: Floats, at: Design) -> Tape:
-    """Return the tape with each block as large as its own fit says; a release is of what was allocated."""
+    """Return the tape with each block's size from its own fit."""
     unlike_UP, which_E = np.unique(np.abs(bytes_PE).T, axis=0, return_inverse=True)
     laws = [(design.terms(degree), at.terms(degree)[0]) for degree in DEGREES]
     value_U = np.array([block_bytes(y_P, laws, design, at) for y_P in unlike_UP])
@@ -238,7 +237,7 @@ def tape_at(model: Tape, design: Design, bytes_PE: Floats, at: Design) -> Tape:
 
 
 def block_bytes(y_P: Floats, laws: Sequence[tuple[Floats, Floats]], design: Design, at: Design) -> float:
-    """Return the size of a block: by the simplest law that holds, else by the one that foretells best."""
+    """Return a block's size by the lowest degree that fits exactly, else by the one that predicts best."""
     if y_P.min() == y_P.max():
         return float(y_P[0])
     for terms_PK, at_K in laws:
@@ -250,12 +249,12 @@ def block_bytes(y_P: Floats, laws: Sequence[tuple[Floats, Floats]], design: Desi
 
 
 def enlarged(recorded: Tapes, wanted: Sizes) -> tuple[Tape, Extrapolated, str]:
-    """Return the tape of the wanted size with its margin, what is thought of its peak, and how it was made."""
+    """Return the tape of the wanted size with its margin, the estimate of its peak, and a note on the method."""
     sizes, tape = recorded[-1]
     if dict(sizes) == dict(wanted):
         peak = tape.peak_bytes
-        thought = Extrapolated(peak, peak, ceil(peak * (1 + FLOOR)), 0.0, 1.0, f"planned with +{FLOOR:.0%}")
-        return stretched(tape, thought.high), thought, "this very size was run"
+        estimate = Extrapolated(peak, peak, ceil(peak * (1 + FLOOR)), 0.0, 1.0, f"planned with +{FLOOR:.0%}")
+        return stretched(tape, estimate.high), estimate, "this very size was run"
     blocks = projected(recorded, wanted)
     if blocks and blocks[1].error <= TRUSTED_ERROR:
         return stretched(blocks[0], blocks[1].high), blocks[1], "each block was extrapolated for itself"
@@ -267,9 +266,9 @@ def enlarged(recorded: Tapes, wanted: Sizes) -> tuple[Tape, Extrapolated, str]:
 
 
 def smaller_alike(recorded: Tapes, wanted: Sizes) -> tuple[Tape, Extrapolated] | None:
-    """Return what sizes that went one way say, block by block, where only those close above began to go another.
+    """Extrapolate block by block from the smaller sizes, where only the nearby larger ones differ in structure.
 
-    A kernel that takes another way from some size on must not hide what grows elsewhere in the step.
+    A kernel that switches its algorithm at some size must not hide what grows elsewhere in the step.
     """
     last = recorded[-1][0]
     for count in range(len(recorded) - 1, FEWEST - 1, -1):
@@ -282,28 +281,30 @@ def smaller_alike(recorded: Tapes, wanted: Sizes) -> tuple[Tape, Extrapolated] |
 
 
 def worst_peak(recorded: Tapes, wanted: Sizes) -> Extrapolated:
-    """Return the highest of what the peaks say, what passes, and all that is allocated, in its share at the peak.
+    """Return the highest of three estimates: from peaks, from peaks of own blocks, and from all allocations, scaled.
 
-    Peaks of small batches may hide what will grow: behind gradients, or at another place of the step.
+    Peaks of small batches may hide growth: behind gradients, or elsewhere in the step.
     """
     largest = recorded[-1][1]
     share = largest.peak_bytes / max(turnover_bytes(largest), 1)
-    ways: tuple[Callable[[Tape], float], ...] = (
+    measures: tuple[Callable[[Tape], float], ...] = (
         lambda tape: tape.peak_bytes,
         passing_peak_bytes,
         lambda tape: share * turnover_bytes(tape),
     )
-    thoughts = [extrapolate([(sizes, ceil(way(tape))) for sizes, tape in recorded], wanted) for way in ways]
-    return max(thoughts, key=lambda thought: thought.high)
+    estimates = [
+        extrapolate([(sizes, ceil(measure(tape))) for sizes, tape in recorded], wanted) for measure in measures
+    ]
+    return max(estimates, key=lambda estimate: estimate.high)
 
 
 def turnover_bytes(tape: Tape) -> int:
-    """Return all that the tape allocates, one after another."""
+    """Return the sum of all allocations of the tape."""
     return int(tape.bytes_E[tape.bytes_E > 0].sum())
 
 
 def stretched(tape: Tape, peak_bytes: int) -> Tape:
-    """Return the tape with its own blocks larger, so that this is its peak; it is never made smaller."""
+    """Return the tape with its own blocks scaled up to this peak; it is never made smaller."""
     own_E = np.where(tape.block_E >= 0, tape.bytes_E, 0)
     live_E, kept_E = np.cumsum(own_E), np.cumsum(tape.bytes_E - own_E)
     matters_E = live_E > 0

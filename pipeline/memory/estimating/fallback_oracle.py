@@ -1,10 +1,10 @@
-"""The ladder: what a model takes, from the best source that can tell.
+"""The ladder of oracles: a model's memory from the best source that can answer.
 
     trace       every allocation of the step, on fake tensors
     rehearsal   small real steps on the CPU, extrapolated
     formula     counts of parameters
 
-Each rung says in its answers where it stands and how far to trust it; what made the higher ones fail is told with it.
+Each answer says how far to trust it, and why the higher rungs failed.
 """
 
 from __future__ import annotations
@@ -43,29 +43,29 @@ Answer = TypeVar("Answer", StandingFootprint, MicroFootprint)
 class OracleLadder:
     """Asks the highest rung that can answer; one that has failed is not asked again.
 
-    What was answered before a rung failed stays true of it: ask again what is to be compared.
+    Earlier answers are still those of the failed rung: ask again before comparing.
     """
 
     def __init__(self, rungs: Sequence[Callable[[], Oracle]]) -> None:
-        """Keep the rungs, the best first; each is made when it is needed."""
+        """Take the rungs, the best first, as functions that make them when needed."""
         self.rungs = list(rungs)
         self.reasons: list[str] = []
         self.oracle: Oracle | None = None
 
     def standing(self, choice: MemoryChoice) -> StandingFootprint:
-        """Return what it takes whatever the batch."""
+        """Return the memory that does not depend on the batch."""
         return self.answer(lambda oracle: oracle.standing(choice))
 
     def micro(self, choice: MemoryChoice, sizes: Sizes) -> MicroFootprint:
-        """Return what a micro-batch of these sizes takes."""
+        """Return the memory of a micro-batch of these sizes."""
         return self.answer(lambda oracle: oracle.micro(choice, sizes))
 
     def evaluation(self, choice: MemoryChoice, sizes: Sizes) -> MicroFootprint | None:
-        """Return what a batch takes without gradients; None where the present rung cannot tell."""
+        """Return the memory of a batch without gradients; None where the present rung cannot tell."""
         return self.oracle.evaluation(choice, sizes) if isinstance(self.oracle, Evaluates) else None
 
     def answer(self, ask: Callable[[Oracle], Answer]) -> Answer:
-        """Return the first answer, going down."""
+        """Return the answer of the highest rung that has one."""
         while self.rungs:
             try:
                 self.oracle = self.oracle or self.rungs[0]()
@@ -98,10 +98,10 @@ class Formula:
     """An `Oracle` that only counts parameters; its answers are of the whole model, whatever the shards."""
 
     def __init__(self, model: nn.Module, *, states: int, averages: int, padded: bool) -> None:
-        """Count a model, which may be on the meta device.
+        """Count the parameters of a model, which may be on the meta device.
 
-        `states`: the optimizer's of each trained number (AdamW: 2); `averages`: of the model. `padded`: sizes are those
-        of the largest item, and items are padded to it; else they are sums over the batch.
+        `states`: optimizer states per trained number (AdamW: 2); `averages`: moving averages of the model.
+        `padded`: sizes are those of the largest item, and items are padded to it; else they are sums over the batch.
         """
         tensors = list(model.parameters())
         trained = [tensor.numel() for tensor in tensors if tensor.requires_grad]
@@ -112,7 +112,7 @@ class Formula:
         self._states, self._averages, self._padded = states, averages, padded
 
     def standing(self, choice: MemoryChoice) -> StandingFootprint:  # noqa: ARG002 - all choices stand alike
-        """Return what it takes whatever the batch."""
+        """Return the memory that does not depend on the batch."""
         model, gradient = FLOAT_BYTES * self._parameters, FLOAT_BYTES * self._trained
         state, average = self._states * gradient, self._averages * model
         parts = [
@@ -136,7 +136,7 @@ class Formula:
         )
 
     def micro(self, choice: MemoryChoice, sizes: Sizes) -> MicroFootprint:
-        """Return what a micro-batch of these sizes takes."""
+        """Return the memory of a micro-batch of these sizes."""
         largest = max((value for name, value in sizes.items() if name != ITEMS), default=1)
         items = sizes.get(ITEMS, 1)
         rows = largest * items if self._padded else max(largest, items)  # to which each map is thought to be applied
@@ -161,7 +161,7 @@ class Formula:
 
 
 def map_widths(model: nn.Module) -> int:
-    """Return how many numbers all maps make of a row; which side of a matrix is the output nobody tells."""
+    """Return the summed output widths of all linear maps; which side of a matrix is the output is not known."""
     total = 0
     for module in model.modules():
         looked_up = type(module).__name__.startswith("Embedding")
@@ -172,11 +172,11 @@ def map_widths(model: nn.Module) -> int:
 
 
 def _parts(sizes: Iterable[tuple[Category, int]]) -> tuple[MemoryPart, ...]:
-    """Return the parts that are there."""
+    """Return the parts that are not empty."""
     return tuple(MemoryPart(category, "", size) for category, size in sizes if size)
 
 
 def _tape(events: Iterable[tuple[int, int]]) -> Tape:
-    """Return events as a tape; empty blocks are left out."""
+    """Return events as a tape, without empty blocks."""
     table = np.array([event for event in events if event[1]], np.int64).reshape(-1, 2)
     return Tape(table[:, 0].copy(), table[:, 1].copy())

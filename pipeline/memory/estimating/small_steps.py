@@ -1,7 +1,7 @@
-"""What a model takes, from small real steps on the CPU.
+"""A model's memory, from small real steps on the CPU.
 
-A step is really built and run at ever larger sizes, until time or memory for it end. Where all sizes do the same in the
-same order, each block is extrapolated; else the peak is, and the largest tape is stretched to it.
+A step is built and run at growing sizes until the allowed time or memory ends. Where all sizes allocate in the same
+order, each block is extrapolated; else the peak is, and the largest tape is stretched to it.
 
 Shapes: E events.
 """
@@ -46,7 +46,7 @@ SEED = 0
 
 
 class RehearsedTraining(Protocol):
-    """What is rehearsed, on the CPU, at the model's real width: `training.step.Step`."""
+    """The training step that is run on the CPU, at the model's real width: `training.step.Step`."""
 
     model: nn.Module
 
@@ -54,18 +54,18 @@ class RehearsedTraining(Protocol):
         """Run a micro-batch forward and backward."""
 
     def update(self) -> object:
-        """Let the optimizer take the gradients, and drop them."""
+        """Run the optimizer, and drop the gradients."""
 
     def release(self) -> None:
         """Drop the gradients."""
 
     def owned(self) -> Iterable[tuple[str, str, Tensor]]:
-        """Yield what may stay from one micro-batch to the next: what for, whose, the tensor."""
+        """Yield the tensors that may outlive a micro-batch, each after its category and name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """What measuring may take on this machine."""
+    """The time and memory that measuring may take on this machine."""
 
     time_s: float = 30.0  # of one question, as far as the next size's time can be foretold
     memory_bytes: int = 4 << 30  # of tensors, the model's state included
@@ -73,7 +73,7 @@ class Allowance:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredSize:
-    """A size that was really run."""
+    """The measurement of a size that was run."""
 
     sizes: Sizes
     first: Tape
@@ -99,9 +99,9 @@ class MeasuredSmall:
         *,
         state_bytes: int = 0,
     ) -> None:
-        """Take how to make a training and a batch, and the sizes of a batch to make the first steps with.
+        """Take functions that make a training and a batch, and the sizes of the batch for the first steps.
 
-        `state_bytes`: what the model is known to hold.
+        `state_bytes`: the known size of the model's state.
         """
         self._build, self._example, self._least = build, example, least
         self._allowance = allowance or Allowance()
@@ -110,12 +110,12 @@ class MeasuredSmall:
         self._answers: dict[tuple[MemoryChoice, tuple[tuple[str, int], ...]], MicroFootprint] = {}
 
     def standing(self, choice: MemoryChoice) -> StandingFootprint:
-        """Return what it takes whatever the batch."""
+        """Return the memory that does not depend on the batch."""
         standing = self._rehearsal(_rehearsed(choice)).standing
         return replace(standing, notes=(*standing.notes, *_not_rehearsed(choice)))
 
     def micro(self, choice: MemoryChoice, sizes: Sizes) -> MicroFootprint:
-        """Return what a micro-batch of these sizes takes."""
+        """Return the memory of a micro-batch of these sizes."""
         question = (_rehearsed(choice), tuple(sorted(sizes.items())))
         if question not in self._answers:
             rehearsal = self._rehearsal(_rehearsed(choice))
@@ -136,7 +136,7 @@ class MeasuredSmall:
 
 
 class _Rehearsal:
-    """A built training, what it takes whatever the batch, and what micro-batches are measured to take."""
+    """A built training, its standing memory, and the measuring of its micro-batches."""
 
     def __init__(self, training: RehearsedTraining, example: Callable[[Sizes], Any], least: Sizes) -> None:
         """Run two steps: the first makes the optimizer's state."""
@@ -165,7 +165,7 @@ class _Rehearsal:
         )
 
     def measured_up_to(self, wanted: Sizes, allowance: Allowance) -> list[MeasuredSize]:
-        """Run ever larger sizes until time, memory or the sizes end; return the largest ones, in order."""
+        """Run growing sizes until time, memory or the sizes end; return the largest ones, in order."""
         ends_s = time.monotonic() + allowance.time_s
         spare_bytes = allowance.memory_bytes - self.standing.bytes
         measured: list[MeasuredSize] = []
@@ -185,12 +185,12 @@ class _Rehearsal:
                 if time.monotonic() + measured[-1].took_s < ends_s:
                     measured[-1:-1] = self._tried(proportional(measured[-1].sizes, share))
         if len(measured) < FEWEST:
-            found = f"only {len(measured)} small real batches could be run, {FEWEST} are needed"
-            raise Unmeasurable(found + self._failure)
+            problem = f"only {len(measured)} small real batches could be run, {FEWEST} are needed"
+            raise Unmeasurable(problem + self._failure)
         return measured
 
     def _tried(self, sizes: Sizes) -> list[MeasuredSize]:
-        """Run a size; whatever a task may raise is written down, and nothing is measured."""
+        """Return the measurement of a size; if the task raises, none, and the error is kept for the message."""
         try:
             return [self._measured(sizes)]
         except (RuntimeError, ValueError, TypeError, LookupError, ArithmeticError) as error:
@@ -199,7 +199,7 @@ class _Rehearsal:
             return []
 
     def _measured(self, sizes: Sizes) -> MeasuredSize:
-        """Run two such micro-batches and write down what they take."""
+        """Run two such micro-batches and return what they allocated."""
         begun_s = time.monotonic()
 
         def micro() -> None:
@@ -214,7 +214,7 @@ class _Rehearsal:
         return MeasuredSize(dict(sizes), first.tape, again.tape, first.kernels, flops, time.monotonic() - begun_s)
 
     def _owned(self) -> list[tuple[tuple[Category, str], int, int]]:
-        """Return what stays: what for and whose, its number in every tape, its bytes; what is shared is named once."""
+        """Return the storages that stay: category and name, number in every tape, bytes; each storage once."""
         owned: dict[int, tuple[tuple[Category, str], int, int]] = {}
         for category, name, tensor in self._training.owned():
             storage, place = tensor.untyped_storage(), (Category(category), name)
@@ -224,7 +224,7 @@ class _Rehearsal:
         return list(owned.values())
 
     def _numbers_by_address(self) -> dict[int, int]:
-        """Return the number of each block that stays by where it is now."""
+        """Return the numbers of the storages that stay, by present address."""
         self._owned()
         return {
             tensor.untyped_storage().data_ptr(): self._numbers[Category(category), name]
@@ -234,7 +234,7 @@ class _Rehearsal:
 
 
 def _peak_parts(tape: Tape, gradient_bytes: int, kind: Category, name: str) -> list[MemoryPart]:
-    """Return what is live at the peak of a tape, above what stands: gradients, and all else as one kind."""
+    """Return what is live at the peak of a tape, beyond the standing memory: gradients, and all else as one kind."""
     live_E = np.cumsum(tape.bytes_E)
     peak = int(live_E.argmax()) + 1 if live_E.max(initial=0) > 0 else 0
     own = int(tape.bytes_E[:peak][tape.block_E[:peak] >= 0].sum())
@@ -244,7 +244,7 @@ def _peak_parts(tape: Tape, gradient_bytes: int, kind: Category, name: str) -> l
 
 
 def _answer(measured: Sequence[MeasuredSize], wanted: Sizes, standing: StandingFootprint) -> MicroFootprint:
-    """Return what a micro-batch takes, from smaller ones, the largest last."""
+    """Return the memory of the wanted micro-batch, from measured ones, the largest last."""
 
     def likely(count: Callable[[MeasuredSize], int]) -> int:
         """Return a count at the wanted size, without a margin."""
@@ -252,9 +252,9 @@ def _answer(measured: Sequence[MeasuredSize], wanted: Sizes, standing: StandingF
             return count(measured[-1])
         return extrapolate([(size.sizes, count(size)) for size in measured], wanted).bytes
 
-    first, thought, _ = enlarged([(size.sizes, size.first) for size in measured], wanted)
-    again, thought_again, how = enlarged([(size.sizes, size.again) for size in measured], wanted)
-    worse = max(thought, thought_again, key=lambda extrapolated: extrapolated.margin)
+    first, first_estimate, _ = enlarged([(size.sizes, size.first) for size in measured], wanted)
+    again, again_estimate, how = enlarged([(size.sizes, size.again) for size in measured], wanted)
+    worse = max(first_estimate, again_estimate, key=lambda extrapolated: extrapolated.margin)
     return MicroFootprint(
         sizes=dict(wanted),
         first=first,
@@ -268,21 +268,21 @@ def _answer(measured: Sequence[MeasuredSize], wanted: Sizes, standing: StandingF
     )
 
 
-def _how_far(thought: Extrapolated, sizes: int) -> str:
+def _how_far(estimate: Extrapolated, sizes: int) -> str:
     """Say what was measured and how far it was taken."""
-    if thought.ratio <= 1:
-        return f"measured on a real batch of this size on the CPU, {thought.note}"
-    largest = f"1/{thought.ratio:.3g} of this one"
-    return f"measured on small real batches on the CPU ({sizes} sizes up to {largest}), {thought.note}"
+    if estimate.ratio <= 1:
+        return f"measured on a real batch of this size on the CPU, {estimate.note}"
+    largest = f"1/{estimate.ratio:.3g} of this one"
+    return f"measured on small real batches on the CPU ({sizes} sizes up to {largest}), {estimate.note}"
 
 
 def proportional(wanted: Sizes, fraction: float) -> dict[str, int]:
-    """Return sizes a fraction as large; what is there at all stays there."""
+    """Return the sizes times a fraction; those above 0 stay at least 1."""
     return {name: max(1, round(value * fraction)) if value else 0 for name, value in wanted.items()}
 
 
 def rising(wanted: Sizes) -> Iterator[dict[str, int]]:
-    """Yield ever larger sizes, up to the wanted one, each twice the one before."""
+    """Yield doubling sizes, up to the wanted one."""
     fraction, before = SMALLEST, dict[str, int]()
     while fraction < 1:
         sizes = proportional(wanted, fraction)
@@ -301,14 +301,14 @@ def _may_grow(measured: Sequence[MeasuredSize], left_s: float, spare_bytes: int)
 
 
 def _grown(values: Sequence[float]) -> float:
-    """Return what follows a row, growing as it did, but not less than twice: a constant share may hide the growth."""
+    """Predict the next value of a series: it grows as before, but at least doubles (a constant may hide the growth)."""
     growth = values[-1] / max(values[-2], 1e-9) if len(values) > 1 else WORST_GROWTH
     return values[-1] * min(max(growth, 2.0), WORST_GROWTH)
 
 
 @contextmanager
 def _same_numbers() -> Iterator[None]:
-    """Draw the same random numbers each time, and none of those of others."""
+    """Use a fixed seed within, and leave torch's random state as it was."""
     import torch
 
     with torch.random.fork_rng(devices=[]):
@@ -317,10 +317,10 @@ def _same_numbers() -> Iterator[None]:
 
 
 def _rehearsed(choice: MemoryChoice) -> MemoryChoice:
-    """Return the part of a choice that one machine without a GPU can rehearse."""
+    """Return a choice reduced to what a single machine without a GPU can run."""
     return MemoryChoice(precision=choice.precision, checkpointing=choice.checkpointing)
 
 
 def _not_rehearsed(choice: MemoryChoice) -> tuple[str, ...]:
-    """Say what of a choice was not rehearsed: its numbers are those without it, which are higher."""
+    """Return notes on what could not be run; numbers are those without it, which are higher."""
     return ("offloading could not be rehearsed: planned as without",) if choice.offload else ()

@@ -1,1 +1,1 @@
-"""On what a step runs: GPUs by name, torch's caching allocator simulated, the memory of the host."""
+"""The hardware under a step: GPUs by name, a simulator of torch's caching allocator, the host's memory."""

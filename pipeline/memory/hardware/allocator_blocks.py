@@ -1,4 +1,4 @@
-"""The blocks of an allocator's segments, and the pools that keep those in nobody's use."""
+"""The blocks of an allocator's segments, and the pools of unused ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class SegmentBlock:
         self.born = 0  # which search it was when it came into the cache
 
     def cut(self, size: int) -> SegmentBlock:
-        """Make a block of what is beyond so many bytes."""
+        """Shorten the block to `size`; return a new block of the rest."""
         rest = SegmentBlock(self.pool, self.address + size, self.bytes - size, self.state)
         rest.before, rest.after = self, self.after
         if self.after is not None:
@@ -60,7 +60,7 @@ class BlockPool:
         self.searches = 0
 
     def add(self, block: SegmentBlock) -> None:
-        """Put a cached block in its place."""
+        """Add a cached block."""
         key = block.bytes << _ADDRESS_BITS | block.address
         place = bisect_left(self.keys, key)
         self.keys.insert(place, key)
@@ -68,7 +68,7 @@ class BlockPool:
         block.born = self.searches
 
     def remove(self, block: SegmentBlock) -> None:
-        """Take a cached block out."""
+        """Remove a cached block."""
         place = bisect_left(self.keys, block.bytes << _ADDRESS_BITS | block.address)
         del self.keys[place]
         del self.blocks[place]
@@ -78,13 +78,13 @@ class BlockPool:
         return bisect_left(self.keys, size << _ADDRESS_BITS)
 
     def add_unmapped(self, block: SegmentBlock) -> None:
-        """Keep a block without memory, by its address."""
+        """Add a block that is not backed by memory."""
         self.unmapped.append(block)
         self.unmapped.sort(key=lambda free: free.address)
 
 
 def merge(block: SegmentBlock) -> None:
-    """Put a block and its neighbours of the same state together (`try_merge_blocks`)."""
+    """Merge a block with neighbours of the same state (`try_merge_blocks`)."""
     for other in (block.before, block.after):
         if other is not None and other.state == block.state:
             if block.state == CACHED:
@@ -101,7 +101,7 @@ def growable(block: SegmentBlock) -> int:
 
 
 def free_from(block: SegmentBlock | None, enough: int) -> int:
-    """Return how many addresses from a block on are in nobody's use, counting no further than enough."""
+    """Return the free bytes of addresses from a block on, counting no further than `enough`."""
     free = 0
     while block is not None and block.state != LIVE and free < enough:
         free += block.bytes

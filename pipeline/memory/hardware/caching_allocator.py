@@ -1,7 +1,7 @@
-"""A simulator of torch's caching allocator: what it reserves of a GPU while tapes of allocations are played.
+"""A simulator of torch's caching allocator: the memory it reserves while tapes of allocations are played.
 
 The rules are those of `c10/cuda/CUDACachingAllocator.cpp` (torch 2.13), whose functions are named where they are
-followed. Played are one stream and no private pools, which is what training takes without CUDA graphs. An expandable
+followed. It covers one stream and no private pools, as in training without CUDA graphs. An expandable
 segment never runs out of addresses here; in torch they end at 9/8 of the card, and another segment begins.
 """
 
@@ -43,7 +43,7 @@ _ENDLESS = 1 << 54  # how many addresses an expandable segment has; nobody gets 
 
 @dataclass(frozen=True, slots=True)
 class AllocatorSettings:
-    """What PYTORCH_CUDA_ALLOC_CONF can say of it; the default is torch's."""
+    """The settings in PYTORCH_CUDA_ALLOC_CONF that are simulated; the defaults are torch's."""
 
     expandable: bool = False
     max_split_bytes: int | None = None
@@ -51,7 +51,7 @@ class AllocatorSettings:
     garbage_collection_threshold: float = 0.0  # torch heeds it only under `set_per_process_memory_fraction`
 
     def __post_init__(self) -> None:
-        """Refuse what torch refuses when it reads the variable."""
+        """Raise for values that torch refuses when it reads the variable."""
         split, divisions = self.max_split_bytes, self.roundup_power2_divisions
         if split is not None and (split < _LARGE_SEGMENT or split % MIB):
             raise ConfigError("max_split_size_mb wants whole MiB, at least 20", where="the allocator's settings")
@@ -62,7 +62,7 @@ class AllocatorSettings:
 
     @property
     def text(self) -> str:
-        """The variable's value; empty: leave it unset."""
+        """Return the variable's value; empty if it is to be left unset."""
         values = {
             "expandable_segments": self.expandable,
             "max_split_size_mb": (self.max_split_bytes or 0) // MIB,
@@ -91,10 +91,10 @@ class SimulatedOutOfMemory(RuntimeError):
 
 
 class Allocator:
-    """The allocator of one GPU, of which it may reserve so many bytes.
+    """The allocator of one GPU, with a limit on the bytes it may reserve.
 
-    `is_fraction` says that the limit is one of `torch.cuda.set_per_process_memory_fraction`: torch then refuses by
-    the size of a whole segment, before it asks the driver, and collects garbage; the driver refuses by pages.
+    `is_fraction`: the limit is from `torch.cuda.set_per_process_memory_fraction`. Torch then refuses by the size of a
+    whole segment, before it asks the driver, and collects garbage; the driver refuses by pages.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Allocator:
         self._left: list[SegmentBlock] = []  # by tapes, which alone knew their numbers
 
     def play(self, tape: Tape) -> None:
-        """Follow a tape; what it leaves of its own blocks stays in use."""
+        """Play a tape; its own blocks that it does not release stay in use."""
         shared, own = self._blocks, dict[int, SegmentBlock]()
         take, give = self._take, self._give
         try:
@@ -133,18 +133,18 @@ class Allocator:
             self._left.extend(own.values())
 
     def allocate(self, number: int, size: int) -> None:
-        """Allocate a block; one of no bytes is none, as in torch."""
+        """Allocate a block; a size of 0 allocates nothing, as in torch."""
         if number in self._blocks:
             raise ValueError(f"block {number} is in use and allocated again")
         if size > 0:
             self._blocks[number] = self._take(_rounded(size, self.settings.roundup_power2_divisions))
 
     def release(self, number: int) -> None:
-        """Release a block, into the cache."""
+        """Release a block into the cache."""
         self._give(_known(self._blocks.pop(number, None), number))
 
     def empty_cache(self) -> None:
-        """Give back what is cached and can be given back (`release_cached_blocks`)."""
+        """Return cached memory to the driver where possible (`release_cached_blocks`)."""
         for pool in (self._large, self._small):
             for block in tuple(pool.blocks):
                 if self.settings.expandable:
@@ -181,7 +181,7 @@ class Allocator:
         block.pool.add(block)
 
     def _find(self, pool: BlockPool, size: int) -> SegmentBlock | None:
-        """Take the cached block that fits best, if any may be taken (`get_free_block`)."""
+        """Take the cached block that fits best; None if there is none (`get_free_block`)."""
         pool.searches += 1
         place = pool.first(size)
         blocks = pool.blocks
@@ -198,7 +198,7 @@ class Allocator:
         return block
 
     def _make(self, pool: BlockPool, size: int) -> SegmentBlock:
-        """Get memory from the driver, giving back what is cached where it has no more (`malloc`)."""
+        """Get memory from the driver; where that fails, empty the cache and try again (`malloc`)."""
         self._collect_garbage()
         block = self._extend(pool, size)
         if block is None and self._free_oversize(pool, size):
@@ -212,7 +212,7 @@ class Allocator:
         return block
 
     def _extend(self, pool: BlockPool, size: int) -> SegmentBlock | None:
-        """Return a block that is new, or grown; none: the driver refused (`alloc_block`)."""
+        """Return a new or grown block; None if the driver refused (`alloc_block`)."""
         segment = _segment_bytes(size)
         if self._fraction_bytes is not None and self.reserved_bytes + segment > self._fraction_bytes:
             return None
@@ -271,7 +271,7 @@ class Allocator:
         return True
 
     def _unmap(self, block: SegmentBlock) -> None:
-        """Give back the pages that lie wholly in a cached block (`unmap_block`)."""
+        """Return to the driver the pages that lie wholly in a cached block (`unmap_block`)."""
         pool, page = block.pool, block.pool.page_bytes
         offset = block.address - pool.start
         skipped = -offset % page
@@ -291,13 +291,13 @@ class Allocator:
         self.segments_freed += 1
 
     def _free(self, block: SegmentBlock) -> None:
-        """Give a whole segment back (`release_block`)."""
+        """Return a whole segment to the driver (`release_block`)."""
         block.pool.remove(block)
         self.reserved_bytes -= block.bytes
         self.segments_freed += 1
 
     def _free_oversize(self, pool: BlockPool, size: int) -> bool:
-        """Give back blocks that may not be split, until as much is free (`release_available_cached_blocks`)."""
+        """Return unsplittable blocks to the driver, until enough is free (`release_available_cached_blocks`)."""
         if self._split_below == _ENDLESS or self.settings.expandable:
             return False
         wanted = max(size, self._split_below)
@@ -312,7 +312,7 @@ class Allocator:
         return freed >= wanted
 
     def _collect_garbage(self) -> None:
-        """Give back what has not been used for long (`garbage_collect_cached_blocks`)."""
+        """Return blocks to the driver that were unused for long (`garbage_collect_cached_blocks`)."""
         threshold, pool = self.settings.garbage_collection_threshold, self._large
         if not threshold or self._fraction_bytes is None or self.settings.expandable:
             return
@@ -327,7 +327,7 @@ class Allocator:
 
 
 def _rounded(size: int, divisions: int) -> int:
-    """Return what torch makes of a size (`round_size`)."""
+    """Return a size as torch rounds it (`round_size`)."""
     if divisions <= 1 or size <= _LEAST * divisions or not size & (size - 1):
         return -(-size // _LEAST) * _LEAST
     step = 1 << (size.bit_length() - divisions.bit_length())
@@ -335,7 +335,7 @@ def _rounded(size: int, divisions: int) -> int:
 
 
 def _segment_bytes(size: int) -> int:
-    """Return how much is asked of the driver for a block (`get_allocation_size`)."""
+    """Return how much torch requests from the driver for a block (`get_allocation_size`)."""
     if size <= _SMALL:
         return _SMALL_SEGMENT
     return _LARGE_SEGMENT if size < _OWN_SEGMENT else -(-size // _LARGE_ROUND) * _LARGE_ROUND
@@ -349,14 +349,14 @@ def _known(block: SegmentBlock | None, number: int) -> SegmentBlock:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What steps took of a GPU with some settings."""
+    """The peaks of simulated steps with some settings."""
 
     allocated_bytes: int  # both at their peaks
     reserved_bytes: int
 
     @property
     def fragmentation(self) -> float:
-        """How many times what is live is reserved."""
+        """Return reserved over allocated bytes."""
         return self.reserved_bytes / max(1, self.allocated_bytes)
 
 

@@ -1,4 +1,4 @@
-"""GPUs by name: what memory programs can have of them, how fast they are, and what else takes of their memory.
+"""GPUs by name: the memory that programs can use, their rates, and what else occupies their memory.
 
 The one place that knows names and sizes: `pipeline init` reads them here too. All figures are of one GPU as programs
 see them: one of an A16's four.
@@ -36,7 +36,7 @@ _THREADS = 2
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A GPU as a plan sees it."""
+    """The properties of a GPU that plans depend on."""
 
     name: str
     usable_bytes: int  # torch's "total capacity": all processes and contexts together
@@ -56,12 +56,12 @@ class Device:
 
     @property
     def has_bf16(self) -> bool:
-        """Return whether it computes in bf16; older ones only imitate it."""
+        """Return whether it computes in bf16; older ones only emulate it."""
         return self.capability >= (8, 0)
 
     @property
     def workspace_bytes(self) -> int:
-        """Return what cuBLAS holds during training, which the caching allocator serves."""
+        """Return the workspace of cuBLAS during training, which the caching allocator serves."""
         cublas = _CUBLAS_HOPPER_BYTES if self.capability[0] in (9, 10, 12) else _CUBLAS_BYTES
         return _THREADS * (cublas + _CUBLASLT_BYTES)
 
@@ -76,7 +76,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class _Card:
-    """A card that was sold; `told_gib` where nvidia-smi's total is not the whole GiB of what torch can have."""
+    """A model of GPU; `told_gib` where nvidia-smi's total in GiB is not that of torch's rounded down."""
 
     usable_gib: float
     capability: tuple[int, int]
@@ -185,7 +185,7 @@ _WHERE = "the GPU's name"
 
 
 def device(name: str) -> Device:
-    """Return the GPU of a name, or of a plain size such as 24GiB; where it may mean several, the least of them."""
+    """Return the GPU of a name, or of a plain size such as 24GiB; the smallest where a name fits several."""
     text = _plain(name.strip())
     if size := _PLAIN_SIZE.fullmatch(text):
         size_bytes = int(float(size[1]) * _UNIT_BYTES[size[2]])
@@ -202,12 +202,12 @@ def device(name: str) -> Device:
         return _part(text, parents, _usable_gib(int(mig[2])), int(mig[1]))
     if not names:
         raise _unknown(name)
-    said = sizes_said(text, bare=True)
-    if said and said[-1] < min(_CARDS[card].size_gib for card in names):
-        return _part(text, names, _usable_gib(said[-1]))
-    left = _meant(text, names, said)
-    doubt = f"{name.strip()} may be {', '.join(left[:-1])} or {left[-1]}: the least is assumed"
-    return replace(_named(left[0]), notes=(doubt,) if len(left) > 1 else ())
+    sizes = sizes_said(text, bare=True)
+    if sizes and sizes[-1] < min(_CARDS[card].size_gib for card in names):
+        return _part(text, names, _usable_gib(sizes[-1]))
+    candidates = _meant(text, names, sizes)
+    doubt = f"{name.strip()} may be {', '.join(candidates[:-1])} or {candidates[-1]}: the least is assumed"
+    return replace(_named(candidates[0]), notes=(doubt,) if len(candidates) > 1 else ())
 
 
 def known_names() -> tuple[str, ...]:
@@ -229,30 +229,30 @@ def sizes_gib(name: str) -> SizesGib:
     if mig := _SLICE.search(text):
         return (_usable_gib(int(mig[2])),)
     sold = tuple(sorted({_CARDS[card].size_gib for card in _model_in(text)[1]}))
-    said = sizes_said(text)
-    if sold and said and said[-1] < min(sold):  # a part of one, such as h200.35gb
-        return (_usable_gib(said[-1]),)
+    sizes = sizes_said(text)
+    if sold and sizes and sizes[-1] < min(sold):  # a part of one, such as h200.35gb
+        return (_usable_gib(sizes[-1]),)
     if len(sold) > 1:
         return nearest_sizes(sold, sizes_said(text, bare=True)) or sold
-    return sold or tuple(_usable_gib(size) for size in said[-1:])
+    return sold or tuple(_usable_gib(size) for size in sizes[-1:])
 
 
 def sizes_said(text: str, *, bare: bool = False) -> list[int]:
-    """Return the sizes that a text has beside a GPU's name, in GiB; bare ones, without a unit, where there are none."""
+    """Return the sizes in GiB beside a GPU's name; with `bare`, also numbers without a unit if there are no others."""
     beside = _plain(text)
     if (model := _model_in(beside)[0]) is not None:  # its name may look like a size: a10g
         beside = beside[: model.start()] + beside[model.end() :]
-    found = _SIZE.findall(beside) or (_BARE_SIZE.findall(beside) if bare else [])
-    return [int(size) for size in found]
+    matches = _SIZE.findall(beside) or (_BARE_SIZE.findall(beside) if bare else [])
+    return [int(size) for size in matches]
 
 
 def nearest_sizes(sold: SizesGib, said: list[int]) -> SizesGib:
-    """Return the sizes that a name can mean by its number: 80 means 79."""
+    """Return the sold sizes that numbers in a name can mean: 80 means 79."""
     return tuple(size for size in sold if any(size <= number <= 1.1 * size + 1 for number in said))
 
 
 def _plain(name: str) -> str:
-    """Return a name as the patterns know it."""
+    """Return a name normalised for the patterns."""
     return re.sub(r"[\s-]", "_", name.lower())
 
 
@@ -262,16 +262,16 @@ def _model_in(text: str) -> tuple[re.Match[str] | None, tuple[str, ...]]:
 
 
 def _usable_gib(said_gib: int) -> int:
-    """Return what is surely left of a size that a name says."""
+    """Return what is surely usable of the size in a name."""
     return max(1, said_gib * 15 // 16)
 
 
 def _meant(text: str, names: tuple[str, ...], said: list[int]) -> list[str]:
     """Return the cards that a name can mean, the least first: the smallest, then the slowest."""
     sizes = nearest_sizes(tuple(_CARDS[card].size_gib for card in names), said)
-    left = [card for card in names if not sizes or _CARDS[card].size_gib in sizes]
-    worded = [card for card in left if _CARDS[card].words and re.search(_CARDS[card].words, text)]
-    return sorted(worded or left, key=lambda card: (_CARDS[card].usable_gib, *_speed(card)))
+    candidates = [card for card in names if not sizes or _CARDS[card].size_gib in sizes]
+    worded = [card for card in candidates if _CARDS[card].words and re.search(_CARDS[card].words, text)]
+    return sorted(worded or candidates, key=lambda card: (_CARDS[card].usable_gib, *_speed(card)))
 
 
 def _speed(card: str) -> tuple[float, float]:
@@ -299,7 +299,7 @@ def _named(name: str) -> Device:
 
 
 def _part(text: str, names: tuple[str, ...], usable_gib: int, slices: int = 0) -> Device:
-    """Return a part of a GPU that has so much memory, with the compute slices it is said to have."""
+    """Return a slice of a GPU with so much memory and so many compute slices."""
     large = [card for card in names if _CARDS[card].usable_gib >= usable_gib] or list(names)
     parent = min(large, key=_speed)
     whole = _named(parent)
@@ -320,7 +320,7 @@ def _part(text: str, names: tuple[str, ...], usable_gib: int, slices: int = 0) -
 
 
 def _unnamed(name: str, size: int) -> Device:
-    """Return a GPU of which only the size is known: as slow as the slowest since Ampere that is as large."""
+    """Return a GPU known only by its size, with the rates of the slowest one since Ampere that is as large."""
     least = (1 - _UNNAMED_RESERVE_SHARE) * size
     like = [name for name, card in _CARDS.items() if card.capability >= (8, 0) and card.usable_gib * GIB >= least]
     slowest = min(like or ["b200-180gb"], key=_speed)
@@ -341,13 +341,13 @@ def _unknown(name: str) -> ConfigError:
     names = (card.split("-")[0] if card.split("-")[0] in _SERVER else card for card in _CARDS)
     short = {_plain(card).replace("_", ""): card for card in dict.fromkeys(names)}
     near = difflib.get_close_matches(_plain(name).replace("_", ""), short, n=4)
-    known = f"near to it: {', '.join(short[one] for one in near)}" if near else f"known: {', '.join(short.values())}"
-    what = f'no GPU is known as "{name}" ({known})'
-    return ConfigError(what, where=_WHERE, remedy="say a known name, or its memory, such as 24GiB")
+    known = f"near to it: {', '.join(short[key] for key in near)}" if near else f"known: {', '.join(short.values())}"
+    problem = f'no GPU is known as "{name}" ({known})'
+    return ConfigError(problem, where=_WHERE, remedy="say a known name, or its memory, such as 24GiB")
 
 
 def known_name(card: str) -> str:
-    """Return what `devices` calls a card; one that it does not know keeps its name."""
+    """Return the canonical name of a card; unknown ones keep their name."""
     try:
         return device(card).name
     except ConfigError:

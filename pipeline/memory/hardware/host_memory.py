@@ -1,4 +1,4 @@
-"""The memory that training asks of its node (`--mem`), predicted from plain numbers.
+"""The host memory that training needs on its node (`--mem`), predicted from plain numbers.
 
 The need is what always stands, and the larger of two phases: while a run starts (the model is built on the CPU, a
 checkpoint is read) and while it trains. What the first took is given back before the second: 1 GiB of parameters of
@@ -8,8 +8,7 @@ The kernel's file cache counts in a job's cgroup, but is given up under pressure
 it. Files in a tmpfs cannot be given up: they count in full.
 (https://docs.kernel.org/admin-guide/cgroup-v2.html#memory-interface-files: `file` includes tmpfs.)
 
-What a run was measured to need is remembered by `profiles.Profiles`, which corrects `HostNeed.total_bytes` as it does
-every stage's plan.
+Measured needs of past runs (`task_history.Profiles`) correct `HostNeed.total_bytes`, as they do every stage's plan.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ BASELINE, CONTEXT = "interpreter and torch", "CUDA context"
 
 
 class Phase(str, Enum):
-    """When memory is needed."""
+    """When host memory is needed."""
 
     ALWAYS = "always"
     START = "start"  # until the first step
@@ -61,7 +60,7 @@ class Phase(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class HostPart:
-    """A share of a node's memory."""
+    """An item of the host memory needed."""
 
     name: str
     bytes: int
@@ -76,7 +75,7 @@ class HostPart:
 
 @dataclass(frozen=True, slots=True)
 class HostNeed:
-    """What all processes of a job need together on a node."""
+    """The host memory of all processes of a job on a node."""
 
     parts: tuple[HostPart, ...]
     ranks: int = 1
@@ -100,7 +99,7 @@ class HostNeed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingJob:
-    """What decides the memory of a training job on a node; bytes are of one rank unless it says so."""
+    """The facts that determine a training job's host memory; bytes are per rank unless noted."""
 
     ranks: int = 1  # on the node
     gpu: bool = True
@@ -127,14 +126,14 @@ class TrainingJob:
 
 
 def train_need(run: TrainingJob, baseline: Baseline) -> HostNeed:
-    """Return what a training job needs on a node."""
-    each = (*_process(run, baseline), *_data(run), *_phases(run))
-    of_all = (replace(part, bytes=run.ranks * part.bytes) for part in each)
+    """Return the host memory that a training job needs on a node."""
+    parts = (*_process(run, baseline), *_data(run), *_phases(run))
+    of_all = (replace(part, bytes=run.ranks * part.bytes) for part in parts)
     return HostNeed(tuple(part for part in (*of_all, *_files(run)) if part.bytes), run.ranks)
 
 
 def pinned_bytes(size: int, limit: int | None = None) -> int:
-    """Return what pinned memory takes: up to a limit, powers of two (ATen/core/CachingHostAllocator.h, torch 2.13)."""
+    """Return a pinned block's size: up to a limit, powers of two (ATen/core/CachingHostAllocator.h, torch 2.13)."""
     if size <= 0 or (limit is not None and size > limit):
         return max(size, 0)
     return 1 << (size - 1).bit_length()
@@ -153,13 +152,13 @@ def ring_bytes(slots: int, batch_bytes: int, *, pin: bool, sized: bool = False, 
 
 
 def index_bytes(records: int, fresh: int = 0) -> int:
-    """Return what an open store keeps of its records: a key and a digest a block, and whole rows of the fresh ones."""
+    """Return the memory of an open store's index: a key and a digest a block, and whole rows of fresh records."""
     blocks = -(-records // BLOCK_ROWS)
     return 16 * blocks + fresh * (TABLE_ROW.itemsize + 2 * ROW.itemsize)  # twice, while they are sorted
 
 
 def table_bytes(items: int, sizes: int, id_bytes: int, item_bytes: int = 0) -> int:
-    """Return what the table of a data set takes: the record as it was read, and the arrays of one split."""
+    """Return the memory of a data set's table: the record as read, and the arrays of one split."""
     texts = id_bytes + OFFSET_BYTES + (item_bytes + OFFSET_BYTES if item_bytes else 0)
     record = texts + KEY_BYTES + 1 + STORED_SIZE_BYTES * sizes
     starts = OFFSET_BYTES * (2 if item_bytes else 1)
@@ -168,25 +167,26 @@ def table_bytes(items: int, sizes: int, id_bytes: int, item_bytes: int = 0) -> i
 
 
 def _process(run: TrainingJob, baseline: Baseline) -> Iterable[HostPart]:
-    """Yield what a process takes."""
-    each = f"of each of {run.ranks} processes"
-    yield HostPart(BASELINE, baseline.bytes, baseline.origin, f"{baseline.why}, {each}")
+    """Yield what a process needs besides data and model."""
+    each_process = f"of each of {run.ranks} processes"
+    yield HostPart(BASELINE, baseline.bytes, baseline.origin, f"{baseline.why}, {each_process}")
     if run.gpu:
-        yield HostPart(CONTEXT, CUDA_CONTEXT_BYTES, Provenance.ASSUMED, f"pytorch#113326, {each}")
+        yield HostPart(CONTEXT, CUDA_CONTEXT_BYTES, Provenance.ASSUMED, f"pytorch#113326, {each_process}")
     if run.several and run.gpu:
-        yield HostPart("communicator", COMMUNICATOR_BYTES, Provenance.ASSUMED, f"NCCL's buffers, {each}")
+        yield HostPart("communicator", COMMUNICATOR_BYTES, Provenance.ASSUMED, f"NCCL's buffers, {each_process}")
     threads = run.threads + 1
     arenas = threads * ARENA_BYTES + (0 if run.gpu else int(STEP_SLACK * run.step_bytes))
-    yield HostPart("malloc", arenas, Provenance.ASSUMED, f"what glibc may keep for {threads} threads, {each}")
+    yield HostPart("malloc", arenas, Provenance.ASSUMED, f"what glibc may keep for {threads} threads, {each_process}")
 
 
 def _data(run: TrainingJob) -> Iterable[HostPart]:
-    """Yield what a process knows of the data."""
-    index, told = index_bytes(run.records, run.fresh_records), f"{run.records} records and {run.fresh_records} since"
-    yield HostPart("index of the cache", index, Provenance.TRACED, told)
+    """Yield what a process keeps about the data."""
+    index = index_bytes(run.records, run.fresh_records)
+    records = f"{run.records} records and {run.fresh_records} since"
+    yield HostPart("index of the cache", index, Provenance.TRACED, records)
     table = table_bytes(run.items, run.sizes, run.id_bytes, run.item_bytes)
-    told = f"{run.items} items with {run.sizes} sizes each"
-    yield HostPart("table of the data set", table, Provenance.TRACED, told)
+    items = f"{run.items} items with {run.sizes} sizes each"
+    yield HostPart("table of the data set", table, Provenance.TRACED, items)
 
 
 def _phases(run: TrainingJob) -> Iterable[HostPart]:
@@ -211,7 +211,7 @@ def _phases(run: TrainingJob) -> Iterable[HostPart]:
 
 
 def _files(run: TrainingJob) -> Iterable[HostPart]:
-    """Yield what files take."""
+    """Yield the memory of files on the node."""
     yield HostPart("page cache", PAGE_CACHE_BYTES, Provenance.ASSUMED, "the rest of it is given up under pressure")
     yield HostPart("tmpfs", run.tmpfs_bytes, Provenance.TRACED, "files in memory count in full")
 
@@ -235,7 +235,7 @@ os._exit(0)  # taking torch down again would take another half a second
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """What a process takes before it does anything."""
+    """The memory of a process that has only imported its modules."""
 
     bytes: int
     origin: Provenance
@@ -247,7 +247,7 @@ STATED = Baseline(IMPORT_BYTES, Provenance.ASSUMED, "as others measured it (pyto
 
 @cache  # it takes seconds
 def measured_baseline(*modules: str) -> Baseline:
-    """Return what a process takes that has imported some modules, measured on one; stated where that cannot be."""
+    """Return the memory of a process that imports some modules, measured in a new one; STATED if that fails."""
     modules = modules or TRAINING
     try:
         ran = subprocess.run(

@@ -1,1 +1,1 @@
-"""What tasks and steps were measured to need, kept from run to run, and what that says of the next."""
+"""Measured memory of tasks and steps, kept from run to run, and the requests that follow from it."""

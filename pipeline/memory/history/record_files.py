@@ -1,4 +1,4 @@
-"""Records of what was measured: lines of JSON, in files that each one process writes, read from the newest back.
+"""Records of measurements: lines of JSON in files of one writing process each, read from the newest back.
 
 A look-up reads the newest MOST_FILES files and of these MOST_BYTES, however much was ever recorded: what is older no
 longer counts. Lines that are torn, foreign or out of bounds are passed over.
@@ -38,7 +38,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 class RecordFiles(Generic[Record]):
-    """The records of one folder; each is a flat dataclass, and of a run."""
+    """The records of one folder: flat dataclasses, each of a run."""
 
     def __init__(self, folder: Path, kind: type[Record]) -> None:
         self._folder, self._kind = folder, kind
@@ -47,7 +47,7 @@ class RecordFiles(Generic[Record]):
         self._torn: set[str] = set()  # files whose last line a full disk has cut
 
     def append(self, run: str, writer: str, records: Iterable[Record]) -> bool:
-        """Add records and wait until they are on the disk; False where the folder does not let us."""
+        """Append records and sync them to disk; return False where the folder cannot be written."""
         lines = b"".join(measurement_line(run, record) for record in records)
         try:
             if lines:
@@ -79,7 +79,7 @@ class RecordFiles(Generic[Record]):
     def newest(
         self, having: Mapping[str, str], lacking: Mapping[str, str] | None = None
     ) -> Iterator[tuple[str, Record]]:
-        """Yield runs and records in which texts are so, and others are not; of the file written last the last first."""
+        """Yield runs and records, newest first, with the field values in `having` and none of those in `lacking`."""
         wanted = [_pattern(name, text) for name, text in having.items()]
         unwanted = [_pattern(name, text) for name, text in (lacking or {}).items()]
         for line in self._lines():
@@ -106,10 +106,10 @@ class RecordFiles(Generic[Record]):
         return [self._folder / name for _, name in sorted(ages, reverse=True)[:MOST_FILES]]
 
     def _record_of(self, line: bytes) -> tuple[str, Record] | None:
-        """Read a line; one that is torn, foreign or out of bounds is none."""
+        """Return run and record of a line; None if it is torn, foreign or out of bounds."""
         try:
-            told = json.loads(line)
-            values = {name: told[name] for name in self._types}
+            data = json.loads(line)
+            values = {name: data[name] for name in self._types}
             fit = all(_fits(value, types) for value, types in zip(values.values(), self._types.values(), strict=True))
         except (ValueError, KeyError, TypeError, RecursionError):
             return None
@@ -117,12 +117,12 @@ class RecordFiles(Generic[Record]):
 
 
 def measurement_line(run: str, record: Any) -> bytes:
-    """Write a record of a run as a line."""
+    """Return a record of a run as a line of JSON."""
     return json.dumps({"run": run, **asdict(record)}, separators=(",", ":")).encode() + b"\n"
 
 
 def _tail(path: Path, most: int) -> tuple[bytes, bool]:
-    """Return the end of a file, and whether that is all of it; one that is somebody's own, or gone, is empty."""
+    """Return the end of a file, and whether that is all of it; empty if it cannot be read."""
     try:
         with path.open("rb") as file:
             start = max(0, file.seek(0, os.SEEK_END) - most)
@@ -137,7 +137,7 @@ def _pattern(name: str, text: str) -> re.Pattern[bytes]:
 
 
 def _fits(value: Any, types: tuple[type, ...]) -> bool:
-    """Tell whether a value is of such a type, and a text, count, size or time that can be."""
+    """Tell whether a value has one of these types and is within bounds."""
     if type(value) is str:
         value.encode()  # raises where a half of a surrogate pair stands alone
     elif value is not None and not 0 <= value <= _LARGEST:  # NaN is not, either

@@ -1,7 +1,7 @@
-"""Peaks of training steps as they were measured beside what was predicted: each corrects the plans that come after it.
+"""Measured peaks of training steps beside their predictions, which correct later plans.
 
-Kept as tasks are (`record_files`). What is remembered is of a model and
-its options (`fingerprint`), a card, a version of torch; ratios of another of these say nothing certain of this one.
+A record (`record_files`) is of a model with its options (`fingerprint`), a card and a version of torch; where one of
+these differs, the ratio says nothing certain.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NO_MEMORY = frozenset({"learning_rate", "weight_decay"})  # options that change
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The worst bucket of a plan as it was run; of one that died of memory the peak is what it could have at most."""
+    """The measured worst bucket of a plan; if it ran out of memory, the peak is what was available."""
 
     model: str  # its fingerprint
     card: str  # as the plan calls it
@@ -48,28 +48,30 @@ class Peak:
 
     @property
     def ratio(self) -> float:
-        """Return how much of its prediction it took; more than that where it died."""
+        """Return measured over predicted bytes, a lower bound where the step died."""
         return self.measured_bytes / self.predicted_bytes if self.predicted_bytes else 0.0
 
 
 class PeakHistory:
-    """What is remembered in one folder, as this version of torch needs it."""
+    """The measured peaks in one folder, for this version of torch."""
 
     def __init__(self, folder: Path, torch: str | None = None) -> None:
         self._files = RecordFiles(folder / "records", Peak)
         self._torch = torch_version() if torch is None else torch
 
     def record(self, run: str, writer: str, peaks: Iterable[Peak]) -> bool:
-        """Remember measurements; False where the folder does not let us."""
+        """Store measurements; return False where the folder cannot be written."""
         return self._files.append(run, writer, peaks)
 
     def of(self, model: str, card: str) -> list[Peak]:
-        """Return what was measured of a model on a card, newest first."""
+        """Return the measured peaks of a model on a card, newest first."""
         gpu = known_name(card)
         records = self._files.newest({"model": model, "torch": self._torch})
-        here = (record for record in records if card == record[1].card or gpu == record[1].gpu)
-        told = {(peak.at, run, peak.card, peak.sizes, peak.allocator): peak for run, peak in islice(here, NEWEST)}
-        return [told[key] for key in sorted(told, reverse=True)]
+        on_card = (record for record in records if card == record[1].card or gpu == record[1].gpu)
+        distinct = {
+            (peak.at, run, peak.card, peak.sizes, peak.allocator): peak for run, peak in islice(on_card, NEWEST)
+        }
+        return [distinct[key] for key in sorted(distinct, reverse=True)]
 
     def ratios(self, model: str, card: str) -> tuple[float, ...]:
         """Return measured/predicted bytes of a model on a card, newest first."""
@@ -83,10 +85,10 @@ class PeakHistory:
 
 
 def ratios(peaks: Sequence[Peak]) -> tuple[float, ...]:
-    """Return what measurements say of a prediction.
+    """Return measured/predicted of peaks, to correct a prediction.
 
-    A step that died needs more than it could have: until one that lived has shown as much, that and DIED_GROWTH. One
-    that died with less than was predicted says nothing that was not known.
+    A step that died needs more than was available: until one with a higher ratio lived, its ratio counts times
+    DIED_GROWTH. One that died with less than was predicted says nothing new.
     """
     lived = max((peak.ratio for peak in peaks if not peak.died), default=0.0)
     telling = (peak for peak in peaks if peak.predicted_bytes and not (peak.died and peak.ratio <= max(lived, 1.0)))
@@ -95,12 +97,12 @@ def ratios(peaks: Sequence[Peak]) -> tuple[float, ...]:
 
 def ratios_of_all(peaks: PeakHistory, model: str, cards: Sequence[str]) -> tuple[float, ...]:
     """Return the ratios for a plan that holds on several cards: () while one of them was never measured."""
-    each = [peaks.ratios(model, card) for card in cards]
-    return tuple(chain.from_iterable(each)) if all(each) else ()
+    ratios_by_card = [peaks.ratios(model, card) for card in cards]
+    return tuple(chain.from_iterable(ratios_by_card)) if all(ratios_by_card) else ()
 
 
 def fingerprint(model: nn.Module, *options: Any) -> str:
-    """Return a digest of what decides a model's memory: its tensors, its modules with their numbers, the options.
+    """Return a digest of what determines a model's memory: its tensors, its modules with their numbers, the options.
 
     Options are dataclasses. The model may be on fake tensors or on the meta device.
     """
@@ -117,7 +119,7 @@ def _tensors(model: nn.Module) -> Iterator[str]:
 
 
 def _modules(model: nn.Module) -> Iterator[str]:
-    """Yield classes and what numbers they hold: of attention its heads, which no parameter shows."""
+    """Yield module classes with their numeric attributes, such as attention heads, which no parameter shows."""
     for name, module in model.named_modules():
         numbers = {key: value for key, value in sorted(vars(module).items()) if isinstance(value, int | float)}
         numbers.pop("training", None)

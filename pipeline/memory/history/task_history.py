@@ -1,7 +1,7 @@
-"""What the next task should ask for, from what tasks like it needed: pure, and the same whatever order records come in.
+"""How much memory to request for the next task, from what similar tasks needed, in whatever order records come.
 
-- Whose tasks count: of this recipe on this cluster; else of this recipe elsewhere (what a task holds is the
-  recipe's doing, how it is counted the cluster's, so never less than planned); else of other recipes of the stage
+- Which tasks count: of this recipe on this cluster; else of this recipe elsewhere (how memory is counted depends on
+  the cluster, so never less than planned); else of other recipes of the stage
   (another encoder may need ten times as much: never less than planned, never more than twice that); else the plan.
 - Of which sizes: tasks whose largest item is within a factor of 2, where ENOUGH were measured; else all. Of
   smaller ones the need is scaled to the size asked for, less BASE_BYTES, which a process takes before its first item;
@@ -17,7 +17,7 @@
   GROWTH times as much is asked for. A death of a task more than twice as large is no reason where ENOUGH alike lived.
 - Never less than FLOOR_BYTES, in whole STEP_BYTES, so that equal tasks make equal requests.
 
-What the largest node has is not known here: whoever asks cuts the answer to it.
+The caller limits the answer to the largest node.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ STEP_BYTES = 64 * MIB
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One attempt at a task that ended well, or died of host memory; None is what nobody measured."""
+    """An attempt at a task that succeeded or ran out of host memory; None is what was not measured."""
 
     stage: str
     recipe: str  # hex
@@ -73,7 +73,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """What is remembered of a task."""
+    """A past attempt at a task, as far as a request depends on it."""
 
     at: float
     run: str
@@ -88,23 +88,23 @@ class Past:
 
     @classmethod
     def of(cls, run: str, measured: Measured) -> Past:
-        """Return what counts of a measurement."""
+        """Return the relevant fields of a measurement."""
         return cls(run=run, **{name: getattr(measured, name) for name in cls.__slots__ if name != "run"})
 
     @property
     def told_bytes(self) -> int:
-        """What it needed at least; 0 where nobody measured it."""
+        """Return the least that it needed; 0 if not measured."""
         return max(self.peak_bytes or 0, (self.asked_bytes or 0) if self.killed else 0)
 
     @property
     def lived(self) -> bool:
-        """Tell whether its peak is that of a task that ended well."""
+        """Tell whether it succeeded and its peak is known."""
         return not self.killed and bool(self.peak_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class SuggestionBounds:
-    """How far the past may move what was planned, and how its tasks are called."""
+    """How far past tasks of a kind may change the plan, and how messages call them."""
 
     whose: str = ""
     trusted: bool = True  # enough of it may ask for less than was planned
@@ -113,7 +113,7 @@ class SuggestionBounds:
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """What to ask for, and why in words."""
+    """The memory to request, and why."""
 
     mem_bytes: int
     why: str
@@ -126,7 +126,7 @@ def planned(planned_bytes: int) -> Suggestion:
 
 
 def suggest(past: Iterable[Past], bounds: SuggestionBounds, *, size: int, planned_bytes: int) -> Suggestion | None:
-    """Return what to ask for, or None where the past says nothing."""
+    """Return the request that past tasks suggest; None where none was measured."""
     telling = [task for task in past if task.told_bytes]
     if not telling:
         return None
@@ -154,7 +154,7 @@ def _comparable(past: Sequence[Past], size: int) -> list[Past]:
 
 
 def _near(task: Past, size: int) -> bool:
-    """Tell whether a task was about as large; a smaller one that died says something of larger ones, too."""
+    """Tell whether a task was about as large; smaller ones that died count, too."""
     return task.size <= 2 * size and (task.killed or not task.size or 2 * task.size >= size)
 
 
@@ -174,7 +174,7 @@ def _enough(pool: Iterable[Past], size: int) -> bool:
 
 
 def _need(pool: Sequence[Past], bounds: SuggestionBounds, size: int) -> tuple[int, str]:
-    """Return the larger of what the living needed and what the dead must get, and why; before plan and floor."""
+    """Return the need and its reason: the larger of what surviving tasks used and what killed ones must get."""
     living = [task for task in pool if task.lived]
     open_deaths = [task for task in pool if task.killed and not _settled(task, living)]
     unsettled = set(open_deaths)
@@ -189,7 +189,7 @@ def _settled(death: Past, living: Iterable[Past]) -> bool:
 
 
 def _outlives(task: Past, death: Past) -> bool:
-    """Tell whether a task that lived shows what the dead one would have needed."""
+    """Tell whether a task that lived settles what a killed one needed."""
     if (task.run, task.task) == (death.run, death.task):  # with as much, it lived without what did not fit
         return task.attempt > death.attempt and (task.asked_bytes is None or task.asked_bytes >= death.told_bytes)
     if task.asked_bytes is not None and task.asked_bytes <= death.told_bytes:
@@ -242,17 +242,17 @@ _BOUNDS = {  # by whether tasks are of the same recipe and on the same cluster, 
 
 
 class Profiles:
-    """What tasks were measured to need, as one folder remembers it."""
+    """The measured needs of tasks in one folder."""
 
     def __init__(self, folder: Path) -> None:
         self._files = RecordFiles(folder / "records", Measured)
 
     def record(self, run: str, writer: str, measured: Iterable[Measured]) -> bool:
-        """Remember tasks that ended well or died of memory; False where the folder does not let us."""
+        """Store attempts that succeeded or ran out of memory; return False where the folder cannot be written."""
         return self._files.append(run, writer, measured)
 
     def suggest(self, stage: str, recipe: str, cluster: str, *, size: int = 0, planned_bytes: int) -> Suggestion:
-        """Return how much memory to ask for; `size` is the largest item, 0 where it is not known."""
+        """Return how much memory to request; `size` is the largest item, 0 if unknown."""
         for (same_recipe, same_cluster), bounds in _BOUNDS.items():
             having, lacking = {"stage": stage}, dict[str, str]()
             (having if same_recipe else lacking)["recipe"] = recipe
@@ -268,6 +268,6 @@ class Profiles:
         return pace(self._past({"stage": stage, "recipe": recipe, "cluster": cluster}, {}, NEWEST))
 
     def _past(self, having: Mapping[str, str], lacking: Mapping[str, str], limit: int) -> list[Past]:
-        """Return the newest tasks, of one that was told twice the larger."""
+        """Return the newest attempts; of duplicates the larger."""
         newest = [Past.of(*record) for record in islice(self._files.newest(having, lacking), limit)]
         return list({_order(task)[:4]: task for task in sorted(newest, key=_order)}.values())

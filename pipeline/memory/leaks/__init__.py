@@ -1,1 +1,1 @@
-"""What makes memory grow from step to step: found, and told with the line that made it and who holds it."""
+"""Memory leaks in training: found while it runs, with the line that allocated and the object that holds on."""

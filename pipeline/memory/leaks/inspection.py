@@ -1,4 +1,4 @@
-"""A look at some steps, after which is known what they left behind: how much, what, made where and held by whom."""
+"""Inspection of a few steps: what they left in memory, how much, where it was made, and what holds it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _HIDDEN = "nothing that Python shows: a cycle through autograd (an output kept o
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """What was left behind, by one holder."""
+    """What the inspected steps left in memory with one holder."""
 
     bytes_per_step: float
     kinds: tuple[str, ...]
@@ -58,10 +58,10 @@ class Leftover:
 
 
 class InspectionWindow:
-    """Looks at so many steps, and waits a few more."""
+    """Inspects so many steps, then waits a few more to see what outlives them."""
 
     def __init__(self, steps: int, *, with_objects: bool) -> None:
-        """Begin; with objects: Python's own and numpy's too, which makes Python slower meanwhile."""
+        """Begin; `with_objects` includes Python and numpy objects, which slows Python down meanwhile."""
         self.steps, self.with_objects = steps, with_objects
         self._look = StorageWatch()
         self._later: list[MadeStorage] = []  # seen at a boundary, while nobody saw where they were made
@@ -73,11 +73,11 @@ class InspectionWindow:
             tracemalloc.start(_FRAMES)
 
     def watching(self) -> AbstractContextManager[Any]:
-        """Return what sees the tensors of a step that are made within."""
+        """Return the context to run a step in, so that the tensors made in it are seen."""
         return self._look if self._look.step < self.steps else nullcontext()
 
     def boundary(self) -> bool:
-        """Hear that a step has ended; return whether all is known."""
+        """Note the end of a step; return whether the inspection is complete."""
         look = self._look
         look.prune()
         look.step += 1
@@ -94,21 +94,23 @@ class InspectionWindow:
         self._starts_tracing = False
 
     def found(self, expected_rate: float = 0.0) -> list[Leftover]:
-        """Return what the steps have left behind, the largest first."""
+        """Return what the steps left in memory, the largest first."""
         groups, containers = self._tensors()
-        found = []
+        leftovers = []
         for holder, made in groups.items():
             if self._recurs(made):
                 weighed = _Weighed()
                 for storage in made:
                     weighed.count(storage.kind, storage.bytes, storage.site)
-                found.append(weighed.found(holder, self.steps))
+                leftovers.append(weighed.found(holder, self.steps))
         if self.with_objects:
-            found += self._objects(containers, expected_rate - sum(left.bytes_per_step for left in found))
-        return sorted(found, key=lambda left: -left.bytes_per_step)
+            leftovers += self._objects(
+                containers, expected_rate - sum(leftover.bytes_per_step for leftover in leftovers)
+            )
+        return sorted(leftovers, key=lambda leftover: -leftover.bytes_per_step)
 
     def _tensors(self) -> tuple[dict[str, list[MadeStorage]], set[int]]:
-        """Return the storages that survived by who holds them, and the ids of the containers that do."""
+        """Return the surviving storages by the name of their holder, and the ids of the containers that hold them."""
         storages = (*self._later, *self._look.made.values())
         made = {storage.number: storage for storage in storages if not storage.is_gone}
         containers: set[int] = set()
@@ -132,14 +134,14 @@ class InspectionWindow:
             if holder is not None:  # empty: only a graph refers to them
                 (groups[holder] if holder else hidden).extend(made[number] for number in numbers)
         if hidden:
-            held = self._holder(roots, containers, (shown,)) if roots else None
-            groups[held or _HIDDEN] += hidden
+            graph_holder = self._holder(roots, containers, (shown,)) if roots else None
+            groups[graph_holder or _HIDDEN] += hidden
         shown.clear()
         roots.clear()
         return self._without_garbage(groups), containers
 
     def _holder(self, tensors: list[Any], containers: set[int], ours: Sequence[object]) -> str | None:
-        """Return who holds some tensors; none: what holds them does not grow."""
+        """Return the name of what holds some tensors, "" if not found; None if it is a container that does not grow."""
         search = ReferrerSearch(_SEARCH_S)
         search.ignore(tensors, *ours)
         container = search.container_of(tensors)
@@ -153,22 +155,22 @@ class InspectionWindow:
         return search.name_of(container)
 
     def _recurs(self, made: Sequence[MadeStorage]) -> bool:
-        """Tell whether something was left behind more than once; what nobody saw made, at most steps."""
-        seen = sum(bool(storage.site) for storage in made)
-        return seen > 1 or len(made) - seen >= max(3, self.steps // 2)
+        """Tell whether storages were left more than once; those whose making was not seen, in most steps."""
+        with_site = sum(bool(storage.site) for storage in made)
+        return with_site > 1 or len(made) - with_site >= max(3, self.steps // 2)
 
     def _without_garbage(self, groups: dict[str, list[MadeStorage]]) -> dict[str, list[MadeStorage]]:
-        """Say of what a garbage collection frees that it does."""
+        """Collect garbage, and say so in the holder's name of what that frees."""
         gc.collect()
-        found: dict[str, list[MadeStorage]] = defaultdict(list)
+        regrouped: dict[str, list[MadeStorage]] = defaultdict(list)
         for holder, made in groups.items():
             in_garbage = f"{holder or 'a cycle of references'}; only garbage collection frees it"
             for storage in made:
-                found[in_garbage if storage.is_gone else holder].append(storage)
-        return found
+                regrouped[in_garbage if storage.is_gone else holder].append(storage)
+        return regrouped
 
     def _objects(self, containers: set[int], missing: float) -> list[Leftover]:
-        """Return containers of Python that grew, and what was allocated for them."""
+        """Return Python containers that grew, with what was allocated for their new elements."""
         seen = set(containers)
         weighed: list[tuple[_Weighed, Any]] = []
         everything = all_containers()
@@ -179,17 +181,17 @@ class InspectionWindow:
                 weighed[-1][0].weigh(_newest(container, grown), seen)
         weighed.sort(key=lambda pair: -pair[0].bytes)
         del weighed[_MOST_SITES:]
-        found = []
+        leftovers = []
         for sizes, container in weighed:
             if sizes.bytes > _LEAST_SHARE * weighed[0][0].bytes:
                 search = ReferrerSearch(_SEARCH_S)
                 search.ignore(everything, *weighed)
-                found.append(sizes.found(search.name_of(container), self._look.step))
-        enough = sum(left.bytes_per_step for left in found) >= missing / 2
-        return found if enough else [*found, *self._by_site()]
+                leftovers.append(sizes.found(search.name_of(container), self._look.step))
+        enough = sum(leftover.bytes_per_step for leftover in leftovers) >= missing / 2
+        return leftovers if enough else [*leftovers, *self._by_site()]
 
     def _by_site(self) -> list[Leftover]:
-        """Return where more is allocated than after the first step, whoever holds it."""
+        """Return the lines that have allocated more since the first step, whatever holds it."""
         if self._snapshot is None:
             return []
         gained: Counter[Site] = Counter()
@@ -202,7 +204,7 @@ class InspectionWindow:
 
 
 def _newest(container: Any, count: int) -> list[Any]:
-    """Return the elements that came last, as far as their order tells."""
+    """Return the last elements, or all where there is no order."""
     if isinstance(container, set):
         return list(container)
     newest = list(islice(reversed(container), count))
@@ -210,7 +212,7 @@ def _newest(container: Any, count: int) -> list[Any]:
 
 
 class _Weighed:
-    """What some things take: bytes by what they are and by where they were made."""
+    """Bytes of objects, by type and by the line that made them."""
 
     def __init__(self) -> None:
         self.scale = 1.0
@@ -229,7 +231,7 @@ class _Weighed:
             self.sites[site] += size
 
     def weigh(self, objects: Sequence[object], seen: set[int]) -> None:
-        """Add objects with all that was made for them since tracing began; of many, some stand for all."""
+        """Add objects with all that was made for them since tracing began; of many, a sample is scaled up."""
         stride = max(1, len(objects) // _SAMPLE)
         sample = objects[::stride]
         end, waiting, self.scale = time.monotonic() + _WEIGH_S, list(sample), len(objects) / max(len(sample), 1)
@@ -287,7 +289,7 @@ class MadeStorage:
 
     @property
     def number(self) -> int:
-        """Return what tells storages apart, while it lives."""
+        """Return a number that is unique among living storages."""
         return int(self.reference.cdata)
 
     @property
@@ -306,18 +308,18 @@ class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Leave compiled code alone: run without, it would round differently."""
+        """Leave compiled code alone: run eagerly it would round differently."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator, and note what it made."""
         returned = func(*args, **(kwargs or {}))
-        fresh = list(_tensors(returned))
-        if fresh:
-            given = () if func.overloadpacket.__name__ in _BEGUN else _tensors(args)
-            known = {_number(tensor) for tensor in (*given, *_tensors(tuple((kwargs or {}).values())))}
+        outputs = list(_tensors(returned))
+        if outputs:
+            inputs = () if func.overloadpacket.__name__ in _BEGUN else _tensors(args)
+            known = {_number(tensor) for tensor in (*inputs, *_tensors(tuple((kwargs or {}).values())))}
             site = self._site()
-            for tensor in fresh:
+            for tensor in outputs:
                 number = _number(tensor)
                 if number and number not in known and tensor.untyped_storage().nbytes():
                     self.made[number] = MadeStorage.of(tensor, site)
@@ -328,7 +330,7 @@ class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._lines = {}
 
     def _site(self) -> str:
-        """Return the line that called, or the one whose backward this is."""
+        """Return the user's line that called the operator; in backward, the line of the forward."""
         node = torch._C._current_autograd_node()  # noqa: SLF001 - torch.profiler's own way
         site = calling_site()
         if node is None:
@@ -343,12 +345,12 @@ class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def tensor_text(tensor: Tensor) -> str:
-    """Write what a tensor is."""
+    """Return a tensor's type, dtype and shape as text."""
     return f"{type(tensor).__name__} {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 def visible_tensors() -> Iterator[tuple[int, Tensor]]:
-    """Yield all tensors that Python has an object for, and the number of what each stores."""
+    """Yield all tensors that have a Python object, each after the number of its storage."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for thing in gc.get_objects():

@@ -1,4 +1,4 @@
-"""Finds what makes memory grow from step to step, and says so before it ends the run.
+"""Finds what makes memory grow from step to step, and reports it before it ends the run.
 
     leaks = Leaks(device="cpu", tell=lambda leak: print(leak.words()), limit_bytes=4 << 30)
     for epoch in range(50):
@@ -11,7 +11,7 @@
         leaks.epoch()
 
 Suspected is memory that grew in two epochs running, the first aside, or, within an epoch, in lap after lap so fast
-that it would end the run. Then some steps are looked at closely (`InspectionWindow`), and what they leave is told.
+that it would end the run. Then some steps are inspected closely (`InspectionWindow`), and what they leave is reported.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Leaks:
         limit_bytes: int | None,
         step_bytes: int = 0,
     ) -> None:
-        """Take what counts the bytes of tensors, where torch does not; `step_bytes` is what a step adds at its peak."""
+        """Begin; `live` counts bytes of tensors where torch does not, `step_bytes` is what a step adds at its peak."""
         self.limit_bytes, self.step_bytes = limit_bytes, step_bytes
         self._tell = tell
         on_cpu = device.partition(":")[0] == "cpu"
@@ -105,7 +105,7 @@ class Leaks:
         self._rates: dict[str, float] = {}  # that are looked into, in bytes per step
 
     def step(self, bucket: Hashable) -> None:
-        """Hear that a step of a bucket has ended, its gradients released."""
+        """Note the end of a step of a bucket, after its gradients were released."""
         self._step += 1
         lap = False
         for series in self._series:
@@ -118,7 +118,7 @@ class Leaks:
             self._consider({series: series.by_laps for series in self._series if self._is_grave(series)})
 
     def epoch(self) -> list[MemoryLeak]:
-        """Hear that an epoch has ended; return the leaks that are known, as they are now."""
+        """Note the end of an epoch; return the known leaks with present figures."""
         self._epoch_steps, self._epoch_began = self._step - self._epoch_began, self._step
         for series in self._series:
             series.end_epoch()
@@ -128,7 +128,7 @@ class Leaks:
         return list(self._leaks.values())
 
     def watching(self) -> AbstractContextManager[Any]:
-        """Return what to run forward and backward in: nothing, unless something is suspected."""
+        """Return the context to run forward and backward in; it does nothing unless a leak is suspected."""
         return nullcontext() if self._window is None else self._window.watching()
 
     def close(self) -> None:
@@ -141,10 +141,10 @@ class Leaks:
         rate = series.by_laps
         if rate <= 0:
             return False
-        left = self._steps_left(series.name, rate)
-        if left is None:
+        steps_left = self._steps_left(series.name, rate)
+        if steps_left is None:
             return series.gained_bytes > WITHOUT_LIMIT * (series.live_bytes - series.gained_bytes)
-        return left < NEAR * self._step
+        return steps_left < NEAR * self._step
 
     def _steps_left(self, memory: str, rate: float) -> int | None:
         if self.limit_bytes is None or (memory != TENSORS and self._tensors is not None):
@@ -152,7 +152,7 @@ class Leaks:
         return max(0, int((self.limit_bytes - self.step_bytes - self._limited()) / rate))
 
     def _consider(self, suspected: Mapping[Series, float]) -> None:
-        """Look closely at what is suspected, with its bytes per step, unless it is what is known."""
+        """Inspect suspected growth (bytes per step by series), unless known leaks explain it."""
         if not suspected:
             return
         rates = {series.name: rate for series, rate in suspected.items()}
@@ -172,7 +172,7 @@ class Leaks:
         self._window = inspection.InspectionWindow(WINDOWS[self._tries], with_objects=set(self._rates) != {TENSORS})
 
     def _look(self, window: InspectionWindow) -> None:
-        """Let a look go on; judge when it has seen enough."""
+        """Go on with an inspection; when complete, report what it found, or take a longer one."""
         if not window.boundary():
             return
         # Where small objects grow, what refers to them does too, in leaps, and is not counted with them.
@@ -181,49 +181,49 @@ class Leaks:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                found = window.found(expected)
+                leftovers = window.found(expected)
             except Exception:  # noqa: BLE001 - it looks at all objects there are, and some are built to object
-                found = []  # a search that fails has found nothing, and ends no run
+                leftovers = []  # a search that fails has found nothing, and ends no run
         self.close()
-        explained = sum(left.bytes_per_step for left in found)
+        explained = sum(leftover.bytes_per_step for leftover in leftovers)
         if explained < EXPLAINED * expected:
             self._tries += 1
             if self._tries < len(WINDOWS):
                 self._open()
                 return
-            self._searched = not found
-            self._rests_until = 0 if found else REST * self._step  # a look slows training down several times
+            self._searched = not leftovers
+            self._rests_until = 0 if leftovers else REST * self._step  # a look slows training down several times
         self._tries = 0
-        self._name(found, explained, expected)
+        self._name(leftovers, explained, expected)
 
-    def _name(self, found: Sequence[Leftover], explained: float, expected: float) -> None:
+    def _name(self, leftovers: Sequence[Leftover], explained: float, expected: float) -> None:
         # Items differ in size, and some steps are few; where only tensors and arrays grow, the long run is exact.
         scale = expected / explained if explained and OBJECTS not in self._rates else 1.0
         if not EXPLAINED <= scale <= 1 / EXPLAINED:
             scale = 1.0
         gained = sum(series.gained_bytes for series in self._series if series.name in self._rates)
         memory = max(self._rates, key=lambda name: self._rates[name])
-        for left in found:
-            share = left.bytes_per_step / explained
+        for leftover in leftovers:
+            share = leftover.bytes_per_step / explained
             if share >= LEAST_SHARE:
-                self._report(self._leak(memory, scale * left.bytes_per_step, round(share * gained), left))
+                self._report(self._leak(memory, scale * leftover.bytes_per_step, round(share * gained), leftover))
 
-    def _leak(self, memory: str, rate: float, total: int, found: Leftover | None) -> MemoryLeak:
+    def _leak(self, memory: str, rate: float, total: int, leftover: Leftover | None) -> MemoryLeak:
         epoch = None if self._epoch_steps is None else round(rate * self._epoch_steps)
-        left = self._steps_left(memory, max(rate, sum(self._rates.values())))
-        what = (found.kinds, found.sites, found.holder) if found else ((), (), "")
-        return MemoryLeak(memory, round(rate), epoch, total, *what, left)
+        steps_left = self._steps_left(memory, max(rate, sum(self._rates.values())))
+        details = (leftover.kinds, leftover.sites, leftover.holder) if leftover else ((), (), "")
+        return MemoryLeak(memory, round(rate), epoch, total, *details, steps_left)
 
     def _refresh(self, known: int, gained: int) -> None:
-        """Bring what is known up to date, and tell it again where it has become much."""
+        """Update the known leaks, and report again those that have grown much."""
         for leak in list(self._leaks.values()):
             epoch = None if self._epoch_steps is None else leak.bytes_per_step * self._epoch_steps
-            left = self._steps_left(leak.memory, max(sum(self._rates.values()), 1.0))
+            steps_left = self._steps_left(leak.memory, max(sum(self._rates.values()), 1.0))
             total = round(leak.bytes_per_step / known * gained)
-            self._report(replace(leak, bytes_per_epoch=epoch, total_bytes=total, steps_left=left))
+            self._report(replace(leak, bytes_per_epoch=epoch, total_bytes=total, steps_left=steps_left))
 
     def _report(self, leak: MemoryLeak) -> None:
-        """Keep a leak; tell it if it is new, or has become much."""
+        """Keep a leak; report it if it is new, or has grown much since."""
         key = (leak.memory, leak.holder, *leak.sites)
         known = self._leaks.get(key)
         self._leaks[key] = leak
@@ -233,7 +233,7 @@ class Leaks:
 
 
 def _series(tensors: Callable[[], int] | None, *, shared: bool) -> list[Series]:
-    """Return what is counted: Python's objects, tensors, the host's memory."""
+    """Return the series to watch: Python objects, tensors, host memory."""
     series = [Series(OBJECTS, HOST_FLOOR_BYTES, small_objects_bytes)]
     if tensors is not None:
         series.append(Series(TENSORS, TENSOR_FLOOR_BYTES, tensors))
@@ -257,7 +257,7 @@ LAP_STEPS = 8  # at first: 56 steps are the earliest at which anything is suspec
 
 
 def note_least(marks: Marks, bucket: Hashable, live: int, step: int) -> None:
-    """Keep the least of a bucket, and of all."""
+    """Keep the least live bytes of a bucket, and of all buckets."""
     for key in (bucket, ANY):
         known = marks.get(key)
         if live < known[0] if known else len(marks) < MOST_BUCKETS:
@@ -265,7 +265,7 @@ def note_least(marks: Marks, bucket: Hashable, live: int, step: int) -> None:
 
 
 def growth(before: Marks, after: Marks) -> tuple[float, float]:
-    """Return by how many bytes the usual bucket grew between two spans, and how many that is per step."""
+    """Return the median growth of a bucket between two spans, in bytes and in bytes per step."""
     common = [bucket for bucket in after if bucket in before and bucket != ANY]
     if len(common) < COMMON:
         common = [bucket for bucket in after if bucket in before]
@@ -331,26 +331,26 @@ class Series:
 
     @property
     def by_epochs(self) -> float:
-        """Return the bytes per step by which the last three epochs grew; 0: they did not."""
+        """Return the growth over the last three epochs in bytes per step; 0 if there is none."""
         return leaking(self.epochs, self.floor_bytes) if len(self.epochs) == 3 else 0.0
 
     @property
     def by_laps(self) -> float:
-        """Return the bytes per step by which the last laps grew; 0: they did not."""
+        """Return the growth over the last laps in bytes per step; 0 if there is none."""
         return leaking(self.laps[-LAST_LAPS:], self.floor_bytes / LAST_LAPS) if len(self.laps) >= LAST_LAPS else 0.0
 
     @property
     def gained_bytes(self) -> int:
-        """How much more is live than when growth began to count."""
+        """Return how much more is live than at the first lap."""
         newest = self._lap or (self.laps[-1] if self.laps else {})
         return max(0, round(growth(self.base, newest)[0])) if self.base and newest else 0
 
 
 def _merged(first: Marks, second: Marks) -> Marks:
-    both = dict(first)
+    marks = dict(first)
     for bucket, (live, step) in second.items():
-        note_least(both, bucket, live, step)
-    return both
+        note_least(marks, bucket, live, step)
+    return marks
 
 
 BLOCK_BYTES = 48  # of a small object of Python's, as it usually is: only their number is told
@@ -366,7 +366,7 @@ class _Mallinfo(ctypes.Structure):
 
 @functools.cache
 def malloc_counter() -> Callable[[], int] | None:
-    """Return what counts the bytes that malloc has given out, for tensors and arrays too; none: nobody counts them."""
+    """Return a function that counts the bytes allocated by malloc, tensors and arrays included; None if unavailable."""
     try:
         mallinfo = ctypes.CDLL(None).mallinfo2  # glibc since 2.33; `mallinfo` would wrap at 4 GiB
     except (AttributeError, OSError):
@@ -380,13 +380,13 @@ def malloc_counter() -> Callable[[], int] | None:
     # Another malloc may stand before glibc's, which then knows of nothing.
     before = count()
     probe = ctypes.create_string_buffer(_PROBE_BYTES)
-    seen = count() - before
+    counted = count() - before
     del probe
-    return count if seen >= _PROBE_BYTES else None
+    return count if counted >= _PROBE_BYTES else None
 
 
 def resident_bytes() -> int:
-    """Return what the process has in memory of its own, without files; 0: unknown."""
+    """Return the process's resident memory without mapped files; 0 if unknown."""
     try:
         with open("/proc/self/statm", "rb", buffering=0) as file:  # noqa: PTH123 - asked at every step
             _, resident, shared = file.read(256).split()[:3]
@@ -396,12 +396,12 @@ def resident_bytes() -> int:
 
 
 def small_objects_bytes() -> int:
-    """Return about how much Python's small objects take, which malloc does not see."""
+    """Return about how much memory Python's small objects take, which malloc does not see."""
     return sys.getallocatedblocks() * BLOCK_BYTES
 
 
 def card_counter(device: str) -> Callable[[], int]:
-    """Return what counts the bytes of tensors on a card."""
+    """Return a function that counts the bytes of tensors on a card."""
     import torch
 
     on = torch.device(device)

@@ -1,7 +1,7 @@
-"""Who keeps objects alive, in the words of the code: "list `history` of mylab.docking.Model"; and which line made them.
+"""What keeps objects alive, named as in the code ("list `history` of mylab.docking.Model"), and which line made them.
 
-Best effort, within a bound on time: from the objects up through what refers to them, to the container that has most of
-them, and from there to a name. A line is the innermost one outside torch and what drives the training.
+Best effort within a time limit: the search goes from the objects through their referrers to the container that has most
+of them, and from there to a name. A line is the innermost one outside torch and the training loop.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _MEMORY = Path(__file__).parents[1]  # the room whose own objects are nobody's l
 
 @functools.cache
 def _skipped() -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the folders of what is not the user's, and of the standard library."""
-    found = [find_spec(name) for name in ("torch", "numpy")]
-    folders = [path for spec in found if spec for path in spec.submodule_search_locations or ()]
+    """Return the folders of torch, numpy and our own code, and those of the standard library."""
+    specs = [find_spec(name) for name in ("torch", "numpy")]
+    folders = [path for spec in specs if spec for path in spec.submodule_search_locations or ()]
     own = [_MEMORY, _MEMORY.with_name("training")]
     standard = {Path(sysconfig.get_path(kind)) for kind in ("stdlib", "platstdlib")}
     return _beginnings(*map(Path, folders), *own), _beginnings(*standard)
@@ -46,7 +46,7 @@ def _beginnings(*folders: Path) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def is_users(file: str) -> bool:
-    """Tell whether a file is neither torch's nor Python's, and does not drive the training."""
+    """Tell whether a file is the user's: not of torch, numpy, Python or our training."""
     skipped, standard = _skipped()
     if file.startswith(("<", *skipped)):
         return False
@@ -55,13 +55,13 @@ def is_users(file: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def code_line(file: str, line: int, function: str = "") -> str:
-    """Write a line of code as people look for it."""
+    """Return a line of code as text, its file relative to the working directory."""
     here = f"{Path.cwd()}{os.sep}"
     return f"{file.removeprefix(here)}:{line}" + (f" in {function}" if function else "")
 
 
 def calling_site() -> tuple[CodeType, int] | None:
-    """Return the code and the line of the innermost caller that is the user's; in backward: a hook's or the like."""
+    """Return code and line of the innermost caller in the user's files; within backward, only of hooks and the like."""
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - `inspect` would make a list of all frames, for each tensor
     while frame is not None and not is_users(frame.f_code.co_filename):
         if frame.f_code.co_name == _BACKWARD:
@@ -71,12 +71,12 @@ def calling_site() -> tuple[CodeType, int] | None:
 
 
 def site_text(site: tuple[CodeType, int] | None) -> str:
-    """Write a site; empty: it is unknown."""
+    """Return a site as text; empty if unknown."""
     return code_line(site[0].co_filename, site[1], site[0].co_name) if site else ""
 
 
 def traced_site(traceback: tracemalloc.Traceback | None) -> tuple[str, int] | None:
-    """Return file and line of the innermost frame that is the user's; none: none is, or this room allocated it."""
+    """Return file and line of the innermost frame in the user's files; None if there is none, or we allocated it."""
     for frame in reversed(traceback or ()):
         if is_memorys(frame.filename):
             return None
@@ -87,7 +87,7 @@ def traced_site(traceback: tracemalloc.Traceback | None) -> tuple[str, int] | No
 
 @functools.lru_cache(maxsize=4096)
 def is_memorys(file: str) -> bool:
-    """Tell whether a file is of this room: what it allocates is nobody's leak."""
+    """Tell whether a file belongs to `pipeline.memory`, whose allocations are never reported."""
     return _MEMORY in Path(file).parents
 
 
@@ -101,35 +101,35 @@ _IN_NO_CYCLE = (type, ModuleType, BuiltinFunctionType, MethodType)
 
 
 class ReferrerSearch:
-    """A search through all objects, which takes no longer than so many seconds."""
+    """A search through all objects, limited in time."""
 
     def __init__(self, time_s: float = 1.0) -> None:
         self._end = time.monotonic() + time_s
         self._own: set[int] = {id(self.__dict__)}  # containers of the search itself
 
     def ignore(self, *containers: object) -> None:
-        """Take no notice of some containers: the caller's own."""
+        """Ignore these containers, the caller's own."""
         self._own.update(map(id, containers))
 
     def container_of(self, objects: Sequence[object]) -> Any:
-        """Return what has most of some objects, itself or through others; none: nothing found has."""
+        """Return the container that has most of some objects, directly or through others; None if not found."""
         level = list(objects[:SAMPLE])
         wanted = max(2, (len(level) + 1) // 2)
         seen = set(map(id, level))
         for _ in range(_DEPTH):
             if not level or time.monotonic() > self._end:
                 return None
-            found = self._referrers(level)
-            counts = [_has(holder, level) for holder in found]
+            holders = self._referrers(level)
+            counts = [_has(holder, level) for holder in holders]
             if counts and max(counts) >= wanted:
-                return found[counts.index(max(counts))]
-            level = [holder for holder in found if id(holder) not in seen][:_WIDTH]
+                return holders[counts.index(max(counts))]
+            level = [holder for holder in holders if id(holder) not in seen][:_WIDTH]
             seen.update(map(id, level))
-            self.ignore(found, level)
+            self.ignore(holders, level)
         return None
 
     def name_of(self, thing: object) -> str:
-        """Return by which name of the code one comes to an object; empty: by none that was found."""
+        """Return the name in the code that leads to an object; empty if not found."""
         level: list[tuple[object, str]] = [(thing, type(thing).__name__)]
         seen = {id(thing)}
         for _ in range(_DEPTH):
@@ -138,21 +138,21 @@ class ReferrerSearch:
             for held, text in level:
                 if time.monotonic() > self._end:
                     return ""
-                found = self._referrers([held])
-                if name := self._best_name(found, held) or _local(held):
+                holders = self._referrers([held])
+                if name := self._best_name(holders, held) or _local(held):
                     return f"{text} {name}"
-                fresh = [holder for holder in found if id(holder) not in seen]
+                fresh = [holder for holder in holders if id(holder) not in seen]
                 seen.update(map(id, fresh))
                 for holder in fresh[: _WIDTH - len(following)]:
                     entry = holder, f"{text} in a {type(holder).__name__}" if type(holder) in CONTAINERS else text
                     self.ignore(entry)
                     following.append(entry)
-                self.ignore(found, fresh)
+                self.ignore(holders, fresh)
             level = following
         return ""
 
     def cycle_of(self, thing: object) -> str:
-        """Return the kinds of objects through which one refers to itself; empty: it does not, as far as was found."""
+        """Return the types along a cycle of references through an object; empty if none was found."""
         paths: list[tuple[object, tuple[str, ...]]] = [(thing, (type(thing).__name__,))]
         seen: set[int] = set()
         for _ in range(2 * _DEPTH):
@@ -170,11 +170,11 @@ class ReferrerSearch:
 
     def _referrers(self, objects: list[Any]) -> list[Any]:
         self.ignore(objects)
-        found: list[Any] = gc.get_referrers(*objects)
-        found = [holder for holder in found if id(holder) not in self._own]
-        found = [holder for holder in found if type(holder) is not FrameType or is_users(holder.f_code.co_filename)]
-        self.ignore(found)
-        return found
+        holders: list[Any] = gc.get_referrers(*objects)
+        holders = [holder for holder in holders if id(holder) not in self._own]
+        holders = [holder for holder in holders if type(holder) is not FrameType or is_users(holder.f_code.co_filename)]
+        self.ignore(holders)
+        return holders
 
     def _best_name(self, holders: list[Any], held: object) -> str:
         names = []  # no generator: what it captures would be one more that holds the object
@@ -184,7 +184,7 @@ class ReferrerSearch:
         return min(names)[1] if names else ""
 
     def _named(self, holder: Any, held: object) -> tuple[int, str] | None:
-        """Return the name by which a holder knows what it holds; smaller numbers are better names."""
+        """Return the name under which a holder has an object, with a rank: lower ones are better names."""
         if type(holder) is dict:
             return self._named_in(holder, held)
         if type(holder) is CellType:
@@ -216,22 +216,24 @@ class ReferrerSearch:
 
 
 def container_lengths(objects: Iterable[object]) -> dict[int, int]:
-    """Return how many elements each container has, by its id."""
+    """Return the lengths of the containers among some objects, by id."""
     return {id(container): len(container) for container in objects if type(container) in CONTAINERS}  # type: ignore[arg-type]
 
 
 def all_containers() -> list[Any]:
-    """Return all lists, sets and dictionaries, those too that the garbage collector does not follow."""
+    """Return all lists, sets, deques and dictionaries, also those that the garbage collector does not track."""
     objects = gc.get_objects()
-    found = [thing for thing in objects if type(thing) in CONTAINERS]
+    containers = [thing for thing in objects if type(thing) in CONTAINERS]
     # A dictionary of numbers or arrays is tracked by nobody but its owner.
-    held = gc.get_referents(*objects)
-    found.extend({id(thing): thing for thing in held if type(thing) is dict and not gc.is_tracked(thing)}.values())
-    return found
+    referents = gc.get_referents(*objects)
+    containers.extend(
+        {id(thing): thing for thing in referents if type(thing) is dict and not gc.is_tracked(thing)}.values()
+    )
+    return containers
 
 
 def _has(holder: object, objects: Iterable[object]) -> int:
-    """Count of how many objects a container has; what is no container has none."""
+    """Return how many of some objects a container has; 0 for anything else."""
     if type(holder) not in CONTAINERS:
         return 0
     among = set(map(id, objects))
@@ -239,12 +241,12 @@ def _has(holder: object, objects: Iterable[object]) -> int:
 
 
 def _variables(owner: Any) -> dict[str, Any] | None:
-    """Return an object's own attributes, as they are."""
+    """Return an object's attribute dictionary without running its code; None if it has none."""
     try:
-        found = object.__getattribute__(owner, "__dict__")
+        attributes = object.__getattribute__(owner, "__dict__")
     except (AttributeError, TypeError):
         return None
-    return found if type(found) is dict else None
+    return attributes if type(attributes) is dict else None
 
 
 def _attribute(names: Any, held: object, of: str) -> tuple[int, str] | None:
@@ -255,7 +257,7 @@ def _attribute(names: Any, held: object, of: str) -> tuple[int, str] | None:
 
 
 def _local(held: object) -> str:
-    """Return the name by which a running function knows an object; empty: by none."""
+    """Return the local variable of a running function that is an object; empty if there is none."""
     for running in sys._current_frames().values():  # noqa: SLF001 - the only way to see what other threads hold
         frame: FrameType | None = running
         while frame is not None:
@@ -268,15 +270,15 @@ def _local(held: object) -> str:
 
 def _name_in(frame: FrameType, held: object) -> str:
     names = frame.f_locals
-    found = ""
+    match = ""
     for name, value in names.items():
         if value is held:
-            found = name
+            match = name
             break
     if type(names) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
         # A copy that the frame would keep, with all that is in it, until it is asked again (before Python 3.13).
         names.clear()
-    return found
+    return match
 
 
 def _type_name(kind: type) -> str:

@@ -1,1 +1,1 @@
-"""Settings that are known to do harm, or nothing, where people hope to save memory."""
+"""Checks for settings that do harm, or nothing, where people hope to save memory."""

@@ -1,4 +1,4 @@
-"""What is known of a run, and what harm can be seen in it: the values of `lint`."""
+"""The facts of a run that `lint` looks at, and the checks on them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Severity(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class LintFinding:
-    """What is wrong with a setting."""
+    """A setting that does harm or nothing, why, and what to do."""
 
     code: str
     severity: Severity
@@ -43,7 +43,7 @@ class LintFinding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """What is known of a run."""
+    """The known facts of a run; None where unknown."""
 
     environment: Mapping[str, str] = field(default_factory=dict)
     to_save_gpu_memory: frozenset[str] = frozenset()  # set for that: clip, prefetch, reset_peak_memory_stats
@@ -83,7 +83,7 @@ class RunFacts:
 
     @property
     def allocator(self) -> Mapping[str, str]:
-        """The options of the allocator, by name, of the variable that torch reads."""
+        """Return the allocator's options by name, from the variable that torch reads."""
         return allocator_options(self.environment[self.allocator_variables[0]])[0] if self.allocator_variables else {}
 
     @property
@@ -95,14 +95,14 @@ class RunFacts:
         return (self.accumulation or 1) > 1
 
     def has(self, module: str) -> bool:
-        """Say whether the model has a module with this in its name."""
+        """Tell whether the model has a module whose class name contains this."""
         return any(module in name for name in self.module_types)
 
-    # Each of these returns what is seen of what does harm, or nothing.
+    # Each of these returns a description of the harmful setting, or "".
 
     def malformed(self) -> str:
         faults = {name: allocator_options(self.environment.get(name, ""))[1] for name in VARIABLES}
-        return "; ".join(f"{name}: {fault}" for name, found in faults.items() for fault in found)
+        return "; ".join(f"{name}: {fault}" for name, texts in faults.items() for fault in texts)
 
     def beside_expandable(self, option: str) -> str:
         value = self.allocator.get(option)
@@ -133,12 +133,12 @@ class RunFacts:
         return f"backend:cudaMallocAsync with {', '.join(ignored)}" if asked and ignored else ""
 
     def variable(self, name: str, *values: str) -> str:
-        """Return a variable of the environment that has one of these values, or any."""
+        """Return NAME=VALUE of an environment variable if it has one of these values (any, where none are given)."""
         value = self.environment.get(name)
         return f"{name}={value}" if value is not None and (not values or value in values) else ""
 
     def hoped(self, name: str, what: str) -> str:
-        """Return a setting that was made to save GPU memory."""
+        """Return a text if the setting was made to save GPU memory."""
         return f"{what} to save GPU memory" if name in self.to_save_gpu_memory else ""
 
     def emptied(self) -> str:
@@ -219,11 +219,11 @@ class RunFacts:
         return f"a foreach optimizer: its temporaries are about {size / MIB:.0f} MiB" if worth else ""
 
     def varying(self, what: str, *, holds: bool | None) -> str:
-        """Return what is found if that holds and shapes vary."""
+        """Return a text if the condition holds and shapes vary."""
         return f"{what} inputs of varying shapes" if holds and self.variable_shapes else ""
 
     def convolves(self) -> bool:
-        """Tell whether cuDNN has convolutions to compute: those of graphs are none."""
+        """Tell whether the model has convolutions for cuDNN (graph convolutions are none)."""
         return any(re.search(r"Conv(Transpose)?[123]d", name) for name in self.module_types)
 
     def plans_kept(self) -> str:
@@ -241,7 +241,7 @@ class RunFacts:
 
 @dataclass(frozen=True, slots=True)
 class LintRule:
-    """What is looked for: `found` returns what it saw, or nothing."""
+    """A rule of lint: `found` describes the harm in a run, or returns ""."""
 
     code: str
     found: Callable[[RunFacts], str]
@@ -264,7 +264,7 @@ _SMALLEST_SEGMENT_MB = 10
 
 
 def allocator_options(text: str) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Return the options in a text, by name, and what a CUDA build of torch 2.13 would refuse.
+    """Return the allocator's options in a text by name, and the faults that a CUDA build of torch 2.13 would refuse.
 
     Like torch's `ConfigTokenizer` this leaves out all spaces, and takes any token for a colon or a comma.
     """
@@ -285,7 +285,7 @@ def allocator_options(text: str) -> tuple[dict[str, str], tuple[str, ...]]:
 
 
 def _value_faults(options: Mapping[str, str]) -> list[str]:
-    """Return the options whose values torch refuses; of a number it reads the beginning."""
+    """Return the faults of values that torch refuses; of a number it reads only the beginning."""
     faults = [
         f"{name} is True or False" for name in _SWITCHES & options.keys() if options[name] not in ("True", "False")
     ]
@@ -311,5 +311,5 @@ def _value_faults(options: Mapping[str, str]) -> list[str]:
 
 def number_at_start(text: str) -> float | None:
     """Return the number that a text begins with."""
-    found = re.match(r"[+-]?(\d+\.?\d*|\.\d+)", text)
-    return float(found[0]) if found else None
+    match = re.match(r"[+-]?(\d+\.?\d*|\.\d+)", text)
+    return float(match[0]) if match else None

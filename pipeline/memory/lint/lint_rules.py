@@ -1,4 +1,4 @@
-"""What is known to do harm, or nothing, where people hope to save memory, and what is found of it in a run."""
+"""The rules of lint: settings that do harm, or nothing, where people hope to save memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _TORCHRUN = f"{_PYTORCH}/blob/v2.13.0/torch/distributed/run.py"
 
 
 def lint(facts: RunFacts) -> tuple[LintFinding, ...]:
-    """Return what is wrong, the worst first."""
+    """Return the findings in a run, the worst first."""
     return tuple(
         LintFinding(rule.code, severity, what, rule.why, rule.remedy, rule.source)
         for severity, rules in RULES.items()

@@ -1,1 +1,1 @@
-"""A training step run on fake tensors as if on the card: every allocation, to the byte, without data or GPU."""
+"""Tracing of a training step on fake tensors, as if on the card: every allocation, without data or GPU."""

@@ -1,4 +1,4 @@
-"""What CUDA's autocast casts, done to CPU tensors: real ones, and the fake ones of a trace.
+"""The casts of CUDA's autocast, applied to CPU tensors, real or fake.
 
 CPU's own autocast leaves softmax, norms, exp and most losses in half precision, where CUDA's takes fp32: a plan made
 with it is low by up to 28%. Here the dispatcher's kernels for CPU autocast are replaced by ones that do what CUDA's do,
@@ -60,14 +60,14 @@ _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
 
 def policies() -> dict[str, str]:
-    """Return what the CUDA autocast of the installed torch does to each operator it knows, by the operator's name."""
+    """Return the policy of the installed torch's CUDA autocast for each operator, by the operator's name."""
     cast = _registered("AutocastCUDA")
     return {name: policy for policy, names in POLICIES.items() for name in names.split() if name in cast}
 
 
 @contextmanager
 def cuda_casts() -> Iterator[None]:
-    """Let `torch.autocast("cpu", …)` cast as CUDA's does; may be entered again while it is open.
+    """Let `torch.autocast("cpu", …)` cast as CUDA's does; may be nested.
 
     Kernels belong to the process: other threads that use CPU's autocast meanwhile get the same casts.
     """
@@ -99,10 +99,10 @@ _CACHE: dict[int, _Cached] = {}  # casts of weights live until the outermost aut
 
 @contextmanager
 def _installed() -> Iterator[None]:
-    found = policies()
-    of_cpu = _registered("AutocastCPU") - set(found) - _CPU_ONLY_KEPT
+    policy_of = policies()
+    of_cpu = _registered("AutocastCPU") - set(policy_of) - _CPU_ONLY_KEPT
     kernels: dict[str, Kernel] = dict.fromkeys(sorted(of_cpu), torch.library.fallthrough_kernel)
-    kernels |= {name: _kernel(_POLICIES[policy], _operator(name)) for name, policy in found.items()}
+    kernels |= {name: _kernel(_POLICIES[policy], _operator(name)) for name, policy in policy_of.items()}
     clear = torch.clear_autocast_cache
 
     def clear_all() -> None:
@@ -128,7 +128,7 @@ def _operator(name: str) -> Operator:
 
 
 def _kernel(policy: Policy, operator: Operator) -> Kernel:
-    """Return a kernel that casts by a policy, within which the operator is not cast again."""
+    """Return a kernel that casts by a policy, and runs the operator without autocast."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
@@ -138,7 +138,7 @@ def _kernel(policy: Policy, operator: Operator) -> Kernel:
 
 
 def _casting(choose: Callable[[Any], torch.dtype]) -> Policy:
-    """Return the policy that casts all inputs to a type that they decide."""
+    """Return the policy that casts all inputs to the dtype that `choose` returns for them."""
 
     def policy(operator: Operator, args: Any, kwargs: Any) -> Any:
         args, kwargs = _cast_all(choose((args, kwargs)), args, kwargs)
@@ -156,7 +156,7 @@ def _widest(inputs: Any) -> torch.dtype:
 
 
 def _fp32_dtype(operator: Operator, args: Any, kwargs: Any) -> Any:
-    """Ask for an fp32 result where the caller asked for no type."""
+    """Set dtype=float32 where the caller gave none."""
     place = _names(operator).index("dtype")
     if _is_eligible(args[0]) and len(args) <= place and kwargs.get("dtype") is None:
         kwargs["dtype"] = torch.float32
@@ -171,7 +171,7 @@ def _names(operator: Operator) -> list[str]:
 
 
 def _fp32_appended(operator: Operator, args: Any, kwargs: Any) -> Any:
-    """Call the overload that takes a type for the result."""
+    """Call the overload that takes a dtype for the result."""
     name = f"{operator._schema.name}.{operator._overloadname}".removeprefix("aten::")
     defaults = [argument.default_value for argument in operator._schema.arguments]
     dtype = torch.float32 if _is_eligible(args[0]) else args[0].dtype
@@ -209,17 +209,17 @@ def _cast(dtype: torch.dtype, value: Any) -> Any:
 
 
 def _is_cachable(dtype: torch.dtype, tensor: torch.Tensor) -> bool:
-    """Tell whether it is a weight as `cached_cast` in autocast_mode.cpp sees it."""
+    """Tell whether autocast caches the cast of a tensor, as `cached_cast` in autocast_mode.cpp does for weights."""
     if dtype != torch.get_autocast_dtype("cpu") or not torch.is_autocast_cache_enabled():
         return False
     return tensor.dtype == torch.float32 and tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
 
 
 def _cached(dtype: torch.dtype, weight: torch.Tensor) -> torch.Tensor:
-    found = _CACHE.get(id(weight))
-    if found is None or found.weight() is not weight:
-        found = _CACHE[id(weight)] = _Cached(weakref.ref(weight), weight.to(dtype))
-    return found.cast
+    entry = _CACHE.get(id(weight))
+    if entry is None or entry.weight() is not weight:
+        entry = _CACHE[id(weight)] = _Cached(weakref.ref(weight), weight.to(dtype))
+    return entry.cast
 
 
 def _eligible(value: Any) -> Iterator[torch.Tensor]:
@@ -238,7 +238,7 @@ def _is_eligible(value: Any) -> bool:
 
 @contextmanager
 def cuda_composites() -> Iterator[None]:
-    """Let such operators on fake tensors be made of what they are made of on CUDA; on real ones all is as before."""
+    """Decompose some composite operators on fake tensors as on CUDA; real tensors are left alone."""
     with replaced(_COMPOSITES, "CompositeImplicitAutograd"):
         yield
 
@@ -281,11 +281,11 @@ def _rms_norm(
 
 
 class _FusedNorm(torch.autograd.Function):
-    """Allocates what `_fused_rms_norm` does on CUDA."""
+    """Allocates as `_fused_rms_norm` does on CUDA."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, weight: torch.Tensor | None, dims: int) -> torch.Tensor:
-        """Make the result, and one number a row."""
+        """Allocate the result, and one number a row."""
         wide = tensor.dtype if tensor.dtype == torch.float64 else torch.float32
         scale = tensor.new_empty(tensor.shape[:-dims], dtype=wide)
         ctx.save_for_backward(tensor, weight, scale)
@@ -293,7 +293,7 @@ class _FusedNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ARG004 - only sizes matter
-        """Make the gradients."""
+        """Allocate the gradients."""
         tensor, weight, _ = ctx.saved_tensors
         return torch.empty_like(tensor), None if weight is None else torch.empty_like(weight), None
 

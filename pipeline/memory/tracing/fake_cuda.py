@@ -1,6 +1,6 @@
-"""Lets a program that was written for CUDA run on CPU tensors, real or fake: its calls are answered or left out.
+"""Lets a program written for CUDA run on CPU tensors, real or fake: CUDA calls are answered or ignored.
 
-Tensors stay on the CPU and say so. What cannot be answered raises `NeedsCuda`; kernels of one's own (Triton, CUDA
+Tensors stay on the CPU and report it. Calls that cannot be answered raise `NeedsCuda`; custom kernels (Triton, CUDA
 extensions) raise by themselves.
 """
 
@@ -41,7 +41,7 @@ class NeedsCuda(RuntimeError):
 
 @contextmanager
 def cuda_calls(capability: tuple[int, int] = (8, 0)) -> Iterator[None]:
-    """Answer calls to CUDA from the CPU, as a card of this compute capability would; all is as it was afterwards.
+    """Answer calls to CUDA as a card of this compute capability would; undone on exit.
 
     `torch.cuda` is changed for the whole process, calls that name a device in this thread alone.
     """
@@ -59,7 +59,7 @@ def cuda_calls(capability: tuple[int, int] = (8, 0)) -> Iterator[None]:
 
 
 class _Mapping(TorchFunctionMode):
-    """Sends what names a CUDA device to the CPU."""
+    """Maps CUDA devices in arguments to the CPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -76,7 +76,7 @@ class _Mapping(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _backward(self, loss: torch.Tensor, gradient: Any = None, *args: Any, **kwargs: Any) -> None:
-        """Go backward with the mapping on: checkpointed layers run again, and hooks are called."""
+        """Run backward with the mapping on, for checkpointed layers and hooks."""
         with self:
             torch.autograd.backward(loss, gradient, *args, **kwargs)
 
@@ -86,7 +86,7 @@ _MOVING = frozenset({torch.Tensor.to, torch.Tensor.type})
 
 
 def on_cpu(device: Any, *, moving: bool = False) -> Any:
-    """Return what is named without CUDA; a number or a text counts as a device only where one is expected."""
+    """Return an argument with CUDA devices mapped to the CPU; with `moving`, numbers and texts count as devices."""
     if isinstance(device, torch.device):
         return torch.device("cpu") if device.type == "cuda" else device
     if not moving or isinstance(device, bool):
@@ -97,13 +97,13 @@ def on_cpu(device: Any, *, moving: bool = False) -> Any:
 
 
 class Stream:
-    """A stream, an event: everything has been done when the call returns."""
+    """Stands in for streams and events: everything is done when the call returns."""
 
     device = torch.device("cuda", 0)
     cuda_stream = 0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Take what CUDA's take."""
+        """Accept the arguments of CUDA's streams and events."""
 
     def __enter__(self) -> Stream:
         return self
@@ -112,7 +112,7 @@ class Stream:
         """Leave."""
 
     def query(self) -> bool:
-        """Tell that it is done."""
+        """Return that all work is done."""
         return True
 
     def record_event(self, event: Stream | None = None) -> Stream:
@@ -130,14 +130,14 @@ class Stream:
 
 
 class _Instances(type):
-    """Lets what a class stands in for pass for its instances."""
+    """Makes `isinstance` check against the class that is replaced."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, cls.real)  # type: ignore[attr-defined]
 
 
 class _Generator(metaclass=_Instances):
-    """A generator of the CPU, whatever the device."""
+    """Makes generators of the CPU, whatever the device."""
 
     real = torch.Generator
 
@@ -146,7 +146,7 @@ class _Generator(metaclass=_Instances):
 
 
 def _answers(capability: tuple[int, int], mode: _Mapping) -> Iterator[tuple[Any, str, Any]]:
-    """Yield what takes the place of what, and where."""
+    """Yield the patches: object, attribute, replacement."""
     for name, value in (_queries(capability) | _left_out()).items():
         if hasattr(torch.cuda, name):
             yield torch.cuda, name, value
@@ -212,7 +212,7 @@ def _left_out() -> dict[str, Any]:
 
 
 def _autocast_answers() -> Iterator[tuple[Any, str, Any]]:
-    """Yield what makes autocast for CUDA one for the CPU: the type is CUDA's, the casts are those of `cuda_casts`."""
+    """Yield the patches that turn CUDA's autocast into the CPU's, with CUDA's dtype; `cuda_casts` does the casts."""
     autocast = torch.amp.autocast_mode
     begin, cast = torch.autocast.__init__, autocast._cast
     get_dtype, is_enabled = torch.get_autocast_dtype, torch.is_autocast_enabled
@@ -235,7 +235,7 @@ def _autocast_answers() -> Iterator[tuple[Any, str, Any]]:
 
 
 def _hook_answers(mode: _Mapping) -> Iterator[tuple[Any, str, Any]]:
-    """Yield what keeps the mapping on where torch turns it off: in hooks, and in gradients asked for by name."""
+    """Yield the patches that keep the mapping on where torch turns it off: in hooks, and in autograd.grad."""
     hooks = torch.autograd.graph.saved_tensors_hooks
     begin = hooks.__init__
 
@@ -312,7 +312,7 @@ def _refused(call: str) -> Callable[..., Any]:
 
 
 def _refuse_caller() -> None:
-    """Refuse what would start CUDA, by its name."""
+    """Raise NeedsCuda with the name of the function that would initialise CUDA."""
     caller = sys._getframe(1)
     module = caller.f_globals.get("__name__", "")
     raise NeedsCuda(f"{module}.{caller.f_code.co_name}" if module.startswith("torch") else "a call")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """Tensors that are copied with their modules stay of one mode."""
+    """A fake mode that deepcopy shares, so that copied modules keep it."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -38,7 +38,7 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def conversions() -> Iterator[None]:
-    """Let `Module.to` and its kin replace parameters: fake ones cannot be changed in place, as real ones are."""
+    """Let `Module.to` and the like replace parameters: fake ones cannot be converted in place as real ones are."""
     apply, made = nn.Module._apply, dict[int, tuple[torch.Tensor, torch.Tensor]]()
     here = threading.get_ident()
 
@@ -54,10 +54,10 @@ def conversions() -> Iterator[None]:
         if threading.get_ident() != here:
             return apply(module, function, recurse)  # type: ignore[no-any-return, no-untyped-call]
         for part in module.modules() if recurse else (module,):
-            for held in (part._parameters, part._buffers):
-                for name, old in held.items():
+            for tensors in (part._parameters, part._buffers):
+                for name, old in tensors.items():
                     if old is not None:
-                        held[name] = converted(old, function)  # type: ignore[assignment]
+                        tensors[name] = converted(old, function)  # type: ignore[assignment]
         made.clear()
         return module
 
@@ -70,7 +70,7 @@ def conversions() -> Iterator[None]:
 
 @contextmanager
 def eagerly() -> Iterator[None]:
-    """Let what is compiled run as it is written."""
+    """Run compiled code eagerly."""
     stance = getattr(torch.compiler, "set_stance", None)  # since torch 2.6
     with warnings.catch_warnings(), stance("force_eager") if stance else nullcontext():
         warnings.filterwarnings("ignore", "Using `torch.compile")  # that hooks, which we have, run once more
@@ -78,7 +78,7 @@ def eagerly() -> Iterator[None]:
 
 
 def faked(model: nn.Module, mode: FakeTensorMode, see: Callable[[Tensor], object]) -> nn.Module:
-    """Make the tensors of a real model fake, those that several modules share once."""
+    """Make the tensors of a real model fake; shared tensors stay shared."""
     made: dict[int, tuple[Tensor, Tensor]] = {}
 
     def fake(tensor: Tensor) -> Tensor:
@@ -88,10 +88,10 @@ def faked(model: nn.Module, mode: FakeTensorMode, see: Callable[[Tensor], object
         return made[id(tensor)][1]
 
     for module in model.modules():
-        for held in (module._parameters, module._buffers):
-            for name, tensor in held.items():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
                 if tensor is not None:
-                    held[name] = fake(tensor)  # type: ignore[assignment]
+                    tensors[name] = fake(tensor)  # type: ignore[assignment]
         for name, value in list(vars(module).items()):
             if isinstance(value, torch.Tensor):
                 object.__setattr__(module, name, fake(value))
@@ -100,7 +100,7 @@ def faked(model: nn.Module, mode: FakeTensorMode, see: Callable[[Tensor], object
 
 @contextmanager
 def unlogged() -> Iterator[None]:
-    """Keep torch from writing the traceback of what fake tensors cannot do: it is told as a note of the plan."""
+    """Keep torch from logging tracebacks of what fake tensors cannot do: the plan has a note of it."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     was, logger.disabled = logger.disabled, True
     try:
@@ -113,7 +113,7 @@ MOST = 16  # branches that are tried the other way, for one model
 
 
 class Guesses(TorchFunctionMode):
-    """Answers what a fake tensor is worth, the same at the same line of code."""
+    """Guesses the truth value of fake tensors, always the same at the same line of code."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,13 +121,13 @@ class Guesses(TorchFunctionMode):
         self._flips = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer for a fake tensor; let everything else happen."""
+        """Answer `bool()` of a fake tensor; pass on everything else."""
         if func is torch.Tensor.__bool__ and isinstance(args[0], FakeTensor) and args[0].constant is None:
             return self._taken.setdefault(_line(), True)
         return func(*args, **(kwargs or {}))
 
     def reconsider(self) -> bool:
-        """After an error: guess the last branch otherwise that was guessed to be taken; False where none is left."""
+        """After an error, flip the last guess that was True; return False if none is left to flip."""
         taken = [line for line, answer in self._taken.items() if answer]
         if not taken or self._flips >= MOST:
             return False
@@ -137,7 +137,7 @@ class Guesses(TorchFunctionMode):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Return what was guessed, in words."""
+        """Return the guesses in words."""
         return tuple(
             f"guessed that the condition at {Path(file).name}:{line} is {str(answer).lower()}: it needs data"
             for (file, line), answer in self._taken.items()
@@ -145,7 +145,7 @@ class Guesses(TorchFunctionMode):
 
 
 def _line() -> tuple[str, int]:
-    """Return the line of code that asks, outside torch and all modes."""
+    """Return the line of code that calls, outside torch and its modes."""
     frame: FrameType = sys._getframe(2)
     while frame.f_back is not None and _is_between(frame):
         frame = frame.f_back
@@ -162,7 +162,7 @@ _LIBRARY: Any = torch.library.Library  # torch gives it no types
 
 @contextmanager
 def replaced(kernels: Mapping[str, Callable[..., Any]], key: str) -> Iterator[None]:
-    """Let these operators of `aten` run these kernels under a dispatch key, in the whole process."""
+    """Replace kernels of `aten` operators under a dispatch key, in the whole process."""
     library = _LIBRARY("aten", "IMPL")
     try:
         with warnings.catch_warnings():

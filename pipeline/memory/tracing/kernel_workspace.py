@@ -1,4 +1,4 @@
-"""What kernels allocate within themselves and give back: no tensor shows it, so a trace is charged from these tables.
+"""Memory that kernels allocate and release internally: no tensor shows it, so traces add it from these tables.
 
 Sources: torch's own (2.13, under aten/src/ATen/native unless said otherwise), named at each entry. Approximate, where
 it says "about"; what a table does not know costs nothing. The CPU's were measured with torch.profiler on x86 with
@@ -30,7 +30,7 @@ _NORM_BLOCKS = 64  # cuda/layer_norm_kernel.cu: partial sums of a weight's gradi
 
 
 class Call(NamedTuple):
-    """A call of an operator, and what it returned."""
+    """A call of an operator with its result."""
 
     args: Sequence[Any]
     kwargs: dict[str, Any]
@@ -42,7 +42,7 @@ class Call(NamedTuple):
 
     @property
     def dim(self) -> int:
-        """Return along which dimension it sorts, which is at another place in each overload."""
+        """Return the dimension that it sorts along, whose position differs between overloads."""
         numbers = [arg for arg in self.args[1:] if isinstance(arg, int) and not isinstance(arg, bool)]
         return int(self.kwargs.get("dim", numbers[0] if numbers else -1))
 
@@ -51,7 +51,7 @@ Rule: TypeAlias = "Callable[[Call], int]"
 
 
 def hidden_bytes(op: Operator, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> int:
-    """Return by how much the result's storage is larger than a fake one's, for as long as it lives.
+    """Return by how many bytes the real result's storage is larger than the fake one's.
 
     Loss.cpp: the mean is written into what was allocated for all the terms; CPU and CUDA alike.
     """
@@ -69,12 +69,12 @@ def operator_name(op: Operator) -> str:
 
 
 def _bytes_of(tensor: Tensor | None) -> int:
-    """Return what a tensor's numbers take; nothing where there is none."""
+    """Return a tensor's bytes; 0 for None."""
     return 0 if tensor is None else tensor.numel() * tensor.element_size()
 
 
 def _up(count: int, multiple: int) -> int:
-    """Return a count, rounded up."""
+    """Return a count rounded up to a multiple."""
     return -(-count // multiple) * multiple
 
 
@@ -122,7 +122,7 @@ def _group_sums(call: Call) -> int:
 
 
 def _copied_bytes(tensor: Tensor) -> int:
-    """Return what a copy of it takes, if its heads are not next to each other."""
+    """Return the bytes of the copy that is made if the heads are not contiguous."""
     return 0 if tensor.transpose(1, 2).is_contiguous() else _bytes_of(tensor)
 
 
@@ -172,7 +172,7 @@ def _embedding_backward(call: Call) -> int:
 
 
 def _sorting(count: int, key_bytes: int = INDEX) -> int:
-    """Return about what cub's radix sort of pairs takes: a second buffer for keys and for values."""
+    """Return about what cub's radix sort of pairs needs: a second buffer for keys and for values."""
     return count * (key_bytes + INDEX)
 
 
@@ -269,7 +269,7 @@ def _sort_cpu(call: Call) -> int:
 
 
 def _blocked(tensor: Tensor, *channels: int) -> int:
-    """Return what a tensor takes in oneDNN's layout: its channels, these dimensions, come in blocks."""
+    """Return a tensor's bytes in oneDNN's layout, where the dimensions that are channels come in blocks."""
     padded = [_up(size, _BLOCK) if place in channels else size for place, size in enumerate(tensor.shape)]
     return int(prod(padded) * tensor.element_size())
 
@@ -289,14 +289,14 @@ def _is_channels_last(image: Tensor, weight: Tensor) -> bool:
 
 
 def _copied(grad: Tensor, image: Tensor, weight: Tensor) -> int:
-    """Return what the output's gradient takes once more where it is not in the input's order: Convolution.cpp."""
+    """Return the bytes of the copy of the output's gradient if its memory order is not the input's: Convolution.cpp."""
     orders = {4: torch.channels_last, 5: torch.channels_last_3d}
     order = orders[image.dim()] if _is_channels_last(image, weight) else torch.contiguous_format
     return 0 if grad.is_contiguous(memory_format=order) else _bytes_of(grad)
 
 
 def _columns(image: Tensor, weight: Tensor, out: Tensor) -> int:
-    """Return what a convolution in double takes, which oneDNN does not know: ConvolutionMM2d.cpp, all windows."""
+    """Return the bytes of a convolution in double, which oneDNN lacks: ConvolutionMM2d.cpp, all windows."""
     windows = int(image.shape[0]) * prod(out.shape[2:])
     return int(windows * image.shape[1] * prod(weight.shape[2:]) * image.element_size())
 
@@ -315,7 +315,7 @@ def _safe_softmax(call: Call) -> int:
 
 
 def _entering(image: Tensor) -> int:
-    """Return what the input takes in oneDNN's layout: one of few channels is read as it is."""
+    """Return the bytes of the input in oneDNN's layout; one with few channels is read as it is."""
     return _bytes_of(image) if image.shape[1] >= _BLOCK else 0
 
 
@@ -396,12 +396,12 @@ _CPU: dict[str, Rule] = {
 
 
 def scratch_bytes(op: Operator, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> int:
-    """Return what the operator's CUDA kernel takes beyond its results, at its peak."""
+    """Return the peak bytes of the operator's CUDA kernel beyond its results."""
     return _scratch_bytes(_CUDA, op, Call(args, kwargs, result))
 
 
 def scratch_bytes_cpu(op: Operator, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> int:
-    """Return what the operator's CPU kernel takes beyond its results, at its peak."""
+    """Return the peak bytes of the operator's CPU kernel beyond its results."""
     return _scratch_bytes(_CPU, op, Call(args, kwargs, result))
 
 

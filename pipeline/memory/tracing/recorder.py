@@ -1,7 +1,7 @@
-"""Records every storage that torch makes and drops while code runs on fake tensors: its size, when, where in the code.
+"""Records every storage that torch makes and drops while code runs on fake tensors: size, time, place in the code.
 
-Active dispatch modes turn off the engine's adding of gradients in place; here it is done as on a real device. What a
-kernel takes within itself is charged by whoever knows it.
+Active dispatch modes keep the engine from adding gradients in place; here it is done as on a real device. Memory inside
+kernels is added by functions that the caller passes.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class RecordedBlock:
 
 @dataclass(slots=True)
 class Recording:
-    """What happened while something ran."""
+    """The allocations and the work of some code."""
 
     before: tuple[RecordedBlock, ...] = ()  # what was live when it began
     blocks: list[RecordedBlock] = field(default_factory=list)  # what was made since
@@ -75,10 +75,10 @@ class Recording:
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Open it inside the mode that makes tensors fake; it watches a step (`training.step.Watch`)."""
+    """Records storages; enter it inside the fake mode. It also watches a step (`training.step.Watch`)."""
 
     def __init__(self, scratch: Charge = lambda *_: 0, hidden: Charge = lambda *_: 0) -> None:
-        """Take what kernels hold while they run, and what they keep behind their result as long as that lives."""
+        """Take functions for the bytes that a kernel needs while it runs, and that it keeps with its result."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.recording = Recording()
         self.part = "idle"
@@ -93,7 +93,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._alone = _counts_alone()
 
     def begin(self) -> Recording:
-        """Start a new recording; what the last one had is forgotten but for what still lives."""
+        """Start a new recording; of the last one only live blocks are kept."""
         for block in self._live.values():
             block.born, block.node = -1, -1
         self.added.clear()
@@ -105,11 +105,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False  # nothing is compiled here, and the wrapper that would see to it is slow
 
     def phase(self, name: str) -> None:
-        """Hear that a part begins."""
+        """Note that a part of the step begins."""
         self.part = name
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator, and note the storages that are new."""
+        """Run an operator, and record new storages."""
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # asked for again and again, and answered at length
         if any(kind not in _PLAIN for kind in types):
@@ -127,13 +127,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _added(self, into: Any, added: Any) -> None:
-        """Note that a block is added to another, as gradients are to those of earlier micro-batches."""
+        """Note that a block is added to another, as gradients are in later micro-batches."""
         target, source = self.block_of(into), self.block_of(added) if isinstance(added, torch.Tensor) else None
         if target is not None and source is not None:
             self.added.setdefault(target.number, []).append(source)
 
     def see(self, tensor: Tensor, hidden: int = 0) -> bool:
-        """Note the storage of a tensor, and what is hidden behind it; return whether it is new."""
+        """Record the storage of a tensor, with `hidden` further bytes; return whether it is new."""
         storage = _storage(tensor)
         if storage._cdata in self._known:
             return False
@@ -171,13 +171,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.recording.add(block, -block.bytes)
 
     def block_of(self, tensor: Tensor) -> RecordedBlock | None:
-        """Return the block that holds a tensor; None where it is on the host, or was not made here."""
+        """Return the block of a tensor; None if it is on the host, or was not recorded."""
         _, block = self._known.get(_storage(tensor)._cdata, (None, None))
         return block
 
     @contextmanager
     def resizes(self) -> Iterator[None]:
-        """Follow storages that are emptied and filled again while they live, as those of sharded parameters are."""
+        """Follow storages that are resized while they live, as those of sharded parameters are."""
         resize = torch.UntypedStorage.resize_
 
         def follow(storage: Any, size: int) -> Any:
@@ -197,7 +197,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def on_host(self) -> Iterator[None]:
-        """Take what is made meanwhile to be in the host's memory."""
+        """Count storages that are made meanwhile as host memory."""
         self._on_host = True
         try:
             yield
@@ -205,7 +205,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._on_host = False
 
     def _count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Count a kernel's work, and what it takes within itself."""
+        """Count a kernel's work and its internal memory."""
         recording = self.recording
         recording.kernels += 1
         recording.moved_bytes += sum(tensor.nbytes for tensor in (*_tensors(args), *_tensors(out)))
@@ -215,7 +215,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._dies(self._born(size, SCRATCH))
 
     def terms(self, terms: Mapping[str, Tensor]) -> None:
-        """Find out which blocks only the terms of the loss need, and which terms."""
+        """Attribute blocks made outside modules to the terms of the loss that need them."""
         blocks = {block.node: block for block in self.recording.blocks if block.node >= 0 and block.died < 0}
         lowest = min(blocks, default=0)
         needed: dict[int, list[str]] = {}
@@ -227,7 +227,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def inside(self, model: nn.Module) -> Iterator[None]:
-        """While this is open, what is made is known by the module of a model, or the operation of the loss."""
+        """Attribute what is made meanwhile to the running module of a model, or to an operation of the loss."""
         names = {id(module): name or type(module).__name__ for name, module in model.named_modules()}
 
         here = threading.get_ident()  # hooks are of the whole process
@@ -252,24 +252,24 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class OnHost:
-    """Carries offloaded tensors out of the books and back (`training.offload.Carrier`)."""
+    """Moves offloaded tensors to the host in the recorder's books, and back (`training.step.checkpointing.Carrier`)."""
 
     def __init__(self, recorder: Recorder) -> None:
-        """Take the books."""
+        """Take the recorder."""
         self._recorder = recorder
 
     def away(self, tensor: Tensor) -> Tensor:
-        """Return what stands for it on the host."""
+        """Return a tensor that is counted on the host."""
         with self._recorder.on_host():
             return torch.empty_like(tensor)
 
     def back(self, kept: Tensor, _: torch.device) -> Tensor:
-        """Return a copy in the books."""
+        """Return a copy that is counted on the device."""
         return torch.empty_like(kept)
 
 
 class _Outside(TorchFunctionMode):
-    """Remembers by which node of the autograd graph a block was made, where no module is running."""
+    """Notes which autograd node made a block, where no module is running."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -287,26 +287,26 @@ class _Outside(TorchFunctionMode):
 
 
 def _behind(node: Any, lowest: int) -> Iterable[int]:
-    """Yield the numbers of the nodes that a node depends on, itself included, down to the lowest of interest."""
-    seen: set[Any] = set()
+    """Yield the sequence numbers, not below `lowest`, of a node and those it depends on."""
+    visited: set[Any] = set()
     open_ = [node]
     while open_:
         node = open_.pop()
-        if node is not None and node not in seen and (number := node._sequence_nr()) >= lowest:
-            seen.add(node)
+        if node is not None and node not in visited and (number := node._sequence_nr()) >= lowest:
+            visited.add(node)
             yield number
             open_ += [below for below, _ in node.next_functions]
 
 
 def _storage(tensor: Any) -> Any:
-    """Return where a tensor's numbers are; of a shard, that of its own part."""
+    """Return a tensor's storage; of a wrapper such as DTensor, that of the local tensor."""
     while is_traceable_wrapper_subclass(tensor):
         tensor = getattr(tensor, tensor.__tensor_flatten__()[0][0])
     return tensor.untyped_storage()
 
 
 def _tensors(value: Any) -> Iterator[Any]:
-    """Yield the tensors among what an operator took or returned."""
+    """Yield the tensors among an operator's arguments or results."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -315,16 +315,16 @@ def _tensors(value: Any) -> Iterator[Any]:
 
 
 def _engine_adds(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Tell whether the engine is adding two gradients, which it does in place where no mode is active."""
+    """Tell whether the autograd engine is adding two gradients, which it does in place where no mode is active."""
     if kwargs or torch.is_grad_enabled() or torch._C._current_graph_task_id() == -1:
         return False
-    left, other = args[:2]
-    alike = isinstance(other, torch.Tensor) and left.shape == other.shape and left.dtype == other.dtype
+    gradient, added = args[:2]
+    alike = isinstance(added, torch.Tensor) and gradient.shape == added.shape and gradient.dtype == added.dtype
     return alike and _caller() == _ENGINE
 
 
 def _is_dense(tensor: Any) -> bool:
-    """Tell whether a tensor's numbers lie side by side, in whatever order, each at a place of its own."""
+    """Tell whether a tensor is non-overlapping and dense, in whatever order of dimensions."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and stride != expected:
@@ -334,17 +334,17 @@ def _is_dense(tensor: Any) -> bool:
 
 
 def _counts(tensor: Any) -> tuple[int, int]:
-    """Return how many hold a tensor, and how many its storage."""
+    """Return the reference counts of a tensor and of its storage."""
     return tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 @functools.cache
 def _counts_alone() -> tuple[int, int]:
-    """Return the counts of a gradient that nobody holds but the engine: only to such a one it adds in place.
+    """Return the reference counts of a gradient that only the engine holds: only to such a one it adds in place.
 
-    torch 2.13, csrc/autograd/input_buffer.cpp: `can_accumulate_inplace`. How many more hold a fake one is up to torch.
+    torch 2.13, csrc/autograd/input_buffer.cpp: `can_accumulate_inplace`. The counts of a fake one depend on torch.
     """
-    seen: list[tuple[int, int]] = []
+    observed: list[tuple[int, int]] = []
 
     class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         @classmethod
@@ -354,17 +354,17 @@ def _counts_alone() -> tuple[int, int]:
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
             if func is _ADD and _engine_adds(args, kwargs):
-                seen.append(_counts(args[0]))
+                observed.append(_counts(args[0]))
             return func(*args, **kwargs)
 
     with FakeTensorMode(), Probe():  # type: ignore[no-untyped-call]
         leaf = torch.ones(2, requires_grad=True)
         (leaf.exp().exp() + leaf.exp().exp()).sum().backward()  # type: ignore[no-untyped-call]
-    return seen[0]
+    return observed[0]
 
 
 def _caller() -> str:
-    """Return the name of the Python function that runs the operator, behind the modes."""
+    """Return the name of the Python function that calls the operator, outside the modes."""
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_MODES):
         frame = frame.f_back
@@ -378,7 +378,7 @@ UNREGISTERED = "kept by the model, not registered"
 
 
 def category_of(block: RecordedBlock, backward: int) -> tuple[Category, str]:
-    """Return what a block is for: what forward leaves for backward, or what is soon gone."""
+    """Return a block's category and name: an activation if forward leaves it for backward, else a temporary."""
     if block.born < 0:
         return Category.BUFFERS, UNREGISTERED
     if block.phase == SCRATCH:
@@ -393,18 +393,18 @@ def category_of(block: RecordedBlock, backward: int) -> tuple[Category, str]:
 
 
 def outermost(name: str) -> str:
-    """Return the block that a parameter is of: layers.3, or the module where nothing is counted."""
+    """Return the repeated block that a parameter belongs to, such as layers.3, or else its top module."""
     counted = re.match(r"(?:[^.]+\.)*?\d+(?=\.|$)", name)
     return counted[0] if counted else name.partition(".")[0]
 
 
 def family(name: str) -> str:
-    """Return what repeated blocks have alike in their names: layers.*.attention."""
+    """Return a name with the numbers of repeated blocks replaced: layers.*.attention."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
 def as_parts(sums: Counter[tuple[Category, str]]) -> tuple[MemoryPart, ...]:
-    """Return sums of bytes by what they are for, in the order of a plan."""
+    """Return sums of bytes as parts, in the order of categories."""
     order = list(Category)
     parts = [MemoryPart(category, name, size) for (category, name), size in sums.items() if size]
     return tuple(sorted(parts, key=lambda part: (order.index(part.category), -part.bytes, part.name)))

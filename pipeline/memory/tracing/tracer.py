@@ -1,8 +1,8 @@
-"""What a training step takes, to the byte, from running it on fake tensors: no data, no GPU, seconds for any size.
+"""The memory of a training step, to the byte, from running it on fake tensors: no data, no GPU, seconds for any size.
 
 The step is the very one that trains; it is handed in as a callable, because training stands above memory. What a trace
-cannot see (a kernel's own memory, what CUDA casts to, how a GPU's attention works) is imitated by `casts`, `attention`
-and `scratch`.
+cannot see (memory inside kernels, CUDA's casts, a GPU's attention) is imitated by `kernel_workspace`, `autocast` and
+`sdpa_choice`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ONE_AT_A_TIME = threading.RLock()  # some of what a trace changes is the whole 
 
 
 class TracedTraining(Protocol):
-    """What is traced: `training.step.Step`."""
+    """The training step that is traced: `training.step.Step`."""
 
     model: nn.Module
     carrier: Any
@@ -48,7 +48,7 @@ class TracedTraining(Protocol):
         """Run a micro-batch forward and backward."""
 
     def update(self) -> object:
-        """Let the optimizer take the gradients, and drop them."""
+        """Run the optimizer, and drop the gradients."""
 
     def release(self) -> None:
         """Drop the gradients."""
@@ -57,19 +57,19 @@ class TracedTraining(Protocol):
         """Run a batch without gradients."""
 
     def owned(self) -> Iterable[tuple[str, str, Tensor]]:
-        """Yield what may stay from one micro-batch to the next: what for, whose, the tensor."""
+        """Yield the tensors that may outlive a micro-batch, each after its category and name."""
 
 
 class Build(Protocol):
-    """Makes what is traced."""
+    """Makes the training step that is traced."""
 
     def __call__(self, choice: MemoryChoice, watch: Recorder, model: nn.Module | None) -> TracedTraining:
-        """Return a training of the model, or of a new one, that tells the watch of its parts."""
+        """Return a training step of the model, or of a new one, that reports its phases to the watch."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """What a trace is of: a GPU, or the CPU itself."""
+    """The device that a trace imitates: a GPU, or the CPU itself."""
 
     imitate: Callable[[], AbstractContextManager[object]] = ExitStack
     scratch: Callable[..., int] = scratch_bytes_cpu
@@ -79,11 +79,11 @@ CPU = Target()
 
 
 class CannotTrace(Unmeasurable):
-    """The code needs values that fake tensors do not have, or fails on them; the cause says which."""
+    """The code needs values that fake tensors lack, or fails on them; see the cause."""
 
 
 class Tracer:
-    """An `Oracle` that traces; every choice has a model of its own, made when first asked for."""
+    """An `Oracle` that traces; each choice has a model of its own, made when first needed."""
 
     def __init__(
         self,
@@ -93,21 +93,21 @@ class Tracer:
         smallest: Sizes,
         target: Target = CPU,
     ) -> None:
-        """Take how to make a training, its model and a batch, and the sizes of a batch to make a first step with."""
+        """Take functions that make a training, its model and a batch, and the sizes of the batch for a first step."""
         self._build, self._model, self._example, self._smallest = build, model, example, smallest
         self._target = target
         self._sessions: dict[MemoryChoice, _Session] = {}
 
     def standing(self, choice: MemoryChoice) -> StandingFootprint:
-        """Return what the model takes whatever the batch."""
+        """Return the memory that does not depend on the batch."""
         return self._session(choice).standing()
 
     def micro(self, choice: MemoryChoice, sizes: Sizes) -> MicroFootprint:
-        """Return what a micro-batch of these sizes takes."""
+        """Return the memory of a micro-batch of these sizes."""
         return self._session(choice).micro(sizes)
 
     def evaluation(self, choice: MemoryChoice, sizes: Sizes) -> MicroFootprint:
-        """Return what a batch without gradients takes."""
+        """Return the memory of a batch without gradients."""
         return self._session(choice).evaluation(sizes)
 
     def _session(self, choice: MemoryChoice) -> _Session:
@@ -118,7 +118,7 @@ class Tracer:
 
 
 class _Session:
-    """A model on fake tensors, to ask again and again."""
+    """A model on fake tensors that answers any number of questions."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class _Session:
     def _built(
         self, build: Callable[[Recorder, nn.Module | None], TracedTraining], model: Callable[[], nn.Module]
     ) -> TracedTraining:
-        """Build the model fake; one that needs values for that is built real, and its tensors are made fake."""
+        """Build the model on fake tensors; if that needs values, build it for real and make its tensors fake."""
         try:
             with self._open():
                 return build(self._recorder, None)
@@ -151,7 +151,7 @@ class _Session:
                 return build(self._recorder, faked(real, self._mode, self._recorder.see))
 
     def _built_real(self, model: Callable[[], nn.Module], failed: CannotTrace) -> nn.Module:
-        """Build the model with values; an error that it raises is the model's own, unless CUDA is all that it lacks."""
+        """Build the model with real tensors; its errors are the model's own, unless only CUDA is missing."""
         try:
             with self._target.imitate():
                 return model()
@@ -162,7 +162,7 @@ class _Session:
 
     @contextmanager
     def _open(self) -> Iterator[None]:
-        """Let tensors be fake, and be seen; whatever goes wrong meanwhile means that it cannot be traced."""
+        """Enter the fake mode and the recorder; any error meanwhile becomes CannotTrace."""
         try:
             with self._modes():
                 yield
@@ -186,7 +186,7 @@ class _Session:
             yield
 
     def standing(self) -> StandingFootprint:
-        """Trace what happens whatever the batch: the state, the first update and later ones."""
+        """Trace what does not depend on the batch: the state, the first update and later ones."""
         if self._standing is None:
             training = self._training
             setup = self._own()
@@ -210,7 +210,7 @@ class _Session:
         return self._standing
 
     def micro(self, sizes: Sizes) -> MicroFootprint:
-        """Trace a later micro-batch of a step, and derive from it what it is as the first."""
+        """Trace a later micro-batch of a step, and derive from it the tape as the first micro-batch."""
         key = tuple(sorted(sizes.items()))
         if key not in self._micros:
             self.standing()
@@ -250,9 +250,9 @@ class _Session:
         )
 
     def _becomes(self) -> dict[int, int] | None:
-        """Return what becomes the gradients in a step's first micro-batch: what is added to them in a later one.
+        """Map blocks that become gradients in a step's first micro-batch to the gradients' numbers in every tape.
 
-        By block, with the number of the gradient in every tape; None where that is not plain.
+        They are the blocks that a later micro-batch adds to the gradients; None where that is ambiguous.
         """
         becomes: dict[int, int] = {}
         for block in self._own():
@@ -278,7 +278,7 @@ class _Session:
         return self._example(sizes)
 
     def _taped(self, run: Callable[[], object]) -> tuple[Tape, Recording]:
-        """Run something; return its tape, and what was recorded of it."""
+        """Call a function; return its tape and its recording."""
         while True:
             with_gradients = self._with_gradients()
             recording = self._begun()
@@ -304,7 +304,7 @@ class _Session:
                 parameter.grad = torch.empty_like(parameter)
 
     def _begun(self) -> Recording:
-        """Begin a recording, with nothing large left of the one before but what is held."""
+        """Begin a recording, after collecting garbage of the one before if there is much."""
         recording = self._recorder.begin()
         if sum(block.bytes for block in recording.before if block.number not in self._shared) > _WORTH_COLLECTING:
             gc.collect()
@@ -314,27 +314,29 @@ class _Session:
         return recording
 
     def _own(self) -> list[RecordedBlock]:
-        """Find the blocks that stay, whose they are, and the number that each has in every tape."""
+        """Return the blocks that the training owns, and note category, name and number in every tape of each."""
         kept: dict[int, RecordedBlock] = {}
-        for what, name, tensor in self._training.owned():
+        for category, name, tensor in self._training.owned():
             self._recorder.see(tensor)  # copies of modules are made behind its back
             block = self._recorder.block_of(tensor)
             if block is not None and block.number not in kept:  # else it is tied to one that was named before
-                place = (Category(what), name)
+                place = (Category(category), name)
                 number = self._numbers.setdefault(place, -1 - len(self._numbers))
                 self._shared.setdefault(block.number, (*place, number))
                 kept[block.number] = block
         return list(kept.values())
 
     def _tape(self, recording: Recording, becomes: Mapping[int, int] | None = None) -> Tape:
-        """Return what was recorded as a tape that stands for itself.
+        """Return the recording as a self-contained tape.
 
-        What nobody owns but is live before, such as a table that the model keeps for the next batch, is allocated at
-        its beginning; what is so afterwards is released at its end. Blocks that become what stays have its number.
+        Unowned blocks that are live before, such as a table that the model keeps for the next batch, are allocated at
+        its beginning; those live afterwards are released at its end. Blocks in `becomes` have the gradients' numbers.
         """
         becomes = becomes or {}
         kept = [block for block in recording.before if block.number not in self._shared]
-        left = [block for block in (*kept, *recording.blocks) if block.died < 0 and block.number not in self._shared]
+        unreleased = [
+            block for block in (*kept, *recording.blocks) if block.died < 0 and block.number not in self._shared
+        ]
         numbers_E = [block.number for block in kept] + list(recording.block_E)
         bytes_E = [block.bytes for block in kept] + list(recording.bytes_E)
         events = [
@@ -342,18 +344,18 @@ class _Session:
             for number, size in zip(numbers_E, bytes_E, strict=True)
             if size > 0 or number not in becomes
         ]
-        events += [(block.number, -block.bytes) for block in left if block.number not in becomes]
+        events += [(block.number, -block.bytes) for block in unreleased if block.number not in becomes]
         block_E, bytes_E_ = np.array(events, np.int64).reshape(-1, 2).T
         own = block_E >= 0
         block_E[own] = np.unique(block_E[own], return_inverse=True)[1]
         return Tape(block_E, bytes_E_)
 
     def _number(self, block: int, becomes: Mapping[int, int]) -> int:
-        """Return a block's number in a tape: below 0, and the same in all of them, if it stays."""
+        """Return a block's number in a tape: if it stays, below 0 and the same in all tapes."""
         return self._shared[block][2] if block in self._shared else becomes.get(block, block)
 
     def _parts(self, recording: Recording, becomes: Mapping[int, int] | None = None) -> tuple[MemoryPart, ...]:
-        """Return what was live at the peak of a recording; what becomes gradients stays, and there were none before."""
+        """Return what was live at the peak; blocks in `becomes` count as gradients, in place of earlier ones."""
         becomes = becomes or {}
         events = zip(recording.block_E, recording.bytes_E, strict=True)
         live_E = np.cumsum([0 if size < 0 and block in becomes else size for block, size in events])
@@ -363,10 +365,10 @@ class _Session:
         sums: Counter[tuple[Category, str]] = Counter()
         for block in (*recording.before, *blocks):
             stays = block.number in becomes
-            what = (Category.GRADIENTS, "") if stays else self._what(block, backward)
-            is_old = bool(becomes) and not stays and what[0] is Category.GRADIENTS
+            use = (Category.GRADIENTS, "") if stays else self._what(block, backward)
+            is_old = bool(becomes) and not stays and use[0] is Category.GRADIENTS
             if block.born <= peak and (stays or block.died < 0 or block.died > peak) and not is_old:
-                sums[what] += block.bytes
+                sums[use] += block.bytes
         return as_parts(sums)
 
     def _what(self, block: RecordedBlock, backward: int) -> tuple[Category, str]:
@@ -376,7 +378,7 @@ class _Session:
         return category, family(name) if category is Category.BUFFERS else ""
 
     def _allocated(self, blocks: Iterable[RecordedBlock]) -> Tape:
-        """Return the tape that only allocates some blocks that stay."""
+        """Return a tape that allocates these blocks."""
         pairs = [(self._shared[block.number][2], block.bytes) for block in blocks]
         return Tape(*np.array(pairs, np.int64).reshape(-1, 2).T)
 
@@ -387,7 +389,7 @@ class _Session:
         return as_parts(sums)
 
     def _largest_block_bytes(self, blocks: Iterable[RecordedBlock]) -> int:
-        """Return the parameters of the largest module that sharding would gather as a whole."""
+        """Return the parameter bytes of the largest module that sharding would gather as a whole."""
         sums: Counter[str] = Counter()
         for block in blocks:
             category, name, _ = self._shared[block.number]
