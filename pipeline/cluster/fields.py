@@ -107,8 +107,6 @@ def is_number(text: str) -> bool:
 
 
 SQUEUE = ("squeue", "--noheader", "--array", "--states=all", "--format=%i|%T|%r|%S|%N|%i")  # further words choose jobs
-
-
 NEVER = ("never starts", "held")  # how the words for a reason that does not pass by itself begin
 
 
@@ -141,8 +139,6 @@ def parse_squeue(text: str) -> dict[str, Queued]:
 
 
 HELD_STATES = frozenset({TaskState.REQUEUE_HOLD, TaskState.SPECIAL_EXIT, TaskState.RESV_DEL_HOLD})
-
-
 WAITING_STATES = frozenset({TaskState.PENDING, TaskState.REQUEUED, TaskState.REQUEUE_FED, *HELD_STATES})
 
 
@@ -213,7 +209,7 @@ REASONS = {
 
 
 def limit_of(text: str) -> int | None:
-    """Read a time limit such as 1-00:00:00, 2:00 or infinite."""
+    """Parse a time limit such as 1-00:00:00 or 2:00; None if it is `infinite` or malformed."""
     days, _, clock = text.rpartition("-")
     parts = clock.split(":")
     if not all(part.isdecimal() for part in parts) or (days and not days.isdecimal()):
@@ -225,8 +221,6 @@ def limit_of(text: str) -> int | None:
 
 
 _GRES = re.compile(r"gpu(?::(?P<type>[^:()]*))??(?::no_consume)?(?::(?P<count>\d+)[KMGT]?)?(?:\(.*\))?")
-
-
 _SOCKETS = re.compile(r"\([^()]*\)")
 
 
@@ -239,6 +233,6 @@ class Gpus:
 
 
 def parse_gres(text: str) -> tuple[Gpus, ...]:
-    """Read what a node has, such as gpu:a100:4(S:0-1),nvme:1; only its GPUs count."""
+    """Parse the GPUs in a node's GRES, such as gpu:a100:4(S:0-1),nvme:1."""
     matches = (_GRES.fullmatch(part.strip()) for part in _SOCKETS.sub("", text).split(","))
     return tuple(Gpus(match["type"] or "", int(match["count"] or 1)) for match in matches if match)

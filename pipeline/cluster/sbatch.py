@@ -53,7 +53,7 @@ def render(text: str, spec: JobSpec, site: SlurmSection, *, highest_task: int | 
         raise _refused(spec, f"its script starts one process, not {spec.processes}", then=" --dry-run")
     offset = array_offset(spec, highest_task)
     filled = _replace_header(text, [DIRECTIVE + option for option in options(spec, site, offset)])
-    filled = _fill(filled, "setup", setup_lines(site))
+    filled = _fill(filled, "setup", [*site.setup, f"scratch={_expanding(site.scratch or '')}"])
     return _fill(filled, "command", command_lines(spec, offset))
 
 
@@ -159,11 +159,6 @@ def _refuse_lines(spec: JobSpec, name: str, value: str) -> None:
         what = f"--{name} is {value!r}, and what is no text, or more than a line, cannot be told to sbatch"
         setting = ("runs", "FOLDER") if name in ("output", "error") else (f"slurm.{name}", ANY)
         raise _refused(spec, what, setting)
-
-
-def setup_lines(site: SlurmSection) -> list[str]:
-    """Return the lines that a script runs first: the site's setup, and where its scratch folder is."""
-    return [*site.setup, f"scratch={_expanding(site.scratch or '')}"]
 
 
 def command_lines(spec: JobSpec, offset: int = 0) -> list[str]:

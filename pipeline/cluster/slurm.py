@@ -6,6 +6,7 @@ calls ended. A task that neither knows is UNKNOWN, after some patience.
 
 from __future__ import annotations
 
+import re
 import secrets
 import time
 from contextlib import suppress
@@ -37,6 +38,7 @@ ALREADY_ENDS = "scancel exited with 229"  # the last byte of ESLURM_ALREADY_DONE
 FORGOTTEN_S = 30 * 86_400.0  # how far back the accounting is asked about jobs of others' time
 SACCT_AGAIN_S = 30.0  # an accounting that gave trouble is left alone for so long
 MANY_CPUS, MANY_GPUS = 1024, 64  # where the cluster does not tell what it has
+STARTS_AT = re.compile(r"to start at (\S+)")  # in what sbatch --test-only prints
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,8 @@ class SlurmExecutor:
             reply = slurm_commands.run_command(["env", *unset, "sbatch", "--test-only"], stdin=script).strip()
         except CommandFailed as error:
             raise refusal_of(spec, error.what, self._partitions()) from error
-        return StartEstimate(epoch_of(slurm_commands.starts_at(reply)), reply)
+        start = STARTS_AT.search(reply)
+        return StartEstimate(epoch_of(start[1]) if start else None, reply)
 
     def limits_of(self, partition: str, cpus: int, gpus: int) -> Limits:
         return self.facts.limits(partition, cpus=cpus, gpus=gpus)

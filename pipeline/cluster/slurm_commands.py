@@ -31,7 +31,6 @@ MINE = re.compile(r"(SLURM|SLURMD|SRUN|SBATCH|SQUEUE|SACCT|SINFO|SCONTROL|SCANCE
 KEPT = frozenset({"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_CONF_SERVER"})
 DEFAULTS = frozenset(f"SBATCH_{name}" for name in ("ACCOUNT", "PARTITION", "QOS", "RESERVATION", "CONSTRAINT"))
 LENT = frozenset({"CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ZE_AFFINITY_MASK"})
-STARTS_AT = re.compile(r"to start at (\S+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +105,7 @@ def queue(jobs: Iterable[JobId], timeout_s: float = ASK_S) -> dict[str, Queued]:
         raise
 
 
-def named(name: str, timeout_s: float = ASK_S) -> set[JobId]:
+def named(name: str) -> set[JobId]:
     """Return the ids of my jobs of a name, from the queue or else, where it answers, from the accounting."""
     text = run_command(
         ["squeue", "--noheader", "--states=all", f"--user={os.getuid()}", f"--name={name}", "--format=%F"]
@@ -115,7 +114,7 @@ def named(name: str, timeout_s: float = ASK_S) -> set[JobId]:
         return job_ids
     words = ["sacct", "--noheader", "--parsable2", "--allocations", f"--user={os.getuid()}", f"--name={name}"]
     try:
-        text = run_command([*words, "--starttime=now-30days", "--format=JobID"], timeout_s)
+        text = run_command([*words, "--starttime=now-30days", "--format=JobID"])
     except CommandFailed:  # then the queue's word is all there is
         return set()
     return {line.partition("_")[0] for line in text.split()}
@@ -137,17 +136,12 @@ def _partition(cells: Sequence[str]) -> NodeKind | None:
         name=name.rstrip("*"),
         cpus=int(cpus),
         mem_bytes=int(mem) << 20,
-        gpus=gpus_of(gres),
+        gpus=sum(gpus.count for gpus in parse_gres(gres)),
         nodes=int(nodes),
         nodes_named=named_nodes,
         time_s=limit_of(limit),
         is_default=name.endswith("*"),
     )
-
-
-def gpus_of(gres: str) -> int:
-    """Return the number of GPUs in a list such as gpu:a100:4(S:0-1),nvme:1."""
-    return sum(gpus.count for gpus in parse_gres(gres))
 
 
 def reserved_bytes(nodes: str) -> int:
@@ -178,12 +172,6 @@ def most_queued(account: str | None, qos: str | None, partition: str | None) -> 
         )
         numbers += [cell for line in listed.splitlines() for cell in line.split("|")]
     return min((int(number) for number in numbers if number.isdecimal()), default=None)
-
-
-def starts_at(reply: str) -> str:
-    """Return the start time in the reply of `sbatch --test-only`, empty if there is none."""
-    match = STARTS_AT.search(reply)
-    return match[1] if match else ""
 
 
 SBATCH_S = 120  # an answer that has not come by then counts as lost

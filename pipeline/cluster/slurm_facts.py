@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,7 @@ class Facts:
 
     def __init__(self, site: SlurmSection) -> None:
         self.site = site
+        self._reserved: dict[str, int] = {}  # bytes that nodes keep for themselves, by their names
 
     def limits(self, partition: str | None = None, *, cpus: int = 1, gpus: int = 0) -> Limits:
         """Return the limits of a partition (by default the site's or the cluster's) for tasks of such a size."""
@@ -73,19 +75,11 @@ class Facts:
         if not nodes:
             return None
         largest = max(nodes, key=lambda kind: kind.mem_bytes)
-        return largest.mem_bytes - self._kept_bytes(largest.nodes_named)
-
-    def _kept_bytes(self, nodes: str) -> int:
-        if nodes not in self._kept:
-            try:
-                self._kept[nodes] = slurm_commands.reserved_bytes(nodes)
-            except CommandFailed:
-                return 0
-        return self._kept[nodes]
-
-    @cached_property
-    def _kept(self) -> dict[str, int]:
-        return {}
+        named = largest.nodes_named
+        with suppress(CommandFailed):
+            if named not in self._reserved:
+                self._reserved[named] = slurm_commands.reserved_bytes(named)
+        return largest.mem_bytes - self._reserved.get(named, 0)
 
 
 def _longest(nodes: Sequence[NodeKind]) -> int | None:

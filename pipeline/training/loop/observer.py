@@ -115,9 +115,9 @@ class TrainingObserver:
         self.say(f"step {step}: out of memory at {len(piece)} items ({', '.join(piece.ids[:3])}): {error}")
         self._bundle(BundleKind.OOM, step, share, piece, error)
 
-    def poison(self, step: int, share: RankShare, what: str) -> None:
+    def poison(self, step: int, share: RankShare, message: str) -> None:
         """Write a bundle of a step that is not finite."""
-        self._bundle(BundleKind.NAN, step, share, None, what)
+        self._bundle(BundleKind.NAN, step, share, None, message)
 
     def _bundle(self, kind: BundleKind, step: int, share: RankShare, piece: Piece | None, message: str) -> None:
         numbers = piece.numbers if piece else ()

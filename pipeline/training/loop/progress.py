@@ -89,11 +89,11 @@ class TrainingProgress:
     def is_in_last_epoch(self) -> bool:
         return self.epoch + 1 == self.epochs
 
-    def count(self, heard: StepReport, took_s: float) -> None:
+    def count(self, report: StepReport, took_s: float) -> None:
         """Count a step that was made."""
         self.done += 1
         self.next += 1
-        self.tally.add(heard, took_s)
+        self.tally.add(report, took_s)
 
     def leave_out_step(self) -> None:
         """Count a step that was skipped."""
@@ -181,19 +181,19 @@ class EpochTotals:
     waited_before_s: float = 0.0  # by the loader, before this epoch
     terms: dict[str, list[float]] = field(default_factory=dict)  # sums and weights
 
-    def add(self, heard: StepReport, took_s: float) -> None:
+    def add(self, report: StepReport, took_s: float) -> None:
         """Add a step."""
-        items = heard.sum_of("items")
+        items = report.sum_of("items")
         self.fewest = min(self.fewest, items) if self.steps else items
         self.most = max(self.most, items)
         self.steps += 1
         self.items += items
         for name in ("micros", "ooms", "rejected", "skipped", "cropped"):
-            setattr(self, name, getattr(self, name) + heard.sum_of(name))
-        for rung, items in heard.remedied.items():
+            setattr(self, name, getattr(self, name) + report.sum_of(name))
+        for rung, items in report.remedied.items():
             self.remedied[rung] = self.remedied.get(rung, 0) + items
         self.wall_s += took_s
-        for name, (total, weight) in heard.totals.items():
+        for name, (total, weight) in report.totals.items():
             kept = self.terms.get(name, [0.0, 0.0])
             self.terms[name] = [kept[0] + total, kept[1] + weight]
 

@@ -188,31 +188,31 @@ class Trainer:
             return
         rate = set_rate(self.step.optimizer, factor(self.train.schedule, self.done, self.steps))
         with self.watcher.watching():
-            heard = self.whole.accumulate(share, number)
-            norm = None if heard.lost or heard.not_finite else self.whole.take(heard)
-        if heard.lost:
-            self._roll_back(heard.lost, self.done - 1, frugal=True)
+            report = self.whole.accumulate(share, number)
+            norm = None if report.lost or report.not_finite else self.whole.take(report)
+        if report.lost:
+            self._roll_back(report.lost, self.done - 1, frugal=True)
             return
         if self.done > self._furthest:
             self._rollbacks = 0
         if norm is None:
-            self._poison(share, heard)
+            self._poison(share, report)
         else:
-            self.standing.count(heard, time.monotonic() - self._since_s)
+            self.standing.count(report, time.monotonic() - self._since_s)
         if not self._again:
-            self._between(course, heard, None if norm is None else {"learning_rate": rate, "gradient_norm": norm})
+            self._between(course, report, None if norm is None else {"learning_rate": rate, "gradient_norm": norm})
 
-    def _complete(self, words: RankReport) -> None:
+    def _complete(self, report: RankReport) -> None:
         """Add to this rank's report of a step what the ranks decide between steps."""
         checkpoints = self.train.checkpoints
         is_late = (time.monotonic() - self._saved_s) / 60 >= checkpoints.minutes
         assert self._entered is not None
         before, self._cropped = self._cropped, self._entered.loader.stats.cropped
-        words.cropped = self._cropped - before
-        words.ending = self.ending()
-        words.is_due = is_late or bool(checkpoints.every and (self.done + 1) % checkpoints.every == 0)
-        words.host_share = self.host.read().share if self.host else 0.0
-        words.is_written = self.keeper.is_written
+        report.cropped = self._cropped - before
+        report.ending = self.ending()
+        report.is_due = is_late or bool(checkpoints.every and (self.done + 1) % checkpoints.every == 0)
+        report.host_share = self.host.read().share if self.host else 0.0
+        report.is_written = self.keeper.is_written
 
     # What goes wrong
 
@@ -221,10 +221,10 @@ class Trainer:
         if self._share is not None:
             self.watcher.oom(self.done + 1, self._share, piece, error)
 
-    def _poison(self, share: RankShare, heard: StepReport) -> None:
+    def _poison(self, share: RankShare, report: StepReport) -> None:
         """Handle a step that is not finite, as `train.nan` says."""
-        number, kind = self.done + 1, "loss" if heard.not_finite else "gradient"
-        items = self._culprits(share, heard)
+        number, kind = self.done + 1, "loss" if report.not_finite else "gradient"
+        items = self._culprits(share, report)
         named = f"of {', '.join(items[:5])}" if items else "of no single item alone"
         what = f"the {kind} of step {number} is not finite ({named})"
         policy = self.train.nan
@@ -241,13 +241,13 @@ class Trainer:
         self.standing.poisoned.add(number)
         self._roll_back(what, number)
 
-    def _culprits(self, share: RankShare, heard: StepReport) -> list[str]:
+    def _culprits(self, share: RankShare, report: StepReport) -> list[str]:
         """Undo the step; return the items of all ranks that are not finite on their own."""
         self.stepper.go_back()
-        everyone = self.step.is_spread or self.stepper.is_joint or not heard.not_finite
-        mine = everyone or self.ranks.rank in heard.not_finite
+        everyone = self.step.is_spread or self.stepper.is_joint or not report.not_finite
+        mine = everyone or self.ranks.rank in report.not_finite
         own = self.stepper.not_finite(share) if mine else []
-        items = [item for report in self.ranks.exchange({"items": own}) for item in report["items"]]
+        items = [item for answer in self.ranks.exchange({"items": own}) for item in answer["items"]]
         self.stepper.go_back()
         return items
 
@@ -284,29 +284,29 @@ class Trainer:
 
     # Between steps
 
-    def _between(self, course: RunningStretch, heard: StepReport, figures: dict[str, float | None] | None) -> None:
+    def _between(self, course: RunningStretch, report: StepReport, figures: dict[str, float | None] | None) -> None:
         """Do what is due between steps; `figures` is None after a skipped step."""
-        if self.governor.adopt(heard.budget):
+        if self.governor.adopt(report.budget):
             self.watcher.say(f"step {self.done}: micro-batches cost {self.governor.budget:,} at most from now on")
             course.cut_by(self.governor.budget)
             self._again = True  # what was read ahead is cut for another budget
         self.stepper.upkeep.after_step(empty_cache=self.whole.empty_cache)
-        self.watcher.between(max((rank.micros for rank in heard.words), default=0))
+        self.watcher.between(max((rank.micros for rank in report.words), default=0))
         if figures is not None and self.ranks.rank == 0 and self.done % self.train.log_every == 0:
-            sums = heard.totals.items()
+            sums = report.totals.items()
             losses = {f"{LOSS}.{name}": total / weight if weight else None for name, (total, weight) in sums}
-            self.watcher.step(self.done, {**losses, **figures, "items": float(heard.sum_of("items"))})
-        if heard.is_written:
+            self.watcher.step(self.done, {**losses, **figures, "items": float(report.sum_of("items"))})
+        if report.is_written:
             self.keeper.hand_in()
         self.keeper.listen()
-        self.ended_by = heard.ending
-        is_full = heard.host_share >= NEAR  # left in order, and taken up with more
-        ends = bool(heard.ending) or is_full
-        if ends or (heard.is_due and not self._is_at_end(course)):  # an epoch ends with one anyway
+        self.ended_by = report.ending
+        is_full = report.host_share >= NEAR  # left in order, and taken up with more
+        ends = bool(report.ending) or is_full
+        if ends or (report.is_due and not self._is_at_end(course)):  # an epoch ends with one anyway
             self._save(None, wait=ends)
         self._since_s = time.monotonic()
-        if is_full and not heard.ending:
-            what = f"the host's memory is used to {heard.host_share:.0%}: saved, to go on with more"
+        if is_full and not report.ending:
+            what = f"the host's memory is used to {report.host_share:.0%}: saved, to go on with more"
             raise JobFailed(what, where="training", remedy="pipeline resume") from MemoryError(what)
 
     # Where training stands

@@ -107,8 +107,8 @@ class ProcessGroup:
         self._letter_bytes = LETTER_BYTES
         self._is_open = True
 
-    def exchange(self, said: Said) -> list[Said]:
-        text = json.dumps(said).encode()
+    def exchange(self, message: Said) -> list[Said]:
+        text = json.dumps(message).encode()
         with self._waiting():
             letters = self._all_gather(_letter(text, self._letter_bytes))
             lengths = [int.from_bytes(letter[:LENGTH_BYTES], "little") for letter in letters]
@@ -127,16 +127,16 @@ class ProcessGroup:
             self._slow -= 1
             self.progress(self._watchdog.doing.what)
 
-    def progress(self, what: str) -> None:
+    def progress(self, activity: str) -> None:
         """Note what this rank does now, for the watchdog; raise if another rank was lost meanwhile."""
         self._watchdog.check()
-        self._watchdog.doing = Activity(what, self._allowance_s, self._calls)
+        self._watchdog.doing = Activity(activity, self._allowance_s, self._calls)
 
     @contextmanager
-    def patient(self, what: str) -> Iterator[None]:
+    def patient(self, activity: str) -> Iterator[None]:
         before = self._watchdog.doing.what
         self._slow += 1
-        self.progress(what)
+        self.progress(activity)
         try:
             yield
         finally:

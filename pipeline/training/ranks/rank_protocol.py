@@ -10,6 +10,7 @@ import json
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
+from pipeline.cluster.peers import PEER_LOST
 from pipeline.errors import JobFailed
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     Said = Mapping[str, Any]  # JSON data
 
-LOST = 76  # exit code: another rank is gone, so this one cannot go on; the cause is the other's
+LOST = PEER_LOST  # exit code: another rank is gone, so this one cannot go on; the cause is the other's
 HUNG = 77  # exit code: this rank did nothing for too long and ended itself
 
 
@@ -38,16 +39,16 @@ class Ranks(Protocol):
     @property
     def world(self) -> int: ...
 
-    def exchange(self, said: Said) -> list[Said]:
+    def exchange(self, message: Said) -> list[Said]:
         """Gather a JSON object from every rank, in the order of ranks."""
 
     def add_up(self, tensors: Sequence[Tensor]) -> None:
         """All-reduce tensors, of the same shapes on every rank, to their sums in place."""
 
-    def progress(self, what: str) -> None:
+    def progress(self, activity: str) -> None:
         """Note what this rank does now, such as `step 12`; a rank that notes nothing for too long counts as hung."""
 
-    def patient(self, what: str) -> AbstractContextManager[None]:
+    def patient(self, activity: str) -> AbstractContextManager[None]:
         """Surround what may take long without being a hang, such as `compiling`."""
 
     def close(self, why: str = "") -> None:
@@ -59,16 +60,16 @@ class SingleRank:
 
     rank, world = 0, 1
 
-    def exchange(self, said: Said) -> list[Said]:
-        return [json.loads(json.dumps(said))]  # as it would come from another
+    def exchange(self, message: Said) -> list[Said]:
+        return [json.loads(json.dumps(message))]  # as it would come from another
 
     def add_up(self, tensors: Sequence[Tensor]) -> None:
         pass
 
-    def progress(self, what: str) -> None:
+    def progress(self, activity: str) -> None:
         pass
 
-    def patient(self, what: str) -> AbstractContextManager[None]:  # noqa: ARG002 - it is `Ranks`
+    def patient(self, activity: str) -> AbstractContextManager[None]:  # noqa: ARG002 - it is `Ranks`
         return nullcontext()
 
     def close(self, why: str = "") -> None:

@@ -169,13 +169,13 @@ class Meeting:
     address: str  # the address of this rank, as others reach it
 
 
-def meet(place: RankPlace, folder: Path, said: Mapping[str, Any], within_s: float = COME_WITHIN_S) -> Meeting:
-    """Connect all ranks; `said` of rank 0 is returned to each of them."""
+def meet(place: RankPlace, folder: Path, shared: Mapping[str, Any], within_s: float = COME_WITHIN_S) -> Meeting:
+    """Connect all ranks; `shared` of rank 0 is returned to each of them."""
     file = folder / f"ranks-{place.meeting}.json"
-    return _keep(place, file, said, within_s) if place.rank == 0 else _join(place, file, within_s)
+    return _keep(place, file, shared, within_s) if place.rank == 0 else _join(place, file, within_s)
 
 
-def _keep(place: RankPlace, file: Path, said: Mapping[str, Any], within_s: float) -> Meeting:
+def _keep(place: RankPlace, file: Path, shared: Mapping[str, Any], within_s: float) -> Meeting:
     """As rank 0: publish the address, admit the others, and send them what they need."""
     with socket.create_server(("" if place.nodes > 1 else LOOPBACK, 0), backlog=place.world) as listener:
         words = {"token": secrets.token_hex(16), "answer": secrets.token_hex(16)}
@@ -196,8 +196,8 @@ def _keep(place: RankPlace, file: Path, said: Mapping[str, Any], within_s: float
     outward = [own for connection in connections.values() if not _is_loopback(own := connection.address)]
     address = outward[0] if outward else LOOPBACK
     for connection in connections.values():
-        connection.send({"hosts": hosts, "said": said, "address": address})
-    return Meeting(connections, hosts, said, LOOPBACK, address)
+        connection.send({"hosts": hosts, "said": shared, "address": address})
+    return Meeting(connections, hosts, shared, LOOPBACK, address)
 
 
 def _admit(
