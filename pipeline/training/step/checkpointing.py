@@ -1,4 +1,4 @@
-"""Activation checkpointing of any model: the repeated blocks of it run again in backward."""
+"""Activation checkpointing and offloading for any model: its repeated blocks are recomputed in backward."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 class Recomputing:
-    """Lets the repeated blocks of a model keep only their inputs for backward, as long as it is on."""
+    """Switches checkpointing of a model's repeated blocks on and off."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self.blocks: list[str] | None = None  # that are prepared for it, once it was on
+        self.blocks: list[str] | None = None  # names of the wrapped blocks; None until first enabled
         self.on = False
 
     def turn(self, *, on: bool) -> None:
@@ -43,39 +43,39 @@ class Recomputing:
 
 
 def twin(model: nn.Module) -> nn.Module:
-    """Return a copy of a model in the host's memory; the card holds no second one meanwhile."""
+    """Return a copy of a model in the host's memory, made without a second copy on the GPU."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         copied = parameter.detach().to("cpu", copy=True)
         memo[id(parameter)] = nn.Parameter(copied, requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
         memo[id(buffer)] = buffer.detach().to("cpu", copy=True)
-    made = copy.deepcopy(model, memo)
-    for module in made.modules():
+    host = copy.deepcopy(model, memo)
+    for module in host.modules():
         if getattr(module.__dict__.get("forward"), "runs_again", False):
             del module.forward
-    return made
+    return host
 
 
 def repeated(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the blocks that a model has several of: children of one kind in a list, the outermost of each."""
-    found: dict[str, nn.Module] = {}
+    """Return a model's repeated blocks by name: several children of one class in a list; outermost lists only."""
+    blocks: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
-        if any(path.startswith(f"{outer}.") for outer in found):
+        if any(path.startswith(f"{outer}.") for outer in blocks):
             continue
         if isinstance(module, (nn.ModuleList, nn.Sequential)):
             kinds = [type(child) for child in module]
             for name, child in module.named_children():
                 if kinds.count(type(child)) > 1 and any(True for _ in child.parameters()):
-                    found[f"{path}.{name}" if path else name] = child
-    return found
+                    blocks[f"{path}.{name}" if path else name] = child
+    return blocks
 
 
 SMALLEST_BYTES = 1 << 16  # below, a copy costs more than the memory is worth
 
 
 class Carrier(Protocol):
-    """Brings tensors to the host and back."""
+    """Copies tensors to the host's memory and back."""
 
     def away(self, tensor: Tensor) -> Tensor:
         """Return a copy in the host's memory."""
@@ -85,25 +85,23 @@ class Carrier(Protocol):
 
 
 class Pinned:
-    """Copies to memory that a GPU reads by itself."""
+    """Copies to pinned memory."""
 
     def away(self, tensor: Tensor) -> Tensor:
-        """Return a copy in the host's memory."""
         kept = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)  # in the same order: channels last
         return kept.copy_(tensor)
 
     def back(self, kept: Tensor, device: torch.device) -> Tensor:
-        """Return a copy on the device."""
         return kept.to(device, non_blocking=True, copy=True)
 
 
 def offloaded(model: nn.Module, carrier: Carrier) -> torch.autograd.graph.saved_tensors_hooks:
-    """Return a context whose forward keeps nothing large on the device but parameters, which are there anyway."""
-    own = {_place(one) for one in model.parameters()}
+    """Return a context whose forward saves large activations to the host; parameters stay on the device anyway."""
+    own = {_place(parameter) for parameter in model.parameters()}
 
     def away(tensor: Tensor) -> Any:
         if tensor.nbytes < SMALLEST_BYTES or _place(tensor) in own:
-            return tensor.detach()  # as it is, an output would hold the graph that holds it: never released
+            return tensor.detach()  # undetached, an output would hold the graph that holds it, and never be freed
         return carrier.away(tensor), tensor.device
 
     def back(kept: Any) -> Tensor:
@@ -113,6 +111,6 @@ def offloaded(model: nn.Module, carrier: Carrier) -> torch.autograd.graph.saved_
 
 
 def _place(tensor: Tensor) -> int:
-    """Return what tells the memory of a tensor from other memory, of fake ones too."""
+    """Return an identifier of a tensor's storage, for fake tensors too."""
     place: int = tensor.untyped_storage()._cdata  # noqa: SLF001 - fake storages have no data pointer
     return place

@@ -1,10 +1,10 @@
-"""The gradients of a loss that compares all items of a step, where no pass holds them all: two passes, cut as wanted.
+"""The gradients of a loss that compares all items of a step, where no pass holds them all: two passes of micro-batches.
 
-First every micro-batch is embedded without a trace. Then the loss of all embeddings is taken, and its gradients: of the
-embeddings, and of the model's own parameters in it, such as a temperature. Then each micro-batch is embedded again,
-with a trace, and goes back from its rows of these (GradCache, arXiv:2101.06983). By the chain rule that is the gradient
-of one batch of all items, as long as both passes draw the same random numbers: who makes them rewinds these, and
-statistics with them, so that those move once a step.
+First every micro-batch is embedded without gradients. Then the loss of all embeddings is computed, with its gradients
+for the embeddings and for the model's own parameters in it, such as a temperature. Then each micro-batch is embedded
+again, with gradients, and goes backward from its rows of these (GradCache, arXiv:2101.06983). By the chain rule that is
+the gradient of one batch of all items, as long as both passes draw the same random numbers: the caller rewinds these
+between the passes, and batch statistics with them, so that those are updated once a step.
 
 Shapes: B items of a step, over all ranks; … of an embedding.
 """
@@ -39,34 +39,34 @@ SEE = "what embed() returns: Contrastive in pipeline/protocol.py"
 
 @dataclass
 class CachedGradients:
-    """What came of the loss of all items."""
+    """The gradients of the loss of all items, kept for the second pass."""
 
-    rows: dict[str, Tensor] = field(default_factory=dict)  # gradients of embeddings; of some there is none
-    own: list[tuple[nn.Parameter, Tensor]] = field(default_factory=list)  # of the model itself, in the loss
+    rows: dict[str, Tensor] = field(default_factory=dict)  # of the embeddings that the loss depends on
+    own: list[tuple[nn.Parameter, Tensor]] = field(default_factory=list)  # of the model's parameters in the loss
 
     def finish(self) -> None:
-        """Add the model's own gradients, once all others are there: a pass that failed has not changed them."""
+        """Add the model's own gradients, after the second pass: one that failed must not have changed them."""
         for parameter, gradient in self.own:
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         self.own.clear()
 
 
-def make_step(task: Task, settings: StepSettings, **given: Any) -> Step:
+def make_step(task: Task, settings: StepSettings, **options: Any) -> Step:
     """Return the step that a task needs: in two passes, where its loss compares all items."""
-    return (ContrastiveStep if isinstance(task, Contrastive) else Step)(task, settings, **given)
+    return (ContrastiveStep if isinstance(task, Contrastive) else Step)(task, settings, **options)
 
 
 class ContrastiveStep(Step):
     """A step whose loss compares all its items."""
 
     contrasts = True
-    row_of: Mapping[str, Tensor] = {}  # what embeddings were like, without a row
+    row_of: Mapping[str, Tensor] = {}  # embeddings with no rows: their shapes and dtypes
 
     def weights(self, batches: Sequence[Batch]) -> None:
-        """Return nothing: they are told with the loss of all items."""
+        """Return nothing: weights come with the loss of all items."""
 
     def settle(self, weight: Tensor | float) -> None:
-        """Do nothing: the weight was known."""
+        """Do nothing: the weight was known before backward."""
 
     def _loss(self, terms: Terms, weights: Mapping[str, Any] | None) -> Tensor:  # noqa: ARG002
         return whole_loss(terms)
@@ -78,13 +78,13 @@ class ContrastiveStep(Step):
     def _task(self) -> Contrastive:
         return cast("Contrastive", self.task)
 
-    # What is embedded
+    # First pass
 
     def _embedded(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         return embedded(self._task, model, batch)
 
     def embed(self, batch: Batch, items: int | None = None, *, on_host: bool = False) -> dict[str, Tensor]:
-        """Embed a micro-batch of so many items without a trace: the first pass."""
+        """Embed a micro-batch without gradients: the first pass; `items` checks the number of rows."""
         self.watch.phase("inputs")
         batch = self.moved(batch, on_host=on_host)
         self.watch.phase("embed")
@@ -92,16 +92,15 @@ class ContrastiveStep(Step):
             rows = self._embedded(twin(self.model) if on_host else self.model, batch)
         if items is not None:
             _refuse_rows(rows, items, "as many as there are items in the batch")
-        return {
-            name: row.detach().to(self.device, copy=True) for name, row in rows.items()
-        }  # a graph's memory is reused
+        # copied: a CUDA graph's memory is reused
+        return {name: row.detach().to(self.device, copy=True) for name, row in rows.items()}
 
-    # Its loss
+    # Loss
 
     def contrast(self, rows: dict[str, Tensor], *, counts: bool = True, on_host: bool = False) -> CachedGradients:
-        """Take the loss of all items, and its gradients, scaled as those of any loss; `rows` are let go of.
+        """Return the gradients of the loss of all items, scaled as any loss is; `rows` is emptied.
 
-        The model's own gradients, and the terms, are one rank's to count (`counts`): all ranks find the same.
+        Only one rank counts the model's own gradients and the terms (`counts`): they are the same on all ranks.
         """
         self.watch.phase("contrast")
         model = twin(self.model) if on_host else self.model
@@ -111,17 +110,17 @@ class ContrastiveStep(Step):
         self.watch.terms({name: total for name, (total, _) in terms.items()})
         loss = whole_loss(terms)
         scaled = loss * self.scaler.get_scale() if on_host and self.scaler.is_enabled() else self.scaler.scale(loss)
-        asked = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+        inputs = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
         own = [parameter for parameter in model.parameters() if parameter.requires_grad] if counts else []
-        gradients = torch.autograd.grad(scaled, [*asked.values(), *own], allow_unused=True)
+        gradients = torch.autograd.grad(scaled, [*inputs.values(), *own], allow_unused=True)
         if counts:
             self.add_terms(terms)
-        cached = {name: gradient for name, gradient in zip(asked, gradients, strict=False) if gradient is not None}
+        cached = {name: gradient for name, gradient in zip(inputs, gradients, strict=False) if gradient is not None}
         if not cached:
-            what = "contrast() depends on no embedding: nothing would be learned from it"
-            raise refused(what, "do not detach what embed() returned")
-        mine = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        pairs = zip(mine, gradients[len(asked) :], strict=counts)
+            problem = "contrast() depends on no embedding: nothing would be learned from it"
+            raise refused(problem, "do not detach what embed() returned")
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        pairs = zip(trained, gradients[len(inputs) :], strict=counts)
         return CachedGradients(
             {name: gradient.to(self.device) for name, gradient in cached.items()},
             [(parameter, gradient.to(parameter.device)) for parameter, gradient in pairs if gradient is not None],
@@ -132,15 +131,15 @@ class ContrastiveStep(Step):
             return checked_terms(self._task.contrast(model, rows))
 
     def evaluate_rows(self, rows: Rows, *, on_host: bool = False) -> dict[str, tuple[float, float]]:
-        """Return each term's sum and weight of all items, without gradients, as the model does where it is used."""
+        """Return each term's sum and weight over all items' embeddings, in eval mode."""
         with self.evaluating():
             terms = self._contrasted(twin(self.model).eval() if on_host else self.model, rows)
         return {name: (float(total), float(weight)) for name, (total, weight) in terms.items()}
 
-    # Back
+    # Second pass
 
     def go_back(self, batch: Batch, gradients: Rows, *, on_host: bool = False) -> None:
-        """Embed a micro-batch with a trace, and go back from the gradients of its rows: the second pass."""
+        """Embed a micro-batch with gradients and run backward from the gradients of its rows: the second pass."""
         if not on_host:
             rows = self._traced(batch)
             _refuse_others(rows, gradients)
@@ -162,7 +161,7 @@ class ContrastiveStep(Step):
         return rows
 
     def _back_from_loss(self, rows: dict[str, Tensor]) -> None:
-        """Go back from the loss of rows that have their trace."""
+        """Compute the loss of rows that still have their graph, and run backward; `rows` is emptied."""
         terms = self._contrasted(self.model, rows)
         rows.clear()
         self.watch.terms({name: total for name, (total, _) in terms.items()})
@@ -174,7 +173,7 @@ class ContrastiveStep(Step):
     # Micro-batches
 
     def accumulate_alone(self, batch: Batch, weights: Mapping[str, Any] | None = None) -> None:  # noqa: ARG002
-        """Add the gradients of all items of a step in one pass: exact, and as quick as any step."""
+        """Add the gradients of all items of a step in one pass, where they fit in one micro-batch."""
         self.watch.phase("inputs")
         batch = self.moved(batch)
         self.watch.phase("forward")
@@ -201,9 +200,9 @@ class ContrastiveStep(Step):
         cached.finish()
 
     def accumulate(self, batch: Batch, weights: Mapping[str, Any] | None = None) -> None:  # noqa: ARG002
-        """Add gradients as one micro-batch of a whole step does, the other items made up: for what measures a step.
+        """Run one micro-batch as in a whole step, with the other items made up: for measuring memory and time.
 
-        The first of a step stands for its two passes and the loss between them, a later one for its second pass.
+        The first one of a step runs both passes and the loss between them, a later one only its second pass.
         """
         whole = self.settings.batch
         if whole is None:
@@ -218,29 +217,29 @@ class ContrastiveStep(Step):
         moved = self.moved(batch)
         self.watch.phase("forward")
         with self.saved(), self.cast():
-            told = self._embedded(self.model, moved)
-        items = len(next(iter(told.values())))
+            rows = self._embedded(self.model, moved)
+        items = len(next(iter(rows.values())))
         self.row_of = {
-            name: row.detach().new_empty(0, *row.shape[1:]) for name, row in told.items() if row.requires_grad
+            name: row.detach().new_empty(0, *row.shape[1:]) for name, row in rows.items() if row.requires_grad
         }
         if items >= whole:
             with self.saved():
-                self._back_from_loss(told)
+                self._back_from_loss(rows)
             return
         del moved
-        parts = [{name: row.detach() for name, row in told.items()}]
-        del told
+        parts = [{name: row.detach() for name, row in rows.items()}]
+        del rows
         parts.append({name: row[:1].expand(whole - items, *row.shape[1:]).clone() for name, row in parts[0].items()})
         cached = self.contrast(joined_rows(parts))
         if not (self.row_of or cached.own):
-            what = "neither embed() nor contrast() depends on a parameter that is trained: nothing would be learned"
-            raise refused(what, "do not detach what they return, or freeze fewer parameters")
+            problem = "neither embed() nor contrast() depends on a parameter that is trained: nothing would be learned"
+            raise refused(problem, "do not detach what they return, or freeze fewer parameters")
         _back(self._traced(batch), cached.rows)
         cached.finish()
 
 
 def embedded(task: Contrastive, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """Embed a batch; what has no row for each item is refused."""
+    """Embed a batch; raise unless every tensor has a row for each item."""
     rows = task.embed(model, batch)
     if not isinstance(rows, Mapping) or not rows:
         got = "nothing" if rows is None or isinstance(rows, Mapping) else type(rows).__name__
@@ -254,7 +253,7 @@ def embedded(task: Contrastive, model: nn.Module, batch: Batch) -> dict[str, Ten
 
 
 def joined_rows(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the rows of some micro-batches together, and let go of them."""
+    """Concatenate the rows of micro-batches; `parts` is emptied, so that their memory can be freed."""
     if len(parts) == 1:
         return parts.pop()
     names = list(parts[0]) if parts else []
@@ -264,7 +263,7 @@ def joined_rows(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _leaf(rows: Tensor) -> Tensor:
-    """Return rows as what gradients are asked for, if they are of numbers that have some."""
+    """Return rows as a graph leaf; only floating-point and complex ones require gradients."""
     return rows.detach().requires_grad_(rows.is_floating_point() or rows.is_complex())
 
 
@@ -277,13 +276,13 @@ def _refuse_rows(rows: Rows, items: int, why: str) -> None:
 def _refuse_others(rows: Rows, gradients: Rows) -> None:
     for name, gradient in gradients.items():
         if name not in rows:
-            what = f"embed() returned {', '.join(rows)} of items of which it returned {name!r} before"
-            raise refused(what, SEE)
+            problem = f"embed() returned {', '.join(rows)} of items of which it returned {name!r} before"
+            raise refused(problem, SEE)
         _refuse_rows({name: rows[name]}, len(gradient), "as the same items had before")
 
 
 def _back(rows: dict[str, Tensor], gradients: Rows) -> None:
-    """Go back from rows' gradients, the first of those given; those of a loss in full precision fit half ones."""
+    """Run backward from the gradients of rows, as many as there are rows, in the rows' dtype."""
     ends = [name for name in gradients if rows[name].requires_grad]
     if ends:  # else only what the loss itself has is trained
         cut = [gradients[name][: len(rows[name])].to(rows[name].dtype) for name in ends]

@@ -1,12 +1,13 @@
-"""A model that fits no single device: parameters, gradients and optimizer state spread over the ranks (FSDP2).
+"""A model that fits on no single device: parameters, gradients and optimizer state sharded over the ranks (FSDP2).
 
-A block's parameters come together before it computes, and its gradients are added up after it: both are done by all
-ranks, within every forward and backward. So all must make the same number of passes: `sharded_stepping` sees to it.
+A block's parameters are gathered before it computes, and its gradients are reduced after it, by all ranks together,
+within every forward and backward. So all must make the same number of passes: `local_sharded` sees to it.
 """
 
 from __future__ import annotations
 
 import socket
+from collections import Counter
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -36,93 +37,89 @@ NOT_SHARDED = "--set train.sharding=false"
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return the part of a tensor that this rank has: all of it, where it is not spread."""
+    """Return this rank's shard of a tensor, or all of it where it is not sharded."""
     return cast("Tensor", getattr(tensor, "_local_tensor", tensor))
 
 
-# Spreading a model
+# Sharding a model
 
 
 def built(make: Callable[[], nn.Module], ranks: Ranks, device: str) -> tuple[nn.Module, SpreadModel]:
-    """Build a model in the host's memory and spread it, one rank of a host after the other.
+    """Build a model in the host's memory and shard it, one rank of a host after the other.
 
-    So each has what one process alone would draw, and a host never holds more than one whole model.
+    So each starts from the weights that a single process would draw, and a host holds one whole model at most.
     """
-    hosts = [str(one["host"]) for one in ranks.exchange({"host": socket.gethostname()})]
+    hosts = [str(reply["host"]) for reply in ranks.exchange({"host": socket.gethostname()})]
     turns = [hosts[:rank].count(host) for rank, host in enumerate(hosts)]
     mesh = mesh_of(ranks, device)
-    done: tuple[nn.Module, SpreadModel] | None = None
+    result: tuple[nn.Module, SpreadModel] | None = None
     for turn in range(max(turns) + 1):
         if turns[ranks.rank] == turn:
             model = make()
-            done = model, shard(model, ranks, device, mesh=mesh)
+            result = model, shard(model, ranks, device, mesh=mesh)
         ranks.exchange({})
-    assert done is not None
-    return done
+    assert result is not None
+    return result
 
 
 def mesh_of(ranks: Ranks, device: str) -> DeviceMesh:
-    """Return all ranks as torch counts them."""
+    """Return a one-dimensional device mesh of all ranks."""
     from torch.distributed.device_mesh import init_device_mesh
 
     return init_device_mesh(torch.device(device).type, (ranks.world,))
 
 
 def shard(model: nn.Module, ranks: Ranks, device: str, *, mesh: DeviceMesh | None = None) -> SpreadModel:
-    """Spread a model over all ranks: its repeated blocks each by itself, and what is left together."""
+    """Shard a model over all ranks: each repeated block by itself, and everything else together."""
     if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
-        what = f"torch {torch.__version__} cannot spread models whose ranks use different parameters"
-        raise ConfigError(what, where=WHERE, remedy=f"pip install -U torch   or {NOT_SHARDED}")
+        problem = f"torch {torch.__version__} cannot spread models whose ranks use different parameters"
+        raise ConfigError(problem, where=WHERE, remedy=f"pip install -U torch   or {NOT_SHARDED}")
     _refuse_unspreadable(model)
     mesh = mesh_of(ranks, device) if mesh is None else mesh
     parts: list[nn.Module] = [*_separable(model), model]
     for part in parts:
         part.register_forward_hook(_own_memory)
-        # Kept whole after forward, the outermost would miss what is written into its shards between two passes.
+        # Kept unsharded after forward, the outermost would miss what is written into its shards between two passes.
         fully_shard(part, mesh=mesh, reshard_after_forward=True)
     model.to(device)
     return SpreadModel(model, cast("list[FSDPModule]", parts), ranks)
 
 
 def _own_memory(_: nn.Module, __: Any, output: Any) -> Any:
-    """Return what a module returns, views copied: FSDP would miss its backward, were they written to in place."""
+    """Copy the views that a module returns: written to in place, they would hide its backward from FSDP."""
 
-    def own(one: Tensor) -> Tensor:
-        return one.clone() if one.requires_grad and one._is_view() else one  # noqa: SLF001 - torch has no other word
+    def own(tensor: Tensor) -> Tensor:
+        return tensor.clone() if tensor.requires_grad and tensor._is_view() else tensor  # noqa: SLF001 - no public way
 
     return tree_map_only(torch.Tensor, own, output)
 
 
 def _separable(model: nn.Module) -> list[nn.Module]:
-    """Return the blocks that share no parameter with anything else."""
+    """Return the repeated blocks that share no parameter with anything else."""
     blocks = list(repeated(model).values())
-    users: dict[int, int] = {}
-    for block in blocks:
-        for one in block.parameters():
-            users[id(one)] = users.get(id(one), 0) + 1
+    users = Counter(id(parameter) for block in blocks for parameter in block.parameters())
     inside = {id(module) for block in blocks for module in block.modules()}
     for module in model.modules():
         if id(module) not in inside:
-            for one in module.parameters(recurse=False):
-                users[id(one)] = users.get(id(one), 0) + 1
-    return [block for block in blocks if all(users[id(one)] == 1 for one in block.parameters())]
+            users.update(map(id, module.parameters(recurse=False)))
+    return [block for block in blocks if all(users[id(parameter)] == 1 for parameter in block.parameters())]
 
 
 def _refuse_unspreadable(model: nn.Module) -> None:
-    """Raise where a parameter cannot be spread, or not with the others."""
-    for name, one in model.named_parameters():
-        if one.dim() == 0:
-            what = f"the parameter {name} is a single number, which cannot be spread over ranks"
-            raise ConfigError(what, where=WHERE, remedy=f"give it the shape (1,)   or {NOT_SHARDED}")
-    kinds = {one.dtype: name for name, one in model.named_parameters() if one.requires_grad}
+    """Raise where a parameter cannot be sharded, or not together with the others."""
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 0:
+            problem = f"the parameter {name} is a single number, which cannot be spread over ranks"
+            raise ConfigError(problem, where=WHERE, remedy=f"give it the shape (1,)   or {NOT_SHARDED}")
+    kinds = {parameter.dtype: name for name, parameter in model.named_parameters() if parameter.requires_grad}
     if len(kinds) > 1:
         shown = " and ".join(f"{str(kind).removeprefix('torch.')} ({name})" for kind, name in kinds.items())
-        what = f"the parameters that are trained are of several types: {shown}"
-        raise ConfigError(what, where=WHERE, remedy=f"make them one type   or {NOT_SHARDED}")
+        problem = f"the parameters that are trained are of several types: {shown}"
+        raise ConfigError(problem, where=WHERE, remedy=f"make them one type   or {NOT_SHARDED}")
 
 
 class SpreadModel:
-    """A model that is spread over ranks."""
+    """A model that is sharded over ranks."""
 
     def __init__(self, model: nn.Module, parts: list[FSDPModule], ranks: Ranks) -> None:
         self.model, self.ranks, self._parts = model, ranks, parts
@@ -130,7 +127,7 @@ class SpreadModel:
         self._known: set[int] = set()
         for part in parts:
             part.set_gradient_divide_factor(1.0)
-            part.set_force_sum_reduction_for_comms(True)  # gloo knows nothing else
+            part.set_force_sum_reduction_for_comms(True)  # gloo supports nothing else
             part.set_custom_all_gather(cast("Any", _Gather(ranks)))
             part.set_custom_reduce_scatter(cast("Any", _ReduceScatter(ranks)))
             cast("nn.Module", part).register_forward_pre_hook(self._listen)
@@ -138,7 +135,7 @@ class SpreadModel:
         parts[-1].set_reduce_scatter_unused_params(True)
 
     def reduces(self, *, now: bool) -> None:
-        """Say whether the next backward adds gradients up over ranks, or keeps them whole until a later one does."""
+        """Choose whether the next backward reduces gradients over ranks, or keeps them unsharded for a later one."""
         self._parts[-1].set_requires_gradient_sync(now)
         self._parts[-1].set_is_last_backward(now)
 
@@ -147,29 +144,31 @@ class SpreadModel:
         self._used.clear()
 
     def drop_unused(self, trained: Sequence[nn.Parameter]) -> None:
-        """Take the gradient from parameters for which no rank had any: zeros would let an optimizer move them."""
-        names = {id(one): number for number, one in enumerate(self.model.parameters())}
-        told = self.ranks.exchange({"used": sorted(self._used)})
-        used = {number for one in told for number in one["used"]}
+        """Drop the gradients of parameters that no rank used: with zeros an optimizer would still move them."""
+        numbers = {id(parameter): number for number, parameter in enumerate(self.model.parameters())}
+        replies = self.ranks.exchange({"used": sorted(self._used)})
+        used = {number for reply in replies for number in reply["used"]}
         for parameter in trained:
-            if names[id(parameter)] not in used:
+            if numbers[id(parameter)] not in used:
                 parameter.grad = None
 
     def _listen(self, module: nn.Module, _: Any) -> None:
-        """Note of each parameter when it gets a gradient; called when those of a block are whole."""
+        """Register, once a block's parameters are first gathered, a hook on each that notes when it gets a gradient."""
         if not torch.is_grad_enabled() or id(module) in self._known:
             return
         self._known.add(id(module))
         numbers = {name: number for number, (name, _) in enumerate(self.model.named_parameters())}
-        prefix = next(name for name, one in self.model.named_modules() if one is module)
-        for name, one in module.named_parameters():
-            if one.requires_grad and not hasattr(one, "_local_tensor"):
+        prefix = next(name for name, candidate in self.model.named_modules() if candidate is module)
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad and not hasattr(parameter, "_local_tensor"):
                 number = numbers[f"{prefix}.{name}" if prefix else name]
-                cast("Any", one).register_post_accumulate_grad_hook(lambda _, number=number: self._used.add(number))
+                cast("Any", parameter).register_post_accumulate_grad_hook(
+                    lambda _, number=number: self._used.add(number)
+                )
 
 
 class _Comm:
-    """What all ranks do together within a pass: whoever waits in it looks whether another is lost."""
+    """A collective of FSDP that, while it waits, checks whether another rank is lost."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -200,7 +199,7 @@ class _ReduceScatter(_Comm):
         op: Any,
         async_op: bool = False,  # noqa: ARG002, FBT001, FBT002 - it is torch's
     ) -> None:
-        if not output_tensor.is_cuda:  # gloo's own is made of the same, and cannot be waited for with an eye on others
+        if not output_tensor.is_cuda:  # gloo's own does the same, and cannot be watched while waiting
             self._together(
                 lambda: torch.distributed.all_reduce(input_tensor, op=op, group=group, async_op=True), in_stream=False
             )
@@ -211,7 +210,7 @@ class _ReduceScatter(_Comm):
 
 
 def _named(*names: str) -> Callable[..., Any]:
-    """Return what torch.distributed calls by the first of some names that it knows: later versions have new ones."""
+    """Return the function of torch.distributed under the first name that it has: later versions renamed some."""
     return cast("Callable[..., Any]", next(filter(None, (getattr(torch.distributed, name, None) for name in names))))
 
 
@@ -219,7 +218,7 @@ def _named(*names: str) -> Callable[..., Any]:
 
 
 class ShardedStep(Step):
-    """A step of a model that is spread over ranks: gradients are sums over all of them after every backward."""
+    """A step of a sharded model: after every backward gradients are sums over all ranks."""
 
     is_spread = True
 
@@ -234,7 +233,7 @@ class ShardedStep(Step):
         scaled: bool | None = None,
         begin: Callable[[nn.Module], None] = lambda _: None,
     ) -> None:
-        """Build the model and spread it; `begin` gives it other weights before."""
+        """Build the model and shard it; `begin` is called on it before, to load other weights."""
 
         def make() -> nn.Module:
             model = task.model()
@@ -244,11 +243,11 @@ class ShardedStep(Step):
 
         self.ranks = ranks
         model, self.spread = built(make, ranks, device)
-        self.agreed = 1.0  # what all ranks divide a single term by, until its weight is known
+        self.agreed = 1.0  # all ranks divide a single term by it until its weight is known
         super().__init__(task, settings, device=device, model=model, watch=watch, scaled=scaled)
 
     def accompany(self, batch: Batch) -> None:
-        """Run a micro-batch of another rank, so that all ranks make as many passes: it adds nothing."""
+        """Run another rank's micro-batch with a loss of zero, so that all ranks make as many passes."""
         terms = self._forward(self.moved(batch))
         first, *others = (total * 0.0 for total, _ in terms.values())
         torch.autograd.backward(self.scaler.scale(sum(others, first)))
@@ -269,13 +268,13 @@ class ShardedStep(Step):
         super().settle(weight)
 
     def norm(self) -> Tensor:
-        """Return the norm of all gradients, over all ranks; each calls it."""
+        """Return the norm of all gradients over all ranks, which must all call it."""
         squared = super().norm().to(self.device, torch.float64).square().reshape(1)
         self.ranks.add_up([squared])
         return squared.sqrt()[0]
 
     def clip(self) -> Tensor:
-        """Shorten the gradients to the norm that they may have at most; return the one that they had."""
+        """Clip the gradients to the norm of the settings; return the norm that they had."""
         assert self.settings.clip is not None
         self.watch.phase("clip")
         norm = self.norm()
@@ -285,9 +284,9 @@ class ShardedStep(Step):
         return norm
 
     def owned(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Yield what of every tensor this rank has."""
-        for what, whose, one in super().owned():
-            yield what, whose, local(one)
+        """Yield this rank's shard of every tensor."""
+        for kind, owner, tensor in super().owned():
+            yield kind, owner, local(tensor)
 
     @property
     def gradients(self) -> list[Tensor]:
@@ -297,12 +296,12 @@ class ShardedStep(Step):
         decay = self.settings.ema
         assert decay is not None
         with torch.no_grad():
-            torch._foreach_lerp_([local(one) for one in self.averages], [local(one) for one in self.trained], 1 - decay)
+            torch._foreach_lerp_(list(map(local, self.averages)), list(map(local, self.trained)), 1 - decay)
 
     def _swap(self) -> None:
-        """Exchange contents: what FSDP gathers from is memory of its own, which another tensor would not change."""
+        """Exchange contents, not tensors: FSDP gathers from its own memory."""
         for average, parameter in zip(self.averages, self.trained, strict=bool(self.averages)):
-            one, other = local(average), local(parameter.detach())
-            kept = one.clone()
-            one.copy_(other)
-            other.copy_(kept)
+            average_shard, parameter_shard = local(average), local(parameter.detach())
+            kept = average_shard.clone()
+            average_shard.copy_(parameter_shard)
+            parameter_shard.copy_(kept)

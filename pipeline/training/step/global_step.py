@@ -1,4 +1,4 @@
-"""What ranks tell each other at the end of a step, and what follows from it: all of them decide the same."""
+"""The reports that ranks exchange at the end of a step, and the decisions that all of them draw from these."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class RankReport:
-    """A rank's report of a step, exchanged before the update: what it has done, and wants."""
+    """A rank's report of a step, exchanged before the update: what it did, and what it asks for."""
 
     terms: Mapping[str, Sequence[float]] = field(default_factory=dict)  # sums and weights
     items: int = 0
@@ -33,23 +33,23 @@ class RankReport:
     ooms: int = 0
     rejected: int = 0
     skipped: int = 0  # items that fit nowhere
-    just_skipped: int = 0  # of these, since the step began for the last time
+    just_skipped: int = 0  # of these, since the step last started
     cropped: int = 0
     remedied: Mapping[str, int] = field(default_factory=dict)  # items that ran on a rung of the ladder, by its name
-    again: bool = False  # the step has come to no end on it
+    again: bool = False  # it could not finish the step
     absent: list[int] | None = None  # parameters without a gradient; None: all of them
-    budget: int = 0  # that it wants from now on
-    ending: int = 0  # the signal that told it to end
-    is_due: bool = False  # a checkpoint, by the first rank's clock
-    host_share: float = 0.0  # of its memory limit that the host has used
-    is_written: bool = False  # its share of a checkpoint that is saved behind the training's back
-    lost: str = ""  # its parameters are torn: memory ended within the optimizer
+    budget: int = 0  # the memory budget that it wants from now on
+    ending: int = 0  # the signal that asked it to end; 0: none
+    is_due: bool = False  # a checkpoint is due, by the first rank's clock
+    host_share: float = 0.0  # used share of the host's memory limit
+    is_written: bool = False  # its part of a checkpoint that is saved in the background
+    lost: str = ""  # why its parameters are half updated: memory ended within the optimizer
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     def carry(self, first: RankReport) -> None:
-        """Add what was learned and counted before the step began again; what ran then has come to nothing."""
+        """Take over the budget and the counts of an attempt after which the step started again."""
         self.budget = min(self.budget, first.budget)
         self.ooms += first.ooms
         self.cropped += first.cropped
@@ -57,25 +57,25 @@ class RankReport:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """The reports of all ranks, from which each draws the same conclusions."""
+    """The reports of all ranks; every rank draws the same conclusions from them."""
 
     words: tuple[RankReport, ...]
 
     @classmethod
-    def of(cls, said: Sequence[Mapping[str, Any]]) -> StepReport:
-        """Read what ranks said; terms of unequal names are refused."""
-        words = tuple(RankReport(**one) for one in said)
-        refuse_unequal([list(one.terms) for one in words])
-        return cls(words)
+    def of(cls, messages: Sequence[Mapping[str, Any]]) -> StepReport:
+        """Read the ranks' messages; refuse terms of unequal names."""
+        reports = tuple(RankReport(**message) for message in messages)
+        refuse_unequal([list(report.terms) for report in reports])
+        return cls(reports)
 
     @property
     def names(self) -> list[str]:
-        return next((list(one.terms) for one in self.words if one.terms), [])
+        return next((list(report.terms) for report in self.words if report.terms), [])
 
     def total(self, name: str) -> tuple[float, float]:
         """Return the sum and the weight of a term over all ranks."""
-        found = [one.terms[name] for one in self.words if name in one.terms]
-        return math.fsum(total for total, _ in found), math.fsum(weight for _, weight in found)
+        terms = [report.terms[name] for report in self.words if name in report.terms]
+        return math.fsum(total for total, _ in terms), math.fsum(weight for _, weight in terms)
 
     @property
     def totals(self) -> dict[str, tuple[float, float]]:
@@ -83,41 +83,41 @@ class StepReport:
 
     @property
     def not_finite(self) -> list[int]:
-        """Return the ranks that have a sum which is not finite."""
+        """The ranks with a sum or weight that is not finite."""
         return [
             rank
-            for rank, one in enumerate(self.words)
-            if not all(math.isfinite(total) and math.isfinite(weight) for total, weight in one.terms.values())
+            for rank, report in enumerate(self.words)
+            if not all(math.isfinite(total) and math.isfinite(weight) for total, weight in report.terms.values())
         ]
 
     def with_gradient(self, parameters: int) -> list[int]:
-        """Return which parameters have a gradient on any rank."""
-        absent = [set(one.absent) for one in self.words if one.absent is not None]
+        """Return the numbers of the parameters that have a gradient on any rank."""
+        absent = [set(report.absent) for report in self.words if report.absent is not None]
         nowhere = set.intersection(*absent) if absent else set(range(parameters))
         return [number for number in range(parameters) if number not in nowhere]
 
     def sum_of(self, name: str) -> int:
         """Return the sum of a count over all ranks."""
-        return sum(getattr(one, name) for one in self.words)
+        return sum(getattr(report, name) for report in self.words)
 
     @property
     def remedied(self) -> dict[str, int]:
-        """Return how many items ran on each rung of the ladder."""
-        names = sorted({name for one in self.words for name in one.remedied})
-        return {name: sum(one.remedied.get(name, 0) for one in self.words) for name in names}
+        """How many items ran on each rung of the ladder."""
+        names = sorted({name for report in self.words for name in report.remedied})
+        return {name: sum(report.remedied.get(name, 0) for report in self.words) for name in names}
 
     @property
     def ending(self) -> int:
-        """Return the signal that told any rank to end; 0: none."""
-        return max(one.ending for one in self.words)
+        """The signal that asked any rank to end; 0: none."""
+        return max(report.ending for report in self.words)
 
     @property
     def lost(self) -> str:
-        return next((f"rank {rank}: {one.lost}" for rank, one in enumerate(self.words) if one.lost), "")
+        return next((f"rank {rank}: {report.lost}" for rank, report in enumerate(self.words) if report.lost), "")
 
     @property
     def is_written(self) -> bool:
-        return all(one.is_written for one in self.words)
+        return all(report.is_written for report in self.words)
 
     @property
     def is_due(self) -> bool:
@@ -125,15 +125,15 @@ class StepReport:
 
     @property
     def budget(self) -> int:
-        return min(one.budget for one in self.words)
+        return min(report.budget for report in self.words)
 
     @property
     def host_share(self) -> float:
-        return max(one.host_share for one in self.words)
+        return max(report.host_share for report in self.words)
 
 
 class WholeStep:
-    """Makes steps with every rank; `lost` says, on the rank where it was so, that memory ended within the optimizer."""
+    """Makes steps together with all ranks; `lost` is set on a rank whose memory ended within the optimizer."""
 
     def __init__(
         self,
@@ -145,56 +145,55 @@ class WholeStep:
         complete: Callable[[RankReport], None],
         say: Callable[[str], None],
     ) -> None:
-        """Take what runs this rank's part; `complete` adds to its words what is not of the step itself."""
+        """Take what runs this rank's part; `complete` fills in the report's fields that are not of the step itself."""
         self.step, self.stepper, self.ranks, self.meter = step, stepper, ranks, meter
         self.lost = ""
-        self.empty_cache = False  # is wanted once the step has ended
+        self.empty_cache = False  # whether the governor wants it after the step
         self._complete, self._say = complete, say
 
     def accumulate(self, share: RankShare, number: int) -> StepReport:
-        """Run this rank's share; return what all ranks did."""
+        """Run this rank's share; return the reports of all ranks."""
         weights, is_lost = self._weights(share)
         if is_lost:
             share.drain()
-            words = RankReport(lost=self.lost)
+            own = RankReport(lost=self.lost)
         else:
-            local = self.stepper.run(share, weights)
-            words = self._words(share, local, number)
-        heard = StepReport.of(self.ranks.exchange(words.to_json()))
-        self.stepper.learn_terms(len(heard.names))
-        are_more = weights is None and len(heard.names) > 1  # terms than ever before: they were divided by a guess
-        are_less = weights is not None and heard.sum_of("just_skipped")  # items than were weighed
-        if (are_more or are_less or heard.sum_of("again")) and not heard.lost:
+            own = self._report(share, self.stepper.run(share, weights), number)
+        report = StepReport.of(self.ranks.exchange(own.to_json()))
+        self.stepper.learn_terms(len(report.names))
+        has_more_terms = weights is None and len(report.names) > 1  # than ever before: they were divided by a guess
+        has_fewer_items = weights is not None and report.sum_of("just_skipped")  # than the weights are of
+        if (has_more_terms or has_fewer_items or report.sum_of("again")) and not report.lost:
             self.stepper.go_back()
             again = self.accumulate(share, number)
-            for first, second in zip(heard.words, again.words, strict=True):
+            for first, second in zip(report.words, again.words, strict=True):
                 second.carry(first)
             return again
-        if weights is None and len(heard.names) == 1:
-            ((_, weight),) = heard.totals.values()
+        if weights is None and len(report.names) == 1:
+            ((_, weight),) = report.totals.values()
             self.step.settle(weight)
-        return heard
+        return report
 
     def _weights(self, share: RankShare) -> tuple[dict[str, float] | None, bool]:
-        """Return the weights of the whole step, where they must be known beforehand, and whether it cannot be run."""
+        """Return the weights of the whole step, None where they are not needed, and whether any rank is lost."""
         if not self.stepper.needs_weights:
             return None, bool(self.lost)
         own = {} if self.lost else self.stepper.weights(share)
-        said = self.ranks.exchange({"lost": bool(self.lost), "weights": own})
-        told, is_lost = [one["weights"] for one in said], any(one["lost"] for one in said)
-        names = list(dict.fromkeys(name for one in told for name in one))
+        replies = self.ranks.exchange({"lost": bool(self.lost), "weights": own})
+        rank_weights, is_lost = [reply["weights"] for reply in replies], any(reply["lost"] for reply in replies)
+        names = list(dict.fromkeys(name for weights in rank_weights for name in weights))
         self.stepper.learn_terms(len(names))
         if not self.stepper.needs_weights:
             return None, is_lost
-        return {name: math.fsum(one.get(name, 0.0) for one in told) for name in names}, is_lost
+        return {name: math.fsum(weights.get(name, 0.0) for weights in rank_weights) for name in names}, is_lost
 
-    def _words(self, share: RankShare, local: Local, number: int) -> RankReport:
+    def _report(self, share: RankShare, local: Local, number: int) -> RankReport:
         memory = self.meter.read() if self.meter else None
         want = self.stepper.governor.after_step(memory)
         self.empty_cache = want.empty_cache
         if want.why:
             self._say(f"step {number}: {want.why}")
-        words = RankReport(
+        report = RankReport(
             terms=local.terms,
             items=local.items,
             micros=local.micros,
@@ -207,15 +206,15 @@ class WholeStep:
             absent=self._absent(),
             budget=want.budget,
         )
-        self._complete(words)
-        return words
+        self._complete(report)
+        return report
 
     def _absent(self) -> list[int] | None:
-        absent = [number for number, one in enumerate(self.step.trained) if one.grad is None]
+        absent = [number for number, parameter in enumerate(self.step.trained) if parameter.grad is None]
         return None if len(absent) == len(self.step.trained) else absent
 
     def take(self, heard: StepReport) -> float | None:
-        """Let the optimizer take the gradients of all ranks; return their norm; None where it is not finite."""
+        """Step the optimizer with the gradients of all ranks; return their norm, None where it is not finite."""
         if not heard.names:  # no rank has any item
             self.step.release()
             return 0.0
@@ -223,15 +222,15 @@ class WholeStep:
         norm = float(self.step.clip() if self.step.settings.clip is not None else self.step.norm())
         if not math.isfinite(norm) and not self.step.retries_by_scale:
             return None
-        if self.step.is_spread:  # where memory ends here, all ranks end
+        if self.step.is_spread:  # an out-of-memory here ends all ranks
             self.step.apply()
             return norm
-        lost = out_of_memory_error(self.step.apply)
-        self.lost = "" if lost is None else f"memory ended within the optimizer: {lost}"
+        error = out_of_memory_error(self.step.apply)
+        self.lost = "" if error is None else f"memory ended within the optimizer: {error}"
         return norm
 
     def _add_up(self, heard: StepReport) -> None:
-        """Give every rank the gradients of all."""
+        """Add up the gradients over ranks."""
         if self.ranks.world == 1 or self.step.is_spread:  # then they are sums already
             return
         gradients: list[Tensor] = []
@@ -243,6 +242,6 @@ class WholeStep:
         self.ranks.add_up(gradients)
 
     def lost_by(self) -> str:
-        """Ask all ranks whether any has lost its parameters in the last step; return which, and how."""
-        told = self.ranks.exchange({"lost": self.lost})
-        return next((f"rank {rank}: {one['lost']}" for rank, one in enumerate(told) if one["lost"]), "")
+        """Ask all ranks whether any lost its parameters in the last step; return which rank and why, else ""."""
+        replies = self.ranks.exchange({"lost": self.lost})
+        return next((f"rank {rank}: {reply['lost']}" for rank, reply in enumerate(replies) if reply["lost"]), "")

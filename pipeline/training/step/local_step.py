@@ -1,8 +1,8 @@
-"""A rank's own part of a step: its micro-batches forward and backward, through every out-of-memory, with no other rank.
+"""A rank's own part of a step: forward and backward of its micro-batches, recovering from out-of-memory by itself.
 
-When memory ends the step begins again with the failed micro-batch halved (`memory.recovery`). A single item that does
-not fit climbs a ladder: blocks computed again in backward, activations in the host's memory, then the processor, or the
-item is left out, as configured. What was learned is applied from the next step on.
+After an out-of-memory the step starts again with the failed micro-batch halved (`memory.recovery`). A single item that
+does not fit climbs a ladder: checkpointing, activations in the host's memory, then the CPU, or the item is left out, as
+configured. What was learned is applied from the next step on.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class Local:
     ooms: int = 0
     skipped: list[str] = field(default_factory=list)  # items that fit nowhere
     remedied: dict[str, int] = field(default_factory=dict)  # items that ran on a rung of the ladder, by its name
-    again: bool = False  # it came to no end: all ranks begin the step again, this one as it has learned
+    again: bool = False  # it could not finish: all ranks start the step again, this one with smaller pieces
 
 
 class Stepper:
     """Runs a rank's part of steps."""
 
-    is_joint = False  # its loss is of the items of all ranks together
+    is_joint = False  # the loss compares the items of all ranks
 
     def __init__(
         self,
@@ -62,14 +62,15 @@ class Stepper:
         begin: Callable[[Piece], None] = lambda _: None,
         failed: Callable[[Piece, Oom], None] = lambda _piece, _oom: None,
     ) -> None:
-        """Take a step, who knows the budget, and what every item costs; `begin` and `failed` hear of each piece.
+        """Take a step, the governor of its memory budget, and each item's cost.
 
-        `too_large` is where an item goes that no rung of a card holds: cpu, skip or error.
+        `begin` is called before a piece runs, `failed` when it did not fit. `too_large` says what happens to an item
+        that fits on no GPU rung: cpu, skip or error.
         """
         self.step, self.governor, self.cost_N, self.upkeep, self.too_large = step, governor, cost_N, upkeep, too_large
         self._begin, self._failed = begin, failed
         self._snapshot: StepSnapshot | None = None
-        self._is_several: bool | None = True if isinstance(step.task, Weights) else None  # terms; None: not known yet
+        self._is_several: bool | None = True if isinstance(step.task, Weights) else None  # terms; None: unknown yet
         self.ladder = tuple(RUNGS[: RUNGS.index(SKIP)]) if self._on_card else RUNGS[:2]
 
     @property
@@ -78,19 +79,19 @@ class Stepper:
 
     @property
     def needs_weights(self) -> bool:
-        """Say whether the weights of terms must be known before a step: where there are several, or nobody knows."""
+        """Whether the terms' weights must be known before a step: there are several terms, or nobody knows yet."""
         return self._is_several is not False
 
     def weights(self, share: RankShare) -> dict[str, float]:
-        """Return the weights of this rank's terms; no random number is used up."""
-        found: list[Mapping[str, Any]] = []
+        """Return the weights of this rank's terms, leaving the random number generators unchanged."""
+        weights: list[Mapping[str, Any]] = []
         with as_drawn(self.step.device):
             for piece in share:
-                self._in_parts(piece, lambda part: found.append(self._weights_of(part)), share)
-        return {name: float(value) for name, value in sums_by_name(found).items()}
+                self._in_parts(piece, lambda part: weights.append(self._weights_of(part)), share)
+        return {name: float(value) for name, value in sums_by_name(weights).items()}
 
     def learn_terms(self, names: int) -> None:
-        """Hear how many terms a loss has, over all ranks."""
+        """Remember whether the loss has several terms; `names`: how many over all ranks, 0 where no item ran."""
         if names:
             self._is_several = names > 1 or isinstance(self.step.task, Weights)
 
@@ -100,7 +101,7 @@ class Stepper:
         return weights_of(self.step, piece)
 
     def _in_parts(self, piece: Piece, run: Callable[[Piece], Any], share: RankShare) -> None:
-        """Run something that adds nothing up before it ends, halving what does not fit."""
+        """Call `run` on a piece, halving what does not fit; `run` must leave nothing behind when it fails."""
         if out_of_memory_error(run, piece) is None:
             return
         free_caches(self.step.device)
@@ -127,7 +128,7 @@ class Stepper:
             local.remedied.clear()
             self.go_back()
 
-        done = replay_until_it_fits(
+        replayed = replay_until_it_fits(
             _Started(share, self._ready),
             partial(self._run, local=local, weights=weights),
             again=again,
@@ -141,26 +142,25 @@ class Stepper:
         for piece_cost in local.costs:
             self.governor.ran(piece_cost)
         share.leave_out(local.skipped)
-        local.ooms = len(done.ooms)
+        local.ooms = len(replayed.ooms)
         local.terms = self.step.totals
         return local
 
     def rehearse(self, share: RankShare) -> None:
-        """Run a share as part of a step, before there is any."""
+        """Try out a share before training begins."""
         self.run(share, self.weights(share) if self.needs_weights else None)
 
     def _heard(self, piece: Piece, oom: Oom) -> None:
-        """Hear that a piece did not fit."""
+        """Report a piece that did not fit to the governor."""
         if not oom.is_single:
             self.governor.out_of_memory(self.cost(piece))
         self._failed(piece, oom)
 
     def _ready(self, piece: Piece) -> list[Piece]:
-        """Return a micro-batch as it begins: cut where it is over the budget, on the rung that such an item needed."""
-        costs = self._costs(piece)
-        slices = self.governor.admit(costs)
-        pieces = [replace(piece, start=piece.start + one.start, stop=piece.start + one.stop) for one in slices]
-        return [replace(one, rung=self._known_rung(one)) if len(one) == 1 else one for one in pieces]
+        """Cut a micro-batch to the budget; a single item gets the rung that items of its cost needed before."""
+        slices = self.governor.admit(self._costs(piece))
+        parts = [replace(piece, start=piece.start + part.start, stop=piece.start + part.stop) for part in slices]
+        return [replace(part, rung=self._known_rung(part)) if len(part) == 1 else part for part in parts]
 
     def _known_rung(self, piece: Piece) -> int:
         rung = self.governor.rung(self.cost(piece))
@@ -170,12 +170,12 @@ class Stepper:
         return [int(self.cost_N[number]) for number in piece.numbers]
 
     def cost(self, piece: Piece) -> int:
-        """Return what a piece costs."""
+        """Return the memory cost of a piece: with padding, its largest item's for each."""
         costs = self._costs(piece)
         return max(costs) * len(costs) if self.governor.padded else sum(costs)
 
     def _height(self, piece: Piece) -> float:
-        """Return the cost by which later pieces are split beforehand; infinite for one already on a fallback."""
+        """Return the cost above which later pieces are split beforehand; infinite for a piece already on a rung."""
         return math.inf if piece.rung else float(self.cost(piece))
 
     def _run(self, piece: Piece, *, local: Local, weights: Mapping[str, float] | None) -> None:
@@ -185,7 +185,7 @@ class Stepper:
         self._count(piece, local)
 
     def _count(self, piece: Piece, local: Local) -> None:
-        """Count a piece that ran."""
+        """Add a piece that ran to the counts."""
         local.items += len(piece)
         local.micros += 1
         if piece.rung:
@@ -196,11 +196,11 @@ class Stepper:
         self.upkeep.after_micro_batch()
 
     def _climb(self, piece: Piece, local: Local, climbed: list[tuple[int, str]]) -> Callable[[Piece], Sequence[Piece]]:
-        """Return what becomes of a single item that did not fit."""
+        """Return what replaces a single item that did not fit: itself on the next rung, or nothing."""
         if piece.rung < len(self.ladder) and self._allowed(self.ladder[piece.rung]):
             climbed.append((self.cost(piece), self.ladder[piece.rung]))
-            rung = piece.rung + 1  # the piece itself is let go of: its batch is in one of few slots
-            return lambda one: [replace(one, rung=rung)]
+            rung = piece.rung + 1  # a closure over the piece would keep its batch in one of the loader's few slots
+            return lambda failed: [replace(failed, rung=rung)]
         if self.too_large != SKIP:
             raise self._too_large(piece)
         local.skipped += piece.ids
@@ -211,37 +211,37 @@ class Stepper:
 
     def _too_large(self, piece: Piece) -> PlanInfeasible:
         sizes = f"{self.cost(piece) / 2**20:,.0f} MiB beside the model, as planned"
-        what = f"{piece.ids[0]} does not fit in memory, not even alone and with every remedy ({sizes})"
+        problem = f"{piece.ids[0]} does not fit in memory, not even alone and with every remedy ({sizes})"
         remedy = "--set train.too_large=skip   or a larger card   or --set train.oversize=crop"
-        return PlanInfeasible(what, where="training", remedy=remedy)
+        return PlanInfeasible(problem, where="training", remedy=remedy)
 
     def go_back(self) -> None:
-        """Bring everything to the start of the step: its gradients are gone."""
+        """Return to the start of the step: drop its gradients, rewind random numbers and statistics."""
         assert self._snapshot is not None
         self.step.release()
         self._snapshot.rewind()
 
     def not_finite(self, share: RankShare) -> list[str]:
-        """Return which items of a share alone have a loss that is not finite."""
-        found: list[str] = []
+        """Return the ids of a share's items whose own loss is not finite."""
+        ids: list[str] = []
         for piece in share:
-            for one in piece.singles():
-                found += [] if self._is_finite(one) else one.ids
-        return found
+            for single in piece.singles():
+                ids += [] if self._is_finite(single) else single.ids
+        return ids
 
     def _is_finite(self, piece: Piece) -> bool:
-        """Say whether an item's loss is finite, as far as it can be computed."""
+        """Say whether an item's loss is finite; true where it does not fit in memory."""
         losses: list[float] = []
 
-        def evaluate(one: Piece) -> None:
-            losses.extend(float(total) for total, _ in self.step.evaluate(one.collated(self.step.task)).values())
+        def evaluate(piece: Piece) -> None:
+            losses.extend(float(total) for total, _ in self.step.evaluate(piece.collated(self.step.task)).values())
 
         out_of_memory_error(evaluate, piece)
         return all(map(math.isfinite, losses))
 
 
 def weights_of(step: Step, piece: Piece) -> Mapping[str, Any]:
-    """Return the weights of a piece's terms: as the task says, else by running the model."""
+    """Return the weights of a piece's terms: from the task's `weights`, else by running the model."""
     batch = piece.collated(step.task)
     if isinstance(step.task, Weights):
         return step.task.weights(batch)
@@ -251,7 +251,7 @@ def weights_of(step: Step, piece: Piece) -> Mapping[str, Any]:
 def accumulate_piece(
     step: Step, piece: Piece, weights: Mapping[str, float] | None, *, is_whole_step: bool = False
 ) -> None:
-    """Run a piece forward and backward on its rung; where it is a whole step, from the loss of its items alone."""
+    """Run a piece forward and backward on its rung; `is_whole_step`: it holds all items of the step."""
     batch = piece.collated(step.task)
     if piece.is_on_host:
         step.accumulate_on_host(batch, weights)
@@ -261,7 +261,7 @@ def accumulate_piece(
 
 
 class _Started:
-    """The pieces of a share as they begin, from the start each time."""
+    """The ready pieces of a share; each iteration starts over."""
 
     def __init__(self, share: RankShare, ready: Callable[[Piece], list[Piece]]) -> None:
         self._share, self._ready = share, ready
@@ -272,13 +272,14 @@ class _Started:
 
 
 def refuse_unequal(names: Sequence[Sequence[str]]) -> None:
-    """Raise where ranks that had items had terms of different names."""
-    spoken = [(rank, tuple(one)) for rank, one in enumerate(names) if one]
-    for rank, one in spoken:
-        if set(one) != set(spoken[0][1]):
-            what = (
-                f"loss() returned {', '.join(sorted(spoken[0][1]))} on rank {spoken[0][0]}"
-                f" and {', '.join(sorted(one))} on rank {rank}"
+    """Raise where ranks that had items had terms of different names; `names`: each rank's terms."""
+    with_items = [(rank, rank_names) for rank, rank_names in enumerate(names) if rank_names]
+    for rank, rank_names in with_items:
+        first_rank, first_names = with_items[0]
+        if set(rank_names) != set(first_names):
+            problem = (
+                f"loss() returned {', '.join(sorted(first_names))} on rank {first_rank}"
+                f" and {', '.join(sorted(rank_names))} on rank {rank}"
             )
             remedy = "return every term for every batch; one that no item has is (sum of nothing, 0)"
-            raise DataError(what, where="train.task", remedy=remedy)
+            raise DataError(problem, where="train.task", remedy=remedy)

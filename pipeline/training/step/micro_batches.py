@@ -1,7 +1,7 @@
-"""A rank's share of a step: its micro-batches, as often as they are asked for, and pieces of them.
+"""A rank's share of a step: its micro-batches, iterable several times, and pieces of them.
 
-A step may have to be run again from its start. By then most of its batches are gone from the loader's ring: those are
-read again, into memory of their own.
+A step may have to run again from its start. By then most of its batches are gone from the loader's ring buffer: those
+are read again, into memory of their own.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from pipeline.training.items.batch import BatchOrigin, ItemBatch, ItemTensors
 
 CHECKPOINTING, OFFLOAD, HOST, SKIP = "checkpointing", "offload", "cpu", "skip"
-RUNGS = (CHECKPOINTING, OFFLOAD, HOST, SKIP)  # a piece's `rung` counts those that it has climbed
+RUNGS = (CHECKPOINTING, OFFLOAD, HOST, SKIP)  # the ladder of remedies; a piece's `rung` counts those it has climbed
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some items of a micro-batch, and what is done about their memory beyond what the settings say."""
+    """A slice of a micro-batch, and how many memory remedies it needs beyond the settings."""
 
     batch: ItemBatch
     start: int
@@ -56,23 +56,22 @@ class Piece:
         return self.rung > RUNGS.index(HOST)
 
     def collated(self, task: Task) -> Batch:
-        """Return the task's batch of its items."""
         return task.collate(self.items, self.rng)
 
     def halves(self) -> list[Piece]:
-        """Return it in two, or alone where it is one item."""
+        """Split it in two; a single item stays whole."""
         if len(self) < 2:
             return [self]
         middle = (self.start + self.stop) // 2
         return [replace(self, stop=middle), replace(self, start=middle)]
 
     def singles(self) -> list[Piece]:
-        """Return its items one by one."""
+        """Split it into pieces of one item."""
         return [replace(self, start=place, stop=place + 1) for place in range(self.start, self.stop)]
 
 
 class RankShare:
-    """Goes over a rank's pieces of a step from the start each time; the first time they come from the loader."""
+    """A rank's pieces of one step; each iteration starts over, and the first one reads from the loader."""
 
     def __init__(
         self,
@@ -82,9 +81,9 @@ class RankShare:
         hold: int,
         leave_out: Collection[str] = (),
     ) -> None:
-        """Take the step's first batch, to see which step it is; `hold` batches at most are kept for another time."""
+        """Read the step's first batch, which says which step it is; keep at most `hold` batches for a rerun."""
         self._batches, self._fetch, self._hold, self._leave_out = batches, fetch, hold, set(leave_out)
-        self.skipped: list[str] = []  # items that were to be left out since
+        self.skipped: list[str] = []  # items that `leave_out` added
         self._seen: list[tuple[tuple[int, ...], BatchOrigin]] = []
         self._ids: list[tuple[str, ...]] = []
         self._held: dict[int, ItemBatch] = {}
@@ -93,7 +92,7 @@ class RankShare:
         self._next = self._take()
 
     def leave_out(self, ids: Sequence[str]) -> None:
-        """Go on without some items: they fit nowhere."""
+        """Leave out items that fit nowhere from now on."""
         self._leave_out.update(ids)
         self.skipped += ids
 
@@ -106,7 +105,7 @@ class RankShare:
         return [(ids, numbers) for ids, (numbers, _) in zip(self._ids, self._seen, strict=True)]
 
     def _take(self) -> ItemBatch | None:
-        """Take the next batch of the step from the loader."""
+        """Take the next batch of the step from the loader; None: the step has no more."""
         if self._seen and self._seen[-1][1].index + 1 == self._seen[-1][1].of:
             return None
         batch = next(self._batches, None)
@@ -125,7 +124,7 @@ class RankShare:
         place = 0
         while True:
             if place < len(self._seen) and not (place == len(self._seen) - 1 and self._next is not None):
-                held = self._held.get(place)  # an empty batch counts as nothing, but is one
+                held = self._held.get(place)  # compared with None: an empty batch is falsy
                 batch: ItemBatch | None = self._fetch(*self._seen[place]) if held is None else held
             else:
                 batch, self._next = self._next, None
@@ -136,7 +135,7 @@ class RankShare:
             yield from self._pieces(batch)
 
     def _pieces(self, batch: ItemBatch) -> Iterator[Piece]:
-        """Yield a batch as one piece, or the runs of it between items that are left out."""
+        """Yield a batch as one piece, or as the runs between items that are left out."""
         start = 0
         for place, name in enumerate((*batch.ids, "")):
             if place == len(batch.ids) or name in self._leave_out:
@@ -145,7 +144,7 @@ class RankShare:
                 start = place + 1
 
     def drain(self) -> None:
-        """Take what the loader still has of the step, and hold nothing of it."""
+        """Read the rest of the step from the loader and drop it."""
         self._next, self._hold = None, 0
         self._held.clear()
         while self._take() is not None:

@@ -1,4 +1,4 @@
-"""What a step is made with: its settings, its optimizer, and the terms of its loss: a sum and a weight for each."""
+"""What a step is built from: its settings, its optimizer, and its loss terms: {name: (sum, weight)}."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SEE = "what a task must have: pipeline/protocol.py"
 
 @dataclass(frozen=True)
 class StepSettings:
-    """What decides what a step computes, and by which way."""
+    """The settings of an optimizer step."""
 
     optimizer: str = "adamw"  # adamw, adam or sgd
     learning_rate: float = 1e-4
@@ -45,13 +45,13 @@ class StepSettings:
     batch: int | None = None  # items of a step, over all ranks, where its loss compares them; None: those of a batch
 
 
-def refused(what: str, remedy: str = SEE) -> ConfigError:
-    """Return the error that a task does not what is asked of it."""
-    return ConfigError(what, where="train.task", remedy=remedy)
+def refused(problem: str, remedy: str = SEE) -> ConfigError:
+    """Return the error for a task that breaks its contract."""
+    return ConfigError(problem, where="train.task", remedy=remedy)
 
 
 def checked_terms(terms: Any) -> Terms:
-    """Return the terms of a loss; what is no sum and weight is refused at once, before it is a riddle."""
+    """Return the terms of a loss if each is a sum and a weight; else raise an error that says what is wrong."""
     if not isinstance(terms, Mapping) or not terms:
         got = "a tensor" if isinstance(terms, torch.Tensor) else type(terms).__name__ if terms else "nothing"
         raise refused(f"loss() must return {{term: (sum, weight)}} with at least one term, got {got}")
@@ -69,31 +69,31 @@ def _check_term(name: Any, term: Any) -> None:
         got = f"shape {list(total.shape)}" if isinstance(total, torch.Tensor) else type(total).__name__
         raise refused(f"loss(): the sum of {name!r} must be a tensor with one number, got {got}")
     if torch.is_grad_enabled() and not total.requires_grad:
-        what = f"loss(): the sum of {name!r} does not depend on any parameter: nothing would be learned from it"
-        raise refused(what, "leave the term out, or do not detach it")
+        problem = f"loss(): the sum of {name!r} does not depend on any parameter: nothing would be learned from it"
+        raise refused(problem, "leave the term out, or do not detach it")
     if not isinstance(weight, torch.Tensor | float | int) or (isinstance(weight, torch.Tensor) and weight.numel() != 1):
         raise refused(f"loss(): the weight of {name!r} must be one number, got {type(weight).__name__}")
 
 
-def sums_by_name(many: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the sum of what some mappings have under each name."""
+def sums_by_name(mappings: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Add up the values of several mappings, name by name."""
     sums: dict[str, Any] = {}
-    for mapping in many:
+    for mapping in mappings:
         for name, value in mapping.items():
             sums[name] = sums.get(name, 0.0) + value
     return sums
 
 
 def whole_loss(terms: Terms, weights: Mapping[str, Any] | None = None) -> Tensor:
-    """Return what to go back from: each term's sum over its weight, or over the one that all of the step has."""
-    whole = weights or {name: weight for name, (_, weight) in terms.items()}
-    first, *others = [quotient(total, whole[name]) for name, (total, _) in terms.items()]
+    """Return the scalar for backward: each term's sum over the step's weight for it, or over its own weight."""
+    weights = weights or {name: weight for name, (_, weight) in terms.items()}
+    first, *others = [quotient(total, weights[name]) for name, (total, _) in terms.items()]
     loss: Tensor = sum(others, first)
     return loss
 
 
 def only_trained(model: nn.Module, optimizer: Optimizer) -> list[nn.Parameter]:
-    """Return the parameters that an optimizer has; others need no gradients, which nobody would ever drop."""
+    """Return the optimizer's parameters; switch off the others' gradients, which nothing would ever clear."""
     trained = [
         parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.requires_grad
     ]
@@ -105,20 +105,22 @@ def only_trained(model: nn.Module, optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def freeze_parameters(model: nn.Module, frozen: Sequence[str]) -> None:
-    """Train no parameter whose name begins with one of some texts, each of which must be the beginning of a name."""
+    """Freeze the parameters whose names start with a prefix in `frozen`; refuse a prefix that no name has."""
     names = [name for name, _ in model.named_parameters()]
     for beginning in frozen:
         if not any(name.startswith(beginning) for name in names):
             firsts = dict.fromkeys(f"{name.partition('.')[0]}." if "." in name else name for name in names)
-            what = f"no parameter's name begins with {beginning!r}; they begin with {', '.join(firsts) or 'nothing'}"
-            raise ConfigError(what, where="train.frozen", remedy="name beginnings of parameters, such as [layers.0.]")
+            problem = f"no parameter's name begins with {beginning!r}; they begin with {', '.join(firsts) or 'nothing'}"
+            raise ConfigError(
+                problem, where="train.frozen", remedy="name beginnings of parameters, such as [layers.0.]"
+            )
     for name, parameter in model.named_parameters():
         if name.startswith(tuple(frozen)):
             parameter.requires_grad = False
 
 
 def optimizer_of(task: Task, model: nn.Module, settings: StepSettings) -> Optimizer:
-    """Return the optimizer of the parameters that are trained."""
+    """Build the optimizer of the trained parameters, in the task's groups where it has some."""
     groups: Any = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if isinstance(task, ParameterGroups):
         try:
@@ -136,7 +138,7 @@ def optimizer_of(task: Task, model: nn.Module, settings: StepSettings) -> Optimi
 
 
 def step_in_place(optimizer: Optimizer) -> None:
-    """Let an optimizer make its state by a step that moves nothing and is not counted."""
+    """Make an optimizer create its state by a step that moves no parameter and is not counted."""
     kept = [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = group["weight_decay"] = 0.0
@@ -149,7 +151,7 @@ def step_in_place(optimizer: Optimizer) -> None:
 
 
 def factor(schedule: ScheduleSection, step: int, steps: int) -> float:
-    """Return the share of the learning rate at a step, counted from 0, of so many in all."""
+    """Return the schedule's factor on the learning rate at a step, counted from 0, of `steps` in all."""
     if step < schedule.warmup:
         return (step + 1) / (schedule.warmup + 1)
     if schedule.kind == "constant":
@@ -160,7 +162,7 @@ def factor(schedule: ScheduleSection, step: int, steps: int) -> float:
 
 
 def set_rate(optimizer: Optimizer, share: float) -> float:
-    """Give every group its share of the rate that it began with; return that of the first."""
+    """Set every group's learning rate to `share` of its initial one; return the first group's."""
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", group["lr"])
         group["lr"] = group["initial_lr"] * share

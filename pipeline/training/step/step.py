@@ -3,13 +3,13 @@
 A term of the loss is a sum and a weight; its value over a step is the sum of its sums over the sum of its weights. So
 the weights must be known before a micro-batch runs backward, or divided out afterwards:
 
-- one term: gradients are of its sum over a guess of its weight; the guess is corrected in place at the end;
+- one term: backward runs from its sum over a guess of its weight; the guess is corrected in place at the end;
 - several terms and one micro-batch: its own weights are the step's;
-- several terms and micro-batches: the task tells the weights (`weights`), else a forward without gradients does.
+- several terms and micro-batches: the task returns the weights (`weights`), else a forward without gradients does.
 
-A loss that compares all items of a step with each other goes another way: two passes (`contrastive`).
+A loss that compares all items of a step with each other needs two passes (`contrastive`).
 
-The planner traces this very code: `watch` is told where each part begins, and what is whose.
+The planner traces this very code: `watch` is called where each phase of a step begins.
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class StepWatch(Protocol):
-    """Somebody who is told of a step's parts."""
+    """An observer that a step calls as its phases begin."""
 
     def phase(self, name: str) -> None:
-        """Hear that a part begins: inputs, forward, backward, scale, clip, optimizer, ema, release; or none, idle.
+        """Note that a phase begins: inputs, forward, backward, evaluate, scale, clip, optimizer, ema, release or idle.
 
-        Where all items of a step are compared: embed and contrast, too.
+        A contrastive step also has the phases embed and contrast.
         """
 
     def terms(self, terms: Mapping[str, Tensor]) -> None:
-        """Hear the sums of a micro-batch's terms, before backward."""
+        """Receive the sums of a micro-batch's loss terms, before backward."""
 
 
 class Unwatched:
-    """Takes no notice."""
+    """A watch that does nothing."""
 
     def phase(self, name: str) -> None:
         pass
@@ -74,8 +74,8 @@ class Unwatched:
 class Step:
     """A model, its optimizer and its moving averages; `run` makes a step."""
 
-    is_spread = False  # over ranks, which then make all passes at the same time
-    contrasts = False  # its loss compares all its items
+    is_spread = False  # the model is sharded over ranks, which then make all passes at the same time
+    contrasts = False  # the loss compares all items of the step
 
     def __init__(
         self,
@@ -87,16 +87,16 @@ class Step:
         watch: StepWatch | None = None,
         scaled: bool | None = None,
     ) -> None:
-        """Build the model, unless it is given, and everything that stands between two steps but gradients.
+        """Build the model (unless it is passed), its optimizer, loss scaler and moving averages.
 
-        Losses of half precision are scaled on a GPU; `scaled` says so for a CPU, where a trace must not.
+        `scaled`: whether fp16 losses are scaled; by default on a GPU only.
         """
         assert isinstance(task, Contrastive) == self.contrasts, "make_step knows which step a task needs"
         self.task, self.settings, self.device, self.watch = task, settings, device, watch or Unwatched()
-        made = task.model() if model is None else model
-        if not isinstance(made, torch.nn.Module):
-            raise refused(f"model() must return a torch.nn.Module, got {type(made).__name__}")
-        self.model = made.to(device)
+        model = task.model() if model is None else model
+        if not isinstance(model, torch.nn.Module):
+            raise refused(f"model() must return a torch.nn.Module, got {type(model).__name__}")
+        self.model = model.to(device)
         freeze_parameters(self.model, settings.frozen)
         self._recomputing = Recomputing(self.model)
         self._offloads = settings.offload
@@ -108,7 +108,7 @@ class Step:
         self.trained = only_trained(self.model, self.optimizer)
         scaled = device != "cpu" if scaled is None else scaled
         self.scaler = torch.amp.GradScaler(torch.device(device).type, enabled=settings.precision == "fp16" and scaled)
-        self.scaler.scale(torch.zeros((), device=device))  # it has a scale from now on: a first step may have no item
+        self.scaler.scale(torch.zeros((), device=device))  # creates the scale now: a first step may have no item
         self.averages = [parameter.detach().clone() for parameter in self.trained] if settings.ema is not None else []
         self.carrier: Carrier = Pinned()
         self._guess: Tensor | float = 0.0  # what gradients were divided by, as the weight is not known yet
@@ -116,17 +116,17 @@ class Step:
         self._is_one_term: bool | None = None  # not known before the loss was called
 
     def run(self, batches: Sequence[Batch]) -> dict[str, Tensor]:
-        """Make a step of some micro-batches; return the value of each term."""
+        """Make one optimizer step from its micro-batches; return the value of each term."""
         weights = self.weights(batches)
         try:
             self.accumulate_all(batches, weights)
             return self.update(weights)
         except BaseException:
-            self.release()  # what failed midway leaves nothing to the next step
+            self.release()  # a step that failed midway leaves no gradients to the next
             raise
 
     def weights(self, batches: Sequence[Batch]) -> Mapping[str, Any] | None:
-        """Return the weights of a step's terms, where they must be known before."""
+        """Return the weights of a step's terms where backward needs them, else None."""
         if isinstance(self.task, Weights):
             return sums_by_name(self.task.weights(batch) for batch in batches)
         if len(batches) <= 1 or self._is_one_term is True:
@@ -135,8 +135,8 @@ class Step:
         self._is_one_term = len(first) == 1
         if self._is_one_term:
             return None
-        every = (first, *map(self.aside, batches[1:]))
-        return sums_by_name({name: weight for name, (_, weight) in terms.items()} for terms in every)
+        all_terms = (first, *map(self.aside, batches[1:]))
+        return sums_by_name({name: weight for name, (_, weight) in terms.items()} for terms in all_terms)
 
     def accumulate_all(self, batches: Sequence[Batch], weights: Mapping[str, Any] | None) -> None:
         """Add the gradients of a step's micro-batches."""
@@ -145,7 +145,7 @@ class Step:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Let the model be as where it is used; afterwards every module is as it was."""
+        """Put the model in eval mode without gradients; afterwards restore every module's own mode."""
         training = [module for module in self.model.modules() if module.training]
         self.model.eval()
         try:
@@ -174,13 +174,13 @@ class Step:
         self.accumulate(batch, weights)
 
     def add_terms(self, terms: Terms) -> None:
-        """Count the terms of a micro-batch among those of the step."""
+        """Add the terms of a micro-batch to the totals of the step."""
         for name, (total, weight) in terms.items():
-            kept = self._totals.get(name, (0.0, 0.0))
-            self._totals[name] = (kept[0] + total.detach().to(self.device), kept[1] + weight)
+            total_before, weight_before = self._totals.get(name, (0.0, 0.0))
+            self._totals[name] = (total_before + total.detach().to(self.device), weight_before + weight)
 
     def accumulate_on_host(self, batch: Batch, weights: Mapping[str, Any] | None = None) -> None:
-        """Add the gradients of a micro-batch that no card holds: a copy of the model computes them on the processor."""
+        """Add the gradients of a micro-batch that does not fit on the GPU: a copy of the model runs on the CPU."""
         host = twin(self.model)
         terms = self._terms(host, self.moved(batch, on_host=True))
         loss = self._loss(terms, weights)
@@ -190,34 +190,36 @@ class Step:
 
     def take_gradients(self, host: nn.Module) -> None:
         """Add the gradients of a copy of the model in the host's memory."""
-        for own, other in zip(self.model.parameters(), host.parameters(), strict=True):
-            if other.grad is not None:
-                gradient = other.grad.to(own.device, own.dtype)
-                own.grad = gradient if own.grad is None else own.grad.add_(gradient)
+        for parameter, copied in zip(self.model.parameters(), host.parameters(), strict=True):
+            if copied.grad is not None:
+                gradient = copied.grad.to(parameter.device, parameter.dtype)
+                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
     def aside(self, batch: Batch, *, on_host: bool = False) -> Terms:
-        """Return the terms of a micro-batch without a trace: no gradients, no statistics, no random numbers used up."""
+        """Return the terms of a micro-batch without side effects on gradients, batch statistics or random numbers."""
         with self.evaluating(), torch.random.fork_rng([] if self.device == "cpu" else None):
             if on_host:
                 return self._terms(twin(self.model).eval(), self.moved(batch, on_host=True))
             return self._forward(self.moved(batch))
 
     def _loss(self, terms: Terms, weights: Mapping[str, Any] | None) -> Tensor:
-        """Return what to go back from: every term over its weight, or over what is corrected later."""
+        """Return the scalar for backward: each term over its weight, or over a guess that `settle` corrects."""
         if weights is not None:
             return whole_loss(terms, weights)
         if len(terms) > 1:
             if self._is_one_term or len(self._totals) == 1:
-                what = f"loss() returned {', '.join(terms)} after micro-batches with one term: give the task weights()"
-                raise refused(what, "weights(batch) tells each term's weight beforehand")
+                problem = (
+                    f"loss() returned {', '.join(terms)} after micro-batches with one term: give the task weights()"
+                )
+                raise refused(problem, "weights(batch) tells each term's weight beforehand")
             return whole_loss(terms)
         ((total, weight),) = terms.values()
-        if not self._totals:  # nobody else knows this guess: it is divided out again before ranks add up
+        if not self._totals:  # this rank's own guess: it is divided out again before ranks add up their gradients
             self._guess = guessed_weight(weight)
         return total / (float(self._guess) if total.device.type != torch.device(self.device).type else self._guess)
 
     def update(self, weights: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
-        """Let the optimizer take the gradients; return the value of each term."""
+        """Clip the gradients and step the optimizer; return the value of each term."""
         values = {name: quotient(total, weight) for name, (total, weight) in self._totals.items()}
         if weights is None and len(self._totals) == 1:
             ((_, weight),) = self._totals.values()
@@ -229,17 +231,17 @@ class Step:
 
     @property
     def totals(self) -> dict[str, tuple[float, float]]:
-        """Each term's sum and weight so far, as numbers; a GPU is waited for."""
+        """Each term's sum and weight so far, as numbers; waits for the GPU."""
         return {name: (float(total), float(weight)) for name, (total, weight) in self._totals.items()}
 
     def settle(self, weight: Tensor | float) -> None:
-        """Divide the gradients of a single term by its weight, in place of what was guessed."""
-        known = isinstance(weight, float)  # a loop has waited for it anyway; a number scales gradients of any precision
-        self._scale(float(quotient(float(self._guess), weight)) if known else quotient(self._guess, weight))
+        """Divide the gradients of a single term by its weight instead of the guessed one."""
+        is_number = isinstance(weight, float)  # the loop has waited for it; a number scales gradients of any precision
+        self._scale(float(quotient(float(self._guess), weight)) if is_number else quotient(self._guess, weight))
 
     @property
     def retries_by_scale(self) -> bool:
-        """Whether a scale may be to blame for gradients that are not finite: such a step is left out by itself."""
+        """Whether the loss scale may be why gradients are not finite: the scaler then skips the step by itself."""
         return self.scaler.is_enabled() and self.scaler.get_scale() > 1
 
     @property
@@ -252,7 +254,7 @@ class Step:
         return torch.nn.utils.get_total_norm(self.gradients, foreach=self.settings.way != "loop")
 
     def clip(self) -> Tensor:
-        """Shorten the gradients to the norm that they may have at most; return the one that they had."""
+        """Clip the gradients to the norm of the settings; return the norm that they had."""
         assert self.settings.clip is not None
         self.watch.phase("clip")
         self.scaler.unscale_(self.optimizer)
@@ -260,7 +262,7 @@ class Step:
         return torch.nn.utils.clip_grad_norm_(self.trained, self.settings.clip, foreach=foreach)
 
     def make_state(self) -> None:
-        """Let the optimizer make its state now; nothing else changes, not a bit."""
+        """Make the optimizer create its state now; parameters stay the same to the bit."""
         if self.optimizer.state:
             return
         for parameter in self.trained:
@@ -269,7 +271,7 @@ class Step:
         self.release()
 
     def apply(self) -> None:
-        """Let the optimizer take the gradients as they are, and the averages follow."""
+        """Step the optimizer with the gradients as they are, then update the moving averages."""
         self.watch.phase("optimizer")
         scale = self.scaler.get_scale()
         self.scaler.step(self.optimizer)
@@ -280,7 +282,7 @@ class Step:
         self.release()
 
     def release(self) -> None:
-        """Drop all gradients, and what is known of the step so far."""
+        """Drop all gradients and the totals of the step so far."""
         self.watch.phase("release")
         self.optimizer.zero_grad(set_to_none=True)
         self._guess, self._totals = 0.0, {}
@@ -288,19 +290,19 @@ class Step:
 
     @contextmanager
     def remedied(self, rung: int) -> Iterator[None]:
-        """Take less memory and more time for a while, beyond the settings: compute blocks again, and then offload."""
-        before = self._recomputing.on, self._offloads
-        self._recomputing.turn(on=before[0] or rung >= 1)
-        self._offloads = before[1] or rung >= 2
+        """Save memory for a while, beyond the settings: from rung 1 by checkpointing, from rung 2 also by offload."""
+        checkpointed, offloaded_before = self._recomputing.on, self._offloads
+        self._recomputing.turn(on=checkpointed or rung >= 1)
+        self._offloads = offloaded_before or rung >= 2
         try:
             yield
         finally:
-            self._recomputing.turn(on=before[0])
-            self._offloads = before[1]
+            self._recomputing.turn(on=checkpointed)
+            self._offloads = offloaded_before
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Put the moving averages in the place of the parameters for a while, where there are any."""
+        """Exchange the parameters for their moving averages for a while, where there are any."""
         self._swap()
         try:
             yield
@@ -312,7 +314,7 @@ class Step:
             parameter.data, average.data = average.data, parameter.data
 
     def evaluate(self, batch: Batch) -> Terms:
-        """Return each term's sum and weight, without gradients, as the model does where it is used."""
+        """Return each term's sum and weight in eval mode, without gradients."""
         self.watch.phase("inputs")
         batch = self.moved(batch)
         self.watch.phase("evaluate")
@@ -322,14 +324,14 @@ class Step:
         return terms
 
     def owned(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Yield every tensor that may stay from one micro-batch to the next: what it is for, whose it is, itself."""
+        """Yield (kind, owner's name, tensor) for every tensor that may live on between micro-batches."""
         for name, parameter in self.model.named_parameters():
             yield "parameters", name, parameter
             if parameter.grad is not None:
                 yield "gradients", name, parameter.grad
-            for what, state in self.optimizer.state.get(parameter, {}).items():
+            for key, state in self.optimizer.state.get(parameter, {}).items():
                 if isinstance(state, torch.Tensor):
-                    yield "optimizer", f"{name} {what}", state
+                    yield "optimizer", f"{name} {key}", state
         for name, buffer in self.model.named_buffers():
             yield "buffers", name, buffer
         for place, average in enumerate(self.averages):
@@ -340,11 +342,10 @@ class Step:
             return checked_terms(self._terms(self.model, batch))
 
     def _terms(self, model: nn.Module, batch: Batch) -> Terms:
-        """Return the loss of a batch as the task has it."""
         return self.task.loss(model, batch)
 
     def cast(self) -> AbstractContextManager[Any]:
-        """Return where the model runs in the precision of the settings."""
+        """Return a context in which the model runs in the precision of the settings."""
         precision = DTYPES.get(self.settings.precision)
         return torch.autocast(torch.device(self.device).type, precision) if precision else nullcontext()
 
@@ -357,7 +358,7 @@ class Step:
         return tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.device, non_blocking=True), batch)
 
     def saved(self) -> AbstractContextManager[Any]:
-        """Return where what backward needs is kept."""
+        """Return a context for the forward: with offload, it keeps activations in the host's memory."""
         return offloaded(self.model, self.carrier) if self._offloads else nullcontext()
 
     def _scale(self, factor: Tensor | float) -> None:
