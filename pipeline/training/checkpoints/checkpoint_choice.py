@@ -1,7 +1,8 @@
-"""Which checkpoint of a training is used: the best, the last or one that is named; and how it comes into a model."""
+"""Choosing a training's checkpoint (best, last or by name) and loading it into a model."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from pipeline.training.step.step import Step
 
 BEST, LAST = "best", "last"
-TRIES = 5  # checkpoints that are gone or damaged when they are read
+TRIES = 5  # attempts to read a checkpoint: one may be damaged, or removed meanwhile
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +33,9 @@ class ChosenCheckpoint:
 
     path: Path
     step: int
-    model: str  # what its training is called
-    digest: str  # of all that it says of itself, the digests of its files included
-    note: str = ""  # where it is not the one that was asked for
+    model: str  # name of its training
+    digest: str  # of its manifest, which has the digests of its files
+    note: str = ""  # why it is not the one that was asked for
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"path": str(self.path)}
@@ -45,14 +46,14 @@ class ChosenCheckpoint:
 
 
 def choose_checkpoint(folder: Path, wanted: str, without: Collection[str] = ()) -> ChosenCheckpoint | None:
-    """Return a checkpoint of a training by what is said of each, of its tensors none is read; None: there is none.
+    """Choose a checkpoint of a training from the manifests, without reading tensors; None: there is none.
 
-    `wanted` is best, last, or the name or the path of a folder; `without` are names of those that proved unusable.
+    `wanted` is best, last, or a folder's name or path; `without` has the names of those that proved unusable.
     """
     if wanted not in (BEST, LAST):
         return _named(folder, wanted, without)
-    known = [told for told in _all(folder) if told.name not in without]
-    newest = max(known, key=lambda told: told.serial, default=None)
+    known = [manifest for manifest in _all(folder) if manifest.name not in without]
+    newest = max(known, key=lambda manifest: manifest.serial, default=None)
     if newest is None:
         return None
     best = by_figure(known)
@@ -72,20 +73,18 @@ def _named(folder: Path, wanted: str, without: Collection[str]) -> ChosenCheckpo
 
 
 def _all(folder: Path) -> list[Manifest]:
-    """Return what is told of each checkpoint that can be read."""
+    """Return the manifest of each checkpoint that can be read."""
     disk, known = Disk(), list[checkpoint_reader.Manifest]()
     for name in disk.list_folder(folder):
         if name.startswith("step-"):
-            try:
+            with suppress(CheckpointDamaged):  # or removed meanwhile, for newer ones
                 known.append(checkpoint_reader.read_manifest(disk, folder / name))
-            except CheckpointDamaged:  # or removed meanwhile, for newer ones
-                continue
     return known
 
 
 def _chosen(path: Path, note: str = "") -> ChosenCheckpoint:
-    told = checkpoint_reader.read_manifest(Disk(), path)
-    return ChosenCheckpoint(path, told.step, str(told.identity.get("recipe", "")), _digest(path), note)
+    manifest = checkpoint_reader.read_manifest(Disk(), path)
+    return ChosenCheckpoint(path, manifest.step, str(manifest.identity.get("recipe", "")), _digest(path), note)
 
 
 def _digest(path: Path) -> str:
@@ -95,34 +94,33 @@ def _digest(path: Path) -> str:
 def load_checkpoint(
     step: Step, ranks: Ranks, select: Callable[[Collection[str]], ChosenCheckpoint], say: Callable[[str], None]
 ) -> ChosenCheckpoint:
-    """Bring the checkpoint that the first rank selects into the model of every rank; moving averages where it has any.
+    """Load the checkpoint that rank 0 selects into the model of every rank: its moving averages where it has any.
 
-    One that is damaged, or that a training removes meanwhile, is passed over; `select` is told of those.
+    One that is damaged, or that a training removes meanwhile, is skipped; `select` gets the names of those.
     """
     without: list[str] = []
     for _ in range(TRIES):
         mine = select(without).to_json() if ranks.rank == 0 else {}
         chosen = ChosenCheckpoint.from_json(ranks.exchange(mine)[0])
-        told = ranks.exchange({"why": _load(step, chosen)})
-        whys = [one["why"] for one in told if one["why"]]
-        if not whys:
+        replies = ranks.exchange({"why": _load(step, chosen)})
+        problems = [reply["why"] for reply in replies if reply["why"]]
+        if not problems:
             return chosen
-        say(f"checkpoint {chosen.path.name} is passed over: {whys[0]}")
+        say(f"checkpoint {chosen.path.name} is passed over: {problems[0]}")
         without.append(chosen.path.name)
-    what = f"none of {TRIES} checkpoints could be read; the last: {whys[0]}"
-    raise JobFailed(what, where=str(chosen.path.parent), remedy=ANOTHER)
+    problem = f"none of {TRIES} checkpoints could be read; the last: {problems[0]}"
+    raise JobFailed(problem, where=str(chosen.path.parent), remedy=ANOTHER)
 
 
 def _load(step: Step, chosen: ChosenCheckpoint) -> str:
-    """Fill a model; return why that could not be, where another checkpoint may do."""
+    """Fill a model; return what went wrong where another checkpoint may work, else ""."""
     try:
         if _digest(chosen.path) != chosen.digest:
             return "it is another one by now"
-        identity = {
-            **checkpoint_reader.read_manifest(Disk(), chosen.path).identity,
-            "model": model_key(step.model),
-        }  # of any training
-        loaded = open_checkpoint(chosen.path, identity, verified=True)  # by what is read now, every byte
+        # Of any training, as long as the model is the same.
+        identity = checkpoint_reader.read_manifest(Disk(), chosen.path).identity
+        identity = {**identity, "model": model_key(step.model)}
+        loaded = open_checkpoint(chosen.path, identity, verified=True)  # loading digests every byte
         if loaded.is_divided:
             from pipeline.training.checkpoints.sharded_checkpoint import assembled  # which is slow to import
 

@@ -1,12 +1,12 @@
 """Checkpoints of a training: a folder each, published whole, verified whenever it is read, the last and the best kept.
 
-    step-00001234/   state.safetensors    what all ranks have alike, written by rank 0
-                     rank-0000.safetensors …   what each rank has of its own
-                     manifest.json        what the files must be, whose they are, and all that is no tensor
+    step-00001234/   state.safetensors    tensors that are the same on all ranks, written by rank 0
+                     rank-0000.safetensors …   each rank's own tensors
+                     manifest.json        sizes and digests of the files, the training's identity, all JSON data
 
 A checkpoint is written into `.step-00001234.partial-TOKEN/`, each rank its own file; every file and the folder are
-flushed; then rank 0 renames it. So whoever sees `step-…` sees all of it, unless the disk lies, and then digests tell.
-Whoever fails to write says so and trains on: no file is tried again, the next checkpoint is a new one.
+flushed; then rank 0 renames it. So a visible `step-…` folder is complete, and digests reveal a disk that lost data.
+A rank that fails to write reports it and trains on: no file is tried again, the next checkpoint is a new one.
 """
 
 from __future__ import annotations
@@ -54,19 +54,19 @@ class NotSaved(JobFailed):
 
 @dataclass(frozen=True)
 class State:
-    """What a checkpoint holds."""
+    """The content of a checkpoint, on one rank."""
 
-    tensors: Mapping[str, Tensor] = field(default_factory=dict)  # alike on every rank; only rank 0's are written
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)  # same on every rank; only rank 0's are written
     data: Mapping[str, Any] = field(default_factory=dict)  # JSON data, also rank 0's
     own: Mapping[str, Tensor] = field(default_factory=dict)  # this rank's, such as its random numbers
     own_data: Mapping[str, Any] = field(default_factory=dict)
 
 
 class CheckpointFolder:
-    """A folder of checkpoints of one training.
+    """The folder of a training's checkpoints.
 
-    All ranks have one; `token` is what rank 0 has drawn for this attempt (`new_token`) and told the others, so that
-    they write into one folder. Only rank 0 publishes, removes and sweeps.
+    Every rank has an instance. Rank 0 draws `token` for this attempt (`new_token`) and shares it, so that all write
+    into one folder. Only rank 0 publishes, removes and sweeps.
     """
 
     def __init__(
@@ -89,9 +89,9 @@ class CheckpointFolder:
     # Writing, in two phases
 
     def write(self, state: State, step: int, *, rank: int = 0) -> Receipt:
-        """Write this rank's share of a checkpoint; every rank does, then tells rank 0 its receipt, whatever is in it.
+        """Write this rank's part of a checkpoint; return a receipt, which every rank must pass to rank 0.
 
-        A disk that will not take it is no exception here: the receipt says so, and `publish` raises NotSaved.
+        A disk error is not raised here: the receipt has it, and `publish` raises NotSaved.
         """
         partial = self._partial(step)
         files = {rank_file(rank): state.own} | ({STATE: state.tensors} if rank == 0 else {})
@@ -107,7 +107,8 @@ class CheckpointFolder:
         except BaseException:
             self._take_back(partial, files)
             raise
-        return {"rank": rank, "files": {n: [w.bytes, w.digest] for n, w in written.items()}, "data": data}
+        sizes_and_digests = {name: [file.bytes, file.digest] for name, file in written.items()}
+        return {"rank": rank, "files": sizes_and_digests, "data": data}
 
     def publish(
         self,
@@ -118,11 +119,11 @@ class CheckpointFolder:
         figure: float | None = None,
         lower_is_better: bool = True,
     ) -> Path:
-        """Make a checkpoint of what all ranks have written, and remove what is no longer kept; raise NotSaved."""
+        """Publish what all ranks have written as a checkpoint and remove older ones; raise NotSaved."""
         partial = self._partial(step)
         try:
-            told = self._manifest(receipts, data, step, figure, lower_is_better=lower_is_better)
-            path = self._publish(partial, told)
+            manifest = self._manifest(receipts, data, step, figure, lower_is_better=lower_is_better)
+            path = self._publish(partial, manifest)
         except OSError as error:
             self._abandon(partial)
             raise self._not_saved(step, self._why(error)) from error
@@ -137,7 +138,7 @@ class CheckpointFolder:
         return self.publish([self.write(state, step)], state.data, step, figure=figure, lower_is_better=lower_is_better)
 
     def sweep(self) -> None:
-        """Remove what dead runs have left: this writer's, whatever its attempt, and what nobody has touched for a day.
+        """Remove the leftovers of dead runs: those of this writer's earlier attempts, and any untouched for a day.
 
         To be called once, by rank 0, before any rank writes.
         """
@@ -151,65 +152,63 @@ class CheckpointFolder:
     # Reading
 
     def newest(self) -> LoadedCheckpoint | None:
-        """Return the checkpoint saved last, of those that are whole; nothing only where none was ever saved.
+        """Return the newest whole checkpoint, all its bytes verified; None only where none was ever saved.
 
-        Every byte of it was read. Damaged ones are passed over and told of; one of another model is an error.
+        Damaged ones are reported and skipped; one of another model is an error.
         """
         passed: list[str] = []
-        known = sorted(self._manifests(passed), key=lambda told: -told.serial)
-        found = self._first_whole(known, passed)
-        if found is None and passed:
-            what = f"none of the {len(passed)} checkpoints is whole; the newest: {passed[0]}"
-            raise JobFailed(
-                what, where=str(self.folder), remedy=f"to begin anew: mv {self.folder} {self.folder}.damaged"
-            )
-        if found is not None and passed:
-            self.tell(f"checkpoint {found.name} is used instead: step {found.step}")
-        return found
+        known = sorted(self._manifests(passed), key=lambda manifest: -manifest.serial)
+        whole = self._first_whole(known, passed)
+        if whole is None and passed:
+            problem = f"none of the {len(passed)} checkpoints is whole; the newest: {passed[0]}"
+            remedy = f"to begin anew: mv {self.folder} {self.folder}.damaged"
+            raise JobFailed(problem, where=str(self.folder), remedy=remedy)
+        if whole is not None and passed:
+            self.tell(f"checkpoint {whole.name} is used instead: step {whole.step}")
+        return whole
 
     def latest(self) -> Manifest | None:
-        """Return what the newest checkpoint tells of itself; none of its tensors is read."""
-        return max(self._manifests([]), key=lambda told: told.serial, default=None)
+        """Return the newest checkpoint's manifest; no tensors are read."""
+        return max(self._manifests([]), key=lambda manifest: manifest.serial, default=None)
 
     def best(self) -> LoadedCheckpoint | None:
-        """Return the checkpoint with the best figure, of those that are whole; nothing where none has a figure."""
+        """Return the whole checkpoint with the best figure; None where none has a figure."""
         passed: list[str] = []
-        known = list(self._manifests(passed))
-        return self._first_whole(by_figure(known), passed)
+        return self._first_whole(by_figure(list(self._manifests(passed))), passed)
 
     def open(self, path: Path | str, *, verified: bool = False) -> LoadedCheckpoint:
-        """Return a checkpoint by its name or its folder, all its bytes read, unless another rank has just done that.
+        """Return a checkpoint by its name or its folder; reads and checks all bytes, unless another rank just has.
 
-        Bytes are digested again wherever they are loaded, so that it is safe either way, but then the targets are lost.
+        Loading digests the bytes again and so notices damage too, but only after the targets are overwritten.
         """
         return open_checkpoint(self.folder / path, self.identity, verified=verified, disk=self.disk)
 
     def _first_whole(self, known: Sequence[Manifest], passed: list[str]) -> LoadedCheckpoint | None:
-        for told in known:
-            checkpoint_reader.refuse_stranger(told, self.identity, self.folder / told.name)
+        for manifest in known:
+            checkpoint_reader.refuse_stranger(manifest, self.identity, self.folder / manifest.name)
             try:
-                return verified_checkpoint(self.disk, self.folder / told.name, told)
+                return verified_checkpoint(self.disk, self.folder / manifest.name, manifest)
             except CheckpointDamaged as error:
-                passed.append(self._pass_over(told.name, error))
+                passed.append(self._pass_over(manifest.name, error))
         return None
 
     def _pass_over(self, name: str, error: CheckpointDamaged) -> str:
-        """Tell of a damaged checkpoint, once; it no longer counts among those that are kept."""
-        said = f"checkpoint {name} is passed over: {os.path.basename(error.where)} {error.what}"  # noqa: PTH119 - text
+        """Report a damaged checkpoint once, and no longer count it among those to keep; return the message."""
+        message = f"checkpoint {name} is passed over: {os.path.basename(error.where)} {error.what}"  # noqa: PTH119 - text
         if name not in self._damaged:
-            self.tell(said)
+            self.tell(message)
         self._damaged.add(name)
-        return said
+        return message
 
     def _manifests(self, passed: list[str]) -> Iterator[Manifest]:
-        """Yield what is told of each checkpoint; those of which nothing can be known are passed over."""
+        """Yield the manifests, newest step first; one that cannot be read is reported, and added to `passed`."""
         for name in sorted(filter(_NAME.fullmatch, self.disk.list_folder(self.folder)), key=_order, reverse=True):
             try:
                 yield checkpoint_reader.read_manifest(self.disk, self.folder / name)
             except CheckpointDamaged as error:
                 passed.append(self._pass_over(name, error))
 
-    # How it is done
+    # Details of writing
 
     def _partial(self, step: int) -> Path:
         return self.folder / f".step-{step:08d}.partial-{self.token}"
@@ -229,58 +228,60 @@ class CheckpointFolder:
         lower_is_better: bool,
     ) -> Manifest:
         receipts = sorted(receipts, key=lambda receipt: int(receipt["rank"]))
-        failed = [f"rank {one['rank']}: {one['not_saved']}" for one in receipts if "not_saved" in one]
+        failed = [f"rank {receipt['rank']}: {receipt['not_saved']}" for receipt in receipts if "not_saved" in receipt]
         if failed:
             raise self._not_saved(step, "; ".join(failed))
-        assert [one["rank"] for one in receipts] == list(range(len(receipts))), "a receipt of each rank is needed"
+        assert [receipt["rank"] for receipt in receipts] == list(range(len(receipts))), "each rank's receipt is needed"
         return Manifest(
             name=self._free_name(step),
             step=step,
-            serial=1 + max((told.serial for told in self._manifests([])), default=0),
+            serial=1 + max((manifest.serial for manifest in self._manifests([])), default=0),
             identity=self.identity,
             figure=None if figure is None or math.isnan(figure) else float(figure),
             lower_is_better=lower_is_better,
-            files={name: WrittenFile(*told) for receipt in receipts for name, told in receipt["files"].items()},
+            files={name: WrittenFile(*file) for receipt in receipts for name, file in receipt["files"].items()},
             ranks=[receipt["data"] for receipt in receipts],
             data=checkpoint_reader.plain_json(data, "data"),
         )
 
     def _free_name(self, step: int) -> str:
-        """Return a name that is not taken: after a step back the same step comes again, and the old one must stay."""
+        """Return a name that is not taken: after a rollback the same step comes again, and the old one must stay."""
         name, copy = f"step-{step:08d}", 1
         while self.disk.exists(self.folder / name):
             copy += 1
             name = f"step-{step:08d}-{copy}"
         return name
 
-    def _publish(self, partial: Path, told: Manifest) -> Path:
-        for stray in set(filter(_OURS.fullmatch, self.disk.list_folder(partial))) - set(told.files):
+    def _publish(self, partial: Path, manifest: Manifest) -> Path:
+        for stray in set(filter(_OURS.fullmatch, self.disk.list_folder(partial))) - set(manifest.files):
             self.disk.unlink(partial / stray)
-        checkpoint_reader.write_manifest(self.disk, partial, told)
+        checkpoint_reader.write_manifest(self.disk, partial, manifest)
         self.disk.fsync_folder(partial)
-        self.disk.rename(partial, path := self.folder / told.name)
+        self.disk.rename(partial, path := self.folder / manifest.name)
         self.disk.fsync_folder(self.folder)
         self.disk.fsync_folder(self.folder.parent)
         return path
 
     def _rotate(self, published: str) -> None:
-        """Remove all but the last and the best; that it cannot is told, and harms nothing but the disk.
+        """Remove all but the last and the best; a failure is only reported.
 
-        Damaged ones are left where they are: they count for nothing, and a disk that cannot be read now may be later.
+        Damaged ones stay where they are, uncounted: a disk that cannot be read now may be readable later.
         """
         try:
-            known = [one for one in self._manifests([]) if one.identity == self.identity]
-            known = [one for one in known if one.name not in self._damaged]
-            newest = sorted(known, key=lambda told: -told.serial)
-            kept = {told.name for told in (*newest[: self.last], *by_figure(known)[: self.best_kept])} | {published}
-            for name in {told.name for told in known} - kept:
+            known = [manifest for manifest in self._manifests([]) if manifest.identity == self.identity]
+            known = [manifest for manifest in known if manifest.name not in self._damaged]
+            newest = sorted(known, key=lambda manifest: -manifest.serial)
+            kept = {manifest.name for manifest in (*newest[: self.last], *by_figure(known)[: self.best_kept])} | {
+                published
+            }
+            for name in {manifest.name for manifest in known} - kept:
                 self.disk.rename(self.folder / name, aside := self.folder / f".{name}.removed-{self.token}")
                 self._abandon(aside)
         except OSError as error:
             self.tell(f"checkpoints that are no longer needed cannot be removed: {error.strerror or error}")
 
     def _abandon(self, folder: Path) -> None:
-        """Remove a folder that is no checkpoint, but nothing in it that is not ours."""
+        """Remove a folder that is not published, but only files of checkpoints in it."""
         try:
             self._remove_files(folder, filter(_OURS.fullmatch, self.disk.list_folder(folder)))
             folder.rmdir()
@@ -290,14 +291,14 @@ class CheckpointFolder:
             self.tell(f"{folder} is left behind and cannot be removed: {error.strerror or error}")
 
     def _take_back(self, partial: Path, files: Iterable[str]) -> None:
-        """Remove what one rank has begun to write, and the folder after the last of them."""
+        """Remove the files that one rank has begun to write, and the folder if it is then empty."""
         self._remove_files(partial, files)
         with suppress(OSError):
             partial.rmdir()
 
     def _remove_files(self, folder: Path, names: Iterable[str]) -> None:
         for name in names:
-            with suppress(OSError):  # not made yet, or the disk is beyond help: `sweep` comes back to it
+            with suppress(OSError):  # not created yet, or the disk failed: `sweep` tries again
                 self.disk.unlink(folder / name)
 
     def _why(self, error: OSError, state: State | None = None) -> str:
@@ -312,22 +313,25 @@ class CheckpointFolder:
     def _not_saved(self, step: int, why: str) -> NotSaved:
         left = max(filter(_NAME.fullmatch, self.disk.list_folder(self.folder)), key=_order, default=None)
         last = f"the last one that is there: {left}" if left else "there is none before it"
-        what = f"the checkpoint of step {step} could not be saved: {why}; {last}"
-        return NotSaved(what, where=str(self.folder), remedy=f"make room: df -h {self.folder}; training goes on")
+        problem = f"the checkpoint of step {step} could not be saved: {why}; {last}"
+        return NotSaved(problem, where=str(self.folder), remedy=f"make room: df -h {self.folder}; training goes on")
 
 
 def new_token(writer: str) -> str:
-    """Return a name for one attempt of a writer: who it is, which stays the same, and a random part."""
+    """Return a name for one attempt of a writer: the writer's name, then a random part."""
     return f"{re.sub(r'[^A-Za-z0-9_.]', '_', writer)}-{secrets.token_hex(4)}"
 
 
 def by_figure(known: Sequence[Manifest]) -> list[Manifest]:
-    """Return those with a figure, the best first, of equal ones the newer; what is better, the newest one says."""
-    if not (known := [told for told in known if told.figure is not None]):
+    """Sort those with a figure, best first and newer first among equals; the newest says whether lower is better."""
+    known = [manifest for manifest in known if manifest.figure is not None]
+    if not known:
         return []
-    lower = max(known, key=lambda told: told.serial).lower_is_better
-    alike = [told for told in known if told.lower_is_better == lower]
-    return sorted(alike, key=lambda told: (told.figure if lower else -(told.figure or 0.0), -told.serial))
+    lower = max(known, key=lambda manifest: manifest.serial).lower_is_better
+    alike = [manifest for manifest in known if manifest.lower_is_better == lower]
+    return sorted(
+        alike, key=lambda manifest: (manifest.figure if lower else -(manifest.figure or 0.0), -manifest.serial)
+    )
 
 
 def _order(name: str) -> tuple[int, int]:
@@ -337,9 +341,9 @@ def _order(name: str) -> tuple[int, int]:
 
 
 def _is_old(folder: Path) -> bool:
-    """Say whether nobody has touched a folder or its files for a day, by the file system's own clock if need be."""
+    """Say whether a folder and its files have not changed for a day."""
     try:
-        touched = max(one.stat().st_mtime for one in (folder, *folder.iterdir()))
+        touched = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
     except OSError:
         return False
     return time.time() - touched > _DAY_S

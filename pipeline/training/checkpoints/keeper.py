@@ -1,11 +1,11 @@
-"""Between a training and its checkpoints: what of it is saved, by all ranks together, and how it is taken up again.
+"""Saving a training's state by all ranks together, in the background where memory allows, and resuming from it.
 
-A `Saver` saves behind the training's back: it copies tensors into host memory, and a thread writes them from there.
+A `Saver` saves in the background: it copies tensors into host memory, and a thread writes them from there.
 
     saver.begin(state, step)             every rank; returns as soon as the copies are made
-    saver.receipt()                      at later steps: nothing while it is being written, then what to tell rank 0
+    saver.receipt()                      at later steps: None while writing, then the receipt for rank 0
     saver.publish(receipts)              rank 0, once it has all of them
-    saver.outcomes()                     rank 0: what has become of it
+    saver.outcomes()                     rank 0: the published folder, or why it was not saved
 
 Without copies (`asynchronous=False`) each call does its work before it returns, and writes the same bytes.
 """
@@ -39,12 +39,12 @@ if TYPE_CHECKING:
 
 
 def staging_bytes(tensors: Mapping[str, Tensor]) -> int:
-    """Return what copies of tensors take, to plan for: each once, whatever its names."""
+    """Return the bytes that copies of tensors take; tied ones count once."""
     return sum(map(nbytes, distinct(tensors)[0].values()))
 
 
 class StagingBuffers:
-    """Copies of tensors in the host's memory, made into buffers that are used again."""
+    """Copies of tensors in host memory, in buffers that are reused."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
@@ -64,9 +64,9 @@ class StagingBuffers:
         return {name: self._buffers[same.get(name, name)] for name in tensors}
 
     def _buffer(self, name: str, tensor: Tensor) -> Tensor:
-        there = self._buffers.get(name)
-        if there is not None and (there.shape, there.dtype) == (tensor.shape, tensor.dtype):
-            return there
+        buffer = self._buffers.get(name)
+        if buffer is not None and (buffer.shape, buffer.dtype) == (tensor.shape, tensor.dtype):
+            return buffer
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
 
 
@@ -88,7 +88,7 @@ class Saver:
         return self._shared.held_bytes + self._own.held_bytes
 
     def begin(self, state: State, step: int, *, figure: float | None = None, lower_is_better: bool = True) -> None:
-        """Copy a state and begin to write this rank's share; waits for the one before, if it is not done."""
+        """Copy a state and start writing this rank's part; waits for an unfinished save first."""
         self.wait()
         if self.rank != 0:
             state = State(own=state.own, own_data=state.own_data)
@@ -98,45 +98,45 @@ class Saver:
         self._receipt = self._started(lambda: self.checkpoints.write(staged, step, rank=self.rank))
 
     def receipt(self, *, wait: bool = False) -> Receipt | None:
-        """Return what this rank has written, or why not; nothing while it is being written, or if nothing is."""
+        """Return this rank's receipt; None while it is being written, or if nothing is."""
         if self._receipt is None or not (wait or self._receipt.done()):
             return None
         return self._receipt.result()
 
     def publish(self, receipts: Sequence[Receipt]) -> None:
-        """Begin to make a checkpoint of what all ranks have written; rank 0 alone."""
-        data, rest = self._data, self._publish_with
+        """Start publishing what all ranks have written; rank 0 only."""
+        data, arguments = self._data, self._publish_with
         self._receipt = None
-        self._publishing = self._started(lambda: self._published(receipts, data, rest))
+        self._publishing = self._started(lambda: self._published(receipts, data, arguments))
 
     def save(self, state: State, step: int, *, figure: float | None = None, lower_is_better: bool = True) -> None:
-        """Begin to write and publish a checkpoint of one rank alone."""
+        """Start writing and publishing a checkpoint of a single rank."""
         self.begin(state, step, figure=figure, lower_is_better=lower_is_better)
-        written, data, rest = self._receipt, self._data, self._publish_with
+        written, data, arguments = self._receipt, self._data, self._publish_with
         assert written is not None
-        self._publishing = self._started(lambda: self._published([written.result()], data, rest))
+        self._publishing = self._started(lambda: self._published([written.result()], data, arguments))
         self._receipt = None
 
     def outcomes(self, *, wait: bool = False) -> list[Path | NotSaved]:
-        """Return what has become of checkpoints since the last call: where each is, or why it was not saved."""
+        """Return the checkpoints that ended since the last call: each one's folder, or why it was not saved."""
         if self._publishing is not None and (wait or self._publishing.done()):
-            done, self._publishing = self._publishing, None
-            self._outcomes.append(done.result())
+            published, self._publishing = self._publishing, None
+            self._outcomes.append(published.result())
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
     def wait(self) -> None:
-        """Wait until nothing is in flight; what went wrong with the disk is told by `receipt` and `outcomes`."""
+        """Wait until nothing is in flight; disk errors are not raised but part of `receipt` and `outcomes`."""
         if self._receipt is not None:
             try:
                 self._receipt.result()
             except BaseException:
-                self._receipt = None  # told once
+                self._receipt = None  # raised once
                 raise
         self._outcomes = self.outcomes(wait=True)
 
     def close(self) -> None:
-        """Wait, and let the thread and the copies go."""
+        """Wait, then end the thread and free the copies."""
         self.wait()
         if self._thread is not None:
             self._thread.shutdown()
@@ -149,23 +149,23 @@ class Saver:
     def _started(self, work: Callable[[], Any]) -> Future[Any]:
         if self._thread is not None:
             return self._thread.submit(work)
-        done: Future[Any] = Future()
-        done.set_result(work())
-        return done
+        future: Future[Any] = Future()
+        future.set_result(work())
+        return future
 
-    def _published(self, receipts: Sequence[Receipt], data: Mapping[str, Any], rest: Mapping[str, Any]) -> Any:
+    def _published(self, receipts: Sequence[Receipt], data: Mapping[str, Any], arguments: Mapping[str, Any]) -> Any:
         try:
-            return self.checkpoints.publish(receipts, data, **rest)
+            return self.checkpoints.publish(receipts, data, **arguments)
         except NotSaved as error:
             return error
 
 
-ROOM = 0.8  # of the host's memory limit may be in use once a checkpoint is copied there
+ROOM = 0.8  # share of the host's memory limit that may be in use with the copies of a checkpoint
 
 
 @dataclass(frozen=True, slots=True)
 class SavedProgress:
-    """Where a training stands, as JSON data."""
+    """A training's progress, as JSON data."""
 
     epoch: int = 0
     done: int = 0  # steps
@@ -180,7 +180,7 @@ class SavedProgress:
 
 @dataclass(frozen=True, slots=True)
 class ResumedTraining:
-    """What was taken up: where it stands, and what this rank knew."""
+    """The progress of a resumed training, and this rank's own data."""
 
     place: SavedProgress
     own: Mapping[str, Any]
@@ -188,10 +188,10 @@ class ResumedTraining:
 
 
 class Keeper:
-    """Saves and takes up a training; every rank calls the same.
+    """Saves and resumes a training; every rank makes the same calls.
 
     `behind` says whether training goes on while a checkpoint is written: always, never, or where the host has room for
-    copies (`auto`). Then each rank writes its share in a thread; once all have (`is_written`, at the boundary of a
+    copies (`auto`). Then each rank writes its part in a thread; once all have (`is_written`, at the boundary of a
     step), they `hand_in` their receipts, and the first rank publishes, also in its thread.
     """
 
@@ -205,11 +205,11 @@ class Keeper:
         behind: bool | Literal["auto"] = False,
         host: HostMeter | None = None,
     ) -> None:
-        """Take where checkpoints are; `fresh` puts a step back to the beginning of its training."""
+        """Take the folder of checkpoints; `fresh` resets a step to the start of its training."""
         self.checkpoints, self.ranks = checkpoints, ranks
         self._fresh, self._tell, self._behind, self._host = fresh, tell, behind, host
         self._saver: Saver | None = None
-        self._is_open = False  # a checkpoint is under way, of which not all receipts are handed in
+        self._is_open = False  # a checkpoint is being written, whose receipts are not handed in yet
 
     @property
     def folder(self) -> Path:
@@ -217,7 +217,7 @@ class Keeper:
 
     @property
     def is_written(self) -> bool:
-        """Say whether this rank has written its share of a checkpoint that is under way."""
+        """Whether this rank has written its part of the checkpoint in progress."""
         return self._is_open and self._saver is not None and self._saver.receipt() is not None
 
     def save(
@@ -231,23 +231,23 @@ class Keeper:
         lower: bool = True,
         wait: bool = True,
     ) -> bool:
-        """Save a checkpoint; return whether that could be done, or was begun, unless one is to `wait`.
+        """Save a checkpoint; return whether it was saved or, without `wait`, at least started.
 
-        What cannot be saved is said, loudly.
+        A failure is reported as a warning; training goes on.
         """
         self.finish()
         packed = pack(step.model, step.optimizer, averages=_averages(step), scaler=step.scaler)
         data = {**packed.data, "place": asdict(place), "finished": place.finished}
-        mine = _buffers(step) if self.ranks.rank else {}  # the first rank's are in what all have alike
+        buffers = _buffers(step) if self.ranks.rank else {}  # rank 0's are among the shared tensors
         tensors = packed.tensors
         parts: dict[str, Tensor] = {}
-        told: dict[str, Any] = {}
+        part_data: dict[str, Any] = {}
         if step.is_spread:
             from pipeline.training.checkpoints.sharded_checkpoint import divided  # which is slow to import
 
-            tensors, parts, told = divided(packed.tensors)
-        everything = {**rng_state(step.device), **mine, **parts}
-        state = State(tensors=tensors, data=data, own=everything, own_data={**own, **told})
+            tensors, parts, part_data = divided(packed.tensors)
+        own_tensors = {**rng_state(step.device), **buffers, **parts}
+        state = State(tensors=tensors, data=data, own=own_tensors, own_data={**own, **part_data})
         if wait or not self._goes_behind(state):
             return self._saved(state, done, figure, lower=lower)
         if self._saver is None:
@@ -271,18 +271,19 @@ class Keeper:
         """Say whether all ranks have room for copies of what they save."""
         if self._behind is False:
             return False
-        return all(one["room"] for one in self.ranks.exchange({"room": self._behind is True or self._has_room(state)}))
+        has_room = self._behind is True or self._has_room(state)
+        return all(reply["room"] for reply in self.ranks.exchange({"room": has_room}))
 
     def _has_room(self, state: State) -> bool:
         host = self._host.read() if self._host is not None else None
         if host is None or host.limit_bytes is None:
-            return False  # nobody knows
+            return False  # unknown
         needed = staging_bytes(state.own) + (staging_bytes(state.tensors) if self.ranks.rank == 0 else 0)
         needed -= self._saver.staged_bytes if self._saver is not None else 0
         return host.used_bytes + max(0, needed) <= ROOM * host.limit_bytes
 
     def hand_in(self) -> None:
-        """Let the first rank publish what all ranks have written; nothing is waited for but words."""
+        """Let rank 0 publish what all ranks have written, without waiting for that."""
         if not self._is_open or self._saver is None:
             return
         self._is_open = False
@@ -293,22 +294,22 @@ class Keeper:
             self._saver.publish(receipts)
 
     def finish(self) -> None:
-        """Wait until what is under way is saved; what could not be is said."""
+        """Wait until the checkpoint in progress is saved; report a failure."""
         if self._saver is None:
             return
         self.hand_in()
         self.listen(wait=True)
 
     def listen(self, *, wait: bool = False) -> None:
-        """Say what could not be saved behind the training's back."""
+        """Report background saves that failed."""
         if self._saver is None or self.ranks.rank:
             return
-        for one in self._saver.outcomes(wait=wait):
-            if isinstance(one, NotSaved):
-                self._warn(one)
+        for outcome in self._saver.outcomes(wait=wait):
+            if isinstance(outcome, NotSaved):
+                self._warn(outcome)
 
     def close(self) -> None:
-        """Let threads and copies go; what is under way on this rank is waited for, but no other rank."""
+        """Free threads and copies; waits for this rank's writing, but for no other rank."""
         if self._saver is not None:
             self._saver.close()
             self._saver = None
@@ -318,19 +319,19 @@ class Keeper:
         return str(error)
 
     def take_up(self, step: Step) -> ResumedTraining:
-        """Bring a step to where the newest whole checkpoint was taken, or to its beginning."""
+        """Restore a step from the newest whole checkpoint, or reset it where there is none."""
         self.finish()
         loaded = self._newest() if self.ranks.rank == 0 else None
-        told = self.ranks.exchange({"name": loaded.name if loaded else ""})[0]
-        if told.get("error"):
-            raise JobFailed(f"rank 0 found no checkpoint to go on with: {told['error']}", where=str(self.folder))
-        if not told["name"]:
+        reply = self.ranks.exchange({"name": loaded.name if loaded else ""})[0]
+        if reply.get("error"):
+            raise JobFailed(f"rank 0 found no checkpoint to go on with: {reply['error']}", where=str(self.folder))
+        if not reply["name"]:
             self._fresh(step)
             return ResumedTraining(SavedProgress(), {})
-        return self._restore(loaded or self.checkpoints.open(told["name"], verified=True), step)
+        return self._restore(loaded or self.checkpoints.open(reply["name"], verified=True), step)
 
     def _newest(self) -> LoadedCheckpoint | None:
-        """Return the newest whole checkpoint; an error is told to the others, too."""
+        """Return the newest whole checkpoint; an error is sent to the other ranks, too."""
         try:
             return self.checkpoints.newest()
         except PipelineError as error:
@@ -350,7 +351,7 @@ class Keeper:
                 for name, buffer in _buffers(step).items():
                     if name in own.tensors:
                         buffer.copy_(own.tensors[name])
-        elif (first := loaded.own(0)) is not None:  # a rank that was not there: what all have learned
+        elif (first := loaded.own(0)) is not None:  # this rank did not exist: it starts from rank 0's data
             own = first
         if loaded.world != self.ranks.world:
             self._tell(
@@ -360,9 +361,9 @@ class Keeper:
 
 
 def _buffers(step: Step) -> dict[str, Tensor]:
-    """Return what a rank's own items have moved, such as running means, by names of their own."""
+    """Return the buffers, such as running means, which differ between ranks, under names of their own."""
     parameters = {plain_name(name) for name, _ in step.model.named_parameters(remove_duplicate=False)}
-    return {f"buffer.{name}": one for name, one in model_state(step.model).items() if name not in parameters}
+    return {f"buffer.{name}": tensor for name, tensor in model_state(step.model).items() if name not in parameters}
 
 
 def _averages(step: Step) -> dict[str, Any] | None:

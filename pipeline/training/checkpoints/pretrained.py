@@ -1,7 +1,7 @@
-"""Weights to begin with: read from whatever form they are in, held against the model, and copied into it.
+"""Pretrained weights: read from any common form, compared with the model, and copied into it.
 
 A file of torch.save (.pt, .pth, .ckpt; nothing in it is executed), a .safetensors file, a Hugging Face folder with one
-or several, or a checkpoint of ours; of that the moving averages, where it has them, as those are what was judged.
+or several, or a checkpoint of ours; of that the moving averages, where it has them, as those were evaluated.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ PARTIAL = "name weights of this model, or load only what fits: train.pretrained_
 UNTRUSTED = "bring the weights as .safetensors, or as a state dict alone: torch.save(model.state_dict(), FILE)"
 FORMS = "name a .pt, .pth, .ckpt or .safetensors file, a Hugging Face folder, or a step-… folder of ours"
 _MOST_LINES = 5  # of each group
-_MOST_COMPARED = 2_000  # names; beyond them looking for near ones takes too long
+_MOST_COMPARED = 2_000  # names; looking for similar ones among more takes too long
 _NEAR = 0.6
 
 
 @dataclass(frozen=True)
 class PretrainedReport:
-    """What weights were loaded, and which were not."""
+    """Which weights were loaded, and which were not."""
 
     path: str
     loaded: int  # tensors of the model
     missing: tuple[str, ...] = ()  # in the model, not in the file
     unexpected: tuple[str, ...] = ()  # in the file, not in the model
-    reshaped: Mapping[str, str] = field(default_factory=dict)  # in both, not alike: what each has
+    reshaped: Mapping[str, str] = field(default_factory=dict)  # in both, but different: a text that says how
     converted: int = 0  # of another precision in the file
     averages: int = 0  # moving averages among what was loaded
-    prefix: str = ""  # what every name in the file began with, and the model's do not
+    prefix: str = ""  # of every name in the file, not of the model's
 
     @property
     def is_whole(self) -> bool:
-        """Say whether the model has got all of its tensors, and all of the file's were its."""
+        """Whether the model's tensors and the file's are exactly the same."""
         return not (self.missing or self.unexpected or self.reshaped)
 
     def lines(self) -> list[str]:
-        """Return the difference, for people: a few names of each kind, with the nearest where one is unknown."""
+        """Return the differences as text: a few names of each kind, with a similar one of the file where missing."""
         near = _nearest(self.missing, self.unexpected)
         missing = [f"{name}   (the file has {near[name]})" if name in near else name for name in self.missing]
         reshaped = [f"{name}: {how}" for name, how in self.reshaped.items()]
@@ -67,21 +67,21 @@ class PretrainedReport:
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """What a file holds: tensors by name, mapped where the form allows."""
+    """The tensors of a file by name, memory-mapped where the form allows."""
 
     tensors: Mapping[str, Tensor]
-    averages: frozenset[str] = frozenset()  # names of those that are moving averages
+    averages: frozenset[str] = frozenset()  # names of the moving averages among them
 
 
 def load_pretrained(model: nn.Module, path: Path, *, partial: bool = False) -> PretrainedReport:
     """Copy weights into a model: all of them or, if partial, those that fit. Nothing is changed where it fails.
 
-    A tensor of another floating precision is converted; of tied parameters the file needs one.
+    A tensor of another floating precision is converted; of tied parameters the file needs only one.
     """
     stored = stored_weights(path)
     state = model_state(model)
     prefix = _common_prefix(stored.tensors, state)
-    tensors = {name.removeprefix(prefix): one for name, one in stored.tensors.items()}
+    tensors = {name.removeprefix(prefix): tensor for name, tensor in stored.tensors.items()}
     report, fitting = _compared(state, tensors, path, prefix, stored.averages)
     if not report.is_whole and not partial:
         raise _misfit(f"are not of this model: {len(fitting)} of its {len(state)} tensors fit", report)
@@ -94,7 +94,7 @@ def load_pretrained(model: nn.Module, path: Path, *, partial: bool = False) -> P
 
 
 def stored_weights(path: Path) -> StoredWeights:
-    """Return every tensor of a file or a folder by its name, without what wraps parts of a model."""
+    """Read every tensor of a file or a folder, by its name without wrappers such as torch.compile's."""
     if not path.exists():
         raise ConfigError("there are no such weights", where=f"{WHERE}: {path}", remedy=f"ls -ldL {path}")
     if (path / MANIFEST).is_file():
@@ -107,28 +107,28 @@ def stored_weights(path: Path) -> StoredWeights:
     except WeightsUnusable as error:
         remedy = UNTRUSTED if "run code" in error.what else FORMS
         raise DataError(error.what, where=f"{WHERE}: {error.where or path}", remedy=remedy) from error
-    return StoredWeights({plain_name(name): one for name, one in tensors.items()})
+    return StoredWeights({plain_name(name): tensor for name, tensor in tensors.items()})
 
 
 def _of_checkpoint(path: Path) -> StoredWeights:
-    """Return a model of a checkpoint of ours, whose bytes are all read and found right before."""
+    """Read the model of a checkpoint of ours, after checking all its bytes."""
     loaded = open_checkpoint(path)
-    held = read_safetensors([path / STATE])
-    held |= {alias: held[name] for alias, name in loaded.same.items()}
-    model = {name.removeprefix("model."): one for name, one in held.items() if name.startswith("model.")}
-    averages = {name.removeprefix("ema."): one for name, one in held.items() if name.startswith("ema.")}
+    stored = read_safetensors([path / STATE])
+    stored |= {alias: stored[name] for alias, name in loaded.same.items()}
+    model = {name.removeprefix("model."): tensor for name, tensor in stored.items() if name.startswith("model.")}
+    averages = {name.removeprefix("ema."): tensor for name, tensor in stored.items() if name.startswith("ema.")}
     return StoredWeights(model | averages, frozenset(averages))
 
 
 def _files_of(folder: Path) -> list[Path]:
-    """Return the parts of a Hugging Face model."""
+    """Return the .safetensors files of a Hugging Face folder."""
     if (folder / INDEX).is_file():
         return _parts(folder)
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
-    found = sorted(path.name for path in folder.iterdir())
-    what = f"the folder holds neither {SINGLE} nor {INDEX}; it holds {', '.join(found[:8]) or 'nothing'}"
-    raise ConfigError(what, where=f"{WHERE}: {folder}", remedy=FORMS)
+    names = sorted(path.name for path in folder.iterdir())
+    problem = f"the folder holds neither {SINGLE} nor {INDEX}; it holds {', '.join(names[:8]) or 'nothing'}"
+    raise ConfigError(problem, where=f"{WHERE}: {folder}", remedy=FORMS)
 
 
 def _parts(folder: Path) -> list[Path]:
@@ -141,32 +141,29 @@ def _parts(folder: Path) -> list[Path]:
     if not names or not is_plain:
         raise DataError("names no parts in its folder", where=f"{WHERE}: {index}", remedy=FORMS)
     if missing := [name for name in names if not (folder / name).is_file()]:
-        what = f"{len(missing)} of its {len(names)} parts are missing: {', '.join(missing[:4])}"
-        raise DataError(what, where=f"{WHERE}: {folder}", remedy="bring the whole folder")
+        problem = f"{len(missing)} of its {len(names)} parts are missing: {', '.join(missing[:4])}"
+        raise DataError(problem, where=f"{WHERE}: {folder}", remedy="bring the whole folder")
     return [folder / name for name in names]
 
 
 def _state_dict(content: Any, path: Path) -> dict[str, Tensor]:
-    """Return the tensors of what torch.save wrote: a state dict, or one within what a training script saves."""
+    """Return the state dict in what torch.save wrote: the whole content, or under a usual name in it."""
     for name in NESTED:
         if isinstance(content, Mapping) and isinstance(content.get(name), Mapping):
             content = content[name]
             break
     named = content.items() if isinstance(content, Mapping) else ()
-    tensors = {name: one for name, one in named if isinstance(name, str) and isinstance(one, Tensor)}
+    tensors = {name: value for name, value in named if isinstance(name, str) and isinstance(value, Tensor)}
     if tensors:
         return tensors
-    held = (
-        f"a dict of {', '.join(map(str, list(content)[:8]))}"
-        if isinstance(content, Mapping)
-        else type(content).__name__
-    )
-    what = f"holds no weights, but {held}; looked for tensors by name, also under {', '.join(NESTED)}"
-    raise DataError(what, where=f"{WHERE}: {path}", remedy=UNTRUSTED)
+    is_dict = isinstance(content, Mapping)
+    held = f"a dict of {', '.join(map(str, list(content)[:8]))}" if is_dict else type(content).__name__
+    problem = f"holds no weights, but {held}; looked for tensors by name, also under {', '.join(NESTED)}"
+    raise DataError(problem, where=f"{WHERE}: {path}", remedy=UNTRUSTED)
 
 
 def _common_prefix(stored: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> str:
-    """Return what wraps a whole model (`module.` of DDP, `model.` of Lightning), where no name fits as it is."""
+    """Return the prefix of a wrapped model (`module.` of DDP, `model.` of Lightning) where no name fits as it is."""
     prefix, names = "", list(stored)
     while names and not any(name in state for name in names):
         first = names[0].partition(".")[0] + "."
@@ -181,14 +178,14 @@ def _compared(
 ) -> tuple[PretrainedReport, list[str]]:
     """Return the difference between a model and a file, and the names that fit."""
     _, same = distinct(state)
-    there = {same.get(name, name) for name in state if name in stored}
-    reshaped = {name: how for name, one in state.items() if name in stored and (how := _unlike(one, stored[name]))}
+    in_file = {same.get(name, name) for name in state if name in stored}
+    reshaped = {name: how for name, mine in state.items() if name in stored and (how := _unlike(mine, stored[name]))}
     reshaped |= _untied(same, stored, reshaped)
     fitting = [name for name in state if name in stored and name not in reshaped]
     report = PretrainedReport(
         path=str(path),
         loaded=len({same.get(name, name) for name in fitting}),
-        missing=tuple(name for name in state if same.get(name, name) not in there),
+        missing=tuple(name for name in state if same.get(name, name) not in in_file),
         unexpected=tuple(name for name in stored if name not in state),
         reshaped=reshaped,
         converted=sum(stored[name].dtype != state[name].dtype for name in fitting),
@@ -199,7 +196,7 @@ def _compared(
 
 
 def _unlike(mine: Tensor, stored: Tensor) -> str:
-    """Say in what two tensors differ, so that one cannot take the other's values."""
+    """Describe why one tensor cannot take another's values; "" where it can."""
     is_convertible = mine.is_floating_point() and stored.is_floating_point()
     if mine.shape == stored.shape and (is_convertible or mine.dtype == stored.dtype):
         return ""
@@ -207,7 +204,7 @@ def _unlike(mine: Tensor, stored: Tensor) -> str:
 
 
 def _untied(same: Mapping[str, str], stored: Mapping[str, Tensor], reshaped: Mapping[str, str]) -> dict[str, str]:
-    """Return names that are one tensor in the model, and have different values in the file."""
+    """Describe names that are tied in the model, but have different values in the file."""
     pairs = {alias: first for alias, first in same.items() if alias in stored and first in stored}
     return {
         alias: f"is tied to {first} in the model, and has other values in the file"
@@ -216,17 +213,17 @@ def _untied(same: Mapping[str, str], stored: Mapping[str, Tensor], reshaped: Map
     }
 
 
-def _misfit(what: str, report: PretrainedReport) -> ConfigError:
-    text = "\n  ".join([f"the weights {what}", *report.lines()])
+def _misfit(problem: str, report: PretrainedReport) -> ConfigError:
+    text = "\n  ".join([f"the weights {problem}", *report.lines()])
     return ConfigError(text, where=f"{WHERE}: {report.path}", remedy=PARTIAL)
 
 
 def _nearest(missing: Sequence[str], unexpected: Sequence[str]) -> dict[str, str]:
-    """Return for the names that are shown which of the file's is the most alike."""
+    """Return for the missing names that are shown the most similar one of the file, if any is."""
     near: dict[str, str] = {}
     for name in missing[:_MOST_LINES]:
-        found = difflib.get_close_matches(name, unexpected[:_MOST_COMPARED], 1, _NEAR)
-        near |= {name: found[0]} if found else {}
+        if matches := difflib.get_close_matches(name, unexpected[:_MOST_COMPARED], 1, _NEAR):
+            near[name] = matches[0]
     return near
 
 

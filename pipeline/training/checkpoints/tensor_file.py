@@ -1,7 +1,7 @@
-"""One file of tensors in safetensors' form: written as a stream, read into tensors that are there, digested on the way.
+"""A safetensors file, written as a stream and read into existing tensors, with a digest computed on the way.
 
-Neither way holds more than one tensor beside those it is given, and none where they are contiguous and on the CPU.
-Tensors that are one and the same (tied parameters) are written once; the others are named in the file's metadata.
+Reading and writing hold one extra tensor at most, and none for contiguous tensors on the CPU.
+Tied parameters are written once; their other names are in the file's metadata.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ DTYPES = {
     "C64": torch.complex64,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-PIECE_BYTES = 8 << 20  # what is digested and written at once
+PIECE_BYTES = 8 << 20  # digested and written at once
 _LENGTH_BYTES = 8
-_MOST_HEADER_BYTES = 100_000_000  # what safetensors itself reads
+_MOST_HEADER_BYTES = 100_000_000  # the limit of safetensors itself
 _METADATA = "__metadata__"
 _MOST_NAMED = 6
 ANOTHER = "name a checkpoint that is whole, or train again"
@@ -59,7 +59,7 @@ class CheckpointDamaged(JobFailed):
 
 @dataclass(frozen=True, slots=True)
 class WrittenFile:
-    """What a file must be."""
+    """The size and digest of a file as it was written."""
 
     bytes: int
     digest: str  # xxh3-128, as hexadecimal digits
@@ -67,7 +67,7 @@ class WrittenFile:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor in a file: what it is, and where it lies."""
+    """A tensor in a file: its dtype, its shape, and its byte range."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -98,7 +98,7 @@ def write_pieces(disk: Disk, path: Path, pieces: Iterable[bytes | memoryview]) -
 
 
 def verify_file(disk: Disk, path: Path, written: WrittenFile) -> None:
-    """Read a file to its end, whatever is in it; raise unless its bytes are those that were written."""
+    """Read a whole file; raise unless its bytes are those that were written."""
     fd = _opened(disk, path, written)
     try:
         digest = xxhash.xxh3_128()
@@ -109,7 +109,7 @@ def verify_file(disk: Disk, path: Path, written: WrittenFile) -> None:
 
 
 class TensorFile:
-    """A file of tensors; only its header is read before it is asked for more."""
+    """A file of tensors; opening reads only its header."""
 
     def __init__(self, disk: Disk, path: Path, written: WrittenFile) -> None:
         self.disk, self.path, self.written = disk, path, written
@@ -129,9 +129,9 @@ class TensorFile:
         self.specs: Mapping[str, TensorSpec] = self._stored | aliases
 
     def load_into(self, targets: Mapping[str, Tensor]) -> None:
-        """Fill tensors by name, of exactly these types and shapes; every byte of the file is read and digested.
+        """Fill tensors by name, whose dtypes and shapes must match; every byte of the file is read and digested.
 
-        All is checked before anything is written, but the digest: where that is wrong, the tensors are spoiled.
+        All checks come before the first write except the digest: where that is wrong, the tensors are overwritten.
         """
         refuse_misfits(self.specs, targets, self.path)
         wanted: dict[str, list[Tensor]] = {}
@@ -165,7 +165,7 @@ class TensorFile:
         _skim(self.disk, fd, self.path, end, self.written.bytes, digest)
 
     def _fill(self, fd: int, spec: TensorSpec, targets: list[Tensor], digest: Callable[[Any], None]) -> None:
-        """Read one tensor: straight into the first target where it lies in the CPU's memory as in the file."""
+        """Read one tensor, directly into the first target where that is contiguous and on the CPU."""
         first = targets[0]
         is_direct = first.device.type == "cpu" and first.is_contiguous() and not (first.is_conj() or first.is_neg())
         read = first if is_direct else torch.empty(spec.shape, dtype=spec.dtype)
@@ -175,7 +175,7 @@ class TensorFile:
                 target.copy_(read)
 
     def _parsed(self, header: bytes) -> tuple[dict[str, TensorSpec], dict[str, str]]:
-        """Return what tensors a header tells of, and which other names they have."""
+        """Return the tensors of a header, and the stored name of each alias."""
         try:
             parsed = json.loads(header)
             same = dict(json.loads(parsed.pop(_METADATA, {}).get("same", "{}")))
@@ -196,14 +196,14 @@ class TensorFile:
 
 
 def distinct(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return each tensor under its first name only, and which other names it has."""
+    """Return each tensor under its first name only, and the first name of every other name."""
     kept: dict[str, Tensor] = {}
     same: dict[str, str] = {}
-    seen: dict[Any, str] = {}
+    first_names: dict[Any, str] = {}
     for name, tensor in tensors.items():
         place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj())
         key = place if tensor.numel() and tensor.data_ptr() else id(tensor)
-        if (first := seen.setdefault(key, name)) == name:
+        if (first := first_names.setdefault(key, name)) == name:
             kept[name] = tensor
         else:
             same[name] = first
@@ -220,32 +220,33 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 
 
 def nbytes(tensor: Tensor) -> int:
-    """Return how many bytes a tensor's values have, not what its storage has."""
+    """Return the bytes of a tensor's values; its storage may have more."""
     return tensor.numel() * tensor.element_size()
 
 
-def damaged_file(path: Path, what: str) -> CheckpointDamaged:
-    """Say what is wrong with a file."""
-    return CheckpointDamaged(what, where=str(path), remedy=ANOTHER)
+def damaged_file(path: Path, problem: str) -> CheckpointDamaged:
+    """Return the error for a damaged file."""
+    return CheckpointDamaged(problem, where=str(path), remedy=ANOTHER)
 
 
 def unreadable_file(path: Path, error: OSError) -> CheckpointDamaged:
-    """Say why a file could not be read."""
-    what = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror or error}"
-    return damaged_file(path, what)
+    """Return the error for a file that is missing or cannot be read."""
+    is_missing = isinstance(error, FileNotFoundError)
+    return damaged_file(path, "is missing" if is_missing else f"cannot be read: {error.strerror or error}")
 
 
 def refuse_strange(tensors: Mapping[str, Tensor]) -> None:
-    """Raise where a tensor is of a kind that this file cannot hold."""
+    """Raise where a tensor's layout or dtype cannot be stored."""
     for name, tensor in tensors.items():
         if tensor.layout != torch.strided or tensor.dtype not in NAMES:
             kind = tensor.layout if tensor.layout != torch.strided else tensor.dtype
-            what = f"{name} is of a kind that no checkpoint can hold: {kind}"
-            raise ConfigError(what, where="train.task", remedy="keep it in plain tensors, or out of the model's state")
+            problem = f"{name} is of a kind that no checkpoint can hold: {kind}"
+            remedy = "keep it in plain tensors, or out of the model's state"
+            raise ConfigError(problem, where="train.task", remedy=remedy)
 
 
 def _pieces(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
-    """Yield what a file is made of, a little at a time."""
+    """Yield the content of a file in pieces."""
     kept, same = distinct(tensors)
     # The widest first, so that each lies at a multiple of its width, without gaps: safetensors maps them as they are.
     order = sorted(kept, key=lambda name: (-kept[name].element_size(), name))
@@ -270,7 +271,7 @@ def _header(kept: Mapping[str, Tensor], order: list[str], same: Mapping[str, str
 
 
 def _opened(disk: Disk, path: Path, written: WrittenFile) -> int:
-    """Open a file for reading, unless its size already tells that it is not whole."""
+    """Open a file for reading; raise if its size is not as written."""
     try:
         fd = disk.open_read(path)
     except OSError as error:
@@ -279,12 +280,12 @@ def _opened(disk: Disk, path: Path, written: WrittenFile) -> int:
     if size == written.bytes:
         return fd
     disk.close(fd)
-    what = "is cut short" if size < written.bytes else "is longer than it was"
-    raise damaged_file(path, f"{what}: {size:,} bytes, {written.bytes:,} were written")
+    problem = "is cut short" if size < written.bytes else "is longer than it was"
+    raise damaged_file(path, f"{problem}: {size:,} bytes, {written.bytes:,} were written")
 
 
 def _skim(disk: Disk, fd: int, path: Path, begin: int, end: int, digest: Callable[[Any], None]) -> None:
-    """Read bytes that nobody wants but the digest."""
+    """Read bytes for the digest only."""
     scratch = memoryview(bytearray(min(PIECE_BYTES, end - begin)))
     for start in range(begin, end, PIECE_BYTES):
         _read_exactly(disk, fd, path, scratch[: min(PIECE_BYTES, end - start)], start, digest)
@@ -296,10 +297,10 @@ def _read_exactly(
     for start in range(0, len(into), PIECE_BYTES):
         piece = into[start : start + PIECE_BYTES]
         try:
-            came = disk.fill(fd, [piece], offset + start)
+            filled = disk.fill(fd, [piece], offset + start)
         except OSError as error:
             raise unreadable_file(path, error) from error
-        if came < len(piece):
+        if filled < len(piece):
             raise damaged_file(path, "was cut short while it was read")
         digest(piece)
 
@@ -310,17 +311,17 @@ def _compare(path: Path, digest: Any, written: WrittenFile) -> None:
 
 
 def refuse_misfits(specs: Mapping[str, TensorSpec], targets: Mapping[str, Tensor], path: Path) -> None:
-    """Raise unless tensors are there under all names, each of the type and shape of what is to be filled."""
+    """Raise unless there is a tensor for every target, of the same dtype and shape."""
     wrong = [f"{name} is not in it" for name in targets if name not in specs]
     for name, target in targets.items():
         spec = specs.get(name)
         if spec is not None and (spec.shape, spec.dtype) != (tuple(target.shape), target.dtype):
             wrong.append(f"{name} is {_words(spec)}, not {_words(target)}")
     if wrong:
-        rest = f"; and {len(wrong) - _MOST_NAMED} more" if len(wrong) > _MOST_NAMED else ""
-        what = f"this is a checkpoint of another model: {'; '.join(wrong[:_MOST_NAMED])}{rest}"
-        raise ConfigError(what, where=str(path), remedy=OTHER_MODEL)
+        more = f"; and {len(wrong) - _MOST_NAMED} more" if len(wrong) > _MOST_NAMED else ""
+        problem = f"this is a checkpoint of another model: {'; '.join(wrong[:_MOST_NAMED])}{more}"
+        raise ConfigError(problem, where=str(path), remedy=OTHER_MODEL)
 
 
-def _words(one: TensorSpec | Tensor) -> str:
-    return f"{str(one.dtype).removeprefix('torch.')}{list(one.shape)}"
+def _words(tensor: TensorSpec | Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
