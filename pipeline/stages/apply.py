@@ -177,12 +177,6 @@ def predict(job: ApplyJob, folder: Path, model: str, split: str | None) -> Gener
         job.ranks.exchange({})
 
 
-def remove_parts(folder: Path) -> None:
-    """Remove unfinished outputs, those of other checkpoints included."""
-    for parts in folder.glob(f"{PARTS}*"):
-        shutil.rmtree(parts, ignore_errors=True)
-
-
 def _write_predictions(job: ApplyJob, applied: ApplyResult, folder: Path, model: str, split: str | None) -> None:
     from pipeline.training.evaluating.output_parts import publish_text
     from pipeline.training.evaluating.outputs import GatheredOutputs, write_tables
@@ -204,5 +198,6 @@ def _write_predictions(job: ApplyJob, applied: ApplyResult, folder: Path, model:
         note=applied.chosen.note,
     )
     publish_text(Disk(), folder / TOLD, json.dumps(asdict(predictions), indent=1) + "\n")
-    remove_parts(folder)
+    for parts in folder.glob(f"{PARTS}*"):  # those of other checkpoints included
+        shutil.rmtree(parts, ignore_errors=True)
     job.say(f"predictions of {tables.items:,} items: {folder}")

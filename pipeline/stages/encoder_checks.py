@@ -1,4 +1,4 @@
-"""Can this be an embedding, or what is remembered of weights, of the gate or of a budget? Judged as stage embed works.
+"""Checks of embeddings and of the records of weights, of the parity gate and of learned budgets.
 
 Every function yields what is wrong as a sentence. Shapes: L residues, D numbers of each.
 """

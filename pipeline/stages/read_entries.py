@@ -1,4 +1,4 @@
-"""Stage scan of items that are no structures: what a reader yields in, the table of what can be used out.
+"""Stage scan for the items of a reader: what the reader yields in, the table of the usable ones out.
 
 Memory is what the table takes and 12 bytes an id, whatever the items hold.
 """

@@ -1,4 +1,4 @@
-"""What is made anew, against what is kept: an item's inventory and graph, array by array.
+"""Compares cached records with what is made anew: an item's inventory and graph, array by array.
 
 Whole numbers, names and texts must be the same. Coordinates and distances may differ by `CLOSE`, which no digit of a
 file is: the same numbers on another processor differ by less. Whether they are the same bit for bit is told, too.

@@ -1,4 +1,4 @@
-"""Can this be an inventory, a graph, a table of what can be trained on? Judged by what the stages promise.
+"""Checks of inventories, graphs and tables of items, by what the stages that write them promise.
 
 Every function yields what is wrong as a sentence that names the array, the place in it and the value. Where the recipe
 of a graph is known its edges are found again from the coordinates; without it they are judged by what holds for any
@@ -275,7 +275,7 @@ def _atoms_beside(part: PartnerGraph, partner: Partner, seqres_R: Array | None, 
 
 def _refusal(record: Record) -> Iterator[str]:
     """Yield what is wrong with the record of an item that has no graph."""
-    if record.meta["reason"] not in {reason.value for reason in Reason}:
+    if record.meta["reason"] not in REASONS:
         yield f"the reason {record.meta['reason']!r} is none"
     if not isinstance(record.meta.get("detail"), str):
         yield "a reason without a detail"

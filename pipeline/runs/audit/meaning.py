@@ -1,4 +1,4 @@
-"""Does what a cache holds mean anything? Every record is judged by itself, and beside those that it goes with.
+"""Judges whether what a cache holds makes sense: every record by itself, and beside those that it goes with.
 
 A record is first judged by what it says alone; what is in order by itself is then compared: a graph with the inventory
 of its item, where the item is of the current data set, and a sample of records with what is made anew from the source

@@ -1,4 +1,4 @@
-"""On what training may run: the cards that were named, or that the cluster has, or the memory of a node without any."""
+"""Where training may run: on the GPUs that were named, on those of the cluster, or in a node's memory without any."""
 
 from __future__ import annotations
 

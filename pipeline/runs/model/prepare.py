@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
     from pipeline.config.schema import Config
     from pipeline.project.project import Project
-    from pipeline.runs.model.training_outlook import TrainOutlook
     from pipeline.stages.train import Items
 
 PLANS = ".plans"
@@ -100,10 +99,7 @@ def _planned(project: Project, table: str) -> Prepared:
 
     with project.open_executor() as executor:
         question = Question(config=project.config, project=project, executor=executor, beside=project.beside)
-        return _prepared(project, table, plan_training(question))
-
-
-def _prepared(project: Project, table: str, outlook: TrainOutlook) -> Prepared:
+        outlook = plan_training(question)
     train, plan = project.config.train, outlook.plan
     largest = {f"stage {number}": stage.largest for number, stage in enumerate(train.curriculum, 1)}
     epochs = {f"stage {number}": stage.epochs for number, stage in enumerate(train.curriculum, 1)}

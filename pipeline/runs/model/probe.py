@@ -1,6 +1,6 @@
 """Probing: a job of minutes on each card runs the worst bucket of a plan through the real step, before any queueing.
 
-Each job writes its measurement down itself (`probing`), so that it corrects later plans also if nobody waited for it.
+Each job records its measurement itself (`probe_job`), so that it corrects later plans also if nobody waited for it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a probe's job executes: `python -m pipeline.runs.model.probe_job FOLDER` runs the worst bucket for a few steps.
 
-The step runs in a child, so that somebody is left to say it when the kernel ends the step for its memory. The job
-itself remembers what it measured: whoever waited for it may be gone.
+The step runs in a child process, so that the parent can report it when the kernel kills the step for its memory. The
+job itself records what it measured: whoever waited for it may be gone.
 """
 
 from __future__ import annotations

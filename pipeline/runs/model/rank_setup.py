@@ -103,7 +103,7 @@ class _Stager:
     tell: Tell
     say: Callable[[str], None]
     begun: float = 0.0
-    told: float = 0.0
+    reported: float = 0.0
 
     def stage(self) -> str:
         """Copy what there is time and room for, and log it; return the scratch folder, or '' if nothing is in it."""
@@ -177,8 +177,8 @@ class _Stager:
     def _goes_on(self) -> bool:
         """Tell whether there is time to copy more, and let the waiting ranks know that this one is at work."""
         now = time.monotonic()
-        if now - self.told > TELL_EVERY_S:
-            self.told = now
+        if now - self.reported > TELL_EVERY_S:
+            self.reported = now
             self.ranks.progress("staging")
         return now - self.begun < WITHIN_S and not self.tell.ending()
 

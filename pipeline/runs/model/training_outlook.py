@@ -1,4 +1,4 @@
-"""What `pipeline plan --stage train` tells: the plan, tables to decide by, the job, and what deserves a word."""
+"""What `pipeline plan --stage train` shows: the plan, tables to decide by, the job, and the linter's findings."""
 
 from __future__ import annotations
 

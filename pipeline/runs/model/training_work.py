@@ -1,6 +1,6 @@
-"""What training would take: a task, a data set and cards → a plan, on a machine that has none of them but the task.
+"""A task as it is to be trained, and what the planner asks of it: a step to trace, sizes of items, micro-batches.
 
-Puts the rooms together: `training.step` is what is traced, `training.sampler` is what cuts, `memory` does the rest.
+Planning needs neither the GPUs nor the data set on this machine, only the task.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a project uses of a cache: by which recipes its records are made; and telling others of it."""
+"""How a project uses a cache: the recipes of its records, its entry among the users, and what the cache holds."""
 
 from __future__ import annotations
 

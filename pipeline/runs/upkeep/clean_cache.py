@@ -1,4 +1,4 @@
-"""Cleaning a cache: what nobody needs any more, said first, and then given back.
+"""Cleaning a cache: what nobody needs any more is found and shown first, and then removed.
 
 What stays: what the data set of this project needs by its recipes of today; every record of the recipes of other
 projects that use the cache, and of runs that go on; and what is younger than a grace period.

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from pipeline.journal.active_runs import GoingRun
     from pipeline.records import Rejection
     from pipeline.runs.upkeep.cache_use import Recipes
-    from pipeline.stages.scan import Seen
     from pipeline.store.cache_folder import CacheFolder
     from pipeline.store.maintenance.leftovers import User
 
@@ -205,25 +204,21 @@ def _take(project: Project, chunk: Sequence[Item | Rejection], recipe: Embedding
     for path in dict.fromkeys(path for item in items for path in item_paths(item)):
         mark = glance(path, project.recipe)
         need.files += mark if isinstance(mark, bytes) else b""
-    wanted: dict[str, None] = {}
+    sequences: dict[str, None] = {}
     for item, seen in zip(items, look_up_items(items, project.recipe, project.shelves), strict=True):
-        _add(project, item, seen, need)
+        if seen.key is not None:
+            need.scan += seen.key
+            need.graph += project.graphs.recipe.key(seen.key)
+        if seen.inventory is None:
+            need.doubt(f"{item.id} is not scanned yet, or has just been changed", SCAN_FIRST)
+        elif seen.key is None and seen.inventory.reason in AWAY:
+            need.doubt(f"{item.id}: {seen.inventory.detail}", _see_to_it(project))
         if recipe is not None and seen.inventory is not None and seen.inventory.reason is None:
-            wanted |= dict.fromkeys(texts(seen.inventory, recipe.context))
-    for text in wanted:
-        for variant in recipe.accepted(len(text)) if recipe else ():
-            need.embed += recipe.key(text, variant) if recipe else b""
-
-
-def _add(project: Project, item: Item, seen: Seen, need: Needed) -> None:
-    """Add what one item needs, besides embeddings."""
-    if seen.key is not None:
-        need.scan += seen.key
-        need.graph += project.graphs.recipe.key(seen.key)
-    if seen.inventory is None:
-        need.doubt(f"{item.id} is not scanned yet, or has just been changed", SCAN_FIRST)
-    elif seen.key is None and seen.inventory.reason in AWAY:
-        need.doubt(f"{item.id}: {seen.inventory.detail}", _see_to_it(project))
+            sequences |= dict.fromkeys(texts(seen.inventory, recipe.context))
+    if recipe is not None:
+        for text in sequences:
+            for variant in recipe.accepted(len(text)):
+                need.embed += recipe.key(text, variant)
 
 
 def _see_to_it(project: Project) -> str:

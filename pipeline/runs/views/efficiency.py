@@ -136,15 +136,12 @@ def _suggestions(
         suggestions.append(Suggested(f"{key}.mem", _asked(ended), thought.mem.mem_bytes, thought.mem.why))
     if (longest := max((attempt.elapsed_s for attempt in ended), default=0.0)) > 0:
         time_s = max(1, ceil(TIME_MARGIN * longest / TIME_STEP_S)) * TIME_STEP_S
-        suggestions.append(Suggested(f"{key}.time", int(resources.time), time_s, _why_time(longest)))
+        why = f"the longest took {ceil(longest)} s; {TIME_MARGIN:g} times that, in steps of {TIME_STEP_S // 60} min"
+        suggestions.append(Suggested(f"{key}.time", int(resources.time), time_s, why))
     if (cores := _cores(ended, jobs)) and cores < resources.cpus:
         why = f"the busiest task kept {cores} of {resources.cpus} busy"
         suggestions.append(Suggested(f"{key}.cpus", resources.cpus, cores, why))
     return [suggested for suggested in suggestions if suggested.value != suggested.was]
-
-
-def _why_time(longest_s: float) -> str:
-    return f"the longest took {ceil(longest_s)} s; {TIME_MARGIN:g} times that, in steps of {TIME_STEP_S // 60} min"
 
 
 def _asked(ended: Sequence[Attempt]) -> int:

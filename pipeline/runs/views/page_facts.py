@@ -1,4 +1,4 @@
-"""What the page of a run says, of bounded size, from what its ledger adds up to."""
+"""The contents of a run's page, of bounded size, computed from the run's ledger."""
 
 from __future__ import annotations
 

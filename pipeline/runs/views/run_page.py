@@ -172,7 +172,7 @@ POINTS = 500  # of a curve
 SERIES = 16  # curves of a kind: terms of a loss, metrics
 EPOCH_ROWS = 100
 BUNDLES = 50
-# As `training.bundles` names them, which cannot be imported without torch: a supervisor has no room for that.
+# As `training/forensics/step_bundle.py` names them, which needs torch: a supervisor has no room for that.
 _BUNDLE = re.compile(r"step-(?P<step>\d{8,})-(?P<kind>[a-z]+)-rank-(?P<rank>\d+)(?:-\d+)?")
 
 
