@@ -46,12 +46,12 @@ def wrong_embedding(record: Record, recipe: Plain | None = None, width: int | No
     if not storage or (storage == "bf16") != ("rows" in record.bfloat16):
         yield f"rows is {rows_LD.dtype}{' as bfloat16' if record.bfloat16 else ''}, which is no precision"
         return
-    yield from _made_of(meta)
-    yield from _length(meta, rows_LD)
+    yield from _wrong_choices(meta)
+    yield from _wrong_length(meta, rows_LD)
     if width is not None and rows_LD.shape[1] != width:
         yield f"rows has {rows_LD.shape[1]} numbers a residue; its weights give {width}"
-    yield from _numbers(rows_LD, storage)
-    yield from _key(record, storage, recipe)
+    yield from _wrong_numbers(rows_LD, storage)
+    yield from _wrong_embedding_key(record, storage, recipe)
 
 
 def wrong_weights(record: Record) -> Iterator[str]:
@@ -75,7 +75,7 @@ def wrong_weights(record: Record) -> Iterator[str]:
 def wrong_parity(record: Record) -> Iterator[str]:
     """Yield what is wrong with what is remembered of an encoder that passed the gate."""
     meta = record.meta
-    yield from _keyed("parity", record, MADE_FROM)
+    yield from _wrong_key("parity", record, MADE_FROM)
     if not -1 <= meta["threshold"] <= 1 or not meta["threshold"] <= meta["lowest"] <= 1 + 1e-6:
         yield f"lowest is {meta['lowest']!r}, and {meta['threshold']!r} is needed to pass"
     if meta["sequences"] < 1 or meta["precision"] not in PRECISIONS:
@@ -84,12 +84,12 @@ def wrong_parity(record: Record) -> Iterator[str]:
 
 def wrong_limit(record: Record) -> Iterator[str]:
     """Yield what is wrong with a budget that was learned."""
-    yield from _keyed("limits", record, LIMIT_FROM)
+    yield from _wrong_key("limits", record, LIMIT_FROM)
     if type(record.meta["budget"]) is not int or record.meta["budget"] < 1:
         yield f"budget is {record.meta['budget']!r}"
 
 
-def _keyed(kind: str, record: Record, made_from: tuple[str, ...]) -> Iterator[str]:
+def _wrong_key(kind: str, record: Record, made_from: tuple[str, ...]) -> Iterator[str]:
     """Yield why a record's key does not match the fields it is made from."""
     if record.arrays:
         yield "it has arrays"
@@ -97,7 +97,7 @@ def _keyed(kind: str, record: Record, made_from: tuple[str, ...]) -> Iterator[st
         yield f"its key is not that of its {', '.join(made_from)}"
 
 
-def _made_of(meta: Plain) -> Iterator[str]:
+def _wrong_choices(meta: Plain) -> Iterator[str]:
     """Yield which fields of an embedding's recipe have impossible values."""
     for name, allowed in (("precision", PRECISIONS), ("context", CONTEXTS)):
         if meta[name] not in allowed:
@@ -111,7 +111,7 @@ def _made_of(meta: Plain) -> Iterator[str]:
         yield f"cut is {cut}"
 
 
-def _length(meta: Plain, rows_LD: Array) -> Iterator[str]:
+def _wrong_length(meta: Plain, rows_LD: Array) -> Iterator[str]:
     """Yield why an embedding does not have a row for each residue."""
     text, cut = meta["text"], meta["cut"]
     try:
@@ -127,7 +127,7 @@ def _length(meta: Plain, rows_LD: Array) -> Iterator[str]:
         yield f"rows is {len(rows_LD)} long, and its text has {wanted} residues to encode"
 
 
-def _numbers(rows_LD: Array, storage: str) -> Iterator[str]:
+def _wrong_numbers(rows_LD: Array, storage: str) -> Iterator[str]:
     """Yield rows that are not finite, or all zeros."""
     if storage in EXPONENTS:
         filled_LD: NDArray[Any] = rows_LD.view(np.uint16) & NO_SIGN
@@ -142,7 +142,7 @@ def _numbers(rows_LD: Array, storage: str) -> Iterator[str]:
         yield f"rows[{int(filled_L.argmin())}] is all zeros (and {int((~filled_L).sum()) - 1} more)"
 
 
-def _key(record: Record, storage: str, recipe: Plain | None) -> Iterator[str]:
+def _wrong_embedding_key(record: Record, storage: str, recipe: Plain | None) -> Iterator[str]:
     """Yield why an embedding does not match its key."""
     meta, cut = record.meta, record.meta["cut"]
     made_from: dict[str, Any] = {name: meta[name] for name in ("weights", "layer", "context", "precision")}

@@ -60,7 +60,7 @@ class EntriesTaken:
         splits = self.table.splits
         first = self.seen.first_line(entry.id, splits.get(entry.split, len(splits)))
         if first is not None:
-            return self._double(entry, list(splits)[first])
+            return self._duplicate(entry, list(splits)[first])
         self._add(entry, arrays)
         return None
 
@@ -72,7 +72,7 @@ class EntriesTaken:
         self.table.add(entry.id, arrays_digest(arrays), entry.split, sizes, place=entry.place)
         self.splits[entry.split] += 1
 
-    def _double(self, entry: Entry, split: str) -> Rejection:
+    def _duplicate(self, entry: Entry, split: str) -> Rejection:
         """Reject an item whose id was used before; in another split, it counts as a leak."""
         if split and entry.split and split != entry.split:
             self.leaks += 1

@@ -101,9 +101,9 @@ class Semantic:
 
     def _judge(self, kind: str, record: Record) -> Wrong | None:
         """Return what is wrong with a record; one that is wrong by itself is lost."""
-        self._learn(kind)
+        self._look_up_first(kind)
         try:
-            problem = self._alone(kind, record)
+            problem = self._wrong_by_itself(kind, record)
         except ODD as error:
             return Wrong(f"it cannot be understood: {type(error).__name__} {error}")
         try:
@@ -111,13 +111,13 @@ class Semantic:
         except ODD as error:
             return Wrong(f"it cannot be compared: {type(error).__name__} {error}", lost=False)
 
-    def _learn(self, kind: str) -> None:
+    def _look_up_first(self, kind: str) -> None:
         """Look up what this kind needs before a record is judged, so that no record is blamed where that fails."""
         _ = self._recipes
         if kind == "graph" or (self._sample and kind in ("scan", "files")):
             _ = self._data_set
 
-    def _alone(self, kind: str, record: Record) -> Wrong | None:
+    def _wrong_by_itself(self, kind: str, record: Record) -> Wrong | None:
         """Return what is wrong with a record by itself; without its recipe where another version's lacks something."""
         recipe = self._recipes.get((kind, record.key[:TAG_BYTES]))
         try:
@@ -148,7 +148,7 @@ class Semantic:
     def _compared(self, kind: str, record: Record) -> Wrong | None:
         """Return what is wrong with a record beside other records, and beside what is made anew."""
         if kind == "graph":
-            return self._beside(record) or self._graph_again(record)
+            return self._wrong_beside_inventory(record) or self._graph_again(record)
         is_sampled = in_sample(record.key, self._sample)
         if kind == "weights":
             return _combined(self._widths.wrong(record)) or (self._weights_again(record) if is_sampled else None)
@@ -166,7 +166,7 @@ class Semantic:
 
     # Beside others
 
-    def _beside(self, graph: Record) -> Wrong | None:
+    def _wrong_beside_inventory(self, graph: Record) -> Wrong | None:
         """Return what is wrong with a graph beside its inventory; the source files decide which is at fault."""
         key = self._data_set.inventories.get(graph.key)
         if key is None:
@@ -176,17 +176,17 @@ class Semantic:
             inventory = self._project.shelves.inventories.get(bytes.fromhex(key))
         except (CacheDamaged, RecordMissing):
             return None
-        if not _can_be(inventory):  # that is found where inventories are judged
+        if not _is_in_order(inventory):  # that is found where inventories are judged
             return None
         recipe = self._project.graphs.recipe.plain()
         problem = _combined(
             wrong_beside_inventory(graph, Inventory.from_json(inventory.meta), inventory.arrays, recipe)
         )
-        return self._settled(graph, inventory, problem) if problem else None
+        return self._unless_inventory_is_wrong(graph, inventory, problem) if problem else None
 
-    def _settled(self, graph: Record, inventory: Record, problem: Wrong) -> Wrong | None:
+    def _unless_inventory_is_wrong(self, graph: Record, inventory: Record, problem: Wrong) -> Wrong | None:
         """Return the problem of a graph that its inventory contradicts, or None where the inventory is at fault."""
-        anew = self._anew(inventory.key)
+        anew = self._read_item_again(inventory.key)
         if anew is None or _combined(self._graph_differences(graph, anew)):
             return problem
         fault = _combined(_inventory_differences(inventory, anew))
@@ -197,7 +197,7 @@ class Semantic:
 
     # Made anew
 
-    def _anew(self, inventory_key: bytes) -> Anew | None:
+    def _read_item_again(self, inventory_key: bytes) -> Anew | None:
         """Return the item of an inventory as its files are now; None where it is unknown, or its files have changed."""
         line = self._data_set.items.get(inventory_key)
         if line is None:
@@ -211,7 +211,7 @@ class Semantic:
 
     def _inventory_again(self, record: Record) -> Wrong | None:
         """Return where an inventory differs from what its files give, or from what a second parser reads in them."""
-        anew = self._anew(record.key)
+        anew = self._read_item_again(record.key)
         if anew is None:
             return None
         self._notes["inventories made anew"] += 1
@@ -225,7 +225,7 @@ class Semantic:
         key = self._data_set.inventories.get(record.key)
         if key is None or not in_sample(bytes.fromhex(key), self._sample):
             return None
-        anew = self._anew(bytes.fromhex(key))
+        anew = self._read_item_again(bytes.fromhex(key))
         return None if anew is None else _combined(self._graph_differences(record, anew, count=True))
 
     def _graph_differences(self, record: Record, anew: Anew, *, count: bool = False) -> Iterator[str]:
@@ -363,7 +363,7 @@ def _combined(problems: Iterable[str]) -> Wrong | None:
     return Wrong("; ".join(first[:TOLD]) + ("; and more" if len(first) > TOLD else "")) if first else None
 
 
-def _can_be(inventory: Record) -> bool:
+def _is_in_order(inventory: Record) -> bool:
     """Tell whether an inventory is in order by itself."""
     try:
         return not any(wrong_inventory(inventory))

@@ -1,4 +1,4 @@
-"""From a configuration to a loader: what training reads, and what people use in loops of their own."""
+"""From a configuration to a loader, for training and for users' own loops."""
 
 from __future__ import annotations
 
@@ -123,5 +123,5 @@ def table_of(project: Project, again: str) -> ItemTable:
 
 
 def _made_from(config: Config) -> tuple[object, ...]:
-    """Return what decides which items there are and what their graphs are."""
+    """Return the settings that decide which items there are and what their graphs are."""
     return source_spec(config), scan_recipe_of(config), graph_recipe(config).plain(), config.graph.cache

@@ -122,7 +122,7 @@ def waits(question: Question, offers: Sequence[Offer], mem_bytes: int) -> Iterat
 
 
 def _host_card(question: Question, name: str = "", mem_bytes: int | None = None) -> CardSpec:
-    """Return what a node without GPUs leaves for a step: its memory less everything else."""
+    """Return as a card the memory that a node without GPUs leaves for a step."""
     resources = question.config.cluster.train
     if resources.mem != "auto":
         mem_bytes = resources.mem

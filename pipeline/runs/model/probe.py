@@ -147,8 +147,8 @@ def probe(
             tell(f"probe of {errand.card}: not submitted: {error.what}")
         else:
             tell(f"probe of {errand.card}: job {jobs[-1].id}")
-    for job, status in _followed(jobs, executor, tell):
-        result = results[job.number] = _concluded(job, status, config)
+    for job, status in _wait_for_all(jobs, executor, tell):
+        result = results[job.number] = _outcome_of(job, status, config)
         tell(f"probe of {result.card}: {result.outcome.value}{f': {result.why}' if result.why else ''}")
     return tuple(results[number] for number in range(len(places)))
 
@@ -283,7 +283,7 @@ def draft_probe(config: Config, errand: Errand) -> ProbeFolder:
     return folder
 
 
-def _followed(
+def _wait_for_all(
     jobs: Sequence[_ProbeJob], executor: Executor, tell: Callable[[str], None]
 ) -> list[tuple[_ProbeJob, TaskStatus | None]]:
     """Wait until every probe has written a result or its job has ended; return each with its job's status."""
@@ -307,10 +307,10 @@ def _followed(
     return done
 
 
-def _concluded(job: _ProbeJob, status: TaskStatus | None, config: Config) -> Probed:
+def _outcome_of(job: _ProbeJob, status: TaskStatus | None, config: Config) -> Probed:
     """Return what a probe measured: by its result file, which may appear late, else by how its job ended."""
     patience_s = config.cache.visibility_s if status is not None and status.state.ok else 0.0
-    result = wait_for(lambda: result_of(job.folder), patience_s, SEEN_AGAIN_S) or _from_outside(job, status)
+    result = wait_for(lambda: result_of(job.folder), patience_s, SEEN_AGAIN_S) or _result_by_job_end(job, status)
     errand = job.errand
     if result.state == FAILED:
         what = f"the probe of {errand.card} failed: {result.why}"
@@ -343,7 +343,7 @@ def _unmeasured(errand: Errand, outcome: ProbeOutcome, error: PipelineError) -> 
     return Probed(errand.card, outcome, errand.predicted_bytes, 0, errand.predicted_s, 0.0, "", error.what, (), error)
 
 
-def _from_outside(job: _ProbeJob, status: TaskStatus | None) -> ProbeResult:
+def _result_by_job_end(job: _ProbeJob, status: TaskStatus | None) -> ProbeResult:
     """Return the result of a probe that wrote none, by its job's end; out of memory is remembered even so."""
     if status is None:
         return ProbeResult(FAILED, why="nobody knows what became of its job")

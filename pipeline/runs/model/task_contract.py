@@ -181,7 +181,7 @@ def _with_data(task: Task, model: nn.Module, items: Sequence[Any]) -> Iterator[s
 
 
 def _collated(task: Task, items: Sequence[Any], rng: np.random.Generator) -> Batch:
-    """Collate items as if for the first time: what they draw from stands where it stood."""
+    """Collate copies of items, whose random generators stay where they stand."""
     return task.collate(
         [replace(item, rng=deepcopy(item.rng)) if hasattr(item, "rng") else item for item in items], rng
     )

@@ -64,14 +64,14 @@ class Work:
         return make_step(self.task, self.under(choice), device=device, **given)
 
     def begun(self, choice: MemoryChoice, *, device: str, begin: Callable[[nn.Module], None]) -> Step:
-        """Build a step whose model has been given the weights to begin with."""
+        """Build a step on one device, after `begin` has loaded initial weights into its model."""
         model = self.task.model()
         if hasattr(model, "parameters"):  # else the step says what it is
             begin(model)
         return self.step(choice, device=device, scaled=True, model=model)
 
     def spread(self, choice: MemoryChoice, ranks: Ranks, *, device: str, begin: Callable[[nn.Module], None]) -> Step:
-        """Build a step whose model is spread over ranks."""
+        """Build a step whose model is sharded over ranks."""
         from pipeline.training.step.fsdp import ShardedStep
 
         self._refuse_sharding()
@@ -83,7 +83,7 @@ class Work:
 
     @property
     def is_in_batch(self) -> bool:
-        """Say whether the loss compares the items of a batch, as far as the task tells."""
+        """Tell whether the loss compares the items of a batch, if the task declares it."""
         return bool(getattr(self.task, "in_batch", False)) or self.is_contrastive
 
     def request(self, train: TrainSection, ranks: int, ratios: Sequence[float] = ()) -> PlanRequest:

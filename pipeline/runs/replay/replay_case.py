@@ -67,7 +67,7 @@ def read_training_plan(plan: Mapping[str, Any], where: Path) -> Prepared:
 
 
 def _preference(bundle: Bundle) -> tuple[int, bool, int]:
-    """Sort first what ended the run, then the rank that has an item which the message names."""
+    """Return a sort key: first what ended the run, then the rank that has an item which the message names."""
     names = {name for cut in bundle.cuts for name in cut.ids}
     named = any(word.strip("(),:") in names for word in bundle.message.split())
     return ORDER.index(bundle.kind.value), not named, bundle.rank
@@ -100,7 +100,7 @@ class ReplayedShare:
     def __init__(self, case: ReplayCase, job: Job) -> None:
         self.notes: list[str] = []
         self._case, self._bundle = case, case.bundle
-        place = _course(case.prepared, self._bundle.epoch)
+        place = _stretch_index(case.prepared, self._bundle.epoch)
         stretch, self._items = job.stretches[place]
         self.sizes = _sizes(case, place)
         self.padded = job.train.batching == "padded"
@@ -109,8 +109,8 @@ class ReplayedShare:
         )
         cuts = self._bundle.cuts
         self._ids = {number: name for cut in cuts for name, number in zip(cut.ids, cut.numbers, strict=True)}
-        begun = list(self._begun())
-        self.parts = [*begun, *self._rest(1 + max((part.micro for part in begun), default=-1))]
+        begun = list(self._begun_parts())
+        self.parts = [*begun, *self._remaining_parts(1 + max((part.micro for part in begun), default=-1))]
 
     def read(self, part: RerunPart) -> Piece:
         """Read the items of a part, which must be the same as they were then."""
@@ -137,13 +137,13 @@ class ReplayedShare:
         from pipeline.training.forensics.rerun import RerunPart
 
         ids = tuple(self._ids.get(number, self._items.table.ids[number]) for number in numbers)
-        sizes = {name: int(self._together(size_N[list(numbers)])) for name, size_N in self.sizes.items()}
+        sizes = {name: int(self._size_of_batch(size_N[list(numbers)])) for name, size_N in self.sizes.items()}
         return RerunPart(micro, ids, numbers, rung, self.cost(numbers), sizes)
 
-    def _together(self, size_K: Any) -> Any:
+    def _size_of_batch(self, size_K: Any) -> Any:
         return size_K.max() if self.padded else size_K.sum()
 
-    def _begun(self) -> Iterator[RerunPart]:
+    def _begun_parts(self) -> Iterator[RerunPart]:
         """Yield the parts that had begun when it went wrong; the whole micro-batches if the bundle has no parts."""
         bundle = self._bundle
         pieces = bundle.state.get("pieces") or [{"numbers": cut.numbers, "rung": 0} for cut in bundle.cuts]
@@ -153,7 +153,7 @@ class ReplayedShare:
             if numbers:
                 yield self._part(micro, numbers, piece["rung"])
 
-    def _rest(self, begun: int) -> Iterator[RerunPart]:
+    def _remaining_parts(self, begun: int) -> Iterator[RerunPart]:
         """Yield the micro-batches after those that had begun, cut as they would have been."""
         bundle, sampler = self._bundle, self._loader.sampler
         if begun >= int(bundle.state.get("micro_batches", 0)):
@@ -172,7 +172,7 @@ class ReplayedShare:
                 yield self._part(micro.index, numbers)
 
 
-def _course(prepared: Prepared, epoch: int) -> int:
+def _stretch_index(prepared: Prepared, epoch: int) -> int:
     """Return the index of the stretch of a training that an epoch is in."""
     ends = np.cumsum([stretch.epochs for stretch in prepared.stretches])
     return min(int(np.searchsorted(ends, epoch, side="right")), len(ends) - 1)

@@ -1,4 +1,4 @@
-"""What came of a step that was run again: as JSON data, and in a sentence."""
+"""The result of running a failed step again: as JSON data, and in a sentence."""
 
 from __future__ import annotations
 

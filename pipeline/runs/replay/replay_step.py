@@ -61,7 +61,7 @@ def replay_document(case: ReplayCase, *, device: str | None = None) -> dict[str,
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         for line in child.stdout:
-            message = _heard(line)
+            message = _parse_message(line)
             if "found" in message:
                 document: dict[str, Any] = message["found"]
                 return document
@@ -76,7 +76,7 @@ def replay_document(case: ReplayCase, *, device: str | None = None) -> dict[str,
     ).to_json()
 
 
-def _heard(line: str) -> dict[str, Any]:
+def _parse_message(line: str) -> dict[str, Any]:
     """Read a message of the child; empty for a line that a library printed."""
     try:
         message = json.loads(line)
@@ -141,7 +141,7 @@ def replay_here(
     work = Work.of(case.project.config, beside=case.project.beside)
     with blamed(work.task):
         job = _job(case, work, chosen)
-        step, weights, is_exact = _ready(case, job)
+        step, weights, is_exact = _loaded_step(case, job)
         result = ReplayResult(case.folder.name, case.bundle, str(case.where), chosen, weights, is_exact)
         result.notes += _notes(case)
         if work.is_contrastive and case.bundle.world > 1:
@@ -181,7 +181,7 @@ def _choice(prepared: Prepared, rung: int = 0) -> MemoryChoice:
     )
 
 
-def _ready(case: ReplayCase, job: Job) -> tuple[Step, str, bool]:
+def _loaded_step(case: ReplayCase, job: Job) -> tuple[Step, str, bool]:
     """Return a step with its weights and its optimizer's state, which weights these are, and whether they are exact."""
     from pipeline.memory.runtime.out_of_memory import out_of_memory_error
     from pipeline.stages.train import fresh_step
@@ -212,7 +212,7 @@ def _load(case: ReplayCase, step: Step) -> tuple[str, bool]:
     before, recorded = case.bundle.step - 1, case.bundle.checkpoint
     named = Path(recorded.path).name if recorded else ""
     gone: list[str] = []
-    for name in _usable(case):
+    for name in _earlier_checkpoints(case):
         identity = {"model": model_key(step.model), "recipe": case.prepared.name}
         try:
             loaded = open_checkpoint(case.made.checkpoints / name, identity)
@@ -223,13 +223,13 @@ def _load(case: ReplayCase, step: Step) -> tuple[str, bool]:
         unpack(loaded, loaded.data, step.model, step.optimizer, averages=averages, scaler=step.scaler)
         if named and name != named and loaded.step != before and not gone:
             gone.append(f"{named} is gone")
-        return _about(f"checkpoint {name}", loaded.step, before, gone)
+        return _weights_meaning(f"checkpoint {name}", loaded.step, before, gone)
     if recorded is not None and not gone:
         gone.append(f"{named} is gone")
-    return _about("fresh ones", 0, before, gone)
+    return _weights_meaning("fresh ones", 0, before, gone)
 
 
-def _usable(case: ReplayCase) -> Iterator[str]:
+def _earlier_checkpoints(case: ReplayCase) -> Iterator[str]:
     """Yield the names of earlier checkpoints: that right before the step, the recorded one, then the older ones."""
     from pipeline.store.format.disk import Disk
     from pipeline.training.checkpoints import checkpoint_reader
@@ -252,7 +252,7 @@ def _usable(case: ReplayCase) -> Iterator[str]:
     yield from (manifest.name for manifest in older)
 
 
-def _about(what: str, step: int, before: int, gone: list[str]) -> tuple[str, bool]:
+def _weights_meaning(what: str, step: int, before: int, gone: list[str]) -> tuple[str, bool]:
     """Return what the loaded weights mean for a replay, and whether they are exact."""
     lost = f"{'; '.join(gone)}; " if gone else ""
     if step == before:

@@ -209,14 +209,14 @@ def _foresee_readable(
 ) -> Cleaning:
     refuse_links(cache)
     refuse_links_out(cache)
-    signs = _signs(cache)
+    signs = _user_files(cache)
     users, strangers = registered(cache.disk, cache.root)
-    cleaning = Cleaning(cache, asked, _now(cache), signs)
+    cleaning = Cleaning(cache, asked, _cache_time(cache), signs)
     mine = [user for user in users if file and (user.config, user.who) == (config_name(file), who_am_i())]
     ours = dict.fromkeys([project.config.cluster.runs, *(Path(user.runs) for user in mine)])
     runs = ours | dict.fromkeys(Path(user.runs) for user in users)  # a run needs no configuration file to go on
     going = [run for folder in runs for run in going_on(folder, cache.root)]
-    _tell_apart(cleaning, [user for user in users if user not in mine], strangers, going)
+    _sort_users(cleaning, [user for user in users if user not in mine], strangers, going)
     if asked.all:
         _refuse_going(cache, going, [*ours, *(Path(user.runs) for user in cleaning.others)])
     staying = Staying(project, cache, cleaning.others, mine, bool(strangers), going, asked.keep_recipes)
@@ -247,7 +247,7 @@ def open_marked(root: Path) -> CacheFolder:
     return cache
 
 
-def _now(cache: CacheFolder) -> float:
+def _cache_time(cache: CacheFolder) -> float:
     """Return the time by the cache's file system; by this host's clock where it cannot be written."""
     try:
         return earlier_clock(cache.disk, cache.root)
@@ -255,14 +255,14 @@ def _now(cache: CacheFolder) -> float:
         return time.time()
 
 
-def _signs(cache: CacheFolder) -> dict[str, tuple[float, float]]:
+def _user_files(cache: CacheFolder) -> dict[str, tuple[float, float]]:
     """Return the files that register users, with their times: they change when anybody begins to use the cache."""
     folder = cache.root / USERS
     names = filter(USER_NAME.fullmatch, cache.disk.list_folder(folder))
     return {name: cache.disk.times_of(folder / name) for name in names}
 
 
-def _tell_apart(cleaning: Cleaning, users: list[User], strangers: list[str], going: list[GoingRun]) -> None:
+def _sort_users(cleaning: Cleaning, users: list[User], strangers: list[str], going: list[GoingRun]) -> None:
     """Note who else uses the cache, and who does no more; a user whose run goes on counts as there."""
     busy = {run.folder.path.parent for run in going}
     idle = [user for user in users if Path(user.runs) not in busy]
@@ -345,11 +345,11 @@ def _mark(cleaning: Cleaning) -> None:
             cleaning.marked[kind] = mark(cleaning.cache.own(kind), live, min(before, oldest), tags)
     if RECIPES in cleaning.live:
         if not cleaning.asked.all:
-            cleaning.live[RECIPES] = _described_to_some_purpose(cleaning)
+            cleaning.live[RECIPES] = _useful_descriptions(cleaning)
         cleaning.marked[RECIPES] = mark(cleaning.cache.own(RECIPES), cleaning.live[RECIPES], before)
 
 
-def _described_to_some_purpose(cleaning: Cleaning) -> Live:
+def _useful_descriptions(cleaning: Cleaning) -> Live:
     """Return as live the descriptions of the recipes of which any record stays."""
     if cleaning.asked.keep_recipes:
         return EVERYTHING
@@ -404,6 +404,6 @@ def carry_out(cleaning: Cleaning) -> Iterator[Removed]:
 
 def _refuse_newcomers(cleaning: Cleaning) -> None:
     """Refuse to go on once somebody new uses the cache: what they need was not looked up."""
-    if _signs(cleaning.cache) != cleaning.users:
+    if _user_files(cleaning.cache) != cleaning.users:
         what = "a run was submitted while the cache was being cleaned; nothing more was removed"
         raise ConfigError(what, where=str(cleaning.cache.root), remedy=AGAIN)

@@ -198,7 +198,7 @@ def _take(project: Project, chunk: Sequence[Item | Rejection], recipe: Embedding
     """Add what some entries of a data set need."""
     for entry in chunk:
         if not isinstance(entry, Item) and entry.reason in AWAY:
-            need.doubt(f"{entry.id}: {entry.detail}", _see_to_it(project))
+            need.doubt(f"{entry.id}: {entry.detail}", _mount_remedy(project))
     items = [entry for entry in chunk if isinstance(entry, Item)]
     need.items += len(items)
     for path in dict.fromkeys(path for item in items for path in item_paths(item)):
@@ -212,7 +212,7 @@ def _take(project: Project, chunk: Sequence[Item | Rejection], recipe: Embedding
         if seen.inventory is None:
             need.doubt(f"{item.id} is not scanned yet, or has just been changed", SCAN_FIRST)
         elif seen.key is None and seen.inventory.reason in AWAY:
-            need.doubt(f"{item.id}: {seen.inventory.detail}", _see_to_it(project))
+            need.doubt(f"{item.id}: {seen.inventory.detail}", _mount_remedy(project))
         if recipe is not None and seen.inventory is not None and seen.inventory.reason is None:
             sequences |= dict.fromkeys(texts(seen.inventory, recipe.context))
     if recipe is not None:
@@ -221,5 +221,5 @@ def _take(project: Project, chunk: Sequence[Item | Rejection], recipe: Embedding
                 need.embed += recipe.key(text, variant)
 
 
-def _see_to_it(project: Project) -> str:
+def _mount_remedy(project: Project) -> str:
     return f"ls -l {project.config.data.path}   (mount the data, or take what is gone out of the data set)"

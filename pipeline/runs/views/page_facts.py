@@ -56,7 +56,7 @@ def stage_facts(run: SeenRun, stage: StageStatus) -> StageFacts:
 
 
 def trouble_facts(status: RunStatus) -> Troubles:
-    """Return which attempts did not end well, how often by which cause, and what was done about each."""
+    """Return the attempts that did not end well, counts by cause, and what was done about each."""
     stages = status.in_order()
     failures = [(stage, attempt) for stage in stages for attempt in stage.failures]
     return Troubles(
@@ -94,7 +94,7 @@ def _left_out(stage: StageStatus, record: Mapping[str, Any]) -> LeftOutItems:
 def rejection_facts(folder: RunFolder, status: RunStatus) -> Rejections:
     """Return why items were left out: by reason from the newest census, or as counted so far while stages run."""
     stages = status.in_order()
-    rows = [row for stage in _telling(stages) for row in _by_census(stage)]
+    rows = [row for stage in _with_new_rejections(stages) for row in _by_census(stage)]
     rows += [
         RejectedItems(stage.name, reason, items, so_far=True)
         for stage in stages
@@ -104,7 +104,7 @@ def rejection_facts(folder: RunFolder, status: RunStatus) -> Rejections:
     return Rejections(rows, *_listed(folder), folder.rejected)
 
 
-def _telling(stages: Sequence[StageStatus]) -> Iterator[StageStatus]:
+def _with_new_rejections(stages: Sequence[StageStatus]) -> Iterator[StageStatus]:
     """Yield the stages whose rejections differ from the stage before; those that are equal are the same items."""
     before: Mapping[str, int] = {}
     for stage in stages:

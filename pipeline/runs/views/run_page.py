@@ -131,7 +131,7 @@ def renew(folder: RunFolder) -> None:
     """Write a new page into the folder of a run that has no supervisor any more, if that can be done."""
     try:
         page, status = of_run(folder), RunStatus(folder.name)
-        _hear(LedgerReader(folder), page, status)
+        _apply_new_events(LedgerReader(folder), page, status)
     except (PipelineError, OSError) as error:
         log.warning("%s is not up to date: %s", folder.report, error)
         return
@@ -141,11 +141,11 @@ def renew(folder: RunFolder) -> None:
 def page_now(folder: RunFolder) -> tuple[Page, SeenRun]:
     """Return the page of a run, and how the run stands."""
     page, status, reader = of_run(folder), RunStatus(folder.name), LedgerReader(folder)
-    _hear(reader, page, status)
-    return page, run_as_shown(folder, status, socket.gethostname(), lambda: _hear(reader, page, status))
+    _apply_new_events(reader, page, status)
+    return page, run_as_shown(folder, status, socket.gethostname(), lambda: _apply_new_events(reader, page, status))
 
 
-def _hear(reader: LedgerReader, page: Page, status: RunStatus) -> None:
+def _apply_new_events(reader: LedgerReader, page: Page, status: RunStatus) -> None:
     """Apply a ledger's new events to the page and the status."""
     for event in reader.fresh():
         status.apply(event)
