@@ -1,6 +1,6 @@
-"""Stages evaluate and predict: a trained model applied to a split; what is done already, a rank's job, what came of it.
+"""Stages evaluate and predict: they apply a trained model to a split.
 
-A split is one task of one or more ranks, and never halved: its ranks share it out, and what is done is kept.
+A split is one task and never halved: its ranks share the items, and finished items are kept.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ LINES_SHOWN, LETTERS_SHOWN = 4, 160  # of predictions
 
 @dataclass(frozen=True, slots=True)
 class Application:
-    """What a model is to be applied to, as it was found when the stage began."""
+    """A checkpoint and the items to apply it to, as decided when the stage began."""
 
     prepared: Prepared
     chosen: ChosenCheckpoint
@@ -70,7 +70,7 @@ class Application:
 
     @classmethod
     def read(cls, path: Path) -> Application:
-        """Read what a survey wrote."""
+        """Read the plan that a survey wrote."""
         from pipeline.training.checkpoints.checkpoint_choice import ChosenCheckpoint
 
         data = json.loads(path.read_text())
@@ -78,7 +78,7 @@ class Application:
         return cls(**{**data, "prepared": prepared, "chosen": chosen})
 
     def write(self, path: Path) -> None:
-        """Write it down; who reads meanwhile sees the old or the new one."""
+        """Write it, so that readers see the old or the new one."""
         plain = {**asdict(self), "prepared": self.prepared.to_json(), "chosen": self.chosen.to_json()}
         with writing_run(path):
             write_whole(path, json.dumps(plain))
@@ -90,7 +90,7 @@ class Application:
 
 @dataclass(slots=True)
 class ModelUse(Judged):
-    """What came of the application of a model."""
+    """The result of applying a model."""
 
     split: str = ""  # empty: all items
     checkpoint: str = ""
@@ -100,7 +100,7 @@ class ModelUse(Judged):
     nothing: str = ""  # why there was nothing to do
 
     def take(self, project: Project, applied: Application, made: Figures | Predictions | None) -> None:
-        """Take down what both stages say; `made` is what was read of the results."""
+        """Fill in what both stages report; `made` is their results, None where there are none."""
         self.split, self.model = applied.split or "", str(folder_of(project, applied.prepared).path)
         if not applied.items:
             self.nothing = f"no item is in split {applied.split!r}"
@@ -113,21 +113,21 @@ class ModelUse(Judged):
 
 
 class ApplyStage(Stage):
-    """What the stages that use a trained model share: which model, which items, what is done, a rank's job."""
+    """What the stages that apply a model share: the choice of model and items, and the job of a rank."""
 
     needs = (*TrainStage.needs, StageName.TRAIN)
     of_sequences = False
     together = True
-    counts_items = False  # what was rejected is known at the end
+    counts_items = False  # rejected items are known only at the end
     with_loss = False
 
     @abstractmethod
     def parts(self, project: Project, applied: Application) -> Path:
-        """Return where outputs are while they are in the making."""
+        """Return the folder of unfinished outputs."""
 
     @abstractmethod
     def read(self, project: Project, applied: Application) -> Figures | Predictions | None:
-        """Return the results, where they are there and of this."""
+        """Return the results of exactly this application; None where there are none."""
 
     @abstractmethod
     def apply(self, project: Project, applied: Application, job: ApplyJob) -> Outcomes:
@@ -137,17 +137,17 @@ class ApplyStage(Stage):
         return self.read(project, applied) is not None
 
     def settings(self, project: Project) -> EvaluateSection | PredictSection:
-        """Return which model and which items the stage is about."""
+        """Return the section of the stage: which checkpoint and split."""
         settings: EvaluateSection | PredictSection = getattr(project.config.train, self.name)
         return settings
 
     def own_resources(self, project: Project) -> TrainResources:
-        """Return what the ranks of this stage have, and not those of training."""
+        """Return the resources of this stage, which differ from those of training."""
         resources: TrainResources = getattr(project.config.cluster, self.name)
         return resources
 
     def inspect(self, project: Project) -> Any:
-        """Refuse what no model can be applied to; return the task."""
+        """Raise where no model can be applied; return the task."""
         config = project.config
         if config.data.source == "fasta":
             what = "sequences alone have no graphs to apply a model to"
@@ -158,7 +158,7 @@ class ApplyStage(Stage):
         return load_task(config.train.task, config.train.options, beside=project.beside)
 
     def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> StageSurvey:  # noqa: ARG002 - one task
-        """See which model there is, how many items it is for, and how many of them are done."""
+        """Choose the checkpoint, and count the items and how many of them are done."""
         from pipeline.training.evaluating.apply_model import table_digest
 
         counts = dict.fromkeys(("items", "refused", "unusable", "cached", "missing", "waiting"), 0)
@@ -186,7 +186,7 @@ class ApplyStage(Stage):
         return StageSurvey(counts, (Shard(0, left, 1),) if left else (), cost=float(left))
 
     def mem_bytes(self, project: Project) -> int:
-        """Return the memory of a node's processes: that of training, outputs, and what no card of this stage takes."""
+        """Return the memory of a node: as in training, with outputs, and without a GPU also what one would hold."""
         prepared, own, train = prepare(project), self.own_resources(project), project.config.cluster.train
         if prepared is None:
             return own.ranks_per_node * UNPLANNED_BYTES
@@ -205,7 +205,7 @@ class ApplyStage(Stage):
         return TrainStage().recipe(project)
 
     def work(self, project: Project, folder: RunFolder, task: int, tell: Tell) -> Outcomes:  # noqa: ARG002
-        """Apply the model, as one rank of those that there are."""
+        """Apply the model, as one of its ranks."""
         applied, project = Application.read(folder.plan(self.name)), self._with_own_resources(project)
         with closing(join_ranks(project, folder, applied.prepared, tell)) as ranks:
             project = staged(project, [self._items(project, applied.prepared)], ranks, tell, log_line)
@@ -214,22 +214,22 @@ class ApplyStage(Stage):
                 yield from self.apply(project, applied, job)
 
     def check(self, project: Project, folder: RunFolder, judged: ModelUse) -> list[str]:  # noqa: ARG002
-        """Return what deserves a word."""
+        """Return remarks."""
         nothing = f"{judged.nothing}: nothing to do" if judged.nothing else ""
         return [remark for remark in (nothing, judged.note) if remark]
 
     def _training(self, folder: RunFolder) -> str:
-        """Return the command that trains what this stage is to use: the one that was typed, of another stage."""
+        """Return the typed command with the stage train, which makes the model that this stage needs."""
         return str(folder.command().with_stage("train"))
 
     def _choose(self, project: Project, prepared: Prepared, without: Collection[str] = ()) -> ChosenCheckpoint | None:
-        """Return the checkpoint that is to be used, of the training that this configuration asks for."""
+        """Return the checkpoint to use of the configured training; None where there is none."""
         from pipeline.training.checkpoints.checkpoint_choice import choose_checkpoint
 
         return choose_checkpoint(folder_of(project, prepared).checkpoints, self.settings(project).checkpoint, without)
 
     def _items(self, project: Project, prepared: Prepared, *, may_miss: bool = False) -> ItemTable:
-        """Return the items of the split; where it `may_miss`, none."""
+        """Return the items of the split; an unknown split raises, or has no items where it `may_miss`."""
         whole = ItemTable.read(project.cache.kind("sets"), bytes.fromhex(prepared.table))
         split = self.settings(project).split
         if split is None or split in whole.splits:
@@ -243,7 +243,7 @@ class ApplyStage(Stage):
         raise DataError(f"no item is in split {split!r}; {there}", where=key, remedy=remedy)
 
     def _with_own_resources(self, project: Project) -> Project:
-        """Return the project with this stage's resources in the place of training's: they say on which device it is."""
+        """Return the project with this stage's resources in place of training's, which say on what device it is."""
         cluster = project.config.cluster.model_copy(update={"train": self.own_resources(project)})
         return replace(project, config=project.config.model_copy(update={"cluster": cluster}))
 
@@ -259,7 +259,7 @@ class ApplyStage(Stage):
         choice = MemoryChoice(precision=prepared.precision, shards=1)
 
         def select(without: Collection[str]) -> ChosenCheckpoint:
-            """Return the checkpoint that was found, or the next one; the judge is to know which."""
+            """Return the chosen checkpoint, or the next best without these, which is then recorded for `judge`."""
             if not without:
                 return applied.chosen
             chosen = self._choose(project, prepared, without)
@@ -290,7 +290,7 @@ class ApplyStage(Stage):
 
 
 def _done(folder: Path, applied: Application) -> list[list[int]]:
-    """Return what a run that was ended has left, if anything."""
+    """Return the ranges of items that an interrupted run has finished."""
     from pipeline.training.evaluating.apply_model import outputs_name, spans
     from pipeline.training.evaluating.outputs import OutputWriter
 
@@ -300,7 +300,7 @@ def _done(folder: Path, applied: Application) -> list[list[int]]:
 
 
 def _costs(project: Project, prepared: Prepared, table: ItemTable, *, limited: bool = True) -> Integers:
-    """Return what items take, as planned: as if they were trained on, and not cropped."""
+    """Return the planned bytes of each item, as in training but not cropped."""
     stretch = prepared.stretches[-1]
     sizes = sizes_of(Work.of(project.config, beside=project.beside).task, table.sizes)
     return (stretch if limited else replace(stretch, budget_bytes=UNLIMITED)).cost(sizes)
@@ -308,7 +308,7 @@ def _costs(project: Project, prepared: Prepared, table: ItemTable, *, limited: b
 
 @dataclass(slots=True)
 class Evaluated(ModelUse):
-    """What a model comes to on a split."""
+    """Loss and metrics of a model on a split."""
 
     figures: dict[str, float | None] = field(default_factory=dict)  # loss and metrics
     file: str = ""
@@ -341,7 +341,7 @@ class EvaluateStage(ApplyStage):
         return read_evaluation(self._path(project, applied), applied.chosen, applied.made)
 
     def is_done(self, project: Project, applied: Application) -> bool:
-        """Say whether the figures are there; what a kill has left beside them goes."""
+        """Tell whether the figures are there; if so, remove what a kill has left beside them."""
         if self.read(project, applied) is None:
             return False
         shutil.rmtree(self.parts(project, applied), ignore_errors=True)
@@ -353,7 +353,7 @@ class EvaluateStage(ApplyStage):
         return evaluate(job, folder_of(project, applied.prepared).evaluations, applied.split)
 
     def judge(self, project: Project, folder: RunFolder, patience_s: float) -> Evaluated:  # noqa: ARG002
-        """Say what the model comes to, by the file that tells of this checkpoint on these items."""
+        """Return loss and metrics, by the file about this checkpoint on these items."""
         applied, judged = Application.read(folder.plan(self.name)), Evaluated()
         made = self.read(project, applied) if applied.items else None
         judged.take(project, applied, made)
@@ -362,14 +362,14 @@ class EvaluateStage(ApplyStage):
         return judged
 
     def check(self, project: Project, folder: RunFolder, judged: Evaluated) -> list[str]:  # type: ignore[override]
-        """Return what deserves a word."""
+        """Return remarks, also about figures that are not finite."""
         lost = [name for name, value in judged.figures.items() if value is None]
         return super().check(project, folder, judged) + ([f"not finite: {', '.join(lost)}"] if lost else [])
 
 
 @dataclass(slots=True)
 class Predicted(ModelUse):
-    """What a model has said of a split."""
+    """The predictions of a model for a split."""
 
     folder: str = ""
     files: dict[str, int] = field(default_factory=dict)  # their bytes
@@ -377,22 +377,22 @@ class Predicted(ModelUse):
 
 
 class PredictStage(ApplyStage):
-    """A checkpoint and items in, what the model says of each out."""
+    """A checkpoint and items in, predictions for each item out."""
 
     name = StageName.PREDICT
 
     def wanted(self, config: Config) -> bool:  # noqa: ARG002
-        return False  # predictions are wanted of something
+        return False  # people say what they want predictions of
 
     def inspect(self, project: Project) -> None:
-        """Refuse what cannot be predicted: a task that says nothing of its items, too."""
+        """Raise where nothing can be predicted, also for a task without outputs()."""
         if not callable(getattr(super().inspect(project), "outputs", None)):
             what = "the task has no outputs(): there is nothing to predict"
             remedy = "give it outputs(self, model, batch) -> {name: an entry for each item}   (pipeline/protocol.py)"
             raise ConfigError(what, where="train.task", remedy=remedy)
 
     def _folder(self, project: Project, applied: Application) -> Path:
-        """Return where the predictions of a model on a split are."""
+        """Return the folder of a model's predictions for a split."""
         return project.config.train.predict.folder / f"{_model(applied)}-{applied.split or 'all'}"
 
     def parts(self, project: Project, applied: Application) -> Path:
@@ -412,7 +412,7 @@ class PredictStage(ApplyStage):
         return predict(job, self._folder(project, applied), _model(applied), applied.split)
 
     def judge(self, project: Project, folder: RunFolder, patience_s: float) -> Predicted:  # noqa: ARG002
-        """Say what was predicted, by what is said in the folder, and the bytes of its files."""
+        """Return the predictions, by the folder's own record of its files and their sizes."""
         applied, judged = Application.read(folder.plan(self.name)), Predicted()
         made = self.read(project, applied) if applied.items else None
         judged.take(project, applied, made)

@@ -1,4 +1,4 @@
-"""Stage embed in a run: which sequences have no embedding yet, cut into tasks of equal cost; and one task's work."""
+"""Stage embed: finds the sequences without an embedding, cuts them into tasks of equal cost, and embeds them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ WORTHWHILE_S = 20  # from when on another task pays
 RATE_OF_CORE, RATE_OF_GPU = 2e10, 2.5e13  # multiply-adds a second; cautious, and only for cutting work into tasks
 BASE_BYTES = 1 << 30  # the interpreter with torch, buffers of results
 WORKING_TOKENS = 8192
-FEWEST_TOKENS = 1024  # longer sequences than fit are cut into windows, or computed on the CPU
+FEWEST_TOKENS = 1024  # sequences that do not fit are cut into windows, or computed on the CPU
 
 
 class EmbedStage(Stage):
@@ -61,7 +61,7 @@ class EmbedStage(Stage):
         return project.encoding
 
     def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> StageSurvey:
-        """Compare the sequences of a data set with the store, each once; write down those that are missing."""
+        """Look each distinct sequence up in the store, and list those that are missing."""
         recipe, verifier = project.encoding.recipe, project.encoding.verifier()
         columns, waiting = _Sequences(), 0
         entries = worklist.frozen_items(project, folder)
@@ -86,12 +86,12 @@ class EmbedStage(Stage):
         return _deal(project, folder, at_once, counts, lengths_N.astype(np.int64), offsets_N)
 
     def mem_bytes(self, project: Project) -> int:
-        """Return the memory of a task: for each process the interpreter, the weights as stored and as used, a batch."""
+        """Return the memory of a task: for each process the interpreter, the weights as loaded and as used, a batch."""
         dim, processes = project.encoding.weights.dim, max(1, project.config.cluster.embed.gpus)
         return processes * (BASE_BYTES + 2 * 4 * _parameters(project) + WORKING_TOKENS * dim * 64)
 
     def gpu_bytes(self, project: Project) -> int:
-        """Return the memory that a card must have at least: a context, the weights, a sequence of common length."""
+        """Return the least memory of a GPU: for the CUDA context, the weights and a sequence of common length."""
         dim, recipe = project.encoding.weights.dim, project.encoding.recipe
         return BASE_BYTES + BYTES_OF[recipe.precision] * _parameters(project) + FEWEST_TOKENS * dim * 64
 
@@ -140,7 +140,7 @@ class EmbedStage(Stage):
         return wait_until_complete(stores, count, patience_s)
 
     def check(self, project: Project, folder: RunFolder, judged: Embedded) -> list[str]:  # noqa: ARG002
-        """Say which embeddings are not of a whole sequence, or of another precision that the configuration allows."""
+        """Return a warning for each kind of embeddings that are cut, or of another precision than was wanted."""
         return [
             f"{count:,} sequence{' is' if count == 1 else 's are'} embedded {name}"
             for name, count in judged.others.items()
@@ -149,7 +149,7 @@ class EmbedStage(Stage):
 
 @dataclass(slots=True)
 class _Sequences:
-    """What a survey keeps of each sequence it meets: 16 bytes, and 16 more where it is missing."""
+    """Columns that a survey keeps of the sequences: digests, and offset and length of those that are missing."""
 
     cached: array[int] = field(default_factory=lambda: array("Q"))
     refused: array[int] = field(default_factory=lambda: array("Q"))
@@ -188,7 +188,7 @@ def _look_up(
 
 
 def refusal(text: str, recipe: EmbeddingRecipe) -> tuple[Reason, str] | None:
-    """Return why a sequence is not even tried."""
+    """Return why a sequence cannot be embedded; None where it can."""
     if recipe.refuses(len(text)):
         what = f"a sequence of {len(text):,} residues; embed.long allows {recipe.length:,}"
         return Reason.SEQUENCE_TOO_LONG, what
@@ -207,7 +207,7 @@ def _deal(
     lengths_N: NDArray[np.int64],
     offsets_N: NDArray[np.uint64],
 ) -> StageSurvey:
-    """Cut the missing sequences into tasks of equal cost, and write down which lines each takes."""
+    """Cut the missing sequences into tasks of equal cost, and write the order in which the tasks take them."""
     weights, recipe = project.encoding.weights, project.encoding.recipe
     costs_N = recipe_costs(lengths_N, recipe, weights.dim)
     tasks = _tasks(project, len(lengths_N), float(costs_N.sum()), at_once)
@@ -228,14 +228,14 @@ def _deal(
 
 
 def _group(project: Project) -> int:
-    """Return how many neighbours in length stay together, so that equal batches can be cut from every task."""
+    """Return how many sequences of similar length stay together, so that every task can form full batches."""
     batch, most = project.config.embed.batch, project.config.cluster.embed.items_per_task
     group = int(batch.cap) if batch.policy == "divisor" and batch.cap != "auto" else 1
     return group if most == "auto" else min(group, int(most))
 
 
 def _tasks(project: Project, sequences: int, cost: float, at_once: int) -> int:
-    """Return how many tasks there are: as configured, else of some minutes, and enough for all that can run at once."""
+    """Return the number of tasks: as configured, else by minutes, and enough for all that can run at once."""
     resources = project.config.cluster.embed
     if resources.items_per_task != "auto":
         return max(1, math.ceil(sequences / int(resources.items_per_task)))
@@ -245,34 +245,34 @@ def _tasks(project: Project, sequences: int, cost: float, at_once: int) -> int:
 
 
 def _parameters(project: Project) -> int:
-    """Return about how many numbers the encoder's weights are."""
+    """Return the approximate number of the encoder's parameters."""
     weights = project.encoding.weights
     return weights.layers * (12 * weights.dim**2 + 13 * weights.dim)
 
 
 def digest(text: str) -> int:
-    """Return a number that stands for a text."""
+    """Return a 64-bit hash of a text."""
     return xxhash.xxh3_64_intdigest(text.encode())
 
 
 def array_of(column: array[int]) -> NDArray[np.uint64]:
-    """View a column as numpy does."""
+    """Return a numpy view of a column."""
     return np.frombuffer(column, np.uint64)
 
 
 @dataclass(slots=True)
 class Embedded(Judged):
-    """The numbers of an embedded data set."""
+    """The result of embedding a data set."""
 
     sequences: int = 0
     residues: int = 0
     longest: int = 0
-    others: dict[str, int] = field(default_factory=dict)  # cut sequences, and stand-ins for what was wanted → sequences
+    others: dict[str, int] = field(default_factory=dict)  # cut sequences, and other precisions than wanted → count
 
 
 @dataclass(slots=True)
 class _JudgedSequences:
-    """What is kept of each sequence that was met, until each is counted once: 33 bytes."""
+    """Columns about the sequences of all items, until each distinct one is counted: 33 bytes of each."""
 
     digests: array[int] = field(default_factory=lambda: array("Q"))
     lengths: array[int] = field(default_factory=lambda: array("Q"))
@@ -281,7 +281,7 @@ class _JudgedSequences:
     names: list[str] = field(default_factory=lambda: [""])  # of the kinds; the first is the wanted variant
 
     def add(self, text: str, variant: Variant, recipe_wants: Variant) -> None:
-        """Keep one sequence that the store has."""
+        """Add a sequence that the store has."""
         name = "" if variant == recipe_wants and not variant.cut else describe(variant)
         if name not in self.names:
             self.names.append(name)
@@ -290,7 +290,7 @@ class _JudgedSequences:
         self.kinds.append(self.names.index(name))
 
     def count(self, embedded: Embedded) -> None:
-        """Count each sequence once."""
+        """Count each distinct sequence."""
         _, first = np.unique(array_of(self.digests), return_index=True)
         lengths_N = array_of(self.lengths)[first]
         kinds = np.bincount(np.frombuffer(self.kinds, np.uint8)[first], minlength=len(self.names))
@@ -308,7 +308,7 @@ def describe(variant: Variant) -> str:
 
 
 def _refused(folder: RunFolder) -> dict[str, tuple[Reason, str]]:
-    """Return what the tasks of this run could not embed, by key."""
+    """Return why tasks of this run could not embed sequences, by key."""
     events = (event for event in LedgerReader(folder).fresh() if event.kind is EventKind.REFUSED)
     return {event.data["key"]: (Reason(event.data["reason"]), event.data["detail"]) for event in events}
 
@@ -342,7 +342,7 @@ def _tally(
 def _rejected(
     known: KnownItem, missing: list[str], unusable: Mapping[str, tuple[Reason, str]], recipe: EmbeddingRecipe
 ) -> Rejection | None:
-    """Return why an item will never be embedded: the first of its missing sequences that cannot be."""
+    """Return the rejection of an item one of whose missing sequences cannot be embedded; None otherwise."""
     for text in missing:
         key = recipe.key(text, recipe.wanted(len(text))).hex()
         if why := refusal(text, recipe) or unusable.get(key) or unusable.get(sequence_name(text)):
@@ -351,7 +351,7 @@ def _rejected(
 
 
 def _missing_of(known: KnownItem, absent: set[str], recipe: EmbeddingRecipe) -> list[str]:
-    """Return the sequences of an item that the store does not have, as far as they are known."""
+    """Return the sequences of an item that are absent from the store; none of an item that is not scanned."""
     return [text for text in texts(known.inventory, recipe.context) if text in absent] if known.inventory else []
 
 
@@ -361,7 +361,7 @@ def _absent(
     verifier: EmbeddingVerifier,
     sequences: _JudgedSequences,
 ) -> set[str]:
-    """Return which sequences of some items the store does not have; those that it has are kept for counting."""
+    """Return the sequences of some items that are absent from the store; add the others to `sequences`."""
     inventories = [known.inventory for known in chunk if isinstance(known, KnownItem) and known.inventory]
     wanted = list({text: None for inventory in inventories for text in texts(inventory, recipe.context)})
     variants = verifier.look_up(wanted)

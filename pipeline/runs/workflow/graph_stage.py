@@ -1,4 +1,4 @@
-"""Stage graph: which items have no graph yet, cut into tasks of equal cost; one task's work, and what came of all."""
+"""Stage graph: finds the items without a graph, cuts them into tasks of equal cost, and builds the graphs."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ class GraphStage(Stage):
     lists_lines = True
 
     def inspect(self, project: Project) -> None:
-        """Refuse what has no structures."""
+        """Refuse sequences, which have no structures."""
         if project.config.data.source == "fasta":
             what = "sequences have no structures to make graphs of"
             raise ConfigError(what, where="data.source is fasta", remedy="pipeline submit --stage embed")
 
     def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> StageSurvey:
-        """Compare the items of a data set with the store; write down those that have no graph."""
+        """Compare the items of a data set with the store; list those without a graph."""
         config, graphs = project.config, project.graphs
         verifier = graphs.verifier(limited=True)
         counts = dict.fromkeys(("items", "refused", "unusable", "cached", "missing", "waiting", "unkept", "unnamed"), 0)
@@ -92,7 +92,7 @@ class GraphStage(Stage):
         return StageSurvey(counts, shards, bytes=int(atoms_N.sum()) * atom_bytes)
 
     def mem_bytes(self, project: Project) -> int:
-        """Return the memory of a task: that of scanning, during which graphs are built as well."""
+        """Return the memory of a scanning task, in which graphs may be built as well."""
         return ScanStage().mem_bytes(project)
 
     def work(self, project: Project, folder: RunFolder, task: int, tell: Tell) -> Outcomes:
@@ -104,7 +104,7 @@ class GraphStage(Stage):
         return project.graphs.recipe.plain()
 
     def judge(self, project: Project, folder: RunFolder, patience_s: float) -> Graphed:
-        """Count what the store has of every item, list what was left out, and write the table of the rest."""
+        """Count the items, list the rejected ones, and write the table of the rest for training."""
 
         def count() -> Graphed:
             graphed, table = Graphed(kept=project.config.graph.cache), TableBuilder()
@@ -118,7 +118,7 @@ class GraphStage(Stage):
         return wait_until_complete((*project.shelves.stores(), project.graphs.store), count, patience_s)
 
     def check(self, project: Project, folder: RunFolder, judged: Graphed) -> list[str]:  # noqa: ARG002
-        """Let the table of a run that went well be found; say where nothing is known of graphs yet."""
+        """Record the table of items for training; warn where graphs were not built yet."""
         with writing_run(folder.table):
             folder.table.write_text(judged.table)
         if judged.kept:
@@ -127,14 +127,14 @@ class GraphStage(Stage):
 
 
 def _cut(project: Project, offsets: array[int], atoms_N: NDArray[np.int64], at_once: int) -> tuple[Shard, ...]:
-    """Cut what is to do, in order, into tasks of about equal cost."""
+    """Cut the list of items, in order, into tasks of about equal cost."""
     resources, seconds = project.config.cluster.graph, int(atoms_N.sum()) / ATOMS_PER_S
     tasks = worklist.tasks_for(seconds, resources.minutes_per_task, at_once, WORTHWHILE_S)
     return worklist.cut_lines(offsets, atoms_N, resources.items_per_task, tasks)
 
 
 def _atoms(inventory: Inventory) -> int:
-    """Return what an item costs: the atoms that are read for it, and something for the file itself."""
+    """Return the cost of an item: the atoms that are read for it, and a constant for the file."""
     return 500 + sum(partner.atoms for partner in (*inventory.partners, *inventory.bound))
 
 
@@ -143,11 +143,11 @@ SUMMED = ("nodes", "edges", "bond", "angle", "dihedral", "near", "cross", "conta
 
 @dataclass(slots=True)
 class Graphed(Judged):
-    """The numbers of a data set of graphs."""
+    """The result of building graphs for a data set."""
 
     totals: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SUMMED, 0))
     largest: int = 0  # nodes
-    table: str = ""  # the key of the table of what can be trained on
+    table: str = ""  # the key of the table of items for training
     kept: bool = True  # whether graphs are on disk
 
     def accept(self, sizes: Mapping[str, int]) -> None:
@@ -180,7 +180,7 @@ def _tally(project: Project, folder: RunFolder, graphed: Graphed, table: TableBu
 
 
 def _rejected(item: Item, meta: Mapping[str, Any] | None, barred: Mapping[str, tuple[Reason, str]]) -> Rejection | None:
-    """Return why an item has no graph and will have none, if that is known."""
+    """Return the rejection of an item that has no graph and cannot have one; None otherwise."""
     if meta is None:
         return worklist.rejection(item, *barred[item.id]) if item.id in barred else None
     return worklist.rejection(item, Reason(meta["reason"]), meta["detail"]) if "reason" in meta else None
@@ -189,7 +189,7 @@ def _rejected(item: Item, meta: Mapping[str, Any] | None, barred: Mapping[str, t
 def _metas(
     project: Project, chunk: Sequence[KnownItem | Rejection], verifier: GraphVerifier
 ) -> Iterator[Mapping[str, Any] | None]:
-    """Yield what is known of the graph of each item; where none is kept, what its inventory promises."""
+    """Yield the metadata of each item's graph, None where there is none; if graphs are not kept, expected sizes."""
     if not project.config.graph.cache:
         for entry in chunk:
             inventory = entry.inventory if isinstance(entry, KnownItem) else None
@@ -202,7 +202,7 @@ def _metas(
 
 
 def promised_sizes(inventory: Inventory, graph: GraphSection) -> dict[str, int]:
-    """Return those sizes of a graph that are known before it is built; nodes of atom graphs are at most so many."""
+    """Return the sizes of a graph that are known before it is built; atom graphs may have fewer nodes."""
     if graph.nodes == "atom":
         nodes = [partner.atoms for partner in inventory.partners]
     else:

@@ -1,7 +1,7 @@
-"""What a stage of a run will do, computed before it begins: its plan, its limits, its jobs and the cards they ask for.
+"""The plan of a stage, computed before it begins: its tasks, the limits of the cluster, its jobs and their GPUs.
 
-A request admits cards: those of its partition, of its type (`gpu:a100:1`) and with one of the features of its
-constraint. It is made only where the plan fits every card it admits, however the scheduler then picks.
+A request admits the cards of its partition, of its type (`gpu:a100:1`) and with one of the features of its constraint.
+It is made only where the plan fits every card that it admits, whichever the scheduler picks.
 """
 
 from __future__ import annotations
@@ -44,25 +44,24 @@ _REMEDY = (
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One way to ask for cards; what is empty is not named in the request."""
+    """One way to request GPUs; empty fields are left out of the request."""
 
     card: str
     partition: str
     constraint: str
     gpus: int
-    seconds: float = 0.0  # how long the job is expected to run on them
-    mem_bytes: int = 0  # of the smallest card that it admits; 0: nobody knows
+    seconds: float = 0.0  # the expected duration of the job on them
+    mem_bytes: int = 0  # of the smallest card that it admits; 0: unknown
 
     @property
     def words(self) -> str:
-        """Name it for people."""
         name = self.card or self.constraint or ("any GPU" if self.gpus else "no GPU")
         return f"{name} in {self.partition}" if self.partition else name
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The shape to submit, and why in words."""
+    """The request to submit, and the reason in words."""
 
     shape: Shape
     start: float | None  # None: the scheduler named none
@@ -70,7 +69,7 @@ class Choice:
 
 
 def eligible(cards: Sequence[CardSection], need_bytes: int, gpus: int) -> list[Shape]:
-    """Return the requests that admit only cards with so much memory; without any, raise PlanInfeasible."""
+    """Return the requests that admit only cards with so much memory; raise PlanInfeasible if there are none."""
     if not cards or not gpus:
         return [Shape("", "", "", gpus)]
     requests = dict.fromkeys((card.partition, card.gres) for card in cards)
@@ -82,7 +81,7 @@ def eligible(cards: Sequence[CardSection], need_bytes: int, gpus: int) -> list[S
 
 
 def choose_shape(shapes: Sequence[Shape], start_of: Callable[[Shape], float | None], now: float) -> Choice:
-    """Return the shape that ends first; of several that end together, the one of the smallest card."""
+    """Return the request whose job ends first; of several within a minute, that of the smallest card."""
     starts = {shape: start_of(shape) for shape in shapes}
     ends = {shape: max(start, now) + shape.seconds for shape, start in starts.items() if start is not None}
     first = min(ends.values(), default=0.0)
@@ -92,14 +91,14 @@ def choose_shape(shapes: Sequence[Shape], start_of: Callable[[Shape], float | No
 
 
 def _admitted(cards: Iterable[CardSection], partition: str | None, gres: str | None) -> Iterator[CardSection]:
-    """Yield the cards that a request gets: one that names no type gets those of every type."""
+    """Return the cards that a request admits; without a type, those of every type."""
     return (card for card in cards if card.partition == partition and gres in (None, card.gres))
 
 
 def _shape(
     admitted: Sequence[CardSection], partition: str | None, gres: str | None, need: int, gpus: int
 ) -> Shape | None:
-    """Return the request, with a constraint where it would admit cards that are too small."""
+    """Return the request, with a constraint where it would admit cards that are too small; None if nothing fits."""
     constraint = ""
     if any(card.mem < need for card in admitted):
         small = {card.feature for card in admitted if card.mem < need}
@@ -145,7 +144,7 @@ def _gib(size_bytes: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class FirstJob:
-    """The job of first attempts at a stage's tasks, and the limits under which it was planned."""
+    """The job of first attempts at a stage's tasks, and the limits by which it was planned."""
 
     job: StageJob
     limits: Limits
@@ -153,7 +152,7 @@ class FirstJob:
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """What one stage of a run will do: computed once, and written down when the stage is submitted."""
+    """The plan of a stage: computed once, and recorded when the stage is submitted."""
 
     stage: Stage
     found: StageSurvey
@@ -165,24 +164,24 @@ class StagePlan:
         return self.job.ask
 
     def counts(self) -> dict[str, int]:
-        """Return the figures that people are told."""
+        """Return the counts to show and to record."""
         return {**self.found.counts, "tasks": len(self.found.shards)}
 
     def row(self) -> tuple[str, Mapping[str, int], int, int, Ask | None]:
-        """Return what a table shows of it."""
+        """Return its row in a table of stages."""
         ask = self.ask if self.found.shards else None
         return self.stage.name, self.counts(), self.found.bytes, self.job.cpus, ask
 
     def to_json(self) -> dict[str, Any]:
-        """Return what the ledger keeps of it; limits that nobody told are asked for again."""
+        """Return the JSON for the ledger; unknown limits are left out, and asked for again."""
         known = {name: value for name, value in asdict(self.limits).items() if value is not None}
         return {**self.counts(), "cost": self.found.cost, "job": self.job.to_json(), "limits": known}
 
 
 def plan_stage(project: Project, stage: Stage, executor: Executor, folder: RunFolder | None) -> StagePlan:
-    """Compare the data set with the store, cut what is missing into tasks, and say what each is given.
+    """Compare the data set with the store, cut what is missing into tasks, and decide on their resources.
 
-    Where there is a folder, what each task takes is written into it, and the cards are chosen.
+    Where there is a folder, the share of each task is written into it, and the GPUs are chosen.
     """
     survey = stage.survey(project, folder, tasks_at_once(project.config, stage, executor))
     if folder is not None:
@@ -203,7 +202,7 @@ def tasks_at_once(config: Config, stage: Stage, executor: Executor) -> int:
 
 
 def limits_of(project: Project, stage: Stage, executor: Executor, partition: str = "") -> Limits:
-    """Return what a task of a stage can be given in a partition; empty: where the configuration sends its jobs."""
+    """Return the limits of a stage's tasks in a partition; by default in the configured one."""
     resources = stage.resources(project.config)
     each = resources.ranks_per_node if isinstance(resources, TrainResources) else 1
     return executor.limits_of(partition or resources.partition or "", each * resources.cpus, resources.gpus)
@@ -212,7 +211,7 @@ def limits_of(project: Project, stage: Stage, executor: Executor, partition: str
 def first_job(
     project: Project, stage: Stage, executor: Executor, folder: RunFolder | None = None, tasks: int = 1
 ) -> FirstJob:
-    """Return the job of first attempts, each given what is pinned, else what was measured before, else the plan."""
+    """Return the job of first attempts, with memory as configured, else as measured before, else as planned."""
     limits, resources = limits_of(project, stage, executor), stage.resources(project.config)
     mem_bytes, why = _first_bytes(project, stage, limits)
     job = StageJob(
@@ -229,20 +228,20 @@ def first_job(
 
 
 def _first_bytes(project: Project, stage: Stage, limits: Limits) -> tuple[int, str]:
-    """Return the memory of a first attempt, and where it is from."""
+    """Return the memory of a first attempt, and the reason for it."""
     resources, planned_bytes = stage.resources(project.config), stage.mem_bytes(project)
     if resources.mem != "auto" or resources.mem_per_gpu is not None:
         return asked_bytes(resources, planned_bytes), "as configured"
     recipe, cluster = recipe_name(project, stage), cluster_name(project.config)
     suggested = profiles_of(project.config).suggest(stage.name, recipe, cluster, planned_bytes=planned_bytes)
     is_script = script_stage.is_script(project.config, stage.name)
-    least_bytes = 0 if is_script else planned_bytes  # what is only stated is no reason to refuse a small machine
+    least_bytes = 0 if is_script else planned_bytes  # a mere guess is no reason to refuse a small machine
     mem_bytes = min(suggested.mem_bytes, max(limits.mem_bytes or suggested.mem_bytes, least_bytes))
     return mem_bytes, script_stage.STATED if is_script and not suggested.tasks else suggested.why
 
 
 def on_cards(project: Project, stage: Stage, executor: Executor, folder: RunFolder, first: FirstJob) -> FirstJob:
-    """Return the job on the cards on which it would end first; as it is where there is nothing to choose from."""
+    """Return the job on the GPUs where it would end first; unchanged where no cards are configured."""
     config, job = project.config, first.job
     cards, common = config.cluster.slurm.cards, stage.resources(config).constraint or ""
     if not cards or not job.gpus or config.cluster.executor != "slurm":
@@ -265,7 +264,7 @@ def on_cards(project: Project, stage: Stage, executor: Executor, folder: RunFold
 
 
 def script_outline(project: Project, stage: Stage, executor: Executor) -> Outline:
-    """Return what is known of a script before it has run, and what its first attempt is given."""
+    """Return what is known of a script before it has run, with the resources of its first attempt."""
     first = first_job(project, stage, executor)
     return script_stage.outline(project, first.job.ask.mem_bytes, first.job.why, first.limits.mem_bytes)
 
@@ -293,7 +292,7 @@ def refuse_unfit_disk(project: Project, survey: StageSurvey) -> None:
 
 
 def spec_of(folder: RunFolder | None, config: Config, job: StageJob) -> JobSpec:
-    """Return a job as an executor takes it; each task is told (run, stage, task) and what this attempt has."""
+    """Return a job for an executor; each task's command names run, stage, task and the attempt's resources."""
     resources = config.cluster.resources(job.stage)
     train = resources if isinstance(resources, TrainResources) else None
     nodes, ranks = (train.nodes, script_stage.starts_on_node(config, job.stage)) if train else (1, 1)

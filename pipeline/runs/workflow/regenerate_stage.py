@@ -1,4 +1,4 @@
-"""The last stage of a run that regenerates: which of the records that a damage list names are whole again."""
+"""The last stage of a run that regenerates records: which of those that a damage list names are whole again."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ if TYPE_CHECKING:
     from pipeline.records import Tell
     from pipeline.runs.workflow.stage import Outcomes
 
-MADE = (StageName.SCAN, StageName.EMBED, StageName.GRAPH)  # other kinds are notes, which come when they are due
+MADE = (StageName.SCAN, StageName.EMBED, StageName.GRAPH)  # records of other kinds are made when they are needed
 
 
 @dataclass(slots=True)
 class Regenerated(Judged):
-    """What became of the records of a damage list; its items are those records."""
+    """The records of a damage list, and what became of them; its items are those records."""
 
-    source: str = ""  # the list; empty: whatever was missing
+    source: str = ""  # the list; empty: everything that was missing
     named: dict[str, int] = field(default_factory=dict)  # kind → records
     whole: dict[str, int] = field(default_factory=dict)
-    replaced: int = 0  # embeddings of which another that will do is there
-    unmade: dict[str, int] = field(default_factory=dict)  # of items of this data set, which have been left out
+    replaced: int = 0  # embeddings for which another suitable one is there
+    unmade: dict[str, int] = field(default_factory=dict)  # of items of this data set that were rejected
     foreign: dict[str, int] = field(default_factory=dict)  # that no item of this data set makes
-    later: dict[str, int] = field(default_factory=dict)  # notes that come when they are due
-    unscanned: int = 0  # items of this data set of which nobody knows what they make
-    untold: list[str] = field(default_factory=list)  # kinds of which all that was missing was meant
+    later: dict[str, int] = field(default_factory=dict)  # records that are made when they are needed
+    unscanned: int = 0  # items of this data set whose records are unknown
+    untold: list[str] = field(default_factory=list)  # kinds of which everything missing was to be made
 
 
 class RegenerateStage(Stage):
-    """The last stage of a run that regenerates: the stages before it make what was named, this one says what became."""
+    """Reports which named records are whole again, after the stages that make them."""
 
     name = StageName.REGENERATE
     needs = MADE
@@ -64,7 +64,7 @@ class RegenerateStage(Stage):
         refuse_unusable(project.cache)
 
     def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> StageSurvey:  # noqa: ARG002
-        """Say how many records are named; the stages before this one make them."""
+        """Count the named records; there are no tasks, as earlier stages make them."""
         return StageSurvey({"items": project.only.records, "refused": 0, "unusable": 0, "cached": 0, "missing": 0}, ())
 
     def mem_bytes(self, project: Project) -> int:
@@ -77,7 +77,7 @@ class RegenerateStage(Stage):
         return {}
 
     def judge(self, project: Project, folder: RunFolder, patience_s: float) -> Regenerated:  # noqa: ARG002
-        """Look which of the named records are whole, and why the others are not."""
+        """Find which of the named records are whole, and why the others are not."""
         only = project.only
         judged = Regenerated(source=only.source, untold=sorted(only.untold))
         absent = dict[str, set[bytes]]()
@@ -95,7 +95,7 @@ class RegenerateStage(Stage):
         return judged
 
     def check(self, project: Project, folder: RunFolder, judged: Regenerated) -> list[str]:  # noqa: ARG002
-        """Raise where a record that is named could not be made; say what else is worth knowing."""
+        """Raise where a named record could not be made; return remarks on the others."""
         lines = []
         if unmade := sum(judged.unmade.values()):
             lines.append(f"{unmade:,} of items that were left out ({_by_kind(judged.unmade)}): less {folder.rejected}")
@@ -115,7 +115,7 @@ class RegenerateStage(Stage):
 
 
 def _explain(project: Project, folder: RunFolder, absent: dict[str, set[bytes]], judged: Regenerated) -> None:
-    """Tell what an item of this data set would make from what none does."""
+    """Count absent records by whether an item of this data set makes them or none does."""
     chunks = worklist.known_items(project, folder, worklist.read_items(folder.items))
     for known in (entry for chunk in chunks for entry in chunk if isinstance(entry, KnownItem)):
         judged.unscanned += known.inventory is None
@@ -131,7 +131,7 @@ def _explain(project: Project, folder: RunFolder, absent: dict[str, set[bytes]],
 
 
 def _explain_texts(project: Project, known: KnownItem, absent: set[bytes], judged: Regenerated) -> None:
-    """Tell which embeddings are of an item, and of which of them another is there that will do."""
+    """Remove an item's embeddings from the absent ones, and count those with a suitable replacement."""
     recipe = project.encoding.recipe
     for text in texts(known.inventory, recipe.context) if known.inventory else ():
         mine = absent.intersection(recipe.key(text, variant) for variant in recipe.accepted(len(text)))
@@ -143,7 +143,7 @@ def _explain_texts(project: Project, known: KnownItem, absent: set[bytes], judge
 
 
 def _remarks(judged: Regenerated) -> list[str]:
-    """Say what is not there, and need not be."""
+    """Return remarks on records that are absent and not needed."""
     remarks = []
     if judged.later:
         later = sum(judged.later.values())

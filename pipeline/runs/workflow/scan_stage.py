@@ -1,4 +1,4 @@
-"""Stage scan: which items of a data set are not known yet, one task's work, and what the store says afterwards.
+"""Stage scan: finds the items of a data set without an inventory, and scans them.
 
 Structures are scanned file by file; what a reader gives is read in one task, from beginning to end.
 """
@@ -79,10 +79,10 @@ class ScanStage(Stage):
         return next(worklist.list_items(project), None)
 
     def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> StageSurvey:
-        """Compare the data set with the store; write both lists when there is a run folder to hold them."""
+        """Compare the data set with the store; with a run folder, list all items and the missing ones there."""
         counts = {"items": 0, "refused": 0, "unusable": 0, "cached": 0, "missing": 0, "unnamed": 0}
         offsets = array("Q")  # where each missing item begins in the todo file, and the end: 8 bytes an item
-        with worklist.freezing(folder) as everything, Lines(folder.todo(self.name) if folder else None) as rest:
+        with worklist.freezing(folder) as everything, Lines(folder.todo(self.name) if folder else None) as todo:
             for chunk in in_chunks(worklist.list_items(project), worklist.LOOKED_UP_AT_ONCE):
                 texts = [worklist.item_line(entry) for entry in chunk]
                 for text in texts:
@@ -100,16 +100,16 @@ class ScanStage(Stage):
                     if not _is_named(item, known.key, project):
                         counts["unnamed"] += 1
                         continue
-                    offsets.append(rest.position)
+                    offsets.append(todo.position)
                     counts["missing"] += 1
-                    rest.write(text)
-            offsets.append(rest.position)
+                    todo.write(text)
+            offsets.append(todo.position)
         missing, items_per_task = counts["missing"], _items_per_task(project, counts["missing"], at_once)
         bounds = pairwise([*range(0, missing, items_per_task), missing])
         return StageSurvey(counts, tuple(Shard(offsets[first], offsets[last], last - first) for first, last in bounds))
 
     def mem_bytes(self, project: Project) -> int:
-        """Return the memory of a scanning task: the interpreter, the largest file, the largest graph."""
+        """Return the memory of a task: for the interpreter, the largest file and the largest graph."""
         structures, graph = project.config.structures, project.config.graph
         graph_bytes = 0
         if graph.nodes == "atom":
@@ -117,7 +117,7 @@ class ScanStage(Stage):
         return BASE_BYTES + BYTES_PER_FILE_BYTE * structures.max_file_bytes + graph_bytes
 
     def work(self, project: Project, folder: RunFolder, task: int, tell: Tell) -> Outcomes:
-        """Scan the items of one task; if the run wants graphs too, build them while the structure is in hand."""
+        """Scan the items of one task; if the run includes graphs, build them from the structures in memory."""
         items = worklist.task_items(folder, self.name, task, tell)
         if StageName.GRAPH not in json.loads(folder.stages.read_text()) or not project.config.graph.cache:
             yield from scan_items(items, project.recipe, project.shelves)
@@ -130,7 +130,7 @@ class ScanStage(Stage):
         return plain_recipe(project.recipe)
 
     def judge(self, project: Project, folder: RunFolder, patience_s: float) -> Census:
-        """Count what the store knows of every item, and list what was left out."""
+        """Take the census of all items by the store, and list the rejected ones."""
 
         def count() -> CensusTally:
             tally, keys = CensusTally(), bytearray()
@@ -147,7 +147,7 @@ class ScanStage(Stage):
 
 
 def _is_named(item: Item, key: bytes | None, project: Project) -> bool:
-    """Say whether a run may scan an item: the record of it, or one by which its files are known, is to be made."""
+    """Tell whether a confined run may scan an item: its own record, or one of its files, is to be made."""
     only = project.only
     if key is not None:
         return only.names(StageName.SCAN, key)
@@ -160,7 +160,7 @@ def _is_named(item: Item, key: bytes | None, project: Project) -> bool:
 
 
 def _items_per_task(project: Project, missing: int, at_once: int) -> int:
-    """Return how many items a task takes: as configured, else a few tasks for each that can run at once."""
+    """Return how many items a task takes: as configured, else for a few tasks in each slot, within limits."""
     configured = project.config.cluster.scan.items_per_task
     if configured != "auto":
         return int(configured)
@@ -171,7 +171,7 @@ def _items_per_task(project: Project, missing: int, at_once: int) -> int:
 
 
 def edges_of_atom(graph: GraphSection) -> int:
-    """Return about how many edges an atom has in an atom graph: of proteins, 6 heavy atoms are in 100 cubic Å."""
+    """Return about how many edges an atom has: in proteins, 100 cubic Å hold 6 heavy atoms."""
     return 20 + int(0.06 * 4.2 * (graph.atom.radius or 0) ** 3)
 
 
@@ -191,7 +191,7 @@ def _tally(project: Project, folder: RunFolder, tally: CensusTally, keys: bytear
 
 
 def _checked_leaks(project: Project, what: str) -> list[str]:
-    """Do with leaks what is configured: refuse to go on, warn, or nothing."""
+    """Raise, warn or do nothing about leaks between splits, as configured."""
     data = project.config.data
     if what and data.on_leak == "error":
         remedy = "mend the splits   or   pipeline submit --stage scan --set data.on_leak=warn"
@@ -200,7 +200,7 @@ def _checked_leaks(project: Project, what: str) -> list[str]:
 
 
 def describe_leaks(census: Census, folder: RunFolder) -> str:
-    """Say what stands in several splits, with a few items of each kind by name."""
+    """Describe what is in several splits, with a few items of each kind by name."""
     wanted = {ordinal for leak in census.leaks for ordinal in leak.items}
     names = {number: entry.id for number, entry in enumerate(worklist.read_items(folder.items)) if number in wanted}
     lines = []
@@ -218,7 +218,7 @@ SETTLING_S = 3.0  # after which the times of a file prove something, on any file
 
 @dataclass(slots=True)
 class EntriesRead(Judged):
-    """The numbers of a data set that a reader gives."""
+    """The result of reading a data set with a reader."""
 
     splits: dict[str, int] = field(default_factory=dict)
     sizes: dict[str, dict[str, float]] = field(default_factory=dict)  # rows along each axis
@@ -229,7 +229,7 @@ class EntriesRead(Judged):
 
 
 class ReaderScanStage(Stage):
-    """What a reader gives in, a table of what can be used out: read once, from beginning to end."""
+    """A reader's items in, a table of the usable ones out: read once, from beginning to end."""
 
     name = StageName.SCAN
     kinds = ScanStage.kinds
@@ -238,13 +238,13 @@ class ReaderScanStage(Stage):
         return refuse_unreadable(project)
 
     def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> StageSurvey:  # noqa: ARG002 - one task
-        """See whether the data set was read as it stands."""
+        """Find out whether the data set was read in its present state."""
         known = None
         with suppress(CacheDamaged, RecordMissing):
             known = next((earlier for earlier, _, _ in reader_tables(project)), None)
         if folder is not None:
             with writing_run(folder.items):
-                folder.items.touch()  # of structures there are none
+                folder.items.touch()  # there are no structures
             if known is not None and known.path != folder.path:
                 _take_over(known, folder)
         cached = int(known is not None)
@@ -255,7 +255,7 @@ class ReaderScanStage(Stage):
         return READER_BYTES
 
     def recipe(self, project: Project) -> Mapping[str, Any]:
-        """Return under what measurements of such tasks are remembered."""
+        """Return the choices under which measurements of its tasks are kept."""
         data = project.config.data
         return {"reader": data.reader, "options": dict(data.options)}
 
@@ -277,21 +277,21 @@ class ReaderScanStage(Stage):
         yield None
 
     def judge(self, project: Project, folder: RunFolder, patience_s: float) -> EntriesRead:
-        """Say what has been read, where the store has the table of it."""
+        """Return the result of reading, if the store has its table."""
         store = project.cache.kind(KIND)
 
         def look() -> EntriesRead:
-            counts = read_by_run(folder)
+            written = read_by_run(folder)
             with suppress(CacheDamaged, RecordMissing):
-                if counts:
-                    ItemTable.read(store, bytes.fromhex(counts["table"]))
-                    return EntriesRead(**counts["judged"])
+                if written:
+                    ItemTable.read(store, bytes.fromhex(written["table"]))
+                    return EntriesRead(**written["judged"])
             return EntriesRead(undone=1, first_undone=str(project.config.data.path))
 
         return wait_until_complete([store], look, patience_s)
 
     def check(self, project: Project, folder: RunFolder, judged: EntriesRead) -> list[str]:
-        """Do with leaks what is configured; let the table be found."""
+        """Raise or warn about leaks as configured, and record the table of items."""
         more = f" (and {judged.leaks - 1:,} more)" if judged.leaks > 1 else ""
         warnings = _checked_leaks(project, judged.leak and judged.leak + more)
         with writing_run(folder.table):
@@ -300,20 +300,20 @@ class ReaderScanStage(Stage):
 
 
 def _take_over(known: RunFolder, folder: RunFolder) -> None:
-    """Let a run say what an earlier one has read."""
+    """Copy the result of an earlier run that read the same."""
     with writing_run(folder.entered):
         if known.rejected.exists():
             shutil.copyfile(known.rejected, folder.rejected)
     _write(folder, read_by_run(known))
 
 
-def _write(folder: RunFolder, counts: Mapping[str, Any]) -> None:
+def _write(folder: RunFolder, result: Mapping[str, Any]) -> None:
     with writing_run(folder.entered):
-        write_whole(folder.entered, json.dumps(counts))
+        write_whole(folder.entered, json.dumps(result))
 
 
 def _settled_digest(reader: Reader) -> str:
-    """Return the digest of the reader's files, once their times prove that they stand still, or nearly so."""
+    """Return the digest of the reader's files, once their times show that they no longer change, or after a while."""
     digests = [""]
 
     def is_still() -> bool:
@@ -325,7 +325,7 @@ def _settled_digest(reader: Reader) -> str:
 
 
 def _telling(reader: Reader, tell: Tell) -> Iterator[Entry | Rejection]:
-    """Yield the items, telling now and then which was the last: a death says where it was."""
+    """Yield the items, noting now and then which one it is at, in case the process dies."""
     for number, entry in enumerate(reader.entries()):
         if number % TOLD_EVERY == 0 and isinstance(entry, Entry | Rejection):
             tell.figures[ITEMS_READ] = number

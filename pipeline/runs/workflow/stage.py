@@ -1,4 +1,4 @@
-"""What a stage of the workflow is: the contract of the stages beside this file, and how their results are counted."""
+"""The base class of the workflow's stages, and how their results are counted."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ if TYPE_CHECKING:
     from pipeline.runs.dataset.worklist import Shard, StageSurvey
     from pipeline.store.store import Store
 
-    Outcomes: TypeAlias = Generator[Reason | None, None, None]  # of one thing each: done, or rejected for a reason
+    Outcomes: TypeAlias = Generator[Reason | None, None, None]  # for each item None, or why it was rejected
 
 LOOK_AGAIN_S = 0.5
 
 
 class StageResult(Protocol):
-    """What a stage has made, by the content of the store."""
+    """The result of a stage, by the content of the store."""
 
     @property
     def items(self) -> int:
-        """How many items were judged, accepted and rejected."""
+        """Number of accepted and rejected items."""
 
     @property
     def accepted(self) -> int:
-        """How many items can be used."""
+        """Number of items that can be used."""
 
     @property
     def undone(self) -> int:
-        """How many items the store does not have everything of."""
+        """Number of items with anything missing from the store."""
 
     @property
     def first_undone(self) -> str:
@@ -50,14 +50,14 @@ class StageResult(Protocol):
 
     @property
     def unnamed(self) -> int:
-        """How many further items it does not have everything of, which the list of the run does not name."""
+        """Number of further such items, which the run was not asked to make."""
 
     def to_json(self) -> dict[str, Any]: ...
 
 
 @dataclass(slots=True)
 class Judged:
-    """How many items can be used, how many cannot and why, and how many have still to be done."""
+    """Counts of the items that can be used, that cannot and why, and that are still to be done."""
 
     items: int = 0  # those that are known: accepted and rejected
     rejected: dict[str, int] = field(default_factory=dict)
@@ -91,18 +91,18 @@ class Judged:
 
 
 class Countable(Protocol):
-    """What says how much is not there."""
+    """Anything that counts what is missing."""
 
     @property
     def undone(self) -> int:
-        """How many items the store does not have everything of."""
+        """Number of items with anything missing from the store."""
 
 
 Counted = TypeVar("Counted", bound=Countable)
 
 
 def wait_until_complete(stores: Iterable[Store], count: Callable[[], Counted], within_s: float) -> Counted:
-    """Recount until nothing is missing or the time is up: what other nodes wrote may be seen late."""
+    """Recount until nothing is missing or the time is up: files of other nodes may appear late."""
     stores, counted = tuple(stores), list[Counted]()
 
     def is_complete() -> bool:
@@ -116,74 +116,74 @@ def wait_until_complete(stores: Iterable[Store], count: Callable[[], Counted], w
 
 
 class Stage(ABC):
-    """A stage under a configuration; an instance keeps nothing, and the facts about it are those of its class."""
+    """A stage of the workflow; instances have no state, and class attributes say what holds of the stage."""
 
     name: ClassVar[StageName]
-    kinds: ClassVar[tuple[str, ...]] = ()  # of records whose index is brought up to date afterwards
+    kinds: ClassVar[tuple[str, ...]] = ()  # of records that it makes, whose indexes are updated afterwards
     needs: ClassVar[tuple[StageName, ...]] = ()  # stages that must have run before
-    of_sequences: ClassVar[bool] = True  # whether it has anything to do for bare sequences
-    of_entries: ClassVar[bool] = True  # and for what a reader gives, which is no structure
+    of_sequences: ClassVar[bool] = True  # whether it applies to bare sequences
+    of_entries: ClassVar[bool] = True  # and to the items of a reader, which are no structures
     process_per_gpu: ClassVar[bool] = False
     together: ClassVar[bool] = False  # its processes are ranks of one task, on as many nodes as it has
-    counts_items: ClassVar[bool] = True  # else what it works through are parts of items
-    may_be_empty: ClassVar[bool] = False  # no item at all is said, and no failure
-    only_looks: ClassVar[bool] = False  # it leaves the records of the cache as they are
-    has_tasks: ClassVar[bool] = True  # else it only judges what the stages before it have made
+    counts_items: ClassVar[bool] = True  # else its work is counted in other units than items
+    may_be_empty: ClassVar[bool] = False  # having no item at all is no failure
+    only_looks: ClassVar[bool] = False  # it changes no record of the cache
+    has_tasks: ClassVar[bool] = True  # else it only judges the results of earlier stages
     lists_lines: ClassVar[bool] = False  # a task is a range of lines of its list, else of rows
 
     @abstractmethod
     def inspect(self, project: Project) -> object:
-        """Raise when what the stage reads cannot be used as it stands."""
+        """Raise when the input of the stage cannot be used."""
 
     @abstractmethod
     def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> StageSurvey:
-        """Return what is missing, in tasks, of which so many can run at once; write it down where there is a folder."""
+        """Return what is missing, in tasks of which so many run at once; list it in the folder if there is one."""
 
     @abstractmethod
     def mem_bytes(self, project: Project) -> int:
-        """Return the memory of a task, where the configuration says `auto`."""
+        """Return the planned memory of a task, for where the configuration says `auto`."""
 
-    def gpu_bytes(self, project: Project) -> int:  # noqa: ARG002 - most stages need no card
-        """Return the memory that a card must have at least."""
+    def gpu_bytes(self, project: Project) -> int:  # noqa: ARG002 - most stages need no GPU
+        """Return the memory that a GPU must have at least."""
         return 0
 
     @abstractmethod
     def work(self, project: Project, folder: RunFolder, task: int, tell: Tell) -> Outcomes:
-        """Do one task, or one process's part of it, yielding what became of each thing."""
+        """Do one task, or one process's part of it, yielding the outcome of each item."""
 
     @abstractmethod
     def recipe(self, project: Project) -> Mapping[str, Any]:
-        """Return by which choices its records are made, or its tasks measured."""
+        """Return the choices on which its records, or the measurements of its tasks, depend."""
 
     @abstractmethod
     def judge(self, project: Project, folder: RunFolder, patience_s: float) -> StageResult:
-        """Say what the stage has made, by the content of the store; wait so long for what may be seen late."""
+        """Return the result of the stage by the content of the store; wait so long for files that appear late."""
 
     def check(self, project: Project, folder: RunFolder, judged: Any) -> list[str]:  # noqa: ARG002
-        """Raise on what forbids going on; return what deserves a warning."""
+        """Raise for a result that forbids going on; return warnings."""
         return []
 
     def halve(self, folder: RunFolder, shard: Shard) -> tuple[Shard, Shard]:
-        """Cut one task's share in two."""
+        """Cut one task's share of the work in two."""
         return worklist.halve_lines(folder.todo(self.name), shard) if self.lists_lines else worklist.halve_rows(shard)
 
     def wanted(self, config: Config) -> bool:  # noqa: ARG002
-        """Tell whether `all` means it, too."""
+        """Tell whether `--stage all` includes it."""
         return True
 
     def is_for(self, config: Config) -> bool:
-        """Tell whether it has anything to do for a data set of that kind."""
+        """Tell whether it applies to the kind of data set that is configured."""
         if is_reader(config):
             return self.of_entries
         return self.of_sequences or config.data.source != "fasta"
 
     def resources(self, config: Config) -> StageResources | TrainResources:
-        """Return what the configuration gives a task."""
+        """Return the configured resources of a task."""
         resources: StageResources | TrainResources = getattr(config.cluster, self.name)
         return resources
 
     def processes(self, project: Project) -> int:
-        """Return how many processes a task consists of."""
+        """Return the number of processes of a task."""
         resources = self.resources(project.config)
         if isinstance(resources, TrainResources):
             return resources.nodes * resources.ranks_per_node

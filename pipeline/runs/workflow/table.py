@@ -1,4 +1,4 @@
-"""The stages as a table: which there are, which a configuration means, and how what they made is judged."""
+"""The table of stages: which there are, which of them a configuration needs, and whether a run may go on after one."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ WORKFLOW: tuple[Stage, ...] = (
     ValidateStage(),
     RegenerateStage(),
 )
-STAGES: Mapping[str, Stage] = {row.name: row for row in WORKFLOW}  # what holds under any configuration
+STAGES: Mapping[str, Stage] = {row.name: row for row in WORKFLOW}  # as under most configurations
 
 
 def known_stage(name: str) -> Stage:
-    """Return what holds of the stage of that name under any configuration."""
+    """Return the stage of that name as in the table; raise ConfigError for an unknown name."""
     if name in STAGES:
         return STAGES[name]
     known = ", ".join(STAGES)
@@ -50,19 +50,19 @@ def known_stage(name: str) -> Stage:
 
 
 def stage(name: str, config: Config) -> Stage:
-    """Return the stage of that name, for the data set and the code that a configuration names."""
+    """Return the stage of that name, in the variant for the configured data set and code."""
     if name == StageName.SCAN and is_reader(config):
         return ReaderScanStage()
     return ScriptStage() if is_script(config, name) else known_stage(name)
 
 
 def kinds_of(names: Iterable[str]) -> set[str]:
-    """Return which kinds of records some stages make."""
+    """Return the kinds of records that these stages make."""
     return {kind for name in names for kind in known_stage(name).kinds}
 
 
 def up_to(name: str, config: Config) -> list[str]:
-    """Return a stage and those it needs, in order, without those that have nothing to do for what a reader gives."""
+    """Return a stage and those it needs, in order; for the items of a reader without those about structures."""
     row, by_reader = known_stage(name), is_reader(config)
     if by_reader and not row.of_entries:
         what = f"stage {name} is of structures: what a reader gives is read as it is"
@@ -71,9 +71,9 @@ def up_to(name: str, config: Config) -> list[str]:
 
 
 def regenerated(config: Config, kinds: Collection[str] | None) -> list[str]:
-    """Return the stages that make records of these kinds anew, or of all, and say in the end what has become of them.
+    """Return the stages that make records of these kinds (None: all) anew, and the one that reports on them.
 
-    The scan is always among them: it knows what the others make.
+    The scan is always among them, as the others depend on it.
     """
     whole = kinds is None or RECIPES in kinds
     rows = [STAGES[name] for name in everything(config) if STAGES[name].kinds]
@@ -82,17 +82,17 @@ def regenerated(config: Config, kinds: Collection[str] | None) -> list[str]:
 
 
 def everything(config: Config) -> list[str]:
-    """Return the stages that have anything to do for a data set, in order."""
+    """Return the stages of `--stage all` under a configuration, in order."""
     return [row.name for row in WORKFLOW if row.is_for(config) and row.wanted(config)]
 
 
 def too_many(rejected: int, total: int, fraction: float) -> bool:
-    """Say whether more items are rejected than a fraction allows; 29 of 100 is not more than 0.29."""
+    """Tell whether more items are rejected than a fraction allows; 29 of 100 is not more than 0.29."""
     return rejected > math.floor(fraction * total + 1e-6)
 
 
 def with_typed_command(error: PipelineError, typed: Command) -> PipelineError:
-    """Let a remedy that submits again begin with what was typed, so that nothing of it is lost."""
+    """Let a remedy that submits again repeat the options of the typed command."""
     if error.command is not None and error.command.stage:
         error.command = typed.with_settings(*error.command.settings, then=error.command.then)
         error.remedy = str(error.command)
@@ -101,18 +101,18 @@ def with_typed_command(error: PipelineError, typed: Command) -> PipelineError:
 
 @dataclass(frozen=True, slots=True)
 class StageTrouble:
-    """How tasks of a stage failed, and what helps."""
+    """Which tasks of a stage failed and why, and the command that helps."""
 
     lines: Sequence[str]
-    waiting: int  # items that an earlier stage, which was not asked for, has still to do
-    again: Command  # the one that was typed
+    waiting: int  # items that an earlier stage, which the run does not include, has still to do
+    again: Command  # as typed
     remedy: Command
 
 
 def refuse_or_warn(
     stage: Stage, project: Project, folder: RunFolder, judged: StageResult, trouble: StageTrouble
 ) -> list[str]:
-    """Raise when what a stage has made forbids going on; return what deserves a warning."""
+    """Raise when the result of a stage forbids going on; return its warnings."""
     data = project.config.data
     total, rejected = judged.items + judged.undone + judged.unnamed, judged.items - judged.accepted
     if too_many(rejected, total, data.max_rejected_fraction):
