@@ -46,9 +46,9 @@ log = logging.getLogger(__name__)
 
 
 class Layered(Store):
-    """A store that looks in others, too: in those `ahead` of itself, in itself, then in those `under` it.
+    """A store that looks records up in others, too: in those `ahead` of itself, in itself, then in those `under` it.
 
-    Whoever looks something up need not know. What is written, indexed or counted (`stat`, `tagged`) is its own.
+    It writes, indexes and counts (`stat`, `tally`) only its own records.
     """
 
     def __init__(
@@ -65,18 +65,18 @@ class Layered(Store):
         self._away: set[int] = set()  # layers that were said to be
 
     def locate(self, keys: Sequence[bytes]) -> list[list[RecordPlace]]:
-        """Return for each key where its copies are, in the first layer that has any."""
-        found: list[list[RecordPlace]] = [[] for _ in keys]
+        """Return the places of each key's copies, in the first layer that has any."""
+        places_by_key: list[list[RecordPlace]] = [[] for _ in keys]
         for number, store in enumerate(self._stores()):
-            absent = [at for at, places in enumerate(found) if not places]
+            absent = [at for at, places in enumerate(places_by_key) if not places]
             if absent:
                 with self._may_be_away(number):
                     for at, places in zip(absent, Store.locate(store, [keys[at] for at in absent]), strict=True):
-                        found[at] = [place._replace(layer=number) for place in places]
-        return found
+                        places_by_key[at] = [place._replace(layer=number) for place in places]
+        return places_by_key
 
     def present(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
-        """Say of each key whether any layer has it."""
+        """Return a mask of the keys that any layer has."""
         present = np.zeros(len(keys), bool)
         for number, store in enumerate(self._stores()):
             absent = np.flatnonzero(~present)
@@ -91,11 +91,11 @@ class Layered(Store):
         return (key for key, _ in groupby(merged))
 
     def whole_at(self, key: bytes, place: RecordPlace, room: Room | None = None) -> Record | None:
-        """Return the copy of a record that is at a place, if it is whole; one that is damaged is never named again."""
+        """Return the copy of a record at a place, or None if it is damaged; that copy is then never located again."""
         return Store.whole_at(self._stores()[place.layer], key, place, room)
 
     def is_whole_beside(self, key: bytes, shards: Container[str]) -> bool:
-        """Say whether there is a whole copy of a record in another shard, or another layer, by reading it."""
+        """Say whether another shard or layer has an intact copy of a record, by reading it."""
         if super().is_whole_beside(key, shards):
             return True
         for number, layer in enumerate(self._layers):
@@ -105,7 +105,7 @@ class Layered(Store):
         return False
 
     def refresh(self) -> None:
-        """Look at the disk anew; at the other layers when they are next asked."""
+        """Read the folder again; those of the other layers on their next look-up."""
         super().refresh()
         for layer in filter(None, self._layers):
             layer.forget()
@@ -116,7 +116,7 @@ class Layered(Store):
         return next((error for error in reasons if isinstance(error, CacheDamaged)), reasons[0])
 
     def _first_whole(self, key: bytes, places: Sequence[RecordPlace], room: Room | None = None) -> Record | None:
-        """Return the first whole copy of those at some places, else of those in the layers after these."""
+        """Return the first intact copy at these places, else in the layers after them."""
         record = super()._first_whole(key, places, room)
         after = places[-1].layer + 1 if places else len(self._layers)
         for number, store in list(enumerate(self._stores()))[after:]:
@@ -127,7 +127,7 @@ class Layered(Store):
         return record
 
     def _stores(self) -> list[Store]:
-        """Return the layers in order; no reference to itself is kept, so that open files close at once."""
+        """Return the layers in order; no attribute refers to this store itself, so that open files close at once."""
         return [layer or self for layer in self._layers]
 
     def _keys_of(self, number: int, store: Store) -> Iterator[bytes]:
@@ -136,7 +136,7 @@ class Layered(Store):
 
     @contextmanager
     def _may_be_away(self, number: int) -> Iterator[None]:
-        """Take a layer that cannot be read for an empty one, unless it is our own."""
+        """Treat a layer that cannot be read as empty, unless it is this store itself."""
         try:
             yield
         except (CacheUnusable, OSError) as error:
@@ -161,7 +161,7 @@ WITHOUT = "pipeline config show   (cache.under: name caches that are there, or -
 
 @dataclass(frozen=True, slots=True)
 class RecipeStat:
-    """A recipe, and what was made by it."""
+    """A recipe, and how many records were made by it."""
 
     recipe: Mapping[str, Any]
     records: int
@@ -171,8 +171,8 @@ class RecipeStat:
 class CacheFolder:
     """A folder that holds stores, one per kind of record.
 
-    Opening it changes nothing; the first write makes the folder and its marker. It can be laid over other caches: what
-    is looked up is looked for `ahead` of it, in it, and `under` it; what is written, counted and removed is its own.
+    Opening it changes nothing; the first write makes the folder and its marker. It can be laid over other caches:
+    records are looked up in those `ahead` of it, in it, then in those `under` it; all else concerns this folder alone.
     """
 
     def __init__(
@@ -192,18 +192,18 @@ class CacheFolder:
     @classmethod
     def over(cls, root: Path, under: Iterable[Path], disk: Disk | None = None) -> CacheFolder:
         """Open a cache laid over others, which are only read; those that cannot be used are `left_out`."""
-        found, left_out = list[CacheFolder](), list[CacheUnusable]()
+        layers, left_out = list[CacheFolder](), list[CacheUnusable]()
         for path in under:
             try:
-                found.append(cls._beneath(path, root, disk))
+                layers.append(cls._beneath(path, root, disk))
             except CacheUnusable as error:
                 left_out.append(error)
-        cache = cls(root, disk, under=found)
+        cache = cls(root, disk, under=layers)
         cache.left_out = tuple(left_out)
         return cache
 
     def behind(self, first: CacheFolder) -> CacheFolder:
-        """Return this cache with another one ahead of it: what that one has is read from there."""
+        """Return this cache with another one ahead of it, in which records are looked up first."""
         return CacheFolder(self.root, self.disk, ahead=(first, *self.ahead), under=self.under)
 
     def kind(self, kind: str) -> Store:
@@ -220,14 +220,14 @@ class CacheFolder:
         return Store(self.disk, KindLayout(self.root / kind), self.prepare)
 
     def describe(self, kind: str, recipe: Mapping[str, Any]) -> None:
-        """Remember by what recipe records of a kind are made, so that people can be told."""
+        """Store the recipe by which records of a kind are made, for reports."""
         key, store = recipe_key("recipe", {"kind": kind, "recipe": recipe}), self.own(RECIPES)
         if not store.has_whole(key):
             with store.writer() as writer:
                 writer.put(key, {}, {"kind": kind, "recipe": dict(recipe)})
 
     def described(self) -> Iterator[tuple[bytes, str, Mapping[str, Any]]]:
-        """Yield each recipe that was described: the key of its description, of which kind it is, and what it says."""
+        """Yield each stored recipe: the key of its record, the kind of records it makes, and the recipe."""
         store = self.own(RECIPES)
         for key in store.keys():  # noqa: SIM118 - a store is no mapping
             try:
@@ -239,12 +239,12 @@ class CacheFolder:
                 yield key, kind, recipe
 
     def recipes(self, kind: str) -> list[RecipeStat]:
-        """Return what there is of each recipe of a kind that was described, most records first."""
+        """Return how much there is of each stored recipe of a kind, most records first."""
         described = [recipe for _, of_kind, recipe in self.described() if of_kind == kind]
         tags = [recipe_tag(kind, recipe) for recipe in described]
         tagged = self.own(kind).tally(tags).tagged
-        found = (RecipeStat(recipe, *tagged[tag]) for recipe, tag in zip(described, tags, strict=True))
-        return sorted((recipe for recipe in found if recipe.records), key=lambda recipe: -recipe.records)
+        stats = (RecipeStat(recipe, *tagged[tag]) for recipe, tag in zip(described, tags, strict=True))
+        return sorted((recipe for recipe in stats if recipe.records), key=lambda recipe: -recipe.records)
 
     @property
     def is_there(self) -> bool:
@@ -261,7 +261,7 @@ class CacheFolder:
 
     @classmethod
     def _beneath(cls, path: Path, root: Path, disk: Disk | None) -> CacheFolder:
-        """Open a cache that is only read; refuse what is none."""
+        """Open a cache that is only read; raise CacheUnusable where there is none."""
         try:
             if path.resolve() == root.resolve():
                 raise CacheUnusable("a cache cannot be under itself", where=str(path), remedy=WITHOUT)
@@ -317,7 +317,7 @@ class CacheFolder:
             raise self._unusable(what, "pip install --upgrade pipeline")
 
     def _unmarked(self) -> CacheUnusable:
-        """Return what is to be done about a marker that says nothing: where records are, none needs to be made anew."""
+        """Return the error for an unreadable marker; where records are, its remedy keeps them."""
         names = [name for name in self.disk.list_folder(self.root) if name != MARKER]
         if not any(self._is_kind(name) for name in names):
             return self._unusable(f"{MARKER} cannot be read, so the folder may be no cache")
@@ -342,12 +342,12 @@ class CacheFolder:
 
 
 def bring_up(cache: CacheFolder, kinds: Iterable[str]) -> None:
-    """Write the indexes that lack anything."""
+    """Write the indexes that are not up to date."""
     _for_each(cache, kinds, lambda store: None if store.is_indexed() else store.write_index())
 
 
 def relieve(cache: CacheFolder, kinds: Iterable[str]) -> None:
-    """Write the indexes that lack much: who begins a late task must not read the tables of all tasks before it."""
+    """Write the indexes that are far behind, so that a late task need not read the tables of all tasks before it."""
     _for_each(cache, kinds, lambda store: store.index_if_behind())
 
 

@@ -1,4 +1,4 @@
-"""Sets of keys as sorted pairs of numbers: 16 bytes a key, and looked up a million at a time."""
+"""Sets of keys as sorted pairs of numbers, 16 bytes a key: in memory, and as the key lists of data sets on disk."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def sorted_pairs(keys: bytes | bytearray) -> Integers:
-    """Return keys that follow each other as sorted pairs of numbers, each once."""
+    """Return concatenated keys as sorted pairs of numbers, each once."""
     if len(keys) % KEY_BYTES:
         raise ValueError(f"a key is {KEY_BYTES} bytes")
     pairs = np.frombuffer(keys, ">u8").reshape(-1, 2).astype("<u8")
@@ -50,7 +50,7 @@ _HEAD_BYTES = 512
 
 @dataclass(frozen=True, slots=True)
 class WantedKeys:
-    """What a data set wants of a kind."""
+    """The keys of one kind that a data set needs."""
 
     kind: str
     at: float  # seconds since 1970
@@ -58,12 +58,12 @@ class WantedKeys:
 
 
 def key_list_name(kind: str, asked: Any) -> str:
-    """Return the name of the file for what was asked, which is plain JSON data."""
+    """Return the file name of a key list; `asked` is the JSON data that identifies it."""
     return f"{content_digest(json.dumps([kind, asked], sort_keys=True).encode()).hex()}-{kind}{SUFFIX}"
 
 
 def remember_keys(disk: Disk, root: Path, kind: str, asked: Any, keys: bytearray) -> bool:
-    """Write down what is wanted, keys one after the other; return whether that was possible."""
+    """Store concatenated keys as a key list; return whether the cache could be written."""
     data = sorted_pairs(keys).reshape(-1).view(np.uint8).data
     head = {"wanted": FORMAT, "kind": kind, "at": time.time(), "digest": xxhash.xxh3_128_hexdigest(data)}
     try:
@@ -77,7 +77,7 @@ def remember_keys(disk: Disk, root: Path, kind: str, asked: Any, keys: bytearray
 
 
 def recall(disk: Disk, root: Path, kind: str, asked: Any) -> WantedKeys | None:
-    """Return what was written down; None where nothing was, or nothing that can be believed."""
+    """Return a stored key list; None where there is none, or it is damaged."""
     try:
         path = root / USERS / key_list_name(kind, asked)
         fd = disk.open_read(path)
@@ -109,7 +109,7 @@ class KeyedLines:
         return len(self._offsets)
 
     def add(self, key: bytes, text: str) -> None:
-        """Keep the text of a key; of a key that comes again, one of its texts."""
+        """Keep the text of a key; of a key that is added again, any one of its texts."""
         self._keys += key
         self._offsets.append(self._file.seek(0, 2))
         self._file.write(text.encode() + b"\n")
@@ -139,6 +139,6 @@ T = TypeVar("T")
 
 def in_chunks(values: Iterable[T], size: int) -> Iterator[list[T]]:
     """Yield lists of at most `size` values."""
-    rest = iter(values)
-    while chunk := list(islice(rest, size)):
+    iterator = iter(values)
+    while chunk := list(islice(iterator, size)):
         yield chunk

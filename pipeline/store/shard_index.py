@@ -1,4 +1,7 @@
-"""Sorted rows as streams of pieces: two of them are merged in little more memory than a piece of each."""
+"""The index of a store: which shard holds which key, sorted by key, in a file that is read block by block.
+
+Rows pass through as streams of sorted pieces, so that two indexes are merged in the memory of a few pieces.
+"""
 
 from __future__ import annotations
 
@@ -51,13 +54,13 @@ def merged(first: Iterable[Rows], second: Iterable[Rows]) -> Iterator[Rows]:
 
 
 def in_pieces(rows: Rows) -> Iterator[Rows]:
-    """Yield rows some at a time."""
+    """Yield rows in pieces of PIECE_ROWS."""
     for start in range(0, len(rows), PIECE_ROWS):
         yield rows[start : start + PIECE_ROWS]
 
 
 def sort_in_place(rows: Rows) -> Rows:
-    """Sort rows by key, a column after the other, which takes a third of the memory of a sorted copy; return them."""
+    """Sort rows by key and return them; column by column, which takes a third of the memory of a sorted copy."""
     order = np.lexsort((rows["lo"], rows["hi"]))
     for name in rows.dtype.names or ():
         rows[name] = rows[name][order]
@@ -65,17 +68,17 @@ def sort_in_place(rows: Rows) -> Rows:
 
 
 def _whole_runs(pieces: Iterable[Rows]) -> Iterator[Rows]:
-    """Yield the pieces cut so that rows with the same first number are never in two of them."""
-    rest: Rows | None = None
+    """Yield the rows in pieces cut so that rows with the same `hi` are never in two pieces."""
+    pending: Rows | None = None
     for piece in pieces:
         if len(piece):
-            rows = piece if rest is None else np.concatenate([rest, piece])
+            rows = piece if pending is None else np.concatenate([pending, piece])
             cut = int(rows["hi"].searchsorted(rows["hi"][-1], "left"))
-            rest = rows[cut:].copy()
+            pending = rows[cut:].copy()
             if cut:
                 yield rows[:cut]
-    if rest is not None:
-        yield rest
+    if pending is not None:
+        yield pending
 
 
 INDEX_FORMAT = 1
@@ -90,11 +93,11 @@ _PIECE_BLOCKS = 512
 
 
 class IndexDamaged(Exception):
-    """The index cannot be believed; the shards can."""
+    """The index file is damaged; the shards themselves are not affected."""
 
 
 class ShardIndex:
-    """An open index."""
+    """An open index file; its directory is in memory, its rows are read and verified as they are needed."""
 
     def __init__(self, disk: Disk, path: Path) -> None:
         self._disk = disk
@@ -109,13 +112,13 @@ class ShardIndex:
         self.close()
 
     def close(self) -> None:
-        """Close the file; what was found stays valid."""
+        """Close the file; rows that were returned stay valid."""
         fd, self._fd = getattr(self, "_fd", -1), -1
         if fd >= 0:
             self._disk.close(fd)
 
     def find(self, keys: Integers) -> tuple[Integers, Rows]:
-        """Return which of the keys were found (by position; once for each copy) and the rows that hold them.
+        """Return the positions of the keys that were found, once for each copy, and the rows that hold them.
 
         Keys come as pairs of numbers, see `key_pairs`.
         """
@@ -125,9 +128,9 @@ class ShardIndex:
             return self._find_batch(keys)
         order = np.lexsort((keys[:, 1], keys[:, 0]))  # sorted, each batch reads a stretch of the file of its own
         parts = [order[start : start + _BATCH_KEYS] for start in range(0, len(order), _BATCH_KEYS)]
-        found = [(part, *self._find_batch(keys[part])) for part in parts]
-        asked = np.concatenate([part[positions] for part, positions, _ in found])
-        return asked, np.concatenate([rows for _, _, rows in found])
+        matches = [(part, *self._find_batch(keys[part])) for part in parts]
+        positions_found = np.concatenate([part[positions] for part, positions, _ in matches])
+        return positions_found, np.concatenate([rows for _, _, rows in matches])
 
     def __len__(self) -> int:
         return int(self._rows_bytes // ROW.itemsize)
@@ -136,16 +139,16 @@ class ShardIndex:
         return self._read_range(0, len(self._first))
 
     def pieces(self) -> Iterator[Rows]:
-        """Yield every row, some at a time."""
+        """Yield every row, in pieces."""
         for start in range(0, len(self._first), _PIECE_BLOCKS):
             yield self._read_range(start, min(start + _PIECE_BLOCKS, len(self._first)))
 
     def _find_one(self, hi: np.uint64, lo: np.uint64) -> tuple[Integers, Rows]:
-        """Do as `_find_batch` does, with few steps: a single record is read in less than a millisecond."""
+        """Do as `_find_batch` does for one key, in fewer numpy calls: a record is read in less than a millisecond."""
         start = max(int(self._first.searchsorted(hi, "left")) - 1, 0)
         rows = self._read_range(start, int(self._first.searchsorted(hi, "right")))
-        found = rows[(rows["hi"] == hi) & (rows["lo"] == lo)]
-        return np.zeros(len(found), np.intp), found
+        matching = rows[(rows["hi"] == hi) & (rows["lo"] == lo)]
+        return np.zeros(len(matching), np.intp), matching
 
     def _find_batch(self, keys: Integers) -> tuple[Integers, Rows]:
         left = self._first.searchsorted(keys[:, 0], "left")
@@ -207,7 +210,7 @@ class ShardIndex:
 
 
 def indexed(disk: Disk, layout: KindLayout) -> list[str]:
-    """Return the names of the shards that the index names; none where it cannot be read."""
+    """Return the names of the shards in the index; none where it cannot be read."""
     try:
         return ShardIndex(disk, layout.index).names
     except (IndexDamaged, OSError):
@@ -217,9 +220,9 @@ def indexed(disk: Disk, layout: KindLayout) -> list[str]:
 def write_index(
     disk: Disk, layout: KindLayout, names: Sequence[str], sizes: Integers, rows: Iterable[Rows], count: int
 ) -> None:
-    """Publish an index, in place of the one that is there, of so many rows by key, whose `shard` counts into `names`.
+    """Publish a new index in place of the old one: `count` rows sorted by key, whose `shard` counts into `names`.
 
-    They come in pieces, and no more than a few of these are in memory.
+    The rows come in pieces, of which only a few are in memory at a time.
     """
     text, blocks = "\n".join(names).encode(), -(-count // BLOCK_ROWS)
     first, digests = np.zeros(blocks, "<u8"), np.zeros(blocks, "<u8")
@@ -248,28 +251,28 @@ def write_index(
 
 def _in_blocks(pieces: Iterable[Rows]) -> Iterator[Rows]:
     """Yield the rows of pieces in whole blocks; only the last may be short."""
-    rest = np.zeros(0, ROW)
+    pending = np.zeros(0, ROW)
     for piece in pieces:
-        rows = np.concatenate([rest, piece])
+        rows = np.concatenate([pending, piece])
         whole = len(rows) - len(rows) % BLOCK_ROWS
-        rest = rows[whole:].copy()
+        pending = rows[whole:].copy()
         if whole:
             yield rows[:whole]
-    if len(rest):
-        yield rest
+    if len(pending):
+        yield pending
 
 
 def match(rows: Rows, keys: Integers, hi: Integers | None = None) -> tuple[Integers, Rows]:
     """Find keys in sorted rows: for each copy of each key that is there, the key's position and the row.
 
-    `hi` is that column of the rows, where somebody asks often.
+    `hi` is that column of the rows, contiguous; pass it when the same rows are searched often.
     """
     hi = np.ascontiguousarray(rows["hi"]) if hi is None else hi
     left = hi.searchsorted(keys[:, 0], "left")
     counts = hi.searchsorted(keys[:, 0], "right") - left
-    asked, found = np.arange(len(keys)).repeat(counts), joined_ranges(left, counts)
-    same = rows["lo"][found] == keys[asked, 1]
-    return asked[same], rows[found[same]]
+    asked, row_numbers = np.arange(len(keys)).repeat(counts), joined_ranges(left, counts)
+    is_match = rows["lo"][row_numbers] == keys[asked, 1]
+    return asked[is_match], rows[row_numbers[is_match]]
 
 
 def joined_ranges(starts: Integers, counts: Integers) -> Integers:
@@ -287,7 +290,7 @@ _PRIMES = np.array([0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 
 
 @dataclass(slots=True)
 class _Indexed:
-    """What the index says of one shard."""
+    """One shard as the index has it."""
 
     size_bytes: int
     records: int = 0
@@ -296,7 +299,7 @@ class _Indexed:
 
 @dataclass(slots=True)
 class IndexView:
-    """The index, as far as it can be read; a few numbers a shard, however many records."""
+    """A summary of the index for checking it: a few numbers a shard, however many records."""
 
     fault: str = ""
     shards: dict[str, _Indexed] = field(default_factory=dict)
@@ -304,7 +307,7 @@ class IndexView:
 
     @classmethod
     def read(cls, disk: Disk, layout: KindLayout) -> IndexView:
-        """Read all of it."""
+        """Read and verify the whole index; a damaged one gives an empty view with its `fault`."""
         view = cls()
         try:
             view.bytes = disk.size_of(layout.index)
@@ -325,7 +328,7 @@ class IndexView:
         return view
 
     def contradicts(self, table: ShardTable) -> str:
-        """Say where a shard's own table says something else; a shard that the index does not know yet is no fault."""
+        """Describe how a shard's own table differs from the index; empty if it does not, or if it is not indexed."""
         indexed = self.shards.get(table.name)
         if indexed is None:
             return ""
@@ -339,7 +342,7 @@ class IndexView:
 
 
 def index_rows(disk: Disk, layout: KindLayout, shards: Collection[str]) -> dict[str, Rows]:
-    """Return what the index says that shards hold, in file order: second tables, of those that it names."""
+    """Return the tables of these shards as the index has them, in file order; only of shards that it names."""
     try:
         index = ShardIndex(disk, layout.index) if shards else None
         numbers = {number: name for number, name in enumerate(index.names if index else ()) if name in shards}
@@ -355,7 +358,7 @@ def index_rows(disk: Disk, layout: KindLayout, shards: Collection[str]) -> dict[
 
 
 def _sums(rows: Rows, shards: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
-    """Return how many rows are of each shard, and the sums of their numbers."""
+    """Return for each shard the count of its rows and the sum of their checksums."""
     numbers = _numbers(rows)
     sums = np.zeros(shards, np.uint64)
     if len(rows) and int(rows["shard"].max()) >= shards:
@@ -365,7 +368,7 @@ def _sums(rows: Rows, shards: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[n
 
 
 def _numbers(rows: npt.NDArray[np.void]) -> npt.NDArray[np.uint64]:
-    """Return a number for each row that any other row is unlikely to have."""
+    """Return a 64-bit checksum of each row."""
     columns = np.ascontiguousarray(rows[list(TABLE_ROW.names or ())].astype(TABLE_ROW)).view(np.uint64)
     mixed = columns.reshape(-1, _FIELDS) * _PRIMES
     mixed ^= mixed >> np.uint64(29)

@@ -50,10 +50,10 @@ class IndexState(str, Enum):
 
 
 class StoreSnapshot:
-    """Finds keys among the shards that were there when it was taken.
+    """Finds keys among the shards that existed when it was taken.
 
-    A shard counts only while a file of its name and size is there. The listing is not trusted for that: attribute
-    caches hide fresh files, and the index names files that a purge has eaten.
+    A shard counts only while a file of its name and size exists, which is checked by a stat of each: attribute caches
+    hide new files from a directory listing, and the index names files that were purged since.
     """
 
     def __init__(self, disk: Disk, layout: KindLayout, known: Mapping[str, ShardTable], *, believe_index: bool) -> None:
@@ -70,19 +70,19 @@ class StoreSnapshot:
         self.outdated = False  # whether a shard went away since: compacted, repaired or purged
 
     def find(self, keys: Integers) -> tuple[Integers, Rows]:
-        """Return which keys are there (by position; once for each copy) and the rows that hold them."""
-        found = [self._index.find(keys)] if self._index else []
-        if len(self._delta) or not found:
-            found.append(match(self._delta, keys, self._delta_hi))
-        asked, rows = found[0] if len(found) == 1 else map(np.concatenate, zip(*found, strict=True))
+        """Return the positions of the keys that are there, once for each copy, and the rows that hold them."""
+        matches = [self._index.find(keys)] if self._index else []
+        if len(self._delta) or not matches:
+            matches.append(match(self._delta, keys, self._delta_hi))
+        asked, rows = matches[0] if len(matches) == 1 else map(np.concatenate, zip(*matches, strict=True))
         good = self._in_good_shards(rows)
         return asked[good], rows[good]
 
     def to_index(self, without: Collection[str] = ()) -> tuple[list[int], int, Iterator[Rows]]:
-        """Return the positions of the shards that an index should name, how many rows they have, and these by key.
+        """Return what a new index should hold: positions of its shards, number of rows, and the rows sorted by key.
 
-        A shard that is there, but unreadable or of another length, is named, too: nothing of it is served, but what the
-        index says of it may be all that a repair can go by. What counts the shards in the rows are their new positions.
+        A shard that exists but is unreadable or of another length is included: it serves no record, but its index rows
+        may be all that a repair can go by. The `shard` column counts among the returned positions.
         """
         self._check(range(len(self.names)))
         keep = (self._state != _GONE) & ~np.array([name in without for name in self.names], bool)
@@ -95,19 +95,19 @@ class StoreSnapshot:
         return kept, count, (_renumbered(rows[keep[rows["shard"]]], position) for rows in self._all_pieces())
 
     def rows(self) -> Rows:
-        """Return every row of every shard that is there, sorted by key."""
+        """Return every row of every good shard, sorted by key."""
         all_good = len(self.good_shards()) == len(self.names)
         if all_good and self._index and not len(self._delta):
             return self._checked(self._index.rows())  # a million of them take their time in pieces
         return np.concatenate([np.zeros(0, ROW), *self.pieces_in_order()])
 
     def pieces(self) -> Iterator[Rows]:
-        """Yield every row of every shard that is there, some at a time, in no order."""
+        """Yield every row of every good shard, in pieces and unsorted."""
         for rows in chain(self._index.pieces() if self._index else (), [self._delta]):
             yield rows[self._in_good_shards(rows)]
 
     def pieces_in_order(self) -> Iterator[Rows]:
-        """Yield what `rows` returns, some at a time."""
+        """Yield what `rows` returns, in pieces."""
         for rows in self._all_pieces():
             yield rows[self._in_good_shards(rows)]
 
@@ -122,7 +122,7 @@ class StoreSnapshot:
         return good
 
     def _all_pieces(self) -> Iterator[Rows]:
-        """Yield every row that is known, sorted by key, some at a time."""
+        """Yield every known row, sorted by key, in pieces."""
         for rows in merged(self._index.pieces() if self._index else (), in_pieces(self._delta)):
             yield self._checked(rows)
 
@@ -154,7 +154,7 @@ class StoreSnapshot:
         return tables
 
     def _lay_out(self, indexed: list[str]) -> None:
-        """Give the shards numbers, the index's own first, and sort what the index does not have."""
+        """Give numbers to the shards, those of the index first, and sort the rows that the index does not have."""
         if self._index and self.tables:
             self.index_state = IndexState.BEHIND
         self.names = [*indexed, *self.tables]
@@ -176,7 +176,7 @@ class StoreSnapshot:
         return good
 
     def _check(self, positions: Iterable[int]) -> None:
-        """Look whether these shards are there and as long as they were."""
+        """Check that these shards exist and have their recorded size."""
         for position in positions:
             if self._state[position] == _UNCHECKED:
                 fault = self._fault(self.names[position], int(self.sizes[position]))
@@ -187,10 +187,10 @@ class StoreSnapshot:
 
     def _fault(self, name: str, size: int) -> str:
         try:
-            found = self._disk.size_of(self._layout.shard(name))
+            size_now = self._disk.size_of(self._layout.shard(name))
         except OSError as error:
             return WENT if error.errno in GONE else error.strerror or str(error)
-        return "" if found == size else f"has {found} bytes where {size} were written"
+        return "" if size_now == size else f"has {size_now} bytes where {size} were written"
 
 
 def shard_names(disk: Disk, layout: KindLayout) -> list[str]:
@@ -203,7 +203,7 @@ def shard_names(disk: Disk, layout: KindLayout) -> list[str]:
 
 
 def _renumbered(rows: Rows, position: Integers) -> Rows:
-    """Return rows, which are a copy already, with the new positions of their shards."""
+    """Replace the shard numbers of rows in place, and return the rows."""
     rows["shard"] = position[rows["shard"]]
     return rows
 
@@ -245,23 +245,23 @@ NO_KEYS = np.zeros((0, 2), np.uint64)
 
 
 def are_among(hi: Integers, lo: Integers, known_hi: Integers, known_lo: Integers) -> npt.NDArray[np.bool_]:
-    """Say of each key whether it is among others, which are sorted; a key is two numbers, in two columns."""
+    """Return a mask of the keys that are among the sorted known ones; a key is two numbers, in two columns."""
     if not len(known_hi):
         return np.zeros(len(hi), bool)
     left = known_hi.searchsorted(hi, "left")
     at = np.minimum(left, len(known_hi) - 1)
     alike = known_hi[at] == hi
     among: npt.NDArray[np.bool_] = alike & (known_lo[at] == lo)
-    rest = np.flatnonzero(alike & ~among)  # a million keys of one recipe share their first number now and then
-    counts = known_hi.searchsorted(hi[rest], "right") - left[rest]
-    asked, found = rest.repeat(counts), joined_ranges(left[rest], counts)
-    among[asked[known_lo[found] == lo[asked]]] = True
+    ambiguous = np.flatnonzero(alike & ~among)  # a million keys of one recipe share their first number now and then
+    counts = known_hi.searchsorted(hi[ambiguous], "right") - left[ambiguous]
+    asked, known_rows = ambiguous.repeat(counts), joined_ranges(left[ambiguous], counts)
+    among[asked[known_lo[known_rows] == lo[asked]]] = True
     return among
 
 
 @dataclass(frozen=True, slots=True)
 class StoreTally:
-    """What a store holds."""
+    """What a store holds, also by tag, and which wanted keys it lacks."""
 
     stat: StoreStat
     tagged: Mapping[bytes, tuple[int, int]]  # how a key begins → records, bytes
@@ -269,7 +269,7 @@ class StoreTally:
 
 
 def count_records(kind: str, snapshot: StoreSnapshot, tags: Sequence[bytes], wanted: Integers) -> StoreTally:
-    """Count records, each once, and those whose keys begin with each tag; find which of some keys are not there."""
+    """Count distinct records, in all and by tag (how a key begins), and find which `wanted` keys are missing."""
     bounds = {tag: [np.uint64(int.from_bytes(tag.ljust(8, fill), "big")) for fill in (b"\0", b"\xff")] for tag in tags}
     tagged = dict.fromkeys(tags, (0, 0))
     is_there = np.zeros(len(wanted), bool)
@@ -282,8 +282,8 @@ def count_records(kind: str, snapshot: StoreSnapshot, tags: Sequence[bytes], wan
         records += int(once.sum())
         for tag, (first, last) in bounds.items():
             mine = slice(hi.searchsorted(first), hi.searchsorted(last, "right"))
-            some, size_bytes = tagged[tag]
-            tagged[tag] = some + int(once[mine].sum()), size_bytes + int(length[mine][once[mine]].sum())
+            count, size_bytes = tagged[tag]
+            tagged[tag] = count + int(once[mine].sum()), size_bytes + int(length[mine][once[mine]].sum())
         asked = slice(wanted_hi.searchsorted(hi[0]), wanted_hi.searchsorted(hi[-1], "right"))
         is_there[asked] |= are_among(wanted_hi[asked], wanted_lo[asked], hi, lo)
     good = snapshot.good_shards()

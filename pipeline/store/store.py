@@ -50,7 +50,7 @@ _Answer = TypeVar("_Answer")
 
 
 class RecordPlace(NamedTuple):
-    """Where a copy of a record is, and the digest that its bytes must have."""
+    """The position of one copy of a record, and the digest that its bytes must have."""
 
     shard: str
     offset: int
@@ -60,7 +60,7 @@ class RecordPlace(NamedTuple):
 
 
 class Store:
-    """Records of one kind; it looks at the disk when it is first asked, after its own writes, and on `refresh`."""
+    """Records of one kind; it reads the folder on the first look-up, after its own writes, and on `refresh`."""
 
     def __init__(self, disk: Disk, layout: KindLayout, prepare: Callable[[], None]) -> None:
         self.disk, self.layout, self._prepare = disk, layout, prepare
@@ -89,10 +89,10 @@ class Store:
         return self.get_at(key, self.locate([key])[0])
 
     def get_at(self, key: bytes, places: Sequence[RecordPlace], room: Room | None = None) -> Record:
-        """Return the record as `get` does, looking first where `locate` saw it.
+        """Return the record as `get` does, trying first the places that `locate` returned.
 
-        `room` gives memory for so many bytes, in two stretches: the record's bytes are read into it, and its arrays are
-        views of it. Until this returns, what is in that memory means nothing.
+        `room` returns memory for a number of bytes, in two buffers: the record's bytes are read into it, and its arrays
+        are views of it. Until this returns, that memory may hold a damaged copy.
         """
         record = self._first_whole(key, places, room)
         if record is None and (now := self.locate([key])[0]) != places:  # for another key it was looked again
@@ -127,12 +127,12 @@ class Store:
         return True
 
     def is_whole_beside(self, key: bytes, shards: Container[str]) -> bool:
-        """Say whether there is a whole copy of a record in another shard than these, by reading it."""
+        """Say whether a shard other than these has an intact copy of a record, by reading it."""
         places = [place for place in self.locate([key])[0] if place.shard not in shards]
         return self._first_whole(key, places) is not None
 
     def missing(self, keys: Sequence[bytes], *, patience_s: float = 0.0) -> list[bytes]:
-        """Return the keys that are not there, in order, looking again for fresh files while patience lasts."""
+        """Return the keys that are not in the store, in order; look again for new files for up to `patience_s`."""
         absent = list(compress(keys, ~self.present(keys)))
         deadline = self.disk.now() + patience_s
         while absent and self.disk.now() < deadline:
@@ -143,12 +143,12 @@ class Store:
 
     def locate(self, keys: Sequence[bytes]) -> list[list[RecordPlace]]:
         """Return for each key where its copies are."""
-        found: list[list[RecordPlace]] = [[] for _ in keys]
+        places: list[list[RecordPlace]] = [[] for _ in keys]
         snapshot, asked, rows = self._find(keys)
         columns = (rows[name].tolist() for name in ("shard", "offset", "length", "digest"))
         for position, shard, offset, length, digest in zip(asked.tolist(), *columns, strict=True):
-            found[position].append(RecordPlace(snapshot.names[shard], offset, length, digest))
-        return found
+            places[position].append(RecordPlace(snapshot.names[shard], offset, length, digest))
+        return places
 
     def keys(self) -> Iterator[bytes]:
         """Yield every key once, sorted."""
@@ -158,15 +158,15 @@ class Store:
             yield from compress(row_keys(part), first_of_key(part, at_start=start == 0))
 
     def stat(self) -> StoreStat:
-        """Say what the store holds, from the index and the tables, without reading records."""
+        """Return what the store holds, from the index and the tables, without reading records."""
         return self.tally().stat
 
     def tally(self, tags: Sequence[bytes] = (), wanted: Integers = NO_KEYS) -> StoreTally:
-        """Count the records and those of each tag, and find which of some keys are not there; no record is read."""
+        """Count all records and those of each tag, and find which `wanted` keys are missing; no record is read."""
         return self.ask(lambda snapshot: count_records(self.kind, snapshot, tags, wanted))
 
     def ask(self, question: Callable[[StoreSnapshot], _Answer]) -> _Answer:
-        """Return what a snapshot of the whole store answers; it is asked again where its index fails on the way."""
+        """Return `question` of a snapshot of the store; called again, with a new snapshot, if the index fails."""
         return self._ask(question)[1]
 
     def refresh(self) -> None:
@@ -175,14 +175,14 @@ class Store:
         self._take(believe_index=True)
 
     def forget(self, gone: Collection[str] = ()) -> None:
-        """Look at the disk anew when next asked, and for some shards no more."""
+        """Read the folder again on the next look-up, and drop the tables of shards that are gone."""
         self._open.cache_clear()
         for shard in gone:
             self._tables.pop(shard, None)
         self._taken = None
 
     def whole_at(self, key: bytes, place: RecordPlace, room: Room | None = None) -> Record | None:
-        """Return the copy of a record that is at a place, if it is whole; one that is damaged is never named again."""
+        """Return the copy of a record at a place, or None if it is damaged; that copy is then never located again."""
         try:
             return self._read_place(key, place, room)
         except BadRecord as error:
@@ -193,7 +193,7 @@ class Store:
         return None
 
     def present(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
-        """Say of each key whether it is there."""
+        """Return a mask of the keys that are in the store."""
         present = np.zeros(len(keys), bool)
         present[self._find(keys)[1]] = True
         if not present.all() and self._taken and self._taken.outdated:  # shards went, and others have their records?
@@ -211,9 +211,9 @@ class Store:
         return RecordMissing(what, where=where, remedy=SUBMIT_AGAIN)
 
     def write_index(self, without: Collection[str] = ()) -> None:
-        """Bring the index up to date; processes that do so at once each leave a right one, and the last one's stays.
+        """Bring the index up to date; several processes may do so at once, and the last one's index stays.
 
-        Shards that are about to go can be left out: until they do, they are read by their own tables.
+        Shards that are about to be removed can be left out: until then they are read by their own tables.
         """
         self.refresh()
         self._swap_index(without)
@@ -222,9 +222,9 @@ class Store:
         return self.ask(lambda snapshot: snapshot.index_state is IndexState.CURRENT)
 
     def index_if_behind(self) -> None:
-        """Bring the index up to date where it lacks so many records that they weigh on whoever looks something up.
+        """Bring the index up to date if it lacks many records.
 
-        Each of them is in the memory of every process that has this store open; those that the index has are not.
+        The rows of unindexed records are in the memory of every process that has the store open.
         """
         indexed, others = self.ask(StoreSnapshot.counts)
         if others > max(_UNINDEXED_RECORDS, indexed * _UNINDEXED_SHARE):
@@ -236,7 +236,7 @@ class Store:
         self._swap_index()
 
     def _swap_index(self, without: Collection[str] = ()) -> None:
-        """Publish what is known; what the index alone knows of a shard that cannot be read now stays in it."""
+        """Publish a new index; it keeps the old one's rows of shards that cannot be read now."""
         self._prepare()
         doomed = frozenset(without)
         self._ask(lambda snapshot: self._publish_index(snapshot, doomed))
@@ -249,7 +249,7 @@ class Store:
         write_index(self.disk, self.layout, names, snapshot.sizes[kept], rows, count)
 
     def _adopt(self, table: ShardTable) -> None:
-        """Know a shard that this process published, whatever the listing shows."""
+        """Remember a shard that this process published: a directory listing may not show it yet."""
         self._tables[table.name] = table
         self._taken = None
 
@@ -260,7 +260,7 @@ class Store:
         return taken
 
     def _ask(self, question: Callable[[StoreSnapshot], _Answer]) -> tuple[StoreSnapshot, _Answer]:
-        """Ask the snapshot; ask a new one where its index fails: swapped by another host at first, then damaged."""
+        """Put a question to the snapshot; if its index fails, to one with a new index, then to one without any."""
         snapshot = self._taken or self._take(believe_index=True)
         for believe_index in (True, False):
             try:
@@ -280,7 +280,7 @@ class Store:
         self._struck.setdefault(place.shard, set()).add(place.offset)
 
     def _not_struck(self, snapshot: StoreSnapshot, rows: Rows) -> npt.NDArray[np.bool_]:
-        """Mark the rows of copies that were not found damaged; only those of damaged shards are looked at."""
+        """Return a mask of the rows that no read has found damaged."""
         kept = np.ones(len(rows), bool)
         if self._struck:
             damaged = [shard for shard in np.unique(rows["shard"]).tolist() if snapshot.names[shard] in self._struck]
@@ -290,7 +290,7 @@ class Store:
         return kept
 
     def _first_whole(self, key: bytes, places: Sequence[RecordPlace], room: Room | None = None) -> Record | None:
-        return next((found for place in places if (found := self.whole_at(key, place, room))), None)
+        return next((record for place in places if (record := self.whole_at(key, place, room))), None)
 
     def _read_place(self, key: bytes, place: RecordPlace, room: Room | None) -> Record:
         shard = self._open(place.shard)
@@ -309,9 +309,9 @@ class Store:
     ) -> tuple[bytes | memoryview, bytes | memoryview]:
         if room is None:
             return self.disk.read_at(fd, place.length, place.offset), b""
-        blob, rest = room(place.length)
-        self.disk.fill(fd, [some for some in (blob, rest) if some], place.offset)
-        return blob.toreadonly(), rest.toreadonly()
+        first, second = room(place.length)
+        self.disk.fill(fd, [buffer for buffer in (first, second) if buffer], place.offset)
+        return first.toreadonly(), second.toreadonly()
 
 
 class _OpenShard:

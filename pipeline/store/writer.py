@@ -21,10 +21,10 @@ DEFAULT_SHARD_BYTES = 256 * 1024 * 1024
 
 
 class StoreWriter:
-    """Takes records and publishes them in shards; a record is safe when `flush` has named it.
+    """Takes records and publishes them in shards; a record is safe once `flush` has returned its key.
 
-    Leaving the `with` block publishes too, also by an exception: each record put is whole, and work is kept. Any number
-    of writers in any number of processes may write at once; each has files of its own.
+    Leaving the `with` block publishes too, also on an exception, so that finished work is kept. Any number of writers
+    in any number of processes may write at once; each has files of its own.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class StoreWriter:
         self.take(encode_record(key, arrays, meta or {}, bfloat16))
 
     def take(self, record: EncodedRecord) -> bool:
-        """Add a record as it is laid out; return whether it was added, and not kept already by the open shard."""
+        """Add an encoded record; return False if the open shard holds its key already."""
         shard = self._open_shard()
         if record.key in shard:
             return False
@@ -72,7 +72,7 @@ class StoreWriter:
         return self.safe()
 
     def safe(self) -> list[bytes]:
-        """Return the keys that became safe since they were last told, publishing nothing."""
+        """Return the keys that became safe since the last call, without publishing."""
         safe, self._acknowledged = self._acknowledged, []
         return safe
 

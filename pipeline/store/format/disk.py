@@ -1,4 +1,4 @@
-"""The few file system steps that the store takes, in one place so that tests can make any of them go wrong."""
+"""Every file system call that the store makes, in one place so that tests can make any of them fail."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NO_LINKS_HERE = {errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EOPNOTSUPP, er
 
 
 class Disk:
-    """A real disk; a test's disk overrides the step that it wants to see fail."""
+    """The real file system; a test overrides the call that is to fail."""
 
     def open_new(self, path: Path) -> int:
         """Create a file that did not exist, for writing and reading back."""
@@ -150,13 +150,13 @@ class Disk:
         path.mkdir(mode=stat.S_IRWXU, exist_ok=True)
 
     def is_private(self, path: Path) -> bool:
-        """Say whether a name is of a folder itself, this user's own, in which nobody else may write."""
-        found = path.lstat()
-        mine = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
-        return mine and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        """Say whether a path is a folder (no link) that this user owns and nobody else may write in."""
+        status = path.lstat()
+        mine = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+        return mine and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
     def in_memory(self, path: Path) -> bool:
-        """Say whether a folder is on a file system that is memory, where the system tells."""
+        """Say whether a folder is on a file system in memory, such as tmpfs; False where that is not known."""
         device = path.stat().st_dev
         number = f"{os.major(device)}:{os.minor(device)}"
         try:
@@ -174,27 +174,27 @@ class Disk:
         return path.stat().st_size
 
     def is_plain_file(self, path: Path) -> bool:
-        """Say whether a name is of a file itself, and not of a link or a folder."""
+        """Say whether a path is a regular file, and not a link or a folder."""
         return stat.S_ISREG(path.lstat().st_mode)
 
     def is_link(self, path: Path) -> bool:
         return path.is_symlink()
 
     def times_of(self, path: Path) -> tuple[float, float]:
-        """Return when a file was last written, and when it or a name of it last changed, in seconds since 1970."""
-        found = path.lstat()
-        return found.st_mtime, found.st_ctime
+        """Return a file's mtime and ctime, in seconds since 1970."""
+        status = path.lstat()
+        return status.st_mtime, status.st_ctime
 
     def time_in(self, folder: Path) -> float:
-        """Return what time it is for the file system of a folder that can be written: a server's clock, perhaps."""
+        """Return the time by the clock of a writable folder's file system, which may be a server's."""
         with tempfile.TemporaryFile(dir=folder) as file:
             return os.fstat(file.fileno()).st_mtime
 
     def size_of_open(self, fd: int) -> int:
         return os.fstat(fd).st_size
 
-    def same_file(self, one: Path, other: Path) -> bool:
-        return one.samefile(other)
+    def same_file(self, path: Path, other: Path) -> bool:
+        return path.samefile(other)
 
     def free_bytes(self, path: Path) -> int:
         """Return what the file system under `path` has free (a quota may allow less)."""
@@ -210,16 +210,16 @@ class Disk:
 
 
 def _last(buffers: Sequence[memoryview], length: int) -> list[memoryview]:
-    """Return the last so many bytes of some buffers."""
-    kept: list[memoryview] = []
+    """Return views of the last `length` bytes of the buffers."""
+    tail: list[memoryview] = []
     for buffer in reversed(buffers):
-        kept.insert(0, buffer[max(0, len(buffer) - length) :])
-        length -= len(kept[0])
-    return kept
+        tail.insert(0, buffer[max(0, len(buffer) - length) :])
+        length -= len(tail[0])
+    return tail
 
 
 def link_or_rename(disk: Disk, source: Path, target: Path) -> None:
-    """Publish `source` as `target`, which must not exist, also where the file system refuses links."""
+    """Publish `source` as `target`, which must not exist; by a rename where the file system has no hard links."""
     try:
         disk.link(source, target)
     except FileExistsError:
@@ -228,14 +228,9 @@ def link_or_rename(disk: Disk, source: Path, target: Path) -> None:
     except OSError as error:
         if error.errno not in _NO_LINKS_HERE:
             raise
-        _rename_new(disk, source, target)
-
-
-def _rename_new(disk: Disk, source: Path, target: Path) -> None:
-    """Rename without overwriting; names are unique, so looking first leaves no race worth a lock."""
-    if disk.exists(target):
-        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
-    disk.rename(source, target)
+        if disk.exists(target):  # names are unique, so looking first leaves no race worth a lock
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target)) from error
+        disk.rename(source, target)
 
 
 _FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the quota is used up"}
@@ -243,9 +238,9 @@ _READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
 
 
 class Draft:
-    """A temporary file that ends as a published file, or as nothing.
+    """A temporary file that is either published or removed.
 
-    After any error of the disk it is discarded: what an fsync failed to write must never be trusted to a second one.
+    After any disk error it is discarded: after a failed fsync, a second one may report success for lost data.
     """
 
     def __init__(self, disk: Disk, folder: Path) -> None:
@@ -279,7 +274,10 @@ class Draft:
             self._disk.make_folder(target.parent)
             self._disk.fsync(self._fd)
             self._disk.make_published(self._fd)
-            (self._disk.rename if replace else self._link)(self.path, target)
+            if replace:
+                self._disk.rename(self.path, target)
+            else:
+                link_or_rename(self._disk, self.path, target)
             self._disk.fsync_folder(target.parent)
         self.discard()
 
@@ -291,9 +289,6 @@ class Draft:
                 self._disk.close(self._fd)
         with suppress(OSError):
             self._disk.unlink(self.path)
-
-    def _link(self, source: Path, target: Path) -> None:
-        link_or_rename(self._disk, source, target)
 
     @contextmanager
     def _discarded_on_error(self) -> Iterator[None]:
@@ -324,7 +319,7 @@ def remove(disk: Disk, path: Path) -> None:
 
 
 def write_refused(disk: Disk, path: Path, error: OSError) -> PipelineError:
-    """Say for people why the disk would not write."""
+    """Return the error to show for a failed write: disk full, no permission, name taken or disk failure."""
     where, reason = str(path), error.strerror or str(error)
     if error.errno in _FULL:
         what = f"{_FULL[error.errno]}{_free(disk, path)}"
@@ -340,7 +335,7 @@ def write_refused(disk: Disk, path: Path, error: OSError) -> PipelineError:
 
 @contextmanager
 def refused_as(what: str, remedy: str) -> Iterator[None]:
-    """Say of a place where one may not write what it is for whoever works on it, and how to go on."""
+    """Replace the message and remedy of an error that says that the place cannot be written."""
     try:
         yield
     except CacheUnusable as error:
@@ -351,18 +346,18 @@ def refused_as(what: str, remedy: str) -> Iterator[None]:
 
 
 def ask_owner(folder: Path) -> AbstractContextManager[None]:
-    """Say of a cache in which one may not write whom to ask: another one would not do what was asked for."""
+    """Point to the owner of a cache that cannot be written, for commands that must change this very cache."""
     remedy = f"ls -ld {folder}   (ask its owner, if you may not write there)"
     return refused_as("the cache cannot be written here", remedy)
 
 
 def _there(disk: Disk, folder: Path) -> Path:
-    """Return a folder, or the next above that is there."""
+    """Return a folder, or its nearest parent that exists."""
     return folder if disk.exists(folder) or folder == folder.parent else _there(disk, folder.parent)
 
 
 def _free(disk: Disk, path: Path) -> str:
-    """Say how much is free, if the disk that just failed can tell."""
+    """Describe the free space, if the disk that just failed can still report it."""
     with suppress(OSError):
         return f": {disk.free_bytes(path) / 1e6:,.1f} MB free on this file system"
     return ""

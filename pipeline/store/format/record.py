@@ -129,18 +129,18 @@ def laid_out(blob: bytes, record: Record) -> EncodedRecord:
 
 
 def descriptor_bytes(tail: bytes | memoryview) -> int:
-    """Return how many of a record's last bytes describe it, by the very last of them."""
+    """Return the length of a record's descriptor, which its last 8 bytes hold."""
     return int.from_bytes(tail[-_LENGTH.size :], "little")
 
 
 def is_descriptor_of(key: bytes, descriptor: bytes | memoryview) -> bool:
-    """Say whether a descriptor is of a key, by how it begins: a microsecond, where `decode` takes twenty."""
+    """Say whether a descriptor names this key, by its first bytes: 1 µs, where `decode_record` takes 20 µs."""
     begin = b'{"key":"%s","arrays":[' % key.hex().encode()
     return bytes(descriptor[: len(begin)]) == begin
 
 
 def check_key(key: bytes) -> None:
-    """Refuse what is no key; only a caller's bug brings it."""
+    """Raise ValueError for anything that is not a key: a bug of the caller."""
     if not isinstance(key, bytes) or len(key) != KEY_BYTES:
         raise ValueError(f"a key is {KEY_BYTES} bytes, not {key!r}")
 
@@ -165,7 +165,7 @@ def _descriptor(key: bytes, tensors: list[Tensor], meta: Mapping[str, Any], data
 
 
 def _read_descriptor(blob: bytes | memoryview, rest: bytes | memoryview) -> tuple[dict[str, Any], int]:
-    """Return the checked outer shape of the descriptor, and where the arrays end."""
+    """Return the descriptor, its outer structure checked, and the offset at which the arrays end."""
     total = len(blob) + len(rest)
     if total < _LENGTH.size:
         raise BadRecord("too short")
@@ -185,7 +185,7 @@ def _read_descriptor(blob: bytes | memoryview, rest: bytes | memoryview) -> tupl
 
 
 def _stretch(blob: bytes | memoryview, rest: bytes | memoryview, start: int, stop: int) -> bytes | memoryview:
-    """Return some bytes of two stretches of memory that follow each other."""
+    """Return the bytes from `start` to `stop` of two buffers that continue each other."""
     if stop <= len(blob):
         return blob[start:stop]
     if start >= len(blob):

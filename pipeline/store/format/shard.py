@@ -64,7 +64,7 @@ class ShardNewer(CacheDamaged):
 
 @dataclass(frozen=True, slots=True)
 class ShardTable:
-    """What a shard says it holds: rows of TABLE_ROW in file order, offsets from the start of the file."""
+    """A shard's own table of records: rows of TABLE_ROW in file order, offsets from the start of the file."""
 
     name: str
     size_bytes: int
@@ -84,7 +84,7 @@ class _Placed(NamedTuple):
 
 
 class ShardWriter:
-    """Appends records to a shard in the making; its memory is one record, whatever the shard's size.
+    """Writes a new shard, record by record; holds one record in memory, whatever the shard's size.
 
     The header comes first in the file but is known last, so room is reserved for it.
     """
@@ -113,7 +113,8 @@ class ShardWriter:
 
         Interrupted before the last line, this leaves bytes that the next record overwrites.
         """
-        entries = _entries(record, self._data_end)
+        prefix, data_end = f"{record.key.hex()}/", self._data_end
+        entries = "".join(_entry(prefix, tensor, data_end) for tensor in record.tensors)
         header_end = self._header_end + len(entries)
         fits = header_end <= self._reserved and self._data_end + len(record.blob) <= shard_bytes
         if self._placed and (self._sealed or not fits):
@@ -190,7 +191,7 @@ def read_table(disk: Disk, path: Path, tail_bytes: int = TAIL_BYTES) -> ShardTab
 
 
 def header_fault(disk: Disk, path: Path, table: ShardTable) -> str:
-    """Read what stands before the records, and say what is wrong with it."""
+    """Verify a shard's header; return what is wrong with it, or an empty text."""
     header = disk.read_start(path, table.data_start)
     return "" if xxhash.xxh3_128_digest(header) == table.header_digest else BAD_HEADER
 
@@ -209,10 +210,10 @@ def read_record(disk: Disk, fd: int, key: bytes, offset: int, length: int, diges
 def read_through(
     disk: Disk, path: Path, table: ShardTable, also: Callable[[memoryview], object] | None = None
 ) -> tuple[bool, npt.NDArray[np.bool_]]:
-    """Read a shard from front to back; say whether its header is as it was written, and of each row its record.
+    """Read a shard from front to back; return whether its header is intact, and for each row whether its record is.
 
-    A whole record says, too, that it is of its key; what else it says is not looked at. `also` is given every byte of
-    the file, in order.
+    An intact record also names the key of its row; the rest of its content is not parsed. `also` is called with every
+    byte of the file, in order.
     """
     rows = table.rows
     whole_N = np.zeros(len(rows), bool)
@@ -232,7 +233,7 @@ def read_through(
 
 
 def _is_of_key(disk: Disk, fd: int, tail: memoryview, wanted: tuple[bytes, bytes, int, int]) -> bool:
-    """Say whether a record whose bytes are right is one, and of this key; `tail` is what is in memory of its end."""
+    """Say whether a record with the right bytes has this key; `tail` is the part of its end that is in memory."""
     key, _, length, end = wanted
     needed = descriptor_bytes(tail)
     if needed > len(tail):  # it begins in what was read before
@@ -259,20 +260,11 @@ def _aligned(length: int) -> int:
     return length + -length % ALIGNMENT
 
 
-def _entries(record: EncodedRecord, base: int) -> str:
-    prefix = f"{record.key.hex()}/"
-    return "".join(_entry(prefix, tensor, base) for tensor in record.tensors)
-
-
 def _entry(prefix: str, tensor: Tensor, base: int) -> str:
-    """Return a tensor's part of the header; no name in it needs escaping."""
+    """Return a tensor's entry of the JSON header; by hand, for it takes a quarter of the time of `json.dumps`."""
+    shape = ",".join(map(str, tensor.shape))
     offsets = f'"data_offsets":[{base + tensor.start},{base + tensor.end}]'
-    return f',"{prefix}{tensor.name}":{{"dtype":"{tensor.tag}","shape":{_sides(tensor.shape)},{offsets}}}'
-
-
-def _sides(shape: tuple[int, ...]) -> str:
-    """Return a shape as JSON; to write it so takes a quarter of the time of `json.dumps`."""
-    return f"[{','.join(map(str, shape))}]"
+    return f',"{prefix}{tensor.name}":{{"dtype":"{tensor.tag}","shape":[{shape}],{offsets}}}'
 
 
 def _trailer(header: bytes, rows: npt.NDArray[Any], table_start: int, size: int) -> bytes:
@@ -290,8 +282,9 @@ def _read_table(disk: Disk, fd: int, path: Path, tail_bytes: int) -> ShardTable:
     tail = disk.read_at(fd, size - tail_start, tail_start)
     trailer = tail[-TRAILER_BYTES:]
     if xxhash.xxh3_128_digest(trailer[: _TRAILER.size]) != trailer[_TRAILER.size :]:
-        if (told := _told_format(disk.read_at(fd, _FORMAT_BYTES, 0))) > SHARD_FORMAT:  # whose end may be another
-            raise _newer(path, told)
+        match = _FORMAT.match(disk.read_at(fd, _FORMAT_BYTES, 0))
+        if match and int(match[1]) > SHARD_FORMAT:  # a newer format may end in another trailer
+            raise _newer(path, int(match[1]))
         raise damaged("the shard's end is damaged or missing")
     magic, version, _, count, data_start, table_start, true_size, header_digest, digest = _TRAILER.unpack_from(trailer)
     if magic != _MAGIC or version > SHARD_FORMAT:
@@ -310,15 +303,9 @@ def _read_table(disk: Disk, fd: int, path: Path, tail_bytes: int) -> ShardTable:
     return ShardTable(path.name, size, data_start, table_start, header_digest, rows)
 
 
-def _told_format(header: bytes) -> int:
-    """Return the format that a header begins with; 0 where none is told."""
-    found = _FORMAT.match(header)
-    return int(found[1]) if found else 0
-
-
 def _newer(path: Path, version: int) -> ShardNewer:
-    what = f"the shard is of a format that this version does not know ({version})"
-    return ShardNewer(what, where=str(path), remedy="pip install --upgrade pipeline")
+    problem = f"the shard is of a format that this version does not know ({version})"
+    return ShardNewer(problem, where=str(path), remedy="pip install --upgrade pipeline")
 
 
 def _tiles(rows: npt.NDArray[Any], start: int, end: int) -> bool:
@@ -330,9 +317,9 @@ def _tiles(rows: npt.NDArray[Any], start: int, end: int) -> bool:
 def _stretches(
     disk: Disk, fd: int, ends: list[int], also: Callable[[memoryview], object] | None
 ) -> Iterator[tuple[bytes, memoryview]]:
-    """Read the file from front to back, and yield the digest of each stretch that ends at one of `ends`.
+    """Read the file from front to back; yield the digest of each stretch that ends at one of `ends`, and its tail.
 
-    With it comes what is in memory of its end, until the next is asked for.
+    The tail is the part of the stretch that is in the buffer; it is valid until the next item is drawn.
     """
     buffer = bytearray(_CHUNK_BYTES)
     view = memoryview(buffer)

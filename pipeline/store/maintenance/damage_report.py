@@ -1,6 +1,6 @@
-"""What a validation found, as values and as a file: a summary line, then a line for each thing that is wrong.
+"""The findings of a validation, as values and as a file: a summary line, then a line for each finding.
 
-The summary is known last and read first, so room is kept for it; nothing here grows with what is found.
+The summary is known last and read first, so room is reserved for it; memory does not grow with the findings.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _WRITE_BYTES = 1 << 20
 
 
 class Fault(str, Enum):
-    """What is wrong, by what it costs."""
+    """Kinds of damage, by their consequence."""
 
     INDEX = "index"  # damaged, or not what the shards say: look-ups are slow or wrong until it is rebuilt
     HEADER = "header"  # of a shard: other readers cannot open it; the store reads it by its table
@@ -80,7 +80,7 @@ class DamageFinding:
 
     @property
     def stays(self) -> str:
-        """Why a repair leaves this shard alone; empty: it need not, or this is about a record or the index."""
+        """Why a repair leaves this shard alone; empty if it does not, or for a record or the index."""
         if self.key or not self.shard:
             return ""
         if self.fault is Fault.UNREADABLE:
@@ -103,7 +103,7 @@ class DamageFinding:
 
 @dataclass(slots=True)
 class Summary:
-    """What was looked at, and how often what was found."""
+    """What a validation has looked at, and its counts of findings."""
 
     how: str  # quick, full, semantic; or repair, of a list of what is lost
     subset: str = "1/1"
@@ -137,10 +137,10 @@ class Summary:
         return summary
 
     def note(self, notes: Mapping[str, int]) -> None:
-        """Count what is no finding; of each note the beginning is kept, for there is little room."""
+        """Count remarks that are no findings; only the beginning of each is kept, for there is little room."""
         for text, number in notes.items():
-            what = text.partition("\n")[0][:_NOTE_CHARACTERS]
-            self.notes[what] = self.notes.get(what, 0) + number
+            note = text.partition("\n")[0][:_NOTE_CHARACTERS]
+            self.notes[note] = self.notes.get(note, 0) + number
 
     def count(self, finding: DamageFinding) -> None:
         """Count one finding."""
@@ -152,7 +152,7 @@ class Summary:
             self.stay[f"{finding.kind}/shards/{finding.shard}"] = finding.stays
 
     def take(self, checked: Checked) -> None:
-        """Count what was found in one file."""
+        """Add the counts of one file."""
         self.bytes += checked.read_bytes
         self.shards += bool(checked.shard)
         self.listed += len(checked.listed)
@@ -163,7 +163,7 @@ class Summary:
             self.count(finding)
 
     def of_kind(self, kind: str, *, records: int, whole: int, lost: int) -> None:
-        """Count what was judged of one kind."""
+        """Add counts of judged records of one kind."""
         self.records += records
         self.whole += whole
         known = self.kinds.setdefault(kind, {"records": 0, "whole": 0, "lost": 0})
@@ -171,7 +171,7 @@ class Summary:
             known[name] += number
 
     def add(self, other: Summary) -> None:
-        """Take in what another part of the same validation found."""
+        """Add the summary of another part of the same validation."""
         for name in ("bytes", "shards", "records", "whole", "listed", "findings", "lost", "hopeless"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for fault, number in other.faults.items():
@@ -187,7 +187,7 @@ class Summary:
 
 
 class ReportWriter:
-    """Writes a report aside, and publishes it with its summary; its memory is a buffer."""
+    """Writes findings to a temporary file, and publishes it with its summary."""
 
     def __init__(self, disk: Disk, folder: Path) -> None:
         self._draft, self._folder = Draft(disk, folder), folder
@@ -225,11 +225,15 @@ class DamageReport:
     summary: Summary
 
     def findings(self) -> Iterator[DamageFinding]:
-        """Yield what was found, one at a time."""
+        """Yield the findings one at a time."""
         with self.path.open("rb") as file:
             file.readline()
             for line in file:
-                yield _parsed(self.path, line)
+                try:
+                    finding = DamageFinding.from_json(json.loads(line))
+                except (ValueError, TypeError, KeyError, RecursionError) as error:
+                    raise _no_report(self.path, "a line of it cannot be read") from error
+                yield finding
 
 
 def read_report(path: Path) -> DamageReport:
@@ -237,9 +241,9 @@ def read_report(path: Path) -> DamageReport:
     try:
         with path.open("rb") as file:
             text = file.readline(_LONGEST_SUMMARY)
-        told = json.loads(text)
-        if told.pop("report") == REPORT_FORMAT:
-            return DamageReport(path, Summary.from_json(told))
+        content = json.loads(text)
+        if content.pop("report") == REPORT_FORMAT:
+            return DamageReport(path, Summary.from_json(content))
     except OSError as error:
         raise _no_report(path, error.strerror or str(error)) from error
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
@@ -248,53 +252,53 @@ def read_report(path: Path) -> DamageReport:
 
 
 def refuse_of_another(report: DamageReport, root: Path) -> None:
-    """Raise where a list is of another cache: what it names would be looked for in vain, and nothing be found wrong."""
-    of = report.summary.root
-    if of and of != str(root.resolve()):
-        what = f"this damage list is of the cache {of}, and not of {root.resolve()}"
+    """Refuse a list of another cache: its shards would not be found here, and nothing would be repaired."""
+    list_root = report.summary.root
+    if list_root and list_root != str(root.resolve()):
+        what = f"this damage list is of the cache {list_root}, and not of {root.resolve()}"
         remedy = "pipeline cache validate --full   (writes a list of this cache; so, too, if it was moved here)"
         raise ConfigError(what, where=str(report.path), remedy=remedy)
 
 
 def last_report(disk: Disk, root: Path) -> DamageReport | None:
-    """Return what the newest validation of a cache has found, if it can be read."""
+    """Return the report of the newest validation of a cache, if it can be read."""
     return next((report for report in reports(disk, root) if report.summary.how != REPAIR), None)
 
 
 def reports(disk: Disk, root: Path) -> list[DamageReport]:
-    """Return the newest reports of a cache that can be read, the newest first; of a clock that runs ahead, the last."""
+    """Return the newest readable reports of a cache, the newest first; those dated in the future come last."""
     names = sorted((name for name in disk.list_folder(root / REPORTS) if name.endswith(REPORT_SUFFIX)), reverse=True)
-    found: list[DamageReport] = []
+    readable: list[DamageReport] = []
     for name in names[:_NEWEST]:  # they begin with the time
         try:
-            found.append(read_report(root / REPORTS / name))
+            readable.append(read_report(root / REPORTS / name))
         except ConfigError:
             continue
     now = time.time()
-    return sorted(found, key=lambda one: (one.summary.begun <= now, one.summary.begun), reverse=True)
+    return sorted(readable, key=lambda report: (report.summary.begun <= now, report.summary.begun), reverse=True)
 
 
 def damage_found(summary: Summary, root: Path, path: Path | None) -> CacheDamaged:
-    """Return what a person should read when a validation has found anything wrong."""
-    found, gone = summary.findings, summary.lost
-    lost = f"; {gone:,} {'record has' if gone == 1 else 'records have'} no whole copy left" if gone else ""
+    """Return the error to show when a validation has findings."""
+    faults, gone = summary.findings, summary.lost
+    lost_text = f"; {gone:,} {'record has' if gone == 1 else 'records have'} no whole copy left" if gone else ""
     stay = {root / file: why for file, why in summary.stay.items() if why in _HOPELESS}
-    what = "\n  ".join((f"found {found:,} {'fault' if found == 1 else 'faults'}{lost}", *_said_of(stay)))
+    what = "\n  ".join((f"found {faults:,} {'fault' if faults == 1 else 'faults'}{lost_text}", *_said_of(stay)))
     remedy = f"pipeline cache repair{f' --list {shlex.quote(str(path))}' if path else ''}"
-    if stay and summary.hopeless == found:
+    if stay and summary.hopeless == faults:
         remedy = ways_on(stay)
     return CacheDamaged(what, where=str(root), remedy=remedy)
 
 
 def ways_on(stay: Mapping[Path, str]) -> str:
-    """Return a line for each file that a repair leaves alone: what a person can do about it."""
+    """Return for each file that a repair leaves alone a line with what the user can do about it."""
     return "\n        ".join(_WAYS_ON[why].format(file=shlex.quote(str(file))) for file, why in stay.items())
 
 
 def stays_left(stay: Mapping[Path, str], count: int, root: Path) -> CacheDamaged:
-    """Return what a person should read when a repair has left files alone; `stay` are the first of them."""
-    some = f"{count:,} {'file is' if count == 1 else 'files are'} left alone, and damage to whoever validates"
-    return CacheDamaged("\n  ".join((some, *_said_of(stay))), where=str(root), remedy=ways_on(stay))
+    """Return the error to show when a repair has left files alone; `stay` are the first of them."""
+    headline = f"{count:,} {'file is' if count == 1 else 'files are'} left alone, and damage to whoever validates"
+    return CacheDamaged("\n  ".join((headline, *_said_of(stay))), where=str(root), remedy=ways_on(stay))
 
 
 def _said_of(stay: Mapping[Path, str]) -> Iterator[str]:
@@ -302,21 +306,14 @@ def _said_of(stay: Mapping[Path, str]) -> Iterator[str]:
 
 
 def _fitting(summary: Summary) -> bytes:
-    """Return a summary as it is written: without what there is no room for."""
-    told = {"report": REPORT_FORMAT, **asdict(summary)}
+    """Return a summary as JSON, without the fields for which there is no room."""
+    content = {"report": REPORT_FORMAT, **asdict(summary)}
     for left_out in ("", "notes", "only", "kinds", "stay", "root"):
-        told.pop(left_out, None)
-        text = json.dumps(told, separators=(",", ":")).encode()
+        content.pop(left_out, None)
+        text = json.dumps(content, separators=(",", ":")).encode()
         if len(text) < SUMMARY_BYTES:
             break
     return text
-
-
-def _parsed(path: Path, line: bytes) -> DamageFinding:
-    try:
-        return DamageFinding.from_json(json.loads(line))
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise _no_report(path, "a line of it cannot be read") from error
 
 
 def _no_report(path: Path, what: str) -> ConfigError:
@@ -325,7 +322,7 @@ def _no_report(path: Path, what: str) -> ConfigError:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What was found in one file: a shard, or the index (whose name is empty)."""
+    """The outcome of judging one file: a shard, or the index (whose name is empty)."""
 
     kind: str
     shard: str

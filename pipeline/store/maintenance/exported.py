@@ -1,4 +1,4 @@
-"""An export as a folder: what its files are called, its manifest, and what it says of itself; read as a stranger's.
+"""The folder of an export: its file names, manifest and description; read without trusting them.
 
 MANIFEST.sha256          a line for each shard; written last, so that an export without it is not finished
 pipeline-export.json     what is in it, by kind
@@ -47,7 +47,7 @@ class ShardFile:
 
 
 def can_be_named(file: ShardFile) -> bool:
-    """Say whether a manifest can name a file."""
+    """Say whether a file's name may stand in a manifest."""
     return bool(_LINE.fullmatch(f"{'0' * 64}  {file}"))
 
 
@@ -65,28 +65,28 @@ def size_of_plain(disk: Disk, folder: Path, file: ShardFile) -> int:
 
 
 def describe_export(disk: Disk, folder: Path, files: Mapping[ShardFile, int]) -> None:
-    """Write down what an export has, or will have, by kind."""
+    """Write the description of an export: shards and bytes by kind."""
     kinds: dict[str, dict[str, int]] = {}
     for file, size in files.items():
-        told = kinds.setdefault(file.kind, {"shards": 0, "bytes": 0})
-        told["shards"] += 1
-        told["bytes"] += size
+        totals = kinds.setdefault(file.kind, {"shards": 0, "bytes": 0})
+        totals["shards"] += 1
+        totals["bytes"] += size
     content = {"export": EXPORT_FORMAT, "format": CACHE_FORMAT, "made_by": "pipeline", "kinds": kinds}
     publish_file(disk, folder / EXPORT, (json.dumps(content, indent=2, sort_keys=True) + "\n").encode())
 
 
 def write_export_manifest(disk: Disk, folder: Path, lines: Mapping[ShardFile, str]) -> None:
-    """Write down the SHA-256 of each file, last of all: an export without that is not finished."""
+    """Write the SHA-256 of each file, last of all: an export without a manifest is not finished."""
     text = "".join(f"{lines[file]}  {file}\n" for file in sorted(lines, key=str))
     publish_file(disk, folder / MANIFEST, text.encode())
 
 
 def read_description(disk: Disk, folder: Path) -> dict[str, int]:
-    """Return how many shards of each kind an export has; refuse a folder that is none, or one of a later version."""
+    """Return how many shards of each kind an export has; raise if it is no export, or of a later version."""
     try:
-        told = json.loads(_read_plain(disk, folder / EXPORT))
-        versions = int(told["export"]), int(told["format"])
-        kinds = {str(kind): int(counts["shards"]) for kind, counts in told["kinds"].items()}
+        content = json.loads(_read_plain(disk, folder / EXPORT))
+        versions = int(content["export"]), int(content["format"])
+        kinds = {str(kind): int(counts["shards"]) for kind, counts in content["kinds"].items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
         raise CacheDamaged("it cannot be read", where=str(folder / EXPORT), remedy=_EXPORT_AGAIN) from error
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -106,17 +106,17 @@ def read_export_manifest(disk: Disk, folder: Path) -> Iterator[tuple[ShardFile, 
     except FileNotFoundError as error:
         what = "the export is not finished: it has no manifest"
         raise CacheDamaged(what, where=str(folder), remedy=_EXPORT_AGAIN) from error
-    *lines, rest = text.split("\n")
-    for number, line in enumerate([*lines, *filter(None, [rest])], 1):
-        named = _LINE.fullmatch(line)
-        if named is None or (rest and number > len(lines)):
+    *lines, unfinished = text.split("\n")
+    for number, line in enumerate([*lines, *filter(None, [unfinished])], 1):
+        match = _LINE.fullmatch(line)
+        if match is None or (unfinished and number > len(lines)):
             what = f"line {number} names no file of an export: {line[:120]!r}"
             raise CacheDamaged(what, where=str(path), remedy=_EXPORT_AGAIN)
-        yield ShardFile(named[2], named[3]), named[1]
+        yield ShardFile(match[2], match[3]), match[1]
 
 
 def refuse_unfinished(folder: Path, about: Mapping[str, int], files: Iterable[ShardFile]) -> None:
-    """Refuse an export whose manifest does not name all that was to be in it."""
+    """Refuse an export whose manifest does not name as many shards as its description."""
     named = Counter(file.kind for file in files)
     if dict(named) != {kind: shards for kind, shards in about.items() if shards}:
         what = f"the export is not finished, or was not copied whole: its manifest names {named.total():,} files"

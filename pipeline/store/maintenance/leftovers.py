@@ -1,6 +1,6 @@
-"""The files of a cache that hold no records that anybody reads: what is left over, and what is not ours.
+"""The files of a cache that hold no records: leftovers that may be cleaned, foreign files, and who uses the cache.
 
-Only what is named as we name things, in a folder that we make, is ever ours; links are neither followed nor removed.
+Only a file named by our patterns, in a folder that we make, counts as ours; links are neither followed nor removed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 class Left(str, Enum):
-    """What a file is that holds no records."""
+    """The role of a file that holds no records."""
 
     TEMPORARY = "temporary files"  # of writers that died, unless they are young
     QUARANTINE = "quarantine"  # damaged shards that a repair has put aside
@@ -52,7 +52,7 @@ class Left(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class LeftoverFile:
-    """A file that may go, and since when it is as it is."""
+    """A file that may be removed, and when it last changed."""
 
     path: Path
     what: Left
@@ -63,34 +63,34 @@ class LeftoverFile:
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """What there is beside the records."""
+    """The files beside the records."""
 
     leftovers: tuple[LeftoverFile, ...]
     foreign: tuple[Path, ...]  # what nobody knows here: it is left alone
 
 
 def find_leftovers(cache: CacheFolder) -> Beside:
-    """Look through the folders of a cache; the last report is none of those that may go."""
+    """Return the leftover and foreign files of a cache; the newest report is not a leftover."""
     leftovers: list[LeftoverFile] = []
     foreign: list[Path] = []
     disk, last = cache.disk, last_report(cache.disk, cache.root)
     for folder, kind, patterns in _places(cache):
         for name in sorted(disk.list_folder(folder)):
             path = folder / name
-            what = next((what for pattern, what in patterns.items() if pattern.fullmatch(name)), None)
+            role = next((role for pattern, role in patterns.items() if pattern.fullmatch(name)), None)
             try:
-                if what is None or (what is not Left.IN_USE and not disk.is_plain_file(path)):
+                if role is None or (role is not Left.IN_USE and not disk.is_plain_file(path)):
                     foreign.append(path)
-                elif what is not Left.IN_USE and not (last and path == last.path):
-                    since = youngest(disk, path, changed=what is Left.QUARANTINE)
-                    leftovers.append(LeftoverFile(path, what, kind, disk.size_of(path), since))
+                elif role is not Left.IN_USE and not (last and path == last.path):
+                    since = youngest(disk, path, changed=role is Left.QUARANTINE)
+                    leftovers.append(LeftoverFile(path, role, kind, disk.size_of(path), since))
             except FileNotFoundError:  # it was published or removed meanwhile
                 continue
     return Beside(tuple(leftovers), tuple(foreign))
 
 
 def refuse_links(cache: CacheFolder) -> None:
-    """Raise where a folder of the cache is a link, to one in it, too: nothing must be swept as something else."""
+    """Raise where a folder of the cache is a link, even to one inside: its files would be swept as another kind's."""
     for folder, *_ in _places(cache):
         for path in (folder, *([folder.parent] if folder.parent != cache.root else [])):
             if path != cache.root and cache.disk.is_link(path):
@@ -100,7 +100,7 @@ def refuse_links(cache: CacheFolder) -> None:
 
 
 def _places(cache: CacheFolder) -> Iterator[tuple[Path, str, Mapping[re.Pattern[str], Left]]]:
-    """Yield every folder, of which kind it is, and what may be in it."""
+    """Yield every folder, the kind of its records, and the name patterns of what may be in it."""
     root, kinds = cache.root, cache.kinds()
     own = _named(MARKER, REPORTS, USERS, MANIFEST, EXPORT, STAGED, *BESIDE, *kinds)
     yield root, "", {own: Left.IN_USE, PARTIAL_NAME: Left.TEMPORARY}
@@ -128,7 +128,7 @@ _MOST_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class User:
-    """A configuration that uses a cache, and by which recipes what it needs was made."""
+    """A configuration that uses a cache, and the recipes of the records that it needs."""
 
     config: str  # the file
     runs: str  # the folder
@@ -147,7 +147,7 @@ class User:
 
 
 def register(disk: Disk, root: Path, user: User) -> bool:
-    """Write down who uses a cache; return whether that was possible: a cache that is only read keeps no such list."""
+    """Note in a cache that a configuration uses it; return whether the cache could be written."""
     try:
         publish_file(disk, root / USERS / user.name, json.dumps({"user": FORMAT, **user.to_json()}).encode())
     except (CacheUnusable, CacheFull):
@@ -156,7 +156,7 @@ def register(disk: Disk, root: Path, user: User) -> bool:
 
 
 def registered(disk: Disk, root: Path) -> tuple[list[User], list[str]]:
-    """Return who is known to use a cache, by name, and the files of which nobody can tell whose they are."""
+    """Return the known users of a cache, sorted, and the names of user files that cannot be read."""
     users, unreadable = [], []
     for name in sorted(disk.list_folder(root / USERS)):
         if USER_NAME.fullmatch(name):
@@ -166,7 +166,7 @@ def registered(disk: Disk, root: Path) -> tuple[list[User], list[str]]:
                 continue
             except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
                 unreadable.append(name)
-    return sorted(users, key=lambda one: (one.config, one.last)), unreadable
+    return sorted(users, key=lambda user: (user.config, user.last)), unreadable
 
 
 def forget(disk: Disk, root: Path, users: Iterable[User]) -> None:
@@ -176,7 +176,7 @@ def forget(disk: Disk, root: Path, users: Iterable[User]) -> None:
 
 
 def who_am_i() -> str:
-    """Return the name of this user; some containers know none."""
+    """Return this user's login name; empty in containers that know none."""
     try:
         return getpass.getuser()
     except (KeyError, OSError, ImportError):
@@ -184,11 +184,11 @@ def who_am_i() -> str:
 
 
 def _read(disk: Disk, path: Path) -> User:
-    told = json.loads(disk.read_start(path, _MOST_BYTES))
-    if told.pop("user") != FORMAT:
+    content = json.loads(disk.read_start(path, _MOST_BYTES))
+    if content.pop("user") != FORMAT:
         raise ValueError("of another version")
-    known = {name: told[name] for name in ("config", "runs", "last", "who")}
-    user = User(tags=frozenset((str(kind), str(tag)) for kind, tag in told["tags"]), **known)
+    known = {name: content[name] for name in ("config", "runs", "last", "who")}
+    user = User(tags=frozenset((str(kind), str(tag)) for kind, tag in content["tags"]), **known)
     if user.name != path.name:
         raise ValueError("damaged: its name is a digest of what it says")
     return user
@@ -198,7 +198,7 @@ SHOWN = 20
 
 
 def refuse_unusable(cache: CacheFolder) -> None:
-    """Raise where no cache is, or one that is not all in one folder."""
+    """Raise where there is no cache, or where links lead out of its folder."""
     if not cache.is_there:
         remedy = "pipeline submit --stage all   (makes one), or --set cache.root=FOLDER"
         raise CacheUnusable("no cache is there", where=str(cache.root), remedy=remedy)
@@ -209,20 +209,17 @@ def refuse_links_out(cache: CacheFolder) -> None:
     """Raise where a symbolic link in the cache leads out of it; the cache's own folder may be one."""
     try:
         root = cache.root.resolve()
-        out = [(link, target) for link in _links(cache) if _leads_out(target := _target(link), root)]
+        targets = ((link, _target(link)) for link in _links(cache))
+        links_out = [pair for pair in targets if pair[1].is_symlink() or not pair[1].is_relative_to(root)]
     except OSError as error:
         what, remedy = f"the cache cannot be read: {error.strerror or error}", f"ls -ld {error.filename or cache.root}"
         raise CacheUnusable(what, where=str(error.filename or cache.root), remedy=remedy) from error
-    if out:
-        shown = [f"{link}: {_said_of(target)}" for link, target in out[:SHOWN]]
-        more = [f"… and {len(out) - SHOWN:,} more"] * (len(out) > SHOWN)
-        what = "\n  ".join((f"{len(out):,} symbolic links lead out of the cache", *shown, *more))
-        where, what = (cache.root, what) if out[1:] else (out[0][0], _said_of(out[0][1]))
-        raise CacheUnusable(what, where=str(where), remedy=_remedy(*out[0]))
-
-
-def _leads_out(target: Path, root: Path) -> bool:
-    return target.is_symlink() or not target.is_relative_to(root)
+    if links_out:
+        shown = [f"{link}: {_said_of(target)}" for link, target in links_out[:SHOWN]]
+        more = [f"… and {len(links_out) - SHOWN:,} more"] * (len(links_out) > SHOWN)
+        what = "\n  ".join((f"{len(links_out):,} symbolic links lead out of the cache", *shown, *more))
+        where, what = (cache.root, what) if links_out[1:] else (links_out[0][0], _said_of(links_out[0][1]))
+        raise CacheUnusable(what, where=str(where), remedy=_remedy(*links_out[0]))
 
 
 def _said_of(target: Path) -> str:
@@ -237,7 +234,7 @@ def _remedy(link: Path, target: Path) -> str:
 
 
 def _target(link: Path) -> Path:
-    """Return where a link leads; to a link, if that is round in a circle."""
+    """Return the target of a link; the link itself if it leads in a circle."""
     try:
         return link.resolve()
     except RuntimeError:  # of Python up to 3.12
@@ -245,7 +242,7 @@ def _target(link: Path) -> Path:
 
 
 def _links(cache: CacheFolder) -> Iterator[Path]:
-    """Yield the symbolic links among what belongs to a cache; a folder that is one is not looked into."""
+    """Yield the symbolic links among a cache's own files and folders; linked folders are not entered."""
     links = set(cache.disk.links_in(cache.root))
     kinds = cache.kinds()
     yield from (cache.root / name for name in sorted(links & {MARKER, REPORTS, USERS, *kinds}))

@@ -1,4 +1,4 @@
-"""Carries records over to new shards, byte for byte and verified; and so makes few shards of many small ones."""
+"""Copies records to new shards, byte for byte and verified; and compacts: makes few shards of many small ones."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CARRIED_HEADER_BYTES = 2 << 20
 
 @dataclass(frozen=True, slots=True)
 class CarriedRows:
-    """A shard, and those of its rows (of TABLE_ROW) whose records are to be carried over."""
+    """A shard, and its rows (of TABLE_ROW) whose records are to be copied."""
 
     shard: str
     rows: Rows
@@ -41,12 +41,12 @@ class CarriedRows:
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """A source whose records are safe in new shards, except for those that are refused."""
+    """A shard whose records are safe in new shards, except for the refused ones."""
 
     shard: str
     records: int
     size_bytes: int
-    refused: tuple[tuple[bytes, str], ...]  # key, and why its bytes cannot be believed
+    refused: tuple[tuple[bytes, str], ...]  # key, and why the record could not be copied
 
 
 def carried(
@@ -56,10 +56,10 @@ def carried(
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     once: Collection[bytes] = (),
 ) -> Iterator[Carried]:
-    """Copy records to new shards in the order given, one in memory at a time; yield each source once it may go.
+    """Copy records to new shards in the order given, one in memory at a time; yield each source once it may be removed.
 
-    `sources` is asked for the next one only when the last has been read. Of the keys in `once` only the first whole
-    copy is carried over. The new shards are known to `store` at once; `retire` lets the old ones go:
+    `sources` is advanced only when the last one has been read. Of the keys in `once` only the first intact copy is
+    copied. The new shards are known to `store` at once; `retire` removes the old ones:
 
         for source in carried(store, (CarriedRows(name, read_table(store.disk, path).rows[mask]) for …)):
             if not source.refused: going.append(source.shard)
@@ -70,10 +70,10 @@ def carried(
     held: set[bytes] = set()  # of `once`
     with store.writer(shard_bytes=shard_bytes, header_bytes=CARRIED_HEADER_BYTES) as writer:
         for source in sources:
-            one, added = _carry(store, writer, source, once, held)
+            result, added = _carry(store, writer, source, once, held)
             put += added
             safe += len(writer.safe())
-            waiting.append((put, one))
+            waiting.append((put, result))
             while waiting and waiting[0][0] <= safe:
                 yield waiting.popleft()[1]
         writer.flush()
@@ -81,7 +81,7 @@ def carried(
 
 
 class RetiringShards(NamedTuple):
-    """Shards of one kind that are to go, and how."""
+    """Shards of one kind that are to be removed, and how."""
 
     store: Store
     shards: Sequence[str]
@@ -89,10 +89,10 @@ class RetiringShards(NamedTuple):
 
 
 def retire(kinds: Iterable[RetiringShards], settle_s: float, waits: Callable[[], object] = lambda: None) -> None:
-    """Let shards go for good: no index names one that went, and no host looks for one whose records are elsewhere.
+    """Remove shards for good, after no index names them any more and other hosts could see that.
 
-    The indexes name the new shards and no more the old ones; other hosts have `settle_s` to see it, once for all kinds;
-    then each is removed. Until then a look-up finds the old ones by their own tables. `waits` is called first.
+    The indexes are written without them; other hosts have `settle_s` to see it, once for all kinds; then each shard is
+    removed. Until then a look-up finds it by its own table. `waits` is called before the wait.
     """
     going = [retiring for retiring in kinds if retiring.shards]
     for retiring in going:
@@ -112,7 +112,7 @@ def retire(kinds: Iterable[RetiringShards], settle_s: float, waits: Callable[[],
 def _carry(
     store: Store, writer: StoreWriter, source: CarriedRows, once: Collection[bytes], held: set[bytes]
 ) -> tuple[Carried, int]:
-    """Put the records of one shard; return what became of them, and how many were put."""
+    """Put the records of one shard into the writer; return the outcome, and how many were put."""
     records = size_bytes = put = 0
     refused: list[tuple[bytes, str]] = []
     keys = row_keys(source.rows)
@@ -147,7 +147,7 @@ SETTLE_S = 5.0  # for other hosts to see the new index before old shards go
 
 @dataclass(frozen=True, slots=True)
 class Small:
-    """A shard that is smaller than it need be."""
+    """A shard small enough to be compacted."""
 
     shard: str
     records: int
@@ -156,7 +156,7 @@ class Small:
 
 @dataclass(slots=True)
 class Compacted:
-    """What there is to compact in a kind, and what became of it."""
+    """What there is to compact in a kind, and the outcome."""
 
     kind: str
     shards: int = 0  # before
@@ -171,7 +171,7 @@ class Compacted:
 
 
 def plan_compaction(store: Store, *, shard_bytes: int = DEFAULT_SHARD_BYTES) -> Compacted:
-    """Return what there is to do, from the shards' own tables.
+    """Return which shards of a kind to compact, from their own tables.
 
     A small shard fills less than half of a new one, by its records and by what its header says of them. So any two fit
     into one, and of the new ones only the last can be small again.
@@ -204,7 +204,7 @@ def compact_shards(
     settle_s: float = SETTLE_S,
     waits: Callable[[], object] = lambda: None,
 ) -> None:
-    """Do what `plan_compaction` says of some kinds.
+    """Compact as planned by `plan_compaction`; the outcome is noted in the plans.
 
     Other hosts have `settle_s` to see the new indexes, once for all kinds, or for each batch; `waits` is called before.
     """
@@ -243,13 +243,13 @@ def _sources(store: Store, todo: Compacted) -> Iterator[CarriedRows]:
 
 
 def _left(store: Store, todo: Compacted, shard: str) -> None:
-    """Write down that a shard is left alone: it is damaged, unless it went meanwhile."""
+    """Note that a shard is left alone: it is damaged, unless another process removed it."""
     there = store.disk.exists(store.layout.shard(shard))
     (todo.damaged if there else todo.taken).append(shard)
 
 
 def _retire(kinds: Sequence[tuple[Store, Compacted, list[str]]], settle_s: float, waits: Callable[[], object]) -> None:
-    """Remove shards once all hosts can know where their records are now."""
+    """Remove shards once all hosts can find their records elsewhere, and count them."""
     retire([RetiringShards(store, shards, partial(_remove, store)) for store, _, shards in kinds], settle_s, waits)
     for _, todo, shards in kinds:
         todo.gone += len(shards)
@@ -260,7 +260,7 @@ def _remove(store: Store, shard: str) -> None:
 
 
 def _small(store: Store, name: str, shard_bytes: int) -> ShardTable | None:
-    """Return what a shard holds, if it is small; what is wrong with one is a matter for `repair`."""
+    """Return the table of a shard if it is small; a damaged one is left to `repair`."""
     path = store.layout.shard(name)
     try:
         table = read_table(store.disk, path)
@@ -273,7 +273,7 @@ def _small(store: Store, name: str, shard_bytes: int) -> ShardTable | None:
 
 
 def _header_bytes(disk: Disk, path: Path, table: ShardTable) -> int:
-    """Return how long a header is, without the room that it did not need; it is read only if there may be much."""
+    """Return the length of a header without its padding; it is read only if it is long."""
     if table.data_start < CARRIED_HEADER_BYTES // 2:
         return table.data_start
     return len(disk.read_start(path, table.data_start).rstrip())

@@ -1,9 +1,9 @@
-"""Looks for damage in the shards and the index of a kind: what is there, against what was written.
+"""Looks for damage in the shards and the index of a kind, by their checksums.
 
 `quick` reads the ends and headers of shards, and the index; `full` reads every byte once, from front to back; `meaning`
-reads records one by one, and has somebody judge what they say. None changes anything, and all may run beside writers: a
-shard that appears meanwhile is not judged, one that goes away because it was swept or repaired is not missed. What
-cannot be judged by itself alone comes last: by then the index was read for all such shards, in one go.
+reads records one by one, and has the caller judge their content. None changes anything, and all may run beside writers:
+a shard that appears meanwhile is not judged, one that was swept or repaired meanwhile is not missed. Shards that cannot
+be judged without the index come last, after the index was read once for all of them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from pipeline.store.format.shard import (
     row_keys,
 )
 from pipeline.store.maintenance.damage_report import FORBIDDEN, FOREIGN, Checked, DamageFinding, Fault
-from pipeline.store.shard_index import IndexDamaged, IndexView, ShardIndex, index_rows
+from pipeline.store.shard_index import IndexView, index_rows, indexed
 from pipeline.store.snapshot import GONE, shard_names
 
 if TYPE_CHECKING:
@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     Looked = tuple["Checked | None", ShardTable | None]  # nothing, of what is judged last
     Look = Callable[["_Known", str], Looked]
 
-# So that the table of any shard comes with the first read, whatever is known of it; a table row takes 48 bytes, and
-# what the header says of a record more than twice that.
+# So that the table of any shard comes with the first read; a table row takes 48 bytes, and a record's entries in the
+# header more than twice that.
 WHOLE_TAIL_BYTES = 1 << 20
 
 
@@ -73,14 +73,14 @@ class Subset:
         return xxhash.xxh3_64_intdigest(shard.encode()) % self.of == self.part - 1
 
     def on(self, shard: str) -> None:
-        """Take note that a shard is looked at now."""
+        """Do nothing: nobody follows which shard is being judged."""
 
     def __str__(self) -> str:
         return f"{self.part}/{self.of}"
 
     @property
     def with_index(self) -> bool:
-        """Say whether the index is judged with these shards: it is, once."""
+        """Whether the index is judged with these shards: with the first part only."""
         return self.part == 1
 
 
@@ -90,14 +90,14 @@ class Named:
 
     names: frozenset[str]
     with_index: bool = False
-    on: Callable[[str], object] = lambda _shard: None  # told of each that is looked at now; empty: the index
+    on: Callable[[str], object] = lambda _shard: None  # called with each before it is judged; empty: the index
 
     def __contains__(self, shard: str) -> bool:
         return shard in self.names
 
 
 class Wrong(NamedTuple):
-    """What is wrong with what a record says."""
+    """What is wrong with the content of an intact record."""
 
     what: str
     lost: bool = True  # whether the record must be made anew
@@ -117,12 +117,12 @@ def full(store: Store, subset: Subset | Named = WHOLE) -> Iterator[Checked]:
 
 
 def meaning(store: Store, judge: Judge, subset: Subset | Named = WHOLE) -> Iterator[Checked]:
-    """Judge every byte of every shard, what each record says, and the index."""
+    """Judge every byte of every shard, the content of each record, and the index."""
     yield from _scrub(store, subset, partial(_every_record, judge))
 
 
 def shard_rows(store: Store, shard: str) -> Rows | None:
-    """Return the rows of what a shard holds: as it says itself, else as the index says; None where nobody knows."""
+    """Return the rows of a shard: from its own table, else from the index; None where neither can be read."""
     try:
         return read_table(store.disk, store.layout.shard(shard)).rows
     except (CacheDamaged, OSError):
@@ -130,16 +130,12 @@ def shard_rows(store: Store, shard: str) -> Rows | None:
 
 
 def shards_of(store: Store) -> list[str]:
-    """Return the names of all shards that there are to judge: those in the folder, and those that the index names."""
-    try:
-        indexed = ShardIndex(store.disk, store.layout.index).names
-    except (IndexDamaged, OSError):
-        indexed = []
-    return sorted({*shard_names(store.disk, store.layout), *indexed})
+    """Return the names of all shards to judge: those in the folder, and those that the index names."""
+    return sorted({*shard_names(store.disk, store.layout), *indexed(store.disk, store.layout)})
 
 
 def _scrub(store: Store, subset: Subset | Named, look: Look) -> Iterator[Checked]:
-    """Judge the shards of a subset, what the index says of them, and with one of all subsets the index itself."""
+    """Judge the shards of a subset, their rows in the index, and with the first subset the index itself."""
     known = _Known(store, IndexView.read(store.disk, store.layout))
     names = sorted(name for name in {*shard_names(store.disk, store.layout), *known.view.shards} if name in subset)
     odd: dict[str, ShardTable] = {}  # shards of which the index says something else; few, or it is of another cache
@@ -161,7 +157,7 @@ def _scrub(store: Store, subset: Subset | Named, look: Look) -> Iterator[Checked
 
 
 def _structure(known: _Known, name: str) -> Looked:
-    """Judge what is around the records of a shard."""
+    """Judge the header and the table of a shard, without its records."""
     kind, disk, path = known.store.kind, known.store.disk, known.store.layout.shard(name)
     indexed = known.view.shards.get(name)
     tail_bytes = max(TAIL_BYTES, _end_bytes(indexed.records)) if indexed else WHOLE_TAIL_BYTES
@@ -183,7 +179,7 @@ def _end_bytes(records: int) -> int:
 
 
 def _every_byte(known: _Known, name: str) -> Looked:
-    """Judge every record of a shard, and what is around them; what looks bad at first is read once more, by itself."""
+    """Judge header, table and every record of a shard; a record that looks damaged is read once more, by itself."""
     kind, disk, path = known.store.kind, known.store.disk, known.store.layout.shard(name)
     try:
         table = read_table(disk, path)
@@ -204,7 +200,7 @@ def _every_byte(known: _Known, name: str) -> Looked:
 
 
 def _every_record(judge: Judge, known: _Known, name: str) -> Looked:
-    """Judge every record of a shard and what it says, one at a time, and what is around them."""
+    """Judge header, table and every record of a shard with its content, one record at a time."""
     store = known.store
     path = store.layout.shard(name)
     try:
@@ -219,7 +215,7 @@ def _every_record(judge: Judge, known: _Known, name: str) -> Looked:
 
 
 def _header(store: Store, path: Path, table: ShardTable) -> tuple[DamageFinding, ...]:
-    """Judge what stands before the records."""
+    """Judge the header of a shard."""
     try:
         fault = header_fault(store.disk, path, table)
     except OSError as error:
@@ -230,7 +226,7 @@ def _header(store: Store, path: Path, table: ShardTable) -> tuple[DamageFinding,
 
 
 def _by_index(judge: Judge, known: _Known, name: str, error: CacheDamaged) -> Checked | None:
-    """Judge a shard that does not say itself what it holds by what the index says."""
+    """Judge a shard whose own table is damaged by its rows in the index; None while those are not read."""
     about, kind = _about(known, name, error), known.store.kind
     if about.fault is Fault.NEWER:
         return Checked(kind, name, TAIL_BYTES, (), (about,))
@@ -256,25 +252,25 @@ def _about(known: _Known, name: str, error: CacheDamaged) -> DamageFinding:
 def _judged_rows(
     judge: Judge, known: _Known, name: str, rows: Rows
 ) -> tuple[tuple[bytes, ...], tuple[DamageFinding, ...]]:
-    """Judge records one by one; only one is in memory."""
+    """Judge records one at a time; return the keys of the intact ones, and what is wrong with the others."""
     whole: list[bytes] = []
     findings: list[DamageFinding] = []
     store = known.store
     fd = store.disk.open_read(store.layout.shard(name))
     try:
         for key, place in zip(row_keys(rows), rows[["offset", "length", "digest"]].tolist(), strict=True):
-            found = _judged_record(judge, known, name, fd, key, *place)
-            if found is None:
+            finding = _judged_record(judge, known, name, fd, key, *place)
+            if finding is None:
                 whole.append(key)
             else:
-                findings.append(found)
+                findings.append(finding)
     finally:
         store.disk.close(fd)
     return tuple(whole), tuple(findings)
 
 
 def _judged_record(judge: Judge, known: _Known, name: str, fd: int, key: bytes, *place: Any) -> DamageFinding | None:
-    """Return what is wrong with a record: with its bytes, or with what they say."""
+    """Return what is wrong with a record's bytes or content; None where nothing is."""
     try:
         _, record = read_record(known.store.disk, fd, key, *place)
     except OSError as error:
@@ -291,7 +287,7 @@ def _intact(_: Record) -> Wrong | None:
 
 @dataclass(slots=True)
 class _Known:
-    """What is known beside a shard itself while shards are judged."""
+    """What is shared while the shards of a store are judged: the index, and what is judged last."""
 
     store: Store
     view: IndexView
@@ -301,7 +297,7 @@ class _Known:
     fresh: bool = False  # whether the store has looked at what was written in the meantime
 
     def look_again(self) -> list[str]:
-        """Read once what the index says now of all shards that are judged last, and return their names."""
+        """Read from the index the rows of all shards that are judged last, and return their names."""
         names, self.later = self.later, []
         self.tables = index_rows(self.store.disk, self.store.layout, frozenset(names))
         self.fresh = False
@@ -322,7 +318,7 @@ class _Known:
 
 
 def _refused(known: _Known, name: str, error: OSError) -> Checked | None:
-    """Return what is known of a shard that cannot be read at all, or is not there, once it was looked at again."""
+    """Judge a shard that cannot be read, or is not there; None on the first look, after which it is tried again."""
     if known.tables is None:
         return None
     if error.errno == errno.ENOENT:
@@ -335,7 +331,7 @@ def _refused(known: _Known, name: str, error: OSError) -> Checked | None:
 
 
 def _forbidden(known: _Known, name: str) -> Checked:
-    """Return that this user may not read a shard: nothing of it is lost, for its owner may."""
+    """Judge a shard that this user may not read: nothing of it is lost, for its owner may."""
     kind, rows = known.store.kind, (known.tables or {}).get(name)
     keys = row_keys(rows) if rows is not None else []
     known.store.refresh()
@@ -346,9 +342,9 @@ def _forbidden(known: _Known, name: str) -> Checked:
 
 
 def _missed(known: _Known, name: str) -> Checked:
-    """Judge a shard that is not there by the index of now, which does not name what was swept or repaired.
+    """Judge a shard that is not there by the current index, which no longer names what was swept or repaired.
 
-    What others have, too, is no damage but to the index: that it names the shard.
+    Where other shards have its records, only the index is at fault, for naming the shard.
     """
     findings = known.all_damaged(name, Fault.GONE, "its shard is gone: purged or deleted")
     lost = tuple(finding for finding in findings if finding.lost)
@@ -358,13 +354,13 @@ def _missed(known: _Known, name: str) -> Checked:
 
 
 def _judged_index(known: _Known, odd: Mapping[str, ShardTable]) -> Checked:
-    """Judge the index as a file; what was wrong with it counts only if it still is, for anybody may swap it."""
+    """Judge the index; a fault counts only if it is still there, for another process may have replaced the index."""
     view, kind = known.view, known.store.kind
     if view.fault or odd:
         view = IndexView.read(known.store.disk, known.store.layout)
     findings = [DamageFinding(kind, Fault.INDEX, view.fault)] if view.fault else []
-    told = ((name, view.contradicts(table)) for name, table in odd.items())
-    findings += [DamageFinding(kind, Fault.INDEX, why, name) for name, why in told if why]
+    contradictions = ((name, view.contradicts(table)) for name, table in odd.items())
+    findings += [DamageFinding(kind, Fault.INDEX, why, name) for name, why in contradictions if why]
     findings += [
         DamageFinding(kind, Fault.INDEX, f"it names a shard that is gone; others have {copies} of its records", name)
         for name, copies in known.copied.items()

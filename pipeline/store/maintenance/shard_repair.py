@@ -1,11 +1,11 @@
-"""Brings a damaged cache back to what can be proven: intact records move to new shards, damaged shards aside.
+"""Repairs a damaged cache: intact records move to new shards, damaged shards to `quarantine/`.
 
-Never in place, and in this order: the intact records of damaged shards are published anew; the list of what is lost is
-published; only then the index forgets the damaged shards and they are moved to `quarantine/`. A crash at any moment
-loses nothing, not what the list says either, and repairing again finishes.
+Never in place, and in this order: the intact records of damaged shards are published anew; the list of lost records is
+published; only then the index forgets the damaged shards and they are moved aside. A crash at any moment loses nothing,
+not that list either, and repairing again finishes.
 
-What cannot be judged here stays where it is: a shard of a later version, one that the disk or its permissions refuse,
-a file that no pipeline wrote. No copy is left out because another shard has it: that one may be going now, too.
+Shards that cannot be judged stay: of a later version, unreadable for the disk or its permissions, or not written by a
+pipeline. A record is carried over even if another shard has it, too: that one may be on its way out as well.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _NO_ROWS = np.zeros(0, TABLE_ROW)
 
 @dataclass(frozen=True, slots=True)
 class Mend:
-    """What is done about one shard, or about the index (whose name is empty)."""
+    """What a repair does about one shard, or about the index (whose name is empty)."""
 
     kind: str
     shard: str
@@ -73,7 +73,7 @@ class Mend:
 
 @dataclass(slots=True)
 class Repaired:
-    """What was done about a cache, or would be."""
+    """The totals of a repair, or of its plan."""
 
     quarantined: int = 0  # shards
     salvaged: int = 0  # records
@@ -85,7 +85,7 @@ class Repaired:
     missing: Path | None = None  # the list of the lost records
 
     def count(self, mend: Mend) -> None:
-        """Count what is done about one shard or index."""
+        """Add one shard or index to the totals."""
         self.lost += len(mend.lost)
         self.unknown += mend.unknown
         self.salvaged += mend.salvaged
@@ -99,13 +99,13 @@ class Repaired:
 
 @dataclass(slots=True)
 class _NamedDamage:
-    """What a damage list names of one kind."""
+    """What a damage list says about one kind."""
 
     shards: set[str] = field(default_factory=set)
     meaningless: dict[str, dict[bytes, DamageFinding]] = field(default_factory=dict)  # shard → key → what is wrong
 
     def add(self, finding: DamageFinding) -> None:
-        """Take in one finding; on what a record means, whoever made the list has the last word."""
+        """Add a finding; that a record's content is wrong is believed, as it cannot be checked here."""
         self.shards.add(finding.shard)
         if finding.fault is Fault.MEANING and finding.key and finding.lost:
             self.meaningless.setdefault(finding.shard, {})[bytes.fromhex(finding.key)] = finding
@@ -113,7 +113,7 @@ class _NamedDamage:
 
 @dataclass(frozen=True, slots=True)
 class _Todo:
-    """What is to be done about a shard, with the rows that are kept."""
+    """A planned `Mend`, with the rows of the shard that are kept."""
 
     mend: Mend
     rows: Rows = field(default_factory=lambda: _NO_ROWS)
@@ -123,7 +123,7 @@ class _Todo:
 def plan_repair(
     cache: CacheFolder, report: DamageReport | None = None, *, seen: Seen = lambda _: None
 ) -> Iterator[Mend]:
-    """Say what `repair` would do, having looked again at the shards that a damage list names, or at all of them."""
+    """Yield what `repair_cache` would do; the shards of the damage list, or all shards, are judged anew for it."""
     for store, named in _kinds(cache, report):
         for todo in _todo(store, named, seen):
             yield todo.mend
@@ -140,8 +140,8 @@ def repair_cache(
 ) -> Repaired:
     """Repair what is damaged, and leave a list of the records that are lost.
 
-    Each shard is told of when its intact records are safe. Other hosts have `settle_s` to see the new index before
-    shards are moved aside, once for all kinds; `waits` is called before.
+    `done` is called for each shard once its intact records are safe. Other hosts have `settle_s` to see the new index
+    before shards are moved aside, once for all kinds; `waits` is called before that.
     """
     repaired, begun = Repaired(), time.time()
     missing, mendings = _Missing(cache), list[_Mending]()
@@ -160,19 +160,19 @@ def repair_cache(
 
 
 def _kinds(cache: CacheFolder, report: DamageReport | None) -> Iterator[tuple[Store, _NamedDamage | None]]:
-    """Yield the stores to look at, with what the list names of each."""
-    told: dict[str, _NamedDamage] = {}
+    """Yield the stores to look at, each with what the damage list says about it."""
+    damage_by_kind: dict[str, _NamedDamage] = {}
     if report:
         refuse_of_another(report, cache.root)
     for finding in report.findings() if report else ():
-        told.setdefault(finding.kind, _NamedDamage()).add(finding)
+        damage_by_kind.setdefault(finding.kind, _NamedDamage()).add(finding)
     for kind in cache.kinds():
-        if report is None or kind in told:
-            yield cache.kind(kind), told.get(kind)
+        if report is None or kind in damage_by_kind:
+            yield cache.kind(kind), damage_by_kind.get(kind)
 
 
 def _todo(store: Store, named: _NamedDamage | None, seen: Seen) -> Iterator[_Todo]:
-    """Judge shards anew and say what is to be done about each, and about the index."""
+    """Judge shards anew; yield what to do about each damaged one, and then about the index."""
     subset = scrub.Named(frozenset(named.shards), with_index=True) if named else scrub.WHOLE
     outdated, odd = "", frozenset[str]()
     for checked in scrub.full(store, subset):
@@ -191,7 +191,7 @@ def _todo(store: Store, named: _NamedDamage | None, seen: Seen) -> Iterator[_Tod
 
 
 def _decided(store: Store, checked: Checked, meant_wrong: tuple[DamageFinding, ...]) -> _Todo:
-    """Decide what becomes of a shard with something wrong in it."""
+    """Decide what to do about a damaged shard."""
     about = {finding.fault: finding.what for finding in checked.findings if not finding.key}
     bad = checked.judged - len(checked.whole) + len(meant_wrong)
     forbidden = any(finding.forbidden for finding in checked.findings)
@@ -214,7 +214,7 @@ def _decided(store: Store, checked: Checked, meant_wrong: tuple[DamageFinding, .
 
 
 class _Mending:
-    """One kind under repair: first its intact records are carried over, and last of all damaged shards go."""
+    """The repair of one kind: intact records are carried over first, damaged shards are moved aside last."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -224,9 +224,9 @@ class _Mending:
         self._index: _Todo | None = None
 
     def carry(self, todo: Iterator[_Todo]) -> Iterator[Mend]:
-        """Carry over what is kept of each shard; yield what becomes of all of them, and of the index.
+        """Carry over the kept records of each shard; then yield what was done about the shards and the index.
 
-        What was saved of one shard may be what another has lost, so that this is known at the end.
+        Only then: a record that one shard has lost may have been saved from another.
         """
         for source in carried(self._store, self._sources(todo)):
             at = self._read.popleft()
@@ -238,14 +238,14 @@ class _Mending:
         self._mends = []
 
     def finish(self) -> RetiringShards:
-        """Make the index anew if it is damaged or out of date, and return what is to be put aside.
+        """Make the index anew if it is damaged or out of date, and return the shards to move aside.
 
-        What the index alone knows of a shard that stays is kept where the index can be read.
+        Where the index can be read, its rows of shards that stay are kept: nothing else may know them.
         """
         odd = self._index.odd if self._index else ()
         if "" in odd:
             self._store.rebuild_index()
-        elif odd:  # these say themselves what is in them
+        elif odd:  # their own tables replace their rows
             self._store.write_index(without=odd)
             self._store.write_index()
         elif self._index and not self._going:
@@ -253,7 +253,7 @@ class _Mending:
         return RetiringShards(self._store, list(self._going), partial(_quarantine, self._store))
 
     def _sources(self, todo: Iterator[_Todo]) -> Iterator[CarriedRows]:
-        """Yield the shards that go; note the rest."""
+        """Yield the shards that are moved aside; note what is done about the others, and the index."""
         for step in todo:
             self._mends.append(step.mend)
             if step.mend.goes:
@@ -266,16 +266,18 @@ class _Mending:
         return not self._store.is_whole_beside(bytes.fromhex(finding.key), self._going)
 
 
-def _with_refused(store: Store, mend: Mend, one: Carried) -> Mend:
-    """Add what is lost because the shard went meanwhile; one that cannot be read again stays, to be judged anew."""
-    if one.refused and store.disk.exists(store.layout.shard(mend.shard)):
-        return replace(mend, salvaged=one.records, salvaged_bytes=one.size_bytes, stays=UNREAD)
-    went = (DamageFinding(store.kind, Fault.RECORD, why, mend.shard, key.hex(), lost=True) for key, why in one.refused)
-    return replace(mend, salvaged=one.records, salvaged_bytes=one.size_bytes, lost=(*mend.lost, *went))
+def _with_refused(store: Store, mend: Mend, source: Carried) -> Mend:
+    """Note the records that could not be copied: the shard stays if it still exists, else they are lost."""
+    mend = replace(mend, salvaged=source.records, salvaged_bytes=source.size_bytes)
+    if source.refused and store.disk.exists(store.layout.shard(mend.shard)):
+        return replace(mend, stays=UNREAD)
+    refused = ((key.hex(), why) for key, why in source.refused)
+    went = (DamageFinding(store.kind, Fault.RECORD, why, mend.shard, key, lost=True) for key, why in refused)
+    return replace(mend, lost=(*mend.lost, *went))
 
 
 def _quarantine(store: Store, shard: str) -> None:
-    """Move a shard aside, durably; another repair may have done so."""
+    """Move a shard to the quarantine, durably; another repair may have done so."""
     disk, layout = store.disk, store.layout
     path = layout.shard(shard)
     try:
@@ -289,7 +291,7 @@ def _quarantine(store: Store, shard: str) -> None:
 
 
 class _Missing:
-    """The list of what is lost in the making; there is none while nothing is."""
+    """Writes the list of lost records; no file is begun while nothing is lost."""
 
     def __init__(self, cache: CacheFolder) -> None:
         self._cache = cache
@@ -297,7 +299,7 @@ class _Missing:
         self._summary = Summary(REPAIR, root=str(cache.root.resolve()))
 
     def add(self, mend: Mend) -> None:
-        """Write down the records that a shard has lost; the shard itself, where nobody knows what it held."""
+        """List the records that a shard has lost, or the shard itself where nobody knows what it held."""
         nobody_knows = (DamageFinding(mend.kind, Fault.TABLE, mend.why, mend.shard),) if mend.unknown else ()
         for finding in (*mend.lost, *nobody_knows):
             if self._writer is None:

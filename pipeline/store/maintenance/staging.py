@@ -1,7 +1,7 @@
-"""A cache on a node's own disk, ahead of the one that it is copied from: of what one job will read, again and again.
+"""A copy, on a node's own disk, of the records that a job will read many times.
 
-It is an ordinary cache, in a folder that is named by what is to be in it. What a killed job has left of it is used by
-the next. Nothing depends on it: what it does not have, or has damaged, is read from where it was copied from.
+It is an ordinary cache, in a folder that is named by its contents, so that the next job goes on with what a killed one
+has left. It is looked up ahead of the shared cache: a record that it lacks, or has damaged, is read from there.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _MARKER_BYTES = 1 << 16
 
 
 class Unfit(Exception):
-    """A folder in which nothing can be staged; the message says why."""
+    """Records cannot be staged in this folder; the message says why."""
 
 
 def open_scratch(place: Path, name: str, disk: Disk) -> CacheFolder:
-    """Open the cache of that name on a node's own disk; it is nobody else's, and on a disk."""
+    """Open the cache of that name on a node's own disk; raise Unfit if it is in memory, or not private."""
     folder = place / f"pipeline-{name}"
     try:
         disk.make_private_folder(folder)
@@ -52,7 +52,7 @@ def open_scratch(place: Path, name: str, disk: Disk) -> CacheFolder:
 
 
 class CacheStaging:
-    """Copies records to a node's own disk; `goes_on` is asked after each whether there is time for the next."""
+    """Copies records to a node's own disk; stops when `goes_on`, called after each, says there is no time left."""
 
     def __init__(
         self, source: CacheFolder, scratch: CacheFolder, *, shard_bytes: int, goes_on: Callable[[], bool]
@@ -64,15 +64,15 @@ class CacheStaging:
         self._shard_bytes, self._goes_on = shard_bytes, goes_on
 
     def is_done(self) -> bool:
-        """Say whether an earlier job has copied everything, and it is there still."""
+        """Say whether an earlier job has copied everything, and all of it is still there."""
         try:
-            told = json.loads(self.scratch.disk.read_start(self.scratch.root / STAGED, _MARKER_BYTES))
+            marker = json.loads(self.scratch.disk.read_start(self.scratch.root / STAGED, _MARKER_BYTES))
         except (OSError, ValueError, RecursionError):
             return False
-        return bool(told) and told == self._stat()
+        return bool(marker) and marker == self._stat()
 
     def take(self, kind: str, keys: Keys, header_bytes: int) -> Iterator[Record]:
-        """Copy records, and yield every one that can be read; refuse what does not fit before anything is copied."""
+        """Copy records, and yield each that can be read; raise Unfit at the start if they do not fit the disk."""
         own, both = self.scratch.own(kind), self.source.behind(self.scratch).kind(kind)
         before, self.is_whole = self.is_whole, False
         self._refuse_no_room(sum(size for batch in _batches(keys) for size in _absent(own, both, batch).values()))
@@ -91,7 +91,7 @@ class CacheStaging:
         self.is_whole = before and self.records[kind] == len(keys)
 
     def finish(self) -> None:
-        """Bring the indexes up to date, and say what is there, if it is all."""
+        """Bring the indexes up to date; if everything was copied, write the marker that says so."""
         for kind in self.scratch.kinds():
             if (own := self.scratch.own(kind)).stat().index is not IndexState.CURRENT:
                 own.write_index()
@@ -100,8 +100,8 @@ class CacheStaging:
 
     def _stat(self) -> dict[str, Any]:
         """Return what is there, by kind: records and bytes."""
-        told = {kind: self.scratch.own(kind).stat() for kind in self.scratch.kinds()}
-        return {kind: [stat.records, stat.bytes] for kind, stat in told.items()}
+        stats = {kind: self.scratch.own(kind).stat() for kind in self.scratch.kinds()}
+        return {kind: [stat.records, stat.bytes] for kind, stat in stats.items()}
 
     def _refuse_no_room(self, needed_bytes: int) -> None:
         free_bytes = self.scratch.disk.free_bytes(self.scratch.root)
@@ -116,7 +116,7 @@ def _batches(keys: Keys) -> Iterator[list[bytes]]:
 
 
 def _absent(own: Store, both: Store, keys: Sequence[bytes]) -> dict[bytes, int]:
-    """Return the sizes of those records that are still to be copied."""
+    """Return the sizes of the records that are still to be copied, by key."""
     absent = own.missing(keys)
     return {key: copies[0].length for key, copies in zip(absent, both.locate(absent), strict=True) if copies}
 
@@ -128,7 +128,7 @@ def _in_file_order(store: Store, keys: Sequence[bytes]) -> list[bytes]:
 
 
 def _readable(store: Store, keys: Sequence[bytes]) -> Iterator[Record]:
-    """Yield the records that are whole: who needs another one is told when it is read."""
+    """Yield the intact records; the others raise their error later, when the job reads them."""
     at = 0
     while at < len(keys):
         try:

@@ -1,10 +1,10 @@
-"""Mark and sweep: which records of a kind nobody needs, and giving back the space that they take.
+"""Mark and sweep: find the records of a kind that nobody needs, and free their space.
 
-What is needed is handed in. `mark` goes by the index, in pieces, and reads no shard; `sweep` believes only the table of
-a shard itself. A shard of nothing but dead records goes; one that holds too many of them is written anew without them,
-and goes when the new one is published and the index names it. So a crash at any moment costs no record that is needed.
+The caller says what is needed. `mark` goes by the index, in pieces, and reads no shard; `sweep` trusts only the table
+of a shard itself. A shard with only dead records is removed; one with too many of them is rewritten without them, and
+removed once the new one is published and indexed. So a crash at any moment costs no record that is needed.
 
-A shard that is younger than a grace period stays as it is: whoever is writing now is not in the way, and is not known.
+A shard that is younger than a grace period stays as it is: a run that is still writing may need it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _TAG_BITS = np.uint64(32)
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """What of a kind stays: everything, or what begins with one of some tags, and some keys."""
+    """Which records of a kind are needed: all, or those whose keys begin with a tag or are listed."""
 
     everything: bool = False
     tags: frozenset[bytes] = frozenset()
@@ -49,22 +49,22 @@ class Live:
 
     @property
     def nothing(self) -> bool:
-        """Whether nothing stays, so that it does not matter what a damaged shard holds."""
+        """Whether no record is needed, so that it does not matter what a damaged shard holds."""
         return not (self.everything or self.tags or len(self.pairs))
 
     def holds(self, hi: Integers, lo: Integers) -> npt.NDArray[np.bool_]:
-        """Say of each key, as two columns of numbers, whether it stays."""
+        """Return a mask of the keys, given as two columns of numbers, that are needed."""
         if self.everything:
             return np.ones(len(hi), bool)
         tags = np.array([int.from_bytes(tag, "big") for tag in self.tags], np.uint64)
         stays: npt.NDArray[np.bool_] = np.isin(hi >> _TAG_BITS, tags)
-        rest = np.flatnonzero(~stays)
-        stays[rest] = are_among(hi[rest], lo[rest], self.pairs[:, 0], self.pairs[:, 1])
+        undecided = np.flatnonzero(~stays)
+        stays[undecided] = are_among(hi[undecided], lo[undecided], self.pairs[:, 0], self.pairs[:, 1])
         return stays
 
 
 class Fate(str, Enum):
-    """What becomes of a shard that holds dead records."""
+    """What happens to a shard with dead records."""
 
     GOES = "goes"
     REWRITTEN = "rewritten"
@@ -75,7 +75,7 @@ class Fate(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class DeadShard:
-    """A shard, and what of it is dead."""
+    """A shard with dead records, in numbers."""
 
     shard: str
     fate: Fate
@@ -92,7 +92,7 @@ class DeadShard:
 
 @dataclass(frozen=True, slots=True)
 class Marked:
-    """What of a kind is dead."""
+    """The dead records of a kind, in numbers."""
 
     kind: str
     records: int
@@ -106,9 +106,9 @@ class Marked:
         return [shard for shard in self.shards if shard.fate in fates]
 
     def dead(self, *fates: Fate) -> tuple[int, int]:
-        """Return how many records are dead in shards of some fates, and their bytes."""
-        found = self.of(*fates)
-        return sum(shard.dead for shard in found), sum(shard.dead_bytes for shard in found)
+        """Return how many records are dead in shards of these fates, and their bytes."""
+        shards = self.of(*fates)
+        return sum(shard.dead for shard in shards), sum(shard.dead_bytes for shard in shards)
 
     @property
     def freed_bytes(self) -> int:
@@ -117,7 +117,7 @@ class Marked:
 
 @dataclass(slots=True)
 class _Counts:
-    """What is counted of each shard, and of each tag."""
+    """Records, bytes, dead records and dead bytes of each shard and of each tag."""
 
     shards: int
     tags: Integers  # as numbers, sorted
@@ -129,7 +129,7 @@ class _Counts:
         self.by_tag = [np.zeros(len(self.tags)) for _ in range(4)]
 
     def add(self, rows: Rows, live: Live) -> None:
-        """Count some rows."""
+        """Count a piece of the rows."""
         hi, lo = (np.ascontiguousarray(rows[name]) for name in ("hi", "lo"))
         dead = ~live.holds(hi, lo)
         length = rows["length"].astype(np.float64)  # exact up to 2**53
@@ -145,9 +145,9 @@ class _Counts:
 
 
 def mark(store: Store, live: Live, before: float, tags: Sequence[bytes] = ()) -> Marked:
-    """Say what of a kind is dead, and what would become of each shard, by the index and the tables it does not know.
+    """Return the dead records of a kind and the fate of each shard, from the index and the tables of newer shards.
 
-    Shards that were written after the time `before` are young. DeadShard records are counted apart for each of `tags`.
+    Shards that were written after the time `before` are young. Dead records are counted apart for each of `tags`.
     """
     numbers = np.array(sorted(int.from_bytes(tag, "big") for tag in {*tags}), np.uint64)
 
@@ -184,7 +184,7 @@ def mark(store: Store, live: Live, before: float, tags: Sequence[bytes] = ()) ->
 
 
 def _fate(disk: Disk, path: Path, before: float, records: int, bytes_: int, dead: int, dead_bytes: int) -> Fate:
-    """Say what becomes of a shard that holds dead records."""
+    """Return the fate of a shard with dead records."""
     try:
         if not (SHARD_NAME.fullmatch(path.name) and disk.is_plain_file(path)):
             return Fate.FOREIGN
@@ -198,9 +198,9 @@ def _fate(disk: Disk, path: Path, before: float, records: int, bytes_: int, dead
 
 
 def youngest(disk: Disk, path: Path, *, changed: bool = False) -> float:
-    """Return when a file was written: the latest of what its name and its times say, as any of the clocks may be wrong.
+    """Return when a file was written: the latest of its name's time and its mtime, as either clock may be wrong.
 
-    When its name or its folder was last changed counts for what was put aside.
+    With `changed` the ctime counts, too: when a file was renamed, such as into the quarantine.
     """
     named = written_at(path.name)
     modified, changed_at = disk.times_of(path)
@@ -209,7 +209,7 @@ def youngest(disk: Disk, path: Path, *, changed: bool = False) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Swept:
-    """A shard that has gone, or that has to stay."""
+    """A shard that was removed or rewritten, or that has to stay."""
 
     kind: str
     shard: str
@@ -220,18 +220,18 @@ class Swept:
 def sweep(
     store: Store, marked: Marked, live: Live, *, settle_s: float = 0.0, check: Callable[[], None] = lambda: None
 ) -> Iterator[Swept]:
-    """Give back what is dead, and yield what has gone; `check` is called before each shard goes, to keep it by raising.
+    """Free the space of dead records, and yield each shard's outcome; `check`, called before each removal, may raise.
 
-    No index names a shard any more when it goes; other hosts have `settle_s` to see that, and the new shards.
+    No index names a shard any more when it is removed; other hosts have `settle_s` to see that, and the new shards.
     """
     yield from _retired(store, _useless(store, marked.of(Fate.GOES), live), settle_s, check)
     for batch in _batches(marked.of(Fate.REWRITTEN)):
         yield from _retired(store, _rewritten(store, batch, live), settle_s, check)
 
 
-def _retired(store: Store, found: Sequence[Swept], settle_s: float, check: Callable[[], None]) -> Iterator[Swept]:
-    """Remove shards; yield what has gone also where something goes wrong on the way."""
-    going = {shard.shard: shard for shard in found if not shard.stays}
+def _retired(store: Store, outcomes: Sequence[Swept], settle_s: float, check: Callable[[], None]) -> Iterator[Swept]:
+    """Remove shards; yield the outcomes, also of those removed before an error."""
+    going = {shard.shard: shard for shard in outcomes if not shard.stays}
     gone: dict[str, Swept] = {}
 
     def remove_one(shard: str) -> None:
@@ -239,7 +239,7 @@ def _retired(store: Store, found: Sequence[Swept], settle_s: float, check: Calla
         remove(store.disk, store.layout.shard(shard))
         gone[shard] = going[shard]
 
-    yield from (shard for shard in found if shard.stays)
+    yield from (shard for shard in outcomes if shard.stays)
     try:
         _retire(store, going, remove_one, settle_s)
     finally:
@@ -247,7 +247,7 @@ def _retired(store: Store, found: Sequence[Swept], settle_s: float, check: Calla
 
 
 def _retire(store: Store, shards: Collection[str], remove_one: Callable[[str], None], settle_s: float) -> None:
-    """Let shards go as others do; where there is no room for an index that does not name them, they go to make room."""
+    """Remove shards by `retire`; if the disk is too full for the new index, remove them first."""
     try:
         retire([RetiringShards(store, list(shards), remove_one)], settle_s)
     except CacheFull:
@@ -258,18 +258,18 @@ def _retire(store: Store, shards: Collection[str], remove_one: Callable[[str], N
 
 
 def _useless(store: Store, shards: Sequence[DeadShard], live: Live) -> list[Swept]:
-    """Return shards with nothing that is needed by what they say themselves, and those that have to stay."""
-    found = []
+    """Check by their own tables that shards hold nothing needed; return which may go, and which have to stay."""
+    outcomes = []
     for dead in shards:
         rows, why = (None, "") if live.nothing else _own_rows(store, dead.shard)
         if rows is not None and _holds(live, rows).any():
             why = "is needed after all"
-        found.append(Swept(store.kind, dead.shard, 0 if why else dead.size_bytes, why))
-    return found
+        outcomes.append(Swept(store.kind, dead.shard, 0 if why else dead.size_bytes, why))
+    return outcomes
 
 
 def _rewritten(store: Store, batch: Sequence[DeadShard], live: Live) -> list[Swept]:
-    """Write shards anew without what is dead in them; return those that may go, and those that cannot."""
+    """Rewrite shards without their dead records; return which may go, and which have to stay."""
     stay: dict[str, str] = {}
 
     def sources() -> Iterator[CarriedRows]:
@@ -290,7 +290,7 @@ def _rewritten(store: Store, batch: Sequence[DeadShard], live: Live) -> list[Swe
 
 
 def _own_rows(store: Store, shard: str) -> tuple[Rows | None, str]:
-    """Return what a shard itself says that it holds; or why nobody can tell."""
+    """Return the rows of a shard's own table, or None and why it cannot be read."""
     try:
         return read_table(store.disk, store.layout.shard(shard)).rows, ""
     except CacheDamaged as error:
@@ -304,7 +304,7 @@ def _holds(live: Live, rows: Rows) -> npt.NDArray[np.bool_]:
 
 
 def _batches(shards: Sequence[DeadShard]) -> Iterator[list[DeadShard]]:
-    """Yield shards, so many at once as there is to be room for."""
+    """Yield shards in batches whose rewritten copies take at most BATCH_BYTES."""
     batch: list[DeadShard] = []
     for dead in shards:
         if batch and sum(other.bytes - other.dead_bytes for other in (*batch, dead)) > BATCH_BYTES:
@@ -316,5 +316,5 @@ def _batches(shards: Sequence[DeadShard]) -> Iterator[list[DeadShard]]:
 
 
 def earlier_clock(disk: Disk, folder: Path) -> float:
-    """Return what time it is, by the earlier of this host's clock and the file system's."""
+    """Return the time, by the earlier of this host's clock and the file system's."""
     return min(time.time(), disk.time_in(folder))

@@ -1,8 +1,8 @@
-"""Moving a cache: its shards out to a folder with a manifest, and from there into another cache.
+"""Moving a cache: export of its shards to a folder with a manifest, and import from there into another cache.
 
 Every byte is read once on its way, and hashed twice: for the manifest, which `sha256sum --check` understands, and to
-compare it with the shard's own digests. What is damaged is named and never published. Both ways can be begun again.
-What an export looks like is said in `exported`.
+compare it with the shard's own digests. What is damaged is named and never published. Both can be run again to finish.
+`exported` describes the folder.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from pipeline.store.maintenance.exported import (
     write_export_manifest,
 )
 from pipeline.store.maintenance.leftovers import refuse_links_out
-from pipeline.store.snapshot import GONE, are_among, shard_names
+from pipeline.store.snapshot import are_among, shard_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -74,31 +74,29 @@ class Moved:
 
 
 class _Reading:
-    """Reads files from front to back; every byte goes through two hashes, and to a draft where there is one."""
+    """Reads shards from front to back, verifying every byte, and reports progress."""
 
     def __init__(self, disk: Disk, total_bytes: int, tell: Told) -> None:
         self.disk, self._total_bytes, self._tell = disk, total_bytes, tell
         self._bytes = 0
 
     def read(self, path: Path, draft: Draft | None = None) -> tuple[str, str]:
-        """Return a shard's SHA-256, and what is wrong with it; empty when nothing is."""
+        """Return a shard's SHA-256, and what is wrong with it (empty if nothing is); copy its bytes to the draft."""
         sha256, position = hashlib.sha256(), 0
 
-        def take(some: memoryview) -> None:
+        def take(chunk: memoryview) -> None:
             nonlocal position
-            sha256.update(some)
+            sha256.update(chunk)
             if draft:
-                draft.write(some, position)
-            position += len(some)
+                draft.write(chunk, position)
+            position += len(chunk)
             self._tell(self._bytes + position, self._total_bytes)
 
         try:
             table = read_table(self.disk, path)
             header_is_whole, whole_N = read_through(self.disk, path, table, take)
-        except CacheDamaged as error:
-            return "", error.what
-        except OSError as error:
-            return "", "it is not there" if error.errno in GONE else error.strerror or str(error)
+        except (CacheDamaged, OSError) as error:
+            return "", reason(error)
         self._bytes += position
         if position != table.size_bytes:
             return "", "it changed while it was read"
@@ -107,11 +105,11 @@ class _Reading:
         return sha256.hexdigest(), "" if header_is_whole else BAD_HEADER
 
     def copy(self, source: Path, target: Path, sha256: str = "") -> tuple[str, str]:
-        """Copy a whole shard of that SHA-256, if one is given; return as `read` does."""
+        """Copy a shard that is intact and has that SHA-256, if one is given; return what `read` does."""
         draft = Draft(self.disk, KindLayout(target.parent.parent).partials)
         try:
-            found, fault = self.read(source, draft)
-            if not fault and sha256 and found != sha256:
+            sha256_read, fault = self.read(source, draft)
+            if not fault and sha256 and sha256_read != sha256:
                 fault = "its bytes are not those of the manifest"
             if not fault:
                 read_table(self.disk, draft.path)  # the last bytes were read twice: as a table, and to be copied
@@ -120,7 +118,7 @@ class _Reading:
             fault = reason(error)
         finally:
             draft.discard()
-        return found, fault
+        return sha256_read, fault
 
 
 def export_cache(
@@ -131,9 +129,10 @@ def export_cache(
     link: bool = False,
     tell: Told = lambda _now, _all: None,
 ) -> Moved:
-    """Copy (or `link`) the shards of a cache itself to a folder; what is there already is verified, and stays.
+    """Copy (or `link`) a cache's own shards to a folder; those that are there already are verified, and stay.
 
-    What the cache has no longer stays, too, for nobody else may have it; but not what a compaction has made anew.
+    Shards that the cache no longer has stay, too, for they may be the last copy; but not those whose records are all in
+    newer shards, as after a compaction.
     """
     files = dict(_shards(cache, _known_kinds(cache, kinds)))
     _refuse_nested(cache, folder)
@@ -144,7 +143,7 @@ def export_cache(
 def _exported(
     cache: CacheFolder, folder: Path, kinds: Sequence[str], files: dict[ShardFile, int], *, link: bool, tell: Told
 ) -> Moved:
-    """Copy some shards of a cache to a folder, and write down what is there then."""
+    """Copy the shards, then write description and manifest of what is in the folder."""
     disk, moved = cache.disk, Moved()
     for file in [file for file in files if not can_be_named(file)]:
         del files[file]
@@ -176,7 +175,7 @@ def _exported(
 
 
 def take_in(cache: CacheFolder, folder: Path, *, tell: Told = lambda _now, _all: None) -> Moved:
-    """Copy the shards of an export into a cache, each verified as it comes, and bring the index up to date."""
+    """Copy the shards of an export into a cache, each verified on its way, and bring the indexes up to date."""
     with ask_owner(cache.root):
         return _taken_in(cache, folder, tell)
 
@@ -206,22 +205,22 @@ def _taken_in(cache: CacheFolder, folder: Path, tell: Told) -> Moved:
 
 
 def _export(reading: _Reading, disk: Disk, source: Path, target: Path, *, link: bool) -> tuple[bool, str, str]:
-    """Bring one shard to where it goes; return whether it was there, its SHA-256, and what is wrong."""
+    """Export one shard; return whether it was there, its SHA-256, and what is wrong with it."""
     if disk.exists(target):
-        found, fault = reading.read(target)
+        sha256, fault = reading.read(target)
         if not fault:
-            return True, found, ""
+            return True, sha256, ""
         disk.unlink(target)  # a copy that was damaged after it was made
     if not link:
         return False, *reading.copy(source, target)
-    found, fault = reading.read(source)
+    sha256, fault = reading.read(source)
     if not fault:
         _link(disk, source, target)
-    return False, found, fault
+    return False, sha256, fault
 
 
 def _take_in(reading: _Reading, cache: CacheFolder, folder: Path, file: ShardFile, sha256: str) -> tuple[bool, str]:
-    """Bring one shard into the cache; return whether it was there, and what is wrong."""
+    """Import one shard; return whether it was there, and what is wrong with it."""
     target = file.below(cache.root)
     if not _is_in(cache, file):
         try:
@@ -231,10 +230,10 @@ def _take_in(reading: _Reading, cache: CacheFolder, folder: Path, file: ShardFil
                 raise
         else:
             return False, fault
-    found, fault = reading.read(target)
+    sha256_there, fault = reading.read(target)
     if fault:
         return True, f"the cache has it, damaged ({fault}): pipeline cache repair"
-    return True, "" if found == sha256 else "the cache has another file of this name, which stays"
+    return True, "" if sha256_there == sha256 else "the cache has another file of this name, which stays"
 
 
 def _shards(cache: CacheFolder, kinds: Sequence[str]) -> Iterator[tuple[ShardFile, int]]:
@@ -247,7 +246,7 @@ def _shards(cache: CacheFolder, kinds: Sequence[str]) -> Iterator[tuple[ShardFil
 
 
 def _known_kinds(cache: CacheFolder, kinds: Sequence[str]) -> list[str]:
-    """Return the kinds that are asked for, by default all."""
+    """Return the kinds that were named, by default all; refuse unknown ones and an empty cache."""
     known = cache.kinds()
     if not known:
         raise ConfigError("the cache is empty", where=str(cache.root), remedy="pipeline submit --stage all")
@@ -276,7 +275,7 @@ def _refuse_no_room(disk: Disk, folder: Path, needed_bytes: int) -> None:
 
 
 def _opened(folder: Path, disk: Disk) -> tuple[CacheFolder, dict[ShardFile, str]]:
-    """Open the folder of an export, new or begun before, and return what its manifest names that is still there."""
+    """Open the folder of an export, new or begun before; return it, and the manifest's lines for files that exist."""
     try:
         target = CacheFolder(folder, disk)
     except CacheUnusable as error:
@@ -296,7 +295,7 @@ def _opened(folder: Path, disk: Disk) -> tuple[CacheFolder, dict[ShardFile, str]
 
 
 def _old(target: CacheFolder, kinds: Sequence[str], files: Mapping[ShardFile, int]) -> dict[ShardFile, int]:
-    """Return the shards of an export that its cache has no longer, with their sizes."""
+    """Return the shards of an export that the cache no longer has, with their sizes."""
     there = _shards(target, [kind for kind in target.kinds() if not kinds or kind in kinds])
     return {file: size for file, size in there if file not in files and can_be_named(file)}
 
@@ -304,7 +303,7 @@ def _old(target: CacheFolder, kinds: Sequence[str], files: Mapping[ShardFile, in
 def _keep_old(
     reading: _Reading, folder: Path, old: Mapping[ShardFile, int], lines: dict[ShardFile, str], moved: Moved
 ) -> None:
-    """Verify what only the export has; drop a file all of whose records are in newer ones, as after a compaction."""
+    """Verify shards that only the export has; remove one whose records are all in newer ones, as after a compaction."""
     for kind in sorted({file.kind for file in old}):
         newer = [file for file in lines if file.kind == kind and file not in old]
         known = sorted_pairs(b"".join(key for file in newer for key in row_keys(_rows(reading, folder, file))))
@@ -324,7 +323,7 @@ def _keep_old(
 
 
 def _rows(reading: _Reading, folder: Path, file: ShardFile) -> Rows:
-    """Return what a shard of an export says that it holds; nothing, where that is damaged."""
+    """Return the rows of a shard of an export; none where its table is damaged."""
     try:
         return read_table(reading.disk, file.below(folder)).rows
     except (CacheDamaged, OSError):
