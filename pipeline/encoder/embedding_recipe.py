@@ -1,4 +1,4 @@
-"""What an embedding is made from: the text that is read, and every choice that can change a number in it."""
+"""What determines an embedding: the sequence's text and tokens, and every choice that can change a number in it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingRecipe:
-    """Every choice, all of them concrete."""
+    """Every choice that determines how sequences are embedded, none left open."""
 
     weights: str  # the digest of the checkpoint
     layer: int
@@ -60,7 +60,7 @@ class EmbeddingRecipe:
         return tagged_key("embed", self.plain(variant), text)
 
     def plain(self, variant: Variant) -> dict[str, Any]:
-        """Return every choice that can change a number, as JSON data."""
+        """Return every choice that can change a number, as the JSON data of the key."""
         recipe: dict[str, Any] = {
             "version": ENCODER_VERSION,
             "weights": self.weights,
@@ -74,7 +74,7 @@ class EmbeddingRecipe:
         return recipe
 
     def wanted(self, residues: int) -> Variant:
-        """Return how a sequence of that length is to be computed."""
+        """Return the preferred variant for a sequence of that length."""
         if residues <= self.length or self.long in ("full", "error"):
             return Variant(self.precision)
         return Variant(
@@ -82,7 +82,7 @@ class EmbeddingRecipe:
         )
 
     def accepted(self, residues: int) -> tuple[Variant, ...]:
-        """Return the variants that will do, best first: the wanted one, then what the configuration allows instead."""
+        """Return the accepted variants, best first: the wanted one, then those that the configuration allows."""
         wanted = self.wanted(residues)
         cuts = [wanted.cut]
         if self.windowed(residues) not in cuts:
@@ -91,7 +91,7 @@ class EmbeddingRecipe:
         return tuple(Variant(precision, cut) for cut in cuts for precision in precisions)
 
     def windowed(self, residues: int) -> SequenceCut | None:
-        """Return how a sequence that does not fit as one is cut; None where it is not."""
+        """Return how a sequence is cut that does not fit the memory whole; None where it is not to be cut."""
         wanted = self.wanted(residues).cut
         if wanted is not None or self.on_oom != "windows" or residues <= self.length:
             return wanted
@@ -99,7 +99,7 @@ class EmbeddingRecipe:
 
     @property
     def full_precision_will_do(self) -> bool:
-        """Say whether fp32 may stand in for half precision; on the CPU, nothing else is computed."""
+        """Whether fp32 may stand in for half precision; the CPU computes in fp32 only."""
         return self.half_fallback or self.on_oom == "cpu"
 
     def refuses(self, residues: int) -> bool:
@@ -117,7 +117,7 @@ def windows(length: int, window: int, overlap: int) -> list[Span]:
 
 
 def window_shares(spans: Sequence[Span]) -> list[Span]:
-    """Return the residues whose rows each window gives: one after the other, nothing twice, nothing left out."""
+    """Return the range of residues whose rows are taken from each window; together they cover each residue once."""
     meets = [(end + start + 1) // 2 for (_, end), (start, _) in pairwise(spans)]
     return list(pairwise([spans[0][0], *meets, spans[-1][1]]))
 
@@ -141,7 +141,7 @@ class BadSequence(ValueError):
 
 
 def tokenize(sequence: str) -> NDArray[np.uint8]:
-    """Return the tokens of a sequence's residues, without the two that stand around them."""
+    """Return the tokens of a sequence's residues, without the two marks around them."""
     if not sequence:
         raise BadSequence("the sequence is empty")
     tokens_L = _TABLE[np.frombuffer(sequence.encode("latin-1", "replace"), np.uint8)]
@@ -154,8 +154,7 @@ def tokenize(sequence: str) -> NDArray[np.uint8]:
 
 def texts(inventory: Inventory, context: str) -> list[str]:
     """Return the sequences that must be encoded for an item, each once."""
-    found = (text for partner in inventory.partners for text in partner_texts(partner, context))
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(text for partner in inventory.partners for text in partner_texts(partner, context)))
 
 
 def partner_texts(partner: Partner, context: str) -> list[str]:

@@ -1,11 +1,10 @@
-"""Which files a checkpoint is made of; looks at names and at config.json, never at weights."""
+"""The files of a checkpoint, and the table of published models; looks at names and JSON, never at weights."""
 
 from __future__ import annotations
 
 import json
 import stat
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import ConfigError, WeightsUnusable
@@ -23,7 +22,7 @@ _JSON_BYTES = 64 << 20  # a larger one is no configuration
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFiles:
-    """The files of one checkpoint; `others` are those that say how the tensors belong together."""
+    """The files of one checkpoint; `others` are its config.json and index."""
 
     name: str
     form: str
@@ -74,31 +73,31 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def unreadable_checkpoint(path: Path, error: OSError) -> WeightsUnusable:
-    """Say why a file cannot be read."""
+    """Return the error for a checkpoint file that cannot be read."""
     return WeightsUnusable(f"cannot be read: {error.strerror or error}", where=str(path), remedy=f"ls -ldL {path}")
 
 
 def _folder(folder: Path) -> CheckpointFiles:
     """Return the files of a Hugging Face folder."""
     try:
-        found = sorted(path.name for path in folder.iterdir())
+        names = sorted(path.name for path in folder.iterdir())
     except OSError as error:
         raise unreadable_checkpoint(folder, error) from error
-    if CONFIG not in found:
+    if CONFIG not in names:
         what = f"the folder has no {CONFIG}, so it is not a Hugging Face model"
-        pt = next((folder / name for name in found if name.endswith(".pt")), None)
+        pt = next((folder / name for name in names if name.endswith(".pt")), None)
         raise WeightsUnusable(what, where=str(folder), remedy=f"set embed.weights to {pt}" if pt else USE_ESM2)
-    if INDEX in found:
+    if INDEX in names:
         return CheckpointFiles(_name(folder), HUGGING_FACE, _shards(folder), (folder / CONFIG, folder / INDEX))
-    if SINGLE in found:
+    if SINGLE in names:
         return CheckpointFiles(_name(folder), HUGGING_FACE, (folder / SINGLE,), (folder / CONFIG,))
-    if any(name.startswith("pytorch_model") for name in found):
+    if any(name.startswith("pytorch_model") for name in names):
         raise _needs_safetensors(folder, folder)
     raise WeightsUnusable(f"the folder has neither {SINGLE} nor {INDEX}", where=str(folder), remedy=FETCH_AGAIN)
 
 
 def _one_of_folder(path: Path) -> CheckpointFiles:
-    """Return the files of a checkpoint that was named by one .safetensors file; a part stands for all of them."""
+    """Return the files of a checkpoint given as one .safetensors file; one part of several stands for all of them."""
     folder = path.parent
     if (folder / INDEX).is_file() and path in (shards := _shards(folder)):
         return CheckpointFiles(_name(folder), HUGGING_FACE, shards, (folder / CONFIG, folder / INDEX))
@@ -109,7 +108,7 @@ def _one_of_folder(path: Path) -> CheckpointFiles:
 
 
 def _shards(folder: Path) -> tuple[Path, ...]:
-    """Return the parts that an index names."""
+    """Return the weight files that an index names; refuse other paths and missing files."""
     index = folder / INDEX
     names = read_json_object(index).get("weight_map")
     if not isinstance(names, dict) or not names or not all(_is_plain(name) for name in names.values()):
@@ -127,7 +126,7 @@ def _is_plain(name: object) -> bool:
 
 
 def _name(folder: Path) -> str:
-    """Return the model's name: the folder's, or what Hugging Face's cache has two folders above its snapshot."""
+    """Return the model's name: the folder's, or in Hugging Face's cache that of the repository."""
     folder = folder.absolute()
     if folder.parent.name == "snapshots" and folder.parent.parent.name.startswith("models--"):
         return folder.parent.parent.name.split("--")[-1]
@@ -135,7 +134,7 @@ def _name(folder: Path) -> str:
 
 
 def _needs_safetensors(path: Path, folder: Path) -> WeightsUnusable:
-    """Say why a pickle of Hugging Face is not read, and how it becomes what is."""
+    """Return the error for a Hugging Face pickle, with the command that converts it."""
     what = "the weights are there as pytorch_model.bin only; of Hugging Face's forms, safetensors is read"
     script = f"from transformers import EsmModel as M; M.from_pretrained('{folder}').save_pretrained('{folder}')"
     return WeightsUnusable(what, where=str(path), remedy=f'where transformers is installed: python -c "{script}"')
@@ -154,7 +153,7 @@ _HOST = "https://dl.fbaipublicfiles.com/fair-esm"
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A published model; a digest or a size is None where no public source states it."""
+    """A published model; digest or size is None where no public source states it."""
 
     name: str
     layers: int

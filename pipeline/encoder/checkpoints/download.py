@@ -1,4 +1,4 @@
-"""Downloads one large file: goes on after every kind of interruption, and never takes a part for the whole."""
+"""Downloads one large file: resumes after every kind of interruption, and never takes a part for the whole."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _DISK = Disk()
 
 @dataclass(frozen=True, slots=True)
 class DownloadProgress:
-    """How far a download is."""
+    """The progress of a download."""
 
     bytes: int
     total: int | None  # None: the server does not say
@@ -50,7 +50,7 @@ class DownloadProgress:
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How long to bear with a network."""
+    """How often and how long to retry."""
 
     tries: int = 6  # in a row that bring nothing new
     timeout_s: float = 30.0  # for a connection, and for the next byte
@@ -77,9 +77,9 @@ def fetch_file(
     patience: RetryPolicy = PATIENT,
     pause: Callable[[float], None] = time.sleep,
 ) -> str:
-    """Download `url` to `out`, beginning with what an earlier attempt left there; return the file's SHA-256.
+    """Download `url` to `out`, resuming an earlier attempt; return the file's SHA-256.
 
-    `accept` may look at the finished file before it gets its name, and raise WeightsUnusable.
+    `accept` is called with the finished file before it gets its name, and may raise WeightsUnusable.
     """
     _refuse_odd_url(url)
     with claim_partial(out) as partial:
@@ -99,7 +99,7 @@ def fetch_file(
 
 
 def by_hand(url: str, out: Path) -> str:
-    """Say how to bring a file to a machine that cannot reach it."""
+    """Return instructions for bringing a file to a machine that cannot download it."""
     name = PurePosixPath(unquote(urlsplit(url).path)).name or out.name
     lines = (
         "where there is internet (a login node, your own computer), one of",
@@ -113,7 +113,7 @@ def by_hand(url: str, out: Path) -> str:
 
 
 class _Interrupted(Exception):
-    """A try that ended early; another may bring more."""
+    """A try that ended early, after which another is worthwhile."""
 
     def __init__(self, why: str, asked_s: float = 0.0) -> None:
         super().__init__(why)
@@ -121,7 +121,7 @@ class _Interrupted(Exception):
 
 
 class _Download:
-    """Asks for what is missing until nothing is."""
+    """Requests what is missing until the file is complete."""
 
     def __init__(
         self, url: str, out: Path, partial: Partial, size: int | None, tell: Callable[[DownloadProgress], None]
@@ -132,7 +132,7 @@ class _Download:
         self._answered = self._ended = False
 
     def run(self, patience: RetryPolicy, pause: Callable[[float], None]) -> None:
-        """Try until all is here, as long as tries bring something new."""
+        """Try until the file is complete; give up after too many tries in a row without a new byte."""
         furthest, failures = self._partial.size, 0
         while not self._ended and not self._partial.is_whole(self._url):
             try:
@@ -145,7 +145,7 @@ class _Download:
                 pause(patience.pause_s(failures, interruption.asked_s))
 
     def _try(self, timeout_s: float) -> None:
-        """Ask once for what is missing, and take what comes."""
+        """Request once what is missing, and receive the response."""
         try:
             response = self._opener.open(self._request(), timeout=timeout_s)
         except HTTPError as answer:
@@ -162,7 +162,7 @@ class _Download:
             self._receive(response)
 
     def _request(self) -> Request:
-        """Ask for everything, or for the rest of the very file whose beginning is here."""
+        """Return a request for the whole file, or for the rest of the very file whose beginning is here."""
         headers = {"User-Agent": f"pipeline/{__version__}", "Accept-Encoding": "identity"}
         if self._partial.can_go_on(self._url):
             assert self._partial.origin is not None
@@ -173,19 +173,19 @@ class _Download:
         return urllib.request.Request(self._url, headers=headers)  # noqa: S310 - `fetch` has looked at the scheme
 
     def _heed(self, answer: HTTPError) -> None:
-        """Do what an answer other than a file asks for."""
+        """Handle an HTTP error: restart, try again later, or raise."""
         if answer.code == BEYOND_THE_END and self._partial.size:
             self._partial.restart()
             return
-        said = f"the server answers {answer.code} {answer.reason}"
+        problem = f"the server answers {answer.code} {answer.reason}"
         if answer.code in TRY_AGAIN:
-            raise _Interrupted(said, _retry_after_s(answer.headers))
+            raise _Interrupted(problem, _retry_after_s(answer.headers))
         if answer.code in LOGIN_WANTED:
-            raise DataError(f"a login is wanted on the way to it: {said}", where=self._url, remedy=self._by_hand)
-        raise DataError(said, where=self._url, remedy=ANOTHER_PLACE)
+            raise DataError(f"a login is wanted on the way to it: {problem}", where=self._url, remedy=self._by_hand)
+        raise DataError(problem, where=self._url, remedy=ANOTHER_PLACE)
 
     def _receive(self, response: HTTPResponse) -> None:
-        """Write what comes, in its place."""
+        """Write the body of a response to its place in the partial file."""
         start, total = self._span(response)
         block = _next_block(response)
         self._refuse_page(response, block if start == 0 else b"")
@@ -202,7 +202,7 @@ class _Download:
         self._end(total)
 
     def _span(self, response: HTTPResponse) -> tuple[int, int | None]:
-        """Return where in the file an answer begins, and how long the file is where that is said."""
+        """Return the offset at which a response begins, and the file's length if the server states it."""
         if response.status == WHOLE:
             length = response.headers.get("Content-Length", "")
             return 0, int(length) if length.isdigit() else None
@@ -213,12 +213,12 @@ class _Download:
         return int(match[1]), None if match[3] == "*" else int(match[3])
 
     def _continues(self, response: HTTPResponse, start: int, total: int | None) -> bool:
-        """Say whether an answer is the rest of what is here: servers exist that do not heed If-Range."""
+        """Say whether a response continues the bytes here: some servers ignore If-Range."""
         origin = self._partial.origin
         return origin is not None and start == self._partial.size and origin.agrees(response.headers, total)
 
     def _take(self, block: bytes, total: int | None) -> None:
-        """Add a block, and tell."""
+        """Append a block, and report progress."""
         if total is not None and self._partial.size + len(block) > total:
             self._partial.restart()
             raise _Interrupted(f"more came than the {total:,} bytes that were announced")
@@ -228,7 +228,7 @@ class _Download:
         self._tell(DownloadProgress(self._partial.size, total, self._came / passed_s))
 
     def _end(self, total: int | None) -> None:
-        """Accept the end of an answer as the end of the file, or not."""
+        """Check that the end of a response is the end of the file."""
         if total is not None and self._partial.size < total:
             raise _Interrupted(f"the connection ended after {self._partial.size:,} of {total:,} bytes")
         if not self._partial.size:
@@ -236,14 +236,14 @@ class _Download:
         self._ended = True
 
     def _refuse_page(self, response: HTTPResponse, beginning: bytes) -> None:
-        """Refuse a web page, before it costs anything that came earlier."""
+        """Refuse a web page before it overwrites what was downloaded earlier."""
         is_page = _PAGE.match(beginning) is not None and b"\0" not in beginning[:64]
         if is_page or response.headers.get_content_type() in PAGES:
             what = "a web page came in place of the file: the network wants a login first, or the address is of a page"
             raise DataError(what, where=response.geturl(), remedy=self._by_hand)
 
     def _refuse_other_size(self, total: int | None) -> None:
-        """Refuse what cannot be the published file, before all of it has come."""
+        """Refuse a file of another size than the published one, before it is downloaded."""
         if None not in (total, self._size) and total != self._size:
             what = f"is not what was published: it has {total:,} bytes, and should have {self._size:,}"
             raise WeightsUnusable(what, where=self._url, remedy=ANOTHER_PLACE)
@@ -255,7 +255,7 @@ class _Download:
             raise ConfigError(what, where=str(self._out.parent), remedy="make room, or --out PATH on another disk")
 
     def _unreachable(self, error: URLError) -> DataError:
-        """Say why there is no connection, and what to do without one."""
+        """Return the error for a failed connection, with what to do without one."""
         if isinstance(error.reason, ssl.SSLCertVerificationError):
             what = f"its certificate is not trusted: {error.reason.verify_message}"
             remedy = f"if your site has its own certificates: export SSL_CERT_FILE=FILE; else, {self._by_hand}"
@@ -264,7 +264,7 @@ class _Download:
         return DataError(what, where=self._url, remedy=self._by_hand)
 
     def _gave_up(self, interruption: _Interrupted) -> DataError:
-        """Say how far it came."""
+        """Return the error after the last try, with how much is kept."""
         what, remedy = f"gave up: {interruption}", f"run the same command later; or {ANOTHER_PLACE}"
         if interruption.asked_s:
             what += f" and asks to come back in {interruption.asked_s:,.0f} s"
@@ -294,7 +294,7 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
 
 
 def _refuse_odd_url(url: str) -> None:
-    """Refuse what is no address of a file on a web server."""
+    """Refuse anything but the HTTP(S) address of a file."""
     try:
         parts = urlsplit(url)
         is_odd = parts.scheme not in SCHEMES or not parts.hostname or (parts.port or 1) < 1
@@ -307,7 +307,7 @@ def _refuse_odd_url(url: str) -> None:
 
 
 def _next_block(response: HTTPResponse) -> bytes:
-    """Return what has come; empty at the end."""
+    """Return the next bytes of a response; empty at the end."""
     try:
         return response.read1(BLOCK_BYTES)
     except (OSError, http.client.HTTPException) as error:
@@ -315,24 +315,24 @@ def _next_block(response: HTTPResponse) -> bytes:
 
 
 def _reason(error: Exception) -> str:
-    """Return what a network error says, without the names of Python's classes."""
+    """Return the message of a network error, without the names of Python's classes."""
     cause = error.reason if isinstance(error, URLError) else error
     return (cause.strerror if isinstance(cause, OSError) else None) or str(cause) or type(cause).__name__
 
 
 def _retry_after_s(headers: Message) -> float:
-    """Return how long a server asks to wait: it says seconds, or a date."""
-    said = headers.get("Retry-After", "0").strip()
-    if said.isdigit():
-        return float(said)
+    """Return how long a server asks to wait: Retry-After holds seconds, or a date."""
+    value = headers.get("Retry-After", "0").strip()
+    if value.isdigit():
+        return float(value)
     try:
-        return max(0.0, (parsedate_to_datetime(said) - datetime.now(timezone.utc)).total_seconds())
+        return max(0.0, (parsedate_to_datetime(value) - datetime.now(timezone.utc)).total_seconds())
     except (TypeError, ValueError):
         return 0.0
 
 
 def _through_proxy(url: str) -> str:
-    """Name the proxy that is asked, without the password that its address may hold."""
+    """Name the proxy in use, without the password that its address may hold; empty where there is none."""
     parts = urlsplit(url)
     proxy = urllib.request.getproxies().get(parts.scheme)
     if proxy is None or urllib.request.proxy_bypass(parts.hostname or ""):

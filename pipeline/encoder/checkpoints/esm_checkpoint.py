@@ -1,7 +1,7 @@
-"""Checkpoints of ESM-2, held to their own architecture.
+"""Loading of ESM-2 checkpoints, checked against the architecture that they declare.
 
-Two forms are known: fair-esm's .pt file, and Hugging Face's folder of config.json and safetensors. Both become the same
-tensors under fair-esm's names, in the precision they were stored in, mapped from the file where it allows.
+Two forms are known: fair-esm's .pt file, and Hugging Face's folder of config.json and safetensors. Both give the same
+tensors under fair-esm's names, in their stored precision, memory-mapped where the file allows it.
 
 Shapes: F rotary frequencies, one for two columns of a head.
 """
@@ -42,7 +42,7 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 MOST_LAYERS, MOST_DIM = 1_000, 100_000  # beyond them a number is a mistake
 _INV_FREQ = "self_attn.rot_emb.inv_freq"
 _ROTARY_TOLERANCE = 0.01  # relative; bfloat16 rounds by 0.004
-_OF_ENCODER = ("layers.", "embed_", "emb_", "encoder.", "embeddings.")  # what else is there, is heads
+_OF_ENCODER = ("layers.", "embed_", "emb_", "encoder.", "embeddings.")  # other tensors belong to heads
 _UNUSED = re.compile(r"embeddings\.position_(ids|embeddings\.weight)|layers\.\d+\.self_attn\.rot_emb\.inv_freq")
 _FAIR_PREFIX = re.compile(r"^encoder\.(sentence_encoder\.)?")
 _FACE_LAYER = re.compile(r"^encoder\.layer\.(\d+)\.(.+)\.(\w+)$")
@@ -66,7 +66,7 @@ _FACE_OTHERS = {
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """What the tensors alone do not say, and how many there must be."""
+    """The sizes and settings of an ESM-2 model."""
 
     layers: int
     dim: int
@@ -108,7 +108,7 @@ def frequencies(head_dim: int) -> torch.Tensor:
 
 
 def shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
-    """Return the name and shape of every tensor that encodes."""
+    """Return the name and shape of every tensor of the encoder."""
     dim, wide = architecture.dim, 4 * architecture.dim
     layer: dict[str, tuple[int, ...]] = {"self_attn_layer_norm.weight": (dim,), "self_attn_layer_norm.bias": (dim,)}
     for part in ("q_proj", "k_proj", "v_proj", "out_proj"):
@@ -124,7 +124,7 @@ def shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
 
 
 def load_esm_checkpoint(path: Path) -> EsmCheckpoint:
-    """Return the checkpoint at a path, whose every tensor has been looked for and found as it should be."""
+    """Return the checkpoint at a path, with every tensor of the encoder there and of the right shape and type."""
     files = files_of(path)
     state, architecture = _fair_esm(files) if files.form == FAIR_ESM else _hugging_face(files)
     refuse_names(state, path)
@@ -133,7 +133,7 @@ def load_esm_checkpoint(path: Path) -> EsmCheckpoint:
 
 
 def digest_weights(checkpoint: EsmCheckpoint) -> str:
-    """Return what identifies the weights: the same for both forms, and another if any bit of them differs."""
+    """Return a digest of the weights: the same for both file forms, and different if any bit differs."""
     hasher = hashlib.blake2b(json.dumps(asdict(checkpoint.architecture), sort_keys=True).encode(), digest_size=16)
     for name, tensor in sorted([*checkpoint.tensors.items(), ("rotary", checkpoint.rotary_F)]):
         hasher.update(json.dumps([name, dtype_name(tensor.dtype), list(tensor.shape)]).encode())
@@ -142,7 +142,7 @@ def digest_weights(checkpoint: EsmCheckpoint) -> str:
 
 
 def refuse_not_finite(checkpoint: EsmCheckpoint) -> None:
-    """Refuse weights with numbers that are none: whatever they encode would be none either."""
+    """Refuse weights with NaN or infinite numbers."""
     for name, tensor in checkpoint.tensors.items():
         finite = torch.isfinite(tensor)
         if not finite.all():
@@ -175,7 +175,7 @@ def _hugging_face(files: CheckpointFiles) -> tuple[dict[str, Any], Architecture]
 
 
 def _face_name(name: str) -> str:
-    """Return fair-esm's name of a tensor that Hugging Face named; a name it does not know stays as it is."""
+    """Translate a Hugging Face tensor name to fair-esm's; unknown names stay as they are."""
     name = name.removeprefix("esm.")
     match = _FACE_LAYER.match(name)
     if match and match[2] in _FACE_PARTS:
@@ -184,7 +184,7 @@ def _face_name(name: str) -> str:
 
 
 def _architecture(values: list[Any], names: tuple[str, ...], path: Path) -> Architecture:
-    """Return the architecture, unless a number in it cannot be."""
+    """Return the architecture; refuse impossible values."""
     for name, value, most in zip(names, values, (MOST_LAYERS, MOST_DIM, MOST_DIM), strict=False):
         if type(value) is not int or not 1 <= value <= most:
             raise WeightsUnusable(f"{name} is {value!r}, which no ESM-2 has", where=str(path), remedy=FETCH_AGAIN)
@@ -199,7 +199,7 @@ def _architecture(values: list[Any], names: tuple[str, ...], path: Path) -> Arch
 
 
 def _held_to(architecture: Architecture, state: Mapping[str, Any], path: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of an architecture, each there, and of its shape and of one kind of number."""
+    """Return the tensors of the architecture; refuse missing, extra and wrong ones, and mixed precisions."""
     expected = shapes(architecture)
     size = f"{architecture.layers} layers of width {architecture.dim}"
     if missing := [name for name in expected if name not in state]:
@@ -212,14 +212,14 @@ def _held_to(architecture: Architecture, state: Mapping[str, Any], path: Path) -
     tensors = {name: _checked(name, state[name], shape, path) for name, shape in expected.items()}
     kinds = {tensor.dtype for tensor in tensors.values()}
     if len(kinds) > 1 or not kinds <= set(DTYPES.values()):
-        found = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))
-        what = f"is stored in {found}; the whole of it must be in one of float32, float16, bfloat16"
+        precisions = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))
+        what = f"is stored in {precisions}; the whole of it must be in one of float32, float16, bfloat16"
         raise WeightsUnusable(what, where=str(path), remedy="save it once more in one of these")
     return tensors
 
 
 def _checked(name: str, tensor: object, shape: tuple[int, ...], path: Path) -> torch.Tensor:
-    """Return a tensor if it is one, of that shape, with its numbers in memory or in the file."""
+    """Return a tensor if it is a plain CPU tensor of that shape; else refuse it."""
     if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.device.type != "cpu":
         raise WeightsUnusable(f"{name} is not a plain tensor", where=str(path), remedy=FETCH_AGAIN)
     if tuple(tensor.shape) != shape:
@@ -231,14 +231,14 @@ def _checked(name: str, tensor: object, shape: tuple[int, ...], path: Path) -> t
 
 
 def _rotary(architecture: Architecture, state: Mapping[str, Any], path: Path) -> torch.Tensor:
-    """Return the rotary frequencies: those stored, which must be the same in every layer, or new ones if none are."""
+    """Return the stored rotary frequencies, which must be equal in all layers, or computed ones if none are stored."""
     head_dim = architecture.dim // architecture.heads
     fresh_F = frequencies(head_dim)
     names = [f"layers.{layer}.{_INV_FREQ}" for layer in range(architecture.layers)]
     stored = [_checked(name, state[name], (head_dim // 2,), path).float() for name in names if name in state]
     if not stored:
         return fresh_F
-    if not all(torch.equal(one_F, stored[0]) for one_F in stored):
+    if not all(torch.equal(frequency_F, stored[0]) for frequency_F in stored):
         raise WeightsUnusable("its layers differ in their rotary frequencies", where=str(path), remedy=FETCH_AGAIN)
     if not torch.allclose(stored[0], fresh_F, rtol=_ROTARY_TOLERANCE, atol=1e-4):
         raise WeightsUnusable("its rotary frequencies are not those of ESM-2", where=str(path), remedy=FETCH_AGAIN)

@@ -1,8 +1,8 @@
-"""The part of a download that came so far: NAME.partial, and NAME.partial.json which remembers whose bytes they are.
+"""An unfinished download: NAME.partial, and NAME.partial.json which remembers its origin.
 
-Whoever downloads holds a lock on the partial file. The kernel drops it with the process, however that ends, so what a
-killed download left is gone on with at once. Names of one's own would be as safe, but nobody could tell an abandoned
-one from one in use; they are what is left where the file system knows no locks.
+The downloading process holds a lock on the partial file. The kernel drops it when the process ends in any way, so that
+the next one can go on at once with what a killed one left. On a file system without locks each process uses a file name
+of its own, with which no other can go on, as it may still be in use.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _DISK = Disk()
 
 @dataclass(frozen=True, slots=True)
 class DownloadOrigin:
-    """Whose bytes a partial file holds."""
+    """The remote file whose beginning a partial file holds."""
 
     url: str
     validator: str  # a strong ETag, else Last-Modified: what If-Range takes; empty: nobody can say whether it changed
@@ -40,18 +40,18 @@ class DownloadOrigin:
 
     @classmethod
     def of(cls, url: str, headers: Message, total: int | None) -> DownloadOrigin:
-        """Read what a server says of its file."""
+        """Read the validator of a remote file from the headers of a response."""
         tag = headers.get("ETag", "")
         return cls(url, tag if tag.startswith('"') else headers.get("Last-Modified", ""), total)
 
     def agrees(self, headers: Message, total: int | None) -> bool:
-        """Say whether an answer is about the same file, as far as it says."""
-        said = headers.get("ETag" if self.validator.startswith('"') else "Last-Modified", self.validator)
-        return said == self.validator and (None in (total, self.total) or total == self.total)
+        """Say whether a response is about the same version of the file, as far as its headers tell."""
+        validator = headers.get("ETag" if self.validator.startswith('"') else "Last-Modified", self.validator)
+        return validator == self.validator and (None in (total, self.total) or total == self.total)
 
 
 class Partial:
-    """The bytes that came so far, in a file that no other process writes."""
+    """The bytes downloaded so far, in a file that no other process writes."""
 
     def __init__(self, out: Path, path: Path, file: IO[bytes]) -> None:
         self._out, self.path, self._file = out, path, file
@@ -61,7 +61,7 @@ class Partial:
         self.origin = self._remembered()
 
     def _remembered(self) -> DownloadOrigin | None:
-        """Read whose bytes these are; a note that cannot be read is none."""
+        """Read the origin of the bytes; None where the note is missing or unreadable."""
         try:
             note = json.loads(self._note.read_text())
             total = note["total"]
@@ -70,18 +70,18 @@ class Partial:
             return None
 
     def can_go_on(self, url: str) -> bool:
-        """Say whether the rest of exactly this file can be asked for."""
+        """Say whether the rest of exactly this file can be requested from `url`."""
         origin = self.origin
         if not self.size or origin is None or origin.url != url or not origin.validator:
             return False
         return origin.total is None or self.size <= origin.total
 
     def is_whole(self, url: str) -> bool:
-        """Say whether nothing is missing, which only a known length can tell."""
+        """Say whether the file is complete; False where its length is unknown."""
         return self.can_go_on(url) and self.origin is not None and self.size == self.origin.total
 
     def restart(self, origin: DownloadOrigin | None = None) -> None:
-        """Forget what came, and remember whose bytes come now."""
+        """Discard the bytes, and remember the origin of the next ones."""
         with explaining_disk_errors(self._out):
             self._file.truncate(0)  # first: the note must never vouch for another's bytes
             self._note.unlink(missing_ok=True)
@@ -90,7 +90,7 @@ class Partial:
         self._sha256, self._hashed, self.size, self.origin = hashlib.sha256(), 0, 0, origin
 
     def append(self, data: bytes) -> None:
-        """Add what came."""
+        """Append downloaded bytes."""
         with explaining_disk_errors(self._out):
             self._file.write(data)
             self._file.flush()
@@ -99,19 +99,19 @@ class Partial:
         self._hashed += len(data)
 
     def catch_up(self) -> None:
-        """Read what an earlier process left into the digest."""
+        """Add the bytes that an earlier process left to the digest."""
         self._file.seek(self._hashed)
         while self._hashed < self.size and (data := self._file.read(BLOCK_BYTES)):
             self._sha256.update(data)
             self._hashed += len(data)
 
     def sha256(self) -> str:
-        """Return the digest of what came."""
+        """Return the digest of all bytes."""
         self.catch_up()
         return self._sha256.hexdigest()
 
     def publish(self) -> None:
-        """Let it be the file."""
+        """Give the finished file its name."""
         with explaining_disk_errors(self._out):
             os.fsync(self._file.fileno())
             _DISK.rename(self.path, self._out)
@@ -119,14 +119,14 @@ class Partial:
             self._note.unlink(missing_ok=True)
 
     def discard(self) -> None:
-        """Leave nothing."""
+        """Remove the file and its note."""
         self.path.unlink(missing_ok=True)
         self._note.unlink(missing_ok=True)
 
 
 @contextmanager
 def claim_partial(out: Path) -> Iterator[Partial]:
-    """Hold the partial file of `out` against other processes."""
+    """Open the partial file of `out`, locked against other processes."""
     with explaining_disk_errors(out):
         _DISK.make_folder(out.parent)
         if out.is_dir():
@@ -149,7 +149,7 @@ def claim_partial(out: Path) -> Iterator[Partial]:
 
 
 def _open_locked(path: Path) -> IO[bytes] | None:
-    """Open and lock a file; None where the file system knows no locks."""
+    """Open and lock a file; None where the file system has no locks."""
     while True:
         file = path.open("a+b")
         try:
@@ -170,7 +170,7 @@ def _open_locked(path: Path) -> IO[bytes] | None:
 
 @contextmanager
 def explaining_disk_errors(out: Path) -> Iterator[None]:
-    """Turn what a disk refuses into an error that says where and what to do."""
+    """Turn an OSError of writing into a ConfigError with place and remedy."""
     try:
         yield
     except OSError as error:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 _DISK = Disk()
-_SPREAD = 0.1  # of layer-norm parameters and output biases: were they ones and zeros, nobody would miss them
+_SPREAD = 0.1  # of layer-norm parameters and output biases: with ones and zeros, no test would notice if one is unused
 
 
 def write_random_checkpoint(out: Path, layers: int, dim: int, heads: int, seed: int = 0, stress: float = 1.0) -> None:
@@ -56,7 +56,7 @@ def write_random_checkpoint(out: Path, layers: int, dim: int, heads: int, seed: 
 
 
 def _check(out: Path, regression: Path, layers: int, dim: int, heads: int) -> None:
-    """Refuse what would not become an ESM-2 checkpoint, or would replace a file."""
+    """Refuse sizes or names that are no ESM-2 checkpoint's, and existing files."""
     if layers < 1 or heads < 1 or dim < 1:
         raise ConfigError(
             f"{layers} layers of width {dim} with {heads} heads: each must be at least 1",
@@ -76,7 +76,7 @@ def _check(out: Path, regression: Path, layers: int, dim: int, heads: int) -> No
 
 
 def _tensor(name: str, shape: tuple[int, ...], random: torch.Generator) -> torch.Tensor:
-    """Return a parameter as fair-esm would begin with it, but for the spread of norms and output biases."""
+    """Return a parameter as fair-esm initialises it, but for the spread of norms and output biases."""
     if name == "embed_tokens.weight":
         table_VD = torch.empty(shape).normal_(generator=random)
         table_VD[PAD] = 0
@@ -99,7 +99,7 @@ def _bound(name: str, shape: tuple[int, ...]) -> float:
 
 
 def _language_head(table_VD: torch.Tensor, random: torch.Generator) -> dict[str, torch.Tensor]:
-    """Return the head that predicts tokens, which shares the table of the embedding."""
+    """Return the tensors of the language-model head, which shares the embedding table."""
     dim = table_VD.shape[1]
     return {
         "encoder.lm_head.weight": table_VD,

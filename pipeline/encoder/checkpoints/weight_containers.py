@@ -1,4 +1,4 @@
-"""The two containers that weights come in, read without executing anything that is in them."""
+"""The two file formats of weights, .pt and .safetensors, read without executing anything in them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _CUT_SHORT = ("central directory", "unexpected EOF", "not fully covered", "inval
 
 
 def read_pt(path: Path) -> Any:
-    """Return what torch.save wrote to a file: tensors, plain data and argparse.Namespace, and nothing else."""
+    """Return the content of a torch.save file; anything but tensors, plain data and argparse.Namespace is refused."""
     head = _head(path)
     _refuse_packed(path)
     try:
@@ -62,7 +62,7 @@ def read_safetensors(paths: Iterable[Path]) -> dict[str, torch.Tensor]:
 
 
 def _load(path: Path, *, mapped: bool) -> Any:
-    """Unpickle a file with torch's restricted unpickler; the old format cannot be mapped, and some disks neither."""
+    """Load a file with torch's restricted unpickler, mapped where the format and the file system allow it."""
     with _namespaces_allowed(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Detected pickle protocol")
         warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
@@ -76,7 +76,7 @@ def _load(path: Path, *, mapped: bool) -> Any:
 
 @contextmanager
 def _namespaces_allowed() -> Iterator[None]:
-    """Let argparse.Namespace pass, in which fair-esm keeps the architecture; it holds values and does nothing."""
+    """Allow argparse.Namespace, in which fair-esm keeps the architecture; it only holds values."""
     if hasattr(torch.serialization, "safe_globals"):
         with torch.serialization.safe_globals([Namespace]):
             yield
@@ -91,7 +91,7 @@ def _namespaces_allowed() -> Iterator[None]:
 
 
 def _head(path: Path) -> bytes:
-    """Return a file's first bytes, unless they tell that it is something else altogether."""
+    """Return a file's first bytes; refuse an empty file, a web page and a git-lfs pointer."""
     try:
         with path.open("rb") as file:
             head = file.read(64)
@@ -108,9 +108,9 @@ def _head(path: Path) -> bytes:
 
 
 def _refuse_packed(path: Path) -> None:
-    """Refuse an archive whose parts are compressed: torch never does that, and mapped, it would read noise.
+    """Refuse an archive with compressed members: torch never writes them, and mapped, they would be read as noise.
 
-    So nothing unfolds to more than the file has. What is no archive is for torch to judge.
+    So nothing unpacks to more than the file's size. A file that is no archive is left to torch.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -124,7 +124,7 @@ def _refuse_packed(path: Path) -> None:
 
 
 def _refused(path: Path, message: str) -> WeightsUnusable:
-    """Say what torch's unpickler would not do."""
+    """Return the error for a file that torch's restricted unpickler refuses."""
     match = _GLOBAL.search(message)
     if match is None:
         return WeightsUnusable("is not a checkpoint that torch can read", where=str(path), remedy=USE_ESM2)
@@ -133,7 +133,7 @@ def _refused(path: Path, message: str) -> WeightsUnusable:
 
 
 def _not_a_checkpoint(path: Path, error: Exception, *, is_zip: bool) -> WeightsUnusable:
-    """Say that a file is cut short, or is something else."""
+    """Return the error for a file that is truncated, or no checkpoint."""
     message = str(error)
     if any(sign in message for sign in _CUT_SHORT) or (isinstance(error, EOFError) and is_zip):
         return WeightsUnusable("is truncated: its end is missing", where=str(path), remedy=FETCH_AGAIN)
@@ -148,7 +148,7 @@ _ARCHITECTURES = {
     "msa_transformer": "the MSA Transformer",
     "invariant_gvp": "ESM-IF1",
 }
-# Part of a tensor's name, and whose it is; the first that is found decides.
+# Part of a tensor's name, and the model family that has it; the first match decides.
 _SIGNS = {
     "esm_s_combine": "ESMFold",
     "trunk.": "ESMFold",
@@ -161,7 +161,7 @@ _SIGNS = {
     "self_attn.bias_k": "ESM-1",
 }
 _MODEL_TYPES = {"esmc": "ESM C", "esm3": "ESM3", "esmplusplus": "ESM C", "ESMplusplus": "ESM C", "esmfold": "ESMFold"}
-# What config.json may say otherwise, what it means if it is not there (as transformers has it), and what ESM-2 needs.
+# Settings of config.json: the default of transformers, and the value that ESM-2 needs.
 _SETTINGS: dict[str, tuple[Any, Any]] = {
     "hidden_act": ("gelu", "gelu"),
     "layer_norm_eps": (1e-12, 1e-5),
@@ -173,7 +173,7 @@ _SETTINGS: dict[str, tuple[Any, Any]] = {
 
 
 def refuse_container(data: object, path: Path) -> None:
-    """Refuse what is in a .pt file unless it has a model and says of which architecture."""
+    """Refuse the content of a .pt file unless it has the weights and the architecture of an ESM-2."""
     if not isinstance(data, Mapping):
         raise _not_esm2(f"holds a {type(data).__name__}, not a checkpoint", path)
     architecture = getattr(data.get("args"), "arch", None)
@@ -196,7 +196,7 @@ def refuse_container(data: object, path: Path) -> None:
 
 
 def refuse_names(names: Iterable[str], path: Path) -> None:
-    """Refuse the tensors of a relative."""
+    """Refuse tensors whose names belong to another model family."""
     names = list(names)
     for sign, family in _SIGNS.items():
         if any(sign in name for name in names):
@@ -204,7 +204,7 @@ def refuse_names(names: Iterable[str], path: Path) -> None:
 
 
 def refuse_config(config: Mapping[str, Any], path: Path) -> None:
-    """Refuse a Hugging Face model that is not ESM-2, or not used as ESM-2 is."""
+    """Refuse the config.json of a model that is not ESM-2, or has other settings."""
     kind = config.get("model_type")
     if kind != "esm":
         raise _is_other(_MODEL_TYPES.get(str(kind), f"a model of the type {kind!r}"), path)

@@ -1,4 +1,4 @@
-"""Which checkpoint a run uses: found where it lies, identified by its content, read only once, and installed.
+"""The checkpoint of a run: finding it, identifying it by its content, remembering that, and installing it.
 
 Nothing here imports torch before a checkpoint must be read.
 """
@@ -42,11 +42,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 WEIGHTS_VERSION = 1  # raise it when digests of the same weights change
-_BLOCK_BYTES = 1 << 20
 
 
 class PublishedMatch(str, Enum):
-    """What the table of published models says of a file that it does not contradict."""
+    """How a file compares with the table of published models, which it does not contradict."""
 
     EQUAL = "equal"
     UNKNOWN = "unknown"
@@ -54,7 +53,7 @@ class PublishedMatch(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFacts:
-    """A checkpoint that was read and found in order."""
+    """What is remembered about a checkpoint that was read and is usable."""
 
     name: str
     form: str
@@ -75,13 +74,13 @@ class CheckpointFacts:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Return the path, or where else the same checkpoint lies: on a node without internet, what is there must do."""
-    looked = list(dict.fromkeys(_places(path)))
-    for place in looked:
+    """Return the path, or another local place of the same checkpoint, such as torch's or Hugging Face's cache."""
+    places = list(dict.fromkeys(_places(path)))
+    for place in places:
         if _is_there(place) if place == path else _is_checkpoint(place):
             return place
     model = published(stem(path))
-    lines = "\n".join(f"    {place}" for place in looked)
+    lines = "\n".join(f"    {place}" for place in places)
     what = f"embed.weights: there is no checkpoint at this path, nor anywhere else that was looked at:\n{lines}"
     fetch = (
         f"pipeline weights fetch {model.name if model else MAIN_MODEL}   (or set embed.weights to one that you have)"
@@ -90,13 +89,13 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def identify(path: Path, seen: Store, *, remember: bool = True) -> CheckpointFacts:
-    """Return what a checkpoint is; it is read again only if one of its files changed since it was remembered."""
+    """Return the facts about a checkpoint; it is read only if a file has changed since they were remembered."""
     place = find_checkpoint(path)
     files = files_of(place)
     before = _states(files)
     key = _key(place, before)
-    if (known := _remembered(seen, key)) is not None:
-        return known
+    if (facts := _remembered(seen, key)) is not None:
+        return facts
     weights = checkpoint_facts(place)
     if _states(files) != before:
         remedy = "wait until it is written, and type the same command again"
@@ -108,12 +107,12 @@ def identify(path: Path, seen: Store, *, remember: bool = True) -> CheckpointFac
 
 
 def key_as_it_stands(place: Path) -> bytes:
-    """Return the key under which a checkpoint is remembered while none of its files changes."""
+    """Return the key under which the facts about a checkpoint are remembered until one of its files changes."""
     return _key(place, _states(files_of(place)))
 
 
 def check_published(path: Path, name: str) -> PublishedMatch:
-    """Compare a checkpoint's file with what was published under that name; a file that differs is refused."""
+    """Compare a checkpoint's file with the model published under that name; refuse one that differs."""
     files, model = files_of(path), published(name)
     if model is None or len(files.tensors) != 1:
         return PublishedMatch.UNKNOWN
@@ -123,9 +122,9 @@ def check_published(path: Path, name: str) -> PublishedMatch:
     if expected is None:
         return PublishedMatch.UNKNOWN
     remedy = f"pipeline weights fetch {name}   (or give your own model a name of its own)"
-    if size is not None and (found := file.stat().st_size) != size:
+    if size is not None and (size_there := file.stat().st_size) != size:
         raise WeightsUnusable(
-            f"has {found:,} bytes; {name} was published with {size:,}", where=str(file), remedy=remedy
+            f"has {size_there:,} bytes; {name} was published with {size:,}", where=str(file), remedy=remedy
         )
     if (sha256 := sha256_of(file)) != expected:
         what = f"is not {name} as it was published: its SHA-256 is {sha256}, and should be {expected}"
@@ -138,7 +137,7 @@ def sha256_of(path: Path) -> str:
     hasher = hashlib.sha256()
     try:
         with path.open("rb") as file:
-            while block := file.read(_BLOCK_BYTES):
+            while block := file.read(BLOCK_BYTES):
                 hasher.update(block)
     except OSError as error:
         raise unreadable_checkpoint(path, error) from error
@@ -146,7 +145,7 @@ def sha256_of(path: Path) -> str:
 
 
 def checkpoint_facts(path: Path) -> CheckpointFacts:
-    """Read a checkpoint, every tensor of it, and say what it is; one that could not be used is refused."""
+    """Read every tensor of a checkpoint and return the facts about it; refuse an unusable one."""
     from pipeline.encoder.checkpoints.esm_checkpoint import (
         digest_weights,
         dtype_name,
@@ -162,36 +161,34 @@ def checkpoint_facts(path: Path) -> CheckpointFacts:
 
 
 def _states(files: CheckpointFiles) -> list[tuple[str, int, int, int]]:
-    """Return the path, size and times of every file of a checkpoint; any write changes one of them."""
-    return [(str(path.absolute()), *_state(path)) for path in files.all]
+    """Return the path, size, mtime and ctime of every file of a checkpoint; any write changes one of them."""
+    states = []
+    for path in files.all:
+        try:
+            state = path.stat()
+        except OSError as error:
+            raise unreadable_checkpoint(path, error) from error
+        states.append((str(path.absolute()), state.st_size, state.st_mtime_ns, state.st_ctime_ns))
+    return states
 
 
 def _key(place: Path, states: list[tuple[str, int, int, int]]) -> bytes:
     return recipe_key("weights", {"version": WEIGHTS_VERSION, "path": str(place.absolute()), "files": states})
 
 
-def _state(path: Path) -> tuple[int, int, int]:
-    """Return the size and the times of a file."""
-    try:
-        state = path.stat()
-    except OSError as error:
-        raise unreadable_checkpoint(path, error) from error
-    return state.st_size, state.st_mtime_ns, state.st_ctime_ns
-
-
-def _remembered(seen: Store, key: bytes) -> CheckpointFacts | None:
-    """Return what is remembered under a key; a damaged record counts as missing, and is made anew."""
-    if seen.missing([key]):
+def _remembered(store: Store, key: bytes) -> CheckpointFacts | None:
+    """Return the facts remembered under a key; a damaged record counts as missing, and is made anew."""
+    if store.missing([key]):
         return None
     try:
-        return CheckpointFacts.from_json(seen.get(key).meta)
+        return CheckpointFacts.from_json(store.get(key).meta)
     except (CacheDamaged, RecordMissing) as error:
         log.warning("%s: %s: made anew", error.where, error.what)
         return None
 
 
 def _places(path: Path) -> Iterator[Path]:
-    """Yield where a checkpoint may lie, the likeliest first; of those with a public name, in the shared folders too."""
+    """Yield where a checkpoint may be, the likeliest first; a published model also in the caches of libraries."""
     yield path
     if path.suffix in _SUFFIXES:
         yield path.with_suffix("")
@@ -210,7 +207,7 @@ def _home(variable: str, name: str) -> Path:
 
 
 def _snapshots(name: str) -> Iterator[Path]:
-    """Yield where Hugging Face keeps a model: the revision that main was last seen at, then any other."""
+    """Yield the folders of Hugging Face's cache for a model: the revision last seen as main, then the others."""
     hub = os.environ.get("HF_HUB_CACHE")
     folder = (Path(hub).expanduser() if hub else _home("HF_HOME", "huggingface") / "hub") / f"models--facebook--{name}"
     try:
@@ -224,18 +221,16 @@ def _snapshots(name: str) -> Iterator[Path]:
 
 
 def _is_there(path: Path) -> bool:
-    """Say whether there is anything at a path that was named, also if it may not be looked at."""
+    """Say whether there is anything at a path, even if its state cannot be read."""
     try:
         path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except OSError:
-        return True
+    except OSError as error:
+        return not isinstance(error, FileNotFoundError | NotADirectoryError)
     return True
 
 
 def _is_checkpoint(path: Path) -> bool:
-    """Say whether a place that nobody named has what could be a checkpoint."""
+    """Say whether a place that the user did not name looks like a checkpoint."""
     try:
         if path.suffix == ".pt":
             return path.is_file()
@@ -249,7 +244,7 @@ _DISK = Disk()
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """A checkpoint that could be read, and what the table of published models says of it."""
+    """A readable checkpoint, compared with the table of published models."""
 
     weights: CheckpointFacts
     parameters: int  # of what encodes: heads are not counted
@@ -264,46 +259,46 @@ class Examined:
         return asdict(self.weights) | facts
 
     def accepted(self) -> Examined:
-        """Return this, unless it is not what its name says."""
+        """Return this; raise if it differs from the model published under its name."""
         if self.why is not None:
             raise self.why
         return self
 
 
 def examine_checkpoint(path: Path) -> Examined:
-    """Read the checkpoint at a path, every tensor and every byte of it."""
+    """Read every tensor and every byte of the checkpoint at a path, and return what it is."""
     from pipeline.encoder.checkpoints.esm_checkpoint import load_esm_checkpoint
 
-    found = checkpoint_facts(path)
-    verdict, why = _judge(path, found)
+    facts = checkpoint_facts(path)
+    verdict, why = _judge(path, facts)
     digests = tuple((file.name, sha256_of(file)) for file in files_of(path).tensors)
     return Examined(
-        found, sum(tensor.numel() for tensor in load_esm_checkpoint(path).tensors.values()), digests, verdict, why
+        facts, sum(tensor.numel() for tensor in load_esm_checkpoint(path).tensors.values()), digests, verdict, why
     )
 
 
-def _judge(path: Path, found: CheckpointFacts) -> tuple[str, WeightsUnusable | None]:
-    """Compare a checkpoint with what was published under its name."""
+def _judge(path: Path, facts: CheckpointFacts) -> tuple[str, WeightsUnusable | None]:
+    """Compare a checkpoint with the model published under its name; return the verdict and the difference."""
     try:
-        _refuse_other_shape(published(found.name), (found.layers, found.dim, found.heads), path)
-        return ("published" if check_published(path, found.name) is PublishedMatch.EQUAL else "unknown"), None
+        _refuse_other_shape(published(facts.name), (facts.layers, facts.dim, facts.heads), path)
+        return ("published" if check_published(path, facts.name) is PublishedMatch.EQUAL else "unknown"), None
     except WeightsUnusable as difference:
         return "different", difference
 
 
 def refuse_other(path: Path, model: Published | None) -> None:
-    """Refuse a file that is no checkpoint of ESM-2, or not of the architecture of a published model."""
+    """Refuse a file that is no ESM-2 checkpoint, or not of the published model's architecture."""
     from pipeline.encoder.checkpoints.esm_checkpoint import load_esm_checkpoint
 
     shape = load_esm_checkpoint(path).architecture
     _refuse_other_shape(model, (shape.layers, shape.dim, shape.heads), path)
 
 
-def _refuse_other_shape(model: Published | None, found: tuple[int, int, int], path: Path) -> None:
-    """Refuse a name that promises another architecture."""
-    if model is None or found == (wanted := (model.layers, model.dim, model.heads)):
+def _refuse_other_shape(model: Published | None, shape: tuple[int, int, int], path: Path) -> None:
+    """Refuse a checkpoint of another architecture than the published model of its name."""
+    if model is None or shape == (wanted := (model.layers, model.dim, model.heads)):
         return
-    sizes = [f"{layers} layers of width {dim} with {heads} heads" for layers, dim, heads in (found, wanted)]
+    sizes = [f"{layers} layers of width {dim} with {heads} heads" for layers, dim, heads in (shape, wanted)]
     remedy = f"pipeline weights fetch {model.name}   (or give your own model a name of its own)"
     raise WeightsUnusable(
         f"is not {model.name}: it has {sizes[0]}, and should have {sizes[1]}", where=str(path), remedy=remedy
@@ -313,9 +308,9 @@ def _refuse_other_shape(model: Published | None, found: tuple[int, int, int], pa
 def is_installed(source: CheckpointFiles, target: Path) -> bool:
     """Say whether the same bytes are there already."""
     pairs = [(file, _in_folder(source, file, target)) for file in source.all]
-    if not all(there.is_file() and there.stat().st_size == file.stat().st_size for file, there in pairs):
+    if not all(copy.is_file() and copy.stat().st_size == file.stat().st_size for file, copy in pairs):
         return False
-    return all(there.samefile(file) or sha256_of(there) == sha256_of(file) for file, there in pairs)
+    return all(copy.samefile(file) or sha256_of(copy) == sha256_of(file) for file, copy in pairs)
 
 
 def install_checkpoint(source: CheckpointFiles, target: Path, *, replace: bool) -> None:

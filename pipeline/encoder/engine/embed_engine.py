@@ -1,4 +1,4 @@
-"""Embeds sequences with one checkpoint: draws batches, computes them, has rows written, tells what became of each."""
+"""Embeds sequences with one checkpoint: draws batches, computes them, has rows written, and yields the outcomes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ AHEAD = 3  # batches that are read, or being read: one to compute now, two for l
 
 @dataclass(slots=True)
 class Flow:
-    """What is under way in one run; no more rows than `QUEUE_BYTES`, and one batch, wait to be written."""
+    """One run of the engine; at most `QUEUE_BYTES` of rows, and one batch, wait to be written."""
 
     ladder: MemoryLadder
     recipe: EmbeddingRecipe
@@ -53,14 +53,14 @@ class Flow:
     schedule: BatchSchedule
     reader: BatchReader
     writer: RowWriter
-    on: Callable[[Sequence[str]], None]  # is told which texts are computed now
+    on: Callable[[Sequence[str]], None]  # called with the texts that are computed next
     reading: int = 0
     writing: int = 0
     writing_bytes: int = 0
     again: list[SequenceWork] = field(default_factory=list)  # in full precision
 
     def outcomes(self) -> Iterator[Done | RefusedSequence]:
-        """Do everything, and yield what became of each sequence."""
+        """Embed all sequences, and yield the outcome of each."""
         while True:
             self._read_ahead()
             if self.again:
@@ -81,7 +81,7 @@ class Flow:
             self.reading += 1
 
     def _compute(self, works: Sequence[SequenceWork]) -> Iterator[Done | RefusedSequence]:
-        """Compute sequences; their rows are the writer's before anything else can happen, so that none is lost."""
+        """Compute sequences and hand their rows to the writer at once, so that none is lost."""
         self.on([work.text for work in works])
         if len(works) == 1 and works[0].tokens > self.ladder.budget:
             yield from self._settle_down_to(-1)  # it may need all the memory there is
@@ -96,12 +96,12 @@ class Flow:
             yield from self._settle_down_to(QUEUE_BYTES)
 
     def _settle_down_to(self, most_bytes: int) -> Iterator[Done | RefusedSequence]:
-        """Wait until no more than this is left to be written, and take what answers are there."""
+        """Wait until at most so many bytes are left to be written, and take the answers that have come."""
         while self.writing and (self.writing_bytes > most_bytes or self.writer.has_answered()):
             yield from self._settle()
 
     def _settle(self) -> Iterator[Done | RefusedSequence]:
-        """Wait for the next rows to be written, and yield what became of them."""
+        """Wait for the next rows to be written, and yield their outcomes."""
         written = self.writer.hear()
         self.writing -= 1
         self.writing_bytes -= written.bytes
@@ -114,7 +114,7 @@ class Flow:
             yield Done(work.index, work.step.variant)
 
     def _repeat(self, work: SequenceWork) -> Iterator[RefusedSequence]:
-        """Have a sequence whose numbers are not finite done again in full precision, or refuse it."""
+        """Queue a sequence whose numbers are not finite for full precision, or refuse it."""
         step = full_precision(self.recipe, work.step)
         if step is None:
             what = f"the encoder's numbers are not finite in {work.step.variant.precision} as stored"
@@ -125,7 +125,7 @@ class Flow:
 
 
 class Builder(Protocol):
-    """What makes an encoder: the class itself, or a stand-in."""
+    """Makes an encoder: the class itself, or a stand-in of a test."""
 
     def __call__(
         self, checkpoint: EsmCheckpoint, *, layer: int, precision: str, device: torch.device
@@ -133,7 +133,7 @@ class Builder(Protocol):
 
 
 class Engine:
-    """Embeds sequences with one checkpoint by one recipe; `figures` tell how far it is."""
+    """Embeds sequences with one checkpoint by one recipe; `figures` hold its progress."""
 
     def __init__(
         self,
@@ -164,11 +164,11 @@ class Engine:
         read: Callable[[Sequence[int]], Sequence[str]],
         sink: Callable[[Embedding], None],
     ) -> Generator[Done | RefusedSequence, None, None]:
-        """Embed N sequences of known length, told from each other by their place; yield what became of each.
+        """Embed N sequences of known length, identified by their index; yield the outcome of each.
 
-        `read` is called in a thread of its own, `sink` in another, each by nobody else. An outcome is yielded after the
-        sink took the embedding. However this ends, what had been computed is given to the sink first, all but the
-        batch under way; a failure of `read` or `sink` is raised here.
+        `read` is called in one thread only, and so is `sink`. An outcome is yielded after the sink took the embedding.
+        However this ends, what had been computed is given to the sink first, all but the batch under way; a failure of
+        `read` or `sink` is raised here.
         """
         refused_N = token_batches.too_long(lengths_N, self._recipe)
         for index in refused_N.tolist():
@@ -184,7 +184,7 @@ class Engine:
     def _run(
         self, lengths_N: Integers, refused_N: Integers, reader: BatchReader, writer: RowWriter
     ) -> Iterator[Done | RefusedSequence]:
-        """Pass on what becomes of the sequences that are not refused, and keep the figures."""
+        """Yield the outcomes of the sequences that are not too long, and keep the figures."""
         settings = self._settings
         cap = None if settings.cap == "auto" else settings.cap
         order = token_batches.BatchSchedule(lengths_N, refused_N, self._recipe, policy=settings.policy, cap=cap)
@@ -198,7 +198,7 @@ class Engine:
         return self._build(self._checkpoint, layer=self._recipe.layer, precision=precision, device=torch.device(device))
 
     def _set_budget(self) -> None:
-        """Build the encoder and measure what fits beside it, once."""
+        """Build the encoder and measure how many tokens fit beside it, once."""
         if self._ladder.budget:
             return
         tokens = unless_out_of_memory(self._measure)

@@ -1,7 +1,7 @@
 """The two threads beside the one that computes: one reads ahead, one writes behind.
 
-They are spoken to by `SimpleQueue` alone, which a signal handler may interrupt anywhere without leaving a lock taken;
-what bounds the queues is counted by the caller, so that nothing here can wait for somebody who is gone.
+All communication is by `SimpleQueue`, which a signal handler may interrupt anywhere without leaving a lock taken. The
+caller bounds the queues by counting, so that no thread here ever blocks on a full queue whose reader is gone.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True, slots=True)
 class TokenizedBatch:
-    """Sequences that are ready to be computed, and those that never will be."""
+    """Sequences that are ready to be computed, and those that were refused."""
 
     works: list[SequenceWork]
     refused: list[RefusedSequence]
@@ -52,7 +52,7 @@ class TokenizedBatch:
 
 @dataclass(frozen=True, slots=True)
 class WrittenRows:
-    """What became of computed rows."""
+    """The outcome of storing computed rows."""
 
     stored: list[SequenceWork]
     spoiled: list[SequenceWork]  # those with numbers that are not finite
@@ -61,9 +61,9 @@ class WrittenRows:
 
 
 class Servant(Generic[Asked, Answer]):
-    """A thread that answers what it is asked, in order; after a failure it answers no more, and stands in no way.
+    """A worker thread that answers requests in order; after its first failure it has ended.
 
-    Only the thread that owns it may ask and listen.
+    Only the thread that owns it may call `ask` and `hear`.
     """
 
     name = "servant"
@@ -83,12 +83,12 @@ class Servant(Generic[Asked, Answer]):
     def __exit__(self, *_: object) -> None:
         self.finish()
 
-    def ask(self, something: Asked) -> None:
-        """Give it something to do; this never waits."""
-        self._asked.put(something)
+    def ask(self, request: Asked) -> None:
+        """Queue a request; this never waits."""
+        self._asked.put(request)
 
     def hear(self) -> Answer:
-        """Wait for the next answer; what failed in the thread is raised here."""
+        """Wait for the next answer; an error of the thread is raised here."""
         answer = self._answers.get()
         if isinstance(answer, BaseException):
             self._failed = True
@@ -99,9 +99,9 @@ class Servant(Generic[Asked, Answer]):
         return not self._answers.empty()
 
     def finish(self) -> None:
-        """Wait until all that was asked is done and the thread has ended, whatever a signal handler raises meanwhile.
+        """Wait until all requests are done and the thread has ended, even if a signal handler raises meanwhile.
 
-        Before Python 3.13, an interrupted `Thread.join` could take a living thread for a dead one: it is not relied on.
+        Before Python 3.13, an interrupted `Thread.join` could take a running thread for an ended one, so a queue tells.
         """
         interruption: BaseException | None = None
         while not self._over:
@@ -128,7 +128,7 @@ class Servant(Generic[Asked, Answer]):
 
     @abstractmethod
     def answer(self, asked: Asked) -> Answer:
-        """Do what was asked."""
+        """Do one request, in the thread, and return its answer."""
 
 
 class BatchReader(Servant["NDArray[np.int64]", TokenizedBatch]):
@@ -159,7 +159,7 @@ class BatchReader(Servant["NDArray[np.int64]", TokenizedBatch]):
         return TokenizedBatch(works, refused)
 
     def _work(self, index: int, text: str) -> SequenceWork:
-        """Return a sequence as it begins: its tokens, as many as are wanted."""
+        """Return a sequence on its first step, its tokens truncated if the recipe wants that."""
         step = first_step(self._recipe, self._main.variant.precision, len(text), self._main.device)
         cut = step.variant.cut
         truncated = cut is not None and cut.policy == "truncate"
@@ -168,7 +168,7 @@ class BatchReader(Servant["NDArray[np.int64]", TokenizedBatch]):
 
 
 class RowWriter(Servant[Computed, WrittenRows]):
-    """Takes rows to the host, looks whether they are finite, and gives them away."""
+    """Copies rows to the host, checks that they are finite, and passes them to the sink."""
 
     name = "writer"
 
@@ -178,13 +178,13 @@ class RowWriter(Servant[Computed, WrittenRows]):
         self._fetch = Fetch()
 
     def finish(self) -> None:
-        """End as any servant does; if it failed and nobody has heard of it yet, they hear of it now."""
+        """Wait for the thread to end; raise its error if `hear` has not raised it yet."""
         super().finish()
         while self.has_answered() and not self._failed:
             self.hear()
 
     def answer(self, asked: Computed) -> WrittenRows:
-        """Give away the embeddings of one computation."""
+        """Pass the embeddings of one computation to the sink."""
         host_RD = self._fetch(asked.rows_RD, asked.span)
         is_buffer = host_RD is not asked.rows_RD
         stored, spoiled = list[SequenceWork](), list[SequenceWork]()
@@ -204,7 +204,7 @@ _LOOKED_AT_ONCE = 1024  # rows
 
 
 class Fetch:
-    """Brings rows to the host: on CUDA through one pinned buffer and a stream of its own, beside the next forward."""
+    """Copies rows to the host; on CUDA through one pinned buffer and its own stream, beside the next forward."""
 
     def __init__(self, pin: Callable[[int], torch.Tensor] | None = None) -> None:
         self._stream: torch.cuda.Stream | None = None
@@ -212,7 +212,7 @@ class Fetch:
         self._pinned = torch.empty(0, dtype=torch.uint8)
 
     def __call__(self, rows_RD: torch.Tensor, span: Span) -> torch.Tensor:
-        """Return the rows on the host; what CUDA's are in is overwritten by the next call."""
+        """Return the rows on the host; those from CUDA are in a buffer that the next call overwrites."""
         if rows_RD.device.type == "cpu":
             return rows_RD
         if self._stream is None:
@@ -225,7 +225,7 @@ class Fetch:
         return host_RD
 
     def place(self, rows_RD: torch.Tensor) -> torch.Tensor:
-        """Return a place for rows in the pinned buffer; one that is not pinned where no more memory can be."""
+        """Return room for rows in the pinned buffer, or unpinned memory where no more can be pinned."""
         needed_bytes = rows_RD.numel() * rows_RD.element_size()
         if len(self._pinned) < needed_bytes:
             # To powers of two, as pinned memory grows anyway.
@@ -237,7 +237,7 @@ class Fetch:
 
 
 def pinned_memory(size_bytes: int) -> torch.Tensor:
-    """Return memory of the host that a card can write to by itself."""
+    """Return pinned host memory, which a GPU writes to directly."""
     return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
 
 
@@ -251,8 +251,8 @@ def as_array(rows_LD: torch.Tensor, *, copy: bool) -> Rows:
 
 
 def is_finite(rows_LD: Rows) -> bool:
-    """Say whether every number is finite, whatever holds it."""
-    starts = range(0, len(rows_LD), _LOOKED_AT_ONCE)  # a part at a time: what the answer is made from is no small thing
+    """Say whether every number is finite, in any storage precision."""
+    starts = range(0, len(rows_LD), _LOOKED_AT_ONCE)  # in parts, to bound the temporary arrays
     return all(_all_finite(rows_LD[start : start + _LOOKED_AT_ONCE]) for start in starts)
 
 

@@ -1,4 +1,4 @@
-"""How much is computed at once: what the memory has room for, measured, and what is tried when it does not suffice."""
+"""How much is computed at once: the token budget that the memory allows, and the fallbacks when it does not suffice."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ _PROBE_RESIDUES = 254
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """The memory of the host that is left for computing.
+    """The host memory that is left for computing.
 
-    The CPU must not try what does not fit: where memory is limited by a cgroup, or by whoever watches the process, no
-    allocation ever fails, and the process is killed.
+    The CPU must not try what does not fit: where a cgroup or the executor limits memory, no allocation ever fails, and
+    the process is killed.
     """
 
     free_bytes: int
@@ -62,18 +62,18 @@ class Room:
 
     @classmethod
     def beside(cls, encoder: Forward, mem_bytes: int | None) -> Room:
-        """Return what is left beside an encoder that has just been built."""
+        """Return the memory left beside an encoder that has just been built."""
         free_caches("cpu")
         return cls(host_free_bytes(mem_bytes), encoder.bytes_per_token())
 
     def tokens(self, taken_bytes: int = 0) -> int:
-        """Return how many tokens can be computed at once beside so much else; none if it is not more than 0."""
+        """Return how many tokens can be computed at once with so many bytes taken; none if this is not positive."""
         # At width 1,280, 1,022 tokens took 12 rows of fp32 a token, and 9,000 took 8, where 7 are told: a tile is more.
         return int(SHARE * (self.free_bytes - taken_bytes)) // max(1, self.token_bytes) - TILE
 
 
 def measured(encoder: Forward, device: str, room: Room | None) -> int:
-    """Return the budget that the free memory of the device allows: on the CPU, what there is room for."""
+    """Return the token budget that the free memory of the device allows."""
     if room is not None:
         return max(1, min(CPU_TOKENS, room.tokens(QUEUE_BYTES)))
     encode_made_up(encoder, 64)  # what is set up once does not belong to a batch
@@ -88,7 +88,7 @@ def tokens_that_fit(free_bytes: int, per_token_bytes: int, most: int) -> int:
 
 
 def bytes_per_token(peak_of: Callable[[int], int | None]) -> int | None:
-    """Return what one more token takes, from the peaks at two sizes; None when they cannot be had."""
+    """Return the memory that one more token takes, from the peaks at two sizes; None when these cannot be measured."""
     small, large = (peak_of(tokens) for tokens in _PROBES)
     if small is None or large is None or large <= small:
         return None
@@ -96,7 +96,7 @@ def bytes_per_token(peak_of: Callable[[int], int | None]) -> int | None:
 
 
 def card_peak_bytes(encoder: Forward, tokens: int) -> int | None:
-    """Return the most memory a forward pass of that many tokens had on the card; None if it did not fit."""
+    """Return the peak memory of a forward pass of that many tokens on the GPU; None if it did not fit."""
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     fits = unless_out_of_memory(lambda: encode_made_up(encoder, tokens))
@@ -104,14 +104,14 @@ def card_peak_bytes(encoder: Forward, tokens: int) -> int | None:
 
 
 def encode_made_up(encoder: Callable[[Sequence[NDArray[np.uint8]]], torch.Tensor], tokens: int) -> float:
-    """Encode made-up sequences of that many tokens in all, to the end."""
+    """Encode made-up sequences of that many tokens in all, and wait for the result."""
     sequence = tokenize("A" * min(_PROBE_RESIDUES, tokens - ENDS))
     rows_RD = encoder([sequence] * (tokens // (len(sequence) + ENDS)))
     return float(rows_RD[-1, -1])  # asking for a number waits for the card
 
 
 def host_free_bytes(mem_bytes: int | None) -> int:
-    """Return what this process may still take of the host's memory: of its allocation, and of its address space.
+    """Return how much more host memory this process may take, within its allocation and its address space limit.
 
     Files that are mapped, weights above all, are not counted as taken: the executor does not, and the kernel drops them
     before it kills.
@@ -123,7 +123,7 @@ def host_free_bytes(mem_bytes: int | None) -> int:
 
 
 def device_peak_bytes(device: str) -> int:
-    """Return the most memory that was ever taken, of the host or of the card."""
+    """Return this process's peak memory, on the host or on the GPU."""
     if device == "cpu":
         return highest_resident_bytes()
     return torch.cuda.max_memory_allocated()
@@ -133,7 +133,7 @@ Device: TypeAlias = torch.device
 
 
 def device_name(device: str) -> str:
-    """Return what of a device can change a result: the card, or what torch uses of the processor; and torch."""
+    """Name what can change a result: the GPU, or the CPU instructions that torch uses; and torch's version."""
     card = torch.cuda.get_device_name() if device == "cuda" else f"cpu {torch.backends.cpu.get_cpu_capability()}"
     return f"{card}, torch {torch.__version__}"
 
@@ -146,7 +146,7 @@ def memory_bytes(settings: EngineSettings) -> int:
 
 
 def prepare_device(settings: EngineSettings) -> None:
-    """Use as many threads as the allocation has cores, and see whether the card is there."""
+    """Use as many threads as the allocation has cores; raise if a GPU is wanted and torch sees none."""
     torch.set_num_threads(settings.threads)  # more than there are cores made one forward pass ten times slower
     if settings.device == "cuda" and not torch.cuda.is_available():
         built = f"torch {torch.__version__} is built for CUDA {torch.version.cuda or 'not at all'}"
@@ -159,7 +159,7 @@ ROW_COPIES = 2  # of finished rows: they themselves, and as the store encodes th
 
 
 class MemoryLadder:
-    """Takes batches; gives rows and refusals."""
+    """Computes batches; halves what does not fit, then falls back to windows and the CPU, and refuses the rest."""
 
     def __init__(
         self,
@@ -189,14 +189,14 @@ class MemoryLadder:
 
     @property
     def room(self) -> Room | None:
-        """What there is beside the main encoder on the CPU; None on a card."""
+        """The memory beside the main encoder on the CPU; None on a GPU."""
         return self._room(self._main)
 
     def allow(self, budget: int) -> None:
         self.budget = self._figures.budget_tokens = budget
 
     def climb(self, works: Sequence[SequenceWork]) -> Iterator[Computed | RefusedSequence]:
-        """Compute sequences that stand on one step, whatever it takes."""
+        """Compute sequences that share a step, with every fallback that it takes."""
         waiting = [works] if works else []
         while waiting:
             yield from self._climb_once(waiting.pop(), waiting)
@@ -204,7 +204,7 @@ class MemoryLadder:
     def _climb_once(
         self, batch: Sequence[SequenceWork], waiting: list[Sequence[SequenceWork]]
     ) -> Iterator[Computed | RefusedSequence]:
-        """Compute a batch, or let `waiting` have what to try in its place; no rows are held on to after this."""
+        """Compute a batch, or append to `waiting` what to try in its place; keep no reference to rows."""
         computed = self._compute(batch)
         if computed is not None:
             self._note_batch()
@@ -234,7 +234,7 @@ class MemoryLadder:
         return None if rows_RD is None else Computed(batch, rows_RD, span.stop())
 
     def _make_room(self, step: ComputeStep) -> None:
-        """Let one large sequence have what the host's memory holds for reuse."""
+        """Free cached host memory for one large sequence."""
         trim_heap()
         if step.device == "cpu" and self._is_main(step):
             self._drop_others(step.device)
@@ -249,13 +249,13 @@ class MemoryLadder:
         return room.tokens(self._rows_bytes(work.step, count)) >= least
 
     def _rows_bytes(self, step: ComputeStep, count: int) -> int:
-        """Return what the finished rows of so many tokens take until they are stored."""
+        """Return the memory that the finished rows of so many tokens take until they are stored."""
         return ROW_COPIES * count * self._encoder(_kind(step)).dim * self._storage.itemsize
 
     def _in_windows(self, work: SequenceWork, cut: SequenceCut) -> torch.Tensor | None:
         """Return the rows of a sequence computed in windows, or None when not even one of them fits."""
         spans = windows(len(work.tokens_L), cut.length, cut.overlap)
-        given = window_shares(spans)
+        shares = window_shares(spans)
         rows_LD: torch.Tensor | None = None
         done = 0
         while done < len(spans):
@@ -269,7 +269,7 @@ class MemoryLadder:
                 rows_LD = unless_out_of_memory(partial(rows_RD.new_empty, (len(work.tokens_L), rows_RD.shape[1])))
                 if rows_LD is None:
                     return None
-            _fill(rows_LD, rows_RD, spans[group], given[group])
+            _fill(rows_LD, rows_RD, spans[group], shares[group])
             del rows_RD  # the next forward needs its memory
             done += len(spans[group])
         return rows_LD
@@ -311,7 +311,7 @@ class MemoryLadder:
             self._learned(budget)
 
     def _is_main(self, step: ComputeStep) -> bool:
-        """Say whether the budget is about this step: what stands in for it elsewhere goes one by one."""
+        """Say whether the budget applies to this step; on fallback steps sequences are computed one by one."""
         return _kind(step) == self._main
 
     def _encoder(self, kind: Kind) -> Forward:
@@ -324,12 +324,12 @@ class MemoryLadder:
         return self._encoders[kind]
 
     def _room(self, kind: Kind) -> Room | None:
-        """Return what there is beside an encoder on the CPU; None on a card."""
+        """Return the memory beside an encoder on the CPU; None on a GPU."""
         self._encoder(kind)
         return self._rooms.get(kind)
 
     def _builds(self, kind: Kind) -> bool:
-        """Say whether there is an encoder, or one can be built; what once did not fit is not tried again."""
+        """Say whether an encoder exists or can be built; one that did not fit is not tried again."""
         if kind not in self._unfit and unless_out_of_memory(lambda: self._encoder(kind)) is None:
             self._unfit.add(kind)
             self._figures.splits += 1
@@ -337,7 +337,7 @@ class MemoryLadder:
         return kind not in self._unfit
 
     def _drop_others(self, device: str) -> bool:
-        """Let go of what stands in for the main encoder on its device; say whether there was something."""
+        """Drop all encoders on a device but the main one; return whether there were any."""
         others = [kind for kind in self._encoders if kind[0] == device and kind != self._main]
         for kind in others:
             del self._encoders[kind]
@@ -346,7 +346,7 @@ class MemoryLadder:
         return bool(others)
 
     def _note_batch(self) -> None:
-        """Count a batch, and look how much memory it took."""
+        """Count a batch, and update the peak memory."""
         self._figures.batches += 1
         self._figures.host_peak_bytes = device_peak_bytes("cpu")
         if self._main[0] != "cpu":
@@ -358,15 +358,15 @@ def _kind(step: ComputeStep) -> Kind:
 
 
 def _fill(
-    rows_LD: torch.Tensor, rows_RD: torch.Tensor, spans: Sequence[tuple[int, int]], given: Sequence[tuple[int, int]]
+    rows_LD: torch.Tensor, rows_RD: torch.Tensor, spans: Sequence[tuple[int, int]], shares: Sequence[tuple[int, int]]
 ) -> None:
     parts = torch.split(rows_RD, [stop - start for start, stop in spans])
-    for part_WD, (begin, _), (start, stop) in zip(parts, spans, given, strict=True):
+    for part_WD, (begin, _), (start, stop) in zip(parts, spans, shares, strict=True):
         rows_LD[start:stop] = part_WD[start - begin : stop - begin]
 
 
 def _halves(batch: Sequence[SequenceWork]) -> tuple[Sequence[SequenceWork], Sequence[SequenceWork]]:
-    """Return two halves by count, the first one last: it is taken first."""
+    """Return two halves by count, the first one last, for the last is popped first."""
     middle = len(batch) // 2
     return batch[middle:], batch[:middle]
 

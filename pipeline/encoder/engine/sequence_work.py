@@ -1,4 +1,4 @@
-"""What flows through the engine: its settings and counts, sequences on their way, and what became of them."""
+"""What flows through the engine: sequences on their way, computed rows, outcomes and counts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class EmbeddingCounts:
     refused: int = 0
     residues: int = 0  # of what was stored
     encoded_residues: int = 0  # in all forward passes: what windows share counts twice
-    tokens: int = 0  # computed for it: ends and filling included, and what windows share twice
+    tokens: int = 0  # in all forward passes: ends and filling included, and what windows share twice
     batches: int = 0
     splits: int = 0  # times that memory did not suffice
     again: int = 0  # sequences done again in full precision
@@ -41,7 +41,7 @@ class EmbeddingCounts:
 
 @dataclass(frozen=True, slots=True)
 class ComputeStep:
-    """Where and how a sequence is computed."""
+    """The device and the variant by which a sequence is computed."""
 
     device: str  # cpu or cuda
     variant: Variant
@@ -49,7 +49,7 @@ class ComputeStep:
 
 @dataclass(frozen=True, slots=True)
 class SequenceWork:
-    """One sequence on its way."""
+    """A sequence that is to be computed."""
 
     index: int  # its place in what the engine was given
     text: str
@@ -58,7 +58,7 @@ class SequenceWork:
 
     @property
     def windows(self) -> SequenceCut | None:
-        """Return the windows it is cut into; None where it goes through the encoder as one."""
+        """The windows it is cut into; None where it goes through the encoder whole."""
         cut = self.step.variant.cut
         return cut if cut is not None and cut.policy == "windows" else None
 
@@ -67,17 +67,17 @@ class SequenceWork:
         return len(self.tokens_L) + ENDS
 
     def at(self, step: ComputeStep) -> SequenceWork:
-        """Return the same sequence on another step; windows never follow a truncation, so its tokens stay."""
+        """Return the same sequence on another step; a truncated one is never cut into windows, so its tokens stay."""
         return replace(self, step=step)
 
 
 def first_step(recipe: EmbeddingRecipe, precision: str, residues: int, device: str) -> ComputeStep:
-    """Return how a sequence of that length is computed to begin with."""
+    """Return the step on which a sequence of that length is tried first."""
     return ComputeStep(device, Variant(precision, recipe.wanted(residues).cut))
 
 
 def below(recipe: EmbeddingRecipe, residues: int, step: ComputeStep) -> ComputeStep | None:
-    """Return what to try when a step does not fit the memory; None when nothing is left."""
+    """Return the step to try when this one does not fit the memory; None when there is no other."""
     cut = recipe.windowed(residues)
     lower = [ComputeStep(step.device, replace(step.variant, cut=cut))] if cut != step.variant.cut else []
     if step.device != "cpu":
@@ -87,7 +87,7 @@ def below(recipe: EmbeddingRecipe, residues: int, step: ComputeStep) -> ComputeS
 
 
 def full_precision(recipe: EmbeddingRecipe, step: ComputeStep) -> ComputeStep | None:
-    """Return what to try when a step gives numbers that are not finite; None when nothing is left."""
+    """Return the step to try when this one gives numbers that are not finite; None when there is no other."""
     if step.variant.precision == "fp32" or not recipe.half_fallback:
         return None
     return replace(step, variant=replace(step.variant, precision="fp32"))
@@ -103,7 +103,7 @@ class RefusedSequence:
 
 
 class Forward(Protocol):
-    """What encodes a batch."""
+    """An encoder of batches."""
 
     dim: int
     fill: int  # tokens are filled up to a multiple of this
@@ -116,7 +116,7 @@ class Forward(Protocol):
 
 
 class Span:
-    """The time a computation takes: on CUDA, where it goes on after the call, by the card's own clock."""
+    """The time a computation takes; on CUDA, where it goes on after the call, by events."""
 
     def __init__(self, device: str) -> None:
         self._on_card = device != "cpu" and torch.cuda.is_available()
@@ -132,7 +132,7 @@ class Span:
         stream.wait_event(self._end)
 
     def seconds(self) -> float:
-        """Return how long it took; on CUDA, only once it is over."""
+        """Return how long it took; on CUDA, call this only once it is over."""
         if self._on_card:
             return float(self._begin.elapsed_time(self._end)) / 1e3
         return float(self._end - self._begin)
@@ -147,7 +147,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """The rows of a few sequences, one after the other, where they were computed; on CUDA, perhaps not yet."""
+    """The rows of a few sequences, concatenated, on their device; on CUDA the computation may still be under way."""
 
     works: Sequence[SequenceWork]
     rows_RD: torch.Tensor  # in storage precision
@@ -160,7 +160,7 @@ class Computed:
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """What is stored of a sequence."""
+    """The embedding of a sequence, as it is stored."""
 
     index: int
     text: str
@@ -169,12 +169,12 @@ class Embedding:
 
     @property
     def residues(self) -> int:
-        """Count the residues of the text; a truncated one has fewer rows."""
+        """The residues of the text; a truncated one has fewer rows."""
         return len(self.text)
 
     @property
     def meta(self) -> dict[str, Any]:
-        """Return what the record says beside the rows: plain JSON."""
+        """The metadata of the record, as JSON data."""
         cut = self.variant.cut
         return {
             "residues": self.residues,

@@ -54,7 +54,7 @@ def plan_batches(lengths_N: Integers, *, policy: str, cap: int, budget: int) -> 
 
 
 def longest_first(lengths_N: Integers) -> Integers:
-    """Return the places in descending order of length; equals stay in order."""
+    """Return the indices in descending order of length; equals stay in order."""
     return np.argsort(-lengths_N, kind="stable").astype(np.int64, copy=False)
 
 
@@ -100,7 +100,7 @@ def cost(lengths_N: Integers, layers: int, dim: int) -> NDArray[np.float64]:
 
 
 def deal_shards(lengths_N: Integers, costs_N: NDArray[np.float64], shards: int, multiple: int) -> list[Integers]:
-    """Return what each shard gets, as places in `lengths_N`, longest first: shards of about equal cost.
+    """Divide sequences into shards of about equal cost; return the indices of each shard, longest first.
 
     Neighbours in length stay together in groups of `multiple`, so that only one shard holds an odd number of them. The
     costliest group goes first, to the shard that has least; where there are more shards than groups, some get nothing.
@@ -117,7 +117,7 @@ def deal_shards(lengths_N: Integers, costs_N: NDArray[np.float64], shards: int, 
 
 
 def _balance(costs_G: NDArray[np.float64], shards: int) -> Integers:
-    """Return each group's shard: the costliest first, always to the shard that has least."""
+    """Return the shard of each group: the costliest is dealt first, always to the shard with the least load."""
     owner_G = np.zeros(len(costs_G), np.int64)
     loads = [(0.0, shard) for shard in range(shards)]
     for group in np.argsort(-costs_G, kind="stable").tolist():
@@ -128,7 +128,7 @@ def _balance(costs_G: NDArray[np.float64], shards: int) -> Integers:
 
 
 def too_long(lengths_N: Integers, recipe: EmbeddingRecipe) -> Integers:
-    """Return the places of the sequences that the recipe refuses for their length."""
+    """Return the indices of the sequences that the recipe refuses for their length."""
     longest = int(lengths_N.max(initial=0))
     return np.flatnonzero(lengths_N > recipe.length) if recipe.refuses(longest) else np.zeros(0, np.int64)
 
@@ -145,7 +145,7 @@ def recipe_costs(lengths_N: Integers, recipe: EmbeddingRecipe, dim: int) -> NDAr
 
 
 def _cut(lengths_N: Integers, recipe: EmbeddingRecipe) -> SequenceCut | None:
-    """Return how the longest sequence is cut: all that are cut at all are cut so."""
+    """Return how the longest sequence is cut; all sequences that are cut are cut in this way."""
     return recipe.wanted(int(lengths_N.max(initial=0))).cut
 
 
@@ -166,7 +166,7 @@ class BatchSchedule:
         self._batches: list[Integers] = []
 
     def draw(self, budget: int) -> Integers | None:
-        """Return the places of the next batch, or None when nothing is left."""
+        """Return the indices of the next batch, or None when nothing is left."""
         if len(self._alone):
             batch, self._alone = self._alone[:1], self._alone[1:]
             return batch

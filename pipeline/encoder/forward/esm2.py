@@ -1,4 +1,4 @@
-"""Attention within each of the sequences that stand packed one after another, and the positions it sees.
+"""The forward pass of ESM-2 over packed sequences: attention, rotary positions and layers.
 
 Shapes: T tokens, H heads, C columns of a head, F = C/2 frequencies, P positions, L tokens of one sequence.
 """
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SequenceBounds:
-    """Where the sequences begin, and where the last one ends."""
+    """The first token of each packed sequence, and the end of the last one."""
 
     starts: tuple[int, ...]
     starts_device: torch.Tensor  # int32, the same numbers where the computation is
@@ -45,7 +45,7 @@ Kernel = Callable[..., Any]
 
 
 def by_sequence(qkv_T3HC: torch.Tensor, bounds: SequenceBounds, room_THC: torch.Tensor) -> torch.Tensor:
-    """Attend within one sequence after another; no kernel that torch picks here makes an L x L matrix."""
+    """Attend within one sequence at a time; no kernel that torch picks here makes an L x L matrix."""
     for first, last in bounds.spans():
         q_1HLC, k_1HLC, v_1HLC = qkv_T3HC[first:last].permute(1, 2, 0, 3).unsqueeze(1).unbind()
         context_1HLC = scaled_dot_product_attention(q_1HLC, k_1HLC, v_1HLC)
@@ -104,7 +104,7 @@ def _works(attention: Attention, device: torch.device, dtype: torch.dtype, heads
 
 
 class Rotary:
-    """Rotary positions as unit complex numbers, in fp32 whatever the precision, made as far as they are needed."""
+    """Rotary positions as unit complex numbers, in fp32 whatever the precision; the table grows as needed."""
 
     def __init__(self, frequency_F: torch.Tensor, device: torch.device) -> None:
         self._frequency_F = frequency_F.float()
@@ -112,7 +112,7 @@ class Rotary:
         self._table_PF = torch.empty(0, len(frequency_F), dtype=torch.complex64, device=device)
 
     def at(self, position_T: torch.Tensor, longest: int) -> torch.Tensor:
-        """Return the turn of each token, for every head."""
+        """Return the rotation of each token, for every head."""
         if longest > len(self._table_PF):
             angle_PF = torch.outer(torch.arange(longest, dtype=torch.float32), self._frequency_F)
             self._table_PF = torch.polar(torch.ones_like(angle_PF), angle_PF).to(self._device)
@@ -120,7 +120,7 @@ class Rotary:
 
 
 def turn(qk_THC: torch.Tensor, turn_T1F: torch.Tensor, out_THC: torch.Tensor) -> None:
-    """Turn queries and keys by their positions; the pairs that turn together stand beside each other."""
+    """Rotate queries and keys by their positions; the two columns of a rotation are neighbours."""
     if qk_THC.dtype == torch.float32:
         torch.mul(_complex(qk_THC), turn_T1F, out=_complex(out_THC))
         return
@@ -170,14 +170,14 @@ class EsmLayer:
     narrow: TorchLinear
 
     def finish(self, x_MD: torch.Tensor, context_MD: torch.Tensor) -> torch.Tensor:
-        """Return what the layer makes of its input and what attention found for it."""
+        """Return the output of the layer from its input and the attention's result."""
         x_MD = self.attended.add(context_MD, x_MD)
         return self.narrow.add(self.widen.gelu(self.before_wide(x_MD)), x_MD)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packing:
-    """Sequences one after another, as the computation wants them."""
+    """Packed sequences: tokens and positions as tensors, and how they are divided."""
 
     token_T: torch.Tensor
     position_T: torch.Tensor
@@ -259,7 +259,7 @@ class EsmEncoder:
         return x_TD[row_R]
 
     def _pack(self, tokens: Sequence[NDArray[np.uint8]]) -> Packing:
-        """Put the sequences one after another, each between its two marks."""
+        """Concatenate the sequences, each between its two marks."""
         lengths = np.array([len(tokens_L) + ENDS for tokens_L in tokens], np.int64)
         starts = np.concatenate([[0], np.cumsum(lengths)])
         total = int(starts[-1])
@@ -301,14 +301,13 @@ class _ParameterReader:
         return LayerNorm(self._take(f"{name}.weight"), self._take(f"{name}.bias"))
 
     def layer(self, number: int, kind: type[TorchLinear]) -> EsmLayer:
-        """Return a layer."""
         norms = (self.norm(f"layers.{number}.{name}") for name in ("self_attn_layer_norm", "final_layer_norm"))
         before_attention, before_wide = norms
         qkv, attended, widen, narrow = (kind(weight_OI, bias_O) for weight_OI, bias_O in self.pairs(number))
         return EsmLayer(before_attention, qkv, attended, before_wide, widen, narrow)
 
     def pairs(self, number: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return weight and bias of a layer's linears: queries, keys and values in one, attention's output, in, out."""
+        """Return weight and bias of a layer's linears: queries, keys and values joined, attention output, fc1, fc2."""
         parts = {part: [self._take(f"layers.{number}.{part}.{kind}") for kind in ("weight", "bias")] for part in _PARTS}
         for part in _PARTS[:2]:
             parts[part] = [pairs_together(tensor, self._heads) for tensor in parts[part]]

@@ -17,7 +17,7 @@ _NO_SCALARS: list[float] = []
 
 
 class TorchLinear:
-    """A linear layer by torch, anywhere, with what may be done to its result while it is still in the cache."""
+    """A linear layer by torch, on any device, also followed by gelu or an addition."""
 
     def __init__(self, weight_OI: torch.Tensor, bias_O: torch.Tensor) -> None:
         self._weight_OI = weight_OI
@@ -65,10 +65,10 @@ class PackedLinear(TorchLinear):
 def choose_linear(
     weights: Sequence[tuple[torch.Tensor, torch.Tensor]], tile: int, fill: int
 ) -> tuple[type[TorchLinear], int]:
-    """Return the faster linear that is right for these weights, and to what its last tile must be filled up.
+    """Return the fastest linear that is right for these weights, and to what multiple its last tile is filled up.
 
-    A row must have the same bits in a tile of `fill` rows as in a whole one, at its beginning as at its end; where that
-    does not hold, all tiles are whole ones.
+    A row must have the same bits in a tile of `fill` rows as in a full one, at its beginning as at its end; where that
+    does not hold, all tiles are full ones.
     """
     kind = PackedLinear if packed_works(weights, fill) else TorchLinear
     alike = all(_rows_alike(kind(weight_OI, bias_O), weight_OI, tile, fill) for weight_OI, bias_O in weights)
@@ -76,7 +76,7 @@ def choose_linear(
 
 
 def packed_works(weights: Sequence[tuple[torch.Tensor, torch.Tensor]], rows: int) -> bool:
-    """Say whether oneDNN's operations are here, take these weights and compute what torch does."""
+    """Say whether oneDNN's operations exist, take these weights and compute what torch does."""
     try:
         return all(_agrees(weight_OI, bias_O, rows) for weight_OI, bias_O in weights)
     except (AttributeError, RuntimeError, NotImplementedError):  # this torch lacks them, or was built without oneDNN
@@ -95,7 +95,7 @@ def _agrees(weight_OI: torch.Tensor, bias_O: torch.Tensor, rows: int) -> bool:
         (packed.gelu(x_RI), plain.gelu(x_RI)),
         (packed.add(x_RI, other_RO), plain.add(x_RI, other_RO)),
     )
-    return all(torch.allclose(mine, two, rtol=1e-4, atol=1e-5 * float(two.abs().max())) for mine, two in pairs)
+    return all(torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5 * float(theirs.abs().max())) for ours, theirs in pairs)
 
 
 def _rows_alike(layer: TorchLinear, weight_OI: torch.Tensor, tile: int, fill: int) -> bool:

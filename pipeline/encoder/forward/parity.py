@@ -1,4 +1,4 @@
-"""Is our encoder fair-esm's model? A few sequences through both, once for every machine that could make a difference.
+"""Checks that our encoder equals fair-esm's model: a few sequences through both, on each kind of device.
 
 Shapes: L residues of a sequence, R residues of all, T tokens of a sequence, D features.
 """
@@ -42,7 +42,7 @@ _THRESHOLDS = {"fp32": 0.99999, "fp16": 0.999, "bf16": 0.999}
 # ours 6e-5: the order of sums decides. Where more than the last figure is in doubt, fp32 is not enough for anybody.
 _LEEWAY, _DOUBTFUL = 10.0, 0.999
 VERSION = 1  # raise it when the sample or what is asked of it changes
-_WORST = -1.0  # stands for what is not even a number
+_WORST = -1.0  # stands for NaN
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +98,13 @@ def _no_room(checkpoint: EsmCheckpoint) -> PlanInfeasible:
 
 
 def beside_the_truth(ours: ParityVerdict, theirs: Sequence[Rows], truth: Sequence[Rows]) -> ParityVerdict:
-    """Return a verdict for weights so sharp that fp32 itself is in doubt: be hardly farther off than fair-esm is."""
+    """Return a verdict for weights so sharp that fp32 itself is in doubt: fair-esm's own error sets the threshold."""
     away = 1 - min(_token_cosines(*pair) for pair in zip(theirs, truth, strict=True))
     return ParityVerdict(ours.lowest, ours.sequences, max(_DOUBTFUL, min(ours.threshold, 1 - _LEEWAY * away)))
 
 
 def compare(encode: Forward, wanted: Sequence[Rows], sequences: Sequence[str], precision: str) -> ParityVerdict:
-    """Return the verdict on what encodes, against the rows_LD that are wanted of each sequence."""
+    """Return the verdict on an encoder, against the wanted rows_LD of each sequence."""
     tokens = [tokenize(sequence) for sequence in sequences]
     found_RD = encode(tokens).float().cpu().numpy()
     found = np.split(found_RD, np.cumsum([len(tokens_L) for tokens_L in tokens])[:-1])
@@ -114,7 +114,7 @@ def compare(encode: Forward, wanted: Sequence[Rows], sequences: Sequence[str], p
 
 
 def sample_sequences() -> list[str]:
-    """Return the sequences that are compared, the same everywhere: natural ones, and one with every letter."""
+    """Return the sequences to compare, always the same: one with every letter, and natural ones."""
     random = np.random.default_rng(_SEED)
     chances = np.array(list(_FREQUENCIES.values()))
     drawn = (random.choice(list(_FREQUENCIES), length, p=chances / chances.sum()) for length in _LENGTHS)
@@ -122,7 +122,7 @@ def sample_sequences() -> list[str]:
 
 
 class Reference:
-    """fair-esm's own model with a checkpoint's tensors; where they are stored as they are used, no copy is made."""
+    """fair-esm's own model with a checkpoint's tensors, shared where device and precision allow it."""
 
     def __init__(
         self, checkpoint: EsmCheckpoint, layer: int, device: torch.device, dtype: torch.dtype = torch.float32
