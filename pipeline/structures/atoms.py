@@ -33,9 +33,9 @@ def name_word(name: str) -> int:
     return int.from_bytes(padded, "little")
 
 
-def name_text(code: int | np.uint64) -> str:
+def name_text(word: int | np.uint64) -> str:
     """Return the name that a word stands for."""
-    return int(code).to_bytes(NAME_BYTES, "little").rstrip(b"\0").decode("utf-8", "replace")
+    return int(word).to_bytes(NAME_BYTES, "little").rstrip(b"\0").decode("utf-8", "replace")
 
 
 @dataclass(frozen=True, slots=True)

@@ -188,9 +188,9 @@ def _leaks_of(what: str, names: list[str], digests: Any, splits: Any, ordinals: 
     leaks = []
     for group in np.flatnonzero(leaking)[:EXAMPLES].tolist():
         rows = order[starts[group] : ends[group]]
-        found, first = np.unique(splits[rows], return_index=True)
+        split_numbers, first = np.unique(splits[rows], return_index=True)
         items = tuple(int(ordinals[rows[index]]) for index in first[:EXAMPLES])
-        leaks.append(SplitLeak(what, total, tuple(names[split] for split in found[:EXAMPLES]), items))
+        leaks.append(SplitLeak(what, total, tuple(names[split] for split in split_numbers[:EXAMPLES]), items))
     return leaks
 
 

@@ -45,10 +45,10 @@ def item_key(item: Item, recipe: ScanRecipe, digests: Mapping[str, str]) -> byte
     if item.sequence is not None:
         return tagged_key("scan", plain_recipe(recipe), item.sequence)
 
-    def parts(some: Sequence[Part]) -> list[list[Any]]:
+    def parts(chosen: Sequence[Part]) -> list[list[Any]]:
         return [
             [part.role, *_own(part.path, digests), *_format(part.path), part.chains, part.optional, part.model]
-            for part in some
+            for part in chosen
         ]
 
     return tagged_key("scan", plain_recipe(recipe), {"parts": parts(item.parts), "bound": parts(item.bound)})
@@ -205,11 +205,11 @@ def _bound_rows(side: ComplexSide, bound: ComplexSide) -> NDArray[np.int32]:
     counts, first = Counter(their_molecules), sum(len(chain.sequence) for chain in theirs)
     places = {name: first + at for at, name in enumerate(their_molecules) if counts[name] == 1}
     mine = Counter(molecules)
-    found = [places.get(name, -1) if mine[name] == 1 else -1 for name in molecules]
-    if not polymers and not any(place >= 0 for place in found):
+    molecule_rows = [places.get(name, -1) if mine[name] == 1 else -1 for name in molecules]
+    if not polymers and not any(place >= 0 for place in molecule_rows):
         what = f"none of {', '.join(mine)} is the only one of its name in both the unbound and the bound structure"
         raise UnusableInput(Reason.SEQUENCE_MISMATCH, what)
-    return np.concatenate([*rows, np.array(found, np.int32)])
+    return np.concatenate([*rows, np.array(molecule_rows, np.int32)])
 
 
 def _by_kind(side: ComplexSide) -> tuple[list[Chain], list[str]]:

@@ -74,12 +74,12 @@ def _group(structure: Structure, name: str) -> list[Chain]:
 def _named(structure: Structure, name: str, taken: set[Chain]) -> Sequence[Chain]:
     """Return the polymer chain of that name and its molecules, or the molecules of that name."""
     if name in structure.all_chains:
-        found = [chain for chain in structure.chains if _host(chain) == name and chain not in taken]
-        if not found:
+        chains = [chain for chain in structure.chains if _host(chain) == name and chain not in taken]
+        if not chains:
             raise UnusableInput(Reason.CHAIN_WITHOUT_POLYMER, _why_empty(structure, name))
-        return found
-    if found := _group(structure, name):
-        return found
+        return chains
+    if chains := _group(structure, name):
+        return chains
     host = name.partition(":")[0]
     if host != name and host in structure.all_chains:
         raise UnusableInput(Reason.MISSING_CHAIN, f"no molecule {name} in the file ({_molecules_of(structure, host)})")

@@ -191,11 +191,11 @@ def _types(name_S: NDArray[np.uint64], parents: Mapping[str, str]) -> _Types:
     """Return what names mean, looked up once per distinct name."""
     names, inverse = np.unique(name_S, return_inverse=True)
     known = {name_word(name): name_word(parent) for name, parent in parents.items()}
-    found = [_residue_type(name, known.get(name, 0)) for name in names.tolist()]
-    letters = np.array([ord(letter or "\0") for _, letter, _, _ in found], dtype=np.uint8)
-    kinds = np.array([kind for kind, _, _, _ in found], dtype=np.int64)
-    modified = np.array([changed for _, _, changed, _ in found], dtype=np.bool_)
-    caps = np.array([is_cap for _, _, _, is_cap in found], dtype=np.bool_)
+    residue_types = [_residue_type(name, known.get(name, 0)) for name in names.tolist()]
+    letters = np.array([ord(letter or "\0") for _, letter, _, _ in residue_types], dtype=np.uint8)
+    kinds = np.array([kind for kind, _, _, _ in residue_types], dtype=np.int64)
+    modified = np.array([changed for _, _, changed, _ in residue_types], dtype=np.bool_)
+    caps = np.array([is_cap for _, _, _, is_cap in residue_types], dtype=np.bool_)
     return _Types(letters, kinds, modified, caps).take(inverse)
 
 
@@ -292,8 +292,8 @@ def _all_chains(table: AtomTable) -> tuple[str, ...]:
 def _find(name_A: NDArray[np.uint64], residue_A: NDArray[np.int64], atom: str, residues: int) -> NDArray[np.int64]:
     """Return the index of the atom of that name in each residue, -1 where it is missing."""
     index_R = np.full(residues, -1, dtype=np.int64)
-    found = np.flatnonzero(name_A == name_word(atom))
-    index_R[residue_A[found]] = found
+    rows = np.flatnonzero(name_A == name_word(atom))
+    index_R[residue_A[rows]] = rows
     return index_R
 
 

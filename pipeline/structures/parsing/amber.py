@@ -65,30 +65,30 @@ def coordinate_candidates(path: str) -> tuple[str, ...]:
 
 def coordinates_beside(path: str) -> tuple[str, ...]:
     """Return the file that holds the coordinates of a topology, or the first that should; none for another path."""
-    if not (named := coordinate_candidates(path)):
+    if not (candidates := coordinate_candidates(path)):
         return ()
-    return tuple(candidate for candidate in named if os.path.exists(candidate))[:1] or named[:1]  # noqa: PTH110
+    return tuple(candidate for candidate in candidates if os.path.exists(candidate))[:1] or candidates[:1]  # noqa: PTH110
 
 
 def read_amber(topology: bytes, coordinates: bytes) -> AtomTable:
     """Return the atoms of a topology at their coordinates."""
-    told = _sections(topology)
-    first_R = _first_atoms(told)
-    atoms = len(told["ATOM_NAME"])
+    sections = _sections(topology)
+    first_R = _first_atoms(sections)
+    atoms = len(sections["ATOM_NAME"])
     residue_A = np.repeat(np.arange(len(first_R)), np.diff(first_R, append=atoms))
-    name_A = _words(told["ATOM_NAME"])
+    name_A = _words(sections["ATOM_NAME"])
     linking_R = np.bincount(residue_A, weights=np.isin(name_A, LINKING_WORDS), minlength=len(first_R)) > 0
     labels = [
         NUCLEOTIDES.get(label, label) if links else label
-        for label, links in zip(told["RESIDUE_LABEL"], linking_R.tolist(), strict=True)
+        for label, links in zip(sections["RESIDUE_LABEL"], linking_R.tolist(), strict=True)
     ]
     standard_R = np.array([_is_standard(label) for label in labels]) & linking_R
-    bonds_B2 = _bonds(told)
+    bonds_B2 = _bonds(sections)
     run_R = _runs(residue_A[bonds_B2], len(first_R))
     chain_R = _chains(run_R, standard_R)
-    element_A = _elements(told)
+    element_A = _elements(sections)
     water_R = _waters(element_A, residue_A)
-    _check_elements(told, element_A, residue_A, water_R)
+    _check_elements(sections, element_A, residue_A, water_R)
     entity_R = np.where(chain_R > 0, POLYMER, NON_POLYMER)
     entity_R[water_R] = WATER
     blank_A = np.zeros(atoms, np.int8)
@@ -115,20 +115,20 @@ def _sections(data: bytes) -> dict[str, list[Any]]:
         raise UnusableInput(Reason.PARSE_ERROR, "not an AMBER topology: its first line is not %VERSION")
     texts = {part.partition("\n")[0].strip(): part for part in parts}
     pointers = _section(version, "POINTERS", texts)
-    found = {}
-    for name, (pointer, each) in LENGTHS.items():
-        if name == "MASS" and "ATOMIC_NUMBER" in found:
+    sections = {}
+    for name, (pointer, factor) in LENGTHS.items():
+        if name == "MASS" and "ATOMIC_NUMBER" in sections:
             continue
         if name == "ATOMIC_NUMBER" and name not in texts:  # before 2012 an element was known by its mass
             continue
-        found[name] = _section(version, name, texts)
-        wanted = pointers[pointer] * each if pointer < len(pointers) else -1
-        if len(found[name]) != wanted:
-            what = f"%FLAG {name} holds {len(found[name])} values, and POINTERS say {wanted}"
+        sections[name] = _section(version, name, texts)
+        wanted = pointers[pointer] * factor if pointer < len(pointers) else -1
+        if len(sections[name]) != wanted:
+            what = f"%FLAG {name} holds {len(sections[name])} values, and POINTERS say {wanted}"
             raise UnusableInput(Reason.PARSE_ERROR, what)
-    if not found["ATOM_NAME"] or not found["RESIDUE_LABEL"]:
+    if not sections["ATOM_NAME"] or not sections["RESIDUE_LABEL"]:
         raise UnusableInput(Reason.NO_ATOMS, "the topology holds no atoms")
-    return found
+    return sections
 
 
 def _section(version: str, name: str, texts: Mapping[str, str]) -> list[Any]:
@@ -137,8 +137,8 @@ def _section(version: str, name: str, texts: Mapping[str, str]) -> list[Any]:
 
     if name not in texts:
         raise UnusableInput(Reason.PARSE_ERROR, f"the topology has no %FLAG {name}")
-    said = FORMAT.findall(texts[name])
-    if len(said) != 1 or not PLAIN_FORMAT.fullmatch(said[0].strip()):
+    formats = FORMAT.findall(texts[name])
+    if len(formats) != 1 or not PLAIN_FORMAT.fullmatch(formats[0].strip()):
         raise UnusableInput(Reason.PARSE_ERROR, f"%FLAG {name} has not one plain %FORMAT, such as (20a4) or (10I8)")
     form = AmberFormat()
     try:
@@ -149,18 +149,18 @@ def _section(version: str, name: str, texts: Mapping[str, str]) -> list[Any]:
     return values
 
 
-def _first_atoms(told: Mapping[str, list[Any]]) -> NDArray[np.int64]:
-    first_R = _numbers(told["RESIDUE_POINTER"]) - 1
-    if first_R[0] != 0 or (np.diff(first_R) < 1).any() or first_R[-1] >= len(told["ATOM_NAME"]):
+def _first_atoms(sections: Mapping[str, list[Any]]) -> NDArray[np.int64]:
+    first_R = _numbers(sections["RESIDUE_POINTER"]) - 1
+    if first_R[0] != 0 or (np.diff(first_R) < 1).any() or first_R[-1] >= len(sections["ATOM_NAME"]):
         raise UnusableInput(Reason.PARSE_ERROR, "%FLAG RESIDUE_POINTER: residues do not follow each other")
     return first_R
 
 
-def _bonds(told: Mapping[str, list[Any]]) -> NDArray[np.int64]:
+def _bonds(sections: Mapping[str, list[Any]]) -> NDArray[np.int64]:
     """Return the pairs of atoms that are bonded; a topology has three times the number of each, from 0."""
-    rows = [_numbers(told[name]).reshape(-1, 3) for name in ("BONDS_WITHOUT_HYDROGEN", "BONDS_INC_HYDROGEN")]
+    rows = [_numbers(sections[name]).reshape(-1, 3) for name in ("BONDS_WITHOUT_HYDROGEN", "BONDS_INC_HYDROGEN")]
     bonds_B2 = np.sort(np.concatenate(rows)[:, :2] // 3, axis=1)
-    atoms = len(told["ATOM_NAME"])
+    atoms = len(sections["ATOM_NAME"])
     wrong = np.flatnonzero((bonds_B2[:, 0] < 0) | (bonds_B2[:, 1] >= atoms) | (bonds_B2[:, 0] == bonds_B2[:, 1]))
     if len(wrong):
         left, right = (bonds_B2[wrong[0]] + 1).tolist()
@@ -168,18 +168,18 @@ def _bonds(told: Mapping[str, list[Any]]) -> NDArray[np.int64]:
     return bonds_B2
 
 
-def _elements(told: Mapping[str, list[Any]]) -> NDArray[np.int64]:
+def _elements(sections: Mapping[str, list[Any]]) -> NDArray[np.int64]:
     """Return atomic numbers, from masses where the topology has none."""
-    if "ATOMIC_NUMBER" in told:
-        return _numbers(told["ATOMIC_NUMBER"])
+    if "ATOMIC_NUMBER" in sections:
+        return _numbers(sections["ATOMIC_NUMBER"])
     from parmed.periodic_table import AtomicNum, element_by_mass
 
-    known = {mass: AtomicNum[element_by_mass(mass)] for mass in set(told["MASS"])}
-    return np.array([known[mass] for mass in told["MASS"]], np.int64)
+    known = {mass: AtomicNum[element_by_mass(mass)] for mass in set(sections["MASS"])}
+    return np.array([known[mass] for mass in sections["MASS"]], np.int64)
 
 
 def _check_elements(
-    told: Mapping[str, list[Any]],
+    sections: Mapping[str, list[Any]],
     element_A: NDArray[np.int64],
     residue_A: NDArray[np.int64],
     water_R: NDArray[np.bool_],
@@ -188,7 +188,7 @@ def _check_elements(
     wrong = np.flatnonzero(((element_A < 1) | (element_A > ELEMENTS)) & ~water_R[residue_A])
     if len(wrong):
         atom, residue = int(wrong[0]), int(residue_A[wrong[0]])
-        where = f"{told['ATOM_NAME'][atom]} of {told['RESIDUE_LABEL'][residue]} {residue + 1}"
+        where = f"{sections['ATOM_NAME'][atom]} of {sections['RESIDUE_LABEL'][residue]} {residue + 1}"
         raise UnusableInput(Reason.PARSE_ERROR, f"atom {atom + 1} ({where}) is of no element ({element_A[atom]})")
     element_A[(element_A < 1) | (element_A > ELEMENTS)] = 0
 
@@ -197,8 +197,8 @@ def _waters(element_A: NDArray[np.int64], residue_A: NDArray[np.int64]) -> NDArr
     """Say which residues are one oxygen and two hydrogens; they have many names."""
     size = int(residue_A[-1]) + 1
     oxygen_R, hydrogen_R, heavy_R = (
-        np.bincount(residue_A[some_A], minlength=size)
-        for some_A in (element_A == OXYGEN, element_A == HYDROGEN, element_A > HYDROGEN)
+        np.bincount(residue_A[chosen_A], minlength=size)
+        for chosen_A in (element_A == OXYGEN, element_A == HYDROGEN, element_A > HYDROGEN)
     )
     water_R: NDArray[np.bool_] = (oxygen_R == 1) & (hydrogen_R == 2) & (heavy_R == 1)
     return water_R

@@ -134,9 +134,9 @@ def _gist(heard: list[str], form: str) -> str:
         lines = lines[: lines.index("Stacktrace:")]
     if any(line.endswith("-condition Violation") for line in lines):  # which then says in words what it is
         lines = [line for line in lines if not line.startswith("Failed Expression") and "-condition" not in line]
-    told = "; ".join(line for line in lines if line and line not in NOISE and not line.startswith("Violation occurred"))
-    hint = "; a MOL2 file has SYBYL's atom types" if form == "mol2" and "not found" in told else ""
-    return (told or "RDKit finds no whole molecule in the file")[:200] + hint
+    text = "; ".join(line for line in lines if line and line not in NOISE and not line.startswith("Violation occurred"))
+    hint = "; a MOL2 file has SYBYL's atom types" if form == "mol2" and "not found" in text else ""
+    return (text or "RDKit finds no whole molecule in the file")[:200] + hint
 
 
 def _is_sane(molecule: Any) -> bool:
@@ -196,11 +196,11 @@ def _names(atoms: list[Any]) -> list[str]:
     """Return the atoms' names: those of MOL2, or element and ordinal."""
     if all(atom.HasProp("_TriposAtomName") for atom in atoms):
         return [atom.GetProp("_TriposAtomName") for atom in atoms]
-    met: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     names = []
     for atom in atoms:
-        met[atom.GetSymbol()] += 1
-        names.append(f"{atom.GetSymbol()}{met[atom.GetSymbol()]}")
+        counts[atom.GetSymbol()] += 1
+        names.append(f"{atom.GetSymbol()}{counts[atom.GetSymbol()]}")
     return names
 
 

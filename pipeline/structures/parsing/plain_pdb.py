@@ -115,12 +115,12 @@ def _count_atoms(data: bytes, at: int, length: int) -> int:
     _require(length >= SHORTEST)
     room, count = (len(data) - at) // length, 0
     while count < room:
-        some = min(room - count, WINDOW_LINES)
-        is_atom = np.ndarray(some, "<u4", data, at + count * length, (length,)) == ATOM
+        window = min(room - count, WINDOW_LINES)
+        is_atom = np.ndarray(window, "<u4", data, at + count * length, (length,)) == ATOM
         if not is_atom.all():
             count += int(is_atom.argmin())
             break
-        count += some
+        count += window
     _require(count > 0)
     return count
 

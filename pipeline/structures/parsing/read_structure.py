@@ -247,14 +247,14 @@ def _table(structure: gemmi.Structure, reading: FileReading) -> AtomTable:
 def _sequences(structure: gemmi.Structure, reading: FileReading) -> dict[str, tuple[str, ...]]:
     """Return the full sequence (SEQRES) of each polymer chain; the copies in an assembly have that of their chain."""
     by_subchain = {name: entity.full_sequence for entity in structure.entities for name in entity.subchains}
-    found = {}
+    sequences = {}
     for chain in structure[0]:
         polymer = chain.get_polymer()
         subchain = polymer.subchain_id() if len(polymer) else ""
         sequence = by_subchain.get(subchain) or by_subchain.get(subchain.rpartition("-")[0].rstrip("-"))
         if sequence:
-            found[(chain.name if reading.chain_names == "author" else subchain) or BLANK_CHAIN] = tuple(sequence)
-    return found
+            sequences[(chain.name if reading.chain_names == "author" else subchain) or BLANK_CHAIN] = tuple(sequence)
+    return sequences
 
 
 def _words(names: Any) -> NDArray[np.uint64]:
@@ -381,7 +381,7 @@ def _conect(structure: gemmi.Structure, flat: gemmi.FlatStructure) -> Iterator[P
     rows: defaultdict[int, list[int]] = defaultdict(list)
     known = np.fromiter(bonded, np.int64, len(bonded))
     for row in np.flatnonzero(
-        np.isin(serial_A, np.append(known, [serial for some in bonded.values() for serial in some]))
+        np.isin(serial_A, np.append(known, [serial for serials in bonded.values() for serial in serials]))
     ):
         rows[int(serial_A[row])].append(int(row))
     for serial, others in bonded.items():

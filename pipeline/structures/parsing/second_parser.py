@@ -148,20 +148,27 @@ def _theirs(atoms: Any, name: str) -> Mapping[Place, _Residue]:
     mine: NDArray[np.bool_] = atoms.chain_id == name
     if name == BLANK_CHAIN:
         mine |= np.isin(atoms.chain_id, ["", " "])
-    some = atoms[mine]
-    found: dict[Place, _Residue] = {}
+    chain_atoms = atoms[mine]
+    residues: dict[Place, _Residue] = {}
     # In old files other things stand where elements do now; calcium has its own in any.
-    is_ca = (some.atom_name == "CA") & (some.element != "CA")
-    columns = (some.res_id, some.ins_code, some.res_name, some.hetero, some.altloc_id, is_ca)
+    is_ca = (chain_atoms.atom_name == "CA") & (chain_atoms.element != "CA")
+    columns = (
+        chain_atoms.res_id,
+        chain_atoms.ins_code,
+        chain_atoms.res_name,
+        chain_atoms.hetero,
+        chain_atoms.altloc_id,
+        is_ca,
+    )
     rows = zip(*(column.tolist() for column in columns), strict=True)
     for at, (number, icode, residue, is_het, altloc, ca) in enumerate(rows):
-        one = found.setdefault((number, icode.strip()), _Residue())
+        one = residues.setdefault((number, icode.strip()), _Residue())
         one.names.add(residue)
         one.is_atom |= not is_het
         one.has_alternatives |= altloc.strip() not in ("", ".", "?")
         if ca:
-            one.ca.append(some.coord[at].astype(np.float64))
-    return found
+            one.ca.append(chain_atoms.coord[at].astype(np.float64))
+    return residues
 
 
 def _name(residue: _Residue, place: Place) -> str:

@@ -63,11 +63,11 @@ def read_structure_file(path: str, max_bytes: int) -> File:
 
 def item_paths(item: Item) -> list[str]:
     """Return the files of an item, each once; that of its coordinates follows a topology."""
-    found: dict[str, None] = {}
+    paths: dict[str, None] = {}
     for part in (*item.parts, *item.bound):
-        found[part.path] = None
-        found.update(dict.fromkeys(coordinates_beside(part.path)))
-    return list(found)
+        paths[part.path] = None
+        paths.update(dict.fromkeys(coordinates_beside(part.path)))
+    return list(paths)
 
 
 def total_bytes(files: Mapping[str, File]) -> int:

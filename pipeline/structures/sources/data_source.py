@@ -185,7 +185,7 @@ def _adapter(spec: SourceSpec) -> Adapter:
 
 def _refuse_unheeded(spec: SourceSpec) -> None:
     """Refuse settings that this source does not look at."""
-    given = {
+    is_set = {
         "state: unbound": spec.state == "unbound",
         "splits": spec.splits is not None,
         "structures_dir": spec.structures_dir is not None,
@@ -193,6 +193,6 @@ def _refuse_unheeded(spec: SourceSpec) -> None:
         "labels": bool(spec.labels),
     }
     for setting, sources in HEEDED_BY.items():
-        if given[setting] and spec.source not in sources:
+        if is_set[setting] and spec.source not in sources:
             what = f"data.{setting} means nothing to the source {spec.source!r}, only to {' and '.join(sources)}"
             raise ConfigError(what, where="data", remedy="pipeline config show   (then take it out)")

@@ -64,9 +64,9 @@ def split_suffix(name: str) -> tuple[str, str]:
 
 def _suffixes(folder: Path) -> list[str]:
     """Return the structure suffixes that occur in a folder, in the order of preference."""
-    found = {split_suffix(entry.name)[1] for entry in listing(folder)} - {""}
+    suffixes = {split_suffix(entry.name)[1] for entry in listing(folder)} - {""}
     order = list(FORMATS)
-    return sorted(found, key=lambda suffix: (order.index(suffix.removesuffix(".gz").lower()), suffix))
+    return sorted(suffixes, key=lambda suffix: (order.index(suffix.removesuffix(".gz").lower()), suffix))
 
 
 def listing(folder: Path) -> Iterator[os.DirEntry[str]]:
@@ -113,9 +113,9 @@ def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
 
 def sorted_names(names: Iterable[str]) -> Iterator[str]:
     """Yield the different names in order; they wait as bytes in one array, where strings would take five times more."""
-    rest = (os.fsencode(name) for name in names)
+    encoded = (os.fsencode(name) for name in names)
     chunks = []
-    while chunk := list(islice(rest, NAMES_AT_ONCE)):
+    while chunk := list(islice(encoded, NAMES_AT_ONCE)):
         chunks.append(np.array(chunk))
     if chunks:
         yield from (os.fsdecode(bytes(name)) for name in np.unique(np.concatenate(chunks)))

@@ -182,8 +182,8 @@ class Columns:
 
 def _absent(column: str, meant: str, present: Sequence[str], path: Path, said_by: str = "") -> DataError:
     """Describe a column that is not there, and how to name it rightly: in the file, or in the setting that names it."""
-    found = ", ".join(printable_text(each) for each in present[:12] if each)
-    what = f"no column {column!r}{said_by and f' ({said_by})'}; found: {found}"
+    columns_there = ", ".join(printable_text(name) for name in present[:12] if name)
+    what = f"no column {column!r}{said_by and f' ({said_by})'}; found: {columns_there}"
     if meant:
         what += f"; did you mean {printable_text(meant)!r}?"
     if len(present) == 1 and re.search(r"[;,\t]", present[0]):
@@ -311,7 +311,7 @@ def _json_text(value: object) -> str:
         return ""
     if isinstance(value, str):
         return value.strip()
-    if isinstance(value, list) and all(isinstance(each, str) for each in value):
+    if isinstance(value, list) and all(isinstance(element, str) for element in value):
         return ",".join(value)
     return json.dumps(value)
 
@@ -383,7 +383,7 @@ def one_file_parts(
     if receptor and ligand:
         return (Part(Role.RECEPTOR, path, receptor, model), Part(Role.LIGAND, path, ligand, model))
     if (receptor or ligand) and spec.partners == "auto":
-        given, absent = ("receptor", "ligand") if receptor else ("ligand", "receptor")
-        raise UnusableInput(Reason.BAD_ROW, f"chains of the {given} are named, but none of the {absent}")
+        named, absent = ("receptor", "ligand") if receptor else ("ligand", "receptor")
+        raise UnusableInput(Reason.BAD_ROW, f"chains of the {named} are named, but none of the {absent}")
     role = Role.COMPLEX if spec.partners == "auto" else Role.WHOLE
     return (Part(role, path, receptor or ligand, model),)

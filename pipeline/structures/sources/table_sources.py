@@ -73,12 +73,12 @@ def _manifest_parts(spec: SourceSpec, name: str, row: SourceRow, folder: Structu
     receptor = split_chains(row["receptor_chains"]) or spec.receptor_chains
     ligand = split_chains(row["ligand_chains"]) or spec.ligand_chains
     model = model_number(row["model"])
-    one, *two = (folder.join(clean_path(row[column])) if row[column] else "" for column in PATHS)
-    if one and not any(two):
-        return one_file_parts(spec, one, receptor, ligand, model)
-    if all(two) and not one:
-        return (Part(Role.RECEPTOR, two[0], receptor, model), Part(Role.LIGAND, two[1], ligand, model))
-    if one or any(two):
+    path, *paths = (folder.join(clean_path(row[column])) if row[column] else "" for column in PATHS)
+    if path and not any(paths):
+        return one_file_parts(spec, path, receptor, ligand, model)
+    if all(paths) and not path:
+        return (Part(Role.RECEPTOR, paths[0], receptor, model), Part(Role.LIGAND, paths[1], ligand, model))
+    if path or any(paths):
         raise UnusableInput(Reason.BAD_ROW, "give either path, or both receptor_path and ligand_path")
     return one_file_parts(spec, _found(spec, name, folder), receptor, ligand, model)
 
