@@ -76,11 +76,11 @@ class ChosenAtoms:
         return self.side.structure.element_A[self.atom_A]
 
     def heavy(self) -> NDArray[np.int64]:
-        """Return which of them are no hydrogens."""
+        """Return the places of the atoms that are not hydrogens."""
         return np.flatnonzero(~bonds.is_hydrogen(self.element_A))
 
     def label(self, atom: int) -> str:
-        """Name one for a message."""
+        """Return an atom's name for messages."""
         structure, residue = self.side.structure, self.residue_R[self.residue_A[atom]]
         chain = next(chain.name for chain in self.side.chains if chain.first <= residue < chain.last)
         where = f"{name_text(structure.name_R[residue])} {structure.number_R[residue]}"
@@ -88,7 +88,7 @@ class ChosenAtoms:
 
 
 def build_atom_graph(read: Complex, recipe: GraphRecipe) -> ItemGraph:
-    """Return the atom graph of an item; raise Unusable where it cannot have one."""
+    """Return the atom graph of an item; raise UnusableInput if it cannot have one."""
     sides = {role: _choose(role, read.sides[role], recipe) for role in ROLES if role in read.sides}
     _refuse_coincident(sides, in_one_frame=not read.bound)
     extra, labels = _labels(read, sides, recipe)
@@ -108,8 +108,10 @@ def _choose(role: Role, side: ComplexSide, recipe: GraphRecipe) -> ChosenAtoms:
         kept = np.flatnonzero(~bonds.is_hydrogen(structure.element_A[atom_A]))
         residue_A, atom_A = residue_A[kept], atom_A[kept]
     if not len(atom_A):
-        what = f"the {role.value} has no atoms" if recipe.hydrogens else f"the {role.value} has no atoms but hydrogens"
-        raise UnusableInput(Reason.NO_NODES, what)
+        problem = (
+            f"the {role.value} has no atoms" if recipe.hydrogens else f"the {role.value} has no atoms but hydrogens"
+        )
+        raise UnusableInput(Reason.NO_NODES, problem)
     return ChosenAtoms(side, residue_R, atom_A, residue_A)
 
 
@@ -128,8 +130,8 @@ def _part(
     edges, paths = _edges(chosen, recipe)
     has_edges = any(edges_2E.size for edges_2E in edges.values())
     if not has_edges and (role is Role.WHOLE or np.bincount(chosen.residue_A).max() > 1):
-        what = f"no two of the {len(chosen.atom_A)} atoms of the {role.value} are bonded or near each other"
-        raise UnusableInput(Reason.NO_EDGES, f"{what}; graph.atom.radius is {recipe.atom_radius}")
+        problem = f"no two of the {len(chosen.atom_A)} atoms of the {role.value} are bonded or near each other"
+        raise UnusableInput(Reason.NO_EDGES, f"{problem}; graph.atom.radius is {recipe.atom_radius}")
     element_A = chosen.element_A
     nodes: dict[str, Array] = {
         "pos": (chosen.pos_A3 - centre_3).astype(np.float32),
@@ -149,7 +151,7 @@ def _ascii(words: NDArray[np.uint64], width: int) -> NDArray[np.uint8]:
 
 
 def _residues(chosen: ChosenAtoms, row_R: NDArray[np.int32]) -> dict[str, Array]:
-    """Return what is known of each residue."""
+    """Return the arrays of residues."""
     structure, chains = chosen.side.structure, chosen.side.chains
     lengths_C = [chain.last - chain.first for chain in chains]
     return {
@@ -164,7 +166,7 @@ def _residues(chosen: ChosenAtoms, row_R: NDArray[np.int32]) -> dict[str, Array]
 
 
 def _types(kind: Kind, letters: str, residues: int) -> NDArray[np.uint8]:
-    """Return the type of each residue of a chain; a letter that its alphabet lacks is the last of it."""
+    """Return the type of each residue of a chain; unknown letters count as the last of the alphabet."""
     if kind is Kind.OTHER:
         return np.full(residues, OTHER_TYPE, np.uint8)
     first, alphabet = LETTERS[kind]
@@ -178,16 +180,16 @@ def _edges(chosen: ChosenAtoms, recipe: GraphRecipe) -> tuple[dict[str, Edges], 
     size = len(chosen.atom_A)
     edges: dict[str, Edges] = {}
     paths: dict[str, Array] = {}
-    found = np.empty(0, np.int64)
+    nearer = np.empty(0, np.int64)
     for name, path in zip(bonds.HOPS, bonds.bond_paths(_bonds(chosen), size, recipe.hops), strict=False):
-        keys = bonds.without(bonds.pair_keys(path, size), found)
-        found = np.sort(np.concatenate([found, keys]))
+        keys = bonds.without(bonds.pair_keys(path, size), nearer)
+        nearer = np.sort(np.concatenate([nearer, keys]))
         edges[name] = bonds.both_ways(keys, size)
         if name != BOND:
             paths[name] = path.astype(np.min_scalar_type(size))
     if recipe.atom_radius is not None:
         near_2E = neighbours.within(chosen.pos_A3, radius=recipe.atom_radius)
-        bonded = bonds.both_ways(found, size)
+        bonded = bonds.both_ways(nearer, size)
         keys = bonds.without(near_2E[1] * size + near_2E[0], bonded[1] * size + bonded[0])
         edges["near"] = np.stack(np.divmod(keys, size)[::-1])
     return edges, paths
@@ -201,7 +203,7 @@ def _bonds(chosen: ChosenAtoms) -> NDArray[np.int64]:
     place_A[chosen.atom_A] = np.arange(len(chosen.atom_A))
     here = replace(links, atoms_L2=place_A[links.atoms_L2])
     strands = [-1 if chain.kind is Kind.OTHER else number for number, chain in enumerate(side.chains)]
-    found = bonds.all_bonds(
+    bonds_B2 = bonds.all_bonds(
         bonds.Atoms(
             pos_A3=chosen.pos_A3,
             name_A=structure.name_A[chosen.atom_A],
@@ -214,22 +216,22 @@ def _bonds(chosen: ChosenAtoms) -> NDArray[np.int64]:
         )
     )
     if links.is_complete:
-        _check_lengths(chosen, found)
-    return found
+        _check_lengths(chosen, bonds_B2)
+    return bonds_B2
 
 
 def _check_lengths(chosen: ChosenAtoms, bonds_B2: NDArray[np.int64]) -> None:
-    """Refuse a bond that is told of and cannot be: the coordinates are of something else, or cut by a box."""
+    """Raise for a bond in the file that is impossibly long: other coordinates, or a molecule cut by a periodic box."""
     length_B = edge_lengths(chosen.pos_A3, chosen.pos_A3, bonds_B2.T)
     if (length_B > bonds.LONGEST).any():
         worst = int(length_B.argmax())
         left, right = (chosen.label(atom) for atom in bonds_B2[worst].tolist())
-        what = f"the file says that {left} and {right} are bonded, and they are {length_B[worst]:.2f} Å apart"
-        raise UnusableInput(Reason.PARSE_ERROR, what)
+        problem = f"the file says that {left} and {right} are bonded, and they are {length_B[worst]:.2f} Å apart"
+        raise UnusableInput(Reason.PARSE_ERROR, problem)
 
 
 def _labels(read: Complex, sides: Sides, recipe: GraphRecipe) -> tuple[dict[Role, dict[str, Array]], dict[str, Array]]:
-    """Return what each node has of the bound structures, and the native contacts."""
+    """Return the nodes' arrays from the bound structures, and the native contacts."""
     if recipe.contacts is None:
         return {}, {}
     if not read.bound:
@@ -248,7 +250,7 @@ def _labels(read: Complex, sides: Sides, recipe: GraphRecipe) -> tuple[dict[Role
 
 
 def _native(sides: Sides, most: float, twins: Mapping[Role, NDArray[np.int64]] | None = None) -> dict[str, Array]:
-    """Return the pairs of heavy atoms within a distance, by the nodes whose twins they are."""
+    """Return the pairs of heavy atoms within a distance; of bound structures, as pairs of corresponding nodes."""
     receptor, ligand = (sides[role].pos_A3 for role in (Role.RECEPTOR, Role.LIGAND))
     heavy, heavy_ligand = (sides[role].heavy() for role in (Role.RECEPTOR, Role.LIGAND))
     found_2P = neighbours.between(ligand[heavy_ligand], receptor[heavy], radius=most)
@@ -265,7 +267,7 @@ def _native(sides: Sides, most: float, twins: Mapping[Role, NDArray[np.int64]] |
 def _by_twins(
     pairs_2P: Edges, nearest_P: NDArray[np.float32], bound: Sides, twins: Mapping[Role, NDArray[np.int64]]
 ) -> tuple[Edges, NDArray[np.float32]]:
-    """Return pairs of bound atoms as those of the nodes whose twins they are; sorted, and without those of none."""
+    """Return pairs of bound atoms as pairs of corresponding nodes, sorted, without atoms that have none."""
     here_2P = np.stack(
         [
             _inverse(twins[role], len(bound[role].atom_A))[atoms_P]
@@ -275,8 +277,8 @@ def _by_twins(
     order = np.lexsort(here_2P)
     order = order[(here_2P[:, order] >= 0).all(axis=0)]
     if not len(order):
-        what = f"none of the {len(nearest_P)} contacts of the bound structure has both its atoms in the unbound ones"
-        raise UnusableInput(Reason.NO_CONTACTS, what)
+        problem = f"none of the {len(nearest_P)} contacts of the bound structure has both its atoms in the unbound ones"
+        raise UnusableInput(Reason.NO_CONTACTS, problem)
     return here_2P[:, order], nearest_P[order]
 
 
@@ -289,9 +291,9 @@ def _inverse(twin_A: NDArray[np.int64], size: int) -> NDArray[np.int64]:
 
 
 def _twins(here: ChosenAtoms, there: ChosenAtoms, row_R: NDArray[np.int32]) -> NDArray[np.int64]:
-    """Return the bound atom of each node, or -1: that of its name in the residue that is its residue's.
+    """Return the bound atom of each node: that of the same name in the corresponding residue; -1 if none.
 
-    A name that a residue has twice is nobody's.
+    Names that occur twice in a residue correspond to nothing.
     """
     residue_A = row_R[here.residue_A]
     here_names, there_names = (chosen.side.structure.name_A[chosen.atom_A] for chosen in (here, there))
@@ -306,7 +308,7 @@ def _twins(here: ChosenAtoms, there: ChosenAtoms, row_R: NDArray[np.int32]) -> N
 
 
 def _check_twins(here: ChosenAtoms, there: ChosenAtoms, twin_A: NDArray[np.int64]) -> None:
-    """Refuse a molecule whose names mean other atoms: a file without any gets them by the order of its atoms."""
+    """Raise if atom names of a molecule mean other atoms in the bound file: nameless files get names by atom order."""
     if not any(chosen.side.structure.links().is_complete for chosen in (here, there)):
         return
     mine_B2, theirs_B2 = _bonds(here), _bonds(there)
@@ -319,12 +321,12 @@ def _check_twins(here: ChosenAtoms, there: ChosenAtoms, twin_A: NDArray[np.int64
     unlike = np.flatnonzero((twins_B2[:, 0] >= 0) & ~np.isin(keys_B, their_keys))
     if len(unlike):
         left, right = (here.label(atom) for atom in mine_B2[unlike[0]].tolist())
-        what = f"{left} and {right} are bonded, and the atoms of their names in the bound structure are not"
-        raise UnusableInput(Reason.SEQUENCE_MISMATCH, f"{what}: give both files their atoms in one order")
+        problem = f"{left} and {right} are bonded, and the atoms of their names in the bound structure are not"
+        raise UnusableInput(Reason.SEQUENCE_MISMATCH, f"{problem}: give both files their atoms in one order")
 
 
 def _in_bound(twin_A: NDArray[np.int64], there: ChosenAtoms, centre_3: NDArray[np.float64]) -> dict[str, Array]:
-    """Return which nodes have a place in the bound structure, and where it is."""
+    """Return the arrays `labelled` and `bound`: which nodes are in the bound structure, and their places."""
     labelled = twin_A >= 0
     bound_A3 = np.where(labelled[:, None], there.pos_A3[twin_A] - centre_3, np.nan)
     return {"labelled": labelled, "bound": bound_A3.astype(np.float32)}

@@ -1,4 +1,4 @@
-"""Which atoms of a standard residue are bonded, as a table; looked up for all residues at once.
+"""Covalent bonds, from templates of standard residues, the file and distances; and paths of bonds.
 
 Shapes: A atoms, R residues, T templates, S places of a template, B bonds of one.
 """
@@ -75,7 +75,7 @@ ABSENT = -1
 
 @dataclass(frozen=True, slots=True)
 class Templates:
-    """Every template in arrays; the words of names are sorted."""
+    """The templates of all standard residues as arrays; names are sorted words."""
 
     residue_T: NDArray[np.uint64]
     atom_M: NDArray[np.uint64]
@@ -85,13 +85,13 @@ class Templates:
 
 
 def bonds_of(name: str) -> list[tuple[str, str]]:
-    """Return the pairs of atom names that are bonded in a standard residue; none for a name without a template."""
-    found = _texts().get(name, "")
-    return [(left, right) for left, _, right in (pair.partition("-") for pair in found.split())]
+    """Return the bonded pairs of atom names in a standard residue; empty if it has no template."""
+    text = _texts().get(name, "")
+    return [(left, right) for left, _, right in (pair.partition("-") for pair in text.split())]
 
 
 def _texts() -> dict[str, str]:
-    """Return the bonds of every residue name that has a template."""
+    """Return the bonds of every template as text, by residue name."""
     texts = {name: AMINO_ACID + side for name, side in SIDE_CHAINS.items()}
     texts |= {name: NUCLEOTIDE + base for name, base in BASES.items()}
     texts |= {f"D{name}": NUCLEOTIDE + base for name, base in BASES.items()}
@@ -100,33 +100,33 @@ def _texts() -> dict[str, str]:
 
 @cache
 def templates() -> Templates:
-    """Return the table in arrays."""
+    """Return the templates as arrays."""
     names = sorted(_texts(), key=name_word)
     pairs = [bonds_of(name) for name in names]
-    atoms = [list(dict.fromkeys(atom for pair in some for atom in pair)) for some in pairs]
-    atom_M = np.unique(np.array([name_word(atom) for some in atoms for atom in some], dtype=np.uint64))
+    atoms = [list(dict.fromkeys(atom for pair in atom_names for atom in pair)) for atom_names in pairs]
+    atom_M = np.unique(np.array([name_word(atom) for atom_names in atoms for atom in atom_names], dtype=np.uint64))
     place_TM = np.full((len(names), len(atom_M)), ABSENT, np.int8)
     bond_TB2 = np.full((len(names), max(map(len, pairs)), 2), ABSENT, np.int8)
-    for kind, (some, bonded) in enumerate(zip(atoms, pairs, strict=True)):
-        place_TM[kind, np.searchsorted(atom_M, np.array([name_word(atom) for atom in some], np.uint64))] = range(
-            len(some)
+    for kind, (atom_names, bonded) in enumerate(zip(atoms, pairs, strict=True)):
+        place_TM[kind, np.searchsorted(atom_M, np.array([name_word(atom) for atom in atom_names], np.uint64))] = range(
+            len(atom_names)
         )
-        bond_TB2[kind, : len(bonded)] = [[some.index(left), some.index(right)] for left, right in bonded]
+        bond_TB2[kind, : len(bonded)] = [[atom_names.index(left), atom_names.index(right)] for left, right in bonded]
     residue_T = np.array([name_word(name) for name in names], dtype=np.uint64)
     return Templates(residue_T, atom_M, place_TM, bond_TB2, max(map(len, atoms)))
 
 
 def _look_up(sorted_M: NDArray[np.uint64], wanted: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """Return the place of each word in a sorted list, ABSENT where it is not there."""
+    """Return the place of each word in a sorted list, ABSENT where it is missing."""
     place = np.minimum(np.searchsorted(sorted_M, wanted), len(sorted_M) - 1)
-    found: NDArray[np.int64] = np.where(sorted_M[place] == wanted, place, ABSENT)
-    return found
+    places: NDArray[np.int64] = np.where(sorted_M[place] == wanted, place, ABSENT)
+    return places
 
 
 def template_bonds(
     resname_R: NDArray[np.uint64], name_A: NDArray[np.uint64], residue_A: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Return the bonds between atoms whose templates say so, and which atoms the template of their residue knows."""
+    """Return the bonds that templates give, and a mask of the atoms that are in their residue's template."""
     table = templates()
     kind_R = _look_up(table.residue_T, resname_R)
     atom_RS = _atoms_by_place(kind_R, name_A, residue_A)
@@ -140,13 +140,13 @@ def template_bonds(
 def _atoms_by_place(
     kind_R: NDArray[np.int64], name_A: NDArray[np.uint64], residue_A: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Return the atom at each place of each residue's template; of a name that a residue has twice, the first."""
+    """Return the atom at each place of each residue's template; the first where a name occurs twice."""
     table = templates()
     kind_A, column_A = kind_R[residue_A], _look_up(table.atom_M, name_A)
     place_A = np.where((kind_A != ABSENT) & (column_A != ABSENT), table.place_TM[kind_A, column_A], ABSENT)
-    held = np.flatnonzero(place_A != ABSENT)[::-1]
+    known = np.flatnonzero(place_A != ABSENT)[::-1]
     atom_RS = np.full((len(kind_R), table.places), ABSENT, np.int64)
-    atom_RS[residue_A[held], place_A[held]] = held
+    atom_RS[residue_A[known], place_A[known]] = known
     return atom_RS
 
 
@@ -161,7 +161,7 @@ CLOSEST_HEAVY = 8  # atoms among which that of a hydrogen is looked for
 
 @dataclass(frozen=True, slots=True)
 class Atoms:
-    """What bonds are found from."""
+    """The atoms of a side as needed to find bonds."""
 
     pos_A3: NDArray[np.float64]
     name_A: NDArray[np.uint64]
@@ -189,7 +189,7 @@ def all_bonds(atoms: Atoms) -> NDArray[np.int64]:
         return _distinct(atoms.links.atoms_L2, len(atoms.name_A))
     from_templates, known_A = template_bonds(atoms.resname_R, atoms.name_A, atoms.residue_A)
     heavy_A = ~is_hydrogen(atoms.element_A)
-    found = [
+    pairs = [
         from_templates,
         *(_along_chains(atoms, *ends) for ends in CHAIN_BONDS),
         _disulfides(atoms),
@@ -197,7 +197,7 @@ def all_bonds(atoms: Atoms) -> NDArray[np.int64]:
         _by_radii(atoms, ~known_A & heavy_A),
         _of_hydrogens(atoms, heavy_A),
     ]
-    return _distinct(atoms.near(np.concatenate(found), LONGEST), len(atoms.name_A))
+    return _distinct(atoms.near(np.concatenate(pairs), LONGEST), len(atoms.name_A))
 
 
 def _distinct(pairs_B2: NDArray[np.int64], size: int) -> NDArray[np.int64]:
@@ -207,7 +207,7 @@ def _distinct(pairs_B2: NDArray[np.int64], size: int) -> NDArray[np.int64]:
 
 
 def is_hydrogen(element_A: NDArray[np.uint8]) -> NDArray[np.bool_]:
-    """Say which atoms are hydrogen or deuterium."""
+    """Return a mask of the atoms that are hydrogen or deuterium."""
     hydrogen, deuterium = HYDROGENS  # two comparisons, which take a tenth of np.isin's time
     is_one_A: NDArray[np.bool_] = (element_A == hydrogen) | (element_A == deuterium)
     return is_one_A
@@ -224,8 +224,8 @@ def _along_chains(atoms: Atoms, left: str, right: str, most: float) -> NDArray[n
 def _named(atoms: Atoms, name: str) -> NDArray[np.int64]:
     """Return the atom of that name in each residue, ABSENT where there is none."""
     atom_R = np.full(len(atoms.resname_R), ABSENT)
-    found = np.flatnonzero(atoms.name_A == name_word(name))
-    atom_R[atoms.residue_A[found]] = found
+    matches = np.flatnonzero(atoms.name_A == name_word(name))
+    atom_R[atoms.residue_A[matches]] = matches
     return atom_R
 
 
@@ -237,7 +237,7 @@ def _disulfides(atoms: Atoms) -> NDArray[np.int64]:
 
 
 def _is_within(atoms: Atoms, pairs_B2: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Say which pairs are of one residue."""
+    """Return a mask of the pairs within a residue."""
     within_B: NDArray[np.bool_] = atoms.residue_A[pairs_B2[:, 0]] == atoms.residue_A[pairs_B2[:, 1]]
     return within_B
 
@@ -251,7 +251,7 @@ def _pairs_within(pos_A3: NDArray[np.float64], most: float) -> NDArray[np.int64]
 
 
 def _of_file(atoms: Atoms, known_A: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Return the bonds that the file names, but for those on which a template has the last word."""
+    """Return the bonds in the file, except those that templates decide."""
     pairs_L2 = atoms.links.atoms_L2
     within_L = _is_within(atoms, pairs_L2)
     both_known_L = known_A[pairs_L2].all(axis=1)
@@ -260,7 +260,7 @@ def _of_file(atoms: Atoms, known_A: NDArray[np.bool_]) -> NDArray[np.int64]:
 
 
 def _is_ionic(atoms: Atoms) -> NDArray[np.bool_]:
-    """Say which atoms are metals or stand alone."""
+    """Return a mask of the atoms that are metals or alone in their residue."""
     ionic_A: NDArray[np.bool_] = np.bincount(atoms.residue_A)[atoms.residue_A] == 1
     ionic_A |= _elements()[1][atoms.element_A]
     return ionic_A
@@ -268,13 +268,13 @@ def _is_ionic(atoms: Atoms) -> NDArray[np.bool_]:
 
 @cache
 def _elements() -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Return covalent radius and whether it is a metal for every code of an element."""
+    """Return the covalent radius and a metal flag for every element code."""
     elements = [gemmi.Element(1 if code in HYDROGENS else code) for code in range(256)]
     return np.array([element.covalent_r for element in elements]), np.array([element.is_metal for element in elements])
 
 
 def _by_radii(atoms: Atoms, unknown_A: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Return the bonds of atoms that no template knows: those within covalent radii."""
+    """Return the bonds of atoms without a template: those within covalent radii."""
     unknown = np.flatnonzero(unknown_A)
     heavy = np.flatnonzero(~is_hydrogen(atoms.element_A))
     if not len(unknown):
@@ -288,7 +288,7 @@ def _by_radii(atoms: Atoms, unknown_A: NDArray[np.bool_]) -> NDArray[np.int64]:
 
 
 def _may_join(atoms: Atoms, pairs_B2: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Say which pairs may be bonds between residues for their nearness: of what has no template, if no file tells."""
+    """Return a mask of near pairs that may bond residues: one has no template, none is ionic, the file has no bonds."""
     if atoms.is_told:
         return np.zeros(len(pairs_B2), np.bool_)
     settled_A = (_look_up(templates().residue_T, atoms.resname_R) != ABSENT)[atoms.residue_A]
@@ -317,7 +317,7 @@ HOPS = ("bond", "angle", "dihedral")  # what a pair of nodes one, two, three bon
 
 @dataclass(frozen=True, slots=True)
 class Neighbours:
-    """Who is bonded to each node, ascending; those of node n are from `first_N[n]` on, `degree_N[n]` of them."""
+    """The bonded neighbours of each node, ascending; those of node n start at `first_N[n]`, `degree_N[n]` of them."""
 
     first_N: NDArray[np.int64]
     degree_N: NDArray[np.int64]
@@ -325,15 +325,15 @@ class Neighbours:
 
 
 def neighbours_of(bonds_B2: NDArray[np.int64], nodes: int) -> Neighbours:
-    """Return bonds, each given once, as a table by node."""
-    both = np.concatenate([bonds_B2, bonds_B2[:, ::-1]])
-    order = np.lexsort((both[:, 1], both[:, 0]))
-    degree_N = np.bincount(both[:, 0], minlength=nodes)
-    return Neighbours(np.cumsum(degree_N) - degree_N, degree_N, both[order, 1])
+    """Return the neighbours of each node from bonds that are given once."""
+    ends_E2 = np.concatenate([bonds_B2, bonds_B2[:, ::-1]])
+    order = np.lexsort((ends_E2[:, 1], ends_E2[:, 0]))
+    degree_N = np.bincount(ends_E2[:, 0], minlength=nodes)
+    return Neighbours(np.cumsum(degree_N) - degree_N, degree_N, ends_E2[order, 1])
 
 
 def extended_paths(paths_PX: NDArray[np.int64], bonded: Neighbours) -> NDArray[np.int64]:
-    """Return every path that is one bond longer and does not cross itself, in the order of the paths."""
+    """Return all paths one bond longer that do not cross themselves, in the order of the given paths."""
     last_P = paths_PX[:, -1]
     counts_P = bonded.degree_N[last_P]
     before = np.cumsum(counts_P) - counts_P
@@ -354,7 +354,7 @@ def bond_paths(bonds_B2: NDArray[np.int64], nodes: int, hops: int) -> Iterator[N
 
 
 def pair_keys(paths_PX: NDArray[np.int64], nodes: int) -> NDArray[np.int64]:
-    """Return a number for each pair of nodes that paths join, once and sorted; numbers sort as pairs do."""
+    """Return distinct sorted numbers for the pairs of nodes that paths join; they sort as the pairs do."""
     keys = np.sort(paths_PX[:, 0] * nodes + paths_PX[:, -1])
     distinct = np.ones(len(keys), np.bool_)
     distinct[1:] = keys[1:] != keys[:-1]
@@ -362,13 +362,13 @@ def pair_keys(paths_PX: NDArray[np.int64], nodes: int) -> NDArray[np.int64]:
     return chosen
 
 
-def without(keys: NDArray[np.int64], others: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the numbers that are not among others; both are sorted."""
-    if not len(others):
+def without(keys: NDArray[np.int64], excluded: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return sorted numbers without those in another sorted array."""
+    if not len(excluded):
         return keys
-    place = np.minimum(np.searchsorted(others, keys), len(others) - 1)
-    left: NDArray[np.int64] = keys[others[place] != keys]
-    return left
+    place = np.minimum(np.searchsorted(excluded, keys), len(excluded) - 1)
+    kept: NDArray[np.int64] = keys[excluded[place] != keys]
+    return kept
 
 
 def both_ways(keys: NDArray[np.int64], nodes: int) -> Edges:

@@ -1,4 +1,4 @@
-"""From an item as it was read to its graph, by a recipe; and to what is stored of it, which may be why it has none."""
+"""Builds the graph of an item by a recipe, and the record that is stored: the graph, or why there is none."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 def build_graph(read: Complex, recipe: GraphRecipe) -> ItemGraph:
-    """Return the graph of an item; raise Unusable where it cannot have one."""
+    """Return the graph of an item; raise UnusableInput if it cannot have one."""
     from pipeline.graphs import (  # scipy is half of the start of a command, and few make graphs
         atom_graph,
         residue_graph,
@@ -31,7 +31,7 @@ def build_graph(read: Complex, recipe: GraphRecipe) -> ItemGraph:
 
 
 def encoded_graph(read: Complex, recipe: GraphRecipe) -> tuple[dict[str, Array], dict[str, Any]]:
-    """Return the graph of an item as the arrays and the JSON of a record, or the reason why it has none."""
+    """Return the arrays and JSON of an item's record: its graph, or the reason why it has none."""
     try:
         return encode_graph(build_graph(read, recipe))
     except UnusableInput as problem:

@@ -31,9 +31,9 @@ OX, OT = (int.from_bytes(begin, "little") for begin in (b"OX", b"OT"))
 
 @dataclass(frozen=True, slots=True)
 class Bodies:
-    """The heavy atoms of all residues of a structure, H of them: where they are, and a ball around each residue.
+    """The H heavy atoms of a structure's residues, with a bounding ball for each residue.
 
-    Coordinates stand in rows, which numpy works through several times faster than through columns of three.
+    Coordinates are rows, which numpy processes several times faster than columns of three.
     """
 
     pos_3A: Floats
@@ -47,7 +47,7 @@ class Bodies:
 
 
 def rigid_bodies(structure: Structure) -> Bodies:
-    """Return the residues of a structure as bodies; of one without a heavy atom it means nothing."""
+    """Return the bodies of a structure's residues; those without a heavy atom have meaningless values."""
     is_hydrogen_A = bonds.is_hydrogen(structure.element_A)
     pos_3A = np.ascontiguousarray(structure.pos_A3.T)
     pos_3H, residue_H, name_H, atoms_S = pos_3A, structure.residue_A, structure.name_A, structure.atoms_R
@@ -96,13 +96,13 @@ class InterfaceSide:
         return cls(bodies, residue_N, bodies.middle_3S[:, residue_N], bodies.reach_S[residue_N])
 
     def take(self, nodes: NDArray[np.int64]) -> InterfaceSide:
-        """Return some of them."""
+        """Return these nodes of the side."""
         return InterfaceSide(self.bodies, self.residue_N[nodes], self.middle_3N[:, nodes], self.reach_N[nodes])
 
-    def towards(self, others: InterfaceSide, cutoff: float) -> NDArray[np.int64]:
-        """Return the residues that can be near the box that holds all others."""
-        reach_N = others.reach_N + (cutoff + SLACK)
-        low_3, high_3 = (others.middle_3N - reach_N).min(axis=1), (others.middle_3N + reach_N).max(axis=1)
+    def towards(self, partner: InterfaceSide, cutoff: float) -> NDArray[np.int64]:
+        """Return the residues that can be near the bounding box of the partner."""
+        reach_N = partner.reach_N + (cutoff + SLACK)
+        low_3, high_3 = (partner.middle_3N - reach_N).min(axis=1), (partner.middle_3N + reach_N).max(axis=1)
         inside_3N = self.middle_3N + self.reach_N >= low_3[:, None]
         inside_3N &= self.middle_3N - self.reach_N <= high_3[:, None]
         return np.flatnonzero(inside_3N.all(axis=0))
@@ -114,17 +114,17 @@ class InterfaceSide:
         row_A = np.arange(len(node_A)) + (self.bodies.first_S[self.residue_N] - np.cumsum(count_N) + count_N)[node_A]
         return self.bodies.pos_3H.take(row_A, axis=1).T, node_A
 
-    def facing(self, others: InterfaceSide, cutoff: float) -> tuple[Floats, NDArray[np.int64]]:
-        """Return the atoms that are near enough to the ball of any other residue, and the residue of each."""
+    def facing(self, partner: InterfaceSide, cutoff: float) -> tuple[Floats, NDArray[np.int64]]:
+        """Return the heavy atoms near any residue's ball of the partner, and the residue of each."""
         pos_A3, node_A = self.atoms()
-        reach_N = others.reach_N + (cutoff + SLACK)
-        is_near_AN = cdist(pos_A3, others.middle_3N.T, "sqeuclidean") <= reach_N * reach_N
+        reach_N = partner.reach_N + (cutoff + SLACK)
+        is_near_AN = cdist(pos_A3, partner.middle_3N.T, "sqeuclidean") <= reach_N * reach_N
         chosen = np.flatnonzero(is_near_AN.any(axis=1))
         return pos_A3[chosen], node_A[chosen]
 
 
 def find_contacts(receptor: InterfaceSide, ligand: InterfaceSide, cutoff: float) -> Contacts | None:
-    """Return the contacts, or None where there are none; hydrogens have no part in them."""
+    """Return the contacts between heavy atoms, or None if there are none."""
     rows, columns = receptor.towards(ligand, cutoff), ligand.towards(receptor, cutoff)
     near_receptor, near_ligand = receptor.take(rows), ligand.take(columns)
     reach_NN = np.add.outer(near_receptor.reach_N, near_ligand.reach_N + (cutoff + SLACK))
@@ -149,7 +149,7 @@ def closest_approach(receptor: InterfaceSide, ligand: InterfaceSide) -> float:
 
 
 def _by_residue(receptor_E: NDArray[np.int64], ligand_E: NDArray[np.int64], nearest_E: Floats) -> Contacts:
-    """Bring pairs of atoms together that are of the same pair of nodes."""
+    """Group pairs of atoms by their pair of nodes."""
     order = np.lexsort((ligand_E, receptor_E))
     receptor_E, ligand_E = receptor_E[order], ligand_E[order]
     is_new = np.ones(len(order), np.bool_)

@@ -1,7 +1,7 @@
-"""Which arrays a graph's record has, of what type and how long: before anything is made of them.
+"""Checks that a graph's record has the right arrays, with the right types and shapes, and of its contacts.
 
-Where the recipe is known, what is there must be what it asks for; without it, what builders never leave out or mix.
-Every function yields sentences. Shapes: N nodes and R residues of a partner, P pairs.
+With a recipe, the arrays must be those it asks for; without one, those that builders always write together. The checks
+yield sentences about what is wrong. Shapes: N nodes and R residues of a partner, P pairs.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ ROLE_NAMES = [role.value for role in ROLES]
 
 
 class ArrayForm(NamedTuple):
-    """What an array has to be: its type (`u`: unsigned, of any width), and how large besides its first axis."""
+    """The dtype that an array must have (`u`: unsigned of any width), and its shape after the first axis."""
 
     dtype: str
     tail: tuple[int, ...] = ()
 
 
 class Placed(NamedTuple):
-    """What an array has to be, and the axis that its rows are on: a name, a number, or free."""
+    """The form that an array must have, and the axis of its rows: a name, a number, or free."""
 
     spec: ArrayForm
     axis: str = FREE
@@ -63,12 +63,12 @@ BOUND = {"labelled": ArrayForm("|b1"), "bound": PLACES}
 
 
 def is_by_residue(arrays: Mapping[str, Array]) -> bool:
-    """Say whether the nodes of a graph are residues."""
+    """Tell whether the nodes of a graph are residues."""
     return not any(name.endswith(".node.element") for name in arrays)
 
 
 def wrong_form(arrays: Mapping[str, Array], meta: Mapping[str, Any], recipe: Plain | None) -> Iterator[str]:
-    """Yield what is not there, too much, or of another type or shape."""
+    """Yield arrays that are missing, unexpected, or of a wrong type or shape."""
     roles = [partner["role"] for partner in meta["partners"]]
     if not roles or [role for role in ROLE_NAMES if role in roles] != roles:
         yield f"its partners are {listed(roles)}"
@@ -89,14 +89,14 @@ def wrong_form(arrays: Mapping[str, Array], meta: Mapping[str, Any], recipe: Pla
         if name in arrays:
             yield from _shape(name, arrays[name], placed, sizes)
     for name in wanted.keys() & arrays.keys():
-        if name.endswith(".degree") and (other := name.replace(".degree", ".neighbour")) in arrays:
+        if name.endswith(".degree") and (neighbours := name.replace(".degree", ".neighbour")) in arrays:
             count = int(arrays[name].sum(dtype=np.int64))
-            if count != len(arrays[other]):
-                yield f"{name} adds up to {count}, and {other} has {len(arrays[other])}"
+            if count != len(arrays[neighbours]):
+                yield f"{name} adds up to {count}, and {neighbours} has {len(arrays[neighbours])}"
 
 
 def _chains(partner: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is wrong with what is said of a partner's chains."""
+    """Yield what is wrong with the description of a partner's chains."""
     if not partner["chains"]:
         yield f"the {partner['role']} has no chains"
     for name, kind, sequence in partner["chains"]:
@@ -111,7 +111,7 @@ def _chains(partner: Mapping[str, Any]) -> Iterator[str]:
 def _wanted(
     roles: list[str], arrays: Mapping[str, Array], recipe: Plain | None, *, by_residue: bool
 ) -> dict[str, Placed]:
-    """Return what every array has to be; what a recipe or an input may leave out counts only where some of it is."""
+    """Return the required form of every array; optional groups are required whole if any of them is there."""
     wanted: dict[str, Placed] = {}
     tables = ("node", "N", RESIDUE_NODES if by_residue else ATOM_NODES), ("residue", "R", ATOM_RESIDUES)
     is_bound_input = not any(name.endswith((".bound", ".labelled", ".bound_centre")) for name in arrays)
@@ -142,13 +142,13 @@ def _wanted(
 
 
 def _edge_kinds(role: str, arrays: Mapping[str, Array], recipe: Plain | None, *, by_residue: bool) -> list[str]:
-    """Return which edges a partner has: those of the recipe, or those that it seems to have."""
+    """Return the kinds of edges of a partner: by the recipe, else those that are there."""
     if by_residue:
         return ["near"]
     if recipe:
         return [*bonds.HOPS[: recipe["hops"]], *(["near"] if recipe["atom_radius"] is not None else [])]
-    seen = {name.split(".")[2] for name in arrays if name.startswith((f"{role}.edge.", f"{role}.path."))}
-    return [name for name in (*bonds.HOPS, "near") if name in seen or name == atom_graph.BOND]
+    present = {name.split(".")[2] for name in arrays if name.startswith((f"{role}.edge.", f"{role}.path."))}
+    return [name for name in (*bonds.HOPS, "near") if name in present or name == atom_graph.BOND]
 
 
 def _edge_arrays(name: str, axis: str) -> dict[str, Placed]:
@@ -156,7 +156,7 @@ def _edge_arrays(name: str, axis: str) -> dict[str, Placed]:
 
 
 def _shape(name: str, array: Array, placed: Placed, sizes: dict[str, int]) -> Iterator[str]:
-    """Yield what is wrong with the type and the shape of an array; the first on an axis says how long it is."""
+    """Yield what is wrong with an array's type and shape; the first array on an axis sets its length."""
     spec, axis = placed
     right = array.dtype.kind == UNSIGNED if spec.dtype == UNSIGNED else array.dtype == np.dtype(spec.dtype)
     if not right:
@@ -170,7 +170,7 @@ def _shape(name: str, array: Array, placed: Placed, sizes: dict[str, int]) -> It
 
 
 def wrong_bound_centre(graph: ItemGraph, *, by_residue: bool) -> Iterator[str]:
-    """Yield what is wrong with the centre of the bound structures: that of the CA atoms that have a node here."""
+    """Yield what is wrong with the bound structures' centre, the mean of the CA atoms that have a node here."""
     if "bound_centre" not in graph.labels:
         return
     if not np.isfinite(graph.labels["bound_centre"]).all():
@@ -216,7 +216,7 @@ def wrong_contacts(graph: ItemGraph, recipe: Plain | None, *, by_residue: bool) 
 
 
 def _contact_lengths(graph: ItemGraph, pairs_P2: Any, nearest_P: Any, *, by_residue: bool) -> Iterator[str]:
-    """Yield contacts whose distance is not that of their atoms; of residues, one beyond what the main chain allows."""
+    """Yield contacts whose distance is not that of their atoms; of residues, is longer than between known atoms."""
     is_unbound = "bound_centre" in graph.labels
     sides = [_contact_places(part, is_unbound=is_unbound, by_residue=by_residue) for part in graph.parts[:2]]
     left_PX3, right_PX3 = (pos_NX3[node_P] for pos_NX3, node_P in zip(sides, pairs_P2.T, strict=True))
@@ -230,7 +230,7 @@ def _contact_lengths(graph: ItemGraph, pairs_P2: Any, nearest_P: Any, *, by_resi
 
 
 def _contact_places(part: PartnerGraph, *, is_unbound: bool, by_residue: bool) -> Floats:
-    """Return some heavy atoms of each node, where contacts were found, [N, X, 3]; not a number where none is known."""
+    """Return places of heavy atoms of each node in the frame of the contacts, [N, X, 3]; NaN where unknown."""
     if is_unbound:
         bound_N13: Floats = part.nodes["bound"].astype(np.float64)[:, None]
         return bound_N13

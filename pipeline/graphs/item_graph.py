@@ -1,8 +1,8 @@
-"""What a graph is, and its encoding as the arrays and the JSON of a record.
+"""The graph of an item, its recipe, and its encoding as the arrays and the JSON of a record.
 
 Shapes: N nodes and R residues of a partner, E edges, P pairs of nodes of the two partners. Where nodes are residues, N
 is R and `residues` is empty. An edge points from the neighbour (row 0) to the node whose neighbour it is (row 1); edges
-are sorted by node, then by neighbour, and encoded as how many each node has and who they are.
+are sorted by node, then by neighbour, and encoded as each node's degree and neighbours.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DEGREE, NEIGHBOUR = "degree", "neighbour"
 
 @dataclass(frozen=True, slots=True)
 class ChainText:
-    """A chain of a partner, and its sequence as it is encoded; empty where nothing is."""
+    """A chain of a partner with the sequence that the encoder embeds; empty if none is."""
 
     name: str
     kind: Kind
@@ -53,7 +53,7 @@ class PartnerGraph:
 
     @property
     def size(self) -> int:
-        """Count the nodes."""
+        """Return the number of nodes."""
         return len(self.nodes["pos"])
 
     @property
@@ -64,20 +64,20 @@ class PartnerGraph:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """Return the sequences of the protein chains, in order: what is encoded."""
+        """Return the sequences of the protein chains, in order: those that are embedded."""
         return tuple(chain.sequence for chain in self.chains if chain.kind is Kind.PROTEIN)
 
 
 @dataclass(frozen=True, slots=True)
 class ItemGraph:
-    """One item's graph: its partners, what runs between them, and what is known of their interface."""
+    """One item's graph: its partners, the edges between them, and labels of their interface."""
 
     parts: tuple[PartnerGraph, ...]
     cross: Mapping[str, Edges] = field(default_factory=dict)  # from the ligand (row 0) to the receptor
     labels: Mapping[str, Array] = field(default_factory=dict)  # each [P, …]
 
     def sizes(self) -> dict[str, int]:
-        """Return what memory and time go by."""
+        """Return the sizes that memory and time depend on."""
         nodes = [part.size for part in self.parts]
         kinds = dict.fromkeys(name for part in self.parts for name in part.edges)
         edges = {name: sum(part.edges[name].shape[1] for part in self.parts if name in part.edges) for name in kinds}
@@ -95,7 +95,7 @@ class ItemGraph:
 
 
 def edge_lengths(source_N3: Array, target_N3: Array, edges_2E: Edges) -> NDArray[np.float32]:
-    """Return the length of each edge, from differences of coordinates and nothing else."""
+    """Return the length of each edge."""
     apart_E3 = source_N3[edges_2E[0]] - target_N3[edges_2E[1]]
     lengths_E: NDArray[np.float32] = np.sqrt(np.einsum("ex,ex->e", apart_E3, apart_E3))
     return lengths_E
@@ -123,56 +123,56 @@ def encode_graph(graph: ItemGraph) -> tuple[dict[str, Array], dict[str, Any]]:
 
 
 def decode_graph(arrays: Mapping[str, Array], meta: Mapping[str, Any]) -> ItemGraph:
-    """Read back what `encode` made; a record that says why there is no graph raises Unusable."""
+    """Return the graph of a record from `encode_graph`; raise UnusableInput if it says why there is none."""
     if "reason" in meta:
         raise UnusableInput(Reason(meta["reason"]), meta["detail"])
     if meta["format"] != FORMAT:
         raise ValueError(f"a graph of format {meta['format']}, not {FORMAT}")
     parts = []
     for partner in meta["partners"]:
-        mine = dict(_below(arrays, partner["role"]))
+        own_arrays = dict(_below(arrays, partner["role"]))
         chains = tuple(ChainText(name, Kind(kind), sequence) for name, kind, sequence in partner["chains"])
         part = PartnerGraph(
             role=Role(partner["role"]),
             chains=chains,
-            centre_3=mine["centre"],
-            nodes=dict(_below(mine, NODE)),
-            edges=_decode_edges(dict(_below(mine, EDGE))),
-            residues=dict(_below(mine, RESIDUE)),
-            paths=dict(_below(mine, PATH)),
+            centre_3=own_arrays["centre"],
+            nodes=dict(_below(own_arrays, NODE)),
+            edges=_decode_edges(dict(_below(own_arrays, EDGE))),
+            residues=dict(_below(own_arrays, RESIDUE)),
+            paths=dict(_below(own_arrays, PATH)),
         )
         parts.append(part)
     return ItemGraph(tuple(parts), _decode_edges(dict(_below(arrays, CROSS))), dict(_below(arrays, LABEL)))
 
 
 def _below(arrays: Mapping[str, Array], prefix: str) -> Iterator[tuple[str, Array]]:
-    """Yield the arrays whose names begin with a prefix and a dot, under the rest of their names."""
+    """Yield the arrays named PREFIX.NAME, as NAME."""
     for name, array in arrays.items():
-        first, _, rest = name.partition(".")
+        first, _, remainder = name.partition(".")
         if first == prefix:
-            yield rest, array
+            yield remainder, array
 
 
 def _encode_edges(name: str, edges_2E: Edges, nodes: int) -> dict[str, Array]:
-    """Return edges as the number of each node's and their other ends."""
+    """Return edges as each node's degree, and all neighbours."""
     degree_N = np.bincount(edges_2E[1], minlength=nodes)
     return {f"{name}.{DEGREE}": _narrow(degree_N), f"{name}.{NEIGHBOUR}": _narrow(edges_2E[0])}
 
 
 def _decode_edges(arrays: Mapping[str, Array]) -> dict[str, Edges]:
-    """Return edges as pairs again."""
-    found: dict[str, Edges] = {}
+    """Return edges as pairs, by kind."""
+    edges: dict[str, Edges] = {}
     for name in dict.fromkeys(name.partition(".")[0] for name in arrays):
         degree_N, neighbour_E = arrays[f"{name}.{DEGREE}"], arrays[f"{name}.{NEIGHBOUR}"]
         edges_2E = np.empty((2, len(neighbour_E)), np.int64)
         edges_2E[0] = neighbour_E
         edges_2E[1] = np.repeat(np.arange(len(degree_N)), degree_N)
-        found[name] = edges_2E
-    return found
+        edges[name] = edges_2E
+    return edges
 
 
 def _narrow(numbers: Array) -> Array:
-    """Return counts or places in the fewest bytes."""
+    """Return non-negative integers in the smallest dtype."""
     return numbers.astype(np.min_scalar_type(int(numbers.max(initial=0))))
 
 
@@ -181,7 +181,7 @@ GRAPH_VERSION = 1  # raise it when the same recipe gives another graph
 
 @dataclass(frozen=True, slots=True)
 class GraphRecipe:
-    """Every choice; distances in Å, None and 0 stand for none."""
+    """The settings of graphs; distances in Å, None and 0 turn a kind of edge off."""
 
     nodes: Literal["residue", "atom"] = "residue"
     neighbours: int = 20
@@ -194,14 +194,11 @@ class GraphRecipe:
     hydrogens: bool = False
 
     def plain(self) -> dict[str, Any]:
-        """Return the choices that count for these nodes, as JSON data."""
-        of_others = ("neighbours", "radius") if self.nodes == "atom" else ("atom_radius", "hops", "hydrogens")
-        chosen = {name: value for name, value in asdict(self).items() if name not in of_others}
+        """Return the settings that matter for this kind of nodes, as JSON data."""
+        irrelevant = ("neighbours", "radius") if self.nodes == "atom" else ("atom_radius", "hops", "hydrogens")
+        chosen = {name: value for name, value in asdict(self).items() if name not in irrelevant}
         return {"version": [GRAPH_VERSION, FORMAT], **chosen}
 
     def key(self, inventory: bytes) -> bytes:
-        """Return the key of the graph of an item, which is known by the key of its inventory.
-
-        That key holds what the files are and how they are read.
-        """
+        """Return the key of an item's graph; the inventory's key stands for the files and how they are read."""
         return tagged_key("graph", self.plain(), inventory.hex())

@@ -1,4 +1,4 @@
-"""How what is wrong with an array is said: the first place, its value, and how many more there are."""
+"""Checks of the parts of a graph; each yields sentences: the first wrong place, its value, and how many more."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     Plain = Mapping[str, Any]  # a recipe, as JSON
 
 
-def first_bad(name: str, bad: Any, values: Any, what: str, instead: Any = None) -> Iterator[str]:
-    """Yield the first place that is bad, its value and what is wrong, and how many more there are."""
+def first_bad(name: str, bad: Any, values: Any, problem: str, instead: Any = None) -> Iterator[str]:
+    """Yield a sentence on the first bad place: its value, the problem, and how many more there are."""
     if not bad.any():
         return
     at = np.unravel_index(int(bad.argmax()), bad.shape)
@@ -37,23 +37,23 @@ def first_bad(name: str, bad: Any, values: Any, what: str, instead: Any = None) 
     more = f" (and {count - 1} more)" if count > 1 else ""
     place = ", ".join(str(int(index)) for index in at)
     wanted = "" if instead is None else f", {np.round(instead[at], 4)}"
-    yield f"{name}[{place}] is {shown_value(values[at])}: {what}{wanted}{more}"
+    yield f"{name}[{place}] is {shown_value(values[at])}: {problem}{wanted}{more}"
 
 
 def falls(values: Array) -> NDArray[np.bool_]:
-    """Mark what is less than the value before it."""
+    """Return a mask of the values that are less than the one before."""
     falls = np.zeros(len(values), np.bool_)
     falls[1:] = values[1:] < values[:-1]
     return falls
 
 
 def listed(values: Any) -> str:
-    """Return some values in a row."""
+    """Return values as text, separated by commas."""
     return ", ".join(str(getattr(value, "value", value)) for value in values) or "none"
 
 
 def shown_value(value: Any) -> str:
-    """Return a value in few digits."""
+    """Return a value as text with few digits."""
     array = np.asarray(value)
     if array.ndim == 0:
         return f"{array.item():.4f}" if array.dtype.kind == "f" else str(array.item())
@@ -68,20 +68,20 @@ ELEMENTS = 119  # gemmi counts deuterium behind the elements
 
 
 def places(part: PartnerGraph) -> Floats:
-    """Return where nodes are from the centre: the CA of a residue, an atom."""
+    """Return the nodes' places relative to the centre: CA atoms of residues, or atoms."""
     pos = part.nodes["pos"]
     places_N3: Floats = (pos if pos.ndim == 2 else pos[:, 1]).astype(np.float64)
     return places_N3
 
 
 def in_file(part: PartnerGraph) -> Floats:
-    """Return where nodes are in the file, in three decimals."""
+    """Return the nodes' places in the file, rounded to three decimals."""
     in_file_N3: Floats = (places(part) + part.centre_3).round(3)
     return in_file_N3
 
 
 def centred(part: PartnerGraph) -> Iterator[str]:
-    """Yield what is wrong with where nodes are, as far as that holds for residues and atoms."""
+    """Yield what is wrong with the places of nodes, of residues and atoms alike."""
     role, ca_N3 = part.role.value, places(part)
     finite_N = np.isfinite(ca_N3).all(axis=1)
     if not finite_N.all() or not np.isfinite(part.centre_3).all():
@@ -124,7 +124,7 @@ def residue_nodes(part: PartnerGraph) -> Iterator[str]:
 
 
 def _virtual(part: PartnerGraph) -> Iterator[str]:
-    """Yield where a CB that was made is not where the main chain puts it."""
+    """Yield virtual CB atoms that do not follow from the main chain."""
     pos_N43 = part.nodes["pos"]
     made = np.flatnonzero(part.nodes["flags"] & residue_graph.VIRTUAL_CB)
     n_3M, ca_3M, c_3M, cb_3M = pos_N43[made].astype(np.float64).transpose(1, 2, 0)
@@ -157,7 +157,7 @@ def atom_nodes(part: PartnerGraph) -> Iterator[str]:
 
 
 def _names(name: str, text_NX: Array) -> Iterator[str]:
-    """Yield the first name that is none: letters, then nothing."""
+    """Yield the first invalid name: valid ones are letters, then zeros."""
     ends_NX = text_NX == 0
     bad_N = ends_NX[:, 0] | (ends_NX[:, :-1] & ~ends_NX[:, 1:]).any(axis=1)
     yield from first_bad(name, bad_N, text_NX, "is no name")
@@ -171,7 +171,7 @@ def _in_chains(part: PartnerGraph, chain_R: Array, name: str) -> Iterator[str]:
 
 
 def _rows(part: PartnerGraph, chain_R: Array, type_R: Array, name: str) -> Iterator[str]:
-    """Yield residues whose row in the joined embeddings is not of their chain, or of another letter."""
+    """Yield residues whose row in the joined embeddings is of another chain or letter."""
     is_protein_C = np.array([chain.kind is Kind.PROTEIN for chain in part.chains])
     length_C = np.array([len(chain.sequence) * (chain.kind is Kind.PROTEIN) for chain in part.chains])
     end_C, row_R, own_R = np.cumsum(length_C), part.row_R.astype(np.int64), is_protein_C[chain_R]
@@ -194,7 +194,7 @@ def _rows(part: PartnerGraph, chain_R: Array, type_R: Array, name: str) -> Itera
 
 
 def bound(part: PartnerGraph) -> Iterator[str]:
-    """Yield places in the bound structure that are not where they should be."""
+    """Yield nodes whose place in the bound structure contradicts `labelled`."""
     if "bound" not in part.nodes:
         return
     bound_N3, labelled_N = part.nodes["bound"], part.nodes["labelled"]
@@ -222,7 +222,7 @@ def residue_edges(part: PartnerGraph, recipe: Plain | None) -> Iterator[str]:
 
 
 def _edge_form(name: str, edges_2E: Edges, sources: int, *, own: bool) -> Iterator[str]:
-    """Yield edges that end nowhere, stand twice, are out of order, or lead back to where they began."""
+    """Yield edges that end nowhere, occur twice, are out of order, or join a node to itself."""
     if not edges_2E.size:
         return
     beyond_E = edges_2E[0] >= sources
@@ -238,7 +238,7 @@ def _edge_form(name: str, edges_2E: Edges, sources: int, *, own: bool) -> Iterat
 def _found_again(
     name: str, source: PartnerGraph, target: PartnerGraph, edges_2E: Edges, nearest: int, radius: float | None
 ) -> Iterator[str]:
-    """Yield edges that the coordinates do not give, and those that they give and that are not there."""
+    """Yield edges that do not follow from the coordinates, and those that are missing."""
     same = source is target
     source_S3, target_N3 = in_file(source), in_file(target)
     if same:
@@ -257,12 +257,13 @@ def _found_again(
         near_2E = found_2E if radius is None else _nearest(source_S3, target_N3, nearest, same=same)
         np.maximum.at(last_N, near_2E[1], edge_lengths(source_S3, target_N3, near_2E))
     reach = -np.inf if radius is None else radius
-    for some_2E, what in _difference(edges_2E, found_2E, source.size):
-        apart_E = edge_lengths(source_S3, target_N3, some_2E)
-        clear_E = (np.abs(apart_E - last_N[some_2E[1]]) > SLACK) & (np.abs(apart_E - reach) > SLACK)
+    for differing_2E, problem in _difference(edges_2E, found_2E, source.size):
+        apart_E = edge_lengths(source_S3, target_N3, differing_2E)
+        clear_E = (np.abs(apart_E - last_N[differing_2E[1]]) > SLACK) & (np.abs(apart_E - reach) > SLACK)
         for at in np.flatnonzero(clear_E)[:1].tolist():
             more = f" and {int(clear_E.sum()) - 1} more" if clear_E.sum() > 1 else ""
-            yield f"{name}: from {some_2E[0, at]} to {some_2E[1, at]}, {apart_E[at]:.3f} Å apart, {what}{more}"
+            source_node, node = differing_2E[:, at]
+            yield f"{name}: from {source_node} to {node}, {apart_E[at]:.3f} Å apart, {problem}{more}"
 
 
 def _nearest(source_S3: Floats, target_N3: Floats, nearest: int, *, same: bool) -> Edges:
@@ -272,19 +273,19 @@ def _nearest(source_S3: Floats, target_N3: Floats, nearest: int, *, same: bool) 
 
 
 def _difference(mine_2E: Edges, theirs_2E: Edges, sources: int) -> Iterator[tuple[Edges, str]]:
-    """Yield the edges of one set that the other lacks, and what is wrong with them."""
+    """Yield the edges that are only in one set, each group with the problem as text."""
     mine, theirs = (edges_2E[1] * sources + edges_2E[0] for edges_2E in (mine_2E, theirs_2E))
-    for keys, others, what in ((mine, theirs, "should not be there"), (theirs, mine, "is missing")):
-        lone = bonds.without(keys, others)
-        yield np.stack(np.divmod(lone, max(sources, 1))[::-1]), what
+    for keys, counterparts, problem in ((mine, theirs, "should not be there"), (theirs, mine, "is missing")):
+        lone = bonds.without(keys, counterparts)
+        yield np.stack(np.divmod(lone, max(sources, 1))[::-1]), problem
 
 
 def atom_edges(part: PartnerGraph, recipe: Plain | None) -> Iterator[str]:
     """Yield what is wrong with the edges and paths of an atom graph."""
     form = [
-        what
+        problem
         for name, edges_2E in part.edges.items()
-        for what in (
+        for problem in (
             *_edge_form(f"{part.role.value}.edge.{name}", edges_2E, part.size, own=True),
             *_one_way(f"{part.role.value}.edge.{name}", edges_2E, part.size),
         )
@@ -303,14 +304,14 @@ def atom_edges(part: PartnerGraph, recipe: Plain | None) -> Iterator[str]:
 
 
 def _one_way(name: str, edges_2E: Edges, nodes: int) -> Iterator[str]:
-    """Yield an edge that has no other direction."""
+    """Yield edges without the one in the other direction."""
     key_E, back_E = edges_2E[1] * nodes + edges_2E[0], edges_2E[0] * nodes + edges_2E[1]
     lone_E = np.sort(back_E) != key_E
     yield from first_bad(f"{name}.neighbour", lone_E, edges_2E[0], "has no edge the other way")
 
 
 def _paths(part: PartnerGraph) -> Iterator[str]:
-    """Yield the paths of two and three bonds, and pairs so far apart, that do not follow from the bonds."""
+    """Yield kinds of paths and edges, two and three bonds long, that do not follow from the bonds."""
     role, size = part.role.value, part.size
     bond_2E = part.edges[atom_graph.BOND]
     bonds_B2 = bond_2E[:, bond_2E[0] < bond_2E[1]].T
@@ -326,7 +327,7 @@ def _paths(part: PartnerGraph) -> Iterator[str]:
 
 
 def _near_again(part: PartnerGraph, radius: float) -> Iterator[str]:
-    """Yield pairs within the radius that are not there, and those that are and should not be."""
+    """Yield pairs within the radius that are missing, and those that should not be there."""
     name, pos_N3, size = f"{part.role.value}.edge.near", in_file(part), part.size
     bonded = [edges_2E for kind, edges_2E in part.edges.items() if kind != "near"]
     bonded_E = np.sort(np.concatenate([edges_2E[1] * size + edges_2E[0] for edges_2E in bonded]))
@@ -335,11 +336,12 @@ def _near_again(part: PartnerGraph, radius: float) -> Iterator[str]:
     found_2E = np.stack(np.divmod(keys, size)[::-1])
     if np.array_equal(part.edges["near"], found_2E):
         return
-    for some_2E, what in _difference(part.edges["near"], found_2E, size):
-        apart_E = edge_lengths(pos_N3, pos_N3, some_2E)
-        is_bonded_E = np.isin(some_2E[1] * size + some_2E[0], bonded_E)
+    for differing_2E, problem in _difference(part.edges["near"], found_2E, size):
+        apart_E = edge_lengths(pos_N3, pos_N3, differing_2E)
+        is_bonded_E = np.isin(differing_2E[1] * size + differing_2E[0], bonded_E)
         for at in np.flatnonzero(is_bonded_E | (np.abs(apart_E - radius) > SLACK))[:1].tolist():
-            yield f"{name}: from {some_2E[0, at]} to {some_2E[1, at]}, {apart_E[at]:.3f} Å apart, {what}"
+            source_node, node = differing_2E[:, at]
+            yield f"{name}: from {source_node} to {node}, {apart_E[at]:.3f} Å apart, {problem}"
 
 
 def cross(graph: ItemGraph, recipe: Plain | None) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Who is near whom: nearest neighbours and neighbours within a distance, exactly and reproducibly.
+"""Nearest neighbours and neighbours within a distance, exactly and reproducibly.
 
 Distances are compared as squares of coordinate differences, in whole steps of 1e-6 Å²; equal ones by index. For
 coordinates of three decimals, which files have, that compares the true distances: their squares are whole steps, and
@@ -57,19 +57,21 @@ def closest(source_S3: Floats, target_N3: Floats | None = None) -> float:
 
 
 def coincident(pos_N3: Floats) -> NDArray[np.int64]:
-    """Return the pairs of points that are at one place, [P, 2]; sorted.
+    """Return the sorted pairs of points at one place, [P, 2].
 
-    Such two, and all that lie between them along x, are near the next point along x. Few are, and only those count.
+    Only points close to the next one along x can be among them, and these are few.
     """
     order_N = np.argsort(pos_N3[:, 0], kind="stable")
     is_next = np.diff(pos_N3[order_N, 0]) <= COINCIDENT + STEP
-    some = order_N[np.flatnonzero(np.append(is_next, False) | np.append(False, is_next))]
-    some.sort()
-    some_M3 = pos_N3[some]
-    if len(some) <= FEW and np.count_nonzero(cdist(some_M3, some_M3, "sqeuclidean") < 2 * COINCIDENT**2) == len(some):
-        return np.empty((0, 2), np.int64)  # as nearly always: each is near itself only
-    found_2E = within(some_M3, radius=COINCIDENT)
-    pairs_P2: NDArray[np.int64] = some[found_2E[::-1, found_2E[0] > found_2E[1]].T]
+    close = order_N[np.flatnonzero(np.append(is_next, False) | np.append(False, is_next))]
+    close.sort()
+    close_M3 = pos_N3[close]
+    if len(close) <= FEW:
+        near_MM = cdist(close_M3, close_M3, "sqeuclidean") < 2 * COINCIDENT**2
+        if np.count_nonzero(near_MM) == len(close):  # as nearly always: each is near itself only
+            return np.empty((0, 2), np.int64)
+    found_2E = within(close_M3, radius=COINCIDENT)
+    pairs_P2: NDArray[np.int64] = close[found_2E[::-1, found_2E[0] > found_2E[1]].T]
     return pairs_P2
 
 
@@ -94,13 +96,13 @@ def _steps(squared: Floats) -> Floats:
 
 def _edges(source_S3: Floats, target_N3: Floats, nearest: int, radius: float | None, *, same: bool) -> Edges:
     """Return the union of both kinds of edges."""
-    search = _Matrix if len(source_S3) <= FEW else _Tree
+    kind = _Matrix if len(source_S3) <= FEW else _Tree
     sources = max(1, len(source_S3))
-    found = search(source_S3, target_N3, same)
+    index = kind(source_S3, target_N3, same)
     nearest = min(nearest, len(source_S3) - same)
-    ids_E = found.nearest(nearest) if nearest > 0 else np.empty(0, np.int64)
+    ids_E = index.nearest(nearest) if nearest > 0 else np.empty(0, np.int64)
     if radius is not None:
-        in_reach_E = found.in_reach(radius)
+        in_reach_E = index.in_reach(radius)
         ids_E = np.union1d(ids_E, in_reach_E) if len(ids_E) else in_reach_E
     edges_2E = np.empty((2, len(ids_E)), np.int64)
     np.divmod(ids_E, sources, edges_2E[1], edges_2E[0])
@@ -108,7 +110,7 @@ def _edges(source_S3: Floats, target_N3: Floats, nearest: int, radius: float | N
 
 
 def _nearest_of(steps_NC: Floats, nearest: int) -> NDArray[np.bool_]:
-    """Mark each node's nearest candidates, of equal ones the first."""
+    """Return a mask of each node's nearest candidates; of equal ones, the first."""
     last_N1 = np.partition(steps_NC, nearest - 1, axis=1)[:, nearest - 1 : nearest]
     nearer_NC = steps_NC < last_N1
     equal_NC = steps_NC == last_N1
@@ -120,13 +122,13 @@ def _nearest_of(steps_NC: Floats, nearest: int) -> NDArray[np.bool_]:
 def _smallest(rows_NS: NDArray[np.uint16], count: int) -> NDArray[np.uint16]:
     """Return the smallest numbers of each row, sorted.
 
-    A sort is as fast as a partition at one place, and three times as fast as one at two; long rows are cut first.
+    A sort is as fast as a partition at one place, and three times as fast as one at two; long rows are split first.
     """
     pieces = -(-rows_NS.shape[1] // LONGEST_ROW)
     if pieces == 1:
         return np.sort(rows_NS, axis=1)
-    found = [np.sort(piece, axis=1)[:, :count] for piece in np.array_split(rows_NS, pieces, axis=1)]
-    return np.sort(np.concatenate(found, axis=1), axis=1)
+    smallest = [np.sort(piece, axis=1)[:, :count] for piece in np.array_split(rows_NS, pieces, axis=1)]
+    return np.sort(np.concatenate(smallest, axis=1), axis=1)
 
 
 class _Matrix:
@@ -138,8 +140,8 @@ class _Matrix:
     def nearest(self, nearest: int) -> Ids:
         """Return each node's nearest sources.
 
-        Squared distances are sorted as 16-bit numbers, in which no two that are more than a step apart change places;
-        where it matters to a node what a step hides, it is done again with all digits.
+        Squared distances are sorted as 16-bit numbers, which keep the order of any two more than one unit apart; nodes
+        for which that is not enough are done again in full precision.
         """
         if nearest >= len(self._source_S3) - 1:
             return self._ids(lambda nodes: _nearest_of(self._steps(nodes), nearest))
@@ -151,19 +153,19 @@ class _Matrix:
         return self._ids(lambda nodes: self._in_reach(nodes, radius))
 
     def _ids(self, choose: Callable[[NDArray[np.int64]], NDArray[np.bool_]]) -> Ids:
-        """Return the edges that are chosen, block by block of nodes."""
+        """Return the chosen edges, working through the nodes in blocks."""
         sources, nodes = len(self._source_S3), np.arange(len(self._target_N3))
         block = max(1, BLOCK // max(1, sources))
         if len(nodes) <= block:
             return np.flatnonzero(choose(nodes))
         firsts = range(0, len(nodes), block)
-        found = [np.flatnonzero(choose(nodes[first : first + block])) + first * sources for first in firsts]
-        return np.concatenate(found)
+        ids = [np.flatnonzero(choose(nodes[first : first + block])) + first * sources for first in firsts]
+        return np.concatenate(ids)
 
     def _nearest(
         self, source_S3: Floats, target_N3: Floats, nodes: NDArray[np.int64], nearest: int
     ) -> NDArray[np.bool_]:
-        """Mark some nodes' nearest sources, by coordinates scaled to give 16-bit numbers."""
+        """Return a mask of some nodes' nearest sources, from coordinates scaled to give 16-bit squared distances."""
         coarse_NS = cdist(target_N3, source_S3, "sqeuclidean").astype(np.uint16)
         if self._same:
             coarse_NS.ravel()[nodes[0] :: len(source_S3) + 1] = OWN
@@ -176,7 +178,7 @@ class _Matrix:
         return chosen_NS
 
     def _in_reach(self, nodes: NDArray[np.int64], radius: float) -> NDArray[np.bool_]:
-        """Mark some nodes' sources within a distance; only what is on the edge of it is compared in steps."""
+        """Return a mask of some nodes' sources within a distance; steps are compared only if some are at the edge."""
         squared_NS = cdist(self._target_N3[nodes], self._source_S3, "sqeuclidean")
         if self._same:
             squared_NS[np.arange(len(nodes)), nodes] = np.inf
@@ -187,16 +189,16 @@ class _Matrix:
         return near_NS
 
     def _scaled(self) -> tuple[Floats, Floats]:
-        """Return the coordinates in a unit in which the square of the longest possible distance is `COARSE`."""
+        """Return the coordinates scaled so that the largest possible squared distance is `COARSE`."""
         source_S3, target_N3 = self._source_S3, self._target_N3
-        both = source_S3 if self._same else np.concatenate([source_S3, target_N3])
-        span_3 = both.max(axis=0) - both.min(axis=0)
+        points = source_S3 if self._same else np.concatenate([source_S3, target_N3])
+        span_3 = points.max(axis=0) - points.min(axis=0)
         scale = math.sqrt(COARSE / max(float(span_3 @ span_3), STEP))
         scaled_S3 = source_S3 * scale
         return scaled_S3, scaled_S3 if self._same else target_N3 * scale
 
     def _steps(self, nodes: NDArray[np.int64]) -> Floats:
-        """Return the distances of some nodes from all sources, infinite from themselves."""
+        """Return some nodes' squared distances to all sources in steps, infinite to themselves."""
         steps_NS = _steps(cdist(self._target_N3[nodes], self._source_S3, "sqeuclidean"))
         if self._same:
             steps_NS[np.arange(len(nodes)), nodes] = np.inf
@@ -211,7 +213,7 @@ class _Tree:
         self._tree = cKDTree(source_S3)
 
     def nearest(self, nearest: int) -> Ids:
-        """Return each node's nearest sources; a node for which it is not clear is asked again for more and more."""
+        """Return each node's nearest sources; nodes with ties query more and more candidates."""
         nodes, sources, own = np.arange(len(self._target_N3)), len(self._source_S3), int(self._same)
         if nearest + own >= sources:
             return self._of_candidates(nodes, nearest, sources)[0]
@@ -220,13 +222,13 @@ class _Tree:
         if self._same:
             unclear_N |= source_NC[:, 0] != nodes
         ids_NC = nodes[:, None] * sources + source_NC[:, own:-1]
-        found = [ids_NC[~unclear_N].ravel()]
+        ids = [ids_NC[~unclear_N].ravel()]
         nodes, wanted = nodes[unclear_N], 4 * nearest
         while len(nodes):
             ids_E, clear_N = self._of_candidates(nodes, nearest, min(wanted, sources))
-            found.append(ids_E)
+            ids.append(ids_E)
             nodes, wanted = nodes[~clear_N], 4 * wanted
-        return np.sort(np.concatenate(found))
+        return np.sort(np.concatenate(ids))
 
     def in_reach(self, radius: float) -> Ids:
         """Return each node's sources within a distance."""
@@ -239,7 +241,7 @@ class _Tree:
         return np.sort(node_E[near_E] * len(self._source_S3) + source_E[near_E])
 
     def _of_candidates(self, nodes: NDArray[np.int64], nearest: int, wanted: int) -> tuple[Ids, NDArray[np.bool_]]:
-        """Return each node's nearest of so many candidates where no other source can be as near, and where that is."""
+        """Return nodes' nearest among so many candidates, and a mask of the nodes for which these are enough."""
         sources = len(self._source_S3)
         _, source_NC = self._tree.query(self._target_N3[nodes], range(1, wanted + 1))
         source_NC.sort(axis=1)

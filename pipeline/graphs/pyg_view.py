@@ -9,9 +9,9 @@ Atom graphs     The same with each kind of edge under its name. Residues are nod
 Whole graphs    ROLE_centre, and `bound_centre`: a row for each graph of a batch.
 Embeddings      `x`, where they are given; of a residue that is not encoded (`row` is -1) it is zero.
 
-What torch uses as an index becomes int64, because it takes uint8 for a mask and does not count with uint16. All else
-shares the memory of the arrays, but for those that are read-only: torch knows no such memory, and what a model does in
-place would change a record after it was verified. They are copied, unless the caller takes that on by `share`.
+Indices become int64, because torch takes uint8 for a mask and has little support for uint16. All else shares the memory
+of the arrays, except read-only ones: torch has no read-only tensors, and in-place changes by a model would alter a
+verified record. They are copied, unless the caller accepts that risk with `share`.
 
 Shapes: N nodes, L rows of embeddings, E edges, P contacts.
 """
@@ -42,7 +42,7 @@ INDICES = frozenset({"type", "chain", "kind", "element", "row"})
 
 
 def data(graph: ItemGraph | PartnerGraph, embeddings: Embeddings | None = None, *, share: bool = False) -> Any:
-    """Return a partner of residues, or a graph that has no other, as `Data`; any other graph as `HeteroData`."""
+    """Return a single partner of residues as `Data`, any other graph as `HeteroData`."""
     _require()
     parts = graph.parts if isinstance(graph, ItemGraph) else (graph,)
     view = _View(embeddings or {}, share=share)
@@ -52,7 +52,7 @@ def data(graph: ItemGraph | PartnerGraph, embeddings: Embeddings | None = None, 
 
 
 def _require() -> None:
-    """Say how to get PyG where it is not installed."""
+    """Raise with how to install PyG where it is missing."""
     try:
         import torch_geometric.data  # type: ignore[import-untyped]  # noqa: F401 - only whether it is there
     except ImportError as error:
@@ -60,13 +60,13 @@ def _require() -> None:
 
 
 class _View:
-    """Turns arrays into tensors, and parts into what holds them."""
+    """Makes PyG data from the parts of a graph."""
 
     def __init__(self, embeddings: Embeddings, *, share: bool) -> None:
         self._embeddings, self._share = embeddings, share
 
     def homogeneous(self, part: PartnerGraph) -> Any:
-        """Return a partner of residues."""
+        """Return a partner of residues as `Data`."""
         from torch_geometric.data import Data
 
         view = Data(centre=self._tensor(part.centre_3[None]), **self._columns(part.nodes))
@@ -75,7 +75,7 @@ class _View:
         return view
 
     def heterogeneous(self, graph: ItemGraph) -> Any:
-        """Return partners and what runs between them."""
+        """Return partners and the edges between them as `HeteroData`."""
         from torch_geometric.data import HeteroData
 
         whole = HeteroData()
@@ -94,7 +94,7 @@ class _View:
         return whole
 
     def _add(self, whole: Any, part: PartnerGraph) -> None:
-        """Add a partner: nodes, edges, and of an atom graph its residues and paths."""
+        """Add a partner's nodes and edges, and the residues of an atom graph."""
         role = part.role.value
         whole[f"{role}_centre"] = self._tensor(part.centre_3[None])
         nodes = dict(part.nodes)
@@ -109,11 +109,11 @@ class _View:
             whole[role, name, role].edge_index = self._tensor(edges)
 
     def _columns(self, arrays: Mapping[str, Array]) -> dict[str, torch.Tensor]:
-        """Return arrays as tensors, indices as what torch can index by."""
+        """Return arrays as tensors, indices as int64."""
         return {name: self._index(array) if name in INDICES else self._tensor(array) for name, array in arrays.items()}
 
     def _embedded(self, part: PartnerGraph) -> dict[str, torch.Tensor]:
-        """Return the embedding of each residue, where they are given."""
+        """Return the embedding of each residue as `x`, if embeddings were given."""
         if part.role not in self._embeddings:
             return {}
         rows_LD, wanted = self._embeddings[part.role], sum(map(len, part.texts))
@@ -130,7 +130,7 @@ class _View:
         return self._tensor(array.astype(np.int64, copy=False))
 
     def _tensor(self, array: Array) -> torch.Tensor:
-        """Return an array as a tensor that shares its memory where it may."""
+        """Return an array as a tensor, sharing its memory where allowed."""
         import torch
 
         if array.dtype in (np.uint16, np.uint32):

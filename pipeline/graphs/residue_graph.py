@@ -1,4 +1,4 @@
-"""The residues of a side that become nodes of a residue graph, and what is known of each from its atoms.
+"""Residue graphs: a node at each residue of the protein chains.
 
 Shapes: R residues and C chains of a side, N nodes, A atoms, H heavy atoms and S residues of a structure.
 """
@@ -52,7 +52,7 @@ class Residues:
     ca_N3: Floats  # in the file
 
     def name(self, node: int) -> str:
-        """Name one for a message."""
+        """Return a residue's name for messages."""
         structure, residue = self.side.structure, self.residue_N[node]
         icode = chr(structure.icode_R[residue]).strip("\0 ")
         number = f"{structure.number_R[residue]}{icode}"
@@ -60,12 +60,14 @@ class Residues:
 
 
 def select(role: Role, side: ComplexSide) -> Residues:
-    """Return the residues of a side's protein chains that have the atoms a node needs; there is one in each chain."""
+    """Return the residues of a side's protein chains that can be nodes; raise if a chain has none."""
     proteins = [chain.kind is Kind.PROTEIN for chain in side.chains]
     if not any(proteins):
         kinds = ", ".join(sorted({chain.kind.value for chain in side.chains}))
-        what = f"the {role.value} has no protein chain (it has: {kinds}); graph.nodes: atom takes RNA, DNA and ligands"
-        raise UnusableInput(Reason.NO_NODES, what)
+        problem = (
+            f"the {role.value} has no protein chain (it has: {kinds}); graph.nodes: atom takes RNA, DNA and ligands"
+        )
+        raise UnusableInput(Reason.NO_NODES, problem)
     residue_R = side.residues()
     chain_R = np.repeat(np.arange(len(proteins)), [chain.last - chain.first for chain in side.chains])
     structure = side.structure
@@ -78,19 +80,19 @@ def select(role: Role, side: ComplexSide) -> Residues:
     nodes_C = np.bincount(chain_N, minlength=len(proteins))
     for chain, is_protein, nodes in zip(side.chains, proteins, nodes_C.tolist(), strict=True):
         if is_protein and not nodes:
-            what = f"no residue of chain {chain.name} ({role.value}) has the atoms of a node; see structures.require"
-            raise UnusableInput(Reason.NO_NODES, what)
+            problem = f"no residue of chain {chain.name} ({role.value}) has the atoms of a node; see structures.require"
+            raise UnusableInput(Reason.NO_NODES, problem)
     return Residues(side, place_N, residue_N, chain_N, structure.pos_A3[structure.backbone_R5[residue_N, CA]])
 
 
 def centre(pos_N3: Floats) -> Floats:
-    """Return the mean of some points."""
+    """Return the mean of points, rounded."""
     centre_3: Floats = pos_N3.mean(axis=0).round(CENTRE_DECIMALS)
     return centre_3
 
 
 def node_arrays(residues: Residues, bodies: Bodies, centre_3: Floats) -> dict[str, Array]:
-    """Return the arrays that say what each node is and where its atoms are."""
+    """Return the nodes' arrays, except the embedding rows."""
     structure, residue_N = residues.side.structure, residues.residue_N
     atom_5N = structure.backbone_R5[residue_N].T
     absent_5N = atom_5N < 0
@@ -122,7 +124,7 @@ def node_arrays(residues: Residues, bodies: Bodies, centre_3: Floats) -> dict[st
 def _side_chains(
     bodies: Bodies, residue_N: NDArray[np.int64], centre_3: Floats, pos_35N: Floats, absent_5N: NDArray[np.bool_]
 ) -> tuple[Floats, NDArray[np.int64]]:
-    """Return the centroid of each side chain's heavy atoms and their number: what is left without the main chain."""
+    """Return the centroid and number of each side chain's heavy atoms: of all, minus the main chain."""
     all_N, oxygens_N = bodies.atoms_S[residue_N], bodies.oxygens_S[residue_N]
     atoms_N = all_N + absent_5N[:CB].sum(axis=0) - (CB + oxygens_N)
     sum_3N = (bodies.middle_3S.take(residue_N, axis=1) - centre_3[:, None]) * all_N - pos_35N[:, :CB].sum(axis=1)
@@ -132,7 +134,7 @@ def _side_chains(
 
 
 def virtual_cb(n_3N: Floats, ca_3N: Floats, c_3N: Floats) -> Floats:
-    """Return where CB is by ideal geometry; not a number where an atom is missing."""
+    """Return the place of CB by ideal geometry; NaN if an atom is missing."""
     (x, y, z), (u, v, w) = forth_3N, onwards_3N = ca_3N - n_3N, c_3N - ca_3N
     across_3N = np.array([y * w - z * v, z * u - x * w, x * v - y * u])
     cb_3N: Floats = ca_3N + CB_WEIGHTS[0] * forth_3N + CB_WEIGHTS[1] * across_3N + CB_WEIGHTS[2] * onwards_3N
@@ -145,14 +147,14 @@ NEAR = "near"
 
 @dataclass(frozen=True, slots=True)
 class Twins:
-    """The nodes of a side that are in the bound structure, L of so many, and the residues that they are there."""
+    """The L nodes of a side that are in the bound structure, with their residues there."""
 
     size: int
     node_L: NDArray[np.int64]
     there: Residues
 
     def arrays(self, centre_3: NDArray[np.float64]) -> dict[str, Array]:
-        """Return which nodes have a CA in the bound structure, and where it is."""
+        """Return the arrays `labelled` and `bound`: which nodes have a CA in the bound structure, and its place."""
         labelled_N = np.zeros(self.size, np.bool_)
         labelled_N[self.node_L] = True
         bound_N3 = np.full((self.size, 3), np.nan, np.float32)
@@ -161,7 +163,7 @@ class Twins:
 
 
 def build_residue_graph(read: Complex, recipe: GraphRecipe) -> ItemGraph:
-    """Return the residue graph of an item; raise Unusable where it cannot have one."""
+    """Return the residue graph of an item; raise UnusableInput if it cannot have one."""
     sides = {role: select(role, read.sides[role]) for role in ROLES if role in read.sides}
     _refuse_coincident(sides, in_one_frame=not read.bound)
     edges = {role: _edges(role, chosen, recipe) for role, chosen in sides.items()}
@@ -180,13 +182,13 @@ def build_residue_graph(read: Complex, recipe: GraphRecipe) -> ItemGraph:
 
 
 def _bodies(sides: Sides) -> dict[Role, Bodies]:
-    """Return what is known of the residues of each side's structure; one with both partners is gone through once."""
-    made: dict[int, Bodies] = {}
+    """Return the bodies of each side's structure, computed once where both sides share it."""
+    bodies_of: dict[int, Bodies] = {}
     for chosen in sides.values():
         structure = chosen.side.structure
-        if id(structure) not in made:
-            made[id(structure)] = contacts.rigid_bodies(structure)
-    return {role: made[id(chosen.side.structure)] for role, chosen in sides.items()}
+        if id(structure) not in bodies_of:
+            bodies_of[id(structure)] = contacts.rigid_bodies(structure)
+    return {role: bodies_of[id(chosen.side.structure)] for role, chosen in sides.items()}
 
 
 def _refuse_coincident(sides: Sides, *, in_one_frame: bool) -> None:
@@ -195,7 +197,7 @@ def _refuse_coincident(sides: Sides, *, in_one_frame: bool) -> None:
 
 
 def refuse_coincident(partners: Sequence[Named], words: str, *, in_one_frame: bool) -> None:
-    """Refuse two nodes at one place, also of two partners where both are in one frame; each can name its nodes."""
+    """Raise if two nodes are at one place; nodes of different partners count only if both are in one frame."""
     for group in [partners] if in_one_frame else [[partner] for partner in partners]:
         pos_N3 = np.concatenate([places_N3 for places_N3, _ in group])
         pairs_P2 = neighbours.coincident(pos_N3)
@@ -207,7 +209,7 @@ def refuse_coincident(partners: Sequence[Named], words: str, *, in_one_frame: bo
 
 
 def _label(group: Sequence[Named], node: int) -> str:
-    """Name a node of several partners, counted through."""
+    """Return the name of a node, numbered through all partners of a group."""
     for places_N3, label in group:
         if node < len(places_N3):
             return label(node)
@@ -216,7 +218,7 @@ def _label(group: Sequence[Named], node: int) -> str:
 
 
 def cross_edges(read: Complex, recipe: GraphRecipe, places: Mapping[Role, Floats]) -> dict[str, Edges]:
-    """Return the edges between partners in one frame, where any are wanted."""
+    """Return the edges between partners that are in one frame, if the recipe wants any."""
     if read.bound or Role.LIGAND not in places or not (recipe.cross_neighbours or recipe.cross_radius):
         return {}
     nearest, radius = recipe.cross_neighbours, recipe.cross_radius
@@ -224,26 +226,26 @@ def cross_edges(read: Complex, recipe: GraphRecipe, places: Mapping[Role, Floats
 
 
 def no_contacts(apart: float, cutoff: float, *, is_bound: bool) -> UnusableInput:
-    """Say that the partners do not touch."""
+    """Return the error for partners that do not touch."""
     where = " in the bound structure" if is_bound else ""
-    what = f"the nearest heavy atoms of the partners are {apart:.2f} Å apart{where}; graph.contacts is {cutoff:g}"
-    return UnusableInput(Reason.NO_CONTACTS, what)
+    problem = f"the nearest heavy atoms of the partners are {apart:.2f} Å apart{where}; graph.contacts is {cutoff:g}"
+    return UnusableInput(Reason.NO_CONTACTS, problem)
 
 
 def _edges(role: Role, chosen: Residues, recipe: GraphRecipe) -> Edges:
     """Return the edges within a partner."""
     if len(chosen.ca_N3) == 1:
-        what = f"the {role.value} is one residue, {chosen.name(0)}: there is nothing that it could have an edge to"
-        raise UnusableInput(Reason.NO_EDGES, what)
+        problem = f"the {role.value} is one residue, {chosen.name(0)}: there is nothing that it could have an edge to"
+        raise UnusableInput(Reason.NO_EDGES, problem)
     edges_2E = neighbours.within(chosen.ca_N3, recipe.neighbours, recipe.radius)
     if not edges_2E.size:
-        what = f"no two CA atoms of the {role.value} are nearer than {neighbours.closest(chosen.ca_N3):.2f} Å"
-        raise UnusableInput(Reason.NO_EDGES, f"{what}; graph.radius is {recipe.radius}, graph.neighbours is 0")
+        problem = f"no two CA atoms of the {role.value} are nearer than {neighbours.closest(chosen.ca_N3):.2f} Å"
+        raise UnusableInput(Reason.NO_EDGES, f"{problem}; graph.radius is {recipe.radius}, graph.neighbours is 0")
     return edges_2E
 
 
 def _twins(here: Residues, side: ComplexSide, row_R: NDArray[np.int32]) -> Twins:
-    """Return the nodes that have a CA in the bound structure, and the residues that they are there."""
+    """Return the nodes of a side that have a CA in the bound structure, with their residues there."""
     structure = side.structure
     row_N = row_R[here.place_N]
     residue_N = side.residues()[row_N]
@@ -258,7 +260,7 @@ def _twins(here: Residues, side: ComplexSide, row_R: NDArray[np.int32]) -> Twins
 def _labels(
     sides: Sides, bodies: Mapping[Role, Bodies], twins: Mapping[Role, Twins], cutoff: float | None
 ) -> tuple[dict[str, Array], dict[Role, dict[str, Array]]]:
-    """Return the native contacts, and what each node has of the bound structures."""
+    """Return the native contacts, and the nodes' arrays from the bound structures."""
     if cutoff is None:
         return {}, {}
     if not twins:
@@ -273,17 +275,17 @@ def _labels(
 def _native(
     sides: Sides, bodies: Mapping[Role, Bodies], cutoff: float, twins: Mapping[Role, Twins]
 ) -> dict[str, Array]:
-    """Return the native contacts of two sides, between their nodes or between the nodes whose twins they are."""
+    """Return the native contacts of two sides; of bound structures, as pairs of corresponding nodes."""
     receptor, ligand = (contacts.InterfaceSide.of(bodies[role], sides[role].residue_N) for role in PAIR)
-    found = contacts.find_contacts(receptor, ligand, cutoff)
-    if found is None:
+    native = contacts.find_contacts(receptor, ligand, cutoff)
+    if native is None:
         raise no_contacts(contacts.closest_approach(receptor, ligand), cutoff, is_bound=bool(twins))
-    pairs_P2 = np.stack([found.receptor_P, found.ligand_P], axis=1)
+    pairs_P2 = np.stack([native.receptor_P, native.ligand_P], axis=1)
     if twins:
         pairs_P2 = np.stack([twins[role].node_L[of_P] for role, of_P in zip(PAIR, pairs_P2.T, strict=True)], axis=1)
     size = max(twins[role].size if twins else len(sides[role].place_N) for role in PAIR)
     return {
         "contact_pairs": pairs_P2.astype(np.min_scalar_type(max(size - 1, 256))),
-        "contact_atoms": found.atoms_P.astype(np.min_scalar_type(max(int(found.atoms_P.max()), 256))),
-        "contact_nearest": found.nearest_P.astype(np.float32),
+        "contact_atoms": native.atoms_P.astype(np.min_scalar_type(max(int(native.atoms_P.max()), 256))),
+        "contact_nearest": native.nearest_P.astype(np.float32),
     }

@@ -1,1 +1,1 @@
-"""Files of items that are no structures, read as entries: what `data.reader` names."""
+"""Readers of files whose items are not structures: spectra and pairs, as named by `data.reader`."""

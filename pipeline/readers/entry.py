@@ -1,4 +1,4 @@
-"""What all readers share: why an entry is left out, and files that stay open between reads."""
+"""Shared by all readers: rejections of entries, checks of paths and options, files that stay open between reads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SCAN_AGAIN = "pipeline submit --stage scan   (the file changed since)"
 
 
 class UnusableEntry(Exception):
-    """What keeps an entry from being used, and on which line of it, the first being 0."""
+    """An entry cannot be used; says why, and on which of its lines, from 0."""
 
     def __init__(self, detail: str, line: int = 0) -> None:
         super().__init__(detail)
@@ -29,25 +29,25 @@ class UnusableEntry(Exception):
 
 
 def printable_excerpt(text: str) -> str:
-    """Return text from a file as it may be printed: no control characters, not long."""
+    """Return text from a file safe to print: shortened, control characters escaped."""
     cut = text if len(text) <= SHOWN_LENGTH else text[: SHOWN_LENGTH - 1] + "…"
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in cut)
 
 
 def parse_number(text: str) -> float:
-    """Return what a text says, without the underscores that Python lets stand in a number."""
+    """Return the number in a text; underscores, which Python allows in numbers, are refused."""
     if "_" in text:
         raise ValueError(f"not a number: {text!r}")
     return float(text)
 
 
 def entry_id(text: str, path: Path, place: int) -> str:
-    """Return an id without white space: what the file says, else the file's name and the number in it, from 0."""
+    """Return an id without white space: the given text, else the file's name and the entry's number in it, from 0."""
     return "_".join(text.split()) or f"{path.name}-{place}"
 
 
 def entry_rejection(name: str, error: UnusableEntry, split: str, path: Path, line: int) -> Rejection:
-    """Return why the entry that starts on a line, or is a row, was left out."""
+    """Return the rejection of an entry that starts at a line, or is a row."""
     return Rejection(
         printable_excerpt(name),
         Reason.BAD_ENTRY,
@@ -58,19 +58,19 @@ def entry_rejection(name: str, error: UnusableEntry, split: str, path: Path, lin
 
 
 def cannot_read(path: Path, error: OSError) -> DataError:
-    """Say that the system cannot open or read a file."""
+    """Return the error for a file that the system cannot open or read."""
     return DataError(f"cannot be read: {error.strerror or error}", where=str(path), remedy=f"ls -l {path}")
 
 
 def checked_path(path: Path) -> Path:
-    """Return a path at which there is something."""
+    """Return the path; raise if nothing is there."""
     if not path.exists():
         raise ConfigError("no such file or folder", where=str(path), remedy="set data.path to a file that is there")
     return path
 
 
 def checked_file(path: Path) -> Path:
-    """Return a path at which there is a regular file, or say what is there."""
+    """Return the path; raise if it is not a regular file."""
     if not checked_path(path).is_file():
         what = "a folder" if path.is_dir() else "a pipe" if path.is_fifo() else "a device or a socket"
         raise ConfigError(
@@ -80,24 +80,24 @@ def checked_file(path: Path) -> Path:
 
 
 def check_option(name: str, value: object, wanted: str, *, fits: bool) -> None:
-    """Refuse the value of an option that is not what is wanted."""
+    """Raise for an option's value that does not fit."""
     if not fits:
         raise ConfigError(f"{value!r} is not {wanted}", where=f"data.options.{name}", remedy=f"set it to {wanted}")
 
 
 def check_count(name: str, value: object) -> None:
-    """Refuse what is no whole number from 1; true is none."""
+    """Raise for a value that is not a whole number from 1; true is none."""
     check_option(name, value, "a whole number from 1", fits=type(value) is int and value >= 1)
 
 
 def check_names(names: Mapping[str, object]) -> None:
-    """Refuse options that are no texts."""
+    """Raise for options that are not texts."""
     for name, value in names.items():
         check_option(name, value, "a name, as text", fits=type(value) is str)
 
 
 class Bytes:
-    """A file whose bytes several threads may ask for at once."""
+    """A file that several threads may read at once."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor = -1
@@ -108,27 +108,27 @@ class Bytes:
             os.close(self._descriptor)
 
     def at(self, offset: int, length: int) -> bytes:
-        """Return the bytes there."""
-        found = os.pread(self._descriptor, length, offset)
-        if len(found) < length:
+        """Return so many bytes from an offset; raise if the file ends before."""
+        data = os.pread(self._descriptor, length, offset)
+        if len(data) < length:
             raise UnusableEntry("the file ends before")
-        return found
+        return data
 
 
 class Opened(Generic[T]):
-    """The files used last, each opened once a process; a file is closed when the last thread is done with it."""
+    """A cache of the files used last, opened once a process; each is closed when its last user is done."""
 
     def __init__(self, opener: Callable[[Path], T]) -> None:
         self._opener = opener
         self._kept = lru_cache(MOST_OPEN)(lambda path, _process: opener(path))
 
     def __call__(self, path: Path) -> T:
-        """Return the opened file."""
+        """Return the open file."""
         try:
             return self._kept(path, os.getpid())
         except OSError as error:
             raise cannot_read(path, error) from error
 
     def __reduce__(self) -> tuple[type[Opened[T]], tuple[Callable[[Path], T]]]:
-        """Take nothing that is open to another process."""
+        """Pickle without the open files."""
         return Opened, (self._opener,)

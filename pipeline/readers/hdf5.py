@@ -25,7 +25,7 @@ SUFFIXES = (".hdf5", ".h5")
 
 
 def library(path: Path) -> Any:
-    """Return h5py, or say how to get it."""
+    """Return h5py; raise with how to install it."""
     try:
         import h5py
     except ImportError as error:
@@ -36,7 +36,7 @@ def library(path: Path) -> Any:
 
 
 def open_hdf5(path: Path) -> Any:
-    """Open a file without locking it, which some cluster file systems do not know."""
+    """Open a file without locking it: some cluster file systems cannot."""
     h5py = library(path)
     try:
         return h5py.File(path, "r", locking=False)
@@ -45,9 +45,9 @@ def open_hdf5(path: Path) -> Any:
 
 
 class Hdf5Table:
-    """The datasets of a file by what they mean, all of the same length.
+    """The datasets of a file by their meaning, all of the same length.
 
-    All bytes are those of the file: no link is followed, and no dataset read that is made of other files.
+    Only bytes of this file are read: links are not followed, and datasets stored in other files are refused.
     """
 
     def __init__(self, path: Path) -> None:
@@ -63,17 +63,17 @@ class Hdf5Table:
         self._file.close()
 
     def add(self, meaning: str, *names: str, needed: str) -> None:
-        """Take the first of these datasets that is there; `needed` is what to do where none is, if one must be."""
+        """Add the first of these datasets that exists; if `needed` (a remedy) is given, raise where none does."""
         for name in names:
-            if name.lower() in self._names and (found := self._dataset(self._names[name.lower()])) is not None:
-                self.columns[meaning] = found
+            if name.lower() in self._names and (dataset := self._dataset(self._names[name.lower()])) is not None:
+                self.columns[meaning] = dataset
                 return
         if needed:
             there = ", ".join(sorted(self._names)) or "none"
             raise DataError(f"no dataset {names[0]!r}; there are: {there}", where=str(self.path), remedy=needed)
 
     def _dataset(self, name: str) -> Any:
-        """Return a dataset whose bytes are in this file; None for what is no dataset."""
+        """Return a dataset stored in this file; None if the name is of something else."""
         import h5py
 
         try:
@@ -81,36 +81,38 @@ class Hdf5Table:
                 raise self._refused(
                     f"{name!r} is a link, and links are not followed", f"h5copy the data into {self.path}"
                 )
-            found = self._file[name]
-            if not isinstance(found, h5py.Dataset):
+            dataset = self._file[name]
+            if not isinstance(dataset, h5py.Dataset):
                 return None
-            other = "is virtual" if found.is_virtual else "has its bytes in other files" if found.external else ""
-            row_bytes = found.dtype.itemsize * math.prod((found.shape or ())[1:])
-            chunk_bytes = found.dtype.itemsize * math.prod(found.chunks or ())
+            elsewhere = (
+                "is virtual" if dataset.is_virtual else "has its bytes in other files" if dataset.external else ""
+            )
+            row_bytes = dataset.dtype.itemsize * math.prod((dataset.shape or ())[1:])
+            chunk_bytes = dataset.dtype.itemsize * math.prod(dataset.chunks or ())
         except (KeyError, OSError, RuntimeError, TypeError, ValueError, MemoryError) as error:
             raise self._refused(f"{name!r} is damaged: {error}", f"h5ls -v {self.path}") from error
-        if other:
+        if elsewhere:
             raise self._refused(
-                f"{name!r} {other}, which are not read", f"h5ls -v {self.path}, and write its bytes into the file"
+                f"{name!r} {elsewhere}, which are not read", f"h5ls -v {self.path}, and write its bytes into the file"
             )
         if row_bytes > MOST_ROW_BYTES:
-            what = f"a row of {name!r} {found.shape} is {row_bytes >> 20:,} MiB, more than {MOST_ROW_BYTES >> 20}"
-            raise self._refused(what, "write it in more and smaller rows")
+            problem = f"a row of {name!r} {dataset.shape} is {row_bytes >> 20:,} MiB, more than {MOST_ROW_BYTES >> 20}"
+            raise self._refused(problem, "write it in more and smaller rows")
         if chunk_bytes > MOST_CHUNK_BYTES:
-            what = (
-                f"a chunk of {name!r} {found.chunks} is {chunk_bytes >> 20:,} MiB, more than {MOST_CHUNK_BYTES >> 20}"
+            problem = (
+                f"a chunk of {name!r} {dataset.chunks} is {chunk_bytes >> 20:,} MiB, more than {MOST_CHUNK_BYTES >> 20}"
             )
-            raise self._refused(what, "h5repack -l CHUNK=… it into smaller chunks")
-        return found
+            raise self._refused(problem, "h5repack -l CHUNK=… it into smaller chunks")
+        return dataset
 
-    def _refused(self, what: str, remedy: str) -> DataError:
-        return DataError(what, where=str(self.path), remedy=remedy)
+    def _refused(self, problem: str, remedy: str) -> DataError:
+        return DataError(problem, where=str(self.path), remedy=remedy)
 
     def check_lengths(self) -> int:
-        """Return how many rows there are."""
-        rows = {found.shape[0] if found.shape else -1 for found in self.columns.values()}
+        """Return the number of rows; raise if datasets differ in it."""
+        rows = {dataset.shape[0] if dataset.shape else -1 for dataset in self.columns.values()}
         if len(rows) != 1 or -1 in rows:
-            shapes = ", ".join(f"{found.name} {found.shape}" for found in self.columns.values())
+            shapes = ", ".join(f"{dataset.name} {dataset.shape}" for dataset in self.columns.values())
             raise self._refused(f"datasets of different lengths: {shapes}", "write a row of each for every item")
         length, size = int(rows.pop()), self.path.stat().st_size
         if length > size:  # else a damaged header makes entries for years
@@ -118,7 +120,7 @@ class Hdf5Table:
         return length
 
     def rows(self, start: int, stop: int) -> list[dict[str, Any]]:
-        """Return rows, each the values by meaning."""
+        """Return rows as mappings from meaning to value."""
         return _by_row(self._pieces(self.columns, start, stop), range(stop - start))
 
     def all_rows(self, without: Container[str] = ()) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -126,24 +128,24 @@ class Hdf5Table:
         length = self.check_lengths()
         columns = {meaning: column for meaning, column in self.columns.items() if meaning not in without}
         texts = {meaning: column for meaning, column in columns.items() if column.dtype.hasobject}
-        others = {meaning: column for meaning, column in columns.items() if meaning not in texts}
-        row_bytes = sum(column.nbytes for column in others.values()) // max(length, 1)
+        fixed = {meaning: column for meaning, column in columns.items() if meaning not in texts}
+        row_bytes = sum(column.nbytes for column in fixed.values()) // max(length, 1)
         step = min(max(PIECE_BYTES // max(row_bytes, 1), 1), MOST_ROWS)
         for start in range(0, length, step):
             stop = min(start + step, length)
-            piece = self._pieces(others, start, stop)
+            piece = self._pieces(fixed, start, stop)
             for first in range(start, stop, TEXT_ROWS):
                 last = min(first + TEXT_ROWS, stop)
                 rows = _by_row(piece, range(first - start, last - start))
-                said = _by_row(self._pieces(texts, first, last), range(last - first))
-                yield from enumerate(map(operator.or_, rows, said), first)
+                text_rows = _by_row(self._pieces(texts, first, last), range(last - first))
+                yield from enumerate(map(operator.or_, rows, text_rows), first)
 
     def _pieces(self, columns: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
         try:
             return {meaning: column[start:stop] for meaning, column in columns.items()}
         except (OSError, RuntimeError, TypeError, ValueError, MemoryError) as error:
-            what = f"rows {start} to {stop} cannot be read: {str(error) or 'not enough memory'}"
-            raise self._refused(what, f"h5ls -v {self.path}") from error
+            problem = f"rows {start} to {stop} cannot be read: {str(error) or 'not enough memory'}"
+            raise self._refused(problem, f"h5ls -v {self.path}") from error
 
 
 def _by_row(pieces: Mapping[str, Any], rows: Iterable[int]) -> list[dict[str, Any]]:
@@ -151,7 +153,7 @@ def _by_row(pieces: Mapping[str, Any], rows: Iterable[int]) -> list[dict[str, An
 
 
 def _names(file: Any, path: Path) -> dict[str, str]:
-    """Return the names in a file by themselves in lower case."""
+    """Return the names in a file, by their lower-case forms."""
     try:
         return {str(name).lower(): str(name) for name in file}
     except (KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
@@ -159,7 +161,7 @@ def _names(file: Any, path: Path) -> dict[str, str]:
 
 
 def cell_text(row: Mapping[str, Any], meaning: str) -> str:
-    """Return a cell as text, a whole number without a point, empty where there is no such column."""
+    """Return a cell as text, whole numbers without a point; empty if there is no such column."""
     value = row.get(meaning, "")
     if isinstance(value, np.floating) and value.is_integer():
         return str(int(value))

@@ -1,10 +1,10 @@
-"""Made spectra and pairs, as many as wanted, for trials, tests and benchmarks, never for science.
+"""Made-up spectra and pairs, as many as wanted, for trials, tests and benchmarks, never for science.
 
     python -m pipeline.readers.made spectra FILE.mgf --count 100000 --seed 0      or FILE.h5
     python -m pipeline.readers.made pairs FILE.tsv --count 100000 --seed 0        or FILE.csv, FILE.h5
 
-An item follows from the seed and its number alone: files of more items begin with those of fewer, and all formats hold
-the same. Suffixes: L residues, P peaks, B items of a piece.
+An item depends only on the seed and its number: larger files begin with the items of smaller ones, and all formats have
+the same items. Suffixes: L residues, P peaks, B items of a piece.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ NAMES = (
 
 
 class MadeSpectrum(NamedTuple):
-    """A spectrum as files have it; `target` is the mean hydropathy of the peptide."""
+    """A made spectrum, before it is written; `target` is the mean hydropathy of the peptide."""
 
     id: str
     split: str
@@ -55,7 +55,7 @@ class MadeSpectrum(NamedTuple):
 
 
 class MadePair(NamedTuple):
-    """A sequence and what is said of it."""
+    """A sequence (left) and a sentence about it (right)."""
 
     id: str
     split: str
@@ -64,7 +64,7 @@ class MadePair(NamedTuple):
 
 
 def spectra(path: Path, count: int, seed: int = 0, peptide_length: tuple[int, int] = (7, 30), peaks: int = 150) -> None:
-    """Write spectra of random peptides, with so many peaks at most: fragments and noise."""
+    """Write spectra of random peptides, each with at most so many peaks of fragments and noise."""
     fragments = 4 * (peptide_length[1] - 1)
     if not 2 <= peptide_length[0] <= peptide_length[1] or peaks < fragments:
         raise ConfigError(
@@ -72,15 +72,15 @@ def spectra(path: Path, count: int, seed: int = 0, peptide_length: tuple[int, in
             where="made.spectra",
             remedy=f"peptide_length=(2, 2) or longer, shortest first, with peaks={max(fragments, 4)} or more",
         )
-    made = (spectrum(seed, number, peptide_length, peaks) for number in range(count))
+    items = (spectrum(seed, number, peptide_length, peaks) for number in range(count))
     write_hdf5 = partial(_hdf5_spectra, count=count, longest=peptide_length[1], peaks=peaks)
-    _write(path, made, {".mgf": _mgf, **dict.fromkeys(hdf5.SUFFIXES, write_hdf5)})
+    _write(path, items, {".mgf": _mgf, **dict.fromkeys(hdf5.SUFFIXES, write_hdf5)})
 
 
 def pairs(path: Path, count: int, seed: int = 0) -> None:
-    """Write protein-like sequences, and what each is rich and poor in."""
-    made = (pair(seed, number) for number in range(count))
-    _write(path, made, {".tsv": _table, ".csv": _table, **dict.fromkeys(hdf5.SUFFIXES, _hdf5_pairs)})
+    """Write protein-like sequences, each with a sentence about its composition."""
+    items = (pair(seed, number) for number in range(count))
+    _write(path, items, {".tsv": _table, ".csv": _table, **dict.fromkeys(hdf5.SUFFIXES, _hdf5_pairs)})
 
 
 def spectrum(seed: int, number: int, peptide_length: tuple[int, int] = (7, 30), peaks: int = 150) -> MadeSpectrum:
@@ -109,14 +109,14 @@ def pair(seed: int, number: int) -> MadePair:
     order = np.argsort(-share, kind="stable")
     rich = [f"{NAMES[code]} ({share[code]:.0%})" for code in order[:3]]
     poor = [NAMES[code] for code in order[-2:]]
-    what = f"{len(residue_L)} residues, rich in {rich[0]}, {rich[1]} and {rich[2]}, poor in {poor[0]} and {poor[1]}"
-    return MadePair(f"made-{number:07d}", SPLITS[number % len(SPLITS)], peptides.peptide_text(residue_L), what)
+    sentence = f"{len(residue_L)} residues, rich in {rich[0]}, {rich[1]} and {rich[2]}, poor in {poor[0]} and {poor[1]}"
+    return MadePair(f"made-{number:07d}", SPLITS[number % len(SPLITS)], peptides.peptide_text(residue_L), sentence)
 
 
 def _peaks(
     rng: np.random.Generator, residue_L: NDArray[np.int64], charge: int, mass: float, most: int
 ) -> NDArray[np.float64]:
-    """Return fragments, doubly charged too where the precursor has more charges, and noise, in order of m/z."""
+    """Return peaks of noise and of fragments of all charges below the precursor's, in order of m/z."""
     charges = range(1, charge)
     kinds = [(ions(residue_L, z), high / z) for z in charges for ions, high in _KINDS]
     mz_P = np.concatenate([mz for mz, _ in kinds])
@@ -197,19 +197,19 @@ def _hdf5_pairs(path: Path, made: Iterator[MadePair]) -> None:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Write what the command line asks for."""
+    """Run the command line."""
     parser = argparse.ArgumentParser("python -m pipeline.readers.made", description="Write made data.")
     parser.add_argument("what", choices=("spectra", "pairs"))
     parser.add_argument("path", type=Path, help="the file to write: .mgf or .h5; .tsv, .csv or .h5")
     parser.add_argument("--count", type=int, default=1000, help="how many items (1000)")
     parser.add_argument("--seed", type=int, default=0, help="what they are drawn by (0)")
-    given = parser.parse_args(words)
+    arguments = parser.parse_args(words)
     try:
-        {"spectra": spectra, "pairs": pairs}[given.what](given.path, given.count, given.seed)
+        {"spectra": spectra, "pairs": pairs}[arguments.what](arguments.path, arguments.count, arguments.seed)
     except PipelineError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
-    sys.stdout.write(f"{given.path}: {given.count:,} {given.what}\n")
+    sys.stdout.write(f"{arguments.path}: {arguments.count:,} {arguments.what}\n")
     return 0
 
 

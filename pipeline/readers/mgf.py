@@ -1,7 +1,7 @@
 """Spectra as Mascot generic format: text between BEGIN IONS and END IONS, headers `KEY=value`, then a line a peak.
 
 A peak is m/z and intensity, perhaps a charge, which is not kept. Lines that start with `#;!/` are comments. `KEY=value`
-outside of spectra, meant for all of them, is passed over. Shapes: P peaks; 2 is m/z and intensity.
+outside of spectra, meant for all of them, is ignored. Shapes: P peaks; 2 is m/z and intensity.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PRECURSOR_CHARGE = re.compile(r"([+-]?)(\d{1,3})([+-]?)")
 
 
 class MgfBlock(NamedTuple):
-    """What follows a BEGIN IONS up to the next, or what stands before the first."""
+    """The text after a BEGIN IONS up to the next, or before the first one."""
 
     offset: int
     line: int
@@ -46,7 +46,7 @@ class MgfBlock(NamedTuple):
 
 
 class Sought:
-    """Headers by the options that name them; each must be in a spectrum of the file, or the name is wrong."""
+    """The headers that options name, to check that each occurs in some spectrum of the file."""
 
     def __init__(self, headers: Mapping[str, str]) -> None:
         self._missing = dict(headers)
@@ -59,11 +59,11 @@ class Sought:
             self._there.update(dict.fromkeys(islice(headers, max(MOST_NAMES - len(self._there), 0))))
 
     def take_unreadable(self, body: bytes) -> None:
-        """Note those of a spectrum that cannot be read."""
+        """Note the headers of a spectrum that cannot be read."""
         self.take({key: value for key in self._missing.values() if (value := header_value(body, key))})
 
     def check(self, path: Path) -> None:
-        """Refuse a file whose spectra are all read and have no such header."""
+        """Raise, after all spectra were read, if a header occurred in none."""
         for option, key in self._missing.items():
             there = ", ".join(map(printable_excerpt, self._there)) or "none"
             remedy = f"data.options.{option} names one of these, or is left out"
@@ -71,7 +71,7 @@ class Sought:
 
 
 def blocks(path: Path) -> Iterator[MgfBlock]:
-    """Yield a file in blocks, of which none is longer than `MOST_BYTES` and a chunk."""
+    """Yield a file in blocks, none longer than `MOST_BYTES` and a chunk."""
     rest, offset, line, begun = b"\n", -1, 0, False  # as if an empty line stood before the file
     try:
         with path.open("rb") as file:
@@ -90,7 +90,7 @@ def blocks(path: Path) -> Iterator[MgfBlock]:
 
 
 def stray(block: MgfBlock) -> UnusableEntry | None:
-    """Return the first line after a spectrum, or before the first, that belongs to none."""
+    """Return the error for the first line of a block that is outside of spectra and no header or comment."""
     start = 0 if block.end < 0 else block.end + len(END)
     text = block.text[start:]
     if not text.strip():
@@ -111,18 +111,18 @@ def divide(body: bytes) -> tuple[dict[str, str], NDArray[np.float64]]:
 
 
 def header_value(body: bytes, key: str) -> str:
-    """Return a header of a spectrum that cannot be read."""
-    return next((found[1] for line in _lines(body) if (found := _header(line)) and found[0] == key), "")
+    """Return the value of a header in a spectrum that cannot be read; empty if absent."""
+    return next((header[1] for line in _lines(body) if (header := _header(line)) and header[0] == key), "")
 
 
 def charge(text: str) -> int:
-    """Return the charge a header names; none, or several, is 0."""
+    """Return the charge in a header; 0 for none or several."""
     if not text or " and " in text or "," in text:
         return 0
-    found = PRECURSOR_CHARGE.fullmatch(text)
-    if found is None:
+    match = PRECURSOR_CHARGE.fullmatch(text)
+    if match is None:
         raise UnusableEntry(f"a charge that does not parse: {printable_excerpt(text)!r}")
-    return -int(found[2]) if "-" in (found[1], found[3]) else int(found[2])
+    return -int(match[2]) if "-" in (match[1], match[3]) else int(match[2])
 
 
 def _block(offset: int, line: int, text: bytes, *, begun: bool) -> MgfBlock:
@@ -135,22 +135,22 @@ def _lines(text: bytes) -> list[str]:
 
 
 def _header(line: str) -> tuple[str, str] | None:
-    """Return key and value of a line, which are no peak's."""
+    """Return key and value of a header line; None for other lines."""
     key, equals, value = line.partition("=")
     return (key.rstrip().upper(), value.lstrip()) if equals and key[:1].isalpha() else None
 
 
 def _headers(text: bytes) -> dict[str, str] | None:
-    """Return the headers of lines that are nothing else."""
-    found = [_header(line) for line in _lines(text) if line]
-    return None if None in found else dict(filter(None, found))
+    """Return the headers of a text; None if another line is among them."""
+    headers = [_header(line) for line in _lines(text) if line]
+    return None if None in headers else dict(filter(None, headers))
 
 
 def _peaks(text: bytes) -> NDArray[np.float64] | None:
-    """Return the peaks of lines that are two numbers each; None where any is something else.
+    """Return the peaks of lines of two numbers each; None if any line is something else.
 
-    The end of a line is read as NaN, so that one call reads all numbers, and each third must be one. NaN in the file
-    moves or is the peak of a NaN, which nobody takes.
+    Line ends are read as NaN, so that one call reads all numbers: each third must be one. NaN in the file shifts that,
+    or gives a NaN peak, which is refused later.
     """
     if not text or text.isspace():
         return np.empty((0, 2))
@@ -165,14 +165,14 @@ def _peaks(text: bytes) -> NDArray[np.float64] | None:
 
 
 def _line_by_line(body: bytes) -> tuple[dict[str, str], NDArray[np.float64]]:
-    """Read what is not as simple as most spectra, or name the line that cannot be read."""
+    """Read a spectrum line by line where the fast way fails; the error names the line that cannot be read."""
     headers: dict[str, str] = {}
     peaks = []
     for at, line in enumerate(_lines(body)):
         if not line or line.startswith(COMMENTS):
             continue
-        if found := _header(line):
-            headers.update([found])
+        if header := _header(line):
+            headers.update([header])
         else:
             peaks.append(_peak(line, at))
     return headers, np.array(peaks, np.float64).reshape(-1, 2)

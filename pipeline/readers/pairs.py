@@ -1,8 +1,8 @@
-"""`Pairs`: two sides that belong together, for models with two towers: texts from a table, or texts and rows from HDF5.
+"""`Pairs`: two matching sides for two-tower models: texts from a table, or texts and vectors from HDF5.
 
-A table is UTF-8 with a header. In `.csv` a comma parts columns, and a quoted field may hold commas and line ends; in
-`.tsv` a tab parts them, and a quote is a letter. Shapes: N pairs, T bytes of a text, R rows such as patches of an
-image, D numbers a row.
+A table is UTF-8 with a header. In `.csv` commas separate columns, and quoted fields may contain commas and line ends;
+in `.tsv` tabs separate them, and quotes are ordinary characters. Shapes: N pairs, T bytes of a text, R rows such as
+patches of an image, D numbers a row.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ SUFFIXES = (*PARTED_BY, *hdf5.SUFFIXES)
 
 
 class TableRow(NamedTuple):
-    """A row of a table, with its end; most are a line."""
+    """A row of a table with its line end; a quoted field may make it several lines."""
 
     offset: int
     line: int
@@ -81,21 +81,24 @@ class Pairs:
         object.__setattr__(self, "path", checked_file(Path(self.path)))
         object.__setattr__(self, "_tables", Opened(partial(_table, given=self._given())))
         if _suffix(self.path) not in SUFFIXES:
-            what, remedy = f"pairs are read from {', '.join(SUFFIXES)}", "write them as one of these, and set data.path"
-            raise ConfigError(what, where=str(self.path), remedy=remedy)
+            problem, remedy = (
+                f"pairs are read from {', '.join(SUFFIXES)}",
+                "write them as one of these, and set data.path",
+            )
+            raise ConfigError(problem, where=str(self.path), remedy=remedy)
         if _suffix(self.path) in PARTED_BY:
             object.__setattr__(self, "_header", self._checked_header())
 
     def files(self) -> tuple[Path, ...]:
-        """Return the file."""
+        """Return the one file that is read."""
         return (self.path,)
 
     def entries(self) -> Iterator[Entry | Rejection]:
-        """Yield every pair, or why it cannot be used."""
+        """Yield every pair as an entry, or its rejection."""
         return self._of_table() if self._header else self._of_hdf5()
 
     def read(self, place: list[int]) -> Arrays:
-        """Return the arrays of a pair again."""
+        """Return the arrays of the pair at a place."""
         try:
             if self._header:
                 return self._arrays(self._cells(self._bytes(self.path).at(*place)))
@@ -106,7 +109,7 @@ class Pairs:
     def _of_table(self) -> Iterator[Entry | Rejection]:
         rows = _rows(self.path)
         next(rows, None)
-        for number, row in enumerate(found for found in rows if found.text.strip(b"\r\n")):
+        for number, row in enumerate(row for row in rows if row.text.strip(b"\r\n")):
             cells: dict[str, str] = {}
             try:
                 cells = self._cells(row.text)
@@ -131,7 +134,7 @@ class Pairs:
                     yield entry_rejection(self._name(cells, number), error, _split(cells), self.path, number)
 
     def _too_long(self, table: hdf5.Hdf5Table) -> dict[str, int]:
-        """Return the sides of numbers that are too long in every row: nobody needs to read them."""
+        """Return the sides of fixed length that is too long, with the length: they need not be read."""
         shapes = {side: table.columns[side].shape for side in SIDES}
         return {side: shape[1] for side, shape in shapes.items() if len(shape) == 3 and shape[1] > self.most}
 
@@ -142,7 +145,7 @@ class Pairs:
         return entry_id(cells.get("id", ""), self.path, number)
 
     def _checked_header(self) -> tuple[str, ...]:
-        """Return the header; each column that is named, and those of the sides, must be in it once."""
+        """Return the header; the columns of both sides and those that options name must be in it exactly once."""
         first = next(_rows(self.path), TableRow(0, 1, b""))
         try:
             cells = _parted(first.text.removeprefix(b"\xef\xbb\xbf"), PARTED_BY[_suffix(self.path)])
@@ -151,8 +154,8 @@ class Pairs:
             raise DataError(f"the header is {error}", where=f"{self.path}:1", remedy=remedy) from error
         header = tuple(cell.strip() for cell in cells)
         usual = {name.lower(): name for name in header}
-        for option, given in self._given().items():
-            name = given.strip() or usual.get(option, "")
+        for option, column in self._given().items():
+            name = column.strip() or usual.get(option, "")
             if not name and option not in SIDES:
                 continue
             if header.count(name) != 1:
@@ -165,7 +168,7 @@ class Pairs:
         return header
 
     def _cells(self, line: bytes) -> dict[str, str]:
-        """Return the cells of a line that matter, by what they mean."""
+        """Return the relevant cells of a line, by meaning."""
         cells = _parted(line, PARTED_BY[_suffix(self.path)])
         if len(cells) != len(self._header):
             raise UnusableEntry(f"{len(cells)} columns, the header has {len(self._header)}")
@@ -203,17 +206,17 @@ def _table(path: Path, given: Mapping[str, str]) -> hdf5.Hdf5Table:
         remedy = f"data.options.{option} names a dataset that is there"
         table.add(option, name or option, needed=remedy if name or option in SIDES else "")
     for side in SIDES:
-        found = table.columns[side]
-        texts = len(found.shape) == 1 and hdf5.is_text(found)
-        if not texts and (len(found.shape) != 3 or found.dtype.kind not in "fiu"):
-            what = f"{found.name} is {found.dtype} {found.shape}, wanted are texts [N] or numbers [N, R, D]"
-            raise DataError(what, where=str(path), remedy=f"data.options.{side} names such a dataset")
+        dataset = table.columns[side]
+        texts = len(dataset.shape) == 1 and hdf5.is_text(dataset)
+        if not texts and (len(dataset.shape) != 3 or dataset.dtype.kind not in "fiu"):
+            problem = f"{dataset.name} is {dataset.dtype} {dataset.shape}, wanted are texts [N] or numbers [N, R, D]"
+            raise DataError(problem, where=str(path), remedy=f"data.options.{side} names such a dataset")
     table.check_lengths()
     return table
 
 
 def _rows(path: Path) -> Iterator[TableRow]:
-    """Yield the rows of a table; of one that is too long, its beginning."""
+    """Yield the rows of a table; rows that are too long are cut."""
     quote = b'"' if _suffix(path) == ".csv" else b"\0\0"
     try:
         with path.open("rb") as file:
@@ -228,7 +231,7 @@ def _rows(path: Path) -> Iterator[TableRow]:
 
 
 def _row(file: BinaryIO, quote: bytes) -> list[bytes]:
-    """Return a line, and those after it as long as a quote is open."""
+    """Return the lines of a row: one, and more while a quote is open."""
     lines: list[bytes] = []
     size, is_open = 0, False
     while (is_open or not lines) and size <= MOST_ROW_BYTES and (line := file.readline(MOST_ROW_BYTES + 1)):
@@ -239,7 +242,7 @@ def _row(file: BinaryIO, quote: bytes) -> list[bytes]:
 
 
 def _parted(line: bytes, by: str) -> list[str]:
-    """Return the cells of a line."""
+    """Split a line into cells."""
     if len(line) > MOST_ROW_BYTES:
         raise UnusableEntry(f"a row of more than {MOST_ROW_BYTES:,} bytes: a quote that is not closed?")
     try:

@@ -29,7 +29,7 @@ _CODES = {letter: code for code, letter in enumerate(LETTERS)}
 
 
 def masses(*, carbamidomethyl: bool = False, oxidised: bool = False) -> NDArray[np.float64]:
-    """Return the mass of each letter, every C or every M modified where asked."""
+    """Return the mass of each letter, with C or M modified where asked."""
     changed: NDArray[np.float64] = MASSES.copy()
     changed[_CODES["C"]] += CARBAMIDOMETHYL * carbamidomethyl
     changed[_CODES["M"]] += OXYGEN * oxidised
@@ -37,7 +37,7 @@ def masses(*, carbamidomethyl: bool = False, oxidised: bool = False) -> NDArray[
 
 
 def residue_codes(letters: str) -> NDArray[np.int8]:
-    """Return the codes of a peptide's letters; whatever is none of the 20 is an error that names it."""
+    """Return the codes of a peptide's letters; raise for a letter that is not one of the 20."""
     if not letters:
         raise ValueError("a peptide needs at least one letter")
     try:
@@ -47,12 +47,12 @@ def residue_codes(letters: str) -> NDArray[np.int8]:
 
 
 def peptide_text(residue_L: NDArray[np.integer]) -> str:
-    """Write codes as letters."""
+    """Return codes as letters."""
     return "".join(LETTERS[code] for code in residue_L)
 
 
 def mz(mass_F: NDArray[np.float64], charge: int) -> NDArray[np.float64]:
-    """Return where masses with so many protons are seen."""
+    """Return m/z of masses with so many protons."""
     seen_F: NDArray[np.float64] = mass_F / charge + PROTON
     return seen_F
 
@@ -63,10 +63,10 @@ def mass(residue_L: NDArray[np.integer], each: NDArray[np.float64] = MASSES) -> 
 
 
 def b_ions(residue_L: NDArray[np.integer], charge: int = 1, each: NDArray[np.float64] = MASSES) -> NDArray[np.float64]:
-    """Return m/z of the beginnings b1 … bF [F]."""
+    """Return m/z of the b ions b1 … bF [F]."""
     return mz(np.cumsum(each[residue_L])[:-1], charge)
 
 
 def y_ions(residue_L: NDArray[np.integer], charge: int = 1, each: NDArray[np.float64] = MASSES) -> NDArray[np.float64]:
-    """Return m/z of the ends y1 … yF [F], shortest first."""
+    """Return m/z of the y ions y1 … yF [F], shortest first."""
     return mz(np.cumsum(each[residue_L][::-1])[:-1] + WATER, charge)

@@ -1,4 +1,4 @@
-"""`Spectra`: mass spectra from MGF and HDF5 files, cleaned the same way, as peaks and what was measured with them.
+"""`Spectra`: mass spectra from MGF and HDF5 files, cleaned the same way, as peaks, precursor and labels.
 
 HDF5 is the layout of DreaMS: `spectrum` [N, 2, P] of m/z and intensity, padded with zeros, `precursor_mz` [N], and
 where they are there `charge`, `id` or `name`, `fold`, `sequence` and columns for `target`. Shapes: P peaks (2: m/z and
@@ -52,7 +52,7 @@ PRECURSORS = ("PEPMASS", "PRECURSOR_MZ")
 
 
 class RawSpectrum(NamedTuple):
-    """A spectrum as a file has it."""
+    """A spectrum as read from a file, before cleaning."""
 
     peak_P2: NDArray[Any]
     precursor_mz: float
@@ -94,16 +94,16 @@ class Spectra:
         object.__setattr__(self, "_tables", Opened(partial(_table, columns=self._columns())))
 
     def files(self) -> tuple[Path, ...]:
-        """Return the files in the order in which they are read."""
+        """Return the files in reading order."""
         return self._paths
 
     def entries(self) -> Iterator[Entry | Rejection]:
-        """Yield every spectrum, or why it cannot be used."""
+        """Yield every spectrum as an entry, or its rejection."""
         for file, path in enumerate(self._paths):
             yield from self._of_mgf(file, path) if path.suffix.lower() == ".mgf" else self._of_hdf5(file, path)
 
     def read(self, place: Sequence[int]) -> Arrays:
-        """Return the arrays of a spectrum again."""
+        """Return the arrays of the spectrum at a place."""
         file, start, *length = place
         try:
             path = self._paths[file]
@@ -117,7 +117,7 @@ class Spectra:
             ) from error
 
     def _columns(self) -> dict[str, tuple[tuple[str, ...], str]]:
-        """Return what HDF5 datasets mean: their names, and what to do where one is not there that must be."""
+        """Return the HDF5 datasets by meaning: possible names, and a remedy if one is required."""
         named = "data.options.{} names what is there, or is left out"
         return {
             "spectrum": (("spectrum",), "write m/z and intensity as 'spectrum' [N, 2, P], padded with zeros"),
@@ -206,7 +206,7 @@ class Spectra:
         )
 
     def _arrays(self, raw: RawSpectrum) -> Arrays:
-        """Return what an entry has, the same from every kind of file."""
+        """Return the arrays of an entry, the same from every kind of file."""
         mz_P, intensity_P = self._peaks(*raw.peak_P2.T)
         if not SMALLEST <= raw.precursor_mz <= LARGEST:
             raise UnusableEntry(f"the precursor's m/z is {raw.precursor_mz:g}")
@@ -249,18 +249,21 @@ class Spectra:
 
 
 def _files(path: Path) -> tuple[Path, ...]:
-    """Return the file, or those of a folder that hold spectra, by name."""
+    """Return the file, or the spectrum files of a folder, by name."""
     try:
-        found = sorted(path.iterdir()) if path.is_dir() else [path]
+        paths = sorted(path.iterdir()) if path.is_dir() else [path]
     except OSError as error:
         raise cannot_read(path, error) from error
-    if packed := [file for file in found if file.name.lower().endswith(".mgf.gz")]:
+    if packed := [file for file in paths if file.name.lower().endswith(".mgf.gz")]:
         remedy = f"gunzip {packed[0]}"
         raise ConfigError("spectra are read at random, which gzip does not allow", where=str(packed[0]), remedy=remedy)
-    files = tuple(checked_file(file) for file in found if file.suffix.lower() in SUFFIXES)
+    files = tuple(checked_file(file) for file in paths if file.suffix.lower() in SUFFIXES)
     if not files:
-        what, remedy = f"no spectra: no file ends with {', '.join(SUFFIXES)}", "set data.path to one, or their folder"
-        raise ConfigError(what, where=str(path), remedy=remedy)
+        problem, remedy = (
+            f"no spectra: no file ends with {', '.join(SUFFIXES)}",
+            "set data.path to one, or their folder",
+        )
+        raise ConfigError(problem, where=str(path), remedy=remedy)
     return files
 
 
@@ -271,25 +274,25 @@ def _table(path: Path, columns: Mapping[str, tuple[tuple[str, ...], str]]) -> hd
         table.add(meaning, *names, needed=needed)
     spectrum = table.columns["spectrum"]
     if len(spectrum.shape) != 3 or spectrum.shape[1] != 2 or spectrum.dtype.kind not in "fiu":
-        what = f"'spectrum' is {spectrum.dtype} {spectrum.shape}, wanted are numbers [N, 2, P]"
-        raise DataError(what, where=str(path), remedy="write m/z and intensity so, padded with zeros")
+        problem = f"'spectrum' is {spectrum.dtype} {spectrum.shape}, wanted are numbers [N, 2, P]"
+        raise DataError(problem, where=str(path), remedy="write m/z and intensity so, padded with zeros")
     table.check_lengths()
     return table
 
 
 def _number(value: Any, name: str) -> float:
     """Return a header or a cell, which may be text, as a number."""
-    said = value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+    text = value.decode("utf-8", "replace") if isinstance(value, bytes) else value
     try:
-        return parse_number(said) if isinstance(said, str) else float(said)
+        return parse_number(text) if isinstance(text, str) else float(text)
     except (TypeError, ValueError):
         raise UnusableEntry(
-            f"{name} is no number: {printable_excerpt(str(said))!r}" if str(said) else f"{name} is missing"
+            f"{name} is no number: {printable_excerpt(str(text))!r}" if str(text) else f"{name} is missing"
         ) from None
 
 
 def _check(value_P: NDArray[Any], least: float, name: str) -> None:
-    """Name the first peak whose value cannot be; NaN is in no bounds."""
+    """Raise for the first peak whose value is out of bounds; NaN is."""
     if not (value_P.min() >= least and value_P.max() <= LARGEST):
         first = int(np.argmin((value_P >= least) & (value_P <= LARGEST)))
         raise UnusableEntry(f"the {name} of peak {first + 1} is {value_P[first]:g}")

@@ -75,7 +75,7 @@ class Recording:
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records storages; enter it inside the fake mode. It also watches a step (`training.step.Watch`)."""
+    """Records storages; enter it inside the fake mode. It also watches a step (`training.step.step.StepWatch`)."""
 
     def __init__(self, scratch: Charge = lambda *_: 0, hidden: Charge = lambda *_: 0) -> None:
         """Take functions for the bytes that a kernel needs while it runs, and that it keeps with its result."""
