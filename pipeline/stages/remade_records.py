@@ -73,7 +73,7 @@ def differences(record: Record, arrays: Mapping[str, Array], meta: Mapping[str, 
 
 
 def same_bits(record: Record, arrays: Mapping[str, Array]) -> bool:
-    """Say whether the arrays are the same bit for bit."""
+    """Tell whether the arrays are the same bit for bit."""
     return record.arrays.keys() == arrays.keys() and all(
         array.tobytes() == np.ascontiguousarray(arrays[name]).tobytes() for name, array in record.arrays.items()
     )

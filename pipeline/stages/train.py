@@ -151,9 +151,9 @@ def trainer_of(job: Job) -> Trainer:
     step = fresh_step(job)
     if train.compile:
         step.model.compile(mode=train.compile_mode)
-    courses, checkpoints = _courses(job), _checkpoints(job, step)
+    stretches, checkpoints = _courses(job), _checkpoints(job, step)
     watch = _watch(job, step, checkpoints)
-    stepper = _stepper(job, step, courses[0], watch, lambda piece, oom: trainer.oom(piece, oom.error))
+    stepper = _stepper(job, step, stretches[0], watch, lambda piece, oom: trainer.oom(piece, oom.error))
     watch.budget = lambda: stepper.governor.budget
     evaluation = _evaluation(job, step, watch)
     host = HostMeter(limit_bytes=job.tell.mem_bytes or None)
@@ -164,7 +164,7 @@ def trainer_of(job: Job) -> Trainer:
         train,
         step,
         stepper,
-        courses,
+        stretches,
         ranks,
         keeper,
         watch,

@@ -52,7 +52,7 @@ class ItemIndex:
 
 
 def in_sample(key: bytes, sample: float) -> bool:
-    """Say whether a key is in a sample; a larger sample holds every smaller one."""
+    """Tell whether a key is in a sample; a larger sample holds every smaller one."""
     return int.from_bytes(key[-_SAMPLE_BITS // 8 :], "big") < sample * float(1 << _SAMPLE_BITS)
 
 

@@ -120,12 +120,12 @@ def _halves(shard: Shard, middle: int) -> tuple[Shard, Shard]:
 
 def task_items(folder: RunFolder, stage: str, task: int, tell: Tell) -> Iterator[Item]:
     """Yield the items of a task without those that killed it; each is reported before it is worked on."""
-    shard, barred = read_shard(folder, stage, task), left_out_items(folder, stage)
+    shard, left_out = read_shard(folder, stage, task), left_out_items(folder, stage)
     with folder.todo(stage).open("rb") as file:
         file.seek(shard.start)
         while file.tell() < shard.end:
             item = Item.from_json(json.loads(file.readline()))
-            if item.id not in barred:
+            if item.id not in left_out:
                 tell.on((item.id,))
                 yield item
 
@@ -249,26 +249,26 @@ def known_items(
 ) -> Iterator[list[KnownItem | Rejection]]:
     """Yield for each entry of a data set, in order and in chunks, what the store knows of it."""
     since_ns = folder.stages.stat().st_mtime_ns if folder else None
-    barred = left_out_items(folder, StageName.SCAN)
+    left_out = left_out_items(folder, StageName.SCAN)
     for chunk in in_chunks(entries, LOOKED_UP_AT_ONCE):
         items = [entry for entry in chunk if isinstance(entry, Item)]
         looked_up = iter(look_up_items(items, project.recipe, project.shelves))
         yield [
-            entry if isinstance(entry, Rejection) else _known_item(project, entry, next(looked_up), since_ns, barred)
+            entry if isinstance(entry, Rejection) else _known_item(project, entry, next(looked_up), since_ns, left_out)
             for entry in chunk
         ]
 
 
 def _known_item(
-    project: Project, item: Item, seen: Seen, since_ns: int | None, barred: Mapping[str, tuple[Reason, str]]
+    project: Project, item: Item, known: Seen, since_ns: int | None, left_out: Mapping[str, tuple[Reason, str]]
 ) -> KnownItem | Rejection:
-    if seen.inventory is None and since_ns is not None:
-        seen = look_again(item, project.recipe, project.shelves, since_ns)
-    if seen.inventory is not None and seen.inventory.reason is not None:
-        return rejection(item, seen.inventory.reason, seen.inventory.detail)
-    if seen.inventory is None and item.id in barred:
-        return rejection(item, *barred[item.id])
-    return KnownItem(item, seen.inventory, seen.key)
+    if known.inventory is None and since_ns is not None:
+        known = look_again(item, project.recipe, project.shelves, since_ns)
+    if known.inventory is not None and known.inventory.reason is not None:
+        return rejection(item, known.inventory.reason, known.inventory.detail)
+    if known.inventory is None and item.id in left_out:
+        return rejection(item, *left_out[item.id])
+    return KnownItem(item, known.inventory, known.key)
 
 
 def rejection(item: Item, reason: Reason, detail: str) -> Rejection:

@@ -142,7 +142,7 @@ def _host_card(question: Question, name: str = "", mem_bytes: int | None = None)
 
 
 def is_known(card: CardSpec) -> bool:
-    """Tell whether a card is one that is known by its name."""
+    """Tell whether a card is known by its name."""
     try:
         device(card.name)
     except ConfigError:

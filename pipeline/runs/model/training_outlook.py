@@ -280,7 +280,7 @@ class _PlanningCase:
         )
 
     def side_by_side(self) -> list[PlannedOffer]:
-        """Return what the offers cost; nothing to compare where there is one."""
+        """Return what each offer costs; nothing where there is only one."""
         if len(self.offers) < 2:
             return []
         return compare_offers(self.oracle, self.data, self.request, self.offers, reserve=self.reserve)

@@ -209,9 +209,9 @@ def _foresee_readable(
 ) -> Cleaning:
     refuse_links(cache)
     refuse_links_out(cache)
-    signs = _user_files(cache)
+    user_files = _user_files(cache)
     users, strangers = registered(cache.disk, cache.root)
-    cleaning = Cleaning(cache, asked, _cache_time(cache), signs)
+    cleaning = Cleaning(cache, asked, _cache_time(cache), user_files)
     mine = [user for user in users if file and (user.config, user.who) == (config_name(file), who_am_i())]
     ours = dict.fromkeys([project.config.cluster.runs, *(Path(user.runs) for user in mine)])
     runs = ours | dict.fromkeys(Path(user.runs) for user in users)  # a run needs no configuration file to go on

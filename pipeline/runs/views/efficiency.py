@@ -78,7 +78,7 @@ def _planned_bytes(project: Project, stage: Stage, folder: RunFolder) -> int | N
     return stage.mem_bytes(project) if is_planned(project) else None
 
 
-def used(stage: StageStatus, config: Config, thought: MemoryOutlook) -> StageUse:
+def used(stage: StageStatus, config: Config, outlook: MemoryOutlook) -> StageUse:
     """Return what a stage has used."""
     ended = [attempt for task in stage.work.values() for attempt in task.ended]
     jobs = stage.jobs
@@ -108,10 +108,10 @@ def used(stage: StageStatus, config: Config, thought: MemoryOutlook) -> StageUse
         gpu_peak_bytes=max((attempt.gpu_peak_bytes for attempt in ended if attempt.gpu_peak_bytes), default=None),
         items_per_s=_share((attempt.done, attempt.elapsed_s, 1.0) for attempt in done),
         core_hours=sum(_cpus(jobs.get(attempt.job)) * attempt.elapsed_s for attempt in ended) / 3600,
-        planned_bytes=thought.planned_bytes,
+        planned_bytes=outlook.planned_bytes,
         why=first.why if first else "",
-        suggested=tuple(_suggestions(stage.name, config, ended, jobs, thought)),
-        note=thought.note,
+        suggested=tuple(_suggestions(stage.name, config, ended, jobs, outlook)),
+        note=outlook.note,
     )
 
 
@@ -127,13 +127,13 @@ def _share(parts: Iterable[tuple[float | None, float, float]]) -> float | None:
 
 
 def _suggestions(
-    name: str, config: Config, ended: Sequence[Attempt], jobs: dict[str, StageJob], thought: MemoryOutlook
+    name: str, config: Config, ended: Sequence[Attempt], jobs: dict[str, StageJob], outlook: MemoryOutlook
 ) -> list[Suggested]:
     """Return what the next run should ask for, where that differs from what is configured."""
     key, resources = f"cluster.{name}", getattr(config.cluster, name)
     suggestions = []
-    if thought.mem is not None and thought.mem.tasks:
-        suggestions.append(Suggested(f"{key}.mem", _asked(ended), thought.mem.mem_bytes, thought.mem.why))
+    if outlook.mem is not None and outlook.mem.tasks:
+        suggestions.append(Suggested(f"{key}.mem", _asked(ended), outlook.mem.mem_bytes, outlook.mem.why))
     if (longest := max((attempt.elapsed_s for attempt in ended), default=0.0)) > 0:
         time_s = max(1, ceil(TIME_MARGIN * longest / TIME_STEP_S)) * TIME_STEP_S
         why = f"the longest took {ceil(longest)} s; {TIME_MARGIN:g} times that, in steps of {TIME_STEP_S // 60} min"
@@ -173,7 +173,7 @@ def _estimate(
     project: Project, stage: Stage, planned: StagePlan, executor: Executor, origins: Mapping[str, str]
 ) -> Estimate:
     tasks, missing = len(planned.found.shards), planned.counts()["missing"]
-    abreast = min(tasks, tasks_at_once(project.config, stage, executor)) or 1
+    at_once = min(tasks, tasks_at_once(project.config, stage, executor)) or 1
     pace = profiles_of(project.config).pace(stage.name, recipe_name(project, stage), cluster_name(project.config))
     task_s = missing / tasks / pace if tasks and pace else None
     ask = planned.ask
@@ -181,14 +181,14 @@ def _estimate(
         stage=stage.name,
         counts=planned.counts(),
         tasks=tasks,
-        at_once=abreast,
+        at_once=at_once,
         cpus=planned.job.cpus,
         gpus=planned.job.gpus,
         mem_bytes=ask.mem_bytes,
         time_s=ask.time_s,
         disk_bytes=planned.found.bytes,
         task_s=task_s,
-        all_s=task_s * ceil(tasks / abreast) if task_s is not None else 0.0 if not tasks else None,
+        all_s=task_s * ceil(tasks / at_once) if task_s is not None else 0.0 if not tasks else None,
         sources=_sources(project, planned, origins, pace),
     )
 
