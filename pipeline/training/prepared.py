@@ -153,7 +153,7 @@ class ModelFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.prepared = path / "prepared.json"  # what was decided before it began
-        self.checkpoints = path / "checkpoints"  # a folder each
+        self.checkpoints = path / "checkpoints"  # a folder for each checkpoint
         self.bundles = path / "bundles"  # what is needed to run a step again that went wrong
-        self.outputs = path / "outputs"  # what the model says of the items of a validation; gone afterwards
+        self.outputs = path / "outputs"  # the outputs of the model on the items of a validation; gone afterwards
         self.evaluations = path / "evaluations"  # the figures of splits, a file each

@@ -66,14 +66,14 @@ def configuration() -> str:
 
 def sections() -> Iterator[tuple[list[str], type[Section]]]:
     """Yield each kind of section with the places where it stands; a list's entries stand behind the list."""
-    found: dict[type[Section], list[str]] = {}
+    places: dict[type[Section], list[str]] = {}
     for key in SECTIONS:
-        found.setdefault(SECTIONS[key].annotation, []).append(".".join(key))  # type: ignore[arg-type]
+        places.setdefault(SECTIONS[key].annotation, []).append(".".join(key))  # type: ignore[arg-type]
         for name, info in SECTIONS[key].annotation.model_fields.items():  # type: ignore[union-attr]
-            for one in getattr(info.annotation, "__args__", ()):
-                if inspect.isclass(one) and issubclass(one, Section):
-                    found.setdefault(one, []).append(f"{'.'.join((*key, name))}[]")
-    for model, names in found.items():
+            for part in getattr(info.annotation, "__args__", ()):
+                if inspect.isclass(part) and issubclass(part, Section):
+                    places.setdefault(part, []).append(f"{'.'.join((*key, name))}[]")
+    for model, names in places.items():
         yield names, model
 
 
@@ -81,53 +81,53 @@ def table(model: type[Section], name: str) -> list[str]:
     """Return the settings of a section as rows."""
     own = DEFINITIONS[model.__name__]
     rows = []
-    for field, told in own["properties"].items():
+    for field, schema in own["properties"].items():
         if (*name.split("."), field) in SECTIONS:
             continue
-        default = "*required*" if field in own.get("required", ()) else code(shown(told, model, field))
-        rows.append(f"| `{field}` | {kind(told)} | {default} | {cell(told.get('description', ''))} |")
+        default = "*required*" if field in own.get("required", ()) else code(shown(schema, model, field))
+        rows.append(f"| `{field}` | {kind(schema)} | {default} | {cell(schema.get('description', ''))} |")
     return ["| setting | type | default | meaning |", "|---|---|---|---|", *rows, ""] if rows else []
 
 
-def kind(told: dict[str, Any]) -> str:
+def kind(schema: dict[str, Any]) -> str:
     """Return a type as people say it."""
-    if "anyOf" in told:
-        ways = list(dict.fromkeys(kind(one) for one in told["anyOf"]))
+    if "anyOf" in schema:
+        ways = list(dict.fromkeys(kind(choice) for choice in schema["anyOf"]))
         if SIZE in ways:  # also as a number of bytes
             ways = [way for way in ways if not way.startswith("whole number")]
         return " or ".join(ways)
-    if "enum" in told:
-        return ", ".join(code(one) for one in told["enum"])
-    if "const" in told:
-        return code(told["const"])
-    if "$ref" in told:
+    if "enum" in schema:
+        return ", ".join(code(choice) for choice in schema["enum"])
+    if "const" in schema:
+        return code(schema["const"])
+    if "$ref" in schema:
         return "an entry, see below"
-    match told.get("type"):
+    match schema.get("type"):
         case "array":
-            return f"list of: {kind(told['items'])}" if "items" in told else "list"
+            return f"list of: {kind(schema['items'])}" if "items" in schema else "list"
         case "object":
             return "values by name"
-        case "string" if "pattern" in told:
-            return SIZE if "KMGT" in told["pattern"] else TIME if "smhd" in told["pattern"] else "text"
+        case "string" if "pattern" in schema:
+            return SIZE if "KMGT" in schema["pattern"] else TIME if "smhd" in schema["pattern"] else "text"
         case "string":
-            return "path" if told.get("format") == "path" else "text"
+            return "path" if schema.get("format") == "path" else "text"
         case "integer" | "number" as number:
-            return ("whole number" if number == "integer" else "number") + bounds(told)
+            return ("whole number" if number == "integer" else "number") + bounds(schema)
         case "boolean":
             return "`true`, `false`"
-    return "null" if told.get("type") == "null" else "any value"
+    return "null" if schema.get("type") == "null" else "any value"
 
 
-def bounds(told: dict[str, Any]) -> str:
+def bounds(schema: dict[str, Any]) -> str:
     """Return the least and the largest value."""
-    said = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
-    found = [f"{sign} {told[name]:g}" for name, sign in said.items() if name in told]
-    return f" {', '.join(found)}" if found else ""
+    signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+    limits = [f"{sign} {schema[name]:g}" for name, sign in signs.items() if name in schema]
+    return f" {', '.join(limits)}" if limits else ""
 
 
-def shown(told: dict[str, Any], model: type[Section], field: str) -> Any:
+def shown(schema: dict[str, Any], model: type[Section], field: str) -> Any:
     """Return a default as people write it."""
-    default = told.get("default")
+    default = schema.get("default")
     if isinstance(default, int) and not isinstance(default, bool):
         filled = {name: "." for name in DEFINITIONS[model.__name__].get("required", ()) if name == "path"}
         if not set(DEFINITIONS[model.__name__].get("required", ())) - set(filled):
@@ -152,9 +152,9 @@ def cell(text: str) -> str:
     return text.replace("|", BAR).replace("<", "&lt;")
 
 
-def first_line(one: Any) -> str:
+def first_line(documented: Any) -> str:
     """Return the first line of a docstring."""
-    return (inspect.getdoc(one) or "").partition("\n")[0]
+    return (inspect.getdoc(documented) or "").partition("\n")[0]
 
 
 # Commands
@@ -168,10 +168,10 @@ def commands() -> str:
         lines += [f"## {name}\n", *described(command)]
     lines += ["## Exit codes\n", "| code | meaning | errors | what to do |", "|---|---|---|---|"]
     for number, advice in EXITS.items():
-        classes = [one for one in family(PipelineError) if one.exit_code == number]
-        meaning = "ok" if number == 0 else first_line(min(classes, key=lambda one: len(one.__mro__))).rstrip(".")
+        classes = [error for error in family(PipelineError) if error.exit_code == number]
+        meaning = "ok" if number == 0 else first_line(min(classes, key=lambda error: len(error.__mro__))).rstrip(".")
         meaning = "a bug of ours" if number == 1 else meaning
-        lines.append(f"| {number} | {meaning} | {', '.join(f'`{one.__name__}`' for one in classes)} | {advice} |")
+        lines.append(f"| {number} | {meaning} | {', '.join(f'`{error.__name__}`' for error in classes)} | {advice} |")
     lines += [
         "",
         "130: it was interrupted (Ctrl-C). An error says what went wrong, where, and the next command to type.\n",
@@ -180,21 +180,21 @@ def commands() -> str:
 
 
 def walk(name: str, command: Any) -> Iterator[tuple[str, Any]]:
-    """Yield every command by what is typed; one of a group behind it."""
+    """Yield every command with what is typed for it; the commands of a group follow the group."""
     yield name, command
     for word, inner in getattr(command, "commands", {}).items():
         yield from walk(f"{name} {word}", inner)
 
 
 def described(command: Any) -> Iterator[str]:
-    """Yield what a command does, and what can be said to it."""
+    """Yield what a command does, and a table of its options."""
     yield re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(command.help or "")).strip() + "\n"
     inner = getattr(command, "commands", {})
     if inner:
         yield f"Commands: {', '.join(f'`{word}`' for word in inner)}\n"
     with typer.Context(command) as context:
-        records = [one.get_help_record(context) for one in command.params if one.name != "help"]
-    rows = [f"| `{one[0].replace('|', BAR)}` | {cell(one[1])} |" for one in records if one]
+        records = [parameter.get_help_record(context) for parameter in command.params if parameter.name != "help"]
+    rows = [f"| `{record[0].replace('|', BAR)}` | {cell(record[1])} |" for record in records if record]
     if rows:
         yield from (
             "| option | meaning |",
@@ -204,10 +204,10 @@ def described(command: Any) -> Iterator[str]:
         )
 
 
-def family(one: type[PipelineError]) -> Iterator[type[PipelineError]]:
-    """Yield an error and all of its kind."""
-    yield one
-    for child in one.__subclasses__():
+def family(error: type[PipelineError]) -> Iterator[type[PipelineError]]:
+    """Yield an error class and its subclasses."""
+    yield error
+    for child in error.__subclasses__():
         if child.__module__ == errors.__name__:
             yield from family(child)
 
@@ -219,19 +219,17 @@ def files() -> str:
     """Return the page of the files of a project."""
     lines = [MADE, "# The files of a run and of a training\n"]
     lines += ["## A run\n", "In `cluster.runs`, a folder for each submission; `pipeline status` reads it.\n"]
-    lines += named(RunFolder(Path("run")))
-    lines += ["## A training\n", "In `train.models`, a folder for each recipe.\n", *named(ModelFolder(Path("model")))]
+    lines += file_rows(RunFolder)
+    lines += ["## A training\n", "In `train.models`, a folder for each recipe.\n", *file_rows(ModelFolder)]
     lines += ["## Why an item was left out\n", "`reason` in `rejected.jsonl` is one of\n"]
     lines += [", ".join(f"`{reason.value}`" for reason in Reason), ""]
     return "\n".join(lines)
 
 
-def named(folder: Any) -> list[str]:
-    """Return the files of a folder, by the names that its class gives them."""
-    rows = []
-    for name, member in vars(type(folder)).items():
-        if isinstance(member, property) and isinstance(path := getattr(folder, name), Path) and path != folder.path:
-            rows.append(f"| `{path.relative_to(folder.path)}` | {cell(first_line(member.fget))} |")
+def file_rows(folder: type) -> list[str]:
+    """Return a table of the names that a class of paths gives its files, with the comment behind each name."""
+    names = re.findall(r'(?:_RunFile\(|= path / )"([^"]+)"\)?  # (.+)', inspect.getsource(folder))
+    rows = [f"| `{name}` | {cell(meaning[0].upper() + meaning[1:])}. |" for name, meaning in names]
     return ["| file | what it is |", "|---|---|", *sorted(rows), ""]
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from pipeline.config.schema import LEAVES, SECTIONS
-from tests.docs.reference import EXITS, FOLDER, configuration, pages
+from pipeline.journal.run_folder import RunFolder, _RunFile
+from pipeline.training.prepared import ModelFolder
+from tests.docs.reference import EXITS, FOLDER, configuration, file_rows, pages
 
 PAGES = pages()
 
@@ -27,6 +31,14 @@ def test_every_setting_has_a_row_with_a_meaning() -> None:
         name for line in configuration().splitlines() if line.startswith("##") for name in line.strip("# ").split(", ")
     }
     assert headings >= {".".join(key) for key in SECTIONS}
+
+
+def test_every_file_of_a_folder_has_a_row(tmp_path: Path) -> None:
+    run, model = RunFolder(tmp_path), ModelFolder(tmp_path)
+    run_files = {getattr(run, name).name for name, kind in vars(RunFolder).items() if isinstance(kind, _RunFile)}
+    model_files = {path.name for path in vars(model).values() if path != model.path}
+    for folder, files in ((RunFolder, run_files), (ModelFolder, model_files)):
+        assert {row.split("`")[1] for row in file_rows(folder)[2:-1]} == files
 
 
 def test_every_exit_code_of_an_error_is_explained() -> None:
