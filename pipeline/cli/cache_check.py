@@ -88,28 +88,28 @@ def validate_command(
     cache = _open(loaded)
     part = Subset.parse(subset)
     stores = [cache.kind(name) for name in _kinds(cache, kind)]
-    found = _Found(cache, how.value, part, out, kind or ())
+    collected = _Found(cache, how.value, part, out, kind or ())
     try:
         for checked in _watched(stores, part, how.value, _look(loaded, how, sample), verdicts):
-            found.take(checked)
-        found.finish()
+            collected.take(checked)
+        collected.finish()
     finally:
-        found.discard()
-    _show_found(found, as_json=as_json)
-    if found.summary.findings:
-        raise damage_found(found.summary, cache.root, found.path)
+        collected.discard()
+    _show_found(collected, as_json=as_json)
+    if collected.summary.findings:
+        raise damage_found(collected.summary, cache.root, collected.path)
 
 
 def _how(sample: float, *, quick: bool, full: bool, semantic: bool) -> How:
-    """Return how deep is looked, or refuse what contradicts itself."""
+    """Return how deep to look; refuse options that contradict each other."""
     from pipeline.errors import ConfigError
 
     if quick + full + semantic > 1:
-        what = "a validation is quick, full or semantic: one of them"
-        raise ConfigError(what, where="--quick", remedy="pipeline cache validate")
+        problem = "a validation is quick, full or semantic: one of them"
+        raise ConfigError(problem, where="--quick", remedy="pipeline cache validate")
     if sample and not semantic:
-        what, remedy = "a sample is made anew with --semantic alone", "pipeline cache validate --semantic --sample"
-        raise ConfigError(what, where="--sample", remedy=f"{remedy} {sample}")
+        problem, remedy = "a sample is made anew with --semantic alone", "pipeline cache validate --semantic --sample"
+        raise ConfigError(problem, where="--sample", remedy=f"{remedy} {sample}")
     return How.QUICK if quick else How.SEMANTIC if semantic else How.FULL
 
 
@@ -133,32 +133,33 @@ def repair_command(
     loaded = load_config(config, sets)
     cache, settle_s = _open(loaded), loaded.config.cache.visibility_s
     report = read_report(damage) if damage else None
-    shown, told = _Mends(cache, all=as_json), repairs.Repaired()
+    shown, totals = _Mends(cache, all=as_json), repairs.Repaired()
     files = None if report else _files([cache.kind(name) for name in cache.kinds()])
     with CheckBars("repair" if yes else "look", files) as progress:
         if yes:
             waits = _waits(settle_s)
             with ask_owner(cache.root):
-                told = repairs.repair_cache(
+                totals = repairs.repair_cache(
                     cache, report, done=shown.take, seen=progress.take, settle_s=settle_s, waits=waits
                 )
         else:
             for mend in repairs.plan_repair(cache, report, seen=progress.take):
-                told.count(mend)
+                totals.count(mend)
                 shown.take(mend)
     if as_json:
-        print_json({"root": cache.root, "done": yes, **asdict(told), "files": [_mend_json(one) for one in shown.mends]})
+        files_json = [asdict(mend) | {"lost": [record.to_json() for record in mend.lost]} for mend in shown.mends]
+        print_json({"root": cache.root, "done": yes, **asdict(totals), "files": files_json})
     else:
         table = check_tables.mended_table(shown.kinds) if yes else check_tables.mend_table(shown.mends, shown.more)
-        tables.show_parts(*table, *check_tables.repaired_lines(told, did=yes))
-        _say_next(told, damage, yes=yes)
-    if told.stay and (yes or not (told.quarantined or told.indexes)):
-        raise stays_left(shown.stay, told.stay, cache.root)
+        tables.show_parts(*table, *check_tables.repaired_lines(totals, did=yes))
+        _say_next(totals, damage, yes=yes)
+    if totals.stay and (yes or not (totals.quarantined or totals.indexes)):
+        raise stays_left(shown.stay, totals.stay, cache.root)
 
 
 @dataclass
 class _Mends:
-    """What is shown of a repair: every shard, or the first ones, and all by kind."""
+    """The report of a repair: every shard, or the first ones, and the totals of each kind."""
 
     cache: CacheFolder
     all: bool
@@ -168,7 +169,7 @@ class _Mends:
     stay: dict[Path, str] = field(default_factory=dict)  # the first files that stay, and why
 
     def take(self, mend: Mend) -> None:
-        """Take in what is done about one shard."""
+        """Add what is done about one shard."""
         from pipeline.report.check_tables import SHOWN as ROWS
         from pipeline.store.maintenance.shard_repair import OUT_OF_DATE, Repaired
 
@@ -181,20 +182,20 @@ class _Mends:
             self.more += bool(mend.shard)
 
 
-def _say_next(told: Repaired, damage: Path | None, *, yes: bool) -> None:
-    """Say how to go on after a repair, or after having looked what it would do."""
-    if told.missing:
-        following = as_typed(f"pipeline cache regenerate --list {shlex.quote(str(told.missing))}")
-        typer.echo(f"list of what is lost: {told.missing}\n  next: {following}")
-    elif not yes and (told.quarantined or told.indexes):
+def _say_next(totals: Repaired, damage: Path | None, *, yes: bool) -> None:
+    """Print the next command after a repair, or after a look at what it would do."""
+    if totals.missing:
+        following = as_typed(f"pipeline cache regenerate --list {shlex.quote(str(totals.missing))}")
+        typer.echo(f"list of what is lost: {totals.missing}\n  next: {following}")
+    elif not yes and (totals.quarantined or totals.indexes):
         listed = f" --list {shlex.quote(str(damage))}" if damage else ""
         typer.echo("nothing was changed\n  next: " + as_typed(f"pipeline cache repair{listed} --yes"))
 
 
 def _waits(settle_s: float) -> Callable[[], None]:
-    """Return what says that other hosts are given time."""
-    said = f"waiting {settle_s:g} s until other hosts see the new files (cache.visibility_s), then the old ones go"
-    return lambda: typer.echo(said, err=True)
+    """Return a callback that says for how long other hosts are given time to see the new files."""
+    message = f"waiting {settle_s:g} s until other hosts see the new files (cache.visibility_s), then the old ones go"
+    return lambda: typer.echo(message, err=True)
 
 
 def compact_command(yes: Yes = False, config: ConfigFile = None, sets: Sets = None, as_json: Json = False) -> None:
@@ -207,24 +208,24 @@ def compact_command(yes: Yes = False, config: ConfigFile = None, sets: Sets = No
     cache, chosen = _open(loaded), loaded.config.cache
     shard_bytes, settle_s = int(chosen.shard_bytes), chosen.visibility_s
     stores = [cache.kind(name) for name in cache.kinds()]
-    told = [compaction.plan_compaction(store, shard_bytes=shard_bytes) for store in stores]
+    compacted = [compaction.plan_compaction(store, shard_bytes=shard_bytes) for store in stores]
     if yes:
-        work, waits = list(zip(stores, told, strict=True)), _waits(settle_s)
+        work, waits = list(zip(stores, compacted, strict=True)), _waits(settle_s)
         with ask_owner(cache.root):
             compaction.compact_shards(work, shard_bytes=shard_bytes, settle_s=settle_s, waits=waits)
     if as_json:
-        kinds = [asdict(replace(one, twice=frozenset())) | {"twice": len(one.twice)} for one in told]
+        kinds = [asdict(replace(kind, twice=frozenset())) | {"twice": len(kind.twice)} for kind in compacted]
         print_json({"root": cache.root, "done": yes, "kinds": kinds})
         return
-    tables.show_parts(check_tables.compact_table(told, did=yes) if told else "empty: nothing was stored yet")
-    if yes and told:
-        typer.echo(check_tables.compacted_line(told))
-    elif any(one.small for one in told):
+    tables.show_parts(check_tables.compact_table(compacted, did=yes) if compacted else "empty: nothing was stored yet")
+    if yes and compacted:
+        typer.echo(check_tables.compacted_line(compacted))
+    elif any(kind.small for kind in compacted):
         typer.echo("nothing was changed\n  next: " + as_typed("pipeline cache compact --yes"))
 
 
 def _look(loaded: LoadedConfig, how: How, sample: float) -> Look:
-    """Return what judges the files of one kind."""
+    """Return the function that checks the files of a kind."""
     from pipeline.store.maintenance import scrub
 
     if how is How.SEMANTIC:
@@ -236,7 +237,7 @@ def _look(loaded: LoadedConfig, how: How, sample: float) -> Look:
 
 
 def _open(loaded: LoadedConfig) -> CacheFolder:
-    """Open a cache that is there, and lies in one folder."""
+    """Open the configured cache; refuse one that is not there or has links out of its folder."""
     from pipeline.store.cache_folder import CacheFolder
     from pipeline.store.maintenance.leftovers import refuse_unusable
 
@@ -247,13 +248,13 @@ def _open(loaded: LoadedConfig) -> CacheFolder:
 
 
 def _kinds(cache: CacheFolder, asked: Sequence[str] | None) -> list[str]:
-    """Return the kinds that are asked for; all, if none is."""
+    """Return the requested kinds of records; all, if none is named."""
     from pipeline.errors import ConfigError
 
     there = cache.kinds()
     if unknown := sorted({*(asked or ())} - {*there}):
-        what = f"the cache has no records of kind {', '.join(unknown)}"
-        raise ConfigError(what, where="--kind", remedy=f"one of {', '.join(there) or 'none: it is empty'}")
+        problem = f"the cache has no records of kind {', '.join(unknown)}"
+        raise ConfigError(problem, where="--kind", remedy=f"one of {', '.join(there) or 'none: it is empty'}")
     return [name for name in there if name in asked] if asked else there
 
 
@@ -267,7 +268,7 @@ def _files(stores: Sequence[Store], subset: Subset | None = None) -> int:
 def _watched(
     stores: Sequence[Store], subset: Subset, name: str, look: Look, verdicts: Path | None
 ) -> Iterator[Checked]:
-    """Judge file after file, showing how far it is and writing a line for each record."""
+    """Check file after file, show the progress, and write a verdict on each record if asked to."""
     from pipeline.report.live_status import CheckBars
 
     with ExitStack() as stack:
@@ -288,25 +289,25 @@ def _opened(path: Path) -> IO[str]:
         path.parent.mkdir(parents=True, exist_ok=True)
         return path.open("w")
     except OSError as error:
-        what = f"cannot write: {error.strerror or error}"
-        raise ConfigError(what, where=str(path), remedy="--verdicts FILE") from error
+        problem = f"cannot write: {error.strerror or error}"
+        raise ConfigError(problem, where=str(path), remedy="--verdicts FILE") from error
 
 
 def _write_verdicts(file: IO[str], checked: Checked) -> None:
-    """Write a line for each record of a file."""
+    """Write a line of JSON for each record of a file."""
     about = {"kind": checked.kind, "shard": checked.shard}
     for good, keys in (("whole", checked.whole), ("listed", checked.listed)):
         for key in keys:
             file.write(json.dumps({**about, "key": key.hex(), "verdict": good}) + "\n")
-    for one in checked.findings:
-        if one.key:
-            where = {"kind": one.kind, "shard": one.shard, "key": one.key}
-            verdict = {"verdict": one.fault.value, "what": one.what, "lost": one.lost}
+    for finding in checked.findings:
+        if finding.key:
+            where = {"kind": finding.kind, "shard": finding.shard, "key": finding.key}
+            verdict = {"verdict": finding.fault.value, "what": finding.what, "lost": finding.lost}
             file.write(json.dumps(where | verdict) + "\n")
 
 
 class _Found:
-    """What a validation finds: counted, and written down as it comes; nothing of it stays in memory."""
+    """The findings of a validation: counted, and written to the damage list as they come, not kept in memory."""
 
     def __init__(self, cache: CacheFolder, how: str, subset: Subset, out: Path | None, only: Sequence[str]) -> None:
         from pipeline.store.maintenance.damage_report import Summary
@@ -320,7 +321,7 @@ class _Found:
         self._writer: ReportWriter | None = self._begun()
 
     def take(self, checked: Checked) -> None:
-        """Take in what was found in one file."""
+        """Add the findings of one file."""
         from pipeline.report.check_tables import KindTally
 
         self.summary.take(checked)
@@ -333,7 +334,7 @@ class _Found:
         self._write(self._publish)
 
     def discard(self) -> None:
-        """Leave no unfinished list behind."""
+        """Remove an unfinished damage list."""
         if self._writer:
             self._writer.discard()
 
@@ -360,7 +361,7 @@ class _Found:
         self.path = writer.publish(self.summary, self.out.name if self.out else "")
 
     def _write(self, step: Callable[[ReportWriter], Any]) -> None:
-        """Do a step of writing the list; a validation goes on where it cannot be written."""
+        """Run a step of writing the list; where it cannot be written, the validation goes on without one."""
         from pipeline.errors import PipelineError
 
         try:
@@ -370,27 +371,21 @@ class _Found:
             self._writer, self.unwritten = None, error.what
 
 
-def _show_found(found: _Found, *, as_json: bool) -> None:
-    """Print what was found."""
+def _show_found(collected: _Found, *, as_json: bool) -> None:
+    """Print the findings of a validation."""
     from pipeline.report import check_tables, tables
 
     if as_json:
-        kinds = {name: asdict(one) for name, one in found.kinds.items()}
-        summary = asdict(found.summary) | {"kinds": kinds}
-        print_json({"root": found.cache.root, "list": found.path, "unwritten": found.unwritten, **summary})
+        kinds = {name: asdict(tally) for name, tally in collected.kinds.items()}
+        summary = asdict(collected.summary) | {"kinds": kinds}
+        print_json({"root": collected.cache.root, "list": collected.path, "unwritten": collected.unwritten, **summary})
         return
-    tables.show_parts(check_tables.check_table(found.kinds))
-    for what, count in found.summary.notes.items():
-        typer.echo(f"{what}: {count:,}")
-    if not found.summary.findings:
-        if found.kinds:
-            typer.echo(check_tables.whole_line(found.kinds))
+    tables.show_parts(check_tables.check_table(collected.kinds))
+    for note, count in collected.summary.notes.items():
+        typer.echo(f"{note}: {count:,}")
+    if not collected.summary.findings:
+        if collected.kinds:
+            typer.echo(check_tables.whole_line(collected.kinds))
         return
-    typer.echo(
-        f"damage list: {found.path}" if found.path else f"no damage list is left: {found.unwritten}  (--out FILE)"
-    )
-
-
-def _mend_json(mend: Mend) -> dict[str, Any]:
-    """Return plain JSON data."""
-    return asdict(mend) | {"lost": [one.to_json() for one in mend.lost]}
+    unwritten = f"no damage list is left: {collected.unwritten}  (--out FILE)"
+    typer.echo(f"damage list: {collected.path}" if collected.path else unwritten)

@@ -81,15 +81,17 @@ def import_cache_command(folder: Folder, config: ConfigFile = None, sets: Sets =
 
 
 def _showing(name: str, move: Callable[[Told], Moved]) -> Moved:
-    """Do it, and show on stderr how far it is."""
+    """Move files and show the progress on stderr."""
     from pipeline.encoder.checkpoints.download import DownloadProgress
     from pipeline.report.live_status import DownloadBars
 
     begun = time.monotonic()
     with DownloadBars(name) as shown:
-        return move(
-            lambda now, total: shown.show(DownloadProgress(now, total, now / max(1e-3, time.monotonic() - begun)))
-        )
+
+        def show(now: int, total: int) -> None:
+            shown.show(DownloadProgress(now, total, now / max(1e-3, time.monotonic() - begun)))
+
+        return move(show)
 
 
 def _say(moved: Moved, folder: Path, *, as_json: bool) -> None:
@@ -109,7 +111,7 @@ def _say(moved: Moved, folder: Path, *, as_json: bool) -> None:
 
 
 def _refuse(moved: Moved, where: Path, remedy: str, done: str) -> None:
-    """Name what was damaged, if anything."""
+    """Raise CacheDamaged that names the first refused files, if there are any."""
     from pipeline.errors import CacheDamaged
     from pipeline.report.tables import plural
 
@@ -117,7 +119,7 @@ def _refuse(moved: Moved, where: Path, remedy: str, done: str) -> None:
         return
     refused = len(moved.refused)
     lines = [f"{plural(refused, 'file')} {'was' if refused == 1 else 'were'} not {done}"]
-    lines += [f"  {one.file}: {one.what}" for one in moved.refused[:SHOWN]]
+    lines += [f"  {file.file}: {file.what}" for file in moved.refused[:SHOWN]]
     lines += ["  …   (--json names all)"] * (len(moved.refused) > SHOWN)
     raise CacheDamaged("\n".join(lines), where=str(where), remedy=remedy)
 
@@ -140,22 +142,18 @@ def regenerate_command(
         print_json(Status("", RunState.DONE).to_json()) if as_json else typer.echo(nothing)
         return
     typed = typed_command(StageName.REGENERATE, config, sets, damage_list)
-    run_to_its_end(project, stages, typed, loaded.path, _as_document if as_json else _in_short)
+    show_end = (lambda status: print_json(status.to_json())) if as_json else _in_short
+    run_to_its_end(project, stages, typed, loaded.path, show_end)
 
 
 def _in_short(status: RunStatus) -> None:
-    """Print how a run ended: in a line, where there was nothing to do."""
+    """Print the result of a run; in one line where there was nothing to do."""
     if status.state.value != "done" or any(stage.missing or stage.warnings for stage in status.stages.values()):
         print_run_tables(status)
         return
     last = status.stages.get(StageName.REGENERATE)
-    what = "what the list names" if last and last.items else "everything that this data set needs"
-    typer.echo(f"nothing to regenerate: {what} is there   (pipeline status {status.name})")
-
-
-def _as_document(status: RunStatus) -> None:
-    """Print how a run ended as `pipeline status --json` does."""
-    print_json(status.to_json())
+    scope = "what the list names" if last and last.items else "everything that this data set needs"
+    typer.echo(f"nothing to regenerate: {scope} is there   (pipeline status {status.name})")
 
 
 TOLD_EVERY_S = 5.0
@@ -168,18 +166,18 @@ def stat_command(config: ConfigFile = None, sets: Sets = None, as_json: Json = F
     gc.disable()  # a short life, in which collecting would only walk through what was imported
     from pipeline.runs.upkeep.cache_use import holdings
 
-    found = holdings(load_config(config, sets).config)
+    held = holdings(load_config(config, sets).config)
     if as_json:
-        print_json(found.to_json())
+        print_json(held.to_json())
         return
     from pipeline.report import cache_tables, tables
 
-    lines = _typed(cache_tables.holdings_lines(found))
-    if not found.is_there:
-        tables.show_parts(f"cache {found.root}", *lines)
+    lines = _typed(cache_tables.holdings_lines(held))
+    if not held.is_there:
+        tables.show_parts(f"cache {held.root}", *lines)
         return
-    stores, recipes = cache_tables.store_table(found.stats), cache_tables.recipe_table(found.recipes, found.undescribed)
-    tables.show_parts(f"cache {found.root}", "", stores, "", *([recipes, ""] if recipes else []), *lines)
+    stores, recipes = cache_tables.store_table(held.stats), cache_tables.recipe_table(held.recipes, held.undescribed)
+    tables.show_parts(f"cache {held.root}", "", stores, "", *([recipes, ""] if recipes else []), *lines)
 
 
 def clean_command(
@@ -206,41 +204,39 @@ def clean_command(
     asked = CleanRequest(keep_recipes, everything, None if older_than is None else _seconds(older_than))
     loaded = load_config(config, sets)
     project = Project.open(loaded.config, remember=False, beside=loaded.base_dir.absolute())
-    found = foresee_cleaning(project, loaded.path, asked, on=_counter())
-    told = found.to_json()
+    cleaning = foresee_cleaning(project, loaded.path, asked, on=_counter())
+    document = cleaning.to_json()
     if not as_json:
-        lines = list(_typed(cache_tables.cleaning_lines(told)))
-        tables.show_parts(*lines, *([""] if lines else []), _headline(found))
-    if yes and found.files:
-        told["removed"] = _carry_out(found)
+        lines = list(_typed(cache_tables.cleaning_lines(document)))
+        tables.show_parts(*lines, *([""] if lines else []), _headline(cleaning))
+    if yes and cleaning.files:
+        document["removed"] = _carry_out(cleaning)
     if as_json:
-        print_json(told)
-    elif not yes and found.files:
+        print_json(document)
+    elif not yes and cleaning.files:
         typer.echo(f"nothing was done yet\n  next: {_again(asked, older_than, config, sets)}")
 
 
 def _typed(lines: Iterable[RenderableType]) -> Iterator[RenderableType]:
-    """Give the commands in lines the configuration that was typed."""
+    """Add the typed --config and --set to the commands that lines mention."""
     return (as_typed(line) if isinstance(line, str) else line for line in lines)
 
 
-def _headline(found: Cleaning) -> str:
-    """Say how much would be given back."""
+def _headline(cleaning: Cleaning) -> str:
+    """Say how much space would be freed."""
     from pipeline.report.tables import plural
     from pipeline.store.maintenance.sweep import Fate
     from pipeline.units import format_bytes
 
-    if not found.files:
-        waits = found.young or found.stays(*Fate)[0]
-        return f"cache {found.cache.root}: {'nothing can go now: see above' if waits else 'nothing to clean'}"
-    freed = f"{format_bytes(found.freed_bytes)} in {plural(found.files, 'file')}"
-    return f"cache {found.cache.root}: {freed} can be given back"
+    if not cleaning.files:
+        waits = cleaning.young or cleaning.stays(*Fate)[0]
+        return f"cache {cleaning.cache.root}: {'nothing can go now: see above' if waits else 'nothing to clean'}"
+    freed = f"{format_bytes(cleaning.freed_bytes)} in {plural(cleaning.files, 'file')}"
+    return f"cache {cleaning.cache.root}: {freed} can be given back"
 
 
-def _carry_out(found: Cleaning) -> dict[str, object]:
-    """Remove what was foreseen, and say how it went."""
-    import time
-
+def _carry_out(cleaning: Cleaning) -> dict[str, object]:
+    """Remove the files of a planned cleaning, print the progress, and return the totals as JSON data."""
     from pipeline.report.tables import plural
     from pipeline.runs.upkeep.clean_cache import carry_out
     from pipeline.units import format_bytes
@@ -248,11 +244,11 @@ def _carry_out(found: Cleaning) -> dict[str, object]:
     freed = files = 0
     stayed, told_s = [], time.monotonic()
     try:
-        for one in carry_out(found):
-            freed, files = freed + one.bytes, files + (not one.stays)
-            if one.stays:
-                stayed.append({"file": one.name, "why": one.stays})
-                typer.echo(f"stays: {one.name}: {one.stays}", err=True)
+        for removed in carry_out(cleaning):
+            freed, files = freed + removed.bytes, files + (not removed.stays)
+            if removed.stays:
+                stayed.append({"file": removed.name, "why": removed.stays})
+                typer.echo(f"stays: {removed.name}: {removed.stays}", err=True)
             if time.monotonic() - told_s > TOLD_EVERY_S:
                 told_s = time.monotonic()
                 typer.echo(f"{plural(files, 'file')}, {format_bytes(freed)} so far ...", err=True)
@@ -262,9 +258,8 @@ def _carry_out(found: Cleaning) -> dict[str, object]:
 
 
 def _counter() -> Callable[[int], None]:
-    """Return what says now and then how many items of the data set were looked at; a person is told at once."""
+    """Return a callback that prints now and then how many items were looked at; on a terminal print at once, too."""
     import sys
-    import time
 
     if sys.stderr.isatty():
         typer.echo("looking at what is needed ...", err=True)
@@ -280,7 +275,7 @@ def _counter() -> Callable[[int], None]:
 
 
 def _seconds(text: str) -> float:
-    """Return a time that was typed."""
+    """Return the seconds of a time that was typed, such as 7d."""
     from pydantic_core import PydanticCustomError
 
     from pipeline.config.schema_parts import parse_duration
@@ -289,21 +284,19 @@ def _seconds(text: str) -> float:
     try:
         return 0 if text == "0" else parse_duration(text)
     except PydanticCustomError:
-        what = f"{text!r} is no time: it must be above zero and have a unit, or be 0 alone"
+        problem = f"{text!r} is no time: it must be above zero and have a unit, or be 0 alone"
         raise ConfigError(
-            what, where="--older-than", remedy="pipeline cache clean --older-than 7d   (12h, 90m)"
+            problem, where="--older-than", remedy="pipeline cache clean --older-than 7d   (12h, 90m)"
         ) from None
 
 
 def _again(asked: CleanRequest, older_than: str | None, config: object, sets: list[str] | None) -> str:
-    """Return the command that does it."""
-    import shlex
-
+    """Return the command that does the cleaning that was shown."""
     words = ["pipeline", "cache", "clean"]
     words += ["--keep-recipes"] * asked.keep_recipes + ["--all"] * asked.all
     words += ["--older-than", older_than] if older_than is not None else []
     words += ["--config", str(config)] if config else []
-    return shlex.join([*words, *(word for one in sets or () for word in ("--set", one)), "--yes"])
+    return shlex.join([*words, *(word for setting in sets or () for word in ("--set", setting)), "--yes"])
 
 
 app = typer.Typer(help="Look at the cache, mend it, clean it, move it.", no_args_is_help=True)

@@ -54,7 +54,7 @@ complete -c pipeline -f -n 'count (__pipeline_complete) >/dev/null' -a '(__pipel
 
 
 class Shell(str, Enum):
-    """What can be told how to complete."""
+    """The shells for which there is a completion script."""
 
     BASH = "bash"
     ZSH = "zsh"
@@ -65,13 +65,10 @@ SCRIPTS: dict[str, str] = {Shell.BASH: BASH, Shell.ZSH: ZSH, Shell.FISH: FISH}
 
 
 def answer(root: Any, line: str) -> Iterator[str]:
-    """Yield the lines that answer what can follow on a command line: a word, and after a tab what it means.
-
-    None: the shell offers files.
-    """
+    """Yield the words that can follow on a command line, each with its meaning after a tab; none: offer files."""
     click = next(base for base in type(root).__mro__ if base.__name__ == "Command").__module__  # or typer's copy of it
     base = import_module(f"{click.rpartition('.')[0]}.shell_completion").ShellComplete
-    # What asks is no shell that click knows: what would be the shell's part is not called.
+    # Our scripts speak to `answer`, not to click: the abstract methods for a shell are never called.
     completer = type("Completer", (base,), dict.fromkeys(("source_vars", "get_completion_args", "format_completion")))
     _, *before, word = _split(line)
     option, equals, _ = word.partition("=")
@@ -94,7 +91,7 @@ def _split(line: str) -> list[str]:
 
 
 def completing(offers: Offers) -> Callable[[typer.Context, str], list[tuple[str, str]]]:
-    """Return what offers the values of a parameter that begin as what is typed does."""
+    """Return typer's `autocompletion` for a parameter: the offered values that begin with what is typed."""
 
     def complete(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
         return [(word, means) for word, means in offers(ctx, incomplete) if word.startswith(incomplete)]
@@ -115,13 +112,13 @@ def runs(ctx: typer.Context, word: str) -> Iterator[tuple[str, str]]:
         config = read_config(find_config(file and file.expanduser()), ctx.params.get("sets") or ()).config
         for folder in reversed(runs_in(config.cluster.runs)):
             typed = ""
-            with suppress(OSError):  # which says no more what began it
+            with suppress(OSError):  # the run is offered without its command
                 typed = folder.again.read_text()
             yield folder.name, typed
 
 
 def settings(_ctx: typer.Context, word: str) -> Iterator[tuple[str, str]]:
-    """Yield the settings that can be overridden; of the cluster's profile, its names."""
+    """Yield the keys for `--set`; for `cluster.site=`, the shipped profiles."""
     from pipeline.config.schema import LEAVES
 
     if word.startswith(SITE):
@@ -131,7 +128,7 @@ def settings(_ctx: typer.Context, word: str) -> Iterator[tuple[str, str]]:
 
 
 def recipes(_ctx: typer.Context, _word: str) -> Iterator[tuple[str, str]]:
-    """Yield the recipes that a project can begin with."""
+    """Yield the recipes for `pipeline init`."""
     yield from ((path.stem, "") for path in _shipped("configs/recipes"))
 
 

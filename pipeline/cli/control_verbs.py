@@ -36,8 +36,8 @@ def resume_command(run: Run = None, config: ConfigFile = None, sets: Sets = None
     folder, frozen, executor, status = _opened(run, config, sets)
     with executor:
         if status.state in ENDED:
-            what, again = f"run {folder.name} has ended: it is {status.state.value}", folder.again.read_text()
-            raise ConfigError(what, where=str(folder.path), remedy=f"{again}   (does what is missing)")
+            problem, again = f"run {folder.name} has ended: it is {status.state.value}", folder.again.read_text()
+            raise ConfigError(problem, where=str(folder.path), remedy=f"{again}   (does what is missing)")
         if status.state is RunState.RUNNING:
             watch = f"watch it: pipeline status {folder.name} --watch"
             typer.echo(f"run {folder.name} is looked after: nothing to do\n  {watch}")
@@ -67,28 +67,28 @@ def cancel_command(
     folder, _, executor, status = _opened(run, config, sets)
     with executor:
         if stage is not None and stage not in status.stages:
-            what = f"run {folder.name} has no stage {stage!r} ({', '.join(status.stages) or 'none has begun'})"
-            raise ConfigError(what, where="--stage", remedy=f"pipeline status {folder.name}")
-        found = foresee(status, executor, stage)
-        if found.empty and stage is not None and status.state is RunState.RUNNING and not executor.outlives:
-            what = "on this machine a stage ends with its run"
-            raise ConfigError(what, where="--stage", remedy=f"pipeline cancel {folder.name}")
-        if found.empty:
+            problem = f"run {folder.name} has no stage {stage!r} ({', '.join(status.stages) or 'none has begun'})"
+            raise ConfigError(problem, where="--stage", remedy=f"pipeline status {folder.name}")
+        cancellation = foresee(status, executor, stage)
+        if cancellation.empty and stage is not None and status.state is RunState.RUNNING and not executor.outlives:
+            problem = "on this machine a stage ends with its run"
+            raise ConfigError(problem, where="--stage", remedy=f"pipeline cancel {folder.name}")
+        if cancellation.empty:
             typer.echo(f"run {folder.name} is {status.state.value}: nothing to cancel")
             return
-        typer.echo(f"run {folder.name}: {_words(found)}")
+        typer.echo(f"run {folder.name}: {_words(cancellation)}")
         if not yes:
             again = f"pipeline cancel {folder.name}{f' --stage {stage}' if stage else ''} --yes"
             typer.echo(f"nothing was done yet\n  next: {again}")
             return
-        end(folder, status, executor, found, stage)
+        end(folder, status, executor, cancellation, stage)
     typer.echo("cancelled; finished work is kept")
 
 
 def _opened(
     run: str | None, file: Path | None, sets: list[str] | None
 ) -> tuple[RunFolder, Config, Executor, RunStatus]:
-    """Return a run, its frozen configuration, what its jobs run on, and how it stands."""
+    """Return the folder of a run, its frozen configuration, its executor and its status."""
     from pipeline.config.load import from_resolved
     from pipeline.journal.run_status import status_of
     from pipeline.project.project import open_executor
@@ -99,17 +99,18 @@ def _opened(
     return folder, frozen, executor, status_of(folder, socket.gethostname(), executor)
 
 
-def _words(what: Cancellation) -> str:
-    """Say what would be ended."""
+def _words(cancellation: Cancellation) -> str:
+    """Describe the jobs and processes that would be ended."""
     from pipeline.report.tables import plural
 
-    jobs = (
-        [f"{plural(what.tasks, 'task')} in {plural(len(what.jobs), 'job')} ({', '.join(what.jobs)})"]
-        if what.jobs
-        else []
-    )
-    watch = [f"its supervisor jobs ({', '.join(what.supervisors)})"] if what.supervisors else []
-    return " and ".join([*jobs, *watch, *([f"its supervisor (process {what.process})"] if what.process else [])])
+    parts = []
+    if jobs := cancellation.jobs:
+        parts.append(f"{plural(cancellation.tasks, 'task')} in {plural(len(jobs), 'job')} ({', '.join(jobs)})")
+    if cancellation.supervisors:
+        parts.append(f"its supervisor jobs ({', '.join(cancellation.supervisors)})")
+    if cancellation.process:
+        parts.append(f"its supervisor (process {cancellation.process})")
+    return " and ".join(parts)
 
 
 def status_command(
@@ -143,24 +144,24 @@ def status_command(
 
 
 def _looks(folder: RunFolder, *, watch: bool) -> tuple[Callable[[], SeenRun], Callable[[], bool]]:
-    """Return what tells how a run stands now, by what its ledger says more than last time, and whether it goes on."""
+    """Return two functions: one reads new events and returns the run as it is now, one says whether it goes on."""
     from dataclasses import replace
 
     from pipeline.journal.active_runs import GOING_ON, Sparing, Trail, look_at_queue, run_as_shown
     from pipeline.journal.ledger import LedgerReader
     from pipeline.journal.run_status import RunStatus
 
-    found, reader, trail = RunStatus(folder.name), LedgerReader(folder), Trail()
+    status, reader, trail = RunStatus(folder.name), LedgerReader(folder), Trail()
     ask = Sparing() if watch else look_at_queue
 
     def catch_up() -> None:
         for event in reader.news():
-            found.apply(event)
+            status.apply(event)
             if watch:
                 trail.apply(event)
 
     def now() -> SeenRun:
         catch_up()
-        return replace(run_as_shown(folder, found, socket.gethostname(), catch_up, ask), **trail.to_json())
+        return replace(run_as_shown(folder, status, socket.gethostname(), catch_up, ask), **trail.to_json())
 
-    return now, lambda: found.state in GOING_ON
+    return now, lambda: status.state in GOING_ON

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from pipeline.journal.run_status import RunStatus
 
 FOLLOW_EVERY_S = 0.5
-LOOK_AFTER_S = 10.0  # how often who follows asks whether anybody still looks after the run
+LOOK_AFTER_S = 10.0  # how often following a run checks that its supervisor is alive
 SHOWN = 10  # logs
 TOGETHER = ("train", "evaluate", "predict")  # stages whose processes are ranks of one task
 LOGGED = (*STAGES[:-1], "supervise")  # what has logs
@@ -53,16 +54,16 @@ def logs_command(
     if follow:
         _follow(folder, wanted, rank)
         return
-    found = wanted_logs(folder, status, wanted)
-    if not found:
+    logs = wanted_logs(folder, status, wanted)
+    if not logs:
         raise _none(folder, status, wanted)
     if as_json:
-        print_json([_plain(log, rank) for log in found])
+        print_json([asdict(log) | {"ends": {path: _end_of(path, rank) for path in log.paths}} for log in logs])
         return
-    shown = found if everything else found[-SHOWN:]
+    shown = logs if everything else logs[-SHOWN:]
     _show(shown, rank, whole=everything or task is not None)
-    if len(shown) < len(found):
-        typer.echo(f"\nthe newest {len(shown)} of {len(found):,}; others: --stage S --task N, or --all", err=True)
+    if len(shown) < len(logs):
+        typer.echo(f"\nthe newest {len(shown)} of {len(logs):,}; others: --stage S --task N, or --all", err=True)
 
 
 def run_folder(run: str | None, config: Path | None, sets: Sequence[str] | None) -> RunFolder:
@@ -73,38 +74,37 @@ def run_folder(run: str | None, config: Path | None, sets: Sequence[str] | None)
 
 
 def _show(logs: Sequence[Log], rank: int | None = None, *, whole: bool) -> None:
-    """Print logs, each below a line that says whose it is."""
+    """Print logs, each below a line with its stage, task and attempt."""
     from pipeline.journal import run_logs as kept
 
     for log in logs:
         ends = [(path, _end_of(path, rank)) for path in log.paths]
         written = [(path, end) for path, end in ends if end] or ends[-1:]
         for path, end in written:
-            _head(
-                log, path, "" if end else "  (empty)" if end is not None else "  (nothing there yet, or not any more)"
-            )
+            note = "  (nothing there yet, or not any more)" if end is None else "" if end else "  (empty)"
+            _head(log, path, note)
             _write(_of_rank(kept.whole(path), rank) if whole else [end or ""])
 
 
 def _of_rank(lines: Iterable[str], rank: int | None) -> Iterable[str]:
-    """Return the lines of one rank, or of all."""
+    """Return the lines of a rank, or all."""
     from pipeline.journal.run_logs import of_rank
 
     return lines if rank is None else of_rank(lines, rank)
 
 
 def _end_of(path: str, rank: int | None) -> str | None:
-    """Return the last lines of a log, of one rank or of all."""
+    """Return the last lines of a log, of a rank or of all; None where there is no such file."""
     from collections import deque
 
     from pipeline.journal.run_logs import LAST_LINES, end_of, of_rank, whole
 
-    found = end_of(path)
-    return found if found is None or rank is None else "".join(deque(of_rank(whole(path), rank), LAST_LINES))
+    end = end_of(path)
+    return end if end is None or rank is None else "".join(deque(of_rank(whole(path), rank), LAST_LINES))
 
 
 def _head(log: Log, path: str, note: str = "") -> None:
-    """Print whose log follows."""
+    """Print the line above a log: its stage, task and attempt, and its path."""
     import os
 
     from pipeline.journal.run_logs import harmless
@@ -114,7 +114,7 @@ def _head(log: Log, path: str, note: str = "") -> None:
 
 
 def _write(pieces: Iterable[str]) -> None:
-    """Print text as it is, whatever the terminal's encoding; the last line gets an end."""
+    """Print text, whatever the terminal's encoding, and end its last line."""
     piece = "\n"
     for piece in filter(None, pieces):
         typer.echo(piece.encode(errors="replace"), nl=False)
@@ -122,15 +122,8 @@ def _write(pieces: Iterable[str]) -> None:
         typer.echo()
 
 
-def _plain(log: Log, rank: int | None = None) -> dict[str, object]:
-    """Return a log as JSON data."""
-    from dataclasses import asdict
-
-    return asdict(log) | {"ends": {path: _end_of(path, rank) for path in log.paths}}
-
-
 def _follow(folder: RunFolder, wanted: LogChoice, rank: int | None = None) -> None:
-    """Print what is added to logs until the run has ended."""
+    """Print new lines of logs until the run has ended."""
     import socket
     import time
 
@@ -161,19 +154,18 @@ def _none(folder: RunFolder, status: RunStatus, wanted: LogChoice) -> ConfigErro
     from pipeline.errors import ConfigError
 
     if wanted.stage and wanted.stage not in status.stages:
-        what = f"stage {wanted.stage} has not begun (begun: {', '.join(status.stages) or 'none'})"
+        problem = f"stage {wanted.stage} has not begun (begun: {', '.join(status.stages) or 'none'})"
     elif wanted.failed:
-        what = "no such attempt has failed"
+        problem = "no such attempt has failed"
     else:
-        tasks = ", ".join(
-            f"{stage.name} {max(stage.jobs and stage.work, default='none')}" for stage in status.in_order()
-        )
-        what = f"there is no such log (the highest task of each stage: {tasks or 'none'})"
-    return ConfigError(what, where=folder.name, remedy=f"pipeline status {folder.name}")
+        highest = ((stage.name, max(stage.jobs and stage.work, default="none")) for stage in status.in_order())
+        tasks = ", ".join(f"{name} {task}" for name, task in highest)
+        problem = f"there is no such log (the highest task of each stage: {tasks or 'none'})"
+    return ConfigError(problem, where=folder.name, remedy=f"pipeline status {folder.name}")
 
 
 def _ranked(folder: RunFolder, status: RunStatus, stage: str | None, rank: int) -> tuple[str | None, int | None]:
-    """Return the stage whose processes work together, and the rank whose lines can be told from others there."""
+    """Return the stage with several ranks that `--rank` means, and the rank; None where lines have no rank mark."""
     from pipeline.config.load import from_resolved
 
     begun = [name for name in TOGETHER if name in status.stages and stage in (None, name)]
@@ -190,16 +182,15 @@ def _ranked(folder: RunFolder, status: RunStatus, stage: str | None, rank: int) 
 
 
 def _refuse_rank(status: RunStatus, stage: str | None, rank: int, world: int = 1) -> None:
-    """Raise where a process of a task has no log of its own: only a task's only process has."""
+    """Raise ConfigError unless tasks have a single process and the rank is 0: several write into one log."""
     from pipeline.errors import ConfigError
 
-    stages = [one for one in status.stages.values() if stage in (None, one.name)]
-    processes = max((job.gpus for one in stages for job in one.jobs.values()), default=1) or 1
-    processes = max(world, processes)
+    begun = [known for known in status.stages.values() if stage in (None, known.name)]
+    processes = max(world, max((job.gpus for known in begun for job in known.jobs.values()), default=1) or 1)
     if rank >= processes or processes > 1:
-        what = (
+        problem = (
             f"the {processes} processes of a task write into one log"
             if rank < processes
             else f"tasks here have {processes} {'process: 0' if processes == 1 else f'processes: 0-{processes - 1}'}"
         )
-        raise ConfigError(what, where=f"--rank {rank}", remedy="leave --rank out")
+        raise ConfigError(problem, where=f"--rank {rank}", remedy="leave --rank out")

@@ -84,44 +84,44 @@ def pipeline_options(
 
 
 class _Hiding(logging.Formatter):
-    """Writes lines of a log without the secrets in them."""
+    """Masks secrets in log lines."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return a line."""
+        """Return the line of a log record."""
         return without_secrets(super().format(record))
 
 
-def _of_a_bug(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print the traceback of what nobody has thought of, without the secrets in it."""
+def _print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print the traceback of an unexpected error with its secrets masked; used as `sys.excepthook`."""
     typer.echo(without_secrets("".join(traceback.format_exception(kind, error, trace))), err=True, nl=False)
 
 
-def _answer() -> None:
-    """Tell a shell what can follow on the line that is being typed; it must not be disturbed by anything else."""
+def _print_completions() -> None:
+    """Print what can follow on the line that is being typed; an error must not disturb the shell."""
     with suppress(Exception):
         for line in completion.answer(typer.main.get_command(app), " ".join(sys.argv[2:])):
             typer.echo(line)
 
 
-class _Ended(BaseException):
-    """Somebody asked this process to end."""
+class _Terminated(BaseException):
+    """The process got SIGTERM."""
 
 
-def _end(_signal: int, _frame: FrameType | None) -> None:
-    """Leave by way of everything that cleans up: a terminal gets back its screen and its cursor."""
-    raise _Ended
+def _raise_terminated(_signal: int, _frame: FrameType | None) -> None:
+    """Turn SIGTERM into an exception, so that everything is cleaned up: a terminal gets back its cursor."""
+    raise _Terminated
 
 
 def main() -> None:
     """Run a command line and leave with its exit code."""
-    sys.excepthook = _of_a_bug
-    atexit.register(gc.freeze)  # at its end torch is not looked through once more, for half a second
+    sys.excepthook = _print_traceback
+    atexit.register(gc.freeze)  # else a last collection walks through torch for half a second
     if sys.argv[1:2] == [completion.ASKED]:
-        _answer()
+        _print_completions()
         return
     if sys.argv[1:2] and sys.argv[1] in READING and hasattr(signal, "SIGPIPE"):  # `… | head` is no failure
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    signal.signal(signal.SIGTERM, _end)
+    signal.signal(signal.SIGTERM, _raise_terminated)
     try:
         app()
     except PipelineError as error:
@@ -132,9 +132,9 @@ def main() -> None:
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
         sys.exit(INTERRUPTED)
-    except _Ended:
+    except _Terminated:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGTERM)  # so that whoever waits for it sees of what it ended
+        os.kill(os.getpid(), signal.SIGTERM)  # so that the parent sees that a signal ended this process
 
 
 if __name__ == "__main__":

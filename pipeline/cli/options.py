@@ -41,12 +41,12 @@ STAGES = tuple(StageName)
 
 
 def one_of(names: Sequence[str], option: str, help: str) -> Any:  # noqa: A002 - typer's word for it
-    """Return an option that is one of some names, and says which was meant where it is none of them."""
+    """Return an option with a fixed choice of values, which suggests the nearest where another is typed."""
     return typer.Option(option, metavar=f"[{'|'.join(names)}]", help=help, **choice(names))
 
 
 def choice(names: Sequence[str]) -> dict[str, Any]:
-    """Return what reads and completes a parameter that is one of some names."""
+    """Return the `parser` and `autocompletion` of a parameter with a fixed choice of values."""
 
     def parsed(text: str) -> str:
         if text in names:
@@ -67,37 +67,37 @@ _COMMAND = re.compile(
 
 
 def as_typed(text: str, typed: Sequence[str] | None = None) -> str:
-    """Give the commands in a text the --config and --set of the command line: they mean another cache without them."""
-    given = _given(sys.argv[1:] if typed is None else typed)
+    """Add the typed --config and --set to the cache commands in a text: without them they mean another cache."""
+    options = _given(sys.argv[1:] if typed is None else typed)
 
     def complete(command: re.Match[str]) -> str:
-        has = _given(shlex.split(command[0]))
-        return " ".join([command[0], *(option for name, option in given.items() if name not in has)])
+        own_options = _given(shlex.split(command[0]))
+        return " ".join([command[0], *(option for name, option in options.items() if name not in own_options)])
 
-    return _COMMAND.sub(complete, text) if given else text
+    return _COMMAND.sub(complete, text) if options else text
 
 
 def _given(words: Sequence[str]) -> dict[str, str]:
-    """Return what a command line says of the configuration: by what another command would say it → as it is typed."""
-    given, rest = {}, iter(words)
-    for word in rest:
+    """Return the --config and --set options of a command line: what each sets → the option as it is typed."""
+    options, remaining = {}, iter(words)
+    for word in remaining:
         option, equals, value = word.partition("=")
         if option in ("--config", "--set"):
-            value = value if equals else next(rest, "")
+            value = value if equals else next(remaining, "")
             name = option if option == "--config" else f"{option} {value.partition('=')[0]}="
-            given[name] = f"{option} {shlex.quote(value)}"
-    return given
+            options[name] = f"{option} {shlex.quote(value)}"
+    return options
 
 
 def load_config(file: Path | None, sets: Sequence[str] | None) -> LoadedConfig:
-    """Return the configuration that a command line asks for."""
+    """Read the configuration that `--config` and `--set` name."""
     from pipeline.config.load import find_config, read_config
 
     return read_config(find_config(file), sets or ())
 
 
 def print_json(document: object) -> None:
-    """Print a document to stdout."""
+    """Print a document to stdout as JSON."""
     import json
 
     typer.echo(json.dumps(document, indent=2, default=str))

@@ -60,8 +60,8 @@ def plan_command(
 
     loaded = load_config(config, sets)
     if (gpu or probe) and stage != "train":
-        what = f"{'--gpu' if gpu else '--probe'} is about training, but --stage is {stage}"
-        raise ConfigError(what, where="pipeline plan", remedy="pipeline plan --stage train")
+        problem = f"{'--gpu' if gpu else '--probe'} is about training, but --stage is {stage}"
+        raise ConfigError(problem, where="pipeline plan", remedy="pipeline plan --stage train")
     with open_executor(loaded.config) as executor:
         project = Project.open(loaded.config, remember=False, strict=True, beside=loaded.base_dir.absolute())
         if stage == "train" and loaded.config.train.command is not None:
@@ -71,36 +71,36 @@ def plan_command(
             typer.echo(UNTOLD, err=True)
         if stage == "train":
             again = graph_command(config, sets or (), loaded.config)
-            found_one = _training(loaded, project, executor, gpus=gpu or (), probing=probe, again=again)
-            _show_training(found_one, as_json=as_json)
+            outlook = _training(loaded, project, executor, gpus=gpu or (), probing=probe, again=again)
+            _show_training(outlook, as_json=as_json)
             return
         names = everything(loaded.config) if stage == "all" else up_to(stage, loaded.config)
         names = [name for name in names if not STAGES[name].together]  # those are planned by tracing a step
-        found = list(estimates(project, names, executor, loaded.origins))
+        planned = list(estimates(project, names, executor, loaded.origins))
     if as_json:
-        print_json([asdict(estimate) for estimate in found])
+        print_json([asdict(estimate) for estimate in planned])
     else:
-        tables.show_parts(*estimate_report(found), columns=tables.MESSAGE)
+        tables.show_parts(*estimate_report(planned), columns=tables.MESSAGE)
         if stage == "all" and loaded.config.train.task is not None:
             typer.echo("training is planned apart: pipeline plan --stage train --gpu a100-80gb")
 
 
 def _show_script(project: Project, executor: Executor, *, measured: bool, as_json: bool) -> None:
-    """Print what is known of a script before it has run."""
+    """Print the plan of a training by a user's own script, which cannot be traced."""
     from pipeline.errors import ConfigError
     from pipeline.runs.workflow.jobs import script_outline
     from pipeline.runs.workflow.script_stage import ScriptStage
 
     if measured:
-        what = "train.command is a script, which cannot be traced: neither --gpu nor --probe can say anything of it"
-        raise ConfigError(what, where="pipeline plan", remedy="pipeline plan --stage train   (its first attempt)")
+        problem = "train.command is a script, which cannot be traced: neither --gpu nor --probe can say anything of it"
+        raise ConfigError(problem, where="pipeline plan", remedy="pipeline plan --stage train   (its first attempt)")
     stage = ScriptStage()
     stage.inspect(project)
-    found = script_outline(project, stage, executor)
+    outline = script_outline(project, stage, executor)
     if as_json:
-        print_json([found.to_json()])
+        print_json([outline.to_json()])
     else:
-        typer.echo("\n".join(found.lines()))
+        typer.echo("\n".join(outline.lines()))
 
 
 def _training(
@@ -126,7 +126,7 @@ def _training(
 
 @contextmanager
 def _stdout_to_stderr() -> Iterator[None]:
-    """Let what a user's code prints, and its children do, go to stderr: stdout is for the plan."""
+    """Send what user code and its child processes print to stderr: stdout is for the plan."""
     sys.stdout.flush()
     kept = os.dup(1)
     try:
@@ -138,37 +138,37 @@ def _stdout_to_stderr() -> Iterator[None]:
         os.close(kept)
 
 
-def _show_training(found: TrainOutlook, *, as_json: bool) -> None:
-    """Print the plan of a training; a probe that went wrong ends with its exit code, after the plan."""
+def _show_training(outlook: TrainOutlook, *, as_json: bool) -> None:
+    """Print the plan of a training, then raise the error of a failed probe, if any."""
     from pipeline.report import tables
     from pipeline.report.plan_tables import training_report
 
-    document = found.to_json()
+    document = outlook.to_json()
     if as_json:
         print_json([document])
     else:
         tables.show_parts(*training_report(document), columns=tables.MESSAGE)
-    for one in found.probed:
-        if one.error is not None:
-            raise one.error
+    for probe in outlook.probed:
+        if probe.error is not None:
+            raise probe.error
 
 
 def show_plan(project: Project, stages: list[str], executor: Executor, emit: Path | None) -> None:
-    """Print what each stage would do, and the scripts that would be submitted."""
+    """Print a table of what each stage would do, and the scripts that would be submitted."""
     from pipeline.report import tables
     from pipeline.report.plan_tables import plan_table
     from pipeline.runs.workflow import script_stage, table
     from pipeline.runs.workflow.jobs import plan_stage, script_outline
 
     plans = [plan_stage(project, table.stage(name, project.config), executor, folder=None) for name in stages]
-    tables.show_parts(plan_table([one.row() for one in plans]))
-    for one in plans:
-        if waiting := one.counts().get("waiting"):
-            typer.echo(f"{one.stage.name}: {waiting:,} items are not scanned yet; what they hold is not counted")
-        if script_stage.is_script(project.config, one.stage.name):
-            typer.echo("\n".join(script_outline(project, one.stage, executor).lines()))
-        elif one.found.shards:
-            typer.echo(f"{one.stage.name}: memory {one.job.why}")
+    tables.show_parts(plan_table([plan.row() for plan in plans]))
+    for plan in plans:
+        if waiting := plan.counts().get("waiting"):
+            typer.echo(f"{plan.stage.name}: {waiting:,} items are not scanned yet; what they hold is not counted")
+        if script_stage.is_script(project.config, plan.stage.name):
+            typer.echo("\n".join(script_outline(project, plan.stage, executor).lines()))
+        elif plan.found.shards:
+            typer.echo(f"{plan.stage.name}: memory {plan.job.why}")
     if project.config.cluster.executor == "slurm":
         _show_scripts(project, plans, executor, emit)
     elif emit is not None:
@@ -176,7 +176,7 @@ def show_plan(project: Project, stages: list[str], executor: Executor, emit: Pat
 
 
 def _show_scripts(project: Project, plans: Sequence[StagePlan], executor: Executor, emit: Path | None) -> None:
-    """Print or write the scripts of the jobs of each stage, and of a supervisor."""
+    """Print the scripts of the jobs of each stage and of a supervisor, or write them into the folder `emit`."""
     from pipeline.errors import ConfigError
     from pipeline.runs.engine.lifecycle import scripts
 
@@ -195,24 +195,24 @@ def _show_scripts(project: Project, plans: Sequence[StagePlan], executor: Execut
 
 
 def print_plan(project: Project, stages: list[str], executor: Executor) -> None:
-    """Print the same as one document."""
+    """Print what each stage would do, and the scripts that would be submitted, as one JSON document."""
     from pipeline.runs.engine.lifecycle import scripts
     from pipeline.runs.workflow import table
     from pipeline.runs.workflow.jobs import plan_stage
 
     plans = [plan_stage(project, table.stage(name, project.config), executor, folder=None) for name in stages]
     texts = dict(scripts(project, plans, executor)) if project.config.cluster.executor == "slurm" else {}
-    print_json({"stages": [_stage_json(project, one, executor) for one in plans], "scripts": texts})
+    print_json({"stages": [_stage_json(project, plan, executor) for plan in plans], "scripts": texts})
 
 
-def _stage_json(project: Project, one: StagePlan, executor: Executor) -> dict[str, Any]:
+def _stage_json(project: Project, plan: StagePlan, executor: Executor) -> dict[str, Any]:
     """Return what a stage would do as JSON data."""
     from pipeline.runs.workflow import script_stage
     from pipeline.runs.workflow.jobs import script_outline
 
-    told: dict[str, Any] = {"stage": one.stage.name, "counts": one.counts(), "disk_bytes": one.found.bytes}
-    if script_stage.is_script(project.config, one.stage.name):
-        return told | {"script": script_outline(project, one.stage, executor).to_json()}
-    if not one.found.shards:
-        return told
-    return told | {"cpus": one.job.cpus, "gpus": one.job.gpus, "ask": one.ask.to_json(), "why": one.job.why}
+    document: dict[str, Any] = {"stage": plan.stage.name, "counts": plan.counts(), "disk_bytes": plan.found.bytes}
+    if script_stage.is_script(project.config, plan.stage.name):
+        return document | {"script": script_outline(project, plan.stage, executor).to_json()}
+    if not plan.found.shards:
+        return document
+    return document | {"cpus": plan.job.cpus, "gpus": plan.job.gpus, "ask": plan.ask.to_json(), "why": plan.job.why}

@@ -44,30 +44,29 @@ def report_command(
     stages = stage_uses(folder, status)
     if as_json:
         failures = {stage.name: stage.to_json()["failures"] for stage in status.in_order()}
-        print_json(
-            {"run": folder.name, "state": status.state.value, "stages": list(map(asdict, stages)), "failures": failures}
-        )
+        document = {"run": folder.name, "state": status.state.value, "stages": list(map(asdict, stages))}
+        print_json(document | {"failures": failures})
         return
     tables.show_parts(*efficiency_report(status, stages))
 
 
 def _write_page(folder: RunFolder, file: Path, *, as_json: bool) -> None:
-    """Write the page of a run as it stands now."""
+    """Write or print the HTML page of a run as it is now."""
     from pipeline.errors import ConfigError
     from pipeline.runs.views.run_page import page_now, write_page_where_asked
 
     if as_json and file == PRINTED:
         raise ConfigError("two documents cannot be printed at once", where="--html -", remedy="leave --json out")
-    page, seen = page_now(folder)
+    page, run = page_now(folder)
     if file == PRINTED:
-        typer.echo(page.html(seen))
+        typer.echo(page.html(run))
         return
-    write_page_where_asked(file, page.html(seen))
+    write_page_where_asked(file, page.html(run))
     file = file.parent.resolve() / file.name
     if as_json:
-        print_json({"run": folder.name, "state": seen.status.state.value, "html": str(file)})
+        print_json({"run": folder.name, "state": run.status.state.value, "html": str(file)})
     else:
-        typer.echo(f"run {folder.name}: {seen.status.state.value}\npage: {file}")
+        typer.echo(f"run {folder.name}: {run.status.state.value}\npage: {file}")
 
 
 COLUMNS = ("micro-batch", "items", "sizes", "planned", "took", "loss", "outcome")
@@ -92,55 +91,50 @@ def replay_command(
     """Make a step again that ran out of memory, or was not finite, and say where that begins; nothing is changed."""
     from pipeline.errors import ConfigError
     from pipeline.report import tables
-    from pipeline.runs.replay.replay_case import find_case
+    from pipeline.runs.replay.replay_case import find_case, steps_with_bundles
     from pipeline.runs.replay.replay_step import replay_document
 
     folder = run_folder(run, config, sets)
     if step is None:
-        what = "which step is to be made again?"
-        raise ConfigError(what, where="--step", remedy=f"pipeline replay {folder.name} --step N   ({_known(folder)})")
+        steps = ", ".join(map(str, steps_with_bundles(folder)))
+        known = f"there are bundles of the steps {steps}" if steps else "no step has left a bundle"
+        remedy = f"pipeline replay {folder.name} --step N   ({known})"
+        raise ConfigError("which step is to be made again?", where="--step", remedy=remedy)
     case = find_case(folder, step, rank)
     if not as_json:
         typer.echo(case.bundle.words())
-    found = replay_document(case, device=device)
+    document = replay_document(case, device=device)
     if as_json:
-        print_json(found)
+        print_json(document)
         return
-    tables.show_parts(*_shown(found))
+    tables.show_parts(*_shown(document))
 
 
-def _known(folder: Any) -> str:
-    from pipeline.runs.replay.replay_case import steps_with_bundles
-
-    steps = steps_with_bundles(folder)
-    return f"there are bundles of the steps {', '.join(map(str, steps))}" if steps else "no step has left a bundle"
-
-
-def _shown(found: Mapping[str, Any]) -> Iterator[RenderableType]:
-    """Show what came of it."""
+def _shown(document: Mapping[str, Any]) -> Iterator[RenderableType]:
+    """Yield the result of a replayed step: its micro-batches, its memory, and where the fault begins."""
     from pipeline.report import tables
     from pipeline.units import format_bytes
 
     yield ""
-    yield f"here, on {found['device']}" + (f": weights from {found['weights']}" if found["weights"] else "")
-    yield from (f"  {note}" for note in found["notes"])
-    if found["micro_batches"]:
+    yield f"here, on {document['device']}" + (f": weights from {document['weights']}" if document["weights"] else "")
+    yield from (f"  {note}" for note in document["notes"])
+    if document["micro_batches"]:
         yield ""
-        rows = [_row(part, counted=found["counted"]) for part in found["micro_batches"]]
-        yield tables.text_table([_NAMES.get(name, name) if not found["counted"] else name for name in COLUMNS], rows)
-    if found["counted"]:
-        allowed = format_bytes(found["limit_bytes"])
-        yield f"{format_bytes(found['reserved_bytes'])} reserved at the peak; the run's device allowed {allowed}"
-    if found["suspects"][1:]:  # the first is in the verdict
-        yield from ("", *(f"  {part['words']}" for part in found["suspects"]))
-    if found["traced"]:
-        yield found["traced"]["words"]
+        rows = [_row(part, counted=document["counted"]) for part in document["micro_batches"]]
+        yield tables.text_table([_NAMES.get(name, name) if not document["counted"] else name for name in COLUMNS], rows)
+    if document["counted"]:
+        allowed = format_bytes(document["limit_bytes"])
+        yield f"{format_bytes(document['reserved_bytes'])} reserved at the peak; the run's device allowed {allowed}"
+    if document["suspects"][1:]:  # the first is in the verdict
+        yield from ("", *(f"  {part['words']}" for part in document["suspects"]))
+    if document["traced"]:
+        yield document["traced"]["words"]
     yield ""
-    yield found["verdict"]
+    yield document["verdict"]
 
 
 def _row(part: Mapping[str, Any], *, counted: bool) -> Sequence[str]:
-    """Show a micro-batch; where nobody counts tensors, by how much the process has grown."""
+    """Return the table row of a micro-batch; where tensors are not counted, with the growth of the process."""
     from pipeline.units import format_bytes
 
     items = ", ".join(part["items"][:SHOWN]) + (", …" if len(part["items"]) > SHOWN else "")

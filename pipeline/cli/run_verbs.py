@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from pipeline.runs.workflow.stage import Stage
 
 
-NEARLY = 0.9  # what is planned is cautious
+NEARLY = 0.9  # of the planned memory, which is cautious, may be asked for without a note
 WATCH_EVERY_S = 0.5
-INLINE_S = 5.0  # what takes longer is left to the first supervisor job
+INLINE_S = 5.0  # work that takes longer is left to the first supervisor job
 
 
 DamageList = Annotated[
@@ -66,11 +66,11 @@ def submit_command(
     from pipeline.runs.workflow.table import everything, up_to, with_typed_command
 
     if as_json and (not dry_run or emit is not None):
-        what = "a document is printed of what would be done"
-        raise ConfigError(what, where="--json", remedy=f"pipeline submit --stage {stage} --dry-run --json")
+        problem = "a document is printed of what would be done"
+        raise ConfigError(problem, where="--json", remedy=f"pipeline submit --stage {stage} --dry-run --json")
     if damage_list is not None and stage != StageName.REGENERATE:
-        what = f"a list says what to regenerate, but --stage is {stage}"
-        raise ConfigError(what, where="--list", remedy="pipeline submit --stage regenerate --list FILE")
+        problem = f"a list says what to regenerate, but --stage is {stage}"
+        raise ConfigError(problem, where="--list", remedy="pipeline submit --stage regenerate --list FILE")
     sets = [*(sets or ()), *([f"cluster.executor={executor}"] if executor else ())]
     loaded = load_config(config, sets)
     chosen, beside = loaded.config, loaded.base_dir.absolute()
@@ -104,7 +104,7 @@ def submit_command(
 
 
 def _refuse_unplanned(project: Project, stages: list[str]) -> None:
-    """Refuse a stage alone whose graphs are not there."""
+    """Refuse `--only` for a stage whose graphs do not exist yet."""
     from pipeline.errors import ConfigError
     from pipeline.runs.dataset.loading import made_table
     from pipeline.runs.dataset.reader_items import unmade
@@ -117,7 +117,7 @@ def _refuse_unplanned(project: Project, stages: list[str]) -> None:
 
 
 def to_regenerate(project: Project, damage_list: Path | None) -> tuple[Project, list[str]]:
-    """Return a project confined to what a list calls lost, and the stages that make it anew: none for an empty one."""
+    """Return a project confined to the lost records of a damage list, and the stages to run; none: nothing is lost."""
     from pipeline.project.restriction import read_list
     from pipeline.runs.workflow.table import regenerated
     from pipeline.store.maintenance.leftovers import refuse_unusable
@@ -139,7 +139,7 @@ def _start(
     follow: bool,
     ended: Callable[[RunStatus], None] | None = None,
 ) -> None:
-    """Begin a run, unless one is doing the same already; `ended` shows how it ended, in place of tables."""
+    """Start a run, unless one is doing the same already; `ended` prints its result in place of the tables."""
     from pipeline.project.project import stays
     from pipeline.runs.engine.handover import start_supervisor
     from pipeline.runs.engine.lifecycle import new_run, refuse_double
@@ -148,8 +148,8 @@ def _start(
     config, ended = project.config, ended or print_run_tables
     same = refuse_double(config, stages, executor, project.only)
     if same is not None:
-        said = f"run {same.name} is doing this already\n  watch it: {_status_of(same)}"
-        typer.echo(said, err=ended is not print_run_tables)
+        message = f"run {same.name} is doing this already\n  watch it: {_status_of(same)}"
+        typer.echo(message, err=ended is not print_run_tables)
         if follow:
             _watch(same, ended)
         return
@@ -170,7 +170,7 @@ def _start(
 def run_to_its_end(
     project: Project, stages: list[str], typed: Command, file: Path | None, ended: Callable[[RunStatus], None]
 ) -> None:
-    """Run stages of a configuration of a file, and stay until they have ended."""
+    """Run stages, show their progress until they have ended, and print the result by `ended`."""
     from pipeline.errors import SubmissionRefused
     from pipeline.project.project import open_executor
     from pipeline.runs.upkeep.cache_use import register_use
@@ -187,20 +187,20 @@ def run_to_its_end(
 
 
 def _status_of(folder: RunFolder) -> str:
-    """Return the command that shows a run from here."""
+    """Return the command that watches a run, with its path from the current folder."""
     return f"pipeline status {shlex.quote(os.path.relpath(folder.path))} --watch"
 
 
 def typed_command(stage: str, config: Path | None, sets: list[str], damage_list: Path | None = None) -> Command:
-    """Return the command that does what is missing: the one that was typed, with what the stage needs before it."""
+    """Return the command to type again to do what is missing: without --only, --follow and the like."""
     options = {"config": config, "list": damage_list}
-    given = {name: str(path) for name, path in options.items() if path is not None}
+    typed_options = {name: str(path) for name, path in options.items() if path is not None}
     settings = [(key, value) for key, _, value in (setting.partition("=") for setting in sets)]
-    return replace(Command.submit(stage, **given), settings=tuple(settings))
+    return replace(Command.submit(stage, **typed_options), settings=tuple(settings))
 
 
 def _check_first(project: Project, stages: list[str], executor: Executor) -> None:
-    """Refuse here what would be refused once nobody is looking: an unusable source, cache, checkpoint or request."""
+    """Refuse before submission an unusable source, cache, checkpoint or request, which would fail in a job later."""
     from pipeline.project.project import stays
     from pipeline.runs.engine.handover import supervisor_spec
     from pipeline.runs.workflow import table
@@ -219,7 +219,7 @@ def _check_first(project: Project, stages: list[str], executor: Executor) -> Non
 
 
 def _say_planning(stage: Stage, project: Project) -> None:
-    """Say that a training is planned, which may take a while, and why it begins anew."""
+    """Print that a training is planned, which may take a while, and why an earlier training is not continued."""
     from pipeline.runs.model.prepare import is_planned
     from pipeline.runs.workflow.train_stage import novelty
 
@@ -232,16 +232,17 @@ def _say_planning(stage: Stage, project: Project) -> None:
 
 
 def _warn_of_little(stage: str, job: JobSpec, planned_bytes: int) -> None:
-    """Say where less memory was pinned than is thought to be needed."""
+    """Print a note where the configured memory of a task is well below the planned one."""
     from pipeline.units import format_bytes
 
     if (job.mem_bytes or 0) < NEARLY * planned_bytes:
-        what = f"a task gets {format_bytes(job.mem_bytes or 0)}, and is thought to need {format_bytes(planned_bytes)}"
-        typer.echo(f"note: {stage}: {what} (cluster.{stage}.mem: auto)", err=True)
+        gets, needs = format_bytes(job.mem_bytes or 0), format_bytes(planned_bytes)
+        shortage = f"a task gets {gets}, and is thought to need {needs}"
+        typer.echo(f"note: {stage}: {shortage} (cluster.{stage}.mem: auto)", err=True)
 
 
 def _follow(folder: RunFolder, executor: Executor, ended: Callable[[RunStatus], None]) -> None:
-    """Drive a run from this terminal and show it."""
+    """Supervise a run in this process and show its progress."""
     from pipeline.report.live_status import StageBars
     from pipeline.runs.engine.run_supervisor import Supervisor, SupervisorStopped, stop_on_signals
 
@@ -262,14 +263,14 @@ def _follow(folder: RunFolder, executor: Executor, ended: Callable[[RunStatus], 
 
 
 def _after_stop(folder: RunFolder, executor: Executor) -> str:
-    """Say how to go on after a Ctrl-C."""
+    """Return how to go on after a Ctrl-C."""
     if executor.outlives:
         return f"its jobs go on, and nobody looks after them: pipeline resume {folder.name}"
     return "stopped; what is finished is kept: run the same command again to go on"
 
 
 def print_run_tables(status: RunStatus) -> None:
-    """Print how a run ended; `main` says the error."""
+    """Print the result of a run without its error, which `main` prints."""
     from pipeline.journal.active_runs import SeenRun
     from pipeline.report import tables
     from pipeline.report.run_tables import run_report
@@ -278,7 +279,7 @@ def print_run_tables(status: RunStatus) -> None:
 
 
 def _shown(live: StageBars) -> Callable[[RunStatus], None]:
-    """Return what shows the stages of a run as they go."""
+    """Return a callback that announces each stage once and shows its progress."""
     from pipeline.report import tables
     from pipeline.report.plan_tables import stage_line
 
@@ -295,7 +296,7 @@ def _shown(live: StageBars) -> Callable[[RunStatus], None]:
 
 
 def _watch(folder: RunFolder, ended: Callable[[RunStatus], None]) -> None:
-    """Show a run that others look after, until it has ended; leaving changes nothing."""
+    """Show a run that another process supervises until it has ended; Ctrl-C does not stop it."""
     import time
 
     from pipeline.errors import JobFailed

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 def doctor_command(config: ConfigFile = None, sets: Sets = None, as_json: Json = False) -> None:
     """Check configuration, data, disk and packages, and say what to do."""
-    from dataclasses import asdict
-
     from pipeline.report import tables
     from pipeline.setup.checkup import run_checks
 
@@ -29,9 +27,9 @@ def doctor_command(config: ConfigFile = None, sets: Sets = None, as_json: Json =
     if as_json:
         print_json([asdict(finding) for finding in findings])
     else:
-        rows = [(one.verdict.value, one.what, one.found, one.remedy) for one in findings]
+        rows = [(finding.verdict.value, finding.what, finding.found, finding.remedy) for finding in findings]
         tables.show_parts(tables.text_table(("", "check", "found", "what to do"), rows))
-    code = max((one.exit_code for one in findings), default=0)
+    code = max((finding.exit_code for finding in findings), default=0)
     if code:
         raise typer.Exit(code)
 
@@ -60,12 +58,12 @@ def init_command(
     typer.echo(f"{written.config}: the configuration, with `cluster.executor: {'slurm' if site else 'local'}`")
     if written.profile is not None and site is not None:
         typer.echo(f"{written.profile}: what was found of the cluster {site.name} (Slurm {site.version}); check it")
-    for said in (f"could not be asked: {silent}" for silent in site.silent) if site else (why_not,):
-        typer.echo(f"note: {said}", err=True)
+    for note in (f"could not be asked: {silent}" for silent in site.silent) if site else (why_not,):
+        typer.echo(f"note: {note}", err=True)
     enter = "" if folder == Path() else f"  cd {shlex.quote(os.fspath(folder))}\n"
     guides = shipped("docs/guides.md")
-    what = "your complexes are" if recipe is None else f"your data are; {guides} tells how to make some for a trial"
-    typer.echo(f"next:\n{enter}  edit pipeline.yaml     say in data.path where {what}\n  pipeline doctor")
+    edit = "your complexes are" if recipe is None else f"your data are; {guides} tells how to make some for a trial"
+    typer.echo(f"next:\n{enter}  edit pipeline.yaml     say in data.path where {edit}\n  pipeline doctor")
 
 
 _SHELLS = tuple(shell.value for shell in Shell)
@@ -82,7 +80,7 @@ def completion_command(
 
 
 def _look() -> tuple[Site | None, str]:
-    """Return what this cluster is like; else why that is not known."""
+    """Return the facts of this cluster, or None and why they are not known."""
     from pipeline.cluster import slurm_commands
     from pipeline.cluster.accounting import CommandFailed
     from pipeline.cluster.site_facts import last_line, look_at_site
@@ -109,7 +107,7 @@ def show_command(config: ConfigFile = None, sets: Sets = None, as_json: Json = F
     if as_json:
         print_json([asdict(setting) for setting in settings])
         return
-    rows = [(one.key, _plain(one.value), one.origin) for one in settings]
+    rows = [(setting.key, _plain(setting.value), setting.origin) for setting in settings]
     tables.show_parts(tables.text_table(("key", "value", "from"), rows))
 
 
@@ -145,7 +143,7 @@ def check_command(config: ConfigFile = None, sets: Sets = None, as_json: Json = 
 
 
 def _check_task(loaded: LoadedConfig) -> None:
-    """Try the task out: its model and a batch on tensors without data, and on a few items where graphs are there."""
+    """Try the task: its model on a batch of tensors without data, and on a few items if graphs exist."""
     from pipeline.errors import ConfigError
     from pipeline.project.project import Project
     from pipeline.project.run_code import load_task
@@ -156,12 +154,12 @@ def _check_task(loaded: LoadedConfig) -> None:
     train, beside = loaded.config.train, loaded.base_dir.absolute()
     task = load_task(train.task, train.options, beside=beside)
     project = Project.open(loaded.config, remember=False, beside=beside)
-    told = told_sizes(project)
+    sizes = told_sizes(project)
     items, padded = some_items(project), train.batching == "padded"
-    found = [*misfits(project), *breaches(task, items=items, seed=train.seed, told=told, padded=padded)]
-    if found:
+    problems = [*misfits(project), *breaches(task, items=items, seed=train.seed, told=sizes, padded=padded)]
+    if problems:
         remedy = "what a task must have: pipeline/protocol.py"
-        raise ConfigError("\n".join(found), where=f"train.task: {train.task}", remedy=remedy)
+        raise ConfigError("\n".join(problems), where=f"train.task: {train.task}", remedy=remedy)
 
 
 @config_app.command("schema")
@@ -173,7 +171,7 @@ def schema_command() -> None:
 
 
 def _plain(value: object) -> str:
-    """Return a value as YAML would have it."""
+    """Format a value as YAML does."""
     if value is None:
         return "null"
     if isinstance(value, list):

@@ -74,13 +74,14 @@ def import_weights_command(
     from pipeline.encoder.checkpoints.checkpoint_files import files_of
 
     configured = _configured(config, sets)
-    files, found = files_of(source), weights.examine_checkpoint(source).accepted()
+    files, examined = files_of(source), weights.examine_checkpoint(source).accepted()
     is_file = files.form == "fair-esm"
     target = _place_for(f"{files.name}.pt" if is_file else files.name, out, configured, into_folder=is_file)
     is_there = weights.is_installed(files, target)
     if not is_there:
         weights.install_checkpoint(files, target, replace=force)
-    _say(replace(found, weights=replace(found.weights, path=str(target))), "is there already" if is_there else "copied")
+    installed = replace(examined, weights=replace(examined.weights, path=str(target)))
+    _say(installed, "is there already" if is_there else "copied")
     _say_how_to_use(target, configured)
 
 
@@ -97,12 +98,12 @@ def check_weights_command(
     from pipeline.encoder.checkpoints.weights import examine_checkpoint, find_checkpoint
     from pipeline.report import tables
 
-    found = examine_checkpoint(path or find_checkpoint(_configured(config, sets)))
+    examined = examine_checkpoint(path or find_checkpoint(_configured(config, sets)))
     if as_json:
-        print_json(found.to_json())
+        print_json(examined.to_json())
     else:
-        tables.show_parts(tables.text_table(("name", found.weights.name), _rows(found)))
-    found.accepted()
+        tables.show_parts(tables.text_table(("name", examined.weights.name), _rows(examined)))
+    examined.accepted()
 
 
 @app.command("synth")
@@ -124,7 +125,7 @@ def synth_command(
 
 
 def _configured(config: Path | None, sets: Sequence[str] | None) -> Path:
-    """Return embed.weights of the configuration; where there is none, its default: weights may come first."""
+    """Return embed.weights of the configuration, or its default where there is none: weights may be fetched first."""
     from pipeline.config.load import ENVIRONMENT, PLACES
     from pipeline.config.schema_data import EmbedSection
 
@@ -134,14 +135,14 @@ def _configured(config: Path | None, sets: Sequence[str] | None) -> Path:
 
 
 def _place_for(name: str, out: Path | None, configured: Path, *, into_folder: bool = True) -> Path:
-    """Return where a checkpoint goes: where it is asked for, else where it is configured, or beside that."""
+    """Return where to put a checkpoint: as `--out` says, else into the folder of the configured one."""
     if out is not None:
         return out / name if into_folder and out.is_dir() else out
     return configured.with_name(name)
 
 
 def _unknown_model(name: str) -> ConfigError:
-    """Name the published models, those first that may have been meant."""
+    """Return an error that lists the published models, and suggests those with similar names."""
     from difflib import get_close_matches
 
     from pipeline.encoder.checkpoints.checkpoint_files import MODELS
@@ -152,13 +153,13 @@ def _unknown_model(name: str) -> ConfigError:
     near = near if 0 < len(near) < len(names) else get_close_matches(name, names, n=3)
     rows = [f"    {model.name:20}  {model.layers:2} layers, width {model.dim:,}" for model in MODELS]
     meant = f": did you mean {' or '.join(near)}?" if near else ""
-    what = "\n".join((f"no ESM-2 model of that name was published{meant}", *rows))
+    problem = "\n".join((f"no ESM-2 model of that name was published{meant}", *rows))
     remedy = f"pipeline weights fetch {near[0] if near else 'NAME'}   (a model of your own: --url URL)"
-    return ConfigError(what, where=name, remedy=remedy)
+    return ConfigError(problem, where=name, remedy=remedy)
 
 
 def _existing(target: Path, name: str) -> Examined:
-    """Return what is there already, if it is in order."""
+    """Check a checkpoint that is there already."""
     from pipeline.encoder.checkpoints.weights import examine_checkpoint
     from pipeline.errors import WeightsUnusable
 
@@ -170,7 +171,7 @@ def _existing(target: Path, name: str) -> Examined:
 
 
 def _download(name: str, model: Published | None, url: str | None, target: Path) -> None:
-    """Fetch a checkpoint, and let nothing else take its place."""
+    """Download a checkpoint; a file that is another model is refused."""
     from pipeline.encoder.checkpoints import download, weights
     from pipeline.report.live_status import DownloadBars
 
@@ -193,7 +194,7 @@ def _download(name: str, model: Published | None, url: str | None, target: Path)
 
 @contextmanager
 def _room_for(out: Path, *, replace: bool) -> Iterator[Path]:
-    """Yield where to write; what was there stays until what replaces it is whole."""
+    """Yield a path to write to; to replace a file, one beside it that is moved into place when it is complete."""
     if not replace or not out.parent.is_dir():
         yield out
         return
@@ -203,36 +204,36 @@ def _room_for(out: Path, *, replace: bool) -> Iterator[Path]:
             made.replace(out.with_name(made.name))
 
 
-def _say(found: Examined, how: str) -> None:
-    """Say in a line what a checkpoint is."""
-    weights = found.weights
-    known = {"published": "as published", "unknown": "there is no published digest to compare with"}[found.verdict]
+def _say(examined: Examined, how: str) -> None:
+    """Print in a line what a checkpoint is."""
+    weights = examined.weights
+    known = {"published": "as published", "unknown": "there is no published digest to compare with"}[examined.verdict]
     typer.echo(
         f"{weights.path}: {how}: ESM-2, {weights.layers} layers of width {weights.dim:,}, {weights.precision}; {known}"
     )
 
 
 def _say_how_to_use(target: Path, configured: Path) -> None:
-    """Print what the configuration must say for this checkpoint to be used, if it says something else."""
+    """Print the setting that makes this checkpoint the one that is used, unless it is so already."""
     if target.absolute() != configured.absolute():
         typer.echo(f"to use it, put this into the configuration:\nembed:\n  weights: {target.absolute()}")
 
 
-def _rows(found: Examined) -> list[tuple[str, object]]:
-    """Return what is known of a checkpoint, a row each."""
+def _rows(examined: Examined) -> list[tuple[str, object]]:
+    """Return the properties of a checkpoint as rows of a table."""
     from pipeline.units import format_bytes
 
-    weights = found.weights
+    weights = examined.weights
     return [
         ("form", weights.form),
         ("path", weights.path),
         ("layers", weights.layers),
         ("width", f"{weights.dim:,}"),
         ("heads", weights.heads),
-        ("parameters", f"{found.parameters:,} (of what encodes)"),
+        ("parameters", f"{examined.parameters:,} (of what encodes)"),
         ("stored in", weights.precision),
         ("size", format_bytes(weights.bytes)),
-        *(("SHA-256", f"{digest}  {file}") for file, digest in found.sha256),
-        ("published", {"published": "yes, byte for byte", "unknown": "not known"}.get(found.verdict, "NO")),
+        *(("SHA-256", f"{digest}  {file}") for file, digest in examined.sha256),
+        ("published", {"published": "yes, byte for byte", "unknown": "not known"}.get(examined.verdict, "NO")),
         ("in keys", weights.digest),
     ]

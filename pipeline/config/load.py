@@ -36,10 +36,10 @@ UNDER = ("cache", "under")
 
 @dataclass(frozen=True, slots=True)
 class LoadedConfig:
-    """A configuration, and where it is from."""
+    """A configuration, and where each of its values is from."""
 
     config: Config
-    path: Path | None
+    path: Path | None  # None: the defaults alone
     origins: Mapping[str, str]  # "data.limit" → "default", "pipeline.yaml:12" or "--set"
     base_dir: Path  # what relative paths of the file start from
 
@@ -55,7 +55,7 @@ class Setting:
 
 
 def find_config(explicit: Path | None) -> Path:
-    """Return the file to read: the one given, the environment's, or the one that lies here."""
+    """Return the file to read: the given one, that of $PIPELINE_CONFIG, or the one in the current folder."""
     if explicit is not None:
         return _present(explicit, "--config")
     if named := os.environ.get(ENVIRONMENT):
@@ -63,9 +63,9 @@ def find_config(explicit: Path | None) -> Path:
     for place in PLACES:
         if place.is_file():
             return place
-    what = f"no configuration: neither {' nor '.join(map(str, PLACES))} is here"
+    problem = f"no configuration: neither {' nor '.join(map(str, PLACES))} is here"
     remedy = "pipeline demo DIR makes a complete project; or name a file with --config FILE"
-    raise ConfigError(what, where=str(Path.cwd()), remedy=remedy)
+    raise ConfigError(problem, where=str(Path.cwd()), remedy=remedy)
 
 
 def read_config(path: Path | None, sets: Sequence[str] = ()) -> LoadedConfig:
@@ -86,8 +86,8 @@ def read_config(path: Path | None, sets: Sequence[str] = ()) -> LoadedConfig:
         raise _refusal(problems) from error
     if problems:
         raise _refusal(problems)
-    said = {key: entry.origin for key, entry in entries.items() if entry.line}
-    origins = {".".join(key): said.get(key, "default") for key in LEAVES}
+    origins_written = {key: entry.origin for key, entry in entries.items() if entry.line}
+    origins = {".".join(key): origins_written.get(key, "default") for key in LEAVES}
     return LoadedConfig(config, path, origins, base_dir)
 
 
@@ -103,7 +103,7 @@ def settings_shown(loaded: LoadedConfig) -> list[Setting]:
 
 
 def missing_inputs(loaded: LoadedConfig) -> list[str]:
-    """Return what a valid configuration names that this machine does not have."""
+    """Return a line for each input that the configuration names and that cannot be read here."""
     missing = []
     named = [(key, value_at(loaded.config, key)) for key in INPUTS]
     for key, path in (*named, *((UNDER, path) for path in loaded.config.cache.under)):
@@ -119,7 +119,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def dump_resolved(config: Config) -> str:
-    """Freeze a configuration as JSON, every value written out."""
+    """Return a configuration as JSON with every value written out."""
     return config.model_dump_json(indent=2) + "\n"
 
 
@@ -129,15 +129,16 @@ def from_resolved(text: str, where: str = "") -> Config:
         return Config.model_validate_json(text, strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        what = f"this frozen configuration is not of this version: {'.'.join(map(str, first['loc']))}: {first['msg']}"
-        raise ConfigError(what, where=where, remedy="pipeline submit starts a new run") from error
+        key = ".".join(map(str, first["loc"]))
+        problem = f"this frozen configuration is not of this version: {key}: {first['msg']}"
+        raise ConfigError(problem, where=where, remedy="pipeline submit starts a new run") from error
 
 
 def _present(path: Path, said_by: str) -> Path:
     readable = os.access(path, os.R_OK)
     if not readable or path.is_dir():
-        what = "is a folder" if readable else "does not exist, or may not be read"
-        raise ConfigError(f"the configuration {path} {what}", where=said_by, remedy="name an existing YAML file")
+        problem = "is a folder" if readable else "does not exist, or may not be read"
+        raise ConfigError(f"the configuration {path} {problem}", where=said_by, remedy="name an existing YAML file")
     return path
 
 
@@ -149,18 +150,18 @@ def _text(path: Path) -> str:
     except OSError as error:
         raise ConfigError(f"cannot read it: {error.strerror}", where=str(path), remedy=REMEDY) from error
     if len(data) > MAX_BYTES:
-        what = f"larger than {MAX_BYTES >> 10} KiB: this is no configuration"
-        raise ConfigError(what, where=str(path), remedy="name the YAML file with --config FILE")
+        problem = f"larger than {MAX_BYTES >> 10} KiB: this is no configuration"
+        raise ConfigError(problem, where=str(path), remedy="name the YAML file with --config FILE")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        what = f"not UTF-8: byte 0x{data[error.start]:02x}"
-        raise ConfigError(what, where=f"{path}:{line}", remedy="save the file as UTF-8") from error
+        problem = f"not UTF-8: byte 0x{data[error.start]:02x}"
+        raise ConfigError(problem, where=f"{path}:{line}", remedy="save the file as UTF-8") from error
 
 
 def _typed(words: str, nth: int) -> Document:
-    """Read the words after one --set; a mistake in them is one problem among the others."""
+    """Read the words after a --set; a mistake in them is added to the problems of the document."""
     document = Document("--set", words, offset=AFTER_THE_FILE + nth)
     name, _, value = words.partition("=")
     key = tuple(name.strip().split("."))
@@ -176,7 +177,7 @@ def _typed(words: str, nth: int) -> Document:
 def _profile(
     written: Sequence[tuple[Document, Path]], config_dir: Path, problems: list[Problem]
 ) -> list[tuple[Document, Path]]:
-    """Return the profile that `cluster.site` names, if any: it stands below everything that was written."""
+    """Return the profile that `cluster.site` names, if any; everything that was written overrides it."""
     base_dir = next((base for document, base in reversed(written) if SITE in document.entries), config_dir)
     named = _named(written, SITE)
     if named is None or not isinstance(named.value, str) or not named.value:  # which the schema judges
@@ -190,23 +191,23 @@ def _profile(
 
 
 def _preset(written: Sequence[tuple[Document, Path]], config_dir: Path) -> list[tuple[Document, Path]]:
-    """Return what `train.preset` stands for, if anything."""
+    """Return the settings of `train.preset`, if it names a preset."""
     named = _named(written, PRESET)
-    found = site_profiles.read_preset(named.value) if named is not None and isinstance(named.value, str) else None
-    return [(found, config_dir)] if found else []
+    preset = site_profiles.read_preset(named.value) if named is not None and isinstance(named.value, str) else None
+    return [(preset, config_dir)] if preset else []
 
 
 def _named(written: Sequence[tuple[Document, Path]], key: KeyPath) -> WrittenValue | None:
-    """Return what was written at a key, by whoever comes last."""
+    """Return what was written at a key; later documents override earlier ones."""
     entries: dict[KeyPath, WrittenValue] = {}
     for document, _ in written:
-        for one, entry in document.entries.items():
-            _lay_over(entries, one, entry)
+        for other, entry in document.entries.items():
+            _lay_over(entries, other, entry)
     return entries.get(key)
 
 
 def _defaults(base: Path, name: str) -> dict[KeyPath, WrittenValue]:
-    """Return every section, still empty, and the folders that have a default, below `base`."""
+    """Return the entries below everything written: empty sections, and default folders below `base`."""
     folders = {key: info.default for key, info in LEAVES.items() if isinstance(info.default, Path)}
     values: dict[KeyPath, Any] = {key: {} for key in SECTIONS}
     values |= {key: str(base / folder) for key, folder in folders.items()}
@@ -214,7 +215,7 @@ def _defaults(base: Path, name: str) -> dict[KeyPath, WrittenValue]:
 
 
 def _add(document: Document, base: Path, entries: dict[KeyPath, WrittenValue], problems: list[Problem]) -> None:
-    """Lay a document over what was read before it."""
+    """Lay a document over the entries read before it; its paths become absolute."""
     problems += document.problems
     for key, entry in document.entries.items():
         value = entry.value
@@ -222,14 +223,14 @@ def _add(document: Document, base: Path, entries: dict[KeyPath, WrittenValue], p
             if key in PATHS and isinstance(value, str):
                 value = anchored(value, base)
             elif key in PATH_LISTS and isinstance(value, list):
-                value = [anchored(one, base) if isinstance(one, str) else one for one in value]
+                value = [anchored(path, base) if isinstance(path, str) else path for path in value]
         except ValueError as error:
             problems.append(Problem(entry.line, f"{entry.place(key)}: {error}"))
         _lay_over(entries, key, replace(entry, value=value))
 
 
 def _lay_over(entries: dict[KeyPath, WrittenValue], key: KeyPath, entry: WrittenValue) -> None:
-    """Put an entry in the place of what was there; a section adds to a section, anything else replaces."""
+    """Set an entry: a section is merged with a section, anything else replaces what was there."""
     both_sections = entry.value == {} and key in entries and entries[key].value == {}
     for other in [] if both_sections else list(entries):
         is_below = other[: len(key)] == key
@@ -251,7 +252,7 @@ def _nested(entries: Mapping[KeyPath, WrittenValue]) -> dict[str, Any]:
 
 
 def _problem(detail: ErrorDetails, entries: Mapping[KeyPath, WrittenValue]) -> Problem:
-    """Say where and why a value was refused."""
+    """Turn an error of pydantic into a message with the place and the reason."""
     names = tuple(part for part in detail["loc"] if isinstance(part, str))
     key = (*names, detail["ctx"]["key"]) if detail["type"] == CONFLICT else names
     entry = _nearest(entries, key)
@@ -262,7 +263,7 @@ def _problem(detail: ErrorDetails, entries: Mapping[KeyPath, WrittenValue]) -> P
 
 
 def _nearest(entries: Mapping[KeyPath, WrittenValue], key: KeyPath) -> WrittenValue:
-    """Return what was written at a key, else below it, else above it."""
+    """Return the entry at a key, else the first below it, else the nearest section above it."""
     at = [key] if key in entries else [other for other in entries if other[: len(key)] == key]
     above = (key[:length] for length in range(len(key) - 1, 0, -1) if key[:length] in entries)
     return entries[at[0] if at else next(above)]

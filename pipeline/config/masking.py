@@ -1,6 +1,6 @@
-"""What is nobody's to read, masked in whatever is printed or written down.
+"""Masks secrets in whatever is printed or written down.
 
-That is passwords in URLs, values of names that say that they are secrets, and values of environment variables of such
+These are passwords in URLs, values of names such as token and password, and values of environment variables with such
 names. The frozen configuration of a run is not masked: jobs need it, and its folder is the user's alone.
 """
 
@@ -24,7 +24,7 @@ _VARIABLE = re.compile(r"(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$")
 
 
 def without_secrets(text: str) -> str:
-    """Return a text without the secrets in it."""
+    """Return a text with its secrets masked."""
     for value in _in_the_environment():
         text = text.replace(value, MASK)
     text = _ALONE_IN_URL.sub(MASK, _IN_URL.sub(rf"\1:{MASK}", text))
@@ -32,23 +32,23 @@ def without_secrets(text: str) -> str:
 
 
 def without_secrets_in(value: Any, name: str = "") -> Any:
-    """Return plain JSON data without the secrets in it."""
+    """Return JSON data with its secrets masked; `name` is the key that holds the value."""
     if isinstance(value, dict):
-        return {key: without_secrets_in(one, str(key)) for key, one in value.items()}
+        return {key: without_secrets_in(part, str(key)) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        before = ["", *value]  # of a command: what follows --token is one
-        return [without_secrets_in(one, _option(word) or name) for word, one in zip(before, value, strict=False)]
+        pairs = zip(["", *value], value, strict=False)  # in a command, the word after --token is a secret
+        return [without_secrets_in(part, _option(previous) or name) for previous, part in pairs]
     if not isinstance(value, str):
         return value
     return MASK if value and _ENDS_SO.search(name) else without_secrets(value)
 
 
 def _option(word: Any) -> str:
-    """Return the name of an option, if that is what a word is."""
+    """Return a word that is the name of an option, else an empty text."""
     return word if isinstance(word, str) and word.startswith("-") else ""
 
 
 def _in_the_environment() -> list[str]:
-    """Return the values of variables that are named like secrets, the longest first."""
+    """Return the values of environment variables that are named like secrets, the longest first."""
     values = {value for name, value in os.environ.items() if _VARIABLE.search(name) and len(value) >= SHORTEST}
     return sorted(values, key=len, reverse=True)

@@ -72,8 +72,8 @@ class Config(Section):
     @model_validator(mode="after")
     def _partners_that_meet(self) -> Config:
         if self.data.state == "unbound" and (self.graph.cross_neighbours or self.graph.cross_radius is not None):
-            what = "cross edges join partners that stand together, but data.state is unbound: leave them out"
-            raise conflict("graph", what)
+            problem = "cross edges join partners that stand together, but data.state is unbound: leave them out"
+            raise conflict("graph", problem)
         if self.data.partners == "none" and (self.graph.cross_neighbours or self.graph.cross_radius is not None):
             raise conflict("graph", "cross edges join two partners, but data.partners is none: leave them out")
         return self
@@ -96,7 +96,7 @@ def _walk(section: type[BaseModel], above: KeyPath = ()) -> dict[KeyPath, FieldI
 
 
 def is_section(info: FieldInfo) -> bool:
-    """Tell a section from a key that holds a value."""
+    """Say whether a field is a section, and not a value."""
     return isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel)
 
 

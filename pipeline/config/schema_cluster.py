@@ -19,7 +19,7 @@ from pipeline.config.schema_parts import (
     conflict,
 )
 
-# A stage is called as a method of pydantic's models is, which is deprecated and which nobody calls.
+# The stage `validate` has the name of a deprecated method of pydantic's models, which nobody calls.
 warnings.filterwarnings("ignore", 'Field name "validate" in "ClusterSection"', UserWarning)
 
 
@@ -89,17 +89,14 @@ class TrainResources(Resources):
 
     @property
     def parallel(self) -> int:
-        """Return how many tasks run at once: all of its processes are one task."""
-        return 1
+        return 1  # all processes are one task
 
     @property
     def ranks_per_node(self) -> int:
-        """Return how many processes a node has."""
         return max(1, self.gpus) if self.ranks == "auto" else self.ranks
 
     @property
     def world(self) -> int:
-        """Return how many processes there are."""
         return self.nodes * self.ranks_per_node
 
     @model_validator(mode="after")
@@ -203,7 +200,7 @@ class ClusterSection(Section):
     validate: CheckResources = CheckResources()  # type: ignore[assignment]  # pydantic has such a method
 
     def resources(self, stage: str) -> StageResources | TrainResources:
-        """Return what a task of a stage asks for."""
+        """Return the resources that a task of a stage asks for."""
         of_items = {"scan": self.scan, "embed": self.embed, "graph": self.graph, "validate": self.validate}
         of_ranks = {"train": self.train, "evaluate": self.evaluate, "predict": self.predict}
         return of_ranks[stage] if stage in of_ranks else of_items[stage]

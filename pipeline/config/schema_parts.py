@@ -1,4 +1,4 @@
-"""Sizes and times as people write them: 512MiB, 24G, 01:30:00, 90m."""
+"""The types of settings, such as sizes and times as people write them: 512MiB, 24G, 01:30:00, 90m."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def parse_duration(value: object) -> int:
 
 def format_duration(seconds: int) -> str:
     """Write seconds as Slurm does: D-HH:MM:SS."""
-    days, rest = divmod(seconds, 86400)
-    clock = f"{rest // 3600:02}:{rest // 60 % 60:02}:{rest % 60:02}"
+    days, remainder = divmod(seconds, 86400)
+    clock = f"{remainder // 3600:02}:{remainder // 60 % 60:02}:{remainder % 60:02}"
     return f"{days}-{clock}" if days else clock
 
 
 def parse_option(value: object) -> object:
-    """Return what a class may be called with: something plain, or a list of such."""
+    """Return an argument for a class of the user: text, a number, true, false, null, or a list of these."""
     if isinstance(value, list | tuple):
         if all(map(_is_plain, value)):
             return tuple(value)
@@ -87,7 +87,7 @@ def parse_auto_memory(value: object) -> int | Literal["auto"]:
 
 
 def parse_node_folder(value: object) -> str | None:
-    """Return a folder as it is written: what its variables are is for the node to say."""
+    """Return a folder as it is written; its variables are expanded on the node."""
     if value is None or (isinstance(value, str) and value.startswith(("/", "$", "~")) and "\0" not in value):
         return value
     raise _wants("a folder as a node knows it, such as $TMPDIR or /scratch, or null")
@@ -200,5 +200,5 @@ class Section(BaseModel):
 
 
 def conflict(key: str, what: str) -> PydanticCustomError:
-    """Return the error of a section whose key does not go with another."""
+    """Return the validation error for a key that does not go with another."""
     return PydanticCustomError(CONFLICT, "{what}", {"what": what, "key": key})

@@ -43,7 +43,6 @@ class ValidationSection(Section):
 
     @property
     def lower_is_better(self) -> bool:
-        """Say which values of the watched figure are better."""
         if self.better != "auto":
             return self.better == "lower"
         return self.monitor == "loss" or self.monitor.startswith("loss.")
@@ -167,8 +166,9 @@ class TrainSection(Section):
     @model_validator(mode="after")
     def _a_micro_batch_is_part_of_a_step(self) -> TrainSection:
         if self.micro_batch != "auto" and self.micro_batch > self.effective_batch:
-            what = f"{self.micro_batch} is more than effective_batch, {self.effective_batch}: lower it, or raise that"
-            raise conflict("micro_batch", what)
+            batch = self.effective_batch
+            problem = f"{self.micro_batch} is more than effective_batch, {batch}: lower it, or raise that"
+            raise conflict("micro_batch", problem)
         if self.task is not None and self.command is not None:
             raise conflict("command", "is a script in place of a task: keep one of the two")
         if self.curriculum and sum(stage.epochs for stage in self.curriculum) >= self.epochs:

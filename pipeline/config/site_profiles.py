@@ -1,4 +1,4 @@
-"""Paths as people write them: relative to where they are written, with ~ and $VARIABLES."""
+"""Paths as people write them, and the files that a configuration names: presets and profiles of clusters."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from pipeline.config.yaml_document import Document, Problem
 from pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from pydantic_core import ErrorDetails
 
     from pipeline.config.schema import KeyPath
@@ -25,7 +23,7 @@ _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 
 
 def anchored(text: str, base: Path) -> str:
-    """Return the absolute path that `text`, written in the folder `base`, means."""
+    """Return the absolute path of `text`, which may be relative to the folder `base` and hold ~ and $VARIABLES."""
     if not text or "\0" in text:
         raise ValueError("a path cannot be empty" if not text else "a path cannot hold a NUL character")
     try:
@@ -36,7 +34,7 @@ def anchored(text: str, base: Path) -> str:
 
 
 def _variable(match: re.Match[str]) -> str:
-    """Return a variable's value; an empty one would turn $SCRATCH/cache into /cache."""
+    """Return a variable's value; refuse an empty one, which would turn $SCRATCH/cache into /cache."""
     name = match[1] or match[2]
     value = os.environ.get(name, "")
     if not value:
@@ -59,7 +57,7 @@ FOLDER = "configs/presets"
 
 
 def read_preset(name: str) -> Document | None:
-    """Return the entries of a preset as parts of the section `train`; None where there is none: the schema says so."""
+    """Return the entries of a preset as parts of the section `train`; None: unknown, which the schema refuses."""
     path = shipped(FOLDER) / f"{name}{ENDING}"
     if not name.isidentifier() or not path.is_file():
         return None
@@ -82,7 +80,7 @@ def locate(site: str, base_dir: Path, config_dir: Path) -> Path:
     """
     if "/" in site or site.endswith((ENDING, ".yml")):
         return _readable(Path(anchored(site, base_dir)))
-    shelves = _shelves(config_dir)
+    shelves = (config_dir / "sites", Path.cwd() / HERE, shipped("configs/sites"))
     for folder in shelves:
         if os.path.lexists(path := folder / f"{site}{ENDING}"):
             return _readable(path)
@@ -94,8 +92,8 @@ def read_site(path: Path, text: str) -> Document:
     """Return the entries of a profile as parts of the section `cluster`."""
     document = Document(_shown(path)).read(text, ABOVE)
     if document.entries[ABOVE].value != {}:
-        what = "a profile must hold the keys slurm: and supervisor:"
-        raise ConfigError(what, where=document.entries[ABOVE].origin, remedy="see configs/sites/README.md")
+        problem = "a profile must hold the keys slurm: and supervisor:"
+        raise ConfigError(problem, where=document.entries[ABOVE].origin, remedy="see configs/sites/README.md")
     del document.entries[ABOVE]
     strangers = {key: entry for key, entry in document.entries.items() if key[1] not in HELD}
     for key, entry in strangers.items():
@@ -106,16 +104,16 @@ def read_site(path: Path, text: str) -> Document:
 
 
 def earlier(document: Document) -> Document:
-    """Return a document whose mistakes are told before those of the file; its origins name the true lines."""
+    """Make the mistakes of a document come before those of the file; its origins keep the true lines."""
     document.entries = {
         key: replace(entry, line=entry.line - BEFORE_THE_FILE) for key, entry in document.entries.items()
     }
-    document.problems = [Problem(one.line - BEFORE_THE_FILE, one.text) for one in document.problems]
+    document.problems = [Problem(problem.line - BEFORE_THE_FILE, problem.text) for problem in document.problems]
     return document
 
 
 def explain_card(detail: ErrorDetails) -> str:
-    """Return which card lacks a key or has one that no card has; empty for any other mistake."""
+    """Say which card lacks a key or has an unknown one; empty for any other mistake."""
     if detail["loc"][: len(CARDS)] != CARDS or detail["type"] not in ("missing", "extra_forbidden"):
         return ""
     number, name = detail["loc"][len(CARDS)], str(detail["loc"][-1])
@@ -126,11 +124,6 @@ def explain_card(detail: ErrorDetails) -> str:
     return f"card {int(number) + 1}: {name}: unknown key{meant}"
 
 
-def _shelves(config_dir: Path) -> tuple[Path, ...]:
-    """Return the folders in which a name is looked up, in their order."""
-    return (config_dir / "sites", Path.cwd() / HERE, shipped("configs/sites"))
-
-
 def _readable(path: Path) -> Path:
     if not os.path.isfile(path):  # noqa: PTH113 - which never raises
         raise ValueError(f"{_shown(path)} {'is no file' if os.path.lexists(path) else 'does not exist'}")
@@ -138,19 +131,15 @@ def _readable(path: Path) -> Path:
 
 
 def _unknown(site: str, known: list[str], shelves: tuple[Path, ...]) -> str:
-    """Say what a name might have been."""
+    """Say that no profile has a name, and which was probably meant."""
     close = get_close_matches(site, known, n=1)
     meant = f'; did you mean "{close[0]}"?' if close else ""
-    there = f"; there are {', '.join(known)}" if known else f"; none is in {', '.join(_each(shelves))}"
+    there = f"; there are {', '.join(known)}" if known else f"; none is in {', '.join(map(_shown, shelves))}"
     return f'no profile is called "{site}"{meant}{there} (pipeline init makes one of this cluster)'
 
 
-def _each(folders: tuple[Path, ...]) -> Iterator[str]:
-    return (_shown(folder) for folder in folders)
-
-
 def _misplaced(name: str) -> str:
-    """Say what to do with a key that no profile has."""
+    """Say where a key belongs that is not one of a profile."""
     if name in SlurmSection.model_fields:
         return f"{name}: belongs below slurm:"
     if (*ABOVE, name) in SECTIONS or name in ("executor", "site", "runs", "private"):
@@ -160,6 +149,6 @@ def _misplaced(name: str) -> str:
 
 
 def _shown(path: Path) -> str:
-    """Return a path as people want to read it: from here, where it lies below here."""
+    """Return a path relative to the current folder if it lies below it."""
     here = Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)

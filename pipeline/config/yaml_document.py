@@ -1,4 +1,4 @@
-"""YAML text to plain values that know where they stand; nothing in the text is executed.
+"""YAML text to plain values with their lines; nothing in the text is executed.
 
 Scalars follow YAML 1.2: `no`, `off` and `1:30:00` are text, so a chain may be called NO; only true and false are
 truth values.
@@ -52,7 +52,7 @@ _ADVICE = {
 
 @dataclass(frozen=True, slots=True)
 class WrittenValue:
-    """What was written at a key: a value, or an empty mapping for a section."""
+    """The value that was written at a key; an empty mapping stands for a section."""
 
     value: Any
     origin: str  # "pipeline.yaml:12" or "--set", as `config show` prints it; empty for a default without a file
@@ -60,17 +60,17 @@ class WrittenValue:
     typed: str = ""  # the words after --set
 
     def place(self, key: KeyPath) -> str:
-        """Say where a message about `key`, this one or one below, points."""
+        """Return the place for a message about `key`: this one, or one below it."""
         name = ".".join(key)
         if not self.typed:
             return ": ".join(filter(None, (self.origin, name)))
-        said = self.typed.startswith(f"{name}=")
-        return f"{self.origin} {self.typed}" if said else f"{self.origin} {self.typed}: {name}"
+        names_key = self.typed.startswith(f"{name}=")
+        return f"{self.origin} {self.typed}" if names_key else f"{self.origin} {self.typed}: {name}"
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Problem:
-    """One mistake, in the order in which a reader meets it."""
+    """A mistake in a configuration; mistakes are sorted by line."""
 
     line: int
     text: str
@@ -78,7 +78,7 @@ class Problem:
 
 @dataclass(slots=True)
 class Document:
-    """The entries of one YAML text in its order, and what is wrong with it short of being no YAML."""
+    """The entries of a YAML text in its order, and the mistakes in it; text that is no YAML raises ConfigError."""
 
     name: str
     typed: str = ""
@@ -88,7 +88,7 @@ class Document:
     _nodes: int = 0
 
     def read(self, text: str, key: KeyPath = ()) -> Document:
-        """Add what `text` says at `key`; without a key the text must be a mapping of keys."""
+        """Add the values of `text` at `key`; without a key the text must be a mapping of keys."""
         node = self._compose(text)
         if key:
             self._enter(key, node, self._line(node))
@@ -99,7 +99,7 @@ class Document:
         return self
 
     def _compose(self, text: str) -> yaml.Node:
-        """Return the one document of a text as nodes."""
+        """Parse a text into YAML nodes."""
         if bad := yaml.reader.Reader.NON_PRINTABLE.search(text):
             line = text.count("\n", 0, bad.start()) + 1
             raise self._refusal(f"no valid YAML: the character {bad.group()!r} is not allowed", line)
@@ -156,20 +156,20 @@ class Document:
         """Refuse a document that unfolds without end, and note a tag that asks for an object."""
         self._nodes += 1
         if self._nodes > MAX_NODES or depth > MAX_DEPTH:
-            what = f"more than {MAX_NODES} values or {MAX_DEPTH} levels, once aliases are followed"
-            raise self._refusal(what, self._line(node))
+            problem = f"more than {MAX_NODES} values or {MAX_DEPTH} levels, once aliases are followed"
+            raise self._refusal(problem, self._line(node))
         if node.tag.removeprefix(_TAG) not in (*_SCALARS, "seq", "map"):
             self._problem(self._line(node), key, f"the tag {_short(node.tag)} is not allowed: plain values only")
 
     def _entry(self, value: Any, line: int) -> WrittenValue:
         return WrittenValue(value, self.name if self.typed else f"{self.name}:{line}", line, self.typed)
 
-    def _problem(self, line: int, key: KeyPath, what: str) -> None:
-        self.problems.append(Problem(line, f"{self._entry(None, line).place(key)}: {what}"))
+    def _problem(self, line: int, key: KeyPath, message: str) -> None:
+        self.problems.append(Problem(line, f"{self._entry(None, line).place(key)}: {message}"))
 
-    def _refusal(self, what: str, line: int) -> ConfigError:
+    def _refusal(self, problem: str, line: int) -> ConfigError:
         where = f"{self.name} {self.typed}" if self.typed else f"{self.name}:{line}"
-        return ConfigError(what, where=where, remedy=REMEDY)
+        return ConfigError(problem, where=where, remedy=REMEDY)
 
     def _line(self, node: yaml.Node) -> int:
         return int(node.start_mark.line) + 1 + self.offset
@@ -202,9 +202,9 @@ _Loader.add_implicit_resolver(
 
 
 def _advice(error: yaml.MarkedYAMLError) -> str:
-    """Return what a reader can act upon: a known trap in plain words, else the parser's own."""
-    said = " ".join(part for part in (error.context, error.problem) if part)
-    return next((advice for sign, advice in _ADVICE.items() if sign in said), said)
+    """Return advice on a frequent mistake, else the parser's own words."""
+    parsed = " ".join(part for part in (error.context, error.problem) if part)
+    return next((advice for sign, advice in _ADVICE.items() if sign in parsed), parsed)
 
 
 def _is_null(node: yaml.Node) -> bool:
@@ -235,7 +235,7 @@ _BOUNDS = {
 
 
 def explain(key: KeyPath, detail: ErrorDetails) -> str:
-    """Return why the value at `key` was refused."""
+    """Say why pydantic refused the value at `key`."""
     kind = detail["type"]
     if kind == "extra_forbidden":
         return "unknown key" + _meant(key)
@@ -247,7 +247,7 @@ def explain(key: KeyPath, detail: ErrorDetails) -> str:
 
 
 def _wanted(key: KeyPath, detail: ErrorDetails) -> str:
-    """Say what would have been right."""
+    """Say what the schema wants at a key."""
     kind = detail["type"]
     if kind == "literal_error":
         return f"wants one of {', '.join(_choices(key))}"
@@ -261,7 +261,7 @@ def _wanted(key: KeyPath, detail: ErrorDetails) -> str:
 
 
 def _advice_on_value(key: KeyPath, kind: str, value: object) -> str:
-    """Name the nearest choice, or explain quotes: missing where YAML reads something else, or too many."""
+    """Suggest the nearest choice, or to add or remove quotes; empty: no advice."""
     if kind == "literal_error":
         return _suggestion(str(value), _choices(key))
     if kind == "string_type" and isinstance(value, bool | int | float | None):
@@ -272,7 +272,7 @@ def _advice_on_value(key: KeyPath, kind: str, value: object) -> str:
 
 
 def _meant(key: KeyPath) -> str:
-    """Suggest a sibling with a similar name, or the section that does have this key."""
+    """Suggest a sibling key with a similar name, or another section that has this key."""
     siblings = [field[-1] for field in FIELDS if field[:-1] == key[:-1]]
     elsewhere = [".".join(leaf) for leaf in LEAVES if leaf[-1] == key[-1]]
     known = f"; there are {', '.join(siblings)}" if siblings else ""
@@ -287,11 +287,11 @@ def _suggestion(word: str, names: list[str], cutoff: float = 0.6) -> str:
 def _choices(key: KeyPath) -> list[str]:
     annotation = FIELDS[key].annotation if key in FIELDS else None
     either = (annotation, *get_args(annotation))  # a choice, or a choice or nothing
-    return [str(choice) for one in either if get_origin(one) is Literal for choice in get_args(one)]
+    return [str(choice) for option in either if get_origin(option) is Literal for choice in get_args(option)]
 
 
 def _is_plain(text: str) -> bool:
-    """Tell whether text without its quotes would be a number or a truth value."""
+    """Say whether a text would be a number or a truth value without its quotes."""
     try:
         return not isinstance(json.loads(text), dict | list | str)
     except ValueError:

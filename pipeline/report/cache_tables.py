@@ -56,17 +56,19 @@ def store_table(stats: Sequence[StoreStat]) -> RenderableType:
     ]
     columns = ("kind", "items", "size", "per item", "files", "unreadable", "index", "age")
     shown = text_table(columns, rows, right="items size per item files unreadable")
-    notes = [f"index {name}: {what}" for name, what in INDEXES.items() if name in {stat.index.value for stat in stats}]
+    states = {stat.index.value for stat in stats}
+    notes = [f"index {state}: {meaning}" for state, meaning in INDEXES.items() if state in states]
     broken = [(stat.kind, name, reason) for stat in stats for name, reason in stat.unreadable]
     tables: list[RenderableType] = ["", text_table(("kind", "unreadable file", "why"), broken)] if broken else []
     return Group(shown, *notes, *tables)
 
 
 def recipe_table(recipes: Mapping[str, Sequence[RecipeStat]], undescribed: Mapping[str, int]) -> RenderableType:
-    """Show by which recipes records were made; of several, only where they differ."""
+    """Show the recipes by which records were made; of several for a kind, only the settings that differ."""
     rows = []
     for kind, known in recipes.items():
-        shared = {name for name in known[0].recipe if _alike(known, name)} if len(known) > 1 else set[str]()
+        first = known[0].recipe if len(known) > 1 else {}
+        shared = {name for name in first if all(made.recipe.get(name) == first[name] for made in known)}
         for made in known:
             words = (f"{name} {_short(value)}" for name, value in made.recipe.items() if name not in shared)
             rows.append((kind, f"{made.records:,}", format_bytes(made.bytes), ", ".join(words)))
@@ -75,13 +77,8 @@ def recipe_table(recipes: Mapping[str, Sequence[RecipeStat]], undescribed: Mappi
     return text_table(("recipes of", "items", "size", "made with"), rows, right="items size") if rows else ""
 
 
-def _alike(known: Sequence[RecipeStat], name: str) -> bool:
-    """Say whether recipes agree in one choice."""
-    return all(made.recipe.get(name) == known[0].recipe[name] for made in known)
-
-
 def _short(value: Any) -> str:
-    """Return a choice as people read it; digests by their beginning."""
+    """Format a value of a recipe; of digests, the first letters."""
     if isinstance(value, dict):
         return "(" + ", ".join(f"{name} {_short(part)}" for name, part in value.items()) + ")"
     if isinstance(value, list):
@@ -93,13 +90,13 @@ def _short(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """How much of what the data set needs of a kind was not there, by what was known of it at some time."""
+    """How many of the records of a kind that the data set needs are missing, as of the last look at it."""
 
     kind: str
     needed: int
     missing: int
     at: float  # when the data set was last looked at, in seconds since 1970
-    changed: bool  # the data set since, as far as the times of its file or folder tell
+    changed: bool  # since then the data set has changed, by the times of its file or folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,14 +107,14 @@ class Holdings:
     is_there: bool
     stats: tuple[StoreStat, ...]
     recipes: Mapping[str, list[RecipeStat]]
-    undescribed: Mapping[str, int]  # kind → records made by recipes of which nobody can read what they say
+    undescribed: Mapping[str, int]  # kind → records whose recipe cannot be read
     missing: tuple[Missing, ...]
-    unknown: tuple[str, ...]  # kinds of which nobody has looked what the data set needs
+    unknown: tuple[str, ...]  # kinds for which no stage has determined yet what the data set needs
     report: DamageReport | None  # of the last validation
     users: tuple[User, ...]
     quarantine: Mapping[str, tuple[int, int]]  # kind → files, bytes
     under: tuple[Path, ...]
-    left_out: tuple[CacheUnusable, ...]  # why other caches that were to be under it are not
+    left_out: tuple[CacheUnusable, ...]  # why caches of `cache.under` are not read
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON data."""
@@ -148,21 +145,21 @@ class Holdings:
         return sum(files for files, _ in self.quarantine.values()), sum(size for _, size in self.quarantine.values())
 
     def found_last(self) -> str:
-        """Say what the last validation has found."""
+        """Say what the last validation found."""
         summary = self.report.summary if self.report else None
         if summary is None or not summary.findings:
             return "all well"
         return f"{plural(summary.findings, 'finding')}, {plural(summary.lost, 'record')} lost"
 
     def remedy(self) -> str:
-        """Return what to do about what the last validation has found; empty: nothing."""
+        """Return the command to run after the last validation; empty: nothing is wrong."""
         if self.report is None or not self.report.summary.findings:
             return ""
         return damage_found(self.report.summary, self.root, self.report.path).remedy
 
 
 def holdings_lines(held: Holdings) -> list[RenderableType]:
-    """Say what the data set misses, what the last validation found, who uses the cache, and what was put aside."""
+    """Return lines on what is missing, the last validation, the users of the cache and its quarantine."""
     if not held.is_there:
         return [f"no cache is there yet: {NOT_KNOWN}   (makes it)", *_layer_lines(held)]
     now = datetime.now(tz=timezone.utc)
@@ -184,7 +181,7 @@ def holdings_lines(held: Holdings) -> list[RenderableType]:
 
 
 def _layer_lines(held: Holdings) -> Iterator[str]:
-    """Say from which other caches this one reads, and why not from others."""
+    """Yield which other caches are read, too, and which are left out and why."""
     if held.under:
         yield f"reads also from {_named(map(str, held.under))}"
     for refused in held.left_out:
@@ -193,17 +190,17 @@ def _layer_lines(held: Holdings) -> Iterator[str]:
 
 
 def _missing_line(missing: Missing, now: datetime) -> str:
-    """Say how much of a kind is missing, and as of when that is known."""
+    """Say how many records of a kind are missing, and how old that knowledge is."""
     when = age(now, datetime.fromtimestamp(missing.at, timezone.utc))
     changed = "; it has changed since" if missing.changed else ""
     needed = f"{missing.needed:,}"
-    found = f"{missing.missing:,} of {needed} missing" if missing.missing else f"all {needed} are there"
+    state = f"{missing.missing:,} of {needed} missing" if missing.missing else f"all {needed} are there"
     again = f": pipeline submit --stage {missing.kind}" if missing.missing or changed else ""
-    return f"{missing.kind}: {found}, by the data set of {when} ago{changed}{again}"
+    return f"{missing.kind}: {state}, by the data set of {when} ago{changed}{again}"
 
 
 def _validation_lines(held: Holdings, report: DamageReport, now: datetime) -> Iterator[str]:
-    """Say when a cache was last validated, how, what was found, and what is to be done about it."""
+    """Yield when and how a cache was last validated, what was found, and what to do about it."""
     last = report.summary
     when = age(now, datetime.fromtimestamp(last.begun, timezone.utc))
     part = f", of kind {_named(last.only)}" if last.only else ""
@@ -213,32 +210,31 @@ def _validation_lines(held: Holdings, report: DamageReport, now: datetime) -> It
         yield f"  next: {remedy}"
 
 
-def cleaning_lines(told: Mapping[str, Any]) -> list[RenderableType]:
-    """Show what cleaning would remove, what stays although nobody needs it, and why."""
+def cleaning_lines(cleaning: Mapping[str, Any]) -> list[RenderableType]:
+    """Show what cleaning would remove, and which unneeded files stay and why."""
     shown: list[RenderableType] = []
-    if told["dead"]:
+    if cleaning["dead"]:
         rows = [
             (dead["kind"], f"{dead['items']:,}", format_bytes(dead["bytes"]), dead["why"], _made(dead))
-            for dead in told["dead"]
+            for dead in cleaning["dead"]
         ]
         shown += [text_table(("dead", "items", "size", "because", "made with"), rows, right="items size"), ""]
-    if told["leftovers"]:
-        left = [
-            (what, f"{files:,}", format_bytes(taken)) for what, (files, taken) in _by_what(told["leftovers"]).items()
-        ]
+    if cleaning["leftovers"]:
+        leftovers = _by_what(cleaning["leftovers"]).items()
+        left = [(label, f"{files:,}", format_bytes(taken)) for label, (files, taken) in leftovers]
         shown += [text_table(("left over", "files", "size"), left, right="files size"), ""]
-    shown += [*_staying(told), *(line for note in told["notes"] for line in _note(note))]
+    shown += [*_staying(cleaning), *(line for note in cleaning["notes"] for line in _note(note))]
     return shown[:-1] if shown and shown[-1] == "" else shown
 
 
-def _staying(told: Mapping[str, Any]) -> Iterator[str]:
-    """Say what stays although nobody needs it."""
+def _staying(cleaning: Mapping[str, Any]) -> Iterator[str]:
+    """Yield which unneeded records and files stay, and why."""
     dead: dict[str, tuple[int, int]] = {}
-    for kind in told["kinds"]:
+    for kind in cleaning["kinds"]:
         for fate, entry in kind["dead"].items():
             items, taken = dead.get(fate, (0, 0))
             dead[fate] = items + entry["items"], taken + entry["bytes"]
-    span = _span(told["older_than_s"])
+    span = _span(cleaning["older_than_s"])
     reasons = {
         "young": f"in files that are younger than {span} (--older-than)",
         "sparse": "in files that hold much more of what is needed: pipeline cache compact",
@@ -248,24 +244,24 @@ def _staying(told: Mapping[str, Any]) -> Iterator[str]:
         items, taken = dead.get(fate, (0, 0))
         if items:
             yield f"stays: {plural(items, 'dead item')}, {format_bytes(taken)}, {why}"
-    for seconds in sorted({entry["older_than_s"] for entry in told["young"]}):
-        option = " (--older-than)" if seconds == told["older_than_s"] else ""
-        young = [entry for entry in told["young"] if entry["older_than_s"] == seconds]
-        for what, (files, taken) in _by_what(young).items():
+    for seconds in sorted({entry["older_than_s"] for entry in cleaning["young"]}):
+        option = " (--older-than)" if seconds == cleaning["older_than_s"] else ""
+        young = [entry for entry in cleaning["young"] if entry["older_than_s"] == seconds]
+        for label, (files, taken) in _by_what(young).items():
             held = f"{plural(files, 'file')}, {format_bytes(taken)}"
-            yield f"stays: {what}: {held}, younger than {_span(seconds)}{option}"
-    if told["damaged"]:
-        names = [f"{entry['kind']}/{entry['shard']}" for entry in told["damaged"]]
+            yield f"stays: {label}: {held}, younger than {_span(seconds)}{option}"
+    if cleaning["damaged"]:
+        names = [f"{entry['kind']}/{entry['shard']}" for entry in cleaning["damaged"]]
         yield f"stays: cannot be read: {_named(names)}: pipeline cache repair"
-    if told["left_alone"]:
-        yield f"left alone, not made by this program: {_named(told['left_alone'])}"
-    if told["used_by"]:
-        then = "what they need goes, too" if told["all"] else "all that is made by their recipes stays"
-        yield f"used also by {_named(dict.fromkeys(told['used_by']))}: {then}"
+    if cleaning["left_alone"]:
+        yield f"left alone, not made by this program: {_named(cleaning['left_alone'])}"
+    if cleaning["used_by"]:
+        consequence = "what they need goes, too" if cleaning["all"] else "all that is made by their recipes stays"
+        yield f"used also by {_named(dict.fromkeys(cleaning['used_by']))}: {consequence}"
 
 
 def _span(seconds: float) -> str:
-    """Return a time as people say it."""
+    """Format a time in whole days where possible."""
     return plural(round(seconds / DAY_S), "day") if seconds % DAY_S == 0 else format_seconds(seconds)
 
 
@@ -274,13 +270,13 @@ def _note(note: Mapping[str, Any]) -> list[str]:
 
 
 def _by_what(files: Sequence[Mapping[str, Any]]) -> dict[str, tuple[int, int]]:
-    """Count files and bytes by what they are."""
-    found: dict[str, tuple[int, int]] = {}
+    """Return the number of files and their bytes by what they are."""
+    totals: dict[str, tuple[int, int]] = {}
     for file in files:
         name = f"{file['what']} of {file['kind']}" if file["kind"] else file["what"]
-        count, taken = found.get(name, (0, 0))
-        found[name] = count + 1, taken + file["bytes"]
-    return found
+        count, taken = totals.get(name, (0, 0))
+        totals[name] = count + 1, taken + file["bytes"]
+    return totals
 
 
 def _made(dead: Mapping[str, Any]) -> str:
@@ -288,7 +284,7 @@ def _made(dead: Mapping[str, Any]) -> str:
 
 
 def _named(names: Iterable[str]) -> str:
-    """Return the first few of some names, and how many more there are."""
+    """Return the first few names, and how many more there are."""
     known = list(names)
     more = f" and {len(known) - NAMED:,} more" if len(known) > NAMED else ""
     return ", ".join(known[:NAMED]) + more

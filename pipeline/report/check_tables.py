@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pipeline.store.maintenance.shard_repair import Mend, Repaired
 
 SHOWN = 20  # shards of which each has a line
-FAULTS = {  # what of it there can be several, and what is wrong with each
+FAULTS = {  # fault → what is counted, and what is wrong with it
     "index": ("fault", "of the index"),
     "header": ("header", "damaged"),
     "table": ("table", "damaged"),
@@ -59,9 +59,7 @@ def check_table(kinds: Mapping[str, KindTally]) -> RenderableType:
     """Show what was found in each kind."""
     if not kinds:
         return "empty: nothing was stored yet"
-    listed = any(
-        tally.listed for tally in kinds.values()
-    )  # of records that nobody read, nobody says that they are whole
+    listed = any(tally.listed for tally in kinds.values())  # records that were not read are not called whole
     rows = [
         (
             kind,
@@ -79,8 +77,8 @@ def check_table(kinds: Mapping[str, KindTally]) -> RenderableType:
 
 
 def whole_line(kinds: Mapping[str, KindTally]) -> str:
-    """Say that nothing is wrong, and with how much."""
-    records, files = (sum(tally.records for tally in kinds.values()), sum(tally.shards for tally in kinds.values()))
+    """Say that nothing is wrong, and how much was looked at."""
+    records, files = sum(tally.records for tally in kinds.values()), sum(tally.shards for tally in kinds.values())
     unread = "   (--full reads the records, too)" if any(tally.listed for tally in kinds.values()) else ""
     return f"nothing is wrong: {plural(records, 'record')} in {plural(files, 'file')}{unread}"
 
@@ -91,10 +89,20 @@ def _fault(fault: str, count: int) -> str:
 
 
 def mend_table(mends: Sequence[Mend], more: int) -> list[RenderableType]:
-    """Show what would be done about each shard, the first of them."""
+    """Show what would be done about each of the first shards."""
     if not mends:
         return []
-    rows = [(mend.kind, mend.shard or "(index)", mend.why, mend.salvaged, _lost(mend), _fate(mend)) for mend in mends]
+    rows = [
+        (
+            mend.kind,
+            mend.shard or "(index)",
+            mend.why,
+            mend.salvaged,
+            "not known" if mend.unknown else f"{len(mend.lost):,}",
+            _fate(mend),
+        )
+        for mend in mends
+    ]
     columns = ("kind", "file", "what is wrong", "salvaged", "lost", "what becomes of it")
     shown: list[RenderableType] = [text_table(columns, rows, right="salvaged lost")]
     return [*shown, f"… and {plural(more, 'file')} more (--json names all)"] if more else shown
@@ -105,16 +113,11 @@ def mended_table(kinds: Mapping[str, Repaired]) -> list[RenderableType]:
     if not kinds:
         return []
     columns = ("kind", "put into quarantine", "left alone", "salvaged", "lost")
-    rows = [(kind, *_counts(done.quarantined, done.stay, done.salvaged, done.lost)) for kind, done in kinds.items()]
+    rows = [
+        (kind, f"{done.quarantined:,}", f"{done.stay:,}", f"{done.salvaged:,}", f"{done.lost:,}")
+        for kind, done in kinds.items()
+    ]
     return [text_table(columns, rows, right=" ".join(columns[1:]))]
-
-
-def _counts(*numbers: int) -> tuple[str, ...]:
-    return tuple(f"{number:,}" for number in numbers)
-
-
-def _lost(mend: Mend) -> str:
-    return "not known" if mend.unknown else f"{len(mend.lost):,}"
 
 
 def _fate(mend: Mend) -> str:
@@ -126,22 +129,25 @@ def _fate(mend: Mend) -> str:
     return "the index forgets it" if mend.gone else "put into quarantine"
 
 
-def repaired_lines(told: Repaired, *, did: bool) -> list[str]:
-    """Say in all what was done, or would be."""
-    if not (told.quarantined or told.indexes or told.stay or told.lost):
+def repaired_lines(repaired: Repaired, *, did: bool) -> list[str]:
+    """Return the totals of a repair that was done, or would be."""
+    if not (repaired.quarantined or repaired.indexes or repaired.stay or repaired.lost):
         return ["nothing is damaged"]
     would = "" if did else "would be "
+    size = format_bytes(repaired.salvaged_bytes)
     lines = [
-        f"{plural(told.salvaged, 'record')} ({format_bytes(told.salvaged_bytes)}) {would}carried over to new shards, "
-        f"{plural(told.quarantined, 'shard')} {would}put into quarantine, "
-        f"{told.indexes:,} {'index' if told.indexes == 1 else 'indexes'} {would}made anew"
+        f"{plural(repaired.salvaged, 'record')} ({size}) {would}carried over to new shards, "
+        f"{plural(repaired.quarantined, 'shard')} {would}put into quarantine, "
+        f"{repaired.indexes:,} {'index' if repaired.indexes == 1 else 'indexes'} {would}made anew"
     ]
-    if told.lost:
-        lines.append(f"{plural(told.lost, 'record')} {'is' if told.lost == 1 else 'are'} lost, to be computed again")
-    if told.unknown:
-        lines.append(f"of {plural(told.unknown, 'shard')} nobody knows what was in it: `pipeline submit` computes it")
-    if told.stay:
-        lines.append(f"{plural(told.stay, 'file')} left alone")
+    if repaired.lost:
+        verb = "is" if repaired.lost == 1 else "are"
+        lines.append(f"{plural(repaired.lost, 'record')} {verb} lost, to be computed again")
+    if repaired.unknown:
+        shards = plural(repaired.unknown, "shard")
+        lines.append(f"of {shards} nobody knows what was in it: `pipeline submit` computes it")
+    if repaired.stay:
+        lines.append(f"{plural(repaired.stay, 'file')} left alone")
     return lines
 
 
@@ -163,13 +169,13 @@ def compact_table(kinds: Sequence[Compacted], *, did: bool) -> RenderableType:
 
 
 def compacted_line(kinds: Sequence[Compacted]) -> str:
-    """Say in all what a compaction did."""
+    """Return the totals of a compaction."""
     before, after = sum(kind.shards for kind in kinds), sum(kind.after for kind in kinds)
     return f"{plural(before, 'file')} became {after:,}" if any(kind.gone for kind in kinds) else "nothing was changed"
 
 
 def _after(kind: Compacted, did: bool) -> str:  # noqa: FBT001 - a fact about the table
-    """Say what became, or would become, of the small files of a kind."""
+    """Say what compaction did, or would do, with the small files of a kind."""
     if not kind.small:
         return "nothing to do"
     damaged = f"; {plural(len(kind.damaged), 'damaged file')} left alone" if kind.damaged else ""

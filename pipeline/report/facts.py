@@ -1,4 +1,4 @@
-"""What reports say of stages besides their journal: what each would take, what it has used, and what to ask for."""
+"""Figures of stages for reports: what a stage would use, what it has used, and what to ask for next time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Suggested:
-    """A value for the next run."""
+    """A better value of a setting for the next run."""
 
     key: str
     was: int
@@ -21,14 +21,14 @@ class Suggested:
     why: str
 
     def shown(self, value: int) -> str:
-        """Return a value of this setting as people read it."""
+        """Format a value of this setting."""
         name = self.key.rpartition(".")[2]
         return format_bytes(value) if name == "mem" else format_seconds(value) if name == "time" else f"{value:,}"
 
 
 @dataclass(frozen=True, slots=True)
 class StageUse:
-    """What the attempts at a stage's tasks were given and have used; None is what nobody measured."""
+    """What the attempts at a stage's tasks were given and have used; None: not measured."""
 
     stage: str
     tasks: int
@@ -58,7 +58,7 @@ class StageUse:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What one stage would take; None is what nobody knows."""
+    """What a stage would use; None: not known."""
 
     stage: str
     counts: Mapping[str, int]

@@ -45,7 +45,7 @@ LINE_EVERY_S = 10.0
 WIDE, BAR_COLUMNS = 160, 75  # columns
 EVERY_S = 2.0
 GLANCE_S = 0.2  # how soon a terminal's new size is seen
-CHANGES = 30  # by which a pace is told
+CHANGES = 30  # of a stage, from which its pace is computed
 
 
 class _Rate(ProgressColumn):
@@ -58,7 +58,7 @@ class _Rate(ProgressColumn):
 
 
 class LiveBars:
-    """Shows on stderr how far things are, so that stdout stays a document: bars on a terminal, else lines."""
+    """Shows progress on stderr (stdout is for the document): bars on a terminal, else a line now and then."""
 
     def __init__(self, *columns: ProgressColumn) -> None:
         self._console = Console(file=sys.stderr, highlight=False)
@@ -77,12 +77,12 @@ class LiveBars:
         self.stop()
 
     def stop(self) -> None:
-        """Leave the bars as they are."""
+        """Stop drawing; the bars stay on the screen."""
         if self._console.is_terminal:
             self._bars.stop()
 
     def _update(self, name: str, done: int, total: int | None, line: str, note: str = "", *, now: bool = False) -> None:
-        """Show how far something is; a line is printed for what is new, `now` or if none was for some time."""
+        """Show progress; without a terminal print a line if there is some, `now` or if the last is long ago."""
         if self._console.is_terminal:
             if name not in self._tasks:  # it begins where it is first seen: what came before must not count as speed
                 self._tasks[name] = self._bars.add_task(name, total=total, completed=done, note="")
@@ -96,13 +96,13 @@ class LiveBars:
 
 
 class StageBars(LiveBars):
-    """How far the stages of a run are."""
+    """Progress of the stages of a run."""
 
     def __init__(self) -> None:
         super().__init__(MofNCompleteColumn(), _Rate(), TimeRemainingColumn())
 
     def show(self, stage: StageStatus) -> None:
-        """Show how far a stage is."""
+        """Show the progress of a stage."""
         if stage.missing == 0:
             return
         rejected = sum(stage.reasons.values())
@@ -117,7 +117,7 @@ class StageBars(LiveBars):
 
 
 class CheckBars(LiveBars):
-    """How far a look at the files of a cache is."""
+    """Progress of a look at the files of a cache."""
 
     def __init__(self, name: str, total: int | None) -> None:
         super().__init__(MofNCompleteColumn(), TextColumn("files"), TimeRemainingColumn())
@@ -135,14 +135,14 @@ class CheckBars(LiveBars):
 
 
 class DownloadBars(LiveBars):
-    """How far a download is."""
+    """Progress of a download."""
 
     def __init__(self, name: str) -> None:
         super().__init__(DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
         self._name = name
 
     def show(self, progress: DownloadProgress) -> None:
-        """Show how far it is."""
+        """Show the progress so far."""
         is_whole = progress.bytes == progress.total
         self._update(self._name, progress.bytes, progress.total, download_words(progress), now=is_whole)
 
@@ -157,30 +157,30 @@ def download_words(progress: DownloadProgress) -> str:
 
 
 class PaceMeter:
-    """How fast stages go: by their last changes, so that it follows, and falls when nothing comes any more."""
+    """Speed of stages over their last changes: it adapts, and falls while no item is finished."""
 
     def __init__(self) -> None:
         self._seen: dict[str, deque[tuple[float, int]]] = {}
 
     def take(self, status: RunStatus, now: float) -> dict[str, float]:
-        """Take in how far stages are, and return what each works through in a second."""
+        """Record the progress of stages, and return the items per second of each."""
         return {stage.name: self._of(stage, now) for stage in status.stages.values()}
 
     def _of(self, stage: StageStatus, now: float) -> float:
-        begun = (stage.started_at, 0)  # all that is known at first is how it went so far
-        seen = self._seen.setdefault(stage.name, deque([begun], maxlen=CHANGES))
+        begun = (stage.started_at, 0)  # at first only the mean so far is known
+        changes = self._seen.setdefault(stage.name, deque([begun], maxlen=CHANGES))
         done = stage.items_done
-        if done < seen[-1][1]:  # a task was split, or begins again
-            seen.clear()
-            seen.append((now, done))
-        elif done > seen[-1][1]:
-            seen.append((now, done))
-        (since, before), took = seen[0], now - seen[0][0]
+        if done < changes[-1][1]:  # a task was split, or begins again
+            changes.clear()
+            changes.append((now, done))
+        elif done > changes[-1][1]:
+            changes.append((now, done))
+        (since, before), took = changes[0], now - changes[0][0]
         return (done - before) / took if took > 0 and since else 0.0
 
 
 def watched(now: Callable[[], SeenRun], goes_on: Callable[[], bool]) -> None:
-    """Show what `now` tells until nothing goes on any more, or Ctrl-C; the last report stays."""
+    """Show the run that `now` returns until it has ended, or until Ctrl-C; the last report stays on the screen."""
     last: list[SeenRun] = []
 
     def look() -> SeenRun | None:
@@ -193,21 +193,22 @@ def watched(now: Callable[[], SeenRun], goes_on: Callable[[], bool]) -> None:
             _on_screen(console, look)
         else:
             _as_lines(look)
-    except KeyboardInterrupt:  # to leave is no failure, and what was seen last is what stays
+    except KeyboardInterrupt:  # leaving is no failure
         pass
     for run in last:
         show_parts(*run_report(run))
 
 
 def _on_screen(console: Console, look: Callable[[], SeenRun | None]) -> None:
-    """Fill the terminal; it is written to only when there is something else to see."""
-    meter, drawn, glanced = PaceMeter(), list[Text](), None
+    """Show a run on the whole terminal, which is written to only when a line has changed."""
+    meter, drawn, drawn_at = PaceMeter(), list[Text](), None
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while run := look():
             paces, due = meter.take(run.status, time.time()), time.monotonic() + EVERY_S
             while (moment := time.monotonic()) < due:
-                if (seen := (console.size, int(moment))) != glanced:  # the clock goes on, or the window has changed
-                    lines, glanced = screen(run, Screen(*console.size, time.time(), paces)), seen
+                size_and_second = (console.size, int(moment))
+                if size_and_second != drawn_at:  # the window has changed, or the clock
+                    lines, drawn_at = screen(run, Screen(*console.size, time.time(), paces)), size_and_second
                     if lines != drawn:
                         live.update(Text("\n").join(lines), refresh=True)
                         drawn = lines
@@ -218,9 +219,9 @@ def _as_lines(look: Callable[[], SeenRun | None]) -> None:
     """Print a report whenever it has changed."""
     before = None
     while run := look():
-        told = replace(run, at=math.inf).to_json()  # a clock is no change
-        if told != before:
+        document = replace(run, at=math.inf).to_json()  # a clock is no change
+        if document != before:
             show_parts(*run_report(run), "")
             sys.stdout.flush()
-        before = told
+        before = document
         time.sleep(EVERY_S)

@@ -1,4 +1,4 @@
-"""The plan of a training, for people: what it takes, of what, on what, and how far each number is to be trusted."""
+"""The plan of a training as text: its memory by component, its batches, its job, and where each number is from."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pipeline.report.facts import Estimate
 
 MOST_ROWS = 12  # of activations by module
-LEAST_SHARE = 0.002  # of the peak: smaller parts are told together
+LEAST_SHARE = 0.002  # of the peak: smaller parts are added up
 NAMED = 5
 NOT_NEEDED = "not needed"
 WORDS = {
@@ -37,7 +37,7 @@ WORDS = {
 
 
 def training_report(plan: Mapping[str, Any]) -> list[RenderableType]:
-    """Show a training's outlook, as JSON data."""
+    """Show the plan of a training, which is given as JSON data."""
     parts = (_verdict, _stages, _components, _configurations, _tried, _alternatives, _job, _probes, _words)
     shown: list[RenderableType] = []
     for part in parts:
@@ -52,7 +52,7 @@ def _main(plan: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _verdict(plan: Mapping[str, Any]) -> Iterator[str]:
-    """Say in a few lines what will be done."""
+    """Yield the main decisions: the GPUs, whether it fits, the batches, and what saves memory."""
     chosen = _main(plan)
     cards = ", ".join(chosen["cards"])
     where = cards if chosen["ranks"] == 1 else f"{chosen['ranks']} x {cards}"
@@ -109,39 +109,33 @@ def _stages(plan: Mapping[str, Any]) -> Iterator[RenderableType]:
 
 
 def _components(plan: Mapping[str, Any]) -> Iterator[RenderableType]:
-    """Show what the memory at the peak of a step is for."""
+    """Show the memory at the peak of a step by component."""
     chosen = _main(plan)
     live = sum(part["bytes"] for part in chosen["parts"])
-    rows = [
-        (label, format_bytes(count), f"{count / live:.1%}", origin) for label, count, origin in _parts(chosen, live)
-    ]
-    rows.append(("live at the peak of a step", format_bytes(live), "100.0%", chosen["live"]["origin"]))
+    origin, reserved, margin = chosen["live"]["origin"], chosen["reserved"], chosen["margin"]
+    rows = [(label, format_bytes(size), f"{size / live:.1%}", origin) for label, size in _parts(chosen, live)]
+    rows.append(("live at the peak of a step", format_bytes(live), "100.0%", origin))
     if plan["evaluation_bytes"] is not None:
-        rows.append(
-            ("  (evaluating such a micro-batch)", format_bytes(plan["evaluation_bytes"]), "", chosen["live"]["origin"])
-        )
-    rows.append(
-        ("held by torch's allocator", format_bytes(chosen["reserved"]["value"]), "", chosen["reserved"]["origin"])
-    )
-    factor = f"margin x {chosen['margin']['factor']:.3f}"
-    rows.append((f"with the {factor}", format_bytes(chosen["total"]["value"]), "", chosen["margin"]["origin"]))
+        rows.append(("  (evaluating such a micro-batch)", format_bytes(plan["evaluation_bytes"]), "", origin))
+    rows.append(("held by torch's allocator", format_bytes(reserved["value"]), "", reserved["origin"]))
+    total = format_bytes(chosen["total"]["value"])
+    rows.append((f"with the margin x {margin['factor']:.3f}", total, "", margin["origin"]))
     yield text_table(("component", "memory", "share", "from"), rows, right="memory share")
 
 
-def _parts(chosen: Mapping[str, Any], live: int) -> Iterator[tuple[str, int, str]]:
-    """Yield the components, the largest activations by module, small ones together."""
-    origin = chosen["live"]["origin"]
+def _parts(chosen: Mapping[str, Any], live: int) -> Iterator[tuple[str, int]]:
+    """Yield each component with its bytes; the largest activations by module, the small ones added up."""
     groups: dict[str, list[tuple[str, int]]] = defaultdict(list)
     for part in chosen["parts"]:
         groups[part["category"]].append((part["name"], part["bytes"]))
     for category, parts in groups.items():
-        told = sorted(parts, key=lambda part: -part[1])
-        kept = [part for part in told[:MOST_ROWS] if part[1] >= LEAST_SHARE * live]
-        rest = sum(count for _, count in told) - sum(count for _, count in kept)
-        for name, count in kept:
-            yield f"{WORDS[category]}{f' of {name}' if name else ''}", count, origin
-        if rest:
-            yield f"{WORDS[category]}{', others' if kept else ''}", rest, origin
+        largest_first = sorted(parts, key=lambda part: -part[1])
+        kept = [part for part in largest_first[:MOST_ROWS] if part[1] >= LEAST_SHARE * live]
+        others_bytes = sum(size for _, size in largest_first) - sum(size for _, size in kept)
+        for name, size in kept:
+            yield f"{WORDS[category]}{f' of {name}' if name else ''}", size
+        if others_bytes:
+            yield f"{WORDS[category]}{', others' if kept else ''}", others_bytes
 
 
 def _configurations(plan: Mapping[str, Any]) -> Iterator[RenderableType]:
@@ -166,7 +160,7 @@ def _configurations(plan: Mapping[str, Any]) -> Iterator[RenderableType]:
 
 
 def _tried(plan: Mapping[str, Any]) -> Iterator[RenderableType]:
-    """Show the remedies in their order, and what came of each."""
+    """Show the combinations of remedies that were tried, and the verdict on each."""
     rows = [
         (
             trial["remedy"],
@@ -232,23 +226,20 @@ def _probes(plan: Mapping[str, Any]) -> Iterator[RenderableType]:
         )
         for probe in plan["probed"]
     ]
-    yield text_table(
-        ("probe", "outcome", "predicted", "measured", "ratio", "step", ""), rows, right="predicted measured ratio step"
-    )
+    columns = ("probe", "outcome", "predicted", "measured", "ratio", "step", "")
+    yield text_table(columns, rows, right="predicted measured ratio step")
 
 
 def _words(plan: Mapping[str, Any]) -> Iterator[str]:
-    """Say how far to trust the plan, and what the linter found."""
+    """Yield notes on the plan's uncertainty, and the findings of the linter."""
     chosen = _main(plan)
     if plan["ignores_sizes"]:
         yield "warning: memory does not grow with the sizes: does example() make batches as large as it is told to?"
-    notes: Sequence[str] = list(
-        dict.fromkeys((chosen["margin"]["why"], *chosen["notes"], *chosen["allocator"]["notes"]))
-    )
+    notes = dict.fromkeys((chosen["margin"]["why"], *chosen["notes"], *chosen["allocator"]["notes"]))
     yield from (f"note: {note}" for note in notes)
-    for found in plan["findings"]:
-        yield f"{found['severity']}: {found['what']}: {found['why']}"
-        yield f"    {found['remedy']}   ({found['source']})"
+    for finding in plan["findings"]:
+        yield f"{finding['severity']}: {finding['what']}: {finding['why']}"
+        yield f"    {finding['remedy']}   ({finding['source']})"
 
 
 PLANNED = ("items", "refused", "unusable", "cached", "missing", "tasks")
@@ -257,7 +248,7 @@ LATER = {"train": "planned when its graphs are there"}
 
 
 def stage_line(name: str, counts: Mapping[str, int]) -> str:
-    """Say what a stage found when it was submitted: what is done already, and what is not."""
+    """Say how much of a stage's work was done already when it was submitted, and how much was not."""
     parts = [f"{counts['cached']:,} cached", f"{counts['missing']:,} to do"]
     if name == "validate":
         parts = parts[1:]
@@ -284,22 +275,15 @@ def plan_table(plans: Iterable[tuple[str, Mapping[str, int], int, int, Ask | Non
     rows = []
     for name, counts, made_bytes, cpus, ask in plans:
         asks = ("", "", "") if ask is None else (cpus, format_bytes(ask.mem_bytes), format_seconds(ask.time_s))
+        planned = [f"{counts[column]:,}" for column in PLANNED]
         disk = format_bytes(made_bytes) if made_bytes else ""
-        rows.append(
-            (
-                name,
-                f"{unit_of(name, counts)}s",
-                *(f"{counts[column]:,}" for column in PLANNED),
-                *asks,
-                disk,
-            )
-        )
+        rows.append((name, f"{unit_of(name, counts)}s", *planned, *asks, disk))
     columns = ("stage", "of", *PLANNED, "cpus", "mem", "time limit", "disk")
     return text_table(columns, rows, right=" ".join((*PLANNED, "cpus", "mem", "disk")))
 
 
 def estimate_report(stages: Sequence[Estimate]) -> list[RenderableType]:
-    """Show what each stage would take, and where the numbers are from."""
+    """Show what each stage would use, and where the numbers are from."""
     columns = ("stage", "to do", "cached", "tasks", "cpus", "gpus", "mem", "limit", "disk", "about")
     shown: list[RenderableType] = [text_table(columns, map(_estimate_row, stages), right=" ".join(columns[1:]))]
     unknown = "not scanned yet, and what they hold is not counted"

@@ -1,4 +1,4 @@
-"""A run: its stages, what they made and used, and what went wrong and was done about it."""
+"""A run as text: its stages, what they made and used, and what went wrong and was done about it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from pipeline.journal.active_runs import SeenRun
     from pipeline.journal.attempts import Attempt
     from pipeline.journal.run_status import RunStatus, StageStatus
-    from pipeline.report.facts import StageUse, Suggested
+    from pipeline.report.facts import StageUse
 
 STORIES_SHOWN = 5
 TASKS_NAMED = 5
@@ -60,7 +60,7 @@ def run_report(run: SeenRun, *, with_error: bool = True) -> list[RenderableType]
             shown.append(rejection_table(reasons, {}))
         shown += [f"warning: {warning}" for warning in stage.warnings]
         is_stopped = status.state is RunState.STOPPED
-        failed = [one for one in stage.failures if not (is_stopped and one.cause is Cause.CANCELLED)]
+        failed = [attempt for attempt in stage.failures if not (is_stopped and attempt.cause is Cause.CANCELLED)]
         shown += [f"{plural(len(failed), 'attempt')} did not end well", *story(stage, failed)] if failed else []
     shown += ["", f"error: {status.error}"] if status.error and with_error else []
     shown += [f"next: pipeline resume {status.name}"] if status.state is RunState.STOPPED else []
@@ -68,7 +68,7 @@ def run_report(run: SeenRun, *, with_error: bool = True) -> list[RenderableType]
 
 
 def _progress(stage: StageStatus, run: SeenRun) -> Iterator[str]:
-    """Yield how far a stage is, and what it takes."""
+    """Yield the progress of a stage, its memory and its speed."""
     yield from tasks_line(stage, run)
     yield from memory_line(stage)
     yield from script_figures(stage.figures)
@@ -79,7 +79,7 @@ def _progress(stage: StageStatus, run: SeenRun) -> Iterator[str]:
 
 
 def _head(stage: StageStatus) -> str:
-    """Say in a line how a stage stands, and how much it had and has to do."""
+    """Say in a line the state of a stage, and how much of it is cached and done."""
     took = f" in {format_seconds(stage.ended_at - stage.started_at)}" if stage.ended_at else ""
     counts = f"{stage.cached:,} cached, {stage.items_done:,} of {stage.missing:,} done"
     if stage.name == "validate":
@@ -91,27 +91,27 @@ def _head(stage: StageStatus) -> str:
 
 
 def story(stage: StageStatus, failed: Sequence[Attempt]) -> list[str]:
-    """Tell what failed in the same way, and what was done about it, in one go; the most frequent first."""
+    """Group attempts that failed in the same way, and say what was done about each group, the largest first."""
     alike: dict[tuple[Any, ...], list[Attempt]] = {}
     for attempt in failed:
-        then = stage.task(attempt.task).then.get(attempt.number, "")
-        alike.setdefault((attempt.cause, attempt.number, then, attempt.ask.mem_bytes), []).append(attempt)
+        action = stage.task(attempt.task).then.get(attempt.number, "")
+        alike.setdefault((attempt.cause, attempt.number, action, attempt.ask.mem_bytes), []).append(attempt)
     groups = sorted(alike.items(), key=lambda group: len(group[1]), reverse=True)
     more = sum(len(group) for _, group in groups[STORIES_SHOWN:])
-    rest = [f"  and {plural(more, 'attempt')} more: pipeline logs --failed"] if more else []
-    return [*(_told(group, then) for (_, _, then, _), group in groups[:STORIES_SHOWN]), *rest]
+    more_line = [f"  and {plural(more, 'attempt')} more: pipeline logs --failed"] if more else []
+    return [*(_told(group, action) for (_, _, action, _), group in groups[:STORIES_SHOWN]), *more_line]
 
 
-def _told(group: Sequence[Attempt], then: str) -> str:
-    """Say how some attempts failed, by the first of them."""
+def _told(group: Sequence[Attempt], action: str) -> str:
+    """Describe a group of failed attempts by the first of them."""
     first = group[0]
-    tasks = ", ".join(str(one.task) for one in group[:TASKS_NAMED]) + (", …" if len(group) > TASKS_NAMED else "")
+    tasks = ", ".join([str(attempt.task) for attempt in group[:TASKS_NAMED]] + ["…"] * (len(group) > TASKS_NAMED))
     asked = f" with {format_bytes(first.ask.mem_bytes)}" if first.cause is Cause.HOST_OOM else ""
-    after = f"\n    then: {then}" if then else ""
-    said = f"\n    it said: {first.said}" if first.said and first.said not in first.reason else ""
+    followed = f"\n    then: {action}" if action else ""
+    output = f"\n    it said: {first.said}" if first.said and first.said not in first.reason else ""
     noun = "task" if len(group) == 1 else "tasks"
-    what = f"  {noun} {tasks}, attempt {first.number}: {first.cause.value}{asked}: {first.reason}"
-    return f"{what}{said}{after}\n    log: {first.log}"
+    headline = f"  {noun} {tasks}, attempt {first.number}: {first.cause.value}{asked}: {first.reason}"
+    return f"{headline}{output}{followed}\n    log: {first.log}"
 
 
 UNKNOWN = "?"
@@ -129,7 +129,11 @@ def efficiency_report(status: RunStatus, stages: Sequence[StageUse]) -> list[Ren
         if failed := stage.failures:
             count = plural(len(failed), "attempt")
             shown += ["", f"{stage.name}: {count} did not end well (pipeline logs --failed)", *story(stage, failed)]
-    suggested = [_suggested(one) for use in stages for one in use.suggested]
+    suggested = [
+        f"  {setting.key}: {setting.shown(setting.value)}, was {setting.shown(setting.was)}: {setting.why}"
+        for use in stages
+        for setting in use.suggested
+    ]
     if suggested:
         shown += ["", "for the next run (mem: auto asks for this by itself)", *suggested]
     return shown
@@ -151,7 +155,7 @@ def _row(use: StageUse) -> tuple[str, ...]:
 
 
 def _lines(use: StageUse) -> list[str]:
-    """Say what a table has no column for."""
+    """Return the figures of a stage that have no column in the table."""
     pace = f" ({use.items_per_s:,.1f} a second and task)" if use.items_per_s else ""
     parts = [f"{plural(use.items, UNIT[use.stage])}{pace}", f"{use.core_hours:,.2f} core hours"]
     if use.gpu_peak_bytes:
@@ -161,11 +165,6 @@ def _lines(use: StageUse) -> list[str]:
     median = f" (median {format_bytes(use.median_peak_bytes)})" if use.median_peak_bytes else ""
     memory = f"  memory: first {_size(use.first_bytes)}{why}{planned}; peak {_size(use.peak_bytes)}{median}"
     return [f"{use.stage}: {', '.join(parts)}", memory, *([f"  {use.note}"] if use.note else [])]
-
-
-def _suggested(one: Suggested) -> str:
-    """Say what to ask for, as the configuration would have it."""
-    return f"  {one.key}: {one.shown(one.value)}, was {one.shown(one.was)}: {one.why}"
 
 
 def _size(count: int | None) -> str:

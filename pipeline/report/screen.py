@@ -1,4 +1,4 @@
-"""A run as a screen of a terminal: as many lines as it has, each as long as it is wide. Pure: state → lines."""
+"""A run as the lines of a terminal screen, which never exceed its height and width; a pure function of the state."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ BAD = (RunState.FAILED, RunState.ABANDONED)
 
 @dataclass(frozen=True, slots=True)
 class Screen:
-    """Where it is shown, and when."""
+    """The size of the terminal, the time, and the speed of each stage."""
 
     width: int
     height: int
     now: float  # seconds since 1970
-    pace: Mapping[str, float] = field(default_factory=dict)  # stage → what it works through in a second
+    pace: Mapping[str, float] = field(default_factory=dict)  # stage → items per second
 
 
 def screen(run: SeenRun, on: Screen) -> list[Text]:
-    """Return the lines of a screen, never more than it has; what goes on and what went wrong is cut last."""
+    """Return the lines that fit on a screen; where there is little room, running stages and errors stay."""
     head, foot, stages = list(_head(run, on)), list(_foot(run.status, on)), run.status.in_order()
     bars = [(_bar(stage, on), list(_details(stage, run, on))) for stage in stages]
     bars += [(Text(f"{name:<{NAME_COLUMNS}}{when}", style="dim"), []) for name, when in _to_come(run.status)]
-    lately = [_happened(at, what) for at, what in reversed(run.lately)]
+    lately = [_happened(at, event) for at, event in reversed(run.lately)]
     room = on.height - len(head) - len(foot) - len(bars)
     details = _fitting([lines for _, lines in bars], room - min(LEAST_EVENTS, len(lately)))
     room -= sum(map(len, details))
@@ -69,7 +69,7 @@ def screen(run: SeenRun, on: Screen) -> list[Text]:
 
 
 def _head(run: SeenRun, on: Screen) -> Iterator[Text]:
-    """Say which run it is, how it stands, and who looks after it."""
+    """Yield the name and state of the run, and its supervisor."""
     status = run.status
     state = DAMAGED if any(map(found_damage, status.stages.values())) else status.state.value
     took = f"  {format_seconds((status.ended_at or on.now) - status.started_at)}" if status.started_at else ""
@@ -84,7 +84,7 @@ def _head(run: SeenRun, on: Screen) -> Iterator[Text]:
 
 
 def _foot(status: RunStatus, on: Screen) -> Iterator[Text]:
-    """Say what to type next where something went wrong, and how to leave."""
+    """Yield the error of the run, the command to type next, and how to leave."""
     if status.error:
         yield Text(f"error: {status.error.splitlines()[0]}", style="bold red")
     if status.state in (RunState.ABANDONED, RunState.STOPPED):
@@ -96,7 +96,7 @@ def _foot(status: RunStatus, on: Screen) -> Iterator[Text]:
 
 
 def _to_come(status: RunStatus) -> Iterator[tuple[str, str]]:
-    """Name the stages that have not begun; while none goes on the next is being planned, which can take minutes."""
+    """Yield the stages that have not begun; while none runs, the next is being planned, which can take minutes."""
     all_done = all(stage.state is RunState.DONE for stage in status.stages.values())
     when = "being planned" if status.state is RunState.RUNNING and all_done else "to come"
     for name in status.planned:
@@ -106,11 +106,11 @@ def _to_come(status: RunStatus) -> Iterator[tuple[str, str]]:
 
 
 def _bar(stage: StageStatus, on: Screen) -> Text:
-    """Show how far a stage is: a bar, counts, and how fast it goes or how long it took."""
+    """Return a stage's line: its bar, its counts, and its speed or how long it took."""
     done, missing = stage.items_done, stage.missing
     share = min(1.0, done / missing) if missing else float(stage.state is RunState.DONE)
-    said = f"{done:,}/{missing:,}" if missing else f"{stage.cached:,} cached"
-    rest = _speed(stage, on) if stage.state is RunState.RUNNING else _ended(stage)
+    counts = f"{done:,}/{missing:,}" if missing else f"{stage.cached:,} cached"
+    pace = _speed(stage, on) if stage.state is RunState.RUNNING else _ended(stage)
     width = min(MOST_BAR, on.width - NAME_COLUMNS - BESIDE_BAR)
     width = 0 if width < LEAST_BAR else width  # what it says in numbers matters more
     full = int(share * width)
@@ -118,13 +118,13 @@ def _bar(stage: StageStatus, on: Screen) -> Text:
         (f"{stage.name:<{NAME_COLUMNS}}", "bold"),
         ("━" * full, STYLES.get(stage.state.value, "")),
         ("─" * (width - full), "dim"),
-        f"{' ' * bool(width)}{int(100 * share):>3}% {said:>13}",  # 100% is said of no stage that has something left
-        f"  {rest}",
+        f"{' ' * bool(width)}{int(100 * share):>3}% {counts:>13}",  # 100% is said of no stage that has something left
+        f"  {pace}",
     )
 
 
 def _speed(stage: StageStatus, on: Screen) -> str:
-    """Say how fast a stage goes, and how long it will take at that pace."""
+    """Return a stage's speed, and how long it will take at that pace."""
     pace, left = on.pace.get(stage.name, 0.0), stage.missing - stage.items_done
     if pace <= 0:
         return "no pace yet" if stage.missing else ""
@@ -134,14 +134,13 @@ def _speed(stage: StageStatus, on: Screen) -> str:
 
 
 def _ended(stage: StageStatus) -> str:
-    """Say how a stage ended, and when."""
-    return state_of_stage(stage) + (
-        f" in {format_seconds(stage.ended_at - stage.started_at)}" if stage.ended_at else ""
-    )
+    """Return the state of a stage that does not run, and how long it took."""
+    took = f" in {format_seconds(stage.ended_at - stage.started_at)}" if stage.ended_at else ""
+    return f"{state_of_stage(stage)}{took}"
 
 
 def _details(stage: StageStatus, run: SeenRun, on: Screen) -> Iterator[Text]:
-    """Show what matters of a stage, the most important first; of one that ended well: nothing."""
+    """Yield details of a stage, the most important first: tasks, losses, memory, rejections, its error."""
     indent = " " * NAME_COLUMNS
     if stage.state is not RunState.DONE:
         for parts in (_tasks(stage, run), _training(stage, run.losses.get(stage.name, ()), on), _memory(stage)):
@@ -154,49 +153,48 @@ def _details(stage: StageStatus, run: SeenRun, on: Screen) -> Iterator[Text]:
 
 
 def _tasks(stage: StageStatus, run: SeenRun) -> list[str]:
-    """Say where tasks stand, and what waiting ones wait for."""
+    """Return how many tasks are in which state, and what waiting ones wait for."""
     states, waits = stage.task_states(), run.waits_for.get(stage.name)
     counts = ", ".join(f"{states[name]:,} {name}" for name in TASK_STATES if states.get(name))
     tried = sum(attempt.cause is not Cause.CANCELLED for attempt in stage.failures)
-    said = [f"tasks: {counts}"] if counts else []
-    said += [f"waiting for: {', '.join(waits)}"] if waits else []
-    return said + ([f"{plural(tried, 'attempt')} failed"] if tried else [])
+    parts = [f"tasks: {counts}"] if counts else []
+    parts += [f"waiting for: {', '.join(waits)}"] if waits else []
+    return parts + ([f"{plural(tried, 'attempt')} failed"] if tried else [])
 
 
 def _memory(stage: StageStatus) -> list[str]:
-    """Say what tasks use of the memory they were given, and training of what was planned."""
+    """Return how much of the memory they were given tasks use, and how much of the planned GPU memory."""
     asked, peak, gpu_peak = use(stage).values()
 
     def most(figure: str, ended: int | None = 0) -> int:
         return max([ended or 0, *(int(figures.get(figure, 0)) for figures in stage.figures.values())])
 
     used, gpu, planned = most("host_peak_bytes", peak), most("device_peak_bytes", gpu_peak), most("planned_bytes")
-    said = [f"memory: {format_bytes(used)} of {format_bytes(asked)} ({used / asked:.0%})"] if used and asked else []
+    parts = [f"memory: {format_bytes(used)} of {format_bytes(asked)} ({used / asked:.0%})"] if used and asked else []
     if gpu:
-        said.append(
-            f"GPU: {format_bytes(gpu)}" + (f" of {format_bytes(planned)} ({gpu / planned:.0%})" if planned else "")
-        )
-    return said
+        of = f" of {format_bytes(planned)} ({gpu / planned:.0%})" if planned else ""
+        parts.append(f"GPU: {format_bytes(gpu)}{of}")
+    return parts
 
 
 def _training(stage: StageStatus, losses: Sequence[float], on: Screen) -> list[str]:
-    """Say in which epoch a training is, and how its loss goes."""
-    told = {name: value for figures in stage.figures.values() for name, value in figures.items()}
-    said = []
-    if stage.name == "train" and not any(name.startswith(SCRIPT) for name in told):
+    """Return the epoch and step of a training, its recent losses and its learning rate."""
+    latest = {name: value for figures in stage.figures.values() for name, value in figures.items()}
+    parts = []
+    if stage.name == "train" and not any(name.startswith(SCRIPT) for name in latest):
         step = stage.cached + stage.items_done
-        of = f" of {int(told['epochs']):,}" if "epochs" in told else ""
-        epoch = min(int(told.get("epoch", 0)) + 1, int(told.get("epochs", sys.maxsize)))
-        said.append(f"epoch {epoch:,}{of}, step {step:,} of {stage.items:,}")
+        of = f" of {int(latest['epochs']):,}" if "epochs" in latest else ""
+        epoch = min(int(latest.get("epoch", 0)) + 1, int(latest.get("epochs", sys.maxsize)))
+        parts.append(f"epoch {epoch:,}{of}, step {step:,} of {stage.items:,}")
     if losses:
-        said.append(f"loss {losses[-1]:.4g} {sparkline(losses[-min(MOST_SPARKS, max(1, on.width - 72)) :])}")
-    if "learning_rate" in told:
-        said.append(f"rate {told['learning_rate']:.3g}")
-    return said
+        parts.append(f"loss {losses[-1]:.4g} {sparkline(losses[-min(MOST_SPARKS, max(1, on.width - 72)) :])}")
+    if "learning_rate" in latest:
+        parts.append(f"rate {latest['learning_rate']:.3g}")
+    return parts
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Return a curve of one line; what is no number has no height."""
+    """Return a curve of block characters, one for each value; a blank where a value is not finite."""
     known = [value for value in values if value - value == 0]
     if not known:
         return ""
@@ -208,14 +206,14 @@ def sparkline(values: Sequence[float]) -> str:
     )
 
 
-def _happened(at: float, said: str) -> Text:
+def _happened(at: float, event: str) -> Text:
     """Show something that happened, and when."""
     clock = f"{datetime.fromtimestamp(at):%H:%M:%S}"  # noqa: DTZ006 - the clock of who looks
-    return Text.assemble((f"{clock}  ", "dim"), " ".join(said.split()))
+    return Text.assemble((f"{clock}  ", "dim"), " ".join(event.split()))
 
 
 def _fitting(details: Sequence[list[Text]], room: int) -> list[list[Text]]:
-    """Return as many details as there is room for: the newest stages' first, of each the first ones."""
+    """Return the details that fit into so many lines: the newest stages' first, of each the first ones."""
     kept: list[list[Text]] = [[] for _ in details]
     for place in reversed(range(len(details))):
         kept[place] = details[place][: max(0, room)]

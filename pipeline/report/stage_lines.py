@@ -1,4 +1,4 @@
-"""A stage in words: what it works through, how it stands, what it measured, and what came of it."""
+"""A stage as text: its state, its measurements and its results."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ REGENERATED = {
 }
 DAMAGED = "damage was found"
 TASK_STATES = ("done", "running", "waiting", "failed")
-SCRIPT = "script."  # what a script of the user's own tells of itself
+SCRIPT = "script."  # how figures begin that a user's own script reports
 FIGURES_SHOWN = 8
 FINDINGS = "findings"  # a figure of validation
 ITEMS_READ = "items_read"  # a figure of a scan by a reader
 
 
 def unit_of(name: str, counts: Mapping[str, int]) -> str:
-    """Return what a stage works through: a reader's data set is read as one."""
+    """Return the noun for what a stage processes; a reader's data set is one piece."""
     return "data set" if counts.get("sets") else UNIT[name]
 
 
@@ -85,7 +85,7 @@ def graphed_lines(graphed: Mapping[str, Any]) -> list[RenderableType]:
 
 
 def _accepted(counted: Mapping[str, Any]) -> str:
-    """Say how many items were accepted and how many were not."""
+    """Say how many items were accepted, rejected and not done."""
     return (
         f"{plural(counted['items'] + counted['undone'], 'item')}: {counted['accepted']:,} accepted, "
         f"{counted['items'] - counted['accepted']:,} rejected ({counted['rejected_fraction']:.1%})"
@@ -101,29 +101,29 @@ def rejection_table(rejected: Mapping[str, int], examples: Mapping[str, str]) ->
 
 
 def trained_lines(census: Mapping[str, Any]) -> list[str]:
-    """Say what came of a training."""
+    """Return the result of a training."""
     if census.get("command"):
         return script_lines(census)
     last, best, monitor = census["last"], census["best"], census["monitor"]
-    said = [f"{plural(census['epochs'], 'epoch')}, {plural(census['steps'], 'step')}"]
+    lines = [f"{plural(census['epochs'], 'epoch')}, {plural(census['steps'], 'step')}"]
     if last:
         losses = ", ".join(f"{name} {_figure(value)}" for name, value in last["loss"].items())
         pace = f"{last['items_per_s']:,.3g} items/s, waited for data {last['wait_share']:.1%}"
-        said.append(f"last epoch: {losses}; {pace}")
+        lines.append(f"last epoch: {losses}; {pace}")
         memory = [format_bytes(last[name]) for name in ("allocated_bytes", "reserved_bytes", "peak_bytes")]
-        said.append(f"memory: {memory[0]} allocated, {memory[1]} reserved, {memory[2]} at the peak")
+        lines.append(f"memory: {memory[0]} allocated, {memory[1]} reserved, {memory[2]} at the peak")
     if best:
         figures = ", ".join(f"{name} {_figure(value)}" for name, value in best["validation"].items())
-        said.append(f"best epoch, by {monitor}, is {best['epoch']} of {census['epochs']}: {figures}")
-    said += [f"{plural(census['ooms'], 'out-of-memory')} survived"] if census["ooms"] else []
+        lines.append(f"best epoch, by {monitor}, is {best['epoch']} of {census['epochs']}: {figures}")
+    lines += [f"{plural(census['ooms'], 'out-of-memory')} survived"] if census["ooms"] else []
     climbed = [f"{plural(items, 'item')} by {rung}" for rung, items in census.get("remedied", {}).items()]
-    said += [f"remedies: {', '.join(climbed)}"] if climbed else []
-    said += [f"{plural(census['cropped'], 'item')} cropped"] if census["cropped"] else []
-    return [*said, f"model: {census['folder']}"]
+    lines += [f"remedies: {', '.join(climbed)}"] if climbed else []
+    lines += [f"{plural(census['cropped'], 'item')} cropped"] if census["cropped"] else []
+    return [*lines, f"model: {census['folder']}"]
 
 
 def script_lines(census: Mapping[str, Any]) -> list[str]:
-    """Say what came of a script."""
+    """Return the result of a user's own training script."""
     micro = f", the last with micro-batches of {census['micro_batch']}" if census["ooms"] else ""
     attempts = [f"{plural(census['attempts'], 'attempt')}{micro}"] if census["attempts"] > 1 else []
     command = f"a script, which runs whenever it is asked for: {census['command']}"
@@ -131,7 +131,7 @@ def script_lines(census: Mapping[str, Any]) -> list[str]:
 
 
 def evaluated_lines(census: Mapping[str, Any]) -> list[RenderableType]:
-    """Say what a model comes to on a split."""
+    """Show the metrics of a model on a split."""
     if census["nothing"]:
         return []
     shown: list[RenderableType] = [_accepted(census), _applied(census)]
@@ -142,7 +142,7 @@ def evaluated_lines(census: Mapping[str, Any]) -> list[RenderableType]:
 
 
 def predicted_lines(census: Mapping[str, Any]) -> list[RenderableType]:
-    """Say where predictions are, and how they begin."""
+    """Show where predictions are, and their first lines."""
     shown: list[RenderableType] = [_accepted(census)]
     if census["folder"]:
         files = ", ".join(f"{name} {format_bytes(count)}" for name, count in census["files"].items())
@@ -160,17 +160,17 @@ def _figure(value: float | None) -> str:
 
 
 def found_damage(stage: StageStatus) -> bool:
-    """Say whether a stage came to its end and found that something is wrong."""
+    """Say whether a stage is a validation that ended and found damage."""
     return stage.name == "validate" and bool(stage.census and stage.census["summary"]["findings"])
 
 
 def state_of_stage(stage: StageStatus) -> str:
-    """Return how a stage stands, in a word or three."""
+    """Return the state of a stage, or that it found damage."""
     return DAMAGED if found_damage(stage) else stage.state.value
 
 
 def validated_files(stage: StageStatus) -> str:
-    """Say how many files of which sort were looked at, where that is known; empty: it is not."""
+    """Say how many shards and indexes a validation looked at; empty: that is not known."""
     shards = (stage.census or {}).get("shards", 0)
     if stage.name != "validate" or not shards:
         return ""
@@ -179,22 +179,22 @@ def validated_files(stage: StageStatus) -> str:
 
 
 def validated_lines(census: Mapping[str, Any]) -> list[RenderableType]:
-    """Say what is wrong with a cache."""
-    found = census["summary"]
+    """Show the result of a validation of a cache."""
+    summary = census["summary"]
     if not census["report"]:
         return [f"{plural(census['undone'], 'file')} not judged"]
-    read = f"{format_bytes(found['bytes'])} read ({found['how']})"
-    told = f"{plural(found['records'], 'record')}: {found['whole']:,} whole, {found['lost']:,} lost; {read}"
-    rows = [(kind, *(f"{counts[name]:,}" for name in VALIDATED)) for kind, counts in found["kinds"].items()]
-    shown: list[RenderableType] = [told, "", text_table(("kind", *VALIDATED), rows, right=" ".join(VALIDATED)), ""]
-    if found["findings"]:
-        faults = ", ".join(f"{count:,} {fault}" for fault, count in sorted(found["faults"].items()))
-        shown.append(f"{plural(found['findings'], 'thing')} wrong: {faults}")
-    return [*shown, f"{'damage list' if found['findings'] else 'nothing is wrong'}: {census['report']}"]
+    read = f"{format_bytes(summary['bytes'])} read ({summary['how']})"
+    totals = f"{plural(summary['records'], 'record')}: {summary['whole']:,} whole, {summary['lost']:,} lost; {read}"
+    rows = [(kind, *(f"{counts[name]:,}" for name in VALIDATED)) for kind, counts in summary["kinds"].items()]
+    shown: list[RenderableType] = [totals, "", text_table(("kind", *VALIDATED), rows, right=" ".join(VALIDATED)), ""]
+    if summary["findings"]:
+        faults = ", ".join(f"{count:,} {fault}" for fault, count in sorted(summary["faults"].items()))
+        shown.append(f"{plural(summary['findings'], 'thing')} wrong: {faults}")
+    return [*shown, f"{'damage list' if summary['findings'] else 'nothing is wrong'}: {census['report']}"]
 
 
 def regenerated_lines(census: Mapping[str, Any]) -> list[RenderableType]:
-    """Say what became of the records that a damage list names."""
+    """Show what became of the records that a damage list names."""
     if not census["source"]:
         return ["everything that this data set needs is there"]
     named = census["named"]
@@ -209,7 +209,7 @@ def regenerated_lines(census: Mapping[str, Any]) -> list[RenderableType]:
 
 
 def named_records(count: int) -> str:
-    """Say what is to be made anew."""
+    """Say how many records are to be regenerated."""
     return f"{plural(count, 'record')} named by the list" if count else "whatever is missing"
 
 
@@ -226,7 +226,7 @@ CENSUS: Mapping[str, Callable[[Mapping[str, Any]], list[Any]]] = {
 
 
 def tasks_line(stage: StageStatus, run: SeenRun) -> list[str]:
-    """Say where the tasks of a stage stand, while they do not all stand in one place."""
+    """Return how many tasks are in which state, unless the stage has ended and all are done."""
     states = stage.task_states()
     if (stage.state.value == "done" or found_damage(stage)) and set(states) <= {"done"}:
         return []
@@ -238,23 +238,19 @@ def tasks_line(stage: StageStatus, run: SeenRun) -> list[str]:
 
 
 def memory_line(stage: StageStatus) -> list[str]:
-    """Say what tasks have of memory, and what they used of it."""
+    """Return how much memory a task was given, and how much it used."""
     asked, peak, gpu = use(stage).values()
-    by_own_word = max((int(one.get("host_peak_bytes", 0)) for one in stage.figures.values()), default=0)
-    so_far = (
-        f"{format_bytes(by_own_word)} by a process so far" if by_own_word else "use unknown"
-    )  # before a task has ended
-    parts = (
-        [f"memory of a task: {format_bytes(asked)} asked for, {f'{format_bytes(peak)} used' if peak else so_far}"]
-        if asked
-        else []
-    )
+    reported_peak = max((int(figures.get("host_peak_bytes", 0)) for figures in stage.figures.values()), default=0)
+    # Before a task has ended, only its processes report their use.
+    so_far = f"{format_bytes(reported_peak)} by a process so far" if reported_peak else "use unknown"
+    used = f"{format_bytes(peak)} used" if peak else so_far
+    parts = [f"memory of a task: {format_bytes(asked)} asked for, {used}"] if asked else []
     parts += [f"GPU memory {format_bytes(gpu)}"] if gpu else []
     return [", ".join(parts)] if parts else []
 
 
 def speed(measured: Mapping[str, float]) -> list[str]:
-    """Say how fast a stage is, how long it will take, how close to the reference, and how much memory it took."""
+    """Return a stage's speed, time left, peak memory, and the embeddings' similarity to the reference."""
     if not measured:
         return []
     parts = [f"{measured['residues_per_s']:,.0f} residues/s a process", f"pad factor {measured['pad_factor']:.2f}"]
@@ -269,15 +265,14 @@ def speed(measured: Mapping[str, float]) -> list[str]:
 
 
 def script_figures(figures: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """Say what the first process of a script told last."""
-    told = {name: value for one in reversed(list(figures.values())) for name, value in one.items()}
-    said = [f"{name.removeprefix(SCRIPT)} {value:,.6g}" for name, value in told.items() if name.startswith(SCRIPT)]
-    return [f"the script says: {', '.join(said[:FIGURES_SHOWN])}"] if said else []
+    """Return the latest figures that a script reported; where several processes did, those of the first."""
+    latest = {name: value for process in reversed(list(figures.values())) for name, value in process.items()}
+    shown = [f"{name.removeprefix(SCRIPT)} {value:,.6g}" for name, value in latest.items() if name.startswith(SCRIPT)]
+    return [f"the script says: {', '.join(shown[:FIGURES_SHOWN])}"] if shown else []
 
 
 def counted_so_far(figures: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """Say how much a validation that goes on has found, and how many items a reader has given."""
-    found, read = (sum(int(told.get(name, 0)) for told in figures.values()) for name in (FINDINGS, ITEMS_READ))
-    return [f"{plural(found, 'thing')} wrong so far"] * bool(found) + [f"{plural(read, 'item')} read so far"] * bool(
-        read
-    )
+    """Return how much a running validation has found, and how many items a reader has yielded."""
+    findings, read = (sum(int(process.get(name, 0)) for process in figures.values()) for name in (FINDINGS, ITEMS_READ))
+    lines = [f"{plural(findings, 'thing')} wrong so far"] if findings else []
+    return [*lines, f"{plural(read, 'item')} read so far"] if read else lines

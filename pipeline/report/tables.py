@@ -1,4 +1,4 @@
-"""Tables and sentences for a terminal, and how sizes, durations and counts are written in them."""
+"""Printing tables and text on a terminal; counts, ages and cut texts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def show_parts(*parts: RenderableType, to_stderr: bool = False, columns: int = 0
 
 
 def _wrapped(text: str, columns: int) -> str:
-    """Return text whose lines are not longer than that, for a message; what goes on is indented below."""
+    """Wrap the lines of a text at a width; continued lines are indented."""
     lines = []
     for line in text.splitlines():
         indent = " " * (len(line) - len(line.lstrip()) + 4)
@@ -63,7 +63,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def age(now: datetime, moment: datetime) -> str:
-    """Return how long ago a moment was, as people say it."""
+    """Return how long ago a moment was, in one unit."""
     seconds = max(0.0, (now - moment).total_seconds())
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= length:

@@ -41,7 +41,7 @@ def page(facts: PageFacts) -> str:
 
 @cache
 def _environment() -> Environment:
-    """Return what fills in the page: what is no Markup is cut where it is long, and escaped."""
+    """Return the jinja2 environment of the page: text is escaped, and cut where it is long."""
     environment = Environment(
         loader=FileSystemLoader(HERE),
         autoescape=True,
@@ -81,7 +81,7 @@ def _environment() -> Environment:
         "numeric": lambda names: [f"#{name}" for name in names],
         "overview": overview,
         "plots": run_plots,
-        "ratio": lambda measured, given: measured / given if measured and given else None,
+        "ratio": lambda measured, asked: measured / asked if measured and asked else None,
         "setting": typed_setting,
         "speed_over_all": speed_over_all,
         "state_of_run": state_of_run,
@@ -93,7 +93,7 @@ def _environment() -> Environment:
 
 @cache
 def _file(name: str) -> Markup:
-    """Return a file of ours as it is: neither of them holds what would end its element."""
+    """Return our style sheet or script unescaped: neither contains a closing tag."""
     return Markup((HERE / name).read_text(encoding="utf-8"))  # noqa: S704
 
 
@@ -102,14 +102,14 @@ def _digest(name: str) -> str:
 
 
 def _cell(shown: str, by: str | None) -> Markup:
-    """Return a cell of text; `by` is what it is sorted by, where that is not what it shows."""
+    """Return a table cell of text; `by` is the value it is sorted by, where that differs from its text."""
     css = "words" if len(by or shown) > SHORT else ""
     attributes = {} if by is None else {"data_v": clip(by)}
     return tag("td", shown, class_=css, **attributes)
 
 
 def number_cell(value: float | None, form: Any) -> Markup:
-    """Return a cell with a number; one that nobody knows comes last."""
+    """Return a table cell with a number; an unknown one is sorted last."""
     if value is None or not math.isfinite(value):
         return tag("td", UNKNOWN, class_="n", data_v="")
     return tag("td", form(value), class_="n", data_v=value)
@@ -121,26 +121,26 @@ def badge(word: str, kind: str = "") -> Markup:
 
 
 def hours(value: float) -> str:
-    """Return core hours as people read them."""
+    """Format core hours."""
     return f"{value:,.2f}" if value >= LEAST_HOURS else "< 0.01"
 
 
 def _error(error: str) -> Markup:
     """Show an error, with what to do next set apart."""
     error = clip(error, ERROR_MOST)
-    what, _, command = error.rpartition(NEXT) if NEXT in error else (error, "", "")  # a task's own comes before
-    then = tag("p", tag("b", "Next: "), tag("code", command)) if command else ""
-    return tag("div", tag("pre", what), then, class_="note bad", role="alert")
+    problem, _, command = error.rpartition(NEXT) if NEXT in error else (error, "", "")  # a task's own comes before
+    next_step = tag("p", tag("b", "Next: "), tag("code", command)) if command else ""
+    return tag("div", tag("pre", problem), next_step, class_="note bad", role="alert")
 
 
 def state_of_run(facts: PageFacts) -> str:
-    """Return where the run stands, in a word or three."""
+    """Return the state of the run, or that a validation found damage."""
     status = facts.run.status
     return DAMAGED if any(map(found_damage, status.stages.values())) else status.state.value
 
 
 def story_lines(stage: StageFacts) -> Iterator[str]:
-    """Yield what came of a stage, in words."""
+    """Yield sentences about a stage: its tasks while it goes on, its speed, its results."""
     status = stage.status
     if not status.ended_at:
         if states := ", ".join(f"{times:,} {name}" for name, times in status.task_states().items()):
@@ -157,28 +157,28 @@ def story_lines(stage: StageFacts) -> Iterator[str]:
 
 
 def speed_over_all(stage: StageFacts, now: float) -> float | None:
-    """Return items a second from a stage's first task to its end."""
+    """Return items per second from a stage's first task to its end."""
     first, until, done = stage.first_task_at, stage.status.ended_at or now, stage.status.items_done
     return done / (until - first) if first and until > first and done else None
 
 
 def typed_setting(suggested: Suggested) -> str:
-    """Return a suggestion as it is typed behind `--set`."""
+    """Return a suggestion as KEY=VALUE for `--set`."""
     name, value = suggested.key.rpartition(".")[2], suggested.value
-    said = f"{value >> 20}MiB" if name == "mem" else f"{value // 60}m" if name == "time" else f"{value}"
-    return f"{suggested.key}={said}"
+    shown = f"{value >> 20}MiB" if name == "mem" else f"{value // 60}m" if name == "time" else f"{value}"
+    return f"{suggested.key}={shown}"
 
 
 # The figures that matter most
 
 
 class Tile(NamedTuple):
-    """A figure of the overview, what more is said of it, and whether it is bad news."""
+    """A figure of the overview."""
 
     name: str
     value: str
-    more: str = ""
-    kind: str = ""
+    more: str = ""  # the small print below it
+    kind: str = ""  # CSS class: `bad`, `warn` or none
 
 
 def overview(facts: PageFacts) -> Iterator[Tile]:
@@ -199,7 +199,7 @@ def overview(facts: PageFacts) -> Iterator[Tile]:
 
 
 def _items(facts: PageFacts) -> Iterator[Tile]:
-    """Say how many items the newest stage that judged a data set could use."""
+    """Yield how many items the newest stage that judged the data set accepted."""
     judged = [stage.census for stage in facts.stages if stage.status.name in JUDGING and stage.census]
     for census in judged[-1:]:
         rejected = census["items"] - census["accepted"]
@@ -219,7 +219,7 @@ def _attempts(facts: PageFacts) -> Tile:
 
 
 def _used(uses: Sequence[StageUse]) -> Iterator[Tile]:
-    """Say what the run used of cores and memory."""
+    """Yield the core hours of the run, and its highest use of host and GPU memory."""
     if not uses:
         return
     yield Tile("Core hours", hours(sum(use.core_hours for use in uses)), _busiest(uses))
@@ -233,13 +233,14 @@ def _used(uses: Sequence[StageUse]) -> Iterator[Tile]:
 
 
 def _busiest(uses: Sequence[StageUse]) -> str:
-    most = max(uses, key=lambda use: use.core_hours)
-    done = plural(most.items, UNIT[most.stage])  # of tasks that have ended well, of which there may be none
-    return f"most for {most.stage}" + (f": {done}" if most.items else "")
+    """Name the stage with the most core hours, and what its tasks finished, if any has ended well."""
+    busiest = max(uses, key=lambda use: use.core_hours)
+    done = f": {plural(busiest.items, UNIT[busiest.stage])}" if busiest.items else ""
+    return f"most for {busiest.stage}{done}"
 
 
 def _best(training: TrainingFacts) -> Iterator[Tile]:
-    """Say how far a training is and what its best epoch came to."""
+    """Yield how many epochs are trained, and the watched figure of the best one."""
     name, trained = training.monitor, training.newest[-1].epoch
     yield Tile("Epochs", f"{trained:,} of {training.prepared.epochs:,}", "trained so far")
     known = {epoch.epoch: value for epoch in training.epochs if (value := epoch.validation.get(name)) is not None}

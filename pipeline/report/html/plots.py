@@ -24,26 +24,24 @@ ROUNDING, TINY = 1e-9, 1e-300
 ROUNDED = 1e-3  # of a step
 LEAST_PLAIN, MOST_PLAIN, MOST_PLACES = 1e-4, 1e7, 6  # of numbers that are said without an exponent
 SHORT_S = 600  # of a shorter run the axis says seconds since its beginning
-
-
 _MANY, _HUGE, _FEW = 1e3, 1e10, 1e-3
 
 
 def tag(name: str, *inside: Any, **attributes: Any) -> Markup:
-    """Return an element; `class_` is `class`, `text_anchor` is `text-anchor`; text that is no Markup is escaped."""
-    said = Markup("").join(
+    """Return an HTML or SVG element; `class_` means `class`, `text_anchor` means `text-anchor`; text is escaped."""
+    written = Markup("").join(
         Markup(' {}="{}"').format(key.rstrip("_").replace("_", "-"), value) for key, value in attributes.items()
     )
-    return Markup("<{0}{1}>{2}</{0}>").format(name, said, Markup("").join(inside))
+    return Markup("<{0}{1}>{2}</{0}>").format(name, written, Markup("").join(inside))
 
 
 def moment(at: float, form: str = "%Y-%m-%d %H:%M:%S") -> str:
-    """Return a moment in UTC: who reads a page may be anywhere."""
+    """Format seconds since 1970 in UTC, as readers of a page may be in any time zone."""
     return datetime.fromtimestamp(at, tz=timezone.utc).strftime(form)
 
 
 def figure(value: float) -> str:
-    """Return a number as people read it."""
+    """Format a number with about four digits."""
     if value == int(value) or abs(value) >= _MANY:
         return f"{value:,.0f}" if abs(value) < _HUGE else f"{value:.3g}"
     return f"{value:.4g}" if abs(value) >= _FEW else f"{value:.2e}"
@@ -51,7 +49,7 @@ def figure(value: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """A stretch of numbers, the round ones among them with what they are called, and their unit."""
+    """The range of an axis, its ticks as value and label, and its unit."""
 
     low: float
     high: float
@@ -59,13 +57,13 @@ class Axis:
     unit: str = ""
 
     def place(self, value: float, start: float, end: float) -> float:
-        """Return where a number lies between two places on paper."""
+        """Return the pixel of a value on an axis that is drawn from `start` to `end`."""
         share = (value - self.low) / (self.high - self.low)
         return start + min(1.0, max(0.0, share)) * (end - start)
 
 
 def number_axis(low: float, high: float, unit: str = "", *, most: int = 5) -> Axis:
-    """Return an axis over numbers."""
+    """Return an axis with about `most` round ticks around a range of numbers."""
     low, high = _apart(low, high)
     step = _round_step((high - low) / most)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
@@ -78,7 +76,7 @@ def number_axis(low: float, high: float, unit: str = "", *, most: int = 5) -> Ax
 
 
 def _short(values: Sequence[float], step: float) -> list[str]:
-    """Return numbers with as few digits as tell them apart."""
+    """Format tick values with the fewest digits that keep them distinct."""
     for digits in range(3, 18):
         words = [f"{value:.{digits}g}" for value in values]
         if all(abs(float(word) - value) < ROUNDED * step for word, value in zip(words, values, strict=True)):
@@ -87,15 +85,15 @@ def _short(values: Sequence[float], step: float) -> list[str]:
 
 
 def byte_axis(high: float, *, most: int = 5) -> Axis:
-    """Return an axis over amounts of memory, from nothing."""
+    """Return an axis over bytes that begins at 0, in a fitting unit."""
     power = min(len(UNITS) - 1, max(0, int(math.log(max(high, 1), KILO))))
     scale = KILO**power
-    found = number_axis(0, high / scale, UNITS[power], most=most)
-    return Axis(0, found.high * scale, tuple((value * scale, said) for value, said in found.ticks), UNITS[power])
+    axis = number_axis(0, high / scale, UNITS[power], most=most)
+    return Axis(0, axis.high * scale, tuple((value * scale, label) for value, label in axis.ticks), UNITS[power])
 
 
 def whole_axis(low: float, high: float, unit: str = "", *, most: int = 6) -> Axis:
-    """Return an axis over whole numbers that begins and ends where they do."""
+    """Return an axis over whole numbers that ends exactly at the given range."""
     low, high = (low, high) if high > low else (low - 1, high + 1)
     step = max(1, math.ceil(_round_step((high - low) / most)))
     first = math.ceil(low / step) * step
@@ -104,21 +102,22 @@ def whole_axis(low: float, high: float, unit: str = "", *, most: int = 6) -> Axi
 
 
 def time_axis(begun: float, end: float, *, since: float, most: int = 6) -> Axis:
-    """Return an axis over moments: seconds since something began where that is not long ago, else UTC."""
+    """Return an axis over time: seconds since `since` in a short run, else the time of day in UTC."""
     length = max(end - begun, 1e-3)
-    step = next((one for one in TIME_STEPS_S if length / one <= most), TIME_STEPS_S[-1] * math.ceil(length / 3e7))
+    months = TIME_STEPS_S[-1] * math.ceil(length / 3e7)
+    step = next((seconds for seconds in TIME_STEPS_S if length / seconds <= most), months)
     if begun + length - since <= SHORT_S:
         marks = range(math.ceil((begun - since) / step - 1e-9), int((begun + length - since) / step + 1e-9) + 1)
-        ticks = [(since + n * step, f"{n * step:g}") for n in marks]
-        return Axis(begun, begun + length, tuple(ticks), "s since the run began")
+        ticks = tuple((since + n * step, f"{n * step:g}") for n in marks)
+        return Axis(begun, begun + length, ticks, "s since the run began")
     form = "%m-%d" if step >= DAY_S else "%m-%d %H:%M" if length > DAY_S else "%H:%M"
     first = math.ceil(begun / step)
-    found = tuple((n * step, moment(n * step, form)) for n in range(first, int(end / step) + 1))
-    return Axis(begun, begun + length, found, "UTC")
+    ticks = tuple((n * step, moment(n * step, form)) for n in range(first, int(end / step) + 1))
+    return Axis(begun, begun + length, ticks, "UTC")
 
 
 def _apart(low: float, high: float) -> tuple[float, float]:
-    """Return two numbers that differ by more than rounding: between such as do not, there are no round ones."""
+    """Widen a range that is empty up to rounding: it would have no round ticks."""
     largest = max(abs(low), abs(high))
     if largest < TINY:
         return 0.0, 1.0
@@ -128,9 +127,9 @@ def _apart(low: float, high: float) -> tuple[float, float]:
 
 
 def _round_step(step: float) -> float:
-    """Return the next round number."""
+    """Return the least round number that is not below a step."""
     power = 10.0 ** math.floor(math.log10(step))
-    return next(one * power for one in STEPS if one * power >= step * (1 - 1e-9))
+    return next(factor * power for factor in STEPS if factor * power >= step * (1 - 1e-9))
 
 
 Point = tuple[float, float]
@@ -155,24 +154,24 @@ def plot(title: str, x: Axis, y: Axis, lines: Sequence[Line], *, width: int = WI
     """Return a plot with its title and legend."""
     drawn = [_frame(x, y, width, height), *(_line(line, x, y, width, height) for line in lines)]
     picture = svg(title, drawn, width, height)
-    named = [(one.name, f"s{one.colour % COLOURS} {one.style}") for one in lines if one.name]
+    named = [(line.name, f"s{line.colour % COLOURS} {line.style}") for line in lines if line.name]
     return figure_of(title, picture, legend(named) if len(named) > 1 else "")
 
 
 def svg(title: str, parts: Iterable[Markup], width: int, height: int, css: str = "") -> Markup:
-    """Return a picture with its title."""
+    """Return an SVG element of a size, with a title for screen readers."""
     box = f"0 0 {width} {height}"
     inside = (tag("title", title), *parts)
     return tag("svg", *inside, viewBox=box, role="img", aria_label=title, class_=css)
 
 
 def figure_of(title: str, picture: Any, key: Any = "", *, css: str = "plot") -> Markup:
-    """Return a picture with its title and the meaning of its colours."""
+    """Return an HTML figure: its caption, its legend and its picture."""
     return tag("figure", tag("figcaption", tag("b", title), key), picture, class_=css)
 
 
 def legend(named: Iterable[tuple[str, str]]) -> Markup:
-    """Return what the colours mean."""
+    """Return the legend of a plot: pairs of a name and the CSS classes of its colour."""
     return tag("span", *(tag("span", tag("i", class_=f"key {css}"), name) for name, css in named), class_="legend")
 
 
@@ -180,10 +179,10 @@ def _frame(x: Axis, y: Axis, width: int, height: int) -> Markup:
     """Return the axes with their ticks and units."""
     right, bottom = width - RIGHT, height - BOTTOM
     parts = []
-    for value, said in y.ticks:
+    for value, label in y.ticks:
         at = y.place(value, bottom, TOP)
         parts.append(tag("line", x1=LEFT, x2=right, y1=f"{at:.1f}", y2=f"{at:.1f}", class_="grid"))
-        parts.append(svg_text(LEFT - 6, at + 4, said, "end"))
+        parts.append(svg_text(LEFT - 6, at + 4, label, "end"))
     parts += x_ticks(x, LEFT, right, bottom)
     parts.append(tag("line", x1=LEFT, x2=right, y1=bottom, y2=bottom, class_="axis"))
     parts.append(svg_text(right, bottom + 33, x.unit, "end", "unit"))
@@ -196,57 +195,54 @@ def _frame(x: Axis, y: Axis, width: int, height: int) -> Markup:
 def x_ticks(x: Axis, left: float, right: float, bottom: float) -> list[Markup]:
     """Return the marks of an axis below a plot."""
     parts = []
-    for value, said in x.ticks:
+    for value, label in x.ticks:
         at = x.place(value, left, right)
         parts.append(tag("line", x1=f"{at:.1f}", x2=f"{at:.1f}", y1=bottom, y2=bottom + 4, class_="axis"))
-        parts.append(svg_text(at, bottom + 17, said, "middle"))
+        parts.append(svg_text(at, bottom + 17, label, "middle"))
     return parts
 
 
-def svg_text(x: float, y: float, said: str, anchor: str = "start", css: str = "tick", *, nudge: bool = False) -> Markup:
-    """Return words at a place; nudged, they begin at the paper's edge."""
-    return tag("text", said, x=2 if nudge else f"{x:.1f}", y=f"{y:.1f}", text_anchor=anchor, class_=css)
+def svg_text(x: float, y: float, text: str, anchor: str = "start", css: str = "tick", *, nudge: bool = False) -> Markup:
+    """Return an SVG text; nudged, it begins at the left edge of the picture."""
+    return tag("text", text, x=2 if nudge else f"{x:.1f}", y=f"{y:.1f}", text_anchor=anchor, class_=css)
 
 
-def _line(one: Line, x: Axis, y: Axis, width: int, height: int) -> Markup:
-    """Return a curve; where a value is no number, it is broken."""
+def _line(line: Line, x: Axis, y: Axis, width: int, height: int) -> Markup:
+    """Return the SVG of a curve, with a gap wherever a value is not finite."""
     bottom, right = height - BOTTOM, width - RIGHT
-    places = [(x.place(a, LEFT, right), y.place(b, bottom, TOP)) if math.isfinite(b) else None for a, b in one.points]
-    css = f"line s{one.colour % COLOURS} {one.style}".strip()
-    drawn = [tag("path", d=_path(places, steps="steps" in one.style), class_=css)]
-    if "area" in one.style and places:
+    places = [(x.place(a, LEFT, right), y.place(b, bottom, TOP)) if math.isfinite(b) else None for a, b in line.points]
+    css = f"line s{line.colour % COLOURS} {line.style}".strip()
+    drawn = [tag("path", d=_path(places, steps="steps" in line.style), class_=css)]
+    if "area" in line.style and places:
         drawn.insert(0, _area(places, bottom, css))
-    if len(one.points) <= DOTS and not one.style:
-        drawn += [_dot(place, one, number) for number, place in enumerate(places) if place]
+    if len(line.points) <= DOTS and not line.style:
+        drawn += [_dot(place, line, number) for number, place in enumerate(places) if place]
     return Markup("").join(drawn)
 
 
-def _dot(place: Point, one: Line, number: int) -> Markup:
-    told = tag("title", one.told[number]) if number < len(one.told) else ""
-    return tag("circle", told, cx=f"{place[0]:.1f}", cy=f"{place[1]:.1f}", r=2.6, class_=f"dot s{one.colour % COLOURS}")
+def _dot(place: Point, line: Line, number: int) -> Markup:
+    hint = tag("title", line.told[number]) if number < len(line.told) else ""
+    css = f"dot s{line.colour % COLOURS}"
+    return tag("circle", hint, cx=f"{place[0]:.1f}", cy=f"{place[1]:.1f}", r=2.6, class_=css)
 
 
 def _path(places: Sequence[Point | None], *, steps: bool = False) -> str:
-    """Return the way along some places."""
-    words, down = [], False
+    """Return the SVG path through some points; None lifts the pen."""
+    commands, is_drawing = [], False
     for place in places:
-        if place is None:
-            down = False
-            continue
-        words.append(f"{'L' if down else 'M'}{place[0]:.1f} {place[1]:.1f}" if not (down and steps) else _step(place))
-        down = True
-    return "".join(words)
-
-
-def _step(place: Point) -> str:
-    return f"H{place[0]:.1f}V{place[1]:.1f}"
+        if place is not None:
+            x, y = place
+            draw = f"H{x:.1f}V{y:.1f}" if steps else f"L{x:.1f} {y:.1f}"
+            commands.append(draw if is_drawing else f"M{x:.1f} {y:.1f}")
+        is_drawing = place is not None
+    return "".join(commands)
 
 
 def _area(places: Sequence[Point | None], bottom: float, css: str) -> Markup:
-    """Return what lies under a curve."""
+    """Return the filled area under a curve."""
     known = [place for place in places if place]
     if not known:
         return Markup("")
-    way = _path(known, steps="steps" in css)
-    closed = f"{way}L{known[-1][0]:.1f} {bottom}L{known[0][0]:.1f} {bottom}Z"
+    outline = _path(known, steps="steps" in css)
+    closed = f"{outline}L{known[-1][0]:.1f} {bottom}L{known[0][0]:.1f} {bottom}Z"
     return tag("path", d=closed, class_=css.replace("line", "fill"))

@@ -1,4 +1,4 @@
-"""What the page of a run shows, as values of bounded number; the page cuts long texts when it writes them."""
+"""The data that the page of a run shows: lists of bounded length; the page itself cuts long texts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Curve = list[tuple[float, float]]
 
 @dataclass(frozen=True, slots=True)
 class StageFacts:
-    """A stage: what its ledger adds up to, and what is told of it besides."""
+    """A stage: its status by the ledger, and what else is known of it."""
 
     status: StageStatus
     first_task_at: float | None
@@ -49,7 +49,7 @@ class TroubledAttempt:
 
 @dataclass(frozen=True, slots=True)
 class LeftOutItems:
-    """Items that a run goes on without since they killed their task."""
+    """Items that a run leaves out because they killed their task."""
 
     stage: str
     names: Sequence[str]
@@ -59,7 +59,7 @@ class LeftOutItems:
 
 @dataclass(frozen=True, slots=True)
 class Troubles:
-    """What did not end well."""
+    """The attempts that did not end well."""
 
     total: int
     causes: Mapping[tuple[str, str], int]  # stage and cause → attempts
@@ -102,18 +102,18 @@ class FailuresAt:
 
 @dataclass(frozen=True, slots=True)
 class TimeFacts:
-    """What went on when."""
+    """What happened at which time, in seconds since 1970."""
 
     begun: float
-    end: float  # or what time it is
+    end: float  # now, of a run that goes on
     running: Mapping[str, Sequence[tuple[float, int]]]  # stage → tasks at once
     failures: Sequence[FailuresAt]
-    paces: Mapping[str, Curve]  # stage → what it worked through in a second
+    paces: Mapping[str, Curve]  # stage → items per second
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedStep:
-    """A step that left what it takes to run it again."""
+    """A step with a bundle from which `pipeline replay` runs it again."""
 
     step: int
     kind: str
@@ -144,7 +144,7 @@ class TrainingFacts:
 
     @property
     def survived(self) -> list[Epoch]:
-        """Return the epochs in which steps ran out of memory and went on."""
+        """Return the epochs with steps that ran out of memory and went on."""
         return [epoch for epoch in self.newest if epoch.ooms or epoch.remedied]
 
     @property
@@ -152,7 +152,7 @@ class TrainingFacts:
         return max((stretch.reserved_bytes for stretch in self.prepared.stretches), default=None)
 
     def predicted_bytes(self, epoch: int) -> int | None:
-        """Return what an epoch was predicted to take: of a GPU, or without one of a node with a single process."""
+        """Return the memory that was planned for an epoch: of a GPU, else of a node, if one process has it alone."""
         if not self.on_gpu:
             return self.prepared.mem_bytes if self.prepared.ranks == 1 else None
         last = 0
@@ -165,7 +165,7 @@ class TrainingFacts:
 
 @dataclass(frozen=True, slots=True)
 class PageFacts:
-    """Everything that a page says."""
+    """Everything that the page of a run shows."""
 
     run: SeenRun
     folder: Path
@@ -178,4 +178,4 @@ class PageFacts:
     training: TrainingFacts | None
     uses: Sequence[StageUse]
     cache: Holdings | None
-    notes: Sequence[str]  # what cannot be told
+    notes: Sequence[str]  # what could not be read, and is missing on the page

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
     from pipeline.report.facts import StageUse
     from pipeline.report.html.run_facts import PageFacts, StageFacts, TimeFacts, TrainingFacts
-    from pipeline.training.loop.metrics_log import Epoch
 
 FEWEST = 3  # points of a plot
 WIDE, NARROW = 920, 380
@@ -45,7 +44,7 @@ TIMELINE_KEY = (
 
 
 def timeline(facts: PageFacts) -> Markup:
-    """Return the time line in two widths, of which the style sheet shows the one that fits."""
+    """Return the time line in two widths; the style sheet shows the one that fits."""
     drawn = Markup("").join([_timeline(facts, WIDE, "wide"), _timeline(facts, NARROW, "narrow")])
     return figure_of("Stages over time", drawn, legend(TIMELINE_KEY), css="plot timeline")
 
@@ -69,37 +68,37 @@ def _grid(x: Axis, ends: tuple[float, float], bottom: float) -> list[Markup]:
 
 
 def _stage_row(time: TimeFacts, stage: StageFacts, x: Axis, ends: tuple[float, float], top: float) -> list[Markup]:
-    """Return a stage's bar, its tasks at once beneath, and marks where attempts failed."""
+    """Return a stage's bar, the number of its running tasks beneath, and marks where attempts failed."""
     status = stage.status
     until = status.ended_at or time.end
     begun, first = status.started_at, min(stage.first_task_at or until, until)
-    said = f"{status.name}: {status.state.value}, {format_seconds(max(0.0, until - begun))}"
+    hint = f"{status.name}: {status.state.value}, {format_seconds(max(0.0, until - begun))}"
     parts = [svg_text(ends[0] - 8, top + 19, status.name, "end", "name")]
     if status.tasks and first > begun:
-        waits = f"{status.name}: waits for its first task"
-        parts.append(_stage_bar(x, ends, (begun, first), top + 4, "bar wait", waits))
+        waiting_hint = f"{status.name}: waits for its first task"
+        parts.append(_stage_bar(x, ends, (begun, first), top + 4, "bar wait", waiting_hint))
     span = (first if status.tasks else begun, until)
-    parts.append(_stage_bar(x, ends, span, top + 4, f"bar run {status.state.value}", said))
+    parts.append(_stage_bar(x, ends, span, top + 4, f"bar run {status.state.value}", hint))
     parts.append(_busy(time.running.get(status.name, ()), x, ends, top + 4 + STAGE_BAR + 14))
-    for failures in [one for one in time.failures if one.stage == status.name][:MOST_MARKS]:
-        at = x.place(failures.at, *ends)
-        way = f"M{at - 4:.1f} {top}H{at + 4:.1f}L{at:.1f} {top + 8}Z"
-        parts.append(tag("path", tag("title", f"{failures.times:,} × {failures.cause}"), d=way, class_="fail"))
+    for failure in [failure for failure in time.failures if failure.stage == status.name][:MOST_MARKS]:
+        at = x.place(failure.at, *ends)
+        outline = f"M{at - 4:.1f} {top}H{at + 4:.1f}L{at:.1f} {top + 8}Z"
+        parts.append(tag("path", tag("title", f"{failure.times:,} × {failure.cause}"), d=outline, class_="fail"))
     return parts
 
 
 def _stage_bar(
-    x: Axis, ends: tuple[float, float], span: tuple[float, float], top: float, css: str, said: str
+    x: Axis, ends: tuple[float, float], span: tuple[float, float], top: float, css: str, hint: str
 ) -> Markup:
     start, stop = (x.place(at, *ends) for at in span)
     return tag(
-        "rect", tag("title", said), x=f"{start:.1f}", y=f"{top:.1f}", width=f"{max(2.0, stop - start):.1f}",
+        "rect", tag("title", hint), x=f"{start:.1f}", y=f"{top:.1f}", width=f"{max(2.0, stop - start):.1f}",
         height=STAGE_BAR, rx=3, class_=css,
     )  # fmt: skip
 
 
 def _busy(counts: Sequence[tuple[float, int]], x: Axis, ends: tuple[float, float], base: float) -> Markup:
-    """Return how many tasks ran at once, as a silhouette as high as the most there were."""
+    """Return how many tasks ran at once as a filled step curve, scaled to its maximum."""
     most = max((count for _, count in counts), default=0)
     if most == 0:
         return Markup("")
@@ -112,7 +111,7 @@ def _busy(counts: Sequence[tuple[float, int]], x: Axis, ends: tuple[float, float
 
 
 def pace_plots(facts: PageFacts) -> list[Markup]:
-    """Return the speed of each stage over time, and of a training how much of the time it waited for data."""
+    """Return plots of each stage's speed over time, and of how long a training waited for data."""
     plots = []
     for name, points in facts.time.paces.items():
         if len(points) >= FEWEST:
@@ -125,10 +124,10 @@ def pace_plots(facts: PageFacts) -> list[Markup]:
     x = whole_axis(epochs[0].epoch, epochs[-1].epoch, "epoch")
     pace = [(epoch.epoch, epoch.items_per_s) for epoch in epochs]
     waits = [(epoch.epoch, 100 * epoch.wait_share) for epoch in epochs]
-    told = [f"epoch {epoch.epoch}: {figure(epoch.items_per_s)} items/s" for epoch in epochs]
+    hints = [f"epoch {epoch.epoch}: {figure(epoch.items_per_s)} items/s" for epoch in epochs]
     y = number_axis(0, max(value for _, value in pace) or 1, "items/s")
     idle = number_axis(0, max(5.0, *(value for _, value in waits)), "% of the time")
-    plots.append(plot("train: items a second", x, y, [Line("", pace, 0, "", told)]))
+    plots.append(plot("train: items a second", x, y, [Line("", pace, 0, "", hints)]))
     return [*plots, plot("train: waited for data", x, idle, [Line("", waits, 3)])]
 
 
@@ -141,7 +140,7 @@ MEMORY_KEY = (("given", "asked"), ("measured peak", "used"), ("predicted", "mark
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """What something was given, was predicted to take, and took; None is what nobody knows."""
+    """The memory that a stage was given, was predicted to use, and used; None: not known."""
 
     name: str
     asked_bytes: float | None
@@ -150,7 +149,7 @@ class MemoryUse:
 
 
 def gpu_use(use: StageUse, training: TrainingFacts | None) -> MemoryUse:
-    """Return a stage's use of GPUs: only of training somebody predicts it, others fill what there is."""
+    """Return a stage's use of GPU memory; it is planned for training alone: other stages take what there is."""
     if training is None or use.stage != "train":
         return MemoryUse(use.stage, None, None, use.gpu_peak_bytes)
     return MemoryUse(use.stage, training.prepared.limit_bytes, training.most_reserved_bytes, use.gpu_peak_bytes)
@@ -165,7 +164,7 @@ def memory_plots(uses: Sequence[StageUse], training: TrainingFacts | None) -> li
 
 
 def memory_bars(title: str, uses: Sequence[MemoryUse]) -> Markup:
-    """Return the bars of all that have a figure."""
+    """Return a bar chart of memory, or nothing where no figure is known."""
     known = [value or 0 for use in uses for value in (use.asked_bytes, use.predicted_bytes, use.used_bytes)]
     if not any(known):
         return Markup("")
@@ -176,18 +175,18 @@ def memory_bars(title: str, uses: Sequence[MemoryUse]) -> Markup:
         top = TOP + row * MEMORY_ROW + (MEMORY_ROW - MEMORY_BAR) / 2
         parts.append(svg_text(LEFT - 8, top + 12.5, use.name, "end", "name"))
         bars = (("asked", "given", 0, use.asked_bytes), ("used", "measured peak", 3, use.used_bytes))
-        for css, said, inset, value in bars:
+        for css, label, inset, value in bars:
             if value:
                 width = max(1.0, x.place(value, *ends) - LEFT)
-                name = tag("title", f"{said} {format_bytes(value)}")
+                hint = tag("title", f"{label} {format_bytes(value)}")
                 parts.append(tag(
-                    "rect", name, x=LEFT, y=f"{top + inset:.1f}", width=f"{width:.1f}",
+                    "rect", hint, x=LEFT, y=f"{top + inset:.1f}", width=f"{width:.1f}",
                     height=MEMORY_BAR - 2 * inset, rx=2, class_=f"mem {css}",
                 ))  # fmt: skip
         if use.predicted_bytes:
-            way = f"M{x.place(use.predicted_bytes, *ends):.1f} {top - 4:.1f}V{top + MEMORY_BAR + 4:.1f}"
+            outline = f"M{x.place(use.predicted_bytes, *ends):.1f} {top - 4:.1f}V{top + MEMORY_BAR + 4:.1f}"
             parts.append(
-                tag("path", tag("title", f"predicted {format_bytes(use.predicted_bytes)}"), d=way, class_="mark")
+                tag("path", tag("title", f"predicted {format_bytes(use.predicted_bytes)}"), d=outline, class_="mark")
             )
         if not use.used_bytes:
             parts.append(svg_text(LEFT + 6, top + 12.5, "not measured", "start", "tick"))
@@ -195,7 +194,7 @@ def memory_bars(title: str, uses: Sequence[MemoryUse]) -> Markup:
 
 
 def memory_over_epochs(training: TrainingFacts) -> Markup:
-    """Return memory over the epochs of a training."""
+    """Return a plot of memory by epoch: measured, planned, and the limit."""
     epochs = training.epochs
     x = whole_axis(epochs[0].epoch, epochs[-1].epoch, "epoch")
     peaks = [(epoch.epoch, epoch.peak_bytes) for epoch in epochs]
@@ -219,7 +218,7 @@ LOSS = "loss"
 
 
 def training_plots(training: TrainingFacts) -> list[Markup]:
-    """Return each term of the loss, the metrics of validation, and how the learning rate and the gradients went."""
+    """Return plots of each loss term, the validation metrics, the learning rate and the gradient norm."""
     plots = [_loss(training, term) for term in training.losses]
     for name in own_metrics(training)[:METRICS_DRAWN]:
         watched = " (decides which epoch is best)" if name == training.monitor else ""
@@ -233,12 +232,12 @@ def training_plots(training: TrainingFacts) -> list[Markup]:
 
 
 def own_metrics(training: TrainingFacts) -> list[str]:
-    """Return the figures of validation that are no terms of the loss."""
+    """Return the validation metrics that are not terms of the loss."""
     return [name for name in training.metrics if not name.startswith(LOSS)]
 
 
 def _loss(training: TrainingFacts, term: str) -> Markup:
-    """Return a term of the loss: of steps, of epochs, of the validation split."""
+    """Return the plot of a loss term: by step, by epoch, and on the validation split."""
     name = f"{LOSS}.{term}"
     steps = training.curves.get(name, ())
     checked = name if name in training.metrics else LOSS if len(training.losses) == 1 else ""
@@ -251,21 +250,20 @@ def _loss(training: TrainingFacts, term: str) -> Markup:
 
 
 def _by_epoch(title: str, training: TrainingFacts, of: str, name: str, colour: int) -> Line:
-    """Return a figure of each epoch at the step at which that ended."""
-    known: list[tuple[Epoch, Mapping[str, float | None]]]
-    known = [(epoch, epoch.loss if of == "loss" else epoch.validation) for epoch in training.epochs]
-    points, told = [], []
-    for epoch, figures in known:
+    """Return a curve of one figure by epoch, each placed at the last step of its epoch."""
+    points, hints = [], []
+    for epoch in training.epochs:
+        figures: Mapping[str, float | None] = epoch.loss if of == "loss" else epoch.validation
         if name in figures:
             value = figures[name]
             points.append((epoch.step, math.nan if value is None else value))
-            said = "not finite" if value is None else figure(value)
-            told.append(f"epoch {epoch.epoch}, step {epoch.step}: {said}")
-    return Line(title, points, colour, "", told)
+            shown = "not finite" if value is None else figure(value)
+            hints.append(f"epoch {epoch.epoch}, step {epoch.step}: {shown}")
+    return Line(title, points, colour, "", hints)
 
 
 def _curves(title: str, lines: Sequence[Line]) -> Markup:
-    """Return a plot over steps; of figures that were never a number it says so."""
+    """Return a plot over steps, or a warning where no value is finite."""
     values = [value for line in lines for _, value in line.points if math.isfinite(value)]
     if not values:
         return tag("p", f"{title}: never a finite number", class_="note bad")
