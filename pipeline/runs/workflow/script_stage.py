@@ -1,11 +1,11 @@
-"""Stage train with a script of the user's in place of a task: what a run makes of `train.command`.
+"""Stage train with a user's own script (`train.command`) in place of a task.
 
-It is one task, which runs whenever it is asked for: only the script knows what it did before, from what it left in
-{output}. Its success is its exit code 0. Nothing of it can be traced, so the first attempt has memory and micro-batches
-by measurement of earlier runs of the same command, or as stated here; the ladder of attempts finds the rest.
+It is one task, which runs whenever it is asked for: only the script knows, from {output}, what it did before. Exit code
+0 is success. A script cannot be traced, so its first attempt gets memory and micro-batches by measurements of earlier
+runs of the same command, or a default; later attempts adapt.
 
-It runs where it lies, and is not frozen: an edit reaches the next attempt. What a command may say, what it is told and
-how its end is judged: see `own_script` and `script_process`; of several processes: `script_peers`.
+It runs where it lies, and is not frozen: an edit reaches the next attempt. For the command and its environment see
+`script.command`, for how its end is judged `script.script_process`.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ if TYPE_CHECKING:
     from pipeline.runs.workflow.stage import Outcomes
     from pipeline.script.script_process import ScriptOutcome
 
-STATED_BYTES = 8 << 30  # of a process: torch with CUDA, and its data workers, seldom take more
+STATED_BYTES = 8 << 30  # of a process: torch with CUDA and data workers seldom take more
 STATED = "stated: nobody knows what a script takes until it has run (cluster.train.mem)"
-FIGURE = "script."  # before the names of its figures: what it calls them may be what we call ours
+FIGURE = "script."  # prefix of its figures, whose names may equal those of ours
 PROGRESS = FIGURE + STEP
 BATCH_NAMES = frozenset({"micro_batch", "accumulation", "effective_batch"})
 EXPANDABLE = "expandable_segments:True"
@@ -72,7 +72,7 @@ OUT_OF_MEMORY = frozenset({Cause.GPU_OOM, Cause.HOST_OOM})
 
 
 class ScriptStage(Stage):
-    """A script of the user's in place of a task: one task, which runs whenever it is asked for."""
+    """A user's own script as a training: one task, which runs whenever it is asked for."""
 
     name = StageName.TRAIN
     needs = TrainStage.needs
@@ -81,7 +81,7 @@ class ScriptStage(Stage):
     counts_items = False
 
     def inspect(self, project: Project) -> None:
-        """Refuse a command that cannot be meant, or that would take another batch than it should."""
+        """Refuse a command that cannot be run, or that would train with another batch."""
         first_words(project)
 
     def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> StageSurvey:  # noqa: ARG002 - one task
@@ -89,12 +89,12 @@ class ScriptStage(Stage):
         return StageSurvey(counts, (Shard(0, 1, 1),), cost=1.0)
 
     def mem_bytes(self, project: Project) -> int:
-        """Return the memory of a node's processes: as pinned, else as stated."""
+        """Return the memory of a node: as configured, else a default for each process."""
         resources = project.config.cluster.train
         return asked_bytes(resources, STATED_BYTES * resources.ranks_per_node)
 
     def recipe(self, project: Project) -> Mapping[str, Any]:
-        """Return under what measurements of such jobs are remembered."""
+        """Return the choices under which measurements of its jobs are kept."""
         train, resources = project.config.train, project.config.cluster.train
         return {
             "command": train.command,
@@ -131,7 +131,7 @@ class ScriptStage(Stage):
         yield None
 
     def judge(self, project: Project, folder: RunFolder, patience_s: float) -> Scripted:  # noqa: ARG002
-        """Say what came of the script, by its exit code in the ledger: there is nothing else of it to judge."""
+        """Return the result of the script, by its exit code in the ledger."""
         stage, config = stage_of(folder), project.config
         task = stage.task(0)
         done = task.good or task.word.finished
@@ -158,13 +158,13 @@ def script_of(config: Config) -> Script:
 
 
 def starts_on_node(config: Config, stage: str) -> int:
-    """Return how many processes we start on each node; a command that starts processes itself is one."""
+    """Return how many processes we start on each node: one where the command starts the others."""
     resources: TrainResources = getattr(config.cluster, stage)
     return 1 if is_script(config, stage) and script_of(config).launches else resources.ranks_per_node
 
 
 def first_words(project: Project, shrink: int = 0) -> list[str]:
-    """Return the words that the first process runs, after so many deaths of a GPU's memory."""
+    """Return the command line of the first process, after GPU memory ran out so many times."""
     config = project.config
     micro, accumulation = batches_of(config, shrink)
     values = values_of(config, RankPlace(0, 1), micro, accumulation, RunFolder(config.cluster.runs / "RUN"))
@@ -172,7 +172,7 @@ def first_words(project: Project, shrink: int = 0) -> list[str]:
 
 
 def batches_of(config: Config, shrink: int) -> tuple[int, int]:
-    """Return micro_batch and accumulation of an attempt; they are nobody's business where the command names neither."""
+    """Return micro_batch and accumulation of an attempt; the whole batch where the command names neither."""
     script, train = script_of(config), config.train
     refuse_blind(script, shrink)
     if not script.names & BATCH_NAMES:
@@ -181,7 +181,7 @@ def batches_of(config: Config, shrink: int) -> tuple[int, int]:
 
 
 def values_of(config: Config, place: RankPlace, micro_batch: int, accumulation: int, folder: RunFolder) -> Values:
-    """Return what the placeholders stand for, in one process of the first attempt."""
+    """Return the values of the placeholders, in one process of the first attempt."""
     train, resources = config.train, config.cluster.train
     starts, processes = starts_on_node(config, StageName.TRAIN), resources.ranks_per_node
     node = place.rank // starts
@@ -206,24 +206,24 @@ def values_of(config: Config, place: RankPlace, micro_batch: int, accumulation: 
 
 
 def output_of(config: Config) -> Path:
-    """Return where checkpoints belong: the same for every attempt and run of a command that means the same."""
+    """Return the folder of checkpoints: the same for all attempts and runs of the same command and settings."""
     train = config.train
     decisive = train.model_dump(mode="json", include={"command", "effective_batch", "seed", "precision"})
     return train.models / training_name("script", decisive)
 
 
 class Ended(Exception):
-    """A script has ended, and is not done: with what the task is to exit, and what is to be said of it."""
+    """A script has ended and is not done: carries the exit code of its task, and the message for its record."""
 
     def __init__(self, code: int, what: str = "", trouble: str = "", *, step: int = 0, quiet: bool = False) -> None:
         super().__init__(what)
         self.code, self.what, self.trouble = code, what, trouble
-        self.step = step  # how far it said that it came; 0: it never said
-        self.quiet = quiet  # another process was the reason, and says so
+        self.step = step  # the last step that it reported; 0: none
+        self.quiet = quiet  # another process was the reason, and reports it
 
     @classmethod
     def of(cls, outcome: ScriptOutcome) -> Ended:
-        """Return what is said of an end; where nothing is known of the reason, its last lines."""
+        """Return the exception for an outcome; its last lines go in where the reason is unknown."""
         what = outcome.what
         if not (outcome.reason or outcome.goes_on) and len(outcome.last_lines) > 1:
             what += "".join(f"\n    | {line[:LINE_MOST]}" for line in outcome.last_lines[-LINES_SHOWN:])
@@ -231,7 +231,7 @@ class Ended(Exception):
 
 
 def _run(project: Project, script: Script, values: Values, tell: Tell) -> ScriptOutcome:
-    """Run the script; what it tells of itself goes to the ledger."""
+    """Run the script; its figures go to the ledger."""
     train, resources = project.config.train, project.config.cluster.train
 
     def hear(figures: Mapping[str, float]) -> None:
@@ -246,7 +246,7 @@ def _run(project: Project, script: Script, values: Values, tell: Tell) -> Script
         tell=hear,
         mem_bytes=tell.mem_bytes,
     )
-    # Of its node, which the memory that is asked for is for: its other processes are thought to take as much.
+    # Memory is asked for by node: its other processes are assumed to take as much.
     own_bytes = peak_of(resource.getrusage(resource.RUSAGE_SELF))
     tell.figures["host_peak_bytes"] = (outcome.peak_rss_bytes + own_bytes) * starts_on_node(
         project.config, StageName.TRAIN
@@ -261,14 +261,14 @@ def newest_attempt(folder: RunFolder) -> int:
 
 
 def stage_of(folder: RunFolder) -> StageStatus:
-    """Return what the ledger knows of the stage."""
+    """Return the status of the stage, by the ledger."""
     return fold_events(folder.name, LedgerReader(folder).news()).stages.get(StageName.TRAIN) or StageStatus(
         StageName.TRAIN
     )
 
 
 def _settle(outcome: ScriptOutcome, peers: Peers, ending: Callable[[], int]) -> None:
-    """Return when all processes are done; raise Ended where that will not be."""
+    """Return when all processes are done; raise Ended if this one or another is not."""
     own = Ended.of(outcome)
     if peers.place.world > 1:
         end = End(own.code, outcome.told is not None, own.what, own.trouble, time.time())
@@ -287,24 +287,24 @@ def _settle(outcome: ScriptOutcome, peers: Peers, ending: Callable[[], int]) -> 
 
 @dataclass(slots=True)
 class Scripted(Trained):
-    """What came of a script."""
+    """The result of a script."""
 
     command: str = ""
     attempts: int = 0
     micro_batch: int = 0
-    figures: dict[str, float] = field(default_factory=dict)  # that it told last
+    figures: dict[str, float] = field(default_factory=dict)  # its last ones
 
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """What is known of a script before it has run."""
+    """The plan of a script, as far as it is known before it has run."""
 
     words: tuple[str, ...]  # of the first process
     processes: int
     effective_batch: int
     micro_batch: int
     accumulation: int
-    smaller: tuple[int, ...]  # micro-batches of the attempts after a GPU's memory ended
+    smaller: tuple[int, ...]  # micro-batches of the attempts after GPU memory ran out
     why_none: str  # why there are none
     mem_bytes: int
     mem_why: str
@@ -315,7 +315,7 @@ class Outline:
         return {"stage": StageName.TRAIN, "script": True, **asdict(self)}
 
     def lines(self) -> list[str]:
-        """Say it."""
+        """Return it as lines of text."""
         of = "1 process" if self.processes == 1 else f"each of {self.processes} processes"
         batch = f"micro-batches of {self.micro_batch}, {self.accumulation} a step, in {of}"
         smaller = f"micro-batches of {', then '.join(map(str, self.smaller))}" if self.smaller else self.why_none
@@ -332,7 +332,7 @@ class Outline:
 
 
 def outline(project: Project, mem_bytes: int, mem_why: str, most_bytes: int | None = None) -> Outline:
-    """Return what is known of the script before it has run."""
+    """Return the plan of the script, with the memory of its first attempt and the reason for that."""
     config = project.config
     smaller, why_none = _smaller(config)
     micro, accumulation = batches_of(config, 0)
@@ -352,7 +352,7 @@ def outline(project: Project, mem_bytes: int, mem_why: str, most_bytes: int | No
 
 
 def _smaller(config: Config) -> tuple[tuple[int, ...], str]:
-    """Return the micro-batches of later attempts; where there are none, why the run then ends."""
+    """Return the micro-batches of attempts after GPU memory ran out, and why the run ends after the last."""
     script, tried = script_of(config), list[int]()
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Stage train in a run: what is trained already, what a plan makes of the rest; one task's work; what came of it."""
+"""Stage train: finds how far the training is, plans the rest, trains, and reports the result."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from pipeline.training.ranks.rank_protocol import Ranks
     from pipeline.training.step.step import Step
 
-UNPLANNED_BYTES = 2 << 30  # what a process is thought to take until its plan is made
+UNPLANNED_BYTES = 2 << 30  # of a process, until there is a plan
 CALLED = {"code": "the task's code", "table": "the data set", "embeddings": "the encoder", "crop": "what is cropped"}
 
 
@@ -66,7 +66,7 @@ class TrainStage(Stage):
         return with_task(config)
 
     def inspect(self, project: Project) -> None:
-        """Refuse what cannot be trained: no task, or one that does not even load."""
+        """Raise where nothing can be trained: there are no structures, or the task cannot be loaded."""
         from pipeline.project.run_code import load_task
 
         config = project.config
@@ -77,13 +77,13 @@ class TrainStage(Stage):
         load_task(config.train.task, config.train.options, beside=project.beside)
 
     def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> StageSurvey:  # noqa: ARG002 - one task
-        """See how far the training is that is asked for, and plan the rest."""
+        """Find how far the training is, and plan the rest."""
         counts = dict.fromkeys(("items", "refused", "unusable", "cached", "missing", "waiting"), 0)
         prepared = prepare(project)
         if prepared is None and folder is not None:
             what = f"{unmade(project.config)}: there is nothing to train on"
             raise ConfigError(what, where=str(project.config.cluster.runs), remedy="leave out --only")
-        if prepared is None:  # they come first
+        if prepared is None:  # the tables come first
             return StageSurvey({**counts, "unplanned": 1}, (Shard(0, 1, 1),))
         progress = TrainedSoFar.of(folder_of(project, prepared))
         left = 0 if progress.is_over(project, prepared) else max(1, steps_of(project, prepared) - progress.done)
@@ -95,22 +95,22 @@ class TrainStage(Stage):
         return StageSurvey(counts, shards, bytes=0, cost=float(left))
 
     def mem_bytes(self, project: Project) -> int:
-        """Return the memory of a node's processes: as planned, once there is a plan."""
+        """Return the memory of a node: as planned, or a default until there is a plan."""
         prepared = prepare(project)
         return prepared.mem_bytes if prepared else project.config.cluster.train.ranks_per_node * UNPLANNED_BYTES
 
     def gpu_bytes(self, project: Project) -> int:
-        """Return the memory that a card must have at least: that for which the plan was made."""
+        """Return the memory that a GPU must have at least, by the plan."""
         prepared = prepare(project)
         return max(stretch.reserved_bytes for stretch in prepared.stretches) if prepared else 0
 
     def recipe(self, project: Project) -> Mapping[str, Any]:
-        """Return under what measurements of such jobs are remembered."""
+        """Return the choices under which measurements of its jobs are kept."""
         train = project.config.train
         return {"task": train.task, "options": dict(train.options), "batch": train.effective_batch}
 
     def work(self, project: Project, folder: RunFolder, task: int, tell: Tell) -> Outcomes:
-        """Train, as one rank of those that there are."""
+        """Train, as one of the ranks."""
         from pipeline.stages.train import train
 
         prepared = Prepared.from_json(json.loads(folder.plan(self.name).read_text()))
@@ -122,12 +122,12 @@ class TrainStage(Stage):
                 yield from train(job, read_shard(folder, self.name, task).start)
         except BaseException as error:
             why = f"{type(error).__name__}: {error}" if isinstance(error, Exception) else ""
-            ranks.close(why)  # which the others hear
+            ranks.close(why)  # sent to the other ranks
             raise
         ranks.close()
 
     def judge(self, project: Project, folder: RunFolder, patience_s: float) -> Trained:  # noqa: ARG002
-        """Say what has been trained, by the newest checkpoint that is whole, every byte of which is read."""
+        """Return the result of the training, by its newest intact checkpoint, every byte of which is read."""
         from pipeline.training.checkpoints.checkpoint_folder import CheckpointFolder
         from pipeline.training.loop.metrics_log import read_epochs
 
@@ -156,20 +156,15 @@ class TrainStage(Stage):
         return judged
 
     def check(self, project: Project, folder: RunFolder, judged: Trained) -> list[str]:  # noqa: ARG002
-        """Return what deserves a word."""
-        warnings = []
-        if judged.skipped:
-            what = "items are too large for any plan and were left out (train.oversize: skip)"
-            warnings.append(f"{judged.skipped:,} {what}")
-        if judged.ooms:
-            what = f"memory ended {judged.ooms:,} times; no step was lost   (pipeline replay RUN --step N)"
-            warnings.append(what)
-        return warnings
+        """Return warnings about skipped items and recoveries from running out of memory."""
+        skipped = f"{judged.skipped:,} items are too large for any plan and were left out (train.oversize: skip)"
+        ooms = f"memory ended {judged.ooms:,} times; no step was lost   (pipeline replay RUN --step N)"
+        return [text for count, text in ((judged.skipped, skipped), (judged.ooms, ooms)) if count]
 
 
 @dataclass(frozen=True, slots=True)
 class TrainedSoFar:
-    """How far a training is, by its newest checkpoint."""
+    """The progress of a training, by a checkpoint."""
 
     done: int = 0  # steps
     epoch: int = 0
@@ -177,7 +172,7 @@ class TrainedSoFar:
 
     @classmethod
     def of(cls, folder: ModelFolder) -> TrainedSoFar:
-        """Look at the newest checkpoint."""
+        """Return the progress by the newest checkpoint."""
         newest = latest(folder)
         return cls.read(newest.data) if newest else cls()
 
@@ -186,20 +181,20 @@ class TrainedSoFar:
         return cls(**{name: data["place"][name] for name in ("done", "epoch", "stale")})
 
     def is_over(self, project: Project, prepared: Prepared) -> bool:
-        """Say whether nothing is left to be trained."""
+        """Tell whether the training is complete: by its epochs, or because it stopped improving."""
         patience = project.config.train.validation.patience
         return self.epoch >= prepared.epochs or (patience is not None and self.stale >= patience)
 
 
 def latest(folder: ModelFolder) -> Manifest | None:
-    """Return what the newest checkpoint of a training tells of itself."""
+    """Return the manifest of the newest checkpoint; None where there is none."""
     from pipeline.training.checkpoints.checkpoint_folder import CheckpointFolder
 
     return CheckpointFolder(folder.checkpoints, last=1, best=0, identity={}, tell=lambda _: None).latest()
 
 
 def job_of(project: Project, folder: RunFolder, prepared: Prepared, tell: Tell, ranks: Ranks) -> Any:
-    """Return everything that training is given."""
+    """Return the job of a rank of the training."""
     from pipeline.memory.footprint import MemoryChoice
     from pipeline.stages.train import Job
 
@@ -237,7 +232,7 @@ def job_of(project: Project, folder: RunFolder, prepared: Prepared, tell: Tell, 
 
 
 def novelty(project: Project) -> list[str]:
-    """Say why a training begins anew although one of the same task is there: what differs."""
+    """Return a remark on what differs where a training begins anew beside an earlier one of the same task."""
     prepared = prepare(project)
     if prepared is None or folder_of(project, prepared).path.exists():
         return []
@@ -252,7 +247,7 @@ def novelty(project: Project) -> list[str]:
 
 
 def misfits(project: Project) -> list[str]:
-    """Return what a configuration names that is not there: splits, weights to begin with."""
+    """Return problems of a configuration: a split that does not exist, pretrained weights that do not fit."""
     from pipeline.runs.dataset.loading import made_table
 
     train, problems = project.config.train, list[str]()
@@ -275,7 +270,7 @@ def misfits(project: Project) -> list[str]:
 def _step(
     work: Work, choice: MemoryChoice, ranks: Ranks, device: str, begin: Callable[[nn.Module], None], *, is_spread: bool
 ) -> Step:
-    """Return the step that is trained; `begin` gives its model the weights to begin with."""
+    """Return the step to train, sharded over ranks where `is_spread`; `begin` loads its initial weights."""
     if is_spread and ranks.world > 1:
         return work.spread(choice, ranks, device=device, begin=begin)
     return work.begun(choice, device=device, begin=begin)
@@ -290,7 +285,7 @@ def remember_peak(
     peak_bytes: int,
     step_s: float,
 ) -> None:
-    """Remember what a card really held in an epoch, for the next plan of such a model."""
+    """Record the peak memory of an epoch on a GPU, for later plans of the model."""
     import torch
 
     from pipeline.memory.hardware.gpus import known_name
@@ -321,22 +316,22 @@ def remember_peak(
 
 @dataclass(slots=True)
 class Trained(Judged):
-    """What came of a training."""
+    """The result of a training."""
 
     folder: str = ""
     epochs: int = 0
     steps: int = 0
     last: dict[str, Any] = field(default_factory=dict)  # figures of the last epoch
-    best: dict[str, Any] = field(default_factory=dict)  # and of the best
+    best: dict[str, Any] = field(default_factory=dict)  # of the best epoch
     monitor: str = ""
     ooms: int = 0
     skipped: int = 0
     cropped: int = 0
-    remedied: dict[str, int] = field(default_factory=dict)  # items on each rung of the ladder, over all epochs
+    remedied: dict[str, int] = field(default_factory=dict)  # items for which each remedy was used, over all epochs
 
 
 def best_of(epochs: list[dict[str, Any]], monitor: str, *, lower: bool) -> dict[str, Any]:
-    """Return the epoch whose watched figure is the best; nothing where none has it."""
+    """Return the figures of the best epoch by `monitor`; empty where no epoch has that."""
     known = [epoch for epoch in epochs if epoch["validation"].get(monitor) is not None]
     choose: Callable[..., dict[str, Any]] = min if lower else max
     return choose(known, key=lambda epoch: epoch["validation"][monitor]) if known else {}

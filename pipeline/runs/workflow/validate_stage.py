@@ -1,4 +1,4 @@
-"""Stage validate in a run: every file of the cache, cut into tasks that read about as much; what they find, merged."""
+"""Stage validate: checks every file of the cache, in tasks of equal size, and merges what they find."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-INDEX = "index"  # what people read where a shard's name stands
+INDEX = "index"  # the name of an index for people, in place of a shard's
 MEM_BYTES = 512 << 20
 BYTES_PER_S = {"quick": 2 << 30, "full": 200 << 20, "semantic": 20 << 20}  # cautious, only for cutting into tasks
 WORTHWHILE_S = 10  # from when on another task pays
-FOUND = "findings"  # a figure that tasks tell
+FOUND = "findings"  # the figure in which tasks report it
 
 
 class CacheFile(NamedTuple):
@@ -72,7 +72,7 @@ class CacheFile(NamedTuple):
 
 @dataclass(slots=True)
 class Validated(Judged):
-    """What a validation has found; its items are files."""
+    """The result of a validation; its items are files."""
 
     summary: Summary = field(default_factory=lambda: Summary(""))
     report: str = ""  # the damage list
@@ -83,7 +83,7 @@ class ValidateStage(Stage):
     """Every file of a cache in, the list of what is damaged out."""
 
     name = StageName.VALIDATE
-    counts_items = False  # it works through files
+    counts_items = False  # but files
     may_be_empty = True
     only_looks = True
     lists_lines = True
@@ -113,18 +113,18 @@ class ValidateStage(Stage):
         return StageSurvey(counts, worklist.cut_lines(offsets, sizes_N, resources.items_per_task, tasks))
 
     def mem_bytes(self, project: Project) -> int:
-        """Return the memory of a task: buffers, and what it takes to make something anew where a sample of it is."""
+        """Return the memory of a task: buffers, and that of scanning and embedding where a sample is recomputed."""
         cache = project.config.cache
         if cache.check == "semantic" and cache.sample:
             return MEM_BYTES + ScanStage().mem_bytes(project) + EmbedStage().mem_bytes(project)
         return MEM_BYTES * (2 if cache.check == "semantic" else 1)
 
     def recipe(self, project: Project) -> Mapping[str, Any]:
-        """Return what measurements of tasks depend on."""
+        """Return the choices under which measurements of its tasks are kept."""
         return {"check": project.config.cache.check, "sample": project.config.cache.sample}
 
     def work(self, project: Project, folder: RunFolder, task: int, tell: Tell) -> Outcomes:
-        """Judge the files of one task, and publish what was found: all of it, or nothing."""
+        """Check the files of one task, and publish its findings all at once."""
         shard = worklist.read_shard(folder, self.name, task)
         barred = left_out_items(folder, self.name)
         parts = [part for part in _read_list(folder, shard.start, shard.end) if part.name not in barred]
@@ -149,9 +149,9 @@ class ValidateStage(Stage):
             writer.discard()
 
     def judge(self, project: Project, folder: RunFolder, patience_s: float) -> Validated:
-        """Put together what was found, once every file was judged."""
+        """Merge the findings, once every file was checked."""
 
-        def look() -> Validated:
+        def count() -> Validated:
             validated = Validated()
             reports: list[Path] = []
             for start, end, path in _ranges(folder):
@@ -163,7 +163,7 @@ class ValidateStage(Stage):
                 _merge(project, folder, reports, validated)
             return validated
 
-        return wait_until_complete((), look, patience_s)
+        return wait_until_complete((), count, patience_s)
 
     def check(self, project: Project, folder: RunFolder, judged: Validated) -> list[str]:  # noqa: ARG002
         """Raise when anything is wrong."""
@@ -173,7 +173,7 @@ class ValidateStage(Stage):
 
 
 def _cache_files(cache: CacheFolder) -> Iterator[CacheFile]:
-    """Yield the files of a cache that can be judged."""
+    """Yield the files of a cache that can be checked."""
     for kind in cache.kinds():
         store = cache.kind(kind)
         if store.disk.exists(store.layout.index):
@@ -182,7 +182,7 @@ def _cache_files(cache: CacheFolder) -> Iterator[CacheFile]:
 
 
 def _size(cache: CacheFolder, part: CacheFile) -> int:
-    """Return how many bytes a file has; one that is gone has none."""
+    """Return the size of a file; 0 for one that is gone."""
     layout = cache.kind(part.kind).layout
     try:
         return cache.disk.size_of(layout.shard(part.shard) if part.shard else layout.index)
@@ -191,7 +191,7 @@ def _size(cache: CacheFolder, part: CacheFile) -> int:
 
 
 def _check_of(project: Project) -> Check:
-    """Return what judges files as deep as is configured."""
+    """Return the configured check: quick, full or semantic."""
     if project.config.cache.check == "semantic":
         from pipeline.runs.audit.meaning import Semantic
 
@@ -200,7 +200,7 @@ def _check_of(project: Project) -> Check:
 
 
 def _checked(store: Store, check: Check, parts: set[CacheFile], tell: Tell) -> Iterator[Checked]:
-    """Judge some files of one kind, telling each before it is read."""
+    """Check some files of one kind, noting each before it is read."""
     names = frozenset(part.shard for part in parts if part.shard)
 
     def note_shard(shard: str) -> None:
@@ -210,7 +210,7 @@ def _checked(store: Store, check: Check, parts: set[CacheFile], tell: Tell) -> I
 
 
 def _read_list(folder: RunFolder, start: int, end: int) -> Iterator[CacheFile]:
-    """Yield the files between two places of the list."""
+    """Yield the files between two offsets of the list."""
     with folder.todo(StageName.VALIDATE).open("rb") as file:
         file.seek(start)
         while file.tell() < end:
@@ -218,14 +218,13 @@ def _read_list(folder: RunFolder, start: int, end: int) -> Iterator[CacheFile]:
 
 
 def _ranges(folder: RunFolder) -> Iterator[tuple[int, int, Path | None]]:
-    """Yield ranges that make up the whole list, each with what was found there, None where no task has published.
+    """Yield ranges that cover the whole list, each with its report; None where no task has published one.
 
-    Both a task and the halves that took its place may have: then the whole is taken.
+    Where both a task and the halves that replaced it have published, the report of the whole counts.
     """
     published: dict[int, tuple[int, Path | None]] = {}
-    for path in sorted(
-        folder.found(StageName.VALIDATE).glob(f"*{REPORT_SUFFIX}")
-    ):  # of those that begin alike, the longest is last
+    # Of reports that begin at the same place, the longest is last.
+    for path in sorted(folder.found(StageName.VALIDATE).glob(f"*{REPORT_SUFFIX}")):
         start, end = map(int, path.stem.split("-"))
         published[start] = end, path
     at, whole = 0, folder.todo(StageName.VALIDATE).stat().st_size
@@ -236,7 +235,7 @@ def _ranges(folder: RunFolder) -> Iterator[tuple[int, int, Path | None]]:
 
 
 def _merge(project: Project, folder: RunFolder, reports: list[Path], validated: Validated) -> None:
-    """Write one report of all, in the cache; where that cannot be written, in the run's folder."""
+    """Merge the reports into the cache, or into the run's folder where the cache cannot be written."""
     day, time_of_day, rest = folder.name.split("-", 2)
     name = f"{day}T{time_of_day}Z-{rest}{REPORT_SUFFIX}"  # as other reports are named: the newest is the last
     try:
@@ -253,7 +252,7 @@ def _merge(project: Project, folder: RunFolder, reports: list[Path], validated: 
 
 
 def _merged(folder: RunFolder, reports: list[Path], validated: Validated, writer: ReportWriter, name: str) -> Path:
-    """Write one report of all."""
+    """Write the merged report; return its path."""
     summary = validated.summary = Summary("")
     try:
         for report in map(read_report, reports):
