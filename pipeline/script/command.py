@@ -165,8 +165,8 @@ def batches(effective_batch: int, ranks: int, micro_batch: int | str, shrink: in
     `shrink` counts how often a GPU's memory was too small: each time it is the largest divisor of a rank's share that
     is at most half of what it was.
     """
-    share, rest = divmod(effective_batch, ranks)
-    if rest:
+    share, remainder = divmod(effective_batch, ranks)
+    if remainder:
         near = _around(effective_batch, ranks)
         what = f"{effective_batch} items cannot be shared equally by {ranks} processes, as a script of your own needs"
         raise ConfigError(what, where="train.effective_batch", remedy=_either("train.effective_batch", near))

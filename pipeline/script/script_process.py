@@ -165,10 +165,10 @@ class _Output:
             return False
         self.ended = not chunk
         self._pass_on(chunk)
-        *lines, rest = (self._partial + chunk).replace(b"\r", b"\n").split(b"\n")
-        self._partial = rest[:PARTIAL_MOST]
-        if not chunk and rest:
-            lines, self._partial = [rest], b""
+        *lines, unfinished = (self._partial + chunk).replace(b"\r", b"\n").split(b"\n")
+        self._partial = unfinished[:PARTIAL_MOST]
+        if not chunk and unfinished:
+            lines, self._partial = [unfinished], b""
         for line in lines:
             self._take(line.decode(errors="replace"))
         return bool(chunk)

@@ -322,9 +322,9 @@ def _card(site: Site, kind: GpuKind, home: str) -> str:
         notes.insert(0, barred)
     elif len(kind.sizes_gib) == 1:
         return f"    - {{{entry}}}" + _comment(notes) + "\n"
-    rest = " or ".join(f"{size_gib}GiB" for size_gib in kind.sizes_gib[1:])
+    other_sizes = " or ".join(f"{size_gib}GiB" for size_gib in kind.sizes_gib[1:])
     if len(kind.sizes_gib) != 1:
-        notes.insert(0, f"or {rest}: which of them is not told" if rest else "its memory is not told")
+        notes.insert(0, f"or {other_sizes}: which of them is not told" if other_sizes else "its memory is not told")
     return f"    # - {{{entry}}}" + _comment(notes) + "\n"
 
 

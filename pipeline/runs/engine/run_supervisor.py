@@ -383,7 +383,8 @@ def supervise(words: Sequence[str]) -> int:
             supervisor.visit(0.0 if "--now" in words else PATIENCE_S) if visiting else supervisor.run()
     except PipelineError as error:
         print(without_secrets(f"error: {error}"), file=sys.stderr)  # noqa: T201 - the supervisor's stderr is its log
-        return 0 if visiting and _has_ended(folder) else error.exit_code  # a visit that went well needs no standby
+        has_ended = visiting and fold_events(folder.name, LedgerReader(folder).news()).state in ENDED
+        return 0 if has_ended else error.exit_code  # after exit code 0 no standby begins
     except TakenOver:
         return 0
     except SupervisorStopped:
@@ -392,11 +393,6 @@ def supervise(words: Sequence[str]) -> int:
         print(without_secrets(traceback.format_exc()), file=sys.stderr)  # noqa: T201
         return 1
     return 0
-
-
-def _has_ended(folder: RunFolder) -> bool:
-    """Tell whether the run has ended, by its ledger."""
-    return fold_events(folder.name, LedgerReader(folder).news()).state in ENDED
 
 
 def _is_expected(folder: RunFolder, patience_s: float) -> bool:

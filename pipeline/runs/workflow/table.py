@@ -116,10 +116,10 @@ def refuse_or_warn(
     data = project.config.data
     total, rejected = judged.items + judged.undone + judged.unnamed, judged.items - judged.accepted
     if too_many(rejected, total, data.max_rejected_fraction):
-        rest = f"; {judged.undone:,} were not looked at any more" if judged.undone else ""
+        unseen = f"; {judged.undone:,} were not looked at any more" if judged.undone else ""
         what = (
             f"{rejected:,} of {total:,} items cannot be used, more than data.max_rejected_fraction"
-            f" ({data.max_rejected_fraction:.1%}) allows{rest}"
+            f" ({data.max_rejected_fraction:.1%}) allows{unseen}"
         )
         enough = math.ceil(100 * rejected / total) / 100  # too_many() forgives what rounding does to it
         again = trouble.again.with_settings(("data.max_rejected_fraction", str(enough)))

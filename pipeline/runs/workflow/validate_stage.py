@@ -236,8 +236,8 @@ def _ranges(folder: RunFolder) -> Iterator[tuple[int, int, Path | None]]:
 
 def _merge(project: Project, folder: RunFolder, reports: list[Path], validated: Validated) -> None:
     """Merge the reports into the cache, or into the run's folder where the cache cannot be written."""
-    day, time_of_day, rest = folder.name.split("-", 2)
-    name = f"{day}T{time_of_day}Z-{rest}{REPORT_SUFFIX}"  # as other reports are named: the newest is the last
+    day, time_of_day, suffix = folder.name.split("-", 2)
+    name = f"{day}T{time_of_day}Z-{suffix}{REPORT_SUFFIX}"  # as other reports are named: the newest is the last
     try:
         writer = ReportWriter(project.cache.disk, project.cache.root / REPORTS)
         path = _merged(folder, reports, validated, writer, name)
