@@ -40,8 +40,8 @@ class Followed:
     offset: int  # from a task's index in the array to its number
     since: float  # it was not submitted before
     tasks: dict[str, TaskStatus] = field(default_factory=dict)
-    _unclear: dict[str, float] = field(default_factory=dict)  # since when nobody has a clear word on them
-    _over: dict[str, Queued] = field(default_factory=dict)  # ended, the queue said
+    _unclear: dict[str, float] = field(default_factory=dict)  # since when neither queue nor accounting is clear
+    _over: dict[str, Queued] = field(default_factory=dict)  # tasks that ended according to the queue
 
     def __post_init__(self) -> None:
         for number in self.spec.tasks:

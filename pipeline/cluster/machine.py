@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
 DEVICES = Path("/dev")
-SAME_S = 2.0  # clocks are set: creation times of one process differ by no more
+SAME_S = 2.0  # a clock that is adjusted changes a process's creation time by no more
 NO_LIMIT = 1 << 60  # cgroup v1 writes a number of about 2^63 where there is no limit
 
 
@@ -192,7 +192,7 @@ class Child:
         self.exit_fd = _open_exit_fd(self.pid)
         self._timeout_at = None if spec.time_s is None else time.monotonic() + spec.time_s
         self._measure_at = 0.0
-        self._verdict: tuple[TaskState, str] | None = None  # ours, when it is we who end the task
+        self._verdict: tuple[TaskState, str] | None = None  # if this executor ended the task
         self._terminated = False
         self._kill_at = 0.0
         self._exited = False

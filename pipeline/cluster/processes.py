@@ -42,7 +42,7 @@ class ProcessTable:
     def __init__(self, prefix: str) -> None:
         self._entry = f"{MARK}={prefix}".encode()
         self._processes: dict[int, Process] = {}
-        self._strangers: set[int] = set()  # looked at once: what is not ours never becomes ours
+        self._strangers: set[int] = set()  # not of our tasks; looked at once, since that never changes
         self._refreshed = 0.0
 
     def refresh(self, roots: Mapping[int, str]) -> None:
@@ -184,7 +184,7 @@ def end_all(table: ProcessTable, grace_s: float) -> None:
     kill_at = time.monotonic() + grace_s
     signalled: set[int] = set()
     quiet = 0
-    while quiet < 2:  # what was just being started may show its mark only in a second look
+    while quiet < 2:  # a process that is just starting may show its mark only at a second look
         table.refresh({})
         pids = set(table.all())
         late = time.monotonic() >= kill_at

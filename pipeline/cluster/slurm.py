@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from pipeline.config.schema_cluster import SlurmSection
 
 TRIES_S = (2.0, 5.0, 10.0, 20.0, 30.0, 60.0)  # waits between tries at a submission that the cluster was too busy for
-PATIENCE_S = 15.0  # how long the queue and the accounting may disagree before that is what is told
+PATIENCE_S = 15.0  # how long the queue and the accounting may disagree before a task is called UNKNOWN
 SACCT_S = 20.0
 ALREADY_ENDS = "scancel exited with 229"  # the last byte of ESLURM_ALREADY_DONE, all that a quiet scancel says of it
 FORGOTTEN_S = 30 * 86_400.0  # how far back the accounting is asked about jobs of others' time
 SACCT_AGAIN_S = 30.0  # an accounting that gave trouble is left alone for so long
-MANY_CPUS, MANY_GPUS = 1024, 64  # where the cluster does not tell what it has
+MANY_CPUS, MANY_GPUS = 1024, 64  # assumed if the cluster does not report its nodes
 STARTS_AT = re.compile(r"to start at (\S+)")  # in what sbatch --test-only prints
 
 
@@ -56,7 +56,7 @@ class SlurmExecutor:
         """Look at jobs every `poll_s`, by default as the site says."""
         self.site = site
         self.facts = Facts(site)
-        self.trouble = ""  # what kept the last look from being a full one
+        self.trouble = ""  # why squeue or sacct did not answer the last time
         self._poll_s = float(site.poll) if poll_s is None else poll_s
         self._patience_s = patience_s
         self._accounting = Accounting(slurm_commands.run_command, timeout_s=SACCT_S)

@@ -187,7 +187,7 @@ def submit_text(spec: JobSpec, script: str) -> JobId:
         with suppress(OSError):
             draft.unlink()
         raise
-    with suppress(OSError):  # what is submitted is submitted
+    with suppress(OSError):  # the job is queued all the same
         draft.rename(script_path(spec, job))
     return job
 

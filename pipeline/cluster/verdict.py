@@ -242,7 +242,7 @@ def _exited(code: int, message: str) -> _Finding:
         return Cause.INTERRUPTED, message or "was told to end and stopped in order"
     if code in _REFUSALS:
         return Cause.REFUSED, message or f"exit code {code}: {_REFUSALS[code]}"
-    if code - SIGNALLED in _AS_AFTER_SIGNALS:  # what the worker ran was ended so
+    if code - SIGNALLED in _AS_AFTER_SIGNALS:  # a program that the worker ran was killed
         return Cause.CRASHED, message or f"crashed by {_named(code - SIGNALLED)}"
     return Cause.FAILED, message or f"exit code {code}"
 

@@ -61,14 +61,14 @@ class Prepared:
     """Everything that a training needs to know besides its configuration."""
 
     name: str  # of its folder
-    recipe: Mapping[str, Any]  # what decides its outcome
+    recipe: Mapping[str, Any]  # everything that decides the outcome
     table: str  # the key of the table of the data set, in hex
     precision: str
     checkpointing: bool
     offload: bool
     sharded: bool
     stretches: tuple[Stretch, ...]
-    limit_bytes: int  # what torch may take of a card, or a process of the machine
+    limit_bytes: int  # the most that torch may take of a GPU, or a process of the machine
     margin: float  # by which the plan may be wrong
     ranks: int
     cpus: int  # of a rank
@@ -154,6 +154,6 @@ class ModelFolder:
         self.path = path
         self.prepared = path / "prepared.json"  # what was decided before it began
         self.checkpoints = path / "checkpoints"  # a folder for each checkpoint
-        self.bundles = path / "bundles"  # what is needed to run a step again that went wrong
+        self.bundles = path / "bundles"  # to replay steps that went wrong
         self.outputs = path / "outputs"  # the outputs of the model on the items of a validation; gone afterwards
         self.evaluations = path / "evaluations"  # the figures of splits, a file each

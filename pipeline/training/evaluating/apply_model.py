@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     Integers = NDArray[np.int64]
 
-STEP_ITEMS = 64  # of a rank: what the sampler cuts into micro-batches at once
+STEP_ITEMS = 64  # of a rank, which the sampler cuts into micro-batches together
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,8 +55,8 @@ class ApplyJob:
     make_step: Callable[[], Step]
     source: Callable[[ItemTable], ItemSource]
     embeddings: Callable[[], Embeddings | None]
-    choose: Callable[[Collection[str]], ChosenCheckpoint]  # a checkpoint; told of those that proved unusable
-    parts: Callable[[ChosenCheckpoint], Path]  # where what was done so far is
+    choose: Callable[[Collection[str]], ChosenCheckpoint]  # a checkpoint, except those given: they proved unusable
+    parts: Callable[[ChosenCheckpoint], Path]  # the folder of the outputs so far
     known_N: Integers  # items that were done before the run
     ranks: Ranks
     tell: Tell
@@ -72,7 +72,7 @@ class ApplyResult:
     evaluation: Evaluator
     chosen: ChosenCheckpoint
     parts: Path
-    of: str  # what the parts are of
+    of: str  # the name of the checkpoint and the items, by `outputs_name`
     rejected: Mapping[str, int]  # over all ranks: reason → items
     examples: Mapping[str, str]  # reason → an item and the details
 

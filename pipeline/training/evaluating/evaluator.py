@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 LOSS = "loss"
 SUM, WEIGHT = "sum of term ", "weight of term "  # columns of files: a name with spaces is hardly a task's own
 EMBEDDED = "embedded as "  # another
-WHOLE = 1 << 62  # bytes: a part ends where it is told to
+WHOLE = 1 << 62  # bytes of a part: it ends only when it is flushed
 HOST, ERROR = "cpu", "error"
 
 
@@ -58,11 +58,11 @@ class Evaluator:
     loader: Loader | None  # None: no items are left
     ranks: Ranks
     folder: Path  # that all ranks see, for what the model says of items
-    of: str = ""  # the model and the items: what is done outlives a kill if they are named
-    numbers: NDArray[Any] | None = None  # of the loader's items in all there are, where it has only some
-    cost_N: NDArray[Any] | None = None  # what they take
+    of: str = ""  # names the model and the items; if set, finished work outlives a kill
+    numbers: NDArray[Any] | None = None  # of the loader's items in the whole table, if it has only some
+    cost_N: NDArray[Any] | None = None  # bytes of each item
     with_loss: bool = True
-    too_large: str = ERROR  # what becomes of an item that the device does not hold: cpu, skip or error
+    too_large: str = ERROR  # how to treat an item that does not fit on the device: cpu, skip or error
     flush_s: float = math.inf  # of work is lost at most
     begin: Callable[[Piece], None] = lambda _: None
     reject: Callable[[Rejection], None] = lambda _: None
@@ -75,7 +75,7 @@ class Evaluator:
         self._contrasts = self.with_loss and self.step.contrasts  # the loss is of many items together
         self._writer: OutputWriter | None = None
         self._pending_bytes, self._flushed_s = 0, 0.0
-        self._too_much = math.inf  # what a piece costs that did not fit
+        self._too_much = math.inf  # cost of the smallest piece that did not fit
         self._terms: dict[str, list[float]] = {}
 
     def figures(self) -> dict[str, float] | int:

@@ -164,8 +164,8 @@ class ItemBatch:
 
     def to(self, device: torch.device | str, *, non_blocking: bool = True) -> ItemBatch:
         """Copy the batch to a device, in one transfer."""
-        waits = torch.device(device).type == "cpu"  # what comes back is read at once
-        memory = self.memory.to(device, non_blocking=non_blocking and not waits)
+        is_host = torch.device(device).type == "cpu"  # its memory may be read at once
+        memory = self.memory.to(device, non_blocking=non_blocking and not is_host)
         if memory.is_cuda and not self.memory.is_cuda:  # the slot is not filled anew before the copy has ended
             self.copies.append(torch.cuda.current_stream(memory.device).record_event())
         return replace(self, memory=memory, copies=[])

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 EMBEDDING, ENCODED, PTR = "embedding", "encoded", "ptr"
 RECEPTOR, LIGAND = Role.RECEPTOR.value, Role.LIGAND.value
-CENTRE = "centre"  # what ends so is one vector an item
+CENTRE = "centre"  # a name that ends so is one vector an item
 PAIRS = "pairs"  # a label that ends so holds nodes: of the receptor, of the ligand
 OF_GRAPHS = {*(role.value for role in Role), CROSS, LABEL, PTR}  # with which the names of a graph's arrays begin
 

@@ -72,8 +72,10 @@ class Loader:
     seed: int = 0
     crop: Mapping[str, int] | None = None  # the largest an item may have of each size, or of what `measure` makes of it
     measure: Measure = dict
-    collate: Callable[[BatchItems, np.random.Generator], Any] | None = None  # makes what is yielded of a batch's items
-    reject: Callable[[Rejection], None] = lambda _: None  # is told of items that have no graph after all
+    collate: Callable[[BatchItems, np.random.Generator], Any] | None = (
+        None  # turns a batch's items into what is yielded
+    )
+    reject: Callable[[Rejection], None] = lambda _: None  # called for items that have no graph after all
 
     def __post_init__(self) -> None:
         if self.threads < 1:
@@ -111,7 +113,7 @@ class Loader:
         if self._reading is not None:
             reading, self._reading = self._reading, None
             reading.close()
-            if self.sampler.moves == self._moves:  # else somebody has told the sampler itself where to go
+            if self.sampler.moves == self._moves:  # else the sampler was moved meanwhile
                 self.sampler.load_state_dict(self._start)
 
     def set_epoch(self, epoch: int) -> None:

@@ -96,7 +96,7 @@ class Embeddings:
     def width(self, copies: Iterable[StoredEmbedding]) -> int:
         """Return how many numbers a residue has: read once, from the first embedding that can be."""
         for copy in () if self._width else chain(copies, self._any()):
-            with suppress(CacheDamaged, RecordMissing):  # whoever needs it is told
+            with suppress(CacheDamaged, RecordMissing):  # raised when it is read for an item
                 rows_LD = self._store.get_at(copy.key, copy.places).arrays.get("rows", _NO_ROWS)
                 self._width = rows_LD.shape[-1]
                 break

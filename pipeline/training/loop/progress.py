@@ -222,8 +222,8 @@ def rehearse(
     if worst is None:
         if not step.is_spread:
             return stepper.governor.budget
-        nothing = np.zeros(0, np.int64)
-        worst = MicroBatch(course.loader.sampler.epoch, 0, 0, 1, nothing)  # it makes the passes of those who have one
+        no_items = np.zeros(0, np.int64)  # this rank takes part in the passes of those that have some
+        worst = MicroBatch(course.loader.sampler.epoch, 0, 0, 1, no_items)
     if meter is not None:
         meter.reset_peak()
     batch = course.loader.fetch(worst.items.tolist(), worst)
@@ -237,7 +237,7 @@ def rehearse(
     wanted = want.budget
     if want.why:
         say(f"the worst micro-batch: {want.why}")
-    if not cost or memory is None or memory.peak_allocated_bytes is None:  # nobody counts tensors here
+    if not cost or memory is None or memory.peak_allocated_bytes is None:  # allocated bytes are not counted here
         return wanted
     verdict = stepper.governor.verified(memory, course.stretch.base_bytes + cost)
     if verdict.is_off or not verdict.fits:

@@ -180,7 +180,7 @@ class Trainer:
         """Make one step, or skip it, and then what is due between two steps."""
         number = self.done + 1
         self.ranks.progress(f"step {number}")
-        self._share = share  # the one before is let go of, with the slots that it holds
+        self._share = share  # the last step's share goes, with the slots that it holds
         if number in self.standing.poisoned:
             share.drain()
             self.standing.leave_out_step()
@@ -269,7 +269,7 @@ class Trainer:
             remedy = less if frugal else "a lower train.learning_rate, or --set train.nan=skip"
             raise JobFailed(f"{why}; going back to the last checkpoint did not help", where="training", remedy=remedy)
         self.watcher.say(f"{why}: back to the last checkpoint")
-        self.stepper.go_back()  # gradients that nobody has taken are gone
+        self.stepper.go_back()  # drops gradients that were not applied
         if frugal:
             for group in self.step.optimizer.param_groups:  # its way with the least memory of its own
                 group["foreach"], group["fused"] = False, None
@@ -289,7 +289,7 @@ class Trainer:
         if self.governor.adopt(report.budget):
             self.watcher.say(f"step {self.done}: micro-batches cost {self.governor.budget:,} at most from now on")
             course.cut_by(self.governor.budget)
-            self._again = True  # what was read ahead is cut for another budget
+            self._again = True  # batches that were read ahead are cut for another budget
         self.stepper.upkeep.after_step(empty_cache=self.whole.empty_cache)
         self.watcher.between(max((rank.micros for rank in report.words), default=0))
         if figures is not None and self.ranks.rank == 0 and self.done % self.train.log_every == 0:
@@ -359,7 +359,7 @@ class Trainer:
         learned = self.governor.learned
         with self.ranks.patient("the first run"):
             wanted = rehearse(self.step, self.stepper, course, self.meter, self.watcher.say, leave_out=self.leave_out)
-        if self.done and wanted == self.governor.budget:  # what was learned before is what a run without a stop knows
+        if self.done and wanted == self.governor.budget:  # a resumed run knows what one without a stop would
             self.governor.learned = learned
         agreed = min(report["budget"] for report in self.ranks.exchange({"budget": wanted}))
         if self.governor.adopt(agreed):

@@ -93,7 +93,7 @@ class _RankProcesses:
         """Wait for all ranks; once one has failed, end the others; return the exit code that stands for all."""
         wait_for(lambda: self._all_ended() or self.failed, float("inf"), LOOK_EVERY_S)
         self.end()
-        failed = sorted(self.failed, key=lambda code: code == LOST)  # a fault's, before those of who ended for its sake
+        failed = sorted(self.failed, key=lambda code: code == LOST)  # last: ranks that ended because another failed
         return [*failed, *sorted(self.ended.values(), key=lambda code: (code != GO_ON, -code))][0]
 
     def end(self) -> None:

@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from pipeline.training.ranks.rank_protocol import Ranks, Said
 
 PIECE_BYTES = REDUCED_BYTES // 2  # tensors are added up in pieces of it; the plan has room for two
-LETTER_BYTES = 4096  # of what each rank says; where one says more, a second round follows
+LETTER_BYTES = 4096  # of each rank's message; if one is longer, a second round follows
 LENGTH_BYTES = 8
 LOOK_EVERY_S = 1.0
 NEVER = timedelta(days=7)  # the watchdog finds who is lost, and says who; a timeout of torch would not
-INTERFACE = "GLOO_SOCKET_IFNAME"  # gloo has no other way to be told
+INTERFACE = "GLOO_SOCKET_IFNAME"  # gloo reads its interface from nowhere else
 
 
 def join_process_group(
@@ -147,7 +147,9 @@ class ProcessGroup:
         if self._is_open:
             self._is_open = False
             self._watchdog.leave(why)
-            if self._watchdog.has_lost:  # it will never take part in what is under way, and leaving would wait for it
+            if (
+                self._watchdog.has_lost
+            ):  # it never completes pending calls, and destroying the group would wait for them
                 with suppress(RuntimeError, AttributeError):  # it is broken already; older versions of torch cannot
                     dist.group.WORLD.abort()  # type: ignore[union-attr]
             dist.destroy_process_group()
@@ -185,7 +187,7 @@ class ProcessGroup:
                 while not done.wait(LOOK_EVERY_S):
                     self._watchdog.check()
             work.wait()
-        except RuntimeError as error:  # torch tells only by text what it was; a peer's death breaks a connection
+        except RuntimeError as error:  # torch has no type for it; a peer's death breaks a connection
             raise self._watchdog.blame(str(error).partition("\n")[0]) from error
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     Said = Mapping[str, Any]  # JSON data
 
-LOST = PEER_LOST  # exit code: another rank is gone, so this one cannot go on; the cause is the other's
+LOST = PEER_LOST  # exit code: another rank is gone, so this one cannot go on
 HUNG = 77  # exit code: this rank did nothing for too long and ended itself
 
 

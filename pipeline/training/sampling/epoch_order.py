@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     Integers = NDArray[np.int64]
     Floats = NDArray[np.float64]
 
-ORDER_VERSION = 1  # another one whenever the same seed comes to give another order
+ORDER_VERSION = 1  # to be raised whenever the same seed gives another order
 WINDOW = 4096
 BRICK = 8  # dealt evenly to 1, 2, 4 or 8 ranks; steps of 24 then vary in size as random ones of 3 do
-SHUFFLE = 0  # streams of random numbers: that of all items, and from here on one for each window
+SHUFFLE = 0  # the random stream that shuffles all items; the streams of windows follow
 
 
 @dataclass(frozen=True)

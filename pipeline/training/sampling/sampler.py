@@ -72,7 +72,7 @@ class Sampler:
         self.settings = settings
         self.rank, self.ranks = rank, ranks
         self.epoch = 0
-        self.moves = 0  # how often somebody has said where to go
+        self.moves = 0  # calls of set_epoch and load_state_dict
         self._sizes, self._data = sizes, data
         self._order = EpochOrder([sizes[name] for name in settings.by], settings)
         self._first = 0  # the step at which a loop over the epoch begins
