@@ -85,13 +85,13 @@ class BlockPool:
 
 def merge(block: SegmentBlock) -> None:
     """Merge a block with neighbours of the same state (`try_merge_blocks`)."""
-    for other in (block.before, block.after):
-        if other is not None and other.state == block.state:
+    for neighbour in (block.before, block.after):
+        if neighbour is not None and neighbour.state == block.state:
             if block.state == CACHED:
-                block.pool.remove(other)
+                block.pool.remove(neighbour)
             else:
-                block.pool.unmapped.remove(other)
-            block.absorb(other)
+                block.pool.unmapped.remove(neighbour)
+            block.absorb(neighbour)
 
 
 def growable(block: SegmentBlock) -> int:

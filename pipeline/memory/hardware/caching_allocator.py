@@ -165,8 +165,8 @@ class Allocator:
     def _take(self, size: int) -> SegmentBlock:
         pool = self._small if size <= _SMALL else self._large
         block = self._find(pool, size) or self._make(pool, size)
-        rest = block.bytes - size
-        if rest >= pool.least_rest and (size < self._split_below or self.settings.expandable):  # should_split
+        rest_bytes = block.bytes - size
+        if rest_bytes >= pool.least_rest and (size < self._split_below or self.settings.expandable):  # should_split
             pool.add(block.cut(size))
         block.state = LIVE
         self.allocated_bytes = allocated = self.allocated_bytes + block.bytes

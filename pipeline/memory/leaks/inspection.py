@@ -171,14 +171,14 @@ class InspectionWindow:
 
     def _objects(self, containers: set[int], missing: float) -> list[Leftover]:
         """Return Python containers that grew, with what was allocated for their new elements."""
-        seen = set(containers)
+        counted = set(containers)
         weighed: list[tuple[_Weighed, Any]] = []
         everything = all_containers()
         for container in everything:
             grown = len(container) - self._lengths.get(id(container), len(container))
             if grown >= max(2, self.steps // 2) and id(container) not in containers:
                 weighed.append((_Weighed(), container))
-                weighed[-1][0].weigh(_newest(container, grown), seen)
+                weighed[-1][0].weigh(_newest(container, grown), counted)
         weighed.sort(key=lambda pair: -pair[0].bytes)
         del weighed[_MOST_SITES:]
         leftovers = []

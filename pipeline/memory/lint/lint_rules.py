@@ -15,10 +15,10 @@ _TORCHRUN = f"{_PYTORCH}/blob/v2.13.0/torch/distributed/run.py"
 def lint(facts: RunFacts) -> tuple[LintFinding, ...]:
     """Return the findings in a run, the worst first."""
     return tuple(
-        LintFinding(rule.code, severity, what, rule.why, rule.remedy, rule.source)
+        LintFinding(rule.code, severity, description, rule.why, rule.remedy, rule.source)
         for severity, rules in RULES.items()
         for rule in rules
-        if (what := rule.found(facts))
+        if (description := rule.found(facts))
     )
 
 

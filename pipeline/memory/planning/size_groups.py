@@ -119,9 +119,9 @@ def _filled(sizes_NS: Integers, cost_N: Integers, order_N: Integers, budget: int
     row = sizes_NS[order_N[:taken]].sum(axis=0)
     if taken == len(sums):
         return [taken, *row.tolist()]
-    left = budget - (int(sums[taken - 1]) if taken else 0)
-    part = np.ceil(sizes_NS[order_N[taken]] * (left / int(cost_N[order_N[taken]]))).astype(np.int64)
-    return [taken + (left > 0), *(row + part).tolist()]
+    budget_left = budget - (int(sums[taken - 1]) if taken else 0)
+    part = np.ceil(sizes_NS[order_N[taken]] * (budget_left / int(cost_N[order_N[taken]]))).astype(np.int64)
+    return [taken + (budget_left > 0), *(row + part).tolist()]
 
 
 def _padded_extremes(sizes_NS: Integers, cost_N: Integers, budget: int, share: int) -> Integers:

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.cluster import site_facts
 from pipeline.errors import ConfigError
 from pipeline.memory.hardware.gpus import Device, device, known_names, names_a_model, sizes_gib
+from pipeline.setup import init_files
 
 GIB = 1 << 30
 
@@ -151,7 +151,7 @@ def test_cublas_takes_more_on_hopper_alone() -> None:
 
 
 def test_init_and_the_planner_know_the_same_sizes() -> None:
-    assert site_facts.sizes_gib is sizes_gib
+    assert init_files.sizes_gib is sizes_gib
     for name in known_names():
         (size,) = sizes_gib(name)[:1]
         assert 0 <= size - device(name).usable_bytes / GIB + 0.98 < 1.5, name
