@@ -86,13 +86,13 @@ class CrossLayer(nn.Module):
         normed_ND = self.norm(x_ND)
         ends = self.pairs.ends(normed_ND)
 
-        def heard(receptor_P: Tensor, ligand_P: Tensor) -> Tensor:
+        def messages(receptor_P: Tensor, ligand_P: Tensor) -> Tensor:
             pair_PD = self.pairs(*ends, batch.pos_NA3, receptor_P, ligand_P)
             weight_P1 = torch.sigmoid(self.gate(pair_PD))
-            said = (weight_P1 * pair_PD, weight_P1)  # apart: joined, they would be in memory twice
-            return torch.cat([_at_both(one.to(x_ND.dtype), receptor_P, ligand_P, len(x_ND)) for one in said], -1)
+            parts = (weight_P1 * pair_PD, weight_P1)  # apart: joined, they would be in memory twice
+            return torch.cat([_at_both(part.to(x_ND.dtype), receptor_P, ligand_P, len(x_ND)) for part in parts], -1)
 
-        sums_NC = sum_over_pairs(heard, batch, self.pairs_at_once)
+        sums_NC = sum_over_pairs(messages, batch, self.pairs_at_once)
         heard_ND = sums_NC[:, :-1] / (sums_NC[:, -1:] + NOTHING)
         change_ND = self.update(torch.cat([normed_ND, heard_ND], -1))
         return x_ND + functional.dropout(change_ND, self.dropout, self.training)
@@ -174,7 +174,7 @@ def arms(batch: DockingBatch) -> Tensor:
 
 
 TERMS = (TRANSLATION, ROTATION) = ("translation", "rotation")
-LABEL = "label"  # of an output, behind an underscore: what would be right
+LABEL = "label"  # suffix of an output's name, after an underscore, for the true value
 BEFORE, AFTER = "rmsd_before", "rmsd_after"  # Å, of the ligand's CA atoms, from where they belong
 LEAST = {"width": 1, "layers": 0, "cross_layers": 0, "pair_width": 1, "embedding_dim": 0, "pairs_at_once": 0}
 
@@ -237,8 +237,8 @@ class ComplexDocking:
         noises = [self._noise(item.rng) for item in items]
         taken = columns(sides, self.embedding_dim)
         pos = list(taken["pos_NA3"].split([count for pair in taken["sizes"] for count in pair]))
-        pos[1::2] = [_moved(one, pair, noise) for one, pair, noise in zip(pos[1::2], sides, noises, strict=True)]
-        back = (_stacked([-one.translation_3 for one in noises]), _stacked([-one.rotation_3 for one in noises]))
+        pos[1::2] = [_moved(ligand, pair, noise) for ligand, pair, noise in zip(pos[1::2], sides, noises, strict=True)]
+        back = (_stacked([-noise.translation_3 for noise in noises]), _stacked([-noise.rotation_3 for noise in noises]))
         return DockingBatch(**taken | {"pos_NA3": torch.cat(pos)}, translation_B3=back[0], rotation_B3=back[1])
 
     def _noise(self, rng: np.random.Generator) -> Noise:
@@ -283,10 +283,10 @@ class ComplexDocking:
 
     def metrics(self, outputs: Mapping[str, Sequence[Any]]) -> dict[str, float]:
         """Return the figures of a split: RMSD in Å, mean errors of the translation in Å and of the turn in degrees."""
-        rmsd = {name: np.array([float(one[0]) for one in outputs[name]]) for name in (BEFORE, AFTER)}
+        rmsd = {name: np.array([float(value[0]) for value in outputs[name]]) for name in (BEFORE, AFTER)}
         pairs = {name: zip(outputs[name], outputs[f"{name}_{LABEL}"], strict=True) for name in TERMS}
-        shifts = [float(np.linalg.norm(one - right)) for one, right in pairs[TRANSLATION]]
-        angles = [_degrees_between(one, right) for one, right in pairs[ROTATION]]
+        shifts = [float(np.linalg.norm(predicted - right)) for predicted, right in pairs[TRANSLATION]]
+        angles = [_degrees_between(predicted, right) for predicted, right in pairs[ROTATION]]
         if not angles:
             return {}
         figures = {f"{name}_mean": float(values_B.mean()) for name, values_B in rmsd.items()}
@@ -301,20 +301,19 @@ class ComplexDocking:
 
 
 def _complex(item: ItemTensors) -> tuple[PartnerTensors, PartnerTensors]:
-    """Return the two partners of an item that stands as it was found."""
+    """Return the two partners of an item; raise unless they are in one frame."""
     receptor, ligand = partners_of(item)
     if ligand is None:
-        what = f"docking is of two partners, and {item.id} has one"
-        raise ConfigError(
-            what, where="data", remedy="leave it out, or say which chains are whose: data.receptor_chains"
-        )
+        problem = f"docking is of two partners, and {item.id} has one"
+        remedy = "leave it out, or say which chains are whose: data.receptor_chains"
+        raise ConfigError(problem, where="data", remedy=remedy)
     # Beside items of unbound structures, a batch says of all others that no residue is labelled.
     if any(side.nodes["labelled"].any() for side in (receptor, ligand) if "labelled" in side.nodes):
-        what = f"the partners of {item.id} are unbound structures: there is no pose of the two in one frame"
-        raise ConfigError(what, where="data.state", remedy="--set data.state=bound")
+        problem = f"the partners of {item.id} are unbound structures: there is no pose of the two in one frame"
+        raise ConfigError(problem, where="data.state", remedy="--set data.state=bound")
     if not len(item.labels.get("contact_pairs", ())):
-        what = f"{item.id} has no native contacts, which show that its partners stand in one frame"
-        raise ConfigError(what, where="graph.contacts", remedy="--set graph.contacts=5")
+        problem = f"{item.id} has no native contacts, which show that its partners stand in one frame"
+        raise ConfigError(problem, where="graph.contacts", remedy="--set graph.contacts=5")
     return receptor, ligand
 
 
@@ -350,17 +349,17 @@ def _rigid(batch: DockingBatch, translation_B3: Tensor, rotation_B3: Tensor) -> 
     return turned_N3 + translation_B3.index_select(0, item_N)
 
 
-def _rmsd(batch: DockingBatch, one_N3: Tensor, other_N3: Tensor) -> Tensor:
-    """Return how far the residues of each item's ligand are from where they are to be compared with [B]."""
-    apart_N = (one_N3 - other_N3).square().sum(-1)
+def _rmsd(batch: DockingBatch, pos_N3: Tensor, other_N3: Tensor) -> Tensor:
+    """Return the RMSD of each item's ligand between two sets of positions [B]."""
+    apart_N = (pos_N3 - other_N3).square().sum(-1)
     of_partners = torch.split_with_sizes(apart_N, [count for pair in batch.sizes for count in pair])
-    return torch.stack([one.mean() for one in of_partners[1::2]]).sqrt()
+    return torch.stack([apart.mean() for apart in of_partners[1::2]]).sqrt()
 
 
-def _degrees_between(one_3: NDArray[Any], other_3: NDArray[Any]) -> float:
-    """Return the angle of the turn that leads from one to the other."""
-    one_33, other_33 = (
-        rotation_matrices(torch.from_numpy(np.asarray(vector_3, np.float64))) for vector_3 in (one_3, other_3)
+def _degrees_between(first_3: NDArray[Any], second_3: NDArray[Any]) -> float:
+    """Return the angle between two rotation vectors' rotations, in degrees."""
+    first_33, second_33 = (
+        rotation_matrices(torch.from_numpy(np.asarray(vector_3, np.float64))) for vector_3 in (first_3, second_3)
     )
-    cosine = float((torch.trace(one_33.T @ other_33) - 1) / 2)
+    cosine = float((torch.trace(first_33.T @ second_33) - 1) / 2)
     return float(np.degrees(np.arccos(np.clip(cosine, -1, 1))))

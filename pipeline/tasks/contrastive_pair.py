@@ -1,4 +1,4 @@
-"""Which left belongs to which right: two towers, and every other item of a step is a wrong answer (the CLIP family).
+"""Matching left sides to right sides: two towers, with all other items of a step as negatives (the CLIP family).
 
     train: {task: "pipeline.tasks.contrastive_pair:ContrastivePair", options: {left: vectors, left_dim: 768},
             batching: padded}
@@ -8,9 +8,9 @@ the patches of an image. Of a side with more than `left_most`, `right_most` rows
 item at a time.
 
 The loss is of all items of a step together, so micro-batches do not add up to it: 8 of 16 give each item 15 others, one
-of 128 gives it 127. That is why the task tells embeddings and their loss apart (`protocol.Contrastive`), and `loss` is
-that of a batch alone. Shapes: B items, L rows of the longest and the one that stands for it, D features, N items of a
-split, K and M items of two blocks of it.
+of 128 gives it 127. So the task separates embeddings from their loss (`protocol.Contrastive`), and `loss` is that of a
+single batch. Shapes: B items, L rows of the longest item and its class token, D features, N items of a split, K and M
+items of two blocks of it.
 """
 
 from __future__ import annotations
@@ -63,26 +63,26 @@ LEAST = {**dict.fromkeys(COUNTS, 1), "temperature": COLDEST}
 
 
 class Rows(NamedTuple):
-    """One side of some items, padded."""
+    """One side of a batch's items, padded."""
 
     values: Tensor  # [B, L] bytes, or vectors [B, L, D]
-    real_BL: Tensor | None  # which are real, the one that stands for the item first; None: all are
+    real_BL: Tensor | None  # which are real, the class token first; None: all are
 
 
 class PairBatch(NamedTuple):
-    """Both sides of some items."""
+    """Both sides of a batch's items."""
 
     left: Rows
     right: Rows
 
 
 class Tower(nn.Module):
-    """One side of an item to a vector of length 1."""
+    """A transformer that embeds one side of an item as a vector of length 1."""
 
     def __init__(self, task: ContrastivePair, kind: str, dim: int, most: int) -> None:
         super().__init__()
         self.embed = nn.Embedding(BYTES, task.width) if kind == TOKENS else nn.Linear(dim, task.width)
-        self.whole_D = nn.Parameter(SPREAD * torch.randn(task.width))  # stands for the item, and is what is read
+        self.whole_D = nn.Parameter(SPREAD * torch.randn(task.width))  # the class token, whose output embeds the item
         self.place_LD = nn.Parameter(SPREAD * torch.randn(most, task.width))
         inner = task.feedforward * task.width
         self.layers = nn.ModuleList(
@@ -96,12 +96,12 @@ class Tower(nn.Module):
         x_BLD = torch.cat([self.whole_D.expand(len(x_BLD), 1, -1), x_BLD], 1)
         for layer in self.layers:
             x_BLD = layer(x_BLD, rows.real_BL)
-        told_BD = self.out(self.norm(x_BLD[:, 0]))
-        return functional.normalize(at_least_single(told_BD), dim=-1)
+        vector_BD = self.out(self.norm(x_BLD[:, 0]))
+        return functional.normalize(at_least_single(vector_BD), dim=-1)
 
 
 class Towers(nn.Module):
-    """Both towers, and how sharply their vectors are compared."""
+    """Both towers, and the learned scale (inverse temperature) of their cosines."""
 
     def __init__(self, task: ContrastivePair) -> None:
         super().__init__()
@@ -113,14 +113,14 @@ class Towers(nn.Module):
         return self.left(batch.left), self.right(batch.right)
 
     def scale(self) -> Tensor:
-        """Return what cosines are multiplied by; beyond the limit gradients go on, and can bring it back."""
+        """Return the factor on cosines; it is capped, but keeps its gradient beyond the cap and can come back."""
         above = (self.log_scale + math.log(COLDEST)).clamp(min=0).detach()
         return (self.log_scale - above).exp()
 
 
 @dataclass(frozen=True)
 class ContrastivePair:
-    """Pairs that must find each other among all of a step."""
+    """The task: each item's two sides must find each other among all items of a step."""
 
     left: str = TOKENS  # tokens: bytes, or vectors
     right: str = TOKENS
@@ -142,25 +142,25 @@ class ContrastivePair:
         at_least(self, LEAST)
         dropout_of(self)
         if self.width % self.heads:
-            what = f"{self.width} features cannot be divided among {self.heads} heads"
-            raise ConfigError(what, where=f"{WHERE}.heads", remedy=f"--set {WHERE}.width={64 * self.heads}")
+            problem = f"{self.width} features cannot be divided among {self.heads} heads"
+            raise ConfigError(problem, where=f"{WHERE}.heads", remedy=f"--set {WHERE}.width={64 * self.heads}")
 
     def _check_side(self, side: str) -> None:
-        """Refuse a side of an unknown kind, or of vectors of no size."""
+        """Refuse a side of an unknown kind, or of vectors without a size."""
         if (kind := getattr(self, side)) not in FIELD:
-            what = f"{side} is {kind!r}: it must be {TOKENS} or {VECTORS}"
-            raise ConfigError(what, where=f"{WHERE}.{side}", remedy=f"--set {WHERE}.{side}={TOKENS}")
+            problem = f"{side} is {kind!r}: it must be {TOKENS} or {VECTORS}"
+            raise ConfigError(problem, where=f"{WHERE}.{side}", remedy=f"--set {WHERE}.{side}={TOKENS}")
         if kind == VECTORS and getattr(self, f"{side}_dim") < 1:
-            what = f"{side} has vectors: say how many numbers each has"
-            raise ConfigError(what, where=f"{WHERE}.{side}_dim", remedy=f"--set {WHERE}.{side}_dim=768")
+            problem = f"{side} has vectors: say how many numbers each has"
+            raise ConfigError(problem, where=f"{WHERE}.{side}_dim", remedy=f"--set {WHERE}.{side}_dim=768")
 
     def model(self) -> nn.Module:
         return Towers(self)
 
     def parameter_groups(self, model: nn.Module) -> list[dict[str, Any]]:
-        """Return all that is trained, of which the temperature does not decay, as CLIP has it."""
+        """Return all trained parameters; the temperature has no weight decay, as in CLIP."""
         scale = model.log_scale
-        others = [one for one in model.parameters() if one.requires_grad and one is not scale]
+        others = [weight for weight in model.parameters() if weight.requires_grad and weight is not scale]
         groups: list[dict[str, Any]] = [{"params": others}] if others else []
         return [*groups, {"params": [scale], "weight_decay": 0.0}] if scale.requires_grad else groups
 
@@ -181,13 +181,13 @@ class ContrastivePair:
         """Return the rows of one side that are read; the configuration must fit them."""
         name = f"{side}.{FIELD[getattr(self, side)]}"
         if name not in item.values:
-            what = f"the task reads {name}; {item.id} has {', '.join(sorted(item.values)) or 'no arrays'}"
-            raise ConfigError(what, where=f"{WHERE}.{side}", remedy=f"--set {WHERE}.{side}={TOKENS} (or {VECTORS})")
+            problem = f"the task reads {name}; {item.id} has {', '.join(sorted(item.values)) or 'no arrays'}"
+            raise ConfigError(problem, where=f"{WHERE}.{side}", remedy=f"--set {WHERE}.{side}={TOKENS} (or {VECTORS})")
         rows = item.values[name][: getattr(self, f"{side}_most")]
         dim = getattr(self, f"{side}_dim")
         if getattr(self, side) == VECTORS and rows.shape[1:] != (dim,):
-            what = f"the task reads vectors of {dim} numbers, {name} of {item.id} is of {list(rows.shape[1:])}"
-            raise ConfigError(what, where=f"{WHERE}.{side}_dim", remedy=f"--set {WHERE}.{side}_dim={rows.shape[-1]}")
+            problem = f"the task reads vectors of {dim} numbers, {name} of {item.id} is of {list(rows.shape[1:])}"
+            raise ConfigError(problem, where=f"{WHERE}.{side}_dim", remedy=f"--set {WHERE}.{side}_dim={rows.shape[-1]}")
         return rows
 
     def embed(self, model: nn.Module, batch: PairBatch) -> dict[str, Tensor]:
@@ -203,7 +203,7 @@ class ContrastivePair:
         return {PAIRS: (missed_B.sum(), float(len(left_BD)))}
 
     def loss(self, model: nn.Module, batch: PairBatch) -> dict[str, tuple[Tensor, float]]:
-        """Return the loss of a batch alone, which is a step's where that has no other."""
+        """Return the loss of a single batch: the step's loss where it is the only one."""
         return self.contrast(model, self.embed(model, batch))
 
     def outputs(self, model: nn.Module, batch: PairBatch) -> dict[str, Tensor]:
@@ -213,8 +213,8 @@ class ContrastivePair:
     def metrics(self, outputs: Mapping[str, Sequence[Any]]) -> dict[str, float]:
         """Return how often an item's other side is the nearest, or among the nearest 5, of all in the split.
 
-        And its mean rank, from 1. Of what is equally near, it has an even chance of any place: towers that tell
-        nothing apart find nothing.
+        And its mean rank, from 1. Among ties every place is equally likely, so towers whose vectors are all the same
+        score as chance does.
         """
         figures = {}
         ways = (f"{LEFT}_to_{RIGHT}", f"{RIGHT}_to_{LEFT}")
@@ -236,9 +236,9 @@ class ContrastivePair:
 
 
 def _places(left: Sequence[Any], right: Sequence[Any]) -> list[tuple[Counts, Counts]]:
-    """Return for each left how many other rights are nearer than its own, and as near; and so for each right.
+    """Count for each left the other rights that are nearer than its own, and the ties; likewise for each right.
 
-    Two blocks of items are held at a time, and their cosines. What is not a number is nearer than anything.
+    Two blocks of items and their cosines are held at a time. NaN counts as nearer than anything.
     """
     pairs = zip(_blocks(left), _blocks(right), strict=True)
     own_N = np.concatenate([(left_KD * right_KD).sum(1) for (_, left_KD), (_, right_KD) in pairs])
@@ -247,14 +247,14 @@ def _places(left: Sequence[Any], right: Sequence[Any]) -> list[tuple[Counts, Cou
         for columns, right_MD in _blocks(right):
             cosine_KM = left_KD @ right_MD.T
             if rows == columns:
-                np.fill_diagonal(cosine_KM, -np.inf)  # its own is no other
+                np.fill_diagonal(cosine_KM, -np.inf)  # an item's own other side is not counted
             _count(ways[0], rows, cosine_KM, own_N[rows])
             _count(ways[1], columns, cosine_KM.T, own_N[columns])
     return ways
 
 
 def _count(way: tuple[Counts, Counts], rows: slice, cosine_KM: Floats, own_K: Floats) -> None:
-    """Add those of a block that are nearer than one's own, and those as near."""
+    """Add a block's counts: items nearer than the own other side, and ties."""
     above_KM = cosine_KM - own_K[:, None]
     is_below_KM = above_KM < -ALIKE
     is_tied_KM = np.abs(above_KM) <= ALIKE
@@ -264,7 +264,7 @@ def _count(way: tuple[Counts, Counts], rows: slice, cosine_KM: Floats, own_K: Fl
 
 
 def _blocks(vectors: Sequence[Any]) -> Iterator[tuple[slice, Floats]]:
-    """Yield the vectors of some items at a time, and which items these are."""
+    """Yield the vectors in blocks of items, each with its slice."""
     for start in range(0, len(vectors), BLOCK):
         rows = slice(start, min(start + BLOCK, len(vectors)))
         yield rows, np.stack([np.asarray(vectors[place], np.float32) for place in range(rows.start, rows.stop)])

@@ -54,40 +54,40 @@ class Grid:
         return max(1, round(self.max_mz / self.bin_size))
 
 
-def similarity(predicted: DrawnPeaks, seen: DrawnPeaks, grid: Grid) -> Tensor:
+def similarity(predicted: DrawnPeaks, observed: DrawnPeaks, grid: Grid) -> Tensor:
     """Return the cosine between two spectra of each item [B]: 1 where they are alike, 0 where one is empty."""
     if grid.reach:
-        products_3B = _products(_near(predicted, grid), _near(seen, grid))
+        products_3B = _products(_near(predicted, grid), _near(observed, grid))
     elif grid.chunk:
-        products_3B = _chunked(predicted, seen, grid)
+        products_3B = _chunked(predicted, observed, grid)
     else:
-        products_3B = _between(predicted, seen, grid, 0, grid.bins)
+        products_3B = _between(predicted, observed, grid, 0, grid.bins)
     both_B, own_B, other_B = products_3B
     cosine_B: Tensor = both_B / (own_B * other_B).clamp(min=NOTHING).sqrt()
     return cosine_B
 
 
-def _chunked(predicted: DrawnPeaks, seen: DrawnPeaks, grid: Grid) -> Tensor:
+def _chunked(predicted: DrawnPeaks, observed: DrawnPeaks, grid: Grid) -> Tensor:
     """Return the products of two spectra, chunk by chunk; backward draws each chunk again."""
     products_3B = predicted.mz_BP.new_zeros(3, len(predicted.mz_BP))
     for first in range(0, grid.bins, grid.chunk):
         bounds = first, min(first + grid.chunk, grid.bins)
         part_3B = checkpoint(
-            _between, predicted, seen, grid, *bounds, use_reentrant=False, preserve_rng_state=False
+            _between, predicted, observed, grid, *bounds, use_reentrant=False, preserve_rng_state=False
         )  # nothing is drawn from random numbers
         products_3B = products_3B + part_3B
     return products_3B
 
 
-def _between(predicted: DrawnPeaks, seen: DrawnPeaks, grid: Grid, first: int, last: int) -> Tensor:
+def _between(predicted: DrawnPeaks, observed: DrawnPeaks, grid: Grid, first: int, last: int) -> Tensor:
     """Return the products of two spectra over some bins."""
-    return _products(_at(predicted, grid, first, last), _at(seen, grid, first, last))
+    return _products(_at(predicted, grid, first, last), _at(observed, grid, first, last))
 
 
 def _products(drawn_BG: Tensor, other_BG: Tensor) -> Tensor:
-    """Return what a cosine is made of [3, B]: the product of both, and of each with itself."""
+    """Return the dot products that a cosine needs [3, B]: of both, and of each with itself."""
     pairs = (drawn_BG, other_BG), (drawn_BG, drawn_BG), (other_BG, other_BG)
-    return torch.stack([(one * other).sum(1) for one, other in pairs])
+    return torch.stack([(left_BG * right_BG).sum(1) for left_BG, right_BG in pairs])
 
 
 def _at(peaks: DrawnPeaks, grid: Grid, first: int, last: int) -> Tensor:
@@ -179,8 +179,8 @@ class DenovoAttention(nn.Module):
 
     def forward(self, x_BLD: Tensor, memory: Memory, mask: Tensor | None = None, *, causal: bool = False) -> Tensor:
         query = self._split(self.query(x_BLD))
-        found = functional.scaled_dot_product_attention(query, *memory, attn_mask=mask, is_causal=causal)
-        mixed_BLD: Tensor = self.out(found.transpose(1, 2).flatten(2))
+        attended = functional.scaled_dot_product_attention(query, *memory, attn_mask=mask, is_causal=causal)
+        mixed_BLD: Tensor = self.out(attended.transpose(1, 2).flatten(2))
         return mixed_BLD
 
     def _split(self, x_BLD: Tensor) -> Tensor:
@@ -241,15 +241,15 @@ class DenovoNetwork(nn.Module):
         place_LD = self.place.weight[:places]
         shape = len(mask), places, -1
         latent_BLD, answer_BLD = self.first_latent.expand(shape), self.first_answer.expand(shape)
-        told = []
+        logits = []
         for _ in range(self.sizes.supervision_steps):
             for _ in range(self.sizes.latent_steps):
                 latent_BLD = self._thought(latent_BLD + answer_BLD + place_LD, LATENT, spectrum, mask)
             answer_BLD = self._thought(latent_BLD + answer_BLD + place_LD, ANSWER, spectrum, mask)
-            told.append(self.out(answer_BLD))
+            logits.append(self.out(answer_BLD))
             if self.sizes.detach:
                 latent_BLD, answer_BLD = latent_BLD.detach(), answer_BLD.detach()
-        return torch.stack(told)
+        return torch.stack(logits)
 
     def _read(self, batch: DenovoBatch, mask: Tensor) -> list[Memory]:
         """Return what each layer of the decoder remembers of the spectrum."""

@@ -70,27 +70,28 @@ class DenovoRecursive(DenovoSizes):
     render_chunk: int = 0  # with render_reach 0: bins at a time, drawn again in backward; 0: all at once
 
     def __post_init__(self) -> None:
-        at_least(self, {one.name: 0 for one in fields(self)} | dict.fromkeys(POSITIVE, 1))
+        at_least(self, {option.name: 0 for option in fields(self)} | dict.fromkeys(POSITIVE, 1))
         above_zero(self, ("bin_size", "max_mz", "sigma"))
         if self.render_chunk and self.render_reach:
-            what = f"render_chunk is {self.render_chunk}: it does nothing where peaks end at {self.render_reach} sigmas"
-            raise ConfigError(what, where=f"{WHERE}.render_chunk", remedy=f"--set {WHERE}.render_reach=0")
+            reach = self.render_reach
+            problem = f"render_chunk is {self.render_chunk}: it does nothing where peaks end at {reach} sigmas"
+            raise ConfigError(problem, where=f"{WHERE}.render_chunk", remedy=f"--set {WHERE}.render_reach=0")
         if self.width % self.heads:
-            what = f"a width of {self.width} cannot be divided among {self.heads} heads"
+            problem = f"a width of {self.width} cannot be divided among {self.heads} heads"
             remedy = f"--set {WHERE}.width={self.heads * max(1, self.width // self.heads)}"
-            raise ConfigError(what, where=f"{WHERE}.width", remedy=remedy)
+            raise ConfigError(problem, where=f"{WHERE}.width", remedy=remedy)
 
     def model(self) -> nn.Module:
         return DenovoNetwork(self)
 
     def cost(self, item: Mapping[str, Any]) -> dict[str, Any]:
         peaks = np.minimum(item["peaks"], self.max_peaks)
-        return {"peaks": peaks, "residues": item.get("peptide", 0 * peaks)}  # none has one: spectra to be told of
+        return {"peaks": peaks, "residues": item.get("peptide", 0 * peaks)}  # without peptides: spectra to predict
 
     def collate(self, items: Sequence[ItemTensors], rng: np.random.Generator) -> DenovoBatch:  # noqa: ARG002 - the protocol has it
         spectra = [self._highest(item) for item in items]
         codes = [self._codes(item) for item in items]
-        peaks_B, residues_B = ([len(one) for one in many] for many in ([mz_P for mz_P, _ in spectra], codes))
+        peaks_B, residues_B = [len(mz_P) for mz_P, _ in spectra], list(map(len, codes))
         masses = [_precursor(item) for item in items]
         residue_BL = torch.full((len(items), max(residues_B) + 1), NOTHING)
         for row_L, code_R in zip(residue_BL, codes, strict=True):
@@ -120,8 +121,8 @@ class DenovoRecursive(DenovoSizes):
         """Return the codes of an item's peptide; of none where it is not known."""
         residue_R = item.values.get(RESIDUE, torch.zeros(0)).long()
         if len(residue_R) > self.longest:
-            what = f"the peptide of {item.id} has {len(residue_R)} residues, and longest is {self.longest}"
-            raise ConfigError(what, where=f"{WHERE}.longest", remedy=f"--set {WHERE}.longest={len(residue_R)}")
+            problem = f"the peptide of {item.id} has {len(residue_R)} residues, and longest is {self.longest}"
+            raise ConfigError(problem, where=f"{WHERE}.longest", remedy=f"--set {WHERE}.longest={len(residue_R)}")
         return residue_R
 
     def loss(self, model: nn.Module, batch: DenovoBatch) -> dict[str, tuple[Tensor, float]]:
@@ -139,9 +140,9 @@ class DenovoRecursive(DenovoSizes):
 
     def weights(self, batch: DenovoBatch) -> dict[str, float]:
         """Return how many letters, spectra and masses are known."""
-        of_terms = (1.0, self.spectrum_weight, self.precursor_weight)
-        told = zip(TERMS, batch.known, of_terms, strict=True)
-        return {name: known for name, known, of_term in told if of_term}
+        term_weights = (1.0, self.spectrum_weight, self.precursor_weight)
+        terms = zip(TERMS, batch.known, term_weights, strict=True)
+        return {name: known for name, known, term_weight in terms if term_weight}
 
     def _masses(self, logits_BLV: Tensor, residues_B: Tensor) -> Tensor:
         """Return the mass to expect of each residue [B, R]; 0 behind the last."""
@@ -150,17 +151,17 @@ class DenovoRecursive(DenovoSizes):
         return mass_BR * (torch.arange(mass_BR.shape[1], device=mass_BR.device) < residues_B.unsqueeze(1))
 
     def _spectra(self, mass_BR: Tensor, batch: DenovoBatch) -> Tensor:
-        """Return how unlike the spectra to expect and those observed are: the sum of 1 - cosine."""
+        """Return the sum of 1 - cosine between expected and observed spectra."""
         grid = Grid(self.bin_size, self.max_mz, self.sigma, self.render_reach, self.render_chunk)
-        seen = DrawnPeaks(batch.mz_BP, batch.intensity_BP)
-        alike_B = similarity(fragments(mass_BR, batch.residues_B), seen, grid)
+        observed = DrawnPeaks(batch.mz_BP, batch.intensity_BP)
+        alike_B = similarity(fragments(mass_BR, batch.residues_B), observed, grid)
         is_known_B = (batch.residues_B > 1) & batch.is_peak_BP.any(1)
         return ((1 - alike_B) * is_known_B).sum()
 
     def outputs(self, model: nn.Module, batch: DenovoBatch) -> dict[str, list[Tensor]]:
         """Return each item's peptide, how sure each residue is, and the true peptide; -1 behind their ends.
 
-        The model finds the end by itself: it answers at as many places as a peptide may have, and is not told more.
+        The model finds the end by itself: it answers at as many places as a peptide may have.
         """
         logits_BLV = at_least_single(model(batch, self.longest + 1)[-1])
         sure_BL, letter_BL = logits_BLV.softmax(-1).max(-1)
@@ -174,23 +175,23 @@ class DenovoRecursive(DenovoSizes):
         }
 
     def metrics(self, outputs: Mapping[str, Sequence[Any]]) -> dict[str, float]:
-        """Return the figures of a split, of the items whose peptides are known.
+        """Return the metrics of a split, over the items whose peptides are known.
 
-        A residue is found where one of its mass (to 0.1 Da, so that I is L) stands behind a prefix of its prefix's mass
+        A residue is found where one of its mass (to 0.1 Da, so that I is L) comes after a prefix of its prefix's mass
         (to 0.5 Da). Precision and recall are shares of all residues; a peptide is right if all of it is found.
         """
-        each = peptides.masses(carbamidomethyl=self.carbamidomethyl)
-        found = said = true = right = items = 0
+        mass_V = peptides.masses(carbamidomethyl=self.carbamidomethyl)
+        found = predicted = true = right = items = 0
         for residue, label in zip(outputs["residue"], outputs["residue_label"], strict=True):
-            said_R, true_R = (np.asarray(one)[np.asarray(one) != NOTHING] for one in (residue, label))
+            predicted_R, true_R = (np.asarray(codes)[np.asarray(codes) != NOTHING] for codes in (residue, label))
             if len(true_R):
-                here = _found(each[said_R], each[true_R])
-                found, said, true = found + here, said + len(said_R), true + len(true_R)
-                right, items = right + (here == len(true_R) == len(said_R)), items + 1
+                here = _found(mass_V[predicted_R], mass_V[true_R])
+                found, predicted, true = found + here, predicted + len(predicted_R), true + len(true_R)
+                right, items = right + (here == len(true_R) == len(predicted_R)), items + 1
         if not items:
             return {}
         return {
-            "residue_precision": found / max(said, 1),
+            "residue_precision": found / max(predicted, 1),
             "residue_recall": found / true,
             "peptide_accuracy": right / items,
         }
@@ -240,14 +241,14 @@ def _letters(logits_TBLV: Tensor, residue_BL: Tensor) -> Tensor:
 
 
 def _off(mass_BR: Tensor, batch: DenovoBatch) -> Tensor:
-    """Return how far the masses to expect are from those of the precursors: the sum of log(1 + Da)."""
+    """Return the sum of log(1 + Da) by which expected masses differ from the precursors'."""
     off_B = (mass_BR.sum(1) + peptides.WATER - batch.mass_B).abs()
     return (off_B.log1p() * ((batch.mass_B > 0) & (batch.residues_B > 0))).sum()
 
 
-def _found(said_R: NDArray[np.float64], true_R: NDArray[np.float64]) -> int:
-    """Return how many true residues are among those said, by their masses and those of all before them."""
-    before_said_R, before_true_R = (one.cumsum() - one for one in (said_R, true_R))
-    is_same = np.abs(said_R[:, None] - true_R) < SAME_MASS
-    is_found = is_same & (np.abs(before_said_R[:, None] - before_true_R) < SAME_PREFIX)
+def _found(predicted_R: NDArray[np.float64], true_R: NDArray[np.float64]) -> int:
+    """Count the true residues that were predicted, by their masses and those of all before them."""
+    before_predicted_R, before_true_R = (mass_R.cumsum() - mass_R for mass_R in (predicted_R, true_R))
+    is_same = np.abs(predicted_R[:, None] - true_R) < SAME_MASS
+    is_found = is_same & (np.abs(before_predicted_R[:, None] - before_true_R) < SAME_PREFIX)
     return int(is_found.any(0).sum())

@@ -1,6 +1,6 @@
 """The network of the interface task: messages within each partner, then every pair of residues of the two.
 
-It is told of distances and angles within a partner and nothing of how the two stand to each other, so that it gives the
+Its input is distances and angles within a partner, not how the two are placed to each other, so that it gives the
 same numbers however a partner is turned, moved or mirrored.
 
 Shapes: N residues of all partners, P pairs, D features.
@@ -155,7 +155,7 @@ class Interface:
             **taken,
             **known._asdict(),
             shapes=taken["sizes"],
-            has_labels=tuple(bool(one.is_known_N.any()) for one in labels),
+            has_labels=tuple(bool(label.is_known_N.any()) for label in labels),
             known=(float(known.is_known_N.sum()), float(known.is_known_P.sum())),
         )
 
@@ -172,11 +172,13 @@ class Interface:
 
     def outputs(self, model: nn.Module, batch: InterfaceBatch) -> dict[str, list[Tensor]]:
         """Return probabilities and labels of each item: of both partners' residues [R], [L], and of pairs [R, L]."""
-        residue_N, pair_P = (torch.sigmoid(at_least_single(one)) for one in model(batch))
+        residue_N, pair_P = (torch.sigmoid(at_least_single(logits)) for logits in model(batch))
         label_N = _told(batch.interface_N, batch.is_known_N)
         label_P = _told(batch.contact_P, batch.is_known_P)
         labels = {
-            f"{name}_{LABEL}": [one if known else one[:0] for one, known in zip(values, batch.has_labels, strict=True)]
+            f"{name}_{LABEL}": [
+                value if known else value[:0] for value, known in zip(values, batch.has_labels, strict=True)
+            ]
             for name, values in _split(label_N, label_P, batch).items()
         }
         return _split(residue_N, pair_P, batch) | labels
@@ -269,7 +271,7 @@ def _split(of_N: Tensor, of_P: Tensor, batch: InterfaceBatch) -> dict[str, list[
     return {
         f"{RECEPTOR}_{INTERFACE}": list(of_partners[::2]),
         f"{LIGAND}_{INTERFACE}": list(of_partners[1::2]),
-        CONTACTS: [one.view(shape) for one, shape in zip(of_items, batch.shapes, strict=True)],
+        CONTACTS: [pair_P.view(shape) for pair_P, shape in zip(of_items, batch.shapes, strict=True)],
     }
 
 

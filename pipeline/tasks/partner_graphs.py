@@ -1,7 +1,7 @@
-"""What is thought of each partner by itself: messages along the edges within it, and a glance at the other's mean.
+"""Graph network over each partner of a complex: messages along its edges, plus the mean features of the other partner.
 
-Shapes: N residues of all partners, E edges, S partners (two an item), A pairs of atoms of two residues, K distances
-that one is compared with, D features.
+Shapes: N residues of all partners, E edges, S partners (two an item), A pairs of atoms of two residues, K radial basis
+centres, D features.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 Partners: TypeAlias = Any  # a batch that has, beside others, the fields that `columns` returns
 
 FLAGS = 3  # bits of a node's flags
-APART = 8  # so many places along the chain are told from each other; the last stands for more
-STEPS = 2 * APART + 2  # from so many before to so many behind, and another chain
-CENTRES = 12  # distances that one is compared with, in Å
+APART = 8  # largest distinct offset along the chain; farther ones count as this
+STEPS = 2 * APART + 2  # offsets from -APART to APART, and another chain
+CENTRES = 12  # of the radial basis for distances, in Å
 CLOSEST, FARTHEST = 2.0, 24.0
 ATOMS = ((1, 1), (3, 3), (4, 4), (1, 4), (4, 1), (0, 2))  # whose distances: of N, CA, C, CB and the side chain's middle
 ANGLES = 3
@@ -38,7 +38,7 @@ NEAREST = 1e-6  # Å², so that nothing is divided by 0
 
 
 class PartnerGeometry(nn.Module):
-    """Positions to numbers that do not change when all of them are moved."""
+    """Edge features from positions, unchanged when all of these are moved together."""
 
     centres_K: Tensor
     sender_A: Tensor
@@ -53,20 +53,20 @@ class PartnerGeometry(nn.Module):
         self.width = CENTRES * len(atoms) + ANGLES
 
     def forward(self, pos_NA3: Tensor, from_E: Tensor, to_E: Tensor) -> Tensor:
-        """Return how far the atoms of each edge's ends are apart, and how their side chains point."""
+        """Return for each edge radial basis features of atom distances, and cosines of the side chains' directions."""
         from_EA3, to_EA3 = pos_NA3.index_select(0, from_E), pos_NA3.index_select(0, to_E)
         apart_EA3 = from_EA3.index_select(1, self.sender_A) - to_EA3.index_select(1, self.receiver_A)
         apart_EA = apart_EA3.square().sum(-1).sqrt()
         near_EAK = (-((apart_EA.unsqueeze(-1) - self.centres_K) / self.gap).square()).exp()
         across_E3 = direction(from_EA3[:, 1] - to_EA3[:, 1])
-        side_E3, other_E3 = (direction(one[:, 4] - one[:, 1]) for one in (to_EA3, from_EA3))
+        side_E3, other_E3 = (direction(pos_EA3[:, 4] - pos_EA3[:, 1]) for pos_EA3 in (to_EA3, from_EA3))
         pairs = ((side_E3, across_E3), (other_E3, across_E3), (side_E3, other_E3))
-        angles_E3 = torch.stack([(one * other).sum(-1) for one, other in pairs], -1)
+        angles_E3 = torch.stack([(left_E3 * right_E3).sum(-1) for left_E3, right_E3 in pairs], -1)
         return torch.cat([near_EAK.flatten(1), angles_E3], -1)
 
 
 class EmbeddingFeatures(nn.Module):
-    """Embeddings, whose numbers may be of any size, to features."""
+    """Projects embeddings, normalized first, to features."""
 
     def __init__(self, embedding_dim: int, width: int) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class EmbeddingFeatures(nn.Module):
 
 
 class PartnerLayer(nn.Module):
-    """Messages along edges, and a glance at the other partner."""
+    """A layer of messages along edges, and of the other partner's mean."""
 
     def __init__(self, width: int, edge_width: int, dropout: float) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class PartnerLayer(nn.Module):
 
 
 class PartnerEncoder(nn.Module):
-    """Residues to features, by the same layers for both partners."""
+    """Residue features by layers that both partners share."""
 
     def __init__(self, embedding_dim: int, width: int, layers: int, dropout: float) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class PartnerEncoder(nn.Module):
 
 
 def direction(way_E3: Tensor) -> Tensor:
-    """Return vectors of length 1, or of 0 where there is no way to go."""
+    """Normalize vectors to length 1; those of length 0 stay so."""
     return way_E3 * (way_E3.square().sum(-1, keepdim=True) + NEAREST).rsqrt()
 
 
@@ -166,7 +166,7 @@ def columns(sides: Sequence[tuple[PartnerTensors, PartnerTensors | None]], embed
 
 
 def made_up(sizes: Sizes, embedding_dim: int) -> dict[str, Any]:
-    """Return columns of these sizes; how they are spread over the items makes no difference."""
+    """Return random columns of these sizes; how they are spread over the items makes no difference."""
     nodes, edges, pairs, items = (sizes[name] for name in ("nodes", "edges", "pairs", ITEMS))
     return {
         "pos_NA3": 10 * torch.randn(nodes, PLACES, 3),
@@ -185,12 +185,12 @@ def made_up(sizes: Sizes, embedding_dim: int) -> dict[str, Any]:
 
 
 def partners_of(item: ItemTensors) -> tuple[PartnerTensors, PartnerTensors | None]:
-    """Return the receptor, or whatever stands alone, and the ligand."""
-    first, *rest = item.sides.values()
-    if first.residues or NEAR not in first.edges:
-        what = f"the task reads residue graphs; the nodes of {item.id} are atoms"
-        raise ConfigError(what, where="graph.nodes", remedy="--set graph.nodes=residue")
-    return first, rest[0] if rest else None
+    """Return the receptor, or a single partner, and the ligand, if any."""
+    receptor, *ligands = item.sides.values()
+    if receptor.residues or NEAR not in receptor.edges:
+        problem = f"the task reads residue graphs; the nodes of {item.id} are atoms"
+        raise ConfigError(problem, where="graph.nodes", remedy="--set graph.nodes=residue")
+    return receptor, ligands[0] if ligands else None
 
 
 def size_of(side: PartnerTensors | None) -> int:
@@ -199,7 +199,7 @@ def size_of(side: PartnerTensors | None) -> int:
 
 
 def even_shares(total: int, count: int) -> list[int]:
-    """Return so many numbers of about a size that make a sum."""
+    """Split a total into `count` nearly equal integers."""
     return [total * (place + 1) // count - total * place // count for place in range(count)]
 
 
@@ -208,18 +208,18 @@ def _embedding(side: PartnerTensors, embedding_dim: int) -> Tensor:
     if not embedding_dim:
         return torch.zeros(size_of(side), 0)
     if side.embedding is None:
-        what = f"the task expects embeddings of {embedding_dim} numbers, and the data set has none"
+        problem = f"the task expects embeddings of {embedding_dim} numbers, and the data set has none"
         remedy = "pipeline submit --stage embed, or --set train.options.embedding_dim=0"
-        raise ConfigError(what, where=f"{WHERE}.embedding_dim", remedy=remedy)
-    if (found := side.embedding.shape[1]) != embedding_dim:
-        what = f"the task expects embeddings of {embedding_dim} numbers, those of the data set have {found}"
-        remedy = f"--set train.options.embedding_dim={found}"
-        raise ConfigError(what, where=f"{WHERE}.embedding_dim", remedy=remedy)
+        raise ConfigError(problem, where=f"{WHERE}.embedding_dim", remedy=remedy)
+    if (width := side.embedding.shape[1]) != embedding_dim:
+        problem = f"the task expects embeddings of {embedding_dim} numbers, those of the data set have {width}"
+        remedy = f"--set train.options.embedding_dim={width}"
+        raise ConfigError(problem, where=f"{WHERE}.embedding_dim", remedy=remedy)
     return side.embedding.float()
 
 
 def _firsts(counts: Sequence[int]) -> list[int]:
-    """Return where the rows of each partner begin."""
+    """Return the index of each partner's first row."""
     firsts = [0]
     for count in counts:
         firsts.append(firsts[-1] + count)
@@ -241,13 +241,13 @@ def _bits(flags_N: Tensor) -> Tensor:
 
 
 def _edges(sides: Sequence[PartnerTensors], firsts: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return where the edges of all partners come from and where they go."""
+    """Return the source and target residues of the edges of all partners."""
     edges = [side.edges[NEAR] + first for side, first in zip(sides, firsts, strict=True)]
-    return torch.cat([one[0] for one in edges]), torch.cat([one[1] for one in edges])
+    return torch.cat([from_E for from_E, _ in edges]), torch.cat([to_E for _, to_E in edges])
 
 
 def _steps(side: PartnerTensors) -> Tensor:
-    """Return how far the ends of each edge are apart along the chain, up to a number, or that they are of two."""
+    """Return the clamped offset along the chain between the ends of each edge, as an index; OTHER_CHAIN for two."""
     (from_E, to_E), row_N, chain_N = side.edges[NEAR], side.nodes["row"].long(), side.nodes["chain"]
     steps_E = (row_N[from_E] - row_N[to_E]).clamp(-APART, APART) + APART
     is_one_chain_E = (chain_N[from_E] == chain_N[to_E]) & (row_N[from_E] >= 0) & (row_N[to_E] >= 0)

@@ -1,4 +1,4 @@
-"""A vector for each RNA pocket and its ligand, the same however they are turned: the equivariant task.
+"""The equivariant task: a vector for each RNA pocket and its ligand that does not change when they are rotated.
 
     graph: {nodes: atom, cross_radius: 5.0}
     structures: {ligands: keep}
@@ -60,7 +60,7 @@ LEAST = {"layers": 1, "output_dim": 1, "radial_width": 1, "head_width": 1, "cosi
 
 @dataclass(frozen=True)
 class RnaLigand(RnaLigandSizes):
-    """An embedding of each item, to be like another, such as that of its ligand."""
+    """The task: predict for each item a given embedding, such as that of its ligand."""
 
     use_multi_hop: bool = True  # edges between atoms two and three bonds apart
     use_nonbonded: bool = True  # edges between atoms that are near each other, the partners' too
@@ -75,8 +75,8 @@ class RnaLigand(RnaLigandSizes):
             raise ConfigError(f"reach is {self.reach}: it must be more than {CLOSEST} Å", where=f"{WHERE}.reach")
         for name, known in (("product", ("depthwise", "full")), ("targets_missing", ("error", "skip"))):
             if getattr(self, name) not in known:
-                what = f"{name} is {getattr(self, name)!r}: it must be {' or '.join(known)}"
-                raise ConfigError(what, where=f"{WHERE}.{name}")
+                problem = f"{name} is {getattr(self, name)!r}: it must be {' or '.join(known)}"
+                raise ConfigError(problem, where=f"{WHERE}.{name}")
         if self.targets is not None:
             object.__setattr__(self, "targets", _absolute(self.targets))
 
@@ -90,8 +90,8 @@ class RnaLigand(RnaLigandSizes):
     def cost(self, item: Mapping[str, Any]) -> dict[str, Any]:
         """Return what memory goes by; a graph with edges of one kind has bonds alone."""
         if "edges" not in item:
-            what = "the edges of graphs are not known before they are built: --set graph.cache=true"
-            raise ConfigError(what, where="graph.cache", remedy="--set graph.cache=true")
+            problem = "the edges of graphs are not known before they are built: --set graph.cache=true"
+            raise ConfigError(problem, where="graph.cache", remedy="--set graph.cache=true")
         cross = 2 * item["cross"] if self.use_nonbonded else 0
         edges = item.get(BOND, item["edges"]) + sum(item.get(kind, 0) for kind in self.kinds[1:])
         return {"nodes": item["nodes"], "edges": edges + cross}
@@ -111,9 +111,9 @@ class RnaLigand(RnaLigandSizes):
             from_E=edges[0][0],
             to_E=edges[0][1],
             kind_E=edges[1],
-            target_BD=torch.from_numpy(np.stack([nothing_D if one is None else one for one in targets])),
-            has_target_B=torch.tensor([one is not None for one in targets]),
-            known=tuple(one is not None for one in targets),
+            target_BD=torch.from_numpy(np.stack([nothing_D if target is None else target for target in targets])),
+            has_target_B=torch.tensor([target is not None for target in targets]),
+            known=tuple(target is not None for target in targets),
         )
 
     def _edges(self, items: Sequence[ItemTensors], sizes: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -135,16 +135,16 @@ class RnaLigand(RnaLigandSizes):
         if self.targets is None:
             return None
         targets = targets_of(self.targets)
-        found = targets.get(name, self.output_dim)
-        if found is None and self.targets_missing == "error":
+        target = targets.get(name, self.output_dim)
+        if target is None and self.targets_missing == "error":
             raise targets.missing(name)
-        return found
+        return target
 
     def loss(self, model: nn.Module, batch: RnaLigandBatch) -> dict[str, tuple[Tensor, float]]:
-        """Return how far the items' vectors are from their targets, and how many have one."""
+        """Return the summed distance of the items' vectors from their targets, and how many have one."""
         if self.targets is None and not any(batch.known):
-            what = "there is nothing to learn: no targets are named"
-            raise ConfigError(what, where=f"{WHERE}.targets", remedy="write it from / on, such as /data/targets.h5")
+            problem = "there is nothing to learn: no targets are named"
+            raise ConfigError(problem, where=f"{WHERE}.targets", remedy="write it from / on, such as /data/targets.h5")
         vector_BD = at_least_single(model(batch))
         target_BD = batch.target_BD.to(vector_BD.dtype)
         far_B = (vector_BD - target_BD).square().mean(-1)
@@ -154,13 +154,14 @@ class RnaLigand(RnaLigandSizes):
 
     def outputs(self, model: nn.Module, batch: RnaLigandBatch) -> dict[str, list[Tensor]]:
         """Return each item's vector [D], and its target; the latter of no size where there is none."""
-        targets = [one if has else one[:0] for one, has in zip(batch.target_BD.unbind(), batch.known, strict=True)]
+        pairs = zip(batch.target_BD.unbind(), batch.known, strict=True)
+        targets = [target if known else target[:0] for target, known in pairs]
         return {EMBEDDING: list(at_least_single(model(batch)).unbind()), TARGET: targets}
 
     def metrics(self, outputs: Mapping[str, Sequence[Any]]) -> dict[str, float]:
         """Return the figures of a split: means over the items that have a target."""
         pairs = zip(outputs[EMBEDDING], outputs[TARGET], strict=True)
-        figures = [_figures(np.float64(one), np.float64(target)) for one, target in pairs if target.size]
+        figures = [_figures(np.float64(vector), np.float64(target)) for vector, target in pairs if target.size]
         return {} if not figures else dict(zip(("cosine", "mse"), np.mean(figures, axis=0).tolist(), strict=True))
 
     def example(self, sizes: Sizes) -> RnaLigandBatch:
@@ -182,20 +183,20 @@ class RnaLigand(RnaLigandSizes):
 
 
 def _absolute(path: str) -> str:
-    """Return a path with its ~; a relative one, or a $VARIABLE, would be another file in each job."""
-    found = Path(path).expanduser()
-    if not found.is_absolute():
-        what = f"{path!r} is relative, and options are read by jobs that run elsewhere"
-        raise ConfigError(what, where=f"{WHERE}.targets", remedy="--set train.options.targets=$PWD/targets.h5")
-    return str(found)
+    """Expand ~ in a path; raise if it is relative, which would be another file in each job."""
+    expanded = Path(path).expanduser()
+    if not expanded.is_absolute():
+        problem = f"{path!r} is relative, and options are read by jobs that run elsewhere"
+        raise ConfigError(problem, where=f"{WHERE}.targets", remedy="--set train.options.targets=$PWD/targets.h5")
+    return str(expanded)
 
 
 def _sides(item: ItemTensors) -> list[PartnerTensors]:
     """Return the partners of an item, whose nodes must be atoms."""
     sides = list(item.sides.values())
     if not all(side.residues for side in sides):
-        what = f"the task reads atom graphs; the nodes of {item.id} are residues"
-        raise ConfigError(what, where="graph.nodes", remedy="--set graph.nodes=atom")
+        problem = f"the task reads atom graphs; the nodes of {item.id} are residues"
+        raise ConfigError(problem, where="graph.nodes", remedy="--set graph.nodes=atom")
     return sides
 
 
@@ -226,7 +227,7 @@ def _figures(one_D: Any, target_D: Any) -> tuple[float, float]:
 
 
 class RnaTargets:
-    """An open HDF5 file of what each item's vector is to be like; several threads may ask at once, h5py sees to that.
+    """An open HDF5 file of each item's target vector; several threads may read at once, as h5py has a lock.
 
     It has a dataset for each item, by its id, or two: `id` [N] and `embedding` [N, D].
     """
@@ -236,8 +237,8 @@ class RnaTargets:
         try:
             import h5py
         except ImportError:
-            what = "targets are read with h5py, which is not installed"
-            raise ConfigError(what, where=f"{WHERE}.targets", remedy="pip install 'pipeline[hdf5]'") from None
+            problem = "targets are read with h5py, which is not installed"
+            raise ConfigError(problem, where=f"{WHERE}.targets", remedy="pip install 'pipeline[hdf5]'") from None
         try:
             self._file = h5py.File(path, "r")
         except OSError as error:
@@ -251,28 +252,28 @@ class RnaTargets:
         """Return the row of each id."""
         ids = self._file[ID][()]
         if len(ids) != len(self._file[EMBEDDING]):
-            what = f"{self.path} has {len(ids)} ids and {len(self._file[EMBEDDING])} embeddings"
-            raise DataError(what, where=f"{WHERE}.targets", remedy="write a row of `embedding` for each `id`")
-        return {one.decode() if isinstance(one, bytes) else str(one): row for row, one in enumerate(ids)}
+            problem = f"{self.path} has {len(ids)} ids and {len(self._file[EMBEDDING])} embeddings"
+            raise DataError(problem, where=f"{WHERE}.targets", remedy="write a row of `embedding` for each `id`")
+        return {name.decode() if isinstance(name, bytes) else str(name): row for row, name in enumerate(ids)}
 
     def __len__(self) -> int:
         return len(self._file if self._rows is None else self._rows)
 
     def get(self, name: str, width: int) -> NDArray[np.float32] | None:
         """Return the target of an item, None where the file has none."""
-        found = self._found(name)
-        if found is None:
+        stored = self._found(name)
+        if stored is None:
             return None
-        if found.size != width:
-            what = f"the target of {name} in {self.path} has {found.size} numbers, the model gives {width}"
+        if stored.size != width:
+            problem = f"the target of {name} in {self.path} has {stored.size} numbers, the model gives {width}"
             raise ConfigError(
-                what, where="train.options.output_dim", remedy=f"--set train.options.output_dim={found.size}"
+                problem, where="train.options.output_dim", remedy=f"--set train.options.output_dim={stored.size}"
             )
-        target_D = found.reshape(width).astype(np.float32)
+        target_D = stored.reshape(width).astype(np.float32)
         if not np.isfinite(target_D).all():
-            what = f"the target of {name} in {self.path} has numbers that are not finite"
+            problem = f"the target of {name} in {self.path} has numbers that are not finite"
             raise DataError(
-                what, where=f"{WHERE}.targets", remedy="make it anew, or leave it out with targets_missing: skip"
+                problem, where=f"{WHERE}.targets", remedy="make it anew, or leave it out with targets_missing: skip"
             )
         return target_D
 
@@ -280,15 +281,15 @@ class RnaTargets:
         if self._rows is not None:
             row = self._rows.get(name)
             return None if row is None else np.asarray(self._file[EMBEDDING][row])
-        one = self._file.get(name)
-        return np.asarray(one[()]) if hasattr(one, "shape") else None
+        data_set = self._file.get(name)
+        return np.asarray(data_set[()]) if hasattr(data_set, "shape") else None
 
     def missing(self, name: str) -> DataError:
-        """Return the error that an item's target is not there."""
-        some = ", ".join(list(self._file if self._rows is None else self._rows)[:NAMED])
-        what = f"{name} has no target in {self.path}, which has {len(self):,} ids: {some} …"
+        """Return the error for an item without a target."""
+        names = ", ".join(list(self._file if self._rows is None else self._rows)[:NAMED])
+        problem = f"{name} has no target in {self.path}, which has {len(self):,} ids: {names} …"
         return DataError(
-            what, where=f"{WHERE}.targets", remedy="--set train.options.targets_missing=skip, or add it to the file"
+            problem, where=f"{WHERE}.targets", remedy="--set train.options.targets_missing=skip, or add it to the file"
         )
 
 

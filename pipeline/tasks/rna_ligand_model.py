@@ -53,7 +53,7 @@ class RnaLigandBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class RnaLigandSizes:
-    """What the network is made of: the first of the task's options."""
+    """The options of the network, which come first among the task's."""
 
     hidden_irreps: str = USUAL  # what an atom has: 32 scalars, 16 vectors, 8 of degree 2
     layers: int = 4
@@ -67,16 +67,16 @@ class RnaLigandSizes:
 
 
 def checked_irreps(irreps: str) -> str:
-    """Return irreps that can be had; e3nn is not asked, which need not be installed to check a configuration."""
+    """Return the irreps if they are valid, without e3nn, which need not be installed to check a configuration."""
     remedy = f"--set {WHERE}={USUAL}   (32 scalars, 16 vectors, 8 of degree 2)"
     parts = [part.strip() for part in irreps.split("+")]
     for part in parts:
-        found = _PART.fullmatch(part)
-        if found is None or int(found[2]) > MOST_L:
-            what = (
+        match = _PART.fullmatch(part)
+        if match is None or int(match[2]) > MOST_L:
+            problem = (
                 f"{part!r} of {irreps!r} is no irrep: COUNTxDEGREE and e or o, degree at most {MOST_L}, such as 16x1o"
             )
-            raise ConfigError(what, where=WHERE, remedy=remedy)
+            raise ConfigError(problem, where=WHERE, remedy=remedy)
     if not any(part.endswith("e") and int(_PART.fullmatch(part)[2]) == 0 for part in parts):  # type: ignore[index]
         raise ConfigError(f"{irreps!r} has no scalars, such as 32x0e: nothing could be said of an item", where=WHERE,
                           remedy=remedy)  # fmt: skip
@@ -84,18 +84,18 @@ def checked_irreps(irreps: str) -> str:
 
 
 def e3nn() -> Any:
-    """Return the package that is asked for."""
+    """Import e3nn, or raise an error that says how to install it."""
     try:
         import e3nn.nn
         import e3nn.o3
     except ImportError as error:
-        what = f"the model needs e3nn: {error}"
-        raise ConfigError(what, where="train.task", remedy="pip install 'pipeline[e3nn]'") from None
+        problem = f"the model needs e3nn: {error}"
+        raise ConfigError(problem, where="train.task", remedy="pip install 'pipeline[e3nn]'") from None
     return e3nn
 
 
 class AtomGeometry(nn.Module):
-    """Positions to what products are taken with, and to what their weights are made of."""
+    """Edge geometry: the harmonics that products are taken with, and the lengths that their weights depend on."""
 
     centres_K: Tensor
 
@@ -108,7 +108,7 @@ class AtomGeometry(nn.Module):
         self.gap = (reach - CLOSEST) / (CENTRES - 1)
 
     def forward(self, pos_N3: Tensor, from_E: Tensor, to_E: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the spherical harmonics of each edge, and how near its length is to some distances."""
+        """Return the spherical harmonics of each edge, and radial basis features of its length."""
         way_E3 = pos_N3.index_select(0, from_E) - pos_N3.index_select(0, to_E)
         apart_E1 = way_E3.square().sum(-1, keepdim=True).sqrt()
         return self.harmonics(way_E3), (-((apart_E1 - self.centres_K) / self.gap).square()).exp()
@@ -127,7 +127,7 @@ class IrrepsNorm(nn.Module):
         fields = torch.split_with_sizes(x_NF, [mul * dim for mul, dim, _ in self.parts], -1)
         weights = torch.split_with_sizes(self.weight, [mul for mul, _, _ in self.parts])
         normed = [
-            self._normed(*one, *part) for one, part in zip(zip(fields, weights, strict=True), self.parts, strict=True)
+            self._normed(field, weight, *part) for field, weight, part in zip(fields, weights, self.parts, strict=True)
         ]
         return torch.cat(normed, -1)
 
@@ -167,7 +167,7 @@ class EquivariantLayer(nn.Module):
             sent_EF = self.inner(normed_NF).index_select(0, batch.from_E)
             sent_EF = self.product(sent_EF, harmonics_EH, weight_EW)
             heard_NF = sent_EF.new_zeros(len(x_NF), sent_EF.shape[1]).index_add(0, batch.to_E, sent_EF)
-            # Each kind apart: what backward keeps of the scalars would else hold all the others.
+            # Each kind apart: else the scalars kept for backward would hold all the others.
             parts = torch.split_with_sizes(heard_NF, self.widths, -1)
             mixed = [outer(part_NF * share_N1) for outer, part_NF in zip(self.outer, parts, strict=True)]
             changed_NF: Tensor = x_NF + self.act(self.own(normed_NF) + torch.cat(mixed, -1))
@@ -175,7 +175,7 @@ class EquivariantLayer(nn.Module):
 
 
 class AtomPool(nn.Module):
-    """What of the atoms' features does not turn with them, to a vector for each item."""
+    """Pools the rotation-invariant part of the atoms' features into a vector for each item."""
 
     def __init__(self, irreps: Any, width: int, output_dim: int) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ class AtomPool(nn.Module):
         fields = zip(
             torch.split_with_sizes(x_NF, [mul * dim for mul, dim, _ in self.parts], -1), self.parts, strict=True
         )
-        x_NI = torch.cat([one if is_scalar else _lengths(one, mul, dim) for one, (mul, dim, is_scalar) in fields], -1)
+        x_NI = torch.cat([x if is_scalar else _lengths(x, mul, dim) for x, (mul, dim, is_scalar) in fields], -1)
         said_ND = functional.silu(self.inner(x_NI)).to(x_NF.dtype)  # half precision sums badly
         sums_BD = said_ND.new_zeros(items, said_ND.shape[1]).index_add(0, item_N, said_ND)
         number_B1 = said_ND.new_zeros(items, 1).index_add(0, item_N, said_ND.new_ones(len(said_ND), 1))
@@ -196,7 +196,7 @@ class AtomPool(nn.Module):
 
 
 class RnaLigandNetwork(nn.Module):
-    """Atoms and edges of several kinds to a vector for each item."""
+    """The network: from atoms and edges of several kinds to a vector for each item."""
 
     def __init__(self, sizes: RnaLigandSizes) -> None:
         super().__init__()
@@ -230,7 +230,7 @@ def _lengths(x_NF: Tensor, mul: int, dim: int) -> Tensor:
 
 
 def _shares(to_E: Tensor, x_NF: Tensor) -> Tensor:
-    """Return what sums over an atom's neighbours are multiplied with, so that they are of one size for all."""
+    """Return the factors on sums over an atom's neighbours that bring them to the same scale for all atoms."""
     number_N = x_NF.new_zeros(len(x_NF)).index_add(0, to_E, x_NF.new_ones(len(to_E)))
     return number_N.clamp(min=1).rsqrt().unsqueeze(-1)
 
@@ -241,7 +241,7 @@ def _acts(scalars: Any) -> list[Any]:
 
 
 def _gate(irreps: Any) -> Any:
-    """Return what multiplies every field with a scalar between 0 and 1."""
+    """Return the gate that multiplies every field with a scalar between 0 and 1."""
     o3, made = e3nn().o3, e3nn().nn
     scalars, fields = (o3.Irreps([part for part in irreps if (part.ir.l > 0) is turns]) for turns in (False, True))
     if not len(fields):
@@ -251,16 +251,16 @@ def _gate(irreps: Any) -> Any:
 
 
 def _activation(irreps: Any) -> Any:
-    """Return what changes scalars alone."""
+    """Return the activation for scalars only."""
     scalars = [part for part in irreps if part.ir.l == 0]
     return e3nn().nn.Activation(irreps, _acts(scalars) + [None] * (len(irreps) - len(scalars)))
 
 
 def _by_kind(irreps: Any, wanted: Any) -> nn.ModuleList:
-    """Return what mixes the fields of each kind; both have the same kinds in e3nn's order."""
+    """Return linear layers that mix the fields of each kind; both irreps have the same kinds in e3nn's order."""
     o3 = e3nn().o3
     pairs = zip(irreps, wanted.simplify(), strict=True)
-    return nn.ModuleList(o3.Linear(o3.Irreps([one]), o3.Irreps([other])) for one, other in pairs)
+    return nn.ModuleList(o3.Linear(o3.Irreps([source]), o3.Irreps([target])) for source, target in pairs)
 
 
 def _full(irreps: Any, harmonics: Any) -> Any:

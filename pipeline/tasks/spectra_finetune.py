@@ -1,4 +1,4 @@
-"""Numbers told from a mass spectrum by a transformer over its peaks, such as a property of the molecule.
+"""Numbers predicted from a mass spectrum by a transformer over its peaks, such as a property of the molecule.
 
     train: {task: "pipeline.tasks.spectra_finetune:SpectraFinetune", options: {targets: 1}, batching: padded}
 
@@ -47,14 +47,14 @@ if TYPE_CHECKING:
 
 PEAKS, PRECURSOR, TARGET = "peaks", "precursor_mz", "target"
 PREDICTION = "prediction"
-HEAVIEST = 1000.0  # m/z: periods up to this are told apart, and masses are shown as parts of it
+HEAVIEST = 1000.0  # m/z: the longest period of the waves; masses are also given as fractions of it
 OF_PRECURSOR = 1.1  # its intensity, which no peak has
 FINEST, COARSEST = 1e-5, 0.25  # Da: 50,000 waves, and 1
 COUNTS = ("targets", "max_peaks", "layers", "heads", "d_fourier", "d_peak", "feedforward", "fourier_width")
 
 
 class SpectraBatch(NamedTuple):
-    """Some spectra, padded: of each the precursor, then its peaks."""
+    """A batch of spectra, padded: of each the precursor, then its peaks."""
 
     mz_BL: Tensor
     intensity_BL: Tensor
@@ -106,7 +106,7 @@ class PeakFeatures(nn.Module):
 
 
 class SpectraNetwork(nn.Module):
-    """Spectra to numbers, told from where the precursor stands."""
+    """The transformer: numbers of each spectrum, read at the precursor's place."""
 
     def __init__(self, task: SpectraFinetune) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class SpectraNetwork(nn.Module):
 
 @dataclass(frozen=True)
 class SpectraFinetune:
-    """Numbers of each spectrum, by the mean squared error of those that are known."""
+    """The task: predict numbers of each spectrum, by the mean squared error of those that are known."""
 
     targets: int = 1  # numbers that an item's `target` has
     max_peaks: int = 100  # of an item with more, the most intense ones are taken: attention goes by their square
@@ -145,12 +145,12 @@ class SpectraFinetune:
         at_least(self, dict.fromkeys(COUNTS, 1))
         dropout_of(self)
         if not FINEST <= self.finest <= COARSEST:
-            what = f"finest is {self.finest}: it must be from {FINEST} to {COARSEST} Da"
-            raise ConfigError(what, where=f"{WHERE}.finest")
+            problem = f"finest is {self.finest}: it must be from {FINEST} to {COARSEST} Da"
+            raise ConfigError(problem, where=f"{WHERE}.finest")
         if self.width % self.heads:
-            what = f"{self.d_fourier} + {self.d_peak} features cannot be divided among {self.heads} heads"
+            problem = f"{self.d_fourier} + {self.d_peak} features cannot be divided among {self.heads} heads"
             remedy = f"--set {WHERE}.d_fourier={self.d_fourier + -self.width % self.heads}"
-            raise ConfigError(what, where=f"{WHERE}.heads", remedy=remedy)
+            raise ConfigError(problem, where=f"{WHERE}.heads", remedy=remedy)
 
     @property
     def width(self) -> int:
@@ -184,20 +184,23 @@ class SpectraFinetune:
         return torch.cat([precursor, mz_P]), torch.cat([intensity_P.new_tensor([OF_PRECURSOR]), intensity_P])
 
     def _target(self, item: ItemTensors) -> Tensor:
-        """Return what is known of an item [K], NaN where it is not; the configuration must fit it."""
+        """Return the target of an item [K], NaN where unknown; raise where its size is not as configured."""
         if TARGET not in item.values:
             return torch.full((self.targets,), math.nan)
         target_K = item.values[TARGET].reshape(-1)
         if len(target_K) != self.targets:
-            what = f"the task tells {self.targets} numbers of a spectrum, and {item.id} has a target of {len(target_K)}"
-            raise ConfigError(what, where=f"{WHERE}.targets", remedy=f"--set {WHERE}.targets={len(target_K)}")
+            sizes = f"{self.targets} numbers of a spectrum, and {item.id} has a target of {len(target_K)}"
+            raise ConfigError(
+                f"the task tells {sizes}", where=f"{WHERE}.targets", remedy=f"--set {WHERE}.targets={len(target_K)}"
+            )
         return target_K.float()
 
     def loss(self, model: nn.Module, batch: SpectraBatch) -> dict[str, tuple[Tensor, float]]:
         """Return the sum of squared errors, and how many numbers are known."""
         if not batch.has_targets:
-            what = "there is nothing to learn: no spectrum of a batch has a target"
-            raise ConfigError(what, where="data.options.target", remedy="name the headers or columns that are targets")
+            problem = "there is nothing to learn: no spectrum of a batch has a target"
+            remedy = "name the headers or columns that are targets"
+            raise ConfigError(problem, where="data.options.target", remedy=remedy)
         error_BK = torch.where(batch.is_known_BK, model(batch) - batch.target_BK, 0.0)
         return {TARGET: (error_BK.square().sum(), batch.known)}
 
@@ -206,7 +209,7 @@ class SpectraFinetune:
         return {TARGET: batch.known}
 
     def outputs(self, model: nn.Module, batch: SpectraBatch) -> dict[str, Tensor]:
-        """Return what was told of each item, and what is known of it [B, K]: NaN where nothing is."""
+        """Return the predictions and targets of each item [B, K]; unknown targets are NaN."""
         known_BK = torch.where(batch.is_known_BK, batch.target_BK, math.nan)
         return {PREDICTION: model(batch), TARGET: known_BK}
 
@@ -216,10 +219,10 @@ class SpectraFinetune:
         r2 is the part of the spread explained, of each target around its own mean; it needs targets that differ.
         """
         known_K, sum_K, squares_K, error_K, apart_K = (np.zeros(self.targets) for _ in range(5))
-        for told, target in zip(outputs[PREDICTION], outputs[TARGET], strict=True):
+        for predicted, target in zip(outputs[PREDICTION], outputs[TARGET], strict=True):
             is_known_K = ~np.isnan(target)
             target_K = np.where(is_known_K, target, 0.0).astype(np.float64)
-            off_K = np.where(is_known_K, told, 0.0) - target_K
+            off_K = np.where(is_known_K, predicted, 0.0) - target_K
             known_K += is_known_K
             sum_K += target_K
             squares_K += target_K**2

@@ -1,4 +1,4 @@
-"""What options of tasks may be: numbers, and not too low."""
+"""Parts that several tasks share: checks of options, peaks of spectra, attention layers and padding."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def above_zero(task: object, names: Iterable[str]) -> None:
 
 
 def dropout_of(task: object) -> None:
-    """Refuse a dropout of all, or of less than nothing."""
+    """Refuse a dropout outside [0, 1)."""
     _refuse_unless(0 <= _number(task, "dropout") < 1, task, "dropout", "from 0 to below 1")
 
 
 def _number(task: object, name: str) -> float:
-    """Return an option's value; what is not finite is below everything."""
+    """Return an option's value; -inf where it is not finite."""
     value: float = getattr(task, name)
     return value if math.isfinite(value) else -math.inf
 
@@ -53,10 +53,11 @@ MZ, INTENSITY = "peaks.mz", "peaks.intensity"
 
 
 def most_intense(item: ItemTensors, most: int) -> tuple[Tensor, Tensor]:
-    """Return m/z and intensity of the most intense peaks in their order, the first of those that are alike."""
+    """Return m/z and intensity of the `most` most intense peaks, in their order; ties go to the first."""
     if MZ not in item.values or INTENSITY not in item.values:
-        what = f"the task reads {MZ} and {INTENSITY}; {item.id} has {', '.join(sorted(item.values)) or 'no arrays'}"
-        raise ConfigError(what, where="data.reader", remedy="name a reader of spectra")
+        arrays = ", ".join(sorted(item.values)) or "no arrays"
+        problem = f"the task reads {MZ} and {INTENSITY}; {item.id} has {arrays}"
+        raise ConfigError(problem, where="data.reader", remedy="name a reader of spectra")
     mz_P, intensity_P = item.values[MZ].float(), item.values[INTENSITY].float()
     if len(mz_P) > most:
         kept = intensity_P.argsort(descending=True, stable=True)[:most].sort().values
@@ -65,12 +66,12 @@ def most_intense(item: ItemTensors, most: int) -> tuple[Tensor, Tensor]:
 
 
 def at_least_single(values: Tensor) -> Tensor:
-    """Return numbers in single precision, or in their own where that is higher."""
+    """Convert to float32, or keep a higher precision."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 class AttentionLayer(nn.Module):
-    """Attention among an item's rows, then the same network for each of them; both on normed features, both added."""
+    """A pre-norm transformer layer over an item's rows."""
 
     def __init__(
         self, width: int, heads: int, inner: int, dropout: float, activation: Callable[[Tensor], Tensor]
@@ -82,7 +83,7 @@ class AttentionLayer(nn.Module):
         self.up, self.down = nn.Linear(width, inner, bias=False), nn.Linear(inner, width, bias=False)
 
     def forward(self, x_BLD: Tensor, real_BL: Tensor | None) -> Tensor:
-        """Return the rows' features, changed; without `real_BL` all of them are real."""
+        """Return the rows' new features; without `real_BL` there is no padding."""
         x_BLD = x_BLD + self._drop(self._attended(self.before_attention(x_BLD), real_BL))
         return x_BLD + self._drop(self.down(self.activation(self.up(self.before_feed(x_BLD)))))
 
@@ -101,14 +102,14 @@ class AttentionLayer(nn.Module):
 
 
 def padded_rows(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
-    """Return the rows of items as [B, L, …], zeros behind shorter ones, and which are real, unless all are."""
-    lengths = [len(one) for one in rows]
-    together = nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
+    """Pad the rows of items with zeros to [B, L, …]; also return the mask of real rows, None where all are."""
+    lengths = [len(item_rows) for item_rows in rows]
+    padded = nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
     if min(lengths) == max(lengths):
-        return together, None
-    return together, torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(1)
+        return padded, None
+    return padded, torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(1)
 
 
 def example_mask(items: int, length: int) -> Tensor | None:
-    """Return a mask for a batch without data, as most batches have one: not that of one item."""
+    """Return a mask for an example batch; None for a single item, which needs no padding."""
     return torch.ones(items, length, dtype=torch.bool) if items > 1 else None

@@ -1,6 +1,6 @@
-"""Where a loss or a gradient that is not finite comes from: which item alone, which term, module, parameter, operation.
+"""Finding where a loss or gradient that is not finite comes from: the item, term, module, parameter and operation.
 
-Everything is afterwards as it was before.
+The search leaves the step as it was before.
 """
 
 from __future__ import annotations
@@ -40,35 +40,35 @@ _SHOWN = 4
 
 @dataclass(frozen=True, slots=True)
 class Suspect:
-    """Items that have a loss or gradients that are not finite, and where that begins."""
+    """Items whose loss or gradients are not finite, and where that begins."""
 
-    ids: tuple[str, ...]  # one: it is so alone
-    fields: tuple[str, ...] = ()  # of the batch that are not finite already
+    ids: tuple[str, ...]  # a single one: it is so by itself
+    fields: tuple[str, ...] = ()  # of the batch that are not finite themselves
     terms: tuple[str, ...] = ()  # of the loss
     module: str = ""  # the first whose output is not finite; with none, it is the loss itself
     kind: str = ""  # of module
-    was_given: bool = False  # the module's own input is not finite
+    was_given: bool = False  # the module's input was not finite already
     parameters: tuple[str, ...] = ()  # whose gradients are not finite though the loss is
-    operation: str = ""  # whose derivative is the first that is no number
-    line: str = ""  # where that is called
+    operation: str = ""  # the first whose derivative is NaN
+    line: str = ""  # where it is called
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     def words(self) -> str:
-        """Say it for people."""
-        who = f"{self.ids[0]} alone" if len(self.ids) == 1 else f"{len(self.ids)} items together, none of them alone"
-        said = [who]
+        """Describe it in a sentence for people."""
+        parts = [
+            f"{self.ids[0]} alone" if len(self.ids) == 1 else f"{len(self.ids)} items together, none of them alone"
+        ]
         if self.fields:
-            said.append(f"the batch itself is not finite: {_listed(self.fields)}")
+            parts.append(f"the batch itself is not finite: {_listed(self.fields)}")
         if self.terms:
-            said.append(f"the term {_listed(self.terms)} of the loss")
-            said.append(self._place())
+            parts += [f"the term {_listed(self.terms)} of the loss", self._place()]
         if self.parameters:
-            said.append(f"the loss is finite, the gradients of {_listed(self.parameters)} are not")
+            parts.append(f"the loss is finite, the gradients of {_listed(self.parameters)} are not")
         if self.operation:
-            said.append(f"first in the derivative of {self.operation}{f' ({self.line})' if self.line else ''}")
-        return "; ".join(one for one in said if one)
+            parts.append(f"first in the derivative of {self.operation}{f' ({self.line})' if self.line else ''}")
+        return "; ".join(parts)
 
     def _place(self) -> str:
         if not self.module:
@@ -80,56 +80,56 @@ class Suspect:
 def suspects(
     step: Step, results: Iterable[PartResult], read: Callable[[RerunPart], Piece], *, backward: bool = False
 ) -> list[Suspect]:
-    """Look at the items of parts one by one, and together where none is to blame alone; `backward`: at gradients."""
+    """Check the items of each part one by one, and together where none fails alone; `backward`: also gradients."""
     snapshot = StepSnapshot(step.model, device=step.device, scaler=step.scaler)
-    found: list[Suspect] = []
+    all_suspects: list[Suspect] = []
     for result in results:
         piece = read(result.part)
-        alone = [_looked_at(step, one, result.rng, snapshot, backward=backward) for one in piece.singles()]
-        some = [one for one in alone if one is not None]
-        if not some and len(piece) > 1:
+        alone = [_looked_at(step, single, result.rng, snapshot, backward=backward) for single in piece.singles()]
+        part_suspects = [suspect for suspect in alone if suspect is not None]
+        if not part_suspects and len(piece) > 1:
             together = _looked_at(step, piece, result.rng, snapshot, backward=backward)
-            some = [together] if together else []
-        found += some
+            part_suspects = [together] if together else []
+        all_suspects += part_suspects
     snapshot.rewind()
-    return found
+    return all_suspects
 
 
 def _looked_at(
     step: Step, piece: Piece, rng: Mapping[str, Tensor], snapshot: StepSnapshot, *, backward: bool
 ) -> Suspect | None:
-    """Run some items with an eye on every module; None: all is finite, or does not fit."""
-    found: list[Suspect | None] = []
+    """Run a piece with hooks on every module; None: all is finite, or it does not fit in memory."""
+    suspect: list[Suspect | None] = []
 
     def again() -> None:
         step.release()
         snapshot.restore()
         set_rng_state(rng, step.device)
 
-    def look(one: Piece) -> None:
+    def look(piece: Piece) -> None:
         again()
-        found.append(_forward(step, one) or (_backward(step, one, again) if backward else None))
+        suspect.append(_forward(step, piece) or (_backward(step, piece, again) if backward else None))
 
     if out_of_memory_error(look, piece) is not None:
         snapshot.rewind()
     again()
-    return found[0] if found else None
+    return suspect[0] if suspect else None
 
 
 def _forward(step: Step, piece: Piece) -> Suspect | None:
-    """Look for what is not finite on the way to the loss."""
+    """Check the forward pass and the loss."""
     batch = step.moved(piece.collated(step.task))
-    with torch.no_grad(), step.cast(), _watched(step.model) as seen:
+    with torch.no_grad(), step.cast(), _watched(step.model) as modules:
         terms = step.task.loss(step.model, batch)
     bad = tuple(name for name, (total, weight) in terms.items() if not (_is_finite(total) and _is_finite(weight)))
     if not bad:
         return None
-    module, kind, was_given = seen[0] if seen else ("", "", False)
+    module, kind, was_given = modules[0] if modules else ("", "", False)
     return Suspect(piece.ids, _fields(batch), bad, module, kind, was_given)
 
 
 def _backward(step: Step, piece: Piece, again: Any) -> Suspect | None:
-    """Look for gradients that are not finite, and the operation that they begin with."""
+    """Check the gradients, and find the first operation whose derivative is NaN."""
     again()
     _accumulate(step, piece)
     bad = tuple(not_finite(step))
@@ -141,13 +141,12 @@ def _backward(step: Step, piece: Piece, again: Any) -> Suspect | None:
 
 
 def _accumulate(step: Step, piece: Piece) -> None:
-    """Add the gradients of some items' own loss."""
     step.accumulate_alone(piece.collated(step.task))
 
 
 def _operation(step: Step, piece: Piece) -> tuple[str, str]:
-    """Return the first operation whose derivative is no number, and where it is called; nothing where all are."""
-    with warnings.catch_warnings(record=True) as heard, torch.autograd.set_detect_anomaly(True, check_nan=True):
+    """Return the first operation whose derivative is NaN, and the line that calls it; empty texts where none is."""
+    with warnings.catch_warnings(record=True) as caught, torch.autograd.set_detect_anomaly(True, check_nan=True):
         warnings.simplefilter("always")
         try:
             _accumulate(step, piece)
@@ -156,39 +155,39 @@ def _operation(step: Step, piece: Piece) -> tuple[str, str]:
             if match is None:
                 raise
             forget_failed_backward()
-            return match[1], _line("\n".join(str(one.message) for one in heard))
+            return match[1], _line("\n".join(str(warning.message) for warning in caught))
     return "", ""
 
 
 def _line(trace: str) -> str:
-    """Return the place in a trace that is nearest to the operation and not torch's own."""
+    """Return the innermost frame of a traceback that is not torch's own."""
     frames = [match for match in _FRAME.finditer(trace) if not match[1].startswith(_TORCH)]
     return f"{frames[-1][1]}:{frames[-1][2]}" if frames else ""
 
 
 @contextmanager
 def _watched(model: nn.Module) -> Iterator[list[tuple[str, str, bool]]]:
-    """Note the modules whose output is not finite, in the order in which they end: the innermost first."""
-    seen: list[tuple[str, str, bool]] = []
+    """Yield a list that fills with (name, class, input not finite) of modules with a bad output, innermost first."""
+    modules: list[tuple[str, str, bool]] = []
 
     def hook(name: str) -> Any:
         def look(module: nn.Module, given: Any, output: Any) -> None:
             if not _is_finite(output):
-                seen.append((plain_name(name) or "the model", type(module).__name__, not _is_finite(given)))
+                modules.append((plain_name(name) or "the model", type(module).__name__, not _is_finite(given)))
 
         return look
 
     handles = [module.register_forward_hook(hook(name)) for name, module in model.named_modules()]
     try:
-        yield seen
+        yield modules
     finally:
         for handle in handles:
             handle.remove()
 
 
 def _is_finite(value: Any) -> bool:
-    """Say whether all floating point numbers of something are finite, whatever holds them."""
-    return all(bool(torch.isfinite(one).all()) for one in _tensors(value))
+    """Say whether all floating-point numbers in a nested value are finite."""
+    return all(bool(torch.isfinite(tensor).all()) for tensor in _tensors(value))
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -198,17 +197,17 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         elif isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
             yield leaf
         elif is_dataclass(leaf) and not isinstance(leaf, type):
-            for one in fields(leaf):
-                yield from _tensors(getattr(leaf, one.name))
+            for leaf_field in fields(leaf):
+                yield from _tensors(getattr(leaf, leaf_field.name))
 
 
 def _fields(batch: Any) -> tuple[str, ...]:
-    """Return which fields of a batch are not finite; where nobody can name them, `batch`."""
+    """Return the names of a batch's fields that are not finite; `batch` where fields have no names."""
     named = getattr(batch, "_asdict", lambda: batch)()
     if isinstance(batch, ItemBatch):
         named = batch.fields
     if is_dataclass(named) and not isinstance(named, type):
-        named = {one.name: getattr(named, one.name) for one in fields(named)}
+        named = {field.name: getattr(named, field.name) for field in fields(named)}
     if isinstance(named, Mapping):
         return tuple(str(name) for name, value in named.items() if not _is_finite(value))
     return () if _is_finite(batch) else ("batch",)

@@ -1,8 +1,8 @@
-"""A rank's share of a step that went wrong, run again as it was cut: each part is measured, and nothing is recovered.
+"""Running a rank's share of a failed step again with the same cuts: each part is measured, and nothing is recovered.
 
-Where a loss compares all items of a step, all parts are embedded first, and each then goes back from the loss of all.
+Where a loss compares all items of a step, all parts are embedded first, then each goes backward from the loss of all.
 
-Everything is afterwards as it was before, but for what the allocator holds.
+The step is afterwards as it was before, except for memory that the allocator keeps.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class PartOutcome(str, Enum):
-    """What came of a part."""
+    """How a part ended."""
 
     FITS = "fits"
     OOM = "out of memory"
@@ -49,7 +49,7 @@ class PartOutcome(str, Enum):
 class RerunPart:
     """Items that run forward and backward together."""
 
-    micro: int  # of which micro-batch of the share, from 0
+    micro: int  # number of its micro-batch in the share, from 0
     ids: tuple[str, ...]
     numbers: tuple[int, ...]  # in the table
     rung: int = 0  # of the ladder
@@ -59,30 +59,30 @@ class RerunPart:
 
 @dataclass(slots=True)
 class PartResult:
-    """What came of a part, and what it took."""
+    """How a part ended, and the memory that it took."""
 
     part: RerunPart
     outcome: PartOutcome = PartOutcome.NOT_RUN
     terms: dict[str, tuple[float, float]] = field(default_factory=dict)  # sums and weights
-    peak_bytes: int = 0  # live tensors, the model and all; where nobody counts these, what is resident
-    grown_bytes: int = 0  # above what there was when the step began
+    peak_bytes: int = 0  # live tensors including the model; where a device does not count them, resident memory
+    grown_bytes: int = 0  # above the memory at the start of the step
     error: str = ""
-    rng: Numbers = field(default_factory=dict)  # before it
+    rng: Numbers = field(default_factory=dict)  # before it ran
 
 
 @dataclass(slots=True)
 class Rerun:
-    """What came of a share."""
+    """The results of a share that was run again."""
 
     results: list[PartResult]
-    is_counted: bool  # whether a device counts tensors; else figures are of the process
+    is_counted: bool  # whether the device counts tensors; else memory is the process's
     reserved_bytes: int = 0  # at the peak
     gradients: list[str] = field(default_factory=list)  # parameters whose gradients are not finite
     norm: float | None = None  # of all gradients, where every part ran
 
     def of(self, outcome: PartOutcome) -> list[PartResult]:
-        """Return the parts that ended so."""
-        return [one for one in self.results if one.outcome is outcome]
+        """Return the results with this outcome."""
+        return [result for result in self.results if result.outcome is outcome]
 
 
 def rerun(
@@ -94,22 +94,22 @@ def rerun(
     *,
     begin: Callable[[RerunPart], None] = lambda _: None,
 ) -> Rerun:
-    """Run parts in order, to the first for which memory does not suffice."""
+    """Run parts in order, up to the first that does not fit in memory."""
     snapshot = StepSnapshot(step.model, device=step.device, scaler=step.scaler)
     weights = None if step.contrasts else _weights(step, parts, read)
     first = meter.read()
-    found = Rerun([PartResult(part) for part in parts], is_counted=first.allocated_bytes is not None)
+    report = Rerun([PartResult(part) for part in parts], is_counted=first.allocated_bytes is not None)
     joint = _Joint(step) if isinstance(step, ContrastiveStep) and len(parts) > 1 else None
 
     def all_fit(run: Callable[[Piece], None]) -> bool:
         set_rng_state(rng, step.device)
-        for result in found.results:
+        for result in report.results:
             result.outcome = PartOutcome.NOT_RUN
-        for result in found.results:
+        for result in report.results:
             begin(result.part)
             result.rng = rng_state(step.device)
             _run(step, result, read, run, meter)
-            _measure(found, result, meter.read(), first)
+            _measure(report, result, meter.read(), first)
             if result.outcome is PartOutcome.OOM:
                 return False
         return True
@@ -119,20 +119,20 @@ def rerun(
     else:
         is_whole = all_fit(joint.embed)
         snapshot.restore()
-        is_whole = is_whole and joint.contrast(found.results[-1]) and all_fit(joint.back)
-        joint.judge(found.results)
+        is_whole = is_whole and joint.contrast(report.results[-1]) and all_fit(joint.back)
+        joint.judge(report.results)
     if is_whole:
-        _look_at_gradients(step, found, weights)
+        _look_at_gradients(step, report, weights)
     step.release()
     snapshot.rewind()
-    return found
+    return report
 
 
-def _measure(found: Rerun, result: PartResult, memory: Memory, first: Memory) -> None:
-    """Note what a part took, in the more costly of its passes."""
+def _measure(report: Rerun, result: PartResult, memory: Memory, first: Memory) -> None:
+    """Note the memory of a part, in the more costly of its passes."""
     counted = memory.peak_allocated_bytes
     before = first.reserved_bytes if first.allocated_bytes is None else first.allocated_bytes
-    found.reserved_bytes = max(found.reserved_bytes, memory.peak_reserved_bytes)
+    report.reserved_bytes = max(report.reserved_bytes, memory.peak_reserved_bytes)
     result.peak_bytes = max(result.peak_bytes, memory.peak_reserved_bytes if counted is None else counted)
     result.grown_bytes = max(0, result.peak_bytes - before)
 
@@ -151,14 +151,14 @@ def _run(
         result.outcome, result.error = PartOutcome.OOM, error
         return
     for name, (total, weight) in step.totals.items():
-        earlier = before.get(name, (0.0, 0.0))
-        result.terms[name] = (sums.sums.get(name, total - earlier[0]), weight - earlier[1])
+        total_before, weight_before = before.get(name, (0.0, 0.0))
+        result.terms[name] = (sums.sums.get(name, total - total_before), weight - weight_before)
     finite = all(math.isfinite(total) and math.isfinite(weight) for total, weight in result.terms.values())
     result.outcome = PartOutcome.FITS if finite else PartOutcome.NOT_FINITE
 
 
 class _Joint:
-    """The passes of a share whose loss is of all its items; parts come in the same order each time."""
+    """The passes of a share with a contrastive loss; parts come in the same order each time."""
 
     def __init__(self, step: ContrastiveStep) -> None:
         self.step = step
@@ -167,14 +167,14 @@ class _Joint:
         self._cached = CachedGradients()
 
     def embed(self, piece: Piece) -> None:
-        """Embed a part without a trace."""
+        """Embed a part without gradients."""
         rows = self.step.embed(piece.collated(self.step.task), len(piece), on_host=piece.is_on_host)
         self._finite.append(all(bool(torch.isfinite(row).all()) for row in rows.values()))
         self._rows.append(rows)
 
     def contrast(self, last: PartResult) -> bool:
-        """Take the loss of all items; say whether memory sufficed, else the last part has what was said."""
-        items = [len(next(iter(one.values()))) for one in self._rows]
+        """Compute the loss of all items; return whether it fits in memory, else note the error in the last part."""
+        items = [len(next(iter(part.values()))) for part in self._rows]
         rows = joined_rows(self._rows)
 
         def take() -> None:
@@ -185,12 +185,12 @@ class _Joint:
         if error is not None:
             last.outcome, last.error = PartOutcome.OOM, f"the loss of all {sum(items)} items: {error}"
             return False
-        split = {name: torch.split(one, items) for name, one in self._cached.rows.items()}
-        self._rows = [{name: one[place] for name, one in split.items()} for place in range(len(items))]
+        split = {name: torch.split(gradient, items) for name, gradient in self._cached.rows.items()}
+        self._rows = [{name: parts[place] for name, parts in split.items()} for place in range(len(items))]
         return True
 
     def back(self, piece: Piece) -> None:
-        """Run a part with a trace, and back."""
+        """Run a part forward with gradients, and backward from the cached gradients of its rows."""
         batch, rows = piece.collated(self.step.task), self._rows.pop(0)
         with self.step.remedied(piece.rung):
             self.step.go_back(batch, rows, on_host=piece.is_on_host)
@@ -198,9 +198,9 @@ class _Joint:
             self._cached.finish()
 
     def judge(self, results: Sequence[PartResult]) -> None:
-        """Let the first part have the terms of all; those are to blame that were not embedded to numbers, if any."""
+        """Give the first part the terms of all, and mark parts whose embeddings (else: whose loss) are not finite."""
         totals = self.step.totals
-        is_finite = all(map(math.isfinite, (value for one in totals.values() for value in one)))
+        is_finite = all(map(math.isfinite, (value for term in totals.values() for value in term)))
         for place, result in enumerate(results):
             result.terms = {} if place else totals
             if result.outcome in (PartOutcome.FITS, PartOutcome.NOT_FINITE):
@@ -209,23 +209,23 @@ class _Joint:
 
 
 class _Sums(Unwatched):
-    """Hears what a micro-batch's terms come to: what is added up keeps the first that is not finite for good."""
+    """Records a micro-batch's own sums: in a running total, one that is not finite would spoil all later ones."""
 
     def __init__(self) -> None:
         self.sums: dict[str, float] = {}
 
     def terms(self, terms: Mapping[str, Tensor]) -> None:
-        """Hear the sums."""
+        """Record the sums."""
         self.sums = {name: float(total.detach()) for name, total in terms.items()}
 
 
 def _weights(step: Step, parts: Sequence[RerunPart], read: Callable[[RerunPart], Piece]) -> dict[str, float] | None:
-    """Return the weights of the share's terms, where they must be known before; of one term they need not."""
-    found: list[Mapping[str, Any]] = []
+    """Return the weights of the share's terms where backward needs them: not for a single term."""
+    weights: list[Mapping[str, Any]] = []
 
-    def in_parts(piece: Piece) -> None:  # an item that does not fit even so has no weight here
-        said = out_of_memory_error(lambda: found.append(weights_of(step, piece)))
-        if said is not None and len(piece) > 1:
+    def in_parts(piece: Piece) -> None:  # a single item that does not fit has no weight here
+        error = out_of_memory_error(lambda: weights.append(weights_of(step, piece)))
+        if error is not None and len(piece) > 1:
             for half in piece.halves():
                 in_parts(half)
 
@@ -233,23 +233,23 @@ def _weights(step: Step, parts: Sequence[RerunPart], read: Callable[[RerunPart],
         return None
     for part in parts:
         in_parts(replace(read(part), rung=0))
-        if not isinstance(step.task, Weights) and found and len(found[0]) == 1:
+        if not isinstance(step.task, Weights) and weights and len(weights[0]) == 1:
             return None
-    return {name: float(value) for name, value in sums_by_name(found).items()} or None
+    return {name: float(value) for name, value in sums_by_name(weights).items()} or None
 
 
-def _look_at_gradients(step: Step, found: Rerun, weights: Mapping[str, float] | None) -> None:
-    """Note what is not finite of the gradients of a share that ran to its end."""
-    found.gradients = not_finite(step)
+def _look_at_gradients(step: Step, report: Rerun, weights: Mapping[str, float] | None) -> None:
+    """Note the norm of the gradients of a share that ran to its end, and which are not finite."""
+    report.gradients = not_finite(step)
     totals = step.totals
     if weights is None and len(totals) == 1:
         ((_, weight),) = totals.values()
         step.settle(weight)
     if totals:
-        found.norm = float(step.norm())
+        report.norm = float(step.norm())
 
 
 def not_finite(step: Step) -> list[str]:
     """Return the names of the parameters whose gradients are not finite."""
-    named = ((name, one.grad) for name, one in step.model.named_parameters())
-    return [plain_name(name) for name, grad in named if grad is not None and not bool(torch.isfinite(grad).all())]
+    gradients = ((name, parameter.grad) for name, parameter in step.model.named_parameters())
+    return [plain_name(name) for name, grad in gradients if grad is not None and not bool(torch.isfinite(grad).all())]

@@ -1,13 +1,13 @@
-"""What a step that went wrong leaves behind: a small folder with all it takes to make it again on one machine.
+"""Bundles and crash notes: what a failed step leaves on disk, so that it can be reproduced on one machine.
 
     bundles/step-00000123-oom-rank-0/
         bundle.json        what happened, to which items, under which cuts, plan and checkpoint
-        rng.safetensors    random numbers as they were when the step began
+        rng.safetensors    states of the random number generators at the start of the step
 
 A folder appears whole or not at all. The first one is kept, and the newest; a full disk costs a bundle, not the run.
 
-Before that there is a rank's crash note: what it is on, in a file that outlives a kill, so that the next start knows on
-what the one before has died. A crash that comes once says nothing about the items; the same items twice do.
+A rank's crash note names the micro-batch in flight, in a file that survives a kill, so that the next start knows where
+the last one died. A single crash says nothing about the items; a second one on the same items does.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _NOTE_BYTES = 1 << 16  # a longer note is not written: it would have to be cut
 
 @dataclass(frozen=True, slots=True)
 class PieceInFlight:
-    """The micro-batch that a rank is on."""
+    """The micro-batch that a rank is running."""
 
     step: int  # since training began
     epoch: int
@@ -55,18 +55,17 @@ class PieceInFlight:
         return cls(**{**data, "ids": tuple(data["ids"]), "numbers": tuple(data["numbers"])})
 
     def is_before(self, other: PieceInFlight) -> bool:
-        """Say whether it is of an earlier step."""
         return (self.epoch, self.epoch_step) < (other.epoch, other.epoch_step)
 
 
 class CrashNote:
-    """One rank's note; what the disk refuses costs the note, not the run."""
+    """One rank's crash note; a disk error costs the note, not the run."""
 
     def __init__(self, path: Path) -> None:
-        """Read what earlier starts have left."""
+        """Read the note that earlier starts have left."""
         self._path = path
         self.deaths, last = _noted(path)
-        self.poison = _poison(self.deaths, last)  # what the last start died on, if one before it did so, too
+        self.poison = _poison(self.deaths, last)  # the piece of the last death, if an earlier one shares an item
         if last is not None:
             self.deaths = [*self.deaths, last][-_DEATHS_KEPT:]
         self._file: int | None = None
@@ -75,16 +74,16 @@ class CrashNote:
         self._write(None)
 
     def on(self, piece: PieceInFlight) -> None:
-        """Note what comes now; what has been passed since is forgotten."""
-        self.deaths = [one for one in self.deaths if not one.is_before(piece)]
+        """Note the piece that runs now; forget deaths of earlier steps."""
+        self.deaths = [death for death in self.deaths if not death.is_before(piece)]
         self._write(piece)
 
     def off(self) -> None:
-        """Note that nothing is worked on."""
+        """Note that nothing is running."""
         self._write(None)
 
     def close(self) -> None:
-        """End in order; deaths are kept for the next start, until their step has passed."""
+        """Close the note of a start that ended in order; deaths stay until their step has passed."""
         if self._file is None:
             return
         self._write(None)
@@ -98,23 +97,24 @@ class CrashNote:
         """Write the note in one go: a kill leaves this one or the last."""
         if self._file is None:
             return
-        text = json.dumps([[asdict(one) for one in self.deaths], asdict(piece) if piece else None]).encode() + b"\n"
+        deaths = [asdict(death) for death in self.deaths]
+        text = json.dumps([deaths, asdict(piece) if piece else None]).encode() + b"\n"
         if len(text) <= _NOTE_BYTES:
             with suppress(OSError):
                 os.pwrite(self._file, text, 0)
 
 
 def _noted(path: Path) -> tuple[list[PieceInFlight], PieceInFlight | None]:
-    """Return the deaths of earlier starts, and what the last was on; a note that was cut says nothing."""
+    """Return the deaths of earlier starts, and the piece in flight at the last; an unreadable note counts as empty."""
     try:
         deaths, last = json.loads(path.read_bytes().partition(b"\n")[0])
-        return [PieceInFlight.from_json(one) for one in deaths], PieceInFlight.from_json(last) if last else None
+        return list(map(PieceInFlight.from_json, deaths)), PieceInFlight.from_json(last) if last else None
     except (OSError, ValueError, TypeError, KeyError):
         return [], None
 
 
 def _poison(deaths: list[PieceInFlight], last: PieceInFlight | None) -> PieceInFlight | None:
-    if last is None or all(set(last.ids).isdisjoint(one.ids) for one in deaths):
+    if last is None or all(set(last.ids).isdisjoint(death.ids) for death in deaths):
         return None
     return last
 
@@ -134,7 +134,7 @@ class BundleKind(str, Enum):
 
     OOM = "oom"
     NAN = "nan"
-    POISON = "poison"  # it took the process with it, more than once
+    POISON = "poison"  # the same items killed the process more than once
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,14 +144,14 @@ class BundleCut:
     ids: tuple[str, ...]
     numbers: tuple[int, ...]  # in the table
     sizes: Mapping[str, int] = field(default_factory=dict)  # of all its items together
-    cost: int | None = None  # as predicted; in bytes
+    cost: int | None = None  # predicted bytes
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> BundleCut:
         return cls(tuple(data["ids"]), tuple(data["numbers"]), data["sizes"], data["cost"])
 
     def words(self) -> str:
-        """Say it for people."""
+        """Describe it for people."""
         shown = ", ".join(self.ids[:_ITEMS_SHOWN]) + (", …" if len(self.ids) > _ITEMS_SHOWN else "")
         sizes = "".join(f", {value:,} {name}" for name, value in self.sizes.items())
         cost = f", {format_bytes(self.cost)} predicted" if self.cost is not None else ""
@@ -168,16 +168,16 @@ class BundleCheckpoint:
 
 @dataclass(frozen=True)
 class Bundle:
-    """A step that went wrong on one rank."""
+    """A failed step on one rank."""
 
     kind: BundleKind
     epoch: int
     step: int  # optimizer steps since training began: this would have been the next
-    epoch_step: int  # the sampler's
+    epoch_step: int  # the sampler's step in the epoch
     rank: int
     world: int
     cuts: tuple[BundleCut, ...]  # the micro-batches of this rank in this step, in order
-    failed: int | None  # which of them; None: none by itself
+    failed: int | None  # the number of the failed one in `cuts`; None: none by itself
     budget: Mapping[str, int]
     choice: Mapping[str, Any]
     plan: Mapping[str, Any]
@@ -187,7 +187,7 @@ class Bundle:
     time_s: float  # since 1970
     torch: str
     device: str
-    state: Mapping[str, Any] = field(default_factory=dict)  # what else replaying needs, as JSON data
+    state: Mapping[str, Any] = field(default_factory=dict)  # everything else that replaying needs, as JSON data
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"kind": self.kind.value, "format": FORMAT}
@@ -196,14 +196,14 @@ class Bundle:
     def from_json(cls, data: Mapping[str, Any]) -> Bundle:
         if data["format"] != FORMAT:
             raise ValueError(f"of format {data['format']}, not {FORMAT}")
-        known = {one.name: data[one.name] for one in fields(cls)}
+        known = {entry.name: data[entry.name] for entry in fields(cls)}
         known["kind"] = BundleKind(data["kind"])
         known["cuts"] = tuple(BundleCut.from_json(cut) for cut in data["cuts"])
         known["checkpoint"] = BundleCheckpoint(**data["checkpoint"]) if data["checkpoint"] else None
         return cls(**known)
 
     def words(self) -> str:
-        """Say for people what happened."""
+        """Describe for people what happened."""
         when = datetime.fromtimestamp(self.time_s, timezone.utc)
         lines = [f"{self.kind.value} in step {self.step:,}, epoch {self.epoch}, on rank {self.rank} of {self.world}"]
         lines += [f"  {self.message}", f"  {when:%Y-%m-%d %H:%M:%S} UTC, torch {self.torch}, {self.device}"]
@@ -218,24 +218,24 @@ class Bundle:
 
 
 def write_bundle(folder: Path, bundle: Bundle, rng: Mapping[str, Tensor]) -> Path | None:
-    """Leave a bundle in a folder of bundles; return where, or None where the disk would not take it."""
+    """Write a bundle into the folder of bundles; return its folder, or None on a disk error."""
     disk = Disk()
     partial = folder / f"{_PARTIAL}{bundle.rank}"
     try:
-        shutil.rmtree(partial, ignore_errors=True)  # what a kill has left
+        shutil.rmtree(partial, ignore_errors=True)  # left by a kill
         disk.make_folder(partial)
         _fill(disk, partial, bundle, rng)
-        made = _published(disk, partial, bundle)
+        published = _published(disk, partial, bundle)
         _prune(folder, bundle.rank)
     except OSError as error:
         log.warning("%s: no bundle of step %d is left behind: %s", folder, bundle.step, error.strerror or error)
         shutil.rmtree(partial, ignore_errors=True)
         return None
-    return made
+    return published
 
 
 def read_bundle(path: Path) -> Bundle:
-    """Return the bundle in a folder."""
+    """Read the bundle in a folder."""
     try:
         return Bundle.from_json(_json(path))
     except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -243,34 +243,33 @@ def read_bundle(path: Path) -> Bundle:
 
 
 def read_rng(path: Path) -> dict[str, Tensor]:
-    """Return the random numbers' states as they were when the step began."""
+    """Read the states of the random number generators at the start of the step."""
     try:
         written = WrittenFile(**_json(path)["rng"])
     except (KeyError, TypeError, ValueError) as error:
         raise _damaged(path, error) from error
     try:
         return TensorFile(Disk(), path / RNG, written).load()
-    except JobFailed as error:  # it speaks of checkpoints
+    except JobFailed as error:  # its remedy is about checkpoints
         raise DataError(error.what, where=error.where, remedy="replay another bundle, or train again") from error
 
 
 def bundles_in(folder: Path) -> list[Path]:
-    """Return the bundles in a folder, by step."""
-    found = {name: _NAME.fullmatch(name) for name in Disk().list_folder(folder)}
-    order = {name: _order(match) for name, match in found.items() if match}
+    """Return the bundles in a folder, ordered by step."""
+    order = {name: _order(match) for name in Disk().list_folder(folder) if (match := _NAME.fullmatch(name))}
     return [folder / name for name in sorted(order, key=order.__getitem__)]
 
 
 def find_bundles(folder: Path, step: int, rank: int | None = None) -> list[Path]:
-    """Return the bundles of a step, of one rank or of all; where there is none, say which there are."""
-    there = [(path, match) for path in bundles_in(folder) if (match := _NAME.fullmatch(path.name))]
-    found = [path for path, match in there if int(match[1]) == step and rank in (None, int(match[3]))]
-    if not found:
-        steps = ", ".join(dict.fromkeys(str(int(match[1])) for _, match in there))
+    """Return the bundles of a step, of one rank or of all; raise an error that lists the others if there is none."""
+    bundles = [(path, match) for path in bundles_in(folder) if (match := _NAME.fullmatch(path.name))]
+    matching = [path for path, match in bundles if int(match[1]) == step and rank in (None, int(match[3]))]
+    if not matching:
+        steps = ", ".join(dict.fromkeys(str(int(match[1])) for _, match in bundles))
         whose = "" if rank is None else f" of rank {rank}"
         have = f"there are bundles of the steps {steps}" if steps else "no step has left one"
         raise ConfigError(f"there is no bundle of step {step}{whose}: {have}", where=str(folder), remedy=f"ls {folder}")
-    return found
+    return matching
 
 
 def _fill(disk: Disk, partial: Path, bundle: Bundle, rng: Mapping[str, Tensor]) -> None:
@@ -281,12 +280,12 @@ def _fill(disk: Disk, partial: Path, bundle: Bundle, rng: Mapping[str, Tensor]) 
 
 
 def _plain(value: Any) -> Any:
-    """Return a number of numpy's or torch's as JSON has it, anything else in words."""
+    """Return a NumPy or torch scalar as a plain number, anything else as text."""
     return value.item() if hasattr(value, "item") else str(value)
 
 
 def _published(disk: Disk, partial: Path, bundle: Bundle) -> Path:
-    """Give a folder its name: a number comes behind where the step went wrong before."""
+    """Rename the partial folder; a number is added where the step has failed before."""
     name = f"step-{bundle.step:08d}-{bundle.kind.value}-rank-{bundle.rank}"
     target, number = partial.parent / name, 1
     while disk.exists(target):
@@ -298,9 +297,9 @@ def _published(disk: Disk, partial: Path, bundle: Bundle) -> Path:
 
 
 def _prune(folder: Path, rank: int) -> None:
-    """Remove bundles that are neither the first nor among the newest; other ranks may be about the same."""
+    """Remove bundles that are neither the first nor among the newest; other ranks may do the same meanwhile."""
     for path in bundles_in(folder)[1:-KEPT]:
-        aside = folder / f"{_PARTIAL}{rank}"  # whoever reads sees it whole, or not at all
+        aside = folder / f"{_PARTIAL}{rank}"  # moved first, so that a reader sees it whole or not at all
         try:
             path.rename(aside)
         except OSError:
@@ -321,5 +320,5 @@ def _json(path: Path) -> Any:
 
 
 def _damaged(path: Path, error: Exception) -> DataError:
-    what = f"the bundle cannot be read: {type(error).__name__}: {error}"
-    return DataError(what, where=str(path / BUNDLE), remedy="replay another bundle, or train again")
+    problem = f"the bundle cannot be read: {type(error).__name__}: {error}"
+    return DataError(problem, where=str(path / BUNDLE), remedy="replay another bundle, or train again")
