@@ -1,4 +1,4 @@
-"""Where every parser meets: one table of atoms; and the runs of atoms that are one residue, of one conformer."""
+"""The table of atoms that every parser returns; its division into residues; and the choice of one conformer."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Links:
 
 
 def no_links() -> Links:
-    """Return what a file that tells of no bonds says."""
+    """Return the links of a file that lists no bonds."""
     return Links(np.empty((0, 2), np.int64), np.empty(0, np.bool_))
 
 
@@ -78,7 +78,7 @@ class AtomTable:
     notes: Mapping[str, int] = field(default_factory=dict)  # what its parser says of the whole file
 
     def chain_name(self, code: int | np.uint64) -> str:
-        """Return a chain's name as people type it."""
+        """Return a chain's name as users type it."""
         name = name_text(code)
         return self.aliases.get(name, name) or BLANK_CHAIN
 
@@ -96,7 +96,7 @@ class Sites:
     length_S: NDArray[np.int64]
 
     def take(self, chosen: NDArray[np.int64]) -> Sites:
-        """Return some of them, in the order given."""
+        """Return the chosen sites, in the order given."""
         return Sites(self.first_S[chosen], self.length_S[chosen])
 
     def then(self, others: Sites) -> Sites:
@@ -134,7 +134,7 @@ def one_conformer(
 ) -> tuple[Rows, NDArray[np.int64], int]:
     """Return the atoms kept, the residue of each, and how many residues had alternatives.
 
-    A name that a residue has twice is one atom; but some programs call every carbon of a molecule C.
+    A name that occurs twice in a residue is one atom, except in small molecules, where every carbon may be called C.
     """
     residue_A = np.repeat(_residue_of_site(table, sites), sites.length_S)
     name_A, altloc_A = table.name_A[rows_A], table.altloc_A[rows_A]
@@ -165,9 +165,9 @@ def _residue_of_site(table: AtomTable, sites: Sites) -> NDArray[np.int64]:
 
 
 def _all_distinct(name_A: NDArray[np.uint64], residue_A: NDArray[np.int64]) -> bool:
-    """Say whether surely no residue holds an atom name twice: equal names would meet in one of its cells.
+    """Say whether surely no residue holds an atom name twice, by hashing names into 256 cells a residue.
 
-    Different names may meet too, which only costs the long way round; with this factor those of the standard residues,
+    Different names may collide, too, which only costs the slow path; with this factor those of the standard residues,
     hydrogens included, never do.
     """
     cell_A = (name_A.astype(np.uint32) * CELL_FACTOR) >> np.uint32(24)
@@ -200,9 +200,9 @@ def _choose_labels(
 def _by_preference(
     altloc_A: NDArray[np.int8], resname_A: NDArray[np.uint64], residue_A: NDArray[np.int64], chosen_R: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Order atoms so that the chosen conformer comes first; leave out residue names that lost.
+    """Order atoms so that the chosen conformer comes first; leave out atoms of other residue names than the chosen.
 
-    An atom that only another label has still follows, so that a choice never leaves a residue incomplete.
+    Atoms that only another label has follow, so that a choice never leaves a residue incomplete.
     """
     label_A = altloc_A.view(np.uint8)
     preferred_A = (label_A == 0) | (label_A == chosen_R[residue_A])

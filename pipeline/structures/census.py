@@ -1,4 +1,4 @@
-"""What a scanned data set is: how much was accepted, why the rest was not, how large it is, and whether splits leak.
+"""The statistics of a scanned data set: items accepted, reasons for rejection, sizes, and leaks between splits.
 
 Memory: a few numbers per item, never the items.
 """
@@ -29,10 +29,10 @@ SIZES = {"atoms": "I", "residues": "I", "n_rec": "I", "n_lig": "I", "pairs": "Q"
 
 @dataclass(frozen=True, slots=True)
 class SplitLeak:
-    """Something that stands in two splits."""
+    """An id, sequence or cluster that occurs in two splits."""
 
     what: str  # one of LEAKING
-    total: int  # how many things of that kind leak
+    total: int  # how many of them leak
     splits: tuple[str, ...]
     items: tuple[int, ...]  # ordinals of the first few items
 
@@ -65,7 +65,7 @@ class Census:
 
 @dataclass(slots=True)
 class CensusTally:
-    """Counts items as they pass."""
+    """Counts items one by one."""
 
     items: int = 0
     undone: int = 0
@@ -84,7 +84,7 @@ class CensusTally:
     )
 
     def reject(self, rejection: Rejection) -> None:
-        """Count an item that was left out; one that was left out because its id stood before may still be a leak."""
+        """Count a rejected item; one with a duplicate id may still be a leak."""
         if rejection.reason is Reason.DUPLICATE_ID:
             self._mark("id", rejection.id, self._split(rejection.split))
         self.items += 1
@@ -145,7 +145,7 @@ class CensusTally:
         return ordinal
 
     def _mark(self, what: str, value: str, split: int) -> None:
-        """Note that this item, of that split, has this id, sequence or cluster; items without a split take no part."""
+        """Note the digest of an item's id, sequence or cluster with its split; items without a split cannot leak."""
         if list(self.ordinals)[split]:
             digests, splits, ordinals = self.marks[what]
             digests.append(xxhash.xxh3_64_intdigest(value.encode()))
@@ -153,7 +153,7 @@ class CensusTally:
             ordinals.append(self.items)
 
     def _leaks(self) -> tuple[SplitLeak, ...]:
-        """Return the first few things that stand in several splits, and how many of each kind there are."""
+        """Return the first few ids, sequences and clusters that occur in several splits, with their totals."""
         names = list(self.ordinals)
         return tuple(leak for what in LEAKING for leak in _leaks_of(what, names, *map(_array, self.marks[what])))
 
@@ -169,9 +169,9 @@ def _distinct(digests: Any) -> int:
 
 
 def _leaks_of(what: str, names: list[str], digests: Any, splits: Any, ordinals: Any) -> list[SplitLeak]:
-    """Return the leaks of one kind: runs of one digest in which the split changes.
+    """Return the leaks of one kind: digests that occur in more than one split.
 
-    What stands once cannot leak, and is left out before anything is arranged: most ids and sequences do.
+    Digests that occur once, as most do, are left out before the sort.
     """
     in_order = np.sort(digests)
     repeated = in_order[1:][in_order[1:] == in_order[:-1]]
@@ -195,7 +195,7 @@ def _leaks_of(what: str, names: list[str], digests: Any, splits: Any, ordinals: 
 
 
 def _sizes(inventory: Inventory) -> dict[str, int]:
-    """Return the sizes of an item that drive memory later."""
+    """Return the sizes of an item that determine its memory in training."""
     nodes = {partner.role: partner.nodes for partner in inventory.partners}
     sizes = {
         "atoms": sum(partner.atoms for partner in inventory.partners),

@@ -1,4 +1,4 @@
-"""What one item holds: partners, chains, sequences and sizes, from the bytes of its files."""
+"""The inventory of an item: partners, chains, sequences and sizes, from the bytes of its files."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ScanRecipe:
 
 
 def item_key(item: Item, recipe: ScanRecipe, digests: Mapping[str, str]) -> bytes:
-    """Return the key of an item's inventory: what its files hold, which chains are meant, and the recipe."""
+    """Return the key of an item's inventory, from the digests of its files, the chains it names, and the recipe."""
     if item.sequence is not None:
         return tagged_key("scan", plain_recipe(recipe), item.sequence)
 
@@ -55,13 +55,13 @@ def item_key(item: Item, recipe: ScanRecipe, digests: Mapping[str, str]) -> byte
 
 
 def _own(path: str, known: Mapping[str, Known]) -> list[Known]:
-    """Return what is known of a part's file, and then of the one with its coordinates, where it is a topology."""
+    """Return the values known for a part's file and, if it is a topology, for the one with its coordinates."""
     return [known[file] for file in (path, *coordinate_candidates(path)) if file == path or file in known]
 
 
 @lru_cache(maxsize=16)
 def plain_recipe(recipe: ScanRecipe) -> dict[str, Any]:
-    """Return what of a recipe can change an inventory, as JSON data; how large a file may be cannot."""
+    """Return the choices that can change an inventory, as JSON data; the limit of file size cannot."""
     return {
         "version": [INVENTORY_VERSION, POLICY_VERSION],
         "reading": asdict(recipe.reading),
@@ -71,7 +71,7 @@ def plain_recipe(recipe: ScanRecipe) -> dict[str, Any]:
 
 
 def _format(path: str) -> tuple[str, str]:
-    """Return a file's format and what reads it; for one that nothing reads, its suffix."""
+    """Return a file's format and its parser; for an unknown format its suffix and nothing."""
     try:
         form = format_of(Path(path))
     except UnusableInput:
@@ -81,20 +81,20 @@ def _format(path: str) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class ComplexSide:
-    """One partner in space: chains of a structure, in the order in which they were asked for."""
+    """The structure of one partner: its chains, in the order in which the item names them."""
 
     digest: str
     structure: Structure
     chains: tuple[Chain, ...]
 
     def residues(self) -> NDArray[np.int64]:
-        """Return which residues of the structure are this partner's, R of them, chain by chain."""
+        """Return the indices of this partner's residues in the structure, chain by chain."""
         return np.concatenate([np.arange(chain.first, chain.last) for chain in self.chains])
 
 
 @dataclass(frozen=True, slots=True)
 class Complex:
-    """An item that was read: its sides, where its labels come from, and what its residues correspond to."""
+    """An item that was read: its sides, the bound sides of its labels, and the maps between their residues."""
 
     partners: Mapping[Role, Partner]
     sides: Mapping[Role, ComplexSide]
@@ -105,13 +105,13 @@ class Complex:
 def take(
     item: Item, files: Mapping[str, File], recipe: ScanRecipe
 ) -> tuple[Inventory, Mapping[str, NDArray[np.int32]]]:
-    """Return the inventory of an item and its residue maps; what cannot be used becomes a reason."""
+    """Return the inventory of an item and its residue maps; an unusable item gets a reason in its inventory."""
     inventory, read = examine_item(item, files, recipe)
     return inventory, read.maps if read else {}
 
 
 def examine_item(item: Item, files: Mapping[str, File], recipe: ScanRecipe) -> tuple[Inventory, Complex | None]:
-    """Return the inventory of an item, and the item as it was read where it has structures and can be used."""
+    """Return the inventory of an item, and its structures if it has any and can be used."""
     try:
         if item.sequence is not None:
             return _take_sequence(item.sequence, recipe), None
@@ -155,7 +155,7 @@ def _sides(
     recipe: ScanRecipe,
     structures: dict[tuple[str, int | None], Structure],
 ) -> dict[Role, ComplexSide]:
-    """Return each side; a file with both sides is parsed once."""
+    """Return the chains of each side; a file that holds both sides is parsed once."""
     sides: dict[Role, ComplexSide] = {}
     taken: dict[Role, set[tuple[str, str]]] = {}
     for part in parts:
@@ -174,9 +174,9 @@ def _sides(
 
 
 def _structure(part: Part, own: Sequence[File], recipe: ScanRecipe) -> Structure:
-    """Parse one file under the recipe; a model named with the item wins over the configured one.
+    """Parse one file by the recipe; a model named with the item wins over the configured one.
 
-    Who names the file of a small molecule wants it, whatever is done with those in other files.
+    A small molecule in a file of its own is always kept, whatever the policy says of those in other files.
     """
     reading = recipe.reading if part.model is None else replace(recipe.reading, model=part.model)
     form = format_of(Path(part.path))
@@ -187,15 +187,15 @@ def _structure(part: Part, own: Sequence[File], recipe: ScanRecipe) -> Structure
 
 
 def _content(own: Sequence[File]) -> str:
-    """Return the digest by which a file is known, or of those of two."""
+    """Return the digest of a file, or a joint one of a topology and its coordinates."""
     digests = [file.digest for file in own]
     return digests[0] if len(digests) == 1 else content_digest("".join(digests).encode()).hex()
 
 
 def _bound_rows(side: ComplexSide, bound: ComplexSide) -> NDArray[np.int32]:
-    """Return the residue of the bound side that each residue is, or -1.
+    """Return for each residue the corresponding one of the bound side, or -1.
 
-    Polymers correspond by sequence; a molecule does to the one of its name, where each side has only one.
+    Polymers correspond by sequence; a molecule corresponds to the one of its name, where each side has only one.
     """
     polymers, molecules = _by_kind(side)
     theirs, their_molecules = _by_kind(bound)
@@ -244,7 +244,7 @@ def _partner(role: Role, side: ComplexSide, sequences: Sequence[str]) -> Partner
 
 
 def _check_nodes(partners: Sequence[Partner], recipe: ScanRecipe) -> None:
-    """Refuse a side that would be an empty graph; one of nothing but molecules has no residues for nodes."""
+    """Refuse a side without any graph node, unless it consists of small molecules, which have none."""
     for partner in partners:
         is_molecules = partner.chains and all(chain.kind is Kind.OTHER for chain in partner.chains)
         if partner.nodes == 0 and not is_molecules:

@@ -1,4 +1,4 @@
-"""Which chains are which side of a complex."""
+"""Which chains are which side of a complex, and how their residues map to full sequences and bound structures."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ SHOWN = 12  # names in a message
 
 
 def choose_chains(structure: Structure, part: Part, elsewhere: Iterable[str] = ()) -> dict[Role, tuple[Chain, ...]]:
-    """Return the chains of each side that a part of an item stands for.
+    """Return the chains of each side that a part of an item names or implies.
 
-    A chain brings the molecules that are kept of it, but for those that `elsewhere`, what other parts take of the same
-    file, names one by one. Where two polymers are divided, molecules of no polymer's chain are nobody's.
+    A chain includes its kept molecules, except those that `elsewhere` (the names that other parts take from the same
+    file) lists singly. Where a file is divided into its two polymers, molecules of other chains belong to neither side.
     """
     taken = {chain for name in elsewhere if name not in structure.all_chains for chain in _group(structure, name)}
     if part.chains:
@@ -61,7 +61,7 @@ def _some(names: Iterable[str]) -> str:
 
 
 def _host(chain: Chain) -> str:
-    """Return the name of a chain, or of the one that a molecule is of."""
+    """Return the name of a chain, or for a molecule that of its chain."""
     return chain.name.rsplit(":", 2)[0] if chain.kind is Kind.OTHER else chain.name
 
 
@@ -94,7 +94,7 @@ def _why_empty(structure: Structure, name: str) -> str:
 
 
 def _molecules_of(structure: Structure, host: str) -> str:
-    """Say which molecules a chain has, or what hides them."""
+    """Describe the molecules of a chain, or the setting that drops them."""
     kept = [chain for chain in structure.chains if chain.kind is Kind.OTHER]
     if not kept and structure.notes.get("ligands"):
         return "set structures.ligands: keep, without which small molecules are dropped"
@@ -115,10 +115,9 @@ MIN_MAPPED = 0.5  # share of a partner's residues that must be found in the othe
 
 
 def full_sequence(structure: Structure, chain: Chain, policy: Policy) -> tuple[str, NDArray[np.int32]]:
-    """Return the SEQRES of a chain without caps, and the row in it of each observed residue; the map is verified.
+    """Return the SEQRES of a chain without caps, and the position in it of each observed residue; refuse a mismatch.
 
-    An observed residue has the letter it was given when it was read, so that one policy holds for both. A small
-    molecule has no sequence.
+    An observed residue keeps its letter, so that the same policy applies to both. A small molecule has no sequence.
     """
     if chain.kind is Kind.OTHER:
         return "", np.full(chain.last - chain.first, NO_ROW, np.int32)
@@ -143,10 +142,10 @@ def full_sequence(structure: Structure, chain: Chain, policy: Policy) -> tuple[s
 
 
 def joined_embedding_rows(partner: Partner, seqres_R: NDArray[np.int32] | None) -> NDArray[np.int32]:
-    """Return the row of each residue in the joined sequences of a partner's protein chains, or NO_ROW.
+    """Return each residue's row in the concatenated embeddings of a partner's protein chains, or NO_ROW.
 
-    Whether the chains are encoded one by one or joined, their embeddings one after the other have this row.
-    `seqres_R` is the map into full sequences, where those were asked for; the result is verified.
+    The rows are the same whether the chains are encoded one by one or joined. `seqres_R` is the verified map into full
+    sequences, where the data set uses those.
     """
     row_R = np.full(partner.residues, NO_ROW, np.int32)
     first, offset = 0, 0
@@ -160,7 +159,7 @@ def joined_embedding_rows(partner: Partner, seqres_R: NDArray[np.int32] | None) 
 
 
 def _chain_rows(chain: ChainSummary, seqres_R: NDArray[np.int32] | None) -> NDArray[np.int32]:
-    """Return the rows of a chain's residues in its sequence; both lists are in order, so the rows must rise."""
+    """Return the position of each residue of a chain in its sequence; refuse a map that does not rise."""
     if seqres_R is None:
         if chain.residues != len(chain.sequence):
             raise ValueError(f"chain {chain.name}: {chain.residues} residues, {len(chain.sequence)} letters")
@@ -175,7 +174,7 @@ def _chain_rows(chain: ChainSummary, seqres_R: NDArray[np.int32] | None) -> NDAr
 def bound_rows(unbound: Sequence[str], bound: Sequence[str]) -> NDArray[np.int32]:
     """Return, for each residue of an unbound partner, its residue in the bound partner or -1.
 
-    Chains are paired by sequence, best first, so that files that name or order them differently still meet.
+    Chains are paired by sequence, best first, so that files may name or order them differently.
     """
     rows_R = np.full(sum(map(len, unbound)), -1, dtype=np.int32)
     mine = np.cumsum([0, *map(len, unbound)])

@@ -1,4 +1,4 @@
-"""From atoms to residues: every choice a structure file leaves open is made here, and named.
+"""From atoms to residues and chains: makes, by a named policy, every choice that a structure file leaves open.
 
 A residue's identity is its ordinal in the chain, because numbers wrap, repeat and carry insertion codes.
 Shapes: A atoms, R residues, C chains.
@@ -72,7 +72,7 @@ UNKNOWN_LETTER = {Kind.PROTEIN: "X", Kind.DNA: "N", Kind.RNA: "N"}
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The choices; every one is part of the recipe."""
+    """The choices about residues; each is part of the recipe."""
 
     altlocs: Literal["highest", "first"] = "highest"
     modified: Literal["parent", "unknown", "reject"] = "parent"
@@ -132,7 +132,10 @@ def apply_policy(table: AtomTable, policy: Policy) -> Structure:
     is_water = table.entity_A[sites.first_S[other]] == WATER
     waters = int(is_water.sum())
     notes = {**table.notes, "waters": waters, "ligands": len(other) - waters}
-    molecules = _molecule_sites(table, sites, other[~is_water]) if policy.ligands == "keep" else other[:0]
+    molecules = other[:0]
+    if policy.ligands == "keep":
+        candidates = other[~is_water]
+        molecules = candidates[~np.isin(table.resname_A[sites.first_S[candidates]], MORE_WATERS)]
     if not polymer_S.any() and not len(molecules):
         also = " and no small molecule" if policy.ligands == "keep" else ""
         raise UnusableInput(Reason.NO_POLYMER, f"no protein, RNA or DNA residue{also} in the file")
@@ -143,7 +146,7 @@ def apply_policy(table: AtomTable, policy: Policy) -> Structure:
         own_A = np.repeat(np.arange(len(chosen.first_S)) >= len(chosen.first_S) - len(molecules), chosen.length_S)
     rows_A = EVERY if chosen is sites else chosen.rows()
     kept_A, residue_A, notes["altlocs"] = one_conformer(table, chosen, rows_A, policy.altlocs, own_A)
-    first_R = np.flatnonzero(changes(residue_A))  # a residue's first atom speaks for it
+    first_R = np.flatnonzero(changes(residue_A))  # a residue's name and number are those of its first atom
     if not isinstance(kept_A, slice):
         first_R = kept_A[first_R]
     site_R = np.searchsorted(sites.first_S, first_R, side="right") - 1
@@ -151,17 +154,12 @@ def apply_policy(table: AtomTable, policy: Policy) -> Structure:
     return _structure(table, policy, kept_A, residue_A, first_R, types.take(site_R), polymers, notes)
 
 
-def _molecule_sites(table: AtomTable, sites: Sites, candidates: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the sites that are small molecules or ions, of those that are no polymer and no water to gemmi."""
-    return candidates[~np.isin(table.resname_A[sites.first_S[candidates]], MORE_WATERS)]
-
-
 def _polymer(table: AtomTable, sites: Sites, types: _Types) -> NDArray[np.bool_]:
-    """Say which sites are residues of a chain.
+    """Return a mask of the sites that are residues of a polymer.
 
-    gemmi goes by TER records and by what stands between what, and can be led astray by both. So an ATOM record with the
-    name of an amino acid or nucleotide is a residue wherever a TER stands, and a HETATM of no known kind is one only
-    with the atoms that hold a chain together.
+    gemmi goes by TER records and by the order of residues, and both can mislead it. So an ATOM record with the name of
+    an amino acid or nucleotide is a residue wherever a TER stands, and a HETATM of unknown kind is one only if it has
+    an atom that links it into a chain.
     """
     is_atom_S = table.hetero_A[sites.first_S] != HETATM
     unknown_S = types.kind == UNKNOWN_KIND
@@ -176,7 +174,7 @@ def _polymer(table: AtomTable, sites: Sites, types: _Types) -> NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class _Types:
-    """What residue names mean, for sites or for residues."""
+    """Letter, kind and modification of residues, by name; for sites or for residues."""
 
     letter: NDArray[np.uint8]  # 0 where unknown
     kind: NDArray[np.int64]
@@ -188,7 +186,7 @@ class _Types:
 
 
 def _types(name_S: NDArray[np.uint64], parents: Mapping[str, str]) -> _Types:
-    """Return what names mean, looked up once per distinct name."""
+    """Return the types of residues, looked up once per distinct name."""
     names, inverse = np.unique(name_S, return_inverse=True)
     known = {name_word(name): name_word(parent) for name, parent in parents.items()}
     residue_types = [_residue_type(name, known.get(name, 0)) for name in names.tolist()]
@@ -200,7 +198,7 @@ def _types(name_S: NDArray[np.uint64], parents: Mapping[str, str]) -> _Types:
 
 
 def _in_chain_order(table: AtomTable, sites: Sites) -> Sites:
-    """Bring chains together in the order in which they first appear, so that a chain in two pieces is one chain."""
+    """Sort sites by chain, in the order in which chains first appear, so that a chain in two pieces is one chain."""
     chain_S = table.chain_A[sites.first_S]
     starts = np.flatnonzero(changes(chain_S))
     ordinals: dict[int, int] = {}
@@ -221,7 +219,7 @@ def _structure(
     polymers: int,
     notes: dict[str, int],
 ) -> Structure:
-    """Put residues and chains together once the atoms are settled; the residues after `polymers` are molecules."""
+    """Assemble residues and chains from the kept atoms; the residues after the first `polymers` are molecules."""
     name_A = np.ascontiguousarray(table.name_A[kept_A])
     pos_A3 = np.ascontiguousarray(table.pos_A3[kept_A])
     element_A = np.ascontiguousarray(table.element_A[kept_A])
@@ -262,15 +260,15 @@ def _structure(
 
 
 def _check_positions(pos_A3: NDArray[np.float64]) -> None:
-    """Refuse what is no number, or no place in a molecule."""
-    if not (np.abs(pos_A3) < FARTHEST).all():  # which is not so for what is not a number, either
+    """Refuse coordinates that are not finite, or impossibly far away."""
+    if not (np.abs(pos_A3) < FARTHEST).all():  # false for NaN, too
         finite = bool(np.isfinite(pos_A3).all())
         what = f"a coordinate is beyond {FARTHEST:,.0f} Å" if finite else "a coordinate is not a finite number"
         raise UnusableInput(Reason.PARSE_ERROR, what)
 
 
 def check_chain(structure: Structure, chain: Chain, policy: Policy) -> None:
-    """Refuse a chain that the policy does not let pass; chains that nobody asked for are not looked at."""
+    """Refuse a chain that the policy rejects; it is called only for chains that an item uses."""
     if "reject" not in (policy.modified, policy.incomplete) or chain.kind is Kind.OTHER:
         return
     here = slice(chain.first, chain.last)
@@ -284,7 +282,7 @@ def check_chain(structure: Structure, chain: Chain, policy: Policy) -> None:
 
 
 def _all_chains(table: AtomTable) -> tuple[str, ...]:
-    """Name every chain of the file, polymer or not, so that a message can list them."""
+    """Return the names of all chains of the file, polymer or not, for messages."""
     starts = np.flatnonzero(changes(table.chain_A))
     return tuple(dict.fromkeys(table.chain_name(code) for code in table.chain_A[starts]))
 
@@ -299,7 +297,7 @@ def _find(name_A: NDArray[np.uint64], residue_A: NDArray[np.int64], atom: str, r
 
 @lru_cache(maxsize=4096)
 def _residue_type(name: int, parent: int) -> tuple[int, str, bool, bool]:
-    """Return kind, one-letter code, whether it is modified, and whether it is a cap; a parent wins over no meaning."""
+    """Return kind, one-letter code, whether it is modified, and whether it is a cap; unknown names go by the parent."""
     is_cap = name_text(name) in CAPS
     for candidate, modified in (
         (name_text(name), False),
@@ -356,7 +354,7 @@ def _molecule_name(table: AtomTable, row: int) -> str:
 
 
 def _kept_links(table: AtomTable, kept_A: Rows) -> Links:
-    """Return what the file says of bonds, between the atoms that were kept."""
+    """Return the bonds that the file lists between the kept atoms."""
     links = table.links()
     if isinstance(kept_A, slice):
         return links

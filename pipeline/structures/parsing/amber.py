@@ -2,7 +2,7 @@
 
 A topology has no chains. Residues that follow each other and are bonded are one; those that hold a residue of a
 protein, RNA or DNA are A, B, …, and all else (ligands, ions, waters) is in the chain `_`: a molecule of it is `_:LIG`,
-or `_:LIG:37`. Bonds are as they are told, all of them. Shapes: A atoms, R residues, B bonds.
+or `_:LIG:37`. Bonds are those of the topology, all of them. Shapes: A atoms, R residues, B bonds.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def read_amber(topology: bytes, coordinates: bytes) -> AtomTable:
 
 
 def _sections(data: bytes) -> dict[str, list[Any]]:
-    """Return the lists of a topology that are needed, each as long as it says."""
+    """Return the lists of a topology that are needed; refuse one of another length than POINTERS say."""
     version, *parts = data.decode("latin-1").split("\n%FLAG ")
     if not version.startswith("%VERSION"):
         raise UnusableInput(Reason.PARSE_ERROR, "not an AMBER topology: its first line is not %VERSION")
@@ -194,7 +194,7 @@ def _check_elements(
 
 
 def _waters(element_A: NDArray[np.int64], residue_A: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Say which residues are one oxygen and two hydrogens; they have many names."""
+    """Return a mask of the residues that are one oxygen and two hydrogens, for waters have many names."""
     size = int(residue_A[-1]) + 1
     oxygen_R, hydrogen_R, heavy_R = (
         np.bincount(residue_A[chosen_A], minlength=size)
@@ -211,7 +211,7 @@ def _is_standard(label: str) -> bool:
 
 
 def _runs(residue_B2: NDArray[np.int64], residues: int) -> NDArray[np.int64]:
-    """Return the ordinal of the run that each residue is of: residues bonded to the one before."""
+    """Return for each residue the number of its run: consecutive residues that are bonded."""
     joined_R = np.zeros(residues, np.bool_)
     left_B, right_B = np.sort(residue_B2, axis=1).T
     joined_R[right_B[right_B - left_B == 1]] = True

@@ -1,7 +1,7 @@
-"""Small molecules in files of their own, SDF, MOL and MOL2, by RDKit: one molecule a file, atoms and bonds as it tells.
+"""Small molecules in files of their own (SDF, MOL, MOL2), read by RDKit: one molecule a file.
 
-Nothing is added or taken away: hydrogens are those of the file, and a bond is one whatever its order is. A molecule
-whose valences or aromatic rings make no sense to RDKit is read all the same, and counted as `unsanitised`.
+Nothing is added or taken away: hydrogens are those of the file, and bond orders are ignored. A molecule whose valences
+or aromatic rings make no sense to RDKit is read all the same, and counted as `unsanitised`.
 An SDF has no names: its atoms are C1, C2, N1, … by element. Shapes: A atoms, B bonds.
 """
 
@@ -38,7 +38,9 @@ LISTENS = threading.Lock()  # RDKit has one log, and threads of a loader read mo
 
 def read_molecule(data: bytes, form: str) -> AtomTable:
     """Return the atoms of the one molecule in a file."""
-    # A byte is a column, and RDKit cannot put into a message what of a longer letter its columns leave.
+    from rdkit import Chem
+
+    # A byte is a column: RDKit would cut a longer letter in two, and fail to put the half into a message.
     text = data.decode("ascii", "replace").replace("\ufffd", "?").replace("\r\n", "\n")
     block = _only_mol2(text) if form == "mol2" else _only_record(text)
     with _listening() as heard:
@@ -47,7 +49,7 @@ def read_molecule(data: bytes, form: str) -> AtomTable:
             raise UnusableInput(Reason.PARSE_ERROR, _gist(heard, form))
         if not molecule.GetNumAtoms():
             raise UnusableInput(Reason.NO_ATOMS, "the molecule has no atoms")
-        return _table(molecule, is_sane=_is_sane(molecule))
+        return _table(molecule, is_sane=not Chem.DetectChemistryProblems(molecule))
 
 
 def _only_record(text: str) -> str:
@@ -57,7 +59,7 @@ def _only_record(text: str) -> str:
 
 
 def _only_mol2(text: str) -> str:
-    """Return the only molecule of a MOL2 file, of which RDKit will leave out nothing in silence."""
+    """Return the text of a MOL2 file with one molecule; refuse what RDKit would silently leave out."""
     _check_one(len(re.findall(f"^{MOL2}MOLECULE", text, flags=re.MULTILINE)))
     atoms, bonds = _rows(text, "ATOM"), _rows(text, "BOND")
     for number, name, *_, kind in (cells[:6] for cells in atoms if len(cells) > 5):
@@ -81,7 +83,7 @@ def _rows(text: str, section: str) -> list[list[str]]:
 
 
 def _check_one(molecules: int) -> None:
-    """Refuse a file of which it is not clear what is meant."""
+    """Refuse a file with no molecule, or with several."""
     if molecules > 1:
         raise UnusableInput(
             Reason.AMBIGUOUS_PARTNERS, f"the file holds {molecules} molecules; write each to its own file"
@@ -92,7 +94,7 @@ def _check_one(molecules: int) -> None:
 
 @contextmanager
 def _listening() -> Iterator[list[str]]:
-    """Take what RDKit says, which goes to the terminal otherwise."""
+    """Collect RDKit's log messages, which go to the terminal otherwise."""
     from rdkit import rdBase
 
     heard: list[str] = []
@@ -116,7 +118,7 @@ def _listening() -> Iterator[list[str]]:
 
 
 def _parsed(block: str, form: str) -> Any:
-    """Return RDKit's molecule as the file has it, or None."""
+    """Return RDKit's molecule, unchanged from the file, or None if it cannot be read."""
     from rdkit import Chem
 
     try:
@@ -128,7 +130,7 @@ def _parsed(block: str, form: str) -> Any:
 
 
 def _gist(heard: list[str], form: str) -> str:
-    """Return what of a message is for people: no clock, no stack, no file of RDKit's."""
+    """Return RDKit's messages for users: without clock, stack trace and source files."""
     lines = [CLOCK.sub("", line).strip() for message in heard for line in message.splitlines()]
     if "Stacktrace:" in lines:
         lines = lines[: lines.index("Stacktrace:")]
@@ -137,13 +139,6 @@ def _gist(heard: list[str], form: str) -> str:
     text = "; ".join(line for line in lines if line and line not in NOISE and not line.startswith("Violation occurred"))
     hint = "; a MOL2 file has SYBYL's atom types" if form == "mol2" and "not found" in text else ""
     return (text or "RDKit finds no whole molecule in the file")[:200] + hint
-
-
-def _is_sane(molecule: Any) -> bool:
-    """Say whether valences and aromatic rings make sense to RDKit."""
-    from rdkit import Chem
-
-    return not Chem.DetectChemistryProblems(molecule)
 
 
 def _table(molecule: Any, *, is_sane: bool) -> AtomTable:
@@ -205,7 +200,7 @@ def _names(atoms: list[Any]) -> list[str]:
 
 
 def _positions(molecule: Any) -> NDArray[np.float64]:
-    """Return where the atoms are, unless the file is a drawing or a formula."""
+    """Return the atoms' positions; refuse a file with a drawing or without coordinates."""
     if not molecule.GetNumConformers():
         raise UnusableInput(Reason.PARSE_ERROR, "the molecule has no coordinates")
     conformer = molecule.GetConformer()

@@ -1,8 +1,8 @@
-"""The quick way into plain PDB files: ATOM lines of one length, of standard residues in standard columns.
+"""A fast parser of plain PDB files: ATOM lines of one length, of standard residues in standard columns.
 
-Files that were prepared for learning are mostly plain. Whatever is not, down to one odd character, is left to gemmi;
-of what is, every column is bit for bit what gemmi makes of it (test_plain_pdb.py has them side by side). The rules
-are gemmi's, narrowed. Shapes: A atoms, R residues, N numbers, B bytes.
+Files that were prepared for machine learning are mostly plain. Any other, down to one odd character, is left to gemmi;
+for plain ones, every column is bit for bit what gemmi returns (test_plain_pdb.py compares them). The rules are gemmi's,
+narrowed. Shapes: A atoms, R residues, N numbers, B bytes.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ FIRST_BYTE, LAST_BLANK, BLANKS, LOW_BITS, HIGH_BITS = 0xFF, 0x20000000, 0x202020
 
 
 class _NotPlain(Exception):
-    """gemmi has to read this."""
+    """The file is not plain: gemmi has to read it."""
 
 
 class _AtomLines(NamedTuple):
@@ -76,7 +76,7 @@ class _AtomLines(NamedTuple):
 
 
 def read_plain_pdb(data: bytes) -> AtomTable | None:
-    """Return what a plain PDB file is under the default `Reading`; None where gemmi has to look."""
+    """Return the atoms of a plain PDB file under the default `FileReading`; None where gemmi has to read it."""
     try:
         return _table(*_split(data))
     except _NotPlain:
@@ -89,7 +89,7 @@ def _require(condition: bool | np.bool_) -> None:  # noqa: FBT001 - it reads as 
 
 
 def _split(data: bytes) -> tuple[_AtomLines, list[int]]:
-    """Return the ATOM lines, and after how many of them each TER stands."""
+    """Return the ATOM lines, and for each TER the number of ATOM lines before it."""
     view, parts, ters = memoryview(data), [], []
     at = size = length = 0
     while at < len(data):
@@ -126,14 +126,14 @@ def _count_atoms(data: bytes, at: int, length: int) -> int:
 
 
 def _record(line: bytes) -> bytes:
-    """Return the name of a record that is no ATOM and may stand in a plain file."""
+    """Return the name of a record other than ATOM; require one that is allowed in a plain file."""
     name = line[:6].rstrip(b" \r\n")
     _require((name in IDLE or name in (b"TER", b"END")) and line.isascii() and b"\0" not in line)
     return name
 
 
 def _table(lines: _AtomLines, ters: Sequence[int]) -> AtomTable:
-    """Return the columns; what the atoms of a residue share is read once for each residue."""
+    """Return the columns; those that the atoms of a residue share are read once for each residue."""
     _check_text(lines)
     first_R = _residue_starts(lines)
     residue_R = _residues(lines.column(17, "<u4")[first_R])
@@ -204,7 +204,7 @@ def _check_residues(
 
 
 def _check_ters(starts: dict[int, int], ters: Sequence[int], atoms: int) -> None:
-    """Require that gemmi takes every residue for one of a polymer; `starts` has the chain by the atom it starts with.
+    """Require that gemmi takes every residue as part of a polymer; `starts` maps a chain's first atom to the chain.
 
     What follows a chain's TER in that chain is a ligand to gemmi; but a second TER there tells it that TERs mean
     nothing in this file, and then it goes by the names of residues, as it does where a chain has none.
@@ -276,13 +276,13 @@ def _decimals(whole_codes_N: NDArray[np.uint32], fraction_codes_N: NDArray[np.ui
 
 
 class _Table(NamedTuple):
-    """What texts of four characters stand for, by the low halves of these characters: 0 of a blank, 13 of a minus."""
+    """The values of texts of four characters, indexed by the low halves of these characters."""
 
     codes: NDArray[np.uint32]
     values: NDArray[np.float32]
 
     def read(self, code_N: NDArray[np.uint32]) -> NDArray[np.float32]:
-        """Return the value of each text."""
+        """Return the value of each text; require texts that are in the table."""
         place_N = _places(code_N)
         _require((self.codes[place_N] == code_N).all())
         return self.values[place_N]

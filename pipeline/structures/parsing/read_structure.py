@@ -1,7 +1,7 @@
 """From bytes to an `AtomTable`: PDB and mmCIF by gemmi, BinaryCIF by biotite, each also gzipped.
 
-The table comes from gemmi's FlatStructure, whose columns numpy views without a loop over atoms. Topologies of AMBER and
-files of small molecules are read next door.
+The table comes from gemmi's FlatStructure, whose columns numpy views without a loop over atoms. AMBER topologies and
+small molecules are read by `amber` and `molecules`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ BCIF_CATEGORIES = (
 
 @dataclass(frozen=True, slots=True)
 class FileReading:
-    """How files are read; every field can change what comes out, so all of it is in the recipe."""
+    """How files are read; every field can change the result, so all are part of the recipe."""
 
     model: int = 1
     chain_names: Literal["author", "label"] = "author"
@@ -52,15 +52,15 @@ class FileReading:
     seqres: bool = False
 
 
-PLAIN = FileReading()  # under which `plain_pdb` reads what gemmi would
+PLAIN = FileReading()  # the only one that `plain_pdb` supports
 
 
 def parse_structure(
     data: bytes, form: str, reading: FileReading, max_residues: int | None = None, *, beside: bytes = b""
 ) -> AtomTable:
-    """Return the atoms in a file's bytes; whatever a parser does not like is one `Unusable`.
+    """Return the atoms in a file's bytes; any error of a parser becomes `UnusableInput`.
 
-    The coordinates of a topology are in the file beside it.
+    `beside` holds the coordinates of a topology.
     """
     if form in EXTRA:
         return _simple(data, form, reading, beside)
@@ -126,7 +126,7 @@ def _made(block: gemmi.cif.Block) -> gemmi.Structure:
 
 
 def _bcif_block(data: bytes) -> gemmi.cif.Block:
-    """Turn BinaryCIF into the block that its text form would be, so that one reader gives both their meaning."""
+    """Turn BinaryCIF into the same block as its text form, so that one reader interprets both."""
     import msgpack
     from biotite.file import DeserializationError, InvalidFileError
     from biotite.structure.io.pdbx import BinaryCIFFile
@@ -328,7 +328,7 @@ def _ends(
     ]
     if not wanted:
         return []
-    present = {name_text(code) for code in np.unique(_column(flat.chain_ids))}
+    present = {name_text(code) for code in np.unique(_words(flat.chain_ids))}
     short = {full: stand_in for stand_in, full in aliases.items()}
     return [
         (_end(connection.partner1, short, copy), _end(connection.partner2, short, copy))
@@ -360,11 +360,11 @@ def _pairs(flat: gemmi.FlatStructure, ends: list[tuple[End, End]]) -> Iterator[P
     if not ends:
         return
     addresses = np.array([end for pair in ends for end in pair], dtype=object)
-    name_A, number_A = _column(flat.atom_names), np.asarray(flat.resnums)
+    name_A, number_A = _words(flat.atom_names), np.asarray(flat.resnums)
     maybe = np.flatnonzero(
         np.isin(number_A, addresses[:, 1].astype(np.int32)) & np.isin(name_A, addresses[:, 4].astype(np.uint64))
     )
-    columns = (_column(flat.chain_ids), number_A, np.asarray(flat.icodes), _column(flat.residue_names), name_A)
+    columns = (_words(flat.chain_ids), number_A, np.asarray(flat.icodes), _words(flat.residue_names), name_A)
     rows: defaultdict[End, list[int]] = defaultdict(list)
     for row, *address in zip(maybe.tolist(), *(column[maybe].tolist() for column in columns), strict=True):
         rows[tuple(address)].append(row)
@@ -387,8 +387,3 @@ def _conect(structure: gemmi.Structure, flat: gemmi.FlatStructure) -> Iterator[P
     for serial, others in bonded.items():
         for other in others:
             yield from zip(rows.get(serial, ()), rows.get(other, ()), strict=False)
-
-
-def _column(names: Any) -> NDArray[np.uint64]:
-    column: NDArray[np.uint64] = np.ascontiguousarray(names).view("<u8")[:, 0]
-    return column

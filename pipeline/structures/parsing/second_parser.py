@@ -1,11 +1,10 @@
-"""What another parser reads of a file, against what ours does: biotite, where it is installed.
+"""Compares what we read of a file with a second parser: biotite, where it is installed.
 
-Only what both define is compared. Of each protein chain: every residue that we read is one to biotite, of that name;
-every standard amino acid of an ATOM record with a CA is one to us, with the letter of its name; and the CA atoms are at
-one place. Not compared are the letters of modified residues (a matter of policy), the CA of a residue with alternatives
-(which is kept is one, too), residues whose number and insertion code another of their chain has as well, assemblies and
-label names; atoms behind the last model; AMBER topologies and small molecules; and BinaryCIF, which we read by biotite
-ourselves.
+Only what both define is compared. In each protein chain: biotite has every residue that we read, under the same name;
+we have every standard amino acid of an ATOM record with a CA, with the right letter; and the CA atoms have the same
+position. Not compared are: letters of modified residues and CA atoms of residues with alternatives, which depend on the
+policy; residues that share number and insertion code within a chain; assemblies and label names; atoms behind the last
+model; AMBER topologies and small molecules; and BinaryCIF, which we read by biotite ourselves.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ APART_FORMS = {  # and why the second parser says nothing of them
 
 
 class NotComparable(Exception):
-    """Two parsers would not say of the same thing what they say, or the second says nothing."""
+    """A file for which the two parsers define different things, or that the second cannot read."""
 
 
 @dataclass(slots=True)
@@ -63,7 +62,7 @@ class _Residue:
 
     @property
     def letter(self) -> str | None:
-        """Return its letter, where it can be nothing else than a standard amino acid of a chain."""
+        """Its letter, if it is certainly a standard amino acid of a chain."""
         return LETTERS.get(next(iter(self.names))) if len(self.names) == 1 and self.is_atom and self.ca else None
 
 
@@ -73,7 +72,7 @@ def second_parser() -> str | None:
 
 
 def read_second(data: bytes, form: str, reading: FileReading) -> Any:
-    """Return the atoms of a file by the second parser; raise NotComparable where it has none to compare."""
+    """Return the atoms of a file as the second parser reads them; raise NotComparable where that is no comparison."""
     if form in APART_FORMS:
         raise NotComparable(APART_FORMS[form])
     if reading.assembly is not None or reading.chain_names != "author":
@@ -102,7 +101,7 @@ def _refuse_open_models(data: bytes) -> None:
 
 
 def disagreements(atoms: Any, structure: Structure, chain: Chain) -> Iterator[str]:
-    """Yield where the second parser reads something else of a chain than we do; of what is no protein, nothing."""
+    """Describe each difference between the second parser and us in a protein chain."""
     if chain.kind is not Kind.PROTEIN:
         return
     theirs, ours = _theirs(atoms, chain.name), _ours(structure, chain)
@@ -117,7 +116,7 @@ def disagreements(atoms: Any, structure: Structure, chain: Chain) -> Iterator[st
 
 
 def _residue(chain: Chain, structure: Structure, residue: int, other: _Residue | None, place: Place) -> Iterator[str]:
-    """Yield where two parsers differ about a residue."""
+    """Describe each difference between the two parsers in a residue."""
     name, letter = name_text(structure.name_R[residue]), chain.sequence[residue - chain.first]
     if other is None or name not in other.names:
         theirs = "none" if other is None else _name(other, place)

@@ -1,4 +1,4 @@
-"""Structure files as bytes: their formats, what is refused before it is parsed, and each read once for many items."""
+"""Structure files as bytes: reading them, their formats and parsers, and limits that are checked before parsing."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class StructureFiles:
 
 
 def plain_files(max_bytes: int) -> StructureFiles:
-    """Return what reads files and writes nothing down about them."""
+    """Return a reader of files that remembers nothing on disk."""
     return StructureFiles(lambda path: read_structure_file(path, max_bytes))
 
 
@@ -62,7 +62,7 @@ def read_structure_file(path: str, max_bytes: int) -> File:
 
 
 def item_paths(item: Item) -> list[str]:
-    """Return the files of an item, each once; that of its coordinates follows a topology."""
+    """Return the paths of an item's files, each once; a topology is followed by its coordinates."""
     paths: dict[str, None] = {}
     for part in (*item.parts, *item.bound):
         paths[part.path] = None
@@ -82,7 +82,7 @@ RANGE = re.compile(r"(\d+)\s*-\s*(\d+)")
 
 
 def check_columns(content: Mapping[str, Any], wanted: Container[str]) -> None:
-    """Refuse a BinaryCIF file, as msgpack has it, whose columns would be too much; any mistake in it raises."""
+    """Refuse an unpacked BinaryCIF file whose columns would be too large as text; a malformed one raises anything."""
     characters = sum(_characters(part) for part in _parts(content, wanted))
     if characters > MOST_CHARACTERS:
         what = f"unfolds to {characters:,} characters, more than {MOST_CHARACTERS:,}"
@@ -108,7 +108,7 @@ def _parts(content: Mapping[str, Any], wanted: Container[str]) -> Iterator[Mappi
 
 
 def _characters(part: Mapping[str, Any]) -> int:
-    """Return how much text a column is."""
+    """Return how many characters a column takes as text."""
     encodings = part["encoding"]
     texts = next((encoding for encoding in encodings if encoding["kind"] == "StringArray"), None)
     if texts is None:
@@ -119,7 +119,7 @@ def _characters(part: Mapping[str, Any]) -> int:
 
 
 def _count(encodings: Iterable[Mapping[str, Any]], data: bytes) -> int:
-    """Return how many values there are at most, at any step of decoding."""
+    """Return the largest number of values at any step of decoding."""
     return max(
         len(data),
         *(int(encoding["srcSize"]) for encoding in encodings if encoding["kind"] in ("RunLength", "IntegerPacking")),
@@ -128,7 +128,7 @@ def _count(encodings: Iterable[Mapping[str, Any]], data: bytes) -> int:
 
 
 def _longest(texts: Mapping[str, Any]) -> int:
-    """Return the length of the longest of the texts, which numpy gives to each."""
+    """Return the length of the longest text, which numpy reserves for each."""
     from biotite.structure.io.pdbx.encoding import decode_stepwise, deserialize_encoding
 
     encodings = [deserialize_encoding(encoding) for encoding in texts["offsetEncoding"]]
@@ -182,7 +182,7 @@ PIECE_BYTES = 4 << 20
 
 
 def stat_file(path: Path, max_bytes: int) -> os.stat_result:
-    """Return a file's state, refusing what cannot be read for reasons that show without reading."""
+    """Return a file's state; refuse one whose name, type or size already rules it out."""
     if not HAS_BIOTITE and ".bcif" in path.suffixes[-2:]:
         raise UnusableInput(
             Reason.NEEDS_EXTRA, "BinaryCIF needs Python 3.11 and an extra: pip install 'pipeline[bcif]'"
@@ -240,7 +240,7 @@ def gunzip(data: bytes, max_bytes: int) -> bytes:
 
 
 def format_of(path: Path) -> str:
-    """Return the format that a file's name promises."""
+    """Return the format of a file by its suffix."""
     try:
         return FORMATS[_suffix(path)]
     except KeyError:
@@ -256,7 +256,7 @@ def _suffix(path: Path) -> str:
 
 @cache
 def parser_of(form: str) -> str:
-    """Name what reads a format, version included."""
+    """Name the parser of a format, with its version."""
     if form in EXTRA:
         return f"{EXTRA[form]}-{_version(EXTRA[form])}+{form}-{REVISIONS[form]}"
     if form == "pdb" and plain_pdb.REVISION:
@@ -265,7 +265,7 @@ def parser_of(form: str) -> str:
 
 
 def _version(package: str) -> str:
-    """Return the version of a package, which conda may have installed without saying so."""
+    """Return the version of a package; conda may have installed it without metadata."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -1,6 +1,6 @@
-"""Data sources: what people bring becomes a stream of items and rejections, before any structure file is read.
+"""Data sources: a stream of items and rejections from the user's tables or folders; no structure file is read yet.
 
-`items` is the door; each adapter is one file. To add one, write its generator and name it in `ADAPTERS`.
+`items` is the entry point. To add a source, write its generator and name it in `ADAPTERS`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ from pipeline.structures.sources.source_rows import one_file_parts, text_lines
 from pipeline.structures.sources.table_sources import manifest_items, pair_items, pinder_items, sabdab_items
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator
-
-    from pipeline.structures.sources.item_ids import SourceSpec
+    from collections.abc import Iterator
 
 MAX_LETTERS = 100_000
 NOT_A_LETTER = re.compile(r"[^A-Z]")  # every ASCII letter is an IUPAC code
@@ -119,7 +117,7 @@ ADAPTERS: dict[str, Adapter] = {
     "glob": glob_items,
     "fasta": fasta_items,
 }
-# A setting that its source does not look at would be obeyed in nobody's mind but the user's.
+# The sources that use each of these settings; with any other source it is refused, not silently ignored.
 HEEDED_BY = {
     "state: unbound": ("pairs", "pinder"),
     "splits": ("pairs",),
@@ -130,11 +128,11 @@ HEEDED_BY = {
 
 
 def items(spec: SourceSpec) -> Generator[Item | Rejection, None, None]:
-    """Yield every item of a source once, and a rejection for all else; `limit` counts items."""
+    """Yield each item of a source once, and a rejection for each unusable entry; `limit` counts items."""
     adapter = _adapter(spec)
     _refuse_unheeded(spec)
     if spec.structures_dir is not None:
-        next(listing(spec.structures_dir), None)  # to say now, and not a thousand times, that it is not there
+        next(listing(spec.structures_dir), None)  # raises once, and not for every item, if it is not there
     seen = SeenIds()
     taken = entries = 0
     with closing(adapter(spec)) as source:
@@ -149,7 +147,7 @@ def items(spec: SourceSpec) -> Generator[Item | Rejection, None, None]:
 
 
 def _checked(entry: Item | Rejection, seen: SeenIds, spec: SourceSpec) -> Item | Rejection:
-    """Pass on an item whose id is allowed and new."""
+    """Return an item whose id is allowed and new, and whose labels are numbers; else a rejection."""
     if isinstance(entry, Rejection):
         return entry
     if problem := id_problem(entry.id, names_files=spec.source != "fasta"):
@@ -184,7 +182,7 @@ def _adapter(spec: SourceSpec) -> Adapter:
 
 
 def _refuse_unheeded(spec: SourceSpec) -> None:
-    """Refuse settings that this source does not look at."""
+    """Refuse settings that this source does not use."""
     is_set = {
         "state: unbound": spec.state == "unbound",
         "splits": spec.splits is not None,

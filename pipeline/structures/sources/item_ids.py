@@ -1,4 +1,4 @@
-"""What may be an item's id, and which ids were met already."""
+"""Checks of what users write in tables: ids, duplicate ids and labels; and the specification of a source."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SLASHES = re.compile(r"[/\\]")
 
 
 def id_problem(name: str, *, names_files: bool = True) -> str:
-    """Say what keeps `name` from being an id, or return nothing; only ids that never name a file may hold slashes."""
+    """Describe why `name` cannot be an id, or return an empty text; slashes are allowed if ids name no files."""
     if not name:
         return "is empty"
     if len(name) > MAX_ID_LENGTH:
@@ -42,22 +42,22 @@ def id_problem(name: str, *, names_files: bool = True) -> str:
 
 
 def checked_id(name: str) -> str:
-    """Return `name`, which may now become part of a file name."""
+    """Return `name` if it is safe as part of a file name; else refuse it."""
     if problem := id_problem(name):
         raise UnusableInput(Reason.BAD_ID, f"the id {problem}")
     return name
 
 
 def printable_text(text: str) -> str:
-    """Return text from outside as it may be printed: no control characters, not long."""
+    """Return untrusted text fit for printing: shortened, control characters escaped."""
     cut = text if len(text) <= SHOWN_LENGTH else text[: SHOWN_LENGTH - 1] + "…"
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in cut)
 
 
 class SeenIds:
-    """Where each id was met first, in 12 bytes an id: sorted arrays, and a small table of the latest.
+    """The first line of each id, in 12 bytes an id: sorted arrays, and a small table of the latest.
 
-    Ids are told apart by 64-bit digests: in a million ids, the chance that any two collide is 3e-8.
+    Ids are compared by 64-bit digests: in a million ids, the chance that any two collide is 3e-8.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class SeenIds:
         self._lines = np.empty(0, dtype=np.uint32)
 
     def first_line(self, name: str, line: int) -> int | None:
-        """Return the line that had this id before; if none had, remember `line`."""
+        """Return the line where this id occurred first; if it is new, remember `line` and return None."""
         digest = xxhash.xxh3_64_intdigest(name.encode())
         if digest in self._latest:
             return self._latest[digest]
@@ -93,7 +93,7 @@ LARGEST = 3.4e38  # of the single precision in which tasks have it
 
 
 def value_of(text: str) -> float:
-    """Return a label as a number, NaN where it is unknown; whatever else it is, is a ValueError."""
+    """Return a label as a number, NaN where it is unknown; raise ValueError for any other text."""
     word = text.strip().lower()
     if word in UNKNOWN:
         return math.nan
@@ -106,7 +106,7 @@ def value_of(text: str) -> float:
 
 
 def label_problem(item: Item, names: Iterable[str]) -> str:
-    """Say which label of an item is no number; nothing where all are."""
+    """Describe the first label of an item that is no number; return an empty text if all are."""
     for name in names:
         try:
             value_of(item.labels[name])
@@ -116,7 +116,7 @@ def label_problem(item: Item, names: Iterable[str]) -> str:
 
 
 def label_values(item: Item, names: Iterable[str]) -> dict[str, float]:
-    """Return labels of an item that was accepted."""
+    """Return labels of an accepted item as numbers."""
     return {name: value_of(item.labels[name]) for name in names}
 
 

@@ -1,4 +1,4 @@
-"""Folders of structure files: found by name without listing the folder each time, and walked without leaving it."""
+"""Folders of structure files: looking files up by name, without listing the folder each time, and by pattern."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAMES_AT_ONCE = 1 << 16
 
 
 class StructureFolder:
-    """A folder, and those of its subfolders that exist, in which files are found by their stem."""
+    """A folder with optional subfolders, in which files are found by their name without suffix."""
 
     def __init__(self, path: Path, subfolders: Sequence[str] = ()) -> None:
         self.path = path.absolute()
@@ -33,7 +33,7 @@ class StructureFolder:
 
     @cached_property
     def _endings(self) -> list[tuple[str, str]]:
-        """The folders, and the suffixes that occur in each: so that a look-up rarely tries more than one."""
+        """Pairs of folder and suffix that occur, so that a look-up rarely tries more than one path."""
         inside = {entry.name for entry in listing(self.path) if entry.name in self._subfolders and entry.is_dir()}
         folders = [self.path, *(self.path / name for name in self._subfolders if name in inside)]
         return [(str(folder), suffix) for folder in folders for suffix in _suffixes(folder)]
@@ -42,7 +42,7 @@ class StructureFolder:
         return os.path.join(self._root, path)  # noqa: PTH118  # a Path costs ten times more, once per item
 
     def find(self, *stems: str) -> str | None:
-        """Return the path of the first file there is with one of these names before its suffix."""
+        """Return the path of the first existing file with one of these stems; None if there is none."""
         if any(SLASHES.search(stem) or stem.startswith(".") for stem in stems):
             raise ValueError(f"{stems} were not checked before they became file names")
         for folder, suffix in self._endings:
@@ -70,7 +70,7 @@ def _suffixes(folder: Path) -> list[str]:
 
 
 def listing(folder: Path) -> Iterator[os.DirEntry[str]]:
-    """Yield what a folder holds, or say what the configuration should name instead."""
+    """Yield the entries of a folder; raise a ConfigError that says what to name instead."""
     try:
         with os.scandir(folder) as entries:
             yield from entries
@@ -86,7 +86,7 @@ def listing(folder: Path) -> Iterator[os.DirEntry[str]]:
 
 
 def walk(folder: Path, patterns: Sequence[str], above: str = "") -> Iterator[str]:
-    """Yield files that match a pattern, relative to the folder; neither hidden ones nor through linked folders."""
+    """Yield files that match a pattern, relative to the folder; skip hidden ones and linked folders."""
     for entry in listing(folder / above):
         name = above + entry.name
         if entry.name.startswith("."):

@@ -1,4 +1,4 @@
-"""Lines of text files that people made: UTF-8, perhaps gzipped, in bounded memory whatever the file holds."""
+"""Rows of tables that users made (CSV, TSV, JSON lines, perhaps gzipped), and items from rows; in bounded memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pipeline.structures.sources.item_ids import SourceSpec
 
 MAX_LINE_BYTES = 4 << 20
-# Text seldom shrinks more than 30 times; far beyond that a small file is there to fill the disk or the day.
+# Text seldom shrinks more than 30 times; a file far beyond that is a decompression bomb.
 MAX_EXPANSION = 200
 EXPANSION_FLOOR_BYTES = 64 << 20
 GZIP_MAGIC = b"\x1f\x8b"
@@ -58,7 +58,7 @@ def text_lines(path: Path) -> Generator[str, None, None]:
 
 
 def _opened(path: Path) -> Stream:
-    """Open a file for reading, or say what the configuration should name instead."""
+    """Open a file for reading; raise a ConfigError that says what to name instead."""
     try:
         return gzip.open(path) if path.suffix == ".gz" else path.open("rb")
     except FileNotFoundError:
@@ -115,7 +115,7 @@ LIKELY, NEARLY_CERTAIN = 0.6, 0.9  # how alike two names are when one of them mu
 
 @dataclass(frozen=True, slots=True)
 class SourceRow:
-    """One row: the columns that have names, and where it stands."""
+    """One row: its named columns, and its file and line."""
 
     values: Mapping[str, str]
     origin: str
@@ -124,7 +124,7 @@ class SourceRow:
         return self.values.get(column, "")
 
     def others(self, used: Sequence[str]) -> dict[str, str]:
-        """Return the columns that are not among these: labels."""
+        """Return all columns but these, which are the labels."""
         return {name: value for name, value in self.values.items() if name not in used}
 
 
@@ -132,7 +132,7 @@ class SourceRow:
 class Columns:
     """The columns that have a meaning; names match in any case, and every other column is a label.
 
-    A column that is nearly one of these is an error: as a label it would be overlooked in silence.
+    A column whose name is nearly one of these is an error: as a label it would be silently ignored.
     """
 
     required: tuple[str, ...]
@@ -148,7 +148,7 @@ class Columns:
 
     @cached_property
     def spoken_for(self) -> tuple[str, ...]:
-        """Every column that is no label: a column with a meaning may be asked for as a label, too."""
+        """The columns that are no labels; `data.labels` may name a column that has a meaning, too."""
         return tuple(name for name in self.known if name not in self.labels)
 
     @cached_property
@@ -159,7 +159,7 @@ class Columns:
         return self._spellings.get(name.strip().lower(), name.strip())
 
     def problem(self, present: Sequence[str], path: Path) -> DataError | None:
-        """Say what is wrong with the columns of a file: one twice, one missing, or one that is nearly another."""
+        """Return the error in the columns of a file, if any: a duplicate, missing or misspelt one."""
         for name in present:
             if name and present.count(name) > 1:
                 what = f"two columns are called {printable_text(name)!r}"
@@ -181,7 +181,7 @@ class Columns:
 
 
 def _absent(column: str, meant: str, present: Sequence[str], path: Path, said_by: str = "") -> DataError:
-    """Describe a column that is not there, and how to name it rightly: in the file, or in the setting that names it."""
+    """Return the error for a missing column, with how to rename it in the file or in the setting."""
     columns_there = ", ".join(printable_text(name) for name in present[:12] if name)
     what = f"no column {column!r}{said_by and f' ({said_by})'}; found: {columns_there}"
     if meant:
@@ -200,7 +200,7 @@ def show_header(path: Path) -> str:
 
 
 def read_rows(path: Path, columns: Columns, *, quoted: bool = True) -> Iterator[SourceRow | Rejection]:
-    """Yield the rows of a table; a row that cannot be read is a rejection, a table that cannot be is an error."""
+    """Yield the rows of a table; an unreadable row becomes a rejection, an unreadable table raises."""
     suffix = path.with_suffix("").suffix.lower() if path.suffix == ".gz" else path.suffix.lower()
     if suffix in JSON_LINES:
         yield from _json_rows(path, columns)
@@ -321,7 +321,7 @@ CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
 class ItemFiles(NamedTuple):
-    """What an item is made of, and where its labels come from when that is unbound."""
+    """The files of an item, and those of its bound structures if it is unbound."""
 
     parts: tuple[Part, ...]
     bound: tuple[Part, ...] = ()
@@ -333,7 +333,7 @@ def build_items(
     id_of: Callable[[SourceRow], str],
     files_of: Callable[[str, SourceRow], ItemFiles],
 ) -> Generator[Item | Rejection, None, None]:
-    """Turn rows into items; `files_of` sees checked ids only, and what it refuses is a rejection of that row."""
+    """Turn rows into items; `files_of` is called with checked ids only, and if it refuses one the row is rejected."""
     for row in rows:
         if isinstance(row, Rejection):
             yield row
@@ -370,7 +370,7 @@ def model_number(text: str, first: int = 1) -> int | None:
 
 
 def clean_path(text: str) -> str:
-    """Return a path from a cell, or refuse one that no file can have."""
+    """Return a path from a cell; refuse one with control characters."""
     if CONTROL.search(text):
         raise UnusableInput(Reason.BAD_ROW, f"the path {printable_text(text)!r} contains a control character")
     return text
@@ -379,7 +379,7 @@ def clean_path(text: str) -> str:
 def one_file_parts(
     spec: SourceSpec, path: str, receptor: tuple[str, ...], ligand: tuple[str, ...], model: int | None = None
 ) -> tuple[Part, ...]:
-    """Return the partners in one file: as their chains say, or a file that is divided when it is read, or never."""
+    """Return the parts of an item in one file: two partners by their chains, or one part divided later or never."""
     if receptor and ligand:
         return (Part(Role.RECEPTOR, path, receptor, model), Part(Role.LIGAND, path, ligand, model))
     if (receptor or ligand) and spec.partners == "auto":

@@ -80,11 +80,11 @@ def _manifest_parts(spec: SourceSpec, name: str, row: SourceRow, folder: Structu
         return (Part(Role.RECEPTOR, paths[0], receptor, model), Part(Role.LIGAND, paths[1], ligand, model))
     if path or any(paths):
         raise UnusableInput(Reason.BAD_ROW, "give either path, or both receptor_path and ligand_path")
-    return one_file_parts(spec, _found(spec, name, folder), receptor, ligand, model)
+    return one_file_parts(spec, _path_by_id(spec, name, folder), receptor, ligand, model)
 
 
-def _found(spec: SourceSpec, name: str, folder: StructureFolder) -> str:
-    """Return the file that is named after its id."""
+def _path_by_id(spec: SourceSpec, name: str, folder: StructureFolder) -> str:
+    """Return the structure file that is named after the id."""
     if spec.structures_dir is None:
         raise UnusableInput(Reason.BAD_ROW, "no path")
     path = folder.find(name)
@@ -205,7 +205,7 @@ def _id_of(row: SourceRow) -> str:
 
 
 def _named(cell: str) -> str:
-    """Return what a cell names, which may be nothing."""
+    """Return the text of a cell; empty for the table's words for nothing."""
     return "" if cell.lower() in NOTHING else cell
 
 
