@@ -151,7 +151,7 @@ class _Download:
         except HTTPError as answer:
             self._answered = True
             with answer:
-                self._heed(answer)
+                self._handle_error(answer)
             return
         except (OSError, http.client.HTTPException) as error:
             if isinstance(error, URLError) and not self._answered:
@@ -172,7 +172,7 @@ class _Download:
             self._partial.restart()
         return urllib.request.Request(self._url, headers=headers)  # noqa: S310 - `fetch` has looked at the scheme
 
-    def _heed(self, answer: HTTPError) -> None:
+    def _handle_error(self, answer: HTTPError) -> None:
         """Handle an HTTP error: restart, try again later, or raise."""
         if answer.code == BEYOND_THE_END and self._partial.size:
             self._partial.restart()

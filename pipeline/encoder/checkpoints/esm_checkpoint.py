@@ -128,7 +128,7 @@ def load_esm_checkpoint(path: Path) -> EsmCheckpoint:
     files = files_of(path)
     state, architecture = _fair_esm(files) if files.form == FAIR_ESM else _hugging_face(files)
     refuse_names(state, path)
-    tensors = _held_to(architecture, state, path)
+    tensors = _checked_tensors(architecture, state, path)
     return EsmCheckpoint(files.name, files.form, path, architecture, tensors, _rotary(architecture, state, path))
 
 
@@ -198,7 +198,7 @@ def _architecture(values: list[Any], names: tuple[str, ...], path: Path) -> Arch
     return Architecture(layers, dim, heads, token_dropout)
 
 
-def _held_to(architecture: Architecture, state: Mapping[str, Any], path: Path) -> dict[str, torch.Tensor]:
+def _checked_tensors(architecture: Architecture, state: Mapping[str, Any], path: Path) -> dict[str, torch.Tensor]:
     """Return the tensors of the architecture; refuse missing, extra and wrong ones, and mixed precisions."""
     expected = shapes(architecture)
     size = f"{architecture.layers} layers of width {architecture.dim}"

@@ -101,7 +101,6 @@ class ShardWriter:
 
     @property
     def keys(self) -> list[bytes]:
-        """The keys in it, in the order they came."""
         return list(self._placed)
 
     @property

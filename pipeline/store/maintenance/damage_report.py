@@ -283,7 +283,7 @@ def damage_found(summary: Summary, root: Path, path: Path | None) -> CacheDamage
     faults, gone = summary.findings, summary.lost
     lost_text = f"; {gone:,} {'record has' if gone == 1 else 'records have'} no whole copy left" if gone else ""
     stay = {root / file: why for file, why in summary.stay.items() if why in _HOPELESS}
-    what = "\n  ".join((f"found {faults:,} {'fault' if faults == 1 else 'faults'}{lost_text}", *_said_of(stay)))
+    what = "\n  ".join((f"found {faults:,} {'fault' if faults == 1 else 'faults'}{lost_text}", *_stay_lines(stay)))
     remedy = f"pipeline cache repair{f' --list {shlex.quote(str(path))}' if path else ''}"
     if stay and summary.hopeless == faults:
         remedy = ways_on(stay)
@@ -298,10 +298,10 @@ def ways_on(stay: Mapping[Path, str]) -> str:
 def stays_left(stay: Mapping[Path, str], count: int, root: Path) -> CacheDamaged:
     """Return the error to show when a repair has left files alone; `stay` are the first of them."""
     headline = f"{count:,} {'file is' if count == 1 else 'files are'} left alone, and damage to whoever validates"
-    return CacheDamaged("\n  ".join((headline, *_said_of(stay))), where=str(root), remedy=ways_on(stay))
+    return CacheDamaged("\n  ".join((headline, *_stay_lines(stay))), where=str(root), remedy=ways_on(stay))
 
 
-def _said_of(stay: Mapping[Path, str]) -> Iterator[str]:
+def _stay_lines(stay: Mapping[Path, str]) -> Iterator[str]:
     return (f"{file}: {why}" for file, why in stay.items())
 
 

@@ -215,14 +215,14 @@ def refuse_links_out(cache: CacheFolder) -> None:
         what, remedy = f"the cache cannot be read: {error.strerror or error}", f"ls -ld {error.filename or cache.root}"
         raise CacheUnusable(what, where=str(error.filename or cache.root), remedy=remedy) from error
     if links_out:
-        shown = [f"{link}: {_said_of(target)}" for link, target in links_out[:SHOWN]]
+        shown = [f"{link}: {_describe_target(target)}" for link, target in links_out[:SHOWN]]
         more = [f"… and {len(links_out) - SHOWN:,} more"] * (len(links_out) > SHOWN)
         what = "\n  ".join((f"{len(links_out):,} symbolic links lead out of the cache", *shown, *more))
-        where, what = (cache.root, what) if links_out[1:] else (links_out[0][0], _said_of(links_out[0][1]))
+        where, what = (cache.root, what) if links_out[1:] else (links_out[0][0], _describe_target(links_out[0][1]))
         raise CacheUnusable(what, where=str(where), remedy=_remedy(*links_out[0]))
 
 
-def _said_of(target: Path) -> str:
+def _describe_target(target: Path) -> str:
     leads = "round in a circle" if target.is_symlink() else f"out of the cache, to {target}"
     return f"a symbolic link leads {leads}"
 

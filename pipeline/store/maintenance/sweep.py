@@ -234,26 +234,26 @@ def _retired(store: Store, outcomes: Sequence[Swept], settle_s: float, check: Ca
     going = {shard.shard: shard for shard in outcomes if not shard.stays}
     gone: dict[str, Swept] = {}
 
-    def remove_one(shard: str) -> None:
+    def remove_shard(shard: str) -> None:
         check()
         remove(store.disk, store.layout.shard(shard))
         gone[shard] = going[shard]
 
     yield from (shard for shard in outcomes if shard.stays)
     try:
-        _retire(store, going, remove_one, settle_s)
+        _retire(store, going, remove_shard, settle_s)
     finally:
         yield from gone.values()
 
 
-def _retire(store: Store, shards: Collection[str], remove_one: Callable[[str], None], settle_s: float) -> None:
+def _retire(store: Store, shards: Collection[str], remove_shard: Callable[[str], None], settle_s: float) -> None:
     """Remove shards by `retire`; if the disk is too full for the new index, remove them first."""
     try:
-        retire([RetiringShards(store, list(shards), remove_one)], settle_s)
+        retire([RetiringShards(store, list(shards), remove_shard)], settle_s)
     except CacheFull:
         store.disk.wait(settle_s)
         for shard in shards:
-            remove_one(shard)
+            remove_shard(shard)
         store.write_index()
 
 

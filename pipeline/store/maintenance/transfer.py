@@ -176,31 +176,27 @@ def _exported(
 
 def take_in(cache: CacheFolder, folder: Path, *, tell: Told = lambda _now, _all: None) -> Moved:
     """Copy the shards of an export into a cache, each verified on its way, and bring the indexes up to date."""
-    with ask_owner(cache.root):
-        return _taken_in(cache, folder, tell)
-
-
-def _taken_in(cache: CacheFolder, folder: Path, tell: Told) -> Moved:
     disk = cache.disk
-    about, lines = read_description(disk, folder), dict(read_export_manifest(disk, folder))
-    refuse_unfinished(folder, about, lines)
-    moved, sizes = Moved(), dict[ShardFile, int]()
-    for file in lines:
-        try:
-            sizes[file] = size_of_plain(disk, folder, file)
-        except (CacheDamaged, OSError) as error:
-            moved.refused.append(RefusedFile(str(file), reason(error)))
-    _refuse_no_room(disk, cache.root, sum(size for file, size in sizes.items() if not _is_in(cache, file)))
-    cache.prepare()
-    reading = _Reading(disk, sum(sizes.values()), tell)
-    for file, size in sizes.items():
-        is_in, fault = _take_in(reading, cache, folder, file, lines[file])
-        if fault:
-            moved.refused.append(RefusedFile(str(file), fault))
-        else:
-            moved.add(file.kind, copied=not is_in, size_bytes=size)
-    for kind in moved.kinds:
-        cache.own(kind).write_index()
+    with ask_owner(cache.root):
+        about, lines = read_description(disk, folder), dict(read_export_manifest(disk, folder))
+        refuse_unfinished(folder, about, lines)
+        moved, sizes = Moved(), dict[ShardFile, int]()
+        for file in lines:
+            try:
+                sizes[file] = size_of_plain(disk, folder, file)
+            except (CacheDamaged, OSError) as error:
+                moved.refused.append(RefusedFile(str(file), reason(error)))
+        _refuse_no_room(disk, cache.root, sum(size for file, size in sizes.items() if not _is_in(cache, file)))
+        cache.prepare()
+        reading = _Reading(disk, sum(sizes.values()), tell)
+        for file, size in sizes.items():
+            is_in, fault = _take_in(reading, cache, folder, file, lines[file])
+            if fault:
+                moved.refused.append(RefusedFile(str(file), fault))
+            else:
+                moved.add(file.kind, copied=not is_in, size_bytes=size)
+        for kind in moved.kinds:
+            cache.own(kind).write_index()
     return moved
 
 

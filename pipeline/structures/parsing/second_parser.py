@@ -161,12 +161,12 @@ def _theirs(atoms: Any, name: str) -> Mapping[Place, _Residue]:
     )
     rows = zip(*(column.tolist() for column in columns), strict=True)
     for at, (number, icode, residue, is_het, altloc, ca) in enumerate(rows):
-        one = residues.setdefault((number, icode.strip()), _Residue())
-        one.names.add(residue)
-        one.is_atom |= not is_het
-        one.has_alternatives |= altloc.strip() not in ("", ".", "?")
+        other = residues.setdefault((number, icode.strip()), _Residue())
+        other.names.add(residue)
+        other.is_atom |= not is_het
+        other.has_alternatives |= altloc.strip() not in ("", ".", "?")
         if ca:
-            one.ca.append(chain_atoms.coord[at].astype(np.float64))
+            other.ca.append(chain_atoms.coord[at].astype(np.float64))
     return residues
 
 

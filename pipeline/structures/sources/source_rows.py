@@ -147,7 +147,7 @@ class Columns:
         return (*self.required, *self.one_of, *self.optional)
 
     @cached_property
-    def spoken_for(self) -> tuple[str, ...]:
+    def not_labels(self) -> tuple[str, ...]:
         """The columns that are no labels; `data.labels` may name a column that has a meaning, too."""
         return tuple(name for name in self.known if name not in self.labels)
 
@@ -350,7 +350,7 @@ def build_items(
                 bound=files.bound,
                 split=row["split"],
                 cluster=row["cluster"],
-                labels=row.others(columns.spoken_for),
+                labels=row.others(columns.not_labels),
                 origin=row.origin,
             )
 
