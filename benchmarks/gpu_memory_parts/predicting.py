@@ -111,7 +111,7 @@ def planned(case: Mapping[str, Any], _: Callable[[], None]) -> dict[str, Any]:
     """Plan a data set whose steps need several micro-batches on a card."""
     from pipeline.config.schema_train import TrainSection
     from pipeline.runs.model.training_work import Work, least_of, request_of
-    from tests.zoo.planning import plan_with_oracle
+    from tests.remembering_plan import plan_with_oracle
 
     @dataclass(frozen=True)
     class Remembering(Work):

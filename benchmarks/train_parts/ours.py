@@ -54,7 +54,7 @@ def plan(root: Path, key: bytes, ranks: int) -> dict[str, Any]:
     """Plan the training, as it is done before a submission."""
     from pipeline.memory.footprint import MemoryChoice
     from pipeline.runs.model.training_work import host_card, request_of, sizes_of, target_of
-    from tests.zoo.planning import plan_with_oracle
+    from tests.remembering_plan import plan_with_oracle
 
     train = settings()
     work = work_of(train)

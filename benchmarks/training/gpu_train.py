@@ -106,7 +106,7 @@ def planned(case: Mapping[str, Any]) -> dict[str, Any]:
     from pipeline.memory.hardware.gpus import device
     from pipeline.memory.planning.memory_plan import CardSpec
     from pipeline.runs.model.training_work import host_card, request_of, sizes_of, target_of
-    from tests.zoo.planning import plan_with_oracle
+    from tests.remembering_plan import plan_with_oracle
 
     train, on_card = settings(case), case["device"] == "cuda"
     work = replace(work_of(train), device=case["device"])

@@ -16,12 +16,12 @@ from tests.packaging.conftest import Installed
 USER = """\
 from pathlib import Path
 
-from pipeline.config.load import load
+from pipeline.config.load import read_config
 from pipeline.keys import recipe_tag
 
 
 def limit(path: Path) -> int:
-    return load(path).config.data.limit or 0
+    return read_config(path).config.data.limit or 0
 
 
 TAG: bytes = recipe_tag("graph", {"k": 1})

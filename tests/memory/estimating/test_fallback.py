@@ -368,7 +368,7 @@ def test_growing_stops_before_memory_or_time_would_end() -> None:
 
 def test_a_model_too_large_for_this_machine_is_not_built() -> None:
     oracle = MeasuredSmall(lambda choice: pytest.fail("built"), masked_batch, LEAST, state_bytes=5 << 30)
-    with pytest.raises(Unmeasurable, match=r"its state of 5\.00 GiB is above the 4\.00 GiB"):
+    with pytest.raises(Unmeasurable, match=r"its state of 5\.0 GiB is above the 4\.0 GiB"):
         oracle.standing(CHOICE)
 
 

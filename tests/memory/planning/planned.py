@@ -23,8 +23,8 @@ from pipeline.training.sampling.sampler import Sampler
 from pipeline.training.step.optimizers import StepSettings
 from pipeline.training.step.step import Step
 from tests.limited.device import HostCarrier, LimitedDevice, forget_failed_backward
+from tests.remembering_plan import plan_with_oracle
 from tests.zoo import Member
-from tests.zoo.planning import plan_with_oracle
 
 BATCH = 16
 Integers = NDArray[np.int64]
