@@ -172,7 +172,7 @@ BOMB = "data: {path: a}\na: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
 )
 def test_hostile_file_is_refused_soon_and_briefly(complaint: Any, text: str) -> None:
     said: list[str] = []
-    assert calls_of(lambda: said.append(complaint(text))) < 2_000_000
+    assert calls_of(lambda: said.append(complaint(text))) < 400_000
     assert len(said[0]) < 800
 
 

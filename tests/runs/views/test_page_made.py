@@ -38,7 +38,7 @@ from tests.projects import MakeProject
 from tests.report.runs_told import begun, failed, many, trained
 
 TASKS = 10_000
-MOST_BYTES, MOST_CALLS = 3_000_000, 5_000_000
+MOST_BYTES, MOST_CALLS = 3_000_000, 2_500_000
 
 
 def the_run(project: Path) -> RunFolder:
