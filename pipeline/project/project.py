@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,9 +19,9 @@ from pipeline.graphs.item_graph import GraphRecipe as GraphRecipe
 from pipeline.memory.history.task_history import Profiles
 from pipeline.project.restriction import EVERYTHING, Only
 from pipeline.stages import embed
-from pipeline.stages.graph import GraphVerifier
 from pipeline.stages.scan import ScanShelves
 from pipeline.store.cache_folder import CacheFolder
+from pipeline.store.store import WholeRecords
 from pipeline.structures.inventory import ScanRecipe
 from pipeline.structures.parsing.read_structure import FileReading
 from pipeline.structures.policy import Policy
@@ -82,7 +83,8 @@ class Encoding:
 
     def verifier(self) -> embed.EmbeddingVerifier:
         """Return the look-up of embeddings by sequence, which checks what it finds."""
-        return embed.EmbeddingVerifier(self.recipe, self.shelves.embeddings, self.verify_bytes, self.named)
+        records = WholeRecords(self.shelves.embeddings, self.verify_bytes, self.named)
+        return embed.EmbeddingVerifier(self.recipe, records)
 
     @classmethod
     def open(cls, config: Config, cache: CacheFolder, *, remember: bool, named: Container[bytes] = ()) -> Encoding:
@@ -108,9 +110,9 @@ class Graphs:
     verify_bytes: int
     named: Container[bytes] = ()  # what a damage list names
 
-    def verifier(self, *, limited: bool) -> GraphVerifier:
+    def verifier(self, *, limited: bool) -> WholeRecords:
         """Return the look-up of graphs, which checks what it finds, at most so many bytes where `limited`."""
-        return GraphVerifier(self.store, self.verify_bytes if limited else None, self.named)
+        return WholeRecords(self.store, self.verify_bytes if limited else sys.maxsize, self.named)
 
 
 def graph_recipe(config: Config) -> GraphRecipe:

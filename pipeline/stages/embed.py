@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
 import time
 from contextlib import closing
 from dataclasses import asdict, dataclass
@@ -21,9 +20,10 @@ from pipeline.encoder.checkpoints.weights import identify
 from pipeline.encoder.embedding_recipe import ENCODER_VERSION, Variant
 from pipeline.errors import SUBMIT_AGAIN, CacheDamaged, JobFailed, RecordMissing
 from pipeline.keys import recipe_key
+from pipeline.store.store import WholeRecords
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Generator, Iterable, Sequence
+    from collections.abc import Callable, Generator, Sequence
     from pathlib import Path
     from typing import Any
 
@@ -75,58 +75,28 @@ def sequence_name(text: str) -> str:
     return f"{text[:8]}…{len(text)} {xxhash.xxh3_64_hexdigest(text.encode())}"
 
 
-def look_up_embeddings(texts: Sequence[str], recipe: EmbeddingRecipe, store: Store) -> list[Variant | None]:
-    """Return the best variant in which the store has each text, None where it must be computed."""
-    best: list[Variant | None] = [None] * len(texts)
-    unresolved = [(at, recipe.accepted(len(text))) for at, text in enumerate(texts)]
-    while unresolved:
-        keys = [recipe.key(texts[at], variants[0]) for at, variants in unresolved]
-        missing = set(store.missing(keys))
-        tried, unresolved = unresolved, []
-        for key, (at, variants) in zip(keys, tried, strict=True):
-            if key not in missing:
-                best[at] = variants[0]
-            elif len(variants) > 1:
-                unresolved.append((at, variants[1:]))
-    return best
-
-
 class EmbeddingVerifier:
-    """Looks texts up, and reads every byte of what is found, up to a limit: a damaged copy counts as missing.
+    """Looks texts up; a damaged copy counts as missing, and is made anew."""
 
-    It is made anew then. Beyond the limit a record counts as there when a verified table names it, unless it is
-    `named`: somebody found it damaged.
-    """
-
-    def __init__(self, recipe: EmbeddingRecipe, store: Store, limit_bytes: int, named: Container[bytes] = ()) -> None:
-        self._recipe, self._store, self._left_bytes, self._named = recipe, store, limit_bytes, named
+    def __init__(self, recipe: EmbeddingRecipe, records: WholeRecords) -> None:
+        self._recipe, self._records = recipe, records
         self._read: set[bytes] = set()  # keys: few, because the limit is on bytes
 
     def look_up(self, texts: Sequence[str]) -> list[Variant | None]:
         """Return the best variant in which the store has each text, whole; None where it must be computed."""
-        while True:
-            variants = look_up_embeddings(texts, self._recipe, self._store)
-            try:
-                self._verify(
-                    self._recipe.key(text, variant) for text, variant in zip(texts, variants, strict=True) if variant
-                )
-            except (CacheDamaged, RecordMissing) as error:  # the store has struck it out, and will not name it again
-                log.warning("%s: %s: made anew", error.where, error.what)
-            else:
-                return variants
-
-    def _verify(self, keys: Iterable[bytes]) -> None:
-        """Read records that were not read before, while the limit lasts."""
-        unread = [key for key in keys if key not in self._read]
-        for record in self._store.read(key for key in unread if key in self._named):
-            self._read.add(record.key)
-        if self._left_bytes <= 0:
-            return
-        for record in self._store.read(key for key in unread if key not in self._read):
-            self._read.add(record.key)
-            self._left_bytes -= sum(array.nbytes for array in record.arrays.values())
-            if self._left_bytes < 0:
-                return
+        best: list[Variant | None] = [None] * len(texts)
+        unresolved = [(at, self._recipe.accepted(len(text))) for at, text in enumerate(texts)]
+        while unresolved:
+            keys = [self._recipe.key(texts[at], variants[0]) for at, variants in unresolved]
+            metas = self._records.metas([key for key in keys if key not in self._read])
+            self._read.update(key for key, meta in metas.items() if meta)
+            tried, unresolved = unresolved, []
+            for key, (at, variants) in zip(keys, tried, strict=True):
+                if key in self._read or key in metas:
+                    best[at] = variants[0]
+                elif len(variants) > 1:
+                    unresolved.append((at, variants[1:]))
+        return best
 
 
 def embed_texts(
@@ -183,7 +153,7 @@ def _missing(texts: Texts, recipe: EmbeddingRecipe, store: Store) -> NDArray[np.
     """Return which sequences the store lacks; so a task that was killed goes on where it stopped."""
     import numpy as np
 
-    verifier = EmbeddingVerifier(recipe, store, sys.maxsize)  # what a survey found damaged is still in the store
+    verifier = EmbeddingVerifier(recipe, WholeRecords(store))  # what a survey found damaged is still in the store
     absent: list[int] = []
     for start in range(0, len(texts.lengths_N), LOOKED_UP_AT_ONCE):
         places = range(start, min(start + LOOKED_UP_AT_ONCE, len(texts.lengths_N)))

@@ -6,16 +6,15 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from pipeline.errors import CacheDamaged, RecordMissing
 from pipeline.graphs.build_graph import encoded_graph
 from pipeline.records import Reason
+from pipeline.store.store import WholeRecords
 from pipeline.structures.atoms import UnusableInput
 from pipeline.structures.inventory import examine_item, item_key
 from pipeline.structures.parsing.structure_files import plain_files
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
-    from typing import Any
+    from collections.abc import Callable, Generator, Iterable, Mapping
 
     from pipeline.graphs.item_graph import GraphRecipe
     from pipeline.records import Item
@@ -60,7 +59,7 @@ class Maker:
     def has(self, key: bytes) -> bool:
         """Tell whether the graph of an item was made here or is in the store."""
         own = self._recipe.key(key)
-        return own in self._made or GraphVerifier(self._store).look_up([own])[0] is not None
+        return own in self._made or own in WholeRecords(self._store).metas([own])
 
     def publish(self) -> None:
         """Write what was made to disk."""
@@ -76,41 +75,6 @@ class Maker:
         arrays, meta = encoded_graph(read, self._recipe)
         self._writer.put(key, arrays, meta)
         return Reason(meta["reason"]) if "reason" in meta else None
-
-
-class GraphVerifier:
-    """Looks graphs up, and reads every byte of what is found, up to a limit: a damaged copy counts as missing.
-
-    What is `named` is read beyond the limit, too: somebody found it damaged.
-    """
-
-    def __init__(self, store: Store, limit_bytes: int | None = None, named: Container[bytes] = ()) -> None:
-        self._store, self._left_bytes, self._named = store, limit_bytes, named
-
-    def look_up(self, keys: Sequence[bytes]) -> list[Mapping[str, Any] | None]:
-        """Return the metadata of each graph: None where there is none, empty beyond the limit."""
-        while True:
-            absent = set(self._store.missing(keys))
-            try:
-                metas = self._read([key for key in dict.fromkeys(keys) if key not in absent])
-            except (CacheDamaged, RecordMissing) as error:  # the store has struck it out, and will not name it again
-                log.warning("%s: %s: made anew", error.where, error.what)
-            else:
-                return [None if key in absent else metas.get(key, {}) for key in keys]
-
-    def _read(self, keys: Sequence[bytes]) -> dict[bytes, Mapping[str, Any]]:
-        """Return the metadata by key, read while the limit lasts."""
-        named = [key for key in keys if key in self._named]
-        metas = {record.key: record.meta for record in self._store.read(named)}
-        if self._left_bytes is not None and self._left_bytes <= 0:
-            return metas
-        for record in self._store.read(key for key in keys if key not in metas):
-            metas[record.key] = record.meta
-            if self._left_bytes is not None:
-                self._left_bytes -= sum(array.nbytes for array in record.arrays.values())
-                if self._left_bytes <= 0:
-                    break
-        return metas
 
 
 def graph(

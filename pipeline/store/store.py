@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache, partial
 from itertools import compress, islice
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import xxhash
@@ -28,7 +30,7 @@ from pipeline.store.snapshot import (
 from pipeline.store.writer import DEFAULT_SHARD_BYTES, StoreWriter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 
     import numpy.typing as npt
 
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
 
     Room = Callable[[int], tuple[memoryview, memoryview]]  # memory for so many bytes, in two stretches
 
+log = logging.getLogger(__name__)
+
 _OPEN_SHARDS = 64
 _READ_THREADS = 4
 _READ_AHEAD = 2 * _READ_THREADS  # records in memory while `read` waits for its caller
@@ -46,6 +50,7 @@ _KEYS_BATCH = 65_536
 _LOOK_AGAIN_S = 0.5
 _UNINDEXED_RECORDS, _UNINDEXED_SHARE = 16_384, 0.1  # a few MB; that an index is written ever more rarely as it grows
 
+_UNREAD: Mapping[str, Any] = {}
 _Answer = TypeVar("_Answer")
 
 
@@ -312,6 +317,38 @@ class Store:
         first, second = room(place.length)
         self.disk.fill(fd, [buffer for buffer in (first, second) if buffer], place.offset)
         return first.toreadonly(), second.toreadonly()
+
+
+class WholeRecords:
+    """Reads every byte of what a store has of some keys, up to a limit: a damaged copy counts as missing.
+
+    What is `named` is read beyond the limit, too: somebody found it damaged.
+    """
+
+    def __init__(self, store: Store, limit_bytes: int = sys.maxsize, named: Container[bytes] = ()) -> None:
+        self._store, self._left_bytes, self._named = store, limit_bytes, named
+
+    def metas(self, keys: Sequence[bytes]) -> dict[bytes, Mapping[str, Any]]:
+        """Return the metadata of each record that is there, by key; empty beyond the limit."""
+        while True:
+            absent = set(self._store.missing(keys))
+            there = [key for key in dict.fromkeys(keys) if key not in absent]
+            try:
+                return dict.fromkeys(there, _UNREAD) | self._read(there)
+            except (CacheDamaged, RecordMissing) as error:  # the store has struck it out, and will not name it again
+                log.warning("%s: %s: made anew", error.where, error.what)
+
+    def _read(self, keys: Sequence[bytes]) -> dict[bytes, Mapping[str, Any]]:
+        """Return the metadata of records by key, read while the limit lasts."""
+        metas = {record.key: record.meta for record in self._store.read(key for key in keys if key in self._named)}
+        if self._left_bytes <= 0:
+            return metas
+        for record in self._store.read(key for key in keys if key not in metas):
+            metas[record.key] = record.meta
+            self._left_bytes -= sum(array.nbytes for array in record.arrays.values())
+            if self._left_bytes <= 0:
+                break
+        return metas
 
 
 class _OpenShard:

@@ -24,8 +24,9 @@ from pipeline.encoder.forward.parity import ParityVerdict, Reference
 from pipeline.errors import CacheFull, JobFailed, PlanInfeasible
 from pipeline.records import Reason, Tell
 from pipeline.stages import embed as stage
-from pipeline.stages.embed import EmbedShelves, Texts, embed_texts, look_up_embeddings
+from pipeline.stages.embed import EmbeddingVerifier, EmbedShelves, Texts, embed_texts
 from pipeline.store.cache_folder import CacheFolder
+from pipeline.store.store import WholeRecords
 from pipeline.store.writer import StoreWriter
 from tests.encoder.sequences import natural
 
@@ -73,6 +74,10 @@ def run(
     settings: EngineSettings = SETTINGS,
 ) -> list[Reason | None]:
     return list(embed_texts(texts_of(sequences), weights, recipe, settings, shelves, tell_to([])))
+
+
+def looked_up(recipe: EmbeddingRecipe, shelves: EmbedShelves) -> list[Variant | None]:
+    return EmbeddingVerifier(recipe, WholeRecords(shelves.embeddings)).look_up(TEXTS)
 
 
 def rows_of(
@@ -175,7 +180,7 @@ def test_half_precision_that_misses_the_reference_is_done_in_full(
     verdicts = {"bf16": ParityVerdict(0.9, 9, 0.999), "fp32": ParityVerdict(1.0, 9, 0.99999)}
     monkeypatch.setattr(parity, "compare", lambda _encode, _wanted, _sequences, precision: verdicts[precision])
     assert run(weights, half, shelves) == [None] * len(TEXTS)
-    assert look_up_embeddings(TEXTS, half, shelves.embeddings) == [Variant("fp32")] * len(TEXTS)
+    assert looked_up(half, shelves) == [Variant("fp32")] * len(TEXTS)
 
 
 @pytest.mark.slow
@@ -189,7 +194,7 @@ def test_half_precision_that_misses_the_reference_publishes_nothing_where_no_oth
         run(path, strict, shelves)
     assert shelves.embeddings.stat().records == 0
     assert run(path, replace(strict, half_fallback=True), shelves) == [None] * len(TEXTS)
-    assert set(look_up_embeddings(TEXTS, replace(strict, half_fallback=True), shelves.embeddings)) == {Variant("fp32")}
+    assert set(looked_up(replace(strict, half_fallback=True), shelves)) == {Variant("fp32")}
 
 
 def test_the_verdict_is_remembered_for_the_same_machine(

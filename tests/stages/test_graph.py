@@ -10,9 +10,9 @@ from pipeline.graphs import build_graph as build_module
 from pipeline.graphs.item_graph import GraphRecipe, decode_graph
 from pipeline.keys import content_digest
 from pipeline.records import Item, Part, Reason, Role
-from pipeline.stages.graph import GraphVerifier, graph
+from pipeline.stages.graph import graph
 from pipeline.store.cache_folder import CacheFolder
-from pipeline.store.store import Store
+from pipeline.store.store import Store, WholeRecords
 from pipeline.structures.inventory import ScanRecipe as Structures
 from pipeline.structures.inventory import item_key
 from pipeline.structures.synthetic import complex_pdb
@@ -67,8 +67,7 @@ def test_why_there_is_no_graph_is_remembered_in_its_place(tmp_path: Path, store:
         )
     )
     assert build_all([item], store) == [Reason.NO_EDGES]
-    (said,) = GraphVerifier(store).look_up([key_of(item)])
-    assert said is not None
+    (said,) = WholeRecords(store).metas([key_of(item)]).values()
     assert said["reason"] == "no_edges"
     assert "the ligand is one residue" in said["detail"]
 
@@ -99,7 +98,7 @@ def test_beyond_its_limit_the_verifier_trusts_tables(tmp_path: Path, store: Stor
     items = [make_item(tmp_path, seed) for seed in range(3)]
     build_all(items, store)
     keys = [key_of(item) for item in items]
-    said = GraphVerifier(store, limit_bytes=1).look_up([*keys, bytes(16)])
-    assert [one is None for one in said] == [False, False, False, True]
-    assert ["sizes" in one for one in said if one is not None] == [True, False, False]
-    assert all(one and "sizes" in one for one in GraphVerifier(store).look_up(keys))
+    said = WholeRecords(store, limit_bytes=1).metas([*keys, bytes(16)])
+    assert list(said) == keys
+    assert ["sizes" in one for one in said.values()] == [True, False, False]
+    assert all("sizes" in one for one in WholeRecords(store).metas(keys).values())

@@ -29,9 +29,10 @@ from pipeline.encoder.checkpoints.checkpoint_files import (
     unreadable_checkpoint,
 )
 from pipeline.encoder.checkpoints.partial_download import BLOCK_BYTES, explaining_disk_errors
-from pipeline.errors import CacheDamaged, ConfigError, RecordMissing, WeightsUnusable
+from pipeline.errors import ConfigError, WeightsUnusable
 from pipeline.keys import is_settled, recipe_key
 from pipeline.store.format.disk import Disk
+from pipeline.store.store import WholeRecords
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -94,8 +95,8 @@ def identify(path: Path, seen: Store, *, remember: bool = True) -> CheckpointFac
     files = files_of(place)
     before = _states(files)
     key = _key(place, before)
-    if (facts := _remembered(seen, key)) is not None:
-        return facts
+    if (remembered := WholeRecords(seen).metas([key])) and remembered[key]:
+        return CheckpointFacts.from_json(remembered[key])
     weights = checkpoint_facts(place)
     if _states(files) != before:
         remedy = "wait until it is written, and type the same command again"
@@ -174,17 +175,6 @@ def _states(files: CheckpointFiles) -> list[tuple[str, int, int, int]]:
 
 def _key(place: Path, states: list[tuple[str, int, int, int]]) -> bytes:
     return recipe_key("weights", {"version": WEIGHTS_VERSION, "path": str(place.absolute()), "files": states})
-
-
-def _remembered(store: Store, key: bytes) -> CheckpointFacts | None:
-    """Return the facts remembered under a key; a damaged record counts as missing, and is made anew."""
-    if store.missing([key]):
-        return None
-    try:
-        return CheckpointFacts.from_json(store.get(key).meta)
-    except (CacheDamaged, RecordMissing) as error:
-        log.warning("%s: %s: made anew", error.where, error.what)
-        return None
 
 
 def _places(path: Path) -> Iterator[Path]:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from pipeline.records import Inventory, Item, Tell
     from pipeline.runs.dataset.worklist import Shard
     from pipeline.runs.workflow.stage import Outcomes
-    from pipeline.stages.graph import GraphVerifier
+    from pipeline.store.store import WholeRecords
 
 WORTHWHILE_S = 10  # from when on another task pays
 ATOMS_PER_S = 500_000  # read and turned into a graph; cautious, and only for cutting work into tasks
@@ -75,9 +75,10 @@ class GraphStage(Stage):
                     counts["unkept"] += len(known)
                     continue
                 keys = [graphs.recipe.key(key) for _, _, key in known]
-                for (item, inventory, _), key, meta in zip(known, keys, verifier.look_up(keys), strict=True):
-                    if meta is not None or not project.only.names("graph", key):
-                        counts["cached" if meta is not None else "unnamed"] += 1
+                cached = verifier.metas(keys)
+                for (item, inventory, _), key in zip(known, keys, strict=True):
+                    if key in cached or not project.only.names("graph", key):
+                        counts["cached" if key in cached else "unnamed"] += 1
                         continue
                     counts["missing"] += 1
                     offsets.append(lines.position)
@@ -187,7 +188,7 @@ def _rejected(item: Item, meta: Mapping[str, Any] | None, barred: Mapping[str, t
 
 
 def _metas(
-    project: Project, chunk: Sequence[KnownItem | Rejection], verifier: GraphVerifier
+    project: Project, chunk: Sequence[KnownItem | Rejection], verifier: WholeRecords
 ) -> Iterator[Mapping[str, Any] | None]:
     """Yield the metadata of each item's graph, None where there is none; if graphs are not kept, expected sizes."""
     if not project.config.graph.cache:
@@ -195,10 +196,10 @@ def _metas(
             inventory = entry.inventory if isinstance(entry, KnownItem) else None
             yield {"sizes": promised_sizes(inventory, project.config.graph)} if inventory else None
         return
-    keys = [entry.key if isinstance(entry, KnownItem) and entry.inventory else None for entry in chunk]
-    metas = iter(verifier.look_up([project.graphs.recipe.key(key) for key in keys if key]))
-    for key in keys:
-        yield next(metas) if key else None
+    known = [entry.key if isinstance(entry, KnownItem) and entry.inventory else None for entry in chunk]
+    keys = [key and project.graphs.recipe.key(key) for key in known]
+    metas = verifier.metas([key for key in keys if key])
+    yield from (metas.get(key) if key else None for key in keys)
 
 
 def promised_sizes(inventory: Inventory, graph: GraphSection) -> dict[str, int]:
