@@ -11,7 +11,6 @@ import os
 import secrets
 import shutil
 from dataclasses import asdict, dataclass
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,13 +42,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 WEIGHTS_VERSION = 1  # raise it when digests of the same weights change
-
-
-class PublishedMatch(str, Enum):
-    """How a file compares with the table of published models, which it does not contradict."""
-
-    EQUAL = "equal"
-    UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,16 +104,16 @@ def key_as_it_stands(place: Path) -> bytes:
     return _key(place, _states(files_of(place)))
 
 
-def check_published(path: Path, name: str) -> PublishedMatch:
-    """Compare a checkpoint's file with the model published under that name; refuse one that differs."""
+def equals_published(path: Path, name: str) -> bool:
+    """Say whether a file is the model published under that name; refuse one that differs. False: nobody can tell."""
     files, model = files_of(path), published(name)
     if model is None or len(files.tensors) != 1:
-        return PublishedMatch.UNKNOWN
+        return False
     (file,) = files.tensors
     is_pt = file.suffix == ".pt"
     expected, size = (model.pt_sha256, model.pt_bytes) if is_pt else (model.safetensors_sha256, None)
     if expected is None:
-        return PublishedMatch.UNKNOWN
+        return False
     remedy = f"pipeline weights fetch {name}   (or give your own model a name of its own)"
     if size is not None and (size_there := file.stat().st_size) != size:
         raise WeightsUnusable(
@@ -130,18 +122,14 @@ def check_published(path: Path, name: str) -> PublishedMatch:
     if (sha256 := sha256_of(file)) != expected:
         what = f"is not {name} as it was published: its SHA-256 is {sha256}, and should be {expected}"
         raise WeightsUnusable(what, where=str(file), remedy=remedy)
-    return PublishedMatch.EQUAL
+    return True
 
 
 def sha256_of(path: Path) -> str:
     """Return the SHA-256 of a file."""
     hasher = hashlib.sha256()
-    try:
-        with path.open("rb") as file:
-            while block := file.read(BLOCK_BYTES):
-                hasher.update(block)
-    except OSError as error:
-        raise unreadable_checkpoint(path, error) from error
+    for block in _blocks(path):
+        hasher.update(block)
     return hasher.hexdigest()
 
 
@@ -271,7 +259,7 @@ def _judge(path: Path, facts: CheckpointFacts) -> tuple[str, WeightsUnusable | N
     """Compare a checkpoint with the model published under its name; return the verdict and the difference."""
     try:
         _refuse_other_shape(published(facts.name), (facts.layers, facts.dim, facts.heads), path)
-        return ("published" if check_published(path, facts.name) is PublishedMatch.EQUAL else "unknown"), None
+        return ("published" if equals_published(path, facts.name) else "unknown"), None
     except WeightsUnusable as difference:
         return "different", difference
 
@@ -358,7 +346,7 @@ def _blocks(path: Path) -> Iterator[bytes]:
             while block := file.read(BLOCK_BYTES):
                 yield block
     except OSError as error:
-        raise WeightsUnusable(f"cannot be read: {error.strerror}", where=str(path), remedy=f"ls -lL {path}") from error
+        raise unreadable_checkpoint(path, error) from error
 
 
 def _publish(partial: Path, target: Path) -> None:

@@ -40,6 +40,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
+    import numpy as np
+    from numpy.typing import NDArray
+
     from pipeline.store.format.record import Record
     from pipeline.store.shard_index import Rows
     from pipeline.store.store import Store
@@ -113,7 +116,7 @@ def quick(store: Store, subset: Subset | Named = WHOLE) -> Iterator[Checked]:
 
 def full(store: Store, subset: Subset | Named = WHOLE) -> Iterator[Checked]:
     """Judge every byte of every shard, and the index."""
-    yield from _scrub(store, subset, _every_byte)
+    yield from meaning(store, _intact, subset)
 
 
 def meaning(store: Store, judge: Judge, subset: Subset | Named = WHOLE) -> Iterator[Checked]:
@@ -178,40 +181,35 @@ def _end_bytes(records: int) -> int:
     return records * TABLE_ROW.itemsize + TRAILER_BYTES
 
 
-def _every_byte(known: _Known, name: str) -> Looked:
-    """Judge header, table and every record of a shard; a record that looks damaged is read once more, by itself."""
-    kind, disk, path = known.store.kind, known.store.disk, known.store.layout.shard(name)
-    try:
-        table = read_table(disk, path)
-        header_is_whole, whole_N = read_through(disk, path, table)
-    except CacheDamaged as error:
-        return _by_index(_intact, known, name, error), None
-    except OSError as error:
-        if error.errno in GONE:
-            return _refused(known, name, error), None
-        return _every_record(_intact, known, name)  # of one place in it, perhaps
-    header = () if header_is_whole else (DamageFinding(kind, Fault.HEADER, BAD_HEADER, name),)
-    try:
-        again, findings = _judged_rows(_intact, known, name, table.rows[~whole_N]) if not whole_N.all() else ((), ())
-    except OSError as error:
-        return _refused(known, name, error), None
-    whole = (*compress(row_keys(table.rows), whole_N), *again)
-    return Checked(kind, name, table.size_bytes, whole, header + findings), table
-
-
 def _every_record(judge: Judge, known: _Known, name: str) -> Looked:
-    """Judge header, table and every record of a shard with its content, one record at a time."""
+    """Judge header, table and every record of a shard; where only bytes count, one by one those that a sweep doubts."""
     store = known.store
     path = store.layout.shard(name)
     try:
         table = read_table(store.disk, path)
-        header = _header(store, path, table)
-        whole, findings = _judged_rows(judge, known, name, table.rows)
+        header, whole_N = _swept(store, path, table) if judge is _intact else (_header(store, path, table), None)
+        doubted = table.rows if whole_N is None else table.rows[~whole_N]
+        whole, findings = _judged_rows(judge, known, name, doubted)
     except CacheDamaged as error:
         return _by_index(judge, known, name, error), None
     except OSError as error:
         return _refused(known, name, error), None
-    return Checked(store.kind, name, table.size_bytes, whole, header + findings), table
+    swept = () if whole_N is None else compress(row_keys(table.rows), whole_N)
+    return Checked(store.kind, name, table.size_bytes, (*swept, *whole), header + findings), table
+
+
+def _swept(store: Store, path: Path, table: ShardTable) -> tuple[tuple[DamageFinding, ...], NDArray[np.bool_] | None]:
+    """Read a shard from front to back; judge its header, and say which records are whole: None where it cannot be read.
+
+    Then it is of one place in it, perhaps.
+    """
+    try:
+        header_is_whole, whole_N = read_through(store.disk, path, table)
+    except OSError as error:
+        if error.errno in GONE:
+            raise
+        return _header(store, path, table), None
+    return () if header_is_whole else (DamageFinding(store.kind, Fault.HEADER, BAD_HEADER, path.name),), whole_N
 
 
 def _header(store: Store, path: Path, table: ShardTable) -> tuple[DamageFinding, ...]:
@@ -256,6 +254,8 @@ def _judged_rows(
     whole: list[bytes] = []
     findings: list[DamageFinding] = []
     store = known.store
+    if not len(rows):
+        return (), ()
     fd = store.disk.open_read(store.layout.shard(name))
     try:
         for key, place in zip(row_keys(rows), rows[["offset", "length", "digest"]].tolist(), strict=True):

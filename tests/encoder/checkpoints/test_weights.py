@@ -17,8 +17,7 @@ from pipeline.encoder.checkpoints.checkpoint_files import MODELS, Published, pub
 from pipeline.encoder.checkpoints.synth import write_random_checkpoint
 from pipeline.encoder.checkpoints.weights import (
     CheckpointFacts,
-    PublishedMatch,
-    check_published,
+    equals_published,
     find_checkpoint,
     identify,
 )
@@ -104,7 +103,7 @@ def test_second_time_torch_is_not_even_imported(settled: Path, seen: Store, tmp_
     identify(settled, seen)
     code = (
         "import sys; from pathlib import Path; from pipeline.store.cache_folder import CacheFolder; "
-        "from pipeline.encoder.checkpoints.weights import identify, check_published; "
+        "from pipeline.encoder.checkpoints.weights import identify, equals_published; "
         f"print(identify(Path({str(settled)!r}), "
         f"CacheFolder(Path({str(tmp_path / 'cache')!r})).kind('weights')).digest); "
         "assert 'torch' not in sys.modules and 'safetensors' not in sys.modules"
@@ -329,14 +328,14 @@ def pretend(monkeypatch: pytest.MonkeyPatch, path: Path, **values: object) -> Pu
 def test_file_that_was_published_is_known(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = pretend(monkeypatch, tiny)
 
-    assert check_published(tiny, model.name) is PublishedMatch.EQUAL
-    assert check_published(tiny, "esm2_mine") is PublishedMatch.UNKNOWN
+    assert equals_published(tiny, model.name)
+    assert not equals_published(tiny, "esm2_mine")
 
 
 def test_model_without_a_known_digest_is_unknown(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = pretend(monkeypatch, tiny, pt_sha256=None, pt_bytes=None)
 
-    assert check_published(tiny, model.name) is PublishedMatch.UNKNOWN
+    assert not equals_published(tiny, model.name)
 
 
 @pytest.mark.parametrize("size", [1_000, None])
@@ -346,7 +345,7 @@ def test_file_that_differs_from_what_was_published_is_refused(
     model = pretend(monkeypatch, tiny, pt_sha256="0" * 64, pt_bytes=size)
 
     with pytest.raises(WeightsUnusable, match="1,000" if size else "its SHA-256 is") as refused:
-        check_published(tiny, model.name)
+        equals_published(tiny, model.name)
     assert f"pipeline weights fetch {model.name}" in refused.value.remedy
 
 
@@ -357,14 +356,11 @@ def test_safetensors_is_compared_with_its_own_digest(
     digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
     model = pretend(monkeypatch, tiny, safetensors_sha256=digest)
 
-    assert check_published(folder, model.name) is PublishedMatch.EQUAL
+    assert equals_published(folder, model.name)
     pretend(monkeypatch, tiny, safetensors_sha256="0" * 64)
     with pytest.raises(WeightsUnusable):
-        check_published(folder, model.name)
-    assert (
-        check_published(face_folder(tmp_path / "parts", face_tensors(tiny), shards=2), model.name)
-        is PublishedMatch.UNKNOWN
-    )
+        equals_published(folder, model.name)
+    assert not equals_published(face_folder(tmp_path / "parts", face_tensors(tiny), shards=2), model.name)
 
 
 def test_synthetic_checkpoint_under_a_published_name_is_not_taken_for_it(tiny: Path, tmp_path: Path) -> None:
@@ -373,4 +369,4 @@ def test_synthetic_checkpoint_under_a_published_name_is_not_taken_for_it(tiny: P
     assert contents(path)["cfg"]["model"].encoder_layers == 3
 
     with pytest.raises(WeightsUnusable, match="was published with 30,099,493"):
-        check_published(path, NAME)
+        equals_published(path, NAME)
