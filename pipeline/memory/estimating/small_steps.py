@@ -9,58 +9,30 @@ Shapes: E events.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipeline.memory.estimating.cpu_profile import counted_flops, record
 from pipeline.memory.estimating.extrapolate import FEWEST, Extrapolated, enlarged, extrapolate, runs_alike
-from pipeline.memory.footprint import (
-    Category,
-    MemoryChoice,
-    MemoryPart,
-    MicroFootprint,
-    Provenance,
-    StandingFootprint,
-    Tape,
-    Unmeasurable,
-)
+from pipeline.memory.footprint import Category, MemoryChoice, MemoryPart, MicroFootprint, Provenance, Unmeasurable
 from pipeline.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-    from torch import Tensor, nn
+    from pipeline.memory.footprint import Sizes, StandingFootprint, Tape
+    from pipeline.memory.tracing.tracer import Build, TraceSession
 
-    Sizes = Mapping[str, int]
+    Question = tuple[MemoryChoice, tuple[tuple[str, int], ...]]
 
 MOST = 6  # sizes that are fitted: the largest ones
 SMALLEST = 2**-10  # of the wanted size
 WORST_GROWTH = 8.0  # of time and memory when the sizes double: items times the square of their length
 BETWEEN = (5 / 8, 13 / 16)  # of the largest
-MOVED = 3  # bytes for each one allocated: a kernel writes it and reads about two others
 SEED = 0
-
-
-class RehearsedTraining(Protocol):
-    """The training step that is run on the CPU, at the model's real width: `training.step.Step`."""
-
-    model: nn.Module
-
-    def accumulate(self, batch: Any) -> None:
-        """Run a micro-batch forward and backward."""
-
-    def update(self) -> object:
-        """Run the optimizer, and drop the gradients."""
-
-    def release(self) -> None:
-        """Drop the gradients."""
-
-    def owned(self) -> Iterable[tuple[str, str, Tensor]]:
-        """Yield the tensors that may outlive a micro-batch, each after its category and name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,16 +47,16 @@ class Allowance:
 class MeasuredSize:
     """The measurement of a size that was run."""
 
-    sizes: Sizes
-    first: Tape
-    again: Tape
-    kernels: int
-    flops: int
+    micro: MicroFootprint
     took_s: float
 
     @property
+    def sizes(self) -> Sizes:
+        return self.micro.sizes
+
+    @property
     def peak_bytes(self) -> int:
-        return max(self.first.peak_bytes, self.again.peak_bytes)
+        return max(self.micro.first.peak_bytes, self.micro.again.peak_bytes)
 
 
 class MeasuredSmall:
@@ -92,7 +64,7 @@ class MeasuredSmall:
 
     def __init__(
         self,
-        build: Callable[[MemoryChoice], RehearsedTraining],
+        build: Build,
         example: Callable[[Sizes], Any],
         least: Sizes,
         allowance: Allowance | None = None,
@@ -106,166 +78,121 @@ class MeasuredSmall:
         self._build, self._example, self._least = build, example, least
         self._allowance = allowance or Allowance()
         self._state_bytes = state_bytes
-        self._rehearsals: dict[MemoryChoice, _Rehearsal] = {}
-        self._answers: dict[tuple[MemoryChoice, tuple[tuple[str, int], ...]], MicroFootprint] = {}
+        self._sessions: dict[MemoryChoice, TraceSession] = {}
+        self._sizes: dict[Question, MeasuredSize] = {}
+        self._answers: dict[Question, MicroFootprint] = {}
 
     def standing(self, choice: MemoryChoice) -> StandingFootprint:
         """Return the memory that does not depend on the batch."""
-        standing = self._rehearsal(_rehearsed(choice)).standing
-        return replace(standing, notes=(*standing.notes, *_not_rehearsed(choice)))
+        standing = self._session(_rehearsed(choice)).standing()
+        note = "the model's state and the optimizer's step were measured in real steps on the CPU"
+        return replace(standing, origin=Provenance.EXTRAPOLATED, notes=(note, *_not_rehearsed(choice)))
 
     def micro(self, choice: MemoryChoice, sizes: Sizes) -> MicroFootprint:
         """Return the memory of a micro-batch of these sizes."""
         question = (_rehearsed(choice), tuple(sorted(sizes.items())))
         if question not in self._answers:
-            rehearsal = self._rehearsal(_rehearsed(choice))
-            measured = rehearsal.measured_up_to(sizes, self._allowance)
-            self._answers[question] = _answer(measured, sizes, rehearsal.standing)
+            measured = self._measured_up_to(sizes, question[0])
+            standing = self._session(question[0]).standing()
+            self._answers[question] = _answer([size.micro for size in measured], sizes, standing)
         answer = self._answers[question]
         return replace(answer, notes=(*answer.notes, *_not_rehearsed(choice)))
 
-    def _rehearsal(self, choice: MemoryChoice) -> _Rehearsal:
-        if choice not in self._rehearsals:
-            most = self._allowance.memory_bytes
-            if self._state_bytes > most:
-                state, limit = format_bytes(self._state_bytes), format_bytes(most)
-                raise Unmeasurable(f"its state of {state} is above the {limit} that measuring on the CPU may take")
-            with _same_numbers():
-                self._rehearsals[choice] = _Rehearsal(self._build(choice), self._example, self._least)
-        return self._rehearsals[choice]
-
-
-class _Rehearsal:
-    """A built training, its standing memory, and the measuring of its micro-batches."""
-
-    def __init__(self, training: RehearsedTraining, example: Callable[[Sizes], Any], least: Sizes) -> None:
-        """Run two steps: the first makes the optimizer's state."""
-        self._training, self._example = training, example
-        self._numbers: dict[tuple[Category, str], int] = {}  # below 0: of each block that stays, in every tape
-        self._failure = ""  # of the last size that could not be run
-        setup = self._owned()
-        runs = [lambda: training.accumulate(example(least)), training.update]
-        micro, first_update = record(runs, self._numbers_by_address)
-        _, update = record(runs, self._numbers_by_address)
-        sums: Counter[Category] = Counter()
-        for (category, _), _, size_bytes in self._owned():
-            sums[category] += size_bytes
-        parts = tuple(MemoryPart(category, "", sums[category]) for category in Category if category in sums)
-        parameters = list(training.model.parameters())
-        self.standing = StandingFootprint(
-            setup=Tape(np.array([number for _, number, _ in setup]), np.array([size for _, _, size in setup])),
-            first_update=first_update.tape,
-            update=update.tape,
-            parts=parts,
-            update_parts=(*parts, *_peak_parts(update.tape, micro.tape.left_bytes, Category.TEMPORARIES, "optimizer")),
-            parameters=sum(parameter.numel() for parameter in parameters),
-            trained=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
-            origin=Provenance.EXTRAPOLATED,
-            notes=("the model's state and the optimizer's step were measured in real steps on the CPU",),
-        )
-
-    def measured_up_to(self, wanted: Sizes, allowance: Allowance) -> list[MeasuredSize]:
+    def _measured_up_to(self, wanted: Sizes, choice: MemoryChoice) -> list[MeasuredSize]:
         """Run growing sizes until time, memory or the sizes end; return the largest ones, in order."""
-        ends_s = time.monotonic() + allowance.time_s
-        spare_bytes = allowance.memory_bytes - self.standing.bytes
+        ends_s = time.monotonic() + self._allowance.time_s
+        spare_bytes = self._allowance.memory_bytes - self._session(choice).standing().bytes
         measured: list[MeasuredSize] = []
-        self._failure = ""
+        failures: list[str] = []  # of sizes that could not be run
         for sizes in rising(wanted):
             if not _may_grow(measured, ends_s - time.monotonic(), spare_bytes):
                 break
-            measured += (tried := self._tried(sizes))
+            measured += (tried := self._tried(sizes, choice, failures))
             if measured and not tried:  # before the first it was too small to be a batch at all
                 break
         measured = measured[-MOST:]
         if measured and measured[-1].sizes == dict(wanted):
             return measured
         # Small sizes may take other ways than larger ones: then more is to be known of the larger ones.
-        if len(runs_alike([(size.sizes, size.first) for size in measured])) < FEWEST:
+        if len(runs_alike([(size.sizes, size.micro.first) for size in measured])) < FEWEST:
             for share in BETWEEN if measured else ():
                 if time.monotonic() + measured[-1].took_s < ends_s:
-                    measured[-1:-1] = self._tried(proportional(measured[-1].sizes, share))
+                    measured[-1:-1] = self._tried(proportional(measured[-1].sizes, share), choice, failures)
         if len(measured) < FEWEST:
             problem = f"only {len(measured)} small real batches could be run, {FEWEST} are needed"
-            raise Unmeasurable(problem + self._failure)
+            raise Unmeasurable("; ".join((problem, *failures[-1:])))
         return measured
 
-    def _tried(self, sizes: Sizes) -> list[MeasuredSize]:
+    def _tried(self, sizes: Sizes, choice: MemoryChoice, failures: list[str]) -> list[MeasuredSize]:
         """Return the measurement of a size; if the task raises, none, and the error is kept for the message."""
+        key = (choice, tuple(sizes.items()))
+        begun_s = time.monotonic()
         try:
-            return [self._measured(sizes)]
+            with _own_numbers():
+                micro = self._session(choice).micro(sizes)
         except (RuntimeError, ValueError, TypeError, LookupError, ArithmeticError) as error:
             words = ", ".join(f"{value} {name}" for name, value in sizes.items())
-            self._failure = f"; {words}: {type(error).__name__}: {error}"
+            failures.append(f"{words}: {type(error).__name__}: {error}")
             return []
+        # A size that was run before is answered at once: how long it took is still that of the first time.
+        return [self._sizes.setdefault(key, MeasuredSize(micro, time.monotonic() - begun_s))]
 
-    def _measured(self, sizes: Sizes) -> MeasuredSize:
-        """Run two such micro-batches and return what they allocated."""
-        begun_s = time.monotonic()
+    def _session(self, choice: MemoryChoice) -> TraceSession:
+        from pipeline.memory.tracing.tracer import TraceSession
 
-        def micro() -> None:
-            self._training.accumulate(self._example(sizes))
+        if choice not in self._sessions:
+            most = self._allowance.memory_bytes
+            if self._state_bytes > most:
+                state, limit = format_bytes(self._state_bytes), format_bytes(most)
+                raise Unmeasurable(f"its state of {state} is above the {limit} that measuring on the CPU may take")
+            with _own_numbers():
+                build = partial(self._build, choice)
+                session = TraceSession(build, self._same_example, self._least)
+                session.standing()
+            self._sessions[choice] = session
+        return self._sessions[choice]
 
-        with _same_numbers():
-            try:
-                first, again = record([micro, micro], self._numbers_by_address)
-                flops = counted_flops(micro)
-            finally:
-                self._training.release()
-        return MeasuredSize(dict(sizes), first.tape, again.tape, first.kernels, flops, time.monotonic() - begun_s)
+    def _same_example(self, sizes: Sizes) -> Any:
+        """Make a batch from the same random numbers as all others: what depends on values grows evenly with sizes."""
+        import torch
 
-    def _owned(self) -> list[tuple[tuple[Category, str], int, int]]:
-        """Return the storages that stay: category and name, number in every tape, bytes; each storage once."""
-        owned: dict[int, tuple[tuple[Category, str], int, int]] = {}
-        for category, name, tensor in self._training.owned():
-            storage, place = tensor.untyped_storage(), (Category(category), name)
-            if storage.nbytes() and storage.data_ptr() not in owned:
-                number = self._numbers.setdefault(place, -1 - len(self._numbers))
-                owned[storage.data_ptr()] = (place, number, storage.nbytes())
-        return list(owned.values())
-
-    def _numbers_by_address(self) -> dict[int, int]:
-        """Return the numbers of the storages that stay, by present address."""
-        self._owned()
-        return {
-            tensor.untyped_storage().data_ptr(): self._numbers[Category(category), name]
-            for category, name, tensor in reversed(list(self._training.owned()))
-            if (Category(category), name) in self._numbers
-        }
+        torch.manual_seed(SEED)
+        return self._example(sizes)
 
 
-def _peak_parts(tape: Tape, gradient_bytes: int, kind: Category, name: str) -> list[MemoryPart]:
-    """Return what is live at the peak of a tape, beyond the standing memory: gradients, and all else as one kind."""
-    live_E = np.cumsum(tape.bytes_E)
-    peak = int(live_E.argmax()) + 1 if live_E.max(initial=0) > 0 else 0
-    own = int(tape.bytes_E[:peak][tape.block_E[:peak] >= 0].sum())
-    gradients = gradient_bytes + int(live_E[peak - 1] if peak else 0) - own
-    parts = (MemoryPart(Category.GRADIENTS, "", gradients), MemoryPart(kind, name, own))
-    return [part for part in parts if part.bytes]
-
-
-def _answer(measured: Sequence[MeasuredSize], wanted: Sizes, standing: StandingFootprint) -> MicroFootprint:
+def _answer(measured: Sequence[MicroFootprint], wanted: Sizes, standing: StandingFootprint) -> MicroFootprint:
     """Return the memory of the wanted micro-batch, from measured ones, the largest last."""
 
-    def likely(count: Callable[[MeasuredSize], int]) -> int:
+    def likely(count: Callable[[MicroFootprint], float]) -> int:
         """Return a count at the wanted size, without a margin."""
         if dict(measured[-1].sizes) == dict(wanted):
-            return count(measured[-1])
-        return extrapolate([(size.sizes, count(size)) for size in measured], wanted).bytes
+            return int(count(measured[-1]))
+        return extrapolate([(micro.sizes, int(count(micro))) for micro in measured], wanted).bytes
 
-    first, first_estimate, _ = enlarged([(size.sizes, size.first) for size in measured], wanted)
-    again, again_estimate, how = enlarged([(size.sizes, size.again) for size in measured], wanted)
+    first, first_estimate, _ = enlarged([(micro.sizes, micro.first) for micro in measured], wanted)
+    again, again_estimate, how = enlarged([(micro.sizes, micro.again) for micro in measured], wanted)
     worse = max(first_estimate, again_estimate, key=lambda extrapolated: extrapolated.margin)
     return MicroFootprint(
         sizes=dict(wanted),
         first=first,
         again=again,
-        parts=(*standing.parts, *_peak_parts(again, first.left_bytes, Category.ACTIVATIONS, "")),
-        flops=float(likely(lambda size: size.flops)),
-        kernels=likely(lambda size: size.kernels),
-        moved_bytes=float(MOVED * again.bytes_E[again.bytes_E > 0].sum()),
+        parts=(*standing.parts, *_peak_parts(again, first.left_bytes)),
+        flops=float(likely(lambda micro: micro.flops)),
+        kernels=likely(lambda micro: micro.kernels),
+        moved_bytes=float(likely(lambda micro: micro.moved_bytes)),
         origin=Provenance.EXTRAPOLATED,
         notes=(_how_far(worse, len(measured)), how, "inputs and temporaries are counted among the activations"),
     )
+
+
+def _peak_parts(tape: Tape, gradient_bytes: int) -> list[MemoryPart]:
+    """Return what is live at a tape's peak beyond the standing memory: gradients, and all else as activations."""
+    live_E = np.cumsum(tape.bytes_E)
+    peak = int(live_E.argmax()) + 1 if live_E.max(initial=0) > 0 else 0
+    own = int(tape.bytes_E[:peak][tape.block_E[:peak] >= 0].sum())
+    gradients = gradient_bytes + int(live_E[peak - 1] if peak else 0) - own
+    parts = (MemoryPart(Category.GRADIENTS, "", gradients), MemoryPart(Category.ACTIVATIONS, "", own))
+    return [part for part in parts if part.bytes]
 
 
 def _how_far(estimate: Extrapolated, sizes: int) -> str:
@@ -307,7 +234,7 @@ def _grown(values: Sequence[float]) -> float:
 
 
 @contextmanager
-def _same_numbers() -> Iterator[None]:
+def _own_numbers() -> Iterator[None]:
     """Use a fixed seed within, and leave torch's random state as it was."""
     import torch
 

@@ -36,8 +36,10 @@ if TYPE_CHECKING:
 
 SCRATCH = "scratch"  # the phase of what kernels take within themselves
 _ADD, _ADD_IN_PLACE = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
+_PUT, _PUT_IN_PLACE = torch.ops.aten.index_put.default, torch.ops.aten._index_put_impl_.default
 _DEVICE = torch.ops.prim.device.default
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, FakeTensor})
+_UNSAFE = True  # indices were checked in forward
 _ENGINE = "_engine_run_backward"  # the Python function under which only the engine itself calls operators
 
 
@@ -117,6 +119,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if func is _ADD and _engine_adds(args, kwargs) and _counts(args[0]) == self._alone and _is_dense(args[0]):
             func = _ADD_IN_PLACE  # the engine holds all of the gradient, so that it may write into it
+        elif func is _PUT and _engine_calls(kwargs):
+            func, args = _PUT_IN_PLACE, (*args, _UNSAFE)  # into zeros made for it: FunctionsManual.cpp, index_backward
         if func is _ADD_IN_PLACE and self.part == "backward":
             self._added(*args[:2])
         out = func(*args, **kwargs)
@@ -316,11 +320,16 @@ def _tensors(value: Any) -> Iterator[Any]:
 
 def _engine_adds(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Tell whether the autograd engine is adding two gradients, which it does in place where no mode is active."""
-    if kwargs or torch.is_grad_enabled() or torch._C._current_graph_task_id() == -1:
-        return False
     gradient, added = args[:2]
     alike = isinstance(added, torch.Tensor) and gradient.shape == added.shape and gradient.dtype == added.dtype
-    return alike and _caller() == _ENGINE
+    return alike and _engine_calls(kwargs)
+
+
+def _engine_calls(kwargs: Mapping[str, Any]) -> bool:
+    """Tell whether the autograd engine itself calls an operator, no Python function within a backward."""
+    if kwargs or torch.is_grad_enabled() or torch._C._current_graph_task_id() == -1:
+        return False
+    return _caller() == _ENGINE
 
 
 def _is_dense(tensor: Any) -> bool:

@@ -12,6 +12,7 @@ import threading
 from collections import Counter
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -96,7 +97,7 @@ class Tracer:
         """Take functions that make a training, its model and a batch, and the sizes of the batch for a first step."""
         self._build, self._model, self._example, self._smallest = build, model, example, smallest
         self._target = target
-        self._sessions: dict[MemoryChoice, _Session] = {}
+        self._sessions: dict[MemoryChoice, TraceSession] = {}
 
     def standing(self, choice: MemoryChoice) -> StandingFootprint:
         """Return the memory that does not depend on the batch."""
@@ -110,27 +111,28 @@ class Tracer:
         """Return the memory of a batch without gradients."""
         return self._session(choice).evaluation(sizes)
 
-    def _session(self, choice: MemoryChoice) -> _Session:
+    def _session(self, choice: MemoryChoice) -> TraceSession:
         if choice not in self._sessions:
-            build = lambda watch, model: self._build(choice, watch, model)  # noqa: E731 - one line says it
-            self._sessions[choice] = _Session(build, self._model, self._example, self._smallest, self._target)
+            build = partial(self._build, choice)
+            self._sessions[choice] = TraceSession(build, self._example, self._smallest, self._model, self._target)
         return self._sessions[choice]
 
 
-class _Session:
-    """A model on fake tensors that answers any number of questions."""
+class TraceSession:
+    """A training that answers any number of questions; without a `model` to make fake, it runs on real tensors."""
 
     def __init__(
         self,
         build: Callable[[Recorder, nn.Module | None], TracedTraining],
-        model: Callable[[], nn.Module],
         example: Callable[[Sizes], Any],
         smallest: Sizes,
-        target: Target,
+        model: Callable[[], nn.Module] | None = None,
+        target: Target = CPU,
     ) -> None:
+        """Build the training and begin to record."""
         self._example, self._smallest, self._target = example, smallest, target
         self._recorder, self._guesses = Recorder(target.scratch, hidden_bytes), Guesses()
-        self._mode = FakeMode(allow_non_fake_inputs=True)
+        self._mode = FakeMode(allow_non_fake_inputs=True) if model is not None else None
         self._micros: dict[tuple[object, ...], MicroFootprint] = {}
         self._standing: StandingFootprint | None = None
         self._shared: dict[int, tuple[Category, str, int]] = {}  # block → what for, whose, its number in every tape
@@ -139,13 +141,15 @@ class _Session:
         self._training.carrier = OnHost(self._recorder)
 
     def _built(
-        self, build: Callable[[Recorder, nn.Module | None], TracedTraining], model: Callable[[], nn.Module]
+        self, build: Callable[[Recorder, nn.Module | None], TracedTraining], model: Callable[[], nn.Module] | None
     ) -> TracedTraining:
         """Build the model on fake tensors; if that needs values, build it for real and make its tensors fake."""
         try:
             with self._open():
                 return build(self._recorder, None)
         except CannotTrace as error:
+            assert model is not None
+            assert self._mode is not None
             real = self._built_real(model, error)
             with self._open():
                 return build(self._recorder, faked(real, self._mode, self._recorder.see))
@@ -162,27 +166,29 @@ class _Session:
 
     @contextmanager
     def _open(self) -> Iterator[None]:
-        """Enter the fake mode and the recorder; any error meanwhile becomes CannotTrace."""
+        """Enter the fake mode, if any, and the recorder; any error of fake tensors becomes CannotTrace."""
         try:
             with self._modes():
                 yield
         except (CannotTrace, PipelineError):
             raise
         except Exception as error:
+            if self._mode is None:
+                raise
             raise CannotTrace(str(error).strip().split("\n")[0] or type(error).__name__) from error
 
     @contextmanager
     def _modes(self) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(_ONE_AT_A_TIME)
-            stack.enter_context(unlogged())
             stack.enter_context(self._target.imitate())
             stack.enter_context(eagerly())
-            stack.enter_context(self._mode)
             stack.enter_context(self._recorder.resizes())
-            stack.enter_context(conversions())
+            for context in (unlogged(), self._mode, conversions()) if self._mode is not None else ():
+                stack.enter_context(context)
             stack.enter_context(self._recorder)
-            stack.enter_context(self._guesses)
+            if self._mode is not None:
+                stack.enter_context(self._guesses)
             yield
 
     def standing(self) -> StandingFootprint:
@@ -285,14 +291,14 @@ class _Session:
             try:
                 with self._open(), self._recorder.inside(self._training.model):
                     run()
-            except CannotTrace:
-                if not self._guesses.reconsider():
+            except Exception as error:
+                self._training.release()  # gradients may be half added
+                self._make_gradients(with_gradients)
+                if not isinstance(error, CannotTrace) or not self._guesses.reconsider():
                     raise
             else:
                 self._own()
                 return self._tape(recording), recording
-            self._training.release()  # gradients may be half added
-            self._make_gradients(with_gradients)
 
     def _with_gradients(self) -> list[nn.Parameter]:
         return [parameter for parameter in self._training.model.parameters() if parameter.grad is not None]

@@ -137,7 +137,7 @@ class Work:
         return OracleLadder(
             [
                 lambda: Tracer(self.build, self.model, self.example, least, target),
-                lambda: MeasuredSmall(self.step, self.example, least),
+                lambda: MeasuredSmall(self.build, self.example, least),
                 formula,
             ]
         )

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from pipeline.errors import PlanInfeasible
 from pipeline.memory import footprint
-from pipeline.memory.estimating.cpu_profile import measure, record
 from pipeline.memory.estimating.extrapolate import stretched
 from pipeline.memory.estimating.fallback_oracle import Formula, OracleLadder
 from pipeline.memory.estimating.small_steps import Allowance, MeasuredSmall, rising
@@ -27,6 +26,7 @@ from pipeline.memory.footprint import (
     Tape,
     Unmeasurable,
 )
+from tests.memory.estimating.cpu_allocations import measure
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -104,6 +104,8 @@ class Training:
 
     model: nn.Module
     optimizer: torch.optim.Optimizer = field(init=False)
+    carrier: Any = None
+    contrasts: bool = False
     ran: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -120,6 +122,9 @@ class Training:
 
     def release(self) -> None:
         self.optimizer.zero_grad()
+
+    def evaluate(self, batch: Any) -> None:
+        self.model(*batch)
 
     def owned(self) -> Iterator[tuple[str, str, Tensor]]:
         for name, parameter in self.model.named_parameters():
@@ -152,7 +157,7 @@ def measured(kind: str, most: float = 1 / 4, **options: Any) -> tuple[MeasuredSm
             raise RuntimeError("no more memory")
         return example(sizes)
 
-    return MeasuredSmall(lambda choice: training, up_to, LEAST, **options), training
+    return MeasuredSmall(lambda choice, watch, model: training, up_to, LEAST, **options), training
 
 
 def real_step(kind: str, sizes: Mapping[str, int], micros: int) -> Tape:
@@ -222,21 +227,6 @@ def test_a_release_of_a_block_from_before_is_in_no_tape() -> None:
     kept = measure(lambda: held.update(after=torch.empty(70)))
     assert kept.left_bytes == 280
     assert measure(held.clear).bytes_E.tolist() == []
-
-
-def test_blocks_that_cross_parts_have_the_number_that_they_were_given() -> None:
-    held: dict[str, Tensor] = {}
-
-    def numbers() -> dict[int, int]:
-        return {tensor.untyped_storage().data_ptr(): -7 for name, tensor in held.items() if name == "known"}
-
-    make, drop = record([lambda: held.update(known=torch.empty(10), stray=torch.empty(20)), held.clear], numbers)
-    assert sorted(zip(make.tape.block_E.tolist(), make.tape.bytes_E.tolist(), strict=True)) == [
-        (-7, 40),
-        (0, -80),
-        (0, 80),
-    ]
-    assert list(zip(drop.tape.block_E.tolist(), drop.tape.bytes_E.tolist(), strict=True)) == [(-7, -40)]
 
 
 def test_an_error_within_leaves_the_profiler_and_the_collector_as_they_were() -> None:
@@ -352,7 +342,7 @@ def test_sizes_too_small_to_be_batches_are_passed_over() -> None:
             raise ValueError("more nodes, please")
         return example(sizes)
 
-    oracle = MeasuredSmall(lambda choice: Training(make()), picky, LEAST)
+    oracle = MeasuredSmall(lambda choice, watch, model: Training(make()), picky, LEAST)
     assert oracle.micro(CHOICE, {"nodes": 3000}).first.peak_bytes > 0
 
 
@@ -367,7 +357,7 @@ def test_growing_stops_before_memory_or_time_would_end() -> None:
 
 
 def test_a_model_too_large_for_this_machine_is_not_built() -> None:
-    oracle = MeasuredSmall(lambda choice: pytest.fail("built"), masked_batch, LEAST, state_bytes=5 << 30)
+    oracle = MeasuredSmall(lambda choice, watch, model: pytest.fail("built"), masked_batch, LEAST, state_bytes=5 << 30)
     with pytest.raises(Unmeasurable, match=r"its state of 5\.0 GiB is above the 4\.0 GiB"):
         oracle.standing(CHOICE)
 

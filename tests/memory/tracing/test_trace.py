@@ -240,6 +240,23 @@ def test_a_model_in_another_type_takes_as_much_as_it_really_does():
     assert micro.parts == same.parts
 
 
+class Chosen(nn.Module):
+    """Takes rows by their numbers, as messages over edges do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, 4 * WIDTH)
+
+    def forward(self, x_NF: Tensor) -> Tensor:
+        return self.embed(x_NF)[torch.arange(len(x_NF) // 8)]
+
+
+@pytest.mark.usefixtures("_limited")
+def test_the_gradient_of_chosen_rows_is_written_in_place_as_the_engine_does():
+    planned = live_peak_bytes(*answers(Small(Chosen), LARGE), accumulate=False)
+    assert planned == pytest.approx(true_peak(Small(Chosen), LARGE), rel=0.01)
+
+
 @pytest.mark.usefixtures("_limited")
 def test_checkpointing_keeps_less_and_computes_more():
     task, choice = Small(lambda: nn.Sequential(layers(depth=6))), MemoryChoice(checkpointing=True)
