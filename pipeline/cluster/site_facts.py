@@ -19,7 +19,8 @@ Ask: TypeAlias = Callable[[Sequence[str], float], str]  # arguments and seconds 
 PATIENCE_S = 20.0
 CONFIG = ("scontrol", "show", "config")
 PARTITIONS = ("scontrol", "show", "partition", "--oneliner")
-NODES = ("sinfo", "--noheader", "--exact", "--format=%R|%D|%c|%m|%G|%f")  # --exact: 3 nodes of 64 GB are no "64000+"
+# --exact: 3 nodes of 64 GB are no "64000+"
+NODES = ("sinfo", "--noheader", "--exact", "--format=%P|%D|%c|%m|%G|%f|%l|%N")
 NOTHING = ("", "(null)", "N/A", "n/a", "NONE", "none", "UNLIMITED", "INFINITE", "infinite", "ALL")
 _FIELD = re.compile(r"(?:^|\s)([A-Za-z][\w/:-]*)=(\S*)")
 _SETTING = re.compile(r"\s*([\w/\[\]-]+)\s*=\s?(.*)")
@@ -27,14 +28,21 @@ _SETTING = re.compile(r"\s*([\w/\[\]-]+)\s*=\s?(.*)")
 
 @dataclass(frozen=True, slots=True)
 class SiteNodes:
-    """A group of equal nodes of one partition."""
+    """Nodes of one partition that are alike; a partition of several kinds has several such groups."""
 
     partition: str
+    is_default: bool  # whether that is the partition of jobs that name none
     count: int
-    cpus: int | None
-    mem_bytes: int | None
+    cpus: int  # of one node, as the next two; 0: not told
+    mem_bytes: int
     gpus: tuple[Gpus, ...]
     features: tuple[str, ...]
+    time_s: int | None  # the longest that a job may take; None: no limit
+    named: str  # the nodes, as Slurm lists them
+
+    @property
+    def gpu_count(self) -> int:
+        return sum(gpus.count for gpus in self.gpus)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,14 +191,17 @@ def parse_nodes(text: str) -> tuple[SiteNodes, ...]:
     return tuple(
         SiteNodes(
             partition=row[0].rstrip("*"),
+            is_default=row[0].endswith("*"),
             count=leading_number(row[1]) or 0,
-            cpus=leading_number(row[2]),
-            mem_bytes=(leading_number(row[3]) or 0) * MIB or None,
+            cpus=leading_number(row[2]) or 0,
+            mem_bytes=(leading_number(row[3]) or 0) * MIB,
             gpus=parse_gres(row[4]),
             features=_list(row[5]),
+            time_s=limit_of(row[6]),
+            named=row[7],
         )
         for row in rows
-        if len(row) == 6 and row[0]
+        if len(row) == 8 and row[0]
     )
 
 

@@ -66,13 +66,13 @@ class SlurmExecutor:
 
     @property
     def cpus(self) -> int:
-        return sum(kind.cpus * kind.nodes for kind in self.facts.nodes()) or MANY_CPUS
+        return sum(kind.cpus * kind.count for kind in self.facts.nodes()) or MANY_CPUS
 
     @property
     def gpus(self) -> int:
         count: dict[str, int] = {}
         for kind in self.facts.partitions:  # partitions share nodes
-            count[kind.name] = count.get(kind.name, 0) + kind.gpus * kind.nodes
+            count[kind.partition] = count.get(kind.partition, 0) + kind.gpu_count * kind.count
         return max(count.values(), default=MANY_GPUS)
 
     @property
@@ -258,7 +258,7 @@ class SlurmExecutor:
 
     def _partitions(self) -> list[str]:
         """Return the names that `partition` can have."""
-        return [kind.name for kind in self.facts.partitions]
+        return [kind.partition for kind in self.facts.partitions]
 
 
 def _refuse_foreign(spec: JobSpec) -> None:

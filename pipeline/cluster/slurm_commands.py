@@ -9,14 +9,13 @@ import shutil
 import subprocess
 import tempfile
 from contextlib import redirect_stderr, suppress
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.cluster import sbatch
 from pipeline.cluster.accounting import ENVIRONMENT, CommandFailed
-from pipeline.cluster.fields import SQUEUE, Queued, limit_of, parse_gres, parse_squeue
+from pipeline.cluster.fields import SQUEUE, Queued, parse_squeue
 from pipeline.errors import SubmissionRefused
 
 if TYPE_CHECKING:
@@ -31,20 +30,6 @@ MINE = re.compile(r"(SLURM|SLURMD|SRUN|SBATCH|SQUEUE|SACCT|SINFO|SCONTROL|SCANCE
 KEPT = frozenset({"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_CONF_SERVER"})
 DEFAULTS = frozenset(f"SBATCH_{name}" for name in ("ACCOUNT", "PARTITION", "QOS", "RESERVATION", "CONSTRAINT"))
 LENT = frozenset({"CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ZE_AFFINITY_MASK"})
-
-
-@dataclass(frozen=True, slots=True)
-class NodeKind:
-    """A line of sinfo: nodes of one partition that are alike; a partition of several kinds has several lines."""
-
-    name: str
-    cpus: int  # of one node
-    mem_bytes: int  # of one node
-    gpus: int  # of one node
-    nodes: int
-    nodes_named: str
-    time_s: int | None  # None: no limit
-    is_default: bool
 
 
 def run_command(words: Sequence[str], timeout_s: float = ASK_S, *, stdin: str = "") -> str:
@@ -120,41 +105,11 @@ def named(name: str) -> set[JobId]:
     return {line.partition("_")[0] for line in text.split()}
 
 
-def node_kinds() -> list[NodeKind]:
-    """Return what kinds of node each partition has."""
-    text = run_command(["sinfo", "--noheader", "--exact", "--format=%P|%c|%m|%G|%D|%l|%N"])
-    kinds = [_partition(line.split("|")) for line in text.splitlines() if line.count("|") == 6]
-    return [kind for kind in kinds if kind is not None]
-
-
-def _partition(cells: Sequence[str]) -> NodeKind | None:
-    """Parse a line of sinfo; None if it is malformed."""
-    name, cpus, mem, gres, nodes, limit, named_nodes = (cell.strip() for cell in cells)
-    if not (cpus.isdecimal() and mem.isdecimal() and nodes.isdecimal()):
-        return None
-    return NodeKind(
-        name=name.rstrip("*"),
-        cpus=int(cpus),
-        mem_bytes=int(mem) << 20,
-        gpus=sum(gpus.count for gpus in parse_gres(gres)),
-        nodes=int(nodes),
-        nodes_named=named_nodes,
-        time_s=limit_of(limit),
-        is_default=name.endswith("*"),
-    )
-
-
 def reserved_bytes(nodes: str) -> int:
     """Return how much memory a node reserves for itself: the least of the named nodes; 0 if unknown."""
     text = run_command(["scontrol", "--oneliner", "show", "node", nodes])
     kept = [int(match[1]) if (match := re.search(r"\bMemSpecLimit=(\d+)", line)) else 0 for line in text.splitlines()]
     return min(kept, default=0) << 20
-
-
-def setting(name: str) -> str:
-    """Return a value of `scontrol show config`, empty if it is not set."""
-    match = re.search(rf"^{re.escape(name)}\s*=\s*(.*)$", run_command(["scontrol", "show", "config"]), re.MULTILINE)
-    return match[1].strip() if match else ""
 
 
 def most_queued(account: str | None, qos: str | None, partition: str | None) -> int | None:

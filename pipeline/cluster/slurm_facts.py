@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from pipeline.cluster import slurm_commands
 from pipeline.cluster.accounting import CommandFailed
 from pipeline.cluster.job_spec import Limits, refuse_larger
+from pipeline.cluster.site_facts import CONFIG, NODES, Site, parse_nodes, parse_settings
 from pipeline.command_line import ANY, Command
 from pipeline.config.schema_parts import format_duration
 from pipeline.errors import SubmissionRefused
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from pipeline.cluster.job_spec import JobSpec
-    from pipeline.cluster.slurm_commands import NodeKind
+    from pipeline.cluster.site_facts import SiteNodes
     from pipeline.config.schema_cluster import SlurmSection
 
 
@@ -31,24 +32,24 @@ class Facts:
     def limits(self, partition: str | None = None, *, cpus: int = 1, gpus: int = 0) -> Limits:
         """Return the limits of a partition (by default the site's or the cluster's) for tasks of such a size."""
         site, size = self.site, self.array_size
-        nodes = [kind for kind in self.nodes(partition) if kind.cpus >= cpus and kind.gpus >= gpus]
+        nodes = [kind for kind in self.nodes(partition) if kind.cpus >= cpus and kind.gpu_count >= gpus]
         mem_bytes = self._largest_mem(nodes) if site.largest_mem == "auto" else int(site.largest_mem)
         time_s = _longest(nodes) if site.longest_time is None else int(site.longest_time)
         queued = self._most_queued if site.max_submit == "auto" else int(site.max_submit)
-        there = sum(kind.nodes for kind in nodes) or None
+        there = sum(kind.count for kind in nodes) or None
         highest = size and size - 1
         return Limits(mem_bytes, time_s, job_tasks=size, highest_task=highest, queued_tasks=queued, nodes=there)
 
-    def nodes(self, partition: str | None = None) -> list[NodeKind]:
+    def nodes(self, partition: str | None = None) -> list[SiteNodes]:
         """Return the kinds of node in a partition, or in several named as in `a,b`."""
         named = (partition or self.site.partition or "").split(",")
-        return [kind for kind in self.partitions if (kind.is_default if named == [""] else kind.name in named)]
+        return [kind for kind in self.partitions if (kind.is_default if named == [""] else kind.partition in named)]
 
     @cached_property
-    def partitions(self) -> list[NodeKind]:
+    def partitions(self) -> list[SiteNodes]:
         """The kinds of node of all partitions; empty if sinfo does not answer."""
         try:
-            return slurm_commands.node_kinds()
+            return list(parse_nodes(slurm_commands.run_command(NODES)))
         except CommandFailed:
             return []
 
@@ -58,10 +59,9 @@ class Facts:
         if self.site.max_array_size != "auto":
             return int(self.site.max_array_size)
         try:
-            size = slurm_commands.setting("MaxArraySize")
+            return Site(parse_settings(slurm_commands.run_command(CONFIG))).max_array_size or None
         except CommandFailed:
             return None
-        return int(size) if size.isdecimal() and int(size) > 0 else None
 
     @cached_property
     def _most_queued(self) -> int | None:
@@ -70,19 +70,19 @@ class Facts:
         except CommandFailed:
             return None
 
-    def _largest_mem(self, nodes: Sequence[NodeKind]) -> int | None:
+    def _largest_mem(self, nodes: Sequence[SiteNodes]) -> int | None:
         """Return the memory of the largest node, less what the node reserves for itself."""
         if not nodes:
             return None
-        largest = max(nodes, key=lambda kind: kind.mem_bytes)
-        named = largest.nodes_named
+        most_bytes = max(kind.mem_bytes for kind in nodes)
+        named = ",".join(dict.fromkeys(kind.named for kind in nodes if kind.mem_bytes == most_bytes))
         with suppress(CommandFailed):
             if named not in self._reserved:
                 self._reserved[named] = slurm_commands.reserved_bytes(named)
-        return largest.mem_bytes - self._reserved.get(named, 0)
+        return most_bytes - self._reserved.get(named, 0)
 
 
-def _longest(nodes: Sequence[NodeKind]) -> int | None:
+def _longest(nodes: Sequence[SiteNodes]) -> int | None:
     """Return the longest time limit of the partitions; None if one has no limit."""
     limits = [kind.time_s for kind in nodes]
     return max((limit for limit in limits if limit is not None), default=None) if None not in limits else None
@@ -165,16 +165,17 @@ def _again(spec: JobSpec) -> Command:
     return Command.submit("all" if spec.name == SUPERVISE else spec.name)
 
 
-def refuse_above_nodes(spec: JobSpec, nodes: Sequence[NodeKind], limits: Limits) -> None:
+def refuse_above_nodes(spec: JobSpec, nodes: Sequence[SiteNodes], limits: Limits) -> None:
     """Refuse a job whose tasks no node could hold; nothing is refused if the nodes are unknown."""
     if not nodes:
         return
-    cpus, gpus = max(kind.cpus for kind in nodes), max(kind.gpus for kind in nodes)
-    where = f"the largest node of {', '.join(sorted({kind.name for kind in nodes}))}"
+    cpus, gpus = max(kind.cpus for kind in nodes), max(kind.gpu_count for kind in nodes)
+    partitions = ", ".join(sorted({kind.partition for kind in nodes}))
+    where = f"the largest node of {partitions}"
     section = _section(spec)
     most_mem = spec.mem_bytes or 0 if limits.mem_bytes is None else limits.mem_bytes
     if spec.time_s and limits.time_s and spec.time_s > limits.time_s:
-        where = f"{', '.join(sorted({kind.name for kind in nodes}))} gives at most {format_duration(limits.time_s)}"
+        where = f"{partitions} gives at most {format_duration(limits.time_s)}"
         what = f"each task asks for {format_duration(spec.time_s)}"
         remedy = _again(spec).with_settings((f"cluster.{section}.time", format_duration(limits.time_s)))
         raise SubmissionRefused(f"{what}; {where}", where=f"job {spec.name}", remedy=remedy)
@@ -182,12 +183,12 @@ def refuse_above_nodes(spec: JobSpec, nodes: Sequence[NodeKind], limits: Limits)
     _refuse_too_many(spec, nodes)
 
 
-def _refuse_too_many(spec: JobSpec, nodes: Sequence[NodeKind]) -> None:
+def _refuse_too_many(spec: JobSpec, nodes: Sequence[SiteNodes]) -> None:
     """Refuse a job of more nodes than any one partition has."""
     there: dict[str, int] = {}
     for kind in nodes:
-        if kind.cpus >= spec.cpus_on_node and kind.gpus >= spec.gpus:
-            there[kind.name] = there.get(kind.name, 0) + kind.nodes
+        if kind.cpus >= spec.cpus_on_node and kind.gpu_count >= spec.gpus:
+            there[kind.partition] = there.get(kind.partition, 0) + kind.count
     most = max(there.values(), default=spec.nodes)
     if spec.nodes > most:
         what = f"each task asks for {spec.nodes} nodes; {', '.join(sorted(there))} has {most} that are large enough"

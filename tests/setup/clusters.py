@@ -71,7 +71,9 @@ PLAIN = {
             partition("short", time="00:02:00"),
         ]
     ),
-    "nodes": "main|3|4|6000|gpu:2|(null)\npreempt|3|4|6000|gpu:2|(null)\nshort|3|4|6000|gpu:2|(null)\n",
+    "nodes": "main*|3|4|6000|gpu:2|(null)|1-00:00:00|n[1-3]\n"
+    "preempt|3|4|6000|gpu:2|(null)|1-00:00:00|n[1-3]\n"
+    "short|3|4|6000|gpu:2|(null)|2:00|n[1-3]\n",
     "assoc": "plain|root||normal|\nplain|lab||normal,tiny|50\nelsewhere|secret||normal|1\n",
     "user": "lab\n",
     "qos": "normal|\ntiny|4\n",
@@ -106,14 +108,14 @@ TaskPlugin              = task/cgroup,task/affinity
         ]
     ),
     "nodes": """\
-cpu|120|64|257000|(null)|zen3,ib
-gpu|8|64|515000|gpu:a100:4(S:0-1),nvme:1|a100-80g,ib
-gpu|8|64|515000|gpu:a100:4(S:0,3)|a100-40g,ib
-hopper|4|96|1031000|gpu:nvidia_h100_80gb_hbm3:8(S:0-7)|ib
-slices|1|128|1031000|gpu:1g.10gb:14(S:0-1),gpu:3g.40gb:4(S:2-3)|mig
-scavenge|8|64|515000|gpu:a100:4(S:0-1),nvme:1|a100-80g,ib
-scavenge|2|40|380000+|gpu:tesla_v100-sxm2-32gb:4(S:0-1)|(null)
-old|3|16|64000|gpu:p100:2,gpu:gtx1080ti:1(S:0)|(null)
+cpu*|120|64|257000|(null)|zen3,ib|7-00:00:00|cpu[1-120]
+gpu|8|64|515000|gpu:a100:4(S:0-1),nvme:1|a100-80g,ib|2-00:00:00|gpu[1-8]
+gpu|8|64|515000|gpu:a100:4(S:0,3)|a100-40g,ib|2-00:00:00|gpu[1-8]
+hopper|4|96|1031000|gpu:nvidia_h100_80gb_hbm3:8(S:0-7)|ib|1-00:00:00|hopper[1-4]
+slices|1|128|1031000|gpu:1g.10gb:14(S:0-1),gpu:3g.40gb:4(S:2-3)|mig|8:00:00|slices[1-1]
+scavenge|8|64|515000|gpu:a100:4(S:0-1),nvme:1|a100-80g,ib|infinite|scavenge[1-8]
+scavenge|2|40|380000+|gpu:tesla_v100-sxm2-32gb:4(S:0-1)|(null)|infinite|scavenge[1-2]
+old|3|16|64000|gpu:p100:2,gpu:gtx1080ti:1(S:0)|(null)|infinite|old[1-3]
 """,
     "assoc": "alpha-2|chem||normal,long|500\n",
     "user": "chem\n",
@@ -131,9 +133,13 @@ SLURM_VERSION           = 20.11.9
 TaskPlugin              = task/affinity
 """,
     "partitions": "\n".join([partition("no", time="30:00"), partition("gpu:fast", time="1-12:00:00")]),
-    "nodes": "no|10|32|1|(null)|(null)\ngpu:fast|2|32|1|gpu:weird-é:1|(null)\nbroken line\n|1|1|1|x|y\n",
+    "nodes": "no|10|32|1|(null)|(null)|30:00|no[1-10]\ngpu:fast|2|32|1|gpu:weird-é:1|(null)|1-12:00:00|f[1-2]\n"
+    "broken line\n|1|1|1|x|y|z|n1\n",
 }
-NO_GPUS = PLAIN | {"nodes": "main|3|4|6000|(null)|(null)\n", "config": PLAIN_CONFIG.replace("plain", "nogpus")}
+NO_GPUS = PLAIN | {
+    "nodes": "main*|3|4|6000|(null)|(null)|1-00:00:00|n[1-3]\n",
+    "config": PLAIN_CONFIG.replace("plain", "nogpus"),
+}
 ALL = {"plain": PLAIN, "mixed": MIXED, "bare": BARE, "no_gpus": NO_GPUS}
 
 
