@@ -28,8 +28,7 @@ Yes = Annotated[bool, typer.Option("--yes", help="Do it; else only say what woul
 def resume_command(run: Run = None, config: ConfigFile = None, sets: Sets = None) -> None:
     """Take up a run that nobody looks after any more: its supervisor or its login process died."""
     from pipeline.errors import ConfigError
-    from pipeline.journal.ledger import LedgerReader
-    from pipeline.journal.run_status import ENDED, RunState, fold_events
+    from pipeline.journal.run_status import ENDED, RunState, StatusReader
     from pipeline.project.project import stays
     from pipeline.runs.engine.handover import pay_visit, start_supervisor
 
@@ -46,7 +45,7 @@ def resume_command(run: Run = None, config: ConfigFile = None, sets: Sets = None
         start_supervisor(folder)
     else:
         pay_visit(folder)
-        if failed := fold_events(folder.name, LedgerReader(folder).news()).exit_code:  # the visit has said why
+        if failed := StatusReader(folder).read().exit_code:  # the visit has said why
             raise typer.Exit(failed)
     typer.echo(f"run {folder.name} goes on\n  watch it: pipeline status {folder.name} --watch")
 
@@ -148,20 +147,12 @@ def _looks(folder: RunFolder, *, watch: bool) -> tuple[Callable[[], SeenRun], Ca
     from dataclasses import replace
 
     from pipeline.journal.active_runs import GOING_ON, Sparing, Trail, look_at_queue, run_as_shown
-    from pipeline.journal.ledger import LedgerReader
-    from pipeline.journal.run_status import RunStatus
+    from pipeline.journal.run_status import StatusReader
 
-    status, reader, trail = RunStatus(folder.name), LedgerReader(folder), Trail()
-    ask = Sparing() if watch else look_at_queue
-
-    def catch_up() -> None:
-        for event in reader.news():
-            status.apply(event)
-            if watch:
-                trail.apply(event)
+    trail, ask = Trail(), Sparing() if watch else look_at_queue
+    reader = StatusReader(folder, trail.apply) if watch else StatusReader(folder)
 
     def now() -> SeenRun:
-        catch_up()
-        return replace(run_as_shown(folder, status, socket.gethostname(), catch_up, ask), **trail.to_json())
+        return replace(run_as_shown(folder, reader, socket.gethostname(), ask), **trail.to_json())
 
-    return now, lambda: status.state in GOING_ON
+    return now, lambda: reader.status.state in GOING_ON

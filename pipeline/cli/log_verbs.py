@@ -40,14 +40,13 @@ def logs_command(
 ) -> None:
     """Show what the tasks of a run have printed: the failed ones, else the newest."""
     from pipeline.errors import ConfigError
-    from pipeline.journal.ledger import LedgerReader
     from pipeline.journal.run_logs import LogChoice, wanted_logs
-    from pipeline.journal.run_status import fold_events
+    from pipeline.journal.run_status import StatusReader
 
     if follow and as_json:
         raise ConfigError("one document cannot be followed", where="--json", remedy="leave -f or --json out")
     folder = run_folder(run, config, sets)
-    status = fold_events(folder.name, LedgerReader(folder).news())
+    status = StatusReader(folder).read()
     if rank is not None:
         stage, rank = _ranked(folder, status, stage, rank)
     wanted = LogChoice(stage, task, attempt, failed)
@@ -132,7 +131,7 @@ def _follow(folder: RunFolder, wanted: LogChoice, rank: int | None = None) -> No
 
     follower, last, looked_at = Follower(folder, wanted), "", time.monotonic()
     while True:
-        for log, path, text in follower.news():
+        for log, path, text in follower.fresh():
             if not (own := "".join(_of_rank([text], rank))):
                 continue
             if path != last:

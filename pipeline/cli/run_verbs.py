@@ -300,22 +300,20 @@ def _watch(folder: RunFolder, ended: Callable[[RunStatus], None]) -> None:
     import time
 
     from pipeline.errors import JobFailed
-    from pipeline.journal.ledger import LedgerReader
-    from pipeline.journal.run_status import RunState, RunStatus
+    from pipeline.journal.run_status import RunState, StatusReader
     from pipeline.report.live_status import StageBars
 
-    status, reader = RunStatus(folder.name), LedgerReader(folder)
+    reader = StatusReader(folder)
     with StageBars() as live:
         show = _shown(live)
         try:
-            while status.state in (RunState.WAITING, RunState.RUNNING):
-                for event in reader.fresh():
-                    status.apply(event)
-                show(status)
+            while reader.status.state in (RunState.WAITING, RunState.RUNNING):
+                show(reader.read())
                 time.sleep(WATCH_EVERY_S)
         except KeyboardInterrupt:
             typer.echo(f"\nthe run goes on: {_status_of(folder)}", err=True)
             raise
+    status = reader.status
     ended(status)
     if status.exit_code:
         failed = JobFailed(status.error)

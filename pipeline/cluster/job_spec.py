@@ -299,3 +299,23 @@ def _can_be_passed(text: str) -> bool:
         return b"\0" not in os.fsencode(text)
     except UnicodeEncodeError:
         return False
+
+
+def format_ranges(ascending: Sequence[int]) -> str:
+    """Write ascending numbers as `0-4,7,9-11`."""
+    parts: list[list[int]] = []
+    for number in ascending:
+        if parts and parts[-1][1] == number - 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
+
+
+def parse_ranges(text: str) -> list[int]:
+    """Return the numbers that `format_ranges` wrote."""
+    numbers: list[int] = []
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        numbers += range(int(first), int(last or first) + 1)
+    return numbers

@@ -11,7 +11,7 @@ import re
 import shlex
 from typing import TYPE_CHECKING
 
-from pipeline.cluster.job_spec import TASK
+from pipeline.cluster.job_spec import TASK, format_ranges
 from pipeline.command_line import ANY, Command
 from pipeline.config.site_profiles import shipped
 from pipeline.errors import SubmissionRefused
@@ -114,13 +114,7 @@ def options(spec: JobSpec, site: SlurmSection, offset: int = 0) -> list[str]:
 
 def array(tasks: Sequence[int], offset: int = 0, max_parallel: int | None = None) -> str:
     """Return the value of `--array` with ranges, such as 0-4,7,9-11%8."""
-    ranges: list[list[int]] = []
-    for index in (task - offset for task in tasks):
-        if ranges and index == ranges[-1][1] + 1:
-            ranges[-1][1] = index
-        else:
-            ranges.append([index, index])
-    text = ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
+    text = format_ranges([task - offset for task in tasks])
     return text + (f"%{max_parallel}" if max_parallel and max_parallel < len(tasks) else "")
 
 

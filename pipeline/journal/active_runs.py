@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pipeline.cluster.fields import Queued
     from pipeline.cluster.job_spec import JobId
     from pipeline.config.schema import Config
-    from pipeline.journal.run_status import RunStatus, StageStatus
+    from pipeline.journal.run_status import RunStatus, StageStatus, StatusReader
     from pipeline.records import Event
 
 
@@ -133,17 +133,13 @@ class SeenRun:
 
 
 def run_as_shown(
-    folder: RunFolder,
-    status: RunStatus,
-    this_host: str,
-    catch_up: Callable[[], None],
-    ask: Callable[[RunStatus], QueueLook] = look_at_queue,
+    folder: RunFolder, reader: StatusReader, this_host: str, ask: Callable[[RunStatus], QueueLook] = look_at_queue
 ) -> SeenRun:
-    """Return a run as it is shown; `catch_up` applies new events to its status."""
+    """Return a run as it is shown, by its ledger and the queue."""
+    status = reader.read()
     now = ask(status)
     if is_abandoned(status, this_host, now):
-        catch_up()  # a visit may have handed over since
-        now = look_at_queue(status)
+        now = look_at_queue(reader.read())  # a visit may have handed over since
         if is_abandoned(status, this_host, now):
             status.abandon()
     waits_for = {stage.name: now.reasons(stage.live) for stage in status.stages.values()}

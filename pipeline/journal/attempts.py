@@ -13,7 +13,7 @@ from pipeline.journal.run_folder import writing_run
 from pipeline.records import Reason
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
     from pipeline.cluster.job_spec import JobId
     from pipeline.journal.run_folder import RunFolder
@@ -124,26 +124,6 @@ class TaskRecord:
         """Add to the report of an attempt's worker, and return it."""
         self.words[attempt] = replace(self.words.get(attempt, SILENCE), **facts)
         return self.words[attempt]
-
-
-def format_ranges(ascending: Sequence[int]) -> str:
-    """Write ascending numbers as `0-4,7,9-11`."""
-    parts: list[list[int]] = []
-    for number in ascending:
-        if parts and parts[-1][1] == number - 1:
-            parts[-1][1] = number
-        else:
-            parts.append([number, number])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
-
-
-def parse_ranges(text: str) -> list[int]:
-    """Return the numbers that `format_ranges` wrote."""
-    numbers: list[int] = []
-    for part in filter(None, text.split(",")):
-        first, _, last = part.partition("-")
-        numbers += range(int(first), int(last or first) + 1)
-    return numbers
 
 
 Why = tuple[Reason, str]

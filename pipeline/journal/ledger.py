@@ -83,7 +83,7 @@ class LedgerReader:
             for lines in self._fresh_of(path):
                 yield from filter(None, (_event(line, writer) for line in lines))
 
-    def news(self) -> Iterator[Event]:
+    def latest(self) -> Iterator[Event]:
         """Yield what `fresh` does without progress that later events supersede: enough for the status of a run."""
         for path, writer in self._grown():
             for lines in self._fresh_of(path):

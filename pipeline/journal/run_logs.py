@@ -8,18 +8,17 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from pipeline.cluster.job_spec import parse_ranges
 from pipeline.cluster.sbatch import offset_of
 from pipeline.cluster.verdict import Cause
-from pipeline.journal.attempts import parse_ranges
-from pipeline.journal.ledger import LedgerReader
-from pipeline.journal.run_status import RunState, RunStatus
+from pipeline.journal.run_status import RunState, StatusReader
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from pipeline.journal.attempts import Attempt, TaskRecord
     from pipeline.journal.run_folder import RunFolder
-    from pipeline.journal.run_status import StageJob, StageStatus
+    from pipeline.journal.run_status import RunStatus, StageJob, StageStatus
 
 SUPERVISE = "supervise"
 ENDS = (".out", ".err")
@@ -215,21 +214,23 @@ class Follower:
     """Follows the logs of a run until it has ended; logs may appear late, shrink or be replaced."""
 
     def __init__(self, folder: RunFolder, wanted: LogChoice) -> None:
-        self.status = RunStatus(folder.name)
-        self._folder, self._wanted, self._reader = folder, wanted, LedgerReader(folder)
+        self._folder, self._wanted, self._reader = folder, wanted, StatusReader(folder)
         self._places: dict[str, _Place] = {}
         self._over: set[str] = set()  # logs to which nothing will be added, read to their end
         self._first = True
+
+    @property
+    def status(self) -> RunStatus:
+        return self._reader.status
 
     @property
     def ended(self) -> bool:
         """Whether the run has ended, and so nothing more will come."""
         return self.status.state not in (RunState.WAITING, RunState.RUNNING)
 
-    def news(self) -> Iterator[tuple[Log, str, str]]:
+    def fresh(self) -> Iterator[tuple[Log, str, str]]:
         """Yield new text, with its log and its file."""
-        for event in self._reader.news():
-            self.status.apply(event)
+        self._reader.read()
         for log in self._logs():
             last = self.ended or not log.live
             for path in log.paths:

@@ -8,15 +8,15 @@ from enum import Enum
 from itertools import count, takewhile
 from typing import TYPE_CHECKING, Any, Protocol
 
-from pipeline.cluster.job_spec import Limits
+from pipeline.cluster.job_spec import Limits, parse_ranges
 from pipeline.cluster.machine import is_alive
 from pipeline.cluster.verdict import Cause, Word
-from pipeline.journal.attempts import SILENCE, Ask, Attempt, TaskRecord, parse_ranges
+from pipeline.journal.attempts import SILENCE, Ask, Attempt, TaskRecord
 from pipeline.journal.ledger import LedgerReader
 from pipeline.records import Event, EventKind
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from pipeline.cluster.job_spec import JobId
     from pipeline.journal.run_folder import RunFolder
@@ -369,24 +369,33 @@ def _take_report(stage: StageStatus, event: Event) -> None:
 WORDS = (EventKind.TASK_STARTED, EventKind.PROGRESS, EventKind.TASK_FINISHED, EventKind.TASK_FAILED)
 
 
-def fold_events(name: str, events: Iterable[Event]) -> RunStatus:
-    """Return the status that these events lead to."""
-    status = RunStatus(name)
-    for event in events:
-        status.apply(event)
-    return status
+class StatusReader:
+    """Keeps the status of a run up to date with its ledger."""
+
+    def __init__(
+        self, folder: RunFolder, take: Callable[[Event], object] = lambda _event: None, *, whole: bool = False
+    ) -> None:
+        """Give each event to `take`, too: those that the status needs, or where `whole` is set all of them."""
+        self.status, self._take = RunStatus(folder.name), take
+        ledger = LedgerReader(folder)
+        self._events = ledger.fresh if whole else ledger.latest
+
+    def read(self) -> RunStatus:
+        """Apply the events since the last call; return the status."""
+        for event in self._events():
+            self.status.apply(event)
+            self._take(event)
+        return self.status
 
 
 def status_of(folder: RunFolder, this_host: str, queue: Queue | None = None) -> RunStatus:
     """Return the status of a run; a running one without a supervisor is abandoned."""
-    reader, status = LedgerReader(folder), RunStatus(folder.name)
+    reader = StatusReader(folder)
     for _ in range(2):  # between reading and asking, a visit may have handed over
-        for event in reader.news():
-            status.apply(event)
-        if not is_abandoned(status, this_host, queue):
-            return status
-    status.abandon()
-    return status
+        if not is_abandoned(reader.read(), this_host, queue):
+            return reader.status
+    reader.status.abandon()
+    return reader.status
 
 
 class Queue(Protocol):

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from pipeline.cluster.job_spec import format_ranges
 from pipeline.journal import run_folder as folders
-from pipeline.journal.attempts import Ask, Attempt, format_ranges
+from pipeline.journal.attempts import Ask, Attempt
 from pipeline.journal.ledger import Ledger, LedgerReader
 from pipeline.journal.run_folder import RunFolder
-from pipeline.journal.run_status import RunStatus, StageJob, fold_events
-from pipeline.records import EventKind
+from pipeline.journal.run_status import RunStatus, StageJob
+from pipeline.records import Event, EventKind
 
 ASK = Ask(1 << 30, 3600)
+
+
+def fold_events(name: str, events: Iterable[Event]) -> RunStatus:
+    """Return the status that these events lead to."""
+    status = RunStatus(name)
+    for event in events:
+        status.apply(event)
+    return status
 
 
 class Told:

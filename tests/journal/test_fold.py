@@ -15,11 +15,12 @@ from pipeline.journal import run_folder as folders
 from pipeline.journal.attempts import Ask, Attempt, leave_out, left_out_items
 from pipeline.journal.ledger import Note, read_notes
 from pipeline.journal.run_folder import RunFolder
-from pipeline.journal.run_status import RunStatus, StageJob, fold_events
+from pipeline.journal.run_status import RunStatus, StageJob
 from pipeline.project.project import Project
 from pipeline.records import Event, EventKind, Reason
 from pipeline.runs.dataset import worklist
 from pipeline.runs.dataset.worklist import Shard
+from tests.journal.ledgers import fold_events
 from tests.projects import MakeProject
 
 ASK = Ask(1 << 30, 600)

@@ -17,9 +17,9 @@ from pipeline.cluster.verdict import Cause
 from pipeline.journal.attempts import Attempt
 from pipeline.journal.ledger import LedgerReader
 from pipeline.journal.run_logs import Follower, LogChoice, end_of, harmless, wanted_logs, whole
-from pipeline.journal.run_status import fold_events
+from pipeline.journal.run_status import StatusReader
 from pipeline.records import EventKind
-from tests.journal.ledgers import ASK, Told
+from tests.journal.ledgers import ASK, Told, fold_events
 
 PIPELINE = Path(sys.executable).with_name("pipeline")
 SOON_S = 30.0
@@ -113,40 +113,40 @@ class TestFollowing:
         follower = Follower(told.folder, LogChoice())
         log = told.folder.logs / "8_1.err"
 
-        def news() -> str:
-            return "".join(text for _, path, text in follower.news() if path == str(log))
+        def latest() -> str:
+            return "".join(text for _, path, text in follower.fresh() if path == str(log))
 
-        assert news() == "again\n"
+        assert latest() == "again\n"
         with log.open("a") as file:
             file.write("more\nhal")
-        assert news() == "more\n"
+        assert latest() == "more\n"
         with log.open("a") as file:
             file.write("f\n")
-        assert news() == "half\n"
+        assert latest() == "half\n"
         log.write_text("cut\n")
-        assert news() == "cut\n"
+        assert latest() == "cut\n"
         log.unlink()
-        assert news() == ""
+        assert latest() == ""
         log.write_text("a new file\n")
-        assert news() == "a new file\n"
+        assert latest() == "a new file\n"
 
     def test_what_a_task_printed_last_is_shown_though_it_has_ended_meanwhile(self, told: Told) -> None:
         follower = Follower(told.folder, LogChoice())
-        list(follower.news())
+        list(follower.fresh())
         log = told.log("8_1.err", "again\nlast words")
         told.ended(Attempt(1, 2, ASK, Cause.DONE, state="COMPLETED", job="8", log=str(log)))
         told.over()
-        assert "".join(text for _, _, text in follower.news()) == "last words"
+        assert "".join(text for _, _, text in follower.fresh()) == "last words"
         assert follower.ended
-        assert not list(follower.news())
+        assert not list(follower.fresh())
 
     def test_a_log_that_comes_late_is_shown_from_its_beginning(self, told: Told) -> None:
         follower = Follower(told.folder, LogChoice())
-        list(follower.news())
+        list(follower.fresh())
         told.job("9", [0], attempt=2)
-        list(follower.news())
+        list(follower.fresh())
         told.log("9_0.out", "".join(f"{number}\n" for number in range(100)))
-        assert sum(1 for _, path, _ in follower.news() if path.endswith("9_0.out")) == 100
+        assert sum(1 for _, path, _ in follower.fresh() if path.endswith("9_0.out")) == 100
 
     def test_it_ends_when_the_run_has(self, told: Told) -> None:
         with following(told) as process:
@@ -229,7 +229,7 @@ def test_a_worker_that_said_it_has_finished_counts_as_done_before_it_is_judged(t
 
     told.worker(1, EventKind.TASK_STARTED, attempt=2, host="n1")
     told.worker(1, EventKind.TASK_FINISHED, attempt=2, done=10, rejected={}, figures={})
-    (stage,) = run_as_shown(told.folder, told.status, "here", lambda: None).status.in_order()
+    (stage,) = run_as_shown(told.folder, StatusReader(told.folder), "here").status.in_order()
     assert stage.task_states() == {"done": 2}
 
 
@@ -246,7 +246,9 @@ def test_what_a_worker_has_overtaken_changes_nothing(
             said = {"what": "", "exit_code": 1} if end is EventKind.TASK_FAILED else {}
             told.worker(1, end, attempt=attempt, done=9, rejected={}, figures={}, **said)
     read = LedgerReader(told.folder)
-    left_out = len(list(LedgerReader(told.folder).fresh())) - len(list(read.news()))
+    left_out = len(list(LedgerReader(told.folder).fresh())) - len(list(read.latest()))
     assert left_out > 0 or figures == ({"a": 1.0}, {})
-    assert list(read.news()) == []
-    assert fold_events("run", LedgerReader(told.folder).news()) == fold_events("run", LedgerReader(told.folder).fresh())
+    assert list(read.latest()) == []
+    assert fold_events("run", LedgerReader(told.folder).latest()) == fold_events(
+        "run", LedgerReader(told.folder).fresh()
+    )

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, TypeAlias
 
-from pipeline.cluster.job_spec import TaskState
+from pipeline.cluster.job_spec import TaskState, format_ranges, parse_ranges
 from pipeline.cluster.verdict import Cause, judge_attempt
 from pipeline.errors import SubmissionRefused
-from pipeline.journal.attempts import Attempt, format_ranges, leave_out, parse_ranges
+from pipeline.journal.attempts import Attempt, leave_out
 from pipeline.journal.ledger import read_notes
 from pipeline.memory.history.task_history import Measured
 from pipeline.project.project import cluster_name, profiles_of

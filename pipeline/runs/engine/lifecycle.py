@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from pipeline.cluster.job_spec import format_ranges, parse_ranges
 from pipeline.cluster.machine import is_alive
 from pipeline.command_line import Command
 from pipeline.config.load import dump_resolved, from_resolved
 from pipeline.config.masking import without_secrets
 from pipeline.errors import ConfigError, JobFailed, SubmissionRefused
 from pipeline.journal import run_folder as folders
-from pipeline.journal.attempts import format_ranges, parse_ranges
-from pipeline.journal.ledger import Ledger, LedgerReader
+from pipeline.journal.ledger import Ledger
 from pipeline.journal.run_folder import runs_in, writing_run
-from pipeline.journal.run_status import ENDED, RunState, fold_events, status_of
+from pipeline.journal.run_status import ENDED, RunState, StatusReader, status_of
 from pipeline.project.project import open_executor
 from pipeline.project.restriction import EVERYTHING, Only
 from pipeline.project.run_code import freeze, freeze_files, load_reader, load_task, sources
@@ -208,7 +208,7 @@ def cancel(folder: RunFolder, status: RunStatus, executor: Executor, what: Cance
     executor.cancel(what.jobs)
     if stage is not None or status.state in ENDED:
         return
-    now = fold_events(folder.name, LedgerReader(folder).news())  # a supervisor may have submitted more before it ended
+    now = StatusReader(folder).read()  # a supervisor may have submitted more before it ended
     executor.cancel([job for row in now.stages.values() for job in row.live])
     ledger = Ledger(folder, f"supervisor-{claim_visit(folder, status.visits + 1):06d}")
     error = f"cancelled by {getpass.getuser()} on {socket.gethostname()}; finished work is kept"

@@ -34,7 +34,7 @@ from pipeline.config.site_profiles import shipped
 from pipeline.errors import CacheFull, CacheUnusable, PipelineError, SubmissionRefused
 from pipeline.journal.ledger import Ledger, LedgerReader
 from pipeline.journal.run_folder import RunFolder
-from pipeline.journal.run_status import ENDED, RunState, RunStatus, fold_events
+from pipeline.journal.run_status import ENDED, RunState, RunStatus, StatusReader
 from pipeline.project.project import Project, open_executor
 from pipeline.project.restriction import only_of
 from pipeline.records import Event, EventKind
@@ -383,7 +383,7 @@ def supervise(words: Sequence[str]) -> int:
             supervisor.visit(0.0 if "--now" in words else PATIENCE_S) if visiting else supervisor.run()
     except PipelineError as error:
         print(without_secrets(f"error: {error}"), file=sys.stderr)  # noqa: T201 - the supervisor's stderr is its log
-        has_ended = visiting and fold_events(folder.name, LedgerReader(folder).news()).state in ENDED
+        has_ended = visiting and StatusReader(folder).read().state in ENDED
         return 0 if has_ended else error.exit_code  # after exit code 0 no standby begins
     except TakenOver:
         return 0
@@ -401,14 +401,13 @@ def _is_expected(folder: RunFolder, patience_s: float) -> bool:
     The supervisor that submitted such a job died before it could record it, and its standby submitted others. The
     record itself may be late to appear.
     """
-    reader, status = LedgerReader(folder), RunStatus(folder.name)
+    reader = StatusReader(folder)
 
     def is_known() -> bool:
-        for event in reader.news():
-            status.apply(event)
+        status = reader.read()
         return status.state in ENDED or not status.successors or own_job() in ("", *status.successors)
 
-    return wait_for(is_known, patience_s, LISTEN_EVERY_S) and status.state not in ENDED
+    return wait_for(is_known, patience_s, LISTEN_EVERY_S) and reader.status.state not in ENDED
 
 
 def stop_on_signals() -> None:

@@ -20,8 +20,7 @@ from pipeline.config.load import from_resolved
 from pipeline.errors import ConfigError, PipelineError
 from pipeline.files import write_whole
 from pipeline.journal.active_runs import SeenRun, run_as_shown
-from pipeline.journal.ledger import LedgerReader
-from pipeline.journal.run_status import RunStatus
+from pipeline.journal.run_status import StatusReader
 from pipeline.report.html.run_facts import PageFacts, RecordedStep, TrainingFacts
 from pipeline.runs.views.page_facts import WorkOverTime, rejection_facts, stage_facts, time_facts, trouble_facts
 from pipeline.training.loop.metrics_log import STEP, read_epochs, read_figures
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 
     from pipeline.config.schema import Config
     from pipeline.journal.run_folder import RunFolder
-    from pipeline.journal.run_status import StageStatus
+    from pipeline.journal.run_status import RunStatus, StageStatus
     from pipeline.records import Event
     from pipeline.report.cache_tables import Holdings
     from pipeline.report.facts import StageUse
@@ -130,8 +129,8 @@ def of_run(folder: RunFolder) -> Page:
 def renew(folder: RunFolder) -> None:
     """Write a new page into the folder of a run that has no supervisor any more, if that can be done."""
     try:
-        page, status = of_run(folder), RunStatus(folder.name)
-        _apply_new_events(LedgerReader(folder), page, status)
+        page = of_run(folder)
+        status = StatusReader(folder, page.take, whole=True).read()
     except (PipelineError, OSError) as error:
         log.warning("%s is not up to date: %s", folder.report, error)
         return
@@ -140,16 +139,8 @@ def renew(folder: RunFolder) -> None:
 
 def page_now(folder: RunFolder) -> tuple[Page, SeenRun]:
     """Return the page of a run, and how the run stands."""
-    page, status, reader = of_run(folder), RunStatus(folder.name), LedgerReader(folder)
-    _apply_new_events(reader, page, status)
-    return page, run_as_shown(folder, status, socket.gethostname(), lambda: _apply_new_events(reader, page, status))
-
-
-def _apply_new_events(reader: LedgerReader, page: Page, status: RunStatus) -> None:
-    """Apply a ledger's new events to the page and the status."""
-    for event in reader.fresh():
-        status.apply(event)
-        page.take(event)
+    page = of_run(folder)
+    return page, run_as_shown(folder, StatusReader(folder, page.take, whole=True), socket.gethostname())
 
 
 def write_page(path: Path, text: str) -> None:

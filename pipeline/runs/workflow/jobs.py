@@ -12,10 +12,10 @@ import time
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from pipeline.cluster.job_spec import TASK, JobSpec
+from pipeline.cluster.job_spec import TASK, JobSpec, parse_ranges
 from pipeline.config.schema_cluster import TrainResources
 from pipeline.errors import CacheUnusable, PlanInfeasible, SubmissionRefused
-from pipeline.journal.attempts import Ask, parse_ranges
+from pipeline.journal.attempts import Ask
 from pipeline.journal.run_status import StageJob
 from pipeline.keys import recipe_tag
 from pipeline.project.project import asked_bytes, cluster_name, profiles_of

@@ -23,9 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.cluster.verdict import GO_ON, SIGNALLED, Cause
 from pipeline.errors import ConfigError, PlanInfeasible
-from pipeline.journal.ledger import LedgerReader
 from pipeline.journal.run_folder import RunFolder, writing_run
-from pipeline.journal.run_status import StageStatus, fold_events
+from pipeline.journal.run_status import StageStatus, StatusReader
 from pipeline.memory.runtime.meters import peak_of
 from pipeline.project.project import asked_bytes
 from pipeline.records import StageName
@@ -262,9 +261,7 @@ def newest_attempt(folder: RunFolder) -> int:
 
 def stage_of(folder: RunFolder) -> StageStatus:
     """Return the status of the stage, by the ledger."""
-    return fold_events(folder.name, LedgerReader(folder).news()).stages.get(StageName.TRAIN) or StageStatus(
-        StageName.TRAIN
-    )
+    return StatusReader(folder).read().stages.get(StageName.TRAIN) or StageStatus(StageName.TRAIN)
 
 
 def _settle(outcome: ScriptOutcome, peers: Peers, ending: Callable[[], int]) -> None:

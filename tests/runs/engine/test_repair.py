@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.cluster.job_spec import Limits
+from pipeline.cluster.job_spec import Limits, format_ranges, parse_ranges
 from pipeline.cluster.verdict import Cause
-from pipeline.journal.attempts import Ask, Attempt, TaskRecord, format_ranges, parse_ranges
+from pipeline.journal.attempts import Ask, Attempt, TaskRecord
 from pipeline.records import Reason
 from pipeline.runs.engine.dispatch import pieces
 from pipeline.runs.engine.repair import Again, GiveUp, LeaveOut, Means, Split, bad_nodes, decide, progressed, stuck
