@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -89,13 +88,13 @@ def _opened(
 ) -> tuple[RunFolder, Config, Executor, RunStatus]:
     """Return the folder of a run, its frozen configuration, its executor and its status."""
     from pipeline.config.load import from_resolved
-    from pipeline.journal.run_status import status_of
+    from pipeline.journal.active_runs import status_of
     from pipeline.project.project import open_executor
 
     folder = run_folder(run, file, sets)
     frozen = from_resolved(folder.config.read_text(), str(folder.config))
     executor = open_executor(frozen)
-    return folder, frozen, executor, status_of(folder, socket.gethostname(), executor)
+    return folder, frozen, executor, status_of(folder)
 
 
 def _words(cancellation: Cancellation) -> str:
@@ -153,6 +152,6 @@ def _looks(folder: RunFolder, *, watch: bool) -> tuple[Callable[[], SeenRun], Ca
     reader = StatusReader(folder, trail.apply) if watch else StatusReader(folder)
 
     def now() -> SeenRun:
-        return replace(run_as_shown(folder, reader, socket.gethostname(), ask), **trail.to_json())
+        return replace(run_as_shown(folder, reader, ask), **trail.to_json())
 
     return now, lambda: reader.status.state in GOING_ON

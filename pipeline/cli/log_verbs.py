@@ -123,11 +123,10 @@ def _write(pieces: Iterable[str]) -> None:
 
 def _follow(folder: RunFolder, wanted: LogChoice, rank: int | None = None) -> None:
     """Print new lines of logs until the run has ended."""
-    import socket
     import time
 
+    from pipeline.journal.active_runs import is_abandoned, look_at_queue
     from pipeline.journal.run_logs import Follower
-    from pipeline.journal.run_status import is_abandoned
 
     follower, last, looked_at = Follower(folder, wanted), "", time.monotonic()
     while True:
@@ -141,7 +140,7 @@ def _follow(folder: RunFolder, wanted: LogChoice, rank: int | None = None) -> No
         if follower.ended:
             break
         if time.monotonic() - looked_at > LOOK_AFTER_S:
-            if is_abandoned(follower.status, socket.gethostname(), None):
+            if is_abandoned(follower.status, look_at_queue(follower.status)):
                 follower.status.abandon()
             looked_at = time.monotonic()
         time.sleep(FOLLOW_EVERY_S)

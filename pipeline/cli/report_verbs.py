@@ -29,9 +29,7 @@ def report_command(
     run: Run = None, html: Page = None, config: ConfigFile = None, sets: Sets = None, as_json: Json = False
 ) -> None:
     """Show what a run used of the memory, cores and time it asked for, and what to ask for next time."""
-    import socket
-
-    from pipeline.journal.run_status import status_of
+    from pipeline.journal.active_runs import status_of
     from pipeline.report import tables
     from pipeline.report.run_tables import efficiency_report
     from pipeline.runs.views.efficiency import stage_uses
@@ -40,7 +38,7 @@ def report_command(
     if html is not None:
         _write_page(folder, html, as_json=as_json)
         return
-    status = status_of(folder, socket.gethostname())
+    status = status_of(folder)
     stages = stage_uses(folder, status)
     if as_json:
         failures = {stage.name: stage.to_json()["failures"] for stage in status.in_order()}

@@ -146,7 +146,7 @@ def _start(
     from pipeline.runs.engine.run_supervisor import Supervisor
 
     config, ended = project.config, ended or print_run_tables
-    same = refuse_double(config, stages, executor, project.only)
+    same = refuse_double(config, stages, project.only)
     if same is not None:
         message = f"run {same.name} is doing this already\n  watch it: {_status_of(same)}"
         typer.echo(message, err=ended is not print_run_tables)

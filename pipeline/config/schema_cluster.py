@@ -201,6 +201,5 @@ class ClusterSection(Section):
 
     def resources(self, stage: str) -> StageResources | TrainResources:
         """Return the resources that a task of a stage asks for."""
-        of_items = {"scan": self.scan, "embed": self.embed, "graph": self.graph, "validate": self.validate}
-        of_ranks = {"train": self.train, "evaluate": self.evaluate, "predict": self.predict}
-        return of_ranks[stage] if stage in of_ranks else of_items[stage]
+        resources: StageResources | TrainResources = getattr(self, stage)
+        return resources

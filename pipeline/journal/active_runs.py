@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.cluster import slurm_commands
 from pipeline.cluster.accounting import CommandFailed
+from pipeline.cluster.machine import is_alive
 from pipeline.cluster.verdict import Cause
 from pipeline.config.load import from_resolved
 from pipeline.errors import ConfigError, PipelineError
 from pipeline.journal.run_folder import NAME, RunFolder, is_newer, runs_in
 from pipeline.journal.run_logs import end_of, harmless, supervisor_logs
-from pipeline.journal.run_status import RunState, is_abandoned, status_of
+from pipeline.journal.run_status import RunState, StatusReader
 from pipeline.records import EventKind
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from pipeline.cluster.fields import Queued
     from pipeline.cluster.job_spec import JobId
     from pipeline.config.schema import Config
-    from pipeline.journal.run_status import RunStatus, StageStatus, StatusReader
+    from pipeline.journal.run_status import RunStatus, StageStatus
     from pipeline.records import Event
 
 
@@ -132,16 +133,38 @@ class SeenRun:
         return plain | {"supervisor": self.supervisor, "trouble": self.trouble}
 
 
+def current_status(
+    reader: StatusReader, ask: Callable[[RunStatus], QueueLook] = look_at_queue
+) -> tuple[RunStatus, QueueLook]:
+    """Return the status of a run, and the queue's word on its jobs; a running one without a supervisor is abandoned."""
+    queue = ask(reader.read())
+    if is_abandoned(reader.status, queue):
+        queue = look_at_queue(reader.read())  # a visit may have handed over since
+        if is_abandoned(reader.status, queue):
+            reader.status.abandon()
+    return reader.status, queue
+
+
+def status_of(folder: RunFolder) -> RunStatus:
+    """Return the status of a run; a running one without a supervisor is abandoned."""
+    return current_status(StatusReader(folder))[0]
+
+
+def is_abandoned(status: RunStatus, queue: QueueLook) -> bool:
+    """Tell whether a running run has lost its supervisor; False where that cannot be known from here."""
+    if status.state is not RunState.RUNNING:
+        return False
+    is_here = status.host == socket.gethostname()
+    if is_here and is_alive(status.pid, status.born):
+        return False
+    return not queue.queued(status.successors) if status.successors else is_here
+
+
 def run_as_shown(
-    folder: RunFolder, reader: StatusReader, this_host: str, ask: Callable[[RunStatus], QueueLook] = look_at_queue
+    folder: RunFolder, reader: StatusReader, ask: Callable[[RunStatus], QueueLook] = look_at_queue
 ) -> SeenRun:
     """Return a run as it is shown, by its ledger and the queue."""
-    status = reader.read()
-    now = ask(status)
-    if is_abandoned(status, this_host, now):
-        now = look_at_queue(reader.read())  # a visit may have handed over since
-        if is_abandoned(status, this_host, now):
-            status.abandon()
+    status, now = current_status(reader, ask)
     waits_for = {stage.name: now.reasons(stage.live) for stage in status.stages.values()}
     return SeenRun(status, time.time(), waits_for, supervisor(folder, status, now), now.trouble)
 
@@ -233,16 +256,11 @@ def hidden(runs: Path) -> list[str]:
 
 def _goes_on(folder: RunFolder) -> bool:
     """Tell whether a run is active; the jobs of an abandoned run count."""
-    status: RunStatus = status_of(folder, socket.gethostname())
-    jobs = look_at_queue(status)
+    status, queue = current_status(StatusReader(folder))
     if status.state is RunState.WAITING:
         return time.time() - folder.path.stat().st_mtime < HEARD_OF_S
-    if status.state is RunState.RUNNING:
-        status = status_of(folder, socket.gethostname(), jobs)
-    if status.state is RunState.RUNNING:
-        return True
     live = [job for stage in status.stages.values() for job in stage.live]
-    return status.state is RunState.ABANDONED and bool(jobs.queued(live))
+    return status.state is RunState.RUNNING or (status.state is RunState.ABANDONED and bool(queue.queued(live)))
 
 
 def _config_of(folder: RunFolder) -> Config | None:

@@ -6,17 +6,16 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
 from itertools import count, takewhile
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from pipeline.cluster.job_spec import Limits, parse_ranges
-from pipeline.cluster.machine import is_alive
 from pipeline.cluster.verdict import Cause, Word
 from pipeline.journal.attempts import SILENCE, Ask, Attempt, TaskRecord
 from pipeline.journal.ledger import LedgerReader
 from pipeline.records import Event, EventKind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from pipeline.cluster.job_spec import JobId
     from pipeline.journal.run_folder import RunFolder
@@ -386,31 +385,3 @@ class StatusReader:
             self.status.apply(event)
             self._take(event)
         return self.status
-
-
-def status_of(folder: RunFolder, this_host: str, queue: Queue | None = None) -> RunStatus:
-    """Return the status of a run; a running one without a supervisor is abandoned."""
-    reader = StatusReader(folder)
-    for _ in range(2):  # between reading and asking, a visit may have handed over
-        if not is_abandoned(reader.read(), this_host, queue):
-            return reader.status
-    reader.status.abandon()
-    return reader.status
-
-
-class Queue(Protocol):
-    """Anything that knows which jobs are queued."""
-
-    def queued(self, jobs: Iterable[JobId]) -> set[JobId]:
-        """Return which of these jobs have not ended, as far as is known."""
-
-
-def is_abandoned(status: RunStatus, this_host: str, queue: Queue | None) -> bool:
-    """Tell whether a running run has lost its supervisor; False where that cannot be known from here."""
-    if status.state is not RunState.RUNNING:
-        return False
-    if status.host == this_host and is_alive(status.pid, status.born):
-        return False
-    if not status.successors:
-        return status.host == this_host
-    return queue is not None and not queue.queued(status.successors)

@@ -7,7 +7,7 @@ import sys
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from pipeline.cluster.local import LocalExecutor
 from pipeline.cluster.machine import Machine
@@ -28,7 +28,7 @@ from pipeline.structures.policy import Policy
 from pipeline.structures.sources.item_ids import SourceSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterator
+    from collections.abc import Callable, Container, Iterator
     from pathlib import Path
     from typing import Any
 
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 def source_spec(config: Config) -> SourceSpec:
@@ -192,9 +194,9 @@ class Project:
     cache: CacheFolder
     remember: bool  # whether look-ups may be recorded in the cache
     beside: Path | None = None  # folder of the user's own modules
-    memo: dict[str, Any] = field(default_factory=dict)  # computed facts that do not change
     only: Only = EVERYTHING  # records that may be made
     executor: Executor | None = None  # that runs its tasks, where one is open
+    _made: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def open(
@@ -219,6 +221,13 @@ class Project:
         shelves = ScanShelves(cache.kind("scan"), cache.kind("files"), config.cache.shard_bytes)
         source, recipe = source_spec(config), scan_recipe_of(config)
         return cls(config, source, recipe, shelves, cache, remember, beside, only=only, executor=executor)
+
+    def once(self, name: str, make: Callable[[], T]) -> T:
+        """Return what `make` gives, which is called for the first who asks by this name."""
+        if name not in self._made:
+            self._made[name] = make()
+        made: T = self._made[name]
+        return made
 
     @contextmanager
     def open_executor(self) -> Iterator[Executor]:

@@ -34,6 +34,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipeline.cluster.machine import THREADS
 from pipeline.cluster.verdict import GO_ON
 from pipeline.errors import ConfigError, JobFailed, PlanInfeasible
 from pipeline.files import read_json, write_whole
@@ -55,7 +56,6 @@ RANK_NAMES = (  # what torchrun sets
     *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"),
 )
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
-THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 MEET_S, LOOK_EVERY_S = 300.0, 0.1  # file systems show new files late
 LOOPBACK = "127.0.0.1"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -11,12 +12,13 @@ import pytest
 
 from pipeline.errors import ConfigError, JobFailed
 from pipeline.journal import ledger as ledger_module
+from pipeline.journal.active_runs import status_of
 from pipeline.journal.ledger import Ledger, LedgerReader
 from pipeline.journal.run_folder import RunFolder, create_folder, find_run, runs_in
-from pipeline.journal.run_status import RunState, status_of
+from pipeline.journal.run_status import RunState
 from pipeline.records import EventKind
 
-HOST = "here"
+HOST = socket.gethostname()
 
 
 @pytest.fixture
@@ -94,13 +96,13 @@ def test_a_run_whose_supervisor_is_gone_is_abandoned_with_its_stage(folder: RunF
         os._exit(0)
     os.waitpid(child, 0)
     begin(folder, HOST, child)
-    status = status_of(folder, HOST)
+    status = status_of(folder)
     assert (status.state, status.stages["scan"].state) == (RunState.ABANDONED, RunState.ABANDONED)
 
 
 def test_of_another_host_nobody_can_say_that_it_is_gone(folder: RunFolder) -> None:
     begin(folder, "elsewhere", 1 << 22)
-    assert status_of(folder, HOST).state is RunState.RUNNING
+    assert status_of(folder).state is RunState.RUNNING
 
 
 def test_a_stopped_run_has_no_running_stage_even_if_its_clock_went_back(
@@ -109,7 +111,7 @@ def test_a_stopped_run_has_no_running_stage_even_if_its_clock_went_back(
     ledger = begin(folder, HOST, os.getpid())
     monkeypatch.setattr(ledger_module.time, "time", lambda: 1.0)
     ledger.emit(EventKind.RUN_ENDED, state="stopped", error="stopped by a signal", exit_code=130)
-    status = status_of(folder, HOST)
+    status = status_of(folder)
     assert (status.state, status.stages["scan"].state) == (RunState.STOPPED, RunState.STOPPED)
 
 
@@ -120,5 +122,5 @@ def test_what_a_task_said_of_its_failure_is_shown_with_it(folder: RunFolder) -> 
     )
     ended = {"state": "FAILED", "reason": "exit code 7", "log": "x.err", "said": "the disk is full"}
     ledger.emit(EventKind.TASK_ENDED, stage="scan", task=0, **ended)
-    (failure,) = status_of(folder, HOST).to_json()["stages"][0]["failures"]
+    (failure,) = status_of(folder).to_json()["stages"][0]["failures"]
     assert (failure["reason"], failure["said"]) == ("exit code 7", "the disk is full")

@@ -229,7 +229,7 @@ def test_a_worker_that_said_it_has_finished_counts_as_done_before_it_is_judged(t
 
     told.worker(1, EventKind.TASK_STARTED, attempt=2, host="n1")
     told.worker(1, EventKind.TASK_FINISHED, attempt=2, done=10, rejected={}, figures={})
-    (stage,) = run_as_shown(told.folder, StatusReader(told.folder), "here").status.in_order()
+    (stage,) = run_as_shown(told.folder, StatusReader(told.folder)).status.in_order()
     assert stage.task_states() == {"done": 2}
 
 

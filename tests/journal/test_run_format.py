@@ -13,7 +13,6 @@ from pipeline.errors import ConfigError, SubmissionRefused
 from pipeline.journal import run_folder as folders
 from pipeline.journal.active_runs import going_on, hidden
 from pipeline.journal.run_folder import FORMAT, RunFolder, by_path, find_run, runs_in
-from pipeline.project.project import open_executor
 from pipeline.runs.engine.lifecycle import new_run, refuse_double
 from tests.command import Command
 from tests.projects import MakeProject
@@ -101,5 +100,5 @@ def test_the_work_of_a_run_is_known_though_a_setting_was_added_since(make_projec
     frozen = json.loads(run.config.read_text())
     del frozen["data"]["labels"]
     run.config.write_text(json.dumps(frozen))
-    with open_executor(config) as executor, pytest.raises(SubmissionRefused, match="working on this data set"):
-        refuse_double(config, ["scan"], executor)
+    with pytest.raises(SubmissionRefused, match="working on this data set"):
+        refuse_double(config, ["scan"])

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -16,8 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pipeline.journal.active_runs import status_of
 from pipeline.journal.run_folder import RunFolder, runs_in
-from pipeline.journal.run_status import RunState, RunStatus, status_of
+from pipeline.journal.run_status import RunState, RunStatus
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.record import Record
 from pipeline.structures.synthetic import complex_pdb
@@ -206,7 +206,7 @@ class Run:
 
     def now(self) -> RunStatus:
         """Return how it stands, from its files alone."""
-        return status_of(self.folder, socket.gethostname())
+        return status_of(self.folder)
 
     def reported(self) -> dict[str, Any]:
         """Return what `pipeline status --json` says."""

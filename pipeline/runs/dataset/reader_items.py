@@ -41,10 +41,9 @@ def is_reader(config: Config) -> bool:
 def reader_of(project: Project) -> Reader:
     """Return the reader of a configuration."""
     data = project.config.data
-    if READER.name not in project.memo:
-        project.memo[READER.name] = load_reader(data.reader or "", data.path, data.options, beside=project.beside)
-    reader: Reader = project.memo[READER.name]
-    return reader
+    return project.once(
+        READER.name, lambda: load_reader(data.reader or "", data.path, data.options, beside=project.beside)
+    )
 
 
 def refuse_unreadable(project: Project) -> EntriesTaken:

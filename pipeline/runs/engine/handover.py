@@ -93,6 +93,8 @@ def supervisor_spec(
 
 log = logging.getLogger(__name__)
 
+STOPPED_CODE = 130  # of a run that somebody stopped
+
 PATIENCE_S = 20.0
 SENDMAIL = ("/usr/sbin/sendmail", "/usr/lib/sendmail")
 

@@ -23,15 +23,15 @@ from pipeline.config.load import dump_resolved, from_resolved
 from pipeline.config.masking import without_secrets
 from pipeline.errors import ConfigError, JobFailed, SubmissionRefused
 from pipeline.journal import run_folder as folders
+from pipeline.journal.active_runs import status_of
 from pipeline.journal.ledger import Ledger
 from pipeline.journal.run_folder import runs_in, writing_run
-from pipeline.journal.run_status import ENDED, RunState, StatusReader, status_of
-from pipeline.project.project import open_executor
+from pipeline.journal.run_status import ENDED, RunState, StatusReader
 from pipeline.project.restriction import EVERYTHING, Only
 from pipeline.project.run_code import freeze, freeze_files, load_reader, load_task, sources
 from pipeline.records import EventKind, StageName
 from pipeline.runs.engine.dispatch import pieces
-from pipeline.runs.engine.handover import claim_visit, supervisor_spec
+from pipeline.runs.engine.handover import STOPPED_CODE, claim_visit, supervisor_spec
 from pipeline.runs.model.prepare import DECISIVE
 from pipeline.runs.views.run_page import renew
 from pipeline.runs.workflow.jobs import StagePlan, spec_of
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from pipeline.cluster.job_spec import Executor, JobId
     from pipeline.config.schema import Config
     from pipeline.journal.run_folder import RunFolder
-    from pipeline.journal.run_status import Queue, RunStatus
+    from pipeline.journal.run_status import RunStatus
     from pipeline.project.project import Project
 
 TASKED = ("train", "evaluate", "predict")  # the stages that run the user's own code
@@ -111,15 +111,13 @@ def scripts(project: Project, plans: Sequence[StagePlan], executor: Executor) ->
 LOOKED_AT = 20  # runs, the newest
 
 
-def refuse_double(
-    config: Config, stages: Sequence[str], executor: Executor, only: Only = EVERYTHING
-) -> RunFolder | None:
+def refuse_double(config: Config, stages: Sequence[str], only: Only = EVERYTHING) -> RunFolder | None:
     """Return an active run that does exactly this; raise SubmissionRefused for one that does it in another way."""
     for folder in reversed(runs_in(config.cluster.runs)[-LOOKED_AT:]):
         other_stages: Sequence[str] = json.loads(folder.stages.read_text())
         if not _has_same_work(folder, config) or _only_looks(stages) != _only_looks(other_stages):
             continue
-        status = status_of(folder, socket.gethostname(), _queue_of(folder, executor))
+        status = status_of(folder)
         if status.state not in (RunState.RUNNING, RunState.WAITING):
             continue
         is_part = set(stages) <= set(status.planned)
@@ -137,15 +135,6 @@ def _only_looks(stages: Sequence[str]) -> bool:
     return all(name == StageName.VALIDATE for name in stages)
 
 
-def _queue_of(folder: RunFolder, executor: Executor) -> Queue:
-    """Return what can tell which jobs of another run are queued: its executor may differ from ours."""
-    try:
-        config = from_resolved(folder.config.read_text(), str(folder.config))
-    except ConfigError:  # written by another version
-        return executor
-    return open_executor(config) if config.cluster.executor == "slurm" and not executor.outlives else executor
-
-
 def _has_same_work(folder: RunFolder, config: Config) -> bool:
     """Tell whether a run makes the same records: its settings differ at most in where it runs and on what resources."""
     try:
@@ -159,9 +148,6 @@ def _has_same_work(folder: RunFolder, config: Config) -> bool:
     alike = all(frozen.get(name) == value for name, value in wanted.items() if name not in ("cluster", "train"))
     before, now = frozen.get("train", {}), wanted["train"]
     return alike and all(before.get(name) == now[name] for name in (*DECISIVE, "command"))
-
-
-STOPPED_CODE = 130
 
 
 @dataclass(frozen=True, slots=True)

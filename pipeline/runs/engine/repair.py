@@ -18,6 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
+from pipeline.cluster.job_spec import mebibytes
 from pipeline.cluster.verdict import Cause
 from pipeline.records import Reason
 
@@ -117,8 +118,8 @@ def _after_host_oom(history: Sequence[Attempt], means: Means) -> Decision:
     last = history[-1]
     grown = more_memory(last.ask, last.peak_rss_bytes, means.limits)
     if grown > last.ask.mem_bytes:
-        return Again(replace(last.ask, mem_bytes=grown), f"again with {_mib(grown)} of memory")
-    return _smaller(history, means, f"it does not fit {_mib(last.ask.mem_bytes)}, the most there is")
+        return Again(replace(last.ask, mem_bytes=grown), f"again with {mebibytes(grown)} of memory")
+    return _smaller(history, means, f"it does not fit {mebibytes(last.ask.mem_bytes)}, the most there is")
 
 
 def _after_gpu_oom(history: Sequence[Attempt], means: Means) -> Decision:
@@ -185,10 +186,6 @@ def _bounded(history: Sequence[Attempt], means: Means, decision: Decision) -> De
     if count >= means.tries:
         return GiveUp(f"{count} attempts came no further; the last: {history[-1].reason}")
     return decision
-
-
-def _mib(count: int) -> str:
-    return f"{count >> 20}MiB"
 
 
 def progressed(history: Sequence[Attempt]) -> bool:

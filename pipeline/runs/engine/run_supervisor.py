@@ -39,7 +39,7 @@ from pipeline.project.project import Project, open_executor
 from pipeline.project.restriction import only_of
 from pipeline.records import Event, EventKind
 from pipeline.runs.engine.dispatch import Dispatch, is_over
-from pipeline.runs.engine.handover import claim_visit, claimed_after, hand_over, notify, own_job
+from pipeline.runs.engine.handover import STOPPED_CODE, claim_visit, claimed_after, hand_over, notify, own_job
 from pipeline.runs.views.run_page import Page
 from pipeline.runs.workflow import table
 from pipeline.runs.workflow.jobs import plan_stage, refuse_unfit_disk
@@ -62,7 +62,6 @@ LISTEN_EVERY_S = 0.2
 PATIENCE_S, VISIT_POLL_S = 30.0, 1.0
 FAILURES_SHOWN = 3
 TROUBLESHOOTING = "docs/troubleshooting.md"  # which has an entry for every cause
-STOPPED_CODE = 130
 KEPT = "   (finished work is kept)"
 
 

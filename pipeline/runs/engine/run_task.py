@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from pipeline.cluster.verdict import GO_ON, SIGNALLED
 from pipeline.config.load import from_resolved
 from pipeline.config.masking import without_secrets
 from pipeline.errors import CacheFull, PipelineError
@@ -48,8 +49,6 @@ if TYPE_CHECKING:
     from pipeline.training.ranks.rendezvous import RankPlace
 
 PROGRESS_EVERY_S = 0.5
-SIGNALLED = 128  # and the signal's number: how a shell reports a program that was killed
-GO_ON = 75  # it stopped in good order and has more to do: start it again
 ENDING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # a cancellation or preemption; what comes before a limit
 GPUS = "CUDA_VISIBLE_DEVICES"
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -239,12 +238,12 @@ def work_through(
 
 def _fan_out(words: Sequence[str], folder: RunFolder, processes: int, ledger: Ledger, facts: dict[str, Any]) -> int:
     """Start a process for each GPU and wait for all; one that fails does not stop the others."""
-    lent = [name for name in os.environ.get(GPUS, "").split(",") if name] or list(map(str, range(processes)))
+    from pipeline.training.ranks.launch import rank_environments
+
     command = [*module_command(WORKER, folder), *words]
     started: list[subprocess.Popen[bytes]] = []
     try:
-        for number in range(processes):
-            environment = {**os.environ, GPUS: lent[number % len(lent)]}
+        for number, environment in enumerate(rank_environments(processes)):
             started.append(subprocess.Popen([*command, "--part", f"{number}/{processes}"], env=environment))
         codes = [process.wait() for process in started]
     except TaskStopped as stopped:

@@ -48,17 +48,19 @@ def prepare(project: Project) -> Prepared | None:
     if table is None:
         return None
     key = _plan_key(project, table)
-    if key not in project.memo:
-        path = project.config.cluster.runs / PLANS / f"{key}.json"
-        prepared = _remembered(path)
-        if prepared is None:
-            prepared = _planned(project, table)
-            with writing_run(path):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                write_whole(path, json.dumps(prepared.to_json()))
-        project.memo[key] = prepared
-    plan: Prepared = project.memo[key]
-    return plan
+    return project.once(key, lambda: _remembered_or_planned(project, key, table))
+
+
+def _remembered_or_planned(project: Project, key: str, table: str) -> Prepared:
+    """Return the plan of that key; make it, and write it down, where there is none."""
+    path = project.config.cluster.runs / PLANS / f"{key}.json"
+    prepared = _remembered(path)
+    if prepared is None:
+        prepared = _planned(project, table)
+        with writing_run(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, json.dumps(prepared.to_json()))
+    return prepared
 
 
 def is_planned(project: Project) -> bool:
@@ -172,22 +174,16 @@ def training_name(task: str, recipe: Mapping[str, Any]) -> str:
 
 def task_digest(project: Project) -> str:
     """Return the digest of the user's own code: when it changes, it is another training."""
-    if "task" not in project.memo:
-        task = load_task(project.config.train.task, project.config.train.options, beside=project.beside)
-        project.memo["task"] = source_digest(task)
-    digest: str = project.memo["task"]
-    return digest
+    train = project.config.train
+    return project.once("task", lambda: source_digest(load_task(train.task, train.options, beside=project.beside)))
 
 
 def _embeddings(project: Project) -> Mapping[str, Any]:
     """Return the recipe of the embeddings that a batch carries; nothing for a reader's items."""
     if is_reader(project.config):
         return {}
-    if "embeddings" not in project.memo:
-        encoding = project.encoding
-        project.memo["embeddings"] = encoding.recipe.plain(encoding.recipe.wanted(0))
-    recipe: Mapping[str, Any] = project.memo["embeddings"]
-    return recipe
+    recipe = project.encoding.recipe  # computed once
+    return recipe.plain(recipe.wanted(0))
 
 
 def folder_of(project: Project, prepared: Prepared) -> ModelFolder:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-import socket
 import time
 from contextlib import suppress
 from itertools import chain
@@ -140,7 +139,7 @@ def renew(folder: RunFolder) -> None:
 def page_now(folder: RunFolder) -> tuple[Page, SeenRun]:
     """Return the page of a run, and how the run stands."""
     page = of_run(folder)
-    return page, run_as_shown(folder, StatusReader(folder, page.take, whole=True), socket.gethostname())
+    return page, run_as_shown(folder, StatusReader(folder, page.take, whole=True))
 
 
 def write_page(path: Path, text: str) -> None:

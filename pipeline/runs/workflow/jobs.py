@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from pipeline.runs.workflow.stage import Stage
 
 
-_TIE_S = 60.0  # estimates of ends that lie closer than this are no reason to take a larger card
+_TIE_S = 60.0  # estimates of starts that lie closer than this are no reason to take a larger card
 _REMEDY = (
     "pipeline config show   (cluster.slurm.cards: the cards of this cluster; mem, gres and feature tell them apart)"
 )
@@ -50,22 +50,12 @@ class Shape:
     partition: str
     constraint: str
     gpus: int
-    seconds: float = 0.0  # the expected duration of the job on them
     mem_bytes: int = 0  # of the smallest card that it admits; 0: unknown
 
     @property
     def words(self) -> str:
         name = self.card or self.constraint or ("any GPU" if self.gpus else "no GPU")
         return f"{name} in {self.partition}" if self.partition else name
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """The request to submit, and the reason in words."""
-
-    shape: Shape
-    start: float | None  # None: the scheduler named none
-    why: str
 
 
 def eligible(cards: Sequence[CardSection], need_bytes: int, gpus: int) -> list[Shape]:
@@ -80,14 +70,12 @@ def eligible(cards: Sequence[CardSection], need_bytes: int, gpus: int) -> list[S
     return fitting
 
 
-def choose_shape(shapes: Sequence[Shape], start_of: Callable[[Shape], float | None], now: float) -> Choice:
-    """Return the request whose job ends first; of several within a minute, that of the smallest card."""
-    starts = {shape: start_of(shape) for shape in shapes}
-    ends = {shape: max(start, now) + shape.seconds for shape, start in starts.items() if start is not None}
-    first = min(ends.values(), default=0.0)
-    together = [shape for shape, end in ends.items() if end <= first + _TIE_S]
-    best = min(together or shapes, key=lambda shape: (shape.mem_bytes, ends.get(shape, shape.seconds), shape.words))
-    return Choice(best, starts[best], _why(best, ends, together, now))
+def choose_shape(shapes: Sequence[Shape], start_of: Callable[[Shape], float | None], now: float) -> Shape:
+    """Return the request whose job starts first; of several within a minute, that of the smallest card."""
+    starts = {shape: max(start, now) for shape in shapes if (start := start_of(shape)) is not None}
+    first = min(starts.values(), default=0.0)
+    together = [shape for shape, start in starts.items() if start <= first + _TIE_S]
+    return min(together or shapes, key=lambda shape: (shape.mem_bytes, starts.get(shape, 0.0), shape.words))
 
 
 def _admitted(cards: Iterable[CardSection], partition: str | None, gres: str | None) -> Iterator[CardSection]:
@@ -112,34 +100,10 @@ def _shape(
 def _shortage(cards: Sequence[CardSection], need_bytes: int) -> str:
     largest = max(cards, key=lambda card: card.mem)
     name = largest.gres or largest.feature or "GPU"
+    needs, has = f"a GPU needs {format_bytes(need_bytes)}", f"has {format_bytes(largest.mem)}"
     if largest.mem < need_bytes:
-        return f"a GPU needs {_gib(need_bytes)}, and the largest card here, {name}, has {_gib(largest.mem)}"
-    return f"a GPU needs {_gib(need_bytes)}: {name} has {_gib(largest.mem)}, but no request tells it from smaller cards"
-
-
-def _why(best: Shape, ends: dict[Shape, float], together: Sequence[Shape], now: float) -> str:
-    if best not in ends:
-        return f"{best.words}: the scheduler names no start for any card; the smallest that fits"
-    text = f"{best.words}: ends in {_minutes(ends[best] - now)}"
-    if len(together) > 1:
-        return f"{text}, as {_listed(together, best)}; the smallest of them"
-    others = [shape for shape in ends if shape != best]
-    if not others:
-        return text
-    second = min(others, key=lambda shape: (ends[shape], shape.words))
-    return f"{text}, before {second.words} in {_minutes(ends[second] - now)}"
-
-
-def _listed(shapes: Iterable[Shape], best: Shape) -> str:
-    return " and ".join(sorted(shape.words for shape in shapes if shape != best))
-
-
-def _minutes(seconds: float) -> str:
-    return f"{max(1, round(seconds / 60))} min"
-
-
-def _gib(size_bytes: int) -> str:
-    return f"{size_bytes / (1 << 30):.1f} GiB"
+        return f"{needs}, and the largest card here, {name}, {has}"
+    return f"{needs}: {name} {has}, but no request tells it from smaller cards"
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +223,7 @@ def on_cards(project: Project, stage: Stage, executor: Executor, folder: RunFold
             return None
 
     shapes = eligible(cards, stage.gpu_bytes(project), job.gpus)
-    chosen = shaped(choose_shape(shapes, start_of, time.time()).shape)
+    chosen = shaped(choose_shape(shapes, start_of, time.time()))
     return FirstJob(chosen, limits_of(project, stage, executor, chosen.partition))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
 
 from pipeline.config.schema_cluster import TrainResources
 from pipeline.records import StageName
@@ -14,7 +14,6 @@ from pipeline.waiting import wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Mapping
-    from typing import TypeAlias
 
     from pipeline.config.schema import Config
     from pipeline.config.schema_cluster import StageResources
@@ -23,36 +22,11 @@ if TYPE_CHECKING:
     from pipeline.records import Reason, Rejection, Tell
     from pipeline.runs.dataset.worklist import Shard, StageSurvey
     from pipeline.store.store import Store
+    from pipeline.structures.census import Census, CensusTally
 
     Outcomes: TypeAlias = Generator[Reason | None, None, None]  # for each item None, or why it was rejected
 
 LOOK_AGAIN_S = 0.5
-
-
-class StageResult(Protocol):
-    """The result of a stage, by the content of the store."""
-
-    @property
-    def items(self) -> int:
-        """Number of accepted and rejected items."""
-
-    @property
-    def accepted(self) -> int:
-        """Number of items that can be used."""
-
-    @property
-    def undone(self) -> int:
-        """Number of items with anything missing from the store."""
-
-    @property
-    def first_undone(self) -> str:
-        """The id of one of them."""
-
-    @property
-    def unnamed(self) -> int:
-        """Number of further such items, which the run was not asked to make."""
-
-    def to_json(self) -> dict[str, Any]: ...
 
 
 @dataclass(slots=True)
@@ -90,15 +64,8 @@ class Judged:
         return asdict(self) | {"accepted": self.accepted, "rejected_fraction": fraction}
 
 
-class Countable(Protocol):
-    """Anything that counts what is missing."""
-
-    @property
-    def undone(self) -> int:
-        """Number of items with anything missing from the store."""
-
-
-Counted = TypeVar("Counted", bound=Countable)
+StageResult: TypeAlias = "Judged | Census"  # by the content of the store
+Counted = TypeVar("Counted", bound="Judged | CensusTally")
 
 
 def wait_until_complete(stores: Iterable[Store], count: Callable[[], Counted], within_s: float) -> Counted:
@@ -179,8 +146,7 @@ class Stage(ABC):
 
     def resources(self, config: Config) -> StageResources | TrainResources:
         """Return the configured resources of a task."""
-        resources: StageResources | TrainResources = getattr(config.cluster, self.name)
-        return resources
+        return config.cluster.resources(self.name)
 
     def processes(self, project: Project) -> int:
         """Return the number of processes of a task."""

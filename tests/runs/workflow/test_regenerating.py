@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from pipeline.config.load import read_config
 from pipeline.errors import CacheDamaged, ConfigError, SubmissionRefused
 from pipeline.keys import KEY_BYTES
-from pipeline.project.project import open_executor
 from pipeline.project.restriction import EVERYTHING, Keys, Only, only_of, read_list
 from pipeline.runs.engine.lifecycle import new_run, refuse_double
 from pipeline.runs.workflow import table
@@ -335,8 +334,8 @@ class TestList:
         (tmp_path / "pipeline.yaml").write_text("data: {source: glob, path: nowhere}\n")
         config = read_config(tmp_path / "pipeline.yaml", [f"cluster.runs={tmp_path / 'runs'}"]).config
         new_run(config, ["scan", "regenerate"], only=Only("/a/list", {"scan": Keys(key_of(1))}))
-        with open_executor(config) as executor, pytest.raises(SubmissionRefused, match="already"):
-            refuse_double(config, ["scan"], executor)
+        with pytest.raises(SubmissionRefused, match="already"):
+            refuse_double(config, ["scan"])
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from pipeline.config.load import read_config
 from pipeline.errors import CacheDamaged, SubmissionRefused
 from pipeline.journal.attempts import leave_out
 from pipeline.journal.run_folder import RunFolder
-from pipeline.project.project import Project, open_executor
+from pipeline.project.project import Project
 from pipeline.records import Reason, StageName, Tell
 from pipeline.runs.dataset import worklist
 from pipeline.runs.engine.lifecycle import new_run, refuse_double
@@ -218,12 +218,11 @@ def test_validating_again_replaces_the_report_of_the_same_run(cache: CacheFolder
 
 def test_a_validation_may_go_on_beside_a_run_that_writes(stage: Callable[..., Stage]) -> None:
     config = stage().project.config
-    with open_executor(config) as executor:
-        assert refuse_double(config, ["scan"], executor) is None
-        for again in ([StageName.VALIDATE], ["scan"]):
-            new_run(config, ["scan"])
-            with pytest.raises(SubmissionRefused, match="already"):
-                refuse_double(config, again, executor)
+    assert refuse_double(config, ["scan"]) is None
+    for again in ([StageName.VALIDATE], ["scan"]):
+        new_run(config, ["scan"])
+        with pytest.raises(SubmissionRefused, match="already"):
+            refuse_double(config, again)
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
