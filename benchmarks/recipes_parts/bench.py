@@ -27,7 +27,7 @@ from pipeline.readers import made
 from pipeline.records import Role
 from pipeline.runs.model.training_work import Work, least_of, sizes_of, target_of
 from pipeline.stages.read_entries import EntriesTaken, take_entries
-from pipeline.structures.synthetic import complex_pdb, pocket_pdb
+from pipeline.structures.synthetic import complex_pdb
 from pipeline.training.items.item_source import ReaderItems
 from pipeline.training.items.item_table import ItemTable
 from pipeline.training.sampling.sampler import Sampler
@@ -38,6 +38,7 @@ from tests.limited.device import HostCarrier, LimitedDevice, forget_failed_backw
 from tests.tasks import items as graph_items
 from tests.tasks import reader_items
 from tests.tasks.rna_items import by_row
+from tests.tasks.rna_pockets import pocket_pdb
 
 if TYPE_CHECKING:
     from pipeline.config.schema import Config

@@ -22,11 +22,12 @@ from pipeline.encoder.checkpoints.synth import write_random_checkpoint
 from pipeline.memory.footprint import MemoryChoice, live_peak_bytes
 from pipeline.readers import made
 from pipeline.setup import checkup
-from pipeline.structures.synthetic import complex_pdb, pocket_pdb
+from pipeline.structures.synthetic import complex_pdb
 from tests.command import Command
 from tests.conftest import ROOT
 from tests.memory.tracing.traced import tracer
 from tests.projects import settle
+from tests.tasks.rna_pockets import pocket_pdb
 
 RECIPES = ROOT / "configs" / "recipes"
 SPLITS = ("train", "train", "train", "train", "val", "test")

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from pipeline.graphs.build_graph import build_graph
 from pipeline.graphs.item_graph import GraphRecipe, ItemGraph
 from pipeline.records import Role
-from pipeline.structures.synthetic import pocket_pdb
 from pipeline.training.items import batch
 from tests.graphs.complexes import examined, side
 from tests.tasks import items
+from tests.tasks.rna_pockets import pocket_pdb
 
 RECIPE = GraphRecipe(nodes="atom", cross_radius=5.0)
 
