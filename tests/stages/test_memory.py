@@ -6,9 +6,9 @@ import tracemalloc
 from pathlib import Path
 
 from pipeline.records import Item, Part, Role
+from pipeline.runs.workflow.census import CensusTally
 from pipeline.stages.scan import ScanShelves, scan_items
 from pipeline.store.cache_folder import CacheFolder
-from pipeline.structures.census import CensusTally
 from pipeline.structures.inventory import ScanRecipe, take
 from tests.structures.pdb_text import chain
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from pipeline.records import Item, Kind, Part, Reason, Role
+from pipeline.runs.workflow.census import CensusTally
 from pipeline.structures.atoms import UnusableInput, name_text
-from pipeline.structures.census import CensusTally
 from pipeline.structures.inventory import Complex, ScanRecipe, examine_item, item_key
 from pipeline.structures.parsing.read_structure import FileReading, parse_structure
 from pipeline.structures.parsing.structure_files import HAS_BIOTITE, File, format_of, read_file

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from pipeline.cluster.job_spec import Executor, TaskStatus
     from pipeline.journal.attempts import Attempt, TaskRecord
     from pipeline.journal.run_status import StageStatus
-    from pipeline.runs.workflow.stage import Stage, StageResult
+    from pipeline.runs.workflow.stage import Judged, Stage
 
 log = logging.getLogger(__name__)
 
@@ -270,7 +270,7 @@ class Supervisor:
                 self._end_stage(stage, RunState.FAILED, None, [], str(error))
             raise
 
-    def _index(self, stage: Stage, judged: StageResult) -> None:
+    def _index(self, stage: Stage, judged: Judged) -> None:
         """Update the indexes and describe the recipe; as results do not need either, a failure is only logged."""
         if stage.only_looks:
             return

@@ -34,12 +34,12 @@ from pipeline.runs.dataset.reader_items import (
     refuse_unreadable,
 )
 from pipeline.runs.dataset.worklist import Lines, Shard, StageSurvey
+from pipeline.runs.workflow.census import Census, CensusTally
 from pipeline.runs.workflow.stage import Judged, Stage, wait_until_complete
 from pipeline.stages.graph import Maker, open_writer
 from pipeline.stages.read_entries import ITEMS_READ, EntriesTaken, take_entries
 from pipeline.stages.scan import glance, look_up_items, scan_items
 from pipeline.store.key_lists import in_chunks
-from pipeline.structures.census import Census, CensusTally
 from pipeline.structures.inventory import plain_recipe
 from pipeline.structures.parsing.structure_files import item_paths
 from pipeline.structures.sources.item_ids import printable_text
@@ -184,7 +184,7 @@ def _tally(project: Project, folder: RunFolder, tally: CensusTally, keys: bytear
                 tally.reject(entry)
                 yield entry.to_json()
             elif entry.inventory is None:
-                tally.miss(entry.item, asked=is_required(worklist.item_line(entry.item)))
+                tally.miss(entry.item.id, required=is_required(worklist.item_line(entry.item)))
             else:
                 tally.accept(entry.item, entry.inventory)
                 keys += entry.key or b""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from pipeline.records import Reason, Rejection, Tell
     from pipeline.runs.dataset.worklist import Shard, StageSurvey
     from pipeline.store.store import Store
-    from pipeline.structures.census import Census, CensusTally
 
     Outcomes: TypeAlias = Generator[Reason | None, None, None]  # for each item None, or why it was rejected
 
@@ -31,7 +31,7 @@ LOOK_AGAIN_S = 0.5
 
 @dataclass(slots=True)
 class Judged:
-    """Counts of the items that can be used, that cannot and why, and that are still to be done."""
+    """The result of a stage by the content of the store: items that can be used, cannot and why, or are missing."""
 
     items: int = 0  # those that are known: accepted and rejected
     rejected: dict[str, int] = field(default_factory=dict)
@@ -61,11 +61,11 @@ class Judged:
 
     def to_json(self) -> dict[str, Any]:
         fraction = 1 - self.accepted / self.items if self.items else 0.0
-        return asdict(self) | {"accepted": self.accepted, "rejected_fraction": fraction}
+        rejected = dict(Counter(self.rejected).most_common())
+        return asdict(self) | {"rejected": rejected, "accepted": self.accepted, "rejected_fraction": fraction}
 
 
-StageResult: TypeAlias = "Judged | Census"  # by the content of the store
-Counted = TypeVar("Counted", bound="Judged | CensusTally")
+Counted = TypeVar("Counted", bound=Judged)
 
 
 def wait_until_complete(stores: Iterable[Store], count: Callable[[], Counted], within_s: float) -> Counted:
@@ -123,7 +123,7 @@ class Stage(ABC):
         """Return the choices on which its records, or the measurements of its tasks, depend."""
 
     @abstractmethod
-    def judge(self, project: Project, folder: RunFolder, patience_s: float) -> StageResult:
+    def judge(self, project: Project, folder: RunFolder, patience_s: float) -> Judged:
         """Return the result of the stage by the content of the store; wait so long for files that appear late."""
 
     def check(self, project: Project, folder: RunFolder, judged: Any) -> list[str]:  # noqa: ARG002

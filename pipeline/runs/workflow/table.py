@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pipeline.config.schema import Config
     from pipeline.journal.run_folder import RunFolder
     from pipeline.project.project import Project
-    from pipeline.runs.workflow.stage import Stage, StageResult
+    from pipeline.runs.workflow.stage import Judged, Stage
 
 WORKFLOW: tuple[Stage, ...] = (
     ScanStage(),
@@ -110,7 +110,7 @@ class StageTrouble:
 
 
 def refuse_or_warn(
-    stage: Stage, project: Project, folder: RunFolder, judged: StageResult, trouble: StageTrouble
+    stage: Stage, project: Project, folder: RunFolder, judged: Judged, trouble: StageTrouble
 ) -> list[str]:
     """Raise when the result of a stage forbids going on; return its warnings."""
     data = project.config.data

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,10 +15,9 @@ import xxhash
 
 from pipeline.errors import DataError
 from pipeline.records import Kind, Reason, Role
+from pipeline.runs.workflow.stage import Judged
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from pipeline.records import Inventory, Item, Rejection
 
 EXAMPLES = 3
@@ -37,42 +36,22 @@ class SplitLeak:
     items: tuple[int, ...]  # ordinals of the first few items
 
 
-@dataclass(frozen=True, slots=True)
-class Census:
+@dataclass(slots=True)
+class Census(Judged):
     """The numbers of a scanned data set."""
 
-    items: int  # those that are known: accepted and rejected
-    accepted: int
-    rejected: Mapping[str, int]  # reason → how many
-    examples: Mapping[str, str]  # reason → one item and what was wrong with it
-    splits: Mapping[str, int]
-    sizes: Mapping[str, Mapping[str, float]]  # size → median, p95, max
-    chains: Mapping[str, int]  # kind → how many
-    sequences: int  # distinct ones
-    longest: int
-    undone: int = 0  # items that the store does not know
-    first_undone: str = ""
-    unnamed: int = 0  # further ones, which nobody asked for
+    splits: dict[str, int] = field(default_factory=dict)
+    sizes: dict[str, dict[str, float]] = field(default_factory=dict)  # size → median, p95, max
+    chains: dict[str, int] = field(default_factory=dict)  # kind → how many
+    sequences: int = 0  # distinct ones
+    longest: int = 0
     leaks: tuple[SplitLeak, ...] = ()
-
-    @property
-    def rejected_fraction(self) -> float:
-        return sum(self.rejected.values()) / self.items if self.items else 0.0
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"rejected_fraction": self.rejected_fraction}
 
 
 @dataclass(slots=True)
-class CensusTally:
+class CensusTally(Judged):
     """Counts items one by one."""
 
-    items: int = 0
-    undone: int = 0
-    first_undone: str = ""
-    unnamed: int = 0
-    rejected: Counter[str] = field(default_factory=Counter)
-    examples: dict[str, str] = field(default_factory=dict)
     splits: Counter[str] = field(default_factory=Counter)
     ordinals: dict[str, int] = field(default_factory=dict)  # split → number
     chains: Counter[str] = field(default_factory=Counter)
@@ -83,21 +62,11 @@ class CensusTally:
         default_factory=lambda: {what: (array("Q"), array("H"), array("I")) for what in LEAKING}
     )
 
-    def reject(self, rejection: Rejection) -> None:
+    def reject(self, rejected: Rejection) -> None:
         """Count a rejected item; one with a duplicate id may still be a leak."""
-        if rejection.reason is Reason.DUPLICATE_ID:
-            self._mark("id", rejection.id, self._split(rejection.split))
-        self.items += 1
-        self.rejected[rejection.reason.value] += 1
-        self.examples.setdefault(rejection.reason.value, f"{rejection.id}: {rejection.detail}")
-
-    def miss(self, item: Item, *, asked: bool = True) -> None:
-        """Count an item that the store does not know."""
-        if not asked:
-            self.unnamed += 1
-            return
-        self.undone += 1
-        self.first_undone = self.first_undone or item.id
+        if rejected.reason is Reason.DUPLICATE_ID:
+            self._mark("id", rejected.id, self._split(rejected.split))
+        Judged.reject(self, rejected)
 
     def accept(self, item: Item, inventory: Inventory) -> None:
         """Count an item that can be used."""
@@ -120,19 +89,14 @@ class CensusTally:
 
     def census(self) -> Census:
         """Return the numbers."""
+        counts = {part.name: getattr(self, part.name) for part in fields(Judged)}
         return Census(
-            items=self.items,
-            accepted=self.items - self.rejected.total(),
-            rejected=dict(self.rejected.most_common()),
-            examples=self.examples,
+            **counts,
             splits={name: count for name, count in self.splits.items() if name},
             sizes={name: _spread(_array(sizes)) for name, sizes in self.sizes.items() if sizes},
             chains=dict(self.chains.most_common()),
             sequences=_distinct(_array(self.sequences)),
             longest=self.longest,
-            undone=self.undone,
-            first_undone=self.first_undone,
-            unnamed=self.unnamed,
             leaks=self._leaks(),
         )
 

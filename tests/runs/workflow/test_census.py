@@ -6,7 +6,7 @@ import pytest
 
 from pipeline.errors import DataError
 from pipeline.records import ChainSummary, Inventory, Item, Kind, Partner, Reason, Rejection, Role
-from pipeline.structures.census import MOST_SPLITS, Census, CensusTally
+from pipeline.runs.workflow.census import MOST_SPLITS, Census, CensusTally
 
 
 def inventory(*sequences: str) -> Inventory:
