@@ -1,8 +1,9 @@
-"""Sizes and durations as people read them."""
+"""Sizes, durations and foreign text as people read them."""
 
 from __future__ import annotations
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+SHOWN_LENGTH = 80  # characters of a foreign text
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -22,3 +23,9 @@ def format_seconds(seconds: float) -> str:
     if seconds < 3600:
         return f"{seconds // 60:.0f} min {seconds % 60:02.0f} s"
     return f"{seconds // 3600:.0f} h {seconds % 3600 // 60:02.0f} min"
+
+
+def printable_text(text: str) -> str:
+    """Return untrusted text fit for printing: shortened, control characters escaped."""
+    cut = text if len(text) <= SHOWN_LENGTH else text[: SHOWN_LENGTH - 1] + "…"
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in cut)

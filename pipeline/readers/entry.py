@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from pipeline.errors import ConfigError, DataError
 from pipeline.records import Reason, Rejection
+from pipeline.units import printable_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
 T = TypeVar("T")
-SHOWN_LENGTH = 80
 MOST_OPEN = 32  # files at a time
 SCAN_AGAIN = "pipeline submit --stage scan   (the file changed since)"
 
@@ -26,12 +26,6 @@ class UnusableEntry(Exception):
         super().__init__(detail)
         self.detail = detail
         self.line = line
-
-
-def printable_excerpt(text: str) -> str:
-    """Return text from a file safe to print: shortened, control characters escaped."""
-    cut = text if len(text) <= SHOWN_LENGTH else text[: SHOWN_LENGTH - 1] + "…"
-    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in cut)
 
 
 def parse_number(text: str) -> float:
@@ -49,11 +43,11 @@ def entry_id(text: str, path: Path, place: int) -> str:
 def entry_rejection(name: str, error: UnusableEntry, split: str, path: Path, line: int) -> Rejection:
     """Return the rejection of an entry that starts at a line, or is a row."""
     return Rejection(
-        printable_excerpt(name),
+        printable_text(name),
         Reason.BAD_ENTRY,
         error.detail,
         f"{path.name}:{line + error.line}",
-        printable_excerpt(split),
+        printable_text(split),
     )
 
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from pipeline.errors import DataError
-from pipeline.readers.entry import UnusableEntry, cannot_read, parse_number, printable_excerpt
+from pipeline.readers.entry import UnusableEntry, cannot_read, parse_number
+from pipeline.units import printable_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -65,7 +66,7 @@ class Sought:
     def check(self, path: Path) -> None:
         """Raise, after all spectra were read, if a header occurred in none."""
         for option, key in self._missing.items():
-            there = ", ".join(map(printable_excerpt, self._there)) or "none"
+            there = ", ".join(map(printable_text, self._there)) or "none"
             remedy = f"data.options.{option} names one of these, or is left out"
             raise DataError(f"no spectrum has the header {key!r}; there are: {there}", where=str(path), remedy=remedy)
 
@@ -97,7 +98,7 @@ def stray(block: MgfBlock) -> UnusableEntry | None:
         return None
     for at, line in enumerate(_lines(text), block.text.count(b"\n", 0, start)):
         if line and "=" not in line and not line.startswith(COMMENTS):
-            return UnusableEntry(f"outside of BEGIN IONS … END IONS: {printable_excerpt(line)!r}", at)
+            return UnusableEntry(f"outside of BEGIN IONS … END IONS: {printable_text(line)!r}", at)
     return None
 
 
@@ -121,7 +122,7 @@ def charge(text: str) -> int:
         return 0
     match = PRECURSOR_CHARGE.fullmatch(text)
     if match is None:
-        raise UnusableEntry(f"a charge that does not parse: {printable_excerpt(text)!r}")
+        raise UnusableEntry(f"a charge that does not parse: {printable_text(text)!r}")
     return -int(match[2]) if "-" in (match[1], match[3]) else int(match[2])
 
 
@@ -185,4 +186,4 @@ def _peak(line: str, at: int) -> tuple[float, float]:
             return parse_number(words[0]), parse_number(words[1])
     except ValueError:
         pass
-    raise UnusableEntry(f"not a peak, m/z and intensity: {printable_excerpt(line)!r}", at)
+    raise UnusableEntry(f"not a peak, m/z and intensity: {printable_text(line)!r}", at)

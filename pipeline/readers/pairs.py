@@ -28,9 +28,9 @@ from pipeline.readers.entry import (
     checked_file,
     entry_id,
     entry_rejection,
-    printable_excerpt,
 )
 from pipeline.records import Entry
+from pipeline.units import printable_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -159,7 +159,7 @@ class Pairs:
             if not name and option not in SIDES:
                 continue
             if header.count(name) != 1:
-                there = ", ".join(map(printable_excerpt, header)) or "empty"
+                there = ", ".join(map(printable_text, header)) or "empty"
                 remedy = f"data.options.{option} names a column that is there once"
                 raise DataError(
                     f"the header needs one column {name!r}; it is: {there}", where=f"{self.path}:1", remedy=remedy

@@ -30,9 +30,9 @@ from pipeline.readers.entry import (
     entry_id,
     entry_rejection,
     parse_number,
-    printable_excerpt,
 )
 from pipeline.records import Entry, Reason, Rejection
+from pipeline.units import printable_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -228,7 +228,7 @@ class Spectra:
             try:
                 labels["peptide.residue"] = peptides.residue_codes(peptide)
             except ValueError as error:
-                raise UnusableEntry(f"peptide {printable_excerpt(peptide)}: {error}") from error
+                raise UnusableEntry(f"peptide {printable_text(peptide)}: {error}") from error
         return labels
 
     def _peaks(self, mz_P: NDArray[Any], intensity_P: NDArray[Any]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
@@ -287,7 +287,7 @@ def _number(value: Any, name: str) -> float:
         return parse_number(text) if isinstance(text, str) else float(text)
     except (TypeError, ValueError):
         raise UnusableEntry(
-            f"{name} is no number: {printable_excerpt(str(text))!r}" if str(text) else f"{name} is missing"
+            f"{name} is no number: {printable_text(str(text))!r}" if str(text) else f"{name} is missing"
         ) from None
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pipeline.records import Entry, Reason, Rejection
-from pipeline.structures.sources.item_ids import SeenIds, id_problem, printable_text
+from pipeline.structures.sources.item_ids import SeenIds, id_problem
 from pipeline.training.items.item_source import (
     ArrayForms,
     array_sizes,
@@ -22,6 +22,7 @@ from pipeline.training.items.item_source import (
     as_arrays,
 )
 from pipeline.training.items.item_table import TableBuilder
+from pipeline.units import printable_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping

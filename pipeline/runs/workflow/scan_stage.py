@@ -42,8 +42,8 @@ from pipeline.stages.scan import glance, look_up_items, scan_items
 from pipeline.store.key_lists import in_chunks
 from pipeline.structures.inventory import plain_recipe
 from pipeline.structures.parsing.structure_files import item_paths
-from pipeline.structures.sources.item_ids import printable_text
 from pipeline.training.items.item_table import KIND, ItemTable
+from pipeline.units import printable_text
 from pipeline.waiting import wait_for
 
 if TYPE_CHECKING:

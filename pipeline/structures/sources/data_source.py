@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING
 from pipeline.errors import ConfigError, DataError
 from pipeline.records import Item, Reason, Rejection
 from pipeline.structures.atoms import UnusableInput
-from pipeline.structures.sources.item_ids import SeenIds, SourceSpec, id_problem, label_problem, printable_text
+from pipeline.structures.sources.item_ids import SeenIds, SourceSpec, id_problem, label_problem
 from pipeline.structures.sources.source_folder import listing, sorted_names, split_suffix, walk
 from pipeline.structures.sources.source_rows import one_file_parts, text_lines
 from pipeline.structures.sources.table_sources import manifest_items, pair_items, pinder_items, sabdab_items
+from pipeline.units import printable_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

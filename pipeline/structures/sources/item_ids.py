@@ -12,6 +12,7 @@ import xxhash
 
 from pipeline.records import Reason
 from pipeline.structures.atoms import UnusableInput
+from pipeline.units import printable_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from pipeline.records import Item
 
 MAX_ID_LENGTH = 200
-SHOWN_LENGTH = 80
 MERGE_AT, MERGE_SHARE = 1 << 12, 1 / 32  # of the latest ids, in a table of 150 bytes an id
 SLASHES = re.compile(r"[/\\]")
 
@@ -46,12 +46,6 @@ def checked_id(name: str) -> str:
     if problem := id_problem(name):
         raise UnusableInput(Reason.BAD_ID, f"the id {problem}")
     return name
-
-
-def printable_text(text: str) -> str:
-    """Return untrusted text fit for printing: shortened, control characters escaped."""
-    cut = text if len(text) <= SHOWN_LENGTH else text[: SHOWN_LENGTH - 1] + "…"
-    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in cut)
 
 
 class SeenIds:

@@ -13,8 +13,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pipeline.errors import ConfigError
+from pipeline.records import Reason
+from pipeline.structures.atoms import UnusableInput
 from pipeline.structures.parsing.structure_files import FORMATS
 from pipeline.structures.sources.item_ids import SLASHES
+from pipeline.units import printable_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -51,6 +54,13 @@ class StructureFolder:
                 if os.path.isfile(path):  # noqa: PTH113
                     return path
         return None
+
+    def required(self, *stems: str) -> str:
+        """Return what `find` finds; refuse the item where there is none."""
+        if path := self.find(*stems):
+            return path
+        beneath = f" or its {', '.join(self._subfolders)}" if self._subfolders else ""
+        raise UnusableInput(Reason.MISSING_FILE, f"no {printable_text(stems[0])}.pdb, .cif, … in {self.path}{beneath}")
 
 
 def split_suffix(name: str) -> tuple[str, str]:

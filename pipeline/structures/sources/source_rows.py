@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from pipeline.errors import ConfigError, DataError
 from pipeline.records import Item, Part, Reason, Rejection, Role
 from pipeline.structures.atoms import UnusableInput
-from pipeline.structures.sources.item_ids import checked_id, printable_text
+from pipeline.structures.sources.item_ids import checked_id
+from pipeline.units import printable_text
 
 if TYPE_CHECKING:
     from collections.abc import Generator

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.records import Part, Reason, Role
 from pipeline.structures.atoms import UnusableInput
-from pipeline.structures.sources.item_ids import checked_id, id_problem, printable_text
+from pipeline.structures.sources.item_ids import checked_id, id_problem
 from pipeline.structures.sources.source_folder import StructureFolder, listing, sorted_names, split_suffix
 from pipeline.structures.sources.source_rows import (
     Columns,
@@ -30,6 +30,7 @@ from pipeline.structures.sources.source_rows import (
     read_rows,
     split_chains,
 )
+from pipeline.units import printable_text
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
@@ -80,17 +81,9 @@ def _manifest_parts(spec: SourceSpec, name: str, row: SourceRow, folder: Structu
         return (Part(Role.RECEPTOR, paths[0], receptor, model), Part(Role.LIGAND, paths[1], ligand, model))
     if path or any(paths):
         raise UnusableInput(Reason.BAD_ROW, "give either path, or both receptor_path and ligand_path")
-    return one_file_parts(spec, _path_by_id(spec, name, folder), receptor, ligand, model)
-
-
-def _path_by_id(spec: SourceSpec, name: str, folder: StructureFolder) -> str:
-    """Return the structure file that is named after the id."""
     if spec.structures_dir is None:
         raise UnusableInput(Reason.BAD_ROW, "no path")
-    path = folder.find(name)
-    if path is None:
-        raise UnusableInput(Reason.MISSING_FILE, f"no {name}.pdb, .cif, … in {folder.path}")
-    return path
+    return one_file_parts(spec, folder.required(name), receptor, ligand, model)
 
 
 PAIRS_COLUMNS = Columns(
@@ -154,8 +147,8 @@ def _bound(folder: StructureFolder, name: str) -> tuple[Part, ...]:
     if not (receptor and dashes and ligand):
         raise UnusableInput(Reason.BAD_ID, "the id is not of the form RECEPTOR--LIGAND")
     return (
-        _part(folder, Role.RECEPTOR, checked_id(f"{receptor}-R")),
-        _part(folder, Role.LIGAND, checked_id(f"{ligand}-L")),
+        Part(Role.RECEPTOR, folder.required(checked_id(f"{receptor}-R"))),
+        Part(Role.LIGAND, folder.required(checked_id(f"{ligand}-L"))),
     )
 
 
@@ -166,15 +159,7 @@ def _apo(folder: StructureFolder, role: Role, row: SourceRow) -> Part:
     stem, _suffix = split_suffix(name)
     if problem := id_problem(stem):
         raise UnusableInput(Reason.BAD_ROW, f"the file name {printable_text(name)!r} {problem}")
-    return _part(folder, role, stem)
-
-
-def _part(folder: StructureFolder, role: Role, stem: str) -> Part:
-    path = folder.find(stem)
-    if path is None:
-        where = f"{folder.path} or its {', '.join(PINDER_SUBFOLDERS)}"
-        raise UnusableInput(Reason.MISSING_FILE, f"no {printable_text(stem)}.pdb in {where}")
-    return Part(role, path)
+    return Part(role, folder.required(stem))
 
 
 SABDAB_COLUMNS = Columns(
@@ -220,7 +205,8 @@ def _sabdab_parts(folder: StructureFolder, row: SourceRow) -> tuple[Part, ...]:
     if not (heavy or light):
         raise UnusableInput(Reason.BAD_ROW, "no antibody chain")
     model = model_number(_named(row["model"]), first=0)
-    path = _file(folder, row["pdb"])
+    pdb = checked_id(row["pdb"])
+    path = folder.required(pdb, pdb.lower(), pdb.upper(), f"pdb{pdb.lower()}")
     antibody = _antibody(heavy, light, renumbered=Path(path).parent.name.lower() in RENUMBERED)
     twin = tuple(name for name in antibody[1:] if name != heavy and name == heavy.lower())
     return (Part(Role.RECEPTOR, path, antibody, model, optional=twin), Part(Role.LIGAND, path, antigens, model))
@@ -231,13 +217,3 @@ def _antibody(heavy: str, light: str, *, renumbered: bool) -> tuple[str, ...]:
     if heavy == light and renumbered:
         light = heavy.lower()
     return tuple(dict.fromkeys(chain for chain in (heavy, light) if chain))
-
-
-def _file(folder: StructureFolder, pdb: str) -> str:
-    checked_id(pdb)
-    path = folder.find(pdb, pdb.lower(), pdb.upper(), f"pdb{pdb.lower()}")
-    if path is None:
-        raise UnusableInput(
-            Reason.MISSING_FILE, f"no {pdb}.pdb, .cif, … in {folder.path} or its {', '.join(SABDAB_SUBFOLDERS)}"
-        )
-    return path

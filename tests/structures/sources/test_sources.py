@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from pipeline.errors import ConfigError, PipelineError
 from pipeline.records import Item, Reason, Rejection
 from pipeline.structures.sources.data_source import ADAPTERS, items
-from pipeline.structures.sources.item_ids import MERGE_AT, SeenIds, SourceSpec, id_problem, printable_text
+from pipeline.structures.sources.item_ids import MERGE_AT, SeenIds, SourceSpec, id_problem
 from pipeline.structures.sources.source_folder import StructureFolder
+from pipeline.units import printable_text
 from tests.structures.sources.source_files import ids, read, reasons, touch, write
 
 SHARED_PAIRS = Path(__file__).parents[4] / "shared" / "structures" / "pairs"
