@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import ConfigError
@@ -62,16 +62,8 @@ def rank_file(rank: int) -> str:
 
 def write_manifest(disk: Disk, folder: Path, manifest: Manifest) -> None:
     """Write a new manifest and wait until it is on the disk."""
-    body = {
-        "step": manifest.step,
-        "serial": manifest.serial,
-        "identity": manifest.identity,
-        "figure": manifest.figure,
-        "lower_is_better": manifest.lower_is_better,
-        "files": {name: {"bytes": file.bytes, "digest": file.digest} for name, file in sorted(manifest.files.items())},
-        "data": manifest.data,
-        "ranks": manifest.ranks,
-    }
+    body = asdict(manifest)
+    del body["name"]
     text = json.dumps(body, indent=1).encode() + b"}\n"
     head = f'{{"format": {FORMAT}, "digest": "{_digest(FORMAT, text)}", "checkpoint":\n'.encode()
     tensor_file.write_pieces(disk, folder / MANIFEST, [head + text])
@@ -130,9 +122,8 @@ def _content(disk: Disk, path: Path) -> bytes:
 
 
 def _parsed(name: str, body: Mapping[str, Any]) -> Manifest:
-    files = {file: WrittenFile(entry["bytes"], entry["digest"]) for file, entry in body["files"].items()}
-    keys = ("step", "serial", "identity", "figure", "lower_is_better", "ranks", "data")
-    return Manifest(name=name, files=files, **{key: body[key] for key in keys})
+    files = {file: WrittenFile(**entry) for file, entry in body["files"].items()}
+    return Manifest(**{**body, "name": name, "files": files})
 
 
 def _digest(version: int, text: bytes) -> str:
@@ -145,8 +136,8 @@ def _short(identity: Mapping[str, Any], name: str) -> str:
 
 
 @dataclass(frozen=True)
-class Own:
-    """One rank's own tensors and data."""
+class Packed:
+    """Tensors by name, not copied, and JSON data."""
 
     tensors: Mapping[str, Tensor]
     data: Mapping[str, Any]
@@ -185,13 +176,13 @@ class LoadedCheckpoint:
         """Fill tensors by name, in place; the whole file is read and digested in any case."""
         self._state.load_into(targets)
 
-    def own(self, rank: int) -> Own | None:
+    def own(self, rank: int) -> Packed | None:
         """Return a rank's own tensors and data; None where there were fewer ranks."""
         if rank >= self.world:
             return None
         name = rank_file(rank)
         tensors = TensorFile(self._disk, self.path / name, self._manifest.files[name]).load()
-        return Own(tensors, self._manifest.ranks[rank])
+        return Packed(tensors, self._manifest.ranks[rank])
 
 
 def open_checkpoint(

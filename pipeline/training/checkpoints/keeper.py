@@ -6,8 +6,6 @@ A `Saver` saves in the background: it copies tensors into host memory, and a thr
     saver.receipt()                      at later steps: None while writing, then the receipt for rank 0
     saver.publish(receipts)              rank 0, once it has all of them
     saver.outcomes()                     rank 0: the published folder, or why it was not saved
-
-Without copies (`asynchronous=False`) each call does its work before it returns, and writes the same bytes.
 """
 
 from __future__ import annotations
@@ -73,14 +71,13 @@ class StagingBuffers:
 class Saver:
     """Saves the checkpoints of one rank, one at a time."""
 
-    def __init__(self, checkpoints: CheckpointFolder, *, rank: int = 0, asynchronous: bool = True) -> None:
-        self.checkpoints, self.rank, self.asynchronous = checkpoints, rank, asynchronous
-        self._thread = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
+    def __init__(self, checkpoints: CheckpointFolder, *, rank: int = 0) -> None:
+        self.checkpoints, self.rank = checkpoints, rank
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._shared, self._own = StagingBuffers(), StagingBuffers()
         self._receipt: Future[Receipt] | None = None
         self._publishing: Future[Path | NotSaved] | None = None
         self._outcomes: list[Path | NotSaved] = []
-        self._data: Mapping[str, Any] = {}
         self._publish_with: dict[str, Any] = {}
 
     @property
@@ -90,12 +87,11 @@ class Saver:
     def begin(self, state: State, step: int, *, figure: float | None = None, lower_is_better: bool = True) -> None:
         """Copy a state and start writing this rank's part; waits for an unfinished save first."""
         self.wait()
-        if self.rank != 0:
-            state = State(own=state.own, own_data=state.own_data)
-        staged = self._staged(state) if self.asynchronous else state
-        self._data = plain_json(state.data, "data")
-        self._publish_with = {"step": step, "figure": figure, "lower_is_better": lower_is_better}
-        self._receipt = self._started(lambda: self.checkpoints.write(staged, step, rank=self.rank))
+        tensors, data = (state.tensors, plain_json(state.data, "data")) if self.rank == 0 else ({}, {})
+        own_data = plain_json(state.own_data, "own_data")
+        staged = State(self._shared.copied(tensors), {}, self._own.copied(state.own), own_data)
+        self._publish_with = {"data": data, "step": step, "figure": figure, "lower_is_better": lower_is_better}
+        self._receipt = self._thread.submit(self.checkpoints.write, staged, step, rank=self.rank)
 
     def receipt(self, *, wait: bool = False) -> Receipt | None:
         """Return this rank's receipt; None while it is being written, or if nothing is."""
@@ -105,17 +101,8 @@ class Saver:
 
     def publish(self, receipts: Sequence[Receipt]) -> None:
         """Start publishing what all ranks have written; rank 0 only."""
-        data, arguments = self._data, self._publish_with
         self._receipt = None
-        self._publishing = self._started(lambda: self._published(receipts, data, arguments))
-
-    def save(self, state: State, step: int, *, figure: float | None = None, lower_is_better: bool = True) -> None:
-        """Start writing and publishing a checkpoint of a single rank."""
-        self.begin(state, step, figure=figure, lower_is_better=lower_is_better)
-        written, data, arguments = self._receipt, self._data, self._publish_with
-        assert written is not None
-        self._publishing = self._started(lambda: self._published([written.result()], data, arguments))
-        self._receipt = None
+        self._publishing = self._thread.submit(self._published, receipts, self._publish_with)
 
     def outcomes(self, *, wait: bool = False) -> list[Path | NotSaved]:
         """Return the checkpoints that ended since the last call: each one's folder, or why it was not saved."""
@@ -138,24 +125,12 @@ class Saver:
     def close(self) -> None:
         """Wait, then end the thread and free the copies."""
         self.wait()
-        if self._thread is not None:
-            self._thread.shutdown()
+        self._thread.shutdown()
         self._shared, self._own = StagingBuffers(), StagingBuffers()
 
-    def _staged(self, state: State) -> State:
-        own_data = plain_json(state.own_data, "own_data")
-        return State(self._shared.copied(state.tensors), {}, self._own.copied(state.own), own_data)
-
-    def _started(self, work: Callable[[], Any]) -> Future[Any]:
-        if self._thread is not None:
-            return self._thread.submit(work)
-        future: Future[Any] = Future()
-        future.set_result(work())
-        return future
-
-    def _published(self, receipts: Sequence[Receipt], data: Mapping[str, Any], arguments: Mapping[str, Any]) -> Any:
+    def _published(self, receipts: Sequence[Receipt], arguments: Mapping[str, Any]) -> Path | NotSaved:
         try:
-            return self.checkpoints.publish(receipts, data, **arguments)
+            return self.checkpoints.publish(receipts, **arguments)
         except NotSaved as error:
             return error
 

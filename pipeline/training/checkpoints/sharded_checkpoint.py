@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from pipeline.store.format.disk import Disk
 from pipeline.training.checkpoints import checkpoint_reader
-from pipeline.training.checkpoints.checkpoint_reader import STATE, LoadedCheckpoint, Manifest, Own, rank_file
+from pipeline.training.checkpoints.checkpoint_reader import STATE, LoadedCheckpoint, Manifest, Packed, rank_file
 from pipeline.training.checkpoints.tensor_file import TensorFile, TensorSpec, damaged_file, refuse_misfits
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class Assembled(LoadedCheckpoint):
             for file, wanted in takers.items():
                 self._files[file].visit(wanted)
 
-    def own(self, rank: int) -> Own | None:
+    def own(self, rank: int) -> Packed | None:
         """Return a rank's own tensors and data without its shards; None where there were fewer ranks."""
         if rank >= self.world:
             return None
@@ -111,7 +111,7 @@ class Assembled(LoadedCheckpoint):
         specs = {name: spec for name, spec in file.specs.items() if not name.startswith(PART)}
         tensors = {name: torch.empty(spec.shape, dtype=spec.dtype) for name, spec in specs.items()}
         file.load_into(tensors)
-        return Own(tensors, {name: value for name, value in self._manifest.ranks[rank].items() if name != PARTS})
+        return Packed(tensors, {name: value for name, value in self._manifest.ranks[rank].items() if name != PARTS})
 
     def _all_places(self) -> Iterator[tuple[str, list[_PartPlace]]]:
         """Yield every tensor's name and the places of its parts; a whole tensor is one part."""

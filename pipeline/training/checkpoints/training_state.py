@@ -11,7 +11,6 @@ Names leave out wrappers of a model or a part of it (torch.compile, activation c
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from pipeline.errors import ConfigError
 from pipeline.keys import recipe_key
+from pipeline.training.checkpoints.checkpoint_reader import Packed
 from pipeline.training.checkpoints.tensor_file import NAMES, OTHER_MODEL
 
 if TYPE_CHECKING:
@@ -36,14 +36,6 @@ _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module)\.
 _MOST_NAMED = 6
 # How an optimizer runs is this attempt's choice, by its plan; all other hyperparameters are the checkpoint's.
 _NOT_KEPT = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
-
-
-@dataclass(frozen=True)
-class Packed:
-    """Tensors by name, not copied, and JSON data."""
-
-    tensors: Mapping[str, Tensor] = field(default_factory=dict)
-    data: Mapping[str, Any] = field(default_factory=dict)
 
 
 def pack(

@@ -255,10 +255,11 @@ def test_a_cards_random_numbers_and_tensors_go_on_where_they_were(tmp_path):
     made, packed = checkpoints(tmp_path), pack(model, optimizer)
     wanted = {name: one.cpu() for name, one in packed.tensors.items()}
     saver = Saver(made)
-    saver.save(State(packed.tensors, packed.data, rng_state("cuda")), 1)
+    saver.begin(State(packed.tensors, packed.data, rng_state("cuda")), 1)
     numbers = torch.rand(4, device="cuda")
     for tensor in packed.tensors.values():
         tensor.fill_(5)
+    saver.publish([saver.receipt(wait=True)])
     assert len(saver.outcomes(wait=True)) == 1
     saver.close()
     loaded = made.newest()
