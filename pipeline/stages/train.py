@@ -19,7 +19,7 @@ from pipeline.memory.runtime.recovery import Oom
 from pipeline.records import Reason, Tell
 from pipeline.training.checkpoints.checkpoint_folder import CheckpointFolder, new_token
 from pipeline.training.checkpoints.keeper import Keeper
-from pipeline.training.checkpoints.pretrained import load_pretrained
+from pipeline.training.checkpoints.trained_weights import load_pretrained
 from pipeline.training.checkpoints.training_state import model_key
 from pipeline.training.evaluating.evaluator import Evaluator
 from pipeline.training.forensics.step_bundle import BundleCheckpoint as Reference

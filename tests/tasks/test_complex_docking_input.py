@@ -15,7 +15,7 @@ from pipeline.records import Role
 from pipeline.runs.dataset.loading import open_loader
 from pipeline.structures.synthetic import complex_pdb
 from pipeline.tasks.complex_docking import ComplexDocking
-from pipeline.training.checkpoints.pretrained import load_pretrained
+from pipeline.training.checkpoints.trained_weights import load_pretrained
 from pipeline.training.sampling.epoch_order import SamplerSettings as Sampling
 from tests.projects import settle
 from tests.tasks.docking_items import (

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from pipeline.records import Tell
     from pipeline.runs.workflow.stage import Outcomes
     from pipeline.stages.apply import Figures, Predictions
-    from pipeline.training.checkpoints.checkpoint_choice import ChosenCheckpoint
+    from pipeline.training.checkpoints.trained_weights import ChosenCheckpoint
     from pipeline.training.evaluating.apply_model import ApplyJob
     from pipeline.training.ranks.rank_protocol import Ranks
 
@@ -71,7 +71,7 @@ class Application:
     @classmethod
     def read(cls, path: Path) -> Application:
         """Read the plan that a survey wrote."""
-        from pipeline.training.checkpoints.checkpoint_choice import ChosenCheckpoint
+        from pipeline.training.checkpoints.trained_weights import ChosenCheckpoint
 
         data = json.loads(path.read_text())
         prepared, chosen = Prepared.from_json(data["prepared"]), ChosenCheckpoint.from_json(data["chosen"])
@@ -224,7 +224,7 @@ class ApplyStage(Stage):
 
     def _choose(self, project: Project, prepared: Prepared, without: Collection[str] = ()) -> ChosenCheckpoint | None:
         """Return the checkpoint to use of the configured training; None where there is none."""
-        from pipeline.training.checkpoints.checkpoint_choice import choose_checkpoint
+        from pipeline.training.checkpoints.trained_weights import choose_checkpoint
 
         return choose_checkpoint(folder_of(project, prepared).checkpoints, self.settings(project).checkpoint, without)
 

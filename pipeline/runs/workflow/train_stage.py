@@ -257,7 +257,7 @@ def misfits(project: Project) -> list[str]:
         problems.append(f"train.split is {train.split!r}; there are {', '.join(repr(name) for name in splits if name)}")
     if train.pretrained is not None:
         from pipeline.project.run_code import load_task
-        from pipeline.training.checkpoints.pretrained import load_pretrained
+        from pipeline.training.checkpoints.trained_weights import load_pretrained
 
         try:
             task = load_task(train.task or "", train.options, beside=project.beside)

@@ -15,7 +15,7 @@ import torch
 from pipeline.keys import content_digest
 from pipeline.memory.runtime.meters import Habits, Upkeep
 from pipeline.records import Reason, Rejection
-from pipeline.training.checkpoints.checkpoint_choice import load_checkpoint
+from pipeline.training.checkpoints.trained_weights import load_checkpoint
 from pipeline.training.evaluating.evaluator import Evaluator
 from pipeline.training.evaluating.outputs import OutputWriter
 from pipeline.training.items.loader import Loader
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from pipeline.config.schema_train import TrainSection
     from pipeline.records import Tell
-    from pipeline.training.checkpoints.checkpoint_choice import ChosenCheckpoint
+    from pipeline.training.checkpoints.trained_weights import ChosenCheckpoint
     from pipeline.training.items.item_source import ItemSource
     from pipeline.training.items.item_table import ItemTable
     from pipeline.training.items.residue_embeddings import Embeddings

@@ -14,7 +14,7 @@ from torch import nn
 
 from pipeline.errors import ConfigError, DataError
 from pipeline.training.checkpoints.checkpoint_folder import State
-from pipeline.training.checkpoints.pretrained import load_pretrained
+from pipeline.training.checkpoints.trained_weights import load_pretrained
 from pipeline.training.checkpoints.training_state import pack
 from tests.training.checkpoints.saved import checkpoints, spoil
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from pipeline.config.schema_train import TrainSection
 from pipeline.errors import PlanInfeasible
 from pipeline.records import Reason, Tell
-from pipeline.training.checkpoints.checkpoint_choice import choose_checkpoint, load_checkpoint
 from pipeline.training.checkpoints.checkpoint_folder import CheckpointFolder, State
+from pipeline.training.checkpoints.trained_weights import choose_checkpoint, load_checkpoint
 from pipeline.training.checkpoints.training_state import model_key, pack
 from pipeline.training.evaluating.apply_model import ApplyJob, ApplyResult, apply_model, spans, table_digest
 from pipeline.training.evaluating.evaluator import Evaluator, twin
