@@ -113,31 +113,32 @@ def filled_up(batch: Any) -> Any:
     """
     import torch
 
-    count, rows = len(batch.sizes), len(batch.type_N)
-    most = [max(column) for column in zip(*batch.sizes, strict=True)]
-    edges_S = torch.bincount(batch.partner_N[batch.to_E], minlength=2 * count).view(count, 2)
+    sides, labels = batch.partners, batch.labels
+    count, rows = len(sides.sizes), len(sides.type_N)
+    most = [max(column) for column in zip(*sides.sizes, strict=True)]
+    edges_S = torch.bincount(sides.partner_N[sides.to_E], minlength=2 * count).view(count, 2)
     more_N = count * sum(most) - rows
-    more_E = count * int(edges_S.max(0).values.sum()) - len(batch.to_E)
-    more_P = count * most[0] * most[1] - len(batch.receptor_P)
+    more_E = count * int(edges_S.max(0).values.sum()) - len(sides.to_E)
+    more_P = count * most[0] * most[1] - len(sides.receptor_P)
     if not more_N:
         return batch
     own_E, own_P = (torch.full((more,), rows) for more in (more_E, more_P))
     changes = {
-        "pos_NA3": torch.cat([batch.pos_NA3, batch.pos_NA3[:1].expand(more_N, -1, -1)]),
-        "type_N": longer(batch.type_N, more_N),
-        "flags_NF": longer(batch.flags_NF, more_N),
-        "embedding_ND": longer(batch.embedding_ND, more_N),
-        "partner_N": torch.cat([batch.partner_N, torch.full((more_N,), 2 * count)]),
-        "other_S": torch.cat([batch.other_S, torch.tensor([2 * count + 1, 2 * count])]),
-        "from_E": torch.cat([batch.from_E, own_E]),
-        "to_E": torch.cat([batch.to_E, own_E]),
-        "step_E": longer(batch.step_E, more_E),
-        "receptor_P": torch.cat([batch.receptor_P, own_P]),
-        "ligand_P": torch.cat([batch.ligand_P, own_P]),
-        **{name: longer(getattr(batch, name), more_N) for name in ("interface_N", "is_known_N")},
-        **{name: longer(getattr(batch, name), more_P) for name in ("contact_P", "is_known_P")},
+        "pos_NA3": torch.cat([sides.pos_NA3, sides.pos_NA3[:1].expand(more_N, -1, -1)]),
+        "type_N": longer(sides.type_N, more_N),
+        "flags_NF": longer(sides.flags_NF, more_N),
+        "embedding_ND": longer(sides.embedding_ND, more_N),
+        "partner_N": torch.cat([sides.partner_N, torch.full((more_N,), 2 * count)]),
+        "other_S": torch.cat([sides.other_S, torch.tensor([2 * count + 1, 2 * count])]),
+        "from_E": torch.cat([sides.from_E, own_E]),
+        "to_E": torch.cat([sides.to_E, own_E]),
+        "step_E": longer(sides.step_E, more_E),
+        "receptor_P": torch.cat([sides.receptor_P, own_P]),
+        "ligand_P": torch.cat([sides.ligand_P, own_P]),
     }
-    return batch._replace(**changes)
+    known = {name: longer(getattr(labels, name), more_N) for name in ("interface_N", "is_known_N")}
+    known |= {name: longer(getattr(labels, name), more_P) for name in ("contact_P", "is_known_P")}
+    return batch._replace(partners=sides._replace(**changes), labels=labels._replace(**known))
 
 
 def longer(values_N: Any, more: int) -> Any:

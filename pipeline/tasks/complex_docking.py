@@ -24,11 +24,12 @@ from pipeline.errors import ConfigError
 from pipeline.protocol import ITEMS
 from pipeline.tasks.partner_graphs import (
     CA,
+    PartnerBatch,
     PartnerEncoder,
     PartnerGeometry,
-    columns,
     direction,
-    made_up,
+    example_partners,
+    joined_partners,
     means,
     partners_of,
 )
@@ -82,17 +83,17 @@ class CrossLayer(nn.Module):
         self.update = nn.Sequential(nn.Linear(width + pair_width, 2 * width), nn.SiLU(), nn.Linear(2 * width, width))
         self.dropout, self.pairs_at_once = task.dropout, task.pairs_at_once
 
-    def forward(self, x_ND: Tensor, batch: DockingBatch) -> Tensor:
+    def forward(self, x_ND: Tensor, partners: PartnerBatch) -> Tensor:
         normed_ND = self.norm(x_ND)
         ends = self.pairs.ends(normed_ND)
 
         def messages(receptor_P: Tensor, ligand_P: Tensor) -> Tensor:
-            pair_PD = self.pairs(*ends, batch.pos_NA3, receptor_P, ligand_P)
+            pair_PD = self.pairs(*ends, partners.pos_NA3, receptor_P, ligand_P)
             weight_P1 = torch.sigmoid(self.gate(pair_PD))
             parts = (weight_P1 * pair_PD, weight_P1)  # apart: joined, they would be in memory twice
             return torch.cat([_at_both(part.to(x_ND.dtype), receptor_P, ligand_P, len(x_ND)) for part in parts], -1)
 
-        sums_NC = sum_over_pairs(messages, batch, self.pairs_at_once)
+        sums_NC = sum_over_pairs(messages, partners, self.pairs_at_once)
         heard_ND = sums_NC[:, :-1] / (sums_NC[:, -1:] + NOTHING)
         change_ND = self.update(torch.cat([normed_ND, heard_ND], -1))
         return x_ND + functional.dropout(change_ND, self.dropout, self.training)
@@ -107,28 +108,28 @@ class Pull(nn.Module):
         self.pairs, self.outer = PairFeatures(task.width, task.pair_width), nn.Linear(task.pair_width, 3)
         self.pairs_at_once = task.pairs_at_once
 
-    def forward(self, x_ND: Tensor, batch: DockingBatch) -> tuple[Tensor, Tensor]:
+    def forward(self, x_ND: Tensor, partners: PartnerBatch) -> tuple[Tensor, Tensor]:
         """Return the translation and the rotation vector about the ligand's centre [B, 3] each."""
         ends = self.pairs.ends(self.norm(x_ND))
-        ca_N3 = batch.pos_NA3[:, CA]
+        ca_N3 = partners.pos_NA3[:, CA]
 
         def pulled(receptor_P: Tensor, ligand_P: Tensor) -> Tensor:
-            pair_PD = self.pairs(*ends, batch.pos_NA3, receptor_P, ligand_P)
+            pair_PD = self.pairs(*ends, partners.pos_NA3, receptor_P, ligand_P)
             shift_P1, turn_P1, logit_P1 = self.outer(pair_PD).to(x_ND.dtype).unsqueeze(-1).unbind(1)
             weight_P1 = torch.sigmoid(logit_P1)
             way_P3 = direction(ca_N3.index_select(0, receptor_P) - ca_N3.index_select(0, ligand_P))
             said_PC = torch.cat([weight_P1 * shift_P1 * way_P3, weight_P1 * turn_P1 * way_P3, weight_P1], -1)
             return x_ND.new_zeros(len(x_ND), said_PC.shape[1]).index_add(0, ligand_P, said_PC)
 
-        sums_NC = sum_over_pairs(pulled, batch, self.pairs_at_once)
+        sums_NC = sum_over_pairs(pulled, partners, self.pairs_at_once)
         shift_N3, turn_N3, weight_N1 = torch.split_with_sizes(sums_NC, [3, 3, 1], -1)
-        arm_N3 = arms(batch)
-        long_S1 = means(arm_N3.square().sum(-1, keepdim=True), batch.partner_N, len(batch.other_S))
-        arm_N3 = arm_N3 * (long_S1 + NOTHING).rsqrt().index_select(0, batch.partner_N)  # whatever the ligand's size
+        arm_N3 = arms(partners)
+        long_S1 = means(arm_N3.square().sum(-1, keepdim=True), partners.partner_N, len(partners.other_S))
+        arm_N3 = arm_N3 * (long_S1 + NOTHING).rsqrt().index_select(0, partners.partner_N)  # whatever the ligand's size
         torque_N3 = torch.linalg.cross(arm_N3, turn_N3)
         asked_NC = torch.cat([shift_N3, torque_N3, weight_N1], -1)
-        asked_BC = asked_NC.new_zeros(len(batch.translation_B3), asked_NC.shape[1])
-        asked_BC = asked_BC.index_add(0, batch.partner_N // 2, asked_NC)
+        asked_BC = asked_NC.new_zeros(len(partners.sizes), asked_NC.shape[1])
+        asked_BC = asked_BC.index_add(0, partners.partner_N // 2, asked_NC)
         asked_B6 = asked_BC[:, :-1] / (asked_BC[:, -1:] + NOTHING)
         return asked_B6[:, :3], asked_B6[:, 3:]
 
@@ -143,16 +144,16 @@ class DockingNetwork(PartnerEncoder):
 
     def forward(self, batch: DockingBatch) -> tuple[Tensor, Tensor]:
         """Return the translation and the rotation vector of each ligand [B, 3], in units of the noise."""
-        x_ND = self.encode(batch)
+        x_ND = self.encode(batch.partners)
         for layer in self.cross_layers:
-            x_ND = layer(x_ND, batch)
-        translation_B3, rotation_B3 = self.pull(x_ND, batch)
+            x_ND = layer(x_ND, batch.partners)
+        translation_B3, rotation_B3 = self.pull(x_ND, batch.partners)
         return translation_B3, rotation_B3
 
 
-def sum_over_pairs(run: Callable[[Tensor, Tensor], Tensor], batch: DockingBatch, pairs_at_once: int) -> Tensor:
+def sum_over_pairs(run: Callable[[Tensor, Tensor], Tensor], partners: PartnerBatch, pairs_at_once: int) -> Tensor:
     """Return a sum over all pairs; of so many at once, if that is asked for, nothing is kept for backward."""
-    ends = batch.receptor_P, batch.ligand_P
+    ends = partners.receptor_P, partners.ligand_P
     if not pairs_at_once:
         return run(*ends)
     pieces = (slice(first, first + pairs_at_once) for first in range(0, len(ends[0]), pairs_at_once))
@@ -166,11 +167,11 @@ def _at_both(of_PD: Tensor, receptor_P: Tensor, ligand_P: Tensor, count: int) ->
     return of_PD.new_zeros(count, of_PD.shape[1]).index_add(0, receptor_P, of_PD).index_add(0, ligand_P, of_PD)
 
 
-def arms(batch: DockingBatch) -> Tensor:
+def arms(partners: PartnerBatch) -> Tensor:
     """Return where each residue is from the centre of its partner."""
-    ca_N3 = batch.pos_NA3[:, CA]
-    centre_S3 = means(ca_N3, batch.partner_N, len(batch.other_S))
-    return ca_N3 - centre_S3.index_select(0, batch.partner_N)
+    ca_N3 = partners.pos_NA3[:, CA]
+    centre_S3 = means(ca_N3, partners.partner_N, len(partners.other_S))
+    return ca_N3 - centre_S3.index_select(0, partners.partner_N)
 
 
 TERMS = (TRANSLATION, ROTATION) = ("translation", "rotation")
@@ -180,20 +181,9 @@ LEAST = {"width": 1, "layers": 0, "cross_layers": 0, "pair_width": 1, "embedding
 
 
 class DockingBatch(NamedTuple):
-    """Some items' partners, concatenated: see `partners`."""
+    """Some items' partners, and what would bring each ligand back."""
 
-    pos_NA3: Tensor  # the ligands' where the noise has moved them
-    type_N: Tensor
-    flags_NF: Tensor
-    embedding_ND: Tensor
-    partner_N: Tensor
-    other_S: Tensor
-    from_E: Tensor
-    to_E: Tensor
-    step_E: Tensor
-    receptor_P: Tensor
-    ligand_P: Tensor
-    sizes: tuple[tuple[int, int], ...]
+    partners: PartnerBatch  # the ligands where the noise has moved them
     translation_B3: Tensor  # Å, that brings each ligand back, after
     rotation_B3: Tensor  # a turn about its centre: an axis times radians
 
@@ -235,11 +225,11 @@ class ComplexDocking:
         """Concatenate items, each ligand moved away by what the item's own random numbers say."""
         sides = [_complex(item) for item in items]
         noises = [self._noise(item.rng) for item in items]
-        taken = columns(sides, self.embedding_dim)
-        pos = list(taken["pos_NA3"].split([count for pair in taken["sizes"] for count in pair]))
+        partners = joined_partners(sides, self.embedding_dim)
+        pos = list(partners.of_each(partners.pos_NA3))
         pos[1::2] = [_moved(ligand, pair, noise) for ligand, pair, noise in zip(pos[1::2], sides, noises, strict=True)]
         back = (_stacked([-noise.translation_3 for noise in noises]), _stacked([-noise.rotation_3 for noise in noises]))
-        return DockingBatch(**taken | {"pos_NA3": torch.cat(pos)}, translation_B3=back[0], rotation_B3=back[1])
+        return DockingBatch(partners._replace(pos_NA3=torch.cat(pos)), *back)
 
     def _noise(self, rng: np.random.Generator) -> Noise:
         """Draw a turn, whose angle is never more than half of a full one, and a shift."""
@@ -269,7 +259,7 @@ class ComplexDocking:
         """Return each item's translation and rotation [3], what would be right, and the RMSD before and after [1]."""
         translation_B3, rotation_B3 = self.predict(model, batch)
         right_N3 = _rigid(batch, batch.translation_B3, batch.rotation_B3)
-        before_B = _rmsd(batch, arms(batch), right_N3)
+        before_B = _rmsd(batch, arms(batch.partners), right_N3)
         after_B = _rmsd(batch, _rigid(batch, translation_B3, rotation_B3), right_N3)
         named = {
             TRANSLATION: translation_B3,
@@ -296,8 +286,8 @@ class ComplexDocking:
     def example(self, sizes: Sizes) -> DockingBatch:
         """Return a batch of these sizes; how they are spread over its items makes no difference."""
         items = sizes[ITEMS]
-        back: dict[str, Any] = {"translation_B3": torch.randn(items, 3), "rotation_B3": torch.randn(items, 3)}
-        return DockingBatch(**made_up(sizes, self.embedding_dim), **back)
+        partners = example_partners(sizes, self.embedding_dim)
+        return DockingBatch(partners, torch.randn(items, 3), torch.randn(items, 3))
 
 
 def _complex(item: ItemTensors) -> tuple[PartnerTensors, PartnerTensors]:
@@ -342,7 +332,7 @@ def rotation_matrices(vector_3: Tensor) -> Tensor:
 
 def _rigid(batch: DockingBatch, translation_B3: Tensor, rotation_B3: Tensor) -> Tensor:
     """Return where residues would be, from the present centre of their partner, if it were turned and shifted so."""
-    item_N, arm_N3 = batch.partner_N // 2, arms(batch)
+    item_N, arm_N3 = batch.partners.partner_N // 2, arms(batch.partners)
     with torch.autocast(arm_N3.device.type, enabled=False):  # in half precision, tenths of an Å would be lost
         turn_N33 = rotation_matrices(rotation_B3.to(arm_N3.dtype)).index_select(0, item_N)
         turned_N3 = (turn_N33 @ arm_N3.unsqueeze(-1)).squeeze(-1)
@@ -352,8 +342,7 @@ def _rigid(batch: DockingBatch, translation_B3: Tensor, rotation_B3: Tensor) -> 
 def _rmsd(batch: DockingBatch, pos_N3: Tensor, other_N3: Tensor) -> Tensor:
     """Return the RMSD of each item's ligand between two sets of positions [B]."""
     apart_N = (pos_N3 - other_N3).square().sum(-1)
-    of_partners = torch.split_with_sizes(apart_N, [count for pair in batch.sizes for count in pair])
-    return torch.stack([apart.mean() for apart in of_partners[1::2]]).sqrt()
+    return torch.stack([apart.mean() for apart in batch.partners.of_each(apart_N)[1::2]]).sqrt()
 
 
 def _degrees_between(first_3: NDArray[Any], second_3: NDArray[Any]) -> float:

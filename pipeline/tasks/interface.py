@@ -18,7 +18,15 @@ from torch.nn import functional
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from pipeline.protocol import ITEMS
-from pipeline.tasks.partner_graphs import PartnerEncoder, columns, even_shares, made_up, partners_of, size_of
+from pipeline.tasks.partner_graphs import (
+    PartnerBatch,
+    PartnerEncoder,
+    even_shares,
+    example_partners,
+    joined_partners,
+    partners_of,
+    size_of,
+)
 from pipeline.tasks.task_parts import at_least, at_least_single, dropout_of
 from pipeline.training.evaluating.ranking_scores import Ranking, logits, precision_at
 from pipeline.training.items.batch_layout import LIGAND, RECEPTOR
@@ -74,9 +82,10 @@ class InterfaceNetwork(PartnerEncoder):
         nn.init.constant_(self.pair.bias, USUAL_CONTACT)
 
     def forward(self, batch: InterfaceBatch) -> tuple[Tensor, Tensor]:
-        x_ND = self.norm(self.encode(batch))
-        receptor_PD = self.receptor(x_ND).index_select(0, batch.receptor_P)
-        x_PD = receptor_PD * self.ligand(x_ND).index_select(0, batch.ligand_P)
+        partners = batch.partners
+        x_ND = self.norm(self.encode(partners))
+        receptor_PD = self.receptor(x_ND).index_select(0, partners.receptor_P)
+        x_PD = receptor_PD * self.ligand(x_ND).index_select(0, partners.ligand_P)
         for layer in self.pair_layers:
             x_PD = layer(x_PD)
         return self.residue(x_ND), self.pair(x_PD).squeeze(-1)
@@ -91,37 +100,23 @@ LEAST = {
 }  # fmt: skip
 
 
-class InterfaceBatch(NamedTuple):
-    """Some items' partners, concatenated: a receptor, its ligand, the next receptor and so on."""
-
-    pos_NA3: Tensor
-    type_N: Tensor
-    flags_NF: Tensor
-    embedding_ND: Tensor
-    partner_N: Tensor  # whose it is: 2 b for the receptor of item b, 2 b + 1 for its ligand
-    other_S: Tensor  # whose partner each is
-    from_E: Tensor
-    to_E: Tensor
-    step_E: Tensor  # how far apart along the chain
-    receptor_P: Tensor
-    ligand_P: Tensor
-    interface_N: Tensor
-    is_known_N: Tensor
-    contact_P: Tensor
-    is_known_P: Tensor
-    sizes: tuple[tuple[int, int], ...]  # residues of each item's receptor and ligand
-    shapes: tuple[tuple[int, int], ...]  # of each item's pairs, the same but in an example
-    has_labels: tuple[bool, ...]  # of each item
-    known: tuple[float, float]  # residues, pairs
-
-
 class Labels(NamedTuple):
-    """What is known of an item's interface."""
+    """What is known of the interfaces of an item, or of all items of a batch."""
 
     interface_N: Tensor  # receptor, then ligand
     is_known_N: Tensor
     contact_P: Tensor
     is_known_P: Tensor
+
+
+class InterfaceBatch(NamedTuple):
+    """Some items' partners, and what is known of their interfaces."""
+
+    partners: PartnerBatch
+    labels: Labels
+    shapes: tuple[tuple[int, int], ...]  # of each item's pairs, the same but in an example
+    has_labels: tuple[bool, ...]  # of each item
+    known: tuple[float, float]  # residues, pairs
 
 
 @dataclass(frozen=True)
@@ -148,13 +143,13 @@ class Interface:
 
     def collate(self, items: Sequence[ItemTensors], rng: np.random.Generator) -> InterfaceBatch:  # noqa: ARG002 - the protocol has it
         sides = [partners_of(item) for item in items]
-        taken = columns(sides, self.embedding_dim)
-        labels = [_labels(item, pair, size) for item, pair, size in zip(items, sides, taken["sizes"], strict=True)]
+        partners = joined_partners(sides, self.embedding_dim)
+        labels = [_labels(item, pair, size) for item, pair, size in zip(items, sides, partners.sizes, strict=True)]
         known = Labels(*(torch.cat(values) for values in zip(*labels, strict=True)))
         return InterfaceBatch(
-            **taken,
-            **known._asdict(),
-            shapes=taken["sizes"],
+            partners=partners,
+            labels=known,
+            shapes=partners.sizes,
             has_labels=tuple(bool(label.is_known_N.any()) for label in labels),
             known=(float(known.is_known_N.sum()), float(known.is_known_P.sum())),
         )
@@ -162,8 +157,9 @@ class Interface:
     def loss(self, model: nn.Module, batch: InterfaceBatch) -> dict[str, tuple[Tensor, float]]:
         """Return the cross entropy of residues and of pairs, and how many are known."""
         residue_N, pair_P = model(batch)
-        of_residues = _entropy(residue_N, batch.interface_N, batch.is_known_N, 1.0)
-        of_pairs = _entropy(pair_P, batch.contact_P, batch.is_known_P, self.contact_weight)
+        labels = batch.labels
+        of_residues = _entropy(residue_N, labels.interface_N, labels.is_known_N, 1.0)
+        of_pairs = _entropy(pair_P, labels.contact_P, labels.is_known_P, self.contact_weight)
         return dict(zip(TERMS, zip((of_residues, of_pairs), batch.known, strict=True), strict=True))
 
     def weights(self, batch: InterfaceBatch) -> dict[str, float]:
@@ -173,8 +169,8 @@ class Interface:
     def outputs(self, model: nn.Module, batch: InterfaceBatch) -> dict[str, list[Tensor]]:
         """Return probabilities and labels of each item: of both partners' residues [R], [L], and of pairs [R, L]."""
         residue_N, pair_P = (torch.sigmoid(at_least_single(logits)) for logits in model(batch))
-        label_N = _told(batch.interface_N, batch.is_known_N)
-        label_P = _told(batch.contact_P, batch.is_known_P)
+        label_N = _told(batch.labels.interface_N, batch.labels.is_known_N)
+        label_P = _told(batch.labels.contact_P, batch.labels.is_known_P)
         labels = {
             f"{name}_{LABEL}": [
                 value if known else value[:0] for value, known in zip(values, batch.has_labels, strict=True)
@@ -212,11 +208,13 @@ class Interface:
         """Return a batch of these sizes; how they are spread over its items makes no difference."""
         nodes, pairs, items = (sizes[name] for name in ("nodes", "pairs", ITEMS))
         return InterfaceBatch(
-            **made_up(sizes, self.embedding_dim),
-            interface_N=torch.zeros(nodes, dtype=torch.bool),
-            is_known_N=torch.ones(nodes, dtype=torch.bool),
-            contact_P=torch.zeros(pairs, dtype=torch.bool),
-            is_known_P=torch.ones(pairs, dtype=torch.bool),
+            partners=example_partners(sizes, self.embedding_dim),
+            labels=Labels(
+                interface_N=torch.zeros(nodes, dtype=torch.bool),
+                is_known_N=torch.ones(nodes, dtype=torch.bool),
+                contact_P=torch.zeros(pairs, dtype=torch.bool),
+                is_known_P=torch.ones(pairs, dtype=torch.bool),
+            ),
             shapes=tuple((share, 1) for share in even_shares(pairs, items)),
             has_labels=(True,) * items,
             known=(float(nodes), float(pairs)),
@@ -266,7 +264,7 @@ def _told(label_N: Tensor, is_known_N: Tensor) -> Tensor:
 
 def _split(of_N: Tensor, of_P: Tensor, batch: InterfaceBatch) -> dict[str, list[Tensor]]:
     """Return rows of residues and of pairs item by item."""
-    of_partners = torch.split_with_sizes(of_N, [count for pair in batch.sizes for count in pair])
+    of_partners = batch.partners.of_each(of_N)
     of_items = torch.split_with_sizes(of_P, [rows * columns for rows, columns in batch.shapes])
     return {
         f"{RECEPTOR}_{INTERFACE}": list(of_partners[::2]),

@@ -6,7 +6,7 @@ centres, D features.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from pipeline.protocol import Sizes
     from pipeline.training.items.batch import ItemTensors, PartnerTensors
 
-Partners: TypeAlias = Any  # a batch that has, beside others, the fields that `columns` returns
-
 FLAGS = 3  # bits of a node's flags
 APART = 8  # largest distinct offset along the chain; farther ones count as this
 STEPS = 2 * APART + 2  # offsets from -APART to APART, and another chain
@@ -35,6 +33,27 @@ CLOSEST, FARTHEST = 2.0, 24.0
 ATOMS = ((1, 1), (3, 3), (4, 4), (1, 4), (4, 1), (0, 2))  # whose distances: of N, CA, C, CB and the side chain's middle
 ANGLES = 3
 NEAREST = 1e-6  # Å², so that nothing is divided by 0
+
+
+class PartnerBatch(NamedTuple):
+    """The partners of some items, concatenated: a receptor, its ligand, the next receptor and so on."""
+
+    pos_NA3: Tensor
+    type_N: Tensor
+    flags_NF: Tensor
+    embedding_ND: Tensor
+    partner_N: Tensor  # whose it is: 2 b for the receptor of item b, 2 b + 1 for its ligand
+    other_S: Tensor  # whose partner each is
+    from_E: Tensor
+    to_E: Tensor
+    step_E: Tensor  # how far apart along the chain
+    receptor_P: Tensor
+    ligand_P: Tensor
+    sizes: tuple[tuple[int, int], ...]  # residues of each item's receptor and ligand
+
+    def of_each(self, values_N: Tensor) -> tuple[Tensor, ...]:
+        """Split rows of residues into those of each partner."""
+        return torch.split_with_sizes(values_N, [count for pair in self.sizes for count in pair])
 
 
 class PartnerGeometry(nn.Module):
@@ -90,7 +109,7 @@ class PartnerLayer(nn.Module):
         self.update = nn.Sequential(nn.Linear(3 * width, 2 * width), nn.SiLU(), nn.Linear(2 * width, width))
         self.dropout = dropout
 
-    def forward(self, x_ND: Tensor, edge_ED: Tensor, batch: Partners) -> Tensor:
+    def forward(self, x_ND: Tensor, edge_ED: Tensor, batch: PartnerBatch) -> Tensor:
         normed_ND = self.norm(x_ND)
         sent_ED = self.of_sender(normed_ND).index_select(0, batch.from_E)
         sent_ED = sent_ED + self.of_receiver(normed_ND).index_select(0, batch.to_E)
@@ -113,7 +132,7 @@ class PartnerEncoder(nn.Module):
         self.of_embedding = EmbeddingFeatures(embedding_dim, width) if embedding_dim else None
         self.layers = nn.ModuleList(PartnerLayer(width, self.geometry.width, dropout) for _ in range(layers))
 
-    def encode(self, batch: Partners) -> Tensor:
+    def encode(self, batch: PartnerBatch) -> Tensor:
         """Return the features of all residues."""
         x_ND: Tensor = self.of_type(batch.type_N) + self.of_role(batch.partner_N % 2) + self.of_flags(batch.flags_NF)
         if self.of_embedding is not None:
@@ -141,47 +160,47 @@ PLACES = 5  # N, CA, C, CB and the middle of the side chain stand for a residue
 OTHER_CHAIN = STEPS - 1
 
 
-def columns(sides: Sequence[tuple[PartnerTensors, PartnerTensors | None]], embedding_dim: int) -> dict[str, Any]:
-    """Concatenate the partners of items: a receptor, its ligand, the next receptor and so on."""
+def joined_partners(sides: Sequence[tuple[PartnerTensors, PartnerTensors | None]], embedding_dim: int) -> PartnerBatch:
+    """Concatenate the partners of items."""
     flat = [side for pair in sides for side in pair if side is not None]
     sizes = tuple((size_of(receptor), size_of(ligand)) for receptor, ligand in sides)
     first_S = _firsts([count for pair in sizes for count in pair])
     owner = [place for place, count in enumerate(count for pair in sizes for count in pair) if count]
     from_E, to_E = _edges(flat, [first_S[at] for at in owner])
     receptor_P, ligand_P = _pairs(sizes, first_S)
-    return {
-        "pos_NA3": torch.cat([_positions(side) for side in flat]),
-        "type_N": torch.cat([side.nodes["type"] for side in flat]).long(),
-        "flags_NF": _bits(torch.cat([side.nodes["flags"] for side in flat])),
-        "embedding_ND": torch.cat([_embedding(side, embedding_dim) for side in flat]),
-        "partner_N": torch.cat([torch.full((size_of(side),), at) for side, at in zip(flat, owner, strict=True)]),
-        "other_S": torch.arange(2 * len(sides)) ^ 1,
-        "from_E": from_E,
-        "to_E": to_E,
-        "step_E": torch.cat([_steps(side) for side in flat]),
-        "receptor_P": receptor_P,
-        "ligand_P": ligand_P,
-        "sizes": sizes,
-    }
+    return PartnerBatch(
+        pos_NA3=torch.cat([_positions(side) for side in flat]),
+        type_N=torch.cat([side.nodes["type"] for side in flat]).long(),
+        flags_NF=_bits(torch.cat([side.nodes["flags"] for side in flat])),
+        embedding_ND=torch.cat([_embedding(side, embedding_dim) for side in flat]),
+        partner_N=torch.cat([torch.full((size_of(side),), at) for side, at in zip(flat, owner, strict=True)]),
+        other_S=torch.arange(2 * len(sides)) ^ 1,
+        from_E=from_E,
+        to_E=to_E,
+        step_E=torch.cat([_steps(side) for side in flat]),
+        receptor_P=receptor_P,
+        ligand_P=ligand_P,
+        sizes=sizes,
+    )
 
 
-def made_up(sizes: Sizes, embedding_dim: int) -> dict[str, Any]:
-    """Return random columns of these sizes; how they are spread over the items makes no difference."""
+def example_partners(sizes: Sizes, embedding_dim: int) -> PartnerBatch:
+    """Return random partners of these sizes; how they are spread over the items makes no difference."""
     nodes, edges, pairs, items = (sizes[name] for name in ("nodes", "edges", "pairs", ITEMS))
-    return {
-        "pos_NA3": 10 * torch.randn(nodes, PLACES, 3),
-        "type_N": torch.zeros(nodes, dtype=torch.long),
-        "flags_NF": torch.zeros(nodes, FLAGS),
-        "embedding_ND": torch.randn(nodes, embedding_dim),
-        "partner_N": torch.arange(nodes) * 2 * items // max(nodes, 1),
-        "other_S": torch.arange(2 * items) ^ 1,
-        "from_E": torch.randint(nodes, (edges,)),
-        "to_E": torch.randint(nodes, (edges,)),
-        "step_E": torch.randint(STEPS, (edges,)),
-        "receptor_P": torch.randint(nodes, (pairs,)),
-        "ligand_P": torch.randint(nodes, (pairs,)),
-        "sizes": tuple(zip(*[iter(even_shares(nodes, 2 * items))] * 2, strict=True)),
-    }
+    return PartnerBatch(
+        pos_NA3=10 * torch.randn(nodes, PLACES, 3),
+        type_N=torch.zeros(nodes, dtype=torch.long),
+        flags_NF=torch.zeros(nodes, FLAGS),
+        embedding_ND=torch.randn(nodes, embedding_dim),
+        partner_N=torch.arange(nodes) * 2 * items // max(nodes, 1),
+        other_S=torch.arange(2 * items) ^ 1,
+        from_E=torch.randint(nodes, (edges,)),
+        to_E=torch.randint(nodes, (edges,)),
+        step_E=torch.randint(STEPS, (edges,)),
+        receptor_P=torch.randint(nodes, (pairs,)),
+        ligand_P=torch.randint(nodes, (pairs,)),
+        sizes=tuple(zip(*[iter(even_shares(nodes, 2 * items))] * 2, strict=True)),
+    )
 
 
 def partners_of(item: ItemTensors) -> tuple[PartnerTensors, PartnerTensors | None]:

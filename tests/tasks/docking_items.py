@@ -29,8 +29,8 @@ def collated(*graphs, task=SMALL, dim=DIM, ids=()):
     return task.collate(batch_of(graphs, dim, ids).items[:], RNG)
 
 
-def double(batch):
-    return tree_map_only(torch.Tensor, lambda one: one.double() if one.is_floating_point() else one, batch)
+def double(batch, dtype=torch.float64):
+    return tree_map_only(torch.Tensor, lambda one: one.to(dtype) if one.is_floating_point() else one, batch)
 
 
 def model_of(task=SMALL, dtype=torch.float64):

@@ -82,8 +82,8 @@ def test_both_partners_go_through_the_same_layers():
     labels = graph.labels | {"contact_pairs": graph.labels["contact_pairs"][:, ::-1]}
     model, heard = model_of(), []
     for batch in (double(collated(one)) for one in (graph, ItemGraph(tuple(parts), labels=labels))):
-        edge_ED = model.geometry(batch.pos_NA3, batch.from_E, batch.to_E)
-        heard.append(model.layers[0](torch.ones(100, 16, dtype=torch.float64), edge_ED, batch))
+        edge_ED = model.geometry(batch.partners.pos_NA3, batch.partners.from_E, batch.partners.to_E)
+        heard.append(model.layers[0](torch.ones(100, 16, dtype=torch.float64), edge_ED, batch.partners))
     assert heard[0].std(0).max() > 1e-3
     assert torch.allclose(heard[0], torch.cat([heard[1][40:], heard[1][:40]]), atol=1e-4)  # but for rounded positions
 
@@ -93,10 +93,10 @@ def test_both_partners_go_through_the_same_layers():
 
 def brought_back(batch):
     """Return every CA where the labels say that it belongs."""
-    native = batch.pos_NA3[:, CA].clone()
-    is_ligand, item = batch.partner_N % 2 == 1, batch.partner_N // 2
-    centre = native - arms(batch)
-    turned = (rotation_matrices(batch.rotation_B3)[item] @ arms(batch).unsqueeze(-1)).squeeze(-1)
+    native = batch.partners.pos_NA3[:, CA].clone()
+    is_ligand, item = batch.partners.partner_N % 2 == 1, batch.partners.partner_N // 2
+    centre = native - arms(batch.partners)
+    turned = (rotation_matrices(batch.rotation_B3)[item] @ arms(batch.partners).unsqueeze(-1)).squeeze(-1)
     native[is_ligand] = (centre + turned + batch.translation_B3[item])[is_ligand]
     return native.numpy()
 
@@ -107,14 +107,14 @@ def in_file(graph):
 
 def test_what_is_to_be_said_brings_the_ligand_to_where_the_file_has_it():
     batch = collated(*THREE)
-    native = np.split(brought_back(batch), np.cumsum([count for pair in batch.sizes for count in pair])[:-1])
+    native = np.split(brought_back(batch), np.cumsum([count for pair in batch.partners.sizes for count in pair])[:-1])
     for graph, receptor, ligand in zip(THREE, native[::2], native[1::2], strict=True):
         assert np.abs(cdist(receptor, ligand) - cdist(*in_file(graph))).max() < 1e-3
 
 
 def test_the_receptor_stays_and_the_ligand_keeps_its_shape():
     graph, batch = made(0), collated(made(0))
-    receptor, ligand = batch.pos_NA3[:60, CA].numpy(), batch.pos_NA3[60:, CA].numpy()
+    receptor, ligand = batch.partners.pos_NA3[:60, CA].numpy(), batch.partners.pos_NA3[60:, CA].numpy()
     assert (receptor == graph.parts[0].nodes["pos"][:, CA]).all()
     assert np.abs(cdist(ligand, ligand) - cdist(*[graph.parts[1].nodes["pos"][:, CA]] * 2)).max() < 1e-3
     assert np.abs(ligand - ligand.mean(0) - np.subtract(in_file(graph)[1], in_file(graph)[1].mean(0))).max() > 0.1
@@ -122,10 +122,10 @@ def test_the_receptor_stays_and_the_ligand_keeps_its_shape():
 
 def test_noise_is_the_same_whatever_batch_an_item_is_in():
     together = collated(*THREE, ids=IDS)
-    pos = together.pos_NA3.split([count for pair in together.sizes for count in pair])
+    pos = together.partners.pos_NA3.split([count for pair in together.partners.sizes for count in pair])
     for place, (graph, name) in enumerate(zip(THREE, IDS, strict=True)):
         alone = SMALL.collate(batch_of([graph], ids=[name]).items[:], np.random.default_rng(place))
-        assert torch.equal(alone.pos_NA3, torch.cat(pos[2 * place : 2 * place + 2]))
+        assert torch.equal(alone.partners.pos_NA3, torch.cat(pos[2 * place : 2 * place + 2]))
         assert torch.equal(alone.translation_B3[0], together.translation_B3[place])
         assert torch.equal(alone.rotation_B3[0], together.rotation_B3[place])
     assert len({tuple(one.tolist()) for one in together.translation_B3}) == 3
@@ -159,21 +159,22 @@ def test_what_is_said_turns_with_the_complex(dtype, tolerance):
     model, batch = model_of(task, dtype), double(collated(*THREE))
     turn_33 = torch.from_numpy(Rotation.random(random_state=0).as_matrix())
     shift_3 = torch.tensor([5.0, -4, 3])
-    moved = batch._replace(pos_NA3=batch.pos_NA3 @ turn_33.T + shift_3)
-    here, there = (model(one._replace(pos_NA3=one.pos_NA3.to(dtype), **numbers(one, dtype))) for one in (batch, moved))
+    moved = placed(batch, batch.partners.pos_NA3 @ turn_33.T + shift_3)
+    here, there = (model(double(one, dtype)) for one in (batch, moved))
     for said_B3, elsewhere_B3 in zip(here, there, strict=True):
         assert said_B3.abs().max() > 1e-3
         assert torch.allclose(said_B3 @ turn_33.T.to(dtype), elsewhere_B3, rtol=0, atol=tolerance)
 
 
-def numbers(batch, dtype):
-    return {name: getattr(batch, name).to(dtype) for name in ("flags_NF", "embedding_ND", "translation_B3")}
+def placed(batch, pos_NA3):
+    """Return a batch whose residues are elsewhere."""
+    return batch._replace(partners=batch.partners._replace(pos_NA3=pos_NA3))
 
 
 def test_a_mirrored_complex_is_shifted_to_the_mirrored_place_and_turned_the_other_way():
     model, batch = model_of(), double(collated(made(0)))
     (shift, turn), (other_shift, other_turn) = (
-        model(one) for one in (batch, batch._replace(pos_NA3=-batch.pos_NA3))
+        model(one) for one in (batch, placed(batch, -batch.partners.pos_NA3))
     )  # fmt: skip
     assert torch.allclose(-shift, other_shift, rtol=0, atol=1e-10)
     assert torch.allclose(turn, other_turn, rtol=0, atol=1e-10)
@@ -181,9 +182,9 @@ def test_a_mirrored_complex_is_shifted_to_the_mirrored_place_and_turned_the_othe
 
 def test_moving_the_ligand_alone_changes_what_is_said():
     model, batch = model_of(), double(collated(made(0)))
-    pos_NA3 = batch.pos_NA3.clone()
+    pos_NA3 = batch.partners.pos_NA3.clone()
     pos_NA3[60:] += 2.0
-    for said, other in zip(model(batch), model(batch._replace(pos_NA3=pos_NA3)), strict=True):
+    for said, other in zip(model(batch), model(placed(batch, pos_NA3)), strict=True):
         assert (said - other).abs().max() > 1e-6
 
 
@@ -348,7 +349,7 @@ def test_real_complexes_are_docked_from_where_their_files_have_them(shared_struc
     paths = sorted((shared_structures / "complexes").glob("*.pdb"), key=lambda path: path.stat().st_size)[:3]
     graphs = [real(path) for path in paths]
     batch = collated(*graphs, ids=[path.stem for path in paths])
-    native = np.split(brought_back(batch), np.cumsum([count for pair in batch.sizes for count in pair])[:-1])
+    native = np.split(brought_back(batch), np.cumsum([count for pair in batch.partners.sizes for count in pair])[:-1])
     for graph, receptor, ligand in zip(graphs, native[::2], native[1::2], strict=True):
         assert np.abs(cdist(receptor, ligand) - cdist(*in_file(graph))).max() < 1e-3
     figures = SMALL.metrics(outputs_of(SMALL, model_of(dtype=torch.float32), batch))

@@ -54,7 +54,7 @@ def test_unbound_partners_are_refused_as_they_have_no_pose():
         collated(made(1), unbound, ids=["a", "b"])
     assert caught.value.remedy == "--set data.state=bound"
     both = batch_of([made(1), unbound], ids=["a", "b"]).items
-    assert len(SMALL.collate([both[0]], RNG).sizes) == 1  # beside which a bound item is none
+    assert len(SMALL.collate([both[0]], RNG).partners.sizes) == 1  # beside which a bound item is none
 
 
 def test_a_graph_without_contacts_is_refused_as_nothing_shows_one_frame():
@@ -123,4 +123,4 @@ def test_a_trial_takes_the_first_items_alone(tmp_path, pipeline):
     task = replace(SMALL, embedding_dim=0)
     loader = open_loader("pipeline.yaml", Sampling(batch=4, padding=None), sets=["data.limit=2"], embed=False,
                          collate=task.collate)  # fmt: skip
-    assert [len(batch.sizes) for batch in loader] == [2]
+    assert [len(batch.partners.sizes) for batch in loader] == [2]

@@ -159,7 +159,7 @@ class ReplayedShare:
         if begun >= int(bundle.state.get("micro_batches", 0)):
             return
         budget = max(int(bundle.budget.get(COST, 0)), int(self._items.cost_N.max()))
-        sampler.adjust(budget={COST: budget}, micro_batch=sampler.settings.micro_batch)
+        sampler.adjust({COST: budget})
         micros = sampler.micros(bundle.epoch, bundle.epoch_step)
         pairs = zip(bundle.cuts, micros, strict=False)
         if any(not set(cut.numbers) <= set(micro.items.tolist()) for cut, micro in pairs):

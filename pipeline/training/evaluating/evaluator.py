@@ -275,23 +275,14 @@ class Evaluator:
 
     def _contrast(self, rows: Mapping[str, list[Any]]) -> dict[str, tuple[float, float]]:
         """Return the sums and weights of the loss of some items together, on the CPU if the GPU has no room."""
-        terms: dict[str, tuple[float, float]] = {}
+        step = cast("ContrastiveStep", self.step)
 
-        def take(device: str) -> None:
+        def take(on_host: bool) -> dict[str, tuple[float, float]]:  # noqa: FBT001 - one of two ways
+            device = HOST if on_host else step.device
             stacked = {name: torch.from_numpy(np.stack(arrays)).to(device) for name, arrays in rows.items()}
-            on_host = device != self.step.device
-            terms.update(cast("ContrastiveStep", self.step).evaluate_rows(stacked, on_host=on_host))
+            return step.evaluate_rows(stacked, on_host=on_host)
 
-        error: str | None = None
-        for device in dict.fromkeys([self.step.device, *([HOST] if self.too_large == HOST else [])]):
-            error = out_of_memory_error(take, device)
-            if error is None:
-                return terms
-            free_caches(self.step.device)
-        items = len(next(iter(rows.values())))
-        what = f"the loss of {items:,} items together does not fit in memory, though each of them does: {error}"
-        remedy = "a smaller train.effective_batch, or a larger card"
-        raise PlanInfeasible(what, where="evaluation", remedy=remedy)
+        return step.where_it_fits(take, rows, may_leave=self.too_large == HOST)
 
     def metrics(self) -> dict[str, float]:
         """Return the task's metrics over all items, which rank 0 computes."""

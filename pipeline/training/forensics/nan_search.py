@@ -201,16 +201,14 @@ def _tensors(value: Any) -> Iterator[Tensor]:
                 yield from _tensors(getattr(leaf, leaf_field.name))
 
 
-def _fields(batch: Any) -> tuple[str, ...]:
-    """Return the names of a batch's fields that are not finite; `batch` where fields have no names."""
-    named = getattr(batch, "_asdict", lambda: batch)()
-    if isinstance(batch, ItemBatch):
-        named = batch.fields
+def _fields(batch: Any, of: str = "") -> tuple[str, ...]:
+    """Return the names of a batch's fields that are not finite, also within others; `batch` if it has none."""
+    named = batch.fields if isinstance(batch, ItemBatch) else getattr(batch, "_asdict", lambda: batch)()
     if is_dataclass(named) and not isinstance(named, type):
         named = {field.name: getattr(named, field.name) for field in fields(named)}
     if isinstance(named, Mapping):
-        return tuple(str(name) for name, value in named.items() if not _is_finite(value))
-    return () if _is_finite(batch) else ("batch",)
+        return tuple(name for key, value in named.items() for name in _fields(value, f"{of}.{key}".removeprefix(".")))
+    return () if _is_finite(batch) else (of or "batch",)
 
 
 def _listed(names: Sequence[str]) -> str:

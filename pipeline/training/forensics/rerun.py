@@ -19,7 +19,7 @@ from pipeline.memory.runtime.recovery import StepSnapshot
 from pipeline.protocol import Weights
 from pipeline.training.checkpoints.training_state import plain_name
 from pipeline.training.random_state import as_drawn, rng_state, set_rng_state
-from pipeline.training.step.contrastive import CachedGradients, ContrastiveStep, joined_rows
+from pipeline.training.step.contrastive import CachedGradients, ContrastiveStep, joined_rows, split_rows
 from pipeline.training.step.local_step import accumulate_piece, weights_of
 from pipeline.training.step.optimizers import sums_by_name
 from pipeline.training.step.step import Unwatched
@@ -185,8 +185,7 @@ class _Joint:
         if error is not None:
             last.outcome, last.error = PartOutcome.OOM, f"the loss of all {sum(items)} items: {error}"
             return False
-        split = {name: torch.split(gradient, items) for name, gradient in self._cached.rows.items()}
-        self._rows = [{name: parts[place] for name, parts in split.items()} for place in range(len(items))]
+        self._rows = list(split_rows(self._cached.rows, items))
         return True
 
     def back(self, piece: Piece) -> None:

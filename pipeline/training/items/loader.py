@@ -68,7 +68,6 @@ class Loader:
     slots: int = 4
     threads: int = 2
     pin: bool | None = None  # for copies to a GPU; None: where there is one
-    slot_bytes: int = 0
     seed: int = 0
     crop: Mapping[str, int] | None = None  # the largest an item may have of each size, or of what `measure` makes of it
     measure: Measure = dict
@@ -83,7 +82,7 @@ class Loader:
         self.batch_sampler = self.sampler
         self.stats = LoaderStats()
         pin = torch.cuda.is_available() if self.pin is None else self.pin
-        self._ring = Ring(self.slots, pin=pin, slot_bytes=self.slot_bytes)
+        self._ring = Ring(self.slots, pin=pin)
         self._memory = _Memory()
         self._reading: ReadAhead[MicroBatch, _Filled] | None = None
         self._start: Mapping[str, Any] = {}  # where the present loop began

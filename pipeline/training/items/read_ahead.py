@@ -39,13 +39,13 @@ class Slot:
 class Ring:
     """All slots; reading threads take them from the queue `free`, where None ends a thread."""
 
-    def __init__(self, slots: int, *, pin: bool, slot_bytes: int = 0) -> None:
+    def __init__(self, slots: int, *, pin: bool) -> None:
         if slots < 2:
             raise ValueError(f"{slots} slots: one batch is used while the next is read, so 2 at least")
         self.slots = tuple(Slot() for _ in range(slots))
         self.free: SimpleQueue[Slot | None] = SimpleQueue()
         self.grown = 0  # how often a batch was larger than all before it
-        self._pin, self._slot_bytes = pin, slot_bytes
+        self._pin, self._slot_bytes = pin, 0
         self._lent: set[Slot] = set()
         for slot in self.slots:
             self.free.put(slot)

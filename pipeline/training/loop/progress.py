@@ -55,7 +55,7 @@ class RunningStretch:
         """Have the sampler cut micro-batches to a budget, if it uses one."""
         sampler = self.loader.sampler
         if sampler.settings.budget:
-            sampler.adjust(budget={**sampler.settings.budget, "cost": budget}, micro_batch=sampler.settings.micro_batch)
+            sampler.adjust({**sampler.settings.budget, "cost": budget})
 
     def shares(self, *, hold: int, leave_out: Collection[str]) -> Iterator[RankShare]:
         """Yield this rank's share of each step, from where the loader is to the end of the epoch."""

@@ -144,9 +144,9 @@ class Sampler:
         limits = MicroBatchLimits(tuple(budgets.values()), settings.micro_batch, settings.padding)
         return [items_K[places] for places in cut_micro_batches(share, limits)]
 
-    def adjust(self, *, budget: Mapping[str, int], micro_batch: int | None) -> None:
-        """Change the limits of micro-batches from the next step on, or when one is cut again; steps stay the same."""
-        settings = replace(self.settings, budget=budget, micro_batch=micro_batch)
+    def adjust(self, budget: Mapping[str, int]) -> None:
+        """Change the budget of micro-batches from the next step on, or when one is cut again; steps stay the same."""
+        settings = replace(self.settings, budget=budget)
         check_sizes(self._sizes, settings)
         check_budget(self._sizes, settings)
         self.settings = settings

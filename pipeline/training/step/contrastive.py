@@ -13,11 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
-from pipeline.memory.runtime.recovery import StepSnapshot
+from pipeline.errors import PlanInfeasible
+from pipeline.memory.runtime.out_of_memory import free_caches, out_of_memory_error
+from pipeline.memory.runtime.recovery import StepSnapshot, forget_failed_backward
 from pipeline.protocol import Contrastive
 from pipeline.training.random_state import as_drawn
 from pipeline.training.step.checkpointing import twin
@@ -25,7 +27,7 @@ from pipeline.training.step.optimizers import checked_terms, refused, whole_loss
 from pipeline.training.step.step import Step
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 
     from torch import Tensor, nn
 
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 
     Rows = Mapping[str, Tensor]  # a row for each item
 
+Result = TypeVar("Result")
 SEE = "what embed() returns: Contrastive in pipeline/protocol.py"
 
 
@@ -126,6 +129,23 @@ class ContrastiveStep(Step):
             [(parameter, gradient.to(parameter.device)) for parameter, gradient in pairs if gradient is not None],
         )
 
+    def where_it_fits(self, run: Callable[[bool], Result], rows: Mapping[str, Sized], *, may_leave: bool) -> Result:
+        """Return what `run` makes of the loss of all rows, which cannot be cut: it is told whether to run on the host.
+
+        An out-of-memory frees caches; the second leaves the GPU for the host, if it may.
+        """
+        results: list[Result] = []
+        for on_host in (False, False, True) if may_leave and self.device != "cpu" else (False, False):
+            error = out_of_memory_error(lambda on_host=on_host: results.append(run(on_host)))
+            if error is None:
+                return results[0]
+            forget_failed_backward()
+            free_caches(self.device)
+        items = len(next(iter(rows.values())))
+        problem = f"the loss of all {items:,} items together does not fit in memory, though each of them does: {error}"
+        remedy = "a smaller effective batch, or a larger card"
+        raise PlanInfeasible(problem, where="train.effective_batch", remedy=remedy)
+
     def _contrasted(self, model: nn.Module, rows: Rows) -> Terms:
         with self.cast():
             return checked_terms(self._task.contrast(model, rows))
@@ -143,29 +163,36 @@ class ContrastiveStep(Step):
         if not on_host:
             rows = self._traced(batch)
             _refuse_others(rows, gradients)
-            _back(rows, gradients)
+            self._back(rows, gradients)
             return
         host = twin(self.model)
         rows = self._embedded(host, self.moved(batch, on_host=True))
         _refuse_others(rows, gradients)
-        _back(rows, {name: gradient.cpu() for name, gradient in gradients.items()})
+        self._back(rows, {name: gradient.cpu() for name, gradient in gradients.items()})
         self.take_gradients(host)
+
+    def _back(self, rows: dict[str, Tensor], gradients: Rows) -> None:
+        """Run backward from the gradients of rows, as many as there are rows, in the rows' dtype."""
+        self.watch.phase("backward")
+        ends = [name for name in gradients if rows[name].requires_grad]
+        if ends:  # else only what the loss itself has is trained
+            cut = [gradients[name][: len(rows[name])].to(rows[name].dtype) for name in ends]
+            torch.autograd.backward([rows.pop(name) for name in ends], cut)
 
     def _traced(self, batch: Batch) -> dict[str, Tensor]:
         self.watch.phase("inputs")
         batch = self.moved(batch)
         self.watch.phase("forward")
         with self.saved(), self.cast():
-            rows = self._embedded(self.model, batch)
-        self.watch.phase("backward")
-        return rows
+            return self._embedded(self.model, batch)
 
     def _back_from_loss(self, rows: dict[str, Tensor]) -> None:
         """Compute the loss of rows that still have their graph, and run backward; `rows` is emptied."""
-        terms = self._contrasted(self.model, rows)
-        rows.clear()
-        self.watch.terms({name: total for name, (total, _) in terms.items()})
-        loss = whole_loss(terms)
+        with self.saved():
+            terms = self._contrasted(self.model, rows)
+            rows.clear()
+            self.watch.terms({name: total for name, (total, _) in terms.items()})
+            loss = whole_loss(terms)
         self.watch.phase("backward")
         torch.autograd.backward(self.scaler.scale(loss))
         self.add_terms(terms)
@@ -174,14 +201,7 @@ class ContrastiveStep(Step):
 
     def accumulate_alone(self, batch: Batch, weights: Mapping[str, Any] | None = None) -> None:  # noqa: ARG002
         """Add the gradients of all items of a step in one pass, where they fit in one micro-batch."""
-        self.watch.phase("inputs")
-        batch = self.moved(batch)
-        self.watch.phase("forward")
-        with self.saved():
-            with self.cast():
-                rows = self._embedded(self.model, batch)
-            del batch
-            self._back_from_loss(rows)
+        self._back_from_loss(self._traced(batch))
 
     def accumulate_all(self, batches: Sequence[Batch], weights: Mapping[str, Any] | None) -> None:  # noqa: ARG002
         """Add the gradients of all items of a step."""
@@ -194,9 +214,8 @@ class ContrastiveStep(Step):
         snapshot.restore()
         with as_drawn(self.device):
             cached = self.contrast(joined_rows(parts))
-        split = {name: torch.split(gradient, sizes) for name, gradient in cached.rows.items()}
-        for place, batch in enumerate(batches):
-            self.go_back(batch, {name: pieces[place] for name, pieces in split.items()})
+        for batch, rows in zip(batches, split_rows(cached.rows, sizes), strict=True):
+            self.go_back(batch, rows)
         cached.finish()
 
     def accumulate(self, batch: Batch, weights: Mapping[str, Any] | None = None) -> None:  # noqa: ARG002
@@ -210,23 +229,17 @@ class ContrastiveStep(Step):
             return
         if self.row_of and self.gradients:
             self.watch.phase("contrast")
-            rows = {name: row.new_zeros(whole, *row.shape[1:]) for name, row in self.row_of.items()}
-            _back(self._traced(batch), rows)
+            zeros = {name: row.new_zeros(whole, *row.shape[1:]) for name, row in self.row_of.items()}
+            self._back(self._traced(batch), zeros)
             return
-        self.watch.phase("inputs")
-        moved = self.moved(batch)
-        self.watch.phase("forward")
-        with self.saved(), self.cast():
-            rows = self._embedded(self.model, moved)
+        rows = self._traced(batch)
         items = len(next(iter(rows.values())))
         self.row_of = {
             name: row.detach().new_empty(0, *row.shape[1:]) for name, row in rows.items() if row.requires_grad
         }
         if items >= whole:
-            with self.saved():
-                self._back_from_loss(rows)
+            self._back_from_loss(rows)
             return
-        del moved
         parts = [{name: row.detach() for name, row in rows.items()}]
         del rows
         parts.append({name: row[:1].expand(whole - items, *row.shape[1:]).clone() for name, row in parts[0].items()})
@@ -234,7 +247,7 @@ class ContrastiveStep(Step):
         if not (self.row_of or cached.own):
             problem = "neither embed() nor contrast() depends on a parameter that is trained: nothing would be learned"
             raise refused(problem, "do not detach what they return, or freeze fewer parameters")
-        _back(self._traced(batch), cached.rows)
+        self._back(self._traced(batch), cached.rows)
         cached.finish()
 
 
@@ -262,6 +275,13 @@ def joined_rows(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return whole
 
 
+def split_rows(rows: Rows, sizes: Iterable[int], start: int = 0) -> Iterator[dict[str, Tensor]]:
+    """Yield the rows of one micro-batch after the other, from a first row on."""
+    for size in sizes:
+        yield {name: row[start : start + size] for name, row in rows.items()}
+        start += size
+
+
 def _leaf(rows: Tensor) -> Tensor:
     """Return rows as a graph leaf; only floating-point and complex ones require gradients."""
     return rows.detach().requires_grad_(rows.is_floating_point() or rows.is_complex())
@@ -279,11 +299,3 @@ def _refuse_others(rows: Rows, gradients: Rows) -> None:
             problem = f"embed() returned {', '.join(rows)} of items of which it returned {name!r} before"
             raise refused(problem, SEE)
         _refuse_rows({name: rows[name]}, len(gradient), "as the same items had before")
-
-
-def _back(rows: dict[str, Tensor], gradients: Rows) -> None:
-    """Run backward from the gradients of rows, as many as there are rows, in the rows' dtype."""
-    ends = [name for name in gradients if rows[name].requires_grad]
-    if ends:  # else only what the loss itself has is trained
-        cut = [gradients[name][: len(rows[name])].to(rows[name].dtype) for name in ends]
-        torch.autograd.backward([rows.pop(name) for name in ends], cut)

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pipeline.errors import DataError, PlanInfeasible
-from pipeline.memory.runtime.out_of_memory import free_caches, out_of_memory_error
-from pipeline.memory.runtime.recovery import Oom, StepSnapshot, forget_failed_backward
+from pipeline.errors import DataError
+from pipeline.memory.runtime.out_of_memory import out_of_memory_error
+from pipeline.memory.runtime.recovery import Oom
 from pipeline.training.random_state import as_drawn
-from pipeline.training.step.contrastive import joined_rows
+from pipeline.training.step.contrastive import joined_rows, split_rows
 from pipeline.training.step.local_step import Local, Stepper
-from pipeline.training.step.micro_batches import HOST, SKIP
+from pipeline.training.step.micro_batches import HOST
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -77,18 +77,15 @@ class ContrastiveStepper(Stepper):
         of = share.origin.epoch, share.origin.step
         if of != self._of:
             self._of, self._too_much = of, math.inf
-        self._snapshot = StepSnapshot(
-            self.step.model, device=self.step.device, scaler=self.step.scaler, before=self._snapshot
-        )
-        local = Local()
+        local = self._begun()
         whole = self._whole(share)
         if whole is not None:
             local.again = not self._through([whole], self._at_once, share, local)
         else:
             self._two_passes(share, local)
-        for cost in local.costs:
-            self.governor.ran(cost)
-        local.terms = self.step.totals if self.ranks.rank == 0 else {}
+        self._ended(local)
+        if self.ranks.rank:
+            local.terms = {}  # those of the first rank are of all items
         return local
 
     # Cuts
@@ -133,12 +130,10 @@ class ContrastiveStepper(Stepper):
         self._heard(piece, oom)
         if not oom.is_single:
             self._too_much = min(self._too_much, self.cost(piece))
-        elif piece.rung < len(self.ladder) and self._allowed(self.ladder[piece.rung]):
-            self.governor.climbed(self.cost(piece), self.ladder[piece.rung])
-        elif self.too_large == SKIP:
-            share.leave_out(piece.ids)
+        elif rung := self._next_rung(piece):
+            self.governor.climbed(self.cost(piece), rung)
         else:
-            raise self._too_large(piece)
+            share.leave_out(piece.ids)
 
     # Passes
 
@@ -154,11 +149,12 @@ class ContrastiveStepper(Stepper):
         cached, start = self._exchanged(embedded)
         if cached is None:
             return
-        first_rows: dict[tuple[int, int], int] = {}
-        for piece in embedded:
-            first_rows[piece.micro, piece.start] = start
-            start += piece.stop - piece.start
-        back = partial(self._back, rows=cached.rows, first_rows=first_rows)
+        rows = split_rows(cached.rows, [piece.stop - piece.start for piece in embedded], start)
+
+        def back(piece: Piece, local: Local) -> None:
+            self.step.go_back(piece.collated(self.step.task), next(rows), on_host=piece.is_on_host)
+            self._count(piece, local)
+
         local.again = not self._through(self._as_embedded(share, embedded), back, share, local)
         if not local.again:
             cached.finish()
@@ -187,23 +183,11 @@ class ContrastiveStepper(Stepper):
             return (self._contrasted(rows) if rows else None), start
 
     def _contrasted(self, rows: dict[str, Tensor]) -> CachedGradients:
-        """Compute the loss of all items; it cannot be cut, so an out-of-memory frees caches, then moves to the host."""
-        cached: list[CachedGradients] = []
-        items = len(next(iter(rows.values())))
-
-        def take(on_host: bool) -> None:  # noqa: FBT001 - one of two ways
-            counts = self.ranks.rank == 0
-            cached.append(self.step.contrast(dict(rows), counts=counts, on_host=on_host))
-
-        for on_host in (False, False, True) if self._on_card and self.too_large == HOST else (False, False):
-            error = out_of_memory_error(take, on_host)
-            if error is None:
-                return cached[0]
-            forget_failed_backward()
-            free_caches(self.step.device)
-        problem = f"the loss of all {items:,} items of a step does not fit in memory, though each of them does: {error}"
-        remedy = "a smaller effective batch, or a larger card"
-        raise PlanInfeasible(problem, where="train.effective_batch", remedy=remedy)
+        """Return the gradients of all items; only the first rank counts the model's own."""
+        counts, may_leave = self.ranks.rank == 0, self.too_large == HOST
+        return self.step.where_it_fits(
+            lambda on_host: self.step.contrast(dict(rows), counts=counts, on_host=on_host), rows, may_leave=may_leave
+        )
 
     def _as_embedded(self, share: RankShare, embedded: list[_Embedded]) -> Iterator[Piece]:
         """Yield a share's pieces as they were embedded; a batch that was read again must have the same items."""
@@ -216,15 +200,6 @@ class ContrastiveStepper(Stepper):
                 yield again
         for before in left:
             _refuse_changed(before, ())
-
-    def _back(
-        self, piece: Piece, local: Local, *, rows: Mapping[str, Tensor], first_rows: Mapping[tuple[int, int], int]
-    ) -> None:
-        """Run a piece forward with gradients, and backward from the cached gradients of its rows."""
-        first = first_rows[piece.batch.origin.index, piece.start]
-        own = {name: row[first : first + len(piece)] for name, row in rows.items()}
-        self.step.go_back(piece.collated(self.step.task), own, on_host=piece.is_on_host)
-        self._count(piece, local)
 
     def _is_finite(self, piece: Piece) -> bool:
         """Say whether an item's embedding is finite: its loss alone, without other items, would say nothing."""

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import JobFailed
 from pipeline.memory.runtime.out_of_memory import is_out_of_memory
-from pipeline.memory.runtime.recovery import StepSnapshot
 from pipeline.protocol import Weights
-from pipeline.training.step.local_step import Local, Stepper
+from pipeline.training.step.local_step import Stepper
 from pipeline.training.step.micro_batches import CHECKPOINTING, OFFLOAD, Piece
 from pipeline.training.step.optimizers import sums_by_name
 
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from pipeline.protocol import Batch
     from pipeline.training.ranks.rank_protocol import Ranks
     from pipeline.training.step.fsdp import ShardedStep
+    from pipeline.training.step.local_step import Local
     from pipeline.training.step.micro_batches import RankShare
 
 
@@ -95,8 +95,7 @@ class ShardedStepper(Stepper):
 
     def run(self, share: RankShare, weights: Mapping[str, float] | None) -> Local:
         """Run this rank's share forward and backward, and others' items while they have more passes to make."""
-        step, local = self.step, Local()
-        self._snapshot = StepSnapshot(step.model, device=step.device, scaler=step.scaler, before=self._snapshot)
+        step, local = self.step, self._begun()
         step.spread.begin_step()
         for turn in self._turns(share):
             step.agreed = power_of_two(turn.items)
@@ -106,10 +105,7 @@ class ShardedStepper(Stepper):
             else:
                 self._together(turn.piece, lambda piece: step.accompany(piece.collated(self.step.task)))
         step.spread.drop_unused(step.trained)
-        for cost in local.costs:
-            self.governor.ran(cost)
-        local.terms = step.totals
-        return local
+        return self._ended(local)
 
     def not_finite(self, share: RankShare) -> list[str]:
         """Return the ids of this rank's items whose own loss is not finite; all ranks must call it."""

@@ -39,7 +39,6 @@ class Local:
     terms: dict[str, tuple[float, float]] = field(default_factory=dict)  # sums and weights
     items: int = 0
     micros: int = 0
-    costs: list[int] = field(default_factory=list)  # of the micro-batches that ran
     ooms: int = 0
     skipped: list[str] = field(default_factory=list)  # items that fit nowhere
     remedied: dict[str, int] = field(default_factory=dict)  # items that ran on a rung of the ladder, by its name
@@ -70,6 +69,7 @@ class Stepper:
         self.step, self.governor, self.cost_N, self.upkeep, self.too_large = step, governor, cost_N, upkeep, too_large
         self._begin, self._failed = begin, failed
         self._snapshot: StepSnapshot | None = None
+        self._ran: list[int] = []  # costs of the micro-batches of a step that ran on no rung
         self._is_several: bool | None = True if isinstance(step.task, Weights) else None  # terms; None: unknown yet
         self.ladder = tuple(RUNGS[: RUNGS.index(SKIP)]) if self._on_card else RUNGS[:2]
 
@@ -117,14 +117,10 @@ class Stepper:
 
     def run(self, share: RankShare, weights: Mapping[str, float] | None) -> Local:
         """Run this rank's share forward and backward; gradients are in the parameters afterwards."""
-        self._snapshot = StepSnapshot(
-            self.step.model, device=self.step.device, scaler=self.step.scaler, before=self._snapshot
-        )
-        local, climbed = Local(), list[tuple[int, str]]()
+        local, climbed = self._begun(), list[tuple[int, str]]()
 
         def again() -> None:
             local.items = local.micros = 0
-            local.costs.clear()
             local.remedied.clear()
             self.go_back()
 
@@ -139,10 +135,22 @@ class Stepper:
         )
         for piece_cost, rung in climbed:
             self.governor.climbed(piece_cost, rung)
-        for piece_cost in local.costs:
-            self.governor.ran(piece_cost)
         share.leave_out(local.skipped)
         local.ooms = len(replayed.ooms)
+        return self._ended(local)
+
+    def _begun(self) -> Local:
+        """Save what a share that must run again goes back to, and return an empty report of it."""
+        self._snapshot = StepSnapshot(
+            self.step.model, device=self.step.device, scaler=self.step.scaler, before=self._snapshot
+        )
+        self._ran.clear()
+        return Local()
+
+    def _ended(self, local: Local) -> Local:
+        """Tell the governor what ran, and complete the report."""
+        for cost in self._ran:
+            self.governor.ran(cost)
         local.terms = self.step.totals
         return local
 
@@ -192,22 +200,27 @@ class Stepper:
             rung = self.ladder[piece.rung - 1]
             local.remedied[rung] = local.remedied.get(rung, 0) + len(piece)
         else:
-            local.costs.append(self.cost(piece))
+            self._ran.append(self.cost(piece))
         self.upkeep.after_micro_batch()
 
     def _climb(self, piece: Piece, local: Local, climbed: list[tuple[int, str]]) -> Callable[[Piece], Sequence[Piece]]:
         """Return what replaces a single item that did not fit: itself on the next rung, or nothing."""
-        if piece.rung < len(self.ladder) and self._allowed(self.ladder[piece.rung]):
-            climbed.append((self.cost(piece), self.ladder[piece.rung]))
-            rung = piece.rung + 1  # a closure over the piece would keep its batch in one of the loader's few slots
-            return lambda failed: [replace(failed, rung=rung)]
+        rung = self._next_rung(piece)
+        if rung is None:
+            local.skipped += piece.ids
+            return lambda _: []
+        climbed.append((self.cost(piece), rung))
+        number = piece.rung + 1  # a closure over the piece would keep its batch in one of the loader's few slots
+        return lambda failed: [replace(failed, rung=number)]
+
+    def _next_rung(self, piece: Piece) -> str | None:
+        """Return the rung for a single item that did not fit; None: it is left out."""
+        rung = self.ladder[piece.rung] if piece.rung < len(self.ladder) else SKIP
+        if rung != SKIP and (rung != HOST or self.too_large == HOST):
+            return rung
         if self.too_large != SKIP:
             raise self._too_large(piece)
-        local.skipped += piece.ids
-        return lambda _: []
-
-    def _allowed(self, rung: str) -> bool:
-        return rung != HOST or self.too_large == HOST
+        return None
 
     def _too_large(self, piece: Piece) -> PlanInfeasible:
         sizes = f"{self.cost(piece) / 2**20:,.0f} MiB beside the model, as planned"
@@ -218,6 +231,7 @@ class Stepper:
     def go_back(self) -> None:
         """Return to the start of the step: drop its gradients, rewind random numbers and statistics."""
         assert self._snapshot is not None
+        self._ran.clear()
         self.step.release()
         self._snapshot.rewind()
 

@@ -451,11 +451,11 @@ def test_a_validation_loss_that_a_card_does_not_hold_is_taken_on_the_processor(
     monkeypatch.setattr(validation.step, "moved", lambda batch: batch)
     validation.too_large = policy
     if policy == "error":
-        with pytest.raises(PlanInfeasible, match="the loss of 5 items together does not fit"):
+        with pytest.raises(PlanInfeasible, match="the loss of all 5 items together does not fit"):
             validation.figures()
         return
     assert validation.figures() == whole
-    assert hosted == [False, True] * 3
+    assert hosted == [False, False, True] * 3
 
 
 # Ranks
