@@ -50,7 +50,7 @@ NOTHING = 1e-6  # added to weights, so that nothing is divided by 0
 
 
 class PairFeatures(nn.Module):
-    """Two residues, and how they stand to each other in the noised pose, to features of the pair."""
+    """Computes features of a pair of residues from both and from their geometry in the noised pose."""
 
     def __init__(self, width: int, pair_width: int) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class PairFeatures(nn.Module):
         self.inner = nn.Linear(pair_width, pair_width)
 
     def ends(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what each residue brings to its pairs, as one of a receptor and as one of a ligand."""
+        """Return each residue's contribution to its pairs, as a receptor's residue and as a ligand's."""
         return self.of_receptor(x_ND), self.of_ligand(x_ND)
 
     def forward(
@@ -73,7 +73,7 @@ class PairFeatures(nn.Module):
 
 
 class CrossLayer(nn.Module):
-    """What each residue hears from all residues of the other partner."""
+    """A layer of messages to each residue from all residues of the other partner."""
 
     def __init__(self, task: ComplexDocking) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class CrossLayer(nn.Module):
 
 
 class Pull(nn.Module):
-    """The shift and the turn of the ligand that all pairs together ask for, in units of their own."""
+    """Sums the pulls of all pairs to a translation and a rotation of the ligand, in units of the noise."""
 
     def __init__(self, task: ComplexDocking) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class Pull(nn.Module):
 
 
 class DockingNetwork(PartnerEncoder):
-    """Two partners in a noised pose to what brings the ligand back."""
+    """Predicts the translation and rotation that bring the ligand back, from two partners in a noised pose."""
 
     def __init__(self, task: ComplexDocking) -> None:
         super().__init__(task.embedding_dim, task.width, task.layers, task.dropout)
@@ -152,7 +152,7 @@ class DockingNetwork(PartnerEncoder):
 
 
 def sum_over_pairs(run: Callable[[Tensor, Tensor], Tensor], partners: PartnerBatch, pairs_at_once: int) -> Tensor:
-    """Return a sum over all pairs; of so many at once, if that is asked for, nothing is kept for backward."""
+    """Return a sum over all pairs; taken in pieces of `pairs_at_once`, which are computed again in backward."""
     ends = partners.receptor_P, partners.ligand_P
     if not pairs_at_once:
         return run(*ends)
@@ -163,12 +163,12 @@ def sum_over_pairs(run: Callable[[Tensor, Tensor], Tensor], partners: PartnerBat
 
 
 def _at_both(of_PD: Tensor, receptor_P: Tensor, ligand_P: Tensor, count: int) -> Tensor:
-    """Return the sums of what pairs say, at both residues of each."""
+    """Add up the values of pairs at both residues of each."""
     return of_PD.new_zeros(count, of_PD.shape[1]).index_add(0, receptor_P, of_PD).index_add(0, ligand_P, of_PD)
 
 
 def arms(partners: PartnerBatch) -> Tensor:
-    """Return where each residue is from the centre of its partner."""
+    """Return the position of each residue relative to the centre of its partner."""
     ca_N3 = partners.pos_NA3[:, CA]
     centre_S3 = means(ca_N3, partners.partner_N, len(partners.other_S))
     return ca_N3 - centre_S3.index_select(0, partners.partner_N)
@@ -197,7 +197,7 @@ class Noise(NamedTuple):
 
 @dataclass(frozen=True)
 class ComplexDocking:
-    """A ligand's way back, from both partners' structures and sequences."""
+    """The task: predict how to move a displaced ligand back, from both partners' structures and sequences."""
 
     embedding_dim: int = 1280  # of ESM-2 650M; 0: without embeddings
     width: int = 128  # features of a residue
@@ -218,11 +218,11 @@ class ComplexDocking:
         return DockingNetwork(self)
 
     def cost(self, item: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what memory goes by: mostly by pairs, n_rec × n_lig."""
+        """Return the sizes that decide how much memory an item takes: mostly pairs, n_rec × n_lig."""
         return {name: item[name] for name in ("nodes", "edges", "pairs")}
 
     def collate(self, items: Sequence[ItemTensors], rng: np.random.Generator) -> DockingBatch:  # noqa: ARG002 - items have their own
-        """Concatenate items, each ligand moved away by what the item's own random numbers say."""
+        """Concatenate items, each ligand moved away at random by the item's own generator."""
         sides = [_complex(item) for item in items]
         noises = [self._noise(item.rng) for item in items]
         partners = joined_partners(sides, self.embedding_dim)
@@ -232,7 +232,7 @@ class ComplexDocking:
         return DockingBatch(partners._replace(pos_NA3=torch.cat(pos)), *back)
 
     def _noise(self, rng: np.random.Generator) -> Noise:
-        """Draw a turn, whose angle is never more than half of a full one, and a shift."""
+        """Draw a rotation of at most 180 degrees and a translation."""
         axis_3 = rng.normal(size=3)
         angle = (self.rotation_sigma * rng.normal() + np.pi) % (2 * np.pi) - np.pi
         return Noise(angle * axis_3 / np.linalg.norm(axis_3), self.translation_sigma * rng.normal(size=3))
@@ -256,7 +256,7 @@ class ComplexDocking:
         return dict.fromkeys(TERMS, float(len(batch.translation_B3)))
 
     def outputs(self, model: nn.Module, batch: DockingBatch) -> dict[str, list[Tensor]]:
-        """Return each item's translation and rotation [3], what would be right, and the RMSD before and after [1]."""
+        """Return each item's translation and rotation [3], the right ones, and the RMSD before and after [1]."""
         translation_B3, rotation_B3 = self.predict(model, batch)
         right_N3 = _rigid(batch, batch.translation_B3, batch.rotation_B3)
         before_B = _rmsd(batch, arms(batch.partners), right_N3)
@@ -272,7 +272,7 @@ class ComplexDocking:
         return {name: list(of_items) for name, of_items in named.items()}
 
     def metrics(self, outputs: Mapping[str, Sequence[Any]]) -> dict[str, float]:
-        """Return the figures of a split: RMSD in Å, mean errors of the translation in Å and of the turn in degrees."""
+        """Return the metrics of a split: RMSD in Å, mean errors of translations in Å and of rotations in degrees."""
         rmsd = {name: np.array([float(value[0]) for value in outputs[name]]) for name in (BEFORE, AFTER)}
         pairs = {name: zip(outputs[name], outputs[f"{name}_{LABEL}"], strict=True) for name in TERMS}
         shifts = [float(np.linalg.norm(predicted - right)) for predicted, right in pairs[TRANSLATION]]
@@ -331,7 +331,7 @@ def rotation_matrices(vector_3: Tensor) -> Tensor:
 
 
 def _rigid(batch: DockingBatch, translation_B3: Tensor, rotation_B3: Tensor) -> Tensor:
-    """Return where residues would be, from the present centre of their partner, if it were turned and shifted so."""
+    """Return the residues' positions after a rotation and a translation, relative to their partner's present centre."""
     item_N, arm_N3 = batch.partners.partner_N // 2, arms(batch.partners)
     with torch.autocast(arm_N3.device.type, enabled=False):  # in half precision, tenths of an Å would be lost
         turn_N33 = rotation_matrices(rotation_B3.to(arm_N3.dtype)).index_select(0, item_N)

@@ -41,7 +41,7 @@ class DrawnPeaks(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Bins from m/z 0 to a largest one, and how peaks are drawn on them."""
+    """The m/z bins that spectra are drawn on, and the width of the drawn peaks."""
 
     bin_size: float
     max_mz: float
@@ -85,20 +85,20 @@ def _between(predicted: DrawnPeaks, observed: DrawnPeaks, grid: Grid, first: int
 
 
 def _products(drawn_BG: Tensor, other_BG: Tensor) -> Tensor:
-    """Return the dot products that a cosine needs [3, B]: of both, and of each with itself."""
+    """Return the three dot products of a cosine similarity [3, B]: of the two, and of each with itself."""
     pairs = (drawn_BG, other_BG), (drawn_BG, drawn_BG), (other_BG, other_BG)
     return torch.stack([(left_BG * right_BG).sum(1) for left_BG, right_BG in pairs])
 
 
 def _at(peaks: DrawnPeaks, grid: Grid, first: int, last: int) -> Tensor:
-    """Return the spectra at some bins, to which every peak adds."""
+    """Return the spectra at some bins, each the sum of all peaks there."""
     bins_G = grid.bin_size * torch.arange(first, last, device=peaks.mz_BP.device, dtype=peaks.mz_BP.dtype)
     drawn_BPG = _gaussians(peaks.mz_BP.unsqueeze(-1) - bins_G, grid)
     return (peaks.height_BP.unsqueeze(1) @ drawn_BPG).squeeze(1)
 
 
 def _near(peaks: DrawnPeaks, grid: Grid) -> Tensor:
-    """Return the spectra at all bins, to each of which only the peaks near it add."""
+    """Return the spectra at all bins, drawing each peak only at the bins near it."""
     reach = ceil(grid.reach * grid.sigma / grid.bin_size)
     steps_W = torch.arange(-reach, reach + 1, device=peaks.mz_BP.device)
     place_BPW = (peaks.mz_BP.detach() / grid.bin_size).round().long().unsqueeze(-1) + steps_W
@@ -110,7 +110,7 @@ def _near(peaks: DrawnPeaks, grid: Grid) -> Tensor:
 
 
 def _gaussians(apart: Tensor, grid: Grid) -> Tensor:
-    """Return how high a peak is so far from its middle."""
+    """Return the height of a Gaussian peak at a distance from its middle."""
     return (-0.5 * (apart / grid.sigma).square()).exp()
 
 
@@ -136,7 +136,7 @@ class DenovoBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class DenovoSizes:
-    """What the network is made of: the first of the task's options."""
+    """The sizes of the network, which come first among the task's options."""
 
     width: int = 384  # 12.5M parameters
     heads: int = 6
@@ -149,7 +149,7 @@ class DenovoSizes:
 
 
 class DenovoMasses(nn.Module):
-    """Masses to numbers by which near ones can be told apart, and far ones too."""
+    """Encodes masses as sines and cosines of many wavelengths."""
 
     frequency_K: Tensor
 
@@ -159,13 +159,13 @@ class DenovoMasses(nn.Module):
         self.register_buffer("frequency_K", torch.linspace(*ends, FREQUENCIES).exp(), persistent=False)
 
     def forward(self, mass: Tensor) -> Tensor:
-        """Return sines and cosines; half precision would not tell one mass from the next."""
+        """Return sines and cosines, which must be computed in single precision at least to tell masses apart."""
         phase = mass.unsqueeze(-1) * self.frequency_K
         return torch.cat([phase.sin(), phase.cos()], -1)
 
 
 class DenovoAttention(nn.Module):
-    """Attention of several heads to what is remembered."""
+    """Multi-head attention to keys and values that are computed once."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -188,7 +188,7 @@ class DenovoAttention(nn.Module):
 
 
 class DenovoEncoderLayer(nn.Module):
-    """A layer over the peaks of a spectrum."""
+    """A transformer layer over the peaks of a spectrum."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ class DenovoEncoderLayer(nn.Module):
 
 
 class DenovoDecoderLayer(nn.Module):
-    """A layer over the places of the answer: they look at each other and at the spectrum."""
+    """A transformer layer over the places of the answer: self-attention, then attention to the spectrum."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -219,7 +219,7 @@ class DenovoDecoderLayer(nn.Module):
 
 
 class DenovoNetwork(nn.Module):
-    """Spectra to the logits of each place's letter, after every supervision step."""
+    """Predicts the logits of each place's residue from spectra, once in every supervision step."""
 
     def __init__(self, sizes: DenovoSizes) -> None:
         super().__init__()
@@ -235,7 +235,7 @@ class DenovoNetwork(nn.Module):
         self.norm, self.out = nn.LayerNorm(width), nn.Linear(width, END + 1)
 
     def forward(self, batch: DenovoBatch, places: int) -> Tensor:
-        """Return logits [T, B, L, V] of so many places."""
+        """Return the logits [T, B, L, V] of the first `places` places."""
         mask = functional.pad(batch.is_peak_BP, (1, 0), value=True)[:, None, None, :]
         spectrum = self._read(batch, mask)
         place_LD = self.place.weight[:places]
@@ -252,7 +252,7 @@ class DenovoNetwork(nn.Module):
         return torch.stack(logits)
 
     def _read(self, batch: DenovoBatch, mask: Tensor) -> list[Memory]:
-        """Return what each layer of the decoder remembers of the spectrum."""
+        """Return the keys and values of the spectrum for each layer of the decoder."""
         peak_BPD = self.peak(torch.cat([self.masses(batch.mz_BP), batch.intensity_BP.unsqueeze(-1)], -1))
         precursor_BD = self.precursor(self.masses(batch.mass_B)) + self.charge(batch.charge_B)
         x_BMD = torch.cat([precursor_BD.unsqueeze(1), peak_BPD], 1)
@@ -262,7 +262,7 @@ class DenovoNetwork(nn.Module):
         return [cast("DenovoDecoderLayer", layer).cross.remembered(x_BMD) for layer in self.decoder]
 
     def _thought(self, x_BLD: Tensor, role: int, spectrum: list[Memory], mask: Tensor) -> Tensor:
-        """Run all layers once."""
+        """Run all layers of the decoder once."""
         x_BLD = x_BLD + self.role.weight[role]
         for layer, memory in zip(self.decoder, spectrum, strict=True):
             x_BLD = layer(x_BLD, memory, mask)
@@ -271,5 +271,5 @@ class DenovoNetwork(nn.Module):
 
 
 def _feed(width: int) -> nn.Sequential:
-    """Return two layers with a wide middle."""
+    """Return the feed-forward part of a layer."""
     return nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))

@@ -113,12 +113,12 @@ class DenovoRecursive(DenovoSizes):
         )
 
     def _highest(self, item: ItemTensors) -> tuple[Tensor, Tensor]:
-        """Return the highest peaks of a spectrum in their order, the highest with intensity 1."""
+        """Return the most intense peaks of a spectrum in their order, scaled so that the highest has intensity 1."""
         mz_P, intensity_P = most_intense(item, self.max_peaks)
         return mz_P, intensity_P / intensity_P.max() if len(mz_P) else intensity_P
 
     def _codes(self, item: ItemTensors) -> Tensor:
-        """Return the codes of an item's peptide; of none where it is not known."""
+        """Return the residue codes of an item's peptide; none if it is unknown."""
         residue_R = item.values.get(RESIDUE, torch.zeros(0)).long()
         if len(residue_R) > self.longest:
             problem = f"the peptide of {item.id} has {len(residue_R)} residues, and longest is {self.longest}"
@@ -145,7 +145,7 @@ class DenovoRecursive(DenovoSizes):
         return {name: known for name, known, term_weight in terms if term_weight}
 
     def _masses(self, logits_BLV: Tensor, residues_B: Tensor) -> Tensor:
-        """Return the mass to expect of each residue [B, R]; 0 behind the last."""
+        """Return the expected mass of each residue [B, R] under the predicted probabilities; 0 behind the last."""
         each_V = torch.from_numpy(peptides.masses(carbamidomethyl=self.carbamidomethyl)).to(logits_BLV)
         mass_BR = logits_BLV[:, :-1, :END].softmax(-1) @ each_V
         return mass_BR * (torch.arange(mass_BR.shape[1], device=mass_BR.device) < residues_B.unsqueeze(1))
@@ -159,7 +159,7 @@ class DenovoRecursive(DenovoSizes):
         return ((1 - alike_B) * is_known_B).sum()
 
     def outputs(self, model: nn.Module, batch: DenovoBatch) -> dict[str, list[Tensor]]:
-        """Return each item's peptide, how sure each residue is, and the true peptide; -1 behind their ends.
+        """Return each item's predicted peptide, each residue's probability, and the true peptide, filled up with -1.
 
         The model finds the end by itself: it answers at as many places as a peptide may have.
         """
@@ -241,7 +241,7 @@ def _letters(logits_TBLV: Tensor, residue_BL: Tensor) -> Tensor:
 
 
 def _off(mass_BR: Tensor, batch: DenovoBatch) -> Tensor:
-    """Return the sum of log(1 + Da) by which expected masses differ from the precursors'."""
+    """Return the sum of log(1 + difference in Da) between expected masses and the precursors'."""
     off_B = (mass_BR.sum(1) + peptides.WATER - batch.mass_B).abs()
     return (off_B.log1p() * ((batch.mass_B > 0) & (batch.residues_B > 0))).sum()
 

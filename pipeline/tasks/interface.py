@@ -44,7 +44,7 @@ USUAL_INTERFACE, USUAL_CONTACT = -1.5, -5.5  # logits of what is usual, to begin
 
 
 class Head(nn.Module):
-    """Features to a logit."""
+    """Computes a logit from features."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Head(nn.Module):
 
 
 class PairLayer(nn.Module):
-    """What two residues have to do with each other, thought over once more."""
+    """A residual layer over the features of a pair of residues."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class PairLayer(nn.Module):
 
 
 class InterfaceNetwork(PartnerEncoder):
-    """Two partners' graphs to a logit for each residue and for each pair of residues between them."""
+    """Computes a logit for each residue and for each pair of residues from the graphs of two partners."""
 
     def __init__(self, task: Interface) -> None:
         super().__init__(task.embedding_dim, task.width, task.layers, task.dropout)
@@ -121,7 +121,7 @@ class InterfaceBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class Interface:
-    """Interface residues and contacts, from each partner's own structure and sequence."""
+    """The task: predict interface residues and contacts from each partner's own structure and sequence."""
 
     embedding_dim: int = 1280  # of ESM-2 650M; 0: without embeddings
     width: int = 128
@@ -180,7 +180,7 @@ class Interface:
         return _split(residue_N, pair_P, batch) | labels
 
     def metrics(self, outputs: Mapping[str, Sequence[Any]]) -> dict[str, float]:
-        """Return the figures of a split, item by item; those that its labels do not define are left out.
+        """Return the metrics of a split; those that its labels do not define are left out.
 
         Contact precision at L/5: of an item's L/5 pairs with the highest scores (L residues of both partners together,
         at least one pair), the share that touch; the mean over the items that have labels.
@@ -222,7 +222,7 @@ class Interface:
 
 
 def _labels(item: ItemTensors, sides: tuple[PartnerTensors, PartnerTensors | None], size: tuple[int, int]) -> Labels:
-    """Return what is known of an item: of one without contacts nothing, as a complex has some."""
+    """Return the labels of an item; one without contacts counts as unlabelled, as every complex has some."""
     receptor, ligand = size
     contact_C2 = item.labels.get("contact_pairs")
     contact_RL = torch.zeros(receptor, ligand, dtype=torch.bool)
@@ -240,7 +240,7 @@ def _labels(item: ItemTensors, sides: tuple[PartnerTensors, PartnerTensors | Non
 
 
 def _are_known(side: PartnerTensors | None) -> Tensor:
-    """Return which residues the contacts tell of: on unbound input, those that the bound structure has."""
+    """Return which residues have labels: on unbound input, those that the bound structure has too."""
     assert side is not None, "contacts are of two partners"
     is_known_N = side.nodes.get("labelled")
     # Beside items of unbound structures, a batch says of all others that no residue is labelled.
@@ -248,7 +248,7 @@ def _are_known(side: PartnerTensors | None) -> Tensor:
 
 
 def _entropy(logit_N: Tensor, label_N: Tensor, is_known_N: Tensor, yes_weight: float) -> Tensor:
-    """Return the sum of the cross entropy over what is known."""
+    """Return the sum of the cross entropy over the known labels."""
     logit_N = at_least_single(logit_N)
     label_N = label_N.to(logit_N.dtype)
     weight_N = is_known_N.to(logit_N.dtype)
@@ -258,12 +258,12 @@ def _entropy(logit_N: Tensor, label_N: Tensor, is_known_N: Tensor, yes_weight: f
 
 
 def _told(label_N: Tensor, is_known_N: Tensor) -> Tensor:
-    """Return labels with what is not known among them."""
+    """Return the labels, -1 where they are unknown."""
     return torch.where(is_known_N, label_N.to(torch.int8), NOT_KNOWN)
 
 
 def _split(of_N: Tensor, of_P: Tensor, batch: InterfaceBatch) -> dict[str, list[Tensor]]:
-    """Return rows of residues and of pairs item by item."""
+    """Split values of residues and of pairs into those of each item."""
     of_partners = batch.partners.of_each(of_N)
     of_items = torch.split_with_sizes(of_P, [rows * columns for rows, columns in batch.shapes])
     return {
@@ -274,7 +274,7 @@ def _split(of_N: Tensor, of_P: Tensor, batch: InterfaceBatch) -> dict[str, list[
 
 
 def _rank(ranking: Ranking, scores: Any, labels: Any) -> None:
-    """Add what is known of an item."""
+    """Add an item's scores and known labels to a ranking."""
     if labels.size:
         is_known = labels != NOT_KNOWN
         ranking.add(logits(scores[is_known]), labels[is_known])

@@ -88,7 +88,7 @@ class RnaLigand(RnaLigandSizes):
         return (BOND, *(MULTI_HOP if self.use_multi_hop else ()), *((NEAR,) if self.use_nonbonded else ()))
 
     def cost(self, item: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what memory goes by; a graph with edges of one kind has bonds alone."""
+        """Return the sizes that decide how much memory an item takes; edges of a graph with one kind are bonds."""
         if "edges" not in item:
             problem = "the edges of graphs are not known before they are built: --set graph.cache=true"
             raise ConfigError(problem, where="graph.cache", remedy="--set graph.cache=true")
@@ -117,7 +117,7 @@ class RnaLigand(RnaLigandSizes):
         )
 
     def _edges(self, items: Sequence[ItemTensors], sizes: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the edges of a partner or between two, of one kind, by the atoms' places in the batch; and the kind."""
+        """Yield edges of one kind, within a partner or between two, numbered by the batch's atoms, and their kinds."""
         first = 0
         for item, size in zip(items, sizes, strict=True):
             within = first
@@ -131,7 +131,7 @@ class RnaLigand(RnaLigandSizes):
             first += size
 
     def _target(self, name: str) -> Any:
-        """Return the target of an item; None where it has none and need not."""
+        """Return an item's target vector; None if it has none and is allowed to have none."""
         if self.targets is None:
             return None
         targets = targets_of(self.targets)
@@ -153,7 +153,7 @@ class RnaLigand(RnaLigandSizes):
         return {TARGET: ((far_B * batch.has_target_B).sum(), float(sum(batch.known)))}
 
     def outputs(self, model: nn.Module, batch: RnaLigandBatch) -> dict[str, list[Tensor]]:
-        """Return each item's vector [D], and its target; the latter of no size where there is none."""
+        """Return each item's predicted vector [D] and its target vector, which is empty if it has none."""
         pairs = zip(batch.target_BD.unbind(), batch.known, strict=True)
         targets = [target if known else target[:0] for target, known in pairs]
         return {EMBEDDING: list(at_least_single(model(batch)).unbind()), TARGET: targets}
@@ -201,19 +201,19 @@ def _sides(item: ItemTensors) -> list[PartnerTensors]:
 
 
 def _positions(item: ItemTensors) -> Tensor:
-    """Return where the atoms of an item are, from the first partner's centre."""
+    """Return the coordinates of an item's atoms relative to the first partner's centre."""
     sides = list(item.sides.values())
     ways = [(side.centre - sides[0].centre).to(side.nodes["pos"].dtype) for side in sides]
     return torch.cat([side.nodes["pos"] + way_3 for side, way_3 in zip(sides, ways, strict=True)])
 
 
 def _told(edges_2E: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """Return edges and their kind."""
+    """Return edges, and the index of their kind for each."""
     return edges_2E.long(), torch.full((edges_2E.shape[1],), KINDS.index(kind))
 
 
 def _both_ways(item: ItemTensors) -> Tensor:
-    """Return the edges between the partners by the atoms' places in the item; the receptor is first."""
+    """Return the edges between the partners in both directions, numbered by the item's atoms, receptor first."""
     ligand_E, receptor_E = item.cross[NEAR].long()
     receptor = next(iter(item.sides.values()))
     across_2E = torch.stack([ligand_E + len(receptor.nodes["pos"]), receptor_E])

@@ -66,7 +66,7 @@ class SpectraBatch(NamedTuple):
 
 
 class MassWaves(nn.Module):
-    """m/z to features: waves of many periods, from a fraction of a dalton to the heaviest mass, and a small network."""
+    """Encodes m/z as waves of many periods, from a fraction of a dalton to the heaviest mass, and a small network."""
 
     frequency_Q: Tensor
     ahead_2: Tensor
@@ -85,7 +85,7 @@ class MassWaves(nn.Module):
         return features_BLD
 
     def _waves(self, mz_BL: Tensor) -> Tensor:
-        """Return sine and cosine of each frequency [B, L, 2 Q]; in place, as nothing of a peak takes more."""
+        """Return sine and cosine of each frequency [B, L, 2 Q], computed in place as they take most of the memory."""
         # In double, and no matmul: of five million turns, single precision leaves no more than halves.
         turns_BLQ = (mz_BL.double().unsqueeze(-1) * self.frequency_Q.double()).frac_().to(mz_BL.dtype)
         waves_BLQ2 = turns_BLQ.unsqueeze(-1) + self.ahead_2
@@ -93,7 +93,7 @@ class MassWaves(nn.Module):
 
 
 class PeakFeatures(nn.Module):
-    """m/z and intensity to features."""
+    """Computes the features of a peak from m/z and intensity."""
 
     def __init__(self, task: SpectraFinetune) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class PeakFeatures(nn.Module):
 
 
 class SpectraNetwork(nn.Module):
-    """The transformer: numbers of each spectrum, read at the precursor's place."""
+    """The transformer: predicts the numbers of each spectrum from the features at the precursor's place."""
 
     def __init__(self, task: SpectraFinetune) -> None:
         super().__init__()
@@ -214,7 +214,7 @@ class SpectraFinetune:
         return {PREDICTION: model(batch), TARGET: known_BK}
 
     def metrics(self, outputs: Mapping[str, Sequence[Any]]) -> dict[str, float]:
-        """Return the errors over all numbers that are known; none where nothing is.
+        """Return the errors over all known numbers; no figures if none is known.
 
         r2 is the part of the spread explained, of each target around its own mean; it needs targets that differ.
         """

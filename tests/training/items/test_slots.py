@@ -112,15 +112,6 @@ def test_memory_is_used_again_and_grows_to_one_size():
     assert before == [slot.memory.data_ptr() for slot in ring.slots]
 
 
-def test_a_ring_of_a_given_size_does_not_grow():
-    ring = Ring(2, pin=False, slot_bytes=5 * MIB)
-    for used in (1, 5 * MIB, 1, 5 * MIB):
-        slot = taken(ring)
-        ring.room(slot, used)
-        ring.free.put(slot)
-    assert (ring.bytes, ring.grown) == (10 * MIB, 0)
-
-
 def test_a_batch_of_nothing_has_memory_of_no_length():
     ring = Ring(2, pin=False)
     assert len(fill(ring, taken(ring), 0, used=0)) == 0

@@ -351,18 +351,18 @@ def test_a_step_is_cut_again_after_memory_ran_out():
     largest = int(sizes["nodes"].max())
     sampler = Sampler(sizes, SamplerSettings(batch=24, padding=None, budget={"nodes": 4 * largest}))
     before = sampler.micros(0, 0)
-    sampler.adjust(budget={"nodes": largest}, micro_batch=None)
+    sampler.adjust({"nodes": largest})
     after = sampler.micros(0, 0)
     assert len(after) > len(before)
     assert {n for micro in before for n in micro.items} == {n for micro in after for n in micro.items}
 
 
 def test_limits_adjusted_within_an_epoch_hold_from_the_next_step_on():
-    sampler = Sampler({"nodes": np.full(30, 10)}, SamplerSettings(batch=10, micro_batch=10))
+    sampler = Sampler({"nodes": np.full(30, 10)}, SamplerSettings(batch=10, padding=None, budget={"nodes": 100}))
     lengths = []
     for micro in sampler:
         lengths.append((micro.step, len(micro.items)))
-        sampler.adjust(budget={}, micro_batch=5)
+        sampler.adjust({"nodes": 50})
     assert lengths == [(0, 10), (1, 5), (1, 5), (2, 5), (2, 5)]
 
 
@@ -380,7 +380,7 @@ def test_items_too_large_for_the_budget_are_named_with_their_sizes():
     assert oversize(sizes, {}).tolist() == []
     sampler = Sampler(sizes, replace(chosen, budget={}))
     with pytest.raises(PlanInfeasible):
-        sampler.adjust(budget=chosen.budget, micro_batch=None)
+        sampler.adjust(chosen.budget)
     assert sampler.settings.budget == {}
 
 
