@@ -11,7 +11,7 @@ LIVE, CACHED, UNMAPPED = 0, 1, 2
 class SegmentBlock:
     """A range of addresses that is used, cached, or not backed by memory."""
 
-    __slots__ = ("address", "after", "before", "born", "bytes", "pool", "state")
+    __slots__ = ("address", "after", "before", "bytes", "pool", "state")
 
     def __init__(self, pool: BlockPool, address: int, size: int, state: int) -> None:
         self.pool = pool
@@ -20,7 +20,6 @@ class SegmentBlock:
         self.state = state
         self.before: SegmentBlock | None = None  # neighbours in the segment
         self.after: SegmentBlock | None = None
-        self.born = 0  # which search it was when it came into the cache
 
     def cut(self, size: int) -> SegmentBlock:
         """Shorten the block to `size`; return a new block of the rest."""
@@ -48,7 +47,7 @@ class SegmentBlock:
 class BlockPool:
     """The cached blocks of small or of large requests, by size, then by address."""
 
-    __slots__ = ("blocks", "keys", "least_rest", "page_bytes", "searches", "start", "unmapped")
+    __slots__ = ("blocks", "keys", "least_rest", "page_bytes", "start", "unmapped")
 
     def __init__(self, page_bytes: int, start: int, least_rest: int) -> None:
         self.page_bytes = page_bytes
@@ -57,7 +56,6 @@ class BlockPool:
         self.keys: list[int] = []
         self.blocks: list[SegmentBlock] = []
         self.unmapped: list[SegmentBlock] = []  # by address
-        self.searches = 0
 
     def add(self, block: SegmentBlock) -> None:
         """Add a cached block."""
@@ -65,7 +63,6 @@ class BlockPool:
         place = bisect_left(self.keys, key)
         self.keys.insert(place, key)
         self.blocks.insert(place, block)
-        block.born = self.searches
 
     def remove(self, block: SegmentBlock) -> None:
         """Remove a cached block."""

@@ -8,11 +8,10 @@ segment never runs out of addresses here; in torch they end at 9/8 of the card, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipeline.errors import ConfigError
 from pipeline.memory.hardware.allocator_blocks import (
     CACHED,
     LIVE,
@@ -28,7 +27,7 @@ from pipeline.units import MIB, format_bytes
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from pipeline.memory.footprint import Integers, StepTapes, Tape
+    from pipeline.memory.footprint import StepTapes, Tape
 
 _LEAST = 512  # kMinBlockSize: what sizes are rounded up to
 _SMALL = MIB  # kSmallSize: the largest that the small pool serves
@@ -36,40 +35,20 @@ _SMALL_SEGMENT = 2 * MIB  # kSmallBuffer
 _LARGE_SEGMENT = 20 * MIB  # kLargeBuffer; large_segment_size() in newer ones
 _OWN_SEGMENT = 10 * MIB  # kMinLargeAlloc: from here on a request gets a segment of its own size
 _LARGE_ROUND = 2 * MIB  # kRoundLarge
-_NON_SPLIT_ROUND = 20 * MIB  # max_non_split_rounding_size()
 
 _ENDLESS = 1 << 54  # how many addresses an expandable segment has; nobody gets to their end
 
 
 @dataclass(frozen=True, slots=True)
 class AllocatorSettings:
-    """The settings in PYTORCH_CUDA_ALLOC_CONF that are simulated; the defaults are torch's."""
+    """The settings in PYTORCH_CUDA_ALLOC_CONF that plans choose from; the defaults are torch's."""
 
     expandable: bool = False
-    max_split_bytes: int | None = None
-    roundup_power2_divisions: int = 0  # 0 and 1: sizes are rounded to 512 bytes alone
-    garbage_collection_threshold: float = 0.0  # torch heeds it only under `set_per_process_memory_fraction`
-
-    def __post_init__(self) -> None:
-        """Raise for values that torch refuses when it reads the variable."""
-        split, divisions = self.max_split_bytes, self.roundup_power2_divisions
-        if split is not None and (split < _LARGE_SEGMENT or split % MIB):
-            raise ConfigError("max_split_size_mb wants whole MiB, at least 20", where="the allocator's settings")
-        if divisions < 0 or divisions & (divisions - 1):
-            raise ConfigError("roundup_power2_divisions wants a power of 2", where="the allocator's settings")
-        if not 0 <= self.garbage_collection_threshold < 1:
-            raise ConfigError("garbage_collection_threshold wants 0 to 1", where="the allocator's settings")
 
     @property
     def text(self) -> str:
         """Return the variable's value; empty if it is to be left unset."""
-        values = {
-            "expandable_segments": self.expandable,
-            "max_split_size_mb": (self.max_split_bytes or 0) // MIB,
-            "roundup_power2_divisions": self.roundup_power2_divisions,
-            "garbage_collection_threshold": self.garbage_collection_threshold,
-        }
-        return ",".join(f"{name}:{value}" for name, value in values.items() if value)
+        return "expandable_segments:True" if self.expandable else ""
 
     @property
     def name(self) -> str:
@@ -94,7 +73,7 @@ class Allocator:
     """The allocator of one GPU, with a limit on the bytes it may reserve.
 
     `is_fraction`: the limit is from `torch.cuda.set_per_process_memory_fraction`. Torch then refuses by the size of a
-    whole segment, before it asks the driver, and collects garbage; the driver refuses by pages.
+    whole segment, before it asks the driver; the driver refuses by pages.
     """
 
     def __init__(
@@ -108,10 +87,8 @@ class Allocator:
         self.retries = 0  # how often the whole cache was given back for a block
         self._fraction_bytes = limit_bytes if is_fraction else None
         self._most_bytes = _ENDLESS if limit_bytes is None else limit_bytes
-        self._split_below = settings.max_split_bytes or _ENDLESS
-        expandable = settings.expandable
         self._small = BlockPool(_SMALL_SEGMENT, 0, _LEAST)
-        self._large = BlockPool(_LARGE_SEGMENT, _ENDLESS, _LEAST if expandable else _SMALL + 1)
+        self._large = BlockPool(_LARGE_SEGMENT, _ENDLESS, _LEAST if settings.expandable else _SMALL + 1)
         self._next_address = 0
         self._blocks: dict[int, SegmentBlock] = {}  # by number
         self._left: list[SegmentBlock] = []  # by tapes, which alone knew their numbers
@@ -121,7 +98,8 @@ class Allocator:
         shared, own = self._blocks, dict[int, SegmentBlock]()
         take, give = self._take, self._give
         try:
-            for number, size in zip(tape.block_E.tolist(), self._round_all(tape.bytes_E), strict=True):
+            rounded_E = np.where(tape.bytes_E > 0, _rounded(tape.bytes_E), tape.bytes_E)
+            for number, size in zip(tape.block_E.tolist(), rounded_E.tolist(), strict=True):
                 blocks = own if number >= 0 else shared
                 if size > 0:
                     if number in blocks:
@@ -137,7 +115,7 @@ class Allocator:
         if number in self._blocks:
             raise ValueError(f"block {number} is in use and allocated again")
         if size > 0:
-            self._blocks[number] = self._take(_rounded(size, self.settings.roundup_power2_divisions))
+            self._blocks[number] = self._take(_rounded(size))
 
     def release(self, number: int) -> None:
         """Release a block into the cache."""
@@ -155,18 +133,11 @@ class Allocator:
     def live(self) -> Iterator[tuple[int, int]]:
         return ((block.address, block.bytes) for block in (*self._blocks.values(), *self._left))
 
-    def _round_all(self, bytes_E: Integers) -> list[int]:
-        if self.settings.roundup_power2_divisions > 1:
-            divisions = self.settings.roundup_power2_divisions
-            return [_rounded(size, divisions) if size > 0 else size for size in bytes_E.tolist()]
-        rounded: list[int] = np.where(bytes_E > 0, -(-bytes_E // _LEAST) * _LEAST, bytes_E).tolist()
-        return rounded
-
     def _take(self, size: int) -> SegmentBlock:
         pool = self._small if size <= _SMALL else self._large
         block = self._find(pool, size) or self._make(pool, size)
         rest_bytes = block.bytes - size
-        if rest_bytes >= pool.least_rest and (size < self._split_below or self.settings.expandable):  # should_split
+        if rest_bytes >= pool.least_rest:  # should_split
             pool.add(block.cut(size))
         block.state = LIVE
         self.allocated_bytes = allocated = self.allocated_bytes + block.bytes
@@ -182,7 +153,6 @@ class Allocator:
 
     def _find(self, pool: BlockPool, size: int) -> SegmentBlock | None:
         """Take the cached block that fits best; None if there is none (`get_free_block`)."""
-        pool.searches += 1
         place = pool.first(size)
         blocks = pool.blocks
         if place == len(blocks):
@@ -190,19 +160,13 @@ class Allocator:
         if self.settings.expandable:  # a block counts as the size to which it can grow
             while place + 1 < len(blocks) and growable(blocks[place + 1]) < growable(blocks[place]):
                 place += 1
-        block, most = blocks[place], self._split_below
-        # Torch asks this of expandable segments too, where it makes no sense: see the lint on both settings together.
-        if block.bytes >= (most if size < most else size + _NON_SPLIT_ROUND) and most < _ENDLESS:
-            return None
+        block = blocks[place]
         del blocks[place], pool.keys[place]
         return block
 
     def _make(self, pool: BlockPool, size: int) -> SegmentBlock:
         """Get memory from the driver; where that fails, empty the cache and try again (`malloc`)."""
-        self._collect_garbage()
         block = self._extend(pool, size)
-        if block is None and self._free_oversize(pool, size):
-            block = self._extend(pool, size)
         if block is None:
             self.empty_cache()
             self.retries += 1
@@ -296,42 +260,10 @@ class Allocator:
         self.reserved_bytes -= block.bytes
         self.segments_freed += 1
 
-    def _free_oversize(self, pool: BlockPool, size: int) -> bool:
-        """Return unsplittable blocks to the driver, until enough is free (`release_available_cached_blocks`)."""
-        if self._split_below == _ENDLESS or self.settings.expandable:
-            return False
-        wanted = max(size, self._split_below)
-        place = pool.first(wanted)
-        if place < len(pool.blocks):
-            self._free(pool.blocks[place])
-            return True
-        freed = 0
-        while freed < wanted and pool.blocks and pool.blocks[-1].bytes >= self._split_below:
-            freed += pool.blocks[-1].bytes
-            self._free(pool.blocks[-1])
-        return freed >= wanted
 
-    def _collect_garbage(self) -> None:
-        """Return blocks to the driver that were unused for long (`garbage_collect_cached_blocks`)."""
-        threshold, pool = self.settings.garbage_collection_threshold, self._large
-        if not threshold or self._fraction_bytes is None or self.settings.expandable:
-            return
-        excess = self.reserved_bytes - int(threshold * self._fraction_bytes)
-        idle = [block for block in pool.blocks if block.before is None and block.after is None]
-        while excess > 0 and idle:
-            oldest = sum(pool.searches - block.born for block in idle) / len(idle)
-            for block in [block for block in idle if pool.searches - block.born >= oldest]:
-                idle.remove(block)
-                excess -= block.bytes
-                self._free(block)
-
-
-def _rounded(size: int, divisions: int) -> int:
-    """Return a size as torch rounds it (`round_size`)."""
-    if divisions <= 1 or size <= _LEAST * divisions or not size & (size - 1):
-        return -(-size // _LEAST) * _LEAST
-    step = 1 << (size.bit_length() - divisions.bit_length())
-    return -(-size // step) * step
+def _rounded(size: Any) -> Any:
+    """Return a size, or sizes, as torch rounds it (`round_size`)."""
+    return -(-size // _LEAST) * _LEAST
 
 
 def _segment_bytes(size: int) -> int:

@@ -1,4 +1,4 @@
-"""The allocator's simulator: torch's rules, the published table, and what always holds."""
+"""The allocator's simulator: torch's rules, and what always holds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.errors import ConfigError
 from pipeline.memory.footprint import Tape
 from pipeline.memory.hardware.caching_allocator import Allocator, AllocatorSettings, SimulatedOutOfMemory
 
@@ -21,15 +20,7 @@ if TYPE_CHECKING:
 MIB = 1 << 20
 DEFAULT = AllocatorSettings()
 EXPANDABLE = AllocatorSettings(expandable=True)
-SPLIT_128 = AllocatorSettings(max_split_bytes=128 * MIB)
-BOTH = AllocatorSettings(expandable=True, max_split_bytes=128 * MIB)
-ALL = (
-    DEFAULT,
-    EXPANDABLE,
-    AllocatorSettings(max_split_bytes=20 * MIB),
-    AllocatorSettings(expandable=True, max_split_bytes=20 * MIB),
-    AllocatorSettings(roundup_power2_divisions=4),
-)
+ALL = (DEFAULT, EXPANDABLE)
 
 
 def filled(sizes: Sequence[float], chosen: AllocatorSettings = DEFAULT, limit_mib: int | None = None) -> Allocator:
@@ -48,50 +39,6 @@ def tape(*events: tuple[int, int]) -> Tape:
     return Tape(np.array([one for one, _ in events], np.int64), np.array([size for _, size in events], np.int64))
 
 
-def growth(chosen: AllocatorSettings, cycles: int, *, is_fenced: bool = True) -> list[tuple[int, int]]:
-    """Return allocated and reserved MiB of every 20th cycle of pytorch#193400's reproducer."""
-    allocator = filled([64], chosen)
-    rows = []
-    for cycle in range(cycles + 1):
-        allocator.allocate(-1, 91 * MIB)
-        allocator.allocate(-2, int(45.5 * MIB))
-        if is_fenced:
-            allocator.allocate(1 + cycle, 2 * MIB)
-        allocator.release(-1)
-        allocator.release(-2)
-        if cycle % 20 == 0:
-            rows.append((allocator.allocated_bytes // MIB, allocator.reserved_bytes // MIB))
-    return rows
-
-
-def test_the_growth_published_in_pytorch_193400_is_reproduced() -> None:
-    """From github.com/pytorch/pytorch/pull/193400 (doplxyz, 2026-08-13), which fixes #123548.
-
-    "Reproducer using nothing but `torch.empty`, on a 16 GiB card:
-    PYTORCH_ALLOC_CONF=max_split_size_mb:128,expandable_segments:True
-
-    | cycle             | 0   | 20    | 40    | 60    | 80     | 100    |
-    | `allocated` (MiB) | 66  | 106   | 146   | 186   | 226    | 266    |
-    | `reserved` (MiB)  | 220 | 2,980 | 5,760 | 8,520 | 11,300 | 14,060 |
-
-    Each cycle allocates A = 91 MiB and B = 45.5 MiB, then a 2 MiB block that stays alive, then frees A and B."
-    The 64 MiB that were there before are read off the table: 66 are in use after the first cycle.
-    """
-    assert growth(BOTH, 100) == [(66, 220), (106, 2980), (146, 5760), (186, 8520), (226, 11300), (266, 14060)]
-
-
-@pytest.mark.parametrize(
-    ("chosen", "is_fenced"), [(EXPANDABLE, True), (SPLIT_128, True), (DEFAULT, True), (BOTH, False)]
-)
-def test_either_setting_alone_does_not_grow(chosen: AllocatorSettings, is_fenced: bool) -> None:
-    """From the same: "Either option on its own, or the same allocation pattern without the small block that stays
-    alive, keeps `reserved` under 500 MiB"; and from #123548: "as do defaults"; 306 MiB are in use at the last.
-    """
-    rows = growth(chosen, 120, is_fenced=is_fenced)
-    assert max(reserved for _, reserved in rows) < 500
-    assert rows[-1][0] == (306 if is_fenced else 64)
-
-
 @pytest.mark.parametrize(
     ("size", "rounded"), [(1, 512), (512, 512), (513, 1024), (1 * MIB, 1 * MIB), (1 * MIB + 1, 1 * MIB + 512)]
 )
@@ -99,27 +46,6 @@ def test_sizes_are_rounded_up_to_512_bytes(size: int, rounded: int) -> None:
     allocator = Allocator(DEFAULT)
     allocator.allocate(0, size)
     assert allocator.allocated_bytes == rounded
-
-
-@pytest.mark.parametrize(
-    ("size", "divisions", "rounded"),
-    [
-        (1200 * 1024, 4, 1280 * 1024),  # the example in the source: 1200 lies between 1024 and 1280
-        (1280 * 1024, 4, 1280 * 1024),
-        (1281 * 1024, 4, 1536 * 1024),
-        (1800 * 1024, 4, 2048 * 1024),
-        (1 << 20, 8, 1 << 20),
-        (4 * 512, 4, 4 * 512),  # too small to be divided
-        (1500, 4, 1536),
-        (1200 * 1024, 1, 1200 * 1024),
-    ],
-)
-def test_sizes_are_rounded_up_to_divisions_of_powers_of_two(size: int, divisions: int, rounded: int) -> None:
-    chosen = AllocatorSettings(roundup_power2_divisions=divisions)
-    one, other = Allocator(chosen), Allocator(chosen)
-    one.allocate(0, size)
-    other.play(tape((0, size)))
-    assert one.allocated_bytes == other.allocated_bytes == rounded
 
 
 @pytest.mark.parametrize(
@@ -210,32 +136,6 @@ def test_the_end_of_an_expandable_segment_is_left_for_what_fits_nowhere_else() -
     assert min(allocator.live()) == (1 << 54, 6 * MIB)
 
 
-def test_several_large_blocks_are_given_back_for_one_that_is_larger() -> None:
-    allocator = filled([130, 130, 40], SPLIT_128, limit_mib=320)
-    for number in range(3):
-        allocator.release(number)
-    allocator.allocate(3, 200 * MIB)
-    assert (allocator.reserved_bytes, allocator.segments_freed, allocator.retries) == (240 * MIB, 2, 0)
-
-
-def test_large_blocks_are_not_split_under_max_split_size() -> None:
-    allocator = filled([130], SPLIT_128)
-    allocator.release(0)
-    allocator.allocate(1, 50 * MIB)  # would split it
-    assert allocator.reserved_bytes == 180 * MIB
-    allocator.allocate(2, 128 * MIB)  # may waste up to 20 MiB
-    assert allocator.reserved_bytes == 180 * MIB
-    assert allocator.allocated_bytes == 180 * MIB
-
-
-def test_under_max_split_size_only_large_blocks_are_given_back_at_first() -> None:
-    allocator = filled([130, 40], SPLIT_128, limit_mib=200)
-    allocator.release(0)
-    allocator.release(1)
-    allocator.allocate(2, 60 * MIB)
-    assert (allocator.reserved_bytes, allocator.segments_freed, allocator.retries) == (100 * MIB, 1, 0)
-
-
 def test_at_the_limit_the_cache_is_given_back_before_anything_fails() -> None:
     allocator = filled([40, 50], limit_mib=100)
     allocator.release(0)
@@ -264,23 +164,6 @@ def test_a_limit_by_fraction_refuses_by_whole_segments() -> None:
     assert by_driver.reserved_bytes == 60 * MIB
     with pytest.raises(SimulatedOutOfMemory):
         by_fraction.allocate(1, 30 * MIB)
-
-
-def test_garbage_is_collected_oldest_first_and_only_under_a_fraction() -> None:
-    chosen = AllocatorSettings(garbage_collection_threshold=0.5)
-    freed = []
-    for is_fraction in (True, False):
-        allocator = Allocator(chosen, 200 * MIB, is_fraction=is_fraction)
-        for number, size in enumerate([60, 50]):
-            allocator.allocate(number, size * MIB)
-        allocator.release(0)
-        for number in range(2, 6):  # the other one stays young
-            allocator.release(number - 1 if number > 2 else 1)
-            allocator.allocate(number, 50 * MIB)
-        allocator.release(5)
-        allocator.allocate(6, 70 * MIB)
-        freed.append((allocator.segments_freed, allocator.reserved_bytes // MIB))
-    assert freed == [(1, 120), (0, 180)]
 
 
 def test_blocks_of_a_tape_are_new_each_time_and_negative_ones_are_shared() -> None:
@@ -312,34 +195,9 @@ def test_an_empty_block_takes_nothing() -> None:
     assert (allocator.reserved_bytes, list(allocator.live())) == (0, [])
 
 
-@pytest.mark.parametrize(
-    ("chosen", "text"),
-    [
-        (DEFAULT, ""),
-        (EXPANDABLE, "expandable_segments:True"),
-        (SPLIT_128, "max_split_size_mb:128"),
-        (
-            AllocatorSettings(roundup_power2_divisions=8, garbage_collection_threshold=0.8),
-            "roundup_power2_divisions:8,garbage_collection_threshold:0.8",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("chosen", "text"), [(DEFAULT, ""), (EXPANDABLE, "expandable_segments:True")])
 def test_settings_are_written_as_torch_reads_them(chosen: AllocatorSettings, text: str) -> None:
     assert chosen.text == text
-
-
-@pytest.mark.parametrize(
-    ("wrong", "what"),
-    [
-        ({"max_split_bytes": 19 * MIB}, "max_split_size_mb"),
-        ({"max_split_bytes": 128 * MIB + 1}, "max_split_size_mb"),
-        ({"roundup_power2_divisions": 3}, "power of 2"),
-        ({"garbage_collection_threshold": 1.0}, "garbage_collection_threshold"),
-    ],
-)
-def test_settings_that_torch_refuses_are_refused(wrong: dict[str, int], what: str) -> None:
-    with pytest.raises(ConfigError, match=what):
-        AllocatorSettings(**wrong)
 
 
 SIZES = st.one_of(st.integers(1, 3 * MIB), st.integers(1, 150 * MIB), st.sampled_from([512, MIB, 10 * MIB, 20 * MIB]))
