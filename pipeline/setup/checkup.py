@@ -257,5 +257,4 @@ def facts_of(config: Config) -> RunFacts:
         batch=train.effective_batch,
         micro_batch=None if train.micro_batch == "auto" else train.micro_batch,
         gpus=max(1, resources.gpus) * resources.nodes,
-        compile_mode="default" if train.compile else None,
     )

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from pipeline.memory.hardware.host_memory import pinned_bytes
-from pipeline.units import GIB, MIB
+from pipeline.units import MIB
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -16,8 +15,6 @@ if TYPE_CHECKING:
 NCCL_BUFFER_BYTES = 4 * MIB  # the default
 WASTEFUL = 1.25  # times what was asked for
 WORTH_SAYING = 0.02  # of a card's memory
-MUCH_READ_AHEAD_BYTES = GIB
-GRAPHED = frozenset({"reduce-overhead", "max-autotune"})  # modes of torch.compile that record CUDA graphs
 _NATIVE_ONLY = {"expandable_segments", "garbage_collection_threshold", "max_split_size_mb", "roundup_power2_divisions"}
 
 
@@ -64,17 +61,10 @@ class RunFacts:
     gpu_bytes: int | None = None  # of a card
     variable_shapes: bool | None = None
     precision: str = "fp32"
-    loss_scaling: bool | None = None
     native_bf16: bool | None = None  # of all cards that the run may land on
     optimizer_way: str | None = None  # foreach, fused or loop
-    compile_mode: str | None = None  # None: not compiled
-    compile_dynamic: bool | None = None
-    cudnn_benchmark: bool | None = None
     data_container: str | None = None  # list, dict, numpy …: what the data set keeps its items in
     num_workers: int | None = None  # processes of a DataLoader
-    prefetch: int | None = None  # batches that each of them reads ahead
-    pin: bool | None = None
-    batch_bytes: int | None = None  # the largest, on the host
     cpus: int | None = None  # of a rank
 
     @property
@@ -155,24 +145,11 @@ class RunFacts:
         size = number_at_start(self.environment.get("NCCL_BUFFSIZE", "")) or 0
         return f"NCCL_BUFFSIZE={size:.0f}" if size > NCCL_BUFFER_BYTES else ""
 
-    def read_ahead(self) -> str:
-        ahead = (self.num_workers or 0) * (self.prefetch or 2)
-        if not self.batch_bytes or ahead * self.batch_bytes <= MUCH_READ_AHEAD_BYTES:
-            return ""
-        return f"{ahead} batches are read ahead: {ahead * self.batch_bytes / GIB:.1f} GiB of the host's memory"
-
     def workers_over_lists(self) -> str:
         copied = self.data_container in {"list", "dict", "tuple", "set"} and (self.num_workers or 0) > 0
         return (
             f"{self.num_workers} worker processes over a data set in a Python {self.data_container}" if copied else ""
         )
-
-    def pinned(self) -> str:
-        if not self.pin or not self.batch_bytes or "pinned_max_round_threshold_mb" in self.allocator:
-            return ""
-        taken = pinned_bytes(self.batch_bytes)
-        wasted = taken >= WASTEFUL * self.batch_bytes
-        return f"a pinned batch of {self.batch_bytes / MIB:.0f} MiB takes {taken / MIB:.0f} MiB" if wasted else ""
 
     def wrong_product(self) -> str:
         if None in (self.batch, self.micro_batch, self.accumulation, self.gpus):
@@ -218,17 +195,14 @@ class RunFacts:
         worth = self.optimizer_way == "foreach" and card and size > WORTH_SAYING * card
         return f"a foreach optimizer: its temporaries are about {size / MIB:.0f} MiB" if worth else ""
 
-    def varying(self, what: str, *, holds: bool | None) -> str:
-        """Return a text if the condition holds and shapes vary."""
-        return f"{what} inputs of varying shapes" if holds and self.variable_shapes else ""
-
     def convolves(self) -> bool:
         """Tell whether the model has convolutions for cuDNN (graph convolutions are none)."""
         return any(re.search(r"Conv(Transpose)?[123]d", name) for name in self.module_types)
 
     def plans_kept(self) -> str:
         unlimited = "TORCH_CUDNN_V8_API_LRU_CACHE_LIMIT" not in self.environment
-        return self.varying("convolutions over", holds=unlimited and self.convolves())
+        kept = unlimited and self.variable_shapes and self.convolves()
+        return "convolutions over inputs of varying shapes" if kept else ""
 
     def crowded(self) -> str:
         threads = number_at_start(self.environment.get("OMP_NUM_THREADS", "")) or 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.memory.lint.lint_facts import GRAPHED, LintFinding, LintRule, RunFacts, Severity
+from pipeline.memory.lint.lint_facts import LintFinding, LintRule, RunFacts, Severity
 
 _DOCS, _PYTORCH = "https://docs.pytorch.org/docs/stable", "https://github.com/pytorch/pytorch"
 _ALLOCATOR_DOCS = f"{_DOCS}/notes/cuda.html#optimizing-memory-usage-with-pytorch-alloc-conf"
@@ -68,13 +68,6 @@ ERRORS = (
         "the effective batch is the items of a GPU times the GPUs; with others of them another run is trained",
         "keep the batch and let accumulation make up for it",
         _LIGHTNING_DOCS,
-    ),
-    LintRule(
-        "unscaled-fp16",
-        lambda facts: "fp16 without loss scaling" if facts.precision == "fp16" and facts.loss_scaling is False else "",
-        "small gradients become 0 in half precision",
-        "torch.amp.GradScaler, or bf16 where the cards have it",
-        "https://docs.pytorch.org/docs/stable/notes/amp_examples.html",
     ),
 )
 
@@ -176,31 +169,6 @@ WARNINGS = (
         f"{_PYTORCH}/issues/13246 and {_PYTORCH}/issues/20433",
     ),
     LintRule(
-        "cudnn-benchmark",
-        lambda facts: facts.varying("cudnn.benchmark with", holds=facts.cudnn_benchmark and facts.convolves()),
-        "each new shape is searched for the fastest algorithm with workspaces of some GB, and the cache emptied after",
-        "torch.backends.cudnn.benchmark = False",
-        f"{_PYTORCH}/issues/50190 and https://discuss.pytorch.org/t/what-does-torch-backends-cudnn-benchmark-do/5936",
-    ),
-    LintRule(
-        "compiled-again",
-        lambda facts: facts.varying(
-            "torch.compile(dynamic=False) with", holds=facts.compile_mode is not None and facts.compile_dynamic is False
-        ),
-        "every new shape is compiled anew, and after 8 of them (torch._dynamo.config.recompile_limit) nothing is",
-        "dynamic=None or True",
-        f"{_DOCS}/compile/programming_model.recompilation.html",
-    ),
-    LintRule(
-        "graphed-shapes",
-        lambda facts: facts.varying(
-            f"torch.compile(mode={facts.compile_mode!r}) with", holds=facts.compile_mode in GRAPHED
-        ),
-        "a CUDA graph is recorded for every shape, and its memory is kept for it",
-        "mode 'default' or 'max-autotune-no-cudagraphs'",
-        f"{_DOCS}/generated/torch.compile.html",
-    ),
-    LintRule(
         "crowded-cores",
         RunFacts.crowded,
         "threads wait for each other, and each has a stack and an arena of malloc in the host's memory",
@@ -294,20 +262,6 @@ INFOS = (
         "batches that were read ahead are in the host's memory",
         "leave it as it is; a smaller micro-batch saves GPU memory",
         f"{_PYTORCH}/blob/v2.13.0/torch/utils/data/dataloader.py",
-    ),
-    LintRule(
-        "read-ahead",
-        RunFacts.read_ahead,
-        "every worker process holds its own batches, in shared memory of the host, which counts in --mem",
-        "fewer workers, or a smaller prefetch_factor",
-        f"{_PYTORCH}/blob/v2.13.0/torch/utils/data/dataloader.py",
-    ),
-    LintRule(
-        "pinned-rounding",
-        RunFacts.pinned,
-        "torch rounds pinned memory up to powers of two",
-        "pinned_max_round_threshold_mb in PYTORCH_ALLOC_CONF (torch 2.13), or batches just below a power of two",
-        f"{_PYTORCH}/issues/95823 and {_PYTORCH}/pull/171662",
     ),
     LintRule(
         "cudnn-plans",

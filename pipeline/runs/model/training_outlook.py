@@ -386,9 +386,7 @@ def _facts(config: Config, work: Work, plan: MemoryPlan, offer: Offer) -> RunFac
         gpu_bytes=min(card.memory_bytes for card in offer.cards) if work.device == "cuda" else None,
         variable_shapes=len({tuple(bucket.sizes.values()) for bucket in plan.buckets}) > 1,
         precision=plan.choice.precision,
-        loss_scaling=plan.choice.precision == "fp16" or None,
         native_bf16=all(card.has_bf16 for card in cards) if cards else None,
         optimizer_way=work.settings.way,
-        compile_mode="default" if train.compile else None,
         cpus=config.cluster.train.cpus,
     )
