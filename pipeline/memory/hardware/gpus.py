@@ -65,13 +65,10 @@ class Device:
         cublas = _CUBLAS_HOPPER_BYTES if self.capability[0] in (9, 10, 12) else _CUBLAS_BYTES
         return _THREADS * (cublas + _CUBLASLT_BYTES)
 
-    def communicator_bytes(self, ranks: int, groups: int = 1) -> int:
-        return groups * COMMUNICATOR_BYTES if ranks > 1 else 0
-
-    def budget_bytes(self, ranks: int = 1, groups: int = 1) -> int:
+    def budget_bytes(self, ranks: int = 1) -> int:
         """Return how much torch's caching allocator may reserve."""
-        outside = self.context_bytes + self.reserve_bytes + self.communicator_bytes(ranks, groups)
-        return max(0, self.usable_bytes - outside)
+        communicator_bytes = COMMUNICATOR_BYTES if ranks > 1 else 0
+        return max(0, self.usable_bytes - self.context_bytes - self.reserve_bytes - communicator_bytes)
 
 
 @dataclass(frozen=True, slots=True)

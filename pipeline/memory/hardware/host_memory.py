@@ -5,8 +5,7 @@ checkpoint is read) and while it trains. What the first took is given back befor
 4 MiB and a copy of them left 3 MiB behind with glibc 2.36 [measured].
 
 The kernel's file cache counts in a job's cgroup, but is given up under pressure, so that an allowance is enough for
-it. Files in a tmpfs cannot be given up: they count in full.
-(https://docs.kernel.org/admin-guide/cgroup-v2.html#memory-interface-files: `file` includes tmpfs.)
+it.
 
 Measured needs of past runs (`task_history.Profiles`) correct `HostNeed.total_bytes`, as they do every stage's plan.
 """
@@ -21,8 +20,6 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from pipeline.memory.footprint import LIVE_ONLY, Provenance
-from pipeline.store.format.shard import TABLE_ROW
-from pipeline.store.shard_index import BLOCK_ROWS, ROW
 from pipeline.units import MIB
 
 if TYPE_CHECKING:
@@ -111,35 +108,35 @@ class TrainingJob:
     batch_bytes: int = 0  # the largest
     slots: int = 4
     sized: bool = False  # the ring begins with slots of the largest batch
-    pinned_limit_bytes: int | None = None  # pinned_max_round_threshold_mb of the allocator
     threads: int = 2  # that read
-    scratch_bytes: int = 0  # the largest embedding
     offloaded_bytes: int = 0  # activations that wait in the host's memory, at most
-    records: int = 0  # that the index of the cache knows
-    fresh_records: int = 0  # and those published since
     items: int = 0
     sizes: int = 0  # of an item in the table, how many
     id_bytes: int = 16  # of an item, on the average
     item_bytes: int = 0  # of the item itself, where graphs are built when they are read
     compile_workers: int = 0
-    tmpfs_bytes: int = 0  # on the node: what is copied to a $TMPDIR that is memory
 
 
 def train_need(run: TrainingJob, baseline: Baseline) -> HostNeed:
     """Return the host memory that a training job needs on a node."""
-    parts = (*_process(run, baseline), *_data(run), *_phases(run))
+    items = f"{run.items} items with {run.sizes} sizes each"
+    table = table_bytes(run.items, run.sizes, run.id_bytes, run.item_bytes)
+    parts = (
+        *_process(run, baseline),
+        HostPart("table of the data set", table, Provenance.TRACED, items),
+        *_phases(run),
+    )
     of_all = (replace(part, bytes=run.ranks * part.bytes) for part in parts)
-    return HostNeed(tuple(part for part in (*of_all, *_files(run)) if part.bytes), run.ranks)
+    files = HostPart("page cache", PAGE_CACHE_BYTES, Provenance.ASSUMED, "the rest of it is given up under pressure")
+    return HostNeed(tuple(part for part in (*of_all, files) if part.bytes), run.ranks)
 
 
-def pinned_bytes(size: int, limit: int | None = None) -> int:
-    """Return a pinned block's size: up to a limit, powers of two (ATen/core/CachingHostAllocator.h, torch 2.13)."""
-    if size <= 0 or (limit is not None and size > limit):
-        return max(size, 0)
-    return 1 << (size - 1).bit_length()
+def pinned_bytes(size: int) -> int:
+    """Return a pinned block's size: powers of two (ATen/core/CachingHostAllocator.h, torch 2.13)."""
+    return 1 << (size - 1).bit_length() if size > 0 else 0
 
 
-def ring_bytes(slots: int, batch_bytes: int, *, pin: bool, sized: bool = False, limit: int | None = None) -> int:
+def ring_bytes(slots: int, batch_bytes: int, *, pin: bool, sized: bool = False) -> int:
     """Return the memory of the ring that batches are read into, once the largest has been in every slot."""
     if not batch_bytes:
         return 0
@@ -148,13 +145,7 @@ def ring_bytes(slots: int, batch_bytes: int, *, pin: bool, sized: bool = False, 
     if not pin:
         return slots * slot
     # Pinned memory that a ring outgrew stays in torch's cache: halves, quarters … of the last size, less than it.
-    return slots * pinned_bytes(slot, limit) * (1 if sized else 2)
-
-
-def index_bytes(records: int, fresh: int = 0) -> int:
-    """Return the memory of an open store's index: a key and a digest a block, and whole rows of fresh records."""
-    blocks = -(-records // BLOCK_ROWS)
-    return 16 * blocks + fresh * (TABLE_ROW.itemsize + 2 * ROW.itemsize)  # twice, while they are sorted
+    return slots * pinned_bytes(slot) * (1 if sized else 2)
 
 
 def table_bytes(items: int, sizes: int, id_bytes: int, item_bytes: int = 0) -> int:
@@ -179,16 +170,6 @@ def _process(run: TrainingJob, baseline: Baseline) -> Iterable[HostPart]:
     yield HostPart("malloc", arenas, Provenance.ASSUMED, f"what glibc may keep for {threads} threads, {each_process}")
 
 
-def _data(run: TrainingJob) -> Iterable[HostPart]:
-    """Yield what a process keeps about the data."""
-    index = index_bytes(run.records, run.fresh_records)
-    records = f"{run.records} records and {run.fresh_records} since"
-    yield HostPart("index of the cache", index, Provenance.TRACED, records)
-    table = table_bytes(run.items, run.sizes, run.id_bytes, run.item_bytes)
-    items = f"{run.items} items with {run.sizes} sizes each"
-    yield HostPart("table of the data set", table, Provenance.TRACED, items)
-
-
 def _phases(run: TrainingJob) -> Iterable[HostPart]:
     """Yield what a process needs until the first step, and from then on."""
     start, train, traced, assumed = Phase.START, Phase.TRAIN, Provenance.TRACED, Provenance.ASSUMED
@@ -196,24 +177,16 @@ def _phases(run: TrainingJob) -> Iterable[HostPart]:
     yield HostPart("resumed state", run.resumed_bytes, traced, "a checkpoint that is read", start)
     if not run.gpu:
         yield HostPart("training step", run.step_bytes, traced, "it runs on the CPU", train)
-    ring = ring_bytes(run.slots, run.batch_bytes, pin=run.gpu, sized=run.sized, limit=run.pinned_limit_bytes)
+    ring = ring_bytes(run.slots, run.batch_bytes, pin=run.gpu, sized=run.sized)
     kind = "pinned: powers of two" if run.gpu else "not pinned"
     yield HostPart("ring", ring, traced, f"{run.slots} slots of the largest batch, {kind}", train)
     yield HostPart("collated batches", COLLATED * run.batch_bytes, assumed, "as large as what they are made of", train)
-    scratch = run.threads * run.scratch_bytes * 5 // 4
-    yield HostPart("scratch", scratch, traced, f"an embedding for each of {run.threads} threads", train)
     # Of tensors of any sizes nobody knows how far each is from a power of two; twice is the worst.
     offloaded = run.offloaded_bytes * (2 if run.gpu else 1)
     yield HostPart("offloaded", offloaded, assumed, "activations, pinned: powers of two", train)
     yield HostPart("checkpoint", run.staged_bytes, traced, "a copy of the state while it is saved", train)
     workers = run.compile_workers * COMPILE_WORKER_BYTES + COMPILER_BYTES if run.compile_workers else 0
     yield HostPart("compiler", workers, assumed, f"{run.compile_workers} processes of Inductor", train)
-
-
-def _files(run: TrainingJob) -> Iterable[HostPart]:
-    """Yield the memory of files on the node."""
-    yield HostPart("page cache", PAGE_CACHE_BYTES, Provenance.ASSUMED, "the rest of it is given up under pressure")
-    yield HostPart("tmpfs", run.tmpfs_bytes, Provenance.TRACED, "files in memory count in full")
 
 
 def _with_margin(parts: Iterable[HostPart]) -> int:

@@ -172,12 +172,12 @@ class CardSpec:
     notes: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, device: Device, ranks: int, *, tf32: bool = False, fraction: float | None = None) -> CardSpec:
+    def of(cls, device: Device, ranks: int, *, fraction: float | None = None) -> CardSpec:
         """Return the card for a known GPU; its budget leaves room for cuBLAS and, with several ranks, the reduction.
 
         `fraction` is the share of the card's memory that a process may use.
         """
-        rates = {"fp32": device.tf32_flops if tf32 else device.fp32_flops}
+        rates = {"fp32": device.fp32_flops}
         rates |= {"bf16": device.half_flops} if device.has_bf16 else {}
         rates |= {"fp16": device.half_flops} if device.has_fp16 else {}
         allowed_bytes = device.budget_bytes(ranks) if fraction is None else int(fraction * device.usable_bytes)

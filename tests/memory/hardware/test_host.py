@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from pipeline.keys import recipe_key
@@ -75,12 +74,9 @@ def status_of(script: str, name: str) -> int:
     return int(ran.stdout.partition(f"{name}:")[2].split()[0]) << 10
 
 
-@pytest.mark.parametrize(
-    ("asked", "limit", "got"),
-    [(0, None, 0), (1, None, 1), (3, None, 4), (GIB, None, GIB), (GIB + 1, None, 2 * GIB), (5 * MIB, 4 * MIB, 5 * MIB)],
-)
-def test_pinned_memory_comes_in_powers_of_two_up_to_a_limit(asked: int, limit: int | None, got: int) -> None:
-    assert pinned_bytes(asked, limit) == got
+@pytest.mark.parametrize(("asked", "got"), [(0, 0), (1, 1), (3, 4), (GIB, GIB), (GIB + 1, 2 * GIB)])
+def test_pinned_memory_comes_in_powers_of_two(asked: int, got: int) -> None:
+    assert pinned_bytes(asked) == got
 
 
 def test_the_ring_is_predicted_as_it_grows() -> None:
@@ -95,7 +91,6 @@ def test_the_ring_is_predicted_as_it_grows() -> None:
 def test_a_ring_that_begins_with_the_largest_batch_pins_half_as_much() -> None:
     assert ring_bytes(4, 100 * MIB, pin=True, sized=True) == 4 * 128 * MIB
     assert ring_bytes(4, 100 * MIB, pin=True) == 2 * 4 * 128 * MIB  # the slots that were too small stay pinned
-    assert ring_bytes(4, 100 * MIB, pin=True, sized=True, limit=64 * MIB) == 4 * 100 * MIB
     assert ring_bytes(4, 0, pin=True) == 0
 
 
@@ -112,27 +107,6 @@ def test_the_table_of_a_data_set_takes_what_is_predicted(tmp_path: Path, with_it
     _, kept = taken(lambda: [whole := ItemTable.read(store, key), whole.of_split("train")])
     predicted = host_memory.table_bytes(count, 2, 16, item_bytes) - count * host_memory.DRAWN_BYTES
     assert kept == pytest.approx(predicted, rel=0.1)
-
-
-def test_the_index_of_a_cache_takes_what_is_predicted(tmp_path: Path) -> None:
-    keys, store = (
-        [recipe_key("t", {"n": number}) for number in range(3000)],
-        CacheFolder(tmp_path / "cache").kind("sets"),
-    )
-    with store.writer() as writer:
-        for key in keys:
-            writer.put(key, {"a": np.zeros(1)}, {})
-    fresh, fresh_bytes = taken(lambda: opened(tmp_path, keys[0]))
-    assert 0.5 * host_memory.index_bytes(0, len(keys)) < fresh_bytes < host_memory.index_bytes(0, len(keys)) + 64 * 1024
-    fresh.rebuild_index()
-    _, indexed_bytes = taken(lambda: opened(tmp_path, keys[0]))
-    assert host_memory.index_bytes(len(keys)) < indexed_bytes < host_memory.index_bytes(len(keys)) + 64 * 1024
-
-
-def opened(folder: Path, key: bytes) -> Any:
-    store = CacheFolder(folder / "cache").kind("sets")
-    assert key in store
-    return store
 
 
 def test_only_the_larger_phase_is_asked_for() -> None:
@@ -156,18 +130,10 @@ def test_what_is_assumed_has_a_wider_margin_than_what_was_measured() -> None:
 
 
 def test_every_rank_has_its_own_of_everything_but_files() -> None:
-    run = TrainingJob(
-        model_bytes=GIB, batch_bytes=10 * MIB, staged_bytes=3 * GIB, items=10**6, sizes=3, tmpfs_bytes=5 * GIB
-    )
+    run = TrainingJob(model_bytes=GIB, batch_bytes=10 * MIB, staged_bytes=3 * GIB, items=10**6, sizes=3)
     one, four = train_need(run, BASE), train_need(replace(run, ranks=4), BASE)
     for each in one.parts:
-        assert part(four, each.name) == each.bytes * (1 if each.name in {"page cache", "tmpfs"} else 4)
-
-
-def test_a_tmpfs_counts_in_full_and_the_page_cache_does_not_grow() -> None:
-    less, more = (train_need(TrainingJob(tmpfs_bytes=size), BASE) for size in (0, 7 * GIB))
-    assert more.bytes - less.bytes == 7 * GIB
-    assert part(less, "page cache") == part(more, "page cache") == host_memory.PAGE_CACHE_BYTES
+        assert part(four, each.name) == each.bytes * (1 if each.name == "page cache" else 4)
 
 
 def test_a_checkpoint_is_staged_while_the_ring_is_full_but_the_model_was_given_back() -> None:
