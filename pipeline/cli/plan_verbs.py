@@ -67,7 +67,7 @@ def plan_command(
         if stage == "train" and loaded.config.train.command is not None:
             _show_script(project, executor, measured=bool(gpu or probe), as_json=as_json)
             return
-        if loaded.config.cluster.executor == "slurm" and executor.limits == Limits():
+        if loaded.config.cluster.executor == "slurm" and executor.limits_of() == Limits():
             typer.echo(UNTOLD, err=True)
         if stage == "train":
             again = graph_command(config, sets or (), loaded.config)

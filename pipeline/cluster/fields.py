@@ -119,7 +119,6 @@ class Queued(NamedTuple):
     waits_for: str  # the same in words
     starts: float | None  # when it began, or is expected to
     node: str
-    stuck: bool  # it waits for what will never come by itself
 
 
 def parse_squeue(text: str) -> dict[str, Queued]:
@@ -133,8 +132,7 @@ def parse_squeue(text: str) -> dict[str, Queued]:
         state, reason = parse_state(state_text), "" if reason == "None" else reason
         waits_for = reason_words(reason) if state in WAITING_STATES else ""
         for task in expand(name):
-            stuck = is_stuck(state, waits_for)
-            tasks[task] = Queued(task, state, reason, waits_for, epoch_of(start), node_of(node), stuck)
+            tasks[task] = Queued(task, state, reason, waits_for, epoch_of(start), node_of(node))
     return tasks
 
 

@@ -169,14 +169,6 @@ class Executor(Protocol):
     """Runs jobs; whoever waits for them calls `step` in a loop."""
 
     @property
-    def cpus(self) -> int:
-        """How many cores its tasks can have at once, as far as is known."""
-
-    @property
-    def gpus(self) -> int:
-        """How many GPUs its tasks can have at once, as far as is known."""
-
-    @property
     def caveats(self) -> tuple[str, ...]:
         """What this executor cannot guarantee here, as sentences for people."""
 
@@ -184,11 +176,7 @@ class Executor(Protocol):
     def outlives(self) -> bool:
         """Whether jobs go on after this process has ended."""
 
-    @property
-    def limits(self) -> Limits:
-        """The most that one task can be given, and how many tasks a job and the queue take."""
-
-    def limits_of(self, partition: str, cpus: int, gpus: int) -> Limits:
+    def limits_of(self, partition: str = "", cpus: int = 1, gpus: int = 0) -> Limits:
         """Return the limits for tasks of a partition (empty: the default) with so many cores and GPUs on a node."""
 
     def check(self, spec: JobSpec) -> None:

@@ -101,23 +101,11 @@ class LocalExecutor:
         self._changed: dict[_LocalTask, None] = {}  # since the last step; a set that keeps the order
 
     @property
-    def cpus(self) -> int:
-        return self.machine.cpus
-
-    @property
-    def gpus(self) -> int:
-        return len(self.machine.gpus)
-
-    @property
     def outlives(self) -> bool:
         return False
 
-    @property
-    def limits(self) -> Limits:
+    def limits_of(self, _partition: str = "", _cpus: int = 1, _gpus: int = 0) -> Limits:
         return Limits(mem_bytes=self.machine.mem_bytes)
-
-    def limits_of(self, _partition: str, _cpus: int, _gpus: int) -> Limits:
-        return self.limits
 
     @property
     def caveats(self) -> tuple[str, ...]:

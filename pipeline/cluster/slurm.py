@@ -37,7 +37,6 @@ SACCT_S = 20.0
 ALREADY_ENDS = "scancel exited with 229"  # the last byte of ESLURM_ALREADY_DONE, all that a quiet scancel says of it
 FORGOTTEN_S = 30 * 86_400.0  # how far back the accounting is asked about jobs of others' time
 SACCT_AGAIN_S = 30.0  # an accounting that gave trouble is left alone for so long
-MANY_CPUS, MANY_GPUS = 1024, 64  # assumed if the cluster does not report its nodes
 STARTS_AT = re.compile(r"to start at (\S+)")  # in what sbatch --test-only prints
 
 
@@ -65,27 +64,12 @@ class SlurmExecutor:
         self._changed: dict[tuple[JobId, int], TaskStatus] = {}
 
     @property
-    def cpus(self) -> int:
-        return sum(kind.cpus * kind.count for kind in self.facts.nodes()) or MANY_CPUS
-
-    @property
-    def gpus(self) -> int:
-        count: dict[str, int] = {}
-        for kind in self.facts.partitions:  # partitions share nodes
-            count[kind.partition] = count.get(kind.partition, 0) + kind.gpu_count * kind.count
-        return max(count.values(), default=MANY_GPUS)
-
-    @property
     def caveats(self) -> tuple[str, ...]:
         return ()
 
     @property
     def outlives(self) -> bool:
         return True
-
-    @property
-    def limits(self) -> Limits:
-        return self.facts.limits()
 
     def submit(self, spec: JobSpec) -> JobId:
         tagged = replace(spec, tag=spec.tag or f"{sbatch.job_name(spec)}-{secrets.token_hex(6)}")
@@ -117,7 +101,7 @@ class SlurmExecutor:
         start = STARTS_AT.search(reply)
         return StartEstimate(epoch_of(start[1]) if start else None, reply)
 
-    def limits_of(self, partition: str, cpus: int, gpus: int) -> Limits:
+    def limits_of(self, partition: str = "", cpus: int = 1, gpus: int = 0) -> Limits:
         return self.facts.limits(partition, cpus=cpus, gpus=gpus)
 
     def check(self, spec: JobSpec) -> None:

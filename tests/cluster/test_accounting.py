@@ -27,6 +27,7 @@ from pipeline.cluster.fields import (
     epoch_of,
     exit_of,
     expand,
+    is_stuck,
     parse_squeue,
     parse_state,
     reason_words,
@@ -344,7 +345,8 @@ class TestTheQueue:
         assert "66" not in tasks, "its line was cut"
 
     def test_tells_what_will_never_start_by_itself(self) -> None:
-        assert {name for name, task in parse_squeue(SQUEUE_22_05).items() if task.stuck} == {"61", "62", "63"}
+        tasks = parse_squeue(SQUEUE_22_05)
+        assert {name for name, task in tasks.items() if is_stuck(task.state, task.waits_for)} == {"61", "62", "63"}
 
     def test_of_ten_thousand_tasks_takes_a_few_calls_a_task(self) -> None:
         text = "".join(f"7_{task}|PENDING|Priority|N/A||7_{task}\n" for task in range(10_000))

@@ -25,7 +25,7 @@ def followed(tmp_path: Path) -> Followed:
 
 def test_a_task_that_was_seen_running_has_begun_though_the_accounting_heard_of_its_end_alone(tmp_path):
     job = followed(tmp_path)
-    job.take_in(Views({"7_0": Queued("7_0", TaskState.RUNNING, "", "", 150.0, "n1", stuck=False)}, {}, 1.0), 15.0)
+    job.take_in(Views({"7_0": Queued("7_0", TaskState.RUNNING, "", "", 150.0, "n1")}, {}, 1.0), 15.0)
     (task,) = job.take_in(Views({}, {"7_0": cancelled_without_a_node()}, 2.0), 15.0)
     assert (task.state, task.node, task.started) == (TaskState.CANCELLED, "n1", 150.0)
 

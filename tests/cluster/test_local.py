@@ -345,4 +345,4 @@ def test_ten_thousand_tasks_are_told_of_quickly(local: LocalExecutor, tmp_path: 
 def test_machine_is_lent_as_told() -> None:
     lent = Machine.detect(cpus=3, gpus=2, mem_bytes=5)
     assert (lent.cpus, len(lent.gpus), lent.mem_bytes) == (3, 2, 5)
-    assert LocalExecutor(lent).cpus == 3
+    assert LocalExecutor(lent).limits_of().mem_bytes == 5

@@ -10,6 +10,7 @@ import pytest
 
 from pipeline.cluster import slurm_commands
 from pipeline.cluster.accounting import AccountedTask, Accounting, AccountingLook
+from pipeline.cluster.fields import NEVER
 from pipeline.cluster.job_spec import TaskState
 from pipeline.cluster.verdict import Cause, Word, judge_attempt
 from tests.slurm.cluster import Cluster
@@ -187,7 +188,7 @@ def test_a_job_that_waits_for_a_failed_one_is_held(jobs: Jobs) -> None:
     failing = jobs.submit("sleep 2; false")
     job = jobs.submit("true", f"--dependency=afterok:{failing}")
     jobs.ended(failing)
-    jobs.cluster.until(lambda: slurm_commands.queue([job])[job].stuck, f"job {job} to be stuck")
+    jobs.cluster.until(lambda: slurm_commands.queue([job])[job].waits_for.startswith(NEVER), f"job {job} to be stuck")
     queued = slurm_commands.queue([job])[job]
     row = jobs.until(job, lambda rows: job in rows)[job]
     assert row.state is queued.state is TaskState.PENDING

@@ -169,7 +169,7 @@ class TestNumbers:
             executor.submit(spec)
 
     def test_many_tasks_go_in_several_jobs(self, executor: SlurmExecutor, tmp_path: Path) -> None:
-        most = executor.limits.job_tasks
+        most = executor.limits_of().job_tasks
         assert most == MAX_ARRAY_SIZE
         whole = JobSpec("test", ("true", TASK), tasks=range(30), log_dir=str(tmp_path))
         jobs = [executor.submit(replace(whole, tasks=range(at, at + most))) for at in range(0, 30, most)]
@@ -178,14 +178,14 @@ class TestNumbers:
         assert {task.state for task in tasks} == {TaskState.COMPLETED}
 
     def test_limits_are_what_the_cluster_says_unless_the_site_does(self, executor: SlurmExecutor) -> None:
-        limits = executor.limits
+        limits = executor.limits_of()
         assert (limits.mem_bytes, limits.time_s, limits.highest_task) == (6000 * MIB, 86_400, MAX_ARRAY_SIZE - 1)
         assert limits.queued_tasks is None
-        assert SlurmExecutor(SlurmSection(qos="tiny", account="lab")).limits.queued_tasks == TINY_MAX_SUBMIT
-        assert SlurmExecutor(SlurmSection(partition="short")).limits.time_s == 120
+        assert SlurmExecutor(SlurmSection(qos="tiny", account="lab")).limits_of().queued_tasks == TINY_MAX_SUBMIT
+        assert SlurmExecutor(SlurmSection(partition="short")).limits_of().time_s == 120
         said = SlurmExecutor(
             SlurmSection(max_array_size=9, max_submit=7, largest_mem=1 << 30, longest_time="1h")
-        ).limits
+        ).limits_of()
         assert (said.mem_bytes, said.time_s, said.job_tasks, said.queued_tasks) == (1 << 30, 3600, 9, 7)
 
 

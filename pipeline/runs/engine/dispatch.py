@@ -232,7 +232,7 @@ class Dispatch:
 
     def _room(self, status: StageStatus) -> int:
         """Return how many tasks the queue still takes."""
-        most = self._executor.limits.queued_tasks
+        most = self._executor.limits_of().queued_tasks
         if most is None:
             return len(status.work)
         live = sum(task.job is not None for task in status.work.values())
@@ -265,7 +265,7 @@ class Dispatch:
 
     def _bad_nodes(self, status: StageStatus) -> tuple[str, ...]:
         """Return the nodes to exclude; none where more than a quarter look bad, as then something else is wrong."""
-        there = self._executor.limits.nodes
+        there = self._executor.limits_of().nodes
         most = max(1, there // 4) if there else MOST_EXCLUDED
         bad = bad_nodes(status.work.values())
         return bad if len(bad) <= most else ()

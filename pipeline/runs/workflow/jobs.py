@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pipeline.cluster.job_spec import TASK, JobSpec, parse_ranges
+from pipeline.cluster.local import LocalExecutor
 from pipeline.config.schema_cluster import TrainResources
 from pipeline.errors import CacheUnusable, PlanInfeasible, SubmissionRefused
 from pipeline.journal.attempts import Ask
@@ -159,10 +160,11 @@ def plan_stage(project: Project, stage: Stage, executor: Executor, folder: RunFo
 def tasks_at_once(config: Config, stage: Stage, executor: Executor) -> int:
     """Return how many tasks of a stage can run at once."""
     resources = stage.resources(config)
-    if config.cluster.executor != "local" or stage.together:
+    if not isinstance(executor, LocalExecutor) or stage.together:
         return resources.parallel
-    by_gpus = executor.gpus // resources.gpus if resources.gpus else executor.cpus
-    return max(1, min(executor.cpus // resources.cpus, by_gpus))
+    machine = executor.machine
+    by_gpus = len(machine.gpus) // resources.gpus if resources.gpus else machine.cpus
+    return max(1, min(machine.cpus // resources.cpus, by_gpus))
 
 
 def limits_of(project: Project, stage: Stage, executor: Executor, partition: str = "") -> Limits:
