@@ -15,9 +15,7 @@ Shapes: N atoms of all items, E edges, B items, D numbers of an embedding.
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +27,8 @@ from pipeline.errors import ConfigError, DataError
 from pipeline.graphs.bonds import HOPS
 from pipeline.graphs.item_graph import ROLES
 from pipeline.protocol import ITEMS
+from pipeline.readers.entry import Opened
+from pipeline.readers.hdf5 import open_hdf5
 from pipeline.tasks.rna_ligand_model import (
     CLOSEST,
     KINDS,
@@ -52,7 +52,6 @@ BOND, *MULTI_HOP = HOPS
 NEAR = KINDS[-1]
 TARGET, EMBEDDING = "target", "embedding"
 ID = "id"
-OPEN = 4  # files of targets at a time
 NAMED = 3  # ids in a message
 SIDES = [role.value for role in ROLES]
 LEAST = {"layers": 1, "output_dim": 1, "radial_width": 1, "head_width": 1, "cosine": 0}
@@ -134,7 +133,7 @@ class RnaLigand(RnaLigandSizes):
         """Return an item's target vector; None if it has none and is allowed to have none."""
         if self.targets is None:
             return None
-        targets = targets_of(self.targets)
+        targets = targets_of(Path(self.targets))
         target = targets.get(name, self.output_dim)
         if target is None and self.targets_missing == "error":
             raise targets.missing(name)
@@ -232,20 +231,9 @@ class RnaTargets:
     It has a dataset for each item, by its id, or two: `id` [N] and `embedding` [N, D].
     """
 
-    def __init__(self, path: str) -> None:
-        self.path = path
-        try:
-            import h5py
-        except ImportError:
-            problem = "targets are read with h5py, which is not installed"
-            raise ConfigError(problem, where=f"{WHERE}.targets", remedy="pip install 'pipeline[hdf5]'") from None
-        try:
-            self._file = h5py.File(path, "r")
-        except OSError as error:
-            reason = "there is no such file" if isinstance(error, FileNotFoundError) else str(error).partition("\n")[0]
-            raise DataError(
-                f"{path} cannot be read: {reason}", where=f"{WHERE}.targets", remedy=f"h5ls {path}"
-            ) from error
+    def __init__(self, path: Path) -> None:
+        path.stat()  # h5py's own message hides that there is no such file
+        self.path, self._file = path, open_hdf5(path)
         self._rows = self._by_id() if {ID, EMBEDDING} <= set(self._file) else None
 
     def _by_id(self) -> Mapping[str, int]:
@@ -293,11 +281,4 @@ class RnaTargets:
         )
 
 
-def targets_of(path: str) -> RnaTargets:
-    """Return a file, opened once in each process."""
-    return _opened(path, os.getpid())
-
-
-@lru_cache(maxsize=OPEN)
-def _opened(path: str, process: int) -> RnaTargets:  # noqa: ARG001 - what is opened before a fork must not be read after it
-    return RnaTargets(path)
+targets_of = Opened(RnaTargets)

@@ -79,8 +79,8 @@ def test_zero_is_one_number_and_what_has_no_end_stays_at_the_ends():
 
 @given(arrays(np.float16, 40, elements=HALVES), arrays(np.bool_, 40), st.integers(0, 40))
 def test_parts_of_a_data_set_add_up_to_the_whole(scores, labels, cut):
-    whole, first, rest = ranked(scores, labels), ranked(scores[:cut], labels[:cut]), ranked(scores[cut:], labels[cut:])
-    first.merge(rest)
+    whole, first = ranked(scores, labels), ranked(scores[:cut], labels[:cut])
+    first.add(scores[cut:], labels[cut:])
     assert (first.yes_K == whole.yes_K).all()
     assert (first.no_K == whole.no_K).all()
 
@@ -97,10 +97,9 @@ def test_memory_does_not_grow_with_what_was_counted():
 
 def test_a_score_that_is_not_a_number_leaves_no_figure():
     ranking = ranked([0.1, np.nan, 0.3], [True, False, False])
-    whole = ranked([0.1, 0.2], [True, False])
-    whole.merge(ranking)
     assert math.isnan(ranking.auroc())
-    assert math.isnan(whole.auprc())
+    ranking.add([0.1, 0.2], [True, False])
+    assert math.isnan(ranking.auprc())
 
 
 def test_scores_without_labels_are_refused():

@@ -23,7 +23,7 @@ LARGEST = float(np.finfo(np.float16).max)
 
 
 class Ranking:
-    """Counts of positives and negatives in bins ordered by score; counts of parts add up to those of the whole."""
+    """Counts of positives and negatives in bins ordered by score."""
 
     def __init__(self) -> None:
         self.yes_K: Counts = np.zeros(BINS, np.int64)
@@ -39,12 +39,6 @@ class Ranking:
         self.not_numbers += int(np.isnan(scores_S).sum())
         self.yes_K += np.bincount(bins_S[is_yes_S], minlength=BINS)
         self.no_K += np.bincount(bins_S[~is_yes_S], minlength=BINS)
-
-    def merge(self, other: Ranking) -> None:
-        """Add the counts of another part."""
-        self.yes_K += other.yes_K
-        self.no_K += other.no_K
-        self.not_numbers += other.not_numbers
 
     @property
     def _is_defined(self) -> bool:
