@@ -6,16 +6,18 @@ import logging
 import sys
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import lru_cache, partial
 from itertools import compress, islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
-import xxhash
 
-from pipeline.errors import SUBMIT_AGAIN, CacheDamaged, RecordMissing
-from pipeline.store.format.record import BadRecord, Record, decode_record
-from pipeline.store.format.shard import DEFAULT_HEADER_BYTES, ShardTable, key_pairs, row_keys
+from pipeline.errors import SUBMIT_AGAIN, CacheDamaged, CacheUnusable, JobFailed, RecordMissing
+from pipeline.store.format.disk import publish_file
+from pipeline.store.format.record import BadRecord, Record
+from pipeline.store.format.shard import DEFAULT_HEADER_BYTES, ShardTable, key_pairs, row_keys, verified_record
 from pipeline.store.shard_index import IndexDamaged, write_index
 from pipeline.store.snapshot import (
     GONE,
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 
     Room = Callable[[int], tuple[memoryview, memoryview]]  # memory for so many bytes, in two stretches
 
+ANEW = "does only what is missing; pipeline cache repair puts damaged files aside"
 log = logging.getLogger(__name__)
 
 _OPEN_SHARDS = 64
@@ -106,7 +109,10 @@ class Store:
             self.refresh()
             record = self._first_whole(key, self.locate([key])[0], room)
         if record is None:
-            raise self.why_not(key)
+            error = self.why_not(key)
+            if isinstance(error, CacheDamaged):
+                self._note_doubt(Path(error.where).name, error.what)
+            raise error
         return record
 
     def read(self, keys: Iterable[bytes]) -> Iterator[Record]:
@@ -122,6 +128,12 @@ class Store:
                     yield ahead.popleft().result()
             while ahead:
                 yield ahead.popleft().result()
+
+    def doubted(self) -> set[str]:
+        """Return the shards in which a read found damage, as a repair has not yet looked at them."""
+        with suppress(OSError):
+            return set(self.disk.list_folder(self.layout.doubted))
+        return set()
 
     def has_whole(self, key: bytes) -> bool:
         """Say whether a record can be read, by reading it."""
@@ -211,7 +223,9 @@ class Store:
         if key in self._reasons:
             shard, reason = self._reasons[key]
             where = str(self.layout.shard(shard))
-            return CacheDamaged(f"record {key.hex()}: {reason}", where=where, remedy=SUBMIT_AGAIN)
+            return CacheDamaged(
+                f"record {key.hex()}: {reason}", where=where, remedy=f"pipeline submit --stage all   ({ANEW})"
+            )
         what, where = f"record {key.hex()} is not in the cache", str(self.layout.folder)
         return RecordMissing(what, where=where, remedy=SUBMIT_AGAIN)
 
@@ -280,6 +294,13 @@ class Store:
         kept = self._not_struck(snapshot, rows)
         return snapshot, asked[kept], rows[kept]
 
+    def _note_doubt(self, shard: str, why: str) -> None:
+        """Have whoever looks next read what is in a shard; where nothing can be written, nobody will know."""
+        if not self.disk.exists(self.layout.doubted / shard):
+            with suppress(CacheUnusable, JobFailed):
+                self._prepare()
+                publish_file(self.disk, self.layout.doubted / shard, f"{why}\n".encode())
+
     def _strike(self, key: bytes, place: RecordPlace, reason: str) -> None:
         self._reasons.setdefault(key, (place.shard, reason))
         self._struck.setdefault(place.shard, set()).add(place.offset)
@@ -302,12 +323,7 @@ class Store:
         if place.offset + place.length > shard.size_bytes:
             raise BadRecord("the shard is shorter than it was")
         blob, rest = self._read_bytes(shard.fd, place, room)
-        if _digest(blob, rest) != place.digest:
-            raise BadRecord("the bytes are not those that were written")
-        record = decode_record(blob, rest)
-        if record.key != key:
-            raise BadRecord("another record is in its place")
-        return record
+        return verified_record(key, place.digest, blob, rest)
 
     def _read_bytes(
         self, fd: int, place: RecordPlace, room: Room | None
@@ -322,7 +338,7 @@ class Store:
 class WholeRecords:
     """Reads every byte of what a store has of some keys, up to a limit: a damaged copy counts as missing.
 
-    What is `named` is read beyond the limit, too: somebody found it damaged.
+    What is `named`, or in a shard in which a read found damage, is read beyond the limit, too.
     """
 
     def __init__(self, store: Store, limit_bytes: int = sys.maxsize, named: Container[bytes] = ()) -> None:
@@ -339,16 +355,23 @@ class WholeRecords:
                 log.warning("%s: %s: made anew", error.where, error.what)
 
     def _read(self, keys: Sequence[bytes]) -> dict[bytes, Mapping[str, Any]]:
-        """Return the metadata of records by key, read while the limit lasts."""
-        metas = {record.key: record.meta for record in self._store.read(key for key in keys if key in self._named)}
-        if self._left_bytes <= 0:
-            return metas
-        for record in self._store.read(key for key in keys if key not in metas):
+        """Return the metadata of records by key, read while the limit lasts, and of those in doubt."""
+        metas: dict[bytes, Mapping[str, Any]] = {}
+        for record in self._store.read(keys if self._left_bytes > 0 else ()):
             metas[record.key] = record.meta
             self._left_bytes -= sum(array.nbytes for array in record.arrays.values())
             if self._left_bytes <= 0:
                 break
-        return metas
+        in_doubt = self._in_doubt([key for key in keys if key not in metas])
+        return metas | {record.key: record.meta for record in self._store.read(in_doubt)}
+
+    def _in_doubt(self, keys: Sequence[bytes]) -> Iterator[bytes]:
+        """Yield the keys of records that somebody may have found damaged."""
+        doubted = self._store.doubted() if keys else set()
+        places = self._store.locate(keys) if doubted else [[] for _ in keys]
+        for key, copies in zip(keys, places, strict=True):
+            if key in self._named or any(place.shard in doubted for place in copies):
+                yield key
 
 
 class _OpenShard:
@@ -363,12 +386,3 @@ class _OpenShard:
     def __del__(self) -> None:
         if self.fd >= 0:
             self._disk.close(self.fd)
-
-
-def _digest(blob: bytes | memoryview, rest: bytes | memoryview) -> bytes:
-    """Return the digest of bytes that lie in two stretches of memory."""
-    if not rest:
-        return xxhash.xxh3_128_digest(blob)
-    hasher = xxhash.xxh3_128(blob)
-    hasher.update(rest)
-    return hasher.digest()

@@ -57,6 +57,11 @@ class KindLayout:
         return self.folder / "quarantine"
 
     @property
+    def doubted(self) -> Path:
+        """The folder of notes, a file each, about the shards in which a read found damage; they are named like them."""
+        return self.folder / "doubted"
+
+    @property
     def index(self) -> Path:
         """The index, which can always be rebuilt from the shards."""
         return self.folder / "index.bin"

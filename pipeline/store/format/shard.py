@@ -198,12 +198,19 @@ def header_fault(disk: Disk, path: Path, table: ShardTable) -> str:
 def read_record(disk: Disk, fd: int, key: bytes, offset: int, length: int, digest: bytes) -> tuple[bytes, Record]:
     """Return a record of an open shard, and its bytes; BadRecord where it is not as it was written."""
     blob = disk.read_at(fd, length, offset)
-    if xxhash.xxh3_128_digest(blob) != digest:
+    return blob, verified_record(key, digest, blob)
+
+
+def verified_record(key: bytes, digest: bytes, blob: bytes | memoryview, rest: bytes | memoryview = b"") -> Record:
+    """Return the record in bytes that may lie in two stretches of memory; BadRecord where it is not as written."""
+    hasher = xxhash.xxh3_128(blob)
+    hasher.update(rest)
+    if hasher.digest() != digest:
         raise BadRecord("the bytes are not those that were written")
-    record = decode_record(blob)
+    record = decode_record(blob, rest)
     if record.key != key:
         raise BadRecord("another record is in its place")
-    return blob, record
+    return record
 
 
 def read_through(

@@ -109,10 +109,12 @@ def _places(cache: CacheFolder) -> Iterator[tuple[Path, str, Mapping[re.Pattern[
     yield root / USERS, "", users
     for kind in kinds:
         layout = KindLayout(root / kind)
-        parts = _named(layout.shards.name, layout.partials.name, layout.quarantine.name, layout.index.name)
+        folders = (layout.shards, layout.partials, layout.doubted, layout.quarantine)
+        parts = _named(*(folder.name for folder in folders), layout.index.name)
         yield layout.folder, kind, {parts: Left.IN_USE}
         yield layout.shards, kind, {SHARD_NAME: Left.IN_USE}
         yield layout.partials, kind, {PARTIAL_NAME: Left.TEMPORARY}
+        yield layout.doubted, kind, {SHARD_NAME: Left.REPORT, PARTIAL_NAME: Left.TEMPORARY}
         yield layout.quarantine, kind, {SHARD_NAME: Left.QUARANTINE}
 
 

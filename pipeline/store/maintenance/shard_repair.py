@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pipeline.store.format.cache_layout import REPORTS
-from pipeline.store.format.disk import write_refused
+from pipeline.store.format.disk import remove, write_refused
 from pipeline.store.format.shard import TABLE_ROW, row_keys
 from pipeline.store.maintenance import scrub
 from pipeline.store.maintenance.damage_report import (
@@ -36,7 +36,7 @@ from pipeline.store.maintenance.rewrite import CarriedRows, RetiringShards, carr
 from pipeline.store.snapshot import GONE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Container, Iterator
     from pathlib import Path
 
     from pipeline.store.cache_folder import CacheFolder
@@ -147,13 +147,15 @@ def repair_cache(
     missing, mendings = _Missing(cache), list[_Mending]()
     try:
         for store, named in _kinds(cache, report):
-            mendings.append(_Mending(store))
+            mendings.append(_Mending(store, named.shards if named else None))
             for mend in mendings[-1].carry(_todo(store, named, seen)):
                 repaired.count(mend)
                 missing.add(mend)
                 done(mend)
         repaired.missing = missing.publish(begun)
         retire([mending.finish() for mending in mendings], settle_s, waits)
+        for mending in mendings:
+            mending.forget_doubts()
     finally:
         missing.discard()
     return repaired
@@ -216,11 +218,12 @@ def _decided(store: Store, checked: Checked, meant_wrong: tuple[DamageFinding, .
 class _Mending:
     """The repair of one kind: intact records are carried over first, damaged shards are moved aside last."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    def __init__(self, store: Store, judged: Container[str] | None) -> None:
+        self._store, self._judged = store, judged  # None: all shards
         self._mends: list[Mend] = []
         self._read: deque[int] = deque()  # which of these are being carried over
         self._going: dict[str, None] = {}  # in order
+        self._staying = set[str]()
         self._index: _Todo | None = None
 
     def carry(self, todo: Iterator[_Todo]) -> Iterator[Mend]:
@@ -232,6 +235,7 @@ class _Mending:
             at = self._read.popleft()
             self._mends[at] = _with_refused(self._store, self._mends[at], source)
         self._going = dict.fromkeys(mend.shard for mend in self._mends if mend.goes)
+        self._staying = {mend.shard for mend in self._mends if mend.stays}
         self._store.refresh()
         for mend in self._mends:
             yield replace(mend, lost=tuple(finding for finding in mend.lost if self._is_lost(finding)))
@@ -251,6 +255,12 @@ class _Mending:
         elif self._index and not self._going:
             self._store.write_index()
         return RetiringShards(self._store, list(self._going), partial(_quarantine, self._store))
+
+    def forget_doubts(self) -> None:
+        """Remove the notes about shards that were judged: they are whole, or aside."""
+        for shard in self._store.doubted() - self._staying:
+            if self._judged is None or shard in self._judged:
+                remove(self._store.disk, self._store.layout.doubted / shard)
 
     def _sources(self, todo: Iterator[_Todo]) -> Iterator[CarriedRows]:
         """Yield the shards that are moved aside; note what is done about the others, and the index."""

@@ -18,6 +18,7 @@ from pipeline.graphs import item_graph as graphs
 from pipeline.graphs.build_graph import build_graph
 from pipeline.protocol import ITEMS
 from pipeline.records import Reason, Rejection
+from pipeline.store.store import ANEW
 from pipeline.structures import inventory
 from pipeline.structures.atoms import UnusableInput
 from pipeline.structures.parsing.structure_files import item_paths
@@ -42,6 +43,7 @@ log = logging.getLogger(__name__)
 
 GONE = frozenset({Reason.MISSING_FILE, Reason.UNREADABLE_FILE})  # it was there when the data set was prepared
 GRAPH_AGAIN = "pipeline submit --stage graph   (does only what is missing)"
+GRAPHS_ANEW = f"pipeline submit --stage graph   ({ANEW})"
 SCAN_AGAIN = "pipeline submit --stage scan   (touch the file first if that finds nothing to do)"
 
 
@@ -66,7 +68,7 @@ class CachedGraphs:
             try:
                 record = self.store.get_at(key, places)
             except (CacheDamaged, RecordMissing) as error:
-                raise type(error)(f"the graph of {id_}: {error.what}", where=error.where, remedy=GRAPH_AGAIN) from error
+                raise type(error)(f"the graph of {id_}: {error.what}", where=error.where, remedy=GRAPHS_ANEW) from error
             meta = record.meta
             if "reason" in meta:  # stored in the graph's place
                 yield Rejection(id_, Reason(meta["reason"]), meta["detail"])

@@ -18,7 +18,7 @@ import torch
 
 from pipeline.config.load import read_config
 from pipeline.encoder.checkpoints.synth import write_random_checkpoint
-from pipeline.errors import CacheUnusable
+from pipeline.errors import CacheDamaged, CacheUnusable
 from pipeline.journal.ledger import LedgerReader
 from pipeline.journal.run_folder import RunFolder, runs_in
 from pipeline.journal.run_status import summary
@@ -31,6 +31,7 @@ from pipeline.runs.engine.run_task import GO_ON
 from pipeline.runs.workflow import embed_stage
 from pipeline.runs.workflow.jobs import refuse_unfit_disk
 from pipeline.store.cache_folder import CacheFolder
+from pipeline.training.items.residue_embeddings import Embeddings
 from tests.command import Command
 from tests.encoder.sequences import natural
 from tests.projects import MakeProject, settle, write_complex
@@ -417,13 +418,38 @@ def test_a_damaged_embedding_is_not_counted_as_done_but_made_anew(fasta: Path, p
     write_fasta(fasta, natural(5))
     assert pipeline(*SUBMIT).code == 0
     flip_a_bit(fasta)
-    assert missing(fasta) == 1
     assert missing(fasta, "cache.verify_bytes=0") == 0  # not looked at
+    assert missing(fasta) == 1
     again = pipeline(*SUBMIT)
     assert again.code == 0, again.err
     assert "embed: 5 sequences: 4 cached, 1 to do" in again.err
     assert missing(fasta) == 0
     assert len(metas(fasta)) == 5
+
+
+def join_all(embeddings: Embeddings, texts: list[str]) -> None:
+    """Read the rows of texts as a training does."""
+    for text, copy in embeddings.find(dict.fromkeys(texts, "an item")).items():
+        row_R, out_RD = np.arange(len(text), dtype=np.int32), np.zeros((len(text), 16), np.float32)
+        encoded_R = np.zeros(len(text), bool)
+        embeddings.join([(text, copy)], row_R, out_RD, encoded_R, "it", lambda size: memoryview(bytearray(size)))
+
+
+@pytest.mark.slow
+def test_damage_that_a_training_met_is_made_anew_however_little_is_verified(fasta: Path, pipeline: Command) -> None:
+    """Else advice goes in circles: the training says to embed, and embedding finds all of it cached."""
+    write_fasta(fasta, natural(5))
+    assert pipeline(*SUBMIT).code == 0
+    flip_a_bit(fasta)
+    read_nothing = "cache.verify_bytes=0"
+    encoding = Project.open(read_config(fasta / "pipeline.yaml", ()).config).encoding
+    with pytest.raises(CacheDamaged, match="pipeline cache repair"):
+        join_all(Embeddings(encoding.shelves.embeddings, encoding.recipe), natural(5))
+    assert missing(fasta, read_nothing) == 1
+    again = pipeline(*SUBMIT, "--set", read_nothing)
+    assert again.code == 0, again.err
+    assert "embed: 5 sequences: 4 cached, 1 to do" in again.err
+    assert missing(fasta, read_nothing) == 0
 
 
 @pytest.mark.slow

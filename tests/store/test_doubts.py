@@ -1,0 +1,101 @@
+"""Damage that a read found is remembered: whoever looks next takes no table's word for what is in that shard."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeline.errors import CacheDamaged
+from pipeline.store.cache_folder import CacheFolder
+from pipeline.store.maintenance.leftovers import Left, find_leftovers
+from pipeline.store.maintenance.shard_repair import repair_cache
+from pipeline.store.store import WholeRecords
+from tests.store.content import is_right, key_of, put
+from tests.store.test_layers import ReadOnlyBelow
+
+KEYS = [key_of(number) for number in range(5)]
+
+
+@pytest.fixture
+def cache(tmp_path):
+    cache = CacheFolder(tmp_path / "cache")
+    with cache.kind("scan").writer() as writer:
+        put(writer, *range(5))
+    return cache
+
+
+def damage(cache, number):
+    """Change a byte in the middle of a record, where nobody has looked yet."""
+    store = cache.own("scan")
+    (place,) = store.locate([key_of(number)])[0]
+    path = store.layout.shard(place.shard)
+    data = bytearray(path.read_bytes())
+    data[place.offset + place.length // 3] ^= 4
+    path.chmod(0o600)
+    path.write_bytes(data)
+    return path
+
+
+def unread(cache):
+    """Return the numbers that count as there for somebody who would read nothing."""
+    metas = WholeRecords(cache.kind("scan"), limit_bytes=0).metas(KEYS)
+    return [number for number, key in enumerate(KEYS) if key in metas]
+
+
+def notes(cache):
+    return cache.disk.list_folder(cache.own("scan").layout.doubted)
+
+
+def test_what_a_read_found_damaged_is_missing_for_whoever_looks_next(cache):
+    path = damage(cache, 2)
+    assert unread(CacheFolder(cache.root)) == [0, 1, 2, 3, 4]
+    with pytest.raises(CacheDamaged, match="pipeline cache repair"):
+        CacheFolder(cache.root).kind("scan").get(KEYS[2])
+    assert notes(cache) == [path.name]
+    assert unread(CacheFolder(cache.root)) == [0, 1, 3, 4]
+
+
+def test_what_was_made_anew_is_there_and_a_repair_forgets_the_doubt(cache):
+    damage(cache, 2)
+    with pytest.raises(CacheDamaged):
+        cache.kind("scan").get(KEYS[2])
+    with CacheFolder(cache.root).kind("scan").writer() as writer:
+        put(writer, 2)
+    assert unread(CacheFolder(cache.root)) == [0, 1, 2, 3, 4]
+    assert is_right(CacheFolder(cache.root).kind("scan").get(KEYS[2]), KEYS[2])
+    repair_cache(CacheFolder(cache.root))
+    assert notes(cache) == []
+
+
+def test_a_disk_that_only_stuttered_costs_a_second_look_and_nothing_else(cache):
+    path = damage(cache, 2)
+    with pytest.raises(CacheDamaged):
+        cache.kind("scan").get(KEYS[2])
+    damage(cache, 2)
+    assert unread(CacheFolder(cache.root)) == [0, 1, 2, 3, 4]
+    repair_cache(CacheFolder(cache.root))
+    assert (notes(cache), path.exists()) == ([], True)
+
+
+def test_damage_in_a_cache_that_is_only_read_is_noted_beside_ones_own_records(cache, tmp_path):
+    damage(cache, 2)
+    disk = ReadOnlyBelow(cache.root)
+    over = CacheFolder.over(tmp_path / "own", [cache.root], disk)
+    with pytest.raises(CacheDamaged):
+        over.kind("scan").get(KEYS[2])
+    assert disk.refused == []
+    assert unread(CacheFolder.over(tmp_path / "own", [cache.root], disk)) == [0, 1, 3, 4]
+
+
+def test_a_read_says_what_is_damaged_also_where_nothing_can_be_noted(cache):
+    damage(cache, 2)
+    with pytest.raises(CacheDamaged, match="not those that were written"):
+        CacheFolder(cache.root, ReadOnlyBelow(cache.root)).kind("scan").get(KEYS[2])
+
+
+def test_notes_are_cleaned_with_what_validations_found(cache):
+    path = damage(cache, 2)
+    with pytest.raises(CacheDamaged):
+        cache.kind("scan").get(KEYS[2])
+    beside = find_leftovers(cache)
+    assert [(file.path.name, file.what) for file in beside.leftovers] == [(path.name, Left.REPORT)]
+    assert beside.foreign == ()
