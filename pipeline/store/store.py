@@ -109,10 +109,7 @@ class Store:
             self.refresh()
             record = self._first_whole(key, self.locate([key])[0], room)
         if record is None:
-            error = self.why_not(key)
-            if isinstance(error, CacheDamaged):
-                self._note_doubt(Path(error.where).name, error.what)
-            raise error
+            raise self._noted(self.why_not(key))
         return record
 
     def read(self, keys: Iterable[bytes]) -> Iterator[Record]:
@@ -294,12 +291,14 @@ class Store:
         kept = self._not_struck(snapshot, rows)
         return snapshot, asked[kept], rows[kept]
 
-    def _note_doubt(self, shard: str, why: str) -> None:
-        """Have whoever looks next read what is in a shard; where nothing can be written, nobody will know."""
-        if not self.disk.exists(self.layout.doubted / shard):
+    def _noted(self, error: CacheDamaged | RecordMissing) -> CacheDamaged | RecordMissing:
+        """Have whoever looks next read what is in a damaged shard; where nothing can be written, nobody will know."""
+        note = self.layout.doubted / Path(error.where).name
+        if isinstance(error, CacheDamaged) and not self.disk.exists(note):
             with suppress(CacheUnusable, JobFailed):
                 self._prepare()
-                publish_file(self.disk, self.layout.doubted / shard, f"{why}\n".encode())
+                publish_file(self.disk, note, f"{error.what}\n".encode())
+        return error
 
     def _strike(self, key: bytes, place: RecordPlace, reason: str) -> None:
         self._reasons.setdefault(key, (place.shard, reason))

@@ -145,6 +145,15 @@ BATCH_BYTES = 16 << 30  # of old shards go at once: for so long they take twice 
 SETTLE_S = 5.0  # for other hosts to see the new index before old shards go
 
 
+@dataclass(frozen=True, slots=True)
+class Small:
+    """A shard small enough to be compacted."""
+
+    shard: str
+    records: int
+    size_bytes: int
+
+
 @dataclass(slots=True)
 class Compacted:
     """What there is to compact in a kind, and the outcome."""
@@ -153,7 +162,7 @@ class Compacted:
     shards: int = 0  # before
     records: int = 0  # in small shards
     size_bytes: int = 0
-    small: dict[str, int] = field(default_factory=dict)  # shards small enough to be compacted, oldest first → bytes
+    small: tuple[Small, ...] = ()
     twice: frozenset[bytes] = frozenset()  # keys that are in several small shards
     gone: int = 0  # small shards that went
     after: int = 0  # shards
@@ -167,23 +176,22 @@ def plan_compaction(store: Store, *, shard_bytes: int = DEFAULT_SHARD_BYTES) -> 
     A small shard fills less than half of a new one, by its records and by what its header says of them. So any two fit
     into one, and of the new ones only the last can be small again.
     """
-    small, records = dict[str, int](), 0
+    small: list[Small] = []
     pairs = [np.zeros((0, 2), np.uint64)]
     names = shard_names(store.disk, store.layout)
     for name in names:
         table = _small(store, name, shard_bytes)
         if table:
-            small[name] = table.size_bytes
-            records += len(table.rows)
+            small.append(Small(name, len(table.rows), table.size_bytes))
             pairs.append(np.stack([table.rows["hi"], table.rows["lo"]], axis=1))
     if len(small) == 1:
-        small, records, pairs = {}, 0, pairs[:1]
+        small, pairs = [], pairs[:1]
     return Compacted(
         kind=store.kind,
         shards=len(names),
-        records=records,
-        size_bytes=sum(small.values()),
-        small=small,
+        records=sum(shard.records for shard in small),
+        size_bytes=sum(shard.size_bytes for shard in small),
+        small=tuple(small),
         twice=_twice(np.concatenate(pairs)),
         after=len(names),
     )
@@ -203,13 +211,14 @@ def compact_shards(
     going: list[tuple[Store, Compacted, list[str]]] = []
     size_bytes = 0
     for store, todo in kinds:
+        small = {shard.shard: shard for shard in todo.small}
         going.append((store, todo, []))
         for source in carried(store, _sources(store, todo), shard_bytes=shard_bytes, once=todo.twice):
             if source.refused:
                 _left(store, todo, source.shard)
                 continue
             going[-1][2].append(source.shard)
-            size_bytes += todo.small[source.shard]
+            size_bytes += small[source.shard].size_bytes
             if size_bytes >= BATCH_BYTES:
                 _retire(going, settle_s, waits)
                 going, size_bytes = [(store, todo, [])], 0
@@ -221,16 +230,16 @@ def compact_shards(
 def _sources(store: Store, todo: Compacted) -> Iterator[CarriedRows]:
     """Yield the small shards, oldest first: what was written together stays together."""
     for shard in todo.small:
-        path = store.layout.shard(shard)
+        path = store.layout.shard(shard.shard)
         try:
             table = read_table(store.disk, path)
             fault = header_fault(store.disk, path, table)
         except (CacheDamaged, OSError) as error:
             fault = str(error)
         if fault:
-            _left(store, todo, shard)
+            _left(store, todo, shard.shard)
         else:
-            yield CarriedRows(shard, table.rows)
+            yield CarriedRows(shard.shard, table.rows)
 
 
 def _left(store: Store, todo: Compacted, shard: str) -> None:

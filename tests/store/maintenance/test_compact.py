@@ -70,7 +70,7 @@ def test_small_shards_become_one(cache, store):
 def test_a_second_compaction_finds_nothing_to_do(cache, store):
     compacted(store)
     before = listed(store)
-    assert plan_compaction(store).small == {}
+    assert plan_compaction(store).small == ()
     compacted(store)
     assert listed(store) == before
 
@@ -92,7 +92,7 @@ def test_there_is_at_most_one_file_for_200_records(cache):
     assert len(listed(store)) == 50
     compacted(store)
     assert len(listed(store)) <= 3000 / 200
-    assert plan_compaction(store).small == {}
+    assert plan_compaction(store).small == ()
 
 
 def test_large_shards_are_left_alone(cache):
@@ -161,7 +161,7 @@ def test_records_whose_description_fills_a_header_soon_are_not_copied_again_and_
     compacted(store)
     after = listed(store)
     assert len(after) <= before / 2
-    assert plan_compaction(store).small == {}
+    assert plan_compaction(store).small == ()
     assert store.missing([key_of(number) for number in range(600)]) == []
 
 
