@@ -247,6 +247,7 @@ class Partner:
     content: str  # hex digest of the file's bytes; empty for a bare sequence
     chains: tuple[ChainSummary, ...]
     notes: Mapping[str, int] = field(default_factory=dict)
+    left_out: tuple[tuple[str, str, str, str], ...] = ()  # residues that are no nodes: chain, name, number, their atoms
 
     @property
     def residues(self) -> int:
@@ -273,6 +274,11 @@ class Inventory:
     reason: Reason | None = None
     detail: str = ""
 
+    def sides(self) -> list[tuple[str, Partner]]:
+        """Return the partners, and those of the bound structures, with the names by which people know them."""
+        bound = ((f"bound {partner.role.value}", partner) for partner in self.bound)
+        return [*((partner.role.value, partner) for partner in self.partners), *bound]
+
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON data."""
         return {key: value for key, value in asdict(self).items() if value}
@@ -296,6 +302,7 @@ def _partners(data: Iterable[Mapping[str, Any]]) -> tuple[Partner, ...]:
             content=one["content"],
             chains=tuple(ChainSummary(**{**chain, "kind": Kind(chain["kind"])}) for chain in one["chains"]),
             notes=one["notes"],
+            left_out=tuple((chain, name, number, atoms) for chain, name, number, atoms in one.get("left_out", ())),
         )
         for one in data
     )

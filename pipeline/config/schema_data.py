@@ -117,10 +117,10 @@ class StructuresSection(Section):
         default="observed", description="Sequence of a chain: the residues with coordinates, or all of SEQRES."
     )
     require: Literal["ca", "backbone"] = Field(
-        default="backbone", description="Atoms a residue must have to be used: CA, or N, CA and C."
+        default="ca", description="Atoms a residue must have to be a node: CA, or N, CA and C."
     )
     incomplete: Literal["drop", "reject"] = Field(
-        default="drop", description="A residue without those atoms: drop it, or reject the complex."
+        default="drop", description="A residue without those atoms: leave it out, listed, or reject the complex."
     )
     modified: Literal["parent", "unknown", "reject"] = Field(
         default="parent", description="Modified residues: their parent (MSE is MET), X, or reject the complex."

@@ -63,7 +63,7 @@ def shown_value(value: Any) -> str:
 # float32 keeps 1e-5 Å of a coordinate, and files of more than three decimals are rounded here to find neighbours again.
 SLACK = 2e-3  # Å
 CENTRE_SLACK = 1e-3  # Å; a centre is rounded to three decimals
-FLAGS = int(residue_graph.VIRTUAL_CB | residue_graph.INCOMPLETE | residue_graph.MODIFIED)
+FLAGS = int(residue_graph.VIRTUAL_CB | residue_graph.INCOMPLETE | residue_graph.MODIFIED | residue_graph.NO_BACKBONE)
 ELEMENTS = 119  # gemmi counts deuterium behind the elements
 
 
@@ -112,6 +112,8 @@ def residue_nodes(part: PartnerGraph) -> Iterator[str]:
         f"{role}.node.type", nodes["type"] >= len(residue_graph.LETTERS), nodes["type"], "is no letter"
     )
     yield from first_bad(f"{role}.node.flags", nodes["flags"] > FLAGS, nodes["flags"], "is no set of flags")
+    whole_N = (nodes["flags"] & residue_graph.NO_BACKBONE > 0) & finite_N4[:, 0] & finite_N4[:, 2]
+    yield from first_bad(f"{role}.node.flags", whole_N, nodes["flags"], "says that N or C is missing")
     yield from _virtual(part)
     yield from _in_chains(part, nodes["chain"], f"{role}.node")
     is_protein_C = np.array([chain.kind is Kind.PROTEIN for chain in part.chains])

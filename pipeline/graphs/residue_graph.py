@@ -37,7 +37,8 @@ TYPE_OF_LETTER[np.frombuffer(LETTERS.encode(), np.uint8)] = np.arange(len(LETTER
 CB_WEIGHTS = (0.56802827, -0.58273431, -0.54067466)  # of CA-N, its cross product with C-CA, and C-CA
 N, CA, C, _, CB = range(len(BACKBONE))
 KEPT = [N, CA, C, CB]
-VIRTUAL_CB, INCOMPLETE, MODIFIED = np.uint8(1), np.uint8(2), np.uint8(4)  # bits of `flags`
+# Bits of `flags`. Without N or C, where `pos` is NaN, a residue has no frame; it is incomplete, too.
+VIRTUAL_CB, INCOMPLETE, MODIFIED, NO_BACKBONE = np.uint8(1), np.uint8(2), np.uint8(4), np.uint8(8)
 CENTRE_DECIMALS = 3  # so that it does not depend on the order in which a processor adds
 
 
@@ -108,7 +109,9 @@ def node_arrays(residues: Residues, atoms: HeavyAtoms, centre_3: Floats) -> dict
     letters = b"".join(chain.sequence.encode().ljust(chain.last - chain.first) for chain in residues.side.chains)
     type_N = TYPE_OF_LETTER[np.frombuffer(letters, np.uint8)[residues.place_N]]
     flags_N = absent_5N[CB] * VIRTUAL_CB
-    flags_N |= (atoms_N < SIDE_ATOMS.take(type_N)) * INCOMPLETE
+    lacks_backbone_N = absent_5N[N] | absent_5N[C]
+    flags_N |= lacks_backbone_N * NO_BACKBONE
+    flags_N |= (lacks_backbone_N | (atoms_N < SIDE_ATOMS.take(type_N))) * INCOMPLETE
     flags_N |= structure.modified_R[residue_N] * MODIFIED
     return {
         "pos": pos_35N.T[:, KEPT].astype(np.float32, order="C"),

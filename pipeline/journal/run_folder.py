@@ -49,6 +49,9 @@ class RunFolder:
     table = _RunFile("table.txt")  # the key of the table of what can be trained on, in hex
     entered = _RunFile("entered.json")  # what a reader gave, and from which files
     rejected = _RunFile("rejected.jsonl")  # every item that was left out, a line each, with the reason
+    inventory = _RunFile("inventory.csv")  # every item that can be used: its chains, sizes and keys
+    residues_left_out = _RunFile("residues_left_out.csv")  # residues of these that are no nodes, and their atoms
+    leaks = _RunFile("leaks.csv")  # every item that shares an id, a sequence or a cluster with another split
     events = _RunFile("events")  # one file of events per process that took part
     left_out = _RunFile("left_out.jsonl")  # items that killed their task and are left out since, a line each
     claims = _RunFile("claims")  # a file for each visit of a supervisor, which names it

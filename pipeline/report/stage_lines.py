@@ -57,6 +57,9 @@ def census_lines(census: Mapping[str, Any]) -> list[RenderableType]:
     if census["chains"]:
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in census["chains"].items())
         shown.append(f"chains: {kinds}; {census['sequences']:,} distinct sequences, longest {census['longest']:,}")
+    if census.get("residues_left_out"):
+        residues, items = census["residues_left_out"], plural(census["items_incomplete"], "item")
+        shown.append(f"residues left out: {residues:,} in {items}, by name in {census['lists']}/residues_left_out.csv")
     if census["sizes"]:
         rows = [
             (name, f"{spread['median']:,.0f}", f"{spread['p95']:,.0f}", f"{spread['max']:,.0f}")

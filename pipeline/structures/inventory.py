@@ -20,7 +20,7 @@ from pipeline.structures.partners import bound_rows, check_apart, choose_chains,
 from pipeline.structures.policy import POLICY_VERSION, Policy, Structure, apply_policy, check_chain
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -223,8 +223,8 @@ def _partner(role: Role, side: ComplexSide, sequences: Sequence[str]) -> Partner
     """Summarise one side."""
     structure = side.structure
     modified = sum(int(np.count_nonzero(structure.modified_R[chain.first : chain.last])) for chain in side.chains)
-    incomplete = sum(chain.last - chain.first - chain.nodes for chain in side.chains if chain.kind is not Kind.OTHER)
-    notes = {**structure.notes, "modified": modified, "incomplete": incomplete}
+    left_out = tuple(entry for chain in side.chains for entry in _left_out(structure, chain))
+    notes = {**structure.notes, "modified": modified, "incomplete": len(left_out)}
     return Partner(
         role=role,
         content=side.digest,
@@ -240,7 +240,18 @@ def _partner(role: Role, side: ComplexSide, sequences: Sequence[str]) -> Partner
             for chain, sequence in zip(side.chains, sequences, strict=True)
         ),
         notes={note: count for note, count in notes.items() if count},
+        left_out=left_out,
     )
+
+
+def _left_out(structure: Structure, chain: Chain) -> Iterator[tuple[str, str, str, str]]:
+    """Yield the residues of a polymer that are no nodes: chain, name, number and the atoms that were observed."""
+    if chain.kind is Kind.OTHER or chain.nodes == chain.last - chain.first:
+        return
+    for residue in (chain.first + np.flatnonzero(~structure.node_R[chain.first : chain.last])).tolist():
+        atoms = structure.name_A[structure.residue_A == residue]
+        number = f"{structure.number_R[residue]}{chr(structure.icode_R[residue]).strip(chr(0) + ' ')}"
+        yield chain.name, name_text(structure.name_R[residue]), number, " ".join(map(name_text, atoms))
 
 
 def _check_nodes(partners: Sequence[Partner], recipe: ScanRecipe) -> None:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from pipeline.structures.atoms import Rows, Sites
 
-POLICY_VERSION = 2
+POLICY_VERSION = 3
 POLYMER, WATER = 1, 4
 HETATM = ord("H")
 CARBON = 6
@@ -76,7 +76,7 @@ class Policy:
 
     altlocs: Literal["highest", "first"] = "highest"
     modified: Literal["parent", "unknown", "reject"] = "parent"
-    require: Literal["ca", "backbone"] = "backbone"
+    require: Literal["ca", "backbone"] = "ca"
     incomplete: Literal["drop", "reject"] = "drop"
     ligands: Literal["drop", "keep"] = "drop"
 

@@ -12,7 +12,7 @@ from scipy.spatial.transform import Rotation
 
 from pipeline.graphs import residue_graph
 from pipeline.graphs.item_graph import GraphRecipe, ItemGraph, PartnerGraph, edge_lengths
-from pipeline.graphs.residue_graph import INCOMPLETE, LETTERS, MODIFIED, VIRTUAL_CB
+from pipeline.graphs.residue_graph import INCOMPLETE, LETTERS, MODIFIED, NO_BACKBONE, VIRTUAL_CB
 from pipeline.records import Item, Kind, Reason, Role
 from pipeline.records import Part as ItemPart
 from pipeline.structures.atoms import UnusableInput, name_text
@@ -310,7 +310,7 @@ def test_chains_of_ca_only_are_graphs_where_the_policy_allows_and_say_what_is_mi
     assert np.isfinite(part.nodes["pos"][:, 1]).all()
     assert np.isnan(part.nodes["pos"][:, [0, 2, 3]]).all()
     assert np.isnan(part.nodes["side"]).all()
-    assert (part.nodes["flags"] == VIRTUAL_CB | INCOMPLETE).all()
+    assert (part.nodes["flags"] == VIRTUAL_CB | INCOMPLETE | NO_BACKBONE).all()
 
 
 def test_nucleotides_are_left_out_and_a_partner_of_nothing_else_is_refused() -> None:

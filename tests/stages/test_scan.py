@@ -106,7 +106,7 @@ def test_a_touched_file_is_read_but_its_inventory_is_not_made_again(tmp_path: Pa
 def test_a_changed_policy_never_finds_an_old_inventory(tmp_path: Path, shelves: ScanShelves) -> None:
     item = make_item(tmp_path)
     scan_all([item], shelves)
-    assert look_up([item], ScanRecipe(policy=Policy(require="ca")), shelves) == [None]
+    assert look_up([item], ScanRecipe(policy=Policy(require="backbone")), shelves) == [None]
 
 
 def test_copies_of_one_file_share_one_inventory(tmp_path: Path, shelves: ScanShelves) -> None:

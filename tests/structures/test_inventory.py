@@ -107,7 +107,7 @@ def test_the_key_changes_with_everything_that_can_change_the_inventory_and_with_
             for name, value in (
                 ("altlocs", "first"),
                 ("modified", "unknown"),
-                ("require", "ca"),
+                ("require", "backbone"),
                 ("incomplete", "reject"),
             )
         ),
@@ -256,11 +256,11 @@ def test_caps_are_no_rows_of_seqres() -> None:
 
 def test_a_side_without_a_single_node_is_refused() -> None:
     trace = residue("ALA", "A", 1, ("CA",)) + residue("CYS", "A", 2, ("CA",)) + "TER\n" + chain("B", "GLY") + "END\n"
-    inventory = inventory_of(Part(Role.COMPLEX, "c.pdb"), lines=trace)
+    recipe = ScanRecipe(policy=Policy(require="backbone"))
+    inventory = inventory_of(Part(Role.COMPLEX, "c.pdb"), lines=trace, recipe=recipe)
     assert inventory.reason is Reason.INCOMPLETE_RESIDUES
     assert "structures.require: ca" in inventory.detail
-    recipe = ScanRecipe(policy=Policy(require="ca"))
-    assert inventory_of(Part(Role.COMPLEX, "c.pdb"), lines=trace, recipe=recipe).reason is None
+    assert inventory_of(Part(Role.COMPLEX, "c.pdb"), lines=trace).reason is None
 
 
 def test_what_nobody_asked_for_rejects_nothing() -> None:

@@ -120,18 +120,19 @@ def test_a_parent_that_the_file_names_is_used() -> None:
     ]
 
 
-def test_a_residue_without_backbone_stays_in_the_sequence_but_is_no_node() -> None:
+def test_a_residue_without_the_backbone_that_is_asked_for_stays_in_the_sequence_but_is_no_node() -> None:
     lines = (
         residue("ALA", "A", 1)
         + residue("CYS", "A", 2, ("N", "CA"))
         + residue("ASP", "A", 3, ("CA",))
         + residue("GLU", "A", 4)
     )
-    structure = read(lines)
+    whole = Policy(require="backbone")
+    structure = read(lines, whole)
     assert sequences(structure) == ["ACDE"]
     assert structure.node_R.tolist() == [True, False, False, True]
-    assert read(lines, Policy(require="ca")).node_R.all()
-    assert reason_of(lines, Policy(incomplete="reject")) is Reason.INCOMPLETE_RESIDUES
+    assert read(lines).node_R.all()
+    assert reason_of(lines, Policy(require="backbone", incomplete="reject")) is Reason.INCOMPLETE_RESIDUES
 
 
 def test_the_backbone_table_points_at_the_right_atoms() -> None:

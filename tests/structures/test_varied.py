@@ -30,7 +30,7 @@ EXPECTED = {
     "1aki.cif": {"A": ("protein", 129, 129)},
     "1aki.pdb": {"A": ("protein", 129, 129)},
     "1gid.cif": {"_": ("rna", 158, 158)},  # a chain without a name
-    "1lzh.pdb.gz": {"A": ("protein", 129, 0), "B": ("protein", 129, 0)},  # CA trace
+    "1lzh.pdb.gz": {"A": ("protein", 129, 129), "B": ("protein", 129, 129)},  # CA trace
     "1pfe.cif.gz": {"A": ("dna", 8, 8), "B": ("protein", 8, 8)},  # mixed residues N2C/NCY
     "3JQH.cif": {"A": ("protein", 23, 23)},  # three mixed residues
     "4hhh_frag.pdb": {"C": ("protein", 6, 6), "D": ("protein", 7, 7)},
@@ -164,8 +164,9 @@ def test_label_names_are_taken_when_asked(shared_structures: Path) -> None:
         read(shared_structures, "1aki.pdb", reading=FileReading(chain_names="label"))
 
 
-def test_a_ca_trace_has_nodes_when_only_ca_is_required(shared_structures: Path) -> None:
-    assert [chain.nodes for chain in read(shared_structures, "1lzh.pdb.gz", Policy(require="ca")).chains] == [129, 129]
+def test_a_ca_trace_has_no_nodes_when_the_backbone_is_required(shared_structures: Path) -> None:
+    trace = read(shared_structures, "1lzh.pdb.gz", Policy(require="backbone"))
+    assert [chain.nodes for chain in trace.chains] == [0, 0]
 
 
 def test_seqres_rows_skip_what_was_not_observed(shared_structures: Path) -> None:

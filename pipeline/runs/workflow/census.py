@@ -18,6 +18,10 @@ from pipeline.records import Kind, Reason, Role
 from pipeline.runs.workflow.stage import Judged
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+
     from pipeline.records import Inventory, Item, Rejection
 
 EXAMPLES = 3
@@ -46,12 +50,27 @@ class Census(Judged):
     sequences: int = 0  # distinct ones
     longest: int = 0
     leaks: tuple[SplitLeak, ...] = ()
+    residues_left_out: int = 0  # which are no nodes
+    items_incomplete: int = 0  # that have such residues
+    lists: str = ""  # the folder of the files that list what is counted here
+
+
+@dataclass(frozen=True, slots=True)
+class LeakingItems:
+    """Every item of which an id, a sequence or a cluster is in several splits, by what they share; M of them."""
+
+    group_M: NDArray[np.int64]
+    split_M: NDArray[np.uint16]
+    ordinal_M: NDArray[np.uint32]
 
 
 @dataclass(slots=True)
 class CensusTally(Judged):
-    """Counts items one by one."""
+    """Counts the items of a data set one by one, in its order."""
 
+    seen: int = 0  # items so far, those that are missing among them
+    residues_left_out: int = 0
+    items_incomplete: int = 0
     splits: Counter[str] = field(default_factory=Counter)
     ordinals: dict[str, int] = field(default_factory=dict)  # split → number
     chains: Counter[str] = field(default_factory=Counter)
@@ -67,6 +86,12 @@ class CensusTally(Judged):
         if rejected.reason is Reason.DUPLICATE_ID:
             self._mark("id", rejected.id, self._split(rejected.split))
         Judged.reject(self, rejected)
+        self.seen += 1
+
+    def miss(self, item: str, *, required: bool = True) -> None:
+        """Count an item that has still to be done."""
+        Judged.miss(self, item, required=required)
+        self.seen += 1
 
     def accept(self, item: Item, inventory: Inventory) -> None:
         """Count an item that can be used."""
@@ -83,12 +108,16 @@ class CensusTally(Judged):
                 self.longest = max(self.longest, len(chain.sequence))
         if item.cluster:
             self._mark("cluster", item.cluster, split)
-        for name, size in _sizes(inventory).items():
+        for name, size in item_sizes(inventory).items():
             self.sizes[name].append(size)
+        left_out = sum(len(partner.left_out) for _, partner in inventory.sides())
+        self.residues_left_out += left_out
+        self.items_incomplete += left_out > 0
         self.items += 1
+        self.seen += 1
 
-    def census(self) -> Census:
-        """Return the numbers."""
+    def census(self, lists: str = "") -> Census:
+        """Return the numbers, with the folder where the lists are."""
         counts = {part.name: getattr(self, part.name) for part in fields(Judged)}
         return Census(
             **counts,
@@ -98,6 +127,9 @@ class CensusTally(Judged):
             sequences=_distinct(_array(self.sequences)),
             longest=self.longest,
             leaks=self._leaks(),
+            residues_left_out=self.residues_left_out,
+            items_incomplete=self.items_incomplete,
+            lists=lists,
         )
 
     def _split(self, name: str) -> int:
@@ -114,12 +146,16 @@ class CensusTally(Judged):
             digests, splits, ordinals = self.marks[what]
             digests.append(xxhash.xxh3_64_intdigest(value.encode()))
             splits.append(split)
-            ordinals.append(self.items)
+            ordinals.append(self.seen)
+
+    def leaking(self) -> dict[str, LeakingItems]:
+        """Return all items that leak, by what of them is in several splits."""
+        return {what: _leaking(*map(_array, self.marks[what])) for what in LEAKING}
 
     def _leaks(self) -> tuple[SplitLeak, ...]:
         """Return the first few ids, sequences and clusters that occur in several splits, with their totals."""
         names = list(self.ordinals)
-        return tuple(leak for what in LEAKING for leak in _leaks_of(what, names, *map(_array, self.marks[what])))
+        return tuple(leak for what, leaking in self.leaking().items() for leak in _first_leaks(what, names, leaking))
 
 
 def _array(column: array[int]) -> Any:
@@ -132,33 +168,36 @@ def _distinct(digests: Any) -> int:
     return len(in_order) and 1 + int(np.count_nonzero(in_order[1:] != in_order[:-1]))
 
 
-def _leaks_of(what: str, names: list[str], digests: Any, splits: Any, ordinals: Any) -> list[SplitLeak]:
-    """Return the leaks of one kind: digests that occur in more than one split.
+def _leaking(digests: Any, splits: Any, ordinals: Any) -> LeakingItems:
+    """Return the items whose digest occurs in more than one split.
 
     Digests that occur once, as most do, are left out before the sort.
     """
     in_order = np.sort(digests)
-    repeated = in_order[1:][in_order[1:] == in_order[:-1]]
-    if not len(repeated):
-        return []
-    at = np.minimum(repeated.searchsorted(digests), len(repeated) - 1)
-    kept = repeated[at] == digests
-    digests, splits, ordinals = digests[kept], splits[kept], ordinals[kept]
-    order = np.lexsort((ordinals, digests))
-    starts = np.flatnonzero(np.diff(digests[order], prepend=~digests[order[:1]]) != 0)
-    leaking = np.minimum.reduceat(splits[order], starts) != np.maximum.reduceat(splits[order], starts)
-    ends = np.append(starts[1:], len(order))
-    total = int(leaking.sum())
-    leaks = []
-    for group in np.flatnonzero(leaking)[:EXAMPLES].tolist():
-        rows = order[starts[group] : ends[group]]
-        split_numbers, first = np.unique(splits[rows], return_index=True)
-        items = tuple(int(ordinals[rows[index]]) for index in first[:EXAMPLES])
-        leaks.append(SplitLeak(what, total, tuple(names[split] for split in split_numbers[:EXAMPLES]), items))
-    return leaks
+    repeated = np.unique(in_order[1:][in_order[1:] == in_order[:-1]])
+    kept = np.flatnonzero(np.isin(digests, repeated))
+    group_K = repeated.searchsorted(digests[kept])
+    lowest, highest = np.full(len(repeated), MOST_SPLITS), np.full(len(repeated), -1)
+    np.minimum.at(lowest, group_K, splits[kept])
+    np.maximum.at(highest, group_K, splits[kept])
+    leaks_K = (lowest < highest)[group_K]
+    kept = kept[leaks_K]
+    group_M = np.unique(group_K[leaks_K], return_inverse=True)[1]
+    order = np.argsort(group_M, kind="stable")
+    return LeakingItems(group_M[order], splits[kept][order], ordinals[kept][order])
 
 
-def _sizes(inventory: Inventory) -> dict[str, int]:
+def _first_leaks(what: str, names: list[str], leaking: LeakingItems) -> Iterator[SplitLeak]:
+    """Yield the first few leaks of one kind, each with the first few of its items, one of each split."""
+    total = int(leaking.group_M.max(initial=-1)) + 1
+    for group in range(min(total, EXAMPLES)):
+        rows = np.flatnonzero(leaking.group_M == group)
+        split_numbers, first = np.unique(leaking.split_M[rows], return_index=True)
+        items = tuple(leaking.ordinal_M[rows[first[:EXAMPLES]]].tolist())
+        yield SplitLeak(what, total, tuple(names[split] for split in split_numbers[:EXAMPLES]), items)
+
+
+def item_sizes(inventory: Inventory) -> dict[str, int]:
     """Return the sizes of an item that determine its memory in training."""
     nodes = {partner.role: partner.nodes for partner in inventory.partners}
     sizes = {

@@ -35,6 +35,7 @@ from pipeline.runs.dataset.reader_items import (
 )
 from pipeline.runs.dataset.worklist import Lines, Shard, StageSurvey
 from pipeline.runs.workflow.census import Census, CensusTally
+from pipeline.runs.workflow.item_lists import ItemLists, write_leaks
 from pipeline.runs.workflow.stage import Judged, Stage, wait_until_complete
 from pipeline.stages.graph import Maker, open_writer
 from pipeline.stages.read_entries import ITEMS_READ, EntriesTaken, take_entries
@@ -134,12 +135,15 @@ class ScanStage(Stage):
 
         def count() -> CensusTally:
             tally, keys = CensusTally(), bytearray()
-            write_rejections(folder.rejected, _tally(project, folder, tally, keys))
+            with ItemLists(folder) as lists:
+                write_rejections(folder.rejected, _tally(project, folder, tally, keys, lists))
             if not tally.undone:
                 worklist.remember_needed(project, self.name, keys)
             return tally
 
-        return wait_until_complete(project.shelves.stores(), count, patience_s).census()
+        tally = wait_until_complete(project.shelves.stores(), count, patience_s)
+        write_leaks(folder, tally)
+        return tally.census(str(folder.path))
 
     def check(self, project: Project, folder: RunFolder, judged: Census) -> list[str]:
         is_told = judged.leaks and project.config.data.on_leak != "ignore"
@@ -175,8 +179,10 @@ def edges_of_atom(graph: GraphSection) -> int:
     return 20 + int(0.06 * 4.2 * (graph.atom.radius or 0) ** 3)
 
 
-def _tally(project: Project, folder: RunFolder, tally: CensusTally, keys: bytearray) -> Iterator[dict[str, Any]]:
-    """Count every item and yield the rejected ones."""
+def _tally(
+    project: Project, folder: RunFolder, tally: CensusTally, keys: bytearray, lists: ItemLists
+) -> Iterator[dict[str, Any]]:
+    """Count and list every item that can be used, and yield the rejected ones."""
     is_required = worklist.required_lines(folder, StageName.SCAN)
     for chunk in worklist.known_items(project, folder, worklist.read_items(folder.items)):
         for entry in chunk:
@@ -186,8 +192,10 @@ def _tally(project: Project, folder: RunFolder, tally: CensusTally, keys: bytear
             elif entry.inventory is None:
                 tally.miss(entry.item.id, required=is_required(worklist.item_line(entry.item)))
             else:
+                key = entry.key or b""
                 tally.accept(entry.item, entry.inventory)
-                keys += entry.key or b""
+                lists.add(entry.item, entry.inventory, [key.hex(), project.graphs.recipe.key(key).hex()])
+                keys += key
 
 
 def _checked_leaks(project: Project, what: str) -> list[str]:
@@ -208,7 +216,7 @@ def describe_leaks(census: Census, folder: RunFolder) -> str:
         items = ", ".join(names[ordinal] for ordinal in leak.items)
         more = f" (and {leak.total - 1:,} more)" if leak.total > 1 else ""
         lines.append(f"the same {leak.what} is in the splits {' and '.join(leak.splits)}: {items}{more}")
-    return "\n  ".join(lines)
+    return "\n  ".join([*lines, f"all of them: {folder.leaks}"] if lines else lines)
 
 
 READER_BYTES = 1 << 30  # an interpreter, and what a reader holds of a file
