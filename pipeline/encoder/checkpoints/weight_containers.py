@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from pipeline.encoder.checkpoints.checkpoint_files import FETCH_AGAIN, USE_ESM2, unreadable_checkpoint
+from pipeline.encoder.checkpoints.partial_download import BLOCK_BYTES
 from pipeline.encoder.embedding_recipe import MASK, PAD, VOCABULARY
 from pipeline.errors import WeightsUnusable
 
@@ -121,6 +122,24 @@ def _refuse_packed(path: Path) -> None:
     if unfolded_bytes > size_bytes or any(member.compress_type != zipfile.ZIP_STORED for member in members):
         what = f"is a compressed archive ({size_bytes:,} bytes stand for {unfolded_bytes:,}), which no checkpoint is"
         raise WeightsUnusable(what, where=str(path), remedy=USE_ESM2)
+
+
+def refuse_flipped_bits(path: Path) -> None:
+    """Refuse an archive whose bytes are not those of its checksums, which torch does not compare; others have none.
+
+    A checksum of 0 is one that was not computed.
+    """
+    if not zipfile.is_zipfile(path):
+        return
+    with zipfile.ZipFile(path) as archive:
+        for member in (member for member in archive.infolist() if member.CRC):
+            try:
+                with archive.open(member) as file:
+                    while file.read(BLOCK_BYTES):
+                        pass
+            except zipfile.BadZipFile as error:
+                what = f"is damaged: {member.filename} in it is not what was written"
+                raise WeightsUnusable(what, where=str(path), remedy=FETCH_AGAIN) from error
 
 
 def _refused(path: Path, message: str) -> WeightsUnusable:

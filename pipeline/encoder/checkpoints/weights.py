@@ -141,8 +141,11 @@ def checkpoint_facts(path: Path) -> CheckpointFacts:
         load_esm_checkpoint,
         refuse_not_finite,
     )
+    from pipeline.encoder.checkpoints.weight_containers import refuse_flipped_bits
 
     checkpoint = load_esm_checkpoint(path)
+    for file in files_of(path).tensors:
+        refuse_flipped_bits(file)
     refuse_not_finite(checkpoint)
     shape, size_bytes = checkpoint.architecture, sum(file.stat().st_size for file in files_of(path).all)
     facts = (digest_weights(checkpoint), shape.layers, shape.dim, shape.heads, dtype_name(checkpoint.dtype), size_bytes)

@@ -3,13 +3,18 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
+import struct
 import subprocess
 import sys
 import time
+import zipfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from pipeline.encoder.checkpoints import esm_checkpoint as checkpoints
 from pipeline.encoder.checkpoints import weights
@@ -69,6 +74,41 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
     monkeypatch.setattr(checkpoints, "load_esm_checkpoint", counted)
     return found
+
+
+def flip_a_bit_of_a_tensor(path: Path) -> str:
+    """Change the least bit of a number in an archive, which stays finite; return the member that it is in."""
+    with zipfile.ZipFile(path) as archive:
+        member = max(archive.infolist(), key=lambda member: member.file_size)
+    data = bytearray(path.read_bytes())
+    name_bytes, extra_bytes = struct.unpack_from("<HH", data, member.header_offset + 26)
+    data[member.header_offset + 30 + name_bytes + extra_bytes + 40] ^= 1
+    path.write_bytes(data)
+    return member.filename
+
+
+@pytest.mark.parametrize("look", [weights.examine_checkpoint, weights.checkpoint_facts], ids=["check", "identify"])
+def test_a_bit_that_flipped_in_a_checkpoint_is_found_by_its_checksums(
+    tiny: Path, tmp_path: Path, look: Callable[[Path], object]
+) -> None:
+    """torch does not compare them, and the numbers stay finite: the embeddings would be those of other weights."""
+    path = tmp_path / "esm2_mine.pt"
+    path.write_bytes(tiny.read_bytes())
+    member = flip_a_bit_of_a_tensor(path)
+    with pytest.raises(WeightsUnusable, match=f"is damaged: {re.escape(member)}") as refusal:
+        look(path)
+    assert "weights fetch" in refusal.value.remedy
+
+
+@pytest.mark.skipif(not hasattr(torch.serialization, "set_crc32_options"), reason="this torch always writes checksums")
+def test_a_checkpoint_that_was_saved_without_checksums_is_read(tiny: Path, tmp_path: Path) -> None:
+    path = tmp_path / "esm2_mine.pt"
+    torch.serialization.set_crc32_options(False)  # type: ignore[no-untyped-call]
+    try:
+        torch.save(torch.load(tiny, weights_only=False), path)
+    finally:
+        torch.serialization.set_crc32_options(True)  # type: ignore[no-untyped-call]
+    assert weights.checkpoint_facts(path).digest == weights.checkpoint_facts(tiny).digest
 
 
 # ── identify ─────────────────────────────────────────────────────────────────────────────────────────────────────────
