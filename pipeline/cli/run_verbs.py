@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pipeline.cluster.job_spec import Executor, JobSpec
+    from pipeline.config.schema import Config
     from pipeline.journal.run_folder import RunFolder
     from pipeline.journal.run_status import RunStatus
     from pipeline.project.project import Project
@@ -45,6 +46,10 @@ def submit_command(
     ] = None,
     only: Annotated[bool, typer.Option("--only", help="Run that stage alone; what it needs is there.")] = False,
     damage_list: DamageList = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", metavar="NAME", help="Evaluate or predict with this model, folder or checkpoint."),
+    ] = None,
     follow: Annotated[bool, typer.Option("--follow", help="Stay, and show progress until it has ended.")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would be done, with the scripts of jobs, and do nothing.")
@@ -73,6 +78,9 @@ def submit_command(
         raise ConfigError(problem, where="--list", remedy="pipeline submit --stage regenerate --list FILE")
     sets = [*(sets or ()), *([f"cluster.executor={executor}"] if executor else ())]
     loaded = load_config(config, sets)
+    if model is not None:
+        sets += _settings_of_model(stage, model, loaded.config)
+        loaded = load_config(config, sets)
     chosen, beside = loaded.config, loaded.base_dir.absolute()
     if only and stage in ("all", StageName.REGENERATE):
         raise ConfigError("several stages are not one alone", where="--only", remedy=f"pipeline submit --stage {stage}")
@@ -101,6 +109,17 @@ def submit_command(
             _start(project, stages, typed, opened, follow=follow)
         except SubmissionRefused as error:
             raise with_typed_command(error, typed) from None
+
+
+def _settings_of_model(stage: str, model: str, config: Config) -> list[str]:
+    """Return what `--model` sets: the stage's checkpoint, and that what is predicted needs no labels."""
+    from pipeline.errors import ConfigError
+
+    if stage not in (StageName.EVALUATE, StageName.PREDICT):
+        problem = f"a model is named to be used, but --stage is {stage}"
+        raise ConfigError(problem, where="--model", remedy=f"pipeline submit --stage predict --model {model}")
+    is_unlabelled = stage == StageName.PREDICT and config.data.labels
+    return [f"train.{stage}.checkpoint={model}", *(["data.unlabelled=true"] if is_unlabelled else [])]
 
 
 def _refuse_unplanned(project: Project, stages: list[str]) -> None:
@@ -223,7 +242,7 @@ def _say_planning(stage: Stage, project: Project) -> None:
     from pipeline.runs.model.prepare import is_planned
     from pipeline.runs.workflow.train_stage import novelty
 
-    if not stage.together or project.config.train.task is None:
+    if StageName.TRAIN not in (stage.name, *stage.needed(project.config)) or project.config.train.task is None:
         return
     if not is_planned(project):
         typer.echo("planning: the training step is run on tensors without data ...", err=True)

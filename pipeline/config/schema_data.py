@@ -56,6 +56,9 @@ class DataSection(Section):
         default=(),
         description="Columns of numbers that tasks find as item.values[name]; for manifest, sabdab and pinder.",
     )
+    unlabelled: bool = Field(
+        default=False, description="Whether columns of labels may be absent, as where a model predicts them: then NaN."
+    )
     partners: Literal["auto", "none"] = Field(
         default="auto",
         description="Files whose chains nobody names; auto: two polymer chains are the partners; none: a file is one.",

@@ -60,18 +60,21 @@ class CheckpointsSection(Section):
     )
 
 
+CHECKPOINT = "best or last of what is trained here; or a model's name or folder, or a checkpoint: nothing is trained."
+
+
 class EvaluateSection(Section):
     """Which model is looked at, and on what."""
 
     split: Name | None = Field(default="test", description="Which split; null: every item.")
-    checkpoint: Name = Field(default="best", description="best, last, or the folder of a checkpoint.")
+    checkpoint: Name = Field(default="best", description=CHECKPOINT)
 
 
 class PredictSection(Section):
     """Which model predicts, and where the predictions go."""
 
     split: Name | None = Field(default=None, description="Which split; null: every item.")
-    checkpoint: Name = Field(default="best", description="best, last, or the folder of a checkpoint.")
+    checkpoint: Name = Field(default="best", description=CHECKPOINT)
     folder: Path = Field(default=Path("predictions"), description="Folder of predictions, a folder for each set.")
 
 

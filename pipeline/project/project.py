@@ -56,6 +56,7 @@ def source_spec(config: Config) -> SourceSpec:
         receptor_chains=data.receptor_chains,
         ligand_chains=data.ligand_chains,
         labels=data.labels,
+        unlabelled=data.unlabelled,
         partners=data.partners,
         limit=data.limit,
     )

@@ -41,6 +41,9 @@ class ResultOf:
     step: int
     digest: str  # of the checkpoint
     made: str  # of the items
+    model: str = ""  # the name of its training
+    source: str = ""  # the checkpoint's folder
+    data: str = ""  # the path of the data set
     rejected: Mapping[str, int] = field(default_factory=dict)
     examples: Mapping[str, str] = field(default_factory=dict)
     note: str = ""
@@ -100,22 +103,33 @@ def evaluate(job: ApplyJob, folder: Path, split: str | None) -> Generator[Reason
         values = applied.evaluation.losses() | applied.evaluation.metrics()
     if job.ranks.rank == 0:
         figures = Figures(
-            split=split or "",
             items=len(job.table) - sum(applied.rejected.values()),
-            checkpoint=applied.chosen.path.name,
-            step=applied.chosen.step,
-            digest=applied.chosen.digest,
-            made=job.made,
             figures={name: value if math.isfinite(value) else None for name, value in values.items()},
-            rejected=applied.rejected,
-            examples=applied.examples,
-            note=applied.chosen.note,
+            **_of(job, applied, split),
         )
         _write_figures(evaluation_path(folder, split, applied.chosen, job.made), figures)
         shutil.rmtree(applied.parts, ignore_errors=True)
         for name, value in figures.figures.items():
             job.say(f"{name}: {'not finite' if value is None else f'{value:.6g}'}")
     job.ranks.exchange({})
+
+
+def _of(job: ApplyJob, applied: ApplyResult, split: str | None) -> dict[str, Any]:
+    """Return which model and items a result is of."""
+    chosen = applied.chosen
+    return {
+        "split": split or "",
+        "checkpoint": chosen.path.name,
+        "step": chosen.step,
+        "digest": chosen.digest,
+        "made": job.made,
+        "model": chosen.model or job.prepared.name,
+        "source": str(chosen.path),
+        "data": job.data,
+        "rejected": applied.rejected,
+        "examples": applied.examples,
+        "note": chosen.note,
+    }
 
 
 PREDICTIONS_FORMAT = 1
@@ -127,7 +141,6 @@ PIECE_BYTES = 8 << 20
 class Predictions(ResultOf):
     """The model, items and files of a folder of predictions."""
 
-    model: str
     files: Mapping[str, tuple[int, str]]  # their bytes and digests
     format: int = PREDICTIONS_FORMAT
 
@@ -164,7 +177,7 @@ def _file_digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def predict(job: ApplyJob, folder: Path, model: str, split: str | None) -> Generator[Reason | None, None, None]:
+def predict(job: ApplyJob, split: str | None) -> Generator[Reason | None, None, None]:
     """Predict the items of a split, as one rank; yield once for every item of this rank."""
     from pipeline.training.evaluating.apply_model import apply_model
 
@@ -173,29 +186,22 @@ def predict(job: ApplyJob, folder: Path, model: str, split: str | None) -> Gener
         return
     with job.ranks.patient("writing predictions"):
         if job.ranks.rank == 0:
-            _write_predictions(job, applied, folder, model, split)
+            _write_predictions(job, applied, split)
         job.ranks.exchange({})
 
 
-def _write_predictions(job: ApplyJob, applied: ApplyResult, folder: Path, model: str, split: str | None) -> None:
+def _write_predictions(job: ApplyJob, applied: ApplyResult, split: str | None) -> None:
     from pipeline.training.evaluating.output_parts import publish_text
     from pipeline.training.evaluating.outputs import GatheredOutputs, write_tables
 
+    folder = applied.parts.parent  # as `prediction_parts` says
     (folder / TOLD).unlink(missing_ok=True)  # its files are about to be replaced
     tables = write_tables(GatheredOutputs(applied.parts, of=applied.of), folder)
     files = (tables.csv, tables.jsonl, *tables.arrays)
     predictions = Predictions(
-        model=model,
-        split=split or "",
         items=tables.items,
-        checkpoint=applied.chosen.path.name,
-        step=applied.chosen.step,
-        digest=applied.chosen.digest,
-        made=job.made,
         files={path.name: (path.stat().st_size, _file_digest(path)) for path in files},
-        rejected=applied.rejected,
-        examples=applied.examples,
-        note=applied.chosen.note,
+        **_of(job, applied, split),
     )
     publish_text(Disk(), folder / TOLD, json.dumps(asdict(predictions), indent=1) + "\n")
     for parts in folder.glob(f"{PARTS}*"):  # those of other checkpoints included

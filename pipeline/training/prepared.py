@@ -153,6 +153,7 @@ class ModelFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.prepared = path / "prepared.json"  # what was decided before it began
+        self.settings = path / "settings.json"  # the configuration that it was trained with
         self.checkpoints = path / "checkpoints"  # a folder for each checkpoint
         self.bundles = path / "bundles"  # to replay steps that went wrong
         self.outputs = path / "outputs"  # the outputs of the model on the items of a validation; gone afterwards

@@ -87,7 +87,7 @@ def _plan_key(project: Project, table: str) -> str:
         "executor": config.cluster.executor,
         "slots": config.cluster.slots.model_dump(mode="json") if config.cluster.executor == "local" else None,
         "task": task_digest(project),
-        "embeddings": _embeddings(project),
+        "embeddings": embeddings_used(project),
         "table": table,
         "code": package_digest(),
     }
@@ -150,7 +150,7 @@ def recipe_of(project: Project, table: str, precision: str) -> dict[str, Any]:
         "epochs": None if constant and not train.curriculum else train.epochs,  # more of them is a longer training
         "pretrained": _digest(train.pretrained),
         "code": task_digest(project),
-        "embeddings": _embeddings(project),
+        "embeddings": embeddings_used(project),
         "table": table,
     }
 
@@ -178,7 +178,7 @@ def task_digest(project: Project) -> str:
     return project.once("task", lambda: source_digest(load_task(train.task, train.options, beside=project.beside)))
 
 
-def _embeddings(project: Project) -> Mapping[str, Any]:
+def embeddings_used(project: Project) -> Mapping[str, Any]:
     """Return the recipe of the embeddings that a batch carries; nothing for a reader's items."""
     if is_reader(project.config):
         return {}

@@ -11,6 +11,7 @@ from abc import abstractmethod
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,22 +20,23 @@ from pipeline.errors import ConfigError, DataError, JobFailed
 from pipeline.files import write_whole
 from pipeline.journal.attempts import left_out_items
 from pipeline.journal.run_folder import writing_run
+from pipeline.keys import content_digest
 from pipeline.project.run_code import blamed, load_task
 from pipeline.records import StageName
-from pipeline.runs.dataset.loading import rows_of, source_of
+from pipeline.runs.dataset.loading import made_table, rows_of, source_of
 from pipeline.runs.dataset.reader_items import unmade
 from pipeline.runs.dataset.worklist import Shard, StageSurvey
 from pipeline.runs.model.prepare import folder_of, prepare
 from pipeline.runs.model.rank_setup import join_ranks, log_line, staged
+from pipeline.runs.model.trained_model import TrainedModel, named_model, names_model
 from pipeline.runs.model.training_work import Work, sizes_of
 from pipeline.runs.workflow.stage import Judged, Stage
 from pipeline.runs.workflow.train_stage import UNPLANNED_BYTES, TrainStage
 from pipeline.training.items.item_table import ItemTable
-from pipeline.training.prepared import Prepared
+from pipeline.training.prepared import ModelFolder, Prepared
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
-    from pathlib import Path
 
     from numpy.typing import NDArray
 
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
 
 WRITTEN_BYTES = 2 * (64 << 20)  # of outputs, before they go to a file
 UNLIMITED = 1 << 62
+OF_DIGITS = 8  # of a digest of checkpoint and items, in the name of a folder of predictions
 LINES_SHOWN, LETTERS_SHOWN = 4, 160  # of predictions
 
 
@@ -67,6 +70,7 @@ class Application:
     made: str  # the digest of the items
     items: int
     done: list[list[int]]  # items that were done before, as [first, stop]
+    model: str = ""  # the model's folder
 
     @classmethod
     def read(cls, path: Path) -> Application:
@@ -84,6 +88,10 @@ class Application:
             write_whole(path, json.dumps(plain))
 
     @property
+    def folder(self) -> ModelFolder:
+        return ModelFolder(Path(self.model))
+
+    @property
     def done_N(self) -> Integers:
         return np.concatenate([np.zeros(0, np.int64), *(np.arange(first, stop) for first, stop in self.done)])
 
@@ -99,9 +107,9 @@ class ModelUse(Judged):
     model: str = ""  # its folder
     nothing: str = ""  # why there was nothing to do
 
-    def take(self, project: Project, applied: Application, made: Figures | Predictions | None) -> None:
+    def take(self, applied: Application, made: Figures | Predictions | None) -> None:
         """Fill in what both stages report; `made` is their results, None where there are none."""
-        self.split, self.model = applied.split or "", str(folder_of(project, applied.prepared).path)
+        self.split, self.model = applied.split or "", applied.model
         if not applied.items:
             self.nothing = f"no item is in split {applied.split!r}"
         elif made is None:
@@ -138,13 +146,20 @@ class ApplyStage(Stage):
 
     def settings(self, project: Project) -> EvaluateSection | PredictSection:
         """Return the section of the stage: which checkpoint and split."""
-        settings: EvaluateSection | PredictSection = getattr(project.config.train, self.name)
-        return settings
+        return self._section(project.config)
+
+    def _section(self, config: Config) -> EvaluateSection | PredictSection:
+        section: EvaluateSection | PredictSection = getattr(config.train, self.name)
+        return section
 
     def own_resources(self, project: Project) -> TrainResources:
         """Return the resources of this stage, which differ from those of training."""
         resources: TrainResources = getattr(project.config.cluster, self.name)
         return resources
+
+    def needed(self, config: Config) -> tuple[StageName, ...]:
+        """Return the stages before it: a model that is named was trained already."""
+        return self.needs[:-1] if names_model(self._section(config).checkpoint) else self.needs
 
     def inspect(self, project: Project) -> Any:
         """Raise where no model can be applied; return the task."""
@@ -155,14 +170,28 @@ class ApplyStage(Stage):
         if config.train.command is not None:
             what = f"a script of your own is trained (train.command): stage {self.name} needs a task"
             raise ConfigError(what, where="train.task", remedy="let the script do it, or name a task")
+        if (model := self._model(project)) is not None:
+            model.refuse_other_settings(project)
         return load_task(config.train.task, config.train.options, beside=project.beside)
+
+    def _model(self, project: Project) -> TrainedModel | None:
+        """Return the model that the configuration names; None where it means the one that it trains."""
+        return named_model(project.config.train.models, self.settings(project).checkpoint)
+
+    def _prepared(self, project: Project) -> Prepared | None:
+        """Return the plan of the model for the configured data set; None while its graphs are not there."""
+        model = self._model(project)
+        if model is None:
+            return prepare(project)
+        table = made_table(project)
+        return model.on(table) if table is not None else None
 
     def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> StageSurvey:  # noqa: ARG002 - one task
         """Choose the checkpoint, and count the items and how many of them are done."""
         from pipeline.training.evaluating.apply_model import table_digest
 
         counts = dict.fromkeys(("items", "refused", "unusable", "cached", "missing", "waiting"), 0)
-        prepared = prepare(project)
+        prepared = self._prepared(project)
         chosen = self._choose(project, prepared) if prepared else None
         if prepared is None or chosen is None:
             if folder is None:
@@ -171,12 +200,13 @@ class ApplyStage(Stage):
             if prepared is None:  # the graphs are not there yet
                 what = unmade(project.config)
             else:
-                where = folder_of(project, prepared).checkpoints
+                where = self._folder_of(project, prepared).checkpoints
             raise DataError(what, where=str(where), remedy=self._training(folder))
         is_for_all = folder is None or folder.command().stage == "all"
         table = self._items(project, prepared, may_miss=is_for_all)
         items, left = len(table), 0
         applied = Application(prepared, chosen, self.settings(project).split, table_digest(table), items, [])
+        applied = replace(applied, model=str(self._folder_of(project, prepared).path))
         if items and not self.is_done(project, applied):
             applied = replace(applied, done=_done(self.parts(project, applied), applied))
             left = max(1, items - len(applied.done_N))
@@ -187,9 +217,10 @@ class ApplyStage(Stage):
 
     def mem_bytes(self, project: Project) -> int:
         """Return the memory of a node: as in training, with outputs, and without a GPU also what one would hold."""
-        prepared, own, train = prepare(project), self.own_resources(project), project.config.cluster.train
+        prepared, own, model = self._prepared(project), self.own_resources(project), self._model(project)
         if prepared is None:
             return own.ranks_per_node * UNPLANNED_BYTES
+        train = (model.config if model and model.config else project.config).cluster.train  # as it was planned for
         each = -(-prepared.mem_bytes // train.ranks_per_node) + WRITTEN_BYTES
         if not own.gpus:
             table = self._items(project, prepared, may_miss=True)
@@ -199,7 +230,8 @@ class ApplyStage(Stage):
         return own.ranks_per_node * each
 
     def gpu_bytes(self, project: Project) -> int:
-        return TrainStage().gpu_bytes(project) if self.own_resources(project).gpus else 0
+        prepared = self._prepared(project) if self.own_resources(project).gpus else None
+        return max(stretch.reserved_bytes for stretch in prepared.stretches) if prepared else 0
 
     def recipe(self, project: Project) -> Mapping[str, Any]:
         return TrainStage().recipe(project)
@@ -226,7 +258,13 @@ class ApplyStage(Stage):
         """Return the checkpoint to use of the configured training; None where there is none."""
         from pipeline.training.checkpoints.trained_weights import choose_checkpoint
 
-        return choose_checkpoint(folder_of(project, prepared).checkpoints, self.settings(project).checkpoint, without)
+        model = self._model(project)
+        wanted = model.checkpoint if model else self.settings(project).checkpoint
+        return choose_checkpoint(self._folder_of(project, prepared).checkpoints, wanted, without)
+
+    def _folder_of(self, project: Project, prepared: Prepared) -> ModelFolder:
+        model = self._model(project)
+        return model.folder if model else folder_of(project, prepared)
 
     def _items(self, project: Project, prepared: Prepared, *, may_miss: bool = False) -> ItemTable:
         """Return the items of the split; an unknown split raises, or has no items where it `may_miss`."""
@@ -286,6 +324,7 @@ class ApplyStage(Stage):
             say=log_line if ranks.rank == 0 else lambda _: None,
             left_out=left_out_items(folder, self.name),
             with_loss=self.with_loss,
+            data=str(project.config.data.path),
         )
 
 
@@ -324,21 +363,20 @@ class EvaluateStage(ApplyStage):
     def wanted(self, config: Config) -> bool:
         return config.train.task is not None
 
-    def _path(self, project: Project, applied: Application) -> Path:
+    def _path(self, applied: Application) -> Path:
         from pipeline.stages.apply import evaluation_path
 
-        folder = folder_of(project, applied.prepared).evaluations
-        return evaluation_path(folder, applied.split, applied.chosen, applied.made)
+        return evaluation_path(applied.folder.evaluations, applied.split, applied.chosen, applied.made)
 
-    def parts(self, project: Project, applied: Application) -> Path:
+    def parts(self, project: Project, applied: Application) -> Path:  # noqa: ARG002
         from pipeline.stages.apply import evaluation_parts
 
-        return evaluation_parts(self._path(project, applied))
+        return evaluation_parts(self._path(applied))
 
-    def read(self, project: Project, applied: Application) -> Figures | None:
+    def read(self, project: Project, applied: Application) -> Figures | None:  # noqa: ARG002
         from pipeline.stages.apply import read_evaluation
 
-        return read_evaluation(self._path(project, applied), applied.chosen, applied.made)
+        return read_evaluation(self._path(applied), applied.chosen, applied.made)
 
     def is_done(self, project: Project, applied: Application) -> bool:
         """Tell whether the figures are there; if so, remove what a kill has left beside them."""
@@ -347,18 +385,18 @@ class EvaluateStage(ApplyStage):
         shutil.rmtree(self.parts(project, applied), ignore_errors=True)
         return True
 
-    def apply(self, project: Project, applied: Application, job: ApplyJob) -> Outcomes:
+    def apply(self, project: Project, applied: Application, job: ApplyJob) -> Outcomes:  # noqa: ARG002
         from pipeline.stages.apply import evaluate
 
-        return evaluate(job, folder_of(project, applied.prepared).evaluations, applied.split)
+        return evaluate(job, applied.folder.evaluations, applied.split)
 
     def judge(self, project: Project, folder: RunFolder, patience_s: float) -> Evaluated:  # noqa: ARG002
         """Return loss and metrics, by the file about this checkpoint on these items."""
         applied, judged = Application.read(folder.plan(self.name)), Evaluated()
         made = self.read(project, applied) if applied.items else None
-        judged.take(project, applied, made)
+        judged.take(applied, made)
         if made is not None:
-            judged.figures, judged.file = dict(made.figures), str(self._path(project, applied))
+            judged.figures, judged.file = dict(made.figures), str(self._path(applied))
         return judged
 
     def check(self, project: Project, folder: RunFolder, judged: Evaluated) -> list[str]:  # type: ignore[override]
@@ -392,8 +430,10 @@ class PredictStage(ApplyStage):
             raise ConfigError(what, where="train.task", remedy=remedy)
 
     def _folder(self, project: Project, applied: Application) -> Path:
-        """Return the folder of a model's predictions for a split."""
-        return project.config.train.predict.folder / f"{_model(applied)}-{applied.split or 'all'}"
+        """Return the folder of a checkpoint's predictions for a data set, which no other ones share."""
+        model, data = applied.chosen.model or applied.prepared.name, project.config.data.path.name.partition(".")[0]
+        of = content_digest(f"{applied.chosen.digest}-{applied.made}".encode()).hex()[:OF_DIGITS]
+        return project.config.train.predict.folder / "-".join((model, data, applied.split or "all", of))
 
     def parts(self, project: Project, applied: Application) -> Path:
         from pipeline.stages.apply import prediction_parts
@@ -406,16 +446,16 @@ class PredictStage(ApplyStage):
         verify_bytes = project.config.cache.verify_bytes
         return read_predictions(self._folder(project, applied), applied.chosen, applied.made, verify_bytes)
 
-    def apply(self, project: Project, applied: Application, job: ApplyJob) -> Outcomes:
+    def apply(self, project: Project, applied: Application, job: ApplyJob) -> Outcomes:  # noqa: ARG002
         from pipeline.stages.apply import predict
 
-        return predict(job, self._folder(project, applied), _model(applied), applied.split)
+        return predict(job, applied.split)
 
     def judge(self, project: Project, folder: RunFolder, patience_s: float) -> Predicted:  # noqa: ARG002
         """Return the predictions, by the folder's own record of its files and their sizes."""
         applied, judged = Application.read(folder.plan(self.name)), Predicted()
         made = self.read(project, applied) if applied.items else None
-        judged.take(project, applied, made)
+        judged.take(applied, made)
         if made is not None:
             path = self._folder(project, applied)
             judged.folder = str(path)
@@ -423,7 +463,3 @@ class PredictStage(ApplyStage):
             with (path / "predictions.csv").open(encoding="utf-8", newline="") as file:
                 judged.lines = [line.rstrip("\r\n")[:LETTERS_SHOWN] for line in islice(file, LINES_SHOWN)]
         return judged
-
-
-def _model(applied: Application) -> str:
-    return applied.chosen.model or applied.prepared.name

@@ -134,6 +134,10 @@ class Stage(ABC):
         """Cut one task's share of the work in two."""
         return worklist.halve_lines(folder.todo(self.name), shard) if self.lists_lines else worklist.halve_rows(shard)
 
+    def needed(self, config: Config) -> tuple[StageName, ...]:  # noqa: ARG002
+        """Return the stages that must have run before, under a configuration."""
+        return self.needs
+
     def wanted(self, config: Config) -> bool:  # noqa: ARG002
         """Tell whether `--stage all` includes it."""
         return True

@@ -67,7 +67,7 @@ def up_to(name: str, config: Config) -> list[str]:
     if by_reader and not row.of_entries:
         what = f"stage {name} is of structures: what a reader gives is read as it is"
         raise ConfigError(what, where="data.source is reader", remedy="pipeline submit --stage scan   (or train)")
-    return [*(needed for needed in row.needs if STAGES[needed].of_entries or not by_reader), name]
+    return [*(needed for needed in row.needed(config) if STAGES[needed].of_entries or not by_reader), name]
 
 
 def regenerated(config: Config, kinds: Collection[str] | None) -> list[str]:

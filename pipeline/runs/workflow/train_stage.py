@@ -210,6 +210,7 @@ def job_of(project: Project, folder: RunFolder, prepared: Prepared, tell: Tell, 
         with writing_run(made.path):
             made.path.mkdir(parents=True, exist_ok=True)
             made.prepared.write_text(json.dumps(prepared.to_json()))
+            made.settings.write_text(json.dumps(without_secrets_in(config.model_dump(mode="json")), indent=1))
     ranks.exchange({})
     device = "cuda" if config.cluster.train.gpus else "cpu"
     return Job(

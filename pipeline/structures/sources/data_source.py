@@ -189,7 +189,7 @@ def _refuse_unheeded(spec: SourceSpec) -> None:
         "splits": spec.splits is not None,
         "structures_dir": spec.structures_dir is not None,
         "receptor_chains and ligand_chains": bool(spec.receptor_chains or spec.ligand_chains),
-        "labels": bool(spec.labels),
+        "labels": bool(spec.labels) and not spec.unlabelled,
     }
     for setting, sources in HEEDED_BY.items():
         if is_set[setting] and spec.source not in sources:

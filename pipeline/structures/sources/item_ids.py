@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -103,7 +103,7 @@ def label_problem(item: Item, names: Iterable[str]) -> str:
     """Describe the first label of an item that is no number; return an empty text if all are."""
     for name in names:
         try:
-            value_of(item.labels[name])
+            value_of(item.labels.get(name, ""))
         except ValueError:
             return f"the label {name} is {printable_text(item.labels[name])!r}, not a number"
     return ""
@@ -111,7 +111,7 @@ def label_problem(item: Item, names: Iterable[str]) -> str:
 
 def label_values(item: Item, names: Iterable[str]) -> dict[str, float]:
     """Return labels of an accepted item as numbers."""
-    return {name: value_of(item.labels[name]) for name in names}
+    return {name: value_of(item.labels.get(name, "")) for name in names}
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,5 +127,6 @@ class SourceSpec:
     receptor_chains: tuple[str, ...] = ()
     ligand_chains: tuple[str, ...] = ()
     labels: tuple[str, ...] = ()  # columns of numbers
+    unlabelled: bool = field(default=False, compare=False)  # those that a table lacks are unknown, and no error
     partners: Literal["auto", "none"] = "auto"
     limit: int | None = None

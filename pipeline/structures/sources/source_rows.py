@@ -142,6 +142,7 @@ class Columns:
     aliases: Mapping[str, str] = field(default_factory=dict)  # another spelling, taken as it is
     foreign: Mapping[str, str] = field(default_factory=dict)  # what other programs call it: worth a hint, not a guess
     labels: tuple[str, ...] = ()  # that are asked for by name
+    unlabelled: bool = False  # labels need not be there
 
     @cached_property
     def known(self) -> tuple[str, ...]:
@@ -177,7 +178,8 @@ class Columns:
         return None
 
     def _missing(self, present: Sequence[str]) -> tuple[str, ...]:
-        absent = tuple(name for name in (*self.required, *self.labels) if name not in present)
+        required = self.required if self.unlabelled else (*self.required, *self.labels)
+        absent = tuple(name for name in required if name not in present)
         return absent if any(name in present for name in self.one_of) else (*absent, *self.one_of[:1])
 
 

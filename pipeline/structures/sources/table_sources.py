@@ -57,6 +57,7 @@ def manifest_items(spec: SourceSpec) -> Generator[Item | Rejection, None, None]:
     columns = Columns(
         required=("id",),
         labels=spec.labels,
+        unlabelled=spec.unlabelled,
         one_of=() if spec.structures_dir else PATHS,
         optional=(*PATHS, *OTHERS) if spec.structures_dir else OTHERS,
         aliases={"cluster_id": "cluster"},
@@ -130,6 +131,7 @@ def pinder_items(spec: SourceSpec) -> Generator[Item | Rejection, None, None]:
     columns = Columns(
         required=("id", *APO.values()) if unbound else ("id",),
         labels=spec.labels,
+        unlabelled=spec.unlabelled,
         optional=("split", "cluster"),
         aliases={"cluster_id": "cluster"},
     )
@@ -176,7 +178,7 @@ def sabdab_items(spec: SourceSpec) -> Generator[Item | Rejection, None, None]:
     """Yield the antibody-antigen complexes of a summary table."""
     folder = StructureFolder(spec.structures_dir or spec.path.parent, SABDAB_SUBFOLDERS)
     # The database joins its fields with tabs and quotes nothing, though names hold quotes.
-    columns = replace(SABDAB_COLUMNS, labels=spec.labels)
+    columns = replace(SABDAB_COLUMNS, labels=spec.labels, unlabelled=spec.unlabelled)
     rows = read_rows(spec.path, columns, quoted=".csv" in spec.path.suffixes)
     return build_items(rows, columns, _id_of, lambda _name, row: ItemFiles(_sabdab_parts(folder, row)))
 

@@ -25,6 +25,7 @@ from pipeline.store.format.disk import Disk
 from pipeline.training.checkpoints import checkpoint_reader
 from pipeline.training.checkpoints.checkpoint_folder import by_figure
 from pipeline.training.checkpoints.checkpoint_reader import MANIFEST, STATE, open_checkpoint
+from pipeline.training.checkpoints.exported import EXPORT, load_export, read_export
 from pipeline.training.checkpoints.tensor_file import ANOTHER, CheckpointDamaged, distinct
 from pipeline.training.checkpoints.training_state import model_key, model_state, model_targets, plain_name
 
@@ -65,7 +66,7 @@ def choose_checkpoint(folder: Path, wanted: str, without: Collection[str] = ()) 
     `wanted` is best, last, or a folder's name or path; `without` has the names of those that proved unusable.
     """
     if wanted not in (BEST, LAST):
-        return _named(folder, wanted, without)
+        return _exported(Path(wanted)) if (Path(wanted) / EXPORT).is_file() else _named(folder, wanted, without)
     known = [manifest for manifest in _all(folder) if manifest.name not in without]
     newest = max(known, key=lambda manifest: manifest.serial, default=None)
     if newest is None:
@@ -101,8 +102,15 @@ def _chosen(path: Path, note: str = "") -> ChosenCheckpoint:
     return ChosenCheckpoint(path, manifest.step, str(manifest.identity.get("recipe", "")), _digest(path), note)
 
 
+def _exported(path: Path) -> ChosenCheckpoint:
+    card = read_export(path)
+    return ChosenCheckpoint(path, card["step"], card["name"], _digest(path))
+
+
 def _digest(path: Path) -> str:
-    return content_digest((path / MANIFEST).read_bytes()).hex()
+    """Return the digest of what names all of a checkpoint's bytes: its manifest, or an exported model's card."""
+    card = path / EXPORT
+    return content_digest((card if card.is_file() else path / MANIFEST).read_bytes()).hex()
 
 
 def load_checkpoint(
@@ -131,6 +139,9 @@ def _load(step: Step, chosen: ChosenCheckpoint) -> str:
     try:
         if _digest(chosen.path) != chosen.digest:
             return "it is another one by now"
+        if (chosen.path / EXPORT).is_file():
+            load_export(chosen.path, step.model)
+            return ""
         # Of any training, as long as the model is the same.
         identity = checkpoint_reader.read_manifest(Disk(), chosen.path).identity
         identity = {**identity, "model": model_key(step.model)}

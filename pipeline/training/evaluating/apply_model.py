@@ -52,6 +52,7 @@ class ApplyJob:
     table: ItemTable
     cost_N: Integers  # bytes, as planned
     made: str  # the digest of the table
+    data: str  # the path of the data set
     make_step: Callable[[], Step]
     source: Callable[[ItemTable], ItemSource]
     embeddings: Callable[[], Embeddings | None]

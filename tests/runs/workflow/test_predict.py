@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from pipeline.structures.synthetic import complex_pdb
 from tests.command import Command
+from tests.projects import settle
 from tests.runs.workflow.trained import SPLITS, Trained, trained_project
 
 pytestmark = pytest.mark.timeout(900)  # it trains for real, on machines that are shared
@@ -42,7 +44,7 @@ def test_every_item_is_predicted_once_and_then_cached(pipeline: Command, project
     assert done.code == 0, done.err
     (folder,) = (project.folder / "predictions").iterdir()
     assert folder.name.startswith("own-")
-    assert folder.name.endswith("-all")
+    assert "-manifest-all-" in folder.name  # its data set and split
     assert [row["id"] for row in rows(folder)] == [f"c{number}" for number in range(len(SPLITS))]
     lines = [json.loads(line) for line in (folder / "predictions.jsonl").read_text().splitlines()]
     assert lines[3]["contacts.shape"] == [20, 23]
@@ -111,3 +113,40 @@ def test_a_task_without_outputs_is_refused_with_what_to_implement(
     assert "the task has no outputs()" in done.err
     assert "outputs(self, model, batch)" in done.err
     assert not (project.folder / "predictions").exists()
+
+
+@pytest.fixture
+def others(project: Trained) -> Path:
+    """Return a folder with two complexes that the model has never seen: no table, no split, no label."""
+    folder = project.folder / "others"
+    if not folder.exists():
+        folder.mkdir()
+        for number in (90, 91):
+            (folder / f"new{number}.pdb").write_bytes(complex_pdb(number, 18, 24))
+        settle(folder)
+    return folder
+
+
+def test_a_named_model_predicts_another_data_set_and_nothing_is_trained(
+    pipeline: Command, project: Trained, others: Path
+) -> None:
+    assert pipeline(*SUBMIT).code == 0
+    (first,) = (project.folder / "predictions").iterdir()
+    before = {path.name: path.read_bytes() for path in first.iterdir()}
+    (model,) = (project.folder / "models").iterdir()
+    there = sorted(path for path in model.rglob("*"))
+    data = ("--set", "data.source=glob", "--set", f"data.path={others}")
+    done = pipeline("submit", "--stage", "predict", "--model", model.name, *data, "--follow")
+    assert done.code == 0, done.err
+    assert "train:" not in done.err
+    assert list((project.folder / "models").iterdir()) == [model]
+    assert sorted(path for path in model.rglob("*")) == there
+    (second,) = set((project.folder / "predictions").iterdir()) - {first}
+    assert [row["id"] for row in rows(second)] == ["new90", "new91"]
+    assert {path.name: path.read_bytes() for path in first.iterdir()} == before
+    told = json.loads((second / "predictions.json").read_text())
+    assert told["model"] == model.name
+    assert told["data"] == str(others)
+    assert Path(told["source"]).parent.parent == model
+    again = pipeline("submit", "--stage", "predict", "--model", str(model), *data, "--follow")
+    assert "predict: 2 items: 2 cached, 0 to do" in again.err
