@@ -76,6 +76,7 @@ class PredictSection(Section):
     split: Name | None = Field(default=None, description="Which split; null: every item.")
     checkpoint: Name = Field(default="best", description=CHECKPOINT)
     folder: Path = Field(default=Path("predictions"), description="Folder of predictions, a folder for each set.")
+    parquet: bool = Field(default=False, description="Whether predictions.parquet is written beside the CSV.")
 
 
 class TrainSection(Section):

@@ -3,7 +3,7 @@
 Figures are one small file for each pair of them. Predictions are a folder:
 
 FOLDER/predictions.json    of what it is, and its files; written last: without it nothing is done
-       predictions.csv, predictions.jsonl, arrays-00000.safetensors …    see training/evaluating/prediction_tables.py
+       predictions.csv, predictions.jsonl, NAME-00000.safetensors …    see training/evaluating/prediction_tables.py
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def _of(job: ApplyJob, applied: ApplyResult, split: str | None) -> dict[str, Any
     }
 
 
-PREDICTIONS_FORMAT = 1
+PREDICTIONS_FORMAT = 2  # 1 had shapes where numbers belong
 TOLD, PARTS = "predictions.json", ".parts-"
 PIECE_BYTES = 8 << 20
 
@@ -192,18 +192,19 @@ def predict(job: ApplyJob, split: str | None) -> Generator[Reason | None, None, 
 
 def _write_predictions(job: ApplyJob, applied: ApplyResult, split: str | None) -> None:
     from pipeline.training.evaluating.output_parts import publish_text
-    from pipeline.training.evaluating.outputs import GatheredOutputs, write_tables
+    from pipeline.training.evaluating.outputs import GatheredOutputs
+    from pipeline.training.evaluating.prediction_tables import write_tables
 
     folder = applied.parts.parent  # as `prediction_parts` says
     (folder / TOLD).unlink(missing_ok=True)  # its files are about to be replaced
-    tables = write_tables(GatheredOutputs(applied.parts, of=applied.of), folder)
-    files = (tables.csv, tables.jsonl, *tables.arrays)
+    gathered = GatheredOutputs(applied.parts, of=applied.of)
+    files = write_tables(gathered, folder, parquet=job.train.predict.parquet)
     predictions = Predictions(
-        items=tables.items,
+        items=len(gathered.numbers),
         files={path.name: (path.stat().st_size, _file_digest(path)) for path in files},
         **_of(job, applied, split),
     )
     publish_text(Disk(), folder / TOLD, json.dumps(asdict(predictions), indent=1) + "\n")
     for parts in folder.glob(f"{PARTS}*"):  # those of other checkpoints included
         shutil.rmtree(parts, ignore_errors=True)
-    job.say(f"predictions of {tables.items:,} items: {folder}")
+    job.say(f"predictions of {predictions.items:,} items: {folder}")

@@ -428,6 +428,10 @@ class PredictStage(ApplyStage):
             what = "the task has no outputs(): there is nothing to predict"
             remedy = "give it outputs(self, model, batch) -> {name: an entry for each item}   (pipeline/protocol.py)"
             raise ConfigError(what, where="train.task", remedy=remedy)
+        if project.config.train.predict.parquet:
+            from pipeline.training.evaluating.prediction_tables import import_arrow
+
+            import_arrow()
 
     def _folder(self, project: Project, applied: Application) -> Path:
         """Return the folder of a checkpoint's predictions for a data set, which no other ones share."""

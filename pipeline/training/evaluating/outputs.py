@@ -1,24 +1,15 @@
 """What a model says of each item, gathered over ranks through files: nobody holds the outputs of a whole split.
 
 Every rank writes parts of bounded size, each of which appears whole or not at all. So an evaluation that was
-ended goes on with the items that no part has, on any number of ranks. For people and other programs they become
-
-    predictions.csv             a line an item: its id, each number, the shape of each array
-    predictions.jsonl           the same as JSON; null where an item has nothing, or no finite number
-    arrays-00000.safetensors    arrays, under `id.name`; a name has no dot, so the last one parts the two
+ended goes on with the items that no part has, on any number of ranks. `prediction_tables` writes them for people.
 
 Shapes: N items of all parts, M of them that have a name.
 """
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import logging
-import math
-import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -39,7 +30,6 @@ from pipeline.training.evaluating.output_parts import (
     paths_in,
     publish_tensors,
     publish_text,
-    publishing,
     read_index,
     redo_remedy,
     signed,
@@ -206,15 +196,22 @@ class OutputColumn(Sequence[Any]):
         self._part_M = np.repeat([part for part, _, _ in there], sizes)[order_M]
         self._column_M = np.repeat([place for _, place, _ in there], sizes)[order_M]
         self._entry_M = np.concatenate([np.arange(size) for size in sizes])[order_M]
+        self._kinds = {column.dtype.kind for _, _, column in there}
+        size_M = np.concatenate([np.diff(column.start_K) // column.dtype.itemsize for _, _, column in there])
+        self._size_M = size_M[order_M]
         self._ndim_M = np.concatenate([np.diff(column.first_K) for _, _, column in there])[order_M]
 
     @property
-    def has_scalars(self) -> bool:
-        return bool((self._ndim_M == 0).any())
+    def width(self) -> int | None:
+        """How many numbers each item has, apart from those that have none; None: not one row of equally many."""
+        widths = set(self._size_M.tolist()) - {0}
+        is_row = widths <= {1} or (len(widths) == 1 and int(self._ndim_M.max()) == 1)
+        return max(widths, default=0) if is_row else None
 
     @property
-    def has_arrays(self) -> bool:
-        return bool((self._ndim_M > 0).any())
+    def number(self) -> type:
+        """What each value is: a bool, an int or a float."""
+        return bool if self._kinds == {"b"} else int if self._kinds <= set("biu") else float
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -239,8 +236,8 @@ def _refusal(what: str) -> ConfigError:
 
 
 def _checked_name(name: Any) -> str:
-    if not isinstance(name, str) or not name or "." in name or not name.isprintable() or name == "id":
-        raise _refusal(f"outputs() returned {name!r}: a name is a text without dots, and not id")
+    if not isinstance(name, str) or not name or set("./") & set(name) or not name.isprintable() or name == "id":
+        raise _refusal(f"outputs() returned {name!r}: a name is a text without dots and slashes, and not id")
     return name
 
 
@@ -265,115 +262,3 @@ def _array(name: str, value: Any) -> Array:
     if array.dtype.kind not in "biuf" or array.dtype.itemsize > 8:
         raise _refusal(f"outputs(): {name!r} must be numbers, got {array.dtype}")
     return np.ascontiguousarray(array).reshape(array.shape)
-
-
-CSV, LINES = "predictions.csv", "predictions.jsonl"
-_ARRAYS = re.compile(r"arrays-\d{5,}\.safetensors")
-
-
-@dataclass(frozen=True, slots=True)
-class PredictionTables:
-    """The files that were written."""
-
-    csv: Path
-    jsonl: Path
-    arrays: tuple[Path, ...]
-    items: int
-
-
-@dataclass(slots=True)
-class _Arrays:
-    """Writes arrays to files of bounded size."""
-
-    folder: Path
-    most_bytes: int
-    paths: list[Path] = field(default_factory=list)
-    pending: dict[str, Array] = field(default_factory=dict)
-    bytes: int = 0
-
-    def add(self, name: str, array: Array) -> None:
-        self.pending[name] = array
-        self.bytes += array.nbytes + len(name) + INDEX_BYTES
-        if self.bytes >= self.most_bytes:
-            self.flush()
-
-    def flush(self) -> None:
-        """Write the pending arrays to a file."""
-        if self.pending:
-            path = self.folder / f"arrays-{len(self.paths):05d}.safetensors"
-            publish_tensors(Disk(), path, {name: torch.from_numpy(array) for name, array in self.pending.items()})
-            self.paths.append(path)
-            self.pending, self.bytes = {}, 0
-
-
-def write_tables(gathered: GatheredOutputs, folder: Path, *, part_bytes: int = PART_BYTES) -> PredictionTables:
-    """Write tables of all items, and files of their arrays, into a folder, replacing earlier ones."""
-    disk = Disk()
-    disk.make_folder(folder)
-    arrays = _Arrays(folder, part_bytes)
-    tables = (folder / CSV, folder / LINES)
-    with publishing(disk, *tables) as partials:
-        with (
-            partials[0].open("x", encoding="utf-8", newline="") as csv_file,
-            partials[1].open("x", encoding="utf-8") as lines_file,
-        ):
-            _write_rows(gathered, csv_file, lines_file, arrays)
-            for file in (csv_file, lines_file):
-                file.flush()
-                os.fsync(file.fileno())
-        arrays.flush()
-        for name in disk.list_folder(folder):
-            if _ARRAYS.fullmatch(name) and folder / name not in arrays.paths:
-                disk.unlink(folder / name)
-    return PredictionTables(*tables, tuple(arrays.paths), len(gathered.numbers))
-
-
-def _write_rows(gathered: GatheredOutputs, csv_file: io.TextIOBase, lines_file: io.TextIOBase, arrays: _Arrays) -> None:
-    """Write both tables, row by row."""
-    rows = csv.writer(csv_file)
-    columns = _columns(gathered)
-    rows.writerow(columns)
-    for id_, outputs in _items(gathered):
-        row: dict[str, Any] = {"id": id_}
-        for name, array in outputs.items():
-            if array.ndim:
-                row[_shape_of(name)] = list(array.shape)
-                arrays.add(f"{id_}.{name}", array)
-            else:
-                # in its fewest digits: 0.1 of float32 is 0.1
-                row[name] = float(str(array[()])) if array.dtype.kind == "f" else array.item()
-        rows.writerow(_text(row.get(name)) for name in columns)
-        lines_file.write(json.dumps({name: _json(row.get(name)) for name in columns}, ensure_ascii=False) + "\n")
-
-
-def _columns(gathered: GatheredOutputs) -> list[str]:
-    """Return the names of the tables' columns."""
-    names = ["id"]
-    for name, column in gathered.items():
-        names += [name] * column.has_scalars + [_shape_of(name)] * column.has_arrays
-    return names
-
-
-def _items(gathered: GatheredOutputs) -> Iterator[tuple[str, dict[str, Array]]]:
-    """Yield each item's id and outputs."""
-    at = dict.fromkeys(gathered, 0)
-    for place, number in enumerate(gathered.numbers.tolist()):
-        outputs: dict[str, Array] = {}
-        for name, column in gathered.items():
-            if at[name] < len(column) and column.numbers[at[name]] == number:
-                outputs[name] = column[at[name]]
-                at[name] += 1
-        yield gathered.id(place), outputs
-
-
-def _shape_of(name: str) -> str:
-    return f"{name}.shape"
-
-
-def _text(value: Any) -> Any:
-    """Format a CSV cell: a shape as 3x4."""
-    return "x".join(map(str, value)) if isinstance(value, list) else value
-
-
-def _json(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value

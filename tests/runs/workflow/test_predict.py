@@ -29,9 +29,8 @@ def project(tmp_path_factory: pytest.TempPathFactory, pipeline: Command, monkeyp
 
 def arrays(folder: Path) -> dict[str, Any]:
     """Return all arrays of a folder of predictions."""
-    return {
-        name: array for path in sorted(folder.glob("arrays-*.safetensors")) for name, array in load_file(path).items()
-    }
+    files = sorted(folder.glob("*.safetensors"))
+    return {f"{id_}.{path.name[:-18]}": array for path in files for id_, array in load_file(path).items()}
 
 
 def rows(folder: Path) -> list[dict[str, str]]:

@@ -12,6 +12,7 @@ import sys
 import tracemalloc
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,7 +20,8 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from pipeline.errors import ConfigError, DataError
-from pipeline.training.evaluating.outputs import GatheredOutputs, OutputWriter, write_tables
+from pipeline.training.evaluating.outputs import GatheredOutputs, OutputWriter
+from pipeline.training.evaluating.prediction_tables import write_tables
 
 
 def name_of(number):
@@ -114,9 +116,9 @@ def test_memory_goes_by_a_part_and_not_by_the_split(tmp_path):
     assert used < 10 << 20
     used, total = peak(lambda: sum(array.size for array in gathered["map"]))
     assert (used < 3 << 20, total) == (True, 100 * values.size)
-    used, tables = peak(lambda: write_tables(gathered, tmp_path / "tables", part_bytes=2 << 20))
+    used, files = peak(lambda: write_tables(gathered, tmp_path / "tables", part_bytes=2 << 20))
     assert used < 10 << 20
-    assert len(tables.arrays) > 20
+    assert len(files) > 20
 
 
 def test_many_files_are_not_open_at_once(tmp_path):
@@ -172,7 +174,7 @@ def test_a_name_may_have_another_type_in_another_item(tmp_path):
         writer.add(["c"], [2], {"x": [np.ones(2, np.float32)]})
     column = GatheredOutputs(tmp_path)["x"]
     assert [array.tolist() for array in column] == [1, 2.5, [1.0, 1.0]]
-    assert (column.has_scalars, column.has_arrays) == (True, True)
+    assert (column.width, column.number) == (None, float)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +187,7 @@ def test_a_name_may_have_another_type_in_another_item(tmp_path):
         ({"x": ["a", "b"]}, "'x' must be numbers, got <U1"),
         ({"x": torch.ones(2, dtype=torch.complex64)}, "'x' must be numbers, got complex64"),
         ({"x.y": torch.ones(2)}, "'x.y': a name is a text without dots"),
-        ({"id": torch.ones(2)}, "'id': a name is a text without dots, and not id"),
+        ({"id": torch.ones(2)}, "'id': a name is a text without dots and slashes, and not id"),
         ({3: torch.ones(2)}, "3: a name is a text"),
     ],
 )
@@ -380,25 +382,22 @@ def test_tables_have_every_number_and_arrays_whatever_the_ids(tmp_path):
         for number, id_ in enumerate(IDS):
             values = {"affinity": [np.float32(0.1) * number], "map": [np.full((number, 2), number, np.int32)]}
             writer.add([id_], [number], values | ({"mixed": [number]} if number % 2 else {"mixed": [[number]]}))
-    tables = write_tables(GatheredOutputs(tmp_path / "parts"), folder, part_bytes=300)
-    assert tables.items == len(IDS)
-    with tables.csv.open(newline="", encoding="utf-8") as file:
+    table, jsonl, *files = write_tables(GatheredOutputs(tmp_path / "parts"), folder, part_bytes=300)
+    with table.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     assert [row["id"] for row in rows] == IDS
-    assert list(rows[0]) == ["id", "affinity", "map.shape", "mixed", "mixed.shape"]
+    assert list(rows[0]) == ["id", "affinity", "map.shape", "map.file", "mixed"]
     assert [row["affinity"] for row in rows][:2] == ["0.0", "0.1"]
     assert [row["map.shape"] for row in rows] == [f"{number}x2" for number in range(len(IDS))]
-    assert [row["mixed"] for row in rows] == [str(number) if number % 2 else "" for number in range(len(IDS))]
-    lines = [json.loads(line) for line in tables.jsonl.read_text(encoding="utf-8").split("\n")[:-1]]
+    assert [row["mixed"] for row in rows] == [str(number) for number in range(len(IDS))]  # one number in any shape
+    lines = [json.loads(line) for line in jsonl.read_text(encoding="utf-8").split("\n")[:-1]]
     assert [line["id"] for line in lines] == IDS
-    assert lines[1] == {"id": IDS[1], "affinity": 0.1, "map.shape": [1, 2], "mixed": 1, "mixed.shape": None}
-    assert len(tables.arrays) > 1
-    arrays = [load_file(path) for path in tables.arrays]
-    found = {name: array for file in arrays for name, array in file.items()}
-    assert len(found) == sum(map(len, arrays))
-    for number, id_ in enumerate(IDS):
-        np.testing.assert_array_equal(found[f"{id_}.map"], np.full((number, 2), number))
-        assert (f"{id_}.mixed" in found) == (number % 2 == 0)
+    name = rows[1]["map.file"]
+    assert lines[1] == {"id": IDS[1], "affinity": 0.1, "map.shape": [1, 2], "map.file": name, "mixed": 1}
+    assert {row["map.file"] for row in rows} == {path.name for path in files}
+    assert len(files) > 1
+    for number, (id_, row) in enumerate(zip(IDS, rows, strict=True)):
+        np.testing.assert_array_equal(load_file(folder / row["map.file"])[id_], np.full((number, 2), number))
     everywhere = {path.parent for path in tmp_path.rglob("*") if path.is_file()}
     assert everywhere == {tmp_path / "parts", folder}
 
@@ -406,21 +405,52 @@ def test_tables_have_every_number_and_arrays_whatever_the_ids(tmp_path):
 def test_what_is_not_finite_is_null_in_json_and_itself_in_the_table(tmp_path):
     with OutputWriter(tmp_path / "parts", 0) as writer:
         writer.add(["a", "b", "c"], [0, 1, 2], {"x": [math.nan, math.inf, 1.0], "flag": [True, False, True]})
-    tables = write_tables(GatheredOutputs(tmp_path / "parts"), tmp_path)
-    assert tables.csv.read_text().splitlines() == ["id,flag,x", "a,True,nan", "b,False,inf", "c,True,1.0"]
-    assert tables.jsonl.read_text().splitlines()[0] == '{"id": "a", "flag": true, "x": null}'
+    table, jsonl = write_tables(GatheredOutputs(tmp_path / "parts"), tmp_path)
+    assert table.read_text().splitlines() == ["id,flag,x", "a,True,nan", "b,False,inf", "c,True,1.0"]
+    assert jsonl.read_text().splitlines()[0] == '{"id": "a", "flag": true, "x": null}'
+
+
+def test_short_vectors_are_columns_and_one_number_is_a_number_in_whatever_shape(tmp_path):
+    with OutputWriter(tmp_path / "parts", 0) as writer:
+        ids, outputs = ["one", "two", "three"], {}
+        outputs["affinity"] = np.array([[0.5], [0.25], [2.0]], np.float32)  # as a linear layer gives it
+        outputs["shift"] = [np.arange(3.0), np.ones(3), np.zeros(0)]  # the last has none
+        outputs["wide"] = np.zeros((3, 17))
+        outputs["turn"] = np.zeros((3, 2, 2))
+        writer.add(ids, range(3), outputs)
+    table, jsonl, *files = write_tables(GatheredOutputs(tmp_path / "parts"), tmp_path / "out", parquet=True)
+    rows = list(csv.DictReader(table.read_text().splitlines()))
+    assert [row["affinity"] for row in rows] == ["0.5", "0.25", "2.0"]
+    assert [rows[0][f"shift.{at}"] for at in range(3)] == ["0.0", "1.0", "2.0"]
+    assert [rows[2][f"shift.{at}"] for at in range(3)] == ["", "", ""]
+    assert (rows[0]["wide.shape"], rows[0]["turn.shape"]) == ("17", "2x2")
+    assert (rows[0]["wide.file"], rows[0]["turn.file"]) == ("wide-00000.safetensors", "turn-00000.safetensors")
+    lines = [json.loads(line) for line in jsonl.read_text().splitlines()]
+    assert [line["shift"] for line in lines] == [[0.0, 1.0, 2.0], [1.0, 1.0, 1.0], None]
+    typed = pq.read_table(files[0])
+    assert typed.column_names == list(rows[0])
+    assert typed["affinity"].to_pylist() == [0.5, 0.25, 2.0]
+    assert typed["shift.1"].to_pylist() == [1.0, 1.0, None]
+    assert typed["turn.file"].to_pylist() == ["turn-00000.safetensors"] * 3
 
 
 def test_tables_replace_those_of_an_earlier_time(tmp_path):
     write(tmp_path / "many", 0, list(range(20)))
     write(tmp_path / "few", 0, [1, 2])
-    assert len(write_tables(GatheredOutputs(tmp_path / "many"), tmp_path / "out", part_bytes=200).arrays) > 2
-    tables = write_tables(GatheredOutputs(tmp_path / "few"), tmp_path / "out")
-    assert sorted((tmp_path / "out").iterdir()) == sorted([tables.csv, tables.jsonl, *tables.arrays])
-    assert len(tables.csv.read_text().splitlines()) == 3
+    assert len(write_tables(GatheredOutputs(tmp_path / "many"), tmp_path / "out", part_bytes=200)) > 4
+    files = write_tables(GatheredOutputs(tmp_path / "few"), tmp_path / "out")
+    assert sorted((tmp_path / "out").iterdir()) == sorted(files)
+    assert len(files[0].read_text().splitlines()) == 3
 
 
 def test_a_table_of_nothing_is_a_header(tmp_path):
-    tables = write_tables(GatheredOutputs(tmp_path / "nothing"), tmp_path / "out")
-    assert tables.csv.read_text().splitlines() == ["id"]
-    assert (tables.jsonl.read_text(), tables.arrays, tables.items) == ("", (), 0)
+    table, jsonl = write_tables(GatheredOutputs(tmp_path / "nothing"), tmp_path / "out")
+    assert (table.read_text().splitlines(), jsonl.read_text()) == (["id"], "")
+
+
+def test_an_output_that_no_item_has_is_no_column(tmp_path):
+    with OutputWriter(tmp_path / "parts", 0) as writer:
+        writer.add(["a", "b"], [0, 1], {"score": [1.0, 2.0], "label": [np.zeros(0), np.zeros((0, 4))]})
+    table, jsonl = write_tables(GatheredOutputs(tmp_path / "parts"), tmp_path / "out")
+    assert table.read_text().splitlines() == ["id,score", "a,1.0", "b,2.0"]
+    assert json.loads(jsonl.read_text().splitlines()[0]) == {"id": "a", "score": 1.0}
