@@ -20,6 +20,7 @@ from pipeline.cli import (
     completion,
     control_verbs,
     log_verbs,
+    model_verbs,
     plan_verbs,
     report_verbs,
     run_verbs,
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 EPILOG = "Exit codes: 0 ok, 1 a bug, 2 configuration, 3 data, 4 damage, 5 infeasible, 6 refused, 7 a job failed."
 INTERRUPTED = 130
-READING = ("plan", "status", "logs", "report", "cache", "config", "doctor", "weights")
+READING = ("plan", "status", "logs", "report", "cache", "config", "doctor", "weights", "model")
 
 app = typer.Typer(
     name="pipeline",
@@ -61,6 +62,7 @@ app.command("cancel")(control_verbs.cancel_command)
 app.command("completion")(setup_verbs.completion_command)
 app.add_typer(cache_verbs.app, name="cache")
 app.add_typer(weights_verbs.app, name="weights")
+app.add_typer(model_verbs.app, name="model")
 app.add_typer(setup_verbs.config_app, name="config")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -149,3 +150,57 @@ def test_a_named_model_predicts_another_data_set_and_nothing_is_trained(
     assert Path(told["source"]).parent.parent == model
     again = pipeline("submit", "--stage", "predict", "--model", str(model), *data, "--follow")
     assert "predict: 2 items: 2 cached, 0 to do" in again.err
+
+
+def test_an_exported_model_is_used_where_nothing_else_of_it_is(
+    pipeline: Command, project: Trained, others: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (model,) = (project.folder / "models").iterdir()
+    data = ("--set", "data.source=glob", "--set", f"data.path={others}")
+    assert pipeline("submit", "--stage", "predict", "--model", model.name, *data, "--follow").code == 0
+    (here,) = (project.folder / "predictions").iterdir()
+    project.file.parent.mkdir(exist_ok=True)
+    project.file.write_text(project.content)
+    shown = pipeline("model", "show", model.name)
+    assert (shown.code, shown.err) == (0, "")
+    for part in ("trained_task:Own", "step-", "manifest.csv", "esm2_tiny.pt", "- test (5 items", *project.figures):
+        assert part in shown.out, shown.out
+    away = tmp_path / "away"
+    done = pipeline("model", "export", model.name, str(away))
+    assert done.code == 0, done.err
+    (away / "weights").mkdir()
+    shutil.copy(project.folder / "weights" / "esm2_tiny.pt", away / "weights")
+    monkeypatch.chdir(away)
+    used = pipeline("submit", "--stage", "predict", "--model", ".", *data, "--follow")
+    assert used.code == 0, used.err
+    (there,) = (away / "predictions").iterdir()
+    assert rows(there)[0]["id"] == rows(here)[0]["id"] == "new90"
+    mine, theirs = arrays(here), arrays(there)
+    assert list(mine) == list(theirs)
+    for name, array in mine.items():
+        np.testing.assert_allclose(theirs[name], array, rtol=1e-5)
+    assert not (away / "models").exists()
+    weights = away / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    shutil.rmtree(away / "predictions")
+    damaged = pipeline("submit", "--stage", "predict", "--model", ".", *data, "--follow")
+    assert damaged.code != 0
+    assert "their digest differs" in damaged.err + "".join(path.read_text() for path in away.glob("runs/*/logs/*"))
+
+
+def test_a_model_is_refused_where_the_configuration_would_feed_it_other_inputs(
+    pipeline: Command, project: Trained, others: Path
+) -> None:
+    (model,) = (project.folder / "models").iterdir()
+    data = ("--set", "data.source=glob", "--set", f"data.path={others}", "--set", "graph.neighbours=5")
+    done = pipeline("submit", "--stage", "predict", "--model", model.name, *data, "--follow")
+    assert done.code == 2
+    assert "graph.neighbours: 8 (here 5)" in done.err
+    assert "--set graph.neighbours=8" in done.err
+    unknown = pipeline("submit", "--stage", "predict", "--model", "nobody", "--follow")
+    assert unknown.code == 2
+    assert f"there is no such model; there are: {model.name}" in unknown.err
+    other_stage = pipeline("submit", "--stage", "train", "--model", model.name)
+    assert (other_stage.code, "--stage is train" in other_stage.err) == (2, True)

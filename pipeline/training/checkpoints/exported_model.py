@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pipeline.errors import JobFailed
+from pipeline.errors import ConfigError, DataError
 from pipeline.keys import content_digest
 from pipeline.store.format.disk import Disk
 from pipeline.training.checkpoints.checkpoint_reader import open_checkpoint
@@ -34,7 +34,7 @@ EXPORT_FORMAT = 1
 
 def write_export(folder: Path, checkpoint: Path, card: Mapping[str, Any]) -> dict[str, Any]:
     """Write a checkpoint's weights and then the card, completed by what is known of the weights; return the card."""
-    tensors = weights_of(checkpoint)
+    tensors = checkpoint_weights(checkpoint)
     written = write_tensors(Disk(), folder / WEIGHTS, tensors)
     parameters = sum(tensor.numel() for tensor in tensors.values())
     weights = {"bytes": written.bytes, "digest": written.digest, "tensors": len(tensors), "parameters": parameters}
@@ -44,7 +44,7 @@ def write_export(folder: Path, checkpoint: Path, card: Mapping[str, Any]) -> dic
     return whole
 
 
-def weights_of(checkpoint: Path) -> dict[str, Tensor]:
+def checkpoint_weights(checkpoint: Path) -> dict[str, Tensor]:
     """Return a checkpoint's weights by the model's own names; of those with moving averages, these."""
     loaded = open_checkpoint(checkpoint)
     if loaded.is_divided:
@@ -66,11 +66,11 @@ def read_export(folder: Path) -> dict[str, Any]:
     digest, _, body = path.read_bytes().partition(b"\n")
     if digest != content_digest(body).hex().encode():
         problem = "its bytes are not those that were written"
-        raise JobFailed(problem, where=str(path), remedy="copy the folder again, or export the model anew")
+        raise DataError(problem, where=str(path), remedy="copy the folder again, or export the model anew")
     card: dict[str, Any] = json.loads(body)
     if card["format"] != EXPORT_FORMAT:
         problem = f"an exported model of format {card['format']}; this version of pipeline reads {EXPORT_FORMAT}"
-        raise JobFailed(problem, where=str(path), remedy="use the version of pipeline that wrote it, or a newer one")
+        raise ConfigError(problem, where=str(path), remedy="use the version of pipeline that wrote it, or a newer one")
     return card
 
 
