@@ -12,9 +12,9 @@ from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, DataError
 from pipeline.project.run_code import load_reader, load_task, source_digest, sources
 from pipeline.store.format.disk import Disk
-from pipeline.training.checkpoints.trained_weights import choose_checkpoint
 from pipeline.training.checkpoints.checkpoint_reader import read_manifest
 from pipeline.training.checkpoints.exported_model import EXPORT, read_export, write_export
+from pipeline.training.checkpoints.trained_weights import choose_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

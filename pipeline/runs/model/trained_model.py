@@ -12,9 +12,9 @@ from pipeline.config.load import from_resolved
 from pipeline.errors import ConfigError, DataError, PipelineError
 from pipeline.runs.dataset.reader_items import is_reader
 from pipeline.runs.model.prepare import embeddings_used
-from pipeline.training.checkpoints.trained_weights import BEST, LAST
 from pipeline.training.checkpoints.checkpoint_reader import MANIFEST
 from pipeline.training.checkpoints.exported_model import EXPORT, read_export
+from pipeline.training.checkpoints.trained_weights import BEST, LAST
 from pipeline.training.prepared import ModelFolder, Prepared
 
 if TYPE_CHECKING:
