@@ -228,6 +228,8 @@ def _headline(cleaning: Cleaning) -> str:
     from pipeline.store.maintenance.sweep import Fate
     from pipeline.units import format_bytes
 
+    if not cleaning.cache.is_there:
+        return f"cache {cleaning.cache.root}: no cache is there yet: nothing to clean"
     if not cleaning.files:
         waits = cleaning.young or cleaning.stays(*Fate)[0]
         return f"cache {cleaning.cache.root}: {'nothing can go now: see above' if waits else 'nothing to clean'}"

@@ -64,7 +64,7 @@ def find_config(explicit: Path | None) -> Path:
         if place.is_file():
             return place
     problem = f"no configuration: neither {' nor '.join(map(str, PLACES))} is here"
-    remedy = "pipeline demo DIR makes a complete project; or name a file with --config FILE"
+    remedy = "pipeline init   (writes one here; pipeline demo DIR makes a complete project; or --config FILE)"
     raise ConfigError(problem, where=str(Path.cwd()), remedy=remedy)
 
 

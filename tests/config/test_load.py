@@ -156,6 +156,7 @@ def test_file_is_found_in_the_promised_order(project: Path, monkeypatch: pytest.
 def test_no_configuration_anywhere_says_what_to_type() -> None:
     with pytest.raises(ConfigError, match=r"neither pipeline.yaml nor configs/pipeline.yaml") as refused:
         find_config(None)
+    assert refused.value.remedy.startswith("pipeline init")
     assert "pipeline demo DIR" in refused.value.remedy
 
 

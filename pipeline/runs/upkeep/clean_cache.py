@@ -195,8 +195,11 @@ def foresee_cleaning(
     project: Project, file: Path | None, asked: CleanRequest, *, on: Callable[[int], None] = lambda _items: None
 ) -> Cleaning:
     """Plan what to remove; nothing is changed. `on` is called with the number of items of the data set looked at."""
-    cache = open_marked(project.config.cache.root)
+    cache = CacheFolder(project.config.cache.root)
     try:
+        if not cache.disk.list_folder(cache.root):
+            return Cleaning(cache, asked, time.time(), {})
+        _refuse_unmarked(cache)
         return _foresee_readable(project, cache, file, asked, on)
     except PermissionError as error:
         what = f"the cache cannot be read: {error.strerror}"
@@ -237,14 +240,12 @@ def _foresee_readable(
     return cleaning
 
 
-def open_marked(root: Path) -> CacheFolder:
-    """Open a folder as a cache if it has a cache's marker; nothing else is ever cleaned."""
-    cache = CacheFolder(root)
-    if not cache.disk.exists(root / MARKER):
-        what = f"this is no cache: it has no {MARKER}" if cache.disk.exists(root) else "there is no such folder"
+def _refuse_unmarked(cache: CacheFolder) -> None:
+    """Refuse a folder without a cache's marker; nothing else is ever cleaned."""
+    if not cache.disk.exists(cache.root / MARKER):
+        what = f"this is no cache: it has no {MARKER}"
         remedy = "pipeline config show   (cache.root is to be the folder of a cache, or --set cache.root=FOLDER)"
-        raise CacheUnusable(what, where=str(root), remedy=remedy)
-    return cache
+        raise CacheUnusable(what, where=str(cache.root), remedy=remedy)
 
 
 def _cache_time(cache: CacheFolder) -> float:
