@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -126,16 +127,30 @@ def _cgroup_folders(proc: Path, cgroups: Path) -> Iterator[Path]:
                 yield from (own, *(folder for folder in own.parents if folder.is_relative_to(root)))
 
 
-def is_alive(pid: int, born: float = 0.0) -> bool:
-    """Tell whether a process lives; `born` guards against a pid that now belongs to a later process."""
+def is_alive(pid: int, born: float = 0.0, *, seen: float = math.inf, uid: int | None = None) -> bool:
+    """Tell whether a process lives, and is not a later one with the same pid.
+
+    It was created at `born` (0: unknown), had begun its work at `seen`, and is of the user `uid`, as far as is known.
+    """
+    if min(born or seen, seen) < psutil.boot_time() - SAME_S:
+        return False
     try:
         process = psutil.Process(pid)
-        is_it = not born or abs(process.create_time() - born) < SAME_S
+        created = process.create_time()
+        is_it = abs(created - born) < SAME_S if born else created <= seen + SAME_S
         return is_it and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
     except psutil.AccessDenied:  # somebody else's, and there
-        return True
+        return uid is None or _owner(pid) in (None, uid)
+
+
+def _owner(pid: int) -> int | None:
+    """Return the user whose process it is; None where that is not told."""
+    try:
+        return (PROC / str(pid)).stat().st_uid
+    except OSError:
+        return None
 
 
 def born_at(pid: int) -> float:

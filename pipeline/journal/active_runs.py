@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.cluster import slurm_commands
 from pipeline.cluster.accounting import CommandFailed
-from pipeline.cluster.machine import is_alive
 from pipeline.cluster.verdict import Cause
 from pipeline.config.load import from_resolved
 from pipeline.errors import ConfigError, PipelineError
@@ -155,7 +154,7 @@ def is_abandoned(status: RunStatus, queue: QueueLook) -> bool:
     if status.state is not RunState.RUNNING:
         return False
     is_here = status.host == socket.gethostname()
-    if is_here and is_alive(status.pid, status.born):
+    if is_here and status.has_process:
         return False
     return not queue.queued(status.successors) if status.successors else is_here
 

@@ -9,6 +9,7 @@ from itertools import count, takewhile
 from typing import TYPE_CHECKING, Any
 
 from pipeline.cluster.job_spec import Limits, parse_ranges
+from pipeline.cluster.machine import is_alive
 from pipeline.cluster.verdict import Cause, Word
 from pipeline.journal.attempts import SILENCE, Ask, Attempt, TaskRecord
 from pipeline.journal.ledger import LedgerReader
@@ -222,7 +223,9 @@ class RunStatus:
     stages: dict[str, StageStatus] = field(default_factory=dict)
     host: str = ""
     pid: int = 0
-    born: float = 0.0  # when that process was created; 0: an older version did not record it
+    uid: int | None = None  # whose process it is; older versions recorded neither this nor the next
+    born: float = 0.0  # when it was created
+    seen: float = 0.0  # when it had begun its work
     visits: int = 0
     successors: tuple[JobId, ...] = ()  # supervisors that wait: the next, and its standby
     planned: tuple[str, ...] = ()  # the stages it is to do
@@ -239,11 +242,11 @@ class RunStatus:
         elif event.kind is EventKind.RUN_STARTED:
             self.state, self.started_at = RunState.RUNNING, self.started_at or event.at
             self.planned = tuple(data["stages"])
-            self._look_after(data)
+            self._look_after(event)
             self.error, self.exit_code, self.ended_at, self.successors = "", 0, 0.0, ()
         elif event.kind is EventKind.VISIT:
             self.visits = data["number"]
-            self._look_after(data)
+            self._look_after(event)
             if data.get("job"):
                 self.successors = tuple(dict.fromkeys((data["job"], *self.successors)))
         elif event.kind is EventKind.HANDED_OVER:
@@ -253,8 +256,14 @@ class RunStatus:
             self.error, self.exit_code, self.successors = data["error"], data["exit_code"], ()
             self.settle()
 
-    def _look_after(self, data: Mapping[str, Any]) -> None:
-        self.host, self.pid, self.born = data["host"], data["pid"], data.get("born", 0.0)
+    def _look_after(self, event: Event) -> None:
+        self.host, self.pid, self.uid = event.data["host"], event.data["pid"], event.data.get("uid")
+        self.born, self.seen = event.data.get("born", 0.0), event.at
+
+    @property
+    def has_process(self) -> bool:
+        """Whether the process of its last supervisor lives; to be asked on its host."""
+        return is_alive(self.pid, self.born, seen=self.seen, uid=self.uid)
 
     def abandon(self) -> None:
         """Mark the run as one without a supervisor."""
@@ -292,12 +301,15 @@ class RunStatus:
             stage.split(data["task"], data["into"], Ask(**data["ask"]), data["why"])
 
     def to_json(self) -> dict[str, Any]:
-        plain = {column.name: getattr(self, column.name) for column in fields(self) if column.name != "born"}
+        plain = {column.name: getattr(self, column.name) for column in fields(self) if column.name not in UNTOLD}
         return plain | {"state": self.state.value, "stages": [stage.to_json() for stage in self.in_order()]}
 
     def in_order(self) -> list[StageStatus]:
         """Return the stages in the order in which they began."""
         return sorted(self.stages.values(), key=lambda stage: stage.started_at)
+
+
+UNTOLD = ("born", "seen", "uid")  # they only tell a supervisor's process from others
 
 
 def _begin(stage: StageStatus, event: Event) -> None:

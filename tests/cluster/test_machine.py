@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from pipeline.cluster.machine import Machine, born_at, count_oom_kills, find_gpus, find_mem_bytes, is_alive
@@ -115,3 +117,25 @@ def test_what_has_ended_and_was_not_collected_is_not_alive() -> None:
     with subprocess.Popen([sys.executable, "-S", "-c", ""]) as child:
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
         assert not is_alive(child.pid)
+
+
+def test_a_process_that_may_not_be_looked_at_is_not_one_from_before_the_last_boot(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where /proc hides what others run, another user's process counted as the supervisor that had its number."""
+
+    def denied(_process: psutil.Process) -> float:
+        raise psutil.AccessDenied
+
+    monkeypatch.setattr(psutil.Process, "create_time", denied)
+    own = os.getpid()
+    assert is_alive(own, time.time(), uid=os.getuid())
+    assert not is_alive(own, psutil.boot_time() - 60)
+    assert not is_alive(own, seen=psutil.boot_time() - 60)
+    assert not is_alive(own, time.time(), uid=os.getuid() + 1)
+
+
+def test_a_process_that_began_after_it_was_seen_is_another() -> None:
+    own = os.getpid()
+    assert is_alive(own, seen=time.time())
+    assert not is_alive(own, seen=born_at(own) - 60)

@@ -8,6 +8,7 @@ import socket
 from datetime import datetime, timezone
 from pathlib import Path
 
+import psutil
 import pytest
 
 from pipeline.errors import ConfigError, JobFailed
@@ -98,6 +99,15 @@ def test_a_run_whose_supervisor_is_gone_is_abandoned_with_its_stage(folder: RunF
     begin(folder, HOST, child)
     status = status_of(folder)
     assert (status.state, status.stages["scan"].state) == (RunState.ABANDONED, RunState.ABANDONED)
+
+
+def test_a_run_whose_supervisors_number_went_to_a_later_process_is_abandoned(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a reboot; versions before wrote down no start of the supervisor, but when it began its work."""
+    monkeypatch.setattr(ledger_module.time, "time", lambda: psutil.Process().create_time() - 3600)
+    begin(folder, HOST, os.getpid())
+    assert status_of(folder).state is RunState.ABANDONED
 
 
 def test_of_another_host_nobody_can_say_that_it_is_gone(folder: RunFolder) -> None:

@@ -205,7 +205,7 @@ class Run:
         return self.folder.name
 
     def now(self) -> RunStatus:
-        """Return how it stands, from its files alone."""
+        """Return how it stands, by its files and the queue."""
         return status_of(self.folder)
 
     def reported(self) -> dict[str, Any]:

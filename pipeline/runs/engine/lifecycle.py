@@ -14,10 +14,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
-
 from pipeline.cluster.job_spec import format_ranges, parse_ranges
-from pipeline.cluster.machine import is_alive
 from pipeline.command_line import Command
 from pipeline.config.load import dump_resolved, from_resolved
 from pipeline.config.masking import without_secrets
@@ -177,19 +174,12 @@ def foresee(status: RunStatus, executor: Executor, stage: str | None) -> Cancell
     return Cancellation(jobs, tasks, supervisors, status.pid if here and not status.successors else 0)
 
 
-def _is_ours(status: RunStatus) -> bool:
-    """Tell whether the supervisor's process is alive; old runs recorded no start time, so its command must be ours."""
-    if not is_alive(status.pid, status.born):
-        return False
-    return bool(status.born) or any("pipeline" in word for word in psutil.Process(status.pid).cmdline())
-
-
 def cancel(folder: RunFolder, status: RunStatus, executor: Executor, what: Cancellation, stage: str | None) -> None:
     """Cancel a run or a stage: supervisors first, so that none repairs what is meant to end."""
     for job in reversed(what.supervisors):  # the standby before its visit
         executor.cancel([job])
-    if what.process and _is_ours(status):
-        with suppress(ProcessLookupError):
+    if what.process and status.has_process:
+        with suppress(ProcessLookupError, PermissionError):
             os.kill(what.process, signal.SIGTERM)
     executor.cancel(what.jobs)
     if stage is not None or status.state in ENDED:

@@ -168,7 +168,8 @@ class Supervisor:
 
     def _begin(self) -> None:
         """Record that this process is the supervisor, and take over the jobs of the one before it."""
-        about = {"host": socket.gethostname(), "pid": os.getpid(), "born": born_at(os.getpid()), "job": own_job()}
+        pid = os.getpid()
+        about = {"host": socket.gethostname(), "pid": pid, "born": born_at(pid), "uid": os.getuid(), "job": own_job()}
         if self.status.state is RunState.WAITING:
             self._emit(EventKind.RUN_STARTED, stages=[stage.name for stage in self.stages], **about)
         self._emit(EventKind.VISIT, number=self.number, **about)
