@@ -25,7 +25,8 @@ Yes = Annotated[bool, typer.Option("--yes", help="Do it; else only say what woul
 
 
 def resume_command(run: Run = None, config: ConfigFile = None, sets: Sets = None) -> None:
-    """Take up a run that nobody looks after any more: its supervisor or its login process died."""
+    """Take up a run that nobody looks after any more, or that was stopped, cancelled or failed before it was done."""
+    from pipeline.cli.run_verbs import begin_again
     from pipeline.errors import ConfigError
     from pipeline.journal.run_status import ENDED, RunState, StatusReader
     from pipeline.project.project import stays
@@ -33,9 +34,12 @@ def resume_command(run: Run = None, config: ConfigFile = None, sets: Sets = None
 
     folder, frozen, executor, status = _opened(run, config, sets)
     with executor:
-        if status.state in ENDED:
+        if status.state is RunState.DONE:
             problem, again = f"run {folder.name} has ended: it is {status.state.value}", folder.again.read_text()
             raise ConfigError(problem, where=str(folder.path), remedy=f"{again}   (does what is missing)")
+        if status.state in ENDED:
+            begin_again(folder, frozen, status, executor)
+            return
         if status.state is RunState.RUNNING:
             watch = f"watch it: pipeline status {folder.name} --watch"
             typer.echo(f"run {folder.name} is looked after: nothing to do\n  {watch}")

@@ -125,7 +125,7 @@ def _follow(folder: RunFolder, wanted: LogChoice, rank: int | None = None) -> No
     """Print new lines of logs until the run has ended."""
     import time
 
-    from pipeline.journal.active_runs import is_abandoned, look_at_queue
+    from pipeline.journal.active_runs import current_status
     from pipeline.journal.run_logs import Follower
 
     follower, last, looked_at = Follower(folder, wanted), "", time.monotonic()
@@ -140,8 +140,7 @@ def _follow(folder: RunFolder, wanted: LogChoice, rank: int | None = None) -> No
         if follower.ended:
             break
         if time.monotonic() - looked_at > LOOK_AFTER_S:
-            if is_abandoned(follower.status, look_at_queue(follower.status)):
-                follower.status.abandon()
+            current_status(follower.reader)
             looked_at = time.monotonic()
         time.sleep(FOLLOW_EVERY_S)
     typer.echo(f"run {folder.name}: {follower.status.state.value}", err=True)

@@ -205,6 +205,25 @@ def run_to_its_end(
             raise with_typed_command(error, typed) from None
 
 
+def begin_again(folder: RunFolder, config: Config, status: RunStatus, executor: Executor) -> None:
+    """Start a run that does what an ended one has left undone, with its configuration and the user's code of then."""
+    import json
+
+    from pipeline.errors import SubmissionRefused
+    from pipeline.project.project import Project
+    from pipeline.project.restriction import only_of
+    from pipeline.runs.workflow.table import with_typed_command
+
+    project = Project.open(config, beside=folder.task_root, strict=True, only=only_of(folder), executor=executor)
+    stages, typed = json.loads(folder.stages.read_text()), folder.command()
+    typer.echo(f"run {folder.name} has ended ({status.state.value}); what it has left undone is done by a new run")
+    try:
+        _check_first(project, stages, executor)
+        _start(project, stages, typed, executor, follow=False)
+    except SubmissionRefused as error:
+        raise with_typed_command(error, typed) from None
+
+
 def _status_of(folder: RunFolder) -> str:
     """Return the command that watches a run, with its path from the current folder."""
     return f"pipeline status {shlex.quote(os.path.relpath(folder.path))} --watch"
@@ -315,25 +334,29 @@ def _shown(live: StageBars) -> Callable[[RunStatus], None]:
 
 
 def _watch(folder: RunFolder, ended: Callable[[RunStatus], None]) -> None:
-    """Show a run that another process supervises until it has ended; Ctrl-C does not stop it."""
+    """Show a run that another process supervises until it has ended or nobody does; Ctrl-C does not stop it."""
     import time
 
     from pipeline.errors import JobFailed
+    from pipeline.journal.active_runs import GOING_ON, Sparing, current_status
     from pipeline.journal.run_status import RunState, StatusReader
     from pipeline.report.live_status import StageBars
 
-    reader = StatusReader(folder)
+    reader, ask = StatusReader(folder), Sparing()
     with StageBars() as live:
         show = _shown(live)
         try:
-            while reader.status.state in (RunState.WAITING, RunState.RUNNING):
-                show(reader.read())
+            while reader.status.state in GOING_ON:
+                show(current_status(reader, ask)[0])
                 time.sleep(WATCH_EVERY_S)
         except KeyboardInterrupt:
             typer.echo(f"\nthe run goes on: {_status_of(folder)}", err=True)
             raise
     status = reader.status
     ended(status)
+    if status.state is RunState.ABANDONED:
+        what = f"nobody looks after run {folder.name} any more: its supervisor is gone; finished work is kept"
+        raise JobFailed(what, where=str(folder.path), remedy=f"pipeline resume {folder.name}")
     if status.exit_code:
         failed = JobFailed(status.error)
         failed.exit_code = status.exit_code  # type: ignore[misc]  # the run's own

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 ASK_S = 5.0
 ASK_AGAIN_S = 10.0  # at most so often, by those who watch a run for days
 GOING_ON = (RunState.WAITING, RunState.RUNNING)
+BEGINS_WITHIN_S = 600.0  # a supervisor that has said nothing for so long died before it began
 
 
 @dataclass(frozen=True)
@@ -137,9 +138,10 @@ def current_status(
 ) -> tuple[RunStatus, QueueLook]:
     """Return the status of a run, and the queue's word on its jobs; a running one without a supervisor is abandoned."""
     queue = ask(reader.read())
-    if is_abandoned(reader.status, queue):
-        queue = look_at_queue(reader.read())  # a visit may have handed over since
-        if is_abandoned(reader.status, queue):
+    if is_abandoned(reader, queue):
+        reader.read()  # a visit may have handed over since
+        queue = look_at_queue(reader.status)
+        if is_abandoned(reader, queue):
             reader.status.abandon()
     return reader.status, queue
 
@@ -149,8 +151,11 @@ def status_of(folder: RunFolder) -> RunStatus:
     return current_status(StatusReader(folder))[0]
 
 
-def is_abandoned(status: RunStatus, queue: QueueLook) -> bool:
-    """Tell whether a running run has lost its supervisor; False where that cannot be known from here."""
+def is_abandoned(reader: StatusReader, queue: QueueLook) -> bool:
+    """Tell whether a run has lost its supervisor, or never had one; False where that cannot be known from here."""
+    status = reader.status
+    if status.state is RunState.WAITING:
+        return time.time() - reader.folder.stages.stat().st_mtime > BEGINS_WITHIN_S
     if status.state is not RunState.RUNNING:
         return False
     is_here = status.host == socket.gethostname()
@@ -256,7 +261,7 @@ def hidden(runs: Path) -> list[str]:
 def _goes_on(folder: RunFolder) -> bool:
     """Tell whether a run is active; the jobs of an abandoned run count."""
     status, queue = current_status(StatusReader(folder))
-    if status.state is RunState.WAITING:
+    if not status.started_at:
         return time.time() - folder.path.stat().st_mtime < HEARD_OF_S
     live = [job for stage in status.stages.values() for job in stage.live]
     return status.state is RunState.RUNNING or (status.state is RunState.ABANDONED and bool(queue.queued(live)))

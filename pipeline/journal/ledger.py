@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from pipeline.journal.run_folder import RunFolder
 
 SUFFIX = ".jsonl"
+SUPERVISOR = "supervisor"  # the writer of a visit is this and its number
 _decode = json.JSONDecoder().raw_decode  # faster than loads; an event's text begins with its object
 _KINDS = {kind.value: kind for kind in EventKind}
 _STARTED, _PROGRESS, _FINISHED = (
@@ -150,6 +151,19 @@ def _event(line: bytes, writer: str) -> Event | None:
         return Event(kind=_KINDS[data.pop("kind")], at=data.pop("at"), writer=writer, data=data)
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
+
+
+def has_ended(folder: RunFolder) -> bool:
+    """Tell whether a run has ended by the last event of its last supervisor, which is cheap; False where that fails."""
+    try:
+        last = max(int(path.name) for path in folder.claims.iterdir())
+        with (folder.events / f"{SUPERVISOR}-{last:06d}{SUFFIX}").open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - READ_BYTES))
+            lines = file.read().splitlines()
+    except (OSError, ValueError):
+        return False
+    event = _event(lines[-1], SUPERVISOR) if lines else None
+    return event is not None and event.kind is EventKind.RUN_ENDED
 
 
 def write_rejections(path: Path, rejections: Iterator[dict[str, Any]]) -> int:

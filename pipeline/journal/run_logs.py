@@ -214,14 +214,14 @@ class Follower:
     """Follows the logs of a run until it has ended; logs may appear late, shrink or be replaced."""
 
     def __init__(self, folder: RunFolder, wanted: LogChoice) -> None:
-        self._folder, self._wanted, self._reader = folder, wanted, StatusReader(folder)
+        self._folder, self._wanted, self.reader = folder, wanted, StatusReader(folder)
         self._places: dict[str, _Place] = {}
         self._over: set[str] = set()  # logs to which nothing will be added, read to their end
         self._first = True
 
     @property
     def status(self) -> RunStatus:
-        return self._reader.status
+        return self.reader.status
 
     @property
     def ended(self) -> bool:
@@ -230,7 +230,7 @@ class Follower:
 
     def fresh(self) -> Iterator[tuple[Log, str, str]]:
         """Yield new text, with its log and its file."""
-        self._reader.read()
+        self.reader.read()
         for log in self._logs():
             last = self.ended or not log.live
             for path in log.paths:

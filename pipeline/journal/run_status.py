@@ -387,7 +387,7 @@ class StatusReader:
         self, folder: RunFolder, take: Callable[[Event], object] = lambda _event: None, *, whole: bool = False
     ) -> None:
         """Give each event to `take`, too: those that the status needs, or where `whole` is set all of them."""
-        self.status, self._take = RunStatus(folder.name), take
+        self.folder, self.status, self._take = folder, RunStatus(folder.name), take
         ledger = LedgerReader(folder)
         self._events = ledger.fresh if whole else ledger.latest
 

@@ -11,6 +11,7 @@ import socket
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
+from itertools import filterfalse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,8 +21,8 @@ from pipeline.config.load import dump_resolved, from_resolved
 from pipeline.config.masking import without_secrets
 from pipeline.errors import ConfigError, JobFailed, SubmissionRefused
 from pipeline.journal import run_folder as folders
-from pipeline.journal.active_runs import status_of
-from pipeline.journal.ledger import Ledger
+from pipeline.journal.active_runs import GOING_ON, status_of
+from pipeline.journal.ledger import SUPERVISOR, Ledger, has_ended
 from pipeline.journal.run_folder import runs_in, writing_run
 from pipeline.journal.run_status import ENDED, RunState, StatusReader
 from pipeline.project.restriction import EVERYTHING, Only
@@ -105,19 +106,15 @@ def scripts(project: Project, plans: Sequence[StagePlan], executor: Executor) ->
     yield "supervise.sbatch", executor.script_for(supervisor_spec(None, project.config, "1"))
 
 
-LOOKED_AT = 20  # runs, the newest
-
-
 def refuse_double(config: Config, stages: Sequence[str], only: Only = EVERYTHING) -> RunFolder | None:
     """Return an active run that does exactly this; raise SubmissionRefused for one that does it in another way."""
-    for folder in reversed(runs_in(config.cluster.runs)[-LOOKED_AT:]):
+    for folder in filterfalse(has_ended, reversed(runs_in(config.cluster.runs))):
         other_stages: Sequence[str] = json.loads(folder.stages.read_text())
         if not _has_same_work(folder, config) or _only_looks(stages) != _only_looks(other_stages):
             continue
-        status = status_of(folder)
-        if status.state not in (RunState.RUNNING, RunState.WAITING):
+        if status_of(folder).state not in GOING_ON:
             continue
-        is_part = set(stages) <= set(status.planned)
+        is_part = set(stages) <= set(other_stages)
         is_confined = folder.only.exists() or not only.is_all  # to a list of what to do, and perhaps to another
         if is_part and not is_confined and folder.config.read_text() == dump_resolved(config):
             return folder
@@ -186,7 +183,7 @@ def cancel(folder: RunFolder, status: RunStatus, executor: Executor, what: Cance
         return
     now = StatusReader(folder).read()  # a supervisor may have submitted more before it ended
     executor.cancel([job for row in now.stages.values() for job in row.live])
-    ledger = Ledger(folder, f"supervisor-{claim_visit(folder, status.visits + 1):06d}")
+    ledger = Ledger(folder, f"{SUPERVISOR}-{claim_visit(folder, status.visits + 1):06d}")
     error = f"cancelled by {getpass.getuser()} on {socket.gethostname()}; finished work is kept"
     ledger.emit(EventKind.RUN_ENDED, state=RunState.STOPPED.value, error=error, exit_code=STOPPED_CODE)
     ledger.close()

@@ -32,7 +32,7 @@ from pipeline.config.load import from_resolved
 from pipeline.config.masking import without_secrets
 from pipeline.config.site_profiles import shipped
 from pipeline.errors import CacheFull, CacheUnusable, PipelineError, SubmissionRefused
-from pipeline.journal.ledger import Ledger, LedgerReader
+from pipeline.journal.ledger import SUPERVISOR, Ledger, LedgerReader
 from pipeline.journal.run_folder import RunFolder
 from pipeline.journal.run_status import ENDED, RunState, RunStatus, StatusReader
 from pipeline.project.project import Project, open_executor
@@ -84,7 +84,7 @@ class Supervisor:
         self.reader, self.status, self.page = LedgerReader(folder), RunStatus(folder.name), Page(folder, self.config)
         self._catch_up()
         self.number = claim_visit(folder, self.status.visits + 1)
-        self.ledger = Ledger(folder, writer := f"supervisor-{self.number:06d}")
+        self.ledger = Ledger(folder, writer := f"{SUPERVISOR}-{self.number:06d}")
         self.reader.skip(writer)
         self.stages = [table.stage(name, self.config) for name in json.loads(folder.stages.read_text())]
         self.dispatch = Dispatch(folder, self.config, executor, self._emit)

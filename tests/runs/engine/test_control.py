@@ -6,18 +6,24 @@ import json
 import os
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
 from pipeline.config.load import read_config
+from pipeline.errors import SubmissionRefused
+from pipeline.journal.active_runs import status_of
+from pipeline.journal.ledger import Ledger
 from pipeline.journal.run_folder import RunFolder, runs_in
+from pipeline.journal.run_status import RunState
 from pipeline.project.run_code import freeze
+from pipeline.records import EventKind
 from pipeline.runs.engine.handover import claim_visit, claimed_after
-from pipeline.runs.engine.lifecycle import new_run
+from pipeline.runs.engine.lifecycle import new_run, refuse_double
 from tests.command import Command
 from tests.projects import MakeProject
-from tests.runs.engine.test_submit import PIPELINE, newest_status, wait_for
+from tests.runs.engine.test_submit import DEADLINE_S, PIPELINE, newest_status, wait_for
 
 SUBMIT = ("submit", "--stage", "scan")
 ONE_BY_ONE = ("--set", "cluster.scan.items_per_task=20", "--set", "cluster.slots.cpus=1")
@@ -154,3 +160,72 @@ def test_run_folders_are_private_unless_they_are_not_meant_to_be(
 ) -> None:
     config = read_config(make_project(1) / "pipeline.yaml", [f"cluster.private={json.dumps(private)}"]).config
     assert new_run(config, ["scan"]).path.stat().st_mode & 0o777 == mode
+
+
+def ends(run: RunFolder, state: str = "done") -> RunFolder:
+    """Let a run end, as its supervisor would tell it."""
+    ledger = Ledger(run, f"supervisor-{claim_visit(run, 1):06d}")
+    ledger.emit(EventKind.RUN_STARTED, stages=["scan"], host="elsewhere", pid=1)
+    ledger.emit(EventKind.RUN_ENDED, state=state, error="", exit_code=0)
+    ledger.close()
+    return run
+
+
+def test_following_a_run_ends_when_nobody_looks_after_it_any_more(make_project: MakeProject) -> None:
+    folder = make_project(400)
+    run = begin(folder)
+    said = folder / "said"
+    with said.open("w") as output:
+        words = [PIPELINE, *SUBMIT, *ONE_BY_ONE, "--follow"]
+        follower = subprocess.Popen(words, cwd=folder, stdout=output, stderr=output)
+    try:
+        wait_for("it to follow", lambda: "is doing this already" in said.read_text())
+        os.kill(pid_of(folder), signal.SIGKILL)
+        assert follower.wait(timeout=DEADLINE_S) == 7
+    finally:
+        follower.kill()
+    assert f"nobody looks after run {run.name} any more" in said.read_text()
+    assert f"next: pipeline resume {run.name}" in said.read_text()
+
+
+def test_a_second_submission_joins_a_run_whose_supervisor_has_not_begun(make_project: MakeProject) -> None:
+    config = read_config(make_project(1) / "pipeline.yaml").config
+    run = new_run(config, ["scan", "embed"])
+    assert refuse_double(config, ["scan"]) == run
+    with pytest.raises(SubmissionRefused, match="already"):
+        refuse_double(config, ["scan", "graph"])
+
+
+def test_a_run_that_never_began_stands_in_nobodys_way(make_project: MakeProject) -> None:
+    config = read_config(make_project(1) / "pipeline.yaml").config
+    run = new_run(config, ["scan"])
+    long_ago = time.time() - 3600
+    os.utime(run.stages, (long_ago, long_ago))
+    assert refuse_double(config, ["scan"]) is None
+    assert status_of(run).state is RunState.ABANDONED
+
+
+def test_a_run_is_found_however_many_have_ended_since(make_project: MakeProject) -> None:
+    config = read_config(make_project(1) / "pipeline.yaml").config
+    going = new_run(config, ["scan"])
+    for _ in range(25):
+        ends(new_run(config, ["scan"]))
+    assert refuse_double(config, ["scan"]) == going
+    ends(going)
+    assert refuse_double(config, ["scan"]) is None
+
+
+@pytest.mark.parametrize("state", ["stopped", "failed"])
+def test_a_run_that_was_ended_before_it_was_done_is_taken_up(
+    pipeline: Command, make_project: MakeProject, state: str
+) -> None:
+    folder = make_project(3)
+    run = ends(new_run(read_config(folder / "pipeline.yaml").config, ["scan"]), state)
+    done = pipeline("resume", run.name)
+    assert done.code == 0, done.err
+    assert f"run {run.name} has ended ({state}); what it has left undone is done by a new run" in done.out
+    wait_for("the run to end", lambda: newest_status(folder)["state"] == "done")
+    again = runs_in(folder / "runs")[-1]
+    assert again.name != run.name
+    assert (again.config.read_text(), again.stages.read_text()) == (run.config.read_text(), run.stages.read_text())
+    assert newest_status(folder)["stages"][0]["census"]["accepted"] == 3
