@@ -30,10 +30,12 @@ class PipelineError(Exception):
 
     exit_code: ClassVar[int] = 1
 
-    def __init__(self, what: str, *, where: str = "", remedy: str | Command = "") -> None:
+    def __init__(self, what: str, *, where: str = "", remedy: str | Command = "", item: str = "") -> None:
+        """Take what went wrong, where, what to type next, and the id of the item that it is about, if of one."""
         super().__init__(what)
         self.what = what
         self.where = where
+        self.item = item
         self.command = remedy if isinstance(remedy, Command) else None
         self.remedy = str(remedy)
 

@@ -51,6 +51,7 @@ class Reason(str, Enum):
     ROWS_MISMATCH = "rows_mismatch"
     KILLED_ITS_TASK = "killed_its_task"
     BAD_ENTRY = "bad_entry"  # of a reader's file
+    DAMAGED = "damaged"  # what the cache has of it
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from pipeline.cluster.fields import is_stuck
 from pipeline.cluster.job_spec import TaskState
 from pipeline.cluster.peers import PEER_LOST, failed_node, first_lost
+from pipeline.errors import CacheDamaged
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -47,6 +48,7 @@ class Cause(str, Enum):
     CRASHED = "crashed"  # ended by a signal that nobody is known to have sent
     CANCELLED = "cancelled"
     DISK = "disk"
+    DAMAGE = "damage"  # bytes in the cache are not what was written, and the worker could not go on without them
     REFUSED = "refused"  # the worker's own verdict on its input: the same again would end the same
     FAILED = "failed"
     LOST = "lost"  # it is over, or may be, and nobody knows how it went
@@ -241,7 +243,8 @@ def _exited(code: int, message: str) -> _Finding:
     if code == GO_ON or code - SIGNALLED in _POLITE:
         return Cause.INTERRUPTED, message or "was told to end and stopped in order"
     if code in _REFUSALS:
-        return Cause.REFUSED, message or f"exit code {code}: {_REFUSALS[code]}"
+        cause = Cause.DAMAGE if code == CacheDamaged.exit_code else Cause.REFUSED
+        return cause, message or f"exit code {code}: {_REFUSALS[code]}"
     if code - SIGNALLED in _AS_AFTER_SIGNALS:  # a program that the worker ran was killed
         return Cause.CRASHED, message or f"crashed by {_named(code - SIGNALLED)}"
     return Cause.FAILED, message or f"exit code {code}"

@@ -23,7 +23,7 @@ from pipeline.training.checkpoints.trained_weights import load_pretrained
 from pipeline.training.checkpoints.training_state import model_key
 from pipeline.training.evaluating.evaluator import Evaluator
 from pipeline.training.forensics.step_bundle import BundleCheckpoint as Reference
-from pipeline.training.items.item_source import ItemSource
+from pipeline.training.items.item_source import DamagedItems, ItemSource
 from pipeline.training.items.item_table import ItemTable
 from pipeline.training.items.loader import Loader
 from pipeline.training.items.residue_embeddings import Embeddings
@@ -75,6 +75,7 @@ class Job:
     measure: Callable[[Mapping[str, Any]], Mapping[str, Any]]  # sizes of a graph → the task's, for cropping
     remember: Callable[[int, float], None] = lambda _bytes, _s: None  # what a card held in an epoch, and a step took
     leave_out: frozenset[str] = frozenset()
+    damaged: DamagedItems | None = None  # what to do about records that cannot be read; None: that is an error
     settings: Mapping[str, Any] = field(default_factory=dict)  # the frozen configuration, for trackers
 
     def loader(self, items: Items, budget: int, *, shuffle: bool, batch: int, threads: int | None = None) -> Loader:
@@ -100,6 +101,7 @@ class Job:
             seed=self.train.seed,
             crop=self.prepared.crop or None,
             measure=self.measure,
+            mending=self.damaged,
         )
 
     def budget_of(self, budget: int) -> int:
@@ -125,6 +127,8 @@ def train(job: Job, before: int = 0) -> Generator[Reason | None, None, None]:
             before = max(before, done)
     finally:
         close(trainer)
+    if job.damaged is not None:
+        job.damaged.news()  # of the last validation
     job.tell.ended_by = trainer.ended_by
 
 
@@ -174,6 +178,7 @@ def trainer_of(job: Job) -> Trainer:
         ending=job.tell.ending,
         governor_of=lambda course: _governor(job, step, course, stepper.ladder),
         leave_out=job.leave_out,
+        damaged=job.damaged,
     )
     return trainer
 

@@ -290,7 +290,8 @@ class TestTheWorker:
     @pytest.mark.parametrize("code", range(2, 7))
     def test_that_refuses_is_believed(self, code: int) -> None:
         word = Word(started=True, exit_code=code, what="its own words")
-        assert judge_attempt(ended(TaskState.FAILED, code), word, "") == TaskVerdict(Cause.REFUSED, "its own words")
+        cause = Cause.DAMAGE if code == 4 else Cause.REFUSED
+        assert judge_attempt(ended(TaskState.FAILED, code), word, "") == TaskVerdict(cause, "its own words")
 
     @pytest.mark.parametrize("code", [2, 3, 5])
     def test_that_refuses_before_it_can_write_is_believed(self, code: int) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from pipeline.config.schema import Config
-    from pipeline.training.items.item_source import ItemSource
+    from pipeline.training.items.item_source import DamagedItems, ItemSource
     from pipeline.training.items.loader import Loader
     from pipeline.training.sampling.epoch_order import SamplerSettings
 
@@ -56,13 +56,13 @@ def open_loader(
     return Loader(source_of(project, table), rows, sampler, **options)
 
 
-def source_of(project: Project, table: ItemTable) -> ItemSource:
+def source_of(project: Project, table: ItemTable, mending: DamagedItems | None = None) -> ItemSource:
     """Return where a loader reads items from: the reader, cached graphs, or graphs built as they are read."""
     if reader_items.is_reader(project.config):
         return ReaderItems(reader_items.reader_of(project), table)
     graphs = project.graphs
     if project.config.graph.cache:
-        return CachedGraphs(graphs.store, table)
+        return CachedGraphs(graphs.store, table, mending)
     return BuiltGraphs(table, project.recipe, graphs.recipe)
 
 

@@ -287,9 +287,9 @@ class Supervisor:
         open_ = [task for task in status.work.values() if task.open]
         given_up = [task.last for task in open_ if task.last]
         again = self.folder.command()
-        return StageTrouble(
-            _describe(open_), status.waiting, again, _remedy(stage, given_up, again, stage.mem_bytes(self.project))
-        )
+        remedy = _remedy(stage, given_up, again, stage.mem_bytes(self.project))
+        is_damage = any(attempt.cause is Cause.DAMAGE for attempt in given_up)
+        return StageTrouble(_describe(open_), status.waiting, again, remedy, is_damage=is_damage)
 
     def _live(self) -> list[str]:
         """Return the jobs that have not ended."""
@@ -366,6 +366,8 @@ def _remedy(stage: Stage, failures: Sequence[Attempt], again: Command, planned_b
         if attempt.cause is Cause.TIMEOUT:
             enough = f"{math.ceil(2 * attempt.ask.time_s / 60)}m"
             return again.with_settings((f"cluster.{stage.name}.time", enough), then=KEPT)
+        if attempt.cause is Cause.DAMAGE:
+            return Command(("cache", "repair", "--yes"), then=f"   then   {again}{KEPT}")
     return again.with_settings(then="   (does only what is missing)")
 
 

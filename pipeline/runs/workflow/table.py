@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pipeline.command_line import Command
-from pipeline.errors import ConfigError, DataError, JobFailed, PipelineError
+from pipeline.errors import CacheDamaged, ConfigError, DataError, JobFailed, PipelineError
 from pipeline.records import StageName
 from pipeline.runs.dataset.reader_items import is_reader
 from pipeline.runs.workflow.apply_stages import EvaluateStage, PredictStage
@@ -107,6 +107,7 @@ class StageTrouble:
     waiting: int  # items that an earlier stage, which the run does not include, has still to do
     again: Command  # as typed
     remedy: Command
+    is_damage: bool = False  # of the cache
 
 
 def refuse_or_warn(
@@ -127,7 +128,8 @@ def refuse_or_warn(
     if judged.undone:
         unscanned = f" ({trouble.waiting:,} of them were not scanned before)" if trouble.waiting else ""
         what = f"{judged.undone:,} of {total:,} items are not done, such as {judged.first_undone}{unscanned}"
-        raise JobFailed("\n".join([what, *trouble.lines]), where=folder.name, remedy=trouble.remedy)
+        kind = CacheDamaged if trouble.is_damage else JobFailed
+        raise kind("\n".join([what, *trouble.lines]), where=folder.name, remedy=trouble.remedy)
     if judged.accepted == 0 and (total or not stage.may_be_empty) and project.only.is_all:
         remedy = f"pipeline status {folder.name}   (every reason: {folder.rejected})"
         raise DataError(f"none of {total} items can be used", where=str(data.path), remedy=remedy)

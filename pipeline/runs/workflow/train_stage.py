@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config.masking import without_secrets_in
 from pipeline.errors import ConfigError, PipelineError
 from pipeline.journal.attempts import left_out_items
+from pipeline.journal.ledger import LedgerReader
 from pipeline.journal.run_folder import writing_run
 from pipeline.project.run_code import blamed
-from pipeline.records import StageName
+from pipeline.records import EventKind, Item, Reason, StageName
 from pipeline.runs.dataset.loading import rows_of, source_of
 from pipeline.runs.dataset.reader_items import refuse_crop, unmade
-from pipeline.runs.dataset.worklist import Shard, StageSurvey, read_shard
+from pipeline.runs.dataset.worklist import Shard, StageSurvey, list_items, read_items, read_shard
 from pipeline.runs.model.prepare import (
     folder_of,
     items_of,
@@ -32,6 +36,7 @@ from pipeline.runs.model.prepare import (
 from pipeline.runs.model.rank_setup import join_ranks, log_line, staged
 from pipeline.runs.model.training_work import Work
 from pipeline.runs.workflow.stage import Judged, Stage
+from pipeline.stages.graph import graph
 from pipeline.training.prepared import ModelFolder, Prepared
 
 if TYPE_CHECKING:
@@ -116,8 +121,9 @@ class TrainStage(Stage):
         prepared = Prepared.from_json(json.loads(folder.plan(self.name).read_text()))
         ranks = join_ranks(project, folder, prepared, tell)
         try:
+            mend = partial(remake_graph, project, folder)
             project = staged(project, tables_of(project, prepared), ranks, tell, log_line)
-            job = job_of(project, folder, prepared, tell, ranks)
+            job = job_of(project, folder, prepared, tell, ranks, mend)
             with blamed(Work.of(project.config, beside=project.beside).task):
                 yield from train(job, read_shard(folder, self.name, task).start)
         except BaseException as error:
@@ -153,13 +159,17 @@ class TrainStage(Stage):
                 remedied.update(epoch.remedied)
             judged.remedied = dict(sorted(remedied.items()))
             judged.skipped = len(prepared.skipped)
+        judged.damaged = len(damaged_items(folder))
         return judged
 
     def check(self, project: Project, folder: RunFolder, judged: Trained) -> list[str]:  # noqa: ARG002
         """Return warnings about skipped items and recoveries from running out of memory."""
         skipped = f"{judged.skipped:,} items are too large for any plan and were left out (train.oversize: skip)"
         ooms = f"memory ended {judged.ooms:,} times; no step was lost   (pipeline replay RUN --step N)"
-        return [text for count, text in ((judged.skipped, skipped), (judged.ooms, ooms)) if count]
+        whose = "1 item was left out: its" if judged.damaged == 1 else f"{judged.damaged:,} items were left out: their"
+        damaged = f"{whose} records in the cache proved damaged   (pipeline cache repair --yes)"
+        counted = ((judged.skipped, skipped), (judged.ooms, ooms), (judged.damaged, damaged))
+        return [text for count, text in counted if count]
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,10 +203,18 @@ def latest(folder: ModelFolder) -> Manifest | None:
     return CheckpointFolder(folder.checkpoints, last=1, best=0, identity={}, tell=lambda _: None).latest()
 
 
-def job_of(project: Project, folder: RunFolder, prepared: Prepared, tell: Tell, ranks: Ranks) -> Any:
-    """Return the job of a rank of the training."""
+def job_of(
+    project: Project,
+    folder: RunFolder,
+    prepared: Prepared,
+    tell: Tell,
+    ranks: Ranks,
+    make_anew: Callable[[str, bytes], bool] | None = None,
+) -> Any:
+    """Return the job of a rank of the training; without `make_anew`, for graphs, damage is an error."""
     from pipeline.memory.footprint import MemoryChoice
     from pipeline.stages.train import Job
+    from pipeline.training.items.item_source import DamagedItems
 
     config = project.config
     work = Work.of(config, beside=project.beside)
@@ -213,12 +231,16 @@ def job_of(project: Project, folder: RunFolder, prepared: Prepared, tell: Tell, 
             made.settings.write_text(json.dumps(without_secrets_in(config.model_dump(mode="json")), indent=1))
     ranks.exchange({})
     device = "cuda" if config.cluster.train.gpus else "cpu"
+    damaged = None
+    if make_anew is not None:
+        spare, root = math.floor(config.data.max_rejected_fraction * len(table)), str(project.cache.root)
+        damaged = DamagedItems(make_anew, len(table), spare, root, refuse=tell.refuse, say=log_line)
     return Job(
         train=config.train,
         prepared=prepared,
         folder=made,
         make_step=lambda begin: _step(work, choice, ranks, device, begin, is_spread=prepared.sharded),
-        source=lambda items: source_of(project, items),
+        source=lambda items: source_of(project, items, damaged),
         embeddings=lambda: rows_of(project),
         stretches=[(stretch, stretch_items(table, sizes, stretch)) for stretch in prepared.stretches],
         validation=validation_items(project, prepared),
@@ -228,8 +250,28 @@ def job_of(project: Project, folder: RunFolder, prepared: Prepared, tell: Tell, 
         remember=lambda peak_bytes, step_s: remember_peak(config, folder, work, prepared, choice, peak_bytes, step_s),
         measure=work.task.cost,
         leave_out=frozenset(left_out_items(folder, StageName.TRAIN)),
+        damaged=damaged,
         settings=without_secrets_in(config.model_dump(mode="json")),
     )
+
+
+def remake_graph(project: Project, folder: RunFolder, name: str, key: bytes) -> bool:
+    """Make the graph of an item anew from its files; tell whether the cache has it then."""
+    graphs = project.graphs
+    entries = read_items(folder.items) if folder.items.exists() else list_items(project)
+    items = islice((entry for entry in entries if isinstance(entry, Item) and entry.id == name), 1)
+    try:
+        for _ in graph(items, project.recipe, graphs.recipe, graphs.store, project.config.cache.shard_bytes):
+            pass
+    except (PipelineError, OSError) as error:
+        log_line(f"the graph of {name} cannot be made anew: {error}")
+    return graphs.store.has_whole(key)
+
+
+def damaged_items(folder: RunFolder) -> list[str]:
+    """Return the items that a training left out when it found their records damaged."""
+    told = (event.data for event in LedgerReader(folder).fresh() if event.kind is EventKind.REFUSED)
+    return sorted({data["key"] for data in told if data["reason"] == Reason.DAMAGED.value})
 
 
 def novelty(project: Project) -> list[str]:
@@ -327,6 +369,7 @@ class Trained(Judged):
     monitor: str = ""
     ooms: int = 0
     skipped: int = 0
+    damaged: int = 0  # items that were left out as their records are damaged
     cropped: int = 0
     remedied: dict[str, int] = field(default_factory=dict)  # items for which each remedy was used, over all epochs
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import re
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -26,14 +27,15 @@ from pipeline.structures.parsing.structure_files import read_structure_file as r
 from pipeline.training.items.batch_layout import OF_GRAPHS, FieldForm, ItemArrays, parse_field
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
     from pipeline.graphs.item_graph import GraphRecipe
     from pipeline.protocol import Reader
     from pipeline.records import Item
-    from pipeline.store.store import Store
+    from pipeline.store.format.record import Record
+    from pipeline.store.store import RecordPlace, Store
     from pipeline.structures.parsing.structure_files import File
     from pipeline.training.items.item_table import ItemTable
 
@@ -44,6 +46,8 @@ log = logging.getLogger(__name__)
 GONE = frozenset({Reason.MISSING_FILE, Reason.UNREADABLE_FILE})  # it was there when the data set was prepared
 GRAPH_AGAIN = "pipeline submit --stage graph   (does only what is missing)"
 GRAPHS_ANEW = f"pipeline submit --stage graph   ({ANEW})"
+NAMED = 3  # items in a message
+MEND = "pipeline cache repair --yes   then   pipeline submit --stage train   (makes anew what is lost, and goes on)"
 SCAN_AGAIN = "pipeline submit --stage scan   (touch the file first if that finds nothing to do)"
 
 
@@ -54,21 +58,83 @@ class ItemSource(Protocol):
         """Yield each item's graph, or why it has none, by its number in the table, in the order given."""
 
 
+@dataclass(eq=False)
+class DamagedItems:
+    """Items of which a training finds damaged records: graphs are made anew, items without embeddings are left out.
+
+    Loaders ask it, from several threads; whether a training may go on without them all ranks decide between two steps.
+    """
+
+    make_anew: Callable[[str, bytes], bool]  # makes the graph of an item, of this key; whether it can be read then
+    items: int  # of the training
+    most: int  # of these that may be left out
+    where: str  # the cache
+    refuse: Callable[[str, Reason, str], None] = lambda _id, _reason, _detail: None  # tells of an item that is left out
+    say: Callable[[str], None] = lambda _: None
+    everywhere: set[str] = field(default_factory=set)  # that any rank leaves out
+
+    def __post_init__(self) -> None:
+        self._lock = Lock()
+        self._why: dict[str, str] = {}
+        self._told: set[str] = set()
+
+    def is_made_anew(self, error: PipelineError, key: bytes) -> bool:
+        """Make the graph of the error's item anew in the cache; tell whether it can be read now."""
+        with self._lock:
+            if error.item in self._why or not self.make_anew(error.item, key):
+                return False
+            self.say(f"{error.what}: made anew")
+            return True
+
+    def leave_out(self, error: PipelineError) -> Rejection:
+        """Return the error's item as one to leave out."""
+        with self._lock:
+            if error.item not in self._why:
+                self._why[error.item] = f"{error.where}: {error.what}"
+                self.say(f"{error.what}: {error.item} is left out")
+            return Rejection(error.item, Reason.DAMAGED, self._why[error.item])
+
+    def news(self) -> list[str]:
+        """Return the items that this rank leaves out since the last call, and tell of them."""
+        with self._lock:
+            new = [item for item in self._why if item not in self._told]
+            self._told.update(new)
+        for item in new:
+            self.refuse(item, Reason.DAMAGED, self._why[item])
+        return new
+
+    def too_many(self, new: set[str]) -> CacheDamaged | None:
+        """Take the items that any rank leaves out from now on; return the error if these are too many in all."""
+        self.everywhere |= new
+        if len(self.everywhere) <= self.most:
+            return None
+        named = ", ".join(sorted(self.everywhere)[:NAMED]) + (", …" if len(self.everywhere) > NAMED else "")
+        what = (
+            f"the records of {len(self.everywhere):,} of {self.items:,} items are damaged ({named}), more than"
+            " data.max_rejected_fraction allows to leave out; the training is saved"
+        )
+        return CacheDamaged(what, where=self.where, remedy=MEND)
+
+
 @dataclass(frozen=True, slots=True)
 class CachedGraphs:
     """Reads graphs from the cache, and verifies each."""
 
     store: Store
     table: ItemTable
+    mending: DamagedItems | None = None  # of graphs that cannot be read; without, that is an error
 
     def read(self, numbers: Sequence[int]) -> Iterator[ItemArrays | Rejection]:
         keys = [self.table.key(number) for number in numbers]
         for number, key, places in zip(numbers, keys, self.store.locate(keys), strict=True):
             id_ = self.table.ids[number]
             try:
-                record = self.store.get_at(key, places)
+                record = self._record(id_, key, places)
             except (CacheDamaged, RecordMissing) as error:
-                raise type(error)(f"the graph of {id_}: {error.what}", where=error.where, remedy=GRAPHS_ANEW) from error
+                if self.mending is None:
+                    raise
+                yield self.mending.leave_out(error)
+                continue
             meta = record.meta
             if "reason" in meta:  # stored in the graph's place
                 yield Rejection(id_, Reason(meta["reason"]), meta["detail"])
@@ -76,6 +142,17 @@ class CachedGraphs:
             if meta["format"] != graphs.FORMAT:
                 raise ValueError(f"the graph of {id_} is of format {meta['format']}, not {graphs.FORMAT}")
             yield ItemArrays(number, id_, record.arrays, meta, self.table.values(number))
+
+    def _record(self, id_: str, key: bytes, places: Sequence[RecordPlace]) -> Record:
+        """Return the record of a graph, made anew if it cannot be read and that is possible."""
+        try:
+            return self.store.get_at(key, places)
+        except (CacheDamaged, RecordMissing) as error:
+            what = f"the graph of {id_}: {error.what}"
+            lost = type(error)(what, where=error.where, remedy=GRAPHS_ANEW, item=id_)
+            if self.mending is None or not self.mending.is_made_anew(lost, key):
+                raise lost from error
+            return self.store.get(key)
 
 
 @dataclass(frozen=True, slots=True)

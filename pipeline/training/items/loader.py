@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
+from pipeline.errors import CacheDamaged, RecordMissing
 from pipeline.records import Rejection
 from pipeline.training.items.batch import BatchItems, BatchOrigin, ItemBatch
 from pipeline.training.items.batch_layout import EMBEDDING, ENCODED, BatchBuilder, EmbeddingForm
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
     from pipeline.training.items.batch_layout import ItemArrays
     from pipeline.training.items.crop import Measure
-    from pipeline.training.items.item_source import ItemSource
+    from pipeline.training.items.item_source import DamagedItems, ItemSource
     from pipeline.training.items.read_ahead import ReadBatch, Slot
     from pipeline.training.items.residue_embeddings import Embeddings, StoredEmbedding
     from pipeline.training.sampling.sampler import MicroBatch, Sampler
@@ -75,6 +76,7 @@ class Loader:
         None  # turns a batch's items into what is yielded
     )
     reject: Callable[[Rejection], None] = lambda _: None  # called for items that have no graph after all
+    mending: DamagedItems | None = None  # of embeddings that cannot be read; without, that is an error
 
     def __post_init__(self) -> None:
         if self.threads < 1:
@@ -170,6 +172,19 @@ class Loader:
     def _read(self, items: Sequence[int], micro: MicroBatch, room: Callable[[int], Bytes]) -> _Filled:
         """Read items into memory that `room` provides once the size is known; count the cropped ones."""
         read = list(self.graphs.read(items))
+        while True:
+            try:
+                return self._built(read, micro, room)
+            except (CacheDamaged, RecordMissing) as error:
+                if self.mending is None or not error.item:
+                    raise
+                rejection = self.mending.leave_out(error)
+                read = [rejection if item.id == rejection.id else item for item in read]
+
+    def _built(
+        self, read: Sequence[ItemArrays | Rejection], micro: MicroBatch, room: Callable[[int], Bytes]
+    ) -> _Filled:
+        """Join items that were read, and their embeddings."""
         whole = [item for item in read if not isinstance(item, Rejection)]
         arrays = whole
         if self.crop:

@@ -69,7 +69,7 @@ class Embeddings:
         for text, key in absent.items():
             what = f"a sequence of {wanted[text]} ({len(text):,} residues) has no embedding"
             what += f": record {key.hex()} is not in the cache"
-            raise RecordMissing(what, where=self._store.kind, remedy=EMBED_AGAIN)
+            raise RecordMissing(what, where=self._store.kind, remedy=EMBED_AGAIN, item=wanted[text])
         return stored
 
     def look_up(self, texts: Iterable[str]) -> tuple[dict[str, StoredEmbedding], dict[str, bytes]]:
@@ -137,7 +137,7 @@ class Embeddings:
         if row_R.max() >= total or row_R.min() < NO_ROW:
             what = f"residues of {item} have rows {row_R.min()} to {row_R.max()}; its embeddings have {total}"
             keys = ", ".join(copy.key.hex() for _, copy in copies) or "none"
-            raise CacheDamaged(what, where=f"embeddings {keys}", remedy=SUBMIT_AGAIN)
+            raise CacheDamaged(what, where=f"embeddings {keys}", remedy=SUBMIT_AGAIN, item=item)
 
     def _rows(self, text: str, copy: StoredEmbedding, width: int, item: str, room: Room) -> Rows:
         """Return the verified rows of a text [L, D]."""
@@ -146,7 +146,7 @@ class Embeddings:
         except (CacheDamaged, RecordMissing) as error:
             self._found.pop(_digest(text), None)
             what = f"the embedding of a sequence of {item}: {error.what}"
-            raise type(error)(what, where=error.where, remedy=EMBED_AGAIN) from error
+            raise type(error)(what, where=error.where, remedy=EMBED_AGAIN, item=item) from error
         rows_LD: Rows = record.arrays.get("rows", _NO_ROWS)
         is_of_dtype = ("rows" in record.bfloat16) == (self.dtype == "bfloat16")
         if rows_LD.shape != (len(text), width) or rows_LD.dtype != self._numpy or not is_of_dtype:
@@ -164,7 +164,7 @@ class Embeddings:
             return DataError(what, where=where, remedy="pipeline submit --stage embed --set embed.long.policy=windows")
         what = f"rows are {rows_LD.dtype} {shape}{f', cut {cut}' if cut else ''}"
         what += f"; of {len(text):,} residues, {self.dtype} [{len(text)}, {width}] was expected"
-        return CacheDamaged(what, where=where, remedy=ELSEWHERE)
+        return CacheDamaged(what, where=where, remedy=ELSEWHERE, item=item)
 
     def _any(self) -> Iterable[StoredEmbedding]:
         """Yield any embeddings of this recipe, for the width of a batch without embedded residues."""

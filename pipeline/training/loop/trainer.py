@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pipeline.memory.runtime.meters import HostMeter, Meter
     from pipeline.training.checkpoints.keeper import Keeper
     from pipeline.training.evaluating.evaluator import Evaluator
+    from pipeline.training.items.item_source import DamagedItems
     from pipeline.training.items.loader import Loader
     from pipeline.training.loop.observer import TrainingObserver
     from pipeline.training.loop.progress import RunningStretch
@@ -55,6 +56,7 @@ class Trainer:
     host: HostMeter | None = None
     ending: Callable[[], int] = lambda: 0  # by which signal it was told to end; 0: by none
     leave_out: frozenset[str] = frozenset()
+    damaged: DamagedItems | None = None  # what loaders could not read
 
     def __post_init__(self) -> None:
         self.standing = TrainingProgress(self.train.validation, self.courses[-1].epochs.stop)
@@ -213,6 +215,7 @@ class Trainer:
         report.is_due = is_late or bool(checkpoints.every and (self.done + 1) % checkpoints.every == 0)
         report.host_share = self.host.read().share if self.host else 0.0
         report.is_written = self.keeper.is_written
+        report.damaged = self.damaged.news() if self.damaged else []
 
     # What goes wrong
 
@@ -301,10 +304,14 @@ class Trainer:
         self.keeper.listen()
         self.ended_by = report.ending
         is_full = report.host_share >= NEAR  # left in order, and taken up with more
-        ends = bool(report.ending) or is_full
-        if ends or (report.is_due and not self._is_at_end(course)):  # an epoch ends with one anyway
+        damage = self.damaged.too_many(report.damaged) if self.damaged else None
+        ends = bool(report.ending) or is_full or damage is not None
+        is_due = report.is_due or bool(report.damaged)  # more may be damaged
+        if ends or (is_due and not self._is_at_end(course)):  # an epoch ends with one anyway
             self._save(None, wait=ends)
         self._since_s = time.monotonic()
+        if damage is not None:
+            raise damage
         if is_full and not report.ending:
             what = f"the host's memory is used to {report.host_share:.0%}: saved, to go on with more"
             raise JobFailed(what, where="training", remedy="pipeline resume") from MemoryError(what)

@@ -44,6 +44,7 @@ class RankReport:
     host_share: float = 0.0  # used share of the host's memory limit
     is_written: bool = False  # its part of a checkpoint that is saved in the background
     lost: str = ""  # why its parameters are half updated: memory ended within the optimizer
+    damaged: list[str] = field(default_factory=list)  # items that it leaves out from now on: their records are damaged
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -53,6 +54,7 @@ class RankReport:
         self.budget = min(self.budget, first.budget)
         self.ooms += first.ooms
         self.cropped += first.cropped
+        self.damaged = [*first.damaged, *self.damaged]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +116,11 @@ class StepReport:
     @property
     def lost(self) -> str:
         return next((f"rank {rank}: {report.lost}" for rank, report in enumerate(self.words) if report.lost), "")
+
+    @property
+    def damaged(self) -> set[str]:
+        """The items that any rank leaves out from now on."""
+        return {item for report in self.words for item in report.damaged}
 
     @property
     def is_written(self) -> bool:

@@ -1,0 +1,140 @@
+"""Damage that a running training finds: it goes on and says what became of the records, or ends and says what to do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file
+
+from pipeline.encoder.checkpoints.synth import write_random_checkpoint
+from pipeline.store.format.disk import Disk
+from pipeline.store.format.shard import read_table
+from pipeline.structures.synthetic import complex_pdb
+from tests.command import Command
+from tests.projects import settle
+
+pytestmark = pytest.mark.timeout(900)  # it trains for real, on machines that are shared
+
+ITEMS = 6
+CONFIG = """\
+data: {source: manifest, path: data/manifest.csv}
+embed: {weights: weights/esm2_tiny.pt}
+graph: {neighbours: 8}
+cluster: {executor: local, slots: {cpus: 2}}
+train:
+  task: "damaging_task:Damaging"
+  options: {embedding_dim: 16, width: 8, layers: 1, pair_width: 4}
+  effective_batch: 2
+  micro_batch: 1
+  epochs: 4
+  checkpoints: {minutes: 1000.0}
+"""
+TASK = '''\
+"""The reference task, which damages what a file names when so many items were seen."""
+
+import json
+import os
+from pathlib import Path
+
+from pipeline.tasks.interface import Interface
+
+ORDER = Path(os.environ["DAMAGE_ORDER"])
+SEEN = []
+
+
+class Damaging(Interface):
+    def collate(self, items, rng):
+        SEEN.extend(item.id for item in items)
+        if ORDER.exists() and len(SEEN) > 6:
+            order = json.loads(ORDER.read_text())
+            ORDER.unlink()
+            for name, places in order.items():
+                os.chmod(name, 0o644)
+                with open(name, "r+b", buffering=0) as file:
+                    for place in places:
+                        file.seek(place)
+                        value = file.read(1)[0]
+                        file.seek(place)
+                        file.write(bytes([value ^ 0x10]))
+        return super().collate(items, rng)
+'''
+SUBMIT = ("submit", "--stage", "train", "--follow")
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pipeline: Command) -> Path:
+    """Return a project whose graphs and embeddings are made; it trains for 4 epochs of 3 steps."""
+    (tmp_path / "data").mkdir()
+    rows = ["id,path,receptor_chains,ligand_chains"]
+    for number in range(ITEMS):
+        (tmp_path / "data" / f"c{number}.pdb").write_bytes(complex_pdb(number, 20, 20 + number))
+        rows.append(f"c{number},c{number}.pdb,A,B")
+    (tmp_path / "data" / "manifest.csv").write_text("\n".join([*rows, ""]))
+    settle(tmp_path / "data")
+    write_random_checkpoint(tmp_path / "weights" / "esm2_tiny.pt", layers=1, dim=16, heads=2)
+    (tmp_path / "damaging_task.py").write_text(TASK)
+    (tmp_path / "pipeline.yaml").write_text(CONFIG)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DAMAGE_ORDER", str(tmp_path / "order.json"))
+    for stage in ("graph", "embed"):
+        done = pipeline("submit", "--stage", stage, "--follow")
+        assert done.code == 0, done.err
+    return tmp_path
+
+
+def order_damage(project: Path, kind: str, records: int) -> None:
+    """Have the task damage so many records of a kind."""
+    order: dict[str, list[int]] = {}
+    for path in sorted((project / "cache" / kind / "shards").glob("*.safetensors")):
+        offsets = [int(offset) for offset in read_table(Disk(), path).rows["offset"]][:records]
+        order[str(path)], records = offsets, records - len(offsets)
+    (project / "order.json").write_text(json.dumps(order))
+
+
+def weights_of(models: Path) -> dict[str, object]:
+    """Return the trained model of a folder of models."""
+    newest = max(models.glob("*/checkpoints/step-*"))
+    return {name: array.tobytes() for name, array in load_file(newest / "state.safetensors").items()}
+
+
+def log_of(project: Path) -> str:
+    return "".join(path.read_text() for path in sorted((project / "runs").glob("*/logs/*.err")))
+
+
+def test_a_graph_that_is_damaged_meanwhile_is_made_anew_and_nothing_changes(project: Path, pipeline: Command) -> None:
+    assert pipeline(*SUBMIT, "--set", "train.models=undamaged").code == 0
+    order_damage(project, "graph", 2)
+    done = pipeline(*SUBMIT)
+    assert done.code == 0, done.err
+    assert not (project / "order.json").exists()
+    assert "the graph of c" in log_of(project)
+    assert "made anew" in log_of(project)
+    assert weights_of(project / "models") == weights_of(project / "undamaged")
+    assert pipeline("cache", "repair", "--yes").code == 0
+    again = pipeline("submit", "--stage", "graph", "--follow")
+    assert f"graph: {ITEMS} graphs: {ITEMS} cached, 0 to do" in again.err
+
+
+def test_an_item_whose_embedding_is_damaged_meanwhile_is_left_out_and_counted(project: Path, pipeline: Command) -> None:
+    order_damage(project, "embed", 1)
+    done = pipeline(*SUBMIT, "--set", "data.max_rejected_fraction=0.5")
+    assert done.code == 0, done.err
+    assert "1 item was left out: its records in the cache proved damaged   (pipeline cache repair --yes)" in done.out
+    (stage,) = json.loads(pipeline("status", "--json").out)["stages"][-1:]
+    assert stage["census"]["damaged"] == 1
+    (epochs,) = (project / "models").glob("*/epochs.jsonl")
+    assert [json.loads(line)["rejected"] for line in epochs.read_text().splitlines()][-1] == 1
+
+
+def test_a_training_that_loses_too_much_is_saved_and_ends_with_what_to_do(project: Path, pipeline: Command) -> None:
+    order_damage(project, "embed", 99)
+    done = pipeline(*SUBMIT)
+    assert done.code == 4, done.err
+    assert "#damage" in done.err
+    assert "pipeline cache repair --yes" in done.err
+    assert list((project / "models").glob("*/checkpoints/step-*"))
+    assert pipeline("cache", "repair", "--yes").code in (0, 4)
+    again = pipeline("submit", "--stage", "train", "--follow")
+    assert again.code == 0, again.err
