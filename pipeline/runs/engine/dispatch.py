@@ -176,8 +176,9 @@ class Dispatch:
         limits = self._limits(project, stage, status)
         for task in [task for task in status.work.values() if task.open and task.ended]:
             tries = self._config.cluster.supervisor.tries
-            items, is_whole = shards[task.number].items, stage.name == StageName.TRAIN
-            means = Means(limits, items, tries, is_read_once=status.sets > 0, is_whole=is_whole)
+            shard, is_whole = shards[task.number], stage.name == StageName.TRAIN
+            items = shard.end - shard.start if stage.together else shard.items  # listed as one thing without halves
+            means = Means(limits, items, tries, status.sets > 0, is_whole, is_shared=stage.together and not is_whole)
             decision = decide(task.ended, means)
             if isinstance(decision, Split):
                 splits[task.number] = decision

@@ -1,6 +1,7 @@
 """Decides what to do about a failed task: a pure function of its attempts and of the cluster's limits.
 
-Memory that the kernel ended  → more of it, up to the largest node; then halves; then the item is left out.
+Memory that the kernel ended  → more of it, up to the largest node; then halves, or one thing at a time where ranks
+                                share what has no halves; then the item is left out.
 A GPU's memory                → smaller batches, which change no result; then halves; then the item is left out.
 A time limit                  → what is finished is kept: go on if it came further, with more time if there is more.
 A node, preemption, no word   → again; a node that failed twice is left out (bad_nodes).
@@ -79,6 +80,9 @@ class Means:
     tries: int  # attempts that may come no further
     is_read_once: bool = False  # by a reader from beginning to end: nothing can be left out, nor is anything kept
     is_whole: bool = False  # a training: it has no halves, and its numbers are of all items, put together as they were
+    is_shared: bool = (
+        False  # by ranks, each on items of its own: it has no halves, but items may be left out
+    )
 
 
 def decide(history: Sequence[Attempt], means: Means) -> Decision:
@@ -138,7 +142,7 @@ def _after_timeout(history: Sequence[Attempt], means: Means) -> Decision:
         return Again(last.ask, "it goes on where it stopped")
     if means.is_whole and last.cause is Cause.INTERRUPTED:  # it may have been preempted while it began
         return _bounded(history, means, Again(last.ask, "again, it was told to end before it came any further"))
-    if means.is_whole:
+    if means.is_whole or means.is_shared:
         return GiveUp(f"it came no further in {last.ask.time_s // 60} min, the longest there is")
     if means.items > 1:
         return Split(last.ask, "in halves: it came no further in the longest time there is")
@@ -168,16 +172,22 @@ def _smaller(history: Sequence[Attempt], means: Means, why: str) -> Decision:
     if not last.on:
         return GiveUp(f"{why}, and it does not even begin")
     if len(culprit) == 1 or means.items == 1:
-        names = culprit or last.on
-        return LeaveOut(names, Reason.DOES_NOT_FIT, last.ask, f"without {', '.join(names)}: {why}")
+        names, ask = culprit or last.on, replace(last.ask, careful=False)
+        return LeaveOut(names, Reason.DOES_NOT_FIT, ask, f"without {', '.join(names)}: {why}")
+    if means.is_shared:
+        return _bounded(history, means, Again(replace(last.ask, careful=True), f"again, one thing at a time: {why}"))
     return Split(last.ask, f"in halves: {why}")
 
 
 def _culprit(history: Sequence[Attempt]) -> tuple[str, ...]:
-    """Return the items that both of the last two attempts were on when they died in the same way."""
-    if len(history) < 2 or history[-1].cause is not history[-2].cause:
-        return ()
-    return tuple(name for name in history[-1].on if name in history[-2].on)
+    """Return the items that all of the last attempts, at least two, were on when they died in the same way."""
+    last, names = history[-1], tuple[str, ...]()
+    for attempt in history[-2::-1]:
+        both = tuple(name for name in names or last.on if name in attempt.on)
+        if attempt.cause is not last.cause or not both:
+            break
+        names = both
+    return names
 
 
 def _bounded(history: Sequence[Attempt], means: Means, decision: Decision) -> Decision:

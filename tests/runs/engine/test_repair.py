@@ -18,6 +18,7 @@ from pipeline.runs.engine.repair import Again, GiveUp, LeaveOut, Means, Split, b
 MIB = 1 << 20
 ASK = Ask(mem_bytes=512 * MIB, time_s=600)
 MEANS = Means(Limits(mem_bytes=4096 * MIB, time_s=3600), items=10, tries=3)
+FULL = replace(ASK, mem_bytes=4096 * MIB)
 ENDINGS = [cause for cause in Cause if cause not in (Cause.DONE, Cause.ACTIVE, Cause.HELD)]
 
 
@@ -124,6 +125,31 @@ def test_a_crash_on_another_thing_each_time_names_no_culprit_and_is_bounded() ->
     history = [died(Cause.CRASHED, on=(name,)) for name in "abc"]
     assert isinstance(decide(history[:2], MEANS), Again)
     assert isinstance(decide(history, MEANS), GiveUp)
+
+
+@pytest.mark.parametrize(("cause", "ask"), [(Cause.HOST_OOM, FULL), (Cause.GPU_OOM, replace(ASK, shrink=6))])
+def test_of_a_split_that_ranks_share_only_the_item_that_does_not_fit_is_left_out(cause: Cause, ask: Ask) -> None:
+    """Before, all that any rank was on went: 32 innocent items of a split for one that was too large."""
+    means = replace(MEANS, items=500, is_shared=True)
+    first = died(cause, ask=ask, on=tuple(f"item {number}" for number in range(32)))
+    careful = decide([first], means)
+    assert isinstance(careful, Again)
+    assert careful.ask == replace(ask, careful=True)
+    second = died(cause, ask=careful.ask, done=3, on=("item 3", "item 9", "item 40", "item 41"))
+    again = decide([first, second], means)
+    assert again == Again(careful.ask, again.why)
+    third = died(cause, ask=careful.ask, done=5, on=("item 9", "item 17", "item 42", "item 43"))
+    without = decide([first, second, third], means)
+    assert isinstance(without, LeaveOut)
+    assert (without.names, without.reason, without.ask) == (("item 9",), Reason.DOES_NOT_FIT, ask)
+    never = [first, *[died(cause, ask=careful.ask, on=("a", "b", "c", "d"))] * 3]
+    assert isinstance(decide(never, means), GiveUp)
+
+
+def test_a_split_that_ranks_share_is_never_halved() -> None:
+    longest = died(Cause.TIMEOUT, ask=replace(ASK, time_s=3600))
+    decision = decide([longest], replace(MEANS, items=500, is_shared=True))
+    assert decision == GiveUp("it came no further in 60 min, the longest there is")
 
 
 @pytest.mark.parametrize("cause", [Cause.CRASHED, Cause.HOST_OOM])
