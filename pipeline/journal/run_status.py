@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
-from itertools import count, takewhile
 from typing import TYPE_CHECKING, Any
 
 from pipeline.cluster.job_spec import Limits, parse_ranges
@@ -121,7 +120,7 @@ class StageStatus:
         for part in into:
             self.task(part).first = ask
         process = f"{self.name}-{number:06d}"
-        for name in (process, *takewhile(self.done.__contains__, (f"{process}-{part}" for part in count()))):
+        for name in [name for name in self.done if name == process or name.startswith(f"{process}-")]:
             for counts in (self.done, self.rejected, self.figures):
                 counts.pop(name, None)
 

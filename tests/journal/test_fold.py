@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -166,3 +167,17 @@ def test_a_list_of_the_data_set_that_was_cut_short_is_not_taken_for_the_whole(ma
     run = folders.create_folder(folder / "runs", "graph", datetime(2026, 1, 2, tzinfo=timezone.utc))
     run.items.with_suffix(".partial").write_text('{"id": "c0"}\n')  # who wrote it died
     assert len(list(worklist.frozen_items(Project.open(config), run))) == 3
+
+
+@pytest.mark.parametrize("first_spoke", [True, False])
+def test_a_split_forgets_what_all_its_processes_did_also_where_the_first_died_silently(first_spoke: bool) -> None:
+    events = begun(1)
+    for part in range(0 if first_spoke else 1, 3):
+        figures = {"done": 4, "rejected": {"parse_error": 1}, "figures": {"cost_done": 1.0}}
+        writer = f"scan-000000-{part}"
+        events.append(replace(event(EventKind.PROGRESS, 3.0, task=0, attempt=1, **figures), writer=writer))
+    whole = scan(events).stages["scan"]
+    assert whole.items_done == (12 if first_spoke else 8)
+    halves = event(EventKind.TASK_SPLIT, 4.0, task=0, into=[1, 2], ask=ASK.to_json(), why="in halves")
+    split = scan([*events, halves]).stages["scan"]
+    assert (split.items_done, dict(split.reasons), split.figures) == (0, {}, {})

@@ -80,9 +80,7 @@ class Means:
     tries: int  # attempts that may come no further
     is_read_once: bool = False  # by a reader from beginning to end: nothing can be left out, nor is anything kept
     is_whole: bool = False  # a training: it has no halves, and its numbers are of all items, put together as they were
-    is_shared: bool = (
-        False  # by ranks, each on items of its own: it has no halves, but items may be left out
-    )
+    is_shared: bool = False  # by ranks, each on items of its own: it has no halves, but items may be left out
 
 
 def decide(history: Sequence[Attempt], means: Means) -> Decision:
