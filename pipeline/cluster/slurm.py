@@ -84,7 +84,7 @@ class SlurmExecutor:
         refuse_impossible(spec)
         if not slurm_commands.is_there():
             raise refusal_of(spec, "sbatch: No such file or directory", ())
-        limits = self.facts.limits(spec.partition)
+        limits = self.facts.limits(spec.partition, cpus=spec.cpus_on_node, gpus=spec.gpus)
         refuse_above_nodes(spec, self.facts.nodes(spec.partition), limits)
         _refuse_foreign(spec)
         text = sbatch.template(spec.name, ranks=spec.ranks)

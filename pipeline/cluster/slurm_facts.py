@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -42,7 +43,7 @@ class Facts:
 
     def nodes(self, partition: str | None = None) -> list[SiteNodes]:
         """Return the kinds of node in a partition, or in several named as in `a,b`."""
-        named = (partition or self.site.partition or "").split(",")
+        named = (partition or self.site.partition or os.environ.get("SBATCH_PARTITION", "")).split(",")
         return [kind for kind in self.partitions if (kind.is_default if named == [""] else kind.partition in named)]
 
     @cached_property
@@ -179,6 +180,9 @@ def refuse_above_nodes(spec: JobSpec, nodes: Sequence[SiteNodes], limits: Limits
         what = f"each task asks for {format_duration(spec.time_s)}"
         remedy = _again(spec).with_settings((f"cluster.{section}.time", format_duration(limits.time_s)))
         raise SubmissionRefused(f"{what}; {where}", where=f"job {spec.name}", remedy=remedy)
+    large = [kind.mem_bytes for kind in nodes if kind.cpus >= spec.cpus_on_node and kind.gpu_count >= spec.gpus]
+    if large and max(large) < max(kind.mem_bytes for kind in nodes):  # those with the most memory have fewer of these
+        where += f" with {spec.cpus_on_node} cores" + (f" and {spec.gpus} GPUs" if spec.gpus else "")
     refuse_larger(spec, (cpus, gpus, most_mem), f"{where} has {{}}", _again(spec), section)
     _refuse_too_many(spec, nodes)
 

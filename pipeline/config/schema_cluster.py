@@ -52,6 +52,10 @@ class Resources(Section):
         default=None, description="Nodes of this stage by their features; null: cluster.slurm.constraint."
     )
 
+    @property
+    def cpus_on_node(self) -> int:
+        return self.cpus
+
     @model_validator(mode="after")
     def _one_way_to_ask_for_memory(self) -> Resources:
         if self.mem_per_gpu is not None and self.mem != "auto":
@@ -94,6 +98,10 @@ class TrainResources(Resources):
     @property
     def ranks_per_node(self) -> int:
         return max(1, self.gpus) if self.ranks == "auto" else self.ranks
+
+    @property
+    def cpus_on_node(self) -> int:
+        return self.cpus * self.ranks_per_node
 
     @property
     def world(self) -> int:

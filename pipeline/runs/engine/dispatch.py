@@ -24,7 +24,7 @@ from pipeline.store.key_lists import in_chunks
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from pipeline.cluster.job_spec import Executor, Limits, TaskStatus
+    from pipeline.cluster.job_spec import Executor, JobSpec, Limits, TaskStatus
     from pipeline.config.schema import Config
     from pipeline.journal.attempts import Ask, TaskRecord
     from pipeline.journal.run_folder import RunFolder
@@ -61,7 +61,7 @@ class Dispatch:
         for live in stage.live:
             self._executor.adopt(live, spec_of(self._folder, self._config, stage.jobs[live]))
         for job in list(stage.intents.values()):
-            self._submit(job, self._bad_nodes(stage))
+            self._submit(stage, job)
 
     def collect(self, project: Project, stage: Stage, status: StageStatus, changed: Sequence[TaskStatus]) -> int:
         """Record the attempts that have ended; return how many did."""
@@ -168,7 +168,7 @@ class Dispatch:
             if room < 0:
                 return
             self._emit(EventKind.JOB_SUBMITTING, **job.to_json())
-            self._submit(job, self._bad_nodes(status))
+            self._submit(status, job)
 
     def _repaired(self, project: Project, stage: Stage, status: StageStatus) -> Iterator[tuple[int, Next | None]]:
         """Yield the next attempt of each failed task, None for one that is given up; split others."""
@@ -264,18 +264,18 @@ class Dispatch:
             )
             sequence += 1
 
-    def _bad_nodes(self, status: StageStatus) -> tuple[str, ...]:
+    def _bad_nodes(self, status: StageStatus, spec: JobSpec) -> tuple[str, ...]:
         """Return the nodes to exclude; none where more than a quarter look bad, as then something else is wrong."""
-        there = self._executor.limits_of().nodes
+        there = self._executor.limits_of(spec.partition, spec.cpus_on_node, spec.gpus).nodes
         most = max(1, there // 4) if there else MOST_EXCLUDED
         bad = bad_nodes(status.work.values())
         return bad if len(bad) <= most else ()
 
-    def _submit(self, job: StageJob, exclude: tuple[str, ...]) -> None:
+    def _submit(self, status: StageStatus, job: StageJob) -> None:
         """Submit a job; if this process dies before its id is recorded, the next supervisor finds it by its tag."""
-        spec = replace(spec_of(self._folder, self._config, job), exclude=exclude)
+        spec = spec_of(self._folder, self._config, job)
         try:
-            job_id = self._executor.submit(spec)
+            job_id = self._executor.submit(replace(spec, exclude=self._bad_nodes(status, spec)))
         except SubmissionRefused:
             self._emit(EventKind.JOB_REFUSED, **job.to_json())
             raise

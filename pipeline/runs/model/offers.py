@@ -127,7 +127,7 @@ def _host_card(question: Question, name: str = "", mem_bytes: int | None = None)
     if resources.mem != "auto":
         mem_bytes = resources.mem
     elif mem_bytes is None:
-        mem_bytes = question.executor.limits_of(resources.partition or "", resources.cpus, 0).mem_bytes
+        mem_bytes = question.executor.limits_of(resources.partition or "", resources.cpus_on_node).mem_bytes
     if mem_bytes is None:
         what = "nobody knows the memory of a node"
         raise ConfigError(what, where="cluster.train.mem", remedy="--set cluster.train.mem=16GiB, or --gpu NAME")

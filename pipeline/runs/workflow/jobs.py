@@ -170,8 +170,7 @@ def tasks_at_once(config: Config, stage: Stage, executor: Executor) -> int:
 def limits_of(project: Project, stage: Stage, executor: Executor, partition: str = "") -> Limits:
     """Return the limits of a stage's tasks in a partition; by default in the configured one."""
     resources = stage.resources(project.config)
-    each = resources.ranks_per_node if isinstance(resources, TrainResources) else 1
-    return executor.limits_of(partition or resources.partition or "", each * resources.cpus, resources.gpus)
+    return executor.limits_of(partition or resources.partition or "", resources.cpus_on_node, resources.gpus)
 
 
 def first_job(
