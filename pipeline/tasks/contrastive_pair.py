@@ -207,8 +207,9 @@ class ContrastivePair:
         return self.contrast(model, self.embed(model, batch))
 
     def outputs(self, model: nn.Module, batch: PairBatch) -> dict[str, Tensor]:
-        """Return the vectors of each item."""
-        return self.embed(model, batch)
+        """Return the vectors of each item, and how similar they are: their cosine."""
+        vectors = self.embed(model, batch)
+        return vectors | {"similarity": torch.cosine_similarity(vectors[LEFT], vectors[RIGHT])}
 
     def metrics(self, outputs: Mapping[str, Sequence[Any]]) -> dict[str, float]:
         """Return how often an item's other side is the nearest, or among the nearest 5, of all in the split.

@@ -161,14 +161,19 @@ class DenovoRecursive(DenovoSizes):
     def outputs(self, model: nn.Module, batch: DenovoBatch) -> dict[str, list[Tensor]]:
         """Return each item's predicted peptide, each residue's probability, and the true peptide, filled up with -1.
 
-        The model finds the end by itself: it answers at as many places as a peptide may have.
+        The model finds the end by itself: it answers at as many places as a peptide may have. Numbers to sort by are
+        the peptide's length and the mean probability of its residues.
         """
         logits_BLV = at_least_single(model(batch, self.longest + 1)[-1])
         sure_BL, letter_BL = logits_BLV.softmax(-1).max(-1)
         is_there_BL = (letter_BL == END).cumsum(1) == 0
         residue_BL = torch.where(is_there_BL, letter_BL, NOTHING).to(torch.int8)
         true_BL = batch.residue_BL.where(batch.residue_BL != END, NOTHING).to(torch.int8)
+        length_B = is_there_BL[:, : self.longest].sum(1)
+        score_B = (sure_BL * is_there_BL)[:, : self.longest].sum(1) / length_B.clamp(min=1)
         return {
+            "length": list(length_B),
+            "score": list(score_B),
             "residue": list(residue_BL[:, : self.longest]),
             "confidence": list((sure_BL * is_there_BL)[:, : self.longest]),
             "residue_label": list(true_BL),

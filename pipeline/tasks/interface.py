@@ -167,7 +167,10 @@ class Interface:
         return dict(zip(TERMS, batch.known, strict=True))
 
     def outputs(self, model: nn.Module, batch: InterfaceBatch) -> dict[str, list[Tensor]]:
-        """Return probabilities and labels of each item: of both partners' residues [R], [L], and of pairs [R, L]."""
+        """Return probabilities and labels of each item: of both partners' residues [R], [L], and of pairs [R, L].
+
+        And numbers to sort by: how many contacts are expected, and the probability of the likeliest.
+        """
         residue_N, pair_P = (torch.sigmoid(at_least_single(logits)) for logits in model(batch))
         label_N = _told(batch.labels.interface_N, batch.labels.is_known_N)
         label_P = _told(batch.labels.contact_P, batch.labels.is_known_P)
@@ -177,7 +180,12 @@ class Interface:
             ]
             for name, values in _split(label_N, label_P, batch).items()
         }
-        return _split(residue_N, pair_P, batch) | labels
+        predicted = _split(residue_N, pair_P, batch)
+        expected = [contact_RL.sum() for contact_RL in predicted[CONTACTS]]
+        likeliest = [
+            torch.cat([contact_RL.flatten(), contact_RL.new_zeros(1)]).max() for contact_RL in predicted[CONTACTS]
+        ]
+        return predicted | labels | {"expected_contacts": expected, "likeliest_contact": likeliest}
 
     def metrics(self, outputs: Mapping[str, Sequence[Any]]) -> dict[str, float]:
         """Return the metrics of a split; those that its labels do not define are left out.

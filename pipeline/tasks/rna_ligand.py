@@ -152,10 +152,16 @@ class RnaLigand(RnaLigandSizes):
         return {TARGET: ((far_B * batch.has_target_B).sum(), float(sum(batch.known)))}
 
     def outputs(self, model: nn.Module, batch: RnaLigandBatch) -> dict[str, list[Tensor]]:
-        """Return each item's predicted vector [D] and its target vector, which is empty if it has none."""
+        """Return each item's vector [D], its target, empty where it has none, and the cosine of both, then NaN."""
         pairs = zip(batch.target_BD.unbind(), batch.known, strict=True)
         targets = [target if known else target[:0] for target, known in pairs]
-        return {EMBEDDING: list(at_least_single(model(batch)).unbind()), TARGET: targets}
+        predicted_BD = at_least_single(model(batch))
+        cosine_B = torch.cosine_similarity(predicted_BD, batch.target_BD.to(predicted_BD.dtype))
+        cosines = [
+            value if known else torch.full_like(value, math.nan)
+            for value, known in zip(cosine_B, batch.known, strict=True)
+        ]
+        return {EMBEDDING: list(predicted_BD.unbind()), TARGET: targets, "cosine": cosines}
 
     def metrics(self, outputs: Mapping[str, Sequence[Any]]) -> dict[str, float]:
         """Return the figures of a split: means over the items that have a target."""

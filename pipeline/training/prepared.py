@@ -147,12 +147,16 @@ def stretch_of(name: str, epochs: int, plan: MemoryPlan, largest: Mapping[str, i
     )
 
 
+EXPORT = "model.json"
+
+
 class ModelFolder:
     """The paths of a training's files."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.prepared = path / "prepared.json"  # what was decided before it began
+        self.export = path / EXPORT  # only of an exported model
         self.settings = path / "settings.json"  # the configuration that it was trained with
         self.checkpoints = path / "checkpoints"  # a folder for each checkpoint
         self.bundles = path / "bundles"  # to replay steps that went wrong

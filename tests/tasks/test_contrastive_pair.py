@@ -162,7 +162,7 @@ def test_it_takes_what_the_reader_of_pairs_gives(tmp_path):
     task = replace(SMALL, right="tokens")
     batch = task.collate(batch_of([one.arrays for one in entries], [one.id for one in entries]).items[:], RNG)
     assert {name: rows.shape for name, rows in task.outputs(model_of(task, torch.float32), batch).items()} == {
-        "left": (5, 8), "right": (5, 8),
+        "left": (5, 8), "right": (5, 8), "similarity": (5,),
     }  # fmt: skip
 
 

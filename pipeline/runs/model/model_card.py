@@ -12,9 +12,6 @@ from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, DataError
 from pipeline.project.run_code import load_reader, load_task, source_digest, sources
 from pipeline.store.format.disk import Disk
-from pipeline.training.checkpoints.checkpoint_reader import read_manifest
-from pipeline.training.checkpoints.exported_model import EXPORT, read_export, write_export
-from pipeline.training.checkpoints.trained_weights import choose_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -35,9 +32,13 @@ def model_names(models: Path) -> list[str]:
 
 def model_card(model: TrainedModel) -> dict[str, Any]:
     """Return the card of a model: its training, its checkpoint, what it takes, and its figures, as JSON data."""
-    if (model.folder.path / EXPORT).is_file():
+    if model.folder.export.is_file():
+        from pipeline.training.checkpoints.exported_model import read_export
+
         card = read_export(model.folder.path)
         return {name: value for name, value in card.items() if name not in ("format", "settings")}
+    from pipeline.training.checkpoints.checkpoint_reader import read_manifest
+
     chosen, recipe = _chosen(model), model.prepared.recipe
     manifest = read_manifest(Disk(), chosen.path)
     own = ("embeddings", "code", "table", "task", "options")
@@ -68,6 +69,8 @@ def _encoder(model: TrainedModel) -> dict[str, Any] | None:
 
 
 def _chosen(model: TrainedModel) -> ChosenCheckpoint:
+    from pipeline.training.checkpoints.trained_weights import choose_checkpoint
+
     chosen = choose_checkpoint(model.folder.checkpoints, model.checkpoint)
     if chosen is None:
         where = str(model.folder.checkpoints)
@@ -84,7 +87,9 @@ def _evaluations(folder: Path) -> Iterator[dict[str, Any]]:
 
 def export_model(model: TrainedModel, folder: Path, beside: Path | None) -> dict[str, Any]:
     """Write everything that using a model needs into a new folder; return its card."""
-    if (model.folder.path / EXPORT).is_file():
+    from pipeline.training.checkpoints.exported_model import write_export
+
+    if model.folder.export.is_file():
         remedy = f"cp -r {model.folder.path} {folder}"
         raise ConfigError("this is an exported model: copy its folder", where=str(model.folder.path), remedy=remedy)
     if model.config is None:

@@ -12,9 +12,6 @@ from pipeline.config.load import from_resolved
 from pipeline.errors import ConfigError, DataError, PipelineError
 from pipeline.runs.dataset.reader_items import is_reader
 from pipeline.runs.model.prepare import embeddings_used
-from pipeline.training.checkpoints.checkpoint_reader import MANIFEST
-from pipeline.training.checkpoints.exported_model import EXPORT, read_export
-from pipeline.training.checkpoints.trained_weights import BEST, LAST
 from pipeline.training.prepared import ModelFolder, Prepared
 
 if TYPE_CHECKING:
@@ -59,7 +56,7 @@ class TrainedModel:
 
 def names_model(wanted: str) -> bool:
     """Tell whether a setting names a model or a checkpoint, so that nothing is to be trained for it."""
-    return wanted not in (BEST, LAST)
+    return wanted not in ("best", "last")
 
 
 def named_model(models: Path, wanted: str) -> TrainedModel | None:
@@ -67,13 +64,16 @@ def named_model(models: Path, wanted: str) -> TrainedModel | None:
 
     It may be a name in the folder of models, or the path of a model's folder, of an exported one, or of a checkpoint.
     """
+    from pipeline.training.checkpoints.checkpoint_reader import MANIFEST
+
     if not names_model(wanted):
         return None
     for path in (models / wanted, Path(wanted).absolute()):
         if (path / MANIFEST).is_file():
             return _read(path.parent.parent, checkpoint=str(path))
-        if any((path / name).is_file() for name in (EXPORT, ModelFolder(path).prepared.name)):
-            return _read(path, checkpoint=BEST)
+        folder = ModelFolder(path)
+        if folder.export.is_file() or folder.prepared.is_file():
+            return _read(path, checkpoint="best")
     if "/" in wanted or not wanted.startswith("step-"):
         there = sorted(path.parent.name for path in models.glob("*/prepared.json"))
         listed = f"there are: {', '.join(there)}" if there else f"no model is in {models}"
@@ -84,9 +84,11 @@ def named_model(models: Path, wanted: str) -> TrainedModel | None:
 
 def _read(path: Path, checkpoint: str) -> TrainedModel:
     folder = ModelFolder(path)
-    is_export = (path / EXPORT).is_file()
+    is_export = folder.export.is_file()
     try:
         if is_export:
+            from pipeline.training.checkpoints.exported_model import read_export
+
             card = read_export(path)
             prepared, settings = Prepared.from_json(card["prepared"]), json.dumps(card["settings"])
         else:

@@ -22,13 +22,14 @@ from pipeline.store.format.disk import Disk
 from pipeline.training.checkpoints.checkpoint_reader import open_checkpoint
 from pipeline.training.checkpoints.tensor_file import TensorFile, WrittenFile, write_tensors
 from pipeline.training.checkpoints.training_state import model_state
+from pipeline.training.prepared import EXPORT
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import Tensor, nn
 
-EXPORT, WEIGHTS = "model.json", "model.safetensors"
+WEIGHTS = "model.safetensors"
 EXPORT_FORMAT = 1
 
 

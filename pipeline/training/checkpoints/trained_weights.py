@@ -25,9 +25,10 @@ from pipeline.store.format.disk import Disk
 from pipeline.training.checkpoints import checkpoint_reader
 from pipeline.training.checkpoints.checkpoint_folder import by_figure
 from pipeline.training.checkpoints.checkpoint_reader import MANIFEST, STATE, open_checkpoint
-from pipeline.training.checkpoints.exported_model import EXPORT, load_export, read_export
+from pipeline.training.checkpoints.exported_model import load_export, read_export
 from pipeline.training.checkpoints.tensor_file import ANOTHER, CheckpointDamaged, distinct
 from pipeline.training.checkpoints.training_state import model_key, model_state, model_targets, plain_name
+from pipeline.training.prepared import EXPORT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
