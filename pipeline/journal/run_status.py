@@ -57,6 +57,8 @@ class StageJob:
     card: str = ""
     parallel: int = 0  # of its tasks at once; 0: as configured
     why: str = ""  # where its memory is from
+    planned_bytes: int = 0  # of a task, before measurements corrected it; 0: an older version did not record it
+    recipe: str = ""  # under which its measurements are remembered
     at: float = 0.0
 
     def to_json(self) -> dict[str, Any]:

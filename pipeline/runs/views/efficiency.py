@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from dataclasses import dataclass
 from math import ceil
 from statistics import median
 from typing import TYPE_CHECKING
@@ -12,11 +10,8 @@ from typing import TYPE_CHECKING
 from pipeline.cluster.verdict import Cause
 from pipeline.config.load import from_resolved
 from pipeline.config.schema_cluster import StageResources
-from pipeline.errors import PipelineError
-from pipeline.project.project import Project, cluster_name, profiles_of
-from pipeline.records import StageName
+from pipeline.project.project import cluster_name, profiles_of
 from pipeline.report.facts import Estimate, StageUse, Suggested
-from pipeline.runs.model.prepare import is_planned
 from pipeline.runs.workflow import table
 from pipeline.runs.workflow.jobs import plan_stage, recipe_name, tasks_at_once
 
@@ -29,6 +24,7 @@ if TYPE_CHECKING:
     from pipeline.journal.run_folder import RunFolder
     from pipeline.journal.run_status import RunStatus, StageJob, StageStatus
     from pipeline.memory.history.task_history import Suggestion
+    from pipeline.project.project import Project
     from pipeline.runs.workflow.jobs import StagePlan
     from pipeline.runs.workflow.stage import Stage
 
@@ -38,47 +34,22 @@ SPARE_CPUS = 0.5  # efficiency below which fewer cores are suggested
 TELLING_S = 30.0  # of shorter tasks most is their start
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryOutlook:
-    """The memory of a stage's next tasks: as planned, and as suggested by measurements."""
-
-    planned_bytes: int | None
-    mem: Suggestion | None
-    note: str = ""
-
-
 def stage_uses(folder: RunFolder, status: RunStatus) -> list[StageUse]:
     """Return what each stage with tasks has used."""
     config = from_resolved(folder.config.read_text(), str(folder.config))
     stages = [stage for stage in status.in_order() if any(task.ended for task in stage.work.values())]
-    return [used(stage, config, memory_outlook(config, stage.name, folder)) for stage in stages]
+    return [used(stage, config, suggested_memory(config, stage.planned)) for stage in stages]
 
 
-def memory_outlook(config: Config, name: str, folder: RunFolder) -> MemoryOutlook:
-    """Return what memory a stage's next tasks are expected to need; a note where that cannot be told any more."""
-    try:
-        project = Project.open(config, remember=False)
-        stage = table.stage(name, config)
-        planned = _planned_bytes(project, stage, folder)
-        if planned is None:
-            return MemoryOutlook(None, None, "no plan: it would have to be made anew (pipeline plan --stage train)")
-        recipe, cluster = recipe_name(project, stage), cluster_name(config)
-        return MemoryOutlook(planned, profiles_of(config).suggest(name, recipe, cluster, planned_bytes=planned))
-    except PipelineError as error:
-        return MemoryOutlook(None, None, f"no plan: {error.what.splitlines()[0]}")
+def suggested_memory(config: Config, planned: StageJob | None) -> Suggestion | None:
+    """Return what the next such tasks should ask for; None where an older version did not record the plan."""
+    if planned is None or not planned.recipe:
+        return None
+    history, cluster = profiles_of(config), cluster_name(config)
+    return history.suggest(planned.stage, planned.recipe, cluster, planned_bytes=planned.planned_bytes)
 
 
-def _planned_bytes(project: Project, stage: Stage, folder: RunFolder) -> int | None:
-    """Return the planned memory of a task; a training is never traced anew for it, then it is None."""
-    if not stage.together or project.config.train.task is None:
-        return stage.mem_bytes(project)
-    if stage.name == StageName.TRAIN and folder.plan(stage.name).exists():
-        planned: int = json.loads(folder.plan(stage.name).read_text())["mem_bytes"]
-        return planned
-    return stage.mem_bytes(project) if is_planned(project) else None
-
-
-def used(stage: StageStatus, config: Config, outlook: MemoryOutlook) -> StageUse:
+def used(stage: StageStatus, config: Config, mem: Suggestion | None) -> StageUse:
     """Return what a stage has used."""
     ended = [attempt for task in stage.work.values() for attempt in task.ended]
     jobs = stage.jobs
@@ -86,7 +57,7 @@ def used(stage: StageStatus, config: Config, outlook: MemoryOutlook) -> StageUse
     took = [attempt.elapsed_s for attempt in ended if attempt.elapsed_s > 0]
     limit = max((attempt.ask.time_s for attempt in ended), default=0) or None
     done = [attempt for attempt in ended if attempt.cause is Cause.DONE]
-    first = next(iter(jobs.values()), None)
+    first = stage.planned or next(iter(jobs.values()), None)
     return StageUse(
         stage=stage.name,
         tasks=sum(not task.split for task in stage.work.values()),
@@ -108,10 +79,10 @@ def used(stage: StageStatus, config: Config, outlook: MemoryOutlook) -> StageUse
         gpu_peak_bytes=max((attempt.gpu_peak_bytes for attempt in ended if attempt.gpu_peak_bytes), default=None),
         items_per_s=_share((attempt.done, attempt.elapsed_s, 1.0) for attempt in done),
         core_hours=sum(_cpus(jobs.get(attempt.job)) * attempt.elapsed_s for attempt in ended) / 3600,
-        planned_bytes=outlook.planned_bytes,
+        planned_bytes=(first.planned_bytes or None) if first else None,
         why=first.why if first else "",
-        suggested=tuple(_suggestions(stage.name, config, ended, jobs, outlook)),
-        note=outlook.note,
+        suggested=tuple(_suggestions(stage.name, config, ended, jobs, mem)),
+        note="" if mem else "an older version began this run, and did not record its plan",
     )
 
 
@@ -127,13 +98,13 @@ def _share(parts: Iterable[tuple[float | None, float, float]]) -> float | None:
 
 
 def _suggestions(
-    name: str, config: Config, ended: Sequence[Attempt], jobs: dict[str, StageJob], outlook: MemoryOutlook
+    name: str, config: Config, ended: Sequence[Attempt], jobs: dict[str, StageJob], mem: Suggestion | None
 ) -> list[Suggested]:
     """Return what the next run should ask for, where that differs from what is configured."""
-    key, resources = f"cluster.{name}", getattr(config.cluster, name)
+    key, resources = f"cluster.{name}", config.cluster.resources(name)
     suggestions = []
-    if outlook.mem is not None and outlook.mem.tasks:
-        suggestions.append(Suggested(f"{key}.mem", _asked(ended), outlook.mem.mem_bytes, outlook.mem.why))
+    if mem is not None and mem.tasks:
+        suggestions.append(Suggested(f"{key}.mem", _asked(ended), mem.mem_bytes, mem.why))
     if (longest := max((attempt.elapsed_s for attempt in ended), default=0.0)) > 0:
         time_s = max(1, ceil(TIME_MARGIN * longest / TIME_STEP_S)) * TIME_STEP_S
         why = f"the longest took {ceil(longest)} s; {TIME_MARGIN:g} times that, in steps of {TIME_STEP_S // 60} min"

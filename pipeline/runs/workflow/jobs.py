@@ -178,7 +178,8 @@ def first_job(
 ) -> FirstJob:
     """Return the job of first attempts, with memory as configured, else as measured before, else as planned."""
     limits, resources = limits_of(project, stage, executor), stage.resources(project.config)
-    mem_bytes, why = _first_bytes(project, stage, limits)
+    planned_bytes, recipe = stage.mem_bytes(project), recipe_name(project, stage)
+    mem_bytes, why = _first_bytes(project, stage, limits, planned_bytes, recipe)
     job = StageJob(
         tag=f"{folder.name if folder else 'RUN'}-{stage.name}-0",
         stage=stage.name,
@@ -188,16 +189,18 @@ def first_job(
         cpus=resources.cpus,
         gpus=resources.gpus,
         why=why,
+        planned_bytes=planned_bytes,
+        recipe=recipe,
     )
     return FirstJob(job, limits)
 
 
-def _first_bytes(project: Project, stage: Stage, limits: Limits) -> tuple[int, str]:
+def _first_bytes(project: Project, stage: Stage, limits: Limits, planned_bytes: int, recipe: str) -> tuple[int, str]:
     """Return the memory of a first attempt, and the reason for it."""
-    resources, planned_bytes = stage.resources(project.config), stage.mem_bytes(project)
+    resources = stage.resources(project.config)
     if resources.mem != "auto" or resources.mem_per_gpu is not None:
         return asked_bytes(resources, planned_bytes), "as configured"
-    recipe, cluster = recipe_name(project, stage), cluster_name(project.config)
+    cluster = cluster_name(project.config)
     suggested = profiles_of(project.config).suggest(stage.name, recipe, cluster, planned_bytes=planned_bytes)
     is_script = script_stage.is_script(project.config, stage.name)
     least_bytes = 0 if is_script else planned_bytes  # a mere guess is no reason to refuse a small machine

@@ -11,20 +11,21 @@ from typing import Any
 import pytest
 
 from pipeline.cluster.verdict import Cause
+from pipeline.config.load import dump_resolved, read_config
 from pipeline.config.schema import Config
 from pipeline.journal.attempts import Ask, Attempt, TaskRecord
-from pipeline.journal.run_status import RunState, RunStatus, StageStatus
+from pipeline.journal.run_status import RunState, RunStatus, StageJob, StageStatus
 from pipeline.memory.history.task_history import Suggestion
+from pipeline.records import EventKind
 from pipeline.report.facts import StageUse
 from pipeline.report.run_tables import efficiency_report
-from pipeline.runs.views.efficiency import MemoryOutlook, used
+from pipeline.runs.views.efficiency import stage_uses, used
 from tests.journal.ledgers import Told
 from tests.projects import MakeProject
 
 PIPELINE = Path(sys.executable).with_name("pipeline")
 GIB = 1 << 30
 ASK = Ask(4 * GIB, 3600)
-NO_OUTLOOK = MemoryOutlook(None, None)
 
 
 def attempt(task: int, **more: Any) -> Attempt:
@@ -33,14 +34,14 @@ def attempt(task: int, **more: Any) -> Attempt:
     return Attempt(task, **given | more)
 
 
-def report_of(tmp_path: Path, attempts: list[Attempt], outlook: MemoryOutlook = NO_OUTLOOK, cpus: int = 1) -> StageUse:
+def report_of(tmp_path: Path, attempts: list[Attempt], mem: Suggestion | None = None, cpus: int = 1) -> StageUse:
     """Return what a run with such attempts has used."""
     told = Told(tmp_path, tasks=len({one.task for one in attempts}))
     told.job("7", sorted({one.task for one in attempts}), ask=ASK, cpus=cpus, why="planned")
     for one in attempts:
         told.ended(one)
     config = Config.model_validate({"data": {"source": "glob", "path": tmp_path}, "cluster": {"scan": {"cpus": cpus}}})
-    return used(told.status.stages["scan"], config, outlook)
+    return used(told.status.stages["scan"], config, mem)
 
 
 def suggested(found: StageUse) -> dict[str, int]:
@@ -88,11 +89,22 @@ def test_the_next_limit_is_half_more_than_the_longest_task_took(tmp_path: Path, 
 
 
 def test_memory_is_suggested_from_what_is_remembered_and_never_from_a_plan_alone(tmp_path: Path) -> None:
-    remembered = MemoryOutlook(2 * GIB, Suggestion(GIB, "from 41 tasks", 41))
-    plan_alone = MemoryOutlook(2 * GIB, Suggestion(2 * GIB, "planned", 0))
+    remembered, plan_alone = Suggestion(GIB, "from 41 tasks", 41), Suggestion(2 * GIB, "planned", 0)
     (tmp_path / "a").mkdir()
     assert suggested(report_of(tmp_path / "a", [attempt(0)], remembered)) == {"cluster.scan.mem": GIB}
     assert suggested(report_of(tmp_path, [attempt(0)], plan_alone)) == {}
+
+
+def test_the_plan_is_that_which_the_run_recorded_and_no_code_of_the_user_is_loaded(tmp_path: Path) -> None:
+    told = Told(tmp_path / "runs", stage="train", tasks=1)
+    planned = StageJob("t", "train", "0", 1, ASK, cpus=3, why="as planned", planned_bytes=3 * GIB, recipe="ab")
+    told.supervisor.emit(EventKind.STAGE_SUBMITTED, stage="train", tasks=1, job=planned.to_json(), limits={})
+    told.ended(attempt(0))
+    train = {"task": "a_module_that_is_not_here:Task"}
+    config = Config.model_validate({"data": {"source": "glob", "path": tmp_path}, "train": train})
+    told.folder.config.write_text(dump_resolved(config))
+    (use,) = stage_uses(told.folder, told.status)
+    assert (use.planned_bytes, use.cpus, use.why, use.note) == (3 * GIB, 3, "as planned", "")
 
 
 def test_the_report_tells_what_failed_alike_in_one_go(tmp_path: Path) -> None:
@@ -125,8 +137,6 @@ class TestTheVerb:
     def test_a_run_in_which_nothing_has_ended_says_so(self, tmp_path: Path, make_project: MakeProject) -> None:
         folder = make_project(1)
         told = Told(folder / "runs")
-        from pipeline.config.load import dump_resolved, read_config
-
         told.folder.config.write_text(dump_resolved(read_config(folder / "pipeline.yaml").config))
         assert "nothing was measured" in run("report", cwd=folder).stdout
 
