@@ -4,42 +4,61 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 ANY = "…"  # a value that the reader is to choose
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command of `pipeline`: its words, the settings that it overrides, and what is said after it."""
+    """A command of `pipeline`: its words, its configuration and settings, and what is said around it."""
 
     words: tuple[str, ...]  # without `pipeline`
     settings: tuple[tuple[str, str], ...] = ()  # of the configuration, as --set gives them
     then: str = ""  # follows as it stands: "   (finished work is kept)", ", or --executor slurm"
+    config: str = ""  # the file that --config names
+    before: str | Command = ""  # precedes it: "nvidia-smi   or   ", or another command
 
     @classmethod
-    def submit(cls, stage: str, then: str = "", **options: str) -> Command:
-        """Return the command that submits a stage; of its options each is named as `stage` is."""
-        named = [word for name, value in options.items() for word in (f"--{name}", value)]
-        return cls(("submit", "--stage", stage, *named), then=then)
+    def of(cls, words: str, *more: object, then: str = "", before: str | Command = "") -> Command:
+        """Return a command by its words; `more` are words that may hold spaces, such as paths."""
+        return replace(cls.typed([*words.split(), *map(str, more)]), then=then, before=before)
+
+    @classmethod
+    def submit(cls, stage: str, then: str = "", before: str | Command = "") -> Command:
+        """Return the command that submits a stage."""
+        return cls(("submit", "--stage", stage), then=then, before=before)
+
+    @classmethod
+    def about(cls, config: object, sets: Sequence[str]) -> Command:
+        """Return what --config and --set say, for another command to repeat."""
+        pairs = (setting.partition("=") for setting in sets)
+        return cls((), tuple((key, value) for key, _, value in pairs), config=str(config or ""))
+
+    @classmethod
+    def typed(cls, line: Sequence[str]) -> Command:
+        """Return the command that somebody typed; the line is without `pipeline`."""
+        words: list[str] = []
+        given: dict[str, list[str]] = {"--set": [], "--config": [""]}
+        rest = iter(line)
+        for word in rest:
+            option, equals, value = word.partition("=")
+            if option in given:
+                given[option].append(value if equals else next(rest, ""))
+            else:
+                words.append(word)
+        return replace(cls.about(given["--config"][-1], given["--set"]), words=tuple(words))
 
     @classmethod
     def read(cls, text: str) -> Command:
-        """Return the command that somebody typed, or that this class once wrote."""
+        """Return the command that this class once wrote."""
         try:
-            typed = shlex.split(text)
+            return cls.typed(shlex.split(text)[1:])
         except ValueError:  # a quote without its other half
-            typed = text.split()
-        words: list[str] = []
-        settings: list[tuple[str, str]] = []
-        rest = iter(typed[1:])
-        for word in rest:
-            option, equals, value = word.partition("=")
-            if option == "--set":
-                key, _, chosen = (value if equals else next(rest, "")).partition("=")
-                settings.append((key, chosen))
-            else:
-                words.append(word)
-        return cls(tuple(words), tuple(settings))
+            return cls.typed(text.split()[1:])
 
     @property
     def stage(self) -> str:
@@ -54,7 +73,14 @@ class Command:
         """Return the command with settings in the place of what it said of their keys."""
         keys = {key for key, _ in settings}
         kept = [setting for setting in self.settings if setting[0] not in keys]
-        return replace(self, settings=(*kept, *settings), then=then)
+        return replace(self, settings=(*kept, *settings), then=then or self.then)
+
+    def in_project(self, typed: Command) -> Command:
+        """Return the command about the project of a typed one: with its configuration, and its other settings."""
+        own = {key for key, _ in self.settings}
+        others = [setting for setting in typed.settings if setting[0] not in own]
+        before = self.before.in_project(typed) if isinstance(self.before, Command) else self.before
+        return replace(self, settings=(*others, *self.settings), config=self.config or typed.config, before=before)
 
     @property
     def change(self) -> str:
@@ -63,5 +89,5 @@ class Command:
         return " ".join(f"--set {setting}" for setting in said) + self.then
 
     def __str__(self) -> str:
-        gap = " " if self.settings else ""
-        return f"{shlex.join(['pipeline', *self.words])}{gap}{self.change}"
+        gap, config = " " if self.settings else "", ["--config", self.config] if self.config else []
+        return f"{self.before}{shlex.join(['pipeline', *self.words, *config])}{gap}{self.change}"

@@ -22,7 +22,7 @@ from typing import ClassVar
 
 from pipeline.command_line import Command
 
-SUBMIT_AGAIN = "pipeline submit --stage all   (does only what is missing)"  # the remedy for work that was lost
+SUBMIT_AGAIN = Command.submit("all", then="   (does only what is missing)")  # the remedy for work that was lost
 
 
 class PipelineError(Exception):
@@ -36,8 +36,22 @@ class PipelineError(Exception):
         self.what = what
         self.where = where
         self.item = item
-        self.command = remedy if isinstance(remedy, Command) else None
-        self.remedy = str(remedy)
+        self.next = remedy
+
+    @property
+    def remedy(self) -> str:
+        """What to do next, in words."""
+        return str(self.next)
+
+    @property
+    def command(self) -> Command | None:
+        """The command to type next, where that is one of ours."""
+        return self.next if isinstance(self.next, Command) else None
+
+    def in_project(self, typed: Command) -> None:
+        """Let the command to type next be about the configuration and the settings of a typed one."""
+        if self.command is not None:
+            self.next = self.command.in_project(typed)
 
     def __str__(self) -> str:
         """Say what, where and what to do next, a line each."""

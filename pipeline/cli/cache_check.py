@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import time
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pipeline.cli.options import ConfigFile, Json, Sets, as_typed, load_config, print_json
+from pipeline.command_line import Command
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     Look = Callable[[Store, Subset], Iterator[Checked]]
 
 SHOWN = 5  # files that a repair leaves alone, of which each is told what to do about it
-_OUT = "pipeline cache validate --out FILE   (in a folder where you can write)"
+_OUT = Command.of("cache validate --out FILE", then="   (in a folder where you can write)")
 
 Yes = Annotated[bool, typer.Option("--yes", help="Do it; else it is only said what would be done.")]
 
@@ -106,10 +106,10 @@ def _how(sample: float, *, quick: bool, full: bool, semantic: bool) -> How:
 
     if quick + full + semantic > 1:
         problem = "a validation is quick, full or semantic: one of them"
-        raise ConfigError(problem, where="--quick", remedy="pipeline cache validate")
+        raise ConfigError(problem, where="--quick", remedy=Command.of("cache validate"))
     if sample and not semantic:
-        problem, remedy = "a sample is made anew with --semantic alone", "pipeline cache validate --semantic --sample"
-        raise ConfigError(problem, where="--sample", remedy=f"{remedy} {sample}")
+        remedy = Command.of("cache validate --semantic --sample", sample)
+        raise ConfigError("a sample is made anew with --semantic alone", where="--sample", remedy=remedy)
     return How.QUICK if quick else How.SEMANTIC if semantic else How.FULL
 
 
@@ -154,7 +154,8 @@ def repair_command(
         tables.show_parts(*table, *check_tables.repaired_lines(totals, did=yes))
         _say_next(totals, damage, yes=yes)
     if totals.stay and (yes or not (totals.quarantined or totals.indexes)):
-        raise stays_left(shown.stay, totals.stay, cache.root)
+        repair_again = as_typed(Command.of("cache repair --yes"))
+        raise stays_left(shown.stay, totals.stay, cache.root, repair_again)
 
 
 @dataclass
@@ -185,11 +186,11 @@ class _Mends:
 def _say_next(totals: Repaired, damage: Path | None, *, yes: bool) -> None:
     """Print the next command after a repair, or after a look at what it would do."""
     if totals.missing:
-        following = as_typed(f"pipeline cache regenerate --list {shlex.quote(str(totals.missing))}")
+        following = as_typed(Command.of("cache regenerate --list", totals.missing))
         typer.echo(f"list of what is lost: {totals.missing}\n  next: {following}")
     elif not yes and (totals.quarantined or totals.indexes):
-        listed = f" --list {shlex.quote(str(damage))}" if damage else ""
-        typer.echo("nothing was changed\n  next: " + as_typed(f"pipeline cache repair{listed} --yes"))
+        listed = ("--list", damage) if damage else ()
+        typer.echo(f"nothing was changed\n  next: {as_typed(Command.of('cache repair', *listed, '--yes'))}")
 
 
 def _waits(settle_s: float) -> Callable[[], None]:
@@ -221,7 +222,7 @@ def compact_command(yes: Yes = False, config: ConfigFile = None, sets: Sets = No
     if yes and compacted:
         typer.echo(check_tables.compacted_line(compacted))
     elif any(kind.small for kind in compacted):
-        typer.echo("nothing was changed\n  next: " + as_typed("pipeline cache compact --yes"))
+        typer.echo(f"nothing was changed\n  next: {as_typed(Command.of('cache compact --yes'))}")
 
 
 def _look(loaded: LoadedConfig, how: How, sample: float) -> Look:

@@ -19,12 +19,11 @@ from pipeline.cli.run_verbs import (
     to_regenerate,
     typed_command,
 )
+from pipeline.command_line import Command
 from pipeline.records import StageName
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
-    from rich.console import RenderableType
+    from collections.abc import Callable
 
     from pipeline.journal.run_status import RunStatus
     from pipeline.runs.upkeep.clean_cache import Cleaning, CleanRequest
@@ -59,7 +58,8 @@ def export_command(
         named = shlex.quote(str(folder))
         typer.echo(f"  check it anywhere: cd {named} && sha256sum --check --quiet {MANIFEST}")
         typer.echo(f"  take it in: pipeline cache import {named}   (where it is wanted)")
-    _refuse(moved, cache.root, "pipeline cache validate --full   (then repair it, and export again)", "exported")
+    remedy = Command.of("cache validate --full", then="   (then repair it, and export again)")
+    _refuse(moved, cache.root, remedy, "exported")
 
 
 def import_cache_command(folder: Folder, config: ConfigFile = None, sets: Sets = None, as_json: Json = False) -> None:
@@ -72,12 +72,8 @@ def import_cache_command(folder: Folder, config: ConfigFile = None, sets: Sets =
     refuse_links_out(cache)
     moved = _showing("import", lambda tell: transfer.take_in(cache, folder, tell=tell))
     _say(moved, cache.root, as_json=as_json)
-    _refuse(
-        moved,
-        folder,
-        f"pipeline cache import {shlex.quote(str(folder))}   (again, once these files are copied anew)",
-        "imported",
-    )
+    remedy = Command.of("cache import", folder, then="   (again, once these files are copied anew)")
+    _refuse(moved, folder, remedy, "imported")
 
 
 def _showing(name: str, move: Callable[[Told], Moved]) -> Moved:
@@ -110,7 +106,7 @@ def _say(moved: Moved, folder: Path, *, as_json: bool) -> None:
     )
 
 
-def _refuse(moved: Moved, where: Path, remedy: str, done: str) -> None:
+def _refuse(moved: Moved, where: Path, remedy: Command, done: str) -> None:
     """Raise CacheDamaged that names the first refused files, if there are any."""
     from pipeline.errors import CacheDamaged
     from pipeline.report.tables import plural
@@ -172,7 +168,7 @@ def stat_command(config: ConfigFile = None, sets: Sets = None, as_json: Json = F
         return
     from pipeline.report import cache_tables, tables
 
-    lines = _typed(cache_tables.holdings_lines(held))
+    lines = cache_tables.holdings_lines(held, as_typed)
     if not held.is_there:
         tables.show_parts(f"cache {held.root}", *lines)
         return
@@ -200,26 +196,21 @@ def clean_command(
     from pipeline.runs.upkeep.clean_cache import CleanRequest, foresee_cleaning
 
     if keep_recipes and everything:
-        raise ConfigError("either keeps recipes, or removes all", where="--all", remedy="pipeline cache clean --all")
+        raise ConfigError("either keeps recipes, or removes all", where="--all", remedy=Command.of("cache clean --all"))
     asked = CleanRequest(keep_recipes, everything, None if older_than is None else _seconds(older_than))
     loaded = load_config(config, sets)
     project = Project.open(loaded.config, remember=False, beside=loaded.base_dir.absolute())
     cleaning = foresee_cleaning(project, loaded.path, asked, on=_counter())
     document = cleaning.to_json()
     if not as_json:
-        lines = list(_typed(cache_tables.cleaning_lines(document)))
+        lines = cache_tables.cleaning_lines(document, as_typed)
         tables.show_parts(*lines, *([""] if lines else []), _headline(cleaning))
     if yes and cleaning.files:
         document["removed"] = _carry_out(cleaning)
     if as_json:
         print_json(document)
     elif not yes and cleaning.files:
-        typer.echo(f"nothing was done yet\n  next: {_again(asked, older_than, config, sets)}")
-
-
-def _typed(lines: Iterable[RenderableType]) -> Iterator[RenderableType]:
-    """Add the typed --config and --set to the commands that lines mention."""
-    return (as_typed(line) if isinstance(line, str) else line for line in lines)
+        typer.echo(f"nothing was done yet\n  next: {_again(asked, older_than)}")
 
 
 def _headline(cleaning: Cleaning) -> str:
@@ -287,18 +278,15 @@ def _seconds(text: str) -> float:
         return 0 if text == "0" else parse_duration(text)
     except PydanticCustomError:
         problem = f"{text!r} is no time: it must be above zero and have a unit, or be 0 alone"
-        raise ConfigError(
-            problem, where="--older-than", remedy="pipeline cache clean --older-than 7d   (12h, 90m)"
-        ) from None
+        remedy = Command.of("cache clean --older-than 7d", then="   (12h, 90m)")
+        raise ConfigError(problem, where="--older-than", remedy=remedy) from None
 
 
-def _again(asked: CleanRequest, older_than: str | None, config: object, sets: list[str] | None) -> str:
+def _again(asked: CleanRequest, older_than: str | None) -> Command:
     """Return the command that does the cleaning that was shown."""
-    words = ["pipeline", "cache", "clean"]
-    words += ["--keep-recipes"] * asked.keep_recipes + ["--all"] * asked.all
+    words = ["--keep-recipes"] * asked.keep_recipes + ["--all"] * asked.all
     words += ["--older-than", older_than] if older_than is not None else []
-    words += ["--config", str(config)] if config else []
-    return shlex.join([*words, *(word for setting in sets or () for word in ("--set", setting)), "--yes"])
+    return as_typed(Command.of("cache clean", *words, "--yes"))
 
 
 app = typer.Typer(help="Look at the cache, mend it, clean it, move it.", no_args_is_help=True)

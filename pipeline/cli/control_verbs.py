@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pipeline.cli.log_verbs import run_folder
-from pipeline.cli.options import STAGES, ConfigFile, Json, Run, Sets, one_of, print_json
+from pipeline.cli.options import STAGES, ConfigFile, Json, Run, Sets, as_typed, one_of, print_json
+from pipeline.command_line import Command
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,8 +37,9 @@ def resume_command(run: Run = None, config: ConfigFile = None, sets: Sets = None
     folder, frozen, executor, status = _opened(run, config, sets)
     with executor:
         if status.state is RunState.DONE:
-            problem, again = f"run {folder.name} has ended: it is {status.state.value}", folder.again.read_text()
-            raise ConfigError(problem, where=str(folder.path), remedy=f"{again}   (does what is missing)")
+            again = replace(folder.command(), then="   (does what is missing)")
+            problem = f"run {folder.name} has ended: it is {status.state.value}"
+            raise ConfigError(problem, where=str(folder.path), remedy=again)
         if status.state in ENDED:
             begin_again(folder, frozen, status, executor)
             return
@@ -70,18 +73,18 @@ def cancel_command(
     with executor:
         if stage is not None and stage not in status.stages:
             problem = f"run {folder.name} has no stage {stage!r} ({', '.join(status.stages) or 'none has begun'})"
-            raise ConfigError(problem, where="--stage", remedy=f"pipeline status {folder.name}")
+            raise ConfigError(problem, where="--stage", remedy=Command.of("status", folder.name))
         cancellation = foresee(status, executor, stage)
         if cancellation.empty and stage is not None and status.state is RunState.RUNNING and not executor.outlives:
             problem = "on this machine a stage ends with its run"
-            raise ConfigError(problem, where="--stage", remedy=f"pipeline cancel {folder.name}")
+            raise ConfigError(problem, where="--stage", remedy=Command.of("cancel", folder.name))
         if cancellation.empty:
             typer.echo(f"run {folder.name} is {status.state.value}: nothing to cancel")
             return
         typer.echo(f"run {folder.name}: {_words(cancellation)}")
         if not yes:
-            again = f"pipeline cancel {folder.name}{f' --stage {stage}' if stage else ''} --yes"
-            typer.echo(f"nothing was done yet\n  next: {again}")
+            again = Command.of("cancel", folder.name, *(("--stage", stage) if stage else ()), "--yes")
+            typer.echo(f"nothing was done yet\n  next: {as_typed(again)}")
             return
         end(folder, status, executor, cancellation, stage)
     typer.echo("cancelled; finished work is kept")
@@ -147,8 +150,6 @@ def status_command(
 
 def _looks(folder: RunFolder, *, watch: bool) -> tuple[Callable[[], SeenRun], Callable[[], bool]]:
     """Return two functions: one reads new events and returns the run as it is now, one says whether it goes on."""
-    from dataclasses import replace
-
     from pipeline.journal.active_runs import GOING_ON, Sparing, Trail, look_at_queue, run_as_shown
     from pipeline.journal.run_status import StatusReader
 

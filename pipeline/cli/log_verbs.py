@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pipeline.cli.options import STAGES, ConfigFile, Json, Run, Sets, load_config, one_of, print_json
+from pipeline.command_line import Command
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -158,7 +159,7 @@ def _none(folder: RunFolder, status: RunStatus, wanted: LogChoice) -> ConfigErro
         highest = ((stage.name, max(stage.jobs and stage.work, default="none")) for stage in status.in_order())
         tasks = ", ".join(f"{name} {task}" for name, task in highest)
         problem = f"there is no such log (the highest task of each stage: {tasks or 'none'})"
-    return ConfigError(problem, where=folder.name, remedy=f"pipeline status {folder.name}")
+    return ConfigError(problem, where=folder.name, remedy=Command.of("status", folder.name))
 
 
 def _ranked(folder: RunFolder, status: RunStatus, stage: str | None, rank: int) -> tuple[str | None, int | None]:

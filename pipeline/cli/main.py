@@ -27,7 +27,7 @@ from pipeline.cli import (
     setup_verbs,
     weights_verbs,
 )
-from pipeline.cli.options import as_typed
+from pipeline.command_line import Command
 from pipeline.config.masking import without_secrets
 from pipeline.errors import PipelineError
 
@@ -127,9 +127,10 @@ def main() -> None:
     try:
         app()
     except PipelineError as error:
+        error.in_project(Command.typed(sys.argv[1:]))
         if "--debug" in sys.argv:
             typer.echo(without_secrets(traceback.format_exc()), err=True, nl=False)
-        typer.echo(f"error: {without_secrets(as_typed(str(error)))}", err=True)
+        typer.echo(f"error: {without_secrets(str(error))}", err=True)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import shlex
 import sys
 from difflib import get_close_matches
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 import typer
 
 from pipeline.cli.completion import completing, runs, settings
+from pipeline.command_line import Command
 from pipeline.records import StageName
 
 if TYPE_CHECKING:
@@ -58,35 +57,9 @@ def choice(names: Sequence[str]) -> dict[str, Any]:
     return {"parser": parsed, "autocompletion": completing(lambda _ctx, _word: ((name, "") for name in names))}
 
 
-# A command about a cache, with its options, where a text says what to type next.
-_COMMAND = re.compile(
-    r"pipeline (?:cache (?:stat|validate|repair|regenerate|clean|compact|export|import)|submit)\b"
-    r"(?: --(?:yes|full|quick|semantic|follow|dry-run|all|only|json|keep-recipes)\b"
-    r"| --[a-z-]+[= ](?:'[^']*'|[^\s'`-][^\s`]*))*"
-)
-
-
-def as_typed(text: str, typed: Sequence[str] | None = None) -> str:
-    """Add the typed --config and --set to the cache commands in a text: without them they mean another cache."""
-    options = _given(sys.argv[1:] if typed is None else typed)
-
-    def complete(command: re.Match[str]) -> str:
-        own_options = _given(shlex.split(command[0]))
-        return " ".join([command[0], *(option for name, option in options.items() if name not in own_options)])
-
-    return _COMMAND.sub(complete, text) if options else text
-
-
-def _given(words: Sequence[str]) -> dict[str, str]:
-    """Return the --config and --set options of a command line: what each sets → the option as it is typed."""
-    options, remaining = {}, iter(words)
-    for word in remaining:
-        option, equals, value = word.partition("=")
-        if option in ("--config", "--set"):
-            value = value if equals else next(remaining, "")
-            name = option if option == "--config" else f"{option} {value.partition('=')[0]}="
-            options[name] = f"{option} {shlex.quote(value)}"
-    return options
+def as_typed(command: Command) -> Command:
+    """Return a command with the typed --config and --set: without them it may mean another project."""
+    return command.in_project(Command.typed(sys.argv[1:]))
 
 
 def load_config(file: Path | None, sets: Sequence[str] | None) -> LoadedConfig:

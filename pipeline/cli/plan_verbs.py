@@ -12,6 +12,7 @@ import typer
 
 from pipeline.cli.completion import completing, gpus
 from pipeline.cli.options import ConfigFile, Json, Sets, load_config, one_of, print_json
+from pipeline.command_line import Command
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -54,14 +55,13 @@ def plan_command(
     from pipeline.project.project import Project, open_executor
     from pipeline.report import tables
     from pipeline.report.plan_tables import estimate_report
-    from pipeline.runs.dataset.loading import graph_command
     from pipeline.runs.views.efficiency import estimates
     from pipeline.runs.workflow.table import STAGES, everything, up_to
 
     loaded = load_config(config, sets)
     if (gpu or probe) and stage != "train":
         problem = f"{'--gpu' if gpu else '--probe'} is about training, but --stage is {stage}"
-        raise ConfigError(problem, where="pipeline plan", remedy="pipeline plan --stage train")
+        raise ConfigError(problem, where="pipeline plan", remedy=Command.of("plan --stage train"))
     with open_executor(loaded.config) as executor:
         project = Project.open(loaded.config, remember=False, strict=True, beside=loaded.base_dir.absolute())
         if stage == "train" and loaded.config.train.command is not None:
@@ -70,8 +70,7 @@ def plan_command(
         if loaded.config.cluster.executor == "slurm" and executor.limits_of() == Limits():
             typer.echo(UNTOLD, err=True)
         if stage == "train":
-            again = graph_command(config, sets or (), loaded.config)
-            outlook = _training(loaded, project, executor, gpus=gpu or (), probing=probe, again=again)
+            outlook = _training(loaded, project, executor, gpus=gpu or (), probing=probe)
             _show_training(outlook, as_json=as_json)
             return
         names = everything(loaded.config) if stage == "all" else up_to(stage, loaded.config)
@@ -93,7 +92,9 @@ def _show_script(project: Project, executor: Executor, *, measured: bool, as_jso
 
     if measured:
         problem = "train.command is a script, which cannot be traced: neither --gpu nor --probe can say anything of it"
-        raise ConfigError(problem, where="pipeline plan", remedy="pipeline plan --stage train   (its first attempt)")
+        raise ConfigError(
+            problem, where="pipeline plan", remedy=Command.of("plan --stage train", then="   (its first attempt)")
+        )
     stage = ScriptStage()
     stage.inspect(project)
     outline = script_outline(project, stage, executor)
@@ -104,7 +105,7 @@ def _show_script(project: Project, executor: Executor, *, measured: bool, as_jso
 
 
 def _training(
-    loaded: LoadedConfig, project: Project, executor: Executor, *, gpus: Sequence[str], probing: bool, again: str
+    loaded: LoadedConfig, project: Project, executor: Executor, *, gpus: Sequence[str], probing: bool
 ) -> TrainOutlook:
     """Plan training."""
     from pipeline.runs.model.offers import Question
@@ -117,7 +118,6 @@ def _training(
         executor=executor,
         gpus=gpus,
         beside=loaded.base_dir.absolute(),
-        again=again,
         tell=lambda line: typer.echo(line, err=True),
     )
     with _stdout_to_stderr():

@@ -10,6 +10,7 @@ import typer
 
 from pipeline.cli.log_verbs import run_folder
 from pipeline.cli.options import ConfigFile, Json, Run, Sets, print_json
+from pipeline.command_line import Command
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -96,7 +97,7 @@ def replay_command(
     if step is None:
         steps = ", ".join(map(str, steps_with_bundles(folder)))
         known = f"there are bundles of the steps {steps}" if steps else "no step has left a bundle"
-        remedy = f"pipeline replay {folder.name} --step N   ({known})"
+        remedy = Command.of("replay", folder.name, "--step", "N", then=f"   ({known})")
         raise ConfigError("which step is to be made again?", where="--step", remedy=remedy)
     case = find_case(folder, step, rank)
     if not as_json:

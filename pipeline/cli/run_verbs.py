@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import shlex
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,7 +15,7 @@ from pipeline.command_line import Command
 from pipeline.records import StageName
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from pipeline.cluster.job_spec import Executor, JobSpec
     from pipeline.config.schema import Config
@@ -65,61 +65,77 @@ def submit_command(
 ) -> None:
     """Run a stage; what was done before is not done again."""
     from pipeline.cli.plan_verbs import print_plan, show_plan
-    from pipeline.errors import ConfigError, SubmissionRefused
-    from pipeline.project.project import Project, open_executor
+    from pipeline.project.project import Project
     from pipeline.runs.upkeep.cache_use import register_use
-    from pipeline.runs.workflow.table import everything, up_to, with_typed_command
 
-    if as_json and (not dry_run or emit is not None):
-        problem = "a document is printed of what would be done"
-        raise ConfigError(problem, where="--json", remedy=f"pipeline submit --stage {stage} --dry-run --json")
+    idle = dry_run or emit is not None
+    if as_json and (emit is not None or not dry_run):
+        _refuse("a document is printed of what would be done", "--json", stage, "--dry-run --json")
     if damage_list is not None and stage != StageName.REGENERATE:
-        problem = f"a list says what to regenerate, but --stage is {stage}"
-        raise ConfigError(problem, where="--list", remedy="pipeline submit --stage regenerate --list FILE")
+        _refuse(f"a list says what to regenerate, but --stage is {stage}", "--list", "regenerate", "--list FILE")
+    if only and stage in ("all", StageName.REGENERATE):
+        _refuse("several stages are not one alone", "--only", stage)
     sets = [*(sets or ()), *([f"cluster.executor={executor}"] if executor else ())]
     loaded = load_config(config, sets)
     if model is not None:
         sets += _settings_of_model(stage, model, loaded.config)
         loaded = load_config(config, sets)
-    chosen, beside = loaded.config, loaded.base_dir.absolute()
-    if only and stage in ("all", StageName.REGENERATE):
-        raise ConfigError("several stages are not one alone", where="--only", remedy=f"pipeline submit --stage {stage}")
-    idle = dry_run or emit is not None
-    project = Project.open(chosen, remember=not idle, beside=beside, strict=True)
-    if stage == StageName.REGENERATE:
-        project, stages = to_regenerate(project, damage_list)
-    else:
-        stages = everything(chosen) if stage == "all" else up_to(stage, chosen)
-        stages = stages[-1:] if only else stages
+    project = Project.open(loaded.config, remember=not idle, beside=loaded.base_dir.absolute(), strict=True)
+    project, stages = _stages_of(project, stage, damage_list, only=only)
     if not stages:
         nothing = f"nothing to regenerate: {damage_list} names no record that is lost"
         print_json({"stages": [], "scripts": {}}) if as_json else typer.echo(nothing)
         return
     typed = typed_command(stage, config, sets, damage_list)
-    with open_executor(chosen) as opened:
+    with _checked(project, stages, typed) as (project, opened):
+        if idle:
+            print_plan(project, stages, opened) if as_json else show_plan(project, stages, opened, emit)
+            return
+        if only:
+            _refuse_unplanned(project, stages)
+        register_use(project, stages, loaded.path)
+        _start(project, stages, typed, opened, follow=follow)
+
+
+@contextmanager
+def _checked(project: Project, stages: list[str], typed: Command) -> Iterator[tuple[Project, Executor]]:
+    """Open the executor of a project and check its stages; a refusal repeats what was typed."""
+    from pipeline.errors import SubmissionRefused
+    from pipeline.project.project import open_executor
+    from pipeline.runs.workflow.table import with_typed_command
+
+    with open_executor(project.config) as opened:
         project = replace(project, executor=opened)
         try:
             _check_first(project, stages, opened)
-            if idle:
-                print_plan(project, stages, opened) if as_json else show_plan(project, stages, opened, emit)
-                return
-            if only:
-                _refuse_unplanned(project, stages)
-            register_use(project, stages, loaded.path)
-            _start(project, stages, typed, opened, follow=follow)
+            yield project, opened
         except SubmissionRefused as error:
             raise with_typed_command(error, typed) from None
 
 
 def _settings_of_model(stage: str, model: str, config: Config) -> list[str]:
     """Return what `--model` sets: the stage's checkpoint, and that what is predicted needs no labels."""
-    from pipeline.errors import ConfigError
-
     if stage not in (StageName.EVALUATE, StageName.PREDICT):
-        problem = f"a model is named to be used, but --stage is {stage}"
-        raise ConfigError(problem, where="--model", remedy=f"pipeline submit --stage predict --model {model}")
+        _refuse(f"a model is named to be used, but --stage is {stage}", "--model", "predict", f"--model {model}")
     is_unlabelled = stage == StageName.PREDICT and config.data.labels
     return [f"train.{stage}.checkpoint={model}", *(["data.unlabelled=true"] if is_unlabelled else [])]
+
+
+def _refuse(problem: str, option: str, stage: str, more: str = "") -> None:
+    """Raise for an option that does not go with the others, naming those that do."""
+    from pipeline.errors import ConfigError
+
+    raise ConfigError(problem, where=option, remedy=Command.of(f"submit --stage {stage} {more}"))
+
+
+def _stages_of(project: Project, stage: str, damage_list: Path | None, *, only: bool) -> tuple[Project, list[str]]:
+    """Return the stages to run, and the project, confined to what a damage list names where there is one."""
+    from pipeline.runs.workflow.table import everything, up_to
+
+    if stage == StageName.REGENERATE:
+        return to_regenerate(project, damage_list)
+    stages = everything(project.config) if stage == "all" else up_to(stage, project.config)
+    return project, stages[-1:] if only else stages
 
 
 def _refuse_unplanned(project: Project, stages: list[str]) -> None:
@@ -131,7 +147,7 @@ def _refuse_unplanned(project: Project, stages: list[str]) -> None:
 
     for stage in (table.stage(name, project.config) for name in stages):
         if stage.together and project.config.train.task is not None and made_table(project) is None:
-            remedy = f"pipeline submit --stage {stage.name}   (without --only)"
+            remedy = Command.submit(stage.name, then="   (without --only)")
             raise ConfigError(unmade(project.config), where="--only", remedy=remedy)
 
 
@@ -190,19 +206,11 @@ def run_to_its_end(
     project: Project, stages: list[str], typed: Command, file: Path | None, ended: Callable[[RunStatus], None]
 ) -> None:
     """Run stages, show their progress until they have ended, and print the result by `ended`."""
-    from pipeline.errors import SubmissionRefused
-    from pipeline.project.project import open_executor
     from pipeline.runs.upkeep.cache_use import register_use
-    from pipeline.runs.workflow.table import with_typed_command
 
-    with open_executor(project.config) as opened:
-        project = replace(project, executor=opened)
-        try:
-            _check_first(project, stages, opened)
-            register_use(project, stages, file)
-            _start(project, stages, typed, opened, follow=True, ended=ended)
-        except SubmissionRefused as error:
-            raise with_typed_command(error, typed) from None
+    with _checked(project, stages, typed) as (project, opened):
+        register_use(project, stages, file)
+        _start(project, stages, typed, opened, follow=True, ended=ended)
 
 
 def begin_again(folder: RunFolder, config: Config, status: RunStatus, executor: Executor) -> None:
@@ -226,15 +234,13 @@ def begin_again(folder: RunFolder, config: Config, status: RunStatus, executor: 
 
 def _status_of(folder: RunFolder) -> str:
     """Return the command that watches a run, with its path from the current folder."""
-    return f"pipeline status {shlex.quote(os.path.relpath(folder.path))} --watch"
+    return str(Command.of("status", os.path.relpath(folder.path), "--watch"))
 
 
 def typed_command(stage: str, config: Path | None, sets: list[str], damage_list: Path | None = None) -> Command:
     """Return the command to type again to do what is missing: without --only, --follow and the like."""
-    options = {"config": config, "list": damage_list}
-    typed_options = {name: str(path) for name, path in options.items() if path is not None}
-    settings = [(key, value) for key, _, value in (setting.partition("=") for setting in sets)]
-    return replace(Command.submit(stage, **typed_options), settings=tuple(settings))
+    listed = ("--list", damage_list) if damage_list else ()
+    return Command.of("submit --stage", stage, *listed).in_project(Command.about(config, sets))
 
 
 def _check_first(project: Project, stages: list[str], executor: Executor) -> None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 JobId: TypeAlias = str
 
+SUPERVISE, PROBE = "supervise", "probe"  # jobs that are no stage
 TASK = "{task}"  # an argument that is exactly this becomes the number of the task
 
 
@@ -112,6 +113,18 @@ class JobSpec:
     constraint: str = ""
     card: str = ""  # the type of GPU, as the site names it
     exclude: tuple[str, ...] = ()  # nodes that failed
+
+    @property
+    def section(self) -> str:
+        """The section of `cluster` with its settings."""
+        return {SUPERVISE: "supervisor", PROBE: "train"}.get(self.name, self.name)
+
+    @property
+    def again(self) -> Command:
+        """The command that submits it; the job of a supervisor or of a probe is no stage of its own."""
+        if self.name == PROBE:
+            return Command.of("plan --stage train --probe")
+        return Command.submit("all" if self.name == SUPERVISE else self.name)
 
     @property
     def cpus_on_node(self) -> int:
@@ -220,11 +233,11 @@ class Executor(Protocol):
 def refuse_impossible(spec: JobSpec) -> None:
     """Raise SubmissionRefused for a job that no executor could run."""
     for problem in _faults(spec):
-        remedy = Command.submit(spec.name, then=" --dry-run   (shows what would be submitted)")
+        remedy = Command.of("submit --dry-run --stage", spec.name, then="   (shows what would be submitted)")
         raise SubmissionRefused(problem, where=f"job {spec.name}", remedy=remedy)
 
 
-def refuse_larger(spec: JobSpec, most: tuple[int, int, int], holder: str, again: Command, section: str) -> None:
+def refuse_larger(spec: JobSpec, most: tuple[int, int, int], holder: str) -> None:
     """Refuse a job whose tasks ask for more than `most` (cores, GPUs, bytes).
 
     `holder` is the part of the message that says who has only `{}` of it.
@@ -238,7 +251,7 @@ def refuse_larger(spec: JobSpec, most: tuple[int, int, int], holder: str, again:
         ((spec.mem_bytes or 0) <= mem_bytes, f"{mem} of memory", mem_there, ("mem", mem_there)),
     ):
         if not fits:
-            remedy = again.with_settings((f"cluster.{section}.{setting[0]}", setting[1]))
+            remedy = spec.again.with_settings((f"cluster.{spec.section}.{setting[0]}", setting[1]))
             what = f"each task asks for {asked}; {holder.format(there)}"
             raise SubmissionRefused(what, where=f"job {spec.name}", remedy=remedy)
 

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING
 from pipeline.cluster.job_spec import Limits, TaskState, TaskStatus, refuse_impossible, refuse_larger
 from pipeline.cluster.machine import Child, Ending, Machine, Slots
 from pipeline.cluster.processes import HAS_PROC, Guard, ProcessTable
-from pipeline.command_line import Command
 from pipeline.errors import SubmissionRefused
 
 if TYPE_CHECKING:
@@ -277,19 +276,18 @@ class LocalExecutor:
         for job in (*spec.after, *spec.after_any):
             if job not in self._jobs:
                 what = f"waits for job {job}, which this executor does not have (it has {len(self._jobs)})"
-                raise SubmissionRefused(what, where=f"job {spec.name}", remedy=Command.submit(spec.name))
+                raise SubmissionRefused(what, where=f"job {spec.name}", remedy=spec.again)
 
 
 def refuse_too_large(spec: JobSpec, machine: Machine) -> None:
     """Refuse a job whose tasks this machine could never hold."""
-    again = Command.submit(spec.name)
     if spec.nodes > 1:
         what = f"asks for {spec.nodes} nodes; the local executor has one, this machine"
-        remedy = again.with_settings((f"cluster.{spec.name}.nodes", "1"), then=", or --executor slurm")
+        remedy = spec.again.with_settings((f"cluster.{spec.section}.nodes", "1"), then=", or --executor slurm")
         raise SubmissionRefused(what, where=f"job {spec.name}", remedy=remedy)
     most = machine.cpus, len(machine.gpus), machine.mem_bytes
     holder = "the local executor has {} for all tasks together"
-    refuse_larger(spec, most, holder, again, spec.name)
+    refuse_larger(spec, most, holder)
 
 
 def make_log_dir(spec: JobSpec) -> None:
@@ -298,7 +296,7 @@ def make_log_dir(spec: JobSpec) -> None:
         Path(spec.log_dir).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         what = f"cannot make the folder of the logs: {error.strerror}"
-        remedy = "pipeline submit … --set cluster.runs=FOLDER   (one that can be written)"
+        remedy = spec.again.with_settings(("cluster.runs", "FOLDER"), then="   (one that can be written)")
         raise SubmissionRefused(what, where=spec.log_dir, remedy=remedy) from error
 
 

@@ -12,7 +12,7 @@ import shlex
 from typing import TYPE_CHECKING
 
 from pipeline.cluster.job_spec import TASK, format_ranges
-from pipeline.command_line import ANY, Command
+from pipeline.command_line import ANY
 from pipeline.config.site_profiles import shipped
 from pipeline.errors import SubmissionRefused
 from pipeline.units import MIB
@@ -244,5 +244,5 @@ def _fill(text: str, place: str, filling: Iterable[str]) -> str:
 
 def _refused(spec: JobSpec, what: str, change: tuple[str, str] = ("", ""), then: str = "") -> SubmissionRefused:
     settings = [(f"cluster.{change[0]}", change[1])] if change[0] else []
-    remedy = Command.submit(spec.name).with_settings(*settings, then=then)
+    remedy = spec.again.with_settings(*settings, then=then)
     return SubmissionRefused(what, where=f"job {spec.name}", remedy=remedy)

@@ -21,7 +21,6 @@ from pipeline.cluster.job_spec import refuse_impossible
 from pipeline.cluster.local import make_log_dir
 from pipeline.cluster.slurm_commands import script_path, submit_text
 from pipeline.cluster.slurm_facts import Facts, refusal_of, refuse_above_nodes, transient
-from pipeline.command_line import Command
 from pipeline.errors import SubmissionRefused
 
 if TYPE_CHECKING:
@@ -253,4 +252,4 @@ def _refuse_foreign(spec: JobSpec) -> None:
 
 
 def _never(spec: JobSpec, what: str) -> SubmissionRefused:
-    return SubmissionRefused(what, where=f"job {spec.name}", remedy=Command.submit(spec.name))
+    return SubmissionRefused(what, where=f"job {spec.name}", remedy=spec.again)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.cluster import sbatch
 from pipeline.cluster.accounting import ENVIRONMENT, CommandFailed
 from pipeline.cluster.fields import SQUEUE, Queued, parse_squeue
+from pipeline.command_line import Command
 from pipeline.errors import SubmissionRefused
 
 if TYPE_CHECKING:
@@ -153,7 +154,8 @@ def _write(path: Path, script: str) -> None:
         path.write_bytes(os.fsencode(script))
     except OSError as error:
         what = f"the folder of the logs cannot be written: {error.strerror}"
-        remedy = "make room, or choose a folder that can be written: pipeline submit … --set cluster.runs=FOLDER"
+        before = "make room, or choose a folder that can be written: "
+        remedy = Command.submit("all", before=before).with_settings(("cluster.runs", "FOLDER"))
         raise SubmissionRefused(what, where=str(path.parent), remedy=remedy) from error
 
 

@@ -11,7 +11,7 @@ from pipeline.cluster import slurm_commands
 from pipeline.cluster.accounting import CommandFailed
 from pipeline.cluster.job_spec import Limits, refuse_larger
 from pipeline.cluster.site_facts import CONFIG, NODES, Site, parse_nodes, parse_settings
-from pipeline.command_line import ANY, Command
+from pipeline.command_line import ANY
 from pipeline.config.schema_parts import format_duration
 from pipeline.errors import SubmissionRefused
 
@@ -89,7 +89,6 @@ def _longest(nodes: Sequence[SiteNodes]) -> int | None:
     return max((limit for limit in limits if limit is not None), default=None) if None not in limits else None
 
 
-SUPERVISE = "supervise"  # the job of a supervisor; its settings are in cluster.supervisor
 PASSING = (
     "timed out",
     "time out",
@@ -145,25 +144,14 @@ def refusal_of(spec: JobSpec, message: str, partitions: Iterable[str]) -> Submis
     words = [line.removeprefix("sbatch: error: ") for line in message.strip().splitlines() if line]
     what = "the cluster does not take the job: " + ("; ".join(words) or "sbatch failed without a word")
     keys, then = next((change for sign, change in REMEDIES.items() if sign in message.lower()), ((), ""))
-    section = _section(spec)
     of_stage = {"slurm.partition": bool(spec.partition), "slurm.constraint": bool(spec.constraint)}
-    keys = tuple(key.replace("slurm", section) if of_stage.get(key) else key.format(section) for key in keys)
+    keys = tuple(key.replace("slurm", spec.section) if of_stage.get(key) else key.format(spec.section) for key in keys)
     if any(key.endswith(".partition") for key in keys) and (names := ", ".join(sorted(set(partitions)))):
         then += f"   (there are: {names})"
     if transient(message):
         keys, then = (), "   (again, when the cluster answers: sinfo)"
-    remedy = _again(spec).with_settings(*((f"cluster.{key}", ANY) for key in keys), then=then)
+    remedy = spec.again.with_settings(*((f"cluster.{key}", ANY) for key in keys), then=then)
     return SubmissionRefused(what, where=f"job {spec.name}", remedy=remedy)
-
-
-def _section(spec: JobSpec) -> str:
-    """Return the section of `cluster` with a job's settings."""
-    return "supervisor" if spec.name == SUPERVISE else spec.name
-
-
-def _again(spec: JobSpec) -> Command:
-    """Return the command that submits a job again; the supervisor's job is no stage of its own."""
-    return Command.submit("all" if spec.name == SUPERVISE else spec.name)
 
 
 def refuse_above_nodes(spec: JobSpec, nodes: Sequence[SiteNodes], limits: Limits) -> None:
@@ -173,17 +161,16 @@ def refuse_above_nodes(spec: JobSpec, nodes: Sequence[SiteNodes], limits: Limits
     cpus, gpus = max(kind.cpus for kind in nodes), max(kind.gpu_count for kind in nodes)
     partitions = ", ".join(sorted({kind.partition for kind in nodes}))
     where = f"the largest node of {partitions}"
-    section = _section(spec)
     most_mem = spec.mem_bytes or 0 if limits.mem_bytes is None else limits.mem_bytes
     if spec.time_s and limits.time_s and spec.time_s > limits.time_s:
         where = f"{partitions} gives at most {format_duration(limits.time_s)}"
         what = f"each task asks for {format_duration(spec.time_s)}"
-        remedy = _again(spec).with_settings((f"cluster.{section}.time", format_duration(limits.time_s)))
+        remedy = spec.again.with_settings((f"cluster.{spec.section}.time", format_duration(limits.time_s)))
         raise SubmissionRefused(f"{what}; {where}", where=f"job {spec.name}", remedy=remedy)
     large = [kind.mem_bytes for kind in nodes if kind.cpus >= spec.cpus_on_node and kind.gpu_count >= spec.gpus]
     if large and max(large) < max(kind.mem_bytes for kind in nodes):  # those with the most memory have fewer of these
         where += f" with {spec.cpus_on_node} cores" + (f" and {spec.gpus} GPUs" if spec.gpus else "")
-    refuse_larger(spec, (cpus, gpus, most_mem), f"{where} has {{}}", _again(spec), section)
+    refuse_larger(spec, (cpus, gpus, most_mem), f"{where} has {{}}")
     _refuse_too_many(spec, nodes)
 
 
@@ -196,5 +183,5 @@ def _refuse_too_many(spec: JobSpec, nodes: Sequence[SiteNodes]) -> None:
     most = max(there.values(), default=spec.nodes)
     if spec.nodes > most:
         what = f"each task asks for {spec.nodes} nodes; {', '.join(sorted(there))} has {most} that are large enough"
-        remedy = _again(spec).with_settings((f"cluster.{_section(spec)}.nodes", str(most)))
+        remedy = spec.again.with_settings((f"cluster.{spec.section}.nodes", str(most)))
         raise SubmissionRefused(what, where=f"job {spec.name}", remedy=remedy)

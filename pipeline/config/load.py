@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
+from pipeline.command_line import Command
 from pipeline.config import site_profiles
 from pipeline.config.masking import without_secrets_in
 from pipeline.config.schema import LEAVES, PATH_LISTS, PATHS, SECTIONS, Config, value_at
@@ -131,7 +132,7 @@ def from_resolved(text: str, where: str = "") -> Config:
         first = error.errors(include_url=False)[0]
         key = ".".join(map(str, first["loc"]))
         problem = f"this frozen configuration is not of this version: {key}: {first['msg']}"
-        raise ConfigError(problem, where=where, remedy="pipeline submit starts a new run") from error
+        raise ConfigError(problem, where=where, remedy=Command.submit("all", then="   (starts a new run)")) from error
 
 
 def _present(path: Path, said_by: str) -> Path:

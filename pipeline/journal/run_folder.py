@@ -70,8 +70,11 @@ class RunFolder:
         return Path(self.task_code.read_text()) if self.task_code.exists() else None
 
     def command(self) -> Command:
-        """Return the command that the run was submitted with."""
-        return Command.read(self.again.read_text())
+        """Return the command that the run was submitted with; one for all stages where nothing tells it."""
+        try:
+            return Command.read(self.again.read_text())
+        except OSError:
+            return Command.submit("all")
 
     def todo(self, stage: str) -> Path:
         """Return the work list of a stage, a line each: items to scan, or sequences to embed."""
@@ -157,7 +160,7 @@ def find_run(runs: Path, name: str | None) -> RunFolder:
     known = _all_in(runs)
     if name is None:
         if not known:
-            raise ConfigError("there is no run yet", where=str(runs), remedy="pipeline submit --stage scan")
+            raise ConfigError("there is no run yet", where=str(runs), remedy=Command.submit("scan"))
         return _readable(known[-1])
     matches = [folder for folder in known if name and folder.name.startswith(name)]
     if len(matches) != 1:

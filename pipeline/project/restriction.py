@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import shlex
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, overload
 
+from pipeline.command_line import Command
 from pipeline.errors import CacheDamaged, ConfigError
 from pipeline.journal.run_folder import writing_run
 from pipeline.keys import KEY_BYTES
@@ -127,7 +127,7 @@ def read_list(path: Path, cache: CacheFolder) -> Only:
         in_place += sum(_count_in_place(findings, store) for store in stores.values())
     if in_place:
         what = f"{in_place:,} of the records that it names can be read, and what they say is wrong: they are in the way"
-        raise CacheDamaged(what, where=str(path), remedy=f"pipeline cache repair --list {shlex.quote(str(path))}")
+        raise CacheDamaged(what, where=str(path), remedy=Command.of("cache repair --list", path))
     keys = {kind: Keys(sorted_pairs(column).astype(">u8").tobytes()) for kind, column in packed.items()}
     return Only(str(path.absolute()), keys, frozenset(untold))
 
@@ -164,4 +164,4 @@ def _key(path: Path, finding: DamageFinding) -> bytes:
 
 
 def _unusable(path: Path, what: str) -> ConfigError:
-    return ConfigError(what, where=str(path), remedy="pipeline cache validate --full   (writes a new list)")
+    return ConfigError(what, where=str(path), remedy=Command.of("cache validate --full", then="   (writes a new list)"))

@@ -6,6 +6,7 @@ import os
 from functools import lru_cache
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from pipeline.command_line import Command
 from pipeline.errors import ConfigError, DataError
 from pipeline.records import Reason, Rejection
 from pipeline.units import printable_text
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 MOST_OPEN = 32  # files at a time
-SCAN_AGAIN = "pipeline submit --stage scan   (the file changed since)"
+SCAN_AGAIN = Command.submit("scan", then="   (the file changed since)")
 
 
 class UnusableEntry(Exception):

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rich.console import Group
 
+from pipeline.command_line import Command
 from pipeline.report.tables import age, plural, text_table
 from pipeline.store.maintenance.damage_report import damage_found
 from pipeline.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from rich.console import RenderableType
@@ -24,10 +25,11 @@ if TYPE_CHECKING:
     from pipeline.store.maintenance.leftovers import User
     from pipeline.store.snapshot import StoreStat
 
+AsTyped: TypeAlias = "Callable[[Command], object]"
 DIGEST_LETTERS = (32, 64)  # of a digest, the first few of which say enough
 NAMED = 5
 DAY_S = 86_400
-NOT_KNOWN = "pipeline submit --stage all"
+NOT_KNOWN = Command.submit("all")
 TO_LOOK = "(or --dry-run: only looks)"
 INDEXES = {
     "behind": "newer files are read by their own tables; the next run brings it up to date",
@@ -137,7 +139,7 @@ class Holdings:
         }
 
     def _last_validation(self, report: DamageReport) -> dict[str, Any]:
-        return {"path": str(report.path), **asdict(report.summary), "remedy": self.remedy()}
+        return {"path": str(report.path), **asdict(report.summary), "remedy": str(self.remedy())}
 
     @property
     def quarantined(self) -> tuple[int, int]:
@@ -151,55 +153,59 @@ class Holdings:
             return "all well"
         return f"{plural(summary.findings, 'finding')}, {plural(summary.lost, 'record')} lost"
 
-    def remedy(self) -> str:
-        """Return the command to run after the last validation; empty: nothing is wrong."""
+    def remedy(self) -> str | Command:
+        """Return what to do after the last validation; empty: nothing is wrong."""
         if self.report is None or not self.report.summary.findings:
             return ""
-        return damage_found(self.report.summary, self.root, self.report.path).remedy
+        return damage_found(self.report.summary, self.root, self.report.path).next
 
 
-def holdings_lines(held: Holdings) -> list[RenderableType]:
-    """Return lines on what is missing, the last validation, the users of the cache and its quarantine."""
+def holdings_lines(held: Holdings, as_typed: AsTyped = str) -> list[RenderableType]:
+    """Return lines on what is missing, the last validation, the users of the cache and its quarantine.
+
+    `as_typed` completes the commands in them.
+    """
     if not held.is_there:
-        return [f"no cache is there yet: {NOT_KNOWN}   (makes it)", *_layer_lines(held)]
+        return [f"no cache is there yet: {as_typed(NOT_KNOWN)}   (makes it)", *_layer_lines(held, as_typed)]
     now = datetime.now(tz=timezone.utc)
-    shown: list[RenderableType] = [_missing_line(missing, now) for missing in held.missing]
+    shown: list[RenderableType] = [_missing_line(missing, now, as_typed) for missing in held.missing]
     if held.missing:
-        shown += [f"{kind}: not known yet: pipeline submit --stage {kind}   {TO_LOOK}" for kind in held.unknown]
+        shown += [f"{kind}: not known yet: {as_typed(Command.submit(kind))}   {TO_LOOK}" for kind in held.unknown]
     elif held.unknown:  # what a reader gives needs nothing
-        shown.append(f"what this data set needs is not known yet: {NOT_KNOWN}   {TO_LOOK}")
+        shown.append(f"what this data set needs is not known yet: {as_typed(NOT_KNOWN)}   {TO_LOOK}")
     if held.report:
-        shown += _validation_lines(held, held.report, now)
+        shown += _validation_lines(held, held.report, now, as_typed)
     elif held.stats:
-        shown.append("never validated: pipeline cache validate --full")
+        shown.append(f"never validated: {as_typed(Command.of('cache validate --full'))}")
     if held.users:
         shown.append(f"used by {_named(dict.fromkeys(user.config or user.runs for user in held.users))}")
     files, kept_bytes = held.quarantined
     if files:
-        shown.append(f"quarantine: {plural(files, 'damaged file')}, {format_bytes(kept_bytes)}: pipeline cache clean")
-    return [*shown, *_layer_lines(held)]
+        kept = f"{plural(files, 'damaged file')}, {format_bytes(kept_bytes)}"
+        shown.append(f"quarantine: {kept}: {as_typed(Command.of('cache clean'))}")
+    return [*shown, *_layer_lines(held, as_typed)]
 
 
-def _layer_lines(held: Holdings) -> Iterator[str]:
+def _layer_lines(held: Holdings, as_typed: AsTyped) -> Iterator[str]:
     """Yield which other caches are read, too, and which are left out and why."""
     if held.under:
         yield f"reads also from {_named(map(str, held.under))}"
     for refused in held.left_out:
         yield f"left out of cache.under: {refused.where}: {refused.what}"
-        yield f"  next: {refused.remedy}"
+        yield f"  next: {_next(refused.next, as_typed)}"
 
 
-def _missing_line(missing: Missing, now: datetime) -> str:
+def _missing_line(missing: Missing, now: datetime, as_typed: AsTyped) -> str:
     """Say how many records of a kind are missing, and how old that knowledge is."""
     when = age(now, datetime.fromtimestamp(missing.at, timezone.utc))
     changed = "; it has changed since" if missing.changed else ""
     needed = f"{missing.needed:,}"
     state = f"{missing.missing:,} of {needed} missing" if missing.missing else f"all {needed} are there"
-    again = f": pipeline submit --stage {missing.kind}" if missing.missing or changed else ""
+    again = f": {as_typed(Command.submit(missing.kind))}" if missing.missing or changed else ""
     return f"{missing.kind}: {state}, by the data set of {when} ago{changed}{again}"
 
 
-def _validation_lines(held: Holdings, report: DamageReport, now: datetime) -> Iterator[str]:
+def _validation_lines(held: Holdings, report: DamageReport, now: datetime, as_typed: AsTyped) -> Iterator[str]:
     """Yield when and how a cache was last validated, what was found, and what to do about it."""
     last = report.summary
     when = age(now, datetime.fromtimestamp(last.begun, timezone.utc))
@@ -207,10 +213,14 @@ def _validation_lines(held: Holdings, report: DamageReport, now: datetime) -> It
     part += "" if last.subset == "1/1" else f", part {last.subset}"
     yield f"last validated {when} ago ({last.how}{part}): {held.found_last()}   ({report.path})"
     if remedy := held.remedy():
-        yield f"  next: {remedy}"
+        yield f"  next: {_next(remedy, as_typed)}"
 
 
-def cleaning_lines(cleaning: Mapping[str, Any]) -> list[RenderableType]:
+def _next(remedy: str | Command, as_typed: AsTyped) -> object:
+    return as_typed(remedy) if isinstance(remedy, Command) else remedy
+
+
+def cleaning_lines(cleaning: Mapping[str, Any], as_typed: AsTyped = str) -> list[RenderableType]:
     """Show what cleaning would remove, and which unneeded files stay and why."""
     shown: list[RenderableType] = []
     if cleaning["dead"]:
@@ -223,11 +233,11 @@ def cleaning_lines(cleaning: Mapping[str, Any]) -> list[RenderableType]:
         leftovers = _by_what(cleaning["leftovers"]).items()
         left = [(label, f"{files:,}", format_bytes(taken)) for label, (files, taken) in leftovers]
         shown += [text_table(("left over", "files", "size"), left, right="files size"), ""]
-    shown += [*_staying(cleaning), *(line for note in cleaning["notes"] for line in _note(note))]
+    shown += [*_staying(cleaning, as_typed), *(line for note in cleaning["notes"] for line in _note(note))]
     return shown[:-1] if shown and shown[-1] == "" else shown
 
 
-def _staying(cleaning: Mapping[str, Any]) -> Iterator[str]:
+def _staying(cleaning: Mapping[str, Any], as_typed: AsTyped) -> Iterator[str]:
     """Yield which unneeded records and files stay, and why."""
     dead: dict[str, tuple[int, int]] = {}
     for kind in cleaning["kinds"]:
@@ -237,7 +247,7 @@ def _staying(cleaning: Mapping[str, Any]) -> Iterator[str]:
     span = _span(cleaning["older_than_s"])
     reasons = {
         "young": f"in files that are younger than {span} (--older-than)",
-        "sparse": "in files that hold much more of what is needed: pipeline cache compact",
+        "sparse": f"in files that hold much more of what is needed: {as_typed(Command.of('cache compact'))}",
         "foreign": "in files that are not as this program makes them",
     }
     for fate, why in reasons.items():
@@ -252,7 +262,7 @@ def _staying(cleaning: Mapping[str, Any]) -> Iterator[str]:
             yield f"stays: {label}: {held}, younger than {_span(seconds)}{option}"
     if cleaning["damaged"]:
         names = [f"{entry['kind']}/{entry['shard']}" for entry in cleaning["damaged"]]
-        yield f"stays: cannot be read: {_named(names)}: pipeline cache repair"
+        yield f"stays: cannot be read: {_named(names)}: {as_typed(Command.of('cache repair'))}"
     if cleaning["left_alone"]:
         yield f"left alone, not made by this program: {_named(cleaning['left_alone'])}"
     if cleaning["used_by"]:

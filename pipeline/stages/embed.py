@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from pipeline.cluster.local import signals_held
+from pipeline.command_line import Command
 from pipeline.encoder.checkpoints.weights import identify
 from pipeline.encoder.embedding_recipe import ENCODER_VERSION, Variant
 from pipeline.errors import SUBMIT_AGAIN, CacheDamaged, JobFailed, RecordMissing
@@ -244,9 +245,9 @@ class _Builder:
         """Raise where an encoder is not close enough."""
         if verdict.passed:
             return
-        remedy = "pipeline submit --stage embed --set embed.precision=fp32"
+        remedy = Command.submit("embed").with_settings(("embed.precision", "fp32"))
         if precision == "fp32":
-            remedy = "pipeline weights check   (and report this: the encoder is wrong for these weights)"
+            remedy = Command.of("weights check", then="   (and report this: the encoder is wrong for these weights)")
         what = (
             f"{precision} is not close enough to the reference: lowest cosine {verdict.lowest:.6f},"
             f" {verdict.threshold} is wanted; nothing was published"

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pipeline.command_line import Command
 from pipeline.errors import CacheDamaged, CacheFull, CacheUnusable, JobFailed, RecordMissing
 from pipeline.keys import recipe_key, recipe_tag
 from pipeline.store.format.cache_layout import (
@@ -155,7 +156,7 @@ _MAY_BE_THERE = {"README.md", ".gitignore", "lost+found", REPORTS, USERS, MANIFE
 _KIND = re.compile(r"[a-z][a-z0-9_-]*")
 _MARKER_BYTES = 4096
 _MARKED = {"format": CACHE_FORMAT, "made_by": "pipeline"}
-ELSEWHERE = "pipeline submit --stage all --set cache.root=FOLDER"
+ELSEWHERE = Command.submit("all").with_settings(("cache.root", "FOLDER"))
 WITHOUT = "pipeline config show   (cache.under: name caches that are there, or --set cache.under=[])"
 
 
@@ -269,7 +270,7 @@ class CacheFolder:
             if not (cache._marked or cache.kinds()):
                 raise cache._unusable("there is no cache")
         except CacheUnusable as error:
-            remedy = WITHOUT if error.remedy == ELSEWHERE else error.remedy
+            remedy = WITHOUT if error.next == ELSEWHERE else error.next
             raise CacheUnusable(error.what, where=error.where, remedy=remedy) from error
         return cache
 
@@ -337,7 +338,7 @@ class CacheFolder:
     def _unreadable(self, error: OSError) -> CacheUnusable:
         return self._unusable(f"the cache cannot be read: {error.strerror or error}", f"ls -ld {self.root}")
 
-    def _unusable(self, what: str, remedy: str = ELSEWHERE) -> CacheUnusable:
+    def _unusable(self, what: str, remedy: str | Command = ELSEWHERE) -> CacheUnusable:
         return CacheUnusable(what, where=str(self.root), remedy=remedy)
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from pipeline.command_line import Command
 from pipeline.errors import ConfigError
 from pipeline.graphs.residue_graph import LETTERS
 from pipeline.protocol import ITEMS
@@ -228,8 +229,8 @@ def _embedding(side: PartnerTensors, embedding_dim: int) -> Tensor:
         return torch.zeros(size_of(side), 0)
     if side.embedding is None:
         problem = f"the task expects embeddings of {embedding_dim} numbers, and the data set has none"
-        remedy = "pipeline submit --stage embed, or --set train.options.embedding_dim=0"
-        raise ConfigError(problem, where=f"{WHERE}.embedding_dim", remedy=remedy)
+        embed = Command.submit("embed", then="   (or --set train.options.embedding_dim=0)")
+        raise ConfigError(problem, where=f"{WHERE}.embedding_dim", remedy=embed)
     if (width := side.embedding.shape[1]) != embedding_dim:
         problem = f"the task expects embeddings of {embedding_dim} numbers, those of the data set have {width}"
         remedy = f"--set train.options.embedding_dim={width}"

@@ -2,44 +2,47 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from pipeline.cli.options import as_typed
+from pipeline.command_line import Command
+from pipeline.errors import CacheDamaged, ConfigError
 
 TYPED = ["cache", "validate", "--config", "my lab.yaml", "--set=cache.root=other", "--full"]
 OPTIONS = "--config 'my lab.yaml' --set cache.root=other"
 
 
 @pytest.mark.parametrize(
-    ("said", "wanted"),
+    ("command", "wanted"),
     [
-        ("next: pipeline cache repair --list x", f"next: pipeline cache repair --list x {OPTIONS}"),
-        ("next: pipeline cache repair", f"next: pipeline cache repair {OPTIONS}"),
-        ("pipeline submit --stage all   (does only what is missing)", None),
-        ("`pipeline submit` computes it", f"`pipeline submit {OPTIONS}` computes it"),
-        ("pipeline submit --set cache.root=FOLDER", "pipeline submit --set cache.root=FOLDER --config 'my lab.yaml'"),
-        ("pipeline cache import 'my folder'   (again)", f"pipeline cache import {OPTIONS} 'my folder'   (again)"),
-        ("pipeline cache repair --list 'a b' --yes, then", f"pipeline cache repair --list 'a b' --yes {OPTIONS}, then"),
-        ("ls -ld x   or   pipeline cache clean", f"ls -ld x   or   pipeline cache clean {OPTIONS}"),
+        (Command.of("cache repair --list", "a b"), f"pipeline cache repair --list 'a b' {OPTIONS}"),
+        (Command.submit("all", then="   (again)"), f"pipeline submit --stage all {OPTIONS}   (again)"),
+        (Command.submit("all", before="ls -ld x   or   "), f"ls -ld x   or   pipeline submit --stage all {OPTIONS}"),
+        (
+            Command.submit("all").with_settings(("cache.root", "FOLDER")),
+            "pipeline submit --stage all --config 'my lab.yaml' --set cache.root=FOLDER",
+        ),
+        (Command.of("cache import", "my folder"), f"pipeline cache import 'my folder' {OPTIONS}"),
     ],
 )
-def test_a_command_gets_the_options_that_it_does_not_have(said: str, wanted: str | None) -> None:
-    wanted = wanted or f"pipeline submit --stage all {OPTIONS}   (does only what is missing)"
-    assert as_typed(said, TYPED) == wanted
+def test_a_command_gets_the_options_that_it_does_not_have(
+    command: Command, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["pipeline", *TYPED])
+    assert str(as_typed(command)) == wanted
 
 
-@pytest.mark.parametrize(
-    "said",
-    ["pipeline status NAME", "pipeline weights fetch NAME", "the pipeline cache is empty", "ls -l pipeline/cache"],
-)
-def test_what_is_no_such_command_stays(said: str) -> None:
-    assert as_typed(said, TYPED) == said
+def test_without_options_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["pipeline", "cache", "repair"])
+    assert str(as_typed(Command.of("cache repair --yes"))) == "pipeline cache repair --yes"
 
 
-def test_an_option_that_is_there_in_quotes_is_there() -> None:
-    said = "pipeline submit --stage scan --set 'data.labels=[split]'"
-    assert as_typed(said, ["submit", "--set", "data.labels=[split]"]) == said
-
-
-def test_without_options_nothing_changes() -> None:
-    assert as_typed("pipeline cache repair --yes", ["cache", "repair"]) == "pipeline cache repair --yes"
+def test_an_error_is_about_the_project_that_was_typed_and_other_advice_stays() -> None:
+    damaged = CacheDamaged("torn", remedy=Command.of("cache repair"))
+    damaged.in_project(Command.typed(TYPED))
+    assert damaged.remedy == f"pipeline cache repair {OPTIONS}"
+    advised = ConfigError("unreadable", remedy="ls -l x")
+    advised.in_project(Command.typed(TYPED))
+    assert advised.remedy == "ls -l x"

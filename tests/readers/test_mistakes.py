@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -174,7 +175,7 @@ def test_too_little_memory_is_an_error_of_the_file(tmp_path: Path, monkeypatch: 
 def test_the_command_that_reads_a_changed_file_again_is_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    program, *words = entry.SCAN_AGAIN.partition("   (")[0].split()
+    program, *words = str(replace(entry.SCAN_AGAIN, then="")).split()
     assert program == "pipeline"
     monkeypatch.setattr("sys.argv", [program, *words, "--help"])
     with pytest.raises(SystemExit) as caught:

@@ -14,6 +14,7 @@ import torch
 
 from pipeline.cluster.machine import find_mem_bytes
 from pipeline.cluster.processes import used_bytes
+from pipeline.command_line import Command
 from pipeline.encoder.embedding_recipe import ENDS, tokenize, window_shares, windows
 from pipeline.encoder.engine.sequence_work import (
     Computed,
@@ -151,7 +152,8 @@ def prepare_device(settings: EngineSettings) -> None:
     if settings.device == "cuda" and not torch.cuda.is_available():
         built = f"torch {torch.__version__} is built for CUDA {torch.version.cuda or 'not at all'}"
         what = f"this task was to run on a GPU, and torch sees none ({built})"
-        remedy = "nvidia-smi   or   pipeline submit --stage embed --set embed.device=cpu --set cluster.embed.gpus=0"
+        on_cpu = ("embed.device", "cpu"), ("cluster.embed.gpus", "0")
+        remedy = Command.submit("embed", before="nvidia-smi   or   ").with_settings(*on_cpu)
         raise JobFailed(what, where="embed.device", remedy=remedy)
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeline.command_line import Command
 from pipeline.config.load import find_config, from_resolved, read_config
 from pipeline.errors import CacheDamaged, ConfigError, PipelineError, RecordMissing
 from pipeline.journal.run_folder import runs_in
@@ -48,7 +48,11 @@ def open_loader(
     file = find_config(Path(config) if config else None)
     loaded = read_config(file, sets)
     project = Project.open(loaded.config, remember=False, beside=loaded.base_dir.absolute())
-    table = table_of(project, again=graph_command(config, sets, loaded.config))
+    try:
+        table = table_of(project)
+    except PipelineError as error:
+        error.in_project(Command.about(config, sets))
+        raise
     table = table if split is None else table.of_split(split)
     rows = rows_of(project) if embed else None
     data = content_digest(table.key_N16.tobytes()).hex()
@@ -71,13 +75,6 @@ def rows_of(project: Project) -> Embeddings | None:
     if reader_items.is_reader(project.config):
         return None
     return Embeddings(project.encoding.shelves.embeddings, project.encoding.recipe)
-
-
-def graph_command(config: str | Path | None, sets: Sequence[str], loaded: Config) -> str:
-    """Return the command that makes graphs with this configuration, or reads what a reader gives."""
-    stage = "scan" if reader_items.is_reader(loaded) else "graph"
-    words = ["pipeline", "submit", "--stage", stage, *(["--config", str(config)] if config else [])]
-    return shlex.join([*words, *(word for setting in sets for word in ("--set", setting))])
 
 
 def made_table(project: Project) -> str | None:
@@ -110,8 +107,9 @@ def _tables(project: Project) -> Iterator[tuple[bytes, ItemTable]]:
         raise lost
 
 
-def table_of(project: Project, again: str) -> ItemTable:
-    """Return the table of the newest successful run that made these graphs; `again` is the command that makes them."""
+def table_of(project: Project) -> ItemTable:
+    """Return the table of the newest successful run that made these graphs, or read what a reader gives."""
+    again = Command.submit("scan" if reader_items.is_reader(project.config) else "graph")
     try:
         for _, table in _tables(project):
             return table

@@ -14,8 +14,7 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
-from pipeline.cluster.job_spec import JobSpec
-from pipeline.cluster.slurm_facts import SUPERVISE
+from pipeline.cluster.job_spec import SUPERVISE, JobSpec
 from pipeline.config.masking import MASK, without_secrets, without_secrets_in
 from pipeline.errors import JobFailed, SubmissionRefused
 from pipeline.journal.run_folder import writing_run

@@ -74,7 +74,7 @@ def new_run(
     except JobFailed as error:
         if folder is not None:
             shutil.rmtree(folder.path, ignore_errors=True)
-        raise SubmissionRefused(error.what, where=error.where, remedy=error.remedy) from error
+        raise SubmissionRefused(error.what, where=error.where, remedy=error.next) from error
     return folder
 
 

@@ -139,7 +139,7 @@ class Supervisor:
             ended = work()
         except PipelineError as error:
             self._let_go()
-            self._end(RunState.FAILED, str(error), error.exit_code)
+            self._end(RunState.FAILED, self._text(error), error.exit_code)
             raise
         except TakenOver:
             raise
@@ -153,6 +153,11 @@ class Supervisor:
         if ended:
             self._end(RunState.DONE, "", 0)
         return ended
+
+    def _text(self, error: PipelineError) -> str:
+        """Return an error as it is recorded, whose next command is about this run's project."""
+        error.in_project(self.folder.command())
+        return str(error)
 
     def _let_go(self) -> None:
         """Cancel the jobs of a failed run: nobody would judge them, and the next run repeats their work."""
@@ -256,7 +261,7 @@ class Supervisor:
         try:
             warnings = table.refuse_or_warn(stage, self.project, self.folder, judged, self._trouble(stage, status))
         except PipelineError as error:
-            self._end_stage(stage, RunState.FAILED, judged.to_json(), [], str(error))
+            self._end_stage(stage, RunState.FAILED, judged.to_json(), [], self._text(error))
             raise
         self._end_stage(stage, RunState.DONE, judged.to_json(), warnings, "")
 
@@ -268,7 +273,7 @@ class Supervisor:
         except PipelineError as error:
             known = self.status.stages.get(stage.name)
             if known is None or known.state is not RunState.FAILED:
-                self._end_stage(stage, RunState.FAILED, None, [], str(error))
+                self._end_stage(stage, RunState.FAILED, None, [], self._text(error))
             raise
 
     def _index(self, stage: Stage, judged: Judged) -> None:

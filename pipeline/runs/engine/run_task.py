@@ -119,6 +119,7 @@ def run_task(words: Sequence[str]) -> int:
         ledger.emit(EventKind.TASK_FAILED, **facts, what="stopped by a signal", exit_code=stopped.exit_code, trouble="")
         return stopped.exit_code
     except PipelineError as error:
+        error.in_project(folder.command())
         _record_failure(ledger, facts, error, str(error), error.exit_code)
         print(without_secrets(f"error: {error}"), file=sys.stderr)  # noqa: T201 - a task's stderr is its log
         return error.exit_code

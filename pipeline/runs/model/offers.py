@@ -40,7 +40,6 @@ class Question:
     executor: Executor
     gpus: Sequence[str] = ()  # as typed
     beside: Path | None = None  # where the task's modules may be
-    again: str = "pipeline submit --stage graph"
     tell: Callable[[str], None] = lambda _: None
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
+from pipeline.command_line import Command
 from pipeline.errors import CacheDamaged, DataError, RecordMissing, WeightsUnusable
 from pipeline.files import write_whole
 from pipeline.journal.run_folder import writing_run
@@ -268,7 +269,7 @@ def told_sizes(project: Project) -> list[str]:
     first = inspect_entries(project)
     if not len(first.table):
         what = f"none of the first {first.entries} items can be used"
-        raise DataError(what, where=str(project.config.data.path), remedy="pipeline submit --stage scan   (says why)")
+        raise DataError(what, where=str(project.config.data.path), remedy=Command.submit("scan", then="   (says why)"))
     return list(first.table.sizes)
 
 

@@ -13,8 +13,9 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.cluster.job_spec import JobSpec, TaskState
+from pipeline.cluster.job_spec import PROBE, JobSpec, TaskState
 from pipeline.cluster.verdict import Cause, Word, judge_attempt
+from pipeline.command_line import Command
 from pipeline.config.load import dump_resolved
 from pipeline.errors import ConfigError, JobFailed, PipelineError, SubmissionRefused
 from pipeline.journal import run_folder
@@ -54,13 +55,12 @@ if TYPE_CHECKING:
     from pipeline.memory.planning.memory_plan import CardSpec, MemoryPlan
     from pipeline.runs.model.training_work import Work
 
-NAME = "probe"
 FOLDER = ".probes"
 TIME_S = 900  # a probe takes less: what imports and builds takes long on a slow disk
 LOOK_S = 60.0
 LOG_LINES = 25
 SEEN_AGAIN_S = 0.2
-AGAIN = "pipeline plan --stage train --probe"
+AGAIN = Command.of("plan --stage train --probe")
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def refuse_unprobed(work: Work, plan: MemoryPlan) -> None:
         raise ConfigError(what, where="train.task", remedy="add one, or plan without --probe")
     if plan.choice.shards > 1:
         what = f"this plan spreads the model over {plan.choice.shards} GPUs; a probe is one process on one"
-        raise ConfigError(what, where="train.sharding", remedy="pipeline plan   (without --probe)")
+        raise ConfigError(what, where="train.sharding", remedy=Command.of("plan", then="   (without --probe)"))
 
 
 def model_name(work: Work, choice: MemoryChoice) -> str:
@@ -242,7 +242,7 @@ def _submitted(
     folder = draft_probe(config, errand)
     resources = config.cluster.train
     spec = JobSpec(
-        name=NAME,
+        name=PROBE,
         argv=(*module_command(MODULE, folder), str(folder.path)),
         tasks=range(1),
         log_dir=str(folder.logs),
@@ -261,15 +261,13 @@ def _submitted(
         return _ProbeJob(number, folder, errand, submitted, spec.log_paths(submitted, 0)[1])
     except SubmissionRefused as error:
         shutil.rmtree(folder.path, ignore_errors=True)
-        change = error.command.change if error.command else error.remedy
-        remedy = f"{AGAIN} {change}".replace(f"cluster.{NAME}.", "cluster.train.")
-        raise SubmissionRefused(error.what, where=f"probe of {errand.card}", remedy=remedy) from error
+        raise SubmissionRefused(error.what, where=f"probe of {errand.card}", remedy=error.next) from error
 
 
 def draft_probe(config: Config, errand: Errand) -> ProbeFolder:
     """Make the folder of a probe, with the code and the configuration frozen."""
     runs, now = config.cluster.runs, datetime.now(tz=timezone.utc)
-    folder = ProbeFolder(runs / FOLDER / f"{now:%Y%m%d-%H%M%S}-{secrets.token_hex(3)}-{NAME}")
+    folder = ProbeFolder(runs / FOLDER / f"{now:%Y%m%d-%H%M%S}-{secrets.token_hex(3)}-{PROBE}")
     try:
         with run_folder.writing_run(folder.path):
             folder.path.parent.mkdir(parents=True, exist_ok=True)
@@ -279,7 +277,9 @@ def draft_probe(config: Config, errand: Errand) -> ProbeFolder:
             folder.config.write_text(dump_resolved(config))
             write_json(folder.errand, errand)
     except JobFailed as error:
-        raise SubmissionRefused(error.what, where=error.where, remedy=f"{AGAIN} --set cluster.runs=FOLDER") from error
+        raise SubmissionRefused(
+            error.what, where=error.where, remedy=AGAIN.with_settings(("cluster.runs", "FOLDER"))
+        ) from error
     return folder
 
 

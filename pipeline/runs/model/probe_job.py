@@ -21,6 +21,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pipeline.cluster.machine import count_oom_kills
+from pipeline.command_line import Command
 from pipeline.config.load import from_resolved
 from pipeline.config.masking import without_secrets
 from pipeline.errors import ConfigError
@@ -218,7 +219,7 @@ def read_errand(folder: ProbeFolder) -> tuple[Config, Errand]:
     errand = read_value(folder.errand, Errand)
     if errand is None:
         what = "it does not say what is to be probed, or says it for another version"
-        raise ConfigError(what, where=str(folder.errand), remedy="pipeline plan --stage train --probe")
+        raise ConfigError(what, where=str(folder.errand), remedy=Command.of("plan --stage train --probe"))
     return config, errand
 
 

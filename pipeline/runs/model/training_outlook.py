@@ -302,7 +302,7 @@ def _case(question: Question, work: Work) -> _PlanningCase:
 
 def _items(question: Question) -> ItemTable:
     """Return the items that are trained on."""
-    table = table_of(question.project, question.again)
+    table = table_of(question.project)
     split = question.config.train.split
     if split is None or not any(table.splits):  # a data set without splits is trained on as a whole
         return table

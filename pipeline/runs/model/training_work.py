@@ -213,7 +213,7 @@ def sizes_of(task: Task, item_sizes: Mapping[str, Integers]) -> dict[str, Intege
         blame = user_code_failed(
             f"cost() of all items at once, whose sizes are arrays ({', '.join(item_sizes)}),", error
         )
-        blame.remedy = "write cost() with numpy: item['nodes'] * 2, np.maximum(item['edges'], 10), np.where(...)"
+        blame.next = "write cost() with numpy: item['nodes'] * 2, np.maximum(item['edges'], 10), np.where(...)"
         raise blame from error
     if not sizes:
         raise ConfigError("cost() names no size", where="train.task", remedy="return at least one, such as nodes")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pipeline.command_line import Command
 from pipeline.config.load import from_resolved
 from pipeline.errors import ConfigError, DataError
 from pipeline.journal.attempts import left_out_items
@@ -49,7 +50,7 @@ def find_case(folder: RunFolder, step: int, rank: int | None = None) -> ReplayCa
 
     if not folder.plan(StageName.TRAIN).exists():
         what = f"run {folder.name} has trained nothing: there is no step to replay"
-        raise ConfigError(what, where=str(folder.path), remedy="pipeline submit --stage train")
+        raise ConfigError(what, where=str(folder.path), remedy=Command.submit("train"))
     project, made = project_of_run(folder)
     bundles = {path: step_bundle.read_bundle(path) for path in step_bundle.find_bundles(made.bundles, step, rank)}
     where, *rest = sorted(bundles, key=lambda path: _preference(bundles[path]))
@@ -125,7 +126,7 @@ class ReplayedShare:
         if batch.ids != part.ids:
             lost = sorted(set(part.ids) - set(batch.ids)) or list(part.ids)
             what = f"{', '.join(lost[:3])} cannot be read as it was then"
-            raise DataError(what, where="the cache", remedy="pipeline submit --stage graph   (makes what is missing)")
+            raise DataError(what, where="the cache", remedy=Command.submit("graph", then="   (makes what is missing)"))
         return Piece(batch, 0, len(batch), part.rung)
 
     def cost(self, numbers: tuple[int, ...]) -> int:

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipeline.command_line import Command
 from pipeline.errors import CacheUnusable, ConfigError
 from pipeline.journal.active_runs import going_on, hidden
 from pipeline.keys import recipe_tag
@@ -51,7 +52,6 @@ DAY_S = 86_400
 GRACE_S = DAY_S
 UNASKED_S = 8 * DAY_S  # budgets that were learned are asked for within a week
 FORGOTTEN_S = 30 * DAY_S
-AGAIN = "pipeline cache clean"
 EVERYTHING_GOES = "everything goes"
 BECAUSE = {
     "files": "of files that are not as they were, or not in the data set",
@@ -151,7 +151,7 @@ class Cleaning:
             "left_alone": [str(path) for path in self.foreign],
             "damaged": [{"kind": kind, "shard": shard, "why": why} for kind, shard, why in self.damaged()],
             "used_by": [user.config or user.runs for user in self.others],
-            "notes": [{"what": note.what, "remedy": note.remedy} for note in self.notes],
+            "notes": [{"what": note.what, "remedy": str(note.remedy)} for note in self.notes],
         }
 
 
@@ -333,7 +333,8 @@ def _refuse_going(cache: CacheFolder, going: list[GoingRun], folders: list[Path]
         raise ConfigError(what, where=str(cache.root), remedy=f"pipeline status {name}   or   pipeline cancel {name}")
     if closed := next(filter(hidden, folders), None):
         what = f"others use this cache, and it cannot be told whether their runs go on: {closed}"
-        raise ConfigError(what, where=str(cache.root), remedy=f"{AGAIN}   (without --all)   or ask whose {closed} is")
+        remedy = Command.of("cache clean", then=f"   (without --all)   or ask whose {closed} is")
+        raise ConfigError(what, where=str(cache.root), remedy=remedy)
 
 
 def _mark(cleaning: Cleaning) -> None:
@@ -407,4 +408,4 @@ def _refuse_newcomers(cleaning: Cleaning) -> None:
     """Refuse to go on once somebody new uses the cache: what they need was not looked up."""
     if _user_files(cleaning.cache) != cleaning.users:
         what = "a run was submitted while the cache was being cleaned; nothing more was removed"
-        raise ConfigError(what, where=str(cleaning.cache.root), remedy=AGAIN)
+        raise ConfigError(what, where=str(cleaning.cache.root), remedy=Command.of("cache clean"))

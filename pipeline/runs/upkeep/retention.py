@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipeline.command_line import Command
 from pipeline.encoder.embedding_recipe import texts
 from pipeline.errors import ConfigError, DataError, PipelineError
 from pipeline.journal.active_runs import hidden
@@ -43,7 +44,7 @@ class CleanNote:
     """Why something stays, and what the user can do about it."""
 
     what: str
-    remedy: str = ""
+    remedy: str | Command = ""
 
 
 @dataclass(slots=True)
@@ -109,7 +110,7 @@ class Staying:
             self.wanted |= recipes_of(self.project, [StageName.EMBED])
         except PipelineError as error:
             what = f"which embeddings are needed cannot be told, so all stay: {error.what.splitlines()[0]}"
-            self.notes.append(CleanNote(what, error.remedy))
+            self.notes.append(CleanNote(what, error.next))
             return False
         finally:
             self.recipes |= self.wanted
@@ -147,7 +148,7 @@ def recipes_of_run(run: GoingRun) -> Recipes:
         raise ConfigError(what, where=str(run.folder.path), remedy=remedy) from error
 
 
-SCAN_FIRST = "pipeline submit --stage scan"
+SCAN_FIRST = Command.submit("scan")
 AWAY = (Reason.MISSING_FILE, Reason.UNREADABLE_FILE)  # today; its disk may be mounted again tomorrow
 
 
@@ -161,9 +162,9 @@ class Needed:
     graph: bytearray = field(default_factory=bytearray)
     items: int = 0
     unknown: str = ""  # why it cannot be told what is needed
-    remedy: str = ""
+    remedy: str | Command = ""
 
-    def doubt(self, what: str, remedy: str) -> None:
+    def doubt(self, what: str, remedy: str | Command) -> None:
         """Note why it cannot be told what is needed; only the first reason is kept."""
         if not self.unknown:
             self.unknown, self.remedy = what, remedy
@@ -188,7 +189,7 @@ def needed(project: Project, *, embeddings: bool = True, on: Callable[[int], Non
             _take(project, chunk, recipe, need)
             on(need.items)
     except (ConfigError, DataError) as error:
-        need.doubt(f"{error.where}: {error.what}", error.remedy)
+        need.doubt(f"{error.where}: {error.what}", error.next)
     if not need.items:
         need.doubt("the data set is empty", f"ls -l {project.config.data.path}")
     return need

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pipeline.command_line import Command
 from pipeline.errors import ConfigError, DataError, JobFailed
 from pipeline.files import write_whole
 from pipeline.journal.attempts import left_out_items
@@ -166,7 +167,7 @@ class ApplyStage(Stage):
         config = project.config
         if config.data.source == "fasta":
             what = "sequences alone have no graphs to apply a model to"
-            raise ConfigError(what, where="data.source is fasta", remedy="pipeline submit --stage embed")
+            raise ConfigError(what, where="data.source is fasta", remedy=Command.submit("embed"))
         if config.train.command is not None:
             what = f"a script of your own is trained (train.command): stage {self.name} needs a task"
             raise ConfigError(what, where="train.task", remedy="let the script do it, or name a task")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pipeline.command_line import Command
 from pipeline.errors import ConfigError
 from pipeline.journal.attempts import left_out_items
 from pipeline.journal.ledger import write_rejections
@@ -55,7 +56,7 @@ class GraphStage(Stage):
         """Refuse sequences, which have no structures."""
         if project.config.data.source == "fasta":
             what = "sequences have no structures to make graphs of"
-            raise ConfigError(what, where="data.source is fasta", remedy="pipeline submit --stage embed")
+            raise ConfigError(what, where="data.source is fasta", remedy=Command.submit("embed"))
 
     def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> StageSurvey:
         """Compare the items of a data set with the store; list those without a graph."""

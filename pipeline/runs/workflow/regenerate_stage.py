@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from pipeline.command_line import Command
 from pipeline.encoder.embedding_recipe import texts
 from pipeline.errors import CacheDamaged
 from pipeline.records import StageName
@@ -108,9 +109,10 @@ class RegenerateStage(Stage):
         if not lines:
             return _remarks(judged)
         what = f"{unmade + foreign:,} of {plural(judged.items, 'named record')} cannot be made here"
-        remedy = f"pipeline submit --stage regenerate --list {judged.source}   (with the configuration that made them)"
+        made = "   (with the configuration that made them)"
+        remedy = Command.of("submit --stage regenerate --list", judged.source, then=made)
         if judged.unscanned:
-            remedy = "pipeline submit --stage scan   (then the same command again)"
+            remedy = Command.submit("scan", then="   (then the same command again)")
         raise CacheDamaged("\n  ".join([f"{what}:", *lines]), where=judged.source, remedy=remedy)
 
 

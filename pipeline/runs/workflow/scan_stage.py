@@ -15,6 +15,7 @@ from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from pipeline.command_line import Command
 from pipeline.errors import CacheDamaged, DataError, RecordMissing
 from pipeline.files import write_whole
 from pipeline.journal.ledger import write_rejections
@@ -202,7 +203,7 @@ def _checked_leaks(project: Project, what: str) -> list[str]:
     """Raise, warn or do nothing about leaks between splits, as configured."""
     data = project.config.data
     if what and data.on_leak == "error":
-        remedy = "mend the splits   or   pipeline submit --stage scan --set data.on_leak=warn"
+        remedy = Command.submit("scan", before="mend the splits   or   ").with_settings(("data.on_leak", "warn"))
         raise DataError(what, where=str(data.path), remedy=remedy)
     return [what] if what and data.on_leak == "warn" else []
 
@@ -276,7 +277,7 @@ class ReaderScanStage(Stage):
         write_rejections(folder.rejected, _rejections(_telling(reader, tell), taken, judged, project.config.data.limit))
         if reader_state(project) != made:
             what = "its files changed while they were read"
-            raise DataError(what, where=str(project.config.data.path), remedy="pipeline submit --stage scan")
+            raise DataError(what, where=str(project.config.data.path), remedy=Command.submit("scan"))
         judged.items += len(taken.table)
         judged.splits = {name: count for name, count in taken.splits.items() if name}
         judged.sizes, judged.leaks, judged.leak = taken.spreads(), taken.leaks, taken.leak

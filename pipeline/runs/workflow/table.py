@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pipeline.command_line import Command
@@ -46,7 +46,7 @@ def known_stage(name: str) -> Stage:
     if name in STAGES:
         return STAGES[name]
     known = ", ".join(STAGES)
-    raise ConfigError(f"no stage {name!r} (there are: {known})", where="--stage", remedy="pipeline submit --help")
+    raise ConfigError(f"no stage {name!r} (there are: {known})", where="--stage", remedy=Command.of("submit --help"))
 
 
 def stage(name: str, config: Config) -> Stage:
@@ -66,7 +66,7 @@ def up_to(name: str, config: Config) -> list[str]:
     row, by_reader = known_stage(name), is_reader(config)
     if by_reader and not row.of_entries:
         what = f"stage {name} is of structures: what a reader gives is read as it is"
-        raise ConfigError(what, where="data.source is reader", remedy="pipeline submit --stage scan   (or train)")
+        raise ConfigError(what, where="data.source is reader", remedy=Command.submit("scan", then="   (or train)"))
     return [*(needed for needed in row.needed(config) if STAGES[needed].of_entries or not by_reader), name]
 
 
@@ -94,8 +94,8 @@ def too_many(rejected: int, total: int, fraction: float) -> bool:
 def with_typed_command(error: PipelineError, typed: Command) -> PipelineError:
     """Let a remedy that submits again repeat the options of the typed command."""
     if error.command is not None and error.command.stage:
-        error.command = typed.with_settings(*error.command.settings, then=error.command.then)
-        error.remedy = str(error.command)
+        command = typed.with_settings(*error.command.settings, then=error.command.then)
+        error.next = replace(command, before=error.command.before)
     return error
 
 
@@ -124,7 +124,7 @@ def refuse_or_warn(
         )
         enough = math.ceil(100 * rejected / total) / 100  # too_many() forgives what rounding does to it
         again = trouble.again.with_settings(("data.max_rejected_fraction", str(enough)))
-        raise DataError(what, where=str(data.path), remedy=f"less {folder.rejected}   or   {again}")
+        raise DataError(what, where=str(data.path), remedy=replace(again, before=f"less {folder.rejected}   or   "))
     if judged.undone:
         unscanned = f" ({trouble.waiting:,} of them were not scanned before)" if trouble.waiting else ""
         what = f"{judged.undone:,} of {total:,} items are not done, such as {judged.first_undone}{unscanned}"

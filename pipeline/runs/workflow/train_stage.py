@@ -11,6 +11,7 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from pipeline.command_line import Command
 from pipeline.config.masking import without_secrets_in
 from pipeline.errors import ConfigError, PipelineError
 from pipeline.journal.attempts import left_out_items
@@ -77,7 +78,7 @@ class TrainStage(Stage):
         config = project.config
         if config.data.source == "fasta":
             what = "sequences alone have no graphs to train on"
-            raise ConfigError(what, where="data.source is fasta", remedy="pipeline submit --stage embed")
+            raise ConfigError(what, where="data.source is fasta", remedy=Command.submit("embed"))
         refuse_crop(config)
         load_task(config.train.task, config.train.options, beside=project.beside)
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipeline.command_line import Command
 from pipeline.errors import CacheFull, CacheUnusable, JobFailed, PipelineError
 from pipeline.store.format.cache_layout import PARTIAL_SUFFIX, unique_stem
 
@@ -323,10 +324,11 @@ def write_refused(disk: Disk, path: Path, error: OSError) -> PipelineError:
     where, reason = str(path), error.strerror or str(error)
     if error.errno in _FULL:
         what = f"{_FULL[error.errno]}{_free(disk, path)}"
-        remedy = "pipeline submit --stage all   (once there is room; what is finished is kept)"
+        remedy = Command.submit("all", then="   (once there is room; what is finished is kept)")
         return CacheFull(what, where=where, remedy=remedy)
     if error.errno in _READ_ONLY:
-        remedy = f"ls -ld {_there(disk, path.parent)}   or   pipeline submit --stage all --set cache.root=FOLDER"
+        look = f"ls -ld {_there(disk, path.parent)}   or   "
+        remedy = Command.submit("all", before=look).with_settings(("cache.root", "FOLDER"))
         return CacheUnusable(f"the cache cannot be written here: {reason}", where=where, remedy=remedy)
     if isinstance(error, NotADirectoryError | FileExistsError):
         return CacheUnusable(f"a file stands in the way: {reason}", where=where, remedy=f"ls -ld {path}")
@@ -334,7 +336,7 @@ def write_refused(disk: Disk, path: Path, error: OSError) -> PipelineError:
 
 
 @contextmanager
-def refused_as(what: str, remedy: str) -> Iterator[None]:
+def refused_as(what: str, remedy: str | Command) -> Iterator[None]:
     """Replace the message and remedy of an error that says that the place cannot be written."""
     try:
         yield

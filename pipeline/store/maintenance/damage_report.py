@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from pipeline.command_line import Command
 from pipeline.errors import CacheDamaged, ConfigError
 from pipeline.store.format.cache_layout import REPORTS
 from pipeline.store.format.disk import Draft
@@ -33,12 +34,13 @@ FOREIGN = "no pipeline wrote a file of this name"
 FORBIDDEN = "it cannot be read by you"
 REFUSED = "its disk refuses to give it"
 UNREAD = "records in it that were whole could not be read again"
+REPAIR_ALL = Command.of("cache repair --yes")
 _WAYS_ON = {
     NEWER: "pip install --upgrade pipeline   (for {file})",
     FOREIGN: "mv {file} elsewhere   (no pipeline wrote it)",
     FORBIDDEN: "ls -l {file}   (ask its owner: chmod a+r {file})",
-    REFUSED: "mv {file} {file}.unreadable   (then: pipeline cache repair --yes)",
-    UNREAD: "pipeline cache repair --yes   (again, for {file})",
+    REFUSED: "mv {file} {file}.unreadable   (then: {repair})",
+    UNREAD: "{repair}   (again, for {file})",
 }
 _HOPELESS = {NEWER, FOREIGN, FORBIDDEN}  # a repair need not be tried
 _NAMED = 5  # such files are named in a summary
@@ -256,7 +258,8 @@ def refuse_of_another(report: DamageReport, root: Path) -> None:
     list_root = report.summary.root
     if list_root and list_root != str(root.resolve()):
         what = f"this damage list is of the cache {list_root}, and not of {root.resolve()}"
-        remedy = "pipeline cache validate --full   (writes a list of this cache; so, too, if it was moved here)"
+        moved = "   (writes a list of this cache; so, too, if it was moved here)"
+        remedy = Command.of("cache validate --full", then=moved)
         raise ConfigError(what, where=str(report.path), remedy=remedy)
 
 
@@ -284,21 +287,22 @@ def damage_found(summary: Summary, root: Path, path: Path | None) -> CacheDamage
     lost_text = f"; {gone:,} {'record has' if gone == 1 else 'records have'} no whole copy left" if gone else ""
     stay = {root / file: why for file, why in summary.stay.items() if why in _HOPELESS}
     what = "\n  ".join((f"found {faults:,} {'fault' if faults == 1 else 'faults'}{lost_text}", *_stay_lines(stay)))
-    remedy = f"pipeline cache repair{f' --list {shlex.quote(str(path))}' if path else ''}"
     if stay and summary.hopeless == faults:
-        remedy = ways_on(stay)
+        return CacheDamaged(what, where=str(root), remedy=ways_on(stay))
+    remedy = Command.of("cache repair", *(("--list", path) if path else ()))
     return CacheDamaged(what, where=str(root), remedy=remedy)
 
 
-def ways_on(stay: Mapping[Path, str]) -> str:
+def ways_on(stay: Mapping[Path, str], repair: Command = REPAIR_ALL) -> str:
     """Return for each file that a repair leaves alone a line with what the user can do about it."""
-    return "\n        ".join(_WAYS_ON[why].format(file=shlex.quote(str(file))) for file, why in stay.items())
+    lines = (_WAYS_ON[why].format(file=shlex.quote(str(file)), repair=repair) for file, why in stay.items())
+    return "\n        ".join(lines)
 
 
-def stays_left(stay: Mapping[Path, str], count: int, root: Path) -> CacheDamaged:
+def stays_left(stay: Mapping[Path, str], count: int, root: Path, repair: Command) -> CacheDamaged:
     """Return the error to show when a repair has left files alone; `stay` are the first of them."""
     headline = f"{count:,} {'file is' if count == 1 else 'files are'} left alone, and damage to whoever validates"
-    return CacheDamaged("\n  ".join((headline, *_stay_lines(stay))), where=str(root), remedy=ways_on(stay))
+    return CacheDamaged("\n  ".join((headline, *_stay_lines(stay))), where=str(root), remedy=ways_on(stay, repair))
 
 
 def _stay_lines(stay: Mapping[Path, str]) -> Iterator[str]:
@@ -317,7 +321,7 @@ def _fitting(summary: Summary) -> bytes:
 
 
 def _no_report(path: Path, what: str) -> ConfigError:
-    return ConfigError(what, where=str(path), remedy="pipeline cache validate --full   (writes a new one)")
+    return ConfigError(what, where=str(path), remedy=Command.of("cache validate --full", then="   (writes a new one)"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pipeline.command_line import Command
 from pipeline.errors import CacheDamaged, CacheUnusable, ConfigError
 from pipeline.store.cache_folder import CACHE_FORMAT
 from pipeline.store.format.cache_layout import EXPORT, MANIFEST, KindLayout
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 EXPORT_FORMAT = 1
 MANIFEST_BYTES = 64 << 20  # at most: of some 400,000 shards
 _LINE = re.compile(r"([0-9a-f]{64})  ([a-z][a-z0-9_-]*)/shards/([A-Za-z0-9][A-Za-z0-9._-]*\.safetensors)")
-_EXPORT_AGAIN = "pipeline cache export DIR   (again, where it is from: it does what is missing)"
+_EXPORT_AGAIN = Command.of("cache export DIR", then="   (again, where it is from: it does what is missing)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,9 @@ def read_description(disk: Disk, folder: Path) -> dict[str, int]:
         raise CacheDamaged("it cannot be read", where=str(folder / EXPORT), remedy=_EXPORT_AGAIN) from error
     except (FileNotFoundError, NotADirectoryError) as error:
         what = "the folder is no export of a cache"
-        raise ConfigError(what, where=str(folder), remedy="pipeline cache export DIR   (makes one)") from error
+        raise ConfigError(
+            what, where=str(folder), remedy=Command.of("cache export DIR", then="   (makes one)")
+        ) from error
     if versions[0] > EXPORT_FORMAT or versions[1] > CACHE_FORMAT:
         what = f"the export was made by a newer pipeline (formats {versions[0]} and {versions[1]})"
         raise CacheUnusable(what, where=str(folder), remedy="pip install --upgrade pipeline")

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from pipeline.command_line import Command
 from pipeline.errors import CacheFull, CacheUnusable
 from pipeline.keys import content_digest
 from pipeline.store.format.cache_layout import (
@@ -202,7 +203,7 @@ SHOWN = 20
 def refuse_unusable(cache: CacheFolder) -> None:
     """Raise where there is no cache, or where links lead out of its folder."""
     if not cache.is_there:
-        remedy = "pipeline submit --stage all   (makes one), or --set cache.root=FOLDER"
+        remedy = Command.submit("all", then="   (makes one), or --set cache.root=FOLDER")
         raise CacheUnusable("no cache is there", where=str(cache.root), remedy=remedy)
     refuse_links_out(cache)
 

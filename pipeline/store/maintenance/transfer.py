@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pipeline.command_line import Command
 from pipeline.errors import CacheDamaged, CacheFull, CacheUnusable, ConfigError
 from pipeline.store.cache_folder import ELSEWHERE, CacheFolder
 from pipeline.store.format.cache_layout import EXPORT, PARTIAL_NAME, KindLayout
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 
     Told = Callable[[int, int], object]  # bytes that were read, and bytes in all
 
-_NEW_FOLDER = "pipeline cache export DIR   (a folder that is empty or new, in a place where you can write)"
+_NEW_FOLDER = Command.of("cache export DIR", then="   (a folder that is empty or new, in a place where you can write)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,11 +246,11 @@ def _known_kinds(cache: CacheFolder, kinds: Sequence[str]) -> list[str]:
     """Return the kinds that were named, by default all; refuse unknown ones and an empty cache."""
     known = cache.kinds()
     if not known:
-        raise ConfigError("the cache is empty", where=str(cache.root), remedy="pipeline submit --stage all")
+        raise ConfigError("the cache is empty", where=str(cache.root), remedy=Command.submit("all"))
     for kind in kinds:
         if kind not in known:
             what = f"the cache has no records of kind {kind!r}; there are {', '.join(known)}"
-            raise ConfigError(what, where="--kind", remedy="pipeline cache stat")
+            raise ConfigError(what, where="--kind", remedy=Command.of("cache stat"))
     return sorted(set(kinds)) or known
 
 
@@ -275,7 +276,7 @@ def _opened(folder: Path, disk: Disk) -> tuple[CacheFolder, dict[ShardFile, str]
     try:
         target = CacheFolder(folder, disk)
     except CacheUnusable as error:
-        if error.remedy != ELSEWHERE:
+        if error.next != ELSEWHERE:
             raise
         what = "the folder is not empty, and no export"
         raise CacheUnusable(what, where=str(folder), remedy=_NEW_FOLDER) from error

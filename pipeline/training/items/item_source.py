@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import xxhash
 
+from pipeline.command_line import Command
 from pipeline.errors import CacheDamaged, DataError, PipelineError, RecordMissing
 from pipeline.graphs import item_graph as graphs
 from pipeline.graphs.build_graph import build_graph
@@ -44,11 +45,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 GONE = frozenset({Reason.MISSING_FILE, Reason.UNREADABLE_FILE})  # it was there when the data set was prepared
-GRAPH_AGAIN = "pipeline submit --stage graph   (does only what is missing)"
-GRAPHS_ANEW = f"pipeline submit --stage graph   ({ANEW})"
+GRAPH_AGAIN = Command.submit("graph", then="   (does only what is missing)")
+GRAPHS_ANEW = Command.submit("graph", then=f"   ({ANEW})")
 NAMED = 3  # items in a message
-MEND = "pipeline cache repair --yes   then   pipeline submit --stage train   (makes anew what is lost, and goes on)"
-SCAN_AGAIN = "pipeline submit --stage scan   (touch the file first if that finds nothing to do)"
+REPAIR = Command.of("cache repair --yes", then="   then   ")
+MEND = Command.submit("train", before=REPAIR, then="   (makes anew what is lost, and goes on)")
+SCAN_AGAIN = Command.submit("scan", then="   (touch the file first if that finds nothing to do)")
 
 
 class ItemSource(Protocol):

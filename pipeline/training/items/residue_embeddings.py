@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import xxhash
 
+from pipeline.command_line import Command
 from pipeline.errors import SUBMIT_AGAIN, CacheDamaged, DataError, RecordMissing
 from pipeline.keys import TAG_BYTES
 from pipeline.records import Kind
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
     Rows = NDArray[Any]
 
-EMBED_AGAIN = f"pipeline submit --stage embed   ({ANEW})"
+EMBED_AGAIN = Command.submit("embed", then=f"   ({ANEW})")
 REMEMBERED = 32_768  # places of embeddings: less than a kilobyte each
 _NO_ROWS: Rows = np.empty(0)  # of a record that has none
 _DTYPES = {"fp32": ("float32", np.float32), "fp16": ("float16", np.float16), "bf16": ("bfloat16", np.uint16)}
@@ -161,7 +162,8 @@ class Embeddings:
         truncated = [variant.cut for variant in variants if variant.cut and variant.cut.policy == "truncate"]
         if truncated and shape == [truncated[0].length, width]:
             what = f"a sequence of {len(text):,} residues was truncated to {shape[0]:,}: the others have no embedding"
-            return DataError(what, where=where, remedy="pipeline submit --stage embed --set embed.long.policy=windows")
+            remedy = Command.submit("embed").with_settings(("embed.long.policy", "windows"))
+            return DataError(what, where=where, remedy=remedy)
         what = f"rows are {rows_LD.dtype} {shape}{f', cut {cut}' if cut else ''}"
         what += f"; of {len(text):,} residues, {self.dtype} [{len(text)}, {width}] was expected"
         return CacheDamaged(what, where=where, remedy=ELSEWHERE, item=item)

@@ -58,7 +58,7 @@ def tell(rank: int = 0, world: int = 1) -> Tell:
 def put_on_node(project: Project, told: Tell | None = None) -> tuple[Project, list[str]]:
     """Stage all items of the data set; return the project as it is read then, and what was said."""
     said: list[str] = []
-    table = table_of(project, "again")
+    table = table_of(project)
     return staged(project, [table.of_split("train"), table], SingleRank(), told or tell(), said.append), said
 
 
@@ -93,7 +93,7 @@ def test_what_is_staged_is_read_first_and_the_cache_for_the_rest(trained: Traine
     project, said = put_on_node(opened())
     assert said[0].startswith(f"staged in {next(node.glob('pipeline-*'))}: 9 of graph, 18 of embed; ")
     assert (project.graphs.store.missing([]), len(said)) == ([], 1)
-    table = table_of(project, "again")
+    table = table_of(project)
     keys = [table.key(number) for number in range(len(table))]
     assert {places[0].layer for places in project.graphs.store.locate(keys)} == {0}
     shutil.rmtree(node)
@@ -123,7 +123,7 @@ def test_what_cannot_be_staged_is_said_once_and_read_from_the_cache(
     trained: Trained, node: Path, sets: list[str], why: str
 ) -> None:
     project = opened(*sets)
-    table = table_of(opened(), "again")
+    table = table_of(opened())
     said: list[str] = []
     found = staged(project, [table], SingleRank(), tell(), said.append)
     assert found is project
@@ -161,7 +161,7 @@ def test_when_time_is_up_the_rest_is_read_from_the_cache(
     monkeypatch.setattr(staging, "WITHIN_S", 0.0)
     found, said = put_on_node(opened())
     assert "; the rest is read from " in said[0]
-    table = table_of(found, "again")
+    table = table_of(found)
     assert found.graphs.store.missing([table.key(number) for number in range(len(table))]) == []
     monkeypatch.undo()
     monkeypatch.setenv("NODE_SCRATCH", str(node))
@@ -177,7 +177,7 @@ def test_a_job_that_is_told_to_end_does_not_go_on_copying(trained: Trained, node
 
 def test_the_first_rank_of_a_node_copies_and_the_others_read_what_it_copied(trained: Trained, node: Path) -> None:
     """Two ranks of one node, and one of another node that has no such folder."""
-    project, table = opened(), table_of(opened(), "again")
+    project, table = opened(), table_of(opened())
     together = Together(3)
     found: dict[int, Project] = {}
     said: dict[int, list[str]] = {0: [], 1: [], 2: []}

@@ -252,7 +252,7 @@ def test_an_id_in_two_splits_is_a_leak(folder: Path, on_leak: str) -> None:
 def test_a_limit_takes_the_first_items_and_splits_are_those_of_the_entries(folder: Path) -> None:
     _, judged, _ = scan(opened("data.limit=7"))
     assert judged.splits == {"train": 6, "test": 1}
-    table = table_of(opened("data.limit=7"), "")
+    table = table_of(opened("data.limit=7"))
     assert [table.ids[number] for number in range(7)] == [f"s{number}" for number in range(7)]
     assert table.sizes["peaks"].tolist() == list(range(1, 8))
 
