@@ -7,7 +7,7 @@ on their having ended at all (`after_any`). The numbers of a job's tasks need no
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
@@ -233,7 +233,7 @@ class Executor(Protocol):
 def refuse_impossible(spec: JobSpec) -> None:
     """Raise SubmissionRefused for a job that no executor could run."""
     for problem in _faults(spec):
-        remedy = Command.of("submit --dry-run --stage", spec.name, then="   (shows what would be submitted)")
+        remedy = replace(spec.again, then=" --dry-run   (shows what would be submitted)")
         raise SubmissionRefused(problem, where=f"job {spec.name}", remedy=remedy)
 
 
