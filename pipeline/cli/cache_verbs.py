@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pipeline.journal.run_status import RunStatus
-    from pipeline.runs.upkeep.clean_cache import Cleaning, CleanRequest
+    from pipeline.report.cleaning_tables import Cleaning, CleanRequest
     from pipeline.store.maintenance.transfer import Moved, Told
 
 SHOWN = 5
@@ -192,8 +192,9 @@ def clean_command(
     """Give back the space of what no recipe and no data set needs any more."""
     from pipeline.errors import ConfigError
     from pipeline.project.project import Project
-    from pipeline.report import cache_tables, tables
-    from pipeline.runs.upkeep.clean_cache import CleanRequest, foresee_cleaning
+    from pipeline.report import tables
+    from pipeline.report.cleaning_tables import CleanRequest, cleaning_lines
+    from pipeline.runs.upkeep.clean_cache import foresee_cleaning
 
     if keep_recipes and everything:
         raise ConfigError("either keeps recipes, or removes all", where="--all", remedy=Command.of("cache clean --all"))
@@ -201,9 +202,9 @@ def clean_command(
     loaded = load_config(config, sets)
     project = Project.open(loaded.config, remember=False, beside=loaded.base_dir.absolute())
     cleaning = foresee_cleaning(project, loaded.path, asked, on=_counter())
-    document = cleaning.to_json()
+    document = cleaning.to_json() if as_json else {}
     if not as_json:
-        lines = cache_tables.cleaning_lines(document, as_typed)
+        lines = cleaning_lines(cleaning, as_typed)
         tables.show_parts(*lines, *([""] if lines else []), _headline(cleaning))
     if yes and cleaning.files:
         document["removed"] = _carry_out(cleaning)

@@ -11,7 +11,7 @@ from rich.console import Group
 from pipeline.command_line import Command
 from pipeline.report.tables import age, plural, text_table
 from pipeline.store.maintenance.damage_report import damage_found
-from pipeline.units import format_bytes, format_seconds
+from pipeline.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 AsTyped: TypeAlias = "Callable[[Command], object]"
 DIGEST_LETTERS = (32, 64)  # of a digest, the first few of which say enough
 NAMED = 5
-DAY_S = 86_400
 NOT_KNOWN = Command.submit("all")
 TO_LOOK = "(or --dry-run: only looks)"
 INDEXES = {
@@ -72,19 +71,19 @@ def recipe_table(recipes: Mapping[str, Sequence[RecipeStat]], undescribed: Mappi
         first = known[0].recipe if len(known) > 1 else {}
         shared = {name for name in first if all(made.recipe.get(name) == first[name] for made in known)}
         for made in known:
-            words = (f"{name} {_short(value)}" for name, value in made.recipe.items() if name not in shared)
+            words = (f"{name} {short_value(value)}" for name, value in made.recipe.items() if name not in shared)
             rows.append((kind, f"{made.records:,}", format_bytes(made.bytes), ", ".join(words)))
         if count := undescribed.get(kind):
             rows.append((kind, f"{count:,}", "", "recipes that cannot be read: the next run describes its own anew"))
     return text_table(("recipes of", "items", "size", "made with"), rows, right="items size") if rows else ""
 
 
-def _short(value: Any) -> str:
+def short_value(value: Any) -> str:
     """Format a value of a recipe; of digests, the first letters."""
     if isinstance(value, dict):
-        return "(" + ", ".join(f"{name} {_short(part)}" for name, part in value.items()) + ")"
+        return "(" + ", ".join(f"{name} {short_value(part)}" for name, part in value.items()) + ")"
     if isinstance(value, list):
-        return ".".join(map(_short, value))
+        return ".".join(map(short_value, value))
     if value is None or isinstance(value, bool):
         return {None: "none", True: "yes", False: "no"}[value]
     return value[:8] if isinstance(value, str) and len(value) in DIGEST_LETTERS else str(value)
@@ -178,7 +177,7 @@ def holdings_lines(held: Holdings, as_typed: AsTyped = str) -> list[RenderableTy
     elif held.stats:
         shown.append(f"never validated: {as_typed(Command.of('cache validate --full'))}")
     if held.users:
-        shown.append(f"used by {_named(dict.fromkeys(user.config or user.runs for user in held.users))}")
+        shown.append(f"used by {named(dict.fromkeys(user.config or user.runs for user in held.users))}")
     files, kept_bytes = held.quarantined
     if files:
         kept = f"{plural(files, 'damaged file')}, {format_bytes(kept_bytes)}"
@@ -189,10 +188,10 @@ def holdings_lines(held: Holdings, as_typed: AsTyped = str) -> list[RenderableTy
 def _layer_lines(held: Holdings, as_typed: AsTyped) -> Iterator[str]:
     """Yield which other caches are read, too, and which are left out and why."""
     if held.under:
-        yield f"reads also from {_named(map(str, held.under))}"
+        yield f"reads also from {named(map(str, held.under))}"
     for refused in held.left_out:
         yield f"left out of cache.under: {refused.where}: {refused.what}"
-        yield f"  next: {_next(refused.next, as_typed)}"
+        yield f"  next: {said(refused.next, as_typed)}"
 
 
 def _missing_line(missing: Missing, now: datetime, as_typed: AsTyped) -> str:
@@ -209,91 +208,19 @@ def _validation_lines(held: Holdings, report: DamageReport, now: datetime, as_ty
     """Yield when and how a cache was last validated, what was found, and what to do about it."""
     last = report.summary
     when = age(now, datetime.fromtimestamp(last.begun, timezone.utc))
-    part = f", of kind {_named(last.only)}" if last.only else ""
+    part = f", of kind {named(last.only)}" if last.only else ""
     part += "" if last.subset == "1/1" else f", part {last.subset}"
     yield f"last validated {when} ago ({last.how}{part}): {held.found_last()}   ({report.path})"
     if remedy := held.remedy():
-        yield f"  next: {_next(remedy, as_typed)}"
+        yield f"  next: {said(remedy, as_typed)}"
 
 
-def _next(remedy: str | Command, as_typed: AsTyped) -> object:
+def said(remedy: str | Command, as_typed: AsTyped) -> object:
+    """Return what to do next as it is printed; a command is completed, other advice stays."""
     return as_typed(remedy) if isinstance(remedy, Command) else remedy
 
 
-def cleaning_lines(cleaning: Mapping[str, Any], as_typed: AsTyped = str) -> list[RenderableType]:
-    """Show what cleaning would remove, and which unneeded files stay and why."""
-    shown: list[RenderableType] = []
-    if cleaning["dead"]:
-        rows = [
-            (dead["kind"], f"{dead['items']:,}", format_bytes(dead["bytes"]), dead["why"], _made(dead))
-            for dead in cleaning["dead"]
-        ]
-        shown += [text_table(("dead", "items", "size", "because", "made with"), rows, right="items size"), ""]
-    if cleaning["leftovers"]:
-        leftovers = _by_what(cleaning["leftovers"]).items()
-        left = [(label, f"{files:,}", format_bytes(taken)) for label, (files, taken) in leftovers]
-        shown += [text_table(("left over", "files", "size"), left, right="files size"), ""]
-    shown += [*_staying(cleaning, as_typed), *(line for note in cleaning["notes"] for line in _note(note))]
-    return shown[:-1] if shown and shown[-1] == "" else shown
-
-
-def _staying(cleaning: Mapping[str, Any], as_typed: AsTyped) -> Iterator[str]:
-    """Yield which unneeded records and files stay, and why."""
-    dead: dict[str, tuple[int, int]] = {}
-    for kind in cleaning["kinds"]:
-        for fate, entry in kind["dead"].items():
-            items, taken = dead.get(fate, (0, 0))
-            dead[fate] = items + entry["items"], taken + entry["bytes"]
-    span = _span(cleaning["older_than_s"])
-    reasons = {
-        "young": f"in files that are younger than {span} (--older-than)",
-        "sparse": f"in files that hold much more of what is needed: {as_typed(Command.of('cache compact'))}",
-        "foreign": "in files that are not as this program makes them",
-    }
-    for fate, why in reasons.items():
-        items, taken = dead.get(fate, (0, 0))
-        if items:
-            yield f"stays: {plural(items, 'dead item')}, {format_bytes(taken)}, {why}"
-    for seconds in sorted({entry["older_than_s"] for entry in cleaning["young"]}):
-        option = " (--older-than)" if seconds == cleaning["older_than_s"] else ""
-        young = [entry for entry in cleaning["young"] if entry["older_than_s"] == seconds]
-        for label, (files, taken) in _by_what(young).items():
-            held = f"{plural(files, 'file')}, {format_bytes(taken)}"
-            yield f"stays: {label}: {held}, younger than {_span(seconds)}{option}"
-    if cleaning["damaged"]:
-        names = [f"{entry['kind']}/{entry['shard']}" for entry in cleaning["damaged"]]
-        yield f"stays: cannot be read: {_named(names)}: {as_typed(Command.of('cache repair'))}"
-    if cleaning["left_alone"]:
-        yield f"left alone, not made by this program: {_named(cleaning['left_alone'])}"
-    if cleaning["used_by"]:
-        consequence = "what they need goes, too" if cleaning["all"] else "all that is made by their recipes stays"
-        yield f"used also by {_named(dict.fromkeys(cleaning['used_by']))}: {consequence}"
-
-
-def _span(seconds: float) -> str:
-    """Format a time in whole days where possible."""
-    return plural(round(seconds / DAY_S), "day") if seconds % DAY_S == 0 else format_seconds(seconds)
-
-
-def _note(note: Mapping[str, Any]) -> list[str]:
-    return [f"note: {note['what']}", *([f"  next: {note['remedy']}"] if note["remedy"] else [])]
-
-
-def _by_what(files: Sequence[Mapping[str, Any]]) -> dict[str, tuple[int, int]]:
-    """Return the number of files and their bytes by what they are."""
-    totals: dict[str, tuple[int, int]] = {}
-    for file in files:
-        name = f"{file['what']} of {file['kind']}" if file["kind"] else file["what"]
-        count, taken = totals.get(name, (0, 0))
-        totals[name] = count + 1, taken + file["bytes"]
-    return totals
-
-
-def _made(dead: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {_short(value)}" for name, value in (dead["recipe"] or {}).items())
-
-
-def _named(names: Iterable[str]) -> str:
+def named(names: Iterable[str]) -> str:
     """Return the first few names, and how many more there are."""
     known = list(names)
     more = f" and {len(known) - NAMED:,} more" if len(known) > NAMED else ""

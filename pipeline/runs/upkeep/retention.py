@@ -15,6 +15,7 @@ from pipeline.journal.run_folder import runs_in
 from pipeline.keys import recipe_tag
 from pipeline.project.project import Project
 from pipeline.records import Item, Reason, StageName
+from pipeline.report.cleaning_tables import CleanNote
 from pipeline.runs.dataset import worklist
 from pipeline.runs.dataset.reader_items import is_reader, read_by_run
 from pipeline.runs.upkeep.cache_use import RECIPE_KINDS, recipes_of
@@ -37,14 +38,6 @@ EVERYTHING, NOTHING = Live(everything=True), Live()
 # Of the other kinds, `weights` (which checkpoint a file is) and `parity` (how close an encoder comes) stay: they are
 # few, and took minutes each.
 FILES, LIMITS, SETS = "files", "limits", "sets"
-
-
-@dataclass(frozen=True, slots=True)
-class CleanNote:
-    """Why something stays, and what the user can do about it."""
-
-    what: str
-    remedy: str | Command = ""
 
 
 @dataclass(slots=True)

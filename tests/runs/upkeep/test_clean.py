@@ -15,17 +15,11 @@ import pytest
 from pipeline.errors import CacheUnusable, ConfigError
 from pipeline.journal.ledger import Ledger
 from pipeline.records import EventKind
+from pipeline.report.cleaning_tables import DAY_S, Cleaning, CleanRequest
 from pipeline.runs.dataset.loading import made_table
 from pipeline.runs.engine.lifecycle import new_run
 from pipeline.runs.upkeep import cache_use
-from pipeline.runs.upkeep.clean_cache import (
-    DAY_S,
-    Cleaning,
-    CleanRequest,
-    carry_out,
-    foresee_cleaning,
-    has_vanished,
-)
+from pipeline.runs.upkeep.clean_cache import carry_out, foresee_cleaning, has_vanished
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.maintenance.leftovers import User, register, registered
 from pipeline.store.maintenance.sweep import Fate
