@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -211,21 +212,67 @@ class Event:
     data: Mapping[str, Any]
 
 
+@dataclass(frozen=True)
+class RankPlace:
+    """The rank of this process, the world size, and the start of the ranks that it belongs to."""
+
+    rank: int
+    world: int
+    local_rank: int = 0  # among those of its node
+    nodes: int = 1
+    meeting: str = ""  # the name of this start: no other of the same run has it
+    host: str = field(default_factory=socket.gethostname)
+
+    @classmethod
+    def told(cls, part: str, meeting: str) -> RankPlace:
+        """Parse our launcher's arguments: `1/3`, all on this node, and a name for the start."""
+        rank, _, world = part.partition("/")
+        if not (rank.isdigit() and world.isdigit() and int(rank) < int(world)):
+            raise ValueError(f"`{part}` is not a rank and how many there are, as in 0/2")
+        return cls(int(rank), int(world), int(rank), 1, meeting)
+
+    @classmethod
+    def by_slurm(cls, environment: Mapping[str, str], attempt: int = 1) -> RankPlace | None:
+        """Return the place in a Slurm step of several tasks, None in any other.
+
+        The variables of a step are read, not those of the job: these reach processes that no srun has started.
+        """
+        world = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
+        if world == 1 or "SLURM_PROCID" not in environment:
+            return None
+        start = [environment.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_STEP_ID")]
+        return cls(
+            rank=int(environment["SLURM_PROCID"]),
+            world=world,
+            local_rank=int(environment.get("SLURM_LOCALID", "0")),
+            nodes=int(environment.get("SLURM_STEP_NUM_NODES", "1")),
+            meeting="-".join([*start, str(attempt)]),
+            host=environment.get("SLURMD_NODENAME") or socket.gethostname(),
+        )
+
+
 @dataclass(slots=True)
-class Tell:
-    """What a stage tells of its work besides the outcomes it yields, and what it is told."""
+class TaskReport:
+    """What a process says of its work on a task besides the outcomes that it yields."""
+
+    figures: dict[str, float] = field(default_factory=dict)
+    ended_by: int = 0  # the signal by which the work ended, in order, before it was done; 0: none
+    moved: bool = False  # whether it came any further before
+
+
+@dataclass(frozen=True, slots=True)
+class TaskContext:
+    """What the work on a task is given: its limits, its place among processes, and whom it reports to."""
 
     refuse: Callable[[str, Reason, str], None]  # the key in hex of what cannot be made, why, and the details
-    figures: dict[str, float] = field(default_factory=dict)
     on: Callable[[Sequence[str]], None] = lambda _names: None  # names what is worked on from now on
+    ending: Callable[[], int] = lambda: 0  # by which signal the process was asked to end; 0: by none
     mem_bytes: int = 0  # of this task; 0: as configured
     shrink: int = 0  # how often to halve the budget of a batch
     careful: bool = False  # one thing at a time
-    ending: Callable[[], int] = lambda: 0  # by which signal the process was told to end; 0: by none
-    ended_by: int = 0  # what the work ended by, in order, before it was done
-    moved: bool = False  # whether it came any further before
     part: tuple[int, int] = (0, 1)  # which of how many processes this is, where they share a task out
-    place: Any = None  # which rank of how many this process is, where they work together
+    place: RankPlace = field(default_factory=lambda: RankPlace(0, 1))  # among the ranks, where they work together
+    report: TaskReport = field(default_factory=TaskReport)
 
 
 @dataclass(frozen=True, slots=True)

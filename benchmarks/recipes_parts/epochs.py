@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.recipes_parts.bench import Bench, Entries
 from benchmarks.recipes_parts.limited import planned
 from pipeline.memory.planning.memory_plan import MemoryPlan
-from pipeline.records import Tell
+from pipeline.records import TaskContext
 from pipeline.runs.model.training_work import sizes_of
 from pipeline.stages.train import Items, Job, close, trainer_of
 from pipeline.training.items.item_source import ReaderItems
@@ -117,7 +117,7 @@ def job(bench: Bench, made: MemoryPlan, case: Case, folder: Path) -> Job:
         stretches=[(stretch, items("train"))],
         validation=items("val"),
         ranks=SingleRank(),
-        tell=Tell(refuse=lambda *_: None),
+        tell=TaskContext(refuse=lambda *_: None),
         say=lambda _line: None,
         measure=bench.work.task.cost,
     )

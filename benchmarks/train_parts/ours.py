@@ -91,21 +91,20 @@ def prepared_of(made: Any, key: str, epochs: int, ranks: int) -> dict[str, Any]:
 def ours(root: Path, key: bytes, prepared: dict[str, Any], part: str, folder: Path) -> dict[str, Any]:
     """Train, as one rank of those that there are; return what the first of them measured."""
     from pipeline.memory.footprint import MemoryChoice
-    from pipeline.records import Tell
+    from pipeline.records import RankPlace, TaskContext
     from pipeline.stages.train import Job, train
     from pipeline.training.items.item_source import CachedGraphs
     from pipeline.training.items.residue_embeddings import Embeddings
     from pipeline.training.loop.metrics_log import read_epochs
     from pipeline.training.prepared import ModelFolder, Prepared
     from pipeline.training.ranks.process_group import join_process_group
-    from pipeline.training.ranks.rendezvous import RankPlace
 
     table, planned = table_of(root, key), Prepared.from_json(prepared)
     work = work_of(settings())
     stores = cache_of(root)
     made = ModelFolder(folder)
     made.path.mkdir(parents=True, exist_ok=True)
-    tell = Tell(lambda *_: None)
+    tell = TaskContext(lambda *_: None)
     clock = Clock()
     with closing(join_process_group(RankPlace.told(part, folder.name), folder)) as ranks:
         job = Job(

@@ -123,7 +123,7 @@ def job_of(case: Mapping[str, Any]) -> tuple[Any, int]:
     from dataclasses import replace
 
     from pipeline.memory.footprint import MemoryChoice
-    from pipeline.records import Tell
+    from pipeline.records import TaskContext
     from pipeline.stages.train import Job
     from pipeline.training.items.item_source import CachedGraphs
     from pipeline.training.items.residue_embeddings import Embeddings
@@ -148,7 +148,7 @@ def job_of(case: Mapping[str, Any]) -> tuple[Any, int]:
         stretches=[(prepared.stretches[0], items_of(table, work, prepared))],
         validation=None,
         ranks=SingleRank(),
-        tell=Tell(lambda *_: None),
+        tell=TaskContext(lambda *_: None),
         say=lambda line: print(line, file=sys.stderr),
         measure=work.task.cost,
     )

@@ -44,7 +44,7 @@ from pipeline.waiting import wait_for
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from pipeline.training.ranks.rendezvous import RankPlace
+    from pipeline.records import RankPlace
 
 WHERE = "train.command"
 PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")

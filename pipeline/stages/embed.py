@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from pipeline.encoder.engine.token_batches import EngineSettings
     from pipeline.encoder.forward.esm2 import EsmEncoder
     from pipeline.encoder.forward.parity import ParityVerdict
-    from pipeline.records import Reason, Tell
+    from pipeline.records import Reason, TaskContext
     from pipeline.store.store import Store
     from pipeline.store.writer import StoreWriter
 
@@ -101,7 +101,12 @@ class EmbeddingVerifier:
 
 
 def embed_texts(
-    texts: Texts, path: Path, recipe: EmbeddingRecipe, settings: EngineSettings, shelves: EmbedShelves, tell: Tell
+    texts: Texts,
+    path: Path,
+    recipe: EmbeddingRecipe,
+    settings: EngineSettings,
+    shelves: EmbedShelves,
+    tell: TaskContext,
 ) -> Generator[Reason | None, None, None]:
     """Encode the sequences of a task that are not in the store yet, and publish them at least every minute."""
     todo_N = _missing(texts, recipe, shelves.embeddings)
@@ -116,7 +121,7 @@ def embed_texts(
     memory_ladder.prepare_device(settings)
     checkpoint = load_esm_checkpoint(path)
     builder = _Builder(checkpoint, recipe, settings, shelves)
-    precision, tell.figures["lowest_cosine"] = builder.gate()
+    precision, tell.report.figures["lowest_cosine"] = builder.gate()
     limits = _Limits(recipe, precision, settings, shelves.limits)
     engine = Engine(
         checkpoint,
@@ -133,14 +138,14 @@ def embed_texts(
 
 
 def _run(
-    engine: Engine, texts: Texts, recipe: EmbeddingRecipe, shelves: EmbedShelves, tell: Tell
+    engine: Engine, texts: Texts, recipe: EmbeddingRecipe, shelves: EmbedShelves, tell: TaskContext
 ) -> Generator[Reason | None, None, None]:
     """Encode sequences, store the embeddings, and yield the outcome of each."""
     with shelves.embeddings.writer(shard_bytes=shelves.shard_bytes) as writer:
         try:
             with closing(engine.run(texts.lengths_N, texts.read, _Sink(writer, recipe))) as outcomes:
                 for outcome in outcomes:
-                    tell.figures |= asdict(engine.figures)
+                    tell.report.figures |= asdict(engine.figures)
                     if outcome.reason is not None:
                         (text,) = texts.read([outcome.index])
                         tell.refuse(recipe.key(text, recipe.wanted(len(text))).hex(), outcome.reason, outcome.detail)

@@ -16,7 +16,7 @@ from pipeline.keys import content_digest
 from pipeline.memory.runtime.governor import Governor
 from pipeline.memory.runtime.meters import Habits, HostMeter, Upkeep, meter_of
 from pipeline.memory.runtime.recovery import Oom
-from pipeline.records import Reason, Tell
+from pipeline.records import Reason, TaskContext
 from pipeline.training.checkpoints.checkpoint_folder import CheckpointFolder, new_token
 from pipeline.training.checkpoints.keeper import Keeper
 from pipeline.training.checkpoints.trained_weights import load_pretrained
@@ -70,7 +70,7 @@ class Job:
     stretches: Sequence[tuple[Stretch, Items]]
     validation: Items | None
     ranks: Ranks
-    tell: Tell
+    tell: TaskContext
     say: Callable[[str], None]
     measure: Callable[[Mapping[str, Any]], Mapping[str, Any]]  # sizes of a graph → the task's, for cropping
     remember: Callable[[int, float], None] = lambda _bytes, _s: None  # what a card held in an epoch, and a step took
@@ -121,7 +121,7 @@ def train(job: Job, before: int = 0) -> Generator[Reason | None, None, None]:
     try:
         for done in trainer.run():
             start = done if start is None else start
-            job.tell.moved = done > start
+            job.tell.report.moved = done > start
             for _ in range(before if job.ranks.rank == 0 else done, done):
                 yield None
             before = max(before, done)
@@ -129,7 +129,7 @@ def train(job: Job, before: int = 0) -> Generator[Reason | None, None, None]:
         close(trainer)
     if job.damaged is not None:
         job.damaged.news()  # of the last validation
-    job.tell.ended_by = trainer.ended_by
+    job.tell.report.ended_by = trainer.ended_by
 
 
 def close(trainer: Trainer) -> None:

@@ -22,7 +22,7 @@ from pipeline.encoder.engine.token_batches import EngineSettings
 from pipeline.encoder.forward import parity
 from pipeline.encoder.forward.parity import ParityVerdict, Reference
 from pipeline.errors import CacheFull, JobFailed, PlanInfeasible
-from pipeline.records import Reason, Tell
+from pipeline.records import Reason, TaskContext
 from pipeline.stages import embed as stage
 from pipeline.stages.embed import EmbeddingVerifier, EmbedShelves, Texts, embed_texts
 from pipeline.store.cache_folder import CacheFolder
@@ -62,8 +62,8 @@ def texts_of(sequences: Sequence[str]) -> Texts:
     return Texts(np.array([len(text) for text in sequences]), lambda wanted: [sequences[at] for at in wanted])
 
 
-def tell_to(refused: list[tuple[str, Reason, str]]) -> Tell:
-    return Tell(lambda *what: refused.append(what))
+def tell_to(refused: list[tuple[str, Reason, str]]) -> TaskContext:
+    return TaskContext(lambda *what: refused.append(what))
 
 
 def run(

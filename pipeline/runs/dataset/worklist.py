@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pipeline.config.schema import Config
     from pipeline.journal.run_folder import RunFolder
     from pipeline.project.project import Project
-    from pipeline.records import Inventory, Reason, Tell
+    from pipeline.records import Inventory, Reason, TaskContext
     from pipeline.stages.scan import Seen
     from pipeline.store.cache_folder import CacheFolder
     from pipeline.store.key_lists import WantedKeys
@@ -118,7 +118,7 @@ def _halves(shard: Shard, middle: int) -> tuple[Shard, Shard]:
     )
 
 
-def task_items(folder: RunFolder, stage: str, task: int, tell: Tell) -> Iterator[Item]:
+def task_items(folder: RunFolder, stage: str, task: int, tell: TaskContext) -> Iterator[Item]:
     """Yield the items of a task without those that killed it; each is reported before it is worked on."""
     shard, left_out = read_shard(folder, stage, task), left_out_items(folder, stage)
     with folder.todo(stage).open("rb") as file:

@@ -35,7 +35,7 @@ from pipeline.memory.runtime.meters import highest_resident_bytes
 from pipeline.project.project import Project
 from pipeline.project.restriction import only_of
 from pipeline.project.run_code import WORKER, module_command
-from pipeline.records import EventKind, Tell
+from pipeline.records import EventKind, RankPlace, TaskContext
 from pipeline.runs.workflow import script_stage, table
 from pipeline.stages.read_entries import ITEMS_READ
 from pipeline.store.cache_folder import relieve
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from typing import Any
 
     from pipeline.records import Reason
-    from pipeline.training.ranks.rendezvous import RankPlace
 
 PROGRESS_EVERY_S = 0.5
 ENDING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # a cancellation or preemption; what comes before a limit
@@ -210,31 +209,39 @@ def work_through(
     """Do a task; progress goes to the ledger, and what it works on to a note that survives any kill."""
 
     def turn_to(names: Sequence[str]) -> None:
-        note.write(news.done or int(tell.figures.get(script_stage.PROGRESS, 0)), names)
-        if script_stage.PROGRESS in tell.figures or ITEMS_READ in tell.figures:  # yields only at its end
-            news.go_on(tell.figures)
+        note.write(news.done or int(tell.report.figures.get(script_stage.PROGRESS, 0)), names)
+        if script_stage.PROGRESS in tell.report.figures or ITEMS_READ in tell.report.figures:  # yields only at its end
+            news.go_on(tell.report.figures)
 
     with closing(Note(folder.on(arguments.stage, arguments.task, part[0] if part else 0), arguments.attempt)) as note:
-        tell = Tell(news.refuse, {}, turn_to, arguments.mem, arguments.shrink, arguments.careful)
-        tell.place, tell.part, tell.ending = place, part or (0, 1), lambda: _heard.number
+        tell = TaskContext(
+            refuse=news.refuse,
+            on=turn_to,
+            ending=lambda: _heard.number,
+            mem_bytes=arguments.mem,
+            shrink=arguments.shrink,
+            careful=arguments.careful,
+            part=part or (0, 1),
+            place=place or RankPlace(0, 1),
+        )
         outcomes = table.stage(arguments.stage, project.config).work(project, folder, arguments.task, tell)
         try:
             with closing(outcomes):  # closing it publishes finished work
                 for reason in outcomes:
                     news.add(reason)
                     TaskStopped.came_further = news.done > note.done_before
-                    news.go_on(tell.figures)
+                    news.go_on(tell.report.figures)
         except script_stage.Ended as ended:
             if ended.code == GO_ON:  # where a script reports no step, a later attempt counts as progress
                 note.write(ended.step or arguments.attempt, ())
-            news.tell(EventKind.PROGRESS, tell.figures)
+            news.tell(EventKind.PROGRESS, tell.report.figures)
             raise
-        if tell.ended_by:
-            news.tell(EventKind.PROGRESS, tell.figures)
-            TaskStopped.came_further = tell.moved
-            raise TaskStopped(tell.ended_by)
+        if tell.report.ended_by:
+            news.tell(EventKind.PROGRESS, tell.report.figures)
+            TaskStopped.came_further = tell.report.moved
+            raise TaskStopped(tell.report.ended_by)
         note.write(news.done, ())
-    news.tell(EventKind.TASK_FINISHED if leads else EventKind.PROGRESS, tell.figures)
+    news.tell(EventKind.TASK_FINISHED if leads else EventKind.PROGRESS, tell.report.figures)
 
 
 def _fan_out(words: Sequence[str], folder: RunFolder, processes: int, ledger: Ledger, facts: dict[str, Any]) -> int:
@@ -269,8 +276,6 @@ def _together(words: Sequence[str], folder: RunFolder, processes: int, ledger: L
 
 def _place(arguments: argparse.Namespace) -> RankPlace | None:
     """Return the rank of this process; None where it is to start the ranks."""
-    from pipeline.training.ranks.rendezvous import RankPlace
-
     if arguments.part:
         return RankPlace.told(arguments.part, arguments.meeting)
     return RankPlace.by_slurm(os.environ, arguments.attempt)

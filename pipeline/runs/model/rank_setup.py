@@ -27,7 +27,6 @@ from pipeline.store.format.shard import DEFAULT_HEADER_BYTES
 from pipeline.store.maintenance.staging import CacheStaging, Unfit, open_scratch
 from pipeline.training.items.residue_embeddings import Embeddings, proteins
 from pipeline.training.ranks.rank_protocol import RankLost
-from pipeline.training.ranks.rendezvous import RankPlace
 from pipeline.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 
     from pipeline.journal.run_folder import RunFolder
     from pipeline.project.project import Project
-    from pipeline.records import Tell
+    from pipeline.records import TaskContext
     from pipeline.store.format.record import Record
     from pipeline.store.maintenance.staging import Keys
     from pipeline.training.items.item_table import ItemTable
@@ -49,12 +48,12 @@ AT_ONCE = 256  # graphs whose sequences are looked up together
 KEY = np.dtype(f"V{KEY_BYTES}")
 
 
-def join_ranks(project: Project, folder: RunFolder, prepared: Prepared, tell: Tell) -> Ranks:
+def join_ranks(project: Project, folder: RunFolder, prepared: Prepared, tell: TaskContext) -> Ranks:
     """Return this process among its ranks, on the device that it has."""
     from pipeline.training.ranks.process_group import join_process_group
     from pipeline.training.ranks.watchdog import HangLimits
 
-    place = tell.place or RankPlace(0, 1)
+    place = tell.place
     device = take_device(project, place.local_rank, prepared)
     hang_s = float(project.config.train.hang)
     folder.meetings.mkdir(exist_ok=True)
@@ -80,12 +79,12 @@ def log_line(line: str) -> None:
 
 
 def staged(
-    project: Project, tables: Sequence[ItemTable], ranks: Ranks, tell: Tell, say: Callable[[str], None]
+    project: Project, tables: Sequence[ItemTable], ranks: Ranks, tell: TaskContext, say: Callable[[str], None]
 ) -> Project:
     """Copy what these items need to the node's own disk, and return the project as this node is to read it."""
     if project.config.cache.stage is None or is_reader(project.config):  # whose files are not in the cache
         return project
-    place = tell.place or RankPlace(0, 1)
+    place = tell.place
     with ranks.patient("staging"):
         folder = _Stager(project, tables, ranks, tell, say).stage() if place.local_rank == 0 else ""
         replies = ranks.exchange({"host": place.host, "folder": folder})  # which waits for all nodes
@@ -100,7 +99,7 @@ class _Stager:
     project: Project
     tables: Sequence[ItemTable]
     ranks: Ranks
-    tell: Tell
+    tell: TaskContext
     say: Callable[[str], None]
     begun: float = 0.0
     reported: float = 0.0
@@ -131,7 +130,7 @@ class _Stager:
         finally:
             staging.finish()
             took_s = time.monotonic() - self.begun
-            self.tell.figures |= {"staged_bytes": float(staging.bytes), "staged_s": took_s}
+            self.tell.report.figures |= {"staged_bytes": float(staging.bytes), "staged_s": took_s}
         kinds = ", ".join(f"{count:,} of {kind}" for kind, count in staging.records.items())
         rest = "" if staging.is_whole else f"; the rest is read from {self.project.cache.root}"
         return (

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.errors import ConfigError, JobFailed, PipelineError, PlanInfeasible
 from pipeline.journal.run_folder import RunFolder
 from pipeline.project.run_code import blamed, module_command, package_digest
-from pipeline.records import Tell
+from pipeline.records import TaskContext
 from pipeline.runs.model.rank_setup import ALLOCATOR
 from pipeline.runs.model.training_work import Work, least_of, target_of
 from pipeline.runs.replay.replay_case import ReplayCase, ReplayedShare, project_of_run, read_training_plan
@@ -160,7 +160,7 @@ def replay_here(
 def _job(case: ReplayCase, work: Work, device: str) -> Job:
     """Return the training job of that rank, on this device."""
     bundle = case.bundle
-    tell = Tell(lambda _key, _reason, _detail: None, careful=bool(bundle.state.get("careful")))
+    tell = TaskContext(lambda _key, _reason, _detail: None, careful=bool(bundle.state.get("careful")))
     nobody = Apart(-1, 1)  # no rank: it writes nothing into the model's folder
     job: Job = job_of(case.project, case.folder, case.prepared, tell, nobody)
     ranks, choice = Apart(bundle.rank, bundle.world), _choice(case.prepared)

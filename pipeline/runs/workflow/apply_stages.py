@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from pipeline.config.schema_train import EvaluateSection, PredictSection
     from pipeline.journal.run_folder import RunFolder
     from pipeline.project.project import Project
-    from pipeline.records import Tell
+    from pipeline.records import TaskContext
     from pipeline.runs.workflow.stage import Outcomes
     from pipeline.stages.apply import Figures, Predictions
     from pipeline.training.checkpoints.trained_weights import ChosenCheckpoint
@@ -237,7 +237,7 @@ class ApplyStage(Stage):
     def recipe(self, project: Project) -> Mapping[str, Any]:
         return TrainStage().recipe(project)
 
-    def work(self, project: Project, folder: RunFolder, task: int, tell: Tell) -> Outcomes:  # noqa: ARG002
+    def work(self, project: Project, folder: RunFolder, task: int, tell: TaskContext) -> Outcomes:  # noqa: ARG002
         """Apply the model, as one of its ranks."""
         applied, project = Application.read(folder.plan(self.name)), self._with_own_resources(project)
         with closing(join_ranks(project, folder, applied.prepared, tell)) as ranks:
@@ -286,7 +286,9 @@ class ApplyStage(Stage):
         cluster = project.config.cluster.model_copy(update={"train": self.own_resources(project)})
         return replace(project, config=project.config.model_copy(update={"cluster": cluster}))
 
-    def _job(self, project: Project, folder: RunFolder, applied: Application, tell: Tell, ranks: Ranks) -> ApplyJob:
+    def _job(
+        self, project: Project, folder: RunFolder, applied: Application, tell: TaskContext, ranks: Ranks
+    ) -> ApplyJob:
         """Return everything that a rank is given."""
         from pipeline.memory.footprint import MemoryChoice
         from pipeline.training.evaluating.apply_model import ApplyJob

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from pipeline.journal.run_folder import RunFolder
     from pipeline.project.project import Project
     from pipeline.project.restriction import Only
-    from pipeline.records import Tell
+    from pipeline.records import TaskContext
     from pipeline.runs.workflow.stage import Outcomes
     from pipeline.stages.embed import EmbeddingVerifier
 
@@ -95,7 +95,7 @@ class EmbedStage(Stage):
         dim, recipe = project.encoding.weights.dim, project.encoding.recipe
         return BASE_BYTES + BYTES_OF[recipe.precision] * _parameters(project) + FEWEST_TOKENS * dim * 64
 
-    def work(self, project: Project, folder: RunFolder, task: int, tell: Tell) -> Outcomes:
+    def work(self, project: Project, folder: RunFolder, task: int, tell: TaskContext) -> Outcomes:
         """Embed the sequences of one task, or of one of its processes."""
         shard = worklist.read_shard(folder, self.name, task)
         rows_N2 = np.fromfile(folder.order(self.name), np.uint64, 2 * shard.items, offset=16 * shard.start).reshape(

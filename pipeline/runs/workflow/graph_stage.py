@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pipeline.config.schema_data import GraphSection
     from pipeline.journal.run_folder import RunFolder
     from pipeline.project.project import Project
-    from pipeline.records import Inventory, Item, Tell
+    from pipeline.records import Inventory, Item, TaskContext
     from pipeline.runs.dataset.worklist import Shard
     from pipeline.runs.workflow.stage import Outcomes
     from pipeline.store.store import WholeRecords
@@ -97,7 +97,7 @@ class GraphStage(Stage):
         """Return the memory of a scanning task, in which graphs may be built as well."""
         return ScanStage().mem_bytes(project)
 
-    def work(self, project: Project, folder: RunFolder, task: int, tell: Tell) -> Outcomes:
+    def work(self, project: Project, folder: RunFolder, task: int, tell: TaskContext) -> Outcomes:
         """Build the graphs of one task."""
         items, graphs = worklist.task_items(folder, self.name, task, tell), project.graphs
         return graph(items, project.recipe, graphs.recipe, graphs.store, project.config.cache.shard_bytes)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pipeline.config.schema_cluster import StageResources, TrainResources
     from pipeline.journal.run_folder import RunFolder
     from pipeline.project.project import Project
-    from pipeline.records import Tell
+    from pipeline.records import TaskContext
     from pipeline.runs.workflow.stage import Outcomes
 
 MADE = (StageName.SCAN, StageName.EMBED, StageName.GRAPH)  # records of other kinds are made when they are needed
@@ -71,7 +71,7 @@ class RegenerateStage(Stage):
     def mem_bytes(self, project: Project) -> int:
         return ScanStage().mem_bytes(project)
 
-    def work(self, project: Project, folder: RunFolder, task: int, tell: Tell) -> Outcomes:  # noqa: ARG002
+    def work(self, project: Project, folder: RunFolder, task: int, tell: TaskContext) -> Outcomes:  # noqa: ARG002
         yield from ()  # it has no tasks
 
     def recipe(self, project: Project) -> Mapping[str, Any]:  # noqa: ARG002

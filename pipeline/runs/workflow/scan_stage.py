@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from pipeline.journal.run_folder import RunFolder
     from pipeline.project.project import Project
     from pipeline.protocol import Reader
-    from pipeline.records import Tell
+    from pipeline.records import TaskContext
     from pipeline.runs.workflow.stage import Outcomes
 
 BASE_BYTES = 512 << 20
@@ -118,7 +118,7 @@ class ScanStage(Stage):
             graph_bytes = ATOMS_PER_RESIDUE * structures.max_residues * edges_of_atom(graph) * BYTES_PER_EDGE
         return BASE_BYTES + BYTES_PER_FILE_BYTE * structures.max_file_bytes + graph_bytes
 
-    def work(self, project: Project, folder: RunFolder, task: int, tell: Tell) -> Outcomes:
+    def work(self, project: Project, folder: RunFolder, task: int, tell: TaskContext) -> Outcomes:
         """Scan the items of one task; if the run includes graphs, build them from the structures in memory."""
         items = worklist.task_items(folder, self.name, task, tell)
         if StageName.GRAPH not in json.loads(folder.stages.read_text()) or not project.config.graph.cache:
@@ -268,7 +268,7 @@ class ReaderScanStage(Stage):
         data = project.config.data
         return {"reader": data.reader, "options": dict(data.options)}
 
-    def work(self, project: Project, folder: RunFolder, task: int, tell: Tell) -> Outcomes:  # noqa: ARG002
+    def work(self, project: Project, folder: RunFolder, task: int, tell: TaskContext) -> Outcomes:  # noqa: ARG002
         """Read the data set, once from beginning to end."""
         reader = reader_of(project)
         made = reader_state(project, _settled_digest(reader))
@@ -333,11 +333,11 @@ def _settled_digest(reader: Reader) -> str:
     return digests[0]
 
 
-def _telling(reader: Reader, tell: Tell) -> Iterator[Entry | Rejection]:
+def _telling(reader: Reader, tell: TaskContext) -> Iterator[Entry | Rejection]:
     """Yield the items, noting now and then which one it is at, in case the process dies."""
     for number, entry in enumerate(reader.entries()):
         if number % TOLD_EVERY == 0 and isinstance(entry, Entry | Rejection):
-            tell.figures[ITEMS_READ] = number
+            tell.report.figures[ITEMS_READ] = number
             tell.on([f"item {number + 1:,} ({printable_text(entry.origin or str(entry.id))}) or one soon after it"])
         yield entry
 

@@ -27,7 +27,7 @@ from pipeline.journal.run_folder import RunFolder, writing_run
 from pipeline.journal.run_status import StageStatus, StatusReader
 from pipeline.memory.runtime.meters import peak_of
 from pipeline.project.project import asked_bytes
-from pipeline.records import StageName
+from pipeline.records import RankPlace, StageName
 from pipeline.runs.dataset.worklist import Shard, StageSurvey
 from pipeline.runs.model.prepare import training_name
 from pipeline.runs.workflow.stage import Stage
@@ -48,7 +48,6 @@ from pipeline.script.command import (
 )
 from pipeline.script.script_process import STEP, run_script
 from pipeline.training.ranks.rank_protocol import LOST
-from pipeline.training.ranks.rendezvous import RankPlace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -56,7 +55,7 @@ if TYPE_CHECKING:
     from pipeline.config.schema import Config
     from pipeline.config.schema_cluster import TrainResources
     from pipeline.project.project import Project
-    from pipeline.records import Tell
+    from pipeline.records import TaskContext
     from pipeline.runs.workflow.stage import Outcomes
     from pipeline.script.script_process import ScriptOutcome
 
@@ -105,9 +104,9 @@ class ScriptStage(Stage):
     def processes(self, project: Project) -> int:
         return project.config.cluster.train.nodes * starts_on_node(project.config, self.name)
 
-    def work(self, project: Project, folder: RunFolder, task: int, tell: Tell) -> Outcomes:  # noqa: ARG002
+    def work(self, project: Project, folder: RunFolder, task: int, tell: TaskContext) -> Outcomes:  # noqa: ARG002
         """Run the script, or one of its processes, to its end; raise Ended where it is not done."""
-        config, place = project.config, tell.place or RankPlace(0, 1)
+        config, place = project.config, tell.place
         script = script_of(config)
         micro, accumulation = batches_of(config, tell.shrink)
         name = f"script-{place.meeting or secrets.token_hex(8)}"
@@ -123,7 +122,7 @@ class ScriptStage(Stage):
             with writing_run(values.output):
                 values.output.mkdir(parents=True, exist_ok=True)
             if number := tell.ending():
-                tell.ended_by = number
+                tell.report.ended_by = number
                 return
             outcome = _run(project, script, values, tell)
             _settle(outcome, Peers(folder.meetings, name, place), tell.ending)
@@ -229,12 +228,12 @@ class Ended(Exception):
         return cls(outcome.code, what, outcome.trouble, step=outcome.step)
 
 
-def _run(project: Project, script: Script, values: Values, tell: Tell) -> ScriptOutcome:
+def _run(project: Project, script: Script, values: Values, tell: TaskContext) -> ScriptOutcome:
     """Run the script; its figures go to the ledger."""
     train, resources = project.config.train, project.config.cluster.train
 
     def hear(figures: Mapping[str, float]) -> None:
-        tell.figures.update({FIGURE + name: value for name, value in figures.items()})
+        tell.report.figures.update({FIGURE + name: value for name, value in figures.items()})
         tell.on(())
 
     allocator = EXPANDABLE if train.allocator == "expandable" else ""
@@ -247,7 +246,7 @@ def _run(project: Project, script: Script, values: Values, tell: Tell) -> Script
     )
     # Memory is asked for by node: its other processes are assumed to take as much.
     own_bytes = peak_of(resource.getrusage(resource.RUSAGE_SELF))
-    tell.figures["host_peak_bytes"] = (outcome.peak_rss_bytes + own_bytes) * starts_on_node(
+    tell.report.figures["host_peak_bytes"] = (outcome.peak_rss_bytes + own_bytes) * starts_on_node(
         project.config, StageName.TRAIN
     )
     return outcome

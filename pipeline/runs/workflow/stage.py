@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pipeline.config.schema_cluster import StageResources
     from pipeline.journal.run_folder import RunFolder
     from pipeline.project.project import Project
-    from pipeline.records import Reason, Rejection, Tell
+    from pipeline.records import Reason, Rejection, TaskContext
     from pipeline.runs.dataset.worklist import Shard, StageSurvey
     from pipeline.store.store import Store
 
@@ -115,7 +115,7 @@ class Stage(ABC):
         return 0
 
     @abstractmethod
-    def work(self, project: Project, folder: RunFolder, task: int, tell: Tell) -> Outcomes:
+    def work(self, project: Project, folder: RunFolder, task: int, tell: TaskContext) -> Outcomes:
         """Do one task, or one process's part of it, yielding the outcome of each item."""
 
     @abstractmethod

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from pipeline.journal.run_folder import RunFolder
     from pipeline.memory.footprint import MemoryChoice
     from pipeline.project.project import Project
-    from pipeline.records import Tell
+    from pipeline.records import TaskContext
     from pipeline.runs.workflow.stage import Outcomes
     from pipeline.training.checkpoints.checkpoint_reader import Manifest
     from pipeline.training.ranks.rank_protocol import Ranks
@@ -115,7 +115,7 @@ class TrainStage(Stage):
         train = project.config.train
         return {"task": train.task, "options": dict(train.options), "batch": train.effective_batch}
 
-    def work(self, project: Project, folder: RunFolder, task: int, tell: Tell) -> Outcomes:
+    def work(self, project: Project, folder: RunFolder, task: int, tell: TaskContext) -> Outcomes:
         """Train, as one of the ranks."""
         from pipeline.stages.train import train
 
@@ -208,7 +208,7 @@ def job_of(
     project: Project,
     folder: RunFolder,
     prepared: Prepared,
-    tell: Tell,
+    tell: TaskContext,
     ranks: Ranks,
     make_anew: Callable[[str, bytes], bool] | None = None,
 ) -> Any:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from pipeline.config.schema import Config
     from pipeline.journal.run_folder import RunFolder
     from pipeline.project.project import Project
-    from pipeline.records import Tell
+    from pipeline.records import TaskContext
     from pipeline.runs.workflow.stage import Outcomes
     from pipeline.store.cache_folder import CacheFolder
     from pipeline.store.maintenance.damage_report import Checked
@@ -123,7 +123,7 @@ class ValidateStage(Stage):
         """Return the choices under which measurements of its tasks are kept."""
         return {"check": project.config.cache.check, "sample": project.config.cache.sample}
 
-    def work(self, project: Project, folder: RunFolder, task: int, tell: Tell) -> Outcomes:
+    def work(self, project: Project, folder: RunFolder, task: int, tell: TaskContext) -> Outcomes:
         """Check the files of one task, and publish its findings all at once."""
         shard = worklist.read_shard(folder, self.name, task)
         barred = left_out_items(folder, self.name)
@@ -131,7 +131,7 @@ class ValidateStage(Stage):
         check, how = _check_of(project), project.config.cache.check
         summary = Summary(how, begun=time.time(), root=str(project.cache.root.resolve()))
         writer = ReportWriter(Disk(), folder.found(self.name))
-        tell.figures[FOUND] = 0
+        tell.report.figures[FOUND] = 0
         try:
             for kind, group in groupby(parts, key=lambda part: part.kind):
                 asked = set(group)
@@ -139,7 +139,7 @@ class ValidateStage(Stage):
                     summary.take(checked)
                     for finding in checked.findings:
                         writer.add(finding)
-                    tell.figures[FOUND] = summary.findings
+                    tell.report.figures[FOUND] = summary.findings
                     if CacheFile(checked.kind, checked.shard) in asked:  # else it is about files of other tasks
                         yield None
             summary.seconds = time.time() - summary.begun
@@ -199,7 +199,7 @@ def _check_of(project: Project) -> Check:
     return scrub.quick if project.config.cache.check == "quick" else scrub.full
 
 
-def _checked(store: Store, check: Check, parts: set[CacheFile], tell: Tell) -> Iterator[Checked]:
+def _checked(store: Store, check: Check, parts: set[CacheFile], tell: TaskContext) -> Iterator[Checked]:
     """Check some files of one kind, noting each before it is read."""
     names = frozenset(part.shard for part in parts if part.shard)
 

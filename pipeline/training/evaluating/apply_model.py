@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from pipeline.config.schema_train import TrainSection
-    from pipeline.records import Tell
+    from pipeline.records import TaskContext
     from pipeline.training.checkpoints.trained_weights import ChosenCheckpoint
     from pipeline.training.items.item_source import ItemSource
     from pipeline.training.items.item_table import ItemTable
@@ -60,7 +60,7 @@ class ApplyJob:
     parts: Callable[[ChosenCheckpoint], Path]  # the folder of the outputs so far
     known_N: Integers  # items that were done before the run
     ranks: Ranks
-    tell: Tell
+    tell: TaskContext
     say: Callable[[str], None]
     left_out: Mapping[str, tuple[Reason, str]] = field(default_factory=dict)
     with_loss: bool = True
@@ -129,14 +129,14 @@ def apply_model(job: ApplyJob) -> Generator[Reason | None, None, ApplyResult | N
     )
     with ranks.patient("compiling") if train.compile else nullcontext():
         for left_out in evaluation.run():
-            job.tell.moved = job.tell.moved or left_out is None
+            job.tell.report.moved = job.tell.report.moved or left_out is None
             yield left_out
     if step.device != "cpu":
-        job.tell.figures["device_peak_bytes"] = float(torch.cuda.max_memory_reserved())
+        job.tell.report.figures["device_peak_bytes"] = float(torch.cuda.max_memory_reserved())
     own = {"ended_by": evaluation.ended_by, "rejected": refused.counts, "examples": refused.examples}
     reports = ranks.exchange(own)
-    job.tell.ended_by = max(rank["ended_by"] for rank in reports)
-    if job.tell.ended_by:
+    job.tell.report.ended_by = max(rank["ended_by"] for rank in reports)
+    if job.tell.report.ended_by:
         return None
     reasons = sorted({reason for rank in reports for reason in rank["rejected"]})
     rejected = {reason: sum(rank["rejected"].get(reason, 0) for rank in reports) for reason in reasons}

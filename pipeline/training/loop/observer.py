@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from pipeline.config.schema_train import TrainSection
     from pipeline.memory.runtime.meters import Meter
-    from pipeline.records import Tell
+    from pipeline.records import TaskContext
     from pipeline.training.items.batch import BatchOrigin
     from pipeline.training.loop.progress import EpochTotals
     from pipeline.training.prepared import ModelFolder, Prepared
@@ -41,7 +41,7 @@ class TrainingObserver:
     folder: ModelFolder
     model_step: Step
     ranks: Ranks
-    tell: Tell
+    tell: TaskContext
     say: Callable[[str], None]  # to people
     meter: Meter
     checkpoint: Callable[[], step_bundle.BundleCheckpoint | None]
@@ -76,9 +76,9 @@ class TrainingObserver:
         path = self.folder.path
         trackers = open_trackers(self.train.trackers, path, step=step, name=self.prepared.name, config=self.config)
         self._figures = MetricsLog(path, step=step, trackers=trackers)
-        self.tell.figures["epochs"] = float(self.prepared.epochs)
+        self.tell.report.figures["epochs"] = float(self.prepared.epochs)
         if self.device != "cpu":
-            self.tell.figures["planned_bytes"] = float(self._planned_bytes(0))
+            self.tell.report.figures["planned_bytes"] = float(self._planned_bytes(0))
 
     def _planned_bytes(self, epoch: int) -> int:
         """Return the planned peak of an epoch: of a GPU, or of the only process of a machine."""
@@ -111,7 +111,7 @@ class TrainingObserver:
     def oom(self, step: int, share: RankShare, piece: Piece, error: str) -> None:
         """Write a bundle of a micro-batch that ran out of memory, and say so."""
         self._ooms += 1
-        self.tell.figures["ooms"] = float(self._ooms)
+        self.tell.report.figures["ooms"] = float(self._ooms)
         self.say(f"step {step}: out of memory at {len(piece)} items ({', '.join(piece.ids[:3])}): {error}")
         self._bundle(BundleKind.OOM, step, share, piece, error)
 
@@ -174,7 +174,7 @@ class TrainingObserver:
         memory = self.meter.read()
         if self._figures is not None:
             self._figures.log(step, {**figures, "reserved_bytes": float(memory.reserved_bytes)})
-        self.tell.figures |= {name: float(value) for name, value in figures.items() if value is not None}
+        self.tell.report.figures |= {name: float(value) for name, value in figures.items() if value is not None}
 
     def epoch(self, tally: EpochTotals, step: int, figures: Mapping[str, float | None], rate: float) -> None:
         """Log the metrics of an epoch, and print them."""
@@ -215,9 +215,9 @@ class TrainingObserver:
         self.say(epoch.words())
         self._ooms_before += tally.ooms
         self._ooms = max(self._ooms, self._ooms_before)  # of all ranks
-        self.tell.figures |= {"epoch": float(epoch.epoch), "ooms": float(self._ooms)}
+        self.tell.report.figures |= {"epoch": float(epoch.epoch), "ooms": float(self._ooms)}
         if self.device != "cpu":
-            self.tell.figures["device_peak_bytes"] = float(peak)
+            self.tell.report.figures["device_peak_bytes"] = float(peak)
 
     def between(self, bucket: int) -> None:
         """Look for memory leaks, between two steps."""

@@ -19,8 +19,9 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is documented there
 
 from pipeline.memory.planning.memory_plan import REDUCED_BYTES
+from pipeline.records import RankPlace
 from pipeline.training.ranks.rank_protocol import SingleRank
-from pipeline.training.ranks.rendezvous import COME_WITHIN_S, Meeting, RankPlace, meet
+from pipeline.training.ranks.rendezvous import COME_WITHIN_S, Meeting, meet
 from pipeline.training.ranks.watchdog import Activity, HangLimits, Watchdog
 
 if TYPE_CHECKING:

@@ -18,11 +18,12 @@ import selectors
 import socket
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pipeline.errors import ConfigError, JobFailed
+from pipeline.errors import JobFailed
 from pipeline.files import replacing
+from pipeline.records import RankPlace
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -40,52 +41,6 @@ KEEP_ALIVE = {  # the kernel asks the other: a node that is gone is known within
     "TCP_KEEPCNT": 3,
     "TCP_USER_TIMEOUT": 25_000,
 }
-
-
-@dataclass(frozen=True)
-class RankPlace:
-    """The rank of this process, the world size, and the start of the ranks that it belongs to."""
-
-    rank: int
-    world: int
-    local_rank: int = 0  # among those of its node
-    nodes: int = 1
-    meeting: str = ""  # the name of this start: no other of the same run has it
-    host: str = field(default_factory=socket.gethostname)
-
-    @classmethod
-    def of(cls, part: str | None, meeting: str, environment: Mapping[str, str], attempt: int = 1) -> RankPlace:
-        """Return the place by our launcher's arguments, or else by srun's variables, which all children inherit."""
-        if part is not None:
-            return cls.told(part, meeting)
-        return cls.by_slurm(environment, attempt) or cls(0, 1)
-
-    @classmethod
-    def told(cls, part: str, meeting: str) -> RankPlace:
-        """Parse our launcher's arguments: `1/3`, all on this node, and a name for the start."""
-        rank, _, world = part.partition("/")
-        if not (rank.isdigit() and world.isdigit() and int(rank) < int(world)):
-            raise ConfigError(f"`{part}` is not a rank and how many there are", remedy="say it as in 0/2")
-        return cls(int(rank), int(world), int(rank), 1, meeting)
-
-    @classmethod
-    def by_slurm(cls, environment: Mapping[str, str], attempt: int = 1) -> RankPlace | None:
-        """Return the place in a Slurm step of several tasks, None in any other.
-
-        The variables of a step are read, not those of the job: these reach processes that no srun has started.
-        """
-        world = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
-        if world == 1 or "SLURM_PROCID" not in environment:
-            return None
-        start = [environment.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_STEP_ID")]
-        return cls(
-            rank=int(environment["SLURM_PROCID"]),
-            world=world,
-            local_rank=int(environment.get("SLURM_LOCALID", "0")),
-            nodes=int(environment.get("SLURM_STEP_NUM_NODES", "1")),
-            meeting="-".join([*start, str(attempt)]),
-            host=environment.get("SLURMD_NODENAME") or socket.gethostname(),
-        )
 
 
 class JsonConnection:

@@ -29,7 +29,8 @@ from pipeline.training.ranks.rank_protocol import HUNG, LOST, RankLost
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from pipeline.training.ranks.rendezvous import JsonConnection, Meeting, RankPlace
+    from pipeline.records import RankPlace
+    from pipeline.training.ranks.rendezvous import JsonConnection, Meeting
 
 BEAT_S = 0.5
 GRACE_S = 10.0  # for a program to end in order once a rank is lost; and as much again to finish that

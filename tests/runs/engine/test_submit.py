@@ -18,7 +18,7 @@ from pipeline import waiting
 from pipeline.config.load import read_config
 from pipeline.journal.run_folder import runs_in
 from pipeline.project.project import Project
-from pipeline.records import Tell
+from pipeline.records import TaskContext
 from pipeline.runs.engine.lifecycle import new_run
 from pipeline.runs.workflow import table as workflow
 from pipeline.runs.workflow.scan_stage import ScanStage
@@ -332,7 +332,7 @@ def test_fresh_files_that_appear_late_are_waited_for(
     assert ScanStage().judge(project, run, patience_s=0.0).undone == 3
 
     def appear(_seconds: float) -> None:
-        list(ScanStage().work(project, run, 0, Tell(lambda *_: None)))
+        list(ScanStage().work(project, run, 0, TaskContext(lambda *_: None)))
 
     patient = partial(waiting.wait_for, sleep=appear)
     monkeypatch.setattr("pipeline.runs.workflow.stage.wait_for", patient)

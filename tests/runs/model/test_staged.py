@@ -13,14 +13,13 @@ import pytest
 
 from pipeline.config.load import read_config
 from pipeline.project.project import Project
-from pipeline.records import Tell
+from pipeline.records import RankPlace, TaskContext
 from pipeline.runs.dataset.loading import table_of
 from pipeline.runs.model import rank_setup as staging
 from pipeline.runs.model.rank_setup import staged
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.disk import Disk
 from pipeline.training.ranks.rank_protocol import SingleRank
-from pipeline.training.ranks.rendezvous import RankPlace
 from tests.command import Command
 from tests.runs.workflow.trained import Trained, trained_project
 
@@ -49,13 +48,13 @@ def opened(*sets: str) -> Project:
     )
 
 
-def tell(rank: int = 0, world: int = 1) -> Tell:
-    told = Tell(lambda *_: None)
+def tell(rank: int = 0, world: int = 1) -> TaskContext:
+    told = TaskContext(lambda *_: None)
     told.place = RankPlace(rank, world, rank)
     return told
 
 
-def put_on_node(project: Project, told: Tell | None = None) -> tuple[Project, list[str]]:
+def put_on_node(project: Project, told: TaskContext | None = None) -> tuple[Project, list[str]]:
     """Stage all items of the data set; return the project as it is read then, and what was said."""
     said: list[str] = []
     table = table_of(project)
@@ -183,7 +182,7 @@ def test_the_first_rank_of_a_node_copies_and_the_others_read_what_it_copied(trai
     said: dict[int, list[str]] = {0: [], 1: [], 2: []}
 
     def rank(number: int, local_rank: int, host: str, sets: list[str]) -> None:
-        told = Tell(lambda *_: None)
+        told = TaskContext(lambda *_: None)
         told.place = RankPlace(number, 3, local_rank, 2, host=host)
         own = opened(*sets)
         found[number] = staged(own, [table], together.as_rank(number), told, said[number].append)

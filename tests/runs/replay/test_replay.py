@@ -19,7 +19,7 @@ from pipeline.encoder.checkpoints.synth import write_random_checkpoint
 from pipeline.errors import ConfigError
 from pipeline.journal.run_folder import RunFolder, find_run
 from pipeline.memory.runtime.meters import Memory
-from pipeline.records import Tell
+from pipeline.records import TaskContext
 from pipeline.runs.replay.replay_case import ReplayCase, find_case
 from pipeline.runs.replay.replay_result import ReplayResult
 from pipeline.runs.replay.replay_step import replay_here
@@ -367,7 +367,7 @@ def terms(found: ReplayResult) -> list[Any]:
 def job(lab: Lab, made: ModelFolder) -> Job:
     """Return a training like that of the run in another folder, which leaves out what is not finite."""
     case = lab.case
-    tell = Tell(lambda _key, _reason, _detail: None)
+    tell = TaskContext(lambda _key, _reason, _detail: None)
     found: Job = job_of(case.project, lab.run, case.prepared, tell, SingleRank())
     return replace(found, folder=made, train=found.train.model_copy(update={"nan": "skip"}), validation=None)
 

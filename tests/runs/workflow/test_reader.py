@@ -18,7 +18,7 @@ from pipeline.errors import ConfigError, DataError
 from pipeline.journal.run_folder import RunFolder
 from pipeline.project import run_code
 from pipeline.project.project import Project
-from pipeline.records import Tell
+from pipeline.records import TaskContext
 from pipeline.runs.dataset.loading import made_table, open_loader, table_of
 from pipeline.runs.dataset.reader_items import reader_of, reader_state
 from pipeline.runs.engine.lifecycle import new_run
@@ -60,7 +60,7 @@ def scan(project: Project) -> tuple[RunFolder, EntriesRead, list[str]]:
     folder = new_run(project.config, ["scan"], beside=project.beside)
     found = ReaderScanStage().survey(project, folder, 1)
     for number in range(len(found.shards)):
-        list(ReaderScanStage().work(project, folder, number, Tell(lambda *_: None)))
+        list(ReaderScanStage().work(project, folder, number, TaskContext(lambda *_: None)))
     judged = ReaderScanStage().judge(project, folder, 0.0)
     return folder, judged, ReaderScanStage().check(project, folder, judged)
 
@@ -195,8 +195,8 @@ def test_what_another_version_or_nobody_wrote_of_a_data_set_counts_as_not_read(f
 def test_a_scan_tells_now_and_then_how_far_it_is_and_where(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scan_stage, "TOLD_EVERY", 3)
     project, on = opened(), list[tuple[int, str]]()
-    tell = Tell(lambda *_: None)
-    tell.on = lambda names: on.append((int(tell.figures["items_read"]), names[0]))
+    tell = TaskContext(lambda *_: None)
+    tell.on = lambda names: on.append((int(tell.report.figures["items_read"]), names[0]))
     list(ReaderScanStage().work(project, new_run(project.config, ["scan"], beside=project.beside), 0, tell))
     places = [(0, "item 1 (s0.txt)"), (3, "item 4 (s3.txt)"), (6, "item 7 (s6.txt)")]
     assert on == [(number, f"{place} or one soon after it") for number, place in places]
@@ -272,7 +272,7 @@ def test_files_that_change_while_they_are_read_are_an_error(folder: Path) -> Non
 
     reader.entries = changing  # type: ignore[method-assign]
     with pytest.raises(DataError, match="changed while they were read"):
-        list(ReaderScanStage().work(project, run, 0, Tell(lambda *_: None)))
+        list(ReaderScanStage().work(project, run, 0, TaskContext(lambda *_: None)))
     assert not run.entered.exists()
 
 
@@ -343,7 +343,7 @@ def test_a_table_that_is_written_and_not_checked_yet_stays_when_the_cache_is_cle
 ) -> None:
     project = opened()
     run = new_run(project.config, ["scan"], beside=project.beside)
-    list(ReaderScanStage().work(project, run, 0, Tell(lambda *_: None)))
+    list(ReaderScanStage().work(project, run, 0, TaskContext(lambda *_: None)))
     assert not run.table.exists()
     done = pipeline("cache", "clean", "--older-than", "0", "--yes")
     assert done.code == 0, done.err

@@ -14,7 +14,7 @@ from pipeline.errors import CacheDamaged
 from pipeline.journal.attempts import leave_out
 from pipeline.journal.run_folder import RunFolder, runs_in
 from pipeline.project.project import Project
-from pipeline.records import Reason, StageName, Tell
+from pipeline.records import Reason, StageName, TaskContext
 from pipeline.runs.dataset import worklist
 from pipeline.runs.engine.lifecycle import new_run, refuse_double
 from pipeline.runs.workflow.validate_stage import MEM_BYTES, Validated, ValidateStage
@@ -59,7 +59,7 @@ class Stage:
 
     def work(self, task: int) -> int:
         """Do one task; return how many files it has told of."""
-        tell = Tell(lambda *_: None, on=self.on.extend)
+        tell = TaskContext(lambda *_: None, on=self.on.extend)
         return sum(reason is None for reason in ValidateStage().work(self.project, self.folder, task, tell))
 
     def judge(self) -> Validated:
@@ -158,7 +158,7 @@ def test_a_task_that_was_killed_midway_leaves_nothing_that_counts(
     tasks = run.survey()
     for task in range(1, tasks):
         run.work(task)
-    begun = ValidateStage().work(run.project, run.folder, 0, Tell(lambda *_: None))
+    begun = ValidateStage().work(run.project, run.folder, 0, TaskContext(lambda *_: None))
     next(begun)
     begun.close()
     judged = run.judge()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pipeline.config.schema_train import TrainSection
 from pipeline.errors import PlanInfeasible
-from pipeline.records import Reason, Tell
+from pipeline.records import Reason, TaskContext
 from pipeline.training.checkpoints.checkpoint_folder import CheckpointFolder, State
 from pipeline.training.checkpoints.trained_weights import choose_checkpoint, load_checkpoint
 from pipeline.training.checkpoints.training_state import model_key, pack
@@ -158,7 +158,7 @@ def job(
         parts=lambda _: folder / "parts",
         known_N=np.array(known, np.int64),
         ranks=ranks or SingleRank(),
-        tell=Tell(refuse=lambda key, reason, _: refused.append((key, reason)), ending=ending),
+        tell=TaskContext(refuse=lambda key, reason, _: refused.append((key, reason)), ending=ending),
         say=said.append,
         left_out=left_out or {},
     )
@@ -214,8 +214,8 @@ def test_one_that_was_ended_goes_on_with_the_rest_and_has_the_same_loss(tmp_path
     ended = job(tmp_path, task(), budget=1, ending=lambda: 0 if next(asked, None) is not None else 15)
     yielded, applied = run(ended)
     assert applied is None
-    assert ended.tell.ended_by == 15
-    assert ended.tell.moved
+    assert ended.tell.report.ended_by == 15
+    assert ended.tell.report.moved
     done = len(yielded)
     assert 0 < done < ITEMS
     later = job(tmp_path, task(), known=())

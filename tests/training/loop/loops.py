@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from pipeline.config.schema_train import TrainSection
 from pipeline.graphs.item_graph import encode_graph
 from pipeline.keys import recipe_key
-from pipeline.records import Tell
+from pipeline.records import TaskContext
 from pipeline.stages.train import Items, Job, close, trainer_of
 from pipeline.training.items.batch_layout import ItemArrays
 from pipeline.training.items.item_table import ItemTable, TableBuilder
@@ -217,7 +217,7 @@ class Run:
         if self.ranks.world > 1:  # a process of its own: every replay collects garbage, which torch itself is not
             gc.freeze()
         self.said: list[str] = []
-        self.tell = Tell(refuse=lambda *_: None, ending=lambda: self.ending(), mem_bytes=self.mem_bytes)
+        self.tell = TaskContext(refuse=lambda *_: None, ending=lambda: self.ending(), mem_bytes=self.mem_bytes)
         self.made = self.job()
         self.trainer: Trainer = trainer_of(self.made)
 

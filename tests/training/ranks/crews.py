@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pipeline.errors import PipelineError
+from pipeline.records import RankPlace
 from pipeline.training.ranks.process_group import ProcessGroup, join_process_group
-from pipeline.training.ranks.rendezvous import RankPlace
 from pipeline.training.ranks.watchdog import HangLimits
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ import torch
 
 from pipeline.cluster.peers import PEER_LOST
 from pipeline.memory.planning.memory_plan import REDUCED_BYTES
+from pipeline.records import RankPlace
 from pipeline.training.ranks.process_group import (
     LETTER_BYTES,
     PIECE_BYTES,
@@ -26,7 +27,7 @@ from pipeline.training.ranks.process_group import (
     tensor_pieces,
 )
 from pipeline.training.ranks.rank_protocol import HUNG, LOST, SingleRank
-from pipeline.training.ranks.rendezvous import RankPlace, _addresses
+from pipeline.training.ranks.rendezvous import _addresses
 from pipeline.training.ranks.watchdog import Activity, HangLimits, LostRank, stuck_rank
 from tests.limited.device import LimitedDevice
 from tests.training.ranks.crews import Crew, await_file, crew

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pipeline.errors import ConfigError, JobFailed
-from pipeline.training.ranks.rendezvous import LONGEST_LINE, JsonConnection, Meeting, RankPlace, meet
+from pipeline.errors import JobFailed
+from pipeline.records import RankPlace
+from pipeline.training.ranks.rendezvous import LONGEST_LINE, JsonConnection, Meeting, meet
 from tests.training.ranks.crews import await_file
 
 if TYPE_CHECKING:
@@ -149,24 +150,26 @@ def test_rank_0_that_does_not_come_is_named_with_the_file_it_should_write(tmp_pa
 
 
 def test_srun_says_who_a_process_is() -> None:
-    assert RankPlace.of(None, "", STEP) == RankPlace(3, 4, 1, 2, "41-2-0-1", "n2")
-    assert RankPlace.of(None, "", STEP, attempt=3).meeting == "41-2-0-3"
+    assert RankPlace.by_slurm(STEP) == RankPlace(3, 4, 1, 2, "41-2-0-1", "n2")
+    again = RankPlace.by_slurm(STEP, attempt=3)
+    assert again is not None
+    assert again.meeting == "41-2-0-3"
 
 
-def test_our_launcher_says_who_a_process_is_whatever_srun_said_to_its_parents() -> None:
-    place = RankPlace.of("1/3", "name", STEP)
+def test_our_launcher_says_who_a_process_is() -> None:
+    place = RankPlace.told("1/3", "name")
     assert (place.rank, place.world, place.local_rank, place.nodes, place.meeting) == (1, 3, 1, 1, "name")
 
 
 @pytest.mark.parametrize("gone", ["SLURM_STEP_NUM_TASKS", "SLURM_PROCID"])
 def test_a_process_that_no_srun_started_is_alone(gone: str) -> None:
     words = {name: word for name, word in STEP.items() if name != gone} | {"SLURM_NTASKS": "4"}
-    assert (RankPlace.of(None, "", words).rank, RankPlace.of(None, "", words).world) == (0, 1)
+    assert RankPlace.by_slurm(words) is None
 
 
 @pytest.mark.parametrize("word", ["", "1", "3/3", "-1/2", "a/b"])
 def test_a_part_that_is_none_is_refused(word: str) -> None:
-    with pytest.raises(ConfigError, match="not a rank"):
+    with pytest.raises(ValueError, match="not a rank"):
         RankPlace.told(word, "m")
 
 
