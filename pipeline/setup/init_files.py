@@ -7,6 +7,7 @@ import os
 import re
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.cluster.site_facts import join
@@ -17,48 +18,12 @@ from pipeline.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from pathlib import Path
+
+    from jinja2 import Template
 
     from pipeline.cluster.site_facts import Partition, Site, SiteNodes
 
 
-CONFIG = """\
-# What `pipeline` is told about this project. {head}
-#   pipeline config check      is everything in here right?
-#   pipeline config show       every setting, also those not in here, and where it is from
-#   pipeline doctor            is everything there that a run needs?
-#   pipeline submit --stage all
-# Relative paths start from the folder of this file. `--set data.limit=100` beats what it says.
-
-data:
-  # manifest: a CSV, TSV or JSONL table with the columns id, path, receptor_chains, ligand_chains, and if you like
-  # split, cluster and labels. Others: pairs (ID_r_b.pdb and ID_l_b.pdb), sabdab, pinder, glob (a folder), fasta.
-  source: manifest
-  # The table, or the folder. PUT YOURS HERE.
-  path: data/manifest.csv
-  # Items that cannot be used are left out and counted; more than this fraction of them stops the run.
-  max_rejected_fraction: 0.05
-  # limit: 100               # the first 100 only, for a trial
-
-embed:
-  # The ESM-2 checkpoint: `pipeline weights fetch` puts it here, or name yours.
-  weights: weights/esm2_t33_650M_UR50D.pt
-
-graph:
-  # residue: a node at each CA; atom: a node at each atom.
-  nodes: residue
-  # Edges from each residue's nearest ones.
-  neighbours: 20
-  # Å between heavy atoms of a native contact, which is the label; null: no labels.
-  contacts: 5.0
-
-cache:
-  # Where results are kept; what is in it is never computed twice. Share it between projects if you like.{shared}
-  root: cache
-
-cluster:
-{cluster}  runs: runs
-{stages}"""
 LOCAL = """\
   # This machine. `slurm`, with `site: NAME` of a profile in sites/, is a cluster.
   executor: local
@@ -68,26 +33,6 @@ SLURM = """\
   executor: slurm
   site: {word}
 """
-SHARED = """
-  # On a cluster: a disk that all nodes see."""
-STAGES = """\
-  # What one task asks for. Memory is planned; `mem: 16GiB` pins it.
-  embed:
-    # 0: on CPU cores.
-    gpus: {gpus}
-    time: "01:00:00"
-"""
-PROFILE = """\
-# The cluster {name}, as `pipeline init` found it (Slurm {version}). Check it, and fill in what could not be told.
-# A configuration takes it by `cluster: {{site: {word}}}`; what that says itself beats it, key by key. Keys that are
-# not in here have their defaults: `pipeline config show` lists them all.
-#
-{table}
-{silent}
-slurm:
-  name: {word}
-
-{lines}"""
 _PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
 _RESERVED = ("null", "true", "false")
 
@@ -132,37 +77,56 @@ def recipe_text(name: str, site: Site | None) -> str:
             f"no recipe is called {name}{meant}", where="--recipe", remedy=f"pipeline init --recipe {' | '.join(known)}"
         )
     text = (folder / f"{name}.yaml").read_text(encoding="utf-8")
-    where = LOCAL if site is None else SLURM.format(name=file_name(site.name), word=yaml_word(file_name(site.name)))
-    return text.replace("\ncluster:\n", f"\ncluster:\n{where}", 1)
+    return text.replace("\ncluster:\n", f"\ncluster:\n{where_text(site)}", 1)
 
 
 def config_text(site: Site | None) -> str:
     """Return the short configuration that a new project starts with."""
-    if site is None:
-        return CONFIG.format(head="Next:", shared="", cluster=LOCAL, stages=STAGES.format(gpus=0))
-    name = file_name(site.name)
-    with_gpus = [kind for kind in gpu_kinds(site) if not all(map(site.bars, kind.partitions))]
-    stages = STAGES.format(gpus=1 if with_gpus else 0)
-    home = _home(site)
-    if with_gpus and home is not None and not any(home.name in kind.partitions for kind in with_gpus):
-        best = best_partition(site, [name for kind in with_gpus for name in kind.partitions])
-        stages += f"    # Where the GPUs are; {_one_line(home.name)} has none.\n    partition: {yaml_word(best)}\n"
-    return CONFIG.format(
-        head="Next:", shared=SHARED, cluster=SLURM.format(name=name, word=yaml_word(name)), stages=stages
-    )
+    with_gpus = [kind for kind in gpu_kinds(site) if not all(map(site.bars, kind.partitions))] if site else []
+    home, elsewhere = _home(site) if site else None, ""
+    if site and home and with_gpus and not any(home.name in kind.partitions for kind in with_gpus):
+        elsewhere = best_partition(site, [name for kind in with_gpus for name in kind.partitions])
+    about = {"site": site, "where": where_text(site), "home": home}
+    return _template("project").render(**about, with_gpus=with_gpus, elsewhere=elsewhere)
+
+
+def where_text(site: Site | None) -> str:
+    """Return the lines of a configuration that say where jobs run."""
+    return LOCAL if site is None else SLURM.format(name=file_name(site.name), word=yaml_word(file_name(site.name)))
 
 
 def profile_text(site: Site) -> str:
     """Return the profile of a cluster, with what was found and what was not as comments."""
-    blocks = (_partition(site), _charging(site), _asking(site), _jobs(), _limits(site), _cards(site), _supervisor(site))
-    return PROFILE.format(
-        name=_one_line(site.name),
-        word=yaml_word(file_name(site.name)),
-        version=_one_line(site.version),
-        table="\n".join(f"# {line}".rstrip() for line in _table(site)),
-        silent="".join(f"# Could not be asked: {_one_line(why)}\n" for why in site.silent),
-        lines="\n".join(blocks),
+    home, by_partition = _home(site), {partition.name: site.nodes_of(partition.name) for partition in site.partitions}
+    bare = [name for name, alike in by_partition.items() if alike and not any(nodes.gpus for nodes in alike)]
+    submits = [(association.max_submit, f"account {association.account}") for association in site.associations]
+    submits += [(limit, f"QOS {name}") for name, limit in site.qos_max_submit.items()]
+    return _template("profile").render(
+        site=site,
+        file=file_name(site.name),
+        table=list(_table(site)),
+        home=home,
+        names=list(by_partition),
+        accounts=sorted({association.account for association in site.associations}),
+        qos=sorted({name for association in site.associations for name in association.qos}),
+        modules=list(filter(None, os.environ.get("LOADEDMODULES", "").split(":"))),
+        limits=[f"{limit:,} in {scope}" for limit, scope in submits if limit is not None],
+        largest_bytes=max((nodes.mem_bytes or 0 for nodes in site.nodes), default=0),
+        cards=[_card(site, kind, home.name if home else "") for kind in gpu_kinds(site)],
+        bare=bare if 0 < len(bare) < len(site.partitions) else [],
     )
+
+
+def _template(name: str) -> Template:
+    """Return a template of a file; what a cluster tells is made harmless by the filters `line` and `word`."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # which the command line need not wait for
+
+    loader = FileSystemLoader(Path(__file__).parent)
+    made = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)  # noqa: S701 - no HTML
+    made.keep_trailing_newline = True
+    made.filters |= {"line": _one_line, "word": yaml_word, "size": format_bytes}
+    made.filters["join_some"] = lambda names: _one_line(join(names))
+    return made.get_template(f"{name}.yaml.jinja")
 
 
 def file_name(name: str) -> str:
@@ -205,11 +169,11 @@ def _table(site: Site) -> Iterator[str]:
         return
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        yield _one_line("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)))
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
     if site.default is not None:
         yield "* the default"
     for why in filter(None, (site.bars(partition.name) for partition in site.partitions)):
-        yield _one_line(f"{why}.")
+        yield f"{why}."
 
 
 def _row(first: tuple[str, str], nodes: SiteNodes) -> tuple[str, str, str, str, str, str, str]:
@@ -225,125 +189,28 @@ def _home(site: Site) -> Partition | None:
     return site.default or (site.partition(best_partition(site, names)) if names else None)
 
 
-def _partition(site: Site) -> str:
-    home = _home(site)
-    names = join(_one_line(partition.name) for partition in site.partitions)
-    if site.default is not None:
-        return f"  # null: {_one_line(site.default.name)}, the default. There are {names}.\n  partition: null\n"
-    if home is None:
-        return "  # No partition was told: say which.\n  partition: null\n"
-    return f"  # There is no default here, so one must be named: {names}.\n  partition: {yaml_word(home.name)}\n"
+@dataclass(frozen=True, slots=True)
+class _Card:
+    """A kind of GPU as an entry of a profile; where its memory is not known it is a comment."""
+
+    entry: str
+    notes: list[str]
+    is_known: bool
 
 
-def _charging(site: Site) -> str:
-    """Return the lines about account and QOS."""
-    accounts = sorted({association.account for association in site.associations})
-    qos = sorted({name for association in site.associations for name in association.qos})
-    if accounts:
-        default = f"your default, {site.default_account}" if site.default_account else "your default"
-        about = f"null: {default}. You may charge {join(accounts)}."
-    else:
-        about = "Not told (`sacctmgr show assoc user=$USER` lists yours). null: your default."
-    also = f"null: the default. You may ask for {join(qos)}." if qos else "Not told. null: the default."
-    return f"  # {_one_line(about)}\n  account: null\n  # {_one_line(also)}\n  qos: null\n"
-
-
-def _asking(site: Site) -> str:
-    """Return the lines about how GPUs and memory are asked for."""
-    how = {
-        True: ("The scheduler gives memory out ({}). mem-per-cpu, if this site refuses --mem.", "mem"),
-        False: ("The scheduler does not give memory out ({}): jobs do not ask for it.", "none"),
-        None: ("Whether the scheduler gives memory out was not told. mem, mem-per-cpu or none.", "mem"),
-    }
-    about, memory = how[site.counts_memory]
-    about = about.format(_one_line(site.setting("SelectTypeParameters") or "no SelectTypeParameters"))
-    return f"""\
-  # gres (--gres=gpu:TYPE:1) or gpus-per-node: this cannot be found out, and most sites take both.
-  gpus: gres
-  # {about}
-  memory: {memory}
-"""
-
-
-def _jobs() -> str:
-    """Return the lines about what jobs run first."""
-    loaded = [_one_line(name) for name in os.environ.get("LOADEDMODULES", "").split(":") if name]
-    now = f" Loaded here now:\n  #   module load {' '.join(loaded)}" if loaded else ""
-    return f"""\
-  # Shell lines that every job runs first, such as [module load cuda, source ~/env.sh]. The interpreter needs no
-  # activation: jobs use the one that submitted them.{now}
-  setup: []
-  # Folder on the node for temporary files, such as $TMPDIR; null: as the node says.
-  scratch: null
-"""
-
-
-def _limits(site: Site) -> str:
-    """Return the lines about limits."""
-    arrays = f"auto: {site.max_array_size:,}" if site.max_array_size else "Not told; set it to what your site says"
-    limits = [(association.max_submit, f"account {association.account}") for association in site.associations]
-    limits += [(limit, f"QOS {name}") for name, limit in site.qos_max_submit.items()]
-    known = [f"{limit:,} in {scope}" for limit, scope in limits if limit is not None]
-    submit = _one_line(f"auto: {join(known)}") if known else "auto: no limit was told"
-    mem_bytes = max((nodes.mem_bytes or 0 for nodes in site.nodes), default=0)
-    largest = f"auto: {format_bytes(mem_bytes)}, if it is in the partition" if mem_bytes else "Not told"
-    return f"""\
-  # MaxArraySize. {arrays}.
-  max_array_size: auto
-  # Tasks you may have in the queue. {submit}.
-  max_submit: auto
-  # Memory of the largest node. {largest}.
-  largest_mem: auto
-"""
-
-
-def _cards(site: Site) -> str:
-    """Return the lines about kinds of GPU; one whose memory is not known stays a comment."""
-    kinds = gpu_kinds(site)
-    if not kinds:
-        return "  # No GPUs were found.\n  cards: []\n"
-    about = "  # Kinds of GPU, and the memory that programs have of each, by its name; nvidia-smi on a node tells it.\n"
-    home = _home(site)
-    lines = [_card(site, kind, home.name if home else "") for kind in kinds]
-    known = any(line.startswith("    -") for line in lines)
-    more = "" if known else "  # Take away the # where you know the memory, and the brackets after `cards:`.\n"
-    return f"{about}{more}  cards:{'' if known else ' []'}\n" + "".join(lines)
-
-
-def _card(site: Site, kind: GpuKind, home: str) -> str:
-    """Return a kind of GPU as an entry, or as a comment where its memory is unknown."""
+def _card(site: Site, kind: GpuKind, home: str) -> _Card:
+    """Return the entry of a kind of GPU, and what is to be said beside it."""
     where = home if home in kind.partitions else best_partition(site, kind.partitions)
     keys = {"gres": kind.gres, "feature": kind.feature, "partition": "" if where == home else where}
     guess = f"{kind.sizes_gib[0]}GiB" if kind.sizes_gib else "?GiB"
     entry = ", ".join([*(f"{key}: {yaml_word(value)}" for key, value in keys.items() if value), f"mem: {guess}"])
-    others = [name for name in kind.partitions if name != where]
+    others, barred = [name for name in kind.partitions if name != where], site.bars(where)
     notes = [f"also in {join(others)}"] if others else []
-    if barred := site.bars(where):
-        notes.insert(0, barred)
-    elif len(kind.sizes_gib) == 1:
-        return f"    - {{{entry}}}" + _comment(notes) + "\n"
-    other_sizes = " or ".join(f"{size_gib}GiB" for size_gib in kind.sizes_gib[1:])
+    notes = [barred, *notes] if barred else notes
     if len(kind.sizes_gib) != 1:
-        notes.insert(0, f"or {other_sizes}: which of them is not told" if other_sizes else "its memory is not told")
-    return f"    # - {{{entry}}}" + _comment(notes) + "\n"
-
-
-def _comment(notes: list[str]) -> str:
-    return _one_line(f"   # {'; '.join(notes)}") if notes else ""
-
-
-def _supervisor(site: Site) -> str:
-    """Return the section about the supervisor."""
-    by_partition = {partition.name: site.nodes_of(partition.name) for partition in site.partitions}
-    bare = [name for name, alike in by_partition.items() if alike and not any(nodes.gpus for nodes in alike)]
-    hint = f" Without GPUs: {_one_line(join(bare))}." if 0 < len(bare) < len(site.partitions) else ""
-    return f"""\
-supervisor:
-  # job: small jobs that the run submits for itself; login: a process that stays where you submit.
-  where: job
-  # A partition for small jobs; null: that of the others.{hint}
-  partition: null
-"""
+        sizes = " or ".join(f"{size_gib}GiB" for size_gib in kind.sizes_gib[1:])
+        notes.insert(0, f"or {sizes}: which of them is not told" if sizes else "its memory is not told")
+    return _Card(entry, notes, is_known=len(kind.sizes_gib) == 1 and not barred)
 
 
 @dataclass(slots=True)

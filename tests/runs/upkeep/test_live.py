@@ -71,7 +71,7 @@ def own(made: Path, tmp_path: Path) -> Project:
 def test_files_that_nobody_has_read_leave_it_open_what_is_needed(own: Project) -> None:
     found = needed(own)  # the same bytes, but copies: only a scan can tell
     assert "c0 is not scanned yet" in found.unknown
-    assert found.remedy == "pipeline submit --stage scan"
+    assert str(found.remedy) == "pipeline submit --stage scan"
 
 
 def test_a_disk_that_is_not_mounted_leaves_it_open_what_is_needed(copy: Copy, tmp_path: Path) -> None:
