@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pipeline.cluster.job_spec import Executor
     from pipeline.config.load import LoadedConfig
     from pipeline.project.project import Project
-    from pipeline.runs.model.training_outlook import TrainOutlook
+    from pipeline.report.plan_facts import TrainOutlook
     from pipeline.runs.workflow.jobs import StagePlan
 
 UNTOLD = "note: the cluster does not tell its limits here (no Slurm answers): they are not counted in"
@@ -143,11 +143,10 @@ def _show_training(outlook: TrainOutlook, *, as_json: bool) -> None:
     from pipeline.report import tables
     from pipeline.report.plan_tables import training_report
 
-    document = outlook.to_json()
     if as_json:
-        print_json([document])
+        print_json([outlook.to_json()])
     else:
-        tables.show_parts(*training_report(document), columns=tables.MESSAGE)
+        tables.show_parts(*training_report(outlook), columns=tables.MESSAGE)
     for probe in outlook.probed:
         if probe.error is not None:
             raise probe.error

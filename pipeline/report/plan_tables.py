@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from pipeline.memory.planning.memory_plan import RemedyVerdict
 from pipeline.report.stage_lines import named_records, unit_of
 from pipeline.report.tables import plural, text_table
 from pipeline.units import format_bytes, format_seconds
@@ -16,12 +17,13 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from pipeline.journal.attempts import Ask
+    from pipeline.memory.planning.memory_plan import MemoryPlan
     from pipeline.report.facts import Estimate
+    from pipeline.report.plan_facts import TrainOutlook
 
 MOST_ROWS = 12  # of activations by module
 LEAST_SHARE = 0.002  # of the peak: smaller parts are added up
 NAMED = 5
-NOT_NEEDED = "not needed"
 WORDS = {
     "parameters": "parameters",
     "buffers": "buffers",
@@ -36,8 +38,8 @@ WORDS = {
 }
 
 
-def training_report(plan: Mapping[str, Any]) -> list[RenderableType]:
-    """Show the plan of a training, which is given as JSON data."""
+def training_report(plan: TrainOutlook) -> list[RenderableType]:
+    """Show the plan of a training."""
     parts = (_verdict, _stages, _components, _configurations, _tried, _alternatives, _job, _probes, _words)
     shown: list[RenderableType] = []
     for part in parts:
@@ -46,88 +48,83 @@ def training_report(plan: Mapping[str, Any]) -> list[RenderableType]:
     return shown
 
 
-def _main(plan: Mapping[str, Any]) -> Mapping[str, Any]:
-    chosen: Mapping[str, Any] = list(plan["plans"].values())[-1]
-    return chosen
-
-
-def _verdict(plan: Mapping[str, Any]) -> Iterator[str]:
+def _verdict(plan: TrainOutlook) -> Iterator[str]:
     """Yield the main decisions: the GPUs, whether it fits, the batches, and what saves memory."""
-    chosen = _main(plan)
-    cards = ", ".join(chosen["cards"])
-    where = cards if chosen["ranks"] == 1 else f"{chosen['ranks']} x {cards}"
-    yield f"train: {plan['task']}, {plural(plan['items'], 'item')}, {plan['parameters']:,} parameters on {where}"
-    total, limit = chosen["total"]["value"], chosen["limit_bytes"]
+    chosen = plan.plan
+    cards = ", ".join(chosen.cards)
+    where = cards if chosen.ranks == 1 else f"{chosen.ranks} x {cards}"
+    yield f"train: {plan.task}, {plural(plan.items, 'item')}, {plan.standing.parameters:,} parameters on {where}"
+    total, limit = chosen.total.value, chosen.limit_bytes
     yield (
         f"  fits: {format_bytes(total)} of the {format_bytes(limit)} that torch may have there ({total / limit:.0%}), "
-        f"with a probability of {chosen['probability']['value']:.0%} ({chosen['probability']['origin']})"
+        f"with a probability of {chosen.probability.value:.0%} ({chosen.probability.origin.value})"
     )
-    if chosen["batch"] > plan["items"]:
-        yield f"  there are only {plan['items']:,} items: a step has them all, not {chosen['batch']:,}"
-    step = min(chosen["batch"], plan["items"])
+    if chosen.batch > plan.items:
+        yield f"  there are only {plan.items:,} items: a step has them all, not {chosen.batch:,}"
+    step = min(chosen.batch, plan.items)
     yield (
-        f"  a step of {step} items is {chosen['accumulation_mean']:.1f} micro-batches a GPU, at most "
-        f"{chosen['accumulation_most']}; a micro-batch is {chosen['items_median']:g} items, "
-        f"at most {chosen['items_most']}"
+        f"  a step of {step} items is {chosen.accumulation_mean:.1f} micro-batches a GPU, at most "
+        f"{chosen.accumulation_most}; a micro-batch is {chosen.items_median:g} items, "
+        f"at most {chosen.items_most}"
     )
-    yield f"  micro-batches are not larger because {chosen['filled']}"
-    if chosen["remedies"]:
-        yield f"  saves memory by {' and '.join(chosen['remedies'])}"
-    if chosen["allocator"]["settings"]:
-        yield f"  PYTORCH_CUDA_ALLOC_CONF={chosen['allocator']['settings']}"
+    yield f"  micro-batches are not larger because {chosen.filled.value}"
+    if chosen.remedies:
+        yield f"  saves memory by {' and '.join(chosen.remedies)}"
+    if chosen.allocator.settings:
+        yield f"  PYTORCH_CUDA_ALLOC_CONF={chosen.allocator.settings}"
     yield from _oversize(chosen)
 
 
-def _oversize(chosen: Mapping[str, Any]) -> Iterator[str]:
+def _oversize(chosen: MemoryPlan) -> Iterator[str]:
     """Name the items that are left out or cut."""
-    items = chosen["oversize"]
+    items = chosen.oversize
     if items:
-        named = ", ".join(item["id"] for item in items[:NAMED])
+        named = ", ".join(item.id for item in items[:NAMED])
         yield f"  {plural(len(items), 'item')} too large for any plan, such as {named}: left out or cropped"
-    if chosen["crop"]:
-        yield f"  items are cropped to {', '.join(f'{most:,} {name}' for name, most in chosen['crop'].items())}"
+    if chosen.crop:
+        yield f"  items are cropped to {', '.join(f'{most:,} {name}' for name, most in chosen.crop.items())}"
 
 
-def _stages(plan: Mapping[str, Any]) -> Iterator[RenderableType]:
+def _stages(plan: TrainOutlook) -> Iterator[RenderableType]:
     """Show the batch plan of each stage of a curriculum."""
-    if len(plan["plans"]) < 2:
+    if len(plan.plans) < 2:
         return
     columns = ("curriculum", "items", "at most", "micro-batches", "live", "total", "epoch")
     rows = [
         (
             name,
-            f"{chosen['items_median']:g}",
-            str(chosen["items_most"]),
-            f"{chosen['accumulation_mean']:.1f}",
-            format_bytes(chosen["live"]["value"]),
-            format_bytes(chosen["total"]["value"]),
-            format_seconds(chosen["epoch_s"]["value"]),
+            f"{chosen.items_median:g}",
+            str(chosen.items_most),
+            f"{chosen.accumulation_mean:.1f}",
+            format_bytes(chosen.live.value),
+            format_bytes(chosen.total.value),
+            format_seconds(chosen.epoch_s.value),
         )
-        for name, chosen in plan["plans"].items()
+        for name, chosen in plan.plans.items()
     ]
     yield text_table(columns, rows, right=" ".join(columns[1:]) + " most")
 
 
-def _components(plan: Mapping[str, Any]) -> Iterator[RenderableType]:
+def _components(plan: TrainOutlook) -> Iterator[RenderableType]:
     """Show the memory at the peak of a step by component."""
-    chosen = _main(plan)
-    live = sum(part["bytes"] for part in chosen["parts"])
-    origin, reserved, margin = chosen["live"]["origin"], chosen["reserved"], chosen["margin"]
+    chosen = plan.plan
+    live = sum(part.bytes for part in chosen.parts)
+    origin, reserved, margin = chosen.live.origin.value, chosen.reserved, chosen.margin
     rows = [(label, format_bytes(size), f"{size / live:.1%}", origin) for label, size in _parts(chosen, live)]
     rows.append(("live at the peak of a step", format_bytes(live), "100.0%", origin))
-    if plan["evaluation_bytes"] is not None:
-        rows.append(("  (evaluating such a micro-batch)", format_bytes(plan["evaluation_bytes"]), "", origin))
-    rows.append(("held by torch's allocator", format_bytes(reserved["value"]), "", reserved["origin"]))
-    total = format_bytes(chosen["total"]["value"])
-    rows.append((f"with the margin x {margin['factor']:.3f}", total, "", margin["origin"]))
+    if plan.evaluation_bytes is not None:
+        rows.append(("  (evaluating such a micro-batch)", format_bytes(plan.evaluation_bytes), "", origin))
+    rows.append(("held by torch's allocator", format_bytes(reserved.value), "", reserved.origin.value))
+    total = format_bytes(chosen.total.value)
+    rows.append((f"with the margin x {margin.factor:.3f}", total, "", margin.origin.value))
     yield text_table(("component", "memory", "share", "from"), rows, right="memory share")
 
 
-def _parts(chosen: Mapping[str, Any], live: int) -> Iterator[tuple[str, int]]:
+def _parts(chosen: MemoryPlan, live: int) -> Iterator[tuple[str, int]]:
     """Yield each component with its bytes; the largest activations by module, the small ones added up."""
     groups: dict[str, list[tuple[str, int]]] = defaultdict(list)
-    for part in chosen["parts"]:
-        groups[part["category"]].append((part["name"], part["bytes"]))
+    for part in chosen.parts:
+        groups[part.category.value].append((part.name, part.bytes))
     for category, parts in groups.items():
         largest_first = sorted(parts, key=lambda part: -part[1])
         kept = [part for part in largest_first[:MOST_ROWS] if part[1] >= LEAST_SHARE * live]
@@ -138,108 +135,108 @@ def _parts(chosen: Mapping[str, Any], live: int) -> Iterator[tuple[str, int]]:
             yield f"{WORDS[category]}{', others' if kept else ''}", others_bytes
 
 
-def _configurations(plan: Mapping[str, Any]) -> Iterator[RenderableType]:
+def _configurations(plan: TrainOutlook) -> Iterator[RenderableType]:
     """Show which batch configurations fit on which cards."""
-    if not plan["configurations"]:
+    if not plan.configurations:
         return
-    cards = list(plan["configurations"][0]["fits"])
-    item = ", ".join(f"{count:,} {name}" for name, count in plan["item"].items())
+    cards = list(plan.configurations[0].fits)
+    item = ", ".join(f"{count:,} {name}" for name, count in plan.item.items())
     yield f"micro-batches of items with {item} (95 of 100 items have less):"
     columns = ("items x micro-batches", "live", "held", "total", *cards)
     rows = [
         (
-            f"{configuration['items']} x {configuration['accumulation']}",
-            format_bytes(configuration["live"]["value"]),
-            format_bytes(configuration["reserved"]["value"]),
-            format_bytes(configuration["total"]["value"]),
-            *("fits" if configuration["fits"][card] else "-" for card in cards),
+            f"{configuration.items} x {configuration.accumulation}",
+            format_bytes(configuration.live.value),
+            format_bytes(configuration.reserved.value),
+            format_bytes(configuration.total.value),
+            *("fits" if configuration.fits[card] else "-" for card in cards),
         )
-        for configuration in plan["configurations"]
+        for configuration in plan.configurations
     ]
     yield text_table(columns, rows, right="live held total")
 
 
-def _tried(plan: Mapping[str, Any]) -> Iterator[RenderableType]:
+def _tried(plan: TrainOutlook) -> Iterator[RenderableType]:
     """Show the combinations of remedies that were tried, and the verdict on each."""
     rows = [
         (
-            trial["remedy"],
-            trial["verdict"],
-            format_bytes(trial["total"]["value"]) if trial["total"] else "",
-            format_seconds(trial["epoch_s"]["value"]) if trial["epoch_s"] else "",
-            trial["why"],
+            trial.remedy,
+            trial.verdict.value,
+            format_bytes(trial.total.value) if trial.total else "",
+            format_seconds(trial.epoch_s.value) if trial.epoch_s else "",
+            trial.why,
         )
-        for trial in _main(plan)["trials"]
-        if trial["verdict"] != NOT_NEEDED
+        for trial in plan.plan.trials
+        if trial.verdict is not RemedyVerdict.NOT_NEEDED
     ]
     yield text_table(("remedy", "verdict", "total", "epoch", ""), rows, right="total epoch")
-    others = sum(trial["verdict"] == NOT_NEEDED for trial in _main(plan)["trials"])
+    others = sum(trial.verdict is RemedyVerdict.NOT_NEEDED for trial in plan.plan.trials)
     if others:
         yield f"{plural(others, 'other combination')} of remedies would not be faster"
 
 
-def _alternatives(plan: Mapping[str, Any]) -> Iterator[RenderableType]:
+def _alternatives(plan: TrainOutlook) -> Iterator[RenderableType]:
     """Show what other GPUs would cost."""
-    if not plan["alternatives"]:
+    if not plan.alternatives:
         return
     rows = [
         (
-            alternative["offer"],
-            f"{alternative['gpu_hours']:.3g}" if alternative["gpu_hours"] is not None else "",
-            format_seconds(3600 * alternative["hours"]) if alternative["hours"] is not None else "",
-            format_seconds(alternative["waits_s"]) if alternative["waits_s"] is not None else "",
-            ", ".join(alternative["remedies"]) or alternative["why"] or "as it is",
+            planned.offer.name,
+            f"{planned.gpu_hours.value:.3g}" if planned.gpu_hours else "",
+            format_seconds(3600 * planned.hours.value) if planned.hours else "",
+            format_seconds(plan.waits_s[planned.offer.name]) if planned.offer.name in plan.waits_s else "",
+            ", ".join(planned.plan.remedies if planned.plan else ()) or planned.why or "as it is",
         )
-        for alternative in plan["alternatives"]
+        for planned in plan.alternatives
     ]
     yield text_table(("alternative", "GPU-hours", "takes", "waits", "how"), rows, right="GPU-hours takes waits")
 
 
-def _job(plan: Mapping[str, Any]) -> Iterator[RenderableType]:
+def _job(plan: TrainOutlook) -> Iterator[RenderableType]:
     """Show what a job asks for, and where its memory goes."""
-    chosen, job, host = _main(plan), plan["job"], plan["host"]
-    rows = [(part["name"], format_bytes(part["bytes"]), part["origin"], part["why"]) for part in host["parts"]]
-    each = f"{plural(job['gpus'], 'GPU')}, {plural(job['cpus'], 'cpu')}, --mem {format_bytes(host['mem_bytes'])}"
-    yield f"job: {plural(job['nodes'], 'node')}, each with {each}"
-    yield f"  --mem: {host['why']}"
+    chosen = plan.plan
+    rows = [(part.name, format_bytes(part.bytes), part.origin.value, part.why) for part in plan.host.parts]
+    each = f"{plural(plan.gpus, 'GPU')}, {plural(plan.cpus, 'cpu')}, --mem {format_bytes(plan.mem.mem_bytes)}"
+    yield f"job: {plural(plan.nodes, 'node')}, each with {each}"
+    yield f"  --mem: {plan.mem.why}"
     yield (
-        f"  an epoch takes about {format_seconds(chosen['epoch_s']['value'])}, all {format_seconds(plan['train_s'])} "
-        f"({chosen['epoch_s']['origin']}), {chosen['gpu_hours']['value']:.3g} GPU-hours; "
-        f"a job may take {format_seconds(job['time_s'])}"
+        f"  an epoch takes about {format_seconds(chosen.epoch_s.value)}, all {format_seconds(plan.train_s)} "
+        f"({chosen.epoch_s.origin.value}), {chosen.gpu_hours.value:.3g} GPU-hours; "
+        f"a job may take {format_seconds(plan.time_s)}"
     )
     yield text_table(("host memory", "a node", "from", ""), rows, right="node")
 
 
-def _probes(plan: Mapping[str, Any]) -> Iterator[RenderableType]:
+def _probes(plan: TrainOutlook) -> Iterator[RenderableType]:
     """Show what probes measured."""
-    if not plan["probed"]:
+    if not plan.probed:
         return
     rows = [
         (
-            probe["card"],
-            probe["outcome"],
-            format_bytes(probe["predicted_bytes"]),
-            format_bytes(probe["measured_bytes"]) if probe["measured_bytes"] else "",
-            f"{probe['ratio']:.3f}" if probe["measured_bytes"] else "",
-            f"{probe['step_s']:.3g} s" if probe["step_s"] else "",
-            probe["why"] or probe["log"],
+            probe.card,
+            probe.outcome.value,
+            format_bytes(probe.predicted_bytes),
+            format_bytes(probe.measured_bytes) if probe.measured_bytes else "",
+            f"{probe.ratio:.3f}" if probe.measured_bytes else "",
+            f"{probe.step_s:.3g} s" if probe.step_s else "",
+            probe.why or probe.log,
         )
-        for probe in plan["probed"]
+        for probe in plan.probed
     ]
     columns = ("probe", "outcome", "predicted", "measured", "ratio", "step", "")
     yield text_table(columns, rows, right="predicted measured ratio step")
 
 
-def _words(plan: Mapping[str, Any]) -> Iterator[str]:
+def _words(plan: TrainOutlook) -> Iterator[str]:
     """Yield notes on the plan's uncertainty, and the findings of the linter."""
-    chosen = _main(plan)
-    if plan["ignores_sizes"]:
+    chosen = plan.plan
+    if plan.ignores_sizes:
         yield "warning: memory does not grow with the sizes: does example() make batches as large as it is told to?"
-    notes = dict.fromkeys((chosen["margin"]["why"], *chosen["notes"], *chosen["allocator"]["notes"]))
+    notes = dict.fromkeys((chosen.margin.why, *chosen.notes, *chosen.allocator.notes))
     yield from (f"note: {note}" for note in notes)
-    for finding in plan["findings"]:
-        yield f"{finding['severity']}: {finding['what']}: {finding['why']}"
-        yield f"    {finding['remedy']}   ({finding['source']})"
+    for finding in plan.findings:
+        yield f"{finding.severity.value}: {finding.what}: {finding.why}"
+        yield f"    {finding.remedy}   ({finding.source})"
 
 
 PLANNED = ("items", "refused", "unusable", "cached", "missing", "tasks")

@@ -10,7 +10,8 @@ from pipeline.cluster.slurm import SlurmExecutor
 from pipeline.errors import SubmissionRefused
 from pipeline.memory.footprint import Provenance
 from pipeline.memory.history.step_history import Peak
-from pipeline.runs.model.probe import Probed, ProbedCard, ProbeOutcome, measured_ratios, model_name, probe
+from pipeline.report.plan_facts import Probed, ProbeOutcome
+from pipeline.runs.model.probe import ProbedCard, measured_ratios, model_name, probe
 from pipeline.runs.model.probe_job import peaks_of
 from tests.runs.model.probes import GIB, Prepared, card, prepare
 from tests.slurm.cluster import Cluster

@@ -9,7 +9,6 @@ import secrets
 import shutil
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +27,7 @@ from pipeline.memory.planning.step_estimates import SETTINGS, micro_time, reserv
 from pipeline.project.project import asked_bytes
 from pipeline.project.run_code import freeze, module_command
 from pipeline.protocol import Example
+from pipeline.report.plan_facts import Probed, ProbeOutcome
 from pipeline.runs.model.probe_job import (
     DIED,
     FAILED,
@@ -78,35 +78,6 @@ class ProbedCard:
         if site is None:
             return cls(card)
         return cls(card, site.gres or "", site.partition or "", site.feature or "")
-
-
-class ProbeOutcome(str, Enum):
-    """How a probe ended."""
-
-    MEASURED = "measured"
-    DIED = "died of memory"
-    REFUSED = "not submitted"
-    FAILED = "failed"
-
-
-@dataclass(frozen=True, slots=True)
-class Probed:
-    """What a probe of a card measured, beside what was predicted."""
-
-    card: str
-    outcome: ProbeOutcome
-    predicted_bytes: int
-    measured_bytes: int  # of one that died: it needs more than this
-    predicted_s: float
-    step_s: float
-    log: str
-    why: str = ""
-    notes: tuple[str, ...] = ()
-    error: PipelineError | None = None  # for whoever wants to end with its exit code
-
-    @property
-    def ratio(self) -> float:
-        return self.measured_bytes / self.predicted_bytes if self.predicted_bytes else 0.0
 
 
 @dataclass(frozen=True)

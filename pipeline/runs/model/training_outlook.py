@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,11 +18,12 @@ from pipeline.memory.history.task_history import Suggestion
 from pipeline.memory.lint.lint_facts import RunFacts
 from pipeline.memory.lint.lint_rules import lint
 from pipeline.memory.planning.comparison import Offer, compare_configurations, compare_offers
-from pipeline.memory.planning.memory_plan import CardSpec, DataSizes, json_data
+from pipeline.memory.planning.memory_plan import CardSpec, DataSizes
 from pipeline.memory.planning.planner import CurriculumStage, plan_stages
 from pipeline.memory.planning.step_estimates import SETTINGS, reserve
 from pipeline.project.project import asked_bytes, cluster_name, profiles_of
 from pipeline.project.run_code import blamed
+from pipeline.report.plan_facts import EVERY, TrainOutlook
 from pipeline.runs.dataset.loading import table_of
 from pipeline.runs.dataset.reader_items import refuse_crop
 from pipeline.runs.model.offers import NAME, Question, is_known, offers_of, site_card, waits
@@ -39,102 +40,17 @@ if TYPE_CHECKING:
     from pipeline.memory.estimating.fallback_oracle import OracleLadder
     from pipeline.memory.footprint import MemoryChoice, StandingFootprint
     from pipeline.memory.hardware.host_memory import HostNeed
-    from pipeline.memory.lint.lint_facts import LintFinding
     from pipeline.memory.planning.comparison import Configuration, PlannedOffer
     from pipeline.memory.planning.memory_plan import MemoryPlan, PlanRequest
     from pipeline.memory.planning.step_estimates import Reserve
-    from pipeline.runs.model.probe import Probed
+    from pipeline.report.plan_facts import Probed
     from pipeline.training.items.item_table import ItemTable
 
     Integers = NDArray[np.int64]
 
-EVERY = "all items"  # the stage of a curriculum that has them
 COMPARED = ("24GiB", "a100-40gb", "a100-80gb-sxm", "h200-141gb-sxm")  # 24, 40, 80 and 141 GB
 TYPICAL = 95  # percentile of each size: the item of the table of configurations
 READERS = 2  # threads that read
-
-
-@dataclass(frozen=True)
-class TrainOutlook:
-    """What training would take: the plan, what it is compared with, and its job."""
-
-    task: str
-    items: int
-    offer: Offer
-    plans: Mapping[str, MemoryPlan]  # by the stage of the curriculum, the last with all items
-    standing: StandingFootprint
-    evaluation_bytes: int | None  # live, of the largest micro-batch without gradients; None: nobody can tell
-    configurations: Sequence[Configuration]
-    item: Mapping[str, int]  # of the configurations
-    alternatives: Sequence[PlannedOffer]
-    waits_s: Mapping[str, float]  # until a job of an offer would start, as the scheduler says it, where it does
-    host: HostNeed
-    mem: Suggestion
-    cpus: int  # of a node
-    gpus: int
-    nodes: int
-    time_s: int  # that a job may ask for, as configured
-    findings: Sequence[LintFinding]
-    probed: Sequence[Probed] = ()
-    ignores_sizes: bool = False  # larger batches take no more: example() may not do what it is told
-    pace: float | None = None  # measured/planned seconds of a step; None: nobody measured it
-
-    @property
-    def plan(self) -> MemoryPlan:
-        return self.plans[EVERY]
-
-    @property
-    def train_s(self) -> float:
-        """Return how long all epochs take, as far as is known."""
-        hours = sum(plan.gpu_hours.value for plan in self.plans.values())
-        return hours * 3600 / self.offer.ranks * (self.pace or 1.0)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain JSON data."""
-        return {
-            "stage": NAME,
-            "task": self.task,
-            "items": self.items,
-            "cards": [card.name for card in self.offer.cards],
-            "ranks": self.offer.ranks,
-            "plans": {name: plan.to_json() for name, plan in self.plans.items()},
-            "parameters": self.standing.parameters,
-            "trained": self.standing.trained,
-            "standing": json_data(self.standing.parts),
-            "evaluation_bytes": self.evaluation_bytes,
-            "item": dict(self.item),
-            "configurations": json_data(list(self.configurations)),
-            "alternatives": [
-                {**_alternative(planned), "waits_s": self.waits_s.get(planned.offer.name)}
-                for planned in self.alternatives
-            ],
-            "host": {"parts": json_data(self.host.parts), "mem_bytes": self.mem.mem_bytes, "why": self.mem.why},
-            "job": {"cpus": self.cpus, "gpus": self.gpus, "nodes": self.nodes, "time_s": self.time_s},
-            "train_s": self.train_s,
-            "gpu_hours": self.train_s * self.offer.ranks / 3600,
-            "pace": self.pace,
-            "ignores_sizes": self.ignores_sizes,
-            "findings": [{**asdict(finding), "severity": finding.severity.value} for finding in self.findings],
-            "probed": [_probed(probed) for probed in self.probed],
-        }
-
-
-def _alternative(planned: PlannedOffer) -> dict[str, Any]:
-    """Return an alternative as JSON data."""
-    return {
-        "offer": planned.offer.name,
-        "ranks": planned.offer.ranks,
-        "gpu_hours": planned.gpu_hours.value if planned.gpu_hours else None,
-        "hours": planned.hours.value if planned.hours else None,
-        "remedies": list(planned.plan.remedies) if planned.plan else [],
-        "why": planned.why,
-    }
-
-
-def _probed(probed: Probed) -> dict[str, Any]:
-    """Return a probe as JSON data."""
-    kept = ("card", "predicted_bytes", "measured_bytes", "predicted_s", "step_s", "log", "why", "notes")
-    return {**{name: getattr(probed, name) for name in kept}, "outcome": probed.outcome.value, "ratio": probed.ratio}
 
 
 def plan_training(question: Question, *, probing: bool = False) -> TrainOutlook:

@@ -16,11 +16,10 @@ from pipeline.memory.hardware.gpus import device
 from pipeline.memory.history.step_history import DIED_GROWTH
 from pipeline.memory.planning.memory_plan import CardSpec
 from pipeline.memory.runtime.meters import RSS_IS_MEANT, BeforeModel
+from pipeline.report.plan_facts import Probed, ProbeOutcome
 from pipeline.runs.model.probe import (
     FOLDER,
-    Probed,
     ProbedCard,
-    ProbeOutcome,
     draft_probe,
     errand_of,
     measured_pace,

@@ -1,0 +1,134 @@
+"""The plan of a training, and what probes of it measured: what `pipeline plan --stage train` shows."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from pipeline.memory.planning.memory_plan import json_data
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from pipeline.errors import PipelineError
+    from pipeline.memory.footprint import StandingFootprint
+    from pipeline.memory.hardware.host_memory import HostNeed
+    from pipeline.memory.history.task_history import Suggestion
+    from pipeline.memory.lint.lint_facts import LintFinding
+    from pipeline.memory.planning.comparison import Configuration, Offer, PlannedOffer
+    from pipeline.memory.planning.memory_plan import MemoryPlan
+
+EVERY = "all items"  # the stage of a curriculum that has them
+
+
+class ProbeOutcome(str, Enum):
+    """How a probe ended."""
+
+    MEASURED = "measured"
+    DIED = "died of memory"
+    REFUSED = "not submitted"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """What a probe of a card measured, beside what was predicted."""
+
+    card: str
+    outcome: ProbeOutcome
+    predicted_bytes: int
+    measured_bytes: int  # of one that died: it needs more than this
+    predicted_s: float
+    step_s: float
+    log: str
+    why: str = ""
+    notes: tuple[str, ...] = ()
+    error: PipelineError | None = None  # for whoever wants to end with its exit code
+
+    @property
+    def ratio(self) -> float:
+        return self.measured_bytes / self.predicted_bytes if self.predicted_bytes else 0.0
+
+
+@dataclass(frozen=True)
+class TrainOutlook:
+    """What training would take: the plan, what it is compared with, and its job."""
+
+    task: str
+    items: int
+    offer: Offer
+    plans: Mapping[str, MemoryPlan]  # by the stage of the curriculum, the last with all items
+    standing: StandingFootprint
+    evaluation_bytes: int | None  # live, of the largest micro-batch without gradients; None: nobody can tell
+    configurations: Sequence[Configuration]
+    item: Mapping[str, int]  # of the configurations
+    alternatives: Sequence[PlannedOffer]
+    waits_s: Mapping[str, float]  # until a job of an offer would start, as the scheduler says it, where it does
+    host: HostNeed
+    mem: Suggestion
+    cpus: int  # of a node
+    gpus: int
+    nodes: int
+    time_s: int  # that a job may ask for, as configured
+    findings: Sequence[LintFinding]
+    probed: Sequence[Probed] = ()
+    ignores_sizes: bool = False  # larger batches take no more: example() may not do what it is told
+    pace: float | None = None  # measured/planned seconds of a step; None: nobody measured it
+
+    @property
+    def plan(self) -> MemoryPlan:
+        return self.plans[EVERY]
+
+    @property
+    def train_s(self) -> float:
+        """Return how long all epochs take, as far as is known."""
+        hours = sum(plan.gpu_hours.value for plan in self.plans.values())
+        return hours * 3600 / self.offer.ranks * (self.pace or 1.0)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON data."""
+        return {
+            "stage": "train",
+            "task": self.task,
+            "items": self.items,
+            "cards": [card.name for card in self.offer.cards],
+            "ranks": self.offer.ranks,
+            "plans": {name: plan.to_json() for name, plan in self.plans.items()},
+            "parameters": self.standing.parameters,
+            "trained": self.standing.trained,
+            "standing": json_data(self.standing.parts),
+            "evaluation_bytes": self.evaluation_bytes,
+            "item": dict(self.item),
+            "configurations": json_data(list(self.configurations)),
+            "alternatives": [
+                {**_alternative(planned), "waits_s": self.waits_s.get(planned.offer.name)}
+                for planned in self.alternatives
+            ],
+            "host": {"parts": json_data(self.host.parts), "mem_bytes": self.mem.mem_bytes, "why": self.mem.why},
+            "job": {"cpus": self.cpus, "gpus": self.gpus, "nodes": self.nodes, "time_s": self.time_s},
+            "train_s": self.train_s,
+            "gpu_hours": self.train_s * self.offer.ranks / 3600,
+            "pace": self.pace,
+            "ignores_sizes": self.ignores_sizes,
+            "findings": [{**asdict(finding), "severity": finding.severity.value} for finding in self.findings],
+            "probed": [_probed(probed) for probed in self.probed],
+        }
+
+
+def _alternative(planned: PlannedOffer) -> dict[str, Any]:
+    """Return an alternative as JSON data."""
+    return {
+        "offer": planned.offer.name,
+        "ranks": planned.offer.ranks,
+        "gpu_hours": planned.gpu_hours.value if planned.gpu_hours else None,
+        "hours": planned.hours.value if planned.hours else None,
+        "remedies": list(planned.plan.remedies) if planned.plan else [],
+        "why": planned.why,
+    }
+
+
+def _probed(probed: Probed) -> dict[str, Any]:
+    """Return a probe as JSON data."""
+    kept = ("card", "predicted_bytes", "measured_bytes", "predicted_s", "step_s", "log", "why", "notes")
+    return {**{name: getattr(probed, name) for name in kept}, "outcome": probed.outcome.value, "ratio": probed.ratio}
