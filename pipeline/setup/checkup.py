@@ -25,7 +25,7 @@ from pipeline.records import Inventory, Item, Rejection
 from pipeline.runs.dataset.reader_items import is_reader, read_first, reader_of
 from pipeline.runs.workflow.script_stage import ScriptStage
 from pipeline.setup import slurm_checks
-from pipeline.setup.slurm_checks import CheckResult, CheckVerdict, failed_check, good_check
+from pipeline.setup.slurm_checks import CheckResult, CheckVerdict, failed_check, good_check, noted_check, refused_check
 from pipeline.stages.scan import glance
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.structures.parsing.structure_files import item_paths
@@ -46,13 +46,13 @@ EXTRAS = {"bcif": ("biotite", "BinaryCIF files are rejected")}
 def run_checks(config_file: Path | None, sets: Sequence[str]) -> list[CheckResult]:
     """Return the findings of every check; a check that fails never hides the next one."""
     python = f"{sys.version.split()[0]} ({sys.executable})"
-    findings = [CheckResult("python", CheckVerdict.OK, python), *_packages()]
+    findings = [good_check("python", python), *_packages()]
     try:
         loaded = read_config(find_config(config_file), sets)
     except PipelineError as error:
         findings.append(failed_check("config", error))
         return findings
-    findings.append(CheckResult("config", CheckVerdict.OK, str(loaded.path)))
+    findings.append(good_check("config", str(loaded.path)))
     checks: tuple[tuple[str, Callable[[LoadedConfig], Iterator[CheckResult]]], ...] = (
         ("data", _data),
         ("weights", _weights),
@@ -74,15 +74,14 @@ def _packages() -> Iterator[CheckResult]:
     """Check that the declared dependencies are installed, without importing any."""
     missing = [name for name in _required() if not _installed(name)]
     if missing:
-        remedy = f"pip install {' '.join(missing)}"
-        yield CheckResult("packages", CheckVerdict.BAD, f"missing: {', '.join(missing)}", remedy, exit_code=2)
+        yield refused_check(
+            "packages", f"missing: {', '.join(missing)}", f"pip install {' '.join(missing)}", exit_code=2
+        )
     else:
-        yield CheckResult("packages", CheckVerdict.OK, f"pipeline {version('pipeline')} and all it needs")
+        yield good_check("packages", f"pipeline {version('pipeline')} and all it needs")
     for extra, (module, without) in EXTRAS.items():
         if find_spec(module) is None:
-            yield CheckResult(
-                f"extra {extra}", CheckVerdict.NOTE, f"not installed: {without}", f"pip install 'pipeline[{extra}]'"
-            )
+            yield noted_check(f"extra {extra}", f"not installed: {without}", f"pip install 'pipeline[{extra}]'")
 
 
 def _required() -> list[str]:
@@ -103,7 +102,7 @@ def _installed(name: str) -> bool:
 def _data(loaded: LoadedConfig) -> Iterator[CheckResult]:
     """List the beginning of the data set, and check its files."""
     for missing in missing_inputs(loaded):
-        yield CheckResult("data", CheckVerdict.BAD, missing, f"edit {loaded.path}", exit_code=2)
+        yield refused_check("data", missing, f"edit {loaded.path}", exit_code=2)
         return
     config = loaded.config
     if is_reader(config):
@@ -120,16 +119,14 @@ def _data(loaded: LoadedConfig) -> Iterator[CheckResult]:
     ]
     if not good:
         what = f"no usable item at {config.data.path}" + (f"; {bad[0].id}: {bad[0].detail}" if bad else "")
-        yield CheckResult("data", CheckVerdict.BAD, what, "pipeline config show   (see data.*)", exit_code=3)
+        yield refused_check("data", what, "pipeline config show   (see data.*)", exit_code=3)
     elif absent:
         what = f"{len(absent)} files of the first {len(good)} items are missing or unreadable, such as {absent[0]}"
-        yield CheckResult("data", CheckVerdict.BAD, what, "see data.path and data.structures_dir", exit_code=3)
+        yield refused_check("data", what, "see data.path and data.structures_dir", exit_code=3)
     else:
         count = f"the first {LOOKED_AT}" if len(listed) == LOOKED_AT else f"all {len(listed)}"
         refused = f", {len(bad)} refused ({bad[0].id}: {bad[0].detail})" if bad else ""
-        yield CheckResult(
-            "data", CheckVerdict.NOTE if bad else CheckVerdict.OK, f"{config.data.path}: {count} items listed{refused}"
-        )
+        yield (noted_check if bad else good_check)("data", f"{config.data.path}: {count} items listed{refused}")
 
 
 def _entries(project: Project) -> CheckResult:
@@ -137,9 +134,9 @@ def _entries(project: Project) -> CheckResult:
     taken, path = read_first(reader_of(project), LOOKED_AT), project.config.data.path
     if not len(taken.table):
         what = f"no usable item among the first {taken.entries} at {path}"
-        return CheckResult("data", CheckVerdict.BAD, what, "pipeline config show   (see data.*)", exit_code=3)
-    verdict = CheckVerdict.OK if len(taken.table) == taken.entries else CheckVerdict.NOTE
-    return CheckResult("data", verdict, f"{path}: {len(taken.table)} of the first {taken.entries} items can be used")
+        return refused_check("data", what, "pipeline config show   (see data.*)", exit_code=3)
+    row = good_check if len(taken.table) == taken.entries else noted_check
+    return row("data", f"{path}: {len(taken.table)} of the first {taken.entries} items can be used")
 
 
 def _weights(loaded: LoadedConfig) -> Iterator[CheckResult]:
@@ -150,13 +147,13 @@ def _weights(loaded: LoadedConfig) -> Iterator[CheckResult]:
     try:
         path = find_checkpoint(config.embed.weights)
     except ConfigError as error:
-        yield CheckResult("weights", CheckVerdict.NOTE, f"{error.what}; needed from the stage embed on", error.remedy)
+        yield noted_check("weights", f"{error.what}; needed from the stage embed on", error.remedy)
         return
     weights = identify(path, _opened(config).kind("weights"), remember=False)
     summary = (
         f"{weights.path}: {weights.layers} layers of {weights.dim}, {weights.precision}, {format_bytes(weights.bytes)}"
     )
-    yield CheckResult("weights", CheckVerdict.OK, summary)
+    yield good_check("weights", summary)
 
 
 def _cache(loaded: LoadedConfig) -> Iterator[CheckResult]:
@@ -165,16 +162,14 @@ def _cache(loaded: LoadedConfig) -> Iterator[CheckResult]:
     broken = [f"{kind}/{name}: {why}" for kind in cache.kinds() for name, why in cache.kind(kind).stat().unreadable]
     if broken:
         what = f"{len(broken)} unreadable files, such as {broken[0]}; what they held is made anew"
-        yield CheckResult("cache", CheckVerdict.NOTE, what, "pipeline cache stat")
+        yield noted_check("cache", what, "pipeline cache stat")
     else:
-        yield CheckResult(
-            "cache", CheckVerdict.OK, f"{root}" if _existing(root) == root else f"{root} (made when first used)"
-        )
+        yield good_check("cache", f"{root}" if _existing(root) == root else f"{root} (made when first used)")
     for error in cache.left_out:
         yield failed_check("cache under it", error)
     for layer in cache.under:
         records = sum(layer.own(kind).stat().records for kind in layer.kinds())
-        yield CheckResult("cache under it", CheckVerdict.OK, f"{layer.root}: {records:,} records, only read")
+        yield good_check("cache under it", f"{layer.root}: {records:,} records, only read")
     yield _writable("cache folder", root)
     yield _room(root)
 
@@ -199,10 +194,10 @@ def _writable(what: str, folder: Path) -> CheckResult:
     place = _existing(folder)
     try:
         with tempfile.TemporaryFile(dir=place):
-            return CheckResult(what, CheckVerdict.OK, f"{folder} can be written")
+            return good_check(what, f"{folder} can be written")
     except OSError as error:
         remedy = "choose another folder in the configuration, or ask for write permission"
-        return CheckResult(what, CheckVerdict.BAD, f"{folder} cannot be written: {error.strerror}", remedy, exit_code=2)
+        return refused_check(what, f"{folder} cannot be written: {error.strerror}", remedy, exit_code=2)
 
 
 def _room(root: Path) -> CheckResult:
@@ -211,18 +206,15 @@ def _room(root: Path) -> CheckResult:
     free_bytes, inodes = shutil.disk_usage(place).free, os.statvfs(place).f_favail
     summary = f"{format_bytes(free_bytes)} free, {inodes:,} files can be made"
     if free_bytes < LITTLE_BYTES or 0 < inodes < LITTLE_INODES:
-        return CheckResult("disk", CheckVerdict.NOTE, summary, "make room, or set cache.root to a larger disk")
-    return CheckResult("disk", CheckVerdict.OK, summary)
+        return noted_check("disk", summary, "make room, or set cache.root to a larger disk")
+    return good_check("disk", summary)
 
 
 def _machine(loaded: LoadedConfig) -> Iterator[CheckResult]:
     """Return the resources of the local executor."""
-    slots = loaded.config.cluster.slots
-    machine = local_machine(slots)
-    summary = (
-        f"{machine.cpus} cores, {format_bytes(machine.mem_bytes)} memory, {len(machine.gpus)} GPUs for local tasks"
-    )
-    yield CheckResult("machine", CheckVerdict.OK, summary)
+    machine = local_machine(loaded.config.cluster.slots)
+    memory, gpus = format_bytes(machine.mem_bytes), len(machine.gpus)
+    yield good_check("machine", f"{machine.cpus} cores, {memory} memory, {gpus} GPUs for local tasks")
 
 
 def settings_findings(loaded: LoadedConfig) -> Iterator[CheckResult]:

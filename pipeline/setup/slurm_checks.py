@@ -68,9 +68,9 @@ def noted_check(what: str, found: str, remedy: str = "") -> CheckResult:
     return CheckResult(what, CheckVerdict.NOTE, found, remedy)
 
 
-def refused_check(what: str, found: str, remedy: str) -> CheckResult:
-    """Return a row of what the scheduler would refuse."""
-    return CheckResult(what, CheckVerdict.BAD, found, remedy, exit_code=6)
+def refused_check(what: str, found: str, remedy: str, exit_code: int = 6) -> CheckResult:
+    """Return a row of what would fail: by default, because the scheduler would refuse it."""
+    return CheckResult(what, CheckVerdict.BAD, found, remedy, exit_code)
 
 
 COMMANDS = ("sbatch", "srun", "squeue", "scontrol", "scancel", "sinfo")
