@@ -6,7 +6,6 @@ import json
 import time
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from typing import IO
 
     from pipeline.config.load import LoadedConfig
-    from pipeline.report.check_tables import KindTally
     from pipeline.store.cache_folder import CacheFolder
     from pipeline.store.maintenance.damage_report import Checked, ReportWriter, Summary
     from pipeline.store.maintenance.scrub import Subset
@@ -29,18 +27,11 @@ if TYPE_CHECKING:
 
     Look = Callable[[Store, Subset], Iterator[Checked]]
 
+COUNTED = ("shards", "bytes", "records", "whole", "listed", "lost", "faults")  # of a kind
 SHOWN = 5  # files that a repair leaves alone, of which each is told what to do about it
 _OUT = Command.of("cache validate --out FILE", then="   (in a folder where you can write)")
 
 Yes = Annotated[bool, typer.Option("--yes", help="Do it; else it is only said what would be done.")]
-
-
-class How(str, Enum):
-    """How deep a validation looks."""
-
-    QUICK = "quick"
-    FULL = "full"
-    SEMANTIC = "semantic"
 
 
 def validate_command(
@@ -88,9 +79,9 @@ def validate_command(
     cache = _open(loaded)
     part = Subset.parse(subset)
     stores = [cache.kind(name) for name in _kinds(cache, kind)]
-    collected = _Found(cache, how.value, part, out, kind or ())
+    collected = _Found(cache, how, part, out, kind or ())
     try:
-        for checked in _watched(stores, part, how.value, _look(loaded, how, sample), verdicts):
+        for checked in _watched(stores, part, how, _look(loaded, how, sample), verdicts):
             collected.take(checked)
         collected.finish()
     finally:
@@ -100,7 +91,7 @@ def validate_command(
         raise damage_found(collected.summary, cache.root, collected.path)
 
 
-def _how(sample: float, *, quick: bool, full: bool, semantic: bool) -> How:
+def _how(sample: float, *, quick: bool, full: bool, semantic: bool) -> str:
     """Return how deep to look; refuse options that contradict each other."""
     from pipeline.errors import ConfigError
 
@@ -110,7 +101,7 @@ def _how(sample: float, *, quick: bool, full: bool, semantic: bool) -> How:
     if sample and not semantic:
         remedy = Command.of("cache validate --semantic --sample", sample)
         raise ConfigError("a sample is made anew with --semantic alone", where="--sample", remedy=remedy)
-    return How.QUICK if quick else How.SEMANTIC if semantic else How.FULL
+    return "quick" if quick else "semantic" if semantic else "full"
 
 
 def repair_command(
@@ -225,16 +216,16 @@ def compact_command(yes: Yes = False, config: ConfigFile = None, sets: Sets = No
         typer.echo(f"nothing was changed\n  next: {as_typed(Command.of('cache compact --yes'))}")
 
 
-def _look(loaded: LoadedConfig, how: How, sample: float) -> Look:
+def _look(loaded: LoadedConfig, how: str, sample: float) -> Look:
     """Return the function that checks the files of a kind."""
     from pipeline.store.maintenance import scrub
 
-    if how is How.SEMANTIC:
+    if how == "semantic":
         from pipeline.project.project import Project
         from pipeline.runs.audit.meaning import Semantic
 
         return Semantic(Project.open(loaded.config, remember=False), sample).check
-    return {How.QUICK: scrub.quick, How.FULL: scrub.full}[how]
+    return scrub.quick if how == "quick" else scrub.full
 
 
 def _open(loaded: LoadedConfig) -> CacheFolder:
@@ -316,17 +307,17 @@ class _Found:
         self.cache, self.out = cache, out
         self.summary: Summary = Summary(how, str(subset), begun=time.time(), only=sorted({*only}))
         self.summary.root = str(cache.root.resolve())
-        self.kinds: dict[str, KindTally] = {}
+        self.kinds: dict[str, Summary] = {}
         self.path: Path | None = None  # of the damage list
         self.unwritten = ""  # why there is none
         self._writer: ReportWriter | None = self._begun()
 
     def take(self, checked: Checked) -> None:
         """Add the findings of one file."""
-        from pipeline.report.check_tables import KindTally
+        from pipeline.store.maintenance.damage_report import Summary
 
         self.summary.take(checked)
-        self.kinds.setdefault(checked.kind, KindTally()).take(checked)
+        self.kinds.setdefault(checked.kind, Summary(self.summary.how)).take(checked)
         self._write(lambda writer: writer.add(*checked.findings))
 
     def finish(self) -> None:
@@ -377,7 +368,7 @@ def _show_found(collected: _Found, *, as_json: bool) -> None:
     from pipeline.report import check_tables, tables
 
     if as_json:
-        kinds = {name: asdict(tally) for name, tally in collected.kinds.items()}
+        kinds = {kind: {name: getattr(of_kind, name) for name in COUNTED} for kind, of_kind in collected.kinds.items()}
         summary = asdict(collected.summary) | {"kinds": kinds}
         print_json({"root": collected.cache.root, "list": collected.path, "unwritten": collected.unwritten, **summary})
         return

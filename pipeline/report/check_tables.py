@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pipeline.report.tables import plural, text_table
@@ -13,7 +12,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from pipeline.store.maintenance.damage_report import Checked
+    from pipeline.store.maintenance.damage_report import Summary
     from pipeline.store.maintenance.rewrite import Compacted
     from pipeline.store.maintenance.shard_repair import Mend, Repaired
 
@@ -31,31 +30,7 @@ FAULTS = {  # fault → what is counted, and what is wrong with it
 }
 
 
-@dataclass(slots=True)
-class KindTally:
-    """What was found in one kind."""
-
-    shards: int = 0
-    bytes: int = 0
-    records: int = 0
-    whole: int = 0
-    listed: int = 0
-    lost: int = 0
-    faults: dict[str, int] = field(default_factory=dict)
-
-    def take(self, checked: Checked) -> None:
-        """Count what was found in one file."""
-        self.shards += bool(checked.shard)
-        self.bytes += checked.read_bytes
-        self.records += checked.judged
-        self.whole += len(checked.whole)
-        self.listed += len(checked.listed)
-        self.lost += sum(finding.lost for finding in checked.findings)
-        for finding in checked.findings:
-            self.faults[finding.fault.value] = self.faults.get(finding.fault.value, 0) + 1
-
-
-def check_table(kinds: Mapping[str, KindTally]) -> RenderableType:
+def check_table(kinds: Mapping[str, Summary]) -> RenderableType:
     """Show what was found in each kind."""
     if not kinds:
         return "empty: nothing was stored yet"
@@ -76,7 +51,7 @@ def check_table(kinds: Mapping[str, KindTally]) -> RenderableType:
     return text_table(columns, rows, right="shards read records listed whole lost")
 
 
-def whole_line(kinds: Mapping[str, KindTally]) -> str:
+def whole_line(kinds: Mapping[str, Summary]) -> str:
     """Say that nothing is wrong, and how much was looked at."""
     records, files = sum(tally.records for tally in kinds.values()), sum(tally.shards for tally in kinds.values())
     unread = "   (--full reads the records, too)" if any(tally.listed for tally in kinds.values()) else ""

@@ -74,9 +74,8 @@ def _packages() -> Iterator[CheckResult]:
     """Check that the declared dependencies are installed, without importing any."""
     missing = [name for name in _required() if not _installed(name)]
     if missing:
-        yield refused_check(
-            "packages", f"missing: {', '.join(missing)}", f"pip install {' '.join(missing)}", exit_code=2
-        )
+        remedy = f"pip install {' '.join(missing)}"
+        yield refused_check("packages", f"missing: {', '.join(missing)}", remedy, exit_code=2)
     else:
         yield good_check("packages", f"pipeline {version('pipeline')} and all it needs")
     for extra, (module, without) in EXTRAS.items():
