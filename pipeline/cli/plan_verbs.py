@@ -166,7 +166,7 @@ def show_plan(project: Project, stages: list[str], executor: Executor, emit: Pat
             typer.echo(f"{plan.stage.name}: {waiting:,} items are not scanned yet; what they hold is not counted")
         if script_stage.is_script(project.config, plan.stage.name):
             typer.echo("\n".join(script_outline(project, plan.stage, executor).lines()))
-        elif plan.found.shards:
+        elif plan.survey.shards:
             typer.echo(f"{plan.stage.name}: memory {plan.job.why}")
     if project.config.cluster.executor == "slurm":
         _show_scripts(project, plans, executor, emit)
@@ -209,9 +209,9 @@ def _stage_json(project: Project, plan: StagePlan, executor: Executor) -> dict[s
     from pipeline.runs.workflow import script_stage
     from pipeline.runs.workflow.jobs import script_outline
 
-    document: dict[str, Any] = {"stage": plan.stage.name, "counts": plan.counts(), "disk_bytes": plan.found.bytes}
+    document: dict[str, Any] = {"stage": plan.stage.name, "counts": plan.counts(), "disk_bytes": plan.survey.bytes}
     if script_stage.is_script(project.config, plan.stage.name):
         return document | {"script": script_outline(project, plan.stage, executor).to_json()}
-    if not plan.found.shards:
+    if not plan.survey.shards:
         return document
     return document | {"cpus": plan.job.cpus, "gpus": plan.job.gpus, "ask": plan.ask.to_json(), "why": plan.job.why}

@@ -147,16 +147,16 @@ def _check_task(loaded: LoadedConfig) -> None:
     from pipeline.errors import ConfigError
     from pipeline.project.project import Project
     from pipeline.project.run_code import load_task
-    from pipeline.runs.model.prepare import some_items, told_sizes
+    from pipeline.runs.model.prepare import size_names, some_items
     from pipeline.runs.model.task_contract import breaches
     from pipeline.runs.workflow.train_stage import misfits
 
     train, beside = loaded.config.train, loaded.base_dir.absolute()
     task = load_task(train.task, train.options, beside=beside)
     project = Project.open(loaded.config, remember=False, beside=beside)
-    sizes = told_sizes(project)
+    sizes = size_names(project)
     items, padded = some_items(project), train.batching == "padded"
-    problems = [*misfits(project), *breaches(task, items=items, seed=train.seed, told=sizes, padded=padded)]
+    problems = [*misfits(project), *breaches(task, items=items, seed=train.seed, item_sizes=sizes, padded=padded)]
     if problems:
         remedy = "what a task must have: pipeline/protocol.py"
         raise ConfigError("\n".join(problems), where=f"train.task: {train.task}", remedy=remedy)

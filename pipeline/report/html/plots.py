@@ -147,7 +147,7 @@ class Line:
     points: Sequence[Point]
     colour: int = 0
     style: str = ""  # `thin`, `dashed`, `area`, `steps`
-    told: Sequence[str] = ()  # what each point says when it is pointed at
+    hints: Sequence[str] = ()  # what each point says when it is pointed at
 
 
 def plot(title: str, x: Axis, y: Axis, lines: Sequence[Line], *, width: int = WIDTH, height: int = HEIGHT) -> Markup:
@@ -221,7 +221,7 @@ def _line(line: Line, x: Axis, y: Axis, width: int, height: int) -> Markup:
 
 
 def _dot(place: Point, line: Line, number: int) -> Markup:
-    hint = tag("title", line.told[number]) if number < len(line.told) else ""
+    hint = tag("title", line.hints[number]) if number < len(line.hints) else ""
     css = f"dot s{line.colour % COLOURS}"
     return tag("circle", hint, cx=f"{place[0]:.1f}", cy=f"{place[1]:.1f}", r=2.6, class_=css)
 

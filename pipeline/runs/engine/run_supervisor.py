@@ -210,9 +210,9 @@ class Supervisor:
             planned = plan_stage(self.project, stage, self.executor, self.folder)
             self._emit(EventKind.STAGE_SUBMITTED, stage=stage.name, **planned.to_json())
             status = self.status.stages[stage.name]
-            if planned.found.shards:
+            if planned.survey.shards:
                 if not stage.only_looks:
-                    refuse_unfit_disk(self.project, planned.found)
+                    refuse_unfit_disk(self.project, planned.survey)
                 self._send(stage, status)
         return status
 

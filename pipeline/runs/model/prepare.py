@@ -262,7 +262,7 @@ def evaluated_items(project: Project, prepared: Prepared, table: ItemTable, limi
     return Items(table, prepared.stretches[-1].cost(sizes), likeness(sizes))
 
 
-def told_sizes(project: Project) -> list[str]:
+def size_names(project: Project) -> list[str]:
     """Return the names of the item sizes that the task's `cost` is given: a graph's, or a reader's first items'."""
     if not is_reader(project.config):
         return list(GRAPH)

@@ -49,15 +49,15 @@ def breaches(
     items: Sequence[Any] = (),
     *,
     seed: int = 0,
-    told: Sequence[str] = GRAPH,
+    item_sizes: Sequence[str] = GRAPH,
     padded: bool = False,
 ) -> Iterator[str]:
     """Yield a sentence for each rule of its contract that a task breaks; nothing if all is well.
 
-    `sizes` are those of a small batch, as `cost` names them; `items` are what a loader gives to `collate`; `told` are
+    `sizes` are those of a small batch, as `cost` names them; `items` are what a loader gives to `collate`; `item_sizes` are
     the sizes of an item that `cost` is told; a batch that is `padded` has the size of its largest item.
     """
-    names = [name for name in dict.fromkeys((*told, *_axes(items), *(sizes or ()))) if name != ITEMS]
+    names = [name for name in dict.fromkeys((*item_sizes, *_axes(items), *(sizes or ()))) if name != ITEMS]
     try:
         yield from _costs(task, names)
         with _seeded(seed):

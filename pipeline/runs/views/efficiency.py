@@ -143,7 +143,7 @@ def estimates(
 def _estimate(
     project: Project, stage: Stage, planned: StagePlan, executor: Executor, origins: Mapping[str, str]
 ) -> Estimate:
-    tasks, missing = len(planned.found.shards), planned.counts()["missing"]
+    tasks, missing = len(planned.survey.shards), planned.counts()["missing"]
     at_once = min(tasks, tasks_at_once(project.config, stage, executor)) or 1
     pace = profiles_of(project.config).pace(stage.name, recipe_name(project, stage), cluster_name(project.config))
     task_s = missing / tasks / pace if tasks and pace else None
@@ -157,7 +157,7 @@ def _estimate(
         gpus=planned.job.gpus,
         mem_bytes=ask.mem_bytes,
         time_s=ask.time_s,
-        disk_bytes=planned.found.bytes,
+        disk_bytes=planned.survey.bytes,
         task_s=task_s,
         all_s=task_s * ceil(tasks / at_once) if task_s is not None else 0.0 if not tasks else None,
         sources=_sources(project, planned, origins, pace),
@@ -181,7 +181,7 @@ def _sources(project: Project, planned: StagePlan, origins: Mapping[str, str], p
         "gpus": f"{key}.gpus ({origin('gpus')})",
         "mem": f"{key}.{mem} ({origin(mem)})" if pinned else planned.job.why,
         "limit": f"{key}.time ({origin('time')})",
-        "disk": "planned" if planned.found.bytes else "not planned for this stage",
+        "disk": "planned" if planned.survey.bytes else "not planned for this stage",
     }
     about = f"measured here: {pace:,.1f} a second and task" if pace else "no task of this recipe was measured here"
     return sources | {"about": about}

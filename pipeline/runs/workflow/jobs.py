@@ -120,7 +120,7 @@ class StagePlan:
     """The plan of a stage: computed once, and recorded when the stage is submitted."""
 
     stage: Stage
-    found: StageSurvey
+    survey: StageSurvey
     limits: Limits
     job: StageJob  # of first attempts, with all of its tasks
 
@@ -130,17 +130,17 @@ class StagePlan:
 
     def counts(self) -> dict[str, int]:
         """Return the counts to show and to record."""
-        return {**self.found.counts, "tasks": len(self.found.shards)}
+        return {**self.survey.counts, "tasks": len(self.survey.shards)}
 
     def row(self) -> tuple[str, Mapping[str, int], int, int, Ask | None]:
         """Return its row in a table of stages."""
-        ask = self.ask if self.found.shards else None
-        return self.stage.name, self.counts(), self.found.bytes, self.job.cpus, ask
+        ask = self.ask if self.survey.shards else None
+        return self.stage.name, self.counts(), self.survey.bytes, self.job.cpus, ask
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON for the ledger; unknown limits are left out, and asked for again."""
         known = {name: value for name, value in asdict(self.limits).items() if value is not None}
-        return {**self.counts(), "cost": self.found.cost, "job": self.job.to_json(), "limits": known}
+        return {**self.counts(), "cost": self.survey.cost, "job": self.job.to_json(), "limits": known}
 
 
 def plan_stage(project: Project, stage: Stage, executor: Executor, folder: RunFolder | None) -> StagePlan:
