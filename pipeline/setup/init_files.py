@@ -190,7 +190,7 @@ def _home(site: Site) -> Partition | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Card:
+class _CardEntry:
     """A kind of GPU as an entry of a profile; where its memory is not known it is a comment."""
 
     entry: str
@@ -198,7 +198,7 @@ class _Card:
     is_known: bool
 
 
-def _card(site: Site, kind: GpuKind, home: str) -> _Card:
+def _card(site: Site, kind: GpuKind, home: str) -> _CardEntry:
     """Return the entry of a kind of GPU, and what is to be said beside it."""
     where = home if home in kind.partitions else best_partition(site, kind.partitions)
     keys = {"gres": kind.gres, "feature": kind.feature, "partition": "" if where == home else where}
@@ -210,7 +210,7 @@ def _card(site: Site, kind: GpuKind, home: str) -> _Card:
     if len(kind.sizes_gib) != 1:
         sizes = " or ".join(f"{size_gib}GiB" for size_gib in kind.sizes_gib[1:])
         notes.insert(0, f"or {sizes}: which of them is not told" if sizes else "its memory is not told")
-    return _Card(entry, notes, is_known=len(kind.sizes_gib) == 1 and not barred)
+    return _CardEntry(entry, notes, is_known=len(kind.sizes_gib) == 1 and not barred)
 
 
 @dataclass(slots=True)

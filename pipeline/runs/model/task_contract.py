@@ -54,8 +54,8 @@ def breaches(
 ) -> Iterator[str]:
     """Yield a sentence for each rule of its contract that a task breaks; nothing if all is well.
 
-    `sizes` are those of a small batch, as `cost` names them; `items` are what a loader gives to `collate`; `item_sizes` are
-    the sizes of an item that `cost` is told; a batch that is `padded` has the size of its largest item.
+    `sizes` are those of a small batch, as `cost` names them; `items` are what a loader gives to `collate`; `item_sizes`
+    are the names of the sizes that `cost` is given; a batch that is `padded` has the size of its largest item.
     """
     names = [name for name in dict.fromkeys((*item_sizes, *_axes(items), *(sizes or ()))) if name != ITEMS]
     try:
