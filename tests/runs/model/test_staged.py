@@ -49,9 +49,7 @@ def opened(*sets: str) -> Project:
 
 
 def tell(rank: int = 0, world: int = 1) -> TaskContext:
-    told = TaskContext(lambda *_: None)
-    told.place = RankPlace(rank, world, rank)
-    return told
+    return TaskContext(lambda *_: None, place=RankPlace(rank, world, rank))
 
 
 def put_on_node(project: Project, told: TaskContext | None = None) -> tuple[Project, list[str]]:
@@ -106,7 +104,7 @@ def test_the_next_job_with_the_same_items_copies_nothing(trained: Trained, node:
     told = tell()
     _, said = put_on_node(opened(), told)
     assert "by an earlier job: nothing is to be copied" in said[0]
-    assert "staged_bytes" not in told.figures
+    assert "staged_bytes" not in told.report.figures
     assert len(list(node.glob("pipeline-*"))) == 1
 
 
@@ -149,7 +147,7 @@ def test_graphs_are_staged_where_there_is_room_for_them_alone(
     assert "do not fit in" in said[0]
     assert [layer.kinds() for layer in found.cache.ahead] == [["graph"]]
     assert found.cache.ahead[0].own("graph").stat().records == 9
-    assert told.figures["staged_bytes"] > 0
+    assert told.report.figures["staged_bytes"] > 0
     monkeypatch.setattr(Disk, "free_bytes", free)
     assert "9 of graph, 18 of embed; " in put_on_node(opened())[1][0]
 
@@ -169,8 +167,7 @@ def test_when_time_is_up_the_rest_is_read_from_the_cache(
 
 
 def test_a_job_that_is_told_to_end_does_not_go_on_copying(trained: Trained, node: Path) -> None:
-    told = tell()
-    told.ending = lambda: 15
+    told = replace(tell(), ending=lambda: 15)
     assert "0 of graph" in put_on_node(opened(), told)[1][0]
 
 
@@ -182,8 +179,7 @@ def test_the_first_rank_of_a_node_copies_and_the_others_read_what_it_copied(trai
     said: dict[int, list[str]] = {0: [], 1: [], 2: []}
 
     def rank(number: int, local_rank: int, host: str, sets: list[str]) -> None:
-        told = TaskContext(lambda *_: None)
-        told.place = RankPlace(number, 3, local_rank, 2, host=host)
+        told = TaskContext(lambda *_: None, place=RankPlace(number, 3, local_rank, 2, host=host))
         own = opened(*sets)
         found[number] = staged(own, [table], together.as_rank(number), told, said[number].append)
 

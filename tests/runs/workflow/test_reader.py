@@ -195,8 +195,7 @@ def test_what_another_version_or_nobody_wrote_of_a_data_set_counts_as_not_read(f
 def test_a_scan_tells_now_and_then_how_far_it_is_and_where(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scan_stage, "TOLD_EVERY", 3)
     project, on = opened(), list[tuple[int, str]]()
-    tell = TaskContext(lambda *_: None)
-    tell.on = lambda names: on.append((int(tell.report.figures["items_read"]), names[0]))
+    tell = TaskContext(lambda *_: None, on=lambda names: on.append((int(tell.report.figures["items_read"]), names[0])))
     list(ReaderScanStage().work(project, new_run(project.config, ["scan"], beside=project.beside), 0, tell))
     places = [(0, "item 1 (s0.txt)"), (3, "item 4 (s3.txt)"), (6, "item 7 (s6.txt)")]
     assert on == [(number, f"{place} or one soon after it") for number, place in places]
