@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 import yaml
 
+from pipeline.config.familiar_words import familiar
 from pipeline.config.schema import FIELDS, LEAVES, SECTIONS
 from pipeline.config.schema_parts import CONFLICT, WANTS
 from pipeline.errors import ConfigError
@@ -272,7 +273,9 @@ def _advice_on_value(key: KeyPath, kind: str, value: object) -> str:
 
 
 def _meant(key: KeyPath) -> str:
-    """Suggest a sibling key with a similar name, or another section that has this key."""
+    """Say what a word of other tools is here, or suggest a similar sibling, or another section that has this key."""
+    if here := familiar(key[-1]):
+        return f"; {here}"
     siblings = [field[-1] for field in FIELDS if field[:-1] == key[:-1]]
     elsewhere = [".".join(leaf) for leaf in LEAVES if leaf[-1] == key[-1]]
     known = f"; there are {', '.join(siblings)}" if siblings else ""
