@@ -17,6 +17,7 @@ _UNITS = "KMGTP"
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGTP])(?:i?B)?", re.IGNORECASE | re.ASCII)
 _CLOCK = re.compile(r"(?:(\d{1,5})-)?(\d{1,5}):([0-5]\d):([0-5]\d)", re.ASCII)
 _SPAN = re.compile(r"(\d{1,9}) ?([smhd])", re.IGNORECASE | re.ASCII)
+_STEPS = re.compile(r"([1-9]\d{0,8}) steps?", re.ASCII)
 _SPAN_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
@@ -84,6 +85,17 @@ def parse_auto_flag(value: object) -> bool | Literal["auto"]:
 def parse_auto_memory(value: object) -> int | Literal["auto"]:
     """Return bytes of memory or `auto`."""
     return "auto" if value == "auto" else parse_size(value, at_least=SMALLEST_MEMORY_BYTES)
+
+
+def parse_interval(value: object) -> int | float | str:
+    """Return an interval of a training: whole epochs, a part of one, or a number of steps as `500 steps`."""
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        return value
+    if isinstance(value, float) and 0 < value < 1:
+        return value
+    if isinstance(value, str) and (steps := _STEPS.fullmatch(value)):
+        return f"{steps[1]} steps"
+    raise _wants("epochs such as 2, a part of one such as 0.25, or '500 steps'")
 
 
 def parse_node_folder(value: object) -> str | None:
@@ -180,6 +192,19 @@ NodeFolder: TypeAlias = Annotated[
     str | None,
     PlainValidator(parse_node_folder),
     WithJsonSchema({"anyOf": [{"type": "string", "pattern": "^[/$~]"}, {"type": "null"}]}),
+]
+Interval: TypeAlias = Annotated[
+    int | float | str,
+    PlainValidator(parse_interval),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "integer", "minimum": 1},
+                {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
+                {"type": "string", "pattern": "^[1-9][0-9]* steps?$"},
+            ]
+        }
+    ),
 ]
 Option: TypeAlias = Annotated[
     Any,

@@ -7,7 +7,9 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from pipeline.config.schema_parts import AutoCount, AutoFlag, Duration, Name, Option, Section, conflict
+from pipeline.config.schema_parts import AutoCount, AutoFlag, Duration, Interval, Name, Option, Section, conflict
+
+ROUNDING = 1e-9
 
 
 class CurriculumSection(Section):
@@ -31,7 +33,9 @@ class ValidationSection(Section):
     """How a model is looked at while it is trained."""
 
     split: Name | None = Field(default="val", description="Which split; null, or one that has no items: none.")
-    every: int = Field(default=1, ge=1, description="Epochs between validations.")
+    every: Interval = Field(
+        default=1, description="How often: epochs such as 2, a part of one such as 0.25, or '500 steps'."
+    )
     limit: int | None = Field(default=None, ge=1, description="Items at most, always the same; null: all.")
     monitor: Name = Field(default="loss", description="The figure by which checkpoints are the best: loss or a metric.")
     better: Literal["auto", "lower", "higher"] = Field(
@@ -46,6 +50,21 @@ class ValidationSection(Section):
         if self.better != "auto":
             return self.better == "lower"
         return self.monitor == "loss" or self.monitor.startswith("loss.")
+
+    def is_due_within(self, step: int, steps: int, done: int) -> bool:
+        """Tell whether it is due within an epoch, after `step` of its `steps` and `done` steps in all."""
+        if isinstance(self.every, str):
+            return done % int(self.every.split()[0]) == 0
+        if self.every >= 1:
+            return False
+        parts, parts_before = (int((number / steps) / self.every + ROUNDING) for number in (step, step - 1))
+        return parts > parts_before
+
+    def is_due_after(self, epoch: int, done: int) -> bool:
+        """Tell whether it is due at the end of an epoch, counted from 1, after `done` steps in all."""
+        if isinstance(self.every, str):
+            return done % int(self.every.split()[0]) == 0
+        return self.every < 1 or epoch % self.every == 0
 
 
 class CheckpointsSection(Section):

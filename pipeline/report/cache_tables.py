@@ -177,7 +177,7 @@ def holdings_lines(held: Holdings, as_typed: AsTyped = str) -> list[RenderableTy
     elif held.stats:
         shown.append(f"never validated: {as_typed(Command.of('cache validate --full'))}")
     if held.users:
-        shown.append(f"used by {named(dict.fromkeys(user.config or user.runs for user in held.users))}")
+        shown.append(f"used by {first_few(dict.fromkeys(user.config or user.runs for user in held.users))}")
     files, kept_bytes = held.quarantined
     if files:
         kept = f"{plural(files, 'damaged file')}, {format_bytes(kept_bytes)}"
@@ -188,7 +188,7 @@ def holdings_lines(held: Holdings, as_typed: AsTyped = str) -> list[RenderableTy
 def _layer_lines(held: Holdings, as_typed: AsTyped) -> Iterator[str]:
     """Yield which other caches are read, too, and which are left out and why."""
     if held.under:
-        yield f"reads also from {named(map(str, held.under))}"
+        yield f"reads also from {first_few(map(str, held.under))}"
     for refused in held.left_out:
         yield f"left out of cache.under: {refused.where}: {refused.what}"
         yield f"  next: {said(refused.next, as_typed)}"
@@ -208,7 +208,7 @@ def _validation_lines(held: Holdings, report: DamageReport, now: datetime, as_ty
     """Yield when and how a cache was last validated, what was found, and what to do about it."""
     last = report.summary
     when = age(now, datetime.fromtimestamp(last.begun, timezone.utc))
-    part = f", of kind {named(last.only)}" if last.only else ""
+    part = f", of kind {first_few(last.only)}" if last.only else ""
     part += "" if last.subset == "1/1" else f", part {last.subset}"
     yield f"last validated {when} ago ({last.how}{part}): {held.found_last()}   ({report.path})"
     if remedy := held.remedy():
@@ -220,7 +220,7 @@ def said(remedy: str | Command, as_typed: AsTyped) -> object:
     return as_typed(remedy) if isinstance(remedy, Command) else remedy
 
 
-def named(names: Iterable[str]) -> str:
+def first_few(names: Iterable[str]) -> str:
     """Return the first few names, and how many more there are."""
     known = list(names)
     more = f" and {len(known) - NAMED:,} more" if len(known) > NAMED else ""

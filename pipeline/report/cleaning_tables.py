@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pipeline.command_line import Command
-from pipeline.report.cache_tables import named, said, short_value
+from pipeline.report.cache_tables import first_few, said, short_value
 from pipeline.report.tables import plural, text_table
 from pipeline.store.maintenance.leftovers import Left
 from pipeline.store.maintenance.sweep import Fate, Live
@@ -206,12 +206,12 @@ def _staying(cleaning: Cleaning, as_typed: AsTyped) -> Iterator[str]:
             held = f"{plural(files, 'file')}, {format_bytes(taken)}"
             yield f"stays: {label}: {held}, younger than {_span(seconds)}{option}"
     if damaged := [f"{kind}/{shard}" for kind, shard, _ in cleaning.damaged()]:
-        yield f"stays: cannot be read: {named(damaged)}: {as_typed(Command.of('cache repair'))}"
+        yield f"stays: cannot be read: {first_few(damaged)}: {as_typed(Command.of('cache repair'))}"
     if cleaning.foreign:
-        yield f"left alone, not made by this program: {named(map(str, cleaning.foreign))}"
+        yield f"left alone, not made by this program: {first_few(map(str, cleaning.foreign))}"
     if others := dict.fromkeys(user.config or user.runs for user in cleaning.others):
         consequence = "what they need goes, too" if cleaning.asked.all else "all that is made by their recipes stays"
-        yield f"used also by {named(others)}: {consequence}"
+        yield f"used also by {first_few(others)}: {consequence}"
 
 
 def _span(seconds: float) -> str:

@@ -251,7 +251,7 @@ def _loss(training: TrainingFacts, term: str) -> Markup:
 
 def _by_epoch(title: str, training: TrainingFacts, of: str, name: str, colour: int) -> Line:
     """Return a curve of one figure by epoch, each placed at the last step of its epoch."""
-    points, hints = [], []
+    points, hints = list[tuple[float, float]](), list[str]()
     for epoch in training.epochs:
         figures: Mapping[str, float | None] = epoch.loss if of == "loss" else epoch.validation
         if name in figures:
@@ -259,6 +259,10 @@ def _by_epoch(title: str, training: TrainingFacts, of: str, name: str, colour: i
             points.append((epoch.step, math.nan if value is None else value))
             shown = "not finite" if value is None else figure(value)
             hints.append(f"epoch {epoch.epoch}, step {epoch.step}: {shown}")
+    if within := training.curves.get(f"{of}/{name}"):  # of validations between two steps of an epoch
+        points += within
+        hints += [f"step {step:.0f}: {figure(value)}" for step, value in within]
+        points, hints = (list(column) for column in zip(*sorted(zip(points, hints, strict=True)), strict=True))
     return Line(title, points, colour, "", hints)
 
 

@@ -151,6 +151,7 @@ class SavedProgress:
     finished: bool = False
     tally: Mapping[str, Any] = field(default_factory=dict)
     poisoned: list[int] = field(default_factory=list)
+    validated: int = 0  # the step after which that was done last
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 EPOCHS, FIGURES = "epochs.jsonl", "figures.jsonl"
-STEP = "step"
+STEP, VALIDATION = "step", "validation/"  # the latter begins the names of a validation's figures
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ class Epoch:
         plain |= {f"epoch/batch_{name}": value for name, value in asdict(self.batch).items()}
         plain |= {f"epoch/by_{rung}": items for rung, items in self.remedied.items()}
         plain |= {f"loss/{name}": value for name, value in self.loss.items()}
-        plain |= {f"validation/{name}": value for name, value in self.validation.items()}
+        plain |= {f"{VALIDATION}{name}": value for name, value in self.validation.items()}
         plain |= {f"epoch/{name}": value for name, value in self.more.items()}
         return {name: float(value) for name, value in plain.items() if value is not None}
 

@@ -15,7 +15,7 @@ from pipeline.memory.leaks.leak_detector import Leaks
 from pipeline.memory.runtime.meters import HostMeter
 from pipeline.training.forensics import step_bundle
 from pipeline.training.forensics.step_bundle import Bundle, BundleCut, BundleKind, CrashNote, PieceInFlight
-from pipeline.training.loop.metrics_log import Epoch, MetricRange, MetricsLog, open_trackers
+from pipeline.training.loop.metrics_log import VALIDATION, Epoch, MetricRange, MetricsLog, open_trackers
 from pipeline.training.random_state import rng_state
 
 if TYPE_CHECKING:
@@ -175,6 +175,12 @@ class TrainingObserver:
         if self._figures is not None:
             self._figures.log(step, {**figures, "reserved_bytes": float(memory.reserved_bytes)})
         self.tell.report.figures |= {name: float(value) for name, value in figures.items() if value is not None}
+
+    def validated(self, step: int, figures: Mapping[str, float]) -> None:
+        """Log the figures of a validation within an epoch, and print them."""
+        if self._figures is not None:
+            self._figures.log(step, {f"{VALIDATION}{name}": value for name, value in figures.items()})
+            self.say(f"step {step}: " + ", ".join(f"val {name} {value:.4g}" for name, value in figures.items()))
 
     def epoch(self, tally: EpochTotals, step: int, figures: Mapping[str, float | None], rate: float) -> None:
         """Log the metrics of an epoch, and print them."""

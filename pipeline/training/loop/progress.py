@@ -80,6 +80,7 @@ class TrainingProgress:
         self.next = 0  # the step of the epoch that comes
         self.best: float | None = None
         self.stale = 0  # validations without a better one
+        self.validated = 0  # the step after which that was done last
         self.is_finished = False
         self.tally = EpochTotals(0)
         self.poisoned: set[int] = set()  # steps that are left out after a rollback
@@ -103,9 +104,19 @@ class TrainingProgress:
 
     def end_epoch(self) -> None:
         """Go on to the next epoch; training is finished after the last one, or when validations no longer improve."""
-        self.is_finished = self.is_in_last_epoch or self._is_stale()
+        self.is_finished = self.is_in_last_epoch or self.is_stale
         self.epoch += 1
         self.next = 0
+
+    def is_due_within(self, steps: int) -> bool:
+        """Tell whether a validation is due here, between two steps of an epoch of so many."""
+        if not 0 < self.next < steps or self.validated == self.done:
+            return False
+        return self._validation.is_due_within(self.next, steps, self.done)
+
+    def is_due_after(self) -> bool:
+        """Tell whether a validation is due at the end of this epoch."""
+        return self.is_in_last_epoch or self._validation.is_due_after(self.epoch + 1, self.done)
 
     def judge(self, figures: Mapping[str, float]) -> float | None:
         """Return the monitored figure of a validation, and count the validations since the best one."""
@@ -124,7 +135,9 @@ class TrainingProgress:
         self.best, self.stale = (figure, 0) if better else (self.best, self.stale + 1)
         return figure
 
-    def _is_stale(self) -> bool:
+    @property
+    def is_stale(self) -> bool:
+        """Whether validations have not become better for long enough to end."""
         patience = self._validation.patience
         return patience is not None and self.stale >= patience
 
@@ -148,6 +161,7 @@ class TrainingProgress:
             finished=self.is_finished,
             tally=asdict(self.tally),
             poisoned=sorted(self.poisoned),
+            validated=self.validated,
         )
 
     def take_up(self, place: SavedProgress) -> None:
@@ -155,8 +169,8 @@ class TrainingProgress:
         self.epoch, self.done, self.next = place.epoch, place.done, int(place.sampler.get("step", 0))
         is_alike = place.monitor == self._validation.monitor  # of another figure it says nothing
         self.best, self.stale = (place.best, place.stale) if is_alike else (None, 0)
-        self.poisoned = set(place.poisoned)
-        self.is_finished = self.epoch >= self.epochs or self._is_stale()
+        self.poisoned, self.validated = set(place.poisoned), place.validated
+        self.is_finished = self.epoch >= self.epochs or self.is_stale
         self.tally = EpochTotals(**place.tally) if place.tally else EpochTotals(self.epoch)
 
 

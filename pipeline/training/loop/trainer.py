@@ -112,10 +112,7 @@ class Trainer:
         self._again = False
         if not self._is_at_end(course):
             yield from self._steps(course)
-        if not (self.ended_by or self._again or self._gone_back()):
-            is_due = self.validation is not None and time.monotonic() - self._saved_s > WORTH_SAVING_S
-            if self.ranks.exchange({"due": is_due})[0]["due"]:  # a long validation must not put so much at risk
-                self._save(None)
+        if not (self.ended_by or self._again or self.standing.is_finished or self._gone_back()):
             self._end_epoch(course)
 
     def _is_at_end(self, course: RunningStretch) -> bool:
@@ -125,9 +122,10 @@ class Trainer:
         course.loader.load_state_dict(course.at(self.standing.epoch, self.standing.next))
         self._since_s = time.monotonic()
         for share in course.shares(hold=max(0, self.train.slots - 2), leave_out=self.leave_out):
-            self._step(course, share)
-            yield self.done
-            if self.ended_by or self._again:
+            if self._validated_within(course):
+                self._step(course, share)
+                yield self.done
+            if self.ended_by or self._again or self.standing.is_finished:
                 course.loader.close()
                 return
 
@@ -150,21 +148,48 @@ class Trainer:
 
     def _end_epoch(self, course: RunningStretch) -> None:
         """Validate, report and save."""
+        self.standing.refuse_nothing_learned()
+        is_due = self.validation is not None and self.standing.is_due_after()
+        figures = self._validated() if is_due else {}
+        if figures is not None:
+            self._close_epoch(course, figures, self.standing.judge(figures))
+
+    def _validated_within(self, course: RunningStretch) -> bool:
+        """Validate where that is due between two steps of an epoch; tell whether the epoch goes on."""
+        if self.validation is None or not self.standing.is_due_within(course.steps):
+            return True
+        figures = None if self._gone_back() else self._validated()
+        if figures is None:
+            return False
+        figure = self.standing.judge(figures)
+        if self.standing.is_stale:
+            self._close_epoch(course, figures, figure)
+            return False
+        self.watcher.validated(self.done, figures)
+        self._save(figure)
+        self._since_s = time.monotonic()
+        return True
+
+    def _validated(self) -> dict[str, float] | None:
+        """Return the figures of a validation; None where a signal ended it."""
+        assert self.validation is not None
+        is_due = time.monotonic() - self._saved_s > WORTH_SAVING_S
+        if self.ranks.exchange({"due": is_due})[0]["due"]:  # a long validation must not put so much at risk
+            self._save(None)
+        with self.ranks.patient("validation"), self.step.averaged():
+            figures = self.validation.figures()
+        if isinstance(figures, int):  # the signal that ended it
+            self._save(None, wait=True)
+            self.ended_by = figures
+            return None
+        self.standing.validated = self.done
+        return figures
+
+    def _close_epoch(self, course: RunningStretch, figures: dict[str, float], figure: float | None) -> None:
+        """Report an epoch, go on to the next, and save."""
         standing = self.standing
-        standing.refuse_nothing_learned()
-        figures: dict[str, float] = {}
-        is_due = standing.is_in_last_epoch or (standing.epoch + 1) % self.train.validation.every == 0
-        if self.validation is not None and is_due:
-            with self.ranks.patient("validation"), self.step.averaged():
-                validated = self.validation.figures()
-            if isinstance(validated, int):  # the signal that ended it
-                self._save(None, wait=True)
-                self.ended_by = validated
-                return
-            figures = validated
         self._count_waiting(course)
         self.watcher.epoch(standing.tally, self.done, figures, self.step.optimizer.param_groups[0]["lr"])
-        figure = standing.judge(figures)
         standing.end_epoch()
         if not standing.is_finished:
             course = self._course()
