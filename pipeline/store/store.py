@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from pipeline.command_line import Command
 from pipeline.errors import SUBMIT_AGAIN, CacheDamaged, CacheUnusable, JobFailed, RecordMissing
 from pipeline.store.format.disk import publish_file
 from pipeline.store.format.record import BadRecord, Record
@@ -221,7 +222,7 @@ class Store:
             shard, reason = self._reasons[key]
             where = str(self.layout.shard(shard))
             return CacheDamaged(
-                f"record {key.hex()}: {reason}", where=where, remedy=f"pipeline submit --stage all   ({ANEW})"
+                f"record {key.hex()}: {reason}", where=where, remedy=Command.submit("all", then=f"   ({ANEW})")
             )
         what, where = f"record {key.hex()} is not in the cache", str(self.layout.folder)
         return RecordMissing(what, where=where, remedy=SUBMIT_AGAIN)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline import __version__
+from pipeline.command_line import Command
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, DataError
 from pipeline.project.run_code import load_reader, load_task, source_digest, sources
@@ -94,7 +95,7 @@ def export_model(model: TrainedModel, folder: Path, beside: Path | None) -> dict
         raise ConfigError("this is an exported model: copy its folder", where=str(model.folder.path), remedy=remedy)
     if model.config is None:
         problem = "the model was trained by a version that kept no settings with it"
-        remedy = "pipeline submit --stage train   (its next step writes them)"
+        remedy = Command.submit("train", then="   (its next step writes them)")
         raise ConfigError(problem, where=str(model.folder.path), remedy=remedy)
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError("something is there already", where=str(folder), remedy="name a folder that does not exist")
