@@ -91,8 +91,8 @@ def export_model(model: TrainedModel, folder: Path, beside: Path | None) -> dict
     from pipeline.training.checkpoints.exported_model import write_export
 
     if model.folder.export.is_file():
-        remedy = f"cp -r {model.folder.path} {folder}"
-        raise ConfigError("this is an exported model: copy its folder", where=str(model.folder.path), remedy=remedy)
+        copy = f"cp -r {model.folder.path} {folder}"
+        raise ConfigError("this is an exported model: copy its folder", where=str(model.folder.path), remedy=copy)
     if model.config is None:
         problem = "the model was trained by a version that kept no settings with it"
         remedy = Command.submit("train", then="   (its next step writes them)")
