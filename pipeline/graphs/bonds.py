@@ -14,7 +14,7 @@ import numpy as np
 from scipy.spatial import cKDTree
 
 from pipeline.structures.atoms import name_word
-from pipeline.structures.policy import SYNONYMS
+from pipeline.structures.policy import CHARMM_BASES, SYNONYMS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -95,7 +95,7 @@ def _texts() -> dict[str, str]:
     texts = {name: AMINO_ACID + side for name, side in SIDE_CHAINS.items()}
     texts |= {name: NUCLEOTIDE + base for name, base in BASES.items()}
     texts |= {f"D{name}": NUCLEOTIDE + base for name, base in BASES.items()}
-    return texts | {name: texts[parent] for name, parent in {**SYNONYMS, **PARENTS}.items()}
+    return texts | {name: texts[parent] for name, parent in {**SYNONYMS, **PARENTS, **CHARMM_BASES}.items()}
 
 
 @cache

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 # What is wrong with the bytes of a file stays wrong until the file changes, so it is remembered with it.
-LASTING = frozenset({Reason.EMPTY_FILE, Reason.TRUNCATED_FILE})
+LASTING = frozenset({Reason.EMPTY_FILE, Reason.TRUNCATED_FILE, Reason.UNKNOWN_FORMAT})
 PUBLISH_EVERY_S = 60.0
 LARGE_BYTES = 16 << 20
 

@@ -54,7 +54,12 @@ SYNONYMS = {
     "ARN": "ARG",
 }
 # Waters by names that molecular dynamics gives, which gemmi takes for ligands.
-MORE_WATERS = np.array([name_word(name) for name in ("SOL", "TIP3", "TIP4")], dtype=np.uint64)
+MORE_WATERS = np.array([name_word(name) for name in ("SOL", "SOLV", "TIP", "TIP3", "TIP4", "SPC")], dtype=np.uint64)
+# Atoms by one of which a residue of an unknown name is part of a chain, not an ion or a solvent among its ATOM records.
+CHAIN_WORDS = np.array([*map(name_word, ("N", "C", "P")), *LINKING_WORDS], dtype=np.uint64)
+# Nucleotides as CHARMM calls them; of DNA where they lack the O2'.
+CHARMM_BASES = {"ADE": "A", "CYT": "C", "GUA": "G", "URA": "U", "THY": "DT"}
+CHARMM_WORDS = np.array([name_word(name) for name in CHARMM_BASES], dtype=np.uint64)
 # Groups that end a chain without being a residue of it.
 CAPS = frozenset({"ACE", "NH2", "NME", "NMA", "FOR", "FMT", "ETA", "MYR", "BOC", "0QE"})
 KINDS = {
@@ -126,16 +131,16 @@ class Structure:
 def apply_policy(table: AtomTable, policy: Policy) -> Structure:
     """Return the residues of a file under a policy."""
     sites = sites_of(table)
-    types = _types(table.resname_A[sites.first_S], table.parents)
+    types = _types(_usual_names(table, sites), table.parents)
     polymer_S = _polymer(table, sites, types)
     other = np.flatnonzero(~polymer_S)
     is_water = table.entity_A[sites.first_S[other]] == WATER
+    is_water |= np.isin(table.resname_A[sites.first_S[other]], MORE_WATERS)
     waters = int(is_water.sum())
     notes = {**table.notes, "waters": waters, "ligands": len(other) - waters}
     molecules = other[:0]
     if policy.ligands == "keep":
-        candidates = other[~is_water]
-        molecules = candidates[~np.isin(table.resname_A[sites.first_S[candidates]], MORE_WATERS)]
+        molecules = other[~is_water]
     if not polymer_S.any() and not len(molecules):
         also = " and no small molecule" if policy.ligands == "keep" else ""
         raise UnusableInput(Reason.NO_POLYMER, f"no protein, RNA or DNA residue{also} in the file")
@@ -158,18 +163,33 @@ def _polymer(table: AtomTable, sites: Sites, types: _Types) -> NDArray[np.bool_]
     """Return a mask of the sites that are residues of a polymer.
 
     gemmi goes by TER records and by the order of residues, and both can mislead it. So an ATOM record with the name of
-    an amino acid or nucleotide is a residue wherever a TER stands, and a HETATM of unknown kind is one only if it has
-    an atom that links it into a chain.
+    an amino acid or nucleotide is a residue wherever a TER stands, and what is of unknown kind is one only if it has an
+    atom that links it into a chain: any atom of a chain for ATOM records, CA or C1' for HETATM.
     """
     is_atom_S = table.hetero_A[sites.first_S] != HETATM
     unknown_S = types.kind == UNKNOWN_KIND
     by_gemmi_S = table.entity_A[sites.first_S] == POLYMER
     polymer_S: NDArray[np.bool_] = (by_gemmi_S | (is_atom_S & ~unknown_S)) & ~types.is_cap
-    for site in np.flatnonzero(polymer_S & ~is_atom_S & unknown_S).tolist():
-        rows = slice(sites.first_S[site], sites.first_S[site] + sites.length_S[site])
-        linked = np.isin(table.name_A[rows], LINKING_WORDS) & (table.element_A[rows] == CARBON)
-        polymer_S[site] = bool(linked.any())
+    if (polymer_S & unknown_S).any():
+        links_A = np.isin(table.name_A, LINKING_WORDS) & (table.element_A == CARBON)
+        chains_A = links_A | np.isin(table.name_A, CHAIN_WORDS)
+        linked_S, chained_S = (np.logical_or.reduceat(some_A, sites.first_S) for some_A in (links_A, chains_A))
+        polymer_S &= ~unknown_S | np.where(is_atom_S, chained_S, linked_S)
     return polymer_S
+
+
+def _usual_names(table: AtomTable, sites: Sites) -> NDArray[np.uint64]:
+    """Return the name of each site, of a nucleotide as CHARMM calls it the usual one."""
+    name_S = table.resname_A[sites.first_S]
+    charmm = np.flatnonzero(np.isin(name_S, CHARMM_WORDS))
+    if not len(charmm):
+        return name_S
+    c1_S, o2_S = (np.logical_or.reduceat(table.name_A == name_word(atom), sites.first_S) for atom in ("C1'", "O2'"))
+    usual_S: NDArray[np.uint64] = name_S.copy()
+    for site in charmm[c1_S[charmm]].tolist():
+        base = CHARMM_BASES[name_text(name_S[site])]
+        usual_S[site] = name_word(base if o2_S[site] or base.startswith("D") else f"D{base}")
+    return usual_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,6 +313,12 @@ def _find(name_A: NDArray[np.uint64], residue_A: NDArray[np.int64], atom: str, r
     rows = np.flatnonzero(name_A == name_word(atom))
     index_R[residue_A[rows]] = rows
     return index_R
+
+
+def is_standard(name: str) -> bool:
+    """Say whether a name is that of an amino acid or nucleotide, which molecular dynamics may spell its own way."""
+    info = gemmi.find_tabulated_residue(SYNONYMS.get(name, name))
+    return info.kind in KINDS and info.is_standard()
 
 
 @lru_cache(maxsize=4096)

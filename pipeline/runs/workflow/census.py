@@ -16,6 +16,7 @@ import xxhash
 from pipeline.errors import DataError
 from pipeline.records import Kind, Reason, Role
 from pipeline.runs.workflow.stage import Judged
+from pipeline.structures.parsing.pdb_lines import BEHIND_END
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -52,6 +53,7 @@ class Census(Judged):
     leaks: tuple[SplitLeak, ...] = ()
     residues_left_out: int = 0  # which are no nodes
     items_incomplete: int = 0  # that have such residues
+    items_read_on: int = 0  # in whose files new chains stand behind END
     lists: str = ""  # the folder of the files that list what is counted here
 
 
@@ -71,6 +73,7 @@ class CensusTally(Judged):
     seen: int = 0  # items so far, those that are missing among them
     residues_left_out: int = 0
     items_incomplete: int = 0
+    items_read_on: int = 0
     splits: Counter[str] = field(default_factory=Counter)
     ordinals: dict[str, int] = field(default_factory=dict)  # split → number
     chains: Counter[str] = field(default_factory=Counter)
@@ -113,6 +116,7 @@ class CensusTally(Judged):
         left_out = sum(len(partner.left_out) for _, partner in inventory.sides())
         self.residues_left_out += left_out
         self.items_incomplete += left_out > 0
+        self.items_read_on += any(BEHIND_END in partner.notes for _, partner in inventory.sides())
         self.items += 1
         self.seen += 1
 
@@ -129,6 +133,7 @@ class CensusTally(Judged):
             leaks=self._leaks(),
             residues_left_out=self.residues_left_out,
             items_incomplete=self.items_incomplete,
+            items_read_on=self.items_read_on,
             lists=lists,
         )
 

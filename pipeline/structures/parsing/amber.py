@@ -14,12 +14,11 @@ from itertools import product
 from string import ascii_uppercase
 from typing import TYPE_CHECKING, Any
 
-import gemmi
 import numpy as np
 
 from pipeline.records import Reason
 from pipeline.structures.atoms import AtomTable, Links, UnusableInput, name_word
-from pipeline.structures.policy import HETATM, KINDS, LINKING_WORDS, POLYMER, SYNONYMS, WATER
+from pipeline.structures.policy import HETATM, LINKING_WORDS, POLYMER, WATER, is_standard
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -82,7 +81,7 @@ def read_amber(topology: bytes, coordinates: bytes) -> AtomTable:
         NUCLEOTIDES.get(label, label) if links else label
         for label, links in zip(sections["RESIDUE_LABEL"], linking_R.tolist(), strict=True)
     ]
-    standard_R = np.array([_is_standard(label) for label in labels]) & linking_R
+    standard_R = np.array([is_standard(label) for label in labels]) & linking_R
     bonds_B2 = _bonds(sections)
     run_R = _runs(residue_A[bonds_B2], len(first_R))
     chain_R = _chains(run_R, standard_R)
@@ -202,12 +201,6 @@ def _waters(element_A: NDArray[np.int64], residue_A: NDArray[np.int64]) -> NDArr
     )
     water_R: NDArray[np.bool_] = (oxygen_R == 1) & (hydrogen_R == 2) & (heavy_R == 1)
     return water_R
-
-
-def _is_standard(label: str) -> bool:
-    """Say whether a name is that of an amino acid or nucleotide, which molecular dynamics may spell its own way."""
-    info = gemmi.find_tabulated_residue(SYNONYMS.get(label, label))
-    return info.kind in KINDS and info.is_standard()
 
 
 def _runs(residue_B2: NDArray[np.int64], residues: int) -> NDArray[np.int64]:

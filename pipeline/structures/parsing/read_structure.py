@@ -7,7 +7,7 @@ small molecules are read by `amber` and `molecules`.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -25,7 +25,7 @@ from pipeline.structures.atoms import (
     name_text,
     name_word,
 )
-from pipeline.structures.parsing import amber, molecules, plain_pdb, structure_files
+from pipeline.structures.parsing import amber, molecules, pdb_lines, plain_pdb, structure_files
 from pipeline.structures.parsing.structure_files import EXTRA
 
 if TYPE_CHECKING:
@@ -68,8 +68,23 @@ def parse_structure(
         raise UnusableInput(
             Reason.MISSING_CHAIN, "a PDB file has no label chain names; set structures.chain_names: author"
         )
-    if form == "pdb" and reading == PLAIN and (table := plain_pdb.read_plain_pdb(data)) is not None:
+    if form == "pdb":
+        data, chains = pdb_lines.read_on(data)
+        table = _pdb(data, reading, max_residues)
+        return replace(table, notes={**table.notes, pdb_lines.BEHIND_END: chains}) if chains else table
+    return _by_gemmi(data, form, reading, max_residues)
+
+
+def _pdb(data: bytes, reading: FileReading, max_residues: int | None) -> AtomTable:
+    """Return the atoms of a PDB file."""
+    if reading == PLAIN and (table := plain_pdb.read_plain_pdb(data)) is not None:
         return table
+    pdb_lines.check_numbers(data)
+    return pdb_lines.with_likely_elements(_by_gemmi(data, "pdb", reading, max_residues))
+
+
+def _by_gemmi(data: bytes, form: str, reading: FileReading, max_residues: int | None) -> AtomTable:
+    """Return the atoms in a file's bytes as gemmi reads them."""
     try:
         structure = _structure(data, form)
         if sum(model.count_atom_sites() for model in structure) == 0:
@@ -116,6 +131,9 @@ def _structure(data: bytes, form: str) -> gemmi.Structure:
         return _made(_bcif_block(data))
     document = gemmi.cif.read_string(data)
     blocks = [block for block in document if block.find_values("_atom_site.id")] or list(document)
+    if any(block.find_values("_atom_site_fract_x") or block.find_values("_atom_site_Cartn_x") for block in blocks):
+        what = "a core CIF, which holds a crystal's small molecule, and no mmCIF; write the molecule as SDF or MOL2"
+        raise UnusableInput(Reason.UNKNOWN_FORMAT, what)
     return _made(blocks[0])
 
 

@@ -177,7 +177,8 @@ FORMATS = {
 MOLECULES = ("sdf", "mol2")
 EXTRA = {"amber": "parmed", "sdf": "rdkit", "mol2": "rdkit"}  # what the extra `molecules` installs to read them
 REVISIONS = {"amber": amber.REVISION, "sdf": molecules.REVISION, "mol2": molecules.REVISION}
-GZIP_WINDOW = 31
+GZIP_WINDOW, GZIP_MAGIC = 31, b"\x1f\x8b"
+TAR_MAGIC, TAR_MAGIC_AT = b"ustar", 257
 PIECE_BYTES = 4 << 20
 
 
@@ -213,15 +214,23 @@ def read_file(path: Path, max_bytes: int) -> bytes:
         data = path.read_bytes()
     except OSError as error:
         raise UnusableInput(Reason.UNREADABLE_FILE, f"{error}") from error
-    if path.suffix.lower() == ".gz":
+    if path.suffix.lower() == ".gz" and not _is_tar(data):
         data = gunzip(data, max_bytes)
+    if _is_tar(data):
+        raise UnusableInput(Reason.UNKNOWN_FORMAT, f"a tar archive, which holds files of its own: tar -xf {path.name}")
     if not data or data.isspace():
         raise UnusableInput(Reason.EMPTY_FILE, f"nothing in {path}")
     return data
 
 
+def _is_tar(data: bytes) -> bool:
+    return data.startswith(TAR_MAGIC, TAR_MAGIC_AT)
+
+
 def gunzip(data: bytes, max_bytes: int) -> bytes:
     """Decompress every member of a gzip file, refusing one that is cut short or unfolds beyond `max_bytes`."""
+    if data and not data.startswith(GZIP_MAGIC):
+        raise UnusableInput(Reason.UNKNOWN_FORMAT, "not gzip data, whatever its name ends in: rename or pack it")
     unfolded = bytearray()
     while data:
         member = zlib.decompressobj(GZIP_WINDOW)

@@ -41,7 +41,7 @@ def reason_of(path: Path, max_bytes: int = 1 << 20) -> Reason:
         ("ragged.cif", CIF_HEAD + b"1 C 2\n", Reason.PARSE_ERROR),
         ("coordinates.cif", CIF_HEAD + b"1 C\n", Reason.NO_ATOMS),
         ("short.pdb.gz", gzip.compress(PDB * 50, mtime=0)[:-20], Reason.TRUNCATED_FILE),
-        ("not.pdb.gz", PDB, Reason.TRUNCATED_FILE),
+        ("not.pdb.gz", PDB, Reason.UNKNOWN_FORMAT),
         ("empty.pdb.gz", gzip.compress(b"", mtime=0), Reason.EMPTY_FILE),
         ("bomb.pdb.gz", gzip.compress(b"\0" * (8 << 20), mtime=0), Reason.FILE_TOO_LARGE),
         ("large.pdb", b" " * (2 << 20), Reason.FILE_TOO_LARGE),
