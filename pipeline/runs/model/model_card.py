@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from pipeline.runs.model.trained_model import TrainedModel
     from pipeline.training.checkpoints.trained_weights import ChosenCheckpoint
 
-OF_TRAINING = ("data.path", "data.splits", "data.structures_dir", "data.limit", "data.labels", "data.on_leak")
+OF_TRAINING = tuple(
+    f"data.{name}"
+    for name in ("path", "splits", "structures_dir", "limit", "labels", "on_leak", "max_rejected_fraction")
+)
 KEPT = {"data": None, "structures": None, "graph": None, "embed": None, "train": ("task", "options", "batching")}
 NOTHING_SET = Config.model_validate({"data": {"path": Path()}})
 

@@ -113,9 +113,10 @@ class _Layout:
             elif column.width:
                 self.columns[name] = [name] if column.width == 1 else [f"{name}.{at}" for at in range(column.width)]
         self.types: dict[str, type] = {"id": str}
-        for name in gathered:
-            self.types |= dict.fromkeys(self.columns.get(name, ()), self.numbers[name])
-            self.types |= {f"{name}.shape": str, f"{name}.file": str} if name in self.arrays else {}
+        for name, columns in self.columns.items():
+            self.types |= dict.fromkeys(columns, self.numbers[name])
+        for name in self.arrays:  # behind what people look at
+            self.types |= {f"{name}.shape": str, f"{name}.file": str}
         self.names = list(self.types)
 
     def rows(self, gathered: GatheredOutputs, files: _ArrayFiles) -> Iterator[tuple[list[Any], dict[str, Any]]]:

@@ -386,7 +386,7 @@ def test_tables_have_every_number_and_arrays_whatever_the_ids(tmp_path):
     with table.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     assert [row["id"] for row in rows] == IDS
-    assert list(rows[0]) == ["id", "affinity", "map.shape", "map.file", "mixed"]
+    assert list(rows[0]) == ["id", "affinity", "mixed", "map.shape", "map.file"]
     assert [row["affinity"] for row in rows][:2] == ["0.0", "0.1"]
     assert [row["map.shape"] for row in rows] == [f"{number}x2" for number in range(len(IDS))]
     assert [row["mixed"] for row in rows] == [str(number) for number in range(len(IDS))]  # one number in any shape
