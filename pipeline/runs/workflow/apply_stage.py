@@ -1,4 +1,4 @@
-"""Stages evaluate and predict: they apply a trained model to a split.
+"""What the stages evaluate and predict share: they apply a trained model to a split.
 
 A split is one task and never halved: its ranks share the items, and finished items are kept.
 """
@@ -6,11 +6,9 @@ A split is one task and never halved: its ranks share the items, and finished it
 from __future__ import annotations
 
 import json
-import shutil
 from abc import abstractmethod
 from contextlib import closing
-from dataclasses import asdict, dataclass, field, replace
-from itertools import islice
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +19,6 @@ from pipeline.errors import ConfigError, DataError, JobFailed
 from pipeline.files import write_whole
 from pipeline.journal.attempts import left_out_items
 from pipeline.journal.run_folder import writing_run
-from pipeline.keys import content_digest
 from pipeline.project.run_code import blamed, load_task
 from pipeline.records import StageName
 from pipeline.runs.dataset.loading import made_table, rows_of, source_of
@@ -57,8 +54,6 @@ if TYPE_CHECKING:
 
 WRITTEN_BYTES = 2 * (64 << 20)  # of outputs, before they go to a file
 UNLIMITED = 1 << 62
-OF_DIGITS = 8  # of a digest of checkpoint and items, in the name of a folder of predictions
-LINES_SHOWN, LETTERS_SHOWN = 4, 160  # of predictions
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,127 +341,3 @@ def _costs(project: Project, prepared: Prepared, table: ItemTable, *, limited: b
     stretch = prepared.stretches[-1]
     sizes = sizes_of(Work.of(project.config, beside=project.beside).task, table.sizes)
     return (stretch if limited else replace(stretch, budget_bytes=UNLIMITED)).cost(sizes)
-
-
-@dataclass(slots=True)
-class Evaluated(ModelUse):
-    """Loss and metrics of a model on a split."""
-
-    figures: dict[str, float | None] = field(default_factory=dict)  # loss and metrics
-    file: str = ""
-
-
-class EvaluateStage(ApplyStage):
-    """A checkpoint and a split in, its loss and metrics out."""
-
-    name = StageName.EVALUATE
-    may_be_empty = True
-    with_loss = True
-
-    def wanted(self, config: Config) -> bool:
-        return config.train.task is not None
-
-    def _path(self, applied: Application) -> Path:
-        from pipeline.stages.apply import evaluation_path
-
-        return evaluation_path(applied.folder.evaluations, applied.split, applied.chosen, applied.made)
-
-    def parts(self, project: Project, applied: Application) -> Path:  # noqa: ARG002
-        from pipeline.stages.apply import evaluation_parts
-
-        return evaluation_parts(self._path(applied))
-
-    def read(self, project: Project, applied: Application) -> Figures | None:  # noqa: ARG002
-        from pipeline.stages.apply import read_evaluation
-
-        return read_evaluation(self._path(applied), applied.chosen, applied.made)
-
-    def is_done(self, project: Project, applied: Application) -> bool:
-        """Tell whether the figures are there; if so, remove what a kill has left beside them."""
-        if self.read(project, applied) is None:
-            return False
-        shutil.rmtree(self.parts(project, applied), ignore_errors=True)
-        return True
-
-    def apply(self, project: Project, applied: Application, job: ApplyJob) -> Outcomes:  # noqa: ARG002
-        from pipeline.stages.apply import evaluate
-
-        return evaluate(job, applied.folder.evaluations, applied.split)
-
-    def judge(self, project: Project, folder: RunFolder, patience_s: float) -> Evaluated:  # noqa: ARG002
-        """Return loss and metrics, by the file about this checkpoint on these items."""
-        applied, judged = Application.read(folder.plan(self.name)), Evaluated()
-        made = self.read(project, applied) if applied.items else None
-        judged.take(applied, made)
-        if made is not None:
-            judged.figures, judged.file = dict(made.figures), str(self._path(applied))
-        return judged
-
-    def check(self, project: Project, folder: RunFolder, judged: Evaluated) -> list[str]:  # type: ignore[override]
-        """Return remarks, also about figures that are not finite."""
-        lost = [name for name, value in judged.figures.items() if value is None]
-        return super().check(project, folder, judged) + ([f"not finite: {', '.join(lost)}"] if lost else [])
-
-
-@dataclass(slots=True)
-class Predicted(ModelUse):
-    """The predictions of a model for a split."""
-
-    folder: str = ""
-    files: dict[str, int] = field(default_factory=dict)  # their bytes
-    lines: list[str] = field(default_factory=list)  # the first
-
-
-class PredictStage(ApplyStage):
-    """A checkpoint and items in, predictions for each item out."""
-
-    name = StageName.PREDICT
-
-    def wanted(self, config: Config) -> bool:  # noqa: ARG002
-        return False  # people say what they want predictions of
-
-    def inspect(self, project: Project) -> None:
-        """Raise where nothing can be predicted, also for a task without outputs()."""
-        if not callable(getattr(super().inspect(project), "outputs", None)):
-            what = "the task has no outputs(): there is nothing to predict"
-            remedy = "give it outputs(self, model, batch) -> {name: an entry for each item}   (pipeline/protocol.py)"
-            raise ConfigError(what, where="train.task", remedy=remedy)
-        if project.config.train.predict.parquet:
-            from pipeline.training.evaluating.prediction_tables import import_arrow
-
-            import_arrow()
-
-    def _folder(self, project: Project, applied: Application) -> Path:
-        """Return the folder of a checkpoint's predictions for a data set, which no other ones share."""
-        model, data = applied.chosen.model or applied.prepared.name, project.config.data.path.name.partition(".")[0]
-        of = content_digest(f"{applied.chosen.digest}-{applied.made}".encode()).hex()[:OF_DIGITS]
-        return project.config.train.predict.folder / "-".join((model, data, applied.split or "all", of))
-
-    def parts(self, project: Project, applied: Application) -> Path:
-        from pipeline.stages.apply import prediction_parts
-
-        return prediction_parts(self._folder(project, applied), applied.chosen, applied.made)
-
-    def read(self, project: Project, applied: Application) -> Predictions | None:
-        from pipeline.stages.apply import read_predictions
-
-        verify_bytes = project.config.cache.verify_bytes
-        return read_predictions(self._folder(project, applied), applied.chosen, applied.made, verify_bytes)
-
-    def apply(self, project: Project, applied: Application, job: ApplyJob) -> Outcomes:  # noqa: ARG002
-        from pipeline.stages.apply import predict
-
-        return predict(job, applied.split)
-
-    def judge(self, project: Project, folder: RunFolder, patience_s: float) -> Predicted:  # noqa: ARG002
-        """Return the predictions, by the folder's own record of its files and their sizes."""
-        applied, judged = Application.read(folder.plan(self.name)), Predicted()
-        made = self.read(project, applied) if applied.items else None
-        judged.take(applied, made)
-        if made is not None:
-            path = self._folder(project, applied)
-            judged.folder = str(path)
-            judged.files = {name: size for name, (size, _) in made.files.items()}
-            with (path / "predictions.csv").open(encoding="utf-8", newline="") as file:
-                judged.lines = [line.rstrip("\r\n")[:LETTERS_SHOWN] for line in islice(file, LINES_SHOWN)]
-        return judged

@@ -1,0 +1,89 @@
+"""Stage predict: what a trained model says of each item, in tables."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from pipeline.errors import ConfigError
+from pipeline.keys import content_digest
+from pipeline.records import StageName
+from pipeline.runs.workflow.apply_stage import Application, ApplyStage, ModelUse
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pipeline.config.schema import Config
+    from pipeline.journal.run_folder import RunFolder
+    from pipeline.project.project import Project
+    from pipeline.runs.workflow.stage import Outcomes
+    from pipeline.stages.apply import Predictions
+    from pipeline.training.evaluating.apply_model import ApplyJob
+
+OF_DIGITS = 8  # of a digest of checkpoint and items, in the name of a folder of predictions
+LINES_SHOWN, LETTERS_SHOWN = 4, 160  # of predictions
+
+
+@dataclass(slots=True)
+class Predicted(ModelUse):
+    """The predictions of a model for a split."""
+
+    folder: str = ""
+    files: dict[str, int] = field(default_factory=dict)  # their bytes
+    lines: list[str] = field(default_factory=list)  # the first
+
+
+class PredictStage(ApplyStage):
+    """A checkpoint and items in, predictions for each item out."""
+
+    name = StageName.PREDICT
+
+    def wanted(self, config: Config) -> bool:  # noqa: ARG002
+        return False  # people say what they want predictions of
+
+    def inspect(self, project: Project) -> None:
+        """Raise where nothing can be predicted, also for a task without outputs()."""
+        if not callable(getattr(super().inspect(project), "outputs", None)):
+            what = "the task has no outputs(): there is nothing to predict"
+            remedy = "give it outputs(self, model, batch) -> {name: an entry for each item}   (pipeline/protocol.py)"
+            raise ConfigError(what, where="train.task", remedy=remedy)
+        if project.config.train.predict.parquet:
+            from pipeline.training.evaluating.prediction_tables import import_arrow
+
+            import_arrow()
+
+    def _folder(self, project: Project, applied: Application) -> Path:
+        """Return the folder of a checkpoint's predictions for a data set, which no other ones share."""
+        model, data = applied.chosen.model or applied.prepared.name, project.config.data.path.name.partition(".")[0]
+        of = content_digest(f"{applied.chosen.digest}-{applied.made}".encode()).hex()[:OF_DIGITS]
+        return project.config.train.predict.folder / "-".join((model, data, applied.split or "all", of))
+
+    def parts(self, project: Project, applied: Application) -> Path:
+        from pipeline.stages.apply import prediction_parts
+
+        return prediction_parts(self._folder(project, applied), applied.chosen, applied.made)
+
+    def read(self, project: Project, applied: Application) -> Predictions | None:
+        from pipeline.stages.apply import read_predictions
+
+        verify_bytes = project.config.cache.verify_bytes
+        return read_predictions(self._folder(project, applied), applied.chosen, applied.made, verify_bytes)
+
+    def apply(self, project: Project, applied: Application, job: ApplyJob) -> Outcomes:  # noqa: ARG002
+        from pipeline.stages.apply import predict
+
+        return predict(job, applied.split)
+
+    def judge(self, project: Project, folder: RunFolder, patience_s: float) -> Predicted:  # noqa: ARG002
+        """Return the predictions, by the folder's own record of its files and their sizes."""
+        applied, judged = Application.read(folder.plan(self.name)), Predicted()
+        made = self.read(project, applied) if applied.items else None
+        judged.take(applied, made)
+        if made is not None:
+            path = self._folder(project, applied)
+            judged.folder = str(path)
+            judged.files = {name: size for name, (size, _) in made.files.items()}
+            with (path / "predictions.csv").open(encoding="utf-8", newline="") as file:
+                judged.lines = [line.rstrip("\r\n")[:LETTERS_SHOWN] for line in islice(file, LINES_SHOWN)]
+        return judged
