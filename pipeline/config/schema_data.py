@@ -80,6 +80,14 @@ class DataSection(Section):
         return self
 
     @model_validator(mode="after")
+    def _both_sides_are_named(self) -> DataSection:
+        if self.source == "glob" and self.partners == "auto" and bool(self.receptor_chains) != bool(self.ligand_chains):
+            named, other = ("receptor", "ligand") if self.receptor_chains else ("ligand", "receptor")
+            problem = f"names one side of a complex; name data.{other}_chains, too, or set data.partners: none"
+            raise conflict(f"{named}_chains", problem)
+        return self
+
+    @model_validator(mode="after")
     def _labels_have_names_of_their_own(self) -> DataSection:
         if taken := sorted(set(self.labels) & set(TAKEN)):
             raise conflict("labels", f"{taken[0]} is the name of a part of a batch: call the column otherwise")
