@@ -32,6 +32,7 @@ READING: dict[str, tuple[tuple[str, ...], int]] = {
     "cache clean": ((), 0),
     "cache compact": ((), 0),
     "weights check": (("nothing.pt",), 2),
+    "model list": ((), 0),
     "config show": ((), 0),
     "config check": ((), 0),
     "config schema": ((), 0),
@@ -39,7 +40,17 @@ READING: dict[str, tuple[tuple[str, ...], int]] = {
 # Verbs whose work is told as one document, too.
 WORKING = {"cache regenerate", "cache export", "cache import"}
 # Verbs that change something, or print what is no data.
-OTHERS = {"demo", "init", "resume", "cancel", "completion", "weights fetch", "weights import", "weights synth"}
+OTHERS = {
+    "model export",
+    "demo",
+    "init",
+    "resume",
+    "cancel",
+    "completion",
+    "weights fetch",
+    "weights import",
+    "weights synth",
+}
 IS_JSON = "config schema"  # without being asked
 
 
