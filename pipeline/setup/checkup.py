@@ -8,6 +8,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
 from itertools import islice
@@ -28,6 +29,7 @@ from pipeline.setup import slurm_checks
 from pipeline.setup.slurm_checks import CheckResult, CheckVerdict, failed_check, good_check, noted_check, refused_check
 from pipeline.stages.scan import glance
 from pipeline.store.cache_folder import CacheFolder
+from pipeline.store.format.disk import lay_over
 from pipeline.structures.parsing.structure_files import item_paths
 from pipeline.structures.sources.data_source import items
 from pipeline.units import format_bytes
@@ -169,7 +171,11 @@ def _cache(loaded: LoadedConfig) -> Iterator[CheckResult]:
     for layer in cache.under:
         records = sum(layer.own(kind).stat().records for kind in layer.kinds())
         yield good_check("cache under it", f"{layer.root}: {records:,} records, only read")
-    yield _writable("cache folder", root)
+    writable = _writable("cache folder", root)
+    if writable.verdict is CheckVerdict.BAD and cache.is_there:  # what is all there needs no writing
+        remedy = lay_over([root, *loaded.config.cache.under])
+        writable = replace(writable, verdict=CheckVerdict.NOTE, remedy=str(remedy), exit_code=0)
+    yield writable
     yield _room(root)
 
 

@@ -31,7 +31,7 @@ from pipeline.store.format.cache_layout import (
     USERS,
     KindLayout,
 )
-from pipeline.store.format.disk import Disk, publish_file
+from pipeline.store.format.disk import Disk, lay_over, publish_file
 from pipeline.store.store import RecordPlace, Store
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ _MAY_BE_THERE = {"README.md", ".gitignore", "lost+found", REPORTS, USERS, MANIFE
 _KIND = re.compile(r"[a-z][a-z0-9_-]*")
 _MARKER_BYTES = 4096
 _MARKED = {"format": CACHE_FORMAT, "made_by": "pipeline"}
-ELSEWHERE = Command.submit("all").with_settings(("cache.root", "FOLDER"))
+ELSEWHERE = lay_over([])
 WITHOUT = "pipeline config show   (cache.under: name caches that are there, or --set cache.under=[])"
 
 

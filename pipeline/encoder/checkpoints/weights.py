@@ -28,7 +28,7 @@ from pipeline.encoder.checkpoints.checkpoint_files import (
     unreadable_checkpoint,
 )
 from pipeline.encoder.checkpoints.partial_download import BLOCK_BYTES, explaining_disk_errors
-from pipeline.errors import ConfigError, WeightsUnusable
+from pipeline.errors import CacheFull, CacheUnusable, ConfigError, WeightsUnusable
 from pipeline.keys import is_settled, recipe_key
 from pipeline.store.format.disk import Disk
 from pipeline.store.store import WholeRecords
@@ -94,8 +94,11 @@ def identify(path: Path, seen: Store, *, remember: bool = True) -> CheckpointFac
         remedy = "wait until it is written, and type the same command again"
         raise WeightsUnusable("changed while it was read", where=str(place), remedy=remedy)
     if remember and all(is_settled(mtime_ns, ctime_ns) for _, _, mtime_ns, ctime_ns in before):
-        with seen.writer() as writer:
-            writer.put(key, {}, weights.to_json())
+        try:
+            with seen.writer() as writer:
+                writer.put(key, {}, weights.to_json())
+        except (CacheUnusable, CacheFull) as error:
+            log.warning("%s: %s: it is read anew each time", place, error.what)
     return weights
 
 

@@ -211,7 +211,7 @@ class Supervisor:
             self._emit(EventKind.STAGE_SUBMITTED, stage=stage.name, **planned.to_json())
             status = self.status.stages[stage.name]
             if planned.survey.shards:
-                if not stage.only_looks:
+                if stage.kinds:
                     refuse_unfit_disk(self.project, planned.survey)
                 self._send(stage, status)
         return status

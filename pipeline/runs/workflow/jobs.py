@@ -22,6 +22,7 @@ from pipeline.keys import recipe_tag
 from pipeline.project.project import asked_bytes, cluster_name, profiles_of
 from pipeline.project.run_code import WORKER, module_command
 from pipeline.runs.workflow import script_stage
+from pipeline.store.format.disk import lay_over
 from pipeline.units import format_bytes
 
 if TYPE_CHECKING:
@@ -251,8 +252,8 @@ def refuse_unfit_disk(project: Project, survey: StageSurvey) -> None:
             free_bytes = shutil.disk_usage(place).free
     except OSError as error:
         what = f"the cache cannot be written: {error.strerror}"
-        remedy = "choose a folder that can be written: --set cache.root=FOLDER"
-        raise CacheUnusable(what, where=str(root), remedy=remedy) from error
+        elsewhere = lay_over([root, *project.config.cache.under])
+        raise CacheUnusable(what, where=str(root), remedy=elsewhere) from error
     if survey.bytes > free_bytes:
         what = f"the results need {format_bytes(survey.bytes)}, and {format_bytes(free_bytes)} are free"
         remedy = "make room, or choose another disk: --set cache.root=FOLDER"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.command_line import Command
 from pipeline.errors import CacheFull, CacheUnusable, JobFailed, PipelineError
-from pipeline.store.format.cache_layout import PARTIAL_SUFFIX, unique_stem
+from pipeline.store.format.cache_layout import MARKER, PARTIAL_SUFFIX, unique_stem
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -319,6 +319,13 @@ def remove(disk: Disk, path: Path) -> None:
         raise CacheUnusable(what, where=str(path), remedy=remedy) from error
 
 
+def lay_over(caches: Sequence[Path], before: str = "") -> Command:
+    """Return the command that makes records in another folder, and reads those that are in these caches."""
+    elsewhere = Command.submit("all", before=before).with_settings(("cache.root", "FOLDER"))
+    under = ("cache.under", f"[{', '.join(map(str, caches))}]")
+    return elsewhere.with_settings(under, then="   (FOLDER takes what is new)") if caches else elsewhere
+
+
 def write_refused(disk: Disk, path: Path, error: OSError) -> PipelineError:
     """Return the error to show for a failed write: disk full, no permission, name taken or disk failure."""
     where, reason = str(path), error.strerror or str(error)
@@ -327,8 +334,8 @@ def write_refused(disk: Disk, path: Path, error: OSError) -> PipelineError:
         remedy = Command.submit("all", then="   (once there is room; what is finished is kept)")
         return CacheFull(what, where=where, remedy=remedy)
     if error.errno in _READ_ONLY:
-        look = f"ls -ld {_there(disk, path.parent)}   or   "
-        remedy = Command.submit("all", before=look).with_settings(("cache.root", "FOLDER"))
+        cache = next((folder for folder in path.parents if disk.exists(folder / MARKER)), None)
+        remedy = lay_over([cache] if cache else [], before=f"ls -ld {_there(disk, path.parent)}   or   ")
         return CacheUnusable(f"the cache cannot be written here: {reason}", where=where, remedy=remedy)
     if isinstance(error, NotADirectoryError | FileExistsError):
         return CacheUnusable(f"a file stands in the way: {reason}", where=where, remedy=f"ls -ld {path}")

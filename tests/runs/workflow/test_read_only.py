@@ -1,0 +1,73 @@
+"""A cache that may only be read, such as a group's: what is there is used, and what is not is told where to be made."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeline.store.cache_folder import CacheFolder
+from tests.command import Command
+from tests.runs.workflow.trained import trained_project
+
+TRAIN = ("submit", "--stage", "train", "--executor", "local", "--follow")
+GRAPHS = ("submit", "--stage", "graph", "--executor", "local", "--follow")
+ANOTHER = ("--set", "train.seed=5")
+
+
+@pytest.fixture
+def folder(
+    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, pipeline: Command, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Path]:
+    """Yield a project with all records of its data set in a cache on a file system that is mounted read-only."""
+    made, folder = trained_project(tmp_path_factory, pipeline, monkeypatch).folder, tmp_path / "project"
+    shutil.copytree(made, folder, ignore=shutil.ignore_patterns("cache", "models", "runs", "task"))
+    shutil.copytree(made / "cache", folder / "cache")
+    monkeypatch.chdir(folder)
+    assert pipeline(*GRAPHS).code == 0  # the copies are new files
+    for words in (["--bind", "cache", "cache"], ["-o", "remount,ro,bind", "cache"]):
+        if subprocess.run(["mount", *words], cwd=folder, capture_output=True, check=False).returncode:
+            pytest.skip("no file system can be mounted here")
+    yield folder
+    subprocess.run(["umount", "--lazy", "cache"], cwd=folder, check=True)
+
+
+@pytest.mark.slow
+def test_a_training_whose_records_are_all_there_needs_no_writing(folder: Path, pipeline: Command) -> None:
+    done = pipeline(*TRAIN, *ANOTHER)
+    assert done.code == 0, done.err
+    assert list(folder.glob("models/*/checkpoints"))
+
+
+@pytest.mark.slow
+def test_what_is_not_there_is_refused_with_how_to_lay_another_cache_over_it(folder: Path, pipeline: Command) -> None:
+    done = pipeline(*TRAIN, "--set", "graph.neighbours=6")
+    assert done.code == 2
+    assert "the cache cannot be written: Read-only file system" in done.err
+    under = f"cache.under=[{folder / 'cache'}]"
+    assert f"--set cache.root=FOLDER --set '{under}'" in done.err
+    over = ("--set", "cache.root=own", "--set", under)
+    done = pipeline(*TRAIN, "--set", "graph.neighbours=6", *over)
+    assert done.code == 0, done.err
+    own = CacheFolder(folder / "own")
+    assert "graph" in own.kinds()
+    assert "embed" not in own.kinds()  # those are read from the cache under it
+
+
+@pytest.mark.slow
+def test_weights_that_nobody_has_identified_yet_are_used_all_the_same(folder: Path, pipeline: Command) -> None:
+    """Only that they need not be read again is nowhere to be written down."""
+    (folder / "weights" / "esm2_tiny.pt").rename(folder / "esm2_mine.pt")
+    done = pipeline(*TRAIN, *ANOTHER, "--set", "embed.weights=esm2_mine.pt")
+    assert done.code == 0, done.err
+
+
+@pytest.mark.slow
+def test_doctor_says_that_a_cache_is_only_read_and_goes_on(folder: Path, pipeline: Command) -> None:
+    done = pipeline("doctor")
+    assert done.code == 0, done.out + done.err
+    assert "cannot be written: Read-only file system" in done.out
+    assert "cache.under" in done.out
