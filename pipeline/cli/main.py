@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 EPILOG = "Exit codes: 0 ok, 1 a bug, 2 configuration, 3 data, 4 damage, 5 infeasible, 6 refused, 7 a job failed."
 INTERRUPTED = 130
-READING = ("plan", "status", "logs", "report", "cache", "config", "doctor", "weights", "model")
+READING = ("plan", "status", "items", "logs", "report", "cache", "config", "doctor", "weights", "model")
 
 app = typer.Typer(
     name="pipeline",
@@ -55,6 +55,7 @@ app.command("plan")(plan_verbs.plan_command)
 app.command("submit")(run_verbs.submit_command)
 app.command("status")(control_verbs.status_command)
 app.command("logs")(log_verbs.logs_command)
+app.command("items")(report_verbs.items_command)
 app.command("report")(report_verbs.report_command)
 app.command("replay")(report_verbs.replay_command)
 app.command("resume")(control_verbs.resume_command)

@@ -1,7 +1,8 @@
-"""`pipeline report`: what a run has used of what it asked for, and what the next should ask for."""
+"""`pipeline report`: what a run has used and the next should ask for; `items`: what a scan listed; `replay`: a step."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pipeline.cli.log_verbs import run_folder
-from pipeline.cli.options import ConfigFile, Json, Run, Sets, print_json
+from pipeline.cli.options import ConfigFile, Json, Run, Sets, load_config, print_json
 from pipeline.command_line import Command
 
 if TYPE_CHECKING:
@@ -24,6 +25,66 @@ Page = Annotated[
     Path | None,
     typer.Option("--html", metavar="FILE", help="Write a page that shows the whole run, all in one file; -: print it."),
 ]
+
+
+ITEMS_SHOWN = 40  # of a table; --json and the file have all
+KEYS = ("scan_key", "graph_key", "key")
+TOO_WIDE = (*KEYS, "origin", "place")
+
+
+def items_command(
+    run: Run = None,
+    key: Annotated[
+        str | None, typer.Option("--key", metavar="HEX", help="Only items with a record whose key begins so.")
+    ] = None,
+    config: ConfigFile = None,
+    sets: Sets = None,
+    as_json: Json = False,
+) -> None:
+    """List the items that a scan found usable: ids, chains, sizes, and the keys of their records."""
+    import csv
+    from itertools import islice
+
+    from pipeline.report import tables
+
+    path = _scanned(run, config, sets).inventory
+    with path.open(encoding="utf-8", newline="") as file:
+        every = csv.DictReader(file)
+        chosen = (row for row in every if not key or any(row.get(name, "").startswith(key.lower()) for name in KEYS))
+        if as_json:
+            _print_array(chosen)
+            return
+        columns = [name for name in every.fieldnames or () if name not in TOO_WIDE]
+        rows = [[row[name] for name in columns] for row in islice(chosen, ITEMS_SHOWN)]
+        more = sum(1 for _ in chosen)
+    tables.show_parts(tables.text_table(columns, rows), f"{f'{more:,} more, and ' if more else ''}all columns: {path}")
+
+
+def _print_array(rows: Iterator[Mapping[str, str]]) -> None:
+    """Print rows as a JSON array, one by one: there may be millions."""
+    between = "[\n"
+    for row in rows:
+        typer.echo(between + json.dumps(row), nl=False)
+        between = ",\n"
+    typer.echo("[]" if between == "[\n" else "\n]")
+
+
+def _scanned(run: str | None, config: Path | None, sets: Sequence[str] | None) -> RunFolder:
+    """Return the run that is named, or the newest that has listed its items."""
+    from pipeline.errors import ConfigError
+    from pipeline.journal.run_folder import runs_in
+
+    if run is None:
+        runs = load_config(config, sets).config.cluster.runs
+        folders = [folder for folder in runs_in(runs) if folder.inventory.exists()]
+        where = runs
+    else:
+        folder = run_folder(run, config, sets)
+        folders, where = [folder] if folder.inventory.exists() else [], folder.path
+    if not folders:
+        what = "no run has scanned the data set yet" if run is None else "this run has scanned nothing"
+        raise ConfigError(what, where=str(where), remedy=Command.submit("scan"))
+    return folders[-1]
 
 
 def report_command(

@@ -23,6 +23,7 @@ COMMANDS = (
     "submit",
     "plan",
     "status",
+    "items",
     "logs",
     "report",
     "replay",

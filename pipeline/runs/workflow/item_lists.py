@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from pipeline.journal.run_folder import RunFolder
     from pipeline.records import Inventory, Item
     from pipeline.runs.workflow.census import CensusTally, LeakingItems
+    from pipeline.training.items.item_table import ItemTable
 
 ROLES = (Role.RECEPTOR, Role.LIGAND, Role.WHOLE)
 PLACED, KEYS = ("id", "split", "cluster"), ("scan_key", "graph_key")
@@ -72,6 +74,16 @@ class ItemLists:
                 *(left_out, *keys, item.origin),
             ]
         )
+
+
+def list_table(folder: RunFolder, table: ItemTable) -> None:
+    """List the items that a reader gave, with their sizes, the digest of what they hold, and their places."""
+    splits = list(table.splits)
+    with csv_list(folder.inventory, ("id", "split", *table.sizes, "key", "place")) as rows:
+        for number in range(len(table)):
+            sizes = (size_N[number] for size_N in table.sizes.values())
+            place = json.dumps(table.place(number))
+            rows.writerow((table.ids[number], splits[table.split_N[number]], *sizes, table.key(number).hex(), place))
 
 
 def write_leaks(folder: RunFolder, tally: CensusTally) -> None:

@@ -36,7 +36,7 @@ from pipeline.runs.dataset.reader_items import (
 )
 from pipeline.runs.dataset.worklist import Lines, Shard, StageSurvey
 from pipeline.runs.workflow.census import Census, CensusTally
-from pipeline.runs.workflow.item_lists import ItemLists, write_leaks
+from pipeline.runs.workflow.item_lists import ItemLists, list_table, write_leaks
 from pipeline.runs.workflow.stage import Judged, Stage, wait_until_complete
 from pipeline.stages.graph import Maker, open_writer
 from pipeline.stages.read_entries import ITEMS_READ, EntriesTaken, take_entries
@@ -293,7 +293,7 @@ class ReaderScanStage(Stage):
             written = read_by_run(folder)
             with suppress(CacheDamaged, RecordMissing):
                 if written:
-                    ItemTable.read(store, bytes.fromhex(written["table"]))
+                    list_table(folder, ItemTable.read(store, bytes.fromhex(written["table"])))
                     return EntriesRead(**written["judged"])
             return EntriesRead(undone=1, first_undone=str(project.config.data.path))
 
@@ -301,7 +301,7 @@ class ReaderScanStage(Stage):
 
     def check(self, project: Project, folder: RunFolder, judged: EntriesRead) -> list[str]:
         """Raise or warn about leaks as configured, and record the table of items."""
-        more = f" (and {judged.leaks - 1:,} more)" if judged.leaks > 1 else ""
+        more = f" (and {judged.leaks - 1:,} more: duplicate_id in {folder.rejected})" if judged.leaks > 1 else ""
         warnings = _checked_leaks(project, judged.leak and judged.leak + more)
         with writing_run(folder.table):
             folder.table.write_text(judged.table)
