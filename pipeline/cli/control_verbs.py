@@ -41,7 +41,7 @@ def resume_command(run: Run = None, config: ConfigFile = None, sets: Sets = None
             problem = f"run {folder.name} has ended: it is {status.state.value}"
             raise ConfigError(problem, where=str(folder.path), remedy=again)
         if status.state in ENDED:
-            begin_again(folder, frozen, status, executor)
+            begin_again(folder, frozen, status)
             return
         if status.state is RunState.RUNNING:
             watch = f"watch it: pipeline status {folder.name} --watch"

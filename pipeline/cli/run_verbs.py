@@ -87,7 +87,7 @@ def submit_command(
         print_json({"stages": [], "scripts": {}}) if as_json else typer.echo(nothing)
         return
     typed = typed_command(stage, config, sets, damage_list)
-    with _checked(project, stages, typed) as (project, opened):
+    with _checked(project, stages, typed, may_be_silent=idle) as (project, opened):
         if idle:
             print_plan(project, stages, opened) if as_json else show_plan(project, stages, opened, emit)
             return
@@ -98,7 +98,9 @@ def submit_command(
 
 
 @contextmanager
-def _checked(project: Project, stages: list[str], typed: Command) -> Iterator[tuple[Project, Executor]]:
+def _checked(
+    project: Project, stages: list[str], typed: Command, *, may_be_silent: bool = False
+) -> Iterator[tuple[Project, Executor]]:
     """Open the executor of a project and check its stages; a refusal repeats what was typed."""
     from pipeline.errors import SubmissionRefused
     from pipeline.project.project import open_executor
@@ -107,7 +109,7 @@ def _checked(project: Project, stages: list[str], typed: Command) -> Iterator[tu
     with open_executor(project.config) as opened:
         project = replace(project, executor=opened)
         try:
-            _check_first(project, stages, opened)
+            _check_first(project, stages, opened, may_be_silent=may_be_silent)
             yield project, opened
         except SubmissionRefused as error:
             raise with_typed_command(error, typed) from None
@@ -213,23 +215,18 @@ def run_to_its_end(
         _start(project, stages, typed, opened, follow=True, ended=ended)
 
 
-def begin_again(folder: RunFolder, config: Config, status: RunStatus, executor: Executor) -> None:
+def begin_again(folder: RunFolder, config: Config, status: RunStatus) -> None:
     """Start a run that does what an ended one has left undone, with its configuration and the user's code of then."""
     import json
 
-    from pipeline.errors import SubmissionRefused
     from pipeline.project.project import Project
     from pipeline.project.restriction import only_of
-    from pipeline.runs.workflow.table import with_typed_command
 
-    project = Project.open(config, beside=folder.task_root, strict=True, only=only_of(folder), executor=executor)
+    project = Project.open(config, beside=folder.task_root, strict=True, only=only_of(folder))
     stages, typed = json.loads(folder.stages.read_text()), folder.command()
     typer.echo(f"run {folder.name} has ended ({status.state.value}); what it has left undone is done by a new run")
-    try:
-        _check_first(project, stages, executor)
+    with _checked(project, stages, typed) as (project, executor):
         _start(project, stages, typed, executor, follow=False)
-    except SubmissionRefused as error:
-        raise with_typed_command(error, typed) from None
 
 
 def _status_of(folder: RunFolder) -> str:
@@ -243,12 +240,28 @@ def typed_command(stage: str, config: Path | None, sets: list[str], damage_list:
     return Command.of("submit --stage", stage, *listed).in_project(Command.about(config, sets))
 
 
-def _check_first(project: Project, stages: list[str], executor: Executor) -> None:
-    """Refuse before submission an unusable source, cache, checkpoint or request, which would fail in a job later."""
+def _check_first(project: Project, stages: list[str], executor: Executor, *, may_be_silent: bool = False) -> None:
+    """Refuse before submission an unusable source, cache, checkpoint or request, which would fail in a job later.
+
+    Of a cluster that does not answer a note is printed where it `may_be_silent`, once.
+    """
+    from pipeline.errors import ClusterSilent
     from pipeline.project.project import stays
     from pipeline.runs.engine.handover import supervisor_spec
     from pipeline.runs.workflow import table
     from pipeline.runs.workflow.jobs import first_job, spec_of
+
+    silent = list[str]()
+
+    def check(job: JobSpec) -> None:
+        try:
+            if not silent:
+                executor.check(job)
+        except ClusterSilent as error:
+            if not may_be_silent:
+                raise
+            silent.append(error.what)
+            typer.echo(f"note: whether the cluster takes these jobs could not be checked: {error.what}", err=True)
 
     for stage in (table.stage(name, project.config) for name in stages):
         stage.inspect(project)
@@ -256,10 +269,10 @@ def _check_first(project: Project, stages: list[str], executor: Executor) -> Non
             continue
         _say_planning(stage, project)
         job = spec_of(None, project.config, first_job(project, stage, executor).job)
-        executor.check(job)
+        check(job)
         _warn_of_little(stage.name, job, stage.mem_bytes(project))
     if not stays(project.config):
-        executor.check(supervisor_spec(None, project.config, "1"))
+        check(supervisor_spec(None, project.config, "1"))
 
 
 def _say_planning(stage: Stage, project: Project) -> None:

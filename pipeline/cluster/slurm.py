@@ -72,6 +72,7 @@ class SlurmExecutor:
 
     def submit(self, spec: JobSpec) -> JobId:
         tagged = replace(spec, tag=spec.tag or f"{sbatch.job_name(spec)}-{secrets.token_hex(6)}")
+        _refuse_absent(spec)
         script = self.script_for(self._after_known(tagged))
         make_log_dir(spec)
         job = self._submit(tagged, script, look_first=bool(spec.tag))
@@ -81,8 +82,6 @@ class SlurmExecutor:
     def script_for(self, spec: JobSpec) -> str:
         """Return the script that would be submitted, or raise SubmissionRefused."""
         refuse_impossible(spec)
-        if not slurm_commands.is_there():
-            raise refusal_of(spec, "sbatch: No such file or directory", ())
         limits = self.facts.limits(spec.partition, cpus=spec.cpus_on_node, gpus=spec.gpus)
         refuse_above_nodes(spec, self.facts.nodes(spec.partition), limits)
         _refuse_foreign(spec)
@@ -91,6 +90,7 @@ class SlurmExecutor:
 
     def test(self, spec: JobSpec) -> StartEstimate:
         """Ask sbatch when a job would start, without submitting it; raise SubmissionRefused if it never would."""
+        _refuse_absent(spec)
         script = self.script_for(spec)
         try:
             unset = [f"--unset={name}" for name in slurm_commands.unset_for_jobs(script)]
@@ -242,6 +242,12 @@ class SlurmExecutor:
     def _partitions(self) -> list[str]:
         """Return the names that `partition` can have."""
         return [kind.partition for kind in self.facts.partitions]
+
+
+def _refuse_absent(spec: JobSpec) -> None:
+    """Refuse a job where Slurm's commands are not installed."""
+    if not slurm_commands.is_there():
+        raise refusal_of(spec, "sbatch: No such file or directory", ())
 
 
 def _refuse_foreign(spec: JobSpec) -> None:

@@ -13,7 +13,7 @@ from pipeline.cluster.job_spec import Limits, refuse_larger
 from pipeline.cluster.site_facts import CONFIG, NODES, Site, parse_nodes, parse_settings
 from pipeline.command_line import ANY
 from pipeline.config.schema_parts import format_duration
-from pipeline.errors import SubmissionRefused
+from pipeline.errors import ClusterSilent, SubmissionRefused
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -110,6 +110,8 @@ PASSING = (
     "without a word",
 )
 
+ABSENT = ("no such file or directory", "configuration source")  # signs that Slurm is not here
+
 # what the scheduler says → which keys to change, the first that is found ({} is the stage), and what follows
 REMEDIES: dict[str, tuple[tuple[str, ...], str]] = {
     "no such file or directory": ((), " --executor local   (or log in where sbatch is, or load its module)"),
@@ -151,7 +153,9 @@ def refusal_of(spec: JobSpec, message: str, partitions: Iterable[str]) -> Submis
     if transient(message):
         keys, then = (), "   (again, when the cluster answers: sinfo)"
     remedy = spec.again.with_settings(*((f"cluster.{key}", ANY) for key in keys), then=then)
-    return SubmissionRefused(what, where=f"job {spec.name}", remedy=remedy)
+    is_silent = transient(message) or any(sign in message.lower() for sign in ABSENT)
+    kind = ClusterSilent if is_silent else SubmissionRefused
+    return kind(what, where=f"job {spec.name}", remedy=remedy)
 
 
 def refuse_above_nodes(spec: JobSpec, nodes: Sequence[SiteNodes], limits: Limits) -> None:

@@ -24,6 +24,7 @@ from pipeline.runs.workflow import table as workflow
 from pipeline.runs.workflow.scan_stage import ScanStage
 from tests.command import Command
 from tests.projects import MakeProject, settle, write_complex
+from tests.stubs import SILENT, program
 
 SUBMIT = ("submit", "--stage", "scan", "--executor", "local", "--follow")
 PIPELINE = str(Path(sys.executable).with_name("pipeline"))
@@ -89,6 +90,37 @@ def test_a_dry_run_says_what_would_be_done_and_leaves_nothing(pipeline: Command,
         "1.5GiB",
     )
     assert sorted(path.name for path in folder.iterdir()) == ["data", "pipeline.yaml"]
+
+
+@pytest.mark.parametrize("is_installed", [True, False])
+@pytest.mark.parametrize("json_too", [False, True])
+def test_a_dry_run_shows_the_scripts_also_where_the_cluster_does_not_answer(
+    pipeline: Command, make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, is_installed: bool, json_too: bool
+) -> None:
+    folder = make_project(3)
+    commands = folder / "commands"
+    commands.mkdir()
+    if is_installed:
+        for name in (*SILENT, "sbatch", "srun"):
+            program(
+                commands,
+                name,
+                f"echo '{name}: error: Unable to contact slurm controller (connect failure)' >&2; exit 1",
+            )
+        (commands / "env").symlink_to("/usr/bin/env")
+        (commands / "bash").symlink_to("/bin/bash")
+    monkeypatch.setenv("PATH", str(commands))
+    words = ("submit", "--stage", "scan", "--executor", "slurm", "--dry-run", *(["--json"] if json_too else []))
+    done = pipeline(*words)
+    assert done.code == 0, done.err
+    scripts = json.loads(done.out)["scripts"].values() if json_too else done.out.split("# ----")[1:]
+    assert len(scripts) == 2
+    assert all("#SBATCH --job-name=RUN-" in script for script in scripts)
+    why = "Unable to contact slurm controller" if is_installed else "sbatch: No such file or directory"
+    assert done.err.count("note: whether the cluster takes these jobs could not be checked") == 1
+    assert why in done.err
+    refused = pipeline("submit", "--stage", "scan", "--executor", "slurm")
+    assert (refused.code, why in refused.err) == (6, True)
 
 
 def test_every_kind_of_bad_input_is_a_counted_rejection(pipeline: Command, make_project: MakeProject) -> None:
