@@ -9,6 +9,7 @@ import errno
 import json
 import os
 import time
+from contextlib import suppress
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -182,11 +183,13 @@ class Note:
     def __init__(self, path: Path, attempt: int) -> None:
         self._attempt = attempt
         self.done_before = _note(path, attempt)[0] if path.exists() else 0  # by an earlier start of this attempt
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with writing_run(path):
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
 
     def write(self, done: int, names: Sequence[str]) -> None:
-        """Record how many items are done, and which come now."""
-        os.pwrite(self._file, json.dumps([self._attempt, done, list(names)]).encode() + b"\n", 0)
+        """Record how many items are done, and which come now; where the disk is full, the note before it stays."""
+        with suppress(OSError):
+            os.pwrite(self._file, json.dumps([self._attempt, done, list(names)]).encode() + b"\n", 0)
 
     def close(self) -> None:
         os.close(self._file)

@@ -110,21 +110,20 @@ def run_task(words: Sequence[str]) -> int:
         work_through(project, folder, arguments, part, News(ledger, facts), place=place, leads=leads)
     except script_stage.Ended as ended:
         if not ended.quiet:
-            about = {"what": ended.what, "exit_code": ended.code, "trouble": ended.trouble}
-            ledger.emit(EventKind.TASK_FAILED, **facts, **about)
+            _record_end(ledger, facts, ended.what, ended.code, ended.trouble)
             print(without_secrets(ended.what), file=sys.stderr)  # noqa: T201 - a task's stderr is its log
         return ended.code
     except TaskStopped as stopped:
-        ledger.emit(EventKind.TASK_FAILED, **facts, what="stopped by a signal", exit_code=stopped.exit_code, trouble="")
+        _record_end(ledger, facts, "stopped by a signal", stopped.exit_code, "")
         return stopped.exit_code
     except PipelineError as error:
         error.in_project(folder.command())
-        _record_failure(ledger, facts, error, str(error), error.exit_code)
+        _record_end(ledger, facts, str(error), error.exit_code, failure_kind(error))
         print(without_secrets(f"error: {error}"), file=sys.stderr)  # noqa: T201 - a task's stderr is its log
         return error.exit_code
     except Exception as error:  # noqa: BLE001 - the supervisor reads it from the ledger
         print(without_secrets(traceback.format_exc()), file=sys.stderr)  # noqa: T201
-        _record_failure(ledger, facts, error, f"{type(error).__name__}: {error}", 1)
+        _record_end(ledger, facts, f"{type(error).__name__}: {error}", 1, failure_kind(error))
         return 1
     return 0
 
@@ -145,10 +144,15 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def _record_failure(ledger: Ledger, facts: dict[str, Any], error: Exception, message: str, exit_code: int) -> None:
-    """Record a failure in the ledger, if the disk still takes it."""
+def _record_end(ledger: Ledger, facts: dict[str, Any], what: str, exit_code: int, trouble: str) -> None:
+    """Record that a task is not done, and why, if the disk still takes it."""
+    _record_if_possible(ledger, EventKind.TASK_FAILED, **facts, what=what, exit_code=exit_code, trouble=trouble)
+
+
+def _record_if_possible(ledger: Ledger, kind: EventKind, **data: Any) -> None:
+    """Record an event; a full disk under the run is no reason to exit otherwise, and is told in the log."""
     try:
-        ledger.emit(EventKind.TASK_FAILED, **facts, what=message, exit_code=exit_code, trouble=failure_kind(error))
+        ledger.emit(kind, **data)
     except PipelineError as refused:
         print(without_secrets(f"error: {refused}"), file=sys.stderr)  # noqa: T201 - a task's stderr is its log
 
@@ -185,9 +189,13 @@ class News:
             self._rejected[reason.value] += 1
 
     def tell(self, kind: EventKind, figures: Mapping[str, float]) -> None:
-        """Record how far the task is, and its figures."""
+        """Record how far the task is, and its figures; that it is done must be recorded."""
         measured = {"host_peak_bytes": highest_resident_bytes(), **figures}
-        self._ledger.emit(kind, **self._facts, done=self.done, rejected=dict(self._rejected), figures=measured)
+        about = {**self._facts, "done": self.done, "rejected": dict(self._rejected), "figures": measured}
+        if kind is EventKind.PROGRESS:
+            _record_if_possible(self._ledger, kind, **about)
+        else:
+            self._ledger.emit(kind, **about)
 
     def go_on(self, figures: Mapping[str, float]) -> None:
         """Record progress, unless that was done a moment ago."""

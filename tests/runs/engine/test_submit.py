@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -16,9 +17,12 @@ import pytest
 
 from pipeline import waiting
 from pipeline.config.load import read_config
+from pipeline.journal import ledger
+from pipeline.journal.ledger import Note
 from pipeline.journal.run_folder import runs_in
 from pipeline.project.project import Project
-from pipeline.records import TaskContext
+from pipeline.records import EventKind, TaskContext
+from pipeline.runs.engine import run_task
 from pipeline.runs.engine.lifecycle import new_run
 from pipeline.runs.workflow import table as workflow
 from pipeline.runs.workflow.scan_stage import ScanStage
@@ -329,6 +333,44 @@ def test_a_run_is_stopped_before_the_bad_rest_is_read(pipeline: Command, make_pr
     assert done.code == 3
     assert "were not looked at any more" in done.err
     assert "not done" in done.out
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGTERM])
+def test_a_full_disk_under_the_run_does_not_change_how_a_task_that_is_told_to_end_exits(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    """Before, code 75, by which it asks to go on, became 1: a bug, that is not tried again."""
+    run = new_run(read_config(make_project(3) / "pipeline.yaml").config, ["scan"])
+    real = os.write
+
+    def is_told(
+        _project: object, _folder: object, _arguments: object, _part: object, news: run_task.News, **_: object
+    ) -> None:
+        monkeypatch.setattr(ledger.os, "write", full)
+        news.tell(EventKind.PROGRESS, {})
+        stopped = run_task.TaskStopped(number)
+        stopped.came_further = True  # type: ignore[misc]
+        raise stopped
+
+    def full(file: int, data: bytes) -> int:
+        if b'"kind"' in data:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(file, data)
+
+    monkeypatch.setattr(run_task, "ENDING", ())
+    monkeypatch.setattr(run_task, "work_through", is_told)
+    assert run_task.run_task([str(run.path), "scan", "0"]) == (75 if number is signal.SIGUSR2 else 143)
+
+
+def test_a_note_that_a_full_disk_does_not_take_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    note = Note(tmp_path / "note", 1)
+    monkeypatch.setattr(ledger.os, "pwrite", partial(_raise, OSError(errno.ENOSPC, "No space left on device")))
+    note.write(3, ["a"])
+    note.close()
+
+
+def _raise(error: Exception, *_arguments: object) -> int:
+    raise error
 
 
 @pytest.mark.slow
