@@ -1,4 +1,4 @@
-"""The verbs that act on a run that has begun: resume, cancel."""
+"""The verbs that act on runs that have begun: resume, cancel, status, and what is pruned of old ones."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pipeline.cli.log_verbs import run_folder
-from pipeline.cli.options import STAGES, ConfigFile, Json, Run, Sets, as_typed, one_of, print_json
+from pipeline.cli.options import STAGES, ConfigFile, Json, Run, Sets, as_typed, load_config, one_of, print_json
 from pipeline.command_line import Command
 
 if TYPE_CHECKING:
@@ -160,3 +160,37 @@ def _looks(folder: RunFolder, *, watch: bool) -> tuple[Callable[[], SeenRun], Ca
         return replace(run_as_shown(folder, reader, ask), **trail.to_json())
 
     return now, lambda: reader.status.state in GOING_ON
+
+
+def prune_command(
+    keep: Annotated[int, typer.Option("--keep", min=0, help="How many of the newest runs stay in any case.")] = 10,
+    yes: Yes = False,
+    config: ConfigFile = None,
+    sets: Sets = None,
+    as_json: Json = False,
+) -> None:
+    """Remove the folders of old runs; records, models and measurements stay, and so does what goes on or is read."""
+    from pipeline.report.tables import plural
+    from pipeline.runs.upkeep.prune_runs import foresee_pruning, prune
+    from pipeline.units import format_bytes
+
+    pruning = foresee_pruning(load_config(config, sets).config.cluster.runs, keep)
+    is_empty = not (pruning.goes or pruning.copies or pruning.left)
+    if as_json:
+        print_json(pruning.to_json())
+    else:
+        for run in pruning.goes:
+            typer.echo(f"  {run.folder.name}   {format_bytes(run.bytes)}")
+        for why, runs in pruning.stays.items():
+            typer.echo(f"{plural(runs, 'run')} stay{'s' if runs == 1 else ''}: {why}")
+        goes = f"{plural(len(pruning.goes), 'run')} can go: {format_bytes(pruning.bytes)}"
+        typer.echo(f"{pruning.runs}: {'nothing to prune' if is_empty else goes}")
+    if yes and not is_empty:
+        gone = list(prune(pruning))
+        typer.echo(f"removed {plural(len(gone), 'run')}: {format_bytes(sum(run.bytes for run in gone))}", err=True)
+    elif not is_empty and not as_json:
+        typer.echo(f"nothing was done yet\n  next: {as_typed(Command.of('runs prune', '--keep', keep, '--yes'))}")
+
+
+runs_app = typer.Typer(help="Look after the folder of runs.", no_args_is_help=True)
+runs_app.command("prune")(prune_command)

@@ -16,6 +16,7 @@ from pipeline.cluster.accounting import CommandFailed
 from pipeline.cluster.verdict import Cause
 from pipeline.config.load import from_resolved
 from pipeline.errors import ConfigError, PipelineError
+from pipeline.journal.ledger import has_ended
 from pipeline.journal.run_folder import NAME, RunFolder, is_newer, runs_in
 from pipeline.journal.run_logs import end_of, harmless, supervisor_logs
 from pipeline.journal.run_status import RunState, StatusReader
@@ -235,7 +236,7 @@ def going_on(runs: Path, root: Path) -> list[GoingRun]:
     active = []
     for folder in folders:
         config = _config_of(folder)
-        if (config is None or uses(config, root)) and _goes_on(folder):
+        if (config is None or uses(config, root)) and goes_on(folder):
             active.append(GoingRun(folder, config))
     return active
 
@@ -258,8 +259,10 @@ def hidden(runs: Path) -> list[str]:
     return [path.name for path in unknown if not os.access(path, os.X_OK) or is_newer(path)]
 
 
-def _goes_on(folder: RunFolder) -> bool:
+def goes_on(folder: RunFolder) -> bool:
     """Tell whether a run is active; the jobs of an abandoned run count."""
+    if has_ended(folder):
+        return False
     status, queue = current_status(StatusReader(folder))
     if not status.started_at:
         return time.time() - folder.path.stat().st_mtime < HEARD_OF_S
