@@ -9,8 +9,9 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from pipeline.cluster.verdict import Cause, Word
+from pipeline.journal.ledger import LedgerReader
 from pipeline.journal.run_folder import writing_run
-from pipeline.records import Reason
+from pipeline.records import EventKind, Reason
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -137,6 +138,13 @@ def leave_out(folder: RunFolder, stage: str, names: Iterable[str], reason: Reaso
             file.write(json.dumps(line).encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
+
+
+def refused_parts(folder: RunFolder | None, stage: str) -> dict[str, Why]:
+    """Return what tasks of a stage could not make or read, by its key or its item's id, and why."""
+    events = LedgerReader(folder).fresh() if folder else ()
+    refused = (event.data for event in events if event.kind is EventKind.REFUSED)
+    return {part["key"]: (Reason(part["reason"]), part["detail"]) for part in refused if part["stage"] == stage}
 
 
 def left_out_items(folder: RunFolder | None, stage: str) -> dict[str, Why]:

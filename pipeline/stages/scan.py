@@ -27,11 +27,14 @@ from pipeline.structures.parsing.structure_files import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+    from typing import TypeAlias
 
     from pipeline.store.store import Store
     from pipeline.store.writer import StoreWriter
     from pipeline.structures.inventory import Complex
+
+    Refuse: TypeAlias = Callable[[str, Reason, str], None]  # is told of an item whose files cannot be read, and why
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +62,10 @@ class Seen:
 
     key: bytes | None = None
     inventory: Inventory | None = None
+
+
+def _nobody(_item: str, _reason: Reason, _detail: str) -> None:
+    """Tell nobody that a file could not be read."""
 
 
 class Also(Protocol):
@@ -162,6 +169,7 @@ class Scanner:
     inventories: StoreWriter
     files: StoreWriter
     also: Also | None = None
+    refuse: Refuse = _nobody
     known: dict[bytes, Reason | None] = field(default_factory=dict)  # the inventories of this task
     seen: set[bytes] = field(default_factory=set)  # the files of this task
     kept: StructureFiles = field(init=False)
@@ -175,6 +183,8 @@ class Scanner:
         try:
             files = self.kept.of(item)
         except UnusableInput as problem:
+            if problem.reason not in LASTING:  # which the store knows; this, only who tried to read the file
+                self.refuse(item.id, problem.reason, problem.detail)
             return problem.reason
         key = item_key(item, self.recipe, {path: file.digest for path, file in files.items()})
         if key not in self.known:
@@ -230,12 +240,17 @@ class Scanner:
 
 
 def scan_items(
-    items: Iterable[Item], recipe: ScanRecipe, shelves: ScanShelves, also: Also | None = None
+    items: Iterable[Item],
+    recipe: ScanRecipe,
+    shelves: ScanShelves,
+    also: Also | None = None,
+    *,
+    refuse: Refuse = _nobody,
 ) -> Generator[Reason | None, None, None]:
     """Scan items and publish what was found, at the latest every minute."""
     limit = shelves.shard_bytes
     with shelves.inventories.writer(shard_bytes=limit) as inventories, shelves.files.writer(shard_bytes=limit) as files:
-        scanner = Scanner(recipe, shelves, inventories, files, also)
+        scanner = Scanner(recipe, shelves, inventories, files, also, refuse)
         for item in items:
             yield scanner.scan(item)
             if time.monotonic() - scanner.published_s > PUBLISH_EVERY_S:

@@ -13,7 +13,7 @@ import numpy as np
 import xxhash
 
 from pipeline.files import write_whole
-from pipeline.journal.attempts import left_out_items
+from pipeline.journal.attempts import left_out_items, refused_parts
 from pipeline.journal.run_folder import writing_run
 from pipeline.records import Item, Rejection, StageName
 from pipeline.stages.scan import look_again, look_up_items
@@ -249,7 +249,7 @@ def known_items(
 ) -> Iterator[list[KnownItem | Rejection]]:
     """Yield for each entry of a data set, in order and in chunks, what the store knows of it."""
     since_ns = folder.stages.stat().st_mtime_ns if folder else None
-    left_out = left_out_items(folder, StageName.SCAN)
+    left_out = left_out_items(folder, StageName.SCAN) | refused_parts(folder, StageName.SCAN)
     for chunk in in_chunks(entries, LOOKED_UP_AT_ONCE):
         items = [entry for entry in chunk if isinstance(entry, Item)]
         looked_up = iter(look_up_items(items, project.recipe, project.shelves))

@@ -14,11 +14,11 @@ import xxhash
 
 from pipeline.encoder.embedding_recipe import BadSequence, texts, tokenize
 from pipeline.encoder.engine.token_batches import deal_shards, recipe_costs
-from pipeline.journal.attempts import left_out_items
-from pipeline.journal.ledger import LedgerReader, write_rejections
+from pipeline.journal.attempts import left_out_items, refused_parts
+from pipeline.journal.ledger import write_rejections
 from pipeline.journal.run_folder import writing_run
 from pipeline.project.project import asked_bytes
-from pipeline.records import EventKind, Reason, Rejection, StageName
+from pipeline.records import Reason, Rejection, StageName
 from pipeline.runs.dataset import worklist
 from pipeline.runs.dataset.worklist import KnownItem, Lines, Shard, StageSurvey
 from pipeline.runs.workflow.stage import Judged, Stage, wait_until_complete
@@ -126,7 +126,7 @@ class EmbedStage(Stage):
 
     def judge(self, project: Project, folder: RunFolder, patience_s: float) -> Embedded:
         """Count what the store has of every item, and list what was left out."""
-        unusable = _refused(folder) | left_out_items(folder, self.name)
+        unusable = refused_parts(folder, self.name) | left_out_items(folder, self.name)
 
         def count() -> Embedded:
             embedded, sequences = Embedded(), _JudgedSequences()
@@ -305,12 +305,6 @@ def describe(variant: Variant) -> str:
         return f"in {variant.precision}"
     how = {"windows": "in windows of {}", "truncate": "truncated to {}"}[variant.cut.policy]
     return f"{how.format(variant.cut.length)} residues, in {variant.precision}"
-
-
-def _refused(folder: RunFolder) -> dict[str, tuple[Reason, str]]:
-    """Return why tasks of this run could not embed sequences, by key."""
-    events = (event for event in LedgerReader(folder).fresh() if event.kind is EventKind.REFUSED)
-    return {event.data["key"]: (Reason(event.data["reason"]), event.data["detail"]) for event in events}
 
 
 def _tally(

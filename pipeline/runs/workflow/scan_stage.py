@@ -122,11 +122,11 @@ class ScanStage(Stage):
         """Scan the items of one task; if the run includes graphs, build them from the structures in memory."""
         items = worklist.task_items(folder, self.name, task, tell)
         if StageName.GRAPH not in json.loads(folder.stages.read_text()) or not project.config.graph.cache:
-            yield from scan_items(items, project.recipe, project.shelves)
+            yield from scan_items(items, project.recipe, project.shelves, refuse=tell.refuse)
             return
         with open_writer(project.graphs.store, project.config.cache.shard_bytes) as writer:
             maker = Maker(project.graphs.recipe, project.graphs.store, writer, partial(project.only.names, "graph"))
-            yield from scan_items(items, project.recipe, project.shelves, maker)
+            yield from scan_items(items, project.recipe, project.shelves, maker, refuse=tell.refuse)
 
     def recipe(self, project: Project) -> Mapping[str, Any]:
         return plain_recipe(project.recipe)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import tarfile
 from pathlib import Path
@@ -14,6 +15,8 @@ from pipeline.structures.atoms import UnusableInput
 from pipeline.structures.parsing.read_structure import FileReading, parse_structure
 from pipeline.structures.parsing.structure_files import read_file
 from pipeline.structures.policy import Policy, Structure, apply_policy
+from tests.command import Command
+from tests.projects import MakeProject, settle
 from tests.structures.pdb_text import atom, chain, residue
 
 PLAIN = chain("A", "ALA", "GLY")
@@ -155,3 +158,18 @@ def test_text_by_the_name_of_gzip_is_said_to_be_no_gzip(tmp_path: Path) -> None:
     with pytest.raises(UnusableInput, match="not gzip data") as raised:
         read_file(tmp_path / "a.pdb.gz", 1 << 20)
     assert raised.value.reason is Reason.UNKNOWN_FORMAT
+
+
+def test_a_file_that_unfolds_beyond_the_limit_is_a_rejection_of_every_run(
+    pipeline: Command, make_project: MakeProject
+) -> None:
+    folder = make_project(1, "structures: {max_file_bytes: 1MiB}\n")
+    (folder / "data" / "b.pdb.gz").write_bytes(gzip.compress(b" " * (2 << 20)))
+    settle(folder / "data")
+    submit = ("submit", "--stage", "scan", "--executor", "local", "--follow", "--set", "data.max_rejected_fraction=0.9")
+    for _ in range(2):  # it was not done, and the advice to do it led nowhere
+        said = pipeline(*submit)
+        assert said.code == 0, said.err
+        assert "file_too_large" in said.out
+    larger = pipeline(*submit, "--set", "structures.max_file_bytes=8MiB")
+    assert "empty_file" in larger.out
