@@ -155,7 +155,7 @@ def _show_training(outlook: TrainOutlook, *, as_json: bool) -> None:
 def show_plan(project: Project, stages: list[str], executor: Executor, emit: Path | None) -> None:
     """Print a table of what each stage would do, and the scripts that would be submitted."""
     from pipeline.report import tables
-    from pipeline.report.plan_tables import plan_table
+    from pipeline.report.plan_tables import later_line, plan_table
     from pipeline.runs.workflow import script_stage, table
     from pipeline.runs.workflow.jobs import plan_stage, script_outline
 
@@ -166,6 +166,8 @@ def show_plan(project: Project, stages: list[str], executor: Executor, emit: Pat
             typer.echo(f"{plan.stage.name}: {waiting:,} items are not scanned yet; what they hold is not counted")
         if script_stage.is_script(project.config, plan.stage.name):
             typer.echo("\n".join(script_outline(project, plan.stage, executor).lines()))
+        elif plan.counts().get("unplanned"):
+            typer.echo(later_line(plan.stage.name))
         elif plan.survey.shards:
             typer.echo(f"{plan.stage.name}: memory {plan.job.why}")
     if project.config.cluster.executor == "slurm":

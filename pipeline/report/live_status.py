@@ -49,12 +49,12 @@ CHANGES = 30  # of a stage, from which its pace is computed
 
 
 class _Rate(ProgressColumn):
-    """Items a second."""
+    """Items, steps or files a second."""
 
     def render(self, task: Task) -> Text:
         """Show the rate once it is known."""
         speed = task.finished_speed or task.speed
-        return Text(f"{speed:,.0f} items/s" if speed else "")
+        return Text(f"{speed:,.0f} {UNIT.get(task.description, 'item')}s/s" if speed else "")
 
 
 class LiveBars:

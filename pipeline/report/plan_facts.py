@@ -108,7 +108,7 @@ class TrainOutlook:
             "host": {"parts": json_data(self.host.parts), "mem_bytes": self.mem.mem_bytes, "why": self.mem.why},
             "job": {"cpus": self.cpus, "gpus": self.gpus, "nodes": self.nodes, "time_s": self.time_s},
             "train_s": self.train_s,
-            "gpu_hours": self.train_s * self.offer.ranks / 3600,
+            "gpu_hours": self.train_s * self.offer.ranks / 3600 if self.gpus else 0.0,
             "pace": self.pace,
             "ignores_sizes": self.ignores_sizes,
             "findings": [{**asdict(finding), "severity": finding.severity.value} for finding in self.findings],

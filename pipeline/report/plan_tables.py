@@ -61,9 +61,9 @@ def _verdict(plan: TrainOutlook) -> Iterator[str]:
     )
     if chosen.batch > plan.items:
         yield f"  there are only {plan.items:,} items: a step has them all, not {chosen.batch:,}"
-    step = min(chosen.batch, plan.items)
+    step, holder = min(chosen.batch, plan.items), "GPU" if plan.gpus else "process"
     yield (
-        f"  a step of {step} items is {chosen.accumulation_mean:.1f} micro-batches a GPU, at most "
+        f"  a step of {step} items is {chosen.accumulation_mean:.1f} micro-batches a {holder}, at most "
         f"{chosen.accumulation_most}; a micro-batch is {chosen.items_median:g} items, "
         f"at most {chosen.items_most}"
     )
@@ -196,12 +196,15 @@ def _job(plan: TrainOutlook) -> Iterator[RenderableType]:
     """Show what a job asks for, and where its memory goes."""
     chosen = plan.plan
     rows = [(part.name, format_bytes(part.bytes), part.origin.value, part.why) for part in plan.host.parts]
-    each = f"{plural(plan.gpus, 'GPU')}, {plural(plan.cpus, 'cpu')}, --mem {format_bytes(plan.mem.mem_bytes)}"
+    gpus = f"{plural(plan.gpus, 'GPU')}, " if plan.gpus else ""
+    each = f"{gpus}{plural(plan.cpus, 'cpu')}, --mem {format_bytes(plan.mem.mem_bytes)}"
+    core_hours = plan.train_s / 3600 * plan.nodes * plan.cpus
+    takes = f"{chosen.gpu_hours.value:.3g} GPU-hours" if plan.gpus else f"{core_hours:.3g} core-hours"
     yield f"job: {plural(plan.nodes, 'node')}, each with {each}"
     yield f"  --mem: {plan.mem.why}"
     yield (
         f"  an epoch takes about {format_seconds(chosen.epoch_s.value)}, all {format_seconds(plan.train_s)} "
-        f"({chosen.epoch_s.origin.value}), {chosen.gpu_hours.value:.3g} GPU-hours; "
+        f"({chosen.epoch_s.origin.value}), {takes}; "
         f"a job may take {format_seconds(plan.time_s)}"
     )
     yield text_table(("host memory", "a node", "from", ""), rows, right="node")
@@ -240,6 +243,7 @@ def _words(plan: TrainOutlook) -> Iterator[str]:
 
 
 PLANNED = ("items", "refused", "unusable", "cached", "missing", "tasks")
+UNPLANNED = ("items", "cached", "missing")  # what is not known of a stage that is planned later
 REFUSED = {"scan": "refused by the source", "embed": "that cannot be encoded", "graph": "left out before"}
 LATER = {"train": "planned when its graphs are there"}
 
@@ -252,7 +256,7 @@ def stage_line(name: str, counts: Mapping[str, int]) -> str:
     if name == "regenerate":
         return f"regenerate: {named_records(counts['items'])}"
     if counts.get("unplanned"):
-        return f"{name}: {LATER.get(name, 'counted when the model is trained')}"
+        return later_line(name)
     if counts["refused"]:
         parts.append(f"{counts['refused']:,} {REFUSED[name]}")
     if counts["unusable"]:
@@ -267,12 +271,18 @@ def stage_line(name: str, counts: Mapping[str, int]) -> str:
     return f"{name}: {plural(counts['items'], unit_of(name, counts))}: {', '.join(parts)}{tasks}{residues}{waiting}"
 
 
+def later_line(name: str) -> str:
+    """Say when a stage is planned that cannot be planned yet."""
+    return f"{name}: {LATER.get(name, 'counted when the model is trained')}"
+
+
 def plan_table(plans: Iterable[tuple[str, Mapping[str, int], int, int, Ask | None]]) -> Table:
     """Show what would be submitted."""
     rows = []
     for name, counts, made_bytes, cpus, ask in plans:
         asks = ("", "", "") if ask is None else (cpus, format_bytes(ask.mem_bytes), format_seconds(ask.time_s))
-        planned = [f"{counts[column]:,}" for column in PLANNED]
+        unknown = UNPLANNED if counts.get("unplanned") else ()
+        planned = ["?" if column in unknown else f"{counts[column]:,}" for column in PLANNED]
         disk = format_bytes(made_bytes) if made_bytes else ""
         rows.append((name, f"{unit_of(name, counts)}s", *planned, *asks, disk))
     columns = ("stage", "of", *PLANNED, "cpus", "mem", "time limit", "disk")

@@ -122,6 +122,8 @@ def efficiency_report(status: RunStatus, stages: Sequence[StageUse]) -> list[Ren
     """Show what the stages of a run have used, what went wrong, and what to ask for next time."""
     shown: list[RenderableType] = [f"run {status.name}: {status.state.value}"]
     if not stages:
+        if status.state is RunState.DONE:
+            return [*shown, "nothing was left to do: no task was needed"]
         return [*shown, "no task has ended yet; nothing was measured"]
     shown += ["", text_table(USED, map(_row, stages), right=" ".join(USED[1:]))]
     shown += ["", *(line for use in stages for line in _lines(use))]

@@ -50,7 +50,8 @@ class RegenerateStage(Stage):
 
     name = StageName.REGENERATE
     needs = MADE
-    counts_items = False  # but records
+    counts_items = False
+    unit = "record"
     may_be_empty = True
     only_looks = True
     has_tasks = False

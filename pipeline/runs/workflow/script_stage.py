@@ -77,6 +77,7 @@ class ScriptStage(Stage):
     of_sequences = False
     together = True
     counts_items = False
+    unit = "task"
 
     def inspect(self, project: Project) -> None:
         """Refuse a command that cannot be run, or that would train with another batch."""

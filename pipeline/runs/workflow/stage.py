@@ -93,6 +93,7 @@ class Stage(ABC):
     process_per_gpu: ClassVar[bool] = False
     together: ClassVar[bool] = False  # its processes are ranks of one task, on as many nodes as it has
     counts_items: ClassVar[bool] = True  # else its work is counted in other units than items
+    unit: ClassVar[str] = "item"  # of what is judged in the end
     may_be_empty: ClassVar[bool] = False  # having no item at all is no failure
     only_looks: ClassVar[bool] = False  # it changes no record of the cache
     has_tasks: ClassVar[bool] = True  # else it only judges the results of earlier stages

@@ -120,7 +120,7 @@ def refuse_or_warn(
     if too_many(rejected, total, data.max_rejected_fraction):
         unseen = f"; {judged.undone:,} were not looked at any more" if judged.undone else ""
         what = (
-            f"{rejected:,} of {total:,} items cannot be used, more than data.max_rejected_fraction"
+            f"{rejected:,} of {total:,} {stage.unit}s cannot be used, more than data.max_rejected_fraction"
             f" ({data.max_rejected_fraction:.1%}) allows{unseen}"
         )
         enough = math.ceil(100 * rejected / total) / 100  # too_many() forgives what rounding does to it
@@ -128,10 +128,10 @@ def refuse_or_warn(
         raise DataError(what, where=str(data.path), remedy=replace(again, before=f"less {folder.rejected}   or   "))
     if judged.undone:
         unscanned = f" ({trouble.waiting:,} of them were not scanned before)" if trouble.waiting else ""
-        what = f"{judged.undone:,} of {total:,} items are not done, such as {judged.first_undone}{unscanned}"
+        what = f"{judged.undone:,} of {total:,} {stage.unit}s are not done, such as {judged.first_undone}{unscanned}"
         kind = CacheDamaged if trouble.is_damage else JobFailed
         raise kind("\n".join([what, *trouble.lines]), where=folder.name, remedy=trouble.remedy)
     if judged.accepted == 0 and (total or not stage.may_be_empty) and project.only.is_all:
         remedy = f"pipeline status {folder.name}   (every reason: {folder.rejected})"
-        raise DataError(f"none of {total} items can be used", where=str(data.path), remedy=remedy)
+        raise DataError(f"none of {total} {stage.unit}s can be used", where=str(data.path), remedy=remedy)
     return stage.check(project, folder, judged)

@@ -67,6 +67,7 @@ class TrainStage(Stage):
     of_sequences = False
     together = True
     counts_items = False
+    unit = "step"
 
     def wanted(self, config: Config) -> bool:
         return with_task(config)

@@ -83,7 +83,8 @@ class ValidateStage(Stage):
     """Every file of a cache in, the list of what is damaged out."""
 
     name = StageName.VALIDATE
-    counts_items = False  # but files
+    counts_items = False
+    unit = "file"
     may_be_empty = True
     only_looks = True
     lists_lines = True

@@ -153,15 +153,19 @@ def _checked(entry: Item | Rejection, seen: SeenIds, spec: SourceSpec) -> Item |
         return entry
     if problem := id_problem(entry.id, names_files=spec.source != "fasta"):
         return Rejection(printable_text(entry.id), Reason.BAD_ID, f"the id {problem}", entry.origin)
-    first = seen.first_line(entry.id, _line(entry.origin))
+    line = _line(entry.origin)
+    first = seen.first_line(entry.id, line)
     if first is None:
+        if not line:
+            seen.remember_origin(entry.id, entry.origin)
         problem = label_problem(entry, spec.labels)
         return (
             Rejection(printable_text(entry.id), Reason.BAD_ROW, problem, entry.origin, entry.split)
             if problem
             else entry
         )
-    where = f"{spec.path.name if spec.splits is None else spec.splits.name}:{first}" if first else "an earlier file"
+    table = spec.path.name if spec.splits is None else spec.splits.name
+    where = f"{table}:{first}" if first else seen.origins.get(entry.id, "an earlier file")
     split = f" (this one is in split {printable_text(entry.split)!r})" if entry.split else ""
     detail = f"{where} has this id already{split}"
     return Rejection(printable_text(entry.id), Reason.DUPLICATE_ID, detail, entry.origin, entry.split)

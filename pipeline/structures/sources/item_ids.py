@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pipeline.records import Item
 
 MAX_ID_LENGTH = 200
+ORIGINS = 1 << 14  # that are remembered
 MERGE_AT, MERGE_SHARE = 1 << 12, 1 / 32  # of the latest ids, in a table of 150 bytes an id
 SLASHES = re.compile(r"[/\\]")
 
@@ -55,9 +56,16 @@ class SeenIds:
     """
 
     def __init__(self) -> None:
+        self.origins: dict[str, str] = {}  # of the newest ids, where they are from
         self._latest: dict[int, int] = {}
         self._digests = np.empty(0, dtype=np.uint64)
         self._lines = np.empty(0, dtype=np.uint32)
+
+    def remember_origin(self, name: str, origin: str) -> None:
+        """Remember where an id is from; files of one name stand close together, so older ones are forgotten."""
+        self.origins[name] = origin
+        if len(self.origins) > ORIGINS:
+            del self.origins[next(iter(self.origins))]
 
     def first_line(self, name: str, line: int) -> int | None:
         """Return the line where this id occurred first; if it is new, remember `line` and return None."""

@@ -184,6 +184,30 @@ def test_a_plan_needs_no_gpu_and_says_where_every_number_is_from(plan: Callable[
 
 
 @pytest.mark.slow
+def test_a_plan_for_processors_speaks_of_their_cores(typed: Command, plan: Callable[..., dict[str, Any]]) -> None:
+    words = [word for word in PLAN if word != "--json"]
+    on_cpu = typed(*words, "--set", "cluster.train.cpus=1")
+    assert (on_cpu.code, "core-hours" in on_cpu.out, "GPU" in on_cpu.out) == (0, True, False)
+    assert plan()["gpu_hours"] == 0
+    assert "GPU-hours" in typed(*words, "--gpu", "a100-40gb").out
+
+
+@pytest.mark.slow
+def test_a_training_without_graphs_is_shown_as_one_that_is_planned_later(
+    typed: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Path.cwd()
+    shutil.copytree(made / "data", tmp_path / "new" / "data")
+    for name in ("pipeline.yaml", "planlab.py"):
+        shutil.copy(made / name, tmp_path / "new")
+    monkeypatch.chdir(tmp_path / "new")
+    shown = typed("submit", "--stage", "train", "--only", "--dry-run", "--set", "train.task=planlab:Task")
+    (row,) = [line.split() for line in shown.out.splitlines() if line.startswith("train  ")]
+    assert row[:7] == ["train", "steps", "?", "0", "0", "?", "?"]
+    assert "train: planned when its graphs are there" in shown.out
+
+
+@pytest.mark.slow
 def test_parameters_and_their_kin_are_what_the_model_has(plan: Callable[..., dict[str, Any]]) -> None:
     found = plan("--gpu", "a100-40gb", "--set", "train.ema=0.99")
     numbers = 8 * 64 + 64 + 3 * (64 * 64 + 64) + 64 + 1
