@@ -23,6 +23,17 @@ def test_the_first_command_is_make_demo_and_its_output_follows() -> None:
     assert (second.what, second.argument) == ("output", "demo")
 
 
+def test_the_second_command_is_make_test_and_both_stand_in_the_opening() -> None:
+    opening = README.path.read_text().partition("\n## ")[0]
+    commands = [command for block in README.blocks for command in block.commands if f"$ {command}" in opening]
+    assert commands == ["make demo", "make test"]
+    sentences = opening.partition("```")[0]
+    assert "`make demo`" in sentences
+    assert "`make test`" in sentences
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert {"demo", "test"} <= set(targets)
+
+
 def test_make_demo_prints_what_the_readme_shows(demo: Demo) -> None:
     if not made_by_make():
         pytest.skip("this environment was not made by make, which would first make one")
