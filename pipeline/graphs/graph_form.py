@@ -33,17 +33,11 @@ ROLE_NAMES = [role.value for role in ROLES]
 
 
 class ArrayForm(NamedTuple):
-    """The dtype that an array must have (`u`: unsigned of any width), and its shape after the first axis."""
+    """The dtype that an array must have (`u`: unsigned of any width), its shape after the first axis, and that axis."""
 
     dtype: str
     tail: tuple[int, ...] = ()
-
-
-class Placed(NamedTuple):
-    """The form that an array must have, and the axis of its rows: a name, a number, or free."""
-
-    spec: ArrayForm
-    axis: str = FREE
+    axis: str = FREE  # of its rows: a name, a number, or free
 
 
 FLOATS, PLACES, BYTES, NUMBERS = ArrayForm("<f4"), ArrayForm("<f4", (3,)), ArrayForm("|u1"), ArrayForm("<i4")
@@ -85,9 +79,9 @@ def wrong_form(arrays: Mapping[str, Array], meta: Mapping[str, Any], recipe: Pla
     for name in sorted(arrays.keys() - wanted.keys()):
         yield f"{name} is in no such graph"
     sizes: dict[str, int] = {}
-    for name, placed in wanted.items():
+    for name, spec in wanted.items():
         if name in arrays:
-            yield from _shape(name, arrays[name], placed, sizes)
+            yield from _shape(name, arrays[name], spec, sizes)
     for name in wanted.keys() & arrays.keys():
         if name.endswith(".degree") and (neighbours := name.replace(".degree", ".neighbour")) in arrays:
             count = int(arrays[name].sum(dtype=np.int64))
@@ -110,21 +104,21 @@ def _chains(partner: Mapping[str, Any]) -> Iterator[str]:
 
 def _wanted(
     roles: list[str], arrays: Mapping[str, Array], recipe: Plain | None, *, by_residue: bool
-) -> dict[str, Placed]:
+) -> dict[str, ArrayForm]:
     """Return the required form of every array; optional groups are required whole if any of them is there."""
-    wanted: dict[str, Placed] = {}
+    wanted: dict[str, ArrayForm] = {}
     tables = ("node", "N", RESIDUE_NODES if by_residue else ATOM_NODES), ("residue", "R", ATOM_RESIDUES)
     is_bound_input = not any(name.endswith((".bound", ".labelled", ".bound_centre")) for name in arrays)
     for role in roles:
-        wanted[f"{role}.centre"] = Placed(ArrayForm("<f8"), "3")
+        wanted[f"{role}.centre"] = ArrayForm("<f8", axis="3")
         for axis, size, table in tables[: 1 if by_residue else 2]:
-            wanted |= {f"{role}.{axis}.{name}": Placed(spec, role + size) for name, spec in table.items()}
+            wanted |= {f"{role}.{axis}.{name}": spec._replace(axis=role + size) for name, spec in table.items()}
         if any(f"{role}.node.{name}" in arrays for name in BOUND):
-            wanted |= {f"{role}.node.{name}": Placed(spec, f"{role}N") for name, spec in BOUND.items()}
+            wanted |= {f"{role}.node.{name}": spec._replace(axis=f"{role}N") for name, spec in BOUND.items()}
         for edges in _edge_kinds(role, arrays, recipe, by_residue=by_residue):
             wanted |= _edge_arrays(f"{role}.edge.{edges}", f"{role}N")
             if edges in bonds.HOPS[1:]:
-                wanted[f"{role}.path.{edges}"] = Placed(ArrayForm(UNSIGNED, (bonds.HOPS.index(edges) + 2,)))
+                wanted[f"{role}.path.{edges}"] = ArrayForm(UNSIGNED, (bonds.HOPS.index(edges) + 2,))
     is_pair = Role.LIGAND.value in roles
     crosses = any(name.startswith("cross.") for name in arrays)
     if recipe and is_bound_input and recipe["contacts"] is not None:
@@ -135,10 +129,10 @@ def _wanted(
     if recipe and (is_bound_input or recipe["contacts"] is None):
         touches = is_pair and recipe["contacts"] is not None
     if touches:
-        wanted |= {"label.contact_pairs": Placed(ArrayForm(UNSIGNED, (2,)), "P")}
-        wanted |= {"label.contact_nearest": Placed(FLOATS, "P")}
-        wanted |= {"label.contact_atoms": Placed(COUNTS, "P")} if by_residue else {}
-    return wanted if is_bound_input else wanted | {"label.bound_centre": Placed(ArrayForm("<f8"), "3")}
+        wanted |= {"label.contact_pairs": ArrayForm(UNSIGNED, (2,), "P")}
+        wanted |= {"label.contact_nearest": FLOATS._replace(axis="P")}
+        wanted |= {"label.contact_atoms": COUNTS._replace(axis="P")} if by_residue else {}
+    return wanted if is_bound_input else wanted | {"label.bound_centre": ArrayForm("<f8", axis="3")}
 
 
 def _edge_kinds(role: str, arrays: Mapping[str, Array], recipe: Plain | None, *, by_residue: bool) -> list[str]:
@@ -151,20 +145,19 @@ def _edge_kinds(role: str, arrays: Mapping[str, Array], recipe: Plain | None, *,
     return [name for name in (*bonds.HOPS, "near") if name in present or name == atom_graph.BOND]
 
 
-def _edge_arrays(name: str, axis: str) -> dict[str, Placed]:
-    return {f"{name}.degree": Placed(COUNTS, axis), f"{name}.neighbour": Placed(COUNTS)}
+def _edge_arrays(name: str, axis: str) -> dict[str, ArrayForm]:
+    return {f"{name}.degree": COUNTS._replace(axis=axis), f"{name}.neighbour": COUNTS}
 
 
-def _shape(name: str, array: Array, placed: Placed, sizes: dict[str, int]) -> Iterator[str]:
+def _shape(name: str, array: Array, spec: ArrayForm, sizes: dict[str, int]) -> Iterator[str]:
     """Yield what is wrong with an array's type and shape; the first array on an axis sets its length."""
-    spec, axis = placed
     right = array.dtype.kind == UNSIGNED if spec.dtype == UNSIGNED else array.dtype == np.dtype(spec.dtype)
     if not right:
         wanted = "unsigned numbers" if spec.dtype == UNSIGNED else np.dtype(spec.dtype).name
         yield f"{name} is {array.dtype}, not {wanted}"
     length = len(array) if array.ndim else -1
-    known = int(axis) if axis.isdecimal() else length
-    size = known if axis == FREE else sizes.setdefault(axis, known)
+    known = int(spec.axis) if spec.axis.isdecimal() else length
+    size = known if spec.axis == FREE else sizes.setdefault(spec.axis, known)
     if array.shape != (size, *spec.tail):
         yield f"{name} is {list(array.shape)}, not {[size, *spec.tail]}"
 

@@ -289,6 +289,7 @@ OF_INVENTORIES = {
     "more nodes than residues": (said("partners", 0, "chains", 0, "nodes", value=31), "30 residues, 31 nodes"),
     "fewer atoms than residues": (said("partners", 0, "chains", 0, "atoms", value=3), "30 nodes and 3 atoms"),
     "a note that is not so": (said("partners", 0, "notes", "incomplete", value=2), "notes.incomplete is 2, and 0"),
+    "a list of others": (said("partners", 0, "left_out", value=[["A", "GLY", "1", "N"]]), "left_out lists 1, and 0"),
     "content that is no digest": (said("partners", 1, "content", value="abc"), "ligand: content is 'abc'"),
     "a map too much": (lambda a, _: a.update({"rows.ligand": np.arange(25, dtype=np.int32)}), "its maps are"),
     "a reason and more": (said("reason", value="no_atoms"), "it has both a reason (no_atoms) and what was found"),
