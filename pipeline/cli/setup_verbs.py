@@ -156,7 +156,7 @@ def _check_task(loaded: LoadedConfig) -> None:
     project = Project.open(loaded.config, remember=False, beside=beside)
     sizes = size_names(project)
     items, padded = some_items(project), train.batching == "padded"
-    problems = [*misfits(project), *breaches(task, items=items, seed=train.seed, item_sizes=sizes, padded=padded)]
+    problems = [*misfits(project, task), *breaches(task, items=items, seed=train.seed, item_sizes=sizes, padded=padded)]
     if problems:
         remedy = "what a task must have: pipeline/protocol.py"
         raise ConfigError("\n".join(problems), where=f"train.task: {train.task}", remedy=remedy)

@@ -92,6 +92,8 @@ def _plan_key(project: Project, table: str) -> str:
         "table": table,
         "code": package_digest(),
     }
+    if (pretrained := pretrained_digest(project)) is not None:
+        asked["pretrained"] = pretrained
     return recipe_tag("plan", asked).hex() + content_digest(json.dumps(asked, sort_keys=True).encode()).hex()[:16]
 
 
@@ -149,21 +151,32 @@ def recipe_of(project: Project, table: str, precision: str) -> dict[str, Any]:
         "precision": precision,
         "schedule": train.schedule.model_dump(mode="json"),
         "epochs": None if constant and not train.curriculum else train.epochs,  # more of them is a longer training
-        "pretrained": _digest(train.pretrained),
+        "pretrained": pretrained_digest(project),
         "code": task_digest(project),
         "embeddings": embeddings_used(project),
         "table": table,
     }
 
 
-def _digest(path: Path | None) -> str | None:
-    """Return what tells pretrained weights apart: the digest of a file, the name of a folder."""
-    if path is None or not path.is_file():
-        return None if path is None else str(path)
+def pretrained_digest(project: Project) -> str | None:
+    """Return the digest of the pretrained weights' content, whatever their path; None where none are configured."""
+    path = project.config.train.pretrained
+    return None if path is None else project.once("pretrained", lambda: _digest(path))
+
+
+def _digest(path: Path) -> str:
+    """Return the digest of a file, or of the names and content of a folder's files."""
+    from pipeline.training.checkpoints.checkpoint_reader import MANIFEST  # which waits for torch
+
     digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 24):
-            digest.update(chunk)
+    manifest = path / MANIFEST  # of a checkpoint of ours: it has the digests of the other files
+    files = [manifest] if manifest.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+    for part in files if path.is_dir() else [path]:
+        if path.is_dir():
+            digest.update(f"{part.relative_to(path)}\0{part.stat().st_size}\0".encode())
+        with part.open("rb") as file:
+            while chunk := file.read(1 << 24):
+                digest.update(chunk)
     return digest.hexdigest()
 
 

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from pipeline.journal.run_folder import RunFolder
     from pipeline.memory.footprint import MemoryChoice
     from pipeline.project.project import Project
+    from pipeline.protocol import Task
     from pipeline.records import TaskContext
     from pipeline.runs.workflow.stage import Outcomes
     from pipeline.training.checkpoints.checkpoint_reader import Manifest
@@ -81,7 +82,7 @@ class TrainStage(Stage):
             what = "sequences alone have no graphs to train on"
             raise ConfigError(what, where="data.source is fasta", remedy=Command.submit("embed"))
         refuse_crop(config)
-        load_task(config.train.task, config.train.options, beside=project.beside)
+        refuse_unfit_weights(project, load_task(config.train.task, config.train.options, beside=project.beside))
 
     def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> StageSurvey:  # noqa: ARG002 - one task
         """Find how far the training is, and plan the rest."""
@@ -291,7 +292,7 @@ def novelty(project: Project) -> list[str]:
     return [f"a new training: {changed} changed since {known[-1].parent.name}, which stays as it is"]
 
 
-def misfits(project: Project) -> list[str]:
+def misfits(project: Project, task: Task) -> list[str]:
     """Return problems of a configuration: a split that does not exist, pretrained weights that do not fit."""
     from pipeline.runs.dataset.loading import made_table
 
@@ -300,16 +301,28 @@ def misfits(project: Project) -> list[str]:
     splits = items_of(project, key, None).splits if key else ()
     if any(splits) and train.split is not None and train.split not in splits:
         problems.append(f"train.split is {train.split!r}; there are {', '.join(repr(name) for name in splits if name)}")
-    if train.pretrained is not None:
-        from pipeline.project.run_code import load_task
-        from pipeline.training.checkpoints.trained_weights import load_pretrained
-
-        try:
-            task = load_task(train.task or "", train.options, beside=project.beside)
-            load_pretrained(task.model(), train.pretrained, partial=train.pretrained_partial)
-        except PipelineError as error:
-            problems.append(f"train.pretrained: {error.what}")
+    try:
+        refuse_unfit_weights(project, task)
+    except PipelineError as error:
+        problems.append(f"train.pretrained: {error.what}")
     return problems
+
+
+def refuse_unfit_weights(project: Project, task: Task) -> None:
+    """Raise where pretrained weights are not of the task's model, which is made without memory if it can be."""
+    import torch
+
+    from pipeline.training.checkpoints.trained_weights import fitting_weights
+
+    train = project.config.train
+    if train.pretrained is None:
+        return
+    try:
+        with torch.device("meta"):
+            model = task.model()
+    except Exception:  # noqa: BLE001 - one that needs numbers while it is made
+        model = task.model()
+    fitting_weights(model, train.pretrained, partial=train.pretrained_partial)
 
 
 def _step(

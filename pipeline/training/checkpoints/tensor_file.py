@@ -201,8 +201,9 @@ def distinct(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str
     same: dict[str, str] = {}
     first_names: dict[Any, str] = {}
     for name, tensor in tensors.items():
-        place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj())
-        key = place if tensor.numel() and tensor.data_ptr() else id(tensor)
+        start = tensor.untyped_storage()._cdata if tensor.is_meta else tensor.data_ptr()  # noqa: SLF001 - it has no data
+        place = (tensor.device, start, tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj())
+        key = place if tensor.numel() and start else id(tensor)
         if (first := first_names.setdefault(key, name)) == name:
             kept[name] = tensor
         else:

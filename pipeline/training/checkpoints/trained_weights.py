@@ -160,7 +160,8 @@ def _load(step: Step, chosen: ChosenCheckpoint) -> str:
 WHERE = "train.pretrained"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 NESTED = ("state_dict", "model_state_dict", "model")  # where training scripts put the weights
-PARTIAL = "name weights of this model, or load only what fits: train.pretrained_partial: true"
+OTHERS = "name weights of this model"
+PARTIAL = f"{OTHERS}, or load only what fits: train.pretrained_partial: true"
 UNTRUSTED = "bring the weights as .safetensors, or as a state dict alone: torch.save(model.state_dict(), FILE)"
 FORMS = "name a .pt, .pth, .ckpt or .safetensors file, a Hugging Face folder, or a step-… folder of ours"
 _MOST_LINES = 5  # of each group
@@ -208,19 +209,26 @@ def load_pretrained(model: nn.Module, path: Path, *, partial: bool = False) -> P
 
     A tensor of another floating precision is converted; of tied parameters the file needs only one.
     """
+    report, fitting = fitting_weights(model, path, partial=partial)
+    state = model_state(model)
+    with torch.no_grad():
+        for name, tensor in fitting.items():
+            state[name].copy_(tensor)
+    return report
+
+
+def fitting_weights(model: nn.Module, path: Path, *, partial: bool) -> tuple[PretrainedReport, dict[str, Tensor]]:
+    """Compare weights with a model, which may be on the meta device; return how, and those that fit."""
     stored = stored_weights(path)
     state = model_state(model)
     prefix = _common_prefix(stored.tensors, state)
     tensors = {name.removeprefix(prefix): tensor for name, tensor in stored.tensors.items()}
     report, fitting = _compared(state, tensors, path, prefix, stored.averages)
-    if not report.is_whole and not partial:
-        raise _misfit(f"are not of this model: {len(fitting)} of its {len(state)} tensors fit", report)
     if not fitting:
-        raise _misfit("are not of this model: none of its tensors fits", report)
-    with torch.no_grad():
-        for name in fitting:
-            state[name].copy_(tensors[name])
-    return report
+        raise _misfit("are not of this model: none of its tensors fits", report, OTHERS)
+    if not report.is_whole and not partial:
+        raise _misfit(f"are not of this model: {len(fitting)} of its {len(state)} tensors fit", report, PARTIAL)
+    return report, {name: tensors[name] for name in fitting}
 
 
 def stored_weights(path: Path) -> StoredWeights:
@@ -343,9 +351,9 @@ def _untied(same: Mapping[str, str], stored: Mapping[str, Tensor], reshaped: Map
     }
 
 
-def _misfit(problem: str, report: PretrainedReport) -> ConfigError:
+def _misfit(problem: str, report: PretrainedReport, remedy: str) -> ConfigError:
     text = "\n  ".join([f"the weights {problem}", *report.lines()])
-    return ConfigError(text, where=f"{WHERE}: {report.path}", remedy=PARTIAL)
+    return ConfigError(text, where=f"{WHERE}: {report.path}", remedy=remedy)
 
 
 def _nearest(missing: Sequence[str], unexpected: Sequence[str]) -> dict[str, str]:

@@ -8,12 +8,10 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
-from pipeline.encoder.checkpoints.synth import write_random_checkpoint
 from pipeline.store.format.disk import Disk
 from pipeline.store.format.shard import read_table
-from pipeline.structures.synthetic import complex_pdb
 from tests.command import Command
-from tests.projects import settle
+from tests.runs.workflow.trained import write_project
 
 pytestmark = pytest.mark.timeout(900)  # it trains for real, on machines that are shared
 
@@ -66,16 +64,7 @@ SUBMIT = ("submit", "--stage", "train", "--follow")
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pipeline: Command) -> Path:
     """Return a project whose graphs and embeddings are made; it trains for 4 epochs of 3 steps."""
-    (tmp_path / "data").mkdir()
-    rows = ["id,path,receptor_chains,ligand_chains"]
-    for number in range(ITEMS):
-        (tmp_path / "data" / f"c{number}.pdb").write_bytes(complex_pdb(number, 20, 20 + number))
-        rows.append(f"c{number},c{number}.pdb,A,B")
-    (tmp_path / "data" / "manifest.csv").write_text("\n".join([*rows, ""]))
-    settle(tmp_path / "data")
-    write_random_checkpoint(tmp_path / "weights" / "esm2_tiny.pt", layers=1, dim=16, heads=2)
-    (tmp_path / "damaging_task.py").write_text(TASK)
-    (tmp_path / "pipeline.yaml").write_text(CONFIG)
+    write_project(tmp_path, CONFIG, {"damaging_task.py": TASK}, [""] * ITEMS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DAMAGE_ORDER", str(tmp_path / "order.json"))
     for stage in ("graph", "embed"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,7 +98,7 @@ def trained_project(factory: pytest.TempPathFactory, pipeline: Command, monkeypa
 
 
 def _make(folder: Path, pipeline: Command, monkeypatch: pytest.MonkeyPatch) -> Trained:
-    _write(folder)
+    write_project(folder, CONFIG, {"trained_task.py": TASK}, SPLITS)
     monkeypatch.chdir(folder)
     done = pipeline("submit", "--stage", "all", "--follow")
     assert done.code == 0, done.err
@@ -105,14 +106,16 @@ def _make(folder: Path, pipeline: Command, monkeypatch: pytest.MonkeyPatch) -> T
     return Trained(folder, json.loads(file.read_text())["evaluation"]["figures"], file, file.read_text())
 
 
-def _write(folder: Path) -> None:
+def write_project(folder: Path, config: str, code: Mapping[str, str], splits: Sequence[str]) -> None:
+    """Write a project: a complex for each of some splits, tiny weights of an encoder, the user's code, settings."""
     (folder / "data").mkdir()
     rows = ["id,path,receptor_chains,ligand_chains,split,cluster"]
-    for number, split in enumerate(SPLITS):
+    for number, split in enumerate(splits):
         (folder / "data" / f"c{number}.pdb").write_bytes(complex_pdb(number, RESIDUES, RESIDUES + number))
         rows.append(f"c{number},c{number}.pdb,A,B,{split},{number}")
     (folder / "data" / "manifest.csv").write_text("\n".join([*rows, ""]))
     settle(folder / "data")
     write_random_checkpoint(folder / "weights" / "esm2_tiny.pt", layers=1, dim=16, heads=2)
-    (folder / "trained_task.py").write_text(TASK)
-    (folder / "pipeline.yaml").write_text(CONFIG)
+    for name, text in code.items():
+        (folder / name).write_text(text)
+    (folder / "pipeline.yaml").write_text(config)
