@@ -50,6 +50,9 @@ def submit_command(
         str | None,
         typer.Option("--model", metavar="NAME", help="Evaluate or predict with this model, folder or checkpoint."),
     ] = None,
+    accept_code: Annotated[
+        bool, typer.Option("--accept-code", help="Go on with the last training though the task's code changed.")
+    ] = False,
     follow: Annotated[bool, typer.Option("--follow", help="Stay, and show progress until it has ended.")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would be done, with the scripts of jobs, and do nothing.")
@@ -73,6 +76,8 @@ def submit_command(
         _refuse("a document is printed of what would be done", "--json", stage, "--dry-run --json")
     if damage_list is not None and stage != StageName.REGENERATE:
         _refuse(f"a list says what to regenerate, but --stage is {stage}", "--list", "regenerate", "--list FILE")
+    if accept_code and idle:
+        _refuse("what is accepted is recorded, and this would only say what would be done", "--accept-code", stage)
     if only and stage in ("all", StageName.REGENERATE):
         _refuse("several stages are not one alone", "--only", stage)
     sets = [*(sets or ()), *([f"cluster.executor={executor}"] if executor else ())]
@@ -87,6 +92,8 @@ def submit_command(
         print_json({"stages": [], "scripts": {}}) if as_json else typer.echo(nothing)
         return
     typed = typed_command(stage, config, sets, damage_list)
+    if accept_code:
+        _accept_code(project)
     with _checked(project, stages, typed, may_be_silent=idle) as (project, opened):
         if idle:
             print_plan(project, stages, opened) if as_json else show_plan(project, stages, opened, emit)
@@ -227,6 +234,20 @@ def begin_again(folder: RunFolder, config: Config, status: RunStatus) -> None:
     typer.echo(f"run {folder.name} has ended ({status.state.value}); what it has left undone is done by a new run")
     with _checked(project, stages, typed) as (project, executor):
         _start(project, stages, typed, executor, follow=False)
+
+
+def _accept_code(project: Project) -> None:
+    """Let the training that differs in nothing but its code go on with the code of today."""
+    from pipeline.errors import ConfigError
+    from pipeline.runs.model.accepted_code import accept_code
+    from pipeline.runs.model.prepare import prepare
+
+    prepared = prepare(project)
+    if prepared is None:
+        remedy = "pipeline submit --stage train"
+        raise ConfigError("nothing was trained with this data set yet", where="--accept-code", remedy=remedy)
+    name = accept_code(prepared, project.config.train.models)
+    typer.echo(f"the task's code of today is accepted for {name}, which goes on", err=True)
 
 
 def _status_of(folder: RunFolder) -> str:

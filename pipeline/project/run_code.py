@@ -26,7 +26,7 @@ from pipeline.errors import ConfigError, PipelineError
 from pipeline.journal.run_folder import PRIVATE, RunFolder, writing_run
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Container, Iterator, Mapping
 
     from pipeline.protocol import Reader, Task
 
@@ -131,6 +131,7 @@ class CodeKind:
 
 
 READERS = PACKAGE / "readers"
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 TASK = CodeKind("task", "train.task", ("model", "cost", "collate", "loss"))
 READER = CodeKind("reader", "data.reader", ("files", "entries", "read"))
 
@@ -242,8 +243,39 @@ def _imported(path: Path) -> list[str]:
     return [name for name in dict.fromkeys(names) if name.partition(".")[0] != "pipeline"]
 
 
-def source_digest(own: Task | Reader) -> str:
-    """Return the digest of the user's own code; empty where there is none."""
+FIGURES = ("metrics", "outputs")  # methods of a task that tell of a model, and cannot change its weights
+
+
+def source_digest(own: Task | Reader, without: Container[str] = FIGURES) -> str:
+    """Return the digest of what the user's own code does; empty where there is none.
+
+    Comments, formatting and docstrings are not in it, nor are methods of these names of the task itself.
+    """
+    classes = {base.__name__ for base in type(own).__mro__}
+    digest, files = xxhash.xxh3_128(), sources(own)
+    for name, path in files:
+        tree = ast.parse(path.read_bytes())
+        for node in ast.walk(tree):
+            if isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
+                del node.body[0]
+            if isinstance(node, ast.ClassDef) and node.name in classes:
+                node.body = [part for part in node.body if getattr(part, "name", None) not in without]
+        digest.update(f"{name}\0{_plain(tree)!r}\0".encode())
+    return digest.hexdigest() if files else ""
+
+
+def _plain(node: Any) -> Any:
+    """Return a syntax tree as plain values, without what is empty: later versions of Python add fields."""
+    if isinstance(node, list):
+        return [_plain(part) for part in node]
+    if not isinstance(node, ast.AST):
+        return node
+    fields = [(name, _plain(value)) for name, value in ast.iter_fields(node) if value is not None and value != []]
+    return (type(node).__name__, fields)
+
+
+def bytes_digest(own: Task | Reader) -> str:
+    """Return the digest of the user's code as it stands, by which earlier versions knew a training."""
     files = sources(own)
     return digest_of(files) if files else ""
 

@@ -156,6 +156,7 @@ class ModelFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.prepared = path / "prepared.json"  # what was decided before it began
+        self.accepted_code = path / "accepted_code.json"  # the digests of other code that it goes on with
         self.export = path / EXPORT  # only of an exported model
         self.settings = path / "settings.json"  # the configuration that it was trained with
         self.checkpoints = path / "checkpoints"  # a folder for each checkpoint

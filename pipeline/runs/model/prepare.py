@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,10 +15,11 @@ from pipeline.errors import CacheDamaged, DataError, RecordMissing, WeightsUnusa
 from pipeline.files import write_whole
 from pipeline.journal.run_folder import writing_run
 from pipeline.keys import content_digest, recipe_tag
-from pipeline.project.run_code import load_task, package_digest, source_digest
+from pipeline.project.run_code import bytes_digest, load_task, package_digest, source_digest
 from pipeline.runs.dataset.loading import made_table, rows_of, source_of
 from pipeline.runs.dataset.reader_items import is_reader
 from pipeline.runs.dataset.reader_items import refuse_unreadable as inspect_entries
+from pipeline.runs.model.accepted_code import with_accepted_code
 from pipeline.runs.model.task_contract import GRAPH
 from pipeline.runs.model.training_work import Work, sizes_of
 from pipeline.training.items.item_source import NUMBERS
@@ -49,7 +51,11 @@ def prepare(project: Project) -> Prepared | None:
     if table is None:
         return None
     key = _plan_key(project, table)
-    return project.once(key, lambda: _remembered_or_planned(project, key, table))
+    prepared = project.once(key, lambda: _remembered_or_planned(project, key, table))
+    train = project.config.train
+    task = partial(load_task, train.task, train.options, beside=project.beside)
+    as_it_stands = project.once("task as it stands", lambda: bytes_digest(task()))
+    return with_accepted_code(prepared, train.models, as_it_stands)
 
 
 def _remembered_or_planned(project: Project, key: str, table: str) -> Prepared:
@@ -187,7 +193,7 @@ def training_name(task: str, recipe: Mapping[str, Any]) -> str:
 
 
 def task_digest(project: Project) -> str:
-    """Return the digest of the user's own code: when it changes, it is another training."""
+    """Return the digest of what the user's own code does to weights: when that changes, it is another training."""
     train = project.config.train
     return project.once("task", lambda: source_digest(load_task(train.task, train.options, beside=project.beside)))
 

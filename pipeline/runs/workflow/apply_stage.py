@@ -19,7 +19,8 @@ from pipeline.errors import ConfigError, DataError, JobFailed
 from pipeline.files import write_whole
 from pipeline.journal.attempts import left_out_items
 from pipeline.journal.run_folder import writing_run
-from pipeline.project.run_code import blamed, load_task
+from pipeline.keys import content_digest
+from pipeline.project.run_code import blamed, load_task, source_digest
 from pipeline.records import StageName
 from pipeline.runs.dataset.loading import made_table, rows_of, source_of
 from pipeline.runs.dataset.reader_items import unmade
@@ -63,7 +64,7 @@ class Application:
     prepared: Prepared
     chosen: ChosenCheckpoint
     split: str | None
-    made: str  # the digest of the items
+    made: str  # the digest of the items, and of the user's code that tells of them
     items: int
     done: list[list[int]]  # items that were done before, as [first, stop]
     model: str = ""  # the model's folder
@@ -184,8 +185,6 @@ class ApplyStage(Stage):
 
     def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> StageSurvey:  # noqa: ARG002 - one task
         """Choose the checkpoint, and count the items and how many of them are done."""
-        from pipeline.training.evaluating.apply_model import table_digest
-
         counts = dict.fromkeys(("items", "refused", "unusable", "cached", "missing", "waiting"), 0)
         prepared = self._prepared(project)
         chosen = self._choose(project, prepared) if prepared else None
@@ -201,7 +200,7 @@ class ApplyStage(Stage):
         is_for_all = folder is None or folder.command().stage == "all"
         table = self._items(project, prepared, may_miss=is_for_all)
         items, left = len(table), 0
-        applied = Application(prepared, chosen, self.settings(project).split, table_digest(table), items, [])
+        applied = Application(prepared, chosen, self.settings(project).split, _made_of(project, table), items, [])
         applied = replace(applied, model=str(self._folder_of(project, prepared).path))
         if items and not self.is_done(project, applied):
             applied = replace(applied, done=_done(self.parts(project, applied), applied))
@@ -324,6 +323,15 @@ class ApplyStage(Stage):
             with_loss=self.with_loss,
             data=str(project.config.data.path),
         )
+
+
+def _made_of(project: Project, table: ItemTable) -> str:
+    """Return the digest of items and of what a task of the user's tells of them, which its weights do not depend on."""
+    from pipeline.training.evaluating.apply_model import table_digest
+
+    train, of_items = project.config.train, table_digest(table)
+    code = source_digest(load_task(train.task, train.options, beside=project.beside), without=())
+    return content_digest(f"{of_items}-{code}".encode()).hex() if code else of_items
 
 
 def _done(folder: Path, applied: Application) -> list[list[int]]:

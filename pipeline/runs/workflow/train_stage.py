@@ -22,6 +22,7 @@ from pipeline.records import EventKind, Item, Reason, StageName
 from pipeline.runs.dataset.loading import rows_of, source_of
 from pipeline.runs.dataset.reader_items import refuse_crop, unmade
 from pipeline.runs.dataset.worklist import Shard, StageSurvey, list_items, read_items, read_shard
+from pipeline.runs.model.accepted_code import FLAG
 from pipeline.runs.model.prepare import (
     folder_of,
     items_of,
@@ -289,7 +290,8 @@ def novelty(project: Project) -> list[str]:
     before = json.loads(known[-1].read_text()).get("recipe", {})
     names = [name for name in {**before, **prepared.recipe} if before.get(name) != prepared.recipe.get(name)]
     changed = ", ".join(CALLED.get(name, f"train.{name}") for name in names)
-    return [f"a new training: {changed} changed since {known[-1].parent.name}, which stays as it is"]
+    way_back = f"   (to go on with that: {FLAG})" if names == ["code"] else ""
+    return [f"a new training: {changed} changed since {known[-1].parent.name}, which stays as it is{way_back}"]
 
 
 def misfits(project: Project, task: Task) -> list[str]:
