@@ -251,6 +251,36 @@ def test_cancel_ends_a_run_with_its_supervisors_and_keeps_what_is_done(make: Mak
     assert again.stage()["cached"] == 2
 
 
+@pytest.mark.slow
+def test_following_ends_without_a_supervisor_and_resume_takes_up_what_was_then_cancelled(
+    make: Make, healthy: Cluster
+) -> None:
+    project = make(3, {"c2.pdb": LINGERS}, **ONE_EACH)
+    run = project.submits()
+    run.arrives_at("c2.pdb")
+    said = project.folder / "said"
+    with said.open("w") as output:
+        words = [PIPELINE, *SUBMIT, "--follow"]
+        follower = subprocess.Popen(words, cwd=project.folder, stdout=output, stderr=output)
+    try:
+        until("it to follow", lambda: "is doing this already" in said.read_text(), story=said.read_text)
+        healthy.run("scancel", *{job["array"] for job in run.jobs(healthy, "supervise")})
+        assert follower.wait(timeout=60.0) == 7, said.read_text()
+    finally:
+        follower.kill()
+    assert f"nobody looks after run {run.name} any more" in said.read_text()
+    assert f"next: pipeline resume {run.name}" in said.read_text()
+    assert project.types("cancel", run.name, "--yes").code == 0
+    until("no job of the run", lambda: not run.jobs(healthy), story=run.story)
+    assert run.now().state is RunState.STOPPED
+    resumed = project.types("resume", run.name)
+    assert resumed.code == 0, resumed
+    again = project.newest
+    assert again.name != run.name
+    again.ends()
+    assert (again.stage()["cached"], again.stage()["census"]["accepted"]) == (2, 3)
+
+
 @pytest.mark.parametrize(
     ("settings", "code", "words", "change"),
     [
