@@ -31,39 +31,38 @@ COUNTED = ("shards", "bytes", "records", "whole", "listed", "lost", "faults")  #
 SHOWN = 5  # files that a repair leaves alone, of which each is told what to do about it
 _OUT = Command.of("cache validate --out FILE", then="   (in a folder where you can write)")
 
-Yes = Annotated[bool, typer.Option("--yes", help="Do it; else it is only said what would be done.")]
+Yes = Annotated[bool, typer.Option("--yes", help="Do it; without it, only show what would be done.")]
 
 
 def validate_command(
     quick: Annotated[
-        bool, typer.Option("--quick", help="Look at the structure alone: two reads a file, and the index.")
+        bool, typer.Option("--quick", help="Check structure only: two reads a file, and the index.")
     ] = False,
-    full: Annotated[
-        bool, typer.Option("--full", help="Read every byte, and judge every record; so it is without an option.")
-    ] = False,
+    full: Annotated[bool, typer.Option("--full", help="Read every byte and check every record (the default).")] = False,
     semantic: Annotated[
-        bool, typer.Option("--semantic", help="Read every byte, and judge what each record says.")
+        bool, typer.Option("--semantic", help="Read every byte, and check that what each record says makes sense.")
     ] = False,
     sample: Annotated[
         float,
         typer.Option(
-            "--sample", metavar="P", min=0.0, max=1.0, help="Make this share anew and compare; with --semantic."
+            "--sample", metavar="P", min=0.0, max=1.0, help="With --semantic: compute this share again, and compare."
         ),
     ] = 0.0,
     subset: Annotated[
-        str, typer.Option("--subset", metavar="n/t", help="The n-th of t parts alone, such as 1/8.")
+        str, typer.Option("--subset", metavar="n/t", help="Only the n-th of t parts, such as 1/8.")
     ] = "1/1",
     kind: Annotated[
         list[str] | None,
-        typer.Option("--kind", metavar="KIND", help="Records of this kind alone; may be given several times."),
+        typer.Option("--kind", metavar="KIND", help="Only records of this kind; may be given several times."),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="Where the damage list goes; else into the cache.")
+        Path | None,
+        typer.Option("--out", metavar="FILE", help="Where to write the damage list (default: the cache)."),
     ] = None,
     verdicts: Annotated[
         Path | None,
         typer.Option(
-            "--verdicts", metavar="FILE", help="Write a line of JSON there for each record, the whole ones, too."
+            "--verdicts", metavar="FILE", help="Write a line of JSON there for every record, intact ones too."
         ),
     ] = None,
     config: ConfigFile = None,
@@ -107,14 +106,14 @@ def _how(sample: float, *, quick: bool, full: bool, semantic: bool) -> str:
 def repair_command(
     damage: Annotated[
         Path | None,
-        typer.Option("--list", metavar="FILE", help="Look at what this damage list names alone; else at every byte."),
+        typer.Option("--list", metavar="FILE", help="Only what this damage list names; by default everything."),
     ] = None,
     yes: Yes = False,
     config: ConfigFile = None,
     sets: Sets = None,
     as_json: Json = False,
 ) -> None:
-    """Bring intact records of damaged files into new ones, put damaged files aside, and make the index anew."""
+    """Save the intact records of damaged files, put damaged files aside, and rebuild the index."""
     from pipeline.report import check_tables, tables
     from pipeline.report.live_status import CheckBars
     from pipeline.store.format.disk import ask_owner
@@ -191,7 +190,7 @@ def _waits(settle_s: float) -> Callable[[], None]:
 
 
 def compact_command(yes: Yes = False, config: ConfigFile = None, sets: Sets = None, as_json: Json = False) -> None:
-    """Make few files of many small ones; records are verified and stay as they are."""
+    """Merge many small files into few; records are verified and stay as they are."""
     from pipeline.report import check_tables, tables
     from pipeline.store.format.disk import ask_owner
     from pipeline.store.maintenance import rewrite as compaction

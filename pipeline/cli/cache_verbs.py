@@ -44,7 +44,7 @@ def export_command(
     sets: Sets = None,
     as_json: Json = False,
 ) -> None:
-    """Copy the cache to a folder, with a manifest; run it again, and it does what is missing."""
+    """Copy the cache to a folder, with checksums; run again, it copies what is missing."""
     from pipeline.store.cache_folder import CacheFolder
     from pipeline.store.format.cache_layout import MANIFEST
     from pipeline.store.maintenance import transfer
@@ -63,7 +63,7 @@ def export_command(
 
 
 def import_cache_command(folder: Folder, config: ConfigFile = None, sets: Sets = None, as_json: Json = False) -> None:
-    """Take an export into the cache; every file is verified, and nothing is overwritten."""
+    """Add an export to the cache; every file is verified, and nothing is overwritten."""
     from pipeline.store.cache_folder import CacheFolder
     from pipeline.store.maintenance import transfer
     from pipeline.store.maintenance.leftovers import refuse_links_out
@@ -123,7 +123,7 @@ def _refuse(moved: Moved, where: Path, remedy: Command, done: str) -> None:
 def regenerate_command(
     damage_list: DamageList = None, config: ConfigFile = None, sets: Sets = None, as_json: Json = False
 ) -> None:
-    """Make lost records anew, here and now; on a cluster: pipeline submit --stage regenerate."""
+    """Compute lost records again, on this machine; on a cluster: pipeline submit --stage regenerate."""
     from pipeline.journal.run_status import RunState
     from pipeline.journal.run_status import RunStatus as Status
     from pipeline.project.project import Project
@@ -181,15 +181,16 @@ def clean_command(
         bool, typer.Option("--keep-recipes", help="Keep every record of every recipe that is known.")
     ] = False,
     older_than: Annotated[
-        str | None, typer.Option("--older-than", metavar="TIME", help="Keep what is younger, such as 7d; else 1d.")
+        str | None,
+        typer.Option("--older-than", metavar="TIME", help="Keep what is younger, such as 7d (default 1d)."),
     ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Remove all that this program made here.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Do it; else only say what would be done.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Remove everything that this program made here.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do it; without it, only show what would be done.")] = False,
     config: ConfigFile = None,
     sets: Sets = None,
     as_json: Json = False,
 ) -> None:
-    """Give back the space of what no recipe and no data set needs any more."""
+    """Delete what no recipe and no data set needs any more."""
     from pipeline.errors import ConfigError
     from pipeline.project.project import Project
     from pipeline.report import tables
@@ -290,7 +291,7 @@ def _again(asked: CleanRequest, older_than: str | None) -> Command:
     return as_typed(Command.of("cache clean", *words, "--yes"))
 
 
-app = typer.Typer(help="Look at the cache, mend it, clean it, move it.", no_args_is_help=True)
+app = typer.Typer(help="Look at the cache, check, repair, clean or move it.", no_args_is_help=True)
 app.command("stat")(stat_command)
 app.command("validate")(cache_check.validate_command)
 app.command("repair")(cache_check.repair_command)
@@ -303,4 +304,4 @@ app.command("import")(import_cache_command)
 
 @app.callback()
 def cache_options() -> None:
-    """Look at the cache, mend it, clean it, move it."""
+    """Look at the cache, check, repair, clean or move it."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pipeline.runs.engine.lifecycle import Cancellation
 
 
-Yes = Annotated[bool, typer.Option("--yes", help="Do it; else only say what would be done.")]
+Yes = Annotated[bool, typer.Option("--yes", help="Do it; without it, only show what would be done.")]
 
 
 def resume_command(run: Run = None, config: ConfigFile = None, sets: Sets = None) -> None:
@@ -63,7 +63,7 @@ def cancel_command(
     config: ConfigFile = None,
     sets: Sets = None,
 ) -> None:
-    """End a run with its jobs and supervisors; finished work is kept."""
+    """End a run, its jobs and supervisors; finished work is kept."""
     from pipeline.errors import ConfigError
     from pipeline.journal.run_status import RunState
     from pipeline.runs.engine.lifecycle import cancel as end
@@ -120,12 +120,12 @@ def _words(cancellation: Cancellation) -> str:
 
 def status_command(
     run: Run = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Go on showing it until it has ended.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Keep showing it until it has ended.")] = False,
     config: ConfigFile = None,
     sets: Sets = None,
     as_json: Json = False,
 ) -> None:
-    """Show what a run is doing, or what became of it."""
+    """Show what a run is doing, or how it ended."""
     import gc
 
     from pipeline.errors import ConfigError

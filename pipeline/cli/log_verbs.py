@@ -28,18 +28,18 @@ LOGGED = (*STAGES[:-1], "supervise")  # what has logs
 
 def logs_command(
     run: Run = None,
-    stage: Annotated[str | None, one_of(LOGGED, "--stage", "Of one stage, or of the supervisors.")] = None,
-    task: Annotated[int | None, typer.Option("--task", min=0, help="Of that task, every line.")] = None,
-    rank: Annotated[int | None, typer.Option("--rank", min=0, help="Of one process of a task with several.")] = None,
-    attempt: Annotated[int | None, typer.Option("--attempt", min=1, help="Of that attempt at each task.")] = None,
-    failed: Annotated[bool, typer.Option("--failed", help="Of the attempts that did not end well.")] = False,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until the run has ended.")] = False,
-    everything: Annotated[bool, typer.Option("--all", help="Every line of every such log, not the ends.")] = False,
+    stage: Annotated[str | None, one_of(LOGGED, "--stage", "Only of this stage, or of the supervisors.")] = None,
+    task: Annotated[int | None, typer.Option("--task", min=0, help="Only of this task, every line.")] = None,
+    rank: Annotated[int | None, typer.Option("--rank", min=0, help="Only of this process of a task.")] = None,
+    attempt: Annotated[int | None, typer.Option("--attempt", min=1, help="Only of this attempt at each task.")] = None,
+    failed: Annotated[bool, typer.Option("--failed", help="Only of attempts that failed.")] = False,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Follow the output until the run has ended.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Every line of every such log, not only the ends.")] = False,
     config: ConfigFile = None,
     sets: Sets = None,
     as_json: Json = False,
 ) -> None:
-    """Show what the tasks of a run have printed: the failed ones, else the newest."""
+    """Show what tasks printed: failed ones, else the newest."""
     from pipeline.errors import ConfigError
     from pipeline.journal.run_logs import LogChoice, wanted_logs
     from pipeline.journal.run_status import StatusReader

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 ConfigFile: TypeAlias = Annotated[
     Path | None,
-    typer.Option("--config", metavar="FILE", help="Else $PIPELINE_CONFIG, pipeline.yaml, configs/pipeline.yaml."),
+    typer.Option("--config", metavar="FILE", help="Default: $PIPELINE_CONFIG, pipeline.yaml, configs/pipeline.yaml."),
 ]
 Sets: TypeAlias = Annotated[
     list[str] | None,
@@ -33,7 +33,8 @@ Sets: TypeAlias = Annotated[
 ]
 Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 Run: TypeAlias = Annotated[
-    str | None, typer.Argument(metavar="[RUN]", autocompletion=completing(runs), help="Name of a run; else the newest.")
+    str | None,
+    typer.Argument(metavar="[RUN]", autocompletion=completing(runs), help="Name of a run (default: the newest)."),
 ]
 
 STAGES = tuple(StageName)

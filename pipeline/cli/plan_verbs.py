@@ -30,7 +30,7 @@ PLANNED = ("scan", "embed", "graph", "train", "validate", "all")
 
 def plan_command(
     stage: Annotated[
-        str, one_of(PLANNED, "--stage", "The stage to plan, with what it needs before it; train: alone.")
+        str, one_of(PLANNED, "--stage", "The stage to plan, with the stages it needs; train: only itself.")
     ] = "all",
     gpu: Annotated[
         list[str] | None,
@@ -38,18 +38,22 @@ def plan_command(
             "--gpu",
             metavar="GPU",
             autocompletion=completing(gpus),
-            help="Train on this: a100-80gb, 24GiB, 3xa100-40gb, or a,b for a job that may land on either. "
+            help="Plan for this GPU: a100-80gb, 24GiB, 3xa100-40gb, or a,b for a job that may get either. "
             "Several times: compared.",
         ),
     ] = None,
     probe: Annotated[
-        bool, typer.Option("--probe", help="Run the worst micro-batch for minutes on each card, and correct the plan.")
+        bool,
+        typer.Option("--probe", help="Run the largest micro-batch on each GPU for minutes, and correct the plan."),
     ] = False,
     config: ConfigFile = None,
     sets: Sets = None,
     as_json: Json = False,
 ) -> None:
-    """Say what each stage would take: tasks, memory, time, disk; for training the GPU's memory too, without a GPU."""
+    """Show the memory, time and disk that stages would take.
+
+    For training it shows the memory of GPUs, too; it needs none.
+    """
     from pipeline.cluster.job_spec import Limits
     from pipeline.errors import ConfigError
     from pipeline.project.project import Project, open_executor

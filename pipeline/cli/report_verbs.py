@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 PRINTED = Path("-")
 Page = Annotated[
     Path | None,
-    typer.Option("--html", metavar="FILE", help="Write a page that shows the whole run, all in one file; -: print it."),
+    typer.Option("--html", metavar="FILE", help="Write a page about the whole run, in one file; -: print it."),
 ]
 
 
@@ -35,7 +35,7 @@ TOO_WIDE = (*KEYS, "origin", "place")
 def items_command(
     run: Run = None,
     key: Annotated[
-        str | None, typer.Option("--key", metavar="HEX", help="Only items with a record whose key begins so.")
+        str | None, typer.Option("--key", metavar="HEX", help="Only items with a record whose key begins with this.")
     ] = None,
     config: ConfigFile = None,
     sets: Sets = None,
@@ -90,7 +90,7 @@ def _scanned(run: str | None, config: Path | None, sets: Sequence[str] | None) -
 def report_command(
     run: Run = None, html: Page = None, config: ConfigFile = None, sets: Sets = None, as_json: Json = False
 ) -> None:
-    """Show what a run used of the memory, cores and time it asked for, and what to ask for next time."""
+    """Show what a run asked for, used, and should ask for."""
     from pipeline.journal.active_runs import status_of
     from pipeline.report import tables
     from pipeline.report.run_tables import efficiency_report
@@ -139,16 +139,20 @@ def replay_command(
     run: Run = None,
     step: Annotated[int | None, typer.Option("--step", min=1, help="The step that went wrong.")] = None,
     rank: Annotated[
-        int | None, typer.Option("--rank", min=0, help="Of that rank; else of the one it began on.")
+        int | None,
+        typer.Option("--rank", min=0, help="Of this rank (default: where it failed first)."),
     ] = None,
     device: Annotated[
-        str, typer.Option("--device", help="Where to run it: cuda, cpu; auto: a GPU if there is one.")
+        str, typer.Option("--device", help="Where to run it: cuda, cpu, or auto: a GPU if there is one.")
     ] = "auto",
     config: ConfigFile = None,
     sets: Sets = None,
     as_json: Json = False,
 ) -> None:
-    """Make a step again that ran out of memory, or was not finite, and say where that begins; nothing is changed."""
+    """Run a failed training step again, and show what fails.
+
+    Steps that ran out of memory or were not finite leave a bundle. Nothing is changed.
+    """
     from pipeline.errors import ConfigError
     from pipeline.report import tables
     from pipeline.runs.replay.replay_case import find_case, steps_with_bundles

@@ -34,17 +34,17 @@ INLINE_S = 5.0  # work that takes longer is left to the first supervisor job
 DamageList = Annotated[
     Path | None,
     typer.Option(
-        "--list", metavar="FILE", help="A damage list, to regenerate what it calls lost; else all that is missing."
+        "--list", metavar="FILE", help="Regenerate what this damage list calls lost; by default all that is missing."
     ),
 ]
 
 
 def submit_command(
-    stage: Annotated[str, one_of((*STAGES, "all"), "--stage", "The stage to run, with what it needs before it.")],
+    stage: Annotated[str, one_of((*STAGES, "all"), "--stage", "The stage to run.")],
     executor: Annotated[
-        str | None, one_of(("local", "slurm"), "--executor", "Where to run it; else cluster.executor.")
+        str | None, one_of(("local", "slurm"), "--executor", "Where to run it; by default as cluster.executor says.")
     ] = None,
-    only: Annotated[bool, typer.Option("--only", help="Run that stage alone; what it needs is there.")] = False,
+    only: Annotated[bool, typer.Option("--only", help="Run that stage only; the stages it needs are done.")] = False,
     damage_list: DamageList = None,
     model: Annotated[
         str | None,
@@ -53,12 +53,13 @@ def submit_command(
     accept_code: Annotated[
         bool, typer.Option("--accept-code", help="Go on with the last training though the task's code changed.")
     ] = False,
-    follow: Annotated[bool, typer.Option("--follow", help="Stay, and show progress until it has ended.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", help="Stay and show progress until the run has ended.")] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would be done, with the scripts of jobs, and do nothing.")
+        bool, typer.Option("--dry-run", help="Show what would be done, with the job scripts, and do nothing.")
     ] = False,
     emit: Annotated[
-        Path | None, typer.Option("--emit", metavar="DIR", help="Write the scripts of jobs there, and do nothing else.")
+        Path | None,
+        typer.Option("--emit", metavar="DIR", help="Write the job scripts into DIR, and do nothing else."),
     ] = None,
     config: ConfigFile = None,
     sets: Sets = None,
@@ -66,7 +67,7 @@ def submit_command(
         bool, typer.Option("--json", help="With --dry-run: one JSON document and nothing else.")
     ] = False,
 ) -> None:
-    """Run a stage; what was done before is not done again."""
+    """Run a stage and those it needs; finished work is kept."""
     from pipeline.cli.plan_verbs import print_plan, show_plan
     from pipeline.project.project import Project
     from pipeline.runs.upkeep.cache_use import register_use
@@ -408,7 +409,7 @@ def demo_command(
         Path, typer.Argument(metavar="[DIR]", help="Where to make it; must not exist or be empty.")
     ] = Path("demo"),
 ) -> None:
-    """Make a small project, run every stage on it on this machine, and say what to look at."""
+    """Make a small project, and run every stage on it here."""
     from pipeline.setup.demo_project import make_project, what_to_look_at
 
     config_file = make_project(folder)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def doctor_command(config: ConfigFile = None, sets: Sets = None, as_json: Json = False) -> None:
-    """Check configuration, data, disk and packages, and say what to do."""
+    """Check settings, data, disk and packages; say what to do."""
     from pipeline.report import tables
     from pipeline.setup.checkup import run_checks
 
@@ -41,11 +41,11 @@ def init_command(
         typer.Option(
             "--recipe",
             autocompletion=completing(recipes),
-            help="Begin with complex_docking, rna_ligand, spectra_finetune, denovo_recursive or contrastive_pair.",
+            help="Start from complex_docking, rna_ligand, spectra_finetune, denovo_recursive or contrastive_pair.",
         ),
     ] = None,
 ) -> None:
-    """Write a commented pipeline.yaml, and a profile of this cluster.
+    """Write a commented pipeline.yaml and a cluster profile.
 
     The profile, DIR/sites/CLUSTER.yaml, holds what sinfo, scontrol and sacctmgr tell: partitions, limits, accounts,
     kinds of GPU. Nothing is ever written over.
@@ -72,7 +72,7 @@ _SHELLS = tuple(shell.value for shell in Shell)
 def completion_command(
     shell: Annotated[Shell, typer.Argument(metavar="|".join(_SHELLS), help="Your shell.", **choice(_SHELLS))],
 ) -> None:
-    """Print what lets your shell complete commands: source <(pipeline completion bash), in ~/.bashrc.
+    """Print a script with which your shell completes commands: source <(pipeline completion bash), in ~/.bashrc.
 
     zsh: the same in ~/.zshrc, below compinit. fish: pipeline completion fish | source
     """

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pipeline.encoder.checkpoints.weights import Examined
     from pipeline.errors import ConfigError
 
-app = typer.Typer(help="Bring, check and make the encoder's checkpoints.", no_args_is_help=True)
+app = typer.Typer(help="Download, import, check and make the encoder's checkpoints.", no_args_is_help=True)
 Force = Annotated[bool, typer.Option("--force", help="Replace what is there.")]
 
 
@@ -30,18 +30,20 @@ def fetch_command(
     name: Annotated[
         str | None,
         typer.Argument(
-            metavar="[NAME]", autocompletion=completing(models), help="A published model; else the configured."
+            metavar="[NAME]",
+            autocompletion=completing(models),
+            help="A published model (default: the configured one).",
         ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="PATH", help="Where to put it; else as configured.")
+        Path | None, typer.Option("--out", metavar="PATH", help="Where to put it (default: as configured).")
     ] = None,
     url: Annotated[str | None, typer.Option("--url", metavar="URL", help="A mirror, or a model of your own.")] = None,
     force: Force = False,
     config: ConfigFile = None,
     sets: Sets = None,
 ) -> None:
-    """Download a checkpoint; run it again after any interruption, and it goes on from there."""
+    """Download a checkpoint; run again after an interruption, it goes on from there."""
     from pipeline.encoder.checkpoints.checkpoint_files import published, stem
     from pipeline.encoder.checkpoints.weights import examine_checkpoint
 
@@ -63,7 +65,7 @@ def fetch_command(
 def import_weights_command(
     source: Annotated[Path, typer.Argument(metavar="SRC", help="A .pt file, or a Hugging Face folder.")],
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="PATH", help="Where to put it; else as configured.")
+        Path | None, typer.Option("--out", metavar="PATH", help="Where to put it (default: as configured).")
     ] = None,
     force: Force = False,
     config: ConfigFile = None,
@@ -88,13 +90,13 @@ def import_weights_command(
 @app.command("check")
 def check_weights_command(
     path: Annotated[
-        Path | None, typer.Argument(metavar="[PATH]", help="A checkpoint; else the configured one.")
+        Path | None, typer.Argument(metavar="[PATH]", help="A checkpoint (default: the configured one).")
     ] = None,
     config: ConfigFile = None,
     sets: Sets = None,
     as_json: Json = False,
 ) -> None:
-    """Read a checkpoint, safely, and say what it is."""
+    """Read a checkpoint without running anything in it, and show what it is."""
     from pipeline.encoder.checkpoints.weights import examine_checkpoint, find_checkpoint
     from pipeline.report import tables
 
@@ -112,7 +114,7 @@ def synth_command(
     dim: Annotated[int, typer.Option("--dim", help="Width of an embedding.")],
     heads: Annotated[int, typer.Option("--heads", help="Attention heads; they divide the width.")],
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Where to put it: esm2….pt.")],
-    seed: Annotated[int, typer.Option("--seed", help="Other seeds, other weights.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the random weights.")] = 0,
     stress: Annotated[float, typer.Option("--stress", help="Sharpens attention: harder on half precision.")] = 1.0,
     force: Force = False,
 ) -> None:
