@@ -384,9 +384,7 @@ def test_a_worker_that_is_asked_to_end_publishes_what_it_has(make_project: MakeP
     wait_for(
         "progress", lambda: any('"done"' in path.read_text() for path in (folder / "runs").glob("*/events/scan-*"))
     )
-    (worker,) = {*processes_mentioning("from pipeline.runs.worker import")} & {
-        *processes_mentioning(str(folder))
-    }
+    (worker,) = {*processes_mentioning("from pipeline.runs.worker import")} & {*processes_mentioning(str(folder))}
     os.kill(worker, signal.SIGTERM)
     out, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 0, err
