@@ -204,3 +204,18 @@ def test_a_model_is_refused_where_the_configuration_would_feed_it_other_inputs(
     assert f"there is no such model; there are: {model.name}" in unknown.err
     other_stage = pipeline("submit", "--stage", "train", "--model", model.name)
     assert (other_stage.code, "--stage is train" in other_stage.err) == (2, True)
+
+
+def test_a_named_model_is_evaluated_on_other_data_and_nothing_is_trained(
+    pipeline: Command, project: Trained, others: Path
+) -> None:
+    (model,) = (project.folder / "models").iterdir()
+    data = ("--set", "data.source=glob", "--set", f"data.path={others}", "--set", "train.evaluate.split=null")
+    done = pipeline("submit", "--stage", "evaluate", "--model", model.name, *data, "--follow")
+    assert done.code == 0, done.err
+    assert "train:" not in done.err
+    assert list((project.folder / "models").iterdir()) == [model]
+    (kept,) = (model / "evaluations").iterdir()
+    told = json.loads(kept.read_text())["evaluation"]
+    assert (told["items"], told["model"], told["data"]) == (2, model.name, str(others))
+    assert set(told["figures"]) == set(project.figures)

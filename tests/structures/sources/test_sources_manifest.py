@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import DataError
+from pipeline.errors import ConfigError, DataError
 from pipeline.records import Item, Part, Reason, Rejection, Role
 from pipeline.structures.sources.item_ids import label_values, value_of
 from pipeline.structures.sources.source_rows import MAX_LINE_BYTES, split_chains
@@ -319,3 +319,13 @@ def test_what_is_no_plain_number_is_no_label(text: str) -> None:
 )
 def test_a_number_and_a_yes_or_no_are_labels(text: str, value: float) -> None:
     assert value_of(text) == value
+
+
+@pytest.mark.parametrize("source", ["manifest", "glob"])
+def test_labels_that_new_data_lack_are_unknown_where_a_model_predicts_them(tmp_path: Path, source: str) -> None:
+    touch(tmp_path, "a.pdb")
+    path = write(tmp_path / "m.csv", "id,path\na,a.pdb\n") if source == "manifest" else tmp_path
+    with pytest.raises((ConfigError, DataError), match="labels"):
+        read(source, path, labels=("affinity",))
+    item = only_item(read(source, path, labels=("affinity",), unlabelled=True, pattern=("*.pdb",)))
+    assert math.isnan(label_values(item, ("affinity",))["affinity"])
