@@ -24,8 +24,10 @@ READING: dict[str, tuple[tuple[str, ...], int]] = {
     "submit": (("--stage", "scan", "--dry-run"), 0),
     "status": ((), 0),
     "logs": ((), 0),
+    "items": ((), 0),
     "report": ((), 0),
     "replay": (("--step", "1"), 2),  # nothing was trained
+    "runs prune": ((), 0),
     "cache stat": ((), 0),
     "cache validate": (("--full",), 0),
     "cache repair": ((), 0),
