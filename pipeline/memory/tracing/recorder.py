@@ -116,7 +116,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return args[0].fake_device  # asked for again and again, and answered at length
         if any(kind not in _PLAIN for kind in types):
             return NotImplemented  # a tensor made of others, which are seen when it has come apart
-        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunction():  # the caller's modes have seen the call; what it is made of is ours
+            return self._recorded(func, args, kwargs or {})
+
+    def _recorded(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator as the engine would, and note what it made."""
         if func is _ADD and _engine_adds(args, kwargs) and _counts(args[0]) == self._alone and _is_dense(args[0]):
             func = _ADD_IN_PLACE  # the engine holds all of the gradient, so that it may write into it
         elif func is _PUT and _engine_calls(kwargs):
@@ -214,7 +218,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         recording.kernels += 1
         recording.moved_bytes += sum(tensor.nbytes for tensor in (*_tensors(args), *_tensors(out)))
         if func.overloadpacket in flop_registry:
-            recording.flops += flop_registry[func.overloadpacket](*args, **kwargs, out_val=out)
+            recording.flops += _flops(flop_registry[func.overloadpacket], args, kwargs, out)
         if size := self._scratch(func, args, kwargs, out):
             self._dies(self._born(size, SCRATCH))
 
@@ -316,6 +320,21 @@ def _tensors(value: Any) -> Iterator[Any]:
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from _tensors(item)
+
+
+def _flops(count: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
+    """Return the floating-point operations of a call; torch's wrapper takes long to find the shapes of tensors."""
+    if (of_shapes := getattr(count, "__wrapped__", None)) is None:
+        return float(count(*args, **kwargs, out_val=out))
+    by_name = {name: _shapes(value) for name, value in kwargs.items()}
+    return float(of_shapes(*map(_shapes, args), **by_name, out_shape=_shapes(out)))
+
+
+def _shapes(value: Any) -> Any:
+    """Return a value with its tensors replaced by their shapes."""
+    if isinstance(value, torch.Tensor):
+        return value.shape
+    return type(value)(map(_shapes, value)) if type(value) in (list, tuple) else value
 
 
 def _engine_adds(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

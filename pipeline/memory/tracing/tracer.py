@@ -197,9 +197,9 @@ class TraceSession:
             training = self._training
             setup = self._own()
             self._accumulate(self._smallest)
-            first_update, _ = self._taped(training.update)
-            self._accumulate(self._smallest)
             with_gradients = self._with_gradients()
+            first_update, _ = self._taped(training.update)
+            self._make_gradients(with_gradients)
             update, recording = self._taped(training.update)
             standing, update_parts = self._parts_of(self._own()), self._parts(recording)
             self._make_gradients(with_gradients)  # from now on there are some
@@ -308,6 +308,7 @@ class TraceSession:
         with self._open(), torch.no_grad():
             for parameter in parameters:
                 parameter.grad = torch.empty_like(parameter)
+        self._own()
 
     def _begun(self) -> Recording:
         """Begin a recording, after collecting garbage of the one before if there is much."""
