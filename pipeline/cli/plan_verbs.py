@@ -112,10 +112,9 @@ def _training(
     loaded: LoadedConfig, project: Project, executor: Executor, *, gpus: Sequence[str], probing: bool
 ) -> TrainOutlook:
     """Plan training."""
+    from pipeline.runs.model.kept_plan import shown_plan
     from pipeline.runs.model.offers import Question
-    from pipeline.runs.model.training_outlook import plan_training
 
-    typer.echo("planning: the training step is run on tensors without data ...", err=True)
     question = Question(
         config=loaded.config,
         project=project,
@@ -125,7 +124,12 @@ def _training(
         tell=lambda line: typer.echo(line, err=True),
     )
     with _stdout_to_stderr():
-        return plan_training(question, probing=probing)
+        if not probing:
+            return shown_plan(question)
+        from pipeline.runs.model.training_outlook import plan_training
+
+        question.tell("planning: the training step is run on tensors without data ...")
+        return plan_training(question, probing=True)
 
 
 @contextmanager

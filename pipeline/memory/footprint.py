@@ -70,6 +70,7 @@ class Tape:
         return int(self.bytes_E.sum())
 
 
+ALIKE = 1e-3  # of a peak: what was computed is as good as traced
 EMPTY = Tape(np.zeros(0, np.int64), np.zeros(0, np.int64))
 
 
@@ -129,6 +130,11 @@ class MicroFootprint:
     host_bytes: int = 0  # offloaded at most
     first_parts: tuple[MemoryPart, ...] = ()  # of the peak of `first`; empty: nobody knows
 
+    def is_like(self, other: MicroFootprint) -> bool:
+        """Tell whether both take the same memory, or nearly so."""
+        pairs = ((self.first.peak_bytes, other.first.peak_bytes), (self.again.peak_bytes, other.again.peak_bytes))
+        return all(abs(one - another) <= ALIKE * another for one, another in pairs)
+
 
 class Oracle(Protocol):
     """Answers how much memory a model takes, by tracing or otherwise."""
@@ -146,6 +152,14 @@ class Evaluates(Protocol):
 
     def evaluation(self, choice: MemoryChoice, sizes: Sizes) -> MicroFootprint:
         """Return the memory of a batch that is only evaluated."""
+
+
+@runtime_checkable
+class Computes(Protocol):
+    """An oracle that computes some answers from others, until it is asked to confirm them."""
+
+    def confirmed(self, choice: MemoryChoice, sizes: Sizes) -> MicroFootprint:
+        """Return the memory of a micro-batch of these sizes, not computed from that of others."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -229,7 +229,10 @@ def runs_alike(recorded: Tapes) -> list[tuple[Sizes, Tape]]:
 
 def tape_at(model: Tape, design: Design, bytes_PE: Floats, at: Design) -> Tape:
     """Return the tape with each block's size from its own fit."""
-    unlike_UP, which_E = np.unique(np.abs(bytes_PE).T, axis=0, return_inverse=True)
+    # Blocks of the same bytes at every point are told by one number: rows of tables take long to compare.
+    marks_P = np.random.default_rng(0).random(len(bytes_PE))
+    _, first_U, which_E = np.unique(marks_P @ np.abs(bytes_PE), return_index=True, return_inverse=True)
+    unlike_UP = np.abs(bytes_PE)[:, first_U].T
     laws = [(design.terms(degree), at.terms(degree)[0]) for degree in DEGREES]
     value_U = np.array([block_bytes(y_P, laws, design, at) for y_P in unlike_UP])
     sizes_E = np.ceil(value_U[which_E.reshape(-1)] - 1e-6).astype(np.int64)

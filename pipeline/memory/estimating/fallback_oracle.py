@@ -17,6 +17,7 @@ import numpy as np
 from pipeline.errors import PlanInfeasible
 from pipeline.memory.footprint import (
     Category,
+    Computes,
     Evaluates,
     MemoryChoice,
     MemoryPart,
@@ -59,6 +60,14 @@ class OracleLadder:
     def micro(self, choice: MemoryChoice, sizes: Sizes) -> MicroFootprint:
         """Return the memory of a micro-batch of these sizes."""
         return self.answer(lambda oracle: oracle.micro(choice, sizes))
+
+    def confirmed(self, choice: MemoryChoice, sizes: Sizes) -> MicroFootprint:
+        """Return the memory of a micro-batch of these sizes, not computed from that of others."""
+
+        def ask(oracle: Oracle) -> MicroFootprint:
+            return oracle.confirmed(choice, sizes) if isinstance(oracle, Computes) else oracle.micro(choice, sizes)
+
+        return self.answer(ask)
 
     def evaluation(self, choice: MemoryChoice, sizes: Sizes) -> MicroFootprint | None:
         """Return the memory of a batch without gradients; None where the present rung cannot tell."""

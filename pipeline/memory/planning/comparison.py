@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 
 _PLAYED = 3  # steps: the first makes the optimizer's state, the later ones show what that breaks up
+_DISTINCT = 2  # micro-batches of a step: the first makes the gradients, all others are alike
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ def compare_configurations(
         sizes = (items, *(size if padded else items * size for size in item.values()))
         standing, micro = questions.standing(choice), questions.micro(choice, sizes)
         live = questions.peak_bytes(choice, sizes, accumulate=accumulation > 1)
-        reserved = reserve(standing, [[micro] * min(accumulation, _PLAYED)] * _PLAYED) if caching else live_only(live)
+        reserved = reserve(standing, [[micro] * min(accumulation, _DISTINCT)] * _PLAYED) if caching else live_only(live)
         origin = least_sure((standing.origin, micro.origin))
         margin = margin_of(origin, ratios, caching=caching, compiled=request is not None and request.compiled)
         total = ceil(reserved.bytes * margin.factor)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pipeline.memory.footprint import Category, MemoryPart, Provenance, StepTapes, Tape, live_peak_bytes
+from pipeline.memory.footprint import Category, Computes, MemoryPart, Provenance, StepTapes, Tape, live_peak_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,6 +44,18 @@ class OracleCache:
             self.asked += 1
             self._micro[key] = self._oracle.micro(choice, dict(zip(self.names, key[1], strict=True)))
         return self._micro[key]
+
+    def confirmed(self, choice: MemoryChoice, row: Sequence[int]) -> bool:
+        """Tell whether the oracle stands by its answer to a question; if not, forget all of its answers."""
+        whole, key = replace(choice, shards=1), tuple(int(size) for size in row)
+        if not isinstance(self._oracle, Computes):
+            return True
+        before, micro = self.micro(whole, row), self._oracle.confirmed(whole, dict(zip(self.names, key, strict=True)))
+        stands = before.is_like(micro)
+        self._micro = {asked: known for asked, known in self._micro.items() if stands and asked[1] != key}
+        self._peak = {asked: known for asked, known in self._peak.items() if stands and asked[1] != key}
+        self._micro[whole, key] = micro
+        return stands
 
     def rows(self, choice: MemoryChoice) -> list[tuple[int, ...]]:
         return [row for of, row in self._micro if of == choice]

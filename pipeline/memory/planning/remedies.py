@@ -189,7 +189,10 @@ class ChoiceSearch:
                 choice, RemedyVerdict.CHOSEN, found.filled.value, margin, alone, found, reserved, micros
             )
             if outcome.total <= self.limit:
-                return self._timed(outcome)
+                if not self.questions.confirmed(choice, found.worst):
+                    continue  # what was computed was wrong: all is asked
+                live = search.live(found.worst, accumulate=found.accumulate)
+                return self._timed(replace(outcome, found=replace(found, live=live)))
             fragmented = max(reserved.bytes / found.live, fragmented) * 1.002
         why = "no micro-batch that the settings allow fits, with what the allocator holds beside"
         return ChoiceOutcome(choice, RemedyVerdict.TOO_LARGE, why, margin, alone)

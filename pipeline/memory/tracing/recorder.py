@@ -326,15 +326,21 @@ def _flops(count: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
     """Return the floating-point operations of a call; torch's wrapper takes long to find the shapes of tensors."""
     if (of_shapes := getattr(count, "__wrapped__", None)) is None:
         return float(count(*args, **kwargs, out_val=out))
-    by_name = {name: _shapes(value) for name, value in kwargs.items()}
-    return float(of_shapes(*map(_shapes, args), **by_name, out_shape=_shapes(out)))
+    return _flops_of_shapes(
+        of_shapes, _shapes(args), tuple(zip(kwargs, _shapes([*kwargs.values()]), strict=True)), _shapes(out)
+    )
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _flops_of_shapes(count: Any, shapes: tuple[Any, ...], by_name: tuple[Any, ...], out_shape: Any) -> float:
+    return float(count(*shapes, **dict(by_name), out_shape=out_shape))
 
 
 def _shapes(value: Any) -> Any:
-    """Return a value with its tensors replaced by their shapes."""
+    """Return a value with its tensors replaced by their shapes, and lists by tuples."""
     if isinstance(value, torch.Tensor):
         return value.shape
-    return type(value)(map(_shapes, value)) if type(value) in (list, tuple) else value
+    return tuple(map(_shapes, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _engine_adds(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

@@ -85,22 +85,26 @@ def _remembered(path: Path) -> Prepared | None:
 
 def _plan_key(project: Project, table: str) -> str:
     """Return the key of a plan: a digest of everything that it follows from."""
+    asked = {**plan_facts(project, table), "embeddings": embeddings_used(project)}
+    return recipe_tag("plan", asked).hex() + content_digest(json.dumps(asked, sort_keys=True).encode()).hex()[:16]
+
+
+def plan_facts(project: Project, table: str) -> dict[str, Any]:
+    """Return what a plan's memory and time follow from."""
     config = project.config
-    train = config.train.model_dump(mode="json", exclude=UNPLANNED)
     asked = {
-        "train": train,
+        "train": config.train.model_dump(mode="json", exclude=UNPLANNED),
         "resources": config.cluster.train.model_dump(mode="json", exclude={"time", "partition", "constraint"}),
         "cards": [card.model_dump(mode="json") for card in config.cluster.slurm.cards],
         "executor": config.cluster.executor,
         "slots": config.cluster.slots.model_dump(mode="json") if config.cluster.executor == "local" else None,
         "task": task_digest(project),
-        "embeddings": embeddings_used(project),
         "table": table,
         "code": package_digest(),
     }
     if (pretrained := pretrained_digest(project)) is not None:
         asked["pretrained"] = pretrained
-    return recipe_tag("plan", asked).hex() + content_digest(json.dumps(asked, sort_keys=True).encode()).hex()[:16]
+    return asked
 
 
 def _planned(project: Project, table: str) -> Prepared:

@@ -28,7 +28,7 @@ from pipeline.runs.dataset.loading import table_of
 from pipeline.runs.dataset.reader_items import refuse_crop
 from pipeline.runs.model.offers import NAME, Question, is_known, offers_of, site_card, waits
 from pipeline.runs.model.probe import ProbedCard, measured_pace, measured_ratios, probe
-from pipeline.runs.model.training_work import Work, cutter, least_of, sizes_of, target_of
+from pipeline.runs.model.training_work import Work, cutter, least_of, sizes_of, target_of, traces_folder
 from pipeline.units import format_bytes
 
 if TYPE_CHECKING:
@@ -212,7 +212,9 @@ def _case(question: Question, work: Work) -> _PlanningCase:
     cards = [device(card.name) for offer in offers for card in offer.cards if is_known(card)]
     capability = min((card.capability for card in cards), default=(8, 0)) if work.device == "cuda" else None
     padded = config.train.batching == "padded"
-    oracle = work.oracle(least_of(sizes), target_of(capability), padded=padded)
+    least = least_of(sizes)
+    kept = traces_folder(config, work, least, capability)
+    oracle = work.oracle(least, target_of(capability), padded=padded, kept=kept)
     return _PlanningCase(config, work, table, sizes, offers, oracle)
 
 

@@ -5,17 +5,23 @@ Planning needs neither the GPUs nor the data set on this machine, only the task.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pipeline.errors import ConfigError
+from pipeline.keys import recipe_key
 from pipeline.memory.estimating.fallback_oracle import Formula, OracleLadder
+from pipeline.memory.estimating.projected_oracle import ProjectedOracle
+from pipeline.memory.history.step_history import fingerprint
+from pipeline.memory.history.trace_files import RememberedOracle
 from pipeline.memory.planning.memory_plan import CardSpec, Micros, Oversize, PlanRequest
-from pipeline.project.run_code import load_task, user_code_failed
+from pipeline.project.run_code import load_task, package_digest, source_digest, user_code_failed
 from pipeline.protocol import ITEMS, Contrastive, Example
 from pipeline.training.prepared import COST, LIKENESS, likeness, sampler_settings
 from pipeline.training.sampling.sampler import Sampler
@@ -39,6 +45,7 @@ if TYPE_CHECKING:
 
     Integers = NDArray[np.int64]
 
+TRACES = ".traces"  # a folder of the runs: what models were traced to take
 ITEMS_CUT = 1 << 16  # of an epoch, to see what micro-batches there are; the planner bounds the others
 
 
@@ -120,10 +127,19 @@ class Work:
         assert isinstance(self.task, Example)
         return self.task.example(sizes)
 
-    def oracle(self, least: Sizes, target: Target, *, padded: bool) -> OracleLadder:
-        """Return the memory oracle of the model: traced, else measured on small steps, else by a formula."""
+    def oracle(self, least: Sizes, target: Target, *, padded: bool, kept: Path | None = None) -> OracleLadder:
+        """Return the memory oracle of the model: traced, else measured on small steps, else by a formula.
+
+        `kept` is the folder of the traces that were made before of this model with these options.
+        """
         from pipeline.memory.estimating.small_steps import MeasuredSmall
         from pipeline.memory.tracing.tracer import Tracer
+
+        def trace() -> Tracer:
+            return Tracer(self.build, self.model, self.example, least, target)
+
+        def traced() -> ProjectedOracle:
+            return ProjectedOracle(trace() if kept is None else RememberedOracle(kept, trace))
 
         def formula() -> Formula:
             states = {"adamw": 2, "adam": 2, "sgd": 1}[self.settings.optimizer]
@@ -136,7 +152,7 @@ class Work:
             return ladder
         return OracleLadder(
             [
-                lambda: Tracer(self.build, self.model, self.example, least, target),
+                traced,
                 lambda: MeasuredSmall(self.build, self.example, least),
                 formula,
             ]
@@ -196,6 +212,23 @@ def target_of(capability: tuple[int, int] | None) -> Target:
             yield
 
     return Target(imitate, scratch_bytes)
+
+
+def traces_folder(config: Config, work: Work, least: Sizes, capability: tuple[int, int] | None) -> Path:
+    """Return the folder of the traces of a model: its name is of everything that they follow from."""
+    import torch
+
+    asked = {
+        "model": fingerprint(work.model(), work.settings),
+        "task": config.train.task,
+        "options": config.train.model_dump(mode="json")["options"],
+        "code": [source_digest(work.task), package_digest()],
+        "packages": sorted(path.name for place in sys.path for path in Path(place).glob("*.dist-info")),
+        "least": dict(least),
+        "capability": capability,
+        "threads": None if capability else torch.get_num_threads(),  # some kernels of a CPU take memory for each
+    }
+    return config.cluster.runs / TRACES / recipe_key("traces", asked).hex()
 
 
 def sizes_of(task: Task, item_sizes: Mapping[str, Integers]) -> dict[str, Integers]:

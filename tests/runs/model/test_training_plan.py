@@ -183,6 +183,36 @@ def test_a_plan_needs_no_gpu_and_says_where_every_number_is_from(plan: Callable[
     assert found["host"]["mem_bytes"] >= sum(part["bytes"] for part in found["host"]["parts"]) * 0.9
 
 
+def test_a_second_plan_is_there_at_once_and_one_for_a_like_card_traces_nothing(
+    typed: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = (*PLAN, "--set", "train.effective_batch=3")
+    first = typed(*words, "--gpu", "a100-40gb")
+    monkeypatch.setattr("pipeline.memory.tracing.tracer.TraceSession", lambda *_: pytest.fail("traced again"))
+    again = typed(*words, "--gpu", "a100-40gb")
+    assert "the plan that was made before" in again.err
+    assert again.out == first.out
+    other = typed(*words, "--gpu", "a100-80gb")  # of the same generation: attention takes the same kernels
+    assert "planning" in other.err
+    assert json.loads(other.out)[0]["cards"] == ["a100-80gb-pcie"]
+
+
+def test_a_plan_is_made_anew_when_something_it_follows_from_has_changed(typed: Command, project: Path) -> None:
+    typed(*PLAN, "--gpu", "a100-40gb")
+    file = project / "planlab.py"
+    before = file.read_text()
+    try:
+        for words in (("--set", "train.ema=0.9"), ("--set", "cluster.train.cpus=2"), ("--gpu", "v100-16gb")):
+            assert "planning" in typed(*PLAN, "--gpu", "a100-40gb", *words).err
+        file.write_text(before.replace("WIDTH = 64", "WIDTH = 96"))
+        settle(project)
+        sys.modules.pop("planlab", None)
+        assert "planning" in typed(*PLAN, "--gpu", "a100-40gb").err
+    finally:
+        file.write_text(before)
+        sys.modules.pop("planlab", None)
+
+
 @pytest.mark.slow
 def test_a_plan_for_processors_speaks_of_their_cores(typed: Command, plan: Callable[..., dict[str, Any]]) -> None:
     words = [word for word in PLAN if word != "--json"]

@@ -1,0 +1,71 @@
+"""Traces that are kept: what a model was found to take is not asked again, and never believed of another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.memory.footprint import MemoryChoice, Tape
+from pipeline.memory.history import trace_files
+from pipeline.memory.history.trace_files import RememberedOracle
+from tests.memory.planning.oracles import Model
+
+SIZES = {"items": 4, "nodes": 300}
+CHOICES = [MemoryChoice(), MemoryChoice(precision="bf16", checkpointing=True), MemoryChoice(offload=True)]
+
+
+def model() -> Model:
+    return Model(lambda sizes: 1000.0 * sizes["nodes"])
+
+
+def nobody() -> Model:
+    pytest.fail("the model was asked")
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_what_was_asked_is_read_as_it_was_and_nobody_is_asked_again(tmp_path: Path, choice: MemoryChoice) -> None:
+    first = RememberedOracle(tmp_path / "model", model)
+    answers = first.standing(choice), first.micro(choice, SIZES)
+    again = RememberedOracle(tmp_path / "model", nobody)
+    for kept, answer in zip((again.standing(choice), again.micro(choice, SIZES)), answers, strict=True):
+        for name in type(answer).__dataclass_fields__:
+            value, same = getattr(kept, name), getattr(answer, name)
+            if isinstance(value, Tape):
+                assert (value.block_E == same.block_E).all()
+                assert (value.bytes_E == same.bytes_E).all()
+            else:
+                assert value == same, name
+
+
+def test_other_sizes_choices_and_models_are_asked(tmp_path: Path) -> None:
+    RememberedOracle(tmp_path / "model", model).micro(CHOICES[0], SIZES)
+    for folder, choice, sizes in (
+        ("model", CHOICES[0], {**SIZES, "nodes": 301}),
+        ("model", CHOICES[1], SIZES),
+        ("other", CHOICES[0], SIZES),
+    ):
+        asked = model()
+        RememberedOracle(tmp_path / folder, lambda asked=asked: asked).micro(choice, sizes)
+        assert len(asked.asked) == 1
+
+
+@pytest.mark.parametrize("damage", [b"", b"PK", b"no archive"])
+def test_a_damaged_file_is_asked_again_and_replaced(tmp_path: Path, damage: bytes) -> None:
+    RememberedOracle(tmp_path / "model", model).micro(CHOICES[0], SIZES)
+    (path,) = (tmp_path / "model").iterdir()
+    path.write_bytes(damage or path.read_bytes()[:-200])
+    answer = RememberedOracle(tmp_path / "model", model).micro(CHOICES[0], SIZES)
+    assert RememberedOracle(tmp_path / "model", nobody).micro(CHOICES[0], SIZES).parts == answer.parts
+
+
+def test_where_nothing_can_be_written_answers_come_all_the_same(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    assert RememberedOracle(tmp_path / "file", model).micro(CHOICES[0], SIZES).kernels == 200
+
+
+def test_only_the_newest_models_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace_files, "MOST_MODELS", 3)
+    for number in range(5):
+        RememberedOracle(tmp_path / f"model {number}", model).standing(CHOICES[0])
+    assert len(list(tmp_path.iterdir())) == 3
