@@ -17,7 +17,6 @@ import numpy as np
 from pipeline.errors import ConfigError
 from pipeline.keys import recipe_key
 from pipeline.memory.estimating.fallback_oracle import Formula, OracleLadder
-from pipeline.memory.estimating.projected_oracle import ProjectedOracle
 from pipeline.memory.history.step_history import fingerprint
 from pipeline.memory.history.trace_files import RememberedOracle
 from pipeline.memory.planning.memory_plan import CardSpec, Micros, Oversize, PlanRequest
@@ -132,6 +131,7 @@ class Work:
 
         `kept` is the folder of the traces that were made before of this model with these options.
         """
+        from pipeline.memory.estimating.projected_oracle import ProjectedOracle
         from pipeline.memory.estimating.small_steps import MeasuredSmall
         from pipeline.memory.tracing.tracer import Tracer
 
