@@ -80,7 +80,8 @@ clean:                   ## what the targets above made
 	rm -rf .venv demo
 
 # Made anew when a dependency changes; half an environment is never taken for a whole one.
-INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
+# Errors of pip are shown, its warnings are not: they would fill the first screen.
+INSTALL := $(BIN)/pip install --quiet --quiet --disable-pip-version-check --no-compile -c constraints.txt
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear .venv
 	$(INSTALL) -e '.[bcif]'

@@ -122,6 +122,8 @@ def trained_lines(census: Mapping[str, Any]) -> list[str]:
     if best:
         figures = ", ".join(f"{name} {_figure(value)}" for name, value in best["validation"].items())
         lines.append(f"best epoch, by {monitor}, is {best['epoch']} of {census['epochs']}: {figures}")
+    if len(course := census.get("course", ())) > 1:
+        lines.append(f"{monitor} from the first epoch to the last: {' → '.join(map(_figure, course))}")
     lines += [f"{plural(census['ooms'], 'out-of-memory')} survived"] if census["ooms"] else []
     climbed = [f"{plural(items, 'item')} by {rung}" for rung, items in census.get("remedied", {}).items()]
     lines += [f"remedies: {', '.join(climbed)}"] if climbed else []

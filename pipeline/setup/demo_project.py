@@ -31,9 +31,9 @@ train:
   task: "pipeline.tasks.interface:Interface"   # which residues touch the other partner; yours: package.module:Name
   options: {embedding_dim: 32, width: 16, layers: 2, pair_width: 8}
   models: models
-  epochs: 3
+  epochs: 6
   effective_batch: 4
-  learning_rate: 0.001
+  learning_rate: 0.01           # high, as there is little to learn: contacts are of aromatic residues
   validation: {monitor: contact_auroc}
 
 cache:
@@ -72,7 +72,7 @@ Look around:{activate}
   pipeline status                        what was accepted, and why one was not
   pipeline submit --stage all --executor local --follow       again: everything is cached
   pipeline plan --stage train                                 what training takes, before it runs
-  pipeline submit --stage train --executor local --follow --set train.epochs=6       goes on where it was left
+  pipeline submit --stage train --executor local --follow --set train.epochs=8       goes on where it was left
   pipeline submit --stage predict --executor local --follow   what the model says of every complex
   pipeline report                                             what was asked for beside what was used
   pipeline weights check                 the small random ESM-2 that it ran

@@ -51,6 +51,8 @@ CANDIDATES = 10
 POSES = 12
 APART_CA = 4.5  # Å at least between CA atoms three or more residues apart
 TOUCH_CA, CONTACT_CA = 7.0, 11.0  # Å between partners when poses are compared, by every other CA
+STICKY, STICKY_WITHIN = "FWY", 5.0  # the demo's residues that touch a partner: atoms at most so many Å apart
+PLAIN = str.maketrans("FWY", "LAS")  # what stands for them elsewhere
 TOUCH = 2.8  # Å between the nearest atoms of two partners in the end
 
 
@@ -159,7 +161,8 @@ def to_pdb(chains: Mapping[str, Fold]) -> bytes:
 def write_demo(folder: Path, n: int = 24, seed: int = 0) -> DemoFiles:
     """Write `n` complexes, one file that is broken, and their manifest; the same bytes every time.
 
-    A few antigens return in several complexes, each in one split only: antigens are the clusters.
+    A few antigens return in several complexes, each in one split only: antigens are the clusters. There is a rule to
+    learn: where a receptor touches its antigen it has aromatic residues, and nowhere else.
     """
     rng = np.random.default_rng(seed)
     antigens = [draw_sequence(rng, int(rng.integers(60, 141))) for _ in range(min(n, max(3, n // 4)))]
@@ -170,14 +173,23 @@ def write_demo(folder: Path, n: int = 24, seed: int = 0) -> DemoFiles:
     for number in range(n):
         cluster = number % len(antigens)
         path = structures / f"demo-{number + 1:03d}.pdb"
-        n_receptor = int(rng.integers(60, 141))
-        pdb = complex_pdb(int(rng.integers(1 << 32)), n_receptor, ligand=antigens[cluster], chains=("H", "A"))
-        path.write_bytes(pdb)
+        n_receptor, own = int(rng.integers(60, 141)), np.random.default_rng(int(rng.integers(1 << 32)))
+        receptor, antigen = dock(own, fold_chain(draw_sequence(own, n_receptor)), fold_chain(antigens[cluster]))
+        path.write_bytes(to_pdb({"H": _sticky(receptor, antigen), "A": antigen}))
         paths.append(path)
         rows.append((path.stem, f"structures/{path.name}", "H", "A", splits[cluster], f"antigen-{cluster + 1}"))
     broken = _write_broken(structures / "demo-broken.pdb.gz", rng)
     rows.append(("demo-broken", f"structures/{broken.name}", "H", "A", "train", "broken"))
     return DemoFiles(_write_manifest(folder / "manifest.csv", rows), tuple(paths), broken)
+
+
+def _sticky(receptor: Fold, antigen: Fold) -> Fold:
+    """Return a receptor in the same shape, with aromatic residues where it touches the antigen, and only there."""
+    residue_A, _, pos_A3 = receptor.atoms()
+    near_A = cKDTree(antigen.atoms()[2]).query(pos_A3)[0] < STICKY_WITHIN
+    touching, plain = set(residue_A[near_A].tolist()), receptor.sequence.translate(PLAIN)
+    sequence = "".join(STICKY[at % len(STICKY)] if at in touching else letter for at, letter in enumerate(plain))
+    return Fold(sequence, receptor.pos_R53)
 
 
 def _write_broken(path: Path, rng: np.random.Generator) -> Path:

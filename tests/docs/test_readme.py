@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 from pathlib import Path
@@ -32,6 +33,19 @@ def test_the_second_command_is_make_test_and_both_stand_in_the_opening() -> None
     assert "`make test`" in sentences
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert {"demo", "test"} <= set(targets)
+
+
+def test_the_demo_learns_the_rule_that_is_planted_in_its_data_and_shows_it(demo: Demo) -> None:
+    (log,) = demo.pristine.glob("models/*/epochs.jsonl")
+    figures = [json.loads(line)["validation"]["contact_auroc"] for line in log.read_text().splitlines()]
+    assert figures[-1] > 0.85 > figures[0] + 0.2
+    assert f"contact_auroc from the first epoch to the last: {figures[0]:.4g} → " in demo.printed
+
+
+def test_make_shows_errors_of_pip_and_not_its_warnings() -> None:
+    installs = re.findall(r"pip install (.*)", (ROOT / "Makefile").read_text())
+    assert installs
+    assert all(options.startswith("--quiet --quiet ") for options in installs)
 
 
 def test_make_demo_prints_what_the_readme_shows(demo: Demo) -> None:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pipeline.command_line import Command
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, PipelineError
 from pipeline.journal.attempts import left_out_items
 from pipeline.journal.ledger import write_rejections
 from pipeline.journal.run_folder import writing_run
-from pipeline.records import Kind, Reason, Rejection, StageName
+from pipeline.records import Item, Kind, Reason, Rejection, StageName
 from pipeline.runs.dataset import worklist
-from pipeline.runs.dataset.worklist import KnownItem, Lines, StageSurvey
+from pipeline.runs.dataset.worklist import KnownItem, Lines, StageSurvey, list_items, read_items
+from pipeline.runs.model.rank_setup import log_line
 from pipeline.runs.workflow.scan_stage import ScanStage, edges_of_atom
 from pipeline.runs.workflow.stage import Judged, Stage, wait_until_complete
 from pipeline.stages.graph import graph
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
     from pipeline.config.schema_data import GraphSection
     from pipeline.journal.run_folder import RunFolder
     from pipeline.project.project import Project
-    from pipeline.records import Inventory, Item, TaskContext
+    from pipeline.records import Inventory, TaskContext
     from pipeline.runs.dataset.worklist import Shard
     from pipeline.runs.workflow.stage import Outcomes
     from pipeline.store.store import WholeRecords
@@ -218,3 +220,16 @@ def promised_sizes(inventory: Inventory, graph: GraphSection) -> dict[str, int]:
     if by_residue and graph.radius is None:
         sizes["edges"] = sum(count * min(graph.neighbours, max(0, count - 1)) for count in nodes)
     return sizes
+
+
+def remake_graph(project: Project, folder: RunFolder, name: str, key: bytes) -> bool:
+    """Make the graph of an item anew from its files; tell whether the cache has it then."""
+    graphs = project.graphs
+    entries = read_items(folder.items) if folder.items.exists() else list_items(project)
+    items = islice((entry for entry in entries if isinstance(entry, Item) and entry.id == name), 1)
+    try:
+        for _ in graph(items, project.recipe, graphs.recipe, graphs.store, project.config.cache.shard_bytes):
+            pass
+    except (PipelineError, OSError) as error:
+        log_line(f"the graph of {name} cannot be made anew: {error}")
+    return graphs.store.has_whole(key)

@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from pipeline.command_line import Command
@@ -18,10 +17,10 @@ from pipeline.journal.attempts import left_out_items
 from pipeline.journal.ledger import LedgerReader
 from pipeline.journal.run_folder import writing_run
 from pipeline.project.run_code import blamed
-from pipeline.records import EventKind, Item, Reason, StageName
+from pipeline.records import EventKind, Reason, StageName
 from pipeline.runs.dataset.loading import rows_of, source_of
 from pipeline.runs.dataset.reader_items import refuse_crop, unmade
-from pipeline.runs.dataset.worklist import Shard, StageSurvey, list_items, read_items, read_shard
+from pipeline.runs.dataset.worklist import Shard, StageSurvey, read_shard
 from pipeline.runs.model.accepted_code import FLAG
 from pipeline.runs.model.prepare import (
     folder_of,
@@ -37,8 +36,8 @@ from pipeline.runs.model.prepare import (
 )
 from pipeline.runs.model.rank_setup import join_ranks, log_line, staged
 from pipeline.runs.model.training_work import Work
+from pipeline.runs.workflow.graph_stage import remake_graph
 from pipeline.runs.workflow.stage import Judged, Stage
-from pipeline.stages.graph import graph
 from pipeline.training.prepared import ModelFolder, Prepared
 
 if TYPE_CHECKING:
@@ -57,6 +56,7 @@ if TYPE_CHECKING:
     from pipeline.training.ranks.rank_protocol import Ranks
     from pipeline.training.step.step import Step
 
+COURSE = 8  # figures that show how a training went
 UNPLANNED_BYTES = 2 << 30  # of a process, until there is a plan
 CALLED = {"code": "the task's code", "table": "the data set", "embeddings": "the encoder", "crop": "what is cropped"}
 
@@ -156,6 +156,7 @@ class TrainStage(Stage):
         epochs = read_epochs(made.path) if made.path.exists() else []
         if epochs:
             figures = [epoch.to_json() for epoch in epochs]
+            judged.course = course_of(figures, settings.monitor)
             judged.last, judged.best = figures[-1], best_of(figures, settings.monitor, lower=settings.lower_is_better)
             judged.ooms, judged.cropped = sum(epoch.ooms for epoch in epochs), max(epoch.cropped for epoch in epochs)
             remedied = Counter[str]()
@@ -257,19 +258,6 @@ def job_of(
         damaged=damaged,
         settings=without_secrets_in(config.model_dump(mode="json")),
     )
-
-
-def remake_graph(project: Project, folder: RunFolder, name: str, key: bytes) -> bool:
-    """Make the graph of an item anew from its files; tell whether the cache has it then."""
-    graphs = project.graphs
-    entries = read_items(folder.items) if folder.items.exists() else list_items(project)
-    items = islice((entry for entry in entries if isinstance(entry, Item) and entry.id == name), 1)
-    try:
-        for _ in graph(items, project.recipe, graphs.recipe, graphs.store, project.config.cache.shard_bytes):
-            pass
-    except (PipelineError, OSError) as error:
-        log_line(f"the graph of {name} cannot be made anew: {error}")
-    return graphs.store.has_whole(key)
 
 
 def damaged_items(folder: RunFolder) -> list[str]:
@@ -383,12 +371,20 @@ class Trained(Judged):
     steps: int = 0
     last: dict[str, Any] = field(default_factory=dict)  # figures of the last epoch
     best: dict[str, Any] = field(default_factory=dict)  # of the best epoch
+    course: list[float] = field(default_factory=list)  # the monitored figure, from the first epoch to the last
     monitor: str = ""
     ooms: int = 0
     skipped: int = 0
     damaged: int = 0  # items that were left out as their records are damaged
     cropped: int = 0
     remedied: dict[str, int] = field(default_factory=dict)  # items for which each remedy was used, over all epochs
+
+
+def course_of(epochs: list[dict[str, Any]], monitor: str) -> list[float]:
+    """Return the figures by `monitor` of the first epoch, the last and a few between."""
+    known = [value for epoch in epochs if (value := epoch["validation"].get(monitor)) is not None]
+    places = sorted({round(place * (len(known) - 1) / (COURSE - 1)) for place in range(COURSE)}) if known else []
+    return [known[place] for place in places]
 
 
 def best_of(epochs: list[dict[str, Any]], monitor: str, *, lower: bool) -> dict[str, Any]:
