@@ -15,7 +15,6 @@ from pipeline.cli.options import ConfigFile, Json, Sets, choice, load_config, pr
 
 if TYPE_CHECKING:
     from pipeline.cluster.site_facts import Site
-    from pipeline.config.load import LoadedConfig
 
 
 def doctor_command(config: ConfigFile = None, sets: Sets = None, as_json: Json = False) -> None:
@@ -114,52 +113,16 @@ def show_command(config: ConfigFile = None, sets: Sets = None, as_json: Json = F
 @config_app.command("check")
 def check_command(config: ConfigFile = None, sets: Sets = None, as_json: Json = False) -> None:
     """Say whether the configuration is valid and what it names exists."""
-    from pipeline.config import load
-    from pipeline.errors import ConfigError
-    from pipeline.project.project import Project, source_spec
-    from pipeline.runs.dataset import reader_items
-    from pipeline.runs.workflow.script_stage import ScriptStage
-    from pipeline.structures.sources.data_source import items
+    from pipeline.config.load import missing_inputs
+    from pipeline.setup.checkup import check_configuration
 
     loaded = load_config(config, sets)
-    missing = load.missing_inputs(loaded)
     if as_json:
-        print_json({"config": str(loaded.path), "missing": missing})
-    if missing:
-        raise ConfigError("\n".join(missing), remedy=f"edit {loaded.path}, or use --set KEY=VALUE")
-    beside = loaded.base_dir.absolute()
-    project = Project.open(loaded.config, remember=False, beside=beside, strict=True)  # which refuses caches under it
-    if loaded.config.train.command is not None:
-        ScriptStage().inspect(project)  # which refuses a command that cannot be meant
-    if reader_items.is_reader(loaded.config):
-        reader_items.refuse_unreadable(project)
-        reader_items.refuse_crop(loaded.config)
-    else:
-        next(items(source_spec(loaded.config)), None)  # which refuses settings that the source would not heed
-    if loaded.config.train.task is not None:
-        _check_task(loaded)
+        print_json({"config": str(loaded.path), "missing": missing_inputs(loaded)})
+    for note in check_configuration(loaded):
+        typer.echo(f"note: {note.what}: {note.found}\n  next: {note.remedy}", err=True)
     if not as_json:
         typer.echo(f"{loaded.path}: valid")
-
-
-def _check_task(loaded: LoadedConfig) -> None:
-    """Try the task: its model on a batch of tensors without data, and on a few items if graphs exist."""
-    from pipeline.errors import ConfigError
-    from pipeline.project.project import Project
-    from pipeline.project.run_code import load_task
-    from pipeline.runs.model.prepare import size_names, some_items
-    from pipeline.runs.model.task_contract import breaches
-    from pipeline.runs.workflow.train_stage import misfits
-
-    train, beside = loaded.config.train, loaded.base_dir.absolute()
-    task = load_task(train.task, train.options, beside=beside)
-    project = Project.open(loaded.config, remember=False, beside=beside)
-    sizes = size_names(project)
-    items, padded = some_items(project), train.batching == "padded"
-    problems = [*misfits(project, task), *breaches(task, items=items, seed=train.seed, item_sizes=sizes, padded=padded)]
-    if problems:
-        remedy = "what a task must have: pipeline/protocol.py"
-        raise ConfigError("\n".join(problems), where=f"train.task: {train.task}", remedy=remedy)
 
 
 @config_app.command("schema")

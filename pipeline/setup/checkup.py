@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING
 
 from pipeline.config.load import find_config, missing_inputs, read_config
 from pipeline.encoder.checkpoints.weights import find_checkpoint, identify
-from pipeline.errors import ConfigError, PipelineError
+from pipeline.errors import ConfigError, DataError, PipelineError
 from pipeline.memory.lint.lint_facts import RunFacts, Severity
 from pipeline.memory.lint.lint_rules import lint
 from pipeline.project.project import Project, local_machine, scan_recipe_of, source_spec
 from pipeline.project.run_code import load_task
 from pipeline.records import Inventory, Item, Rejection
-from pipeline.runs.dataset.reader_items import is_reader, read_first, reader_of
+from pipeline.runs.dataset.reader_items import is_reader, look_at_files, read_first, reader_of, refuse_crop
 from pipeline.runs.workflow.script_stage import ScriptStage
 from pipeline.setup import slurm_checks
 from pipeline.setup.slurm_checks import CheckResult, CheckVerdict, failed_check, good_check, noted_check, refused_check
@@ -37,6 +37,8 @@ from pipeline.units import format_bytes
 if TYPE_CHECKING:
     from pipeline.config.load import LoadedConfig
     from pipeline.config.schema import Config
+
+    Checks = tuple[tuple[str, Callable[[LoadedConfig], Iterator[CheckResult]]], ...]
 
 LOOKED_AT = 100  # items of the data set that are listed
 LITTLE_BYTES = 5 << 30
@@ -55,15 +57,33 @@ def run_checks(config_file: Path | None, sets: Sequence[str]) -> list[CheckResul
         findings.append(failed_check("config", error))
         return findings
     findings.append(good_check("config", str(loaded.path)))
-    checks: tuple[tuple[str, Callable[[LoadedConfig], Iterator[CheckResult]]], ...] = (
-        ("data", _data),
-        ("weights", _weights),
-        ("cache", _cache),
-        ("runs", _runs),
-        ("machine", _machine),
-        ("settings", settings_findings),
-        ("cluster", slurm_checks.check_cluster),
-    )
+    before, after = configuration_checks()
+    here: Checks = (("cache", _cache), ("runs", _runs), ("machine", _machine))
+    return [*findings, *_found((*before, *here, *after, ("cluster", slurm_checks.check_cluster)), loaded)]
+
+
+def configuration_checks() -> tuple[Checks, Checks]:
+    """Return the checks of what a configuration says: of what it reads, and of its settings."""
+    return (("data", _data), ("weights", _weights), ("cache", _layers)), (("settings", settings_findings),)
+
+
+def check_configuration(loaded: LoadedConfig) -> list[CheckResult]:
+    """Return what is worth knowing about a configuration; raise where a run would fail for what it says."""
+    before, after = configuration_checks()
+    findings = _found((*before, *after), loaded)
+    bad = [finding for finding in findings if finding.verdict is CheckVerdict.BAD]
+    if bad:
+        *others, last = bad
+        lines = [f"{finding.found}\n  next: {finding.remedy}" for finding in others if finding.remedy != last.remedy]
+        lines += [finding.found for finding in others if finding.remedy == last.remedy]
+        kind = DataError if last.exit_code == DataError.exit_code else ConfigError
+        raise kind("\n".join([*lines, last.found]), remedy=last.remedy)
+    return [finding for finding in findings if finding.verdict is CheckVerdict.NOTE]
+
+
+def _found(checks: Checks, loaded: LoadedConfig) -> list[CheckResult]:
+    """Return the findings of checks; one that fails never hides the next one."""
+    findings = list[CheckResult]()
     for name, look in checks:
         try:
             findings += look(loaded)
@@ -102,11 +122,13 @@ def _installed(name: str) -> bool:
 
 def _data(loaded: LoadedConfig) -> Iterator[CheckResult]:
     """List the beginning of the data set, and check its files."""
-    for missing in missing_inputs(loaded):
-        yield refused_check("data", missing, f"edit {loaded.path}", exit_code=2)
+    if missing := missing_inputs(loaded):
+        remedy = f"edit {loaded.path}, or use --set KEY=VALUE"
+        yield from (refused_check("data", line, remedy, exit_code=2) for line in missing)
         return
     config = loaded.config
     if is_reader(config):
+        refuse_crop(config)
         yield _entries(Project.open(config, remember=False, beside=loaded.base_dir.absolute()))
         return
     listed = list(islice(items(source_spec(config)), LOOKED_AT))
@@ -132,6 +154,7 @@ def _data(loaded: LoadedConfig) -> Iterator[CheckResult]:
 
 def _entries(project: Project) -> CheckResult:
     """Let the reader read the beginning of its data set."""
+    look_at_files(reader_of(project))
     taken, path = read_first(reader_of(project), LOOKED_AT), project.config.data.path
     if not len(taken.table):
         what = f"no usable item among the first {taken.entries} at {path}"
@@ -148,6 +171,8 @@ def _weights(loaded: LoadedConfig) -> Iterator[CheckResult]:
     try:
         path = find_checkpoint(config.embed.weights)
     except ConfigError as error:
+        if loaded.origins["embed.weights"] != "default":
+            raise
         yield noted_check("weights", f"{error.what}; needed from the stage embed on", error.remedy)
         return
     weights = identify(path, _opened(config).kind("weights"), remember=False)
@@ -166,8 +191,6 @@ def _cache(loaded: LoadedConfig) -> Iterator[CheckResult]:
         yield noted_check("cache", what, "pipeline cache stat")
     else:
         yield good_check("cache", f"{root}" if _existing(root) == root else f"{root} (made when first used)")
-    for error in cache.left_out:
-        yield failed_check("cache under it", error)
     for layer in cache.under:
         records = sum(layer.own(kind).stat().records for kind in layer.kinds())
         yield good_check("cache under it", f"{layer.root}: {records:,} records, only read")
@@ -177,6 +200,11 @@ def _cache(loaded: LoadedConfig) -> Iterator[CheckResult]:
         writable = replace(writable, verdict=CheckVerdict.NOTE, remedy=str(remedy), exit_code=0)
     yield writable
     yield _room(root)
+
+
+def _layers(loaded: LoadedConfig) -> Iterator[CheckResult]:
+    """Check the caches that the configuration names, to be read under its own."""
+    return (failed_check("cache under it", error) for error in _opened(loaded.config).left_out)
 
 
 def _opened(config: Config) -> CacheFolder:
@@ -228,9 +256,15 @@ def settings_findings(loaded: LoadedConfig) -> Iterator[CheckResult]:
         bad = problem.severity is Severity.ERROR
         verdict, remedy = CheckVerdict.BAD if bad else CheckVerdict.NOTE, f"{problem.remedy}   ({problem.source})"
         yield CheckResult("settings", verdict, f"{problem.what}: {problem.why}", remedy, exit_code=2 if bad else 0)
+    for tracker in loaded.config.train.trackers:
+        if find_spec(tracker) is None:
+            what = (
+                f"{loaded.origins['train.trackers']}: train.trackers: {tracker} is not installed, and gets no figures"
+            )
+            yield refused_check("trackers", what, f"pip install 'pipeline[{tracker}]'", exit_code=2)
     if loaded.config.train.task is not None:
         try:
-            load_task(loaded.config.train.task, loaded.config.train.options, beside=loaded.base_dir)
+            _try_task(loaded)
         except PipelineError as error:
             yield failed_check("task", error)
         else:
@@ -242,6 +276,23 @@ def settings_findings(loaded: LoadedConfig) -> Iterator[CheckResult]:
             yield failed_check("script", error)
         else:
             yield good_check("script", loaded.config.train.command)
+
+
+def _try_task(loaded: LoadedConfig) -> None:
+    """Try the task: its model on a batch of tensors without data, and on a few items if graphs exist."""
+    from pipeline.runs.model.prepare import size_names, some_items
+    from pipeline.runs.model.task_contract import breaches
+    from pipeline.runs.workflow.train_stage import misfits
+
+    train, beside = loaded.config.train, loaded.base_dir.absolute()
+    task = load_task(train.task or "", train.options, beside=beside)
+    project = Project.open(loaded.config, remember=False, beside=beside)
+    sizes = size_names(project)
+    items, padded = some_items(project), train.batching == "padded"
+    problems = [*misfits(project, task), *breaches(task, items=items, seed=train.seed, item_sizes=sizes, padded=padded)]
+    if problems:
+        remedy = "what a task must have: pipeline/protocol.py"
+        raise ConfigError("\n".join(problems), where=f"train.task: {train.task}", remedy=remedy)
 
 
 def facts_of(config: Config) -> RunFacts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -53,6 +54,56 @@ def test_what_is_wrong_is_bad_and_has_a_remedy(
     assert (found, rows[what]) == (code, "BAD")
     for row in json.loads(pipeline("doctor", "--json", "--set", setting).out):
         assert row["verdict"] != "BAD" or row["remedy"]
+
+
+RNA = "train.task=pipeline.tasks.rna_ligand:RnaLigand"
+
+
+@pytest.mark.parametrize(
+    ("setting", "without", "what", "said"),
+    [
+        ("embed.weights=nowhere.pt", "", "weights", "there is no checkpoint at this path"),
+        ("train.trackers=[wandb]", "wandb", "trackers", "wandb is not installed"),
+        ("train.trackers=[tensorboard]", "tensorboard", "trackers", "pip install 'pipeline[tensorboard]'"),
+        (RNA, "e3nn", "task", "the model needs e3nn"),
+        ("train.task=nowhere_at_all:Task", "", "task", "nowhere_at_all"),
+        ("data.path=nowhere", "", "data", "does not exist"),
+    ],
+)
+def test_doctor_and_config_check_find_the_same(
+    pipeline: Command,
+    make_project: MakeProject,
+    monkeypatch: pytest.MonkeyPatch,
+    setting: str,
+    without: str,
+    what: str,
+    said: str,
+) -> None:
+    make_project(3)
+    graphs = ("--set", "graph.nodes=atom", "--set", "structures.ligands=keep") if setting == RNA else ()
+    if without:
+        for name in [name for name in sys.modules if name == without or name.startswith(f"{without}.")]:
+            monkeypatch.delitem(sys.modules, name)
+        monkeypatch.setitem(sys.modules, without, None)
+    code, rows = verdicts(pipeline, "--set", setting, *graphs)
+    assert (code, rows[what]) == (2, "BAD")
+    checked = pipeline("config", "check", "--set", setting, *graphs)
+    assert (checked.code, checked.out) == (2, "")
+    assert said in checked.err
+    (row,) = (
+        row for row in json.loads(pipeline("doctor", "--json", "--set", setting, *graphs).out) if row["what"] == what
+    )
+    assert row["found"] in checked.err
+    assert row["remedy"] in checked.err
+
+
+def test_weights_that_nobody_named_are_a_note_of_both(pipeline: Command, make_project: MakeProject) -> None:
+    make_project(3)
+    assert verdicts(pipeline)[1]["weights"] == "note"
+    checked = pipeline("config", "check")
+    assert (checked.code, "valid" in checked.out) == (0, True)
+    assert "needed from the stage embed on" in checked.err
+    assert "next: pipeline weights fetch" in checked.err
 
 
 def test_settings_that_do_harm_are_named_with_their_source(
