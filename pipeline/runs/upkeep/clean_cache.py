@@ -255,15 +255,19 @@ def _refuse_unwritable(cleaning: Cleaning) -> None:
             raise CacheUnusable(what, where=str(folder), remedy=f"ls -ld {folder}   (and ask its owner to clean it)")
 
 
-def carry_out(cleaning: Cleaning) -> Iterator[Removed]:
-    """Remove what was planned and yield what has gone; stop if anybody begins to use the cache meanwhile."""
+def carry_out(cleaning: Cleaning, waits: Callable[[], object] = lambda: None) -> Iterator[Removed]:
+    """Remove what was planned and yield what has gone; stop if anybody begins to use the cache meanwhile.
+
+    `waits` is called before other hosts are given time to see what goes.
+    """
     cache, check = cleaning.cache, partial(_refuse_newcomers, cleaning)
     for leftover in cleaning.leftovers:
         check()
         remove(cache.disk, leftover.path)
         yield Removed(str(leftover.path.relative_to(cache.root)), leftover.bytes)
     for kind, marked in cleaning.marked.items():
-        for swept in sweep(cache.own(kind), marked, cleaning.live[kind], settle_s=cleaning.settle_s, check=check):
+        live, settle_s = cleaning.live[kind], cleaning.settle_s
+        for swept in sweep(cache.own(kind), marked, live, settle_s=settle_s, check=check, waits=waits):
             yield Removed(f"{kind}/shards/{swept.shard}", swept.bytes, swept.stays)
     check()
     forget(cache.disk, cache.root, cleaning.forgotten)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -218,18 +219,28 @@ class Swept:
 
 
 def sweep(
-    store: Store, marked: Marked, live: Live, *, settle_s: float = 0.0, check: Callable[[], None] = lambda: None
+    store: Store,
+    marked: Marked,
+    live: Live,
+    *,
+    settle_s: float = 0.0,
+    check: Callable[[], None] = lambda: None,
+    waits: Callable[[], object] = lambda: None,
 ) -> Iterator[Swept]:
     """Free the space of dead records, and yield each shard's outcome; `check`, called before each removal, may raise.
 
-    No index names a shard any more when it is removed; other hosts have `settle_s` to see that, and the new shards.
+    No index names a shard any more when it is removed; other hosts have `settle_s` to see that, and the new shards;
+    `waits` is called before.
     """
-    yield from _retired(store, _useless(store, marked.of(Fate.GOES), live), settle_s, check)
+    settle = partial(_retire, store, settle_s=settle_s, waits=waits)
+    yield from _retired(store, _useless(store, marked.of(Fate.GOES), live), settle, check)
     for batch in _batches(marked.of(Fate.REWRITTEN)):
-        yield from _retired(store, _rewritten(store, batch, live), settle_s, check)
+        yield from _retired(store, _rewritten(store, batch, live), settle, check)
 
 
-def _retired(store: Store, outcomes: Sequence[Swept], settle_s: float, check: Callable[[], None]) -> Iterator[Swept]:
+def _retired(
+    store: Store, outcomes: Sequence[Swept], retire_shards: Callable[..., None], check: Callable[[], None]
+) -> Iterator[Swept]:
     """Remove shards; yield the outcomes, also of those removed before an error."""
     going = {shard.shard: shard for shard in outcomes if not shard.stays}
     gone: dict[str, Swept] = {}
@@ -241,15 +252,22 @@ def _retired(store: Store, outcomes: Sequence[Swept], settle_s: float, check: Ca
 
     yield from (shard for shard in outcomes if shard.stays)
     try:
-        _retire(store, going, remove_shard, settle_s)
+        retire_shards(going, remove_shard)
     finally:
         yield from gone.values()
 
 
-def _retire(store: Store, shards: Collection[str], remove_shard: Callable[[str], None], settle_s: float) -> None:
+def _retire(
+    store: Store,
+    shards: Collection[str],
+    remove_shard: Callable[[str], None],
+    *,
+    settle_s: float,
+    waits: Callable[[], object],
+) -> None:
     """Remove shards by `retire`; if the disk is too full for the new index, remove them first."""
     try:
-        retire([RetiringShards(store, list(shards), remove_shard)], settle_s)
+        retire([RetiringShards(store, list(shards), remove_shard)], settle_s, waits)
     except CacheFull:
         store.disk.wait(settle_s)
         for shard in shards:
