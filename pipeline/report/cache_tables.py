@@ -10,7 +10,7 @@ from rich.console import Group
 
 from pipeline.command_line import Command
 from pipeline.report.tables import age, plural, text_table
-from pipeline.store.maintenance.damage_report import damage_found
+from pipeline.store.maintenance.damage_report import damage_found, ways_on
 from pipeline.units import format_bytes
 
 if TYPE_CHECKING:
@@ -112,6 +112,7 @@ class Holdings:
     missing: tuple[Missing, ...]
     unknown: tuple[str, ...]  # kinds for which no stage has determined yet what the data set needs
     report: DamageReport | None  # of the last validation
+    repair: DamageReport | None  # of what that found
     users: tuple[User, ...]
     quarantine: Mapping[str, tuple[int, int]]  # kind → files, bytes
     under: tuple[Path, ...]
@@ -138,7 +139,8 @@ class Holdings:
         }
 
     def _last_validation(self, report: DamageReport) -> dict[str, Any]:
-        return {"path": str(report.path), **asdict(report.summary), "remedy": str(self.remedy())}
+        repaired = self.repair and self.repair.summary.begun
+        return {"path": str(report.path), **asdict(report.summary), "remedy": str(self.remedy()), "repaired": repaired}
 
     @property
     def quarantined(self) -> tuple[int, int]:
@@ -156,6 +158,8 @@ class Holdings:
         """Return what to do after the last validation; empty: nothing is wrong."""
         if self.report is None or not self.report.summary.findings:
             return ""
+        if self.repair:  # which left these alone
+            return ways_on({self.root / file: why for file, why in self.report.summary.stay.items()})
         return damage_found(self.report.summary, self.root, self.report.path).next
 
 
@@ -210,7 +214,9 @@ def _validation_lines(held: Holdings, report: DamageReport, now: datetime, as_ty
     when = age(now, datetime.fromtimestamp(last.begun, timezone.utc))
     part = f", of kind {first_few(last.only)}" if last.only else ""
     part += "" if last.subset == "1/1" else f", part {last.subset}"
-    yield f"last validated {when} ago ({last.how}{part}): {held.found_last()}   ({report.path})"
+    repair = held.repair and datetime.fromtimestamp(held.repair.summary.begun, timezone.utc)
+    repaired = f"; repaired {age(now, repair)} ago" if repair else ""
+    yield f"last validated {when} ago ({last.how}{part}): {held.found_last()}{repaired}   ({report.path})"
     if remedy := held.remedy():
         yield f"  next: {said(remedy, as_typed)}"
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from pathlib import Path
 
 import pytest
 
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.maintenance.damage_report import ReportWriter, Summary
+from pipeline.store.maintenance.leftovers import User, register
 from tests.command import Command
 from tests.runs.upkeep import cached
 from tests.runs.upkeep.cached import ITEMS, Copy
@@ -41,6 +43,47 @@ def test_clean_says_first_what_it_would_do_and_does_it_with_yes(pipeline: Comman
     assert "given back" in done.err
     assert copy.keys("graph") == set()
     assert "nothing to clean" in pipeline(*CLEAN, *FEWER).out
+
+
+def test_clean_says_what_it_waits_for(pipeline: Command, copy: Copy) -> None:
+    """Others use the cache: their hosts must see the new index before what it no longer names goes."""
+    other = copy.folder / "other.yaml"
+    other.write_text((copy.folder / "pipeline.yaml").read_text())
+    user = User(str(other), str(copy.folder / "runs2"), frozenset({("scan", "00000000")}), time.time(), "somebody")
+    assert register(copy.store.disk, copy.store.root, user)
+    said = "waiting 0.25 s until other hosts see the new files"
+    assert said not in pipeline(*CLEAN, *FEWER, "--set", "cache.visibility_s=0.25").err
+    done = pipeline(*CLEAN, *FEWER, "--yes", "--set", "cache.visibility_s=0.25")
+    assert done.code == 0, done.err
+    assert done.err.index(said) < done.err.index("given back")
+
+
+def test_stat_does_not_advise_a_repair_that_was_done(pipeline: Command, copy: Copy) -> None:
+    (shard, *_) = sorted((copy.folder / "cache/graph/shards").iterdir())
+    shard.chmod(0o600)
+    shard.write_bytes(shard.read_bytes()[:-100])
+    assert pipeline("cache", "validate", "--full").code == 4
+    said = pipeline("cache", "stat").out
+    assert "next: pipeline cache repair --list" in said
+    assert json.loads(pipeline("cache", "stat", "--json").out)["last_validation"]["repaired"] is None
+    assert pipeline("cache", "repair", "--yes", "--set", "cache.visibility_s=0").code == 0
+    said = pipeline("cache", "stat").out
+    assert "pipeline cache repair" not in said
+    assert "repaired" in said
+    told = json.loads(pipeline("cache", "stat", "--json").out)["last_validation"]
+    assert (told["remedy"], told["findings"] > 0, told["repaired"] > told["begun"]) == ("", True, True)
+    assert pipeline(*CLEAN, "--yes").code == 0  # which keeps what stat goes by
+    assert "pipeline cache repair" not in pipeline("cache", "stat").out
+
+
+def test_stat_advises_a_repair_of_what_was_found_after_the_last_one(pipeline: Command, copy: Copy) -> None:
+    for kind in ("graph", "scan"):
+        (shard, *_) = sorted((copy.folder / f"cache/{kind}/shards").iterdir())
+        shard.chmod(0o600)
+        shard.write_bytes(shard.read_bytes()[:-100])
+        assert pipeline("cache", "validate", "--full").code == 4
+        assert "next: pipeline cache repair --list" in pipeline("cache", "stat").out
+        assert pipeline("cache", "repair", "--yes", "--set", "cache.visibility_s=0").code == 0
 
 
 def test_clean_is_cautious_unless_told_otherwise(pipeline: Command, copy: Copy) -> None:

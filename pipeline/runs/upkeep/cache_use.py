@@ -16,7 +16,7 @@ from pipeline.runs.dataset.reader_items import is_reader
 from pipeline.runs.workflow import table
 from pipeline.store.cache_folder import CacheFolder, RecipeStat
 from pipeline.store.format.cache_layout import KindLayout
-from pipeline.store.maintenance.damage_report import last_report
+from pipeline.store.maintenance.damage_report import last_report, repair_of
 from pipeline.store.maintenance.leftovers import User, register, registered, who_am_i
 from pipeline.structures.inventory import plain_recipe
 
@@ -108,6 +108,7 @@ def holdings(config: Config) -> Holdings:
                 absent = layer.own(kind).tally(wanted=absent).absent
             changed = _changed(config.data.path) > wanted.at
             missing.append(Missing(kind, len(wanted.pairs), len(absent), wanted.at, changed))
+    report = last_report(cache.disk, cache.root)
     return Holdings(
         root=cache.root,
         is_there=cache.is_there,
@@ -116,7 +117,8 @@ def holdings(config: Config) -> Holdings:
         undescribed=undescribed,
         missing=tuple(missing),
         unknown=tuple(unknown),
-        report=last_report(cache.disk, cache.root),
+        report=report,
+        repair=report and repair_of(cache.disk, cache.root, report),
         users=tuple(registered(cache.disk, cache.root)[0]),
         quarantine=_quarantine(cache),
         under=tuple(layer.root for layer in cache.under),

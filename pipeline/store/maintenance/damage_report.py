@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 REPORT_FORMAT = 1
 REPORT_SUFFIX = ".jsonl"
 SUMMARY_BYTES = 4096
+ALL = "1/1"
 REPAIR = "repair"  # how a list of what a repair could not save came about
 # Why a repair leaves a file alone.
 NEWER = "a later version of the pipeline wrote it"
@@ -108,7 +109,7 @@ class Summary:
     """What a validation has looked at, and its counts of findings."""
 
     how: str  # quick, full, semantic; or repair, of a list of what is lost
-    subset: str = "1/1"
+    subset: str = ALL  # the part of the shards; of a repair, the name of the list that it went by
     begun: float = 0.0  # seconds since 1970
     seconds: float = 0.0
     bytes: int = 0  # that were read
@@ -266,6 +267,15 @@ def refuse_of_another(report: DamageReport, root: Path) -> None:
 def last_report(disk: Disk, root: Path) -> DamageReport | None:
     """Return the report of the newest validation of a cache, if it can be read."""
     return next((report for report in reports(disk, root) if report.summary.how != REPAIR), None)
+
+
+def repair_of(disk: Disk, root: Path, found: DamageReport) -> DamageReport | None:
+    """Return the newest repair since a validation, of all or of what it found; None where there was none."""
+    for report in reports(disk, root):
+        summary = report.summary
+        if summary.how == REPAIR and summary.subset in (ALL, found.path.name) and summary.begun > found.summary.begun:
+            return report
+    return None
 
 
 def reports(disk: Disk, root: Path) -> list[DamageReport]:

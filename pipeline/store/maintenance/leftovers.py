@@ -30,7 +30,7 @@ from pipeline.store.format.cache_layout import (
 )
 from pipeline.store.format.disk import publish_file, remove
 from pipeline.store.key_lists import WANTED_NAME
-from pipeline.store.maintenance.damage_report import last_report
+from pipeline.store.maintenance.damage_report import last_report, repair_of
 from pipeline.store.maintenance.sweep import youngest
 
 if TYPE_CHECKING:
@@ -71,10 +71,12 @@ class Beside:
 
 
 def find_leftovers(cache: CacheFolder) -> Beside:
-    """Return the leftover and foreign files of a cache; the newest report is not a leftover."""
+    """Return the leftover and foreign files of a cache; the newest report, and its repair, are none."""
     leftovers: list[LeftoverFile] = []
     foreign: list[Path] = []
     disk, last = cache.disk, last_report(cache.disk, cache.root)
+    repaired = last and repair_of(disk, cache.root, last)
+    known = {report.path for report in (last, repaired) if report}
     for folder, kind, patterns in _places(cache):
         for name in sorted(disk.list_folder(folder)):
             path = folder / name
@@ -82,7 +84,7 @@ def find_leftovers(cache: CacheFolder) -> Beside:
             try:
                 if role is None or (role is not Left.IN_USE and not disk.is_plain_file(path)):
                     foreign.append(path)
-                elif role is not Left.IN_USE and not (last and path == last.path):
+                elif role is not Left.IN_USE and path not in known:
                     since = youngest(disk, path, changed=role is Left.QUARANTINE)
                     leftovers.append(LeftoverFile(path, role, kind, disk.size_of(path), since))
             except FileNotFoundError:  # it was published or removed meanwhile

@@ -23,6 +23,7 @@ from pipeline.store.format.disk import remove, write_refused
 from pipeline.store.format.shard import TABLE_ROW, row_keys
 from pipeline.store.maintenance import scrub
 from pipeline.store.maintenance.damage_report import (
+    ALL,
     REFUSED,
     REPAIR,
     UNREAD,
@@ -144,7 +145,7 @@ def repair_cache(
     before shards are moved aside, once for all kinds; `waits` is called before that.
     """
     repaired, begun = Repaired(), time.time()
-    missing, mendings = _Missing(cache), list[_Mending]()
+    missing, mendings = _Missing(cache, report.path.name if report else ALL), list[_Mending]()
     try:
         for store, named in _kinds(cache, report):
             mendings.append(_Mending(store, named.shards if named else None))
@@ -156,6 +157,8 @@ def repair_cache(
         retire([mending.finish() for mending in mendings], settle_s, waits)
         for mending in mendings:
             mending.forget_doubts()
+        if repaired.quarantined or repaired.indexes:
+            missing.note_repair(begun)
     finally:
         missing.discard()
     return repaired
@@ -303,10 +306,10 @@ def _quarantine(store: Store, shard: str) -> None:
 class _Missing:
     """Writes the list of lost records; no file is begun while nothing is lost."""
 
-    def __init__(self, cache: CacheFolder) -> None:
+    def __init__(self, cache: CacheFolder, by: str) -> None:
         self._cache = cache
         self._writer: ReportWriter | None = None
-        self._summary = Summary(REPAIR, root=str(cache.root.resolve()))
+        self._summary = Summary(REPAIR, by, root=str(cache.root.resolve()))
 
     def add(self, mend: Mend) -> None:
         """List the records that a shard has lost, or the shard itself where nobody knows what it held."""
@@ -323,6 +326,12 @@ class _Missing:
         """Finish the list and return where it is, if anything is lost."""
         self._summary.begun, self._summary.seconds = begun, time.time() - begun
         return self._writer.publish(self._summary) if self._writer else None
+
+    def note_repair(self, begun: float) -> None:
+        """Leave a list, be it an empty one, by which a repair is known to have been done."""
+        if self._writer is None:
+            self._writer = ReportWriter(self._cache.disk, self._cache.root / REPORTS)
+            self.publish(begun)
 
     def discard(self) -> None:
         """Leave no unfinished list behind."""
