@@ -383,7 +383,7 @@ def test_this_project_says_anew_what_it_uses(copy: Copy) -> None:
     assert {(kind, bytes.fromhex(tag)) for kind, tag in tags()} == set(cache_use.recipes_of(copy.project(FEWER)))
 
 
-@pytest.mark.parametrize("place", ["/", "nothing", "data"])
+@pytest.mark.parametrize("place", ["/", "data"])
 def test_what_is_no_cache_is_refused(copy: Copy, tmp_path: Path, place: str) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "a.pdb").write_text("")
@@ -392,10 +392,13 @@ def test_what_is_no_cache_is_refused(copy: Copy, tmp_path: Path, place: str) -> 
     assert caught.value.exit_code == 2
 
 
-def test_an_empty_folder_and_one_that_lost_its_marker_are_refused(copy: Copy, tmp_path: Path) -> None:
+def test_a_cache_that_lost_its_marker_is_refused_and_where_none_is_yet_nothing_can_go(
+    copy: Copy, tmp_path: Path
+) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(CacheUnusable, match="no cache"):
-        look(copy, NOW, f"cache.root={tmp_path / 'empty'}")
+    for place in ("empty", "nothing"):
+        found = look(copy, NOW, f"cache.root={tmp_path / place}")
+        assert (found.files, found.freed_bytes, found.cache.is_there) == (0, 0, False)
     (copy.store.root / "pipeline-cache.json").unlink()
     with pytest.raises(CacheUnusable, match="no cache"):
         look(copy)
