@@ -127,7 +127,7 @@ def repair_command(
     files = None if report else _files([cache.kind(name) for name in cache.kinds()])
     with CheckBars("repair" if yes else "look", files) as progress:
         if yes:
-            say_wait = waits(settle_s)
+            say_wait = saying_wait(settle_s)
             with ask_owner(cache.root):
                 totals = repairs.repair_cache(
                     cache, report, done=shown.take, seen=progress.take, settle_s=settle_s, waits=say_wait
@@ -183,7 +183,7 @@ def _say_next(totals: Repaired, damage: Path | None, *, yes: bool) -> None:
         typer.echo(f"nothing was changed\n  next: {as_typed(Command.of('cache repair', *listed, '--yes'))}")
 
 
-def waits(settle_s: float) -> Callable[[], None]:
+def saying_wait(settle_s: float) -> Callable[[], None]:
     """Return a callback that says for how long other hosts are given time to see the new files."""
     message = f"waiting {settle_s:g} s until other hosts see the new files (cache.visibility_s), then the old ones go"
     return lambda: typer.echo(message, err=True)
@@ -201,7 +201,7 @@ def compact_command(yes: Yes = False, config: ConfigFile = None, sets: Sets = No
     stores = [cache.kind(name) for name in cache.kinds()]
     compacted = [compaction.plan_compaction(store, shard_bytes=shard_bytes) for store in stores]
     if yes:
-        work, say_wait = list(zip(stores, compacted, strict=True)), waits(settle_s)
+        work, say_wait = list(zip(stores, compacted, strict=True)), saying_wait(settle_s)
         with ask_owner(cache.root):
             compaction.compact_shards(work, shard_bytes=shard_bytes, settle_s=settle_s, waits=say_wait)
     if as_json:

@@ -239,7 +239,7 @@ def _carry_out(cleaning: Cleaning) -> dict[str, object]:
     freed = files = 0
     stayed, told_s = [], time.monotonic()
     try:
-        for removed in carry_out(cleaning, cache_check.waits(cleaning.settle_s)):
+        for removed in carry_out(cleaning, cache_check.saying_wait(cleaning.settle_s)):
             freed, files = freed + removed.bytes, files + (not removed.stays)
             if removed.stays:
                 stayed.append({"file": removed.name, "why": removed.stays})
