@@ -147,9 +147,6 @@ def stretch_of(name: str, epochs: int, plan: MemoryPlan, largest: Mapping[str, i
     )
 
 
-EXPORT = "model.json"
-
-
 class ModelFolder:
     """The paths of a training's files."""
 
@@ -157,7 +154,7 @@ class ModelFolder:
         self.path = path
         self.prepared = path / "prepared.json"  # what was decided before it began
         self.accepted_code = path / "accepted_code.json"  # the digests of other code that it goes on with
-        self.export = path / EXPORT  # only of an exported model
+        self.export = path / "model.json"  # only of an exported model: its card
         self.settings = path / "settings.json"  # the configuration that it was trained with
         self.checkpoints = path / "checkpoints"  # a folder for each checkpoint
         self.bundles = path / "bundles"  # to replay steps that went wrong

@@ -22,7 +22,7 @@ from pipeline.store.format.disk import Disk
 from pipeline.training.checkpoints.checkpoint_reader import open_checkpoint
 from pipeline.training.checkpoints.tensor_file import TensorFile, WrittenFile, write_tensors
 from pipeline.training.checkpoints.training_state import model_state
-from pipeline.training.prepared import EXPORT
+from pipeline.training.prepared import ModelFolder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -41,7 +41,7 @@ def write_export(folder: Path, checkpoint: Path, card: Mapping[str, Any]) -> dic
     weights = {"bytes": written.bytes, "digest": written.digest, "tensors": len(tensors), "parameters": parameters}
     whole = {"format": EXPORT_FORMAT, **card, "weights": weights}
     body = json.dumps(whole, indent=1) + "\n"
-    (folder / EXPORT).write_text(f"{content_digest(body.encode()).hex()}\n{body}")
+    ModelFolder(folder).export.write_text(f"{content_digest(body.encode()).hex()}\n{body}")
     return whole
 
 
@@ -63,7 +63,7 @@ def checkpoint_weights(checkpoint: Path) -> dict[str, Tensor]:
 
 def read_export(folder: Path) -> dict[str, Any]:
     """Read and verify a card; raise where it is damaged or of a later version."""
-    path = folder / EXPORT
+    path = ModelFolder(folder).export
     digest, _, body = path.read_bytes().partition(b"\n")
     if digest != content_digest(body).hex().encode():
         problem = "its bytes are not those that were written"

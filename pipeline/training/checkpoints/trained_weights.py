@@ -28,7 +28,7 @@ from pipeline.training.checkpoints.checkpoint_reader import MANIFEST, STATE, ope
 from pipeline.training.checkpoints.exported_model import load_export, read_export
 from pipeline.training.checkpoints.tensor_file import ANOTHER, CheckpointDamaged, distinct
 from pipeline.training.checkpoints.training_state import model_key, model_state, model_targets, plain_name
-from pipeline.training.prepared import EXPORT
+from pipeline.training.prepared import ModelFolder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -67,7 +67,8 @@ def choose_checkpoint(folder: Path, wanted: str, without: Collection[str] = ()) 
     `wanted` is best, last, or a folder's name or path; `without` has the names of those that proved unusable.
     """
     if wanted not in (BEST, LAST):
-        return _exported(Path(wanted)) if (Path(wanted) / EXPORT).is_file() else _named(folder, wanted, without)
+        path = Path(wanted)
+        return _exported(path) if ModelFolder(path).export.is_file() else _named(folder, wanted, without)
     known = [manifest for manifest in _all(folder) if manifest.name not in without]
     newest = max(known, key=lambda manifest: manifest.serial, default=None)
     if newest is None:
@@ -110,7 +111,7 @@ def _exported(path: Path) -> ChosenCheckpoint:
 
 def _digest(path: Path) -> str:
     """Return the digest of what names all of a checkpoint's bytes: its manifest, or an exported model's card."""
-    card = path / EXPORT
+    card = ModelFolder(path).export
     return content_digest((card if card.is_file() else path / MANIFEST).read_bytes()).hex()
 
 
@@ -140,7 +141,7 @@ def _load(step: Step, chosen: ChosenCheckpoint) -> str:
     try:
         if _digest(chosen.path) != chosen.digest:
             return "it is another one by now"
-        if (chosen.path / EXPORT).is_file():
+        if ModelFolder(chosen.path).export.is_file():
             load_export(chosen.path, step.model)
             return ""
         # Of any training, as long as the model is the same.
