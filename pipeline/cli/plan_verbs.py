@@ -120,6 +120,7 @@ def _training(
         project=project,
         executor=executor,
         gpus=gpus,
+        can_name=True,
         beside=loaded.base_dir.absolute(),
         tell=lambda line: typer.echo(line, err=True),
     )

@@ -4,13 +4,30 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
+from pipeline.errors import ConfigError
+from pipeline.runs.model.offers import Question, offers_of
 from tests.command import Command
 from tests.recipes.conftest import Scanned
-from tests.recipes.projects import ALL, COMPLEX, PAIR, SPECTRA, Recipe, done_again, epochs_of, planned, ran, written
+from tests.recipes.projects import (
+    ALL,
+    COMPLEX,
+    PAIR,
+    SPECTRA,
+    Recipe,
+    config_of,
+    done_again,
+    epochs_of,
+    planned,
+    ran,
+    written,
+)
 
 pytestmark = pytest.mark.timeout(900)  # it trains for real, on machines that are shared
 
@@ -70,3 +87,18 @@ def test_a_recipe_names_no_setting_that_is_not_there(tmp_path: Path) -> None:
         config = read_config(path).config
         assert config.train.task is not None, recipe.name
     assert read_config(path).config.train.effective_batch == written(PAIR)["train"]["effective_batch"]
+
+
+@pytest.mark.parametrize("can_name", [False, True])
+def test_a_recipe_on_a_cluster_that_names_no_cards_is_told_a_remedy_that_its_command_has(can_name: bool) -> None:
+    config, nobody = config_of(ALL["spectra_finetune"]), cast("Any", None)
+    question = Question(config=config, project=nobody, executor=nobody, can_name=can_name)
+    with pytest.raises(ConfigError) as refused:
+        offers_of(question, on_cpu=False)
+    assert ("--gpu" in str(refused.value)) is can_name  # `submit` has no such option
+    assert "cluster.train.gpus=0" in str(refused.value)
+    setting = re.search(r"--set '([^']*)'", str(refused.value))
+    if not can_name:
+        assert setting is not None
+        (offer,) = offers_of(replace(question, config=config_of(ALL["spectra_finetune"], setting[1])), on_cpu=False)
+        assert [card.name for card in offer.cards] == ["a100-40gb"]

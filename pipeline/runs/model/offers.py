@@ -39,6 +39,7 @@ class Question:
     project: Project
     executor: Executor
     gpus: Sequence[str] = ()  # as typed
+    can_name: bool = False  # GPUs can be typed: by `plan`, not by `submit`
     beside: Path | None = None  # where the task's modules may be
     tell: Callable[[str], None] = lambda _: None
 
@@ -59,11 +60,14 @@ def offers_of(question: Question, *, on_cpu: bool) -> list[Offer]:
         sites = config.cluster.slurm.cards
         cards = tuple(_card(site.gres or site.feature or "", site.mem, ranks, fraction) for site in sites)
         return [Offer(", ".join(card.name for card in cards), ranks, cards)]
-    what = "which GPU is it for? None was named, and cluster.slurm.cards is empty"
-    remedy = (
-        "pipeline plan --stage train --gpu a100-80gb   (or a size: 24GiB); without GPUs: --set cluster.train.gpus=0"
-    )
-    raise ConfigError(what, where="--gpu", remedy=remedy)
+    without = "without GPUs: --set cluster.train.gpus=0"
+    if question.can_name:
+        what = "which GPU is it for? None was named, and cluster.slurm.cards is empty"
+        remedy = f"pipeline plan --stage train --gpu a100-80gb   (or a size: 24GiB); {without}"
+        raise ConfigError(what, where="--gpu", remedy=remedy)
+    what = "training asks for GPUs, and cluster.slurm.cards says of none what it is"
+    remedy = f"--set 'cluster.slurm.cards=[{{gres: a100, mem: 40GiB}}]'   (each that a job may get); {without}"
+    raise ConfigError(what, where="cluster.slurm.cards", remedy=remedy)
 
 
 def _offer(text: str, ranks: int, fraction: float | None = None) -> Offer:
