@@ -190,7 +190,7 @@ def faked(model: nn.Module, mode: FakeTensorMode, see: Callable[[Tensor], object
 
 
 @contextmanager
-def signals_held() -> Iterator[None]:
+def signals_after_traces() -> Iterator[None]:
     """Hold back signals until the end: an exception that a handler raises within torch's engine ends in an abort."""
     held: list[int] = []
     before: dict[signal.Signals, Any] = {}

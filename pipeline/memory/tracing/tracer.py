@@ -21,7 +21,15 @@ from torch import nn
 
 from pipeline.errors import PipelineError
 from pipeline.memory.footprint import Category, MicroFootprint, StandingFootprint, Tape, Unmeasurable
-from pipeline.memory.tracing.fake_mode import FakeMode, Guesses, conversions, eagerly, faked, signals_held, unlogged
+from pipeline.memory.tracing.fake_mode import (
+    FakeMode,
+    Guesses,
+    conversions,
+    eagerly,
+    faked,
+    signals_after_traces,
+    unlogged,
+)
 from pipeline.memory.tracing.kernel_workspace import hidden_bytes, scratch_bytes_cpu
 from pipeline.memory.tracing.recorder import OnHost, Recorder, as_parts, category_of, family, outermost
 
@@ -181,7 +189,7 @@ class TraceSession:
     def _modes(self) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(_ONE_AT_A_TIME)
-            stack.enter_context(signals_held())
+            stack.enter_context(signals_after_traces())
             stack.enter_context(self._target.imitate())
             stack.enter_context(eagerly())
             stack.enter_context(self._recorder.resizes())
