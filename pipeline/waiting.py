@@ -1,12 +1,16 @@
-"""The one loop that waits for something outside this process."""
+"""Waiting for something outside this process, and having signals wait for what must not end halfway."""
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+    from types import FrameType
 
 T = TypeVar("T")
 
@@ -22,3 +26,25 @@ def wait_for(
             break
         sleep(min(every_s, left_s))
     return answer
+
+
+@contextmanager
+def signals_held() -> Iterator[None]:
+    """Delay SIGINT, SIGTERM and SIGHUP, so that none interrupts what must not end halfway."""
+    arrived: list[int] = []
+    handlers = {}
+
+    def hold(number: int, _frame: FrameType | None) -> None:
+        arrived.append(number)
+
+    try:
+        if threading.current_thread() is threading.main_thread():  # signals raise nowhere else
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                if callable(signal.getsignal(number)):
+                    handlers[number] = signal.signal(number, hold)
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for held in arrived:
+            signal.raise_signal(held)

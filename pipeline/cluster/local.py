@@ -11,11 +11,8 @@ from __future__ import annotations
 import os
 import secrets
 import selectors
-import signal
-import threading
 import time
 from collections import deque
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,10 +21,10 @@ from pipeline.cluster.job_spec import Limits, TaskState, TaskStatus, refuse_impo
 from pipeline.cluster.machine import Child, Ending, Machine, Slots
 from pipeline.cluster.processes import HAS_PROC, Guard, ProcessTable
 from pipeline.errors import SubmissionRefused
+from pipeline.waiting import signals_held
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-    from types import FrameType
+    from collections.abc import Iterable
 
     from pipeline.cluster.job_spec import JobId, JobSpec
 
@@ -298,25 +295,3 @@ def make_log_dir(spec: JobSpec) -> None:
         what = f"cannot make the folder of the logs: {error.strerror}"
         remedy = spec.again.with_settings(("cluster.runs", "FOLDER"), then="   (one that can be written)")
         raise SubmissionRefused(what, where=spec.log_dir, remedy=remedy) from error
-
-
-@contextmanager
-def signals_held() -> Iterator[None]:
-    """Delay SIGINT, SIGTERM and SIGHUP, so that none interrupts between starting a process and recording it."""
-    arrived: list[int] = []
-    handlers = {}
-
-    def hold(number: int, _frame: FrameType | None) -> None:
-        arrived.append(number)
-
-    try:
-        if threading.current_thread() is threading.main_thread():  # signals raise nowhere else
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                if callable(signal.getsignal(number)):
-                    handlers[number] = signal.signal(number, hold)
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        for held in arrived:
-            signal.raise_signal(held)

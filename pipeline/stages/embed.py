@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from pipeline.cluster.local import signals_held
 from pipeline.command_line import Command
 from pipeline.encoder.checkpoints.weights import identify
 from pipeline.encoder.embedding_recipe import ENCODER_VERSION, Variant
 from pipeline.errors import SUBMIT_AGAIN, CacheDamaged, JobFailed, RecordMissing
 from pipeline.keys import recipe_key
 from pipeline.store.store import WholeRecords
+from pipeline.waiting import signals_held
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence

@@ -13,9 +13,10 @@ import pytest
 
 from pipeline.cluster import machine, processes
 from pipeline.cluster.job_spec import TASK, JobSpec, TaskState
-from pipeline.cluster.local import LocalExecutor, signals_held
+from pipeline.cluster.local import LocalExecutor
 from pipeline.cluster.machine import Machine
 from pipeline.errors import SubmissionRefused
+from pipeline.waiting import signals_held
 from tests.cluster.conftest import SMALL
 from tests.cluster.programs import (
     AWAIT,

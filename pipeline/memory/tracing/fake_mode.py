@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import signal
 import sys
 import threading
 import warnings
@@ -187,24 +186,6 @@ def faked(model: nn.Module, mode: FakeTensorMode, see: Callable[[Tensor], object
             if isinstance(value, torch.Tensor):
                 object.__setattr__(module, name, fake(value))
     return model
-
-
-@contextmanager
-def signals_after_traces() -> Iterator[None]:
-    """Hold back signals until the end: an exception that a handler raises within torch's engine ends in an abort."""
-    held: list[int] = []
-    before: dict[signal.Signals, Any] = {}
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            if callable(signal.getsignal(number)):  # else it ends the process, or is ignored
-                before[number] = signal.signal(number, lambda number, _: held.append(number))
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        for came in held[:1]:
-            signal.raise_signal(came)
 
 
 @contextmanager

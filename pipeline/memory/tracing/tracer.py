@@ -27,11 +27,11 @@ from pipeline.memory.tracing.fake_mode import (
     conversions,
     eagerly,
     faked,
-    signals_after_traces,
     unlogged,
 )
 from pipeline.memory.tracing.kernel_workspace import hidden_bytes, scratch_bytes_cpu
 from pipeline.memory.tracing.recorder import OnHost, Recorder, as_parts, category_of, family, outermost
+from pipeline.waiting import signals_held
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -189,7 +189,7 @@ class TraceSession:
     def _modes(self) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(_ONE_AT_A_TIME)
-            stack.enter_context(signals_after_traces())
+            stack.enter_context(signals_held())  # an exception within torch's engine ends in an abort
             stack.enter_context(self._target.imitate())
             stack.enter_context(eagerly())
             stack.enter_context(self._recorder.resizes())
