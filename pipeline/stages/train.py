@@ -173,7 +173,7 @@ def trainer_of(job: Job) -> Trainer:
         keeper,
         watch,
         validation=evaluation,
-        meter=meter_of(step.device) if step.device != "cpu" else None,
+        meter=watch.meter if step.device != "cpu" else None,  # the one, as it keeps an epoch's highest peak
         host=host,
         ending=job.tell.ending,
         governor_of=lambda course: _governor(job, step, course, stepper.ladder),

@@ -40,6 +40,7 @@ class Memory:
     limit_bytes: int | None  # what may be reserved
     retries: int = 0  # how often the allocator had to give everything back to serve one block, since the start
     ooms: int = 0  # how often that did not help, since the start
+    highest_reserved_bytes: int = 0  # the peak since the last reset that did not keep it; 0: as the peak
 
 
 class Meter(Protocol):
@@ -48,8 +49,8 @@ class Meter(Protocol):
     def read(self) -> Memory:
         """Return the present figures."""
 
-    def reset_peak(self) -> bool:
-        """Reset the peaks to present use; return whether that was possible."""
+    def reset_peak(self, *, keep: bool = False) -> bool:
+        """Reset the peaks to present use, or all but the highest; return whether that was possible."""
 
 
 def meter_of(device: str) -> Meter:
@@ -67,6 +68,7 @@ class CardMeter:
         card = torch.device(device)
         self._device = torch.cuda.current_device() if card.index is None else card.index
         self._torch.cuda.init()
+        self._highest_bytes = 0  # of peaks that were reset and kept
 
     def read(self) -> Memory:
         cuda = self._torch.cuda
@@ -74,18 +76,21 @@ class CardMeter:
         free_bytes, total_bytes = cuda.mem_get_info(self._device)
         reserved_bytes = stats.get("reserved_bytes.all.current", 0)
         fraction = getattr(cuda, "get_per_process_memory_fraction", lambda _: 1.0)(self._device)  # not in older torch
+        peak_bytes = stats.get("reserved_bytes.all.peak", 0)
         return Memory(
             allocated_bytes=stats.get("allocated_bytes.all.current", 0),
             reserved_bytes=reserved_bytes,
             peak_allocated_bytes=stats.get("allocated_bytes.all.peak", 0),
-            peak_reserved_bytes=stats.get("reserved_bytes.all.peak", 0),
+            peak_reserved_bytes=peak_bytes,
             outside_bytes=total_bytes - free_bytes - reserved_bytes,
             limit_bytes=min(free_bytes + reserved_bytes, int(fraction * total_bytes)),
             retries=stats.get("num_alloc_retries", 0),
             ooms=stats.get("num_ooms", 0),
+            highest_reserved_bytes=max(self._highest_bytes, peak_bytes),
         )
 
-    def reset_peak(self) -> bool:
+    def reset_peak(self, *, keep: bool = False) -> bool:
+        self._highest_bytes = self.read().highest_reserved_bytes if keep else 0
         self._torch.cuda.reset_peak_memory_stats(self._device)
         return True
 
@@ -110,7 +115,7 @@ class ProcessMeter:
             limit_bytes=host.limit_bytes,
         )
 
-    def reset_peak(self) -> bool:
+    def reset_peak(self, *, keep: bool = False) -> bool:  # noqa: ARG002 - nobody asks a process to keep it
         """Reset the peak to what is resident now; where the system does not allow that, it stays the highest ever."""
         _before_resets[0] = highest_resident_bytes()
         try:

@@ -185,7 +185,8 @@ class TrainingObserver:
     def epoch(self, tally: EpochTotals, step: int, figures: Mapping[str, float | None], rate: float) -> None:
         """Log the metrics of an epoch, and print them."""
         memory = self.meter.read()
-        sizes = memory.allocated_bytes or memory.reserved_bytes, memory.reserved_bytes, memory.peak_reserved_bytes
+        peak_bytes = max(memory.peak_reserved_bytes, memory.highest_reserved_bytes)
+        sizes = memory.allocated_bytes or memory.reserved_bytes, memory.reserved_bytes, peak_bytes
         memories = [report["memory"] for report in self.ranks.exchange({"memory": sizes})]
         allocated, reserved, peak = map(max, zip(*memories, strict=True))
         self.meter.reset_peak()

@@ -319,6 +319,7 @@ class Trainer:
             course.cut_by(self.governor.budget)
             self._again = True  # batches that were read ahead are cut for another budget
         self.stepper.upkeep.after_step(empty_cache=self.whole.empty_cache)
+        self.whole.emptied()
         self.watcher.between(max((rank.micros for rank in report.words), default=0))
         if figures is not None and self.ranks.rank == 0 and self.done % self.train.log_every == 0:
             sums = report.totals.items()

@@ -216,6 +216,11 @@ class WholeStep:
         self._complete(report)
         return report
 
+    def emptied(self) -> None:
+        """Let the peaks begin anew once the cache is emptied: else one moment counts until the epoch ends."""
+        if self.empty_cache and self.meter:
+            self.meter.reset_peak(keep=True)
+
     def _absent(self) -> list[int] | None:
         absent = [number for number, parameter in enumerate(self.step.trained) if parameter.grad is None]
         return None if len(absent) == len(self.step.trained) else absent
