@@ -12,7 +12,7 @@ VARIABLE = (
     (re.compile(r"\b\d+(\.\d+)? (ms|s|min|h)\b"), "T"),
     (re.compile(r"[\d,]+ residues/s"), "N residues/s"),
     (re.compile(r"peak \d+ MiB"), "peak M"),
-    (re.compile(r"\d+ MiB (allocated|reserved|at the peak|used)"), "M"),
+    (re.compile(r"[\d.]+ MiB (allocated|reserved|at the peak|used)"), "M"),
     (re.compile(r"\b[\d.,]+ (B|kB|MB|GB|KiB|MiB|GiB)\b"), "M"),
     (re.compile(r"[\d.,]+ items/s, waited for data [\d.]+%"), "N items/s, waited"),
     # the last digits are the processor's

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from pipeline.config.load import read_config
+from pipeline.encoder.checkpoints.synth import write_random_checkpoint
 from tests.command import Command
 from tests.projects import write_complex
 from tests.slurm.cluster import Cluster
@@ -17,8 +18,9 @@ from tests.slurm.cluster import config as cluster_config
 
 @pytest.fixture
 def project(cluster: Cluster, pipeline: Command, tmp_path: Path) -> Path:
-    """A project made by `pipeline init`, with data put in place."""
+    """A project made by `pipeline init`, with data and weights put in place."""
     assert pipeline("init").code == 0
+    write_random_checkpoint(read_config(tmp_path / "pipeline.yaml").config.embed.weights, layers=1, dim=16, heads=2)
     (tmp_path / "data").mkdir()
     write_complex(tmp_path / "data/c0.pdb", 0)
     rows = ["id,path,receptor_chains,ligand_chains", "c0,c0.pdb,A,B"]

@@ -70,8 +70,8 @@ def undisturbed(real: Project) -> Run:
 
 
 def censuses(run: Run) -> dict[str, Any]:
-    """Return what every stage counted in the end."""
-    return {stage["name"]: stage["census"] for stage in run.reported()["stages"]}
+    """Return what every stage counted in the end, but for where the run has its lists."""
+    return {stage["name"]: {**stage["census"], "lists": ""} for stage in run.reported()["stages"]}
 
 
 @pytest.mark.shared
