@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pipeline.memory.planning.memory_plan import DataSizes
 from pipeline.memory.planning.planner import plan_memory
-from pipeline.runs.model.training_work import Work, cutter, least_of
+from pipeline.runs.model.training_work import Work, data_of, least_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -31,5 +30,4 @@ def plan_with_oracle(
     """Plan, and return what answered as well."""
     padded = train.batching == "padded"
     oracle = work.oracle(least_of(sizes), target, padded=padded)
-    cut = cutter(train.effective_batch, padded=padded, micro_batch=request.micro_batch)
-    return plan_memory(oracle, DataSizes(sizes, cut, padded), request, cards), oracle
+    return plan_memory(oracle, data_of(sizes, request, padded=padded), request, cards), oracle

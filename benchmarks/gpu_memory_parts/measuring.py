@@ -57,13 +57,13 @@ def trained(case: Mapping[str, Any], ready: Callable[[], None]) -> dict[str, Any
     """Train an epoch as planned; count the steps that ran out of memory."""
     import torch
 
-    from pipeline.training.prepared import COST, LIKENESS, likeness, sampler_settings
+    from pipeline.training.prepared import COST, LIKENESS, PADDING, likeness, sampler_settings
     from pipeline.training.sampling.sampler import Sampler
 
     torch.manual_seed(0)
     work, member = work_for(case), member_of(case)
     sizes = member.items(case["items"], np.random.default_rng(0))
-    settings = sampler_settings(case["batch"], case["budget"], padded=member.padded)
+    settings = sampler_settings(case["batch"], case["budget"], padding=PADDING if member.padded else None)
     costs = {COST: np.array(case["cost"], np.int64), LIKENESS: likeness(sizes)}
     sampler = Sampler(costs, settings)
     steps = [[micro.items for micro in sampler.micros(0, step)] for step in range(sampler.steps)]

@@ -77,7 +77,7 @@ def _row(ground: Ground, limit: int) -> dict[str, Any]:
         print(f"{ground.member.name:26}{limit:14,} refused: {error.what}", flush=True)
         return row | {"refused": error.what}
     planned_s, start = time.perf_counter() - start, time.perf_counter()
-    trained = epoch(ground, made.choice, sampler_under(made, ground.member, ground.sizes), limit)
+    trained = epoch(ground, made.choice, sampler_under(made, ground.sizes), limit)
     row |= {
         "ooms": trained.ooms,
         "used": round(trained.peak_bytes / limit, 4),

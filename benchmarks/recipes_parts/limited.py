@@ -12,10 +12,10 @@ import numpy as np
 from benchmarks.recipes_parts.bench import NAMES, Bench, Trained, cuts_of, train
 from pipeline.errors import PipelineError
 from pipeline.memory.footprint import MemoryChoice, Oracle, live_peak_bytes
-from pipeline.memory.planning.memory_plan import DataSizes, MemoryPlan, MicroBatchLimit
+from pipeline.memory.planning.memory_plan import MemoryPlan, MicroBatchLimit
 from pipeline.memory.planning.planner import plan_memory
 from pipeline.protocol import ITEMS
-from pipeline.runs.model.training_work import cutter, host_card
+from pipeline.runs.model.training_work import data_of, host_card
 from pipeline.training.prepared import COST, LIKENESS, likeness, sampler_settings
 from pipeline.training.sampling.sampler import Sampler
 
@@ -130,16 +130,14 @@ def _least(bench: Bench, oracle: Oracle) -> int:
 
 def planned(bench: Bench, oracle: Oracle, limit: int) -> MemoryPlan:
     """Plan as `plan_training` does, but for an oracle that remembers for all limits."""
-    config, padded = bench.config.train, bench.padded
-    request = bench.work.request(config, 1)
-    cut = cutter(config.effective_batch, padded=padded, micro_batch=request.micro_batch)
-    return plan_memory(oracle, DataSizes(bench.sizes, cut, padded), request, [host_card(limit)])
+    request = bench.work.request(bench.config.train, 1)
+    return plan_memory(oracle, data_of(bench.sizes, request, padded=bench.padded), request, [host_card(limit)])
 
 
 def sampler_of(bench: Bench, made: MemoryPlan) -> Sampler:
     """Return the sampler of training under a plan."""
     sizes, batch = bench.sizes, bench.config.train.effective_batch
-    settings = sampler_settings(batch, made.budget[COST], padded=bench.padded, micro_batch=made.micro_batch)
+    settings = sampler_settings(batch, made.budget[COST], padding=made.padding, micro_batch=made.micro_batch)
     return Sampler({COST: made.cost(sizes), LIKENESS: likeness(sizes)}, settings)
 
 

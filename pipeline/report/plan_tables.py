@@ -62,10 +62,11 @@ def _verdict(plan: TrainOutlook) -> Iterator[str]:
     if chosen.batch > plan.items:
         yield f"  there are only {plan.items:,} items: a step has them all, not {chosen.batch:,}"
     step, holder = min(chosen.batch, plan.items), "GPU" if plan.gpus else "process"
+    padded = "" if chosen.padding is None else f", padded by at most {chosen.padding - 1:.0%}"
     yield (
         f"  a step of {step} items is {chosen.accumulation_mean:.1f} micro-batches a {holder}, at most "
         f"{chosen.accumulation_most}; a micro-batch is {chosen.items_median:g} items, "
-        f"at most {chosen.items_most}"
+        f"at most {chosen.items_most}{padded}"
     )
     yield f"  micro-batches are not larger because {chosen.filled.value}"
     if chosen.remedies:

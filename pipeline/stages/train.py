@@ -78,12 +78,14 @@ class Job:
     damaged: DamagedItems | None = None  # what to do about records that cannot be read; None: that is an error
     settings: Mapping[str, Any] = field(default_factory=dict)  # the frozen configuration, for trackers
 
-    def loader(self, items: Items, budget: int, *, shuffle: bool, batch: int, threads: int | None = None) -> Loader:
+    def loader(
+        self, items: Items, stretch: Stretch, *, shuffle: bool, batch: int, threads: int | None = None
+    ) -> Loader:
         """Return a loader of items, cut into micro-batches as planned."""
         settings = sampler_settings(
             batch,
-            max(self.budget_of(budget), int(items.cost_N.max(initial=1))),
-            padded=self.train.batching == "padded",
+            max(self.budget_of(stretch.budget_bytes), int(items.cost_N.max(initial=1))),
+            padding=stretch.padding if self.train.batching == "padded" else None,
             seed=self.train.seed,
             micro_batch=1 if self.tell.careful else pinned(self.train.micro_batch),
             shuffle=shuffle,
@@ -187,7 +189,7 @@ def _courses(job: Job) -> list[RunningStretch]:
     """Return the stretches of a training with their loaders."""
     courses, first = list[RunningStretch](), 0
     for stretch, items in job.stretches:
-        loader = job.loader(items, stretch.budget_bytes, shuffle=True, batch=job.train.effective_batch)
+        loader = job.loader(items, stretch, shuffle=True, batch=job.train.effective_batch)
         courses.append(RunningStretch(stretch, loader, items.cost_N, first))
         first += stretch.epochs
     return courses
@@ -260,10 +262,10 @@ def _evaluation(job: Job, step: Step, watch: TrainingObserver) -> Evaluator | No
     """Return the evaluator that runs between epochs; None without validation items."""
     if job.validation is None:
         return None
-    budget, batch = job.stretches[-1][0].budget_bytes, max(job.train.effective_batch, job.ranks.world)
+    stretch, batch = job.stretches[-1][0], max(job.train.effective_batch, job.ranks.world)
     return Evaluator(
         step,
-        job.loader(job.validation, budget, shuffle=False, batch=batch),
+        job.loader(job.validation, stretch, shuffle=False, batch=batch),
         job.ranks,
         job.folder.outputs,
         cost_N=job.validation.cost_N,

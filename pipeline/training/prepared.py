@@ -23,7 +23,8 @@ COST = "cost"  # the size by which micro-batches are cut: bytes
 LIKENESS = "likeness"  # that by which an epoch is put in order: it does not depend on a plan
 UNIT = 1000  # of likeness: an item of mean sizes
 MOST_SHRUNK = 16
-PADDING = 1.03  # padded/real of a micro-batch, at most
+PADDING = 1.03  # padded/real of a micro-batch, at most; in plans of older versions always
+LOOSER = (1.1, 1.2, 1.4, 2.0, 8.0)  # that a plan may choose instead: fewer micro-batches, and more to compute in each
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ class Stretch:
     reserved_bytes: int  # what the allocator is expected to hold then
     weights: Mapping[str, float]  # bytes that an item costs for each unit of its sizes
     largest: Mapping[str, int] = field(default_factory=dict)  # items above take no part
+    padding: float = PADDING  # of micro-batches that are padded
 
     def cost(self, sizes: Mapping[str, Integers]) -> Integers:
         """Return each item's cost in bytes by its sizes; at most the budget, so that each item fits alone."""
@@ -109,12 +111,15 @@ def sampler_settings(
     batch: int,
     budget_bytes: int,
     *,
-    padded: bool,
+    padding: float | None,
     seed: int = 0,
     micro_batch: int | None = None,
     shuffle: bool = True,
 ) -> SamplerSettings:
-    """Return the sampler's settings, for planning and for training: items have a COST and a LIKENESS."""
+    """Return the sampler's settings, for planning and for training: items have a COST and a LIKENESS.
+
+    `padding` is the most that a micro-batch is padded; None: its items are concatenated.
+    """
     return SamplerSettings(
         batch=batch,
         seed=seed,
@@ -122,7 +127,7 @@ def sampler_settings(
         cost=COST,
         budget={COST: budget_bytes},
         micro_batch=micro_batch,
-        padding=PADDING if padded else None,
+        padding=padding,
         padded=(COST,),
         shuffle=shuffle,
     )
@@ -144,6 +149,7 @@ def stretch_of(name: str, epochs: int, plan: MemoryPlan, largest: Mapping[str, i
         reserved_bytes=int(plan.reserved.value),
         weights={name: float(weight) for name, weight in plan.cost_weights.items()},
         largest=dict(largest),
+        padding=plan.padding or PADDING,
     )
 
 

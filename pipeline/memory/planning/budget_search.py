@@ -115,10 +115,10 @@ class BudgetSearch:
         rows = self._questions.rows(self._choice)
         return fit(self.ground.terms, rows, [float(self.live(row)) for row in rows])
 
-    def find(self, limit: int, before: FoundBudget | None = None) -> FoundBudget | None:
+    def find(self, limit: int, before: FoundBudget | None = None, *, sure: bool = False) -> FoundBudget | None:
         """Return the largest budget under which all fits below a live peak, or None.
 
-        `before` is the result for another limit, to start from.
+        `before` is the result for another limit, to start from; `sure`: only what holds in every order of an epoch.
         """
         if self._request.micro_batch is not None:
             return self._pinned(limit)
@@ -129,8 +129,9 @@ class BudgetSearch:
             self._screen(limit)
         loose = None
         if before is None or before.every_order:
-            found = self._settled(self._largest(limit, before, every_order=True), limit, least=LEAST * limit)
-            if found is not None and found.groups:
+            least = 0.0 if sure else LEAST * limit
+            found = self._settled(self._largest(limit, before, every_order=True), limit, least)
+            if sure or (found is not None and found.groups):
                 return found
             loose = found
         tighter = self._settled(self._largest(limit, before or loose, every_order=False), limit)

@@ -76,6 +76,8 @@ class DataSizes:
     cut: Cutter
     padded: bool = False
     ids: Names | None = None
+    padding: float | None = None  # padded/real of a micro-batch that `cut` makes, at most; None: the caller knows
+    looser: Mapping[float, Cutter] = field(default_factory=dict)  # cuts that pad more, by the most that they do
 
     def called(self, item: int) -> str:
         return f"item {item:,}" if self.ids is None else self.ids[item]
@@ -101,6 +103,9 @@ class DataSizes:
         """Return the items with larger sizes cut down to the limits."""
         sizes = {name: np.minimum(values_N, limits.get(name, values_N)) for name, values_N in self.sizes.items()}
         return replace(self, sizes=sizes)
+
+    def padded_to(self, padding: float) -> DataSizes:
+        return replace(self, cut=self.looser[padding], padding=padding)
 
 
 class Oversize(str, Enum):
@@ -329,6 +334,7 @@ class MemoryPlan:
     buckets: tuple[Bucket, ...]
     questions: int  # that the oracle was asked
     notes: tuple[str, ...]
+    padding: float | None = None  # padded/real of a micro-batch, at most; None: as it was cut
 
     def cost(self, sizes: Mapping[str, Any]) -> Any:
         """Return the cost of items by their sizes (numbers or arrays); none is above the budget."""

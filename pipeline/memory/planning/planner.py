@@ -158,6 +158,7 @@ def _plan(
         buckets=_buckets(search, best, found),
         questions=search.questions.asked,
         notes=_notes(search, best, found),
+        padding=best.padding,
     )
     return replace(plan, **replacements)  # type: ignore[arg-type]
 

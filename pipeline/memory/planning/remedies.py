@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from pipeline.memory.footprint import MicroFootprint
-    from pipeline.memory.planning.memory_plan import CardSpec, CardSpecs, DataSizes, PlanRequest
+    from pipeline.memory.planning.memory_plan import CardSpec, CardSpecs, DataSizes, Micros, PlanRequest
     from pipeline.memory.planning.oracle_cache import OracleCache
     from pipeline.memory.planning.step_estimates import Reserve
 
@@ -88,6 +88,7 @@ class ChoiceOutcome:
     cuts: int = 1  # of such a share
     step_s: float = 0.0
     epoch_s: float = 0.0
+    padding: float | None = None  # that micro-batches were cut with
 
     @property
     def total(self) -> int:
@@ -171,13 +172,38 @@ class ChoiceSearch:
         return MicroTime(whole.compute_s, whole.memory_s, whole.launch_s * cuts, whole.transfer_s + again), cuts
 
     def search(self, estimate: ChoiceOutcome) -> ChoiceOutcome:
+        """Return the result with the best budget, padded more where fewer micro-batches are worth it."""
+        tight = self.budgeted(estimate)
+        if tight.found is None or (padding := self._faster_padding(tight)) is None:
+            return tight
+        looser = replace(self, data=self.data.padded_to(padding))
+        loose = looser.budgeted(estimate, sure=tight.found.every_order)
+        return loose if loose.found is not None and loose.epoch_s < tight.epoch_s else tight
+
+    def _faster_padding(self, tight: ChoiceOutcome) -> float | None:
+        """Return the padding with the fastest epoch in the memory that there seems to be; None: none is faster."""
+        found, reserved = tight.found, tight.reserved
+        assert found is not None
+        assert reserved is not None
+        live = self.limit / tight.margin.factor * found.live / reserved.bytes
+        budget = max(found.budget, int(live - found.model.base))
+        cost_N = np.minimum(found.model.cost(self.ground.sizes_NS), budget)
+        best, best_s = None, tight.epoch_s
+        for padding, cut in self.data.looser.items():
+            micros = cut(self.data.sizes, cost_N, budget, self.request.ranks)
+            time_s = self._times(tight.choice, micros)[1]
+            if time_s < best_s:
+                best, best_s = padding, time_s
+        return best
+
+    def budgeted(self, estimate: ChoiceOutcome, *, sure: bool = False) -> ChoiceOutcome:
         """Return the result with the best budget, lowered until what the allocator reserves fits too."""
         choice, alone = estimate.choice, estimate.alone
         margin, fragmented = self.margin(choice), _FRAGMENTED if self.cards.caching else 1.0
         search = BudgetSearch(self.questions, self.ground, choice)
         found: FoundBudget | None = None
         for _ in range(_TURNS):
-            found = search.find(int(self.limit / margin.factor / fragmented), found)
+            found = search.find(int(self.limit / margin.factor / fragmented), found, sure=sure)
             if found is None:
                 break
             margin = self.margin(choice)
@@ -198,14 +224,17 @@ class ChoiceSearch:
         return ChoiceOutcome(choice, RemedyVerdict.TOO_LARGE, why, margin, alone)
 
     def _timed(self, outcome: ChoiceOutcome) -> ChoiceOutcome:
-        """Add step and epoch times, from a fit to the micro-batches that the oracle was asked about."""
-        found, choice = outcome.found, outcome.choice
-        assert found is not None
+        """Add step and epoch times, and the padding that they are of."""
+        assert outcome.found is not None
+        step, epoch = self._times(outcome.choice, outcome.found.micros)
+        return replace(outcome, step_s=step, epoch_s=epoch, padding=self.data.padding)
+
+    def _times(self, choice: MemoryChoice, micros: Micros) -> tuple[float, float]:
+        """Return step and epoch times, from a fit to the micro-batches that the oracle was asked about."""
         standing, rows = self.questions.standing(choice), self.questions.rows(choice)
         times = [micro_time(self.questions.micro(choice, row), standing, choice, self.cards).total_s for row in rows]
-        time_M = fit(self.ground.terms, rows, times).predict(found.rows_MS)
-        step, epoch = epoch_s(found.micros, time_M, update_s(standing, choice, self.cards, self.request.ranks))
-        return replace(outcome, step_s=step, epoch_s=epoch)
+        time_M = fit(self.ground.terms, rows, times).predict(micros.ordered(self.ground.terms.names))
+        return epoch_s(micros, time_M, update_s(standing, choice, self.cards, self.request.ranks))
 
     def least_s(self, best: ChoiceOutcome, choice: MemoryChoice) -> float:
         """Return a lower bound on a choice's epoch time, from another's estimate; the oracle is not asked."""

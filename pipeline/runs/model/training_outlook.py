@@ -28,7 +28,7 @@ from pipeline.runs.dataset.loading import table_of
 from pipeline.runs.dataset.reader_items import refuse_crop
 from pipeline.runs.model.offers import NAME, Question, is_known, offers_of, site_card, waits
 from pipeline.runs.model.probe import ProbedCard, measured_pace, measured_ratios, probe
-from pipeline.runs.model.training_work import Work, cutter, least_of, sizes_of, target_of, traces_folder
+from pipeline.runs.model.training_work import Work, data_of, least_of, sizes_of, target_of, traces_folder
 from pipeline.units import format_bytes
 
 if TYPE_CHECKING:
@@ -135,9 +135,8 @@ class _PlanningCase:
 
     @property
     def data(self) -> DataSizes:
-        request = self.request
-        cut = cutter(request.batch, padded=self.padded, seed=self.config.train.seed, micro_batch=request.micro_batch)
-        return DataSizes(self.sizes, cut, self.padded, self.table.ids)
+        seed = self.config.train.seed
+        return data_of(self.sizes, self.request, padded=self.padded, seed=seed, ids=self.table.ids)
 
     @property
     def reserve(self) -> Reserve:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +20,10 @@ from pipeline.keys import recipe_key
 from pipeline.memory.estimating.fallback_oracle import Formula, OracleLadder
 from pipeline.memory.history.step_history import fingerprint
 from pipeline.memory.history.trace_files import RememberedOracle
-from pipeline.memory.planning.memory_plan import CardSpec, Micros, Oversize, PlanRequest
+from pipeline.memory.planning.memory_plan import CardSpec, DataSizes, Micros, Oversize, PlanRequest
 from pipeline.project.run_code import load_task, package_digest, source_digest, user_code_failed
 from pipeline.protocol import ITEMS, Contrastive, Example
-from pipeline.training.prepared import COST, LIKENESS, likeness, sampler_settings
+from pipeline.training.prepared import COST, LIKENESS, LOOSER, PADDING, likeness, sampler_settings
 from pipeline.training.sampling.sampler import Sampler
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from pipeline.config.schema import Config
     from pipeline.config.schema_train import TrainSection
     from pipeline.memory.footprint import MemoryChoice, Sizes
+    from pipeline.memory.planning.memory_plan import Cutter, Names
     from pipeline.memory.tracing.recorder import Recorder
     from pipeline.memory.tracing.tracer import Target
     from pipeline.protocol import Task
@@ -261,11 +263,22 @@ def sizes_of(task: Task, item_sizes: Mapping[str, Integers]) -> dict[str, Intege
     return sizes
 
 
-def cutter(batch: int, *, padded: bool, seed: int = 0, micro_batch: int | None = None) -> Any:
+def data_of(
+    sizes: Mapping[str, Integers], request: PlanRequest, *, padded: bool, seed: int = 0, ids: Names | None = None
+) -> DataSizes:
+    """Return items as the planner takes them, with all the ways in which training could cut them."""
+    cut = partial(cutter, request.batch, seed=seed, micro_batch=request.micro_batch)
+    padding = PADDING if padded else None
+    looser = LOOSER if padded and request.micro_batch is None else ()
+    return DataSizes(sizes, cut(padding=padding), padded, ids, padding, {most: cut(padding=most) for most in looser})
+
+
+def cutter(batch: int, *, padding: float | None, seed: int = 0, micro_batch: int | None = None) -> Cutter:
     """Return a function that cuts an epoch into micro-batches as training will."""
+    padded = padding is not None
 
     def cut(sizes: Mapping[str, Integers], cost_N: Integers, budget_bytes: int, ranks: int) -> Micros:
-        settings = sampler_settings(batch, budget_bytes, padded=padded, seed=seed, micro_batch=micro_batch)
+        settings = sampler_settings(batch, budget_bytes, padding=padding, seed=seed, micro_batch=micro_batch)
         sampler = Sampler({COST: cost_N, LIKENESS: likeness(sizes)}, settings, ranks=ranks)
         rows, steps, owners = [], [], []
         names = tuple(sizes)

@@ -105,9 +105,7 @@ class ReplayedShare:
         stretch, self._items = job.stretches[place]
         self.sizes = _sizes(case, place)
         self.padded = job.train.batching == "padded"
-        self._loader = job.loader(
-            self._items, stretch.budget_bytes, shuffle=True, batch=job.train.effective_batch, threads=1
-        )
+        self._loader = job.loader(self._items, stretch, shuffle=True, batch=job.train.effective_batch, threads=1)
         cuts = self._bundle.cuts
         self._ids = {number: name for cut in cuts for name, number in zip(cut.ids, cut.numbers, strict=True)}
         begun = list(self._begun_parts())

@@ -14,11 +14,11 @@ from torch.utils._pytree import tree_map_only
 
 from pipeline.config.schema_train import TrainSection
 from pipeline.memory.footprint import MemoryChoice, Oracle, live_peak_bytes, margin_of
-from pipeline.memory.planning.memory_plan import DataSizes, MemoryPlan, MicroBatchLimit, Micros, PlanRequest
+from pipeline.memory.planning.memory_plan import MemoryPlan, MicroBatchLimit, Micros, PlanRequest
 from pipeline.memory.planning.planner import plan_memory
 from pipeline.protocol import ITEMS
-from pipeline.runs.model.training_work import Work, cutter, host_card, least_of, target_of
-from pipeline.training.prepared import COST, LIKENESS, likeness, sampler_settings
+from pipeline.runs.model.training_work import Work, cutter, data_of, host_card, least_of, target_of
+from pipeline.training.prepared import COST, LIKENESS, LOOSER, likeness, sampler_settings
 from pipeline.training.sampling.sampler import Sampler
 from pipeline.training.step.optimizers import StepSettings
 from pipeline.training.step.step import Step
@@ -103,9 +103,9 @@ class Ground:
 
     def planned(self, limit: int, request: PlanRequest | None = None) -> MemoryPlan:
         """Plan as `plan_training` does, but for one oracle that remembers for all limits."""
-        cut = cutter(BATCH, padded=self.member.padded)
-        data = DataSizes(self.sizes, cut, self.member.padded)
-        return plan_memory(self.oracle, data, request or request_for(self.member), [host_card(limit)])
+        request = request or request_for(self.member)
+        data = data_of(self.sizes, request, padded=self.member.padded)
+        return plan_memory(self.oracle, data, request, [host_card(limit)])
 
     def planned_alone(self, limit: int) -> MemoryPlan:
         """Plan with an oracle of its own."""
@@ -131,7 +131,8 @@ class Ground:
 
     def uncut(self, choice: MemoryChoice) -> int:
         """Return what steps take that no budget cuts: padded items are cut where they differ too much all the same."""
-        cut, padded = cutter(BATCH, padded=self.member.padded), self.member.padded
+        padded = self.member.padded
+        cut = cutter(BATCH, padding=LOOSER[-1] if padded else None)
         cost_N = np.prod([*self.sizes.values()], axis=0) if padded else np.ones(self.items, np.int64)
         micros = cut(self.sizes, cost_N, int(cost_N.max()) * BATCH, 1)
         return self.live(choice, micros, accumulate=padded)
@@ -149,15 +150,11 @@ def largest(rows_MS: Integers) -> Integers:
     return np.asarray(rows_US[over_UU.sum(axis=1) == 1])
 
 
-def sampler_of(member: Member, sizes: Sizes, cost_N: Integers, budget: int, micro_batch: int | None = None) -> Sampler:
-    """Return the sampler of training, as `planning.cutter` sets it."""
-    settings = sampler_settings(BATCH, budget, padded=member.padded, micro_batch=micro_batch)
-    return Sampler({COST: cost_N, LIKENESS: likeness(sizes)}, settings)
-
-
-def sampler_under(made: MemoryPlan, member: Member, sizes: Sizes) -> Sampler:
-    """Return the sampler of a plan."""
-    return sampler_of(member, sizes, made.cost(sizes), made.budget["cost"], made.micro_batch)
+def sampler_under(made: MemoryPlan, sizes: Sizes, budget: int | None = None, ranks: int = 1) -> Sampler:
+    """Return the sampler of training under a plan, or as it were with another budget."""
+    budget = budget or made.budget[COST]
+    settings = sampler_settings(BATCH, budget, padding=made.padding, micro_batch=made.micro_batch)
+    return Sampler({COST: made.cost(sizes), LIKENESS: likeness(sizes)}, settings, ranks=ranks)
 
 
 def epoch(ground: Ground, choice: MemoryChoice, sampler: Sampler, limit: int) -> Trained:
@@ -223,7 +220,7 @@ def one_more(ground: Ground, made: MemoryPlan, trained: Trained, limit: int) -> 
     """
     cost_N = made.cost(ground.sizes)
     number, place = trained.worst
-    cuts = [micro.items for micro in sampler_under(made, ground.member, ground.sizes).micros(0, number)]
+    cuts = [micro.items for micro in sampler_under(made, ground.sizes).micros(0, number)]
     others_K = np.concatenate([cut for other, cut in enumerate(cuts) if other != place] or [np.zeros(0, np.int64)])
     if len(others_K) == 0:
         return None
@@ -234,18 +231,16 @@ def one_more(ground: Ground, made: MemoryPlan, trained: Trained, limit: int) -> 
 
 def fewer_cuts(ground: Ground, made: MemoryPlan, limit: int) -> bool | None:
     """Tell whether an epoch goes with the next larger budget that makes fewer micro-batches; None: there is none."""
-    now = _count(sampler_under(made, ground.member, ground.sizes))
+    now = _count(sampler_under(made, ground.sizes))
     cost_N, budget = made.cost(ground.sizes), made.budget["cost"]
     most = int(cost_N.max()) * BATCH
     low, high = budget, max(most, budget + 1)
-    if _count(sampler_of(ground.member, ground.sizes, cost_N, high)) >= now:
+    if _count(sampler_under(made, ground.sizes, high)) >= now:
         return None
     while high - low > max(low // 1000, 1):
         middle = (low + high) // 2
-        low, high = (
-            (low, middle) if _count(sampler_of(ground.member, ground.sizes, cost_N, middle)) < now else (middle, high)
-        )
-    return epoch(ground, made.choice, sampler_of(ground.member, ground.sizes, cost_N, high), limit).ooms == 0
+        low, high = (low, middle) if _count(sampler_under(made, ground.sizes, middle)) < now else (middle, high)
+    return epoch(ground, made.choice, sampler_under(made, ground.sizes, high), limit).ooms == 0
 
 
 def _count(sampler: Sampler) -> int:

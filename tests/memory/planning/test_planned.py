@@ -6,7 +6,7 @@ import pytest
 
 from pipeline.memory.planning.memory_plan import MemoryPlan, MicroBatchLimit
 from tests.limited import device
-from tests.memory.planning.planned import Ground, Trained, epoch, sampler_of, sampler_under
+from tests.memory.planning.planned import Ground, Trained, epoch, sampler_under
 from tests.zoo import ZOO
 
 pytestmark = pytest.mark.timeout(900)  # it trains for real, on machines that are shared
@@ -27,7 +27,7 @@ def limit_of(ground: Ground, times: float) -> int:
 
 
 def trained(ground: Ground, made: MemoryPlan) -> Trained:
-    return epoch(ground, made.choice, sampler_under(made, ground.member, ground.sizes), made.limit_bytes)
+    return epoch(ground, made.choice, sampler_under(made, ground.sizes), made.limit_bytes)
 
 
 @pytest.mark.slow
@@ -47,7 +47,7 @@ def test_twice_the_planned_budget_runs_out_of_memory() -> None:
     ground = Ground.of(ZOO["mlp"], ITEMS)
     limit = limit_of(ground, TIMES[1])
     made = ground.planned(limit)
-    larger = sampler_of(ground.member, ground.sizes, made.cost(ground.sizes), 2 * made.budget["cost"])
+    larger = sampler_under(made, ground.sizes, 2 * made.budget["cost"])
     assert epoch(ground, made.choice, larger, limit).ooms > 0
 
 

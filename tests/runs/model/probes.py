@@ -83,7 +83,7 @@ def prepare(folder: Path, crime: str = "", width: int = 256, **settings: Any) ->
 
 def planned(config: Config, oracle: Oracle, *ratios: float) -> MemoryPlan:
     """Plan for a machine with a GiB."""
-    data = DataSizes({"rows": ROWS_N}, cutter(config.train.effective_batch, padded=False))
+    data = DataSizes({"rows": ROWS_N}, cutter(config.train.effective_batch, padding=None))
     return plan_memory(oracle, data, request_of(config.train, 1, ratios), [card("cpu")])
 
 

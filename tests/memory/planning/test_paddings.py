@@ -1,0 +1,121 @@
+"""How much items are padded: as much as makes an epoch fast, within the memory of the card and as training will cut."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline.config.schema_train import TrainSection
+from pipeline.memory.hardware.gpus import device
+from pipeline.memory.planning.memory_plan import CardSpec, DataSizes, MemoryPlan, PlanRequest
+from pipeline.memory.planning.planner import plan_memory
+from pipeline.runs.model.training_work import Work, data_of, request_of, step_settings, target_of
+from pipeline.tasks.spectra_finetune import SpectraFinetune
+from pipeline.training.loop.metrics_log import read_epochs
+from pipeline.training.prepared import PADDING, Prepared, stretch_of
+from tests.memory.planning.oracles import GIB, MIB, Integers, Model, card
+from tests.memory.planning.planned import sampler_under
+from tests.remembering_plan import plan_with_oracle
+from tests.training.loop.loops import Plot, Run, stretches_of
+
+BATCH = 16
+SIZES = {"length": np.random.default_rng(1).integers(20, 400, 400)}
+MANY, FEW = 50_000, 5  # kernels of a micro-batch: launching them takes longer than computing, or next to nothing
+
+
+def activations(sizes: Mapping[str, int]) -> float:
+    return sizes["items"] * (2_000 * sizes["length"] + 400 * sizes["length"] ** 2)
+
+
+def planned(kernels: int, budget: int, items: DataSizes | None = None, **about: Any) -> MemoryPlan:
+    request = PlanRequest(batch=BATCH, **about)
+    items = items or data_of(SIZES, request, padded=True)
+    return plan_memory(Model(activations, kernels=kernels), items, request, [card(budget)])
+
+
+def test_spectra_on_a_large_card_are_not_cut_into_a_micro_batch_for_each_length() -> None:
+    """Of 48 spectra, 10 micro-batches of 5 were made although all fitted at once."""
+    task = SpectraFinetune(layers=2, d_fourier=120, d_peak=8, fourier_width=32, finest=0.01)
+    train = TrainSection(effective_batch=48, batching="padded", epochs=1)
+    sizes: dict[str, Integers] = {"peaks": np.random.default_rng(0).integers(10, 101, 480)}
+    work = Work(task, step_settings(train, "cuda", task))
+    cards = [CardSpec.of(device("rtx-a5000"), 1)]
+    made, _ = plan_with_oracle(work, train, sizes, cards, target_of((8, 6)), request_of(train, 1))
+    assert made.total.value < 0.5 * made.limit_bytes
+    assert made.accumulation_mean <= 2
+
+
+def test_launching_is_weighed_against_padding_by_the_time_of_an_epoch() -> None:
+    many, few = planned(MANY, GIB), planned(FEW, GIB)
+    assert many.padding is not None
+    assert many.padding > 1.3
+    assert many.accumulation_mean < 1.2
+    assert few.padding == PADDING
+    assert few.accumulation_mean > 3
+    only = replace(data_of(SIZES, PlanRequest(batch=BATCH), padded=True), looser={})
+    assert many.epoch_s.value < 0.5 * planned(MANY, GIB, only).epoch_s.value
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("budget", [150, 300, 700])
+def test_looser_micro_batches_fit_in_every_epoch_as_training_cuts_them(budget: int, ranks: int) -> None:
+    made = planned(MANY, budget * MIB, ranks=ranks)
+    assert made.padding is not None
+    assert made.padding > PADDING
+    model = Model(activations)
+    sampler = sampler_under(made, SIZES, ranks=ranks)
+    for epoch in range(3):
+        cuts = [cut for step in range(sampler.steps) for share in sampler.shares(epoch, step) for cut in share]
+        peaks = [model.peak(made.choice, {"items": len(cut), "length": SIZES["length"][cut].max()}) for cut in cuts]
+        assert max(peaks) <= budget * MIB
+        assert epoch or len(cuts) == made.micros, "it is cut as it was planned"
+
+
+def test_a_pinned_micro_batch_is_not_padded_otherwise() -> None:
+    made = planned(MANY, GIB, micro_batch=4)
+    assert (made.padding, made.items_most) == (PADDING, 4)
+
+
+def test_concatenated_items_have_no_padding() -> None:
+    request = PlanRequest(batch=BATCH)
+    made = planned(MANY, GIB, data_of(SIZES, request, padded=False))
+    assert made.padding is None
+
+
+def begun(folder: Path, padding: float) -> Run:
+    """Return a training of padded items that a stretch pads so much at most."""
+    plot = Plot(
+        train={"batching": "padded", "epochs": 3, "optimizer": "adamw", "checkpoints": {"every": 1}}, budget=500
+    )
+    stretches = [(replace(stretch, padding=padding), items) for stretch, items in stretches_of(plot)]
+    return Run(plot, folder, stretches=stretches)
+
+
+def test_a_training_pads_as_its_plan_says_and_resumes_under_another_padding(tmp_path: Path) -> None:
+    tight, loose = begun(tmp_path / "tight", PADDING).to_end(), begun(tmp_path / "loose", 8.0).to_end()
+    counts = [sum(epoch.micro_batches for epoch in read_epochs(run.made.folder.path)) for run in (tight, loose)]
+    assert counts[0] > counts[1] == loose.trainer.done
+    begun(tmp_path / "other", PADDING).to_end(stop=2)
+    other = begun(tmp_path / "other", 8.0).to_end()
+    for name, numbers in tight.state().items():
+        assert loose.state()[name] == pytest.approx(numbers, abs=1e-10), "steps are of the same items"
+        assert other.state()[name] == pytest.approx(numbers, abs=1e-10)
+
+
+def test_a_plan_of_an_older_version_keeps_its_padding(tmp_path: Path) -> None:
+    made = begun(tmp_path, 8.0).made.prepared
+    plan = json.loads(json.dumps(made.to_json()))
+    assert Prepared.from_json(plan) == made
+    del plan["stretches"][0]["padding"]
+    assert Prepared.from_json(plan).stretches[0].padding == 1.03
+
+
+def test_the_padding_of_a_plan_is_that_of_its_stretch() -> None:
+    made = planned(MANY, GIB)
+    assert stretch_of("all", 1, made, {}).padding == made.padding
