@@ -152,6 +152,7 @@ def job(
         table=table,
         cost_N=plan.stretches[0].cost({"nodes": table.sizes["nodes"]}),
         made=table_digest(table),
+        data="",
         make_step=lambda: step_of(task),
         source=source,
         embeddings=lambda: None,
