@@ -42,6 +42,15 @@ def plan_command(
             "Several times: compared.",
         ),
     ] = None,
+    sizes: Annotated[
+        str | None,
+        typer.Option(
+            "--sizes",
+            metavar="NAME=N,...",
+            help="Plan training for items of these sizes, whatever data there are: nodes=300,edges=6000, as the task's "
+            "cost() is told them; items=N: how many.",
+        ),
+    ] = None,
     probe: Annotated[
         bool,
         typer.Option("--probe", help="Run the largest micro-batch on each GPU for minutes, and correct the plan."),
@@ -63,18 +72,19 @@ def plan_command(
     from pipeline.runs.workflow.table import STAGES, everything, up_to
 
     loaded = load_config(config, sets)
-    if (gpu or probe) and stage != "train":
-        problem = f"{'--gpu' if gpu else '--probe'} is about training, but --stage is {stage}"
+    of_training = [name for name, given in (("--gpu", gpu), ("--probe", probe), ("--sizes", sizes)) if given]
+    if of_training and stage != "train":
+        problem = f"{of_training[0]} is about training, but --stage is {stage}"
         raise ConfigError(problem, where="pipeline plan", remedy=Command.of("plan --stage train"))
     with open_executor(loaded.config) as executor:
         project = Project.open(loaded.config, remember=False, strict=True, beside=loaded.base_dir.absolute())
         if stage == "train" and loaded.config.train.command is not None:
-            _show_script(project, executor, measured=bool(gpu or probe), as_json=as_json)
+            _show_script(project, executor, traced=of_training, as_json=as_json)
             return
         if loaded.config.cluster.executor == "slurm" and executor.limits_of() == Limits():
             typer.echo(UNTOLD, err=True)
         if stage == "train":
-            outlook = _training(loaded, project, executor, gpus=gpu or (), probing=probe)
+            outlook = _training(loaded, project, executor, gpus=gpu or (), sizes=sizes, probing=probe)
             _show_training(outlook, as_json=as_json)
             return
         names = everything(loaded.config) if stage == "all" else up_to(stage, loaded.config)
@@ -88,14 +98,14 @@ def plan_command(
             typer.echo("training is planned apart: pipeline plan --stage train --gpu a100-80gb")
 
 
-def _show_script(project: Project, executor: Executor, *, measured: bool, as_json: bool) -> None:
+def _show_script(project: Project, executor: Executor, *, traced: Sequence[str], as_json: bool) -> None:
     """Print the plan of a training by a user's own script, which cannot be traced."""
     from pipeline.errors import ConfigError
     from pipeline.runs.workflow.jobs import script_outline
     from pipeline.runs.workflow.script_stage import ScriptStage
 
-    if measured:
-        problem = "train.command is a script, which cannot be traced: neither --gpu nor --probe can say anything of it"
+    if traced:
+        problem = f"train.command is a script, which cannot be traced: {traced[0]} can say nothing of it"
         raise ConfigError(
             problem, where="pipeline plan", remedy=Command.of("plan --stage train", then="   (its first attempt)")
         )
@@ -109,9 +119,10 @@ def _show_script(project: Project, executor: Executor, *, measured: bool, as_jso
 
 
 def _training(
-    loaded: LoadedConfig, project: Project, executor: Executor, *, gpus: Sequence[str], probing: bool
+    loaded: LoadedConfig, project: Project, executor: Executor, *, gpus: Sequence[str], sizes: str | None, probing: bool
 ) -> TrainOutlook:
     """Plan training."""
+    from pipeline.runs.dataset.early_items import typed_sizes
     from pipeline.runs.model.kept_plan import shown_plan
     from pipeline.runs.model.offers import Question
 
@@ -120,7 +131,8 @@ def _training(
         project=project,
         executor=executor,
         gpus=gpus,
-        can_name=True,
+        by_plan=True,
+        sizes=None if sizes is None else typed_sizes(sizes),
         beside=loaded.base_dir.absolute(),
         tell=lambda line: typer.echo(line, err=True),
     )

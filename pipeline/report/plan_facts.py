@@ -57,6 +57,7 @@ class TrainOutlook:
 
     task: str
     items: int
+    sizes_from: str  # empty: from graphs, or from what a reader gave
     offer: Offer
     plans: Mapping[str, MemoryPlan]  # by the stage of the curriculum, the last with all items
     standing: StandingFootprint
@@ -92,6 +93,7 @@ class TrainOutlook:
             "stage": "train",
             "task": self.task,
             "items": self.items,
+            "sizes_from": self.sizes_from,
             "cards": [card.name for card in self.offer.cards],
             "ranks": self.offer.ranks,
             "plans": {name: plan.to_json() for name, plan in self.plans.items()},

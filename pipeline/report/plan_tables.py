@@ -54,6 +54,8 @@ def _verdict(plan: TrainOutlook) -> Iterator[str]:
     cards = ", ".join(chosen.cards)
     where = cards if chosen.ranks == 1 else f"{chosen.ranks} x {cards}"
     yield f"train: {plan.task}, {plural(plan.items, 'item')}, {plan.standing.parameters:,} parameters on {where}"
+    if plan.sizes_from:
+        yield f"  {plan.sizes_from}"
     total, limit = chosen.total.value, chosen.limit_bytes
     yield (
         f"  fits: {format_bytes(total)} of the {format_bytes(limit)} that torch may have there ({total / limit:.0%}), "

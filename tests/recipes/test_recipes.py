@@ -89,16 +89,16 @@ def test_a_recipe_names_no_setting_that_is_not_there(tmp_path: Path) -> None:
     assert read_config(path).config.train.effective_batch == written(PAIR)["train"]["effective_batch"]
 
 
-@pytest.mark.parametrize("can_name", [False, True])
-def test_a_recipe_on_a_cluster_that_names_no_cards_is_told_a_remedy_that_its_command_has(can_name: bool) -> None:
+@pytest.mark.parametrize("by_plan", [False, True])
+def test_a_recipe_on_a_cluster_that_names_no_cards_is_told_a_remedy_that_its_command_has(by_plan: bool) -> None:
     config, nobody = config_of(ALL["spectra_finetune"]), cast("Any", None)
-    question = Question(config=config, project=nobody, executor=nobody, can_name=can_name)
+    question = Question(config=config, project=nobody, executor=nobody, by_plan=by_plan)
     with pytest.raises(ConfigError) as refused:
         offers_of(question, on_cpu=False)
-    assert ("--gpu" in str(refused.value)) is can_name  # `submit` has no such option
+    assert ("--gpu" in str(refused.value)) is by_plan  # `submit` has no such option
     assert "cluster.train.gpus=0" in str(refused.value)
     setting = re.search(r"--set '([^']*)'", str(refused.value))
-    if not can_name:
+    if not by_plan:
         assert setting is not None
         (offer,) = offers_of(replace(question, config=config_of(ALL["spectra_finetune"], setting[1])), on_cpu=False)
         assert [card.name for card in offer.cards] == ["a100-40gb"]

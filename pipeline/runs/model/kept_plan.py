@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hin
 from pipeline.files import read_json, write_whole
 from pipeline.keys import recipe_key
 from pipeline.memory.footprint import EMPTY, Tape
+from pipeline.runs.dataset.early_items import naming_sizes
 from pipeline.runs.dataset.loading import made_table
 from pipeline.runs.model.prepare import PLANS, plan_facts
 
@@ -28,7 +29,10 @@ def shown_plan(question: Question) -> TrainOutlook:
     """Return the plan of training as it was made before, or as it is made now and kept."""
     from pipeline.report.plan_facts import TrainOutlook
 
-    table = made_table(question.project)
+    table = None  # what was typed, like what follows from a scan, is only shown
+    if not question.sizes:
+        with naming_sizes(question.config):
+            table = made_table(question.project)
     path = question.config.cluster.runs / PLANS / f"{_shown_key(question, table)}.json" if table else None
     with suppress(KeyError, TypeError, ValueError):  # of another version, or torn
         if path is not None and (data := read_json(path)) is not None:

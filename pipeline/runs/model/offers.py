@@ -19,7 +19,7 @@ from pipeline.memory.planning.memory_plan import CardSpec
 from pipeline.runs.model.training_work import host_card
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from pipeline.cluster.job_spec import Executor
@@ -39,7 +39,8 @@ class Question:
     project: Project
     executor: Executor
     gpus: Sequence[str] = ()  # as typed
-    can_name: bool = False  # GPUs can be typed: by `plan`, not by `submit`
+    by_plan: bool = False  # not by `submit`: GPUs can be typed, and items need no graphs yet
+    sizes: Mapping[str, int] | None = None  # of an item, as typed: the data set is not looked at
     beside: Path | None = None  # where the task's modules may be
     tell: Callable[[str], None] = lambda _: None
 
@@ -61,7 +62,7 @@ def offers_of(question: Question, *, on_cpu: bool) -> list[Offer]:
         cards = tuple(_card(site.gres or site.feature or "", site.mem, ranks, fraction) for site in sites)
         return [Offer(", ".join(card.name for card in cards), ranks, cards)]
     without = "without GPUs: --set cluster.train.gpus=0"
-    if question.can_name:
+    if question.by_plan:
         what = "which GPU is it for? None was named, and cluster.slurm.cards is empty"
         remedy = f"pipeline plan --stage train --gpu a100-80gb   (or a size: 24GiB); {without}"
         raise ConfigError(what, where="--gpu", remedy=remedy)

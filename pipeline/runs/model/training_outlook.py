@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pipeline.command_line import Command
 from pipeline.errors import ConfigError
 from pipeline.memory.footprint import Category
 from pipeline.memory.hardware.gpus import device
@@ -24,7 +25,8 @@ from pipeline.memory.planning.step_estimates import SETTINGS, reserve
 from pipeline.project.project import asked_bytes, cluster_name, profiles_of
 from pipeline.project.run_code import blamed
 from pipeline.report.plan_facts import EVERY, TrainOutlook
-from pipeline.runs.dataset.loading import table_of
+from pipeline.runs.dataset.early_items import SIZES, refuse_sequences, scanned_table, typed_table
+from pipeline.runs.dataset.loading import made_table, table_of
 from pipeline.runs.dataset.reader_items import refuse_crop
 from pipeline.runs.model.offers import NAME, Question, is_known, offers_of, site_card, waits
 from pipeline.runs.model.probe import ProbedCard, measured_pace, measured_ratios, probe
@@ -77,6 +79,7 @@ def _outlook(question: Question, work: Work, *, probing: bool) -> TrainOutlook:
     return TrainOutlook(
         task=str(config.train.task),
         items=len(case.table),
+        sizes_from=case.sizes_from,
         offer=offer,
         plans=plans,
         standing=standing,
@@ -122,6 +125,7 @@ class _PlanningCase:
     work: Work
     table: ItemTable
     sizes: Mapping[str, Integers]
+    sizes_from: str
     offers: Sequence[Offer]
     oracle: OracleLadder
 
@@ -204,9 +208,12 @@ class _PlanningCase:
 def _case(question: Question, work: Work) -> _PlanningCase:
     """Gather the items, the offers and the memory oracle; the weakest card decides how attention is imitated."""
     config = question.config
+    if question.sizes:  # items of one size have no stages
+        config = config.model_copy(update={"train": config.train.model_copy(update={"curriculum": ()})})
+    refuse_sequences(config)
     refuse_crop(config)
-    table = _items(question)
-    sizes = sizes_of(work.task, table.sizes)
+    table, sizes_from = _items(question)
+    sizes = _sizes(question, work, table, early=bool(sizes_from))
     offers = offers_of(question, on_cpu=work.device == "cpu")
     cards = [device(card.name) for offer in offers for card in offer.cards if is_known(card)]
     capability = min((card.capability for card in cards), default=(8, 0)) if work.device == "cuda" else None
@@ -214,16 +221,36 @@ def _case(question: Question, work: Work) -> _PlanningCase:
     least = least_of(sizes)
     kept = traces_folder(config, work, least, capability)
     oracle = work.oracle(least, target_of(capability), padded=padded, kept=kept)
-    return _PlanningCase(config, work, table, sizes, offers, oracle)
+    return _PlanningCase(config, work, table, sizes, sizes_from, offers, oracle)
 
 
-def _items(question: Question) -> ItemTable:
-    """Return the items that are trained on."""
-    table = table_of(question.project)
-    split = question.config.train.split
-    if split is None or not any(table.splits):  # a data set without splits is trained on as a whole
-        return table
-    return table.of_split(split)
+def _items(question: Question) -> tuple[ItemTable, str]:
+    """Return the items that are trained on and, where they are not those of graphs, what their sizes are from."""
+    project, train = question.project, question.config.train
+    if question.sizes:
+        return typed_table(question.sizes, train.effective_batch)
+    is_early = question.by_plan and made_table(project) is None
+    table, sizes_from = scanned_table(project) if is_early else (table_of(project), "")
+    if train.split is None or not any(table.splits):  # a data set without splits is trained on as a whole
+        return table, sizes_from
+    return table.of_split(train.split), sizes_from
+
+
+def _sizes(question: Question, work: Work, table: ItemTable, *, early: bool) -> dict[str, Integers]:
+    """Return the sizes of the items that drive memory; name one that only graphs have, where there are none yet."""
+    try:
+        return sizes_of(work.task, table.sizes)
+    except ConfigError as error:
+        if not early or not isinstance(error.__cause__, KeyError):
+            raise
+        name = error.__cause__.args[0]
+        if question.sizes:
+            typed = "".join(f"{size}={count}," for size, count in question.sizes.items())
+            what = f"the task's cost() asks for {name}, which --sizes does not tell"
+            raise ConfigError(what, where="--sizes", remedy=f"--sizes {typed}{name}=…") from error
+        what = f"the task's cost() asks for {name}, which the scan does not tell"
+        graphs = Command.submit("graph", then=f", or plan for sizes that you name: {SIZES},{name}=…")
+        raise ConfigError(what, where="train.task", remedy=graphs) from error
 
 
 def _stages(config: Config, data: DataSizes) -> Iterator[CurriculumStage]:

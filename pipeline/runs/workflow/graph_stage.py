@@ -14,11 +14,12 @@ from pipeline.errors import ConfigError, PipelineError
 from pipeline.journal.attempts import left_out_items
 from pipeline.journal.ledger import write_rejections
 from pipeline.journal.run_folder import writing_run
-from pipeline.records import Item, Kind, Reason, Rejection, StageName
+from pipeline.records import Item, Reason, Rejection, StageName
 from pipeline.runs.dataset import worklist
+from pipeline.runs.dataset.early_items import edges_of_atom, promised_sizes
 from pipeline.runs.dataset.worklist import KnownItem, Lines, StageSurvey, list_items, read_items
 from pipeline.runs.model.rank_setup import log_line
-from pipeline.runs.workflow.scan_stage import ScanStage, edges_of_atom
+from pipeline.runs.workflow.scan_stage import ScanStage
 from pipeline.runs.workflow.stage import Judged, Stage, wait_until_complete
 from pipeline.stages.graph import graph
 from pipeline.structures.sources.item_ids import label_values
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from pipeline.config.schema_data import GraphSection
     from pipeline.journal.run_folder import RunFolder
     from pipeline.project.project import Project
     from pipeline.records import Inventory, TaskContext
@@ -203,23 +203,6 @@ def _metas(
     keys = [key and project.graphs.recipe.key(key) for key in known]
     metas = verifier.metas([key for key in keys if key])
     yield from (metas.get(key) if key else None for key in keys)
-
-
-def promised_sizes(inventory: Inventory, graph: GraphSection) -> dict[str, int]:
-    """Return the sizes of a graph that are known before it is built; atom graphs may have fewer nodes."""
-    if graph.nodes == "atom":
-        nodes = [partner.atoms for partner in inventory.partners]
-    else:
-        nodes = [
-            sum(chain.nodes for chain in partner.chains if chain.kind is Kind.PROTEIN) for partner in inventory.partners
-        ]
-    ligand = nodes[1] if len(nodes) > 1 else 0
-    sizes = {"nodes": sum(nodes), "receptor": nodes[0], "ligand": ligand, "pairs": nodes[0] * ligand}
-    by_residue = graph.nodes == "residue"
-    sizes["residues"] = sum(nodes) if by_residue else sum(partner.residues for partner in inventory.partners)
-    if by_residue and graph.radius is None:
-        sizes["edges"] = sum(count * min(graph.neighbours, max(0, count - 1)) for count in nodes)
-    return sizes
 
 
 def remake_graph(project: Project, folder: RunFolder, name: str, key: bytes) -> bool:

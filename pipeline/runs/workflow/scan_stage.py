@@ -22,6 +22,7 @@ from pipeline.journal.ledger import write_rejections
 from pipeline.journal.run_folder import writing_run
 from pipeline.records import Entry, Item, Reason, Rejection, StageName
 from pipeline.runs.dataset import worklist
+from pipeline.runs.dataset.early_items import edges_of_atom
 from pipeline.runs.dataset.reader_items import (
     FORMAT,
     TRIED,
@@ -52,7 +53,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
     from typing import Any
 
-    from pipeline.config.schema_data import GraphSection
     from pipeline.journal.run_folder import RunFolder
     from pipeline.project.project import Project
     from pipeline.protocol import Reader
@@ -173,11 +173,6 @@ def _items_per_task(project: Project, missing: int, at_once: int) -> int:
         return max(FEWEST_PER_TASK, min(MOST_PER_TASK, math.ceil(missing / (TASKS_PER_SLOT * at_once))))
     most = 60 * project.config.cluster.scan.minutes_per_task * ITEMS_PER_S
     return min(most, max(FEWEST_PER_JOB, math.ceil(missing / at_once)))
-
-
-def edges_of_atom(graph: GraphSection) -> int:
-    """Return about how many edges an atom has: in proteins, 100 cubic Å hold 6 heavy atoms."""
-    return 20 + int(0.06 * 4.2 * (graph.atom.radius or 0) ** 3)
 
 
 def _tally(

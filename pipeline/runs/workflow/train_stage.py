@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from pipeline.command_line import Command
 from pipeline.config.masking import without_secrets_in
 from pipeline.errors import ConfigError, PipelineError
 from pipeline.journal.attempts import left_out_items
@@ -18,6 +17,7 @@ from pipeline.journal.ledger import LedgerReader
 from pipeline.journal.run_folder import writing_run
 from pipeline.project.run_code import blamed
 from pipeline.records import EventKind, Reason, StageName
+from pipeline.runs.dataset.early_items import refuse_sequences
 from pipeline.runs.dataset.loading import rows_of, source_of
 from pipeline.runs.dataset.reader_items import refuse_crop, unmade
 from pipeline.runs.dataset.worklist import Shard, StageSurvey, read_shard
@@ -79,9 +79,7 @@ class TrainStage(Stage):
         from pipeline.project.run_code import load_task
 
         config = project.config
-        if config.data.source == "fasta":
-            what = "sequences alone have no graphs to train on"
-            raise ConfigError(what, where="data.source is fasta", remedy=Command.submit("embed"))
+        refuse_sequences(config)
         refuse_crop(config)
         refuse_unfit_weights(project, load_task(config.train.task, config.train.options, beside=project.beside))
 

@@ -398,18 +398,6 @@ def test_what_cannot_be_planned_says_why_and_what_to_do(
     assert "next: " in told
 
 
-def test_a_data_set_without_graphs_is_told_to_make_them(
-    project: Path, typed: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shutil.copytree(project / "data", tmp_path / "data")
-    for name in ("pipeline.yaml", "planlab.py"):
-        shutil.copy(project / name, tmp_path)
-    monkeypatch.chdir(tmp_path)
-    code, told = refused(typed, "--gpu", "t4")
-    assert code == 2
-    assert "pipeline submit --stage graph" in told
-
-
 def test_options_of_training_are_refused_for_other_stages(typed: Command) -> None:
     done = typed("plan", "--stage", "scan", "--gpu", "t4")
     assert done.code == 2

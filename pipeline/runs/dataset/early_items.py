@@ -1,0 +1,154 @@
+"""The items of a data set before their graphs are made, with sizes as a scan knows them or as somebody typed them.
+
+They are for plans that are only shown: what is trained on, and how it is planned, follows from the table of graphs.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pipeline.command_line import Command
+from pipeline.errors import ConfigError, DataError
+from pipeline.keys import KEY_BYTES
+from pipeline.protocol import ITEMS
+from pipeline.records import Kind
+from pipeline.runs.dataset.reader_items import is_reader, unmade
+from pipeline.runs.dataset.worklist import KnownItem, known_items, list_items
+from pipeline.training.items.item_table import ItemTable, PackedTexts, TableBuilder
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from pipeline.config.schema import Config
+    from pipeline.config.schema_data import GraphSection
+    from pipeline.project.project import Project
+    from pipeline.records import Inventory
+
+SIZES = "--sizes nodes=600,edges=12000,pairs=90000"  # of two partners with 300 residues each
+MOST, MOST_ITEMS = 2**31 - 1, 10**7  # that can be typed
+NAMELESS = "an item of --sizes"
+RESIDUES_PER_CUBIC_A = 0.0075  # in proteins: 135 cubic Å each
+
+
+def refuse_sequences(config: Config) -> None:
+    """Refuse to train on bare sequences."""
+    if config.data.source == "fasta":
+        what = "sequences alone have no graphs to train on"
+        raise ConfigError(what, where="data.source is fasta", remedy=Command.submit("embed"))
+
+
+def typed_sizes(text: str) -> dict[str, int]:
+    """Read the sizes of an item that were typed: nodes=300,edges=6000; items=1000 says how many of them there are."""
+    sizes = {}
+    for part in text.split(","):
+        name, _, number = (word.strip() for word in part.partition("="))
+        least, most = (1, MOST_ITEMS) if name == ITEMS else (0, MOST)
+        if not name or not number.isdecimal() or not least <= int(number) <= most:
+            what = f"{part.strip()!r} is no size: a name and a whole number from {least} to {most:,}"
+            remedy = "--sizes nodes=300,edges=6000   (as the task's cost() is told them)"
+            raise ConfigError(what, where="--sizes", remedy=remedy)
+        sizes[name] = int(number)
+    if not sizes.keys() - {ITEMS}:
+        raise ConfigError(f"{text!r} tells no size of an item", where="--sizes", remedy=SIZES)
+    return sizes
+
+
+def typed_table(typed: Mapping[str, int], batch: int) -> tuple[ItemTable, str]:
+    """Return a data set of items that all have the typed sizes, as many as a step has if none says it, and say so."""
+    sizes = {name: size for name, size in typed.items() if name != ITEMS}
+    items = typed.get(ITEMS, batch)
+    name_T, zero_N = np.frombuffer(NAMELESS.encode(), np.uint8), np.zeros(items, np.int64)
+    table = ItemTable(
+        ids=PackedTexts(name_T, zero_N, zero_N + len(name_T)),
+        key_N16=np.zeros((items, KEY_BYTES), np.uint8),
+        split_N=np.zeros(items, np.uint8),
+        splits=("",),
+        sizes={name: zero_N + size for name, size in sizes.items()},
+    )
+    each = ", ".join(f"{size:,} {name}" for name, size in sizes.items())
+    many = "" if ITEMS in typed else f"; {ITEMS}=N says how many there are"
+    return table, f"sizes as typed: {each} an item{many}"
+
+
+@contextmanager
+def naming_sizes(config: Config) -> Iterator[None]:
+    """Let an error about a data set, which may not be there yet, name the way to plan that needs none."""
+    try:
+        yield
+    except (ConfigError, DataError) as error:
+        sizes = "--sizes NAME=NUMBER,... as its task's cost() is told them" if is_reader(config) else SIZES
+        way, told = f", or plan for sizes that you name: {sizes}", error.next
+        error.next = replace(told, then=told.then + way) if isinstance(told, Command) else told + way
+        raise
+
+
+def scanned_table(project: Project) -> tuple[ItemTable, str]:
+    """Return the items that the cache knows from scans, with the sizes that their graphs will have, and say so."""
+    config = project.config
+    with naming_sizes(config):
+        table, waiting = _scanned(project)
+        if not len(table):
+            what = f"{unmade(config)}, and no scan of it is there to plan from"
+            raise ConfigError(what, where=str(config.cluster.runs), remedy=Command.submit("scan"))
+    edges = "each node's nearest" if _are_counted(config.graph) else f"about {_edges_of_node(config.graph)} a node"
+    left = f"; {waiting:,} more are not scanned yet" if waiting else ""
+    return table.table(), f"sizes of the scan: {len(table):,} items, no graphs yet, edges are {edges}{left}"
+
+
+def _scanned(project: Project) -> tuple[TableBuilder, int]:
+    """Return the usable items whose inventories the cache has, and how many it does not have."""
+    table, waiting = TableBuilder(), 0
+    for chunk in known_items(project, None, list_items(project)):
+        for entry in chunk:
+            if not isinstance(entry, KnownItem):
+                continue
+            if entry.inventory is None or entry.key is None:
+                waiting += 1
+                continue
+            sizes = _expected_sizes(entry.inventory, project.config.graph)
+            table.add(entry.item.id, entry.key, entry.item.split, sizes)
+    return table, waiting
+
+
+def _expected_sizes(inventory: Inventory, graph: GraphSection) -> dict[str, int]:
+    """Return the sizes that a graph will have, edges about; without those that nobody can know before."""
+    promised = promised_sizes(inventory, graph)
+    cross = {} if graph.cross_neighbours or graph.cross_radius else {"cross": 0}
+    return {"edges": promised["nodes"] * _edges_of_node(graph), **cross, **promised}
+
+
+def _edges_of_node(graph: GraphSection) -> int:
+    """Return about how many edges a node has."""
+    if graph.nodes == "atom":
+        return edges_of_atom(graph)
+    return max(graph.neighbours, int(RESIDUES_PER_CUBIC_A * 4.2 * (graph.radius or 0) ** 3))
+
+
+def _are_counted(graph: GraphSection) -> bool:
+    """Tell whether edges follow from the number of nodes alone."""
+    return graph.nodes == "residue" and graph.radius is None
+
+
+def promised_sizes(inventory: Inventory, graph: GraphSection) -> dict[str, int]:
+    """Return the sizes of a graph that are known before it is built; atom graphs may have fewer nodes."""
+    if graph.nodes == "atom":
+        nodes = [partner.atoms for partner in inventory.partners]
+    else:
+        nodes = [
+            sum(chain.nodes for chain in partner.chains if chain.kind is Kind.PROTEIN) for partner in inventory.partners
+        ]
+    ligand = nodes[1] if len(nodes) > 1 else 0
+    sizes = {"nodes": sum(nodes), "receptor": nodes[0], "ligand": ligand, "pairs": nodes[0] * ligand}
+    sizes["residues"] = sum(nodes if graph.nodes == "residue" else (partner.residues for partner in inventory.partners))
+    if _are_counted(graph):
+        sizes["edges"] = sum(count * min(graph.neighbours, max(0, count - 1)) for count in nodes)
+    return sizes
+
+
+def edges_of_atom(graph: GraphSection) -> int:
+    """Return about how many edges an atom has: in proteins, 100 cubic Å hold 6 heavy atoms."""
+    return 20 + int(0.06 * 4.2 * (graph.atom.radius or 0) ** 3)
