@@ -165,13 +165,15 @@ class Work:
         import torch
 
         from pipeline.memory.tracing.fake_cuda import cuda_calls
+        from pipeline.training.step.step import checked_model
 
         with cuda_calls() if self.device == "cuda" and not torch.cuda.is_available() else nullcontext():
             try:
                 with torch.device("meta"):
-                    return self.task.model()
+                    model = self.task.model()
             except Exception:  # noqa: BLE001 - whatever a model does with values that are not there
-                return self.task.model()
+                model = self.task.model()
+        return checked_model(model)
 
 
 def step_settings(train: TrainSection, device: str, task: Task | None = None) -> StepSettings:

@@ -93,10 +93,7 @@ class Step:
         """
         assert isinstance(task, Contrastive) == self.contrasts, "make_step knows which step a task needs"
         self.task, self.settings, self.device, self.watch = task, settings, device, watch or Unwatched()
-        model = task.model() if model is None else model
-        if not isinstance(model, torch.nn.Module):
-            raise refused(f"model() must return a torch.nn.Module, got {type(model).__name__}")
-        self.model = model.to(device)
+        self.model = checked_model(task.model() if model is None else model).to(device)
         freeze_parameters(self.model, settings.frozen)
         self._recomputing = Recomputing(self.model)
         self._offloads = settings.offload
@@ -372,3 +369,10 @@ class Step:
         assert decay is not None
         with torch.no_grad():
             torch._foreach_lerp_(self.averages, list(self.trained), 1 - decay)
+
+
+def checked_model(model: Any) -> nn.Module:
+    """Return what a task's `model` made; refuse what is no module."""
+    if not isinstance(model, torch.nn.Module):
+        raise refused(f"model() must return a torch.nn.Module, got {type(model).__name__}")
+    return model
