@@ -8,7 +8,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -256,6 +256,7 @@ class TaskReport:
     """What a process says of its work on a task besides the outcomes that it yields."""
 
     figures: dict[str, float] = field(default_factory=dict)
+    warnings: dict[Hashable, str] = field(default_factory=dict)  # what people must know of, each in its newest words
     ended_by: int = 0  # the signal by which the work ended, in order, before it was done; 0: none
     moved: bool = False  # whether it came any further before
 

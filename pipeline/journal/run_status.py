@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from pipeline.cluster.job_spec import Limits, parse_ranges
@@ -100,7 +101,8 @@ class StageStatus:
     intents: dict[str, StageJob] = field(default_factory=dict)  # tag → an announced job that may be queued or not
     left_out: list[Mapping[str, Any]] = field(default_factory=list)
     census: Mapping[str, Any] | None = None
-    warnings: list[str] = field(default_factory=list)
+    judged: list[str] = field(default_factory=list)  # warnings of the stage's end
+    told: dict[str, Sequence[str]] = field(default_factory=dict)  # process → its warnings
     error: str = ""
     submitted: bool = False
     started_at: float = 0.0
@@ -125,6 +127,11 @@ class StageStatus:
         for name in [name for name in self.done if name == process or name.startswith(f"{process}-")]:
             for counts in (self.done, self.rejected, self.figures):
                 counts.pop(name, None)
+
+    @property
+    def warnings(self) -> list[str]:
+        """Warnings of its processes and of its end."""
+        return list(dict.fromkeys(chain(*self.told.values(), self.judged)))
 
     def counts(self) -> dict[str, int]:
         """Return the counts that were taken when the stage was submitted."""
@@ -182,6 +189,7 @@ class StageStatus:
         return plain | {
             "state": self.state.value,
             "items_done": self.items_done,
+            "warnings": self.warnings,
             "reasons": dict(self.reasons),
             "measured": self.measured(),
             "task_states": self.task_states(),
@@ -191,7 +199,7 @@ class StageStatus:
         }
 
 
-INTERNAL = ("work", "jobs", "intents", "submitted", "left_out", "planned", "limits")
+INTERNAL = ("judged", "told", "work", "jobs", "intents", "submitted", "left_out", "planned", "limits")
 
 
 def summary(figures: Sequence[Mapping[str, float]], cost: float, running: int) -> dict[str, float]:
@@ -293,7 +301,7 @@ class RunStatus:
             _begin(stage, event)
         elif event.kind is EventKind.STAGE_ENDED:
             stage.state, stage.ended_at = RunState(data["state"]), event.at
-            stage.census, stage.warnings, stage.error = data["census"], data["warnings"], data["error"]
+            stage.census, stage.judged, stage.error = data["census"], data["warnings"], data["error"]
         elif event.kind in (EventKind.JOB_SUBMITTING, EventKind.JOB_SUBMITTED, EventKind.JOB_REFUSED):
             _submit(stage, event)
         elif event.kind is EventKind.LEFT_OUT:
@@ -357,6 +365,8 @@ def _take_report(stage: StageStatus, event: Event) -> None:
         stage.rejected[event.writer] = data["rejected"]
         if data.get("figures"):
             stage.figures[event.writer] = {**data["figures"], "task": data["task"]}
+        if data.get("warnings"):
+            stage.told[event.writer] = data["warnings"]
     word = task.words.get(attempt, SILENCE)
     if event.kind is EventKind.TASK_STARTED and event.at > word.began:
         word = task.say(attempt, began=event.at)

@@ -67,6 +67,7 @@ class LiveBars:
         self._tasks: dict[str, TaskID] = {}
         self._begun = time.monotonic()
         self._told: dict[str, tuple[float, int]] = {}  # when a line was printed, and how far it was then
+        self._warned: set[tuple[str, str]] = set()
 
     def __enter__(self) -> Self:
         if self._console.is_terminal:
@@ -80,6 +81,12 @@ class LiveBars:
         """Stop drawing; the bars stay on the screen."""
         if self._console.is_terminal:
             self._bars.stop()
+
+    def _warn(self, name: str, warning: str) -> None:
+        """Print a warning, once."""
+        if (name, warning) not in self._warned:
+            self._warned.add((name, warning))
+            self._console.print(Text(f"{name}: warning: {warning}"), soft_wrap=True)
 
     def _update(self, name: str, done: int, total: int | None, line: str, note: str = "", *, now: bool = False) -> None:
         """Show progress; without a terminal print a line if there is some, `now` or if the last is long ago."""
@@ -103,6 +110,8 @@ class StageBars(LiveBars):
 
     def show(self, stage: StageStatus) -> None:
         """Show the progress of a stage."""
+        for warning in stage.warnings:
+            self._warn(stage.name, warning)
         if stage.missing == 0:
             return
         rejected = sum(stage.reasons.values())

@@ -148,6 +148,8 @@ def _details(stage: StageStatus, run: SeenRun, on: Screen) -> Iterator[Text]:
                 yield Text(f"{indent}{'; '.join(parts)}")
     if reasons := stage.reasons.most_common():
         yield Text(f"{indent}rejected: " + ", ".join(f"{count:,} {why}" for why, count in reasons), style="yellow")
+    for warning in stage.warnings:
+        yield Text(f"{indent}warning: {warning.splitlines()[0]}", style="yellow")
     if stage.error:
         yield Text(f"{indent}{stage.error.splitlines()[0]}", style="red")
 

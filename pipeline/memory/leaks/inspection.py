@@ -30,7 +30,7 @@ from pipeline.memory.leaks.referrers import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from types import CodeType
 
     from torch import Tensor
@@ -60,9 +60,9 @@ class Leftover:
 class InspectionWindow:
     """Inspects so many steps, then waits a few more to see what outlives them."""
 
-    def __init__(self, steps: int, *, with_objects: bool) -> None:
+    def __init__(self, steps: int, *, with_objects: bool, own: Callable[[], Sequence[Tensor]] = tuple) -> None:
         """Begin; `with_objects` includes Python and numpy objects, which slows Python down meanwhile."""
-        self.steps, self.with_objects = steps, with_objects
+        self.steps, self.with_objects, self._own = steps, with_objects, own
         self._look = StorageWatch()
         self._later: list[MadeStorage] = []  # seen at a boundary, while nobody saw where they were made
         self._snapshot: tracemalloc.Snapshot | None = None
@@ -112,7 +112,8 @@ class InspectionWindow:
     def _tensors(self) -> tuple[dict[str, list[MadeStorage]], set[int]]:
         """Return the surviving storages by the name of their holder, and the ids of the containers that hold them."""
         storages = (*self._later, *self._look.made.values())
-        made = {storage.number: storage for storage in storages if not storage.is_gone}
+        own = set(map(_number, self._own()))
+        made = {storage.number: storage for storage in storages if not storage.is_gone and storage.number not in own}
         containers: set[int] = set()
         groups: dict[str, list[MadeStorage]] = defaultdict(list)
         if not made:

@@ -12,26 +12,31 @@
 
 Suspected is memory that grew in two epochs running, the first aside, or, within an epoch, in lap after lap so fast
 that it would end the run. Then some steps are inspected closely (`InspectionWindow`), and what they leave is reported.
+Inspected steps are slow: but for one short look, they cost 2% of the training's time at most.
 """
 
 from __future__ import annotations
 
-import ctypes
-import functools
-import os
-import sys
+import math
 import warnings
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from statistics import median
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from pipeline.memory.leaks import inspection
+from pipeline.memory.leaks.memory_growth import (
+    Series,
+    card_counter,
+    malloc_counter,
+    resident_bytes,
+    small_objects_bytes,
+)
 from pipeline.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
+
+    from torch import Tensor
 
     from pipeline.memory.leaks.inspection import InspectionWindow, Leftover
 
@@ -41,11 +46,11 @@ TENSOR_FLOOR_BYTES, HOST_FLOOR_BYTES, RESIDENT_FLOOR_BYTES = 64 << 10, 1 << 20, 
 OBJECTS_EVERY = 8  # steps: to count Python's objects takes 25 µs for 160 000 of them [measured], and more for more
 WINDOWS = (4, 16, 64)  # steps: what does not leak at every step wants a longer look
 EXPLAINED = 0.5  # of what grows must be found, or a longer look follows
-LEAST_SHARE = 0.05  # of what was found, to be told
+LEAST_SHARE = 0.05  # of what grows, to be told
 NEAR = 20  # within an epoch: the limit is so many times as far as the run has come, or nearer
 WITHOUT_LIMIT = 0.25  # of what is live, as growth, where there is no limit
-NOT_FOUND = "what grows was not found: it is allocated by no operator and no Python code"
-REST = 4  # times the steps so far are made after a look in vain, before the next
+NOT_FOUND = "what grows was not found in the few steps that were looked at"
+LOOK_COST, LOOK_SHARE = 20, 0.02  # of an inspected step, in steps [measured]; and the most of all steps for looks
 AGAIN = 2.0  # a leak is told again when it has taken so many times as much
 
 
@@ -61,6 +66,11 @@ class MemoryLeak:
     sites: tuple[str, ...] = ()  # where it was made: "train.py:31 in loss"
     holder: str = ""  # who keeps it: "list `history` of mylab.docking.Model"
     steps_left: int | None = None  # until the limit, at this rate; none: nobody knows the limit
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """Return what makes it the same leak, however much it has grown."""
+        return (self.memory, self.holder, *self.sites)
 
     def words(self) -> str:
         epoch = "" if self.bytes_per_epoch is None else f", {format_bytes(self.bytes_per_epoch)} an epoch"
@@ -86,20 +96,26 @@ class Leaks:
         tell: Callable[[MemoryLeak], None],
         limit_bytes: int | None,
         step_bytes: int = 0,
+        steps: float = math.inf,
+        own: Callable[[], Sequence[Tensor]] = tuple,
     ) -> None:
-        """Begin; `live` counts bytes of tensors where torch does not, `step_bytes` is what a step adds at its peak."""
+        """Begin; `live` counts bytes of tensors where torch does not, `step_bytes` is what a step adds at its peak.
+
+        Looks are paid for by `steps`, of the whole training; `own` returns buffers that may grow and are no leak.
+        """
         self.limit_bytes, self.step_bytes = limit_bytes, step_bytes
+        self.steps, self.own = steps, own
         self._tell = tell
         on_cpu = device.partition(":")[0] == "cpu"
         self._tensors = live or (None if on_cpu else card_counter(device))
         self._limited = self._tensors or resident_bytes  # what ends at the limit
-        self._series = _series(self._tensors, shared=on_cpu)
+        self._series = _series(self._tensors, lambda: _unpinned_bytes(self.own()), shared=on_cpu)
         self._step = self._epoch_began = 0
         self._epoch_steps: int | None = None
         self._window: InspectionWindow | None = None
         self._tries = 0
-        self._searched = False  # in vain
-        self._rests_until = 0  # the step before which no further look is taken
+        self._inspected = 0  # steps
+        self._searched: dict[str, tuple[int, int]] = {}  # in vain: when, and what was live then
         self._leaks: dict[tuple[str, ...], MemoryLeak] = {}
         self._told: dict[tuple[str, ...], int] = {}
         self._rates: dict[str, float] = {}  # that are looked into, in bytes per step
@@ -160,16 +176,39 @@ class Leaks:
         if known and sum(rates.values()) < known * AGAIN:
             self._rates = rates
             self._refresh(known, sum(series.gained_bytes for series in suspected))
-        elif self._searched:
-            self._searched = False
-            for series, rate in suspected.items():
-                self._report(self._leak(series.name, rate, series.gained_bytes, None))
-        elif self._step >= self._rests_until:
-            self._rates = rates
-            self._open()
+            return
+        self._rates = rates
+        went_on = [series for series, rate in suspected.items() if self._went_on(series, rate)]
+        for series in went_on:
+            del self._searched[series.name]
+            self._report(self._leak(series.name, suspected[series], series.gained_bytes, None))
+        if not went_on and not self._open():
+            self._give_up()
 
-    def _open(self) -> None:
-        self._window = inspection.InspectionWindow(WINDOWS[self._tries], with_objects=set(self._rates) != {TENSORS})
+    def _open(self) -> bool:
+        """Begin an inspection, if the training is long enough for it; one short look is always taken."""
+        inspected = self._inspected + WINDOWS[self._tries] + inspection.SETTLED
+        if self._inspected and LOOK_COST * inspected > LOOK_SHARE * max(self.steps, self._step):
+            return False
+        self._inspected = inspected
+        self._window = inspection.InspectionWindow(
+            WINDOWS[self._tries], with_objects=set(self._rates) != {TENSORS}, own=self.own
+        )
+        return True
+
+    def _give_up(self) -> None:
+        """Note that what grows was not found: should it go on, that is a leak all the same."""
+        for series in self._series:
+            if series.name in self._rates:
+                self._searched[series.name] = self._step, series.live_bytes
+                series.forget()
+
+    def _went_on(self, series: Series, rate: float) -> bool:
+        """Tell whether a series has grown ever since it was looked for in vain: noise that rose thrice does not."""
+        if series.name not in self._searched:
+            return False
+        step, live = self._searched[series.name]
+        return series.live_bytes - live >= EXPLAINED * rate * (self._step - step)
 
     def _look(self, window: InspectionWindow) -> None:
         """Go on with an inspection; when complete, report what it found, or take a longer one."""
@@ -186,15 +225,17 @@ class Leaks:
                 leftovers = []  # a search that fails has found nothing, and ends no run
         self.close()
         explained = sum(leftover.bytes_per_step for leftover in leftovers)
-        if explained < EXPLAINED * expected:
+        if explained < EXPLAINED * expected and self._tries + 1 < len(WINDOWS):
             self._tries += 1
-            if self._tries < len(WINDOWS):
-                self._open()
+            if self._open():
                 return
-            self._searched = not leftovers
-            self._rests_until = 0 if leftovers else REST * self._step  # a look slows training down several times
         self._tries = 0
-        self._name(leftovers, explained, expected)
+        grown = max(explained, expected)  # what is little of it, a log say, is not why memory grows
+        leftovers = [leftover for leftover in leftovers if leftover.bytes_per_step >= LEAST_SHARE * grown]
+        if leftovers:
+            self._name(leftovers, explained, expected)
+        else:
+            self._give_up()
 
     def _name(self, leftovers: Sequence[Leftover], explained: float, expected: float) -> None:
         # Items differ in size, and some steps are few; where only tensors and arrays grow, the long run is exact.
@@ -204,9 +245,8 @@ class Leaks:
         gained = sum(series.gained_bytes for series in self._series if series.name in self._rates)
         memory = max(self._rates, key=lambda name: self._rates[name])
         for leftover in leftovers:
-            share = leftover.bytes_per_step / explained
-            if share >= LEAST_SHARE:
-                self._report(self._leak(memory, scale * leftover.bytes_per_step, round(share * gained), leftover))
+            total = round(leftover.bytes_per_step / explained * gained)
+            self._report(self._leak(memory, scale * leftover.bytes_per_step, total, leftover))
 
     def _leak(self, memory: str, rate: float, total: int, leftover: Leftover | None) -> MemoryLeak:
         epoch = None if self._epoch_steps is None else round(rate * self._epoch_steps)
@@ -224,185 +264,26 @@ class Leaks:
 
     def _report(self, leak: MemoryLeak) -> None:
         """Keep a leak; report it if it is new, or has grown much since."""
-        key = (leak.memory, leak.holder, *leak.sites)
-        known = self._leaks.get(key)
-        self._leaks[key] = leak
-        if known is None or leak.total_bytes >= AGAIN * self._told.get(key, 0):
-            self._told[key] = leak.total_bytes
+        known = self._leaks.get(leak.key)
+        self._leaks[leak.key] = leak
+        if known is None or leak.total_bytes >= AGAIN * self._told.get(leak.key, 0):
+            self._told[leak.key] = leak.total_bytes
             self._tell(leak)
 
 
-def _series(tensors: Callable[[], int] | None, *, shared: bool) -> list[Series]:
+def _unpinned_bytes(buffers: Sequence[Tensor]) -> int:
+    return sum(buffer.nbytes for buffer in buffers if not buffer.is_pinned())
+
+
+def _series(tensors: Callable[[], int] | None, own: Callable[[], int], *, shared: bool) -> list[Series]:
     """Return the series to watch: Python objects, tensors, host memory."""
     series = [Series(OBJECTS, HOST_FLOOR_BYTES, small_objects_bytes)]
     if tensors is not None:
         series.append(Series(TENSORS, TENSOR_FLOOR_BYTES, tensors))
     malloc = malloc_counter()
     if malloc is None:
-        return [*series, Series(HOST, RESIDENT_FLOOR_BYTES, resident_bytes)]
+        return [*series, Series(HOST, RESIDENT_FLOOR_BYTES, lambda: resident_bytes() - own())]
     if tensors is not None and shared:
         host, counted = malloc, tensors  # tensors are in malloc's memory: what is left of it is counted
         return [*series, Series(HOST, HOST_FLOOR_BYTES, lambda: host() - counted())]
-    return [*series, Series(HOST, HOST_FLOOR_BYTES, malloc)]
-
-
-Marks: TypeAlias = "dict[Hashable, tuple[int, int]]"  # bucket -> (least live bytes, the step at which it was)
-
-ANY = "any bucket"
-MOST_BUCKETS = 512  # of one span; where nearly every step has its own, all are compared as one
-COMMON = 3  # buckets that two spans must share to be compared by them
-LASTING = 0.5  # of the growth before: a cache that fills slows down, a leak does not
-LAPS, LAST_LAPS = 16, 6  # kept at most; and how many must all have grown
-LAP_STEPS = 8  # at first: 56 steps are the earliest at which anything is suspected
-
-
-def note_least(marks: Marks, bucket: Hashable, live: int, step: int) -> None:
-    """Keep the least live bytes of a bucket, and of all buckets."""
-    for key in (bucket, ANY):
-        known = marks.get(key)
-        if live < known[0] if known else len(marks) < MOST_BUCKETS:
-            marks[key] = live, step
-
-
-def growth(before: Marks, after: Marks) -> tuple[float, float]:
-    """Return the median growth of a bucket between two spans, in bytes and in bytes per step."""
-    common = [bucket for bucket in after if bucket in before and bucket != ANY]
-    if len(common) < COMMON:
-        common = [bucket for bucket in after if bucket in before]
-    pairs = [(after[bucket][0] - before[bucket][0], after[bucket][1] - before[bucket][1]) for bucket in common]
-    if not pairs:
-        return 0.0, 0.0
-    return median(gained for gained, _ in pairs), median(gained / max(steps, 1) for gained, steps in pairs)
-
-
-def leaking(spans: Sequence[Marks], floor_bytes: float) -> float:
-    """Return bytes per step if every span grew on the one before, by enough in all and without slowing down; else 0."""
-    gains = [growth(before, after) for before, after in pairwise(spans)]
-    if len(gains) < 2 or min(gained for gained, _ in gains) <= 0:
-        return 0.0
-    half = len(gains) // 2
-    early, late = (median(rate for _, rate in part) for part in (gains[:half], gains[-half:]))
-    if late < LASTING * early:
-        return 0.0
-    gained, rate = growth(spans[0], spans[-1])
-    return rate if gained >= floor_bytes * len(gains) else 0.0
-
-
-class Series:
-    """One count of bytes over a run: by epochs, and by laps within them."""
-
-    def __init__(self, name: str, floor_bytes: int, count: Callable[[], int]) -> None:
-        self.name, self.floor_bytes, self.count = name, floor_bytes, count
-        self.epochs: list[Marks] = []  # the first, in which caches fill, is dropped
-        self.laps: list[Marks] = []
-        self.base: Marks = {}  # what was live when growth began to count
-        self.live_bytes = 0  # when last looked
-        self._epoch: Marks = {}
-        self._lap: Marks = {}
-        self._lap_steps, self._lap_end = LAP_STEPS, 2 * LAP_STEPS
-        self._ended = 0
-
-    def add(self, bucket: Hashable, live: int, step: int) -> bool:
-        """Note what is live after a step; return whether a lap ended."""
-        self.live_bytes = live
-        note_least(self._epoch, bucket, live, step)
-        if step <= LAP_STEPS:  # optimizer state, workspaces, compiled kernels
-            return False
-        note_least(self._lap, bucket, live, step)
-        if step < self._lap_end:
-            return False
-        self._end_lap(step)
-        return True
-
-    def _end_lap(self, step: int) -> None:
-        self.laps.append(self._lap)
-        self.base = self.base or self._lap
-        self._lap = {}
-        if len(self.laps) == LAPS:  # a run of any length is known by so many
-            self.laps = [_merged(*pair) for pair in zip(self.laps[::2], self.laps[1::2], strict=True)]
-            self._lap_steps *= 2
-        self._lap_end = step + self._lap_steps
-
-    def end_epoch(self) -> None:
-        self._ended += 1
-        if self._ended > 1 and self._epoch:
-            self.epochs = [*self.epochs[-2:], self._epoch]
-        self._epoch = {}
-
-    @property
-    def by_epochs(self) -> float:
-        """Return the growth over the last three epochs in bytes per step; 0 if there is none."""
-        return leaking(self.epochs, self.floor_bytes) if len(self.epochs) == 3 else 0.0
-
-    @property
-    def by_laps(self) -> float:
-        """Return the growth over the last laps in bytes per step; 0 if there is none."""
-        return leaking(self.laps[-LAST_LAPS:], self.floor_bytes / LAST_LAPS) if len(self.laps) >= LAST_LAPS else 0.0
-
-    @property
-    def gained_bytes(self) -> int:
-        """Return how much more is live than at the first lap."""
-        newest = self._lap or (self.laps[-1] if self.laps else {})
-        return max(0, round(growth(self.base, newest)[0])) if self.base and newest else 0
-
-
-def _merged(first: Marks, second: Marks) -> Marks:
-    marks = dict(first)
-    for bucket, (live, step) in second.items():
-        note_least(marks, bucket, live, step)
-    return marks
-
-
-BLOCK_BYTES = 48  # of a small object of Python's, as it usually is: only their number is told
-
-
-_PROBE_BYTES = 1 << 20
-
-
-class _Mallinfo(ctypes.Structure):
-    names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
-    _fields_ = tuple((name, ctypes.c_size_t) for name in names.split())
-
-
-@functools.cache
-def malloc_counter() -> Callable[[], int] | None:
-    """Return a function that counts the bytes allocated by malloc, tensors and arrays included; None if unavailable."""
-    try:
-        mallinfo = ctypes.CDLL(None).mallinfo2  # glibc since 2.33; `mallinfo` would wrap at 4 GiB
-    except (AttributeError, OSError):
-        return None
-    mallinfo.restype = _Mallinfo
-
-    def count() -> int:
-        figures = mallinfo()
-        return int(figures.uordblks + figures.hblkhd)
-
-    # Another malloc may stand before glibc's, which then knows of nothing.
-    before = count()
-    probe = ctypes.create_string_buffer(_PROBE_BYTES)
-    counted = count() - before
-    del probe
-    return count if counted >= _PROBE_BYTES else None
-
-
-def resident_bytes() -> int:
-    """Return the process's resident memory without mapped files; 0 if unknown."""
-    try:
-        with open("/proc/self/statm", "rb", buffering=0) as file:  # noqa: PTH123 - asked at every step
-            _, resident, shared = file.read(256).split()[:3]
-    except (OSError, ValueError):
-        return 0
-    return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
-
-
-def small_objects_bytes() -> int:
-    """Return about how much memory Python's small objects take, which malloc does not see."""
-    return sys.getallocatedblocks() * BLOCK_BYTES
-
-
-def card_counter(device: str) -> Callable[[], int]:
-    """Return a function that counts the bytes of tensors on a card."""
-    import torch
-
-    on = torch.device(device)
-    return lambda: int(torch.cuda.memory_allocated(on))
+    return [*series, Series(HOST, HOST_FLOOR_BYTES, lambda: malloc() - own())]

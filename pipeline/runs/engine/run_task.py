@@ -41,13 +41,14 @@ from pipeline.stages.read_entries import ITEMS_READ
 from pipeline.store.cache_folder import relieve
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
     from types import FrameType
     from typing import Any
 
-    from pipeline.records import Reason
+    from pipeline.records import Reason, TaskReport
 
 PROGRESS_EVERY_S = 0.5
+WARNINGS_MOST = 20  # of a process, in the ledger
 ENDING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # a cancellation or preemption; what comes before a limit
 GPUS = "CUDA_VISIBLE_DEVICES"
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -188,19 +189,21 @@ class News:
         if reason is not None:
             self._rejected[reason.value] += 1
 
-    def tell(self, kind: EventKind, figures: Mapping[str, float]) -> None:
-        """Record how far the task is, and its figures; that it is done must be recorded."""
-        measured = {"host_peak_bytes": highest_resident_bytes(), **figures}
+    def tell(self, kind: EventKind, report: TaskReport) -> None:
+        """Record how far the task is, its figures and warnings; that it is done must be recorded."""
+        measured = {"host_peak_bytes": highest_resident_bytes(), **report.figures}
         about = {**self._facts, "done": self.done, "rejected": dict(self._rejected), "figures": measured}
+        if report.warnings:
+            about["warnings"] = list(report.warnings.values())[:WARNINGS_MOST]
         if kind is EventKind.PROGRESS:
             _record_if_possible(self._ledger, kind, **about)
         else:
             self._ledger.emit(kind, **about)
 
-    def go_on(self, figures: Mapping[str, float]) -> None:
+    def go_on(self, report: TaskReport) -> None:
         """Record progress, unless that was done a moment ago."""
         if time.monotonic() - self._told_s > PROGRESS_EVERY_S:
-            self.tell(EventKind.PROGRESS, figures)
+            self.tell(EventKind.PROGRESS, report)
             self._told_s = time.monotonic()
 
 
@@ -219,7 +222,7 @@ def work_through(
     def turn_to(names: Sequence[str]) -> None:
         note.write(news.done or int(tell.report.figures.get(script_stage.PROGRESS, 0)), names)
         if script_stage.PROGRESS in tell.report.figures or ITEMS_READ in tell.report.figures:  # yields only at its end
-            news.go_on(tell.report.figures)
+            news.go_on(tell.report)
 
     with closing(Note(folder.on(arguments.stage, arguments.task, part[0] if part else 0), arguments.attempt)) as note:
         tell = TaskContext(
@@ -238,18 +241,18 @@ def work_through(
                 for reason in outcomes:
                     news.add(reason)
                     TaskStopped.came_further = news.done > note.done_before
-                    news.go_on(tell.report.figures)
+                    news.go_on(tell.report)
         except script_stage.Ended as ended:
             if ended.code == GO_ON:  # where a script reports no step, a later attempt counts as progress
                 note.write(ended.step or arguments.attempt, ())
-            news.tell(EventKind.PROGRESS, tell.report.figures)
+            news.tell(EventKind.PROGRESS, tell.report)
             raise
         if tell.report.ended_by:
-            news.tell(EventKind.PROGRESS, tell.report.figures)
+            news.tell(EventKind.PROGRESS, tell.report)
             TaskStopped.came_further = tell.report.moved
             raise TaskStopped(tell.report.ended_by)
         note.write(news.done, ())
-    news.tell(EventKind.TASK_FINISHED if leads else EventKind.PROGRESS, tell.report.figures)
+    news.tell(EventKind.TASK_FINISHED if leads else EventKind.PROGRESS, tell.report)
 
 
 def _fan_out(words: Sequence[str], folder: RunFolder, processes: int, ledger: Ledger, facts: dict[str, Any]) -> int:

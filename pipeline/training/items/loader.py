@@ -109,6 +109,11 @@ class Loader:
             if self._reading is reading:
                 self.close()
 
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """Return the memory of all slots as it is now."""
+        return [slot.memory for slot in self._ring.slots]
+
     def close(self) -> None:
         """End the current loop, as leaving it does; the next one begins where it began."""
         if self._reading is not None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from pipeline.config.schema_train import TrainSection
+    from pipeline.memory.leaks.leak_detector import MemoryLeak
     from pipeline.memory.runtime.meters import Meter
     from pipeline.records import TaskContext
     from pipeline.training.items.batch import BatchOrigin
@@ -56,7 +57,7 @@ class TrainingObserver:
         self._begun: list[tuple[tuple[int, ...], int]] = []  # numbers and rungs of the pieces of the present pass
         self._leaks = Leaks(
             device=self.device,
-            tell=lambda leak: self.say(f"WARNING: memory leaks: {leak.words()}"),
+            tell=self._leaking,
             limit_bytes=_limit(self.prepared, self.device),
         )
         self._breath = CrashNote(self.folder.path / f".on-rank-{self.ranks.rank}")
@@ -64,6 +65,16 @@ class TrainingObserver:
         self._ooms = self._ooms_before = 0  # since this process began: so far, and up to the last epoch's end
         self._origin: BatchOrigin | None = None  # of the last piece of a step
         self._is_in_step = False
+
+    def expect(self, steps: int, buffers: Callable[[], list[torch.Tensor]]) -> None:
+        """Expect a training of so many steps, with buffers of loaders that may grow and are no leak."""
+        self._leaks.steps, self._leaks.own = steps, buffers
+
+    def _leaking(self, leak: MemoryLeak) -> None:
+        warning = f"memory leaks: {leak.words()}"
+        self.say(f"WARNING: {warning}")
+        place = f"rank {self.ranks.rank}, " if self.ranks.world > 1 else ""
+        self.tell.report.warnings[leak.key] = f"{place}{warning}"
 
     def taken_up(self, step: int) -> None:
         """Start, or restart, after a step: metrics of later ones are dropped."""

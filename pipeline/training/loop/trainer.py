@@ -72,6 +72,7 @@ class Trainer:
         self._saved_s = self._since_s = time.monotonic()  # the last checkpoint was taken; the last step ended
         self._cropped = 0  # items, as the loader counts them
         self._again = False  # the loader has to begin anew: budgets have changed, or there was a rollback
+        self.watcher.expect(self.steps, lambda: [slot for loader in self.loaders for slot in loader.buffers])
 
     @property
     def done(self) -> int:

@@ -16,8 +16,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeline.memory.leaks import leak_detector
-from pipeline.memory.leaks.leak_detector import HOST, LAPS, OBJECTS, TENSORS, Leaks, MemoryLeak, Series, leaking
+from pipeline.memory.leaks import memory_growth
+from pipeline.memory.leaks.leak_detector import HOST, OBJECTS, TENSORS, Leaks, MemoryLeak
+from pipeline.memory.leaks.memory_growth import LAPS, Series, leaking
 from tests.limited import device
 
 HERE = Path(__file__)
@@ -486,7 +487,7 @@ def test_a_run_of_any_length_is_remembered_in_bounded_memory() -> None:
 
 
 def test_malloc_is_counted_to_the_byte() -> None:
-    count = leak_detector.malloc_counter()
+    count = memory_growth.malloc_counter()
     if count is None:
         pytest.skip("no malloc that tells what is in use: glibc before 2.33, or another one")
     before = count()

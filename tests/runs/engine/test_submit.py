@@ -21,7 +21,7 @@ from pipeline.journal import ledger
 from pipeline.journal.ledger import Note
 from pipeline.journal.run_folder import runs_in
 from pipeline.project.project import Project
-from pipeline.records import EventKind, TaskContext
+from pipeline.records import EventKind, TaskContext, TaskReport
 from pipeline.runs.engine import run_task
 from pipeline.runs.engine.lifecycle import new_run
 from pipeline.runs.workflow import table as workflow
@@ -347,7 +347,7 @@ def test_a_full_disk_under_the_run_does_not_change_how_a_task_that_is_told_to_en
         _project: object, _folder: object, _arguments: object, _part: object, news: run_task.News, **_: object
     ) -> None:
         monkeypatch.setattr(ledger.os, "write", full)
-        news.tell(EventKind.PROGRESS, {})
+        news.tell(EventKind.PROGRESS, TaskReport())
         stopped = run_task.TaskStopped(number)
         stopped.came_further = True  # type: ignore[misc]
         raise stopped

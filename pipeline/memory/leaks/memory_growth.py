@@ -1,0 +1,177 @@
+"""Counts of memory in use, and whether one grows from span to span of a training: by epochs, and by laps within."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import sys
+from itertools import pairwise
+from statistics import median
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Sequence
+
+Marks: TypeAlias = "dict[Hashable, tuple[int, int]]"  # bucket -> (least live bytes, the step at which it was)
+
+ANY = "any bucket"
+MOST_BUCKETS = 512  # of one span; where nearly every step has its own, all are compared as one
+COMMON = 3  # buckets that two spans must share to be compared by them
+LASTING = 0.5  # of the growth before: a cache that fills slows down, a leak does not
+LAPS, LAST_LAPS = 16, 6  # kept at most; and how many must all have grown
+LAP_STEPS = 8  # at first: 56 steps are the earliest at which anything is suspected
+
+
+def note_least(marks: Marks, bucket: Hashable, live: int, step: int) -> None:
+    """Keep the least live bytes of a bucket, and of all buckets."""
+    for key in (bucket, ANY):
+        known = marks.get(key)
+        if live < known[0] if known else len(marks) < MOST_BUCKETS:
+            marks[key] = live, step
+
+
+def growth(before: Marks, after: Marks) -> tuple[float, float]:
+    """Return the median growth of a bucket between two spans, in bytes and in bytes per step."""
+    common = [bucket for bucket in after if bucket in before and bucket != ANY]
+    if len(common) < COMMON:
+        common = [bucket for bucket in after if bucket in before]
+    pairs = [(after[bucket][0] - before[bucket][0], after[bucket][1] - before[bucket][1]) for bucket in common]
+    if not pairs:
+        return 0.0, 0.0
+    return median(gained for gained, _ in pairs), median(gained / max(steps, 1) for gained, steps in pairs)
+
+
+def leaking(spans: Sequence[Marks], floor_bytes: float) -> float:
+    """Return bytes per step if every span grew on the one before, by enough in all and without slowing down; else 0."""
+    gains = [growth(before, after) for before, after in pairwise(spans)]
+    if len(gains) < 2 or min(gained for gained, _ in gains) <= 0:
+        return 0.0
+    half = len(gains) // 2
+    early, late = (median(rate for _, rate in part) for part in (gains[:half], gains[-half:]))
+    if late < LASTING * early:
+        return 0.0
+    gained, rate = growth(spans[0], spans[-1])
+    return rate if gained >= floor_bytes * len(gains) else 0.0
+
+
+class Series:
+    """One count of bytes over a run: by epochs, and by laps within them."""
+
+    def __init__(self, name: str, floor_bytes: int, count: Callable[[], int]) -> None:
+        self.name, self.floor_bytes, self.count = name, floor_bytes, count
+        self.epochs: list[Marks] = []  # the first, in which caches fill, is dropped
+        self.laps: list[Marks] = []
+        self.base: Marks = {}  # what was live when growth began to count
+        self.live_bytes = 0  # when last looked
+        self._epoch: Marks = {}
+        self._lap: Marks = {}
+        self._lap_steps, self._lap_end = LAP_STEPS, 2 * LAP_STEPS
+        self._ended = 0
+
+    def add(self, bucket: Hashable, live: int, step: int) -> bool:
+        """Note what is live after a step; return whether a lap ended."""
+        self.live_bytes = live
+        note_least(self._epoch, bucket, live, step)
+        if step <= LAP_STEPS:  # optimizer state, workspaces, compiled kernels
+            return False
+        note_least(self._lap, bucket, live, step)
+        if step < self._lap_end:
+            return False
+        self._end_lap(step)
+        return True
+
+    def _end_lap(self, step: int) -> None:
+        self.laps.append(self._lap)
+        self.base = self.base or self._lap
+        self._lap = {}
+        if len(self.laps) == LAPS:  # a run of any length is known by so many
+            self.laps = [_merged(*pair) for pair in zip(self.laps[::2], self.laps[1::2], strict=True)]
+            self._lap_steps *= 2
+        self._lap_end = step + self._lap_steps
+
+    def forget(self) -> None:
+        """Begin anew to see whether it grows."""
+        self.epochs, self.laps = [], []
+
+    def end_epoch(self) -> None:
+        self._ended += 1
+        if self._ended > 1 and self._epoch:
+            self.epochs = [*self.epochs[-2:], self._epoch]
+        self._epoch = {}
+
+    @property
+    def by_epochs(self) -> float:
+        """Return the growth over the last three epochs in bytes per step; 0 if there is none."""
+        return leaking(self.epochs, self.floor_bytes) if len(self.epochs) == 3 else 0.0
+
+    @property
+    def by_laps(self) -> float:
+        """Return the growth over the last laps in bytes per step; 0 if there is none."""
+        return leaking(self.laps[-LAST_LAPS:], self.floor_bytes / LAST_LAPS) if len(self.laps) >= LAST_LAPS else 0.0
+
+    @property
+    def gained_bytes(self) -> int:
+        """Return how much more is live than at the first lap."""
+        newest = self._lap or (self.laps[-1] if self.laps else {})
+        return max(0, round(growth(self.base, newest)[0])) if self.base and newest else 0
+
+
+def _merged(first: Marks, second: Marks) -> Marks:
+    marks = dict(first)
+    for bucket, (live, step) in second.items():
+        note_least(marks, bucket, live, step)
+    return marks
+
+
+BLOCK_BYTES = 48  # of a small object of Python's, as it usually is: only their number is told
+_PROBE_BYTES = 1 << 20
+
+
+class _Mallinfo(ctypes.Structure):
+    names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = tuple((name, ctypes.c_size_t) for name in names.split())
+
+
+@functools.cache
+def malloc_counter() -> Callable[[], int] | None:
+    """Return a function that counts the bytes allocated by malloc, tensors and arrays included; None if unavailable."""
+    try:
+        mallinfo = ctypes.CDLL(None).mallinfo2  # glibc since 2.33; `mallinfo` would wrap at 4 GiB
+    except (AttributeError, OSError):
+        return None
+    mallinfo.restype = _Mallinfo
+
+    def count() -> int:
+        figures = mallinfo()
+        return int(figures.uordblks + figures.hblkhd)
+
+    # Another malloc may stand before glibc's, which then knows of nothing.
+    before = count()
+    probe = ctypes.create_string_buffer(_PROBE_BYTES)
+    counted = count() - before
+    del probe
+    return count if counted >= _PROBE_BYTES else None
+
+
+def resident_bytes() -> int:
+    """Return the process's resident memory without mapped files; 0 if unknown."""
+    try:
+        with open("/proc/self/statm", "rb", buffering=0) as file:  # noqa: PTH123 - asked at every step
+            _, resident, shared = file.read(256).split()[:3]
+    except (OSError, ValueError):
+        return 0
+    return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
+
+
+def small_objects_bytes() -> int:
+    """Return about how much memory Python's small objects take, which malloc does not see."""
+    return sys.getallocatedblocks() * BLOCK_BYTES
+
+
+def card_counter(device: str) -> Callable[[], int]:
+    """Return a function that counts the bytes of tensors on a card."""
+    import torch
+
+    on = torch.device(device)
+    return lambda: int(torch.cuda.memory_allocated(on))
