@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 TENSORS, HOST, OBJECTS = "tensors", "host memory", "Python objects"
 # What may come in an epoch without being a leak: records of the epoch, free lists, malloc's bookkeeping.
 TENSOR_FLOOR_BYTES, HOST_FLOOR_BYTES, RESIDENT_FLOOR_BYTES = 64 << 10, 1 << 20, 8 << 20
-OBJECTS_EVERY = 8  # steps: to count Python's objects takes 25 µs for 160 000 of them, and more for more
+OBJECTS_EVERY = 8  # steps: to count Python's objects takes 25 µs for 160 000 of them [measured], and more for more
 WINDOWS = (4, 16, 64)  # steps: what does not leak at every step wants a longer look
 EXPLAINED = 0.5  # of what grows must be found, or a longer look follows
 LEAST_SHARE = 0.05  # of what grows, to be told
