@@ -164,21 +164,6 @@ def _parts(data: Iterable[Mapping[str, Any]]) -> tuple[Part, ...]:
     )
 
 
-class StageName(str, Enum):
-    """The stages of the workflow, in order."""
-
-    SCAN = "scan"
-    EMBED = "embed"
-    GRAPH = "graph"
-    TRAIN = "train"
-    EVALUATE = "evaluate"
-    PREDICT = "predict"
-    VALIDATE = "validate"
-    REGENERATE = "regenerate"
-
-    __str__ = str.__str__  # in texts, paths and commands it is its value
-
-
 class EventKind(str, Enum):
     """What happened in a run."""
 

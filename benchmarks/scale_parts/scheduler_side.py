@@ -69,8 +69,8 @@ def plan_scan(folder: Path) -> tuple[dict[str, int], int, int, dict[str, int]]:
     from pipeline.config.load import read_config
     from pipeline.journal import run_folder as folders
     from pipeline.project.project import Project
-    from pipeline.records import StageName
     from pipeline.runs.workflow.scan_stage import ScanStage
+    from pipeline.stage_names import StageName
 
     project = Project.open(read_config(folder / "pipeline.yaml", []).config)
     run: RunFolder = folders.create_folder(folder / "runs", StageName.SCAN, datetime.now(tz=timezone.utc))

@@ -20,7 +20,7 @@ from pipeline.cli.run_verbs import (
     typed_command,
 )
 from pipeline.command_line import Command
-from pipeline.records import StageName
+from pipeline.stage_names import StageName
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,7 +11,7 @@ import typer
 
 from pipeline.cli.completion import completing, runs, settings
 from pipeline.command_line import Command
-from pipeline.records import StageName
+from pipeline.stage_names import StageName
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -12,7 +12,7 @@ import typer
 
 from pipeline.cli.options import STAGES, ConfigFile, Sets, load_config, one_of, print_json
 from pipeline.command_line import Command
-from pipeline.records import StageName
+from pipeline.stage_names import StageName
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

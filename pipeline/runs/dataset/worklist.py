@@ -15,7 +15,8 @@ import xxhash
 from pipeline.files import write_whole
 from pipeline.journal.attempts import left_out_items, refused_parts
 from pipeline.journal.run_folder import writing_run
-from pipeline.records import Item, Rejection, StageName
+from pipeline.records import Item, Rejection
+from pipeline.stage_names import StageName
 from pipeline.stages.scan import look_again, look_up_items
 from pipeline.store.key_lists import in_chunks, recall, remember_keys
 from pipeline.structures.sources.data_source import items as source_items

@@ -15,10 +15,11 @@ from pipeline.journal.attempts import Attempt, leave_out
 from pipeline.journal.ledger import read_notes
 from pipeline.memory.history.task_history import Measured
 from pipeline.project.project import cluster_name, profiles_of
-from pipeline.records import EventKind, StageName
+from pipeline.records import EventKind
 from pipeline.runs.dataset import worklist
 from pipeline.runs.engine.repair import GiveUp, LeaveOut, Means, Split, bad_nodes, decide
 from pipeline.runs.workflow.jobs import first_job, limits_of, on_cards, recipe_name, spec_of
+from pipeline.stage_names import StageName
 from pipeline.store.key_lists import in_chunks
 
 if TYPE_CHECKING:

@@ -27,12 +27,13 @@ from pipeline.journal.run_folder import runs_in, writing_run
 from pipeline.journal.run_status import ENDED, RunState, StatusReader
 from pipeline.project.restriction import EVERYTHING, Only
 from pipeline.project.run_code import freeze, freeze_files, load_reader, load_task, sources
-from pipeline.records import EventKind, StageName
+from pipeline.records import EventKind
 from pipeline.runs.engine.dispatch import pieces
 from pipeline.runs.engine.handover import STOPPED_CODE, claim_visit, supervisor_spec
 from pipeline.runs.model.prepare import DECISIVE
 from pipeline.runs.views.run_page import renew
 from pipeline.runs.workflow.jobs import StagePlan, spec_of
+from pipeline.stage_names import StageName
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -13,8 +13,8 @@ from pipeline.config.load import from_resolved
 from pipeline.errors import ConfigError, DataError
 from pipeline.journal.attempts import left_out_items
 from pipeline.project.project import Project
-from pipeline.records import StageName
 from pipeline.runs.model.prepare import folder_of, task_sizes, trained_table
+from pipeline.stage_names import StageName
 from pipeline.training.prepared import COST, Prepared
 
 if TYPE_CHECKING:

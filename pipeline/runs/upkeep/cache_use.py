@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 from pipeline.errors import PipelineError
 from pipeline.keys import recipe_tag
-from pipeline.records import StageName
 from pipeline.report.cache_tables import Holdings, Missing
 from pipeline.runs.dataset import worklist
 from pipeline.runs.dataset.reader_items import is_reader
 from pipeline.runs.workflow import table
+from pipeline.stage_names import StageName
 from pipeline.store.cache_folder import CacheFolder, RecipeStat
 from pipeline.store.format.cache_layout import KindLayout
 from pipeline.store.maintenance.damage_report import last_report, repair_of

@@ -14,11 +14,12 @@ from pipeline.journal.active_runs import hidden
 from pipeline.journal.run_folder import runs_in
 from pipeline.keys import recipe_tag
 from pipeline.project.project import Project
-from pipeline.records import Item, Reason, StageName
+from pipeline.records import Item, Reason
 from pipeline.report.cleaning_tables import CleanNote
 from pipeline.runs.dataset import worklist
 from pipeline.runs.dataset.reader_items import is_reader, read_by_run
 from pipeline.runs.upkeep.cache_use import RECIPE_KINDS, recipes_of
+from pipeline.stage_names import StageName
 from pipeline.stages.scan import glance, look_up_items
 from pipeline.store.key_lists import in_chunks, sorted_pairs
 from pipeline.store.maintenance.sweep import Live

@@ -21,7 +21,6 @@ from pipeline.journal.attempts import left_out_items
 from pipeline.journal.run_folder import writing_run
 from pipeline.keys import content_digest
 from pipeline.project.run_code import blamed, load_task, source_digest
-from pipeline.records import StageName
 from pipeline.runs.dataset.loading import made_table, rows_of, source_of
 from pipeline.runs.dataset.reader_items import unmade
 from pipeline.runs.dataset.worklist import Shard, StageSurvey
@@ -31,6 +30,7 @@ from pipeline.runs.model.trained_model import TrainedModel, named_model, names_m
 from pipeline.runs.model.training_work import Work, sizes_of
 from pipeline.runs.workflow.stage import Judged, Stage
 from pipeline.runs.workflow.train_stage import UNPLANNED_BYTES, TrainStage
+from pipeline.stage_names import StageName
 from pipeline.training.items.item_table import ItemTable
 from pipeline.training.prepared import ModelFolder, Prepared
 

@@ -18,10 +18,11 @@ from pipeline.journal.attempts import left_out_items, refused_parts
 from pipeline.journal.ledger import write_rejections
 from pipeline.journal.run_folder import writing_run
 from pipeline.project.project import asked_bytes
-from pipeline.records import Reason, Rejection, StageName
+from pipeline.records import Reason, Rejection
 from pipeline.runs.dataset import worklist
 from pipeline.runs.dataset.worklist import KnownItem, Lines, Shard, StageSurvey
 from pipeline.runs.workflow.stage import Judged, Stage, wait_until_complete
+from pipeline.stage_names import StageName
 from pipeline.stages.embed import Texts, embed_texts, sequence_name
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ import shutil
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pipeline.records import StageName
 from pipeline.runs.workflow.apply_stage import Application, ApplyStage, ModelUse
+from pipeline.stage_names import StageName
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,13 +14,14 @@ from pipeline.errors import ConfigError, PipelineError
 from pipeline.journal.attempts import left_out_items
 from pipeline.journal.ledger import write_rejections
 from pipeline.journal.run_folder import writing_run
-from pipeline.records import Item, Reason, Rejection, StageName
+from pipeline.records import Item, Reason, Rejection
 from pipeline.runs.dataset import worklist
 from pipeline.runs.dataset.early_items import edges_of_atom, promised_sizes
 from pipeline.runs.dataset.worklist import KnownItem, Lines, StageSurvey, list_items, read_items
 from pipeline.runs.model.rank_setup import log_line
 from pipeline.runs.workflow.scan_stage import ScanStage
 from pipeline.runs.workflow.stage import Judged, Stage, wait_until_complete
+from pipeline.stage_names import StageName
 from pipeline.stages.graph import graph
 from pipeline.structures.sources.item_ids import label_values
 from pipeline.training.items.item_table import TableBuilder

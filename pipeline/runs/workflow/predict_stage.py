@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from pipeline.errors import ConfigError
 from pipeline.keys import content_digest
-from pipeline.records import StageName
 from pipeline.runs.workflow.apply_stage import Application, ApplyStage, ModelUse
+from pipeline.stage_names import StageName
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from pipeline.command_line import Command
 from pipeline.encoder.embedding_recipe import texts
 from pipeline.errors import CacheDamaged
-from pipeline.records import StageName
 from pipeline.report.tables import plural
 from pipeline.runs.dataset import worklist
 from pipeline.runs.dataset.worklist import KnownItem, StageSurvey
 from pipeline.runs.workflow.scan_stage import ScanStage
 from pipeline.runs.workflow.stage import Judged, Stage
+from pipeline.stage_names import StageName
 from pipeline.store.maintenance.leftovers import refuse_unusable
 
 if TYPE_CHECKING:

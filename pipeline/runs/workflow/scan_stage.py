@@ -20,7 +20,7 @@ from pipeline.errors import CacheDamaged, DataError, RecordMissing
 from pipeline.files import write_whole
 from pipeline.journal.ledger import write_rejections
 from pipeline.journal.run_folder import writing_run
-from pipeline.records import Entry, Item, Reason, Rejection, StageName
+from pipeline.records import Entry, Item, Reason, Rejection
 from pipeline.runs.dataset import worklist
 from pipeline.runs.dataset.early_items import edges_of_atom
 from pipeline.runs.dataset.reader_items import (
@@ -39,6 +39,7 @@ from pipeline.runs.dataset.worklist import Lines, Shard, StageSurvey
 from pipeline.runs.workflow.census import Census, CensusTally
 from pipeline.runs.workflow.item_lists import ItemLists, list_table, write_leaks
 from pipeline.runs.workflow.stage import Judged, Stage, wait_until_complete
+from pipeline.stage_names import StageName
 from pipeline.stages.graph import Maker, open_writer
 from pipeline.stages.read_entries import ITEMS_READ, EntriesTaken, take_entries
 from pipeline.stages.scan import glance, look_up_items, scan_items

@@ -27,7 +27,7 @@ from pipeline.journal.run_folder import RunFolder, writing_run
 from pipeline.journal.run_status import StageStatus, StatusReader
 from pipeline.memory.runtime.meters import peak_of
 from pipeline.project.project import asked_bytes
-from pipeline.records import RankPlace, StageName
+from pipeline.records import RankPlace
 from pipeline.runs.dataset.worklist import Shard, StageSurvey
 from pipeline.runs.model.prepare import training_name
 from pipeline.runs.workflow.stage import Stage
@@ -47,6 +47,7 @@ from pipeline.script.command import (
     script_environment,
 )
 from pipeline.script.script_process import STEP, run_script
+from pipeline.stage_names import StageName
 from pipeline.training.ranks.rank_protocol import LOST
 
 if TYPE_CHECKING:

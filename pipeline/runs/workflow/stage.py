@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
 
 from pipeline.config.schema_cluster import TrainResources
-from pipeline.records import StageName
 from pipeline.runs.dataset import worklist
 from pipeline.runs.dataset.reader_items import is_reader
+from pipeline.stage_names import StageName
 from pipeline.waiting import wait_for
 
 if TYPE_CHECKING:

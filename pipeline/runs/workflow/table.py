@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from pipeline.command_line import Command
 from pipeline.errors import CacheDamaged, ConfigError, DataError, JobFailed, PipelineError
-from pipeline.records import StageName
 from pipeline.runs.dataset.reader_items import is_reader
 from pipeline.runs.workflow.embed_stage import EmbedStage
 from pipeline.runs.workflow.evaluate_stage import EvaluateStage
@@ -19,6 +18,7 @@ from pipeline.runs.workflow.scan_stage import ReaderScanStage, ScanStage
 from pipeline.runs.workflow.script_stage import ScriptStage, is_script
 from pipeline.runs.workflow.train_stage import TrainStage
 from pipeline.runs.workflow.validate_stage import ValidateStage
+from pipeline.stage_names import StageName
 from pipeline.store.cache_folder import RECIPES
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from pipeline.journal.attempts import left_out_items
 from pipeline.journal.ledger import LedgerReader
 from pipeline.journal.run_folder import writing_run
 from pipeline.project.run_code import blamed
-from pipeline.records import EventKind, Reason, StageName
+from pipeline.records import EventKind, Reason
 from pipeline.runs.dataset.early_items import refuse_sequences
 from pipeline.runs.dataset.loading import rows_of, source_of
 from pipeline.runs.dataset.reader_items import refuse_crop, unmade
@@ -38,6 +38,7 @@ from pipeline.runs.model.rank_setup import join_ranks, log_line, staged
 from pipeline.runs.model.training_work import Work
 from pipeline.runs.workflow.graph_stage import remake_graph
 from pipeline.runs.workflow.stage import Judged, Stage
+from pipeline.stage_names import StageName
 from pipeline.training.prepared import ModelFolder, Prepared
 
 if TYPE_CHECKING:

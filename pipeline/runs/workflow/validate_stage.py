@@ -15,12 +15,12 @@ import numpy as np
 
 from pipeline.errors import CacheFull, CacheUnusable
 from pipeline.journal.attempts import left_out_items
-from pipeline.records import StageName
 from pipeline.runs.dataset import worklist
 from pipeline.runs.dataset.worklist import Lines, StageSurvey
 from pipeline.runs.workflow.embed_stage import EmbedStage
 from pipeline.runs.workflow.scan_stage import ScanStage
 from pipeline.runs.workflow.stage import Judged, Stage, wait_until_complete
+from pipeline.stage_names import StageName
 from pipeline.store.format.cache_layout import REPORTS
 from pipeline.store.format.disk import Disk
 from pipeline.store.maintenance import scrub

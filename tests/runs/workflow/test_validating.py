@@ -14,10 +14,11 @@ from pipeline.errors import CacheDamaged
 from pipeline.journal.attempts import leave_out
 from pipeline.journal.run_folder import RunFolder, runs_in
 from pipeline.project.project import Project
-from pipeline.records import Reason, StageName, TaskContext
+from pipeline.records import Reason, TaskContext
 from pipeline.runs.dataset import worklist
 from pipeline.runs.engine.lifecycle import new_run, refuse_double
 from pipeline.runs.workflow.validate_stage import MEM_BYTES, Validated, ValidateStage
+from pipeline.stage_names import StageName
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.cache_layout import REPORT_NAME
 from pipeline.store.maintenance import scrub
