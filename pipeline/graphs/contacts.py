@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+from scipy.spatial.distance import cdist
 
 from pipeline.graphs import bonds, neighbours
 from pipeline.structures.atoms import name_word
@@ -21,29 +22,32 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float64]
 
-SLACK = 1e-3  # Å; atoms that are left out before distances are compared are farther away than the cut-off by so much
+SLACK = 1e-3  # Å; what is left out by a look at whole residues is farther away than the cut-off by so much
+
+
 LAST_OXYGENS = frozenset(map(name_word, ("OXT", "OT1", "OT2")))  # as CHARMM calls them, too
 OX, OT = (int.from_bytes(begin, "little") for begin in (b"OX", b"OT"))
 
 
 @dataclass(frozen=True, slots=True)
-class HeavyAtoms:
-    """The H heavy atoms of a structure, residue by residue, and what side chains are found from.
+class Bodies:
+    """The H heavy atoms of a structure's residues, with a bounding ball for each residue.
 
     Coordinates are rows, which numpy processes several times faster than columns of three.
     """
 
     pos_3A: Floats
     pos_3H: Floats
-    residue_H: NDArray[np.int64]
+    first_S: NDArray[np.int64]
     atoms_S: NDArray[np.int64]
     middle_3S: Floats
+    reach_S: Floats
     oxygens_S: NDArray[np.int64]  # at the end of a chain, besides O
     oxygen_3S: Floats  # the sum of their coordinates
 
 
-def heavy_atoms(structure: Structure) -> HeavyAtoms:
-    """Return the heavy atoms of a structure's residues; the middle of a residue without any means nothing."""
+def rigid_bodies(structure: Structure) -> Bodies:
+    """Return the bodies of a structure's residues; those without a heavy atom have meaningless values."""
     is_hydrogen_A = bonds.is_hydrogen(structure.element_A)
     pos_3A = np.ascontiguousarray(structure.pos_A3.T)
     pos_3H, residue_H, name_H, atoms_S = pos_3A, structure.residue_A, structure.name_A, structure.atoms_R
@@ -55,13 +59,16 @@ def heavy_atoms(structure: Structure) -> HeavyAtoms:
     if first_S[-1] == len(residue_H):  # of the last residue no heavy atom is there: what is summed for it begins here
         pos_3H = np.concatenate([pos_3H, np.zeros((3, 1))], axis=1)
         residue_H, name_H = np.append(residue_H, len(atoms_S) - 1), np.append(name_H, np.uint64(0))
+    middle_3S = np.add.reduceat(pos_3H, first_S, axis=1) / np.maximum(atoms_S, 1)
+    apart_3H = pos_3H - middle_3S.take(residue_H, axis=1)
+    apart_3H *= apart_3H
+    reach_S = np.sqrt(np.maximum.reduceat(apart_3H.sum(axis=0), first_S))
     begin_H = name_H.view(np.uint16)[::4]
     maybe = np.flatnonzero((begin_H == OX) | (begin_H == OT)).tolist()
     oxygens = [atom for atom in maybe if int(name_H[atom]) in LAST_OXYGENS]
     oxygens_S, oxygen_S3 = np.bincount(residue_H[oxygens], minlength=len(atoms_S)), np.zeros((len(atoms_S), 3))
     np.add.at(oxygen_S3, residue_H[oxygens], pos_3H[:, oxygens].T)
-    middle_3S = np.add.reduceat(pos_3H, first_S, axis=1) / np.maximum(atoms_S, 1)
-    return HeavyAtoms(pos_3A, pos_3H, residue_H, atoms_S, middle_3S, oxygens_S, oxygen_S3.T)
+    return Bodies(pos_3A, pos_3H, first_S, atoms_S, middle_3S, reach_S, oxygens_S, oxygen_S3.T)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,44 +82,70 @@ class Contacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Surface:
-    """Heavy atoms of one partner that may touch the other, and the node of each."""
+class InterfaceSide:
+    """The residues of one partner."""
 
-    pos_3H: Floats
-    node_H: NDArray[np.int64]
+    bodies: Bodies
+    residue_N: NDArray[np.int64]
+    middle_3N: Floats
+    reach_N: Floats
 
     @classmethod
-    def of(cls, atoms: HeavyAtoms, residue_N: NDArray[np.int64]) -> Surface:
-        """Return the heavy atoms of some residues."""
-        node_S = np.full(len(atoms.atoms_S), -1)
-        node_S[residue_N] = np.arange(len(residue_N))
-        node_H = node_S[atoms.residue_H]
-        chosen = np.flatnonzero(node_H >= 0)
-        return cls(atoms.pos_3H.take(chosen, axis=1), node_H[chosen])
+    def of(cls, bodies: Bodies, residue_N: NDArray[np.int64]) -> InterfaceSide:
+        """Return some residues of a structure as one partner."""
+        return cls(bodies, residue_N, bodies.middle_3S[:, residue_N], bodies.reach_S[residue_N])
 
-    def towards(self, partner: Surface, reach: float) -> Surface:
-        """Return the atoms that are so near the bounding box of the partner."""
-        inside_3H = self.pos_3H >= partner.pos_3H.min(axis=1, keepdims=True) - reach
-        inside_3H &= self.pos_3H <= partner.pos_3H.max(axis=1, keepdims=True) + reach
-        chosen = np.flatnonzero(inside_3H.all(axis=0))
-        return Surface(self.pos_3H.take(chosen, axis=1), self.node_H[chosen])
+    def take(self, nodes: NDArray[np.int64]) -> InterfaceSide:
+        """Return these nodes of the side."""
+        return InterfaceSide(self.bodies, self.residue_N[nodes], self.middle_3N[:, nodes], self.reach_N[nodes])
+
+    def towards(self, partner: InterfaceSide, cutoff: float) -> NDArray[np.int64]:
+        """Return the residues that can be near the bounding box of the partner."""
+        reach_N = partner.reach_N + (cutoff + SLACK)
+        low_3, high_3 = (partner.middle_3N - reach_N).min(axis=1), (partner.middle_3N + reach_N).max(axis=1)
+        inside_3N = self.middle_3N + self.reach_N >= low_3[:, None]
+        inside_3N &= self.middle_3N - self.reach_N <= high_3[:, None]
+        return np.flatnonzero(inside_3N.all(axis=0))
+
+    def atoms(self) -> tuple[Floats, NDArray[np.int64]]:
+        """Return the heavy atoms, and the residue of each among these."""
+        count_N = self.bodies.atoms_S[self.residue_N]
+        node_A = np.repeat(np.arange(len(count_N)), count_N)
+        row_A = np.arange(len(node_A)) + (self.bodies.first_S[self.residue_N] - np.cumsum(count_N) + count_N)[node_A]
+        return self.bodies.pos_3H.take(row_A, axis=1).T, node_A
+
+    def facing(self, partner: InterfaceSide, cutoff: float) -> tuple[Floats, NDArray[np.int64]]:
+        """Return the heavy atoms near any residue's ball of the partner, and the residue of each."""
+        pos_A3, node_A = self.atoms()
+        reach_N = partner.reach_N + (cutoff + SLACK)
+        is_near_AN = cdist(pos_A3, partner.middle_3N.T, "sqeuclidean") <= reach_N * reach_N
+        chosen = np.flatnonzero(is_near_AN.any(axis=1))
+        return pos_A3[chosen], node_A[chosen]
 
 
-def find_contacts(receptor: Surface, ligand: Surface, cutoff: float) -> Contacts | None:
+def find_contacts(receptor: InterfaceSide, ligand: InterfaceSide, cutoff: float) -> Contacts | None:
     """Return the contacts between heavy atoms, or None if there are none."""
-    for _ in range(2):  # a smaller partner has a smaller box
-        receptor = receptor.towards(ligand, cutoff + SLACK)
-        if not len(receptor.node_H):
-            return None
-        ligand = ligand.towards(receptor, cutoff + SLACK)
-        if not len(ligand.node_H):
-            return None
-    found_2E = neighbours.between(ligand.pos_3H.T, receptor.pos_3H.T, radius=cutoff)
+    rows, columns = receptor.towards(ligand, cutoff), ligand.towards(receptor, cutoff)
+    near_receptor, near_ligand = receptor.take(rows), ligand.take(columns)
+    reach_NN = np.add.outer(near_receptor.reach_N, near_ligand.reach_N + (cutoff + SLACK))
+    is_near_NN = cdist(near_receptor.middle_3N.T, near_ligand.middle_3N.T, "sqeuclidean") <= reach_NN * reach_NN
+    rows, columns = rows[is_near_NN.any(axis=1)], columns[is_near_NN.any(axis=0)]
+    if not len(rows):
+        return None
+    near_receptor, near_ligand = receptor.take(rows), ligand.take(columns)
+    pos_A3, node_A = near_receptor.facing(near_ligand, cutoff)
+    other_A3, other_A = near_ligand.facing(near_receptor, cutoff)
+    found_2E = neighbours.between(other_A3, pos_A3, radius=cutoff)
     if not found_2E.size:
         return None
-    apart_3E = ligand.pos_3H[:, found_2E[0]] - receptor.pos_3H[:, found_2E[1]]
-    nearest_E = np.sqrt(np.einsum("xe,xe->e", apart_3E, apart_3E))
-    return _by_residue(receptor.node_H[found_2E[1]], ligand.node_H[found_2E[0]], nearest_E)
+    apart_E3 = other_A3[found_2E[0]] - pos_A3[found_2E[1]]
+    nearest_E = np.sqrt(np.einsum("ex,ex->e", apart_E3, apart_E3))
+    return _by_residue(rows[node_A[found_2E[1]]], columns[other_A[found_2E[0]]], nearest_E)
+
+
+def closest_approach(receptor: InterfaceSide, ligand: InterfaceSide) -> float:
+    """Return the smallest distance between heavy atoms of two partners."""
+    return neighbours.closest(receptor.atoms()[0], ligand.atoms()[0])
 
 
 def _by_residue(receptor_E: NDArray[np.int64], ligand_E: NDArray[np.int64], nearest_E: Floats) -> Contacts:

@@ -82,6 +82,11 @@ def squared_steps(source_E3: Floats, target_E3: Floats) -> Floats:
     return _steps(apart_E3.sum(axis=-1))
 
 
+def reach_steps(radius: float) -> float:
+    """Return the squared radius in whole steps."""
+    return float(np.rint(radius * radius / STEP))
+
+
 def _steps(squared: Floats) -> Floats:
     """Return squared distances in whole steps."""
     squared /= STEP
@@ -91,31 +96,17 @@ def _steps(squared: Floats) -> Floats:
 
 def _edges(source_S3: Floats, target_N3: Floats, nearest: int, radius: float | None, *, same: bool) -> Edges:
     """Return the union of both kinds of edges."""
+    kind = _Matrix if len(source_S3) <= FEW else _Tree
     sources = max(1, len(source_S3))
+    index = kind(source_S3, target_N3, same)
     nearest = min(nearest, len(source_S3) - same)
-    ids_E = np.empty(0, np.int64)
-    if nearest > 0:
-        index = (_Matrix if len(source_S3) <= FEW else _Tree)(source_S3, target_N3, same)
-        ids_E = index.nearest(nearest)
+    ids_E = index.nearest(nearest) if nearest > 0 else np.empty(0, np.int64)
     if radius is not None:
-        in_reach_E = _in_reach(source_S3, target_N3, radius, same=same)
+        in_reach_E = index.in_reach(radius)
         ids_E = np.union1d(ids_E, in_reach_E) if len(ids_E) else in_reach_E
     edges_2E = np.empty((2, len(ids_E)), np.int64)
     np.divmod(ids_E, sources, edges_2E[1], edges_2E[0])
     return edges_2E
-
-
-def _in_reach(source_S3: Floats, target_N3: Floats, radius: float, *, same: bool) -> Ids:
-    """Return each node's sources within a distance; a tree finds them faster than a table, however few there are."""
-    if not len(source_S3) or not len(target_N3):
-        return np.empty(0, np.int64)
-    reach = np.nextafter(radius + STEP, np.inf)
-    pairs = cKDTree(target_N3).sparse_distance_matrix(cKDTree(source_S3), reach, output_type="ndarray")
-    node_E, source_E = pairs["i"], pairs["j"]
-    near_E = squared_steps(source_S3[source_E], target_N3[node_E]) <= np.rint(radius * radius / STEP)
-    if same:
-        near_E &= node_E != source_E
-    return np.sort(node_E[near_E] * len(source_S3) + source_E[near_E])
 
 
 def _nearest_of(steps_NC: Floats, nearest: int) -> NDArray[np.bool_]:
@@ -157,6 +148,10 @@ class _Matrix:
         source_S3, target_N3 = self._scaled()
         return self._ids(lambda nodes: self._nearest(source_S3, target_N3[nodes], nodes, nearest))
 
+    def in_reach(self, radius: float) -> Ids:
+        """Return each node's sources within a distance."""
+        return self._ids(lambda nodes: self._in_reach(nodes, radius))
+
     def _ids(self, choose: Callable[[NDArray[np.int64]], NDArray[np.bool_]]) -> Ids:
         """Return the chosen edges, working through the nodes in blocks."""
         sources, nodes = len(self._source_S3), np.arange(len(self._target_N3))
@@ -181,6 +176,17 @@ class _Matrix:
         if len(unclear):
             chosen_NS[unclear] = _nearest_of(self._steps(nodes[unclear]), nearest)
         return chosen_NS
+
+    def _in_reach(self, nodes: NDArray[np.int64], radius: float) -> NDArray[np.bool_]:
+        """Return a mask of some nodes' sources within a distance; steps are compared only if some are at the edge."""
+        squared_NS = cdist(self._target_N3[nodes], self._source_S3, "sqeuclidean")
+        if self._same:
+            squared_NS[np.arange(len(nodes)), nodes] = np.inf
+        near_NS: NDArray[np.bool_] = squared_NS <= radius * radius + STEP
+        edge_E = squared_NS[near_NS]
+        if (edge_E > radius * radius - STEP).any():
+            near_NS = _steps(squared_NS) <= reach_steps(radius)
+        return near_NS
 
     def _scaled(self) -> tuple[Floats, Floats]:
         """Return the coordinates scaled so that the largest possible squared distance is `COARSE`."""
@@ -223,6 +229,16 @@ class _Tree:
             ids.append(ids_E)
             nodes, wanted = nodes[~clear_N], 4 * wanted
         return np.sort(np.concatenate(ids))
+
+    def in_reach(self, radius: float) -> Ids:
+        """Return each node's sources within a distance."""
+        reach = np.nextafter(radius + STEP, np.inf)
+        pairs = cKDTree(self._target_N3).sparse_distance_matrix(self._tree, reach, output_type="ndarray")
+        node_E, source_E = pairs["i"], pairs["j"]
+        near_E = squared_steps(self._source_S3[source_E], self._target_N3[node_E]) <= reach_steps(radius)
+        if self._same:
+            near_E &= node_E != source_E
+        return np.sort(node_E[near_E] * len(self._source_S3) + source_E[near_E])
 
     def _of_candidates(self, nodes: NDArray[np.int64], nearest: int, wanted: int) -> tuple[Ids, NDArray[np.bool_]]:
         """Return nodes' nearest among so many candidates, and a mask of the nodes for which these are enough."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from pipeline.graphs.contacts import HeavyAtoms
+    from pipeline.graphs.contacts import Bodies
     from pipeline.graphs.item_graph import Array, Edges, GraphRecipe
     from pipeline.structures.inventory import Complex, ComplexSide
 
@@ -92,14 +92,14 @@ def centre(pos_N3: Floats) -> Floats:
     return centre_3
 
 
-def node_arrays(residues: Residues, atoms: HeavyAtoms, centre_3: Floats) -> dict[str, Array]:
+def node_arrays(residues: Residues, bodies: Bodies, centre_3: Floats) -> dict[str, Array]:
     """Return the nodes' arrays, except the embedding rows."""
     structure, residue_N = residues.side.structure, residues.residue_N
     atom_5N = structure.backbone_R5[residue_N].T
     absent_5N = atom_5N < 0
-    pos_35N = atoms.pos_3A.take(atom_5N, axis=1)
+    pos_35N = bodies.pos_3A.take(atom_5N, axis=1)
     pos_35N -= centre_3[:, None, None]
-    side_3N, atoms_N = _side_chains(atoms, residue_N, centre_3, np.where(absent_5N, 0, pos_35N), absent_5N)
+    side_3N, atoms_N = _side_chains(bodies, residue_N, centre_3, np.where(absent_5N, 0, pos_35N), absent_5N)
     np.copyto(pos_35N, np.nan, where=absent_5N)
     virtual = absent_5N[CB].nonzero()[0]
     pos_35N[:, CB, virtual] = virtual_cb(*(pos_35N[:, at, virtual] for at in (N, CA, C)))
@@ -125,13 +125,13 @@ def node_arrays(residues: Residues, atoms: HeavyAtoms, centre_3: Floats) -> dict
 
 
 def _side_chains(
-    atoms: HeavyAtoms, residue_N: NDArray[np.int64], centre_3: Floats, pos_35N: Floats, absent_5N: NDArray[np.bool_]
+    bodies: Bodies, residue_N: NDArray[np.int64], centre_3: Floats, pos_35N: Floats, absent_5N: NDArray[np.bool_]
 ) -> tuple[Floats, NDArray[np.int64]]:
     """Return the centroid and number of each side chain's heavy atoms: of all, minus the main chain."""
-    all_N, oxygens_N = atoms.atoms_S[residue_N], atoms.oxygens_S[residue_N]
+    all_N, oxygens_N = bodies.atoms_S[residue_N], bodies.oxygens_S[residue_N]
     atoms_N = all_N + absent_5N[:CB].sum(axis=0) - (CB + oxygens_N)
-    sum_3N = (atoms.middle_3S.take(residue_N, axis=1) - centre_3[:, None]) * all_N - pos_35N[:, :CB].sum(axis=1)
-    sum_3N -= atoms.oxygen_3S.take(residue_N, axis=1) - centre_3[:, None] * oxygens_N
+    sum_3N = (bodies.middle_3S.take(residue_N, axis=1) - centre_3[:, None]) * all_N - pos_35N[:, :CB].sum(axis=1)
+    sum_3N -= bodies.oxygen_3S.take(residue_N, axis=1) - centre_3[:, None] * oxygens_N
     sum_3N /= np.maximum(atoms_N, 1)
     return sum_3N, atoms_N
 
@@ -171,12 +171,12 @@ def build_residue_graph(read: Complex, recipe: GraphRecipe) -> ItemGraph:
     _refuse_coincident(sides, in_one_frame=not read.bound)
     edges = {role: _edges(role, chosen, recipe) for role, chosen in sides.items()}
     twins = {role: _twins(sides[role], there, read.maps[f"bound.{role.value}"]) for role, there in read.bound.items()}
-    atoms = _heavy_atoms(sides)
-    labels, extra = _labels(sides, atoms, twins, recipe.contacts)
+    bodies = _bodies(sides)
+    labels, extra = _labels(sides, bodies, twins, recipe.contacts)
     parts = []
     for role, chosen in sides.items():
         partner, centre_3 = read.partners[role], centre(chosen.ca_N3)
-        nodes = node_arrays(chosen, atoms[role], centre_3)
+        nodes = node_arrays(chosen, bodies[role], centre_3)
         nodes["row"] = joined_embedding_rows(partner, read.maps.get(f"rows.{role.value}"))[chosen.place_N]
         chains = tuple(ChainText(chain.name, chain.kind, chain.sequence) for chain in partner.chains)
         parts.append(PartnerGraph(role, chains, centre_3, nodes | extra.get(role, {}), {NEAR: edges[role]}))
@@ -184,14 +184,14 @@ def build_residue_graph(read: Complex, recipe: GraphRecipe) -> ItemGraph:
     return ItemGraph(tuple(parts), cross, labels)
 
 
-def _heavy_atoms(sides: Sides) -> dict[Role, HeavyAtoms]:
-    """Return the heavy atoms of each side's structure, found once where both sides share it."""
-    atoms_of: dict[int, HeavyAtoms] = {}
+def _bodies(sides: Sides) -> dict[Role, Bodies]:
+    """Return the bodies of each side's structure, computed once where both sides share it."""
+    bodies_of: dict[int, Bodies] = {}
     for chosen in sides.values():
         structure = chosen.side.structure
-        if id(structure) not in atoms_of:
-            atoms_of[id(structure)] = contacts.heavy_atoms(structure)
-    return {role: atoms_of[id(chosen.side.structure)] for role, chosen in sides.items()}
+        if id(structure) not in bodies_of:
+            bodies_of[id(structure)] = contacts.rigid_bodies(structure)
+    return {role: bodies_of[id(chosen.side.structure)] for role, chosen in sides.items()}
 
 
 def _refuse_coincident(sides: Sides, *, in_one_frame: bool) -> None:
@@ -261,28 +261,28 @@ def _twins(here: Residues, side: ComplexSide, row_R: NDArray[np.int32]) -> Twins
 
 
 def _labels(
-    sides: Sides, atoms: Mapping[Role, HeavyAtoms], twins: Mapping[Role, Twins], cutoff: float | None
+    sides: Sides, bodies: Mapping[Role, Bodies], twins: Mapping[Role, Twins], cutoff: float | None
 ) -> tuple[dict[str, Array], dict[Role, dict[str, Array]]]:
     """Return the native contacts, and the nodes' arrays from the bound structures."""
     if cutoff is None:
         return {}, {}
     if not twins:
-        return _native(sides, atoms, cutoff, {}) if Role.LIGAND in sides else {}, {}
+        return _native(sides, bodies, cutoff, {}) if Role.LIGAND in sides else {}, {}
     bound = {role: twin.there for role, twin in twins.items()}
     _refuse_coincident(bound, in_one_frame=True)
     centre_3 = centre(np.concatenate([there.ca_N3 for there in bound.values()]))
-    contacts_of_both = _native(bound, _heavy_atoms(bound), cutoff, twins) if len(bound) == len(sides) == 2 else {}
+    contacts_of_both = _native(bound, _bodies(bound), cutoff, twins) if len(bound) == len(sides) == 2 else {}
     return {"bound_centre": centre_3, **contacts_of_both}, {role: twin.arrays(centre_3) for role, twin in twins.items()}
 
 
 def _native(
-    sides: Sides, atoms: Mapping[Role, HeavyAtoms], cutoff: float, twins: Mapping[Role, Twins]
+    sides: Sides, bodies: Mapping[Role, Bodies], cutoff: float, twins: Mapping[Role, Twins]
 ) -> dict[str, Array]:
     """Return the native contacts of two sides; of bound structures, as pairs of corresponding nodes."""
-    receptor, ligand = (contacts.Surface.of(atoms[role], sides[role].residue_N) for role in PAIR)
+    receptor, ligand = (contacts.InterfaceSide.of(bodies[role], sides[role].residue_N) for role in PAIR)
     native = contacts.find_contacts(receptor, ligand, cutoff)
     if native is None:
-        raise no_contacts(neighbours.closest(receptor.pos_3H.T, ligand.pos_3H.T), cutoff, is_bound=bool(twins))
+        raise no_contacts(contacts.closest_approach(receptor, ligand), cutoff, is_bound=bool(twins))
     pairs_P2 = np.stack([native.receptor_P, native.ligand_P], axis=1)
     if twins:
         pairs_P2 = np.stack([twins[role].node_L[of_P] for role, of_P in zip(PAIR, pairs_P2.T, strict=True)], axis=1)
