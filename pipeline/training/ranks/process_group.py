@@ -128,6 +128,11 @@ class ProcessGroup:
             self._slow -= 1
             self.progress(self._watchdog.doing.what)
 
+    def collective(self, begin: Callable[[], dist.Work], *, in_stream: bool = False) -> None:
+        """Begin a collective call and wait for it, or only place it in the stream; raise if a rank is lost."""
+        with self._waiting():
+            self._await(begin, in_stream=in_stream)
+
     def progress(self, activity: str) -> None:
         """Note what this rank does now, for the watchdog; raise if another rank was lost meanwhile."""
         self._watchdog.check()

@@ -2,28 +2,36 @@
 
 A block's parameters are gathered before it computes, and its gradients are reduced after it, by all ranks together,
 within every forward and backward. So all must make the same number of passes: `local_sharded` sees to it.
+
+In half precision parameters are gathered and computed with in it, and gradients are added up in full precision. Nothing
+else is cast between blocks: what is computed in which precision is for autocast to say, as in a model of one device.
 """
 
 from __future__ import annotations
 
 import socket
 from collections import Counter
+from contextlib import nullcontext
+from functools import wraps
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_map_only
 
 from pipeline.errors import ConfigError
 from pipeline.training.step.checkpointing import repeated
+from pipeline.training.step.collectives import NOT_SHARDED, WHERE, Gather, Passes, ReduceScatter
 from pipeline.training.step.optimizers import freeze_parameters
-from pipeline.training.step.step import Step
+from pipeline.training.step.step import DTYPES, Step
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
-    import torch.distributed as dist
-    from torch import Tensor, nn
+    from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
 
     from pipeline.protocol import Batch, Task
@@ -31,9 +39,7 @@ if TYPE_CHECKING:
     from pipeline.training.step.optimizers import StepSettings, Terms
     from pipeline.training.step.step import StepWatch
 
-WHERE = "train.sharding"
 TINY = 1e-6  # beside the norm, as in torch.nn.utils.clip_grad_norm_
-NOT_SHARDED = "--set train.sharding=false"
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -44,7 +50,9 @@ def local(tensor: Tensor) -> Tensor:
 # Sharding a model
 
 
-def built(make: Callable[[], nn.Module], ranks: Ranks, device: str) -> tuple[nn.Module, SpreadModel]:
+def built(
+    make: Callable[[], nn.Module], ranks: Ranks, device: str, precision: str = "fp32"
+) -> tuple[nn.Module, SpreadModel]:
     """Build a model in the host's memory and shard it, one rank of a host after the other.
 
     So each starts from the weights that a single process would draw, and a host holds one whole model at most.
@@ -56,7 +64,7 @@ def built(make: Callable[[], nn.Module], ranks: Ranks, device: str) -> tuple[nn.
     for turn in range(max(turns) + 1):
         if turns[ranks.rank] == turn:
             model = make()
-            result = model, shard(model, ranks, device, mesh=mesh)
+            result = model, shard(model, ranks, device, mesh=mesh, precision=precision)
         ranks.exchange({})
     assert result is not None
     return result
@@ -69,20 +77,67 @@ def mesh_of(ranks: Ranks, device: str) -> DeviceMesh:
     return init_device_mesh(torch.device(device).type, (ranks.world,))
 
 
-def shard(model: nn.Module, ranks: Ranks, device: str, *, mesh: DeviceMesh | None = None) -> SpreadModel:
+def shard(
+    model: nn.Module, ranks: Ranks, device: str, *, mesh: DeviceMesh | None = None, precision: str = "fp32"
+) -> SpreadModel:
     """Shard a model over all ranks: each repeated block by itself, and everything else together."""
     if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
         problem = f"torch {torch.__version__} cannot spread models whose ranks use different parameters"
         raise ConfigError(problem, where=WHERE, remedy=f"pip install -U torch   or {NOT_SHARDED}")
     _refuse_unspreadable(model)
     mesh = mesh_of(ranks, device) if mesh is None else mesh
+    policy = _policy(model, precision)
+    if policy.param_dtype is not None:
+        _keep_precise(model)
     parts: list[nn.Module] = [*_separable(model), model]
     for part in parts:
         part.register_forward_hook(_own_memory)
         # Kept unsharded after forward, the outermost would miss what is written into its shards between two passes.
-        fully_shard(part, mesh=mesh, reshard_after_forward=True)
+        fully_shard(part, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
     model.to(device)
     return SpreadModel(model, cast("list[FSDPModule]", parts), ranks)
+
+
+def _policy(model: nn.Module, precision: str) -> MixedPrecisionPolicy:
+    """Return how parameters are gathered; those of a model that is not in single precision stay as they are."""
+    kinds = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
+    if precision not in DTYPES or kinds != {torch.float32}:
+        return MixedPrecisionPolicy(cast_forward_inputs=False)
+    return MixedPrecisionPolicy(DTYPES[precision], torch.float32, cast_forward_inputs=False)
+
+
+_CAST_BY_AUTOCAST = (nn.Linear, nn.Bilinear, _ConvNd, nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)
+_LOOKED_UP = (nn.Embedding, nn.EmbeddingBag)
+
+
+def _keep_precise(model: nn.Module) -> None:
+    """Let what autocast computes in single precision be so with gathered parameters, too: norms, vectors, lookups."""
+    for module in model.modules():
+        if isinstance(module, _LOOKED_UP):
+            module.register_forward_hook(lambda _module, _arguments, rows: rows.float())
+        elif module._parameters and not isinstance(module, _CAST_BY_AUTOCAST):  # noqa: SLF001 - without its children's
+            module.forward = _with_precise_vectors(module)
+
+
+def _with_precise_vectors(module: nn.Module) -> Callable[..., Any]:
+    """Return a module's forward with its own vectors (all parameters, of a norm) in single precision meanwhile."""
+    forward, own = module.forward, cast("dict[str, Any]", module._parameters)  # noqa: SLF001
+    is_norm = isinstance(module, nn.LayerNorm)
+
+    @wraps(forward)
+    def run(*arguments: Any, **named: Any) -> Any:
+        halves = {
+            name: parameter
+            for name, parameter in own.items()
+            if parameter is not None and parameter.dtype in DTYPES.values() and (is_norm or parameter.dim() < 2)
+        }
+        own.update((name, parameter.float()) for name, parameter in halves.items())
+        try:
+            return forward(*arguments, **named)
+        finally:
+            own.update(halves)
+
+    return run
 
 
 def _own_memory(_: nn.Module, __: Any, output: Any) -> Any:
@@ -123,13 +178,14 @@ class SpreadModel:
 
     def __init__(self, model: nn.Module, parts: list[FSDPModule], ranks: Ranks) -> None:
         self.model, self.ranks, self._parts = model, ranks, parts
+        self.passes = Passes(ranks)
         self._used: set[int] = set()
         self._known: set[int] = set()
         for part in parts:
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)  # gloo supports nothing else
-            part.set_custom_all_gather(cast("Any", _Gather(ranks)))
-            part.set_custom_reduce_scatter(cast("Any", _ReduceScatter(ranks)))
+            part.set_custom_all_gather(cast("Any", Gather(self.passes, ranks)))
+            part.set_custom_reduce_scatter(cast("Any", ReduceScatter(self.passes, ranks)))
             cast("nn.Module", part).register_forward_pre_hook(self._listen)
         # Ranks may use different parameters, where a term has no items on one of them.
         parts[-1].set_reduce_scatter_unused_params(True)
@@ -167,53 +223,6 @@ class SpreadModel:
                 )
 
 
-class _Comm:
-    """A collective of FSDP that, while it waits, checks whether another rank is lost."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def _together(self, begin: Callable[[], dist.Work], *, in_stream: bool) -> None:
-        ranks = cast("Any", self._ranks)
-        with ranks._waiting():  # noqa: SLF001
-            ranks._await(begin, in_stream=in_stream)  # noqa: SLF001
-
-
-class _Gather(_Comm):
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:  # noqa: ARG002, FBT001, FBT002 - it is torch's
-        gather = _named("all_gather_single", "all_gather_into_tensor")
-        self._together(
-            lambda: gather(output_tensor, input_tensor, group=group, async_op=True), in_stream=output_tensor.is_cuda
-        )
-
-
-class _ReduceScatter(_Comm):
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: Any,
-        op: Any,
-        async_op: bool = False,  # noqa: ARG002, FBT001, FBT002 - it is torch's
-    ) -> None:
-        if not output_tensor.is_cuda:  # gloo's own does the same, and cannot be watched while waiting
-            self._together(
-                lambda: torch.distributed.all_reduce(input_tensor, op=op, group=group, async_op=True), in_stream=False
-            )
-            output_tensor.copy_(input_tensor.view(group.size(), -1)[group.rank()])
-            return
-        reduce = _named("reduce_scatter_single", "reduce_scatter_tensor")
-        self._together(lambda: reduce(output_tensor, input_tensor, op=op, group=group, async_op=True), in_stream=True)
-
-
-def _named(*names: str) -> Callable[..., Any]:
-    """Return the function of torch.distributed under the first name that it has: later versions renamed some."""
-    return cast("Callable[..., Any]", next(filter(None, (getattr(torch.distributed, name, None) for name in names))))
-
-
 # One step
 
 
@@ -242,7 +251,7 @@ class ShardedStep(Step):
             return model
 
         self.ranks = ranks
-        model, self.spread = built(make, ranks, device)
+        model, self.spread = built(make, ranks, device, settings.precision)
         self.agreed = 1.0  # all ranks divide a single term by it until its weight is known
         super().__init__(task, settings, device=device, model=model, watch=watch, scaled=scaled)
 
@@ -255,6 +264,12 @@ class ShardedStep(Step):
     def accumulate_on_host(self, batch: Batch, weights: Mapping[str, Any] | None = None) -> None:
         """Refuse: no rank has all parameters."""
         raise NotImplementedError("a model that is spread over ranks runs on none of them alone")
+
+    def cast(self) -> AbstractContextManager[Any]:
+        """Return a context in which the model runs in the precision of the settings, without copies of weights."""
+        precision = DTYPES.get(self.settings.precision)
+        device = torch.device(self.device).type
+        return torch.autocast(device, precision, cache_enabled=False) if precision else nullcontext()
 
     def _loss(self, terms: Terms, weights: Mapping[str, Any] | None) -> Tensor:
         if weights is not None or len(terms) > 1:

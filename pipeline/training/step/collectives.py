@@ -1,0 +1,163 @@
+"""The collectives of a sharded model, which all ranks begin or none does: so memory may end on any of them in any pass.
+
+Within a forward and a backward FSDP gathers the parameters of a block and reduces its gradients. A rank whose memory
+ends in between would leave the others waiting. So all ranks agree before every collective: each says which one it is
+about to begin, or that it has given up; where anyone has, all leave the pass.
+
+Why nobody waits for ever, as long as all ranks begin the same passes (`local_sharded.joint_turns`):
+
+1. In a pass a rank calls `agree` before each of its collectives and once at the end, whatever became of the pass, and
+   makes no other call that involves all ranks. So the first agreement of one rank meets the first of every other, the
+   second the second, and so on, as long as none stops.
+2. What comes of an agreement is the same on all ranks: all are about to begin the same collective, all have come to
+   the end, someone has given up, or the model does not do the same on all ranks.
+3. In the first case all begin that collective: its memory was allocated before, and nothing stands in between. In each
+   of the others no rank agrees or begins anything further in this pass: they raise, and `Passes.run` returns.
+4. So every rank leaves a pass after the same number of agreements and collectives, all of which are complete.
+
+An agreement itself takes no memory of the device: it is two numbers in the host's memory, over gloo, and on a GPU only
+the processes meet, not their streams. A collective that fails as it begins (NCCL may allocate there) ends the job, and
+so does every error that is not out of memory: the watchdog tells the other ranks.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
+
+import numpy as np
+import torch
+
+from pipeline.errors import ConfigError
+from pipeline.memory.runtime.out_of_memory import out_of_memory_error
+from pipeline.training.ranks.rank_protocol import Ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch.distributed as dist
+    from torch import Tensor
+
+Result = TypeVar("Result")
+
+WHERE = "train.sharding"
+NOT_SHARDED = "--set train.sharding=false"
+END, GAVE_UP = 0, 1 << 62  # beside them: a collective by its kind and size
+
+
+class ConnectedRanks(Ranks, Protocol):
+    """Ranks that can make a collective call of torch.distributed."""
+
+    def collective(self, begin: Callable[[], dist.Work], *, in_stream: bool = False) -> None:
+        """Begin a collective call and wait for it, or only place it in the stream; raise if a rank is lost."""
+
+
+class PassGivenUp(Exception):
+    """Another rank could not finish the pass: this one leaves it, too. No error: whoever made the pass catches it."""
+
+
+@dataclass(frozen=True, slots=True)
+class PassOutcome(Generic[Result]):
+    """What came of a pass of all ranks."""
+
+    result: Result | None = None
+    error: str = ""  # why memory ended on this very rank; empty: it did not
+    is_given_up: bool = False  # memory ended on this rank or on another
+
+
+class Passes:
+    """Passes through a sharded model, which all ranks make together: to the end, or none does."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = cast("ConnectedRanks", ranks)
+        self._numbers = np.zeros(2, np.int64)
+        self._word = torch.from_numpy(self._numbers)  # made once: an agreement must not fail for want of memory
+        self._is_given_up = False
+
+    def run(self, make: Callable[[], Result]) -> PassOutcome[Result]:
+        """Make a pass; where memory ends on any rank, all leave it, and its partial results are to be dropped."""
+        self._is_given_up = False
+        results: list[Result] = []
+        error = out_of_memory_error(self._make, make, results)
+        if not self._is_given_up:
+            self._agreed(END if error is None else GAVE_UP)
+        if self._is_given_up:
+            return PassOutcome(error=error or "", is_given_up=True)
+        return PassOutcome(results[0])
+
+    def _make(self, make: Callable[[], Result], results: list[Result]) -> None:
+        with suppress(PassGivenUp):  # where a model has swallowed it, the pass is given up none the less
+            results.append(make())
+
+    def agree(self, collective: int) -> None:
+        """Return where all ranks are about to begin the same collective; leave the pass where any has given up."""
+        if self._is_given_up or not self._agreed(collective):
+            raise PassGivenUp
+
+    def _agreed(self, what: int) -> bool:
+        """Say what this rank is about to do; return whether all do the same, false where any has given up."""
+        self._numbers[:] = what, -what
+        largest = torch.distributed.ReduceOp.MAX
+        self._ranks.collective(lambda: torch.distributed.all_reduce(self._word, op=largest, async_op=True))
+        most, least = int(self._numbers[0]), -int(self._numbers[1])
+        self._is_given_up = most == GAVE_UP
+        if most != least and not self._is_given_up:
+            problem = "the model does not run the same blocks on all ranks, so its parameters cannot be gathered"
+            raise ConfigError(problem, where=WHERE, remedy=f"run every block for every batch   or {NOT_SHARDED}")
+        return not self._is_given_up
+
+
+class _Comm:
+    """A collective of FSDP, which all ranks begin or none."""
+
+    def __init__(self, passes: Passes, ranks: Ranks) -> None:
+        self._passes, self._ranks = passes, cast("ConnectedRanks", ranks)
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class Gather(_Comm):
+    """Gathers the parameters of a block from all ranks."""
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:  # noqa: ARG002, FBT001, FBT002 - it is torch's
+        gather = _named("all_gather_single", "all_gather_into_tensor")
+        self._passes.agree(2 * output_tensor.nbytes)
+        self._ranks.collective(
+            lambda: gather(output_tensor, input_tensor, group=group, async_op=True),
+            in_stream=_is_on_card(output_tensor),
+        )
+
+
+class ReduceScatter(_Comm):
+    """Adds up the gradients of a block over all ranks, each of which keeps its own part."""
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: Any,
+        op: Any,
+        async_op: bool = False,  # noqa: ARG002, FBT001, FBT002 - it is torch's
+    ) -> None:
+        self._passes.agree(2 * input_tensor.nbytes + 1)
+        if not _is_on_card(output_tensor):  # gloo's own does the same, and cannot be watched while waiting
+            self._ranks.collective(
+                lambda: torch.distributed.all_reduce(input_tensor, op=op, group=group, async_op=True)
+            )
+            output_tensor.copy_(input_tensor.view(group.size(), -1)[group.rank()])
+            return
+        reduce = _named("reduce_scatter_single", "reduce_scatter_tensor")
+        self._ranks.collective(
+            lambda: reduce(output_tensor, input_tensor, op=op, group=group, async_op=True), in_stream=True
+        )
+
+
+def _is_on_card(tensor: Tensor) -> bool:
+    return tensor.device.type != "cpu"
+
+
+def _named(*names: str) -> Callable[..., Any]:
+    """Return the function of torch.distributed under the first name that it has: later versions renamed some."""
+    return cast("Callable[..., Any]", next(filter(None, (getattr(torch.distributed, name, None) for name in names))))
