@@ -16,15 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.journal.active_runs import goes_on, hidden
-from pipeline.journal.run_folder import NAME, runs_in, writing_run
+from pipeline.journal.run_folder import NAME, RunFolder, runs_in, writing_run
 from pipeline.project.run_code import COPIES
 from pipeline.runs.dataset.reader_items import read_by_run
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import Any
-
-    from pipeline.journal.run_folder import RunFolder
 
 YOUNG_S = 86_400.0  # a run that begins may be about to name a copy of code that is younger
 GOING = ".pruned-"  # how the name of a folder begins that is being removed
@@ -121,11 +119,10 @@ def _copies(runs: Path, without: set[Path]) -> tuple[Path, ...]:
     if not runs.is_dir() or hidden(runs):
         return ()
     named = set[str]()
-    for path in runs.iterdir():
-        if NAME.fullmatch(path.name) and path not in without:
-            for name in ("code.txt", "task_code.txt"):
-                with suppress(OSError):
-                    named.add((path / name).read_text())
+    for folder in (RunFolder(path) for path in runs.iterdir() if NAME.fullmatch(path.name) and path not in without):
+        for told in (folder.code, folder.task_code):
+            with suppress(OSError):
+                named.add(told.read_text())
     own = (folder for folder in runs.iterdir() if re.fullmatch(rf"{re.escape(COPIES)}(-\d+)?", folder.name))
     copies = (copy for folder in own for copy in sorted(folder.iterdir()))
     return tuple(copy for copy in copies if str(copy) not in named and time.time() - copy.stat().st_mtime > YOUNG_S)
