@@ -173,7 +173,8 @@ class ApplyStage(Stage):
 
     def _model(self, project: Project) -> TrainedModel | None:
         """Return the model that the configuration names; None where it means the one that it trains."""
-        return named_model(project.config.train.models, self.settings(project).checkpoint)
+        wanted = self.settings(project).checkpoint
+        return project.once(f"model {wanted}", lambda: named_model(project.config.train.models, wanted))
 
     def _prepared(self, project: Project) -> Prepared | None:
         """Return the plan of the model for the configured data set; None while its graphs are not there."""
