@@ -19,7 +19,7 @@ Model = Annotated[str, typer.Argument(metavar="MODEL", help="Its name, its folde
 @app.command("list")
 def list_models_command(as_json: Json = False, config: ConfigFile = None, sets: Sets = None) -> None:
     """List the models that were trained with this configuration's folder of models."""
-    from pipeline.runs.model.model_card import model_names
+    from pipeline.runs.model.trained_model import model_names
 
     models = load_config(config, sets).config.train.models
     names = model_names(models)
@@ -35,7 +35,7 @@ def list_models_command(as_json: Json = False, config: ConfigFile = None, sets: 
 @app.command("show")
 def show_model_command(model: Model, as_json: Json = False, config: ConfigFile = None, sets: Sets = None) -> None:
     """Show what a model is: task, checkpoint, encoder, and its figures."""
-    from pipeline.runs.model.model_card import card_lines, model_card
+    from pipeline.runs.model.trained_model import card_lines, model_card
 
     named = _named(model, load_config(config, sets).config.train.models)
     card = model_card(named)
@@ -53,7 +53,7 @@ def export_model_command(
     sets: Sets = None,
 ) -> None:
     """Write a model's weights (safetensors), settings, code and card into a folder, to use on another machine."""
-    from pipeline.runs.model.model_card import export_model
+    from pipeline.runs.model.trained_model import export_model
 
     loaded = load_config(config, sets)
     card = export_model(_named(model, loaded.config.train.models), folder, loaded.base_dir.absolute())

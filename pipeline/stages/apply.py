@@ -68,13 +68,19 @@ def evaluation_parts(path: Path) -> Path:
 
 def read_evaluation(path: Path, chosen: ChosenCheckpoint, made: str) -> Figures | None:
     """Return the figures of a file, if they are of this checkpoint and these items and the file is intact."""
+    figures = kept_figures(path)
+    return figures if figures and (figures.digest, figures.made) == (chosen.digest, made) else None
+
+
+def kept_figures(path: Path) -> Figures | None:
+    """Return the figures of a file; None where it is missing, damaged, or of another version."""
     try:
         data = json.loads(path.read_text())
         figures = Figures(**data["evaluation"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
     is_whole = data.get("format") == EVALUATION_FORMAT and data.get("digest") == _json_digest(data["evaluation"])
-    return figures if is_whole and (figures.digest, figures.made) == (chosen.digest, made) else None
+    return figures if is_whole else None
 
 
 def _write_figures(path: Path, figures: Figures) -> None:

@@ -1,24 +1,43 @@
-"""A model that was trained before, here or on another machine: named by people, and used without training anything."""
+"""A model that was trained before, here or on another machine: named, shown, taken elsewhere, used as it is."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+import shutil
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeline import __version__
 from pipeline.command_line import Command
 from pipeline.config.load import from_resolved
+from pipeline.config.schema import Config
+from pipeline.config.schema_train import TrainSection
 from pipeline.errors import ConfigError, DataError, PipelineError
+from pipeline.project.run_code import load_reader, load_task, source_digest, sources
 from pipeline.runs.dataset.reader_items import is_reader
 from pipeline.runs.model.prepare import embeddings_used
-from pipeline.training.prepared import ModelFolder, Prepared
+from pipeline.stages.apply import kept_figures
+from pipeline.store.format.disk import Disk
+from pipeline.training.prepared import BEST, LAST, ModelFolder, Prepared
 
 if TYPE_CHECKING:
-    from pipeline.config.schema import Config
+    from collections.abc import Collection, Iterator, Mapping
+
     from pipeline.project.project import Project
+    from pipeline.training.checkpoints.trained_weights import ChosenCheckpoint
 
 DECIDED = ("task", "options", "batching")  # of section `train`: what a model's inputs and layers follow from
+NOT_FOR_USE: dict[str, Collection[str]] = {  # section → its settings that are of the training alone
+    "data": ("path", "splits", "structures_dir", "limit", "labels", "on_leak", "max_rejected_fraction"),
+    "structures": (),
+    "graph": (),
+    "embed": ("weights",),  # a path: another one is said
+    "train": TrainSection.model_fields.keys() - DECIDED,
+}
+NOTHING_SET = Config.model_validate({"data": {"path": Path()}})
+SHOWN = ("split", "items", "step", "data", "figures")  # of an evaluation
 
 
 @dataclass(frozen=True)
@@ -54,9 +73,15 @@ class TrainedModel:
             raise ConfigError(problem, where=str(self.folder.path), remedy=remedy)
 
 
+def model_names(models: Path) -> list[str]:
+    """Return the names of the models in a folder, the newest last."""
+    plans = sorted(models.glob("*/prepared.json"), key=lambda path: path.stat().st_mtime)
+    return [path.parent.name for path in plans]
+
+
 def names_model(wanted: str) -> bool:
     """Tell whether a setting names a model or a checkpoint, so that nothing is to be trained for it."""
-    return wanted not in ("best", "last")
+    return wanted not in (BEST, LAST)
 
 
 def named_model(models: Path, wanted: str) -> TrainedModel | None:
@@ -64,22 +89,33 @@ def named_model(models: Path, wanted: str) -> TrainedModel | None:
 
     It may be a name in the folder of models, or the path of a model's folder, of an exported one, or of a checkpoint.
     """
-    from pipeline.training.checkpoints.checkpoint_reader import MANIFEST
-
     if not names_model(wanted):
         return None
-    for path in (models / wanted, Path(wanted).absolute()):
-        if (path / MANIFEST).is_file():
-            return _read(path.parent.parent, checkpoint=str(path))
-        folder = ModelFolder(path)
-        if folder.export.is_file() or folder.prepared.is_file():
-            return _read(path, checkpoint="best")
+    if (path := place_of(models, wanted)) is not None:
+        is_model = _is_model(path)
+        return _read(path if is_model else path.parent.parent, checkpoint=BEST if is_model else str(path))
     if "/" in wanted or not wanted.startswith("step-"):
-        there = sorted(path.parent.name for path in models.glob("*/prepared.json"))
+        there = model_names(models)
         listed = f"there are: {', '.join(there)}" if there else f"no model is in {models}"
         remedy = "pipeline model list   (or the path of a model's folder, an exported one, or a checkpoint)"
         raise ConfigError(f"there is no such model; {listed}", where=wanted, remedy=remedy)
     return None
+
+
+def place_of(models: Path, wanted: str) -> Path | None:
+    """Return the folder of the model or checkpoint that is named: one in the folder of models before any other."""
+    from pipeline.training.checkpoints.checkpoint_reader import MANIFEST
+
+    for path in (models / wanted, Path(wanted).absolute()):
+        with suppress(OSError):  # no file can have such a name, or this user may not look
+            if _is_model(path) or (path / MANIFEST).is_file():
+                return path
+    return None
+
+
+def _is_model(path: Path) -> bool:
+    folder = ModelFolder(path)
+    return folder.export.is_file() or folder.prepared.is_file()
 
 
 def _read(path: Path, checkpoint: str) -> TrainedModel:
@@ -121,3 +157,159 @@ def _inputs(config: Config) -> dict[str, Any]:
 
 def _setting(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
+
+
+def model_card(model: TrainedModel) -> dict[str, Any]:
+    """Return the card of a model: its training, its checkpoint, what it takes, and its figures, as JSON data."""
+    if model.folder.export.is_file():
+        from pipeline.training.checkpoints.exported_model import read_export
+
+        card = read_export(model.folder.path)
+        return {name: value for name, value in card.items() if name not in ("format", "settings")}
+    from pipeline.training.checkpoints.checkpoint_reader import read_manifest
+
+    chosen, recipe = _chosen(model), model.prepared.recipe
+    manifest = read_manifest(Disk(), chosen.path)
+    own = ("embeddings", "code", "table", "task", "options")
+    return {
+        "name": model.prepared.name,
+        "task": recipe.get("task"),
+        "options": recipe.get("options", {}),
+        "code": recipe.get("code"),
+        "checkpoint": chosen.path.name,
+        "step": chosen.step,
+        "figure": manifest.figure,
+        "monitor": model.config.train.validation.monitor if model.config else None,
+        "data": str(model.config.data.path) if model.config else None,
+        "encoder": _encoder(model),
+        "recipe": {name: value for name, value in recipe.items() if name not in own},
+        "precision": model.prepared.precision,
+        **_evaluations(model.folder.evaluations),
+        "pipeline": __version__,
+        "prepared": model.prepared.to_json(),
+    }
+
+
+def _encoder(model: TrainedModel) -> dict[str, Any] | None:
+    """Return what tells the encoder and its embeddings apart; None for a model that takes none."""
+    recipe = model.prepared.recipe.get("embeddings")
+    file = {"file": model.config.embed.weights.name} if model.config else {}
+    return file | dict(recipe) if recipe else None
+
+
+def _chosen(model: TrainedModel) -> ChosenCheckpoint:
+    from pipeline.training.checkpoints.trained_weights import choose_checkpoint
+
+    chosen = choose_checkpoint(model.folder.checkpoints, model.checkpoint)
+    if chosen is None:
+        where = str(model.folder.checkpoints)
+        raise DataError("no checkpoint was kept yet", where=where, remedy="pipeline status   (is it trained?)")
+    return chosen
+
+
+def _evaluations(folder: Path) -> dict[str, Any]:
+    """Return the figures of each evaluation, of which split and data and at which step, and the files without any."""
+    kept = {path.name: kept_figures(path) for path in sorted(folder.glob("*.json"))}
+    shown = [asdict(figures) for figures in kept.values() if figures is not None]
+    return {
+        "evaluations": [{name: figures[name] for name in SHOWN} for figures in shown],
+        "unreadable": [name for name, figures in kept.items() if figures is None],
+    }
+
+
+def export_model(model: TrainedModel, folder: Path, beside: Path | None) -> dict[str, Any]:
+    """Write everything that using a model needs into a new folder; return its card."""
+    from pipeline.training.checkpoints.exported_model import checkpoint_weights, write_export
+
+    config = _exportable(model)
+    chosen, card, settings = _chosen(model), model_card(model), portable_settings(config)
+    task, data = load_task(config.train.task, config.train.options, beside=beside), config.data
+    code = dict(sources(task))
+    if data.reader is not None:
+        code |= sources(load_reader(data.reader, data.path, data.options, beside=beside))
+    is_changed = source_digest(task) != card["code"]
+    whole = card | {"code_changed": is_changed, "settings": json.loads(model.folder.settings.read_text())}
+    weights = checkpoint_weights(chosen.path)
+    with _writing_into(folder):
+        for name, path in sorted(code.items()):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, folder / name)
+        head = "# The settings that this model was trained with, as far as using it needs them."
+        sections = [f"{section}: {json.dumps(values)}" for section, values in settings.items()]
+        (folder / "pipeline.yaml").write_text("\n".join([head, *sections, ""]))
+        (folder / "README.md").write_text(card_text(card, settings))
+        return write_export(folder, weights, whole)
+
+
+def _exportable(model: TrainedModel) -> Config:
+    """Return the settings of a model's training; raise where it cannot be exported."""
+    if model.folder.export.is_file():
+        copy = f"cp -r {model.folder.path} FOLDER"
+        raise ConfigError("this is an exported model: copy its folder", where=str(model.folder.path), remedy=copy)
+    if model.config is None:
+        problem = "the model was trained by a version that kept no settings with it"
+        remedy = Command.submit("train", then="   (its next step writes them)")
+        raise ConfigError(problem, where=str(model.folder.path), remedy=remedy)
+    return model.config
+
+
+@contextmanager
+def _writing_into(folder: Path) -> Iterator[None]:
+    """Make a folder and let the block write into it; raise where something is there, or it cannot be written."""
+    try:
+        if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
+            remedy = "name a folder that does not exist"
+            raise ConfigError("something is there already", where=str(folder), remedy=remedy)
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        remedy = "pipeline model export MODEL FOLDER   (one with room, that can be written)"
+        raise ConfigError(f"cannot write: {error.strerror or error}", where=str(folder), remedy=remedy) from error
+
+
+def portable_settings(config: Config) -> dict[str, Any]:
+    """Return the settings that using a model on other data needs: those that are not the defaults, without paths."""
+    plain, usual = config.model_dump(mode="json"), NOTHING_SET.model_dump(mode="json")
+    kept: dict[str, dict[str, Any]] = {}
+    for section, left_out in NOT_FOR_USE.items():
+        values = {name: value for name, value in plain[section].items() if name not in left_out}
+        kept[section] = {name: value for name, value in values.items() if value != usual[section][name]}
+    if not is_reader(config):
+        kept["embed"]["weights"] = f"weights/{config.embed.weights.name}"
+    return {section: values for section, values in kept.items() if values}
+
+
+def card_text(card: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+    """Return a model's card as text for people, in Markdown."""
+    reader = settings.get("data", {}).get("source") == "reader"
+    data = "--set data.path=FILE" if reader else "--set data.source=glob --set data.path=FOLDER"
+    weights = settings.get("embed", {}).get("weights")
+    lines = [f"# {card['name']}", "", *card_lines(card), "", "## Use it", ""]
+    if card["encoder"]:
+        lines += [f"Put the encoder's checkpoint at `{weights}` (`pipeline weights import FILE`), then", ""]
+    lines += ["```sh", "cd THIS_FOLDER", f"pipeline submit --stage predict --model . {data} --follow", "```", ""]
+    lines += ["Nothing is trained, and no labels are needed. In Python, without pipeline:", ""]
+    load = ["from safetensors.torch import load_file", 'state = load_file("model.safetensors")']
+    return "\n".join([*lines, "```python", *load, "```", ""])
+
+
+def card_lines(card: Mapping[str, Any]) -> list[str]:
+    """Return the facts of a card, a line each."""
+    options = ", ".join(f"{name} {value}" for name, value in card["options"].items())
+    best = f", {card['monitor'] or 'figure'} {card['figure']:.4g}" if card["figure"] is not None else ""
+    lines = [
+        f"- task: {card['task']}" + (f" ({options})" if options else ""),
+        f"- checkpoint: {card['checkpoint']}, step {card['step']:,}{best}",
+        f"- trained on: {card['data'] or 'unknown'}, in {card['precision']}",
+    ]
+    if weights := card.get("weights"):
+        lines.append(f"- weights: {weights['parameters']:,} numbers, digest {weights['digest']}")
+    if card["encoder"]:
+        lines.append("- encoder: " + ", ".join(f"{name} {value}" for name, value in card["encoder"].items()))
+    for made in card["evaluations"]:
+        figures = ", ".join(f"{name} {value:.4g}" for name, value in made["figures"].items() if value is not None)
+        lines.append(f"- {made['split'] or 'all items'} ({made['items']:,} items, step {made['step']:,}): {figures}")
+    lines += [
+        f"- evaluations/{name}: cannot be read: damaged, or of another version" for name in card.get("unreadable", ())
+    ]
+    return lines

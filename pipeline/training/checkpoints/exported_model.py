@@ -33,9 +33,8 @@ WEIGHTS = "model.safetensors"
 EXPORT_FORMAT = 1
 
 
-def write_export(folder: Path, checkpoint: Path, card: Mapping[str, Any]) -> dict[str, Any]:
-    """Write a checkpoint's weights and then the card, completed by what is known of the weights; return the card."""
-    tensors = checkpoint_weights(checkpoint)
+def write_export(folder: Path, tensors: Mapping[str, Tensor], card: Mapping[str, Any]) -> dict[str, Any]:
+    """Write weights and then the card, completed by what is known of the weights; return the card."""
     written = write_tensors(Disk(), folder / WEIGHTS, tensors)
     parameters = sum(tensor.numel() for tensor in tensors.values())
     weights = {"bytes": written.bytes, "digest": written.digest, "tensors": len(tensors), "parameters": parameters}

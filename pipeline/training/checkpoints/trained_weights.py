@@ -28,7 +28,7 @@ from pipeline.training.checkpoints.checkpoint_reader import MANIFEST, STATE, ope
 from pipeline.training.checkpoints.exported_model import load_export, read_export
 from pipeline.training.checkpoints.tensor_file import ANOTHER, CheckpointDamaged, distinct
 from pipeline.training.checkpoints.training_state import model_key, model_state, model_targets, plain_name
-from pipeline.training.prepared import ModelFolder
+from pipeline.training.prepared import BEST, LAST, ModelFolder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from pipeline.training.ranks.rank_protocol import Ranks
     from pipeline.training.step.step import Step
 
-BEST, LAST = "best", "last"
 TRIES = 5  # attempts to read a checkpoint: one may be damaged, or removed meanwhile
 
 

@@ -148,8 +148,11 @@ def test_a_named_model_predicts_another_data_set_and_nothing_is_trained(
     assert told["model"] == model.name
     assert told["data"] == str(others)
     assert Path(told["source"]).parent.parent == model
-    again = pipeline("submit", "--stage", "predict", "--model", str(model), *data, "--follow")
+    again = pipeline("submit", "--stage", "predict", "--model", f"models/{model.name}", *data, "--follow")
     assert "predict: 2 items: 2 cached, 0 to do" in again.err
+    *_, run = sorted(path for path in (project.folder / "runs").iterdir() if not path.name.startswith("."))
+    frozen = json.loads((run / "config.json").read_text())["train"]["predict"]["checkpoint"]
+    assert frozen == str(model)  # a resume from another folder means the same one
 
 
 def test_an_exported_model_is_used_where_nothing_else_of_it_is(
