@@ -44,6 +44,7 @@ LOOKED_AT = 100  # items of the data set that are listed
 LITTLE_BYTES = 5 << 30
 LITTLE_INODES = 100_000
 PACKAGE_NAME = re.compile(r"[\w.-]+")
+TESTED_TORCH = "2.13"  # as constraints.txt pins it; a test compares
 EXTRAS = {"bcif": ("biotite", "BinaryCIF files are rejected")}
 
 
@@ -100,9 +101,19 @@ def _packages() -> Iterator[CheckResult]:
         yield refused_check("packages", f"missing: {', '.join(missing)}", remedy, exit_code=2)
     else:
         yield good_check("packages", f"pipeline {version('pipeline')} and all it needs")
+        yield _torch()
     for extra, (module, without) in EXTRAS.items():
         if find_spec(module) is None:
             yield noted_check(f"extra {extra}", f"not installed: {without}", f"pip install 'pipeline[{extra}]'")
+
+
+def _torch() -> CheckResult:
+    """Say whether the installed torch is the one that is tested; others may well work."""
+    found = version("torch")
+    if found.startswith(f"{TESTED_TORCH}."):
+        return good_check("torch", f"{found}, as tested")
+    remedy = f"pip install 'torch=={TESTED_TORCH}.*'   (plans follow what torch does within: compare them with a probe)"
+    return noted_check("torch", f"{found} is installed, {TESTED_TORCH} is what was tested", remedy)
 
 
 def _required() -> list[str]:

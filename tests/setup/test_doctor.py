@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 from pipeline.config.load import read_config
 from pipeline.config.schema import Config
-from pipeline.setup import slurm_checks
+from pipeline.setup import checkup, slurm_checks
 from pipeline.setup.slurm_checks import CheckVerdict
 from tests.command import Command
 from tests.projects import MakeProject
 from tests.setup.clusters import BARE, MIXED, PLAIN, site_of
 
+ROOT = Path(__file__).resolve().parents[2]
 SUBMIT = ("submit", "--stage", "scan", "--follow")
 
 
@@ -33,6 +36,29 @@ def test_a_good_project_has_nothing_bad(pipeline: Command, make_project: MakePro
         found
     )
     assert "BAD" not in found.values()
+
+
+def test_the_torch_that_is_tested_is_the_least_that_is_declared_and_the_one_that_is_pinned() -> None:
+    declared = re.search(r'"torch>=([^"]+)"', (ROOT / "pyproject.toml").read_text())
+    pinned = re.search(r"^torch==(\d+\.\d+)\.", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert declared is not None
+    assert pinned is not None
+    assert checkup.TESTED_TORCH == declared[1] == pinned[1]
+
+
+@pytest.mark.parametrize(
+    ("found", "verdict"), [("2.13.4+cu130", "ok"), ("2.130.0", "note"), ("2.15.0", "note"), ("2.9.1", "note")]
+)
+def test_a_torch_that_was_not_tested_is_noted_and_no_failure(
+    pipeline: Command, make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, found: str, verdict: str
+) -> None:
+    make_project(3)
+    monkeypatch.setattr(checkup, "version", lambda name: found if name == "torch" else version(name))
+    done = pipeline("doctor", "--json")
+    (row,) = [row for row in json.loads(done.out) if row["what"] == "torch"]
+    assert (done.code, row["verdict"]) == (0, verdict)
+    assert found in row["found"]
+    assert (checkup.TESTED_TORCH in row["remedy"]) == (verdict == "note")
 
 
 @pytest.mark.parametrize(

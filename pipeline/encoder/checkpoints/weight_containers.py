@@ -9,7 +9,6 @@ import warnings
 import zipfile
 from argparse import Namespace
 from collections.abc import Mapping
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +20,7 @@ from pipeline.encoder.embedding_recipe import MASK, PAD, VOCABULARY
 from pipeline.errors import WeightsUnusable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
     from pathlib import Path
 
 ZIP = b"PK\x03\x04"
@@ -64,7 +63,8 @@ def read_safetensors(paths: Iterable[Path]) -> dict[str, torch.Tensor]:
 
 def _load(path: Path, *, mapped: bool) -> Any:
     """Load a file with torch's restricted unpickler, mapped where the format and the file system allow it."""
-    with _namespaces_allowed(), warnings.catch_warnings():
+    # fair-esm keeps the architecture in an argparse.Namespace, which only holds values.
+    with torch.serialization.safe_globals([Namespace]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Detected pickle protocol")
         warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
         try:
@@ -73,22 +73,6 @@ def _load(path: Path, *, mapped: bool) -> Any:
             if not mapped or "mmap" not in str(error):
                 raise
         return torch.load(path, map_location="cpu", weights_only=True, mmap=False)
-
-
-@contextmanager
-def _namespaces_allowed() -> Iterator[None]:
-    """Allow argparse.Namespace, in which fair-esm keeps the architecture; it only holds values."""
-    if hasattr(torch.serialization, "safe_globals"):
-        with torch.serialization.safe_globals([Namespace]):
-            yield
-        return
-    before = torch.serialization.get_safe_globals()  # torch 2.4
-    torch.serialization.add_safe_globals([Namespace])
-    try:
-        yield
-    finally:
-        torch.serialization.clear_safe_globals()
-        torch.serialization.add_safe_globals(before)
 
 
 def _head(path: Path) -> bytes:

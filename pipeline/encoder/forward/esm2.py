@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import layer_norm, scaled_dot_product_attention
 
 from pipeline.encoder.checkpoints.esm_checkpoint import as_dtype
@@ -65,20 +66,11 @@ def all_at_once(
     return context_THC
 
 
-def varlen_kernel() -> Kernel | None:
-    """Return torch's packed attention, which came with torch 2.10 and grew since; None where there is none."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
-    return varlen_attn
-
-
 def choose_attention(
     device: torch.device, dtype: torch.dtype, heads: int, columns: int, kernel: Kernel | None = None
 ) -> Attention:
     """Return the fastest attention that works for these shapes on this device; it is tried, not guessed."""
-    kernel = kernel or (varlen_kernel() if device.type == "cuda" else None)
+    kernel = kernel or (varlen_attn if device.type == "cuda" else None)
     if kernel is None or dtype == torch.float32:
         return by_sequence
     # One split makes a sequence's result independent of its batch; not every backend or version knows the word.

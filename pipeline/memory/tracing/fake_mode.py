@@ -6,7 +6,7 @@ import logging
 import sys
 import threading
 import warnings
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -161,8 +161,7 @@ def conversions() -> Iterator[None]:
 @contextmanager
 def eagerly() -> Iterator[None]:
     """Run compiled code eagerly."""
-    stance = getattr(torch.compiler, "set_stance", None)  # since torch 2.6
-    with warnings.catch_warnings(), stance("force_eager") if stance else nullcontext():
+    with warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
         warnings.filterwarnings("ignore", "Using `torch.compile")  # that hooks, which we have, run once more
         yield
 

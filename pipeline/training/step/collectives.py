@@ -122,7 +122,7 @@ class Gather(_Comm):
     """Gathers the parameters of a block from all ranks."""
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:  # noqa: ARG002, FBT001, FBT002 - it is torch's
-        gather = _named("all_gather_single", "all_gather_into_tensor")
+        gather = torch.distributed.all_gather_single
         self._passes.agree(2 * output_tensor.nbytes)
         self._ranks.collective(
             lambda: gather(output_tensor, input_tensor, group=group, async_op=True),
@@ -148,7 +148,7 @@ class ReduceScatter(_Comm):
             )
             output_tensor.copy_(input_tensor.view(group.size(), -1)[group.rank()])
             return
-        reduce = _named("reduce_scatter_single", "reduce_scatter_tensor")
+        reduce = torch.distributed.reduce_scatter_single
         self._ranks.collective(
             lambda: reduce(output_tensor, input_tensor, op=op, group=group, async_op=True), in_stream=True
         )
@@ -156,8 +156,3 @@ class ReduceScatter(_Comm):
 
 def _is_on_card(tensor: Tensor) -> bool:
     return tensor.device.type != "cpu"
-
-
-def _named(*names: str) -> Callable[..., Any]:
-    """Return the function of torch.distributed under the first name that it has: later versions renamed some."""
-    return cast("Callable[..., Any]", next(filter(None, (getattr(torch.distributed, name, None) for name in names))))

@@ -81,9 +81,6 @@ def shard(
     model: nn.Module, ranks: Ranks, device: str, *, mesh: DeviceMesh | None = None, precision: str = "fp32"
 ) -> SpreadModel:
     """Shard a model over all ranks: each repeated block by itself, and everything else together."""
-    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
-        problem = f"torch {torch.__version__} cannot spread models whose ranks use different parameters"
-        raise ConfigError(problem, where=WHERE, remedy=f"pip install -U torch   or {NOT_SHARDED}")
     _refuse_unspreadable(model)
     mesh = mesh_of(ranks, device) if mesh is None else mesh
     policy = _policy(model, precision)
