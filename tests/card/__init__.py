@@ -1,0 +1,1 @@
+"""Simulated cards: devices of torch's own kind, without a GPU."""
