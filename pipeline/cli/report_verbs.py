@@ -12,6 +12,7 @@ import typer
 from pipeline.cli.log_verbs import run_folder
 from pipeline.cli.options import ConfigFile, Json, Run, Sets, load_config, print_json
 from pipeline.command_line import Command
+from pipeline.device.kinds import CARD, CPU
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -143,7 +144,7 @@ def replay_command(
         typer.Option("--rank", min=0, help="Of this rank (default: where it failed first)."),
     ] = None,
     device: Annotated[
-        str, typer.Option("--device", help="Where to run it: cuda, cpu, or auto: a GPU if there is one.")
+        str, typer.Option("--device", help=f"Where to run it: {CARD}, {CPU}, or auto: a GPU if there is one.")
     ] = "auto",
     config: ConfigFile = None,
     sets: Sets = None,

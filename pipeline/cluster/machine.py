@@ -16,6 +16,7 @@ import psutil
 
 from pipeline.cluster.job_spec import TaskState, mebibytes
 from pipeline.cluster.processes import HAS_PROC, MARK, send, used_bytes
+from pipeline.device.kinds import VISIBLE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -34,7 +35,7 @@ class Machine:
     """The resources that all local tasks share."""
 
     cpus: int
-    gpus: tuple[str, ...]  # as CUDA_VISIBLE_DEVICES names them
+    gpus: tuple[str, ...]  # as `VISIBLE` names them
     mem_bytes: int
 
     @classmethod
@@ -84,8 +85,8 @@ def find_cpus() -> int:
 
 
 def find_gpus(devices: Path = DEVICES) -> tuple[str, ...]:
-    """Name the GPUs this process may use: CUDA_VISIBLE_DEVICES, or else those whose device files exist."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    """Name the GPUs this process may use: `VISIBLE`, or else those whose device files exist."""
+    visible = os.environ.get(VISIBLE)
     if visible is not None:
         return tuple(name.strip() for name in visible.split(",") if name.strip())
     numbers = sorted(int(path.name[6:]) for path in devices.glob("nvidia[0-9]*") if path.name[6:].isdigit())
@@ -300,7 +301,7 @@ class Child:
 def task_environment(spec: JobSpec, gpus: tuple[str, ...], mark: str) -> dict[str, str]:
     """Return a task's environment: ours, thread counts and GPUs by what it was lent, the job's own, and its mark."""
     threads = dict.fromkeys(THREADS, str(spec.cpus))
-    return {**os.environ, **threads, **spec.env, "CUDA_VISIBLE_DEVICES": ",".join(gpus), MARK: mark}
+    return {**os.environ, **threads, **spec.env, VISIBLE: ",".join(gpus), MARK: mark}
 
 
 def _start(spec: JobSpec, job: JobId, task: int, env: Mapping[str, str]) -> subprocess.Popen[bytes]:

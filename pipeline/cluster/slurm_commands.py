@@ -17,6 +17,7 @@ from pipeline.cluster import sbatch
 from pipeline.cluster.accounting import ENVIRONMENT, CommandFailed
 from pipeline.cluster.fields import SQUEUE, Queued, parse_squeue
 from pipeline.command_line import Command
+from pipeline.device.kinds import VISIBLE_TO
 from pipeline.errors import SubmissionRefused
 
 if TYPE_CHECKING:
@@ -30,7 +31,6 @@ SAYS_NOTHING = "Invalid job id"  # what the queue says of one job that it no lon
 MINE = re.compile(r"(SLURM|SLURMD|SRUN|SBATCH|SQUEUE|SACCT|SINFO|SCONTROL|SCANCEL|SUBMITIT)_")  # of an enclosing job
 KEPT = frozenset({"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_CONF_SERVER"})
 DEFAULTS = frozenset(f"SBATCH_{name}" for name in ("ACCOUNT", "PARTITION", "QOS", "RESERVATION", "CONSTRAINT"))
-LENT = frozenset({"CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ZE_AFFINITY_MASK"})
 
 
 def run_command(words: Sequence[str], timeout_s: float = ASK_S, *, stdin: str = "") -> str:
@@ -70,7 +70,7 @@ def unset_for_jobs(script: str = "") -> list[str]:
     """
     in_header = {f"SBATCH_{name.upper()}" for name in re.findall(r"^#SBATCH --([a-z]+)=", script, re.MULTILINE)}
     spared = (KEPT | DEFAULTS) - in_header
-    return sorted(name for name in os.environ if (MINE.match(name) and name not in spared) or name in LENT)
+    return sorted(name for name in os.environ if (MINE.match(name) and name not in spared) or name in VISIBLE_TO)
 
 
 def is_there() -> bool:

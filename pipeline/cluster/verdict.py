@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from pipeline.cluster.fields import is_stuck
 from pipeline.cluster.job_spec import TaskState
 from pipeline.cluster.peers import PEER_LOST, failed_node, first_lost
+from pipeline.device.kinds import CARD_IS_FULL, HOST_IS_FULL, LOG_OF_BROKEN_CARD, LOG_OF_FULL_CARD
 from pipeline.errors import CacheDamaged
 
 if TYPE_CHECKING:
@@ -337,30 +338,15 @@ _LAST_WORDS = {
     "OOM when allocating tensor": Cause.GPU_OOM,
     "RESOURCE_EXHAUSTED: Out of memory": Cause.GPU_OOM,  # so JAX says it
     "RESOURCE_EXHAUSTED: Failed to allocate": Cause.GPU_OOM,
-    "CUDA out of memory": Cause.GPU_OOM,
-    "HIP out of memory": Cause.GPU_OOM,
-    "CUDA error: out of memory": Cause.GPU_OOM,
-    "CUDA driver error: out of memory": Cause.GPU_OOM,
-    "cudaErrorMemoryAllocation": Cause.GPU_OOM,
-    "CUDA_ERROR_OUT_OF_MEMORY": Cause.GPU_OOM,
-    "torch.OutOfMemoryError": Cause.GPU_OOM,
-    "STATUS_ALLOC_FAILED": Cause.GPU_OOM,  # of cuBLAS and cuDNN
     "HOST_ALLOCATION_FAILED": Cause.HOST_OOM,  # cuDNN 9 tells the two apart
-    "_ALLOCATION_FAILED": Cause.GPU_OOM,
-    "Failed to CUDA calloc": Cause.GPU_OOM,  # so NCCL says it, and the next, with or without a number
-    "'out of memory'": Cause.GPU_OOM,
+    **dict.fromkeys(CARD_IS_FULL + LOG_OF_FULL_CARD, Cause.GPU_OOM),
     "No space left on device": Cause.DISK,
     "Disk quota exceeded": Cause.DISK,
-    "MemoryError": Cause.HOST_OOM,
-    "can't allocate memory": Cause.HOST_OOM,
-    "Cannot allocate memory": Cause.HOST_OOM,
-    "std::bad_alloc": Cause.HOST_OOM,
+    **dict.fromkeys(("MemoryError", *HOST_IS_FULL), Cause.HOST_OOM),
     "Application launch failed": Cause.NODE,
     "srun: error: Task launch for": Cause.NODE,
     "uncorrectable ECC error": Cause.NODE,
-    "no CUDA-capable device": Cause.NODE,
-    "CUDA driver initialization failed": Cause.NODE,
-    "has fallen off the bus": Cause.NODE,
+    **dict.fromkeys(LOG_OF_BROKEN_CARD, Cause.NODE),
     "Stale file handle": Cause.NODE,
     "Transport endpoint is not connected": Cause.NODE,
     "Segmentation fault": Cause.CRASHED,

@@ -15,6 +15,7 @@ from pipeline.config.schema_cluster import ClusterSection
 from pipeline.config.schema_data import DataSection, EmbedSection, GraphSection, StructuresSection
 from pipeline.config.schema_parts import NodeFolder, Section, Size, SizeOrNone, conflict
 from pipeline.config.schema_train import TrainSection
+from pipeline.device.kinds import CARD
 
 KeyPath: TypeAlias = tuple[str, ...]
 
@@ -65,8 +66,10 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _a_gpu_to_compute_on(self) -> Config:
-        if self.embed.device == "cuda" and self.cluster.embed.gpus == 0:
-            raise conflict("embed", "device is cuda, but cluster.embed.gpus is 0: ask for a GPU, or leave device auto")
+        if self.embed.device == CARD and self.cluster.embed.gpus == 0:
+            raise conflict(
+                "embed", f"device is {CARD}, but cluster.embed.gpus is 0: ask for a GPU, or leave device auto"
+            )
         return self
 
     @model_validator(mode="after")

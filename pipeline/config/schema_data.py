@@ -8,6 +8,7 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import Field, StringConstraints, model_validator
 
 from pipeline.config.schema_parts import AutoCount, Name, Option, Section, Size, conflict
+from pipeline.device.kinds import DeviceChoice
 
 Label: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
@@ -196,7 +197,7 @@ class EmbedSection(Section):
     on_oom: Literal["windows", "cpu"] = Field(
         default="windows", description="A single sequence that does not fit: in windows, or on the CPU."
     )
-    device: Literal["auto", "cpu", "cuda"] = Field(
+    device: DeviceChoice = Field(
         default="auto", description="What it is computed on; auto: the GPU if cluster.embed.gpus is not 0."
     )
     batch: EmbedBatchSection = EmbedBatchSection()

@@ -206,7 +206,7 @@ FIRST_CONTACT = {  # what is added to a prediction for the caching allocator of 
 LIVE_ONLY = {**FIRST_CONTACT, Provenance.TRACED: 0.02, Provenance.SIMULATED: 0.02}  # no allocator stands between
 ASSUMED_PROBABILITY = 0.95
 REPEATED = 0.02  # how far a run that is repeated is from itself
-COMPILED = 0.10  # fusing mostly saves memory; its buffers, autotuning and CUDA graphs may take some: assumed
+COMPILED = 0.10  # fusing mostly saves memory; its buffers, autotuning and captured graphs may take some: assumed
 LEAST = 0.9  # of a prediction is kept, whatever was measured
 
 

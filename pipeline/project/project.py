@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from pipeline.cluster.local import LocalExecutor
 from pipeline.cluster.machine import Machine
+from pipeline.device.kinds import CARD, CPU
 from pipeline.encoder.checkpoints.weights import CheckpointFacts, find_checkpoint, identify
 from pipeline.encoder.embedding_recipe import EmbeddingRecipe as EmbeddingRecipe
 from pipeline.encoder.engine.token_batches import EngineSettings
@@ -139,7 +140,7 @@ def embedding_recipe(config: Config, weights: CheckpointFacts) -> EmbeddingRecip
     chosen = config.embed
     precision = chosen.precision
     if precision == "auto":
-        precision = "fp16" if device_of(config) == "cuda" else "fp32"
+        precision = "fp16" if device_of(config) != CPU else "fp32"
     layer = weights.layers if chosen.layer == "auto" else int(chosen.layer)
     if layer > weights.layers:
         what = f"embed.layer is {layer}, but these weights have {weights.layers} layers"
@@ -159,10 +160,10 @@ def embedding_recipe(config: Config, weights: CheckpointFacts) -> EmbeddingRecip
 
 
 def device_of(config: Config) -> str:
-    """Return the device of embedding: cuda or cpu."""
+    """Return the device that embedding is planned for."""
     if config.embed.device != "auto":
         return config.embed.device
-    return "cuda" if config.cluster.embed.gpus else "cpu"
+    return CARD if config.cluster.embed.gpus else CPU
 
 
 def settings_of(config: Config) -> EngineSettings:

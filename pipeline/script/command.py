@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.cluster.machine import THREADS
 from pipeline.cluster.verdict import GO_ON
+from pipeline.device.kinds import ALLOCATOR
 from pipeline.errors import ConfigError, JobFailed, PlanInfeasible
 from pipeline.files import read_json, write_whole
 from pipeline.journal.run_folder import writing_run
@@ -55,7 +56,6 @@ RANK_NAMES = (  # what torchrun sets
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"),
 )
-ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 MEET_S, LOOK_EVERY_S = 300.0, 0.1  # file systems show new files late
 LOOPBACK = "127.0.0.1"
 

@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from pipeline.device.accelerator import TorchDevice
     from pipeline.encoder.checkpoints.esm_checkpoint import EsmCheckpoint
     from pipeline.encoder.embedding_recipe import EmbeddingRecipe
     from pipeline.encoder.engine.embed_engine import Engine
-    from pipeline.encoder.engine.memory_ladder import Device
     from pipeline.encoder.engine.sequence_work import Embedding
     from pipeline.encoder.engine.token_batches import EngineSettings
     from pipeline.encoder.forward.esm2 import EsmEncoder
@@ -118,7 +118,7 @@ def embed_texts(
     from pipeline.encoder.engine import memory_ladder
     from pipeline.encoder.engine.embed_engine import Engine
 
-    memory_ladder.prepare_device(settings)
+    settings = memory_ladder.on_its_device(settings)
     checkpoint = load_esm_checkpoint(path)
     builder = _Builder(checkpoint, recipe, settings, shelves)
     precision, tell.report.figures["lowest_cosine"] = builder.gate()
@@ -211,7 +211,7 @@ class _Builder:
             log.warning("%s; fp32 takes its place", error.what)
             return "fp32", self._pass(device, "fp32")
 
-    def __call__(self, checkpoint: EsmCheckpoint, *, layer: int, precision: str, device: Device) -> EsmEncoder:
+    def __call__(self, checkpoint: EsmCheckpoint, *, layer: int, precision: str, device: TorchDevice) -> EsmEncoder:
         """Return an encoder that passed the gate, if the checkpoint still has the weights that the keys name."""
         from pipeline.encoder.forward.esm2 import EsmEncoder
 

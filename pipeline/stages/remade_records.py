@@ -141,7 +141,7 @@ class EncodedAgain:
 
         if recipe not in self._engines:
             settings = EngineSettings(policy="tokens", cap=1, budget="auto", device="cpu", threads=self._threads)
-            memory_ladder.prepare_device(settings)
+            settings = memory_ladder.on_its_device(settings)
             self._checkpoint = self._checkpoint or load_esm_checkpoint(self._path)
             self._engines.clear()  # one at a time: each has its own copy of the weights
             self._engines[recipe] = Engine(self._checkpoint, recipe, settings)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from pipeline.config.schema_train import TrainSection
+from pipeline.device.kinds import CPU
 from pipeline.keys import content_digest
 from pipeline.memory.runtime.governor import Governor
 from pipeline.memory.runtime.meters import Habits, HostMeter, Upkeep, meter_of
@@ -175,7 +176,7 @@ def trainer_of(job: Job) -> Trainer:
         keeper,
         watch,
         validation=evaluation,
-        meter=watch.meter if step.device != "cpu" else None,  # the one, as it keeps an epoch's highest peak
+        meter=watch.meter if step.device != CPU else None,  # the one, as it keeps an epoch's highest peak
         host=host,
         ending=job.tell.ending,
         governor_of=lambda course: _governor(job, step, course, stepper.ladder),
@@ -200,7 +201,7 @@ def _governor(job: Job, step: Step, course: RunningStretch, ladder: Sequence[str
     return Governor(
         budget=job.budget_of(course.stretch.budget_bytes),
         base_bytes=course.stretch.base_bytes,
-        limit_bytes=job.prepared.limit_bytes if step.device != "cpu" else None,
+        limit_bytes=job.prepared.limit_bytes if step.device != CPU else None,
         largest=int(course.cost_N.max()),
         margin=job.prepared.margin,
         padded=job.train.batching == "padded",

@@ -89,7 +89,7 @@ class AttentionLayer(nn.Module):
 
     def _attended(self, x_BLD: Tensor, real_BL: Tensor | None) -> Tensor:
         query, key, value = self.mix(x_BLD).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        # CUDA's flash kernel takes no mask: a batch with padding runs in the memory-efficient one or cuDNN's, which
+        # The card's flash kernel takes no mask: a batch with padding runs in the memory-efficient one or cuDNN's, which
         # keep as much for backward. One item alone, and items of one length, have no mask, and flash where it can.
         mask = None if real_BL is None else real_BL[:, None, None, :]
         dropout = self.dropout if self.training else 0.0

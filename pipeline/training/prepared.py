@@ -77,7 +77,7 @@ class Prepared:
     cpus: int  # of a rank
     mem_bytes: int  # of a node
     mem_why: str
-    allocator: str  # for PYTORCH_CUDA_ALLOC_CONF
+    allocator: str  # settings of torch's, '' for its own
     remedies: tuple[str, ...] = ()
     crop: Mapping[str, int] = field(default_factory=dict)  # the largest size of an item; empty: none is cropped
     skipped: tuple[int, ...] = ()  # items of the split that no plan can hold

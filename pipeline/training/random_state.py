@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pipeline.device.accelerator import computing
 from pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,8 +33,9 @@ def rng_state(device: torch.device | str = "cpu") -> dict[str, Tensor]:
         "rng.numpy": torch.tensor([*map(int, keys), position, has_gauss], dtype=torch.int64),
         "rng.numpy.gauss": torch.tensor([cached], dtype=torch.float64),
     }
-    if torch.device(device).type == "cuda":
-        state["rng.cuda"] = torch.cuda.get_rng_state(device)
+    own = computing(device)
+    if (own_state := own.rng_state()) is not None:
+        state[f"rng.{own.kind}"] = own_state
     return state
 
 
@@ -47,8 +49,9 @@ def set_rng_state(state: Mapping[str, Tensor], device: torch.device | str = "cpu
     cached = state["rng.numpy.gauss"].item()
     words_of = np.array(keys, dtype=np.uint32)
     np.random.set_state(("MT19937", words_of, position, has_gauss, cached))  # noqa: NPY002
-    if torch.device(device).type == "cuda" and "rng.cuda" in state:
-        torch.cuda.set_rng_state(state["rng.cuda"], device)
+    own = computing(device)
+    if (own_state := state.get(f"rng.{own.kind}")) is not None:
+        own.set_rng_state(own_state)
 
 
 @contextmanager

@@ -25,9 +25,9 @@ from pipeline.cluster.job_spec import JobSpec, Limits, TaskState, TaskStatus
 from pipeline.cluster.local import LocalExecutor
 from pipeline.cluster.machine import Machine
 from pipeline.cluster.verdict import Cause, TaskVerdict, Word, judge_attempt, last_words
+from pipeline.device import kinds
 from pipeline.errors import ConfigError, JobFailed, PipelineError, PlanInfeasible
 from pipeline.journal.attempts import Ask, Attempt
-from pipeline.memory.runtime import out_of_memory
 from pipeline.runs.engine.repair import Again, GiveUp, Means, decide
 from pipeline.script.command import (
     KNOWN,
@@ -310,7 +310,7 @@ class TestEnding:
         assert not trouble or says in outcome.what
 
     def test_of_every_text_that_torch_raises_is_known_to_the_verdict(self) -> None:
-        for text in out_of_memory._CPU_TEXTS + out_of_memory._CUDA_TEXTS:
+        for text in kinds.HOST_IS_FULL + kinds.CARD_IS_FULL:
             found = last_words(f"RuntimeError: {text}")
             assert found is not None, text
             assert found[0] in (Cause.GPU_OOM, Cause.HOST_OOM)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from pipeline.device.out_of_memory import unless_out_of_memory
 from pipeline.encoder.checkpoints.esm_checkpoint import as_dtype
 from pipeline.encoder.embedding_recipe import Variant
 from pipeline.encoder.engine import memory_ladder, token_batches
@@ -23,7 +24,6 @@ from pipeline.encoder.engine.sequence_work import (
 from pipeline.encoder.engine.token_batches import EngineSettings
 from pipeline.encoder.forward.esm2 import EsmEncoder
 from pipeline.errors import PlanInfeasible
-from pipeline.memory.runtime.out_of_memory import unless_out_of_memory
 from pipeline.records import Reason
 
 if TYPE_CHECKING:

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy as np
 import torch
 
+from pipeline.device.accelerator import Card, on_card
+from pipeline.device.out_of_memory import unless_out_of_memory
 from pipeline.encoder.embedding_recipe import BadSequence, tokenize
 from pipeline.encoder.engine.sequence_work import (
     Computed,
@@ -25,7 +27,6 @@ from pipeline.encoder.engine.sequence_work import (
     Span,
     first_step,
 )
-from pipeline.memory.runtime.out_of_memory import unless_out_of_memory
 from pipeline.records import Reason
 
 if TYPE_CHECKING:
@@ -204,21 +205,21 @@ _LOOKED_AT_ONCE = 1024  # rows
 
 
 class Fetch:
-    """Copies rows to the host; on CUDA through one pinned buffer and its own stream, beside the next forward."""
+    """Copies rows to the host; from a card through one pinned buffer and its own stream, beside the next forward."""
 
     def __init__(self, pin: Callable[[int], torch.Tensor] | None = None) -> None:
-        self._stream: torch.cuda.Stream | None = None
+        self._stream: Any = None
         self._pin = pin or pinned_memory
         self._pinned = torch.empty(0, dtype=torch.uint8)
 
     def __call__(self, rows_RD: torch.Tensor, span: Span) -> torch.Tensor:
-        """Return the rows on the host; those from CUDA are in a buffer that the next call overwrites."""
-        if rows_RD.device.type == "cpu":
+        """Return the rows on the host; those from a card are in a buffer that the next call overwrites."""
+        if not on_card(rows_RD):
             return rows_RD
         if self._stream is None:
-            self._stream = torch.cuda.Stream(rows_RD.device)  # type: ignore[no-untyped-call]
+            self._stream = Card(rows_RD.device).new_stream()
         host_RD = self.place(rows_RD)
-        with torch.inference_mode(), torch.cuda.stream(self._stream):
+        with torch.inference_mode(), self._stream:
             span.hold(self._stream)
             host_RD.copy_(rows_RD, non_blocking=True)
         self._stream.synchronize()  # after which nothing on the card reads the rows: they may be freed

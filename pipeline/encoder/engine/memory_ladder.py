@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import resource
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import numpy as np
 import psutil
@@ -15,6 +15,9 @@ import torch
 from pipeline.cluster.machine import find_mem_bytes
 from pipeline.cluster.processes import used_bytes
 from pipeline.command_line import Command
+from pipeline.device.accelerator import Card, computing, is_card, located, torch_sees
+from pipeline.device.kinds import CPU
+from pipeline.device.out_of_memory import free_caches, trim_heap, unless_out_of_memory
 from pipeline.encoder.embedding_recipe import ENDS, tokenize, window_shares, windows
 from pipeline.encoder.engine.sequence_work import (
     Computed,
@@ -28,7 +31,6 @@ from pipeline.encoder.engine.sequence_work import (
 from pipeline.encoder.forward.esm2 import TILE
 from pipeline.errors import JobFailed
 from pipeline.memory.runtime.meters import highest_resident_bytes
-from pipeline.memory.runtime.out_of_memory import free_caches, trim_heap, unless_out_of_memory
 from pipeline.records import Reason
 
 if TYPE_CHECKING:
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
     Tokens = NDArray[np.uint8]
     Kind = tuple[str, str]  # device and precision
 
-CPU_TOKENS, CUDA_TOKENS = 8_192, 65_536  # beyond these a batch is not faster, only larger
+CPU_TOKENS, CARD_TOKENS = 8_192, 65_536  # beyond these a batch is not faster, only larger
 SHARE = 0.8  # of what is free; the rest is for fragments, for rows on their way, and for what was not foreseen
 QUEUE_BYTES = 128 << 20  # rows that may wait to be written
 _PROBES = (512, 2_048)  # tokens
@@ -64,7 +66,7 @@ class Room:
     @classmethod
     def beside(cls, encoder: Forward, mem_bytes: int | None) -> Room:
         """Return the memory left beside an encoder that has just been built."""
-        free_caches("cpu")
+        free_caches(CPU)
         return cls(host_free_bytes(mem_bytes), encoder.bytes_per_token())
 
     def tokens(self, taken_bytes: int = 0) -> int:
@@ -78,9 +80,9 @@ def measured(encoder: Forward, device: str, room: Room | None) -> int:
     if room is not None:
         return max(1, min(CPU_TOKENS, room.tokens(QUEUE_BYTES)))
     encode_made_up(encoder, 64)  # what is set up once does not belong to a batch
-    per_token = bytes_per_token(lambda tokens: card_peak_bytes(encoder, tokens)) or encoder.bytes_per_token()
+    per_token = bytes_per_token(lambda tokens: card_peak_bytes(encoder, tokens, device)) or encoder.bytes_per_token()
     free_caches(device)
-    return tokens_that_fit(torch.cuda.mem_get_info()[0] - QUEUE_BYTES, per_token, CUDA_TOKENS)
+    return tokens_that_fit(Card(device).free_and_total_bytes()[0] - QUEUE_BYTES, per_token, CARD_TOKENS)
 
 
 def tokens_that_fit(free_bytes: int, per_token_bytes: int, most: int) -> int:
@@ -96,12 +98,13 @@ def bytes_per_token(peak_of: Callable[[int], int | None]) -> int | None:
     return -(-(large - small) // (_PROBES[1] - _PROBES[0]))
 
 
-def card_peak_bytes(encoder: Forward, tokens: int) -> int | None:
+def card_peak_bytes(encoder: Forward, tokens: int, device: str) -> int | None:
     """Return the peak memory of a forward pass of that many tokens on the GPU; None if it did not fit."""
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    card = Card(device)
+    card.reset_peaks()
+    before = card.allocated_bytes
     fits = unless_out_of_memory(lambda: encode_made_up(encoder, tokens))
-    return None if fits is None else torch.cuda.max_memory_allocated() - before
+    return None if fits is None else card.peak_allocated_bytes - before
 
 
 def encode_made_up(encoder: Callable[[Sequence[NDArray[np.uint8]]], torch.Tensor], tokens: int) -> float:
@@ -117,7 +120,7 @@ def host_free_bytes(mem_bytes: int | None) -> int:
     Files that are mapped, weights above all, are not counted as taken: the executor does not, and the kernel drops them
     before it kills.
     """
-    taken = used_bytes([os.getpid()]) or device_peak_bytes("cpu")  # without /proc, the peak stands for it
+    taken = used_bytes([os.getpid()]) or device_peak_bytes(CPU)  # without /proc, the peak stands for it
     left = (find_mem_bytes() if mem_bytes is None else mem_bytes) - taken
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     return left if limit == resource.RLIM_INFINITY else min(left, limit - psutil.Process().memory_info().vms)
@@ -125,36 +128,28 @@ def host_free_bytes(mem_bytes: int | None) -> int:
 
 def device_peak_bytes(device: str) -> int:
     """Return this process's peak memory, on the host or on the GPU."""
-    if device == "cpu":
-        return highest_resident_bytes()
-    return torch.cuda.max_memory_allocated()
-
-
-Device: TypeAlias = torch.device
+    return Card(device).peak_allocated_bytes if is_card(device) else highest_resident_bytes()
 
 
 def device_name(device: str) -> str:
     """Name what can change a result: the GPU, or the CPU instructions that torch uses; and torch's version."""
-    card = torch.cuda.get_device_name() if device == "cuda" else f"cpu {torch.backends.cpu.get_cpu_capability()}"
-    return f"{card}, torch {torch.__version__}"
+    return f"{computing(device).name}, torch {torch.__version__}"
 
 
 def memory_bytes(settings: EngineSettings) -> int:
     """Return the memory of the card, or what the allocation gives this process on the host."""
-    if settings.device == "cuda":
-        return torch.cuda.get_device_properties(0).total_memory
-    return settings.mem_bytes or 1
+    return Card(settings.device).total_bytes if is_card(settings.device) else settings.mem_bytes or 1
 
 
-def prepare_device(settings: EngineSettings) -> None:
-    """Use as many threads as the allocation has cores; raise if a GPU is wanted and torch sees none."""
+def on_its_device(settings: EngineSettings) -> EngineSettings:
+    """Use as many threads as the allocation has cores, and the card that is here; raise if torch sees none."""
     torch.set_num_threads(settings.threads)  # more than there are cores made one forward pass ten times slower
-    if settings.device == "cuda" and not torch.cuda.is_available():
-        built = f"torch {torch.__version__} is built for CUDA {torch.version.cuda or 'not at all'}"
-        what = f"this task was to run on a GPU, and torch sees none ({built})"
+    if (device := located(settings.device)) is None:
+        what = f"this task was to run on a GPU, and torch sees none ({torch_sees()})"
         on_cpu = ("embed.device", "cpu"), ("cluster.embed.gpus", "0")
         remedy = Command.submit("embed", before="nvidia-smi   or   ").with_settings(*on_cpu)
         raise JobFailed(what, where="embed.device", remedy=remedy)
+    return replace(settings, device=device)
 
 
 ROW_COPIES = 2  # of finished rows: they themselves, and as the store encodes them
@@ -238,7 +233,7 @@ class MemoryLadder:
     def _make_room(self, step: ComputeStep) -> None:
         """Free cached host memory for one large sequence."""
         trim_heap()
-        if step.device == "cpu" and self._is_main(step):
+        if step.device == CPU and self._is_main(step):
             self._drop_others(step.device)
 
     def _has_room(self, work: SequenceWork, count: int) -> bool:
@@ -320,7 +315,7 @@ class MemoryLadder:
         """Return the encoder of a precision on a device, built when it is first asked for."""
         if kind not in self._encoders:
             encoder = self._build(*kind)
-            if kind[0] == "cpu":
+            if kind[0] == CPU:
                 self._rooms[kind] = Room.beside(encoder, self._mem_bytes)
             self._encoders[kind] = encoder
         return self._encoders[kind]
@@ -350,8 +345,8 @@ class MemoryLadder:
     def _note_batch(self) -> None:
         """Count a batch, and update the peak memory."""
         self._figures.batches += 1
-        self._figures.host_peak_bytes = device_peak_bytes("cpu")
-        if self._main[0] != "cpu":
+        self._figures.host_peak_bytes = device_peak_bytes(CPU)
+        if self._main[0] != CPU:
             self._figures.device_peak_bytes = device_peak_bytes(self._main[0])
 
 
@@ -375,6 +370,6 @@ def _halves(batch: Sequence[SequenceWork]) -> tuple[Sequence[SequenceWork], Sequ
 
 def _refusal(work: SequenceWork) -> RefusedSequence:
     how = f" in windows of {work.windows.length:,}" if work.windows else ""
-    where = "this process (cluster.embed.mem)" if work.step.device == "cpu" else "the GPU"
+    where = "this process (cluster.embed.mem)" if work.step.device == CPU else "the GPU"
     what = f"{len(work.tokens_L):,} residues{how} do not fit the memory of {where}"
     return RefusedSequence(work.index, Reason.DOES_NOT_FIT, what)

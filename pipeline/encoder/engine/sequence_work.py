@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 
+from pipeline.device.accelerator import Card, card_here, is_card
+from pipeline.device.kinds import CPU
 from pipeline.encoder.embedding_recipe import ENDS, Variant
 
 if TYPE_CHECKING:
@@ -43,7 +45,7 @@ class EmbeddingCounts:
 class ComputeStep:
     """The device and the variant by which a sequence is computed."""
 
-    device: str  # cpu or cuda
+    device: str  # cpu, or a kind of card
     variant: Variant
 
 
@@ -80,8 +82,8 @@ def below(recipe: EmbeddingRecipe, residues: int, step: ComputeStep) -> ComputeS
     """Return the step to try when this one does not fit the memory; None when there is no other."""
     cut = recipe.windowed(residues)
     lower = [ComputeStep(step.device, replace(step.variant, cut=cut))] if cut != step.variant.cut else []
-    if step.device != "cpu":
-        lower.append(ComputeStep("cpu", Variant("fp32", cut)))
+    if step.device != CPU:
+        lower.append(ComputeStep(CPU, Variant("fp32", cut)))
     accepted = recipe.accepted(residues)
     return next((candidate for candidate in lower if candidate.variant in accepted), None)
 
@@ -116,10 +118,10 @@ class Forward(Protocol):
 
 
 class Span:
-    """The time a computation takes; on CUDA, where it goes on after the call, by events."""
+    """The time a computation takes; on a card, where it goes on after the call, by events."""
 
     def __init__(self, device: str) -> None:
-        self._on_card = device != "cpu" and torch.cuda.is_available()
+        self._card = Card(device) if is_card(device) and card_here() is not None else None
         self._begin: Any = self._now()
         self._end: Any = self._begin
 
@@ -128,26 +130,22 @@ class Span:
         self._end = self._now()
         return self
 
-    def hold(self, stream: torch.cuda.Stream) -> None:
+    def hold(self, stream: torch.Stream) -> None:
         stream.wait_event(self._end)
 
     def seconds(self) -> float:
-        """Return how long it took; on CUDA, call this only once it is over."""
-        if self._on_card:
+        """Return how long it took; on a card, call this only once it is over."""
+        if self._card is not None:
             return float(self._begin.elapsed_time(self._end)) / 1e3
         return float(self._end - self._begin)
 
     def _now(self) -> Any:
-        if not self._on_card:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
+        return time.perf_counter() if self._card is None else self._card.event(timed=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """The rows of a few sequences, concatenated, on their device; on CUDA the computation may still be under way."""
+    """The rows of a few sequences, concatenated, on their device; on a card the computation may still be under way."""
 
     works: Sequence[SequenceWork]
     rows_RD: torch.Tensor  # in storage precision

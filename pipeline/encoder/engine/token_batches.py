@@ -192,7 +192,7 @@ class EngineSettings:
     policy: str  # divisor or tokens
     cap: int | Literal["auto"]
     budget: int | Literal["auto"]
-    device: str  # cpu or cuda
+    device: str  # cpu, or a kind of card
     threads: int = 1
     shrink: int = 0  # how often the budget is halved, because a card's memory ended in an earlier attempt
     mem_bytes: int | None = None  # what the allocation gives this process on the host

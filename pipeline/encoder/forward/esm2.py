@@ -16,6 +16,7 @@ import torch
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import layer_norm, scaled_dot_product_attention
 
+from pipeline.device.accelerator import is_card
 from pipeline.encoder.checkpoints.esm_checkpoint import as_dtype
 from pipeline.encoder.embedding_recipe import CLS, ENDS, EOS, PAD
 from pipeline.encoder.forward.linear import TorchLinear, choose_linear
@@ -70,7 +71,7 @@ def choose_attention(
     device: torch.device, dtype: torch.dtype, heads: int, columns: int, kernel: Kernel | None = None
 ) -> Attention:
     """Return the fastest attention that works for these shapes on this device; it is tried, not guessed."""
-    kernel = kernel or (varlen_attn if device.type == "cuda" else None)
+    kernel = kernel or (varlen_attn if is_card(device) else None)
     if kernel is None or dtype == torch.float32:
         return by_sequence
     # One split makes a sequence's result independent of its batch; not every backend or version knows the word.
@@ -193,7 +194,7 @@ class EsmEncoder:
             take = _ParameterReader(checkpoint.tensors, architecture.heads, device, self._dtype)
             self._table_VD = take.table(token_dropout=architecture.token_dropout)
             kind: type[TorchLinear] = TorchLinear
-            if device.type == "cpu" and layer:
+            if not is_card(device) and layer:
                 sample = _ParameterReader(checkpoint.tensors, architecture.heads, device, self._dtype)
                 kind, self.fill = choose_linear(sample.pairs(0), TILE, FILL)
                 self._tile = TILE

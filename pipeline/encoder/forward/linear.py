@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import gelu, linear
 
+from pipeline.device.accelerator import on_card
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -85,7 +87,7 @@ def packed_works(weights: Sequence[tuple[torch.Tensor, torch.Tensor]], rows: int
 
 def _agrees(weight_OI: torch.Tensor, bias_O: torch.Tensor, rows: int) -> bool:
     """Say whether both kinds compute the same with these weights."""
-    if weight_OI.device.type != "cpu" or weight_OI.dtype != torch.float32:
+    if on_card(weight_OI) or weight_OI.dtype != torch.float32:
         return False
     x_RI = _noise(rows, weight_OI.shape[1], weight_OI)
     other_RO = _noise(rows, weight_OI.shape[0], weight_OI)

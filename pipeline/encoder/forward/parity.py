@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from pipeline.device.kinds import CPU
+from pipeline.device.out_of_memory import free_caches, unless_out_of_memory
 from pipeline.encoder.embedding_recipe import CLS, EOS, LETTERS, tokenize
 from pipeline.encoder.forward.esm2 import EsmEncoder
 from pipeline.errors import PlanInfeasible, WeightsUnusable
-from pipeline.memory.runtime.out_of_memory import free_caches, unless_out_of_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -80,7 +81,7 @@ def _encoded(checkpoint: EsmCheckpoint, precision: str, layer: int, device: str)
 
 def _reference(checkpoint: EsmCheckpoint, layer: int, device: str, dtype: torch.dtype) -> list[Rows]:
     """Return fair-esm's rows of the sample; on the host where the card has no room for them."""
-    for place in dict.fromkeys((device, "cpu")):
+    for place in dict.fromkeys((device, CPU)):
         rows = unless_out_of_memory(partial(_rows_of, checkpoint, layer, torch.device(place), dtype))
         free_caches(place)
         if rows is not None:

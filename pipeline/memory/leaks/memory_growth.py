@@ -171,7 +171,7 @@ def small_objects_bytes() -> int:
 
 def card_counter(device: str) -> Callable[[], int]:
     """Return a function that counts the bytes of tensors on a card."""
-    import torch
+    from pipeline.device.accelerator import Card
 
-    on = torch.device(device)
-    return lambda: int(torch.cuda.memory_allocated(on))
+    card = Card(device)
+    return lambda: card.allocated_bytes

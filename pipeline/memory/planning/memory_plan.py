@@ -288,7 +288,7 @@ class Reserved:
     """Bytes that the allocator reserves for a plan, with the allocator settings that reserve least."""
 
     bytes: int
-    settings: str = ""  # for PYTORCH_CUDA_ALLOC_CONF; empty: leave it unset
+    settings: str = ""  # of torch's allocator; empty: leave it unset
     compared: tuple[tuple[str, int], ...] = ()  # settings and what they hold
     origin: Provenance = Provenance.SIMULATED
     notes: tuple[str, ...] = ()

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import torch
 
+from pipeline.device.kinds import CPU
+from pipeline.device.out_of_memory import free_caches, out_of_memory_error
 from pipeline.errors import ConfigError, JobFailed, PlanInfeasible
 from pipeline.memory.runtime.governor import UNPLANNED, Governor, halved
 from pipeline.memory.runtime.meters import CardMeter
-from pipeline.memory.runtime.out_of_memory import free_caches, out_of_memory_error
 from pipeline.memory.runtime.recovery import Oom, StepSnapshot, WeightedMean, replay_until_it_fits
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ class Governed:
         self.heard: Callable[[GovernedEvent], None] | None = None
         self.steps = 0
         self._cost, self._too_large, self._clip, self._backward = cost, too_large, clip, backward
-        self._meter = None if self.device == "cpu" else CardMeter(self.device)
+        self._meter = None if self.device == CPU else CardMeter(self.device)
         self._snapshot: StepSnapshot | None = None
         self._mean = WeightedMean()
 

@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback
 
+from pipeline.device.out_of_memory import is_out_of_memory
 from pipeline.errors import ConfigError, PipelineError
 from pipeline.memory.runtime.governed import Governed
 from pipeline.memory.runtime.meters import Habits, HostMeter, Upkeep, meter_of
-from pipeline.memory.runtime.out_of_memory import is_out_of_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -13,14 +13,15 @@ import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
+from pipeline.device.kinds import CARD, CPU
 from pipeline.memory.hardware.gpus import known_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-PROC, CGROUPS, DRIVER = Path("/proc"), Path("/sys/fs/cgroup"), Path("/sys/module/nvidia/version")
+PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 RESET_PEAK = "5"  # man 5 proc_pid_clear_refs: VmHWM becomes VmRSS
 NEAR = 0.95  # of its limit is near it
 RSS_IS_MEANT = "the peak is that of the process's resident memory: live tensors, and what malloc and libraries keep"
@@ -55,27 +56,23 @@ class Meter(Protocol):
 
 def meter_of(device: str) -> Meter:
     """Return the meter of a device."""
-    return ProcessMeter() if device == "cpu" else CardMeter(device)
+    return ProcessMeter() if device == CPU else CardMeter(device)
 
 
 class CardMeter:
     """Reads a GPU's figures from torch's allocator, without synchronising."""
 
-    def __init__(self, device: str = "cuda") -> None:
-        import torch
+    def __init__(self, device: str = CARD) -> None:
+        from pipeline.device.accelerator import Card
 
-        self._torch: Any = torch
-        card = torch.device(device)
-        self._device = torch.cuda.current_device() if card.index is None else card.index
-        self._torch.cuda.init()
+        self._card = Card(device)
+        self._card.begin()
         self._highest_bytes = 0  # of peaks that were reset and kept
 
     def read(self) -> Memory:
-        cuda = self._torch.cuda
-        stats = cuda.memory_stats(self._device)
-        free_bytes, total_bytes = cuda.mem_get_info(self._device)
+        stats = self._card.memory_stats()
+        free_bytes, total_bytes = self._card.free_and_total_bytes()
         reserved_bytes = stats.get("reserved_bytes.all.current", 0)
-        fraction = getattr(cuda, "get_per_process_memory_fraction", lambda _: 1.0)(self._device)  # not in older torch
         peak_bytes = stats.get("reserved_bytes.all.peak", 0)
         return Memory(
             allocated_bytes=stats.get("allocated_bytes.all.current", 0),
@@ -83,7 +80,7 @@ class CardMeter:
             peak_allocated_bytes=stats.get("allocated_bytes.all.peak", 0),
             peak_reserved_bytes=peak_bytes,
             outside_bytes=total_bytes - free_bytes - reserved_bytes,
-            limit_bytes=min(free_bytes + reserved_bytes, int(fraction * total_bytes)),
+            limit_bytes=min(free_bytes + reserved_bytes, int(self._card.fraction * total_bytes)),
             retries=stats.get("num_alloc_retries", 0),
             ooms=stats.get("num_ooms", 0),
             highest_reserved_bytes=max(self._highest_bytes, peak_bytes),
@@ -91,7 +88,7 @@ class CardMeter:
 
     def reset_peak(self, *, keep: bool = False) -> bool:
         self._highest_bytes = self.read().highest_reserved_bytes if keep else 0
-        self._torch.cuda.reset_peak_memory_stats(self._device)
+        self._card.reset_peaks()
         return True
 
 
@@ -164,10 +161,10 @@ class StepGauge:
 
     def __init__(self, device: str, limit_bytes: int = 0) -> None:
         """Start measuring; `limit_bytes` is for the process, a card has its own limit."""
-        import torch
+        from pipeline.device.accelerator import computing, driver_version
 
-        self._is_card = device != "cpu"
-        self._cuda: Any = torch.cuda
+        self._is_card = device != CPU
+        self._device = computing(device)
         self._meter = meter_of(device)
         if not self._is_card:
             _warm_up()
@@ -176,17 +173,15 @@ class StepGauge:
             self.notes = (*self.notes, NO_RESET)
         memory = self._meter.read()
         if self._is_card:
-            driver = DRIVER.read_text().strip() if DRIVER.exists() else ""
             taken, most = memory.outside_bytes + memory.reserved_bytes, memory.limit_bytes or 0
             free = most - memory.reserved_bytes
-            self.before = BeforeModel(known_name(self._cuda.get_device_name()), driver, taken, free)
+            self.before = BeforeModel(known_name(self._device.name), driver_version(), taken, free)
         else:
             available = max(0, limit_bytes - memory.reserved_bytes) if limit_bytes else 0
-            self.before = BeforeModel("cpu", "", memory.reserved_bytes, available)
+            self.before = BeforeModel(CPU, "", memory.reserved_bytes, available)
 
     def wait(self) -> None:
-        if self._is_card:
-            self._cuda.synchronize()
+        self._device.synchronize()
 
     def read(self) -> StepReading:
         """Return the peak since the start: reserved bytes of a card, else the growth of the process."""
@@ -198,11 +193,12 @@ class StepGauge:
 
     def died_at(self, error: BaseException) -> int | None:
         """Return the bytes that were not enough for a step that ended with this error; None for other errors."""
-        from pipeline.memory.runtime.out_of_memory import is_out_of_memory
+        from pipeline.device.accelerator import OutOfMemory
+        from pipeline.device.out_of_memory import is_out_of_memory
 
         if self._is_card:
             memory = self._meter.read()
-            is_full = isinstance(error, self._cuda.OutOfMemoryError)
+            is_full = isinstance(error, OutOfMemory)
             return max(memory.limit_bytes or 0, memory.peak_reserved_bytes) if is_full else None
         return max(self.before.available_bytes, self.read().bytes) if is_out_of_memory(error) else None
 
@@ -307,7 +303,7 @@ class Upkeep:
 
     def __init__(self, habits: Habits, device: str) -> None:
         self.habits, self._device = habits, device
-        self._is_card = device != "cpu"
+        self._is_card = device != CPU
         self._micro_batches = self._steps = 0
         self._was_collecting, self._had_frozen = True, 0
 
@@ -315,9 +311,9 @@ class Upkeep:
         """Limit the share of the card, and take over garbage collection, where the habits say so."""
         self._was_collecting, self._had_frozen = gc.isenabled(), gc.get_freeze_count()
         if self._is_card and self.habits.memory_fraction is not None:
-            import torch
+            from pipeline.device.accelerator import computing
 
-            torch.cuda.set_per_process_memory_fraction(self.habits.memory_fraction, torch.device(self._device))
+            computing(self._device).limit_fraction(self.habits.memory_fraction)
         if self.habits.collect_every is not None:
             gc.disable()
 
@@ -332,14 +328,14 @@ class Upkeep:
         """Synchronise, and empty the card's cache, where the habits say so."""
         self._micro_batches += 1
         every = self.habits.empty_cache_every
-        if self._is_card and self.habits.synchronise:
-            import torch
+        if not self._is_card:
+            return
+        from pipeline.device.accelerator import computing
 
-            torch.cuda.synchronize(self._device)
-        if self._is_card and every is not None and self._micro_batches % every == 0:
-            import torch
-
-            torch.cuda.empty_cache()
+        if self.habits.synchronise:
+            computing(self._device).synchronize()
+        if every is not None and self._micro_batches % every == 0:
+            computing(self._device).empty_cache()
 
     def after_step(self, *, empty_cache: bool = False) -> None:
         """Collect garbage if it is time; objects that exist after the first step are frozen."""
@@ -350,6 +346,6 @@ class Upkeep:
             if self._steps == 1:
                 gc.freeze()
         if empty_cache:
-            from pipeline.memory.runtime.out_of_memory import free_caches
+            from pipeline.device.out_of_memory import free_caches
 
             free_caches(self._device)

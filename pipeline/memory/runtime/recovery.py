@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 import numpy as np
 import torch
 
-from pipeline.memory.runtime.out_of_memory import free_caches, out_of_memory_error
+from pipeline.device.accelerator import computing
+from pipeline.device.out_of_memory import free_caches, out_of_memory_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -242,8 +243,8 @@ def _same_bits(kept: Tensor, now: Tensor) -> bool:
 
 def _numbers_now(device: str) -> Callable[[], None]:
     """Return a function that restores the present state of all random generators, without synchronising."""
-    on = torch.device(device)
-    card = torch.cuda.get_rng_state(on) if on.type == "cuda" else None
+    own = computing(device)
+    card = own.rng_state()
     python, numpy, host = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002 - users draw from it
 
     def restore() -> None:
@@ -251,7 +252,7 @@ def _numbers_now(device: str) -> Callable[[], None]:
         np.random.set_state(numpy)  # noqa: NPY002
         torch.set_rng_state(host)
         if card is not None:
-            torch.cuda.set_rng_state(card, on)
+            own.set_rng_state(card)
 
     return restore
 

@@ -21,6 +21,8 @@ from torch import nn
 
 from pipeline.errors import PipelineError
 from pipeline.memory.footprint import Category, MicroFootprint, StandingFootprint, Tape, Unmeasurable
+from pipeline.memory.tracing.autocast import cuda_casts, cuda_composites
+from pipeline.memory.tracing.fake_cuda import cuda_calls
 from pipeline.memory.tracing.fake_mode import (
     FakeMode,
     Guesses,
@@ -29,8 +31,9 @@ from pipeline.memory.tracing.fake_mode import (
     faked,
     unlogged,
 )
-from pipeline.memory.tracing.kernel_workspace import hidden_bytes, scratch_bytes_cpu
+from pipeline.memory.tracing.kernel_workspace import hidden_bytes, scratch_bytes, scratch_bytes_cpu
 from pipeline.memory.tracing.recorder import OnHost, Recorder, as_parts, category_of, family, outermost
+from pipeline.memory.tracing.sdpa_choice import cuda_attention
 from pipeline.waiting import signals_held
 
 if TYPE_CHECKING:
@@ -85,6 +88,22 @@ class Target:
 
 
 CPU = Target()
+
+
+def card_target(capability: tuple[int, int]) -> Target:
+    """Return what is imitated of a card of a compute capability: its calls, casts, kernels and their scratch memory."""
+
+    @contextmanager
+    def imitate() -> Iterator[None]:
+        with cuda_calls(capability), cuda_casts(), cuda_composites(), cuda_attention(capability):
+            yield
+
+    return Target(imitate, scratch_bytes)
+
+
+def calls_to_card() -> AbstractContextManager[None]:
+    """Return a context in which code that calls a card directly finds one."""
+    return cuda_calls()
 
 
 class CannotTrace(Unmeasurable):

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, ClassVar
 from pipeline.cluster.verdict import GO_ON, SIGNALLED
 from pipeline.config.load import from_resolved
 from pipeline.config.masking import without_secrets
+from pipeline.device.kinds import VISIBLE
 from pipeline.errors import CacheFull, PipelineError
 from pipeline.journal.ledger import Ledger, Note
 from pipeline.journal.run_folder import RunFolder
@@ -50,7 +51,6 @@ if TYPE_CHECKING:
 PROGRESS_EVERY_S = 0.5
 WARNINGS_MOST = 20  # of a process, in the ledger
 ENDING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # a cancellation or preemption; what comes before a limit
-GPUS = "CUDA_VISIBLE_DEVICES"
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -101,13 +101,13 @@ def run_task(words: Sequence[str]) -> int:
             if script_stage.is_script(
                 project.config, row.name
             ):  # each of its processes sees all GPUs, as under torchrun
-                words = [*words, "--lent", os.environ.get(GPUS, "")]
+                words = [*words, "--lent", os.environ.get(VISIBLE, "")]
             return (_together if row.together else _fan_out)(words, folder, processes, ledger, facts)
         if row.together:
             for number in ENDING:
                 signal.signal(number, _hear)
         if arguments.lent is not None:
-            os.environ[GPUS] = arguments.lent
+            os.environ[VISIBLE] = arguments.lent
         work_through(project, folder, arguments, part, News(ledger, facts), place=place, leads=leads)
     except script_stage.Ended as ended:
         if not ended.quiet:

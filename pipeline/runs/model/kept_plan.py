@@ -11,6 +11,7 @@ from enum import Enum
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
 
+from pipeline.device.kinds import SETTINGS
 from pipeline.files import read_json, write_whole
 from pipeline.keys import recipe_key
 from pipeline.memory.footprint import EMPTY, Tape
@@ -21,8 +22,6 @@ from pipeline.runs.model.prepare import PLANS, plan_facts
 if TYPE_CHECKING:
     from pipeline.report.plan_facts import TrainOutlook
     from pipeline.runs.model.offers import Question
-
-LINTED = ("PYTORCH_", "CUDA_", "TORCH_", "NCCL_", "OMP_")  # how variables begin that the linter looks at
 
 
 def shown_plan(question: Question) -> TrainOutlook:
@@ -67,7 +66,7 @@ def _shown_key(question: Question, table: str) -> str:
         "gpus": list(question.gpus),
         "cluster": config.cluster.model_dump(mode="json"),
         "limits": limits,
-        "environment": {name: value for name, value in os.environ.items() if name.startswith(LINTED)},
+        "environment": {name: value for name, value in os.environ.items() if name.startswith(SETTINGS)},
         "measured": [(path.name, path.stat().st_size) for path in history],
     }
     return recipe_key("shown plan", asked).hex()

@@ -16,6 +16,7 @@ from pipeline.cluster.job_spec import PROBE, JobSpec, TaskState
 from pipeline.cluster.verdict import Cause, Word, judge_attempt
 from pipeline.command_line import Command
 from pipeline.config.load import dump_resolved
+from pipeline.device.kinds import ALLOCATOR, CPU
 from pipeline.errors import ConfigError, JobFailed, PipelineError, SubmissionRefused
 from pipeline.journal import run_folder
 from pipeline.journal.run_logs import end_of
@@ -193,7 +194,7 @@ def errand_of(
 def _limits(config: Config, work: Work, place: ProbedCard, executor: Executor, host_bytes: int) -> tuple[int, int]:
     """Return the memory and time of a probe's job: as configured, else all that the plan may use, within limits."""
     resources = config.cluster.train
-    on_card = work.device != "cpu"
+    on_card = work.device != CPU
     beside = train_need(TrainingJob(gpu=on_card, model_bytes=host_bytes if on_card else 0), STATED).total_bytes
     planned = beside if on_card else place.card.memory_bytes + beside
     partition = place.partition or resources.partition or ""
@@ -203,7 +204,7 @@ def _limits(config: Config, work: Work, place: ProbedCard, executor: Executor, h
 
 
 def _gpus(work: Work | Errand) -> int:
-    return 0 if work.device == "cpu" else 1
+    return 0 if work.device == CPU else 1
 
 
 def _submitted(
@@ -221,7 +222,7 @@ def _submitted(
         gpus=_gpus(errand),
         mem_bytes=errand.mem_bytes,
         time_s=errand.time_s,
-        env={"PYTORCH_CUDA_ALLOC_CONF": plan.allocator.settings} if plan.allocator.settings else {},
+        env={ALLOCATOR: plan.allocator.settings} if plan.allocator.settings else {},
         tag=folder.name,
         partition=place.partition or resources.partition or "",
         constraint="&".join(filter(None, [resources.constraint or "", place.constraint])),
@@ -306,7 +307,7 @@ def _why_it_died(result: ProbeResult, errand: Errand) -> str:
     if result.bytes >= errand.predicted_bytes:
         return f"it needs more than {result.bytes:,} bytes; {errand.predicted_bytes:,} were predicted"
     had = f"it had {result.bytes:,} bytes, fewer than the {errand.predicted_bytes:,} that were predicted"
-    return had if errand.device != "cpu" else f"{had}: raise cluster.train.mem, {errand.mem_bytes:,} now"
+    return had if errand.device != CPU else f"{had}: raise cluster.train.mem, {errand.mem_bytes:,} now"
 
 
 def _unmeasured(errand: Errand, outcome: ProbeOutcome, error: PipelineError) -> Probed:

@@ -24,6 +24,7 @@ from pipeline.cluster.machine import count_oom_kills
 from pipeline.command_line import Command
 from pipeline.config.load import from_resolved
 from pipeline.config.masking import without_secrets
+from pipeline.device.kinds import CPU
 from pipeline.errors import ConfigError
 from pipeline.files import read_json, write_whole
 from pipeline.journal.run_folder import RunFolder
@@ -31,6 +32,7 @@ from pipeline.memory.footprint import MemoryChoice
 from pipeline.memory.history.step_history import Peak, PeakHistory, sizes_text, torch_version
 from pipeline.memory.runtime.meters import BeforeModel, StepGauge, peak_of
 from pipeline.project.run_code import module_command
+from pipeline.runs.model.rank_setup import device_here
 from pipeline.runs.model.training_work import Work
 
 if TYPE_CHECKING:
@@ -144,6 +146,7 @@ def conclude(folder: ProbeFolder, config: Config, errand: Errand, result: ProbeR
 def measure_step(errand: Errand, config: Config, folder: ProbeFolder) -> ProbeResult:
     """Run the steps of a probe and measure their memory and time."""
     work = Work.of(config, beside=Path(errand.beside) if errand.beside else None)
+    errand = replace(errand, device=device_here(int(errand.device != CPU)))
     gauge = StepGauge(errand.device, errand.mem_bytes)
     write_json(folder.start, gauge.before)
     try:

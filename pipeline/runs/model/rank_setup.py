@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pipeline.command_line import Command
 from pipeline.config.site_profiles import anchored
-from pipeline.errors import PipelineError
+from pipeline.device.kinds import ALLOCATOR, CARD, CPU
+from pipeline.errors import JobFailed, PipelineError
 from pipeline.keys import KEY_BYTES, content_digest, recipe_key
 from pipeline.runs.dataset.reader_items import is_reader
 from pipeline.stages.graph import HEADER_BYTES
@@ -41,7 +43,6 @@ if TYPE_CHECKING:
     from pipeline.training.prepared import Prepared
     from pipeline.training.ranks.rank_protocol import Ranks
 
-ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 WITHIN_S = 1800.0  # after which the rest is left to the cache
 TELL_EVERY_S = 1.0
 AT_ONCE = 256  # graphs whose sequences are looked up together
@@ -64,13 +65,24 @@ def join_ranks(project: Project, folder: RunFolder, prepared: Prepared, tell: Ta
 def take_device(project: Project, local_rank: int, prepared: Prepared) -> str:
     """Return the device of a rank, made the current one; the allocator's settings must stand before torch uses it."""
     if not project.config.cluster.train.gpus:
-        return "cpu"
+        return CPU
     if prepared.allocator:
         os.environ.setdefault(ALLOCATOR, prepared.allocator)
-    import torch
+    from pipeline.device.accelerator import select_card
 
-    torch.cuda.set_device(local_rank % max(1, torch.cuda.device_count()))
-    return "cuda"
+    select_card(local_rank)
+    return device_here(project.config.cluster.train.gpus)
+
+
+def device_here(gpus: int) -> str:
+    """Return the device of this process, which was given so many GPUs; raise if torch sees none of them."""
+    from pipeline.device.accelerator import located, torch_sees
+
+    if (device := located(CARD if gpus else CPU)) is None:
+        what = f"this task was to run on a GPU, and torch sees none ({torch_sees()})"
+        remedy = Command.submit("train", before="nvidia-smi   or   ").with_settings(("cluster.train.gpus", "0"))
+        raise JobFailed(what, where="cluster.train.gpus", remedy=remedy)
+    return device
 
 
 def log_line(line: str) -> None:

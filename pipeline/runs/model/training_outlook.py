@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pipeline.command_line import Command
+from pipeline.device.kinds import CPU
 from pipeline.errors import ConfigError
 from pipeline.memory.footprint import Category
 from pipeline.memory.hardware.gpus import device
@@ -91,7 +92,7 @@ def _outlook(question: Question, work: Work, *, probing: bool) -> TrainOutlook:
         host=host,
         mem=mem,
         cpus=max(config.cluster.train.cpus, host.ranks * (1 + READERS)),
-        gpus=offer.ranks // config.cluster.train.nodes if work.device == "cuda" else 0,
+        gpus=offer.ranks // config.cluster.train.nodes if work.device != CPU else 0,
         nodes=config.cluster.train.nodes,
         time_s=int(config.cluster.train.time),
         findings=lint(_facts(config, work, plan, offer)),
@@ -158,7 +159,7 @@ class _PlanningCase:
 
     def compared(self) -> list[CardSpec]:
         """Return cards of the usual sizes, to compare with; none for a CPU."""
-        if self.work.device != "cuda":
+        if self.work.device == CPU:
             return []
         fraction = self.config.train.memory_fraction
         return [CardSpec.of(device(name), self.offers[0].ranks, fraction=fraction) for name in COMPARED]
@@ -214,9 +215,9 @@ def _case(question: Question, work: Work) -> _PlanningCase:
     refuse_crop(config)
     table, sizes_from = _items(question)
     sizes = _sizes(question, work, table, early=bool(sizes_from))
-    offers = offers_of(question, on_cpu=work.device == "cpu")
+    offers = offers_of(question, on_cpu=work.device == CPU)
     cards = [device(card.name) for offer in offers for card in offer.cards if is_known(card)]
-    capability = min((card.capability for card in cards), default=(8, 0)) if work.device == "cuda" else None
+    capability = min((card.capability for card in cards), default=(8, 0)) if work.device != CPU else None
     padded = config.train.batching == "padded"
     least = least_of(sizes)
     kept = traces_folder(config, work, least, capability)
@@ -327,7 +328,7 @@ def _facts(config: Config, work: Work, plan: MemoryPlan, offer: Offer) -> RunFac
         in_batch_contrastive=work.is_in_batch or None,
         two_passes=work.is_contrastive or None,
         parameter_bytes=sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()),
-        gpu_bytes=min(card.memory_bytes for card in offer.cards) if work.device == "cuda" else None,
+        gpu_bytes=min(card.memory_bytes for card in offer.cards) if work.device != CPU else None,
         variable_shapes=len({tuple(bucket.sizes.values()) for bucket in plan.buckets}) > 1,
         precision=plan.choice.precision,
         native_bf16=all(card.has_bf16 for card in cards) if cards else None,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pipeline.device.kinds import CARD, CPU
 from pipeline.errors import ConfigError
 from pipeline.keys import recipe_key
 from pipeline.memory.estimating.fallback_oracle import Formula, OracleLadder
@@ -27,7 +28,7 @@ from pipeline.training.prepared import COST, LIKENESS, LOOSER, PADDING, likeness
 from pipeline.training.sampling.sampler import Sampler
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -56,16 +57,16 @@ class Work:
 
     task: Task
     settings: StepSettings
-    device: str = "cuda"  # cpu: for a machine without cards
+    device: str = CARD  # cpu: for a machine without cards
 
     @classmethod
     def of(cls, config: Config, *, beside: Path | None = None, on_gpu: bool = False) -> Work:
         """Return the work that a configuration describes; `on_gpu`: a GPU is meant, although it names none."""
         task = load_task(config.train.task, config.train.options, beside=beside)
-        device = "cuda" if config.cluster.train.gpus or on_gpu else "cpu"
+        device = CARD if config.cluster.train.gpus or on_gpu else CPU
         return cls(task, step_settings(config.train, device, task), device)
 
-    def step(self, choice: MemoryChoice, *, device: str = "cpu", **given: Any) -> Step:
+    def step(self, choice: MemoryChoice, *, device: str = CPU, **given: Any) -> Step:
         """Build a training step under a choice."""
         from pipeline.training.step.contrastive import make_step
 
@@ -164,10 +165,11 @@ class Work:
         """Build the model alone, on a device without memory where that works."""
         import torch
 
-        from pipeline.memory.tracing.fake_cuda import cuda_calls
+        from pipeline.device.accelerator import located
+        from pipeline.memory.tracing.tracer import calls_to_card
         from pipeline.training.step.step import checked_model
 
-        with cuda_calls() if self.device == "cuda" and not torch.cuda.is_available() else nullcontext():
+        with calls_to_card() if self.device != CPU and located(self.device) is None else nullcontext():
             try:
                 with torch.device("meta"):
                     model = self.task.model()
@@ -180,7 +182,7 @@ def step_settings(train: TrainSection, device: str, task: Task | None = None) ->
     """Return the step settings of a configuration; those of a contrastive task hold how many items it compares."""
     from pipeline.training.step.optimizers import StepSettings
 
-    way = train.way if train.way != "auto" else "foreach" if device == "cuda" else "loop"
+    way = train.way if train.way != "auto" else "foreach" if device != CPU else "loop"
     return StepSettings(
         optimizer=train.optimizer,
         learning_rate=train.learning_rate,
@@ -195,27 +197,9 @@ def step_settings(train: TrainSection, device: str, task: Task | None = None) ->
 
 def target_of(capability: tuple[int, int] | None) -> Target:
     """Return what a trace imitates: a card of a compute capability, or this processor."""
-    from contextlib import ExitStack, contextmanager
+    from pipeline.memory.tracing import tracer
 
-    from pipeline.memory.tracing.tracer import CPU, Target
-
-    if capability is None:
-        return CPU
-    from pipeline.memory.tracing.autocast import cuda_casts, cuda_composites
-    from pipeline.memory.tracing.fake_cuda import cuda_calls
-    from pipeline.memory.tracing.kernel_workspace import scratch_bytes
-    from pipeline.memory.tracing.sdpa_choice import cuda_attention
-
-    @contextmanager
-    def imitate() -> Iterator[None]:
-        with ExitStack() as stack:
-            stack.enter_context(cuda_calls(capability))
-            stack.enter_context(cuda_casts())
-            stack.enter_context(cuda_composites())
-            stack.enter_context(cuda_attention(capability))
-            yield
-
-    return Target(imitate, scratch_bytes)
+    return tracer.CPU if capability is None else tracer.card_target(capability)
 
 
 def traces_folder(config: Config, work: Work, least: Sizes, capability: tuple[int, int] | None) -> Path:
@@ -301,7 +285,7 @@ def cutter(batch: int, *, padding: float | None, seed: int = 0, micro_batch: int
 def host_card(memory_bytes: int) -> CardSpec:
     """Return a machine's own memory as a card without a caching allocator."""
     rates = {"fp32": 5e10, "bf16": 5e10}  # a core or two; only ratios matter
-    return CardSpec("cpu", memory_bytes, memory_bytes, rates, 1e10, caching=False)
+    return CardSpec(CPU, memory_bytes, memory_bytes, rates, 1e10, caching=False)
 
 
 def request_of(train: TrainSection, ranks: int, ratios: Sequence[float] = ()) -> PlanRequest:

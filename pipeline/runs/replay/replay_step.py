@@ -17,11 +17,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeline.device.kinds import ALLOCATOR, CPU
 from pipeline.errors import ConfigError, JobFailed, PipelineError, PlanInfeasible
 from pipeline.journal.run_folder import RunFolder
 from pipeline.project.run_code import blamed, module_command, package_digest
 from pipeline.records import TaskContext
-from pipeline.runs.model.rank_setup import ALLOCATOR
 from pipeline.runs.model.training_work import Work, least_of, target_of
 from pipeline.runs.replay.replay_case import ReplayCase, ReplayedShare, project_of_run, read_training_plan
 from pipeline.runs.replay.replay_result import ReplayResult, Traced
@@ -113,14 +113,13 @@ def main(words: Sequence[str]) -> int:
 
 def here(device: str | None) -> str:
     """Return the device to run on: a GPU where there is one."""
-    import torch
+    from pipeline.device.accelerator import card_here, located
 
-    if device in (None, "auto"):
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    assert device is not None
-    if device.startswith("cuda") and not torch.cuda.is_available():
+    if device is None or device == "auto":
+        return card_here() or CPU
+    if (found := located(device)) is None:
         raise ConfigError("there is no GPU that torch can use", where="--device", remedy="--device cpu")
-    return device
+    return found
 
 
 def replay_here(
@@ -136,7 +135,7 @@ def replay_here(
     from pipeline.training.forensics.rerun import rerun
 
     chosen = here(device)
-    if case.prepared.allocator and chosen != "cpu":
+    if case.prepared.allocator and chosen != CPU:
         os.environ.setdefault(ALLOCATOR, case.prepared.allocator)  # before torch looks at a card
     work = Work.of(case.project.config, beside=case.project.beside)
     with blamed(work.task):
@@ -183,7 +182,7 @@ def _choice(prepared: Prepared, rung: int = 0) -> MemoryChoice:
 
 def _loaded_step(case: ReplayCase, job: Job) -> tuple[Step, str, bool]:
     """Return a step with its weights and its optimizer's state, which weights these are, and whether they are exact."""
-    from pipeline.memory.runtime.out_of_memory import out_of_memory_error
+    from pipeline.device.out_of_memory import out_of_memory_error
     from pipeline.stages.train import fresh_step
 
     made: list[tuple[Step, str, bool]] = []
@@ -302,7 +301,7 @@ def _traced(case: ReplayCase, share: ReplayedShare, notes: list[str]) -> Traced 
     if part is None or part.rung > RUNGS_TRACED:
         return None
     card = bundle.state.get("card") or {}
-    on_card = bundle.device != "cpu"
+    on_card = bundle.device != CPU
     capability = tuple(card.get("capability") or DEFAULT_CAPABILITY) if on_card else None
     meant = Work.of(case.project.config, beside=case.project.beside, on_gpu=on_card)
     oracle = meant.oracle(least_of(share.sizes), target_of(capability), padded=share.padded)

@@ -25,7 +25,7 @@ from pipeline.runs.dataset.loading import made_table, rows_of, source_of
 from pipeline.runs.dataset.reader_items import unmade
 from pipeline.runs.dataset.worklist import Shard, StageSurvey
 from pipeline.runs.model.prepare import folder_of, prepare
-from pipeline.runs.model.rank_setup import join_ranks, log_line, staged
+from pipeline.runs.model.rank_setup import device_here, join_ranks, log_line, staged
 from pipeline.runs.model.trained_model import TrainedModel, named_model, names_model
 from pipeline.runs.model.training_work import Work, sizes_of
 from pipeline.runs.workflow.stage import Judged, Stage
@@ -290,7 +290,7 @@ class ApplyStage(Stage):
 
         prepared = applied.prepared
         work = Work.of(project.config, beside=project.beside)
-        device = "cuda" if self.own_resources(project).gpus else "cpu"
+        device = device_here(self.own_resources(project).gpus)
         table = self._items(project, prepared)
         choice = MemoryChoice(precision=prepared.precision, shards=1)
 

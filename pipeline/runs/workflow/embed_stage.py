@@ -92,7 +92,7 @@ class EmbedStage(Stage):
         return processes * (BASE_BYTES + 2 * 4 * _parameters(project) + WORKING_TOKENS * dim * 64)
 
     def gpu_bytes(self, project: Project) -> int:
-        """Return the least memory of a GPU: for the CUDA context, the weights and a sequence of common length."""
+        """Return the least memory of a GPU: for the card's context, the weights and a sequence of common length."""
         dim, recipe = project.encoding.weights.dim, project.encoding.recipe
         return BASE_BYTES + BYTES_OF[recipe.precision] * _parameters(project) + FEWEST_TOKENS * dim * 64
 

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from pipeline.runs.workflow.stage import Outcomes
     from pipeline.script.script_process import ScriptOutcome
 
-STATED_BYTES = 8 << 30  # of a process: torch with CUDA and data workers seldom take more
+STATED_BYTES = 8 << 30  # of a process: torch on a card and data workers seldom take more
 STATED = "stated: nobody knows what a script takes until it has run (cluster.train.mem)"
 FIGURE = "script."  # prefix of its figures, whose names may equal those of ours
 PROGRESS = FIGURE + STEP

@@ -34,7 +34,7 @@ from pipeline.runs.model.prepare import (
     validation_items,
     with_task,
 )
-from pipeline.runs.model.rank_setup import join_ranks, log_line, staged
+from pipeline.runs.model.rank_setup import device_here, join_ranks, log_line, staged
 from pipeline.runs.model.training_work import Work
 from pipeline.runs.workflow.graph_stage import remake_graph
 from pipeline.runs.workflow.stage import Judged, Stage
@@ -234,7 +234,7 @@ def job_of(
             made.prepared.write_text(json.dumps(prepared.to_json()))
             made.settings.write_text(json.dumps(without_secrets_in(config.model_dump(mode="json")), indent=1))
     ranks.exchange({})
-    device = "cuda" if config.cluster.train.gpus else "cpu"
+    device = device_here(config.cluster.train.gpus)
     damaged = None
     if make_anew is not None:
         spare, root = math.floor(config.data.max_rejected_fraction * len(table)), str(project.cache.root)
@@ -333,15 +333,15 @@ def remember_peak(
     step_s: float,
 ) -> None:
     """Record the peak memory of an epoch on a GPU, for later plans of the model."""
-    import torch
-
+    from pipeline.device.accelerator import Card
     from pipeline.memory.hardware.gpus import known_name
     from pipeline.memory.history.step_history import Peak, torch_version
     from pipeline.runs.model.probe import model_name
     from pipeline.runs.model.probe_job import record_peak
 
-    gpu = known_name(torch.cuda.get_device_name())
-    free_bytes, total_bytes = torch.cuda.mem_get_info()
+    card = Card(device_here(1))
+    gpu = known_name(card.name)
+    free_bytes, total_bytes = card.free_and_total_bytes()
     peak = Peak(
         model=model_name(work, choice),
         card=gpu,
@@ -353,7 +353,7 @@ def remember_peak(
         predicted_bytes=max(stretch.reserved_bytes for stretch in prepared.stretches),
         measured_bytes=peak_bytes,
         died=False,
-        outside_bytes=total_bytes - free_bytes - torch.cuda.memory_reserved(),
+        outside_bytes=total_bytes - free_bytes - card.reserved_bytes,
         predicted_s=prepared.step_s,
         step_s=step_s,
         at=time.time(),

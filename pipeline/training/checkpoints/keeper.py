@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from pipeline.device.accelerator import computing, on_card
 from pipeline.errors import JobFailed, PipelineError
 from pipeline.training.checkpoints.checkpoint_folder import NotSaved, State
 from pipeline.training.checkpoints.checkpoint_reader import plain_json
@@ -57,15 +58,15 @@ class StagingBuffers:
         self._buffers = {name: self._buffer(name, tensor) for name, tensor in kept.items()}
         for name, tensor in kept.items():
             self._buffers[name].copy_(tensor.detach(), non_blocking=True)
-        for device in {tensor.device for tensor in kept.values() if tensor.is_cuda}:
-            torch.cuda.current_stream(device).synchronize()
+        for device in {tensor.device for tensor in kept.values()}:
+            computing(device).synchronize_stream()
         return {name: self._buffers[same.get(name, name)] for name in tensors}
 
     def _buffer(self, name: str, tensor: Tensor) -> Tensor:
         buffer = self._buffers.get(name)
         if buffer is not None and (buffer.shape, buffer.dtype) == (tensor.shape, tensor.dtype):
             return buffer
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_card(tensor))
 
 
 class Saver:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from pipeline.device.accelerator import Card, is_card
 from pipeline.keys import content_digest
 from pipeline.memory.runtime.meters import Habits, Upkeep
 from pipeline.records import Reason, Rejection
@@ -131,8 +132,8 @@ def apply_model(job: ApplyJob) -> Generator[Reason | None, None, ApplyResult | N
         for left_out in evaluation.run():
             job.tell.report.moved = job.tell.report.moved or left_out is None
             yield left_out
-    if step.device != "cpu":
-        job.tell.report.figures["device_peak_bytes"] = float(torch.cuda.max_memory_reserved())
+    if is_card(step.device):
+        job.tell.report.figures["device_peak_bytes"] = float(Card(step.device).peak_reserved_bytes)
     own = {"ended_by": evaluation.ended_by, "rejected": refused.counts, "examples": refused.examples}
     reports = ranks.exchange(own)
     job.tell.report.ended_by = max(rank["ended_by"] for rank in reports)

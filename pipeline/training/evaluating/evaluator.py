@@ -22,8 +22,8 @@ from urllib.parse import quote, unquote
 import numpy as np
 import torch
 
+from pipeline.device.out_of_memory import free_caches, out_of_memory_error
 from pipeline.errors import PlanInfeasible
-from pipeline.memory.runtime.out_of_memory import free_caches, out_of_memory_error
 from pipeline.memory.runtime.recovery import forget_failed_backward
 from pipeline.records import Reason, Rejection
 from pipeline.training.evaluating.outputs import PART_BYTES, GatheredOutputs, OutputWriter

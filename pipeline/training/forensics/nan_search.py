@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from pipeline.memory.runtime.out_of_memory import out_of_memory_error
+from pipeline.device.out_of_memory import out_of_memory_error
 from pipeline.memory.runtime.recovery import StepSnapshot, forget_failed_backward
 from pipeline.training.checkpoints.training_state import plain_name
 from pipeline.training.forensics.rerun import not_finite

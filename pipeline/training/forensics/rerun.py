@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pipeline.memory.runtime.out_of_memory import out_of_memory_error
+from pipeline.device.out_of_memory import out_of_memory_error
 from pipeline.memory.runtime.recovery import StepSnapshot
 from pipeline.protocol import Weights
 from pipeline.training.checkpoints.training_state import plain_name

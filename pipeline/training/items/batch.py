@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import xxhash
 
+from pipeline.device.accelerator import computing, is_card, on_card
 from pipeline.graphs import item_graph as graphs
 from pipeline.graphs import pyg_view
 from pipeline.graphs.item_graph import CROSS, EDGE, LABEL, NODE, PATH, RESIDUE
@@ -107,7 +108,7 @@ class ItemBatch:
     ids: tuple[str, ...]
     origin: BatchOrigin
     rejected: tuple[Rejection, ...] = ()  # items that were asked for and have no graph
-    copies: list[torch.cuda.Event] = field(default_factory=list, repr=False, compare=False)  # to a device, of its slot
+    copies: list[Any] = field(default_factory=list, repr=False, compare=False)  # to a device, of its slot
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -164,10 +165,9 @@ class ItemBatch:
 
     def to(self, device: torch.device | str, *, non_blocking: bool = True) -> ItemBatch:
         """Copy the batch to a device, in one transfer."""
-        is_host = torch.device(device).type == "cpu"  # its memory may be read at once
-        memory = self.memory.to(device, non_blocking=non_blocking and not is_host)
-        if memory.is_cuda and not self.memory.is_cuda:  # the slot is not filled anew before the copy has ended
-            self.copies.append(torch.cuda.current_stream(memory.device).record_event())
+        memory = self.memory.to(device, non_blocking=non_blocking and is_card(device))  # the host's may be read at once
+        if on_card(memory) and not on_card(self.memory):  # the slot is not filled anew before the copy has ended
+            self.copies.append(computing(memory.device).event())
         return replace(self, memory=memory, copies=[])
 
     def clone(self) -> ItemBatch:

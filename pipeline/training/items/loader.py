@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
+from pipeline.device.accelerator import card_here
 from pipeline.errors import CacheDamaged, RecordMissing
 from pipeline.records import Rejection
 from pipeline.training.items.batch import BatchItems, BatchOrigin, ItemBatch
@@ -83,7 +84,7 @@ class Loader:
             raise ValueError(f"{self.threads} threads: one at least reads")
         self.batch_sampler = self.sampler
         self.stats = LoaderStats()
-        pin = torch.cuda.is_available() if self.pin is None else self.pin
+        pin = card_here() is not None if self.pin is None else self.pin
         self._ring = Ring(self.slots, pin=pin)
         self._memory = _Memory()
         self._reading: ReadAhead[MicroBatch, _Filled] | None = None

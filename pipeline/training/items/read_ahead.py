@@ -33,7 +33,7 @@ class Slot:
     """The memory of one batch, and its copies to a device that may be under way."""
 
     memory: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
-    copies: list[torch.cuda.Event] = field(default_factory=list)
+    copies: list[Any] = field(default_factory=list)
 
 
 class Ring:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch
 
+from pipeline.device.accelerator import Card, is_card
+from pipeline.device.kinds import CPU
 from pipeline.memory.leaks.leak_detector import Leaks
 from pipeline.memory.runtime.meters import HostMeter
 from pipeline.training.forensics import step_bundle
@@ -88,12 +90,12 @@ class TrainingObserver:
         trackers = open_trackers(self.train.trackers, path, step=step, name=self.prepared.name, config=self.config)
         self._figures = MetricsLog(path, step=step, trackers=trackers)
         self.tell.report.figures["epochs"] = float(self.prepared.epochs)
-        if self.device != "cpu":
+        if self.device != CPU:
             self.tell.report.figures["planned_bytes"] = float(self._planned_bytes(0))
 
     def _planned_bytes(self, epoch: int) -> int:
         """Return the planned peak of an epoch: of a GPU, or of the only process of a machine."""
-        if self.device == "cpu":
+        if self.device == CPU:
             return self.prepared.mem_bytes if self.ranks.world == 1 else 0
         ends = accumulate(stretch.epochs for stretch in self.prepared.stretches)
         stretches = zip(self.prepared.stretches, ends, strict=True)
@@ -228,13 +230,13 @@ class TrainingObserver:
             more={"left_out_steps": float(tally.left_out), "skipped_items": float(tally.skipped)},
         )
         self._figures.epoch(epoch)
-        if self.device != "cpu" and tally.steps:
+        if self.device != CPU and tally.steps:
             self.remember(peak, tally.wall_s / tally.steps)
         self.say(epoch.words())
         self._ooms_before += tally.ooms
         self._ooms = max(self._ooms, self._ooms_before)  # of all ranks
         self.tell.report.figures |= {"epoch": float(epoch.epoch), "ooms": float(self._ooms)}
-        if self.device != "cpu":
+        if self.device != CPU:
             self.tell.report.figures["device_peak_bytes"] = float(peak)
 
     def between(self, bucket: int) -> None:
@@ -263,14 +265,14 @@ class TrainingObserver:
 
 def _card(device: str) -> dict[str, Any] | None:
     """Describe the GPU; None on a CPU."""
-    if torch.device(device).type != "cuda":
+    if not is_card(device):
         return None
-    card = torch.cuda.get_device_properties(device)
-    return {"name": card.name, "capability": [card.major, card.minor], "total_bytes": card.total_memory}
+    card = Card(device)
+    return {"name": card.name, "capability": list(card.capability or ()), "total_bytes": card.total_bytes}
 
 
 def _limit(prepared: Prepared, device: str) -> int:
     """Return the memory at which a leak ends a run: of the GPU, the job, or the machine."""
-    if device != "cpu":
+    if device != CPU:
         return prepared.limit_bytes
     return HostMeter().read().limit_bytes or psutil.virtual_memory().total

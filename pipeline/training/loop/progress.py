@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pipeline.device.out_of_memory import out_of_memory_error
 from pipeline.errors import DataError, PlanInfeasible
-from pipeline.memory.runtime.out_of_memory import out_of_memory_error
 from pipeline.memory.runtime.recovery import StepSnapshot
 from pipeline.training.checkpoints.keeper import SavedProgress
 from pipeline.training.sampling.sampler import MicroBatch

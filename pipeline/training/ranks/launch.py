@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pipeline.cluster.verdict import GO_ON, SIGNALLED
+from pipeline.device.kinds import VISIBLE
 from pipeline.training.ranks.rank_protocol import LOST
 from pipeline.waiting import wait_for
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from types import FrameType
 
-GPUS = "CUDA_VISIBLE_DEVICES"
 FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 LOOK_EVERY_S = 0.05
 
@@ -63,8 +63,8 @@ def launch_ranks(
 def rank_environments(world: int, environment: Mapping[str, str] | None = None) -> list[dict[str, str]]:
     """Return each rank's environment: one of the GPUs that this process may use."""
     all_have = dict(os.environ if environment is None else environment)
-    lent = [name for name in all_have.get(GPUS, "").split(",") if name] or list(map(str, range(world)))
-    return [{**all_have, GPUS: lent[rank % len(lent)]} for rank in range(world)]
+    lent = [name for name in all_have.get(VISIBLE, "").split(",") if name] or list(map(str, range(world)))
+    return [{**all_have, VISIBLE: lent[rank % len(lent)]} for rank in range(world)]
 
 
 @dataclass

@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is documented there
 
+from pipeline.device.accelerator import collectives, on_card
+from pipeline.device.kinds import CPU
 from pipeline.memory.planning.memory_plan import REDUCED_BYTES
 from pipeline.records import RankPlace
 from pipeline.training.ranks.rank_protocol import SingleRank
@@ -44,7 +46,7 @@ def join_process_group(
     place: RankPlace,
     folder: Path,
     *,
-    device: str = "cpu",
+    device: str = CPU,
     patience: HangLimits | None = None,
     within_s: float = COME_WITHIN_S,
     tell: Callable[[str], None] = lambda _: None,
@@ -61,8 +63,9 @@ def join_process_group(
     try:
         store = store or _store(met.keeper, met.said["store"], place)
         with _on(interface_of(met.address)):
-            backend = "gloo" if torch.device(device).type == "cpu" else "cpu:gloo,cuda:nccl"
-            dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world, timeout=NEVER)
+            dist.init_process_group(
+                collectives(device), store=store, rank=place.rank, world_size=place.world, timeout=NEVER
+            )
     except Exception as error:
         lost = watchdog.blame(str(error)) if isinstance(error, (RuntimeError, OSError)) else None
         watchdog.leave(str(lost or error))
@@ -121,7 +124,7 @@ class ProcessGroup:
         with self._waiting():
             # on a GPU a sum only takes its place in the stream: whoever reads it waits
             reduce_in_pieces(
-                tensors, lambda flat: self._await(lambda: dist.all_reduce(flat, async_op=True), in_stream=flat.is_cuda)
+                tensors, lambda flat: self._await(lambda: dist.all_reduce(flat, async_op=True), in_stream=on_card(flat))
             )
         if not self._has_stepped:
             self._has_stepped = True

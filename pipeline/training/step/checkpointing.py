@@ -10,6 +10,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from pipeline.device.accelerator import on_card
+from pipeline.device.kinds import CPU
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -46,10 +49,10 @@ def twin(model: nn.Module) -> nn.Module:
     """Return a copy of a model in the host's memory, made without a second copy on the GPU."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
-        copied = parameter.detach().to("cpu", copy=True)
+        copied = parameter.detach().to(CPU, copy=True)
         memo[id(parameter)] = nn.Parameter(copied, requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
-        memo[id(buffer)] = buffer.detach().to("cpu", copy=True)
+        memo[id(buffer)] = buffer.detach().to(CPU, copy=True)
     host = copy.deepcopy(model, memo)
     for module in host.modules():
         if getattr(module.__dict__.get("forward"), "runs_again", False):
@@ -88,7 +91,7 @@ class Pinned:
     """Copies to pinned memory."""
 
     def away(self, tensor: Tensor) -> Tensor:
-        kept = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)  # in the same order: channels last
+        kept = torch.empty_like(tensor, device=CPU, pin_memory=on_card(tensor))  # in the same order: channels last
         return kept.copy_(tensor)
 
     def back(self, kept: Tensor, device: torch.device) -> Tensor:

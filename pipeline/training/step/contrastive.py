@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
+from pipeline.device.kinds import CPU
+from pipeline.device.out_of_memory import free_caches, out_of_memory_error
 from pipeline.errors import PlanInfeasible
-from pipeline.memory.runtime.out_of_memory import free_caches, out_of_memory_error
 from pipeline.memory.runtime.recovery import StepSnapshot, forget_failed_backward
 from pipeline.protocol import Contrastive
 from pipeline.training.random_state import as_drawn
@@ -95,7 +96,7 @@ class ContrastiveStep(Step):
             rows = self._embedded(twin(self.model) if on_host else self.model, batch)
         if items is not None:
             _refuse_rows(rows, items, "as many as there are items in the batch")
-        # copied: a CUDA graph's memory is reused
+        # copied: the memory of a captured graph is reused
         return {name: row.detach().to(self.device, copy=True) for name, row in rows.items()}
 
     # Loss
@@ -135,7 +136,7 @@ class ContrastiveStep(Step):
         An out-of-memory frees caches; the second leaves the GPU for the host, if it may.
         """
         results: list[Result] = []
-        for on_host in (False, False, True) if may_leave and self.device != "cpu" else (False, False):
+        for on_host in (False, False, True) if may_leave and self.device != CPU else (False, False):
             error = out_of_memory_error(lambda on_host=on_host: results.append(run(on_host)))
             if error is None:
                 return results[0]

@@ -21,6 +21,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_map_only
 
+from pipeline.device.accelerator import on_card
+from pipeline.device.kinds import CPU
 from pipeline.errors import ConfigError
 from pipeline.training.step.checkpointing import repeated
 from pipeline.training.step.collectives import NOT_SHARDED, WHERE, Gather, Passes, ReduceScatter
@@ -234,7 +236,7 @@ class ShardedStep(Step):
         settings: StepSettings,
         ranks: Ranks,
         *,
-        device: str = "cpu",
+        device: str = CPU,
         watch: StepWatch | None = None,
         scaled: bool | None = None,
         begin: Callable[[nn.Module], None] = lambda _: None,

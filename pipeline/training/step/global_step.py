@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pipeline.memory.runtime.out_of_memory import out_of_memory_error
+from pipeline.device.out_of_memory import out_of_memory_error
 from pipeline.training.step.local_step import refuse_unequal
 
 if TYPE_CHECKING:

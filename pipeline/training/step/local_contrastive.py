@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pipeline.device.out_of_memory import out_of_memory_error
 from pipeline.errors import DataError
-from pipeline.memory.runtime.out_of_memory import out_of_memory_error
 from pipeline.memory.runtime.recovery import Oom
 from pipeline.training.random_state import as_drawn
 from pipeline.training.step.contrastive import joined_rows, split_rows

@@ -13,8 +13,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from pipeline.device.out_of_memory import is_out_of_memory
 from pipeline.errors import JobFailed
-from pipeline.memory.runtime.out_of_memory import is_out_of_memory
 from pipeline.protocol import Weights
 from pipeline.training.step.local_step import Stepper
 from pipeline.training.step.micro_batches import CHECKPOINTING, OFFLOAD, Piece

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from pipeline.device.kinds import CPU
+from pipeline.device.out_of_memory import free_caches, out_of_memory_error
 from pipeline.errors import DataError, PlanInfeasible
-from pipeline.memory.runtime.out_of_memory import free_caches, out_of_memory_error
 from pipeline.memory.runtime.recovery import StepSnapshot, replay_until_it_fits
 from pipeline.protocol import Weights
 from pipeline.training.random_state import as_drawn
@@ -75,7 +76,7 @@ class Stepper:
 
     @property
     def _on_card(self) -> bool:
-        return self.step.device != "cpu"
+        return self.step.device != CPU
 
     @property
     def needs_weights(self) -> bool:

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch.utils._pytree import tree_map_only
 
+from pipeline.device.accelerator import computing
+from pipeline.device.kinds import CPU
 from pipeline.errors import ConfigError
 from pipeline.memory.runtime.recovery import guessed_weight, quotient
 from pipeline.protocol import Contrastive, Weights
@@ -82,7 +84,7 @@ class Step:
         task: Task,
         settings: StepSettings,
         *,
-        device: str = "cpu",
+        device: str = CPU,
         model: nn.Module | None = None,
         watch: StepWatch | None = None,
         scaled: bool | None = None,
@@ -103,7 +105,7 @@ class Step:
             raise ConfigError("the model has no parameter that is trained", where="train.frozen", remedy="freeze fewer")
         self.optimizer = optimizer_of(task, self.model, settings)
         self.trained = only_trained(self.model, self.optimizer)
-        scaled = device != "cpu" if scaled is None else scaled
+        scaled = device != CPU if scaled is None else scaled
         self.scaler = torch.amp.GradScaler(torch.device(device).type, enabled=settings.precision == "fp16" and scaled)
         self.scaler.scale(torch.zeros((), device=device))  # creates the scale now: a first step may have no item
         self.averages = [parameter.detach().clone() for parameter in self.trained] if settings.ema is not None else []
@@ -194,7 +196,7 @@ class Step:
 
     def aside(self, batch: Batch, *, on_host: bool = False) -> Terms:
         """Return the terms of a micro-batch without side effects on gradients, batch statistics or random numbers."""
-        with self.evaluating(), torch.random.fork_rng([] if self.device == "cpu" else None):
+        with self.evaluating(), computing(self.device).forked_rng():
             if on_host:
                 return self._terms(twin(self.model).eval(), self.moved(batch, on_host=True))
             return self._forward(self.moved(batch))
@@ -349,7 +351,7 @@ class Step:
     def moved(self, batch: Batch, *, on_host: bool = False) -> Batch:
         """Return a batch on the device, or in the host's memory."""
         if hasattr(batch, "to"):
-            return batch.to("cpu" if on_host else self.device)
+            return batch.to(CPU if on_host else self.device)
         if on_host:
             return tree_map_only(torch.Tensor, torch.Tensor.cpu, batch)
         return tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.device, non_blocking=True), batch)

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.device.out_of_memory import is_out_of_memory, unless_out_of_memory
 from pipeline.encoder.embedding_recipe import SequenceCut, Variant
 from pipeline.encoder.engine import memory_ladder
 from pipeline.encoder.engine.embed_engine import Engine
 from pipeline.encoder.engine.io_threads import Fetch
 from pipeline.encoder.engine.sequence_work import ComputeStep, Done, below, full_precision
 from pipeline.encoder.forward.esm2 import TILE
-from pipeline.memory.runtime.out_of_memory import is_out_of_memory, unless_out_of_memory
 from pipeline.records import Reason
 from tests.encoder.engine.stand_ins import CHECKPOINT, Shelf, Workshop, recipe, run, settings, texts
 

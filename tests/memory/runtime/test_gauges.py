@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from pipeline.device import accelerator
 from pipeline.memory.runtime.meters import StepGauge
 
 MIB = 1 << 20
@@ -15,45 +16,37 @@ MIB = 1 << 20
 
 @dataclass
 class Counters:
-    """Torch's counters of a card, by their real names."""
+    """What a card would answer, by the names of `accelerator.Card`."""
 
     free: int = 900
     total: int = 1000
     reserved: int = 0
     most_reserved: int = 0
     most_allocated: int = 0
-    OutOfMemoryError = torch.cuda.OutOfMemoryError
+    name = "NVIDIA A100-SXM4-40GB"
+    fraction = 1.0
 
-    def mem_get_info(self, device: int) -> tuple[int, int]:
+    def free_and_total_bytes(self) -> tuple[int, int]:
         return self.free, self.total
 
-    def get_device_name(self) -> str:
-        return "NVIDIA A100-SXM4-40GB"
-
-    def memory_stats(self, device: int) -> dict[str, int]:
+    def memory_stats(self) -> dict[str, int]:
         return {
             "reserved_bytes.all.current": self.reserved,
             "reserved_bytes.all.peak": self.most_reserved,
             "allocated_bytes.all.peak": self.most_allocated,
         }
 
-    def current_device(self) -> int:
-        return 0
-
-    def get_per_process_memory_fraction(self, device: int) -> float:
-        return 1.0
-
-    def init(self) -> None: ...
+    def begin(self) -> None: ...
 
     def synchronize(self) -> None: ...
 
-    def reset_peak_memory_stats(self, device: int) -> None: ...
+    def reset_peaks(self) -> None: ...
 
 
 @pytest.fixture
 def counters(monkeypatch: pytest.MonkeyPatch) -> Counters:
     counters = Counters()
-    monkeypatch.setattr(torch, "cuda", counters)
+    monkeypatch.setattr(accelerator, "Card", lambda device: counters)
     return counters
 
 
@@ -88,11 +81,10 @@ def test_a_cards_peak_is_what_was_reserved_and_what_is_outside_is_told(counters:
 def test_a_card_that_ran_out_had_what_torch_holds_and_what_is_free(counters: Counters) -> None:
     gauge = StepGauge("cuda")
     counters.free, counters.reserved, counters.most_reserved = 40, 800, 810
-    assert gauge.died_at(torch.cuda.OutOfMemoryError("CUDA out of memory")) == 840
+    assert gauge.died_at(torch.OutOfMemoryError("CUDA out of memory")) == 840
     assert gauge.died_at(RuntimeError("CUDA error: an illegal memory access")) is None
 
 
-def test_every_counter_that_is_read_is_one_of_torchs() -> None:
+def test_every_counter_that_is_read_is_one_of_a_cards() -> None:
     mine = {name for name in vars(Counters) if not name.startswith("_")} - set(Counters.__annotations__)
-    older = {"get_per_process_memory_fraction"}  # not in every torch
-    assert {name for name in mine if not hasattr(torch.cuda, name)} <= older
+    assert mine <= set(dir(accelerator.Card))

@@ -53,5 +53,5 @@ def test_a_peak_that_begins_anew_within_an_epoch_does_not_lose_the_highest(count
 @pytest.fixture
 def counters(monkeypatch: pytest.MonkeyPatch) -> Counters:
     counters = Counters()
-    monkeypatch.setattr("torch.cuda", counters)
+    monkeypatch.setattr("pipeline.device.accelerator.Card", lambda device: counters)
     return counters

@@ -8,32 +8,23 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
+from pipeline.device.accelerator import OutOfMemory, computing
+from pipeline.device.kinds import CARD_IS_FULL, HOST_IS_FULL
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 Result = TypeVar("Result")
 
-# torch's allocator for the CPU raises a plain RuntimeError: "[enforce fail at alloc_cpu.cpp:127] err == 0.
-# DefaultCPUAllocator: can't allocate memory: you tried to allocate N bytes. Error code 12 (Cannot allocate memory)"
-_CPU_TEXTS = ("can't allocate memory", "Cannot allocate memory", "std::bad_alloc")
-# What goes past torch's own allocator on the card: the driver and pinned memory ("CUDA error: out of memory"), and the
-# libraries ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling …", "cuDNN error: CUDNN_STATUS_ALLOC_FAILED").
-_CUDA_TEXTS = (
-    "CUDA error: out of memory",
-    "CUDA driver error: out of memory",
-    "cudaErrorMemoryAllocation",
-    "STATUS_ALLOC_FAILED",
-    "_ALLOCATION_FAILED",  # as cuDNN 9 says it, of the host and of the card
-)
 _KEPT_CHARACTERS = 500  # of an error's text
 _PLAIN = RuntimeError, getattr(torch, "AcceleratorError", RuntimeError)  # the latter came with torch 2.8
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Tell whether an error means that memory ran out."""
-    if isinstance(error, MemoryError | torch.cuda.OutOfMemoryError):
+    if isinstance(error, (MemoryError, OutOfMemory)):
         return True
-    return type(error) in _PLAIN and any(text in str(error) for text in _CPU_TEXTS + _CUDA_TEXTS)
+    return type(error) in _PLAIN and any(text in str(error) for text in HOST_IS_FULL + CARD_IS_FULL)
 
 
 def unless_out_of_memory(call: Callable[[], Result]) -> Result | None:
@@ -67,8 +58,7 @@ def free_caches(device: str) -> None:
     """Release memory that Python, the C library and torch keep for reuse."""
     gc.collect()
     trim_heap()
-    if device != "cpu":
-        torch.cuda.empty_cache()
+    computing(device).empty_cache()
 
 
 def trim_heap() -> None:
