@@ -5,8 +5,7 @@
     with device.forked_rng():
         ...
 
-What all cards have is asked of torch.accelerator, which came with torch 2.6 and tells of memory since 2.9; of an older
-torch, and what only some kinds of card have, of the module of that kind.
+What all cards have is asked of torch.accelerator; what only some kinds have, of the module of that kind.
 """
 
 from __future__ import annotations
@@ -19,14 +18,11 @@ from pipeline.device.kinds import CARD, CPU, DRIVER, NOT_CARDS
 from pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from contextlib import AbstractContextManager
 
     from torch import Tensor
 
-OutOfMemory: type[RuntimeError] = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)  # of any card
 TorchDevice: TypeAlias = torch.device  # for rooms that do not import torch
-_general: Any = getattr(torch, "accelerator", None)
 
 
 def is_card(device: torch.device | str) -> bool:
@@ -41,10 +37,8 @@ def on_card(tensor: Tensor) -> bool:
 
 def card_here() -> str | None:
     """Return the kind of the cards of this machine, None where torch can use none."""
-    if _general is None:
-        return CARD if torch.cuda.is_available() else None
-    found = _general.current_accelerator()
-    return found.type if found is not None and found.type not in NOT_CARDS and _general.is_available() else None
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return found.type if found is not None and found.type not in NOT_CARDS else None
 
 
 def located(device: str) -> str | None:
@@ -57,11 +51,8 @@ def located(device: str) -> str | None:
 
 def select_card(local_rank: int) -> str | None:
     """Make a rank's card the current one; return its kind, None where torch can use no card."""
-    if (kind := card_here()) is None:
-        return None
-    module: Any = torch.get_device_module(kind)
-    choose: Callable[[int], None] = module.set_device if _general is None else _general.set_device_index
-    choose(local_rank % max(1, module.device_count()))
+    if (kind := card_here()) is not None:
+        torch.accelerator.set_device_index(local_rank % torch.accelerator.device_count())
     return kind
 
 
@@ -147,7 +138,7 @@ class Card(ComputeDevice):
     @property
     def index(self) -> int:
         """Its number among those that this process sees."""
-        return int(self._ask("current_device_index", "current_device")()) if self.on.index is None else self.on.index
+        return torch.accelerator.current_device_index() if self.on.index is None else self.on.index
 
     @property
     def name(self) -> str:
@@ -173,12 +164,11 @@ class Card(ComputeDevice):
 
     def memory_stats(self) -> dict[str, int]:
         """Return what the allocator counts, by torch's names; nothing where there is no card."""
-        return dict(self._ask("memory_stats")(self.index)) if card_here() is not None else {}
+        return dict(torch.accelerator.memory_stats(self.index)) if card_here() is not None else {}
 
     def free_and_total_bytes(self) -> tuple[int, int]:
         """Return what nobody uses of the card, and all of it."""
-        free, total = self._ask("get_memory_info", "mem_get_info")(self.index)
-        return int(free), int(total)
+        return torch.accelerator.get_memory_info(self.index)
 
     @property
     def allocated_bytes(self) -> int:
@@ -202,14 +192,14 @@ class Card(ComputeDevice):
 
     def reset_peaks(self) -> None:
         """Have the peaks begin anew, at what is used now."""
-        self._ask("reset_peak_memory_stats")(self.index)
+        torch.accelerator.reset_peak_memory_stats(self.index)
 
     def empty_cache(self) -> None:
         if card_here() is not None:  # else nothing is kept, and torch.accelerator raises
-            self._ask("empty_cache")()
+            torch.accelerator.empty_cache()
 
     def synchronize(self) -> None:
-        self._ask("synchronize")(self.index)
+        torch.accelerator.synchronize(self.index)
 
     def synchronize_stream(self) -> None:
         self.current_stream().synchronize()
@@ -217,7 +207,7 @@ class Card(ComputeDevice):
     @property
     def fraction(self) -> float:
         """The share of the card that this process may have; 1 where its kind knows no such limit."""
-        told = getattr(self._own, "get_per_process_memory_fraction", None)  # not in older torch
+        told = getattr(self._own, "get_per_process_memory_fraction", None)
         return 1.0 if told is None else float(told(self.index))
 
     def limit_fraction(self, fraction: float) -> None:
@@ -226,11 +216,11 @@ class Card(ComputeDevice):
         if limit is not None:
             limit(fraction, self.on)
 
-    def current_stream(self) -> Any:
+    def current_stream(self) -> torch.Stream:
         """Return the stream that work goes to now."""
-        return self._ask("current_stream")(self.index)
+        return torch.accelerator.current_stream(self.index)
 
-    def new_stream(self) -> Any:
+    def new_stream(self) -> torch.Stream:
         """Return a stream beside the current one; it is a context in which work goes to it."""
         return torch.Stream(torch.device(self.kind, self.index))
 
@@ -252,8 +242,3 @@ class Card(ComputeDevice):
     def _properties(self) -> Any:
         told = getattr(self._own, "get_device_properties", None)
         return None if told is None else told(self.index)
-
-    def _ask(self, name: str, own_name: str = "") -> Callable[..., Any]:
-        """Return a function of torch.accelerator, or what it is called in the module of the card's kind."""
-        found = getattr(_general, name, None) or getattr(self._own, own_name or name)
-        return cast("Callable[..., Any]", found)

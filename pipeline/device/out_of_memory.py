@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from pipeline.device.accelerator import OutOfMemory, computing
+from pipeline.device.accelerator import computing
 from pipeline.device.kinds import CARD_IS_FULL, HOST_IS_FULL
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ _PLAIN = RuntimeError, getattr(torch, "AcceleratorError", RuntimeError)  # the l
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Tell whether an error means that memory ran out."""
-    if isinstance(error, (MemoryError, OutOfMemory)):
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return type(error) in _PLAIN and any(text in str(error) for text in HOST_IS_FULL + CARD_IS_FULL)
 

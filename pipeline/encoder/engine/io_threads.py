@@ -208,7 +208,7 @@ class Fetch:
     """Copies rows to the host; from a card through one pinned buffer and its own stream, beside the next forward."""
 
     def __init__(self, pin: Callable[[int], torch.Tensor] | None = None) -> None:
-        self._stream: Any = None
+        self._stream: torch.Stream | None = None
         self._pin = pin or pinned_memory
         self._pinned = torch.empty(0, dtype=torch.uint8)
 

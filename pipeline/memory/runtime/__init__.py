@@ -1,1 +1,1 @@
-"""Beside a running step: out-of-memory told apart and survived, memory measured, budgets governed."""
+"""Beside a running step: out-of-memory survived, memory measured, budgets governed."""

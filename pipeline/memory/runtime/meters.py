@@ -193,12 +193,13 @@ class StepGauge:
 
     def died_at(self, error: BaseException) -> int | None:
         """Return the bytes that were not enough for a step that ended with this error; None for other errors."""
-        from pipeline.device.accelerator import OutOfMemory
+        import torch
+
         from pipeline.device.out_of_memory import is_out_of_memory
 
         if self._is_card:
             memory = self._meter.read()
-            is_full = isinstance(error, OutOfMemory)
+            is_full = isinstance(error, torch.OutOfMemoryError)
             return max(memory.limit_bytes or 0, memory.peak_reserved_bytes) if is_full else None
         return max(self.before.available_bytes, self.read().bytes) if is_out_of_memory(error) else None
 

@@ -29,8 +29,9 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
 import numpy as np
 import torch
 
+from pipeline.device.accelerator import on_card
+from pipeline.device.out_of_memory import out_of_memory_error
 from pipeline.errors import ConfigError
-from pipeline.memory.runtime.out_of_memory import out_of_memory_error
 from pipeline.training.ranks.rank_protocol import Ranks
 
 if TYPE_CHECKING:
@@ -126,7 +127,7 @@ class Gather(_Comm):
         self._passes.agree(2 * output_tensor.nbytes)
         self._ranks.collective(
             lambda: gather(output_tensor, input_tensor, group=group, async_op=True),
-            in_stream=_is_on_card(output_tensor),
+            in_stream=on_card(output_tensor),
         )
 
 
@@ -142,7 +143,7 @@ class ReduceScatter(_Comm):
         async_op: bool = False,  # noqa: ARG002, FBT001, FBT002 - it is torch's
     ) -> None:
         self._passes.agree(2 * input_tensor.nbytes + 1)
-        if not _is_on_card(output_tensor):  # gloo's own does the same, and cannot be watched while waiting
+        if not on_card(output_tensor):  # gloo's own does the same, and cannot be watched while waiting
             self._ranks.collective(
                 lambda: torch.distributed.all_reduce(input_tensor, op=op, group=group, async_op=True)
             )
@@ -152,7 +153,3 @@ class ReduceScatter(_Comm):
         self._ranks.collective(
             lambda: reduce(output_tensor, input_tensor, op=op, group=group, async_op=True), in_stream=True
         )
-
-
-def _is_on_card(tensor: Tensor) -> bool:
-    return tensor.device.type != "cpu"

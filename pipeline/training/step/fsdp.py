@@ -21,7 +21,6 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_map_only
 
-from pipeline.device.accelerator import on_card
 from pipeline.device.kinds import CPU
 from pipeline.errors import ConfigError
 from pipeline.training.step.checkpointing import repeated
