@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.training.ranks.launch import GPUS, GracePeriods, launch_ranks, rank_environments
+from pipeline.device.kinds import VISIBLE
+from pipeline.training.ranks.launch import GracePeriods, launch_ranks, rank_environments
 from tests.cluster.programs import await_true, is_running
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -50,7 +51,7 @@ def are_gone(folder: Path, world: int) -> bool:
 
 
 def test_every_rank_knows_which_it_is_and_has_a_gpu_of_its_own(tmp_path: Path) -> None:
-    assert launch_ranks(command(tmp_path, ""), 3, {**os.environ, GPUS: "4,GPU-5,6"}) == 0
+    assert launch_ranks(command(tmp_path, ""), 3, {**os.environ, VISIBLE: "4,GPU-5,6"}) == 0
     told = [up(tmp_path, rank)[1:] for rank in range(3)]
     assert [words[0] for words in told] == ["0/3", "1/3", "2/3"]
     assert [words[2] for words in told] == ["4", "GPU-5", "6"]
@@ -66,7 +67,7 @@ def test_two_launches_have_different_names(tmp_path: Path) -> None:
 
 
 def test_gpus_are_numbered_where_none_are_named() -> None:
-    assert [its[GPUS] for its in rank_environments(2, {})] == ["0", "1"]
+    assert [its[VISIBLE] for its in rank_environments(2, {})] == ["0", "1"]
 
 
 @pytest.mark.parametrize(
