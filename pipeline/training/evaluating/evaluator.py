@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import quote, unquote
 
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from pipeline.training.items.loader import Loader
     from pipeline.training.ranks.rank_protocol import Ranks
     from pipeline.training.step.contrastive import ContrastiveStep
+    from pipeline.training.step.fsdp import ShardedStep
     from pipeline.training.step.step import Step
 
 LOSS = "loss"
@@ -125,37 +127,42 @@ class Evaluator:
     def _all_together(self) -> Iterator[Reason | None]:
         """Evaluate in step with all ranks, as a model that is sharded over them needs."""
         from pipeline.training.sampling.sampler import MicroBatch
-        from pipeline.training.step.local_sharded import joint_turns
+        from pipeline.training.step.local_sharded import joint_pass, joint_turns
 
-        loader, refused = self.loader, list[Rejection]()
+        loader, refused, step = self.loader, list[Rejection](), cast("ShardedStep", self.step)
         assert loader is not None
 
         def pieces() -> Iterator[Piece]:
             for batch in loader:
                 refused.extend(batch.rejected)
                 if len(batch):
-                    yield Piece(batch, 0, len(batch))
+                    yield from self._small(Piece(batch, 0, len(batch)))
 
         def fetch(number: int) -> Batch:
             return loader.fetch((number,), MicroBatch(0, 0, 0, 1, np.array([number])))
 
         for turn in joint_turns(pieces(), self.ranks, fetch):
             self.ranks.progress("evaluation")
-            if turn.counts:
-                self._evaluate(turn.piece)
+            outcome = joint_pass(step, partial(self._evaluated, turn.piece))
+            if outcome.result is None:  # memory ended on this rank or on another
+                turn.instead = [turn.piece] if turn.counts else []
+                if outcome.error:
+                    turn.instead = turn.piece.halves() if len(turn.piece) > 1 else []
+                    self._too_much = min(self._too_much, self._cost(turn.piece))
+                if outcome.error and not turn.instead:
+                    yield self._climb(turn.piece, outcome.error, counts=turn.counts)
+            elif turn.counts:
+                self._keep(turn.piece, *outcome.result)
                 yield from [None] * len(turn.piece)
-            else:
-                self._accompany(turn.piece)
         yield from map(self._left_out, refused)
 
-    def _accompany(self, piece: Piece) -> None:
-        """Take part in the passes for another rank's piece."""
-        batch = self.step.moved(self.step.task.collate(piece.items, piece.rng))
-        if self.with_loss:
-            self._terms_of(self.step.model, batch, on_host=False)
-        if self._says:
-            with self.step.evaluating(), self.step.cast():
-                self.step.task.outputs(self.step.model, batch)  # type: ignore[attr-defined]
+    def _small(self, piece: Piece) -> Iterator[Piece]:
+        """Yield a piece in parts that cost less than the cheapest that did not fit."""
+        if len(piece) < 2 or self._cost(piece) < self._too_much:
+            yield piece
+            return
+        for half in piece.halves():
+            yield from self._small(half)
 
     def _left_out(self, rejection: Rejection) -> Reason:
         self.rejected += 1
@@ -181,14 +188,14 @@ class Evaluator:
     def _cost(self, piece: Piece) -> float:
         return 0.0 if self.cost_N is None else float(self.cost_N[list(piece.numbers)].sum())
 
-    def _climb(self, piece: Piece, error: str) -> Reason | None:
-        """Handle a single item that does not fit, as `train.too_large` says."""
+    def _climb(self, piece: Piece, error: str, *, counts: bool = True) -> Reason | None:
+        """Handle a single item that does not fit, as `train.too_large` says; one that another rank has cannot go."""
         name = piece.ids[0]
-        if self.too_large == ERROR:
+        if self.too_large == ERROR or not counts:
             what = f"{name} does not fit in memory, not even alone and without gradients: {error}"
             remedy = "a larger card   or   --set train.too_large=skip"
             raise PlanInfeasible(what, where="evaluation", remedy=remedy)
-        if self.too_large == HOST and self.step.device != HOST:
+        if self.too_large == HOST and self.step.device != HOST and not self.step.is_spread:
             on_host = out_of_memory_error(lambda alone: self._evaluate(alone, on_host=True), piece)
             if on_host is None:
                 return None
@@ -197,6 +204,10 @@ class Evaluator:
 
     def _evaluate(self, piece: Piece, *, on_host: bool = False) -> None:
         """Evaluate a piece; one that fails has added nothing to the results."""
+        self._keep(piece, *self._evaluated(piece, on_host=on_host))
+
+    def _evaluated(self, piece: Piece, *, on_host: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the outputs and the loss terms of a piece."""
         self.begin(piece)
         task = self.step.task
         batch = task.collate(piece.items, piece.rng)
@@ -211,6 +222,10 @@ class Evaluator:
             if self._contrasts:
                 vectors = embedded(cast("Contrastive", task), model, batch)
                 outputs |= {EMBEDDED + _escaped(name): rows for name, rows in vectors.items()}
+        return outputs, terms
+
+    def _keep(self, piece: Piece, outputs: dict[str, Any], terms: Mapping[str, tuple[float, float]]) -> None:
+        """Add what a piece gave to the results."""
         if self._writer is not None:
             self._write(piece, outputs, terms)
         _add_terms(self._terms, terms)

@@ -193,6 +193,16 @@ class SpreadModel:
         self._parts[-1].set_requires_gradient_sync(now)
         self._parts[-1].set_is_last_backward(now)
 
+    def reset(self) -> None:
+        """Return to shards after a pass that was given up: no block is gathered, and no gradient is kept of it."""
+        self._parts[-1].reset_iter_state()
+        for part in self._parts:
+            for group in cast("Any", part)._get_fsdp_state()._fsdp_param_groups:  # noqa: SLF001 - no public way
+                for parameter in group.fsdp_params:
+                    parameter.unsharded_accumulated_grad = None
+                    if hasattr(parameter, "_unsharded_param"):
+                        parameter._unsharded_param.grad = None  # noqa: SLF001
+
     def begin_step(self) -> None:
         """Forget which parameters had gradients."""
         self._used.clear()

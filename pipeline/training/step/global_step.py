@@ -184,7 +184,7 @@ class WholeStep:
     def _weights(self, share: RankShare) -> tuple[dict[str, float] | None, bool]:
         """Return the weights of the whole step, None where they are not needed, and whether any rank is lost."""
         if not self.stepper.needs_weights:
-            return None, bool(self.lost)
+            return None, bool(self.lost_by() if self.step.is_spread else self.lost)  # spread, all make the same passes
         own = {} if self.lost else self.stepper.weights(share)
         replies = self.ranks.exchange({"lost": bool(self.lost), "weights": own})
         rank_weights, is_lost = [reply["weights"] for reply in replies], any(reply["lost"] for reply in replies)
@@ -234,9 +234,6 @@ class WholeStep:
         norm = float(self.step.clip() if self.step.settings.clip is not None else self.step.norm())
         if not math.isfinite(norm) and not self.step.retries_by_scale:
             return None
-        if self.step.is_spread:  # an out-of-memory here ends all ranks
-            self.step.apply()
-            return norm
         error = out_of_memory_error(self.step.apply)
         self.lost = "" if error is None else f"memory ended within the optimizer: {error}"
         return norm

@@ -11,7 +11,6 @@ step that it would have been with these cuts from the beginning. A single micro-
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import TYPE_CHECKING, Any
@@ -20,10 +19,9 @@ import torch
 
 from pipeline.device.out_of_memory import out_of_memory_error
 from pipeline.errors import DataError
-from pipeline.memory.runtime.recovery import Oom
 from pipeline.training.random_state import as_drawn
 from pipeline.training.step.contrastive import joined_rows, split_rows
-from pipeline.training.step.local_step import Local, Stepper
+from pipeline.training.step.local_step import JointStepper, Local
 from pipeline.training.step.micro_batches import HOST
 
 if TYPE_CHECKING:
@@ -48,7 +46,7 @@ class _Embedded:
     rows: dict[str, Tensor] | None  # None: already passed on
 
 
-class ContrastiveStepper(Stepper):
+class ContrastiveStepper(JointStepper):
     """Runs a rank's part of contrastive steps; between the two passes all ranks exchange their embeddings."""
 
     is_joint = True
@@ -58,8 +56,6 @@ class ContrastiveStepper(Stepper):
         """Take the ranks and the arguments of any `Stepper`."""
         super().__init__(*arguments, **named)
         self.ranks = ranks
-        self._of: tuple[int, int] | None = None  # the step that `_too_much` is about: its epoch and number
-        self._too_much = math.inf  # the least cost of a piece that did not fit
 
     def weights(self, share: RankShare) -> dict[str, float]:  # noqa: ARG002 - it is any stepper's
         """Return nothing: weights come with the loss of all items."""
@@ -74,9 +70,7 @@ class ContrastiveStepper(Stepper):
 
     def run(self, share: RankShare, weights: Mapping[str, float] | None) -> Local:  # noqa: ARG002 - see `weights`
         """Run this rank's share; gradients are in the parameters afterwards, unless it must run again."""
-        of = share.origin.epoch, share.origin.step
-        if of != self._of:
-            self._of, self._too_much = of, math.inf
+        self._enter(share)
         local = self._begun()
         whole = self._whole(share)
         if whole is not None:
@@ -89,16 +83,6 @@ class ContrastiveStepper(Stepper):
         return local
 
     # Cuts
-
-    def _ready(self, piece: Piece) -> list[Piece]:
-        parts = [part for ready in super()._ready(piece) for part in self._small(ready)]
-        return [replace(part, rung=self._known_rung(part)) if len(part) == 1 else part for part in parts]
-
-    def _small(self, piece: Piece) -> list[Piece]:
-        """Halve a piece until every part costs less than the cheapest that did not fit."""
-        if len(piece) < 2 or self.cost(piece) < self._too_much:
-            return [piece]
-        return [part for half in piece.halves() for part in self._small(half)]
 
     def _whole(self, share: RankShare) -> Piece | None:
         """Return the single piece that holds the whole step; None: there are several."""
@@ -122,18 +106,6 @@ class ContrastiveStepper(Stepper):
         self._begin(piece)
         with self.step.remedied(piece.rung):
             run(piece, local)
-
-    def _learn(self, piece: Piece, error: str, share: RankShare, local: Local) -> None:
-        """Make sure that the next attempt cuts, lifts or leaves out the piece that did not fit."""
-        oom = Oom((), local.ooms, error, is_single=len(piece) == 1)
-        local.ooms += 1
-        self._heard(piece, oom)
-        if not oom.is_single:
-            self._too_much = min(self._too_much, self.cost(piece))
-        elif rung := self._next_rung(piece):
-            self.governor.climbed(self.cost(piece), rung)
-        else:
-            share.leave_out(piece.ids)
 
     # Passes
 

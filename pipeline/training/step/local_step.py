@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.device.kinds import CPU
 from pipeline.device.out_of_memory import free_caches, out_of_memory_error
 from pipeline.errors import DataError, PlanInfeasible
-from pipeline.memory.runtime.recovery import StepSnapshot, replay_until_it_fits
+from pipeline.memory.runtime.recovery import Oom, StepSnapshot, replay_until_it_fits
 from pipeline.protocol import Weights
 from pipeline.training.random_state import as_drawn
 from pipeline.training.step.micro_batches import HOST, RUNGS, SKIP
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from pipeline.memory.runtime.governor import Governor
     from pipeline.memory.runtime.meters import Upkeep
-    from pipeline.memory.runtime.recovery import Oom
     from pipeline.training.step.micro_batches import Piece, RankShare
     from pipeline.training.step.step import Step
 
@@ -253,6 +252,44 @@ class Stepper:
 
         out_of_memory_error(evaluate, piece)
         return all(map(math.isfinite, losses))
+
+
+class JointStepper(Stepper):
+    """Runs a rank's part of steps that all ranks begin again together, in smaller pieces, where memory ended on one."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        """Take the arguments of any `Stepper`."""
+        super().__init__(*arguments, **named)
+        self._of: tuple[int, int] | None = None  # the step that `_too_much` is about: its epoch and number
+        self._too_much = math.inf  # the least cost of a piece that did not fit
+
+    def _enter(self, share: RankShare) -> None:
+        """Forget what did not fit in another step."""
+        of = share.origin.epoch, share.origin.step
+        if of != self._of:
+            self._of, self._too_much = of, math.inf
+
+    def _ready(self, piece: Piece) -> list[Piece]:
+        parts = [part for ready in super()._ready(piece) for part in self._small(ready)]
+        return [replace(part, rung=self._known_rung(part)) if len(part) == 1 else part for part in parts]
+
+    def _small(self, piece: Piece) -> list[Piece]:
+        """Halve a piece until every part costs less than the cheapest that did not fit."""
+        if len(piece) < 2 or self.cost(piece) < self._too_much:
+            return [piece]
+        return [part for half in piece.halves() for part in self._small(half)]
+
+    def _learn(self, piece: Piece, error: str, share: RankShare, local: Local) -> None:
+        """Make sure that the next attempt cuts, lifts or leaves out the piece that did not fit."""
+        oom = Oom((), local.ooms, error, is_single=len(piece) == 1)
+        local.ooms += 1
+        self._heard(piece, oom)
+        if not oom.is_single:
+            self._too_much = min(self._too_much, self.cost(piece))
+        elif rung := self._next_rung(piece):
+            self.governor.climbed(self.cost(piece), rung)
+        else:
+            share.leave_out(piece.ids)
 
 
 def weights_of(step: Step, piece: Piece) -> Mapping[str, Any]:

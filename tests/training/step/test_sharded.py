@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from pipeline.errors import ConfigError, JobFailed, PipelineError
+from pipeline.errors import ConfigError
 from pipeline.memory.runtime.governor import Governor
 from pipeline.store.format.disk import Disk
 from pipeline.training.checkpoints import checkpoint_reader
@@ -28,7 +28,7 @@ from pipeline.training.checkpoints.sharded_checkpoint import Assembled, assemble
 from pipeline.training.checkpoints.tensor_file import CheckpointDamaged
 from pipeline.training.items.batch import BatchOrigin
 from pipeline.training.ranks.process_group import ProcessGroup
-from pipeline.training.ranks.rank_protocol import LOST, RankLost, SingleRank
+from pipeline.training.ranks.rank_protocol import LOST, SingleRank
 from pipeline.training.step.fsdp import ShardedStep, built, local, shard
 from pipeline.training.step.local_sharded import ShardedStepper, power_of_two
 from pipeline.training.step.micro_batches import RUNGS, Piece
@@ -271,38 +271,6 @@ def test_ranks_build_one_after_the_other_what_one_process_would(tmp_path: Path) 
     whole = sum(one.nbytes for one in model.parameters())
     assert sum(one["bytes"] for one in found) == whole
     assert max(one["bytes"] for one in found) < 0.65 * whole
-
-
-class Full(spread.OneTerm):
-    """A task for which memory ends at one item."""
-
-    def loss(self, model: nn.Module, batch: Any) -> Any:
-        terms = super().loss(model, batch)
-        if 4 in batch["number"]:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
-        return terms
-
-
-def run_out(group: ProcessGroup) -> None:
-    """Let memory end in the second pass of rank 0, while rank 1 waits for it in the midst of its own."""
-    from pipeline.runs.engine.run_task import failure_kind  # here, as it takes seconds that only this part needs
-
-    spread.TASKS["full"] = Full
-    stepper = stepper_of(spread.step_of(group, "full", {}))
-    try:
-        spread.accumulate(stepper, SHARES["uneven"][group.rank])
-    except PipelineError as error:
-        group.exchange({}) if isinstance(error, RankLost) else os.write(2, f"trouble: {failure_kind(error)}\n".encode())
-        raise
-
-
-def test_memory_that_ends_on_one_rank_ends_the_step_on_all(tmp_path: Path) -> None:
-    started = crew(tmp_path, 2, run_out)
-    assert started.wait() == [JobFailed.exit_code, LOST]
-    assert "trouble: gpu_oom" in started.err(0)
-    assert "memory ended within a pass of 2 items" in started.err(0)
-    assert "CUDA out of memory. Tried to allocate 2.00 GiB." in started.err(0)
-    assert f"rank 0 ({socket.gethostname()}) gave up: memory ended within a pass of 2 items" in started.err(1)
 
 
 def die(group: ProcessGroup, folder: Path) -> None:
