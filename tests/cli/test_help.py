@@ -49,11 +49,12 @@ COMMANDS = (
 )
 # What stands beside a training step while it runs, or is traced.
 BESIDE_A_STEP = (
+    "device/accelerator.py",
     "memory/leaks/inspection.py",
     "memory/leaks/leak_detector.py",
     "memory/runtime/governed.py",
     "memory/runtime/lightning_callback.py",
-    "memory/runtime/out_of_memory.py",
+    "device/out_of_memory.py",
     "memory/runtime/recovery.py",
     "stages/train.py",
 )
