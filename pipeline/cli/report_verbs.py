@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -46,8 +47,12 @@ def items_command(
     import csv
     from itertools import islice
 
+    from pipeline.errors import ConfigError
     from pipeline.report import tables
 
+    if key is not None and not re.fullmatch("[0-9a-fA-F]+", key):
+        problem = f"{key!r} is no beginning of a key, which is a hexadecimal number"
+        raise ConfigError(problem, where="--key", remedy=Command.of("items --json", then="   (names the keys)"))
     path = _scanned(run, config, sets).inventory
     with path.open(encoding="utf-8", newline="") as file:
         every = csv.DictReader(file)
@@ -58,6 +63,9 @@ def items_command(
         columns = [name for name in every.fieldnames or () if name not in TOO_WIDE]
         rows = [[row[name] for name in columns] for row in islice(chosen, ITEMS_SHOWN)]
         more = sum(1 for _ in chosen)
+    if key and not rows:
+        typer.echo(f"no item has a record whose key begins with {key}: {path}", err=True)
+        return
     tables.show_parts(tables.text_table(columns, rows), f"{f'{more:,} more, and ' if more else ''}all columns: {path}")
 
 

@@ -72,7 +72,7 @@ def check_configuration(loaded: LoadedConfig) -> list[CheckResult]:
     """Return what is worth knowing about a configuration; raise where a run would fail for what it says."""
     before, after = configuration_checks()
     findings = _found((*before, *after), loaded)
-    bad = [finding for finding in findings if finding.verdict is CheckVerdict.BAD]
+    bad = list({finding.found: finding for finding in findings if finding.verdict is CheckVerdict.BAD}.values())
     if bad:
         *others, last = bad
         lines = [f"{finding.found}\n  next: {finding.remedy}" for finding in others if finding.remedy != last.remedy]

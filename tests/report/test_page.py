@@ -172,6 +172,9 @@ def test_the_verb_writes_the_page_where_it_is_asked_to(real: RunFolder, pipeline
     assert refused.code == 2
     assert "the page cannot be written: No such file or directory" in refused.err
     assert f"next: mkdir -p {tmp_path / 'nowhere'}" in refused.err
+    for folder in (".", "", "/"):
+        refused = pipeline("report", str(real.path), "--html", folder)
+        assert (refused.code, "the page cannot be written: Is a directory" in refused.err) == (2, True)
 
 
 def test_the_verb_prints_the_page_where_it_is_asked_to(real: RunFolder, pipeline: Command) -> None:

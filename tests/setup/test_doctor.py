@@ -123,6 +123,14 @@ def test_doctor_and_config_check_find_the_same(
     assert row["remedy"] in checked.err
 
 
+def test_what_several_checks_stumble_over_is_said_once(pipeline: Command, make_project: MakeProject) -> None:
+    (make_project(3) / "taken").write_text("a file")
+    task = "train.task=pipeline.tasks.interface:Interface"
+    checked = pipeline("config", "check", "--set", "cache.root=taken", "--set", task)
+    assert checked.code == 2
+    assert checked.err.count("the cache cannot be read: Not a directory") == 1
+
+
 def test_weights_that_nobody_named_are_a_note_of_both(pipeline: Command, make_project: MakeProject) -> None:
     make_project(3)
     assert verdicts(pipeline)[1]["weights"] == "note"

@@ -69,7 +69,7 @@ class TrainedModel:
             names = sorted(name for name in {**theirs, **mine} if theirs.get(name) != mine.get(name))
             texts = [f"{name}: {theirs.get(name)!r} (here {mine.get(name)!r})" for name in names]
             problem = "\n  ".join(["the model was trained on other embeddings:", *texts])
-            remedy = "the same command with --set embed.weights=FILE of that encoder   (pipeline config show embed)"
+            remedy = "the same command with --set embed.weights=FILE of that encoder   (pipeline config show)"
             raise ConfigError(problem, where=str(self.folder.path), remedy=remedy)
 
 

@@ -6,8 +6,10 @@ depends on it. Whatever cannot be told becomes a note on the page.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 import re
 import time
 from contextlib import suppress
@@ -150,6 +152,8 @@ def write_page(path: Path, text: str) -> None:
 def write_page_where_asked(path: Path, text: str) -> None:
     """Write a page to a path that the user named."""
     try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         write_page(path, text)
     except OSError as error:
         what, there = f"the page cannot be written: {error.strerror or error}", path.parent.exists()

@@ -6,7 +6,6 @@ import codecs
 import csv
 import gzip
 import json
-import os
 import re
 import zlib
 from contextlib import closing
@@ -211,16 +210,15 @@ def read_rows(path: Path, columns: Columns, *, quoted: bool = True) -> Iterator[
         with closing(text_lines(path)) as lines:  # at once, not when an error that holds it is forgotten
             yield from _separated_rows(path, lines, columns, DELIMITERS[suffix], quoted=quoted)
     else:
-        raise _wrong_kind(path, suffix)
+        with _opened(path):
+            raise _wrong_kind(path, suffix)
 
 
 def _wrong_kind(path: Path, suffix: str) -> ConfigError:
     known = " ".join((*DELIMITERS, *JSON_LINES))
     what = f"a table is one of {known} (or these with .gz), not {suffix!r}"
     remedy = "pipeline config show   (says where this path comes from)"
-    if os.path.isdir(path):  # noqa: PTH112  # Path.is_dir raises where a folder above is closed to us
-        what, remedy = "a folder, where a table is wanted", f"ls {quote(str(path))}   (then name one of these)"
-    elif suffix == ".parquet":
+    if suffix == ".parquet":
         code = "import pandas, sys; pandas.read_parquet(sys.argv[1]).to_csv(sys.argv[2], index=False)"
         remedy = f"python -c {quote(code)} {quote(str(path))} {quote(str(path.with_suffix('.csv')))}"
     return ConfigError(what, where=str(path), remedy=remedy)

@@ -169,6 +169,11 @@ def test_a_table_of_another_kind_is_an_error(tmp_path: Path, suffix: str) -> Non
         read("manifest", write(tmp_path / f"m{suffix}", "x"))
 
 
+def test_a_table_that_is_not_there_is_said_to_be_missing_whatever_its_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such file"):
+        read("manifest", tmp_path / "nothing")
+
+
 SETTINGS_NOBODY_READS: list[tuple[str, dict[str, object]]] = [
     ("manifest", {"state": "unbound"}),
     ("glob", {"splits": Path("s.csv")}),
