@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pipeline.keys import TICK_NS
+from pipeline.structures.synthetic import complex_pdb
 from tests.structures.pdb_text import chain
 
 if TYPE_CHECKING:
@@ -40,6 +43,21 @@ def write_complex(path: Path, number: int) -> None:
     """Write a complex whose sequences differ from those of any other number."""
     names = [RESIDUES[number // 15**place % 15] for place in range(4)]
     path.write_text(chain("A", *names, "TRP") + chain("B", *names, "TYR", "TYR") + "END\n")
+
+
+def write_growing(folder: Path, items: int) -> None:
+    """Write complexes into the folder `data` of a project, each larger than the one before."""
+    (folder / "data").mkdir()
+    for number in range(items):
+        (folder / "data" / f"c{number}.pdb").write_bytes(complex_pdb(number, 20 + 10 * number, 30))
+    settle(folder / "data")
+
+
+def submit_there(folder: Path, stage: str) -> None:
+    """Run a stage of a project in a process of its own."""
+    pipeline = str(Path(sys.executable).with_name("pipeline"))
+    words = [pipeline, "submit", "--stage", stage, "--executor", "local", "--follow"]
+    subprocess.run(words, cwd=folder, check=True, capture_output=True, timeout=300)
 
 
 def settle(folder: Path) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_map_only
 
 from pipeline.graphs.build_graph import build_graph
 from pipeline.graphs.item_graph import GraphRecipe, ItemGraph, encode_graph
@@ -22,6 +24,13 @@ from pipeline.training.items.batch_layout import EMBEDDING, ENCODED, BatchBuilde
 
 DIM = 16
 LIMIT = 64 << 20
+Tree = TypeVar("Tree")
+
+
+def double(batch: Tree) -> Tree:
+    """Return a batch with double-precision numbers."""
+    turned: Tree = tree_map_only(torch.Tensor, lambda one: one.double() if one.is_floating_point() else one, batch)
+    return turned
 
 
 def batch_of(graphs: Sequence[ItemGraph], dim: int | None = DIM, ids: Sequence[str] = ()) -> batch.ItemBatch:

@@ -6,7 +6,6 @@ from functools import cache
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_map_only
 
 from pipeline.protocol import ITEMS
 from pipeline.tasks.rna_ligand import RnaLigand
@@ -32,10 +31,6 @@ def three():
 
 def collated(*graphs, task=SMALL, ids=()):
     return task.collate(items_of(graphs, ids), RNG)
-
-
-def double(batch):
-    return tree_map_only(torch.Tensor, lambda one: one.double() if one.is_floating_point() else one, batch)
 
 
 def new_model(task, dtype=torch.float32):

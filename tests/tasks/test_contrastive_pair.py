@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from pipeline.errors import ConfigError
 from pipeline.memory.footprint import MemoryChoice, live_peak_bytes
@@ -23,6 +23,7 @@ from pipeline.training.step.contrastive import make_step
 from pipeline.training.step.optimizers import StepSettings
 from tests.limited import device
 from tests.memory.tracing.traced import tracer, true_peak
+from tests.tasks.items import double
 from tests.tasks.reader_items import batch_of
 
 RNG = np.random.default_rng(0)
@@ -52,10 +53,6 @@ def pair(seed, left=None, right=None):
 
 def collated(*pairs, task=SMALL):
     return task.collate(batch_of(pairs).items[:], RNG)
-
-
-def double(batch):
-    return tree_map_only(torch.Tensor, lambda one: one.double() if one.is_floating_point() else one, batch)
 
 
 def model_of(task=SMALL, dtype=torch.float64):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from pipeline.errors import ConfigError
 from pipeline.memory.footprint import MemoryChoice, live_peak_bytes
@@ -23,6 +23,7 @@ from pipeline.training.step.optimizers import StepSettings
 from pipeline.training.step.step import Step
 from tests.limited import device
 from tests.memory.tracing.traced import tracer, true_peak
+from tests.tasks.items import double
 from tests.tasks.reader_items import batch_of
 
 RNG = np.random.default_rng(0)
@@ -66,10 +67,6 @@ def collated(*many, task=SMALL):
 
 def without(sequence, *names):
     return {name: value for name, value in values_of(sequence).items() if name not in names}
-
-
-def double(batch):
-    return tree_map_only(torch.Tensor, lambda one: one.double() if one.is_floating_point() else one, batch)
 
 
 def model_of(task=SMALL, dtype=torch.float64):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from scipy.spatial.transform import Rotation
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from pipeline.errors import ConfigError
 from pipeline.graphs.item_graph import GraphRecipe, ItemGraph
@@ -25,7 +25,7 @@ from pipeline.training.step.optimizers import StepSettings
 from pipeline.training.step.step import Step
 from tests.limited import device
 from tests.memory.tracing.traced import tracer, true_peak
-from tests.tasks.items import DIM, batch_of, graph_of, made, real
+from tests.tasks.items import DIM, batch_of, double, graph_of, made, real
 
 RNG = np.random.default_rng(0)
 SMALL = Interface(embedding_dim=DIM, width=16, layers=2, pair_width=8, pair_layers=2)
@@ -49,10 +49,6 @@ def precise(graph):
         for part in graph.parts
     )
     return replace(graph, parts=parts)
-
-
-def double(batch):
-    return tree_map_only(torch.Tensor, lambda one: one.double() if one.is_floating_point() else one, batch)
 
 
 def model_of(task=SMALL, dtype=torch.float64):

@@ -19,6 +19,7 @@ from pipeline.training.step.checkpointing import repeated
 from pipeline.training.step.optimizers import StepSettings
 from pipeline.training.step.step import Step
 from tests.graphs.complexes import moved, shared_complex
+from tests.tasks.items import double
 from tests.tasks.rna_items import RECIPE, by_item, made
 from tests.tasks.rna_models import (
     NOTHING,
@@ -27,7 +28,6 @@ from tests.tasks.rna_models import (
     SMALL,
     TINY,
     collated,
-    double,
     model_of,
     new_model,
     three,

@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from pipeline.errors import ConfigError
 from pipeline.memory.footprint import Category, MemoryChoice, live_peak_bytes
@@ -22,6 +22,7 @@ from pipeline.training.step.optimizers import StepSettings
 from pipeline.training.step.step import Step
 from tests.limited import device
 from tests.memory.tracing.traced import of, tracer, true_peak
+from tests.tasks.items import double
 from tests.tasks.reader_items import batch_of
 
 RNG = np.random.default_rng(0)
@@ -44,10 +45,6 @@ def spectrum(seed, peaks=30, target=(1.0, -2.0)):
 
 def collated(*spectra, task=SMALL):
     return task.collate(batch_of(spectra).items[:], RNG)
-
-
-def double(batch):
-    return tree_map_only(torch.Tensor, lambda one: one.double() if one.is_floating_point() else one, batch)
 
 
 def model_of(task=SMALL, dtype=torch.float64):

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pipeline.structures.synthetic import complex_pdb
 from tests.command import Command
-from tests.projects import settle
+from tests.projects import settle, submit_there, write_growing
 
-PIPELINE = Path(sys.executable).with_name("pipeline")
 PLAN = ("plan", "--stage", "train", "--gpu", "a100-40gb")
 SIZES = "nodes=300,edges=6000,pairs=20000"
 ITEMS = 6
@@ -38,18 +34,12 @@ class Nonbonded(Interface):
 '''
 
 
-def submit(stage: str, folder: Path) -> None:
-    """Run a stage here."""
-    words = [str(PIPELINE), "submit", "--stage", stage, "--executor", "local", "--follow"]
-    subprocess.run(words, cwd=folder, check=True, capture_output=True, timeout=300)
-
-
 def copied(project: Path, folder: Path, *stages: str) -> Path:
     """Return a copy of a project in which stages have run."""
     shutil.copytree(project, folder)
     settle(folder / "data")
     for stage in stages:
-        submit(stage, folder)
+        submit_there(folder, stage)
     return folder
 
 
@@ -57,10 +47,7 @@ def copied(project: Path, folder: Path, *stages: str) -> Path:
 def unscanned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a project in which nothing was submitted."""
     folder = tmp_path_factory.mktemp("early")
-    (folder / "data").mkdir()
-    for number in range(ITEMS):
-        (folder / "data" / f"c{number}.pdb").write_bytes(complex_pdb(number, 20 + 10 * number, 30))
-    settle(folder / "data")
+    write_growing(folder, ITEMS)
     (folder / "pipeline.yaml").write_text(CONFIG)
     (folder / "nonbonded.py").write_text(NONBONDED)
     return folder
@@ -109,7 +96,7 @@ def test_the_plan_of_a_scan_is_the_one_of_its_graphs_where_edges_are_those_of_ne
     folder = copied(unscanned, tmp_path / "project", "scan")
     monkeypatch.chdir(folder)
     early = planned(typed)
-    submit("graph", folder)
+    submit_there(folder, "graph")
     late = planned(typed)
     assert (early["sizes_from"] != "", late["sizes_from"]) == (True, "")
     assert early["item"] == late["item"]

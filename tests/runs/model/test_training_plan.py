@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -13,11 +12,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.structures.synthetic import complex_pdb
 from tests.command import Command
-from tests.projects import settle
+from tests.projects import settle, submit_there, write_growing
 
-PIPELINE = Path(sys.executable).with_name("pipeline")
 PLAN = ("plan", "--stage", "train", "--set", "train.task=planlab:Task", "--json")
 CONFIG = """\
 data: {source: glob, path: data}
@@ -132,14 +129,10 @@ class IgnoresSizes(Task):
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a project with graphs, in which nothing is changed."""
     folder = tmp_path_factory.mktemp("planned")
-    (folder / "data").mkdir()
-    for number in range(ITEMS):
-        (folder / "data" / f"c{number}.pdb").write_bytes(complex_pdb(number, 20 + 10 * number, 30))
-    settle(folder / "data")
+    write_growing(folder, ITEMS)
     (folder / "pipeline.yaml").write_text(CONFIG)
     (folder / "planlab.py").write_text(TASK)
-    words = [str(PIPELINE), "submit", "--stage", "graph", "--executor", "local", "--follow"]
-    subprocess.run(words, cwd=folder, check=True, capture_output=True)
+    submit_there(folder, "graph")
     return folder
 
 

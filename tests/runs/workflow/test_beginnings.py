@@ -9,20 +9,13 @@ import torch
 
 from pipeline.tasks.interface import Interface
 from tests.command import Command
-from tests.runs.workflow.trained import write_project
+from tests.runs.workflow.trained import SMALL, write_project
 
 pytestmark = pytest.mark.timeout(900)  # it trains for real, on machines that are shared
 
 OPTIONS = {"embedding_dim": 16, "width": 8, "layers": 1, "pair_width": 4}
-CONFIG = f"""\
-data: {{source: manifest, path: data/manifest.csv}}
-embed: {{weights: weights/esm2_tiny.pt}}
-graph: {{neighbours: 8}}
-cluster: {{executor: local, slots: {{cpus: 2}}}}
-train:
+CONFIG = f"""{SMALL}
   task: "pipeline.tasks.interface:Interface"
-  options: {OPTIONS}
-  effective_batch: 2
   micro_batch: 1
   epochs: 1
   pretrained: best.pt

@@ -11,19 +11,12 @@ import pytest
 from pipeline.project.run_code import digest_of
 from pipeline.runs.model.prepare import training_name
 from tests.command import Command
-from tests.runs.workflow.trained import write_project
+from tests.runs.workflow.trained import SMALL, write_project
 
 pytestmark = pytest.mark.timeout(900)  # it trains for real, on machines that are shared
 
-CONFIG = """\
-data: {source: manifest, path: data/manifest.csv}
-embed: {weights: weights/esm2_tiny.pt}
-graph: {neighbours: 8}
-cluster: {executor: local, slots: {cpus: 2}}
-train:
+CONFIG = f"""{SMALL}
   task: "mine:Mine"
-  options: {embedding_dim: 16, width: 8, layers: 1, pair_width: 4}
-  effective_batch: 2
   epochs: 1
 """
 TASK = '''\

@@ -11,23 +11,16 @@ from safetensors.numpy import load_file
 from pipeline.store.format.disk import Disk
 from pipeline.store.format.shard import read_table
 from tests.command import Command
-from tests.runs.workflow.trained import write_project
+from tests.runs.workflow.trained import SMALL, write_project
 
 pytestmark = pytest.mark.timeout(900)  # it trains for real, on machines that are shared
 
 ITEMS = 6
-CONFIG = """\
-data: {source: manifest, path: data/manifest.csv}
-embed: {weights: weights/esm2_tiny.pt}
-graph: {neighbours: 8}
-cluster: {executor: local, slots: {cpus: 2}}
-train:
+CONFIG = f"""{SMALL}
   task: "damaging_task:Damaging"
-  options: {embedding_dim: 16, width: 8, layers: 1, pair_width: 4}
-  effective_batch: 2
   micro_batch: 1
   epochs: 4
-  checkpoints: {minutes: 1000.0}
+  checkpoints: {{minutes: 1000.0}}
 """
 TASK = '''\
 """The reference task, which damages what a file names when so many items were seen."""

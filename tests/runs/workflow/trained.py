@@ -17,20 +17,20 @@ from tests.projects import settle
 
 RESIDUES = 20
 SPLITS = ("train", "train", "val", "val", "test", "test", "test", "test", "test")
-CONFIG = """\
+SMALL = """\
 data: {source: manifest, path: data/manifest.csv}
 embed: {weights: weights/esm2_tiny.pt}
 graph: {neighbours: 8}
-cluster:
-  executor: local
-  slots: {cpus: 2}
+cluster: {executor: local, slots: {cpus: 2}}
 train:
-  task: "trained_task:Own"
   options: {embedding_dim: 16, width: 8, layers: 1, pair_width: 4}
   effective_batch: 2
+"""  # a project of `write_project`; what else section `train` is to say follows
+CONFIG = f"""{SMALL}
+  task: "trained_task:Own"
   micro_batch: 1
   epochs: 1
-  checkpoints: {minutes: 0.00001}
+  checkpoints: {{minutes: 0.00001}}
 """
 TASK = '''\
 """The reference task, which writes down what it is asked, and ends its process where a file says so."""
