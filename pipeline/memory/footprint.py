@@ -105,7 +105,7 @@ class StandingFootprint:
     trained: int  # how many of them are trained
     origin: Provenance = Provenance.TRACED
     notes: tuple[str, ...] = ()  # how far to trust it, in words
-    largest_block_bytes: int = 0  # parameters that are whole at once where the model is sharded; 0: nobody knows
+    largest_block_bytes: int = 0  # parameters of it that a formula takes for whole at once in shards; 0: nobody knows
     update_parts: tuple[MemoryPart, ...] = ()  # what is live at the peak of an update, `parts` included
 
     @property
@@ -152,6 +152,14 @@ class Evaluates(Protocol):
 
     def evaluation(self, choice: MemoryChoice, sizes: Sizes) -> MicroFootprint:
         """Return the memory of a batch that is only evaluated."""
+
+
+@runtime_checkable
+class AnswersShards(Protocol):
+    """An oracle that answers for some sharded models."""
+
+    def refuses_shards(self, choice: MemoryChoice) -> str:
+        """Return why it cannot answer for a sharded choice; empty: it can."""
 
 
 @runtime_checkable

@@ -16,6 +16,7 @@ import numpy as np
 
 from pipeline.errors import PlanInfeasible
 from pipeline.memory.footprint import (
+    AnswersShards,
     Category,
     Computes,
     Evaluates,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     Sizes = Mapping[str, int]
 
 Answer = TypeVar("Answer", StandingFootprint, MicroFootprint)
+NOT_TRACED = "the model is not traced"
 
 
 class OracleLadder:
@@ -72,6 +74,11 @@ class OracleLadder:
     def evaluation(self, choice: MemoryChoice, sizes: Sizes) -> MicroFootprint | None:
         """Return the memory of a batch without gradients; None where the present rung cannot tell."""
         return self.oracle.evaluation(choice, sizes) if isinstance(self.oracle, Evaluates) else None
+
+    def refuses_shards(self, choice: MemoryChoice) -> str:
+        """Return why the present rung cannot answer for a sharded choice; empty: it can."""
+        self.standing(replace(choice, shards=1))  # makes the rung that can answer at all
+        return self.oracle.refuses_shards(choice) if isinstance(self.oracle, AnswersShards) else NOT_TRACED
 
     def answer(self, ask: Callable[[Oracle], Answer]) -> Answer:
         """Return the answer of the highest rung that has one."""

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pipeline.errors import PipelineError
 from pipeline.memory.estimating.extrapolate import DEGREES, Design, block_bytes, extrapolate, projected
-from pipeline.memory.footprint import ALIKE, Category, Evaluates, MemoryPart, MicroFootprint
+from pipeline.memory.footprint import ALIKE, Category, Evaluates, MemoryPart, MicroFootprint, Unmeasurable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -40,6 +41,14 @@ class ProjectedOracle:
     def standing(self, choice: MemoryChoice) -> StandingFootprint:
         """Return the memory that does not depend on the batch."""
         return self._oracle.standing(choice)
+
+    def refuses_shards(self, choice: MemoryChoice) -> str:
+        """Return why a sharded choice cannot be traced; empty: it can."""
+        try:
+            self.standing(choice)
+        except (Unmeasurable, PipelineError) as refused:  # some models cannot be sharded at all
+            return str(refused).partition("\n")[0]
+        return ""
 
     def evaluation(self, choice: MemoryChoice, sizes: Sizes) -> MicroFootprint:
         """Return the memory of a batch without gradients."""

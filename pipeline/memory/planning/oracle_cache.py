@@ -1,4 +1,7 @@
-"""Answers of an oracle, each asked for once; those of a sharded model are made from those of the whole one."""
+"""Answers of an oracle, each asked for once.
+
+Where it cannot answer for a sharded model, its answers are made from those of the whole one, by a formula that says so.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pipeline.memory.footprint import Category, Computes, MemoryPart, Provenance, StepTapes, Tape, live_peak_bytes
+from pipeline.memory.footprint import (
+    AnswersShards,
+    Category,
+    Computes,
+    MemoryPart,
+    Provenance,
+    StepTapes,
+    Tape,
+    live_peak_bytes,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,19 +37,24 @@ class OracleCache:
         self._standing: dict[MemoryChoice, StandingFootprint] = {}
         self._micro: dict[tuple[MemoryChoice, tuple[int, ...]], MicroFootprint] = {}
         self._peak: dict[tuple[MemoryChoice, tuple[int, ...], bool], int] = {}
+        self._why_not: dict[MemoryChoice, str] = {}  # the oracle cannot answer for a choice; empty: it can
 
     def standing(self, choice: MemoryChoice) -> StandingFootprint:
         """Return the memory that does not depend on the batch."""
         if choice not in self._standing:
-            is_whole, whole = choice.shards == 1, replace(choice, shards=1)
-            made = self._oracle.standing(choice) if is_whole else sharded_standing(self.standing(whole), choice.shards)
+            if why_not := self._refused(choice):
+                made = sharded_standing(self.standing(replace(choice, shards=1)), choice.shards, why_not)
+            else:
+                made = self._oracle.standing(choice)
+                notes = (*made.notes, _TRACED.format(choice.shards)) if choice.shards > 1 else made.notes
+                made = replace(made, notes=notes)
             self._standing[choice] = made
         return self._standing[choice]
 
     def micro(self, choice: MemoryChoice, row: Sequence[int]) -> MicroFootprint:
         """Return the memory of a micro-batch of exactly these sizes."""
         key = (choice, tuple(int(size) for size in row))
-        if key not in self._micro and choice.shards > 1:
+        if key not in self._micro and self._refused(choice):
             whole = replace(choice, shards=1)
             self._micro[key] = sharded_micro(self.micro(whole, row), self.standing(whole), choice.shards)
         elif key not in self._micro:
@@ -45,9 +62,19 @@ class OracleCache:
             self._micro[key] = self._oracle.micro(choice, dict(zip(self.names, key[1], strict=True)))
         return self._micro[key]
 
+    def _refused(self, choice: MemoryChoice) -> str:
+        """Return why the oracle cannot answer for a choice, which is then sharded; empty: it can."""
+        if choice.shards == 1:
+            return ""
+        if choice not in self._why_not:
+            oracle = self._oracle
+            self._why_not[choice] = oracle.refuses_shards(choice) if isinstance(oracle, AnswersShards) else _UNKNOWN
+        return self._why_not[choice]
+
     def confirmed(self, choice: MemoryChoice, row: Sequence[int]) -> bool:
         """Tell whether the oracle stands by its answer to a question; if not, forget all of its answers."""
-        whole, key = replace(choice, shards=1), tuple(int(size) for size in row)
+        key = tuple(int(size) for size in row)
+        whole = replace(choice, shards=1) if self._refused(choice) else choice
         if not isinstance(self._oracle, Computes):
             return True
         before, micro = self.micro(whole, row), self._oracle.confirmed(whole, dict(zip(self.names, key, strict=True)))
@@ -81,12 +108,17 @@ class OracleCache:
 
 GATHERED = 2  # blocks whose parameters are whole at once: the one that computes and the one fetched ahead
 _SPREAD = {Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER, Category.EMA}
-_NOTE = "sharded by a formula: nobody traced it"
+_UNKNOWN = "nobody traced it"
+_NOTE = "sharded over {} ranks by a formula: {}"
+_TRACED = (
+    "one rank of {} was traced; on a GPU what FSDP gathers lies in streams of its own, whose free memory nothing else "
+    "gets, which no simulation of the allocator counts"
+)
 _OWN = 1 << 40  # a block number that no tape of a model has
 
 
-def sharded_standing(standing: StandingFootprint, shards: int) -> StandingFootprint:
-    """Return the standing memory of one rank when the state is sharded."""
+def sharded_standing(standing: StandingFootprint, shards: int, why: str = _UNKNOWN) -> StandingFootprint:
+    """Return the standing memory of one rank when the state is sharded; `why` nobody has traced it."""
     parts = tuple(_share(part, shards) for part in standing.parts)
     setup = _spread(standing.setup, shards, only_shared=False)
     whole = sum(part.bytes for part in parts) - setup.left_bytes
@@ -97,7 +129,7 @@ def sharded_standing(standing: StandingFootprint, shards: int) -> StandingFootpr
         update=_spread(standing.update, shards, only_shared=False),
         parts=parts,
         origin=Provenance.ASSUMED,
-        notes=(*standing.notes, f"{_NOTE}, over {shards} ranks"),
+        notes=(*standing.notes, _NOTE.format(shards, why)),
     )
 
 
@@ -114,7 +146,6 @@ def sharded_micro(micro: MicroFootprint, standing: StandingFootprint, shards: in
         again=_around(_spread(micro.again, shards), gathered),
         parts=parts,
         origin=Provenance.ASSUMED,
-        notes=(*micro.notes, _NOTE),
     )
 
 

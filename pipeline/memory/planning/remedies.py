@@ -18,8 +18,10 @@ from pipeline.memory.planning.size_groups import alone, fit
 from pipeline.memory.planning.step_estimates import (
     MicroTime,
     epoch_s,
+    gathered_s,
     live_only,
     micro_time,
+    parameter_bytes,
     sample_steps,
     transfer_again_s,
     update_s,
@@ -243,7 +245,10 @@ class ChoiceSearch:
         half = 0.5 if best.choice.precision == "fp32" and choice.precision != "fp32" else 1.0
         once = 0.7 if best.choice.checkpointing and not choice.checkpointing else 1.0  # forward is a third of all
         pace = best.pace
-        beside = update_s(self.questions.standing(best.choice), choice, self.cards, self.request.ranks)
+        standing = self.questions.standing(best.choice)
+        beside = update_s(standing, choice, self.cards, self.request.ranks)
+        if choice.shards > 1:  # its ranks gather all parameters, of whoever has them, at least once a step
+            beside += gathered_s(best.choice.shards * parameter_bytes(standing), choice, self.cards)
         return self.ground.whole.steps * beside + once * (
             pace.compute_s * rates + pace.memory_s * half + pace.launch_s / best.cuts
         )

@@ -30,6 +30,7 @@ _TOUCHED = 2  # times an allocated byte is moved at least: written and read
 _UPDATE_TOUCHED = 7  # of an optimizer with two moments: reads four tensors, writes three
 _REDUCED = 2.0  # times the gradients pass the wire in an all-reduce
 _GATHERED = 3.0  # times the parameters pass it for a micro-batch: gathered twice, gradients scattered once
+_GATHERED_HALF = 2.0  # the same where they are gathered in half precision
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +68,18 @@ def transfer_again_s(standing: StandingFootprint, choice: MemoryChoice, cards: C
     """Return the transfer time that each micro-batch adds whatever its size: a sharded model is gathered every time."""
     if choice.shards == 1:
         return 0.0
-    whole = choice.shards * sum(part.bytes for part in standing.parts if part.category is Category.PARAMETERS)
-    return _GATHERED * whole / cards.slowest("peer_bytes_per_s")
+    return gathered_s(choice.shards * parameter_bytes(standing), choice, cards)
+
+
+def parameter_bytes(standing: StandingFootprint) -> int:
+    """Return the bytes of the parameters that a rank has."""
+    return sum(part.bytes for part in standing.parts if part.category is Category.PARAMETERS)
+
+
+def gathered_s(all_bytes: int, choice: MemoryChoice, cards: CardSpecs) -> float:
+    """Return the transfer time of a micro-batch of a sharded model whose parameters have so many bytes in all."""
+    times = _GATHERED_HALF if choice.precision != "fp32" else _GATHERED
+    return times * all_bytes / cards.slowest("peer_bytes_per_s")
 
 
 def update_s(standing: StandingFootprint, choice: MemoryChoice, cards: CardSpecs, ranks: int) -> float:

@@ -74,17 +74,21 @@ class Work:
 
     def begun(self, choice: MemoryChoice, *, device: str, begin: Callable[[nn.Module], None]) -> Step:
         """Build a step on one device, after `begin` has loaded initial weights into its model."""
+        return self.step(choice, device=device, scaled=True, model=self._model_from(begin))
+
+    def _model_from(self, begin: Callable[[nn.Module], None]) -> nn.Module:
         model = self.task.model()
         if hasattr(model, "parameters"):  # else the step says what it is
             begin(model)
-        return self.step(choice, device=device, scaled=True, model=model)
+        return model
 
     def spread(self, choice: MemoryChoice, ranks: Ranks, *, device: str, begin: Callable[[nn.Module], None]) -> Step:
         """Build a step whose model is sharded over ranks."""
         from pipeline.training.step.fsdp import ShardedStep
 
         self._refuse_sharding()
-        return ShardedStep(self.task, self.under(choice), ranks, device=device, scaled=True, begin=begin)
+        make = partial(self._model_from, begin)
+        return ShardedStep(self.task, self.under(choice), ranks, device=device, scaled=True, make=make)
 
     @property
     def is_contrastive(self) -> bool:
@@ -121,8 +125,15 @@ class Work:
         )
 
     def build(self, choice: MemoryChoice, watch: Recorder, model: nn.Module | None) -> Step:
-        """Build a step to be traced: on the CPU, whatever device the trace imitates."""
-        return self.step(choice, watch=watch, model=model)
+        """Build a step to be traced: on the CPU, whatever device the trace imitates; of a sharded model, one rank's."""
+        if choice.shards == 1:
+            return self.step(choice, watch=watch, model=model)
+        from pipeline.training.step.collectives import imagined
+        from pipeline.training.step.fsdp import ShardedStep
+
+        make = None if model is None else (lambda: model)
+        with imagined(choice.shards) as ranks:
+            return ShardedStep(self.task, self.under(choice), ranks, watch=watch, make=make)
 
     def example(self, sizes: Sizes) -> Any:
         """Make a batch of given sizes."""

@@ -22,7 +22,7 @@ so does every error that is not out of memory: the watchdog tells the other rank
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
 
@@ -32,13 +32,16 @@ import torch
 from pipeline.device.accelerator import on_card
 from pipeline.device.out_of_memory import out_of_memory_error
 from pipeline.errors import ConfigError
-from pipeline.training.ranks.rank_protocol import Ranks
+from pipeline.memory.footprint import Unmeasurable
+from pipeline.training.ranks.rank_protocol import Ranks, SingleRank
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     import torch.distributed as dist
     from torch import Tensor
+
+    from pipeline.training.ranks.rank_protocol import Said
 
 Result = TypeVar("Result")
 
@@ -52,6 +55,33 @@ class ConnectedRanks(Ranks, Protocol):
 
     def collective(self, begin: Callable[[], dist.Work], *, in_stream: bool = False) -> None:
         """Begin a collective call and wait for it, or only place it in the stream; raise if a rank is lost."""
+
+
+class ImaginedRanks(SingleRank):
+    """The first of ranks that do not exist, for a step that is only traced: what it waits for is there at once."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+
+    def exchange(self, message: Said) -> list[Said]:
+        return super().exchange(message) * self.world
+
+    def collective(self, begin: Callable[[], dist.Work], *, in_stream: bool = False) -> None:
+        """Leave out the call: its memory was allocated before, and nobody reads the numbers."""
+
+
+@contextmanager
+def imagined(world: int) -> Iterator[ImaginedRanks]:
+    """Enter a process group of ranks that do not exist, in which a model can be sharded; it is gone afterwards."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if torch.distributed.is_initialized():
+        raise Unmeasurable("a sharded step cannot be traced within a process group")
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    try:
+        yield ImaginedRanks(world)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 class PassGivenUp(Exception):

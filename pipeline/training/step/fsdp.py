@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.modules.conv import _ConvNd
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from pipeline.device.kinds import CPU
@@ -26,7 +27,7 @@ from pipeline.errors import ConfigError
 from pipeline.training.step.checkpointing import repeated
 from pipeline.training.step.collectives import NOT_SHARDED, WHERE, Gather, Passes, ReduceScatter
 from pipeline.training.step.optimizers import freeze_parameters
-from pipeline.training.step.step import DTYPES, Step
+from pipeline.training.step.step import DTYPES, Step, checked_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -75,7 +76,8 @@ def mesh_of(ranks: Ranks, device: str) -> DeviceMesh:
     """Return a one-dimensional device mesh of all ranks."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    return init_device_mesh(torch.device(device).type, (ranks.world,))
+    with _disable_current_modes():  # it reads the ranks' numbers, which a trace would make fake
+        return init_device_mesh(torch.device(device).type, (ranks.world,))
 
 
 def shard(
@@ -248,18 +250,17 @@ class ShardedStep(Step):
         device: str = CPU,
         watch: StepWatch | None = None,
         scaled: bool | None = None,
-        begin: Callable[[nn.Module], None] = lambda _: None,
+        make: Callable[[], nn.Module] | None = None,
     ) -> None:
-        """Build the model and shard it; `begin` is called on it before, to load other weights."""
+        """Build the model and shard it; `make` builds it in place of the task, say with other weights."""
 
-        def make() -> nn.Module:
-            model = task.model()
-            begin(model)
+        def frozen() -> nn.Module:
+            model = checked_model((make or task.model)())
             freeze_parameters(model, settings.frozen)
             return model
 
         self.ranks = ranks
-        model, self.spread = built(make, ranks, device, settings.precision)
+        model, self.spread = built(frozen, ranks, device, settings.precision)
         self.agreed = 1.0  # all ranks divide a single term by it until its weight is known
         super().__init__(task, settings, device=device, model=model, watch=watch, scaled=scaled)
 
