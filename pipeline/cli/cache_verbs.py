@@ -11,14 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pipeline.cli import cache_check
-from pipeline.cli.options import ConfigFile, Json, Sets, as_typed, load_config, print_json
-from pipeline.cli.run_verbs import (
-    DamageList,
-    print_run_tables,
-    run_to_its_end,
-    to_regenerate,
-    typed_command,
-)
+from pipeline.cli.options import ConfigFile, DamageList, Json, Sets, as_typed, load_config, print_json
+from pipeline.cli.run_verbs import print_run_tables, run_to_its_end, to_regenerate, typed_command
 from pipeline.command_line import Command
 from pipeline.stage_names import StageName
 

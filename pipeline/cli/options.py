@@ -1,4 +1,4 @@
-"""Options that several verbs share."""
+"""Options that several verbs share, and the many of `submit`."""
 
 from __future__ import annotations
 
@@ -56,6 +56,36 @@ def choice(names: Sequence[str]) -> dict[str, Any]:
         raise typer.BadParameter(f"there is no {text!r}: {meant}")
 
     return {"parser": parsed, "autocompletion": completing(lambda _ctx, _word: ((name, "") for name in names))}
+
+
+StageToRun: TypeAlias = Annotated[str, one_of((*STAGES, "all"), "--stage", "The stage to run.")]
+Where: TypeAlias = Annotated[
+    str | None, one_of(("local", "slurm"), "--executor", "Where to run it; by default as cluster.executor says.")
+]
+Only: TypeAlias = Annotated[bool, typer.Option("--only", help="Run that stage only; the stages it needs are done.")]
+DamageList: TypeAlias = Annotated[
+    Path | None,
+    typer.Option(
+        "--list", metavar="FILE", help="Regenerate what this damage list calls lost; by default all that is missing."
+    ),
+]
+ModelName: TypeAlias = Annotated[
+    str | None,
+    typer.Option("--model", metavar="NAME", help="Evaluate or predict with this model, folder or checkpoint."),
+]
+AcceptCode: TypeAlias = Annotated[
+    bool, typer.Option("--accept-code", help="Go on with the last training though the task's code changed.")
+]
+Follow: TypeAlias = Annotated[bool, typer.Option("--follow", help="Stay and show progress until the run has ended.")]
+DryRun: TypeAlias = Annotated[
+    bool, typer.Option("--dry-run", help="Show what would be done, with the job scripts, and do nothing.")
+]
+Emit: TypeAlias = Annotated[
+    Path | None, typer.Option("--emit", metavar="DIR", help="Write the job scripts into DIR, and do nothing else.")
+]
+JsonPlan: TypeAlias = Annotated[
+    bool, typer.Option("--json", help="With --dry-run: one JSON document and nothing else.")
+]
 
 
 def as_typed(command: Command) -> Command:

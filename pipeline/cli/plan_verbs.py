@@ -15,7 +15,7 @@ from pipeline.cli.options import ConfigFile, Json, Sets, load_config, one_of, pr
 from pipeline.command_line import Command
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from pipeline.cluster.job_spec import Executor
@@ -28,33 +28,38 @@ UNTOLD = "note: the cluster does not tell its limits here (no Slurm answers): th
 PLANNED = ("scan", "embed", "graph", "train", "validate", "all")
 
 
+PlannedStage = Annotated[
+    str, one_of(PLANNED, "--stage", "The stage to plan, with the stages it needs; train: only itself.")
+]
+Gpus = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--gpu",
+        metavar="GPU",
+        autocompletion=completing(gpus),
+        help="Plan for this GPU: a100-80gb, 24GiB, 3xa100-40gb, or a,b for a job that may get either. "
+        "Several times: compared.",
+    ),
+]
+Sizes = Annotated[
+    str | None,
+    typer.Option(
+        "--sizes",
+        metavar="NAME=N,...",
+        help="Plan training for items of these sizes, whatever data there are: nodes=300,edges=6000, as the task's "
+        "cost() is told them; items=N: how many.",
+    ),
+]
+Probe = Annotated[
+    bool, typer.Option("--probe", help="Run the largest micro-batch on each GPU for minutes, and correct the plan.")
+]
+
+
 def plan_command(
-    stage: Annotated[
-        str, one_of(PLANNED, "--stage", "The stage to plan, with the stages it needs; train: only itself.")
-    ] = "all",
-    gpu: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--gpu",
-            metavar="GPU",
-            autocompletion=completing(gpus),
-            help="Plan for this GPU: a100-80gb, 24GiB, 3xa100-40gb, or a,b for a job that may get either. "
-            "Several times: compared.",
-        ),
-    ] = None,
-    sizes: Annotated[
-        str | None,
-        typer.Option(
-            "--sizes",
-            metavar="NAME=N,...",
-            help="Plan training for items of these sizes, whatever data there are: nodes=300,edges=6000, as the task's "
-            "cost() is told them; items=N: how many.",
-        ),
-    ] = None,
-    probe: Annotated[
-        bool,
-        typer.Option("--probe", help="Run the largest micro-batch on each GPU for minutes, and correct the plan."),
-    ] = False,
+    stage: PlannedStage = "all",
+    gpu: Gpus = None,
+    sizes: Sizes = None,
+    probe: Probe = False,
     config: ConfigFile = None,
     sets: Sets = None,
     as_json: Json = False,
@@ -66,10 +71,6 @@ def plan_command(
     from pipeline.cluster.job_spec import Limits
     from pipeline.errors import ConfigError
     from pipeline.project.project import Project, open_executor
-    from pipeline.report import tables
-    from pipeline.report.plan_tables import estimate_report
-    from pipeline.runs.views.efficiency import estimates
-    from pipeline.runs.workflow.table import STAGES, everything, up_to
 
     loaded = load_config(config, sets)
     of_training = [name for name, given in (("--gpu", gpu), ("--probe", probe), ("--sizes", sizes)) if given]
@@ -86,16 +87,27 @@ def plan_command(
         if stage == "train":
             outlook = _training(loaded, project, executor, gpus=gpu or (), sizes=sizes, probing=probe)
             _show_training(outlook, as_json=as_json)
-            return
-        names = everything(loaded.config) if stage == "all" else up_to(stage, loaded.config)
-        names = [name for name in names if not STAGES[name].together]  # those are planned by tracing a step
-        planned = list(estimates(project, names, executor, loaded.origins))
+        else:
+            _show_stages(stage, project, executor, loaded.origins, as_json=as_json)
+
+
+def _show_stages(
+    stage: str, project: Project, executor: Executor, origins: Mapping[str, str], *, as_json: bool
+) -> None:
+    """Print what a stage and those it needs would take, but for those that are planned by tracing a step."""
+    from pipeline.report import tables
+    from pipeline.report.plan_tables import estimate_report
+    from pipeline.runs.views.efficiency import estimates
+    from pipeline.runs.workflow.table import STAGES, everything, up_to
+
+    names = everything(project.config) if stage == "all" else up_to(stage, project.config)
+    planned = list(estimates(project, [name for name in names if not STAGES[name].together], executor, origins))
     if as_json:
         print_json([asdict(estimate) for estimate in planned])
-    else:
-        tables.show_parts(*estimate_report(planned), columns=tables.MESSAGE)
-        if stage == "all" and loaded.config.train.task is not None:
-            typer.echo("training is planned apart: pipeline plan --stage train --gpu a100-80gb")
+        return
+    tables.show_parts(*estimate_report(planned), columns=tables.MESSAGE)
+    if stage == "all" and project.config.train.task is not None:
+        typer.echo("training is planned apart: pipeline plan --stage train --gpu a100-80gb")
 
 
 def _show_script(project: Project, executor: Executor, *, traced: Sequence[str], as_json: bool) -> None:

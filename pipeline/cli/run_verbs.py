@@ -10,7 +10,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipeline.cli.options import STAGES, ConfigFile, Sets, load_config, one_of, print_json
+from pipeline.cli.options import (
+    AcceptCode,
+    ConfigFile,
+    DamageList,
+    DryRun,
+    Emit,
+    Follow,
+    JsonPlan,
+    ModelName,
+    Only,
+    Sets,
+    StageToRun,
+    Where,
+    load_config,
+    print_json,
+)
 from pipeline.command_line import Command
 from pipeline.stage_names import StageName
 
@@ -31,41 +46,19 @@ WATCH_EVERY_S = 0.5
 INLINE_S = 5.0  # work that takes longer is left to the first supervisor job
 
 
-DamageList = Annotated[
-    Path | None,
-    typer.Option(
-        "--list", metavar="FILE", help="Regenerate what this damage list calls lost; by default all that is missing."
-    ),
-]
-
-
 def submit_command(
-    stage: Annotated[str, one_of((*STAGES, "all"), "--stage", "The stage to run.")],
-    executor: Annotated[
-        str | None, one_of(("local", "slurm"), "--executor", "Where to run it; by default as cluster.executor says.")
-    ] = None,
-    only: Annotated[bool, typer.Option("--only", help="Run that stage only; the stages it needs are done.")] = False,
+    stage: StageToRun,
+    executor: Where = None,
+    only: Only = False,
     damage_list: DamageList = None,
-    model: Annotated[
-        str | None,
-        typer.Option("--model", metavar="NAME", help="Evaluate or predict with this model, folder or checkpoint."),
-    ] = None,
-    accept_code: Annotated[
-        bool, typer.Option("--accept-code", help="Go on with the last training though the task's code changed.")
-    ] = False,
-    follow: Annotated[bool, typer.Option("--follow", help="Stay and show progress until the run has ended.")] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show what would be done, with the job scripts, and do nothing.")
-    ] = False,
-    emit: Annotated[
-        Path | None,
-        typer.Option("--emit", metavar="DIR", help="Write the job scripts into DIR, and do nothing else."),
-    ] = None,
+    model: ModelName = None,
+    accept_code: AcceptCode = False,
+    follow: Follow = False,
+    dry_run: DryRun = False,
+    emit: Emit = None,
     config: ConfigFile = None,
     sets: Sets = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="With --dry-run: one JSON document and nothing else.")
-    ] = False,
+    as_json: JsonPlan = False,
 ) -> None:
     """Run a stage and those it needs; finished work is kept."""
     from pipeline.cli.plan_verbs import print_plan, show_plan
