@@ -51,6 +51,8 @@ def typed_sizes(text: str) -> dict[str, int]:
             what = f"{part.strip()!r} is no size: a name and a whole number from {least} to {most:,}"
             remedy = "--sizes nodes=300,edges=6000   (as the task's cost() is told them)"
             raise ConfigError(what, where="--sizes", remedy=remedy)
+        if name in sizes:
+            raise ConfigError(f"{name} is told twice", where="--sizes", remedy=SIZES)
         sizes[name] = int(number)
     if not sizes.keys() - {ITEMS}:
         raise ConfigError(f"{text!r} tells no size of an item", where="--sizes", remedy=SIZES)

@@ -196,6 +196,7 @@ def test_sequences_are_not_planned_for(
         (("--sizes", "nodes=-1"), ("'nodes=-1'",)),
         (("--sizes", "items=0,nodes=3"), ("'items=0'",)),
         (("--sizes", f"nodes={10**30}"), ("is no size",)),
+        (("--sizes", "nodes=3,nodes=4"), ("nodes is told twice",)),
         (("--sizes", "items=10"), ("no size",)),
         (("--sizes", "nodes=300,edges=6000"), ("pairs", "cost()", "nodes=300,edges=6000,pairs=")),
     ],
