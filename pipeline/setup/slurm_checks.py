@@ -81,20 +81,8 @@ UP = ("idle", "alloc", "mix", "comp", "planned", "reserved")  # states begin wit
 MOUNTS = Path("/proc/mounts")
 OWN_PLACES = ("/tmp", "/var/tmp", "/dev/shm", "/run", "/local")  # noqa: S108 - nothing is written there
 NETWORKED = (
-    "nfs",
-    "lustre",
-    "gpfs",
-    "beegfs",
-    "ceph",
-    "fuse",
-    "weka",
-    "panfs",
-    "pvfs",
-    "afs",
-    "cifs",
-    "smb",
-    "gluster",
-)
+    "nfs", "lustre", "gpfs", "beegfs", "ceph", "fuse", "weka", "panfs", "pvfs", "afs", "cifs", "smb", "gluster",
+)  # fmt: skip
 IN_MEMORY = ("tmpfs", "ramfs", "overlay")
 SETUP_S = 60.0
 EDIT = "edit the profile or the configuration, or: --set"
