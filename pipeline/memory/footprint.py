@@ -113,6 +113,16 @@ class StandingFootprint:
         """Return the bytes live between two steps, gradients excluded: an update releases them."""
         return sum(part.bytes for part in self.parts)
 
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Return the sizes of the blocks that are live between two steps, once the first has made its state."""
+        live: dict[tuple[int, int], int] = {}
+        for number, tape in enumerate((self.setup, self.first_update)):
+            for block, size in zip(tape.block_E.tolist(), tape.bytes_E.tolist(), strict=True):
+                key = (0 if block < 0 else number, block)  # below 0 it is the same in both
+                live[key] = live.get(key, 0) + size
+        return tuple(size for size in live.values() if size > 0)
+
 
 @dataclass(frozen=True, slots=True)
 class MicroFootprint:

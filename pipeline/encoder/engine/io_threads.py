@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy as np
 import torch
 
-from pipeline.device.accelerator import Card, on_card
+from pipeline.device.accelerator import Card, on_card, release_pinned
 from pipeline.device.out_of_memory import unless_out_of_memory
 from pipeline.encoder.embedding_recipe import BadSequence, tokenize
 from pipeline.encoder.engine.sequence_work import (
@@ -27,6 +27,8 @@ from pipeline.encoder.engine.sequence_work import (
     Span,
     first_step,
 )
+from pipeline.memory.hardware.pinned_memory import pinned_bytes
+from pipeline.memory.runtime.pinned_tensors import bytes_on_host
 from pipeline.records import Reason
 
 if TYPE_CHECKING:
@@ -209,7 +211,7 @@ class Fetch:
 
     def __init__(self, pin: Callable[[int], torch.Tensor] | None = None) -> None:
         self._stream: torch.Stream | None = None
-        self._pin = pin or pinned_memory
+        self._pin = pin or bytes_on_host
         self._pinned = torch.empty(0, dtype=torch.uint8)
 
     def __call__(self, rows_RD: torch.Tensor, span: Span) -> torch.Tensor:
@@ -229,17 +231,12 @@ class Fetch:
         """Return room for rows in the pinned buffer, or unpinned memory where no more can be pinned."""
         needed_bytes = rows_RD.numel() * rows_RD.element_size()
         if len(self._pinned) < needed_bytes:
-            # To powers of two, as pinned memory grows anyway.
-            larger = unless_out_of_memory(lambda: self._pin(1 << (needed_bytes - 1).bit_length()))
+            larger = unless_out_of_memory(lambda: self._pin(pinned_bytes(needed_bytes)))
             if larger is None:
                 return torch.empty(rows_RD.shape, dtype=rows_RD.dtype)
             self._pinned = larger
+            release_pinned()  # the one before
         return self._pinned[:needed_bytes].view(rows_RD.dtype).view(rows_RD.shape)
-
-
-def pinned_memory(size_bytes: int) -> torch.Tensor:
-    """Return pinned host memory, which a GPU writes to directly."""
-    return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
 
 
 def as_array(rows_LD: torch.Tensor, *, copy: bool) -> Rows:

@@ -20,6 +20,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from pipeline.memory.footprint import LIVE_ONLY, Provenance
+from pipeline.memory.hardware.pinned_memory import chunked_bytes, pinned_bytes
 from pipeline.units import MIB
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ ARENA_BYTES = 32 * MIB  # that glibc's malloc may keep for a thread: larger bloc
 STEP_SLACK = 0.25
 PAGE_CACHE_BYTES = 256 * MIB  # to read ahead, and for pages of a checkpoint that are not on the disk yet
 LEAST_MARGIN = 0.05  # peaks of a process lie between the moments at which anybody looks
-RING_GROWTH, RING_UNIT = 9 / 8, MIB  # of `training.slots`, which is above this room; a test compares
+RING_GROWTH, RING_UNIT = 9 / 8, MIB  # batches of one budget differ a little: room for the next one too
 COLLATED = 2  # the batch that the loop has, and the next that is being made
 DRAWN_BYTES = 20  # of an item, while an epoch is shuffled: random numbers, their order, the order that is kept
 KEY_BYTES, OFFSET_BYTES, SIZE_BYTES, STORED_SIZE_BYTES = 16, 8, 8, 4  # in the table of a data set
@@ -104,10 +105,9 @@ class TrainingJob:
     model_bytes: int = 0  # parameters and buffers, as they are built on the CPU
     step_bytes: int = 0  # without a card: the peak of a training step, the model included
     resumed_bytes: int = 0  # of a checkpoint, while it is read
-    staged_bytes: int = 0  # copies of model, optimizer and averages while they are saved
+    staged_bytes: int = 0  # copies of model, optimizer and averages while they are saved, as they lie in memory
     batch_bytes: int = 0  # the largest
     slots: int = 4
-    sized: bool = False  # the ring begins with slots of the largest batch
     threads: int = 2  # that read
     offloaded_bytes: int = 0  # activations that wait in the host's memory, at most
     items: int = 0
@@ -131,21 +131,16 @@ def train_need(run: TrainingJob, baseline: Baseline) -> HostNeed:
     return HostNeed(tuple(part for part in (*of_all, files) if part.bytes), run.ranks)
 
 
-def pinned_bytes(size: int) -> int:
-    """Return a pinned block's size: powers of two (ATen/core/CachingHostAllocator.h, torch 2.13)."""
-    return 1 << (size - 1).bit_length() if size > 0 else 0
-
-
-def ring_bytes(slots: int, batch_bytes: int, *, pin: bool, sized: bool = False) -> int:
+def ring_bytes(slots: int, batch_bytes: int, *, pin: bool) -> int:
     """Return the memory of the ring that batches are read into, once the largest has been in every slot."""
-    if not batch_bytes:
-        return 0
-    slot = batch_bytes if sized else -(-int(batch_bytes * RING_GROWTH) // RING_UNIT) * RING_UNIT
-    slot = max(slot, RING_UNIT)
-    if not pin:
-        return slots * slot
-    # Pinned memory that a ring outgrew stays in torch's cache: halves, quarters … of the last size, less than it.
-    return slots * pinned_bytes(slot) * (1 if sized else 2)
+    return slots * slot_bytes(batch_bytes, pin=pin) if batch_bytes else 0
+
+
+def slot_bytes(batch_bytes: int, *, pin: bool) -> int:
+    """Return the size of a slot that a batch made grow: with room for others a little larger."""
+    if pin:
+        return pinned_bytes(max(batch_bytes, RING_UNIT))
+    return max(-(-int(batch_bytes * RING_GROWTH) // RING_UNIT) * RING_UNIT, RING_UNIT)
 
 
 def table_bytes(items: int, sizes: int, id_bytes: int, item_bytes: int = 0) -> int:
@@ -177,14 +172,14 @@ def _phases(run: TrainingJob) -> Iterable[HostPart]:
     yield HostPart("resumed state", run.resumed_bytes, traced, "a checkpoint that is read", start)
     if not run.gpu:
         yield HostPart("training step", run.step_bytes, traced, "it runs on the CPU", train)
-    ring = ring_bytes(run.slots, run.batch_bytes, pin=run.gpu, sized=run.sized)
+    ring = ring_bytes(run.slots, run.batch_bytes, pin=run.gpu)
     kind = "pinned: powers of two" if run.gpu else "not pinned"
     yield HostPart("ring", ring, traced, f"{run.slots} slots of the largest batch, {kind}", train)
     yield HostPart("collated batches", COLLATED * run.batch_bytes, assumed, "as large as what they are made of", train)
-    # Of tensors of any sizes nobody knows how far each is from a power of two; twice is the worst.
-    offloaded = run.offloaded_bytes * (2 if run.gpu else 1)
-    yield HostPart("offloaded", offloaded, assumed, "activations, pinned: powers of two", train)
-    yield HostPart("checkpoint", run.staged_bytes, traced, "a copy of the state while it is saved", train)
+    offloaded = chunked_bytes(run.offloaded_bytes) if run.gpu else run.offloaded_bytes
+    yield HostPart("offloaded", offloaded, traced, f"activations{', in pinned chunks' if run.gpu else ''}", train)
+    copied = f"a copy of the state while it is saved{', in pinned runs' if run.gpu else ''}"
+    yield HostPart("checkpoint", run.staged_bytes, traced, copied, train)
     workers = run.compile_workers * COMPILE_WORKER_BYTES + COMPILER_BYTES if run.compile_workers else 0
     yield HostPart("compiler", workers, assumed, f"{run.compile_workers} processes of Inductor", train)
 

@@ -16,6 +16,7 @@ from pipeline.errors import ConfigError
 from pipeline.memory.footprint import Category
 from pipeline.memory.hardware.gpus import device
 from pipeline.memory.hardware.host_memory import TrainingJob, measured_baseline, train_need
+from pipeline.memory.hardware.pinned_memory import staged_bytes
 from pipeline.memory.history.task_history import Suggestion
 from pipeline.memory.lint.lint_facts import RunFacts
 from pipeline.memory.lint.lint_rules import lint
@@ -286,10 +287,9 @@ def _host(
         model_bytes=parameters,
         step_bytes=0 if gpu else int(plan.live.value),
         resumed_bytes=standing.bytes,
-        staged_bytes=standing.bytes,
+        staged_bytes=staged_bytes(standing.blocks, pinned=gpu),
         batch_bytes=max(inputs, 1),
         slots=config.train.slots,
-        sized=True,
         threads=READERS,
         offloaded_bytes=plan.host_bytes,
         items=len(table),

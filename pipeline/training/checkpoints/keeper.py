@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from pipeline.device.accelerator import computing, on_card
+from pipeline.device.accelerator import computing
 from pipeline.errors import JobFailed, PipelineError
+from pipeline.memory.runtime.pinned_tensors import TensorRuns, layout_of
 from pipeline.training.checkpoints.checkpoint_folder import NotSaved, State
 from pipeline.training.checkpoints.checkpoint_reader import plain_json
-from pipeline.training.checkpoints.tensor_file import distinct, nbytes
+from pipeline.training.checkpoints.tensor_file import distinct
 from pipeline.training.checkpoints.training_state import by_name, model_state, pack, plain_name, unpack
 from pipeline.training.random_state import rng_state, set_rng_state
 
@@ -37,36 +38,36 @@ if TYPE_CHECKING:
     from pipeline.training.step.step import Step
 
 
-def staging_bytes(tensors: Mapping[str, Tensor]) -> int:
-    """Return the bytes that copies of tensors take; tied ones count once."""
-    return sum(map(nbytes, distinct(tensors)[0].values()))
+def staging_bytes(*groups: Mapping[str, Tensor]) -> int:
+    """Return the bytes that copies of groups of tensors take; tied ones count once."""
+    return layout_of([tensor for group in groups for tensor in distinct(group)[0].values()]).bytes
 
 
 class StagingBuffers:
-    """Copies of tensors in host memory, in buffers that are reused."""
+    """Copies of tensors in host memory, which is used again."""
 
     def __init__(self) -> None:
-        self._buffers: dict[str, Tensor] = {}
+        self._runs = TensorRuns()
 
     @property
     def held_bytes(self) -> int:
-        return sum(map(nbytes, self._buffers.values()))
+        return self._runs.held_bytes
 
-    def copied(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return copies, valid until the next call; tied tensors stay tied."""
-        kept, same = distinct(tensors)
-        self._buffers = {name: self._buffer(name, tensor) for name, tensor in kept.items()}
-        for name, tensor in kept.items():
-            self._buffers[name].copy_(tensor.detach(), non_blocking=True)
-        for device in {tensor.device for tensor in kept.values()}:
+    def copied(self, *groups: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+        """Return copies of each group, valid until the next call; tied tensors stay tied."""
+        parts = [distinct(group) for group in groups]
+        tensors = [tensor for kept, _ in parts for tensor in kept.values()]
+        rooms = self._runs.rooms(tensors)
+        for room, tensor in zip(rooms, tensors, strict=True):
+            room.copy_(tensor.detach(), non_blocking=True)
+        for device in {tensor.device for tensor in tensors}:
             computing(device).synchronize_stream()
-        return {name: self._buffers[same.get(name, name)] for name in tensors}
-
-    def _buffer(self, name: str, tensor: Tensor) -> Tensor:
-        buffer = self._buffers.get(name)
-        if buffer is not None and (buffer.shape, buffer.dtype) == (tensor.shape, tensor.dtype):
-            return buffer
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_card(tensor))
+        left = iter(rooms)
+        copies = [dict(zip(kept, left, strict=False)) for kept, _ in parts]
+        return [
+            {name: copy[same.get(name, name)] for name in group}
+            for group, copy, (_, same) in zip(groups, copies, parts, strict=True)
+        ]
 
 
 class Saver:
@@ -75,7 +76,7 @@ class Saver:
     def __init__(self, checkpoints: CheckpointFolder, *, rank: int = 0) -> None:
         self.checkpoints, self.rank = checkpoints, rank
         self._thread = ThreadPoolExecutor(1, "checkpoint")
-        self._shared, self._own = StagingBuffers(), StagingBuffers()
+        self._staging = StagingBuffers()
         self._receipt: Future[Receipt] | None = None
         self._publishing: Future[Path | NotSaved] | None = None
         self._outcomes: list[Path | NotSaved] = []
@@ -83,14 +84,15 @@ class Saver:
 
     @property
     def staged_bytes(self) -> int:
-        return self._shared.held_bytes + self._own.held_bytes
+        return self._staging.held_bytes
 
     def begin(self, state: State, step: int, *, figure: float | None = None, lower_is_better: bool = True) -> None:
         """Copy a state and start writing this rank's part; waits for an unfinished save first."""
         self.wait()
         tensors, data = (state.tensors, plain_json(state.data, "data")) if self.rank == 0 else ({}, {})
         own_data = plain_json(state.own_data, "own_data")
-        staged = State(self._shared.copied(tensors), {}, self._own.copied(state.own), own_data)
+        shared, own = self._staging.copied(tensors, state.own)
+        staged = State(shared, {}, own, own_data)
         self._publish_with = {"data": data, "step": step, "figure": figure, "lower_is_better": lower_is_better}
         self._receipt = self._thread.submit(self.checkpoints.write, staged, step, rank=self.rank)
 
@@ -127,7 +129,7 @@ class Saver:
         """Wait, then end the thread and free the copies."""
         self.wait()
         self._thread.shutdown()
-        self._shared, self._own = StagingBuffers(), StagingBuffers()
+        self._staging = StagingBuffers()
 
     def _published(self, receipts: Sequence[Receipt], arguments: Mapping[str, Any]) -> Path | NotSaved:
         try:
@@ -255,7 +257,7 @@ class Keeper:
         host = self._host.read() if self._host is not None else None
         if host is None or host.limit_bytes is None:
             return False  # unknown
-        needed = staging_bytes(state.own) + (staging_bytes(state.tensors) if self.ranks.rank == 0 else 0)
+        needed = staging_bytes({} if self.ranks.rank else state.tensors, state.own)
         needed -= self._saver.staged_bytes if self._saver is not None else 0
         return host.used_bytes + max(0, needed) <= ROOM * host.limit_bytes
 

@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy as np
 import torch
 
+from pipeline.device.accelerator import release_pinned
 from pipeline.errors import ConfigError
+from pipeline.memory.hardware.host_memory import slot_bytes
+from pipeline.memory.runtime.pinned_tensors import bytes_on_host
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Bytes = NDArray[np.uint8]
     from collections.abc import Callable, Iterator
-
-GROWTH = 9 / 8  # batches of one budget differ a little: room for the next one too
-UNIT = 1 << 20
 
 
 @dataclass(eq=False, slots=True)
@@ -62,10 +62,12 @@ class Ring:
         if used > len(slot.memory) or len(slot.memory) == 0:
             if used > self._slot_bytes:
                 self.grown += 1
-                self._slot_bytes = -(-int(used * GROWTH) // UNIT) * UNIT
+            # No less than any has so far: all are of one size in the end.
+            self._slot_bytes = max(self._slot_bytes, slot_bytes(used, pin=self._pin))
             slot.memory = torch.empty(0, dtype=torch.uint8)  # the old memory goes before the new one comes
-            size = max(self._slot_bytes, UNIT)  # no fewer than any has so far: all are of one size in the end
-            slot.memory = torch.empty(size, dtype=torch.uint8, pin_memory=self._pin)
+            if self._pin:
+                release_pinned()
+            slot.memory = bytes_on_host(self._slot_bytes, pin=self._pin)
         memory: Bytes = slot.memory.numpy()[:used]
         return memory
 

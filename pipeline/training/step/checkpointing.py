@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -12,11 +13,14 @@ from torch.utils.checkpoint import checkpoint
 
 from pipeline.device.accelerator import on_card
 from pipeline.device.kinds import CPU
+from pipeline.memory.runtime.pinned_tensors import TensorChunks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
+
+    from pipeline.memory.runtime.pinned_tensors import ChunkLease
 
 
 class Recomputing:
@@ -80,22 +84,47 @@ SMALLEST_BYTES = 1 << 16  # below, a copy costs more than the memory is worth
 class Carrier(Protocol):
     """Copies tensors to the host's memory and back."""
 
-    def away(self, tensor: Tensor) -> Tensor:
+    def away(self, tensor: Tensor) -> Any:
         """Return a copy in the host's memory."""
 
-    def back(self, kept: Tensor, device: torch.device) -> Tensor:
+    def back(self, kept: Any, device: torch.device) -> Tensor:
         """Return a copy on the device."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Away:
+    """A tensor whose values lie in chunks."""
+
+    like: Tensor  # without data: it has the shape, the strides and the type
+    lease: ChunkLease
+
+
 class Pinned:
-    """Copies to pinned memory."""
+    """Copies to chunks of the host's memory, which are pinned for tensors of a card and used again by later steps."""
 
-    def away(self, tensor: Tensor) -> Tensor:
-        kept = torch.empty_like(tensor, device=CPU, pin_memory=on_card(tensor))  # in the same order: channels last
-        return kept.copy_(tensor)
+    def __init__(self) -> None:
+        self._chunks = {pin: TensorChunks(pin=pin) for pin in (False, True)}
 
-    def back(self, kept: Tensor, device: torch.device) -> Tensor:
-        return kept.to(device, non_blocking=True, copy=True)
+    def away(self, tensor: Tensor) -> Any:
+        if tensor.layout != torch.strided or type(tensor) is not torch.Tensor or tensor.is_conj() or tensor.is_neg():
+            return tensor.to(CPU, copy=True)  # it is not what its bytes say
+        like = torch.empty_like(tensor, device="meta")  # in the same order: channels last
+        lease = self._chunks[on_card(tensor)].lease(tensor.nbytes)
+        dense = tensor if tensor.stride() == like.stride() else torch.empty_like(tensor).copy_(tensor)
+        lease.fill(_flat(dense))
+        return _Away(like, lease)
+
+    def back(self, kept: Any, device: torch.device) -> Tensor:
+        if isinstance(kept, torch.Tensor):
+            return kept.to(device, copy=True)
+        tensor = torch.empty_like(kept.like, device=device)
+        kept.lease.empty_into(_flat(tensor))
+        return tensor
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Return a dense tensor's elements as they lie in memory."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
 def offloaded(model: nn.Module, carrier: Carrier) -> torch.autograd.graph.saved_tensors_hooks:
@@ -108,7 +137,7 @@ def offloaded(model: nn.Module, carrier: Carrier) -> torch.autograd.graph.saved_
         return carrier.away(tensor), tensor.device
 
     def back(kept: Any) -> Tensor:
-        return kept if isinstance(kept, torch.Tensor) else carrier.back(*kept)
+        return carrier.back(*kept) if isinstance(kept, tuple) else kept
 
     return torch.autograd.graph.saved_tensors_hooks(away, back)
 

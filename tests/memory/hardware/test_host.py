@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from pipeline.keys import recipe_key
 from pipeline.memory.footprint import Provenance
@@ -23,10 +24,10 @@ from pipeline.memory.hardware.host_memory import (
     Phase,
     TrainingJob,
     measured_baseline,
-    pinned_bytes,
     ring_bytes,
     train_need,
 )
+from pipeline.memory.hardware.pinned_memory import chunked_bytes, pinned_bytes
 from pipeline.memory.history.task_history import Profiles
 from pipeline.records import Item, Part, Role
 from pipeline.store.cache_folder import CacheFolder
@@ -74,23 +75,21 @@ def status_of(script: str, name: str) -> int:
     return int(ran.stdout.partition(f"{name}:")[2].split()[0]) << 10
 
 
-@pytest.mark.parametrize(("asked", "got"), [(0, 0), (1, 1), (3, 4), (GIB, GIB), (GIB + 1, 2 * GIB)])
-def test_pinned_memory_comes_in_powers_of_two(asked: int, got: int) -> None:
-    assert pinned_bytes(asked) == got
+@pytest.mark.parametrize("pin", [False, True])
+def test_the_ring_is_predicted_as_it_grows(pin: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_ahead, "bytes_on_host", lambda size, **_: torch.empty(size, dtype=torch.uint8))
+    for batch in (1, MIB, 3 * MIB + 17, 8 * MIB):
+        ring = read_ahead.Ring(3, pin=pin)
+        for used in (batch // 3, batch) if pin else (batch,):
+            for slot in ring.slots:
+                ring.room(slot, used)
+        assert ring.bytes == ring_bytes(3, batch, pin=pin)
+        assert not pin or all(pinned_bytes(len(slot.memory)) == len(slot.memory) for slot in ring.slots)
 
 
-def test_the_ring_is_predicted_as_it_grows() -> None:
-    assert (host_memory.RING_GROWTH, host_memory.RING_UNIT) == (read_ahead.GROWTH, read_ahead.UNIT)
-    for batch in (1, MIB, 3 * MIB + 17):
-        ring = read_ahead.Ring(3, pin=False)
-        for slot in ring.slots:
-            ring.room(slot, batch)
-        assert ring.bytes == ring_bytes(3, batch, pin=False)
-
-
-def test_a_ring_that_begins_with_the_largest_batch_pins_half_as_much() -> None:
-    assert ring_bytes(4, 100 * MIB, pin=True, sized=True) == 4 * 128 * MIB
-    assert ring_bytes(4, 100 * MIB, pin=True) == 2 * 4 * 128 * MIB  # the slots that were too small stay pinned
+def test_a_pinned_slot_is_the_power_of_two_that_the_batch_takes_anyway() -> None:
+    assert ring_bytes(4, 100 * MIB, pin=True) == 4 * 128 * MIB
+    assert ring_bytes(4, 60 * MIB, pin=True) == 4 * 64 * MIB  # with a share of room for larger ones it would be 128
     assert ring_bytes(4, 0, pin=True) == 0
 
 
@@ -137,20 +136,18 @@ def test_every_rank_has_its_own_of_everything_but_files() -> None:
 
 
 def test_a_checkpoint_is_staged_while_the_ring_is_full_but_the_model_was_given_back() -> None:
-    run = TrainingJob(
-        gpu=False, model_bytes=2 * GIB, resumed_bytes=GIB, staged_bytes=GIB, slots=2, batch_bytes=GIB, sized=True
-    )
+    run = TrainingJob(gpu=False, model_bytes=2 * GIB, resumed_bytes=GIB, staged_bytes=GIB, slots=2, batch_bytes=GIB)
     need = train_need(run, BASE)
     starts, trains = (sum(one.bytes for one in need.during(phase)) for phase in (Phase.START, Phase.TRAIN))
     always = sum(one.bytes for one in need.parts if one.phase is Phase.ALWAYS)
-    assert (starts - always, trains - always) == (3 * GIB, 5 * GIB)  # the ring is 2, batches 2, the checkpoint 1
+    assert (starts - always, trains - always) == (3 * GIB, 5.25 * GIB)  # the ring is 2.25, batches 2, the checkpoint 1
 
 
 def test_a_gpu_brings_its_context_and_pinned_memory_and_a_cpu_its_step() -> None:
-    run = TrainingJob(batch_bytes=MIB, offloaded_bytes=GIB, step_bytes=9 * GIB, several=True, slots=2, sized=True)
+    run = TrainingJob(batch_bytes=MIB, offloaded_bytes=GIB, step_bytes=9 * GIB, several=True, slots=2)
     gpu, cpu = train_need(run, BASE), train_need(replace(run, gpu=False), BASE)
     assert part(gpu, host_memory.CONTEXT) == host_memory.CUDA_CONTEXT_BYTES
-    assert (part(gpu, "offloaded"), part(gpu, "training step")) == (2 * GIB, 0)
+    assert (part(gpu, "offloaded"), part(gpu, "training step")) == (chunked_bytes(GIB), 0)
     assert (part(cpu, "offloaded"), part(cpu, "training step")) == (GIB, 9 * GIB)
     assert part(cpu, host_memory.CONTEXT) == part(cpu, "communicator") == 0 < part(gpu, "communicator")
 

@@ -84,7 +84,7 @@ def test_the_next_waits_for_the_one_before_and_uses_its_buffers_again(tmp_path, 
     second = threading.Thread(target=go_on)
     second.start()
     held = saver.staged_bytes
-    assert held == staging_bytes(state_at(1).tensors) + staging_bytes(state_at(1).own) == 40 * 3 * 4 + 5 * 2 + 4 + 9
+    assert held == staging_bytes(state_at(1).tensors, state_at(1).own) == 512 + 64 + 64 + 64
     gate.set()
     second.join(60)
     assert saver.staged_bytes == held
@@ -93,14 +93,18 @@ def test_the_next_waits_for_the_one_before_and_uses_its_buffers_again(tmp_path, 
     assert is_state_at(saver.checkpoints.newest(), 2)
 
 
-def test_buffers_are_used_again_where_they_fit():
+def test_memory_is_used_again_until_the_tensors_are_of_other_sizes():
     staging = StagingBuffers()
-    first = staging.copied({"a": torch.ones(3), "b": torch.ones(2)})
-    again = staging.copied({"a": torch.zeros(3), "b": torch.zeros(5), "c": (tied := torch.ones(1)), "d": tied})
-    assert again["a"] is first["a"]
-    assert again["c"] is again["d"]
-    assert same_bits(again["b"], torch.zeros(5))
-    assert staging.held_bytes == 4 * (3 + 5 + 1)
+    (first,) = staging.copied({"a": torch.ones(3), "b": torch.ones(2)})
+    (again,) = staging.copied({"a": torch.zeros(3), "b": torch.full((2,), 5.0)})
+    assert {copy.data_ptr() for copy in first.values()} == {copy.data_ptr() for copy in again.values()}
+    assert same_bits(again["b"], torch.full((2,), 5.0))
+    tied = torch.ones(1)
+    other, own = staging.copied({"a": torch.zeros(3), "b": torch.zeros(50), "c": tied, "d": tied}, {"a": tied})
+    assert other["c"] is other["d"]
+    assert other["c"].data_ptr() != own["a"].data_ptr()
+    assert same_bits(other["b"], torch.zeros(50))
+    assert staging.held_bytes == 64 + 256 + 64 + 64
 
 
 def test_a_full_disk_is_told_and_the_next_checkpoint_is_a_new_one(tmp_path):
@@ -141,6 +145,6 @@ def test_ranks_write_at_the_same_time_and_the_first_publishes_when_all_have(tmp_
     loaded = ranks[1].checkpoints.newest()
     assert loaded.world == 3
     assert is_state_at(loaded, 2)
-    assert ranks[1].staged_bytes == 9  # the others copy only what is their own
+    assert ranks[1].staged_bytes == 64  # the others copy only what is their own
     for saver in ranks:
         saver.close()

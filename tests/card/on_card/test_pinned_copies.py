@@ -1,0 +1,184 @@
+"""What is copied to pinned memory on a card: it takes what the host's plan counts, and arrives whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from pipeline.memory.hardware.pinned_memory import (
+    CHUNK_BYTES,
+    SMALL_BYTES,
+    chunked_bytes,
+    pinned_bytes,
+    staged_bytes,
+)
+from pipeline.memory.runtime.pinned_tensors import TensorChunks
+from pipeline.training.checkpoints.keeper import StagingBuffers, staging_bytes
+from pipeline.training.checkpoints.training_state import pack
+from pipeline.training.items.read_ahead import Ring
+from pipeline.training.step.checkpointing import Pinned, offloaded
+from tests.card import card
+
+MIB = 1 << 20
+
+
+def taken() -> int:
+    return card.pinned_bytes()[0]
+
+
+def trained(widths: list[int]) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a model and its optimizer after a step on the card."""
+    model = nn.Sequential(*(nn.Linear(width, width + 1) for width in widths)).to(card.NAME)
+    optimizer = torch.optim.AdamW(model.parameters())
+    sum(parameter.sum() for parameter in model.parameters()).backward()
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("widths", [[300] * 9, [520, 60, 61, 62], [1024], [7]])
+def test_copies_of_a_state_take_what_is_planned_for_them(widths: list[int]) -> None:
+    model, optimizer = trained(widths)
+    tensors = pack(model, optimizer).tensors
+    own = {"cpu": torch.get_rng_state(), "card": torch.zeros(16, dtype=torch.uint8)}
+    blocks = [parameter.nbytes for parameter in model.parameters() for _ in range(3)]  # Adam has two of each
+    before, staging = taken(), StagingBuffers()
+    shared, copied_own = staging.copied(tensors, own)
+    pinned = taken() - before
+    assert pinned == staging.held_bytes == staging_bytes(tensors, own)
+    assert sum(blocks) < pinned <= staged_bytes(blocks, pinned=True)
+    by_itself = sum(pinned_bytes(block) for block in blocks if block >= SMALL_BYTES)
+    assert pinned <= by_itself + 2 * sum(block for block in blocks if block < SMALL_BYTES) + MIB // 8
+    assert all(torch.equal(shared[name], tensor.cpu()) for name, tensor in tensors.items())
+    assert torch.equal(copied_own["cpu"], own["cpu"])
+    staging.copied(tensors, own)
+    assert taken() - before == pinned
+
+
+def test_a_state_that_has_grown_leaves_nothing_pinned_of_what_it_took_before() -> None:
+    before, staging = taken(), StagingBuffers()
+    for size in (3 * MIB, 5 * MIB, MIB):
+        (copies,) = staging.copied({"a": torch.full((size // 4,), float(size), device=card.NAME)})
+        assert taken() - before == staging.held_bytes == pinned_bytes(size)
+        assert (copies["a"] == size).all()
+
+
+def test_a_host_that_pins_no_more_saves_from_memory_that_is_not_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pipeline.memory.runtime import pinned_tensors
+
+    before, bytes_on_host = taken(), pinned_tensors.bytes_on_host
+
+    def full(size_bytes: int, *, pin: bool = True) -> torch.Tensor:
+        if pin:
+            raise torch.OutOfMemoryError("CUDA error: out of memory")
+        return bytes_on_host(size_bytes, pin=False)
+
+    monkeypatch.setattr(pinned_tensors, "bytes_on_host", full)
+    (copies,) = StagingBuffers().copied({"a": torch.ones(1000, device=card.NAME)})
+    assert taken() == before
+    assert (copies["a"] == 1).all()
+
+
+def test_slots_of_a_ring_take_what_they_say() -> None:
+    before, ring = taken(), Ring(3, pin=True)
+    for used in (MIB // 2, 3 * MIB, 5 * MIB, 4 * MIB):
+        for slot in ring.slots:
+            ring.room(slot, used)
+    assert taken() - before == ring.bytes == 3 * 8 * MIB
+
+
+class Deep(nn.Module):
+    """Layers whose activations are of no power of two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(400, 400) for _ in range(3))
+
+    def forward(self, x_ND: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x_ND = torch.tanh(layer(x_ND)).t().contiguous().t()[::1]
+        return x_ND
+
+
+def gradients(model: nn.Module, x_ND: torch.Tensor, carrier: Pinned | None) -> list[torch.Tensor]:
+    model.zero_grad()
+    if carrier is None:
+        model(x_ND).square().mean().backward()
+    else:
+        with offloaded(model, carrier):
+            loss = model(x_ND).square().mean()
+        loss.backward()
+    return [parameter.grad.cpu() for parameter in model.parameters() if parameter.grad is not None]
+
+
+def test_what_is_offloaded_comes_back_as_it_was_and_takes_what_is_planned_in_any_order_of_copies() -> None:
+    torch.manual_seed(0)
+    model = Deep().to(card.NAME)
+    carrier, before, most = Pinned(), taken(), 0
+    for seed, rows in enumerate((5000, 7001, 300, 6999)):
+        card.seed_order(seed)
+        x_ND = torch.randn(rows, 400).to(card.NAME)
+        plain, away = gradients(model, x_ND, None), gradients(model, x_ND, carrier)
+        assert all(torch.equal(one, other) for one, other in zip(plain, away, strict=True))
+        most = max(most, 4 * 400 * rows)
+    held = taken() - before
+    saved_bytes = 7 * most  # of each layer what goes in, what tanh gave, and its copy in another order, at most
+    assert 3 * most < held <= chunked_bytes(saved_bytes)
+
+
+def test_a_chunk_is_not_written_to_before_it_has_been_read() -> None:
+    chunks, count = TensorChunks(pin=True, chunk_bytes=1 << 16), 1 << 14
+    for seed in range(60):
+        card.seed_order(seed)
+        lease = chunks.lease(1 << 16)
+        lease.fill(torch.full((count,), float(seed)))
+        target = torch.empty(count, device=card.NAME)
+        with torch.Stream(card.NAME) as side:
+            lease.empty_into(target)
+        del lease
+        again = chunks.lease(1 << 16)
+        again.fill(torch.full((count,), -1.0))
+        del again
+        side.synchronize()
+        assert (target == seed).all()
+    assert chunks.held_bytes == 1 << 16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64])
+@pytest.mark.parametrize("order", ["plain", "turned", "every other", "expanded", "nothing"])
+def test_tensors_of_any_type_and_order_come_back(dtype: torch.dtype, order: str) -> None:
+    tensor = torch.arange(6000).reshape(20, 30, 10).remainder(2).to(dtype).to(card.NAME)
+    tensor = {
+        "plain": tensor,
+        "turned": tensor.permute(2, 0, 1),
+        "every other": tensor[:, ::2],
+        "expanded": tensor[:1].expand(20, 30, 10),
+        "nothing": tensor[:0],
+    }[order]
+    carrier = Pinned()
+    back = carrier.back(carrier.away(tensor), tensor.device)
+    assert back.device == tensor.device
+    assert torch.equal(back.cpu(), tensor.cpu())
+    assert back.stride() == torch.empty_like(tensor).stride()
+
+
+def test_a_chunk_is_used_again_only_when_nothing_lies_in_it() -> None:
+    chunks = TensorChunks(pin=False, chunk_bytes=1 << 10)
+    first, second = chunks.lease(700), chunks.lease(700)
+    assert chunks.held_bytes == 2 << 10
+    del first
+    third = chunks.lease(1 << 10)  # the rest of the second chunk, and another: the first is not free yet
+    assert chunks.held_bytes == 3 << 10
+    second_values, third_values = torch.arange(175.0), torch.arange(256.0)
+    second.fill(second_values)
+    third.fill(third_values)
+    for lease, values in ((second, second_values), (third, third_values)):
+        lease.empty_into(back := torch.empty(len(values)))
+        assert torch.equal(back, values)
+    del second, third, lease
+    assert len([chunks.lease(1 << 10) for _ in range(3)]) == 3
+    assert chunks.held_bytes == 3 << 10
+
+
+def test_a_chunk_is_a_power_of_two() -> None:
+    assert pinned_bytes(CHUNK_BYTES) == CHUNK_BYTES
