@@ -98,9 +98,9 @@ _CARDS: dict[str, _Card] = {
     "h100-80gb-pcie": _Card(79.10, (9, 0), 51, 378, 756, 2000, words="pcie"),
     "h100-80gb-sxm": _Card(79.10, (9, 0), 67, 494.7, 989.4, 3350, words="sxm|hbm3"),
     "h100-94gb-nvl": _Card(93.00, (9, 0), 60, 417.5, 835.5, 3900, words="nvl"),
-    # H200 data sheet: SXM as H100, 4.8 TB/s; NVL 60/835*/1,671*
+    # H200 data sheet: SXM as H100, 4.8 TB/s; NVL 60/835*/1,671*. torch calls the one "NVIDIA H200", the other "… NVL"
     "h200-141gb-nvl": _Card(139.72, (9, 0), 60, 417.5, 835.5, 4800, words="nvl", told_gib=140),
-    "h200-141gb-sxm": _Card(139.72, (9, 0), 67, 494.7, 989.4, 4800, words="sxm|hbm3", told_gib=140),
+    "h200-141gb-sxm": _Card(139.72, (9, 0), 67, 494.7, 989.4, 4800, words="sxm|hbm3|^nvidia_h200$", told_gib=140),
     # Blackwell architecture brief, HGX B200 at 1,000 W, of 8: TF32 2.2 PF*, FP16 4.5 PF*; 7.7 TB/s
     "b200-180gb": _Card(178.35, (10, 0), 75, 1100, 2250, 7700),
     # A100 data sheet: 19.5/156/312; 40 GB 1,555 GB/s; 80 GB PCIe 1,935, SXM 2,039 GB/s

@@ -38,6 +38,13 @@ GIB = 1 << 30
         ("NVIDIA RTX 6000 Ada Generation", "rtx-6000-ada"),
         ("Quadro RTX 6000", "rtx-6000"),
         ("NVIDIA B200", "b200-180gb"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("NVIDIA H100 PCIe", "h100-80gb-pcie"),
+        ("NVIDIA H200", "h200-141gb-sxm"),
+        ("NVIDIA H200 NVL", "h200-141gb-nvl"),
+        ("h200", "h200-141gb-nvl"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
     ],
 )
 def test_a_name_is_known_however_it_is_written(said: str, name: str) -> None:
