@@ -481,7 +481,7 @@ def test_synth_replaces_only_when_told_to(pipeline: Command):
     assert names() == there
 
 
-@pytest.mark.parametrize("words", [("--dim", "30"), ("--layers", "0"), ("--out", "other.pt")])
+@pytest.mark.parametrize("words", [("--dim", "30"), ("--layers", "0"), ("--out", "other.pt"), ("--out", ".")])
 def test_synth_of_what_cannot_be_is_refused_and_changes_nothing(pipeline: Command, words):
     pipeline("weights", "synth", *SIZES, "--out", "esm2_x.pt")
     there, before = names(), Path("esm2_x.pt").read_bytes()

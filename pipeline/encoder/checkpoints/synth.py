@@ -32,7 +32,7 @@ def write_random_checkpoint(out: Path, layers: int, dim: int, heads: int, seed: 
 
     `stress` multiplies the query and key weights, so that attention becomes as sharp as half precision can bear.
     """
-    regression = out.with_name(f"{out.stem}-contact-regression.pt")
+    regression = out.parent / f"{out.stem}-contact-regression.pt"
     _check(out, regression, layers, dim, heads)
     random = torch.Generator().manual_seed(seed)
     architecture = Architecture(layers, dim, heads, token_dropout=True)
@@ -67,7 +67,7 @@ def _check(out: Path, regression: Path, layers: int, dim: int, heads: int) -> No
         raise ConfigError(what, remedy=f"try --dim {2 * heads * max(1, round(dim / (2 * heads)))}")
     if not out.name.startswith("esm2") or out.suffix != ".pt":
         what = "fair-esm tells ESM-2 by the name of the file: it must be esm2….pt"
-        raise ConfigError(what, where=str(out), remedy=f"--out {out.with_name(f'esm2_{out.stem}.pt')}")
+        raise ConfigError(what, where=str(out), remedy=f"--out {out.parent / f'esm2_{out.stem}.pt'}")
     for path in (out, regression):
         if path.exists():
             raise ConfigError(

@@ -177,7 +177,7 @@ def _places(path: Path) -> Iterator[Path]:
     if path.suffix in _SUFFIXES:
         yield path.with_suffix("")
     else:
-        yield path.with_name(f"{path.name}.pt")
+        yield path.parent / f"{path.name}.pt"
     model = published(stem(path))
     if model is not None:
         yield _home("TORCH_HOME", "torch") / "hub" / "checkpoints" / f"{model.name}.pt"
