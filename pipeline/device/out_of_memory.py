@@ -54,6 +54,15 @@ def out_of_memory_error(run: Callable[..., object], *arguments: object) -> str |
     return None
 
 
+def after_freeing_caches(call: Callable[[], Result], device: str) -> Result:
+    """Return what a call returns; if memory runs out, call once more without what is held for reuse."""
+    results: list[Result] = []
+    if out_of_memory_error(lambda: results.append(call())) is not None:
+        free_caches(device)
+        results.append(call())
+    return results[0]
+
+
 def free_caches(device: str) -> None:
     """Release memory that Python, the C library and torch keep for reuse."""
     gc.collect()

@@ -11,7 +11,7 @@ import os
 import threading
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
@@ -20,21 +20,20 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is do
 
 from pipeline.device.accelerator import collectives, on_card
 from pipeline.device.kinds import CPU
-from pipeline.memory.planning.memory_plan import REDUCED_BYTES
 from pipeline.records import RankPlace
+from pipeline.training.ranks.gradient_sums import reduce_in_pieces
 from pipeline.training.ranks.rank_protocol import SingleRank
 from pipeline.training.ranks.rendezvous import COME_WITHIN_S, Meeting, meet
 from pipeline.training.ranks.watchdog import Activity, HangLimits, Watchdog
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from torch import Tensor
 
     from pipeline.training.ranks.rank_protocol import Ranks, Said
 
-PIECE_BYTES = REDUCED_BYTES // 2  # tensors are added up in pieces of it; the plan has room for two
 LETTER_BYTES = 4096  # of each rank's message; if one is longer, a second round follows
 LENGTH_BYTES = 8
 LOOK_EVERY_S = 1.0
@@ -121,11 +120,17 @@ class ProcessGroup:
         return [json.loads(letter[LENGTH_BYTES:][:length]) for letter, length in zip(letters, lengths, strict=True)]
 
     def add_up(self, tensors: Sequence[Tensor]) -> None:
+        reduce_in_pieces(tensors, lambda flat: self.begin_sum(flat)())
+
+    def begin_sum(self, flat: Tensor) -> Callable[[], None]:
+        self._watchdog.check()
+        work = self._begun(lambda: dist.all_reduce(flat, async_op=True))
+        # on a card a sum only takes its place in the stream: whoever reads it waits
+        return lambda: self._finish_sum(work, in_stream=on_card(flat))
+
+    def _finish_sum(self, work: dist.Work, *, in_stream: bool) -> None:
         with self._waiting():
-            # on a GPU a sum only takes its place in the stream: whoever reads it waits
-            reduce_in_pieces(
-                tensors, lambda flat: self._await(lambda: dist.all_reduce(flat, async_op=True), in_stream=on_card(flat))
-            )
+            self._finish(work, in_stream=in_stream)
         if not self._has_stepped:
             self._has_stepped = True
             self._slow -= 1
@@ -188,15 +193,23 @@ class ProcessGroup:
 
     def _await(self, begin: Callable[[], dist.Work], *, in_stream: bool = False) -> None:
         """Wait until a collective call has completed, or a rank is lost."""
+        self._finish(self._begun(begin), in_stream=in_stream)
+
+    def _begun(self, begin: Callable[[], dist.Work]) -> dist.Work:
+        try:
+            return begin()
+        except RuntimeError as error:  # torch has no type for it; a peer's death breaks a connection
+            raise self._watchdog.blame(str(error).partition("\n")[0]) from error
+
+    def _finish(self, work: dist.Work, *, in_stream: bool) -> None:
         done = threading.Event()
         try:
-            work = begin()
             if not in_stream:
                 work.get_future().add_done_callback(lambda _: done.set())
                 while not done.wait(LOOK_EVERY_S):
                     self._watchdog.check()
             work.wait()
-        except RuntimeError as error:  # torch has no type for it; a peer's death breaks a connection
+        except RuntimeError as error:
             raise self._watchdog.blame(str(error).partition("\n")[0]) from error
 
 
@@ -204,63 +217,3 @@ def _letter(text: bytes, size: int) -> Tensor:
     """Return a text's length and as much of the text as fits, as a tensor of `size` bytes."""
     content = (len(text).to_bytes(LENGTH_BYTES, "little") + text)[:size]
     return torch.frombuffer(bytearray(content.ljust(size, b"\0")), dtype=torch.uint8)
-
-
-def reduce_in_pieces(
-    tensors: Iterable[Tensor], reduce: Callable[[Tensor], Any], piece_bytes: int = PIECE_BYTES
-) -> None:
-    """Reduce tensors in place, packed into flat tensors of one type and at most `piece_bytes`.
-
-    The packing depends on shapes and types alone: it must be the same on every rank.
-    """
-    for parts in tensor_pieces(tensors, piece_bytes):
-        if len(parts) == 1 and parts[0].is_contiguous():
-            reduce(parts[0].view(-1))
-            continue
-        sizes = [part.numel() for part in parts]
-        packed = parts[0].new_empty(sum(sizes))
-        places = [place.view(part.shape) for place, part in zip(torch.split(packed, sizes), parts, strict=True)]
-        torch._foreach_copy_(places, parts)  # one call for all, as in torch's own FSDP
-        reduce(packed)
-        torch._foreach_copy_(parts, places)
-        del packed, places  # one piece at a time
-
-
-def tensor_pieces(tensors: Iterable[Tensor], piece_bytes: int) -> Iterator[list[Tensor]]:
-    """Yield groups of tensors of one type, or of parts of them, of at most `piece_bytes` together."""
-    for alike in _by_type(tensors).values():
-        piece: list[Tensor] = []
-        room = piece_bytes
-        for tensor in alike:
-            for part in _parts(tensor, max(1, piece_bytes // tensor.element_size())):
-                if part.nbytes > room and piece:
-                    yield piece
-                    piece, room = [], piece_bytes
-                piece.append(part)
-                room -= part.nbytes
-        if piece:
-            yield piece
-
-
-def _by_type(tensors: Iterable[Tensor]) -> Mapping[tuple[torch.device, torch.dtype], list[Tensor]]:
-    """Group tensors by device and type, in order of first appearance."""
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for tensor in tensors:
-        plain = tensor.detach()
-        real = torch.view_as_real(plain) if plain.is_complex() else plain
-        if real.numel():
-            groups.setdefault((real.device, real.dtype), []).append(real)
-    return groups
-
-
-def _parts(tensor: Tensor, most: int) -> Iterator[Tensor]:
-    """Yield views of a tensor with at most `most` values each."""
-    if tensor.numel() <= most:
-        yield tensor
-        return
-    rows = most // (tensor.numel() // tensor.shape[0])
-    if rows:
-        yield from torch.split(tensor, rows)
-    else:
-        for row in tensor:
-            yield from _parts(row, most)

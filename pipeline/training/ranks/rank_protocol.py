@@ -1,7 +1,8 @@
 """The interface through which the training loop talks to the other ranks.
 
 A rank may run out of memory in any micro-batch and begin its share of a step again. So nothing here is called between
-the first forward of a step and its last backward: `exchange` comes before and after, `add_up` after.
+the first forward of a step and its last backward: `exchange` comes before and after, `add_up` after. Within the last
+backward gradients may be added up (`gradient_sums`), where all ranks begin again if memory ends on one of them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pipeline.cluster.peers import PEER_LOST
 from pipeline.errors import JobFailed
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from torch import Tensor
@@ -45,6 +46,9 @@ class Ranks(Protocol):
     def add_up(self, tensors: Sequence[Tensor]) -> None:
         """All-reduce tensors, of the same shapes on every rank, to their sums in place."""
 
+    def begin_sum(self, flat: Tensor) -> Callable[[], None]:
+        """Begin to all-reduce a flat tensor to its sum in place; return what waits for it."""
+
     def progress(self, activity: str) -> None:
         """Note what this rank does now, such as `step 12`; a rank that notes nothing for too long counts as hung."""
 
@@ -65,6 +69,9 @@ class SingleRank:
 
     def add_up(self, tensors: Sequence[Tensor]) -> None:
         pass
+
+    def begin_sum(self, flat: Tensor) -> Callable[[], None]:  # noqa: ARG002 - it is `Ranks`
+        return lambda: None
 
     def progress(self, activity: str) -> None:
         pass

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from pipeline.protocol import Batch, Task
     from pipeline.training.ranks.rank_protocol import Ranks
-    from pipeline.training.step.optimizers import StepSettings, Terms
+    from pipeline.training.step.optimizers import StepSettings
     from pipeline.training.step.step import StepWatch
 
 TINY = 1e-6  # beside the norm, as in torch.nn.utils.clip_grad_norm_
@@ -261,7 +261,7 @@ class ShardedStep(Step):
 
         self.ranks = ranks
         model, self.spread = built(frozen, ranks, device, settings.precision)
-        self.agreed = 1.0  # all ranks divide a single term by it until its weight is known
+        self.agreed = 1.0
         super().__init__(task, settings, device=device, model=model, watch=watch, scaled=scaled)
 
     def accompany(self, batch: Batch) -> None:
@@ -279,17 +279,6 @@ class ShardedStep(Step):
         precision = DTYPES.get(self.settings.precision)
         device = torch.device(self.device).type
         return torch.autocast(device, precision, cache_enabled=False) if precision else nullcontext()
-
-    def _loss(self, terms: Terms, weights: Mapping[str, Any] | None) -> Tensor:
-        if weights is not None or len(terms) > 1:
-            return super()._loss(terms, weights)
-        ((total, _),) = terms.values()
-        return total / self.agreed
-
-    def settle(self, weight: Tensor | float) -> None:
-        """Divide the gradients of a single term by its weight over all ranks."""
-        self._guess = self.agreed
-        super().settle(weight)
 
     def norm(self) -> Tensor:
         """Return the norm of all gradients over all ranks, which must all call it."""

@@ -6,15 +6,14 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from pipeline.device.out_of_memory import out_of_memory_error
+from pipeline.device.accelerator import is_card
+from pipeline.device.out_of_memory import after_freeing_caches, out_of_memory_error
+from pipeline.training.ranks.gradient_sums import GradientSums
+from pipeline.training.step.local_sharded import power_of_two
 from pipeline.training.step.local_step import refuse_unequal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-
-    from torch import Tensor
 
     from pipeline.memory.runtime.meters import Meter
     from pipeline.training.ranks.rank_protocol import Ranks
@@ -45,6 +44,8 @@ class RankReport:
     is_written: bool = False  # its part of a checkpoint that is saved in the background
     lost: str = ""  # why its parameters are half updated: memory ended within the optimizer
     damaged: list[str] = field(default_factory=list)  # items that it leaves out from now on: their records are damaged
+    room: int = 0  # how large pieces of gradients may be, for which it has memory
+    is_late: bool = False  # a gradient changed after it had been added up
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -135,6 +136,14 @@ class StepReport:
         return min(report.budget for report in self.words)
 
     @property
+    def room(self) -> int:
+        return min(report.room for report in self.words)
+
+    @property
+    def is_late(self) -> bool:
+        return any(report.is_late for report in self.words)
+
+    @property
     def host_share(self) -> float:
         return max(report.host_share for report in self.words)
 
@@ -157,29 +166,60 @@ class WholeStep:
         self.lost = ""
         self.empty_cache = False  # whether the governor wants it after the step
         self._complete, self._say = complete, say
+        self._weight = 0.0  # of a single term in the last step, over all ranks
+        self._unsettled: float | None = None  # the same of this step, until its gradients are divided by it
+        self._sums: GradientSums | None = None  # None: gradients are sums already
+        if ranks.world > 1 and not step.is_spread:
+            overlaps = is_card(step.device) and not step.contrasts  # whose gradients are whole after the last backward
+            self._sums = stepper.sums = GradientSums(step.trained, ranks, step.device, overlaps=overlaps)
 
-    def accumulate(self, share: RankShare, number: int) -> StepReport:
+    def accumulate(self, share: RankShare, number: int, *, overlaps: bool = True) -> StepReport:
         """Run this rank's share; return the reports of all ranks."""
+        all_know = self.stepper.needs_weights
         weights, is_lost = self._weights(share)
+        is_open = self._begin_sums(overlaps=overlaps and not (all_know and is_lost))
         if is_lost:
             share.drain()
             own = RankReport(lost=self.lost)
+            if is_open and self._sums:
+                self._sums.abandon()
         else:
             own = self._report(share, self.stepper.run(share, weights), number)
+            self._prepare_sums(own, is_open=is_open)
         report = StepReport.of(self.ranks.exchange(own.to_json()))
         self.stepper.learn_terms(len(report.names))
         has_more_terms = weights is None and len(report.names) > 1  # than ever before: they were divided by a guess
         has_fewer_items = weights is not None and report.sum_of("just_skipped")  # than the weights are of
-        if (has_more_terms or has_fewer_items or report.sum_of("again")) and not report.lost:
+        if report.is_late and self._sums:
+            self._sums.overlaps = False
+        must_repeat = has_more_terms or has_fewer_items or report.sum_of("again") or report.is_late
+        if must_repeat and not report.lost:
             self.stepper.go_back()
-            again = self.accumulate(share, number)
+            again = self.accumulate(share, number, overlaps=False)
             for first, second in zip(report.words, again.words, strict=True):
                 second.carry(first)
             return again
-        if weights is None and len(report.names) == 1:
-            ((_, weight),) = report.totals.values()
-            self.step.settle(weight)
+        if len(report.names) == 1:
+            ((_, self._weight),) = report.totals.values()
+        self._unsettled = self._weight if weights is None and len(report.names) == 1 else None
         return report
+
+    def _begin_sums(self, *, overlaps: bool) -> bool:
+        """Return whether gradients are added up while the last backward runs, and agree what to divide them by."""
+        if self._sums is None:
+            return False
+        # A power of two changes no digit: the sum is the same whichever it is.
+        self.step.agreed = power_of_two(math.ceil(self._weight)) if math.isfinite(self._weight) else 1.0
+        return self._sums.begin_step(overlaps=overlaps)
+
+    def _prepare_sums(self, own: RankReport, *, is_open: bool) -> None:
+        """Add up the gradients that are still this rank's own, or have what that takes, before all ranks rely on it."""
+        if self._sums is None:
+            return
+        if is_open:
+            self._sums.add_up()
+            own.again, own.is_late = own.again or self._sums.is_broken, self._sums.is_late
+        own.room = self._sums.piece_bytes if is_open or own.again else self._sums.reserve()
 
     def _weights(self, share: RankShare) -> tuple[dict[str, float] | None, bool]:
         """Return the weights of the whole step, None where they are not needed, and whether any rank is lost."""
@@ -189,10 +229,12 @@ class WholeStep:
         replies = self.ranks.exchange({"lost": bool(self.lost), "weights": own})
         rank_weights, is_lost = [reply["weights"] for reply in replies], any(reply["lost"] for reply in replies)
         names = list(dict.fromkeys(name for weights in rank_weights for name in weights))
+        whole = {name: math.fsum(weights.get(name, 0.0) for weights in rank_weights) for name in names}
         self.stepper.learn_terms(len(names))
         if not self.stepper.needs_weights:
+            self._weight = sum(whole.values())
             return None, is_lost
-        return {name: math.fsum(weights.get(name, 0.0) for weights in rank_weights) for name in names}, is_lost
+        return whole, is_lost
 
     def _report(self, share: RankShare, local: Local, number: int) -> RankReport:
         memory = self.meter.read() if self.meter else None
@@ -231,24 +273,33 @@ class WholeStep:
             self.step.release()
             return 0.0
         self._add_up(heard)
-        norm = float(self.step.clip() if self.step.settings.clip is not None else self.step.norm())
+        if self._unsettled is not None:
+            self.step.settle(self._unsettled)
+        clip = self.step.settings.clip
+        if self.step.is_spread:  # all ranks compute it together
+            norm_tensor = self.step.norm() if clip is None else self.step.clip()
+        else:
+            norm_tensor = after_freeing_caches(self.step.norm, self.step.device)
+        norm = float(norm_tensor)
         if not math.isfinite(norm) and not self.step.retries_by_scale:
             return None
-        error = out_of_memory_error(self.step.apply)
+        error = None if clip is None or self.step.is_spread else out_of_memory_error(self.step.clip_to, norm_tensor)
+        error = error or out_of_memory_error(self.step.apply)
         self.lost = "" if error is None else f"memory ended within the optimizer: {error}"
         return norm
 
     def _add_up(self, heard: StepReport) -> None:
-        """Add up the gradients over ranks."""
-        if self.ranks.world == 1 or self.step.is_spread:  # then they are sums already
+        """Add up the gradients over ranks, where that is still to be done, and drop those that no rank has."""
+        if self._sums is None:
             return
-        gradients: list[Tensor] = []
-        for number in heard.with_gradient(len(self.step.trained)):
-            parameter = self.step.trained[number]
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            gradients.append(parameter.grad)
-        self.ranks.add_up(gradients)
+        if not self._sums.is_done:
+            self._sums.agree(heard.room)
+            self._sums.add_up()
+        present = set(heard.with_gradient(len(self.step.trained)))
+        for number, parameter in enumerate(self.step.trained):
+            if number not in present:
+                parameter.grad = None
+        self._sums.expect(present)
 
     def lost_by(self) -> str:
         """Ask all ranks whether any lost its parameters in the last step; return which rank and why, else ""."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pipeline.device.out_of_memory import out_of_memory_error
+from pipeline.device.out_of_memory import after_freeing_caches, out_of_memory_error
 from pipeline.errors import DataError
 from pipeline.training.random_state import as_drawn
 from pipeline.training.step.contrastive import joined_rows, split_rows
@@ -150,7 +150,8 @@ class ContrastiveStepper(JointStepper):
         parts = [piece.rows for piece in embedded if piece.rows is not None]
         for piece in embedded:
             piece.rows = None
-        rows, start = gathered(self.ranks, joined_rows(parts), items, self.step.device)
+        own = after_freeing_caches(partial(joined_rows, parts), self.step.device)
+        rows, start = gathered(self.ranks, own, items, self.step.device)
         with as_drawn(self.step.device):
             return (self._contrasted(rows) if rows else None), start
 
@@ -199,7 +200,11 @@ def _refuse_changed(embedded: _Embedded, ids: tuple[str, ...]) -> None:
 
 
 def gathered(ranks: Ranks, own: dict[str, Tensor], items: int, device: str) -> tuple[dict[str, Tensor], int]:
-    """Return the rows of all ranks, in their order, and the index of this rank's first; `own` is emptied."""
+    """Return the rows of all ranks, in their order, and the index of this rank's first; `own` is emptied.
+
+    Between the ranks' words and their sums nothing may fail on one of them alone: memory that ends is freed and asked
+    for again, and sums are made where the rows are.
+    """
     if ranks.world == 1:
         return own, 0
     like = {name: [list(row.shape[1:]), str(row.dtype).removeprefix("torch.")] for name, row in own.items()}
@@ -213,15 +218,25 @@ def gathered(ranks: Ranks, own: dict[str, Tensor], items: int, device: str) -> t
             raise DataError(problem, where="train.task", remedy="return tensors of the same shapes but for their rows")
     counts = [reply["items"] for reply in replies]
     start = sum(counts[: ranks.rank])
-    wholes: dict[str, Tensor] = {}
     kinds = {name: _widest(like[name][1] for like in likes.values()) for name in first_shapes}
-    for name, kind in kinds.items():
-        dtype = torch.uint8 if kind == torch.bool else kind
-        wholes[name] = torch.zeros(sum(counts), *first_shapes[name], dtype=dtype, device=device)
+
+    def placed(name: str) -> Tensor:
+        """Return this rank's rows in their place, and zeros for those of others."""
+        dtype = torch.uint8 if kinds[name] == torch.bool else kinds[name]
+        whole = torch.zeros(sum(counts), *first_shapes[name], dtype=dtype, device=device)
         if name in own:
-            wholes[name][start : start + items] = own.pop(name).to(dtype)
-    ranks.add_up(list(wholes.values()))  # every row is of one rank and zero on the others: the sum gathers them
-    return {name: whole.bool() if kinds[name] == torch.bool else whole for name, whole in wholes.items()}, start
+            whole[start : start + items] = own[name].to(dtype)
+        return whole
+
+    wholes: dict[str, Tensor] = {}
+    for name in kinds:
+        wholes[name] = after_freeing_caches(partial(placed, name), device)
+        own.pop(name, None)
+    for name, whole in wholes.items():  # every row is of one rank and zero on the others: the sum gathers them
+        ranks.add_up([whole])  # each alone: packed together they would take as much memory again
+        if kinds[name] == torch.bool:
+            wholes[name] = after_freeing_caches(whole.bool, device)
+    return wholes, start
 
 
 def _widest(kinds: Iterable[str]) -> torch.dtype:

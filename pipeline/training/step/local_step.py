@@ -8,6 +8,7 @@ configured. What was learned is applied from the next step on.
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from pipeline.errors import DataError, PlanInfeasible
 from pipeline.memory.runtime.recovery import Oom, StepSnapshot, replay_until_it_fits
 from pipeline.protocol import Weights
 from pipeline.training.random_state import as_drawn
+from pipeline.training.ranks.gradient_sums import SumsBroken
 from pipeline.training.step.micro_batches import HOST, RUNGS, SKIP
 from pipeline.training.step.optimizers import sums_by_name
 
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
     from pipeline.memory.runtime.governor import Governor
     from pipeline.memory.runtime.meters import Upkeep
+    from pipeline.training.ranks.gradient_sums import GradientSums
     from pipeline.training.step.micro_batches import Piece, RankShare
     from pipeline.training.step.step import Step
 
@@ -70,6 +73,7 @@ class Stepper:
         self._begin, self._failed = begin, failed
         self._snapshot: StepSnapshot | None = None
         self._ran: list[int] = []  # costs of the micro-batches of a step that ran on no rung
+        self.sums: GradientSums | None = None  # which a step's last backward may begin to add up
         self._is_several: bool | None = True if isinstance(step.task, Weights) else None  # terms; None: unknown yet
         self.ladder = tuple(RUNGS[: RUNGS.index(SKIP)]) if self._on_card else RUNGS[:2]
 
@@ -116,27 +120,35 @@ class Stepper:
             raise self._too_large(piece)
 
     def run(self, share: RankShare, weights: Mapping[str, float] | None) -> Local:
-        """Run this rank's share forward and backward; gradients are in the parameters afterwards."""
+        """Run this rank's share forward and backward; gradients are in the parameters afterwards, unless `again`."""
         local, climbed = self._begun(), list[tuple[int, str]]()
 
         def again() -> None:
+            if self.sums is not None and self.sums.is_broken:
+                raise SumsBroken
             local.items = local.micros = 0
             local.remedied.clear()
             self.go_back()
 
-        replayed = replay_until_it_fits(
-            _Started(share, self._ready),
-            partial(self._run, local=local, weights=weights),
-            again=again,
-            halve=lambda piece: piece.halves(),
-            cannot=lambda piece, _: self._climb(piece, local, climbed),
-            note=self._heard,
-            cost=self._height,
-        )
+        def note(piece: Piece, oom: Oom) -> None:
+            local.ooms += 1
+            self._heard(piece, oom)
+
+        try:
+            replay_until_it_fits(
+                _Started(share, self._ready),
+                partial(self._run, local=local, weights=weights),
+                again=again,
+                halve=lambda piece: piece.halves(),
+                cannot=lambda piece, _: self._climb(piece, local, climbed),
+                note=note,
+                cost=self._height,
+            )
+        except SumsBroken:
+            local.again = True
         for piece_cost, rung in climbed:
             self.governor.climbed(piece_cost, rung)
         share.leave_out(local.skipped)
-        local.ooms = len(replayed.ooms)
         return self._ended(local)
 
     def _begun(self) -> Local:
@@ -189,7 +201,8 @@ class Stepper:
     def _run(self, piece: Piece, *, local: Local, weights: Mapping[str, float] | None) -> None:
         """Run a piece forward and backward."""
         self._begin(piece)
-        accumulate_piece(self.step, piece, weights)
+        with self.sums.within() if self.sums is not None and piece.ends_step else nullcontext():
+            accumulate_piece(self.step, piece, weights)
         self._count(piece, local)
 
     def _count(self, piece: Piece, local: Local) -> None:

@@ -52,6 +52,11 @@ class Piece:
         return item_rng(self.batch.origin, "\n".join(self.ids))
 
     @property
+    def ends_step(self) -> bool:
+        """Whether no other piece of this rank's comes after it in the step."""
+        return self.stop == len(self.batch.ids) and self.batch.origin.index + 1 == self.batch.origin.of
+
+    @property
     def is_on_host(self) -> bool:
         return self.rung > RUNGS.index(HOST)
 

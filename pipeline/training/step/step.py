@@ -78,6 +78,7 @@ class Step:
 
     is_spread = False  # the model is sharded over ranks, which then make all passes at the same time
     contrasts = False  # the loss compares all items of the step
+    agreed: float | None = None  # what all ranks divide a single term by until its weight is known; None: by a guess
 
     def __init__(
         self,
@@ -112,6 +113,7 @@ class Step:
         self.carrier: Carrier = Pinned()
         self._guess: Tensor | float = 0.0  # what gradients were divided by, as the weight is not known yet
         self._totals: dict[str, Any] = {}
+        self._is_unscaled = False  # the gradients are no longer those of a scaled loss
         self._is_one_term: bool | None = None  # not known before the loss was called
 
     def run(self, batches: Sequence[Batch]) -> dict[str, Tensor]:
@@ -213,8 +215,8 @@ class Step:
                 raise refused(problem, "weights(batch) tells each term's weight beforehand")
             return whole_loss(terms)
         ((total, weight),) = terms.values()
-        if not self._totals:  # this rank's own guess: it is divided out again before ranks add up their gradients
-            self._guess = guessed_weight(weight)
+        if not self._totals:
+            self._guess = guessed_weight(weight) if self.agreed is None else self.agreed
         return total / (float(self._guess) if total.device.type != torch.device(self.device).type else self._guess)
 
     def update(self, weights: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
@@ -234,9 +236,10 @@ class Step:
         return {name: (float(total), float(weight)) for name, (total, weight) in self._totals.items()}
 
     def settle(self, weight: Tensor | float) -> None:
-        """Divide the gradients of a single term by its weight instead of the guessed one."""
+        """Divide the gradients of a single term by its weight instead of what they were divided by."""
+        guess = self._guess if self.agreed is None else self.agreed
         is_number = isinstance(weight, float)  # the loop has waited for it; a number scales gradients of any precision
-        self._scale(float(quotient(float(self._guess), weight)) if is_number else quotient(self._guess, weight))
+        self._scale(float(quotient(float(guess), weight)) if is_number else quotient(guess, weight))
 
     @property
     def retries_by_scale(self) -> bool:
@@ -248,17 +251,24 @@ class Step:
         return [parameter.grad for parameter in self.trained if parameter.grad is not None]
 
     def norm(self) -> Tensor:
-        """Return the norm of all gradients."""
-        self.scaler.unscale_(self.optimizer)
+        """Return the norm of all gradients; may be called again."""
+        self.watch.phase("clip")
+        if not self._is_unscaled:
+            self.scaler.unscale_(self.optimizer)
+            self._is_unscaled = True
         return torch.nn.utils.get_total_norm(self.gradients, foreach=self.settings.way != "loop")
 
     def clip(self) -> Tensor:
         """Clip the gradients to the norm of the settings; return the norm that they had."""
+        norm = self.norm()
+        self.clip_to(norm)
+        return norm
+
+    def clip_to(self, norm: Tensor) -> None:
+        """Clip gradients of a norm to that of the settings."""
         assert self.settings.clip is not None
-        self.watch.phase("clip")
-        self.scaler.unscale_(self.optimizer)
         foreach = self.settings.way != "loop"
-        return torch.nn.utils.clip_grad_norm_(self.trained, self.settings.clip, foreach=foreach)
+        torch.nn.utils.clip_grads_with_norm_(self.trained, self.settings.clip, norm, foreach=foreach)
 
     def make_state(self) -> None:
         """Make the optimizer create its state now; parameters stay the same to the bit."""
@@ -284,7 +294,7 @@ class Step:
         """Drop all gradients and the totals of the step so far."""
         self.watch.phase("release")
         self.optimizer.zero_grad(set_to_none=True)
-        self._guess, self._totals = 0.0, {}
+        self._guess, self._totals, self._is_unscaled = 0.0, {}, False
         self.watch.phase("idle")
 
     @contextmanager

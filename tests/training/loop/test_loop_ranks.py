@@ -173,19 +173,19 @@ def plain(plot: Plot, run: Run, cuts: list[list[list[tuple[str, ...]]]]) -> Stat
 
     step = fresh_step(run.made)
     step.make_state()
+    step.agreed = 8.0  # any power of two: it changes no digit
     numbers = []
     for rank in range(2):
         torch.manual_seed(plot.config().seed + 1 + rank)
         numbers.append(torch.get_rng_state())
     for both in zip(*cuts, strict=True):
-        weight, gradients = 0.0, []
+        gradients = []
         weights = [sum(float(len(batch_of(plot, step.task, _numbers(ids), 0)["y"])) for ids in one) for one in both]
         weight = sum(weights)
         for rank, own in enumerate(both):
             torch.set_rng_state(numbers[rank])
             for ids in own:
                 step.accumulate(batch_of(plot, step.task, _numbers(ids), 0))
-            step.settle(weight)
             gradients.append([None if one.grad is None else one.grad.clone() for one in step.trained])
             numbers[rank] = torch.get_rng_state()
             step.release()
@@ -193,6 +193,7 @@ def plain(plot: Plot, run: Run, cuts: list[list[list[tuple[str, ...]]]]) -> Stat
             if first is not None or second is not None:
                 parts = [torch.zeros_like(parameter) if one is None else one for one in (first, second)]
                 parameter.grad = parts[0] + parts[1]
+        step.settle(weight)
         step.clip()
         step.apply()
     return state_of(step)

@@ -18,14 +18,8 @@ import torch
 from pipeline.cluster.peers import PEER_LOST
 from pipeline.memory.planning.memory_plan import REDUCED_BYTES
 from pipeline.records import RankPlace
-from pipeline.training.ranks.process_group import (
-    LETTER_BYTES,
-    PIECE_BYTES,
-    ProcessGroup,
-    interface_of,
-    reduce_in_pieces,
-    tensor_pieces,
-)
+from pipeline.training.ranks.gradient_sums import PIECE_BYTES, reduce_in_pieces, tensor_pieces
+from pipeline.training.ranks.process_group import LETTER_BYTES, ProcessGroup, interface_of
 from pipeline.training.ranks.rank_protocol import HUNG, LOST, SingleRank
 from pipeline.training.ranks.rendezvous import _addresses
 from pipeline.training.ranks.watchdog import Activity, HangLimits, LostRank, stuck_rank
