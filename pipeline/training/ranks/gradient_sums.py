@@ -67,7 +67,8 @@ class GradientSums:
         self._buffers: deque[Tensor] = deque()
         self._going: deque[_Going] = deque()
         self._is_open = self._is_armed = self._has_hooks = False
-        self._rest: deque[int] = deque()  # buckets that have not gone
+        self._gone: set[int] = set()  # parameters of which a part has gone
+        self._come: set[int] = set()  # parameters whose gradient is whole
         whole_bytes = sum(parameter.nbytes for parameter in parameters)
         self._cut(min(max(whole_bytes // BUCKETS, LEAST_BUCKET_BYTES), PIECE_BYTES))
 
@@ -86,7 +87,7 @@ class GradientSums:
         for place, bucket in enumerate(self._buckets):
             for number in self._numbers(bucket):
                 self._users.setdefault(number, []).append(place)
-        self._rest = deque(range(len(self._buckets)))
+        self._rest = deque(range(len(self._buckets)))  # that have not gone
 
     # Memory
 
@@ -136,7 +137,7 @@ class GradientSums:
         self.is_done = self.is_broken = self.is_late = False
         self._is_open = overlaps and self.overlaps and self._expected is not None
         self._rest = deque(self._order() if self._is_open else range(len(self._buckets)))
-        self._gone: set[int] = set()  # parameters of which a part has gone
+        self._gone.clear()
         self._split.clear()
         if self._is_open:
             self._listen()
@@ -159,7 +160,7 @@ class GradientSums:
     @contextmanager
     def within(self) -> Iterator[None]:
         """Surround the last forward and backward of a step: buckets go as soon as they are complete."""
-        self._come: set[int] = set()
+        self._come.clear()
         self._missing = [len(self._numbers(bucket)) for bucket in self._buckets]
         self._is_armed = self._is_open and not self._gone
         try:
