@@ -80,6 +80,10 @@ class OracleLadder:
         self.standing(replace(choice, shards=1))  # makes the rung that can answer at all
         return self.oracle.refuses_shards(choice) if isinstance(self.oracle, AnswersShards) else NOT_TRACED
 
+    def answerable(self, choice: MemoryChoice) -> MemoryChoice:
+        """Return a choice that the present rung can answer for: without shards, where it refuses them."""
+        return choice if choice.shards == 1 or not self.refuses_shards(choice) else replace(choice, shards=1)
+
     def answer(self, ask: Callable[[Oracle], Answer]) -> Answer:
         """Return the answer of the highest rung that has one."""
         while self.rungs:

@@ -236,7 +236,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @contextmanager
     def inside(self, model: nn.Module) -> Iterator[None]:
         """Attribute what is made meanwhile to the running module of a model, or to an operation of the loss."""
-        names = {id(module): name or type(module).__name__ for name, module in model.named_modules()}
+        names = {id(module): name or _class_name(module) for name, module in model.named_modules()}
 
         here = threading.get_ident()  # hooks are of the whole process
 
@@ -332,6 +332,11 @@ def _flops(count: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
 
 
 @functools.lru_cache(maxsize=1 << 12)
+def _class_name(module: nn.Module) -> str:
+    """Return the name of a module's class: of the user's own, which FSDP replaces by one of both."""
+    return next(kind.__name__ for kind in type(module).__mro__ if not kind.__name__.startswith("FSDP"))
+
+
 def _flops_of_shapes(count: Any, shapes: tuple[Any, ...], by_name: tuple[Any, ...], out_shape: Any) -> float:
     return float(count(*shapes, **dict(by_name), out_shape=out_shape))
 

@@ -75,7 +75,7 @@ def _outlook(question: Question, work: Work, *, probing: bool) -> TrainOutlook:
         probed = probe(config, work, worst, oracle, places, question.executor, question.tell, beside=question.beside)
         plans = case.plans()
     plan = plans[EVERY]
-    standing = oracle.standing(plan.choice)
+    standing = oracle.standing(replace(plan.choice, shards=1))  # the host builds the whole model
     host = _host(question, plan, standing, offer, case.table)
     mem = _mem(config, host)
     return TrainOutlook(
@@ -85,7 +85,7 @@ def _outlook(question: Question, work: Work, *, probing: bool) -> TrainOutlook:
         offer=offer,
         plans=plans,
         standing=standing,
-        evaluation_bytes=_evaluation_bytes(oracle, plan, standing),
+        evaluation_bytes=_evaluation_bytes(oracle, plan),
         configurations=case.configurations(plan),
         item=case.typical,
         alternatives=case.side_by_side(),
@@ -103,11 +103,11 @@ def _outlook(question: Question, work: Work, *, probing: bool) -> TrainOutlook:
     )
 
 
-def _evaluation_bytes(oracle: OracleLadder, plan: MemoryPlan, standing: StandingFootprint) -> int | None:
+def _evaluation_bytes(oracle: OracleLadder, plan: MemoryPlan) -> int | None:
     """Return the live bytes while the largest micro-batch is evaluated between two steps; None: unknown."""
-    worst = max(plan.buckets, key=lambda bucket: bucket.live.value)
-    footprint = oracle.evaluation(plan.choice, worst.sizes)
-    return standing.bytes + footprint.again.peak_bytes if footprint else None
+    worst, choice = max(plan.buckets, key=lambda bucket: bucket.live.value), oracle.answerable(plan.choice)
+    footprint = oracle.evaluation(choice, worst.sizes)
+    return oracle.standing(choice).bytes + footprint.again.peak_bytes if footprint else None
 
 
 def _ignores_sizes(oracle: OracleLadder, plan: MemoryPlan, least: Mapping[str, int]) -> bool:
@@ -115,8 +115,8 @@ def _ignores_sizes(oracle: OracleLadder, plan: MemoryPlan, least: Mapping[str, i
     worst = max(plan.buckets, key=lambda bucket: bucket.live.value).sizes
     if any(worst[name] < 2 * size for name, size in least.items()):
         return False
-    least_peak = oracle.micro(plan.choice, least).again.peak_bytes
-    return oracle.micro(plan.choice, worst).again.peak_bytes <= least_peak
+    choice = oracle.answerable(plan.choice)
+    return oracle.micro(choice, worst).again.peak_bytes <= oracle.micro(choice, least).again.peak_bytes
 
 
 @dataclass(frozen=True)

@@ -88,6 +88,7 @@ def test_the_peak_of_a_sharded_step_is_that_of_a_real_one(choice: MemoryChoice) 
     whole = sum(one.nbytes for one in blocks().parameters())
     assert of(standing.parts, Category.PARAMETERS) == {"": whole // RANKS}
     assert micro.first.left_bytes == whole // RANKS
+    assert not [part.name for part in micro.parts if part.name.startswith("FSDP")]
     assert not torch.distributed.is_initialized()
 
 
@@ -137,6 +138,10 @@ def test_what_cannot_be_traced_in_shards_is_planned_by_a_formula_that_says_why()
     whole, _, others = asked(work_of(Scaled), MemoryChoice())
     assert whole.origin is Provenance.TRACED
     assert not [note for note in others if "formula" in note]
+    ladder = work_of(Scaled).oracle(SIZES, target_of(None), padded=False)
+    assert ladder.answerable(choice) == MemoryChoice()  # what else a plan asks is of the whole model
+    assert ladder.evaluation(ladder.answerable(choice), SIZES) is not None
+    assert work_of().oracle(SIZES, target_of(None), padded=False).answerable(choice) == choice
     with pytest.raises(ConfigError, match="cannot be spread"):
         traced(work_of(Scaled)).standing(choice)
 
