@@ -221,7 +221,7 @@ class Card(ComputeDevice):
         """Let this process have no more than a share of the memory, where cards of its kind can be limited."""
         limit = getattr(self._own, "set_per_process_memory_fraction", None)
         if limit is not None:
-            limit(fraction, self.on)
+            limit(fraction, self.index)  # torch refuses a device without one
 
     def current_stream(self) -> torch.Stream:
         """Return the stream that work goes to now."""

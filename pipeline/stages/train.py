@@ -80,9 +80,16 @@ class Job:
     settings: Mapping[str, Any] = field(default_factory=dict)  # the frozen configuration, for trackers
 
     def loader(
-        self, items: Items, stretch: Stretch, *, shuffle: bool, batch: int, threads: int | None = None
+        self,
+        items: Items,
+        stretch: Stretch,
+        *,
+        device: str,
+        shuffle: bool,
+        batch: int,
+        threads: int | None = None,
     ) -> Loader:
-        """Return a loader of items, cut into micro-batches as planned."""
+        """Return a loader of items for a device, cut into micro-batches as planned."""
         settings = sampler_settings(
             batch,
             max(self.budget_of(stretch.budget_bytes), int(items.cost_N.max(initial=1))),
@@ -100,7 +107,7 @@ class Job:
             sampler,
             slots=self.train.slots,
             threads=threads or self.train.threads,
-            pin=pinned(self.train.pin),
+            pin=device != CPU if self.train.pin == "auto" else self.train.pin,
             seed=self.train.seed,
             crop=self.prepared.crop or None,
             measure=self.measure,
@@ -158,7 +165,7 @@ def trainer_of(job: Job) -> Trainer:
     step = fresh_step(job)
     if train.compile:
         step.model.compile(mode=train.compile_mode)
-    stretches, checkpoints = _courses(job), _checkpoints(job, step)
+    stretches, checkpoints = _courses(job, step), _checkpoints(job, step)
     watch = _watch(job, step, checkpoints)
     stepper = _stepper(job, step, stretches[0], watch, lambda piece, oom: trainer.oom(piece, oom.error))
     watch.budget = lambda: stepper.governor.budget
@@ -186,11 +193,11 @@ def trainer_of(job: Job) -> Trainer:
     return trainer
 
 
-def _courses(job: Job) -> list[RunningStretch]:
+def _courses(job: Job, step: Step) -> list[RunningStretch]:
     """Return the stretches of a training with their loaders."""
     courses, first = list[RunningStretch](), 0
     for stretch, items in job.stretches:
-        loader = job.loader(items, stretch, shuffle=True, batch=job.train.effective_batch)
+        loader = job.loader(items, stretch, device=step.device, shuffle=True, batch=job.train.effective_batch)
         courses.append(RunningStretch(stretch, loader, items.cost_N, first))
         first += stretch.epochs
     return courses
@@ -266,7 +273,7 @@ def _evaluation(job: Job, step: Step, watch: TrainingObserver) -> Evaluator | No
     stretch, batch = job.stretches[-1][0], max(job.train.effective_batch, job.ranks.world)
     return Evaluator(
         step,
-        job.loader(job.validation, stretch, shuffle=False, batch=batch),
+        job.loader(job.validation, stretch, device=step.device, shuffle=False, batch=batch),
         job.ranks,
         job.folder.outputs,
         cost_N=job.validation.cost_N,

@@ -10,6 +10,7 @@ import numpy as np
 
 from pipeline.command_line import Command
 from pipeline.config.load import from_resolved
+from pipeline.device.kinds import CPU
 from pipeline.errors import ConfigError, DataError
 from pipeline.journal.attempts import left_out_items
 from pipeline.project.project import Project
@@ -105,7 +106,9 @@ class ReplayedShare:
         stretch, self._items = job.stretches[place]
         self.sizes = _sizes(case, place)
         self.padded = job.train.batching == "padded"
-        self._loader = job.loader(self._items, stretch, shuffle=True, batch=job.train.effective_batch, threads=1)
+        self._loader = job.loader(
+            self._items, stretch, device=CPU, shuffle=True, batch=job.train.effective_batch, threads=1
+        )
         cuts = self._bundle.cuts
         self._ids = {number: name for cut in cuts for name, number in zip(cut.ids, cut.numbers, strict=True)}
         begun = list(self._begun_parts())

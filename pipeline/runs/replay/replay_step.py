@@ -161,7 +161,7 @@ def _job(case: ReplayCase, work: Work, device: str) -> Job:
     bundle = case.bundle
     tell = TaskContext(lambda _key, _reason, _detail: None, careful=bool(bundle.state.get("careful")))
     nobody = Apart(-1, 1)  # no rank: it writes nothing into the model's folder
-    job: Job = job_of(case.project, case.folder, case.prepared, tell, nobody)
+    job: Job = job_of(case.project, case.folder, case.prepared, tell, nobody, device=device)
     ranks, choice = Apart(bundle.rank, bundle.world), _choice(case.prepared)
 
     def made(begin: Callable[[nn.Module], None]) -> Step:

@@ -214,8 +214,13 @@ def job_of(
     tell: TaskContext,
     ranks: Ranks,
     make_anew: Callable[[str, bytes], bool] | None = None,
+    *,
+    device: str | None = None,
 ) -> Any:
-    """Return the job of a rank of the training; without `make_anew`, for graphs, damage is an error."""
+    """Return the job of a rank, on the device that its process was given, or another.
+
+    Without `make_anew`, for graphs, damage is an error.
+    """
     from pipeline.memory.footprint import MemoryChoice
     from pipeline.stages.train import Job
     from pipeline.training.items.item_source import DamagedItems
@@ -234,7 +239,7 @@ def job_of(
             made.prepared.write_text(json.dumps(prepared.to_json()))
             made.settings.write_text(json.dumps(without_secrets_in(config.model_dump(mode="json")), indent=1))
     ranks.exchange({})
-    device = device_here(config.cluster.train.gpus)
+    device = device or device_here(config.cluster.train.gpus)
     damaged = None
     if make_anew is not None:
         spare, root = math.floor(config.data.max_rejected_fraction * len(table)), str(project.cache.root)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import xxhash
 
-from pipeline.device.accelerator import computing, is_card, on_card
+from pipeline.device.batch_transfer import moved
 from pipeline.graphs import item_graph as graphs
 from pipeline.graphs import pyg_view
 from pipeline.graphs.item_graph import CROSS, EDGE, LABEL, NODE, PATH, RESIDUE
@@ -108,7 +108,6 @@ class ItemBatch:
     ids: tuple[str, ...]
     origin: BatchOrigin
     rejected: tuple[Rejection, ...] = ()  # items that were asked for and have no graph
-    copies: list[Any] = field(default_factory=list, repr=False, compare=False)  # to a device, of its slot
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -165,10 +164,7 @@ class ItemBatch:
 
     def to(self, device: torch.device | str, *, non_blocking: bool = True) -> ItemBatch:
         """Copy the batch to a device, in one transfer."""
-        memory = self.memory.to(device, non_blocking=non_blocking and is_card(device))  # the host's may be read at once
-        if on_card(memory) and not on_card(self.memory):  # the slot is not filled anew before the copy has ended
-            self.copies.append(computing(memory.device).event())
-        return replace(self, memory=memory, copies=[])
+        return replace(self, memory=moved(self.memory, device, waits=not non_blocking))
 
     def clone(self) -> ItemBatch:
         return replace(self, memory=self.memory.clone())

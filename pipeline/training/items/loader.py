@@ -154,7 +154,7 @@ class Loader:
         self._last = read.micro
         batch, cropped = read.filled
         used = batch.layout.used
-        batch = replace(batch, memory=self._ring.hand_out(read.slot, used), copies=read.slot.copies)
+        batch = replace(batch, memory=self._ring.hand_out(read.slot, used))
         stats = self.stats
         stats.batches += 1
         stats.items += len(batch)

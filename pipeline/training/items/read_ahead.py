@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from pipeline.device.accelerator import release_pinned
+from pipeline.device.batch_transfer import CopiesUnderWay
 from pipeline.errors import ConfigError
 from pipeline.memory.hardware.host_memory import slot_bytes
 from pipeline.memory.runtime.pinned_tensors import bytes_on_host
@@ -33,7 +34,7 @@ class Slot:
     """The memory of one batch, and its copies to a device that may be under way."""
 
     memory: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
-    copies: list[Any] = field(default_factory=list)
+    copies: CopiesUnderWay = field(default_factory=CopiesUnderWay)
 
 
 class Ring:
@@ -56,9 +57,7 @@ class Ring:
 
     def room(self, slot: Slot, used: int) -> Bytes:
         """Return so many bytes of a free slot to write to, once copies from it have ended; grows it if needed."""
-        for copy in slot.copies:
-            copy.synchronize()
-        slot.copies.clear()
+        slot.copies.wait()
         if used > len(slot.memory) or len(slot.memory) == 0:
             if used > self._slot_bytes:
                 self.grown += 1
@@ -74,11 +73,13 @@ class Ring:
     def hand_out(self, slot: Slot, used: int) -> torch.Tensor:
         """Return the written bytes as a tensor; the slot becomes free when nothing refers to them any more."""
         self._lent.add(slot)
+        slot.copies.is_lent = self._pin
         return torch.from_numpy(np.asarray(_Lease(self, slot, used)))
 
     def take_back(self, slot: Slot) -> None:
         """Free a slot; called from any thread when the last reference to its memory goes."""
         self._lent.discard(slot)
+        slot.copies.is_lent = False
         self.free.put(slot)
 
     def all_lent(self) -> bool:

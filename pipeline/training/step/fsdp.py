@@ -20,8 +20,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.modules.conv import _ConvNd
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map_only
 
+from pipeline.device.batch_transfer import map_tensors
 from pipeline.device.kinds import CPU
 from pipeline.errors import ConfigError
 from pipeline.training.step.checkpointing import repeated
@@ -146,7 +146,7 @@ def _own_memory(_: nn.Module, __: Any, output: Any) -> Any:
     def own(tensor: Tensor) -> Tensor:
         return tensor.clone() if tensor.requires_grad and tensor._is_view() else tensor  # noqa: SLF001 - no public way
 
-    return tree_map_only(torch.Tensor, own, output)
+    return map_tensors(own, output)
 
 
 def _separable(model: nn.Module) -> list[nn.Module]:

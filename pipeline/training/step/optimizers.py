@@ -150,6 +150,17 @@ def step_in_place(optimizer: Optimizer) -> None:
             state["step"].zero_()
 
 
+def forget_scaling(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
+    """Forget what a scaler noted of gradients that are gone, also where memory ended within the optimizer.
+
+    A fused optimizer is told the scale by two attributes, which then stay, and are multiplied into the next step's.
+    """
+    if scaler.is_enabled():
+        scaler._per_optimizer_states.pop(id(optimizer), None)  # noqa: SLF001 - else a second unscale_() is refused
+    for name in ("grad_scale", "found_inf"):
+        vars(optimizer).pop(name, None)
+
+
 def factor(schedule: ScheduleSection, step: int, steps: int) -> float:
     """Return the schedule's factor on the learning rate at a step, counted from 0, of `steps` in all."""
     if step < schedule.warmup:

@@ -18,9 +18,9 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from pipeline.device.accelerator import computing
+from pipeline.device.batch_transfer import moved
 from pipeline.device.kinds import CPU
 from pipeline.errors import ConfigError
 from pipeline.memory.runtime.recovery import guessed_weight, quotient
@@ -28,6 +28,7 @@ from pipeline.protocol import Contrastive, Weights
 from pipeline.training.step.checkpointing import Pinned, Recomputing, offloaded, twin
 from pipeline.training.step.optimizers import (
     checked_terms,
+    forget_scaling,
     freeze_parameters,
     only_trained,
     optimizer_of,
@@ -294,6 +295,7 @@ class Step:
         """Drop all gradients and the totals of the step so far."""
         self.watch.phase("release")
         self.optimizer.zero_grad(set_to_none=True)
+        forget_scaling(self.scaler, self.optimizer)
         self._guess, self._totals, self._is_unscaled = 0.0, {}, False
         self.watch.phase("idle")
 
@@ -360,11 +362,7 @@ class Step:
 
     def moved(self, batch: Batch, *, on_host: bool = False) -> Batch:
         """Return a batch on the device, or in the host's memory."""
-        if hasattr(batch, "to"):
-            return batch.to(CPU if on_host else self.device)
-        if on_host:
-            return tree_map_only(torch.Tensor, torch.Tensor.cpu, batch)
-        return tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.device, non_blocking=True), batch)
+        return moved(batch, CPU if on_host else self.device)
 
     def saved(self) -> AbstractContextManager[Any]:
         """Return a context for the forward: with offload, it keeps activations in the host's memory."""

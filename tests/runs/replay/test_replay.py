@@ -206,6 +206,14 @@ class TestNotFinite:
         assert terms(replay_here(replace(case, where=where), device="cpu")) != terms(first)
 
 
+def test_a_step_of_a_run_on_cards_is_made_again_where_there_is_none(lab: Lab) -> None:
+    config = lab.case.project.config
+    train = config.cluster.train.model_copy(update={"gpus": 1})
+    cluster = config.cluster.model_copy(update={"train": train})
+    project = replace(lab.case.project, config=config.model_copy(update={"cluster": cluster}))
+    assert replay_here(replace(lab.case, project=project), device="cpu").device == "cpu"
+
+
 class TestCheckpoint:
     def test_that_is_gone_is_said_with_what_it_means(self, lab: Lab, beside: ModelFolder) -> None:
         shutil.rmtree(beside.checkpoints)

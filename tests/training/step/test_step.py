@@ -382,3 +382,34 @@ def test_the_watch_hears_the_parts_of_a_step_in_order() -> None:
 @pytest.fixture(autouse=True)
 def _alike() -> None:
     torch.manual_seed(0)
+
+
+class Half(OneTerm):
+    """The same in single precision, as fp16 has it."""
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(0)
+        return Net()
+
+
+def test_memory_that_ends_within_a_fused_optimizer_leaves_no_scale_to_the_next_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    batch = {"x": torch.ones(3, WIDTH), "y": torch.zeros(3), "w": torch.ones(3)}
+    settings = StepSettings(optimizer="adamw", precision="fp16", way="fused", clip=1.0)
+    disturbed, calm = (Step(Half(), settings, scaled=True) for _ in range(2))
+    with monkeypatch.context() as patched:
+
+        def full(*_: Any) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        patched.setattr(disturbed.optimizer, "step", full)
+        disturbed.accumulate(batch)
+        with pytest.raises(torch.OutOfMemoryError):
+            disturbed.update()
+        disturbed.release()
+    for step in (disturbed, calm):
+        step.run([batch])
+    assert not hasattr(disturbed.optimizer, "grad_scale")
+    for mine, theirs in zip(disturbed.trained, calm.trained, strict=True):
+        assert torch.equal(mine, theirs)
