@@ -285,6 +285,7 @@ def _module() -> ModuleType:
 
     members: dict[str, Any] = {
         "is_available": lambda: True,
+        "_initialized": True,
         "is_initialized": lambda: True,
         "init": lambda: None,
         "_lazy_init": lambda: None,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipeline.device.out_of_memory import out_of_memory_error
+from pipeline.device.out_of_memory import free_caches, out_of_memory_error
 from pipeline.errors import DataError, PlanInfeasible
 from pipeline.memory.runtime.recovery import StepSnapshot
 from pipeline.training.checkpoints.keeper import SavedProgress
@@ -261,9 +261,14 @@ def rehearse(
 
 def make_state(step: Step) -> None:
     """Allocate the optimizer's state before it is needed, or say that there is no room for it."""
-    if out_of_memory_error(step.make_state) is not None:
-        what = "the state of the optimizer does not fit in memory"
-        raise PlanInfeasible(what, where="training", remedy="pipeline plan --stage train   (or a larger card)")
+    for _ in range(2):  # once more, without what is held for reuse
+        if out_of_memory_error(step.make_state) is None:
+            return
+        step.optimizer.state.clear()  # there may be half of it
+        step.release()
+        free_caches(step.device)
+    what = "the state of the optimizer does not fit in memory"
+    raise PlanInfeasible(what, where="training", remedy="pipeline plan --stage train   (or a larger card)")
 
 
 def worst_of(course: RunningStretch) -> MicroBatch | None:
