@@ -108,12 +108,12 @@ class Passes:
 
     def run(self, make: Callable[[], Result]) -> PassOutcome[Result]:
         """Make a pass; where memory ends on any rank, all leave it, and its partial results are to be dropped."""
-        self._is_given_up = False
         results: list[Result] = []
         error = out_of_memory_error(self._make, make, results)
         if not self._is_given_up:
             self._agreed(END if error is None else GAVE_UP)
-        if self._is_given_up:
+        is_given_up, self._is_given_up = self._is_given_up, False
+        if is_given_up:
             return PassOutcome(error=error or "", is_given_up=True)
         return PassOutcome(results[0])
 
