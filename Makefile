@@ -5,7 +5,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Where a machine forbids it, thousands of short processes would compile all that they import, each for itself.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all check bench prove clean slurm-up slurm-down slurm-packages browser-packages
+.PHONY: demo test test-all check bench rehearse prove clean slurm-up slurm-down slurm-packages browser-packages
 
 DIR ?= demo
 
@@ -17,7 +17,7 @@ demo: .venv/ready        ## a small project in $(DIR), every stage run on this m
 WORKERS ?= $(shell expr $$(nproc) + 2)
 
 # Each worker is a process that has its share of the cores, and no threads of torch's besides.
-test test-all: export OMP_NUM_THREADS = 1
+test test-all rehearse: export OMP_NUM_THREADS = 1
 
 test: .venv/tools slurm-packages browser-packages  ## what a change must pass; brings up a real Slurm where it can
 	pytest -n $(WORKERS) -m "not slow"
@@ -34,6 +34,9 @@ check: .venv/tools       ## style, types, import rules, frozen help; under a min
 
 bench: .venv/tools       ## the figures of benchmarks/README.md that a small machine can measure, in less than 20 minutes
 	python benchmarks/all.py
+
+rehearse: .venv/tools    ## a day on a GPU, benchmarks/gpu.py, from end to end on a simulated card: less than 10 minutes
+	pytest tests/card/test_gpu_day.py
 
 prove: .venv/tools slurm-packages  ## the long proofs: kills, faults, scale; results are committed
 	python benchmarks/store/prove_cache.py --out benchmarks/results/prove_cache.json

@@ -3,6 +3,9 @@
     python benchmarks/gpu.py --minutes 120 [--out FOLDER] [--only smoke,memory] [--device auto|TYPE]
     python benchmarks/gpu.py --rehearse --device cpu     # toy sizes; proves that everything runs, from end to end
 
+Parts: smoke (does everything run?), embeddings, memory (reserved, against plan), speed (against the guides' settings),
+oom (forced, survived), epochs (30, flat), time (predicted, measured).
+
 Each case is a process of its own with a time limit, so that one that crashes or hangs costs only itself. A part's
 results are in FOLDER/PART.json as soon as there are any, what failed in FOLDER/logs, the page in FOLDER/README.md. Run
 again, it takes up what is missing or has failed. It needs no internet and no root, and says at its start what it lacks.
@@ -13,11 +16,12 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import signal
 import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -75,7 +79,7 @@ def day_of(typed: argparse.Namespace, scratch: Path, began: float) -> Day | str:
 
     typed.out.mkdir(parents=True, exist_ok=True)
     asked = {"device": typed.device, "rehearsal": typed.rehearse}
-    about = children.ask("cards:facts", asked, FACTS_S, typed.out / "logs" / "card.log")
+    about = children.ask("benchmarks.gpu_parts.cards:facts", asked, FACTS_S, typed.out / "logs" / "card.log")
     if "error" in about:
         return f"{about['error']}: nothing was measured (--rehearse --device cpu shows that everything runs)"
     return Day(typed.out.absolute(), scratch, about, began + 60 * typed.minutes)
@@ -93,6 +97,16 @@ def run_day(day: Day, parts: Sequence[Part]) -> None:
                 print(f"{part.name}: {part.what} ({turn} of the time)", flush=True)
                 if day.run(part, until if turn == "its share" else day.end):
                     whole.add(part.name)
+
+
+def end_of(day: Day) -> Callable[..., None]:
+    """Return what to do when somebody ends the day: what runs is ended, the rest left out, and the page written."""
+
+    def end(*_: object) -> None:
+        day.end = time.monotonic()
+        children.end_running()
+
+    return end
 
 
 def lacks_of(day: Day, parts: Sequence[Part]) -> list[str]:
@@ -117,6 +131,7 @@ def main() -> int:
         children.child()
     began, typed = time.monotonic(), options()
     parts = parts_of(typed.only)
+    from benchmarks.gpu_parts.day import trouble
     from benchmarks.gpu_parts.day_page import PAGE, day_page
 
     with tempfile.TemporaryDirectory(prefix="gpu-day-") as scratch:
@@ -132,14 +147,14 @@ def main() -> int:
         )
         for one in lacks_of(day, parts):
             print(f"lacks {one}", flush=True)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, end_of(day))
         try:
             run_day(day, parts)
         finally:
             (day.folder / PAGE).write_text(day_page(day, parts_of("")))
             print(f"{time.monotonic() - began:.0f} s; {day.folder / PAGE} is written", flush=True)
-    failed = [
-        part.name for part in parts if any("error" in row for row in day.read(part.name).get("cases", {}).values())
-    ]
+    failed = [part.name for part in parts if any(trouble(row) for row in day.read(part.name).get("cases", {}).values())]
     return 1 if failed else 0
 
 

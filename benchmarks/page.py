@@ -74,14 +74,19 @@ def not_measured(figure: Figure) -> str:
 
 
 def shortfalls(figures: Sequence[Figure]) -> Iterator[str]:
-    """Yield what did not reach what it was to, and why."""
+    """Yield what did not reach what it was to, and why; what one thing stood in the way of is told together."""
+    needed: dict[str, list[str]] = {}
     for figure in figures:
         result, against = figure.read(), f", against {figure.against}" if figure.against else ""
-        if result is None:
+        if result is None and figure.needs:
+            needed.setdefault(figure.needs, []).append(f"{figure.what}{against}")
+        elif result is None:
             yield f"{figure.what}{against}: {not_measured(figure)}."
         elif figure.is_missed(result):
             told, why = figure.told(result), figure.short or "No reason is known yet."
             yield f"{figure.what}{against}: {told}; to reach {figure.reach}. {why}"
+    for what, names in needed.items():
+        yield f"Not measured, as {what}: {'; '.join(names)}."
 
 
 def kept_in_five_ways(result: dict[str, Any]) -> str:

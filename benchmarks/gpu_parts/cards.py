@@ -9,48 +9,44 @@ import gc
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from benchmarks.gpu_parts.children import SIMULATED
+from pipeline.device.kinds import CARD, CPU
 from pipeline.memory.footprint import MemoryChoice
 from pipeline.memory.hardware.caching_allocator import Allocator
 from pipeline.memory.hardware.gpus import Device, device
 from pipeline.memory.planning.step_estimates import SETTINGS
 
 STAND_IN_BYTES = 16 << 30  # that the CPU in a card's place has
-NOT_CARDS = ("cpu", SIMULATED)
+NOT_CARDS = (CPU, SIMULATED)
 
 
 def facts(asked: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the card says of itself; without one, why there is none."""
-    import torch
-
     from pipeline.memory.history.step_history import torch_version
 
     found = {"torch": torch_version(), "rehearsal": asked["rehearsal"], "capability": None, "driver": ""}
-    if asked["device"] == "cpu":
+    if asked["device"] == CPU:
         from tests.limited.device import why_not
 
-        stand_in = {"device": "cpu", "card": "the CPU in a card's place", "gpu": "cpu", "taken_bytes": 0}
+        stand_in = {"device": CPU, "card": "the CPU in a card's place", "gpu": "cpu", "taken_bytes": 0}
         return {**found, **stand_in, "total_bytes": STAND_IN_BYTES} | ({"error": why_not()} if why_not() else {})
-    card = torch.accelerator.current_accelerator()
-    if card is None or asked["device"] not in ("auto", card.type):
-        here = f"torch {torch.__version__} sees {'none' if card is None else f'one of type {card.type}'}"
-        return {"error": f"no card here: asked for {asked['device']}, {here}"}
+    from pipeline.device.accelerator import Card, card_here, torch_sees
     from pipeline.memory.runtime.meters import StepGauge
 
-    start, module = StepGauge(card.type).before, torch.get_device_module(card)
-    named = getattr(module, "get_device_name", lambda: card.type)
-    capability = getattr(module, "get_device_capability", lambda: None)()
+    kind = card_here()
+    if kind is None or asked["device"] not in ("auto", kind):
+        return {"error": f"no card here: asked for {asked['device']}, and torch sees {kind or 'none'} ({torch_sees()})"}
+    card, start = Card(kind), StepGauge(kind).before
     return {
         **found,
-        "device": card.type,
-        "card": named(),
+        "device": kind,
+        "card": card.name,
         "gpu": start.gpu,
         "driver": start.driver,
-        "capability": list(capability) if isinstance(capability, tuple) else None,
-        "total_bytes": torch.accelerator.get_memory_info()[1],
+        "capability": card.capability,
+        "total_bytes": card.total_bytes,
         "taken_bytes": start.taken_bytes,
     }
 
@@ -66,6 +62,11 @@ def described(about: Mapping[str, Any]) -> Device:
     return replace(card, capability=tuple(about["capability"])) if about["capability"] else card
 
 
+def planned_for(kind: str) -> str:
+    """Return how plans call a device, which are made where it may not be there."""
+    return CPU if kind == CPU else CARD
+
+
 def target_for(about: Mapping[str, Any]) -> Any:
     """Return what is traced: the card's way, or the CPU's where it stands in."""
     from pipeline.runs.model.training_work import target_of
@@ -77,32 +78,29 @@ class OnCard:
     """The card's memory, of which torch may have a share."""
 
     def __init__(self, kind: str) -> None:
-        import torch
-
+        from pipeline.device.accelerator import Card
         from pipeline.memory.runtime.meters import StepGauge
 
-        self._gauge, self._torch, self._kind = StepGauge(kind), torch, kind
-        self.limit_bytes = 0
+        self._card, self._gauge = Card(kind), StepGauge(kind)
 
     def step(self, work: Any, choice: MemoryChoice) -> Any:
         """Build a training step on it."""
-        return work.step(choice, device=self._kind)
+        return work.step(choice, device=self._card.kind)
 
     def wait(self) -> None:
         """Wait until it has done what it was told."""
-        self._torch.accelerator.synchronize()
+        self._card.synchronize()
 
     def squeeze(self, share: float) -> None:
         """Let torch have only so much of what it has reserved at most so far."""
-        most = self._torch.accelerator.max_memory_reserved()
-        self._torch.accelerator.empty_cache()  # what is cached needs no permission
-        total = self._torch.accelerator.get_memory_info()[1]
-        self._torch.get_device_module(self._kind).set_per_process_memory_fraction(share * most / total)
+        most = self._card.peak_reserved_bytes
+        self._card.empty_cache()  # what is cached needs no permission
+        self._card.limit_fraction(share * most / self._card.total_bytes)
 
     def read(self) -> dict[str, Any]:
         """Return what was taken of it."""
         self.wait()
-        reading, stats = self._gauge.read(), self._torch.accelerator.memory_stats()
+        reading, stats = self._gauge.read(), self._card.memory_stats()
         return {
             "reserved_bytes": reading.bytes,
             "allocated_bytes": reading.live_bytes,
@@ -148,7 +146,7 @@ class StandIn:
 @contextmanager
 def opened(kind: str, settings: str = "") -> Iterator[OnCard | StandIn]:
     """Yield the card, all of its memory yet to be taken."""
-    if kind != "cpu":
+    if kind != CPU:
         yield OnCard(kind)
         return
     from tests.limited.device import LimitedDevice
@@ -161,30 +159,21 @@ def opened(kind: str, settings: str = "") -> Iterator[OnCard | StandIn]:
 
 def forget(kind: str) -> None:
     """Let everything go that nobody holds any more."""
-    gc.collect()
-    if kind != "cpu":
-        import torch
+    from pipeline.device.accelerator import computing
 
-        torch.accelerator.empty_cache()
+    gc.collect()
+    computing(kind).empty_cache()
 
 
 def wait(kind: str) -> None:
     """Wait until a device has done what it was told."""
-    if kind != "cpu":
-        import torch
+    from pipeline.device.accelerator import computing
 
-        torch.accelerator.synchronize()
+    computing(kind).synchronize()
 
 
 def peak_bytes(kind: str) -> int:
-    """Return the most that was live of a card since `reset_peak`; 0 of the CPU."""
-    import torch
+    """Return the most that was live of a card; 0 of the CPU."""
+    from pipeline.device.accelerator import Card
 
-    return 0 if kind == "cpu" else torch.accelerator.max_memory_allocated()
-
-
-def reset_peak(kind: str) -> None:
-    """Let the peak begin anew."""
-    import torch
-
-    (partial(int) if kind == "cpu" else torch.accelerator.reset_peak_memory_stats)()
+    return 0 if kind == CPU else Card(kind).peak_allocated_bytes

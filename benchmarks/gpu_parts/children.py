@@ -17,23 +17,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from pipeline.device.kinds import ALLOCATOR, VISIBLE, VISIBLE_TO
+
 ROOT = Path(__file__).resolve().parents[2]
 SIMULATED = "simcard"  # the device that the tests simulate
-ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"  # the older name is known to every torch
-HIDING = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ZE_AFFINITY_MASK": ""}  # from what only predicts
+SETTINGS = ALLOCATOR, "PYTORCH_ALLOC_CONF"  # of the allocator: the first is known to every torch
+HIDING = dict.fromkeys(VISIBLE_TO, "")  # cards, from what only predicts
 CHILD = "--child"
 LINES_KEPT, LETTERS_TOLD = 200, 300
-
-
-def begin_device(device: str) -> None:
-    """Make a device known to torch that is not so by itself."""
-    if device == SIMULATED:
-        importlib.import_module("tests.card.card").load()
-
-
-def begin_simulated() -> None:
-    """Make the simulated card known, as torch asks its backends to do."""
-    begin_device(SIMULATED)
+_running = set["subprocess.Popen[str]"]()
 
 
 def child() -> None:
@@ -43,8 +35,7 @@ def child() -> None:
     asked = json.loads(sys.stdin.readline())
     module, _, name = asked["call"].partition(":")
     try:
-        begin_device(asked["given"].get("device", "cpu"))
-        said = getattr(importlib.import_module(f"benchmarks.gpu_parts.{module}"), name)(asked["given"])
+        said = getattr(importlib.import_module(module), name)(asked["given"])
     except Exception as error:  # noqa: BLE001 - a failing case is a row
         import traceback
 
@@ -57,17 +48,21 @@ def child() -> None:
 
 def environment(given: Mapping[str, Any], *, allocator: str, on_card: bool) -> dict[str, str]:
     """Return the environment of a case: with the allocator's settings as told, and without a card if it needs none."""
-    variables = {**os.environ, "OMP_NUM_THREADS": "2" if on_card and given.get("device") != "cpu" else "1"}
-    for name in ALLOCATOR:
+    variables = {**os.environ, "OMP_NUM_THREADS": "1"}
+    for name in SETTINGS:
         variables.pop(name, None)
-    variables |= {ALLOCATOR[0]: allocator} if allocator else {}
+    variables |= {ALLOCATOR: allocator} if allocator else {}
+    if given.get("device") == SIMULATED and on_card:
+        from tests.card import card
+
+        variables |= card.environment(card.Cards()) | {VISIBLE: "0"}  # for what the case starts, too
     return variables | (HIDING if not on_card else {}) | {"PYTHONUNBUFFERED": "1"}
 
 
 def ask(
     call: str, given: Mapping[str, Any], limit_s: float, log: Path, *, allocator: str = "", on_card: bool = True
 ) -> dict[str, Any]:
-    """Run `module:function` of this folder in a new process; return what it said, or why it said nothing."""
+    """Run `module:function` in a new process; return what it said, or why it said nothing."""
     command = [sys.executable, "-W", "ignore", str(ROOT / "benchmarks" / "gpu.py"), CHILD]
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as lines:
@@ -82,11 +77,13 @@ def ask(
             start_new_session=True,  # so that all of it can be ended
         )
         late, said = False, ""
+        _running.add(process)
         try:
             said, _ = process.communicate(json.dumps({"call": call, "given": dict(given)}) + "\n", timeout=limit_s)
         except subprocess.TimeoutExpired:
             late = True
         finally:
+            _running.discard(process)
             end_all(process)
     found = _read(said) or {"error": _why(log, process.returncode, limit_s if late else 0.0)}
     if "error" not in found:
@@ -96,9 +93,19 @@ def ask(
 
 def end_all(process: subprocess.Popen[str]) -> None:
     """End a process and whatever it has started."""
+    _kill(process)
+    process.communicate()
+
+
+def end_running() -> None:
+    """End the processes of all cases: somebody wants the day to be over."""
+    for process in tuple(_running):
+        _kill(process)
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
 
 
 def _read(said: str) -> dict[str, Any]:

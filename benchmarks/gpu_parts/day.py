@@ -43,6 +43,11 @@ class Part:
     likes: tuple[str, ...] = ()  # those without which some of it is left out
 
 
+def trouble(row: Mapping[str, Any]) -> str:
+    """Say what went wrong with a case, or with some of it; empty: nothing did."""
+    return str(row.get("error", "")) or "; ".join(f"{name}: {why}" for name, why in row.get("failed", {}).items())
+
+
 def lacking(modules: Iterable[str]) -> list[str]:
     """Return those that are not installed."""
     return [name for name in modules if importlib.util.find_spec(name) is None]
@@ -85,7 +90,7 @@ class Day:
 
     def run(self, part: Part, until: float) -> bool:
         """Run what is missing of a part until a time; tell whether it is whole."""
-        asking = Asking(self, part, min(until, self.end))
+        asking = Asking(self, part, until)
         absent = lacking(part.needs)
         if absent:
             asking.lacks.append(f"{part.name}: {', '.join(absent)} is not installed, so that none of it can be run")
@@ -120,7 +125,7 @@ class Asking:
 
     def known(self, name: str) -> bool:
         """Tell whether a case has been measured."""
-        return name in self.cases and "error" not in self.cases[name]
+        return name in self.cases and not trouble(self.cases[name])
 
     def ask(
         self,
@@ -138,7 +143,7 @@ class Asking:
         if keep and self.known(name):
             return self.cases[name]
         with self.day.on_card if on_card and alone else nullcontext():
-            left_s = self.until - time.monotonic()
+            left_s = min(self.until, self.day.end) - time.monotonic()
             if left_s < LEAST_S:
                 self.left_out.append(name)
                 return {LEFT_OUT: "the time was over", "error": "left out: the time was over"}
@@ -178,4 +183,4 @@ class Asking:
             write_whole(self.day.path(self.part.name), json.dumps(document, indent=1) + "\n")
 
     def _tell(self, name: str, row: Row) -> None:
-        print(f"  {self.part.name}: {name}: {row.get('error', 'done')} ({row['took_s']} s)", flush=True)
+        print(f"  {self.part.name}: {name}: {trouble(row) or 'done'} ({row['took_s']} s)", flush=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.figures import Figure, formatted, table, values
-from benchmarks.gpu_parts.day import Day, Part
+from benchmarks.gpu_parts.day import Day, Part, trouble
 from benchmarks.page import as_table
 
 PAGE = "README.md"
@@ -75,8 +75,9 @@ def _missing(parts: Sequence[Part], results: Mapping[str, Mapping[str, Any]]) ->
         yield from result["lacks"]
         if result["left_out"]:
             yield f"{part.name}: the time was over before {', '.join(result['left_out'])}; run it again to take it up"
-        failed = {label: row["error"] for label, row in result["cases"].items() if "error" in row}
-        yield from (f"{part.name}: {label}: {why}" for label, why in failed.items())
+        for label, row in result["cases"].items():
+            if why := trouble(row):
+                yield f"{part.name}: {label}: {why}"
 
 
 def _section(result: Mapping[str, Any]) -> Iterator[str]:
@@ -85,7 +86,7 @@ def _section(result: Mapping[str, Any]) -> Iterator[str]:
     for name, one in figures.items():
         rows = TABLES.get((result["part"], name), _plain)(one) if isinstance(one, Mapping) else []
         if rows:
-            yield as_table(rows)
+            yield as_table([(name.replace("_", " "), *rows[0][1:]), *rows[1:]])
     single = [f"{name.replace('_', ' ')}: {_cell(one)}" for name, one in figures.items() if _is_single(one)]
     yield "; ".join([*single, f"{len(result['cases'])} cases took {took_s:,.0f} s"]) + "."
 

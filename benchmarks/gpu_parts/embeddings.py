@@ -33,6 +33,7 @@ BUDGET_TOKENS = 4096
 PRECISION = "fp16"
 SAMPLE = 200  # sequences whose rows are compared
 RUNS, CASE_S, WRITE_S = 5, 240.0, 300.0
+FLEX_ON = ("cuda", "cpu", "xpu", "hpu")
 NEEDED = {"fair_esm_fp32": "esm", "hugging_face_half": "transformers", "faesm_half": "faesm"}
 Rows = Iterator[tuple[str, torch.Tensor]]
 Side = Callable[[Sequence[str]], Rows]
@@ -252,7 +253,6 @@ def measured(case: Mapping[str, Any]) -> dict[str, Any]:
     side, sequences = side_of(case["side"], path, size, device), draw(size)
     for _ in side(sequences):  # every shape once: allocations and choices of kernels are not timed
         pass
-    cards.reset_peak(device.type)
     spent = [timed(side, sequences, device) for _ in range(case["runs"])]
     residues = sum(map(len, sequences))
     found = {
@@ -305,16 +305,19 @@ def run(asking: Asking) -> None:
     """Measure the sides one after another."""
     size = SMALL if asking.rehearsal else FULL
     sides = [name for name in SIDES if name not in NEEDED or not lacking([NEEDED[name]])]
+    if asking.about["device"] not in FLEX_ON:
+        sides.remove("flex_half")
+        asking.lacks.append(f"embeddings: torch has no flex attention for {asking.about['device']}: left out")
     if all(map(asking.known, ("gate", "products", *sides))):
         return
     case = {"size": vars(size), "path": str(asking.day.scratch / "esm2_random.pt")}
-    asking.ask("products", "embeddings:products", CASE_S, width=128 if asking.rehearsal else 8192)
-    if "error" in asking.ask("checkpoint", "embeddings:written", WRITE_S, on_card=False, keep=False, **case):
+    asking.ask("products", f"{__name__}:products", CASE_S, width=128 if asking.rehearsal else 8192)
+    if "error" in asking.ask("checkpoint", f"{__name__}:written", WRITE_S, on_card=False, keep=False, **case):
         return
-    asking.ask("ours_half", "embeddings:measured", CASE_S, side="ours_half", runs=RUNS, **case)
-    asking.ask("gate", "embeddings:gate", CASE_S, **case)
+    asking.ask("ours_half", f"{__name__}:measured", CASE_S, side="ours_half", runs=RUNS, **case)
+    asking.ask("gate", f"{__name__}:gate", CASE_S, **case)
     for name in sides[1:]:
-        asking.ask(name, "embeddings:measured", CASE_S, side=name, runs=1 if asking.rehearsal else RUNS, **case)
+        asking.ask(name, f"{__name__}:measured", CASE_S, side=name, runs=1 if asking.rehearsal else RUNS, **case)
 
 
 def figures(cases: Cases) -> dict[str, Any]:

@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_parts.cards import described, forget, opened, target_for
+from benchmarks.gpu_parts.cards import NOT_CARDS, described, forget, opened, planned_for, target_for
 from benchmarks.gpu_parts.day import REHEARSED_AT_ONCE, Asking, Cases, Part, Row
-from pipeline.memory.footprint import REPEATED, MemoryChoice, Provenance, StepTapes, margin_of
+from pipeline.memory.footprint import MemoryChoice, StepTapes
 from pipeline.memory.hardware.caching_allocator import AllocatorSettings
-from pipeline.memory.history.step_history import Peak, PeakHistory, sizes_text
 from pipeline.memory.planning.memory_plan import CardSpec, CardSpecs
 from pipeline.memory.planning.step_estimates import SETTINGS, micro_time, reserve, update_s
 from pipeline.protocol import ITEMS
@@ -65,13 +62,13 @@ class Model:
 def model_of(case: Mapping[str, Any]) -> Model:
     """Return the model that a case names."""
     if case["model"] in RECIPES:
-        return _recipe(case["model"], case["device"], small=case["about"]["rehearsal"])
+        return _recipe(case["model"], planned_for(case["device"]), small=case["about"]["rehearsal"])
     from tests.memory.planning.planned import work_of
     from tests.zoo import ZOO
 
     member = ZOO[case["model"]]
     sizes = min(member.sizes, key=lambda one: one[ITEMS])
-    work = replace(work_of(member), device=case["device"])
+    work = replace(work_of(member), device=planned_for(case["device"]))
     return Model(work, member.padded, sizes, bool(member.settings.get("checkpointing")))
 
 
@@ -94,8 +91,6 @@ def _recipe(name: str, device: str, *, small: bool) -> Model:
 
 def predicted(case: Mapping[str, Any]) -> dict[str, Any]:
     """Predict bytes and seconds of a model's sizes, each grown until it fills its share of the card."""
-    from pipeline.runs.model.probe import model_name
-
     model = model_of(case)
     choice = model.choice(case["precision"])
     oracle = model.work.oracle(model.sizes, target_for(case["about"]), padded=model.padded)
@@ -109,9 +104,8 @@ def predicted(case: Mapping[str, Any]) -> dict[str, Any]:
         pace_s = MICROS * micro_time(micro, standing, choice, cards).total_s + update_s(standing, choice, cards, 1)
         row["predicted_s"] = pace_s
     card = described(case["about"])
-    beside, context = (card.workspace_bytes, card.context_bytes) if case["about"]["capability"] else (0, 0)
-    about = {"gpu": case["about"]["gpu"], "beside_bytes": beside, "context_bytes": context}
-    return {"name": model_name(model.work, choice), "sizes": sizes, **about}
+    beside, context = (0, 0) if case["device"] in NOT_CARDS else (card.workspace_bytes, card.context_bytes)
+    return {"sizes": sizes, "beside_bytes": beside, "context_bytes": context}
 
 
 def grown(
@@ -160,7 +154,11 @@ def live_of(standing: Any, micro: Any, *, first: bool) -> int:
 
 def measured(case: Mapping[str, Any]) -> dict[str, Any]:
     """Run steps of each size, the smaller first, and measure them."""
-    return {size: one_size(case, sizes) for size, sizes in case["sizes"].items()}
+    found: dict[str, Any] = {}
+    for size, sizes in case["sizes"].items():
+        alike = [one for one in found if case["sizes"][one] == sizes]  # the least of it is larger than was asked for
+        found[size] = found[alike[0]] if alike else one_size(case, sizes)
+    return found
 
 
 def one_size(case: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
@@ -170,6 +168,7 @@ def one_size(case: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any
     torch.manual_seed(0)
     model, died, took = model_of(case), "", list[float]()
     batch = model.work.example(sizes)
+    model.work.task.model()  # whatever is loaded once is no step's
     with opened(case["device"], case["allocator"]) as card:
         try:
             step = card.step(model.work, model.choice(case["precision"]))
@@ -209,11 +208,11 @@ def one_model(asking: Asking, name: str, precision: str) -> None:
     if asking.known(f"{label} measured"):
         return
     targets = REHEARSED_BYTES if asking.rehearsal else full
-    told = asking.ask(f"{label} predicted", "memory:predicted", PREDICT_S, on_card=False, targets=targets, **case)
+    told = asking.ask(f"{label} predicted", f"{__name__}:predicted", PREDICT_S, on_card=False, targets=targets, **case)
     if "error" not in told:
         sizes = {size: row["sizes"] for size, row in told["sizes"].items()}
         allocator = told["sizes"]["first"]["allocator"]
-        asking.ask(f"{label} measured", "memory:measured", MEASURE_S, allocator=allocator, sizes=sizes, **case)
+        asking.ask(f"{label} measured", f"{__name__}:measured", MEASURE_S, allocator=allocator, sizes=sizes, **case)
 
 
 def figures(cases: Cases) -> dict[str, Any]:
@@ -253,37 +252,12 @@ def _compared(label: str, told: Row, cases: Cases) -> dict[str, Any]:
     found["first"] = row["predicted_bytes"] / row["measured_bytes"] - 1
     found["live"] = (row["live_bytes"] + told["beside_bytes"]) / max(1, row["allocated_bytes"]) - 1
     if len(whole) == len(SHARES):
-        found["probed"] = _corrected(told, whole["probe"], row) / row["measured_bytes"] - 1
+        probe, beside = whole["probe"], told["beside_bytes"]  # which is served by the allocator, too
+        ratio = probe["reserved_bytes"] / (probe["reserve_bytes"] + beside)  # as plans correct themselves
+        corrected = ratio * (row["reserve_bytes"] + beside) + probe["outside_bytes"]
+        found["probed"] = corrected / row["measured_bytes"] - 1
         found["probed_s"] = row["predicted_s"] * whole["probe"]["step_s"] / whole["probe"]["predicted_s"]
     return found
-
-
-def _corrected(told: Row, probe: Row, row: Row) -> float:
-    """Return the bytes that are predicted of a size after another one was probed, as plans correct themselves."""
-    peak = Peak(
-        model=told["name"],
-        card=told["gpu"],
-        gpu=told["gpu"],
-        torch="",
-        driver="",
-        allocator=probe["allocator"],
-        sizes=f"{MICROS} x {sizes_text(probe['sizes'])}",
-        predicted_bytes=probe["reserve_bytes"] + told["beside_bytes"],  # what `max_memory_reserved` is of
-        measured_bytes=probe["reserved_bytes"],
-        died=False,
-        outside_bytes=probe["outside_bytes"],
-        predicted_s=probe["predicted_s"],
-        step_s=probe["step_s"],
-        at=time.time(),
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        peaks = PeakHistory(Path(folder))
-        peaks.record("benchmark", "probe", [peak])
-        ratios = peaks.ratios(told["name"], told["gpu"])
-    factor = margin_of(Provenance(row["origin"]), ratios).factor / (
-        1 + REPEATED
-    )  # as plans are corrected, without their margin
-    return float(factor * (row["reserve_bytes"] + told["beside_bytes"]) + probe["outside_bytes"])
 
 
 PART = Part(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import subprocess
 import sys
 import time
@@ -16,15 +15,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_parts.children import ROOT, SIMULATED
 from benchmarks.gpu_parts.day import Asking, Cases, Part, Row
 from benchmarks.gpu_parts.memory import RECIPES
+from pipeline.device.kinds import CPU
 
 PRECISIONS = ("fp32", "bf16", "fp16")  # of which a rehearsal has the first two
 AT_ONCE = 2  # nothing is timed
 LIMIT_S, COMMAND_S = 420.0, 300.0
 STAGES = ("all", "predict")
-AUTOLOADED = "benchmarks.gpu_parts.children:begin_simulated"
 
 
 def recipe_runs(case: Mapping[str, Any]) -> dict[str, Any]:
@@ -34,44 +32,35 @@ def recipe_runs(case: Mapping[str, Any]) -> dict[str, Any]:
     recipe, folder = ALL[case["recipe"]], Path(case["folder"])
     folder.mkdir(parents=True)
     write(recipe, folder)
-    return {precision: _run(recipe, folder, case, precision) for precision in case["precisions"]}
+    rows = {precision: _run(recipe, folder, case, precision) for precision in case["precisions"]}
+    return {
+        "runs": {name: row for name, row in rows.items() if "why" not in row},
+        "failed": {name: row["why"] for name, row in rows.items() if "why" in row},
+    }
 
 
 def _run(recipe: Any, folder: Path, case: Mapping[str, Any], precision: str) -> Row:
-    gpus = 0 if case["device"] == "cpu" else 1
+    from tests.recipes.projects import as_words
+
+    gpus = 0 if case["device"] == CPU else 1
     sets = recipe.sets(f"train.precision={precision}", gpus=gpus)
     if gpus:
-        sets += ["--set", f"cluster.embed.gpus={gpus}", "--set", f"cluster.evaluate.gpus={gpus}"]
-        sets += ["--set", f"cluster.predict.gpus={gpus}"]
+        card = f"cluster.slurm.cards=[{{gres: here, mem: {case['about']['total_bytes'] >> 20}MiB}}]"
+        sets += as_words(card, *(f"cluster.{stage}.gpus=1" for stage in ("embed", "evaluate", "predict")))
     began, before = time.perf_counter(), set(folder.glob("models/*"))
     for stage in STAGES:
-        done = _typed(folder, ["submit", "--stage", stage, "--follow", "--executor", "local", *sets], case["device"])
+        done = _typed(folder, ["submit", "--stage", stage, "--follow", "--executor", "local", *sets])
         if done.returncode:
             last = [line for line in done.stderr.splitlines() if line.strip()][-3:]
             print(done.stdout, done.stderr, sep="\n", file=sys.stderr)
-            return {"error": f"stage {stage}: exit code {done.returncode}: {' | '.join(last)}"}
+            return {"why": f"stage {stage}: exit code {done.returncode}: {' | '.join(last)}"}
     return {**_outcome(folder, before), "seconds": round(time.perf_counter() - began, 1)}
 
 
-def _typed(folder: Path, words: Sequence[str], device: str) -> subprocess.CompletedProcess[str]:
+def _typed(folder: Path, words: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """Type a command."""
-    environment = dict(os.environ)
-    if device == SIMULATED:
-        environment["PYTHONPATH"] = os.pathsep.join([str(_autoloading(folder)), str(ROOT)])
     command = [sys.executable, "-m", "pipeline.cli.main", *words]
-    return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=COMMAND_S, check=False
-    )
-
-
-def _autoloading(folder: Path) -> Path:
-    """Return a folder for PYTHONPATH with which every process that imports torch has the simulated card."""
-    place = folder.parent / "autoloading"
-    told = place / f"{SIMULATED}-0.dist-info"
-    told.mkdir(parents=True, exist_ok=True)
-    (told / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {SIMULATED}\nVersion: 0\n")
-    (told / "entry_points.txt").write_text(f"[torch.backends]\n{SIMULATED} = {AUTOLOADED}\n")
-    return place
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=COMMAND_S, check=False)
 
 
 def _outcome(folder: Path, before: set[Path]) -> Row:
@@ -100,21 +89,17 @@ def _recipe(asking: Asking, name: str, precisions: Sequence[str]) -> None:
     label = f"{name} {' '.join(precisions)}"
     folder = asking.day.scratch / "smoke" / label.replace(" ", "-")
     given = {"recipe": name, "precisions": list(precisions), "folder": str(folder)}
-    asking.ask(label, "smoke:recipe_runs", LIMIT_S, alone=False, **given)
+    asking.ask(label, f"{__name__}:recipe_runs", LIMIT_S, alone=False, **given)
 
 
 def figures(cases: Cases) -> dict[str, Any]:
     """Return how many of the runs were whole."""
-    runs = {
-        f"{label.split()[0]} {kind}": row
-        for label, told in cases.items()
-        for kind, row in told.items()
-        if isinstance(row, Mapping)
-    }
-    failed = {label: row["error"] for label, row in runs.items() if "error" in row}
+    runs, failed = (
+        {f"{label.split()[0]} {kind}": row for label, told in cases.items() for kind, row in told[what].items()}
+        for what in ("runs", "failed")
+    )
     wanted = {f"{recipe} {kind}" for recipe in RECIPES for kind in PRECISIONS[:2]} | set(failed)
-    missing = sorted(wanted - {label for label in runs if label not in failed})
-    return {"runs": runs, "whole": len(runs) - len(failed), "missing": len(missing), "without": missing}
+    return {"runs": runs, "whole": len(runs), "missing": len(wanted - set(runs)), "without": sorted(wanted - set(runs))}
 
 
 PART = Part(

@@ -125,12 +125,12 @@ def _pace(asking: Asking, recipe: str) -> None:
     case = {"model": recipe, "precision": "fp32" if recipe == "spectra_finetune" else "bf16"}
     if all(asking.known(f"{recipe} {way}") for way in ("planned", "guide")):
         return
-    own = asking.ask(f"{recipe} cut", "speed:cut", PLAN_S, on_card=False, items=micro * accumulation, **case)
+    own = asking.ask(f"{recipe} cut", f"{__name__}:cut", PLAN_S, on_card=False, items=micro * accumulation, **case)
     if "error" not in own:
         cuts = {name: own[name] for name in ("micro", "accumulation", "allocator")}
-        asking.ask(f"{recipe} planned", "speed:paced", CASE_S, every=None, **cuts, **case)
+        asking.ask(f"{recipe} planned", f"{__name__}:paced", CASE_S, every=None, **cuts, **case)
     cuts = {"micro": micro, "accumulation": accumulation, "allocator": MAX_SPLIT}
-    asking.ask(f"{recipe} guide", "speed:paced", CASE_S, every=1, **cuts, **case)
+    asking.ask(f"{recipe} guide", f"{__name__}:paced", CASE_S, every=1, **cuts, **case)
 
 
 def speed(cases: Cases) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_parts.cards import described, opened, target_for
+from benchmarks.gpu_parts.cards import described, opened, planned_for, target_for
 from benchmarks.gpu_parts.day import Asking, Cases, Part, Row
 from benchmarks.train_parts.ours import TASK, cache_of, items_of, prepared_of, table_of, work_of
 from benchmarks.training.loader import ENCODER, generate
@@ -69,7 +69,7 @@ def planned(case: Mapping[str, Any]) -> dict[str, Any]:
     from tests.remembering_plan import plan_with_oracle
 
     train = settings(case)
-    work = replace(work_of(train), device=case["device"])
+    work = replace(work_of(train), device=planned_for(case["device"]))
     sizes = sizes_of(work.task, table_of(Path(case["root"]), bytes.fromhex(case["key"])).sizes)
     here = described(case["about"]) if case["whole"] else device(PLAYED)
     card = CardSpec.of(here, 1) if case["about"]["capability"] else host_card(HOST_BYTES)
@@ -91,7 +91,7 @@ def job_of(case: Mapping[str, Any], made_steps: list[Any]) -> tuple[Any, int]:
     table, stores = table_of(root, bytes.fromhex(case["key"])), cache_of(root)
     prepared = Prepared.from_json(case["prepared"])
     prepared = replace(prepared, stretches=(replace(prepared.stretches[0], epochs=case["epochs"]),))
-    work = replace(work_of(settings(case)), device=case["device"])
+    work = replace(work_of(settings(case)), device=planned_for(case["device"]))
     choice = MemoryChoice(prepared.precision, prepared.checkpointing, prepared.offload)
     folder = ModelFolder(Path(case["folder"]))
     folder.path.mkdir(parents=True)
@@ -189,12 +189,12 @@ class Ground:
         """Make the data set if nobody has, and plan; return what was planned, or an error."""
         known = self._asking.day.scratch / "key"
         if not known.exists():
-            found = self._asking.ask("data", "training:made", PLAN_S, on_card=False, keep=False, **self.common)
+            found = self._asking.ask("data", f"{__name__}:made", PLAN_S, on_card=False, keep=False, **self.common)
             if "error" in found:
                 return found
             known.write_text(found["key"])
         self.common["key"] = known.read_text()
-        plan = self._asking.ask("plan", "training:planned", PLAN_S, on_card=False, keep=False, **self.common)
+        plan = self._asking.ask("plan", f"{__name__}:planned", PLAN_S, on_card=False, keep=False, **self.common)
         if "error" not in plan:
             self.common["prepared"] = plan["prepared"]
             self.own = plan["prepared"]["allocator"] or None
@@ -205,7 +205,7 @@ class Ground:
         self._count += 1
         folder = self._asking.day.scratch / f"{self._asking.part.name}-{self._count}"
         asked = {**self.common, "folder": str(folder), **given}
-        return self._asking.ask(name, "training:trained", CASE_S, allocator=allocator or self.own or "", **asked)
+        return self._asking.ask(name, f"{__name__}:trained", CASE_S, allocator=allocator or self.own or "", **asked)
 
 
 def _played_bytes() -> int:
@@ -229,7 +229,7 @@ def run_oom(asking: Asking) -> None:
         ground.train(name, epochs=3, squeeze=name == "squeezed", weights=files[name])
     if all(map(asking.known, names)):
         asking.ask(
-            "weights", "training:weights_apart", CASE_S, on_card=False, first=files[names[0]], second=files[names[1]]
+            "weights", f"{__name__}:weights_apart", CASE_S, on_card=False, first=files[names[0]], second=files[names[1]]
         )
 
 
