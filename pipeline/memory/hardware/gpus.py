@@ -18,7 +18,8 @@ SizesGib: TypeAlias = tuple[int, ...]
 
 _GIGA, _TERA = 10**9, 10**12
 
-# NCCL's buffers: 0.5 to 0.7 GB seen per group of several GPUs; the most of it is planned for.
+# NCCL's buffers: 0.5 to 0.7 GB seen per group of several GPUs; the most of it is planned for. They are taken as
+# ranks join (`ProcessGroup.warm_up`), so that what is measured before the first step is measured beside them.
 COMMUNICATOR_BYTES = 700 * 10**6
 # What is unknown: kernels that are loaded when first called, cuDNN's plans, page tables, drivers that keep more.
 _RESERVE_SHARE, _LEAST_RESERVE_BYTES = 0.01, 128 * MIB

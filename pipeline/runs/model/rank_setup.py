@@ -59,7 +59,9 @@ def join_ranks(project: Project, folder: RunFolder, prepared: Prepared, tell: Ta
     hang_s = float(project.config.train.hang)
     folder.meetings.mkdir(exist_ok=True)
     patience = HangLimits(hang_s=hang_s, slow_s=max(2 * hang_s, 3600.0))
-    return join_process_group(place, folder.meetings, device=device, patience=patience, tell=log_line)
+    return join_process_group(
+        place, folder.meetings, device=device, patience=patience, tell=log_line, sharded=prepared.sharded
+    )
 
 
 def take_device(project: Project, local_rank: int, prepared: Prepared) -> str:

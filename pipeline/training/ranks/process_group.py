@@ -11,6 +11,7 @@ import os
 import threading
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING
 
 import psutil
@@ -18,10 +19,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is documented there
 
-from pipeline.device.accelerator import collectives, on_card
+from pipeline.device.accelerator import collectives, computing, is_card, on_card
 from pipeline.device.kinds import CPU
+from pipeline.device.out_of_memory import free_caches
 from pipeline.records import RankPlace
-from pipeline.training.ranks.gradient_sums import reduce_in_pieces
+from pipeline.training.ranks.gradient_sums import PIECE_BYTES, reduce_in_pieces
 from pipeline.training.ranks.rank_protocol import SingleRank
 from pipeline.training.ranks.rendezvous import COME_WITHIN_S, Meeting, meet
 from pipeline.training.ranks.watchdog import Activity, HangLimits, Watchdog
@@ -49,10 +51,12 @@ def join_process_group(
     patience: HangLimits | None = None,
     within_s: float = COME_WITHIN_S,
     tell: Callable[[str], None] = lambda _: None,
+    sharded: bool = False,
 ) -> Ranks:
     """Join the process group once all ranks have come; `tell` is called with the message if one is lost.
 
-    `folder` is one that all ranks see. A GPU must have been made the current device before.
+    `folder` is one that all ranks see. A card must have been made the current device before; what collectives take of
+    its memory is taken here, so that whatever is measured later has it: those of sharded models, too, if `sharded`.
     """
     if place.world == 1:
         return SingleRank()
@@ -63,14 +67,34 @@ def join_process_group(
         store = store or _store(met.keeper, met.said["store"], place)
         with _on(interface_of(met.address)):
             dist.init_process_group(
-                collectives(device), store=store, rank=place.rank, world_size=place.world, timeout=NEVER
+                collectives(device),
+                store=store,
+                rank=place.rank,
+                world_size=place.world,
+                timeout=NEVER,
+                device_id=_card_of(device),
             )
     except Exception as error:
         lost = watchdog.blame(str(error)) if isinstance(error, (RuntimeError, OSError)) else None
         watchdog.leave(str(lost or error))
         watchdog.close()
         raise (lost or error) from error
-    return ProcessGroup(place, met, watchdog, patience or HangLimits())
+    group = ProcessGroup(place, met, watchdog, patience or HangLimits())
+    if is_card(device):
+        try:
+            group.warm_up(device, sharded=sharded)
+        except BaseException as error:
+            group.close(str(error) or type(error).__name__)
+            raise
+    return group
+
+
+def _card_of(device: str) -> torch.device | None:
+    """Return a rank's card with its number: its communicator is then made at once, and by no guess."""
+    if not is_card(device):
+        return None
+    card = torch.device(device)
+    return torch.device(card.type, torch.accelerator.current_device_index()) if card.index is None else card
 
 
 def _store(host: str, port: int, place: RankPlace) -> TCPStore:
@@ -135,6 +159,24 @@ class ProcessGroup:
             self._has_stepped = True
             self._slow -= 1
             self.progress(self._watchdog.doing.what)
+
+    def warm_up(self, device: str, *, sharded: bool) -> None:
+        """Make each kind of collective call once, small and large: a library takes its memory at the first of each."""
+        for values in (self.world, PIECE_BYTES // 4 // self.world * self.world):
+            whole = torch.zeros(values, device=device)
+            own = whole[: values // self.world].clone()
+            calls = [partial(dist.all_reduce, whole)]
+            if sharded:
+                calls += [
+                    partial(dist.all_gather_single, whole, own),
+                    partial(dist.reduce_scatter_single, own, whole),
+                ]
+            for call in calls:
+                with self.patient("the first collectives"):
+                    self.collective(partial(call, async_op=True), in_stream=is_card(device))
+            computing(device).synchronize()
+            del whole, own
+        free_caches(device)
 
     def collective(self, begin: Callable[[], dist.Work], *, in_stream: bool = False) -> None:
         """Begin a collective call and wait for it, or only place it in the stream; raise if a rank is lost."""

@@ -9,6 +9,7 @@ import signal
 import socket
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ import pytest
 import torch
 
 from pipeline.cluster.peers import PEER_LOST
+from pipeline.device.accelerator import is_card
 from pipeline.memory.planning.memory_plan import REDUCED_BYTES
 from pipeline.records import RankPlace
+from pipeline.training.ranks import process_group
 from pipeline.training.ranks.gradient_sums import PIECE_BYTES, reduce_in_pieces, tensor_pieces
 from pipeline.training.ranks.process_group import LETTER_BYTES, ProcessGroup, interface_of
 from pipeline.training.ranks.rank_protocol import HUNG, LOST, SingleRank
@@ -217,6 +220,54 @@ def test_ranks_on_several_nodes_reach_each_other_by_an_address_that_is_no_loopba
     started = crew(tmp_path, 2, add_one, nodes=2)
     assert started.wait() == [0, 0], started.err(1)
     assert started.result(1) == [2.0, 2.0, 2.0, 2]
+
+
+def warmed(group: ProcessGroup, folder: Path, sharded: bool) -> dict[str, Any]:
+    """Join once more, as if on a card; return what was told and called by then."""
+    group.close()
+    calls: list[list[Any]] = []
+    begun: dict[str, Any] = {}
+    dist, init = process_group.dist, process_group.dist.init_process_group
+
+    def note(name: str) -> None:
+        call = getattr(dist, name)
+
+        def noted(first: torch.Tensor, *others: Any, **named: Any) -> Any:
+            calls.append([name, first.nbytes])
+            return call(first, *others, **named)
+
+        setattr(dist, name, noted)
+
+    for name in ("all_reduce", "all_gather_single", "reduce_scatter_single"):
+        note(name)
+
+    def begin(*words: Any, device_id: Any = None, **named: Any) -> None:
+        begun["card"] = str(device_id)
+        init(*words, **named)
+
+    dist.init_process_group = begin
+    process_group.is_card = lambda _: True  # type: ignore[assignment]
+    place = replace(group.place, meeting="again")
+    again = process_group.join_process_group(place, folder, device="cpu:0", sharded=sharded)
+    process_group.is_card = is_card
+    before = list(calls)
+    total = torch.ones(2)
+    again.add_up([total])
+    again.close()
+    return {"card": begun["card"], "calls": before, "total": total.tolist()}
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_what_collectives_take_of_a_card_is_taken_before_anything_is_measured(tmp_path: Path, *, sharded: bool) -> None:
+    started = crew(tmp_path, 2, warmed, tmp_path, sharded)
+    assert started.wait() == [0, 0], started.err(0)
+    kinds = ["all_reduce", *(["all_gather_single", "reduce_scatter_single"] if sharded else [])]
+    for rank in range(2):
+        told = started.result(rank)
+        assert told["card"] == "cpu:0", "the number of the card is told: else the first collective guesses it"
+        assert [name for name, _ in told["calls"]] == kinds * 2
+        assert max(size for _, size in told["calls"]) == PIECE_BYTES
+        assert told["total"] == [2.0, 2.0]
 
 
 def hang(group: ProcessGroup, victim: int) -> None:
