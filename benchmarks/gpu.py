@@ -154,7 +154,8 @@ def main() -> int:
         finally:
             (day.folder / PAGE).write_text(day_page(day, parts_of("")))
             print(f"{time.monotonic() - began:.0f} s; {day.folder / PAGE} is written", flush=True)
-    failed = [part.name for part in parts if any(trouble(row) for row in day.read(part.name).get("cases", {}).values())]
+    results = [day.read(part.name) for part in parts]
+    failed = any(one.get("broken") or any(map(trouble, one.get("cases", {}).values())) for one in results)
     return 1 if failed else 0
 
 

@@ -99,8 +99,9 @@ class Day:
         asking.lacks += [f"{part.name}: {name} is not installed: left out" for name in lacking(part.likes)]
         try:
             part.run(asking)
-        finally:
-            asking.write()
+        except Exception as error:  # noqa: BLE001 - the other parts may do
+            asking.broken.append(f"{part.name}: it ended early: {type(error).__name__}: {error}")
+        asking.write()
         return not asking.left_out
 
 
@@ -112,6 +113,7 @@ class Asking:
         known = day.read(part.name)
         self.cases: dict[str, Row] = dict(known.get("cases", {}))
         self.lacks: list[str] = []
+        self.broken: list[str] = []  # what went wrong beside the cases
         self.left_out: list[str] = []
         self._writing = threading.Lock()
 
@@ -174,13 +176,22 @@ class Asking:
                 "what": self.part.what,
                 **{name: self.about[name] for name in ABOUT},
                 **circumstances(),
+                "figures": self._figures(rows),
                 "lacks": self.lacks,
+                "broken": list(dict.fromkeys(self.broken)),
                 "left_out": sorted(self.left_out),
-                "figures": self.part.figures({name: row for name, row in rows.items() if "error" not in row}),
                 "cases": rows,
             }
             document["machine"] = f"{self.about['card']}; {document['machine']}"
             write_whole(self.day.path(self.part.name), json.dumps(document, indent=1) + "\n")
+
+    def _figures(self, rows: Cases) -> dict[str, Any]:
+        """Return what the cases come to; what they said stays, whatever is wrong with that."""
+        try:
+            return self.part.figures({name: row for name, row in rows.items() if "error" not in row})
+        except Exception as error:  # noqa: BLE001 - the day goes on
+            self.broken.append(f"{self.part.name}: its figures: {type(error).__name__}: {error}")
+            return {}
 
     def _tell(self, name: str, row: Row) -> None:
         print(f"  {self.part.name}: {name}: {trouble(row) or 'done'} ({row['took_s']} s)", flush=True)

@@ -72,7 +72,7 @@ def _missing(parts: Sequence[Part], results: Mapping[str, Mapping[str, Any]]) ->
         if not result:
             yield f"{part.name}: not begun"
             continue
-        yield from result["lacks"]
+        yield from [*result["lacks"], *result.get("broken", ())]
         if result["left_out"]:
             yield f"{part.name}: the time was over before {', '.join(result['left_out'])}; run it again to take it up"
         for label, row in result["cases"].items():

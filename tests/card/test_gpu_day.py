@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,20 @@ def test_results_of_another_card_are_not_mixed_with_these(tmp_path: Path) -> Non
     day.run(a_part(lambda asking: asking.ask("one", f"{__name__}:doubled", 60, number=1)), day.end)
     assert day.others(["oom"]) == ""
     assert "is of card 'a card', and this is 'another'" in a_day(tmp_path, card="another").others(["oom"])
+
+
+def test_a_part_that_fails_itself_ends_neither_the_day_nor_what_its_cases_said(tmp_path: Path) -> None:
+    def run(asking: Asking) -> None:
+        asking.ask("one", f"{__name__}:doubled", 60, number=1)
+        raise OSError("no space")
+
+    day = a_day(tmp_path)
+    part = replace(a_part(run), figures=lambda cases: {"first": cases["none"]})
+    assert day.run(part, day.end)
+    assert cases_of(day)["one"]["value"] == 2
+    page = day_page(day, [part])
+    assert "oom: it ended early: OSError: no space" in page
+    assert "oom: its figures: KeyError: 'none'" in page
 
 
 def test_a_part_whose_modules_are_missing_says_so_and_runs_nothing(tmp_path: Path) -> None:
