@@ -92,8 +92,8 @@ class OnCard:
         self._card.synchronize()
 
     def squeeze(self, share: float) -> None:
-        """Let torch have only so much of what it has reserved at most so far."""
-        most = self._card.peak_reserved_bytes
+        """Let torch have only so much of what was live at most so far, so that the same again does not fit."""
+        most = self._card.peak_allocated_bytes
         self._card.empty_cache()  # what is cached needs no permission
         self._card.limit_fraction(share * most / self._card.total_bytes)
 
@@ -129,7 +129,7 @@ class StandIn:
         """Return at once."""
 
     def squeeze(self, share: float) -> None:
-        """Let torch have only so much of what it has taken at most so far."""
+        """Let torch have only so much of what was live at most so far."""
         self._limited.limit_bytes = int(share * self._limited.peak_bytes)
 
     def read(self) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 Made complexes of every size, the interface model, one plan for a card of 24 GB (a larger one is lent that share).
 
-- oom: in the second epoch, torch may suddenly have only SHARE of what it has reserved. Every step and every complex
+- oom: in the second epoch, torch may suddenly have only SHARE of what was live at most. Every step and every complex
   must be trained nevertheless, and the weights be those of a training that nothing disturbed.
 - epochs: 30 of them, each in another order; what is reserved at the end of each and at most, beside the plan.
 - time: an epoch as planned for this very card, and the steps of the part `memory`: predicted and measured seconds.
@@ -31,7 +31,7 @@ LARGE: dict[str, Any] = {"complexes": 384, "batch": 64, "epochs": 30, "timed": 4
 SMALL_MODEL = {"embedding_dim": 1280, "width": 8, "layers": 1, "pair_width": 4, "pair_layers": 0}
 SMALL: dict[str, Any] = {"complexes": 8, "batch": 4, "epochs": 30, "timed": 2, "rounds": 1, "options": SMALL_MODEL}
 HOST_BYTES = 2 << 30  # of the process that stands in
-SHARE = 0.6  # of what was reserved, that is left when memory is made to end
+SHARE = 0.6  # of what was live, that is left when memory is made to end
 CASE_S, PLAN_S = 180.0, 400.0
 
 
@@ -241,7 +241,8 @@ def oom(cases: Cases) -> dict[str, Any]:
     lost = found["steps_wanted"] - found["steps"] + found["skipped"]
     lost += sum(found["complexes_wanted"] - items for items in found["complexes"])
     finite = all(math.isfinite(value) for terms in found["loss"] for value in terms.values())
-    return {"ooms": found["ooms"], "lost": lost, "finite": finite, **cases.get("weights", {})}
+    forced = bool(found["ooms"])  # else nothing was survived
+    return {"ooms": found["ooms"], "lost": lost if forced else None, "finite": finite, **cases.get("weights", {})}
 
 
 def run_epochs(asking: Asking) -> None:
