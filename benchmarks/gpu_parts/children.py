@@ -17,11 +17,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pipeline.device.kinds import ALLOCATOR, VISIBLE, VISIBLE_TO
+from pipeline.device.kinds import VISIBLE, VISIBLE_TO
+from pipeline.memory.hardware.allocator_variables import VARIABLES, allocator_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 SIMULATED = "simcard"  # the device that the tests simulate
-SETTINGS = ALLOCATOR, "PYTORCH_ALLOC_CONF"  # of the allocator: the first is known to every torch
 HIDING = dict.fromkeys(VISIBLE_TO, "")  # cards, from what only predicts
 CHILD = "--child"
 LINES_KEPT, LETTERS_TOLD = 200, 300
@@ -49,9 +49,9 @@ def child() -> None:
 def environment(given: Mapping[str, Any], *, allocator: str, on_card: bool) -> dict[str, str]:
     """Return the environment of a case: with the allocator's settings as told, and without a card if it needs none."""
     variables = {**os.environ, "OMP_NUM_THREADS": "1"}
-    for name in SETTINGS:
+    for name in VARIABLES:
         variables.pop(name, None)
-    variables |= {ALLOCATOR: allocator} if allocator else {}
+    variables |= allocator_settings(allocator, variables)
     if given.get("device") == SIMULATED and on_card:
         from tests.card import card
 

@@ -63,6 +63,12 @@ def select_card(local_rank: int) -> str | None:
     return kind
 
 
+def numbered(device: torch.device | str) -> torch.device:
+    """Return a card with its number: without one it is the current one."""
+    card = torch.device(device)
+    return torch.device(card.type, torch.accelerator.current_device_index()) if card.index is None else card
+
+
 def collectives(device: torch.device | str) -> str:
     """Return what a process group is begun with, for tensors of a device and of the host."""
     from torch.distributed import Backend

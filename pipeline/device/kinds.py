@@ -17,7 +17,6 @@ NOT_CARDS = frozenset({CPU, "meta", "mps"})  # a Mac's tells nothing of its memo
 # In the environment
 VISIBLE = "CUDA_VISIBLE_DEVICES"  # the cards that a process may use
 VISIBLE_TO = frozenset({VISIBLE, "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ZE_AFFINITY_MASK"})
-ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"  # what all versions of torch read the allocator's settings from
 SETTINGS = ("PYTORCH_", "CUDA_", "TORCH_", "NCCL_", "OMP_")  # how variables begin that change what torch does
 DRIVER = Path("/sys/module/nvidia/version")
 
@@ -29,6 +28,9 @@ CARD_IS_FULL = (
     "CUDA driver error: out of memory",
     "cudaErrorMemoryAllocation",
     "STATUS_ALLOC_FAILED",
+    "CUFFT_ALLOC_FAILED",
+    "CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate",  # there was no memory for its handle
+    "Triton Error [CUDA]: out of memory",
     "_ALLOCATION_FAILED",  # as cuDNN 9 says it, of the host and of the card
 )
 # The same, as only logs have it: torch's own and other libraries'.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from pipeline.device.kinds import ALLOCATOR
+from pipeline.memory.hardware.allocator_variables import VARIABLES
 from pipeline.memory.planning.memory_plan import RemedyVerdict
 from pipeline.report.stage_lines import named_records, unit_of
 from pipeline.report.tables import plural, text_table
@@ -75,7 +75,7 @@ def _verdict(plan: TrainOutlook) -> Iterator[str]:
     if chosen.remedies:
         yield f"  saves memory by {' and '.join(chosen.remedies)}"
     if chosen.allocator.settings:
-        yield f"  {ALLOCATOR}={chosen.allocator.settings}"
+        yield f"  {VARIABLES[0]}={chosen.allocator.settings}"
     yield from _oversize(chosen)
 
 

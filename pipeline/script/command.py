@@ -36,10 +36,10 @@ from typing import TYPE_CHECKING
 
 from pipeline.cluster.machine import THREADS
 from pipeline.cluster.verdict import GO_ON
-from pipeline.device.kinds import ALLOCATOR
 from pipeline.errors import ConfigError, JobFailed, PlanInfeasible
 from pipeline.files import read_json, write_whole
 from pipeline.journal.run_folder import writing_run
+from pipeline.memory.hardware.allocator_variables import allocator_settings
 from pipeline.waiting import wait_for
 
 if TYPE_CHECKING:
@@ -202,7 +202,7 @@ def script_environment(
         "PIPELINE_CONFIG": _text(values.config),
         "PIPELINE_ATTEMPT": str(values.attempt),
         **dict.fromkeys(THREADS, str(threads)),
-        **({ALLOCATOR: allocator} if allocator else {}),
+        **allocator_settings(allocator, base),
     }
     return {**kept, **variables, **({} if script.launches or values.ranks == 1 else _place(values))}
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from pipeline.memory.hardware.allocator_variables import VARIABLES, allocator_options, number_at_start
 from pipeline.units import MIB
 
 if TYPE_CHECKING:
@@ -222,68 +223,3 @@ class LintRule:
     why: str
     remedy: str
     source: str
-
-
-# As torch 2.13 looks for them [measured; a test looks]; versions before and after have looked in another order.
-VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-LARGE_SEGMENT_MB = 20  # the default of large_segment_size_mb, below which max_split_size_mb is refused
-# https://docs.pytorch.org/docs/stable/notes/cuda.html, c10/core/AllocatorConfig.h and c10/cuda/CUDAAllocatorConfig.h
-_SWITCHES = {"expandable_segments", "pinned_use_background_threads", "pinned_use_cuda_host_register"}
-_SWITCHES |= {"release_lock_on_cudamalloc", "graph_capture_record_stream_reuse", "throw_on_cudamalloc_oom"}
-_MEGABYTES = {"large_segment_size_mb", "max_split_size_mb", "max_non_split_rounding_mb"}
-_MEGABYTES |= {"pinned_reserve_segment_size_mb", "pinned_max_round_threshold_mb", "pinned_max_cached_size_mb"}
-_OTHERS = {"backend", "garbage_collection_threshold", "roundup_power2_divisions", "pinned_num_register_threads"}
-_KNOWN = _SWITCHES | _MEGABYTES | _OTHERS | {"per_process_memory_fraction"}
-_SMALLEST_SEGMENT_MB = 10
-
-
-def allocator_options(text: str) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Return the allocator's options in a text by name, and the faults that a CUDA build of torch 2.13 would refuse.
-
-    Like torch's `ConfigTokenizer` this leaves out all spaces, and takes any token for a colon or a comma.
-    """
-    tokens = re.findall(r"[,:\[\]]|[^,:\[\]]+", re.sub(r"\s+", "", text))
-    options: dict[str, str] = {}
-    faults: list[str] = []
-    while tokens:
-        name, value, end = tokens[0], tokens[2:3], 3
-        if value == ["["]:
-            end = tokens.index("]", 2) + 1 if "]" in tokens[2:] else 0
-            value = tokens[2:end]
-        if not value:
-            return options, (*faults, f"{name} has no value")
-        options[name] = "".join(value)
-        faults += [] if name in _KNOWN else [f"{name!r} is no option"]
-        tokens = tokens[end + 1 :]
-    return options, (*faults, *_value_faults(options))
-
-
-def _value_faults(options: Mapping[str, str]) -> list[str]:
-    """Return the faults of values that torch refuses; of a number it reads only the beginning."""
-    faults = [
-        f"{name} is True or False" for name in _SWITCHES & options.keys() if options[name] not in ("True", "False")
-    ]
-    faults += [f"{name} is a number" for name in _MEGABYTES & options.keys() if number_at_start(options[name]) is None]
-    sizes = {name: size for name in _MEGABYTES if (size := number_at_start(options.get(name, ""))) is not None}
-    large = sizes.get("large_segment_size_mb", LARGE_SEGMENT_MB)
-    least = {"max_split_size_mb": large, "max_non_split_rounding_mb": LARGE_SEGMENT_MB}
-    faults += [f"{name} is {most:g} at least" for name, most in least.items() if 0 <= sizes.get(name, most) < most]
-    if large <= _SMALLEST_SEGMENT_MB:
-        faults.append(f"large_segment_size_mb is more than {_SMALLEST_SEGMENT_MB}")
-    threshold = options.get("garbage_collection_threshold")
-    if threshold is not None and not 0 < (number_at_start(threshold) or 0.0) < 1:
-        faults.append("garbage_collection_threshold is between 0 and 1")
-    if options.get("backend", "native") not in ("native", "cudaMallocAsync"):
-        faults.append("backend is native or cudaMallocAsync")
-    divisions = options.get("roundup_power2_divisions", "1")
-    least_division = 0 if divisions.startswith("[") else 1
-    for division in (number_at_start(text) for text in re.findall(r"[^\[\]:,>]+", divisions)):
-        if division is None or division < least_division or int(division) & (int(division) - 1):
-            return [*faults, "roundup_power2_divisions are powers of two"]
-    return faults
-
-
-def number_at_start(text: str) -> float | None:
-    """Return the number that a text begins with."""
-    match = re.match(r"[+-]?(\d+\.?\d*|\.\d+)", text)
-    return float(match[0]) if match else None

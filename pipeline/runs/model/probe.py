@@ -5,6 +5,7 @@ Each job records its measurement itself (`probe_job`), so that it corrects later
 
 from __future__ import annotations
 
+import os
 import secrets
 import shutil
 from dataclasses import asdict, dataclass, replace
@@ -16,11 +17,12 @@ from pipeline.cluster.job_spec import PROBE, JobSpec, TaskState
 from pipeline.cluster.verdict import Cause, Word, judge_attempt
 from pipeline.command_line import Command
 from pipeline.config.load import dump_resolved
-from pipeline.device.kinds import ALLOCATOR, CPU
+from pipeline.device.kinds import CPU
 from pipeline.errors import ConfigError, JobFailed, PipelineError, SubmissionRefused
 from pipeline.journal import run_folder
 from pipeline.journal.run_logs import end_of
 from pipeline.memory.footprint import Category
+from pipeline.memory.hardware.allocator_variables import allocator_settings
 from pipeline.memory.hardware.host_memory import STATED, TrainingJob, train_need
 from pipeline.memory.history.step_history import fingerprint, ratios_of_all
 from pipeline.memory.planning.memory_plan import CardSpecs
@@ -222,7 +224,7 @@ def _submitted(
         gpus=_gpus(errand),
         mem_bytes=errand.mem_bytes,
         time_s=errand.time_s,
-        env={ALLOCATOR: plan.allocator.settings} if plan.allocator.settings else {},
+        env=allocator_settings(plan.allocator.settings, os.environ),
         tag=folder.name,
         partition=place.partition or resources.partition or "",
         constraint="&".join(filter(None, [resources.constraint or "", place.constraint])),

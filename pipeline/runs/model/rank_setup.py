@@ -19,9 +19,10 @@ import numpy as np
 
 from pipeline.command_line import Command
 from pipeline.config.site_profiles import anchored
-from pipeline.device.kinds import ALLOCATOR, CARD, CPU
+from pipeline.device.kinds import CARD, CPU
 from pipeline.errors import JobFailed, PipelineError
 from pipeline.keys import KEY_BYTES, content_digest, recipe_key
+from pipeline.memory.hardware.allocator_variables import AllocatorVariable
 from pipeline.runs.dataset.reader_items import is_reader
 from pipeline.stages.graph import HEADER_BYTES
 from pipeline.store.cache_folder import CACHE_FORMAT, CacheFolder
@@ -69,11 +70,19 @@ def take_device(project: Project, local_rank: int, prepared: Prepared) -> str:
     if not project.config.cluster.train.gpus:
         return CPU
     if prepared.allocator:
-        os.environ.setdefault(ALLOCATOR, prepared.allocator)
+        set_allocator(prepared.allocator)
     from pipeline.device.accelerator import select_card
 
     select_card(local_rank)
     return device_here(project.config.cluster.train.gpus)
+
+
+def set_allocator(planned: str) -> None:
+    """Give torch a plan's allocator settings, before it uses a card; those of the environment win, and that is said."""
+    variable = AllocatorVariable.of(planned, os.environ)
+    os.environ[variable.name] = variable.value
+    if variable.note:
+        log_line(variable.note)
 
 
 def device_here(gpus: int) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import gc
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -17,11 +16,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.device.kinds import ALLOCATOR, CPU
+from pipeline.device.kinds import CPU
 from pipeline.errors import ConfigError, JobFailed, PipelineError, PlanInfeasible
 from pipeline.journal.run_folder import RunFolder
 from pipeline.project.run_code import blamed, module_command, package_digest
 from pipeline.records import TaskContext
+from pipeline.runs.model.rank_setup import set_allocator
 from pipeline.runs.model.training_work import Work, least_of, target_of
 from pipeline.runs.replay.replay_case import ReplayCase, ReplayedShare, project_of_run, read_training_plan
 from pipeline.runs.replay.replay_result import ReplayResult, Traced
@@ -136,7 +136,7 @@ def replay_here(
 
     chosen = here(device)
     if case.prepared.allocator and chosen != CPU:
-        os.environ.setdefault(ALLOCATOR, case.prepared.allocator)  # before torch looks at a card
+        set_allocator(case.prepared.allocator)
     work = Work.of(case.project.config, beside=case.project.beside)
     with blamed(work.task):
         job = _job(case, work, chosen)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is documented there
 
-from pipeline.device.accelerator import collectives, computing, is_card, on_card
+from pipeline.device.accelerator import collectives, computing, is_card, numbered, on_card
 from pipeline.device.kinds import CPU
 from pipeline.device.out_of_memory import free_caches
 from pipeline.records import RankPlace
@@ -72,7 +72,7 @@ def join_process_group(
                 rank=place.rank,
                 world_size=place.world,
                 timeout=NEVER,
-                device_id=_card_of(device),
+                device_id=numbered(device) if is_card(device) else None,  # its communicator is made at once
             )
     except Exception as error:
         lost = watchdog.blame(str(error)) if isinstance(error, (RuntimeError, OSError)) else None
@@ -87,14 +87,6 @@ def join_process_group(
             group.close(str(error) or type(error).__name__)
             raise
     return group
-
-
-def _card_of(device: str) -> torch.device | None:
-    """Return a rank's card with its number: its communicator is then made at once, and by no guess."""
-    if not is_card(device):
-        return None
-    card = torch.device(device)
-    return torch.device(card.type, torch.accelerator.current_device_index()) if card.index is None else card
 
 
 def _store(host: str, port: int, place: RankPlace) -> TCPStore:

@@ -11,13 +11,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from pipeline.memory.hardware.allocator_variables import VARIABLES, allocator_options
 from pipeline.memory.lint.lint_facts import (
     NCCL_BUFFER_BYTES,
-    VARIABLES,
     LintFinding,
     RunFacts,
     Severity,
-    allocator_options,
 )
 from pipeline.memory.lint.lint_rules import RULES, lint
 
