@@ -322,6 +322,11 @@ def _tensors(value: Any) -> Iterator[Any]:
             yield from _tensors(item)
 
 
+def _class_name(module: nn.Module) -> str:
+    """Return the name of a module's class: of the user's own, which FSDP replaces by one of both."""
+    return next(kind.__name__ for kind in type(module).__mro__ if not kind.__name__.startswith("FSDP"))
+
+
 def _flops(count: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
     """Return the floating-point operations of a call; torch's wrapper takes long to find the shapes of tensors."""
     if (of_shapes := getattr(count, "__wrapped__", None)) is None:
@@ -332,11 +337,6 @@ def _flops(count: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def _class_name(module: nn.Module) -> str:
-    """Return the name of a module's class: of the user's own, which FSDP replaces by one of both."""
-    return next(kind.__name__ for kind in type(module).__mro__ if not kind.__name__.startswith("FSDP"))
-
-
 def _flops_of_shapes(count: Any, shapes: tuple[Any, ...], by_name: tuple[Any, ...], out_shape: Any) -> float:
     return float(count(*shapes, **dict(by_name), out_shape=out_shape))
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -31,6 +34,16 @@ def test_a_block_is_allocated_and_released(recorder):
     del one
     assert sizes(recorder) == [KIB, -KIB]
     assert recorder.recording.blocks[0].died == 1
+
+
+def test_a_model_that_was_traced_is_gone_with_its_trace(recorder):
+    model = nn.Linear(2, 2)
+    with recorder.inside(model):
+        model(torch.ones(1, 2))
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
 
 
 def test_a_view_is_no_new_block_and_keeps_the_old_one(recorder):
