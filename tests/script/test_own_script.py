@@ -225,7 +225,7 @@ class TestEnvironment:
         assert script_environment(script, VALUES, ours)["PYTORCH_CUDA_ALLOC_CONF"] == "backend:cudaMallocAsync"
         planned = script_environment(script, VALUES, ours, allocator="expandable_segments:True")
         assert [(name, value) for name, value in planned.items() if "ALLOC_CONF" in name] == [
-            ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+            ("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync,expandable_segments:True")
         ]
 
 
