@@ -155,9 +155,10 @@ class Asking:
             limit_s = min(limit_s, max(LEAST_S, self.day.end - time.monotonic()))
             row = children.ask(call, case, limit_s, log, allocator=allocator, on_card=on_card)
         row |= {"took_s": round(time.monotonic() - began, 1)}
+        self.cases.pop(name, None)  # an error of earlier, of what is no result
         if keep or "error" in row:
             self.cases[name] = row
-            self.write()
+        self.write()
         self._tell(name, row)
         return row
 

@@ -101,6 +101,14 @@ def test_a_day_that_is_run_again_takes_up_what_is_missing(tmp_path: Path) -> Non
     assert {name: row["value"] for name, row in cases_of(again).items()} == {"number 1": 100, "number 2": 4}
 
 
+def test_an_error_of_something_that_is_no_result_is_gone_once_it_went_well(tmp_path: Path) -> None:
+    day = a_day(tmp_path)
+    for case in ("crashed", "doubled"):
+        calls = f"{__name__}:{case}"
+        day.run(a_part(lambda asking, calls=calls: asking.ask("data", calls, 60, keep=False, number=1)), day.end)
+        assert ("data" in cases_of(day)) == (case == "crashed")
+
+
 def test_results_of_another_card_are_not_mixed_with_these(tmp_path: Path) -> None:
     day = a_day(tmp_path)
     day.run(a_part(lambda asking: asking.ask("one", f"{__name__}:doubled", 60, number=1)), day.end)
