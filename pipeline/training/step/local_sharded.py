@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -183,17 +183,17 @@ class ShardedStepper(JointStepper):
 
     def _made(self, turn: Turn, run: Callable[[Piece], Result], share: RankShare, local: Local) -> PassOutcome[Result]:
         """Make a turn's pass with all ranks; where memory ended on this one, learn from it."""
-        outcome = joint_pass(self.step, partial(run, turn.piece))
+        piece = turn.piece if turn.counts else replace(turn.piece, rung=self._known_rung(turn.piece))
+        outcome = joint_pass(self.step, partial(run, piece))
         if outcome.error:
-            if not turn.counts and self._next_rung(turn.piece) is None:  # nobody can leave out another's item
-                raise self._too_large(turn.piece)
-            self._learn(turn.piece, outcome.error, share, local)
+            if not turn.counts and self._next_rung(piece) is None:  # nobody can leave out another's item
+                raise self._too_large(piece)
+            self._learn(piece, outcome.error, share, local)
         return outcome
 
     def _accompany(self, piece: Piece) -> None:
         """Run another rank's item along."""
-        rung = self._known_rung(piece)
-        with self.step.remedied(rung):
+        with self.step.remedied(piece.rung):
             self.step.accompany(piece.collated(self.step.task))
 
 

@@ -228,6 +228,32 @@ def test_an_item_that_fits_on_no_rung_and_may_not_go_ends_all(tmp_path: Path, to
     assert "gave up: training: item-4 does not fit in memory" in started.err(1)
 
 
+class FullBeside(spread.OneTerm):
+    """A task for which memory always ends on the second rank, and which is not tried for ever."""
+
+    tried = 0
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        terms = super().loss(model, batch)
+        if torch.distributed.get_rank():
+            FullBeside.tried += 1
+            assert FullBeside.tried < 20, "the same is tried again and again"
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
+        return terms
+
+
+def run_out_beside(group: ProcessGroup) -> None:
+    """Run another rank's items along where none fits."""
+    spread.TASKS["beside"] = FullBeside
+    trial(spread.step_of(group, "beside", PLAIN), group, SHARES["empty"][group.rank])
+
+
+def test_an_item_of_another_rank_that_fits_on_no_rung_of_this_one_ends_all(tmp_path: Path) -> None:
+    started = crew(tmp_path, 2, run_out_beside)
+    assert started.wait() == [LOST, PlanInfeasible.exit_code]
+    assert "does not fit in memory, not even alone and with every remedy" in started.err(1)
+
+
 def differ(group: ProcessGroup) -> None:
     """Let one rank make a pass that gathers, and the other one that does not."""
     step = spread.step_of(group, "one", {})
