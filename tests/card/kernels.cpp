@@ -483,8 +483,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("_local_scalar_dense", &local_scalar);
   library.impl("record_stream", &record_stream);
   library.impl("_has_compatible_shallow_copy_type", &can_change_place);
-  // torch would compose it of views, which a batch in the order of channels_last does not have
-  library.impl("native_group_norm", torch::CppFunction::makeFromBoxedFunction<&any_operation>());
+  // These have kernels of their own on a GPU; other backends get them in parts, with memory between, or as
+  // views, which a batch in the order of channels_last does not have
+  for (const char* name : {"silu_backward", "mish_backward", "native_layer_norm", "native_group_norm"})
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&any_operation>());
   library.impl("convolution_overrideable", &convolution);
   library.impl("convolution_backward_overrideable", &convolution_backward);
 }

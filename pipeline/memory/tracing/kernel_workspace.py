@@ -357,6 +357,7 @@ _BOTH: dict[str, Rule] = {
     "smooth_l1_loss": _reduced_loss(1),
     "huber_loss": _reduced_loss(1),
     "binary_cross_entropy_with_logits": _reduced_loss(2),
+    "_safe_softmax": _safe_softmax,
 }
 _CUDA: dict[str, Rule] = {
     **_BOTH,
@@ -384,7 +385,6 @@ _CUDA: dict[str, Rule] = {
 _CPU: dict[str, Rule] = {
     **_BOTH,
     **dict.fromkeys(_MIXING.split(), _promoted),
-    "_safe_softmax": _safe_softmax,
     "_scaled_dot_product_flash_attention_for_cpu": _flash_cpu,
     "_scaled_dot_product_flash_attention_for_cpu_backward": _flash_backward_cpu,
     "native_layer_norm_backward": _weight_sums_cpu,

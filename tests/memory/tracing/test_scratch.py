@@ -157,6 +157,12 @@ def test_memory_efficient_attention_takes_tiles_of_the_querys_gradient() -> None
     )
 
 
+def test_attention_that_no_kernel_fuses_says_which_scores_are_masked_and_which_rows_wholly() -> None:
+    scores = meta(2, 4, 50, 50)
+    operator = aten._safe_softmax.default
+    assert scratch_bytes(operator, (scores, -1), {}, scores) == 2 * 4 * 50 * (50 + 1)
+
+
 def test_few_indices_of_an_embedding_are_added_up_without_scratch_and_many_in_parts() -> None:
     op = aten.embedding_dense_backward.default
     few, many = meta(3072, dtype=torch.int64), meta(10_000, dtype=torch.int64)
