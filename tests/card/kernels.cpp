@@ -450,14 +450,20 @@ std::tuple<Tensor, Tensor, Tensor> convolution_backward(const Tensor& gradient, 
                                                         std::array<bool, 3> mask) {
   const c10::DeviceGuard guard(input.device());
   Aliases aliases;
-  const Tensor from = aliases.of(gradient), on = aliases.of(input), by = aliases.of(weight);
+  // In single precision: oneDNN's kernel for bfloat16 reads beyond its own memory, which ends another thread's heap.
+  const auto kind = c10::isReducedFloatingType(input.scalar_type()) ? at::kFloat : input.scalar_type();
+  const auto single = [&](const Tensor& tensor) { return aliases.of(tensor).to(kind); };
+  const Tensor from = single(gradient), on = single(input), by = single(weight);
   use(aliases.ranges);
   const std::array<int64_t, 1> bias{gradient.size(1)};
   auto [of_input, of_weight, of_bias] = at::convolution_backward(
       from, on, by, mask[2] ? at::OptionalIntArrayRef(bias) : std::nullopt, stride, padding, dilation, transposed,
       output_padding, groups, mask);
   const c10::Device device = input.device();
-  return {to_card(of_input, device), to_card(of_weight, device), to_card(of_bias, device)};
+  const auto back = [&](const Tensor& made) {
+    return made.defined() ? to_card(made.to(input.scalar_type()), device) : made;
+  };
+  return {back(of_input), back(of_weight), back(of_bias)};
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {

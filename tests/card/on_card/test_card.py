@@ -220,6 +220,17 @@ def test_a_layer_gives_what_it_gives_on_the_cpu(norm_first: bool) -> None:
         torch.testing.assert_close(parameter.grad.cpu(), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_convolutions_and_norms_of_groups_run_in_the_order_of_channels_last(dtype: torch.dtype) -> None:
+    made = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.GELU(), nn.Conv2d(8, 4, 5)).to(dtype)
+    values = torch.randn(2, 3, 24, 24, dtype=dtype).contiguous(memory_format=torch.channels_last)
+    expected = made(values).float().square().mean()
+    found = made.to(card.NAME)(values.to(card.NAME)).float().square().mean()
+    found.backward()
+    torch.testing.assert_close(found.cpu(), expected, rtol=0.02, atol=1e-3)
+    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in made.parameters())
+
+
 def test_a_card_has_random_numbers_of_its_own() -> None:
     module = torch.get_device_module(card.NAME)
     torch.manual_seed(7)
