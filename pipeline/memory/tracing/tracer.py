@@ -37,7 +37,7 @@ from pipeline.memory.tracing.sdpa_choice import cuda_attention
 from pipeline.waiting import signals_held
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from torch import Tensor
@@ -164,6 +164,7 @@ class TraceSession:
         self._standing: StandingFootprint | None = None
         self._shared: dict[int, tuple[Category, str, int]] = {}  # block → what for, whose, its number in every tape
         self._numbers: dict[tuple[Category, str], int] = {}
+        self._joined = False  # gradients of several parameters are one block
         self._training = self._built(build, model)
         self._training.carrier = OnHost(self._recorder)
 
@@ -329,10 +330,16 @@ class TraceSession:
                 return self._tape(recording), recording
 
     def _with_gradients(self) -> list[nn.Parameter]:
+        owned = self._training.owned()
+        gradients = [self._recorder.block_of(one) for what, _, one in owned if Category(what) is Category.GRADIENTS]
+        self._joined = self._joined or len({id(block) for block in gradients}) < len(gradients)
         return [parameter for parameter in self._training.model.parameters() if parameter.grad is not None]
 
-    def _make_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+    def _make_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Give parameters the gradients that a micro-batch would leave."""
+        if self._joined and parameters:  # in blocks that several share, as shards have them: nobody else makes such
+            self._accumulate(self._smallest)
+            return
         with self._open(), torch.no_grad():
             for parameter in parameters:
                 parameter.grad = torch.empty_like(parameter)

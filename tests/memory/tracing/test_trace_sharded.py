@@ -11,7 +11,8 @@ from torch import nn
 
 from pipeline.device.kinds import CPU as ON_CPU
 from pipeline.errors import ConfigError
-from pipeline.memory.footprint import Category, MemoryChoice, Provenance, Unmeasurable, live_peak_bytes
+from pipeline.memory.footprint import Category, MemoryChoice, Provenance, StepTapes, Unmeasurable, live_peak_bytes
+from pipeline.memory.hardware.caching_allocator import AllocatorSettings, replay_steps
 from pipeline.memory.planning.oracle_cache import OracleCache
 from pipeline.memory.tracing.tracer import Tracer
 from pipeline.protocol import ITEMS
@@ -90,6 +91,15 @@ def test_the_peak_of_a_sharded_step_is_that_of_a_real_one(choice: MemoryChoice) 
     assert micro.first.left_bytes == whole // RANKS
     assert not [part.name for part in micro.parts if part.name.startswith("FSDP")]
     assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize("choice", [MemoryChoice(shards=RANKS), MemoryChoice("bf16", shards=RANKS)])
+def test_the_steps_of_a_sharded_plan_follow_each_other_in_the_allocator(choice: MemoryChoice) -> None:
+    tracer = traced(work_of())
+    standing, micro = tracer.standing(choice), tracer.micro(choice, SIZES)
+    steps = [StepTapes.of(standing, [micro] * turns, first=not place) for place, turns in enumerate((1, 1, 3, 3))]
+    replay = replay_steps(steps, AllocatorSettings(), standing.setup)
+    assert replay.allocated_bytes == pytest.approx(live_peak_bytes(standing, micro, accumulate=True), rel=0.01)
 
 
 def asked(work: Work, choice: MemoryChoice, kept: Path | None = None) -> tuple[Any, Any, tuple[str, ...]]:
