@@ -23,7 +23,7 @@ from pipeline.encoder.engine.sequence_work import (
 )
 from pipeline.encoder.engine.token_batches import EngineSettings
 from pipeline.encoder.forward.esm2 import EsmEncoder
-from pipeline.errors import PlanInfeasible
+from pipeline.encoder.forward.parity import no_room
 from pipeline.records import Reason
 
 if TYPE_CHECKING:
@@ -203,8 +203,7 @@ class Engine:
             return
         tokens = unless_out_of_memory(self._measure)
         if tokens is None:
-            what = f"the weights of {self._checkpoint.name} do not fit the memory of this {self._main.device} process"
-            raise PlanInfeasible(what, remedy="a smaller model, or more memory (cluster.embed.mem)")
+            raise no_room(f"the weights of {self._checkpoint.name} do", self._main.device)
         self._ladder.allow(max(1, min(tokens, self._ceiling or tokens) >> self._settings.shrink))
 
     def _measure(self) -> int:

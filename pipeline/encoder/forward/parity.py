@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from pipeline.command_line import Command
+from pipeline.device.accelerator import is_card
 from pipeline.device.kinds import CPU
 from pipeline.device.out_of_memory import free_caches, unless_out_of_memory
 from pipeline.encoder.embedding_recipe import CLS, EOS, LETTERS, tokenize
@@ -65,7 +67,7 @@ def check_parity(checkpoint: EsmCheckpoint, precision: str, layer: int, device: 
     wanted = _reference(checkpoint, layer, device, torch.float32)
     found_RD = unless_out_of_memory(lambda: _encoded(checkpoint, precision, layer, device))
     if found_RD is None:
-        raise _no_room(checkpoint)
+        raise no_room(f"comparing {checkpoint.name} with fair-esm does", device, where=str(checkpoint.path))
     verdict = compare(lambda _: found_RD, wanted, sequences, precision)
     if verdict.passed or precision != "fp32":
         return verdict
@@ -86,16 +88,21 @@ def _reference(checkpoint: EsmCheckpoint, layer: int, device: str, dtype: torch.
         free_caches(place)
         if rows is not None:
             return rows
-    raise _no_room(checkpoint)
+    raise no_room(f"comparing {checkpoint.name} with fair-esm does", CPU, where=str(checkpoint.path))
 
 
 def _rows_of(checkpoint: EsmCheckpoint, layer: int, device: torch.device, dtype: torch.dtype) -> list[Rows]:
     return Reference(checkpoint, layer, device, dtype)(sample_sequences())
 
 
-def _no_room(checkpoint: EsmCheckpoint) -> PlanInfeasible:
-    what = f"comparing {checkpoint.name} with fair-esm does not fit the memory of this process"
-    return PlanInfeasible(what, where=str(checkpoint.path), remedy="more memory: --set cluster.embed.mem=SIZE")
+def no_room(what: str, device: str, where: str = "") -> PlanInfeasible:
+    """Return the error that something does not fit the memory of a device, and what helps there."""
+    if is_card(device):
+        on_cpu = ("embed.device", "cpu"), ("cluster.embed.gpus", "0")
+        larger = Command.submit("embed", before="a larger GPU   or   ").with_settings(*on_cpu)
+        return PlanInfeasible(f"{what} not fit the memory of the GPU", where=where, remedy=larger)
+    remedy = "more memory: --set cluster.embed.mem=SIZE"
+    return PlanInfeasible(f"{what} not fit the memory of this process", where=where, remedy=remedy)
 
 
 def beside_the_truth(ours: ParityVerdict, theirs: Sequence[Rows], truth: Sequence[Rows]) -> ParityVerdict:

@@ -1,0 +1,254 @@
+"""Sequences are embedded on a card as on the CPU: in any batches, wherever its memory ends, however late copies are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.device.accelerator import Card
+from pipeline.encoder.checkpoints.esm_checkpoint import EsmCheckpoint, load_esm_checkpoint
+from pipeline.encoder.checkpoints.synth import write_random_checkpoint
+from pipeline.encoder.engine import memory_ladder
+from pipeline.encoder.engine.embed_engine import Engine
+from pipeline.encoder.engine.io_threads import RowWriter
+from pipeline.encoder.forward.parity import check_parity
+from pipeline.errors import PlanInfeasible
+from pipeline.records import Reason
+from tests.card import card
+from tests.encoder.engine.stand_ins import Shelf, recipe, run, settings, texts
+
+MIB = 1 << 20
+pytestmark = pytest.mark.usefixtures("quick")
+GATE = {"fp32": 0.99999, "fp16": 0.999, "bf16": 0.999}  # the lowest cosine that an encoder may have
+MANY = texts(*range(1, 60), 300, 200)
+FEW = MANY[::5] + MANY[-2:]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> EsmCheckpoint:
+    path = tmp_path_factory.mktemp("weights") / "esm2_t3_tiny.pt"
+    write_random_checkpoint(path, layers=3, dim=32, heads=4, seed=1)
+    return load_esm_checkpoint(path)
+
+
+@pytest.fixture(scope="module")
+def of_cpu(checkpoint: EsmCheckpoint) -> Shelf:
+    """Return what the CPU makes of all sequences."""
+    return embedded(checkpoint, MANY, device="cpu")[0]
+
+
+@pytest.fixture(scope="module")
+def of_cpu_few(checkpoint: EsmCheckpoint) -> Shelf:
+    """Return what the CPU makes of a few."""
+    return embedded(checkpoint, FEW, device="cpu")[0]
+
+
+def embedded(
+    checkpoint: EsmCheckpoint, sequences: Sequence[str], choices: dict[str, Any] | None = None, **changes: Any
+) -> tuple[Shelf, Engine]:
+    """Embed sequences, all of which have to come out."""
+    shelf = Shelf()
+    the_recipe = recipe(**{"layer": 3, "length": 1022, "overlap": 256, **(choices or {})})
+    engine = Engine(checkpoint, the_recipe, settings(**{"device": card.NAME, **changes}))
+    outcomes = run(engine, sequences, shelf)
+    assert [one for one in outcomes.values() if one.reason is not None] == []
+    assert sorted(shelf.taken) == list(range(len(sequences)))
+    return shelf, engine
+
+
+def lowest_cosine(one: Shelf, other: Shelf) -> float:
+    """Return how far apart the rows of two are that are furthest apart."""
+    assert one.taken.keys() == other.taken.keys()
+    cosines = []
+    for index, made in one.taken.items():
+        rows_LD, wanted_LD = made.rows_LD.astype(np.float64), other.taken[index].rows_LD.astype(np.float64)
+        assert rows_LD.shape == wanted_LD.shape
+        lengths_L = np.linalg.norm(rows_LD, axis=1) * np.linalg.norm(wanted_LD, axis=1)
+        cosines.append(float(((rows_LD * wanted_LD).sum(1) / lengths_L).min()))
+    return min(cosines)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+def test_an_encoder_on_a_card_passes_the_gate(checkpoint: EsmCheckpoint, precision: str) -> None:
+    assert check_parity(checkpoint, precision, 3, card.NAME).passed
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize(
+    "batches",
+    [
+        {"cap": 4},
+        {"cap": "auto", "budget": "auto"},
+        {"cap": 64},
+        {"policy": "tokens", "budget": "auto"},
+        {"policy": "tokens", "budget": 90},
+    ],
+    ids=str,
+)
+def test_embeddings_of_any_batches_are_those_of_the_cpu(
+    checkpoint: EsmCheckpoint, of_cpu: Shelf, batches: dict[str, Any], precision: str
+) -> None:
+    shelf, engine = embedded(checkpoint, MANY, {"precision": precision}, **batches)
+    assert {made.variant.precision for made in shelf.taken.values()} == {precision}
+    assert lowest_cosine(shelf, of_cpu) >= GATE[precision]
+    assert engine.figures.device_peak_bytes > 0
+    assert engine.figures.splits == 0
+
+
+# Memory ends
+
+
+def test_batches_that_do_not_fit_a_small_card_are_halved_and_the_budget_is_learned(checkpoint: EsmCheckpoint) -> None:
+    sequences = texts(*[200] * 100)
+    wanted, _ = embedded(checkpoint, sequences, device="cpu")
+    with card.settings(total_bytes=20 * MIB):
+        shelf, engine = embedded(checkpoint, sequences, policy="tokens", budget=30_000)
+    assert engine.figures.splits > 0
+    assert engine.figures.budget_tokens < 20_200
+    assert lowest_cosine(shelf, wanted) >= GATE["fp32"]
+    assert {made.variant.precision for made in shelf.taken.values()} == {"fp32"}
+
+
+def test_a_budget_that_is_measured_on_a_small_card_fits_it(checkpoint: EsmCheckpoint) -> None:
+    sequences = texts(*[200] * 100)
+    with card.settings(total_bytes=memory_ladder.QUEUE_BYTES + 24 * MIB):
+        _, engine = embedded(checkpoint, sequences, policy="tokens", budget="auto")
+    assert 200 < engine.figures.budget_tokens < memory_ladder.CARD_TOKENS
+    assert engine.figures.splits == 0
+
+
+def test_a_sequence_that_does_not_fit_whole_goes_through_the_card_in_windows(checkpoint: EsmCheckpoint) -> None:
+    sequences = texts(6000, 100)
+    with card.settings(total_bytes=12 * MIB):
+        shelf, engine = embedded(checkpoint, sequences, {"length": 200, "overlap": 50}, policy="tokens", budget=10_000)
+    assert engine.figures.splits > 0
+    cut = shelf.taken[0].variant.cut
+    assert cut is not None
+    assert cut.policy == "windows"
+    wanted, _ = embedded(checkpoint, sequences, {"length": 200, "overlap": 50, "long": "windows"}, device="cpu")
+    assert lowest_cosine(shelf, wanted) >= GATE["fp32"]
+
+
+@pytest.mark.parametrize("policy", ["divisor", "tokens"])
+def test_any_one_block_that_is_refused_costs_a_smaller_batch_and_no_embedding(
+    checkpoint: EsmCheckpoint, of_cpu_few: Shelf, policy: str
+) -> None:
+    batches: dict[str, Any] = {"policy": policy, "budget": 400}
+    before = card.allocations()
+    embedded(checkpoint, FEW, **batches)
+    blocks = card.allocations() - before
+    splits = unbuilt = 0
+    for number in range(0, blocks, max(1, blocks // 24)):
+        refused = card.refused()
+        with card.refusing(number):
+            try:
+                shelf, engine = embedded(checkpoint, FEW, **batches)
+            except PlanInfeasible:  # there is no smaller encoder
+                assert number < blocks / 4
+                unbuilt += 1
+                continue
+        assert card.refused() == refused + 1
+        assert lowest_cosine(shelf, of_cpu_few) >= GATE["fp32"], number
+        splits += engine.figures.splits
+    assert unbuilt
+    assert splits > 12
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_card_whose_memory_is_gone_for_good_hands_the_rest_to_the_cpu(
+    checkpoint: EsmCheckpoint, of_cpu_few: Shelf, precision: str
+) -> None:
+    before = card.allocations()
+    embedded(checkpoint, FEW, {"precision": precision})
+    blocks = card.allocations() - before
+    with card.refusing(blocks // 2, times=1 << 40):
+        shelf, engine = embedded(checkpoint, FEW, {"precision": precision, "on_oom": "cpu"})
+    assert lowest_cosine(shelf, of_cpu_few) >= GATE[precision]
+    assert engine.figures.splits > 0
+
+
+def test_what_fits_neither_the_card_nor_windows_is_refused_where_the_cpu_may_not_stand_in(
+    checkpoint: EsmCheckpoint,
+) -> None:
+    shelf = Shelf()
+    the_recipe = recipe(layer=3, precision="fp16", length=1022, half_fallback=False)
+    engine = Engine(checkpoint, the_recipe, settings(device=card.NAME))
+    before = card.allocations()
+    run(engine, FEW, shelf)
+    blocks = card.allocations() - before
+    shelf = Shelf()
+    engine = Engine(checkpoint, the_recipe, settings(device=card.NAME))
+    with card.refusing(blocks // 2, times=1 << 40):
+        outcomes = run(engine, FEW, shelf)
+    refused = [one for one in outcomes.values() if one.reason is not None]
+    assert refused
+    assert {one.reason for one in refused} == {Reason.DOES_NOT_FIT}
+    assert len(refused) + len(shelf.taken) == len(FEW)
+
+
+# Rows come late
+
+
+@pytest.mark.parametrize("storage", ["fp32", "fp16"])
+def test_rows_are_whole_however_late_their_copies_are(checkpoint: EsmCheckpoint, storage: str) -> None:
+    sequences = texts(*range(1, 40))
+    with card.settings(late=False):
+        wanted, _ = embedded(checkpoint, sequences, {"storage": storage})
+    for seed in range(30):
+        card.seed_order(seed)
+        shelf, _ = embedded(checkpoint, sequences, {"storage": storage})
+        assert shelf.rows() == wanted.rows(), seed
+
+
+class _Hasty:
+    """A stream that nobody waits for."""
+
+    def __init__(self) -> None:
+        self._stream = Card(card.NAME).new_stream()
+
+    def __enter__(self) -> None:
+        self._stream.__enter__()
+
+    def __exit__(self, *problem: object) -> None:
+        self._stream.__exit__(*problem)  # type: ignore[arg-type]
+
+    def wait_event(self, event: torch.Event) -> None:
+        self._stream.wait_event(event)
+
+    def synchronize(self) -> None:
+        """Wait for nothing."""
+
+
+def test_rows_whose_copies_are_not_waited_for_are_wrong(
+    checkpoint: EsmCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sequences = texts(*range(1, 40))
+    wanted, _ = embedded(checkpoint, sequences)
+    begin = RowWriter.__init__
+
+    def hasty(self: RowWriter, sink: Any) -> None:
+        begin(self, sink)
+        self._fetch._stream = _Hasty()  # type: ignore[assignment]
+
+    monkeypatch.setattr(RowWriter, "__init__", hasty)
+    wrong = 0
+    for seed in range(10):
+        card.seed_order(seed)
+        shelf = Shelf()
+        run(Engine(checkpoint, recipe(layer=3), settings(device=card.NAME)), sequences, shelf)
+        wrong += shelf.rows() != wanted.rows()
+    assert wrong
+
+
+def test_what_does_not_fit_a_card_at_all_is_told_what_helps_there(checkpoint: EsmCheckpoint) -> None:
+    with card.settings(total_bytes=1 * MIB), pytest.raises(PlanInfeasible, match="the memory of the GPU") as refused:
+        embedded(checkpoint, FEW)
+    assert "embed.device=cpu" in str(refused.value)
+    assert "cluster.embed.mem" not in str(refused.value)
+    with card.settings(total_bytes=4 * MIB), pytest.raises(PlanInfeasible, match="the memory of the GPU") as refused:
+        check_parity(checkpoint, "fp16", 3, card.NAME)
+    assert "embed.device=cpu" in str(refused.value)
