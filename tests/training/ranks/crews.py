@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pipeline.device.accelerator import is_card, select_card
+from pipeline.device.kinds import CPU
 from pipeline.errors import PipelineError
 from pipeline.records import RankPlace
 from pipeline.training.ranks.process_group import ProcessGroup, join_process_group
@@ -36,9 +38,9 @@ class Crew:
     folder: Path
     processes: list[BaseProcess]
 
-    def wait(self) -> list[int | None]:
-        """Wait for all; return their exit codes."""
-        until = time.monotonic() + DEADLINE_S
+    def wait(self, within_s: float = DEADLINE_S) -> list[int | None]:
+        """Wait for all; return their exit codes, None for one that had to be ended."""
+        until = time.monotonic() + within_s
         for process in self.processes:
             process.join(max(0.0, until - time.monotonic()))
         codes = [process.exitcode for process in self.processes]
@@ -80,13 +82,16 @@ def crew(
     meeting: str = "test",
     meeting_folder: Path | None = None,
     nodes: int = 1,
+    device: str = CPU,
 ) -> Crew:
     """Start ranks that each do a part: a function of a module, called with its group and the words."""
     folder.mkdir(exist_ok=True)
     where = meeting_folder or folder
     processes = [
         _context.Process(
-            target=_be, args=(f"{rank}/{world}", nodes, folder, where, meeting, patience, part, words), daemon=True
+            target=_be,
+            args=(f"{rank}/{world}", nodes, device, folder, where, meeting, patience, part, words),
+            daemon=True,
         )
         for rank in range(world)
     ]
@@ -106,6 +111,7 @@ def await_file(path: Path) -> None:
 def _be(
     part: str,
     nodes: int,
+    device: str,
     folder: Path,
     where: Path,
     meeting: str,
@@ -122,9 +128,10 @@ def _be(
     why = ""
     group = None
     try:
-        group = join_process_group(
-            place, where, patience=patience, within_s=30, tell=folder.joinpath(f"{place.rank}.told").write_text
-        )
+        if is_card(device):
+            select_card(place.local_rank)
+        tell = folder.joinpath(f"{place.rank}.told").write_text
+        group = join_process_group(place, where, device=device, patience=patience, within_s=30, tell=tell)
         assert isinstance(group, ProcessGroup)
         result = do(group, *words)
         folder.joinpath(f"{place.rank}.json").write_text(json.dumps(result))
