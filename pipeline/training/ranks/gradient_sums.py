@@ -199,6 +199,7 @@ class GradientSums:
         while self._rest:
             self._go(self._rest[0])
             self._rest.popleft()
+        self._split.clear()  # of a parameter whose last part went before others
         while self._going:
             self._land()
         self._is_open, self.is_done = False, not self.is_broken

@@ -177,9 +177,11 @@ class Step:
 
     def add_terms(self, terms: Terms) -> None:
         """Add the terms of a micro-batch to the totals of the step."""
+        totals = dict(self._totals)
         for name, (total, weight) in terms.items():
-            total_before, weight_before = self._totals.get(name, (0.0, 0.0))
-            self._totals[name] = (total_before + total.detach().to(self.device), weight_before + weight)
+            total_before, weight_before = totals.get(name, (0.0, 0.0))
+            totals[name] = (total_before + total.detach().to(self.device), weight_before + weight)
+        self._totals = totals  # all or none: where memory ends in between, a loss of all items is computed again
 
     def accumulate_on_host(self, batch: Batch, weights: Mapping[str, Any] | None = None) -> None:
         """Add the gradients of a micro-batch that does not fit on the GPU: a copy of the model runs on the CPU."""

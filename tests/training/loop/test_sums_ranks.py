@@ -15,6 +15,7 @@ from pipeline.training.loop.metrics_log import read_epochs
 from pipeline.training.ranks import gradient_sums
 from pipeline.training.ranks.gradient_sums import GradientSums
 from pipeline.training.ranks.process_group import ProcessGroup
+from pipeline.training.ranks.rank_protocol import SingleRank
 from pipeline.training.step import local_contrastive
 from pipeline.training.step.step import Step
 from tests.limited import device as limited
@@ -286,3 +287,17 @@ def test_memory_that_ends_while_embeddings_are_gathered_keeps_nobody_waiting(tmp
     states = [one[0] for rank in told for one in rank]
     assert all({**one, "seen": []} == {**states[0], "seen": []} for one in states)
     assert sum(one[1] for one in told[1]) >= 2
+
+
+def test_no_gradient_is_kept_beyond_its_step_whatever_order_its_parts_went_in() -> None:
+    large, unused = nn.Parameter(torch.ones(4, 10)), nn.Parameter(torch.ones(2))
+    sums = GradientSums([large, unused], SingleRank(), "cpu", overlaps=True)
+    sums._cut(100)  # the bucket of what nobody uses, which comes last, has the first rows of the large one, too
+    sums.reserve()
+    sums.expect({0})
+    assert sums.begin_step(overlaps=True)
+    with sums.within():
+        large.sum().backward()
+    sums.add_up()
+    assert sums.is_done
+    assert not sums._split

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -315,6 +315,19 @@ def test_what_fails_midway_leaves_nothing_to_the_next_step() -> None:
     step.run([data()])
     expected, _ = after(OneTerm(), [data()], StepSettings(optimizer="sgd", learning_rate=0.1), steps=1)
     assert all(torch.equal(one, other) for one, other in zip(expected, step.model.parameters(), strict=True))
+
+
+def test_terms_that_memory_ended_within_are_counted_once() -> None:
+    class Refused:
+        def detach(self) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    step = Step(TwoTerms(), StepSettings())
+    first = {"squared": (torch.tensor(2.0), 1.0)}
+    with pytest.raises(torch.OutOfMemoryError):
+        step.add_terms({**first, "known": (cast("Tensor", Refused()), 1.0)})
+    step.add_terms({**first, "known": (torch.tensor(3.0), 1.0)})  # as a loss of all items is asked for again
+    assert step.totals == {"squared": (2.0, 1.0), "known": (3.0, 1.0)}
 
 
 def test_terms_that_come_and_go_need_weights_told_beforehand() -> None:
