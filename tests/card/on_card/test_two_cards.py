@@ -1,4 +1,4 @@
-"""Two ranks on two cards train what one rank does."""
+"""Two ranks on two cards train what one rank does, and go on from a checkpoint as if none of them had been killed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from pipeline.training.checkpoints.exported_model import checkpoint_weights
 from tests.card.on_card.typed_on_cards import CARD, Typist, epochs
@@ -22,14 +23,38 @@ embed: {weights: weights/esm2_tiny.pt}
 graph: {neighbours: 8}
 cluster: {executor: local, train: {time: 1h}}
 train:
-  task: "pipeline.tasks.interface:Interface"
+  task: "mortal:Mortal"
   effective_batch: 4
   micro_batch: 1
   epochs: 2
   validation: {split: null}
   checkpoints: {every: 1, last: 100}
 """
+TASK = '''\
+"""The reference task, whose second rank ends by a signal in mid-epoch where a file says so."""
+
+import os
+import signal
+from pathlib import Path
+
+import torch
+
+from pipeline.tasks.interface import Interface
+
+
+class Mortal(Interface):
+    def loss(self, model, batch):
+        order = Path(os.environ.get("MORTAL_ORDER", "/nonexistent"))
+        if model.training and order.exists() and torch.distributed.is_initialized():
+            saved = list(Path(order.read_text()).glob("*/checkpoints/step-*/manifest.json"))
+            if len(saved) >= 2 and torch.distributed.get_rank() == 1:
+                order.with_name("died.txt").touch()
+                order.unlink()
+                os.kill(os.getpid(), signal.SIGKILL)
+        return super().loss(model, batch)
+'''
 PLAIN = ("train.optimizer=sgd", "train.learning_rate=0.01", "train.options.dropout=0.0")
+DRAWN = ("train.optimizer=adamw", "train.learning_rate=0.01", "train.options.dropout=0.3", "train.ema=0.9")
 SIZES = tuple(
     f"train.options.{name}={size}"
     for name, size in {"embedding_dim": 16, "width": 8, "layers": 2, "pair_width": 4}.items()
@@ -41,9 +66,9 @@ _made: list[Path] = []
 def there(typist: Typist) -> Typist:
     """Return who types in a project of 14 complexes, of which 12 are trained on."""
     if not _made:
-        folder = typist.root / "pair"
+        folder = typist.root / "mortal"
         folder.mkdir()
-        write_project(folder, CONFIG, {}, ["train"] * 12 + ["val", "test"])
+        write_project(folder, CONFIG, {"mortal.py": TASK}, ["train"] * 12 + ["val", "test"])
         _made.append(folder)
     typist.monkeypatch.chdir(_made[0])
     return typist
@@ -63,6 +88,14 @@ def last_checkpoint(models: str) -> Path:
     return max((model / "checkpoints").glob("step-*"))
 
 
+def everything(models: str) -> dict[str, torch.Tensor]:
+    """Return all tensors of the last checkpoint, those of each rank too."""
+    found = {}
+    for file in sorted(last_checkpoint(models).glob("*.safetensors")):
+        found |= {f"{file.name} {name}": tensor for name, tensor in load_file(file).items()}
+    return found
+
+
 @pytest.mark.parametrize("spread", ["false", "true"], ids=["plain", "sharded"])
 def test_two_cards_train_what_one_does(there: Typist, spread: str) -> None:
     if not (_made[0] / "alone").exists():
@@ -75,3 +108,23 @@ def test_two_cards_train_what_one_does(there: Typist, spread: str) -> None:
         torch.testing.assert_close(two[name], weights, rtol=0, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
     for one, other in zip(epochs(_made[0] / "alone"), epochs(_made[0] / models), strict=True):
         assert other["loss"] == pytest.approx(one["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("spread", ["false", "true"], ids=["plain", "sharded"])
+def test_ranks_of_which_one_is_killed_in_mid_epoch_go_on_bitwise_as_if_it_had_not_been(
+    there: Typist, spread: str
+) -> None:
+    whole, killed = f"whole-{spread}", f"killed-{spread}"
+    trained(there, whole, *DRAWN, f"train.sharding={spread}")
+    order = _made[0] / "order.txt"
+    order.write_text(str(_made[0] / killed))
+    there.monkeypatch.setenv("MORTAL_ORDER", str(order))
+    trained(there, killed, *DRAWN, f"train.sharding={spread}")
+    died = order.with_name("died.txt")
+    assert died.exists(), "it was not killed"
+    first = min(last_checkpoint(killed).parent.glob("step-*")) / "manifest.json"
+    assert first.stat().st_mtime_ns < died.stat().st_mtime_ns, "it began anew"
+    died.unlink()
+    undisturbed, gone_on = everything(whole), everything(killed)
+    assert undisturbed.keys() == gone_on.keys()
+    assert [name for name, tensor in undisturbed.items() if not torch.equal(tensor, gone_on[name])] == []
