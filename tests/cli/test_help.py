@@ -50,6 +50,7 @@ COMMANDS = (
 # What stands beside a training step while it runs, or is traced.
 BESIDE_A_STEP = (
     "device/accelerator.py",
+    "device/batch_transfer.py",
     "memory/leaks/inspection.py",
     "memory/leaks/leak_detector.py",
     "memory/runtime/governed.py",
