@@ -56,6 +56,7 @@ BESIDE_A_STEP = (
     "memory/runtime/governed.py",
     "memory/runtime/lightning_callback.py",
     "device/out_of_memory.py",
+    "memory/runtime/pinned_tensors.py",
     "memory/runtime/recovery.py",
     "stages/train.py",
 )
