@@ -72,6 +72,8 @@ def share_of(nodeid: str) -> str:
     about = Path(file).stem.removeprefix("test_")
     if file.startswith("tests/slurm/") or file == "tests/cluster/test_contract.py":
         return "slurm, whole runs" if about in WHOLE_RUNS else "slurm"
+    if file == "tests/card/test_on_card.py":
+        return nodeid  # each is a process of its own
     if file.startswith("tests/runs/") and about in TRAINED | FILLED:
         return "a trained project" if about in TRAINED else "a filled cache"
     return "pages, which share a demo" if file.startswith("tests/docs/") else file
