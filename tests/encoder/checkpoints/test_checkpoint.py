@@ -547,13 +547,3 @@ def test_config_given_by_mistake_points_to_its_folder(tiny: Path, tmp_path: Path
     folder = face_folder(tmp_path / "model", face_tensors(tiny))
 
     assert f"name its folder: {folder}" in refusal(folder / CONFIG)
-
-
-def test_torch_without_a_context_for_safe_globals_reads_as_well_and_ends_as_it_began(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delattr(torch.serialization, "safe_globals")
-    before = list(torch.serialization.get_safe_globals())
-
-    assert load_esm_checkpoint(tiny).architecture.layers == 3
-    assert set(torch.serialization.get_safe_globals()) == set(before)
