@@ -59,13 +59,13 @@ class Ring:
         """Return so many bytes of a free slot to write to, once copies from it have ended; grows it if needed."""
         slot.copies.wait()
         if used > len(slot.memory) or len(slot.memory) == 0:
-            if used > self._slot_bytes:
+            if used > self._slot_bytes or self._slot_bytes == 0:
                 self.grown += 1
-            # No less than any has so far: all are of one size in the end.
-            self._slot_bytes = max(self._slot_bytes, slot_bytes(used, pin=self._pin))
+                self._slot_bytes = slot_bytes(used, pin=self._pin)
             slot.memory = torch.empty(0, dtype=torch.uint8)  # the old memory goes before the new one comes
             if self._pin:
                 release_pinned()
+            # No less than any other has: all are of one size in the end.
             slot.memory = bytes_on_host(self._slot_bytes, pin=self._pin)
         memory: Bytes = slot.memory.numpy()[:used]
         return memory

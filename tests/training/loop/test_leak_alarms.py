@@ -21,11 +21,12 @@ from pipeline.report.run_tables import run_report
 from pipeline.report.screen import Screen, screen
 from pipeline.runs.engine.run_task import News
 from pipeline.runs.views.run_page import of_run
-from pipeline.training.items.read_ahead import UNIT, Ring
+from pipeline.training.items.read_ahead import Ring
 from tests.report.runs_told import begun
 from tests.training.loop.loops import Plot, Run, Tiny
 
 STEPS = 3  # of an epoch of 14 items
+MEBIBYTE = 1 << 20
 LIBC = ctypes.CDLL(None)
 LIBC.malloc.restype, LIBC.malloc.argtypes, LIBC.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
 
@@ -54,7 +55,7 @@ def test_slots_that_grow_for_larger_batches_are_neither_told_nor_looked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inspected: list[int]
 ) -> None:
     real, batches = Ring.room, iter(range(1, 1 << 20))
-    monkeypatch.setattr(Ring, "room", lambda ring, slot, used: real(ring, slot, next(batches) * UNIT)[:used])
+    monkeypatch.setattr(Ring, "room", lambda ring, slot, used: real(ring, slot, next(batches) * MEBIBYTE)[:used])
     run = Run(Plot(train={"epochs": 12}), tmp_path).to_end()
     assert run.trainer.loaders[0].stats.grown > STEPS
     assert told_of(run) == inspected == []
@@ -66,7 +67,7 @@ class Grabbing(Tiny):
     taken: list[int]
 
     def loss(self, model: Any, batch: Any) -> Any:
-        self.taken.append(LIBC.malloc(UNIT))
+        self.taken.append(LIBC.malloc(MEBIBYTE))
         return super().loss(model, batch)
 
 
