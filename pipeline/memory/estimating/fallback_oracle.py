@@ -53,6 +53,7 @@ class OracleLadder:
         """Take the rungs, the best first, as functions that make them when needed."""
         self.rungs = list(rungs)
         self.reasons: list[str] = []
+        self.no_evaluation = ""  # why the memory of evaluating cannot be told, where a rung has tried
         self.oracle: Oracle | None = None
 
     def standing(self, choice: MemoryChoice) -> StandingFootprint:
@@ -73,7 +74,13 @@ class OracleLadder:
 
     def evaluation(self, choice: MemoryChoice, sizes: Sizes) -> MicroFootprint | None:
         """Return the memory of a batch without gradients; None where the present rung cannot tell."""
-        return self.oracle.evaluation(choice, sizes) if isinstance(self.oracle, Evaluates) else None
+        if not isinstance(self.oracle, Evaluates):
+            return None
+        try:
+            return self.oracle.evaluation(choice, sizes)
+        except Unmeasurable as failed:
+            self.no_evaluation = str(failed)
+            return None
 
     def refuses_shards(self, choice: MemoryChoice) -> str:
         """Return why the present rung cannot answer for a sharded choice; empty: it can."""

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 import warnings
 from contextlib import contextmanager, suppress
 from itertools import repeat
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -20,11 +18,9 @@ from torch._subclasses.fake_tensor import (
     _BypassDispatchCache,
     _DispatchCacheValidEntry,
 )
-from torch.overrides import TorchFunctionMode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
-    from types import FrameType
 
     from torch import Tensor
 
@@ -196,54 +192,6 @@ def unlogged() -> Iterator[None]:
         yield
     finally:
         logger.disabled = was
-
-
-MOST = 16  # branches that are tried the other way, for one model
-
-
-class Guesses(TorchFunctionMode):
-    """Guesses the truth value of fake tensors, always the same at the same line of code."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._taken: dict[tuple[str, int], bool] = {}  # by the line of code, in the order in which they were met
-        self._flips = 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer `bool()` of a fake tensor; pass on everything else."""
-        if func is torch.Tensor.__bool__ and isinstance(args[0], FakeTensor) and args[0].constant is None:
-            return self._taken.setdefault(_line(), True)
-        return func(*args, **(kwargs or {}))
-
-    def reconsider(self) -> bool:
-        """After an error, flip the last guess that was True; return False if none is left to flip."""
-        taken = [line for line, answer in self._taken.items() if answer]
-        if not taken or self._flips >= MOST:
-            return False
-        self._flips += 1
-        self._taken[taken[-1]] = False
-        return True
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Return the guesses in words."""
-        return tuple(
-            f"guessed that the condition at {Path(file).name}:{line} is {str(answer).lower()}: it needs data"
-            for (file, line), answer in self._taken.items()
-        )
-
-
-def _line() -> tuple[str, int]:
-    """Return the line of code that calls, outside torch and its modes."""
-    frame: FrameType = sys._getframe(2)
-    while frame.f_back is not None and _is_between(frame):
-        frame = frame.f_back
-    return frame.f_code.co_filename, frame.f_lineno
-
-
-def _is_between(frame: FrameType) -> bool:
-    in_torch = str(frame.f_globals.get("__name__", "")).startswith("torch.")
-    return in_torch or frame.f_code.co_name == "__torch_function__"
 
 
 _LIBRARY: Any = torch.library.Library  # torch gives it no types

@@ -178,6 +178,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         block.died = len(self.recording.block_E)
         self.recording.add(block, -block.bytes)
 
+    @property
+    def live(self) -> Iterable[RecordedBlock]:
+        """Return the blocks that are live now."""
+        return self._live.values()
+
     def block_of(self, tensor: Tensor) -> RecordedBlock | None:
         """Return the block of a tensor; None if it is on the host, or was not recorded."""
         _, block = self._known.get(_storage(tensor)._cdata, (None, None))

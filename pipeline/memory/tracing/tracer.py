@@ -13,24 +13,24 @@ from collections import Counter
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import nn
 
 from pipeline.errors import PipelineError
-from pipeline.memory.footprint import Category, MicroFootprint, StandingFootprint, Tape, Unmeasurable
+from pipeline.memory.footprint import ALIKE, Category, MicroFootprint, StandingFootprint, Tape, Unmeasurable
 from pipeline.memory.tracing.autocast import cuda_casts, cuda_composites
 from pipeline.memory.tracing.fake_cuda import cuda_calls
 from pipeline.memory.tracing.fake_mode import (
     FakeMode,
-    Guesses,
     conversions,
     eagerly,
     faked,
     unlogged,
 )
+from pipeline.memory.tracing.guesses import EndlessGuess, Guesses, told_cause
 from pipeline.memory.tracing.kernel_workspace import hidden_bytes, scratch_bytes, scratch_bytes_cpu
 from pipeline.memory.tracing.recorder import OnHost, Recorder, as_parts, category_of, family, outermost
 from pipeline.memory.tracing.sdpa_choice import cuda_attention
@@ -45,7 +45,9 @@ if TYPE_CHECKING:
     from pipeline.memory.footprint import MemoryChoice, MemoryPart, Sizes
     from pipeline.memory.tracing.recorder import RecordedBlock, Recording
 
+Answer = TypeVar("Answer")
 _WORTH_COLLECTING = 1 << 16  # bytes that may be garbage: to look takes longer than a small trace
+_LASTING = (Category.PARAMETERS, Category.BUFFERS, Category.EMA)  # they stand before the first micro-batch
 _ONE_AT_A_TIME = threading.RLock()  # some of what a trace changes is the whole process's
 
 
@@ -128,15 +130,23 @@ class Tracer:
 
     def standing(self, choice: MemoryChoice) -> StandingFootprint:
         """Return the memory that does not depend on the batch."""
-        return self._session(choice).standing()
+        return self._answer(choice, TraceSession.standing)
 
     def micro(self, choice: MemoryChoice, sizes: Sizes) -> MicroFootprint:
         """Return the memory of a micro-batch of these sizes."""
-        return self._session(choice).micro(sizes)
+        return self._answer(choice, lambda session: session.micro(sizes))
 
     def evaluation(self, choice: MemoryChoice, sizes: Sizes) -> MicroFootprint:
         """Return the memory of a batch without gradients."""
-        return self._session(choice).evaluation(sizes)
+        return self._answer(choice, lambda session: session.evaluation(sizes))
+
+    def _answer(self, choice: MemoryChoice, ask: Callable[[TraceSession], Answer]) -> Answer:
+        """Return a session's answer; a tape that does not add up is none, and a lower rung is asked."""
+        session = self._session(choice)
+        try:
+            return ask(session)
+        except (LookupError, ValueError, AssertionError) as error:
+            raise CannotTrace(f"its blocks do not add up: {type(error).__name__}: {error}") from error
 
     def _session(self, choice: MemoryChoice) -> TraceSession:
         if choice not in self._sessions:
@@ -164,6 +174,7 @@ class TraceSession:
         self._standing: StandingFootprint | None = None
         self._shared: dict[int, tuple[Category, str, int]] = {}  # block → what for, whose, its number in every tape
         self._numbers: dict[tuple[Category, str], int] = {}
+        self._setup: dict[int, RecordedBlock] = {}  # by their numbers: what stands before the first micro-batch
         self._joined = False  # gradients of several parameters are one block
         self._training = self._built(build, model)
         self._training.carrier = OnHost(self._recorder)
@@ -203,7 +214,7 @@ class TraceSession:
         except Exception as error:
             if self._mode is None:
                 raise
-            raise CannotTrace(str(error).strip().split("\n")[0] or type(error).__name__) from error
+            raise CannotTrace(told_cause(error)) from error
 
     @contextmanager
     def _modes(self) -> Iterator[None]:
@@ -224,23 +235,27 @@ class TraceSession:
         """Trace what does not depend on the batch: the state, the first update and later ones."""
         if self._standing is None:
             training = self._training
-            setup = self._own()
+            blocks = self._own()
+            setup, largest, sums = self._allocated(blocks), self._largest_block_bytes(blocks), self._sums(blocks)
+            stood = {block.number for block in blocks}
+            self._setup = {self._shared[block.number][2]: block for block in blocks}
             self._accumulate(self._smallest)
             with_gradients = self._with_gradients()
             first_update, _ = self._taped(training.update)
             self._make_gradients(with_gradients)
             update, recording = self._taped(training.update)
-            standing, update_parts = self._parts_of(self._own()), self._parts(recording)
+            sums += self._sums(block for block in self._own() if block.number not in stood)
+            update_parts = self._parts(recording)
             self._make_gradients(with_gradients)  # from now on there are some
             self._standing = StandingFootprint(
-                setup=self._allocated(setup),
+                setup=setup,
                 first_update=first_update,
                 update=update,
-                parts=standing,
+                parts=as_parts(sums),
                 update_parts=update_parts,
                 parameters=sum(parameter.numel() for parameter in training.model.parameters()),
                 trained=sum(parameter.numel() for parameter in training.model.parameters() if parameter.requires_grad),
-                largest_block_bytes=self._largest_block_bytes(setup),
+                largest_block_bytes=largest,
             )
         return self._standing
 
@@ -249,7 +264,7 @@ class TraceSession:
         key = tuple(sorted(sizes.items()))
         if key not in self._micros:
             self.standing()
-            again, recording = self._accumulate(sizes)
+            again, recording = self._repeated(lambda: self._training.accumulate(self._batch(sizes)))
             becomes = None if self._training.contrasts else self._becomes()
             if becomes is None:
                 first, first_parts = self._traced_first(sizes)
@@ -267,7 +282,7 @@ class TraceSession:
         key = ("evaluation", *sorted(sizes.items()))
         if key not in self._micros:
             self.standing()
-            tape, recording = self._taped(lambda: self._training.evaluate(self._batch(sizes)))
+            tape, recording = self._repeated(lambda: self._training.evaluate(self._batch(sizes)))
             self._micros[key] = self._micro(sizes, tape, tape, recording)
         return self._micros[key]
 
@@ -312,19 +327,37 @@ class TraceSession:
         self._recorder.phase("inputs")
         return self._example(sizes)
 
+    def _repeated(self, run: Callable[[], object]) -> tuple[Tape, Recording]:
+        """Call a function, and once more if the model keeps something else than before: what it kept is there then."""
+        before = self._kept_bytes()
+        taped = self._taped(run)
+        if abs(self._kept_bytes() - before) <= ALIKE * taped[0].peak_bytes:
+            return taped
+        gc.collect()
+        return taped if abs(self._kept_bytes() - before) <= ALIKE * taped[0].peak_bytes else self._taped(run)
+
+    def _kept_bytes(self) -> int:
+        """Return the bytes of what is live and not the training's own: a model keeps it."""
+        return sum(block.bytes for block in self._recorder.live if block.number not in self._shared)
+
     def _taped(self, run: Callable[[], object]) -> tuple[Tape, Recording]:
         """Call a function; return its tape and its recording."""
         while True:
             with_gradients = self._with_gradients()
             recording = self._begun()
+            self._guesses.begin()
             try:
                 with self._open(), self._recorder.inside(self._training.model):
                     run()
             except Exception as error:
                 self._training.release()  # gradients may be half added
                 self._make_gradients(with_gradients)
-                if not isinstance(error, CannotTrace) or not self._guesses.reconsider():
-                    raise
+                is_open = isinstance(error, (CannotTrace, PipelineError))
+                if is_open and not isinstance(error.__cause__, EndlessGuess) and self._guesses.reconsider():
+                    continue
+                if isinstance(error, PipelineError) and self._guesses.notes:  # real values may go another way
+                    raise CannotTrace("; ".join((error.what, *self._guesses.notes))) from error
+                raise
             else:
                 self._own()
                 return self._tape(recording), recording
@@ -363,6 +396,8 @@ class TraceSession:
             block = self._recorder.block_of(tensor)
             if block is not None and block.number not in kept:  # else it is tied to one that was named before
                 place = (Category(category), name)
+                if self._setup and place[0] in _LASTING and block.number not in self._shared:
+                    continue  # in place of what stood there before: it is the model's, as what it keeps is
                 number = self._numbers.setdefault(place, -1 - len(self._numbers))
                 self._shared.setdefault(block.number, (*place, number))
                 kept[block.number] = block
@@ -373,8 +408,12 @@ class TraceSession:
 
         Unowned blocks that are live before, such as a table that the model keeps for the next batch, are allocated at
         its beginning; those live afterwards are released at its end. Blocks in `becomes` have the gradients' numbers.
+        Of what stood there at first and was replaced the others' tapes know nothing: it is away within this one.
         """
         becomes = becomes or {}
+        before = {block.number for block in recording.before}
+        away = [(number, -block.bytes) for number, block in self._setup.items() if block.number not in before]
+        back = [(number, block.bytes) for number, block in self._setup.items() if block.died >= 0]
         kept = [block for block in recording.before if block.number not in self._shared]
         unreleased = [
             block for block in (*kept, *recording.blocks) if block.died < 0 and block.number not in self._shared
@@ -387,7 +426,7 @@ class TraceSession:
             if size > 0 or number not in becomes
         ]
         events += [(block.number, -block.bytes) for block in unreleased if block.number not in becomes]
-        block_E, bytes_E_ = np.array(events, np.int64).reshape(-1, 2).T
+        block_E, bytes_E_ = np.array([*away, *events, *back], np.int64).reshape(-1, 2).T
         own = block_E >= 0
         block_E[own] = np.unique(block_E[own], return_inverse=True)[1]
         return Tape(block_E, bytes_E_)
@@ -424,11 +463,11 @@ class TraceSession:
         pairs = [(self._shared[block.number][2], block.bytes) for block in blocks]
         return Tape(*np.array(pairs, np.int64).reshape(-1, 2).T)
 
-    def _parts_of(self, blocks: Iterable[RecordedBlock]) -> tuple[MemoryPart, ...]:
+    def _sums(self, blocks: Iterable[RecordedBlock]) -> Counter[tuple[Category, str]]:
         sums: Counter[tuple[Category, str]] = Counter()
         for block in blocks:
             sums[self._shared[block.number][0], ""] += block.bytes
-        return as_parts(sums)
+        return sums
 
     def _largest_block_bytes(self, blocks: Iterable[RecordedBlock]) -> int:
         """Return the parameter bytes of the largest module that sharding would gather as a whole."""

@@ -36,7 +36,7 @@ from pipeline.runs.model.training_work import Work, data_of, least_of, sizes_of,
 from pipeline.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -85,7 +85,7 @@ def _outlook(question: Question, work: Work, *, probing: bool) -> TrainOutlook:
         offer=offer,
         plans=plans,
         standing=standing,
-        evaluation_bytes=_evaluation_bytes(oracle, plan),
+        evaluation_bytes=_evaluation_bytes(oracle, plan, question.tell),
         configurations=case.configurations(plan),
         item=case.typical,
         alternatives=case.side_by_side(),
@@ -103,10 +103,12 @@ def _outlook(question: Question, work: Work, *, probing: bool) -> TrainOutlook:
     )
 
 
-def _evaluation_bytes(oracle: OracleLadder, plan: MemoryPlan) -> int | None:
+def _evaluation_bytes(oracle: OracleLadder, plan: MemoryPlan, tell: Callable[[str], object]) -> int | None:
     """Return the live bytes while the largest micro-batch is evaluated between two steps; None: unknown."""
     worst, choice = max(plan.buckets, key=lambda bucket: bucket.live.value), oracle.answerable(plan.choice)
     footprint = oracle.evaluation(choice, worst.sizes)
+    if oracle.no_evaluation:
+        tell(f"evaluating cannot be planned, and may fail when it runs: {oracle.no_evaluation}")
     return oracle.standing(choice).bytes + footprint.again.peak_bytes if footprint else None
 
 

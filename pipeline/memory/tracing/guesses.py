@@ -1,0 +1,129 @@
+"""Fake tensors lack values: branches on them are guessed, and what cannot go on without them is told by its line."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import traceback
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+)
+from torch.overrides import TorchFunctionMode
+
+if TYPE_CHECKING:
+    from types import CodeType, FrameType
+
+MOST_FLIPS = 16  # branches that are tried the other way, for one model
+MOST_ANSWERS = 4096  # at one line in one run: what asks more often is a loop that ends when values say so
+
+
+class EndlessGuess(Exception):
+    """A loop goes on for as long as values say so, which are guessed."""
+
+
+class CodeLine(NamedTuple):
+    """A line of code at which values were asked for."""
+
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        code = linecache.getline(self.file, self.line).strip()
+        return f"{Path(self.file).name}:{self.line}" + (f" `{code}`" if code else "")
+
+
+class Guesses(TorchFunctionMode):
+    """Guesses the truth value of fake tensors, always the same at the same line of code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._taken: dict[CodeLine, bool] = {}  # in the order in which they were met
+        self._asked: Counter[CodeLine] = Counter()
+        self._flips = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Answer `bool()` of a fake tensor; pass on everything else."""
+        if func is torch.Tensor.__bool__ and isinstance(args[0], FakeTensor) and args[0].constant is None:
+            return self._answer(_asking_line())
+        return func(*args, **(kwargs or {}))
+
+    def _answer(self, line: CodeLine) -> bool:
+        self._asked[line] += 1
+        if self._asked[line] > MOST_ANSWERS:
+            raise EndlessGuess(f"{line}: how often it is repeated depends on values")
+        return self._taken.setdefault(line, True)
+
+    def begin(self) -> None:
+        """Note that a run begins."""
+        self._asked.clear()
+
+    def reconsider(self) -> bool:
+        """After an error, flip the last guess that was True; return False if none is left to flip."""
+        taken = [line for line, answer in self._taken.items() if answer]
+        if not taken or self._flips >= MOST_FLIPS:
+            return False
+        self._flips += 1
+        self._taken[taken[-1]] = False
+        return True
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Return the guesses in words."""
+        return tuple(
+            f"guessed that the condition at {line} is {str(answer).lower()}: it needs data"
+            for line, answer in self._taken.items()
+        )
+
+
+def _asking_line() -> CodeLine:
+    """Return the line of code that asks for a value, outside torch and its modes."""
+    frame: FrameType = sys._getframe(3)
+    while frame.f_back is not None and _is_between(frame):
+        frame = frame.f_back
+    return CodeLine(frame.f_code.co_filename, frame.f_lineno)
+
+
+def _is_between(frame: FrameType) -> bool:
+    in_torch = str(frame.f_globals.get("__name__", "")).startswith("torch.")
+    return in_torch or frame.f_code.co_name == "__torch_function__"
+
+
+def told_cause(error: BaseException) -> str:
+    """Return why a trace ended, at the user's own line where there is one."""
+    what = str(error).strip().split("\n")[0] or type(error).__name__
+    if isinstance(error, EndlessGuess):
+        return what
+    if isinstance(error, DynamicOutputShapeException):
+        what = f"its shape depends on values ({what})"
+    elif isinstance(error, DataDependentOutputException):
+        what = f"it needs a value, and a trace has none ({what})"
+    where = users_expression(error)
+    return f"{where}: {what}" if where else what
+
+
+def users_expression(error: BaseException) -> str:
+    """Return the innermost place of an error in the user's own code, and what stands there; empty: nowhere."""
+    frames = zip(traceback.walk_tb(error.__traceback__), traceback.extract_tb(error.__traceback__), strict=True)
+    theirs = [summary for (frame, _), summary in frames if _is_users(frame.f_code, frame.f_globals)]
+    own = [summary for summary in theirs if "site-packages" not in summary.filename] or theirs
+    if not own:
+        return ""
+    place: Any = own[-1]
+    code = place.line or ""
+    if getattr(place, "colno", None) is not None and place.lineno == place.end_lineno:  # as Python tells since 3.11
+        whole = linecache.getline(place.filename, place.lineno).encode()
+        code = whole[place.colno : place.end_colno].decode(errors="replace").strip() or code
+    return f"{Path(place.filename).name}:{place.lineno}" + (f" `{code}`" if code else "")
+
+
+def _is_users(code: CodeType, names: dict[str, Any]) -> bool:
+    package = f"{names.get('__name__', '')}."
+    ours = package.startswith("pipeline.") and not package.startswith("pipeline.tasks.")
+    return not (ours or package.startswith("torch.") or code.co_filename.startswith("<"))
