@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
+from operator import attrgetter, itemgetter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -103,6 +104,7 @@ def _edges(name: str, last: str, heads: str, tails: str) -> ArrayField:
     return ArrayField(name, FieldForm.NEIGHBOUR, name, (tails, heads))
 
 
+_DTYPE_OF = attrgetter("dtype")
 ALIGNMENT = 64
 BFLOAT16 = "bfloat16"
 # torch computes with few unsigned types, and a record's type may be narrower in one item than in the next.
@@ -183,9 +185,8 @@ class BatchBuilder:
             if len(roles) > 1 and roles != [RECEPTOR, LIGAND]:  # pairs are of the receptor, first, and the ligand
                 raise ValueError(f"the graph of {item.id} has the partners {', '.join(roles)}")
         self.layout = BatchLayout(len(items))
-        arrays_B = [{**item.values, **item.arrays} for item in items]
-        names = sorted({name for arrays in arrays_B for name in arrays})  # a record has another order
-        columns = [(parse_field(name), [arrays.get(name) for arrays in arrays_B]) for name in names]
+        arrays_B = [{**item.values, **item.arrays} if item.values else item.arrays for item in items]
+        columns = _columns(arrays_B)
         self._bind(columns)
         self._fields = {(entry.name, entry.form): (entry, self._complete(entry, column)) for entry, column in columns}
         for entry, column in self._fields.values():
@@ -204,7 +205,10 @@ class BatchBuilder:
         counts: dict[str, list[int]] = {}
         for entry, column in columns:
             if entry.axis and entry.form is not FieldForm.DEGREE:
-                mine = [-1 if array is None else len(array) for array in column]
+                try:
+                    mine = list(map(len, column))  # type: ignore[arg-type]  # of an array that is missing it raises
+                except TypeError:
+                    mine = [-1 if array is None else len(array) for array in column]
                 known = counts.setdefault(entry.axis, mine)
                 if known != mine:
                     counts[entry.axis] = [_agreed(entry, *both) for both in zip(known, mine, strict=True)]
@@ -283,6 +287,18 @@ class BatchBuilder:
         return rows_R
 
 
+def _columns(arrays_B: Sequence[Mapping[str, Array]]) -> list[tuple[ArrayField, list[Array | None]]]:
+    """Return each field that any item has, in the order of their names (a record has another), and its arrays."""
+    if arrays_B and len(arrays_B[0]) > 1 and all(arrays.keys() == arrays_B[0].keys() for arrays in arrays_B):
+        names = sorted(arrays_B[0])  # the usual case, in calls that do not come back to Python for each array
+        return [
+            (parse_field(name), list(column))
+            for name, column in zip(names, zip(*map(itemgetter(*names), arrays_B), strict=True), strict=True)
+        ]
+    names = sorted({name for arrays in arrays_B for name in arrays})
+    return [(parse_field(name), [arrays.get(name) for arrays in arrays_B]) for name in names]
+
+
 def _agreed(entry: ArrayField, known: int, mine: int) -> int:
     """Return an item's rows along an axis as two of its fields have them; -1 stands for a missing field."""
     if known != mine and min(known, mine) >= 0:
@@ -302,7 +318,7 @@ def _filler(entry: ArrayField, sample: Array, rows: int) -> Array:
 
 def _dtype(name: str, arrays: Sequence[Array]) -> np.dtype[Any]:
     """Return a field's type, which must be the same in every batch."""
-    dtypes = {array.dtype for array in arrays}
+    dtypes = set(map(_DTYPE_OF, arrays))
     common = np.dtype(np.result_type(*dtypes)) if len(dtypes) > 1 else dtypes.pop()
     wider = _WIDER.get(_name(common), common)
     return _ANY_WIDTH.get(name.rpartition(".")[2], wider) if name.partition(".")[0] in OF_GRAPHS else wider

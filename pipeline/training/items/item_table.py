@@ -77,7 +77,8 @@ class ItemTable:
 
     def key(self, number: int) -> bytes:
         """Return the key of an item's graph."""
-        return bytes(self.key_N16[number])
+        key: bytes = self.key_N16[number].tobytes()
+        return key
 
     def item(self, number: int) -> Item:
         """Return the item, to build its graph from."""

@@ -186,8 +186,8 @@ def _straight(lengths: Sequence[int], row_R: NDArray[np.int32], out_RD: Rows) ->
     pieces, first, start = [], 0, 0
     for length in lengths:
         stop = start + length
-        counting = row_R[start:stop] - first
-        if len(counting) == length and length and counting[-1] == length - 1 and (counting == _count(length)).all():
+        counting = row_R[start:stop] - first if first else row_R[start:stop]
+        if length and counting.tobytes() == _count(length):  # as bytes: for so few, numpy is slow
             pieces.append(out_RD[start:stop])
             start = stop
         else:
@@ -197,9 +197,9 @@ def _straight(lengths: Sequence[int], row_R: NDArray[np.int32], out_RD: Rows) ->
 
 
 @lru_cache(maxsize=4096)
-def _count(length: int) -> NDArray[np.int32]:
-    """Return 0 … length - 1, cached."""
-    return np.arange(length, dtype=np.int32)
+def _count(length: int) -> bytes:
+    """Return the bytes of 0 … length - 1, cached."""
+    return np.arange(length, dtype=np.int32).tobytes()
 
 
 def _room(into_LD: Rows, scratch: Callable[[int], memoryview]) -> Room:
