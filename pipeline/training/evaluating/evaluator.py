@@ -210,7 +210,7 @@ class Evaluator:
         """Return the outputs and the loss terms of a piece."""
         self.begin(piece)
         task = self.step.task
-        batch = task.collate(piece.items, piece.rng)
+        batch = piece.collated(self.step)
         batch = batch if on_host else self.step.moved(batch)
         model = twin(self.step.model).eval() if on_host else self.step.model
         is_of_piece = self.with_loss and not self._contrasts

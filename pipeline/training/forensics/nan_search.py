@@ -118,7 +118,7 @@ def _looked_at(
 
 def _forward(step: Step, piece: Piece) -> Suspect | None:
     """Check the forward pass and the loss."""
-    batch = step.moved(piece.collated(step.task))
+    batch = step.moved(piece.collated(step))
     with torch.no_grad(), step.cast(), _watched(step.model) as modules:
         terms = step.task.loss(step.model, batch)
     bad = tuple(name for name, (total, weight) in terms.items() if not (_is_finite(total) and _is_finite(weight)))
@@ -141,7 +141,7 @@ def _backward(step: Step, piece: Piece, again: Any) -> Suspect | None:
 
 
 def _accumulate(step: Step, piece: Piece) -> None:
-    step.accumulate_alone(piece.collated(step.task))
+    step.accumulate_alone(piece.collated(step))
 
 
 def _operation(step: Step, piece: Piece) -> tuple[str, str]:

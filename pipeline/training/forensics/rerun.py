@@ -22,7 +22,7 @@ from pipeline.training.random_state import as_drawn, rng_state, set_rng_state
 from pipeline.training.step.contrastive import CachedGradients, ContrastiveStep, joined_rows, split_rows
 from pipeline.training.step.local_step import accumulate_piece, weights_of
 from pipeline.training.step.optimizers import sums_by_name
-from pipeline.training.step.step import Unwatched
+from pipeline.training.step_clock import StepClock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -146,7 +146,7 @@ def _run(
     piece = read(result.part)
     meter.reset_peak()
     error = out_of_memory_error(run, piece)
-    step.watch = Unwatched()
+    step.watch = step.clock
     if error is not None:
         result.outcome, result.error = PartOutcome.OOM, error
         return
@@ -168,7 +168,7 @@ class _Joint:
 
     def embed(self, piece: Piece) -> None:
         """Embed a part without gradients."""
-        rows = self.step.embed(piece.collated(self.step.task), len(piece), on_host=piece.is_on_host)
+        rows = self.step.embed(piece.collated(self.step), len(piece), on_host=piece.is_on_host)
         self._finite.append(all(bool(torch.isfinite(row).all()) for row in rows.values()))
         self._rows.append(rows)
 
@@ -190,7 +190,7 @@ class _Joint:
 
     def back(self, piece: Piece) -> None:
         """Run a part forward with gradients, and backward from the cached gradients of its rows."""
-        batch, rows = piece.collated(self.step.task), self._rows.pop(0)
+        batch, rows = piece.collated(self.step), self._rows.pop(0)
         with self.step.remedied(piece.rung):
             self.step.go_back(batch, rows, on_host=piece.is_on_host)
         if not self._rows:
@@ -207,10 +207,11 @@ class _Joint:
                 result.outcome = PartOutcome.FITS if fits else PartOutcome.NOT_FINITE
 
 
-class _Sums(Unwatched):
+class _Sums(StepClock):
     """Records a micro-batch's own sums: in a running total, one that is not finite would spoil all later ones."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.sums: dict[str, float] = {}
 
     def terms(self, terms: Mapping[str, Tensor]) -> None:

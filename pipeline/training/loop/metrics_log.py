@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
 from pipeline.files import write_whole
+from pipeline.training.step_clock import told_shares
 from pipeline.units import format_bytes
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class Epoch:
     batch: MetricRange  # items in an optimizer step
     items: int
     items_per_s: float
-    wait_share: float  # of the time, for data
+    wait_share: float  # of the time of steps, for data
     allocated_bytes: int  # at the end of the epoch
     reserved_bytes: int
     peak_bytes: int
@@ -80,6 +81,7 @@ class Epoch:
     validation: Mapping[str, float | None] = field(default_factory=dict)
     more: Mapping[str, float | None] = field(default_factory=dict)
     planned_bytes: int = 0  # for that peak; 0: nobody knows
+    seconds: Mapping[str, float] = field(default_factory=dict)  # by phase, from the epoch's beginning to its end
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON data."""
@@ -92,6 +94,11 @@ class Epoch:
         known = {field.name: data[field.name] for field in fields(cls) if field.name in data}
         return cls(**known | {"batch": MetricRange(**data["batch"])})
 
+    @property
+    def waits(self) -> list[str]:
+        """What took more than a twentieth of it beside the model's work, in words; before there were phases: waits."""
+        return told_shares(self.seconds) if self.seconds else [f"wait {self.wait_share:.1%}"]
+
     def words(self) -> str:
         """Format it for people, in a line."""
         terms = {"loss": next(iter(self.loss.values()))} if len(self.loss) == 1 else self.loss
@@ -99,18 +106,19 @@ class Epoch:
         parts += [f"val {name} {_number(value)}" for name, value in self.validation.items()]
         held = {"allocated": self.allocated_bytes, "reserved": self.reserved_bytes, "peak": self.peak_bytes}
         parts.append(" / ".join(f"{name} {format_bytes(size)}" for name, size in held.items()))
-        parts += [f"batch {self.batch.words()}", f"{self.items_per_s:,.3g} items/s", f"wait {self.wait_share:.1%}"]
+        parts += [f"batch {self.batch.words()}", f"{self.items_per_s:,.3g} items/s", ", ".join(self.waits)]
         events = {"out of memory": self.ooms, **{f"by {rung}": items for rung, items in self.remedied.items()}}
         events |= {"rejected": self.rejected, "cropped": self.cropped}
-        return "  ".join([*parts, *(f"{count:,} {name}" for name, count in events.items() if count)])
+        return "  ".join([*filter(None, parts), *(f"{count:,} {name}" for name, count in events.items() if count)])
 
     def scalars(self) -> dict[str, float]:
         """Return its numbers by name, for trackers."""
-        skipped = {"epoch", "step", "loss", "validation", "batch", "more", "remedied"}
+        skipped = {"epoch", "step", "loss", "validation", "batch", "more", "remedied", "seconds"}
         names = [field.name for field in fields(self) if field.name not in skipped]
         plain = {f"epoch/{name}": getattr(self, name) for name in names}
         plain |= {f"epoch/batch_{name}": value for name, value in asdict(self.batch).items()}
         plain |= {f"epoch/by_{rung}": items for rung, items in self.remedied.items()}
+        plain |= {f"seconds/{name}": spent_s for name, spent_s in self.seconds.items()}
         plain |= {f"loss/{name}": value for name, value in self.loss.items()}
         plain |= {f"{VALIDATION}{name}": value for name, value in self.validation.items()}
         plain |= {f"epoch/{name}": value for name, value in self.more.items()}

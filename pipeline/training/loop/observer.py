@@ -19,6 +19,7 @@ from pipeline.training.forensics import step_bundle
 from pipeline.training.forensics.step_bundle import Bundle, BundleCut, BundleKind, CrashNote, PieceInFlight
 from pipeline.training.loop.metrics_log import VALIDATION, Epoch, MetricRange, MetricsLog, open_trackers
 from pipeline.training.random_state import rng_state
+from pipeline.training.step_clock import OBSERVE, READ
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -215,7 +216,7 @@ class TrainingObserver:
             batch=MetricRange(tally.fewest, tally.items / max(1, tally.steps), tally.most),
             items=tally.items,
             items_per_s=tally.items / tally.wall_s if tally.wall_s else 0.0,
-            wait_share=tally.wait_s / tally.wall_s if tally.wall_s else 0.0,
+            wait_share=tally.seconds.get(READ, 0.0) / tally.wall_s if tally.wall_s else 0.0,
             allocated_bytes=allocated,
             reserved_bytes=reserved,
             peak_bytes=peak,
@@ -225,6 +226,7 @@ class TrainingObserver:
             cropped=tally.cropped,
             remedied=tally.remedied,
             wall_s=tally.wall_s,
+            seconds=tally.seconds,
             validation=figures,
             planned_bytes=self._planned_bytes(tally.epoch),
             more={"left_out_steps": float(tally.left_out), "skipped_items": float(tally.skipped)},
@@ -246,7 +248,8 @@ class TrainingObserver:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Surround a step."""
-        self._rng = rng_state(self.device)  # for a bundle
+        with self.model_step.clock.within(OBSERVE):
+            self._rng = rng_state(self.device)  # for a bundle
         self._begun.clear()
         self._is_in_step = True
         try:

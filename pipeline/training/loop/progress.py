@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from pipeline.memory.runtime.recovery import StepSnapshot
 from pipeline.training.checkpoints.keeper import SavedProgress
 from pipeline.training.sampling.sampler import MicroBatch
 from pipeline.training.step.micro_batches import Piece, RankShare
+from pipeline.training.step_clock import OTHER, READ
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from pipeline.training.step.global_step import StepReport
     from pipeline.training.step.local_step import Stepper
     from pipeline.training.step.step import Step
+    from pipeline.training.step_clock import StepClock
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,16 +60,17 @@ class RunningStretch:
         if sampler.settings.budget:
             sampler.adjust({**sampler.settings.budget, "cost": budget})
 
-    def shares(self, *, hold: int, leave_out: Collection[str]) -> Iterator[RankShare]:
+    def shares(self, clock: StepClock, *, hold: int, leave_out: Collection[str]) -> Iterator[RankShare]:
         """Yield this rank's share of each step, from where the loader is to the end of the epoch."""
-        batches = iter(self.loader)
-        while not (share := RankShare(batches, self._fetch, hold=hold, leave_out=leave_out)).is_over:
+        batches, fetch = clock.each(READ, iter(self.loader)), partial(self._fetch, clock)
+        while not (share := RankShare(batches, fetch, hold=hold, leave_out=leave_out)).is_over:
             yield share
 
-    def _fetch(self, numbers: Sequence[int], origin: BatchOrigin) -> ItemBatch:
+    def _fetch(self, clock: StepClock, numbers: Sequence[int], origin: BatchOrigin) -> ItemBatch:
         """Read some items of a micro-batch again."""
         items = np.array(numbers, dtype=np.int64)
-        return self.loader.fetch(numbers, MicroBatch(origin.epoch, origin.step, origin.index, origin.of, items))
+        with clock.within(READ):
+            return self.loader.fetch(numbers, MicroBatch(origin.epoch, origin.step, origin.index, origin.of, items))
 
 
 class TrainingProgress:
@@ -171,7 +175,7 @@ class TrainingProgress:
         self.best, self.stale = (place.best, place.stale) if is_alike else (None, 0)
         self.poisoned, self.validated = set(place.poisoned), place.validated
         self.is_finished = self.epoch >= self.epochs or self.is_stale
-        self.tally = EpochTotals(**place.tally) if place.tally else EpochTotals(self.epoch)
+        self.tally = EpochTotals.saved(place.tally) if place.tally else EpochTotals(self.epoch)
 
 
 @dataclass(slots=True)
@@ -191,9 +195,15 @@ class EpochTotals:
     remedied: dict[str, int] = field(default_factory=dict)  # items on each rung of the ladder
     left_out: int = 0  # steps
     wall_s: float = 0.0
-    wait_s: float = 0.0  # of the first rank, for data
-    waited_before_s: float = 0.0  # by the loader, before this epoch
+    seconds: dict[str, float] = field(default_factory=dict)  # of the first rank: of each phase, and of no step too
     terms: dict[str, list[float]] = field(default_factory=dict)  # sums and weights
+
+    @classmethod
+    def saved(cls, data: Mapping[str, Any]) -> EpochTotals:
+        """Read the totals of a checkpoint; earlier versions knew but one phase."""
+        known = {field.name: data[field.name] for field in fields(cls) if field.name in data}
+        waited_s = data.get("wait_s", 0.0)
+        return cls(**{"seconds": {READ: waited_s, OTHER: data["wall_s"] - waited_s}} | known)
 
     def add(self, report: StepReport, took_s: float) -> None:
         """Add a step."""

@@ -15,6 +15,7 @@ from pipeline.memory.runtime.meters import NEAR
 from pipeline.training.loop.progress import EpochTotals, TrainingProgress, make_state, rehearse
 from pipeline.training.step.global_step import WholeStep
 from pipeline.training.step.optimizers import factor, set_rate
+from pipeline.training.step_clock import CHECKPOINT, OBSERVE, VALIDATE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -63,7 +64,7 @@ class Trainer:
         self.whole = WholeStep(
             self.step, self.stepper, self.ranks, meter=self.meter, complete=self._complete, say=self.watcher.say
         )
-        self.ended_by = 0  # a signal
+        self.clock, self.ended_by = self.step.clock, 0  # by a signal
         self._entered: RunningStretch | None = None
         self._planned = 1  # the budget of its plan
         self._share: RankShare | None = None
@@ -99,6 +100,7 @@ class Trainer:
         yield self.done
         if not self.standing.is_finished:
             self._verify(self._course())
+            self.clock.restart(self.standing.tally.seconds)
         while not (self.standing.is_finished or self.ended_by):
             yield from self._epoch(self._course())
 
@@ -114,7 +116,7 @@ class Trainer:
         if not self._is_at_end(course):
             yield from self._steps(course)
         if not (self.ended_by or self._again or self.standing.is_finished or self._gone_back()):
-            self._end_epoch(course)
+            self._end_epoch()
 
     def _is_at_end(self, course: RunningStretch) -> bool:
         return self.standing.next >= course.steps
@@ -122,10 +124,11 @@ class Trainer:
     def _steps(self, course: RunningStretch) -> Iterator[int]:
         course.loader.load_state_dict(course.at(self.standing.epoch, self.standing.next))
         self._since_s = time.monotonic()
-        for share in course.shares(hold=max(0, self.train.slots - 2), leave_out=self.leave_out):
+        for share in course.shares(self.clock, hold=max(0, self.train.slots - 2), leave_out=self.leave_out):
             if self._validated_within(course):
                 self._step(course, share)
-                yield self.done
+                with self.clock.within(OBSERVE):
+                    yield self.done
             if self.ended_by or self._again or self.standing.is_finished:
                 course.loader.close()
                 return
@@ -147,13 +150,13 @@ class Trainer:
         self._cropped = course.loader.stats.cropped
         course.cut_by(governor.budget)
 
-    def _end_epoch(self, course: RunningStretch) -> None:
+    def _end_epoch(self) -> None:
         """Validate, report and save."""
         self.standing.refuse_nothing_learned()
         is_due = self.validation is not None and self.standing.is_due_after()
         figures = self._validated() if is_due else {}
         if figures is not None:
-            self._close_epoch(course, figures, self.standing.judge(figures))
+            self._close_epoch(figures, self.standing.judge(figures))
 
     def _validated_within(self, course: RunningStretch) -> bool:
         """Validate where that is due between two steps of an epoch; tell whether the epoch goes on."""
@@ -164,7 +167,7 @@ class Trainer:
             return False
         figure = self.standing.judge(figures)
         if self.standing.is_stale:
-            self._close_epoch(course, figures, figure)
+            self._close_epoch(figures, figure)
             return False
         self.watcher.validated(self.done, figures)
         self._save(figure)
@@ -177,7 +180,7 @@ class Trainer:
         is_due = time.monotonic() - self._saved_s > WORTH_SAVING_S
         if self.ranks.exchange({"due": is_due})[0]["due"]:  # a long validation must not put so much at risk
             self._save(None)
-        with self.ranks.patient("validation"), self.step.averaged():
+        with self.clock.whole(VALIDATE), self.ranks.patient("validation"), self.step.averaged():
             figures = self.validation.figures()
         if isinstance(figures, int):  # the signal that ended it
             self._save(None, wait=True)
@@ -186,21 +189,17 @@ class Trainer:
         self.standing.validated = self.done
         return figures
 
-    def _close_epoch(self, course: RunningStretch, figures: dict[str, float], figure: float | None) -> None:
+    def _close_epoch(self, figures: dict[str, float], figure: float | None) -> None:
         """Report an epoch, go on to the next, and save."""
         standing = self.standing
-        self._count_waiting(course)
-        self.watcher.epoch(standing.tally, self.done, figures, self.step.optimizer.param_groups[0]["lr"])
+        standing.tally.seconds = self.clock.restart()
+        with self.clock.within(OBSERVE):
+            self.watcher.epoch(standing.tally, self.done, figures, self.step.optimizer.param_groups[0]["lr"])
         standing.end_epoch()
         if not standing.is_finished:
-            course = self._course()
-            self._enter(course)
-        standing.tally = EpochTotals(standing.epoch, waited_before_s=course.loader.stats.wait_s)
+            self._enter(self._course())
+        standing.tally = EpochTotals(standing.epoch)
         self._save(figure)
-
-    def _count_waiting(self, course: RunningStretch) -> None:
-        tally = self.standing.tally
-        tally.wait_s = course.loader.stats.wait_s - tally.waited_before_s
 
     # One step
 
@@ -319,16 +318,17 @@ class Trainer:
             self.watcher.say(f"step {self.done}: micro-batches cost {self.governor.budget:,} at most from now on")
             course.cut_by(self.governor.budget)
             self._again = True  # batches that were read ahead are cut for another budget
-        self.stepper.upkeep.after_step(empty_cache=self.whole.empty_cache)
-        self.whole.emptied()
-        self.watcher.between(max((rank.micros for rank in report.words), default=0))
-        if figures is not None and self.ranks.rank == 0 and self.done % self.train.log_every == 0:
-            sums = report.totals.items()
-            losses = {f"{LOSS}.{name}": total / weight if weight else None for name, (total, weight) in sums}
-            self.watcher.step(self.done, {**losses, **figures, "items": float(report.sum_of("items"))})
-        if report.is_written:
-            self.keeper.hand_in()
-        self.keeper.listen()
+        with self.clock.within(OBSERVE):
+            self.stepper.upkeep.after_step(empty_cache=self.whole.empty_cache)
+            self.whole.emptied()
+            self.watcher.between(max((rank.micros for rank in report.words), default=0))
+            if figures is not None and self.ranks.rank == 0 and self.done % self.train.log_every == 0:
+                losses = {f"{LOSS}.{name}": mean for name, mean in report.means.items()}
+                self.watcher.step(self.done, {**losses, **figures, "items": float(report.sum_of("items"))})
+        with self.clock.within(CHECKPOINT):
+            if report.is_written:
+                self.keeper.hand_in()
+            self.keeper.listen()
         self.ended_by = report.ending
         is_full = report.host_share >= NEAR  # left in order, and taken up with more
         damage = self.damaged.too_many(report.damaged) if self.damaged else None
@@ -351,8 +351,8 @@ class Trainer:
             return  # the next step goes back
         standing = self.standing
         course = self.courses[-1] if standing.is_finished else self._course()
-        self._count_waiting(course)
-        with self.ranks.patient("saving"):
+        standing.tally.seconds = self.clock.seconds()
+        with self.clock.within(CHECKPOINT), self.ranks.patient("saving"):
             saved = self.keeper.save(
                 standing.place(course.at(standing.epoch, standing.next)),
                 self.step,
@@ -386,7 +386,7 @@ class Trainer:
         first = min(standing.next, course.steps - 1)
         at = course.at(standing.epoch, first)
         course.loader.load_state_dict({**(place.sampler or at), "epoch": standing.epoch, "step": first})
-        standing.tally.waited_before_s = course.loader.stats.wait_s - standing.tally.wait_s
+        self.clock.restart(standing.tally.seconds)
 
     def _verify(self, course: RunningStretch) -> None:
         """Before the first step: allocate the optimizer's state, run the worst micro-batch, compare with the plan."""

@@ -11,6 +11,7 @@ from pipeline.device.out_of_memory import after_freeing_caches, out_of_memory_er
 from pipeline.training.ranks.gradient_sums import GradientSums
 from pipeline.training.step.local_sharded import power_of_two
 from pipeline.training.step.local_step import refuse_unequal
+from pipeline.training.step_clock import REDUCE, UPDATE, WEIGH, WORDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -83,6 +84,10 @@ class StepReport:
     @property
     def totals(self) -> dict[str, tuple[float, float]]:
         return {name: self.total(name) for name in self.names}
+
+    @property
+    def means(self) -> dict[str, float | None]:
+        return {name: total / weight if weight else None for name, (total, weight) in self.totals.items()}
 
     @property
     def not_finite(self) -> list[int]:
@@ -186,7 +191,7 @@ class WholeStep:
         else:
             own = self._report(share, self.stepper.run(share, weights), number)
             self._prepare_sums(own, is_open=is_open)
-        report = StepReport.of(self.ranks.exchange(own.to_json()))
+        report = StepReport.of(self._exchange(own.to_json()))
         self.stepper.learn_terms(len(report.names))
         has_more_terms = weights is None and len(report.names) > 1  # than ever before: they were divided by a guess
         has_fewer_items = weights is not None and report.sum_of("just_skipped")  # than the weights are of
@@ -204,6 +209,10 @@ class WholeStep:
         self._unsettled = self._weight if weights is None and len(report.names) == 1 else None
         return report
 
+    def _exchange(self, message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        with self.step.clock.within(WORDS):
+            return self.ranks.exchange(message)
+
     def _begin_sums(self, *, overlaps: bool) -> bool:
         """Return whether gradients are added up while the last backward runs, and agree what to divide them by."""
         if self._sums is None:
@@ -217,7 +226,8 @@ class WholeStep:
         if self._sums is None:
             return
         if is_open:
-            self._sums.add_up()
+            with self.step.clock.within(REDUCE):
+                self._sums.add_up()
             own.again, own.is_late = own.again or self._sums.is_broken, self._sums.is_late
         own.room = self._sums.piece_bytes if is_open or own.again else self._sums.reserve()
 
@@ -225,8 +235,9 @@ class WholeStep:
         """Return the weights of the whole step, None where they are not needed, and whether any rank is lost."""
         if not self.stepper.needs_weights:
             return None, bool(self.lost_by() if self.step.is_spread else self.lost)  # spread, all make the same passes
-        own = {} if self.lost else self.stepper.weights(share)
-        replies = self.ranks.exchange({"lost": bool(self.lost), "weights": own})
+        with self.step.clock.within(WEIGH):
+            own = {} if self.lost else self.stepper.weights(share)
+        replies = self._exchange({"lost": bool(self.lost), "weights": own})
         rank_weights, is_lost = [reply["weights"] for reply in replies], any(reply["lost"] for reply in replies)
         names = list(dict.fromkeys(name for weights in rank_weights for name in weights))
         whole = {name: math.fsum(weights.get(name, 0.0) for weights in rank_weights) for name in names}
@@ -273,6 +284,11 @@ class WholeStep:
             self.step.release()
             return 0.0
         self._add_up(heard)
+        with self.step.clock.within(UPDATE):
+            return self._updated()
+
+    def _updated(self) -> float | None:
+        """Step the optimizer with gradients that are sums; return their norm, None where it is not finite."""
         if self._unsettled is not None:
             self.step.settle(self._unsettled)
         clip = self.step.settings.clip
@@ -293,8 +309,9 @@ class WholeStep:
         if self._sums is None:
             return
         if not self._sums.is_done:
-            self._sums.agree(heard.room)
-            self._sums.add_up()
+            with self.step.clock.within(REDUCE):
+                self._sums.agree(heard.room)
+                self._sums.add_up()
         present = set(heard.with_gradient(len(self.step.trained)))
         for number, parameter in enumerate(self.step.trained):
             if number not in present:
@@ -303,5 +320,5 @@ class WholeStep:
 
     def lost_by(self) -> str:
         """Ask all ranks whether any lost its parameters in the last step; return which rank and why, else ""."""
-        replies = self.ranks.exchange({"lost": self.lost})
+        replies = self._exchange({"lost": self.lost})
         return next((f"rank {rank}: {reply['lost']}" for rank, reply in enumerate(replies) if reply["lost"]), "")

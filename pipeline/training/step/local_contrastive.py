@@ -23,6 +23,7 @@ from pipeline.training.random_state import as_drawn
 from pipeline.training.step.contrastive import joined_rows, split_rows
 from pipeline.training.step.local_step import JointStepper, Local
 from pipeline.training.step.micro_batches import HOST
+from pipeline.training.step_clock import OTHER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -103,15 +104,15 @@ class ContrastiveStepper(JointStepper):
         return True
 
     def _remedied(self, piece: Piece, *, run: Callable[[Piece, Local], None], local: Local) -> None:
-        self._begin(piece)
-        with self.step.remedied(piece.rung):
+        self._told(piece)
+        with self.step.clock.within(OTHER), self.step.remedied(piece.rung):
             run(piece, local)
 
     # Passes
 
     def _at_once(self, piece: Piece, local: Local) -> None:
         """Run all items of a step in one pass."""
-        self.step.accumulate_alone(piece.collated(self.step.task))
+        self.step.accumulate_alone(piece.collated(self.step))
         self._count(piece, local)
 
     def _two_passes(self, share: RankShare, local: Local) -> None:
@@ -124,7 +125,7 @@ class ContrastiveStepper(JointStepper):
         rows = split_rows(cached.rows, [piece.stop - piece.start for piece in embedded], start)
 
         def back(piece: Piece, local: Local) -> None:
-            self.step.go_back(piece.collated(self.step.task), next(rows), on_host=piece.is_on_host)
+            self.step.go_back(piece.collated(self.step), next(rows), on_host=piece.is_on_host)
             self._count(piece, local)
 
         local.again = not self._through(self._as_embedded(share, embedded), back, share, local)
@@ -136,7 +137,7 @@ class ContrastiveStepper(JointStepper):
         embedded: list[_Embedded] = []
 
         def embed(piece: Piece, _: Local) -> None:
-            rows = self.step.embed(piece.collated(self.step.task), len(piece), on_host=piece.is_on_host)
+            rows = self.step.embed(piece.collated(self.step), len(piece), on_host=piece.is_on_host)
             embedded.append(_Embedded(piece.batch.origin.index, piece.start, piece.stop, piece.rung, piece.ids, rows))
 
         while not self._through((ready for piece in share for ready in self._ready(piece)), embed, share, local):
@@ -180,7 +181,7 @@ class ContrastiveStepper(JointStepper):
 
         def embed(piece: Piece) -> None:
             with self.step.evaluating():
-                rows = self.step.embed(piece.collated(self.step.task))
+                rows = self.step.embed(piece.collated(self.step))
             finite.extend(bool(torch.isfinite(row).all()) for row in rows.values())
 
         out_of_memory_error(embed, piece)

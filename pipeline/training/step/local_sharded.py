@@ -118,7 +118,7 @@ class ShardedStepper(JointStepper):
         """Return the weights of this rank's pieces; None where memory ended on any rank."""
         weights: list[Mapping[str, Any]] = []
         for turn in self._turns(share):
-            outcome = self._made(turn, lambda piece: self.step.aside(piece.collated(self.step.task)), share, Local())
+            outcome = self._made(turn, lambda piece: self.step.aside(piece.collated(self.step)), share, Local())
             if outcome.result is None:
                 return None
             if turn.counts:
@@ -159,7 +159,7 @@ class ShardedStepper(JointStepper):
         return ids
 
     def _totals(self, piece: Piece) -> list[float]:
-        return [float(total) for total, _ in self.step.evaluate(piece.collated(self.step.task)).values()]
+        return [float(total) for total, _ in self.step.evaluate(piece.collated(self.step)).values()]
 
     def _turns(self, share: RankShare) -> Iterator[Turn]:
         pieces = (ready for piece in share for ready in self._ready(piece))
@@ -194,7 +194,7 @@ class ShardedStepper(JointStepper):
     def _accompany(self, piece: Piece) -> None:
         """Run another rank's item along."""
         with self.step.remedied(piece.rung):
-            self.step.accompany(piece.collated(self.step.task))
+            self.step.accompany(piece.collated(self.step))
 
 
 def power_of_two(number: int) -> float:

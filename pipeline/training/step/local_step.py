@@ -22,6 +22,7 @@ from pipeline.training.random_state import as_drawn
 from pipeline.training.ranks.gradient_sums import SumsBroken
 from pipeline.training.step.micro_batches import HOST, RUNGS, SKIP
 from pipeline.training.step.optimizers import sums_by_name
+from pipeline.training.step_clock import OBSERVE, OTHER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -101,7 +102,7 @@ class Stepper:
 
     def _weights_of(self, piece: Piece) -> Mapping[str, Any]:
         if not isinstance(self.step.task, Weights):
-            self._begin(piece)
+            self._told(piece)
         return weights_of(self.step, piece)
 
     def _in_parts(self, piece: Piece, run: Callable[[Piece], Any], share: RankShare) -> None:
@@ -170,6 +171,11 @@ class Stepper:
         """Try out a share before training begins."""
         self.run(share, self.weights(share) if self.needs_weights else None)
 
+    def _told(self, piece: Piece) -> None:
+        """Tell that a piece begins."""
+        with self.step.clock.within(OBSERVE):
+            self._begin(piece)
+
     def _heard(self, piece: Piece, oom: Oom) -> None:
         """Report a piece that did not fit to the governor."""
         if not oom.is_single:
@@ -200,8 +206,11 @@ class Stepper:
 
     def _run(self, piece: Piece, *, local: Local, weights: Mapping[str, float] | None) -> None:
         """Run a piece forward and backward."""
-        self._begin(piece)
-        with self.sums.within() if self.sums is not None and piece.ends_step else nullcontext():
+        self._told(piece)
+        with (
+            self.step.clock.within(OTHER),
+            self.sums.within() if self.sums is not None and piece.ends_step else nullcontext(),
+        ):
             accumulate_piece(self.step, piece, weights)
         self._count(piece, local)
 
@@ -261,7 +270,7 @@ class Stepper:
         losses: list[float] = []
 
         def evaluate(piece: Piece) -> None:
-            losses.extend(float(total) for total, _ in self.step.evaluate(piece.collated(self.step.task)).values())
+            losses.extend(float(total) for total, _ in self.step.evaluate(piece.collated(self.step)).values())
 
         out_of_memory_error(evaluate, piece)
         return all(map(math.isfinite, losses))
@@ -307,7 +316,7 @@ class JointStepper(Stepper):
 
 def weights_of(step: Step, piece: Piece) -> Mapping[str, Any]:
     """Return the weights of a piece's terms: from the task's `weights`, else by running the model."""
-    batch = piece.collated(step.task)
+    batch = piece.collated(step)
     if isinstance(step.task, Weights):
         return step.task.weights(batch)
     return {name: weight for name, (_, weight) in step.aside(batch, on_host=bool(piece.rung)).items()}
@@ -317,7 +326,7 @@ def accumulate_piece(
     step: Step, piece: Piece, weights: Mapping[str, float] | None, *, is_whole_step: bool = False
 ) -> None:
     """Run a piece forward and backward on its rung; `is_whole_step`: it holds all items of the step."""
-    batch = piece.collated(step.task)
+    batch = piece.collated(step)
     if piece.is_on_host:
         step.accumulate_on_host(batch, weights)
         return

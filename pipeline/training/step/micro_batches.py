@@ -10,14 +10,16 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pipeline.training.items.batch import item_rng
+from pipeline.training.step_clock import COLLATE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
     import numpy as np
 
-    from pipeline.protocol import Batch, Task
+    from pipeline.protocol import Batch
     from pipeline.training.items.batch import BatchOrigin, ItemBatch, ItemTensors
+    from pipeline.training.step.step import Step
 
 CHECKPOINTING, OFFLOAD, HOST, SKIP = "checkpointing", "offload", "cpu", "skip"
 RUNGS = (CHECKPOINTING, OFFLOAD, HOST, SKIP)  # the ladder of remedies; a piece's `rung` counts those it has climbed
@@ -60,8 +62,9 @@ class Piece:
     def is_on_host(self) -> bool:
         return self.rung > RUNGS.index(HOST)
 
-    def collated(self, task: Task) -> Batch:
-        return task.collate(self.items, self.rng)
+    def collated(self, step: Step) -> Batch:
+        with step.clock.within(COLLATE):
+            return step.task.collate(self.items, self.rng)
 
     def halves(self) -> list[Piece]:
         """Split it in two; a single item stays whole."""

@@ -37,6 +37,7 @@ from pipeline.training.step.optimizers import (
     sums_by_name,
     whole_loss,
 )
+from pipeline.training.step_clock import StepClock
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -64,16 +65,6 @@ class StepWatch(Protocol):
         """Receive the sums of a micro-batch's loss terms, before backward."""
 
 
-class Unwatched:
-    """A watch that does nothing."""
-
-    def phase(self, name: str) -> None:
-        pass
-
-    def terms(self, terms: Mapping[str, Tensor]) -> None:
-        pass
-
-
 class Step:
     """A model, its optimizer and its moving averages; `run` makes a step."""
 
@@ -96,7 +87,8 @@ class Step:
         `scaled`: whether fp16 losses are scaled; by default on a GPU only.
         """
         assert isinstance(task, Contrastive) == self.contrasts, "make_step knows which step a task needs"
-        self.task, self.settings, self.device, self.watch = task, settings, device, watch or Unwatched()
+        self.task, self.settings, self.device, self.clock = task, settings, device, StepClock()
+        self.watch: StepWatch = watch or self.clock
         self.model = checked_model(task.model() if model is None else model).to(device)
         freeze_parameters(self.model, settings.frozen)
         self._recomputing = Recomputing(self.model)

@@ -75,6 +75,7 @@ def as_single(curves: Curves) -> Curves:
 def test_both_trackers_show_every_figure_of_every_step_once_and_as_the_files_have_it(model: Path) -> None:
     files = of_files(model)
     timed = {"epoch/wall_s", "epoch/items_per_s", "epoch/wait_share"} | {one for one in files if one.endswith("_bytes")}
+    timed |= {one for one in files if one.startswith("seconds/")}
     assert as_single(files) == of_tensorboard(model)
     kept = of_wandb(model)
     assert kept.keys() == files.keys()

@@ -21,7 +21,8 @@ from pipeline.training.step.contrastive import ContrastiveStep, joined_rows, mak
 from pipeline.training.step.local_contrastive import ContrastiveStepper, _Embedded, gathered
 from pipeline.training.step.micro_batches import Piece
 from pipeline.training.step.optimizers import StepSettings
-from pipeline.training.step.step import Step, Unwatched
+from pipeline.training.step.step import Step
+from pipeline.training.step_clock import StepClock
 from tests.limited import device as limited
 from tests.limited.device import LimitedDevice
 from tests.tasks import items as graphs
@@ -244,7 +245,7 @@ class Noted(Pairs):
         return super().embed(model, batch)
 
 
-class Aim(Unwatched):
+class Aim(StepClock):
     """Refuses a block of some part of a step."""
 
     def __init__(self, phase: str, turns: Mapping[int, int]) -> None:
