@@ -28,8 +28,8 @@ def shown_plan(question: Question) -> TrainOutlook:
     """Return the plan of training as it was made before, or as it is made now and kept."""
     from pipeline.report.plan_facts import TrainOutlook
 
-    table = None  # what was typed, like what follows from a scan, is only shown
-    if not question.sizes:
+    table: str | None = f"typed: {dict(question.sizes or {})}"
+    if not question.sizes:  # what follows from a scan alone is only shown
         with naming_sizes(question.config):
             table = made_table(question.project)
     path = question.config.cluster.runs / PLANS / f"{_shown_key(question, table)}.json" if table else None

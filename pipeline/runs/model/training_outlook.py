@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from pipeline.config.schema import Config
     from pipeline.memory.estimating.fallback_oracle import OracleLadder
     from pipeline.memory.footprint import MemoryChoice, StandingFootprint
+    from pipeline.memory.hardware.caching_allocator import AllocatorSettings
     from pipeline.memory.hardware.host_memory import HostNeed
     from pipeline.memory.planning.comparison import Configuration, PlannedOffer
     from pipeline.memory.planning.memory_plan import MemoryPlan, PlanRequest
@@ -150,10 +151,12 @@ class _PlanningCase:
     def reserve(self) -> Reserve:
         """Return the function that says how much an allocator reserves, under the allowed settings."""
         wanted = self.config.train.allocator
-        allowed = [
-            settings for settings in SETTINGS if wanted == "auto" or settings.expandable == (wanted == "expandable")
-        ]
-        return partial(reserve, allowed=allowed)
+        return self.reserve_under(lambda one: wanted == "auto" or one.expandable == (wanted == "expandable"))
+
+    @staticmethod
+    def reserve_under(allows: Callable[[AllocatorSettings], bool]) -> Reserve:
+        """Return the function that says how much an allocator reserves under those settings that are allowed."""
+        return partial(reserve, allowed=[settings for settings in SETTINGS if allows(settings)])
 
     @property
     def typical(self) -> dict[str, int]:
@@ -199,7 +202,7 @@ class _PlanningCase:
             padded=self.padded,
             choice=plan.choice,
             request=replace(self.request, ratios=measured_ratios(self.config, self.work, plan.choice, plan.cards)),
-            reserve=self.reserve,
+            reserve=self.reserve_under(lambda one: one.text == plan.allocator.settings),
         )
 
     def side_by_side(self) -> list[PlannedOffer]:
