@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-from scipy.spatial.distance import cdist
 
 from pipeline.graphs import bonds, neighbours
 from pipeline.structures.atoms import name_word
@@ -23,6 +22,8 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float64]
 
 SLACK = 1e-3  # Å; what is left out by a look at whole residues is farther away than the cut-off by so much
+SIGNS = np.array([1.0, 1.0, 1.0, -1.0])  # of a ball's middle and its radius
+MANY = 1 << 18  # pairs of residues: of more, those far from the other side are left out first
 
 
 LAST_OXYGENS = frozenset(map(name_word, ("OXT", "OT1", "OT2")))  # as CHARMM calls them, too
@@ -107,6 +108,22 @@ class InterfaceSide:
         inside_3N &= self.middle_3N - self.reach_N <= high_3[:, None]
         return np.flatnonzero(inside_3N.all(axis=0))
 
+    def reaches(self, partner: InterfaceSide, cutoff: float) -> NDArray[np.bool_]:
+        """Return a mask of the pairs of residues whose balls are within the cut-off, or hardly farther.
+
+        |m - n|² ≤ (r + s)² is a product of matrices: (|m|² - r²) + (|n|² - s²) - 2mn - 2rs ≤ 0.
+        """
+        origin_31 = self.middle_3N.mean(axis=1, keepdims=True)
+        near_4N = np.concatenate([self.middle_3N - origin_31, self.reach_N[None]])
+        far_4M = np.concatenate([partner.middle_3N - origin_31, partner.reach_N[None] + cutoff])
+        squared_4N, squared_4M = near_4N * near_4N, far_4M * far_4M
+        form_N, form_M = SIGNS @ squared_4N, SIGNS @ squared_4M
+        from_6N = np.concatenate([near_4N, form_N[None], np.ones_like(form_N)[None]])
+        to_6M = np.concatenate([-2 * far_4M, np.ones_like(form_M)[None], form_M[None]])
+        slack = 4 * neighbours.ROUGHNESS * (squared_4N.max() + squared_4M.max())
+        is_near_NM: NDArray[np.bool_] = neighbours.product(from_6N.T, to_6M) <= slack
+        return is_near_NM
+
     def atoms(self) -> tuple[Floats, NDArray[np.int64]]:
         """Return the heavy atoms, and the residue of each among these."""
         count_N = self.bodies.atoms_S[self.residue_N]
@@ -114,33 +131,34 @@ class InterfaceSide:
         row_A = np.arange(len(node_A)) + (self.bodies.first_S[self.residue_N] - np.cumsum(count_N) + count_N)[node_A]
         return self.bodies.pos_3H.take(row_A, axis=1).T, node_A
 
-    def facing(self, partner: InterfaceSide, cutoff: float) -> tuple[Floats, NDArray[np.int64]]:
-        """Return the heavy atoms near any residue's ball of the partner, and the residue of each."""
-        pos_A3, node_A = self.atoms()
-        reach_N = partner.reach_N + (cutoff + SLACK)
-        is_near_AN = cdist(pos_A3, partner.middle_3N.T, "sqeuclidean") <= reach_N * reach_N
-        chosen = np.flatnonzero(is_near_AN.any(axis=1))
-        return pos_A3[chosen], node_A[chosen]
-
 
 def find_contacts(receptor: InterfaceSide, ligand: InterfaceSide, cutoff: float) -> Contacts | None:
     """Return the contacts between heavy atoms, or None if there are none."""
-    rows, columns = receptor.towards(ligand, cutoff), ligand.towards(receptor, cutoff)
-    near_receptor, near_ligand = receptor.take(rows), ligand.take(columns)
-    reach_NN = np.add.outer(near_receptor.reach_N, near_ligand.reach_N + (cutoff + SLACK))
-    is_near_NN = cdist(near_receptor.middle_3N.T, near_ligand.middle_3N.T, "sqeuclidean") <= reach_NN * reach_NN
-    rows, columns = rows[is_near_NN.any(axis=1)], columns[is_near_NN.any(axis=0)]
+    rows, columns = _facing(receptor, ligand, cutoff)
     if not len(rows):
         return None
-    near_receptor, near_ligand = receptor.take(rows), ligand.take(columns)
-    pos_A3, node_A = near_receptor.facing(near_ligand, cutoff)
-    other_A3, other_A = near_ligand.facing(near_receptor, cutoff)
+    pos_A3, node_A = receptor.take(rows).atoms()
+    other_A3, other_A = ligand.take(columns).atoms()
     found_2E = neighbours.between(other_A3, pos_A3, radius=cutoff)
     if not found_2E.size:
         return None
     apart_E3 = other_A3[found_2E[0]] - pos_A3[found_2E[1]]
     nearest_E = np.sqrt(np.einsum("ex,ex->e", apart_E3, apart_E3))
     return _by_residue(rows[node_A[found_2E[1]]], columns[other_A[found_2E[0]]], nearest_E)
+
+
+def _facing(
+    receptor: InterfaceSide, ligand: InterfaceSide, cutoff: float
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the residues of either side whose balls are within the cut-off of one of the other's."""
+    rows, columns = np.arange(len(receptor.residue_N)), np.arange(len(ligand.residue_N))
+    if len(rows) * len(columns) > MANY:
+        rows, columns = receptor.towards(ligand, cutoff), ligand.towards(receptor, cutoff)
+        if not len(rows) or not len(columns):
+            return rows[:0], columns[:0]
+        receptor, ligand = receptor.take(rows), ligand.take(columns)
+    near_NN = receptor.reaches(ligand, cutoff)
+    return rows[near_NN.any(axis=1)], columns[near_NN.any(axis=0)]
 
 
 def closest_approach(receptor: InterfaceSide, ligand: InterfaceSide) -> float:

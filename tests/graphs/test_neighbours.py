@@ -144,6 +144,24 @@ def test_far_from_the_origin_a_tie_is_still_a_tie() -> None:
     assert within(points, 2)[0, :2].tolist() == [1, 2]
 
 
+@WAYS
+def test_points_nearer_than_a_step_are_equally_near(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(neighbours, "FEW", few)
+    points = np.random.default_rng(1).permutation(40)[:, None] * np.array([1e-5, 0, 0])
+    np.testing.assert_array_equal(within(points, 5), by_brute_force(points, points, 5, None, same=True))
+
+
+@WAYS
+@pytest.mark.parametrize("far", [1e3, 1e5])
+def test_one_point_far_away_does_not_blur_the_others(few: int, far: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(neighbours, "FEW", few)
+    points = np.random.default_rng(2).integers(-20_000, 20_000, (80, 3)) / 1000
+    points[7] = far
+    np.testing.assert_array_equal(within(points, 9, 6.5), by_brute_force(points, points, 9, 6.5, same=True))
+    others = points[::-1] + 0.5
+    np.testing.assert_array_equal(between(others, points, 0, 9.0), by_brute_force(others, points, 0, 9.0, same=False))
+
+
 def test_points_in_several_blocks_are_numbered_through(monkeypatch: pytest.MonkeyPatch) -> None:
     points = np.random.default_rng(0).normal(size=(57, 3)) * 10
     expected = within(points, 7, 8.0)
