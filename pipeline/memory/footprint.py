@@ -44,6 +44,7 @@ class Provenance(str, Enum):
     MEASURED = "measured"  # on such a card
     TRACED = "traced"  # every allocation of the very step, on fake tensors
     SIMULATED = "simulated"  # an allocator fed with a trace
+    GUESSED = "guessed"  # traced, but where values decide what is run: the dearest way that was found
     EXTRAPOLATED = "extrapolated"  # from small real steps on the CPU
     ASSUMED = "assumed"  # a formula, or a figure from a table
 
@@ -218,10 +219,16 @@ FIRST_CONTACT = {  # what is added to a prediction for the caching allocator of 
     Provenance.MEASURED: 0.02,
     Provenance.TRACED: 0.08,
     Provenance.SIMULATED: 0.08,
+    Provenance.GUESSED: 0.12,
     Provenance.EXTRAPOLATED: 0.15,
     Provenance.ASSUMED: 0.30,
 }
-LIVE_ONLY = {**FIRST_CONTACT, Provenance.TRACED: 0.02, Provenance.SIMULATED: 0.02}  # no allocator stands between
+LIVE_ONLY = {  # no allocator stands between
+    **FIRST_CONTACT,
+    Provenance.TRACED: 0.02,
+    Provenance.SIMULATED: 0.02,
+    Provenance.GUESSED: 0.05,
+}
 ASSUMED_PROBABILITY = 0.95
 REPEATED = 0.02  # how far a run that is repeated is from itself
 COMPILED = 0.10  # fusing mostly saves memory; its buffers, autotuning and captured graphs may take some: assumed

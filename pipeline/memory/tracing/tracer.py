@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from pipeline.errors import PipelineError
-from pipeline.memory.footprint import ALIKE, Category, MicroFootprint, StandingFootprint, Tape, Unmeasurable
+from pipeline.memory.footprint import ALIKE, Category, MicroFootprint, Provenance, StandingFootprint, Tape, Unmeasurable
 from pipeline.memory.tracing.autocast import cuda_casts, cuda_composites
 from pipeline.memory.tracing.fake_cuda import cuda_calls
 from pipeline.memory.tracing.fake_mode import (
@@ -30,7 +30,7 @@ from pipeline.memory.tracing.fake_mode import (
     faked,
     unlogged,
 )
-from pipeline.memory.tracing.guesses import EndlessGuess, Guesses, told_cause
+from pipeline.memory.tracing.guesses import FAILS, LESS, SEEDS, Draws, EndlessGuess, Guesses, told_cause
 from pipeline.memory.tracing.kernel_workspace import hidden_bytes, scratch_bytes, scratch_bytes_cpu
 from pipeline.memory.tracing.recorder import OnHost, Recorder, as_parts, category_of, family, outermost
 from pipeline.memory.tracing.sdpa_choice import cuda_attention
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 Answer = TypeVar("Answer")
 _WORTH_COLLECTING = 1 << 16  # bytes that may be garbage: to look takes longer than a small trace
 _LASTING = (Category.PARAMETERS, Category.BUFFERS, Category.EMA)  # they stand before the first micro-batch
+_COMPARED = 3  # runs of other sizes, after which branches are taken as before
 _ONE_AT_A_TIME = threading.RLock()  # some of what a trace changes is the whole process's
 
 
@@ -168,12 +169,14 @@ class TraceSession:
     ) -> None:
         """Build the training and begin to record."""
         self._example, self._smallest, self._target = example, smallest, target
-        self._recorder, self._guesses = Recorder(target.scratch, hidden_bytes), Guesses()
+        self._recorder = Recorder(target.scratch, hidden_bytes)
+        self._guesses, self._draws = Guesses(), Draws()
         self._mode = FakeMode(allow_non_fake_inputs=True) if model is not None else None
         self._micros: dict[tuple[object, ...], MicroFootprint] = {}
         self._standing: StandingFootprint | None = None
         self._shared: dict[int, tuple[Category, str, int]] = {}  # block → what for, whose, its number in every tape
         self._numbers: dict[tuple[Category, str], int] = {}
+        self._compared = 0  # runs of which both ways of each branch were traced
         self._setup: dict[int, RecordedBlock] = {}  # by their numbers: what stands before the first micro-batch
         self._joined = False  # gradients of several parameters are one block
         self._training = self._built(build, model)
@@ -240,7 +243,9 @@ class TraceSession:
             stood = {block.number for block in blocks}
             self._setup = {self._shared[block.number][2]: block for block in blocks}
             self._accumulate(self._smallest)
-            with_gradients = self._with_gradients()
+            self._draw_most()
+            self._highest(lambda: self._training.accumulate(self._batch(self._smallest)))
+            origin, with_gradients = self._origin, self._with_gradients()
             first_update, _ = self._taped(training.update)
             self._make_gradients(with_gradients)
             update, recording = self._taped(training.update)
@@ -255,6 +260,7 @@ class TraceSession:
                 update_parts=update_parts,
                 parameters=sum(parameter.numel() for parameter in training.model.parameters()),
                 trained=sum(parameter.numel() for parameter in training.model.parameters() if parameter.requires_grad),
+                origin=origin,
                 largest_block_bytes=largest,
             )
         return self._standing
@@ -264,7 +270,7 @@ class TraceSession:
         key = tuple(sorted(sizes.items()))
         if key not in self._micros:
             self.standing()
-            again, recording = self._repeated(lambda: self._training.accumulate(self._batch(sizes)))
+            again, recording = self._highest(lambda: self._training.accumulate(self._batch(sizes)))
             becomes = None if self._training.contrasts else self._becomes()
             if becomes is None:
                 first, first_parts = self._traced_first(sizes)
@@ -282,7 +288,7 @@ class TraceSession:
         key = ("evaluation", *sorted(sizes.items()))
         if key not in self._micros:
             self.standing()
-            tape, recording = self._repeated(lambda: self._training.evaluate(self._batch(sizes)))
+            tape, recording = self._highest(lambda: self._training.evaluate(self._batch(sizes)))
             self._micros[key] = self._micro(sizes, tape, tape, recording)
         return self._micros[key]
 
@@ -295,9 +301,50 @@ class TraceSession:
             flops=recording.flops,
             kernels=recording.kernels,
             moved_bytes=recording.moved_bytes,
-            notes=self._guesses.notes,
+            origin=self._origin,
+            notes=(*self._guesses.notes, *self._draws.notes),
             host_bytes=recording.host_bytes,
         )
+
+    @property
+    def _origin(self) -> Provenance:
+        return Provenance.GUESSED if self._guesses.notes or self._draws.any else Provenance.TRACED
+
+    def _draw_most(self) -> None:
+        """Keep the random numbers with which a step takes most, if the model goes its way by them."""
+        if self._mode is not None and not self._draws.any:
+            return
+        most, kept = self._accumulate(self._smallest)[0], self._draws.seed
+        for seed in range(1, len(SEEDS)):
+            self._draws.seed = seed
+            try:
+                tape = self._accumulate(self._smallest)[0]
+            except Exception:  # noqa: BLE001, S112 - a way on which nothing is learned, say: it takes no more
+                continue
+            if _takes_more(tape, most):
+                most, kept = tape, seed
+            elif not self._draws.any and not _takes_more(most, tape):
+                break
+        self._draws.seed = kept
+
+    def _highest(self, run: Callable[[], object]) -> tuple[Tape, Recording]:
+        """Call a function with its guesses either way, and keep those with which it takes most."""
+        taped, is_last = self._repeated(run), True
+        for line in self._guesses.open_lines(again=self._compared < _COMPARED):
+            self._guesses.other_way(line)
+            try:
+                other = self._repeated(run)
+            except (CannotTrace, PipelineError) as error:
+                self._guesses.decide(line, FAILS, keep=False)
+                if isinstance(error.__cause__, EndlessGuess):  # it may take anything
+                    raise
+                is_last = False
+            else:
+                is_last = _takes_more(other[0], taped[0])
+                self._guesses.decide(line, LESS, keep=is_last)
+                taped = other if is_last else taped
+        self._compared += 1
+        return taped if is_last else self._repeated(run)
 
     def _becomes(self) -> dict[int, int] | None:
         """Map blocks that become gradients in a step's first micro-batch to the gradients' numbers in every tape.
@@ -325,7 +372,11 @@ class TraceSession:
 
     def _batch(self, sizes: Sizes) -> Any:
         self._recorder.phase("inputs")
-        return self._example(sizes)
+        batch = self._example(sizes)
+        self._draws.begin()
+        if self._mode is None:
+            torch.manual_seed(self._draws.seed)
+        return batch
 
     def _repeated(self, run: Callable[[], object]) -> tuple[Tape, Recording]:
         """Call a function, and once more if the model keeps something else than before: what it kept is there then."""
@@ -347,7 +398,7 @@ class TraceSession:
             recording = self._begun()
             self._guesses.begin()
             try:
-                with self._open(), self._recorder.inside(self._training.model):
+                with self._open(), self._draws.seeded(), self._recorder.inside(self._training.model):
                     run()
             except Exception as error:
                 self._training.release()  # gradients may be half added
@@ -477,3 +528,12 @@ class TraceSession:
             if category is Category.PARAMETERS:
                 sums[outermost(name)] += block.bytes
         return max(sums.values(), default=0)
+
+
+def _takes_more(tape: Tape, other: Tape) -> bool:
+    """Tell whether a way takes more than another: at its peak, else in what it leaves, else in all it allocates."""
+    measures = [(of.peak_bytes, of.left_bytes, int(np.maximum(of.bytes_E, 0).sum())) for of in (tape, other)]
+    for more, less in zip(*measures, strict=True):
+        if abs(more - less) > ALIKE * max(more, less):
+            return bool(more > less)
+    return False

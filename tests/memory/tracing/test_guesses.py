@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.memory.footprint import MemoryChoice
+from pipeline.memory.footprint import MemoryChoice, Provenance, least_sure, margin_of
 from pipeline.memory.tracing.tracer import CannotTrace
 from tests.memory.tracing.traced import LARGE, WIDTH, Small, play, tracer
 
@@ -39,13 +39,22 @@ def refused(y):
     raise ValueError("not this way")
 
 
-def test_a_branch_is_taken_to_be_taken_and_told():
-    taken = micro(wide, torch.relu)
-    assert taken.again.peak_bytes == pytest.approx(micro(wide, wide).again.peak_bytes, rel=0.001)
-    assert taken.again.peak_bytes > 2 * micro(torch.relu, wide).again.peak_bytes
+@pytest.mark.parametrize(("yes", "no", "answer"), [(wide, torch.relu, "true"), (torch.relu, wide, "false")])
+def test_a_branch_is_traced_both_ways_and_the_higher_is_kept_and_told(yes, no, answer):
+    taken, always = micro(yes, no), micro(wide, wide)
+    assert taken.again.peak_bytes == pytest.approx(always.again.peak_bytes, rel=0.001)
+    assert taken.again.peak_bytes > 2 * micro(torch.relu, torch.relu).again.peak_bytes
     (note,) = taken.notes
     assert note.startswith("guessed that the condition at test_guesses.py:")
-    assert "is true" in note
+    assert f"`if (y > 0).any():` is {answer}: it needs data, and the other way takes no more" in note
+    assert taken.origin is Provenance.GUESSED
+
+
+def test_what_is_guessed_is_planned_with_more_than_what_is_traced():
+    for caching in (True, False):
+        factors = [margin_of(origin, caching=caching).factor for origin in (Provenance.TRACED, Provenance.GUESSED)]
+        assert factors[0] < factors[1] < margin_of(Provenance.EXTRAPOLATED, caching=caching).factor
+    assert least_sure((Provenance.GUESSED, Provenance.SIMULATED)) is Provenance.GUESSED
 
 
 def test_where_that_ends_in_an_error_it_is_taken_not_to_be():

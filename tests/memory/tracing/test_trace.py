@@ -352,7 +352,8 @@ def test_a_table_that_the_model_keeps_counts_in_every_batch():
         peak = live_peak_bytes(standing, micro, accumulate=True)
         assert peak == pytest.approx(true_peak(task, sizes, 2), rel=0.002)
     kept = of(traced.micro(PLAIN, LARGE).parts, Category.BUFFERS)
-    assert sum(kept.values()) == pytest.approx(500 * FLOAT, abs=64)
+    table = LARGE["items"] * WIDTH * FLOAT  # it is there before the batch: the model keeps it
+    assert sum(kept.values()) == pytest.approx(table + 500 * FLOAT, abs=64)
 
 
 # ---- what cannot be traced ----
