@@ -14,6 +14,7 @@ from pipeline.journal.active_runs import GOING_ON, use
 from pipeline.journal.run_status import RunState
 from pipeline.report.stage_lines import DAMAGED, SCRIPT, TASK_STATES, UNIT, found_damage, state_of_stage
 from pipeline.report.tables import plural
+from pipeline.training.step_clock import shares_so_far
 from pipeline.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -180,7 +181,7 @@ def _memory(stage: StageStatus) -> list[str]:
 
 
 def _training(stage: StageStatus, losses: Sequence[float], on: Screen) -> list[str]:
-    """Return the epoch and step of a training, its recent losses and its learning rate."""
+    """Return the epoch and step of a training, its recent losses, its learning rate, and what it waited for."""
     latest = {name: value for figures in stage.figures.values() for name, value in figures.items()}
     parts = []
     if stage.name == "train" and not any(name.startswith(SCRIPT) for name in latest):
@@ -192,7 +193,7 @@ def _training(stage: StageStatus, losses: Sequence[float], on: Screen) -> list[s
         parts.append(f"loss {losses[-1]:.4g} {sparkline(losses[-min(MOST_SPARKS, max(1, on.width - 72)) :])}")
     if "learning_rate" in latest:
         parts.append(f"rate {latest['learning_rate']:.3g}")
-    return parts
+    return [*parts, ", ".join(waits)] if (waits := shares_so_far(latest)) else parts
 
 
 def sparkline(values: Sequence[float]) -> str:

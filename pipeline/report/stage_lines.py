@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.journal.active_runs import use
 from pipeline.report.tables import plural, text_table
+from pipeline.training.step_clock import shares_so_far, told_shares
 from pipeline.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -115,7 +116,9 @@ def trained_lines(census: Mapping[str, Any]) -> list[str]:
     lines = [f"{plural(census['epochs'], 'epoch')}, {plural(census['steps'], 'step')}"]
     if last:
         losses = ", ".join(f"{name} {_figure(value)}" for name, value in last["loss"].items())
-        pace = f"{last['items_per_s']:,.3g} items/s, waited for data {last['wait_share']:.1%}"
+        known = bool(last.get("seconds"))  # before there were phases, one alone was
+        waits = told_shares(last["seconds"]) if known else [f"waited for data {last['wait_share']:.1%}"]
+        pace = ", ".join([f"{last['items_per_s']:,.3g} items/s", *waits])
         lines.append(f"last epoch: {losses}; {pace}")
         memory = [format_bytes(last[name]) for name in ("allocated_bytes", "reserved_bytes", "peak_bytes")]
         lines.append(f"memory: {memory[0]} allocated, {memory[1]} reserved, {memory[2]} at the peak")
@@ -281,7 +284,8 @@ def script_figures(figures: Mapping[str, Mapping[str, float]]) -> list[str]:
 
 
 def counted_so_far(figures: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """Return how much a running validation has found, and how many items a reader has yielded."""
+    """Return what a running validation has found, what a reader has yielded, what an epoch took beside its model."""
     findings, read = (sum(int(process.get(name, 0)) for process in figures.values()) for name in (FINDINGS, ITEMS_READ))
     lines = [f"{plural(findings, 'thing')} wrong so far"] if findings else []
-    return [*lines, f"{plural(read, 'item')} read so far"] if read else lines
+    lines += [f"{plural(read, 'item')} read so far"] if read else []
+    return lines + [waits for process in figures.values() for waits in shares_so_far(process)]

@@ -37,6 +37,7 @@ TOLD = {
     VALIDATE: "validation",
 }
 TOLD_FROM = 0.05  # of an epoch
+FIGURE = "phase."  # how the figures of a process begin that tell the seconds of its last epoch
 _OF_STEP = {  # what `training.step.step.StepWatch` is told → a phase
     "inputs": COPY,
     "forward": FORWARD,
@@ -93,7 +94,7 @@ class StepClock:
     def restart(self, seconds: Mapping[str, float] | None = None) -> dict[str, float]:
         """Begin anew, after some seconds of an epoch that an earlier process made; return those until now."""
         so_far = self.seconds()
-        self._ns = {name: round(spent * 1e9) for name, spent in (seconds or {}).items()}
+        self._ns = dict.fromkeys(self._ns, 0) | {name: round(spent * 1e9) for name, spent in (seconds or {}).items()}
         return so_far
 
     def phase(self, name: str) -> None:
@@ -142,3 +143,8 @@ def told_shares(seconds: Mapping[str, float]) -> list[str]:
     whole = sum(seconds.values())
     others = sorted((-spent, name) for name, spent in seconds.items() if name not in MODEL_PHASES)
     return [f"{-spent / whole:.0%} {TOLD.get(name, name)}" for spent, name in others if -spent > TOLD_FROM * whole]
+
+
+def shares_so_far(figures: Mapping[str, float]) -> list[str]:
+    """Say the same of the last epoch of a process that goes on, by its figures."""
+    return told_shares({name.removeprefix(FIGURE): s for name, s in figures.items() if name.startswith(FIGURE)})

@@ -14,7 +14,7 @@ VARIABLE = (
     (re.compile(r"peak \d+ MiB"), "peak M"),
     (re.compile(r"[\d.]+ MiB (allocated|reserved|at the peak|used)"), "M"),
     (re.compile(r"\b[\d.,]+ (B|kB|MB|GB|KiB|MiB|GiB)\b"), "M"),
-    (re.compile(r"[\d.,]+ items/s, waited for data [\d.]+%"), "N items/s, waited"),
+    (re.compile(r"[\d.,]+ items/s(, \d+% [a-z ]+)*"), "N items/s"),
     # the last digits are the processor's
     (re.compile(r"(interface|contacts|loss|_auroc|_auprc|_l5|accuracy|rmse)( +)[\d.e-]+"), r"\1 F"),
     (re.compile(r"is \d of 3:"), "is E of 3:"),

@@ -12,10 +12,14 @@ from rich.console import Console
 from pipeline.command_line import Command
 from pipeline.errors import JobFailed
 from pipeline.journal.run_status import RunState, RunStatus
+from pipeline.report.html.run_plots import pace_plots
 from pipeline.report.plan_tables import plan_table
 from pipeline.report.run_tables import efficiency_report
+from pipeline.report.screen import Screen, _training
+from pipeline.report.stage_lines import counted_so_far, trained_lines
 from pipeline.runs.workflow.stage import Judged
 from pipeline.runs.workflow.table import STAGES, StageTrouble, refuse_or_warn
+from tests.report.runs_told import _epoch
 
 COUNTS = dict.fromkeys(("items", "refused", "unusable", "cached", "missing", "waiting"), 0)
 
@@ -54,3 +58,28 @@ def test_what_is_not_done_is_named_for_what_it_is(stage: str, said: str) -> None
     trouble = StageTrouble([], 0, Command.submit(stage), Command.submit(stage))
     with pytest.raises(JobFailed, match=said):
         refuse_or_warn(STAGES[stage], project, folder, Judged(items=1, undone=11, first_undone="it"), trouble)
+
+
+SECONDS = {"forward": 6.0, "backward": 2.2, "read": 1.2, "checkpoint": 0.6}
+WAITS = "12% waits for reading, 6% checkpoint"
+
+
+def test_what_a_training_did_beside_its_models_work_is_told_while_it_runs_and_when_it_has_ended() -> None:
+    figures = {f"phase.{name}": spent for name, spent in SECONDS.items()}
+    assert ", ".join(counted_so_far({"a process": figures, "another": {"step": 1.0}})) == WAITS
+    stage: Any = SimpleNamespace(name="train", figures={"a process": figures}, cached=0, items_done=3, items=9)
+    assert _training(stage, (), Screen(200, 40, 0.0)) == ["epoch 1, step 3 of 9", WAITS]
+    last = {"loss": {"a": 0.5}, "items_per_s": 2.0, "wait_share": 0.25}
+    last |= dict.fromkeys(("allocated_bytes", "reserved_bytes", "peak_bytes"), 0)
+    census = {"best": None, "monitor": "loss", "epochs": 1, "steps": 9, "ooms": 0, "cropped": 0, "folder": "models/a"}
+    assert trained_lines({**census, "last": {**last, "seconds": SECONDS}})[1].endswith(f"2 items/s, {WAITS}")
+    assert trained_lines({**census, "last": last})[1].endswith("2 items/s, waited for data 25.0%")  # an older run
+
+
+def test_the_page_draws_each_phase_that_took_a_hundredth_of_an_epoch_beside_the_models_work() -> None:
+    time, training = SimpleNamespace(paces={}), SimpleNamespace(epochs=[_epoch(1), _epoch(2)])
+    facts: Any = SimpleNamespace(time=time, training=training)
+    drawn = pace_plots(facts)[-1]
+    assert "beside the model" in drawn
+    shown = [name in drawn for name in ("collates", "waits for reading", "copies", "forward")]
+    assert shown == [True, True, False, False]

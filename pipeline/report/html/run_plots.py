@@ -25,13 +25,15 @@ from pipeline.report.html.plots import (
     x_ticks,
 )
 from pipeline.report.stage_lines import UNIT
+from pipeline.training.step_clock import MODEL_PHASES, READ, TOLD
 from pipeline.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from pipeline.report.facts import StageUse
     from pipeline.report.html.run_facts import PageFacts, StageFacts, TimeFacts, TrainingFacts
+    from pipeline.training.loop.metrics_log import Epoch
 
 FEWEST = 3  # points of a plot
 WIDE, NARROW = 920, 380
@@ -111,7 +113,7 @@ def _busy(counts: Sequence[tuple[float, int]], x: Axis, ends: tuple[float, float
 
 
 def pace_plots(facts: PageFacts) -> list[Markup]:
-    """Return plots of each stage's speed over time, and of how long a training waited for data."""
+    """Return plots of each stage's speed over time, and of what a training did beside its model's work."""
     plots = []
     for name, points in facts.time.paces.items():
         if len(points) >= FEWEST:
@@ -123,12 +125,22 @@ def pace_plots(facts: PageFacts) -> list[Markup]:
         return plots
     x = whole_axis(epochs[0].epoch, epochs[-1].epoch, "epoch")
     pace = [(epoch.epoch, epoch.items_per_s) for epoch in epochs]
-    waits = [(epoch.epoch, 100 * epoch.wait_share) for epoch in epochs]
     hints = [f"epoch {epoch.epoch}: {figure(epoch.items_per_s)} items/s" for epoch in epochs]
     y = number_axis(0, max(value for _, value in pace) or 1, "items/s")
-    idle = number_axis(0, max(5.0, *(value for _, value in waits)), "% of the time")
     plots.append(plot("train: items a second", x, y, [Line("", pace, 0, "", hints)]))
-    return [*plots, plot("train: waited for data", x, idle, [Line("", waits, 3)])]
+    waits = [Line(TOLD.get(name, name), points, colour) for colour, (name, points) in enumerate(_shares(epochs))]
+    idle = number_axis(0, max([5.0, *(value for line in waits for _, value in line.points)]), "% of an epoch")
+    return [*plots, plot("train: beside the model's work", x, idle, waits)]
+
+
+def _shares(epochs: Sequence[Epoch]) -> Iterator[tuple[str, list[tuple[float, float]]]]:
+    """Yield each phase that is not the model's work with its percentage of every epoch, if at least 1% of one."""
+    wholes = [sum(epoch.seconds.values()) or epoch.wall_s or 1.0 for epoch in epochs]
+    spent = [epoch.seconds or {READ: epoch.wait_share * epoch.wall_s} for epoch in epochs]
+    for name in sorted({name for seconds in spent for name in seconds} - set(MODEL_PHASES)):
+        parts = [100 * seconds.get(name, 0.0) / whole for seconds, whole in zip(spent, wholes, strict=True)]
+        if max(parts) >= 1:
+            yield name, [(epoch.epoch, part) for epoch, part in zip(epochs, parts, strict=True)]
 
 
 # Memory, predicted and measured

@@ -19,7 +19,7 @@ from pipeline.training.forensics import step_bundle
 from pipeline.training.forensics.step_bundle import Bundle, BundleCut, BundleKind, CrashNote, PieceInFlight
 from pipeline.training.loop.metrics_log import VALIDATION, Epoch, MetricRange, MetricsLog, open_trackers
 from pipeline.training.random_state import rng_state
-from pipeline.training.step_clock import OBSERVE, READ
+from pipeline.training.step_clock import FIGURE, OBSERVE, READ
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -238,6 +238,7 @@ class TrainingObserver:
         self._ooms_before += tally.ooms
         self._ooms = max(self._ooms, self._ooms_before)  # of all ranks
         self.tell.report.figures |= {"epoch": float(epoch.epoch), "ooms": float(self._ooms)}
+        self.tell.report.figures |= {f"{FIGURE}{name}": spent_s for name, spent_s in tally.seconds.items()}
         if self.device != CPU:
             self.tell.report.figures["device_peak_bytes"] = float(peak)
 

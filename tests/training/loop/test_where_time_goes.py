@@ -74,7 +74,7 @@ def test_nothing_within_a_whole_phase_counts_by_itself() -> None:
         assert clock.seconds() == {OTHER: 0.0, "validate": 3.0}
     hand.moves(4)
     assert clock.restart({READ: 5.0}) == {OTHER: 4.0, "validate": 3.0}
-    assert clock.seconds() == {READ: 5.0, OTHER: 0.0}
+    assert clock.seconds() == {OTHER: 0.0, "validate": 0.0, READ: 5.0}
 
 
 def test_waiting_for_what_an_iterator_gives_is_a_phase_and_nothing_of_it_is_kept() -> None:
