@@ -8,6 +8,7 @@ the copies, also where a collate has made views of it that nobody can follow.
 from __future__ import annotations
 
 import copy
+import threading
 from dataclasses import fields, is_dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -80,7 +81,8 @@ class CopiesUnderWay:
     def __init__(self) -> None:
         self.is_lent = False  # somebody holds the memory, and may copy it
         self._events: dict[tuple[int, int], Any] = {}
-        _known.add(self)
+        with _adding:
+            _known.add(self)
 
     def note(self, stream: tuple[int, int], event: Any) -> None:
         """Take an event after a copy, in place of an earlier one of that stream."""
@@ -93,11 +95,13 @@ class CopiesUnderWay:
 
 
 _known: WeakSet[CopiesUnderWay] = WeakSet()
+_adding = threading.Lock()  # readers make memory while another thread goes through all
 
 
 def _note_copies(card: Card) -> None:
     """Record an event after all copies of the current stream, for all memory that is lent."""
-    lent = [copies for copies in _known if copies.is_lent]
+    with _adding:
+        lent = [copies for copies in _known if copies.is_lent]
     if lent:
         stream, event = card.current_stream(), card.event()
         for copies in lent:
