@@ -186,7 +186,8 @@ class EmbedSection(Section):
         default="chain", description="What is encoded as one: each chain, or the joined chains of a partner."
     )
     precision: Literal["auto", "fp32", "fp16", "bf16"] = Field(
-        default="auto", description="What is computed in; auto: fp16 on a GPU, fp32 on a CPU."
+        default="auto",
+        description="What is computed in; auto: fp16 on a GPU, fp32 on a CPU. On a CPU bf16 means the products.",
     )
     storage: Literal["auto", "fp32", "fp16", "bf16"] = Field(
         default="auto", description="What embeddings are kept in; auto: as they were computed."

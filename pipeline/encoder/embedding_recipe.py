@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pipeline.records import Inventory, Partner
 
 ENCODER_VERSION = 1  # raise it when the encoder's results change
+BF16_PRODUCTS = "bf16-products"  # matrix products in bf16, all else in fp32: what bf16 is on a CPU
 STORED = {"float32": "fp32", "float16": "fp16", "uint16": "bf16"}  # numpy's type of rows → their precision
 
 

@@ -13,6 +13,7 @@ from pipeline.cluster.local import LocalExecutor
 from pipeline.cluster.machine import Machine
 from pipeline.device.kinds import CARD, CPU
 from pipeline.encoder.checkpoints.weights import CheckpointFacts, find_checkpoint, identify
+from pipeline.encoder.embedding_recipe import BF16_PRODUCTS
 from pipeline.encoder.embedding_recipe import EmbeddingRecipe as EmbeddingRecipe
 from pipeline.encoder.engine.token_batches import EngineSettings
 from pipeline.errors import ConfigError
@@ -138,9 +139,12 @@ def graph_recipe(config: Config) -> GraphRecipe:
 def embedding_recipe(config: Config, weights: CheckpointFacts) -> EmbeddingRecipe:
     """Return the recipe by which sequences become embeddings, with every `auto` resolved."""
     chosen = config.embed
-    precision = chosen.precision
+    precision: str = chosen.precision
     if precision == "auto":
         precision = "fp16" if device_of(config) != CPU else "fp32"
+    storage = precision if chosen.storage == "auto" else chosen.storage
+    if precision == "bf16" and device_of(config) == CPU:
+        precision = BF16_PRODUCTS
     layer = weights.layers if chosen.layer == "auto" else int(chosen.layer)
     if layer > weights.layers:
         what = f"embed.layer is {layer}, but these weights have {weights.layers} layers"
@@ -150,7 +154,7 @@ def embedding_recipe(config: Config, weights: CheckpointFacts) -> EmbeddingRecip
         layer=layer,
         context=chosen.context,
         precision=precision,
-        storage=precision if chosen.storage == "auto" else chosen.storage,
+        storage=storage,
         long=chosen.long.policy,
         length=chosen.long.length,
         overlap=chosen.long.overlap,

@@ -17,14 +17,14 @@ import xxhash
 
 from pipeline.command_line import Command
 from pipeline.encoder.checkpoints.weights import identify
-from pipeline.encoder.embedding_recipe import ENCODER_VERSION, Variant
+from pipeline.encoder.embedding_recipe import BF16_PRODUCTS, ENCODER_VERSION, Variant
 from pipeline.errors import SUBMIT_AGAIN, CacheDamaged, JobFailed, RecordMissing
 from pipeline.keys import recipe_key
 from pipeline.store.store import WholeRecords
 from pipeline.waiting import signals_held
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Sequence
+    from collections.abc import Callable, Generator, Mapping, Sequence
     from pathlib import Path
     from typing import Any
 
@@ -49,6 +49,7 @@ PUBLISH_EVERY_S = 60.0
 LOOKED_UP_AT_ONCE = 4096
 # Budgets are remembered on this scale of tokens, so that one that was learned can be looked up. Smaller ones are not:
 # they would slow down every later run for what may have been a passing shortage.
+_IN_FULL = Command.submit("embed").with_settings(("embed.precision", "fp32"))
 STEPS = sorted({*(1 << power for power in range(9, 21)), *(3 << power for power in range(8, 19))})
 
 
@@ -204,28 +205,34 @@ class _Builder:
         """Return the precision that comes close enough to the reference, and its lowest cosine."""
         recipe, device = self._recipe, self._settings.device
         try:
-            return recipe.precision, self._pass(device, recipe.precision)
+            return recipe.precision, self._pass(device, recipe.precision)["lowest"]
         except JobFailed as error:
             if recipe.precision == "fp32" or not recipe.half_fallback:
                 raise
             log.warning("%s; fp32 takes its place", error.what)
-            return "fp32", self._pass(device, "fp32")
+            return "fp32", self._pass(device, "fp32")["lowest"]
 
     def __call__(self, checkpoint: EsmCheckpoint, *, layer: int, precision: str, device: TorchDevice) -> EsmEncoder:
         """Return an encoder that passed the gate, if the checkpoint still has the weights that the keys name."""
-        from pipeline.encoder.forward.esm2 import EsmEncoder
+        from pipeline.encoder.forward.esm2 import EsmEncoder, Strain
 
-        self._pass(device.type, precision)
+        passed = self._pass(device.type, precision)
         encoder = EsmEncoder(checkpoint, layer=layer, precision=precision, device=device)
+        if precision == BF16_PRODUCTS:
+            encoder.sampled = Strain(passed["scores"], passed["growth"])
         if identify(checkpoint.path, self._shelves.weights).digest != self._recipe.weights:
             what = "the checkpoint was changed after this run began; nothing more was published"
             raise JobFailed(what, where=str(checkpoint.path), remedy=SUBMIT_AGAIN)
         return encoder
 
-    def _pass(self, device: str, precision: str) -> float:
-        """Return the encoder's lowest cosine with the reference; raise where it is too low."""
+    def _pass(self, device: str, precision: str) -> Mapping[str, Any]:
+        """Return how close the encoder comes to the reference; raise where that is not close enough."""
         from pipeline.encoder.engine.memory_ladder import device_name
-        from pipeline.encoder.forward import parity
+        from pipeline.encoder.forward import linear, parity
+
+        if precision == BF16_PRODUCTS and not linear.bf16_products_here():
+            what = "this processor has neither AVX512-BF16 nor AMX, which embed.precision: bf16 needs on a CPU"
+            raise JobFailed(what, where="embed.precision", remedy=_IN_FULL)
 
         recipe, store = self._recipe, self._shelves.parity
         made_from = {
@@ -237,20 +244,19 @@ class _Builder:
         }
         key = recipe_key("parity", made_from)
         try:
-            lowest: float = store.get(key).meta["lowest"]  # only what passed is remembered: a fault may be of one card
+            return store.get(key).meta  # only what passed is remembered: a fault may be of one card
         except (RecordMissing, CacheDamaged):
             verdict = parity.check_parity(self._checkpoint, precision, recipe.layer, device)
             self._refuse(verdict, precision)
-            lowest = verdict.lowest
             with store.writer() as writer:
                 writer.put(key, {}, {**made_from, **asdict(verdict)})
-        return lowest
+            return asdict(verdict)
 
     def _refuse(self, verdict: ParityVerdict, precision: str) -> None:
         """Raise where an encoder is not close enough."""
         if verdict.passed:
             return
-        remedy = Command.submit("embed").with_settings(("embed.precision", "fp32"))
+        remedy = _IN_FULL
         if precision == "fp32":
             remedy = Command.of("weights check", then="   (and report this: the encoder is wrong for these weights)")
         what = (

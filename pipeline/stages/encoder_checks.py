@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pipeline.encoder.checkpoints.weights import CheckpointFacts
-from pipeline.encoder.embedding_recipe import ENCODER_VERSION, STORED, BadSequence, tokenize
+from pipeline.encoder.embedding_recipe import BF16_PRODUCTS, ENCODER_VERSION, STORED, BadSequence, tokenize
 from pipeline.keys import recipe_key, tagged_key
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     Plain = Mapping[str, Any]  # a recipe, as JSON
 
 PRECISIONS = ("fp32", "fp16", "bf16")
+COMPUTED_IN = (*PRECISIONS, BF16_PRODUCTS)
 CONTEXTS = ("chain", "partner")
 CUTS = ("windows", "truncate")
 HEX = re.compile(r"[0-9a-f]{32}")
@@ -78,7 +79,7 @@ def wrong_parity(record: Record) -> Iterator[str]:
     yield from _wrong_key("parity", record, MADE_FROM)
     if not -1 <= meta["threshold"] <= 1 or not meta["threshold"] <= meta["lowest"] <= 1 + 1e-6:
         yield f"lowest is {meta['lowest']!r}, and {meta['threshold']!r} is needed to pass"
-    if meta["sequences"] < 1 or meta["precision"] not in PRECISIONS:
+    if meta["sequences"] < 1 or meta["precision"] not in COMPUTED_IN:
         yield f"{meta['sequences']!r} sequences in {meta['precision']!r}"
 
 
@@ -99,7 +100,7 @@ def _wrong_key(kind: str, record: Record, made_from: tuple[str, ...]) -> Iterato
 
 def _wrong_choices(meta: Plain) -> Iterator[str]:
     """Yield which fields of an embedding's recipe have impossible values."""
-    for name, allowed in (("precision", PRECISIONS), ("context", CONTEXTS)):
+    for name, allowed in (("precision", COMPUTED_IN), ("context", CONTEXTS)):
         if meta[name] not in allowed:
             yield f"{name} is {meta[name]!r}"
     if not HEX.fullmatch(str(meta["weights"])):

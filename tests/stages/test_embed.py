@@ -16,10 +16,11 @@ from safetensors import safe_open
 
 from pipeline.encoder.checkpoints.esm_checkpoint import digest_weights, load_esm_checkpoint
 from pipeline.encoder.checkpoints.synth import write_random_checkpoint
-from pipeline.encoder.embedding_recipe import EmbeddingRecipe, Variant
+from pipeline.encoder.embedding_recipe import BF16_PRODUCTS, EmbeddingRecipe, Variant
 from pipeline.encoder.engine.embed_engine import Engine
 from pipeline.encoder.engine.token_batches import EngineSettings
-from pipeline.encoder.forward import parity
+from pipeline.encoder.forward import linear, parity
+from pipeline.encoder.forward.linear import bf16_products_here
 from pipeline.encoder.forward.parity import ParityVerdict, Reference
 from pipeline.errors import CacheFull, JobFailed, PlanInfeasible
 from pipeline.records import Reason, TaskContext
@@ -195,6 +196,38 @@ def test_half_precision_that_misses_the_reference_publishes_nothing_where_no_oth
     assert shelves.embeddings.stat().records == 0
     assert run(path, replace(strict, half_fallback=True), shelves) == [None] * len(TEXTS)
     assert set(looked_up(replace(strict, half_fallback=True), shelves)) == {Variant("fp32")}
+
+
+@pytest.mark.skipif(not bf16_products_here(), reason="this processor has neither AVX512-BF16 nor AMX")
+def test_bf16_products_are_kept_under_their_own_key(
+    weights: Path, recipe: EmbeddingRecipe, shelves: EmbedShelves
+) -> None:
+    products = replace(recipe, precision=BF16_PRODUCTS)
+    for _ in range(2):  # the second run finds the verdict, and the strain of the sample, in the store
+        assert run(weights, products, shelves) == [None] * len(TEXTS)
+    assert set(looked_up(products, shelves)) == {Variant(BF16_PRODUCTS)}
+    assert set(looked_up(replace(recipe, precision="bf16", half_fallback=False), shelves)) == {None}
+
+
+@pytest.mark.skipif(not bf16_products_here(), reason="this processor has neither AVX512-BF16 nor AMX")
+def test_weights_with_large_activations_are_embedded_in_fp32(tmp_path: Path, shelves: EmbedShelves) -> None:
+    path = tmp_path / "esm2_large.pt"
+    write_random_checkpoint(path, layers=6, dim=64, heads=4, stress=6.0)
+    products = EmbeddingRecipe(digest_weights(load_esm_checkpoint(path)), 6, "chain", BF16_PRODUCTS, "fp32")
+    assert run(path, products, shelves) == [None] * len(TEXTS)
+    assert set(looked_up(products, shelves)) == {Variant("fp32")}
+
+
+def test_a_processor_without_bf16_products_computes_in_fp32_or_says_what_to_do(
+    weights: Path, recipe: EmbeddingRecipe, shelves: EmbedShelves, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear, "bf16_products_here", lambda: False)
+    products = replace(recipe, precision=BF16_PRODUCTS)
+    with pytest.raises(JobFailed, match="neither AVX512-BF16 nor AMX") as refusal:
+        run(weights, replace(products, half_fallback=False), shelves)
+    assert "embed.precision=fp32" in str(refusal.value.remedy)
+    assert run(weights, products, shelves) == [None] * len(TEXTS)
+    assert set(looked_up(products, shelves)) == {Variant("fp32")}
 
 
 def test_the_verdict_is_remembered_for_the_same_machine(

@@ -117,7 +117,7 @@ class Flow:
         """Queue a sequence whose numbers are not finite for full precision, or refuse it."""
         step = full_precision(self.recipe, work.step)
         if step is None:
-            what = f"the encoder's numbers are not finite in {work.step.variant.precision} as stored"
+            what = f"the encoder's numbers are not finite in {work.step.variant.precision} as stored, or not safe in it"
             yield RefusedSequence(work.index, Reason.NOT_FINITE, what)
         else:
             self.figures.again += 1

@@ -5,6 +5,7 @@ Shapes: T tokens, H heads, C columns of a head, F = C/2 frequencies, P positions
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -18,8 +19,8 @@ from torch.nn.functional import layer_norm, scaled_dot_product_attention
 
 from pipeline.device.accelerator import is_card
 from pipeline.encoder.checkpoints.esm_checkpoint import as_dtype
-from pipeline.encoder.embedding_recipe import CLS, ENDS, EOS, PAD
-from pipeline.encoder.forward.linear import TorchLinear, choose_linear
+from pipeline.encoder.embedding_recipe import BF16_PRODUCTS, CLS, ENDS, EOS, PAD
+from pipeline.encoder.forward.linear import Bfloat16Linear, TorchLinear, choose_linear
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -53,6 +54,19 @@ def by_sequence(qkv_T3HC: torch.Tensor, bounds: SequenceBounds, room_THC: torch.
         context_1HLC = scaled_dot_product_attention(q_1HLC, k_1HLC, v_1HLC)
         room_THC[first:last] = context_1HLC[0].transpose(0, 1)
     room_THC[bounds.starts[-1] :] = 0  # rows that only fill a tile: nobody reads them, but they are computed on
+    return room_THC
+
+
+def by_sequence_watched(
+    highest: list[float], qkv_T3HC: torch.Tensor, bounds: SequenceBounds, room_THC: torch.Tensor
+) -> torch.Tensor:
+    """Do the same, and keep how far each sequence's scores have been from those of even attention."""
+    for number, (first, last) in enumerate(bounds.spans()):
+        q_1HLC, k_1HLC, v_1HLC = qkv_T3HC[first:last].permute(1, 2, 0, 3).unsqueeze(1).unbind()
+        context_1HLC, sums_1HL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q_1HLC, k_1HLC, v_1HLC)  # noqa: SLF001
+        room_THC[first:last] = context_1HLC[0].transpose(0, 1)
+        highest[number] = max(highest[number], float((sums_1HL - math.log(last - first)).abs().max()))
+    room_THC[bounds.starts[-1] :] = 0
     return room_THC
 
 
@@ -114,8 +128,8 @@ class Rotary:
 
 def turn(qk_THC: torch.Tensor, turn_T1F: torch.Tensor, out_THC: torch.Tensor) -> None:
     """Rotate queries and keys by their positions; the two columns of a rotation are neighbours."""
-    if qk_THC.dtype == torch.float32:
-        torch.mul(_complex(qk_THC), turn_T1F, out=_complex(out_THC))
+    if out_THC.dtype == torch.float32:
+        torch.mul(_complex(qk_THC.float()), turn_T1F, out=_complex(out_THC))
         return
     turned_THC = qk_THC.float()
     _complex(turned_THC).mul_(turn_T1F)
@@ -132,6 +146,22 @@ def pairs_together(weight: torch.Tensor, heads: int) -> torch.Tensor:
     Scores do not change when queries and keys are reordered alike.
     """
     return weight.view(heads, 2, -1, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Strain:
+    """How hard sequences are on bf16: it fails where attention is sharp, and where large rows cancel each other."""
+
+    scores: float  # the farthest that the logarithm of a query's summed scores is from even attention's
+    growth: float  # the largest norm that a token's row had on its way, over its last one
+
+    def within(self, sampled: Strain) -> bool:
+        """Say whether a sequence is like a sample whose errors are a fourth of what is allowed.
+
+        Scores larger by half made errors 20 to 60 times as large, so they may grow by a quarter; errors of rows add up
+        as squares, so growth may double; scores of 1 are rounded by less than a hundredth.
+        """
+        return self.scores <= 1.25 * sampled.scores + 1 and self.growth <= 2 * sampled.growth
 
 
 TILE = 1024  # rows: weights are read from the outer cache once a tile; 128 was 5% slower, more than 1024 no faster
@@ -188,15 +218,18 @@ class EsmEncoder:
         self.dim = architecture.dim
         self._heads = architecture.heads
         self._device = device
-        self._dtype = as_dtype(precision)
+        self._mixed = mixed = precision == BF16_PRODUCTS
+        self._dtype = torch.float32 if mixed else as_dtype(precision)
         self._tile, self.fill = 0, 1
+        self.sampled: Strain | None = None  # what the gate saw; sequences beyond it come out as NaN
+        self.strains: list[Strain] = []  # of the sequences of the last call, where products are in bf16
         with torch.inference_mode():
             take = _ParameterReader(checkpoint.tensors, architecture.heads, device, self._dtype)
             self._table_VD = take.table(token_dropout=architecture.token_dropout)
             kind: type[TorchLinear] = TorchLinear
             if not is_card(device) and layer:
                 sample = _ParameterReader(checkpoint.tensors, architecture.heads, device, self._dtype)
-                kind, self.fill = choose_linear(sample.pairs(0), TILE, FILL)
+                kind, self.fill = choose_linear(sample.pairs(0), TILE, FILL, Bfloat16Linear if mixed else None)
                 self._tile = TILE
             self._layers = [take.layer(number, kind) for number in range(layer)]
             self._last = take.norm("emb_layer_norm_after") if layer == architecture.layers else None
@@ -217,15 +250,36 @@ class EsmEncoder:
         # One room for all layers: fresh memory for each cost 2% of the time in page faults.
         shape = len(turn_T1F), self._heads, self.dim // self._heads
         room_THC = tiles_MD[0].new_empty(shape if self._attend is by_sequence else 0)
-        room_T3HC = tiles_MD[0].new_empty(shape[0], 3, *shape[1:]) if len(tiles_MD) > 1 else None
+        alone = len(tiles_MD) == 1 and not self._mixed
+        room_T3HC = None if alone else tiles_MD[0].new_empty(shape[0], 3, *shape[1:])
+        highest = [0.0] * len(tokens)
+        attend = partial(by_sequence_watched, highest) if self._mixed else self._attend
+        norms = [_norms(tiles_MD)] if self._mixed else []
         for layer in self._layers:
             qkv_T3HC = self._project(layer, tiles_MD, packing, turn_T1F, room_T3HC)
-            context_TD = self._attend(qkv_T3HC, packing.bounds, room_THC).flatten(1)
+            context_TD = attend(qkv_T3HC, packing.bounds, room_THC).flatten(1)
             del qkv_T3HC
             for number, tile in enumerate(packing.tiles):
                 tiles_MD[number] = layer.finish(tiles_MD[number], context_TD[tile])
+            if self._mixed:
+                norms.append(_norms(tiles_MD))
         del room_THC, room_T3HC
-        return self._residues(tiles_MD, packing.row_R)
+        rows_RD = self._residues(tiles_MD, packing.row_R)
+        if self._mixed:
+            self._refuse_strained(rows_RD, packing.bounds, highest, norms)
+        return rows_RD
+
+    def _refuse_strained(
+        self, rows_RD: torch.Tensor, bounds: SequenceBounds, highest: list[float], norms_T: list[torch.Tensor]
+    ) -> None:
+        """Note how hard each sequence was, and spoil the rows of those that are unlike what the gate saw."""
+        growth_T = torch.stack(norms_T).amax(0) / norms_T[-1]
+        spans = list(bounds.spans())
+        growths = [float(growth_T[slice(*span)].max()) for span in spans]
+        self.strains = [Strain(*pair) for pair in zip(highest, growths, strict=True)]
+        for number, ((first, last), strain) in enumerate(zip(spans, self.strains, strict=True)):
+            if self.sampled is not None and not strain.within(self.sampled):
+                rows_RD[first - ENDS * number : last - ENDS * (number + 1)] = math.nan
 
     def _project(
         self,
@@ -272,6 +326,10 @@ class EsmEncoder:
 
     def _send(self, numbers: NDArray[np.int64] | NDArray[np.int32]) -> torch.Tensor:
         return torch.from_numpy(numbers).to(self._device)
+
+
+def _norms(tiles_MD: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([torch.linalg.vector_norm(x_MD, dim=1) for x_MD in tiles_MD])
 
 
 class _ParameterReader:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xxhash
 
-from pipeline.encoder.embedding_recipe import BadSequence, texts, tokenize
+from pipeline.encoder.embedding_recipe import BF16_PRODUCTS, BadSequence, texts, tokenize
 from pipeline.encoder.engine.token_batches import deal_shards, recipe_costs
 from pipeline.journal.attempts import left_out_items, refused_parts
 from pipeline.journal.ledger import write_rejections
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from pipeline.runs.workflow.stage import Outcomes
     from pipeline.stages.embed import EmbeddingVerifier
 
-BYTES_OF = {"fp32": 4, "fp16": 2, "bf16": 2}
+BYTES_OF = {"fp32": 4, "fp16": 2, "bf16": 2, BF16_PRODUCTS: 2}
 RECORD_BYTES = 512  # what a record takes besides its rows
 WORTHWHILE_S = 20  # from when on another task pays
 RATE_OF_CORE, RATE_OF_GPU = 2e10, 2.5e13  # multiply-adds a second; cautious, and only for cutting work into tasks
