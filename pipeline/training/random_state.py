@@ -39,6 +39,14 @@ def rng_state(device: torch.device | str = "cpu") -> dict[str, Tensor]:
     return state
 
 
+def drawn_so_far(device: torch.device | str) -> tuple[Any, ...]:
+    """Return what changes when a random number is drawn, to be compared: much sooner had than all states."""
+    _, keys, *more = np.random.get_state()  # noqa: NPY002 - what users' code draws from
+    own_state = computing(device).rng_state()
+    card = b"" if own_state is None else own_state.numpy().tobytes()
+    return random.getstate(), np.asarray(keys).tobytes(), *more, torch.get_rng_state().numpy().tobytes(), card
+
+
 def set_rng_state(state: Mapping[str, Tensor], device: torch.device | str = "cpu") -> None:
     """Restore the states; a generator whose state was not saved stays as it is."""
     torch.set_rng_state(state["rng.torch"])

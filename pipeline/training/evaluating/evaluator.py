@@ -27,6 +27,7 @@ from pipeline.device.out_of_memory import free_caches, out_of_memory_error
 from pipeline.errors import PlanInfeasible
 from pipeline.memory.runtime.recovery import forget_failed_backward
 from pipeline.records import Reason, Rejection
+from pipeline.training.evaluating.one_forward import computed_once
 from pipeline.training.evaluating.outputs import PART_BYTES, GatheredOutputs, OutputWriter
 from pipeline.training.step.checkpointing import twin
 from pipeline.training.step.contrastive import embedded
@@ -213,28 +214,24 @@ class Evaluator:
         batch = piece.collated(self.step)
         batch = batch if on_host else self.step.moved(batch)
         model = twin(self.step.model).eval() if on_host else self.step.model
-        is_of_piece = self.with_loss and not self._contrasts
-        terms = self._terms_of(model, batch, on_host=on_host) if is_of_piece else {}
+        terms: dict[str, Any] = {}
         outputs: dict[str, Any] = {}
-        with self.step.evaluating(), nullcontext() if on_host else self.step.cast():
+        once = nullcontext() if self.step.is_spread else computed_once(model, HOST if on_host else self.step.device)
+        with self.step.evaluating(), once, nullcontext() if on_host else self.step.cast():
+            if self.with_loss and not self._contrasts:
+                terms = dict(task.loss(model, batch) if on_host else self.step.terms_of(batch))
             if self._says:
                 outputs = dict(task.outputs(model, batch))  # type: ignore[attr-defined]
             if self._contrasts:
                 vectors = embedded(cast("Contrastive", task), model, batch)
                 outputs |= {EMBEDDED + _escaped(name): rows for name, rows in vectors.items()}
-        return outputs, terms
+        return outputs, {name: (float(total), float(weight)) for name, (total, weight) in terms.items()}
 
     def _keep(self, piece: Piece, outputs: dict[str, Any], terms: Mapping[str, tuple[float, float]]) -> None:
         """Add what a piece gave to the results."""
         if self._writer is not None:
             self._write(piece, outputs, terms)
         _add_terms(self._terms, terms)
-
-    def _terms_of(self, model: torch.nn.Module, batch: Batch, *, on_host: bool) -> dict[str, tuple[float, float]]:
-        """Return the sum and weight of each term of the loss."""
-        with torch.no_grad():
-            terms = self.step.task.loss(model, batch) if on_host else self.step.evaluate(batch)
-        return {name: (float(total), float(weight)) for name, (total, weight) in terms.items()}
 
     def _write(self, piece: Piece, outputs: dict[str, Any], terms: Mapping[str, tuple[float, float]]) -> None:
         """Write the outputs of a piece, and its loss terms beside its first item."""

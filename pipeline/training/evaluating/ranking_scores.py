@@ -26,19 +26,36 @@ class Ranking:
     """Counts of positives and negatives in bins ordered by score."""
 
     def __init__(self) -> None:
-        self.yes_K: Counts = np.zeros(BINS, np.int64)
-        self.no_K: Counts = np.zeros(BINS, np.int64)
         self.not_numbers = 0
+        self._counts_2K: Counts = np.zeros((2, BINS), np.int64)
+        self._pending: list[NDArray[np.int64]] = []  # a few scores are counted with others: every count passes all bins
+        self._pending_scores = 0
+
+    @property
+    def yes_K(self) -> Counts:
+        return self._counted()[1]
+
+    @property
+    def no_K(self) -> Counts:
+        return self._counted()[0]
 
     def add(self, scores: Array, labels: Array) -> None:
         """Count some scores with their labels."""
         scores_S, is_yes_S = np.ravel(scores), np.ravel(labels).astype(np.bool_)
         if len(scores_S) != len(is_yes_S):
             raise ValueError(f"{len(scores_S)} scores, {len(is_yes_S)} labels")
-        bins_S = bins(scores_S)
         self.not_numbers += int(np.isnan(scores_S).sum())
-        self.yes_K += np.bincount(bins_S[is_yes_S], minlength=BINS)
-        self.no_K += np.bincount(bins_S[~is_yes_S], minlength=BINS)
+        self._pending.append(bins(scores_S) + np.int64(BINS) * is_yes_S)
+        self._pending_scores += len(scores_S)
+        if self._pending_scores >= BINS:
+            self._counted()
+
+    def _counted(self) -> tuple[Counts, Counts]:
+        """Count the scores that were added since the last time; return the negatives and the positives of each bin."""
+        if self._pending:
+            self._counts_2K += np.bincount(np.concatenate(self._pending), minlength=2 * BINS).reshape(2, BINS)
+            self._pending, self._pending_scores = [], 0
+        return self._counts_2K[0], self._counts_2K[1]
 
     @property
     def _is_defined(self) -> bool:

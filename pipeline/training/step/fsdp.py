@@ -266,7 +266,7 @@ class ShardedStep(Step):
 
     def accompany(self, batch: Batch) -> None:
         """Run another rank's micro-batch with a loss of zero, so that all ranks make as many passes."""
-        terms = self._forward(self.moved(batch))
+        terms = self.terms_of(self.moved(batch))
         first, *others = (total * 0.0 for total, _ in terms.values())
         torch.autograd.backward(self.scaler.scale(sum(others, first)))
 

@@ -155,7 +155,7 @@ class Step:
         batch = self.moved(batch)
         self.watch.phase("forward")
         with self.saved():
-            terms = self._forward(batch)
+            terms = self.terms_of(batch)
             self.watch.terms({name: total for name, (total, _) in terms.items()})
             loss = self._loss(terms, weights)
         del batch
@@ -196,7 +196,7 @@ class Step:
         with self.evaluating(), computing(self.device).forked_rng():
             if on_host:
                 return self._terms(twin(self.model).eval(), self.moved(batch, on_host=True))
-            return self._forward(self.moved(batch))
+            return self.terms_of(self.moved(batch))
 
     def _loss(self, terms: Terms, weights: Mapping[str, Any] | None) -> Tensor:
         """Return the scalar for backward: each term over its weight, or over a guess that `settle` corrects."""
@@ -324,9 +324,14 @@ class Step:
         batch = self.moved(batch)
         self.watch.phase("evaluate")
         with self.evaluating():
-            terms = self._forward(batch)
+            terms = self.terms_of(batch)
         self.watch.phase("idle")
         return terms
+
+    def terms_of(self, batch: Batch) -> Terms:
+        """Return each term's sum and weight of a batch on the device, in the precision of the settings."""
+        with self.cast():
+            return checked_terms(self._terms(self.model, batch))
 
     def owned(self) -> Iterator[tuple[str, str, Tensor]]:
         """Yield (kind, owner's name, tensor) for every tensor that may live on between micro-batches."""
@@ -341,10 +346,6 @@ class Step:
             yield "buffers", name, buffer
         for place, average in enumerate(self.averages):
             yield "ema", str(place), average
-
-    def _forward(self, batch: Batch) -> Terms:
-        with self.cast():
-            return checked_terms(self._terms(self.model, batch))
 
     def _terms(self, model: nn.Module, batch: Batch) -> Terms:
         return self.task.loss(model, batch)

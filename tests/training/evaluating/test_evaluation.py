@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -356,7 +357,7 @@ def test_an_item_that_no_card_holds_is_done_by_a_copy_of_the_model_on_the_proces
 def _loader(one: ApplyJob) -> Any:
     from pipeline.training.evaluating.apply_model import _loader
 
-    return _loader(one, np.arange(len(one.table)))
+    return _loader(one, np.arange(len(one.table)), "cpu")
 
 
 def test_a_copy_on_the_host_has_the_same_parameters_and_shares_none() -> None:
@@ -445,3 +446,46 @@ def test_moving_averages_are_what_is_used_where_there_are_any(tmp_path: Path) ->
 def test_spans_say_which_numbers_there_are() -> None:
     assert spans([]) == []
     assert spans([0, 1, 2, 5, 7, 8]) == [[0, 3], [5, 6], [7, 9]]
+
+
+class Counted(nn.Linear):
+    """Counts its passes."""
+
+    passes = 0
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - as the layer names it
+        self.passes += 1
+        return super().forward(input)
+
+
+class Passing(Speaking):
+    """Its model counts its passes."""
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(1)
+        return Counted(12, 1).double()
+
+
+def test_loss_and_outputs_of_a_batch_are_of_one_pass_with_the_figures_of_two(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def applied(name: str) -> tuple[dict[str, float] | int, list[list[float]], int]:
+        step = step_of(Passing())
+        one, folder = job(tmp_path, Passing()), tmp_path / name
+        evaluation = Evaluator(step, _loader(one), SingleRank(), folder, of="x")
+        batches = sum(1 for _ in _loader(one))
+        assert list(evaluation.run()) == [None] * ITEMS
+        passes = cast("Counted", step.model).passes / batches
+        gathered = GatheredOutputs(folder, of="x")
+        return (
+            evaluation.losses() | evaluation.metrics(),
+            [value.tolist() for value in gathered["value"]],
+            passes,
+        )
+
+    *once, passes = applied("once")
+    assert passes == 1
+    monkeypatch.setattr("pipeline.training.evaluating.evaluator.computed_once", lambda *_: nullcontext())
+    *twice, passes = applied("twice")
+    assert passes == 2
+    assert once == twice

@@ -141,7 +141,7 @@ def kept(group: ProcessGroup, choice: MemoryChoice) -> dict[str, int]:
     step.accumulate(batch)
     step.release()
     with device.LimitedDevice() as limited:
-        terms = step._forward(batch)
+        terms = step.terms_of(batch)
         live = limited.live_bytes
         del terms
     return {"live": live, "weights": HALF_BYTES * sum(one.numel() for one in step.model.parameters())}
