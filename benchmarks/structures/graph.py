@@ -42,7 +42,7 @@ from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.writer import StoreWriter
 from pipeline.structures.inventory import Complex, ScanRecipe, examine_item
 from pipeline.structures.parsing.read_structure import FileReading, parse_structure
-from pipeline.structures.parsing.structure_files import File, read_file
+from pipeline.structures.parsing.structure_files import File, plain_files, read_file
 from pipeline.structures.policy import Policy, apply_policy
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -135,9 +135,8 @@ def features(ca_N3: torch.Tensor, frames_N33: torch.Tensor) -> tuple[torch.Tenso
 
 def scanned(path: Path) -> Complex:
     """Do what the scan does with a file."""
-    data = read_file(path, LIMIT)
     item = Item(path.stem, parts=(Part(Role.COMPLEX, str(path)),))
-    inventory, read = examine_item(item, {str(path): File(data, content_digest(data).hex())}, ScanRecipe())
+    inventory, read = examine_item(item, plain_files(LIMIT).of(item), ScanRecipe())
     assert read is not None, inventory
     return read
 

@@ -135,7 +135,8 @@ def apply_policy(table: AtomTable, policy: Policy) -> Structure:
     polymer_S = _polymer(table, sites, types)
     other = np.flatnonzero(~polymer_S)
     is_water = table.entity_A[sites.first_S[other]] == WATER
-    is_water |= np.isin(table.resname_A[sites.first_S[other]], MORE_WATERS)
+    if len(other):
+        is_water |= np.isin(table.resname_A[sites.first_S[other]], MORE_WATERS)
     waters = int(is_water.sum())
     notes = {**table.notes, "waters": waters, "ligands": len(other) - waters}
     molecules = other[:0]
@@ -151,6 +152,8 @@ def apply_policy(table: AtomTable, policy: Policy) -> Structure:
         own_A = np.repeat(np.arange(len(chosen.first_S)) >= len(chosen.first_S) - len(molecules), chosen.length_S)
     rows_A = EVERY if chosen is sites else chosen.rows()
     kept_A, residue_A, notes["altlocs"] = one_conformer(table, chosen, rows_A, policy.altlocs, own_A)
+    if kept_A is EVERY and residue_A[-1] == len(sites.first_S) - 1:  # as in most files: each site is a residue
+        return _structure(table, policy, kept_A, residue_A, sites.first_S, types, len(sites.first_S), notes)
     first_R = np.flatnonzero(changes(residue_A))  # a residue's name and number are those of its first atom
     if not isinstance(kept_A, slice):
         first_R = kept_A[first_R]

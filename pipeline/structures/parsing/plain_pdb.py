@@ -75,10 +75,13 @@ class _AtomLines(NamedTuple):
         return np.frombuffer(self.text, np.uint8).reshape(-1, self.length)[:, first:last]
 
 
-def read_plain_pdb(data: bytes) -> AtomTable | None:
-    """Return the atoms of a plain PDB file under the default `FileReading`; None where gemmi has to read it."""
+def read_plain_pdb(data: bytes, *, to_end: bool = False) -> AtomTable | None:
+    """Return the atoms of a plain PDB file under the default `FileReading`; None where gemmi has to read it.
+
+    `to_end` also leaves to others a file with atoms behind its END, for which there is `pdb_lines.read_on`.
+    """
     try:
-        return _table(*_split(data))
+        return _table(*_split(data, to_end=to_end))
     except _NotPlain:
         return None
 
@@ -88,7 +91,7 @@ def _require(condition: bool | np.bool_) -> None:  # noqa: FBT001 - it reads as 
         raise _NotPlain
 
 
-def _split(data: bytes) -> tuple[_AtomLines, list[int]]:
+def _split(data: bytes, *, to_end: bool) -> tuple[_AtomLines, list[int]]:
     """Return the ATOM lines, and for each TER the number of ATOM lines before it."""
     view, parts, ters = memoryview(data), [], []
     at = size = length = 0
@@ -102,6 +105,7 @@ def _split(data: bytes) -> tuple[_AtomLines, list[int]]:
             stop = data.find(b"\n", at) + 1 or len(data)
             record = _record(data[at:stop])
             if record == b"END":
+                _require(not to_end or all(data.find(b"\n" + more, at) < 0 for more in (b"ATOM", b"HETATM")))
                 break
             if record == b"TER" and size:  # before all atoms it means nothing
                 ters.append(size // length)

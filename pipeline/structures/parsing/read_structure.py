@@ -69,18 +69,19 @@ def parse_structure(
             Reason.MISSING_CHAIN, "a PDB file has no label chain names; set structures.chain_names: author"
         )
     if form == "pdb":
-        data, chains = pdb_lines.read_on(data)
-        table = _pdb(data, reading, max_residues)
-        return replace(table, notes={**table.notes, pdb_lines.BEHIND_END: chains}) if chains else table
+        return _pdb(data, reading, max_residues)
     return _by_gemmi(data, form, reading, max_residues)
 
 
 def _pdb(data: bytes, reading: FileReading, max_residues: int | None) -> AtomTable:
     """Return the atoms of a PDB file."""
-    if reading == PLAIN and (table := plain_pdb.read_plain_pdb(data)) is not None:
+    if reading == PLAIN and (table := plain_pdb.read_plain_pdb(data, to_end=True)) is not None:
         return table
-    pdb_lines.check_numbers(data)
-    return pdb_lines.with_likely_elements(_by_gemmi(data, "pdb", reading, max_residues))
+    data, chains = pdb_lines.read_on(data)
+    if reading != PLAIN or (table := plain_pdb.read_plain_pdb(data)) is None:
+        pdb_lines.check_numbers(data)
+        table = pdb_lines.with_likely_elements(_by_gemmi(data, "pdb", reading, max_residues))
+    return replace(table, notes={**table.notes, pdb_lines.BEHIND_END: chains}) if chains else table
 
 
 def _by_gemmi(data: bytes, form: str, reading: FileReading, max_residues: int | None) -> AtomTable:

@@ -35,6 +35,7 @@ class StructureFiles:
     """Reads the files of items, and keeps the last few."""
 
     def __init__(self, reader: Callable[[str], File]) -> None:
+        np.empty(KEPT_BYTES, np.uint8)  # what glibc has once freed at such a size it no longer returns, item by item
         self._read = reader
         self._kept: dict[str, File] = {}
 

@@ -28,7 +28,7 @@ DNA = ("P", "O5'", "C5'", "C4'", "C3'", "O3'", "C1'")
 def by_gemmi(data: bytes) -> AtomTable:
     """Parse as if there were no quick reader."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plain_pdb, "read_plain_pdb", lambda _: None)
+        patch.setattr(plain_pdb, "read_plain_pdb", lambda _, **_how: None)
         return parse_structure(data, "pdb", FileReading())
 
 
@@ -74,7 +74,7 @@ def test_made_complexes_are_plain(seed: int) -> None:
 
 def test_parse_takes_the_quick_way_only_under_the_default_reading(monkeypatch: pytest.MonkeyPatch) -> None:
     table = plain_pdb.read_plain_pdb(PROTEIN.encode())
-    monkeypatch.setattr(plain_pdb, "read_plain_pdb", lambda _: table)
+    monkeypatch.setattr(plain_pdb, "read_plain_pdb", lambda _, **_how: table)
     assert parse_structure(PROTEIN.encode(), "pdb", FileReading()) is table
     assert parse_structure(PROTEIN.encode(), "pdb", FileReading(seqres=True)) is not table
 
