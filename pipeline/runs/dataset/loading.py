@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,15 +33,16 @@ def open_loader(
     *,
     split: str | None = None,
     embed: bool = True,
-    rank: int = 0,
-    ranks: int = 1,
+    rank: int | None = None,
+    ranks: int | None = None,
     sets: Sequence[str] = (),
     **options: Any,
 ) -> Loader:
     """Return a loader of the graphs, and unless `embed` is false the embeddings, of a configuration's data set.
 
-    The data set is that of the newest run that made graphs with this configuration, or read what a reader gives. `sets`
-    are as for --set, `options` those of the loader: slots, threads, collate, reject, seed.
+    The data set is that of the newest run that made graphs with this configuration, or read what a reader gives. If
+    `rank` and `ranks` are not given, they are those of torch's process group, looked up as each loop begins. `sets` are
+    as for --set, `options` those of the loader: slots, threads, collate, reject, seed.
     """
     from pipeline.training.items.loader import Loader  # which waits for torch
 
@@ -56,8 +58,24 @@ def open_loader(
     table = table if split is None else table.of_split(split)
     rows = rows_of(project) if embed else None
     data = content_digest(table.key_N16.tobytes()).hex()
-    sampler = Sampler(table.sizes, settings, rank=rank, ranks=ranks, data=data)
+    place = place_in_group if rank is None and ranks is None else None
+    sampler = Sampler(table.sizes, settings, rank=rank or 0, ranks=ranks or 1, data=data, place=place)
     return Loader(source_of(project, table), rows, sampler, **options)
+
+
+def place_in_group() -> tuple[int, int]:
+    """Return the rank and the ranks of torch's process group; (0, 1) where no ranks were started."""
+    from torch import distributed
+
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    started = int(os.environ.get("WORLD_SIZE") or 1)
+    if started > 1:
+        what = f"{started} ranks were started, and have no process group yet: each would read every item"
+        raise ConfigError(
+            what, where="WORLD_SIZE", remedy="begin the loop once it is there, or open_loader(…, rank=…, ranks=…)"
+        )
+    return 0, 1
 
 
 def source_of(project: Project, table: ItemTable, mending: DamagedItems | None = None) -> ItemSource:

@@ -123,6 +123,14 @@ class Loader:
             if self.sampler.moves == self._moves:  # else the sampler was moved meanwhile
                 self.sampler.load_state_dict(self._start)
 
+    @property
+    def dataset(self) -> Any:
+        """Refuse what a `DataLoader` is asked for to be taken apart: batches would be read, and thrown away."""
+        what = "a Loader has no dataset of single items: it knows its rank, and goes on where loader.load_state_dict(…)"
+        raise AttributeError(
+            f"{what} says; give it to the loop as it is, not to skip_first_batches or prepare_data_loader"
+        )
+
     def set_epoch(self, epoch: int) -> None:
         self.close()
         self._last = None

@@ -29,7 +29,7 @@ from pipeline.training.sampling.epoch_order import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -62,9 +62,19 @@ class Sampler:
     """
 
     def __init__(
-        self, sizes: Sizes, settings: SamplerSettings, *, rank: int = 0, ranks: int = 1, data: str = ""
+        self,
+        sizes: Sizes,
+        settings: SamplerSettings,
+        *,
+        rank: int = 0,
+        ranks: int = 1,
+        data: str = "",
+        place: Callable[[], tuple[int, int]] | None = None,
     ) -> None:
-        """Take the sizes of all items; `data` identifies the items, in words or as a digest."""
+        """Take the sizes of all items; `data` identifies the items, in words or as a digest.
+
+        `place` tells rank and ranks anew as each loop begins: where others start the ranks, they are known late.
+        """
         if not 0 <= rank < ranks:
             raise ValueError(f"there is no rank {rank} among {ranks}")
         check_sizes(sizes, settings)
@@ -73,7 +83,7 @@ class Sampler:
         self.rank, self.ranks = rank, ranks
         self.epoch = 0
         self.moves = 0  # calls of set_epoch and load_state_dict
-        self._sizes, self._data = sizes, data
+        self._sizes, self._data, self._place = sizes, data, place
         self._order = EpochOrder([sizes[name] for name in settings.by], settings)
         self._first = 0  # the step at which a loop over the epoch begins
         self._next = (0, 0)  # the epoch and the step that follow what was handed out
@@ -84,6 +94,9 @@ class Sampler:
 
     def __iter__(self) -> Iterator[MicroBatch]:
         """Yield this rank's micro-batches of the epoch; a step in which it has no items is one empty micro-batch."""
+        if self._place:
+            self.rank, self.ranks = self._place()
+            self._check_likeness()
         epoch = self.epoch
         self._next = (epoch, self._first)
         for step in range(self._first, self.steps):
@@ -97,6 +110,28 @@ class Sampler:
         self._next = (epoch, step + 1) if step + 1 < self.steps else (epoch + 1, 0)
         if self._next[0] != epoch:
             self.epoch, self._first = self._next
+
+    def _check_likeness(self) -> None:
+        """Refuse steps of which one of several ranks may have another number of batches, or none of the items.
+
+        Whoever averages gradients over ranks waits for as many batches of each; our own trainer does not need that.
+        """
+        settings = self.settings
+        if self.ranks == 1:
+            return
+        where = f"{self.ranks} ranks"
+        if settings.budget or settings.micro_batch or settings.padding is not None:
+            what = "a step may be cut into more micro-batches on one rank than on another, which others wait for"
+            raise ConfigError(
+                what, where=where, remedy="SamplerSettings(batch=…, padding=None), no budget or micro_batch"
+            )
+        items = len(self._sizes[settings.by[0]])
+        least = min(settings.batch, 0 if settings.drop_last else items % settings.batch or settings.batch)
+        if 0 < least < self.ranks or settings.batch < self.ranks:
+            what = f"a step of {least or settings.batch} items leaves ranks without any"
+            raise ConfigError(
+                what, where=where, remedy="SamplerSettings(drop_last=True, …), with an item for each rank"
+            )
 
     def step_items(self, epoch: int, step: int) -> Integers:
         """Return the items of a step over all ranks."""
