@@ -7,20 +7,12 @@ import os
 import shutil
 import subprocess
 import sys
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from pipeline.errors import ConfigError
-from pipeline.runs.dataset.loading import place_in_group
-from pipeline.training.items.item_source import ItemArrays
-from pipeline.training.items.loader import Loader
-from pipeline.training.sampling.epoch_order import SamplerSettings
-from pipeline.training.sampling.sampler import Sampler
 from tests.docs.conftest import Demo
 from tests.docs.conftest import demo as demo
 
@@ -193,51 +185,3 @@ def test_ranks_that_others_start_share_the_steps_of_one_process(script: Path, tm
     assert len(list((tmp_path / "2").glob("rank*.jsonl"))) == 2
     assert steps(tmp_path / "2") == steps(tmp_path / "1")
     np.testing.assert_allclose(weights(tmp_path / "2"), weights(tmp_path / "1"), rtol=1e-10)
-
-
-class Numbers:
-    """Items of one number."""
-
-    def read(self, numbers: list[int]) -> Iterator[ItemArrays]:
-        for number in numbers:
-            yield ItemArrays(number, str(number), {"x": np.array(number)}, {"partners": [], "sizes": {}})
-
-
-def loader(settings: SamplerSettings, ranks: int = 1) -> Loader:
-    sampler = Sampler({"nodes": np.arange(1, 11)}, settings, place=lambda: (0, ranks))
-    return Loader(Numbers(), None, sampler)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("settings", "what"),
-    [
-        (SamplerSettings(batch=4), "micro-batches"),  # its padding cuts steps
-        (SamplerSettings(batch=4, padding=None, budget={"nodes": 20}), "micro-batches"),
-        (SamplerSettings(batch=3, padding=None), "of 1 items leaves ranks without any"),
-        (SamplerSettings(batch=1, padding=None), "of 1 items leaves ranks without any"),
-    ],
-)
-def test_steps_for_which_another_rank_would_wait_are_refused(settings: SamplerSettings, what: str) -> None:
-    assert len(list(loader(settings))) >= 3
-    with pytest.raises(ConfigError, match=what) as refused:
-        list(loader(settings, ranks=2))
-    assert "SamplerSettings(" in refused.value.remedy
-
-
-def test_ranks_without_a_process_group_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert place_in_group() == (0, 1)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="2 ranks were started") as refused:
-        place_in_group()
-    assert "rank=" in refused.value.remedy
-
-
-def test_what_takes_a_data_loader_apart_is_refused_with_what_to_do_instead() -> None:
-    pytest.importorskip("accelerate", reason="accelerate is not installed")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from accelerate import skip_first_batches
-    mine = loader(SamplerSettings(batch=5, padding=None))
-    with pytest.raises(AttributeError, match=r"load_state_dict"):
-        skip_first_batches(mine, 1)
-    assert not hasattr(mine, "dataset")

@@ -16,7 +16,7 @@ import torch
 from pipeline.encoder.checkpoints.synth import write_random_checkpoint
 from pipeline.errors import CacheDamaged, ConfigError, DataError, RecordMissing
 from pipeline.journal.run_folder import runs_in
-from pipeline.runs.dataset.loading import open_loader
+from pipeline.runs.dataset.loading import open_loader, place_in_group
 from pipeline.structures.synthetic import write_demo
 from pipeline.training.sampling.epoch_order import SamplerSettings
 from tests.command import Command
@@ -196,3 +196,11 @@ def test_a_data_set_without_splits_says_so(project: Path, pipeline: Command) -> 
     assert pipeline(*GRAPH, *typed(glob)).code == 0
     with pytest.raises(ConfigError, match="no item is in split 'train'; this data set has no splits"):
         open_loader(None, FOUR, embed=False, sets=glob, split="train")
+
+
+def test_ranks_without_a_process_group_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert place_in_group() == (0, 1)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="2 ranks were started") as refused:
+        place_in_group()
+    assert "rank=" in refused.value.remedy
