@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +44,7 @@ def open_loader(
     as for --set, `options` those of the loader: slots, threads, collate, reject, seed.
     """
     from pipeline.training.items.loader import Loader  # which waits for torch
+    from pipeline.training.ranks.process_group import place_in_group
 
     sets = [sets] if isinstance(sets, str) else list(sets)
     file = find_config(Path(config) if config else None)
@@ -61,21 +61,6 @@ def open_loader(
     place = place_in_group if rank is None and ranks is None else None
     sampler = Sampler(table.sizes, settings, rank=rank or 0, ranks=ranks or 1, data=data, place=place)
     return Loader(source_of(project, table), rows, sampler, **options)
-
-
-def place_in_group() -> tuple[int, int]:
-    """Return the rank and the ranks of torch's process group; (0, 1) where no ranks were started."""
-    from torch import distributed
-
-    if distributed.is_available() and distributed.is_initialized():
-        return distributed.get_rank(), distributed.get_world_size()
-    started = int(os.environ.get("WORLD_SIZE") or 1)
-    if started > 1:
-        what = f"{started} ranks were started, and have no process group yet: each would read every item"
-        raise ConfigError(
-            what, where="WORLD_SIZE", remedy="begin the loop once it is there, or open_loader(…, rank=…, ranks=…)"
-        )
-    return 0, 1
 
 
 def source_of(project: Project, table: ItemTable, mending: DamagedItems | None = None) -> ItemSource:

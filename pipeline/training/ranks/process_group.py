@@ -22,6 +22,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is do
 from pipeline.device.accelerator import collectives, computing, is_card, numbered, on_card
 from pipeline.device.kinds import CPU
 from pipeline.device.out_of_memory import free_caches
+from pipeline.errors import ConfigError
 from pipeline.records import RankPlace
 from pipeline.training.ranks.gradient_sums import PIECE_BYTES, reduce_in_pieces
 from pipeline.training.ranks.rank_protocol import SingleRank
@@ -251,3 +252,16 @@ def _letter(text: bytes, size: int) -> Tensor:
     """Return a text's length and as much of the text as fits, as a tensor of `size` bytes."""
     content = (len(text).to_bytes(LENGTH_BYTES, "little") + text)[:size]
     return torch.frombuffer(bytearray(content.ljust(size, b"\0")), dtype=torch.uint8)
+
+
+def place_in_group() -> tuple[int, int]:
+    """Return the rank and the ranks of torch's process group; (0, 1) where no ranks were started."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    started = int(os.environ.get("WORLD_SIZE") or 1)
+    if started > 1:
+        what = f"{started} ranks were started, and have no process group yet: each would read every item"
+        raise ConfigError(
+            what, where="WORLD_SIZE", remedy="begin the loop once it is there, or open_loader(…, rank=…, ranks=…)"
+        )
+    return 0, 1

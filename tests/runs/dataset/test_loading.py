@@ -16,8 +16,9 @@ import torch
 from pipeline.encoder.checkpoints.synth import write_random_checkpoint
 from pipeline.errors import CacheDamaged, ConfigError, DataError, RecordMissing
 from pipeline.journal.run_folder import runs_in
-from pipeline.runs.dataset.loading import open_loader, place_in_group
+from pipeline.runs.dataset.loading import open_loader
 from pipeline.structures.synthetic import write_demo
+from pipeline.training.ranks.process_group import place_in_group
 from pipeline.training.sampling.epoch_order import SamplerSettings
 from tests.command import Command
 from tests.projects import settle
