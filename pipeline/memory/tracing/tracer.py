@@ -238,10 +238,9 @@ class TraceSession:
         """Trace what does not depend on the batch: the state, the first update and later ones."""
         if self._standing is None:
             training = self._training
-            blocks = self._own()
+            blocks = self._set_up()
             setup, largest, sums = self._allocated(blocks), self._largest_block_bytes(blocks), self._sums(blocks)
             stood = {block.number for block in blocks}
-            self._setup = {self._shared[block.number][2]: block for block in blocks}
             self._accumulate(self._smallest)
             self._draw_most()
             self._highest(lambda: self._training.accumulate(self._batch(self._smallest)))
@@ -264,6 +263,23 @@ class TraceSession:
                 largest_block_bytes=largest,
             )
         return self._standing
+
+    def _set_up(self) -> list[RecordedBlock]:
+        """Return the blocks that stand before the first micro-batch."""
+        blocks = self._own()
+        self._setup = {self._shared[block.number][2]: block for block in blocks}
+        return blocks
+
+    def peaks(self, sizes: Sizes) -> list[int]:
+        """Run a later micro-batch with other random numbers each time; return what each takes beyond what stands."""
+        if not self._setup:
+            self._set_up()
+            self._accumulate(self._smallest)
+        peaks = []
+        for self._draws.seed in (0, 1):
+            tape, _ = self._repeated(lambda: self._training.accumulate(self._batch(sizes)))
+            peaks.append(tape.peak_bytes)
+        return peaks
 
     def micro(self, sizes: Sizes) -> MicroFootprint:
         """Trace a later micro-batch of a step, and derive from it the tape as the first micro-batch."""

@@ -19,6 +19,7 @@ from pipeline.device.kinds import CARD, CPU
 from pipeline.errors import ConfigError
 from pipeline.keys import recipe_key
 from pipeline.memory.estimating.fallback_oracle import Formula, OracleLadder
+from pipeline.memory.footprint import MemoryChoice
 from pipeline.memory.history.step_history import fingerprint
 from pipeline.memory.history.trace_files import RememberedOracle
 from pipeline.memory.planning.memory_plan import CardSpec, DataSizes, Micros, Oversize, PlanRequest
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
     from pipeline.config.schema import Config
     from pipeline.config.schema_train import TrainSection
-    from pipeline.memory.footprint import MemoryChoice, Sizes
+    from pipeline.memory.footprint import Sizes
     from pipeline.memory.planning.memory_plan import Cutter, Names
     from pipeline.memory.tracing.recorder import Recorder
     from pipeline.memory.tracing.tracer import Target
@@ -145,15 +146,28 @@ class Work:
 
         `kept` is the folder of the traces that were made before of this model with these options.
         """
+        from pipeline.memory.estimating.confirmation import ConfirmedOracle
         from pipeline.memory.estimating.projected_oracle import ProjectedOracle
         from pipeline.memory.estimating.small_steps import MeasuredSmall
-        from pipeline.memory.tracing.tracer import Tracer
+        from pipeline.memory.tracing.tracer import CPU as ON_CPU
+        from pipeline.memory.tracing.tracer import Tracer, TraceSession
 
         def trace() -> Tracer:
             return Tracer(self.build, self.model, self.example, least, target)
 
         def traced() -> ProjectedOracle:
-            return ProjectedOracle(trace() if kept is None else RememberedOracle(kept, trace))
+            if kept is None:
+                return ProjectedOracle(trace())
+            remembered = RememberedOracle(kept, trace)
+            return ProjectedOracle(
+                ConfirmedOracle(
+                    remembered,
+                    remembered if target is ON_CPU else Tracer(self.build, self.model, self.example, least),
+                    lambda: TraceSession(partial(self.build, MemoryChoice()), self.example, least),
+                    least,
+                    kept,
+                )
+            )
 
         def formula() -> Formula:
             states = {"adamw": 2, "adam": 2, "sgd": 1}[self.settings.optimizer]

@@ -1,0 +1,154 @@
+"""Traces are held to small real steps on the CPU, once: what they miss is added, or they are not believed.
+
+Fake tensors know shapes and no values, and some operators tell less of a kernel than it takes. A step of the smallest
+sizes, run for real and recorded in the same way, shows both. A trace for a card is judged by that for the CPU.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from math import ceil
+from typing import TYPE_CHECKING, TypeVar
+
+from pipeline.files import read_json, write_whole
+from pipeline.memory.estimating.extrapolate import stretched
+from pipeline.memory.footprint import (
+    Evaluates,
+    MemoryChoice,
+    MicroFootprint,
+    Provenance,
+    StandingFootprint,
+    Unmeasurable,
+)
+from pipeline.units import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from pipeline.memory.footprint import Oracle, Sizes
+    from pipeline.memory.tracing.tracer import TraceSession
+
+Answer = TypeVar("Answer", StandingFootprint, MicroFootprint)
+
+WITHIN = 0.02  # of what is traced: more is no rounding
+SLACK_BYTES = 1024  # a few numbers
+LARGER = 3  # times the smallest sizes, for the second comparison
+MOST_BYTES = 1 << 30  # of parameters and gradients: a larger model is not built for this
+MOST_S = 3.0  # of the real steps of a size, as far as can be foretold
+RUNS, FLOP_S, KERNEL_S = 3, 1e-10, 3e-4  # a core or two; most of a small kernel's time is that of recording it
+NUMBER_BYTES = 4
+_FILE = "confirmed.json"
+_PLAIN = MemoryChoice()
+
+
+@dataclass(frozen=True, slots=True)
+class Confirmation:
+    """What real steps have shown of a model's traces."""
+
+    factor: float = 1.0  # on what passes within a micro-batch
+    note: str = ""
+    refused: str = ""  # why the traces are not to be believed
+
+
+class ConfirmedOracle:
+    """An `Oracle` that passes on another's traces as real steps have confirmed them."""
+
+    def __init__(
+        self,
+        oracle: Oracle,
+        on_cpu: Oracle,
+        real: Callable[[], TraceSession],
+        least: Sizes,
+        kept: Path | None = None,
+    ) -> None:
+        """Take an oracle that traces for the CPU, a function that begins real steps, and a folder for the outcome."""
+        self._oracle, self._on_cpu, self._real, self._least, self._kept = oracle, on_cpu, real, least, kept
+        self._found: Confirmation | None = None
+
+    def standing(self, choice: MemoryChoice) -> StandingFootprint:
+        """Return the memory that does not depend on the batch."""
+        return self._judged(self._oracle.standing(choice))
+
+    def micro(self, choice: MemoryChoice, sizes: Sizes) -> MicroFootprint:
+        """Return the memory of a micro-batch of these sizes."""
+        return self._enlarged(self._judged(self._oracle.micro(choice, sizes)))
+
+    def evaluation(self, choice: MemoryChoice, sizes: Sizes) -> MicroFootprint:
+        """Return the memory of a batch without gradients."""
+        assert isinstance(self._oracle, Evaluates)
+        return self._enlarged(self._judged(self._oracle.evaluation(choice, sizes)))
+
+    def _judged(self, answer: Answer) -> Answer:
+        """Return an answer with what real steps have shown; raise where they refute it."""
+        found = self._confirmation()
+        if found.refused:
+            raise Unmeasurable(found.refused)
+        origin = Provenance.GUESSED if found.factor > 1 else answer.origin
+        return replace(answer, origin=origin, notes=(*answer.notes, found.note)) if found.note else answer
+
+    def _enlarged(self, micro: MicroFootprint) -> MicroFootprint:
+        """Return a micro-batch with all that passes within it enlarged."""
+        factor = self._confirmation().factor
+        if factor <= 1:
+            return micro
+        first, again = (stretched(tape, ceil(factor * tape.peak_bytes)) for tape in (micro.first, micro.again))
+        largest = max(micro.parts, key=lambda part: part.bytes if part.category.value == "activations" else 0)
+        added = again.peak_bytes - micro.again.peak_bytes
+        parts = tuple(replace(part, bytes=part.bytes + added) if part is largest else part for part in micro.parts)
+        return replace(micro, first=first, again=again, parts=parts, first_parts=())
+
+    def _confirmation(self) -> Confirmation:
+        """Return what real steps have shown: now, or when it was asked before."""
+        if self._found is None:
+            path = self._kept / _FILE if self._kept is not None else None
+            with suppress(TypeError):  # of another version
+                self._found = Confirmation(**(read_json(path) or {"": ""})) if path is not None else None
+            if self._found is None:
+                self._found = self._compared()
+                with suppress(OSError):  # what cannot be kept is asked again
+                    if path is not None:
+                        path.parent.mkdir(parents=True, exist_ok=True)
+                        write_whole(path, json.dumps(asdict(self._found)))
+        return self._found
+
+    def _compared(self) -> Confirmation:
+        """Run small steps, unless the model is too large for that, and compare them with their traces."""
+        standing = self._oracle.standing(_PLAIN)
+        state_bytes = NUMBER_BYTES * (standing.parameters + standing.trained)
+        if state_bytes > MOST_BYTES:
+            return Confirmation(note=f"not confirmed by a real step: its parameters take {format_bytes(state_bytes)}")
+        flops, kernels = (small := self._oracle.micro(_PLAIN, self._least)).flops, small.kernels
+        pairs: list[tuple[int, int]] = []
+        session, is_even = None, True
+        for times in (1, LARGER):
+            if RUNS * (times**2 * flops * FLOP_S + kernels * KERNEL_S) > MOST_S:
+                break
+            sizes = {name: times * size for name, size in self._least.items()}
+            try:
+                traced = self._on_cpu.micro(_PLAIN, sizes)
+                session = session or self._real()
+                peaks = session.peaks(sizes)
+                pairs.append((max(peaks), traced.again.peak_bytes))
+                is_even = is_even and max(peaks) <= (1 + WITHIN) * min(peaks)
+            except Exception as error:  # noqa: BLE001 - it may need a card, or take no such sizes
+                if not pairs:
+                    why = str(error).partition("\n")[0]
+                    return Confirmation(note=f"not confirmed by a real step: on the CPU it ends in an error: {why}")
+        return verdict(pairs, is_even=is_even)
+
+
+def verdict(pairs: Sequence[tuple[int, int]], *, is_even: bool = True) -> Confirmation:
+    """Return what pairs of a real peak and a traced one show; `is_even`: real ones are alike whatever is drawn."""
+    if not pairs:
+        return Confirmation(note="not confirmed by a real step: its smallest batch takes too long on the CPU")
+    ratios = [max(real - SLACK_BYTES, 1) / max(traced, 1) for real, traced in pairs]
+    most = max(ratios)
+    if most <= 1 + WITHIN:
+        return Confirmation()
+    told = " and ".join(f"{ratio:.2f}" for ratio in ratios) + " of what was traced of them"
+    if is_even and len(ratios) > 1 and max(ratios) - min(ratios) <= WITHIN * most:
+        return Confirmation(most * (1 + WITHIN), f"small real steps took {told}: so much is planned, and {WITHIN:.0%}")
+    return Confirmation(refused=f"small real steps took {told}: the trace is not believed")
