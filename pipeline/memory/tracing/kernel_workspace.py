@@ -36,6 +36,8 @@ class Call(NamedTuple):
     kwargs: dict[str, Any]
     result: Any
 
+    name: str = ""  # of the operator, whatever its overload
+
     def argument(self, place: int, name: str, default: Any) -> Any:
         """Return an argument by its place or its name."""
         return self.args[place] if len(self.args) > place else self.kwargs.get(name, default)
@@ -50,30 +52,17 @@ class Call(NamedTuple):
 Rule: TypeAlias = "Callable[[Call], int]"
 
 
-def hidden_bytes(op: Operator, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> int:
-    """Return by how many bytes the real result's storage is larger than the fake one's.
-
-    Loss.cpp: the mean is written into what was allocated for all the terms; CPU and CUDA alike.
-    """
-    if (
-        operator_name(op) not in ("mse_loss", "smooth_l1_loss")
-        or Call(args, kwargs, result).argument(2, "reduction", 1) == 0
-    ):
-        return 0
-    return _loss_bytes(args) - int(result.element_size())
-
-
 def operator_name(op: Operator) -> str:
     """Return an operator's name, whatever its overload."""
     return str(op._schema.name).removeprefix("aten::")
 
 
-def _bytes_of(tensor: Tensor | None) -> int:
+def bytes_of(tensor: Tensor | None) -> int:
     """Return a tensor's bytes; 0 for None."""
     return 0 if tensor is None else tensor.numel() * tensor.element_size()
 
 
-def _up(count: int, multiple: int) -> int:
+def rounded_up(count: int, multiple: int) -> int:
     """Return a count rounded up to a multiple."""
     return -(-count // multiple) * multiple
 
@@ -81,7 +70,8 @@ def _up(count: int, multiple: int) -> int:
 # ---- both ----
 
 
-def _loss_bytes(args: Sequence[Any]) -> int:
+def loss_bytes(args: Sequence[Any]) -> int:
+    """Return the bytes of all terms of a loss."""
     return int(prod(_BROADCAST(args[0].shape, args[1].shape)) * args[0].element_size())
 
 
@@ -90,14 +80,14 @@ def _reduced_loss(times: int) -> Rule:
 
     def rule(call: Call) -> int:
         reduced = not call.result.dim() or not call.args[0].dim()
-        return times * _loss_bytes(call.args) if reduced else (times - 1) * _loss_bytes(call.args)
+        return times * loss_bytes(call.args) if reduced else (times - 1) * loss_bytes(call.args)
 
     return rule
 
 
 def _log_sum_exp(call: Call) -> int:
     """ReduceOps.cpp: the exponentials, and the largest of each row."""
-    return _bytes_of(call.args[0]) + _bytes_of(call.result)
+    return bytes_of(call.args[0]) + bytes_of(call.result)
 
 
 def _distances(call: Call) -> int:
@@ -113,27 +103,144 @@ def _distances(call: Call) -> int:
     return int(items * max(beside, before) * call.result.element_size())
 
 
+def _safe_softmax(call: Call) -> int:
+    """attention.cpp: which numbers are masked, and which rows wholly."""
+    rows = int(call.result.numel() // max(1, call.result.shape[-1])) if call.result.dim() else 1
+    return int(call.result.numel()) + rows
+
+
 def _group_sums(call: Call) -> int:
     """group_norm_kernel: two sums for each item and channel."""
     return int(2 * call.args[5] * call.args[6] * call.args[0].element_size())
 
 
+def _distances_by_product(call: Call) -> int:
+    """Distance.cpp, `_euclidean_dist`: norms and ones beside both."""
+    first, second = call.args[:2]
+    rows = (first.numel() + second.numel()) // first.shape[-1]
+    return bytes_of(first) + bytes_of(second) + int(2 * rows * FLOAT)
+
+
+def is_in_order(tensor: Tensor) -> bool:
+    """Tell whether a tensor is contiguous, channels last or not."""
+    orders = {4: torch.channels_last, 5: torch.channels_last_3d}
+    last = orders.get(tensor.dim())
+    return tensor.is_contiguous() or (last is not None and tensor.is_contiguous(memory_format=last))
+
+
+def copied(*places: int) -> Rule:
+    """Return the rule of kernels that copy these arguments where they are not contiguous, as expanded gradients are."""
+
+    def rule(call: Call) -> int:
+        given = [call.args[place] for place in places if len(call.args) > place]
+        return sum(bytes_of(one) for one in given if isinstance(one, torch.Tensor) and not is_in_order(one))
+
+    return rule
+
+
+def together(*rules: Rule) -> Rule:
+    """Return the rule of kernels that take what several rules say at once."""
+    return lambda call: sum(rule(call) for rule in rules)
+
+
+def is_operand(matrix: Tensor) -> bool:
+    """Tell whether BLAS takes a matrix as it lies: rows or columns next to each other."""
+    rows, columns = matrix.shape[-2:]
+    down, along = matrix.stride()[-2:]
+    return (down == 1 and along >= max(1, rows)) or (along == 1 and down >= max(1, columns))
+
+
+def _operands(first: int) -> Rule:
+    """LinearAlgebra.cpp and cuda/Blas.cpp: matrices that BLAS cannot take are copied."""
+    return lambda call: sum(bytes_of(one) for one in call.args[first : first + 2] if not is_operand(one))
+
+
+def _three_linear(call: Call) -> int:
+    """Linear.cpp, `_trilinear`: for each output of nn.Bilinear, two products of pairs."""
+    tensors, expanded, summed = call.args[:3], call.args[3:6], call.args[6]
+    unrolled = call.argument(7, "unroll_dim", 1)
+    shapes = []
+    for tensor, dims in zip(tensors, expanded, strict=True):
+        shape = list(tensor.shape)
+        for dim in sorted(dims):
+            shape.insert(dim, 1)
+        shapes.append([1 if dim == unrolled else size for dim, size in enumerate(shape)])
+    early = [dim for dim in summed if dim in expanded[2]]  # summed before the third is multiplied
+    pair, whole = _BROADCAST(*shapes[:2]), _BROADCAST(*shapes)
+    first = prod(size for dim, size in enumerate(pair) if dim not in early)
+    second = prod(size for dim, size in enumerate(whole) if dim not in summed)
+    return int((first + second) * tensors[0].element_size())
+
+
+def _matrix_exponential(call: Call) -> int:
+    """LinearAlgebra.cpp, `linalg_matrix_exp`: about; powers of the matrix for the highest degree, measured."""
+    return 10 * bytes_of(call.args[0])
+
+
+def _inverse(call: Call) -> int:
+    """LinearAlgebra.cpp, `pinv`: a copy, and the singular vectors of both sides."""
+    matrix = call.args[0]
+    least = min(matrix.shape[-2:])
+    return int(bytes_of(matrix) * 2 + bytes_of(matrix) // max(matrix.shape[-2:]) * (least + 2))
+
+
+def _whole_input(call: Call) -> int:
+    """BatchLinearAlgebra.cpp: LAPACK and cuSOLVER write over a copy."""
+    return bytes_of(call.args[0])
+
+
+def _scattered_mean(call: Call) -> int:
+    """TensorAdvancedIndexing.cpp, `scatter_reduce`: a mean counts what arrives with as many ones."""
+    return bytes_of(call.args[3]) + bytes_of(call.args[0]) if call.args[4] == "mean" else 0
+
+
+def _magnitudes(call: Call) -> int:
+    """UnaryOps.cpp: the absolute values of complex numbers are complex before they are real."""
+    return bytes_of(call.args[0]) if call.args[0].is_complex() else 0
+
+
+# ---- storages that are larger than what fake ones show ----
+
+
+def kept_terms(call: Call) -> int:
+    """Loss.cpp: the mean is written into what was allocated for all the terms; CPU and CUDA alike."""
+    return 0 if call.argument(_REDUCTION[call.name], "reduction", 1) == 0 else loss_bytes(call.args)
+
+
+_REDUCTION = {"mse_loss": 2, "smooth_l1_loss": 2, "binary_cross_entropy": 3}
+KEPT_ON_BOTH: dict[str, Rule] = dict.fromkeys(_REDUCTION, kept_terms)
+
+
+def _cudnn_reserve(call: Call) -> int:
+    """Return what cuDNN keeps of an LSTM's layer for backward, as assumed: gates, cells, their tanh and outputs."""
+    steps, items = call.args[0].shape[:2]
+    width, is_training = call.args[10], call.args[15]
+    return int(steps * items * width * 7 * call.args[0].element_size()) if is_training else 0
+
+
+def _cudnn_gates(call: Call) -> int:
+    """Return what cuDNN works in for an LSTM's layer, as assumed: the gates of all steps, and the weights once more."""
+    steps, items = call.args[0].shape[:2]
+    weights = sum(bytes_of(one) for one in call.args[1:5])
+    return int(steps * items * call.args[1].shape[0] * call.args[0].element_size()) + weights
+
+
 # ---- CUDA ----
 
 
-def _copied_bytes(tensor: Tensor) -> int:
+def copied_heads(tensor: Tensor) -> int:
     """Return the bytes of the copy that is made if the heads are not contiguous."""
-    return 0 if tensor.transpose(1, 2).is_contiguous() else _bytes_of(tensor)
+    return 0 if tensor.transpose(1, 2).is_contiguous() else bytes_of(tensor)
 
 
 def _flash_backward(call: Call) -> int:
     """transformers/cuda/flash_attn/flash_api.cpp, mha_bwd: softmax_d, dq_accum, and keys' gradients for every head."""
     grad, query, key, _, out = call.args[:5]
     items, heads, queries, head = query.shape
-    rounded = _up(head, 32 if head <= _LONGEST_ROW else 64)
-    sums = items * heads * _up(queries, 128) * (1 + rounded) * FLOAT
+    rounded = rounded_up(head, 32 if head <= _LONGEST_ROW else 64)
+    sums = items * heads * rounded_up(queries, 128) * (1 + rounded) * FLOAT
     expanded = 2 * items * heads * key.shape[2] * head * query.element_size() if key.shape[1] != heads else 0
-    return int(sums + expanded) + _copied_bytes(grad) + _copied_bytes(out)
+    return int(sums + expanded) + copied_heads(grad) + copied_heads(out)
 
 
 def _efficient_forward(call: Call) -> int:
@@ -153,10 +260,10 @@ def _efficient_backward(call: Call) -> int:
     tiles = ceil(queries / rows) * ceil(head / columns) * (rows * columns + 4)
     if half and widest > _LONGEST_ROW:  # gradients of keys and values are accumulated in memory too
         splits = max(1, min(ceil(key.shape[2] / columns), 200 // (items * heads)))
-        tiles += splits * columns * (_up(head, rows) + _up(value.shape[-1], rows))
+        tiles += splits * columns * (rounded_up(head, rows) + rounded_up(value.shape[-1], rows))
     delta = items * heads * queries * FLOAT
     product = 0 if half else items * heads * queries * value.shape[-1] * FLOAT + delta
-    return int(delta + max(product, items * heads * _up(tiles, 4) * FLOAT)) + _copied_bytes(grad)
+    return int(delta + max(product, items * heads * rounded_up(tiles, 4) * FLOAT)) + copied_heads(grad)
 
 
 def _embedding_backward(call: Call) -> int:
@@ -182,7 +289,7 @@ def _sort(call: Call) -> int:
     dim = call.dim
     if not tensor.dim() or tensor.shape[dim] <= _SORT_IN_PLACE:
         return 0
-    aside = 0 if tensor.stride(dim) == 1 else 3 * _bytes_of(tensor)
+    aside = 0 if tensor.stride(dim) == 1 else 3 * bytes_of(tensor)
     return aside + INDEX * int(tensor.numel()) + _sorting(tensor.numel(), tensor.element_size())
 
 
@@ -221,135 +328,19 @@ def _weight_sums(call: Call) -> int:
 
 def _convolution_reserve(call: Call) -> int:
     """Return a reserve: cuDNN's workspace is known only on the card; input and output in another layout are assumed."""
-    return _bytes_of(call.args[0]) + _bytes_of(call.result if isinstance(call.result, torch.Tensor) else call.args[1])
+    return bytes_of(call.args[0]) + bytes_of(call.result if isinstance(call.result, torch.Tensor) else call.args[1])
 
 
-_BLOCK = 16  # channels that oneDNN keeps together with AVX-512
-_JIT_BYTES = 8216  # what a oneDNN convolution of channels_last takes beside its weights, measured
+_COPYING = (  # their first argument
+    "_softmax _log_softmax native_layer_norm tril triu pixel_unshuffle pixel_shuffle col2im avg_pool2d_backward "
+    "_adaptive_avg_pool2d_backward adaptive_max_pool2d_backward upsample_bilinear2d_backward "
+    "upsample_nearest2d_backward "
+    "reflection_pad1d_backward reflection_pad2d_backward replication_pad1d_backward replication_pad2d_backward "
+    "grid_sampler_2d_backward grid_sampler_3d_backward _segment_reduce_backward embedding_dense_backward "
+    "linalg_solve_triangular"
+)
 
-
-# ---- the CPU ----
-
-
-def _split(queries: int) -> int:
-    """cpu/FlashAttentionKernel.cpp: how many queries a thread takes at once."""
-    return min(queries, 256 if queries >= 768 else 64 if queries >= 192 else 32)
-
-
-def _flash_cpu(call: Call) -> int:
-    """cpu/FlashAttentionKernel.cpp: each thread's scores, and its share of the result."""
-    query, key = call.args[0], call.args[1]
-    rows, columns = _split(query.shape[2]), min(512, key.shape[2])
-    lower = rows * columns * query.element_size() if query.element_size() == 2 else 0
-    a_thread = rows * (columns + 2 + query.shape[3]) * max(FLOAT, query.element_size()) + lower
-    return int(torch.get_num_threads() * a_thread)
-
-
-def _flash_backward_cpu(call: Call) -> int:
-    """cpu/FlashAttentionKernel.cpp: each thread's scores and their gradients, and a copy of the result's gradient."""
-    grad, query, key = call.args[:3]
-    rows, columns = _split(query.shape[2]), min(512, key.shape[2])
-    a_thread = rows * (2 * columns + 1) * max(FLOAT, query.element_size())
-    return _copied_bytes(grad) + int(torch.get_num_threads() * a_thread)
-
-
-def _weight_sums_cpu(call: Call) -> int:
-    """cpu/layer_norm_kernel.cpp: each thread's sums."""
-    return int(2 * torch.get_num_threads() * prod(call.args[2]) * call.args[0].element_size())
-
-
-def _batch_norm_backward_cpu(call: Call) -> int:
-    """Normalization.cpp: the gradient once more."""
-    return _bytes_of(call.args[1])
-
-
-def _sort_cpu(call: Call) -> int:
-    """cpu/SortingKernel.cpp: one row's order."""
-    return INDEX * int(call.args[0].shape[call.dim]) if call.args[0].dim() else 0
-
-
-def _blocked(tensor: Tensor, *channels: int) -> int:
-    """Return a tensor's bytes in oneDNN's layout, where the dimensions that are channels come in blocks."""
-    padded = [_up(size, _BLOCK) if place in channels else size for place, size in enumerate(tensor.shape)]
-    return int(prod(padded) * tensor.element_size())
-
-
-def _is_product(weight: Tensor, stride: Sequence[int]) -> bool:
-    """Tell whether a convolution is a matrix product, which needs no other layout."""
-    return prod(weight.shape[2:]) == 1 and prod(stride) == 1
-
-
-def _is_channels_last(image: Tensor, weight: Tensor) -> bool:
-    """Tell whether a convolution is in oneDNN's own order already (`mkldnn_conv_use_channels_last`)."""
-    orders = {4: torch.channels_last, 5: torch.channels_last_3d}
-    order = orders.get(image.dim())
-    if order is None:
-        return False
-    return any(tensor.is_contiguous(memory_format=order) > tensor.is_contiguous() for tensor in (image, weight))
-
-
-def _copied(grad: Tensor, image: Tensor, weight: Tensor) -> int:
-    """Return the bytes of the copy of the output's gradient if its memory order is not the input's: Convolution.cpp."""
-    orders = {4: torch.channels_last, 5: torch.channels_last_3d}
-    order = orders[image.dim()] if _is_channels_last(image, weight) else torch.contiguous_format
-    return 0 if grad.is_contiguous(memory_format=order) else _bytes_of(grad)
-
-
-def _columns(image: Tensor, weight: Tensor, out: Tensor) -> int:
-    """Return the bytes of a convolution in double, which oneDNN lacks: ConvolutionMM2d.cpp, all windows."""
-    windows = int(image.shape[0]) * prod(out.shape[2:])
-    return int(windows * image.shape[1] * prod(weight.shape[2:]) * image.element_size())
-
-
-def _promoted(call: Call) -> int:
-    """TensorIterator.cpp: on a CPU, numbers of another type than the common one are converted first."""
-    pair = [arg for arg in call.args[:2] if isinstance(arg, torch.Tensor)]
-    common = torch.result_type(*call.args[:2])
-    return sum(int(tensor.numel()) * common.itemsize for tensor in pair if tensor.dtype != common and tensor.dim())
-
-
-def _safe_softmax(call: Call) -> int:
-    """attention.cpp: which numbers are masked, and which rows wholly."""
-    rows = int(call.result.numel() // max(1, call.result.shape[-1])) if call.result.dim() else 1
-    return int(call.result.numel()) + rows
-
-
-def _entering(image: Tensor) -> int:
-    """Return the bytes of the input in oneDNN's layout; one with few channels is read as it is."""
-    return _bytes_of(image) if image.shape[1] >= _BLOCK else 0
-
-
-def _convolution_cpu(call: Call) -> int:
-    """oneDNN, measured: input, weight and output are there in its own layout, too."""
-    image, weight, stride = call.args[0], call.args[1], call.args[3]
-    if image.dtype == torch.float64:
-        return _columns(image, weight, call.result)
-    if _is_product(weight, stride):
-        return 0
-    if _is_channels_last(image, weight):
-        return _bytes_of(weight) + (_blocked(weight, 0) + _JIT_BYTES if call.args[8] == 1 else 0)
-    leaving = _blocked(call.result, 1)
-    return max(_entering(image) + _blocked(weight, 0) + leaving - _bytes_of(call.result), leaving)
-
-
-def _convolution_backward_cpu(call: Call) -> int:
-    """oneDNN, measured: first for the input's gradient, which strides take three times, then for the weight's."""
-    grad, image, weight, stride = call.args[0], call.args[1], call.args[2], call.args[4]
-    if image.dtype == torch.float64:
-        return _columns(image, weight, grad)
-    if _is_product(weight, stride):
-        return _copied(grad, image, weight)
-    if _is_channels_last(image, weight):
-        return 3 * _blocked(weight, 0) if call.args[9] == 1 else 2 * _bytes_of(weight)
-    strided = prod(stride) > 1
-    for_image = 3 * _bytes_of(image) if strided else _blocked(grad, 1) + _blocked(weight, 0, 1) + _blocked(image, 1)
-    for_weight = _bytes_of(image) + _entering(image) + _blocked(grad, 1) + _blocked(weight, 0)
-    return max(for_image, for_weight) - sum(_bytes_of(part) for part in call.result if part is not None)
-
-
-_MIXING = "add add_ sub sub_ mul mul_ div div_ eq ne lt le gt ge minimum maximum"
-
-_BOTH: dict[str, Rule] = {
+BOTH_DEVICES: dict[str, Rule] = {
     "native_group_norm_backward": _group_sums,
     "logsumexp": _log_sum_exp,
     "_cdist_forward": _distances,
@@ -358,14 +349,30 @@ _BOTH: dict[str, Rule] = {
     "huber_loss": _reduced_loss(1),
     "binary_cross_entropy_with_logits": _reduced_loss(2),
     "_safe_softmax": _safe_softmax,
+    "_euclidean_dist": _distances_by_product,
+    "_trilinear": _three_linear,
+    "linalg_matrix_exp": _matrix_exponential,
+    "linalg_pinv": _inverse,
+    "_linalg_svd": _whole_input,
+    "linalg_inv_ex": _whole_input,
+    "linalg_lu": _whole_input,
+    "soft_margin_loss_backward": lambda call: 2 * loss_bytes(call.args[1:]),
+    "scatter_reduce": _scattered_mean,
+    "abs": _magnitudes,
+    "mm": _operands(0),
+    "addmm": _operands(1),
+    **dict.fromkeys(_COPYING.split(), copied(0)),
+    **dict.fromkeys(("_softmax_backward_data", "_log_softmax_backward_data"), copied(0, 1)),
 }
 _CUDA: dict[str, Rule] = {
-    **_BOTH,
+    **BOTH_DEVICES,
     "_scaled_dot_product_flash_attention_backward": _flash_backward,
     "_scaled_dot_product_efficient_attention": _efficient_forward,
     "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
     "_scaled_dot_product_cudnn_attention_backward": _flash_backward,  # about: only the card knows cuDNN's workspace
-    "embedding_dense_backward": _embedding_backward,
+    "embedding_dense_backward": together(_embedding_backward, copied(0)),
+    "bmm": _operands(0),
+    **dict.fromkeys(("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"), _cudnn_gates),
     "sort": _sort,
     "topk": _top_k,
     "index_put": _put,
@@ -378,33 +385,34 @@ _CUDA: dict[str, Rule] = {
     "scatter_add_": _add,
     "masked_scatter": _prefix_sum,
     "masked_scatter_": _prefix_sum,
-    "native_layer_norm_backward": _weight_sums,
+    "native_layer_norm_backward": together(_weight_sums, copied(0, 1)),
     "convolution": _convolution_reserve,
     "convolution_backward": _convolution_reserve,
-}
-_CPU: dict[str, Rule] = {
-    **_BOTH,
-    **dict.fromkeys(_MIXING.split(), _promoted),
-    "_scaled_dot_product_flash_attention_for_cpu": _flash_cpu,
-    "_scaled_dot_product_flash_attention_for_cpu_backward": _flash_backward_cpu,
-    "native_layer_norm_backward": _weight_sums_cpu,
-    "native_batch_norm_backward": _batch_norm_backward_cpu,
-    "sort": _sort_cpu,
-    "convolution": _convolution_cpu,
-    "convolution_backward": _convolution_backward_cpu,
 }
 
 
 def scratch_bytes(op: Operator, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> int:
     """Return the peak bytes of the operator's CUDA kernel beyond its results."""
-    return _scratch_bytes(_CUDA, op, Call(args, kwargs, result))
+    return taken(_CUDA, op, args, kwargs, result)
 
 
-def scratch_bytes_cpu(op: Operator, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> int:
-    """Return the peak bytes of the operator's CPU kernel beyond its results."""
-    return _scratch_bytes(_CPU, op, Call(args, kwargs, result))
+def hidden_bytes(op: Operator, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> int:
+    """Return by how many bytes the storage of the last result on CUDA is larger than the one here."""
+    return unseen(_CUDA_KEPT, op, args, kwargs, result)
 
 
-def _scratch_bytes(rules: dict[str, Rule], op: Operator, call: Call) -> int:
-    rule = rules.get(operator_name(op))
-    return max(0, rule(call)) if rule else 0
+_CUDA_KEPT: dict[str, Rule] = {**KEPT_ON_BOTH, "mkldnn_rnn_layer": _cudnn_reserve}
+
+
+def taken(rules: dict[str, Rule], op: Operator, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> int:
+    """Return what a table says of a call; what it does not know costs nothing."""
+    name = operator_name(op)
+    rule = rules.get(name)
+    return max(0, rule(Call(args, kwargs, result, name))) if rule else 0
+
+
+def unseen(rules: dict[str, Rule], op: Operator, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> int:
+    """Return what a table says the last result's storage has, beyond what it has here: real ones have it all."""
+    size = taken(rules, op, args, kwargs, result)
+    last = result[-1] if isinstance(result, (list, tuple)) else result
+    return max(0, size - int(last.untyped_storage().nbytes())) if size else 0

@@ -37,6 +37,10 @@ if TYPE_CHECKING:
 SCRATCH = "scratch"  # the phase of what kernels take within themselves
 _ADD, _ADD_IN_PLACE = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
 _PUT, _PUT_IN_PLACE = torch.ops.aten.index_put.default, torch.ops.aten._index_put_impl_.default
+_INTO_ZEROS = {  # made for it: FunctionsManual.cpp, value_selecting_reduction_backward and gather_backward
+    torch.ops.aten.scatter.src: torch.ops.aten.scatter_.src,
+    torch.ops.aten.scatter_add.default: torch.ops.aten.scatter_add_.default,
+}
 _DEVICE = torch.ops.prim.device.default
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, FakeTensor})
 _UNSAFE = True  # indices were checked in forward
@@ -125,11 +129,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             func = _ADD_IN_PLACE  # the engine holds all of the gradient, so that it may write into it
         elif func is _PUT and _engine_calls(kwargs):
             func, args = _PUT_IN_PLACE, (*args, _UNSAFE)  # into zeros made for it: FunctionsManual.cpp, index_backward
+        elif func in _INTO_ZEROS and _engine_calls(kwargs):
+            func = _INTO_ZEROS[func]
         if func is _ADD_IN_PLACE and self.part == "backward":
             self._added(*args[:2])
         out = func(*args, **kwargs)
         hidden = self._hidden(func, args, kwargs, out)
-        made = [self.see(tensor, hidden) for tensor in _tensors(out)]
+        results = list(_tensors(out))
+        made = [self.see(tensor, hidden if tensor is results[-1] else 0) for tensor in results]
         if any(made) or func._schema.is_mutable:
             self._count(func, args, kwargs, out)
         return out

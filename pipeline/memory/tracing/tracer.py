@@ -31,7 +31,8 @@ from pipeline.memory.tracing.fake_mode import (
     unlogged,
 )
 from pipeline.memory.tracing.guesses import FAILS, LESS, SEEDS, Draws, EndlessGuess, Guesses, told_cause
-from pipeline.memory.tracing.kernel_workspace import hidden_bytes, scratch_bytes, scratch_bytes_cpu
+from pipeline.memory.tracing.kernel_workspace import hidden_bytes, scratch_bytes
+from pipeline.memory.tracing.kernel_workspace_cpu import hidden_bytes_cpu, scratch_bytes_cpu
 from pipeline.memory.tracing.recorder import OnHost, Recorder, as_parts, category_of, family, outermost
 from pipeline.memory.tracing.sdpa_choice import cuda_attention
 from pipeline.waiting import signals_held
@@ -88,6 +89,7 @@ class Target:
 
     imitate: Callable[[], AbstractContextManager[object]] = ExitStack
     scratch: Callable[..., int] = scratch_bytes_cpu
+    hidden: Callable[..., int] = hidden_bytes_cpu
 
 
 CPU = Target()
@@ -101,7 +103,7 @@ def card_target(capability: tuple[int, int]) -> Target:
         with cuda_calls(capability), cuda_casts(), cuda_composites(), cuda_attention(capability):
             yield
 
-    return Target(imitate, scratch_bytes)
+    return Target(imitate, scratch_bytes, hidden_bytes)
 
 
 def calls_to_card() -> AbstractContextManager[None]:
@@ -169,7 +171,7 @@ class TraceSession:
     ) -> None:
         """Build the training and begin to record."""
         self._example, self._smallest, self._target = example, smallest, target
-        self._recorder = Recorder(target.scratch, hidden_bytes)
+        self._recorder = Recorder(target.scratch, target.hidden)
         self._guesses, self._draws = Guesses(), Draws()
         self._mode = FakeMode(allow_non_fake_inputs=True) if model is not None else None
         self._micros: dict[tuple[object, ...], MicroFootprint] = {}

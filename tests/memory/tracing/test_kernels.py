@@ -1,0 +1,135 @@
+"""Operators whose kernels take memory of their own, in a step: traced as the limited device counts them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pipeline.memory.footprint import MemoryChoice, live_peak_bytes
+from pipeline.memory.tracing.kernel_workspace import hidden_bytes, scratch_bytes
+from tests.limited import device
+from tests.memory.tracing.traced import WIDTH, Small, tracer, true_peak
+
+LEAST, ROWS = {"items": 256}, {"items": 1024}
+OURS = torch.backends.cpu.get_cpu_capability()
+
+
+@pytest.fixture(autouse=True)
+def _possible(one_thread: None) -> None:
+    device.need()
+
+
+@dataclass(frozen=True)
+class Operator:
+    """Something done with rows, and what is learnt in it."""
+
+    run: Callable[..., Tensor]
+    inner: Callable[[], nn.Module] | None = None
+
+
+class Using(nn.Module):
+    """A linear map, and an operator behind it."""
+
+    def __init__(self, operator: Operator) -> None:
+        super().__init__()
+        self.map, self.run = nn.Linear(WIDTH, WIDTH), operator.run
+        self.inner = operator.inner() if operator.inner else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.map(x)
+        return self.run(y) if self.inner is None else self.run(self.inner, y)
+
+
+def words(y: Tensor) -> Tensor:
+    return y.view(-1, 16, WIDTH)
+
+
+def images(y: Tensor) -> Tensor:
+    return y.view(-1, 16, 16, 16)
+
+
+def last(y: Tensor) -> Tensor:
+    return images(y).contiguous(memory_format=torch.channels_last)
+
+
+def definite(y: Tensor) -> Tensor:
+    return words(y) @ words(y).mT + 10 * torch.eye(16)
+
+
+def along(layer: nn.Module, y: Tensor) -> Tensor:
+    return layer(words(y).transpose(1, 2))
+
+
+OPERATORS = {
+    "bilinear": Operator(lambda layer, y: layer(y, y), lambda: nn.Bilinear(WIDTH, WIDTH, 24)),
+    "lstm": Operator(lambda layer, y: layer(words(y))[0], lambda: nn.LSTM(WIDTH, 48, 2, batch_first=True)),
+    "lstm of both directions": Operator(
+        lambda layer, y: layer(words(y))[0], lambda: nn.LSTM(WIDTH, 32, batch_first=True, bidirectional=True)
+    ),
+    "lstm of wide states": Operator(lambda layer, y: layer(words(y))[0], lambda: nn.LSTM(WIDTH, 256)),
+    "gru": Operator(lambda layer, y: layer(words(y))[0], lambda: nn.GRU(WIDTH, 48, batch_first=True)),
+    "matrix_exp": Operator(lambda y: torch.matrix_exp(0.1 * words(y)[:, :, :16])),
+    "kthvalue": Operator(lambda y: y.kthvalue(5, 1)[0]),
+    "largest": Operator(lambda y: y.max(1)[0]),
+    "gathered": Operator(lambda y: y.gather(1, torch.zeros(len(y), 99, dtype=torch.long))),
+    "soft margin": Operator(lambda y: functional.soft_margin_loss(y, torch.ones_like(y))),
+    "bce": Operator(lambda y: functional.binary_cross_entropy(y.sigmoid(), torch.ones_like(y))),
+    "conv1d": Operator(along, lambda: nn.Conv1d(WIDTH, 48, 5, padding=2)),
+    "conv1d of steps": Operator(along, lambda: nn.Conv1d(WIDTH, 48, 5, padding=2, stride=2)),
+    "conv1d of each channel": Operator(along, lambda: nn.Conv1d(WIDTH, WIDTH, 5, padding=2, groups=WIDTH)),
+    "conv1d transposed": Operator(along, lambda: nn.ConvTranspose1d(WIDTH, 48, 4, stride=2)),
+    "conv2d": Operator(lambda layer, y: layer(images(y)), lambda: nn.Conv2d(16, 24, 3, padding=1)),
+    "conv2d of groups": Operator(lambda layer, y: layer(images(y)), lambda: nn.Conv2d(16, 32, 3, padding=1, groups=4)),
+    "conv2d, channels last": Operator(lambda layer, y: layer(last(y)), lambda: nn.Conv2d(16, 24, 3, padding=1)),
+    "conv2d transposed": Operator(lambda layer, y: layer(images(y)), lambda: nn.ConvTranspose2d(16, 24, 2, stride=2)),
+    "batch norm": Operator(lambda layer, y: layer(images(y)), lambda: nn.BatchNorm2d(16)),
+    "group norm": Operator(lambda layer, y: layer(images(y)), lambda: nn.GroupNorm(4, 16)),
+    "layer norm": Operator(lambda layer, y: layer(y), lambda: nn.LayerNorm(WIDTH)),
+    "upsampled": Operator(lambda y: functional.interpolate(images(y), scale_factor=2, mode="bilinear")),
+    "pooled": Operator(lambda y: functional.max_pool2d(images(y), 2)),
+    "softmax": Operator(lambda y: y.softmax(1)),
+    "gelu": Operator(functional.gelu),
+    "cholesky": Operator(lambda y: torch.linalg.cholesky(definite(y))),
+    "inverse": Operator(lambda y: torch.linalg.inv(definite(y))),
+    "singular values": Operator(lambda y: torch.linalg.svdvals(words(y))),
+    "complex": Operator(lambda y: torch.view_as_complex(y.view(-1, 32, 2)).abs()),
+    "scattered mean": Operator(
+        lambda y: torch.zeros(99, WIDTH).scatter_reduce(0, torch.zeros(len(y), WIDTH, dtype=torch.long), y, "mean")
+    ),
+    "embedding": Operator(
+        lambda table, y: table(torch.zeros(len(y), dtype=torch.long)) + y, lambda: nn.Embedding(9, 64)
+    ),
+}
+LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
+    "squares": lambda told: told.square().sum(),
+    "plain sum": torch.Tensor.sum,  # its gradient is one number, expanded
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("name", OPERATORS)
+def test_an_operator_is_traced_as_a_real_step_takes(name: str, loss: str) -> None:
+    if "conv" in name and OURS != "AVX512":
+        pytest.skip("oneDNN's layouts were measured with AVX-512")
+    task = Small(
+        lambda: Using(OPERATORS[name]), terms=lambda model, x: {"all": (LOSSES[loss](model(x)), float(len(x)))}
+    )
+    asked, choice = tracer(task, least=LEAST), MemoryChoice()
+    traced = live_peak_bytes(asked.standing(choice), asked.micro(choice, ROWS), accumulate=False)
+    assert traced == pytest.approx(true_peak(task, ROWS), rel=0.01)
+
+
+def test_an_lstm_on_a_card_keeps_a_reserve_as_assumed() -> None:
+    steps, items, width = 16, 8, 48
+    x, states = torch.empty(steps, items, WIDTH), torch.empty(items, width)
+    weights = (torch.empty(4 * width, WIDTH), torch.empty(4 * width, width), *torch.empty(2, 4 * width))
+    args = (x, *weights, states, states, False, [], 2, width, 1, True, False, False, True)
+    operator, result = torch.ops.aten.mkldnn_rnn_layer.default, (x, states, states, torch.empty(0, dtype=torch.uint8))
+    assert hidden_bytes(operator, args, {}, result) == 7 * steps * items * width * 4
+    assert scratch_bytes(operator, args, {}, result) > 4 * steps * items * width * 4
+    assert hidden_bytes(operator, (*args[:-1], False), {}, result) == 0
