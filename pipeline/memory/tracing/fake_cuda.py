@@ -151,7 +151,7 @@ def _answers(capability: tuple[int, int], mode: _Mapping) -> Iterator[tuple[Any,
         if hasattr(torch.cuda, name):
             yield torch.cuda, name, value
     for name in ("range", "range_push", "range_pop", "mark"):
-        yield torch.cuda.nvtx, name, _span
+        yield torch.cuda.nvtx, name, _Span
     for name in ("CUDAGraph", "graph", "make_graphed_callables"):
         yield torch.cuda, name, _refused(f"torch.cuda.{name}")
     for name in _TYPES:
@@ -201,9 +201,9 @@ def _left_out() -> dict[str, Any]:
         "Event": Stream,
         "ExternalStream": Stream,
         "stream": lambda stream: nullcontext(stream),
-        "StreamContext": lambda stream: nullcontext(stream),
-        "device": _span,
-        "device_of": _span,
+        "StreamContext": nullcontext,
+        "device": _Span,
+        "device_of": _Span,
         "current_stream": lambda device=None: Stream(),  # noqa: ARG005
         "default_stream": lambda device=None: Stream(),  # noqa: ARG005
         "get_rng_state": lambda device="cuda": torch.get_rng_state(),  # noqa: ARG005
@@ -300,15 +300,19 @@ def _always(value: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: value  # noqa: ARG005
 
 
-def _span(*args: Any, **kwargs: Any) -> Any:  # noqa: ARG001
-    return nullcontext()
+class _Span(nullcontext[None]):
+    """A class, as what it replaces is: it stands in annotations, too."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        super().__init__()
 
 
-def _refused(call: str) -> Callable[..., Any]:
+def _refused(call: str) -> Any:
     def refuse(*args: Any, **kwargs: Any) -> Any:  # noqa: ARG001
         raise NeedsCuda(call)
 
-    return refuse
+    is_class = isinstance(getattr(torch.cuda, call.rpartition(".")[2]), type)
+    return type(call, (), {"__new__": refuse}) if is_class else refuse
 
 
 def _refuse_caller() -> None:

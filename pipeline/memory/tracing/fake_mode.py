@@ -168,7 +168,8 @@ def faked(model: nn.Module, mode: FakeTensorMode, see: Callable[[Tensor], object
 
     def fake(tensor: Tensor) -> Tensor:
         if id(tensor) not in made:
-            made[id(tensor)] = tensor, mode.from_tensor(tensor, static_shapes=True)
+            fresh = _off_meta(tensor, mode) if tensor.is_meta else mode.from_tensor(tensor, static_shapes=True)
+            made[id(tensor)] = tensor, fresh
             see(made[id(tensor)][1])
         return made[id(tensor)][1]
 
@@ -181,6 +182,13 @@ def faked(model: nn.Module, mode: FakeTensorMode, see: Callable[[Tensor], object
             if isinstance(value, torch.Tensor):
                 object.__setattr__(module, name, fake(value))
     return model
+
+
+def _off_meta(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+    """Return a fake tensor on the CPU for one on the meta device, where a model may have been built to save memory."""
+    with mode:
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
 
 @contextmanager

@@ -7,9 +7,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from pipeline.memory.footprint import Category, MemoryChoice, live_peak_bytes, parts_at_peak
+from pipeline.memory.footprint import Category, MemoryChoice, Provenance, live_peak_bytes, parts_at_peak
 from pipeline.memory.tracing.tracer import CannotTrace
-from pipeline.runs.model.training_work import target_of
+from pipeline.runs.model.training_work import Work, target_of
+from pipeline.training.step.optimizers import StepSettings
 from tests.memory.tracing.traced import LARGE, SIZES, WIDTH, Small, of, tracer
 from tests.zoo import ZOO
 
@@ -137,3 +138,33 @@ def test_everything_is_as_it_was_afterwards():
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.ones(3, 3).softmax(-1).dtype == torch.float32
         assert functional.layer_norm(torch.ones(3, 3).bfloat16(), (3,)).dtype == torch.bfloat16
+
+
+def test_what_is_a_class_stays_one_so_that_it_can_stand_in_an_annotation():
+    """Hugging Face's models are imported within model(), and say `torch.cuda.CUDAGraph | None`."""
+    classes = [name for name, found in vars(torch.cuda).items() if isinstance(found, type)]
+    with AMPERE.imitate():
+        assert [name for name in classes if not isinstance(getattr(torch.cuda, name), type)] == []
+        assert torch.cuda.CUDAGraph | None
+        with torch.cuda.device(0), torch.cuda.StreamContext(torch.cuda.Stream()):
+            pass
+
+
+class Graded(nn.Module):
+    """As timm's ViT: asks for values while it is built."""
+
+    def __init__(self):
+        super().__init__()
+        rates = [rate.item() for rate in torch.linspace(0, 0.1, 2, device="cpu")]
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(rate)) for rate in rates))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+@pytest.mark.parametrize("target", [AMPERE, target_of(None)], ids=["card", "processor"])
+def test_a_model_that_asks_for_values_while_it_is_built_is_traced(target):
+    work = Work(Small(Graded), StepSettings(way="foreach"), device="cpu")
+    micro = work.oracle(SIZES, target, padded=False).micro(FULL, LARGE)
+    assert (micro.origin, micro.notes) == (Provenance.TRACED, ())
+    assert of(micro.parts, Category.ACTIVATIONS)
