@@ -57,12 +57,12 @@ def operator_name(op: Operator) -> str:
     return str(op._schema.name).removeprefix("aten::")
 
 
-def bytes_of(tensor: Tensor | None) -> int:
+def bytes_held(tensor: Tensor | None) -> int:
     """Return a tensor's bytes; 0 for None."""
     return 0 if tensor is None else tensor.numel() * tensor.element_size()
 
 
-def rounded_up(count: int, multiple: int) -> int:
+def up_to_multiple(count: int, multiple: int) -> int:
     """Return a count rounded up to a multiple."""
     return -(-count // multiple) * multiple
 
@@ -87,7 +87,7 @@ def _reduced_loss(times: int) -> Rule:
 
 def _log_sum_exp(call: Call) -> int:
     """ReduceOps.cpp: the exponentials, and the largest of each row."""
-    return bytes_of(call.args[0]) + bytes_of(call.result)
+    return bytes_held(call.args[0]) + bytes_held(call.result)
 
 
 def _distances(call: Call) -> int:
@@ -118,7 +118,7 @@ def _distances_by_product(call: Call) -> int:
     """Distance.cpp, `_euclidean_dist`: norms and ones beside both."""
     first, second = call.args[:2]
     rows = (first.numel() + second.numel()) // first.shape[-1]
-    return bytes_of(first) + bytes_of(second) + int(2 * rows * FLOAT)
+    return bytes_held(first) + bytes_held(second) + int(2 * rows * FLOAT)
 
 
 def is_in_order(tensor: Tensor) -> bool:
@@ -133,7 +133,7 @@ def copied(*places: int) -> Rule:
 
     def rule(call: Call) -> int:
         given = [call.args[place] for place in places if len(call.args) > place]
-        return sum(bytes_of(one) for one in given if isinstance(one, torch.Tensor) and not is_in_order(one))
+        return sum(bytes_held(one) for one in given if isinstance(one, torch.Tensor) and not is_in_order(one))
 
     return rule
 
@@ -152,7 +152,7 @@ def is_operand(matrix: Tensor) -> bool:
 
 def _operands(first: int) -> Rule:
     """LinearAlgebra.cpp and cuda/Blas.cpp: matrices that BLAS cannot take are copied."""
-    return lambda call: sum(bytes_of(one) for one in call.args[first : first + 2] if not is_operand(one))
+    return lambda call: sum(bytes_held(one) for one in call.args[first : first + 2] if not is_operand(one))
 
 
 def _three_linear(call: Call) -> int:
@@ -174,29 +174,29 @@ def _three_linear(call: Call) -> int:
 
 def _matrix_exponential(call: Call) -> int:
     """LinearAlgebra.cpp, `linalg_matrix_exp`: about; powers of the matrix for the highest degree, measured."""
-    return 10 * bytes_of(call.args[0])
+    return 10 * bytes_held(call.args[0])
 
 
 def _inverse(call: Call) -> int:
     """LinearAlgebra.cpp, `pinv`: a copy, and the singular vectors of both sides."""
     matrix = call.args[0]
     least = min(matrix.shape[-2:])
-    return int(bytes_of(matrix) * 2 + bytes_of(matrix) // max(matrix.shape[-2:]) * (least + 2))
+    return int(bytes_held(matrix) * 2 + bytes_held(matrix) // max(matrix.shape[-2:]) * (least + 2))
 
 
 def _whole_input(call: Call) -> int:
     """BatchLinearAlgebra.cpp: LAPACK and cuSOLVER write over a copy."""
-    return bytes_of(call.args[0])
+    return bytes_held(call.args[0])
 
 
 def _scattered_mean(call: Call) -> int:
     """TensorAdvancedIndexing.cpp, `scatter_reduce`: a mean counts what arrives with as many ones."""
-    return bytes_of(call.args[3]) + bytes_of(call.args[0]) if call.args[4] == "mean" else 0
+    return bytes_held(call.args[3]) + bytes_held(call.args[0]) if call.args[4] == "mean" else 0
 
 
 def _magnitudes(call: Call) -> int:
     """UnaryOps.cpp: the absolute values of complex numbers are complex before they are real."""
-    return bytes_of(call.args[0]) if call.args[0].is_complex() else 0
+    return bytes_held(call.args[0]) if call.args[0].is_complex() else 0
 
 
 # ---- storages that are larger than what fake ones show ----
@@ -221,7 +221,7 @@ def _cudnn_reserve(call: Call) -> int:
 def _cudnn_gates(call: Call) -> int:
     """Return what cuDNN works in for an LSTM's layer, as assumed: the gates of all steps, and the weights once more."""
     steps, items = call.args[0].shape[:2]
-    weights = sum(bytes_of(one) for one in call.args[1:5])
+    weights = sum(bytes_held(one) for one in call.args[1:5])
     return int(steps * items * call.args[1].shape[0] * call.args[0].element_size()) + weights
 
 
@@ -230,15 +230,15 @@ def _cudnn_gates(call: Call) -> int:
 
 def copied_heads(tensor: Tensor) -> int:
     """Return the bytes of the copy that is made if the heads are not contiguous."""
-    return 0 if tensor.transpose(1, 2).is_contiguous() else bytes_of(tensor)
+    return 0 if tensor.transpose(1, 2).is_contiguous() else bytes_held(tensor)
 
 
 def _flash_backward(call: Call) -> int:
     """transformers/cuda/flash_attn/flash_api.cpp, mha_bwd: softmax_d, dq_accum, and keys' gradients for every head."""
     grad, query, key, _, out = call.args[:5]
     items, heads, queries, head = query.shape
-    rounded = rounded_up(head, 32 if head <= _LONGEST_ROW else 64)
-    sums = items * heads * rounded_up(queries, 128) * (1 + rounded) * FLOAT
+    rounded = up_to_multiple(head, 32 if head <= _LONGEST_ROW else 64)
+    sums = items * heads * up_to_multiple(queries, 128) * (1 + rounded) * FLOAT
     expanded = 2 * items * heads * key.shape[2] * head * query.element_size() if key.shape[1] != heads else 0
     return int(sums + expanded) + copied_heads(grad) + copied_heads(out)
 
@@ -260,10 +260,10 @@ def _efficient_backward(call: Call) -> int:
     tiles = ceil(queries / rows) * ceil(head / columns) * (rows * columns + 4)
     if half and widest > _LONGEST_ROW:  # gradients of keys and values are accumulated in memory too
         splits = max(1, min(ceil(key.shape[2] / columns), 200 // (items * heads)))
-        tiles += splits * columns * (rounded_up(head, rows) + rounded_up(value.shape[-1], rows))
+        tiles += splits * columns * (up_to_multiple(head, rows) + up_to_multiple(value.shape[-1], rows))
     delta = items * heads * queries * FLOAT
     product = 0 if half else items * heads * queries * value.shape[-1] * FLOAT + delta
-    return int(delta + max(product, items * heads * rounded_up(tiles, 4) * FLOAT)) + copied_heads(grad)
+    return int(delta + max(product, items * heads * up_to_multiple(tiles, 4) * FLOAT)) + copied_heads(grad)
 
 
 def _embedding_backward(call: Call) -> int:
@@ -289,7 +289,7 @@ def _sort(call: Call) -> int:
     dim = call.dim
     if not tensor.dim() or tensor.shape[dim] <= _SORT_IN_PLACE:
         return 0
-    aside = 0 if tensor.stride(dim) == 1 else 3 * bytes_of(tensor)
+    aside = 0 if tensor.stride(dim) == 1 else 3 * bytes_held(tensor)
     return aside + INDEX * int(tensor.numel()) + _sorting(tensor.numel(), tensor.element_size())
 
 
@@ -328,7 +328,7 @@ def _weight_sums(call: Call) -> int:
 
 def _convolution_reserve(call: Call) -> int:
     """Return a reserve: cuDNN's workspace is known only on the card; input and output in another layout are assumed."""
-    return bytes_of(call.args[0]) + bytes_of(call.result if isinstance(call.result, torch.Tensor) else call.args[1])
+    return bytes_held(call.args[0]) + bytes_held(call.result if isinstance(call.result, torch.Tensor) else call.args[1])
 
 
 _COPYING = (  # their first argument

@@ -18,14 +18,14 @@ from pipeline.memory.tracing.kernel_workspace import (
     Call,
     Operator,
     Rule,
-    bytes_of,
+    bytes_held,
     copied,
     copied_heads,
     is_operand,
-    rounded_up,
     taken,
     together,
     unseen,
+    up_to_multiple,
 )
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def _weight_sums_cpu(call: Call) -> int:
 
 def _batch_norm_backward_cpu(call: Call) -> int:
     """Normalization.cpp: the gradient once more, where it is not expanded."""
-    return bytes_of(call.args[1]) if 0 not in call.args[0].stride() else 0
+    return bytes_held(call.args[1]) if 0 not in call.args[0].stride() else 0
 
 
 def _sort_cpu(call: Call) -> int:
@@ -76,7 +76,7 @@ def _sort_cpu(call: Call) -> int:
 
 def _blocked(tensor: Tensor, *channels: int) -> int:
     """Return a tensor's bytes in oneDNN's layout, where the dimensions that are channels come in blocks."""
-    padded = [rounded_up(size, _BLOCK) if place in channels else size for place, size in enumerate(tensor.shape)]
+    padded = [up_to_multiple(size, _BLOCK) if place in channels else size for place, size in enumerate(tensor.shape)]
     return int(prod(padded) * tensor.element_size())
 
 
@@ -98,7 +98,7 @@ def _brought_in_order(image: Tensor, weight: Tensor, *tensors: Tensor) -> int:
     """Return the bytes of copies of tensors that are not in the convolution's memory order: Convolution.cpp."""
     orders = {4: torch.channels_last, 5: torch.channels_last_3d}
     order = orders[image.dim()] if _is_channels_last(image, weight) else torch.contiguous_format
-    return sum(bytes_of(one) for one in tensors if not one.is_contiguous(memory_format=order))
+    return sum(bytes_held(one) for one in tensors if not one.is_contiguous(memory_format=order))
 
 
 def _columns(image: Tensor, weight: Tensor, out: Tensor) -> int:
@@ -116,7 +116,7 @@ def _promoted(call: Call) -> int:
 
 def _entering(image: Tensor, weight: Tensor) -> int:
     """Return the bytes of the input in oneDNN's layout; one with few channels in a group is read as it is."""
-    return bytes_of(image) if weight.shape[1] >= _BLOCK else 0
+    return bytes_held(image) if weight.shape[1] >= _BLOCK else 0
 
 
 def _convolution_cpu(call: Call) -> int:
@@ -130,13 +130,13 @@ def _convolution_cpu(call: Call) -> int:
 def _convolved(call: Call, image: Tensor, weight: Tensor, stride: Sequence[int]) -> int:
     """Return what a convolution takes of tensors that are in its memory order."""
     if call.args[6]:  # transposed
-        return 2 * bytes_of(call.result)
+        return 2 * bytes_held(call.result)
     if _is_product(weight, stride):
         return 0
     if _is_channels_last(image, weight):
-        return bytes_of(weight) + (_blocked(weight, 0) + _JIT_BYTES if call.args[8] == 1 else 0)
+        return bytes_held(weight) + (_blocked(weight, 0) + _JIT_BYTES if call.args[8] == 1 else 0)
     leaving = _blocked(call.result, 1)
-    return max(_entering(image, weight) + _blocked(weight, 0) + leaving - bytes_of(call.result), leaving)
+    return max(_entering(image, weight) + _blocked(weight, 0) + leaving - bytes_held(call.result), leaving)
 
 
 def _convolution_backward_cpu(call: Call) -> int:
@@ -148,12 +148,12 @@ def _convolution_backward_cpu(call: Call) -> int:
     if _is_product(weight, stride):
         return brought
     if _is_channels_last(image, weight):
-        return brought + (3 * _blocked(weight, 0) if call.args[9] == 1 else 2 * bytes_of(weight))
+        return brought + (3 * _blocked(weight, 0) if call.args[9] == 1 else 2 * bytes_held(weight))
     strided = prod(stride) > 1
-    weights = _blocked(weight, 0, 1) if call.args[9] == 1 else bytes_of(weight)  # of groups as they are
-    for_image = 3 * bytes_of(image) if strided else _blocked(grad, 1) + weights + _blocked(image, 1)
-    for_weight = bytes_of(image) + _entering(image, weight) + _blocked(grad, 1) + _blocked(weight, 0)
-    results = sum(bytes_of(part) for part in call.result if part is not None)
+    weights = _blocked(weight, 0, 1) if call.args[9] == 1 else bytes_held(weight)  # of groups as they are
+    for_image = 3 * bytes_held(image) if strided else _blocked(grad, 1) + weights + _blocked(image, 1)
+    for_weight = bytes_held(image) + _entering(image, weight) + _blocked(grad, 1) + _blocked(weight, 0)
+    results = sum(bytes_held(part) for part in call.result if part is not None)
     return brought + max(0, max(for_image, for_weight) - results)
 
 
@@ -164,7 +164,7 @@ _ALIASED = 256  # numbers: rows as long as a multiple of it would fall together 
 
 def _row(width: int) -> int:
     """Return the length of a row as oneDNN lays it out (rnn_utils.cpp, `get_good_ld`)."""
-    padded = rounded_up(width, _LINE)
+    padded = up_to_multiple(width, _LINE)
     return padded if padded % _ALIASED else padded + _LINE
 
 
@@ -175,7 +175,7 @@ def _recurrent_workspace(call: Call) -> int:
     between = 2 * (steps + 1) * items  # states before and after each step, of the layer and below it
     parts = [steps * items * _row(4 * width), steps * items * _row(width)]
     parts += [between * _row(max(inputs, width))] * 3 + [between * width] * 2
-    return sum(rounded_up(FLOAT * part, _PAGE) for part in parts) if is_training else 0
+    return sum(up_to_multiple(FLOAT * part, _PAGE) for part in parts) if is_training else 0
 
 
 def _recurrent(call: Call) -> int:
@@ -207,7 +207,7 @@ def _upsampled(call: Call) -> int:
     if sum(result.shape[-2:]) > 128 and not (is_last and image.shape[1] > 3):
         return 0
     is_result_last = result.is_contiguous(memory_format=torch.channels_last)
-    return (0 if is_last else bytes_of(image)) + (0 if is_result_last else bytes_of(result))
+    return (0 if is_last else bytes_held(image)) + (0 if is_result_last else bytes_held(result))
 
 
 def _pooled_backward(call: Call) -> int:
@@ -216,7 +216,7 @@ def _pooled_backward(call: Call) -> int:
     last = 0 not in grad.stride() and image.dim() == 4 and image.is_contiguous(memory_format=torch.channels_last)
     order = torch.channels_last if last and not image.is_contiguous() else torch.contiguous_format
     touched = (grad, places, call.result)
-    return sum(bytes_of(one) for one in touched if not one.is_contiguous(memory_format=order))
+    return sum(bytes_held(one) for one in touched if not one.is_contiguous(memory_format=order))
 
 
 def _cast_before_sum(call: Call) -> int:
@@ -227,12 +227,12 @@ def _cast_before_sum(call: Call) -> int:
 
 def _one_operand(call: Call) -> int:
     """LinearAlgebra.cpp: batches of matrices are multiplied one by one."""
-    return sum(bytes_of(one) // max(1, int(one.shape[0])) for one in call.args[:2] if not is_operand(one))
+    return sum(bytes_held(one) // max(1, int(one.shape[0])) for one in call.args[:2] if not is_operand(one))
 
 
 def _bag(call: Call) -> int:
     """EmbeddingBag.cpp: about; where each bag begins and ends."""
-    return 3 * bytes_of(call.args[2])
+    return 3 * bytes_held(call.args[2])
 
 
 _MIXING = "add add_ sub sub_ mul mul_ div div_ eq ne lt le gt ge minimum maximum"
@@ -249,10 +249,10 @@ _CPU: dict[str, Rule] = {
     "bmm": _one_operand,
     "gelu_backward": copied(0, 1),
     "native_layer_norm": copied(0),
-    "im2col": lambda call: bytes_of(call.args[0]) + copied(0)(call),
+    "im2col": lambda call: bytes_held(call.args[0]) + copied(0)(call),
     "_embedding_bag": _bag,
-    "_embedding_bag_dense_backward": lambda call: 3 * bytes_of(call.args[1]) + copied(0)(call),
-    "_embedding_bag_backward": lambda call: 3 * bytes_of(call.args[1]) + copied(0)(call),
+    "_embedding_bag_dense_backward": lambda call: 3 * bytes_held(call.args[1]) + copied(0)(call),
+    "_embedding_bag_backward": lambda call: 3 * bytes_held(call.args[1]) + copied(0)(call),
     **dict.fromkeys(("upsample_nearest2d", "upsample_bilinear2d"), _upsampled),
     "max_pool2d_with_indices_backward": _pooled_backward,
     **dict.fromkeys(("sum", "cumsum"), _cast_before_sum),
