@@ -15,6 +15,7 @@ import traceback
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -72,8 +73,9 @@ def _user_of(folder: Path) -> int:
         return Path(made).stat().st_uid
 
 
+@cache
 def package_digest() -> str:
-    """Return the digest of this package."""
+    """Return the digest of this package, as this process first saw it: that is the code that it runs."""
     return digest_of(sorted(_files()))
 
 

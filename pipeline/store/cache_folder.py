@@ -11,6 +11,7 @@ import json
 import logging
 import re
 import shlex
+import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
@@ -85,6 +86,17 @@ class Layered(Store):
                 with self._may_be_away(number):
                     present[absent] = Store.present(store, [keys[at] for at in absent.tolist()])
         return present
+
+    def whole(self, keys: Sequence[bytes], limit_bytes: int = sys.maxsize) -> tuple[npt.NDArray[np.bool_], int]:
+        """Return a mask of the keys that any layer has whole, and how many bytes were read to know that."""
+        whole, left_bytes = np.zeros(len(keys), bool), limit_bytes
+        for number, store in enumerate(self._stores()):
+            absent = np.flatnonzero(~whole)
+            if len(absent):
+                with self._may_be_away(number):
+                    whole[absent], read_bytes = Store.whole(store, [keys[at] for at in absent.tolist()], left_bytes)
+                    left_bytes -= read_bytes
+        return whole, limit_bytes - left_bytes
 
     def keys(self) -> Iterator[bytes]:
         """Yield every key of any layer once, sorted."""

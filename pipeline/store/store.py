@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from bisect import bisect_right
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -13,11 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
+import xxhash
 
 from pipeline.command_line import Command
 from pipeline.errors import SUBMIT_AGAIN, CacheDamaged, CacheUnusable, JobFailed, RecordMissing
 from pipeline.store.format.disk import publish_file
-from pipeline.store.format.record import BadRecord, Record
+from pipeline.store.format.record import BadRecord, Record, descriptor_bytes, is_descriptor_of
 from pipeline.store.format.shard import DEFAULT_HEADER_BYTES, ShardTable, key_pairs, row_keys, verified_record
 from pipeline.store.shard_index import IndexDamaged, write_index
 from pipeline.store.snapshot import (
@@ -52,6 +54,7 @@ _READ_AHEAD = 2 * _READ_THREADS  # records in memory while `read` waits for its 
 _LOCATE_BATCH = 256
 _KEYS_BATCH = 65_536
 _LOOK_AGAIN_S = 0.5
+_STRETCH_BYTES = 1 << 22
 _UNINDEXED_RECORDS, _UNINDEXED_SHARE = 16_384, 0.1  # a few MB; that an index is written ever more rarely as it grows
 
 _UNREAD: Mapping[str, Any] = {}
@@ -216,6 +219,42 @@ class Store:
             present[self._find(keys)[1]] = True
         return present
 
+    def whole(self, keys: Sequence[bytes], limit_bytes: int = sys.maxsize) -> tuple[npt.NDArray[np.bool_], int]:
+        """Return a mask of the keys that are there and whole, and how many bytes were read to know that.
+
+        Up to the limit records are read, shard by shard in long stretches, and not parsed.
+        """
+        snapshot, asked, rows = self._find(keys)
+        asked, first = np.unique(asked, return_index=True)
+        whole, rows = np.zeros(len(keys), bool), rows[first]
+        whole[asked] = True
+        read = np.flatnonzero(rows["length"].cumsum() - rows["length"] < limit_bytes)
+        read = read[np.lexsort((rows["offset"][read], rows["shard"][read]))]
+        for part in np.split(read, np.flatnonzero(np.diff(rows["shard"][read])) + 1):
+            if len(part):
+                asked_of = [keys[at] for at in asked[part].tolist()]
+                whole[asked[part]] = self._whole_in(snapshot.names[rows["shard"][part[0]]], rows[part], asked_of)
+        for at in asked[~whole[asked]].tolist():
+            whole[at] = self.has_whole(keys[at])  # there may be another copy; else it is struck out
+        return whole, int(rows["length"][read].sum())
+
+    def _whole_in(self, name: str, rows: Rows, keys: Sequence[bytes]) -> list[bool]:
+        """Say which rows of one shard, in file order, are the records of these keys as they were written."""
+        offsets, ends = rows["offset"].tolist(), (rows["offset"] + rows["length"]).tolist()
+        expected, whole, begin, data = rows["digest"].tolist(), list[bool](), 0, memoryview(b"")
+        try:
+            fd = self._open(name).fd
+            for offset, end, digest, key in zip(offsets, ends, expected, keys, strict=True):
+                if end > begin + len(data):
+                    last = bisect_right(ends, max(end, offset + _STRETCH_BYTES)) - 1
+                    begin, data = offset, memoryview(self.disk.read_at(fd, ends[last] - offset, offset))
+                blob = data[offset - begin : end - begin]
+                descriptor = blob[-descriptor_bytes(blob) :]
+                whole.append(xxhash.xxh3_128_digest(blob) == digest and is_descriptor_of(key, descriptor))
+        except OSError:  # what cannot be read so is looked at one by one
+            pass
+        return whole + [False] * (len(keys) - len(whole))
+
     def why_not(self, key: bytes) -> CacheDamaged | RecordMissing:
         """Return the error for a record of which no whole copy was found."""
         if key in self._reasons:
@@ -343,6 +382,18 @@ class WholeRecords:
 
     def __init__(self, store: Store, limit_bytes: int = sys.maxsize, named: Container[bytes] = ()) -> None:
         self._store, self._left_bytes, self._named = store, limit_bytes, named
+
+    def have(self, keys: Iterable[bytes]) -> bool:
+        """Say whether all records are there, by reading as much of them as `metas` would; in doubt they are not."""
+        if self._store.doubted():
+            return False
+        asked = iter(keys)
+        while batch := list(islice(asked, _KEYS_BATCH)):
+            whole, read_bytes = self._store.whole(batch, self._left_bytes)
+            if not whole.all():
+                return False
+            self._left_bytes -= read_bytes
+        return True
 
     def metas(self, keys: Sequence[bytes]) -> dict[bytes, Mapping[str, Any]]:
         """Return the metadata of each record that is there, by key; empty beyond the limit."""

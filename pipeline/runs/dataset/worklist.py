@@ -246,14 +246,20 @@ class KnownItem:
 
 
 def known_items(
-    project: Project, folder: RunFolder | None, entries: Iterable[Item | Rejection]
+    project: Project, folder: RunFolder | None, entries: Iterable[Item | Rejection], keys: bytearray | None = None
 ) -> Iterator[list[KnownItem | Rejection]]:
-    """Yield for each entry of a data set, in order and in chunks, what the store knows of it."""
+    """Yield for each entry of a data set, in order and in chunks, what the store knows of it.
+
+    To `keys` those of the inventories that were found are added, also of items that cannot be used.
+    """
     since_ns = folder.stages.stat().st_mtime_ns if folder else None
     left_out = left_out_items(folder, StageName.SCAN) | refused_parts(folder, StageName.SCAN)
     for chunk in in_chunks(entries, LOOKED_UP_AT_ONCE):
         items = [entry for entry in chunk if isinstance(entry, Item)]
-        looked_up = iter(look_up_items(items, project.recipe, project.shelves))
+        seen = look_up_items(items, project.recipe, project.shelves)
+        if keys is not None:
+            keys += b"".join(known.key for known in seen if known.key and known.inventory)
+        looked_up = iter(seen)
         yield [
             entry if isinstance(entry, Rejection) else _known_item(project, entry, next(looked_up), since_ns, left_out)
             for entry in chunk
@@ -282,15 +288,15 @@ REMEMBERED = (StageName.SCAN, StageName.EMBED, StageName.GRAPH)  # kinds of whic
 
 def remember_needed(project: Project, kind: str, keys: bytearray) -> None:
     """Write down which records of a kind the data set needs; that it cannot be written is no failure."""
-    remember_keys(project.cache.disk, project.cache.root, kind, _deciding(project.config, kind), keys)
+    remember_keys(project.cache.disk, project.cache.root, kind, deciding(project.config, kind), keys)
 
 
 def recall_needed(cache: CacheFolder, config: Config, kind: str) -> WantedKeys | None:
     """Return which records of a kind a data set was last found to need; None where that was never found out."""
-    return recall(cache.disk, cache.root, kind, _deciding(config, kind))
+    return recall(cache.disk, cache.root, kind, deciding(config, kind))
 
 
-def _deciding(config: Config, kind: str) -> dict[str, Any]:
+def deciding(config: Config, kind: str) -> dict[str, Any]:
     """Return the part of a configuration that decides which records of a kind are needed."""
     deciding: dict[str, Any] = {
         "data": config.data.model_dump(mode="json", exclude={"max_rejected_fraction", "on_leak"}),

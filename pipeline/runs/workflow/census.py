@@ -22,8 +22,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from numpy.typing import NDArray
+    from typing_extensions import Self
 
     from pipeline.records import Inventory, Item, Rejection
+    from pipeline.runs.dataset.standing import Standing
 
 EXAMPLES = 3
 MOST_SPLITS = 1000
@@ -55,6 +57,15 @@ class Census(Judged):
     items_incomplete: int = 0  # that have such residues
     items_read_on: int = 0  # in whose files new chains stand behind END
     lists: str = ""  # the folder of the files that list what is counted here
+
+    @classmethod
+    def standing(cls, known: Standing, lists: str = "") -> Self:
+        """Return the census that an earlier run took, with the folder where the lists are now."""
+        leaks = tuple(
+            SplitLeak(leak["what"], leak["total"], tuple(leak["splits"]), tuple(leak["items"]))
+            for leak in known.judged["leaks"]
+        )
+        return cls(**{part.name: known.judged[part.name] for part in fields(cls)} | {"leaks": leaks, "lists": lists})
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from pipeline.journal.run_folder import writing_run
 from pipeline.project.project import asked_bytes
 from pipeline.records import Reason, Rejection
 from pipeline.runs.dataset import worklist
+from pipeline.runs.dataset.standing import Standing, data_state, recall, remember
 from pipeline.runs.dataset.worklist import KnownItem, Lines, Shard, StageSurvey
 from pipeline.runs.workflow.stage import Judged, Stage, wait_until_complete
 from pipeline.stage_names import StageName
@@ -63,6 +64,8 @@ class EmbedStage(Stage):
 
     def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> StageSurvey:
         """Look each distinct sequence up in the store, and list those that are missing."""
+        if standing := recall(project, folder, self.name, self.recipe(project)):
+            return StageSurvey(standing.counts, ())
         recipe, verifier = project.encoding.recipe, project.encoding.verifier()
         columns, waiting = _Sequences(), 0
         entries = worklist.frozen_items(project, folder)
@@ -127,6 +130,9 @@ class EmbedStage(Stage):
 
     def judge(self, project: Project, folder: RunFolder, patience_s: float) -> Embedded:
         """Count what the store has of every item, and list what was left out."""
+        if standing := recall(project, folder, self.name, self.recipe(project)):
+            return Embedded.standing(standing)
+        state = data_state(project, folder)
         unusable = refused_parts(folder, self.name) | left_out_items(folder, self.name)
 
         def count() -> Embedded:
@@ -135,6 +141,12 @@ class EmbedStage(Stage):
             sequences.count(embedded)
             if not embedded.undone:
                 worklist.remember_needed(project, self.name, sequences.keys)
+            if not embedded.undone + embedded.unnamed and not embedded.others:
+                counts = dict.fromkeys(("unusable", "missing", "waiting", "unnamed", "residues"), 0)
+                counts |= {"refused": len(sequences.refused), "cached": embedded.sequences}
+                counts["items"] = counts["refused"] + counts["cached"]
+                found, keys = Standing(counts, embedded.to_json()), {"scan": sequences.known, "embed": sequences.keys}
+                remember(project, folder, self.name, self.recipe(project), state, found, keys, [folder.rejected])
             return embedded
 
         stores = (*project.shelves.stores(), project.encoding.shelves.embeddings)
@@ -279,6 +291,8 @@ class _JudgedSequences:
     lengths: array[int] = field(default_factory=lambda: array("Q"))
     kinds: array[int] = field(default_factory=lambda: array("B"))
     keys: bytearray = field(default_factory=bytearray)  # of the records that were found
+    known: bytearray = field(default_factory=bytearray)  # of the inventories that were
+    refused: set[int] = field(default_factory=set)  # digests of those that cannot be encoded
     names: list[str] = field(default_factory=lambda: [""])  # of the kinds; the first is the wanted variant
 
     def add(self, text: str, variant: Variant, recipe_wants: Variant) -> None:
@@ -318,8 +332,9 @@ def _tally(
     """Count every item and yield the rejected ones."""
     recipe, verifier = project.encoding.recipe, project.encoding.verifier()
     is_required = worklist.required_lines(folder, StageName.EMBED)
-    for chunk in worklist.known_items(project, folder, worklist.read_items(folder.items)):
+    for chunk in worklist.known_items(project, folder, worklist.read_items(folder.items), sequences.known):
         absent = _absent(chunk, recipe, verifier, sequences)
+        sequences.refused |= {digest(text) for text in absent if refusal(text, recipe)}
         for entry in chunk:
             missing = [] if isinstance(entry, Rejection) else _missing_of(entry, absent, recipe)
             rejected = entry if isinstance(entry, Rejection) else _rejected(entry, missing, unusable, recipe)

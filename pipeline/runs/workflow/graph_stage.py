@@ -17,6 +17,7 @@ from pipeline.journal.run_folder import writing_run
 from pipeline.records import Item, Reason, Rejection
 from pipeline.runs.dataset import worklist
 from pipeline.runs.dataset.early_items import edges_of_atom, promised_sizes
+from pipeline.runs.dataset.standing import Standing, data_state, recall, remember
 from pipeline.runs.dataset.worklist import KnownItem, Lines, StageSurvey, list_items, read_items
 from pipeline.runs.model.rank_setup import log_line
 from pipeline.runs.workflow.scan_stage import ScanStage
@@ -63,6 +64,8 @@ class GraphStage(Stage):
 
     def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> StageSurvey:
         """Compare the items of a data set with the store; list those without a graph."""
+        if standing := recall(project, folder, self.name, self.recipe(project)):
+            return StageSurvey(standing.counts, ())
         config, graphs = project.config, project.graphs
         verifier = graphs.verifier(limited=True)
         counts = dict.fromkeys(("items", "refused", "unusable", "cached", "missing", "waiting", "unkept", "unnamed"), 0)
@@ -110,14 +113,20 @@ class GraphStage(Stage):
 
     def judge(self, project: Project, folder: RunFolder, patience_s: float) -> Graphed:
         """Count the items, list the rejected ones, and write the table of the rest for training."""
+        if standing := recall(project, folder, self.name, self.recipe(project)):
+            return Graphed.standing(standing)
+        state = data_state(project, folder)
 
         def count() -> Graphed:
-            graphed, table = Graphed(kept=project.config.graph.cache), TableBuilder()
-            write_rejections(folder.rejected, _tally(project, folder, graphed, table))
+            graphed, table, found = Graphed(kept=project.config.graph.cache), TableBuilder(), _Found()
+            write_rejections(folder.rejected, _tally(project, folder, graphed, table, found))
             if graphed.accepted and not graphed.undone + graphed.unnamed:
                 graphed.table = table.write(project.cache.kind("sets")).hex()
                 if graphed.kept:
                     worklist.remember_needed(project, self.name, table.keys)
+                keys = {"scan": found.scans, "graph": found.graphs, "sets": bytearray.fromhex(graphed.table)}
+                stands = Standing(found.counts(state.items, kept=graphed.kept), graphed.to_json())
+                remember(project, folder, self.name, self.recipe(project), state, stands, keys, [folder.rejected])
             return graphed
 
         return wait_until_complete((*project.shelves.stores(), project.graphs.store), count, patience_s)
@@ -163,12 +172,29 @@ class Graphed(Judged):
             self.totals[name] += sizes.get(name, 0)
 
 
-def _tally(project: Project, folder: RunFolder, graphed: Graphed, table: TableBuilder) -> Iterator[dict[str, Any]]:
+@dataclass(slots=True)
+class _Found:
+    """The keys of what was found, and how many items had no inventory that can be used."""
+
+    scans: bytearray = field(default_factory=bytearray)
+    graphs: bytearray = field(default_factory=bytearray)
+    refused: int = 0
+
+    def counts(self, items: int, *, kept: bool) -> dict[str, int]:
+        """Return what a survey counts of a data set that lacks nothing."""
+        counts = dict.fromkeys(("unusable", "cached", "missing", "waiting", "unkept", "unnamed"), 0)
+        return {**counts, "items": items, "refused": self.refused, "cached" if kept else "unkept": items - self.refused}
+
+
+def _tally(
+    project: Project, folder: RunFolder, graphed: Graphed, table: TableBuilder, found: _Found
+) -> Iterator[dict[str, Any]]:
     """Count every item and yield the rejected ones."""
     verifier, barred = project.graphs.verifier(limited=False), left_out_items(folder, StageName.GRAPH)
     is_required = worklist.required_lines(folder, StageName.GRAPH)
-    for chunk in worklist.known_items(project, folder, worklist.read_items(folder.items)):
-        for entry, meta in zip(chunk, _metas(project, chunk, verifier), strict=True):
+    for chunk in worklist.known_items(project, folder, worklist.read_items(folder.items), found.scans):
+        found.refused += sum(isinstance(entry, Rejection) for entry in chunk)
+        for entry, meta in zip(chunk, _metas(project, chunk, verifier, found.graphs), strict=True):
             rejected = entry if isinstance(entry, Rejection) else _rejected(entry.item, meta, barred)
             if rejected is not None:
                 graphed.reject(rejected)
@@ -192,7 +218,7 @@ def _rejected(item: Item, meta: Mapping[str, Any] | None, barred: Mapping[str, t
 
 
 def _metas(
-    project: Project, chunk: Sequence[KnownItem | Rejection], verifier: WholeRecords
+    project: Project, chunk: Sequence[KnownItem | Rejection], verifier: WholeRecords, found: bytearray
 ) -> Iterator[Mapping[str, Any] | None]:
     """Yield the metadata of each item's graph, None where there is none; if graphs are not kept, expected sizes."""
     if not project.config.graph.cache:
@@ -203,6 +229,7 @@ def _metas(
     known = [entry.key if isinstance(entry, KnownItem) and entry.inventory else None for entry in chunk]
     keys = [key and project.graphs.recipe.key(key) for key in known]
     metas = verifier.metas([key for key in keys if key])
+    found += b"".join(metas)
     yield from (metas.get(key) if key else None for key in keys)
 
 

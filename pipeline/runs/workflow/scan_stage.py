@@ -35,6 +35,7 @@ from pipeline.runs.dataset.reader_items import (
     reader_tables,
     refuse_unreadable,
 )
+from pipeline.runs.dataset.standing import DataState, Standing, data_state, recall, remember
 from pipeline.runs.dataset.worklist import Lines, Shard, StageSurvey
 from pipeline.runs.workflow.census import Census, CensusTally
 from pipeline.runs.workflow.item_lists import ItemLists, list_table, write_leaks
@@ -83,20 +84,16 @@ class ScanStage(Stage):
 
     def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> StageSurvey:
         """Compare the data set with the store; with a run folder, list all items and the missing ones there."""
+        if standing := recall(project, folder, self.name, self.recipe(project)):
+            return StageSurvey(standing.counts, ())
         counts = {"items": 0, "refused": 0, "unusable": 0, "cached": 0, "missing": 0, "unnamed": 0}
         offsets = array("Q")  # where each missing item begins in the todo file, and the end: 8 bytes an item
-        with worklist.freezing(folder) as everything, Lines(folder.todo(self.name) if folder else None) as todo:
-            for chunk in in_chunks(worklist.list_items(project), worklist.LOOKED_UP_AT_ONCE):
-                texts = [worklist.item_line(entry) for entry in chunk]
-                for text in texts:
-                    everything.write(text)
+        with Lines(folder.todo(self.name) if folder else None) as todo:
+            for chunk in in_chunks(worklist.frozen_items(project, folder), worklist.LOOKED_UP_AT_ONCE):
                 items = [entry for entry in chunk if isinstance(entry, Item)]
-                lines = ((entry, text) for entry, text in zip(chunk, texts, strict=True) if isinstance(entry, Item))
                 counts["items"] += len(chunk)
                 counts["refused"] += len(chunk) - len(items)
-                for (item, text), known in zip(
-                    lines, look_up_items(items, project.recipe, project.shelves), strict=True
-                ):
+                for item, known in zip(items, look_up_items(items, project.recipe, project.shelves), strict=True):
                     if known.inventory is not None:
                         counts["unusable" if known.inventory.reason in AT_A_GLANCE else "cached"] += 1
                         continue
@@ -105,7 +102,7 @@ class ScanStage(Stage):
                         continue
                     offsets.append(todo.position)
                     counts["missing"] += 1
-                    todo.write(text)
+                    todo.write(worklist.item_line(item))
             offsets.append(todo.position)
         missing, items_per_task = counts["missing"], _items_per_task(project, counts["missing"], at_once)
         bounds = pairwise([*range(0, missing, items_per_task), missing])
@@ -134,18 +131,28 @@ class ScanStage(Stage):
 
     def judge(self, project: Project, folder: RunFolder, patience_s: float) -> Census:
         """Take the census of all items by the store, and list the rejected ones."""
+        if standing := recall(project, folder, self.name, self.recipe(project)):
+            return Census.standing(standing, str(folder.path))
+        state, known = data_state(project, folder, anew=True), bytearray()
 
         def count() -> CensusTally:
             tally, keys = CensusTally(), bytearray()
+            known.clear()
             with ItemLists(folder) as lists:
-                write_rejections(folder.rejected, _tally(project, folder, tally, keys, lists))
+                write_rejections(folder.rejected, _tally(project, folder, tally, keys, known, lists))
             if not tally.undone:
                 worklist.remember_needed(project, self.name, keys)
             return tally
 
         tally = wait_until_complete(project.shelves.stores(), count, patience_s)
         write_leaks(folder, tally)
-        return tally.census(str(folder.path))
+        census = tally.census(str(folder.path))
+        if not tally.undone + tally.unnamed:
+            lists = (folder.rejected, folder.inventory, folder.residues_left_out, folder.leaks)
+            found = Standing(_counts_of(state, tally), census.to_json())
+            keys = {"files": state.marks, "scan": known}
+            remember(project, folder, self.name, self.recipe(project), state, found, keys, lists)
+        return census
 
     def check(self, project: Project, folder: RunFolder, judged: Census) -> list[str]:
         is_told = judged.leaks and project.config.data.on_leak != "ignore"
@@ -165,6 +172,21 @@ def _is_named(item: Item, key: bytes | None, project: Project) -> bool:
     )
 
 
+def _counts_of(state: DataState, tally: CensusTally) -> dict[str, int]:
+    """Return what a survey counts of a data set that lacks nothing."""
+    refused = state.refused.total()
+    unusable = sum(tally.rejected.get(reason, 0) - state.refused[reason] for reason in AT_A_GLANCE)
+    cached = state.items - refused - unusable
+    return {
+        "items": state.items,
+        "refused": refused,
+        "unusable": unusable,
+        "cached": cached,
+        "missing": 0,
+        "unnamed": 0,
+    }
+
+
 def _items_per_task(project: Project, missing: int, at_once: int) -> int:
     """Return how many items a task takes: as configured, else for a few tasks in each slot, within limits."""
     configured = project.config.cluster.scan.items_per_task
@@ -177,11 +199,11 @@ def _items_per_task(project: Project, missing: int, at_once: int) -> int:
 
 
 def _tally(
-    project: Project, folder: RunFolder, tally: CensusTally, keys: bytearray, lists: ItemLists
+    project: Project, folder: RunFolder, tally: CensusTally, keys: bytearray, known: bytearray, lists: ItemLists
 ) -> Iterator[dict[str, Any]]:
-    """Count and list every item that can be used, and yield the rejected ones."""
+    """Count and list every item that can be used, and yield the rejected ones; collect the keys of both in `known`."""
     is_required = worklist.required_lines(folder, StageName.SCAN)
-    for chunk in worklist.known_items(project, folder, worklist.read_items(folder.items)):
+    for chunk in worklist.known_items(project, folder, worklist.read_items(folder.items), known):
         for entry in chunk:
             if isinstance(entry, Rejection):
                 tally.reject(entry)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
 
 from pipeline.config.schema_cluster import TrainResources
@@ -16,11 +16,14 @@ from pipeline.waiting import wait_for
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Mapping
 
+    from typing_extensions import Self
+
     from pipeline.config.schema import Config
     from pipeline.config.schema_cluster import StageResources
     from pipeline.journal.run_folder import RunFolder
     from pipeline.project.project import Project
     from pipeline.records import Reason, Rejection, TaskContext
+    from pipeline.runs.dataset.standing import Standing
     from pipeline.runs.dataset.worklist import Shard, StageSurvey
     from pipeline.store.store import Store
 
@@ -58,6 +61,11 @@ class Judged:
             return
         self.undone += 1
         self.first_undone = self.first_undone or item
+
+    @classmethod
+    def standing(cls, known: Standing) -> Self:
+        """Return the result that an earlier run found, and that still stands."""
+        return cls(**{part.name: known.judged[part.name] for part in fields(cls)})
 
     def to_json(self) -> dict[str, Any]:
         fraction = 1 - self.accepted / self.items if self.items else 0.0

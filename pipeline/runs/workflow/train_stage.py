@@ -304,13 +304,13 @@ def misfits(project: Project, task: Task) -> list[str]:
 
 def refuse_unfit_weights(project: Project, task: Task) -> None:
     """Raise where pretrained weights are not of the task's model, which is made without memory if it can be."""
+    train = project.config.train
+    if train.pretrained is None:
+        return
     import torch
 
     from pipeline.training.checkpoints.trained_weights import fitting_weights
 
-    train = project.config.train
-    if train.pretrained is None:
-        return
     try:
         with torch.device("meta"):
             model = task.model()

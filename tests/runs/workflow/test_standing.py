@@ -1,0 +1,179 @@
+"""A run that has nothing to do takes over what an earlier one found, and notices whatever has changed since."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.journal.run_folder import RunFolder, runs_in
+from pipeline.runs.dataset.standing import FOLDER, KEYS, RESULT
+from pipeline.runs.workflow import embed_stage, graph_stage, scan_stage
+from pipeline.store.format.disk import Disk
+from pipeline.store.format.shard import read_table
+from tests.command import Command, Outcome
+from tests.projects import settle
+from tests.runs.workflow.trained import SMALL, write_project
+
+pytestmark = pytest.mark.timeout(600)
+
+Submit = Callable[..., Outcome]
+SPLITS = ["train", "train", "val", "val"]
+LISTS = ("rejected", "inventory", "residues_left_out", "leaks")
+STAGE_OF = {"scan": "scan", "files": "scan", "embed": "embed", "graph": "graph"}  # which makes records of a kind
+BROKEN = "data/c9.pdb"
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a project in which everything is there, and one file is broken; each test leaves it so."""
+    folder = tmp_path_factory.mktemp("standing")
+    write_project(folder, SMALL, {}, SPLITS)
+    with (folder / "data" / "manifest.csv").open("a") as file:
+        file.write("c9,c9.pdb,A,B,train,9\n")
+    (folder / BROKEN).write_text("this is no structure\n")
+    settle(folder / "data")
+    return folder
+
+
+@pytest.fixture
+def submit(home: Path, monkeypatch: pytest.MonkeyPatch, pipeline: Command) -> Submit:
+    """Return what submits every stage of the project, which lacks nothing."""
+    monkeypatch.chdir(home)
+
+    def submitted(*words: str) -> Outcome:
+        sets = ("data.max_rejected_fraction=0.5", "cache.visibility_s=0", *words)
+        done = pipeline("submit", "--stage", "all", "--follow", *(word for text in sets for word in ("--set", text)))
+        assert done.code == 0, done.err
+        return done
+
+    submitted()
+    return submitted
+
+
+def surveyed(done: Outcome) -> dict[str, str]:
+    """Return what a run said before each stage."""
+    lines = (line.partition(": ") for line in done.err.splitlines() if " cached, " in line and " to do" in line)
+    return {stage: said for stage, _, said in lines}
+
+
+def is_complete(done: Outcome) -> bool:
+    return all(", 0 to do" in said for said in surveyed(done).values())
+
+
+def newest() -> RunFolder:
+    return runs_in(Path("runs"))[-1]
+
+
+def told(pipeline: Command) -> list[dict[str, Any]]:
+    """Return what the newest run says of its stages, without times and places."""
+    stages = json.loads(pipeline("status", "--json").out)["stages"]
+    own = ("lists", "at", "submitted_at", "ended_at", "began", "ended", "elapsed_s")
+    return [
+        {"name": row["name"], "census": {name: v for name, v in row["census"].items() if name not in own}}
+        | {name: row[name] for name in ("items", "cached", "missing") if name in row}
+        for row in stages
+    ]
+
+
+def lists() -> dict[str, bytes]:
+    return {name: getattr(newest(), name).read_bytes() for name in LISTS}
+
+
+def refuse_looking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have every stage fail that counts item by item."""
+
+    def counted(*_arguments: object) -> None:
+        raise AssertionError("it was counted item by item")
+
+    for module in (scan_stage, embed_stage, graph_stage):
+        monkeypatch.setattr(module, "_tally", counted)
+
+
+def damage(kind: str) -> None:
+    """Change a byte of one record of a kind."""
+    path = next(Path("cache", kind, "shards").glob("*.safetensors"))
+    place = int(read_table(Disk(), path).rows["offset"][0])
+    path.chmod(0o644)
+    with path.open("r+b") as file:
+        file.seek(place)
+        value = file.read(1)[0]
+        file.seek(place)
+        file.write(bytes([value ^ 0x10]))
+
+
+def test_a_run_with_nothing_to_do_counts_nothing_and_says_the_same(
+    submit: Submit, pipeline: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("runs", FOLDER).rename(f"forgotten-{newest().name}")
+    counted = submit()
+    said, listed = told(pipeline), lists()
+    refuse_looking(monkeypatch)
+    assert surveyed(submit()) == surveyed(counted)
+    assert told(pipeline) == said
+    assert lists() == listed
+
+
+@pytest.mark.parametrize("kind", list(STAGE_OF))
+def test_a_damaged_record_is_noticed_and_made_anew(submit: Submit, kind: str) -> None:
+    damage(kind)
+    assert ", 0 to do" not in surveyed(submit())[STAGE_OF[kind]]
+    assert is_complete(submit())
+
+
+@pytest.mark.parametrize("kind", list(STAGE_OF))
+def test_records_that_went_are_made_anew(submit: Submit, kind: str) -> None:
+    for path in Path("cache", kind, "shards").glob("*.safetensors"):
+        path.unlink()
+    assert ", 0 to do" not in surveyed(submit())[STAGE_OF[kind]]
+    assert is_complete(submit())
+
+
+def test_a_file_that_changed_is_scanned_again(submit: Submit) -> None:
+    Path("data/c0.pdb").write_text(Path("data/c0.pdb").read_text().replace(" ALA ", " VAL "))
+    settle(Path("data"))
+    assert surveyed(submit())["scan"] == "5 items: 4 cached, 1 to do in 1 task"
+
+
+def test_a_file_that_was_only_touched_is_looked_at_again(submit: Submit) -> None:
+    Path("data/c1.pdb").touch()
+    settle(Path("data"))
+    assert surveyed(submit())["scan"] == "5 items: 4 cached, 1 to do in 1 task"
+
+
+def test_a_file_that_goes_is_rejected_and_counted_again_when_it_is_back(submit: Submit) -> None:
+    Path("data/c0.pdb").rename("data/away")
+    submit()
+    assert "missing_file" in newest().rejected.read_text()
+    Path("data/away").rename("data/c0.pdb")
+    settle(Path("data"))
+    submit()
+    assert "missing_file" not in newest().rejected.read_text()
+
+
+def test_an_item_that_is_added_is_done_and_one_that_is_removed_goes(submit: Submit) -> None:
+    before = Path("data/manifest.csv").read_text()
+    Path("data/manifest.csv").write_text(before + "c8,c0.pdb,B,A,train,8\n")
+    assert surveyed(submit())["scan"] == "6 items: 5 cached, 1 to do in 1 task"
+    Path("data/manifest.csv").write_text(before)
+    submit()
+    assert "\nc8," not in newest().inventory.read_text()
+
+
+@pytest.mark.parametrize(
+    ("setting", "stage"),
+    [("structures.altlocs=first", "scan"), ("graph.neighbours=7", "graph"), ("embed.layer=0", "embed")],
+)
+def test_settings_that_changed_are_followed(submit: Submit, setting: str, stage: str) -> None:
+    assert ", 0 to do" not in surveyed(submit(setting))[stage]
+
+
+@pytest.mark.parametrize("name", [RESULT, KEYS])
+def test_a_torn_result_is_found_out_anew(submit: Submit, name: str) -> None:
+    for path in Path("runs", FOLDER).glob(f"*/{name}"):
+        path.write_bytes(path.read_bytes()[:-5])
+    assert is_complete(submit())
+    assert "c9" in newest().rejected.read_text()
