@@ -118,7 +118,7 @@ class GraphStage(Stage):
         state = data_state(project, folder)
 
         def count() -> Graphed:
-            graphed, table, found = Graphed(kept=project.config.graph.cache), TableBuilder(), _Found()
+            graphed, table, found = Graphed(kept=project.config.graph.cache), TableBuilder(), _RecordsFound()
             write_rejections(folder.rejected, _tally(project, folder, graphed, table, found))
             if graphed.accepted and not graphed.undone + graphed.unnamed:
                 graphed.table = table.write(project.cache.kind("sets")).hex()
@@ -173,7 +173,7 @@ class Graphed(Judged):
 
 
 @dataclass(slots=True)
-class _Found:
+class _RecordsFound:
     """The keys of what was found, and how many items had no inventory that can be used."""
 
     scans: bytearray = field(default_factory=bytearray)
@@ -187,7 +187,7 @@ class _Found:
 
 
 def _tally(
-    project: Project, folder: RunFolder, graphed: Graphed, table: TableBuilder, found: _Found
+    project: Project, folder: RunFolder, graphed: Graphed, table: TableBuilder, found: _RecordsFound
 ) -> Iterator[dict[str, Any]]:
     """Count every item and yield the rejected ones."""
     verifier, barred = project.graphs.verifier(limited=False), left_out_items(folder, StageName.GRAPH)

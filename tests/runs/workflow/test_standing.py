@@ -165,7 +165,7 @@ def test_an_item_that_is_added_is_done_and_one_that_is_removed_goes(submit: Subm
 
 @pytest.mark.parametrize(
     ("setting", "stage"),
-    [("structures.altlocs=first", "scan"), ("graph.neighbours=7", "graph"), ("embed.layer=0", "embed")],
+    [("structures.altlocs=first", "scan"), ("graph.neighbours=7", "graph"), ("embed.storage=fp16", "embed")],
 )
 def test_settings_that_changed_are_followed(submit: Submit, setting: str, stage: str) -> None:
     assert ", 0 to do" not in surveyed(submit(setting))[stage]
