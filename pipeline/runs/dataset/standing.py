@@ -57,7 +57,9 @@ class Standing:
     judged: Mapping[str, Any]
 
 
-def recall(project: Project, folder: RunFolder | None, stage: str, recipe: Mapping[str, Any]) -> Standing | None:
+def recall_standing(
+    project: Project, folder: RunFolder | None, stage: str, recipe: Mapping[str, Any]
+) -> Standing | None:
     """Return the result of a stage that still stands, and lay its lists into the run; None where there is none.
 
     Whoever asks again in this process gets the same answer: what was verified once is verified for a run.
@@ -90,7 +92,7 @@ def _recalled(project: Project, folder: RunFolder, stage: str, recipe: Mapping[s
         return None
 
 
-def remember(
+def remember_standing(
     project: Project,
     folder: RunFolder,
     stage: str,

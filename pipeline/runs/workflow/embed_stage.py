@@ -20,7 +20,7 @@ from pipeline.journal.run_folder import writing_run
 from pipeline.project.project import asked_bytes
 from pipeline.records import Reason, Rejection
 from pipeline.runs.dataset import worklist
-from pipeline.runs.dataset.standing import Standing, data_state, recall, remember
+from pipeline.runs.dataset.standing import Standing, data_state, recall_standing, remember_standing
 from pipeline.runs.dataset.worklist import KnownItem, Lines, Shard, StageSurvey
 from pipeline.runs.workflow.stage import Judged, Stage, wait_until_complete
 from pipeline.stage_names import StageName
@@ -64,7 +64,7 @@ class EmbedStage(Stage):
 
     def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> StageSurvey:
         """Look each distinct sequence up in the store, and list those that are missing."""
-        if standing := recall(project, folder, self.name, self.recipe(project)):
+        if standing := recall_standing(project, folder, self.name, self.recipe(project)):
             return StageSurvey(standing.counts, ())
         recipe, verifier = project.encoding.recipe, project.encoding.verifier()
         columns, waiting = _Sequences(), 0
@@ -130,7 +130,7 @@ class EmbedStage(Stage):
 
     def judge(self, project: Project, folder: RunFolder, patience_s: float) -> Embedded:
         """Count what the store has of every item, and list what was left out."""
-        if standing := recall(project, folder, self.name, self.recipe(project)):
+        if standing := recall_standing(project, folder, self.name, self.recipe(project)):
             return Embedded.standing(standing)
         state = data_state(project, folder)
         unusable = refused_parts(folder, self.name) | left_out_items(folder, self.name)
@@ -146,7 +146,9 @@ class EmbedStage(Stage):
                 counts |= {"refused": len(sequences.refused), "cached": embedded.sequences}
                 counts["items"] = counts["refused"] + counts["cached"]
                 found, keys = Standing(counts, embedded.to_json()), {"scan": sequences.known, "embed": sequences.keys}
-                remember(project, folder, self.name, self.recipe(project), state, found, keys, [folder.rejected])
+                remember_standing(
+                    project, folder, self.name, self.recipe(project), state, found, keys, [folder.rejected]
+                )
             return embedded
 
         stores = (*project.shelves.stores(), project.encoding.shelves.embeddings)

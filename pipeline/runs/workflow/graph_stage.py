@@ -17,7 +17,7 @@ from pipeline.journal.run_folder import writing_run
 from pipeline.records import Item, Reason, Rejection
 from pipeline.runs.dataset import worklist
 from pipeline.runs.dataset.early_items import edges_of_atom, promised_sizes
-from pipeline.runs.dataset.standing import Standing, data_state, recall, remember
+from pipeline.runs.dataset.standing import Standing, data_state, recall_standing, remember_standing
 from pipeline.runs.dataset.worklist import KnownItem, Lines, StageSurvey, list_items, read_items
 from pipeline.runs.model.rank_setup import log_line
 from pipeline.runs.workflow.scan_stage import ScanStage
@@ -64,7 +64,7 @@ class GraphStage(Stage):
 
     def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> StageSurvey:
         """Compare the items of a data set with the store; list those without a graph."""
-        if standing := recall(project, folder, self.name, self.recipe(project)):
+        if standing := recall_standing(project, folder, self.name, self.recipe(project)):
             return StageSurvey(standing.counts, ())
         config, graphs = project.config, project.graphs
         verifier = graphs.verifier(limited=True)
@@ -113,7 +113,7 @@ class GraphStage(Stage):
 
     def judge(self, project: Project, folder: RunFolder, patience_s: float) -> Graphed:
         """Count the items, list the rejected ones, and write the table of the rest for training."""
-        if standing := recall(project, folder, self.name, self.recipe(project)):
+        if standing := recall_standing(project, folder, self.name, self.recipe(project)):
             return Graphed.standing(standing)
         state = data_state(project, folder)
 
@@ -126,7 +126,9 @@ class GraphStage(Stage):
                     worklist.remember_needed(project, self.name, table.keys)
                 keys = {"scan": found.scans, "graph": found.graphs, "sets": bytearray.fromhex(graphed.table)}
                 stands = Standing(found.counts(state.items, kept=graphed.kept), graphed.to_json())
-                remember(project, folder, self.name, self.recipe(project), state, stands, keys, [folder.rejected])
+                remember_standing(
+                    project, folder, self.name, self.recipe(project), state, stands, keys, [folder.rejected]
+                )
             return graphed
 
         return wait_until_complete((*project.shelves.stores(), project.graphs.store), count, patience_s)

@@ -35,7 +35,7 @@ from pipeline.runs.dataset.reader_items import (
     reader_tables,
     refuse_unreadable,
 )
-from pipeline.runs.dataset.standing import DataState, Standing, data_state, recall, remember
+from pipeline.runs.dataset.standing import DataState, Standing, data_state, recall_standing, remember_standing
 from pipeline.runs.dataset.worklist import Lines, Shard, StageSurvey
 from pipeline.runs.workflow.census import Census, CensusTally
 from pipeline.runs.workflow.item_lists import ItemLists, list_table, write_leaks
@@ -84,7 +84,7 @@ class ScanStage(Stage):
 
     def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> StageSurvey:
         """Compare the data set with the store; with a run folder, list all items and the missing ones there."""
-        if standing := recall(project, folder, self.name, self.recipe(project)):
+        if standing := recall_standing(project, folder, self.name, self.recipe(project)):
             return StageSurvey(standing.counts, ())
         counts = {"items": 0, "refused": 0, "unusable": 0, "cached": 0, "missing": 0, "unnamed": 0}
         offsets = array("Q")  # where each missing item begins in the todo file, and the end: 8 bytes an item
@@ -131,7 +131,7 @@ class ScanStage(Stage):
 
     def judge(self, project: Project, folder: RunFolder, patience_s: float) -> Census:
         """Take the census of all items by the store, and list the rejected ones."""
-        if standing := recall(project, folder, self.name, self.recipe(project)):
+        if standing := recall_standing(project, folder, self.name, self.recipe(project)):
             return Census.standing(standing, str(folder.path))
         state, known = data_state(project, folder, anew=True), bytearray()
 
@@ -151,7 +151,7 @@ class ScanStage(Stage):
             lists = (folder.rejected, folder.inventory, folder.residues_left_out, folder.leaks)
             found = Standing(_counts_of(state, tally), census.to_json())
             keys = {"files": state.marks, "scan": known}
-            remember(project, folder, self.name, self.recipe(project), state, found, keys, lists)
+            remember_standing(project, folder, self.name, self.recipe(project), state, found, keys, lists)
         return census
 
     def check(self, project: Project, folder: RunFolder, judged: Census) -> list[str]:
