@@ -121,7 +121,7 @@ class InterfaceSide:
         from_6N = np.concatenate([near_4N, form_N[None], np.ones_like(form_N)[None]])
         to_6M = np.concatenate([-2 * far_4M, np.ones_like(form_M)[None], form_M[None]])
         slack = 4 * neighbours.ROUGHNESS * (squared_4N.max() + squared_4M.max())
-        is_near_NM: NDArray[np.bool_] = neighbours.product(from_6N.T, to_6M) <= slack
+        is_near_NM: NDArray[np.bool_] = neighbours.matrix_product(from_6N.T, to_6M) <= slack
         return is_near_NM
 
     def atoms(self) -> tuple[Floats, NDArray[np.int64]]:

@@ -112,7 +112,7 @@ def _edges(source_S3: Floats, target_N3: Floats, nearest: int, radius: float | N
     return edges_2E
 
 
-def product(from_NK: Floats, to_KS: Floats) -> NDArray[np.float32]:
+def matrix_product(from_NK: Floats, to_KS: Floats) -> NDArray[np.float32]:
     """Return the product of two matrices in float32, in pieces so small that none starts threads."""
     from_NK, to_KS = from_NK.astype(np.float32), to_KS.astype(np.float32)
     product_NS = np.empty((len(from_NK), to_KS.shape[1]), np.float32)
@@ -196,7 +196,7 @@ class _Matrix:
             factor_5[:3] /= math.sqrt(self._unit)
             np.einsum("xn,xn->n", factor_5[:3], factor_5[:3], out=factor_5[at])
         to_5S[:3] *= -2
-        return lambda nodes: product(from_5N[:, nodes[0] : nodes[-1] + 1].T, to_5S)
+        return lambda nodes: matrix_product(from_5N[:, nodes[0] : nodes[-1] + 1].T, to_5S)
 
     def _nearest(self, rough_NS: NDArray[np.float32], nodes: NDArray[np.int64], nearest: int) -> NDArray[np.bool_]:
         """Return a mask of some nodes' nearest sources."""
