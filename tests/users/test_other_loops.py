@@ -19,7 +19,7 @@ from tests.docs.conftest import demo as demo
 pytestmark = pytest.mark.timeout(400)
 LIMIT_S = 180.0
 HEAD = """\
-import json, sys
+import json, os, sys
 from pathlib import Path
 
 import torch
@@ -101,7 +101,11 @@ if accelerator.is_main_process:
     torch.save(accelerator.unwrap_model(model).state_dict(), out / "weights.pt")
 accelerator.end_training()  # all ranks wait for each other, and leave the process group
 """
-SCRIPTS = {"lightning": HEAD + LIGHTNING, "accelerate": HEAD + ACCELERATE}
+TAIL = """
+sys.stdout.flush()
+os._exit(0)  # one in some ten ends of two such processes is an abort of torch's own threads, with any DataLoader
+"""
+SCRIPTS = {"lightning": HEAD + LIGHTNING + TAIL, "accelerate": HEAD + ACCELERATE + TAIL}
 
 
 @pytest.fixture(scope="module")
