@@ -48,7 +48,9 @@ class OneForward:
     def _as_now(self, given: Any, result: Any) -> list[Any]:
         """Return what must be the same for a result to be the one that would be computed."""
         kind = torch.device(self._device).type
-        found: list[Any] = [torch.is_grad_enabled(), torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)]
+        found: list[Any] = [torch.is_grad_enabled()]
+        if torch.amp.is_autocast_available(kind):
+            found += [torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)]
         found += [name for name, module in self._model.named_modules() if module.training]
         map_tensors(lambda tensor: found.append((id(tensor), tensor._version)), (given, result))  # noqa: SLF001 - no other name counts changes in place
         return found
