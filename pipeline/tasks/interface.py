@@ -32,7 +32,7 @@ from pipeline.training.evaluating.ranking_scores import Ranking, logits, precisi
 from pipeline.training.items.batch_layout import LIGAND, RECEPTOR
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     import numpy as np
     from torch import Tensor
@@ -151,7 +151,7 @@ class Interface:
             labels=known,
             shapes=partners.sizes,
             has_labels=tuple(bool(label.is_known_N.any()) for label in labels),
-            known=(float(known.is_known_N.sum()), float(known.is_known_P.sum())),
+            known=(float(known.is_known_N.count_nonzero()), float(known.is_known_P.count_nonzero())),
         )
 
     def loss(self, model: nn.Module, batch: InterfaceBatch) -> dict[str, tuple[Tensor, float]]:
@@ -193,16 +193,13 @@ class Interface:
         Contact precision at L/5: of an item's L/5 pairs with the highest scores (L residues of both partners together,
         at least one pair), the share that touch; the mean over the items that have labels.
         """
-        residues, pairs, precisions = Ranking(), Ranking(), []
+        residues, pairs, precisions = Ranking(), Ranking(), list[float]()
         for role in (RECEPTOR, LIGAND):
-            names = f"{role}_{INTERFACE}", f"{role}_{INTERFACE}_{LABEL}"
-            for scores, labels in zip(*(outputs[name] for name in names), strict=True):
-                _rank(residues, scores, labels)
-        for scores, labels in zip(outputs[CONTACTS], outputs[f"{CONTACTS}_{LABEL}"], strict=True):
-            if labels.size:
-                is_known = labels != NOT_KNOWN
-                _rank(pairs, scores, labels)
-                precisions.append(precision_at(scores[is_known], labels[is_known], sum(scores.shape) // LARGEST_PART))
+            for _, chances, labels in _labelled(outputs, f"{role}_{INTERFACE}"):
+                residues.add(logits(chances), labels)
+        for shape, chances, labels in _labelled(outputs, CONTACTS):
+            pairs.add(logits(chances), labels)
+            precisions.append(precision_at(chances, labels, sum(shape) // LARGEST_PART))
         figures = {
             "interface_auroc": residues.auroc(),
             "interface_auprc": residues.auprc(),
@@ -281,11 +278,12 @@ def _split(of_N: Tensor, of_P: Tensor, batch: InterfaceBatch) -> dict[str, list[
     }
 
 
-def _rank(ranking: Ranking, scores: Any, labels: Any) -> None:
-    """Add an item's scores and known labels to a ranking."""
-    if labels.size:
-        is_known = labels != NOT_KNOWN
-        ranking.add(logits(scores[is_known]), labels[is_known])
+def _labelled(outputs: Mapping[str, Sequence[Any]], name: str) -> Iterator[tuple[tuple[int, ...], Any, Any]]:
+    """Yield for each item that has labels the shape of an output, its values where they are known, and these labels."""
+    for values, labels in zip(outputs[name], outputs[f"{name}_{LABEL}"], strict=True):
+        if labels.size:
+            is_known = labels != NOT_KNOWN
+            yield values.shape, *((values, labels) if is_known.all() else (values[is_known], labels[is_known]))
 
 
 def _mean(values: Sequence[float]) -> float:

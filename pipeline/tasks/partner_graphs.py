@@ -159,6 +159,7 @@ def means(values_ED: Tensor, index_E: Tensor, count: int) -> Tensor:
 NEAR, CA = "near", 1
 PLACES = 5  # N, CA, C, CB and the middle of the side chain stand for a residue
 OTHER_CHAIN = STEPS - 1
+CHAIN_LENGTH = 1 << 32  # rows are fewer than half of that
 
 
 def joined_partners(sides: Sequence[tuple[PartnerTensors, PartnerTensors | None]], embedding_dim: int) -> PartnerBatch:
@@ -173,12 +174,12 @@ def joined_partners(sides: Sequence[tuple[PartnerTensors, PartnerTensors | None]
         pos_NA3=torch.cat([_positions(side) for side in flat]),
         type_N=torch.cat([side.nodes["type"] for side in flat]).long(),
         flags_NF=_bits(torch.cat([side.nodes["flags"] for side in flat])),
-        embedding_ND=torch.cat([_embedding(side, embedding_dim) for side in flat]),
+        embedding_ND=_embeddings(flat, embedding_dim),
         partner_N=torch.cat([torch.full((size_of(side),), at) for side, at in zip(flat, owner, strict=True)]),
         other_S=torch.arange(2 * len(sides)) ^ 1,
         from_E=from_E,
         to_E=to_E,
-        step_E=torch.cat([_steps(side) for side in flat]),
+        step_E=_steps(flat, from_E, to_E),
         receptor_P=receptor_P,
         ligand_P=ligand_P,
         sizes=sizes,
@@ -223,10 +224,17 @@ def even_shares(total: int, count: int) -> list[int]:
     return [total * (place + 1) // count - total * place // count for place in range(count)]
 
 
+def _embeddings(sides: Sequence[PartnerTensors], embedding_dim: int) -> Tensor:
+    """Return the embeddings of all partners as single precision; they are written once."""
+    joined_ND = torch.empty(sum(map(size_of, sides)), embedding_dim)
+    for rows_ND, side in zip(joined_ND.split_with_sizes(list(map(size_of, sides))), sides, strict=True):
+        if embedding_dim:
+            rows_ND.copy_(_embedding(side, embedding_dim))
+    return joined_ND
+
+
 def _embedding(side: PartnerTensors, embedding_dim: int) -> Tensor:
     """Return a partner's embeddings; the configuration must fit them."""
-    if not embedding_dim:
-        return torch.zeros(size_of(side), 0)
     if side.embedding is None:
         problem = f"the task expects embeddings of {embedding_dim} numbers, and the data set has none"
         embed = Command.submit("embed", then="   (or --set train.options.embedding_dim=0)")
@@ -235,7 +243,7 @@ def _embedding(side: PartnerTensors, embedding_dim: int) -> Tensor:
         problem = f"the task expects embeddings of {embedding_dim} numbers, those of the data set have {width}"
         remedy = f"--set train.options.embedding_dim={width}"
         raise ConfigError(problem, where=f"{WHERE}.embedding_dim", remedy=remedy)
-    return side.embedding.float()
+    return side.embedding
 
 
 def _firsts(counts: Sequence[int]) -> list[int]:
@@ -266,18 +274,21 @@ def _edges(sides: Sequence[PartnerTensors], firsts: Sequence[int]) -> tuple[Tens
     return torch.cat([from_E for from_E, _ in edges]), torch.cat([to_E for _, to_E in edges])
 
 
-def _steps(side: PartnerTensors) -> Tensor:
+def _steps(sides: Sequence[PartnerTensors], from_E: Tensor, to_E: Tensor) -> Tensor:
     """Return the clamped offset along the chain between the ends of each edge, as an index; OTHER_CHAIN for two."""
-    (from_E, to_E), row_N, chain_N = side.edges[NEAR], side.nodes["row"].long(), side.nodes["chain"]
-    steps_E = (row_N[from_E] - row_N[to_E]).clamp(-APART, APART) + APART
-    is_one_chain_E = (chain_N[from_E] == chain_N[to_E]) & (row_N[from_E] >= 0) & (row_N[to_E] >= 0)
-    return torch.where(is_one_chain_E, steps_E, OTHER_CHAIN)
+    row_N, chain_N = (torch.cat([side.nodes[name] for side in sides]).long() for name in ("row", "chain"))
+    alone_N = -torch.arange(2, 2 + len(row_N))  # residues that are in no row are in no chain either
+    place_N = torch.where(row_N < 0, CHAIN_LENGTH * alone_N, CHAIN_LENGTH * chain_N + row_N)
+    apart_E = place_N.index_select(0, from_E) - place_N.index_select(0, to_E)
+    return torch.where(apart_E.abs() < CHAIN_LENGTH // 2, apart_E.clamp(-APART, APART) + APART, OTHER_CHAIN)
 
 
 def _pairs(sizes: Sequence[tuple[int, int]], first_S: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Return the receptor's and the ligand's residue of every pair, item by item."""
-    receptors, ligands = [], []
-    for item, (receptor, ligand) in enumerate(sizes):
-        receptors.append((torch.arange(receptor) + first_S[2 * item]).repeat_interleave(ligand))
-        ligands.append((torch.arange(ligand) + first_S[2 * item + 1]).repeat(receptor))
-    return torch.cat(receptors), torch.cat(ligands)
+    counts = [receptor * ligand for receptor, ligand in sizes]
+    receptor_P, ligand_P = (torch.empty(sum(counts), dtype=torch.long) for _ in range(2))
+    pieces = zip(sizes, receptor_P.split_with_sizes(counts), ligand_P.split_with_sizes(counts), strict=True)
+    for item, ((receptor, ligand), of_receptor_P, of_ligand_P) in enumerate(pieces):
+        of_receptor_P.view(receptor, ligand).copy_(torch.arange(receptor).unsqueeze(1) + first_S[2 * item])
+        of_ligand_P.view(receptor, ligand).copy_(torch.arange(ligand) + first_S[2 * item + 1])
+    return receptor_P, ligand_P

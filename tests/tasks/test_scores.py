@@ -128,6 +128,18 @@ def test_precision_of_the_highest_shares_the_last_places_among_ties(most, wanted
     assert precision_at(scores, labels, most) == pytest.approx(wanted)
 
 
+@pytest.mark.parametrize("most", [1, 7, 90])
+@pytest.mark.parametrize("digits", [1, 7])  # many ties, and hardly any
+def test_precision_of_many_scores_is_that_of_sorting_them(most, digits):
+    rng = np.random.default_rng(most)
+    scores = np.round(rng.normal(size=(75, 90)), digits).astype(np.float32)
+    labels = rng.random(scores.shape) < 0.1
+    last = np.sort(scores, axis=None)[-most]
+    above, tied = labels[scores > last], labels[scores == last]
+    wanted = (above.sum() + (most - len(above)) * tied.mean()) / most
+    assert precision_at(scores, labels, most) == pytest.approx(wanted)
+
+
 def test_precision_of_nothing_is_not_a_number():
     assert math.isnan(precision_at(np.empty(0), np.empty(0, bool), 3))
     assert math.isnan(precision_at(np.array([np.nan, 1]), np.array([True, False]), 1))
