@@ -114,13 +114,16 @@ class InterfaceSide:
         |m - n|² ≤ (r + s)² is a product of matrices: (|m|² - r²) + (|n|² - s²) - 2mn - 2rs ≤ 0.
         """
         origin_31 = self.middle_3N.mean(axis=1, keepdims=True)
-        near_4N = np.concatenate([self.middle_3N - origin_31, self.reach_N[None]])
-        far_4M = np.concatenate([partner.middle_3N - origin_31, partner.reach_N[None] + cutoff])
-        squared_4N, squared_4M = near_4N * near_4N, far_4M * far_4M
-        form_N, form_M = SIGNS @ squared_4N, SIGNS @ squared_4M
-        from_6N = np.concatenate([near_4N, form_N[None], np.ones_like(form_N)[None]])
-        to_6M = np.concatenate([-2 * far_4M, np.ones_like(form_M)[None], form_M[None]])
-        slack = 4 * neighbours.ROUGHNESS * (squared_4N.max() + squared_4M.max())
+        from_6N, to_6M = np.ones((6, len(self.reach_N))), np.ones((6, len(partner.reach_N)))
+        most = 0.0
+        for ball_6N, side, more, at in ((from_6N, self, 0.0, 4), (to_6M, partner, cutoff, 5)):
+            np.subtract(side.middle_3N, origin_31, out=ball_6N[:3])
+            np.add(side.reach_N, more, out=ball_6N[3])
+            squared_4N = ball_6N[:4] * ball_6N[:4]
+            np.matmul(SIGNS, squared_4N, out=ball_6N[at])
+            most += squared_4N.max()
+        to_6M[:4] *= -2
+        slack = 4 * neighbours.ROUGHNESS * most
         is_near_NM: NDArray[np.bool_] = neighbours.matrix_product(from_6N.T, to_6M) <= slack
         return is_near_NM
 
@@ -168,14 +171,11 @@ def closest_approach(receptor: InterfaceSide, ligand: InterfaceSide) -> float:
 
 def _by_residue(receptor_E: NDArray[np.int64], ligand_E: NDArray[np.int64], nearest_E: Floats) -> Contacts:
     """Group pairs of atoms by their pair of nodes."""
-    order = np.lexsort((ligand_E, receptor_E))
-    receptor_E, ligand_E = receptor_E[order], ligand_E[order]
-    is_new = np.ones(len(order), np.bool_)
-    is_new[1:] = (receptor_E[1:] != receptor_E[:-1]) | (ligand_E[1:] != ligand_E[:-1])
-    first_P = np.flatnonzero(is_new)
-    return Contacts(
-        receptor_E[first_P],
-        ligand_E[first_P],
-        np.diff(first_P, append=len(order)),
-        np.minimum.reduceat(nearest_E[order], first_P),
-    )
+    ligands = int(ligand_E.max()) + 1
+    pair_E = receptor_E * ligands + ligand_E
+    order = pair_E.argsort(kind="stable")
+    pair_E = pair_E[order]
+    first_P = np.flatnonzero(np.append(True, pair_E[1:] != pair_E[:-1]))
+    receptor_P, ligand_P = np.divmod(pair_E[first_P], ligands)
+    atoms_P = np.append(first_P[1:], len(order)) - first_P
+    return Contacts(receptor_P, ligand_P, atoms_P, np.minimum.reduceat(nearest_E[order], first_P))

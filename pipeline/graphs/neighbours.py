@@ -63,9 +63,14 @@ def coincident(pos_N3: Floats) -> NDArray[np.int64]:
 
     Only points close to the next one along x can be among them, and these are few.
     """
-    order_N = np.argsort(pos_N3[:, 0], kind="stable")
-    is_next = np.diff(pos_N3[order_N, 0]) <= COINCIDENT + STEP
-    close = order_N[np.flatnonzero(np.append(is_next, False) | np.append(False, is_next))]
+    x_N = pos_N3[:, 0]
+    order_N = x_N.argsort(kind="stable")
+    x_N = x_N[order_N]
+    is_next = x_N[1:] - x_N[:-1] <= COINCIDENT + STEP
+    is_close_N = np.zeros(len(x_N), np.bool_)
+    is_close_N[:-1] = is_next
+    is_close_N[1:] |= is_next
+    close = order_N[is_close_N]
     close.sort()
     close_M3 = pos_N3[close]
     if len(close) <= FEW:

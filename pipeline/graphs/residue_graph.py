@@ -88,7 +88,7 @@ def select(role: Role, side: ComplexSide) -> Residues:
 
 def centre(pos_N3: Floats) -> Floats:
     """Return the mean of points, rounded."""
-    centre_3: Floats = pos_N3.mean(axis=0).round(CENTRE_DECIMALS)
+    centre_3: Floats = (pos_N3.sum(axis=0) / len(pos_N3)).round(CENTRE_DECIMALS)
     return centre_3
 
 

@@ -59,7 +59,7 @@ MORE_WATERS = np.array([name_word(name) for name in ("SOL", "SOLV", "TIP", "TIP3
 CHAIN_WORDS = np.array([*map(name_word, ("N", "C", "P")), *LINKING_WORDS], dtype=np.uint64)
 # Nucleotides as CHARMM calls them; of DNA where they lack the O2'.
 CHARMM_BASES = {"ADE": "A", "CYT": "C", "GUA": "G", "URA": "U", "THY": "DT"}
-CHARMM_WORDS = np.array([name_word(name) for name in CHARMM_BASES], dtype=np.uint64)
+CHARMM_WORDS = frozenset(map(name_word, CHARMM_BASES))
 # Groups that end a chain without being a residue of it.
 CAPS = frozenset({"ACE", "NH2", "NME", "NMA", "FOR", "FMT", "ETA", "MYR", "BOC", "0QE"})
 KINDS = {
@@ -184,9 +184,9 @@ def _polymer(table: AtomTable, sites: Sites, types: _Types) -> NDArray[np.bool_]
 def _usual_names(table: AtomTable, sites: Sites) -> NDArray[np.uint64]:
     """Return the name of each site, of a nucleotide as CHARMM calls it the usual one."""
     name_S = table.resname_A[sites.first_S]
-    charmm = np.flatnonzero(np.isin(name_S, CHARMM_WORDS))
-    if not len(charmm):
+    if CHARMM_WORDS.isdisjoint(name_S.tolist()):
         return name_S
+    charmm = np.flatnonzero(np.isin(name_S, [*CHARMM_WORDS]))
     c1_S, o2_S = (np.logical_or.reduceat(table.name_A == name_word(atom), sites.first_S) for atom in ("C1'", "O2'"))
     usual_S: NDArray[np.uint64] = name_S.copy()
     for site in charmm[c1_S[charmm]].tolist():
@@ -210,9 +210,10 @@ class _Types:
 
 def _types(name_S: NDArray[np.uint64], parents: Mapping[str, str]) -> _Types:
     """Return the types of residues, looked up once per distinct name."""
-    names, inverse = np.unique(name_S, return_inverse=True)
+    names = sorted(set(name_S.tolist()))  # of so few, that takes half the time of np.unique
+    inverse = np.searchsorted(np.array(names, np.uint64), name_S)
     known = {name_word(name): name_word(parent) for name, parent in parents.items()}
-    residue_types = [_residue_type(name, known.get(name, 0)) for name in names.tolist()]
+    residue_types = [_residue_type(name, known.get(name, 0)) for name in names]
     letters = np.array([ord(letter or "\0") for _, letter, _, _ in residue_types], dtype=np.uint8)
     kinds = np.array([kind for kind, _, _, _ in residue_types], dtype=np.int64)
     modified = np.array([changed for _, _, changed, _ in residue_types], dtype=np.bool_)

@@ -12,8 +12,9 @@ import json
 import re
 import struct
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -38,6 +39,7 @@ _DTYPE_OF_TAG = {tag: np.dtype(text) for tag, text in {**_DTYPES, BFLOAT16: "<u2
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 _LENGTH = struct.Struct("<Q")
 _LONGEST = 1 << 48  # no side of an array is
+_ENCODE = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 _SCAN = json.JSONDecoder().scan_once  # type: ignore[attr-defined]  # typeshed does not have it
 
 
@@ -51,8 +53,7 @@ class Record:
     bfloat16: frozenset[str] = field(default=frozenset())  # names of uint16 arrays whose bits are bfloat16
 
 
-@dataclass(frozen=True, slots=True)
-class Tensor:
+class Tensor(NamedTuple):
     """A named stretch of a record's bytes, as a safetensors header lists it."""
 
     name: str
@@ -87,7 +88,7 @@ def encode_record(
         tensors.append(Tensor(name, tag, array.shape, end, end := end + array.nbytes))
     descriptor = _descriptor(key, tensors, meta, end)
     tensors.append(Tensor(DESCRIPTOR, "U8", (len(descriptor),), end, end + len(descriptor)))
-    blob = b"".join([*(array.reshape(-1).view(np.uint8).data for _, _, array in tagged), descriptor])
+    blob = b"".join([*(array.data for _, _, array in tagged), descriptor])
     return EncodedRecord(key, blob, tuple(tensors))
 
 
@@ -148,20 +149,28 @@ def check_key(key: bytes) -> None:
 
 
 def _tagged(name: str, value: Array, bfloat16: bool) -> tuple[str, Array]:  # noqa: FBT001 - a fact about the array
-    if not _NAME.fullmatch(name) or name == DESCRIPTOR:
-        raise ValueError(f"{name!r} cannot name an array")
+    _check_name(name)
     array = np.asarray(value, order="C")
-    array = array.astype(array.dtype.newbyteorder("<"), copy=False)
     tag = _TAGS.get(array.dtype.str)
+    if tag is None:
+        array = array.astype(array.dtype.newbyteorder("<"))
+        tag = _TAGS.get(array.dtype.str)
     if tag is None or (bfloat16 and tag != "U16"):
         raise ValueError(f"array {name} of {array.dtype} cannot be stored{' as bfloat16 bits' if bfloat16 else ''}")
     return (BFLOAT16 if bfloat16 else tag), array
 
 
+@lru_cache(maxsize=4096)
+def _check_name(name: str) -> None:
+    """Refuse what cannot name an array; there are some dozens of names, and they come with every record."""
+    if not _NAME.fullmatch(name) or name == DESCRIPTOR:
+        raise ValueError(f"{name!r} cannot name an array")
+
+
 def _descriptor(key: bytes, tensors: list[Tensor], meta: Mapping[str, Any], data_bytes: int) -> bytes:
     arrays = [(tensor.name, tensor.tag, tensor.shape) for tensor in tensors]
     content = {"key": key.hex(), "arrays": arrays, "meta": dict(meta)}
-    text = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
+    text = _ENCODE(content).encode()
     padding = -(data_bytes + len(text) + _LENGTH.size) % ALIGNMENT
     return text + b" " * padding + _LENGTH.pack(len(text) + padding + _LENGTH.size)
 

@@ -212,7 +212,8 @@ def read_file(path: Path, max_bytes: int) -> bytes:
     """Return a file's decompressed bytes, never more than `max_bytes` of them."""
     stat_file(path, max_bytes)
     try:
-        data = path.read_bytes()
+        with path.open("rb", buffering=0) as file:
+            data = file.readall()
     except OSError as error:
         raise UnusableInput(Reason.UNREADABLE_FILE, f"{error}") from error
     if path.suffix.lower() == ".gz" and not _is_tar(data):
