@@ -173,7 +173,7 @@ def _by_residue(receptor_E: NDArray[np.int64], ligand_E: NDArray[np.int64], near
     """Group pairs of atoms by their pair of nodes."""
     ligands = int(ligand_E.max()) + 1
     pair_E = receptor_E * ligands + ligand_E
-    order = pair_E.argsort(kind="stable")
+    order = pair_E.argsort()
     pair_E = pair_E[order]
     first_P = np.flatnonzero(np.append(True, pair_E[1:] != pair_E[:-1]))
     receptor_P, ligand_P = np.divmod(pair_E[first_P], ligands)

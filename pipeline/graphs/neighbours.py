@@ -64,7 +64,7 @@ def coincident(pos_N3: Floats) -> NDArray[np.int64]:
     Only points close to the next one along x can be among them, and these are few.
     """
     x_N = pos_N3[:, 0]
-    order_N = x_N.argsort(kind="stable")
+    order_N = x_N.argsort()
     x_N = x_N[order_N]
     is_next = x_N[1:] - x_N[:-1] <= COINCIDENT + STEP
     is_close_N = np.zeros(len(x_N), np.bool_)
