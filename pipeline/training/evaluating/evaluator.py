@@ -80,6 +80,7 @@ class Evaluator:
         self._pending_bytes, self._flushed_s = 0, 0.0
         self._too_much = math.inf  # cost of the smallest piece that did not fit
         self._terms: dict[str, list[float]] = {}
+        self._gathered: GatheredOutputs | None = None  # what all ranks wrote, verified for the losses
 
     def figures(self) -> dict[str, float] | int:
         """Return the loss and the metrics of the split, or the signal that ended it; the files are removed."""
@@ -101,6 +102,7 @@ class Evaluator:
 
     def run(self) -> Iterator[Reason | None]:
         """Run over this rank's items; yield for each why it was left out, or None."""
+        self._gathered = None
         if self.loader is None:
             return
         if self._says or self.of or self._contrasts:
@@ -273,7 +275,7 @@ class Evaluator:
 
     def _kept_terms(self) -> dict[str, list[float]]:
         """Return the sums and weights of terms that the files hold, or, if contrastive, that embeddings there give."""
-        gathered = GatheredOutputs(self.folder, of=self.of)
+        gathered = self._gathered = GatheredOutputs(self.folder, of=self.of)
         if not self._contrasts:
             sums, weights = _columns(gathered, SUM), _columns(gathered, WEIGHT)
             return {name: [math.fsum(map(float, column)) for column in (sums[name], weights[name])] for name in sums}
@@ -299,11 +301,12 @@ class Evaluator:
     def metrics(self) -> dict[str, float]:
         """Return the task's metrics over all items, which rank 0 computes."""
         task = self.step.task
+        gathered, self._gathered = self._gathered, None  # some file systems cannot remove what is open
         if not self._says or not callable(getattr(task, "metrics", None)):
             return {}
         self.ranks.exchange({})  # all have written
         figures: dict[str, float] = {}
-        if self.ranks.rank == 0 and (outputs := TaskOutputs(GatheredOutputs(self.folder, of=self.of))):
+        if self.ranks.rank == 0 and (outputs := TaskOutputs(gathered or GatheredOutputs(self.folder, of=self.of))):
             figures = {name: float(value) for name, value in task.metrics(outputs).items()}  # type: ignore[attr-defined]
         return dict(self.ranks.exchange(figures)[0])
 

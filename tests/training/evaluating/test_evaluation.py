@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from pipeline.config.schema_train import TrainSection
 from pipeline.errors import PlanInfeasible
 from pipeline.records import Reason, TaskContext
+from pipeline.training.checkpoints import tensor_file
 from pipeline.training.checkpoints.checkpoint_folder import CheckpointFolder, State
 from pipeline.training.checkpoints.trained_weights import choose_checkpoint, load_checkpoint
 from pipeline.training.checkpoints.training_state import model_key, pack
@@ -202,6 +203,23 @@ def test_figures_are_those_of_all_items_however_they_are_cut(tmp_path: Path) -> 
         yielded, applied = run(job(tmp_path / str(budget), Speaking(), budget=budget))
         assert yielded == [None] * ITEMS
         assert figures(applied) == pytest.approx(wanted(), rel=1e-12)
+
+
+def test_what_was_written_is_read_and_verified_once_for_the_loss_and_the_metrics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, applied = run(job(tmp_path, Speaking(), budget=1))
+    parts = [path.with_suffix(".safetensors") for path in sorted((tmp_path / "parts").glob("part-*.json"))]
+    verified, verify = list[Path](), tensor_file.verify_file
+
+    def counted(disk: Any, path: Path, written: Any) -> None:
+        verified.append(path)
+        verify(disk, path, written)
+
+    monkeypatch.setattr(tensor_file, "verify_file", counted)
+    assert figures(applied) == pytest.approx(wanted(), rel=1e-12)
+    assert sorted(verified) == parts
+    assert len(parts) > 1
 
 
 def test_a_task_without_outputs_has_a_loss_and_no_metric(tmp_path: Path) -> None:
