@@ -193,9 +193,9 @@ class BatchItems(Sequence[ItemTensors]):
         if not -len(self) <= place < len(self):
             raise IndexError(f"item {place} of a batch of {len(self)}")
         batch, place = self._batch, place % len(self)
-        names = [name for name in batch.layout.places if not name.startswith(f"{PTR}.")]
-        mine = {name: self._rows(name, place) for name in names}
-        nodes = {role: batch.layout.rows(nodes_axis(role), place) for role in batch.layout.roles()}
+        rows = {axis: batch.layout.rows(axis, place) for axis in batch.layout.bounds}
+        mine = {name: self._rows(name, place, rows) for name in batch.layout.places if not name.startswith(f"{PTR}.")}
+        nodes = {role: rows[nodes_axis(role)] for role in batch.layout.roles()}
         roles = [role for role, own in nodes.items() if own.start < own.stop]
         return ItemTensors(
             id=batch.ids[place],
@@ -207,17 +207,17 @@ class BatchItems(Sequence[ItemTensors]):
             values={name: tensor for name, tensor in mine.items() if name.partition(".")[0] not in OF_GRAPHS},
         )
 
-    def _rows(self, name: str, place: int) -> Tensor:
+    def _rows(self, name: str, place: int, rows: Mapping[str, slice]) -> Tensor:
         """Return an item's rows of a field, with node numbers counted within the item."""
-        layout, values = self._batch.layout, self._batch[name]
-        axis, points_to, are_edges = layout.places[name][3:]
+        values = self._batch[name]
+        axis, points_to, are_edges = self._batch.layout.places[name][3:]
         if not axis:
             return values[place]
-        rows = layout.rows(axis, place)
-        values = values[:, rows] if are_edges else values[rows]
+        own = rows[axis]
+        values = values.narrow(int(are_edges), own.start, own.stop - own.start)  # half the time of a slice
         if not points_to:
             return values
-        first = torch.tensor([layout.rows(target, place).start for target in points_to], device=values.device)
+        first = torch.tensor([rows[target].start for target in points_to], device=values.device)
         return values - (first[:, None] if are_edges else first)
 
 
