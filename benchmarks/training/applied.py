@@ -53,9 +53,10 @@ class Bench:
 
         from pipeline.memory.footprint import MemoryChoice
         from pipeline.records import TaskContext
-        from pipeline.training.checkpoints.trained_weights import choose_checkpoint
-        from pipeline.training.evaluating.apply_model import ApplyJob, table_digest
+        from pipeline.training.checkpoints.chosen_checkpoint import choose_checkpoint
+        from pipeline.training.evaluating.apply_model import ApplyJob
         from pipeline.training.items.item_source import CachedGraphs
+        from pipeline.training.items.item_table import table_digest
         from pipeline.training.items.residue_embeddings import Embeddings
         from pipeline.training.ranks.rank_protocol import SingleRank
 

@@ -213,16 +213,20 @@ def sources(own: Task | Reader) -> list[tuple[str, Path]]:
     file = Path(inspect.getfile(module)).resolve()
     if PACKAGE in file.parents or "site-packages" in file.parts:
         return []  # our code is frozen anyway, and installed packages have versions
-    root = file.parents[module.__name__.count(".")]
+    return sorted(files_from(file.parents[module.__name__.count(".")], module.__name__).items())
+
+
+def files_from(root: Path, module: str) -> dict[str, Path]:
+    """Return the files of a module, or of its package, and of what these import from below the same root, by name."""
     files: dict[str, Path] = {}
-    waiting = [module.__name__]
+    waiting = [module]
     while waiting:
         for path in _files_of(root, waiting.pop()):
             name = str(path.relative_to(root))
             if name not in files:
                 files[name] = path
                 waiting += _imported(path)
-    return sorted(files.items())
+    return files
 
 
 def _files_of(root: Path, module: str) -> list[Path]:
@@ -274,12 +278,6 @@ def _plain(node: Any) -> Any:
         return node
     fields = [(name, _plain(value)) for name, value in ast.iter_fields(node) if value is not None and value != []]
     return (type(node).__name__, fields)
-
-
-def bytes_digest(own: Task | Reader) -> str:
-    """Return the digest of the user's code as it stands, by which earlier versions knew a training."""
-    files = sources(own)
-    return digest_of(files) if files else ""
 
 
 def reading_digest(reader: Reader) -> str:

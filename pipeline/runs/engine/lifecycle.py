@@ -26,7 +26,8 @@ from pipeline.journal.ledger import SUPERVISOR, Ledger, has_ended
 from pipeline.journal.run_folder import runs_in, writing_run
 from pipeline.journal.run_status import ENDED, RunState, StatusReader
 from pipeline.project.restriction import EVERYTHING, Only
-from pipeline.project.run_code import freeze, freeze_files, load_reader, load_task, sources
+from pipeline.project.run_code import freeze, freeze_files, load_reader, sources
+from pipeline.project.task_code import task_code
 from pipeline.records import EventKind
 from pipeline.runs.engine.dispatch import pieces
 from pipeline.runs.engine.handover import STOPPED_CODE, claim_visit, supervisor_spec
@@ -86,7 +87,7 @@ def freeze_own(config: Config, beside: Path | None, *, is_tasked: bool) -> Path 
     data = config.data
     files: list[tuple[str, Path]] = []
     if is_tasked and config.train.task is not None:
-        files += sources(load_task(config.train.task, config.train.options, beside=beside))
+        files += task_code(config, beside).files
     if data.reader is not None:
         files += sources(load_reader(data.reader, data.path, data.options, beside=beside))
     return freeze_files(sorted(dict(files).items()), config.cluster.runs) if files else None

@@ -15,9 +15,10 @@ from pipeline.device.kinds import SETTINGS
 from pipeline.files import read_json, write_whole
 from pipeline.keys import recipe_key
 from pipeline.memory.footprint import EMPTY, Tape
+from pipeline.project.task_code import PLANS
 from pipeline.runs.dataset.early_items import naming_sizes
 from pipeline.runs.dataset.loading import made_table
-from pipeline.runs.model.prepare import PLANS, plan_facts
+from pipeline.runs.model.prepare import plan_facts
 
 if TYPE_CHECKING:
     from pipeline.report.plan_facts import TrainOutlook

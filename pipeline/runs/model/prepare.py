@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +14,8 @@ from pipeline.errors import CacheDamaged, DataError, RecordMissing, WeightsUnusa
 from pipeline.files import write_whole
 from pipeline.journal.run_folder import writing_run
 from pipeline.keys import content_digest, recipe_tag
-from pipeline.project.run_code import bytes_digest, load_task, package_digest, source_digest
+from pipeline.project.run_code import package_digest
+from pipeline.project.task_code import PLANS, TaskCode, task_code
 from pipeline.runs.dataset.loading import made_table, rows_of, source_of
 from pipeline.runs.dataset.reader_items import is_reader
 from pipeline.runs.dataset.reader_items import refuse_unreadable as inspect_entries
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from pipeline.project.project import Project
     from pipeline.stages.train import Items
 
-PLANS = ".plans"
 NAME_DIGITS = 8
 # What decides the numbers that come out; what only decides speed, memory or how it is told, is not there.
 DECISIVE = (
@@ -52,10 +51,7 @@ def prepare(project: Project) -> Prepared | None:
         return None
     key = _plan_key(project, table)
     prepared = project.once(key, lambda: _remembered_or_planned(project, key, table))
-    train = project.config.train
-    task = partial(load_task, train.task, train.options, beside=project.beside)
-    as_it_stands = project.once("task as it stands", lambda: bytes_digest(task()))
-    return with_accepted_code(prepared, train.models, as_it_stands)
+    return with_accepted_code(prepared, project.config.train.models, code_of(project).stands)
 
 
 def _remembered_or_planned(project: Project, key: str, table: str) -> Prepared:
@@ -98,7 +94,7 @@ def plan_facts(project: Project, table: str) -> dict[str, Any]:
         "cards": [card.model_dump(mode="json") for card in config.cluster.slurm.cards],
         "executor": config.cluster.executor,
         "slots": config.cluster.slots.model_dump(mode="json") if config.cluster.executor == "local" else None,
-        "task": task_digest(project),
+        "task": code_of(project).trains,
         "table": table,
         "code": package_digest(),
     }
@@ -162,7 +158,7 @@ def recipe_of(project: Project, table: str, precision: str) -> dict[str, Any]:
         "schedule": train.schedule.model_dump(mode="json"),
         "epochs": None if constant and not train.curriculum else train.epochs,  # more of them is a longer training
         "pretrained": pretrained_digest(project),
-        "code": task_digest(project),
+        "code": code_of(project).trains,
         "embeddings": embeddings_used(project),
         "table": table,
     }
@@ -196,10 +192,9 @@ def training_name(task: str, recipe: Mapping[str, Any]) -> str:
     return f"{task.rpartition(':')[2].lower()}-{digest[:NAME_DIGITS]}"
 
 
-def task_digest(project: Project) -> str:
-    """Return the digest of what the user's own code does to weights: when that changes, it is another training."""
-    train = project.config.train
-    return project.once("task", lambda: source_digest(load_task(train.task, train.options, beside=project.beside)))
+def code_of(project: Project) -> TaskCode:
+    """Return the user's own code: when what it does to weights changes, it is another training."""
+    return project.once("task", lambda: task_code(project.config, project.beside))
 
 
 def embeddings_used(project: Project) -> Mapping[str, Any]:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
     from pipeline.project.project import Project
-    from pipeline.training.checkpoints.trained_weights import ChosenCheckpoint
+    from pipeline.training.checkpoints.chosen_checkpoint import ChosenCheckpoint
 
 DECIDED = ("task", "options", "batching")  # of section `train`: what a model's inputs and layers follow from
 NOT_FOR_USE: dict[str, Collection[str]] = {  # section → its settings that are of the training alone
@@ -198,7 +198,7 @@ def _encoder(model: TrainedModel) -> dict[str, Any] | None:
 
 
 def _chosen(model: TrainedModel) -> ChosenCheckpoint:
-    from pipeline.training.checkpoints.trained_weights import choose_checkpoint
+    from pipeline.training.checkpoints.chosen_checkpoint import choose_checkpoint
 
     chosen = choose_checkpoint(model.folder.checkpoints, model.checkpoint)
     if chosen is None:

@@ -9,6 +9,7 @@ import json
 from abc import abstractmethod
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +21,11 @@ from pipeline.files import write_whole
 from pipeline.journal.attempts import left_out_items
 from pipeline.journal.run_folder import writing_run
 from pipeline.keys import content_digest
-from pipeline.project.run_code import blamed, load_task, source_digest
+from pipeline.project.run_code import blamed
 from pipeline.runs.dataset.loading import made_table, rows_of, source_of
 from pipeline.runs.dataset.reader_items import unmade
 from pipeline.runs.dataset.worklist import Shard, StageSurvey
-from pipeline.runs.model.prepare import folder_of, prepare
+from pipeline.runs.model.prepare import code_of, folder_of, prepare
 from pipeline.runs.model.rank_setup import device_here, join_ranks, log_line, staged
 from pipeline.runs.model.trained_model import TrainedModel, named_model, names_model
 from pipeline.runs.model.training_work import Work, sizes_of
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     from pipeline.records import TaskContext
     from pipeline.runs.workflow.stage import Outcomes
     from pipeline.stages.apply import Figures, Predictions
-    from pipeline.training.checkpoints.trained_weights import ChosenCheckpoint
+    from pipeline.training.checkpoints.chosen_checkpoint import ChosenCheckpoint
     from pipeline.training.evaluating.apply_model import ApplyJob
     from pipeline.training.ranks.rank_protocol import Ranks
 
@@ -72,7 +73,7 @@ class Application:
     @classmethod
     def read(cls, path: Path) -> Application:
         """Read the plan that a survey wrote."""
-        from pipeline.training.checkpoints.trained_weights import ChosenCheckpoint
+        from pipeline.training.checkpoints.chosen_checkpoint import ChosenCheckpoint
 
         data = json.loads(path.read_text())
         prepared, chosen = Prepared.from_json(data["prepared"]), ChosenCheckpoint.from_json(data["chosen"])
@@ -158,8 +159,8 @@ class ApplyStage(Stage):
         """Return the stages before it: a model that is named was trained already."""
         return self.needs[:-1] if names_model(self._section(config).checkpoint) else self.needs
 
-    def inspect(self, project: Project) -> Any:
-        """Raise where no model can be applied; return the task."""
+    def inspect(self, project: Project) -> None:
+        """Raise where no model can be applied."""
         config = project.config
         if config.data.source == "fasta":
             what = "sequences alone have no graphs to apply a model to"
@@ -169,7 +170,7 @@ class ApplyStage(Stage):
             raise ConfigError(what, where="train.task", remedy="let the script do it, or name a task")
         if (model := self._model(project)) is not None:
             model.refuse_other_settings(project)
-        return load_task(config.train.task, config.train.options, beside=project.beside)
+        code_of(project)
 
     def _model(self, project: Project) -> TrainedModel | None:
         """Return the model that the configuration names; None where it means the one that it trains."""
@@ -219,11 +220,17 @@ class ApplyStage(Stage):
         train = (model.config if model and model.config else project.config).cluster.train  # as it was planned for
         each = -(-prepared.mem_bytes // train.ranks_per_node) + WRITTEN_BYTES
         if not own.gpus:
-            table = self._items(project, prepared, may_miss=True)
-            largest = int(_costs(project, prepared, table, limited=False).max(initial=0)) if len(table) else 0
+            asked = {"costs": prepared.to_json(), "split": self.settings(project).split}
+            find = partial(self._largest, project, prepared)
+            largest = code_of(project).remembered(project.config.cluster.runs, asked, find)
             each += max(0, largest - prepared.stretches[-1].budget_bytes)
             each += max(stretch.live_bytes for stretch in prepared.stretches) if train.gpus else 0
         return own.ranks_per_node * each
+
+    def _largest(self, project: Project, prepared: Prepared) -> int:
+        """Return the planned bytes of the largest item."""
+        table = self._items(project, prepared, may_miss=True)
+        return int(_costs(project, prepared, table, limited=False).max(initial=0)) if len(table) else 0
 
     def gpu_bytes(self, project: Project) -> int:
         prepared = self._prepared(project) if self.own_resources(project).gpus else None
@@ -252,7 +259,7 @@ class ApplyStage(Stage):
 
     def _choose(self, project: Project, prepared: Prepared, without: Collection[str] = ()) -> ChosenCheckpoint | None:
         """Return the checkpoint to use of the configured training; None where there is none."""
-        from pipeline.training.checkpoints.trained_weights import choose_checkpoint
+        from pipeline.training.checkpoints.chosen_checkpoint import choose_checkpoint
 
         model = self._model(project)
         wanted = model.checkpoint if model else self.settings(project).checkpoint
@@ -328,10 +335,9 @@ class ApplyStage(Stage):
 
 def _made_of(project: Project, table: ItemTable) -> str:
     """Return the digest of items and of what a task of the user's tells of them, which its weights do not depend on."""
-    from pipeline.training.evaluating.apply_model import table_digest
+    from pipeline.training.items.item_table import table_digest
 
-    train, of_items = project.config.train, table_digest(table)
-    code = source_digest(load_task(train.task, train.options, beside=project.beside), without=())
+    of_items, code = table_digest(table), code_of(project).tells
     return content_digest(f"{of_items}-{code}".encode()).hex() if code else of_items
 
 

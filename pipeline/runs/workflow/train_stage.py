@@ -23,6 +23,7 @@ from pipeline.runs.dataset.reader_items import refuse_crop, unmade
 from pipeline.runs.dataset.worklist import Shard, StageSurvey, read_shard
 from pipeline.runs.model.accepted_code import FLAG
 from pipeline.runs.model.prepare import (
+    code_of,
     folder_of,
     items_of,
     prepare,
@@ -82,7 +83,9 @@ class TrainStage(Stage):
         config = project.config
         refuse_sequences(config)
         refuse_crop(config)
-        refuse_unfit_weights(project, load_task(config.train.task, config.train.options, beside=project.beside))
+        code_of(project)
+        if config.train.pretrained is not None:
+            refuse_unfit_weights(project, load_task(config.train.task, config.train.options, beside=project.beside))
 
     def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> StageSurvey:  # noqa: ARG002 - one task
         """Find how far the training is, and plan the rest."""

@@ -14,14 +14,11 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from pipeline.errors import ConfigError, DataError
 from pipeline.keys import content_digest
 from pipeline.store.format.disk import Disk
 from pipeline.training.checkpoints.checkpoint_reader import open_checkpoint
 from pipeline.training.checkpoints.tensor_file import TensorFile, WrittenFile, write_tensors
-from pipeline.training.checkpoints.training_state import model_state
 from pipeline.training.prepared import ModelFolder
 
 if TYPE_CHECKING:
@@ -46,6 +43,8 @@ def write_export(folder: Path, tensors: Mapping[str, Tensor], card: Mapping[str,
 
 def checkpoint_weights(checkpoint: Path) -> dict[str, Tensor]:
     """Return a checkpoint's weights by the model's own names; of those with moving averages, these."""
+    import torch
+
     loaded = open_checkpoint(checkpoint)
     if loaded.is_divided:
         from pipeline.training.checkpoints.sharded_checkpoint import assembled  # which is slow to import
@@ -76,6 +75,8 @@ def read_export(folder: Path) -> dict[str, Any]:
 
 def load_export(folder: Path, model: nn.Module) -> None:
     """Fill a model with exported weights, every byte of which is verified."""
+    from pipeline.training.checkpoints.training_state import model_state
+
     weights = read_export(folder)["weights"]
     file = TensorFile(Disk(), folder / WEIGHTS, WrittenFile(weights["bytes"], weights["digest"]))
     file.load_into(model_state(model))

@@ -195,7 +195,7 @@ class _Parts(TensorFile):
 def _whole(places: list[_PartPlace]) -> TensorSpec:
     """Return the dtype and shape of the whole tensor of some parts."""
     first = places[0]
-    return TensorSpec(first.spec.dtype, first.shape, 0, 0)
+    return TensorSpec(first.spec.kind, first.shape, 0, 0)
 
 
 def _refuse_gaps(path: Path, places: Mapping[str, list[_PartPlace]]) -> None:

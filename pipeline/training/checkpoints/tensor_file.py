@@ -12,7 +12,6 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 import xxhash
 
 from pipeline.errors import ConfigError, JobFailed
@@ -21,29 +20,19 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
+    import torch
     from torch import Tensor
 
     from pipeline.store.format.disk import Disk
 
+# The dtypes and their bytes by their names in a file. Who only asks what there is does not wait for torch.
 DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "C64": torch.complex64,
-}
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+    "F64": ("float64", 8), "F32": ("float32", 4), "F16": ("float16", 2), "BF16": ("bfloat16", 2),
+    "I64": ("int64", 8), "I32": ("int32", 4), "I16": ("int16", 2), "I8": ("int8", 1),
+    "U64": ("uint64", 8), "U32": ("uint32", 4), "U16": ("uint16", 2), "U8": ("uint8", 1),
+    "BOOL": ("bool", 1), "F8_E4M3": ("float8_e4m3fn", 1), "F8_E5M2": ("float8_e5m2", 1), "C64": ("complex64", 8),
+}  # fmt: skip
+NAMES = {f"torch.{dtype}": name for name, (dtype, _) in DTYPES.items()}
 PIECE_BYTES = 8 << 20  # digested and written at once
 _LENGTH_BYTES = 8
 _MOST_HEADER_BYTES = 100_000_000  # the limit of safetensors itself
@@ -69,10 +58,17 @@ class WrittenFile:
 class TensorSpec:
     """A tensor in a file: its dtype, its shape, and its byte range."""
 
-    dtype: torch.dtype
+    kind: str  # its dtype's name in the file
     shape: tuple[int, ...]
     begin: int
     end: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        import torch
+
+        dtype: torch.dtype = getattr(torch, DTYPES[self.kind][0])
+        return dtype
 
 
 def write_tensors(disk: Disk, path: Path, tensors: Mapping[str, Tensor]) -> WrittenFile:
@@ -147,6 +143,8 @@ class TensorFile:
 
     def load(self) -> dict[str, Tensor]:
         """Return every tensor, on the CPU."""
+        import torch
+
         stored = {name: torch.empty(spec.shape, dtype=spec.dtype) for name, spec in self._stored.items()}
         self.load_into(stored)
         return stored | {alias: stored[name] for alias, name in self.same.items()}
@@ -166,6 +164,8 @@ class TensorFile:
 
     def _fill(self, fd: int, spec: TensorSpec, targets: list[Tensor], digest: Callable[[Any], None]) -> None:
         """Read one tensor, directly into the first target where that is contiguous and on the CPU."""
+        import torch
+
         first = targets[0]
         is_direct = first.device.type == "cpu" and first.is_contiguous() and not (first.is_conj() or first.is_neg())
         read = first if is_direct else torch.empty(spec.shape, dtype=spec.dtype)
@@ -188,8 +188,8 @@ class TensorFile:
 
     def _spec(self, dtype: str, shape: list[int], data_offsets: list[int]) -> TensorSpec:
         begin, end = (self._start + int(offset) for offset in data_offsets)
-        spec = TensorSpec(DTYPES[dtype], tuple(int(length) for length in shape), begin, end)
-        is_right = min(spec.shape, default=0) >= 0 and end - begin == math.prod(spec.shape) * spec.dtype.itemsize
+        spec = TensorSpec(dtype, tuple(int(length) for length in shape), begin, end)
+        is_right = min(spec.shape, default=0) >= 0 and end - begin == math.prod(spec.shape) * DTYPES[dtype][1]
         if not is_right or not self._start <= begin <= end <= self.written.bytes:
             raise ValueError
         return spec
@@ -215,6 +215,8 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     """Return a tensor's bytes: its own where it is contiguous and on the CPU, else a copy's."""
     if tensor.numel() == 0:
         return memoryview(b"")
+    import torch
+
     whole = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
     flat = whole.as_strided((whole.numel(),), (1,))  # where there is only one value, its stride may be anything
     return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]  # the stubs of 3.10 lack it
@@ -238,8 +240,10 @@ def unreadable_file(path: Path, error: OSError) -> CheckpointDamaged:
 
 def refuse_strange(tensors: Mapping[str, Tensor]) -> None:
     """Raise where a tensor's layout or dtype cannot be stored."""
+    import torch
+
     for name, tensor in tensors.items():
-        if tensor.layout != torch.strided or tensor.dtype not in NAMES:
+        if tensor.layout != torch.strided or str(tensor.dtype) not in NAMES:
             kind = tensor.layout if tensor.layout != torch.strided else tensor.dtype
             problem = f"{name} is of a kind that no checkpoint can hold: {kind}"
             remedy = "keep it in plain tensors, or out of the model's state"
@@ -265,7 +269,7 @@ def _header(kept: Mapping[str, Tensor], order: list[str], same: Mapping[str, str
     for name in order:
         tensor, begin = kept[name], offset
         offset += nbytes(tensor)
-        header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, offset]}
+        header[name] = {"dtype": NAMES[str(tensor.dtype)], "shape": list(tensor.shape), "data_offsets": [begin, offset]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _LENGTH_BYTES)
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text

@@ -109,7 +109,7 @@ def model_targets(model: nn.Module, specs: Mapping[str, TensorSpec], *, averages
 
 def model_key(model: nn.Module) -> str:
     """Return a digest of the names, dtypes and shapes of a model's state, for a checkpoint's `identity`."""
-    shapes = {name: [NAMES.get(tensor.dtype, ""), *tensor.shape] for name, tensor in model_state(model).items()}
+    shapes = {name: [NAMES.get(str(tensor.dtype), ""), *tensor.shape] for name, tensor in model_state(model).items()}
     return recipe_key("model", shapes).hex()
 
 

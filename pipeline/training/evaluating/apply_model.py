@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from pipeline.device.accelerator import Card, is_card
-from pipeline.keys import content_digest
 from pipeline.memory.runtime.meters import Habits, Upkeep
 from pipeline.records import Reason, Rejection
 from pipeline.training.checkpoints.trained_weights import load_checkpoint
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
     from pipeline.config.schema_train import TrainSection
     from pipeline.records import TaskContext
-    from pipeline.training.checkpoints.trained_weights import ChosenCheckpoint
+    from pipeline.training.checkpoints.chosen_checkpoint import ChosenCheckpoint
     from pipeline.training.items.item_source import ItemSource
     from pipeline.training.items.item_table import ItemTable
     from pipeline.training.items.residue_embeddings import Embeddings
@@ -77,12 +76,6 @@ class ApplyResult:
     of: str  # the name of the checkpoint and the items, by `outputs_name`
     rejected: Mapping[str, int]  # over all ranks: reason → items
     examples: Mapping[str, str]  # reason → an item and the details
-
-
-def table_digest(table: ItemTable) -> str:
-    """Return a digest of the items, their order and their graphs."""
-    names = "\n".join(table.ids[number] for number in range(len(table)))
-    return content_digest(table.key_N16.tobytes() + names.encode()).hex()
 
 
 def outputs_name(chosen: ChosenCheckpoint, made: str) -> str:

@@ -249,3 +249,9 @@ def _encode(table: ItemTable) -> tuple[dict[str, Array], dict[str, Any]]:
     arrays |= {LABEL + name: label_N for name, label_N in table.labels.items()}
     meta = {"format": FORMAT, "splits": list(table.splits), "sizes": list(table.sizes), "items": len(table)}
     return arrays, {**meta, "labels": list(table.labels)} if table.labels else meta
+
+
+def table_digest(table: ItemTable) -> str:
+    """Return a digest of the items, their order and their graphs."""
+    names = "\n".join(table.ids[number] for number in range(len(table)))
+    return content_digest(table.key_N16.tobytes() + names.encode()).hex()

@@ -50,7 +50,7 @@ def save(folder, *steps, **more):
 @st.composite
 def tensors(draw):
     """Return a tensor of any type, shape and layout, with any bits."""
-    dtype = draw(st.sampled_from(list(DTYPES.values())))
+    dtype = getattr(torch, draw(st.sampled_from([name for name, _ in DTYPES.values()])))
     shape = draw(st.lists(st.integers(0, 5), max_size=3))
     count = torch.Size(shape).numel() * dtype.itemsize
     data = torch.tensor(list(draw(st.binary(min_size=count, max_size=count))), dtype=torch.uint8)

@@ -19,12 +19,13 @@ from pipeline.errors import PlanInfeasible
 from pipeline.records import Reason, TaskContext
 from pipeline.training.checkpoints import tensor_file
 from pipeline.training.checkpoints.checkpoint_folder import CheckpointFolder, State
-from pipeline.training.checkpoints.trained_weights import choose_checkpoint, load_checkpoint
+from pipeline.training.checkpoints.chosen_checkpoint import choose_checkpoint
+from pipeline.training.checkpoints.trained_weights import load_checkpoint
 from pipeline.training.checkpoints.training_state import model_key, pack
-from pipeline.training.evaluating.apply_model import ApplyJob, ApplyResult, apply_model, spans, table_digest
+from pipeline.training.evaluating.apply_model import ApplyJob, ApplyResult, apply_model, spans
 from pipeline.training.evaluating.evaluator import Evaluator, twin
 from pipeline.training.evaluating.outputs import GatheredOutputs
-from pipeline.training.items.item_table import ItemTable
+from pipeline.training.items.item_table import ItemTable, table_digest
 from pipeline.training.prepared import ModelFolder, Prepared, Stretch
 from pipeline.training.ranks.rank_protocol import Ranks, SingleRank
 from pipeline.training.step.contrastive import make_step
