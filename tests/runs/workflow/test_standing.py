@@ -11,6 +11,7 @@ import pytest
 
 from pipeline.journal.run_folder import RunFolder, runs_in
 from pipeline.runs.dataset.standing import FOLDER, KEYS, RESULT
+from pipeline.runs.upkeep.prune_runs import foresee_pruning, prune
 from pipeline.runs.workflow import embed_stage, graph_stage, scan_stage
 from pipeline.store.format.disk import Disk
 from pipeline.store.format.shard import read_table
@@ -177,3 +178,15 @@ def test_a_torn_result_is_found_out_anew(submit: Submit, name: str) -> None:
         path.write_bytes(path.read_bytes()[:-5])
     assert is_complete(submit())
     assert "c9" in newest().rejected.read_text()
+
+
+def test_results_outlive_the_runs_that_found_them_but_not_the_records(submit: Submit) -> None:
+    submit()
+    listed = lists()
+    assert list(prune(foresee_pruning(Path("runs"), 1)))
+    assert is_complete(submit())
+    assert lists() == listed
+    for path in Path("cache", "graph", "shards").glob("*.safetensors"):
+        path.unlink()
+    assert ", 0 to do" not in surveyed(submit())["graph"]
+    assert is_complete(submit())
