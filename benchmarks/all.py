@@ -37,7 +37,7 @@ class Bench:
 
 BENCHES = (
     Bench("startup", "runs/startup.py", "startup.json", 10),
-    Bench("noop", "runs/noop.py --rounds 3", "noop.json", 100),
+    Bench("noop", "runs/noop.py --rounds 1 --demos 1", "noop.json", 55),
     Bench("scan", "structures/scan.py", "scan.json", 20),
     Bench("store", "store/store.py", "store.json", 40),
     Bench("sampler", "training/sampler.py", "sampler.json", 10),

@@ -1,6 +1,6 @@
 """What it costs to find that nothing is to do: `submit --stage all` again, and the demo from nothing.
 
-python benchmarks/runs/noop.py [--complexes N,N...] [--rounds N] [--out FILE]
+python benchmarks/runs/noop.py [--complexes N,N...] [--rounds N] [--demos N] [--out FILE]
 
 Of each: wall time, the processors' time of the command with all that it started, and whether it imported torch. The
 complexes are made, no two alike, of 120 to 160 residues; the project is the demo's else.
@@ -85,11 +85,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--complexes", default="206", help="numbers of complexes, such as 206,10000,100000")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--demos", type=int, default=2)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     idled = dict[str, dict[str, object]]()
     with tempfile.TemporaryDirectory() as place:
-        demos = [cost([str(PIPELINE), "demo", f"demo-{number}"], Path(place)) for number in range(2)]
+        demos = [cost([str(PIPELINE), "demo", f"demo-{number}"], Path(place)) for number in range(options.demos)]
         for complexes in map(int, options.complexes.split(",")):
             folder = Path(place, f"of-{complexes}")
             Path(place, "demo-0").rename(folder)
