@@ -1,0 +1,311 @@
+"""Architectures as people write them: recurrent, convolutional, of attention, of structures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+from tests.memory.tracing.traced import WIDTH, Small
+
+WORDS = 16
+
+
+def words(x: Tensor) -> Tensor:
+    return x.view(-1, WORDS, WIDTH)
+
+
+class Recurrent(nn.Module):
+    """An LSTM or GRU over padded sequences."""
+
+    def __init__(self, kind: type[nn.Module], *, packed: bool = False) -> None:
+        super().__init__()
+        self.layer, self.packed = kind(WIDTH, 96, 2, batch_first=True), packed
+
+    def forward(self, x: Tensor) -> Tensor:
+        given: Any = words(x)
+        if not self.packed:
+            return self.layer(given)[0]
+        lengths = torch.full((len(given),), WORDS)
+        out, _ = self.layer(pack_padded_sequence(given, lengths, batch_first=True))
+        return pad_packed_sequence(out, batch_first=True)[0]
+
+
+class ResNet(nn.Module):
+    """Residual convolutions with batch norm."""
+
+    def __init__(self, order: torch.memory_format = torch.contiguous_format) -> None:
+        super().__init__()
+        self.order, self.lift = order, nn.Conv2d(4, 32, 3, padding=1, bias=False)
+        self.convolutions = nn.ModuleList(nn.Conv2d(32, 32, 3, padding=1, bias=False) for _ in range(4))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(32) for _ in range(4))
+        self.out = nn.Linear(32, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        image = self.lift(x.view(-1, 4, 16, 16).contiguous(memory_format=self.order))
+        for convolution, norm in zip(self.convolutions, self.norms, strict=True):
+            image = functional.relu(image + norm(convolution(image)))
+        return self.out(image.mean((2, 3)))
+
+
+class UNet(nn.Module):
+    """Down, up, and a straight way between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.low = nn.Conv2d(4, 16, 3, padding=1), nn.Conv2d(16, 32, 3, stride=2, padding=1)
+        self.up, self.out = nn.ConvTranspose2d(32, 16, 2, stride=2), nn.Conv2d(32, 4, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        high = self.down(x.view(-1, 4, 16, 16)).relu()
+        return self.out(torch.cat([high, self.up(self.low(high).relu())], 1))
+
+
+class Experts(nn.Module):
+    """A mixture of experts, each given all rows with a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(WIDTH, 4), nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares = self.gate(x).softmax(-1)
+        return torch.stack([share[:, None] * one(x) for share, one in zip(shares.unbind(1), self.experts, strict=True)])
+
+
+class LowRank(nn.Module):
+    """LoRA by hand: the map itself is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map, self.down = nn.Linear(WIDTH, 256), nn.Linear(WIDTH, 4, bias=False)
+        self.up = nn.Linear(4, 256, bias=False)
+        self.map.requires_grad_(requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.map(x) + self.up(self.down(x))
+
+
+class Tied(nn.Module):
+    """Words in and out by the same table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(200, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + self.table(torch.zeros(len(x), dtype=torch.long))) @ self.table.weight.T
+
+
+class Pairs(nn.Module):
+    """A block of Evoformer: the sum of outer products, and triangles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(WIDTH, 8), nn.Linear(WIDTH, 8)
+        self.pair, self.a, self.b, self.norm = nn.Linear(64, 16), nn.Linear(16, 16), nn.Linear(16, 16), nn.LayerNorm(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = self.left(words(x)), self.right(words(x))
+        pair = self.pair(torch.einsum("bic,bjd->bijcd", left, right).flatten(-2))
+        triangles = torch.einsum("bikc,bjkc->bijc", self.a(pair), self.b(pair))
+        return self.norm(pair + triangles)
+
+
+class Equivariant(nn.Module):
+    """A layer of EGNN among all atoms of an item."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.message, self.shift = nn.Linear(2 * WIDTH + 1, WIDTH), nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        nodes = words(x)
+        places = nodes[..., :3]
+        apart = places[:, :, None] - places[:, None]
+        ends = [nodes[:, :, None].expand(-1, -1, WORDS, -1), nodes[:, None].expand(-1, WORDS, -1, -1)]
+        message = self.message(torch.cat([*ends, apart.square().sum(-1, keepdim=True)], -1)).relu()
+        return torch.cat([places + (apart * self.shift(message)).mean(2), message.sum(2)], -1)
+
+
+class Mapped(nn.Module):
+    """vmap over items."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.vmap(lambda row: self.map(row).tanh())(x)
+
+
+class Bilinear(nn.Module):
+    """Pairs of features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair = nn.Bilinear(WIDTH, WIDTH, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.pair(x, x)
+
+
+class Vision(nn.Module):
+    """A ViT: patches, a class token, blocks of attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.token = nn.Conv2d(4, 48, 4, stride=4), nn.Parameter(torch.zeros(1, 1, 48))
+        self.places = nn.Parameter(torch.randn(1, 17, 48) * 0.02)
+        self.blocks = nn.ModuleList(nn.ModuleDict(self.block()) for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(48), nn.Linear(48, 10)
+
+    @staticmethod
+    def block() -> dict[str, nn.Module]:
+        mlp = nn.Sequential(nn.Linear(48, 192), nn.GELU(), nn.Dropout(0.1), nn.Linear(192, 48))
+        return {"norm": nn.LayerNorm(48), "qkv": nn.Linear(48, 144), "out": nn.Linear(48, 48), "mlp": mlp}
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patches(x.view(-1, 4, 16, 16)).flatten(2).mT
+        x = torch.cat([self.token.expand(len(x), -1, -1), x], 1) + self.places
+        for block in self.blocks:
+            parts: Any = block
+            queries, keys, values = parts["qkv"](parts["norm"](x)).unflatten(-1, (3, 4, 12)).permute(2, 0, 3, 1, 4)
+            seen = functional.scaled_dot_product_attention(queries, keys, values).transpose(1, 2).flatten(2)
+            x = x + parts["out"](seen)
+            x = x + parts["mlp"](x)
+        return self.head(self.norm(x)[:, 0])
+
+
+class Encoder(nn.Module):
+    """torch's own encoder over padded sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(WIDTH, 4, 128, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        padding = torch.arange(WORDS) >= WORDS - 4
+        return self.layers(words(x), src_key_padding_mask=padding.expand(len(x) // WORDS, -1))
+
+
+class InvariantPoints(nn.Module):
+    """Invariant point attention, as in AlphaFold 2, over frames of its own."""
+
+    def __init__(self, heads: int = 4, points: int = 4) -> None:
+        super().__init__()
+        self.heads, self.points, both = heads, points, 3 * heads * (16 + 3 * points)
+        self.given, self.bias, self.pair = nn.Linear(WIDTH, both), nn.Linear(8, heads), nn.Linear(2 * WIDTH, 8)
+        self.out = nn.Linear(heads * (16 + 8 + 4 * points), WIDTH)
+        self.weight = nn.Parameter(torch.ones(heads))
+
+    def forward(self, x: Tensor) -> Tensor:
+        nodes = words(x)
+        frames, places = torch.linalg.qr(nodes[..., :9].unflatten(-1, (3, 3)))[0], nodes[..., 9:12]
+        ends = [nodes[:, :, None].expand(-1, -1, WORDS, -1), nodes[:, None].expand(-1, WORDS, -1, -1)]
+        pair = self.pair(torch.cat(ends, -1))
+        parts = self.given(nodes).unflatten(-1, (3, self.heads, -1))
+        scalars, local = parts[..., :16], parts[..., 16:].unflatten(-1, (self.points, 3))
+        points = torch.einsum("bnij,bnkhpj->bnkhpi", frames, local) + places[:, :, None, None, None]
+        queries, keys, values = scalars.unbind(2)
+        query_points, key_points, value_points = points.unbind(2)
+        apart = (query_points[:, :, None] - key_points[:, None]).square().sum((-1, -2))
+        scores = torch.einsum("bihc,bjhc->bijh", queries, keys) / 4 + self.bias(pair)
+        shares = (scores - apart * functional.softplus(self.weight) / 2).softmax(2)
+        seen = torch.einsum("bijh,bjhpc->bihpc", shares, value_points) - places[:, :, None, None]
+        seen = torch.einsum("bnji,bnhpj->bnhpi", frames, seen)
+        told = torch.cat([seen.flatten(-2), seen.norm(dim=-1)], -1)
+        scalar = torch.einsum("bijh,bjhc->bihc", shares, values)
+        return self.out(torch.cat([scalar, torch.einsum("bijh,bijc->bihc", shares, pair), told], -1).flatten(-2))
+
+
+class Messages(nn.Module):
+    """Attention over the edges of a graph (GAT), with softmax by scatter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lift, self.score = nn.Linear(WIDTH, 32), nn.Linear(64, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        nodes, place = self.lift(x), torch.arange(len(x))
+        ends = torch.stack([place.repeat(6), torch.cat([(place + step) % len(x) for step in range(1, 7)])])
+        score = self.score(torch.cat([nodes[ends[0]], nodes[ends[1]]], -1)).squeeze(1)
+        top = torch.full((len(x),), -torch.inf).scatter_reduce(0, ends[1], score, "amax")
+        shares = (score - top[ends[1]]).exp()
+        total = torch.zeros(len(x)).index_add(0, ends[1], shares)
+        return torch.zeros_like(nodes).index_add(0, ends[1], nodes[ends[0]] * (shares / total[ends[1]])[:, None])
+
+
+class Variational(nn.Module):
+    """A variational autoencoder, with a decoder under spectral norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode, self.out = nn.Sequential(nn.Linear(WIDTH, 96), nn.SiLU(), nn.Linear(96, 32)), nn.Linear(96, WIDTH)
+        self.decode = nn.utils.parametrizations.spectral_norm(nn.Linear(16, 96))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean, log_scale = self.encode(x).chunk(2, -1)
+        drawn = mean + torch.randn_like(mean) * log_scale.exp()
+        return self.out(self.decode(drawn).sigmoid())
+
+
+class Waves(nn.Module):
+    """A layer of a Fourier neural operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, 5, dtype=torch.cfloat) * 0.1)
+        self.straight = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        told = torch.fft.rfft(words(x), dim=1)[:, :5]
+        waves = torch.einsum("bkc,cdk->bkd", told, self.weight)
+        return functional.gelu(torch.fft.irfft(waves, n=WORDS, dim=1) + self.straight(words(x)))
+
+
+class Scan(nn.Module):
+    """A selective state space, one word after another, as in Mamba without its kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given, self.out = nn.Linear(WIDTH, WIDTH + 16), nn.Linear(WIDTH, WIDTH)
+        self.decay = nn.Parameter(torch.rand(WIDTH, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        pace, into, out = self.given(words(x)).split([WIDTH, 8, 8], -1)
+        state, told = torch.zeros(len(pace), WIDTH, 8), []
+        for word in range(WORDS):
+            step = functional.softplus(pace[:, word])[..., None]
+            state = state * (-step * self.decay.exp()).exp() + step * into[:, word, None]
+            told.append((state * out[:, word, None]).sum(-1))
+        return self.out(torch.stack(told, 1))
+
+
+FAMILIES: dict[str, Callable[[], Small]] = {
+    "lstm": lambda: Small(lambda: Recurrent(nn.LSTM)),
+    "lstm, packed": lambda: Small(lambda: Recurrent(nn.LSTM, packed=True)),
+    "gru": lambda: Small(lambda: Recurrent(nn.GRU)),
+    "resnet": lambda: Small(ResNet),
+    "resnet, channels last": lambda: Small(lambda: ResNet(torch.channels_last)),
+    "u-net": lambda: Small(UNet),
+    "vision transformer": lambda: Small(Vision),
+    "encoder of torch": lambda: Small(Encoder),
+    "experts": lambda: Small(Experts),
+    "lora": lambda: Small(LowRank),
+    "tied": lambda: Small(Tied),
+    "evoformer": lambda: Small(Pairs),
+    "invariant points": lambda: Small(InvariantPoints),
+    "egnn": lambda: Small(Equivariant),
+    "gat": lambda: Small(Messages),
+    "vmap": lambda: Small(Mapped),
+    "bilinear": lambda: Small(Bilinear),
+    "variational": lambda: Small(Variational),
+    "fourier": lambda: Small(Waves),
+    "state space": lambda: Small(Scan),
+}

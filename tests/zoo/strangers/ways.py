@@ -1,0 +1,196 @@
+"""Models whose way or shapes depend on data, on random numbers, or on what was kept from the step before."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tests.memory.tracing.traced import WIDTH, Small
+from tests.zoo.strangers.architectures import WORDS, words
+
+
+class Layers(nn.Module):
+    """Four maps, applied in ways that depend on data or are kept."""
+
+    def __init__(self, apply: Callable[[Layers, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.maps, self.apply_maps = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4)), apply
+        self.register_buffer("queue", torch.zeros(512, WIDTH))
+        self.register_buffer("places", torch.zeros(1, WIDTH), persistent=False)
+        self.kept: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        unused = sum(one.weight.sum() for one in self.maps)  # each has a gradient, whatever the way
+        return self.apply_maps(self, x) + 0 * unused
+
+
+def dropping_layers(model: Layers, x: Tensor) -> Tensor:
+    for one in model.maps:
+        if torch.rand(()) < 0.3:
+            continue
+        x = one(x).relu()
+    return x
+
+
+def leaving_early(model: Layers, x: Tensor) -> Tensor:
+    for one in model.maps:
+        x = one(x).relu()
+        if x.mean() > 1e3:
+            break
+    return x
+
+
+def sinkhorn(model: Layers, x: Tensor) -> Tensor:
+    shares = model.maps[0](x).exp()
+    for _ in range(8):
+        rows = shares / shares.sum(1, keepdim=True)
+        both = rows / rows.sum(0, keepdim=True)
+        if (both - shares).abs().max() < 1e-6:
+            break
+        shares = both
+    return shares
+
+
+def guarding(model: Layers, x: Tensor) -> Tensor:
+    told = model.maps[0](x)
+    if torch.isnan(told).any():
+        return told * 0
+    return model.maps[1](told.exp()).exp()
+
+
+def queueing(model: Layers, x: Tensor) -> Tensor:
+    keys = model.maps[0](x)
+    told = keys @ model.queue.T
+    with torch.no_grad():
+        model.queue = torch.cat([model.queue, keys.detach()])[-512:]
+    return told.mean(1, keepdim=True)
+
+
+def attending(model: Layers, x: Tensor) -> Tensor:
+    queries, keys, values = (one(words(x)) for one in list(model.maps)[:3])
+    model.kept = (queries @ keys.mT).softmax(-1)
+    return (model.kept @ values).view_as(x)
+
+
+def guarding_softly(model: Layers, x: Tensor) -> Tensor:
+    told = model.maps[0](x)
+    if not torch.isfinite(told).all():
+        told = torch.nan_to_num(told)
+    return model.maps[1](told.exp()).exp()
+
+
+def waiting(model: Layers, x: Tensor) -> Tensor:
+    """Until nothing changes, as an equilibrium is sought."""
+    state = torch.zeros_like(x)
+    change = torch.tensor(1.0)
+    while change > 1e-2:
+        new = (0.3 * model.maps[0](state) + model.maps[1](x)).tanh()
+        change = (new - state).abs().max().detach()
+        state = new
+    return state
+
+
+def recycling(model: Layers, x: Tensor) -> Tensor:
+    """As AlphaFold: some turns, of which the last alone is learned from."""
+    told = torch.zeros_like(x)
+    turns = random.randint(0, 3)
+    for turn in range(turns + 1):
+        with torch.set_grad_enabled(turn == turns):
+            told = model.maps[1](model.maps[0](x + told).relu()) + told
+    return told
+
+
+def repeating(model: Layers, x: Tensor) -> Tensor:
+    """Some turns, each learned from."""
+    for _ in range(np.random.randint(1, 6)):  # noqa: NPY002 - as people do
+        x = model.maps[0](x).relu()
+    return x
+
+
+def remembering_places(model: Layers, x: Tensor) -> Tensor:
+    """A table of places that grows to the longest sequence seen."""
+    if len(model.places) < len(x):
+        apart = torch.arange(len(x))[:, None] / 10 ** (torch.arange(WIDTH) / WIDTH)
+        model.places = apart.sin()
+    return model.maps[0](x + model.places[: len(x)])
+
+
+def remembering_keys(model: Layers, x: Tensor) -> Tensor:
+    """A cache of keys to which each batch adds, until it is full."""
+    keys = model.maps[0](x)
+    seen = keys if model.kept is None else torch.cat([model.kept, keys])
+    model.kept = seen.detach()[-256:]
+    return (model.maps[1](x) @ seen.T).softmax(-1) @ seen
+
+
+def near(model: Layers, x: Tensor) -> Tensor:
+    """SchNet: a graph of what is near, found in the model."""
+    places = 2 * x.view(-1, WORDS, WIDTH)[..., :3]
+    apart = torch.cdist(places, places) + 10 * torch.eye(WORDS)
+    item, one, other = (apart < 3.0).nonzero().unbind(1)
+    length = (places[item, one] - places[item, other]).norm(dim=-1)
+    spread = (-(length[:, None] - torch.linspace(0, 3, WIDTH)).square()).exp()
+    filters = model.maps[1](model.maps[0](spread).tanh())
+    nodes = model.maps[2](x)
+    return x + torch.zeros_like(nodes).index_add(0, item * WORDS + one, nodes[item * WORDS + other] * filters)
+
+
+def masked(model: Layers, x: Tensor) -> Tensor:
+    """Only the words that were masked are told of."""
+    chosen = torch.rand(len(x)) < 0.15
+    return model.maps[1](model.maps[0](x).relu()[chosen]).log_softmax(-1)
+
+
+def cropping(model: Layers, x: Tensor) -> Tensor:
+    """Padding is cut to the longest of the batch."""
+    lengths = (words(x)[..., 0] > -1).sum(1)
+    return model.maps[0](words(x)[:, : int(lengths.max())])
+
+
+def routing(model: Layers, x: Tensor) -> Tensor:
+    """A mixture of experts, each given its own rows."""
+    share, chosen = model.maps[0](x)[:, :3].softmax(-1).max(-1)
+    told = torch.zeros_like(x)
+    for number, expert in enumerate(list(model.maps)[1:]):
+        rows = (chosen == number).nonzero().squeeze(1)
+        told = told.index_add(0, rows, expert(x[rows]) * share[rows, None])
+    return told
+
+
+def teaching(model: Layers, x: Tensor) -> Tensor:
+    """A momentum teacher within the model."""
+    learned, teacher = model.maps[0], model.maps[1]
+    with torch.no_grad():
+        for its, theirs in zip(teacher.parameters(), learned.parameters(), strict=True):
+            its.mul_(0.99).add_(theirs, alpha=0.01)
+        told = teacher(x)
+    return model.maps[2](learned(x)) - told
+
+
+WAYS: dict[str, Callable[[Layers, Tensor], Tensor]] = {
+    "layer drop": dropping_layers,
+    "early exit": leaving_early,
+    "sinkhorn": sinkhorn,
+    "guard against nan": guarding,
+    "guard, mended": guarding_softly,
+    "while": waiting,
+    "random recycles": recycling,
+    "random depth": repeating,
+    "momentum queue": queueing,
+    "attention kept": attending,
+    "growing places": remembering_places,
+    "growing keys": remembering_keys,
+    "radius graph": near,
+    "masked words": masked,
+    "cropped padding": cropping,
+    "routed experts": routing,
+    "momentum teacher": teaching,
+}
+FAMILIES: dict[str, Callable[[], Small]] = {
+    name: lambda way=way: Small(lambda: Layers(way))
+    for name, way in WAYS.items()  # type: ignore[misc]
+}
