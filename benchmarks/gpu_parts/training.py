@@ -112,7 +112,7 @@ def job_of(case: Mapping[str, Any], made_steps: list[Any]) -> tuple[Any, int]:
         ranks=SingleRank(),
         tell=TaskContext(lambda *_: None),
         say=lambda line: print(line, file=sys.stderr),
-        measure=work.task.cost,
+        task=work.task,
     )
     return job, len(table)
 

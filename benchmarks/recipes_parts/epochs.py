@@ -119,7 +119,7 @@ def job(bench: Bench, made: MemoryPlan, case: Case, folder: Path) -> Job:
         ranks=SingleRank(),
         tell=TaskContext(refuse=lambda *_: None),
         say=lambda _line: None,
-        measure=bench.work.task.cost,
+        task=bench.work.task,
     )
 
 

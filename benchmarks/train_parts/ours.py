@@ -119,7 +119,7 @@ def ours(root: Path, key: bytes, prepared: dict[str, Any], part: str, folder: Pa
             ranks=ranks,
             tell=tell,
             say=lambda line: print(line, file=sys.stderr),
-            measure=work.task.cost,
+            task=work.task,
         )
         for _ in train(job):
             clock.tick()

@@ -6,7 +6,7 @@ import random
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from pipeline.keys import content_digest
 from pipeline.memory.runtime.governor import Governor
 from pipeline.memory.runtime.meters import Habits, HostMeter, Upkeep, meter_of
 from pipeline.memory.runtime.recovery import Oom
+from pipeline.protocol import Weights
 from pipeline.records import Reason, TaskContext
 from pipeline.training.checkpoints.checkpoint_folder import CheckpointFolder, new_token
 from pipeline.training.checkpoints.keeper import Keeper
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import nn
 
+    from pipeline.protocol import Task
+
     Integers = NDArray[np.int64]
 
 
@@ -73,7 +76,7 @@ class Job:
     ranks: Ranks
     tell: TaskContext
     say: Callable[[str], None]
-    measure: Callable[[Mapping[str, Any]], Mapping[str, Any]]  # sizes of a graph → the task's, for cropping
+    task: Task
     remember: Callable[[int, float], None] = lambda _bytes, _s: None  # what a card held in an epoch, and a step took
     leave_out: frozenset[str] = frozenset()
     damaged: DamagedItems | None = None  # what to do about records that cannot be read; None: that is an error
@@ -101,6 +104,7 @@ class Job:
         data = content_digest(items.table.key_N16.tobytes()).hex()
         sizes = {COST: items.cost_N, LIKENESS: items.likeness_N}
         sampler = Sampler(sizes, settings, rank=self.ranks.rank, ranks=self.ranks.world, data=data)
+        weighs = shuffle and isinstance(self.task, Weights)  # nobody asks for the weights of an evaluation
         return Loader(
             self.source(items.table),
             self.embeddings(),
@@ -110,7 +114,9 @@ class Job:
             pin=device != CPU if self.train.pin == "auto" else self.train.pin,
             seed=self.train.seed,
             crop=self.prepared.crop or None,
-            measure=self.measure,
+            measure=self.task.cost,
+            collate=self.task.collate,
+            weigh=cast("Weights", self.task).weights if weighs else None,
             mending=self.damaged,
         )
 

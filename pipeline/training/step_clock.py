@@ -24,11 +24,10 @@ T = TypeVar("T")
 
 FORWARD, BACKWARD, REDUCE, UPDATE = "forward", "backward", "reduce", "update"
 MODEL_PHASES = (FORWARD, BACKWARD, REDUCE, UPDATE)  # what a step is for; all else is told where it is much
-READ, COLLATE, COPY, WEIGH = "read", "collate", "copy", "weigh"
+READ, COPY, WEIGH = "read", "copy", "weigh"  # reading ends with what `collate` makes
 WORDS, OBSERVE, CHECKPOINT, VALIDATE, OTHER = "words", "observe", "checkpoint", "validate", "other"
 TOLD = {
     READ: "waits for reading",
-    COLLATE: "collates",
     COPY: "copies to the device",
     WEIGH: "weighs losses beforehand",
     WORDS: "waits for other ranks",

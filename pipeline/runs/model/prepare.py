@@ -309,4 +309,4 @@ def some_items(project: Project, most: int = 3) -> list[Any]:
         batch = loader.fetch(range(len(table)), MicroBatch(0, 0, 0, 1, np.arange(len(table))))
     except (CacheDamaged, RecordMissing, WeightsUnusable):  # it may be tried later: the plan does not need them
         return []
-    return list(batch.items)
+    return list(batch.value.items)

@@ -260,7 +260,7 @@ def job_of(
         tell=tell,
         say=log_line if ranks.rank == 0 else lambda _: None,
         remember=lambda peak_bytes, step_s: remember_peak(config, folder, work, prepared, choice, peak_bytes, step_s),
-        measure=work.task.cost,
+        task=work.task,
         leave_out=frozenset(left_out_items(folder, StageName.TRAIN)),
         damaged=damaged,
         settings=without_secrets_in(config.model_dump(mode="json")),

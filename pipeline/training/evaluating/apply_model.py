@@ -108,7 +108,7 @@ def apply_model(job: ApplyJob) -> Generator[Reason | None, None, ApplyResult | N
             yield reason
     evaluation = Evaluator(
         step,
-        _loader(job, kept_N, step.device) if len(kept_N) else None,
+        _loader(job, kept_N, step) if len(kept_N) else None,
         ranks,
         folder,
         of=of,
@@ -167,7 +167,7 @@ class RejectionCounts:
         self._job.tell.refuse(rejection.id, rejection.reason, rejection.detail)
 
 
-def _loader(job: ApplyJob, numbers_K: Integers, device: str) -> Loader:
+def _loader(job: ApplyJob, numbers_K: Integers, step: Step) -> Loader:
     """Return a loader of some items, in micro-batches as planned."""
     train, table = job.train, job.table.take(numbers_K)
     stretch = job.prepared.stretches[-1]
@@ -187,6 +187,7 @@ def _loader(job: ApplyJob, numbers_K: Integers, device: str) -> Loader:
         sampler,
         slots=train.slots,
         threads=train.threads,
-        pin=is_card(device) if train.pin == "auto" else train.pin,
+        pin=is_card(step.device) if train.pin == "auto" else train.pin,
         seed=train.seed,
+        collate=step.task.collate,
     )

@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from pipeline.protocol import Batch, Contrastive
+    from pipeline.protocol import Contrastive
+    from pipeline.training.items.batch import TaskBatch
     from pipeline.training.items.loader import Loader
     from pipeline.training.ranks.rank_protocol import Ranks
     from pipeline.training.step.contrastive import ContrastiveStep
@@ -118,7 +119,7 @@ class Evaluator:
     def _apart(self) -> Iterator[Reason | None]:
         """Evaluate this rank's items independently of the other ranks."""
         assert self.loader is not None
-        for batch in self.loader:
+        for batch in self.loader.read():
             self.ranks.progress("evaluation")
             yield from map(self._left_out, batch.rejected)
             if len(batch):
@@ -136,12 +137,12 @@ class Evaluator:
         assert loader is not None
 
         def pieces() -> Iterator[Piece]:
-            for batch in loader:
+            for batch in loader.read():
                 refused.extend(batch.rejected)
                 if len(batch):
                     yield from self._small(Piece(batch, 0, len(batch)))
 
-        def fetch(number: int) -> Batch:
+        def fetch(number: int) -> TaskBatch:
             return loader.fetch((number,), MicroBatch(0, 0, 0, 1, np.array([number])))
 
         for turn in joint_turns(pieces(), self.ranks, fetch):

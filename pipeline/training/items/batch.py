@@ -16,14 +16,15 @@ import torch
 import xxhash
 
 from pipeline.device.batch_transfer import moved
+from pipeline.errors import DataError
 from pipeline.graphs import item_graph as graphs
 from pipeline.graphs import pyg_view
 from pipeline.graphs.item_graph import CROSS, EDGE, LABEL, NODE, PATH, RESIDUE
 from pipeline.records import Role
-from pipeline.training.items.batch_layout import CENTRE, EMBEDDING, ENCODED, OF_GRAPHS, PTR, nodes_axis
+from pipeline.training.items.batch_layout import BFLOAT16, CENTRE, EMBEDDING, ENCODED, OF_GRAPHS, PTR, nodes_axis
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
@@ -174,6 +175,42 @@ class ItemBatch:
         return self if self.memory.is_pinned() else replace(self, memory=self.memory.pin_memory())
 
 
+@dataclass(frozen=True, eq=False)
+class TaskBatch:
+    """What a task's `collate` made of the items of a micro-batch, in a thread or process that reads."""
+
+    value: Any  # None where there are no items
+    numbers: tuple[int, ...]
+    ids: tuple[str, ...]
+    origin: BatchOrigin
+    read_again: Callable[[Sequence[int], BatchOrigin], TaskBatch]
+    rejected: tuple[Rejection, ...] = ()
+    weights: Mapping[str, Any] | None = None  # of the terms of its loss, where the task tells them
+    cropped: int = 0  # items
+    bytes: int = 0  # of its tensors
+    lease: Any = None  # keeps the place of the batch among those that may be in memory at once
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def part(self, start: int, stop: int) -> Any:
+        """Return what `collate` makes of some of the items, which are read again unless they are all."""
+        if (start, stop) == (0, len(self)):
+            return self.value
+        part, ids = self.read_again(self.numbers[start:stop], self.origin), self.ids[start:stop]
+        refuse_changed(ids, part.ids)
+        return part.value
+
+
+def refuse_changed(ids: tuple[str, ...], again: tuple[str, ...]) -> None:
+    """Raise where items that were read for a step are others when they are read again for it."""
+    if ids != again:
+        name = next((name for name in ids if name not in again), ids[0])
+        what = f"{name} was read at the start of the step, and could not be read again at its end"
+        remedy = "see whether its files have changed, or the disk fails; then   pipeline resume"
+        raise DataError(what, where=name, remedy=remedy)
+
+
 class BatchItems(Sequence[ItemTensors]):
     """The items of a batch, each built on access; tensors are views, except those that hold node numbers."""
 
@@ -195,17 +232,7 @@ class BatchItems(Sequence[ItemTensors]):
         batch, place = self._batch, place % len(self)
         rows = {axis: batch.layout.rows(axis, place) for axis in batch.layout.bounds}
         mine = {name: self._rows(name, place, rows) for name in batch.layout.places if not name.startswith(f"{PTR}.")}
-        nodes = {role: rows[nodes_axis(role)] for role in batch.layout.roles()}
-        roles = [role for role, own in nodes.items() if own.start < own.stop]
-        return ItemTensors(
-            id=batch.ids[place],
-            number=batch.numbers[place],
-            sides={role: _side(role, mine) for role in roles},
-            cross=_below(mine, CROSS),
-            labels=_below(mine, LABEL),
-            rng=item_rng(batch.origin, batch.ids[place]),
-            values={name: tensor for name, tensor in mine.items() if name.partition(".")[0] not in OF_GRAPHS},
-        )
+        return item_tensors(batch.layout, place, mine, batch.ids[place], batch.numbers[place], batch.origin)
 
     def _rows(self, name: str, place: int, rows: Mapping[str, slice]) -> Tensor:
         """Return an item's rows of a field, with node numbers counted within the item."""
@@ -219,6 +246,28 @@ class BatchItems(Sequence[ItemTensors]):
             return values
         first = torch.tensor([rows[target].start for target in points_to], device=values.device)
         return values - (first[:, None] if are_edges else first)
+
+
+def item_tensors(
+    layout: BatchLayout, place: int, fields: Mapping[str, Tensor], id_: str, number: int, origin: BatchOrigin
+) -> ItemTensors:
+    """Return an item by its own fields; of partners that it lacks there are fields without rows."""
+    nodes = {role: layout.rows(nodes_axis(role), place) for role in layout.roles()}
+    return ItemTensors(
+        id=id_,
+        number=number,
+        sides={role: _side(role, fields) for role, own in nodes.items() if own.start < own.stop},
+        cross=_below(fields, CROSS),
+        labels=_below(fields, LABEL),
+        rng=item_rng(origin, id_),
+        values={name: tensor for name, tensor in fields.items() if name.partition(".")[0] not in OF_GRAPHS},
+    )
+
+
+def as_tensor(array: Any, dtype: str) -> Tensor:
+    """Return an array as a tensor over the same memory; bfloat16 is held as its bits."""
+    tensor = torch.from_numpy(array)
+    return tensor.view(torch.bfloat16) if dtype == BFLOAT16 else tensor
 
 
 def padded_field(batch: ItemBatch, name: str, fill: float = 0) -> tuple[Tensor, Tensor]:

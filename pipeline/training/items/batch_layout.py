@@ -128,7 +128,7 @@ class FieldPlace(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        return math.prod(self.shape) * _held_as(self.dtype).itemsize
+        return math.prod(self.shape) * held_as(self.dtype).itemsize
 
 
 class EmbeddingForm(NamedTuple):
@@ -156,7 +156,7 @@ class BatchLayout:
     def view(self, name: str, memory: Bytes) -> Array:
         """Return a field as an array over the batch's memory; bfloat16 as its bits."""
         place = self.places[name]
-        return memory[place.start : place.start + place.bytes].view(_held_as(place.dtype)).reshape(place.shape)
+        return memory[place.start : place.start + place.bytes].view(held_as(place.dtype)).reshape(place.shape)
 
     def rows(self, axis: str, item: int) -> slice:
         """Return an item's rows along an axis."""
@@ -255,6 +255,33 @@ class BatchBuilder:
         for axis, bounds in self.layout.bounds.items():
             self.layout.view(f"{PTR}.{axis}", memory)[:] = bounds
 
+    def apart(self) -> list[dict[str, Array]]:
+        """Return each item's own arrays as `write` would lay them out, edges and nodes counted within the item.
+
+        They are views of what was read, where their type is that of a batch already.
+        """
+        items: list[dict[str, Array]] = [{} for _ in range(self.layout.items)]
+        for entry, arrays in self._fields.values():
+            if entry.form is FieldForm.DEGREE:
+                continue
+            dtype = held_as(self.layout.places[entry.name].dtype)
+            if entry.form is FieldForm.NEIGHBOUR:
+                arrays = [self._edges_of(entry, place, tails) for place, tails in enumerate(arrays)]
+            for item, array in zip(items, arrays, strict=True):
+                item[entry.name] = array.astype(dtype, copy=not array.flags.writeable)
+        return items
+
+    def _edges_of(self, entry: ArrayField, place: int, tails_E: Array) -> Integers:
+        """Return an item's edges as pairs (tails, heads)."""
+        degree, degrees = self._fields[entry.name, FieldForm.DEGREE]
+        degree_N, rows = degrees[place], self.layout.rows(degree.axis, place)
+        if len(degree_N) != rows.stop - rows.start:
+            raise ValueError(f"{entry.name} is of {len(degree_N)} nodes where there are {rows.stop - rows.start}")
+        edges_2E: Integers = np.empty((2, len(tails_E)), np.int64)
+        edges_2E[0] = tails_E
+        edges_2E[1] = np.repeat(np.arange(len(degree_N)), degree_N)
+        return edges_2E
+
     def _write_rows(self, entry: ArrayField, arrays: Sequence[Array], memory: Bytes) -> None:
         """Concatenate arrays; node and residue numbers become those of the batch."""
         out = self.layout.view(entry.name, memory)
@@ -331,6 +358,6 @@ def _name(dtype: np.dtype[Any]) -> str:
 
 
 @lru_cache(maxsize=64)
-def _held_as(name: str) -> np.dtype[Any]:
+def held_as(name: str) -> np.dtype[Any]:
     """Return numpy's type for a type's name: uint16 for bfloat16."""
     return np.dtype(np.uint16 if name == BFLOAT16 else name)

@@ -148,13 +148,18 @@ class CachedGraphs:
     def _record(self, id_: str, key: bytes, places: Sequence[RecordPlace]) -> Record:
         """Return the record of a graph, made anew if it cannot be read and that is possible."""
         try:
-            return self.store.get_at(key, places)
+            return self.store.get_at(key, places, _own_memory)
         except (CacheDamaged, RecordMissing) as error:
             what = f"the graph of {id_}: {error.what}"
             lost = type(error)(what, where=error.where, remedy=GRAPHS_ANEW, item=id_)
             if self.mending is None or not self.mending.is_made_anew(lost, key):
                 raise lost from error
             return self.store.get(key)
+
+
+def _own_memory(length: int) -> tuple[memoryview, memoryview]:
+    """Return memory for a record: tensors over it may be written to."""
+    return np.empty(length, np.uint8).data, memoryview(b"")
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,8 +253,8 @@ def arrays_digest(arrays: Mapping[str, Array]) -> bytes:
 
 
 def as_arrays(values: Mapping[str, Any]) -> dict[str, Array]:
-    """Convert what a reader returned to arrays; it may return plain numbers."""
-    return {name: np.asarray(value) for name, value in values.items()}
+    """Convert what a reader returned to arrays of their own; it may return plain numbers."""
+    return {name: np.array(value) for name, value in values.items()}
 
 
 def array_sizes(arrays: Mapping[str, Array]) -> dict[str, int]:

@@ -94,7 +94,7 @@ class ItemTable:
 
     def values(self, number: int) -> dict[str, NDArray[np.float32]]:
         """Return an item's labels, as arrays of one number."""
-        return {name: label_N[number : number + 1].reshape(()) for name, label_N in self.labels.items()}
+        return {name: label_N[number : number + 1].copy().reshape(()) for name, label_N in self.labels.items()}
 
     def of_split(self, name: str) -> ItemTable:
         """Return the items of one split, in order and renumbered."""

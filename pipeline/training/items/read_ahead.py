@@ -70,14 +70,13 @@ class Ring:
         memory: Bytes = slot.memory.numpy()[:used]
         return memory
 
-    def hand_out(self, slot: Slot, used: int) -> torch.Tensor:
-        """Return the written bytes as a tensor; the slot becomes free when nothing refers to them any more."""
+    def lend(self, slot: Slot) -> None:
+        """Note that the loop has what is in a slot."""
         self._lent.add(slot)
         slot.copies.is_lent = self._pin
-        return torch.from_numpy(np.asarray(_Lease(self, slot, used)))
 
     def take_back(self, slot: Slot) -> None:
-        """Free a slot; called from any thread when the last reference to its memory goes."""
+        """Free a slot."""
         self._lent.discard(slot)
         slot.copies.is_lent = False
         self.free.put(slot)
@@ -90,20 +89,39 @@ class Ring:
         return len(self._lent) == len(self.slots)
 
 
-class _Lease:
-    """Exposes a slot's memory to numpy; arrays over it keep this alive, and its end frees the slot."""
+class Lease:
+    """A slot for one batch, from before that is read until nothing refers to it any more."""
 
-    def __init__(self, ring: Ring, slot: Slot, used: int) -> None:
+    def __init__(self, ring: Ring, slot: Slot) -> None:
         self._ring, self._slot = ring, slot
+        self._is_over = False
+
+    def room(self, used: int) -> Bytes:
+        """Return so many bytes to write a batch to."""
+        return self._ring.room(self._slot, used)
+
+    def tensor(self, used: int) -> torch.Tensor:
+        """Return the written bytes; they and all views of them keep the slot."""
+        memory = self._slot.memory
         self.__array_interface__: dict[str, Any] = {
             "version": 3,
-            "data": (slot.memory.data_ptr(), False),
+            "data": (memory.data_ptr(), False),
             "shape": (used,),
             "typestr": "|u1",
         }
+        return torch.from_numpy(np.asarray(self))
 
-    def __del__(self) -> None:
-        self._ring.take_back(self._slot)
+    def lend(self) -> None:
+        """Note that the loop has the batch."""
+        self._ring.lend(self._slot)
+
+    def give_back(self) -> None:
+        """Free the slot; called from any thread when the last reference to its batch goes."""
+        if not self._is_over:
+            self._is_over = True
+            self._ring.take_back(self._slot)
+
+    __del__ = give_back
 
 
 Micro = TypeVar("Micro")
@@ -112,18 +130,18 @@ Filled = TypeVar("Filled")
 
 @dataclass(frozen=True, slots=True)
 class ReadBatch(Generic[Micro, Filled]):
-    """A micro-batch that was read into a slot."""
+    """A micro-batch that was read."""
 
-    slot: Slot
     micro: Micro
     filled: Filled
+    lease: Lease
 
 
 class ReadAhead(Generic[Micro, Filled]):
     """One pass over some micro-batches: threads call `fill`, `next` returns the results in order."""
 
     def __init__(
-        self, micros: Iterator[Micro], fill: Callable[[Micro, Slot], Filled], ring: Ring, threads: int
+        self, micros: Iterator[Micro], fill: Callable[[Micro, Lease], Filled], ring: Ring, threads: int
     ) -> None:
         self._micros, self._fill, self._ring = micros, fill, ring
         self._changed = threading.Condition()  # guards what follows
@@ -148,6 +166,8 @@ class ReadAhead(Generic[Micro, Filled]):
             return None
         if isinstance(read, BaseException):
             raise read
+        if read is not None:
+            read.lease.lend()
         return read
 
     def close(self) -> None:
@@ -160,8 +180,11 @@ class ReadAhead(Generic[Micro, Filled]):
             self._ring.free.put(None)
         for thread in others:
             thread.join()
-        unused = [read.slot for read in self._done.values() if not isinstance(read, BaseException)]
+        for read in self._done.values():
+            if isinstance(read, ReadBatch):
+                read.lease.give_back()
         self._done.clear()
+        unused: list[Slot] = []
         try:
             while True:
                 if slot := self._ring.free.get_nowait():
@@ -187,10 +210,11 @@ class ReadAhead(Generic[Micro, Filled]):
                 self._changed.notify_all()
                 return False
         read: ReadBatch[Micro, Filled] | BaseException
+        lease = Lease(self._ring, slot)
         try:
-            read = ReadBatch(slot, micro, self._fill(micro, slot))
+            read = ReadBatch(micro, self._fill(micro, lease), lease)
         except BaseException as error:  # noqa: BLE001 - the loop is told, in this one's place
-            self._ring.free.put(slot)
+            lease.give_back()
             read = error
         with self._changed:
             self._done[number] = read

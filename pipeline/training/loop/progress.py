@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from pipeline.config.schema_train import ValidationSection
     from pipeline.memory.runtime.meters import Meter
-    from pipeline.training.items.batch import BatchOrigin, ItemBatch
+    from pipeline.training.items.batch import BatchOrigin, TaskBatch
     from pipeline.training.items.loader import Loader
     from pipeline.training.prepared import Stretch
     from pipeline.training.step.global_step import StepReport
@@ -62,15 +62,14 @@ class RunningStretch:
 
     def shares(self, clock: StepClock, *, hold: int, leave_out: Collection[str]) -> Iterator[RankShare]:
         """Yield this rank's share of each step, from where the loader is to the end of the epoch."""
-        batches, fetch = clock.each(READ, iter(self.loader)), partial(self._fetch, clock)
+        batches, fetch = clock.each(READ, self.loader.read()), partial(self._fetch, clock)
         while not (share := RankShare(batches, fetch, hold=hold, leave_out=leave_out)).is_over:
             yield share
 
-    def _fetch(self, clock: StepClock, numbers: Sequence[int], origin: BatchOrigin) -> ItemBatch:
+    def _fetch(self, clock: StepClock, numbers: Sequence[int], origin: BatchOrigin) -> TaskBatch:
         """Read some items of a micro-batch again."""
-        items = np.array(numbers, dtype=np.int64)
         with clock.within(READ):
-            return self.loader.fetch(numbers, MicroBatch(origin.epoch, origin.step, origin.index, origin.of, items))
+            return self.loader.fetch_again(numbers, origin)
 
 
 class TrainingProgress:

@@ -19,6 +19,7 @@ import torch
 
 from pipeline.device.out_of_memory import after_freeing_caches, out_of_memory_error
 from pipeline.errors import DataError
+from pipeline.training.items.batch import refuse_changed
 from pipeline.training.random_state import as_drawn
 from pipeline.training.step.contrastive import joined_rows, split_rows
 from pipeline.training.step.local_step import JointStepper, Local
@@ -72,7 +73,7 @@ class ContrastiveStepper(JointStepper):
     def run(self, share: RankShare, weights: Mapping[str, float] | None) -> Local:  # noqa: ARG002 - see `weights`
         """Run this rank's share; gradients are in the parameters afterwards, unless it must run again."""
         self._enter(share)
-        local = self._begun()
+        local, share.is_last_pass = self._begun(), False
         whole = self._whole(share)
         if whole is not None:
             local.again = not self._through([whole], self._at_once, share, local)
@@ -122,6 +123,7 @@ class ContrastiveStepper(JointStepper):
         cached, start = self._exchanged(embedded)
         if cached is None:
             return
+        share.is_last_pass = True
         rows = split_rows(cached.rows, [piece.stop - piece.start for piece in embedded], start)
 
         def back(piece: Piece, local: Local) -> None:
@@ -170,10 +172,10 @@ class ContrastiveStepper(JointStepper):
             while left and left[0].micro == piece.batch.origin.index and piece.start <= left[0].start < piece.stop:
                 before = left.pop(0)
                 again = replace(piece, start=before.start, stop=before.stop, rung=before.rung)
-                _refuse_changed(before, again.ids)
+                refuse_changed(before.ids, again.ids)
                 yield again
         for before in left:
-            _refuse_changed(before, ())
+            refuse_changed(before.ids, ())
 
     def _is_finite(self, piece: Piece) -> bool:
         """Say whether an item's embedding is finite: its loss alone, without other items, would say nothing."""
@@ -186,15 +188,6 @@ class ContrastiveStepper(JointStepper):
 
         out_of_memory_error(embed, piece)
         return all(finite)
-
-
-def _refuse_changed(embedded: _Embedded, ids: tuple[str, ...]) -> None:
-    """Raise where the second pass has other items than were embedded."""
-    if embedded.ids != ids:
-        name = next((name for name in embedded.ids if name not in ids), embedded.ids[0])
-        problem = f"{name} was read at the start of the step, and could not be read again at its end"
-        remedy = "see whether its files have changed, or the disk fails; then   pipeline resume"
-        raise DataError(problem, where=name, remedy=remedy)
 
 
 # Between ranks

@@ -25,7 +25,7 @@ from pipeline.training.step.optimizers import sums_by_name
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    from pipeline.protocol import Batch
+    from pipeline.training.items.batch import TaskBatch
     from pipeline.training.ranks.rank_protocol import Ranks
     from pipeline.training.step.collectives import PassOutcome
     from pipeline.training.step.fsdp import ShardedStep
@@ -46,7 +46,7 @@ class Turn:
 
 
 def joint_turns(
-    pieces: Iterable[Piece], ranks: Ranks, fetch: Callable[[int], Batch], cost: Callable[[Piece], int] = len
+    pieces: Iterable[Piece], ranks: Ranks, fetch: Callable[[int], TaskBatch], cost: Callable[[Piece], int] = len
 ) -> Iterator[Turn]:
     """Yield this rank's pieces, then the cheapest item of any rank for as long as another rank has pieces.
 
@@ -130,6 +130,7 @@ class ShardedStepper(JointStepper):
         self._enter(share)
         step, local = self.step, self._begun()
         step.spread.begin_step()
+        share.is_last_pass = True
         own = partial(self._run, local=local, weights=weights)
         for turn in self._turns(share):
             step.agreed = power_of_two(turn.items)
@@ -165,7 +166,7 @@ class ShardedStepper(JointStepper):
         pieces = (ready for piece in share for ready in self._ready(piece))
         return joint_turns(pieces, self.ranks, self._fetch(share), self.cost)
 
-    def _fetch(self, share: RankShare) -> Callable[[int], Batch]:
+    def _fetch(self, share: RankShare) -> Callable[[int], TaskBatch]:
         return lambda number: share._fetch((number,), share.origin)  # noqa: SLF001
 
     def _known_rung(self, piece: Piece) -> int:

@@ -123,6 +123,7 @@ class Stepper:
     def run(self, share: RankShare, weights: Mapping[str, float] | None) -> Local:
         """Run this rank's share forward and backward; gradients are in the parameters afterwards, unless `again`."""
         local, climbed = self._begun(), list[tuple[int, str]]()
+        share.is_last_pass = True
 
         def again() -> None:
             if self.sums is not None and self.sums.is_broken:
@@ -316,6 +317,8 @@ class JointStepper(Stepper):
 
 def weights_of(step: Step, piece: Piece) -> Mapping[str, Any]:
     """Return the weights of a piece's terms: from the task's `weights`, else by running the model."""
+    if piece.weights is not None:
+        return piece.weights
     batch = piece.collated(step)
     if isinstance(step.task, Weights):
         return step.task.weights(batch)

@@ -1,24 +1,21 @@
 """A rank's share of a step: its micro-batches, iterable several times, and pieces of them.
 
-A step may have to run again from its start. By then most of its batches are gone from the loader's ring buffer: those
-are read again, into memory of their own.
+A step of two passes keeps the batches of the first for the second, which lets go of each as it goes along. After an
+out-of-memory a step runs again from its start, or in pieces of its micro-batches: what is needed then is read again.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from pipeline.training.items.batch import item_rng
-from pipeline.training.step_clock import COLLATE
+from pipeline.training.step_clock import READ
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
-
-    import numpy as np
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from pipeline.protocol import Batch
-    from pipeline.training.items.batch import BatchOrigin, ItemBatch, ItemTensors
+    from pipeline.training.items.batch import BatchOrigin, TaskBatch
     from pipeline.training.step.step import Step
 
 CHECKPOINTING, OFFLOAD, HOST, SKIP = "checkpointing", "offload", "cpu", "skip"
@@ -29,7 +26,7 @@ RUNGS = (CHECKPOINTING, OFFLOAD, HOST, SKIP)  # the ladder of remedies; a piece'
 class Piece:
     """A slice of a micro-batch, and how many memory remedies it needs beyond the settings."""
 
-    batch: ItemBatch
+    batch: TaskBatch
     start: int
     stop: int
     rung: int = 0
@@ -46,14 +43,6 @@ class Piece:
         return self.batch.numbers[self.start : self.stop]
 
     @property
-    def items(self) -> list[ItemTensors]:
-        return self.batch.items[self.start : self.stop]
-
-    @property
-    def rng(self) -> np.random.Generator:
-        return item_rng(self.batch.origin, "\n".join(self.ids))
-
-    @property
     def ends_step(self) -> bool:
         """Whether no other piece of this rank's comes after it in the step."""
         return self.stop == len(self.batch.ids) and self.batch.origin.index + 1 == self.batch.origin.of
@@ -62,9 +51,15 @@ class Piece:
     def is_on_host(self) -> bool:
         return self.rung > RUNGS.index(HOST)
 
+    @property
+    def weights(self) -> Mapping[str, Any] | None:
+        """The weights of its terms, where they are known already."""
+        return self.batch.weights if len(self) == len(self.batch) else None
+
     def collated(self, step: Step) -> Batch:
-        with step.clock.within(COLLATE):
-            return step.task.collate(self.items, self.rng)
+        """Return the task's batch of these items; of some of a micro-batch, they are read again."""
+        with step.clock.within(READ):
+            return self.batch.part(self.start, self.stop)
 
     def halves(self) -> list[Piece]:
         """Split it in two; a single item stays whole."""
@@ -83,18 +78,19 @@ class RankShare:
 
     def __init__(
         self,
-        batches: Iterator[ItemBatch],
-        fetch: Callable[[Sequence[int], BatchOrigin], ItemBatch],
+        batches: Iterator[TaskBatch],
+        fetch: Callable[[Sequence[int], BatchOrigin], TaskBatch],
         *,
         hold: int,
         leave_out: Collection[str] = (),
     ) -> None:
-        """Read the step's first batch, which says which step it is; keep at most `hold` batches for a rerun."""
+        """Read the step's first batch, which says which step it is; keep at most `hold` batches for a second pass."""
         self._batches, self._fetch, self._hold, self._leave_out = batches, fetch, hold, set(leave_out)
         self.skipped: list[str] = []  # items that `leave_out` added
         self._seen: list[tuple[tuple[int, ...], BatchOrigin]] = []
         self._ids: list[tuple[str, ...]] = []
-        self._held: dict[int, ItemBatch] = {}
+        self._held: dict[int, TaskBatch] = {}
+        self.is_last_pass = False  # batches are let go of as they are gone through
         self.rejected = 0
         self.is_over = False  # there was no further step
         self._next = self._take()
@@ -112,7 +108,7 @@ class RankShare:
     def cuts(self) -> list[tuple[tuple[str, ...], tuple[int, ...]]]:
         return [(ids, numbers) for ids, (numbers, _) in zip(self._ids, self._seen, strict=True)]
 
-    def _take(self) -> ItemBatch | None:
+    def _take(self) -> TaskBatch | None:
         """Take the next batch of the step from the loader; None: the step has no more."""
         if self._seen and self._seen[-1][1].index + 1 == self._seen[-1][1].of:
             return None
@@ -120,7 +116,7 @@ class RankShare:
         if batch is None:
             self.is_over = True
             return None
-        if len(self._held) < self._hold:
+        if len(self._held) < self._hold and not self.is_last_pass:
             self._held[len(self._seen)] = batch
         self.rejected += len(batch.rejected)
         self._seen.append((batch.numbers, batch.origin))
@@ -133,16 +129,20 @@ class RankShare:
         while True:
             if place < len(self._seen) and not (place == len(self._seen) - 1 and self._next is not None):
                 held = self._held.get(place)  # compared with None: an empty batch is falsy
-                batch: ItemBatch | None = self._fetch(*self._seen[place]) if held is None else held
+                batch: TaskBatch | None = self._fetch(*self._seen[place]) if held is None else held
+                del held
             else:
                 batch, self._next = self._next, None
                 batch = self._take() if batch is None else batch
+            if self.is_last_pass:
+                self._held.pop(place, None)
             if batch is None:
                 return
             place += 1
             yield from self._pieces(batch)
+            del batch  # its slot is free for the next one
 
-    def _pieces(self, batch: ItemBatch) -> Iterator[Piece]:
+    def _pieces(self, batch: TaskBatch) -> Iterator[Piece]:
         """Yield a batch as one piece, or as the runs between items that are left out."""
         start = 0
         for place, name in enumerate((*batch.ids, "")):

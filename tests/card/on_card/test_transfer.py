@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pipeline.device.accelerator import computing
 from pipeline.memory.runtime.meters import Habits, Upkeep
-from pipeline.training.items.read_ahead import Ring
+from pipeline.training.items.read_ahead import Lease, Ring
 from pipeline.training.step.step import Step
 from tests.card import card
 from tests.training.loop.loops import Plot, Run
@@ -108,11 +108,13 @@ def test_a_slot_whose_views_are_still_copied_is_not_filled_anew(seed: int) -> No
     for value in range(6):
         slot = ring.free.get_nowait()
         assert slot is not None
-        ring.room(slot, 8 * WORDS).view(np.int64)[:] = value
-        words = ring.hand_out(slot, 8 * WORDS).view(torch.int64)
+        lease = Lease(ring, slot)
+        lease.room(8 * WORDS).view(np.int64)[:] = value
+        lease.lend()
+        words = lease.tensor(8 * WORDS).view(torch.int64)
         collated = Views(words[: WORDS // 2], {"rest": words[WORDS // 2 :]})  # what any collate may return
         there.append(step.moved(collated))
-        del words, collated
+        del words, collated, lease
     for value, batch in enumerate(there):
         assert (batch.values.cpu() == value).all()
         assert (batch.others["rest"].cpu() == value).all()

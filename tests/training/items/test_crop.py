@@ -264,14 +264,14 @@ def test_what_is_fetched_again_is_what_the_ring_had(data):
     loader = data.loader([[3, 1, 4], [5, 2]], crop=LIMITS, seed=5)
     micros = list(data.loader([[3, 1, 4], [5, 2]]).sampler)
     for batch, micro in zip(loader, micros, strict=True):
-        again = loader.fetch(micro.items.tolist(), micro)
+        again = loader.fetch(micro.items.tolist(), micro).value
         assert (again.ids, again.numbers, again.origin) == (batch.ids, batch.numbers, batch.origin)
         assert again.layout.places == batch.layout.places
         for name, tensor in batch.fields.items():
             assert torch.equal(again[name].view(torch.uint8), tensor.view(torch.uint8)), name
         assert again.memory.data_ptr() != batch.memory.data_ptr()
         assert again.rng.random() == batch.rng.random()
-        half = loader.fetch(micro.items.tolist()[:1], micro)
+        half = loader.fetch(micro.items.tolist()[:1], micro).value
         assert bytes_of(half.items[0]) == bytes_of(batch.items[0])
         assert half.items[0].rng.random() == batch.items[0].rng.random()
     assert loader.stats.items == 5

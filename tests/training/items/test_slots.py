@@ -10,14 +10,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
-from pipeline.training.items.read_ahead import Ring
+from pipeline.training.items.read_ahead import Lease, Ring
 
 MIB = 1 << 20
 
 
 def fill(ring, slot, value, used=100):
-    ring.room(slot, used)[:] = value
-    return ring.hand_out(slot, used)
+    lease = Lease(ring, slot)
+    lease.room(used)[:] = value
+    lease.lend()
+    return lease.tensor(used)
 
 
 def taken(ring):

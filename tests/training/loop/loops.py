@@ -272,7 +272,7 @@ class Run:
             ranks=self.ranks,
             tell=self.tell,
             say=self.said.append,
-            measure=task.cost,
+            task=task,
             leave_out=frozenset(plot.leave_out),
         )
 
@@ -392,4 +392,4 @@ def batch_of(plot: Plot, task: Any, numbers: Sequence[int], epoch: int) -> Any:
     sampler = Sampler({"nodes": table.sizes["nodes"]}, Sampling(batch=1))
     loader = Loader(Memory(table), None, sampler, slots=2, threads=1, pin=False, seed=plot.config().seed)
     batch = loader.fetch(list(numbers), MicroBatch(epoch, 0, 0, 1, np.array(numbers, np.int64)))
-    return task.collate(batch.items, batch.rng)
+    return task.collate(batch.value.items, batch.value.rng)
