@@ -39,22 +39,25 @@ def moved(batch: Any, device: torch.device | str, *, waits: bool = False) -> Any
     return found
 
 
-def map_tensors(change: Callable[[torch.Tensor], Any], value: Any, *, own: Callable[[Any], Any] | None = None) -> Any:
+def map_tensors(
+    change: Callable[[Any], Any], value: Any, *, own: Callable[[Any], Any] | None = None, kind: type = torch.Tensor
+) -> Any:
     """Return a value with its tensors changed: within dicts, lists, tuples, named tuples and dataclasses.
 
-    `own` is called instead for what has a `to` of its own. All else stays what it is.
+    `own` is called instead for what has a `to` of its own. All else stays what it is. `kind`: what is changed, if not
+    tensors.
     """
 
     def by_itself(leaf: Any) -> bool:
         return own is not None and hasattr(leaf, "to") and not isinstance(leaf, type)
 
     def changed(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
+        if isinstance(leaf, kind):
             return change(leaf)
         if own is not None and by_itself(leaf):
             return own(leaf)
         if is_dataclass(leaf) and not isinstance(leaf, type):
-            return _changed_fields(leaf, lambda part: map_tensors(change, part, own=own))
+            return _changed_fields(leaf, lambda part: map_tensors(change, part, own=own, kind=kind))
         return leaf
 
     return tree_map(changed, value, is_leaf=by_itself)

@@ -60,6 +60,7 @@ class TrainOutlook:
     sizes_from: str  # empty: from graphs, or from what a reader gave
     offer: Offer
     plans: Mapping[str, MemoryPlan]  # by the stage of the curriculum, the last with all items
+    kept: Mapping[str, int]  # by the same: micro-batches of a step that a rank keeps for its second pass
     standing: StandingFootprint
     evaluation_bytes: int | None  # live, of the largest micro-batch without gradients; None: nobody can tell
     configurations: Sequence[Configuration]

@@ -109,7 +109,7 @@ class Job:
             self.source(items.table),
             self.embeddings(),
             sampler,
-            slots=self.train.slots,
+            slots=self.train.slots + (stretch.kept if shuffle else 0),
             threads=threads or self.train.threads,
             pin=device != CPU if self.train.pin == "auto" else self.train.pin,
             seed=self.train.seed,

@@ -41,6 +41,7 @@ class Stretch:
     weights: Mapping[str, float]  # bytes that an item costs for each unit of its sizes
     largest: Mapping[str, int] = field(default_factory=dict)  # items above take no part
     padding: float = PADDING  # of micro-batches that are padded
+    kept: int = 0  # micro-batches of a step that a rank keeps for its second pass
 
     def cost(self, sizes: Mapping[str, Integers]) -> Integers:
         """Return each item's cost in bytes by its sizes; at most the budget, so that each item fits alone."""
@@ -139,7 +140,7 @@ def shrunk_budget(budget: int, times: int) -> int:
     return max(1, budget >> min(times, MOST_SHRUNK))
 
 
-def stretch_of(name: str, epochs: int, plan: MemoryPlan, largest: Mapping[str, int]) -> Stretch:
+def stretch_of(name: str, epochs: int, plan: MemoryPlan, largest: Mapping[str, int], *, kept: int = 0) -> Stretch:
     """Return the stretch that a plan describes."""
     return Stretch(
         name=name,
@@ -151,6 +152,7 @@ def stretch_of(name: str, epochs: int, plan: MemoryPlan, largest: Mapping[str, i
         weights={name: float(weight) for name, weight in plan.cost_weights.items()},
         largest=dict(largest),
         padding=plan.padding or PADDING,
+        kept=kept,
     )
 
 

@@ -42,7 +42,6 @@ STEP_SLACK = 0.25
 PAGE_CACHE_BYTES = 256 * MIB  # to read ahead, and for pages of a checkpoint that are not on the disk yet
 LEAST_MARGIN = 0.05  # peaks of a process lie between the moments at which anybody looks
 RING_GROWTH, RING_UNIT = 9 / 8, MIB  # batches of one budget differ a little: room for the next one too
-COLLATED = 2  # the batch that the loop has, and the next that is being made
 DRAWN_BYTES = 20  # of an item, while an epoch is shuffled: random numbers, their order, the order that is kept
 KEY_BYTES, OFFSET_BYTES, SIZE_BYTES, STORED_SIZE_BYTES = 16, 8, 8, 4  # in the table of a data set
 BASELINE, CONTEXT = "interpreter and torch", "CUDA context"
@@ -175,7 +174,8 @@ def _phases(run: TrainingJob) -> Iterable[HostPart]:
     ring = ring_bytes(run.slots, run.batch_bytes, pin=run.gpu)
     kind = "pinned: powers of two" if run.gpu else "not pinned"
     yield HostPart("ring", ring, traced, f"{run.slots} slots of the largest batch, {kind}", train)
-    yield HostPart("collated batches", COLLATED * run.batch_bytes, assumed, "as large as what they are made of", train)
+    made = run.threads * run.batch_bytes * (2 if run.gpu else 1)  # before it is copied to pinned memory
+    yield HostPart("batches in the making", made, assumed, f"as large as their items, by {run.threads} threads", train)
     offloaded = chunked_bytes(run.offloaded_bytes) if run.gpu else run.offloaded_bytes
     yield HostPart("offloaded", offloaded, traced, f"activations{', in pinned chunks' if run.gpu else ''}", train)
     copied = f"a copy of the state while it is saved{', in pinned runs' if run.gpu else ''}"

@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 COMPARED = ("24GiB", "a100-40gb", "a100-80gb-sxm", "h200-141gb-sxm")  # 24, 40, 80 and 141 GB
 TYPICAL = 95  # percentile of each size: the item of the table of configurations
 READERS = 2  # threads that read
+KEPT_BYTES = 2 << 30  # of a step's batches: beyond that, reading them again for the second pass costs less than memory
 
 
 def plan_training(question: Question, *, probing: bool = False) -> TrainOutlook:
@@ -77,7 +78,8 @@ def _outlook(question: Question, work: Work, *, probing: bool) -> TrainOutlook:
         plans = case.plans()
     plan = plans[EVERY]
     standing = oracle.standing(replace(plan.choice, shards=1))  # the host builds the whole model
-    host = _host(question, plan, standing, offer, case.table)
+    kept = {name: _kept(work, stage_plan) for name, stage_plan in plans.items()}
+    host = _host(question, plan, standing, offer, case.table, kept=max(kept.values()))
     mem = _mem(config, host)
     return TrainOutlook(
         task=str(config.train.task),
@@ -85,6 +87,7 @@ def _outlook(question: Question, work: Work, *, probing: bool) -> TrainOutlook:
         sizes_from=case.sizes_from,
         offer=offer,
         plans=plans,
+        kept=kept,
         standing=standing,
         evaluation_bytes=_evaluation_bytes(oracle, plan, question.tell),
         configurations=case.configurations(plan),
@@ -277,13 +280,21 @@ def _stages(config: Config, data: DataSizes) -> Iterator[CurriculumStage]:
     yield CurriculumStage(EVERY, data, left)
 
 
+def _kept(work: Work, plan: MemoryPlan) -> int:
+    """Return how many micro-batches a rank keeps for a step's second pass, so that no item is read twice."""
+    return min(plan.accumulation_most, KEPT_BYTES // _batch_bytes(plan)) if work.goes_twice else 0
+
+
+def _batch_bytes(plan: MemoryPlan) -> int:
+    return max(1, sum(part.bytes for part in plan.parts if part.category is Category.INPUTS))
+
+
 def _host(
-    question: Question, plan: MemoryPlan, standing: StandingFootprint, offer: Offer, table: ItemTable
+    question: Question, plan: MemoryPlan, standing: StandingFootprint, offer: Offer, table: ItemTable, *, kept: int
 ) -> HostNeed:
     """Return the host memory that a node's processes take."""
     config = question.config
     gpu = offer.cards[0].caching
-    inputs = sum(part.bytes for part in plan.parts if part.category is Category.INPUTS)
     parameters = sum(part.bytes for part in standing.parts if part.category in (Category.PARAMETERS, Category.BUFFERS))
     run = TrainingJob(
         ranks=ceil(offer.ranks / config.cluster.train.nodes),
@@ -293,8 +304,8 @@ def _host(
         step_bytes=0 if gpu else int(plan.live.value),
         resumed_bytes=standing.bytes,
         staged_bytes=staged_bytes(standing.blocks, pinned=gpu),
-        batch_bytes=max(inputs, 1),
-        slots=config.train.slots,
+        batch_bytes=_batch_bytes(plan),
+        slots=config.train.slots + kept,
         threads=READERS,
         offloaded_bytes=plan.host_bytes,
         items=len(table),

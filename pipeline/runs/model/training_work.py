@@ -24,7 +24,7 @@ from pipeline.memory.history.step_history import fingerprint
 from pipeline.memory.history.trace_files import RememberedOracle
 from pipeline.memory.planning.memory_plan import CardSpec, DataSizes, Micros, Oversize, PlanRequest
 from pipeline.project.run_code import load_task, package_digest, source_digest, user_code_failed
-from pipeline.protocol import ITEMS, Contrastive, Example
+from pipeline.protocol import ITEMS, Contrastive, Example, Weights
 from pipeline.training.prepared import COST, LIKENESS, LOOSER, PADDING, likeness, sampler_settings
 from pipeline.training.sampling.sampler import Sampler
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from pipeline.memory.planning.memory_plan import Cutter, Names
     from pipeline.memory.tracing.recorder import Recorder
     from pipeline.memory.tracing.tracer import Target
-    from pipeline.protocol import Task
+    from pipeline.protocol import Task, Weights
     from pipeline.training.ranks.rank_protocol import Ranks
     from pipeline.training.step.optimizers import StepSettings
     from pipeline.training.step.step import Step
@@ -90,6 +90,11 @@ class Work:
         self._refuse_sharding()
         make = partial(self._model_from, begin)
         return ShardedStep(self.task, self.under(choice), ranks, device=device, scaled=True, make=make)
+
+    @property
+    def goes_twice(self) -> bool:
+        """Whether a step goes twice through its micro-batches: its terms' weights are needed first, or all its rows."""
+        return isinstance(self.task, Weights) or self.is_contrastive
 
     @property
     def is_contrastive(self) -> bool:

@@ -10,39 +10,33 @@ it must be pinned. Host memory is the slots times the largest batch. A batch sta
 
 from __future__ import annotations
 
-import threading
 import time
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from pipeline.device.accelerator import card_here
-from pipeline.errors import CacheDamaged, RecordMissing
 from pipeline.records import Rejection
-from pipeline.training.items.batch import BatchOrigin, ItemBatch, TaskBatch, as_tensor, item_rng, item_tensors
-from pipeline.training.items.batch_layout import EMBEDDING, ENCODED, BatchBuilder, EmbeddingForm, held_as
-from pipeline.training.items.crop import crop_item, crop_rng
-from pipeline.training.items.packed_batch import pack, tensor_bytes
+from pipeline.training.items.batch import TaskBatch, item_rng
+from pipeline.training.items.batch_maker import BatchMaker
 from pipeline.training.items.read_ahead import ReadAhead, Ring
-from pipeline.training.items.residue_embeddings import proteins
+from pipeline.training.items.reader_processes import ReaderProcesses, SharedRun
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from numpy.typing import NDArray
+    import torch
 
-    from pipeline.training.items.batch import ItemTensors
-    from pipeline.training.items.batch_layout import ItemArrays
+    from pipeline.training.items.batch import BatchOrigin
+    from pipeline.training.items.batch_maker import Collate, MadeBatch, Room
     from pipeline.training.items.crop import Measure
     from pipeline.training.items.item_source import DamagedItems, ItemSource
     from pipeline.training.items.read_ahead import Lease, ReadBatch
-    from pipeline.training.items.residue_embeddings import Embeddings, StoredEmbedding
+    from pipeline.training.items.residue_embeddings import Embeddings
     from pipeline.training.sampling.sampler import MicroBatch, Sampler
 
-    Bytes = NDArray[np.uint8]
-    Collate: TypeAlias = Callable[[Sequence[ItemTensors], np.random.Generator], Any]
+THREADS, PROCESSES = "threads", "processes"
 
 
 @dataclass(slots=True)
@@ -72,7 +66,8 @@ class Loader:
     sampler: Sampler
     _: KW_ONLY
     slots: int = 4
-    threads: int = 2
+    threads: int = 2  # that read, or as many processes
+    readers: str = THREADS
     pin: bool | None = None  # for copies to a GPU; None: where there is one
     seed: int = 0
     crop: Mapping[str, int] | None = None  # the largest an item may have of each size, or of what `measure` makes of it
@@ -87,9 +82,12 @@ class Loader:
             raise ValueError(f"{self.threads} threads: one at least reads")
         self.batch_sampler = self.sampler
         self.stats = LoaderStats()
-        self._pins = card_here() is not None if self.pin is None else self.pin
-        self._ring = Ring(self.slots, pin=self._pins)
-        self._memory = _Memory()
+        self._ring = Ring(self.slots, pin=card_here() is not None if self.pin is None else self.pin)
+        self._maker = BatchMaker(
+            self.graphs, self.embeddings, self.seed, self.crop, self.measure, self.collate, self.weigh, self.mending
+        )
+        self._runs: list[SharedRun] = []  # of the slots, where processes write to them
+        self._processes: ReaderProcesses | None = None
         self._reading: ReadAhead[MicroBatch, TaskBatch] | None = None
         self._start: Mapping[str, Any] = {}  # where the present loop began
         self._moves = 0  # of the sampler, then
@@ -111,6 +109,8 @@ class Loader:
     def read(self) -> Iterator[TaskBatch]:
         """Yield the same with what it is of."""
         self.close()
+        if self.readers == PROCESSES and self._processes is None:
+            self._fork()
         self._start, self._last, self._moves = self.sampler.state_dict(), None, self.sampler.moves
         reading = self._reading = ReadAhead(iter(self.sampler), self._fill, self._ring, self.threads)
         try:
@@ -187,165 +187,64 @@ class Loader:
 
     def fetch(self, items: Sequence[int], micro: MicroBatch) -> TaskBatch:
         """Read some items of a micro-batch again, into memory of their own; nothing is counted or reported."""
-        return self._read(items, micro, None)
+        made = self._maker.make(items, micro)
+        return self._task_batch(made, made.value, made.weights)
 
     def fetch_again(self, items: Sequence[int], origin: BatchOrigin) -> TaskBatch:
         """Read some items of a batch again, by where it came from."""
         from pipeline.training.sampling.sampler import MicroBatch
 
         numbers = np.array(items, dtype=np.int64)
-        return self._read(items, MicroBatch(origin.epoch, origin.step, origin.index, origin.of, numbers), None)
+        return self.fetch(items, MicroBatch(origin.epoch, origin.step, origin.index, origin.of, numbers))
 
     def _fill(self, micro: MicroBatch, lease: Lease) -> TaskBatch:
         """Read a micro-batch into a slot; called by any thread."""
-        return self._read(micro.items.tolist(), micro, lease)
+        made = self._from_process(micro, lease)
+        if made is None:
+            packs = self.collate is None or self._ring.pins
+            made = self._maker.make(micro.items.tolist(), micro, lease.room if packs else None)
+        if made.packed is None:
+            return self._task_batch(made, made.value, made.weights, lease=lease)
+        return self._task_batch(made, *made.packed.over(lease.tensor(made.packed.bytes)))
 
-    def _read(self, items: Sequence[int], micro: MicroBatch, lease: Lease | None) -> TaskBatch:
-        """Read items; what cannot be read is left out, where that is allowed."""
-        read = list(self.graphs.read(items))
-        while True:
-            try:
-                return self._built(read, micro, lease)
-            except (CacheDamaged, RecordMissing) as error:
-                if self.mending is None or not error.item:
-                    raise
-                rejection = self.mending.leave_out(error)
-                read = [rejection if item.id == rejection.id else item for item in read]
-
-    def _built(self, read: Sequence[ItemArrays | Rejection], micro: MicroBatch, lease: Lease | None) -> TaskBatch:
-        """Make a batch of items that were read, and of their embeddings."""
-        whole = [item for item in read if not isinstance(item, Rejection)]
-        arrays = whole
-        if self.crop:
-            rngs = [crop_rng(self.seed, micro.epoch, item.id) for item in whole]
-            arrays = [crop_item(item, self.crop, rng, self.measure) for item, rng in zip(whole, rngs, strict=True)]
-        batch = _Unmade(
-            numbers=tuple(item.number for item in arrays),
-            ids=tuple(item.id for item in arrays),
-            origin=BatchOrigin(micro.epoch, micro.step, micro.index, micro.of, self.seed),
-            rejected=tuple(item for item in read if isinstance(item, Rejection)),
-            cropped=sum(item is not before for item, before in zip(arrays, whole, strict=True)),
-        )
-        return self._joined(arrays, batch, lease) if self.collate is None else self._collated(arrays, batch, lease)
-
-    def _joined(self, arrays: Sequence[ItemArrays], batch: _Unmade, lease: Lease | None) -> TaskBatch:
-        """Join the arrays of items into one run of memory."""
-        builder, stored = self._builder(arrays)
-        layout, used = builder.layout, builder.layout.used
-        memory = torch.empty(used, dtype=torch.uint8).numpy() if lease is None else lease.room(used)
-        builder.write(memory)
-        for partner in self._partners(arrays):
-            rows = layout.rows(layout.residues(partner.role), partner.place)
-            embedding_RD = layout.view(f"{partner.role}.{EMBEDDING}", memory)[rows]
-            encoded_R = layout.view(f"{partner.role}.{ENCODED}", memory)[rows]
-            self._embed(builder, partner, stored, embedding_RD, encoded_R)
-        tensor = torch.from_numpy(memory) if lease is None else lease.tensor(used)
-        joined = ItemBatch(tensor, layout, batch.numbers, batch.ids, batch.origin, batch.rejected)
-        return batch.made(joined, self.fetch_again, bytes=used)
-
-    def _collated(self, arrays: Sequence[ItemArrays], batch: _Unmade, lease: Lease | None) -> TaskBatch:
-        """Have `collate` make a batch of single items, and copy that to pinned memory where there is to be some."""
-        assert self.collate is not None
-        items = self._items(arrays, batch)
-        value = self.collate(items, item_rng(batch.origin, "\n".join(batch.ids))) if items else None
-        weights = self.weigh(value) if self.weigh is not None and items else None
-        if lease is None or not self._pins:
-            return batch.made(value, self.fetch_again, weights=weights, bytes=tensor_bytes(value), lease=lease)
-        packed = pack(value, lease.room)
-        value = packed.over(lease.tensor(packed.bytes))
-        return batch.made(value, self.fetch_again, weights=weights, bytes=packed.bytes)
-
-    def _items(self, arrays: Sequence[ItemArrays], batch: _Unmade) -> list[ItemTensors]:
-        """Return each item by itself, over the memory that was read."""
-        builder, stored = self._builder(arrays)
-        layout, apart = builder.layout, builder.apart()
-        for partner in self._partners(arrays):
-            fields, rows = apart[partner.place], layout.rows(layout.residues(partner.role), partner.place)
-            place = layout.places[f"{partner.role}.{EMBEDDING}"]
-            embedding_RD = np.empty((rows.stop - rows.start, place.shape[1]), held_as(place.dtype))
-            encoded_R = np.empty(len(embedding_RD), np.bool_)
-            self._embed(builder, partner, stored, embedding_RD, encoded_R)
-            fields |= {f"{partner.role}.{EMBEDDING}": embedding_RD, f"{partner.role}.{ENCODED}": encoded_R}
-        return [
-            item_tensors(
-                layout,
-                place,
-                {name: as_tensor(array, layout.places[name].dtype) for name, array in fields.items()},
-                item.id,
-                item.number,
-                batch.origin,
-            )
-            for place, (item, fields) in enumerate(zip(arrays, apart, strict=True))
-        ]
-
-    def _builder(self, arrays: Sequence[ItemArrays]) -> tuple[BatchBuilder, dict[str, StoredEmbedding]]:
-        """Lay out some items, and look up the embeddings of their partners."""
-        if self.embeddings is None:
-            return BatchBuilder(arrays), {}
-        texts = {text: partner.item.id for partner in self._partners(arrays) for text in partner.texts}
-        stored = self.embeddings.find(texts)
-        return BatchBuilder(
-            arrays, EmbeddingForm(self.embeddings.dtype, self.embeddings.width(stored.values()))
-        ), stored
-
-    def _partners(self, items: Sequence[ItemArrays]) -> list[_PartnerTexts]:
-        """Return the partners of all items that may have embeddings."""
-        if self.embeddings is None:
-            return []
-        return [
-            _PartnerTexts(place, item, partner["role"], self.embeddings.texts(proteins(partner["chains"])))
-            for place, item in enumerate(items)
-            for partner in item.meta["partners"]
-        ]
-
-    def _embed(
-        self,
-        builder: BatchBuilder,
-        partner: _PartnerTexts,
-        stored: Mapping[str, StoredEmbedding],
-        embedding_RD: NDArray[Any],
-        encoded_R: NDArray[np.bool_],
-    ) -> None:
-        """Read the embedding of a partner."""
-        assert self.embeddings is not None
-        copies = [(text, stored[text]) for text in partner.texts]
-        row_R = builder.row_map(partner.item, partner.role)
-        self.embeddings.join(copies, row_R, embedding_RD, encoded_R, partner.item.id, self._memory.scratch)
-
-
-@dataclass(frozen=True, slots=True)
-class _Unmade:
-    """What a batch is of, before it is made."""
-
-    numbers: tuple[int, ...]
-    ids: tuple[str, ...]
-    origin: BatchOrigin
-    rejected: tuple[Rejection, ...]
-    cropped: int
-
-    def made(self, value: Any, read_again: Callable[[Sequence[int], BatchOrigin], TaskBatch], **what: Any) -> TaskBatch:
-        """Return the batch."""
+    def _task_batch(self, made: MadeBatch, value: Any, weights: Any, *, lease: Lease | None = None) -> TaskBatch:
         return TaskBatch(
-            value, self.numbers, self.ids, self.origin, read_again, self.rejected, cropped=self.cropped, **what
+            value,
+            made.numbers,
+            made.ids,
+            made.origin,
+            self.fetch_again,
+            made.rejected,
+            weights=weights,
+            cropped=made.cropped,
+            bytes=made.bytes,
+            lease=lease,
         )
 
+    # Processes
 
-class _PartnerTexts(NamedTuple):
-    """A partner of an item, and the sequences of it that are embedded."""
+    def _fork(self) -> None:
+        """Fork the processes that read: while no thread of this loader does."""
+        self._runs = [SharedRun() for _ in range(self.slots)]
+        maker = self._maker.without_mending()
 
-    place: int  # of the item in the batch
-    item: ItemArrays
-    role: str
-    texts: tuple[str, ...]
+        def make(micro: MicroBatch, room: Room) -> MadeBatch:
+            return maker.make(micro.items.tolist(), micro, room)
 
+        self._processes = ReaderProcesses(make, self._runs, self.threads)
 
-class _Memory(threading.local):
-    """Scratch memory of each thread, for one embedding at a time."""
+    def _from_process(self, micro: MicroBatch, lease: Lease) -> MadeBatch | None:
+        """Have a process make a micro-batch; None: a thread has to."""
+        if self._processes is None:
+            return None
+        made: MadeBatch | None = self._processes.ask(micro, lease.number)
+        if made is not None and made.packed is not None:
+            lease.fill(self._runs[lease.number].room(made.packed.bytes))
+        return made
 
-    bytes_T: NDArray[np.uint8] = np.empty(0, np.uint8)
-
-    def scratch(self, length: int) -> memoryview:
-        """Return scratch memory of so many bytes."""
-        if length > len(self.bytes_T):
-            self.bytes_T = np.empty(length * 5 // 4, np.uint8)
-        return self.bytes_T[:length].data
+    def end(self) -> None:
+        """End the current loop and the processes that read."""
+        self.close()
+        if self._processes is not None:
+            self._processes.end()
+            self._processes = None

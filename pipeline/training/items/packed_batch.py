@@ -6,7 +6,7 @@ batch = packed.over(memory)  # the same batch; its tensors are views of that mem
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from pipeline.training.items.batch import ItemBatch
+
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
@@ -29,7 +31,7 @@ class TensorPlace:
     shape: tuple[int, ...]
     bytes: int
 
-    def to(self, memory: torch.Tensor) -> torch.Tensor:
+    def within(self, memory: torch.Tensor) -> torch.Tensor:
         """Return the tensor, as a view of the run."""
         return memory[self.start : self.start + self.bytes].view(self.dtype).view(self.shape)
 
@@ -41,18 +43,22 @@ class PackedBatch:
     outline: Any
     bytes: int
 
+    @classmethod
+    def of_run(cls, joined: ItemBatch, used: int) -> PackedBatch:
+        """Return a batch that lies in the run already, and its lack of weights."""
+        run: Any = TensorPlace(0, torch.uint8, (used,), used)
+        return cls((replace(joined, memory=run), None), used)
+
     def over(self, memory: torch.Tensor) -> Any:
         """Return the batch, its tensors as views of the memory that was written to."""
         tensors: dict[int, torch.Tensor] = {}
 
-        def placed(leaf: Any) -> Any:
-            if not isinstance(leaf, TensorPlace):
-                return leaf
-            if leaf.start not in tensors:
-                tensors[leaf.start] = leaf.to(memory)
-            return tensors[leaf.start]
+        def placed(place: TensorPlace) -> torch.Tensor:
+            if place.start not in tensors:
+                tensors[place.start] = place.within(memory)
+            return tensors[place.start]
 
-        return map_tensors(lambda tensor: tensor, self.outline, own=placed)
+        return map_tensors(placed, self.outline, kind=TensorPlace)
 
 
 def tensor_bytes(batch: Any) -> int:
@@ -84,5 +90,5 @@ def pack(batch: Any, room: Callable[[int], NDArray[Any]]) -> PackedBatch:
     outline = map_tensors(place, batch)
     memory = torch.from_numpy(room(used)) if used else torch.empty(0, dtype=torch.uint8)
     for tensor in tensors:
-        places[id(tensor)].to(memory).copy_(tensor)
+        places[id(tensor)].within(memory).copy_(tensor)
     return PackedBatch(outline, used)

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 class Slot:
     """The memory of one batch, and its copies to a device that may be under way."""
 
+    number: int
     memory: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
     copies: CopiesUnderWay = field(default_factory=CopiesUnderWay)
 
@@ -43,10 +44,10 @@ class Ring:
     def __init__(self, slots: int, *, pin: bool) -> None:
         if slots < 2:
             raise ValueError(f"{slots} slots: one batch is used while the next is read, so 2 at least")
-        self.slots = tuple(Slot() for _ in range(slots))
+        self.slots = tuple(map(Slot, range(slots)))
         self.free: SimpleQueue[Slot | None] = SimpleQueue()
         self.grown = 0  # how often a batch was larger than all before it
-        self._pin, self._slot_bytes = pin, 0
+        self.pins, self._slot_bytes = pin, 0
         self._lent: set[Slot] = set()
         for slot in self.slots:
             self.free.put(slot)
@@ -61,19 +62,19 @@ class Ring:
         if used > len(slot.memory) or len(slot.memory) == 0:
             if used > self._slot_bytes or self._slot_bytes == 0:
                 self.grown += 1
-                self._slot_bytes = slot_bytes(used, pin=self._pin)
+                self._slot_bytes = slot_bytes(used, pin=self.pins)
             slot.memory = torch.empty(0, dtype=torch.uint8)  # the old memory goes before the new one comes
-            if self._pin:
+            if self.pins:
                 release_pinned()
             # No less than any other has: all are of one size in the end.
-            slot.memory = bytes_on_host(self._slot_bytes, pin=self._pin)
+            slot.memory = bytes_on_host(self._slot_bytes, pin=self.pins)
         memory: Bytes = slot.memory.numpy()[:used]
         return memory
 
     def lend(self, slot: Slot) -> None:
         """Note that the loop has what is in a slot."""
         self._lent.add(slot)
-        slot.copies.is_lent = self._pin
+        slot.copies.is_lent = self.pins
 
     def take_back(self, slot: Slot) -> None:
         """Free a slot."""
@@ -99,6 +100,17 @@ class Lease:
     def room(self, used: int) -> Bytes:
         """Return so many bytes to write a batch to."""
         return self._ring.room(self._slot, used)
+
+    @property
+    def number(self) -> int:
+        return self._slot.number
+
+    def fill(self, written: Bytes) -> None:
+        """Take the bytes of a batch that was written elsewhere: as they lie, or a copy where they must be pinned."""
+        if self._ring.pins:
+            torch.from_numpy(self.room(len(written))).copy_(torch.from_numpy(written))
+        else:
+            self._slot.memory = torch.from_numpy(written)
 
     def tensor(self, used: int) -> torch.Tensor:
         """Return the written bytes; they and all views of them keep the slot."""

@@ -124,7 +124,8 @@ class Trainer:
     def _steps(self, course: RunningStretch) -> Iterator[int]:
         course.loader.load_state_dict(course.at(self.standing.epoch, self.standing.next))
         self._since_s = time.monotonic()
-        for share in course.shares(self.clock, hold=max(0, self.train.slots - 2), leave_out=self.leave_out):
+        hold = max(0, course.loader.slots - 2)  # one is used, the next is read
+        for share in course.shares(self.clock, hold=hold, leave_out=self.leave_out):
             if self._validated_within(course):
                 self._step(course, share)
                 with self.clock.within(OBSERVE):
@@ -395,6 +396,7 @@ class Trainer:
             wanted = rehearse(self.step, self.stepper, course, self.meter, self.watcher.say, leave_out=self.leave_out)
         if self.done and wanted == self.governor.budget:  # a resumed run knows what one without a stop would
             self.governor.learned = learned
-        agreed = min(report["budget"] for report in self.ranks.exchange({"budget": wanted}))
-        if self.governor.adopt(agreed):
+        reports = self.ranks.exchange({"budget": wanted, "terms": self.stepper.rehearsed_terms})
+        self.stepper.learn_terms(max(report["terms"] for report in reports))
+        if self.governor.adopt(min(report["budget"] for report in reports)):
             course.cut_by(self.governor.budget)

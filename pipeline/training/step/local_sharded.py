@@ -144,8 +144,9 @@ class ShardedStepper(JointStepper):
 
     def rehearse(self, share: RankShare) -> None:
         """Try out a share before training begins, with all ranks, in pieces that fit on each."""
-        while self.run(share, self.weights(share) if self.needs_weights else None).again:
+        while (local := self.run(share, self.weights(share) if self.needs_weights else None)).again:
             self.go_back()
+        self.rehearsed_terms = len(local.terms)
 
     def not_finite(self, share: RankShare) -> list[str]:
         """Return the ids of this rank's items whose own loss is not finite; all ranks must call it."""

@@ -74,6 +74,7 @@ class Stepper:
         self._begin, self._failed = begin, failed
         self._snapshot: StepSnapshot | None = None
         self._ran: list[int] = []  # costs of the micro-batches of a step that ran on no rung
+        self.rehearsed_terms = 0  # of the loss; 0: no item was tried out
         self.sums: GradientSums | None = None  # which a step's last backward may begin to add up
         self._is_several: bool | None = True if isinstance(step.task, Weights) else None  # terms; None: unknown yet
         self.ladder = tuple(RUNGS[: RUNGS.index(SKIP)]) if self._on_card else RUNGS[:2]
@@ -170,7 +171,8 @@ class Stepper:
 
     def rehearse(self, share: RankShare) -> None:
         """Try out a share before training begins."""
-        self.run(share, self.weights(share) if self.needs_weights else None)
+        local = self.run(share, self.weights(share) if self.needs_weights else None)
+        self.rehearsed_terms = len(local.terms)
 
     def _told(self, piece: Piece) -> None:
         """Tell that a piece begins."""

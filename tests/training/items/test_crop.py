@@ -290,8 +290,7 @@ def test_a_fetched_rejection_is_told_with_the_batch_and_to_nobody_else(data, tmp
         writer.put(record.key, record.arrays, record.meta)
         writer.put(data.table.key(1), {}, {"reason": "no_contacts", "detail": "too far apart"})
     told = []
-    loader = data.loader([[0, 1]], reject=told.append)
-    loader.graphs = type(loader.graphs)(store, data.table)
+    loader = data.loader([[0, 1]], reject=told.append, graphs=CachedGraphs(store, data.table))
     (micro,) = list(data.loader([[0, 1]]).sampler)
     batch = loader.fetch([0, 1], micro)
     assert batch.ids == ("item0",)

@@ -17,6 +17,7 @@ from pipeline.records import Reason, Rejection, Role
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.training.items import read_ahead
 from pipeline.training.items.batch import padded_field
+from pipeline.training.items.item_source import CachedGraphs
 from pipeline.training.items.loader import Loader
 from pipeline.training.sampling.epoch_order import SamplerSettings
 from pipeline.training.sampling.sampler import Sampler
@@ -426,8 +427,7 @@ def test_a_damaged_embedding_is_never_yielded(tmp_path):
 
 
 def test_a_missing_graph_names_the_item_and_what_to_type(data, tmp_path):
-    loader = data.loader([[0]])
-    loader.graphs = type(loader.graphs)(CacheFolder(tmp_path / "empty").kind("graph"), data.table)
+    loader = data.loader([[0]], graphs=CachedGraphs(CacheFolder(tmp_path / "empty").kind("graph"), data.table))
     with pytest.raises(RecordMissing, match=r"the graph of item0: .*\n.*submit --stage graph"):
         list(loader)
 
@@ -440,8 +440,7 @@ def test_a_record_that_says_why_there_is_no_graph_is_a_rejection(data, tmp_path)
             record = data.graph_store.get(data.table.key(number))
             writer.put(record.key, record.arrays, record.meta)
     told = []
-    loader = data.loader([[0, 1], [1], [2]], reject=told.append)
-    loader.graphs = type(loader.graphs)(store, data.table)
+    loader = data.loader([[0, 1], [1], [2]], reject=told.append, graphs=CachedGraphs(store, data.table))
     got = [(list(batch.numbers), len(batch.rejected)) for batch in loader]
     assert got == [([0], 1), ([], 1), ([2], 0)]
     assert told == [Rejection("item1", Reason.NO_CONTACTS, "too far apart")] * 2

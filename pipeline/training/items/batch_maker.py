@@ -1,0 +1,210 @@
+"""Makes a batch of items: reads their graphs and embeddings, crops them, and joins them or hands them to `collate`.
+
+It is what threads of a loader call, and what processes are forked with.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from pipeline.errors import CacheDamaged, RecordMissing
+from pipeline.records import Rejection
+from pipeline.training.items.batch import BatchOrigin, ItemBatch, as_tensor, item_rng, item_tensors
+from pipeline.training.items.batch_layout import EMBEDDING, ENCODED, BatchBuilder, EmbeddingForm, held_as
+from pipeline.training.items.crop import crop_item, crop_rng
+from pipeline.training.items.item_source import CachedGraphs
+from pipeline.training.items.packed_batch import PackedBatch, pack, tensor_bytes
+from pipeline.training.items.residue_embeddings import proteins
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from typing import TypeAlias
+
+    from numpy.typing import NDArray
+
+    from pipeline.training.items.batch import ItemTensors
+    from pipeline.training.items.batch_layout import ItemArrays
+    from pipeline.training.items.crop import Measure
+    from pipeline.training.items.item_source import DamagedItems, ItemSource
+    from pipeline.training.items.residue_embeddings import Embeddings, StoredEmbedding
+    from pipeline.training.sampling.sampler import MicroBatch
+
+    Bytes = NDArray[np.uint8]
+    Room: TypeAlias = Callable[[int], Bytes]  # memory of so many bytes
+    Collate: TypeAlias = Callable[[Sequence[ItemTensors], np.random.Generator], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class MadeBatch:
+    """A batch and what it is of."""
+
+    numbers: tuple[int, ...]
+    ids: tuple[str, ...]
+    origin: BatchOrigin
+    rejected: tuple[Rejection, ...]
+    cropped: int  # items
+    value: Any = None  # None where there are no items to collate
+    weights: Mapping[str, Any] | None = None
+    packed: PackedBatch | None = None  # both instead, where there was room for their tensors
+    bytes: int = 0
+
+
+@dataclass(eq=False)
+class BatchMaker:
+    """Makes batches, in any thread; see `Loader` for what the fields are."""
+
+    graphs: ItemSource
+    embeddings: Embeddings | None
+    seed: int
+    crop: Mapping[str, int] | None
+    measure: Measure
+    collate: Collate | None
+    weigh: Callable[[Any], Mapping[str, Any]] | None
+    mending: DamagedItems | None
+
+    def __post_init__(self) -> None:
+        self._memory = _Memory()
+
+    def without_mending(self) -> BatchMaker:
+        """Return one that leaves it to others to do something about what cannot be read."""
+        graphs = replace(self.graphs, mending=None) if isinstance(self.graphs, CachedGraphs) else self.graphs
+        return replace(self, graphs=graphs, mending=None)
+
+    def make(self, items: Sequence[int], micro: MicroBatch, room: Room | None = None) -> MadeBatch:
+        """Make a batch of items, packed where there is room; what cannot be read is left out, where that is allowed."""
+        read = list(self.graphs.read(items))
+        while True:
+            try:
+                return self._made(read, micro, room)
+            except (CacheDamaged, RecordMissing) as error:
+                if self.mending is None or not error.item:
+                    raise
+                rejection = self.mending.leave_out(error)
+                read = [rejection if item.id == rejection.id else item for item in read]
+
+    def _made(self, read: Sequence[ItemArrays | Rejection], micro: MicroBatch, room: Room | None) -> MadeBatch:
+        """Make a batch of items that were read, and of their embeddings."""
+        whole = [item for item in read if not isinstance(item, Rejection)]
+        arrays = whole
+        if self.crop:
+            rngs = [crop_rng(self.seed, micro.epoch, item.id) for item in whole]
+            arrays = [crop_item(item, self.crop, rng, self.measure) for item, rng in zip(whole, rngs, strict=True)]
+        batch = MadeBatch(
+            numbers=tuple(item.number for item in arrays),
+            ids=tuple(item.id for item in arrays),
+            origin=BatchOrigin(micro.epoch, micro.step, micro.index, micro.of, self.seed),
+            rejected=tuple(item for item in read if isinstance(item, Rejection)),
+            cropped=sum(item is not before for item, before in zip(arrays, whole, strict=True)),
+        )
+        return self._joined(arrays, batch, room) if self.collate is None else self._collated(arrays, batch, room)
+
+    def _joined(self, arrays: Sequence[ItemArrays], batch: MadeBatch, room: Room | None) -> MadeBatch:
+        """Join the arrays of items into one run of memory."""
+        builder, stored = self._builder(arrays)
+        layout, used = builder.layout, builder.layout.used
+        memory = np.empty(used, np.uint8) if room is None else room(used)
+        builder.write(memory)
+        for partner in self._partners(arrays):
+            rows = layout.rows(layout.residues(partner.role), partner.place)
+            embedding_RD = layout.view(f"{partner.role}.{EMBEDDING}", memory)[rows]
+            encoded_R = layout.view(f"{partner.role}.{ENCODED}", memory)[rows]
+            self._embed(builder, partner, stored, embedding_RD, encoded_R)
+        joined = ItemBatch(torch.from_numpy(memory), layout, batch.numbers, batch.ids, batch.origin, batch.rejected)
+        if room is None:
+            return replace(batch, value=joined, bytes=used)
+        return replace(batch, packed=PackedBatch.of_run(joined, used), bytes=used)
+
+    def _collated(self, arrays: Sequence[ItemArrays], batch: MadeBatch, room: Room | None) -> MadeBatch:
+        """Have `collate` make a batch of single items."""
+        assert self.collate is not None
+        if not arrays:
+            return batch
+        value = self.collate(self._items(arrays, batch), item_rng(batch.origin, "\n".join(batch.ids)))
+        weights = None if self.weigh is None else self.weigh(value)
+        if room is None:
+            return replace(batch, value=value, weights=weights, bytes=tensor_bytes(value))
+        packed = pack((value, weights), room)
+        return replace(batch, packed=packed, bytes=packed.bytes)
+
+    def _items(self, arrays: Sequence[ItemArrays], batch: MadeBatch) -> list[ItemTensors]:
+        """Return each item by itself, over the memory that was read."""
+        builder, stored = self._builder(arrays)
+        layout, apart = builder.layout, builder.apart()
+        for partner in self._partners(arrays):
+            fields, rows = apart[partner.place], layout.rows(layout.residues(partner.role), partner.place)
+            place = layout.places[f"{partner.role}.{EMBEDDING}"]
+            embedding_RD = np.empty((rows.stop - rows.start, place.shape[1]), held_as(place.dtype))
+            encoded_R = np.empty(len(embedding_RD), np.bool_)
+            self._embed(builder, partner, stored, embedding_RD, encoded_R)
+            fields |= {f"{partner.role}.{EMBEDDING}": embedding_RD, f"{partner.role}.{ENCODED}": encoded_R}
+        return [
+            item_tensors(
+                layout,
+                place,
+                {name: as_tensor(array, layout.places[name].dtype) for name, array in fields.items()},
+                item.id,
+                item.number,
+                batch.origin,
+            )
+            for place, (item, fields) in enumerate(zip(arrays, apart, strict=True))
+        ]
+
+    def _builder(self, arrays: Sequence[ItemArrays]) -> tuple[BatchBuilder, dict[str, StoredEmbedding]]:
+        """Lay out some items, and look up the embeddings of their partners."""
+        if self.embeddings is None:
+            return BatchBuilder(arrays), {}
+        texts = {text: partner.item.id for partner in self._partners(arrays) for text in partner.texts}
+        stored = self.embeddings.find(texts)
+        return BatchBuilder(
+            arrays, EmbeddingForm(self.embeddings.dtype, self.embeddings.width(stored.values()))
+        ), stored
+
+    def _partners(self, items: Sequence[ItemArrays]) -> list[_PartnerTexts]:
+        """Return the partners of all items that may have embeddings."""
+        if self.embeddings is None:
+            return []
+        return [
+            _PartnerTexts(place, item, partner["role"], self.embeddings.texts(proteins(partner["chains"])))
+            for place, item in enumerate(items)
+            for partner in item.meta["partners"]
+        ]
+
+    def _embed(
+        self,
+        builder: BatchBuilder,
+        partner: _PartnerTexts,
+        stored: Mapping[str, StoredEmbedding],
+        embedding_RD: NDArray[Any],
+        encoded_R: NDArray[np.bool_],
+    ) -> None:
+        """Read the embedding of a partner."""
+        assert self.embeddings is not None
+        copies = [(text, stored[text]) for text in partner.texts]
+        row_R = builder.row_map(partner.item, partner.role)
+        self.embeddings.join(copies, row_R, embedding_RD, encoded_R, partner.item.id, self._memory.scratch)
+
+
+class _PartnerTexts(NamedTuple):
+    """A partner of an item, and the sequences of it that are embedded."""
+
+    place: int  # of the item in the batch
+    item: ItemArrays
+    role: str
+    texts: tuple[str, ...]
+
+
+class _Memory(threading.local):
+    """Scratch memory of each thread, for one embedding at a time."""
+
+    bytes_T: NDArray[np.uint8] = np.empty(0, np.uint8)
+
+    def scratch(self, length: int) -> memoryview:
+        """Return scratch memory of so many bytes."""
+        if length > len(self.bytes_T):
+            self.bytes_T = np.empty(length * 5 // 4, np.uint8)
+        return self.bytes_T[:length].data

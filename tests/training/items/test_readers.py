@@ -1,0 +1,209 @@
+"""Threads and processes read the same batches, and a process that cannot is only ever a thread's work."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.errors import CacheDamaged, RecordMissing
+from pipeline.records import Reason, Rejection
+from pipeline.store.cache_folder import CacheFolder
+from pipeline.training.items.item_source import CachedGraphs, DamagedItems
+from pipeline.training.items.loader import PROCESSES, THREADS
+from tests.training.items.content import graph_of, made
+
+LISTS = [[3, 1, 4], [], [1], [5, 9, 2, 6], [0, 7]] * 3
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return made(CacheFolder(tmp_path_factory.mktemp("readers") / "cache"), [graph_of(seed) for seed in range(10)])
+
+
+class Pair(NamedTuple):
+    values: torch.Tensor
+    same: torch.Tensor
+
+
+@dataclass
+class Structured:
+    """A batch of all sorts of parts."""
+
+    named: dict[str, Any]
+    pair: Pair
+    text: tuple[str, ...]
+    by: int
+
+    def to(self, device: Any) -> Structured:
+        raise AssertionError("nobody asked for it to be moved")
+
+
+def structured(items, rng) -> Structured:
+    values = torch.cat([item.sides["receptor"].embedding.float() for item in items])
+    draws = torch.tensor([item.rng.normal() for item in items])
+    named = {"draws": draws, "transposed": values.t(), "empty": values[:0], "one": values.sum(), "none": None}
+    return Structured(named, Pair(values, values), tuple(item.id for item in items), os.getpid())
+
+
+def weights(batch) -> dict[str, Any]:
+    return {"rows": float(len(batch.pair.values)), "draws": batch.named["draws"].abs().sum()}
+
+
+def content(batch) -> Any:
+    if batch.value is None:
+        return batch.ids, batch.origin, None
+    value = batch.value
+    tensors = {**value.named, "values": value.pair.values}
+    said = {name: None if one is None else (one.dtype, one.tolist()) for name, one in tensors.items()}
+    told = {name: float(weight) for name, weight in batch.weights.items()}
+    return batch.ids, batch.numbers, batch.origin, batch.bytes > 0, said, value.text, told
+
+
+def test_processes_make_what_threads_make_weights_and_draws_included(data):
+    def read(readers):
+        loader = data.loader(LISTS, collate=structured, weigh=weights, readers=readers)
+        found = [(content(batch), batch.value.by if batch.value else os.getpid()) for batch in loader.read()]
+        loader.end()
+        return [what for what, _ in found], {by for _, by in found}
+
+    by_threads, here = read(THREADS)
+    by_processes, there = read(PROCESSES)
+    assert by_processes == by_threads
+    assert here == {os.getpid()}
+    assert len(there - here) == 2
+
+
+def test_joined_batches_are_the_same_too_and_hold_their_slots(data):
+    lists = [batch for batch in LISTS if batch]
+    wanted = [{name: field.clone() for name, field in batch.fields.items()} for batch in data.loader(lists)]
+    loader = data.loader(lists, readers=PROCESSES, slots=3)
+    kept: list[Any] = []
+    for batch, fields in zip(loader, wanted, strict=True):
+        kept = [*kept[-1:], (batch, fields)]
+        for held, copies in kept:
+            assert held.fields.keys() == copies.keys()
+            assert all(torch.equal(held[name].nan_to_num(), copies[name].nan_to_num()) for name in copies)
+        del batch, held
+    loader.end()
+
+
+def test_the_same_tensor_is_one_tensor_there_and_here(data):
+    loader = data.loader([[0, 1]], collate=structured, readers=PROCESSES)
+    (batch,) = loader
+    assert batch.pair.values is batch.pair.same
+    loader.end()
+
+
+def test_processes_stay_for_the_next_epoch_and_end_with_the_loader(data):
+    loader = data.loader([[0], [1], [2], [3]], collate=structured, readers=PROCESSES)
+    pids = [{batch.by for batch in loader} for _ in range(2)]
+    assert os.getpid() not in pids[0] | pids[1]
+    assert len(pids[0] | pids[1]) <= 2
+    loader.end()
+    for pid in pids[0] | pids[1]:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_a_process_that_is_killed_costs_nothing_but_its_pace(data, caplog):
+    loader = data.loader([[0], [1], [2], [3], [4], [5]] * 2, collate=structured, readers=PROCESSES, slots=2, threads=1)
+    seen = []
+    for batch in loader:
+        if batch.by != os.getpid() and not any(by == os.getpid() for _, by in seen):
+            os.kill(batch.by, signal.SIGKILL)
+        seen.append((batch.text, batch.by))
+        del batch
+    assert [text for text, _ in seen] == [(f"item{number}",) for number in range(6)] * 2
+    assert seen[-1][1] == os.getpid()
+    assert "exit code -9" in caplog.text
+    loader.end()
+
+
+def unsendable(items, rng) -> Any:
+    class Mine:
+        ids = tuple(item.id for item in items)
+
+    return Mine()
+
+
+def test_what_cannot_be_sent_is_made_by_a_thread(data):
+    loader = data.loader([[0], [1]], collate=unsendable, readers=PROCESSES)
+    assert [batch.ids for batch in loader] == [("item0",), ("item1",)]
+    loader.end()
+
+
+def refusing(items, rng) -> Any:
+    raise LookupError(f"{items[0].id} has no label")
+
+
+def test_what_collate_raises_is_raised_here_in_its_place(data):
+    loader = data.loader([[0], [1]], collate=refusing, readers=PROCESSES)
+    with pytest.raises(LookupError, match="item0 has no label"):
+        list(loader)
+    loader.end()
+
+
+@pytest.mark.parametrize("readers", [THREADS, PROCESSES])
+def test_what_cannot_be_read_is_told_by_the_training_itself(data, tmp_path, readers):
+    store = CacheFolder(tmp_path / "cache").kind("graph")
+    with store.writer() as writer:
+        for number in (0, 2):
+            record = data.graph_store.get(data.table.key(number))
+            writer.put(record.key, record.arrays, record.meta)
+    lists = [[0, 1], [2]]
+    with pytest.raises((RecordMissing, CacheDamaged), match="the graph of item1"):
+        list(data.loader(lists, graphs=CachedGraphs(store, data.table), collate=structured, readers=readers))
+    mending = DamagedItems(lambda _id, _key: False, 3, 2, "here")
+    loader = data.loader(
+        lists, graphs=CachedGraphs(store, data.table, mending), mending=mending, collate=structured, readers=readers
+    )
+    assert [batch.text for batch in loader] == [("item0",), ("item2",)]
+    assert mending.news() == ["item1"]
+    loader.end()
+
+
+def test_batches_that_become_larger_are_whole_and_rejections_come_along(data):
+    lists = [[0], list(range(10)), [1], list(range(10)) * 3]
+    read = data.loader(lists, collate=structured, readers=PROCESSES, slots=2)
+    plain = data.loader(lists, collate=structured)
+    for one, other in zip(read, plain, strict=True):
+        assert torch.equal(one.pair.values, other.pair.values)
+        del one, other
+    read.end()
+
+
+def test_a_rejection_is_told_by_the_loop_that_reads(data, tmp_path):
+    store = CacheFolder(tmp_path / "cache").kind("graph")
+    with store.writer() as writer:
+        record = data.graph_store.get(data.table.key(0))
+        writer.put(record.key, record.arrays, record.meta)
+        writer.put(data.table.key(1), {}, {"reason": "no_contacts", "detail": "too far apart"})
+    told: list[Rejection] = []
+    loader = data.loader(
+        [[0, 1]], graphs=CachedGraphs(store, data.table), collate=structured, readers=PROCESSES, reject=told.append
+    )
+    assert [batch.text for batch in loader] == [("item0",)]
+    assert told == [Rejection("item1", Reason.NO_CONTACTS, "too far apart")]
+    loader.end()
+
+
+def test_a_shared_run_is_the_same_memory_in_both_processes_however_it_grows():
+    from pipeline.training.items.reader_processes import ReaderProcesses, SharedRun
+
+    runs = [SharedRun()]
+
+    def write(size, room) -> int:
+        room(size)[:] = np.arange(size) % 251
+        return size
+
+    processes = ReaderProcesses(write, runs, 1)
+    for size in (10, 3 << 20, 100, 9 << 20):
+        assert processes.ask(size, 0) == size
+        np.testing.assert_array_equal(runs[0].room(size), np.arange(size) % 251)
+    processes.end()
