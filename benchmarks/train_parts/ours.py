@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import statistics
 import sys
+import threading
 import time
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ LIMIT_BYTES = 4 << 30  # of a process
 SEED = 0
 
 
-def settings() -> Any:
+def settings(micro_batch: int | None = None) -> Any:
     """Return what a configuration would say of the training."""
     from pipeline.config.schema_train import TrainSection, ValidationSection
 
@@ -32,6 +34,7 @@ def settings() -> Any:
         epochs=EPOCHS,
         split=None,
         validation=ValidationSection(split=None),
+        micro_batch=micro_batch or "auto",
     )
 
 
@@ -50,13 +53,13 @@ def table_of(root: Path, key: bytes) -> Any:
     return ItemTable.read(CacheFolder(root).kind("sets"), key)
 
 
-def plan(root: Path, key: bytes, ranks: int) -> dict[str, Any]:
+def plan(root: Path, key: bytes, ranks: int, micro_batch: int | None = None) -> dict[str, Any]:
     """Plan the training, as it is done before a submission."""
     from pipeline.memory.footprint import MemoryChoice
     from pipeline.runs.model.training_work import host_card, request_of, sizes_of, target_of
     from tests.remembering_plan import plan_with_oracle
 
-    train = settings()
+    train = settings(micro_batch)
     work = work_of(train)
     sizes = sizes_of(work.task, table_of(root, key).sizes)
     made, _ = plan_with_oracle(work, train, sizes, [host_card(LIMIT_BYTES)], target_of(None), request_of(train, ranks))
@@ -76,7 +79,7 @@ def prepared_of(made: Any, key: str, epochs: int, ranks: int) -> dict[str, Any]:
         checkpointing=made.choice.checkpointing,
         offload=made.choice.offload,
         sharded=False,
-        stretches=(stretch_of("all items", epochs, made, {}),),
+        stretches=(stretch_of("all items", epochs, made, {}, kept=made.accumulation_most),),
         limit_bytes=made.limit_bytes,
         margin=made.margin.factor - 1,
         ranks=ranks,
@@ -88,7 +91,9 @@ def prepared_of(made: Any, key: str, epochs: int, ranks: int) -> dict[str, Any]:
     ).to_json()
 
 
-def ours(root: Path, key: bytes, prepared: dict[str, Any], part: str, folder: Path) -> dict[str, Any]:
+def ours(
+    root: Path, key: bytes, prepared: dict[str, Any], part: str, folder: Path, micro_batch: int | None = None
+) -> dict[str, Any]:
     """Train, as one rank of those that there are; return what the first of them measured."""
     from pipeline.memory.footprint import MemoryChoice
     from pipeline.records import RankPlace, TaskContext
@@ -100,7 +105,14 @@ def ours(root: Path, key: bytes, prepared: dict[str, Any], part: str, folder: Pa
     from pipeline.training.ranks.process_group import join_process_group
 
     table, planned = table_of(root, key), Prepared.from_json(prepared)
-    work = work_of(settings())
+    train_section = settings(micro_batch)
+    work = work_of(train_section)
+    reads: list[CountedReads] = []
+
+    def source(items: Any) -> CountedReads:
+        reads.append(CountedReads(CachedGraphs(stores.kind("graph"), items)))
+        return reads[-1]
+
     stores = cache_of(root)
     made = ModelFolder(folder)
     made.path.mkdir(parents=True, exist_ok=True)
@@ -108,11 +120,11 @@ def ours(root: Path, key: bytes, prepared: dict[str, Any], part: str, folder: Pa
     clock = Clock()
     with closing(join_process_group(RankPlace.told(part, folder.name), folder)) as ranks:
         job = Job(
-            train=settings(),
+            train=train_section,
             prepared=planned,
             folder=made,
             make_step=lambda begin: work.begun(MemoryChoice(precision="fp32"), device="cpu", begin=begin),
-            source=lambda one: CachedGraphs(stores.kind("graph"), one),
+            source=source,
             embeddings=lambda: Embeddings(stores.kind("embed"), ENCODER),
             stretches=[(planned.stretches[0], items_of(table, work, planned))],
             validation=None,
@@ -127,13 +139,41 @@ def ours(root: Path, key: bytes, prepared: dict[str, Any], part: str, folder: Pa
         return {}
     epochs = read_epochs(made.path)
     assert [one.items for one in epochs] == [len(table)] * EPOCHS, epochs
+    assert part != "0/1" or sum(one.ahead for one in reads) == EPOCHS * len(table), reads
     return {
         **clock.figures(len(table)),
+        "beside_the_model": max(beside_the_model(one.seconds) for one in epochs[1:]),
+        "seconds": dict(epochs[-1].seconds),
+        "items_read_again": sum(one.again for one in reads),
         "wait_share": max(one.wait_share for one in epochs[1:]),
         "micro_batches_per_step": epochs[-1].micro_batches / epochs[-1].steps,
         "loss": dict(epochs[-1].loss),
         "ooms": sum(one.ooms for one in epochs),
     }
+
+
+def beside_the_model(seconds: Any) -> float:
+    """Return the share of an epoch that the main thread does, or waits for, beside model, reduction and optimizer."""
+    from pipeline.training.step_clock import MODEL_PHASES
+
+    return 1 - sum(seconds.get(name, 0.0) for name in MODEL_PHASES) / sum(seconds.values())
+
+
+@dataclass
+class CountedReads:
+    """A source of items that counts those that are read ahead, and those that the main thread reads meanwhile."""
+
+    source: Any
+    ahead: int = 0
+    again: int = 0
+
+    def read(self, numbers: Any) -> Any:
+        """Read items; what is tried out before the first step does not count."""
+        if threading.current_thread() is threading.main_thread():
+            self.again += len(numbers) if self.ahead else 0
+        else:
+            self.ahead += len(numbers)
+        return self.source.read(numbers)
 
 
 class Clock:

@@ -87,13 +87,11 @@ class Bench:
 
         from pipeline.training.checkpoints.trained_weights import load_checkpoint
         from pipeline.training.evaluating.apply_model import _loader
-        from pipeline.training.step.micro_batches import Piece
 
         job = self.job(with_loss=True)
         step = job.make_step()
         load_checkpoint(step, job.ranks, job.choose, job.say)
-        loader = _loader(job, np.arange(len(self.table)), "cpu")
-        batches = [Piece(batch.clone(), 0, len(batch)).collated(step) for batch in loader]
+        batches = list(_loader(job, np.arange(len(self.table)), step))
         return lambda: [step.evaluate(batch) for batch in batches]
 
     def evaluate(self) -> None:

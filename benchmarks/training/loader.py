@@ -6,7 +6,8 @@ A cache of made complexes is generated: real graphs of a hundred structures, sha
 random embeddings of 1,280 half-precision numbers. The items that are compared have sequences, so embeddings, of their
 own; the others share those of the hundred. The other side is a `torch.utils.data.DataLoader` with two workers, one
 safetensors file per item (the same arrays, decoded, with the embeddings joined already), joining the same batches;
-both sides' tensors are compared bit for bit before anything is timed.
+both sides' tensors are compared bit for bit before anything is timed. Our side reads in two threads, and in two
+processes.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from benchmarks.circumstances import write
 from pipeline.encoder.embedding_recipe import EmbeddingRecipe, Variant
@@ -201,29 +203,34 @@ def compare(root: Path, key: bytes, folder: Path, compared: int, runs: int) -> d
     other = data_loader(folder, batches)
     read_bytes = sum(tensor.nbytes for batch in other for tensor in batch.values())
     workers = [worker.pid for worker in other._iterator._workers]  # noqa: SLF001 - nothing public names them
-    rounds, cpu = [], []
+    forked = loader_of(root, key, range(compared), readers="processes")
+    seconds(forked)  # as many turns as the workers of the other side have had
+    readers = [child.pid for child in psutil.Process().children() if child.pid not in workers]
+    sides = {"threads": (loader, []), "processes": (forked, readers), "data_loader": (other, workers)}
+    wall: dict[str, list[float]] = {name: [] for name in sides}
+    cpu: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(runs):
-        loader.set_epoch(1)
-        loader.set_epoch(0)  # the same batches again
-        marks = [cpu_s([os.getpid()])]
-        ours = seconds(loader)
-        marks += [cpu_s([os.getpid()]), cpu_s([os.getpid(), *workers])]
-        rounds.append((ours, seconds(other)))
-        cpu.append((marks[1] - marks[0], cpu_s([os.getpid(), *workers]) - marks[2]))
-    ours, theirs = (statistics.median(column) for column in zip(*rounds, strict=True))
-    our_cpu, their_cpu = (statistics.median(column) / compared for column in zip(*cpu, strict=True))
-    ratios = [theirs / ours for ours, theirs in rounds]
-    return {
+        for name, (batches_of, pids) in sides.items():
+            if batches_of is not other:
+                batches_of.set_epoch(1)
+                batches_of.set_epoch(0)  # the same batches again
+            begun = cpu_s([os.getpid(), *pids])
+            wall[name].append(seconds(batches_of))
+            cpu[name].append(cpu_s([os.getpid(), *pids]) - begun)
+    own_bytes = [psutil.Process(pid).memory_full_info().uss for pid in readers]
+    forked.end()
+    found: dict[str, Any] = {
         "items": compared,
         "bytes_per_item": read_bytes // compared,
-        "loader_items_per_s": round(compared / ours),
-        "data_loader_items_per_s": round(compared / theirs),
-        "loader_gb_per_s": round(read_bytes / ours / 1e9, 2),
-        "loader_cpu_ms_per_item": round(1e3 * our_cpu, 2),
-        "data_loader_cpu_ms_per_item": round(1e3 * their_cpu, 2),
-        "ratio_median": round(statistics.median(ratios), 2),
-        "ratio_min": round(min(ratios), 2),
+        "items_per_s": {name: round(compared / statistics.median(walls)) for name, walls in wall.items()},
+        "gb_per_s": round(read_bytes / statistics.median(wall["processes"]) / 1e9, 2),
+        "cpu_ms_per_item": {name: round(1e3 * statistics.median(cpus) / compared, 2) for name, cpus in cpu.items()},
+        "own_bytes_of_a_process": max(own_bytes),
     }
+    for name in ("threads", "processes"):
+        ratios = [theirs / ours for ours, theirs in zip(wall[name], wall["data_loader"], strict=True)]
+        found[name] = {"ratio_median": round(statistics.median(ratios), 2), "ratio_min": round(min(ratios), 2)}
+    return found
 
 
 def seconds(batches: Any) -> float:

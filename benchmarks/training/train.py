@@ -38,7 +38,8 @@ from benchmarks.train_parts.ours import BATCH, OPTIONS, ours, plan  # noqa: E402
 from benchmarks.train_parts.theirs import WAYS, compare, theirs, write_pickles  # noqa: E402
 from benchmarks.training.loader import generate  # noqa: E402
 
-REACH = {"ratio": 1.5, "wait_share": 0.02, "two_ranks": 1.6}
+REACH = {"ratio": 1.5, "wait_share": 0.02, "two_ranks": 1.6, "beside_the_model": 0.03, "items_read_again": 0}
+MICRO_BATCH = 2  # of what the main thread does beside the model is told with several of them a step
 
 
 def in_a_process(given: dict[str, Any], core: int | None = None) -> subprocess.Popen[str]:
@@ -70,10 +71,11 @@ def run_part(given: dict[str, Any]) -> None:
     if given["kind"] == "theirs":
         found = theirs(Path(given["folder"]), given["way"])
     elif given["kind"] == "plan":
-        found = plan(Path(given["root"]), bytes.fromhex(given["key"]), given["ranks"])
+        found = plan(Path(given["root"]), bytes.fromhex(given["key"]), given["ranks"], given["micro_batch"])
     else:
         folder = Path(given["folder"])
-        found = ours(Path(given["root"]), bytes.fromhex(given["key"]), given["prepared"], given["part"], folder)
+        key, micro_batch = bytes.fromhex(given["key"]), given["micro_batch"]
+        found = ours(Path(given["root"]), key, given["prepared"], given["part"], folder, micro_batch)
     print(json.dumps(found))
 
 
@@ -85,16 +87,23 @@ class Bench:
         self.key = generate(self.root, complexes, complexes)
         self.bytes_per_pickle = write_pickles(self.pickles, self.root, self.key) // complexes
         self.where = {"root": str(self.root), "key": self.key.hex()}
-        plans = [in_a_process({"kind": "plan", "ranks": ranks, **self.where}) for ranks in (1, 2)]
-        self.prepared = {ranks: ended(one) for ranks, one in enumerate(plans, 1)}
+        kinds = ((1, None), (2, None), (1, MICRO_BATCH))
+        plans = [
+            in_a_process({"kind": "plan", "ranks": ranks, "micro_batch": micro_batch, **self.where})
+            for ranks, micro_batch in kinds
+        ]
+        self.prepared = {kind: ended(one) for kind, one in zip(kinds, plans, strict=True)}
         self._count = 0
 
-    def ours(self, ranks: int = 1, cores: Sequence[int] | None = None) -> dict[str, Any]:
+    def ours(
+        self, ranks: int = 1, cores: Sequence[int] | None = None, *, micro_batch: int | None = None
+    ) -> dict[str, Any]:
         """Train from the beginning, with so many ranks."""
         self._count += 1
         folder = self._models / str(self._count)
         folder.mkdir(parents=True)
-        given = {"kind": "ours", **self.where, "prepared": self.prepared[ranks], "folder": str(folder)}
+        prepared = self.prepared[ranks, micro_batch]
+        given = {"kind": "ours", **self.where, "prepared": prepared, "folder": str(folder), "micro_batch": micro_batch}
         parts = [{**given, "part": f"{rank}/{ranks}"} for rank in range(ranks)]
         started = [in_a_process(one, cores[rank] if cores else None) for rank, one in enumerate(parts)]
         found, *_ = [ended(one) for one in started]
@@ -114,6 +123,7 @@ def measure(scratch: Path, complexes: int, rounds: int) -> dict[str, Any]:
     bench = Bench(scratch, complexes)
     apart = compare(bench.root, bench.key, bench.pickles)
     bench.ours()  # it warms the cache
+    cut = [bench.ours(micro_batch=MICRO_BATCH) for _ in range(rounds)]
     sides = [{"ours": bench.ours(), **{way: bench.theirs(way) for way in WAYS}} for _ in range(rounds)]
     load.append(os.getloadavg()[0])
     cores = sorted(os.sched_getaffinity(0))
@@ -128,6 +138,13 @@ def measure(scratch: Path, complexes: int, rounds: int) -> dict[str, Any]:
         "rounds": rounds,
         "bytes_per_pickle": bench.bytes_per_pickle,
         "losses_apart": apart,
+        "beside_the_model": {
+            "micro_batches_per_step": cut[0]["micro_batches_per_step"],
+            "share": round(statistics.median(one["beside_the_model"] for one in cut), 4),
+            "largest": round(max(one["beside_the_model"] for one in cut), 4),
+            "seconds": {name: round(spent, 3) for name, spent in cut[-1]["seconds"].items()},
+            "items_read_again": max(one["items_read_again"] for one in cut),
+        },
         **medians(sides),
         **medians(crews),
         "ratio": {way: ratios(sides, "ours", way) for way in WAYS},

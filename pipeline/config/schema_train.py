@@ -167,7 +167,11 @@ class TrainSection(Section):
     )
     hang: Duration = Field(default=1800, description="Without progress for so long, a process counts as hung.")
     slots: int = Field(default=4, ge=2, description="Batches that the loader holds in memory.")
-    threads: int = Field(default=2, ge=1, description="Threads that read batches.")
+    threads: int = Field(default=2, ge=1, description="Threads that read batches, or as many processes.")
+    readers: Literal["auto", "threads", "processes"] = Field(
+        default="auto",
+        description="Who reads and collates; auto: threads, and once they have fallen behind in an epoch, processes.",
+    )
     pin: AutoFlag = Field(default="auto", description="Whether batches are in pinned memory; auto: for GPUs.")
     empty_cache_every: int | None = Field(
         default=None, ge=1, description="Empty the allocator's cache every so many micro-batches; null: never."

@@ -27,7 +27,7 @@ from pipeline.training.evaluating.evaluator import Evaluator
 from pipeline.training.forensics.step_bundle import BundleCheckpoint as Reference
 from pipeline.training.items.item_source import DamagedItems, ItemSource
 from pipeline.training.items.item_table import ItemTable
-from pipeline.training.items.loader import Loader
+from pipeline.training.items.loader import PROCESSES, THREADS, Loader
 from pipeline.training.items.residue_embeddings import Embeddings
 from pipeline.training.loop.observer import TrainingObserver
 from pipeline.training.loop.progress import RunningStretch
@@ -111,6 +111,7 @@ class Job:
             sampler,
             slots=self.train.slots + (stretch.kept if shuffle else 0),
             threads=threads or self.train.threads,
+            readers=PROCESSES if shuffle and not threads and self.train.readers == PROCESSES else THREADS,
             pin=device != CPU if self.train.pin == "auto" else self.train.pin,
             seed=self.train.seed,
             crop=self.prepared.crop or None,
@@ -152,7 +153,7 @@ def close(trainer: Trainer) -> None:
     """Close everything that is open, even where some of it fails."""
     with ExitStack() as stack:
         for loader in trainer.loaders:
-            stack.callback(loader.close)
+            stack.callback(loader.end)
         stack.callback(trainer.watcher.close)
         stack.callback(trainer.stepper.upkeep.end)
         stack.callback(trainer.keeper.close)

@@ -39,6 +39,7 @@ ARENA_BYTES = 32 * MIB  # that glibc's malloc may keep for a thread: larger bloc
 # And of a step on the CPU: 571 MiB for 40 layers of 1 MiB with activations of 8 MiB each, 458 MiB where every block is
 # given back at once (MALLOC_MMAP_THRESHOLD_=65536) [measured, glibc 2.36].
 STEP_SLACK = 0.25
+READER_BYTES = 128 * MIB  # of a process that reads: what it changes of the memory that it was forked with, and its own
 PAGE_CACHE_BYTES = 256 * MIB  # to read ahead, and for pages of a checkpoint that are not on the disk yet
 LEAST_MARGIN = 0.05  # peaks of a process lie between the moments at which anybody looks
 RING_GROWTH, RING_UNIT = 9 / 8, MIB  # batches of one budget differ a little: room for the next one too
@@ -107,7 +108,8 @@ class TrainingJob:
     staged_bytes: int = 0  # copies of model, optimizer and averages while they are saved, as they lie in memory
     batch_bytes: int = 0  # the largest
     slots: int = 4
-    threads: int = 2  # that read
+    threads: int = 2  # that read, or as many processes
+    forks: bool = False  # processes read
     offloaded_bytes: int = 0  # activations that wait in the host's memory, at most
     items: int = 0
     sizes: int = 0  # of an item in the table, how many
@@ -174,6 +176,8 @@ def _phases(run: TrainingJob) -> Iterable[HostPart]:
     ring = ring_bytes(run.slots, run.batch_bytes, pin=run.gpu)
     kind = "pinned: powers of two" if run.gpu else "not pinned"
     yield HostPart("ring", ring, traced, f"{run.slots} slots of the largest batch, {kind}", train)
+    own = run.threads * READER_BYTES if run.forks else 0
+    yield HostPart("reading processes", own, assumed, f"of each of {run.threads} processes, beside its batch", train)
     made = run.threads * run.batch_bytes * (2 if run.gpu else 1)  # before it is copied to pinned memory
     yield HostPart("batches in the making", made, assumed, f"as large as their items, by {run.threads} threads", train)
     offloaded = chunked_bytes(run.offloaded_bytes) if run.gpu else run.offloaded_bytes

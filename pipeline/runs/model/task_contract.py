@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from pipeline.device.kinds import CPU
 from pipeline.errors import PipelineError
 from pipeline.memory.footprint import MemoryChoice
 from pipeline.project.run_code import user_code_failed
@@ -66,6 +67,7 @@ def breaches(
         if isinstance(task, Example):
             _try_step(task, sizes or _made_up(task, names, padded=padded))
         if items:
+            yield from _careless(task, model, items)
             yield from _with_data(task, model, items)
     except PipelineError as error:
         yield error.what
@@ -134,7 +136,8 @@ def _parameters(entry: Any) -> Iterable[Any]:
 
 def _try_step(task: Task, sizes: Mapping[str, int]) -> None:
     """Make a step on tensors without data: what raises here would fail on a GPU hours later."""
-    from pipeline.memory.tracing.tracer import CPU, CannotTrace, Tracer
+    from pipeline.memory.tracing.tracer import CPU as ON_CPU
+    from pipeline.memory.tracing.tracer import CannotTrace, Tracer
     from pipeline.training.step.contrastive import make_step
     from pipeline.training.step.optimizers import StepSettings
 
@@ -145,10 +148,34 @@ def _try_step(task: Task, sizes: Mapping[str, int]) -> None:
         return make_step(task, StepSettings(precision=choice.precision), watch=watch, model=model)
 
     try:
-        tracer = Tracer(build, task.model, example, dict(sizes), CPU)
+        tracer = Tracer(build, task.model, example, dict(sizes), ON_CPU)
         tracer.micro(MemoryChoice(), dict(sizes))
     except CannotTrace:  # fake tensors do not do
         make_step(task, StepSettings()).run([example(sizes)])
+
+
+def _careless(task: Task, model: nn.Module, items: Sequence[Any]) -> Iterator[str]:
+    """Check what reading ahead rests on: `collate` draws from the items alone, and `loss` leaves a batch as it is."""
+    import torch
+
+    from pipeline.device.batch_transfer import map_tensors
+    from pipeline.training.random_state import drawn_so_far
+
+    before = drawn_so_far(CPU)
+    batch = _collated(task, items, np.random.default_rng(0))
+    if drawn_so_far(CPU) != before:
+        yield (
+            "collate() draws from the random numbers of torch, numpy or Python, which other threads draw from, too:"
+            " draw what is an item's from item.rng"
+        )
+    versions: list[list[int]] = []
+    for _ in range(2):
+        versions.append([])
+        map_tensors(lambda tensor: versions[-1].append(tensor._version), batch)  # noqa: SLF001 - no other name counts changes in place
+        with torch.no_grad():
+            task.loss(model, batch)
+    if versions[0] != versions[1]:
+        yield "loss() changes its batch in place, which may be kept for a second pass: change a copy"
 
 
 def _with_data(task: Task, model: nn.Module, items: Sequence[Any]) -> Iterator[str]:

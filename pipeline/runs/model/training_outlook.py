@@ -55,7 +55,6 @@ if TYPE_CHECKING:
 
 COMPARED = ("24GiB", "a100-40gb", "a100-80gb-sxm", "h200-141gb-sxm")  # 24, 40, 80 and 141 GB
 TYPICAL = 95  # percentile of each size: the item of the table of configurations
-READERS = 2  # threads that read
 KEPT_BYTES = 2 << 30  # of a step's batches: beyond that, reading them again for the second pass costs less than memory
 
 
@@ -96,7 +95,7 @@ def _outlook(question: Question, work: Work, *, probing: bool) -> TrainOutlook:
         waits_s=dict(waits(question, case.offers, mem.mem_bytes)) if len(case.offers) > 1 else {},
         host=host,
         mem=mem,
-        cpus=max(config.cluster.train.cpus, host.ranks * (1 + READERS)),
+        cpus=max(config.cluster.train.cpus, host.ranks * (1 + config.train.threads)),
         gpus=offer.ranks // config.cluster.train.nodes if work.device != CPU else 0,
         nodes=config.cluster.train.nodes,
         time_s=int(config.cluster.train.time),
@@ -306,7 +305,8 @@ def _host(
         staged_bytes=staged_bytes(standing.blocks, pinned=gpu),
         batch_bytes=_batch_bytes(plan),
         slots=config.train.slots + kept,
-        threads=READERS,
+        threads=config.train.threads,
+        forks=config.train.readers == "processes",
         offloaded_bytes=plan.host_bytes,
         items=len(table),
         sizes=len(table.sizes),

@@ -188,6 +188,7 @@ class TaskBatch:
     weights: Mapping[str, Any] | None = None  # of the terms of its loss, where the task tells them
     cropped: int = 0  # items
     bytes: int = 0  # of its tensors
+    is_made: bool = True  # else memory ended while it was: whoever asks for it makes it, and sees what is to be done
     lease: Any = None  # keeps the place of the batch among those that may be in memory at once
 
     def __len__(self) -> int:
@@ -195,7 +196,7 @@ class TaskBatch:
 
     def part(self, start: int, stop: int) -> Any:
         """Return what `collate` makes of some of the items, which are read again unless they are all."""
-        if (start, stop) == (0, len(self)):
+        if (start, stop) == (0, len(self)) and self.is_made:
             return self.value
         part, ids = self.read_again(self.numbers[start:stop], self.origin), self.ids[start:stop]
         refuse_changed(ids, part.ids)

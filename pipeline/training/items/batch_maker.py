@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
+from pipeline.device.out_of_memory import is_out_of_memory
 from pipeline.errors import CacheDamaged, RecordMissing
 from pipeline.records import Rejection
 from pipeline.training.items.batch import BatchOrigin, ItemBatch, as_tensor, item_rng, item_tensors
 from pipeline.training.items.batch_layout import EMBEDDING, ENCODED, BatchBuilder, EmbeddingForm, held_as
 from pipeline.training.items.crop import crop_item, crop_rng
 from pipeline.training.items.item_source import CachedGraphs
-from pipeline.training.items.packed_batch import PackedBatch, pack, tensor_bytes
+from pipeline.training.items.packed_batch import PackedBatch, batch_bytes, pack_batch
 from pipeline.training.items.residue_embeddings import proteins
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class MadeBatch:
     weights: Mapping[str, Any] | None = None
     packed: PackedBatch | None = None  # both instead, where there was room for their tensors
     bytes: int = 0
+    is_made: bool = True  # else memory ended meanwhile
 
 
 @dataclass(eq=False)
@@ -75,19 +77,26 @@ class BatchMaker:
         graphs = replace(self.graphs, mending=None) if isinstance(self.graphs, CachedGraphs) else self.graphs
         return replace(self, graphs=graphs, mending=None)
 
-    def make(self, items: Sequence[int], micro: MicroBatch, room: Room | None = None) -> MadeBatch:
-        """Make a batch of items, packed where there is room; what cannot be read is left out, where that is allowed."""
+    def make(
+        self, items: Sequence[int], micro: MicroBatch, room: Room | None = None, *, ahead: bool = False
+    ) -> MadeBatch:
+        """Make a batch of items, packed where there is room; what cannot be read is left out, where that is allowed.
+
+        Where memory ends in a `collate` that is `ahead` of the step, the step finds it out for itself.
+        """
         read = list(self.graphs.read(items))
         while True:
             try:
-                return self._made(read, micro, room)
+                return self._made(read, micro, room, ahead=ahead)
             except (CacheDamaged, RecordMissing) as error:
                 if self.mending is None or not error.item:
                     raise
                 rejection = self.mending.leave_out(error)
                 read = [rejection if item.id == rejection.id else item for item in read]
 
-    def _made(self, read: Sequence[ItemArrays | Rejection], micro: MicroBatch, room: Room | None) -> MadeBatch:
+    def _made(
+        self, read: Sequence[ItemArrays | Rejection], micro: MicroBatch, room: Room | None, *, ahead: bool
+    ) -> MadeBatch:
         """Make a batch of items that were read, and of their embeddings."""
         whole = [item for item in read if not isinstance(item, Rejection)]
         arrays = whole
@@ -101,7 +110,14 @@ class BatchMaker:
             rejected=tuple(item for item in read if isinstance(item, Rejection)),
             cropped=sum(item is not before for item, before in zip(arrays, whole, strict=True)),
         )
-        return self._joined(arrays, batch, room) if self.collate is None else self._collated(arrays, batch, room)
+        if self.collate is None:
+            return self._joined(arrays, batch, room)
+        try:
+            return self._collated(arrays, batch, room)
+        except (MemoryError, RuntimeError) as error:
+            if not ahead or not is_out_of_memory(error):
+                raise
+            return replace(batch, is_made=False)
 
     def _joined(self, arrays: Sequence[ItemArrays], batch: MadeBatch, room: Room | None) -> MadeBatch:
         """Join the arrays of items into one run of memory."""
@@ -127,8 +143,8 @@ class BatchMaker:
         value = self.collate(self._items(arrays, batch), item_rng(batch.origin, "\n".join(batch.ids)))
         weights = None if self.weigh is None else self.weigh(value)
         if room is None:
-            return replace(batch, value=value, weights=weights, bytes=tensor_bytes(value))
-        packed = pack((value, weights), room)
+            return replace(batch, value=value, weights=weights, bytes=batch_bytes(value))
+        packed = pack_batch((value, weights), room)
         return replace(batch, packed=packed, bytes=packed.bytes)
 
     def _items(self, arrays: Sequence[ItemArrays], batch: MadeBatch) -> list[ItemTensors]:

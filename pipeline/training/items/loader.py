@@ -18,7 +18,7 @@ import numpy as np
 
 from pipeline.device.accelerator import card_here
 from pipeline.records import Rejection
-from pipeline.training.items.batch import TaskBatch, item_rng
+from pipeline.training.items.batch import TaskBatch
 from pipeline.training.items.batch_maker import BatchMaker
 from pipeline.training.items.read_ahead import ReadAhead, Ring
 from pipeline.training.items.reader_processes import ReaderProcesses, SharedRun
@@ -98,13 +98,14 @@ class Loader:
         return self.sampler.count(self._start["epoch"] if self._reading else self.sampler.epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the batches from the sampler's position to the end of the epoch; ends any earlier loop."""
-        return map(self._value, self.read())
+        """Yield the batches from the sampler's position to the end of the epoch; ends any earlier loop.
 
-    def _value(self, batch: TaskBatch) -> Any:
-        if self.collate is not None and not len(batch):  # a rank without items in a step
-            return self.collate([], item_rng(batch.origin, ""))
-        return batch.value
+        Of a step in which this rank has no items there is nothing to collate: that is None.
+        """
+        for batch in self.read():
+            held = [batch.value]
+            del batch  # nothing here keeps what the loop has let go of
+            yield held.pop()
 
     def read(self) -> Iterator[TaskBatch]:
         """Yield the same with what it is of."""
@@ -116,7 +117,7 @@ class Loader:
         try:
             while read := self._next(reading):
                 self._last, held = read.micro, [read.filled]
-                del read  # nothing here keeps a batch that the loop has let go of
+                del read
                 self._count(held[0])
                 yield held.pop()
             self._reading = self._last = None
@@ -202,7 +203,7 @@ class Loader:
         made = self._from_process(micro, lease)
         if made is None:
             packs = self.collate is None or self._ring.pins
-            made = self._maker.make(micro.items.tolist(), micro, lease.room if packs else None)
+            made = self._maker.make(micro.items.tolist(), micro, lease.room if packs else None, ahead=True)
         if made.packed is None:
             return self._task_batch(made, made.value, made.weights, lease=lease)
         return self._task_batch(made, *made.packed.over(lease.tensor(made.packed.bytes)))
@@ -218,6 +219,7 @@ class Loader:
             weights=weights,
             cropped=made.cropped,
             bytes=made.bytes,
+            is_made=made.is_made,
             lease=lease,
         )
 

@@ -1,6 +1,6 @@
 """A batch of any structure in one run of memory: pinned, or shared with the process that reads.
 
-packed = pack(batch, room)  # room(bytes) → memory to write to
+packed = pack_batch(batch, room)  # room(bytes) → memory to write to
 batch = packed.over(memory)  # the same batch; its tensors are views of that memory
 """
 
@@ -61,14 +61,14 @@ class PackedBatch:
         return map_tensors(placed, self.outline, kind=TensorPlace)
 
 
-def tensor_bytes(batch: Any) -> int:
+def batch_bytes(batch: Any) -> int:
     """Return how many bytes the tensors of a batch take."""
     sizes: dict[int, int] = {}
     map_tensors(lambda tensor: sizes.setdefault(id(tensor), tensor.nbytes), batch)
     return sum(sizes.values())
 
 
-def pack(batch: Any, room: Callable[[int], NDArray[Any]]) -> PackedBatch:
+def pack_batch(batch: Any, room: Callable[[int], NDArray[Any]]) -> PackedBatch:
     """Copy the tensors of a batch into one run of memory; what has a `to` of its own stays where it is.
 
     A place is never given to two tensors, so that an empty one has bytes of its own, too.

@@ -10,11 +10,12 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import select
 import signal
 import warnings
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing.connection import Pipe
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +65,7 @@ class SharedRun:
 class _Reader:
     """A process, and this end of its pipe."""
 
-    process: Any
+    pid: int
     pipe: Connection
 
     def ask(self, what: Any, run: int) -> Any:
@@ -72,33 +73,38 @@ class _Reader:
         self.pipe.send((what, run))
         return self.pipe.recv()
 
-    def end(self) -> None:
+    def end(self) -> int:
+        """Return the exit code of the process, which ends with its pipe, or is killed."""
         self.pipe.close()
-        self.process.join(END_S)
-        if self.process.is_alive():
-            self.process.kill()
-            self.process.join()
+        try:
+            ends = os.pidfd_open(self.pid)
+            if not select.select([ends], [], [], END_S)[0]:
+                os.kill(self.pid, signal.SIGKILL)
+            os.close(ends)
+            return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        except (ProcessLookupError, ChildProcessError):  # somebody waits for all children
+            return 0
 
 
 class ReaderProcesses:
     """Some processes that make what they are asked for, each by the same function, as it was when they were forked."""
 
     def __init__(self, make: Make, runs: Sequence[SharedRun], count: int) -> None:
+        self._readers: list[_Reader] = []
         self._idle: SimpleQueue[_Reader | None] = SimpleQueue()
-        self._readers = [_forked(make, runs) for _ in range(count)]
-        for reader in self._readers:
-            self._idle.put(reader)
+        for _ in range(count):
+            self._readers.append(_forked(make, runs))
+            self._idle.put(self._readers[-1])
 
     def ask(self, what: Any, run: int) -> Any:
         """Have a process make something into a run; None where none could, or none is left."""
         reader = self._idle.get()
         try:
             return None if reader is None else reader.ask(what, run)
-        except (EOFError, OSError) as error:
+        except (EOFError, OSError):
             assert reader is not None
-            reader.process.join(END_S)
-            code = reader.process.exitcode
-            log.warning("a process that reads has ended (%s, exit code %s): a thread reads in its place", error, code)
+            self._readers.remove(reader)
+            log.warning("a process that reads has ended, exit code %s: a thread reads in its place", reader.end())
             reader = None
             return None
         finally:
@@ -114,19 +120,22 @@ class ReaderProcesses:
 
 
 def _forked(make: Make, runs: Sequence[SharedRun]) -> _Reader:
-    context = get_context("fork")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(make, runs, ours, theirs), name="reader", daemon=True)
+    ours, theirs = Pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # it only reads, on one core, and takes no thread's lock
-        process.start()
-    theirs.close()
-    return _Reader(process, ours)
+        pid = os.fork()
+    if pid:
+        theirs.close()
+        return _Reader(pid, ours)
+    try:
+        ours.close()
+        _serve(make, runs, theirs)
+    finally:
+        os._exit(0)  # nothing of the process that forked it is to be closed here
 
 
-def _serve(make: Make, runs: Sequence[SharedRun], ours: Connection, pipe: Connection) -> None:
+def _serve(make: Make, runs: Sequence[SharedRun], pipe: Connection) -> None:
     """Make what is asked for until nobody can ask any more."""
-    ours.close()
     for number in LEFT_ALONE:
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)  # those of the process before are not here
@@ -143,4 +152,3 @@ def _serve(make: Make, runs: Sequence[SharedRun], ours: Connection, pipe: Connec
                 raise
             except Exception:  # noqa: BLE001 - of a class that cannot be sent
                 pipe.send(None)
-    os._exit(0)  # nothing of the process that forked it is to be closed here

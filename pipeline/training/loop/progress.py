@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from pipeline.device.out_of_memory import free_caches, out_of_memory_error
 from pipeline.errors import DataError, PlanInfeasible
 from pipeline.memory.runtime.recovery import StepSnapshot
 from pipeline.training.checkpoints.keeper import SavedProgress
+from pipeline.training.items.loader import PROCESSES
 from pipeline.training.sampling.sampler import MicroBatch
 from pipeline.training.step.micro_batches import Piece, RankShare
 from pipeline.training.step_clock import OTHER, READ
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from pipeline.config.schema_train import ValidationSection
-    from pipeline.memory.runtime.meters import Meter
+    from pipeline.memory.runtime.meters import HostMeter, Meter
     from pipeline.training.items.batch import BatchOrigin, TaskBatch
     from pipeline.training.items.loader import Loader
     from pipeline.training.prepared import Stretch
@@ -31,6 +33,10 @@ if TYPE_CHECKING:
     from pipeline.training.step.local_step import Stepper
     from pipeline.training.step.step import Step
     from pipeline.training.step_clock import StepClock
+
+
+FELL_BEHIND, FELL_BEHIND_S = 0.1, 10.0  # of an epoch, and seconds, were waited for what threads read
+ROOM_TO_FORK = 0.7  # of the host's memory may be used when processes are forked
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +65,16 @@ class RunningStretch:
         sampler = self.loader.sampler
         if sampler.settings.budget:
             sampler.adjust({**sampler.settings.budget, "cost": budget})
+
+    def hasten_readers(self, seconds: Mapping[str, float], host: HostMeter | None) -> bool:
+        """Have processes read from now on, if threads fell behind and there is memory and a core; tell whether so."""
+        waited_s = seconds.get(READ, 0.0)
+        fell_behind = waited_s > max(FELL_BEHIND_S, FELL_BEHIND * sum(seconds.values()))
+        has_room = host is None or host.read().share < ROOM_TO_FORK
+        if self.loader.readers == PROCESSES or not fell_behind or not has_room or len(os.sched_getaffinity(0)) < 2:
+            return False
+        self.loader.readers = PROCESSES
+        return True
 
     def shares(self, clock: StepClock, *, hold: int, leave_out: Collection[str]) -> Iterator[RankShare]:
         """Yield this rank's share of each step, from where the loader is to the end of the epoch."""

@@ -196,6 +196,8 @@ class Trainer:
         standing.tally.seconds = self.clock.restart()
         with self.clock.within(OBSERVE):
             self.watcher.epoch(standing.tally, self.done, figures, self.step.optimizer.param_groups[0]["lr"])
+        if self.train.readers == "auto" and self._course().hasten_readers(standing.tally.seconds, self.host):
+            self.watcher.say("reading fell behind: processes read from now on; --set train.readers=threads to not")
         standing.end_epoch()
         if not standing.is_finished:
             self._enter(self._course())

@@ -93,12 +93,24 @@ class Drawing(Right):
         return torch.cat([super(Drawing, self).collate([item], rng) + item.rng.normal() for item in items])
 
 
+class DrawingForAll(Right):
+    def collate(self, items: Sequence[Any], rng: np.random.Generator) -> Any:
+        return super().collate(items, rng) + 0.01 * torch.randn(1)
+
+
+class Writing(Right):
+    def loss(self, model: nn.Module, batch: Any) -> dict[str, tuple[torch.Tensor, float]]:
+        return super().loss(model, batch.mul_(1.0))
+
+
 class InBatch(Right):
     def loss(self, model: nn.Module, batch: Any) -> dict[str, tuple[torch.Tensor, float]]:
         return {"likeness": ((model(batch) @ model(batch).T).logsumexp(1).sum(), float(len(batch)))}
 
 
 BREACHES = {
+    DrawingForAll: "draw what is an item's from item.rng",
+    Writing: "loss() changes its batch in place",
     InBatch: "give the task embed() and contrast()",
     MeanInPlaceOfSum: "one by one: micro-batches would train another model",
     WrongWeights: "weights() says 1 of 'square'",

@@ -365,7 +365,7 @@ def test_an_item_that_no_card_holds_is_done_by_a_copy_of_the_model_on_the_proces
 
     step = Card(Once(), StepSettings(way="loop"))
     one = job(tmp_path, Speaking(), budget=1)
-    evaluation = Evaluator(step, _loader(one), SingleRank(), tmp_path / "out", of="x", too_large="cpu")
+    evaluation = Evaluator(step, _loader(one, step), SingleRank(), tmp_path / "out", of="x", too_large="cpu")
     evaluation.step.device = "meta"
     evaluation.step.moved = lambda batch: batch  # type: ignore[method-assign]
     assert list(evaluation.run()) == [None] * ITEMS
@@ -373,10 +373,10 @@ def test_an_item_that_no_card_holds_is_done_by_a_copy_of_the_model_on_the_proces
     assert len(GatheredOutputs(tmp_path / "out", of="x").numbers) == ITEMS
 
 
-def _loader(one: ApplyJob) -> Any:
+def _loader(one: ApplyJob, step: Any) -> Any:
     from pipeline.training.evaluating.apply_model import _loader
 
-    return _loader(one, np.arange(len(one.table)), "cpu")
+    return _loader(one, np.arange(len(one.table)), step)
 
 
 def test_a_copy_on_the_host_has_the_same_parameters_and_shares_none() -> None:
@@ -491,8 +491,8 @@ def test_loss_and_outputs_of_a_batch_are_of_one_pass_with_the_figures_of_two(
     def applied(name: str) -> tuple[dict[str, float] | int, list[list[float]], int]:
         step = step_of(Passing())
         one, folder = job(tmp_path, Passing()), tmp_path / name
-        evaluation = Evaluator(step, _loader(one), SingleRank(), folder, of="x")
-        batches = sum(1 for _ in _loader(one))
+        evaluation = Evaluator(step, _loader(one, step), SingleRank(), folder, of="x")
+        batches = sum(1 for _ in _loader(one, step))
         assert list(evaluation.run()) == [None] * ITEMS
         passes = cast("Counted", step.model).passes / batches
         gathered = GatheredOutputs(folder, of="x")

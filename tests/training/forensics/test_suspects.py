@@ -19,6 +19,7 @@ from pipeline.training.step.micro_batches import Piece
 from pipeline.training.step.optimizers import StepSettings
 from pipeline.training.step.step import Step
 from tests.tasks.items import batch_of, made
+from tests.training.items.content import collated_by
 from tests.training.step.towers import Pairs
 
 IDS = ("good", "bad", "fair")
@@ -65,7 +66,7 @@ class Task:
 def look(task: Task) -> tuple[Rerun, list[Suspect], Step]:
     """Run a share of one micro-batch, then look for what is not finite."""
     step = Step(task, StepSettings(), device="cpu")
-    piece = Piece(batch_of([made(1, 6, 5)] * 3, None, IDS), 0, 3)
+    piece = Piece(collated_by(task, batch_of([made(1, 6, 5)] * 3, None, IDS)), 0, 3)
     part = RerunPart(0, IDS, piece.numbers)
     found = rerun(step, [part], lambda _: piece, rng_state(), meter_of("cpu"))
     bad = found.of(PartOutcome.NOT_FINITE)
@@ -122,7 +123,7 @@ def replayed(task: Pairs, sizes: Sequence[int]) -> tuple[Rerun, list[Suspect]]:
     ]
 
     def read(part: RerunPart) -> Piece:
-        return Piece(batch, part.numbers[0], part.numbers[-1] + 1)
+        return Piece(collated_by(task, batch), part.numbers[0], part.numbers[-1] + 1)
 
     found = rerun(step, parts, read, rng_state(), meter_of("cpu"))
     return found, suspects(step, found.of(PartOutcome.NOT_FINITE), read)

@@ -11,6 +11,7 @@ from pipeline.encoder.embedding_recipe import EmbeddingRecipe, Variant
 from pipeline.graphs.item_graph import ChainText, ItemGraph, PartnerGraph, encode_graph
 from pipeline.keys import recipe_key
 from pipeline.records import Kind, Role
+from pipeline.training.items.batch import BatchOrigin, ItemBatch, TaskBatch, item_rng
 from pipeline.training.items.item_source import CachedGraphs
 from pipeline.training.items.item_table import ItemTable, TableBuilder
 from pipeline.training.items.loader import Loader
@@ -165,3 +166,15 @@ def made(cache: Any, graphs: Sequence[ItemGraph]) -> Made:
             rows[text] = rng.normal(size=(len(text), WIDTH)).astype(np.float16)
             writer.put(ENCODER.key(text, PRECISION), {"rows": rows[text]}, {"text": text})
     return Made(cache.root, dict(enumerate(graphs)), builder.table(), graph_store, embed_store, rows)
+
+
+def collated_by(task: Any, batch: ItemBatch) -> TaskBatch:
+    """Return what a task makes of the items of a joined batch, and of any of them again."""
+
+    def again(numbers: Sequence[int], origin: BatchOrigin) -> TaskBatch:
+        places = [batch.numbers.index(number) for number in numbers]
+        ids = tuple(batch.ids[place] for place in places)
+        value = task.collate([batch.items[place] for place in places], item_rng(origin, "\n".join(ids)))
+        return TaskBatch(value, tuple(numbers), ids, origin, again)
+
+    return again(batch.numbers, batch.origin)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -323,14 +324,15 @@ def signals_after(steps: int) -> Callable[[], int]:
 
 
 class Refuse:
-    """Refuses one block of those that come."""
+    """Refuses one block of those that its own thread asks for: what others read ahead comes at any time."""
 
     def __init__(self) -> None:
         self.at: int | None = None
         self.count = 0
+        self._thread = threading.get_ident()
 
     def __call__(self, block: int, signed_bytes: int) -> bool:
-        if signed_bytes <= 0:
+        if signed_bytes <= 0 or threading.get_ident() != self._thread:
             return True
         self.count += 1
         return self.count != self.at

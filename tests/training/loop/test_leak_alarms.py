@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 from pipeline.journal.active_runs import SeenRun
@@ -21,6 +22,7 @@ from pipeline.report.run_tables import run_report
 from pipeline.report.screen import Screen, screen
 from pipeline.runs.engine.run_task import News
 from pipeline.runs.views.run_page import of_run
+from pipeline.training.items import read_ahead
 from pipeline.training.items.read_ahead import Ring
 from tests.report.runs_told import begun
 from tests.training.loop.loops import Plot, Run, Tiny
@@ -56,7 +58,8 @@ def test_slots_that_grow_for_larger_batches_are_neither_told_nor_looked_for(
 ) -> None:
     real, batches = Ring.room, iter(range(1, 1 << 20))
     monkeypatch.setattr(Ring, "room", lambda ring, slot, used: real(ring, slot, next(batches) * MEBIBYTE)[:used])
-    run = Run(Plot(train={"epochs": 12}), tmp_path).to_end()
+    monkeypatch.setattr(read_ahead, "bytes_on_host", lambda size, pin: torch.empty(size, dtype=torch.uint8))
+    run = Run(Plot(train={"epochs": 12, "pin": True}), tmp_path).to_end()
     assert run.trainer.loaders[0].stats.grown > STEPS
     assert told_of(run) == inspected == []
 

@@ -22,7 +22,7 @@ from pipeline.training.step.step import Step
 from tests.limited import device as limited
 from tests.limited.device import HostCarrier, LimitedDevice
 from tests.memory.planning.planned import BATCH, Ground, OnDevice, limits
-from tests.training.loop.loops import Plot, Run, furthest, table_of, task_of, warm
+from tests.training.loop.loops import Plot, Run, Tiny, furthest, table_of, task_of, warm
 from tests.zoo import ZOO
 
 pytestmark = pytest.mark.timeout(900)  # it trains for real, on machines that are shared
@@ -187,13 +187,26 @@ def test_an_item_that_fits_nowhere_is_left_out_or_an_error(tmp_path: Path) -> No
 # Memory that stays
 
 
+class ReadAhead(Tiny):
+    """Its batches are in the host's memory: how many there are at a time is the readers' business."""
+
+    device: LimitedDevice
+
+    def collate(self, items: Sequence[Any], rng: np.random.Generator) -> dict[str, Any]:
+        with self.device.host():
+            return super().collate(items, rng)
+
+
 @pytest.mark.slow
 def test_memory_between_steps_is_flat_over_fifty_epochs(tmp_path: Path) -> None:
     train = {"optimizer": "adamw", "ema": 0.9, "clip": 1.0, "epochs": 50, "checkpoints": {"every": 7}}
-    run = Run(Plot(train=train, items=14, dropout=0.2), tmp_path)
+    plot, limited_device = Plot(train=train, items=14, dropout=0.2), LimitedDevice()
+    task = ReadAhead(plot)
+    task.device = limited_device
+    run = Run(plot, tmp_path, task=task)
     warm(run)
     live: dict[int, set[int]] = {}
-    with LimitedDevice() as device:
+    with limited_device as device:
         for _ in run.trainer.run():
             live.setdefault(run.trainer.standing.epoch, set()).add(device.live_bytes)
         assert run.trainer.done == 150

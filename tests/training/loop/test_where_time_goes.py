@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from torch import nn
 
@@ -17,7 +16,7 @@ from pipeline.training.loop.observer import TrainingObserver
 from pipeline.training.loop.progress import EpochTotals
 from pipeline.training.step.optimizers import StepSettings
 from pipeline.training.step.step import Step
-from pipeline.training.step_clock import CHECKPOINT, COLLATE, FORWARD, OBSERVE, OTHER, READ, StepClock, told_shares
+from pipeline.training.step_clock import CHECKPOINT, COPY, FORWARD, OBSERVE, OTHER, READ, StepClock, told_shares
 from tests.training.loop.loops import Judged, Plot, Run
 from tests.training.loop.test_figures import EPOCH
 
@@ -43,11 +42,11 @@ def test_time_counts_for_the_innermost_phase_and_what_was_before_goes_on() -> No
     hand.moves(1)
     with clock.within(READ):
         hand.moves(2)
-        with clock.within(COLLATE):
+        with clock.within(COPY):
             hand.moves(4)
         hand.moves(8)
     hand.moves(16)
-    assert clock.seconds() == {OTHER: 17.0, READ: 10.0, COLLATE: 4.0}
+    assert clock.seconds() == {OTHER: 17.0, READ: 10.0, COPY: 4.0}
 
 
 def test_a_phase_that_raises_ends_and_one_of_a_step_ends_with_what_surrounds_it() -> None:
@@ -67,7 +66,7 @@ def test_nothing_within_a_whole_phase_counts_by_itself() -> None:
     clock = StepClock(hand)
     with clock.whole("validate"):
         clock.phase("forward")
-        with clock.whole(READ), clock.within(COLLATE):
+        with clock.whole(READ), clock.within(COPY):
             hand.moves(1)
         clock.phase("idle")
         hand.moves(2)
@@ -92,13 +91,9 @@ def test_waiting_for_what_an_iterator_gives_is_a_phase_and_nothing_of_it_is_kept
 
 
 class Slow(Judged):
-    """Takes a second to collate, two to compute a loss, four to say what it sees of a batch."""
+    """Takes two seconds to compute a loss, four to say what it sees of a batch; collating is the readers' time."""
 
     hand: Hand
-
-    def collate(self, items: Sequence[Any], rng: np.random.Generator) -> dict[str, Any]:
-        self.hand.moves(1)
-        return super().collate(items, rng)
 
     def loss(self, model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
         self.hand.moves(2)
@@ -147,7 +142,7 @@ def test_each_phase_of_an_epoch_has_what_it_took_and_all_make_up_the_whole(
     run.to_end()
     first, second = read_epochs(tmp_path / "model")
     steps = -(-14 // 6)
-    computed = {COLLATE: 1.0 * steps, FORWARD: 2.0 * steps, OBSERVE: 0.5 * steps, "validate": 7.0}
+    computed = {FORWARD: 2.0 * steps, OBSERVE: 0.5 * steps, "validate": 6.0}
     assert {name: spent for name, spent in first.seconds.items() if spent} == computed
     assert {name: spent for name, spent in second.seconds.items() if spent} == computed | {CHECKPOINT: 32.0}
     whole_ns = hand.ns - begun_ns[0] - 32 * SECOND_NS  # the last checkpoint comes after the last epoch
@@ -162,16 +157,16 @@ def test_an_epoch_that_was_interrupted_has_the_time_of_both_processes(tmp_path: 
     hand.moves(1000)  # nobody trains
     slow(tmp_path, hand, **every).to_end()
     for epoch in read_epochs(tmp_path / "model"):
-        assert (epoch.seconds[COLLATE], epoch.seconds[FORWARD]) == (3.0, 6.0)
-        assert sum(epoch.seconds.values()) == 3 * 3 + 7
+        assert epoch.seconds[FORWARD] == 6.0
+        assert sum(epoch.seconds.values()) == 3 * 2 + 6
 
 
 def test_what_takes_more_than_a_twentieth_beside_the_model_is_told_the_most_first() -> None:
-    seconds = {"forward": 60.0, "backward": 10.0, CHECKPOINT: 5.0, READ: 12.0, COLLATE: 6.0, OTHER: 7.0}
-    assert told_shares(seconds) == ["12% waits for reading", "7% other", "6% collates"]
+    seconds = {"forward": 60.0, "backward": 10.0, CHECKPOINT: 5.0, READ: 12.0, COPY: 6.0, OTHER: 7.0}
+    assert told_shares(seconds) == ["12% waits for reading", "7% other", "6% copies to the device"]
     assert told_shares({}) == []
     told = replace(EPOCH, seconds=seconds)
-    assert "12.1 items/s  12% waits for reading, 7% other, 6% collates" in told.words()
+    assert "12.1 items/s  12% waits for reading, 7% other, 6% copies to the device" in told.words()
     assert told.scalars()["seconds/read"] == 12.0
 
 

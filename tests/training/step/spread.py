@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import multiprocessing
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -96,6 +96,9 @@ class Told(TwoTerms):
 TASKS = {"one": OneTerm, "two": TwoTerms, "told": Told}
 
 
+ANY: Any = OneTerm()  # all of them collate alike
+
+
 @dataclass
 class Given:
     """A micro-batch, as far as a step looks at it."""
@@ -103,10 +106,12 @@ class Given:
     numbers: tuple[int, ...]
     origin: BatchOrigin
     rejected: tuple[Any, ...] = ()
-    items: list[dict[str, int]] = field(init=False)
+    weights: Any = None
+    task: Any = ANY  # that collates
 
-    def __post_init__(self) -> None:
-        self.items = [{"number": number} for number in self.numbers]
+    def part(self, start: int, stop: int) -> Any:
+        """Return what the task makes of some of the items."""
+        return self.task.collate([{"number": number} for number in self.numbers[start:stop]], None)
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -116,13 +121,13 @@ class Given:
         return tuple(NAMES[number] for number in self.numbers)
 
 
-def share_of(micros: Sequence[Sequence[int]]) -> RankShare:
-    """Return a rank's share of a step."""
+def share_of(micros: Sequence[Sequence[int]], task: Any = ANY) -> RankShare:
+    """Return a rank's share of a step, as a task collates it: here they all do alike."""
     given = [tuple(one) for one in micros] or [()]
     batches: list[Any] = [
-        Given(numbers, BatchOrigin(0, 0, index, len(given), 0)) for index, numbers in enumerate(given)
+        Given(numbers, BatchOrigin(0, 0, index, len(given), 0), task=task) for index, numbers in enumerate(given)
     ]
-    return RankShare(iter(batches), lambda numbers, origin: Given(tuple(numbers), origin), hold=9)  # type: ignore[arg-type,return-value]
+    return RankShare(iter(batches), lambda numbers, origin: Given(tuple(numbers), origin, task=task), hold=9)  # type: ignore[arg-type,return-value]
 
 
 def stepper_of(step: ShardedStep, *, budget: int = 1 << 30) -> ShardedStepper:
@@ -172,7 +177,7 @@ def alone(task: str, settings: Mapping[str, Any]) -> Step:
 
 def accumulate(stepper: ShardedStepper, micros: Sequence[Sequence[int]]) -> None:
     """Do what the loop does until gradients are whole."""
-    group, share = stepper.ranks, share_of(micros)
+    group, share = stepper.ranks, share_of(micros, stepper.step.task)
     weights = None
     if stepper.needs_weights:
         told = group.exchange(stepper.weights(share))

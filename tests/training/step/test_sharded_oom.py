@@ -112,7 +112,7 @@ def trial(step: ShardedStep, group: ProcessGroup, micros: Micros, *, whole: bool
     before = [local(one).clone() for one in step.model.state_dict().values()]
     torch.manual_seed(11 + group.rank)
     together = WholeStep(step, stepper, group, meter=None, complete=lambda _: None, say=lambda _: None)
-    report = together.accumulate(spread.share_of(micros), 1)
+    report = together.accumulate(spread.share_of(micros, together.step.task), 1)
     assert together.take(report) is not None
     shards = [local(one) for one in step.model.state_dict().values()]
     found = hashlib.sha256(b"".join(one.numpy().tobytes() for one in shards)).hexdigest()
@@ -331,8 +331,8 @@ class Held(list[list[int]]):
     def set_epoch(self, epoch: int) -> None:
         pass
 
-    def __iter__(self) -> Iterator[Any]:
-        for numbers in super().__iter__():
+    def read(self) -> Iterator[Any]:
+        for numbers in self:
             yield self.fetch(tuple(numbers), None)
 
     def fetch(self, numbers: tuple[int, ...], _: Any) -> Any:

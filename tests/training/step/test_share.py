@@ -58,6 +58,31 @@ def test_a_share_is_the_same_every_time_and_what_is_not_held_is_read_again(hold:
     assert read == [n for n in range(4) if n >= hold] * 2
 
 
+@pytest.mark.parametrize("hold", [0, 1, 2, 5])
+def test_the_last_pass_lets_go_of_each_batch_and_only_an_attempt_after_it_reads_again(hold: int) -> None:
+    read: list[int] = []
+    share = share_of([some_batch(index, 4) for index in range(4)], hold=hold, read=read)
+    first = ids(share)
+    share.is_last_pass = True
+    held: list[int] = []
+    for piece in share:
+        assert piece.ids == first[len(held)]
+        held.append(len(share._held))
+    assert held == [max(0, min(hold, 4) - 1 - place) for place in range(4)]
+    assert read == list(range(hold, 4))
+    assert ids(share) == first
+    assert read == [*range(hold, 4), *range(4)]
+
+
+def test_a_share_of_one_pass_keeps_nothing_and_reads_nothing_again() -> None:
+    read: list[int] = []
+    share = share_of([some_batch(index, 4) for index in range(4)], hold=5, read=read)
+    share.is_last_pass = True
+    for _ in share:
+        assert not share._held
+    assert read == []
+
+
 @pytest.mark.parametrize("stop", [0, 1, 2, 3])
 def test_a_share_that_was_left_midway_begins_again_and_goes_on(stop: int) -> None:
     share = share_of([some_batch(index, 4) for index in range(4)], hold=1)
