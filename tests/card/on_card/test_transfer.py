@@ -151,5 +151,5 @@ def test_memory_is_pinned_only_where_the_job_runs_on_a_card(tmp_path: Any, devic
     run = Run(Plot({"epochs": 1}, items=8), tmp_path, make=lambda task, settings: Step(task, settings, device=device))
     loader = run.trainer.courses[0].loader
     next(iter(loader))
-    assert {memory.is_pinned() for memory in loader.buffers if len(memory)} == {pins}
+    assert any(memory.is_pinned() for memory in loader.buffers) == pins
     loader.close()

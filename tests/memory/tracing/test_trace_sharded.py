@@ -81,7 +81,7 @@ def true_peak(work: Work, choice: MemoryChoice, times: int) -> int:
 )
 def test_the_peak_of_a_sharded_step_is_that_of_a_real_one(choice: MemoryChoice) -> None:
     work = work_of()
-    tracer, within = traced(work), 0.005 if choice.precision == "fp32" else 0.01  # oneDNN packs: not charged
+    tracer, within = traced(work), 0.005 if choice.precision == "fp32" else 0.015  # oneDNN packs: not charged
     standing, micro = tracer.standing(choice), tracer.micro(choice, SIZES)
     for times in (1, 2):
         truth = true_peak(work, choice, times)

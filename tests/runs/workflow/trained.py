@@ -39,20 +39,30 @@ import os
 import signal
 from pathlib import Path
 
+import torch
+from torch.utils._pytree import tree_leaves
+
 from pipeline.tasks.interface import Interface
+
+ids = {}  # by the sum of all numbers of a batch: they are collated ahead
+
+
+def total(batch):
+    return sum(leaf.double().sum().item() for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))
 
 
 class Own(Interface):
     def collate(self, items, rng):
-        self.asked = [item.id for item in items]
-        return super().collate(items, rng)
+        batch = super().collate(items, rng)
+        ids[total(batch)] = [item.id for item in items]
+        return batch
 
     def outputs(self, model, batch):
         said = super().outputs(model, batch)
         folder = Path(os.environ.get("TRAINED_TASK", "/nonexistent"))
         if folder.is_dir():
             with (folder / "asked.txt").open("a") as file:
-                file.write("".join(f"{name}\\n" for name in self.asked))
+                file.write("".join(f"{name}\\n" for name in ids[total(batch)]))
             order = folder / "signal.txt"
             if order.exists() and len((folder / "asked.txt").read_text().split()) == 3:
                 number = int(order.read_text())
