@@ -76,6 +76,7 @@ class AtomTable:
     aliases: Mapping[str, str] = field(default_factory=dict)  # stand-ins for chain names of more than 7 bytes
     links: Callable[[], Links] = no_links  # between its rows; looked up when asked for, which no scan does
     notes: Mapping[str, int] = field(default_factory=dict)  # what its parser says of the whole file
+    first_S: NDArray[np.int64] | None = None  # of each site, if its parser knows that
 
     def chain_name(self, code: int | np.uint64) -> str:
         """Return a chain's name as users type it."""
@@ -112,8 +113,9 @@ class Sites:
 
 def sites_of(table: AtomTable) -> Sites:
     """Return every site of a file."""
-    columns = (table.number_A, table.resname_A, table.chain_A, table.icode_A)
-    first_S = np.flatnonzero(changes(*columns))
+    first_S = table.first_S
+    if first_S is None:
+        first_S = np.flatnonzero(changes(table.number_A, table.resname_A, table.chain_A, table.icode_A))
     length_S = np.empty_like(first_S)
     np.subtract(first_S[1:], first_S[:-1], out=length_S[:-1])
     length_S[-1] = len(table.number_A) - first_S[-1]

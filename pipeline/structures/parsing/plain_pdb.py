@@ -8,14 +8,15 @@ narrowed. Shapes: A atoms, R residues, N numbers, B bytes.
 from __future__ import annotations
 
 from functools import cache
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from pipeline.structures.atoms import AtomTable, name_word
+from pipeline.structures.atoms import AtomTable, changes, name_word
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -46,9 +47,11 @@ WHOLE_PART, BLANK_BEFORE, FRACTION_PART, NOUGHT_AFTER = np.array([0xFFFFFF00, 0x
 ONE = int.from_bytes(b"  1.00", "little")  # the most frequent occupancy, and which of 8 bytes it takes
 OCCUPANCY_BYTES = 0xFFFF_FFFF_FFFF
 
-WINDOW_LINES, WINDOW_BYTES = 4096, 1 << 17  # what is looked at in one go, lest memory be asked of the system each time
+WINDOW_LINES = 1 << 14  # what is looked at in one go
+TOGETHER = 16  # lines that are compared as one row: numpy is fast on long rows
 
 # Atom names, 4 bytes as one integer.
+SPREAD, SIGN = np.uint32(0x101001), np.uint32(1 << 31)
 FIRST_BYTE, LAST_BLANK, BLANKS, LOW_BITS, HIGH_BITS = 0xFF, 0x20000000, 0x20202020, 0x7F7F7F7F, 0x80808080
 
 
@@ -68,11 +71,11 @@ class _AtomLines(NamedTuple):
 
     def column(self, first: int, dtype: str) -> NDArray[Any]:
         """Return the bytes of every line from `first` on, as numbers of a type."""
-        return np.ndarray(self.atoms, dtype, self.text, first, (self.length,)).copy()  # type: ignore[no-any-return]
+        return self.view(first, dtype).copy()
 
-    def columns(self, first: int, last: int) -> NDArray[np.uint8]:
-        """View the bytes of every line from `first` to `last`, excluded."""
-        return np.frombuffer(self.text, np.uint8).reshape(-1, self.length)[:, first:last]
+    def view(self, first: int, dtype: str) -> NDArray[Any]:
+        """View the bytes of every line from `first` on, as numbers of a type."""
+        return np.ndarray(self.atoms, dtype, self.text, first, (self.length,))
 
 
 def read_plain_pdb(data: bytes, *, to_end: bool = False) -> AtomTable | None:
@@ -95,10 +98,16 @@ def _split(data: bytes, *, to_end: bool) -> tuple[_AtomLines, list[int]]:
     """Return the ATOM lines, and for each TER the number of ATOM lines before it."""
     view, parts, ters = memoryview(data), [], []
     at = size = length = 0
+    stops: Iterator[int] = iter(())
     while at < len(data):
         if data.startswith(b"ATOM", at):
             length = length or data.find(b"\n", at) + 1 - at
-            stop = at + length * _count_atoms(data, at, length)
+            _require(length >= SHORTEST)
+            stop = next((stop for stop in stops if stop > at), -1)
+            if stop < 0 or (stop - at) % length:  # what was looked at is over, or was out of step
+                stops = _other_lines(data, at, length)
+                stop = next(stops)
+            _require(stop > at)
             parts.append(view[at:stop])
             size += stop - at
         else:
@@ -114,19 +123,11 @@ def _split(data: bytes, *, to_end: bool) -> tuple[_AtomLines, list[int]]:
     return _AtomLines(b"".join(parts), length), ters
 
 
-def _count_atoms(data: bytes, at: int, length: int) -> int:
-    """Return how many lines of that length, from `at` on, are ATOM lines."""
-    _require(length >= SHORTEST)
-    room, count = (len(data) - at) // length, 0
-    while count < room:
-        window = min(room - count, WINDOW_LINES)
-        is_atom = np.ndarray(window, "<u4", data, at + count * length, (length,)) == ATOM
-        if not is_atom.all():
-            count += int(is_atom.argmin())
-            break
-        count += window
-    _require(count > 0)
-    return count
+def _other_lines(data: bytes, at: int, length: int) -> Iterator[int]:
+    """Yield where among the next lines, if all have that length, one begins that is no ATOM line, and where they end."""
+    lines = min((len(data) - at) // length, WINDOW_LINES)
+    others = np.flatnonzero(np.ndarray(lines, "<u4", data, at, (length,)) != ATOM)
+    return (at + length * int(line) for line in chain(others, [lines]))
 
 
 def _record(line: bytes) -> bytes:
@@ -140,48 +141,48 @@ def _table(lines: _AtomLines, ters: Sequence[int]) -> AtomTable:
     """Return the columns; those that the atoms of a residue share are read once for each residue."""
     _check_text(lines)
     first_R = _residue_starts(lines)
-    residue_R = _residues(lines.column(17, "<u4")[first_R])
-    chain_R = lines.columns(21, 22)[first_R, 0]
-    number_R = _whole_numbers().read(lines.column(22, "<u4")[first_R]).astype(np.int32) // 1000
-    icode_R = lines.columns(26, 27)[first_R, 0].astype(np.int8)
-    starts_R = chain_R != np.roll(chain_R, 1)
-    starts_R[0] = True
+    residue_R = _residues(lines.view(17, "<u4")[first_R])
+    chain_R = lines.view(21, "u1")[first_R]
+    number_R = _whole_numbers().read(lines.view(22, "<u4")[first_R]).astype(np.int32) // 1000
+    icode_R = lines.view(26, "i1")[first_R]
+    starts_R = changes(chain_R)
     _check_residues(starts_R, number_R, icode_R, IS_PEPTIDE[residue_R])
     _check_ters(dict(zip(first_R[starts_R].tolist(), chain_R[starts_R].tolist(), strict=True)), ters, lines.atoms)
-    length_R = np.diff(first_R, append=lines.atoms)
+    length_R = np.append(first_R[1:], lines.atoms) - first_R
     return AtomTable(
         pos_A3=_positions(lines),
         name_A=_names(lines),
-        resname_A=np.repeat(RESIDUE_WORDS[residue_R], length_R),
-        chain_A=np.repeat(np.where(chain_R == SPACE, 0, chain_R).astype(np.uint64), length_R),
-        number_A=np.repeat(number_R, length_R),
-        icode_A=np.repeat(icode_R, length_R),
+        resname_A=RESIDUE_WORDS[residue_R].repeat(length_R),
+        chain_A=np.where(chain_R == SPACE, 0, chain_R).astype(np.uint64).repeat(length_R),
+        number_A=number_R.repeat(length_R),
+        icode_A=icode_R.repeat(length_R),
         altloc_A=_altlocs(lines),
         occupancy_A=_occupancies(lines),
         element_A=_elements(lines),
         entity_A=np.full(lines.atoms, POLYMER, np.uint8),
         hetero_A=np.full(lines.atoms, ord("A"), np.int8),
+        first_S=first_R,
     )
 
 
 def _check_text(lines: _AtomLines) -> None:
     """Require ATOM lines of printable ASCII, all with LF or all with CR LF at their ends."""
     end_A = lines.column(lines.length - 2, "<u2")
-    _require((end_A >> 8 == LINE_FEED).all())
-    ends = 2 if (end_A[0] & 0xFF) == CARRIAGE_RETURN else 1
+    end = int(end_A[0])
+    _require(end >> 8 == LINE_FEED and (end_A >> 8 == LINE_FEED).all())
+    has_return = end & 0xFF == CARRIAGE_RETURN
+    _require(not has_return or (end_A == end).all())
     text_B = np.frombuffer(lines.text, np.int8)  # below 0 where it is not ASCII
-    pieces = (text_B[first : first + WINDOW_BYTES] < SPACE for first in range(0, len(text_B), WINDOW_BYTES))
-    _require(sum(int(np.count_nonzero(piece)) for piece in pieces) == ends * lines.atoms)
+    text = lines.length - 1 - has_return
+    whole = len(text_B) - len(text_B) % (TOGETHER * lines.length)
+    lowest_TL = np.minimum.reduce(text_B[:whole].reshape(-1, TOGETHER * lines.length), axis=0, initial=SPACE)
+    for lowest_L in (lowest_TL, text_B[whole:]):
+        _require((lowest_L.reshape(-1, lines.length)[:, :text] >= SPACE).all())
 
 
 def _residue_starts(lines: _AtomLines) -> NDArray[np.int64]:
     """Return the first line of each residue: where name, chain, number, insertion code or segment changes."""
-    starts_A = np.ones(lines.atoms, np.bool_)
-    starts_A[1:] = False
-    for first, dtype in ((17, "<u8"), (25, "<u2"), (72, "<u4")):
-        column_A = lines.column(first, dtype)
-        starts_A[1:] |= column_A[1:] != column_A[:-1]
-    return np.flatnonzero(starts_A)
+    return np.flatnonzero(changes(*(lines.column(*place) for place in ((17, "<u8"), (25, "<u2"), (72, "<u4")))))
 
 
 def _residues(code_R: NDArray[np.uint32]) -> NDArray[np.int64]:
@@ -254,9 +255,13 @@ def _elements(lines: _AtomLines) -> NDArray[np.uint8]:
 
 
 def _positions(lines: _AtomLines) -> NDArray[np.float64]:
-    text_A24 = np.ascontiguousarray(lines.columns(30, 54))
-    code_N2 = text_A24.reshape(-1, 8).view("<u4")
-    return _decimals(code_N2[:, 0], code_N2[:, 1]).reshape(-1, 3)
+    """Return the positions; x, y and z lie in memory one after the other."""
+    code_23A = np.empty((2, 3, lines.atoms), np.uint32)
+    for half, first in ((0, 30), (1, 34)):
+        for axis in range(3):
+            code_23A[half, axis] = lines.view(first + 8 * axis, "<u4")
+    whole_N, fraction_N = code_23A.reshape(2, -1)
+    return _decimals(whole_N, fraction_N).reshape(3, -1).T
 
 
 def _occupancies(lines: _AtomLines) -> NDArray[np.float32]:
@@ -273,14 +278,14 @@ def _decimals(whole_codes_N: NDArray[np.uint32], fraction_codes_N: NDArray[np.ui
 
     A whole number divided by 1000 is the float nearest to the decimal, and that is what gemmi makes of the text.
     """
-    whole_N = _whole_numbers().read(whole_codes_N)
-    thousandths_N = np.copysign(_fractions().read(fraction_codes_N), whole_N)  # "-0" is a negative number, too
+    whole_N, thousandths_N = _whole_numbers().read(whole_codes_N), _fractions().read(fraction_codes_N)
+    thousandths_N.view(np.uint32)[:] |= whole_N.view(np.uint32) & SIGN  # "-0" is a negative number, too
     thousandths_N += whole_N
     return np.divide(thousandths_N, 1000, dtype=np.float64)
 
 
 class _Table(NamedTuple):
-    """The values of texts of four characters, indexed by the low halves of these characters."""
+    """The values of texts of four characters, indexed by what `_places` makes of these."""
 
     codes: NDArray[np.uint32]
     values: NDArray[np.float32]
@@ -288,14 +293,15 @@ class _Table(NamedTuple):
     def read(self, code_N: NDArray[np.uint32]) -> NDArray[np.float32]:
         """Return the value of each text; require texts that are in the table."""
         place_N = _places(code_N)
-        _require((self.codes[place_N] == code_N).all())
-        return self.values[place_N]
+        _require((self.codes.take(place_N) == code_N).all())
+        return self.values.take(place_N)
 
 
 def _places(code_N: NDArray[np.uint32]) -> NDArray[np.intp]:
-    """Return the low halves of four bytes, brought together."""
-    low_N = code_N & 0x0F0F0F0F
-    return ((low_N >> 12 ^ low_N) & 0xFFFF).astype(np.intp)
+    """Return four bytes as 16 bits: of no two of the texts in a table the same."""
+    place_N = code_N * SPREAD
+    place_N >>= 16
+    return place_N.astype(np.intp)
 
 
 @cache

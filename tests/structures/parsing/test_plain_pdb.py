@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.structures.atoms import AtomTable
+from pipeline.structures.atoms import AtomTable, sites_of
 from pipeline.structures.parsing import plain_pdb
 from pipeline.structures.parsing.read_structure import FileReading, parse_structure
 from pipeline.structures.parsing.structure_files import PARSER, parser_of
@@ -45,6 +45,7 @@ def is_plain(data: bytes) -> bool:
         assert (mine.dtype, mine.shape) == (other.dtype, other.shape), name
         assert mine.tobytes() == np.ascontiguousarray(other).tobytes(), name
     assert [getattr(ours, name) for name in OTHERS] == [getattr(theirs, name) for name in OTHERS]
+    assert sites_of(ours).first_S.tolist() == sites_of(theirs).first_S.tolist()
     links, their_links = ours.links(), theirs.links()
     assert len(links.covalent_L) == len(their_links.covalent_L) == 0
     assert (links.atoms_L2.shape, links.atoms_L2.dtype) == (their_links.atoms_L2.shape, their_links.atoms_L2.dtype)
@@ -52,7 +53,7 @@ def is_plain(data: bytes) -> bool:
 
 
 def test_every_column_of_a_table_is_compared() -> None:
-    assert {*COLUMNS, *OTHERS, "links"} == {field.name for field in fields(AtomTable)}
+    assert {*COLUMNS, *OTHERS, "first_S", "links"} == {field.name for field in fields(AtomTable)}
 
 
 @pytest.mark.shared
