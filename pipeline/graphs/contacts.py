@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pipeline.graphs import bonds, neighbours
-from pipeline.structures.atoms import name_word
+from pipeline.structures.atoms import changes, name_word
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -113,7 +113,7 @@ class InterfaceSide:
 
         |m - n|² ≤ (r + s)² is a product of matrices: (|m|² - r²) + (|n|² - s²) - 2mn - 2rs ≤ 0.
         """
-        origin_31 = self.middle_3N.mean(axis=1, keepdims=True)
+        origin_31 = self.middle_3N[:, len(self.reach_N) // 2, None]
         from_6N, to_6M = np.ones((6, len(self.reach_N))), np.ones((6, len(partner.reach_N)))
         most = 0.0
         for ball_6N, side, more, at in ((from_6N, self, 0.0, 4), (to_6M, partner, cutoff, 5)):
@@ -127,12 +127,14 @@ class InterfaceSide:
         is_near_NM: NDArray[np.bool_] = neighbours.matrix_product(from_6N.T, to_6M) <= slack
         return is_near_NM
 
-    def atoms(self) -> tuple[Floats, NDArray[np.int64]]:
-        """Return the heavy atoms, and the residue of each among these."""
-        count_N = self.bodies.atoms_S[self.residue_N]
-        node_A = np.repeat(np.arange(len(count_N)), count_N)
-        row_A = np.arange(len(node_A)) + (self.bodies.first_S[self.residue_N] - np.cumsum(count_N) + count_N)[node_A]
-        return self.bodies.pos_3H.take(row_A, axis=1).T, node_A
+    def atoms(self, nodes: NDArray[np.int64]) -> tuple[Floats, NDArray[np.int64]]:
+        """Return the heavy atoms of some nodes, and the node of each."""
+        residues = self.residue_N[nodes]
+        count_N = self.bodies.atoms_S[residues]
+        shift_N = self.bodies.first_S[residues] - count_N.cumsum() + count_N
+        row_A = shift_N.repeat(count_N)
+        row_A += np.arange(len(row_A))
+        return self.bodies.pos_3H.take(row_A, axis=1).T, nodes.repeat(count_N)
 
 
 def find_contacts(receptor: InterfaceSide, ligand: InterfaceSide, cutoff: float) -> Contacts | None:
@@ -140,14 +142,14 @@ def find_contacts(receptor: InterfaceSide, ligand: InterfaceSide, cutoff: float)
     rows, columns = _facing(receptor, ligand, cutoff)
     if not len(rows):
         return None
-    pos_A3, node_A = receptor.take(rows).atoms()
-    other_A3, other_A = ligand.take(columns).atoms()
+    pos_A3, node_A = receptor.atoms(rows)
+    other_A3, other_A = ligand.atoms(columns)
     found_2E = neighbours.between(other_A3, pos_A3, radius=cutoff)
     if not found_2E.size:
         return None
     apart_E3 = other_A3[found_2E[0]] - pos_A3[found_2E[1]]
     nearest_E = np.sqrt(np.einsum("ex,ex->e", apart_E3, apart_E3))
-    return _by_residue(rows[node_A[found_2E[1]]], columns[other_A[found_2E[0]]], nearest_E)
+    return _by_residue(node_A[found_2E[1]], other_A[found_2E[0]], nearest_E)
 
 
 def _facing(
@@ -166,7 +168,8 @@ def _facing(
 
 def closest_approach(receptor: InterfaceSide, ligand: InterfaceSide) -> float:
     """Return the smallest distance between heavy atoms of two partners."""
-    return neighbours.closest(receptor.atoms()[0], ligand.atoms()[0])
+    atoms = (side.atoms(np.arange(len(side.residue_N)))[0] for side in (receptor, ligand))
+    return neighbours.closest(*atoms)
 
 
 def _by_residue(receptor_E: NDArray[np.int64], ligand_E: NDArray[np.int64], nearest_E: Floats) -> Contacts:
@@ -175,7 +178,7 @@ def _by_residue(receptor_E: NDArray[np.int64], ligand_E: NDArray[np.int64], near
     pair_E = receptor_E * ligands + ligand_E
     order = pair_E.argsort()
     pair_E = pair_E[order]
-    first_P = np.flatnonzero(np.append(True, pair_E[1:] != pair_E[:-1]))
+    first_P = np.flatnonzero(changes(pair_E))
     receptor_P, ligand_P = np.divmod(pair_E[first_P], ligands)
     atoms_P = np.append(first_P[1:], len(order)) - first_P
     return Contacts(receptor_P, ligand_P, atoms_P, np.minimum.reduceat(nearest_E[order], first_P))

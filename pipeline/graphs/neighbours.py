@@ -9,7 +9,6 @@ Shapes: N nodes, S sources (their possible neighbours), C candidates of a node i
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,18 +24,17 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float64]
     Ids = NDArray[np.int64]  # node * sources + source: sorted, they are in canonical order
+    Sources = NDArray[np.integer]  # of each node as many, in the order of their indices
 
 STEP = 1e-6  # Å²
 COINCIDENT = 0.01  # Å; no two atoms of one conformer are so near
-# Up to so many sources, all distances at once cost less than the tree: for k = 20, 0.15 against 0.43 ms with 170 nodes,
-# 0.7 against 1.1 ms with 430, 2.3 against 2.7 ms with 760; with 1,000 the tree is ahead.
+# Up to so many sources, all distances at once cost less than the tree: for k = 20, 0.13 against 0.43 ms with 170 nodes,
+# 0.6 against 1.1 ms with 430; with 1,000 the tree is ahead.
 FEW = 800
-LONGEST_ROW = 512  # numpy sorts longer rows of 16-bit numbers ten times slower
-COARSE = 65_000  # steps over which squared distances are spread to be sorted as 16-bit numbers, which is fastest
 ROUGHNESS = 2**-20  # of the largest squared distance: more than float32 can be wrong by
+ONES = np.ones(3)
 BLOCK = 1 << 18  # distances at a time: 1 MB
 PIECE = 1 << 18  # multiplications, for which BLAS starts no threads
-OWN = np.iinfo(np.uint16).max  # a node is not its own neighbour
 
 
 def within(pos_N3: Floats, nearest: int = 0, radius: float | None = None) -> Edges:
@@ -103,14 +101,17 @@ def _steps(squared: Floats) -> Floats:
 
 def _edges(source_S3: Floats, target_N3: Floats, nearest: int, radius: float | None, *, same: bool) -> Edges:
     """Return the union of both kinds of edges."""
-    kind = _Matrix if len(source_S3) <= FEW else _Tree
-    sources = max(1, len(source_S3))
-    index = kind(source_S3, target_N3, same)
-    nearest = min(nearest, len(source_S3) - same)
-    ids_E = index.nearest(nearest) if nearest > 0 else np.empty(0, np.int64)
-    if radius is not None:
-        in_reach_E = index.in_reach(radius)
-        ids_E = np.union1d(ids_E, in_reach_E) if len(ids_E) else in_reach_E
+    sources, nodes = max(1, len(source_S3)), np.arange(len(target_N3))
+    index = (_Matrix if len(source_S3) <= FEW else _Tree)(source_S3, target_N3, same)
+    nearest = max(0, min(nearest, len(source_S3) - same))
+    source_NK = index.nearest(nearest) if nearest else np.empty((len(nodes), 0), np.int64)
+    if radius is None:
+        edges_2NK = np.empty((2, *source_NK.shape), np.int64)
+        edges_2NK[0], edges_2NK[1] = source_NK, nodes[:, None]
+        return edges_2NK.reshape(2, -1)
+    ids_E = index.in_reach(radius)
+    if nearest:
+        ids_E = np.union1d(nodes[:, None] * sources + source_NK, ids_E)
     edges_2E = np.empty((2, len(ids_E)), np.int64)
     np.floor_divide(ids_E, sources, out=edges_2E[1])  # which numpy does faster than divmod
     np.subtract(ids_E, edges_2E[1] * sources, out=edges_2E[0])
@@ -138,18 +139,6 @@ def _nearest_of(steps_NC: Floats, nearest: int) -> NDArray[np.bool_]:
     return chosen_NC
 
 
-def _smallest(rows_NS: NDArray[np.uint16], count: int) -> NDArray[np.uint16]:
-    """Return the smallest numbers of each row, sorted.
-
-    A sort is as fast as a partition at one place, and three times as fast as one at two; long rows are split first.
-    """
-    pieces = -(-rows_NS.shape[1] // LONGEST_ROW)
-    if pieces == 1:
-        return np.sort(rows_NS, axis=1)
-    smallest = [np.sort(piece, axis=1)[:, :count] for piece in np.array_split(rows_NS, pieces, axis=1)]
-    return np.sort(np.concatenate(smallest, axis=1), axis=1)
-
-
 class _Matrix:
     """All distances between two small sets.
 
@@ -160,96 +149,84 @@ class _Matrix:
     def __init__(self, source_S3: Floats, target_N3: Floats, same: bool) -> None:  # noqa: FBT001 - a fact
         self._source_S3, self._target_N3, self._same = source_S3, target_N3, same
 
-    def nearest(self, nearest: int) -> Ids:
-        """Return each node's nearest sources.
-
-        Squared distances are sorted as 16-bit numbers, which keep the order of any two more than one unit apart.
-        """
-        sources = len(self._source_S3)
-        if nearest >= sources - 1:
-            return self._ids(lambda nodes: np.flatnonzero(_nearest_of(self._steps(nodes), nearest)))
+    def nearest(self, nearest: int) -> Sources:
+        """Return each node's nearest sources."""
+        if nearest >= len(self._source_S3) - 1:
+            return np.concatenate([self._by_steps(nodes, nearest) for nodes in self._blocks()])
         rough = self._rough()
-        return self._ids(lambda nodes: np.flatnonzero(self._nearest(rough(nodes), nodes, nearest)))
+        return np.concatenate([self._nearest(rough(nodes), nodes, nearest) for nodes in self._blocks()])
 
     def in_reach(self, radius: float) -> Ids:
         """Return each node's sources within a distance."""
-        if not len(self._source_S3) or not len(self._target_N3):
+        sources = len(self._source_S3)
+        if not sources or not len(self._target_N3):
             return np.empty(0, np.int64)
         rough = self._rough()
-        return self._ids(lambda nodes: self._in_reach(rough(nodes), nodes, radius))
+        blocks = [self._in_reach(rough(nodes), nodes, radius) + nodes[0] * sources for nodes in self._blocks()]
+        return np.concatenate(blocks)
 
-    def _ids(self, choose: Callable[[NDArray[np.int64]], Ids]) -> Ids:
-        """Return the chosen edges, working through the nodes in blocks."""
-        sources, nodes = len(self._source_S3), np.arange(len(self._target_N3))
-        block = max(1, BLOCK // max(1, sources))
-        if len(nodes) <= block:
-            return choose(nodes)
-        firsts = range(0, len(nodes), block)
-        return np.concatenate([choose(nodes[first : first + block]) + first * sources for first in firsts])
+    def _blocks(self) -> list[NDArray[np.int64]]:
+        """Return the nodes in blocks of so many that their distances are held at once."""
+        nodes, block = np.arange(len(self._target_N3)), max(1, BLOCK // max(1, len(self._source_S3)))
+        return [nodes[first : first + block] for first in range(0, len(nodes), block)]
 
     def _rough(self) -> Callable[[NDArray[np.int64]], NDArray[np.float32]]:
-        """Return what gives a block's squared distances to all sources, in units of which the largest is `COARSE`."""
+        """Return what gives a block's squared distances to all sources, each too large by `_error`, or hardly wrong."""
         source_3S = np.ascontiguousarray(self._source_S3.T)
         target_3N = source_3S if self._same else np.ascontiguousarray(self._target_N3.T)
-        low_3 = np.minimum(source_3S.min(axis=1), target_3N.min(axis=1))
-        high_3 = np.maximum(source_3S.max(axis=1), target_3N.max(axis=1))
-        span_3, middle_31 = high_3 - low_3, ((low_3 + high_3) / 2)[:, None]
-        self._unit = max(float(span_3 @ span_3) / COARSE, 2 * STEP)
+        middle_31 = source_3S[:, len(self._source_S3) // 2, None]  # near which few coordinates are large
         from_5N, to_5S = np.ones((5, target_3N.shape[1])), np.ones((5, source_3S.shape[1]))
         for factor_5, points_3, at in ((from_5N, target_3N, 3), (to_5S, source_3S, 4)):
             np.subtract(points_3, middle_31, out=factor_5[:3])
-            factor_5[:3] /= math.sqrt(self._unit)
-            np.einsum("xn,xn->n", factor_5[:3], factor_5[:3], out=factor_5[at])
+            np.matmul(ONES, factor_5[:3] * factor_5[:3], out=factor_5[at])
+        self._error = 4 * ROUGHNESS * max(from_5N[3].max().item(), to_5S[4].max().item())
+        from_5N[3] += self._error
         to_5S[:3] *= -2
         return lambda nodes: matrix_product(from_5N[:, nodes[0] : nodes[-1] + 1].T, to_5S)
 
-    def _nearest(self, rough_NS: NDArray[np.float32], nodes: NDArray[np.int64], nearest: int) -> NDArray[np.bool_]:
-        """Return a mask of some nodes' nearest sources."""
-        coarse_NS = rough_NS.astype(np.uint16)
-        if self._same:
-            coarse_NS.ravel()[nodes[0] :: len(self._source_S3) + 1] = OWN
-        ranked_NC = _smallest(coarse_NS, nearest + 1)
-        last_N, next_N = ranked_NC[:, nearest - 1], ranked_NC[:, nearest]
-        chosen_NS: NDArray[np.bool_] = coarse_NS <= last_N[:, None]
-        unclear = np.flatnonzero(next_N <= last_N + 1)
-        if len(unclear):
-            chosen_NS[unclear] = self._settled(coarse_NS[unclear], last_N[unclear], nodes[unclear], nearest)
-        return chosen_NS
+    def _nearest(self, rough_NS: NDArray[np.float32], nodes: NDArray[np.int64], nearest: int) -> Sources:
+        """Return some nodes' nearest sources.
 
-    def _settled(
-        self, coarse_NS: NDArray[np.uint16], last_N: NDArray[np.uint16], nodes: NDArray[np.int64], nearest: int
-    ) -> NDArray[np.bool_]:
-        """Return a mask of some nodes' nearest sources, comparing in steps what is within a unit of the last."""
-        chosen_NS: NDArray[np.bool_] = coarse_NS < np.maximum(last_N, 1)[:, None] - np.uint16(1)
-        maybe = np.flatnonzero((coarse_NS <= last_N[:, None] + np.uint16(1)) & ~chosen_NS)
-        node, source = np.divmod(maybe, coarse_NS.shape[1])
-        steps = squared_steps(self._source_S3[source], self._target_N3[nodes[node]])
-        order = np.lexsort((steps, node))  # of equal ones the first stays first
-        count_N = np.bincount(node, minlength=len(nodes))
-        rank = np.arange(len(node)) - (np.cumsum(count_N) - count_N)[node]
-        room_N = nearest - np.count_nonzero(chosen_NS, axis=1)
-        chosen_NS.ravel()[maybe[order[rank < room_N[node]]]] = True
-        return chosen_NS
+        Squared distances, which are positive, sort like the whole numbers of the same bits; the last of these bits are
+        given to the source.
+        """
+        sources = len(self._source_S3)
+        own = (1 << (sources - 1).bit_length()) - 1
+        if self._same:
+            rough_NS.ravel()[nodes[0] :: sources + 1] = np.inf
+        key_NS = rough_NS.view(np.int32)
+        key_NS &= ~own
+        key_NS |= np.arange(sources, dtype=np.int32)
+        key_NS.sort(axis=1)
+        source_NK = key_NS[:, :nearest] & own
+        source_NK.sort(axis=1)
+        last_N, next_N = (key_NS[:, nearest - 1] | own).view(np.float32), (key_NS[:, nearest] & ~own).view(np.float32)
+        unclear = np.flatnonzero(next_N - last_N <= 2 * self._error + STEP)
+        if len(unclear):
+            source_NK[unclear] = self._by_steps(nodes[unclear], nearest)
+        return source_NK
 
     def _in_reach(self, rough_NS: NDArray[np.float32], nodes: NDArray[np.int64], radius: float) -> Ids:
         """Return the edges from some nodes' sources within a distance; steps are compared only at its edge."""
         if self._same:
             rough_NS.ravel()[nodes[0] :: len(self._source_S3) + 1] = np.inf
-        reach, slack = (radius * radius + STEP) / self._unit, ROUGHNESS * COARSE
-        near_E = np.flatnonzero(rough_NS <= reach + slack)
-        unclear = np.flatnonzero(rough_NS.ravel()[near_E] > reach - slack - 2 * STEP / self._unit)
+        reach = radius * radius + STEP
+        near_E = np.flatnonzero(rough_NS <= reach + 2 * self._error)
+        unclear = np.flatnonzero(rough_NS.ravel()[near_E] > reach - 2 * STEP)
         if not len(unclear):
             return near_E
         node, source = np.divmod(near_E[unclear], len(self._source_S3))
         steps = squared_steps(self._source_S3[source], self._target_N3[nodes[node]])
-        return np.delete(near_E, unclear[steps > reach_steps(radius)])
+        is_near_E = np.ones(len(near_E), np.bool_)
+        is_near_E[unclear] = steps <= reach_steps(radius)
+        return near_E[is_near_E]
 
-    def _steps(self, nodes: NDArray[np.int64]) -> Floats:
-        """Return some nodes' squared distances to all sources in steps, infinite to themselves."""
+    def _by_steps(self, nodes: NDArray[np.int64], nearest: int) -> Sources:
+        """Return some nodes' nearest sources, comparing all distances in steps."""
         steps_NS = _steps(cdist(self._target_N3[nodes], self._source_S3, "sqeuclidean"))
         if self._same:
             steps_NS[np.arange(len(nodes)), nodes] = np.inf
-        return steps_NS
+        return np.sort(steps_NS.argsort(axis=1, kind="stable")[:, :nearest], axis=1)
 
 
 class _Tree:
@@ -259,11 +236,11 @@ class _Tree:
         self._source_S3, self._target_N3, self._same = source_S3, target_N3, same
         self._tree = cKDTree(source_S3)
 
-    def nearest(self, nearest: int) -> Ids:
+    def nearest(self, nearest: int) -> Sources:
         """Return each node's nearest sources; nodes with ties query more and more candidates."""
         nodes, sources, own = np.arange(len(self._target_N3)), len(self._source_S3), int(self._same)
         if nearest + own >= sources:
-            return self._of_candidates(nodes, nearest, sources)[0]
+            return self._of_candidates(nodes, nearest, sources)[0].reshape(-1, nearest) % sources
         apart_NC, source_NC = self._tree.query(self._target_N3, nearest + own + 1)
         unclear_N = np.diff(apart_NC[:, -2:] ** 2, axis=1)[:, 0] <= 2 * STEP
         if self._same:
@@ -275,7 +252,7 @@ class _Tree:
             ids_E, clear_N = self._of_candidates(nodes, nearest, min(wanted, sources))
             ids.append(ids_E)
             nodes, wanted = nodes[~clear_N], 4 * wanted
-        return np.sort(np.concatenate(ids))
+        return np.sort(np.concatenate(ids)).reshape(-1, nearest) % sources
 
     def in_reach(self, radius: float) -> Ids:
         """Return each node's sources within a distance."""

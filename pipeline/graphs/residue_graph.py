@@ -52,6 +52,11 @@ class Residues:
     chain_N: NDArray[np.int64]  # of the side
     ca_N3: Floats  # in the file
 
+    def types(self) -> NDArray[np.uint8]:
+        """Return which of `LETTERS` each node is."""
+        letters = b"".join(chain.sequence.encode().ljust(chain.last - chain.first) for chain in self.side.chains)
+        return TYPE_OF_LETTER[np.frombuffer(letters, np.uint8)[self.place_N]]
+
     def name(self, node: int) -> str:
         """Return a residue's name for messages."""
         structure, residue = self.side.structure, self.residue_N[node]
@@ -92,46 +97,55 @@ def centre(pos_N3: Floats) -> Floats:
     return centre_3
 
 
-def node_arrays(residues: Residues, bodies: Bodies, centre_3: Floats) -> dict[str, Array]:
-    """Return the nodes' arrays, except the embedding rows."""
-    structure, residue_N = residues.side.structure, residues.residue_N
+def node_arrays(
+    sides: Sequence[Residues], bodies: Bodies, centres: Sequence[Floats]
+) -> list[dict[str, Array]]:
+    """Return the arrays of the nodes of each side of one structure, except the embedding rows."""
+    structure, residue_N = sides[0].side.structure, np.concatenate([residues.residue_N for residues in sides])
+    sizes = [len(residues.residue_N) for residues in sides]
+    centre_3N = np.stack(centres, axis=1).repeat(sizes, axis=1)
     atom_5N = structure.backbone_R5[residue_N].T
     absent_5N = atom_5N < 0
     pos_35N = bodies.pos_3A.take(atom_5N, axis=1)
-    pos_35N -= centre_3[:, None, None]
-    side_3N, atoms_N = _side_chains(bodies, residue_N, centre_3, np.where(absent_5N, 0, pos_35N), absent_5N)
-    np.copyto(pos_35N, np.nan, where=absent_5N)
+    pos_35N -= centre_3N[:, None]
+    pos_35N[:, absent_5N] = 0
+    side_3N, atoms_N = _side_chains(bodies, residue_N, centre_3N, pos_35N, absent_5N)
+    pos_35N[:, absent_5N] = np.nan
     virtual = absent_5N[CB].nonzero()[0]
-    pos_35N[:, CB, virtual] = virtual_cb(*(pos_35N[:, at, virtual] for at in (N, CA, C)))
+    pos_35N[:, CB, virtual] = virtual_cb(*pos_35N[:, : C + 1, virtual].swapaxes(0, 1))
     bare = virtual[atoms_N[virtual] == 0]
     side_3N[:, bare] = pos_35N[:, CB, bare]
     side_3N -= pos_35N[:, CA]
-    letters = b"".join(chain.sequence.encode().ljust(chain.last - chain.first) for chain in residues.side.chains)
-    type_N = TYPE_OF_LETTER[np.frombuffer(letters, np.uint8)[residues.place_N]]
-    flags_N = absent_5N[CB] * VIRTUAL_CB
+    type_N = np.concatenate([residues.types() for residues in sides])
     lacks_backbone_N = absent_5N[N] | absent_5N[C]
+    flags_N = absent_5N[CB] * VIRTUAL_CB
     flags_N |= lacks_backbone_N * NO_BACKBONE
     flags_N |= (lacks_backbone_N | (atoms_N < SIDE_ATOMS.take(type_N))) * INCOMPLETE
     flags_N |= structure.modified_R[residue_N] * MODIFIED
-    return {
-        "pos": pos_35N.T[:, KEPT].astype(np.float32, order="C"),
+    arrays = {
+        "pos": pos_35N[:, KEPT].T.astype(np.float32, order="C"),
         "side": side_3N.T.astype(np.float32, order="C"),
         "type": type_N,
         "flags": flags_N,
-        "chain": residues.chain_N.astype(np.min_scalar_type(len(residues.side.chains) - 1)),
+        "chain": np.concatenate([residues.chain_N for residues in sides]),
         "number": structure.number_R[residue_N],
         "icode": structure.icode_R[residue_N].view(np.uint8),
     }
+    ends = np.cumsum(sizes).tolist()
+    parts = [{name: array[end - size : end] for name, array in arrays.items()} for size, end in zip(sizes, ends, strict=True)]
+    for residues, part in zip(sides, parts, strict=True):
+        part["chain"] = part["chain"].astype(np.min_scalar_type(len(residues.side.chains) - 1))
+    return parts
 
 
 def _side_chains(
-    bodies: Bodies, residue_N: NDArray[np.int64], centre_3: Floats, pos_35N: Floats, absent_5N: NDArray[np.bool_]
+    bodies: Bodies, residue_N: NDArray[np.int64], centre_3N: Floats, pos_35N: Floats, absent_5N: NDArray[np.bool_]
 ) -> tuple[Floats, NDArray[np.int64]]:
     """Return the centroid and number of each side chain's heavy atoms: of all, minus the main chain."""
     all_N, oxygens_N = bodies.atoms_S[residue_N], bodies.oxygens_S[residue_N]
     atoms_N = all_N + absent_5N[:CB].sum(axis=0) - (CB + oxygens_N)
-    sum_3N = (bodies.middle_3S.take(residue_N, axis=1) - centre_3[:, None]) * all_N - pos_35N[:, :CB].sum(axis=1)
-    sum_3N -= bodies.oxygen_3S.take(residue_N, axis=1) - centre_3[:, None] * oxygens_N
+    sum_3N = (bodies.middle_3S.take(residue_N, axis=1) - centre_3N) * all_N - pos_35N[:, :CB].sum(axis=1)
+    sum_3N -= bodies.oxygen_3S.take(residue_N, axis=1) - centre_3N * oxygens_N
     sum_3N /= np.maximum(atoms_N, 1)
     return sum_3N, atoms_N
 
@@ -173,10 +187,14 @@ def build_residue_graph(read: Complex, recipe: GraphRecipe) -> ItemGraph:
     twins = {role: _twins(sides[role], there, read.maps[f"bound.{role.value}"]) for role, there in read.bound.items()}
     bodies = _bodies(sides)
     labels, extra = _labels(sides, bodies, twins, recipe.contacts)
-    parts = []
+    parts, centres = [], {role: centre(chosen.ca_N3) for role, chosen in sides.items()}
+    arrays: dict[Role, dict[str, Array]] = {}
+    for own in {id(own): own for own in bodies.values()}.values():
+        group = [role for role in sides if bodies[role] is own]
+        made = node_arrays([sides[role] for role in group], own, [centres[role] for role in group])
+        arrays |= zip(group, made, strict=True)
     for role, chosen in sides.items():
-        partner, centre_3 = read.partners[role], centre(chosen.ca_N3)
-        nodes = node_arrays(chosen, bodies[role], centre_3)
+        partner, nodes, centre_3 = read.partners[role], arrays[role], centres[role]
         nodes["row"] = joined_embedding_rows(partner, read.maps.get(f"rows.{role.value}"))[chosen.place_N]
         chains = tuple(ChainText(chain.name, chain.kind, chain.sequence) for chain in partner.chains)
         parts.append(PartnerGraph(role, chains, centre_3, nodes | extra.get(role, {}), {NEAR: edges[role]}))

@@ -138,12 +138,14 @@ def one_conformer(
 
     A name that occurs twice in a residue is one atom, except in small molecules, where every carbon may be called C.
     """
-    residue_A = np.repeat(_residue_of_site(table, sites), sites.length_S)
     name_A, altloc_A = table.name_A[rows_A], table.altloc_A[rows_A]
-    if not altloc_A.any() and _all_distinct(name_A, residue_A):
+    has_alternatives = altloc_A.any()
+    residue_S = _residue_of_site(table, sites) if has_alternatives else np.arange(len(sites.first_S))
+    residue_A = np.repeat(residue_S, sites.length_S)
+    if not has_alternatives and _all_distinct(name_A, residue_A):
         return rows_A, residue_A, 0
     order_A, alternatives = np.arange(len(residue_A)), 0
-    if altloc_A.any():
+    if has_alternatives:
         chosen_R, alternatives = _choose_labels(altloc_A, table.occupancy_A[rows_A], residue_A, altlocs)
         order_A = _by_preference(altloc_A, table.resname_A[rows_A], residue_A, chosen_R)
     names, code_A = np.unique(name_A, return_inverse=True)

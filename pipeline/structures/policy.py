@@ -131,7 +131,7 @@ class Structure:
 def apply_policy(table: AtomTable, policy: Policy) -> Structure:
     """Return the residues of a file under a policy."""
     sites = sites_of(table)
-    types = _types(_usual_names(table, sites), table.parents)
+    types = _types(table, sites)
     polymer_S = _polymer(table, sites, types)
     other = np.flatnonzero(~polymer_S)
     is_water = table.entity_A[sites.first_S[other]] == WATER
@@ -181,11 +181,8 @@ def _polymer(table: AtomTable, sites: Sites, types: _Types) -> NDArray[np.bool_]
     return polymer_S
 
 
-def _usual_names(table: AtomTable, sites: Sites) -> NDArray[np.uint64]:
+def _usual_names(table: AtomTable, sites: Sites, name_S: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Return the name of each site, of a nucleotide as CHARMM calls it the usual one."""
-    name_S = table.resname_A[sites.first_S]
-    if CHARMM_WORDS.isdisjoint(name_S.tolist()):
-        return name_S
     charmm = np.flatnonzero(np.isin(name_S, [*CHARMM_WORDS]))
     c1_S, o2_S = (np.logical_or.reduceat(table.name_A == name_word(atom), sites.first_S) for atom in ("C1'", "O2'"))
     usual_S: NDArray[np.uint64] = name_S.copy()
@@ -208,17 +205,29 @@ class _Types:
         return _Types(self.letter[chosen], self.kind[chosen], self.modified[chosen], self.is_cap[chosen])
 
 
-def _types(name_S: NDArray[np.uint64], parents: Mapping[str, str]) -> _Types:
+def _types(table: AtomTable, sites: Sites) -> _Types:
     """Return the types of residues, looked up once per distinct name."""
-    names = sorted(set(name_S.tolist()))  # of so few, that takes half the time of np.unique
-    inverse = np.searchsorted(np.array(names, np.uint64), name_S)
-    known = {name_word(name): name_word(parent) for name, parent in parents.items()}
-    residue_types = [_residue_type(name, known.get(name, 0)) for name in names]
-    letters = np.array([ord(letter or "\0") for _, letter, _, _ in residue_types], dtype=np.uint8)
-    kinds = np.array([kind for kind, _, _, _ in residue_types], dtype=np.int64)
-    modified = np.array([changed for _, _, changed, _ in residue_types], dtype=np.bool_)
-    caps = np.array([is_cap for _, _, _, is_cap in residue_types], dtype=np.bool_)
-    return _Types(letters, kinds, modified, caps).take(inverse)
+    name_S = table.resname_A[sites.first_S]
+    name_T = np.unique(name_S)
+    if not CHARMM_WORDS.isdisjoint(name_T.tolist()):
+        name_S = _usual_names(table, sites, name_S)
+        name_T = np.unique(name_S)
+    known = ((name_word(name), name_word(parent)) for name, parent in table.parents.items())
+    types_T = _types_of(tuple(name_T.tolist()), tuple(known))
+    return types_T.take(np.searchsorted(name_T, name_S))
+
+
+@lru_cache(maxsize=64)  # most files have the same twenty names
+def _types_of(names: tuple[int, ...], parents: tuple[tuple[int, int], ...]) -> _Types:
+    """Return the types of some names."""
+    parent_of = dict(parents)
+    kinds, letters, modified, caps = zip(*(_residue_type(name, parent_of.get(name, 0)) for name in names), strict=True)
+    return _Types(
+        np.array([ord(letter or "\0") for letter in letters], np.uint8),
+        np.array(kinds, np.int64),
+        np.array(modified, np.bool_),
+        np.array(caps, np.bool_),
+    )
 
 
 def _in_chain_order(table: AtomTable, sites: Sites) -> Sites:
@@ -245,7 +254,7 @@ def _structure(
 ) -> Structure:
     """Assemble residues and chains from the kept atoms; the residues after the first `polymers` are molecules."""
     name_A = np.ascontiguousarray(table.name_A[kept_A])
-    pos_A3 = np.ascontiguousarray(table.pos_A3[kept_A])
+    pos_A3 = np.asarray(table.pos_A3[kept_A], order="A")  # rows or columns, as the parser has them
     element_A = np.ascontiguousarray(table.element_A[kept_A])
     _check_positions(pos_A3)
     backbone_R5 = np.stack([_find(name_A, residue_A, atom, len(first_R)) for atom in BACKBONE], axis=1)
