@@ -114,13 +114,14 @@ class InterfaceSide:
         |m - n|² ≤ (r + s)² is a product of matrices: (|m|² - r²) + (|n|² - s²) - 2mn - 2rs ≤ 0.
         """
         origin_31 = self.middle_3N[:, len(self.reach_N) // 2, None]
-        from_6N, to_6M = np.ones((6, len(self.reach_N))), np.ones((6, len(partner.reach_N)))
+        from_6N, to_6M = (np.ones((6, len(side.reach_N)), np.float32) for side in (self, partner))
         most = 0.0
         for ball_6N, side, more, at in ((from_6N, self, 0.0, 4), (to_6M, partner, cutoff, 5)):
-            np.subtract(side.middle_3N, origin_31, out=ball_6N[:3])
-            np.add(side.reach_N, more, out=ball_6N[3])
-            squared_4N = ball_6N[:4] * ball_6N[:4]
-            np.matmul(SIGNS, squared_4N, out=ball_6N[at])
+            ball_4N = np.empty((4, len(side.reach_N)))
+            np.subtract(side.middle_3N, origin_31, out=ball_4N[:3])
+            np.add(side.reach_N, more, out=ball_4N[3])
+            squared_4N = ball_4N * ball_4N
+            ball_6N[:4], ball_6N[at] = ball_4N, SIGNS @ squared_4N
             most += squared_4N.max()
         to_6M[:4] *= -2
         slack = 4 * neighbours.ROUGHNESS * most

@@ -97,9 +97,7 @@ def centre(pos_N3: Floats) -> Floats:
     return centre_3
 
 
-def node_arrays(
-    sides: Sequence[Residues], bodies: Bodies, centres: Sequence[Floats]
-) -> list[dict[str, Array]]:
+def node_arrays(sides: Sequence[Residues], bodies: Bodies, centres: Sequence[Floats]) -> list[dict[str, Array]]:
     """Return the arrays of the nodes of each side of one structure, except the embedding rows."""
     structure, residue_N = sides[0].side.structure, np.concatenate([residues.residue_N for residues in sides])
     sizes = [len(residues.residue_N) for residues in sides]
@@ -132,7 +130,9 @@ def node_arrays(
         "icode": structure.icode_R[residue_N].view(np.uint8),
     }
     ends = np.cumsum(sizes).tolist()
-    parts = [{name: array[end - size : end] for name, array in arrays.items()} for size, end in zip(sizes, ends, strict=True)]
+    parts = [
+        {name: array[end - size : end] for name, array in arrays.items()} for size, end in zip(sizes, ends, strict=True)
+    ]
     for residues, part in zip(sides, parts, strict=True):
         part["chain"] = part["chain"].astype(np.min_scalar_type(len(residues.side.chains) - 1))
     return parts

@@ -34,7 +34,7 @@ _DTYPES = {
     "BOOL": "|b1", "U8": "|u1", "I8": "|i1", "U16": "<u2", "I16": "<i2", "F16": "<f2", "U32": "<u4", "I32": "<i4",
     "F32": "<f4", "U64": "<u8", "I64": "<i8", "F64": "<f8",
 }  # fmt: skip
-_TAGS = {dtype: tag for tag, dtype in _DTYPES.items()}
+_TAGS = {np.dtype(text): tag for tag, text in _DTYPES.items()}
 _DTYPE_OF_TAG = {tag: np.dtype(text) for tag, text in {**_DTYPES, BFLOAT16: "<u2"}.items()}
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 _LENGTH = struct.Struct("<Q")
@@ -125,7 +125,7 @@ def laid_out(blob: bytes, record: Record) -> EncodedRecord:
     tensors, position = [], 0
     for name, array in record.arrays.items():  # in the order in which they lie
         start, position = position, position + array.nbytes
-        tag = BFLOAT16 if name in record.bfloat16 else _TAGS[array.dtype.str]
+        tag = BFLOAT16 if name in record.bfloat16 else _TAGS[array.dtype]
         tensors.append(Tensor(name, tag, array.shape, start, position))
     tensors.append(Tensor(DESCRIPTOR, "U8", (len(blob) - end,), end, len(blob)))
     return EncodedRecord(record.key, blob, tuple(tensors))
@@ -151,10 +151,10 @@ def check_key(key: bytes) -> None:
 def _tagged(name: str, value: Array, bfloat16: bool) -> tuple[str, Array]:  # noqa: FBT001 - a fact about the array
     _check_name(name)
     array = np.asarray(value, order="C")
-    tag = _TAGS.get(array.dtype.str)
+    tag = _TAGS.get(array.dtype)
     if tag is None:
         array = array.astype(array.dtype.newbyteorder("<"))
-        tag = _TAGS.get(array.dtype.str)
+        tag = _TAGS.get(array.dtype)
     if tag is None or (bfloat16 and tag != "U16"):
         raise ValueError(f"array {name} of {array.dtype} cannot be stored{' as bfloat16 bits' if bfloat16 else ''}")
     return (BFLOAT16 if bfloat16 else tag), array

@@ -124,7 +124,7 @@ def _split(data: bytes, *, to_end: bool) -> tuple[_AtomLines, list[int]]:
 
 
 def _other_lines(data: bytes, at: int, length: int) -> Iterator[int]:
-    """Yield where among the next lines, if all have that length, one begins that is no ATOM line, and where they end."""
+    """Yield where the next lines, if all have that length, are no ATOM lines, and at last where they end."""
     lines = min((len(data) - at) // length, WINDOW_LINES)
     others = np.flatnonzero(np.ndarray(lines, "<u4", data, at, (length,)) != ATOM)
     return (at + length * int(line) for line in chain(others, [lines]))
@@ -249,7 +249,7 @@ def _altlocs(lines: _AtomLines) -> NDArray[np.int8]:
 
 
 def _elements(lines: _AtomLines) -> NDArray[np.uint8]:
-    element_A: NDArray[np.uint8] = ELEMENTS[lines.column(76, "<u2")]
+    element_A: NDArray[np.uint8] = ELEMENTS.take(lines.view(76, "<u2"), mode="wrap")
     _require(element_A.all())
     return element_A
 
@@ -293,8 +293,8 @@ class _Table(NamedTuple):
     def read(self, code_N: NDArray[np.uint32]) -> NDArray[np.float32]:
         """Return the value of each text; require texts that are in the table."""
         place_N = _places(code_N)
-        _require((self.codes.take(place_N) == code_N).all())
-        return self.values.take(place_N)
+        _require((self.codes.take(place_N, mode="wrap") == code_N).all())  # none is beyond: to look takes longer
+        return self.values.take(place_N, mode="wrap")
 
 
 def _places(code_N: NDArray[np.uint32]) -> NDArray[np.intp]:
