@@ -9,7 +9,7 @@ Shapes: N nodes, S sources (their possible neighbours), C candidates of a node i
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from scipy.spatial import cKDTree
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float64]
     Ids = NDArray[np.int64]  # node * sources + source: sorted, they are in canonical order
-    Sources = NDArray[np.integer]  # of each node as many, in the order of their indices
+    Sources = NDArray[np.integer[Any]]  # of each node as many, in the order of their indices
 
 STEP = 1e-6  # Å²
 COINCIDENT = 0.01  # Å; no two atoms of one conformer are so near

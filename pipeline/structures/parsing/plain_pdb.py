@@ -8,7 +8,6 @@ narrowed. Shapes: A atoms, R residues, N numbers, B bytes.
 from __future__ import annotations
 
 from functools import cache
-from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -71,11 +70,12 @@ class _AtomLines(NamedTuple):
 
     def column(self, first: int, dtype: str) -> NDArray[Any]:
         """Return the bytes of every line from `first` on, as numbers of a type."""
-        return self.view(first, dtype).copy()
+        column_A: NDArray[Any] = self.view(first, dtype).copy()
+        return column_A
 
     def view(self, first: int, dtype: str) -> NDArray[Any]:
         """View the bytes of every line from `first` on, as numbers of a type."""
-        return np.ndarray(self.atoms, dtype, self.text, first, (self.length,))
+        return np.ndarray(self.atoms, dtype, self.text, first, (self.length,))  # type: ignore[no-any-return]
 
 
 def read_plain_pdb(data: bytes, *, to_end: bool = False) -> AtomTable | None:
@@ -127,7 +127,7 @@ def _other_lines(data: bytes, at: int, length: int) -> Iterator[int]:
     """Yield where the next lines, if all have that length, are no ATOM lines, and at last where they end."""
     lines = min((len(data) - at) // length, WINDOW_LINES)
     others = np.flatnonzero(np.ndarray(lines, "<u4", data, at, (length,)) != ATOM)
-    return (at + length * int(line) for line in chain(others, [lines]))
+    return (at + length * int(line) for line in np.append(others, lines))
 
 
 def _record(line: bytes) -> bytes:
@@ -261,7 +261,8 @@ def _positions(lines: _AtomLines) -> NDArray[np.float64]:
         for axis in range(3):
             code_23A[half, axis] = lines.view(first + 8 * axis, "<u4")
     whole_N, fraction_N = code_23A.reshape(2, -1)
-    return _decimals(whole_N, fraction_N).reshape(3, -1).T
+    pos_A3: NDArray[np.float64] = _decimals(whole_N, fraction_N).reshape(3, -1).T
+    return pos_A3
 
 
 def _occupancies(lines: _AtomLines) -> NDArray[np.float32]:
@@ -299,9 +300,9 @@ class _Table(NamedTuple):
 
 def _places(code_N: NDArray[np.uint32]) -> NDArray[np.intp]:
     """Return four bytes as 16 bits: of no two of the texts in a table the same."""
-    place_N = code_N * SPREAD
-    place_N >>= 16
-    return place_N.astype(np.intp)
+    spread_N: NDArray[np.uint32] = code_N * SPREAD
+    spread_N >>= 16
+    return spread_N.astype(np.intp)
 
 
 @cache
