@@ -113,6 +113,8 @@ class JobSpec:
     constraint: str = ""
     card: str = ""  # the type of GPU, as the site names it
     exclude: tuple[str, ...] = ()  # nodes that failed
+    fork_server: tuple[str, ...] = ()  # the command of what tasks of this run are forked from, on one machine
+    fork_words: int = 0  # how many of the last arguments a fork is told; 0: these tasks are not forked
 
     @property
     def section(self) -> str:

@@ -13,13 +13,15 @@ import secrets
 import selectors
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipeline.cluster.fork_server import CAN_FORK, ForkServer
 from pipeline.cluster.job_spec import Limits, TaskState, TaskStatus, refuse_impossible, refuse_larger
-from pipeline.cluster.machine import Child, Ending, Machine, Slots
-from pipeline.cluster.processes import HAS_PROC, Guard, ProcessTable
+from pipeline.cluster.machine import Child, Ending, Machine, Slots, task_environment
+from pipeline.cluster.processes import HAS_PROC, MARK, Guard, ProcessTable
 from pipeline.errors import SubmissionRefused
 from pipeline.waiting import signals_held
 
@@ -89,6 +91,7 @@ class LocalExecutor:
         self._prefix = f"{secrets.token_hex(4)}."  # makes job ids unique, and so the marks of their processes
         self._table = ProcessTable(self._prefix)
         self._guard: Guard | None = None
+        self._server: ForkServer | None = None
         self._exits = selectors.DefaultSelector()
         self._look_at = 0.0
         self._jobs: dict[JobId, _LocalJob] = {}
@@ -102,6 +105,11 @@ class LocalExecutor:
 
     def limits_of(self, _partition: str = "", _cpus: int = 1, _gpus: int = 0) -> Limits:
         return Limits(mem_bytes=self.machine.mem_bytes)
+
+    @property
+    def imported_bytes(self) -> int:
+        """The memory of a process that has imported what its tasks are forked with; 0 where nobody knows."""
+        return self._server.imported_bytes if self._server else 0
 
     @property
     def caveats(self) -> tuple[str, ...]:
@@ -121,6 +129,7 @@ class LocalExecutor:
             return tagged[0]
         make_log_dir(spec)
         self._guard = self._guard or Guard(self._prefix, self._grace_s)
+        self._serve(spec)
         job = _LocalJob(f"{self._prefix}{len(self._jobs) + 1}", spec)
         job.tasks += [_LocalTask(job, number) for number in spec.tasks]
         job.pending += job.tasks
@@ -146,7 +155,7 @@ class LocalExecutor:
     def step(self, timeout_s: float) -> list[TaskStatus]:
         until = time.monotonic() + timeout_s
         self._advance()
-        while not self._changed and self._running and (left_s := until - time.monotonic()) > 0:
+        while not self._changed and (self._running or self._awaits_server) and (left_s := until - time.monotonic()) > 0:
             self._await_exit(left_s)
             self._advance()
         changed, self._changed = self._changed, {}
@@ -170,6 +179,7 @@ class LocalExecutor:
                 self.step(self._grace_s)
         finally:
             self._kill_rest()
+            self._dismiss_server()
             self._exits.close()
             if self._guard is not None:
                 self._guard.dismiss()
@@ -185,6 +195,7 @@ class LocalExecutor:
         """Update the tasks, hold them to their limits, and start what can start."""
         with signals_held():
             self._watch()
+            self._hear_server()
             self._start_waiting()
 
     def _watch(self) -> None:
@@ -211,9 +222,42 @@ class LocalExecutor:
         for job in self._waiting:
             most = job.spec.max_parallel or len(job.spec.tasks)
             ready = self._is_released(job)
+            ready = ready and not (job.spec.fork_words and self._awaits_server)
             while ready and job.pending and job.running < most and self._slots.fit(job.spec):
                 self._start(job, job.pending.popleft())
         self._waiting = [job for job in self._waiting if job.pending]
+
+    def _serve(self, spec: JobSpec) -> None:
+        """Start the server that tasks of a job, or of later ones, are forked from."""
+        if not (spec.fork_server and CAN_FORK and HAS_PROC) or self._server is not None:
+            return
+        env = task_environment(spec, (), "")
+        del env[MARK]
+        with suppress(OSError):  # tasks get processes that were not forked
+            self._server = ForkServer(spec.fork_server, env, f"{self._prefix}forks")
+            self._exits.register(self._server, selectors.EVENT_READ)
+
+    @property
+    def _awaits_server(self) -> bool:
+        """Whether the server is still importing, for a job that is waiting."""
+        return self._server is not None and not self._server.is_ready and bool(self._waiting)
+
+    def _hear_server(self) -> None:
+        """Take in what the server says while it starts; without it, where it is gone."""
+        if self._server is None or self._server.is_ready:
+            return
+        try:
+            if self._server.listen():
+                self._exits.unregister(self._server)
+        except OSError:
+            self._exits.unregister(self._server)
+            self._dismiss_server()
+
+    def _dismiss_server(self) -> None:
+        """End the server; none of its forks is left."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
 
     def _is_released(self, job: _LocalJob) -> bool:
         """Tell whether a job's dependencies are met; cancel the job if they never will be."""
@@ -229,7 +273,8 @@ class LocalExecutor:
         gpus = self._slots.take(job.spec)
         task.started = time.time()
         try:
-            child = task.child = Child(job.spec, job.id, task.number, gpus, self._grace_s)
+            server = self._server if job.spec.fork_words else None
+            child = task.child = Child(job.spec, job.id, task.number, gpus, self._grace_s, server)
         except OSError as error:
             self._slots.give_back(job.spec, gpus)
             self._end(task, Ending(TaskState.FAILED, f"could not be started: {error}"))

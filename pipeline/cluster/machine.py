@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from pipeline.cluster.fork_server import Forked
 from pipeline.cluster.job_spec import TaskState, mebibytes
 from pipeline.cluster.processes import HAS_PROC, MARK, send, used_bytes
 from pipeline.device.kinds import VISIBLE
@@ -21,6 +22,7 @@ from pipeline.device.kinds import VISIBLE
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from pipeline.cluster.fork_server import ForkServer
     from pipeline.cluster.job_spec import JobId, JobSpec
 
 PROC = Path("/proc")
@@ -196,14 +198,22 @@ class Ending:
 class Child:
     """A running task: its first process leads a session of its own, so a Ctrl-C in the terminal does not reach it."""
 
-    def __init__(self, spec: JobSpec, job: JobId, task: int, gpus: tuple[str, ...], grace_s: float) -> None:
-        """Start the task, or raise OSError."""
+    def __init__(
+        self,
+        spec: JobSpec,
+        job: JobId,
+        task: int,
+        gpus: tuple[str, ...],
+        grace_s: float,
+        server: ForkServer | None = None,
+    ) -> None:
+        """Start the task, forked from a server where there is one, or raise OSError."""
         self.mark = f"{job}_{task}"
         self.gpus = gpus
         self.peak_bytes: int | None = None
         self._spec, self._grace_s = spec, grace_s
         self._oom_kills = count_oom_kills()
-        self._process = _start(spec, job, task, task_environment(spec, gpus, self.mark))
+        self._process = _start(spec, job, task, task_environment(spec, gpus, self.mark), server)
         self.pid = self._process.pid
         self.exit_fd = _open_exit_fd(self.pid)
         self._timeout_at = None if spec.time_s is None else time.monotonic() + spec.time_s
@@ -228,11 +238,12 @@ class Child:
         if self._exited:
             return False
         try:
-            ending = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if isinstance(self._process, Forked):
+                self._exited = self._process.has_exited()
+            else:
+                self._exited = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
         except ChildProcessError:  # somebody else in this process took its status
             self._exited = True
-        else:
-            self._exited = ending is not None
         return self._exited
 
     def hold_to_limits(self, pids: list[int]) -> bool:
@@ -278,6 +289,8 @@ class Child:
 
     def _collect(self) -> int | None:
         """Return the exit code, negative if a signal killed the process, or None if the status is lost."""
+        if isinstance(self._process, Forked):
+            return self._process.reap()
         self._process.returncode = 0  # so that Popen does not look for it, too
         try:
             return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
@@ -304,12 +317,18 @@ def task_environment(spec: JobSpec, gpus: tuple[str, ...], mark: str) -> dict[st
     return {**os.environ, **threads, **spec.env, VISIBLE: ",".join(gpus), MARK: mark}
 
 
-def _start(spec: JobSpec, job: JobId, task: int, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def _start(
+    spec: JobSpec, job: JobId, task: int, env: Mapping[str, str], server: ForkServer | None
+) -> subprocess.Popen[bytes] | Forked:
     """Start the first process of a task, its output appended to the task's logs."""
     out, err = spec.log_paths(job, task)
+    command = spec.command(task)
     with Path(out).open("ab") as stdout, Path(err).open("ab") as stderr:
+        if server is not None and server.suits(spec.fork_server, env):
+            with contextlib.suppress(OSError):  # it is gone: the task gets a process that was not forked
+                return server.fork(command[-spec.fork_words :], env, (stdout.fileno(), stderr.fileno()))
         return subprocess.Popen(
-            spec.command(task),
+            command,
             stdin=subprocess.DEVNULL,
             stdout=stdout,
             stderr=stderr,

@@ -35,6 +35,7 @@ PACKAGE = Path(pipeline.__file__).parent
 BESIDE = ("sbatch", "configs")  # data that lies beside the package in a checkout, and in pipeline/data in a wheel
 COPIES = ".code"
 WORKER, SUPERVISOR = "pipeline.runs.worker", "pipeline.runs.supervisor"  # modules that jobs begin with
+TASK_SERVER = "pipeline.runs.task_server"
 
 
 def freeze(runs: Path) -> Path:

@@ -6,6 +6,7 @@ It is made only where the plan fits every card that it admits, whichever the sch
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
 import time
@@ -20,8 +21,9 @@ from pipeline.journal.attempts import Ask
 from pipeline.journal.run_status import StageJob
 from pipeline.keys import recipe_tag
 from pipeline.project.project import asked_bytes, cluster_name, profiles_of
-from pipeline.project.run_code import WORKER, module_command
+from pipeline.project.run_code import TASK_SERVER, WORKER, module_command
 from pipeline.runs.workflow import script_stage
+from pipeline.stage_names import StageName
 from pipeline.store.format.disk import lay_over
 from pipeline.units import format_bytes
 
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from pipeline.runs.workflow.stage import Stage
 
 
+FORKED = (StageName.EMBED, StageName.TRAIN, StageName.EVALUATE, StageName.PREDICT)  # they import torch
 _TIE_S = 60.0  # estimates of starts that lie closer than this are no reason to take a larger card
 _REMEDY = (
     "pipeline config show   (cluster.slurm.cards: the cards of this cluster; mem, gres and feature tell them apart)"
@@ -286,4 +289,20 @@ def spec_of(folder: RunFolder | None, config: Config, job: StageJob) -> JobSpec:
         partition=job.partition or resources.partition or "",
         constraint=job.constraint or resources.constraint or "",
         card=job.card,
+        fork_server=module_command(TASK_SERVER, folder) if folder and _is_before_forks(folder, config, job) else (),
+        fork_words=len(words) if job.attempt == 1 and _is_forked(config, job.stage) else 0,  # not what was killed
     )
+
+
+def _is_forked(config: Config, stage: str) -> bool:
+    """Tell whether a stage's tasks are forked: on this machine, those that import torch and start no others."""
+    resources = config.cluster.resources(stage)
+    is_alone = not resources.gpus and getattr(resources, "world", 1) == 1 and not script_stage.is_script(config, stage)
+    return stage in FORKED and is_alone and config.cluster.executor == "local"
+
+
+def _is_before_forks(folder: RunFolder, config: Config, job: StageJob) -> bool:
+    """Tell whether tasks of this stage or of a later one are forked, in the environment that these have."""
+    stages = json.loads(folder.stages.read_text()) if folder.stages.exists() else []
+    ahead = stages[stages.index(job.stage) :] if job.stage in stages else []
+    return any(_is_forked(config, stage) and config.cluster.resources(stage).cpus == job.cpus for stage in ahead)

@@ -1,0 +1,169 @@
+"""A process that has imported what tasks begin with, from which those of this machine are forked.
+
+Each task is still a process of its own, with its own session, logs, environment and limits. What it shares with the
+server are pages that it would have had for itself, and they are counted as its own while it is alone. The server
+computes nothing and has no threads of Python's, so that a fork of it is as good as new.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import random
+import select
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+MARK = "PIPELINE_LOCAL_TASK"  # as in `processes`, which would be one more import before the measurement
+ANSWER_S = 30.0  # a fork takes milliseconds
+REQUEST_BYTES = 1 << 16
+CAN_FORK = sys.platform == "linux" and hasattr(os, "pidfd_open")  # others could not be told of its children's ends
+
+
+class ForkServer:
+    """The executor's end: asks for forks, and for how they ended."""
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], mark: str) -> None:
+        """Start it, or raise OSError; it is ready when it says so."""
+        self.command, self.env = tuple(command), dict(env)
+        self.imported_bytes = 0  # resident when it had imported the first modules; 0: not known yet
+        self.is_ready = False
+        self._line, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._line.settimeout(ANSWER_S)
+        with other:
+            self._process = subprocess.Popen(
+                [*command, str(other.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,  # where it fails, a task of its own process says why
+                env={**env, MARK: mark},
+                pass_fds=[other.fileno()],
+                start_new_session=True,
+            )
+
+    def suits(self, command: Sequence[str], env: Mapping[str, str]) -> bool:
+        """Tell whether it has the code and the environment that a task wants."""
+        return self.command == tuple(command) and all(env.get(name) == self.env[name] for name in self.env)
+
+    def fileno(self) -> int:
+        """Return the descriptor that becomes readable when it has something to say."""
+        return self._line.fileno()
+
+    def listen(self, timeout_s: float = 0.0) -> bool:
+        """Take in what it says while it starts; raise OSError where it is gone."""
+        while not self.is_ready and select.select([self._line], [], [], timeout_s)[0]:
+            said = self._hear()
+            self.is_ready, self.imported_bytes = said == 0, said or self.imported_bytes
+        return self.is_ready
+
+    def fork(self, words: Sequence[str], env: Mapping[str, str], logs: tuple[int, int]) -> Forked:
+        """Have it fork a process that does what these words say; raise OSError where it cannot."""
+        own = {name: value for name, value in env.items() if self.env.get(name) != value}
+        try:
+            socket.send_fds(self._line, [json.dumps([list(words), own]).encode()], list(logs))
+            return Forked(self, self._hear())
+        except OSError:  # a fork of which nobody was told ends with it
+            self.close()
+            raise
+
+    def reap(self, pid: int) -> int:
+        """Return the wait status of a process that it has forked and that has exited."""
+        self._line.send(json.dumps(pid).encode())
+        return self._hear()
+
+    def close(self) -> None:
+        """End it; what it has forked and is not reaped goes on."""
+        self._line.close()
+        self._process.kill()
+        self._process.wait()
+
+    def _hear(self) -> int:
+        said = self._line.recv(REQUEST_BYTES)
+        if not said:
+            raise ConnectionError
+        return int(said)
+
+
+class Forked:
+    """A process that a server has forked, in place of a `subprocess.Popen`."""
+
+    def __init__(self, server: ForkServer, pid: int) -> None:
+        self.pid, self._server = pid, server
+        self._exit_fd = os.pidfd_open(pid)
+
+    def has_exited(self) -> bool:
+        """Tell whether it has exited; until it is reaped its number stays its own."""
+        return bool(select.select([self._exit_fd], [], [], 0)[0])
+
+    def reap(self) -> int | None:
+        """Return its exit code, negative if a signal killed it; None if the server is gone, and with it the code."""
+        os.close(self._exit_fd)
+        try:
+            return os.waitstatus_to_exitcode(self._server.reap(self.pid))
+        except OSError:
+            return None
+
+
+def serve(line_fd: int, first: Sequence[str], then: Sequence[str]) -> list[str]:
+    """Import modules, then fork for each request until the other end closes; return only in a fork, with its words."""
+    line = socket.socket(fileno=line_fd)
+    for name in first:
+        importlib.import_module(name)
+    line.send(b"%d" % _resident_bytes())
+    for name in then:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # so that no collection in a fork writes to the pages that it shares
+    line.send(b"0")
+    while True:
+        request, logs, _flags, _address = socket.recv_fds(line, REQUEST_BYTES, 2)
+        if not request:
+            os._exit(0)
+        asked = json.loads(request)
+        if isinstance(asked, int):
+            line.send(b"%d" % os.waitpid(asked, 0)[1])
+            continue
+        ours, its = socket.socketpair()
+        if (pid := os.fork()) == 0:
+            line.close()
+            ours.close()
+            return _begin(asked, logs, its)
+        its.close()
+        with ours:
+            ours.recv(1)  # before anybody is told of it, it leads a session
+            line.send(b"%d" % pid)
+            ours.send(b"1")  # and does nothing before somebody was
+        for log in logs:
+            os.close(log)
+
+
+def _begin(asked: tuple[list[str], dict[str, str]], logs: Sequence[int], server: socket.socket) -> list[str]:
+    """Become a process of its own: session, logs, environment, random numbers."""
+    words, env = asked
+    os.setsid()
+    with server:
+        server.send(b"1")
+        if not server.recv(1):
+            os._exit(1)
+    for number, log in enumerate(logs, start=1):
+        os.dup2(log, number)
+        os.close(log)
+    os.environ.update(env)
+    random.seed()
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+    sys.argv = ["-c", *words]
+    return words
+
+
+def _resident_bytes() -> int:
+    """Return the memory that this process has now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
