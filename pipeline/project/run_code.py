@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
+from importlib.util import cache_from_source
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -107,7 +108,12 @@ def _publish(files: list[tuple[str, Path]], copy: Path) -> None:
             for name, path in files:
                 target = partial / name
                 target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(path, target)
+                shutil.copy2(path, target)  # with its time, by which Python knows whose bytecode it has
+                compiled = Path(cache_from_source(path))
+                if path.suffix == ".py" and compiled.is_file():
+                    compiled_target = Path(cache_from_source(target))
+                    compiled_target.parent.mkdir(exist_ok=True)
+                    shutil.copyfile(compiled, compiled_target)
             partial.rename(copy)
         except OSError:
             shutil.rmtree(partial, ignore_errors=True)

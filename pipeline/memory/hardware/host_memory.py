@@ -24,7 +24,7 @@ from pipeline.memory.hardware.pinned_memory import chunked_bytes, pinned_bytes
 from pipeline.units import MIB
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
 # Of a process that has a tensor on a card, on top of importing torch: 2 056 600 kB with the driver asked for its
 # devices before, 438 632 kB without, and 322 040 kB for the import alone (https://github.com/pytorch/pytorch/issues/113326).
@@ -228,4 +228,9 @@ def measured_baseline(*modules: str) -> Baseline:
         size = int(ran.stdout.split()[-1])
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return STATED
+    return measured_in(size, modules)
+
+
+def measured_in(size: int, modules: Sequence[str]) -> Baseline:
+    """Return the memory that a process was measured to have once it had imported these modules."""
     return Baseline(size, Provenance.MEASURED, f"a process that imported {', '.join(modules)}")

@@ -13,7 +13,15 @@ from pipeline.cluster.job_spec import JobSpec
 from pipeline.errors import ConfigError, PlanInfeasible, SubmissionRefused
 from pipeline.memory.footprint import LIVE_ONLY, Provenance
 from pipeline.memory.hardware.gpus import device
-from pipeline.memory.hardware.host_memory import STEP_SLACK, TrainingJob, measured_baseline, train_need
+from pipeline.memory.hardware.host_memory import (
+    STEP_SLACK,
+    TRAINING,
+    Baseline,
+    TrainingJob,
+    measured_baseline,
+    measured_in,
+    train_need,
+)
 from pipeline.memory.planning.comparison import Offer
 from pipeline.memory.planning.memory_plan import CardSpec
 from pipeline.runs.model.training_work import host_card
@@ -43,6 +51,12 @@ class Question:
     sizes: Mapping[str, int] | None = None  # of an item, as typed: the data set is not looked at
     beside: Path | None = None  # where the task's modules may be
     tell: Callable[[str], None] = lambda _: None
+
+    @property
+    def baseline(self) -> Baseline:
+        """The memory of a process with torch: what that told which tasks are forked from, else measured in another."""
+        told = getattr(self.executor, "imported_bytes", 0)
+        return measured_in(told, TRAINING) if told else measured_baseline()
 
 
 def offers_of(question: Question, *, on_cpu: bool) -> list[Offer]:
@@ -136,7 +150,7 @@ def _host_card(question: Question, name: str = "", mem_bytes: int | None = None)
         what = "nobody knows the memory of a node"
         raise ConfigError(what, where="cluster.train.mem", remedy="--set cluster.train.mem=16GiB, or --gpu NAME")
     mem_bytes //= resources.ranks_per_node
-    process_bytes = train_need(TrainingJob(gpu=False), measured_baseline()).total_bytes
+    process_bytes = train_need(TrainingJob(gpu=False), question.baseline).total_bytes
     budget = int((mem_bytes - process_bytes) / (1 + STEP_SLACK + LIVE_ONLY[Provenance.ASSUMED] / 2))
     if budget <= 0:
         what = f"{mem_bytes >> 20} MiB do not hold Python and torch alone, which take {process_bytes >> 20} MiB"

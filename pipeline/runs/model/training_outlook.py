@@ -15,7 +15,7 @@ from pipeline.device.kinds import CPU
 from pipeline.errors import ConfigError
 from pipeline.memory.footprint import Category
 from pipeline.memory.hardware.gpus import device
-from pipeline.memory.hardware.host_memory import TrainingJob, measured_baseline, train_need
+from pipeline.memory.hardware.host_memory import TrainingJob, train_need
 from pipeline.memory.hardware.pinned_memory import staged_bytes
 from pipeline.memory.history.task_history import Suggestion
 from pipeline.memory.lint.lint_facts import RunFacts
@@ -312,7 +312,7 @@ def _host(
         sizes=len(table.sizes),
         compile_workers=config.cluster.train.cpus if config.train.compile else 0,
     )
-    return train_need(run, measured_baseline())
+    return train_need(run, question.baseline)
 
 
 def _mem(config: Config, host: HostNeed) -> Suggestion:
