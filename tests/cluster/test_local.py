@@ -17,7 +17,7 @@ from pipeline.cluster.local import LocalExecutor
 from pipeline.cluster.machine import Machine
 from pipeline.errors import SubmissionRefused
 from pipeline.waiting import signals_held
-from tests.cluster.conftest import SMALL
+from tests.cluster.conftest import SMALL, needs_forks, open_local
 from tests.cluster.programs import (
     AWAIT,
     EATS,
@@ -229,17 +229,18 @@ signal.pause()
         assert task.state is TaskState.COMPLETED
         await_true(lambda: written_pid(pid_file) == 0 or not is_running(written_pid(pid_file)))
 
-    def test_whose_status_somebody_else_took_is_unknown(self, local: LocalExecutor, tmp_path: Path) -> None:
-        job = local.submit(python(tmp_path, "pass"))
-        os.waitpid(pid_of(local, job), 0)
-        local.step(1)
-        (task,) = local.status([job])
+    def test_whose_status_somebody_else_took_is_unknown(self, tmp_path: Path) -> None:
+        with open_local() as local:
+            job = local.submit(python(tmp_path, "pass"))
+            os.waitpid(pid_of(local, job), 0)
+            local.step(1)
+            (task,) = local.status([job])
         assert (task.state, task.exit_code) == (TaskState.UNKNOWN, None)
 
 
 class TestSignals:
     def test_ctrl_c_in_a_step_leaves_everything_in_order(self, local: LocalExecutor, tmp_path: Path) -> None:
-        interrupts = "import os, signal; os.kill(os.getppid(), signal.SIGINT)"
+        interrupts = f"import os, signal; os.kill({os.getpid()}, signal.SIGINT)"
         jobs = [local.submit(python(tmp_path, interrupts)), local.submit(python(tmp_path, "pass", tasks=5))]
         with pytest.raises(KeyboardInterrupt):
             finish(local, *jobs)
@@ -302,11 +303,11 @@ while True:
 FOLLOWER = """
 import sys
 from pathlib import Path
-from pipeline.cluster.local import LocalExecutor
+from tests.cluster.conftest import EXECUTORS
 from pipeline.cluster.job_spec import JobSpec
-program, pid_file = sys.argv[1:]
-executor = LocalExecutor(grace_s=0.3)
-executor.submit(JobSpec("test", (sys.executable, "-c", program, pid_file), range(1), str(Path(pid_file).parent)))
+name, program, pid_file = sys.argv[1:]
+executor = EXECUTORS[name]()
+executor.submit(JobSpec("test", (sys.executable, "-S", "-c", program, pid_file), range(1), str(Path(pid_file).parent)))
 while True:
     executor.step(1)
 """
@@ -315,12 +316,12 @@ while True:
 @needs_proc
 @pytest.mark.fault
 class TestDeathOfTheExecutor:
-    @pytest.fixture
-    def follower(self, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    @pytest.fixture(params=["local", needs_forks("forking")])
+    def follower(self, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[bytes]]:
         """A process with a task that ignores SIGTERM and has such a daemon; both write down their numbers."""
         program = f"{as_daemon(WRITES_PID + IGNORES_TERM)}\nsys.argv[1] += '.first'\n{WRITES_PID}{IGNORES_TERM}"
         program = f"import sys\n{program}"
-        arguments = [sys.executable, "-c", FOLLOWER, program, str(tmp_path / "pid")]
+        arguments = [sys.executable, "-c", FOLLOWER, request.param, program, str(tmp_path / "pid")]
         with subprocess.Popen(arguments, cwd=Path(__file__).parents[2], stderr=subprocess.DEVNULL) as process:
             yield process
             process.kill()

@@ -1,0 +1,163 @@
+"""Tasks that are forked: processes of their own all the same, and what becomes of them without their server."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pipeline.cluster.fork_server import CAN_FORK
+from pipeline.cluster.job_spec import TaskState
+from pipeline.cluster.local import LocalExecutor
+from pipeline.config.schema import Config
+from pipeline.journal.attempts import Ask
+from pipeline.journal.run_folder import RunFolder
+from pipeline.journal.run_status import StageJob
+from pipeline.runs.workflow.jobs import spec_of
+from tests.cluster.conftest import FORKS, ForkingExecutor, open_forking
+from tests.cluster.programs import AWAIT, MIB, WAITS, await_true, finish, is_running, python, step_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pipeline.cluster.job_spec import JobSpec
+
+pytestmark = pytest.mark.skipif(not CAN_FORK, reason="this system tells nobody how another's child ended")
+
+TELLS = """
+import os, random, sys
+mark = [entry for entry in open("/proc/self/environ").read().split("\\0") if entry.startswith("PIPELINE_LOCAL_TASK=")]
+print(os.getsid(0) == os.getpid(), mark == ["PIPELINE_LOCAL_TASK=" + os.environ["PIPELINE_LOCAL_TASK"]])
+print(os.environ["PIPELINE_LOCAL_TASK"], random.random(), os.getppid())
+"""
+SLOW = "import sys, tests.cluster.programs as programs; exec(programs.AWAIT); await_file({!r})"
+
+
+@pytest.fixture
+def forking() -> Iterator[LocalExecutor]:
+    """An executor that forks."""
+    with open_forking() as opened:
+        yield opened
+
+
+def server_pid(executor: LocalExecutor) -> int:
+    """Return the process that tasks are forked from."""
+    assert executor._server is not None
+    return executor._server._process.pid
+
+
+def configured(cluster: dict[str, object]) -> Config:
+    """Return a configuration with this section."""
+    return Config.model_validate({"data": {"source": "manifest", "path": Path("data.csv")}, "cluster": cluster})
+
+
+def after(path: Path, spec: JobSpec) -> JobSpec:
+    """Return a job whose server is ready only when there is a file at that path."""
+    return replace(spec, fork_server=(*FORKS[:2], f"{SLOW.format(str(path))}; {FORKS[2]}"), fork_words=2)
+
+
+def test_forks_are_sessions_with_a_mark_random_numbers_and_logs_of_their_own(
+    forking: LocalExecutor, tmp_path: Path
+) -> None:
+    tasks = finish(forking, forking.submit(python(tmp_path, TELLS, tasks=2)))
+    told = [Path(task.stdout).read_text().splitlines() for task in tasks]
+    assert [lines[0] for lines in told] == ["True True"] * 2
+    (mark, number, parent), (other_mark, other_number, other_parent) = (lines[1].split() for lines in told)
+    assert mark != other_mark
+    assert number != other_number
+    assert parent == other_parent == str(server_pid(forking))
+
+
+def test_memory_is_that_of_each_fork_and_not_of_those_before_it(forking: LocalExecutor, tmp_path: Path) -> None:
+    bodies = (f"import time; eaten = b'x' * {size}; time.sleep(0.3)" for size in (200 * MIB, 1))
+    large, small = (finish(forking, forking.submit(python(tmp_path, body)))[0] for body in bodies)
+    assert (large.peak_rss_bytes or 0) > 200 * MIB > (small.peak_rss_bytes or 0) > 0
+
+
+def test_server_tells_what_the_first_modules_take(forking: LocalExecutor, tmp_path: Path) -> None:
+    finish(forking, forking.submit(python(tmp_path, "pass")))
+    assert MIB < forking.imported_bytes < 200 * MIB
+
+
+def test_job_waits_for_its_server_and_can_be_cancelled_meanwhile(tmp_path: Path) -> None:
+    with LocalExecutor(grace_s=0.3) as executor:
+        job = executor.submit(after(tmp_path / "never", python(tmp_path, "pass")))
+        assert executor.step(0.05) == []
+        assert executor.status([job])[0].state is TaskState.PENDING
+        executor.cancel([job])
+        assert executor.status([job])[0].state is TaskState.CANCELLED
+
+
+def test_server_that_dies_while_it_imports_is_done_without(tmp_path: Path) -> None:
+    with LocalExecutor(grace_s=0.3) as executor:
+        job = executor.submit(after(tmp_path / "never", python(tmp_path, TELLS)))
+        os.kill(server_pid(executor), signal.SIGKILL)
+        (task,) = finish(executor, job)
+        assert task.state is TaskState.COMPLETED
+        assert Path(task.stdout).read_text().split()[-1] == str(os.getpid())
+
+
+def test_task_whose_server_dies_is_lost_and_the_next_gets_a_process_that_was_not_forked(
+    forking: LocalExecutor, tmp_path: Path
+) -> None:
+    path = tmp_path / "go"
+    lost = forking.submit(python(tmp_path, f"{AWAIT}\nimport sys; await_file(sys.argv[1])", str(path)))
+    step_until(forking, lambda: forking.status([lost])[0].state is TaskState.RUNNING)
+    os.kill(server_pid(forking), signal.SIGKILL)
+    await_true(lambda: not is_running(server_pid(forking)))
+    path.touch()
+    step_until(forking, lambda: forking.status([lost])[0].state is TaskState.UNKNOWN)
+    (task,) = finish(forking, forking.submit(python(tmp_path, TELLS)))
+    assert Path(task.stdout).read_text().split()[-1] == str(os.getpid())
+
+
+def test_task_of_another_environment_is_not_forked(forking: LocalExecutor, tmp_path: Path) -> None:
+    jobs = [forking.submit(python(tmp_path, TELLS, cpus=cpus)) for cpus in (1, 2)]
+    parents = [Path(task.stdout).read_text().split()[-1] for task in finish(forking, *jobs)]
+    assert parents == [str(server_pid(forking)), str(os.getpid())]
+
+
+def test_closing_ends_forks_and_server(tmp_path: Path) -> None:
+    with ForkingExecutor(grace_s=0.3) as executor:
+        job = executor.submit(python(tmp_path, WAITS))
+        step_until(executor, lambda: executor.status([job])[0].state is TaskState.RUNNING)
+        pids = [server_pid(executor), *(child.pid for _, child in executor._running)]
+        assert all(map(is_running, pids))
+    assert not any(map(is_running, pids))
+
+
+@pytest.mark.parametrize(
+    ("stage", "executor", "attempt", "cluster", "is_forked"),
+    [
+        ("embed", "local", 1, {}, True),
+        ("train", "local", 1, {}, True),
+        ("scan", "local", 1, {}, False),
+        ("embed", "local", 2, {}, False),
+        ("embed", "slurm", 1, {}, False),
+        ("train", "local", 1, {"train": {"ranks": 2}}, False),
+        ("embed", "local", 1, {"embed": {"gpus": 1}}, False),
+    ],
+)
+def test_what_is_forked(
+    tmp_path: Path, stage: str, executor: str, attempt: int, cluster: dict[str, dict[str, int]], *, is_forked: bool
+) -> None:
+    folder = RunFolder(tmp_path)
+    folder.stages.write_text('["scan", "embed", "graph", "train"]')
+    config = configured({"executor": executor, **cluster})
+    gpus = cluster.get(stage, {}).get("gpus", 0)
+    job = StageJob(tag="", stage=stage, tasks="0", attempt=attempt, ask=Ask(MIB, 60), cpus=1, gpus=gpus)
+    assert bool(spec_of(folder, config, job).fork_words) == is_forked
+
+
+def test_scan_is_the_time_in_which_the_server_of_later_stages_imports(tmp_path: Path) -> None:
+    folder, config = RunFolder(tmp_path), configured({"executor": "local"})
+    job = StageJob(tag="", stage="scan", tasks="0", attempt=1, ask=Ask(MIB, 60), cpus=1, gpus=0)
+    folder.stages.write_text('["scan", "embed"]')
+    assert spec_of(folder, config, job).fork_server[0] == sys.executable
+    folder.stages.write_text('["scan"]')
+    assert spec_of(folder, config, job).fork_server == ()
