@@ -7,6 +7,7 @@ what one cannot make, whatever the reason, the thread that asked for it makes it
 
 from __future__ import annotations
 
+import gc
 import logging
 import mmap
 import os
@@ -139,6 +140,7 @@ def _serve(make: Make, runs: Sequence[SharedRun], pipe: Connection) -> None:
     for number in LEFT_ALONE:
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)  # those of the process before are not here
+    gc.freeze()  # what that had stays as it is: untouched it is shared, and none of it is to be finalised here
     with suppress(EOFError, OSError):
         while True:
             what, run = pipe.recv()
