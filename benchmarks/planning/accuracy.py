@@ -84,13 +84,13 @@ def _row(
     return row
 
 
-def real_peak(work: Work, choice: MemoryChoice, sizes: Mapping[str, int], micros: int) -> int:
+def real_peak(work: Work, choice: MemoryChoice, sizes: Mapping[str, int], micros: int, *, steps: int = STEPS) -> int:
     """Train some steps of such micro-batches; return the most that was live, the making of the model included."""
     torch.manual_seed(0)
     gc.collect()
     with LimitedDevice() as device:
         step = work.step(choice)
-        for _ in range(STEPS):
+        for _ in range(steps):
             for _ in range(micros):
                 step.accumulate(work.example(sizes))
             step.update()

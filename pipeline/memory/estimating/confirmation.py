@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from math import ceil
 from typing import TYPE_CHECKING, TypeVar
 
 from pipeline.files import read_json, write_whole
 from pipeline.memory.estimating.extrapolate import stretched
+from pipeline.memory.estimating.small_steps import real_peaks
 from pipeline.memory.footprint import (
     Evaluates,
     MemoryChoice,
@@ -35,8 +37,8 @@ Answer = TypeVar("Answer", StandingFootprint, MicroFootprint)
 
 WITHIN = 0.02  # of what is traced: more is no rounding
 SLACK_BYTES = 1024  # a few numbers
-LARGER = 3  # times the smallest sizes, for the second comparison
-MOST_BYTES = 1 << 30  # of parameters and gradients: a larger model is not built for this
+TIMES = (1, 4, 16, 64)  # the smallest sizes: a kernel's own memory may be hidden in a small step
+MOST_BYTES = 1 << 30  # of parameters and gradients, or of a step: a larger one is not made for this
 MOST_S = 3.0  # of the real steps of a size, as far as can be foretold
 RUNS, FLOP_S, KERNEL_S = 3, 1e-10, 3e-4  # a core or two; most of a small kernel's time is that of recording it
 NUMBER_BYTES = 4
@@ -49,6 +51,7 @@ class Confirmation:
     """What real steps have shown of a model's traces."""
 
     factor: float = 1.0  # on what passes within a micro-batch
+    added_bytes: int = 0  # and beside it
     note: str = ""
     refused: str = ""  # why the traces are not to be believed
 
@@ -91,10 +94,13 @@ class ConfirmedOracle:
 
     def _enlarged(self, micro: MicroFootprint) -> MicroFootprint:
         """Return a micro-batch with all that passes within it enlarged."""
-        factor = self._confirmation().factor
-        if factor <= 1:
+        found = self._confirmation()
+        if found.factor <= 1 and not found.added_bytes:
             return micro
-        first, again = (stretched(tape, ceil(factor * tape.peak_bytes)) for tape in (micro.first, micro.again))
+        first, again = (
+            stretched(tape, ceil(found.factor * tape.peak_bytes) + found.added_bytes)
+            for tape in (micro.first, micro.again)
+        )
         largest = max(micro.parts, key=lambda part: part.bytes if part.category.value == "activations" else 0)
         added = again.peak_bytes - micro.again.peak_bytes
         parts = tuple(replace(part, bytes=part.bytes + added) if part is largest else part for part in micro.parts)
@@ -121,34 +127,56 @@ class ConfirmedOracle:
         if state_bytes > MOST_BYTES:
             return Confirmation(note=f"not confirmed by a real step: its parameters take {format_bytes(state_bytes)}")
         flops, kernels = (small := self._oracle.micro(_PLAIN, self._least)).flops, small.kernels
-        pairs: list[tuple[int, int]] = []
-        session, is_even = None, True
-        for times in (1, LARGER):
+        traced: list[tuple[Sizes, int]] = []
+        failed = None
+        for times in TIMES:
             if RUNS * (times**2 * flops * FLOP_S + kernels * KERNEL_S) > MOST_S:
                 break
             sizes = {name: times * size for name, size in self._least.items()}
             try:
-                traced = self._on_cpu.micro(_PLAIN, sizes)
-                session = session or self._real()
-                peaks = session.peaks(sizes)
-                pairs.append((max(peaks), traced.again.peak_bytes))
-                is_even = is_even and max(peaks) <= (1 + WITHIN) * min(peaks)
-            except Exception as error:  # noqa: BLE001 - it may need a card, or take no such sizes
-                if not pairs:
-                    why = str(error).partition("\n")[0]
-                    return Confirmation(note=f"not confirmed by a real step: on the CPU it ends in an error: {why}")
+                bytes_ = self._on_cpu.micro(_PLAIN, sizes).again.peak_bytes
+            except Exception as error:  # noqa: BLE001 - it may take no such sizes
+                failed = error
+                break
+            if bytes_ > MOST_BYTES:
+                break
+            traced.append((sizes, bytes_))
+        peaks: list[tuple[int, int]] = []
+        if traced:
+            is_kernels = self._oracle is self._on_cpu  # those of a card take something else
+            peaks, failed = real_peaks(self._real, [sizes for sizes, _ in traced], kernels=is_kernels)
+        if failed is not None and not peaks:
+            why = str(failed).partition("\n")[0]
+            return Confirmation(note=f"not confirmed by a real step: on the CPU it ends in an error: {why}")
+        is_even = all(max(pair) <= (1 + WITHIN) * min(pair) for pair in peaks)
+        pairs = [(max(pair), bytes_) for pair, (_, bytes_) in zip(peaks, traced, strict=False)]
         return verdict(pairs, is_even=is_even)
 
 
 def verdict(pairs: Sequence[tuple[int, int]], *, is_even: bool = True) -> Confirmation:
-    """Return what pairs of a real peak and a traced one show; `is_even`: real ones are alike whatever is drawn."""
+    """Return what pairs of a real peak and a traced one, of growing sizes, show.
+
+    What is missed is either at most so many bytes at any size, or grows evenly with what is traced. `is_even`: real
+    peaks are alike whatever is drawn.
+    """
     if not pairs:
         return Confirmation(note="not confirmed by a real step: its smallest batch takes too long on the CPU")
-    ratios = [max(real - SLACK_BYTES, 1) / max(traced, 1) for real, traced in pairs]
-    most = max(ratios)
-    if most <= 1 + WITHIN:
+    missed = [max(0, real - SLACK_BYTES - traced) for real, traced in pairs]
+    if all(more <= WITHIN * traced for more, (_, traced) in zip(missed, pairs, strict=True)):
         return Confirmation()
-    told = " and ".join(f"{ratio:.2f}" for ratio in ratios) + " of what was traced of them"
-    if is_even and len(ratios) > 1 and max(ratios) - min(ratios) <= WITHIN * most:
-        return Confirmation(most * (1 + WITHIN), f"small real steps took {told}: so much is planned, and {WITHIN:.0%}")
-    return Confirmation(refused=f"small real steps took {told}: the trace is not believed")
+    told = ", ".join(f"{real / max(traced, 1):.2f}" for real, traced in pairs) + " of what was traced of them"
+    refused = Confirmation(refused=f"small real steps took {told}: the trace is not believed")
+    if not is_even or len(pairs) < 2:
+        return refused
+    if max(missed[1:]) <= missed[0]:
+        note = f"small real steps took up to {format_bytes(missed[0])} more than was traced, whatever their size: added"
+        return Confirmation(added_bytes=missed[0], note=note)
+    traced = [one for _, one in pairs]
+    knots = [*zip(traced, missed, strict=True)] if len(pairs) > 2 else [(0, 0), *zip(traced, missed, strict=True)]
+    before, slope = (max(0.0, (y - x) / max(b - a, 1)) for (a, x), (b, y) in pairwise(knots[-3:]))
+    if pairs[-1][0] > (1 + WITHIN) * (traced[-1] + knots[-2][1] + before * (traced[-1] - traced[-2])) + SLACK_BYTES:
+        return refused
+    slope = max(slope, before) if len(pairs) == 2 else slope  # two points are no line
+    added = max(0, *(ceil(more - slope * one) for one, more in zip(traced, missed, strict=True)))
+    note = f"small real steps took {told}: so much is planned, and {WITHIN:.0%}"
+    return Confirmation((1 + slope) * (1 + WITHIN), added, note)

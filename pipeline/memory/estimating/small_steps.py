@@ -8,15 +8,17 @@ Shapes: E events.
 
 from __future__ import annotations
 
+import os
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from math import ceil
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipeline.memory.estimating.extrapolate import FEWEST, Extrapolated, enlarged, extrapolate, runs_alike
+from pipeline.memory.estimating.extrapolate import FEWEST, Extrapolated, enlarged, extrapolate, runs_alike, stretched
 from pipeline.memory.footprint import Category, MemoryChoice, MemoryPart, MicroFootprint, Provenance, Unmeasurable
 from pipeline.units import format_bytes
 
@@ -92,9 +94,11 @@ class MeasuredSmall:
         """Return the memory of a micro-batch of these sizes."""
         question = (_rehearsed(choice), tuple(sorted(sizes.items())))
         if question not in self._answers:
-            measured = self._measured_up_to(sizes, question[0])
+            measured = [size.micro for size in self._measured_up_to(sizes, question[0])]
             standing = self._session(question[0]).standing()
-            self._answers[question] = _answer([size.micro for size in measured], sizes, standing)
+            answer, share = _answer(measured, sizes, standing), self._share_unseen(measured[-1], question[0])
+            first, again = (stretched(tape, ceil(share * tape.peak_bytes)) for tape in (answer.first, answer.again))
+            self._answers[question] = replace(answer, first=first, again=again)
         answer = self._answers[question]
         return replace(answer, notes=(*answer.notes, *_not_rehearsed(choice)))
 
@@ -137,6 +141,16 @@ class MeasuredSmall:
         # A size that was run before is answered at once: how long it took is still that of the first time.
         return [self._sizes.setdefault(key, MeasuredSize(micro, time.monotonic() - begun_s))]
 
+    def _share_unseen(self, measured: MicroFootprint, choice: MemoryChoice) -> float:
+        """Return by what to multiply what was measured, for what kernels take within themselves, and other numbers."""
+        from pipeline.memory.tracing.tracer import TraceSession
+
+        with _own_numbers():
+            make = partial(TraceSession, partial(self._build, choice), self._example, self._least)
+            peaks, _ = real_peaks(make, [measured.sizes])
+        # Where two draws differ, a third may differ as much again.
+        return max(((2 * max(pair) - min(pair)) / measured.again.peak_bytes for pair in peaks), default=1.0)
+
     def _session(self, choice: MemoryChoice) -> TraceSession:
         from pipeline.memory.tracing.tracer import TraceSession
 
@@ -158,6 +172,43 @@ class MeasuredSmall:
 
         torch.manual_seed(SEED)
         return self._example(sizes)
+
+
+def real_peaks(
+    make: Callable[[], TraceSession], sizes: Sequence[Sizes], *, kernels: bool = True
+) -> tuple[list[tuple[int, int]], Exception | None]:
+    """Run real steps; return two peaks of each size with other numbers, up to one that ends in an error, and that.
+
+    `kernels`: as torch's own allocator counts them, with what kernels take within themselves.
+    """
+    told, allocated, failed = list[tuple[int, int]](), list[int](), None
+    with _given_out(allocated) if kernels else nullcontext():
+        try:
+            session = make()
+            for one in sizes:
+                told += session.peaks(one)
+        except Exception as error:  # noqa: BLE001 - whatever a model does with such sizes, or without a card
+            failed = error
+    peaks = [kept + own for (_, kept), own in zip(told, allocated, strict=False)] or [peak for peak, _ in told]
+    return list(zip(peaks[::2], peaks[1::2], strict=False)), failed
+
+
+@contextmanager
+def _given_out(found: list[int]) -> Iterator[None]:
+    """Add to a list the most that torch's allocator gave out in each run that is marked within."""
+    from torch.autograd.profiler import profile
+
+    from pipeline.memory.tracing.tracer import MARKED
+
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it writes a line to stderr at each start
+    with profile(profile_memory=True) as seen:
+        yield
+    events = sorted(seen.kineto_results.events(), key=lambda event: event.start_ns())
+    memory = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
+    memory_EX = np.array(memory, np.int64).reshape(-1, 2)
+    for run in (event for event in events if event.name() == MARKED):
+        begins, ends = np.searchsorted(memory_EX[:, 0], (run.start_ns(), run.start_ns() + run.duration_ns()))
+        found.append(int(np.cumsum(memory_EX[begins:ends, 1]).max(initial=0)))
 
 
 def _answer(measured: Sequence[MicroFootprint], wanted: Sizes, standing: StandingFootprint) -> MicroFootprint:

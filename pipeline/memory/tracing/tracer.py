@@ -50,6 +50,7 @@ Answer = TypeVar("Answer")
 _WORTH_COLLECTING = 1 << 16  # bytes that may be garbage: to look takes longer than a small trace
 _LASTING = (Category.PARAMETERS, Category.BUFFERS, Category.EMA)  # they stand before the first micro-batch
 _COMPARED = 3  # runs of other sizes, after which branches are taken as before
+MARKED = "pipeline: a micro-batch"  # to a profiler
 _ONE_AT_A_TIME = threading.RLock()  # some of what a trace changes is the whole process's
 
 
@@ -272,15 +273,21 @@ class TraceSession:
         self._setup = {self._shared[block.number][2]: block for block in blocks}
         return blocks
 
-    def peaks(self, sizes: Sizes) -> list[int]:
-        """Run a later micro-batch with other random numbers each time; return what each takes beyond what stands."""
+    def peaks(self, sizes: Sizes) -> list[tuple[int, int]]:
+        """Run a later micro-batch with other random numbers each time; return what each takes beyond what stands.
+
+        Beside it: how much of that a model has kept from before. Each last run is marked for whoever profiles.
+        """
         if not self._setup:
             self._set_up()
             self._accumulate(self._smallest)
         peaks = []
         for self._draws.seed in (0, 1):
-            tape, _ = self._repeated(lambda: self._training.accumulate(self._batch(sizes)))
-            peaks.append(tape.peak_bytes)
+            self._repeated(lambda: self._training.accumulate(self._batch(sizes)))
+            with torch.autograd.profiler.record_function(MARKED):
+                tape, recording = self._accumulate(sizes)
+            own_bytes = int(np.cumsum(recording.bytes_E).max(initial=0))
+            peaks.append((tape.peak_bytes, tape.peak_bytes - own_bytes))
         return peaks
 
     def micro(self, sizes: Sizes) -> MicroFootprint:

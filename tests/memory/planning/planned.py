@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -95,11 +96,12 @@ class Ground:
     oracle: Oracle
 
     @classmethod
-    def of(cls, member: Member, items: int, seed: int = 0) -> Ground:
-        """Make a data set."""
+    def of(cls, member: Member, items: int, seed: int = 0, kept: Path | None = None) -> Ground:
+        """Make a data set; with a folder for traces, they are held to small real steps as a user's are."""
         made = {name: np.asarray(values) for name, values in member.items(items, np.random.default_rng(seed)).items()}
         work = work_of(member)
-        return cls(member, work, made, work.oracle(least_of(made), target_of(None), padded=member.padded))
+        oracle = work.oracle(least_of(made), target_of(None), padded=member.padded, kept=kept)
+        return cls(member, work, made, oracle)
 
     def planned(self, limit: int, request: PlanRequest | None = None) -> MemoryPlan:
         """Plan as `plan_training` does, but for one oracle that remembers for all limits."""
