@@ -2,8 +2,8 @@
 
     python benchmarks/memory/strangers.py [--only NAMES] [--out FILE]
 
-Each family of tests/zoo/strangers is planned as a user's model is: traced, confirmed by small real steps, or what comes
-after. Its live peak at three sizes, one micro-batch and two, is compared with the one that a byte-accurate CPU allocator
+Each family of tests/zoo/strangers is planned as a user's model is: traced, confirmed by small real steps, or what
+comes after. Its live peak at three sizes, one micro-batch and two, is compared with the one that a byte-accurate CPU allocator
 counts under real steps; then epochs of variable sizes are planned for several limits, and trained on a device that
 refuses the first byte above them. With `--only`, the other families of FILE stay.
 """
@@ -29,8 +29,8 @@ os.environ["OMP_NUM_THREADS"] = "1"  # some kernels take memory per thread; torc
 
 from benchmarks.circumstances import circumstances, write  # noqa: E402 - the project is found only now
 
-ITEMS, LEVELS = 64, 4
-STEPS = 8  # what draws its way takes another each time
+ITEMS, LEVELS = 48, 3
+STEPS = 6  # what draws its way takes another each time
 REACH = 0.98  # of the real peak, at least
 
 
@@ -64,8 +64,8 @@ def told(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     epochs = [epoch for row in rows for epoch in row.get("epochs", ())]
     return {
         "what": "live peak as planned, without a margin, over the one that a byte-accurate CPU allocator counted in "
-        f"{STEPS} steps, at three sizes, one and two micro-batches; OOMs: steps of planned epochs of {ITEMS} items on a "
-        "device of limited memory",
+        f"{STEPS} steps, at three sizes, one and two micro-batches; OOMs: steps of planned epochs of {ITEMS} items, "
+        "on a device of limited memory",
         "families": len(rows),
         "origins": dict(Counter(row["origin"] for row in rows)),
         "below": [row["family"] for row in rows if row["lowest"] is not None and row["lowest"] < REACH],

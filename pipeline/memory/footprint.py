@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 
+from pipeline.errors import PlanInfeasible
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
@@ -288,3 +290,7 @@ def least_sure(origins: Iterable[Provenance]) -> Provenance:
 
 class Unmeasurable(Exception):
     """A source cannot answer; the message says why."""
+
+
+class CannotRun(PlanInfeasible):
+    """Real steps end in an error under a choice, and do not without."""

@@ -126,21 +126,19 @@ class ConfirmedOracle:
         state_bytes = NUMBER_BYTES * (standing.parameters + standing.trained)
         if state_bytes > MOST_BYTES:
             return Confirmation(note=f"not confirmed by a real step: its parameters take {format_bytes(state_bytes)}")
-        flops, kernels = (small := self._oracle.micro(_PLAIN, self._least)).flops, small.kernels
         traced: list[tuple[Sizes, int]] = []
         failed = None
         for times in TIMES:
-            if RUNS * (times**2 * flops * FLOP_S + kernels * KERNEL_S) > MOST_S:
-                break
             sizes = {name: times * size for name, size in self._least.items()}
             try:
-                bytes_ = self._on_cpu.micro(_PLAIN, sizes).again.peak_bytes
+                micro = self._on_cpu.micro(_PLAIN, sizes)
             except Exception as error:  # noqa: BLE001 - it may take no such sizes
                 failed = error
                 break
-            if bytes_ > MOST_BYTES:
+            is_long = RUNS * (micro.flops * FLOP_S + micro.kernels * KERNEL_S) > MOST_S
+            if is_long or micro.again.peak_bytes > MOST_BYTES:
                 break
-            traced.append((sizes, bytes_))
+            traced.append((sizes, micro.again.peak_bytes))
         peaks: list[tuple[int, int]] = []
         if traced:
             is_kernels = self._oracle is self._on_cpu  # those of a card take something else

@@ -17,6 +17,7 @@ import numpy as np
 from pipeline.errors import PlanInfeasible
 from pipeline.memory.footprint import (
     AnswersShards,
+    CannotRun,
     Category,
     Computes,
     Evaluates,
@@ -93,6 +94,7 @@ class OracleLadder:
 
     def answer(self, ask: Callable[[Oracle], Answer]) -> Answer:
         """Return the answer of the highest rung that has one."""
+        before = list(self.rungs), list(self.reasons), self.oracle
         while self.rungs:
             try:
                 self.oracle = self.oracle or self.rungs[0]()
@@ -101,6 +103,9 @@ class OracleLadder:
                 self.reasons.append(str(failed))
                 self.oracle = None
                 del self.rungs[0]
+            except CannotRun:  # a higher rung's answers to other choices stand
+                self.rungs, self.reasons, self.oracle = before
+                raise
             else:
                 return replace(answer, notes=(*self.reasons, *answer.notes))
         raise PlanInfeasible(

@@ -19,7 +19,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pipeline.memory.estimating.extrapolate import FEWEST, Extrapolated, enlarged, extrapolate, runs_alike, stretched
-from pipeline.memory.footprint import Category, MemoryChoice, MemoryPart, MicroFootprint, Provenance, Unmeasurable
+from pipeline.memory.footprint import (
+    CannotRun,
+    Category,
+    MemoryChoice,
+    MemoryPart,
+    MicroFootprint,
+    Provenance,
+    Unmeasurable,
+)
 from pipeline.units import format_bytes
 
 if TYPE_CHECKING:
@@ -152,6 +160,7 @@ class MeasuredSmall:
         return max(((2 * max(pair) - min(pair)) / measured.again.peak_bytes for pair in peaks), default=1.0)
 
     def _session(self, choice: MemoryChoice) -> TraceSession:
+        from pipeline.memory.tracing.guesses import told_cause
         from pipeline.memory.tracing.tracer import TraceSession
 
         if choice not in self._sessions:
@@ -159,10 +168,18 @@ class MeasuredSmall:
             if self._state_bytes > most:
                 state, limit = format_bytes(self._state_bytes), format_bytes(most)
                 raise Unmeasurable(f"its state of {state} is above the {limit} that measuring on the CPU may take")
-            with _own_numbers():
-                build = partial(self._build, choice)
-                session = TraceSession(build, self._same_example, self._least)
-                session.standing()
+            if choice != MemoryChoice():
+                self._session(MemoryChoice())  # an error of it is the model's own
+            try:
+                with _own_numbers():
+                    build = partial(self._build, choice)
+                    session = TraceSession(build, self._same_example, self._least)
+                    session.standing()
+            except RuntimeError as error:
+                if choice == MemoryChoice():
+                    raise
+                what = f"a real step ends in an error: {told_cause(error)}"
+                raise CannotRun(what, remedy="leave checkpointing and precision to the planner") from error
             self._sessions[choice] = session
         return self._sessions[choice]
 

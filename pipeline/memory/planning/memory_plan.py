@@ -238,6 +238,7 @@ class RemedyVerdict(str, Enum):
     NOT_NEEDED = "not needed"  # could not be faster than what fits
     TOO_LARGE = "does not fit"
     UNSUPPORTED = "not supported by every card"
+    FAILS = "ends in an error"
 
 
 class MicroBatchLimit(str, Enum):

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 _TURNS = 3  # times more items are given up because those that were kept did not fit together with the allocator's own
 _LOWER = 0.95  # of the limit, each time
-_UNTRIED = (RemedyVerdict.UNSUPPORTED, RemedyVerdict.NOT_NEEDED)
+_UNTRIED = (RemedyVerdict.UNSUPPORTED, RemedyVerdict.FAILS, RemedyVerdict.NOT_NEEDED)
 
 
 def plan_memory(
@@ -192,6 +192,8 @@ def _refuse(search: ChoiceSearch, outcomes: Sequence[ChoiceOutcome]) -> None:
     limit = f"{', '.join(card.name for card in search.cards.cards)} lets torch have {format_bytes(search.limit)}"
     if not able:
         why = "; ".join(dict.fromkeys(outcome.why for outcome in outcomes))
+        if any(outcome.verdict is RemedyVerdict.FAILS for outcome in outcomes):
+            raise PlanInfeasible(f"under no setting that is allowed the model runs: {why}")
         remedy = "allow fp32, or leave out the cards that lack it"
         raise ConfigError(f"no allowed precision works on every card: {why}", remedy=remedy)
     if not any(outcome.alone for outcome in able):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pipeline.errors import PlanInfeasible
-from pipeline.memory.footprint import Margin, MemoryChoice, Provenance, least_sure, margin_of
+from pipeline.memory.footprint import CannotRun, Margin, MemoryChoice, Provenance, least_sure, margin_of
 from pipeline.memory.planning.budget_search import BudgetSearch, DataBounds, FoundBudget
 from pipeline.memory.planning.memory_plan import Figure, OversizeItem, RemedyTrial, RemedyVerdict, Reserved
 from pipeline.memory.planning.size_groups import alone, fit
@@ -140,7 +140,11 @@ class ChoiceSearch:
             lacking = [card.name for card in self.cards.cards if choice.precision not in card.flops_per_s]
             why = f"{', '.join(lacking)} does not compute in {choice.precision}"
             return ChoiceOutcome(choice, RemedyVerdict.UNSUPPORTED, why)
-        standing, margin = self.questions.standing(choice), self.margin(choice)
+        try:
+            standing = self.questions.standing(choice)
+        except CannotRun as error:
+            return ChoiceOutcome(choice, RemedyVerdict.FAILS, error.what)
+        margin = self.margin(choice)
         if standing.bytes * margin.factor > self.limit:
             why = f"what stands between two steps takes {format_bytes(standing.bytes)}, whatever the batch"
             return ChoiceOutcome(choice, RemedyVerdict.TOO_LARGE, why, margin)

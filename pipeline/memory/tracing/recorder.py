@@ -322,13 +322,13 @@ def _storage(tensor: Any) -> Any:
     """Return a tensor's storage; of a wrapper such as DTensor, that of the local tensor."""
     while is_traceable_wrapper_subclass(tensor):
         tensor = getattr(tensor, tensor.__tensor_flatten__()[0][0])
-    return tensor.untyped_storage()
+    return (tensor._values() if tensor.is_sparse else tensor).untyped_storage()
 
 
 def _tensors(value: Any) -> Iterator[Any]:
     """Yield the tensors among an operator's arguments or results."""
     if isinstance(value, torch.Tensor):
-        yield value
+        yield from (value._values(), value._indices()) if value.is_sparse else (value,)
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from _tensors(item)

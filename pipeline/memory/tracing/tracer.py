@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from pipeline.errors import PipelineError
+from pipeline.errors import PipelineError, PlanInfeasible
 from pipeline.memory.footprint import ALIKE, Category, MicroFootprint, Provenance, StandingFootprint, Tape, Unmeasurable
 from pipeline.memory.tracing.autocast import cuda_casts, cuda_composites
 from pipeline.memory.tracing.fake_cuda import cuda_calls
@@ -276,18 +276,19 @@ class TraceSession:
     def peaks(self, sizes: Sizes) -> list[tuple[int, int]]:
         """Run a later micro-batch with other random numbers each time; return what each takes beyond what stands.
 
-        Beside it: how much of that a model has kept from before. Each last run is marked for whoever profiles.
+        Beside it: how much of that the model has kept from before. Each is followed by a run that is only marked, for
+        whoever profiles: some of torch's backward works in place where nobody looks on, and otherwise out of it.
         """
         if not self._setup:
             self._set_up()
             self._accumulate(self._smallest)
         peaks = []
         for self._draws.seed in (0, 1):
-            self._repeated(lambda: self._training.accumulate(self._batch(sizes)))
-            with torch.autograd.profiler.record_function(MARKED):
-                tape, recording = self._accumulate(sizes)
+            tape, recording = self._repeated(lambda: self._training.accumulate(self._batch(sizes)))
             own_bytes = int(np.cumsum(recording.bytes_E).max(initial=0))
             peaks.append((tape.peak_bytes, tape.peak_bytes - own_bytes))
+            with eagerly(), self._draws.seeded(), torch.autograd.profiler.record_function(MARKED):
+                self._training.accumulate(self._batch(sizes))
         return peaks
 
     def micro(self, sizes: Sizes) -> MicroFootprint:
@@ -442,7 +443,11 @@ class TraceSession:
         owned = self._training.owned()
         gradients = [self._recorder.block_of(one) for what, _, one in owned if Category(what) is Category.GRADIENTS]
         self._joined = self._joined or len({id(block) for block in gradients}) < len(gradients)
-        return [parameter for parameter in self._training.model.parameters() if parameter.grad is not None]
+        given = {name: one for name, one in self._training.model.named_parameters() if one.grad is not None}
+        if sparse := [name for name, one in given.items() if one.grad is not None and one.grad.is_sparse]:
+            what = f"the gradients of {', '.join(sparse)} are sparse: what adding them up takes depends on values"
+            raise PlanInfeasible(what, remedy="nn.Embedding(..., sparse=False), whose gradients are dense")
+        return list(given.values())
 
     def _make_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Give parameters the gradients that a micro-batch would leave."""

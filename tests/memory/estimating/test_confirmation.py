@@ -132,7 +132,6 @@ def test_memory_within_a_kernel_that_no_table_knows_is_planned_too() -> None:
 
     task = Small(Unknown)
     oracle = confirmed(task)
-    oracle._on_cpu._sessions.clear()
     standing, micro = oracle.standing(PLAIN), oracle.micro(PLAIN, LARGE)
     assert 1 <= live_peak_bytes(standing, micro, accumulate=True) / true_peak(task, LARGE, 2) <= 1.05
 

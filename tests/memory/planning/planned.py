@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch.utils._pytree import tree_map_only
 
 from pipeline.config.schema_train import TrainSection
-from pipeline.memory.footprint import MemoryChoice, Oracle, live_peak_bytes, margin_of
+from pipeline.memory.footprint import CannotRun, MemoryChoice, Oracle, live_peak_bytes, margin_of
 from pipeline.memory.planning.memory_plan import MemoryPlan, MicroBatchLimit, Micros, PlanRequest
 from pipeline.memory.planning.planner import plan_memory
 from pipeline.protocol import ITEMS
@@ -124,6 +124,14 @@ class Ground:
         rows = largest(micros.sizes_MS)
         asked = [self.oracle.micro(choice, dict(zip(micros.names, row, strict=True))) for row in rows.tolist()]
         return max(live_peak_bytes(standing, micro, accumulate=accumulate) for micro in asked)
+
+    def runs(self, choice: MemoryChoice) -> bool:
+        """Tell whether real steps run under a choice, as far as it was tried."""
+        try:
+            self.oracle.standing(choice)
+        except CannotRun:
+            return False
+        return True
 
     def alone(self, choice: MemoryChoice) -> int:
         """Return what the item that takes most takes alone, one of several micro-batches."""
@@ -261,7 +269,7 @@ def limits(ground: Ground, count: int) -> list[int]:
     """
     plain = ground.choice()
     frugal = [MemoryChoice(checkpointing=plain.checkpointing or one, offload=True) for one in (False, True)]
-    least = min(ground.alone(choice) for choice in (plain, *frugal))
+    least = min(ground.alone(choice) for choice in (plain, *frugal) if ground.runs(choice))
     low, high = ground.alone(plain), ground.uncut(plain)
     room = margin_of(ground.oracle.standing(plain).origin, caching=False).factor + 0.01
     spread = np.geomspace(low, max(high, low), count - 1).tolist()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ def words(x: Tensor) -> Tensor:
 class Recurrent(nn.Module):
     """An LSTM or GRU over padded sequences."""
 
-    def __init__(self, kind: type[nn.Module], *, packed: bool = False) -> None:
+    def __init__(self, kind: Callable[..., nn.Module], *, packed: bool = False) -> None:
         super().__init__()
         self.layer, self.packed = kind(WIDTH, 96, 2, batch_first=True), packed
 
@@ -33,6 +34,34 @@ class Recurrent(nn.Module):
         lengths = torch.full((len(given),), WORDS)
         out, _ = self.layer(pack_padded_sequence(given, lengths, batch_first=True))
         return pad_packed_sequence(out, batch_first=True)[0]
+
+
+class Temporal(nn.Module):
+    """Convolutions over words, each seeing twice as far, under weight norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        made = (nn.Conv1d(WIDTH, WIDTH, 3, padding=2**turn, dilation=2**turn) for turn in range(3))
+        self.layers = nn.ModuleList(nn.utils.parametrizations.weight_norm(one) for one in made)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = words(x).mT
+        for layer in self.layers:
+            x = x + layer(x).relu()
+        return x
+
+
+class Gaussian(nn.Module):
+    """A normal distribution over words, of which the covariance is learned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.root = nn.Linear(WIDTH, 8), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        root = self.root(x).view(-1, 8, 8)
+        lower = torch.linalg.cholesky(root @ root.mT + torch.eye(8))
+        return torch.distributions.MultivariateNormal(self.mean(x), scale_tril=lower).log_prob(x[:, :8])[:, None]
 
 
 class ResNet(nn.Module):
@@ -99,6 +128,17 @@ class Tied(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return (x + self.table(torch.zeros(len(x), dtype=torch.long))) @ self.table.weight.T
+
+
+class LooksUp(nn.Module):
+    """A table of which each batch touches few rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.out = nn.Embedding(500, WIDTH, sparse=True), nn.Linear(WIDTH, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(x + self.table(torch.arange(len(x)) % 500))
 
 
 class Pairs(nn.Module):
@@ -290,7 +330,11 @@ class Scan(nn.Module):
 FAMILIES: dict[str, Callable[[], Small]] = {
     "lstm": lambda: Small(lambda: Recurrent(nn.LSTM)),
     "lstm, packed": lambda: Small(lambda: Recurrent(nn.LSTM, packed=True)),
+    "lstm, both ways": lambda: Small(lambda: Recurrent(partial(nn.LSTM, bidirectional=True))),
     "gru": lambda: Small(lambda: Recurrent(nn.GRU)),
+    "gru, packed": lambda: Small(lambda: Recurrent(nn.GRU, packed=True)),
+    "temporal": lambda: Small(Temporal),
+    "gaussian": lambda: Small(Gaussian),
     "resnet": lambda: Small(ResNet),
     "resnet, channels last": lambda: Small(lambda: ResNet(torch.channels_last)),
     "u-net": lambda: Small(UNet),
@@ -299,6 +343,7 @@ FAMILIES: dict[str, Callable[[], Small]] = {
     "experts": lambda: Small(Experts),
     "lora": lambda: Small(LowRank),
     "tied": lambda: Small(Tied),
+    "sparse table": lambda: Small(LooksUp),
     "evoformer": lambda: Small(Pairs),
     "invariant points": lambda: Small(InvariantPoints),
     "egnn": lambda: Small(Equivariant),

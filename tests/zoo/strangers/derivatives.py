@@ -28,6 +28,17 @@ def penalised(model: nn.Module, x: Tensor) -> dict[str, Any]:
     return {"slope": ((slope.norm(dim=1) - 1).square().sum(), float(len(x)))}
 
 
+def pulled(model: nn.Module, x: Tensor) -> dict[str, Any]:
+    """SchNet with forces: the energy of near pairs, and its slope by where the atoms are."""
+    places = (2 * x.view(-1, 16, 64)[..., :3]).requires_grad_()
+    apart = torch.cdist(places, places) + 10 * torch.eye(16)
+    item, one, other = (apart < 3.0).nonzero().unbind(1)
+    length = (places[item, one] - places[item, other]).norm(dim=-1, keepdim=True)
+    energy = model((-(length - torch.linspace(0, 3, WIDTH)).square()).exp()).sum()
+    (force,) = torch.autograd.grad(energy, places, create_graph=True)
+    return {"force": (force.square().sum() + energy, float(len(x)))}
+
+
 def slid(model: nn.Module, x: Tensor) -> dict[str, Any]:
     """Sliced score matching by derivatives in forward mode."""
     along = torch.randn_like(x)
@@ -115,6 +126,7 @@ class Own(nn.Module):
 
 FAMILIES: dict[str, Callable[[], Small]] = {
     "gradient penalty": lambda: Small(dense, terms=penalised),
+    "radius graph, forces": lambda: Small(dense, terms=pulled),
     "forward derivative": lambda: Small(square, terms=slid),
     "continuous flow": lambda: Small(square, terms=traced_flow),
     "loss withheld": lambda: Small(dense, terms=withheld),

@@ -139,6 +139,21 @@ def near(model: Layers, x: Tensor) -> Tensor:
     return x + torch.zeros_like(nodes).index_add(0, item * WORDS + one, nodes[item * WORDS + other] * filters)
 
 
+def triplets(model: Layers, x: Tensor) -> Tensor:
+    """DimeNet: messages along near pairs, and the angles between two that meet."""
+    places = 2 * x.view(-1, WORDS, WIDTH)[..., :3]
+    apart = torch.cdist(places, places) + 10 * torch.eye(WORDS)
+    item, one, other = (apart < 2.0).nonzero().unbind(1)
+    along = places[item, one] - places[item, other]
+    begins, ends = item * WORDS + one, item * WORDS + other
+    first, second = ((ends[:, None] == begins[None]) & (begins[:, None] != ends[None])).nonzero().unbind(1)
+    angle = torch.cosine_similarity(along[first], along[second], dim=-1)
+    told = model.maps[0](x)[begins] * model.maps[1](x)[ends]
+    turned = model.maps[2](told[first]) * (angle[:, None] * torch.arange(1, WIDTH + 1)).cos()
+    told = told + torch.zeros_like(told).index_add(0, second, turned)
+    return x + torch.zeros_like(x).index_add(0, ends, model.maps[3](told))
+
+
 def masked(model: Layers, x: Tensor) -> Tensor:
     """Only the words that were masked are told of."""
     chosen = torch.rand(len(x)) < 0.15
@@ -185,6 +200,7 @@ WAYS: dict[str, Callable[[Layers, Tensor], Tensor]] = {
     "growing places": remembering_places,
     "growing keys": remembering_keys,
     "radius graph": near,
+    "radius graph, triplets": triplets,
     "masked words": masked,
     "cropped padding": cropping,
     "routed experts": routing,
