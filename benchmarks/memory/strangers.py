@@ -3,9 +3,9 @@
     python benchmarks/memory/strangers.py [--only NAMES] [--out FILE]
 
 Each family of tests/zoo/strangers is planned as a user's model is: traced, confirmed by small real steps, or what
-comes after. Its live peak at three sizes, one micro-batch and two, is compared with the one that a byte-accurate CPU allocator
-counts under real steps; then epochs of variable sizes are planned for several limits, and trained on a device that
-refuses the first byte above them. With `--only`, the other families of FILE stay.
+comes after. Its live peak at three sizes, one micro-batch and two, is held to the one that a byte-accurate CPU
+allocator counts under real steps; then epochs of variable sizes are planned for several limits, and trained on a device
+that refuses the first byte above them. With `--only`, the other families of FILE stay.
 """
 
 from __future__ import annotations
@@ -70,11 +70,13 @@ def told(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "origins": dict(Counter(row["origin"] for row in rows)),
         "below": [row["family"] for row in rows if row["lowest"] is not None and row["lowest"] < REACH],
         "below_with_margin": [row["family"] for row in rows if row["lowest"] is not None and row["with_margin"] < 1],
+        "below_count": sum(row["lowest"] is not None and row["lowest"] < REACH for row in rows),
         "lowest": min((row["lowest"] for row in rows if row["lowest"] is not None), default=None),
         "within_1_percent": sum(
             row["lowest"] is not None and 0.99 <= row["lowest"] <= row["highest"] <= 1.01 for row in rows
         ),
         "not_planned": {row["family"]: row["why"] for row in rows if row["lowest"] is None},
+        "not_planned_count": sum(row["lowest"] is None for row in rows),
         "epochs": sum("ooms" in epoch for epoch in epochs),
         "refused": sum("refused" in epoch for epoch in epochs),
         "steps": sum(epoch.get("steps", 0) for epoch in epochs),
