@@ -104,9 +104,8 @@ class MeasuredSmall:
         if question not in self._answers:
             measured = [size.micro for size in self._measured_up_to(sizes, question[0])]
             standing = self._session(question[0]).standing()
-            answer, share = _answer(measured, sizes, standing), self._share_unseen(measured[-1], question[0])
-            first, again = (stretched(tape, ceil(share * tape.peak_bytes)) for tape in (answer.first, answer.again))
-            self._answers[question] = replace(answer, first=first, again=again)
+            unseen = self._share_unseen(measured[-1], question[0])
+            self._answers[question] = _answer(measured, sizes, standing, unseen)
         answer = self._answers[question]
         return replace(answer, notes=(*answer.notes, *_not_rehearsed(choice)))
 
@@ -228,8 +227,10 @@ def _given_out(found: list[int]) -> Iterator[None]:
         found.append(int(np.cumsum(memory_EX[begins:ends, 1]).max(initial=0)))
 
 
-def _answer(measured: Sequence[MicroFootprint], wanted: Sizes, standing: StandingFootprint) -> MicroFootprint:
-    """Return the memory of the wanted micro-batch, from measured ones, the largest last."""
+def _answer(
+    measured: Sequence[MicroFootprint], wanted: Sizes, standing: StandingFootprint, unseen: float
+) -> MicroFootprint:
+    """Return the memory of the wanted micro-batch, from measured ones, the largest last, and the share they hide."""
 
     def likely(count: Callable[[MicroFootprint], float]) -> int:
         """Return a count at the wanted size, without a margin."""
@@ -239,6 +240,7 @@ def _answer(measured: Sequence[MicroFootprint], wanted: Sizes, standing: Standin
 
     first, first_estimate, _ = enlarged([(micro.sizes, micro.first) for micro in measured], wanted)
     again, again_estimate, how = enlarged([(micro.sizes, micro.again) for micro in measured], wanted)
+    first, again = (stretched(tape, ceil(unseen * tape.peak_bytes)) for tape in (first, again))
     worse = max(first_estimate, again_estimate, key=lambda extrapolated: extrapolated.margin)
     return MicroFootprint(
         sizes=dict(wanted),
