@@ -296,9 +296,10 @@ def spec_of(folder: RunFolder | None, config: Config, job: StageJob) -> JobSpec:
 
 def _is_forked(config: Config, stage: str) -> bool:
     """Tell whether a stage's tasks are forked: on this machine, those that import torch and start no others."""
+    if stage not in FORKED or config.cluster.executor != "local" or script_stage.is_script(config, stage):
+        return False
     resources = config.cluster.resources(stage)
-    is_alone = not resources.gpus and getattr(resources, "world", 1) == 1 and not script_stage.is_script(config, stage)
-    return stage in FORKED and is_alone and config.cluster.executor == "local"
+    return not resources.gpus and getattr(resources, "world", 1) == 1
 
 
 def _is_before_forks(folder: RunFolder, config: Config, job: StageJob) -> bool:
