@@ -1,0 +1,357 @@
+"""Equivariant convolutions over grids of edges, in plain torch: nothing as large as edges times weights is ever made.
+
+A message is the tensor product of its sender's features with the harmonics of the edge's direction, with weights that
+are linear in the edge's hidden features. A sum over edges of something linear in the hidden features is contracted
+before it meets the weights: per receiver for most paths (`_heard`), per sender for those that turn many scalars into
+few vectors (`_sent`).
+
+Shapes: P poses, N residues, R rows and C columns of a grid (each cell an edge or nothing), S senders, A receivers, K
+edges of one of them, H hidden features (and a 1), D components and M channels of a block, Q columns of what is summed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import Tensor
+
+
+class Irrep(NamedTuple):
+    """Channels that turn alike: scalars (degree 0) or vectors (1), even or odd under reflection."""
+
+    channels: int
+    degree: int
+    parity: int  # 1 or -1
+
+    @property
+    def components(self) -> int:
+        return 2 * self.degree + 1
+
+
+class ProductPath(NamedTuple):
+    """One way through a tensor product: block in × harmonics of a degree → block out, and its part of the weights."""
+
+    source: int
+    harmonic: int
+    target: int
+    first: int  # of its weights, which are laid out [channel in, channel out]
+    scale: float
+
+
+DIRECTIONS = 8  # harmonics of degree 1 and 2
+_OF_DEGREE = {1: slice(3), 2: slice(3, DIRECTIONS)}
+# What the harmonics below and the unit-norm 3j symbols leave to a path's scale: degree in, of the harmonics, out.
+_NORMS = {
+    (0, 0, 0): 1.0,
+    (0, 1, 1): 1.0,
+    (1, 0, 1): 1 / math.sqrt(3),
+    (1, 1, 0): 1.0,
+    (1, 1, 1): 1 / math.sqrt(2),
+    (1, 2, 1): math.sqrt(3 / 2),
+}
+
+
+def product_paths(enter: Sequence[Irrep], leave: Sequence[Irrep]) -> tuple[ProductPath, ...]:
+    """Return the paths of the full tensor product with harmonics of degrees 0 to 2, in the order of their weights."""
+    found = [
+        (source, harmonic, target)
+        for source, block in enumerate(enter)
+        for harmonic in range(3)
+        for target, result in enumerate(leave)
+        if (block.degree, harmonic, result.degree) in _NORMS and block.parity * (-1) ** harmonic == result.parity
+    ]
+    paths, first = [], 0
+    for source, harmonic, target in found:
+        block, result = enter[source], leave[target]
+        fan_in = sum(enter[other].channels for other, _, into in found if into == target)
+        scale = math.sqrt(result.components / fan_in) * _NORMS[block.degree, harmonic, result.degree]
+        paths.append(ProductPath(source, harmonic, target, first, scale))
+        first += block.channels * result.channels
+    return tuple(paths)
+
+
+def harmonics(way_3: Tensor) -> Tensor:
+    """Return harmonics of vectors' directions [..., 8]; all are 0 where a vector is.
+
+    Degree 1 is the unit vector; degree 2 is its outer product without the trace, in five numbers.
+    """
+    x, y, z = functional.normalize(way_3, dim=-1).unbind(-1)
+    trace = (x * x + y * y + z * z) / 3
+    return torch.stack([x, y, z, x * z, x * y, y * y - trace, y * z, (z * z - x * x) / 2], -1)
+
+
+def _couplings() -> dict[tuple[int, int, int], Tensor]:
+    """Return what couples a block [i] and the harmonics [j] to a block [k]; entries are exact in any precision."""
+    dot, cross, outer = torch.zeros(3, DIRECTIONS, 1), torch.zeros(3, DIRECTIONS, 3), torch.zeros(3, DIRECTIONS, 3)
+    for i in range(3):
+        dot[i, i, 0] = 1.0
+        cross[i, (i + 1) % 3, (i + 2) % 3], cross[i, (i + 2) % 3, (i + 1) % 3] = 1.0, -1.0
+    for j, (i, k) in {3: (0, 2), 4: (0, 1), 6: (1, 2)}.items():
+        outer[i, j, k] = outer[k, j, i] = 1.0
+    outer[:, 5] = torch.diag(torch.tensor([-0.5, 1.0, -0.5]))
+    outer[:, 7] = torch.diag(torch.tensor([-1.0, 0.0, 1.0]))
+    return {(1, 1, 0): dot, (1, 1, 1): cross, (1, 2, 1): outer}
+
+
+@dataclass(frozen=True)
+class AllPairs:
+    """A grid of every row's node with every column's; some of its cells are edges."""
+
+    real_PRC: Tensor  # 1 where there is an edge, else 0
+
+    def of_row(self, x_PRM: Tensor) -> Tensor:
+        """Return what the row's node has, to be broadcast over cells."""
+        return x_PRM.unsqueeze(2)
+
+    def of_column(self, x_PCM: Tensor) -> Tensor:
+        """Return what the column's node has, to be broadcast over cells."""
+        return x_PCM.unsqueeze(1)
+
+    def turned(self, cells_PRCM: Tensor) -> Tensor:
+        """List cells by their column's node."""
+        return cells_PRCM.transpose(1, 2)
+
+    def turned_edges(self, edges_PRCM: Tensor) -> Tensor:
+        """List cells by their column's node, with 0 where there is no edge."""
+        return edges_PRCM.transpose(1, 2)
+
+    def turned_back(self, cells_PCRM: Tensor) -> Tensor:
+        """List cells by their row's node again."""
+        return cells_PCRM.transpose(1, 2)
+
+    def row_of_turned(self, x_PRM: Tensor) -> Tensor:
+        """Return what the row's node has, to be broadcast over cells listed by their column's."""
+        return x_PRM.unsqueeze(1)
+
+    def degrees(self, *, by_row: bool) -> Tensor:
+        """Count the edges of each node [P, N, 1, 1], at least 1."""
+        return self.real_PRC.sum(2 if by_row else 1).clamp(min=1)[..., None, None]
+
+
+@dataclass(frozen=True)
+class ListedPairs:
+    """A grid of every row's node with a few others, as `neighbours_RC` lists them: -1 where there is none."""
+
+    column_RC: Tensor
+    real_PRC: Tensor
+    there_NK: Tensor  # the cells of each column's node, counted through
+    back_RC: Tensor  # where each cell is among those
+    real_NK: Tensor
+
+    def of_row(self, x_PRM: Tensor) -> Tensor:
+        """Return what the row's node has, to be broadcast over cells."""
+        return x_PRM.unsqueeze(2)
+
+    def of_column(self, x_PNM: Tensor) -> Tensor:
+        """Return what the column's node has, for every cell."""
+        return _rows(x_PNM, self.column_RC)
+
+    def turned(self, cells_PRCM: Tensor) -> Tensor:
+        """List cells by their column's node."""
+        return _rows(cells_PRCM.flatten(1, 2), self.there_NK)
+
+    def turned_edges(self, edges_PRCM: Tensor) -> Tensor:
+        """List cells by their column's node, with 0 where there is no edge."""
+        return self.turned(edges_PRCM) * self.real_NK.unsqueeze(-1)
+
+    def turned_back(self, cells_PNKM: Tensor) -> Tensor:
+        """List cells by their row's node again."""
+        return _rows(cells_PNKM.flatten(1, 2), self.back_RC)
+
+    def row_of_turned(self, x_PRM: Tensor) -> Tensor:
+        """Return what the row's node has, for cells listed by their column's."""
+        return _rows(x_PRM, self.there_NK // self.column_RC.shape[1])
+
+    def degrees(self, *, by_row: bool) -> Tensor:
+        """Count the edges of each node [1, N, 1, 1], at least 1."""
+        counts_PN = self.real_PRC.sum(2) if by_row else self.real_NK.sum(1).unsqueeze(0)
+        return counts_PN.clamp(min=1)[..., None, None]
+
+
+def listed_pairs(neighbours_RC: Tensor, like: Tensor) -> ListedPairs:
+    """Return the grid of these neighbours (-1 where there is none); masks have the type of `like`."""
+    real_RC = neighbours_RC >= 0
+    column_RC = neighbours_RC.clamp(min=0)
+    nodes = len(neighbours_RC)
+    cells_E = real_RC.flatten().nonzero().squeeze(1)
+    owner_E = column_RC.flatten()[cells_E]
+    order_E = owner_E.argsort(stable=True)
+    counts_N = torch.bincount(owner_E, minlength=nodes)
+    place_E = torch.arange(len(order_E), device=order_E.device) - (counts_N.cumsum(0) - counts_N)[owner_E[order_E]]
+    most = max(1, int(counts_N.max()) if nodes else 1)
+    there_NK, real_NK = (neighbours_RC.new_zeros(nodes, most) for _ in range(2))
+    there_NK[owner_E[order_E], place_E] = cells_E[order_E]
+    real_NK[owner_E[order_E], place_E] = 1
+    back_RC = torch.zeros_like(column_RC).flatten()
+    back_RC[cells_E[order_E]] = owner_E[order_E] * most + place_E
+    return ListedPairs(
+        column_RC=column_RC,
+        real_PRC=real_RC.to(like).unsqueeze(0),
+        there_NK=there_NK,
+        back_RC=back_RC.view_as(column_RC),
+        real_NK=real_NK.to(like),
+    )
+
+
+Grid: TypeAlias = AllPairs | ListedPairs
+Blocks: TypeAlias = "tuple[Tensor, ...]"  # features by irrep, each [P, N, D, M]
+
+
+class Edges(NamedTuple):
+    """A grid's edges as a convolution takes them."""
+
+    grid: Grid
+    hidden_PRCH: Tensor  # 0 where there is no edge
+    harmonics_PRC8: Tensor
+
+
+class Kernel(NamedTuple):
+    """A convolution's weights as its contractions take them: made once for many poses."""
+
+    told: tuple[Tensor, ...]  # [features told, H] of the edge, the column's node and the row's
+    bias_H: Tensor  # its last hidden feature is 1 everywhere
+    same: dict[tuple[int, int], Tensor]  # block in, block out → [M · H, channels out]
+    bent: dict[int, Tensor]  # block out → [M of all its paths · H, channels out]
+    sent: tuple[Tensor, ...]  # [channels in, H · channels out]
+
+
+class PairConvolution(nn.Module):
+    """Means of messages by receiver: tensor products of senders' features with harmonics, weighted by a small network.
+
+    The network is told of the edge and of one or both of its ends, each by as many features as `told` says.
+    """
+
+    def __init__(self, enter: Sequence[Irrep], leave: Sequence[Irrep], told: Sequence[int]) -> None:
+        super().__init__()
+        self.enter, self.leave, self.told = tuple(enter), tuple(leave), tuple(told)
+        paths = product_paths(enter, leave)
+        width = sum(told)
+        self.hidden = nn.Linear(width, width)
+        self.weights = nn.Linear(width, sum(map(self._weight_count, paths)))
+        for (_, degree, result), coupling in _couplings().items():
+            self.register_buffer(f"coupling_1{degree}{result}", coupling, persistent=False)
+        self.same = [path for path in paths if path.harmonic == 0]
+        self.sent = [path for path in paths if path.harmonic and not enter[path.source].degree]
+        self.bent = [path for path in paths if path.harmonic and enter[path.source].degree]
+        self.bent.sort(key=lambda path: path.target)
+
+    def kernel(self) -> Kernel:
+        """Return the weights as the contractions take them."""
+        weights_WH = torch.cat([self.weights.weight, self.weights.bias.unsqueeze(1)], 1)
+        return Kernel(
+            told=functional.pad(self.hidden.weight.T, (0, 1)).split_with_sizes(self.told),
+            bias_H=functional.pad(self.hidden.bias, (0, 1), value=1.0),
+            same={path[:3:2]: self._of_path(weights_WH, path).flatten(0, 1) for path in self.same},
+            bent={
+                target: torch.cat([self._of_path(weights_WH, path).flatten(0, 1) for path in paths])
+                for target, paths in groupby(self.bent, lambda path: path.target)
+            },
+            sent=tuple(self._of_path(weights_WH, path).flatten(1) for path in self.sent),
+        )
+
+    def edges(self, kernel: Kernel, grid: Grid, harmonics_PRC8: Tensor, told: Sequence[Tensor]) -> Edges:
+        """Return a grid's edges with hidden features; told are the edges' [P, R, C, M] and the nodes' [P, N, M]."""
+        hidden_PRCH = told[0] @ kernel.told[0] + grid.of_column(told[1] @ kernel.told[1] + kernel.bias_H)
+        if len(told) > 2:
+            hidden_PRCH = hidden_PRCH + grid.of_row(told[2] @ kernel.told[2])
+        return Edges(grid, hidden_PRCH.relu() * grid.real_PRC.unsqueeze(-1), harmonics_PRC8)
+
+    def forward(self, kernel: Kernel, edges: Edges, senders: Blocks, *, row_sends: bool) -> Blocks:
+        """Return the means of what the nodes of rows send to those of columns, or the other way."""
+        grid, hidden, bends = edges
+        if row_sends:
+            heard = _Heard(grid.turned_edges(hidden), grid.turned_edges(bends), grid.turned, grid.row_of_turned)
+        else:
+            heard = _Heard(hidden, bends, grid.turned_back, grid.of_column)
+            hidden, bends = grid.turned(hidden), grid.turned(bends)
+        sums = [*self._same(kernel, heard, senders), *self._bent(kernel, heard, bends, senders)]
+        sums += self._sent(kernel, heard, hidden, senders)
+        degrees = grid.degrees(by_row=not row_sends)
+        return tuple(sum(part for into, part in sums if into == at) / degrees for at in range(len(self.leave)))
+
+    def _same(self, kernel: Kernel, heard: _Heard, senders: Blocks) -> Iterator[tuple[int, Tensor]]:
+        """Yield what comes of harmonics of degree 0, which are the same for every edge."""
+        sources = [path.source for path in self.same]
+        if not sources:
+            return
+        x_PSQ = torch.cat([senders[source].flatten(2) for source in sources], -1)
+        sums_PAQH = heard.stand(x_PSQ).transpose(-1, -2) @ heard.hidden_PAKH
+        parts = sums_PAQH.split_with_sizes([math.prod(senders[source].shape[2:]) for source in sources], 2)
+        for path, part_PAQH in zip(self.same, parts, strict=True):
+            yield path.target, _mixed(part_PAQH, self.leave[path.target], kernel.same[path[:3:2]])
+
+    def _bent(self, kernel: Kernel, heard: _Heard, bends_PSK8: Tensor, senders: Blocks) -> Iterator[tuple[int, Tensor]]:
+        """Yield what comes of vectors and directions, summed by receiver before it meets the weights."""
+        if not self.bent:
+            return
+        bent = {target: list(paths) for target, paths in groupby(self.bent, lambda path: path.target)}
+        columns = [
+            torch.cat([self._coupled(path, senders[path.source]) for path in paths], -1).flatten(3)
+            for paths in bent.values()
+        ]
+        bent_PSKQ = bends_PSK8 @ torch.cat(columns, -1)
+        sums_PAQH = heard.passed(bent_PSKQ).transpose(-1, -2) @ heard.hidden_PAKH
+        for target, part_PAQH in zip(
+            bent, sums_PAQH.split_with_sizes([part.shape[-1] for part in columns], 2), strict=True
+        ):
+            yield target, _mixed(part_PAQH, self.leave[target], kernel.bent[target])
+
+    def _sent(
+        self, kernel: Kernel, heard: _Heard, hidden_PSKH: Tensor, senders: Blocks
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Yield vectors of many scalars and a direction: the weights come first, so that there are few to sum."""
+        if not self.sent:
+            return
+        hidden = hidden_PSKH.shape[-1]
+        mixed = [
+            senders[path.source].squeeze(2) @ weights for path, weights in zip(self.sent, kernel.sent, strict=True)
+        ]
+        mixed_PSHQ = torch.cat([part.unflatten(-1, (hidden, -1)) for part in mixed], -1)
+        sent_PAKQ = heard.passed(hidden_PSKH @ mixed_PSHQ)
+        sums_PA3Q = heard.bends_PAK8[..., _OF_DEGREE[1]].transpose(-1, -2) @ sent_PAKQ
+        widths = [self.leave[path.target].channels for path in self.sent]
+        for path, part_PA3M in zip(self.sent, sums_PA3Q.split_with_sizes(widths, -1), strict=True):
+            yield path.target, part_PA3M
+
+    def _coupled(self, path: ProductPath, x_PS3M: Tensor) -> Tensor:
+        """Return what harmonics make of a block [P, S, 8, D, M], for each of them."""
+        coupling = self.get_buffer(f"coupling_1{path.harmonic}{self.leave[path.target].degree}")
+        return torch.einsum("ijk,psiu->psjku", coupling, x_PS3M)
+
+    def _of_path(self, weights_WH: Tensor, path: ProductPath) -> Tensor:
+        """Return a path's weights [channels in, H, channels out], scaled."""
+        rows_WH = weights_WH[path.first : path.first + self._weight_count(path)]
+        return rows_WH.unflatten(0, (self.enter[path.source].channels, -1)).transpose(1, 2) * path.scale
+
+    def _weight_count(self, path: ProductPath) -> int:
+        return self.enter[path.source].channels * self.leave[path.target].channels
+
+
+class _Heard(NamedTuple):
+    """Edges by their receivers, and how to bring there what is listed by senders."""
+
+    hidden_PAKH: Tensor
+    bends_PAK8: Tensor
+    passed: Callable[[Tensor], Tensor]
+    stand: Callable[[Tensor], Tensor]  # of what senders have
+
+
+def _mixed(sums_PAQH: Tensor, block: Irrep, weights: Tensor) -> Tensor:
+    """Contract sums with a path's weights [P, A, D, M]."""
+    return sums_PAQH.unflatten(2, (block.components, -1)).flatten(3) @ weights
+
+
+def _rows(x_PNM: Tensor, index: Tensor) -> Tensor:
+    """Return rows by an index of any shape."""
+    return x_PNM.index_select(1, index.flatten()).unflatten(1, index.shape)

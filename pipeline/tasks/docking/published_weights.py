@@ -1,0 +1,108 @@
+"""Published weights of DiffDock-PP under the names of our networks, and back: a table of names, nothing is computed.
+
+Everything of theirs is below `encoder.`; their constants (grids, masks, 3j symbols) are left out on the way in and made
+anew on the way out.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from pipeline.tasks.docking.equivariant import PairConvolution
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from torch import Tensor
+
+    from pipeline.tasks.docking.score_network import ConfidenceModel, ScoreModel
+
+# Ours → theirs; "*" is the number of a layer.
+NAMES = {
+    "trunk.residues.of_type": "atom_embed.atom_ebd",
+    "trunk.residues.of_time": "atom_embed.sigma_ebd",
+    "trunk.residues.mix": "atom_embed.lm_ebd",
+    "trunk.inner_edges.enter": "rec_edge_embed.0",
+    "trunk.inner_edges.out": "rec_edge_embed.3",
+    "trunk.inner_edges": "rec_dist_exp",
+    "trunk.cross_edges": "cross_dist_exp",
+    "centre_edges": "center_dist_exp",
+    "trunk.cross_edges.enter": "cross_edge_embed.0",
+    "trunk.cross_edges.out": "cross_edge_embed.3",
+    "trunk.layers.*.inner.hidden": "intra_convs.*.fc.0",
+    "trunk.layers.*.inner.weights": "intra_convs.*.fc.3",
+    "trunk.layers.*.cross.hidden": "cross_convs.*.fc.0",
+    "trunk.layers.*.cross.weights": "cross_convs.*.fc.3",
+    "centre_edges.enter": "center_edge_embed.0",
+    "centre_edges.out": "center_edge_embed.3",
+    "centre.hidden": "final_conv.fc.0",
+    "centre.weights": "final_conv.fc.3",
+    "translation.enter": "tr_final_layer.0",
+    "translation.out": "tr_final_layer.3",
+    "rotation.enter": "rot_final_layer.0",
+    "rotation.out": "rot_final_layer.3",
+    "head.0": "confidence_predictor.0",
+    "head.1": "confidence_predictor.4",
+    "head.2": "confidence_predictor.8",
+}
+ROOT = "encoder."
+GRID = {"centres_M": "offset", "offset": "centres_M"}
+UNUSED, USED = "lig_dist_exp.offset", "rec_dist_exp.offset"  # two names of one grid
+_DEGREE_2 = torch.tensor([0.1, 0.1, 2 / 15, 0.1, 0.1], dtype=torch.float64).sqrt()  # their harmonics' norms to ours
+SYMBOLS = {
+    "1_1_1": ("coupling_111", slice(3), 1 / math.sqrt(6)),
+    "1_2_1": ("coupling_121", slice(3, 8), _DEGREE_2[:, None]),
+}
+
+
+def is_published(names: Collection[str]) -> bool:
+    """Tell the original's weights by their names."""
+    return f"{ROOT}{NAMES['trunk.residues.mix']}.weight" in names
+
+
+def from_published(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the original's weights under our names, without its constants; other names stay, to be refused."""
+    ours = {theirs: mine for mine, theirs in NAMES.items()}
+    return {
+        _renamed(name.removeprefix(ROOT), ours): tensor for name, tensor in tensors.items() if not _is_constant(name)
+    }
+
+
+def to_published(model: ScoreModel | ConfidenceModel) -> dict[str, Tensor]:
+    """Return a model's state as the original's state dict, with its constants."""
+    state = {_renamed(name, NAMES): tensor for name, tensor in model.state_dict().items()}
+    for name, module in model.named_modules():
+        if isinstance(module, PairConvolution):
+            place = _renamed(f"{name}.hidden.", NAMES).removesuffix("fc.0.")
+            state |= {f"{place}tensor_prod.{key}": tensor for key, tensor in _constants(module).items()}
+    state[UNUSED] = state[USED]
+    return {ROOT + name: tensor for name, tensor in state.items()}
+
+
+def _constants(convolution: PairConvolution) -> dict[str, Tensor]:
+    """Return what e3nn keeps in the state of a tensor product."""
+    width = sum(block.channels * block.components for block in convolution.leave)
+    constants = {"weight": torch.empty(0), "output_mask": torch.ones(width)}
+    used = {f"1_{path.harmonic}_{convolution.leave[path.target].degree}" for path in convolution.bent}
+    for degrees in used & set(SYMBOLS):
+        name, rows, norm = SYMBOLS[degrees]
+        symbol = convolution.get_buffer(name)[:, rows].double() * norm
+        constants[f"_compiled_main_left_right._w3j_{degrees}"] = symbol.float()
+    return constants
+
+
+def _is_constant(name: str) -> bool:
+    return ".tensor_prod." in name or name == ROOT + UNUSED
+
+
+def _renamed(name: str, names: Mapping[str, str]) -> str:
+    """Return a parameter's other name, or the one that it has where there is none."""
+    module, _, parameter = name.rpartition(".")
+    layer = next((part for part in module.split(".") if part.isdigit()), "")
+    for of_layer in (module, module.replace(f".{layer}.", ".*.", 1)):
+        if of_layer in names:
+            return f"{names[of_layer].replace('*', layer)}.{GRID.get(parameter, parameter)}"
+    return name

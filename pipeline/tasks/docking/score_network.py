@@ -1,0 +1,366 @@
+"""The networks of DiffDock-PP: a score of the ligand's move, and the confidence in a pose, over one kind of trunk.
+
+`as_published` is how the original behaves, and what its weights mean: the residue's type is looked up by the first
+number of its embedding, and told as a plain number; messages run from a residue to its nearest; receptors hear
+directions as ligands do; the score's last convolution is told of the residue whose number is the complex's place in the
+batch; rows of rotation tables are counted by one step too many. Without it all of that is mended.
+
+Shapes: B complexes, P poses of each, T times (one for each pose, or one for all), N residues of a partner, R of the
+receptor, L of the ligand, C columns of a grid, E embedding dimensions, M features, D components of an irrep.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import reduce
+from itertools import pairwise, zip_longest
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from pipeline.tasks.docking.equivariant import (
+    AllPairs,
+    Blocks,
+    Irrep,
+    Kernel,
+    ListedPairs,
+    PairConvolution,
+    harmonics,
+)
+from pipeline.tasks.docking.rigid_noise import NoiseSchedule, table_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import Tensor
+
+TYPES = 24  # ESM-2's tokens of residues end with 23
+TIME_FEATURES, DISTANCES = 32, 32
+TIME_SCALE = 10_000
+INNER_FARTHEST, CROSS_FARTHEST = 30.0, 80.0  # Å, of the Gaussians on distances
+CUTOFF, CUTOFF_RATE = 40.0, 3.0  # Å between residues that hear of each other, and for each Å of noise
+FLIPPED = (-1.0, -1.0, -1.0, 1.0, 1.0, 1.0, 1.0, 1.0)  # harmonics of the opposite direction
+
+
+@dataclass(frozen=True)
+class TrunkSizes:
+    """Sizes of a network; the defaults are the published score model's."""
+
+    scalars: int = 32
+    vectors: int = 6
+    layers: int = 4
+    embedding_dim: int = 1280
+    as_published: bool = False
+
+    def irreps(self, layer: int) -> tuple[Irrep, ...]:
+        """Return the features that enter a layer: each adds a kind until there are four."""
+        kinds = (
+            Irrep(self.scalars, 0, 1),
+            Irrep(self.vectors, 1, -1),
+            Irrep(self.vectors, 1, 1),
+            Irrep(self.scalars, 0, -1),
+        )
+        return kinds[: layer + 1]
+
+
+class DockingPartner(NamedTuple):
+    """A protein as it stands in its file, about any origin."""
+
+    pos_N3: Tensor  # CA, Å
+    token_N: Tensor  # of the residue's type in ESM-2's vocabulary
+    embedding_NE: Tensor
+    pairs: ListedPairs  # of each residue and its nearest
+
+
+class PosedComplex(NamedTuple):
+    """A complex with poses of its ligand in the receptor's frame."""
+
+    receptor: DockingPartner
+    ligand: DockingPartner
+    pos_PL3: Tensor
+    time_T: Tensor
+
+    def pieces(self, poses_at_once: int) -> list[PosedComplex]:
+        """Return the same with so many poses at once."""
+        positions = self.pos_PL3.split(poses_at_once)
+        times = self.time_T.split(poses_at_once) if len(self.time_T) > 1 else [self.time_T] * len(positions)
+        return [self._replace(pos_PL3=pos, time_T=time) for pos, time in zip(positions, times, strict=True)]
+
+
+class EdgeInput(nn.Module):
+    """Features of edges from Gaussians on their length, and the time."""
+
+    centres_M: Tensor
+
+    def __init__(self, features: int, farthest: float, *, time_first: bool = True) -> None:
+        super().__init__()
+        self.register_buffer("centres_M", torch.linspace(0.0, farthest, DISTANCES))  # published ones differ by a bit
+        self.factor = -0.5 / (farthest / (DISTANCES - 1)) ** 2
+        self.time_first = time_first
+        self.enter, self.out = nn.Linear(TIME_FEATURES + DISTANCES, features), nn.Linear(features, features)
+
+    def forward(self, way_PRC3: Tensor, time_TM: Tensor) -> Tensor:
+        apart_PRCM = way_PRC3.norm(dim=-1, keepdim=True) - self.centres_M
+        near_PRCM = torch.exp(self.factor * apart_PRCM.square())
+        parts = self.enter.weight.T.split(TIME_FEATURES)  # of which there are as many as distances
+        of_time, of_distance = parts if self.time_first else reversed(parts)
+        told_PRCM = near_PRCM @ of_distance + (time_TM @ of_time + self.enter.bias)[:, None, None]
+        features_PRCM: Tensor = self.out(told_PRCM.relu())
+        return features_PRCM
+
+
+class ResidueInput(nn.Module):
+    """Features of residues from their type, their embedding and the time."""
+
+    def __init__(self, sizes: TrunkSizes) -> None:
+        super().__init__()
+        self.of_type = nn.Embedding(TYPES, sizes.scalars)
+        self.of_time = nn.Linear(TIME_FEATURES, sizes.scalars)
+        self.mix = nn.Linear(sizes.scalars + sizes.embedding_dim, sizes.scalars)
+        self.sizes = sizes
+
+    def forward(self, partner: DockingPartner, time_TM: Tensor) -> Tensor:
+        """Return features [T, N, M]."""
+        type_N, told_NE = partner.token_N, partner.embedding_NE
+        if (
+            self.sizes.as_published
+        ):  # the embedding and the type are joined in the other order than they are taken apart
+            type_N, told_NE = told_NE[:, 0].long(), torch.cat([told_NE[:, 1:], type_N.to(told_NE).unsqueeze(1)], 1)
+        of_known, of_embedding = self.mix.weight.T.split_with_sizes([self.sizes.scalars, self.sizes.embedding_dim])
+        known_TNM = self.of_type(type_N) + self.of_time(time_TM).unsqueeze(1)
+        features_TNM: Tensor = known_TNM @ of_known + (told_NE @ of_embedding + self.mix.bias)
+        return features_TNM
+
+
+class TrunkLayer(nn.Module):
+    """Messages within the partners, and between them."""
+
+    def __init__(self, sizes: TrunkSizes, layer: int) -> None:
+        super().__init__()
+        blocks, told = (sizes.irreps(layer), sizes.irreps(layer + 1)), [sizes.scalars] * 3
+        self.inner, self.cross = PairConvolution(*blocks, told), PairConvolution(*blocks, told)
+
+
+class PartnerEdges(NamedTuple):
+    """What a partner's inner edges are before any layer."""
+
+    pairs: ListedPairs
+    harmonics_PRC8: Tensor
+    features_PRCM: Tensor
+
+
+class SharedInput(NamedTuple):
+    """What is the same for all poses of a complex."""
+
+    time_TM: Tensor
+    receptor: Blocks
+    ligand: Blocks
+    receptor_edges: PartnerEdges
+    kernels: Sequence[tuple[Kernel, Kernel]]
+
+
+class DockingTrunk(nn.Module):
+    """Features of residues from a pose."""
+
+    flipped_8: Tensor
+
+    def __init__(self, sizes: TrunkSizes, cutoff: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.sizes, self.cutoff = sizes, cutoff
+        self.residues = ResidueInput(sizes)
+        self.inner_edges = EdgeInput(sizes.scalars, INNER_FARTHEST)
+        self.cross_edges = EdgeInput(sizes.scalars, CROSS_FARTHEST)
+        self.layers = nn.ModuleList(TrunkLayer(sizes, layer) for layer in range(sizes.layers))
+        self.register_buffer("flipped_8", torch.tensor(FLIPPED), persistent=False)
+
+    def shared(self, posed: PosedComplex) -> SharedInput:
+        """Compute what does not depend on the pose."""
+        time_TM = time_features(posed.time_T).to(posed.pos_PL3)
+        receptor, ligand = posed.receptor, posed.ligand
+        return SharedInput(
+            time_TM=time_TM,
+            receptor=(self.residues(receptor, time_TM).unsqueeze(2),),
+            ligand=(self.residues(ligand, time_TM).unsqueeze(2),),
+            receptor_edges=self._inner(receptor.pos_N3.unsqueeze(0), receptor.pairs, time_TM),
+            kernels=[(layer.inner.kernel(), layer.cross.kernel()) for layer in self.layers],
+        )
+
+    def steps(self, posed: PosedComplex, shared: SharedInput) -> Iterator[tuple[Blocks, Blocks]]:
+        """Yield the features of the receptor and the ligand before the first layer and after each."""
+        receptor, ligand = shared.receptor, shared.ligand
+        yield receptor, ligand
+        way_PRL3 = posed.receptor.pos_N3[None, :, None] - posed.pos_PL3.unsqueeze(1)
+        cross = AllPairs(_edge_mask(posed, self.cutoff(posed.time_T)))
+        bends, features = harmonics(way_PRL3), self.cross_edges(way_PRL3, shared.time_TM)
+        ligand_edges = self._inner(posed.pos_PL3, posed.ligand.pairs, shared.time_TM)
+        for place, (layer, (inner, between)) in enumerate(zip(self.layers, shared.kernels, strict=True)):
+            edges = layer.cross.edges(between, cross, bends, (features, _scalars(ligand), _scalars(receptor)))
+            heard = layer.cross(between, edges, receptor, row_sends=True)
+            if place < len(self.layers) - 1:  # of the last layer only the ligand is used
+                if not self.sizes.as_published:
+                    edges = edges._replace(harmonics_PRC8=bends * self.flipped_8)
+                spoken = layer.cross(between, edges, ligand, row_sends=False)
+                receptor = _added(receptor, self._within(layer, inner, shared.receptor_edges, receptor), spoken)
+            ligand = _added(ligand, self._within(layer, inner, ligand_edges, ligand), heard)
+            yield receptor, ligand
+
+    def forward(self, posed: PosedComplex, poses_at_once: int) -> Blocks:
+        """Return the features of the ligand, in so many poses at once."""
+        shared = self.shared(posed) if len(posed.time_T) == 1 else None
+        found = []
+        for piece in posed.pieces(poses_at_once):
+            *_, (_, ligand) = self.steps(piece, shared or self.shared(piece))
+            found.append(ligand)
+        return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
+
+    def _inner(self, pos_PN3: Tensor, pairs: ListedPairs, time_TM: Tensor) -> PartnerEdges:
+        """Return a partner's edges; their directions are the sender's minus the receiver's position."""
+        way_PRC3 = pairs.of_row(pos_PN3) - pairs.of_column(pos_PN3)
+        if not self.sizes.as_published:
+            way_PRC3 = -way_PRC3
+        return PartnerEdges(pairs, harmonics(way_PRC3), self.inner_edges(way_PRC3, time_TM))
+
+    def _within(self, layer: TrunkLayer, kernel: Kernel, inner: PartnerEdges, x: Blocks) -> Blocks:
+        """Return what a partner's residues hear from each other."""
+        told = inner.features_PRCM, _scalars(x), _scalars(x)
+        edges = layer.inner.edges(kernel, inner.pairs, inner.harmonics_PRC8, told)
+        heard: Blocks = layer.inner(kernel, edges, x, row_sends=self.sizes.as_published)
+        return heard
+
+
+class ScoreModel(nn.Module):
+    """The score of a ligand's translation, and of its rotation about its centre."""
+
+    norms_W: Tensor
+
+    def __init__(self, sizes: TrunkSizes, schedule: NoiseSchedule, norms_W: Tensor) -> None:
+        super().__init__()
+        self.schedule, self.as_published = schedule, sizes.as_published
+        self.trunk = DockingTrunk(sizes, lambda time_T: CUTOFF_RATE * schedule.translation_sigma(time_T) + CUTOFF)
+        self.centre_edges = EdgeInput(sizes.scalars, INNER_FARTHEST, time_first=False)
+        leave = Irrep(2, 1, -1), Irrep(2, 1, 1)
+        self.centre = PairConvolution(sizes.irreps(sizes.layers), leave, [sizes.scalars] * 2)
+        self.translation, self.rotation = ScoreLength(sizes.scalars), ScoreLength(sizes.scalars)
+        self.register_buffer("norms_W", norms_W.float(), persistent=False)
+        drawn_anew(self)
+
+    def forward(self, batch: Sequence[PosedComplex], poses_at_once: int = 1) -> tuple[Tensor, Tensor]:
+        """Return the scores of the translations and the rotations [B, P, 3] each.
+
+        As published, the pose p of every complex counts as one batch.
+        """
+        features = [self.trunk(posed, poses_at_once) for posed in batch]
+        ligand_scalars = [_scalars(ligand) for ligand in features]
+        scores = []
+        for place, (posed, ligand) in enumerate(zip(batch, features, strict=True)):
+            told = _strange(ligand_scalars, place) if self.as_published else ligand_scalars[place]
+            scores.append(self._score(posed, ligand, told))
+        translations, rotations = zip(*scores, strict=True)
+        return torch.stack(translations), torch.stack(rotations)
+
+    def _score(self, posed: PosedComplex, ligand: Blocks, told_PNM: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the scores of the poses of one complex."""
+        pos_PL3, time_T = posed.pos_PL3, posed.time_T
+        time_TM = time_features(time_T).to(pos_PL3)
+        way_P1L3 = (pos_PL3 - pos_PL3.mean(1, keepdim=True)).unsqueeze(1)
+        grid, kernel = AllPairs(torch.ones_like(way_P1L3[..., 0])), self.centre.kernel()
+        features = self.centre_edges(way_P1L3, time_TM)
+        edges = self.centre.edges(kernel, grid, harmonics(way_P1L3), (features, told_PNM))
+        polar, axial = self.centre(kernel, edges, ligand, row_sends=False)
+        translation_P3, rotation_P3 = (polar + axial).squeeze(1).unbind(-1)
+        translation_P3 = self.translation(translation_P3, time_TM) / self.schedule.translation_sigma(time_T).unsqueeze(
+            -1
+        )
+        return translation_P3, self.rotation(rotation_P3, time_TM) * self.norm(time_T).to(pos_PL3).unsqueeze(-1)
+
+    def norm(self, time_T: Tensor) -> Tensor:
+        """Return the norm of the scores of rotations at a time."""
+        rows = table_rows(self.schedule.rotation_sigma(time_T), as_published=self.as_published)
+        return self.norms_W[rows]
+
+
+class ScoreLength(nn.Module):
+    """Gives a vector another length, by the one that it has and the time."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.enter, self.out = nn.Linear(1 + TIME_FEATURES, features), nn.Linear(features, 1)
+
+    def forward(self, vector_P3: Tensor, time_TM: Tensor) -> Tensor:
+        told_PM = torch.cat([vector_P3.norm(dim=-1, keepdim=True), time_TM.expand(len(vector_P3), -1)], -1)
+        scaled_P3: Tensor = functional.normalize(vector_P3, dim=-1) * self.out(self.enter(told_PM).relu())
+        return scaled_P3
+
+
+class ConfidenceModel(nn.Module):
+    """The logit of a pose being near the true one."""
+
+    def __init__(self, sizes: TrunkSizes) -> None:
+        super().__init__()
+        self.trunk = DockingTrunk(sizes, lambda time_T: CUTOFF_RATE * time_T + CUTOFF)
+        widths = [2 * sizes.scalars, sizes.scalars, sizes.scalars, 1]
+        self.head = nn.ModuleList(nn.Linear(enter, leave) for enter, leave in pairwise(widths))
+        drawn_anew(self)
+
+    def forward(self, batch: Sequence[PosedComplex], poses_at_once: int = 1) -> Tensor:
+        """Return the logits of poses [B, P]."""
+        return torch.stack([self._logits(posed, poses_at_once) for posed in batch])
+
+    def pooled(self, posed: PosedComplex, poses_at_once: int) -> Tensor:
+        """Return the means of the ligand's scalars, even and odd ones [P, 2 M]."""
+        ligand = self.trunk(posed, poses_at_once)
+        return torch.cat([_scalars(ligand), _scalars(ligand[-1:])], -1).mean(1)
+
+    def _logits(self, posed: PosedComplex, poses_at_once: int) -> Tensor:
+        first, second, last = self.head
+        hidden_PM = second(first(self.pooled(posed, poses_at_once)).relu()).relu()
+        logit_P: Tensor = last(hidden_PM).squeeze(-1)
+        return logit_P
+
+
+def time_features(time_T: Tensor) -> Tensor:
+    """Return sines and cosines of a time [T, M], in single precision: of large arguments no other has the same."""
+    steps = torch.arange(TIME_FEATURES // 2, dtype=torch.float32, device=time_T.device)
+    frequency_M = torch.exp(steps * -(math.log(10_000) / (TIME_FEATURES // 2 - 1)))
+    angle_TM = (TIME_SCALE * time_T).float().unsqueeze(-1) * frequency_M
+    return torch.cat([angle_TM.sin(), angle_TM.cos()], -1)
+
+
+def drawn_anew(model: nn.Module) -> None:
+    """Draw weights as the original does: Xavier's normal distribution, and 0 for all that has one dimension."""
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            nn.init.xavier_normal_(parameter)
+        else:
+            nn.init.zeros_(parameter)
+
+
+def _edge_mask(posed: PosedComplex, cutoff_T: Tensor) -> Tensor:
+    """Return 1 for pairs that are nearer than a cutoff [P, R, L], tested on scaled coordinates, as in the original."""
+    cutoff_T11 = cutoff_T[:, None, None]
+    receptor_TR3, ligand_PL3 = posed.receptor.pos_N3 / cutoff_T11, posed.pos_PL3 / cutoff_T11
+    apart_PRL = (receptor_TR3.unsqueeze(2) - ligand_PL3.unsqueeze(1)).square().sum(-1)
+    return (apart_PRL < 1).to(apart_PRL)
+
+
+def _scalars(x: Blocks) -> Tensor:
+    """Return the first block's scalars [P, N, M]."""
+    return x[0].squeeze(2)
+
+
+def _strange(ligand_scalars: Sequence[Tensor], place: int) -> Tensor:
+    """Return the scalars of the residue with this number among the ligands of a batch [P, 1, M]."""
+    for scalars_PLM in ligand_scalars:
+        if place < scalars_PLM.shape[1]:
+            return scalars_PLM[:, place : place + 1]
+        place -= scalars_PLM.shape[1]
+    raise AssertionError("a batch has as many residues as complexes")
+
+
+def _added(x: Blocks, *updates: Blocks) -> Blocks:
+    """Return features with updates, which may have more blocks, added to them."""
+    parts = zip_longest(x, *updates, fillvalue=None)
+    return tuple(reduce(torch.add, [part for part in group if part is not None]) for group in parts)
