@@ -1,51 +1,54 @@
-"""Noise on the move of a rigid body: schedules, and the isotropic Gaussian on rotations (IGSO(3)) as tables.
+"""Noise on the move of a rigid body: schedules, the isotropic Gaussian on rotations (IGSO(3)), draws and the loss.
 
 One time t in [0, 1] says how much noise there is. The density of a rotation by an angle is a series; tables hold it for
 many widths, with what it takes to draw angles and to know the score, the derivative of its logarithm by the angle.
 
-Shapes: W widths (rows of the tables), A angles, T terms of the series.
+Shapes: W widths (rows of the tables), A angles, T terms of the series, B items.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
+import torch
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-WIDTHS, ANGLES, TERMS = 1000, 2000, 2000
+WIDTHS, ANGLES, SERIES = 1000, 2000, 2000
 NARROWEST, WIDEST = 0.01, 2.0  # radians
+
+
+Time = TypeVar("Time", float, "Tensor")
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Standard deviations by time, on a logarithmic scale."""
+
+    least: float
+    most: float
+    variance: float = 1.0  # along an axis, in units of sigma squared
+
+    def sigma(self, time: Time) -> Time:
+        """Return the standard deviation, or what it is called by."""
+        return self.least ** (1 - time) * self.most**time
+
+    def rate(self, time: Time) -> Time:
+        """Return the diffusion coefficient, whose square is the growth of the variance."""
+        return self.sigma(time) * math.sqrt(2 * self.variance * math.log(self.most / self.least))
 
 
 @dataclass(frozen=True)
 class NoiseSchedule:
-    """Standard deviations by time, on a logarithmic scale: Å for translations, radians for rotations."""
+    """How far noise moves a ligand: Å, and radians."""
 
-    translation_least: float = 0.01
-    translation_most: float = 30.0
-    rotation_least: float = 0.01
-    rotation_most: float = 1.65
-
-    def translation_sigma(self, time: Tensor) -> Tensor:
-        """Return the standard deviation of translations along each axis."""
-        return self.translation_least ** (1 - time) * self.translation_most**time
-
-    def rotation_sigma(self, time: Tensor) -> Tensor:
-        """Return the width of rotations."""
-        return self.rotation_least ** (1 - time) * self.rotation_most**time
-
-    def translation_rate(self, time: Tensor) -> Tensor:
-        """Return the diffusion coefficient of translations."""
-        return self.translation_sigma(time) * math.sqrt(2 * math.log(self.translation_most / self.translation_least))
-
-    def rotation_rate(self, time: Tensor) -> Tensor:
-        """Return the diffusion coefficient of rotations, of which the variance along an axis is twice sigma squared."""
-        return 2 * self.rotation_sigma(time) * math.sqrt(math.log(self.rotation_most / self.rotation_least))
+    translation: Spread = Spread(0.01, 30.0)
+    rotation: Spread = Spread(0.01, 1.65, variance=2.0)
 
 
 class RotationTables(NamedTuple):
@@ -77,7 +80,7 @@ def rotation_tables() -> RotationTables:
     """Compute the tables, in a second or two; they are 50 MB."""
     widths_W = 10 ** np.linspace(math.log10(NARROWEST), math.log10(WIDEST), WIDTHS)
     angles_A = np.linspace(0, np.pi, ANGLES + 1)[1:]
-    degree_T = np.arange(TERMS, dtype=np.float64)
+    degree_T = np.arange(SERIES, dtype=np.float64)
     decay_WT = (2 * degree_T + 1) * np.exp(-degree_T * (degree_T + 1) * widths_W[:, None] ** 2)
     half_A, turn_TA = angles_A / 2, (degree_T[:, None] + 0.5) * angles_A
     low_A = np.sin(half_A)
@@ -94,3 +97,51 @@ def rotation_tables() -> RotationTables:
         score_WA=score_WA,
         norms_W=np.sqrt((score_WA**2 * density_WA).sum(1) / density_WA.sum(1) / np.pi),
     )
+
+
+class RigidNoise(NamedTuple):
+    """How a ligand was moved, turned about its centre and then shifted, and the scores of that."""
+
+    time: float
+    translation_3: NDArray[np.float64]  # Å
+    rotation_3: NDArray[np.float64]  # an axis times radians
+    translation_score_3: NDArray[np.float64]
+    rotation_score_3: NDArray[np.float64]
+
+
+class RigidDraw(NamedTuple):
+    """The random numbers behind a noise."""
+
+    translation_3: NDArray[np.float64]  # normal
+    axis_3: NDArray[np.float64]  # of length 1
+    share: float  # of rotations by smaller angles, in [0, 1)
+
+
+def rigid_draw(rng: np.random.Generator) -> RigidDraw:
+    """Draw an item's numbers from its own generator."""
+    translation_3, axis_3 = rng.standard_normal(3), rng.standard_normal(3)
+    return RigidDraw(translation_3, axis_3 / np.linalg.norm(axis_3), rng.random())
+
+
+def rigid_noise(
+    time: float, draw: RigidDraw, schedule: NoiseSchedule, tables: RotationTables, *, as_published: bool
+) -> RigidNoise:
+    """Return the noise that some random numbers make at a time."""
+    sigma = schedule.translation.sigma(time)
+    row = int(table_rows(torch.tensor(schedule.rotation.sigma(time)), as_published=as_published))
+    angle = tables.angle(row, draw.share)
+    return RigidNoise(
+        time=time,
+        translation_3=sigma * draw.translation_3,
+        rotation_3=angle * draw.axis_3,
+        translation_score_3=-draw.translation_3 / sigma,
+        rotation_score_3=tables.score(row, angle) * draw.axis_3,
+    )
+
+
+def score_errors(found_B3: Tensor, true_B3: Tensor, unit_B: Tensor) -> Tensor:
+    """Return mean square errors in units of the scores' size [B]; the loss is half translations', half rotations'.
+
+    The unit of translations is 1 / sigma, that of rotations the norm of their scores and a little.
+    """
+    return ((found_B3 - true_B3) / unit_B.unsqueeze(-1)).square().mean(-1)

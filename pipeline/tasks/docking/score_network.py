@@ -239,7 +239,7 @@ class ScoreModel(nn.Module):
     def __init__(self, sizes: TrunkSizes, schedule: NoiseSchedule, norms_W: Tensor) -> None:
         super().__init__()
         self.schedule, self.as_published = schedule, sizes.as_published
-        self.trunk = DockingTrunk(sizes, lambda time_T: CUTOFF_RATE * schedule.translation_sigma(time_T) + CUTOFF)
+        self.trunk = DockingTrunk(sizes, lambda time_T: CUTOFF_RATE * schedule.translation.sigma(time_T) + CUTOFF)
         self.centre_edges = EdgeInput(sizes.scalars, INNER_FARTHEST, time_first=False)
         leave = Irrep(2, 1, -1), Irrep(2, 1, 1)
         self.centre = PairConvolution(sizes.irreps(sizes.layers), leave, [sizes.scalars] * 2)
@@ -271,14 +271,14 @@ class ScoreModel(nn.Module):
         edges = self.centre.edges(kernel, grid, harmonics(way_P1L3), (features, told_PNM))
         polar, axial = self.centre(kernel, edges, ligand, row_sends=False)
         translation_P3, rotation_P3 = (polar + axial).squeeze(1).unbind(-1)
-        translation_P3 = self.translation(translation_P3, time_TM) / self.schedule.translation_sigma(time_T).unsqueeze(
+        translation_P3 = self.translation(translation_P3, time_TM) / self.schedule.translation.sigma(time_T).unsqueeze(
             -1
         )
         return translation_P3, self.rotation(rotation_P3, time_TM) * self.norm(time_T).to(pos_PL3).unsqueeze(-1)
 
     def norm(self, time_T: Tensor) -> Tensor:
         """Return the norm of the scores of rotations at a time."""
-        rows = table_rows(self.schedule.rotation_sigma(time_T), as_published=self.as_published)
+        rows = table_rows(self.schedule.rotation.sigma(time_T), as_published=self.as_published)
         return self.norms_W[rows]
 
 

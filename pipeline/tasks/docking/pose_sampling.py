@@ -1,0 +1,179 @@
+"""Poses from noise: where a ligand starts, the steps of the reverse diffusion, and how far poses are from the truth.
+
+Everything is a function of its arguments: all that is random was drawn before, for each pose from its own generator.
+
+Shapes: P poses, L residues of the ligand, R of the receptor, S steps, I pairs in contact.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import Tensor
+
+    from pipeline.tasks.docking.rigid_noise import NoiseSchedule, Spread
+
+CONTACT = 8.0  # Å between CA atoms of an interface
+
+
+@dataclass(frozen=True)
+class Tempering:
+    """Samples at a lower temperature; 1 and 0 change nothing."""
+
+    temperature: float = 1.0
+    psi: float = 0.0  # how much more noise is added and taken away
+    data_translation: float = 0.5  # where the data's own spread is between the least and the most noise
+    data_rotation: float = 0.5
+
+
+@dataclass(frozen=True)
+class SamplingSteps:
+    """How poses are sampled."""
+
+    steps: int = 40
+    ode: bool = False  # follow the probability flow: nothing is drawn after the start
+    final_noise: bool = True
+    tempering: Tempering = Tempering()
+
+    def times(self) -> list[float]:
+        """Return the time at which each step begins."""
+        return [1 - step / self.steps for step in range(self.steps)]
+
+
+class PoseDraw(NamedTuple):
+    """The random numbers of one pose, or of several along a first axis."""
+
+    turn_33: Tensor  # uniform among rotations
+    translation_3: Tensor  # normal, as all that follow
+    translation_S3: Tensor
+    rotation_S3: Tensor
+
+
+def pose_draw(rng: np.random.Generator, steps: int) -> PoseDraw:
+    """Draw a pose's numbers from its own generator."""
+    quaternion_4, translation_3, noise_S6 = (
+        rng.standard_normal(4),
+        rng.standard_normal(3),
+        rng.standard_normal((steps, 6)),
+    )
+    vector = torch.from_numpy(noise_S6).float()
+    turn_33 = quaternion_matrices(torch.from_numpy(quaternion_4))
+    return PoseDraw(turn_33, torch.from_numpy(translation_3).float(), vector[:, :3], vector[:, 3:])
+
+
+def stacked_draws(draws: Sequence[PoseDraw]) -> PoseDraw:
+    """Return the numbers of several poses together."""
+    return PoseDraw(*(torch.stack(parts) for parts in zip(*draws, strict=True)))
+
+
+def quaternion_matrices(quaternion_4: Tensor) -> Tensor:
+    """Return the rotations of quaternions of any length [..., 3, 3]."""
+    r, i, j, k = functional.normalize(quaternion_4, dim=-1).unbind(-1)
+    rows = (
+        (1 - 2 * (j * j + k * k), 2 * (i * j - k * r), 2 * (i * k + j * r)),
+        (2 * (i * j + k * r), 1 - 2 * (i * i + k * k), 2 * (j * k - i * r)),
+        (2 * (i * k - j * r), 2 * (j * k + i * r), 1 - 2 * (i * i + j * j)),
+    )
+    return torch.stack([torch.stack(row, -1) for row in rows], -2)
+
+
+def turn_matrices(vector_3: Tensor) -> Tensor:
+    """Return the rotations about axes by their length in radians [..., 3, 3]."""
+    half = vector_3.norm(dim=-1, keepdim=True) / 2
+    # sin(x) / x, where x is half the angle, is 1 to the last bit near 0
+    return quaternion_matrices(torch.cat([half.cos(), vector_3 / 2 * torch.sinc(half / math.pi)], -1))
+
+
+def rigidly_moved(pos_PL3: Tensor, rotation_P3: Tensor, translation_P3: Tensor) -> Tensor:
+    """Turn ligands about their centres, then shift them."""
+    centre_P13 = pos_PL3.mean(1, keepdim=True)
+    turn_P33 = turn_matrices(rotation_P3).to(pos_PL3)
+    return (pos_PL3 - centre_P13) @ turn_P33.transpose(1, 2) + (centre_P13 + translation_P3.to(pos_PL3).unsqueeze(1))
+
+
+def start_poses(pos_L3: Tensor, draw: PoseDraw, schedule: NoiseSchedule) -> Tensor:
+    """Return a ligand placed at random about the origin, which is the receptor's centre [P, L, 3]."""
+    centred_L3 = pos_L3 - pos_L3.mean(0)
+    away_P13 = schedule.translation.most * draw.translation_3.to(pos_L3).unsqueeze(1)
+    return centred_L3 @ draw.turn_33.to(pos_L3).transpose(1, 2) + away_P13
+
+
+def sampled_poses(
+    score: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    start_PL3: Tensor,
+    draw: PoseDraw,
+    how: SamplingSteps,
+    schedule: NoiseSchedule,
+) -> Iterator[Tensor]:
+    """Yield the poses after each step; `score` says of poses and a time [1] what translates and rotates them [P, 3]."""
+    pos_PL3 = start_PL3
+    for step, time in enumerate(how.times()):
+        translation_P3, rotation_P3 = score(pos_PL3, pos_PL3.new_tensor([time]))
+        parts = (
+            (translation_P3, draw.translation_S3, schedule.translation, how.tempering.data_translation),
+            (rotation_P3, draw.rotation_S3, schedule.rotation, how.tempering.data_rotation),
+        )
+        is_noisy = not how.ode and (how.final_noise or step < how.steps - 1)
+        moves = [
+            step_move(score_P3, noise_PS3[:, step] if is_noisy else None, time, spread, data, how)
+            for score_P3, noise_PS3, spread, data in parts
+        ]
+        pos_PL3 = rigidly_moved(pos_PL3, rotation_P3=moves[1], translation_P3=moves[0])
+        yield pos_PL3
+
+
+def step_move(
+    score_P3: Tensor, noise_P3: Tensor | None, time: float, spread: Spread, data: float, how: SamplingSteps
+) -> Tensor:
+    """Return the translations or rotations of a step [P, 3], from their scores and, unless it has none, its noise."""
+    sigma, growth = spread.sigma(time), spread.rate(time) ** 2 / how.steps
+    if how.ode:
+        return growth / 2 * score_P3
+    temperature, psi, own = how.tempering.temperature, how.tempering.psi, spread.sigma(data)
+    pull = (own + sigma) / (own + sigma / temperature) + temperature * psi / 2
+    move_P3 = growth * pull * score_P3
+    return move_P3 if noise_P3 is None else move_P3 + math.sqrt(growth * (1 + psi)) * noise_P3.to(score_P3)
+
+
+class PoseRmsd(NamedTuple):
+    """Å between CA atoms of poses and of the truth [P]."""
+
+    complex_P: Tensor  # both partners, superposed
+    ligand_P: Tensor  # as it stands
+    interface_P: Tensor  # residues in contact in the truth, superposed; a residue counts once for each contact
+
+
+def pose_rmsd(pos_PL3: Tensor, true_L3: Tensor, receptor_R3: Tensor) -> PoseRmsd:
+    """Return how far poses are from the truth, in the receptor's frame."""
+    receptor_I, ligand_I = (torch.cdist(receptor_R3, true_L3) < CONTACT).nonzero().unbind(1)
+    receptor_PR3 = receptor_R3.expand(len(pos_PL3), -1, -1)
+    found_P3, true_3 = torch.cat([receptor_PR3, pos_PL3], 1), torch.cat([receptor_R3, true_L3])
+    met_P3 = torch.cat([receptor_PR3[:, receptor_I], pos_PL3[:, ligand_I]], 1)
+    met_3 = torch.cat([receptor_R3[receptor_I], true_L3[ligand_I]])
+    return PoseRmsd(
+        complex_P=_apart(superposed(found_P3, true_3), true_3),
+        ligand_P=_apart(pos_PL3, true_L3),
+        interface_P=_apart(superposed(met_P3, met_3), met_3),
+    )
+
+
+def superposed(pos_PN3: Tensor, onto_N3: Tensor) -> Tensor:
+    """Move poses as a whole to where they are nearest to some positions (Kabsch)."""
+    centred_PN3, target_N3 = pos_PN3 - pos_PN3.mean(1, keepdim=True), onto_N3 - onto_N3.mean(0)
+    left_P33, _, right_P33 = torch.linalg.svd(centred_PN3.transpose(1, 2) @ target_N3)
+    mirror_P = torch.linalg.det(left_P33 @ right_P33).sign()
+    signs_P3 = torch.stack([torch.ones_like(mirror_P), torch.ones_like(mirror_P), mirror_P], -1)
+    return centred_PN3 @ (left_P33 * signs_P3.unsqueeze(1) @ right_P33) + onto_N3.mean(0)
+
+
+def _apart(pos_PN3: Tensor, true_N3: Tensor) -> Tensor:
+    return (pos_PN3 - true_N3).square().sum(-1).mean(-1).sqrt()
