@@ -49,6 +49,7 @@ class ProductPath(NamedTuple):
     scale: float
 
 
+ABSENT = -1e30  # added to hidden features before their activation where there is no edge
 DIRECTIONS = 8  # harmonics of degree 1 and 2
 _OF_DEGREE = {1: slice(3), 2: slice(3, DIRECTIONS)}
 # What the harmonics below and the unit-norm 3j symbols leave to a path's scale: degree in, of the harmonics, out.
@@ -89,6 +90,12 @@ def harmonics(way_3: Tensor) -> Tensor:
     x, y, z = functional.normalize(way_3, dim=-1).unbind(-1)
     trace = (x * x + y * y + z * z) / 3
     return torch.stack([x, y, z, x * z, x * y, y * y - trace, y * z, (z * z - x * x) / 2], -1)
+
+
+def edge_features(features_PRCM: Tensor, grid: Grid) -> Tensor:
+    """Return what a convolution is told of edges: whether there is none, which leaves nothing of it, and a 1."""
+    real_PRC1 = grid.real_PRC.unsqueeze(-1).expand(*features_PRCM.shape[:-1], 1)
+    return torch.cat([features_PRCM, 1 - real_PRC1, torch.ones_like(real_PRC1)], -1)
 
 
 def _couplings() -> dict[tuple[int, int, int], Tensor]:
@@ -249,8 +256,9 @@ class PairConvolution(nn.Module):
     def kernel(self) -> Kernel:
         """Return the weights as the contractions take them."""
         weights_WH = torch.cat([self.weights.weight, self.weights.bias.unsqueeze(1)], 1)
+        of_edge, *of_ends = functional.pad(self.hidden.weight.T, (0, 1)).split_with_sizes(self.told)
         return Kernel(
-            told=functional.pad(self.hidden.weight.T, (0, 1)).split_with_sizes(self.told),
+            told=(torch.cat([of_edge, torch.full_like(of_edge[:1], ABSENT)]), *of_ends),
             bias_H=functional.pad(self.hidden.bias, (0, 1), value=1.0),
             same={path[:3:2]: self._of_path(weights_WH, path).flatten(0, 1) for path in self.same},
             bent={
@@ -261,11 +269,10 @@ class PairConvolution(nn.Module):
         )
 
     def edges(self, kernel: Kernel, grid: Grid, harmonics_PRC8: Tensor, told: Sequence[Tensor]) -> Edges:
-        """Return a grid's edges with hidden features; told are the edges' [P, R, C, M] and the nodes' [P, N, M]."""
-        hidden_PRCH = told[0] @ kernel.told[0] + grid.of_column(told[1] @ kernel.told[1] + kernel.bias_H)
-        if len(told) > 2:
-            hidden_PRCH = hidden_PRCH + grid.of_row(told[2] @ kernel.told[2])
-        return Edges(grid, hidden_PRCH.relu() * grid.real_PRC.unsqueeze(-1), harmonics_PRC8)
+        """Return a grid's edges with hidden features; told are `edge_features` and the nodes' [P, N, M]."""
+        of_column = grid.of_column(told[1] @ kernel.told[1] + kernel.bias_H)
+        of_row = grid.of_row(told[2] @ kernel.told[2]) if len(told) > 2 else None
+        return Edges(grid, _hidden(told[0], kernel.told[0], of_column, of_row), harmonics_PRC8)
 
     def forward(self, kernel: Kernel, edges: Edges, senders: Blocks, *, row_sends: bool) -> Blocks:
         """Return the means of what the nodes of rows send to those of columns, or the other way."""
@@ -347,9 +354,28 @@ class _Heard(NamedTuple):
     stand: Callable[[Tensor], Tensor]  # of what senders have
 
 
+def _hidden(edges_PRCM: Tensor, weights: Tensor, of_column: Tensor, of_row: Tensor | None) -> Tensor:
+    """Return hidden features: of a sum of three in one product for each row, where the row's own is one more weight."""
+    poses = max(len(edges_PRCM), len(of_column))
+    _, rows, columns, _ = edges_PRCM.shape
+    hidden = weights.shape[-1]
+    if of_row is None:
+        of_row = weights.new_zeros(1, rows, 1, hidden)
+    weights = torch.cat([weights.expand(poses, rows, -1, -1), of_row.expand(poses, -1, -1, -1)], 2)
+    sums = torch.baddbmm(
+        of_column.expand(poses, rows, columns, -1).flatten(0, 1),
+        edges_PRCM.expand(poses, -1, -1, -1).flatten(0, 1),
+        weights.flatten(0, 1),
+    )
+    return sums.view(poses, rows, columns, hidden).relu_()
+
+
 def _mixed(sums_PAQH: Tensor, block: Irrep, weights: Tensor) -> Tensor:
     """Contract sums with a path's weights [P, A, D, M]."""
-    return sums_PAQH.unflatten(2, (block.components, -1)).flatten(3) @ weights
+    poses, receivers = sums_PAQH.shape[:2]
+    # as one product of matrices: matmul makes one for each receiver of what is no matrix in memory
+    mixed = sums_PAQH.reshape(poses * receivers * block.components, len(weights)) @ weights
+    return mixed.view(poses, receivers, block.components, -1)
 
 
 def _rows(x_PNM: Tensor, index: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from pipeline.tasks.docking.equivariant import (
     Kernel,
     ListedPairs,
     PairConvolution,
+    edge_features,
     harmonics,
 )
 from pipeline.tasks.docking.rigid_noise import NoiseSchedule, table_rows
@@ -41,6 +42,7 @@ TYPES = 24  # ESM-2's tokens of residues end with 23
 TIME_FEATURES, DISTANCES = 32, 32
 TIME_SCALE = 10_000
 INNER_FARTHEST, CROSS_FARTHEST = 30.0, 80.0  # Å, of the Gaussians on distances
+LEAST_EXPONENT = -70.0  # of Gaussians: what is smaller makes no difference
 CUTOFF, CUTOFF_RATE = 40.0, 3.0  # Å between residues that hear of each other, and for each Å of noise
 FLIPPED = (-1.0, -1.0, -1.0, 1.0, 1.0, 1.0, 1.0, 1.0)  # harmonics of the opposite direction
 
@@ -104,11 +106,13 @@ class EdgeInput(nn.Module):
 
     def forward(self, way_PRC3: Tensor, time_TM: Tensor) -> Tensor:
         apart_PRCM = way_PRC3.norm(dim=-1, keepdim=True) - self.centres_M
-        near_PRCM = torch.exp(self.factor * apart_PRCM.square())
+        # in place: there are many, and no gradients; numbers too small for the type slow the products that they enter
+        near_PRCM = apart_PRCM.square_().mul_(self.factor).clamp_(min=LEAST_EXPONENT).exp_()
         parts = self.enter.weight.T.split(TIME_FEATURES)  # of which there are as many as distances
         of_time, of_distance = parts if self.time_first else reversed(parts)
-        told_PRCM = near_PRCM @ of_distance + (time_TM @ of_time + self.enter.bias)[:, None, None]
-        features_PRCM: Tensor = self.out(told_PRCM.relu())
+        told_PRCM = near_PRCM @ of_distance
+        told_PRCM = told_PRCM.add_((time_TM @ of_time + self.enter.bias)[:, None, None]).relu_()
+        features_PRCM: Tensor = self.out(told_PRCM)
         return features_PRCM
 
 
@@ -194,7 +198,7 @@ class DockingTrunk(nn.Module):
         yield receptor, ligand
         way_PRL3 = posed.receptor.pos_N3[None, :, None] - posed.pos_PL3.unsqueeze(1)
         cross = AllPairs(_edge_mask(posed, self.cutoff(posed.time_T)))
-        bends, features = harmonics(way_PRL3), self.cross_edges(way_PRL3, shared.time_TM)
+        bends, features = harmonics(way_PRL3), edge_features(self.cross_edges(way_PRL3, shared.time_TM), cross)
         ligand_edges = self._inner(posed.pos_PL3, posed.ligand.pairs, shared.time_TM)
         for place, (layer, (inner, between)) in enumerate(zip(self.layers, shared.kernels, strict=True)):
             edges = layer.cross.edges(between, cross, bends, (features, _scalars(ligand), _scalars(receptor)))
@@ -221,7 +225,8 @@ class DockingTrunk(nn.Module):
         way_PRC3 = pairs.of_row(pos_PN3) - pairs.of_column(pos_PN3)
         if not self.sizes.as_published:
             way_PRC3 = -way_PRC3
-        return PartnerEdges(pairs, harmonics(way_PRC3), self.inner_edges(way_PRC3, time_TM))
+        features_PRCM = edge_features(self.inner_edges(way_PRC3, time_TM), pairs)
+        return PartnerEdges(pairs, harmonics(way_PRC3), features_PRCM)
 
     def _within(self, layer: TrunkLayer, kernel: Kernel, inner: PartnerEdges, x: Blocks) -> Blocks:
         """Return what a partner's residues hear from each other."""
@@ -267,7 +272,7 @@ class ScoreModel(nn.Module):
         time_TM = time_features(time_T).to(pos_PL3)
         way_P1L3 = (pos_PL3 - pos_PL3.mean(1, keepdim=True)).unsqueeze(1)
         grid, kernel = AllPairs(torch.ones_like(way_P1L3[..., 0])), self.centre.kernel()
-        features = self.centre_edges(way_P1L3, time_TM)
+        features = edge_features(self.centre_edges(way_P1L3, time_TM), grid)
         edges = self.centre.edges(kernel, grid, harmonics(way_P1L3), (features, told_PNM))
         polar, axial = self.centre(kernel, edges, ligand, row_sends=False)
         translation_P3, rotation_P3 = (polar + axial).squeeze(1).unbind(-1)
