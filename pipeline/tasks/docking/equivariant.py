@@ -98,6 +98,11 @@ def edge_features(features_PRCM: Tensor, grid: Grid) -> Tensor:
     return torch.cat([features_PRCM, 1 - real_PRC1, torch.ones_like(real_PRC1)], -1)
 
 
+def edge_harmonics(way_PRC3: Tensor, grid: Grid) -> Tensor:
+    """Return the harmonics of edges' directions, and 0 where there is no edge [P, R, C, 8]."""
+    return harmonics(way_PRC3) * grid.real_PRC.unsqueeze(-1)
+
+
 def _couplings() -> dict[tuple[int, int, int], Tensor]:
     """Return what couples a block [i] and the harmonics [j] to a block [k]; entries are exact in any precision."""
     dot, cross, outer = torch.zeros(3, DIRECTIONS, 1), torch.zeros(3, DIRECTIONS, 3), torch.zeros(3, DIRECTIONS, 3)
@@ -220,7 +225,7 @@ class Edges(NamedTuple):
 
     grid: Grid
     hidden_PRCH: Tensor  # 0 where there is no edge
-    harmonics_PRC8: Tensor
+    harmonics_PRC8: Tensor  # likewise
 
 
 class Kernel(NamedTuple):

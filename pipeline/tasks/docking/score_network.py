@@ -29,7 +29,7 @@ from pipeline.tasks.docking.equivariant import (
     ListedPairs,
     PairConvolution,
     edge_features,
-    harmonics,
+    edge_harmonics,
 )
 from pipeline.tasks.docking.rigid_noise import NoiseSchedule, table_rows
 
@@ -198,7 +198,10 @@ class DockingTrunk(nn.Module):
         yield receptor, ligand
         way_PRL3 = posed.receptor.pos_N3[None, :, None] - posed.pos_PL3.unsqueeze(1)
         cross = AllPairs(_edge_mask(posed, self.cutoff(posed.time_T)))
-        bends, features = harmonics(way_PRL3), edge_features(self.cross_edges(way_PRL3, shared.time_TM), cross)
+        bends, features = (
+            edge_harmonics(way_PRL3, cross),
+            edge_features(self.cross_edges(way_PRL3, shared.time_TM), cross),
+        )
         ligand_edges = self._inner(posed.pos_PL3, posed.ligand.pairs, shared.time_TM)
         for place, (layer, (inner, between)) in enumerate(zip(self.layers, shared.kernels, strict=True)):
             edges = layer.cross.edges(between, cross, bends, (features, _scalars(ligand), _scalars(receptor)))
@@ -226,7 +229,7 @@ class DockingTrunk(nn.Module):
         if not self.sizes.as_published:
             way_PRC3 = -way_PRC3
         features_PRCM = edge_features(self.inner_edges(way_PRC3, time_TM), pairs)
-        return PartnerEdges(pairs, harmonics(way_PRC3), features_PRCM)
+        return PartnerEdges(pairs, edge_harmonics(way_PRC3, pairs), features_PRCM)
 
     def _within(self, layer: TrunkLayer, kernel: Kernel, inner: PartnerEdges, x: Blocks) -> Blocks:
         """Return what a partner's residues hear from each other."""
@@ -273,7 +276,7 @@ class ScoreModel(nn.Module):
         way_P1L3 = (pos_PL3 - pos_PL3.mean(1, keepdim=True)).unsqueeze(1)
         grid, kernel = AllPairs(torch.ones_like(way_P1L3[..., 0])), self.centre.kernel()
         features = edge_features(self.centre_edges(way_P1L3, time_TM), grid)
-        edges = self.centre.edges(kernel, grid, harmonics(way_P1L3), (features, told_PNM))
+        edges = self.centre.edges(kernel, grid, edge_harmonics(way_P1L3, grid), (features, told_PNM))
         polar, axial = self.centre(kernel, edges, ligand, row_sends=False)
         translation_P3, rotation_P3 = (polar + axial).squeeze(1).unbind(-1)
         translation_P3 = self.translation(translation_P3, time_TM) / self.schedule.translation.sigma(time_T).unsqueeze(
@@ -330,7 +333,7 @@ def time_features(time_T: Tensor) -> Tensor:
     """Return sines and cosines of a time [T, M], in single precision: of large arguments no other has the same."""
     steps = torch.arange(TIME_FEATURES // 2, dtype=torch.float32, device=time_T.device)
     frequency_M = torch.exp(steps * -(math.log(10_000) / (TIME_FEATURES // 2 - 1)))
-    angle_TM = (TIME_SCALE * time_T).float().unsqueeze(-1) * frequency_M
+    angle_TM = TIME_SCALE * time_T.float().unsqueeze(-1) * frequency_M
     return torch.cat([angle_TM.sin(), angle_TM.cos()], -1)
 
 

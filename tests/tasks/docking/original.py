@@ -46,9 +46,7 @@ def partner_of(name, role, dtype):
     nodes = len(data[f"{role}.pos"])
     neighbours = data[f"{role}.edge_index"][0].view(nodes, -1)
     pairs = listed_pairs(neighbours, torch.zeros((), dtype=dtype))
-    return DockingPartner(
-        data[f"{role}.pos"].to(dtype), data[f"{role}.token"], data[f"{role}.esm"].to(dtype), pairs
-    )
+    return DockingPartner(data[f"{role}.pos"].to(dtype), data[f"{role}.token"], data[f"{role}.esm"].to(dtype), pairs)
 
 
 def posed(name, pos_PL3, time, dtype):

@@ -1,0 +1,115 @@
+"""Sampling against the original's trajectories, with its draws."""
+
+from __future__ import annotations
+
+import ast
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+
+from pipeline.tasks.docking.pose_sampling import (
+    PoseDraw,
+    SamplingSteps,
+    Tempering,
+    pose_draw,
+    pose_rmsd,
+    rigidly_moved,
+    sampled_poses,
+    stacked_draws,
+    start_poses,
+    turn_matrices,
+)
+from pipeline.tasks.docking.rigid_noise import NoiseSchedule
+from tests.tasks.docking.original import (
+    COMPLEXES,
+    FOLDER,
+    confidence_model,
+    needs_original,
+    partner_of,
+    posed,
+    score_model,
+    stored,
+)
+
+pytestmark = [needs_original, pytest.mark.shared]
+KINDS = ("complex", "ligand", "interface")
+
+
+def settings_of(kind):
+    with safe_open(FOLDER / f"trajectory_{kind}.safetensors", "np") as file:
+        told = ast.literal_eval(file.metadata()["settings"])
+    spreads = told["temp_sigma_data_tr"], told["temp_sigma_data_rot"]
+    tempering = Tempering(told["temp_sampling"], told["temp_psi"], *spreads)
+    return SamplingSteps(told["num_steps"], told["ode"], not told["no_final_noise"], tempering)
+
+
+def draws_of(theirs):
+    steps, poses = theirs["pose"].shape[:2]
+    noise = [
+        theirs[name].transpose(0, 1) if name in theirs else torch.zeros(poses, steps, 3)
+        for name in ("tr_noise", "rot_noise")
+    ]
+    return PoseDraw(theirs["start.rotation"], theirs["start.translation"] / 30, *noise)
+
+
+@pytest.mark.parametrize("kind", ["training_time", "inference", "ode"])
+@torch.no_grad()
+def test_trajectories_with_the_originals_draws_are_the_originals(kind):
+    theirs, how, schedule = stored(f"trajectory_{kind}"), settings_of(kind), NoiseSchedule()
+    inputs, draw, model = stored("inputs_1Z0K"), draws_of(theirs), score_model("f32")
+    np.testing.assert_allclose(how.times(), theirs["t"], rtol=1e-12)
+    pose = posed("1Z0K", theirs["start.pose"], 1.0, torch.float32)
+
+    def score(pos_PL3, time_1):
+        translation, rotation = model([pose._replace(pos_PL3=pos_PL3, time_T=time_1)])
+        return translation[0], rotation[0]
+
+    start = start_poses(inputs["ligand.pos"], draw, schedule)
+    assert (start - theirs["start.pose"]).abs().max() < 1e-4
+    poses = torch.stack(list(sampled_poses(score, start, draw, how, schedule)))
+    assert (poses - theirs["pose"]).abs().max() < 1e-3
+    rmsd = pose_rmsd(poses[-1], inputs["ligand.pos"], inputs["receptor.pos"])
+    for name in KINDS:
+        assert (getattr(rmsd, f"{name}_P") - theirs[f"rmsd.{name}"]).abs().max() < 1e-3
+    logits = confidence_model("f32")([posed("1Z0K", theirs["pose"][-1], 0.0, torch.float32)])[0]
+    assert torch.allclose(logits, theirs["confidence.t0"], rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", COMPLEXES)
+def test_rmsds_are_the_originals(name):
+    inputs, outputs = stored(f"inputs_{name}"), stored(f"outputs_{name}")
+    places = (outputs["confidence.poses"], inputs["ligand.pos"], inputs["receptor.pos"])
+    rmsd = pose_rmsd(*(place.double() for place in places))
+    for kind in KINDS:
+        assert (getattr(rmsd, f"{kind}_P") - outputs[f"rmsd.float64.{kind}"]).abs().max() < 1e-10
+
+
+def test_turns_are_the_originals_and_none_is_the_identity():
+    theirs = stored("tables")
+    assert (turn_matrices(theirs["rotation.vector"]) - theirs["rotation.matrix"]).abs().max() < 1e-10
+    assert torch.equal(turn_matrices(torch.zeros(3)), torch.eye(3))
+
+
+def test_a_move_keeps_the_shape_and_turns_about_the_centre():
+    pos = torch.randn(2, 9, 3, dtype=torch.float64)
+    shift, turn = torch.randn(2, 2, 3, dtype=torch.float64)
+    moved = rigidly_moved(pos, turn, shift)
+    assert torch.allclose(moved.mean(1), pos.mean(1) + shift)
+    assert torch.allclose(torch.cdist(moved, moved), torch.cdist(pos, pos), atol=1e-6)
+
+
+def test_a_poses_draws_are_its_own_whoever_is_sampled_beside_it():
+    alone, first, second = (pose_draw(np.random.default_rng(seed), 4) for seed in (5, 4, 5))
+    together = stacked_draws([first, second])
+    assert all(torch.equal(part[1], own) for part, own in zip(together, alone, strict=True))
+    assert torch.allclose(alone.turn_33 @ alone.turn_33.T, torch.eye(3, dtype=torch.float64), atol=1e-12)
+
+
+def test_ligands_start_centred_anywhere_around_the_receptor():
+    draw = stacked_draws([pose_draw(np.random.default_rng(seed), 1) for seed in range(200)])
+    ligand = partner_of("1Z0K", "ligand", torch.float64).pos_N3
+    centres = start_poses(ligand, draw, NoiseSchedule()).mean(1)
+    assert centres.mean(0).abs().max() < 8
+    assert 25 < float(centres.std()) < 35

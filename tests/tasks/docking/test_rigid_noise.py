@@ -1,0 +1,116 @@
+"""Noise, its tables and the loss against the original's numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.tasks.docking.published_weights import from_published
+from pipeline.tasks.docking.rigid_noise import (
+    NoiseSchedule,
+    RigidDraw,
+    rigid_draw,
+    rigid_noise,
+    score_errors,
+    table_rows,
+)
+from pipeline.tasks.docking.score_network import ScoreModel, TrunkSizes, time_features
+from tests.tasks.docking.original import COMPLEXES, needs_original, off, posed, stored, tables
+
+pytestmark = [needs_original, pytest.mark.shared]
+CLOSE = 1e-5
+BATCH = ("1Z0K", "3H2V", "3BX7")
+
+
+def test_tables_are_the_originals_where_those_are_to_be_trusted():
+    ours, theirs = tables(), stored("tables")
+    rows, trusted = theirs["so3.rows"].numpy(), theirs["so3.trust_rows"].numpy()
+    for name, found in (("density", ours.density_WA), ("cdf", ours.cumulative_WA), ("score", ours.score_WA)):
+        expected = theirs[f"so3.{name}_rows"].numpy()
+        assert np.abs(found[rows] - expected)[trusted].max() <= 1e-7 * np.abs(expected[trusted]).max()
+        np.testing.assert_allclose(found[rows][trusted], expected[trusted], rtol=CLOSE)
+    np.testing.assert_allclose(ours.norms_W, theirs["so3.exp_score_norms"], rtol=1e-7)
+
+
+def test_angles_scores_and_rows_are_the_originals():
+    ours, at = tables(), {name[7:]: value for name, value in stored("tables").items() if name.startswith("so3.at.")}
+    rows = table_rows(at["eps"], as_published=True)
+    assert torch.equal(rows, at["row"])
+    for place, row in enumerate(rows.tolist()):
+        np.testing.assert_allclose(ours.angle(row, at["uniform"].numpy()), at["sampled_angle"][place], rtol=CLOSE)
+        trusted = at["trust"][place].numpy()
+        expected = at["score_along_axis"][place].numpy()
+        np.testing.assert_allclose(ours.score(row, at["angle"].numpy())[trusted], expected[trusted], rtol=CLOSE)
+
+
+def test_a_mended_row_is_the_nearest_width():
+    sigma = torch.tensor(tables().widths_W)
+    assert torch.equal(table_rows(sigma, as_published=False), torch.arange(1000))
+
+
+def test_schedules_and_the_embedding_of_time_are_the_originals():
+    theirs, schedule = stored("tables"), NoiseSchedule()
+    time = theirs["schedule.t"]
+    for kind, spread in (("tr", schedule.translation), ("rot", schedule.rotation)):
+        assert torch.allclose(spread.sigma(time), theirs[f"schedule.{kind}_sigma"], rtol=1e-12)
+        assert torch.allclose(spread.rate(time).float(), theirs[f"schedule.{kind}_g"], rtol=1e-6)
+    assert (time_features(time) - theirs["embedding.time_f32"]).abs().max() < 1e-6
+    rows = table_rows(schedule.rotation.sigma(time), as_published=True)
+    assert torch.allclose(
+        torch.from_numpy(tables().norms_W)[rows].float(), theirs["schedule.rot_score_norm"], rtol=CLOSE
+    )
+
+
+@pytest.mark.parametrize("name", COMPLEXES)
+def test_noise_of_the_originals_draws_is_the_originals(name):
+    inputs = stored(f"inputs_{name}")
+    for place, time in enumerate(inputs["t"].tolist()):
+        axis = inputs["draw.axis"][place].numpy()
+        normal = inputs["tr_update"][place].double().numpy() / NoiseSchedule().translation.sigma(time)
+        draw = RigidDraw(normal, axis / np.linalg.norm(axis), float(inputs["draw.uniform"][place]))
+        noise = rigid_noise(time, draw, NoiseSchedule(), tables(), as_published=True)
+        for found, key in ((noise.rotation_3, "rot_update"), (noise.translation_score_3, "tr_score")):
+            np.testing.assert_allclose(found, inputs[key][place], rtol=CLOSE)
+        np.testing.assert_allclose(noise.rotation_score_3, inputs["rot_score"][place], rtol=CLOSE)
+
+
+def test_an_items_noise_is_its_own_generators():
+    first, again = (rigid_draw(np.random.default_rng(7)) for _ in range(2))
+    assert np.array_equal(first.translation_3, again.translation_3)
+    assert first.share == again.share
+    assert abs(np.linalg.norm(first.axis_3) - 1) < 1e-12
+
+
+def test_loss_all_gradients_and_four_steps_of_adam_are_the_originals():
+    theirs, dtype = stored("loss"), torch.float64
+    model = ScoreModel(TrunkSizes(as_published=True), NoiseSchedule(), torch.from_numpy(tables().norms_W))
+    model.load_state_dict(from_published(stored("score_state")))
+    model = model.to(dtype)
+    batch = [
+        posed(name, theirs[f"{name}.ligand.pos_noised"][None], time, dtype)
+        for name, time in zip(BATCH, theirs["t"].tolist(), strict=True)
+    ]
+    true = [torch.stack([theirs[f"{name}.{kind}_score"] for name in BATCH]).to(dtype) for kind in ("tr", "rot")]
+    units = 1 / model.schedule.translation.sigma(theirs["t"]), model.norm(theirs["t"]).float().add(1e-5).to(dtype)
+    adam = torch.optim.Adam(model.parameters(), lr=1e-3)
+    for step in range(4):
+        errors = [
+            score_errors(*each).mean()
+            for each in zip((score[:, 0] for score in model(batch)), true, units, strict=True)
+        ]
+        loss = sum(errors) / 2
+        assert off(loss.detach(), theirs["f64.loss_before_each_adam_step"][step]) < 1e-10
+        adam.zero_grad()
+        loss.backward()
+        if step == 0:
+            assert (
+                off(errors[0].detach(), theirs["f64.tr_loss"]) < 1e-10 > off(errors[1].detach(), theirs["f64.rot_loss"])
+            )
+            expected = from_published({name[5:]: value for name, value in theirs.items() if name.startswith("grad.")})
+            found = {name: parameter.grad for name, parameter in model.named_parameters()}
+            assert len(found) == 61
+            assert set(found) == set(expected)
+            assert max(off(found[name], expected[name]) for name in found) < 1e-6
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        adam.step()
