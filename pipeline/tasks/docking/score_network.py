@@ -166,6 +166,38 @@ class SharedInput(NamedTuple):
     kernels: Sequence[tuple[Kernel, Kernel]]
 
 
+class Chosen(NamedTuple):
+    """Some of a partner's residues, or all."""
+
+    index: Tensor | None
+    count: int  # of all
+
+    @property
+    def kept(self) -> int:
+        return self.count if self.index is None else len(self.index)
+
+    def of(self, x: Blocks) -> Blocks:
+        """Return their features."""
+        return x if self.index is None else tuple(block.index_select(1, self.index) for block in x)
+
+    def back(self, x: Blocks) -> Blocks:
+        """Return features of all, with 0 for who was not chosen."""
+        if self.index is None:
+            return x
+        empty = [block.new_zeros(len(block), self.count, *block.shape[2:]) for block in x]
+        return tuple(all_.index_copy(1, self.index, block) for all_, block in zip(empty, x, strict=True))
+
+
+class MetPairs(NamedTuple):
+    """What pairs of the partners are before any layer."""
+
+    pairs: AllPairs
+    harmonics_PRL8: Tensor
+    features_PRLM: Tensor
+    rows: Chosen
+    columns: Chosen
+
+
 class DockingTrunk(nn.Module):
     """Features of residues from a pose."""
 
@@ -174,6 +206,7 @@ class DockingTrunk(nn.Module):
     def __init__(self, sizes: TrunkSizes, cutoff: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.sizes, self.cutoff = sizes, cutoff
+        self.leaves_out = True  # residues that hear nothing of the other partner, where no gradients are wanted
         self.residues = ResidueInput(sizes)
         self.inner_edges = EdgeInput(sizes.scalars, INNER_FARTHEST)
         self.cross_edges = EdgeInput(sizes.scalars, CROSS_FARTHEST)
@@ -196,20 +229,20 @@ class DockingTrunk(nn.Module):
         """Yield the features of the receptor and the ligand before the first layer and after each."""
         receptor, ligand = shared.receptor, shared.ligand
         yield receptor, ligand
-        way_PRL3 = posed.receptor.pos_N3[None, :, None] - posed.pos_PL3.unsqueeze(1)
-        cross = AllPairs(_edge_mask(posed, self.cutoff(posed.time_T)))
-        bends, features = (
-            edge_harmonics(way_PRL3, cross),
-            edge_features(self.cross_edges(way_PRL3, shared.time_TM), cross),
-        )
+        met = self._met(posed, shared)
         ligand_edges = self._inner(posed.pos_PL3, posed.ligand.pairs, shared.time_TM)
         for place, (layer, (inner, between)) in enumerate(zip(self.layers, shared.kernels, strict=True)):
-            edges = layer.cross.edges(between, cross, bends, (features, _scalars(ligand), _scalars(receptor)))
-            heard = layer.cross(between, edges, receptor, row_sends=True)
-            if place < len(self.layers) - 1:  # of the last layer only the ligand is used
-                if not self.sizes.as_published:
-                    edges = edges._replace(harmonics_PRC8=bends * self.flipped_8)
-                spoken = layer.cross(between, edges, ligand, row_sends=False)
+            spoken = heard = None
+            if met is not None:
+                near_receptor, near_ligand = met.rows.of(receptor), met.columns.of(ligand)
+                told = met.features_PRLM, _scalars(near_ligand), _scalars(near_receptor)
+                edges = layer.cross.edges(between, met.pairs, met.harmonics_PRL8, told)
+                heard = met.columns.back(layer.cross(between, edges, near_receptor, row_sends=True))
+                if place < len(self.layers) - 1:  # of the last layer only the ligand is used
+                    if not self.sizes.as_published:
+                        edges = edges._replace(harmonics_PRC8=met.harmonics_PRL8 * self.flipped_8)
+                    spoken = met.rows.back(layer.cross(between, edges, near_ligand, row_sends=False))
+            if place < len(self.layers) - 1:
                 receptor = _added(receptor, self._within(layer, inner, shared.receptor_edges, receptor), spoken)
             ligand = _added(ligand, self._within(layer, inner, ligand_edges, ligand), heard)
             yield receptor, ligand
@@ -222,6 +255,21 @@ class DockingTrunk(nn.Module):
             *_, (_, ligand) = self.steps(piece, shared or self.shared(piece))
             found.append(ligand)
         return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
+
+    def _met(self, posed: PosedComplex, shared: SharedInput) -> MetPairs | None:
+        """Return the pairs of the partners, without gradients only of residues that hear of the other; None: of none."""
+        real_PRL = _edge_mask(posed, self.cutoff(posed.time_T))
+        rows, columns = Chosen(None, real_PRL.shape[1]), Chosen(None, real_PRL.shape[2])
+        if not torch.is_grad_enabled() and self.leaves_out:
+            rows, columns = _chosen(real_PRL.amax((0, 2))), _chosen(real_PRL.amax((0, 1)))
+            if rows.kept == 0:
+                return None
+        (pos_R3,), (pos_PL3,) = rows.of((posed.receptor.pos_N3.unsqueeze(0),)), columns.of((posed.pos_PL3,))
+        (real_PRL,) = rows.of((real_PRL,))
+        pairs = AllPairs(columns.of((real_PRL.transpose(1, 2),))[0].transpose(1, 2))
+        way_PRL3 = pos_R3.unsqueeze(2) - pos_PL3.unsqueeze(1)
+        features_PRLM = edge_features(self.cross_edges(way_PRL3, shared.time_TM), pairs)
+        return MetPairs(pairs, edge_harmonics(way_PRL3, pairs), features_PRLM, rows, columns)
 
     def _inner(self, pos_PN3: Tensor, pairs: ListedPairs, time_TM: Tensor) -> PartnerEdges:
         """Return a partner's edges; their directions are the sender's minus the receiver's position."""
@@ -265,7 +313,10 @@ class ScoreModel(nn.Module):
         scores = []
         for place, (posed, ligand) in enumerate(zip(batch, features, strict=True)):
             told = _strange(ligand_scalars, place) if self.as_published else ligand_scalars[place]
-            scores.append(self._score(posed, ligand, told))
+            # a pose's score is the same to the last bit whatever poses are computed beside it, if one is at once
+            pieces = zip(posed.pieces(poses_at_once), *(x.split(poses_at_once) for x in (told, *ligand)), strict=True)
+            found = [self._score(piece, tuple(blocks), told) for piece, told, *blocks in pieces]
+            scores.append([torch.cat(parts) for parts in zip(*found, strict=True)])
         translations, rotations = zip(*scores, strict=True)
         return torch.stack(translations), torch.stack(rotations)
 
@@ -317,15 +368,15 @@ class ConfidenceModel(nn.Module):
         """Return the logits of poses [B, P]."""
         return torch.stack([self._logits(posed, poses_at_once) for posed in batch])
 
-    def pooled(self, posed: PosedComplex, poses_at_once: int) -> Tensor:
-        """Return the means of the ligand's scalars, even and odd ones [P, 2 M]."""
-        ligand = self.trunk(posed, poses_at_once)
-        return torch.cat([_scalars(ligand), _scalars(ligand[-1:])], -1).mean(1)
-
     def _logits(self, posed: PosedComplex, poses_at_once: int) -> Tensor:
+        ligand = self.trunk(posed, poses_at_once)
+        pooled_PM = torch.cat([_scalars(ligand), _scalars(ligand[-1:])], -1).mean(1)
+        return torch.cat([self._judged(piece_PM) for piece_PM in pooled_PM.split(poses_at_once)])
+
+    def _judged(self, pooled_PM: Tensor) -> Tensor:
+        """Return the logits of poses, from the means of their ligands' scalars, even and odd ones."""
         first, second, last = self.head
-        hidden_PM = second(first(self.pooled(posed, poses_at_once)).relu()).relu()
-        logit_P: Tensor = last(hidden_PM).squeeze(-1)
+        logit_P: Tensor = last(second(first(pooled_PM).relu()).relu()).squeeze(-1)
         return logit_P
 
 
@@ -368,7 +419,13 @@ def _strange(ligand_scalars: Sequence[Tensor], place: int) -> Tensor:
     raise AssertionError("a batch has as many residues as complexes")
 
 
-def _added(x: Blocks, *updates: Blocks) -> Blocks:
+def _chosen(real_N: Tensor) -> Chosen:
+    """Return the residues that have any edge."""
+    index = real_N.nonzero().squeeze(1)
+    return Chosen(None if len(index) == len(real_N) else index, len(real_N))
+
+
+def _added(x: Blocks, *updates: Blocks | None) -> Blocks:
     """Return features with updates, which may have more blocks, added to them."""
-    parts = zip_longest(x, *updates, fillvalue=None)
+    parts = zip_longest(x, *(update for update in updates if update is not None))
     return tuple(reduce(torch.add, [part for part in group if part is not None]) for group in parts)

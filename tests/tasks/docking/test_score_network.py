@@ -92,12 +92,25 @@ def test_five_complexes_in_one_batch_and_alone_are_the_originals(precision):
 
 @torch.no_grad()
 def test_poses_computed_at_once_are_those_computed_one_by_one():
+    pose = posed("1Z0K", stored("outputs_1Z0K")["confidence.poses"], 0.0, torch.float32)
+    for model in (confidence_model("f32"), lambda batch, at_once=1: score_model("f32")(batch, at_once)[1]):
+        one_by_one = model([pose])
+        assert off(model([pose], 3), one_by_one) < SCORES["f32"]
+        some = model([pose._replace(pos_PL3=pose.pos_PL3[2:5])])
+        assert torch.equal(some, one_by_one[:, 2:5])  # to the last bit: resumed, a sampling goes on as it would have
+
+
+@torch.no_grad()
+def test_residues_without_an_edge_are_left_out_without_a_difference():
     outputs = stored("outputs_1Z0K")
-    pose = posed("1Z0K", outputs["confidence.poses"], 0.0, torch.float64)
+    pose = posed("1Z0K", outputs["confidence.poses"] + 25, 0.0, torch.float64)  # partly out of reach
+    far = pose._replace(pos_PL3=pose.pos_PL3 + 1000)  # no pair is in reach
     model = confidence_model("f64")
-    one_by_one = model([pose])
-    assert off(model([pose], poses_at_once=3), one_by_one) < 1e-12
-    assert torch.equal(model([pose._replace(pos_PL3=pose.pos_PL3[2:5])]), one_by_one[:, 2:5])
+    for poses in (pose, far):
+        less = model([poses])
+        with torch.enable_grad():
+            everything = model([poses]).detach()
+        assert off(less, everything) < 1e-12
 
 
 def test_published_weights_go_in_and_out_without_a_change():

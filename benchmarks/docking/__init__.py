@@ -1,0 +1,1 @@
+"""Docking: how fast poses are sampled."""
