@@ -23,10 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.circumstances import write
+from pipeline.tasks.docking.docking_trunk import EdgeInput, PosedComplex, time_features
 from pipeline.tasks.docking.equivariant import PairConvolution
 from pipeline.tasks.docking.pose_sampling import SamplingSteps, rigidly_moved
 from pipeline.tasks.docking.rigid_noise import rigid_draw, rigid_noise
-from pipeline.tasks.docking.score_network import EdgeInput, PosedComplex, ScoreModel, time_features
+from pipeline.tasks.docking.score_network import ScoreModel
 from tests.tasks.docking.original import FOLDER, off, posed, score_model, stored, tables
 
 COMPLEXES = ("1Z0K", "1R8S")  # of 230 and 347 residues

@@ -283,16 +283,16 @@ class PairConvolution(nn.Module):
         """Return the means of what the nodes of rows send to those of columns, or the other way."""
         grid, hidden, bends = edges
         if row_sends:
-            heard = _Heard(grid.turned_edges(hidden), grid.turned_edges(bends), grid.turned, grid.row_of_turned)
+            heard = HeardEdges(grid.turned_edges(hidden), grid.turned_edges(bends), grid.turned, grid.row_of_turned)
         else:
-            heard = _Heard(hidden, bends, grid.turned_back, grid.of_column)
+            heard = HeardEdges(hidden, bends, grid.turned_back, grid.of_column)
             hidden, bends = grid.turned(hidden), grid.turned(bends)
         sums = [*self._same(kernel, heard, senders), *self._bent(kernel, heard, bends, senders)]
         sums += self._sent(kernel, heard, hidden, senders)
         degrees = grid.degrees(by_row=not row_sends)
         return tuple(sum(part for into, part in sums if into == at) / degrees for at in range(len(self.leave)))
 
-    def _same(self, kernel: Kernel, heard: _Heard, senders: Blocks) -> Iterator[tuple[int, Tensor]]:
+    def _same(self, kernel: Kernel, heard: HeardEdges, senders: Blocks) -> Iterator[tuple[int, Tensor]]:
         """Yield what comes of harmonics of degree 0, which are the same for every edge."""
         sources = [path.source for path in self.same]
         if not sources:
@@ -303,7 +303,9 @@ class PairConvolution(nn.Module):
         for path, part_PAQH in zip(self.same, parts, strict=True):
             yield path.target, _mixed(part_PAQH, self.leave[path.target], kernel.same[path[:3:2]])
 
-    def _bent(self, kernel: Kernel, heard: _Heard, bends_PSK8: Tensor, senders: Blocks) -> Iterator[tuple[int, Tensor]]:
+    def _bent(
+        self, kernel: Kernel, heard: HeardEdges, bends_PSK8: Tensor, senders: Blocks
+    ) -> Iterator[tuple[int, Tensor]]:
         """Yield what comes of vectors and directions, summed by receiver before it meets the weights."""
         if not self.bent:
             return
@@ -320,7 +322,7 @@ class PairConvolution(nn.Module):
             yield target, _mixed(part_PAQH, self.leave[target], kernel.bent[target])
 
     def _sent(
-        self, kernel: Kernel, heard: _Heard, hidden_PSKH: Tensor, senders: Blocks
+        self, kernel: Kernel, heard: HeardEdges, hidden_PSKH: Tensor, senders: Blocks
     ) -> Iterator[tuple[int, Tensor]]:
         """Yield vectors of many scalars and a direction: the weights come first, so that there are few to sum."""
         if not self.sent:
@@ -329,7 +331,7 @@ class PairConvolution(nn.Module):
         mixed = [
             senders[path.source].squeeze(2) @ weights for path, weights in zip(self.sent, kernel.sent, strict=True)
         ]
-        mixed_PSHQ = torch.cat([part.unflatten(-1, (hidden, -1)) for part in mixed], -1)
+        mixed_PSHQ = torch.cat([part.view(*part.shape[:2], hidden, -1) for part in mixed], -1)
         sent_PAKQ = heard.passed(hidden_PSKH @ mixed_PSHQ)
         sums_PA3Q = heard.bends_PAK8[..., _OF_DEGREE[1]].transpose(-1, -2) @ sent_PAKQ
         widths = [self.leave[path.target].channels for path in self.sent]
@@ -344,13 +346,14 @@ class PairConvolution(nn.Module):
     def _of_path(self, weights_WH: Tensor, path: ProductPath) -> Tensor:
         """Return a path's weights [channels in, H, channels out], scaled."""
         rows_WH = weights_WH[path.first : path.first + self._weight_count(path)]
-        return rows_WH.unflatten(0, (self.enter[path.source].channels, -1)).transpose(1, 2) * path.scale
+        weights_MMH = rows_WH.view(self.enter[path.source].channels, -1, weights_WH.shape[1])
+        return weights_MMH.transpose(1, 2) * path.scale
 
     def _weight_count(self, path: ProductPath) -> int:
         return self.enter[path.source].channels * self.leave[path.target].channels
 
 
-class _Heard(NamedTuple):
+class HeardEdges(NamedTuple):
     """Edges by their receivers, and how to bring there what is listed by senders."""
 
     hidden_PAKH: Tensor
@@ -385,4 +388,4 @@ def _mixed(sums_PAQH: Tensor, block: Irrep, weights: Tensor) -> Tensor:
 
 def _rows(x_PNM: Tensor, index: Tensor) -> Tensor:
     """Return rows by an index of any shape."""
-    return x_PNM.index_select(1, index.flatten()).unflatten(1, index.shape)
+    return x_PNM.index_select(1, index.flatten()).view(len(x_PNM), *index.shape, -1)

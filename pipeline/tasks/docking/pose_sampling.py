@@ -176,4 +176,5 @@ def superposed(pos_PN3: Tensor, onto_N3: Tensor) -> Tensor:
 
 
 def _apart(pos_PN3: Tensor, true_N3: Tensor) -> Tensor:
-    return (pos_PN3 - true_N3).square().sum(-1).mean(-1).sqrt()
+    apart_P: Tensor = (pos_PN3 - true_N3).square().sum(-1).mean(-1).sqrt()
+    return apart_P

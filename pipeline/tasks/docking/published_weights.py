@@ -52,8 +52,8 @@ ROOT = "encoder."
 GRID = {"centres_M": "offset", "offset": "centres_M"}
 UNUSED, USED = "lig_dist_exp.offset", "rec_dist_exp.offset"  # two names of one grid
 _DEGREE_2 = torch.tensor([0.1, 0.1, 2 / 15, 0.1, 0.1], dtype=torch.float64).sqrt()  # their harmonics' norms to ours
-SYMBOLS = {
-    "1_1_1": ("coupling_111", slice(3), 1 / math.sqrt(6)),
+SYMBOLS: dict[str, tuple[str, slice, Tensor]] = {
+    "1_1_1": ("coupling_111", slice(3), torch.tensor(1 / math.sqrt(6))),
     "1_2_1": ("coupling_121", slice(3, 8), _DEGREE_2[:, None]),
 }
 

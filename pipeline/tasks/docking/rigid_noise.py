@@ -36,7 +36,9 @@ class Spread:
 
     def sigma(self, time: Time) -> Time:
         """Return the standard deviation, or what it is called by."""
-        return self.least ** (1 - time) * self.most**time
+        # one exponent at a time: together they would round otherwise than the original's
+        least: Time = self.least ** (1 - time)
+        return least * self.most**time
 
     def rate(self, time: Time) -> Time:
         """Return the diffusion coefficient, whose square is the growth of the variance."""
@@ -61,13 +63,13 @@ class RotationTables(NamedTuple):
     score_WA: NDArray[np.float64]  # derivative by the angle of the logarithm of the density on rotations
     norms_W: NDArray[np.float64]  # root of the mean square score, over the square root of π
 
-    def angle(self, row: int, uniform: float | NDArray[np.float64]) -> NDArray[np.float64]:
+    def angle(self, row: int, share: float) -> float:
         """Return the angle below which this share of the rotations is."""
-        return np.interp(uniform, self.cumulative_WA[row], self.angles_A)
+        return float(np.interp(share, self.cumulative_WA[row], self.angles_A))
 
-    def score(self, row: int, angle: float | NDArray[np.float64]) -> NDArray[np.float64]:
+    def score(self, row: int, angle: float) -> float:
         """Return the score along the axis of a rotation by an angle."""
-        return np.interp(angle, self.angles_A, self.score_WA[row])
+        return float(np.interp(angle, self.angles_A, self.score_WA[row]))
 
 
 def table_rows(sigma: Tensor, *, as_published: bool) -> Tensor:

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 
+from pipeline.tasks.docking.docking_trunk import TrunkSizes
 from pipeline.tasks.docking.equivariant import (
     AllPairs,
     Irrep,
@@ -17,7 +18,6 @@ from pipeline.tasks.docking.equivariant import (
     listed_pairs,
     product_paths,
 )
-from pipeline.tasks.docking.score_network import TrunkSizes
 
 SIZES = TrunkSizes(scalars=5, vectors=3)
 LAYERS = [(SIZES.irreps(layer), SIZES.irreps(layer + 1)) for layer in range(4)]
