@@ -172,7 +172,8 @@ def superposed(pos_PN3: Tensor, onto_N3: Tensor) -> Tensor:
     left_P33, _, right_P33 = torch.linalg.svd(centred_PN3.transpose(1, 2) @ target_N3)
     mirror_P = torch.linalg.det(left_P33 @ right_P33).sign()
     signs_P3 = torch.stack([torch.ones_like(mirror_P), torch.ones_like(mirror_P), mirror_P], -1)
-    return centred_PN3 @ (left_P33 * signs_P3.unsqueeze(1) @ right_P33) + onto_N3.mean(0)
+    turn_P33: Tensor = left_P33 * signs_P3.unsqueeze(1) @ right_P33
+    return centred_PN3 @ turn_P33 + onto_N3.mean(0)
 
 
 def _apart(pos_PN3: Tensor, true_N3: Tensor) -> Tensor:

@@ -36,9 +36,8 @@ class Spread:
 
     def sigma(self, time: Time) -> Time:
         """Return the standard deviation, or what it is called by."""
-        # one exponent at a time: together they would round otherwise than the original's
-        least: Time = self.least ** (1 - time)
-        return least * self.most**time
+        sigma: Time = self.least ** (1 - time) * self.most**time
+        return sigma
 
     def rate(self, time: Time) -> Time:
         """Return the diffusion coefficient, whose square is the growth of the variance."""
