@@ -120,6 +120,10 @@ class ConfirmedOracle:
                         write_whole(path, json.dumps(asdict(self._found)))
         return self._found
 
+    @staticmethod
+    def _takes_long(micro: MicroFootprint) -> bool:
+        return RUNS * (micro.flops * FLOP_S + micro.kernels * KERNEL_S) > MOST_S
+
     def _compared(self) -> Confirmation:
         """Run small steps, unless the model is too large for that, and compare them with their traces."""
         standing = self._oracle.standing(_PLAIN)
@@ -128,20 +132,21 @@ class ConfirmedOracle:
             return Confirmation(note=f"not confirmed by a real step: its parameters take {format_bytes(state_bytes)}")
         traced: list[tuple[Sizes, int]] = []
         failed = None
-        for times in TIMES:
+        is_kernels = self._oracle is self._on_cpu  # those of a card take something else
+        for times in TIMES if is_kernels else TIMES[:2]:
             sizes = {name: times * size for name, size in self._least.items()}
             try:
+                if not traced and self._takes_long(self._oracle.micro(_PLAIN, sizes)):
+                    break
                 micro = self._on_cpu.micro(_PLAIN, sizes)
             except Exception as error:  # noqa: BLE001 - it may take no such sizes
                 failed = error
                 break
-            is_long = RUNS * (micro.flops * FLOP_S + micro.kernels * KERNEL_S) > MOST_S
-            if is_long or micro.again.peak_bytes > MOST_BYTES:
+            if self._takes_long(micro) or micro.again.peak_bytes > MOST_BYTES:
                 break
             traced.append((sizes, micro.again.peak_bytes))
         peaks: list[tuple[int, int]] = []
         if traced:
-            is_kernels = self._oracle is self._on_cpu  # those of a card take something else
             peaks, failed = real_peaks(self._real, [sizes for sizes, _ in traced], kernels=is_kernels)
         if failed is not None and not peaks:
             why = str(failed).partition("\n")[0]
