@@ -18,6 +18,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from pipeline.device.accelerator import Card, is_card
+from pipeline.device.out_of_memory import unless_out_of_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,6 +74,68 @@ def _changed_fields(value: Any, change: Callable[[Any], Any]) -> Any:
         elif hasattr(value, name):
             object.__setattr__(made, name, change(getattr(value, name)))  # frozen ones, too
     return made
+
+
+class CopyAhead:
+    """Moves batches to a card, and copies the one that follows on a stream of its own meanwhile: never more than one.
+
+    Its memory is had where the step computes, and goes back there: that stream waits for the copy first, also where
+    nobody takes it. What is not in pinned memory, or has a `to` of its own, is moved when its turn comes.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._card = Card(device)
+        self._side = self._card.new_stream()
+        self.following: Callable[[], Any] | None = None  # asked once for the batch that follows, None: not at hand
+        self.bytes = 0  # on the card that nobody has taken yet
+        self._of: Any = None  # the batch that is copied, and what there is of it on the card
+        self._there: Any = None
+        self._done: Any = None
+        self._is_refused = False  # a card that is full once is left alone: to be refused makes its allocator search
+
+    def moved(self, batch: Any) -> Any:
+        """Return a batch on the card; then the copy of what follows is begun."""
+        there = moved(self.drop() if batch is self._of else batch, self._card.on)
+        if self.following is not None:
+            following, self.following = self.following, None
+            self.drop()
+            self._begin(following())
+        return there
+
+    def drop(self) -> Any:
+        """Let go of what was copied ahead; return it."""
+        there, done = self._there, self._done
+        if done is not None:
+            self._card.current_stream().wait_event(done)
+        self._of = self._there = self._done = None
+        self.bytes = 0
+        return there
+
+    def _begin(self, batch: Any) -> None:
+        """Have memory for a batch, and begin to copy it."""
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+        def room(tensor: torch.Tensor) -> torch.Tensor:
+            plain = tensor.layout is torch.strided and tensor.is_contiguous() and not tensor.requires_grad
+            if not (plain and tensor.is_pinned()):
+                return tensor
+            pairs.append((torch.empty_like(tensor, device=self._card.on), tensor))
+            return pairs[-1][0]
+
+        if batch is None or self._is_refused:
+            return
+        there = unless_out_of_memory(lambda: map_tensors(room, batch, own=lambda value: value))
+        self._is_refused = there is None
+        if there is None or not pairs:
+            return
+        is_free = self._card.event()  # of those who had the memory before
+        with self._side:
+            self._side.wait_event(is_free)
+            for target, tensor in pairs:
+                target.copy_(tensor, non_blocking=True)
+            _note_copies(self._card)
+            self._of, self._there, self._done = batch, there, self._card.event()
+        self.bytes = sum(target.nbytes for target, _ in pairs)
 
 
 # Memory that is filled anew

@@ -61,6 +61,7 @@ class TrainOutlook:
     offer: Offer
     plans: Mapping[str, MemoryPlan]  # by the stage of the curriculum, the last with all items
     kept: Mapping[str, int]  # by the same: micro-batches of a step that a rank keeps for its second pass
+    ahead_bytes: Mapping[str, int]  # by the same: of the inputs that are copied while a step runs; 0: none are
     standing: StandingFootprint
     evaluation_bytes: int | None  # live, of the largest micro-batch without gradients; None: nobody can tell
     configurations: Sequence[Configuration]

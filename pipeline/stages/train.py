@@ -12,6 +12,8 @@ import numpy as np
 import torch
 
 from pipeline.config.schema_train import TrainSection
+from pipeline.device.accelerator import is_card
+from pipeline.device.batch_transfer import CopyAhead
 from pipeline.device.kinds import CPU
 from pipeline.keys import content_digest
 from pipeline.memory.runtime.governor import Governor
@@ -173,6 +175,10 @@ def trainer_of(job: Job) -> Trainer:
     if train.compile:
         step.model.compile(mode=train.compile_mode)
     stretches, checkpoints = _courses(job, step), _checkpoints(job, step)
+    if is_card(step.device) and not (
+        step.is_spread or job.tell.shrink
+    ):  # the memory of one that shrinks was too little
+        step.ahead = CopyAhead(step.device)
     watch = _watch(job, step, checkpoints)
     stepper = _stepper(job, step, stretches[0], watch, lambda piece, oom: trainer.oom(piece, oom.error))
     watch.budget = lambda: stepper.governor.budget
@@ -215,7 +221,7 @@ def _governor(job: Job, step: Step, course: RunningStretch, ladder: Sequence[str
     return Governor(
         budget=job.budget_of(course.stretch.budget_bytes),
         base_bytes=course.stretch.base_bytes,
-        limit_bytes=job.prepared.limit_bytes if step.device != CPU else None,
+        limit_bytes=job.prepared.limit_bytes - course.stretch.ahead_bytes if step.device != CPU else None,
         largest=int(course.cost_N.max()),
         margin=job.prepared.margin,
         padded=job.train.batching == "padded",

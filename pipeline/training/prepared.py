@@ -42,6 +42,7 @@ class Stretch:
     largest: Mapping[str, int] = field(default_factory=dict)  # items above take no part
     padding: float = PADDING  # of micro-batches that are padded
     kept: int = 0  # micro-batches of a step that a rank keeps for its second pass
+    ahead_bytes: int = 0  # of `reserved_bytes`: for the inputs that are copied while a step runs; 0: none are
 
     def cost(self, sizes: Mapping[str, Integers]) -> Integers:
         """Return each item's cost in bytes by its sizes; at most the budget, so that each item fits alone."""
@@ -140,7 +141,9 @@ def shrunk_budget(budget: int, times: int) -> int:
     return max(1, budget >> min(times, MOST_SHRUNK))
 
 
-def stretch_of(name: str, epochs: int, plan: MemoryPlan, largest: Mapping[str, int], *, kept: int = 0) -> Stretch:
+def stretch_of(
+    name: str, epochs: int, plan: MemoryPlan, largest: Mapping[str, int], *, kept: int = 0, ahead_bytes: int = 0
+) -> Stretch:
     """Return the stretch that a plan describes."""
     return Stretch(
         name=name,
@@ -148,11 +151,12 @@ def stretch_of(name: str, epochs: int, plan: MemoryPlan, largest: Mapping[str, i
         budget_bytes=int(plan.budget[COST]),
         base_bytes=int(plan.base.value),
         live_bytes=int(plan.live.value),
-        reserved_bytes=int(plan.reserved.value),
+        reserved_bytes=int(plan.reserved.value) + ahead_bytes,
         weights={name: float(weight) for name, weight in plan.cost_weights.items()},
         largest=dict(largest),
         padding=plan.padding or PADDING,
         kept=kept,
+        ahead_bytes=ahead_bytes,
     )
 
 

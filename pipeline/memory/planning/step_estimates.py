@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pipeline.memory.footprint import Category, Provenance, StepTapes
+from pipeline.memory.footprint import Category, Provenance, StepTapes, Tape
 from pipeline.memory.hardware.caching_allocator import AllocatorSettings, replay_steps
 from pipeline.memory.planning.memory_plan import Reserved
 from pipeline.units import format_bytes
@@ -101,6 +101,7 @@ def epoch_s(micros: Micros, time_M: Floats, step_s: float) -> tuple[float, float
 
 SETTINGS = (AllocatorSettings(), AllocatorSettings(expandable=True))  # the plainest first
 WITHIN = 1.02  # what reserves so little more than the least is as good, and the plainest of them is taken
+_AHEAD = -(1 << 40)  # blocks of inputs that are copied ahead, below those of any model
 _MOST_EVENTS = 300_000  # that are played, a few seconds
 _MOST_SHARES = 64
 
@@ -126,6 +127,22 @@ def reserve(
         tuple(reserved_of.items()),
         notes=(f"{why} ({alternatives})" if alternatives else why,),
     )
+
+
+def ahead_bytes(
+    standing: StandingFootprint, micro: MicroFootprint, inputs: Sequence[int], settings: AllocatorSettings
+) -> int:
+    """Return how much more is reserved where the inputs of the next micro-batch lie beside each, by simulation."""
+    sizes = np.array([size for size in inputs if size], np.int64)
+    takes = [Tape(_AHEAD - np.arange(len(sizes)) - turn * len(sizes), sizes) for turn in (0, 1)]
+    gives = [Tape(take.block_E, -sizes) for take in takes]
+    plain = StepTapes((micro.first, micro.again, standing.update))
+    first, again, update = plain.tapes
+    doubled = StepTapes((takes[1], gives[0], first, takes[0], gives[1], again, update))
+    begun = StepTapes.of(standing, [micro, micro], first=True)
+    least = replay_steps([begun, plain, plain], settings, standing.setup).reserved_bytes
+    most = replay_steps([begun, StepTapes((takes[0],)), doubled, doubled], settings, standing.setup).reserved_bytes
+    return max(most - least, int(sizes.sum()))
 
 
 def live_only(live: int) -> Reserved:

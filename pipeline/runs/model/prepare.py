@@ -116,7 +116,14 @@ def _planned(project: Project, table: str) -> Prepared:
     epochs = {f"stage {number}": stage.epochs for number, stage in enumerate(train.curriculum, 1)}
     last_epochs = train.epochs - sum(epochs.values())
     stretches = tuple(
-        stretch_of(name, epochs.get(name, last_epochs), stage_plan, largest.get(name, {}), kept=outlook.kept[name])
+        stretch_of(
+            name,
+            epochs.get(name, last_epochs),
+            stage_plan,
+            largest.get(name, {}),
+            kept=outlook.kept[name],
+            ahead_bytes=outlook.ahead_bytes[name],
+        )
         for name, stage_plan in outlook.plans.items()
     )
     skipped = tuple(oversize.item for oversize in plan.oversize) if train.oversize == "skip" else ()

@@ -23,16 +23,17 @@ from pipeline.memory.lint.lint_rules import lint
 from pipeline.memory.planning.comparison import Offer, compare_configurations, compare_offers
 from pipeline.memory.planning.memory_plan import CardSpec, DataSizes
 from pipeline.memory.planning.planner import CurriculumStage, plan_stages
-from pipeline.memory.planning.step_estimates import SETTINGS, reserve
+from pipeline.memory.planning.step_estimates import SETTINGS, ahead_bytes, reserve
 from pipeline.project.project import asked_bytes, cluster_name, profiles_of
 from pipeline.project.run_code import blamed
+from pipeline.protocol import Example
 from pipeline.report.plan_facts import EVERY, TrainOutlook
 from pipeline.runs.dataset.early_items import SIZES, refuse_sequences, scanned_table, typed_table
 from pipeline.runs.dataset.loading import made_table, table_of
 from pipeline.runs.dataset.reader_items import refuse_crop
 from pipeline.runs.model.offers import NAME, Question, is_known, offers_of, site_card, waits
 from pipeline.runs.model.probe import ProbedCard, measured_pace, measured_ratios, probe
-from pipeline.runs.model.training_work import Work, data_of, least_of, sizes_of, target_of, traces_folder
+from pipeline.runs.model.training_work import Work, data_of, example_bytes, least_of, sizes_of, target_of, traces_folder
 from pipeline.units import format_bytes
 
 if TYPE_CHECKING:
@@ -75,6 +76,8 @@ def _outlook(question: Question, work: Work, *, probing: bool) -> TrainOutlook:
         worst = max(plans.values(), key=lambda plan: plan.live.value)
         probed = probe(config, work, worst, oracle, places, question.executor, question.tell, beside=question.beside)
         plans = case.plans()
+    ahead = {name: _ahead_bytes(config, work, oracle, stage_plan) for name, stage_plan in plans.items()}
+    plans = {name: _noted(stage_plan, ahead[name]) for name, stage_plan in plans.items()}
     plan = plans[EVERY]
     standing = oracle.standing(replace(plan.choice, shards=1))  # the host builds the whole model
     kept = {name: _kept(work, stage_plan) for name, stage_plan in plans.items()}
@@ -87,6 +90,7 @@ def _outlook(question: Question, work: Work, *, probing: bool) -> TrainOutlook:
         offer=offer,
         plans=plans,
         kept=kept,
+        ahead_bytes=ahead,
         standing=standing,
         evaluation_bytes=_evaluation_bytes(oracle, plan, question.tell) if question.by_plan else None,
         configurations=case.configurations(plan) if question.by_plan else (),  # traces that only people look at
@@ -286,6 +290,24 @@ def _kept(work: Work, plan: MemoryPlan) -> int:
 
 def _batch_bytes(plan: MemoryPlan) -> int:
     return max(1, sum(part.bytes for part in plan.parts if part.category is Category.INPUTS))
+
+
+def _ahead_bytes(config: Config, work: Work, oracle: OracleLadder, plan: MemoryPlan) -> int:
+    """Return what a card has to hold of the micro-batch that is copied while one runs; 0: none is, for want of room."""
+    is_possible = work.device != CPU and config.train.pin is not False and plan.choice.shards == 1
+    if not is_possible or not isinstance(work.task, Example):
+        return 0
+    worst, choice = max(plan.buckets, key=lambda bucket: bucket.live.value), oracle.answerable(plan.choice)
+    inputs = max((example_bytes(work.task, bucket.sizes) for bucket in plan.buckets), key=sum)
+    settings = next(one for one in SETTINGS if one.text == plan.allocator.settings)
+    held_bytes = ahead_bytes(oracle.standing(choice), oracle.micro(choice, worst.sizes), inputs, settings)
+    return held_bytes if plan.total.value + held_bytes <= plan.limit_bytes else 0
+
+
+def _noted(plan: MemoryPlan, held_bytes: int) -> MemoryPlan:
+    """Say in a plan's notes what is copied ahead, beside what is planned."""
+    note = f"the next micro-batch is copied ahead: {format_bytes(held_bytes)}"
+    return replace(plan, notes=(*plan.notes, note)) if held_bytes else plan
 
 
 def _host(

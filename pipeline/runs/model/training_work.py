@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -206,6 +206,18 @@ class Work:
             except Exception:  # noqa: BLE001 - whatever a model does with values that are not there
                 model = self.task.model()
         return checked_model(model)
+
+
+def example_bytes(task: Example, sizes: Sizes) -> list[int]:
+    """Return the bytes of each tensor of a batch of given sizes; nothing where values are needed to make it."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from pipeline.device.batch_transfer import map_tensors
+
+    found: list[int] = []
+    with suppress(Exception), FakeTensorMode(allow_non_fake_inputs=True):  # type: ignore[no-untyped-call]
+        map_tensors(lambda tensor: found.append(tensor.nbytes), task.example(sizes), own=lambda value: value)
+    return found
 
 
 def step_settings(train: TrainSection, device: str, task: Task | None = None) -> StepSettings:

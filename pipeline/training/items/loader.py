@@ -126,6 +126,11 @@ class Loader:
             if self._reading is reading:
                 self.close()
 
+    def at_hand(self) -> TaskBatch | None:
+        """Return the batch that comes next, if it has been read; it is still to be taken."""
+        read = None if self._reading is None else self._reading.at_hand()
+        return None if read is None else read.filled
+
     @property
     def buffers(self) -> list[torch.Tensor]:
         """Return the memory of all slots as it is now."""

@@ -168,7 +168,7 @@ class ReadAhead(Generic[Micro, Filled]):
 
     def next(self) -> ReadBatch[Micro, Filled] | None:
         """Return the next batch, or None at the end; raises what went wrong while reading it."""
-        if self._ring.all_lent():
+        if self._given not in self._done and self._ring.all_lent():
             self._expect_end()
         with self._changed:
             self._changed.wait_for(lambda: self._given in self._done or (self._ended and self._given >= self._drawn))
@@ -180,6 +180,15 @@ class ReadAhead(Generic[Micro, Filled]):
             raise read
         if read is not None:
             read.lease.lend()
+        return read
+
+    def at_hand(self) -> ReadBatch[Micro, Filled] | None:
+        """Return what `next` is to return, if it has been read; it may be copied."""
+        with self._changed:
+            read = self._done.get(self._given)
+        if not isinstance(read, ReadBatch):
+            return None
+        read.lease.lend()
         return read
 
     def close(self) -> None:

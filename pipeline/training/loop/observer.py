@@ -60,6 +60,7 @@ class TrainingObserver:
         self._begun: list[tuple[tuple[int, ...], int]] = []  # numbers and rungs of the pieces of the present pass
         self._leaks = Leaks(
             device=self.device,
+            live=None if self.device == CPU else self._live_bytes,
             tell=self._leaking,
             limit_bytes=_limit(self.prepared, self.device),
         )
@@ -72,6 +73,11 @@ class TrainingObserver:
     def expect(self, steps: int, buffers: Callable[[], list[torch.Tensor]]) -> None:
         """Expect a training of so many steps, with buffers of loaders that may grow and are no leak."""
         self._leaks.steps, self._leaks.own = steps, buffers
+
+    def _live_bytes(self) -> int:
+        """Return what tensors take of the card, but for a batch that was copied ahead, of whatever size."""
+        ahead = self.model_step.ahead
+        return Card(self.device).allocated_bytes - (ahead.bytes if ahead is not None else 0)
 
     def _leaking(self, leak: MemoryLeak) -> None:
         warning = f"memory leaks: {leak.words()}"

@@ -76,10 +76,12 @@ class RunningStretch:
         self.loader.readers = PROCESSES
         return True
 
-    def shares(self, clock: StepClock, *, hold: int, leave_out: Collection[str]) -> Iterator[RankShare]:
+    def shares(self, step: Step, *, hold: int, leave_out: Collection[str]) -> Iterator[RankShare]:
         """Yield this rank's share of each step, from where the loader is to the end of the epoch."""
-        batches, fetch = clock.each(READ, self.loader.read()), partial(self._fetch, clock)
-        while not (share := RankShare(batches, fetch, hold=hold, leave_out=leave_out)).is_over:
+        batches, fetch = step.clock.each(READ, self.loader.read()), partial(self._fetch, step.clock)
+        ahead = step.ahead if self.stretch.ahead_bytes else None
+        named: dict[str, Any] = {"hold": hold, "leave_out": leave_out, "ahead": ahead, "at_hand": self.loader.at_hand}
+        while not (share := RankShare(batches, fetch, **named)).is_over:
             yield share
 
     def _fetch(self, clock: StepClock, numbers: Sequence[int], origin: BatchOrigin) -> TaskBatch:

@@ -125,7 +125,7 @@ class Trainer:
         course.loader.load_state_dict(course.at(self.standing.epoch, self.standing.next))
         self._since_s = time.monotonic()
         hold = max(0, course.loader.slots - 2)  # one is used, the next is read
-        for share in course.shares(self.clock, hold=hold, leave_out=self.leave_out):
+        for share in course.shares(self.step, hold=hold, leave_out=self.leave_out):
             if self._validated_within(course):
                 self._step(course, share)
                 with self.clock.within(OBSERVE):
@@ -178,6 +178,7 @@ class Trainer:
     def _validated(self) -> dict[str, float] | None:
         """Return the figures of a validation; None where a signal ended it."""
         assert self.validation is not None
+        self.step.drop_ahead()
         is_due = time.monotonic() - self._saved_s > WORTH_SAVING_S
         if self.ranks.exchange({"due": is_due})[0]["due"]:  # a long validation must not put so much at risk
             self._save(None)

@@ -141,6 +141,7 @@ class ContrastiveStep(Step):
             if error is None:
                 return results[0]
             forget_failed_backward()
+            self.drop_ahead()
             free_caches(self.device)
         items = len(next(iter(rows.values())))
         problem = f"the loss of all {items:,} items together does not fit in memory, though each of them does: {error}"

@@ -76,6 +76,7 @@ class ContrastiveStepper(JointStepper):
         local, share.is_last_pass = self._begun(), False
         whole = self._whole(share)
         if whole is not None:
+            share.is_last_pass = True
             local.again = not self._through([whole], self._at_once, share, local)
         else:
             self._two_passes(share, local)

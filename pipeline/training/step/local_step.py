@@ -110,6 +110,7 @@ class Stepper:
         """Call `run` on a piece, halving what does not fit; `run` must leave nothing behind when it fails."""
         if out_of_memory_error(run, piece) is None:
             return
+        self.step.drop_ahead()
         free_caches(self.step.device)
         if len(piece) > 1:
             for half in piece.halves():
@@ -258,6 +259,7 @@ class Stepper:
         assert self._snapshot is not None
         self._ran.clear()
         self.step.release()
+        self.step.drop_ahead()
         self._snapshot.rewind()
 
     def not_finite(self, share: RankShare) -> list[str]:

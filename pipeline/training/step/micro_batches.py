@@ -7,6 +7,7 @@ out-of-memory a step runs again from its start, or in pieces of its micro-batche
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pipeline.training.step_clock import READ
@@ -14,6 +15,7 @@ from pipeline.training.step_clock import READ
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
+    from pipeline.device.batch_transfer import CopyAhead
     from pipeline.protocol import Batch
     from pipeline.training.items.batch import BatchOrigin, TaskBatch
     from pipeline.training.step.step import Step
@@ -83,9 +85,15 @@ class RankShare:
         *,
         hold: int,
         leave_out: Collection[str] = (),
+        ahead: CopyAhead | None = None,
+        at_hand: Callable[[], TaskBatch | None] = lambda: None,
     ) -> None:
-        """Read the step's first batch, which says which step it is; keep at most `hold` batches for a second pass."""
+        """Read the step's first batch, which says which step it is; keep at most `hold` batches for a second pass.
+
+        `ahead` is told what follows each piece: held, or the batch that is the next to be read, once it is `at_hand`.
+        """
         self._batches, self._fetch, self._hold, self._leave_out = batches, fetch, hold, set(leave_out)
+        self._ahead, self._at_hand = ahead, at_hand
         self.skipped: list[str] = []  # items that `leave_out` added
         self._seen: list[tuple[tuple[int, ...], BatchOrigin]] = []
         self._ids: list[tuple[str, ...]] = []
@@ -110,7 +118,7 @@ class RankShare:
 
     def _take(self) -> TaskBatch | None:
         """Take the next batch of the step from the loader; None: the step has no more."""
-        if self._seen and self._seen[-1][1].index + 1 == self._seen[-1][1].of:
+        if self._is_whole:
             return None
         batch = next(self._batches, None)
         if batch is None:
@@ -139,8 +147,25 @@ class RankShare:
             if batch is None:
                 return
             place += 1
+            if self._ahead is not None:
+                self._ahead.following = partial(self._following, place)
             yield from self._pieces(batch)
             del batch  # its slot is free for the next one
+
+    def _following(self, place: int) -> Batch | None:
+        """Return what is collated of the micro-batch that comes after so many, or after them all; None: not at hand."""
+        if place < len(self._seen):
+            batch = self._held.get(place)
+        elif self._is_whole and not self.is_last_pass:
+            batch = self._held.get(0)
+        else:
+            batch = self._at_hand()
+        return batch.value if batch is not None and batch.is_made else None
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether all micro-batches of the step were read."""
+        return bool(self._seen) and self._seen[-1][1].index + 1 == self._seen[-1][1].of
 
     def _pieces(self, batch: TaskBatch) -> Iterator[Piece]:
         """Yield a batch as one piece, or as the runs between items that are left out."""
@@ -155,5 +180,7 @@ class RankShare:
         """Read the rest of the step from the loader and drop it."""
         self._next, self._hold = None, 0
         self._held.clear()
+        if self._ahead is not None:
+            self._ahead.drop()
         while self._take() is not None:
             pass

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from pipeline.device.batch_transfer import CopyAhead
     from pipeline.protocol import Batch, Task
     from pipeline.training.step.checkpointing import Carrier
     from pipeline.training.step.optimizers import StepSettings, Terms
@@ -70,6 +71,7 @@ class Step:
 
     is_spread = False  # the model is sharded over ranks, which then make all passes at the same time
     contrasts = False  # the loss compares all items of the step
+    ahead: CopyAhead | None = None  # copies the batch that follows; None: each is copied when its turn comes
     agreed: float | None = None  # what all ranks divide a single term by until its weight is known; None: by a guess
 
     def __init__(
@@ -357,7 +359,14 @@ class Step:
 
     def moved(self, batch: Batch, *, on_host: bool = False) -> Batch:
         """Return a batch on the device, or in the host's memory."""
-        return moved(batch, CPU if on_host else self.device)
+        if on_host or self.ahead is None:
+            return moved(batch, CPU if on_host else self.device)
+        return self.ahead.moved(batch)
+
+    def drop_ahead(self) -> None:
+        """Let go of the batch that was copied ahead: memory is needed for something else."""
+        if self.ahead is not None:
+            self.ahead.drop()
 
     def saved(self) -> AbstractContextManager[Any]:
         """Return a context for the forward: with offload, it keeps activations in the host's memory."""

@@ -100,7 +100,7 @@ class OneStep:
         torch.get_device_module(card.NAME).set_rng_state(self.random)
         trainer.stepper.governor = trainer.governor_of(self.course)  # which remembers who climbed
         self.course.loader.load_state_dict(self.course.at(0, 1))
-        share = next(iter(self.course.shares(hold=2, leave_out=frozenset(), clock=trainer.step.clock)))
+        share = next(iter(self.course.shares(trainer.step, hold=2, leave_out=frozenset())))
         before = card.allocations()
         with nullcontext() if refuse is None else card.refusing(refuse):
             report = trainer.whole.accumulate(share, 2)
