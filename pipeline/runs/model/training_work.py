@@ -215,7 +215,7 @@ def example_bytes(task: Example, sizes: Sizes) -> list[int]:
     from pipeline.device.batch_transfer import map_tensors
 
     found: list[int] = []
-    with suppress(Exception), FakeTensorMode(allow_non_fake_inputs=True):  # type: ignore[no-untyped-call]
+    with suppress(Exception), FakeTensorMode(allow_non_fake_inputs=True):
         map_tensors(lambda tensor: found.append(tensor.nbytes), task.example(sizes), own=lambda value: value)
     return found
 

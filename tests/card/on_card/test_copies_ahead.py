@@ -226,7 +226,7 @@ def test_a_step_whose_copies_are_under_way_survives_the_refusal_of_any_allocatio
     begun = ahead.begun
     found, count = step.made()
     assert found == expected
-    assert ahead.begun - begun >= 3
+    assert ahead.begun - begun >= 2  # `made` holds two batches of the three
     gc.collect()
     gc.freeze()
     back = []
@@ -295,5 +295,7 @@ def test_what_is_copied_ahead_takes_what_the_plan_counts(family: str, choice: Me
         found = torch.accelerator.memory_stats()
     assert (ahead.begun, ahead.taken) == (8, 7)
     allocated, reserved = found["allocated_bytes.all.peak"], found["reserved_bytes.all.peak"]
-    assert plan.allocated_bytes[-1] < allocated <= (1 + WITHIN) * (plan.allocated_bytes[-1] + more)
+    assert allocated <= (1 + WITHIN) * (plan.allocated_bytes[-1] + more)
+    if more > 2 * WITHIN * plan.allocated_bytes[-1]:  # else it is not seen beside what the plan may be off
+        assert allocated > (1 + WITHIN) * plan.allocated_bytes[-1]
     assert reserved <= (1 + WITHIN) * (plan.reserved_bytes[-1] + more)

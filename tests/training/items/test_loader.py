@@ -80,6 +80,28 @@ def test_edges_and_labels_of_a_batch_join_the_nodes_that_they_join_in_its_items(
         np.testing.assert_array_equal(pairs[owner == at] - first, data.graphs[number].labels["contact_pairs"])
 
 
+def test_a_batch_that_is_at_hand_is_the_one_that_comes_next_and_its_memory_is_watched_for_copies(data):
+    loader = data.loader(lists_of(24, 5), slots=2, pin=False)
+    assert loader.at_hand() is None
+    batches, seen = loader.read(), 0
+    next(batches)
+    while reading := loader._reading:
+        with reading._changed:
+            reading._changed.wait_for(lambda: reading._given in reading._done or reading._given >= reading._drawn)
+        found = loader.at_hand()
+        if found is None:
+            break
+        assert loader.at_hand() is found
+        assert len(loader._ring._lent) == 1
+        assert next(batches) is found
+        seen += 1
+        del found
+    assert seen == 4
+    assert next(batches, None) is None
+    assert loader.at_hand() is None
+    assert loader._ring.free.qsize() == 2
+
+
 def test_padding_puts_every_row_where_it_belongs(data):
     (batch,) = data.loader([[0, 1, 2]])
     for name in ("receptor.node.pos", "ligand.embedding", "receptor.node.type"):

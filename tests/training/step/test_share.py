@@ -19,6 +19,11 @@ class Items:
     numbers: tuple[int, ...]
     origin: BatchOrigin
     rejected: tuple[Any, ...] = ()
+    is_made: bool = True
+
+    @property
+    def value(self) -> tuple[str, ...]:
+        return self.ids
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -100,6 +105,44 @@ def test_a_share_takes_nothing_of_the_next_step() -> None:
     assert following.origin.step == 1
     following.drain()
     assert RankShare(batches, lambda *_: None, hold=9).is_over  # type: ignore[arg-type, return-value]
+
+
+@dataclass
+class Told:
+    """What copies ahead, as far as a share is concerned."""
+
+    following: Any = None
+    drops: int = 0
+
+    def drop(self) -> None:
+        self.drops += 1
+
+
+@pytest.mark.parametrize("hold", [0, 2, 5])
+def test_a_share_tells_what_follows_where_it_is_held_or_has_been_read(hold: int) -> None:
+    queue = [some_batch(index, 3) for index in range(3)] + [some_batch(0, 1, step=1)]
+    queue[-1].ids, told = ("next",), Told()
+    taken = iter(queue)
+    place = 0
+
+    def batches() -> Any:
+        nonlocal place
+        for one in taken:
+            place += 1
+            yield one
+
+    fetch: Any = lambda _, origin: queue[origin.index]  # noqa: E731
+    at_hand: Any = lambda: queue[place]  # noqa: E731
+    share = RankShare(batches(), fetch, hold=hold, ahead=told, at_hand=at_hand)  # type: ignore[arg-type]
+    first = [told.following() for _ in share]
+    assert first == [("a1", "b1"), ("a2", "b2"), ("a0", "b0") if hold else None]
+    share.is_last_pass = True
+    last = [told.following() for _ in share]
+    assert last == [("a1", "b1") if hold > 1 else None, ("a2", "b2") if hold > 2 else None, ("next",)]
+    queue[-1].is_made = False  # memory ended while it was
+    assert [told.following() for _ in share][-1] is None
+    share.drain()
+    assert told.drops == 1
 
 
 def test_an_empty_batch_is_passed_once_wherever_it_stands() -> None:
