@@ -87,7 +87,9 @@ def test_a_batch_that_is_at_hand_is_the_one_that_comes_next_and_its_memory_is_wa
     next(batches)
     while reading := loader._reading:
         with reading._changed:
-            reading._changed.wait_for(lambda: reading._given in reading._done or reading._given >= reading._drawn)
+            reading._changed.wait_for(
+                lambda: reading._given in reading._done or (reading._ended and reading._given >= reading._drawn)
+            )
         found = loader.at_hand()
         if found is None:
             break
