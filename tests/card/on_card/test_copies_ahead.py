@@ -29,7 +29,7 @@ from tests.card.on_card.test_refused_memory import OneStep, shown, step_on_card
 from tests.memory.tracing.traced import chosen, tracer
 from tests.training.loop.loops import Plot, Run, furthest, stretches_of, task_of
 
-SEEDS = 60
+SEEDS = 48
 WORDS = 1 << 12
 FORMS = [form for form in COLLATES if form != "batch"]  # which has a `to` of its own
 
@@ -179,7 +179,7 @@ def training(folder: Path, name: str, *, ahead: bool = True, batch: int = 6, mak
 def test_a_training_is_the_same_to_the_bit_with_batches_that_are_copied_ahead(tmp_path: Path, name: str) -> None:
     without = training(tmp_path / "without", name, ahead=False).to_end()
     assert without.trainer.step.ahead.begun == 0  # type: ignore[union-attr]
-    for seed in range(4):
+    for seed in range(2):
         card.seed_order(seed)
         run = training(tmp_path / str(seed), name).to_end()
         ahead: Any = run.trainer.step.ahead
@@ -218,7 +218,7 @@ class OneStepAhead(OneStep):
         return super().made(refuse)
 
 
-@pytest.mark.parametrize("name", ["one", "weighted", "contrastive_pair"])
+@pytest.mark.parametrize("name", ["weighted", "contrastive_pair"])
 def test_a_step_whose_copies_are_under_way_survives_the_refusal_of_any_allocation(tmp_path: Path, name: str) -> None:
     expected, _ = OneStep(training(tmp_path / "without", name, ahead=False, batch=3)).made()
     step = OneStepAhead(training(tmp_path / "with", name, batch=3))

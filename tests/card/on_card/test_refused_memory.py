@@ -51,6 +51,7 @@ TASKS: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, int]]] = {
         {"left": 4, "right": 4},
     ),
 }
+ITEMS = 18  # at most
 
 
 def shown(name: str) -> Any:
@@ -58,10 +59,16 @@ def shown(name: str) -> Any:
     path, options, sizes = TASKS[name]
     task = load_task(path, options)
 
-    def collate(items: Sequence[Any], rng: np.random.Generator) -> Any:
+    def drawn(number: int) -> Any:
         with torch.random.fork_rng([]):
-            torch.manual_seed(int(items[0].id[4:]))
-            return task.example({"items": len(items), **sizes})
+            torch.manual_seed(number)
+            return task.example({"items": 1, **sizes})
+
+    made = list(map(drawn, range(ITEMS)))  # now: the threads that read would seed one and the same generator
+
+    def collate(items: Sequence[Any], rng: np.random.Generator) -> Any:
+        (item,) = items
+        return made[int(item.id[4:])]
 
     object.__setattr__(task, "collate", collate)
     object.__setattr__(task, "cost", lambda item: {"nodes": item["nodes"]})
