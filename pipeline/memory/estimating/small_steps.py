@@ -13,6 +13,7 @@ import time
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count, repeat
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,7 @@ SMALLEST = 2**-10  # of the wanted size
 WORST_GROWTH = 8.0  # of time and memory when the sizes double: items times the square of their length
 BETWEEN = (5 / 8, 13 / 16)  # of the largest
 SEED = 0
+DRAWS, QUICK_S = 3, 1.0  # pairs of draws of the largest size, where one takes no longer
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +104,10 @@ class MeasuredSmall:
         """Return the memory of a micro-batch of these sizes."""
         question = (_rehearsed(choice), tuple(sorted(sizes.items())))
         if question not in self._answers:
-            measured = [size.micro for size in self._measured_up_to(sizes, question[0])]
+            measured = self._measured_up_to(sizes, question[0])
             standing = self._session(question[0]).standing()
             unseen = self._share_unseen(measured[-1], question[0])
-            self._answers[question] = _answer(measured, sizes, standing, unseen)
+            self._answers[question] = _answer([size.micro for size in measured], sizes, standing, unseen)
         answer = self._answers[question]
         return replace(answer, notes=(*answer.notes, *_not_rehearsed(choice)))
 
@@ -148,15 +150,19 @@ class MeasuredSmall:
         # A size that was run before is answered at once: how long it took is still that of the first time.
         return [self._sizes.setdefault(key, MeasuredSize(micro, time.monotonic() - begun_s))]
 
-    def _share_unseen(self, measured: MicroFootprint, choice: MemoryChoice) -> float:
+    def _share_unseen(self, measured: MeasuredSize, choice: MemoryChoice) -> float:
         """Return by what to multiply what was measured, for what kernels take within themselves, and other numbers."""
         from pipeline.memory.tracing.tracer import TraceSession
 
         with _own_numbers():
-            make = partial(TraceSession, partial(self._build, choice), self._example, self._least)
-            peaks, _ = real_peaks(make, [measured.sizes])
-        # Where two draws differ, a third may differ as much again.
-        return max(((2 * max(pair) - min(pair)) / measured.again.peak_bytes for pair in peaks), default=1.0)
+            example = partial(self._seeded_example, count())
+            make = partial(TraceSession, partial(self._build, choice), example, self._least)
+            peaks, _ = real_peaks(make, [measured.sizes] * (DRAWS if measured.took_s < QUICK_S else 1))
+        drawn = [peak for pair in peaks for peak in pair]
+        if not drawn:
+            return 1.0
+        # Where some draws differ, others may differ as much again.
+        return (2 * max(drawn) - min(drawn)) / measured.micro.again.peak_bytes
 
     def _session(self, choice: MemoryChoice) -> TraceSession:
         from pipeline.memory.tracing.guesses import told_cause
@@ -184,9 +190,12 @@ class MeasuredSmall:
 
     def _same_example(self, sizes: Sizes) -> Any:
         """Make a batch from the same random numbers as all others: what depends on values grows evenly with sizes."""
+        return self._seeded_example(repeat(SEED), sizes)
+
+    def _seeded_example(self, seeds: Iterator[int], sizes: Sizes) -> Any:
         import torch
 
-        torch.manual_seed(SEED)
+        torch.manual_seed(next(seeds))
         return self._example(sizes)
 
 

@@ -198,7 +198,9 @@ class Step:
         with self.evaluating(), computing(self.device).forked_rng():
             if on_host:
                 return self._terms(twin(self.model).eval(), self.moved(batch, on_host=True))
-            return self.terms_of(self.moved(batch))
+            with self.saved():  # a loss through a gradient keeps what it needs for that
+                terms = self.terms_of(self.moved(batch))
+            return {name: (total.detach(), weight) for name, (total, weight) in terms.items()}
 
     def _loss(self, terms: Terms, weights: Mapping[str, Any] | None) -> Tensor:
         """Return the scalar for backward: each term over its weight, or over a guess that `settle` corrects."""
