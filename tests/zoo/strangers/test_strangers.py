@@ -15,6 +15,15 @@ from tests.zoo.strangers import FAMILIES, planned, real
 TOLD = 0.98  # of the real peak, at least, where it is called traced
 NAMES_A_LINE = re.compile(r"(architectures|ways|derivatives)\.py:\d+ `")
 NOT_PLANNED = {"sparse table": "the gradients of table.weight are sparse"}
+LONG = (
+    "momentum queue",
+    "growing places",
+    "growing keys",
+    "attention kept",
+    "state space",
+    "gru, packed",
+    "invariant points",
+)
 DRAWS = "its way depends on random numbers that are not torch's"
 
 
@@ -24,7 +33,14 @@ def _possible(one_thread: None) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own, in jvp
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in NOT_PLANNED])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name in LONG else [])
+        for name in FAMILIES
+        if name not in NOT_PLANNED
+    ],
+)
 def test_a_family_is_planned_no_lower_than_it_takes_or_why_it_is_not_traced_is_told(name: str, tmp_path: Path) -> None:
     micro, planned_bytes = planned(name, tmp_path / "traces")
     real_bytes = real(name)
