@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from pipeline.command_line import Command
-from pipeline.errors import JobFailed
+from pipeline.errors import DataError, JobFailed
 from pipeline.journal.run_status import RunState, RunStatus
 from pipeline.report.html.run_plots import pace_plots
 from pipeline.report.plan_tables import plan_table
@@ -60,6 +60,15 @@ def test_what_is_not_done_is_named_for_what_it_is(stage: str, said: str) -> None
         refuse_or_warn(STAGES[stage], project, folder, Judged(items=1, undone=11, first_undone="it"), trouble)
 
 
+def test_a_stage_that_was_stopped_for_its_rejections_says_so_whatever_its_tasks_had_kept_by_then() -> None:
+    data = SimpleNamespace(max_rejected_fraction=0.05, path="x")
+    project: Any = SimpleNamespace(config=SimpleNamespace(data=data))
+    folder: Any = SimpleNamespace(name="run", rejected="rejected.jsonl")
+    trouble = StageTrouble([], 0, Command.submit("graph"), Command.submit("graph"), rejected=3)
+    with pytest.raises(DataError, match=r"3 of 12 items cannot .* \(5.0%\) allows; 8 were not looked at any more"):
+        refuse_or_warn(STAGES["graph"], project, folder, Judged(2, {"no_contacts": 1}, undone=10), trouble)
+
+
 SECONDS = {"forward": 6.0, "backward": 2.2, "read": 1.2, "checkpoint": 0.6}
 WAITS = "12% waits for reading, 6% checkpoint"
 
@@ -81,5 +90,5 @@ def test_the_page_draws_each_phase_that_took_a_hundredth_of_an_epoch_beside_the_
     facts: Any = SimpleNamespace(time=time, training=training)
     drawn = pace_plots(facts)[-1]
     assert "beside the model" in drawn
-    shown = [name in drawn for name in ("collates", "waits for reading", "copies", "forward")]
-    assert shown == [True, True, False, False]
+    shown = [name in drawn for name in ("waits for reading", "copies", "forward")]
+    assert shown == [True, False, False]

@@ -217,6 +217,7 @@ SHELLS = {"os.system", "os.popen", "subprocess.getoutput", "subprocess.getstatus
 IMPORTS = {  # modules by a name that is not written in the source
     "pipeline/project/run_code.py": "the user's own task or reader, which train.task and data.reader name",
     "pipeline/structures/parsing/structure_files.py": "one of the packages in EXTRA",
+    "pipeline/cluster/fork_server.py": "those that tasks of this package begin with",
     "pipeline/api.py": "one of its own table of public names",
     "pipeline/cli/completion.py": "the module of typer's, or click's, that the command line is made of",
 }

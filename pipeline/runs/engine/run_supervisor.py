@@ -294,7 +294,8 @@ class Supervisor:
         again = self.folder.command()
         remedy = _remedy(stage, given_up, again, stage.mem_bytes(self.project))
         is_damage = any(attempt.cause is Cause.DAMAGE for attempt in given_up)
-        return StageTrouble(_describe(open_), status.waiting, again, remedy, is_damage=is_damage)
+        rejected = _rejected(status) if stage.counts_items else 0
+        return StageTrouble(_describe(open_), status.waiting, again, remedy, rejected, is_damage=is_damage)
 
     def _live(self) -> list[str]:
         """Return the jobs that have not ended."""
@@ -304,8 +305,7 @@ class Supervisor:
         """Tell whether more items are already rejected than the configuration allows."""
         if not stage.counts_items:
             return False
-        rejected = status.reasons.total() + status.refused
-        return table.too_many(rejected, status.items, self.config.data.max_rejected_fraction)
+        return table.too_many(_rejected(status), status.items, self.config.data.max_rejected_fraction)
 
     def _catch_up(self) -> None:
         """Apply the events that other processes wrote, and refresh what shows the run."""
@@ -338,6 +338,11 @@ class Supervisor:
         self._catch_up()
         self.ledger.close()
         self.page.refresh(self.status, at_once=True)
+
+
+def _rejected(status: StageStatus) -> int:
+    """Return how many items are rejected so far, as a stage's tasks tell."""
+    return status.reasons.total() + status.refused
 
 
 def _describe(tasks: Sequence[TaskRecord]) -> list[str]:

@@ -108,6 +108,7 @@ class StageTrouble:
     waiting: int  # items that an earlier stage, which the run does not include, has still to do
     again: Command  # as typed
     remedy: Command
+    rejected: int = 0  # items, as tasks tell: what one was about to keep when it was stopped for them is not in the store
     is_damage: bool = False  # of the cache
 
 
@@ -116,12 +117,14 @@ def refuse_or_warn(
 ) -> list[str]:
     """Raise when the result of a stage forbids going on; return its warnings."""
     data = project.config.data
-    total, rejected = judged.items + judged.undone + judged.unnamed, judged.items - judged.accepted
+    total, kept = judged.items + judged.undone + judged.unnamed, judged.items - judged.accepted
+    rejected = max(kept, min(trouble.rejected, kept + judged.undone))
     if too_many(rejected, total, data.max_rejected_fraction):
-        unseen = f"; {judged.undone:,} were not looked at any more" if judged.undone else ""
+        unseen = kept + judged.undone - rejected
+        not_seen = f"; {unseen:,} were not looked at any more" if unseen else ""
         what = (
             f"{rejected:,} of {total:,} {stage.unit}s cannot be used, more than data.max_rejected_fraction"
-            f" ({data.max_rejected_fraction:.1%}) allows{unseen}"
+            f" ({data.max_rejected_fraction:.1%}) allows{not_seen}"
         )
         enough = math.ceil(100 * rejected / total) / 100  # too_many() forgives what rounding does to it
         again = trouble.again.with_settings(("data.max_rejected_fraction", str(enough)))

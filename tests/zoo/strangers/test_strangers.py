@@ -48,7 +48,7 @@ def test_a_family_is_planned_no_lower_than_it_takes_or_why_it_is_not_traced_is_t
         assert planned_bytes >= TOLD * real_bytes
     else:
         assert planned_bytes * margin_of(micro.origin, caching=False).factor >= real_bytes
-        assert any(NAMES_A_LINE.search(note) or DRAWS in note for note in micro.notes)
+        assert any(NAMES_A_LINE.search(note) or DRAWS in note for note in micro.notes), micro.notes
 
 
 @pytest.mark.parametrize("name", NOT_PLANNED)
