@@ -108,7 +108,9 @@ class StageTrouble:
     waiting: int  # items that an earlier stage, which the run does not include, has still to do
     again: Command  # as typed
     remedy: Command
-    rejected: int = 0  # items, as tasks tell: what one was about to keep when it was stopped for them is not in the store
+    rejected: int = (
+        0  # items, as tasks tell: what one was about to keep when it was stopped for them is not in the store
+    )
     is_damage: bool = False  # of the cache
 
 
