@@ -24,6 +24,11 @@ Sizes: TypeAlias = "Mapping[str, int]"  # what drives memory, by name
 ITEMS = "items"  # among the sizes of a batch: how many items it has
 
 
+def item_of(row: str) -> str:
+    """Return the id of the item that a row is drawn for, where a task draws several: "1ABC 7" is the eighth of 1ABC."""
+    return row.partition(" ")[0]  # no id has white space
+
+
 class Task(Protocol):
     """A model and what it is trained for.
 
@@ -89,6 +94,25 @@ class Outputs(Protocol):
 
     def metrics(self, outputs: Mapping[str, Any]) -> Mapping[str, float]:
         """Return figures of a whole split, from all its outputs."""
+
+
+@runtime_checkable
+class Samples(Protocol):
+    """A task that draws several answers for an item where its model is applied, such as poses.
+
+    Each is a row of its own, with an `ItemTensors` named after its item and its number (`item_of` tells the item), and
+    so with random numbers of its own: `collate` finds the rows of an item one after the other.
+    """
+
+    samples: int
+
+
+@runtime_checkable
+class ReadsFiles(Protocol):
+    """A task that reads files besides its items, such as another model's weights."""
+
+    def files(self) -> Iterable[Path]:
+        """Return files and folders whose content decides what the task says."""
 
 
 @runtime_checkable

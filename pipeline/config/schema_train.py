@@ -87,6 +87,9 @@ class EvaluateSection(Section):
 
     split: Name | None = Field(default="test", description="Which split; null: every item.")
     checkpoint: Name = Field(default="best", description=CHECKPOINT)
+    options: dict[Name, Option] = Field(
+        default={}, description="Options of the task where it is evaluated, over train.options; the model is the same."
+    )
 
 
 class PredictSection(Section):
@@ -96,6 +99,9 @@ class PredictSection(Section):
     checkpoint: Name = Field(default="best", description=CHECKPOINT)
     folder: Path = Field(default=Path("predictions"), description="Folder of predictions, a folder for each set.")
     parquet: bool = Field(default=False, description="Whether predictions.parquet is written beside the CSV.")
+    options: dict[Name, Option] = Field(
+        default={}, description="Options of the task where it predicts, over train.options; the model is the same."
+    )
 
 
 class TrainSection(Section):

@@ -1,354 +1,273 @@
-"""The network of the docking task: messages within each partner, then across all pairs, then a pull on the ligand.
+"""Rigid docking by diffusion, as DiffDock-PP does it: learn which way noise moved a ligand, and go back from noise.
 
-It is told of distances and angles, so that features are the same however a complex is turned and moved as a whole. Each
-pair of residues pulls the ligand's residue along the line between the two; the pulls on all of them make one shift and
-one turn, which turn with the complex.
+The ligand is turned about its centre and shifted, by an amount that goes with a time in [0, 1]; the network tells the
+score of both moves. Where the model is applied, each of an item's poses is a row of its own, with its own random
+numbers: however rows are cut into batches, a pose is the same.
 
-Shapes: N residues of all partners, P pairs of a receptor and a ligand residue, B items, S partners (two an item), D
-features, C columns of what pairs add up to.
+Shapes: B complexes, P poses (or noises) of each, L residues of the ligand, R of the receptor, E embedding dimensions.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import cache
+from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
-from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
+from pipeline.device.kinds import CPU
 from pipeline.errors import ConfigError
-from pipeline.protocol import ITEMS
-from pipeline.tasks.partner_graphs import (
-    CA,
-    PartnerBatch,
-    PartnerEncoder,
-    PartnerGeometry,
-    direction,
-    example_partners,
-    joined_partners,
-    means,
-    partners_of,
+from pipeline.protocol import item_of
+from pipeline.tasks.docking.docking_items import example_counts, example_partner, placed_partners
+from pipeline.tasks.docking.docking_metrics import RMSDS, docking_metrics
+from pipeline.tasks.docking.docking_trunk import PosedComplex, TrunkSizes
+from pipeline.tasks.docking.pose_confidence import trained_confidence
+from pipeline.tasks.docking.pose_sampling import (
+    PoseDraw,
+    SamplingSteps,
+    Tempering,
+    pose_draw,
+    pose_rmsd,
+    rigid_moves,
+    rigidly_moved,
+    sampled_poses,
+    stacked_draws,
+    start_poses,
 )
-from pipeline.tasks.task_parts import above_zero, at_least, dropout_of
+from pipeline.tasks.docking.rigid_noise import (
+    NoiseSchedule,
+    RotationTables,
+    Spread,
+    rigid_draw,
+    rigid_noise,
+    rotation_tables,
+    score_errors,
+)
+from pipeline.tasks.docking.score_network import ScoreModel
+from pipeline.tasks.task_parts import WHERE, above_zero, at_least
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-    from numpy.typing import NDArray
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from pipeline.protocol import Sizes
-    from pipeline.training.items.batch import ItemTensors, PartnerTensors
+    from pipeline.training.items.batch import ItemTensors
 
-CA_ONLY = ((CA, CA),)  # whose distances are told of a pair: there are too many pairs for more
-FARTHEST = 46.0  # Å; pairs further apart than this are told only which way they point
-NOTHING = 1e-6  # added to weights, so that nothing is divided by 0
+FARTHEST = 1e4  # Å; a pose beyond has exploded
+TRANSLATION, ROTATION = "translation", "rotation"
+MOVE, CONFIDENCE, TRAJECTORY = "move", "confidence", "trajectory"
 
-
-class PairFeatures(nn.Module):
-    """Computes features of a pair of residues from both and from their geometry in the noised pose."""
-
-    def __init__(self, width: int, pair_width: int) -> None:
-        super().__init__()
-        self.geometry = PartnerGeometry(CA_ONLY, FARTHEST)
-        self.of_receptor, self.of_ligand = nn.Linear(width, pair_width), nn.Linear(width, pair_width, bias=False)
-        self.of_geometry = nn.Linear(self.geometry.width, pair_width, bias=False)
-        self.inner = nn.Linear(pair_width, pair_width)
-
-    def ends(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
-        """Return each residue's contribution to its pairs, as a receptor's residue and as a ligand's."""
-        return self.of_receptor(x_ND), self.of_ligand(x_ND)
-
-    def forward(
-        self, receptor_ND: Tensor, ligand_ND: Tensor, pos_NA3: Tensor, receptor_P: Tensor, ligand_P: Tensor
-    ) -> Tensor:
-        x_PD = self.of_geometry(self.geometry(pos_NA3, receptor_P, ligand_P))
-        x_PD = x_PD + receptor_ND.index_select(0, receptor_P) + ligand_ND.index_select(0, ligand_P)
-        changed_PD: Tensor = functional.silu(self.inner(functional.silu(x_PD)))
-        return changed_PD
+ROTATION_ROUNDING = 1e-5  # added to the norm of rotations' scores
+NOISE = ("translation", "rotation", "translation_score", "rotation_score")
+LEAST = {"embedding_dim": 0, "scalars": 1, "vectors": 1, "layers": 1, "multiplicity": 1, "samples": 1, "steps": 1}
 
 
-class CrossLayer(nn.Module):
-    """A layer of messages to each residue from all residues of the other partner."""
-
-    def __init__(self, task: ComplexDocking) -> None:
-        super().__init__()
-        width, pair_width = task.width, task.pair_width
-        self.norm = nn.LayerNorm(width)
-        self.pairs, self.gate = PairFeatures(width, pair_width), nn.Linear(pair_width, 1)
-        self.update = nn.Sequential(nn.Linear(width + pair_width, 2 * width), nn.SiLU(), nn.Linear(2 * width, width))
-        self.dropout, self.pairs_at_once = task.dropout, task.pairs_at_once
-
-    def forward(self, x_ND: Tensor, partners: PartnerBatch) -> Tensor:
-        normed_ND = self.norm(x_ND)
-        ends = self.pairs.ends(normed_ND)
-
-        def messages(receptor_P: Tensor, ligand_P: Tensor) -> Tensor:
-            pair_PD = self.pairs(*ends, partners.pos_NA3, receptor_P, ligand_P)
-            weight_P1 = torch.sigmoid(self.gate(pair_PD))
-            parts = (weight_P1 * pair_PD, weight_P1)  # apart: joined, they would be in memory twice
-            return torch.cat([_at_both(part.to(x_ND.dtype), receptor_P, ligand_P, len(x_ND)) for part in parts], -1)
-
-        sums_NC = sum_over_pairs(messages, partners, self.pairs_at_once)
-        heard_ND = sums_NC[:, :-1] / (sums_NC[:, -1:] + NOTHING)
-        change_ND = self.update(torch.cat([normed_ND, heard_ND], -1))
-        return x_ND + functional.dropout(change_ND, self.dropout, self.training)
+@cache
+def tables() -> RotationTables:
+    """Return the tables of rotations, which take a second or two to compute."""
+    return rotation_tables()
 
 
-class Pull(nn.Module):
-    """Sums the pulls of all pairs to a translation and a rotation of the ligand, in units of the noise."""
+class DockedComplex(NamedTuple):
+    """A complex with noised poses of its ligand, what moved them, and the random numbers of the poses to draw."""
 
-    def __init__(self, task: ComplexDocking) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(task.width)
-        self.pairs, self.outer = PairFeatures(task.width, task.pair_width), nn.Linear(task.pair_width, 3)
-        self.pairs_at_once = task.pairs_at_once
-
-    def forward(self, x_ND: Tensor, partners: PartnerBatch) -> tuple[Tensor, Tensor]:
-        """Return the translation and the rotation vector about the ligand's centre [B, 3] each."""
-        ends = self.pairs.ends(self.norm(x_ND))
-        ca_N3 = partners.pos_NA3[:, CA]
-
-        def pulled(receptor_P: Tensor, ligand_P: Tensor) -> Tensor:
-            pair_PD = self.pairs(*ends, partners.pos_NA3, receptor_P, ligand_P)
-            shift_P1, turn_P1, logit_P1 = self.outer(pair_PD).to(x_ND.dtype).unsqueeze(-1).unbind(1)
-            weight_P1 = torch.sigmoid(logit_P1)
-            way_P3 = direction(ca_N3.index_select(0, receptor_P) - ca_N3.index_select(0, ligand_P))
-            said_PC = torch.cat([weight_P1 * shift_P1 * way_P3, weight_P1 * turn_P1 * way_P3, weight_P1], -1)
-            return x_ND.new_zeros(len(x_ND), said_PC.shape[1]).index_add(0, ligand_P, said_PC)
-
-        sums_NC = sum_over_pairs(pulled, partners, self.pairs_at_once)
-        shift_N3, turn_N3, weight_N1 = torch.split_with_sizes(sums_NC, [3, 3, 1], -1)
-        arm_N3 = arms(partners)
-        long_S1 = means(arm_N3.square().sum(-1, keepdim=True), partners.partner_N, len(partners.other_S))
-        arm_N3 = arm_N3 * (long_S1 + NOTHING).rsqrt().index_select(0, partners.partner_N)  # whatever the ligand's size
-        torque_N3 = torch.linalg.cross(arm_N3, turn_N3)
-        asked_NC = torch.cat([shift_N3, torque_N3, weight_N1], -1)
-        asked_BC = asked_NC.new_zeros(len(partners.sizes), asked_NC.shape[1])
-        asked_BC = asked_BC.index_add(0, partners.partner_N // 2, asked_NC)
-        asked_B6 = asked_BC[:, :-1] / (asked_BC[:, -1:] + NOTHING)
-        return asked_B6[:, :3], asked_B6[:, 3:]
-
-
-class DockingNetwork(PartnerEncoder):
-    """Predicts the translation and rotation that bring the ligand back, from two partners in a noised pose."""
-
-    def __init__(self, task: ComplexDocking) -> None:
-        super().__init__(task.embedding_dim, task.width, task.layers, task.dropout)
-        self.cross_layers = nn.ModuleList(CrossLayer(task) for _ in range(task.cross_layers))
-        self.pull = Pull(task)
-
-    def forward(self, batch: DockingBatch) -> tuple[Tensor, Tensor]:
-        """Return the translation and the rotation vector of each ligand [B, 3], in units of the noise."""
-        x_ND = self.encode(batch.partners)
-        for layer in self.cross_layers:
-            x_ND = layer(x_ND, batch.partners)
-        translation_B3, rotation_B3 = self.pull(x_ND, batch.partners)
-        return translation_B3, rotation_B3
-
-
-def sum_over_pairs(run: Callable[[Tensor, Tensor], Tensor], partners: PartnerBatch, pairs_at_once: int) -> Tensor:
-    """Return a sum over all pairs; taken in pieces of `pairs_at_once`, which are computed again in backward."""
-    ends = partners.receptor_P, partners.ligand_P
-    if not pairs_at_once:
-        return run(*ends)
-    pieces = (slice(first, first + pairs_at_once) for first in range(0, len(ends[0]), pairs_at_once))
-    again = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
-    total: Tensor = reduce(torch.add, (again(*(of_P[piece] for of_P in ends)) for piece in pieces))
-    return total
-
-
-def _at_both(of_PD: Tensor, receptor_P: Tensor, ligand_P: Tensor, count: int) -> Tensor:
-    """Add up the values of pairs at both residues of each."""
-    return of_PD.new_zeros(count, of_PD.shape[1]).index_add(0, receptor_P, of_PD).index_add(0, ligand_P, of_PD)
-
-
-def arms(partners: PartnerBatch) -> Tensor:
-    """Return the position of each residue relative to the centre of its partner."""
-    ca_N3 = partners.pos_NA3[:, CA]
-    centre_S3 = means(ca_N3, partners.partner_N, len(partners.other_S))
-    return ca_N3 - centre_S3.index_select(0, partners.partner_N)
-
-
-TERMS = (TRANSLATION, ROTATION) = ("translation", "rotation")
-LABEL = "label"  # suffix of an output's name, after an underscore, for the true value
-BEFORE, AFTER = "rmsd_before", "rmsd_after"  # Å, of the ligand's CA atoms, from where they belong
-LEAST = {"width": 1, "layers": 0, "cross_layers": 0, "pair_width": 1, "embedding_dim": 0, "pairs_at_once": 0}
+    noised: PosedComplex
+    translation_score_P3: Tensor
+    rotation_score_P3: Tensor
+    true_L3: Tensor  # the ligand's CA in the receptor's frame; no residues where that is not known
+    file_L3: Tensor  # the same residues as they stand in their file, in float64
+    receptor_centre_3: Tensor  # of CA, in its file
+    draw: PoseDraw
 
 
 class DockingBatch(NamedTuple):
-    """Some items' partners, and what would bring each ligand back."""
+    """Some complexes."""
 
-    partners: PartnerBatch  # the ligands where the noise has moved them
-    translation_B3: Tensor  # Å, that brings each ligand back, after
-    rotation_B3: Tensor  # a turn about its centre: an axis times radians
+    complexes: tuple[DockedComplex, ...]
 
-
-class Noise(NamedTuple):
-    """How a ligand was moved away: turned about its centre, then shifted."""
-
-    rotation_3: NDArray[np.float64]
-    translation_3: NDArray[np.float64]
+    @property
+    def noises(self) -> int:
+        """How many noised poses there are."""
+        return sum(len(one.noised.time_T) for one in self.complexes)
 
 
 @dataclass(frozen=True)
 class ComplexDocking:
-    """The task: predict how to move a displaced ligand back, from both partners' structures and sequences."""
+    """The task: tell how noise moved the ligand of a complex, and dock by taking noise away."""
 
     embedding_dim: int = 1280  # of ESM-2 650M; 0: without embeddings
-    width: int = 128  # features of a residue
-    layers: int = 4  # within the partners, the same for both
-    cross_layers: int = 2  # across all pairs of a receptor and a ligand residue
-    pair_width: int = 64  # features of a pair: what memory goes by
-    pairs_at_once: int = 0  # so many are in memory together, and are computed again in backward; 0: all, once
-    translation_sigma: float = 5.0  # Å, the standard deviation of the shift along each axis
-    rotation_sigma: float = 0.5  # radians, that of the turn about an axis drawn evenly from the sphere
-    dropout: float = 0.0
+    scalars: int = 32  # features of a residue that do not turn with it
+    vectors: int = 6  # features that do
+    layers: int = 4
+    as_published: bool = False  # as DiffDock-PP behaves, its mistakes included: what its published weights need
+    multiplicity: int = 1  # noises of a complex in a step, over which what is the same for them is computed once
+    translation_least: float = 0.01  # Å, standard deviation along an axis
+    translation_most: float = 30.0
+    rotation_least: float = 0.01  # radians
+    rotation_most: float = 1.65
+    samples: int = 1  # poses of a complex where the model is evaluated or predicts: train.predict.options
+    steps: int = 20
+    ode: bool = False  # draw nothing after the start
+    final_noise: bool = False  # in the last step
+    temperature: float = 1.0  # of sampling; the original's were 2.439, and 0.216, 0.593 and 0.228 for what follows
+    psi: float = 0.0
+    data_translation: float = 0.5
+    data_rotation: float = 0.5
+    confidence: str = ""  # weights, or a folder of a model, that ranks the poses
+    trajectory: bool = False  # whether the pose after each step is told too
 
     def __post_init__(self) -> None:
-        at_least(self, LEAST)
-        above_zero(self, ("translation_sigma", "rotation_sigma"))
-        dropout_of(self)
+        at_least(self, LEAST | {"psi": 0})
+        above_zero(self, ("translation_least", "rotation_least", "temperature"))
+        for name in (TRANSLATION, ROTATION):
+            least, most = getattr(self, f"{name}_least"), getattr(self, f"{name}_most")
+            if not least < most:
+                problem = f"{name}_most is {most}, and {name}_least {least}: noise must grow with time"
+                raise ConfigError(problem, where=f"{WHERE}.{name}_most")
+        if self.as_published and not self.embedding_dim:
+            problem = "as published, a residue's type is looked up by its embedding: embedding_dim must be 1 or more"
+            raise ConfigError(problem, where=f"{WHERE}.embedding_dim", remedy="--set train.options.embedding_dim=1280")
+
+    @property
+    def sizes(self) -> TrunkSizes:
+        return TrunkSizes(self.scalars, self.vectors, self.layers, self.embedding_dim, self.as_published)
+
+    @property
+    def schedule(self) -> NoiseSchedule:
+        translation = Spread(self.translation_least, self.translation_most)
+        return NoiseSchedule(translation, Spread(self.rotation_least, self.rotation_most, variance=2.0))
+
+    @property
+    def sampling(self) -> SamplingSteps:
+        tempering = Tempering(self.temperature, self.psi, self.data_translation, self.data_rotation)
+        return SamplingSteps(self.steps, self.ode, self.final_noise, tempering)
 
     def model(self) -> nn.Module:
-        return DockingNetwork(self)
+        return ScoreModel(self.sizes, self.schedule, torch.from_numpy(tables().norms_W))
+
+    def files(self) -> Iterable[Path]:
+        """Return the files whose content decides what the task says."""
+        return [Path(self.confidence)] if self.confidence else []
 
     def cost(self, item: Mapping[str, Any]) -> dict[str, Any]:
         """Return the sizes that decide how much memory an item takes: mostly pairs, n_rec × n_lig."""
-        return {name: item[name] for name in ("nodes", "edges", "pairs")}
+        return {name: item[name] for name in ("nodes", "pairs")}
 
     def collate(self, items: Sequence[ItemTensors], rng: np.random.Generator) -> DockingBatch:  # noqa: ARG002 - items have their own
-        """Concatenate items, each ligand moved away at random by the item's own generator."""
-        sides = [_complex(item) for item in items]
-        noises = [self._noise(item.rng) for item in items]
-        partners = joined_partners(sides, self.embedding_dim)
-        pos = list(partners.of_each(partners.pos_NA3))
-        pos[1::2] = [_moved(ligand, pair, noise) for ligand, pair, noise in zip(pos[1::2], sides, noises, strict=True)]
-        back = (_stacked([-noise.translation_3 for noise in noises]), _stacked([-noise.rotation_3 for noise in noises]))
-        return DockingBatch(partners._replace(pos_NA3=torch.cat(pos)), *back)
+        """Join the rows of each complex: its poses, each with noise and numbers of its own."""
+        rows = (list(group) for _, group in groupby(items, key=lambda item: item_of(item.id)))
+        return DockingBatch(tuple(self._complex(group) for group in rows))
 
-    def _noise(self, rng: np.random.Generator) -> Noise:
-        """Draw a rotation of at most 180 degrees and a translation."""
-        axis_3 = rng.normal(size=3)
-        angle = (self.rotation_sigma * rng.normal() + np.pi) % (2 * np.pi) - np.pi
-        return Noise(angle * axis_3 / np.linalg.norm(axis_3), self.translation_sigma * rng.normal(size=3))
+    def _complex(self, rows: Sequence[ItemTensors]) -> DockedComplex:
+        placed = placed_partners(rows[0], self.embedding_dim)
+        true_L3 = placed.true_L3.float()
+        noises = [self._noise(row.rng) for row in rows for _ in range(self.multiplicity)]
+        moves = [torch.from_numpy(np.stack([getattr(one, f"{name}_3") for one in noises])).float() for name in NOISE]
+        noised_PL3 = rigidly_moved(true_L3.expand(len(noises), -1, -1), moves[1], moves[0])
+        time_P = torch.tensor([one.time for one in noises])
+        return DockedComplex(
+            PosedComplex(placed.receptor, placed.ligand, noised_PL3, time_P),
+            translation_score_P3=moves[2],
+            rotation_score_P3=moves[3],
+            true_L3=true_L3 if placed.is_known else true_L3[:0],
+            file_L3=placed.file_L3,
+            receptor_centre_3=placed.centre_3,
+            draw=stacked_draws([pose_draw(row.rng, self.steps) for row in rows]),
+        )
 
-    def predict(self, model: nn.Module, batch: DockingBatch) -> tuple[Tensor, Tensor]:
-        """Return the translation in Å and the rotation vector in radians [B, 3] each."""
-        translation_B3, rotation_B3 = model(batch)
-        return self.translation_sigma * translation_B3, self.rotation_sigma * rotation_B3
+    def _noise(self, rng: np.random.Generator) -> Any:
+        return rigid_noise(rng.random(), rigid_draw(rng), self.schedule, tables(), as_published=self.as_published)
 
     def loss(self, model: nn.Module, batch: DockingBatch) -> dict[str, tuple[Tensor, float]]:
-        """Return the squared errors of translations and of rotation vectors, in units of the noise."""
-        translation_B3, rotation_B3 = model(batch)
-        weights = self.weights(batch)
-        away_B3 = translation_B3 - batch.translation_B3 / self.translation_sigma
-        turned_B3 = rotation_B3 - batch.rotation_B3 / self.rotation_sigma
-        errors = dict(zip(TERMS, (away_B3, turned_B3), strict=True))
-        return {name: (error_B3.square().sum(), weights[name]) for name, error_B3 in errors.items()}
+        """Return the squared errors of both scores in units of their size, half of the loss each."""
+        totals = [torch.zeros(()), torch.zeros(())]
+        for one, found in zip(batch.complexes, self._scores(model, batch), strict=True):
+            if not len(one.true_L3):
+                problem = "a complex has no native contacts, which show that its partners stand in one frame"
+                raise ConfigError(problem, where="graph.contacts", remedy="--set graph.contacts=5")
+            time_P = one.noised.time_T
+            units = 1 / self.schedule.translation.sigma(time_P), model.norm(time_P) + ROTATION_ROUNDING  # type: ignore[operator]
+            true = one.translation_score_P3, one.rotation_score_P3
+            errors = [score_errors(*pair).sum() / 2 for pair in zip(found, true, units, strict=True)]
+            totals = [total.to(error) + error for total, error in zip(totals, errors, strict=True)]
+        return dict(zip((TRANSLATION, ROTATION), ((total, float(batch.noises)) for total in totals), strict=True))
 
     def weights(self, batch: DockingBatch) -> dict[str, float]:
-        """Return how many items there are."""
-        return dict.fromkeys(TERMS, float(len(batch.translation_B3)))
+        """Return how many noised poses there are."""
+        return dict.fromkeys((TRANSLATION, ROTATION), float(batch.noises))
 
-    def outputs(self, model: nn.Module, batch: DockingBatch) -> dict[str, list[Tensor]]:
-        """Return each item's translation and rotation [3], the right ones, and the RMSD before and after [1]."""
-        translation_B3, rotation_B3 = self.predict(model, batch)
-        right_N3 = _rigid(batch, batch.translation_B3, batch.rotation_B3)
-        before_B = _rmsd(batch, arms(batch.partners), right_N3)
-        after_B = _rmsd(batch, _rigid(batch, translation_B3, rotation_B3), right_N3)
-        named = {
-            TRANSLATION: translation_B3,
-            ROTATION: rotation_B3,
-            f"{TRANSLATION}_{LABEL}": batch.translation_B3,
-            f"{ROTATION}_{LABEL}": batch.rotation_B3,
-            BEFORE: before_B.unsqueeze(-1),
-            AFTER: after_B.unsqueeze(-1),
-        }
-        return {name: list(of_items) for name, of_items in named.items()}
+    def _scores(self, model: nn.Module, batch: DockingBatch) -> list[tuple[Tensor, Tensor]]:
+        """Return the scores of each complex [P, 3]; together where they have equally many poses."""
+        noised = [one.noised for one in batch.complexes]
+        groups = [noised] if len({len(one.time_T) for one in noised}) == 1 else [[one] for one in noised]
+        scores = (model(group, self.multiplicity) for group in groups)
+        return [(translation, rotation) for found in scores for translation, rotation in zip(*found, strict=True)]
 
-    def metrics(self, outputs: Mapping[str, Sequence[Any]]) -> dict[str, float]:
-        """Return the metrics of a split: RMSD in Å, mean errors of translations in Å and of rotations in degrees."""
-        rmsd = {name: np.array([float(value[0]) for value in outputs[name]]) for name in (BEFORE, AFTER)}
-        pairs = {name: zip(outputs[name], outputs[f"{name}_{LABEL}"], strict=True) for name in TERMS}
-        shifts = [float(np.linalg.norm(predicted - right)) for predicted, right in pairs[TRANSLATION]]
-        angles = [_degrees_between(predicted, right) for predicted, right in pairs[ROTATION]]
-        if not angles:
-            return {}
-        figures = {f"{name}_mean": float(values_B.mean()) for name, values_B in rmsd.items()}
-        figures |= {f"{name}_median": float(np.median(values_B)) for name, values_B in rmsd.items()}
-        return figures | {"translation_error": float(np.mean(shifts)), "rotation_error": float(np.mean(angles))}
+    def outputs(self, model: nn.Module, batch: DockingBatch) -> dict[str, list[Tensor | None]]:
+        """Draw a pose for each row; return its move, the confidence in it, and its distance from the truth.
+
+        A move is a rotation, row by row, and a shift, in the files' frame: x → turn · x + shift. A pose that exploded
+        is not a number.
+        """
+        judge = self._judge(next(model.parameters()))
+        found = [self._drawn(model, judge, one) for one in batch.complexes]
+        names = dict.fromkeys(name for of_complex in found for name in of_complex)
+        return {name: [row for of_complex in found for row in of_complex.get(name, ())] for name in names}
+
+    def _drawn(self, model: nn.Module, judge: nn.Module | None, one: DockedComplex) -> dict[str, list[Tensor | None]]:
+        at_once = 1 if one.noised.pos_PL3.device.type == CPU else len(one.draw.translation_3)
+
+        def score(pos_PL3: Tensor, time_T: Tensor) -> tuple[Tensor, Tensor]:
+            translation_BP3, rotation_BP3 = model([one.noised._replace(pos_PL3=pos_PL3, time_T=time_T)], at_once)
+            return translation_BP3[0], rotation_BP3[0]
+
+        start_PL3 = start_poses(one.noised.ligand.pos_N3, one.draw, self.schedule)
+        poses = sampled_poses(score, start_PL3, one.draw, self.sampling, self.schedule)
+        kept = deque(poses, maxlen=None if self.trajectory else 1)
+        is_sound_P = (kept[-1].abs() < FARTHEST).flatten(1).all(1)  # not a number is not below anything either
+        pos_PL3 = torch.where(is_sound_P[:, None, None], kept[-1], start_PL3)
+        told: dict[str, Tensor] = {}
+        if len(one.true_L3):
+            rmsds = pose_rmsd(pos_PL3, one.true_L3, one.noised.receptor.pos_N3)
+            told = {name: getattr(rmsds, f"{name.partition('_')[0]}_P") for name in RMSDS}
+        if judge is not None:
+            final = one.noised._replace(pos_PL3=pos_PL3, time_T=pos_PL3.new_zeros(1))
+            told[CONFIDENCE] = judge([final], at_once)[0]
+        told[MOVE] = rigid_moves(one.file_L3, pos_PL3, one.receptor_centre_3)
+        if self.trajectory:
+            steps = [torch.where(is_sound_P[:, None, None], pos, start_PL3) for pos in (start_PL3, *kept)]
+            told[TRAJECTORY] = torch.stack([rigid_moves(one.file_L3, pos, one.receptor_centre_3) for pos in steps], 1)
+        nothing = {name: torch.full_like(values_P, torch.nan) for name, values_P in told.items()}
+        rows = {name: _where(is_sound_P, values_P, nothing[name]) for name, values_P in told.items()}
+        absent: list[Tensor | None] = [None] * len(pos_PL3)
+        return dict.fromkeys((*RMSDS, *([CONFIDENCE] if judge else [])), absent) | {n: list(v) for n, v in rows.items()}
+
+    def _judge(self, like: Tensor) -> nn.Module | None:
+        if not self.confidence:
+            return None
+        return trained_confidence(self.confidence, str(like.device), like.dtype)
+
+    def metrics(self, outputs: Mapping[str, Any]) -> dict[str, float]:
+        """Return the figures of a split: RMSDs, and how many complexes have a pose near the truth."""
+        return docking_metrics(outputs)
 
     def example(self, sizes: Sizes) -> DockingBatch:
-        """Return a batch of these sizes; how they are spread over its items makes no difference."""
-        items = sizes[ITEMS]
-        partners = example_partners(sizes, self.embedding_dim)
-        return DockingBatch(partners, torch.randn(items, 3), torch.randn(items, 3))
+        """Return a batch of these sizes; how they are spread over its items makes little difference."""
+        return DockingBatch(tuple(self._example(*counts) for counts in example_counts(sizes)))
+
+    def _example(self, receptor: int, ligand: int) -> DockedComplex:
+        partners = [example_partner(count, self.embedding_dim) for count in (receptor, ligand)]
+        pos_L3, poses = partners[1].pos_N3, self.multiplicity
+        posed = PosedComplex(partners[0], partners[1], pos_L3.expand(poses, -1, -1).clone(), torch.rand(poses))
+        scores = torch.randn(poses, 3), torch.randn(poses, 3)
+        draw = PoseDraw(*(torch.zeros(1, *shape) for shape in ((3, 3), (3,), (self.steps, 3), (self.steps, 3))))
+        return DockedComplex(posed, *scores, pos_L3.clone(), pos_L3.double(), torch.zeros(3, dtype=torch.float64), draw)
 
 
-def _complex(item: ItemTensors) -> tuple[PartnerTensors, PartnerTensors]:
-    """Return the two partners of an item; raise unless they are in one frame."""
-    receptor, ligand = partners_of(item)
-    if ligand is None:
-        problem = f"docking is of two partners, and {item.id} has one"
-        remedy = "leave it out, or say which chains are whose: data.receptor_chains"
-        raise ConfigError(problem, where="data", remedy=remedy)
-    # Beside items of unbound structures, a batch says of all others that no residue is labelled.
-    if any(side.nodes["labelled"].any() for side in (receptor, ligand) if "labelled" in side.nodes):
-        problem = f"the partners of {item.id} are unbound structures: there is no pose of the two in one frame"
-        raise ConfigError(problem, where="data.state", remedy="--set data.state=bound")
-    if not len(item.labels.get("contact_pairs", ())):
-        problem = f"{item.id} has no native contacts, which show that its partners stand in one frame"
-        raise ConfigError(problem, where="graph.contacts", remedy="--set graph.contacts=5")
-    return receptor, ligand
-
-
-def _moved(pos_NA3: Tensor, sides: tuple[PartnerTensors, PartnerTensors], noise: Noise) -> Tensor:
-    """Return the atoms of a ligand, turned about the mean of its CA atoms and shifted, in the receptor's frame."""
-    receptor, ligand = sides
-    there_3 = ligand.centre.double() - receptor.centre.double()  # sides have their own origins
-    centre_3 = pos_NA3[:, CA].double().mean(0)
-    turn_33 = rotation_matrices(torch.from_numpy(noise.rotation_3))
-    moved_NA3 = (pos_NA3 - centre_3) @ turn_33.T + centre_3 + there_3 + torch.from_numpy(noise.translation_3)
-    return moved_NA3.to(pos_NA3.dtype)
-
-
-def _stacked(vectors: Sequence[NDArray[np.float64]]) -> Tensor:
-    return torch.from_numpy(np.stack(vectors)).float()
-
-
-def rotation_matrices(vector_3: Tensor) -> Tensor:
-    """Return the matrices of rotation vectors [..., 3, 3]."""
-    x, y, z = vector_3.unbind(-1)
-    nought = torch.zeros_like(x)
-    skew = torch.stack([nought, -z, y, z, nought, -x, -y, x, nought], -1).reshape(*x.shape, 3, 3)
-    matrices: Tensor = torch.linalg.matrix_exp(skew)
-    return matrices
-
-
-def _rigid(batch: DockingBatch, translation_B3: Tensor, rotation_B3: Tensor) -> Tensor:
-    """Return the residues' positions after a rotation and a translation, relative to their partner's present centre."""
-    item_N, arm_N3 = batch.partners.partner_N // 2, arms(batch.partners)
-    with torch.autocast(arm_N3.device.type, enabled=False):  # in half precision, tenths of an Å would be lost
-        turn_N33 = rotation_matrices(rotation_B3.to(arm_N3.dtype)).index_select(0, item_N)
-        turned_N3 = (turn_N33 @ arm_N3.unsqueeze(-1)).squeeze(-1)
-    return turned_N3 + translation_B3.index_select(0, item_N)
-
-
-def _rmsd(batch: DockingBatch, pos_N3: Tensor, other_N3: Tensor) -> Tensor:
-    """Return the RMSD of each item's ligand between two sets of positions [B]."""
-    apart_N = (pos_N3 - other_N3).square().sum(-1)
-    return torch.stack([apart.mean() for apart in batch.partners.of_each(apart_N)[1::2]]).sqrt()
-
-
-def _degrees_between(first_3: NDArray[Any], second_3: NDArray[Any]) -> float:
-    """Return the angle between two rotation vectors' rotations, in degrees."""
-    first_33, second_33 = (
-        rotation_matrices(torch.from_numpy(np.asarray(vector_3, np.float64))) for vector_3 in (first_3, second_3)
-    )
-    cosine = float((torch.trace(first_33.T @ second_33) - 1) / 2)
-    return float(np.degrees(np.arccos(np.clip(cosine, -1, 1))))
+def _where(is_sound_P: Tensor, values_P: Tensor, other_P: Tensor) -> Tensor:
+    return torch.where(is_sound_P.view(-1, *[1] * (values_P.dim() - 1)), values_P, other_P)

@@ -229,11 +229,11 @@ def _embeddings(sides: Sequence[PartnerTensors], embedding_dim: int) -> Tensor:
     joined_ND = torch.empty(sum(map(size_of, sides)), embedding_dim)
     for rows_ND, side in zip(joined_ND.split_with_sizes(list(map(size_of, sides))), sides, strict=True):
         if embedding_dim:
-            rows_ND.copy_(_embedding(side, embedding_dim))
+            rows_ND.copy_(embedding_of(side, embedding_dim))
     return joined_ND
 
 
-def _embedding(side: PartnerTensors, embedding_dim: int) -> Tensor:
+def embedding_of(side: PartnerTensors, embedding_dim: int) -> Tensor:
     """Return a partner's embeddings; the configuration must fit them."""
     if side.embedding is None:
         problem = f"the task expects embeddings of {embedding_dim} numbers, and the data set has none"

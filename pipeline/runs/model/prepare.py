@@ -174,10 +174,10 @@ def recipe_of(project: Project, table: str, precision: str) -> dict[str, Any]:
 def pretrained_digest(project: Project) -> str | None:
     """Return the digest of the pretrained weights' content, whatever their path; None where none are configured."""
     path = project.config.train.pretrained
-    return None if path is None else project.once("pretrained", lambda: _digest(path))
+    return None if path is None else project.once("pretrained", lambda: digest_of_files(path))
 
 
-def _digest(path: Path) -> str:
+def digest_of_files(path: Path) -> str:
     """Return the digest of a file, or of the names and content of a folder's files."""
     from pipeline.training.checkpoints.checkpoint_reader import MANIFEST  # which waits for torch
 

@@ -21,11 +21,12 @@ from pipeline.files import write_whole
 from pipeline.journal.attempts import left_out_items
 from pipeline.journal.run_folder import writing_run
 from pipeline.keys import content_digest
-from pipeline.project.run_code import blamed
+from pipeline.project.run_code import blamed, load_task
+from pipeline.protocol import ReadsFiles, Samples
 from pipeline.runs.dataset.loading import made_table, rows_of, source_of
 from pipeline.runs.dataset.reader_items import unmade
 from pipeline.runs.dataset.worklist import Shard, StageSurvey
-from pipeline.runs.model.prepare import code_of, folder_of, prepare
+from pipeline.runs.model.prepare import code_of, digest_of_files, folder_of, prepare
 from pipeline.runs.model.rank_setup import device_here, join_ranks, log_line, staged
 from pipeline.runs.model.trained_model import TrainedModel, named_model, names_model
 from pipeline.runs.model.training_work import Work, sizes_of
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from pipeline.config.schema_train import EvaluateSection, PredictSection
     from pipeline.journal.run_folder import RunFolder
     from pipeline.project.project import Project
+    from pipeline.protocol import Task
     from pipeline.records import TaskContext
     from pipeline.runs.workflow.stage import Outcomes
     from pipeline.stages.apply import Figures, Predictions
@@ -171,6 +173,7 @@ class ApplyStage(Stage):
         if (model := self._model(project)) is not None:
             model.refuse_other_settings(project)
         code_of(project)
+        self._task(project)
 
     def _model(self, project: Project) -> TrainedModel | None:
         """Return the model that the configuration names; None where it means the one that it trains."""
@@ -202,7 +205,8 @@ class ApplyStage(Stage):
         is_for_all = folder is None or folder.command().stage == "all"
         table = self._items(project, prepared, may_miss=is_for_all)
         items, left = len(table), 0
-        applied = Application(prepared, chosen, self.settings(project).split, _made_of(project, table), items, [])
+        made = self._made_of(project, table)
+        applied = Application(prepared, chosen, self.settings(project).split, made, items, [])
         applied = replace(applied, model=str(self._folder_of(project, prepared).path))
         if items and not self.is_done(project, applied):
             applied = replace(applied, done=_done(self.parts(project, applied), applied))
@@ -274,7 +278,8 @@ class ApplyStage(Stage):
         whole = ItemTable.read(project.cache.kind("sets"), bytes.fromhex(prepared.table))
         split = self.settings(project).split
         if split is None or split in whole.splits:
-            return whole if split is None else whole.of_split(split)
+            chosen, task = whole if split is None else whole.of_split(split), self._task(project)
+            return chosen.sampled(task.samples) if isinstance(task, Samples) else chosen
         if may_miss:
             return whole.take(np.zeros(0, np.int64))
         named = [name for name in whole.splits if name]
@@ -286,7 +291,26 @@ class ApplyStage(Stage):
     def _with_own_resources(self, project: Project) -> Project:
         """Return the project with this stage's resources in place of training's, which say on what device it is."""
         cluster = project.config.cluster.model_copy(update={"train": self.own_resources(project)})
-        return replace(project, config=project.config.model_copy(update={"cluster": cluster}))
+        train = project.config.train.model_copy(update={"options": self._options(project.config)})
+        return replace(project, config=project.config.model_copy(update={"cluster": cluster, "train": train}))
+
+    def _options(self, config: Config) -> dict[str, Any]:
+        """Return the options of the task where this stage applies its model."""
+        return {**config.train.options, **self._section(config).options}
+
+    def _task(self, project: Project) -> Task:
+        """Return the task with those options."""
+        train, options = project.config.train, self._options(project.config)
+        return project.once(f"task of {self.name}", lambda: load_task(train.task, options, beside=project.beside))
+
+    def _made_of(self, project: Project, table: ItemTable) -> str:
+        """Return the digest of the items, and of what else decides what is told of them: code, options and files."""
+        from pipeline.training.items.item_table import table_digest
+
+        of_items, task, own = table_digest(table), self._task(project), self._section(project.config).options
+        files = [digest_of_files(path) for path in task.files()] if isinstance(task, ReadsFiles) else []
+        told = [code_of(project).tells, json.dumps(own, sort_keys=True) if own else "", *files]
+        return content_digest("-".join([of_items, *filter(None, told)]).encode()).hex() if any(told) else of_items
 
     def _job(
         self, project: Project, folder: RunFolder, applied: Application, tell: TaskContext, ranks: Ranks
@@ -331,14 +355,6 @@ class ApplyStage(Stage):
             with_loss=self.with_loss,
             data=str(project.config.data.path),
         )
-
-
-def _made_of(project: Project, table: ItemTable) -> str:
-    """Return the digest of items and of what a task of the user's tells of them, which its weights do not depend on."""
-    from pipeline.training.items.item_table import table_digest
-
-    of_items, code = table_digest(table), code_of(project).tells
-    return content_digest(f"{of_items}-{code}".encode()).hex() if code else of_items
 
 
 def _done(folder: Path, applied: Application) -> list[list[int]]:

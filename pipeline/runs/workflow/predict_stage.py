@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from pipeline.errors import ConfigError
 from pipeline.keys import content_digest
-from pipeline.project.run_code import load_task
 from pipeline.runs.workflow.apply_stage import Application, ApplyStage, ModelUse
 from pipeline.stage_names import StageName
 
@@ -46,12 +45,11 @@ class PredictStage(ApplyStage):
     def inspect(self, project: Project) -> None:
         """Raise where nothing can be predicted, also for a task without outputs()."""
         super().inspect(project)
-        train = project.config.train
-        if not callable(getattr(load_task(train.task, train.options, beside=project.beside), "outputs", None)):
+        if not callable(getattr(self._task(project), "outputs", None)):
             what = "the task has no outputs(): there is nothing to predict"
             remedy = "give it outputs(self, model, batch) -> {name: an entry for each item}   (pipeline/protocol.py)"
             raise ConfigError(what, where="train.task", remedy=remedy)
-        if train.predict.parquet:
+        if project.config.train.predict.parquet:
             from pipeline.training.evaluating.prediction_tables import import_arrow
 
             import_arrow()

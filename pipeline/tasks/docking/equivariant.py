@@ -191,8 +191,11 @@ class ListedPairs:
         return counts_PN.clamp(min=1)[..., None, None]
 
 
-def listed_pairs(neighbours_RC: Tensor, like: Tensor) -> ListedPairs:
-    """Return the grid of these neighbours (-1 where there is none); masks have the type of `like`."""
+def listed_pairs(neighbours_RC: Tensor, like: Tensor, least: int = 1) -> ListedPairs:
+    """Return the grid of these neighbours (-1 where there is none); masks have the type of `like`.
+
+    A node is given cells for at least `least` of those that list it, so that memory is the same for most proteins.
+    """
     real_RC = neighbours_RC >= 0
     column_RC = neighbours_RC.clamp(min=0)
     nodes = len(neighbours_RC)
@@ -201,7 +204,7 @@ def listed_pairs(neighbours_RC: Tensor, like: Tensor) -> ListedPairs:
     order_E = owner_E.argsort(stable=True)
     counts_N = torch.bincount(owner_E, minlength=nodes)
     place_E = torch.arange(len(order_E), device=order_E.device) - (counts_N.cumsum(0) - counts_N)[owner_E[order_E]]
-    most = max(1, int(counts_N.max()) if nodes else 1)
+    most = max(least, int(counts_N.max()) if nodes else 1)
     there_NK, real_NK = (neighbours_RC.new_zeros(nodes, most) for _ in range(2))
     there_NK[owner_E[order_E], place_E] = cells_E[order_E]
     real_NK[owner_E[order_E], place_E] = 1

@@ -116,6 +116,17 @@ class ItemTable:
             labels={name: label_N[numbers] for name, label_N in self.labels.items()},
         )
 
+    def sampled(self, samples: int) -> ItemTable:
+        """Return a table with so many rows for each item, one after the other, as `protocol.item_of` knows them."""
+        if samples == 1:
+            return self
+        rows = self.take(np.repeat(np.arange(len(self)), samples))
+        names = _Joined()
+        for number in range(len(self)):
+            for sample in range(samples):
+                names.add(f"{self.ids[number]} {sample}")
+        return replace(rows, ids=names.texts())
+
     @classmethod
     def read(cls, store: Store, key: bytes) -> ItemTable:
         """Read a table that `TableBuilder.write` wrote."""

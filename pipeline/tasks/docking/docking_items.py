@@ -1,0 +1,103 @@
+"""Items as docking takes them: both partners by their CA atoms, in the receptor's frame.
+
+Shapes: N residues of a partner, L of the ligand, C neighbours of a residue, E embedding dimensions.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch.nn import functional
+
+from pipeline.encoder.embedding_recipe import VOCABULARY
+from pipeline.errors import ConfigError
+from pipeline.graphs.residue_graph import LETTERS
+from pipeline.protocol import ITEMS
+from pipeline.tasks.docking.docking_trunk import DockingPartner
+from pipeline.tasks.docking.equivariant import listed_pairs
+from pipeline.tasks.partner_graphs import CA, embedding_of, partners_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pipeline.protocol import Sizes
+    from pipeline.training.items.batch import ItemTensors, PartnerTensors
+
+NEIGHBOURS = 20  # of a residue within its partner, by CA
+HEARD = 40  # residues rarely count among the nearest of more than these
+TOKENS = torch.tensor([VOCABULARY.index(letter) if letter != "X" else VOCABULARY.index("<unk>") for letter in LETTERS])
+
+
+class PlacedPartners(NamedTuple):
+    """The partners of an item, each about the centre of its CA atoms, and where the ligand is from the receptor."""
+
+    receptor: DockingPartner
+    ligand: DockingPartner
+    true_L3: Tensor  # float64, as what follows
+    file_L3: Tensor  # as its file has it
+    centre_3: Tensor  # of the receptor, in its file
+    is_known: bool  # whether the true pose is
+
+
+def placed_partners(item: ItemTensors, embedding_dim: int) -> PlacedPartners:
+    """Return an item's partners; raise where it has one, or they are in no common frame."""
+    receptor, ligand = docking_partners(item)
+    receptor_R3, ligand_L3 = (side.nodes["pos"][:, CA].double() + side.centre.double() for side in (receptor, ligand))
+    centre_3 = receptor_R3.mean(0)
+    return PlacedPartners(
+        docking_partner(receptor, embedding_dim),
+        docking_partner(ligand, embedding_dim),
+        true_L3=ligand_L3 - centre_3,
+        file_L3=ligand_L3,
+        centre_3=centre_3,
+        is_known=len(item.labels.get("contact_pairs", ())) > 0,  # they show that both stand in one frame
+    )
+
+
+def docking_partners(item: ItemTensors) -> tuple[PartnerTensors, PartnerTensors]:
+    """Return the two partners of an item; raise where there is one, or no pose of the two."""
+    receptor, ligand = partners_of(item)
+    if ligand is None:
+        problem = f"docking is of two partners, and {item.id} has one"
+        remedy = "leave it out, or say which chains are whose: data.receptor_chains"
+        raise ConfigError(problem, where="data", remedy=remedy)
+    # Beside items of unbound structures, a batch says of all others that no residue is labelled.
+    if any(side.nodes["labelled"].any() for side in (receptor, ligand) if "labelled" in side.nodes):
+        problem = f"the partners of {item.id} are unbound structures: there is no pose of the two in one frame"
+        raise ConfigError(problem, where="data.state", remedy="--set data.state=bound")
+    return receptor, ligand
+
+
+def docking_partner(side: PartnerTensors, embedding_dim: int) -> DockingPartner:
+    """Return a partner as the network takes it, about the centre of its CA atoms."""
+    pos_N3 = side.nodes["pos"][:, CA].float()
+    pos_N3 = pos_N3 - pos_N3.mean(0)
+    embedding_NE = embedding_of(side, embedding_dim).float() if embedding_dim else pos_N3.new_zeros(len(pos_N3), 0)
+    token_N = TOKENS[side.nodes["type"].long()]
+    return DockingPartner(pos_N3, token_N, embedding_NE, listed_pairs(nearest(pos_N3), pos_N3, HEARD))
+
+
+def nearest(pos_N3: Tensor) -> Tensor:
+    """Return the nearest residues of each [N, C], the nearest first; -1 where there are no more."""
+    apart_NN = torch.cdist(pos_N3, pos_N3, compute_mode="donot_use_mm_for_euclid_dist").fill_diagonal_(torch.inf)
+    count = min(NEIGHBOURS, len(pos_N3) - 1)
+    found_NC = apart_NN.topk(count, largest=False).indices if count else torch.zeros(len(pos_N3), 0, dtype=torch.long)
+    return functional.pad(found_NC, (0, NEIGHBOURS - count), value=-1)
+
+
+def example_partner(count: int, embedding_dim: int) -> DockingPartner:
+    """Return a partner of so many residues, its values anything."""
+    around_NC = (torch.arange(count).unsqueeze(1) + torch.arange(1, NEIGHBOURS + 1)) % count
+    pos_N3 = 10 * torch.randn(count, 3)
+    pairs = listed_pairs(around_NC, pos_N3, HEARD)
+    return DockingPartner(pos_N3, torch.zeros(count, dtype=torch.long), torch.randn(count, embedding_dim), pairs)
+
+
+def example_counts(sizes: Sizes) -> list[tuple[int, int]]:
+    """Return the residues of receptor and ligand of each item of a batch of these sizes, or a little more."""
+    count = sizes[ITEMS]
+    nodes, pairs = (max(1, -(-sizes[name] // count)) for name in ("nodes", "pairs"))
+    # two numbers with this sum and this product, as nearly as whole ones can be
+    ligand = max(1, round((nodes - max(0, nodes * nodes - 4 * pairs) ** 0.5) / 2))
+    return [(max(-(-pairs // ligand), nodes - ligand, 1), ligand)] * count
