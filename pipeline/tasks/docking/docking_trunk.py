@@ -103,8 +103,10 @@ class EdgeInput(nn.Module):
         near_PRCM = apart_PRCM.square_().mul_(self.factor).clamp_(min=LEAST_EXPONENT).exp_()
         parts = torch.split(self.enter.weight.T, TIME_FEATURES)  # of which there are as many as distances
         of_time, of_distance = parts if self.time_first else reversed(parts)
-        told_PRCM = near_PRCM @ of_distance
-        told_PRCM = told_PRCM.add_((time_TM @ of_time + self.enter.bias)[:, None, None]).relu_()
+        told_PRCM, time_T11M = near_PRCM @ of_distance, (time_TM @ of_time + self.enter.bias)[:, None, None]
+        # the receptor's edges are the same for all poses, until they are told of times of their own
+        told_PRCM = told_PRCM.add_(time_T11M) if len(time_T11M) <= len(told_PRCM) else told_PRCM + time_T11M
+        told_PRCM = told_PRCM.relu_()
         features_PRCM: Tensor = self.out(told_PRCM)
         return features_PRCM
 
