@@ -55,6 +55,7 @@ prove: .venv/tools slurm-packages  ## the long proofs: kills, faults, scale; res
 	python benchmarks/memory/recipes.py --out benchmarks/results/recipes.json
 	python benchmarks/training/train.py --out benchmarks/results/train.json
 	python benchmarks/training/learn.py --out benchmarks/results/learn.json
+	python benchmarks/docking/learning.py --out benchmarks/results/docking_learning.json
 	python benchmarks/store/cache.py --only damage --only mend --out benchmarks/results/cache.json
 	python benchmarks/store/cache_compare.py --out benchmarks/results/cache_compare.json
 	python benchmarks/runs/fresh.py --out benchmarks/results/fresh.json
