@@ -1,7 +1,7 @@
 """Whether the docking recipe learns: a narrow score model remembers a few complexes, and docks them from noise.
 
-    python benchmarks/docking/learning.py [FOLDER] [--seed N] [--epochs N] [--minutes N] [--samples N] [--keep FOLDER]
-        [--out FILE]
+    python benchmarks/docking/learning.py [FOLDER] [--seed N] [--epochs N] [--ranks N] [--minutes N] [--samples N]
+        [--keep FOLDER] [--out FILE]
 
 FOLDER holds complexes/*.pdb and pairs/*_{r,l}_b.pdb. A project of small real complexes and some made ones is trained,
 evaluated and predicted by `pipeline submit`, on the CPU; embeddings are those of random weights, so that residues are
@@ -111,7 +111,11 @@ def configuration(options: argparse.Namespace) -> dict[str, Any]:
             "evaluate": drawn,
             "predict": drawn,
         },
-        "cluster": {"executor": "local", **{stage: {"gpus": 0} for stage in ("train", "evaluate", "predict")}},
+        "cluster": {
+            "executor": "local",
+            "train": {"gpus": 0, "ranks": options.ranks},
+            **{stage: {"gpus": 0} for stage in ("evaluate", "predict")},
+        },
     }
 
 
@@ -202,7 +206,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", type=Path, default=SHARED)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--epochs", type=int, default=1400)
+    parser.add_argument("--epochs", type=int, default=1500)
+    parser.add_argument("--ranks", type=int, default=2, help="processes that train, with a thread each")
     parser.add_argument("--minutes", type=float, default=LIMIT_MINUTES, help="of training at most, or it is a miss")
     parser.add_argument("--samples", type=int, default=10, help="poses of a complex")
     parser.add_argument("--keep", type=Path, help="where the project is made, which is not there yet, and stays")
@@ -220,6 +225,7 @@ def main() -> int:
     result = {
         "what": "a narrow score model on a few complexes: how many of them it docks again from noise",
         "seed": options.seed,
+        "ranks": options.ranks,
         "is_reached": found["top1_within_5"] >= REACH
         and found["random_within_5"] < RANDOM_REACH
         and found["training_minutes"] <= options.minutes,
