@@ -116,6 +116,14 @@ class ReadsFiles(Protocol):
 
 
 @runtime_checkable
+class OwnNames(Protocol):
+    """A model that knows weights which were published under other names."""
+
+    def own_names(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the weights under this model's names; those that it does not know stay as they are."""
+
+
+@runtime_checkable
 class Contrastive(Protocol):
     """A task whose loss compares every item of a step with every other, such as in-batch negatives.
 

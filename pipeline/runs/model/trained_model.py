@@ -88,8 +88,11 @@ def named_model(models: Path, wanted: str) -> TrainedModel | None:
     """Return the model that a setting names; None where it means the configured training, or a checkpoint of it.
 
     It may be a name in the folder of models, or the path of a model's folder, of an exported one, or of a checkpoint.
+    A file of weights is no model: it goes with the configured task.
     """
-    if not names_model(wanted):
+    from pipeline.training.checkpoints.chosen_checkpoint import weights_file
+
+    if not names_model(wanted) or weights_file(wanted) is not None:
         return None
     if (path := place_of(models, wanted)) is not None:
         is_model = _is_model(path)

@@ -31,7 +31,7 @@ from pipeline.runs.model.rank_setup import device_here, join_ranks, log_line, st
 from pipeline.runs.model.trained_model import TrainedModel, named_model, names_model
 from pipeline.runs.model.training_work import Work, sizes_of
 from pipeline.runs.workflow.stage import Judged, Stage
-from pipeline.runs.workflow.train_stage import UNPLANNED_BYTES, TrainStage
+from pipeline.runs.workflow.train_stage import UNPLANNED_BYTES, TrainStage, refuse_unfit_weights
 from pipeline.stage_names import StageName
 from pipeline.training.items.item_table import ItemTable
 from pipeline.training.prepared import ModelFolder, Prepared
@@ -173,7 +173,19 @@ class ApplyStage(Stage):
         if (model := self._model(project)) is not None:
             model.refuse_other_settings(project)
         code_of(project)
-        self._task(project)
+        self._refuse_unfit(project)
+
+    def _refuse_unfit(self, project: Project) -> None:
+        """Raise where files that the task reads are not there, or weights that are named are not of its model."""
+        from pipeline.training.checkpoints.chosen_checkpoint import weights_file
+
+        task = self._task(project)
+        for path in task.files() if isinstance(task, ReadsFiles) else ():
+            if not path.exists():
+                where = f"train.{self.name}.options: {path}"
+                raise ConfigError("there is no such file or folder", where=where, remedy=f"ls -ld {path.parent}")
+        if (file := weights_file(self.settings(project).checkpoint)) is not None:
+            refuse_unfit_weights(task, file)
 
     def _model(self, project: Project) -> TrainedModel | None:
         """Return the model that the configuration names; None where it means the one that it trains."""

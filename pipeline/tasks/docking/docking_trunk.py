@@ -125,7 +125,10 @@ class ResidueInput(nn.Module):
         if (
             self.sizes.as_published
         ):  # the embedding and the type are joined in the other order than they are taken apart
-            type_N, told_NE = told_NE[:, 0].long(), torch.cat([told_NE[:, 1:], type_N.to(told_NE).unsqueeze(1)], 1)
+            type_N, told_NE = (
+                told_NE[:, 0].long().clamp(0, TYPES - 1),
+                torch.cat([told_NE[:, 1:], type_N.to(told_NE).unsqueeze(1)], 1),
+            )
         of_known, of_embedding = self.mix.weight.T.split_with_sizes([self.sizes.scalars, self.sizes.embedding_dim])
         known_TNM = self.of_type(type_N) + self.of_time(time_TM).unsqueeze(1)
         features_TNM: Tensor = known_TNM @ of_known + (told_NE @ of_embedding + self.mix.bias)
