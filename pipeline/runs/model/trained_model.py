@@ -17,7 +17,7 @@ from pipeline.config.schema_train import TrainSection
 from pipeline.errors import ConfigError, DataError, PipelineError
 from pipeline.project.run_code import load_reader, load_task, source_digest, sources
 from pipeline.runs.dataset.reader_items import is_reader
-from pipeline.runs.model.prepare import embeddings_used
+from pipeline.runs.model.prepare import embeddings_used, pathless
 from pipeline.stages.apply import kept_figures
 from pipeline.store.format.disk import Disk
 from pipeline.training.prepared import BEST, LAST, ModelFolder, Prepared
@@ -148,6 +148,7 @@ def _inputs(config: Config) -> dict[str, Any]:
     """Return the settings that decide what a model is given, by key."""
     train = config.train.model_dump(mode="json", include=set(DECIDED))
     decided = {f"train.{name}": value for name, value in train.items()}
+    decided["train.options"] = pathless(config.train.options)
     if is_reader(config):
         return decided | {"data.reader": config.data.reader}
     graph = config.graph.model_dump(mode="json", exclude={"cache", "contacts"})  # contacts are labels

@@ -26,7 +26,7 @@ from pipeline.protocol import ReadsFiles, Samples
 from pipeline.runs.dataset.loading import made_table, rows_of, source_of
 from pipeline.runs.dataset.reader_items import unmade
 from pipeline.runs.dataset.worklist import Shard, StageSurvey
-from pipeline.runs.model.prepare import code_of, digest_of_files, folder_of, prepare
+from pipeline.runs.model.prepare import code_of, digest_of_files, folder_of, pathless, prepare
 from pipeline.runs.model.rank_setup import device_here, join_ranks, log_line, staged
 from pipeline.runs.model.trained_model import TrainedModel, named_model, names_model
 from pipeline.runs.model.training_work import Work, sizes_of
@@ -159,7 +159,8 @@ class ApplyStage(Stage):
 
     def needed(self, config: Config) -> tuple[StageName, ...]:
         """Return the stages before it: a model that is named was trained already."""
-        return self.needs[:-1] if names_model(self._section(config).checkpoint) else self.needs
+        before = TrainStage().needed(config) if self.name != StageName.PREDICT else TrainStage.needs
+        return before if names_model(self._section(config).checkpoint) else (*before, StageName.TRAIN)
 
     def inspect(self, project: Project) -> None:
         """Raise where no model can be applied."""
@@ -180,7 +181,8 @@ class ApplyStage(Stage):
         from pipeline.training.checkpoints.chosen_checkpoint import weights_file
 
         task = self._task(project)
-        for path in task.files() if isinstance(task, ReadsFiles) else ():
+        are_made_first = project.config.train.predict.for_training
+        for path in task.files() if isinstance(task, ReadsFiles) and not are_made_first else ():
             if not path.exists():
                 where = f"train.{self.name}.options: {path}"
                 raise ConfigError("there is no such file or folder", where=where, remedy=f"ls -ld {path.parent}")
@@ -321,7 +323,7 @@ class ApplyStage(Stage):
 
         of_items, task, own = table_digest(table), self._task(project), self._section(project.config).options
         files = [digest_of_files(path) for path in task.files()] if isinstance(task, ReadsFiles) else []
-        told = [code_of(project).tells, json.dumps(own, sort_keys=True) if own else "", *files]
+        told = [code_of(project).tells, json.dumps(pathless(own), sort_keys=True) if own else "", *files]
         return content_digest("-".join([of_items, *filter(None, told)]).encode()).hex() if any(told) else of_items
 
     def _job(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
 from pipeline.errors import ConfigError
 from pipeline.keys import content_digest
+from pipeline.runs.model.trained_model import DECIDED, named_model
 from pipeline.runs.workflow.apply_stage import Application, ApplyStage, ModelUse
 from pipeline.stage_names import StageName
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from pipeline.config.schema import Config
     from pipeline.journal.run_folder import RunFolder
     from pipeline.project.project import Project
+    from pipeline.records import TaskContext
+    from pipeline.runs.dataset.worklist import StageSurvey
     from pipeline.runs.workflow.stage import Outcomes
     from pipeline.stages.apply import Predictions
     from pipeline.training.evaluating.apply_model import ApplyJob
@@ -39,11 +42,12 @@ class PredictStage(ApplyStage):
 
     name = StageName.PREDICT
 
-    def wanted(self, config: Config) -> bool:  # noqa: ARG002
-        return False  # people say what they want predictions of
+    def wanted(self, config: Config) -> bool:
+        return config.train.predict.for_training  # else people say what they want predictions of
 
     def inspect(self, project: Project) -> None:
         """Raise where nothing can be predicted, also for a task without outputs()."""
+        project = self._of_model(project)
         super().inspect(project)
         if not callable(getattr(self._task(project), "outputs", None)):
             what = "the task has no outputs(): there is nothing to predict"
@@ -54,8 +58,28 @@ class PredictStage(ApplyStage):
 
             import_arrow()
 
+    def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> StageSurvey:
+        return super().survey(self._of_model(project), folder, at_once)
+
+    def mem_bytes(self, project: Project) -> int:
+        return super().mem_bytes(self._of_model(project))
+
+    def gpu_bytes(self, project: Project) -> int:
+        return super().gpu_bytes(self._of_model(project))
+
+    def work(self, project: Project, folder: RunFolder, task: int, tell: TaskContext) -> Outcomes:
+        return super().work(self._of_model(project), folder, task, tell)
+
+    def _of_model(self, project: Project) -> Project:
+        """Return the project with the task of the model that predicts for another one's training."""
+        if not project.config.train.predict.for_training:
+            return project
+        return project.once("project of the model that predicts", lambda: _with_task_of_model(project))
+
     def _folder(self, project: Project, applied: Application) -> Path:
         """Return the folder of a checkpoint's predictions for a data set, which no other ones share."""
+        if project.config.train.predict.for_training:
+            return project.config.train.predict.folder
         model, data = applied.chosen.model or applied.prepared.name, project.config.data.path.name.partition(".")[0]
         of = content_digest(f"{applied.chosen.digest}-{applied.made}".encode()).hex()[:OF_DIGITS]
         return project.config.train.predict.folder / "-".join((model, data, applied.split or "all", of))
@@ -88,3 +112,15 @@ class PredictStage(ApplyStage):
             with (path / "predictions.csv").open(encoding="utf-8", newline="") as file:
                 judged.lines = [line.rstrip("\r\n")[:LETTERS_SHOWN] for line in islice(file, LINES_SHOWN)]
         return judged
+
+
+def _with_task_of_model(project: Project) -> Project:
+    """Return a project whose task is that of the model it names, as that was trained."""
+    train = project.config.train
+    model = named_model(train.models, train.predict.checkpoint)
+    if model is None or model.config is None:
+        what = "what is trained on is predicted by a model that was trained before: none is named"
+        raise ConfigError(what, where="train.predict.checkpoint", remedy="pipeline model list   (then --set that key)")
+    theirs = {name: getattr(model.config.train, name) for name in DECIDED} | {"pretrained": None}
+    config = project.config.model_copy(update={"train": train.model_copy(update=theirs)})
+    return replace(project, config=config, _made={})

@@ -77,6 +77,10 @@ class TrainStage(Stage):
     def wanted(self, config: Config) -> bool:
         return with_task(config)
 
+    def needed(self, config: Config) -> tuple[StageName, ...]:
+        """Return the stages before it: also that which predicts what is trained on."""
+        return (*self.needs, StageName.PREDICT) if config.train.predict.for_training else self.needs
+
     def inspect(self, project: Project) -> None:
         """Raise where nothing can be trained: there are no structures, or the task cannot be loaded."""
         from pipeline.project.run_code import load_task
