@@ -64,7 +64,16 @@ MOVE, CONFIDENCE, TRAJECTORY = "move", "confidence", "trajectory"
 
 ROTATION_ROUNDING = 1e-5  # added to the norm of rotations' scores
 NOISE = ("translation", "rotation", "translation_score", "rotation_score")
-LEAST = {"embedding_dim": 0, "scalars": 1, "vectors": 1, "layers": 1, "multiplicity": 1, "samples": 1, "steps": 1}
+LEAST = {
+    "embedding_dim": 0,
+    "scalars": 1,
+    "vectors": 1,
+    "layers": 1,
+    "multiplicity": 1,
+    "samples": 1,
+    "steps": 1,
+    "top": 1,
+}
 
 
 @cache
@@ -119,7 +128,9 @@ class ComplexDocking:
     data_translation: float = 0.5
     data_rotation: float = 0.5
     confidence: str = ""  # weights, or a folder of a model, that ranks the poses
+    confidence_as_published: bool = False  # whether that was trained so, under the names of this package
     trajectory: bool = False  # whether the pose after each step is told too
+    top: int = 5  # poses of a complex that are written as structures
 
     def __post_init__(self) -> None:
         at_least(self, LEAST | {"psi": 0})
@@ -250,7 +261,7 @@ class ComplexDocking:
     def _judge(self, like: Tensor) -> nn.Module | None:
         if not self.confidence:
             return None
-        return trained_confidence(self.confidence, str(like.device), like.dtype)
+        return trained_confidence(self.confidence, str(like.device), like.dtype, self.confidence_as_published)
 
     def metrics(self, outputs: Mapping[str, Any]) -> dict[str, float]:
         """Return the figures of a split: RMSDs, and how many complexes have a pose near the truth."""

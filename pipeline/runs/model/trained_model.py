@@ -172,7 +172,7 @@ def model_card(model: TrainedModel) -> dict[str, Any]:
         return {name: value for name, value in card.items() if name not in ("format", "settings")}
     from pipeline.training.checkpoints.checkpoint_reader import read_manifest
 
-    chosen, recipe = _chosen(model), model.prepared.recipe
+    chosen, recipe = chosen_of(model), model.prepared.recipe
     manifest = read_manifest(Disk(), chosen.path)
     own = ("embeddings", "code", "table", "task", "options")
     return {
@@ -201,7 +201,8 @@ def _encoder(model: TrainedModel) -> dict[str, Any] | None:
     return file | dict(recipe) if recipe else None
 
 
-def _chosen(model: TrainedModel) -> ChosenCheckpoint:
+def chosen_of(model: TrainedModel) -> ChosenCheckpoint:
+    """Return the checkpoint of a model that is meant; raise where it has none."""
     from pipeline.training.checkpoints.chosen_checkpoint import choose_checkpoint
 
     chosen = choose_checkpoint(model.folder.checkpoints, model.checkpoint)
@@ -226,7 +227,7 @@ def export_model(model: TrainedModel, folder: Path, beside: Path | None) -> dict
     from pipeline.training.checkpoints.exported_model import checkpoint_weights, write_export
 
     config = _exportable(model)
-    chosen, card, settings = _chosen(model), model_card(model), portable_settings(config)
+    chosen, card, settings = chosen_of(model), model_card(model), portable_settings(config)
     task, data = load_task(config.train.task, config.train.options, beside=beside), config.data
     code = dict(sources(task))
     if data.reader is not None:
