@@ -30,6 +30,7 @@ from pipeline.tasks.docking.pose_sampling import (
     PoseDraw,
     SamplingSteps,
     Tempering,
+    in_pieces,
     pose_draw,
     pose_rmsd,
     rigid_moves,
@@ -215,7 +216,9 @@ class ComplexDocking:
     def _scores(self, model: nn.Module, batch: DockingBatch) -> list[tuple[Tensor, Tensor]]:
         """Return the scores of each complex [P, 3]; together where they have equally many poses."""
         noised = [one.noised for one in batch.complexes]
-        groups = [noised] if len({len(one.time_T) for one in noised}) == 1 else [[one] for one in noised]
+        # As published, complexes that are beside one another in a batch change each other's scores: here none is.
+        is_even = len({len(one.time_T) for one in noised}) == 1 and not self.as_published
+        groups = [noised] if is_even else [[one] for one in noised]
         scores = (model(group, self.multiplicity) for group in groups)
         return [(translation, rotation) for found in scores for translation, rotation in zip(*found, strict=True)]
 
@@ -237,26 +240,36 @@ class ComplexDocking:
             translation_BP3, rotation_BP3 = model([one.noised._replace(pos_PL3=pos_PL3, time_T=time_T)], at_once)
             return translation_BP3[0], rotation_BP3[0]
 
-        start_PL3 = start_poses(one.noised.ligand.pos_N3, one.draw, self.schedule)
-        poses = sampled_poses(score, start_PL3, one.draw, self.sampling, self.schedule)
+        def start(*draw: Tensor) -> Tensor:
+            return start_poses(one.noised.ligand.pos_N3, PoseDraw(*draw), self.schedule)
+
+        start_PL3 = in_pieces(at_once, start, *one.draw)
+        poses = sampled_poses(score, start_PL3, one.draw, self.sampling, self.schedule, at_once)
         kept = deque(poses, maxlen=None if self.trajectory else 1)
         is_sound_P = (kept[-1].abs() < FARTHEST).flatten(1).all(1)  # not a number is not below anything either
         pos_PL3 = torch.where(is_sound_P[:, None, None], kept[-1], start_PL3)
         told: dict[str, Tensor] = {}
         if len(one.true_L3):
-            rmsds = pose_rmsd(pos_PL3, one.true_L3, one.noised.receptor.pos_N3)
-            told = {name: getattr(rmsds, f"{name.partition('_')[0]}_P") for name in RMSDS}
+            rmsds_P3 = in_pieces(at_once, lambda pos: torch.stack(self._rmsds(pos, one), -1), pos_PL3)
+            told = dict(zip(RMSDS, rmsds_P3.unbind(-1), strict=True))
         if judge is not None:
             final = one.noised._replace(pos_PL3=pos_PL3, time_T=pos_PL3.new_zeros(1))
             told[CONFIDENCE] = judge([final], at_once)[0]
-        told[MOVE] = rigid_moves(one.file_L3, pos_PL3, one.receptor_centre_3)
+        told[MOVE] = self._moves(pos_PL3, one, at_once)
         if self.trajectory:
             steps = [torch.where(is_sound_P[:, None, None], pos, start_PL3) for pos in (start_PL3, *kept)]
-            told[TRAJECTORY] = torch.stack([rigid_moves(one.file_L3, pos, one.receptor_centre_3) for pos in steps], 1)
+            told[TRAJECTORY] = torch.stack([self._moves(pos, one, at_once) for pos in steps], 1)
         nothing = {name: torch.full_like(values_P, torch.nan) for name, values_P in told.items()}
         rows = {name: _where(is_sound_P, values_P, nothing[name]) for name, values_P in told.items()}
         absent: list[Tensor | None] = [None] * len(pos_PL3)
         return dict.fromkeys((*RMSDS, *([CONFIDENCE] if judge else [])), absent) | {n: list(v) for n, v in rows.items()}
+
+    def _rmsds(self, pos_PL3: Tensor, one: DockedComplex) -> tuple[Tensor, ...]:
+        rmsds = pose_rmsd(pos_PL3, one.true_L3, one.noised.receptor.pos_N3)
+        return rmsds.ligand_P, rmsds.complex_P, rmsds.interface_P
+
+    def _moves(self, pos_PL3: Tensor, one: DockedComplex, at_once: int) -> Tensor:
+        return in_pieces(at_once, lambda pos: rigid_moves(one.file_L3, pos, one.receptor_centre_3), pos_PL3)
 
     def _judge(self, like: Tensor) -> nn.Module | None:
         if not self.confidence:
@@ -276,7 +289,7 @@ class ComplexDocking:
         pos_L3, poses = partners[1].pos_N3, self.multiplicity
         posed = PosedComplex(partners[0], partners[1], pos_L3.expand(poses, -1, -1).clone(), torch.rand(poses))
         scores = torch.randn(poses, 3), torch.randn(poses, 3)
-        draw = PoseDraw(*(torch.zeros(1, *shape) for shape in ((3, 3), (3,), (self.steps, 3), (self.steps, 3))))
+        draw = stacked_draws([pose_draw(np.random.default_rng(0), self.steps)])
         return DockedComplex(posed, *scores, pos_L3.clone(), pos_L3.double(), torch.zeros(3, dtype=torch.float64), draw)
 
 

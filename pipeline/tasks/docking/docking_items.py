@@ -15,7 +15,7 @@ from pipeline.errors import ConfigError
 from pipeline.graphs.residue_graph import LETTERS
 from pipeline.protocol import ITEMS
 from pipeline.tasks.docking.docking_trunk import DockingPartner
-from pipeline.tasks.docking.equivariant import listed_pairs
+from pipeline.tasks.docking.equivariant import ListedPairs, listed_pairs
 from pipeline.tasks.partner_graphs import CA, embedding_of, partners_of
 
 if TYPE_CHECKING:
@@ -89,9 +89,15 @@ def nearest(pos_N3: Tensor) -> Tensor:
 def example_partner(count: int, embedding_dim: int) -> DockingPartner:
     """Return a partner of so many residues, its values anything."""
     around_NC = (torch.arange(count).unsqueeze(1) + torch.arange(1, NEIGHBOURS + 1)) % count
-    pos_N3 = 10 * torch.randn(count, 3)
-    pairs = listed_pairs(around_NC, pos_N3, HEARD)
-    return DockingPartner(pos_N3, torch.zeros(count, dtype=torch.long), torch.randn(count, embedding_dim), pairs)
+    pairs = ListedPairs(
+        column_RC=around_NC,
+        real_PRC=torch.ones(1, count, NEIGHBOURS),
+        there_NK=torch.zeros(count, HEARD, dtype=torch.long),
+        back_RC=torch.zeros_like(around_NC),
+        real_NK=torch.ones(count, HEARD),
+    )
+    token_N, pos_N3 = torch.zeros(count, dtype=torch.long), 10 * torch.randn(count, 3)
+    return DockingPartner(pos_N3, token_N, torch.randn(count, embedding_dim), pairs)
 
 
 def example_counts(sizes: Sizes) -> list[tuple[int, int]]:

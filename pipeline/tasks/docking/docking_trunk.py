@@ -104,7 +104,9 @@ class EdgeInput(nn.Module):
         parts = torch.split(self.enter.weight.T, TIME_FEATURES)  # of which there are as many as distances
         of_time, of_distance = parts if self.time_first else reversed(parts)
         told_PRCM = near_PRCM @ of_distance
-        told_PRCM = told_PRCM.add_((time_TM @ of_time + self.enter.bias)[:, None, None]).relu_()
+        of_pose_P11M = (time_TM @ of_time + self.enter.bias)[:, None, None]
+        is_alike = len(of_pose_P11M) in (1, len(told_PRCM))  # else what is the same for all poses has many times
+        told_PRCM = (told_PRCM.add_(of_pose_P11M) if is_alike else told_PRCM + of_pose_P11M).relu_()
         features_PRCM: Tensor = self.out(told_PRCM)
         return features_PRCM
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -113,22 +114,37 @@ def sampled_poses(
     draw: PoseDraw,
     how: SamplingSteps,
     schedule: NoiseSchedule,
+    poses_at_once: int | None = None,
 ) -> Iterator[Tensor]:
-    """Yield the poses after each step; `score` says of poses and a time [1] what translates and rotates them [P, 3]."""
+    """Yield the poses after each step; `score` says of poses and a time [1] what translates and rotates them [P, 3].
+
+    A pose is the same to the last bit whatever poses are moved beside it, if one is moved at once.
+    """
     pos_PL3 = start_PL3
     for step, time in enumerate(how.times()):
-        translation_P3, rotation_P3 = score(pos_PL3, pos_PL3.new_tensor([time]))
-        parts = (
-            (translation_P3, draw.translation_S3, schedule.translation, how.tempering.data_translation),
-            (rotation_P3, draw.rotation_S3, schedule.rotation, how.tempering.data_rotation),
-        )
         is_noisy = not how.ode and (how.final_noise or step < how.steps - 1)
-        moves = [
-            step_move(score_P3, noise_PS3[:, step] if is_noisy else None, time, spread, data, how)
-            for score_P3, noise_PS3, spread, data in parts
-        ]
-        pos_PL3 = rigidly_moved(pos_PL3, rotation_P3=moves[1], translation_P3=moves[0])
+        scores = score(pos_PL3, pos_PL3.new_tensor([time]))
+        noises = (draw.translation_S3[:, step], draw.rotation_S3[:, step]) if is_noisy else ()
+        move = partial(_moved, time=time, how=how, schedule=schedule)
+        pos_PL3 = in_pieces(poses_at_once, move, pos_PL3, *scores, *noises)
         yield pos_PL3
+
+
+def in_pieces(poses_at_once: int | None, work: Callable[..., Tensor], *of_poses_P: Tensor) -> Tensor:
+    """Return what a function gives for some poses at a time, joined; None: for all at once."""
+    pieces = zip(*(torch.split(one_P, poses_at_once or len(one_P)) for one_P in of_poses_P), strict=True)
+    return torch.cat([work(*piece) for piece in pieces])
+
+
+def _moved(pos_PL3: Tensor, *told_P3: Tensor, time: float, how: SamplingSteps, schedule: NoiseSchedule) -> Tensor:
+    """Return poses after a step, from both scores and, unless it has none, the noises."""
+    (translation_P3, rotation_P3), noises = told_P3[:2], told_P3[2:] or (None, None)
+    parts = (
+        (translation_P3, noises[0], schedule.translation, how.tempering.data_translation),
+        (rotation_P3, noises[1], schedule.rotation, how.tempering.data_rotation),
+    )
+    moves = [step_move(score_P3, noise_P3, time, spread, data, how) for score_P3, noise_P3, spread, data in parts]
+    return rigidly_moved(pos_PL3, rotation_P3=moves[1], translation_P3=moves[0])
 
 
 def step_move(
