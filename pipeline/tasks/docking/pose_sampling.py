@@ -167,13 +167,18 @@ def pose_rmsd(pos_PL3: Tensor, true_L3: Tensor, receptor_R3: Tensor) -> PoseRmsd
 
 
 def superposed(pos_PN3: Tensor, onto_N3: Tensor) -> Tensor:
-    """Move poses as a whole to where they are nearest to some positions (Kabsch)."""
-    centred_PN3, target_N3 = pos_PN3 - pos_PN3.mean(1, keepdim=True), onto_N3 - onto_N3.mean(0)
+    """Move poses as a whole to where they are nearest to some positions."""
+    centred_PN3 = pos_PN3 - pos_PN3.mean(1, keepdim=True)
+    return centred_PN3 @ nearest_turn(centred_PN3, onto_N3 - onto_N3.mean(0)) + onto_N3.mean(0)
+
+
+def nearest_turn(centred_PN3: Tensor, target_N3: Tensor) -> Tensor:
+    """Return the rotation [P, 3, 3] that, from the right, brings positions nearest to others with the centre (Kabsch)."""
     left_P33, _, right_P33 = torch.linalg.svd(centred_PN3.transpose(1, 2) @ target_N3)
     mirror_P = torch.linalg.det(left_P33 @ right_P33).sign()
     signs_P3 = torch.stack([torch.ones_like(mirror_P), torch.ones_like(mirror_P), mirror_P], -1)
     turn_P33: Tensor = left_P33 * signs_P3.unsqueeze(1) @ right_P33
-    return centred_PN3 @ turn_P33 + onto_N3.mean(0)
+    return turn_P33
 
 
 def _apart(pos_PN3: Tensor, true_N3: Tensor) -> Tensor:
