@@ -1,4 +1,4 @@
-"""The true pose of a complex: both partners' CA atoms, as they are in the input, placed where the bound complex has them.
+"""The true pose: the CA atoms of both partners as the input has them, placed as they are in the bound complex.
 
 Shapes: R residues of the receptor, L of the ligand, N of either, M of them that are in the bound structure.
 """
@@ -6,8 +6,6 @@ Shapes: R residues of the receptor, L of the ligand, N of either, M of them that
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
-
-import torch
 
 from pipeline.errors import ConfigError
 from pipeline.tasks.docking.pose_sampling import nearest_turn

@@ -173,7 +173,7 @@ def superposed(pos_PN3: Tensor, onto_N3: Tensor) -> Tensor:
 
 
 def nearest_turn(centred_PN3: Tensor, target_N3: Tensor) -> Tensor:
-    """Return the rotation [P, 3, 3] that, from the right, brings positions nearest to others with the centre (Kabsch)."""
+    """Return the rotation [P, 3, 3], from the right, that brings positions nearest to others of one centre (Kabsch)."""
     left_P33, _, right_P33 = torch.linalg.svd(centred_PN3.transpose(1, 2) @ target_N3)
     mirror_P = torch.linalg.det(left_P33 @ right_P33).sign()
     signs_P3 = torch.stack([torch.ones_like(mirror_P), torch.ones_like(mirror_P), mirror_P], -1)
