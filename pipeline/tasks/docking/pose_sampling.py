@@ -183,14 +183,14 @@ def pose_rmsd(pos_PL3: Tensor, true_L3: Tensor, receptor_R3: Tensor) -> PoseRmsd
 
 
 def superposed(pos_PN3: Tensor, onto_N3: Tensor) -> Tensor:
-    """Move poses as a whole to where they are nearest to some positions (Kabsch)."""
-    centred_PN3, target_N3 = pos_PN3 - pos_PN3.mean(1, keepdim=True), onto_N3 - onto_N3.mean(0)
-    return centred_PN3 @ _nearest_turn(centred_PN3.transpose(1, 2) @ target_N3) + onto_N3.mean(0)
+    """Move poses as a whole to where they are nearest to some positions."""
+    centred_PN3 = pos_PN3 - pos_PN3.mean(1, keepdim=True)
+    return centred_PN3 @ nearest_turn(centred_PN3, onto_N3 - onto_N3.mean(0)) + onto_N3.mean(0)
 
 
-def _nearest_turn(products_P33: Tensor) -> Tensor:
-    """Return the rotations, to multiply by from the right, that suit products of two sets of positions best."""
-    left_P33, _, right_P33 = torch.linalg.svd(products_P33)
+def nearest_turn(centred_PN3: Tensor, target_N3: Tensor) -> Tensor:
+    """Return the rotation [P, 3, 3], from the right, that brings positions nearest to others of one centre (Kabsch)."""
+    left_P33, _, right_P33 = torch.linalg.svd(centred_PN3.transpose(1, 2) @ target_N3)
     mirror_P = torch.linalg.det(left_P33 @ right_P33).sign()
     signs_P3 = torch.stack([torch.ones_like(mirror_P), torch.ones_like(mirror_P), mirror_P], -1)
     turn_P33: Tensor = left_P33 * signs_P3.unsqueeze(1) @ right_P33
@@ -203,8 +203,8 @@ def rigid_moves(file_L3: Tensor, pos_PL3: Tensor, centre_3: Tensor) -> Tensor:
     The first nine numbers are a rotation, row by row, and the last three a shift: x → turn · x + shift.
     """
     before_3, after_P3 = file_L3.mean(0), pos_PL3.double().mean(1)
-    centred_PL3 = pos_PL3.double() - after_P3.unsqueeze(1)
-    turn_P33 = _nearest_turn((file_L3 - before_3).T @ centred_PL3).transpose(1, 2)
+    # what turns poses back when it multiplies rows from the right turns the file's columns from the left
+    turn_P33 = nearest_turn(pos_PL3.double() - after_P3.unsqueeze(1), file_L3 - before_3)
     shift_P3 = after_P3 + centre_3 - turn_P33 @ before_3
     return torch.cat([turn_P33.flatten(1), shift_P3], 1)
 
