@@ -1,14 +1,16 @@
-"""How good poses are, by the measures of CAPRI and DockQ, and in how many complexes poses are good.
+"""How good poses are, by the measures of CAPRI and DockQ.
 
-They are those of the package DockQ 2 run on two merged chains, as is done for antibodies: all chains of a partner are one.
-As there, modified residues are left out, residues are those that docked and true structure share (by sequence), and
-LRMSD superposes the larger partner, whichever is docked.
+They are those of the package DockQ 2 run on two merged chains, as is done for antibodies: all chains of a partner are
+one. As there, modified residues are left out, and LRMSD is of the smaller partner, whichever is docked. Compared are
+the residues that docked and true structure share, by alignment, or by number where that pairs as many: what stands on
+both sides of a gap then finds its own side, which DockQ's alignment cannot know.
 
 Shapes: P poses, A heavy atoms, R residues, B backbone atoms, N points, K pairs of atoms, C contacts of the truth.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -17,30 +19,25 @@ import numpy as np
 import torch
 from scipy.spatial import cKDTree
 
-from pipeline.records import Kind, Reason, Role
-from pipeline.structures.atoms import UnusableInput, name_word
-from pipeline.structures.partners import bound_rows
+from pipeline.records import Reason, Role
+from pipeline.structures.atoms import UnusableInput
+from pipeline.tasks.docking.matched_partners import matched_partner, partner_atoms, shared_backbones
 from pipeline.tasks.docking.pose_sampling import superposed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator
 
     from numpy.typing import NDArray
 
-    from pipeline.structures.inventory import Complex, ComplexSide
-    from pipeline.structures.policy import Structure
+    from pipeline.structures.inventory import Complex
+    from pipeline.tasks.docking.matched_partners import MatchedPartner, PartnerAtoms
 
 CONTACT, INTERFACE, CLASH = 5.0, 10.0, 3.0  # Å between heavy atoms
-BACKBONE = (
-    "CA", "C", "N", "O",
-    "P", "OP1", "OP2", "O2'", "O3'", "O4'", "O5'", "C1'", "C2'", "C3'", "C4'", "C5'",
-)  # fmt: skip
-HYDROGENS = (1, 119)  # gemmi's 119 is deuterium
 POSES_AT_ONCE = 32
 CLASSES = ("incorrect", "acceptable", "medium", "high")
 LEAST_DOCKQ = (0.23, 0.49, 0.80)  # of the classes after the first
 RMSD_BELOW = (2.0, 5.0, 10.0)  # Å
-TOPS = {"top-1": 1, "top-5": 5, "oracle": None}
+TOPS: dict[str, float] = {"top-1": 1, "top-5": 5, "oracle": math.inf}
 
 
 class RigidMoves(NamedTuple):
@@ -73,79 +70,8 @@ def nearest_move(pos_N3: NDArray[np.float64], onto_N3: NDArray[np.float64]) -> R
     return RigidMoves(turn_33[None], (target_3 - turn_33 @ centre_3)[None])
 
 
-@dataclass(frozen=True, slots=True)
-class PartnerAtoms:
-    """The heavy atoms of a partner's polymers, without modified residues."""
-
-    pos_A3: NDArray[np.float64]
-    residue_A: NDArray[np.int64]
-    backbone_RB: NDArray[np.int64]  # the atom of each name in `BACKBONE`, -1 where missing
-    sequences: tuple[str, ...]  # of its chains
-
-    @property
-    def residues(self) -> int:
-        """Count the residues of all chains."""
-        return len(self.backbone_RB)
-
-
-def partner_atoms(side: ComplexSide) -> PartnerAtoms:
-    """Return what of a side is compared."""
-    structure, chains = side.structure, [chain for chain in side.chains if chain.kind is not Kind.OTHER]
-    kept = [chain.first + np.flatnonzero(~structure.modified_R[chain.first : chain.last]) for chain in chains]
-    sequences = ("".join(np.array([*chain.sequence])[own - chain.first]) for chain, own in zip(chains, kept, strict=True))
-    residues = np.concatenate(kept) if kept else np.empty(0, np.int64)
-    atoms, residue_A = _heavy_atoms(structure, residues)
-    backbone_RB = np.full((len(residues), len(BACKBONE)), -1)
-    for column, name in enumerate(BACKBONE):
-        rows = np.flatnonzero(structure.name_A[atoms] == name_word(name))
-        backbone_RB[residue_A[rows], column] = rows
-    return PartnerAtoms(structure.pos_A3[atoms].astype(np.float64), residue_A, backbone_RB, tuple(sequences))
-
-
-def _heavy_atoms(structure: Structure, residues: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the heavy atoms of some residues, and the place of each one's residue among them."""
-    place_R = np.full(len(structure.number_R), -1)
-    place_R[residues] = np.arange(len(residues))
-    place_A = place_R[structure.residue_A]
-    atoms = np.flatnonzero((place_A >= 0) & ~np.isin(structure.element_A, HYDROGENS))
-    atoms = atoms[np.argsort(place_A[atoms], kind="stable")]
-    return atoms, place_A[atoms]
-
-
-def heavy_positions(side: ComplexSide) -> NDArray[np.float64]:
-    """Return the positions of all heavy atoms of a side, those of modified residues and kept molecules, too."""
-    atoms, _ = _heavy_atoms(side.structure, side.residues())
-    return side.structure.pos_A3[atoms].astype(np.float64)
-
-
-class _Pair(NamedTuple):
-    """A partner as it is docked and as it truly is, with the residues that both have."""
-
-    docked: PartnerAtoms
-    true: PartnerAtoms
-    shared_R2: NDArray[np.int64]  # residues of either that are the same
-
-
-def _paired(docked: PartnerAtoms, true: PartnerAtoms) -> _Pair:
-    """Find the residues that a docked and a true partner share: aligned, and of one kind."""
-    if docked.sequences == true.sequences:
-        return _Pair(docked, true, np.stack([np.arange(docked.residues)] * 2, 1))
-    row_R = bound_rows(docked.sequences, true.sequences)
-    mine, theirs = np.array([*"".join(docked.sequences)]), np.array([*"".join(true.sequences)])
-    shared_R = np.flatnonzero((row_R >= 0) & (mine == theirs[row_R]))
-    return _Pair(docked, true, np.stack([shared_R, row_R[shared_R].astype(np.int64)], 1))
-
-
-def _backbones(pair: _Pair, chosen: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the backbone atoms of some shared residues, as docked and in truth, where both have them."""
-    docked = pair.docked.backbone_RB[pair.shared_R2[chosen, 0]]
-    true = pair.true.backbone_RB[pair.shared_R2[chosen, 1]]
-    both = (docked >= 0) & (true >= 0)
-    return pair.docked.pos_A3[docked[both]], pair.true.pos_A3[true[both]]
-
-
 def _near_residues(receptor: PartnerAtoms, ligand: PartnerAtoms) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Return the pairs of residues with heavy atoms within the reach of an interface, and the least distance of each."""
+    """Return the pairs of residues with heavy atoms within the reach of an interface, and their least distances."""
     trees = cKDTree(receptor.pos_A3), cKDTree(ligand.pos_A3)
     near_K = trees[0].sparse_distance_matrix(trees[1], INTERFACE, output_type="ndarray")
     code_K = receptor.residue_A[near_K["i"]] * ligand.residues + ligand.residue_A[near_K["j"]]
@@ -177,8 +103,8 @@ def _atom_pairs(receptor: PartnerAtoms, ligand: PartnerAtoms, contacts_C2: NDArr
 class DockingTruth:
     """What poses of one complex are compared with."""
 
-    receptor: _Pair
-    ligand: _Pair
+    receptor: MatchedPartner
+    ligand: MatchedPartner
     contacts: int  # of the truth, between residues that were docked or not
     found: _AtomPairs  # by which the contacts between docked residues are looked for
     near: tuple[NDArray[np.int64], NDArray[np.int64]]  # shared residues at the interface
@@ -188,12 +114,13 @@ def docking_truth(read: Complex) -> DockingTruth:
     """Return what poses of a complex are compared with: its bound structures, or the input where that is bound."""
     true = {role: read.bound.get(role, side) for role, side in read.sides.items()}
     receptor, ligand = (
-        _paired(*(partner_atoms(sides[role]) for sides in (read.sides, true))) for role in (Role.RECEPTOR, Role.LIGAND)
+        matched_partner(*(partner_atoms(sides[role]) for sides in (read.sides, true)))
+        for role in (Role.RECEPTOR, Role.LIGAND)
     )
     return truth_of(receptor, ligand)
 
 
-def truth_of(receptor: _Pair, ligand: _Pair) -> DockingTruth:
+def truth_of(receptor: MatchedPartner, ligand: MatchedPartner) -> DockingTruth:
     """Find the contacts and the interface of the truth; refuse one without contacts."""
     near_C2, distance_C = _near_residues(receptor.true, ligand.true)
     contact_C = distance_C < CONTACT
@@ -209,7 +136,7 @@ def truth_of(receptor: _Pair, ligand: _Pair) -> DockingTruth:
     return DockingTruth(receptor, ligand, int(contact_C.sum()), found, (near[0], near[1]))
 
 
-def _places(pair: _Pair) -> NDArray[np.int64]:
+def _places(pair: MatchedPartner) -> NDArray[np.int64]:
     """Return the place of each true residue among the shared ones, -1 where it is not shared."""
     place_R = np.full(pair.true.residues, -1)
     place_R[pair.shared_R2[:, 1]] = np.arange(len(pair.shared_R2))
@@ -231,10 +158,10 @@ class PoseQuality(NamedTuple):
 
 def pose_quality(truth: DockingTruth, moves: RigidMoves) -> PoseQuality:
     """Return how near the poses are to the truth, a few at a time."""
-    parts = [
-        (_fnat(truth, some), _interface_rmsd(truth, some), _smaller_rmsd(truth, some)) for some in _pieces(moves)
-    ]
-    fnat_P, irmsd_P, lrmsd_P = (np.concatenate(part) for part in zip(*parts, strict=True)) if parts else (np.empty(0),) * 3
+    parts = [(_fnat(truth, some), _interface_rmsd(truth, some), _smaller_rmsd(truth, some)) for some in _pieces(moves)]
+    fnat_P, irmsd_P, lrmsd_P = (
+        (np.concatenate(part) for part in zip(*parts, strict=True)) if parts else (np.empty(0),) * 3
+    )
     return PoseQuality(fnat_P, irmsd_P, lrmsd_P, dockq_score(fnat_P, irmsd_P, lrmsd_P))
 
 
@@ -257,7 +184,7 @@ def _fnat(truth: DockingTruth, moves: RigidMoves) -> NDArray[np.float64]:
 
 def _interface_rmsd(truth: DockingTruth, moves: RigidMoves) -> NDArray[np.float64]:
     (receptor_B3, true_B3), (ligand_N3, true_N3) = (
-        _backbones(pair, near) for pair, near in zip((truth.receptor, truth.ligand), truth.near, strict=True)
+        shared_backbones(pair, near) for pair, near in zip((truth.receptor, truth.ligand), truth.near, strict=True)
     )
     moved_PN3 = moves.of(ligand_N3)
     posed_PB3 = np.concatenate([np.broadcast_to(receptor_B3, (len(moved_PN3), *receptor_B3.shape)), moved_PN3], 1)
@@ -267,7 +194,9 @@ def _interface_rmsd(truth: DockingTruth, moves: RigidMoves) -> NDArray[np.float6
 
 def _smaller_rmsd(truth: DockingTruth, moves: RigidMoves) -> NDArray[np.float64]:
     """Return the RMSD of the smaller partner; the larger one is as rigid, so that it is superposed only once."""
-    receptor, ligand = (_backbones(pair, np.arange(len(pair.shared_R2))) for pair in (truth.receptor, truth.ligand))
+    receptor, ligand = (
+        shared_backbones(pair, np.arange(len(pair.shared_R2))) for pair in (truth.receptor, truth.ligand)
+    )
     if truth.receptor.true.residues > truth.ligand.true.residues:
         fit, posed_PN3, true_N3 = nearest_move(*receptor), moves.of(ligand[0]), ligand[1]
     else:
@@ -304,3 +233,55 @@ def clash_counts(
     tree, below = cKDTree(receptor_A3), np.nextafter(CLASH, 0)
     counts = [tree.query_ball_point(some.of(ligand_N3), below, return_length=True).sum(-1) for some in _pieces(moves)]
     return np.concatenate([np.empty(0, np.int64), *counts])
+
+
+class PoseScore(NamedTuple):
+    """A pose of some complex, for rates of success."""
+
+    complex: str
+    rank: int | None  # 1 is the best; None: the pose is of no use
+    rmsd: float
+    dockq: float
+    split: str = ""
+    kind: str = ""  # of complex
+
+
+class SuccessRate(NamedTuple):
+    """The shares of complexes with a good pose among their first ones; NaN where nothing is known of any."""
+
+    group: str  # all, split=…, kind=…
+    top: str
+    complexes: int
+    below_A: tuple[float, ...]  # `RMSD_BELOW`
+    at_least: tuple[float, ...]  # acceptable, medium, high by DockQ
+
+
+def success_rates(scores: Iterable[PoseScore]) -> list[SuccessRate]:
+    """Return rates overall, by split and by kind of complex; a complex without any ranked pose is a failure."""
+    groups: dict[str, dict[str, list[PoseScore]]] = defaultdict(lambda: defaultdict(list))
+    for score in scores:
+        named = [f"{what}={name}" for what, name in (("split", score.split), ("kind", score.kind)) if name]
+        for group in ("all", *named):
+            groups[group][score.complex].append(score)
+    ordered = sorted(groups, key=lambda group: (group != "all", group.startswith("kind="), group))
+    return [_rate(group, top, [*groups[group].values()]) for group in ordered for top in TOPS]
+
+
+def _rate(group: str, top: str, complexes: list[list[PoseScore]]) -> SuccessRate:
+    chosen = [[score for score in scores if score.rank is not None and score.rank <= TOPS[top]] for scores in complexes]
+    rmsd_N = np.array([_least([score.rmsd for score in scores]) for scores in chosen])
+    worse_N = np.array([_least([-score.dockq for score in scores]) for scores in chosen])
+    below = tuple(_share(rmsd_N, rmsd_N < limit) for limit in RMSD_BELOW)
+    at_least = tuple(_share(worse_N, -worse_N >= limit) for limit in LEAST_DOCKQ)
+    return SuccessRate(group, top, len(complexes), below, at_least)
+
+
+def _least(numbers: list[float]) -> float:
+    """Return the least number: NaN if none is known, infinity if there are none at all."""
+    return min((number for number in numbers if not math.isnan(number)), default=math.nan if numbers else math.inf)
+
+
+def _share(of_N: NDArray[np.float64], are_N: NDArray[np.bool_]) -> float:
+    """Return the share of those that are known, NaN if none is."""
+    known_N = ~np.isnan(of_N)
+    return float(are_N[known_N].mean()) if known_N.any() else math.nan
