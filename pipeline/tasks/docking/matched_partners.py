@@ -1,4 +1,4 @@
-"""The two partners of a complex as they are docked and as they truly are: their heavy atoms, and which residues both have.
+"""A partner as it is docked and as it truly is: its heavy atoms, and the residues that both have.
 
 Shapes: A heavy atoms, R residues, B names of backbone atoms.
 """

@@ -113,10 +113,10 @@ class DockingTruth:
 def docking_truth(read: Complex) -> DockingTruth:
     """Return what poses of a complex are compared with: its bound structures, or the input where that is bound."""
     true = {role: read.bound.get(role, side) for role, side in read.sides.items()}
-    receptor, ligand = (
-        matched_partner(*(partner_atoms(sides[role]) for sides in (read.sides, true)))
-        for role in (Role.RECEPTOR, Role.LIGAND)
+    docked, truth = (
+        [partner_atoms(sides[role]) for role in (Role.RECEPTOR, Role.LIGAND)] for sides in (read.sides, true)
     )
+    receptor, ligand = map(matched_partner, docked, truth)
     return truth_of(receptor, ligand)
 
 
