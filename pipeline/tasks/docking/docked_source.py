@@ -11,7 +11,7 @@ from pipeline.records import Kind, Role
 from pipeline.structures.parsing.structure_files import format_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from pipeline.records import Item, Part
     from pipeline.structures.inventory import Complex, ComplexSide
@@ -86,12 +86,11 @@ def _names(side: ComplexSide) -> SideNames:
     return SideNames(chains, molecules)
 
 
-def free_names(taken: set[str], clashing: list[str], letters: str) -> dict[str, str]:
-    """Return new names of one letter for chains whose names are taken, the first that are free."""
-    free = [letter for letter in letters if letter not in taken | set(clashing)]
+def free_names(taken: set[str], clashing: Sequence[str], names: Sequence[str]) -> dict[str, str]:
+    """Return new names for chains whose names are taken, the first that are free."""
+    free = [name for name in names if name not in taken]
     if len(free) < len(clashing):
         raise DataError(
-            f"receptor and ligand have {len(taken | set(clashing))} chains, and no letters are left to name them apart",
-            remedy="give both as mmCIF",
+            f"receptor and ligand have {len(taken)} chains, too many to name them apart", remedy="give both as mmCIF"
         )
     return dict(zip(clashing, free, strict=False))

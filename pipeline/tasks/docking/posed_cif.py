@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import gemmi
 import numpy as np
 
-from pipeline.errors import DataError
 from pipeline.records import Role
 from pipeline.structures.atoms import BLANK_CHAIN
 from pipeline.structures.parsing.read_structure import PDB_LINE_LENGTH
@@ -192,9 +191,3 @@ def _of_atoms(name: str) -> gemmi.cif.Document:
     document = gemmi.cif.Document()
     document.add_new_block(name)
     return document
-
-
-def check_moved(posed: PosedCif) -> None:
-    """Refuse a file in which no atom was found to be the ligand's."""
-    if not posed.moved:
-        raise DataError("no atom of the ligand is in its file")
