@@ -111,7 +111,7 @@ def write_docked(folder: Path, docked: DockedComplex, poses: SampledPoses, *, to
     ranked, text = _ranked(poses, problems), posed_text(docked)
     home = folder / docked.item.id
     home.mkdir(parents=True, exist_ok=True)
-    rows = []
+    rows: list[PoseRow] = []
     for at, measured in zip(ranked.tolist(), _measured(docked, poses.moves.take(ranked)), strict=True):
         row = measured._replace(rank=len(rows) + 1, **_told(poses, at))
         if len(rows) < top:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pipeline.structures.parsing.read_structure import FileReading
     from pipeline.structures.parsing.structure_files import File
 
-WRITTEN = ("pdb", "cif")  # the formats whose text is written with other coordinates
+WRITTEN = ("pdb", "mmcif")  # the formats whose text is written with other coordinates
 
 
 class SideNames(NamedTuple):

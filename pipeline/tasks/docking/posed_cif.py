@@ -105,7 +105,7 @@ def posed_cif(sources: Sequence[SourceFile]) -> PosedCif:
 
 
 def _document(source: SourceFile) -> gemmi.cif.Document:
-    if source.form == "cif":
+    if source.form == "mmcif":
         return gemmi.cif.read_string(source.data)
     return gemmi.read_pdb_string(source.data, max_line_length=PDB_LINE_LENGTH).make_mmcif_document()
 

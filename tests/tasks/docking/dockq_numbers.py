@@ -47,7 +47,7 @@ def files_of(folder, source, name):
 
 
 def merged(files, labels):
-    """Both partners as the chains A and B of one file; with labels, those of one number and kind have one."""
+    """Both partners as chains A and B of one file; with labels, residues of one number and kind are numbered alike."""
     lines = []
     for chain, (path, only) in zip("AB", files, strict=True):
         number, before, chains = 0, None, {}
