@@ -229,10 +229,12 @@ def _ca_rmsd(read: Complex, moves: RigidMoves) -> pose_sampling.PoseRmsd | None:
     """Return how far CA atoms are from the truth, which is brought into the receptor's frame; None without contacts."""
     receptor_R3, true_R3 = _ca_atoms(read, Role.RECEPTOR)
     ligand_L3, true_L3 = _ca_atoms(read, Role.LIGAND)
+    if not (len(receptor_R3) and len(ligand_L3)):
+        return None
     if read.bound:
         true_L3 = nearest_move(true_R3, receptor_R3).of(true_L3)[0]
     pos_PL3, target_L3, fixed_R3 = (torch.from_numpy(part) for part in (moves.of(ligand_L3), true_L3, receptor_R3))
-    if not len(target_L3) or not (torch.cdist(fixed_R3, target_L3) < pose_sampling.CONTACT).any():
+    if not (torch.cdist(fixed_R3, target_L3) < pose_sampling.CONTACT).any():
         return None
     return pose_rmsd(pos_PL3, target_L3, fixed_R3)
 

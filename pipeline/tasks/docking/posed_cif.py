@@ -30,7 +30,7 @@ XYZ = ("Cartn_x", "Cartn_y", "Cartn_z")
 MODEL, SERIAL = "pdbx_PDB_model_num", "id"
 CHAINS, ENTITY = ("auth_asym_id", "label_asym_id"), "label_entity_id"
 NAMES = [*string.ascii_uppercase, *(a + b for a in string.ascii_uppercase for b in string.ascii_uppercase)]
-UNKNOWN = "?"
+UNKNOWN = ("?", ".")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,9 @@ def posed_cif(sources: Sequence[SourceFile]) -> PosedCif:
 def _document(source: SourceFile) -> gemmi.cif.Document:
     if source.form == "mmcif":
         return gemmi.cif.read_string(source.data)
-    return gemmi.read_pdb_string(source.data, max_line_length=PDB_LINE_LENGTH).make_mmcif_document()
+    structure = gemmi.read_pdb_string(source.data, max_line_length=PDB_LINE_LENGTH)
+    structure.setup_entities()
+    return structure.make_mmcif_document()
 
 
 def _block(document: gemmi.cif.Document) -> gemmi.cif.Block:
@@ -129,6 +131,8 @@ def _atoms(document: gemmi.cif.Document, source: SourceFile) -> _Atoms:
     columns.setdefault(MODEL, ["1"] * len(columns[SERIAL]))
     models = [*dict.fromkeys(columns[MODEL])]
     roles = [source.role_of(*place) for place in _places(columns, by_label=source.by_label)]
+    if source.by_label and CHAINS[0] in columns:
+        roles = _with_molecules(roles, columns[CHAINS[0]])
     wanted = models[source.model - 1]
     rows = [row for row, role in enumerate(roles) if columns[MODEL][row] == wanted and source.keeps(role)]
     return _Atoms(columns, roles).take(rows)
@@ -136,7 +140,7 @@ def _atoms(document: gemmi.cif.Document, source: SourceFile) -> _Atoms:
 
 def _places(columns: dict[str, list[str]], *, by_label: bool) -> Iterator[tuple[str, str]]:
     """Yield the chain and the molecule, CHAIN:RESIDUE:NUMBER, of each atom."""
-    empty = [UNKNOWN] * len(columns[SERIAL])
+    empty = [UNKNOWN[0]] * len(columns[SERIAL])
     author, label = (columns.get(name, empty) for name in CHAINS)
     chains = label if by_label or author is empty else author
     names = columns.get("label_comp_id") or columns.get("auth_comp_id", empty)
@@ -145,6 +149,15 @@ def _places(columns: dict[str, list[str]], *, by_label: bool) -> Iterator[tuple[
     for chain, name, number, letter in zip(chains, names, numbers, letters, strict=True):
         own = gemmi.cif.as_string(chain) or BLANK_CHAIN
         yield own, ":".join((own, gemmi.cif.as_string(name), number + gemmi.cif.as_string(letter)))
+
+
+def _with_molecules(roles: list[Role | None], author: list[str]) -> list[Role | None]:
+    """Let waters and molecules, whose chains have labels of their own, go with the chain that authors give them to."""
+    of_chain: dict[str, set[Role | None]] = {}
+    for chain, role in zip(author, roles, strict=True):
+        of_chain.setdefault(chain, set()).add(role)
+    only = {chain: next(iter(own)) for chain, found in of_chain.items() if len(own := found - {None}) == 1}
+    return [role or only.get(chain) for chain, role in zip(author, roles, strict=True)]
 
 
 def _drop_anisotropy(block: gemmi.cif.Block, atoms: _Atoms) -> None:
@@ -166,11 +179,12 @@ def _apart(receptor: _Atoms, ligand: _Atoms) -> tuple[_Atoms, tuple[str, ...]]:
     for tag in CHAINS:
         if tag in columns:
             taken, own = set(receptor.columns.get(tag, [])), [*dict.fromkeys(columns[tag])]
-            new = free_names({*taken, *own}, [name for name in own if name in taken], NAMES)
+            clashing = [name for name in own if name in taken and (tag == CHAINS[0] or name not in UNKNOWN)]
+            new = free_names({*taken, *own}, clashing, NAMES)
             columns[tag] = [new.get(name, name) for name in columns[tag]]
             notes += [f"ligand chain {old} ({tag}) is renamed {name}" for old, name in new.items()]
     if ENTITY in columns:
-        columns[ENTITY] = [f"L{name}" if name not in (".", UNKNOWN) else name for name in columns[ENTITY]]
+        columns[ENTITY] = [f"L{name}" if name not in UNKNOWN else name for name in columns[ENTITY]]
     first = max((int(serial) for serial in receptor.columns[SERIAL] if serial.isdigit()), default=0) + 1
     columns[SERIAL] = [str(serial) for serial in range(first, first + len(ligand.roles))]
     columns[MODEL] = receptor.columns[MODEL][:1] * len(ligand.roles)
@@ -180,7 +194,9 @@ def _apart(receptor: _Atoms, ligand: _Atoms) -> tuple[_Atoms, tuple[str, ...]]:
 def _together(receptor: _Atoms, ligand: _Atoms) -> _Atoms:
     """Return the atoms of both, with every column that either has."""
     columns = {
-        name: [text for atoms in (receptor, ligand) for text in atoms.columns.get(name) or [UNKNOWN] * len(atoms.roles)]
+        name: [
+            text for atoms in (receptor, ligand) for text in atoms.columns.get(name) or [UNKNOWN[0]] * len(atoms.roles)
+        ]
         for name in dict.fromkeys((*receptor.columns, *ligand.columns))
     }
     return _Atoms(columns, receptor.roles + ligand.roles)

@@ -29,7 +29,7 @@ from pipeline.tasks.docking.docked_files import (
 )
 from pipeline.tasks.docking.matched_partners import shared_backbones
 from pipeline.tasks.docking.pose_quality import RigidMoves, docking_truth, nearest_move
-from pipeline.tasks.docking.posed_pdb import _columns
+from pipeline.tasks.docking.posed_pdb import LETTERS, _columns
 from tests.tasks.docking.docked import MAX_BYTES, moves_from, pair_item, read, some_moves
 
 KEPT = ("name_A", "resname_A", "number_A", "icode_A", "altloc_A", "occupancy_A", "element_A", "hetero_A")
@@ -140,7 +140,7 @@ def test_a_written_pose_reads_back_as_the_input_with_its_ligand_moved(tmp_path, 
         else gemmi.make_structure_from_block(gemmi.cif.read_string(posed)[0])
     )
     atoms = [(chain.name, atom) for chain in structure[0] for residue in chain for atom in residue]
-    assert (len(structure), len(atoms)) == (1, 12)
+    assert (len(structure), len(atoms), structure.cell.a) == (1, 12, 50)
     assert {name: {atom.b_iso for chain, atom in atoms if chain == name} for name in "ABC"} == {
         "A": {10, 30},
         "B": {20, 30},
@@ -198,6 +198,40 @@ def test_bonds_and_sequences_of_two_pdb_files_are_kept_with_their_new_names(tmp_
     assert [line for line in lines if line.startswith("CONECT")] == [f"CONECT{serials['N']}{serials['CA A']}"]
 
 
+@pytest.mark.parametrize("form", ["pdb", "cif"])
+def test_a_file_of_two_chains_needs_no_names(tmp_path, form):
+    text = "".join(line for line in SMALL.splitlines(keepends=True) if line[21:22] != "C")
+    path = tmp_path / f"both.{form}"
+    path.write_text(text if form == "pdb" else as_cif(text))
+    posed = posed_text(docked(Item("both", (Part(Role.COMPLEX, str(path)),)))).pose(FAR, [])
+    before = table_of(path.read_bytes(), form)
+    check_moved(before, table_of(posed, form), chains_of(before) == "B", FAR)
+
+
+def test_molecules_go_with_their_chain_where_chains_go_by_labels(tmp_path):
+    recipe = ScanRecipe(reading=FileReading(chain_names="label"))
+    found = small(tmp_path, "small.cif", as_cif(SMALL), ("Axp",), ("Bxp",), recipe)
+    before = table_of(as_cif(SMALL).encode(), "cif")
+    check_moved(before, table_of(posed_text(found).pose(FAR, []), "cif"), chains_of(before) == "B", FAR)
+
+
+@pytest.mark.shared
+@pytest.mark.parametrize("names", ["author", "label"])
+def test_a_real_mmcif_file_keeps_all_its_categories(shared_structures, tmp_path, names):
+    path = str(shared_structures / "varied" / "1pfe.cif.gz")
+    parts = (Part(Role.RECEPTOR, path, ("A",)), Part(Role.LIGAND, path, ("B",)))
+    found = docked(Item("1pfe", parts), ScanRecipe(reading=FileReading(chain_names=names)))
+    data = found.files[path].data
+    posed = posed_text(found).pose(FAR, [])
+    blocks = [gemmi.cif.read_string(text)[0] for text in (data, posed)]
+    categories, left = ([*block.get_mmcif_category_names()] for block in blocks)
+    assert left == categories
+    before = table_of(data, "cif")
+    check_moved(before, table_of(posed, "cif"), chains_of(before) == "B", FAR)
+    for name in set(categories) - {"_atom_site.", "_atom_site_anisotrop."}:
+        assert blocks[0].get_mmcif_category(name) == blocks[1].get_mmcif_category(name)
+
+
 def test_a_gzipped_file_is_written_plain(tmp_path):
     path = tmp_path / "small.pdb.gz"
     path.write_bytes(gzip.compress(SMALL.encode()))
@@ -232,6 +266,24 @@ def test_what_has_no_text_to_rewrite_is_refused(tmp_path):
     other = replace(found.item, parts=tuple(replace(part, path="x.bcif") for part in found.item.parts))
     with pytest.raises(DataError, match="PDB and mmCIF"):
         posed_text(replace(found, item=other, files={"x.bcif": next(iter(found.files.values()))}))
+
+
+def test_more_chains_than_letters_are_refused(tmp_path):
+    line = "ATOM  {:5d}  CA  GLY {}   1    {:8.3f}   2.000   3.000  1.00 10.00           C  \n"
+    parts = []
+    for role, letters in ((Role.RECEPTOR, LETTERS), (Role.LIGAND, "A")):
+        path = tmp_path / f"{role.value}.pdb"
+        path.write_text("".join(line.format(at, letter, 4.0 * at) for at, letter in enumerate(letters, 1)))
+        parts.append(Part(role, str(path)))
+    with pytest.raises(DataError, match="62 chains.*\n.*mmCIF"):
+        posed_text(docked(Item("many", tuple(parts))))
+
+
+def test_more_models_than_a_pdb_file_counts_are_refused(tmp_path):
+    many = RigidMoves(np.repeat(np.eye(3)[None], 10_000, 0), np.zeros((10_000, 3)))
+    with pytest.raises(DataError, match="models"):
+        write_trajectory(tmp_path / "long.pdb", small(tmp_path), many)
+    assert [path.name for path in tmp_path.iterdir()] == ["small.pdb"]
 
 
 @given(st.lists(st.floats(-99_999, 99_999), min_size=3, max_size=3))
