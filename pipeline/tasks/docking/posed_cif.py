@@ -168,9 +168,10 @@ def _drop_anisotropy(block: gemmi.cif.Block, atoms: _Atoms) -> None:
     names = [tag.removeprefix(ANISOTROPY) for tag in table.tags]
     still = {serial for serial, role in zip(atoms.columns[SERIAL], atoms.roles, strict=True) if role is not Role.LIGAND}
     rows = [[*row] for row in table if row[names.index(SERIAL)] in still]
-    table.erase()
     if rows:
         block.init_loop(ANISOTROPY, names).set_all_values([[*column] for column in zip(*rows, strict=True)])
+    else:
+        table.erase()
 
 
 def _apart(receptor: _Atoms, ligand: _Atoms) -> tuple[_Atoms, tuple[str, ...]]:
@@ -193,12 +194,9 @@ def _apart(receptor: _Atoms, ligand: _Atoms) -> tuple[_Atoms, tuple[str, ...]]:
 
 def _together(receptor: _Atoms, ligand: _Atoms) -> _Atoms:
     """Return the atoms of both, with every column that either has."""
-    columns = {
-        name: [
-            text for atoms in (receptor, ligand) for text in atoms.columns.get(name) or [UNKNOWN[0]] * len(atoms.roles)
-        ]
-        for name in dict.fromkeys((*receptor.columns, *ligand.columns))
-    }
+    names, tables = dict.fromkeys((*receptor.columns, *ligand.columns)), (receptor, ligand)
+    parts = ([atoms.columns.get(name) or [UNKNOWN[0]] * len(atoms.roles) for atoms in tables] for name in names)
+    columns = {name: [*first, *last] for name, (first, last) in zip(names, parts, strict=True)}
     return _Atoms(columns, receptor.roles + ligand.roles)
 
 

@@ -275,7 +275,7 @@ def test_more_chains_than_letters_are_refused(tmp_path):
         path = tmp_path / f"{role.value}.pdb"
         path.write_text("".join(line.format(at, letter, 4.0 * at) for at, letter in enumerate(letters, 1)))
         parts.append(Part(role, str(path)))
-    with pytest.raises(DataError, match="62 chains.*\n.*mmCIF"):
+    with pytest.raises(DataError, match="62 chains"):
         posed_text(docked(Item("many", tuple(parts))))
 
 
