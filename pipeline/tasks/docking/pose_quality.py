@@ -94,9 +94,10 @@ def _atom_pairs(receptor: PartnerAtoms, ligand: PartnerAtoms, contacts_C2: NDArr
     pairs = [np.empty((0, 2), np.int64)]
     for left, right in contacts_C2.tolist():
         mine, theirs = np.arange(*bounds[0][left : left + 2]), np.arange(*bounds[1][right : right + 2])
-        pairs.append(np.stack([np.repeat(mine, len(theirs)), np.tile(theirs, len(mine))], 1))
+        if len(mine) and len(theirs):  # of a residue, hydrogens alone may have been docked
+            pairs.append(np.stack([np.repeat(mine, len(theirs)), np.tile(theirs, len(mine))], 1))
     pairs_K2 = np.concatenate(pairs)
-    return _AtomPairs(pairs_K2[:, 0], pairs_K2[:, 1], np.cumsum([0, *map(len, pairs[1:-1])])[: len(contacts_C2)])
+    return _AtomPairs(pairs_K2[:, 0], pairs_K2[:, 1], np.cumsum([*map(len, pairs)])[:-1])
 
 
 @dataclass(frozen=True, slots=True)
