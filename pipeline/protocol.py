@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor, nn
 
-    from pipeline.records import Entry, Rejection
+    from pipeline.records import Entry, Item, Rejection
+    from pipeline.structures.inventory import ScanRecipe
 
 Batch: TypeAlias = Any  # whatever `collate` returns and `loss` takes
 Sizes: TypeAlias = "Mapping[str, int]"  # what drives memory, by name
@@ -105,6 +106,19 @@ class Samples(Protocol):
     """
 
     samples: int
+
+
+@runtime_checkable
+class Publishes(Protocol):
+    """A task whose predictions are also files for people, such as structures."""
+
+    def publish(
+        self, folder: Path, outputs: Mapping[str, Any], items: Iterable[Item], reading: ScanRecipe
+    ) -> Iterable[Path]:
+        """Write such files into the folder of the predictions, and return them.
+
+        `outputs` are those of all rows; `items` are the data set's, and `reading` how their files are read.
+        """
 
 
 @runtime_checkable

@@ -187,6 +187,7 @@ def predict(job: ApplyJob, split: str | None) -> Generator[Reason | None, None, 
 
 
 def _write_predictions(job: ApplyJob, applied: ApplyResult, split: str | None) -> None:
+    from pipeline.training.evaluating.evaluator import TaskOutputs
     from pipeline.training.evaluating.output_parts import publish_text
     from pipeline.training.evaluating.outputs import GatheredOutputs
     from pipeline.training.evaluating.prediction_tables import write_tables
@@ -195,9 +196,11 @@ def _write_predictions(job: ApplyJob, applied: ApplyResult, split: str | None) -
     (folder / TOLD).unlink(missing_ok=True)  # its files are about to be replaced
     gathered = GatheredOutputs(applied.parts, of=applied.of)
     files = write_tables(gathered, folder, parquet=job.train.predict.parquet)
+    if job.publish is not None:
+        files += job.publish(folder, TaskOutputs(gathered))
     predictions = Predictions(
         items=len(gathered.numbers),
-        files={path.name: (path.stat().st_size, file_digest(path)) for path in files},
+        files={str(path.relative_to(folder)): (path.stat().st_size, file_digest(path)) for path in files},
         **_of(job, applied, split),
     )
     publish_text(Disk(), folder / TOLD, json.dumps(asdict(predictions), indent=1) + "\n")

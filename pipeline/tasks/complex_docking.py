@@ -39,6 +39,7 @@ from pipeline.tasks.docking.pose_sampling import (
     stacked_draws,
     start_poses,
 )
+from pipeline.tasks.docking.published_poses import publish_poses
 from pipeline.tasks.docking.rigid_noise import (
     NoiseSchedule,
     RotationTables,
@@ -57,6 +58,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from pipeline.protocol import Sizes
+    from pipeline.records import Item
+    from pipeline.structures.inventory import ScanRecipe
     from pipeline.training.items.batch import ItemTensors
 
 FARTHEST = 1e4  # Å; a pose beyond has exploded
@@ -83,7 +86,7 @@ def tables() -> RotationTables:
     return rotation_tables()
 
 
-class DockedComplex(NamedTuple):
+class NoisedComplex(NamedTuple):
     """A complex with noised poses of its ligand, what moved them, and the random numbers of the poses to draw."""
 
     noised: PosedComplex
@@ -98,7 +101,7 @@ class DockedComplex(NamedTuple):
 class DockingBatch(NamedTuple):
     """Some complexes."""
 
-    complexes: tuple[DockedComplex, ...]
+    complexes: tuple[NoisedComplex, ...]
 
     @property
     def noises(self) -> int:
@@ -175,14 +178,14 @@ class ComplexDocking:
         rows = (list(group) for _, group in groupby(items, key=lambda item: item_of(item.id)))
         return DockingBatch(tuple(self._complex(group) for group in rows))
 
-    def _complex(self, rows: Sequence[ItemTensors]) -> DockedComplex:
+    def _complex(self, rows: Sequence[ItemTensors]) -> NoisedComplex:
         placed = placed_partners(rows[0], self.embedding_dim)
         true_L3 = placed.true_L3.float()
         noises = [self._noise(row.rng) for row in rows for _ in range(self.multiplicity)]
         moves = [torch.from_numpy(np.stack([getattr(one, f"{name}_3") for one in noises])).float() for name in NOISE]
         noised_PL3 = rigidly_moved(true_L3.expand(len(noises), -1, -1), moves[1], moves[0])
         time_P = torch.tensor([one.time for one in noises])
-        return DockedComplex(
+        return NoisedComplex(
             PosedComplex(placed.receptor, placed.ligand, noised_PL3, time_P),
             translation_score_P3=moves[2],
             rotation_score_P3=moves[3],
@@ -233,7 +236,7 @@ class ComplexDocking:
         names = dict.fromkeys(name for of_complex in found for name in of_complex)
         return {name: [row for of_complex in found for row in of_complex.get(name, ())] for name in names}
 
-    def _drawn(self, model: nn.Module, judge: nn.Module | None, one: DockedComplex) -> dict[str, list[Tensor | None]]:
+    def _drawn(self, model: nn.Module, judge: nn.Module | None, one: NoisedComplex) -> dict[str, list[Tensor | None]]:
         at_once = 1 if one.noised.pos_PL3.device.type == CPU else len(one.draw.translation_3)
 
         def score(pos_PL3: Tensor, time_T: Tensor) -> tuple[Tensor, Tensor]:
@@ -264,11 +267,11 @@ class ComplexDocking:
         absent: list[Tensor | None] = [None] * len(pos_PL3)
         return dict.fromkeys((*RMSDS, *([CONFIDENCE] if judge else [])), absent) | {n: list(v) for n, v in rows.items()}
 
-    def _rmsds(self, pos_PL3: Tensor, one: DockedComplex) -> tuple[Tensor, ...]:
+    def _rmsds(self, pos_PL3: Tensor, one: NoisedComplex) -> tuple[Tensor, ...]:
         rmsds = pose_rmsd(pos_PL3, one.true_L3, one.noised.receptor.pos_N3)
         return rmsds.ligand_P, rmsds.complex_P, rmsds.interface_P
 
-    def _moves(self, pos_PL3: Tensor, one: DockedComplex, at_once: int) -> Tensor:
+    def _moves(self, pos_PL3: Tensor, one: NoisedComplex, at_once: int) -> Tensor:
         return in_pieces(at_once, lambda pos: rigid_moves(one.file_L3, pos, one.receptor_centre_3), pos_PL3)
 
     def _judge(self, like: Tensor) -> nn.Module | None:
@@ -280,17 +283,23 @@ class ComplexDocking:
         """Return the figures of a split: RMSDs, and how many complexes have a pose near the truth."""
         return docking_metrics(outputs)
 
+    def publish(
+        self, folder: Path, outputs: Mapping[str, Any], items: Iterable[Item], reading: ScanRecipe
+    ) -> list[Path]:
+        """Write the best poses of each complex as structures, and tables of all poses and of rates of success."""
+        return publish_poses(folder, outputs, items, reading, self.top)
+
     def example(self, sizes: Sizes) -> DockingBatch:
         """Return a batch of these sizes; how they are spread over its items makes little difference."""
         return DockingBatch(tuple(self._example(*counts) for counts in example_counts(sizes)))
 
-    def _example(self, receptor: int, ligand: int) -> DockedComplex:
+    def _example(self, receptor: int, ligand: int) -> NoisedComplex:
         partners = [example_partner(count, self.embedding_dim) for count in (receptor, ligand)]
         pos_L3, poses = partners[1].pos_N3, self.multiplicity
         posed = PosedComplex(partners[0], partners[1], pos_L3.expand(poses, -1, -1).clone(), torch.rand(poses))
         scores = torch.randn(poses, 3), torch.randn(poses, 3)
         draw = stacked_draws([pose_draw(np.random.default_rng(0), self.steps)])
-        return DockedComplex(posed, *scores, pos_L3.clone(), pos_L3.double(), torch.zeros(3, dtype=torch.float64), draw)
+        return NoisedComplex(posed, *scores, pos_L3.clone(), pos_L3.double(), torch.zeros(3, dtype=torch.float64), draw)
 
 
 def _where(is_sound_P: Tensor, values_P: Tensor, other_P: Tensor) -> Tensor:

@@ -22,10 +22,11 @@ from pipeline.journal.attempts import left_out_items
 from pipeline.journal.run_folder import writing_run
 from pipeline.keys import content_digest
 from pipeline.project.run_code import blamed, load_task
-from pipeline.protocol import ReadsFiles, Samples
+from pipeline.protocol import Publishes, ReadsFiles, Samples
+from pipeline.records import Rejection
 from pipeline.runs.dataset.loading import made_table, rows_of, source_of
 from pipeline.runs.dataset.reader_items import unmade
-from pipeline.runs.dataset.worklist import Shard, StageSurvey
+from pipeline.runs.dataset.worklist import Shard, StageSurvey, frozen_items
 from pipeline.runs.model.prepare import code_of, digest_of_files, folder_of, pathless, prepare
 from pipeline.runs.model.rank_setup import device_here, join_ranks, log_line, staged
 from pipeline.runs.model.trained_model import TrainedModel, named_model, names_model
@@ -37,7 +38,7 @@ from pipeline.training.items.item_table import ItemTable
 from pipeline.training.prepared import ModelFolder, Prepared
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from numpy.typing import NDArray
 
@@ -350,6 +351,10 @@ class ApplyStage(Stage):
             replace(applied, chosen=chosen, done=[]).write(folder.plan(self.name))
             return chosen
 
+        def publish(where: Path, outputs: Mapping[str, Any]) -> Iterable[Path]:
+            items = (entry for entry in frozen_items(project, folder) if not isinstance(entry, Rejection))
+            return work.task.publish(where, outputs, items, project.recipe)  # type: ignore[attr-defined,no-any-return]
+
         return ApplyJob(
             train=project.config.train,
             prepared=prepared,
@@ -368,6 +373,7 @@ class ApplyStage(Stage):
             left_out=left_out_items(folder, self.name),
             with_loss=self.with_loss,
             data=str(project.config.data.path),
+            publish=publish if isinstance(work.task, Publishes) else None,
         )
 
 

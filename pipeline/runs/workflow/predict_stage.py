@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 OF_DIGITS = 8  # of a digest of checkpoint and items, in the name of a folder of predictions
 LINES_SHOWN, LETTERS_SHOWN = 4, 160  # of predictions
+SHOWN_FIRST = ("poses.csv",)  # tables of a task's own that tell more than all outputs
 
 
 @dataclass(slots=True)
@@ -108,8 +109,9 @@ class PredictStage(ApplyStage):
         if made is not None:
             path = self._folder(project, applied)
             judged.folder = str(path)
-            judged.files = {name: size for name, (size, _) in made.files.items()}
-            with (path / "predictions.csv").open(encoding="utf-8", newline="") as file:
+            judged.files = {name: size for name, (size, _) in made.files.items() if "/" not in name}
+            shown = next((name for name in SHOWN_FIRST if name in made.files), "predictions.csv")
+            with (path / shown).open(encoding="utf-8", newline="") as file:
                 judged.lines = [line.rstrip("\r\n")[:LETTERS_SHOWN] for line in islice(file, LINES_SHOWN)]
         return judged
 
