@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from pipeline.records import Entry, Item, Rejection
-    from pipeline.structures.inventory import ScanRecipe
 
 Batch: TypeAlias = Any  # whatever `collate` returns and `loss` takes
 Sizes: TypeAlias = "Mapping[str, int]"  # what drives memory, by name
@@ -112,12 +111,11 @@ class Samples(Protocol):
 class Publishes(Protocol):
     """A task whose predictions are also files for people, such as structures."""
 
-    def publish(
-        self, folder: Path, outputs: Mapping[str, Any], items: Iterable[Item], reading: ScanRecipe
-    ) -> Iterable[Path]:
+    def publish(self, folder: Path, outputs: Mapping[str, Any], items: Iterable[Item], reading: Any) -> Iterable[Path]:
         """Write such files into the folder of the predictions, and return them.
 
-        `outputs` are those of all rows; `items` are the data set's, and `reading` how their files are read.
+        `outputs` are those of all rows; `items` are the data set's, and `reading` how their files are read
+        (a `ScanRecipe`).
         """
 
 

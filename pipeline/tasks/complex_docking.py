@@ -30,7 +30,7 @@ from pipeline.tasks.docking.pose_sampling import (
     PoseDraw,
     SamplingSteps,
     Tempering,
-    in_pieces,
+    by_poses,
     pose_draw,
     pose_rmsd,
     rigid_moves,
@@ -246,14 +246,14 @@ class ComplexDocking:
         def start(*draw: Tensor) -> Tensor:
             return start_poses(one.noised.ligand.pos_N3, PoseDraw(*draw), self.schedule)
 
-        start_PL3 = in_pieces(at_once, start, *one.draw)
+        start_PL3 = by_poses(at_once, start, *one.draw)
         poses = sampled_poses(score, start_PL3, one.draw, self.sampling, self.schedule, at_once)
         kept = deque(poses, maxlen=None if self.trajectory else 1)
         is_sound_P = (kept[-1].abs() < FARTHEST).flatten(1).all(1)  # not a number is not below anything either
         pos_PL3 = torch.where(is_sound_P[:, None, None], kept[-1], start_PL3)
         told: dict[str, Tensor] = {}
         if len(one.true_L3):
-            rmsds_P3 = in_pieces(at_once, lambda pos: torch.stack(self._rmsds(pos, one), -1), pos_PL3)
+            rmsds_P3 = by_poses(at_once, lambda pos: torch.stack(self._rmsds(pos, one), -1), pos_PL3)
             told = dict(zip(RMSDS, rmsds_P3.unbind(-1), strict=True))
         if judge is not None:
             final = one.noised._replace(pos_PL3=pos_PL3, time_T=pos_PL3.new_zeros(1))
@@ -272,7 +272,7 @@ class ComplexDocking:
         return rmsds.ligand_P, rmsds.complex_P, rmsds.interface_P
 
     def _moves(self, pos_PL3: Tensor, one: NoisedComplex, at_once: int) -> Tensor:
-        return in_pieces(at_once, lambda pos: rigid_moves(one.file_L3, pos, one.receptor_centre_3), pos_PL3)
+        return by_poses(at_once, lambda pos: rigid_moves(one.file_L3, pos, one.receptor_centre_3), pos_PL3)
 
     def _judge(self, like: Tensor) -> nn.Module | None:
         if not self.confidence:

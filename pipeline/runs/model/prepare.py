@@ -76,7 +76,7 @@ def is_planned(project: Project) -> bool:
 def _table_to_train_on(project: Project) -> str | None:
     """Return the key of the table of items; None while graphs, or files that the task reads, are not there."""
     table = made_table(project)
-    return table if table is not None and all(path.exists() for path in files_of(project)) else None
+    return table if table is not None and all(path.exists() for path in files_read(project)) else None
 
 
 def _remembered(path: Path) -> Prepared | None:
@@ -191,7 +191,7 @@ def pathless(options: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def files_of(project: Project) -> list[Path]:
+def files_read(project: Project) -> list[Path]:
     """Return the files that the task reads besides its items."""
     train = project.config.train
     task = project.once("reading task", lambda: load_task(train.task, train.options, beside=project.beside))
@@ -200,7 +200,7 @@ def files_of(project: Project) -> list[Path]:
 
 def files_digests(project: Project) -> list[str]:
     """Return the digests of their content, whatever their paths."""
-    return project.once("files", lambda: [digest_of_files(path) for path in files_of(project)])
+    return project.once("files", lambda: [digest_of_files(path) for path in files_read(project)])
 
 
 def pretrained_digest(project: Project) -> str | None:

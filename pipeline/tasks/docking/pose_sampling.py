@@ -126,11 +126,11 @@ def sampled_poses(
         scores = score(pos_PL3, pos_PL3.new_tensor([time]))
         noises = (draw.translation_S3[:, step], draw.rotation_S3[:, step]) if is_noisy else ()
         move = partial(_moved, time=time, how=how, schedule=schedule)
-        pos_PL3 = in_pieces(poses_at_once, move, pos_PL3, *scores, *noises)
+        pos_PL3 = by_poses(poses_at_once, move, pos_PL3, *scores, *noises)
         yield pos_PL3
 
 
-def in_pieces(poses_at_once: int | None, work: Callable[..., Tensor], *of_poses_P: Tensor) -> Tensor:
+def by_poses(poses_at_once: int | None, work: Callable[..., Tensor], *of_poses_P: Tensor) -> Tensor:
     """Return what a function gives for some poses at a time, joined; None: for all at once."""
     pieces = zip(*(torch.split(one_P, poses_at_once or len(one_P)) for one_P in of_poses_P), strict=True)
     return torch.cat([work(*piece) for piece in pieces])
