@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.command import Command
-from tests.runs.workflow.docking_project import docking_project
+from tests.runs.docking_project import docking_project
 from tests.slurm.cluster import Cluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]

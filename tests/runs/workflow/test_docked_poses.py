@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.command import Command
-from tests.runs.workflow.docking_project import Docking, docking_project
+from tests.runs.docking_project import Docking, docking_project
 
 pytestmark = pytest.mark.timeout(900)  # it trains for real, on machines that are shared
 
