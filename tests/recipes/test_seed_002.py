@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from pipeline.memory.footprint import MemoryChoice
@@ -82,11 +80,6 @@ def test_fewer_gpus_keep_the_effective_batch_or_are_warned_of() -> None:
 
 def test_layers_one_after_another_take_less() -> None:
     assert peak(TASK, SIZES, MemoryChoice(checkpointing=True)) < 0.7 * peak(TASK, SIZES)
-
-
-def test_several_noises_of_a_complex_take_less_than_as_many_complexes() -> None:
-    several = peak(replace(TASK, multiplicity=2), SIZES)
-    assert peak(TASK, SIZES) < several < peak(TASK, {name: 2 * size for name, size in SIZES.items()})
 
 
 def test_fewer_structures_make_a_trial(pipeline: Command, scanned: Scanned) -> None:
