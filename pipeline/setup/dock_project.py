@@ -12,6 +12,8 @@ from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
 from pipeline.files import replacing, write_whole
 from pipeline.project.project import local_machine
+from pipeline.project.run_code import load_task
+from pipeline.protocol import Publishes
 from pipeline.runs.model.trained_model import chosen_of, named_model, portable_settings
 from pipeline.structures.sources.source_folder import split_suffix
 from pipeline.training.checkpoints.chosen_checkpoint import weights_file
@@ -64,7 +66,8 @@ def write_dock_project(folder: Path, docking: Docking, project: LoadedConfig) ->
 
 def _settings(docking: Docking, project: LoadedConfig) -> dict[str, dict[str, Any]]:
     """Return the settings by section: the model's own, and the project's for where and with what things are done."""
-    model, here = _settings_of_model(docking, project.config), project.config
+    here = project.config
+    model = _settings_of_model(docking, here, project.base_dir.absolute())
     drawn: dict[str, Any] = {"samples": docking.poses, "steps": docking.steps, "top": docking.top}
     drawn |= {"trajectory": True} if docking.trajectory else {}
     drawn |= _judge(docking.confidence, here) if docking.confidence else {}
@@ -84,7 +87,7 @@ def _settings(docking: Docking, project: LoadedConfig) -> dict[str, dict[str, An
     }
 
 
-def _settings_of_model(docking: Docking, here: Config) -> dict[str, dict[str, Any]]:
+def _settings_of_model(docking: Docking, here: Config, beside: Path) -> dict[str, dict[str, Any]]:
     """Return the settings that the model was trained with, as far as using it needs them."""
     if weights_file(docking.model) is not None:
         return {"train": {"task": TASK, "options": {"as_published": True}}}
@@ -92,11 +95,11 @@ def _settings_of_model(docking: Docking, here: Config) -> dict[str, dict[str, An
     if model is None or model.config is None:
         what = "a model that docks is a trained one, or a file of weights"
         raise ConfigError(what, where=f"--model {docking.model}", remedy="pipeline model list")
-    settings = portable_settings(model.config)
-    if settings.get("train", {}).get("task") != TASK:
-        what = f"this is a model of {model.config.train.task}, which draws no poses"
+    train = model.config.train
+    if not isinstance(load_task(train.task, train.options, beside=beside), Publishes):
+        what = f"this is a model of {train.task}, which draws no poses"
         raise ConfigError(what, where=f"--model {docking.model}", remedy=f"name one of {TASK}: pipeline model list")
-    return settings
+    return portable_settings(model.config)
 
 
 def _judge(wanted: str, here: Config) -> dict[str, Any]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import ConfigError
 from pipeline.keys import content_digest
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 OF_DIGITS = 8  # of a digest of checkpoint and items, in the name of a folder of predictions
 LINES_SHOWN, LETTERS_SHOWN = 4, 160  # of predictions
+PICTURES = "pictures.json"
 SHOWN_FIRST = ("poses.csv",)  # tables of a task's own that tell more than all outputs
 
 
@@ -36,6 +38,7 @@ class Predicted(ModelUse):
     folder: str = ""
     files: dict[str, int] = field(default_factory=dict)  # their bytes
     lines: list[str] = field(default_factory=list)  # the first
+    pictures: list[dict[str, Any]] = field(default_factory=list)  # that the task draws of them, for the run's page
 
 
 class PredictStage(ApplyStage):
@@ -110,6 +113,8 @@ class PredictStage(ApplyStage):
             path = self._folder(project, applied)
             judged.folder = str(path)
             judged.files = {name: size for name, (size, _) in made.files.items() if "/" not in name}
+            if PICTURES in made.files:
+                judged.pictures = json.loads((path / PICTURES).read_text())
             shown = next((name for name in SHOWN_FIRST if name in made.files), "predictions.csv")
             with (path / shown).open(encoding="utf-8", newline="") as file:
                 judged.lines = [line.rstrip("\r\n")[:LETTERS_SHOWN] for line in islice(file, LINES_SHOWN)]

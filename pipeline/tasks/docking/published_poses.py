@@ -2,6 +2,7 @@
 
     poses.csv               a line a pose: its rank, confidence and, where the truth is known, its distance from it
     success.csv             how many complexes have a good pose among their first ones
+    pictures.json           the same as curves, which the page of the run draws
     1ABC/rank-01.pdb        the input structure with its ligand moved
     1ABC/rank-01-way.pdb    the ligand after each step, where that was asked for
 
@@ -11,13 +12,16 @@ Shapes: P poses of a complex.
 from __future__ import annotations
 
 import csv
+import json
 import logging
+import math
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pipeline.errors import DataError
-from pipeline.files import replacing
+from pipeline.files import replacing, write_whole
 from pipeline.protocol import item_of
 from pipeline.records import Reason
 from pipeline.structures.atoms import UnusableInput
@@ -34,7 +38,7 @@ from pipeline.tasks.docking.docked_files import (
 from pipeline.tasks.docking.pose_quality import CLASSES, RMSD_BELOW, RigidMoves, success_rates
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from pipeline.records import Item
@@ -43,7 +47,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-TABLE, RATES = "poses.csv", "success.csv"
+TABLE, RATES, PICTURES = "poses.csv", "success.csv", "pictures.json"
+SHOWN = range(31)  # Å
+RANKS_SHOWN = 30
+QUARTILES = {"a quarter is below": 25, "half is below": 50, "three quarters are below": 75}
 MOVE, CONFIDENCE, TRAJECTORY, KNOWN = "move", "confidence", "trajectory", "ligand_rmsd"
 
 
@@ -57,7 +64,8 @@ def publish_poses(
             if item.id in publishing.places:
                 add(publishing.rows(item))
     if publishing.scores:
-        publishing.written.append(_write_rates(folder / RATES, publishing.scores))
+        publishing.written += [_write_rates(folder / RATES, publishing.scores), folder / PICTURES]
+        write_whole(folder / PICTURES, json.dumps(pictures(publishing.scores)))
     return [folder / TABLE, *publishing.written]
 
 
@@ -110,6 +118,40 @@ class _Publishing:
                 stem, dot, suffix = row.file.rpartition(".")
                 self.written.append(self._folder / f"{stem}-way{dot}{suffix}")
                 write_trajectory(self.written[-1], docked, RigidMoves(*_turns_and_shifts(ways[row.sample])))
+
+
+def pictures(scores: Sequence[PoseScore]) -> list[dict[str, Any]]:
+    """Return what the page of a run draws: the share of complexes within an RMSD, and RMSDs by rank."""
+    ranked = [score for score in scores if score.rank is not None and math.isfinite(score.rmsd)]
+    by_complex, by_rank = (defaultdict[Any, list[float]](list) for _ in range(2))
+    for score in sorted(ranked, key=lambda score: score.rank or 0):
+        by_complex[score.complex].append(score.rmsd)
+        by_rank[score.rank].append(score.rmsd)
+    if not ranked:
+        return []
+    chosen = {
+        "best-ranked pose": [rmsds[0] for rmsds in by_complex.values()],
+        "best of all": [min(rmsds) for rmsds in by_complex.values()],
+        "every pose": [score.rmsd for score in ranked],
+    }
+    within = {name: [[limit, _percent_below(rmsds, limit)] for limit in SHOWN] for name, rmsds in chosen.items()}
+    drawn = [_picture("complexes within an RMSD", "Å of complex RMSD", "%", within)]
+    if len(by_rank) > 1:
+        spread = {
+            name: [[rank, float(np.percentile(by_rank[rank], share))] for rank in sorted(by_rank)[:RANKS_SHOWN]]
+            for name, share in QUARTILES.items()
+        }
+        drawn.append(_picture("RMSD by rank", "rank", "Å", spread))
+    return drawn
+
+
+def _percent_below(rmsds: Sequence[float], limit: float) -> float:
+    return 100 * sum(rmsd < limit for rmsd in rmsds) / len(rmsds)
+
+
+def _picture(title: str, x: str, y: str, curves: Mapping[str, Any]) -> dict[str, Any]:
+    lines = [{"name": name, "points": points} for name, points in curves.items()]
+    return {"title": title, "x": x, "y": y, "lines": lines}
 
 
 def _places(column: Any) -> dict[str, slice]:
