@@ -168,9 +168,12 @@ def options(folder: Path, section: str) -> set[str]:
 
 
 def test_our_tasks_and_readers_have_options_to_compare_with() -> None:
-    assert {"train.options.multiplicity", "train.options.poses", "train.options.hidden_irreps", "train.options.render_reach"} <= options(
-        TASKS, "train"
-    )
+    assert {
+        "train.options.multiplicity",
+        "train.options.poses",
+        "train.options.hidden_irreps",
+        "train.options.render_reach",
+    } <= options(TASKS, "train")
     assert "data.options.max_peaks" in options(READERS, "data")
 
 
