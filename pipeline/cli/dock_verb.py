@@ -48,6 +48,7 @@ def dock_command(
         file, sets = None, [*(sets or ()), "data.path=."]  # two files need no project
     docking = Docking(receptor, ligand, model, poses, steps, confidence, top, trajectory=trajectory, bound=bound)
     folder = out or Path("docked") / docking.name
-    written = write_dock_project(folder, docking, read_config(file, sets or ()))
+    without_project = [] if file else ["data.path=."]  # which it must have, and is another's here
+    written = write_dock_project(folder, docking, read_config(file, [*(sets or ()), *without_project]))
     place = Path(model).absolute()
     submit_command("predict", executor, model=str(place) if place.exists() else model, follow=True, config=written)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 CONFIG, TABLE = "pipeline.yaml", "complex.csv"
 TASK = "pipeline.tasks.complex_docking:ComplexDocking"
+PUBLISHED_SAMPLING = {"temperature": 2.439, "psi": 0.216, "data_translation": 0.593, "data_rotation": 0.228}
 HEAD = "# Two proteins to dock, written by `pipeline dock`; what is done is kept: the same command goes on.\n"
 
 
@@ -70,6 +71,7 @@ def _settings(docking: Docking, project: LoadedConfig) -> dict[str, dict[str, An
     model = _settings_of_model(docking, here, project.base_dir.absolute())
     drawn: dict[str, Any] = {"samples": docking.poses, "steps": docking.steps, "top": docking.top}
     drawn |= {"trajectory": True} if docking.trajectory else {}
+    drawn |= PUBLISHED_SAMPLING if weights_file(docking.model) is not None else {}
     drawn |= _judge(docking.confidence, here) if docking.confidence else {}
     cluster = here.cluster.model_dump(mode="json", exclude_unset=True)
     if not project.path:  # no project is here: this machine, with a card where it has one

@@ -15,9 +15,8 @@ from pipeline.errors import CacheDamaged, DataError, RecordMissing, WeightsUnusa
 from pipeline.files import write_whole
 from pipeline.journal.run_folder import writing_run
 from pipeline.keys import content_digest, recipe_tag
-from pipeline.project.run_code import load_task, package_digest
+from pipeline.project.run_code import package_digest
 from pipeline.project.task_code import PLANS, TaskCode, task_code
-from pipeline.protocol import ReadsFiles
 from pipeline.runs.dataset.loading import made_table, rows_of, source_of
 from pipeline.runs.dataset.reader_items import is_reader
 from pipeline.runs.dataset.reader_items import refuse_unreadable as inspect_entries
@@ -76,7 +75,7 @@ def is_planned(project: Project) -> bool:
 def _table_to_train_on(project: Project) -> str | None:
     """Return the key of the table of items; None while graphs, or files that the task reads, are not there."""
     table = made_table(project)
-    return table if table is not None and all(path.exists() for path in files_read(project)) else None
+    return table if table is not None and all(path.exists() for path in code_of(project).reads) else None
 
 
 def _remembered(path: Path) -> Prepared | None:
@@ -191,16 +190,9 @@ def pathless(options: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def files_read(project: Project) -> list[Path]:
-    """Return the files that the task reads besides its items."""
-    train = project.config.train
-    task = project.once("reading task", lambda: load_task(train.task, train.options, beside=project.beside))
-    return list(task.files()) if isinstance(task, ReadsFiles) else []
-
-
 def files_digests(project: Project) -> list[str]:
     """Return the digests of their content, whatever their paths."""
-    return project.once("files", lambda: [digest_of_files(path) for path in files_read(project)])
+    return project.once("files", lambda: [digest_of_files(path) for path in code_of(project).reads])
 
 
 def pretrained_digest(project: Project) -> str | None:

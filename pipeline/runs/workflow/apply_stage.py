@@ -22,7 +22,8 @@ from pipeline.journal.attempts import left_out_items
 from pipeline.journal.run_folder import writing_run
 from pipeline.keys import content_digest
 from pipeline.project.run_code import blamed, load_task
-from pipeline.protocol import Publishes, ReadsFiles, Samples
+from pipeline.project.task_code import TaskCode, task_code
+from pipeline.protocol import Publishes
 from pipeline.records import Rejection
 from pipeline.runs.dataset.loading import made_table, rows_of, source_of
 from pipeline.runs.dataset.reader_items import unmade
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
     from pipeline.config.schema_train import EvaluateSection, PredictSection
     from pipeline.journal.run_folder import RunFolder
     from pipeline.project.project import Project
-    from pipeline.protocol import Task
     from pipeline.records import TaskContext
     from pipeline.runs.workflow.stage import Outcomes
     from pipeline.stages.apply import Figures, Predictions
@@ -181,14 +181,14 @@ class ApplyStage(Stage):
         """Raise where files that the task reads are not there, or weights that are named are not of its model."""
         from pipeline.training.checkpoints.chosen_checkpoint import weights_file
 
-        task = self._task(project)
         are_made_first = project.config.train.predict.for_training
-        for path in task.files() if isinstance(task, ReadsFiles) and not are_made_first else ():
+        for path in () if are_made_first else self._code(project).reads:
             if not path.exists():
                 where = f"train.{self.name}.options: {path}"
                 raise ConfigError("there is no such file or folder", where=where, remedy=f"ls -ld {path.parent}")
         if (file := weights_file(self.settings(project).checkpoint)) is not None:
-            refuse_unfit_weights(task, file)
+            train, options = project.config.train, self._options(project.config)
+            refuse_unfit_weights(load_task(train.task, options, beside=project.beside), file)
 
     def _model(self, project: Project) -> TrainedModel | None:
         """Return the model that the configuration names; None where it means the one that it trains."""
@@ -293,8 +293,8 @@ class ApplyStage(Stage):
         whole = ItemTable.read(project.cache.kind("sets"), bytes.fromhex(prepared.table))
         split = self.settings(project).split
         if split is None or split in whole.splits:
-            chosen, task = whole if split is None else whole.of_split(split), self._task(project)
-            return chosen.sampled(task.samples) if isinstance(task, Samples) else chosen
+            chosen = whole if split is None else whole.of_split(split)
+            return chosen.sampled(self._code(project).samples)
         if may_miss:
             return whole.take(np.zeros(0, np.int64))
         named = [name for name in whole.splits if name]
@@ -313,18 +313,19 @@ class ApplyStage(Stage):
         """Return the options of the task where this stage applies its model."""
         return {**config.train.options, **self._section(config).options}
 
-    def _task(self, project: Project) -> Task:
-        """Return the task with those options."""
-        train, options = project.config.train, self._options(project.config)
-        return project.once(f"task of {self.name}", lambda: load_task(train.task, options, beside=project.beside))
+    def _code(self, project: Project) -> TaskCode:
+        """Return what is known of the task with those options."""
+        train = project.config.train.model_copy(update={"options": self._options(project.config)})
+        config = project.config.model_copy(update={"train": train})
+        return project.once(f"task of {self.name}", lambda: task_code(config, project.beside))
 
     def _made_of(self, project: Project, table: ItemTable) -> str:
         """Return the digest of the items, and of what else decides what is told of them: code, options and files."""
         from pipeline.training.items.item_table import table_digest
 
-        of_items, task, own = table_digest(table), self._task(project), self._section(project.config).options
-        files = [digest_of_files(path) for path in task.files()] if isinstance(task, ReadsFiles) else []
-        told = [code_of(project).tells, json.dumps(pathless(own), sort_keys=True) if own else "", *files]
+        of_items, code, own = table_digest(table), self._code(project), self._section(project.config).options
+        files = [digest_of_files(path) for path in code.reads]
+        told = [code.tells, json.dumps(pathless(own), sort_keys=True) if own else "", *files]
         return content_digest("-".join([of_items, *filter(None, told)]).encode()).hex() if any(told) else of_items
 
     def _job(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import ConfigError
 from pipeline.keys import content_digest
+from pipeline.project.run_code import load_task
 from pipeline.runs.model.trained_model import DECIDED, named_model
 from pipeline.runs.workflow.apply_stage import Application, ApplyStage, ModelUse
 from pipeline.stage_names import StageName
@@ -53,7 +54,7 @@ class PredictStage(ApplyStage):
         """Raise where nothing can be predicted, also for a task without outputs()."""
         project = self._of_model(project)
         super().inspect(project)
-        if not callable(getattr(self._task(project), "outputs", None)):
+        if not self._says(project):
             what = "the task has no outputs(): there is nothing to predict"
             remedy = "give it outputs(self, model, batch) -> {name: an entry for each item}   (pipeline/protocol.py)"
             raise ConfigError(what, where="train.task", remedy=remedy)
@@ -61,6 +62,11 @@ class PredictStage(ApplyStage):
             from pipeline.training.evaluating.prediction_tables import import_arrow
 
             import_arrow()
+
+    def _says(self, project: Project) -> bool:
+        """Tell whether the task has outputs()."""
+        train = project.config.train
+        return callable(getattr(load_task(train.task, train.options, beside=project.beside), "outputs", None))
 
     def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> StageSurvey:
         return super().survey(self._of_model(project), folder, at_once)

@@ -51,6 +51,7 @@ TABLE, RATES, PICTURES = "poses.csv", "success.csv", "pictures.json"
 SHOWN = range(31)  # Å
 RANKS_SHOWN = 30
 QUARTILES = {"a quarter is below": 25, "half is below": 50, "three quarters are below": 75}
+KIND = "kind"  # a column of a table, such as antibody-antigen, by which rates are told, too
 MOVE, CONFIDENCE, TRAJECTORY, KNOWN = "move", "confidence", "trajectory", "ligand_rmsd"
 
 
@@ -93,7 +94,7 @@ class _Publishing:
         if TRAJECTORY in self._outputs:
             self._write_ways(docked, rows)
         if docked.has_truth:
-            self.scores += [row.score() for row in rows]
+            self.scores += [row.score(item.labels.get(KIND, "")) for row in rows]
         return rows
 
     def _poses(self, places: slice) -> SampledPoses:
