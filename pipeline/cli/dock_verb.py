@@ -45,7 +45,7 @@ def dock_command(
     except ConfigError:
         if config is not None or "PIPELINE_CONFIG" in os.environ:
             raise
-        file, sets = None, [*(sets or ()), "data.path=."]  # two files need no project
+        file = None  # two files need no project
     docking = Docking(receptor, ligand, model, poses, steps, confidence, top, trajectory=trajectory, bound=bound)
     folder = out or Path("docked") / docking.name
     without_project = [] if file else ["data.path=."]  # which it must have, and is another's here
