@@ -92,7 +92,8 @@ def _settings(docking: Docking, project: LoadedConfig) -> dict[str, dict[str, An
 def _settings_of_model(docking: Docking, here: Config, beside: Path) -> dict[str, dict[str, Any]]:
     """Return the settings that the model was trained with, as far as using it needs them."""
     if weights_file(docking.model) is not None:
-        return {"train": {"task": TASK, "options": {"as_published": True}}}
+        # as its embeddings were made
+        return {"embed": {"context": "partner"}, "train": {"task": TASK, "options": {"as_published": True}}}
     model = named_model(here.train.models, docking.model)
     if model is None or model.config is None:
         what = "a model that docks is a trained one, or a file of weights"
