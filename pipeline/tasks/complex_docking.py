@@ -222,7 +222,7 @@ class ComplexDocking:
         # As published, complexes that are beside one another in a batch change each other's scores: here none is.
         is_even = len({len(one.time_T) for one in noised}) == 1 and not self.as_published
         groups = [noised] if is_even else [[one] for one in noised]
-        scores = (model(group, self.multiplicity) for group in groups)
+        scores = (model(group, 1) for group in groups)
         return [(translation, rotation) for found in scores for translation, rotation in zip(*found, strict=True)]
 
     def outputs(self, model: nn.Module, batch: DockingBatch) -> dict[str, list[Tensor | None]]:

@@ -117,7 +117,7 @@ class PoseConfidence:
         return {"confidence": (total, float(near_BP.numel()))}
 
     def _judged(self, model: nn.Module, batch: ConfidenceBatch) -> tuple[Tensor, Tensor]:
-        logit_BP = model([one.posed for one in batch.complexes], self.multiplicity)
+        logit_BP = model([one.posed for one in batch.complexes], 1)
         return logit_BP, torch.stack([one.near_P for one in batch.complexes])
 
     def outputs(self, model: nn.Module, batch: ConfidenceBatch) -> dict[str, list[Tensor]]:
