@@ -8,10 +8,24 @@ import secrets
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import xxhash
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
     from typing import Any
+
+
+PIECE_BYTES = 8 << 20
+
+
+def file_digest(path: Path) -> str:
+    """Return the digest of a file's content, which is read piece by piece."""
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while piece := file.read(PIECE_BYTES):
+            digest.update(piece)
+    return digest.hexdigest()
 
 
 @contextmanager

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor, nn
 
-    from pipeline.records import Entry, Rejection
+    from pipeline.records import Entry, Item, Rejection
 
 Batch: TypeAlias = Any  # whatever `collate` returns and `loss` takes
 Sizes: TypeAlias = "Mapping[str, int]"  # what drives memory, by name
@@ -108,11 +108,31 @@ class Samples(Protocol):
 
 
 @runtime_checkable
+class Publishes(Protocol):
+    """A task whose predictions are also files for people, such as structures."""
+
+    def publish(self, folder: Path, outputs: Mapping[str, Any], items: Iterable[Item], reading: Any) -> Iterable[Path]:
+        """Write such files into the folder of the predictions, and return them.
+
+        `outputs` are those of all rows; `items` are the data set's, and `reading` how their files are read
+        (a `ScanRecipe`).
+        """
+
+
+@runtime_checkable
 class ReadsFiles(Protocol):
     """A task that reads files besides its items, such as another model's weights."""
 
     def files(self) -> Iterable[Path]:
         """Return files and folders whose content decides what the task says."""
+
+
+@runtime_checkable
+class OwnNames(Protocol):
+    """A model that knows weights which were published under other names."""
+
+    def own_names(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the weights under this model's names; those that it does not know stay as they are."""
 
 
 @runtime_checkable

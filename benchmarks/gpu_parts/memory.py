@@ -30,14 +30,14 @@ SLOW = ("recurrent_depth", "equivariant")  # to trace; begun first
 THINKERS = 6  # that predict beside each other at most
 PREDICT_S, MEASURE_S = 480.0, 120.0
 RECIPES: dict[str, dict[str, int]] = {  # a typical item of each
-    "complex_docking": {"nodes": 425, "edges": 8500, "pairs": 45000},
+    "complex_docking": {"nodes": 425, "pairs": 45000},
     "rna_ligand": {"nodes": 600, "edges": 24000},
     "spectra_finetune": {"peaks": 100},
     "denovo_recursive": {"peaks": 100, "residues": 30},
     "contrastive_pair": {"left": 256, "right": 256},
 }
 SMALL_ITEMS: dict[str, dict[str, int]] = {
-    "complex_docking": {"nodes": 40, "edges": 320, "pairs": 400},
+    "complex_docking": {"nodes": 40, "pairs": 400},
     "rna_ligand": {"nodes": 60, "edges": 600},
     "spectra_finetune": {"peaks": 20},
     "denovo_recursive": {"peaks": 20, "residues": 12},

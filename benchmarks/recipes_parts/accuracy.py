@@ -35,7 +35,7 @@ PAIRS = [list(range(count)) for count in (4, 8, 16)]
 CASES = {
     "complex_docking": (
         Case("as it is", (), COMPLEXES, [*SINGLES[:2], [0, 1]]),
-        Case("pairs_at_once: 10000", ("train.options.pairs_at_once=10000",), COMPLEXES, SINGLES),
+        Case("2 noises of each", ("train.options.multiplicity=2",), COMPLEXES, SINGLES[:2]),
     ),
     "rna_ligand": (Case("as it is", (), POCKETS, SINGLES),),
     "spectra_finetune": (

@@ -50,8 +50,8 @@ SPECTRA = [*scaled(d_fourier=245, d_peak=11, fourier_width=128)]
 UNNAMED = "its guide names no card: 24 GB"
 CASES = {
     "complex_docking": [
-        Case("memory / 64", "80 GB (A100)", 80 / 4, scaled(width=32, pair_width=16), SIDES),
-        Case("memory / 16", "80 GB (A100)", 80, scaled(width=32, pair_width=16), SIDES),
+        Case("memory / 64", "80 GB (A100)", 80 / 4, scaled(scalars=8, vectors=2), SIDES),
+        Case("memory / 16", "80 GB (A100)", 80, scaled(scalars=8, vectors=2), SIDES),
     ],
     "rna_ligand": [
         Case(

@@ -19,6 +19,7 @@ from pipeline.cli import (
     cache_verbs,
     completion,
     control_verbs,
+    dock_verb,
     log_verbs,
     model_verbs,
     plan_verbs,
@@ -53,6 +54,7 @@ app.command("init")(setup_verbs.init_command)
 app.command("doctor")(setup_verbs.doctor_command)
 app.command("plan")(plan_verbs.plan_command)
 app.command("submit")(run_verbs.submit_command)
+app.command("dock")(dock_verb.dock_command)
 app.command("status")(control_verbs.status_command)
 app.command("logs")(log_verbs.logs_command)
 app.command("items")(report_verbs.items_command)

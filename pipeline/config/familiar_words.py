@@ -75,7 +75,7 @@ _ANSWERS = {  # what it is here → words of other tools
 }
 _OF_TASKS = (
     "layers", "num_layers", "hidden_dim", "width", "dropout", "hidden_irreps", "output_dim", "use_multi_hop",
-    "use_nonbonded", "use_layer_norm", "use_gate", "d_fourier", "d_peak", "bin_size", "max_mz", "pairs_at_once",
+    "use_nonbonded", "use_layer_norm", "use_gate", "d_fourier", "d_peak", "bin_size", "max_mz",
 )  # fmt: skip
 FAMILIAR = {word: answer for answer, words in _ANSWERS.items() for word in words.split()} | {
     word: f"train.options.{word}, where the task's class takes it" for word in _OF_TASKS

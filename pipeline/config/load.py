@@ -221,13 +221,19 @@ def _add(document: Document, base: Path, entries: dict[KeyPath, WrittenValue], p
     for key, entry in document.entries.items():
         value = entry.value
         try:
-            if key in PATHS and isinstance(value, str):
+            if (key in PATHS and isinstance(value, str)) or _is_option_path(key, value):
                 value = anchored(value, base)
             elif key in PATH_LISTS and isinstance(value, list):
                 value = [anchored(path, base) if isinstance(path, str) else path for path in value]
         except ValueError as error:
             problems.append(Problem(entry.line, f"{entry.place(key)}: {error}"))
         _lay_over(entries, key, replace(entry, value=value))
+
+
+def _is_option_path(key: KeyPath, value: Any) -> bool:
+    """Tell a path among the options of a task by how it begins: the schema does not know them."""
+    is_option = key[0] == "train" and "options" in key[:-1]
+    return is_option and isinstance(value, str) and value.startswith(("./", "../", "~/"))
 
 
 def _lay_over(entries: dict[KeyPath, WrittenValue], key: KeyPath, entry: WrittenValue) -> None:

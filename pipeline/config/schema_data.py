@@ -13,7 +13,8 @@ from pipeline.device.kinds import DeviceChoice
 Label: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
 OF_STRUCTURES = (
-    "structures_dir", "pattern", "splits", "state", "receptor_chains", "ligand_chains", "partners", "labels",
+    "structures_dir", "pattern", "splits", "state", "receptor_chains", "ligand_chains", "partners", "ligand",
+    "labels",
 )  # fmt: skip
 TAKEN = ("receptor", "ligand", "complex", "whole", "cross", "label", "ptr")  # by the parts of a batch
 STRUCTURE_PATTERNS = tuple(
@@ -64,6 +65,10 @@ class DataSection(Section):
         default="auto",
         description="Files whose chains nobody names; auto: two polymer chains are the partners; none: a file is one.",
     )
+    ligand: Literal["as_named", "swapped", "smaller", "larger"] = Field(
+        default="as_named",
+        description="Which partner is the ligand, the one that docking moves; smaller and larger go by atoms.",
+    )
     on_leak: Literal["error", "warn", "ignore"] = Field(
         default="error", description="What to do when an id, a sequence or a cluster is in two splits."
     )
@@ -86,6 +91,12 @@ class DataSection(Section):
             named, other = ("receptor", "ligand") if self.receptor_chains else ("ligand", "receptor")
             problem = f"names one side of a complex; name data.{other}_chains, too, or set data.partners: none"
             raise conflict(f"{named}_chains", problem)
+        return self
+
+    @model_validator(mode="after")
+    def _sequences_are_no_partners(self) -> DataSection:
+        if self.source == "fasta" and self.ligand != "as_named":
+            raise conflict("ligand", "is for complexes, and data.source: fasta gives sequences")
         return self
 
     @model_validator(mode="after")

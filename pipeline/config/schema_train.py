@@ -98,6 +98,10 @@ class PredictSection(Section):
     split: Name | None = Field(default=None, description="Which split; null: every item.")
     checkpoint: Name = Field(default="best", description=CHECKPOINT)
     folder: Path = Field(default=Path("predictions"), description="Folder of predictions, a folder for each set.")
+    for_training: bool = Field(
+        default=False,
+        description="Whether they are what is trained on: a model of another task makes them first, into the folder.",
+    )
     parquet: bool = Field(default=False, description="Whether predictions.parquet is written beside the CSV.")
     options: dict[Name, Option] = Field(
         default={}, description="Options of the task where it predicts, over train.options; the model is the same."

@@ -72,6 +72,7 @@ def scan_recipe_of(config: Config) -> ScanRecipe:
         policy=Policy(chosen.altlocs, chosen.modified, chosen.require, chosen.incomplete, chosen.ligands),
         max_residues=chosen.max_residues,
         max_file_bytes=chosen.max_file_bytes,
+        ligand=config.data.ligand,
     )
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.files import read_json, write_whole
 from pipeline.keys import recipe_key
 from pipeline.project.run_code import PACKAGE, digest_of, files_from, load_task, package_digest, source_digest, sources
+from pipeline.protocol import ReadsFiles, Samples
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,6 +37,8 @@ class TaskCode:
     tells: str  # and of what it tells of a model
     stands: str  # the digest of its bytes
     files: tuple[tuple[str, Path], ...]
+    reads: tuple[Path, ...] = ()  # files besides its items whose content decides what it says
+    samples: int = 1  # answers that it draws for an item where its model is applied
     asked: str = ""  # the digest of all that it follows from; empty where that is not known
 
     def remembered(self, runs: Path, what: Any, make: Callable[[], int]) -> int:
@@ -60,7 +63,8 @@ def task_code(config: Config, beside: Path | None) -> TaskCode:
         with suppress(KeyError, TypeError):  # of another version
             facts = _SEEN.get(asked) or read_json(path) or {}
             files = tuple((name, named[name]) for name in facts["files"])
-            code = TaskCode(facts["trains"], facts["tells"], facts["stands"], files, asked)
+            reads = tuple(map(Path, facts["reads"]))
+            code = TaskCode(facts["trains"], facts["tells"], facts["stands"], files, reads, facts["samples"], asked)
             if not path.exists():
                 _keep(path, facts)
             return code
@@ -68,12 +72,20 @@ def task_code(config: Config, beside: Path | None) -> TaskCode:
     task = load_task(train.task, train.options, beside=beside)
     files = tuple(sources(task))
     stands = digest_of(list(files)) if files else ""
-    code = TaskCode(source_digest(task), source_digest(task, without=()), stands, files)
+    code = TaskCode(
+        source_digest(task),
+        source_digest(task, without=()),
+        stands,
+        files,
+        reads=tuple(task.files()) if isinstance(task, ReadsFiles) else (),
+        samples=task.samples if isinstance(task, Samples) else 1,
+    )
     is_ours = PACKAGE in Path(inspect.getfile(type(task))).resolve().parents
     is_whole = bool(files or is_ours) and named is not None and dict(files).items() <= named.items()
     if was_imported or not asked or not is_whole or asked != _asked(config, _named_files(train.task or "", beside)):
         return code  # it is of an installed package, of elsewhere, or it changed meanwhile
-    _SEEN[asked] = {"trains": code.trains, "tells": code.tells, "stands": code.stands, "files": list(dict(files))}
+    plain = {"reads": list(map(str, code.reads)), "samples": code.samples, "files": list(dict(files))}
+    _SEEN[asked] = {"trains": code.trains, "tells": code.tells, "stands": code.stands, **plain}
     _keep(path, _SEEN[asked])
     return replace(code, asked=asked)
 

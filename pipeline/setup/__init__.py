@@ -1,1 +1,1 @@
-"""Before the first run: `pipeline init`, `pipeline doctor` and `pipeline demo`."""
+"""Before the first run, and without a project: `pipeline init`, `doctor`, `demo` and `dock`."""

@@ -14,8 +14,7 @@ import shutil
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import xxhash
-
+from pipeline.files import file_digest
 from pipeline.keys import content_digest
 from pipeline.store.format.disk import Disk
 
@@ -140,7 +139,6 @@ def _of(job: ApplyJob, applied: ApplyResult, split: str | None) -> dict[str, Any
 
 PREDICTIONS_FORMAT = 2  # 1 had shapes where numbers belong
 TOLD, PARTS = "predictions.json", ".parts-"
-PIECE_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,20 +165,12 @@ def read_predictions(
         left = sum(size for size, _ in predictions.files.values()) if verify_bytes is None else verify_bytes
         for name, (size, digest) in predictions.files.items():
             path = folder / name
-            if path.stat().st_size != size or (size <= left and _file_digest(path) != digest):
+            if path.stat().st_size != size or (size <= left and file_digest(path) != digest):
                 return None
             left -= size
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return predictions
-
-
-def _file_digest(path: Path) -> str:
-    digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while piece := file.read(PIECE_BYTES):
-            digest.update(piece)
-    return digest.hexdigest()
 
 
 def predict(job: ApplyJob, split: str | None) -> Generator[Reason | None, None, None]:
@@ -197,6 +187,7 @@ def predict(job: ApplyJob, split: str | None) -> Generator[Reason | None, None, 
 
 
 def _write_predictions(job: ApplyJob, applied: ApplyResult, split: str | None) -> None:
+    from pipeline.training.evaluating.evaluator import TaskOutputs
     from pipeline.training.evaluating.output_parts import publish_text
     from pipeline.training.evaluating.outputs import GatheredOutputs
     from pipeline.training.evaluating.prediction_tables import write_tables
@@ -205,9 +196,11 @@ def _write_predictions(job: ApplyJob, applied: ApplyResult, split: str | None) -
     (folder / TOLD).unlink(missing_ok=True)  # its files are about to be replaced
     gathered = GatheredOutputs(applied.parts, of=applied.of)
     files = write_tables(gathered, folder, parquet=job.train.predict.parquet)
+    if job.publish is not None:
+        files += job.publish(folder, TaskOutputs(gathered))
     predictions = Predictions(
         items=len(gathered.numbers),
-        files={path.name: (path.stat().st_size, _file_digest(path)) for path in files},
+        files={str(path.relative_to(folder)): (path.stat().st_size, file_digest(path)) for path in files},
         **_of(job, applied, split),
     )
     publish_text(Disk(), folder / TOLD, json.dumps(asdict(predictions), indent=1) + "\n")

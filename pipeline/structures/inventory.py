@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from pipeline.structures.policy import Chain
 
 INVENTORY_VERSION = 1
+LigandChoice: TypeAlias = Literal["as_named", "swapped", "smaller", "larger"]
 Known = TypeVar("Known")
 
 
@@ -38,6 +39,7 @@ class ScanRecipe:
     policy: Policy = field(default_factory=Policy)
     max_residues: int = 10_000
     max_file_bytes: int = 64 << 20
+    ligand: LigandChoice = "as_named"
 
 
 def item_key(item: Item, recipe: ScanRecipe, digests: Mapping[str, str]) -> bytes:
@@ -67,6 +69,7 @@ def plain_recipe(recipe: ScanRecipe) -> dict[str, Any]:
         "reading": asdict(recipe.reading),
         "policy": asdict(recipe.policy),
         "max_residues": recipe.max_residues,
+        **({} if recipe.ligand == "as_named" else {"ligand": recipe.ligand}),
     }
 
 
@@ -86,6 +89,11 @@ class ComplexSide:
     digest: str
     structure: Structure
     chains: tuple[Chain, ...]
+    part: Part  # that names it
+
+    @property
+    def atoms(self) -> int:
+        return sum(int(self.structure.atoms_R[chain.first : chain.last].sum()) for chain in self.chains)
 
     def residues(self) -> NDArray[np.int64]:
         """Return the indices of this partner's residues in the structure, chain by chain."""
@@ -131,6 +139,8 @@ def _take_structures(item: Item, files: Mapping[str, File], recipe: ScanRecipe) 
     structures: dict[tuple[str, int | None], Structure] = {}
     sides = _sides(item.parts, files, recipe, structures)
     bound = _sides(item.bound, files, recipe, structures)
+    if _is_swapped(bound if len(bound) == len(PAIR) else sides, recipe.ligand):
+        sides, bound = _swapped(sides), _swapped(bound)
     maps: dict[str, NDArray[np.int32]] = {}
     partners = {}
     for role, side in sides.items():
@@ -147,6 +157,22 @@ def _take_structures(item: Item, files: Mapping[str, File], recipe: ScanRecipe) 
     _check_size(sum(partner.residues for partner in inventory.partners), recipe)
     _check_nodes(inventory.partners, recipe)
     return inventory, Complex(partners, sides, bound, maps)
+
+
+PAIR = (Role.RECEPTOR, Role.LIGAND)
+
+
+def _is_swapped(sides: Mapping[Role, ComplexSide], choice: LigandChoice) -> bool:
+    """Tell whether the partner that is named the receptor is to be the ligand; of two equally large ones it is not."""
+    if choice == "as_named" or sides.keys() != set(PAIR):
+        return False
+    receptor, ligand = (sides[role].atoms for role in PAIR)
+    return choice == "swapped" or (receptor < ligand if choice == "smaller" else receptor > ligand)
+
+
+def _swapped(sides: Mapping[Role, ComplexSide]) -> dict[Role, ComplexSide]:
+    """Return receptor and ligand in each other's place."""
+    return {role: sides[other] for role, other in zip(PAIR, reversed(PAIR), strict=True) if other in sides}
 
 
 def _sides(
@@ -167,7 +193,7 @@ def _sides(
         for role, chains in choose_chains(structure, part, elsewhere).items():
             for chain in chains:
                 check_chain(structure, chain, recipe.policy)
-            sides[role] = ComplexSide(_content(own), structure, chains)
+            sides[role] = ComplexSide(_content(own), structure, chains, part)
             taken.setdefault(role, set()).update((part.path, chain.name) for chain in chains)
     check_apart(taken)
     return sides

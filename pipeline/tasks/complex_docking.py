@@ -30,6 +30,7 @@ from pipeline.tasks.docking.pose_sampling import (
     PoseDraw,
     SamplingSteps,
     Tempering,
+    by_poses,
     pose_draw,
     pose_rmsd,
     rigid_moves,
@@ -38,6 +39,7 @@ from pipeline.tasks.docking.pose_sampling import (
     stacked_draws,
     start_poses,
 )
+from pipeline.tasks.docking.published_poses import publish_poses
 from pipeline.tasks.docking.rigid_noise import (
     NoiseSchedule,
     RotationTables,
@@ -56,6 +58,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from pipeline.protocol import Sizes
+    from pipeline.records import Item
+    from pipeline.structures.inventory import ScanRecipe
     from pipeline.training.items.batch import ItemTensors
 
 FARTHEST = 1e4  # Å; a pose beyond has exploded
@@ -64,7 +68,16 @@ MOVE, CONFIDENCE, TRAJECTORY = "move", "confidence", "trajectory"
 
 ROTATION_ROUNDING = 1e-5  # added to the norm of rotations' scores
 NOISE = ("translation", "rotation", "translation_score", "rotation_score")
-LEAST = {"embedding_dim": 0, "scalars": 1, "vectors": 1, "layers": 1, "multiplicity": 1, "samples": 1, "steps": 1}
+LEAST = {
+    "embedding_dim": 0,
+    "scalars": 1,
+    "vectors": 1,
+    "layers": 1,
+    "multiplicity": 1,
+    "samples": 1,
+    "steps": 1,
+    "top": 1,
+}
 
 
 @cache
@@ -73,7 +86,7 @@ def tables() -> RotationTables:
     return rotation_tables()
 
 
-class DockedComplex(NamedTuple):
+class NoisedComplex(NamedTuple):
     """A complex with noised poses of its ligand, what moved them, and the random numbers of the poses to draw."""
 
     noised: PosedComplex
@@ -88,7 +101,7 @@ class DockedComplex(NamedTuple):
 class DockingBatch(NamedTuple):
     """Some complexes."""
 
-    complexes: tuple[DockedComplex, ...]
+    complexes: tuple[NoisedComplex, ...]
 
     @property
     def noises(self) -> int:
@@ -119,7 +132,9 @@ class ComplexDocking:
     data_translation: float = 0.5
     data_rotation: float = 0.5
     confidence: str = ""  # weights, or a folder of a model, that ranks the poses
+    confidence_as_published: bool = False  # whether that was trained so, under the names of this package
     trajectory: bool = False  # whether the pose after each step is told too
+    top: int = 5  # poses of a complex that are written as structures
 
     def __post_init__(self) -> None:
         at_least(self, LEAST | {"psi": 0})
@@ -163,14 +178,14 @@ class ComplexDocking:
         rows = (list(group) for _, group in groupby(items, key=lambda item: item_of(item.id)))
         return DockingBatch(tuple(self._complex(group) for group in rows))
 
-    def _complex(self, rows: Sequence[ItemTensors]) -> DockedComplex:
+    def _complex(self, rows: Sequence[ItemTensors]) -> NoisedComplex:
         placed = placed_partners(rows[0], self.embedding_dim)
         true_L3 = placed.true_L3.float()
         noises = [self._noise(row.rng) for row in rows for _ in range(self.multiplicity)]
         moves = [torch.from_numpy(np.stack([getattr(one, f"{name}_3") for one in noises])).float() for name in NOISE]
         noised_PL3 = rigidly_moved(true_L3.expand(len(noises), -1, -1), moves[1], moves[0])
         time_P = torch.tensor([one.time for one in noises])
-        return DockedComplex(
+        return NoisedComplex(
             PosedComplex(placed.receptor, placed.ligand, noised_PL3, time_P),
             translation_score_P3=moves[2],
             rotation_score_P3=moves[3],
@@ -204,8 +219,10 @@ class ComplexDocking:
     def _scores(self, model: nn.Module, batch: DockingBatch) -> list[tuple[Tensor, Tensor]]:
         """Return the scores of each complex [P, 3]; together where they have equally many poses."""
         noised = [one.noised for one in batch.complexes]
-        groups = [noised] if len({len(one.time_T) for one in noised}) == 1 else [[one] for one in noised]
-        scores = (model(group, self.multiplicity) for group in groups)
+        # As published, complexes that are beside one another in a batch change each other's scores: here none is.
+        is_even = len({len(one.time_T) for one in noised}) == 1 and not self.as_published
+        groups = [noised] if is_even else [[one] for one in noised]
+        scores = (model(group, 1) for group in groups)
         return [(translation, rotation) for found in scores for translation, rotation in zip(*found, strict=True)]
 
     def outputs(self, model: nn.Module, batch: DockingBatch) -> dict[str, list[Tensor | None]]:
@@ -219,54 +236,70 @@ class ComplexDocking:
         names = dict.fromkeys(name for of_complex in found for name in of_complex)
         return {name: [row for of_complex in found for row in of_complex.get(name, ())] for name in names}
 
-    def _drawn(self, model: nn.Module, judge: nn.Module | None, one: DockedComplex) -> dict[str, list[Tensor | None]]:
+    def _drawn(self, model: nn.Module, judge: nn.Module | None, one: NoisedComplex) -> dict[str, list[Tensor | None]]:
         at_once = 1 if one.noised.pos_PL3.device.type == CPU else len(one.draw.translation_3)
 
         def score(pos_PL3: Tensor, time_T: Tensor) -> tuple[Tensor, Tensor]:
             translation_BP3, rotation_BP3 = model([one.noised._replace(pos_PL3=pos_PL3, time_T=time_T)], at_once)
             return translation_BP3[0], rotation_BP3[0]
 
-        start_PL3 = start_poses(one.noised.ligand.pos_N3, one.draw, self.schedule)
-        poses = sampled_poses(score, start_PL3, one.draw, self.sampling, self.schedule)
+        def start(*draw: Tensor) -> Tensor:
+            return start_poses(one.noised.ligand.pos_N3, PoseDraw(*draw), self.schedule)
+
+        start_PL3 = by_poses(at_once, start, *one.draw)
+        poses = sampled_poses(score, start_PL3, one.draw, self.sampling, self.schedule, at_once)
         kept = deque(poses, maxlen=None if self.trajectory else 1)
         is_sound_P = (kept[-1].abs() < FARTHEST).flatten(1).all(1)  # not a number is not below anything either
         pos_PL3 = torch.where(is_sound_P[:, None, None], kept[-1], start_PL3)
         told: dict[str, Tensor] = {}
         if len(one.true_L3):
-            rmsds = pose_rmsd(pos_PL3, one.true_L3, one.noised.receptor.pos_N3)
-            told = {name: getattr(rmsds, f"{name.partition('_')[0]}_P") for name in RMSDS}
+            rmsds_P3 = by_poses(at_once, lambda pos: torch.stack(self._rmsds(pos, one), -1), pos_PL3)
+            told = dict(zip(RMSDS, rmsds_P3.unbind(-1), strict=True))
         if judge is not None:
             final = one.noised._replace(pos_PL3=pos_PL3, time_T=pos_PL3.new_zeros(1))
             told[CONFIDENCE] = judge([final], at_once)[0]
-        told[MOVE] = rigid_moves(one.file_L3, pos_PL3, one.receptor_centre_3)
+        told[MOVE] = self._moves(pos_PL3, one, at_once)
         if self.trajectory:
             steps = [torch.where(is_sound_P[:, None, None], pos, start_PL3) for pos in (start_PL3, *kept)]
-            told[TRAJECTORY] = torch.stack([rigid_moves(one.file_L3, pos, one.receptor_centre_3) for pos in steps], 1)
+            told[TRAJECTORY] = torch.stack([self._moves(pos, one, at_once) for pos in steps], 1)
         nothing = {name: torch.full_like(values_P, torch.nan) for name, values_P in told.items()}
         rows = {name: _where(is_sound_P, values_P, nothing[name]) for name, values_P in told.items()}
         absent: list[Tensor | None] = [None] * len(pos_PL3)
         return dict.fromkeys((*RMSDS, *([CONFIDENCE] if judge else [])), absent) | {n: list(v) for n, v in rows.items()}
 
+    def _rmsds(self, pos_PL3: Tensor, one: NoisedComplex) -> tuple[Tensor, ...]:
+        rmsds = pose_rmsd(pos_PL3, one.true_L3, one.noised.receptor.pos_N3)
+        return rmsds.ligand_P, rmsds.complex_P, rmsds.interface_P
+
+    def _moves(self, pos_PL3: Tensor, one: NoisedComplex, at_once: int) -> Tensor:
+        return by_poses(at_once, lambda pos: rigid_moves(one.file_L3, pos, one.receptor_centre_3), pos_PL3)
+
     def _judge(self, like: Tensor) -> nn.Module | None:
         if not self.confidence:
             return None
-        return trained_confidence(self.confidence, str(like.device), like.dtype)
+        return trained_confidence(self.confidence, str(like.device), like.dtype, self.confidence_as_published)
 
     def metrics(self, outputs: Mapping[str, Any]) -> dict[str, float]:
         """Return the figures of a split: RMSDs, and how many complexes have a pose near the truth."""
         return docking_metrics(outputs)
 
+    def publish(
+        self, folder: Path, outputs: Mapping[str, Any], items: Iterable[Item], reading: ScanRecipe
+    ) -> list[Path]:
+        """Write the best poses of each complex as structures, and tables of all poses and of rates of success."""
+        return publish_poses(folder, outputs, items, reading, self.top)
+
     def example(self, sizes: Sizes) -> DockingBatch:
         """Return a batch of these sizes; how they are spread over its items makes little difference."""
         return DockingBatch(tuple(self._example(*counts) for counts in example_counts(sizes)))
 
-    def _example(self, receptor: int, ligand: int) -> DockedComplex:
+    def _example(self, receptor: int, ligand: int) -> NoisedComplex:
         partners = [example_partner(count, self.embedding_dim) for count in (receptor, ligand)]
         pos_L3, poses = partners[1].pos_N3, self.multiplicity
         posed = PosedComplex(partners[0], partners[1], pos_L3.expand(poses, -1, -1).clone(), torch.rand(poses))
         scores = torch.randn(poses, 3), torch.randn(poses, 3)
-        draw = PoseDraw(*(torch.zeros(1, *shape) for shape in ((3, 3), (3,), (self.steps, 3), (self.steps, 3))))
-        return DockedComplex(posed, *scores, pos_L3.clone(), pos_L3.double(), torch.zeros(3, dtype=torch.float64), draw)
+        draw = stacked_draws([pose_draw(np.random.default_rng(0), self.steps)])
+        return NoisedComplex(posed, *scores, pos_L3.clone(), pos_L3.double(), torch.zeros(3, dtype=torch.float64), draw)
 
 
 def _where(is_sound_P: Tensor, values_P: Tensor, other_P: Tensor) -> Tensor:

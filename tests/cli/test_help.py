@@ -21,6 +21,7 @@ COMMANDS = (
     "init",
     "doctor",
     "submit",
+    "dock",
     "plan",
     "status",
     "items",

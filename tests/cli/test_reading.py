@@ -46,6 +46,7 @@ WORKING = {"cache regenerate", "cache export", "cache import"}
 OTHERS = {
     "model export",
     "demo",
+    "dock",
     "init",
     "resume",
     "cancel",

@@ -128,6 +128,18 @@ def test_training_settings_that_contradict_each_other_are_told(complaint: Any, t
     assert said in complaint(f"data: {{path: a}}\ntrain: {text}\n")
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("source: fasta, ligand: smaller", "data.ligand: is for complexes, and data.source: fasta gives sequences"),
+        ("ligand: small", 'data.ligand: wants one of as_named, swapped, smaller, larger, got "small"'),
+        ("source: reader, reader: 'a:B', ligand: larger", "data.ligand: is for structures"),
+    ],
+)
+def test_a_choice_of_ligand_is_for_complexes(complaint: Any, text: str, said: str) -> None:
+    assert said in complaint(f"data: {{path: a, {text}}}\n")
+
+
 def test_chain_on_both_sides_is_a_conflict(complaint: Any) -> None:
     text = "data:\n  path: a\n  receptor_chains: [H, L]\n  ligand_chains: [A, L]\n"
     assert "pipeline.yaml:4: data.ligand_chains: L is also in receptor_chains" in complaint(text)

@@ -4,7 +4,9 @@ How to write a page: a comment in the line above a block says what becomes of it
 yaml or python fails here. Blocks are done in their order, in a folder of the page's own.
 
 <!-- starts from: demo -->        anywhere on the page: the folder begins as a copy of a finished demo (pristine);
-                                  structures: it has three made complexes in structures/; without this it is empty
+                                  structures: it has three made complexes in structures/;
+                                  docking: made pairs in data/, two of their files, and weights as DiffDock-PP
+                                  publishes them in published/; without this it is empty
 <!-- run -->                      console: each line is `$ command`, maybe `  # why` after two blanks; it ends with 0.
                                   python: the block is run as a script, in the page's folder
 <!-- slow -->                     the same, but in `make test-all` only
@@ -33,6 +35,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import torch
 import typer
 
 from pipeline.cli.main import app
@@ -42,9 +45,13 @@ from pipeline.config.schema import FIELDS, LEAVES
 from pipeline.journal.attempts import Ask, Attempt, TaskRecord
 from pipeline.runs.engine import run_supervisor
 from pipeline.structures.synthetic import complex_pdb
+from pipeline.tasks.complex_docking import ComplexDocking
+from pipeline.tasks.docking.pose_confidence import PoseConfidence
+from pipeline.tasks.docking.published_weights import to_published
 from tests.docs.blocks import Page
 from tests.docs.reader import Reader
 from tests.docs.reference import walk
+from tests.projects import settle
 
 ROOT = Path(__file__).resolve().parents[2]
 TASKS, READERS = ROOT / "pipeline/tasks", ROOT / "pipeline/readers"
@@ -82,6 +89,8 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str], Pa
             shutil.copytree(request.getfixturevalue("demo").pristine, tmp_path / "project")
         elif start == "structures":
             write_structures(tmp_path / "project")
+        elif start == "docking":
+            write_docking(tmp_path / "project")
         else:
             assert start == "nothing", f"no page starts from {start!r}"
             (tmp_path / "project").mkdir()
@@ -95,6 +104,26 @@ def write_structures(folder: Path) -> None:
     (folder / "structures").mkdir(parents=True)
     for seed in range(3):
         (folder / "structures" / f"{seed}.pdb").write_bytes(complex_pdb(seed, 40, 40))
+
+
+def write_docking(folder: Path) -> None:
+    """Write six made pairs with their splits, a pair to dock, and random weights under their published names."""
+    structures = folder / "data" / "structures"
+    structures.mkdir(parents=True)
+    rows = ["path,split"]
+    for number, split in enumerate(("train", "train", "train", "train", "val", "test")):
+        lines = complex_pdb(number, 20 + number, 20 + number).decode().splitlines(keepends=True)
+        for chain, letter, copy in (("A", "r", "receptor"), ("B", "l", "ligand")):
+            text = "".join([line for line in lines if line.startswith("ATOM") and line[21] == chain])
+            (structures / f"c{number}_{letter}_b.pdb").write_text(f"{text}END\n")
+            (folder / f"{copy}.pdb").write_text(f"{text}END\n")
+        rows.append(f"c{number},{split}")
+    (folder / "data" / "splits.csv").write_text("\n".join([*rows, ""]))
+    (folder / "published").mkdir()
+    for name, task in (("score", ComplexDocking), ("confidence", PoseConfidence)):
+        state = to_published(task(as_published=True).model())
+        torch.save({"model": state, "optimizer": {}}, folder / "published" / f"{name}.pth")
+    settle(folder)
 
 
 FOLLOWED = [page for page in ALL if Page(page).has("run", "fails", "settings")]
@@ -122,14 +151,15 @@ def test_every_setting_that_a_page_names_exists(page: Path) -> None:
     known = {".".join(key) for key in (*FIELDS, *LEAVES)}
     named = {match[0] for code in codes(page) for match in SETTING.finditer(code)}
     files = {name for name in named if name.endswith((".py", ".json"))}
-    assert sorted(named - known - files - options(TASKS, "train") - options(READERS, "data")) == []
+    own = {name for section in ("train", "train.evaluate", "train.predict") for name in options(TASKS, section)}
+    assert sorted(named - known - files - own - options(READERS, "data")) == []
 
 
 def options(folder: Path, section: str) -> set[str]:
     """Return the options of our own tasks or readers as settings."""
     found = set()
-    for path in folder.glob("*.py"):
-        module = importlib.import_module(f"pipeline.{folder.name}.{path.stem}")
+    for path in folder.rglob("*.py"):
+        module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
         own = [one for one in vars(module).values() if getattr(one, "__module__", "") == module.__name__]
         for one in own:
             if callable(getattr(one, "collate", None)) or callable(getattr(one, "entries", None)):
@@ -138,9 +168,12 @@ def options(folder: Path, section: str) -> set[str]:
 
 
 def test_our_tasks_and_readers_have_options_to_compare_with() -> None:
-    assert {"train.options.pairs_at_once", "train.options.hidden_irreps", "train.options.render_reach"} <= options(
-        TASKS, "train"
-    )
+    assert {
+        "train.options.multiplicity",
+        "train.options.poses",
+        "train.options.hidden_irreps",
+        "train.options.render_reach",
+    } <= options(TASKS, "train")
     assert "data.options.max_peaks" in options(READERS, "data")
 
 

@@ -13,7 +13,7 @@ from scipy.spatial import cKDTree
 
 from pipeline.records import Inventory, Item, Part, Reason, Rejection, Role
 from pipeline.structures.atoms import UnusableInput, name_text
-from pipeline.structures.inventory import ScanRecipe, item_key, take
+from pipeline.structures.inventory import LigandChoice, ScanRecipe, examine_item, item_key, plain_recipe, take
 from pipeline.structures.parsing.read_structure import FileReading, parse_structure
 from pipeline.structures.parsing.structure_files import File, format_of, read_file
 from pipeline.structures.partners import bound_rows
@@ -89,6 +89,61 @@ def test_a_bare_sequence_needs_no_file() -> None:
     assert take(Item("s", sequence="A" * 99), {}, ScanRecipe(max_residues=98))[0].reason is Reason.TOO_MANY_RESIDUES
 
 
+SIZED = {  # of an antibody of 20 atoms and an antigen of 16, and the other way round
+    "as_named": (("H L", "X"), ("X", "H L")),
+    "swapped": (("X", "H L"), ("H L", "X")),
+    "smaller": (("H L", "X"), ("H L", "X")),
+    "larger": (("X", "H L"), ("X", "H L")),
+}
+
+
+@pytest.mark.parametrize("choice", SIZED)
+def test_which_partner_is_the_ligand_is_a_choice(choice: LigandChoice) -> None:
+    other_way = replace(ANTIGEN, role=Role.RECEPTOR), replace(ANTIBODY, role=Role.LIGAND)
+    for parts, expected in zip(((ANTIBODY, ANTIGEN), other_way), SIZED[choice], strict=True):
+        inventory = inventory_of(*parts, recipe=ScanRecipe(ligand=choice))
+        assert [partner.role for partner in inventory.partners] == [Role.RECEPTOR, Role.LIGAND]
+        assert tuple(" ".join(chain.name for chain in side.chains) for side in inventory.partners) == expected
+
+
+def test_of_equal_partners_and_of_one_partner_the_size_chooses_none() -> None:
+    twins = chain("A", "ALA", "CYS") + chain("B", "ALA", "CYS") + "END\n"
+    for choice in ("smaller", "larger"):
+        inventory = inventory_of(Part(Role.COMPLEX, "c.pdb"), lines=twins, recipe=ScanRecipe(ligand=choice))
+        assert [partner.chains[0].name for partner in inventory.partners] == ["A", "B"]
+        whole = inventory_of(Part(Role.WHOLE, "c.pdb"), lines=twins, recipe=ScanRecipe(ligand=choice))
+        assert [partner.role for partner in whole.partners] == [Role.WHOLE]
+
+
+def test_a_data_set_whose_partners_stay_as_named_keeps_its_keys() -> None:
+    assert "ligand" not in plain_recipe(ScanRecipe())
+    assert plain_recipe(ScanRecipe(ligand="smaller"))["ligand"] == "smaller"
+
+
+@pytest.mark.shared
+@pytest.mark.parametrize("choice", ["smaller", "larger"])
+def test_the_bound_structures_say_which_partner_of_a_real_pair_is_smaller_whatever_the_state(
+    shared_structures: Path, choice: LigandChoice
+) -> None:
+    chosen: dict[str, list[list[str]]] = {}
+    for state in ("bound", "unbound"):
+        for item in items(SourceSpec("pairs", shared_structures / "pairs", state=state)):  # type: ignore[arg-type]
+            assert isinstance(item, Item)
+            paths = {part.path for part in (*item.parts, *item.bound)}
+            files = {path: File(read_file(Path(path), LIMIT), path) for path in paths}
+            _, read = examine_item(item, files, ScanRecipe(ligand=choice))
+            assert read is not None
+            receptor, ligand = (read.bound or read.sides)[Role.RECEPTOR], (read.bound or read.sides)[Role.LIGAND]
+            assert (receptor.atoms >= ligand.atoms) == (choice == "smaller")
+            files_of_sides = [Path(read.sides[role].part.path).name[:6] for role in (Role.RECEPTOR, Role.LIGAND)]
+            chosen.setdefault(item.id, []).append(files_of_sides)
+            maps = {f"bound.{role.value}": side.residues() for role, side in read.sides.items() if read.bound}
+            assert {name: len(rows) for name, rows in read.maps.items()} == {name: len(of) for name, of in maps.items()}
+    assert len(chosen) == 10
+    assert all(bound == unbound for bound, unbound in chosen.values())
+    assert (chosen["1R8S"][0] == ["1R8S_l", "1R8S_r"]) == (choice == "smaller"), "its ligand's file is the larger one"
+
+
 def test_an_inventory_survives_json() -> None:
     for inventory in (inventory_of(ANTIBODY, ANTIGEN), inventory_of(Part(Role.COMPLEX, "c.pdb"))):
         assert Inventory.from_json(inventory.to_json()) == inventory
@@ -112,6 +167,7 @@ def test_the_key_changes_with_everything_that_can_change_the_inventory_and_with_
             )
         ),
         ScanRecipe(max_residues=5),
+        *(ScanRecipe(ligand=choice) for choice in ("swapped", "smaller", "larger")),
     ]
     others = [
         *(item_key(item, recipe, digests) for recipe in recipes),

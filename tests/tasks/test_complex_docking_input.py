@@ -1,4 +1,4 @@
-"""The docking task: what input it refuses, and weights from elsewhere."""
+"""The docking tasks: what input they refuse, weights from elsewhere, and confidence in poses."""
 
 from __future__ import annotations
 
@@ -8,22 +8,33 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, DataError
 from pipeline.graphs.item_graph import GraphRecipe, ItemGraph
 from pipeline.records import Role
 from pipeline.runs.dataset.loading import open_loader
+from pipeline.runs.model.task_contract import breaches
 from pipeline.structures.synthetic import complex_pdb
 from pipeline.tasks.complex_docking import ComplexDocking
+from pipeline.tasks.docking.pose_confidence import trained_confidence
+from pipeline.tasks.docking.published_weights import to_published
 from pipeline.training.checkpoints.trained_weights import load_pretrained
 from pipeline.training.sampling.epoch_order import SamplerSettings as Sampling
 from tests.projects import settle
+from tests.tasks.docking.original import FOLDER, needs_original
 from tests.tasks.docking_items import (
+    CONFIDENCE,
+    IDS,
     RNG,
+    SIZES,
     SMALL,
+    THREE,
     changed,
     collated,
     model_of,
+    outputs_of,
+    rows_of,
 )
 from tests.tasks.items import batch_of, graph_of, made
 
@@ -33,12 +44,11 @@ from tests.tasks.items import batch_of, graph_of, made
 @pytest.mark.parametrize(
     ("option", "value", "words"),
     [
-        ("width", 0, "width is 0: it must be 1 or more"),
-        ("pairs_at_once", -1, "pairs_at_once is -1: it must be 0 or more"),
-        ("rotation_sigma", 0.0, "rotation_sigma is 0.0: it must be more than 0"),
-        ("translation_sigma", float("nan"), "translation_sigma is nan: it must be more than 0"),
-        ("rotation_sigma", float("inf"), "rotation_sigma is inf: it must be more than 0"),
-        ("dropout", 1.0, "dropout is 1.0: it must be from 0 to below 1"),
+        ("scalars", 0, "scalars is 0: it must be 1 or more"),
+        ("samples", 0, "samples is 0: it must be 1 or more"),
+        ("temperature", 0.0, "temperature is 0.0: it must be more than 0"),
+        ("translation_least", float("nan"), "translation_least is nan: it must be more than 0"),
+        ("rotation_most", 0.001, "rotation_most is 0.001, and rotation_least 0.01: noise must grow with time"),
     ],
 )
 def test_options_that_make_no_sense_are_refused_by_name(option, value, words):
@@ -47,19 +57,21 @@ def test_options_that_make_no_sense_are_refused_by_name(option, value, words):
     assert caught.value.where == f"train.options.{option}"
 
 
-def test_unbound_partners_are_refused_as_they_have_no_pose():
-    flags = [{"labelled": np.ones(part.size, bool)} for part in made(0).parts]
-    unbound = changed(changed(made(0), 0, **flags[0]), 1, **flags[1])
-    with pytest.raises(ConfigError, match="partners of b are unbound structures") as caught:
-        collated(made(1), unbound, ids=["a", "b"])
-    assert caught.value.remedy == "--set data.state=bound"
-    both = batch_of([made(1), unbound], ids=["a", "b"]).items
-    assert len(SMALL.collate([both[0]], RNG).partners.sizes) == 1  # beside which a bound item is none
-
-
-def test_a_graph_without_contacts_is_refused_as_nothing_shows_one_frame():
+def test_a_graph_without_contacts_is_not_trained_on_as_nothing_shows_one_frame():
     with pytest.raises(ConfigError, match="has no native contacts"):
-        collated(replace(made(0), labels={}))
+        SMALL.loss(model_of(dtype=torch.float32), collated(replace(made(0), labels={})))
+
+
+def test_unbound_partners_are_trained_on_where_the_bound_complex_has_them():
+    """The bound places of these are those of the input, turned and moved as a whole: the true pose is the file's."""
+    turn, shift = np.linalg.qr(np.random.default_rng(0).normal(size=(3, 3)))[0], np.array([50.0, -7.0, 3.0])
+    turn *= np.linalg.det(turn)
+    graph, flagged = made(0), made(0)
+    for place, part in enumerate(graph.parts):
+        bound = (part.nodes["pos"][:, 1] + part.centre_3) @ turn + shift
+        flagged = changed(flagged, place, labelled=np.ones(part.size, bool), bound=bound.astype(np.float32))
+    (bound,), (unbound,) = (collated(one, ids=["a"]).complexes for one in (graph, flagged))
+    assert torch.allclose(unbound.true_L3, bound.true_L3, atol=1e-3)
 
 
 def test_what_stands_alone_is_refused_by_name():
@@ -77,40 +89,31 @@ def test_embeddings_of_another_width_are_refused_unless_none_are_wanted():
     with pytest.raises(ConfigError, match=r"embeddings of 16 numbers, those of the data set have 24"):
         collated(made(0), dim=24)
     bare = replace(SMALL, embedding_dim=0)
-    assert len(model_of(bare, torch.float32)(collated(made(0), dim=None, task=bare))[0]) == 1
+    assert len(bare.loss(model_of(bare, torch.float32), collated(made(0), dim=None, task=bare))) == 2
 
 
 # ---- weights to begin with, and a trial ----
 
 
 def test_weights_of_another_width_are_refused_with_both_shapes(tmp_path):
-    torch.save(replace(SMALL, width=24).model().state_dict(), path := tmp_path / "wide.pt")
+    torch.save(replace(SMALL, scalars=8).model().state_dict(), path := tmp_path / "wide.pt")
     with pytest.raises(ConfigError) as caught:
         load_pretrained(SMALL.model(), path)
     said = str(caught.value)
-    assert "of_type.weight: float32[21, 24] in the file, float32[21, 16] in the model" in said
-    total = len(SMALL.model().state_dict())
-    fitting = total - int(said.partition("not alike (")[2].partition(")")[0])
-    assert f"{fitting} of its {total} tensors fit" in said
-    assert "… and " in said
+    assert "trunk.residues.of_type.weight: float32[24, 8] in the file, float32[24, 6] in the model" in said
     assert caught.value.remedy.endswith("train.pretrained_partial: true")
 
 
-def test_a_partial_load_takes_the_layers_it_knows_and_lists_what_is_left_out(tmp_path):
-    torch.save(replace(SMALL, layers=1, pair_width=12).model().state_dict(), path := tmp_path / "other.pt")
-    model = SMALL.model()
-    before = {name: one.clone() for name, one in model.state_dict().items()}
-    report = load_pretrained(model, path, partial=True)
-    stored = torch.load(path)
-    assert {name for name in report.missing if not name.startswith("layers.1.")} == set()
-    assert "pull.pairs.inner.weight" in report.reshaped
-    assert report.loaded == len(before) - len(report.missing) - len(report.reshaped)
-    kept = {*report.missing, *report.reshaped}
-    for name, one in model.state_dict().items():
-        assert torch.equal(one, before[name] if name in kept else stored[name]), name
-    told = "\n".join(report.lines())
-    assert f"not in the file ({len(report.missing)}):\n  layers.1." in told
-    assert f"not alike ({len(report.reshaped)}):" in told
+def test_weights_under_the_published_names_are_taken_where_the_network_has_the_oddities(tmp_path):
+    task = replace(SMALL, as_published=True)
+    torch.manual_seed(1)
+    torch.save({"model": to_published(theirs := task.model()), "optimizer": {}}, path := tmp_path / "published.pth")
+    report = load_pretrained(ours := task.model(), path)
+    assert report.is_whole
+    assert all(torch.equal(one, theirs.state_dict()[name]) for name, one in ours.state_dict().items())
+    with pytest.raises(ConfigError, match="weights of DiffDock-PP") as caught:
+        load_pretrained(SMALL.model(), path)
+    assert caught.value.remedy == "--set train.options.as_published=true"
 
 
 def test_a_trial_takes_the_first_items_alone(tmp_path, pipeline):
@@ -123,4 +126,77 @@ def test_a_trial_takes_the_first_items_alone(tmp_path, pipeline):
     task = replace(SMALL, embedding_dim=0)
     loader = open_loader("pipeline.yaml", Sampling(batch=4, padding=None), sets=["data.limit=2"], embed=False,
                          collate=task.collate)  # fmt: skip
-    assert [len(batch.partners.sizes) for batch in loader] == [2]
+    assert [len(batch.complexes) for batch in loader] == [2]
+
+
+# ---- confidence ----
+
+
+def drawn(folder, graphs, names, count=3, task=SMALL):
+    """Write poses of complexes as stage predict does."""
+    lines = ["id," + ",".join(f"move.{place}" for place in range(12))]
+    for graph, name in zip(graphs, names, strict=True):
+        moves = outputs_of(task, model_of(task, torch.float32), rows_of(graph, name, range(count), task))["move"]
+        lines += [f"{name} {at}," + ",".join(map(repr, map(float, move))) for at, move in enumerate(moves)]
+    folder.mkdir()
+    (folder / "predictions.csv").write_text("\n".join(lines) + "\n")
+    return replace(CONFIDENCE, poses=str(folder))
+
+
+def test_confidence_keeps_the_contract_of_a_task(tmp_path):
+    task = drawn(tmp_path / "poses", THREE, IDS)
+    items = batch_of(THREE, ids=IDS).items[:]
+    assert list(breaches(task, sizes=SIZES[0], items=items)) == []
+
+
+def test_confidence_is_shown_the_poses_that_were_drawn_and_which_are_near(tmp_path):
+    identity = "1,0,0,0,1,0,0,0,1"
+    rows = ["id," + ",".join(f"move.{place}" for place in range(12)), f"a 0,{identity},0,0,0", f"b 0,{identity},0,0,9"]
+    (tmp_path / "poses").mkdir()
+    (tmp_path / "poses" / "predictions.csv").write_text("\n".join([*rows, "b 1" + "," * 12]) + "\n")
+    task = replace(CONFIDENCE, poses=str(tmp_path / "poses"))
+    found = [
+        task.collate(batch_of([graph], ids=[name]).items[:], RNG).complexes[0]
+        for graph, name in zip(THREE[:2], "ab", strict=True)
+    ]
+    assert [float(one.near_P) for one in found] == [1.0, 0.0]
+    (docked,) = collated(THREE[0], ids=["a"]).complexes
+    assert torch.allclose(found[0].posed.pos_PL3[0], docked.true_L3, atol=1e-4)
+
+
+def test_a_complex_without_poses_is_refused_by_name(tmp_path):
+    task = drawn(tmp_path / "poses", THREE[:1], IDS[:1])
+    with pytest.raises(DataError, match="b has no poses"):
+        collated(THREE[1], ids=["b"], task=task)
+
+
+def test_a_table_without_poses_is_refused_with_what_makes_them(tmp_path):
+    (tmp_path / "predictions.csv").write_text("id,loss\na,1\n")
+    with pytest.raises(DataError, match="holds no poses") as caught:
+        collated(THREE[0], ids=["a"], task=replace(CONFIDENCE, poses=str(tmp_path)))
+    assert "--stage predict" in caught.value.remedy
+
+
+@pytest.mark.parametrize("published", [True, False])
+def test_poses_are_ranked_by_a_model_of_confidence_of_any_form(tmp_path, published):
+    judge = model_of(replace(CONFIDENCE, as_published=published), torch.float32)
+    torch.save(to_published(judge) if published else judge.state_dict(), path := tmp_path / "confidence.pt")
+    task = replace(SMALL, confidence=str(path))
+    batch = rows_of(made(0), "a", range(3), task)
+    told = outputs_of(task, model_of(dtype=torch.float32), batch)
+    plain = outputs_of(SMALL, model_of(dtype=torch.float32), batch)
+    assert [one.shape for one in told["confidence"]] == [()] * 3
+    assert all((one == other).all() for one, other in zip(told["move"], plain["move"], strict=True))
+
+
+@needs_original
+def test_the_published_confidence_is_told_by_its_shapes():
+    model = trained_confidence(str(FOLDER / "confidence.pth"), "cpu", torch.float32, False)
+    assert sum(one.numel() for one in model.parameters()) == 255_601
+    assert len(load_file(FOLDER / "confidence_state.safetensors")) > 40
+
+
+def test_weights_of_another_model_do_not_rank_poses(tmp_path):
+    torch.save(SMALL.model().state_dict(), path := tmp_path / "score.pt")
+    with pytest.raises(ConfigError, match="not the weights of a model of confidence"):
+        trained_confidence(str(path), "cpu", torch.float32, False)

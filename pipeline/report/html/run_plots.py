@@ -243,6 +243,20 @@ def training_plots(training: TrainingFacts) -> list[Markup]:
     ]
 
 
+def predicted_plots(stage: StageFacts) -> list[Markup]:
+    """Return the pictures that a task draws of its predictions: curves, of bounded size."""
+    drawn = []
+    for picture in stage.census.get("pictures", ()):
+        lines = [
+            Line(line["name"], [(x, y) for x, y in line["points"]], at, line.get("style", ""))
+            for at, line in enumerate(picture["lines"])
+        ]
+        xs, ys = zip(*(point for line in lines for point in line.points), strict=True)
+        x = number_axis(min(xs), max(xs), picture["x"])
+        drawn.append(plot(picture["title"], x, number_axis(0, max(ys), picture["y"]), lines))
+    return drawn
+
+
 def own_metrics(training: TrainingFacts) -> list[str]:
     """Return the validation metrics that are not terms of the loss."""
     return [name for name in training.metrics if not name.startswith(LOSS)]

@@ -21,7 +21,7 @@ from pipeline.encoder.checkpoints.weights import checkpoint_facts, key_as_it_sta
 from pipeline.errors import CacheDamaged, PipelineError, RecordMissing
 from pipeline.graphs.build_graph import encoded_graph
 from pipeline.keys import TAG_BYTES, content_digest, recipe_tag
-from pipeline.records import Inventory, Item, Role
+from pipeline.records import Inventory, Item
 from pipeline.runs.audit.item_index import ODD, EmbeddingWidths, ItemIndex, in_sample
 from pipeline.stages.encoder_checks import allowed, distance, wrong_embedding, wrong_limit, wrong_parity, wrong_weights
 from pipeline.stages.remade_records import EncodedAgain, as_floats, differences, read_again, same_bits
@@ -46,12 +46,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from pipeline.project.project import Project
-    from pipeline.records import Part
     from pipeline.stages.remade_records import Anew
     from pipeline.store.format.record import Record
     from pipeline.store.maintenance.scrub import Named, Subset
     from pipeline.store.store import Store
-    from pipeline.structures.inventory import ComplexSide
 
 DEFAULT_SAMPLE = 0.0  # what is made anew takes the source files, the encoder and their time, so it must be asked for
 TOLD = 3  # things that are wrong with one record
@@ -217,7 +215,7 @@ class Semantic:
         self._notes["inventories made anew"] += 1
         if why := _combined(_inventory_differences(record, anew)):
             return why
-        problem = _combined(self._second_opinion(record.key, anew))
+        problem = _combined(self._second_opinion(anew))
         return problem and Wrong(problem.what, lost=False)
 
     def _graph_again(self, record: Record) -> Wrong | None:
@@ -295,7 +293,7 @@ class Semantic:
             else None
         )
 
-    def _second_opinion(self, key: bytes, anew: Anew) -> Iterator[str]:
+    def _second_opinion(self, anew: Anew) -> Iterator[str]:
         """Yield where a second parser reads the files of an item differently."""
         if anew.read is None:
             return
@@ -303,21 +301,18 @@ class Semantic:
         if name is None:
             self._notes["not compared: no second parser is installed (pip install 'pipeline[bcif]')"] += 1
             return
-        line = self._data_set.items.get(key)
-        item = Item.from_json(json.loads(line or ""))
-        for parts, sides in ((item.parts, anew.read.sides), (item.bound, anew.read.bound)):
-            for part, side in _pieces(parts, sides):
-                reading = self._project.recipe.reading
-                reading = reading if part.model is None else replace(reading, model=part.model)
-                try:
-                    atoms = read_second(anew.files[part.path].data, format_of(Path(part.path)), reading)
-                except NotComparable as why:
-                    self._notes[f"not compared with {name}: {why}"] += 1
-                    continue
-                self._notes[f"partners compared with {name}"] += 1
-                for chain in side.chains:
-                    for difference in disagreements(atoms, side.structure, chain):
-                        yield f"{Path(part.path).name}: {difference}"
+        for side in (*anew.read.sides.values(), *anew.read.bound.values()):
+            part, reading = side.part, self._project.recipe.reading
+            reading = reading if part.model is None else replace(reading, model=part.model)
+            try:
+                atoms = read_second(anew.files[part.path].data, format_of(Path(part.path)), reading)
+            except NotComparable as why:
+                self._notes[f"not compared with {name}: {why}"] += 1
+                continue
+            self._notes[f"partners compared with {name}"] += 1
+            for chain in side.chains:
+                for difference in disagreements(atoms, side.structure, chain):
+                    yield f"{Path(part.path).name}: {difference}"
 
     # What must be known besides
 
@@ -375,12 +370,6 @@ def _inventory_differences(record: Record, anew: Anew) -> Iterator[str]:
     """Yield where an inventory differs from what is made of its files."""
     maps = anew.read.maps if anew.read else {}
     return differences(record, maps, json.loads(json.dumps(anew.inventory.to_json())))
-
-
-def _pieces(parts: Sequence[Part], sides: Mapping[Role, ComplexSide]) -> Iterator[tuple[Part, ComplexSide]]:
-    """Yield each side with the part of the item that it was read for."""
-    for role, side in sides.items():
-        yield next(part for part in parts if part.role in (role, Role.COMPLEX)), side
 
 
 _ALONE = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,7 +29,6 @@ from pipeline.training.prepared import ModelFolder, Prepared, likeness, stretch_
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
     from pipeline.config.schema import Config
     from pipeline.project.project import Project
@@ -45,8 +45,8 @@ UNPLANNED = {"preset", "validation", "checkpoints", "log_every", "trackers", "mo
 
 
 def prepare(project: Project) -> Prepared | None:
-    """Return the plan of the training that a configuration asks for; None while its graphs are not there."""
-    table = made_table(project)
+    """Return the plan of the training that a configuration asks for; None while its graphs or files are not there."""
+    table = _table_to_train_on(project)
     if table is None:
         return None
     key = _plan_key(project, table)
@@ -68,8 +68,14 @@ def _remembered_or_planned(project: Project, key: str, table: str) -> Prepared:
 
 def is_planned(project: Project) -> bool:
     """Tell whether no plan needs to be traced now: it is remembered, or cannot be made yet."""
-    table = made_table(project)
+    table = _table_to_train_on(project)
     return table is None or (project.config.cluster.runs / PLANS / f"{_plan_key(project, table)}.json").exists()
+
+
+def _table_to_train_on(project: Project) -> str | None:
+    """Return the key of the table of items; None while graphs, or files that the task reads, are not there."""
+    table = made_table(project)
+    return table if table is not None and all(path.exists() for path in code_of(project).reads) else None
 
 
 def _remembered(path: Path) -> Prepared | None:
@@ -88,7 +94,7 @@ def _plan_key(project: Project, table: str) -> str:
 def plan_facts(project: Project, table: str) -> dict[str, Any]:
     """Return what a plan's memory and time follow from."""
     config = project.config
-    asked = {
+    asked: dict[str, Any] = {
         "train": config.train.model_dump(mode="json", exclude=UNPLANNED),
         "resources": config.cluster.train.model_dump(mode="json", exclude={"time", "partition", "constraint"}),
         "cards": [card.model_dump(mode="json") for card in config.cluster.slurm.cards],
@@ -100,6 +106,8 @@ def plan_facts(project: Project, table: str) -> dict[str, Any]:
     }
     if (pretrained := pretrained_digest(project)) is not None:
         asked["pretrained"] = pretrained
+    if files := files_digests(project):
+        asked["files"] = files
     return asked
 
 
@@ -161,6 +169,7 @@ def recipe_of(project: Project, table: str, precision: str) -> dict[str, Any]:
     constant = train.schedule.kind == "constant"
     return {
         **decided,
+        "options": pathless(train.options),
         "precision": precision,
         "schedule": train.schedule.model_dump(mode="json"),
         "epochs": None if constant and not train.curriculum else train.epochs,  # more of them is a longer training
@@ -168,7 +177,22 @@ def recipe_of(project: Project, table: str, precision: str) -> dict[str, Any]:
         "code": code_of(project).trains,
         "embeddings": embeddings_used(project),
         "table": table,
+        **({"files": files} if (files := files_digests(project)) else {}),
     }
+
+
+def pathless(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options with paths as their last name: what lies there counts, and not where."""
+    plain = json.loads(json.dumps(dict(options)))
+    return {
+        name: Path(value).name if isinstance(value, str) and value.startswith("/") else value
+        for name, value in plain.items()
+    }
+
+
+def files_digests(project: Project) -> list[str]:
+    """Return the digests of their content, whatever their paths."""
+    return project.once("files", lambda: [digest_of_files(path) for path in code_of(project).reads])
 
 
 def pretrained_digest(project: Project) -> str | None:

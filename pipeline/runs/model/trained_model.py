@@ -17,7 +17,7 @@ from pipeline.config.schema_train import TrainSection
 from pipeline.errors import ConfigError, DataError, PipelineError
 from pipeline.project.run_code import load_reader, load_task, source_digest, sources
 from pipeline.runs.dataset.reader_items import is_reader
-from pipeline.runs.model.prepare import embeddings_used
+from pipeline.runs.model.prepare import embeddings_used, pathless
 from pipeline.stages.apply import kept_figures
 from pipeline.store.format.disk import Disk
 from pipeline.training.prepared import BEST, LAST, ModelFolder, Prepared
@@ -88,8 +88,11 @@ def named_model(models: Path, wanted: str) -> TrainedModel | None:
     """Return the model that a setting names; None where it means the configured training, or a checkpoint of it.
 
     It may be a name in the folder of models, or the path of a model's folder, of an exported one, or of a checkpoint.
+    A file of weights is no model: it goes with the configured task.
     """
-    if not names_model(wanted):
+    from pipeline.training.checkpoints.chosen_checkpoint import weights_file
+
+    if not names_model(wanted) or weights_file(wanted) is not None:
         return None
     if (path := place_of(models, wanted)) is not None:
         is_model = _is_model(path)
@@ -145,6 +148,7 @@ def _inputs(config: Config) -> dict[str, Any]:
     """Return the settings that decide what a model is given, by key."""
     train = config.train.model_dump(mode="json", include=set(DECIDED))
     decided = {f"train.{name}": value for name, value in train.items()}
+    decided["train.options"] = pathless(config.train.options)
     if is_reader(config):
         return decided | {"data.reader": config.data.reader}
     graph = config.graph.model_dump(mode="json", exclude={"cache", "contacts"})  # contacts are labels
@@ -168,7 +172,7 @@ def model_card(model: TrainedModel) -> dict[str, Any]:
         return {name: value for name, value in card.items() if name not in ("format", "settings")}
     from pipeline.training.checkpoints.checkpoint_reader import read_manifest
 
-    chosen, recipe = _chosen(model), model.prepared.recipe
+    chosen, recipe = chosen_of(model), model.prepared.recipe
     manifest = read_manifest(Disk(), chosen.path)
     own = ("embeddings", "code", "table", "task", "options")
     return {
@@ -197,7 +201,8 @@ def _encoder(model: TrainedModel) -> dict[str, Any] | None:
     return file | dict(recipe) if recipe else None
 
 
-def _chosen(model: TrainedModel) -> ChosenCheckpoint:
+def chosen_of(model: TrainedModel) -> ChosenCheckpoint:
+    """Return the checkpoint of a model that is meant; raise where it has none."""
     from pipeline.training.checkpoints.chosen_checkpoint import choose_checkpoint
 
     chosen = choose_checkpoint(model.folder.checkpoints, model.checkpoint)
@@ -222,7 +227,7 @@ def export_model(model: TrainedModel, folder: Path, beside: Path | None) -> dict
     from pipeline.training.checkpoints.exported_model import checkpoint_weights, write_export
 
     config = _exportable(model)
-    chosen, card, settings = _chosen(model), model_card(model), portable_settings(config)
+    chosen, card, settings = chosen_of(model), model_card(model), portable_settings(config)
     task, data = load_task(config.train.task, config.train.options, beside=beside), config.data
     code = dict(sources(task))
     if data.reader is not None:

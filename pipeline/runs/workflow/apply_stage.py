@@ -22,22 +22,24 @@ from pipeline.journal.attempts import left_out_items
 from pipeline.journal.run_folder import writing_run
 from pipeline.keys import content_digest
 from pipeline.project.run_code import blamed, load_task
-from pipeline.protocol import ReadsFiles, Samples
+from pipeline.project.task_code import TaskCode, task_code
+from pipeline.protocol import Publishes
+from pipeline.records import Rejection
 from pipeline.runs.dataset.loading import made_table, rows_of, source_of
 from pipeline.runs.dataset.reader_items import unmade
-from pipeline.runs.dataset.worklist import Shard, StageSurvey
-from pipeline.runs.model.prepare import code_of, digest_of_files, folder_of, prepare
+from pipeline.runs.dataset.worklist import Shard, StageSurvey, frozen_items
+from pipeline.runs.model.prepare import code_of, digest_of_files, folder_of, pathless, prepare
 from pipeline.runs.model.rank_setup import device_here, join_ranks, log_line, staged
 from pipeline.runs.model.trained_model import TrainedModel, named_model, names_model
 from pipeline.runs.model.training_work import Work, sizes_of
 from pipeline.runs.workflow.stage import Judged, Stage
-from pipeline.runs.workflow.train_stage import UNPLANNED_BYTES, TrainStage
+from pipeline.runs.workflow.train_stage import UNPLANNED_BYTES, TrainStage, refuse_unfit_weights
 from pipeline.stage_names import StageName
 from pipeline.training.items.item_table import ItemTable
 from pipeline.training.prepared import ModelFolder, Prepared
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from numpy.typing import NDArray
 
@@ -46,7 +48,6 @@ if TYPE_CHECKING:
     from pipeline.config.schema_train import EvaluateSection, PredictSection
     from pipeline.journal.run_folder import RunFolder
     from pipeline.project.project import Project
-    from pipeline.protocol import Task
     from pipeline.records import TaskContext
     from pipeline.runs.workflow.stage import Outcomes
     from pipeline.stages.apply import Figures, Predictions
@@ -159,7 +160,8 @@ class ApplyStage(Stage):
 
     def needed(self, config: Config) -> tuple[StageName, ...]:
         """Return the stages before it: a model that is named was trained already."""
-        return self.needs[:-1] if names_model(self._section(config).checkpoint) else self.needs
+        before = TrainStage().needed(config) if self.name != StageName.PREDICT else TrainStage.needs
+        return before if names_model(self._section(config).checkpoint) else (*before, StageName.TRAIN)
 
     def inspect(self, project: Project) -> None:
         """Raise where no model can be applied."""
@@ -173,7 +175,20 @@ class ApplyStage(Stage):
         if (model := self._model(project)) is not None:
             model.refuse_other_settings(project)
         code_of(project)
-        self._task(project)
+        self._refuse_unfit(project)
+
+    def _refuse_unfit(self, project: Project) -> None:
+        """Raise where files that the task reads are not there, or weights that are named are not of its model."""
+        from pipeline.training.checkpoints.chosen_checkpoint import weights_file
+
+        are_made_first = project.config.train.predict.for_training
+        for path in () if are_made_first else self._code(project).reads:
+            if not path.exists():
+                where = f"train.{self.name}.options: {path}"
+                raise ConfigError("there is no such file or folder", where=where, remedy=f"ls -ld {path.parent}")
+        if (file := weights_file(self.settings(project).checkpoint)) is not None:
+            train, options = project.config.train, self._options(project.config)
+            refuse_unfit_weights(load_task(train.task, options, beside=project.beside), file)
 
     def _model(self, project: Project) -> TrainedModel | None:
         """Return the model that the configuration names; None where it means the one that it trains."""
@@ -278,8 +293,8 @@ class ApplyStage(Stage):
         whole = ItemTable.read(project.cache.kind("sets"), bytes.fromhex(prepared.table))
         split = self.settings(project).split
         if split is None or split in whole.splits:
-            chosen, task = whole if split is None else whole.of_split(split), self._task(project)
-            return chosen.sampled(task.samples) if isinstance(task, Samples) else chosen
+            chosen = whole if split is None else whole.of_split(split)
+            return chosen.sampled(self._code(project).samples)
         if may_miss:
             return whole.take(np.zeros(0, np.int64))
         named = [name for name in whole.splits if name]
@@ -298,18 +313,19 @@ class ApplyStage(Stage):
         """Return the options of the task where this stage applies its model."""
         return {**config.train.options, **self._section(config).options}
 
-    def _task(self, project: Project) -> Task:
-        """Return the task with those options."""
-        train, options = project.config.train, self._options(project.config)
-        return project.once(f"task of {self.name}", lambda: load_task(train.task, options, beside=project.beside))
+    def _code(self, project: Project) -> TaskCode:
+        """Return what is known of the task with those options."""
+        train = project.config.train.model_copy(update={"options": self._options(project.config)})
+        config = project.config.model_copy(update={"train": train})
+        return project.once(f"task of {self.name}", lambda: task_code(config, project.beside))
 
     def _made_of(self, project: Project, table: ItemTable) -> str:
         """Return the digest of the items, and of what else decides what is told of them: code, options and files."""
         from pipeline.training.items.item_table import table_digest
 
-        of_items, task, own = table_digest(table), self._task(project), self._section(project.config).options
-        files = [digest_of_files(path) for path in task.files()] if isinstance(task, ReadsFiles) else []
-        told = [code_of(project).tells, json.dumps(own, sort_keys=True) if own else "", *files]
+        of_items, code, own = table_digest(table), self._code(project), self._section(project.config).options
+        files = [digest_of_files(path) for path in code.reads]
+        told = [code.tells, json.dumps(pathless(own), sort_keys=True) if own else "", *files]
         return content_digest("-".join([of_items, *filter(None, told)]).encode()).hex() if any(told) else of_items
 
     def _job(
@@ -336,6 +352,10 @@ class ApplyStage(Stage):
             replace(applied, chosen=chosen, done=[]).write(folder.plan(self.name))
             return chosen
 
+        def publish(where: Path, outputs: Mapping[str, Any]) -> Iterable[Path]:
+            items = (entry for entry in frozen_items(project, folder) if not isinstance(entry, Rejection))
+            return work.task.publish(where, outputs, items, project.recipe)  # type: ignore[attr-defined,no-any-return]
+
         return ApplyJob(
             train=project.config.train,
             prepared=prepared,
@@ -354,6 +374,7 @@ class ApplyStage(Stage):
             left_out=left_out_items(folder, self.name),
             with_loss=self.with_loss,
             data=str(project.config.data.path),
+            publish=publish if isinstance(work.task, Publishes) else None,
         )
 
 

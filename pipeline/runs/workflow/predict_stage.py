@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import json
+from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import ConfigError
 from pipeline.keys import content_digest
+from pipeline.project.run_code import load_task
+from pipeline.runs.model.trained_model import DECIDED, named_model
 from pipeline.runs.workflow.apply_stage import Application, ApplyStage, ModelUse
 from pipeline.stage_names import StageName
 
@@ -17,12 +20,16 @@ if TYPE_CHECKING:
     from pipeline.config.schema import Config
     from pipeline.journal.run_folder import RunFolder
     from pipeline.project.project import Project
+    from pipeline.records import TaskContext
+    from pipeline.runs.dataset.worklist import StageSurvey
     from pipeline.runs.workflow.stage import Outcomes
     from pipeline.stages.apply import Predictions
     from pipeline.training.evaluating.apply_model import ApplyJob
 
 OF_DIGITS = 8  # of a digest of checkpoint and items, in the name of a folder of predictions
 LINES_SHOWN, LETTERS_SHOWN = 4, 160  # of predictions
+PICTURES = "pictures.json"
+SHOWN_FIRST = ("poses.csv",)  # tables of a task's own that tell more than all outputs
 
 
 @dataclass(slots=True)
@@ -32,6 +39,7 @@ class Predicted(ModelUse):
     folder: str = ""
     files: dict[str, int] = field(default_factory=dict)  # their bytes
     lines: list[str] = field(default_factory=list)  # the first
+    pictures: list[dict[str, Any]] = field(default_factory=list)  # that the task draws of them, for the run's page
 
 
 class PredictStage(ApplyStage):
@@ -39,13 +47,14 @@ class PredictStage(ApplyStage):
 
     name = StageName.PREDICT
 
-    def wanted(self, config: Config) -> bool:  # noqa: ARG002
-        return False  # people say what they want predictions of
+    def wanted(self, config: Config) -> bool:
+        return config.train.predict.for_training  # else people say what they want predictions of
 
     def inspect(self, project: Project) -> None:
         """Raise where nothing can be predicted, also for a task without outputs()."""
+        project = self._of_model(project)
         super().inspect(project)
-        if not callable(getattr(self._task(project), "outputs", None)):
+        if not self._says(project):
             what = "the task has no outputs(): there is nothing to predict"
             remedy = "give it outputs(self, model, batch) -> {name: an entry for each item}   (pipeline/protocol.py)"
             raise ConfigError(what, where="train.task", remedy=remedy)
@@ -54,8 +63,33 @@ class PredictStage(ApplyStage):
 
             import_arrow()
 
+    def _says(self, project: Project) -> bool:
+        """Tell whether the task has outputs()."""
+        train = project.config.train
+        return callable(getattr(load_task(train.task, train.options, beside=project.beside), "outputs", None))
+
+    def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> StageSurvey:
+        return super().survey(self._of_model(project), folder, at_once)
+
+    def mem_bytes(self, project: Project) -> int:
+        return super().mem_bytes(self._of_model(project))
+
+    def gpu_bytes(self, project: Project) -> int:
+        return super().gpu_bytes(self._of_model(project))
+
+    def work(self, project: Project, folder: RunFolder, task: int, tell: TaskContext) -> Outcomes:
+        return super().work(self._of_model(project), folder, task, tell)
+
+    def _of_model(self, project: Project) -> Project:
+        """Return the project with the task of the model that predicts for another one's training."""
+        if not project.config.train.predict.for_training:
+            return project
+        return project.once("project of the model that predicts", lambda: _with_task_of_model(project))
+
     def _folder(self, project: Project, applied: Application) -> Path:
         """Return the folder of a checkpoint's predictions for a data set, which no other ones share."""
+        if project.config.train.predict.for_training:
+            return project.config.train.predict.folder
         model, data = applied.chosen.model or applied.prepared.name, project.config.data.path.name.partition(".")[0]
         of = content_digest(f"{applied.chosen.digest}-{applied.made}".encode()).hex()[:OF_DIGITS]
         return project.config.train.predict.folder / "-".join((model, data, applied.split or "all", of))
@@ -84,7 +118,22 @@ class PredictStage(ApplyStage):
         if made is not None:
             path = self._folder(project, applied)
             judged.folder = str(path)
-            judged.files = {name: size for name, (size, _) in made.files.items()}
-            with (path / "predictions.csv").open(encoding="utf-8", newline="") as file:
+            judged.files = {name: size for name, (size, _) in made.files.items() if "/" not in name}
+            if PICTURES in made.files:
+                judged.pictures = json.loads((path / PICTURES).read_text())
+            shown = next((name for name in SHOWN_FIRST if name in made.files), "predictions.csv")
+            with (path / shown).open(encoding="utf-8", newline="") as file:
                 judged.lines = [line.rstrip("\r\n")[:LETTERS_SHOWN] for line in islice(file, LINES_SHOWN)]
         return judged
+
+
+def _with_task_of_model(project: Project) -> Project:
+    """Return a project whose task is that of the model it names, as that was trained."""
+    train = project.config.train
+    model = named_model(train.models, train.predict.checkpoint)
+    if model is None or model.config is None:
+        what = "what is trained on is predicted by a model that was trained before: none is named"
+        raise ConfigError(what, where="train.predict.checkpoint", remedy="pipeline model list   (then --set that key)")
+    theirs = {name: getattr(model.config.train, name) for name in DECIDED} | {"pretrained": None}
+    config = project.config.model_copy(update={"train": train.model_copy(update=theirs)})
+    return replace(project, config=config, _made={})

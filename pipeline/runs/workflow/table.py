@@ -84,7 +84,11 @@ def regenerated(config: Config, kinds: Collection[str] | None) -> list[str]:
 
 def everything(config: Config) -> list[str]:
     """Return the stages of `--stage all` under a configuration, in order."""
-    return [row.name for row in WORKFLOW if row.is_for(config) and row.wanted(config)]
+    names: list[str] = [row.name for row in WORKFLOW if row.is_for(config) and row.wanted(config)]
+    if config.train.predict.for_training:
+        names.remove(StageName.PREDICT)
+        names.insert(names.index(StageName.TRAIN), StageName.PREDICT)
+    return names
 
 
 def too_many(rejected: int, total: int, fraction: float) -> bool:

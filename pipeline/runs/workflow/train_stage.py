@@ -44,6 +44,7 @@ from pipeline.training.prepared import ModelFolder, Prepared
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from pathlib import Path
 
     from torch import nn
 
@@ -76,6 +77,10 @@ class TrainStage(Stage):
     def wanted(self, config: Config) -> bool:
         return with_task(config)
 
+    def needed(self, config: Config) -> tuple[StageName, ...]:
+        """Return the stages before it: also that which predicts what is trained on."""
+        return (*self.needs, StageName.PREDICT) if config.train.predict.for_training else self.needs
+
     def inspect(self, project: Project) -> None:
         """Raise where nothing can be trained: there are no structures, or the task cannot be loaded."""
         from pipeline.project.run_code import load_task
@@ -85,7 +90,8 @@ class TrainStage(Stage):
         refuse_crop(config)
         code_of(project)
         if config.train.pretrained is not None:
-            refuse_unfit_weights(project, load_task(config.train.task, config.train.options, beside=project.beside))
+            task = load_task(config.train.task, config.train.options, beside=project.beside)
+            refuse_unfit_weights(task, config.train.pretrained, partial=config.train.pretrained_partial)
 
     def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> StageSurvey:  # noqa: ARG002 - one task
         """Find how far the training is, and plan the rest."""
@@ -299,17 +305,15 @@ def misfits(project: Project, task: Task) -> list[str]:
     if any(splits) and train.split is not None and train.split not in splits:
         problems.append(f"train.split is {train.split!r}; there are {', '.join(repr(name) for name in splits if name)}")
     try:
-        refuse_unfit_weights(project, task)
+        if train.pretrained is not None:
+            refuse_unfit_weights(task, train.pretrained, partial=train.pretrained_partial)
     except PipelineError as error:
         problems.append(f"train.pretrained: {error.what}")
     return problems
 
 
-def refuse_unfit_weights(project: Project, task: Task) -> None:
-    """Raise where pretrained weights are not of the task's model, which is made without memory if it can be."""
-    train = project.config.train
-    if train.pretrained is None:
-        return
+def refuse_unfit_weights(task: Task, path: Path, *, partial: bool = False) -> None:
+    """Raise where weights are not of the task's model, which is made without memory if it can be."""
     import torch
 
     from pipeline.training.checkpoints.trained_weights import fitting_weights
@@ -319,7 +323,7 @@ def refuse_unfit_weights(project: Project, task: Task) -> None:
             model = task.model()
     except Exception:  # noqa: BLE001 - one that needs numbers while it is made
         model = task.model()
-    fitting_weights(model, train.pretrained, partial=train.pretrained_partial)
+    fitting_weights(model, path, partial=partial)
 
 
 def _step(

@@ -10,8 +10,10 @@ under the same name (.inpcrd, .rst7, .crd), and a small molecule of its own (.sd
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import replace
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,7 +35,7 @@ from pipeline.structures.sources.source_rows import (
 from pipeline.units import printable_text
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator
+    from collections.abc import Generator, Iterator, Sequence
 
     from pipeline.records import Item, Rejection
     from pipeline.structures.sources.item_ids import SourceSpec
@@ -92,25 +94,48 @@ PAIRS_COLUMNS = Columns(
 )
 STEM = re.compile(r"(.+)_[rl]_[bu]")
 ROLES = {Role.RECEPTOR: "r", Role.LIGAND: "l"}
+PAIRS_SUBFOLDERS = ("structures",)
+PICKLED = ".dill"  # as lists of DIPS name each pair, whose partners are files here
+FOLDERS_AT_ONCE = 1024
 
 
 def pair_items(spec: SourceSpec) -> Generator[Item | Rejection, None, None]:
     """Yield the pairs that the CSV lists, or that the folder holds."""
-    folder = StructureFolder(spec.path)
+    folder_at = lru_cache(maxsize=FOLDERS_AT_ONCE)(partial(_pairs_folder, spec.path))
 
-    def files_of(name: str, row: SourceRow) -> ItemFiles:  # noqa: ARG001  # the id says it all
-        bound = _pairs_parts(folder, name, "b")
-        return ItemFiles(_pairs_parts(folder, name, "u"), bound) if spec.state == "unbound" else ItemFiles(bound)
+    def files_of(_name: str, row: SourceRow) -> ItemFiles:
+        *above, stem = (checked_id(part) for part in row["path"].split("/"))
+        folder, stem = folder_at("/".join(above)), stem.removesuffix(PICKLED)
+        bound = _pairs_parts(folder, stem, "b")
+        return ItemFiles(_pairs_parts(folder, stem, "u"), bound) if spec.state == "unbound" else ItemFiles(bound)
 
     rows = read_rows(spec.splits, PAIRS_COLUMNS) if spec.splits else _rows_of_folder(spec)
-    return build_items(rows, PAIRS_COLUMNS, lambda row: row["path"], files_of)
+    return build_items(rows, PAIRS_COLUMNS, lambda row: row["path"].removesuffix(PICKLED).replace("/", "."), files_of)
+
+
+def _pairs_folder(root: Path, below: str) -> StructureFolder:
+    """Return the folder of pairs, or the one below it that a list names."""
+    if not below:
+        return StructureFolder(root, PAIRS_SUBFOLDERS)
+    for place in (root / below, *(root / name / below for name in PAIRS_SUBFOLDERS)):
+        if os.path.isdir(place):  # noqa: PTH112  # where it may not be seen, Path.is_dir fails
+            return StructureFolder(place)
+    raise UnusableInput(Reason.MISSING_FILE, f"no folder {below} in {root} or its {', '.join(PAIRS_SUBFOLDERS)}")
 
 
 def _rows_of_folder(spec: SourceSpec) -> Iterator[SourceRow | Rejection]:
-    stems = (split_suffix(entry.name) for entry in listing(spec.path))
-    matches = (STEM.fullmatch(stem) for stem, suffix in stems if suffix)
-    for name in sorted_names(match[1] for match in matches if match):
+    for name in sorted_names(_pairs_in(spec.path, PAIRS_SUBFOLDERS)):
         yield SourceRow({"path": name}, f"{spec.path.name}/{printable_text(name)}")
+
+
+def _pairs_in(folder: Path, subfolders: Sequence[str] = ()) -> Iterator[str]:
+    """Yield the pair that each structure file is of."""
+    for entry in listing(folder):
+        stem, suffix = split_suffix(entry.name)
+        if entry.name in subfolders and entry.is_dir():
+            yield from _pairs_in(Path(entry.path))
+        elif suffix and (match := STEM.fullmatch(stem)):
+            yield match[1]
 
 
 def _pairs_parts(folder: StructureFolder, name: str, state: str) -> tuple[Part, ...]:

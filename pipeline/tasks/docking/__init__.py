@@ -1,1 +1,1 @@
-"""Docking by diffusion, as DiffDock-PP does it: equivariant networks, noise on rigid moves, a sampler of poses."""
+"""Docking by diffusion, as DiffDock-PP does it: equivariant networks, noise on rigid moves, poses and their files."""

@@ -14,8 +14,10 @@ from pipeline.encoder.embedding_recipe import VOCABULARY
 from pipeline.errors import ConfigError
 from pipeline.graphs.residue_graph import LETTERS
 from pipeline.protocol import ITEMS
+from pipeline.tasks.docking.bound_pose import bound_frame, is_unbound
 from pipeline.tasks.docking.docking_trunk import DockingPartner
-from pipeline.tasks.docking.equivariant import listed_pairs
+from pipeline.tasks.docking.equivariant import ListedPairs, listed_pairs
+from pipeline.tasks.docking.pose_sampling import nearest_turn
 from pipeline.tasks.partner_graphs import CA, embedding_of, partners_of
 
 if TYPE_CHECKING:
@@ -44,28 +46,30 @@ def placed_partners(item: ItemTensors, embedding_dim: int) -> PlacedPartners:
     """Return an item's partners; raise where it has one, or they are in no common frame."""
     receptor, ligand = docking_partners(item)
     receptor_R3, ligand_L3 = (side.nodes["pos"][:, CA].double() + side.centre.double() for side in (receptor, ligand))
-    centre_3 = receptor_R3.mean(0)
+    centre_3, true_L3 = receptor_R3.mean(0), ligand_L3
+    if is_from_elsewhere := is_unbound(receptor, ligand):
+        bound_R3, bound_L3 = bound_frame(receptor, ligand)
+        there_3 = bound_R3.mean(0)
+        turn_33 = nearest_turn((bound_R3 - there_3).unsqueeze(0), receptor_R3 - centre_3)[0]
+        true_L3 = (bound_L3 - there_3) @ turn_33 + centre_3
     return PlacedPartners(
         docking_partner(receptor, embedding_dim),
         docking_partner(ligand, embedding_dim),
-        true_L3=ligand_L3 - centre_3,
+        true_L3=true_L3 - centre_3,
         file_L3=ligand_L3,
         centre_3=centre_3,
-        is_known=len(item.labels.get("contact_pairs", ())) > 0,  # they show that both stand in one frame
+        # native contacts show that both stand in one frame
+        is_known=is_from_elsewhere or len(item.labels.get("contact_pairs", ())) > 0,
     )
 
 
 def docking_partners(item: ItemTensors) -> tuple[PartnerTensors, PartnerTensors]:
-    """Return the two partners of an item; raise where there is one, or no pose of the two."""
+    """Return the two partners of an item; raise where there is one."""
     receptor, ligand = partners_of(item)
     if ligand is None:
         problem = f"docking is of two partners, and {item.id} has one"
         remedy = "leave it out, or say which chains are whose: data.receptor_chains"
         raise ConfigError(problem, where="data", remedy=remedy)
-    # Beside items of unbound structures, a batch says of all others that no residue is labelled.
-    if any(side.nodes["labelled"].any() for side in (receptor, ligand) if "labelled" in side.nodes):
-        problem = f"the partners of {item.id} are unbound structures: there is no pose of the two in one frame"
-        raise ConfigError(problem, where="data.state", remedy="--set data.state=bound")
     return receptor, ligand
 
 
@@ -89,9 +93,15 @@ def nearest(pos_N3: Tensor) -> Tensor:
 def example_partner(count: int, embedding_dim: int) -> DockingPartner:
     """Return a partner of so many residues, its values anything."""
     around_NC = (torch.arange(count).unsqueeze(1) + torch.arange(1, NEIGHBOURS + 1)) % count
-    pos_N3 = 10 * torch.randn(count, 3)
-    pairs = listed_pairs(around_NC, pos_N3, HEARD)
-    return DockingPartner(pos_N3, torch.zeros(count, dtype=torch.long), torch.randn(count, embedding_dim), pairs)
+    pairs = ListedPairs(
+        column_RC=around_NC,
+        real_PRC=torch.ones(1, count, NEIGHBOURS),
+        there_NK=torch.zeros(count, HEARD, dtype=torch.long),
+        back_RC=torch.zeros_like(around_NC),
+        real_NK=torch.ones(count, HEARD),
+    )
+    token_N, pos_N3 = torch.zeros(count, dtype=torch.long), 10 * torch.randn(count, 3)
+    return DockingPartner(pos_N3, token_N, torch.randn(count, embedding_dim), pairs)
 
 
 def example_counts(sizes: Sizes) -> list[tuple[int, int]]:

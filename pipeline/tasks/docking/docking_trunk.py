@@ -103,10 +103,10 @@ class EdgeInput(nn.Module):
         near_PRCM = apart_PRCM.square_().mul_(self.factor).clamp_(min=LEAST_EXPONENT).exp_()
         parts = torch.split(self.enter.weight.T, TIME_FEATURES)  # of which there are as many as distances
         of_time, of_distance = parts if self.time_first else reversed(parts)
-        told_PRCM, time_T11M = near_PRCM @ of_distance, (time_TM @ of_time + self.enter.bias)[:, None, None]
-        # the receptor's edges are the same for all poses, until they are told of times of their own
-        told_PRCM = told_PRCM.add_(time_T11M) if len(time_T11M) <= len(told_PRCM) else told_PRCM + time_T11M
-        told_PRCM = told_PRCM.relu_()
+        told_PRCM = near_PRCM @ of_distance
+        of_pose_P11M = (time_TM @ of_time + self.enter.bias)[:, None, None]
+        is_alike = len(of_pose_P11M) in (1, len(told_PRCM))  # else what is the same for all poses has many times
+        told_PRCM = (told_PRCM.add_(of_pose_P11M) if is_alike else told_PRCM + of_pose_P11M).relu_()
         features_PRCM: Tensor = self.out(told_PRCM)
         return features_PRCM
 
@@ -127,20 +127,14 @@ class ResidueInput(nn.Module):
         if (
             self.sizes.as_published
         ):  # the embedding and the type are joined in the other order than they are taken apart
-            type_N, told_NE = told_NE[:, 0].long(), torch.cat([told_NE[:, 1:], type_N.to(told_NE).unsqueeze(1)], 1)
+            type_N, told_NE = (
+                told_NE[:, 0].long().clamp(0, TYPES - 1),
+                torch.cat([told_NE[:, 1:], type_N.to(told_NE).unsqueeze(1)], 1),
+            )
         of_known, of_embedding = self.mix.weight.T.split_with_sizes([self.sizes.scalars, self.sizes.embedding_dim])
         known_TNM = self.of_type(type_N) + self.of_time(time_TM).unsqueeze(1)
         features_TNM: Tensor = known_TNM @ of_known + (told_NE @ of_embedding + self.mix.bias)
         return features_TNM
-
-
-class TrunkLayer(nn.Module):
-    """Messages within the partners, and between them."""
-
-    def __init__(self, sizes: TrunkSizes, layer: int) -> None:
-        super().__init__()
-        blocks, told = (sizes.irreps(layer), sizes.irreps(layer + 1)), [sizes.scalars] * 3
-        self.inner, self.cross = PairConvolution(*blocks, told), PairConvolution(*blocks, told)
 
 
 class PartnerEdges(NamedTuple):
@@ -189,10 +183,57 @@ class MetPairs(NamedTuple):
     columns: Chosen
 
 
-class DockingTrunk(nn.Module):
-    """Features of residues from a pose."""
+class TrunkLayer(nn.Module):
+    """Messages within the partners, and between them; the last layer's receptor hears nothing, as nobody asks."""
 
     flipped_8: Tensor
+
+    def __init__(self, sizes: TrunkSizes, layer: int) -> None:
+        super().__init__()
+        blocks, told = (sizes.irreps(layer), sizes.irreps(layer + 1)), [sizes.scalars] * 3
+        self.inner, self.cross = PairConvolution(*blocks, told), PairConvolution(*blocks, told)
+        self.as_published, self.is_last = sizes.as_published, layer == sizes.layers - 1
+        self.register_buffer("flipped_8", torch.tensor(FLIPPED), persistent=False)
+
+    def forward(
+        self,
+        receptor: Blocks,
+        ligand: Blocks,
+        edges: tuple[PartnerEdges, PartnerEdges],
+        met: MetPairs | None,
+        kernels: tuple[Kernel, Kernel],
+    ) -> tuple[Blocks, Blocks]:
+        """Return the features of both partners after the layer."""
+        inner, between = kernels
+        spoken, heard = ((), ()) if met is None else self._crossed(met, between, receptor, ligand)
+        after = receptor
+        if not self.is_last:
+            after = _added(receptor, self._within(inner, edges[0], receptor), spoken)
+        return after, _added(ligand, self._within(inner, edges[1], ligand), heard)
+
+    def _crossed(self, met: MetPairs, kernel: Kernel, receptor: Blocks, ligand: Blocks) -> tuple[Blocks, Blocks]:
+        """Return what receptor and ligand hear of each other."""
+        receptor, ligand = tuple(map(met.rows.of, receptor)), tuple(map(met.columns.of, ligand))
+        told = met.features_PRLM, scalars_of(ligand), scalars_of(receptor)
+        edges = self.cross.edges(kernel, met.pairs, met.harmonics_PRL8, told)
+        heard = self.cross(kernel, edges, receptor, row_sends=True)
+        spoken: Blocks = ()
+        if not self.is_last:
+            if not self.as_published:
+                edges = edges._replace(harmonics_PRC8=met.harmonics_PRL8 * self.flipped_8)
+            spoken = self.cross(kernel, edges, ligand, row_sends=False)
+        return tuple(map(met.rows.back, spoken)), tuple(map(met.columns.back, heard))
+
+    def _within(self, kernel: Kernel, edges: PartnerEdges, x: Blocks) -> Blocks:
+        """Return what a partner's residues hear from each other."""
+        told = edges.features_PRCM, scalars_of(x), scalars_of(x)
+        made = self.inner.edges(kernel, edges.pairs, edges.harmonics_PRC8, told)
+        heard: Blocks = self.inner(kernel, made, x, row_sends=self.as_published)
+        return heard
+
+
+class DockingTrunk(nn.Module):
+    """Features of residues from a pose."""
 
     def __init__(self, sizes: TrunkSizes, cutoff: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -202,7 +243,6 @@ class DockingTrunk(nn.Module):
         self.inner_edges = EdgeInput(sizes.scalars, INNER_FARTHEST)
         self.cross_edges = EdgeInput(sizes.scalars, CROSS_FARTHEST)
         self.layers: Sequence[TrunkLayer] = nn.ModuleList(TrunkLayer(sizes, at) for at in range(sizes.layers))  # type: ignore[assignment]
-        self.register_buffer("flipped_8", torch.tensor(FLIPPED), persistent=False)
 
     def shared(self, posed: PosedComplex) -> SharedInput:
         """Compute what does not depend on the pose."""
@@ -222,12 +262,8 @@ class DockingTrunk(nn.Module):
         yield receptor, ligand
         met = self._met(posed, shared)
         ligand_edges = self._inner(posed.pos_PL3, posed.ligand.pairs, shared.time_TM)
-        for place, (layer, (inner, between)) in enumerate(zip(self.layers, shared.kernels, strict=True)):
-            last = place == len(self.layers) - 1  # of which only the ligand is used
-            spoken, heard = ((), ()) if met is None else self._crossed(met, layer, between, receptor, ligand)
-            if not last:
-                receptor = _added(receptor, self._within(layer, inner, shared.receptor_edges, receptor), spoken)
-            ligand = _added(ligand, self._within(layer, inner, ligand_edges, ligand), heard)
+        for layer, kernels in zip(self.layers, shared.kernels, strict=True):
+            receptor, ligand = layer(receptor, ligand, (shared.receptor_edges, ligand_edges), met, kernels)
             yield receptor, ligand
 
     def forward(self, posed: PosedComplex, poses_at_once: int) -> Blocks:
@@ -238,21 +274,6 @@ class DockingTrunk(nn.Module):
             *_, (_, ligand) = self.steps(piece, shared or self.shared(piece))
             found.append(ligand)
         return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
-
-    def _crossed(
-        self, met: MetPairs, layer: TrunkLayer, kernel: Kernel, receptor: Blocks, ligand: Blocks
-    ) -> tuple[Blocks, Blocks]:
-        """Return what receptor and ligand hear of each other; the last layer's receptor nothing."""
-        receptor, ligand = tuple(map(met.rows.of, receptor)), tuple(map(met.columns.of, ligand))
-        told = met.features_PRLM, scalars_of(ligand), scalars_of(receptor)
-        edges = layer.cross.edges(kernel, met.pairs, met.harmonics_PRL8, told)
-        heard = layer.cross(kernel, edges, receptor, row_sends=True)
-        spoken: Blocks = ()
-        if layer is not self.layers[-1]:
-            if not self.sizes.as_published:
-                edges = edges._replace(harmonics_PRC8=met.harmonics_PRL8 * self.flipped_8)
-            spoken = layer.cross(kernel, edges, ligand, row_sends=False)
-        return tuple(map(met.rows.back, spoken)), tuple(map(met.columns.back, heard))
 
     def _met(self, posed: PosedComplex, shared: SharedInput) -> MetPairs | None:
         """Return the pairs of the partners, without gradients only of residues with an edge; None: there is none."""
@@ -275,13 +296,6 @@ class DockingTrunk(nn.Module):
             way_PRC3 = -way_PRC3
         features_PRCM = edge_features(self.inner_edges(way_PRC3, time_TM), pairs)
         return PartnerEdges(pairs, edge_harmonics(way_PRC3, pairs), features_PRCM)
-
-    def _within(self, layer: TrunkLayer, kernel: Kernel, inner: PartnerEdges, x: Blocks) -> Blocks:
-        """Return what a partner's residues hear from each other."""
-        told = inner.features_PRCM, scalars_of(x), scalars_of(x)
-        edges = layer.inner.edges(kernel, inner.pairs, inner.harmonics_PRC8, told)
-        heard: Blocks = layer.inner(kernel, edges, x, row_sends=self.sizes.as_published)
-        return heard
 
 
 def time_features(time_T: Tensor) -> Tensor:

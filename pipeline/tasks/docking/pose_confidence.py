@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 POSES = "predictions.csv"
-LEAST = {"embedding_dim": 0, "scalars": 1, "vectors": 1, "layers": 1, "multiplicity": 1}
+LEAST = {"embedding_dim": 0, "scalars": 1, "vectors": 1, "layers": 3, "multiplicity": 1}  # the third makes odd scalars
 
 
 class JudgedComplex(NamedTuple):
@@ -117,7 +117,7 @@ class PoseConfidence:
         return {"confidence": (total, float(near_BP.numel()))}
 
     def _judged(self, model: nn.Module, batch: ConfidenceBatch) -> tuple[Tensor, Tensor]:
-        logit_BP = model([one.posed for one in batch.complexes], self.multiplicity)
+        logit_BP = model([one.posed for one in batch.complexes], 1)
         return logit_BP, torch.stack([one.near_P for one in batch.complexes])
 
     def outputs(self, model: nn.Module, batch: ConfidenceBatch) -> dict[str, list[Tensor]]:
@@ -159,11 +159,11 @@ def read_moves(table: Path) -> dict[str, NDArray[np.float64]]:
 
 
 @cache
-def trained_confidence(place: str, device: str, dtype: torch.dtype) -> ConfidenceModel:
+def trained_confidence(place: str, device: str, dtype: torch.dtype, as_published: bool) -> ConfidenceModel:  # noqa: FBT001 - cached by it
     """Return a trained model, by a file or folder of weights: the published ones, an exported model or a checkpoint."""
     tensors = dict(stored_weights(Path(place)).tensors)
-    as_published = is_published(tensors)
-    tensors = from_published(tensors) if as_published else tensors
+    if is_published(tensors):
+        tensors, as_published = from_published(tensors), True
     model = ConfidenceModel(_sizes_of(tensors, place, as_published=as_published))
     model.load_state_dict(tensors)
     return model.to(device, dtype).eval()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -113,22 +114,37 @@ def sampled_poses(
     draw: PoseDraw,
     how: SamplingSteps,
     schedule: NoiseSchedule,
+    poses_at_once: int | None = None,
 ) -> Iterator[Tensor]:
-    """Yield the poses after each step; `score` says of poses and a time [1] what translates and rotates them [P, 3]."""
+    """Yield the poses after each step; `score` says of poses and a time [1] what translates and rotates them [P, 3].
+
+    A pose is the same to the last bit whatever poses are moved beside it, if one is moved at once.
+    """
     pos_PL3 = start_PL3
     for step, time in enumerate(how.times()):
-        translation_P3, rotation_P3 = score(pos_PL3, pos_PL3.new_tensor([time]))
-        parts = (
-            (translation_P3, draw.translation_S3, schedule.translation, how.tempering.data_translation),
-            (rotation_P3, draw.rotation_S3, schedule.rotation, how.tempering.data_rotation),
-        )
         is_noisy = not how.ode and (how.final_noise or step < how.steps - 1)
-        moves = [
-            step_move(score_P3, noise_PS3[:, step] if is_noisy else None, time, spread, data, how)
-            for score_P3, noise_PS3, spread, data in parts
-        ]
-        pos_PL3 = rigidly_moved(pos_PL3, rotation_P3=moves[1], translation_P3=moves[0])
+        scores = score(pos_PL3, pos_PL3.new_tensor([time]))
+        noises = (draw.translation_S3[:, step], draw.rotation_S3[:, step]) if is_noisy else ()
+        move = partial(_moved, time=time, how=how, schedule=schedule)
+        pos_PL3 = by_poses(poses_at_once, move, pos_PL3, *scores, *noises)
         yield pos_PL3
+
+
+def by_poses(poses_at_once: int | None, work: Callable[..., Tensor], *of_poses_P: Tensor) -> Tensor:
+    """Return what a function gives for some poses at a time, joined; None: for all at once."""
+    pieces = zip(*(torch.split(one_P, poses_at_once or len(one_P)) for one_P in of_poses_P), strict=True)
+    return torch.cat([work(*piece) for piece in pieces])
+
+
+def _moved(pos_PL3: Tensor, *told_P3: Tensor, time: float, how: SamplingSteps, schedule: NoiseSchedule) -> Tensor:
+    """Return poses after a step, from both scores and, unless it has none, the noises."""
+    (translation_P3, rotation_P3), noises = told_P3[:2], told_P3[2:] or (None, None)
+    parts = (
+        (translation_P3, noises[0], schedule.translation, how.tempering.data_translation),
+        (rotation_P3, noises[1], schedule.rotation, how.tempering.data_rotation),
+    )
+    moves = [step_move(score_P3, noise_P3, time, spread, data, how) for score_P3, noise_P3, spread, data in parts]
+    return rigidly_moved(pos_PL3, rotation_P3=moves[1], translation_P3=moves[0])
 
 
 def step_move(
@@ -167,14 +183,14 @@ def pose_rmsd(pos_PL3: Tensor, true_L3: Tensor, receptor_R3: Tensor) -> PoseRmsd
 
 
 def superposed(pos_PN3: Tensor, onto_N3: Tensor) -> Tensor:
-    """Move poses as a whole to where they are nearest to some positions (Kabsch)."""
-    centred_PN3, target_N3 = pos_PN3 - pos_PN3.mean(1, keepdim=True), onto_N3 - onto_N3.mean(0)
-    return centred_PN3 @ _nearest_turn(centred_PN3.transpose(1, 2) @ target_N3) + onto_N3.mean(0)
+    """Move poses as a whole to where they are nearest to some positions."""
+    centred_PN3 = pos_PN3 - pos_PN3.mean(1, keepdim=True)
+    return centred_PN3 @ nearest_turn(centred_PN3, onto_N3 - onto_N3.mean(0)) + onto_N3.mean(0)
 
 
-def _nearest_turn(products_P33: Tensor) -> Tensor:
-    """Return the rotations, to multiply by from the right, that suit products of two sets of positions best."""
-    left_P33, _, right_P33 = torch.linalg.svd(products_P33)
+def nearest_turn(centred_PN3: Tensor, target_N3: Tensor) -> Tensor:
+    """Return the rotation [P, 3, 3], from the right, that brings positions nearest to others of one centre (Kabsch)."""
+    left_P33, _, right_P33 = torch.linalg.svd(centred_PN3.transpose(1, 2) @ target_N3)
     mirror_P = torch.linalg.det(left_P33 @ right_P33).sign()
     signs_P3 = torch.stack([torch.ones_like(mirror_P), torch.ones_like(mirror_P), mirror_P], -1)
     turn_P33: Tensor = left_P33 * signs_P3.unsqueeze(1) @ right_P33
@@ -187,8 +203,8 @@ def rigid_moves(file_L3: Tensor, pos_PL3: Tensor, centre_3: Tensor) -> Tensor:
     The first nine numbers are a rotation, row by row, and the last three a shift: x → turn · x + shift.
     """
     before_3, after_P3 = file_L3.mean(0), pos_PL3.double().mean(1)
-    centred_PL3 = pos_PL3.double() - after_P3.unsqueeze(1)
-    turn_P33 = _nearest_turn((file_L3 - before_3).T @ centred_PL3).transpose(1, 2)
+    # what turns poses back when it multiplies rows from the right turns the file's columns from the left
+    turn_P33 = nearest_turn(pos_PL3.double() - after_P3.unsqueeze(1), file_L3 - before_3)
     shift_P3 = after_P3 + centre_3 - turn_P33 @ before_3
     return torch.cat([turn_P33.flatten(1), shift_P3], 1)
 

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pipeline.errors import ConfigError
 from pipeline.tasks.docking.equivariant import PairConvolution
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from torch import Tensor
-
-    from pipeline.tasks.docking.score_network import ConfidenceModel, ScoreModel
+    from torch import Tensor, nn
 
 # Ours → theirs; "*" is the number of a layer.
 NAMES = {
@@ -71,7 +70,18 @@ def from_published(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def to_published(model: ScoreModel | ConfidenceModel) -> dict[str, Tensor]:
+def own_names(tensors: Mapping[str, Tensor], *, as_published: bool) -> Mapping[str, Tensor]:
+    """Return weights under our names, the original's too; refuse those for a network that does not behave as theirs."""
+    if not is_published(tensors):
+        return tensors
+    if not as_published:
+        problem = "these are weights of DiffDock-PP, which mean something only where the network has its oddities"
+        remedy = "--set train.options.as_published=true"
+        raise ConfigError(problem, where="train.options.as_published", remedy=remedy)
+    return from_published(tensors)
+
+
+def to_published(model: nn.Module) -> dict[str, Tensor]:
     """Return a model's state as the original's state dict, with its constants."""
     state = {_renamed(name, NAMES): tensor for name, tensor in model.state_dict().items()}
     for name, module in model.named_modules():

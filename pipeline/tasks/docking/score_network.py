@@ -38,10 +38,11 @@ from pipeline.tasks.docking.equivariant import (
     edge_features,
     edge_harmonics,
 )
+from pipeline.tasks.docking.published_weights import own_names
 from pipeline.tasks.docking.rigid_noise import NoiseSchedule, table_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
@@ -96,6 +97,10 @@ class ScoreModel(nn.Module):
         )
         return translation_P3, self.rotation(rotation_P3, time_TM) * self.norm(time_T).to(pos_PL3).unsqueeze(-1)
 
+    def own_names(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return weights under this model's names, the original's too."""
+        return own_names(tensors, as_published=self.as_published)
+
     def norm(self, time_T: Tensor) -> Tensor:
         """Return the norm of the scores of rotations at a time."""
         rows = table_rows(self.schedule.rotation.sigma(time_T), as_published=self.as_published)
@@ -128,6 +133,10 @@ class ConfidenceModel(nn.Module):
     def forward(self, batch: Sequence[PosedComplex], poses_at_once: int = 1) -> Tensor:
         """Return the logits of poses [B, P]."""
         return torch.stack([self._logits(posed, poses_at_once) for posed in batch])
+
+    def own_names(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return weights under this model's names, the original's too."""
+        return own_names(tensors, as_published=self.trunk.sizes.as_published)
 
     def _logits(self, posed: PosedComplex, poses_at_once: int) -> Tensor:
         ligand = self.trunk(posed, poses_at_once)

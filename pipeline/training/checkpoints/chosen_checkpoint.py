@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import ConfigError, JobFailed
+from pipeline.files import file_digest
 from pipeline.keys import content_digest
 from pipeline.store.format.disk import Disk
 from pipeline.training.checkpoints import checkpoint_reader
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
     from pipeline.training.checkpoints.checkpoint_reader import Manifest
+
+
+WEIGHTS = (".pt", ".pth", ".ckpt", ".safetensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +49,11 @@ class ChosenCheckpoint:
 def choose_checkpoint(folder: Path, wanted: str, without: Collection[str] = ()) -> ChosenCheckpoint | None:
     """Choose a checkpoint of a training from the manifests, without reading tensors; None: there is none.
 
-    `wanted` is best, last, or a folder's name or path; `without` has the names of those that proved unusable.
+    `wanted` is best, last, a folder's name or path, or a file of weights; `without` has the names of those that proved
+    unusable.
     """
+    if (file := weights_file(wanted)) is not None:
+        return ChosenCheckpoint(file, 0, file.name.split(".")[0], checkpoint_digest(file))
     if wanted not in (BEST, LAST):
         path = Path(wanted)
         return _exported(path) if ModelFolder(path).export.is_file() else _named(folder, wanted, without)
@@ -92,7 +99,15 @@ def _exported(path: Path) -> ChosenCheckpoint:
     return ChosenCheckpoint(path, card["step"], card["name"], checkpoint_digest(path))
 
 
+def weights_file(wanted: str) -> Path | None:
+    """Return the file of weights that is named instead of a checkpoint; None where none is."""
+    path = Path(wanted).absolute()
+    return path if path.suffix in WEIGHTS and path.is_file() else None
+
+
 def checkpoint_digest(path: Path) -> str:
-    """Return the digest of what names all of a checkpoint's bytes: its manifest, or an exported model's card."""
+    """Return the digest of what names all of a checkpoint's bytes: its manifest, a model's card, or itself, a file."""
+    if path.is_file():
+        return file_digest(path)
     card = ModelFolder(path).export
     return content_digest((card if card.is_file() else path / MANIFEST).read_bytes()).hex()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from pipeline.encoder.checkpoints.weight_containers import read_pt, read_safetensors
 from pipeline.errors import ConfigError, DataError, JobFailed, WeightsUnusable
+from pipeline.protocol import OwnNames
 from pipeline.store.format.disk import Disk
 from pipeline.training.checkpoints import checkpoint_reader
 from pipeline.training.checkpoints.checkpoint_reader import MANIFEST, STATE, open_checkpoint
@@ -65,6 +66,9 @@ def _load(step: Step, chosen: ChosenCheckpoint) -> str:
     try:
         if checkpoint_digest(chosen.path) != chosen.digest:
             return "it is another one by now"
+        if chosen.path.is_file():
+            load_pretrained(step.model, chosen.path)
+            return ""
         if ModelFolder(chosen.path).export.is_file():
             load_export(chosen.path, step.model)
             return ""
@@ -145,6 +149,8 @@ def load_pretrained(model: nn.Module, path: Path, *, partial: bool = False) -> P
 def fitting_weights(model: nn.Module, path: Path, *, partial: bool) -> tuple[PretrainedReport, dict[str, Tensor]]:
     """Compare weights with a model, which may be on the meta device; return how, and those that fit."""
     stored = stored_weights(path)
+    if isinstance(model, OwnNames):
+        stored = replace(stored, tensors=model.own_names(stored.tensors))
     state = model_state(model)
     prefix = _common_prefix(stored.tensors, state)
     tensors = {name.removeprefix(prefix): tensor for name, tensor in stored.tensors.items()}

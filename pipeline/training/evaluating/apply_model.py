@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from pipeline.training.prepared import COST, LIKENESS, sampler_settings, shrunk_
 from pipeline.training.sampling.sampler import Sampler
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Generator, Mapping
+    from collections.abc import Callable, Collection, Generator, Iterable, Mapping
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -64,6 +64,7 @@ class ApplyJob:
     say: Callable[[str], None]
     left_out: Mapping[str, tuple[Reason, str]] = field(default_factory=dict)
     with_loss: bool = True
+    publish: Callable[[Path, Mapping[str, Any]], Iterable[Path]] | None = None  # writes a task's own files of outputs
 
 
 @dataclass(frozen=True, slots=True)

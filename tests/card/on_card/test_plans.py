@@ -23,7 +23,7 @@ BF16, FP16 = MemoryChoice("bf16"), MemoryChoice("fp16")
 ALL = MemoryChoice("bf16", checkpointing=True, offload=True)
 
 INTERFACE = Interface(embedding_dim=64, width=64, layers=3, pair_width=32)
-DOCKING = ComplexDocking(embedding_dim=64, width=64, layers=2, pair_width=16)
+DOCKING = ComplexDocking(embedding_dim=64, scalars=16, vectors=4, layers=3)
 SPECTRA = SpectraFinetune(targets=2, layers=3, heads=4, d_fourier=232, d_peak=24, fourier_width=128, max_peaks=60)
 DENOVO = DenovoRecursive(
     width=128, heads=4, encoder_layers=2, decoder_layers=2, latent_steps=2, supervision_steps=3,
@@ -36,7 +36,7 @@ FAMILIES: dict[str, tuple[Any, Mapping[str, int]]] = {
     "transformer": (ZOO["transformer_pre"].build(), ZOO["transformer_pre"].sizes[0]),
     "gnn": (ZOO["gnn"].build(), ZOO["gnn"].sizes[1]),
     "interface": (INTERFACE, {"nodes": 300, "edges": 6000, "pairs": 60_000, ITEMS: 3}),
-    "docking": (DOCKING, {"nodes": 300, "edges": 6000, "pairs": 60_000, ITEMS: 2}),
+    "docking": (DOCKING, {"nodes": 600, "pairs": 10_000, ITEMS: 2}),
     "spectra": (SPECTRA, {"peaks": 60, ITEMS: 8}),
     "denovo": (DENOVO, {"peaks": 40, "residues": 16, ITEMS: 12}),
 }

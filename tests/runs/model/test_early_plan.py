@@ -74,8 +74,8 @@ def planned(typed: Command, *options: str) -> dict[str, Any]:
 
 
 def kept_plans() -> list[Path]:
-    """Return the plans that are remembered in the current folder."""
-    return list(Path.cwd().rglob(".plans/*.json"))
+    """Return the plans that are remembered in the current folder, among what else is of tasks."""
+    return [path for path in Path.cwd().rglob(".plans/*.json") if "trains" not in json.loads(path.read_text())]
 
 
 def test_a_scan_is_enough_to_plan_and_the_plan_says_that_its_sizes_are_the_scans(

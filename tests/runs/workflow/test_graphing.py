@@ -117,6 +117,23 @@ def test_a_second_submit_builds_nothing_and_a_new_structure_costs_one_graph(
     assert "graph: 4 graphs: 4 cached, 0 to do" in done.err
 
 
+def test_which_partner_is_the_ligand_is_part_of_the_keys_unless_it_is_the_one_that_is_named(
+    pipeline: Command, make_complexes: Callable[..., Path]
+) -> None:
+    folder = make_complexes(3)
+    assert pipeline(*SUBMIT).code == 0
+    named = graphs(folder)
+    assert "scan: 3 items: 3 cached, 0 to do" in pipeline(*SUBMIT, "--set", "data.ligand=as_named").err
+    done = pipeline(*SUBMIT, "--set", "data.ligand=smaller")
+    assert "scan: 3 items: 0 cached, 3 to do" in done.err
+    smaller = {key: graph for key, graph in graphs(folder).items() if key not in named}
+    sizes = [sorted(tuple(part.size for part in graph.parts) for graph in made.values()) for made in (named, smaller)]
+    assert sizes == [
+        [(RESIDUES, RESIDUES), (RESIDUES, RESIDUES + 1), (RESIDUES, RESIDUES + 2)],
+        [(RESIDUES, RESIDUES), (RESIDUES + 1, RESIDUES), (RESIDUES + 2, RESIDUES)],
+    ]
+
+
 def missing(folder: Path, *sets: str) -> int:
     """Return how many graphs would be built with these settings."""
     project = Project.open(read_config(folder / "pipeline.yaml", sets).config)

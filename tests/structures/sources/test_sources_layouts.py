@@ -57,6 +57,35 @@ def test_listed_pairs_come_in_the_order_of_the_table_and_missing_files_are_named
     assert "splits.csv:2" in str(twice)
 
 
+PUBLISHED = {"as published": "structures", "all in one folder": ""}
+
+
+@pytest.mark.parametrize("below", PUBLISHED.values(), ids=PUBLISHED)
+@pytest.mark.parametrize("listed", [True, False])
+def test_pairs_may_be_in_a_folder_called_structures_beside_their_list(tmp_path: Path, below: str, listed: bool) -> None:
+    touch(tmp_path / below, *PAIR_FILES)
+    splits = write(tmp_path / "splits.csv", "path,split\n1ABC,train\n2DEF,test\n")
+    entries = read("pairs", tmp_path, splits=splits if listed else None, state="unbound")
+    assert ids(entries) == ["1ABC", "2DEF"]
+    assert isinstance(entries[1], Item)
+    assert entries[1].split == ("test" if listed else "")
+    assert Path(entries[1].parts[0].path) == tmp_path / below / "2DEF_r_u.pdb"
+    assert Path(entries[1].bound[1].path) == tmp_path / below / "2DEF_l_b.pdb"
+
+
+@pytest.mark.parametrize("below", PUBLISHED.values(), ids=PUBLISHED)
+def test_a_list_may_name_folders_and_pickles_as_that_of_dips_does(tmp_path: Path, below: str) -> None:
+    touch(tmp_path / below / "ab", "1abc.pdb1_0_r_b.pdb", "1abc.pdb1_0_l_b.pdb")
+    rows = ("ab/1abc.pdb1_0.dill", "ab/1abc.pdb1_1.dill", "zz/1zzz.pdb1_0.dill", "ab/../1abc", "/ab/1abc", "ab//1abc")
+    splits = write(tmp_path / "splits.csv", "\n".join(["path,split", *(f"{row},train" for row in rows)]) + "\n")
+    kept, *bad = read("pairs", tmp_path, splits=splits)
+    assert isinstance(kept, Item)
+    assert (kept.id, kept.split) == ("ab.1abc.pdb1_0", "train")
+    assert [Path(part.path).name for part in kept.parts] == ["1abc.pdb1_0_r_b.pdb", "1abc.pdb1_0_l_b.pdb"]
+    assert reasons(bad) == [Reason.MISSING_FILE] * 2 + [Reason.BAD_ID] * 3
+    assert "no folder zz" in str(bad[1])
+
+
 def test_a_folder_without_pairs_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="the source 'pairs' finds nothing here"):
         read("pairs", touch(tmp_path, "1abc.pdb"))

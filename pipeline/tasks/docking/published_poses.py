@@ -1,0 +1,180 @@
+"""What stage predict leaves of docked complexes: structures of the best poses, and tables of all of them.
+
+    poses.csv               a line a pose: its rank, confidence and, where the truth is known, its distance from it
+    success.csv             how many complexes have a good pose among their first ones
+    pictures.json           the same as curves, which the page of the run draws
+    1ABC/rank-01.pdb        the input structure with its ligand moved
+    1ABC/rank-01-way.pdb    the ligand after each step, where that was asked for
+
+Shapes: P poses of a complex.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import logging
+import math
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pipeline.errors import DataError
+from pipeline.files import replacing, write_whole
+from pipeline.protocol import item_of
+from pipeline.records import Reason
+from pipeline.structures.atoms import UnusableInput
+from pipeline.structures.inventory import examine_item
+from pipeline.structures.parsing.structure_files import plain_files
+from pipeline.tasks.docking.docked_files import (
+    DockedComplex,
+    PoseRow,
+    SampledPoses,
+    pose_table,
+    write_docked,
+    write_trajectory,
+)
+from pipeline.tasks.docking.pose_quality import CLASSES, RMSD_BELOW, RigidMoves, success_rates
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
+
+    from pipeline.records import Item
+    from pipeline.structures.inventory import ScanRecipe
+    from pipeline.tasks.docking.pose_quality import PoseScore
+
+log = logging.getLogger(__name__)
+
+TABLE, RATES, PICTURES = "poses.csv", "success.csv", "pictures.json"
+SHOWN = range(31)  # Å
+RANKS_SHOWN = 30
+QUARTILES = {"a quarter is below": 25, "half is below": 50, "three quarters are below": 75}
+KIND = "kind"  # a column of a table, such as antibody-antigen, by which rates are told, too
+MOVE, CONFIDENCE, TRAJECTORY, KNOWN = "move", "confidence", "trajectory", "ligand_rmsd"
+
+
+def publish_poses(
+    folder: Path, outputs: Mapping[str, Any], items: Iterable[Item], reading: ScanRecipe, top: int
+) -> list[Path]:
+    """Write the files of all complexes that have poses; return them."""
+    publishing = _Publishing(folder, outputs, reading, top)
+    with pose_table(folder / TABLE) as add:
+        for item in items:
+            if item.id in publishing.places:
+                add(publishing.rows(item))
+    if publishing.scores:
+        publishing.written += [_write_rates(folder / RATES, publishing.scores), folder / PICTURES]
+        write_whole(folder / PICTURES, json.dumps(pictures(publishing.scores)))
+    return [folder / TABLE, *publishing.written]
+
+
+class _Publishing:
+    """Writes complex by complex, and remembers what was written and how good it is."""
+
+    def __init__(self, folder: Path, outputs: Mapping[str, Any], reading: ScanRecipe, top: int) -> None:
+        self._folder, self._outputs, self._reading, self._top = folder, outputs, reading, top
+        self._files = plain_files(reading.max_file_bytes)
+        self.places, self._known = _places(outputs[MOVE]), set(_places(outputs.get(KNOWN, ())))
+        self.written: list[Path] = []
+        self.scores: list[PoseScore] = []
+
+    def rows(self, item: Item) -> list[PoseRow]:
+        """Write a complex's best poses; return a row of each, which says so where there is nothing to write."""
+        poses = self._poses(self.places[item.id])
+        try:
+            docked = self._read(item)
+            rows = write_docked(self._folder, docked, poses, top=self._top)
+        except (DataError, UnusableInput) as error:
+            what = error.what if isinstance(error, DataError) else error.detail
+            log.warning("%s: no poses are written: %s", item.id, what)
+            return [PoseRow(item.id, item.split, sample=int(at), problem=what) for at in poses.sample_P]
+        self.written += [self._folder / row.file for row in rows if row.file]
+        if TRAJECTORY in self._outputs:
+            self._write_ways(docked, rows)
+        if docked.has_truth:
+            self.scores += [row.score(item.labels.get(KIND, "")) for row in rows]
+        return rows
+
+    def _poses(self, places: slice) -> SampledPoses:
+        moves = RigidMoves(*_turns_and_shifts(np.stack(self._outputs[MOVE][places])))
+        confidence_P = None
+        if CONFIDENCE in self._outputs:
+            confidence_P = np.array([float(one) for one in self._outputs[CONFIDENCE][places]])
+        return SampledPoses(moves, np.arange(places.stop - places.start), confidence_P)
+
+    def _read(self, item: Item) -> DockedComplex:
+        content = self._files.of(item)
+        taken, read = examine_item(item, content, self._reading)
+        if read is None:
+            raise UnusableInput(taken.reason or Reason.NO_NODES, taken.detail)
+        return DockedComplex(item, read, content, self._reading.reading, has_truth=item.id in self._known)
+
+    def _write_ways(self, docked: DockedComplex, rows: Iterable[PoseRow]) -> None:
+        """Write how the ligand came to each pose that was written."""
+        ways = self._outputs[TRAJECTORY][self.places[docked.item.id]]
+        for row in rows:
+            if row.file:
+                stem, dot, suffix = row.file.rpartition(".")
+                self.written.append(self._folder / f"{stem}-way{dot}{suffix}")
+                write_trajectory(self.written[-1], docked, RigidMoves(*_turns_and_shifts(ways[row.sample])))
+
+
+def pictures(scores: Sequence[PoseScore]) -> list[dict[str, Any]]:
+    """Return what the page of a run draws: the share of complexes within an RMSD, and RMSDs by rank."""
+    ranked = [score for score in scores if score.rank is not None and math.isfinite(score.rmsd)]
+    by_complex, by_rank = (defaultdict[Any, list[float]](list) for _ in range(2))
+    for score in sorted(ranked, key=lambda score: score.rank or 0):
+        by_complex[score.complex].append(score.rmsd)
+        by_rank[score.rank].append(score.rmsd)
+    if not ranked:
+        return []
+    chosen = {
+        "best-ranked pose": [rmsds[0] for rmsds in by_complex.values()],
+        "best of all": [min(rmsds) for rmsds in by_complex.values()],
+        "every pose": [score.rmsd for score in ranked],
+    }
+    within = {name: [[limit, _percent_below(rmsds, limit)] for limit in SHOWN] for name, rmsds in chosen.items()}
+    drawn = [_picture("complexes within an RMSD", "Å of complex RMSD", "%", within)]
+    if len(by_rank) > 1:
+        spread = {
+            name: [[rank, float(np.percentile(by_rank[rank], share))] for rank in sorted(by_rank)[:RANKS_SHOWN]]
+            for name, share in QUARTILES.items()
+        }
+        drawn.append(_picture("RMSD by rank", "rank", "Å", spread))
+    return drawn
+
+
+def _percent_below(rmsds: Sequence[float], limit: float) -> float:
+    return 100 * sum(rmsd < limit for rmsd in rmsds) / len(rmsds)
+
+
+def _picture(title: str, x: str, y: str, curves: Mapping[str, Any]) -> dict[str, Any]:
+    lines = [{"name": name, "points": points} for name, points in curves.items()]
+    return {"title": title, "x": x, "y": y, "lines": lines}
+
+
+def _places(column: Any) -> dict[str, slice]:
+    """Return where the rows of each complex are, which are one after the other."""
+    places: dict[str, slice] = {}
+    for at in range(len(column)):
+        name = item_of(column.id(at))
+        places[name] = slice(places[name].start if name in places else at, at + 1)
+    return places
+
+
+def _turns_and_shifts(move_P12: Any) -> tuple[Any, Any]:
+    return move_P12[:, :9].reshape(-1, 3, 3), move_P12[:, 9:]
+
+
+def _write_rates(path: Path, scores: list[PoseScore]) -> Path:
+    """Write how many complexes have a good pose among their first ones, overall and by split."""
+    names = ["group", "among", "complexes", *(f"rmsd_below_{limit:g}" for limit in RMSD_BELOW), *CLASSES[1:]]
+    with replacing(path) as aside, aside.open("w", newline="", encoding="utf-8") as file:
+        table = csv.writer(file, lineterminator="\n")
+        table.writerow(names)
+        for rate in success_rates(scores):
+            shares = ("" if np.isnan(share) else f"{share:.4f}" for share in (*rate.below_A, *rate.at_least))
+            table.writerow([rate.group, rate.top, rate.complexes, *shares])
+    return path

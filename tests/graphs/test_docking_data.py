@@ -1,0 +1,152 @@
+"""The layouts of docking sets over real files: which residues become nodes, several chains a side, homomers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from pipeline.graphs.item_graph import GraphRecipe, ItemGraph
+from pipeline.graphs.residue_graph import build_residue_graph
+from pipeline.records import Item, Part, Reason, Rejection, Role
+from pipeline.structures.atoms import UnusableInput, name_text
+from pipeline.structures.inventory import Complex, ScanRecipe, examine_item
+from pipeline.structures.parsing.structure_files import File
+from pipeline.structures.sources.data_source import items
+from pipeline.structures.sources.item_ids import SourceSpec
+from tests.graphs.conftest import read_item
+from tests.structures.pdb_text import chain
+
+pytestmark = pytest.mark.shared
+RECIPE = GraphRecipe()
+# DiffDock-PP leaves out all HETATM records. Where modified residues of a chain are written so, they are kept here.
+KEPT_HERE = {"1KKL_r_u": ["MSE"] * 12}
+
+
+def node_names(read: Complex, role: Role) -> list[str]:
+    side = read.sides[role]
+    residue_R = side.residues()
+    return [name_text(side.structure.name_R[residue]) for residue in residue_R[side.structure.node_R[residue_R]]]
+
+
+@pytest.mark.parametrize("state", ["bound", "unbound"])
+def test_nodes_of_the_benchmarks_pairs_are_the_residues_that_diffdock_pp_keeps(
+    state: str, bound: dict[str, Complex], unbound: dict[str, Complex]
+) -> None:
+    folder = Path(__file__).resolve().parents[3] / "shared" / "originals" / "diffdock_pp"
+    if not folder.is_dir():
+        pytest.skip("what the original read (../shared/originals/diffdock_pp) is not beside this checkout")
+    names, places = json.loads((folder / "parsing.json").read_text()), load_file(folder / "parsing.safetensors")
+    pairs = bound if state == "bound" else unbound
+    assert len(pairs) == 10
+    for pair, read in pairs.items():
+        for part in build_residue_graph(read, RECIPE).parts:
+            file = f"{pair}_{part.role.value[0]}_{state[0]}"
+            mine = node_names(read, part.role)
+            ca_N3 = part.nodes["pos"][:, 1].astype(np.float64) + part.centre_3
+            if extra := KEPT_HERE.get(file, []):
+                is_extra_N = np.array([name in extra for name in mine])
+                assert [mine[node] for node in np.flatnonzero(is_extra_N)] == extra
+                mine, ca_N3 = [name for name in mine if name not in extra], ca_N3[~is_extra_N]
+            assert mine == names[file]["names"], file
+            np.testing.assert_allclose(ca_N3, places[next(key for key in places if key.startswith(file))], atol=2e-3)
+
+
+def joined(to: Path, *files: Path) -> Path:
+    """Write structures that stand in one frame as one file."""
+    lines = (line for file in files for line in file.read_text().splitlines(keepends=True))
+    to.write_text("".join(line for line in lines if line.startswith(("ATOM", "HETATM", "TER"))) + "END\n")
+    return to
+
+
+SUMMARY = "pdb\tHchain\tLchain\tmodel\tantigen_chain\tantigen_type\n"
+ANTIBODIES = {  # row, antibody, antigen, and whether the same pair of the benchmark has the same contacts
+    "2VXT": ("2vxt\tH\tL\t0\tI\tprotein", "H L", "I", True),
+    "9QFW": ("9qfw\tH\tL\t0\tA | B\tprotein | protein", "H L", "A B", True),
+    "5CBA": ("5cba\tA\tNA\t0\tE\tprotein", "A", "E", False),
+}
+
+
+def graph_of(item: Item) -> ItemGraph:
+    return build_residue_graph(read_item(item), RECIPE)
+
+
+@pytest.mark.parametrize("name", ANTIBODIES)
+def test_heavy_and_light_chain_against_the_antigen_come_from_a_summary_table_and_a_folder(
+    name: str, tmp_path: Path, shared_structures: Path, bound: dict[str, Complex]
+) -> None:
+    row, antibody, antigen, is_same = ANTIBODIES[name]
+    pair = [shared_structures / "pairs" / f"{name}_{side}_b.pdb" for side in "rl"]
+    joined(tmp_path / f"{name.lower()}.pdb", *pair)
+    (tmp_path / "sabdab_summary.tsv").write_text(SUMMARY + row + "\n" + f"{name.lower()}\tH\tL\t0\tNA\tNA\n")
+    item, without = items(SourceSpec("sabdab", tmp_path / "sabdab_summary.tsv"))
+    assert isinstance(item, Item)
+    assert isinstance(without, Rejection)
+    graph = graph_of(item)
+    assert [" ".join(own.name for own in part.chains) for part in graph.parts] == [antibody, antigen]
+    there = build_residue_graph(bound[name], RECIPE)
+    same = np.array_equal(graph.labels["contact_pairs"], there.labels["contact_pairs"])
+    assert same is is_same
+    assert graph.parts[1].size == there.parts[1].size
+
+
+def test_two_chains_of_one_sequence_are_two_partners(tmp_path: Path, shared_structures: Path) -> None:
+    (tmp_path / "1A2K.pdb").write_bytes((shared_structures / "pairs" / "1A2K_r_b.pdb").read_bytes())
+    (item,) = items(SourceSpec("glob", tmp_path, pattern=("*.pdb",)))
+    assert isinstance(item, Item)
+    graph = graph_of(item)
+    receptor, ligand = graph.parts
+    assert [part.chains[0].name for part in graph.parts] == ["A", "B"]
+    assert receptor.texts == ligand.texts
+    assert len(graph.labels["contact_pairs"]) > 50
+
+
+def test_partners_of_several_chains_have_edges_across_them_and_rows_in_their_order(
+    tmp_path: Path, shared_structures: Path
+) -> None:
+    path = joined(tmp_path / "1KKL.pdb", *(shared_structures / "pairs" / f"1KKL_{side}_b.pdb" for side in "rl"))
+    parts = Part(Role.RECEPTOR, str(path), ("C", "A", "B")), Part(Role.LIGAND, str(path), ("H",))
+    graph = graph_of(Item("1KKL", parts=parts))
+    receptor = graph.parts[0]
+    chain_N = receptor.nodes["chain"].astype(int)
+    assert [own.name for own in receptor.chains] == ["C", "A", "B"]
+    assert (np.diff(chain_N) >= 0).all()
+    from_E, to_E = receptor.edges["near"]
+    assert (chain_N[from_E] != chain_N[to_E]).any()
+    assert (np.diff(receptor.row_R) > 0).all()
+
+
+UNUSABLE = {
+    "one chain": ("A", "two polymer chains were expected, not A"),
+    "three chains": ("ABC", "two polymer chains were expected, not A, B, C"),
+}
+
+
+@pytest.mark.parametrize("name", UNUSABLE)
+def test_a_file_that_is_no_pair_of_chains_is_rejected_with_what_it_has(name: str) -> None:
+    chains, words = UNUSABLE[name]
+    lines = "".join(chain(own, "ALA", "CYS") for own in chains) + "END\n"
+    item = Item("x", parts=(Part(Role.COMPLEX, "x.pdb"),))
+    inventory, read = examine_item(item, {"x.pdb": File(lines.encode(), "00")}, ScanRecipe())
+    assert read is None
+    assert inventory.reason is Reason.AMBIGUOUS_PARTNERS
+    assert words in inventory.detail
+
+
+def test_bound_structures_that_do_not_touch_reject_the_unbound_input(tmp_path: Path, shared_structures: Path) -> None:
+    pairs = shared_structures / "pairs"
+    for file in ("1Z0K_r_u", "1Z0K_l_u", "1Z0K_r_b"):
+        (tmp_path / f"{file}.pdb").write_bytes((pairs / f"{file}.pdb").read_bytes())
+    lines = (line for line in (pairs / "1Z0K_l_b.pdb").read_text().splitlines() if line.startswith("ATOM"))
+    moved = [f"{line[:30]}{float(line[30:38]) + 900:8.3f}{line[38:]}" for line in lines]
+    (tmp_path / "1Z0K_l_b.pdb").write_text("\n".join([*moved, "END\n"]))
+    for state in ("bound", "unbound"):
+        (item,) = items(SourceSpec("pairs", tmp_path, state=state))  # type: ignore[arg-type]
+        assert isinstance(item, Item)
+        with pytest.raises(UnusableInput, match="nearest heavy atoms of the partners are") as caught:
+            build_residue_graph(read_item(item), RECIPE)
+        assert caught.value.reason is Reason.NO_CONTACTS
+        assert ("in the bound structure" in caught.value.detail) == (state == "unbound")

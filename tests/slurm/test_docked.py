@@ -1,0 +1,36 @@
+"""Docking on a real cluster: two files in, ranked poses out, through the jobs that draw them."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from tests.command import Command
+from tests.runs.docking_project import docking_project
+from tests.slurm.cluster import Cluster
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
+
+
+def test_two_files_are_docked_by_jobs_and_the_poses_are_those_of_this_machine(
+    healthy: Cluster,
+    tmp_path_factory: pytest.TempPathFactory,
+    pipeline: Command,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert healthy
+    project = docking_project(tmp_path_factory, pipeline, monkeypatch)
+    text = (project.folder / "data" / "c1.pdb").read_text().splitlines(keepends=True)
+    for name, chain in (("left", "A"), ("right", "B")):
+        Path(f"{name}.pdb").write_text("".join(line for line in text if line[21:22] == chain))
+    words = ("dock", "left.pdb", "right.pdb", "--model", project.model, "--poses", "3", "--steps", "2")
+    for place, executor in (("here", "local"), ("there", "slurm")):
+        done = pipeline(*words, "--out", place, "--executor", executor, "--set", "cluster.slurm.poll=1s")
+        assert done.code == 0, done.err
+    tables = [next(Path(place).glob("*/poses.csv")) for place in ("here", "there")]
+    found = [list(csv.DictReader(table.read_text().splitlines())) for table in tables]
+    assert len(found[0]) == 3
+    assert found[0] == found[1]
+    assert [(table.parent / row["file"]).is_file() for table, rows in zip(tables, found, strict=True) for row in rows]

@@ -1,0 +1,458 @@
+"""A pose's file is the input with the ligand moved, and nothing else of it changed; a table has a row for each pose."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import math
+from dataclasses import replace
+
+import gemmi
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.errors import DataError
+from pipeline.records import Item, Part, Role
+from pipeline.structures.inventory import ScanRecipe
+from pipeline.structures.parsing.read_structure import PLAIN, FileReading, parse_structure
+from pipeline.structures.parsing.structure_files import plain_files
+from pipeline.tasks.docking.docked_files import (
+    DockedComplex,
+    PoseRow,
+    SampledPoses,
+    pose_table,
+    posed_text,
+    write_docked,
+    write_trajectory,
+)
+from pipeline.tasks.docking.matched_partners import shared_backbones
+from pipeline.tasks.docking.pose_quality import RigidMoves, docking_truth, nearest_move
+from pipeline.tasks.docking.posed_pdb import LETTERS, _columns
+from tests.tasks.docking.docked import MAX_BYTES, moves_from, pair_item, read, some_moves
+
+KEPT = ("name_A", "resname_A", "number_A", "icode_A", "altloc_A", "occupancy_A", "element_A", "hetero_A")
+STAY = RigidMoves(np.eye(3)[None], np.zeros((1, 3)))
+FAR = moves_from([[0.4, -1.1, 0.7]], [[21.5, -7.25, 3.125]])
+
+SMALL = """\
+HEADER    A COMPLEX
+REMARK   2 RESOLUTION
+CRYST1   50.000   50.000   50.000  90.00  90.00  90.00 P 1           1
+MODEL        1
+ATOM      1  N   GLY A   1      11.000   2.000   3.000  1.00 10.00           N
+ATOM      2  CA  GLY A   1      12.000   2.000   3.000  1.00 10.00           C
+ANISOU    2  CA  GLY A   1      100    100    100      0      0      0       C
+ATOM      3  C   GLY A   1      13.000   2.000   3.000  1.00 10.00           C
+TER       4      GLY A   1
+ATOM      5  N   ALA B -99A      1.000   2.000   3.000  1.00 20.00           N
+ATOM      6  CA AALA B -99A      2.000   2.000   3.000  0.60 20.00           C
+ANISOU    6  CA AALA B -99A     100    100    100      0      0      0       C
+ATOM      7  CA BALA B -99A      2.500   2.000   3.000  0.40 20.00           C
+ATOM      8  C   ALA B -99A      3.000   2.000   3.000  1.00 20.00           C1-
+ATOM      9  HA  ALA B -99A      4.000   2.000   3.000  1.00 20.00           H
+TER      10      ALA B -99A
+HETATM   11  C1  LIG A 301      20.000   2.000   3.000  1.00 30.00           C
+HETATM   12 ZN    ZN B 302       6.000   2.000   3.000  1.00 30.00          ZN
+HETATM   13  O   HOH B 401       7.000   2.000   3.000  1.00 30.00           O
+ATOM     14  CA  GLY C   1      50.000   2.000   3.000  1.00 10.00           C
+ENDMDL
+MODEL        2
+ATOM      1  N   GLY A   1      91.000   2.000   3.000  1.00 10.00           N
+ENDMDL
+CONECT   11   12
+MASTER        0    0
+END
+"""
+
+
+def docked(item, recipe=None):
+    recipe = recipe or ScanRecipe()
+    return DockedComplex(item, read(item, recipe), plain_files(MAX_BYTES).of(item), recipe.reading)
+
+
+def small(tmp_path, name="small.pdb", text=SMALL, receptor=("A",), ligand=("B",), recipe=None):
+    path = tmp_path / name
+    path.write_text(text)
+    return docked(Item("s", (Part(Role.RECEPTOR, str(path), receptor), Part(Role.LIGAND, str(path), ligand))), recipe)
+
+
+def as_cif(text):
+    structure = gemmi.read_pdb_string(text)
+    del structure[1:]
+    structure.setup_entities()
+    structure.assign_label_seq_id()
+    return structure.make_mmcif_document().as_string()
+
+
+def two_files(tmp_path, forms=("pdb", "pdb")):
+    """A receptor and a ligand that both call their chain A."""
+    atoms = [line for line in SMALL.splitlines() if line[:6].strip() in ("ATOM", "HETATM")]
+    own = [line for line in atoms if line[21] == "A" and line[30:33] != "  9"]
+    theirs = [line[:21] + "A" + line[22:] for line in atoms if line[21] == "B"]
+    parts = []
+    for role, lines, form in zip((Role.RECEPTOR, Role.LIGAND), (own, theirs), forms, strict=True):
+        text = "\n".join(["SEQRES   1 A    1  GLY", *lines, "CONECT    5    6" if role is Role.LIGAND else "", "END\n"])
+        path = tmp_path / f"{role.value}.{form}"
+        path.write_text(text if form == "pdb" else as_cif(text))
+        parts.append(Part(role, str(path)))
+    return docked(Item("two", tuple(parts)))
+
+
+def table_of(text, form, reading=PLAIN):
+    return parse_structure(text, {"cif": "mmcif"}.get(form, form), reading)
+
+
+def check_whole(found, forms, text, move):
+    """A file of two has the atoms of both, the receptor's first; return the chains of each side."""
+    parts = zip(found.item.parts, forms, strict=True)
+    receptor, ligand = (table_of(found.files[part.path].data, form) for part, form in parts)
+    both = {name: np.concatenate([getattr(table, name) for table in (receptor, ligand)]) for name in (*KEPT, "pos_A3")}
+    after = table_of(text, "cif" if "cif" in forms else "pdb")
+    is_ligand_A = np.arange(len(both["name_A"])) >= len(receptor.name_A)
+    check_moved(replace(receptor, **both), after, is_ligand_A, move)
+    return [[*dict.fromkeys(chains_of(after)[chosen_A].tolist())] for chosen_A in (~is_ligand_A, is_ligand_A)]
+
+
+def chains_of(table):
+    return np.array([table.chain_name(code) for code in table.chain_A])
+
+
+def check_moved(before, after, is_moved_A, move):
+    """All columns are as before, and so are the places of atoms that stay."""
+    assert {name: (getattr(before, name) != getattr(after, name)).sum() for name in KEPT} == dict.fromkeys(KEPT, 0)
+    np.testing.assert_array_equal(after.pos_A3[~is_moved_A], before.pos_A3[~is_moved_A])
+    expected = move.of(np.ascontiguousarray(before.pos_A3[is_moved_A]))[0]
+    np.testing.assert_allclose(after.pos_A3[is_moved_A], expected, atol=5.001e-4)
+
+
+@pytest.mark.parametrize("form", ["pdb", "cif"])
+def test_a_written_pose_reads_back_as_the_input_with_its_ligand_moved(tmp_path, form):
+    text = SMALL if form == "pdb" else as_cif(SMALL)
+    posed = posed_text(small(tmp_path, f"small.{form}", text)).pose(FAR, ["A REMARK"])
+    before, after = table_of(text.encode(), form), table_of(posed, form)
+    check_moved(before, after, chains_of(before) == "B", FAR)
+    assert chains_of(after).tolist() == chains_of(before).tolist()
+    structure = (
+        gemmi.read_pdb_string(posed)
+        if form == "pdb"
+        else gemmi.make_structure_from_block(gemmi.cif.read_string(posed)[0])
+    )
+    atoms = [(chain.name, atom) for chain in structure[0] for residue in chain for atom in residue]
+    assert (len(structure), len(atoms), structure.cell.a) == (1, 12, 50)
+    assert {name: {atom.b_iso for chain, atom in atoms if chain == name} for name in "ABC"} == {
+        "A": {10, 30},
+        "B": {20, 30},
+        "C": {10},
+    }
+    assert [chain for chain, atom in atoms if atom.aniso.nonzero()] == ["A"]  # a ligand's would have to turn
+    assert [atom.charge for _, atom in atoms if atom.name == "C"] == [0, -1]
+
+
+def test_a_pose_that_does_not_move_is_the_file_itself(tmp_path):
+    posed = posed_text(small(tmp_path)).pose(STAY, []).decode().splitlines()
+    second = SMALL.index("MODEL        2")
+    expected = SMALL[:second] + SMALL[SMALL.index("CONECT") :]
+    left_out = ("MODEL", "ENDMDL", "MASTER", "ANISOU    6")
+    assert posed == [line for line in expected.splitlines() if not line.startswith(left_out)]
+
+
+def test_only_columns_of_coordinates_change(tmp_path):
+    stay, far = (posed_text(small(tmp_path)).pose(move, []).decode().splitlines() for move in (STAY, FAR))
+    assert [line[:30] + line[54:] for line in far] == [line[:30] + line[54:] for line in stay]
+    differ = [line[21] for line, other in zip(far, stay, strict=True) if line != other]
+    assert differ == ["B"] * 7
+
+
+def test_molecules_that_are_named_singly_go_with_the_side_that_names_them(tmp_path):
+    recipe = ScanRecipe(policy=replace(ScanRecipe().policy, ligands="keep"))
+    kept = small(tmp_path, receptor=("A", "B:ZN:302"), ligand=("B", "A:LIG:301"), recipe=recipe)
+    before = table_of(SMALL.encode(), "pdb")
+    after = table_of(posed_text(kept).pose(FAR, []), "pdb")
+    names = [gemmi.Element(int(number)).name for number in before.element_A]
+    is_moved_A = (chains_of(before) == "B") & (np.array(names) != "Zn")
+    is_moved_A |= (chains_of(before) == "A") & (before.number_A == 301)
+    check_moved(before, after, is_moved_A, FAR)
+
+
+@pytest.mark.parametrize("forms", [("pdb", "pdb"), ("cif", "cif"), ("pdb", "cif")], ids="-".join)
+def test_two_files_become_one_in_which_chains_of_one_name_are_told_apart(tmp_path, forms):
+    found = two_files(tmp_path, forms)
+    posed = posed_text(found)
+    form = "pdb" if set(forms) == {"pdb"} else "cif"
+    assert posed.suffix == f".{form}"
+    text = posed.pose(FAR, [])
+    assert check_whole(found, forms, text, FAR) == [["A"], ["B"]]
+    assert b"ENAMED B" in text.upper()
+
+
+def test_bonds_and_sequences_of_two_pdb_files_are_kept_with_their_new_names(tmp_path):
+    lines = posed_text(two_files(tmp_path)).pose(STAY, []).decode().splitlines()
+    assert [line for line in lines if line.startswith("SEQRES")] == [
+        "SEQRES   1 A    1  GLY",
+        "SEQRES   1 B    1  GLY",
+    ]
+    atoms = [line for line in lines if line.startswith(("ATOM", "HETATM")) and line[21] == "B"]
+    serials = {line[12:17].strip(): line[6:11] for line in atoms}
+    assert [line for line in lines if line.startswith("CONECT")] == [f"CONECT{serials['N']}{serials['CA A']}"]
+
+
+@pytest.mark.parametrize("form", ["pdb", "cif"])
+def test_a_file_of_two_chains_needs_no_names(tmp_path, form):
+    text = "".join(line for line in SMALL.splitlines(keepends=True) if line[21:22] != "C")
+    path = tmp_path / f"both.{form}"
+    path.write_text(text if form == "pdb" else as_cif(text))
+    posed = posed_text(docked(Item("both", (Part(Role.COMPLEX, str(path)),)))).pose(FAR, [])
+    before = table_of(path.read_bytes(), form)
+    check_moved(before, table_of(posed, form), chains_of(before) == "B", FAR)
+
+
+def test_molecules_go_with_their_chain_where_chains_go_by_labels(tmp_path):
+    recipe = ScanRecipe(reading=FileReading(chain_names="label"))
+    found = small(tmp_path, "small.cif", as_cif(SMALL), ("Axp",), ("Bxp",), recipe)
+    before = table_of(as_cif(SMALL).encode(), "cif")
+    check_moved(before, table_of(posed_text(found).pose(FAR, []), "cif"), chains_of(before) == "B", FAR)
+
+
+@pytest.mark.shared
+@pytest.mark.parametrize("names", ["author", "label"])
+def test_a_real_mmcif_file_keeps_all_its_categories(shared_structures, tmp_path, names):
+    path = str(shared_structures / "varied" / "1pfe.cif.gz")
+    parts = (Part(Role.RECEPTOR, path, ("A",)), Part(Role.LIGAND, path, ("B",)))
+    found = docked(Item("1pfe", parts), ScanRecipe(reading=FileReading(chain_names=names)))
+    data = found.files[path].data
+    posed = posed_text(found).pose(FAR, [])
+    blocks = [gemmi.cif.read_string(text)[0] for text in (data, posed)]
+    categories, left = ([*block.get_mmcif_category_names()] for block in blocks)
+    assert left == categories
+    before = table_of(data, "cif")
+    check_moved(before, table_of(posed, "cif"), chains_of(before) == "B", FAR)
+    for name in set(categories) - {"_atom_site.", "_atom_site_anisotrop."}:
+        assert blocks[0].get_mmcif_category(name) == blocks[1].get_mmcif_category(name)
+
+
+def test_a_gzipped_file_is_written_plain(tmp_path):
+    path = tmp_path / "small.pdb.gz"
+    path.write_bytes(gzip.compress(SMALL.encode()))
+    zipped = docked(Item("z", (Part(Role.RECEPTOR, str(path), ("A",)), Part(Role.LIGAND, str(path), ("B",)))))
+    assert posed_text(zipped).pose(FAR, []) == posed_text(small(tmp_path)).pose(FAR, [])
+
+
+def test_chains_behind_an_end_are_written_too(tmp_path):
+    first, second = SMALL.index("MODEL        1"), SMALL.index("ENDMDL")
+    atoms = [line for line in SMALL[first:second].splitlines()[1:] if line[21] in "AB" and line[:6] != "HETATM"]
+    receptor, ligand = ([line for line in atoms if line[21] == name] for name in "AB")
+    text = "\n".join([*receptor, "END", *ligand, "END\n"])
+    posed = posed_text(small(tmp_path, "ends.pdb", text)).pose(FAR, [])
+    assert (posed.count(b"END\n"), set(chains_of(table_of(posed, "pdb")))) == (1, {"A", "B"})
+
+
+def test_another_model_is_written_where_the_item_names_it(tmp_path):
+    first = SMALL[SMALL.index("ATOM") : SMALL.index("ENDMDL")]
+    second = "MODEL        2\n" + first.replace("   2.000   3.000", "   2.500   3.500")
+    twice = SMALL.replace("MODEL        2\n", second)
+    path = tmp_path / "models.pdb"
+    path.write_text(twice)
+    parts = (Part(Role.RECEPTOR, str(path), ("A",), model=2), Part(Role.LIGAND, str(path), ("B",), model=2))
+    posed = posed_text(docked(Item("m", parts))).pose(STAY, [])
+    assert set(table_of(posed, "pdb").pos_A3[:-1, 1]) == {2.5}
+
+
+def test_what_has_no_text_to_rewrite_is_refused(tmp_path):
+    found = small(tmp_path)
+    with pytest.raises(DataError, match="assembly"):
+        posed_text(replace(found, reading=FileReading(assembly="1")))
+    other = replace(found.item, parts=tuple(replace(part, path="x.bcif") for part in found.item.parts))
+    with pytest.raises(DataError, match="PDB and mmCIF"):
+        posed_text(replace(found, item=other, files={"x.bcif": next(iter(found.files.values()))}))
+
+
+def test_more_chains_than_letters_are_refused(tmp_path):
+    line = "ATOM  {:5d}  CA  GLY {}   1    {:8.3f}   2.000   3.000  1.00 10.00           C  \n"
+    parts = []
+    for role, letters in ((Role.RECEPTOR, LETTERS), (Role.LIGAND, "A")):
+        path = tmp_path / f"{role.value}.pdb"
+        path.write_text("".join(line.format(at, letter, 4.0 * at) for at, letter in enumerate(letters, 1)))
+        parts.append(Part(role, str(path)))
+    with pytest.raises(DataError, match="62 chains"):
+        posed_text(docked(Item("many", tuple(parts))))
+
+
+def test_more_models_than_a_pdb_file_counts_are_refused(tmp_path):
+    many = RigidMoves(np.repeat(np.eye(3)[None], 10_000, 0), np.zeros((10_000, 3)))
+    with pytest.raises(DataError, match="models"):
+        write_trajectory(tmp_path / "long.pdb", small(tmp_path), many)
+    assert [path.name for path in tmp_path.iterdir()] == ["small.pdb"]
+
+
+@given(st.lists(st.floats(-99_999, 99_999), min_size=3, max_size=3))
+def test_coordinates_never_leave_their_columns(place):
+    text = _columns(place)
+    assert len(text) == 24
+    found = [float(text[first : first + 8]) for first in (0, 8, 16)]
+    decimals = 3 if max(map(abs, place)) < 999 else 0
+    assert found == pytest.approx(place, abs=0.5001 * 10**-decimals)
+
+
+@pytest.mark.parametrize("number", [1e8, -1e7, 123456789.0])
+def test_a_coordinate_that_no_column_holds_is_refused(number):
+    with pytest.raises(DataError, match="does not fit"):
+        _columns([0.0, number, 0.0])
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_any_move_and_its_opposite_lead_back(tmp_path_factory, seed):
+    rng = np.random.default_rng(seed)
+    found = small(tmp_path_factory.mktemp("there"))
+    move = moves_from(rng.standard_normal((1, 3)), rng.standard_normal((1, 3)) * 50)
+    back_P33 = move.turn_P33.transpose(0, 2, 1)
+    back = RigidMoves(back_P33, -(back_P33 @ move.shift_P3[0]))
+    there = posed_text(found).pose(move, [])
+    again = posed_text(small(tmp_path_factory.mktemp("back"), text=there.decode())).pose(back, [])
+    before, after = (table_of(text, "pdb") for text in (SMALL.encode(), again))
+    np.testing.assert_allclose(after.pos_A3, before.pos_A3, atol=2.1e-3)
+
+
+@pytest.mark.shared
+@pytest.mark.parametrize("name", ["1A2K", "1HIA", "1R8S", "2VXT", "2H7V"])
+@pytest.mark.parametrize("unbound", [False, True], ids=["bound", "unbound"])
+def test_real_pairs_are_written_whole(shared_structures, name, unbound):
+    found = docked(pair_item(shared_structures, name, unbound=unbound))
+    move = some_moves(found.read, 2).take(slice(1, 2))
+    text = posed_text(found).pose(move, ["POSE"])
+    receptor, ligand = check_whole(found, ("pdb", "pdb"), text, move)
+    assert not set(receptor) & set(ligand)
+
+
+@pytest.mark.shared
+@pytest.mark.parametrize("form", ["pdb", "cif"])
+def test_biopython_reads_what_is_written(shared_structures, tmp_path, form):
+    parsers = pytest.importorskip("Bio.PDB")
+    item = pair_item(shared_structures, "1R8S")
+    if form == "cif":
+        parts = []
+        for part in item.parts:
+            path = tmp_path / f"{part.role.value}.cif"
+            gemmi.read_structure(part.path).make_mmcif_document().write_file(str(path))
+            parts.append(replace(part, path=str(path)))
+        item = replace(item, parts=tuple(parts))
+    found = docked(item)
+    rows = write_docked(tmp_path, found, SampledPoses(some_moves(found.read, 1), np.array([7]), None))
+    parser = parsers.PDBParser(QUIET=True) if form == "pdb" else parsers.MMCIFParser(QUIET=True)
+    structure = parser.get_structure("pose", str(tmp_path / rows[0].file))
+    tables = [table_of(found.files[part.path].data, form) for part in found.item.parts]
+    atoms = [atom for residue in structure.get_residues() for atom in residue.get_unpacked_list()]
+    assert len(atoms) == sum(len(table.name_A) for table in tables)
+
+
+@pytest.mark.parametrize("form", ["pdb", "cif"])
+def test_a_trajectory_has_a_model_for_each_pose_of_the_ligand(tmp_path, form):
+    found = small(tmp_path, f"small.{form}", SMALL if form == "pdb" else as_cif(SMALL))
+    moves = some_moves(found.read, 4)
+    path = tmp_path / f"trajectory.{form}"
+    write_trajectory(path, found, moves)
+    structure = gemmi.read_structure(str(path))
+    assert len(structure) == 4
+    start = posed_text(found).pos_N3
+    for model, pos_N3 in zip(structure, moves.of(start), strict=True):
+        atoms = [atom.pos.tolist() for chain in model for residue in chain for atom in residue]
+        np.testing.assert_allclose(atoms, pos_N3, atol=5.001e-4)
+    assert [one.name for one in tmp_path.glob(".*")] == []
+
+
+def sampled(found, poses=6, confidence=(0.1, 0.9, math.nan, 0.5, 0.9, 0.2)):
+    return SampledPoses(some_moves(found.read, poses), np.arange(10, 10 + poses), np.array(confidence))
+
+
+@pytest.mark.shared
+def test_poses_are_ranked_by_confidence_and_what_is_of_no_use_is_named(shared_structures, tmp_path):
+    found = docked(replace(pair_item(shared_structures, "1Z0K"), split="test"))
+    poses = sampled(found)
+    poses.moves.shift_P3[3] += 5000
+    poses.moves.turn_P33[5] = np.nan
+    rows = write_docked(tmp_path, found, poses, top=2)
+    assert [(row.rank, row.sample, row.problem) for row in rows] == [
+        (1, 11, ""),
+        (2, 14, ""),
+        (3, 10, ""),
+        (None, 12, "no confidence"),
+        (None, 13, "farther than 500 Å"),
+        (None, 15, "not finite"),
+    ]
+    assert [row.file for row in rows] == ["1Z0K/rank-01.pdb", "1Z0K/rank-02.pdb", "", "", "", ""]
+    assert sorted(path.name for path in (tmp_path / "1Z0K").iterdir()) == ["rank-01.pdb", "rank-02.pdb"]
+    assert "RANK 1, SAMPLE 11, CONFIDENCE 0.9000" in (tmp_path / rows[0].file).read_text()
+    assert {row.split for row in rows} == {"test"}
+    assert all(math.isnan(row.dockq) and row.clashes is None for row in rows[3:])
+    unmoved = rows[2]
+    assert (unmoved.fnat, unmoved.capri) == (1.0, "high")
+    assert [unmoved.complex_rmsd, unmoved.ligand_rmsd, unmoved.irmsd, unmoved.lrmsd] == pytest.approx([0] * 4, abs=1e-6)
+
+
+@pytest.mark.shared
+def test_a_shorter_list_leaves_no_poses_of_a_longer_one(shared_structures, tmp_path):
+    found = docked(pair_item(shared_structures, "1Z0K"))
+    for top in (3, 1):
+        write_docked(tmp_path, found, sampled(found)._replace(confidence_P=None), top=top)
+    assert [path.name for path in (tmp_path / "1Z0K").iterdir()] == ["rank-01.pdb"]
+
+
+@pytest.mark.shared
+def test_without_truth_only_what_needs_none_is_measured(shared_structures, tmp_path):
+    found = replace(docked(pair_item(shared_structures, "1Z0K")), has_truth=False)
+    row = write_docked(tmp_path, found, sampled(found))[0]
+    assert (row.clashes is not None, math.isnan(row.complex_rmsd), math.isnan(row.dockq), row.capri) == (
+        True,
+        True,
+        True,
+        "",
+    )
+
+
+@pytest.mark.shared
+def test_unbound_partners_are_compared_with_the_bound_ones_in_the_receptors_frame(shared_structures, tmp_path):
+    found = docked(pair_item(shared_structures, "2VXT", unbound=True))
+    truth = docking_truth(found.read)
+    receptor, ligand = (
+        shared_backbones(pair, np.arange(len(pair.shared_R2))) for pair in (truth.receptor, truth.ligand)
+    )
+    to_frame, to_truth = nearest_move(*reversed(receptor)), nearest_move(*ligand)
+    turn_33 = to_frame.turn_P33[0] @ to_truth.turn_P33[0]
+    move = RigidMoves(turn_33[None], (to_frame.turn_P33[0] @ to_truth.shift_P3[0] + to_frame.shift_P3[0])[None])
+    row = write_docked(tmp_path, found, SampledPoses(move, np.array([0]), None))[0]
+    assert row.ligand_rmsd == pytest.approx(row.lrmsd, rel=0.1)  # of CA atoms, and of all atoms of the backbone
+    assert row.complex_rmsd <= row.ligand_rmsd
+    assert row.dockq > 0.6
+
+
+def test_a_table_appears_when_all_rows_are_in_it_and_not_before(tmp_path):
+    path = tmp_path / "poses.csv"
+    with pose_table(path) as add:
+        add(
+            [
+                PoseRow(
+                    "a", rank=1, sample=3, confidence=0.25, dockq=0.5, capri="medium", clashes=4, file="a/rank-01.pdb"
+                )
+            ]
+        )
+        assert not path.exists()
+        add([PoseRow("b", sample=1, problem="not finite")])
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["complex"] for row in rows] == ["a", "b"]
+    assert (rows[0]["confidence"], rows[0]["dockq"], rows[0]["clashes"], rows[0]["fnat"]) == (
+        "0.2500",
+        "0.5000",
+        "4",
+        "",
+    )
+    assert (rows[1]["rank"], rows[1]["problem"]) == ("", "not finite")
+
+
+def test_a_table_that_fails_leaves_the_old_one(tmp_path):
+    path = tmp_path / "poses.csv"
+    path.write_text("old")
+    with pytest.raises(ZeroDivisionError), pose_table(path) as add:
+        add(PoseRow(str(1 // left)) for left in (1, 0))
+    assert [(one.name, one.read_text()) for one in tmp_path.iterdir()] == [("poses.csv", "old")]
