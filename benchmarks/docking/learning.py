@@ -37,7 +37,7 @@ import yaml
 from benchmarks.circumstances import write
 from pipeline.api import SamplerSettings, open_loader
 from pipeline.structures.synthetic import complex_pdb
-from pipeline.tasks.complex_docking import ComplexDocking, DockedComplex
+from pipeline.tasks.complex_docking import ComplexDocking, NoisedComplex
 from pipeline.tasks.docking.pose_sampling import pose_draw, pose_rmsd, stacked_draws, start_poses
 
 PIPELINE = Path(sys.executable).with_name("pipeline")
@@ -134,7 +134,7 @@ def made_project(folder: Path, structures: Path, told: Mapping[str, Any]) -> Non
         (data / f"made{seed}.pdb").write_bytes(complex_pdb(seed, *MADE_SIZES))
 
 
-def placed_at_random(one: DockedComplex, task: ComplexDocking, seed: int) -> float:
+def placed_at_random(one: NoisedComplex, task: ComplexDocking, seed: int) -> float:
     """Return the share of random placements of a complex that are near the truth."""
     rng, near = np.random.default_rng(seed), 0
     for _ in range(DRAWS // DRAWS_AT_ONCE):
