@@ -13,7 +13,7 @@ from tests.limited import device
 from tests.zoo.strangers import FAMILIES, planned, real
 
 TOLD = 0.98  # of the real peak, at least, where it is called traced
-NAMES_A_LINE = re.compile(r"(architectures|ways|derivatives)\.py:\d+ `")
+NAMES_A_LINE = re.compile(r"(architectures|ways|derivatives)\.py:\d+")
 NOT_PLANNED = {"sparse table": "the gradients of table.weight are sparse"}
 LONG = (
     "momentum queue",
