@@ -231,8 +231,10 @@ class ComplexDocking:
         A move is a rotation, row by row, and a shift, in the files' frame: x → turn · x + shift. A pose that exploded
         is not a number.
         """
-        judge = self._judge(next(model.parameters()))
-        found = [self._drawn(model, judge, one) for one in batch.complexes]
+        like = next(model.parameters())
+        judge = self._judge(like)
+        with torch.autocast(like.device.type, enabled=False):  # in half precision, tenths of an Å would be lost
+            found = [self._drawn(model, judge, one) for one in batch.complexes]
         names = dict.fromkeys(name for of_complex in found for name in of_complex)
         return {name: [row for of_complex in found for row in of_complex.get(name, ())] for name in names}
 

@@ -185,6 +185,17 @@ def test_a_pose_is_the_same_to_the_bit_whatever_poses_are_drawn_beside_it():
                 assert (value == together[name][number]).all(), name
 
 
+@pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16])
+def test_poses_are_drawn_in_single_precision_whatever_the_model_was_trained_in(precision):
+    model, batch = model_of(dtype=torch.float32), rows_of(made(0), "a", range(2))
+    plain = outputs_of(SMALL, model, batch)
+    with torch.autocast("cpu", precision):
+        half = outputs_of(SMALL, model, batch)
+        loss = SMALL.loss(model, batch)
+    assert all((one == other).all() for name in plain for one, other in zip(plain[name], half[name], strict=True))
+    assert all(torch.isfinite(total) for total, _ in loss.values())
+
+
 def test_rows_of_several_complexes_come_back_in_their_order():
     model = model_of(dtype=torch.float32)
     both = [*rows(THREE[0], "a", range(2)), *rows(THREE[1], "b", range(1))]

@@ -50,6 +50,7 @@ class ProductPath(NamedTuple):
 
 
 ABSENT = -1e30  # added to hidden features before their activation where there is no edge
+ABSENT_HALF = -6e4  # the same in float16, in which nothing is much larger
 DIRECTIONS = 8  # harmonics of degree 1 and 2
 _OF_DEGREE = {1: slice(3), 2: slice(3, DIRECTIONS)}
 # What the harmonics below and the unit-norm 3j symbols leave to a path's scale: degree in, of the harmonics, out.
@@ -266,7 +267,7 @@ class PairConvolution(nn.Module):
         weights_WH = torch.cat([self.weights.weight, self.weights.bias.unsqueeze(1)], 1)
         of_edge, *of_ends = functional.pad(self.hidden.weight.T, (0, 1)).split_with_sizes(self.told)
         return Kernel(
-            told=(torch.cat([of_edge, torch.full_like(of_edge[:1], ABSENT)]), *of_ends),
+            told=(torch.cat([of_edge, torch.full_like(of_edge[:1], _absent(of_edge.device.type))]), *of_ends),
             bias_H=functional.pad(self.hidden.bias, (0, 1), value=1.0),
             same={path[:3:2]: self._of_path(weights_WH, path).flatten(0, 1) for path in self.same},
             bent={
@@ -363,6 +364,12 @@ class HeardEdges(NamedTuple):
     bends_PAK8: Tensor
     passed: Callable[[Tensor], Tensor]
     stand: Callable[[Tensor], Tensor]  # of what senders have
+
+
+def _absent(kind: str) -> float:
+    """Return what leaves nothing of a hidden feature in the precision that products have on a kind of device."""
+    is_half = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16
+    return ABSENT_HALF if is_half else ABSENT
 
 
 def _hidden(edges_PRCM: Tensor, weights: Tensor, of_column: Tensor, of_row: Tensor | None) -> Tensor:
