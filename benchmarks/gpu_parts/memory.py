@@ -37,7 +37,7 @@ RECIPES: dict[str, dict[str, int]] = {  # a typical item of each
     "contrastive_pair": {"left": 256, "right": 256},
 }
 SMALL_ITEMS: dict[str, dict[str, int]] = {
-    "complex_docking": {"nodes": 40, "pairs": 400},
+    "complex_docking": {"nodes": 90, "pairs": 2000},
     "rna_ligand": {"nodes": 60, "edges": 600},
     "spectra_finetune": {"peaks": 20},
     "denovo_recursive": {"peaks": 20, "residues": 12},
