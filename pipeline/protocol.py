@@ -22,6 +22,7 @@ Batch: TypeAlias = Any  # whatever `collate` returns and `loss` takes
 Sizes: TypeAlias = "Mapping[str, int]"  # what drives memory, by name
 
 ITEMS = "items"  # among the sizes of a batch: how many items it has
+PICTURES = "pictures.json"  # curves that a task publishes of its predictions, for the page of a run
 
 
 def item_of(row: str) -> str:
@@ -104,7 +105,9 @@ class Samples(Protocol):
     so with random numbers of its own: `collate` finds the rows of an item one after the other.
     """
 
-    samples: int
+    @property
+    def rows_per_item(self) -> int:
+        """Return how many answers it draws for an item."""
 
 
 @runtime_checkable
@@ -112,7 +115,7 @@ class Publishes(Protocol):
     """A task whose predictions are also files for people, such as structures."""
 
     def publish(self, folder: Path, outputs: Mapping[str, Any], items: Iterable[Item], reading: Any) -> Iterable[Path]:
-        """Write such files into the folder of the predictions, and return them.
+        """Write such files into the folder of the predictions, and return them, a table (CSV) for people to see first.
 
         `outputs` are those of all rows; `items` are the data set's, and `reading` how their files are read
         (a `ScanRecipe`).
@@ -123,7 +126,7 @@ class Publishes(Protocol):
 class ReadsFiles(Protocol):
     """A task that reads files besides its items, such as another model's weights."""
 
-    def files(self) -> Iterable[Path]:
+    def files_read(self) -> Iterable[Path]:
         """Return files and folders whose content decides what the task says."""
 
 

@@ -119,11 +119,12 @@ def _checked(
 def _settings_of_model(stage: str, model: str, config: Config) -> list[str]:
     """Return what `--model` sets: the stage's checkpoint, and that what is predicted needs no labels."""
     from pipeline.runs.model.trained_model import place_of
+    from pipeline.training.checkpoints.chosen_checkpoint import weights_file
 
     if stage not in (StageName.EVALUATE, StageName.PREDICT):
         _refuse(f"a model is named to be used, but --stage is {stage}", "--model", "predict", f"--model {model}")
     is_unlabelled = stage == StageName.PREDICT and config.data.labels
-    place = place_of(config.train.models, model)
+    place = place_of(config.train.models, model) or weights_file(model)
     if place is not None and place != config.train.models / model:
         model = str(place)  # whoever goes on with the run may stand elsewhere
     return [f"train.{stage}.checkpoint={model}", *(["data.unlabelled=true"] if is_unlabelled else [])]

@@ -77,8 +77,8 @@ def task_code(config: Config, beside: Path | None) -> TaskCode:
         source_digest(task, without=()),
         stands,
         files,
-        reads=tuple(task.files()) if isinstance(task, ReadsFiles) else (),
-        samples=task.samples if isinstance(task, Samples) else 1,
+        reads=tuple(task.files_read()) if isinstance(task, ReadsFiles) else (),
+        samples=task.rows_per_item if isinstance(task, Samples) else 1,
     )
     is_ours = PACKAGE in Path(inspect.getfile(type(task))).resolve().parents
     is_whole = bool(files or is_ours) and named is not None and dict(files).items() <= named.items()

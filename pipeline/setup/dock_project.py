@@ -78,7 +78,7 @@ def _settings(docking: Docking, project: LoadedConfig) -> dict[str, dict[str, An
         gpus = min(1, len(local_machine(here.cluster.slots).gpus))
         cluster |= {"executor": "local"} | {stage: {"gpus": gpus} for stage in ("embed", "train", "predict")}
     return {
-        "data": model.get("data", {}) | {"source": "manifest", "path": TABLE},
+        "data": {"source": "manifest", "path": TABLE},  # of the training's, nothing holds for two files
         "structures": model.get("structures", {}),
         "embed": model.get("embed", {}) | {"weights": str(here.embed.weights)},
         "graph": model.get("graph", {}) | {"contacts": 5.0 if docking.bound else None},

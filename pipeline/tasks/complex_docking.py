@@ -22,10 +22,11 @@ import torch
 from pipeline.device.kinds import CPU
 from pipeline.errors import ConfigError
 from pipeline.protocol import item_of
+from pipeline.tasks.docking.docked_files import FARTHEST
 from pipeline.tasks.docking.docking_items import example_counts, example_partner, placed_partners
-from pipeline.tasks.docking.docking_metrics import RMSDS, docking_metrics
 from pipeline.tasks.docking.docking_trunk import PosedComplex, TrunkSizes
 from pipeline.tasks.docking.pose_confidence import trained_confidence
+from pipeline.tasks.docking.pose_quality import RMSDS, docking_metrics
 from pipeline.tasks.docking.pose_sampling import (
     PoseDraw,
     SamplingSteps,
@@ -39,7 +40,7 @@ from pipeline.tasks.docking.pose_sampling import (
     stacked_draws,
     start_poses,
 )
-from pipeline.tasks.docking.published_poses import publish_poses
+from pipeline.tasks.docking.published_poses import CONFIDENCE, MOVE, TRAJECTORY, publish_poses
 from pipeline.tasks.docking.rigid_noise import (
     NoiseSchedule,
     RotationTables,
@@ -62,22 +63,11 @@ if TYPE_CHECKING:
     from pipeline.structures.inventory import ScanRecipe
     from pipeline.training.items.batch import ItemTensors
 
-FARTHEST = 1e4  # Å; a pose beyond has exploded
 TRANSLATION, ROTATION = "translation", "rotation"
-MOVE, CONFIDENCE, TRAJECTORY = "move", "confidence", "trajectory"
-
 ROTATION_ROUNDING = 1e-5  # added to the norm of rotations' scores
 NOISE = ("translation", "rotation", "translation_score", "rotation_score")
-LEAST = {
-    "embedding_dim": 0,
-    "scalars": 1,
-    "vectors": 1,
-    "layers": 1,
-    "multiplicity": 1,
-    "samples": 1,
-    "steps": 1,
-    "top": 1,
-}
+COUNTS = ("scalars", "vectors", "layers", "multiplicity", "samples", "steps", "top")
+LEAST = {"embedding_dim": 0, "psi": 0, **dict.fromkeys(COUNTS, 1)}
 
 
 @cache
@@ -118,7 +108,7 @@ class ComplexDocking:
     vectors: int = 6  # features that do
     layers: int = 4
     as_published: bool = False  # as DiffDock-PP behaves, its mistakes included: what its published weights need
-    multiplicity: int = 1  # noises of a complex in a step, over which what is the same for them is computed once
+    multiplicity: int = 1  # noises of a complex in a step, for which it is read once
     translation_least: float = 0.01  # Å, standard deviation along an axis
     translation_most: float = 30.0
     rotation_least: float = 0.01  # radians
@@ -137,7 +127,7 @@ class ComplexDocking:
     top: int = 5  # poses of a complex that are written as structures
 
     def __post_init__(self) -> None:
-        at_least(self, LEAST | {"psi": 0})
+        at_least(self, LEAST)
         above_zero(self, ("translation_least", "rotation_least", "temperature"))
         for name in (TRANSLATION, ROTATION):
             least, most = getattr(self, f"{name}_least"), getattr(self, f"{name}_most")
@@ -147,6 +137,10 @@ class ComplexDocking:
         if self.as_published and not self.embedding_dim:
             problem = "as published, a residue's type is looked up by its embedding: embedding_dim must be 1 or more"
             raise ConfigError(problem, where=f"{WHERE}.embedding_dim", remedy="--set train.options.embedding_dim=1280")
+
+    @property
+    def rows_per_item(self) -> int:
+        return self.samples
 
     @property
     def sizes(self) -> TrunkSizes:
@@ -165,7 +159,7 @@ class ComplexDocking:
     def model(self) -> nn.Module:
         return ScoreModel(self.sizes, self.schedule, torch.from_numpy(tables().norms_W))
 
-    def files(self) -> Iterable[Path]:
+    def files_read(self) -> Iterable[Path]:
         """Return the files whose content decides what the task says."""
         return [Path(self.confidence)] if self.confidence else []
 
@@ -251,9 +245,17 @@ class ComplexDocking:
         start_PL3 = by_poses(at_once, start, *one.draw)
         poses = sampled_poses(score, start_PL3, one.draw, self.sampling, self.schedule, at_once)
         kept = deque(poses, maxlen=None if self.trajectory else 1)
-        is_sound_P = (kept[-1].abs() < FARTHEST).flatten(1).all(1)  # not a number is not below anything either
-        pos_PL3 = torch.where(is_sound_P[:, None, None], kept[-1], start_PL3)
-        told: dict[str, Tensor] = {}
+        is_sound_P = kept[-1].mean(1).norm(dim=-1) < FARTHEST  # what is no number is not below anything either
+        steps = [torch.where(is_sound_P[:, None, None], pos, start_PL3) for pos in (start_PL3, *kept)]
+        told = self._told(one, judge, steps, at_once)
+        rows: dict[str, list[Tensor | None]] = {name: [None] * len(start_PL3) for name in RMSDS}
+        return rows | {name: list(_sound(is_sound_P, values_P)) for name, values_P in told.items()}
+
+    def _told(
+        self, one: NoisedComplex, judge: nn.Module | None, steps: Sequence[Tensor], at_once: int
+    ) -> dict[str, Tensor]:
+        """Return what is told of poses [P, …] that went through these steps, the last of which they are."""
+        pos_PL3, told = steps[-1], dict[str, torch.Tensor]()
         if len(one.true_L3):
             rmsds_P3 = by_poses(at_once, lambda pos: torch.stack(self._rmsds(pos, one), -1), pos_PL3)
             told = dict(zip(RMSDS, rmsds_P3.unbind(-1), strict=True))
@@ -262,12 +264,8 @@ class ComplexDocking:
             told[CONFIDENCE] = judge([final], at_once)[0]
         told[MOVE] = self._moves(pos_PL3, one, at_once)
         if self.trajectory:
-            steps = [torch.where(is_sound_P[:, None, None], pos, start_PL3) for pos in (start_PL3, *kept)]
             told[TRAJECTORY] = torch.stack([self._moves(pos, one, at_once) for pos in steps], 1)
-        nothing = {name: torch.full_like(values_P, torch.nan) for name, values_P in told.items()}
-        rows = {name: _where(is_sound_P, values_P, nothing[name]) for name, values_P in told.items()}
-        absent: list[Tensor | None] = [None] * len(pos_PL3)
-        return dict.fromkeys((*RMSDS, *([CONFIDENCE] if judge else [])), absent) | {n: list(v) for n, v in rows.items()}
+        return told
 
     def _rmsds(self, pos_PL3: Tensor, one: NoisedComplex) -> tuple[Tensor, ...]:
         rmsds = pose_rmsd(pos_PL3, one.true_L3, one.noised.receptor.pos_N3)
@@ -304,5 +302,6 @@ class ComplexDocking:
         return NoisedComplex(posed, *scores, pos_L3.clone(), pos_L3.double(), torch.zeros(3, dtype=torch.float64), draw)
 
 
-def _where(is_sound_P: Tensor, values_P: Tensor, other_P: Tensor) -> Tensor:
-    return torch.where(is_sound_P.view(-1, *[1] * (values_P.dim() - 1)), values_P, other_P)
+def _sound(is_sound_P: Tensor, values_P: Tensor) -> Tensor:
+    """Return values of poses, no numbers for those that exploded."""
+    return values_P.masked_fill(~is_sound_P.view(-1, *[1] * (values_P.dim() - 1)), torch.nan)

@@ -12,7 +12,7 @@ from rich.console import Console
 from pipeline.command_line import Command
 from pipeline.errors import DataError, JobFailed
 from pipeline.journal.run_status import RunState, RunStatus
-from pipeline.report.html.run_plots import pace_plots
+from pipeline.report.html.run_plots import pace_plots, predicted_plots
 from pipeline.report.plan_tables import plan_table
 from pipeline.report.run_tables import efficiency_report
 from pipeline.report.screen import Screen, _training
@@ -92,3 +92,16 @@ def test_the_page_draws_each_phase_that_took_a_hundredth_of_an_epoch_beside_the_
     assert "beside the model" in drawn
     shown = [name in drawn for name in ("waits for reading", "copies", "forward")]
     assert shown == [True, False, False]
+
+
+def test_the_page_draws_the_curves_of_predictions_however_a_long_one_was_cut() -> None:
+    picture = {
+        "title": "near",
+        "x": "Å",
+        "y": "%",
+        "lines": [{"name": "best", "points": [[0, 0], [5, 80], "… and 3 more"]}],
+    }
+    stage: Any = SimpleNamespace(census={"pictures": [picture]})
+    (drawn,) = predicted_plots(stage)
+    assert all(word in drawn for word in ("near", "Å", "%"))
+    assert predicted_plots(SimpleNamespace(census={})) == []  # type: ignore[arg-type]

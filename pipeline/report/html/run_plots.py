@@ -248,7 +248,7 @@ def predicted_plots(stage: StageFacts) -> list[Markup]:
     drawn = []
     for picture in stage.census.get("pictures", ()):
         lines = [
-            Line(line["name"], [(x, y) for x, y in line["points"]], at, line.get("style", ""))
+            Line(line["name"], [(point[0], point[1]) for point in line["points"] if len(point) == 2], at)
             for at, line in enumerate(picture["lines"])
         ]
         xs, ys = zip(*(point for line in lines for point in line.points), strict=True)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.errors import ConfigError
 from pipeline.keys import content_digest
 from pipeline.project.run_code import load_task
+from pipeline.protocol import PICTURES
 from pipeline.runs.model.trained_model import DECIDED, named_model
 from pipeline.runs.workflow.apply_stage import Application, ApplyStage, ModelUse
 from pipeline.stage_names import StageName
@@ -28,8 +29,7 @@ if TYPE_CHECKING:
 
 OF_DIGITS = 8  # of a digest of checkpoint and items, in the name of a folder of predictions
 LINES_SHOWN, LETTERS_SHOWN = 4, 160  # of predictions
-PICTURES = "pictures.json"
-SHOWN_FIRST = ("poses.csv",)  # tables of a task's own that tell more than all outputs
+ALL = "predictions.csv"
 
 
 @dataclass(slots=True)
@@ -121,8 +121,8 @@ class PredictStage(ApplyStage):
             judged.files = {name: size for name, (size, _) in made.files.items() if "/" not in name}
             if PICTURES in made.files:
                 judged.pictures = json.loads((path / PICTURES).read_text())
-            shown = next((name for name in SHOWN_FIRST if name in made.files), "predictions.csv")
-            with (path / shown).open(encoding="utf-8", newline="") as file:
+            own = (name for name in judged.files if name.endswith(".csv") and name != ALL)
+            with (path / next(own, ALL)).open(encoding="utf-8", newline="") as file:
                 judged.lines = [line.rstrip("\r\n")[:LETTERS_SHOWN] for line in islice(file, LINES_SHOWN)]
         return judged
 

@@ -85,7 +85,7 @@ def regenerated(config: Config, kinds: Collection[str] | None) -> list[str]:
 def everything(config: Config) -> list[str]:
     """Return the stages of `--stage all` under a configuration, in order."""
     names: list[str] = [row.name for row in WORKFLOW if row.is_for(config) and row.wanted(config)]
-    if config.train.predict.for_training:
+    if config.train.predict.for_training and {StageName.PREDICT, StageName.TRAIN} <= {*names}:
         names.remove(StageName.PREDICT)
         names.insert(names.index(StageName.TRAIN), StageName.PREDICT)
     return names

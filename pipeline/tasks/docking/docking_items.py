@@ -1,6 +1,7 @@
-"""Items as docking takes them: both partners by their CA atoms, in the receptor's frame.
+"""Items as docking takes them: both partners by their CA atoms, and the true pose in the receptor's frame.
 
-Shapes: N residues of a partner, L of the ligand, C neighbours of a residue, E embedding dimensions.
+Shapes: N residues of a partner, R of the receptor, L of the ligand, M of them that are in the bound structure, C
+neighbours of a residue, E embedding dimensions.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from pipeline.encoder.embedding_recipe import VOCABULARY
 from pipeline.errors import ConfigError
 from pipeline.graphs.residue_graph import LETTERS
 from pipeline.protocol import ITEMS
-from pipeline.tasks.docking.bound_pose import bound_frame, is_unbound
 from pipeline.tasks.docking.docking_trunk import DockingPartner
 from pipeline.tasks.docking.equivariant import ListedPairs, listed_pairs
 from pipeline.tasks.docking.pose_sampling import nearest_turn
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from pipeline.training.items.batch import ItemTensors, PartnerTensors
 
 NEIGHBOURS = 20  # of a residue within its partner, by CA
+FEWEST = 3  # residues that say how a partner is turned
 HEARD = 40  # residues rarely count among the nearest of more than these
 TOKENS = torch.tensor([VOCABULARY.index(letter) if letter != "X" else VOCABULARY.index("<unk>") for letter in LETTERS])
 
@@ -45,7 +46,7 @@ class PlacedPartners(NamedTuple):
 def placed_partners(item: ItemTensors, embedding_dim: int) -> PlacedPartners:
     """Return an item's partners; raise where it has one, or they are in no common frame."""
     receptor, ligand = docking_partners(item)
-    receptor_R3, ligand_L3 = (side.nodes["pos"][:, CA].double() + side.centre.double() for side in (receptor, ligand))
+    receptor_R3, ligand_L3 = map(_in_file, (receptor, ligand))
     centre_3, true_L3 = receptor_R3.mean(0), ligand_L3
     if is_from_elsewhere := is_unbound(receptor, ligand):
         bound_R3, bound_L3 = bound_frame(receptor, ligand)
@@ -61,6 +62,40 @@ def placed_partners(item: ItemTensors, embedding_dim: int) -> PlacedPartners:
         # native contacts show that both stand in one frame
         is_known=is_from_elsewhere or len(item.labels.get("contact_pairs", ())) > 0,
     )
+
+
+def bound_frame(receptor: PartnerTensors, ligand: PartnerTensors) -> tuple[Tensor, Tensor]:
+    """Return the CA atoms of the receptor [R, 3] and of the ligand [L, 3] at the true pose, in float64.
+
+    Partners of a bound input stand in one frame already: that of their file. Unbound ones are each superposed onto the
+    bound structure by the residues that are in it, in the frame of `labels["bound_centre"]`.
+    """
+    sides = receptor, ligand
+    receptor_R3, ligand_L3 = (_onto_bound(side) if is_unbound(*sides) else _in_file(side) for side in sides)
+    return receptor_R3, ligand_L3
+
+
+def is_unbound(*sides: PartnerTensors) -> bool:
+    """Tell whether partners have places in a bound structure; beside such items, bound ones have fields without any."""
+    return any(bool(side.nodes["labelled"].any()) for side in sides if "labelled" in side.nodes)
+
+
+def _in_file(side: PartnerTensors) -> Tensor:
+    pos_N3: Tensor = side.nodes["pos"][:, CA].double() + side.centre.double()
+    return pos_N3
+
+
+def _onto_bound(side: PartnerTensors) -> Tensor:
+    """Return a partner's CA atoms where its residues that are in the bound structure are nearest to their places."""
+    known_N = side.nodes["labelled"]
+    known = int(known_N.sum())
+    if known < FEWEST:
+        problem = f"{known} residues of the {side.role} are in the bound structure: {FEWEST} say how it is turned"
+        raise ConfigError(problem, where="data", remedy="leave it out, or   --set data.state=bound")
+    pos_N3, bound_M3 = side.nodes["pos"][:, CA].double(), side.nodes["bound"][known_N].double()
+    from_3, to_3 = pos_N3[known_N].mean(0), bound_M3.mean(0)
+    turn_33 = nearest_turn((pos_N3[known_N] - from_3).unsqueeze(0), bound_M3 - to_3)[0]
+    return (pos_N3 - from_3) @ turn_33 + to_3
 
 
 def docking_partners(item: ItemTensors) -> tuple[PartnerTensors, PartnerTensors]:

@@ -26,6 +26,7 @@ from pipeline.tasks.docking.published_weights import from_published, is_publishe
 from pipeline.tasks.docking.score_network import ConfidenceModel
 from pipeline.tasks.task_parts import WHERE, above_zero, at_least
 from pipeline.training.checkpoints.trained_weights import stored_weights
+from pipeline.training.evaluating.prediction_tables import CSV
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -36,8 +37,7 @@ if TYPE_CHECKING:
     from pipeline.protocol import Sizes
     from pipeline.training.items.batch import ItemTensors
 
-
-POSES = "predictions.csv"
+DRAW = "pipeline submit --stage predict --model SCORE_MODEL   (draws poses)"
 LEAST = {"embedding_dim": 0, "scalars": 1, "vectors": 1, "layers": 3, "multiplicity": 1}  # the third makes odd scalars
 
 
@@ -71,14 +71,14 @@ class PoseConfidence:
         at_least(self, LEAST)
         above_zero(self, ("near",))
 
-    def files(self) -> Iterable[Path]:
+    def files_read(self) -> Iterable[Path]:
         """Return the files whose content decides what the task is trained on."""
-        return [Path(self.poses) / POSES] if self.poses else []
+        return [Path(self.poses) / CSV] if self.poses else []
 
     @cached_property
     def _moves(self) -> dict[str, NDArray[np.float64]]:
         """Each complex's poses as moves [K, 12]; one that exploded is not among them."""
-        return read_moves(Path(self.poses) / POSES)
+        return read_moves(Path(self.poses) / CSV)
 
     def model(self) -> nn.Module:
         return ConfidenceModel(
@@ -97,11 +97,7 @@ class PoseConfidence:
         placed, moves_K12 = placed_partners(item, self.embedding_dim), self._moves.get(item_of(item.id))
         if moves_K12 is None:
             problem = f"{item.id} has no poses"
-            raise DataError(
-                problem,
-                where=self.poses or f"{WHERE}.poses",
-                remedy="pipeline submit --stage predict --model SCORE_MODEL",
-            )
+            raise DataError(problem, where=self.poses or f"{WHERE}.poses", remedy=DRAW)
         chosen_P = item.rng.integers(len(moves_K12), size=self.multiplicity)
         moves_P12 = torch.from_numpy(moves_K12[chosen_P])
         turn_P33, shift_P3 = moves_P12[:, :9].view(-1, 3, 3), moves_P12[:, 9:]
@@ -152,9 +148,7 @@ def read_moves(table: Path) -> dict[str, NDArray[np.float64]]:
                     found.setdefault(item_of(row["id"]), []).append(move)
     except (OSError, KeyError, ValueError) as error:
         problem = f"holds no poses: {error}"
-        raise DataError(
-            problem, where=str(table), remedy="pipeline submit --stage predict --model SCORE_MODEL"
-        ) from error
+        raise DataError(problem, where=str(table), remedy=DRAW) from error
     return {name: np.array(moves) for name, moves in found.items()}
 
 

@@ -13,19 +13,20 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from scipy.spatial import cKDTree
 
+from pipeline.protocol import item_of
 from pipeline.records import Reason, Role
 from pipeline.structures.atoms import UnusableInput
 from pipeline.tasks.docking.matched_partners import matched_partner, partner_atoms, shared_backbones
-from pipeline.tasks.docking.pose_sampling import superposed
+from pipeline.tasks.docking.pose_sampling import nearest_turn, superposed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
     from numpy.typing import NDArray
 
@@ -37,6 +38,7 @@ POSES_AT_ONCE = 32
 CLASSES = ("incorrect", "acceptable", "medium", "high")
 LEAST_DOCKQ = (0.23, 0.49, 0.80)  # of the classes after the first
 RMSD_BELOW = (2.0, 5.0, 10.0)  # Å
+RMSDS = ("ligand_rmsd", "complex_rmsd", "interface_rmsd")  # as tasks tell them
 TOPS: dict[str, float] = {"top-1": 1, "top-5": 5, "oracle": math.inf}
 
 
@@ -64,10 +66,9 @@ class RigidMoves(NamedTuple):
 def nearest_move(pos_N3: NDArray[np.float64], onto_N3: NDArray[np.float64]) -> RigidMoves:
     """Return the one move that brings points nearest to others (Kabsch)."""
     centre_3, target_3 = pos_N3.mean(0), onto_N3.mean(0)
-    left_33, _, right_33 = np.linalg.svd((onto_N3 - target_3).T @ (pos_N3 - centre_3))
-    left_33[:, 2] *= np.linalg.det(left_33 @ right_33)
-    turn_33 = left_33 @ right_33
-    return RigidMoves(turn_33[None], (target_3 - turn_33 @ centre_3)[None])
+    centred = (torch.from_numpy(points_N3) for points_N3 in ((pos_N3 - centre_3)[None], onto_N3 - target_3))
+    turn_133 = nearest_turn(*centred).transpose(1, 2).numpy()
+    return RigidMoves(turn_133, target_3 - turn_133 @ centre_3)
 
 
 def _near_residues(receptor: PartnerAtoms, ligand: PartnerAtoms) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
@@ -286,3 +287,46 @@ def _share(of_N: NDArray[np.float64], are_N: NDArray[np.bool_]) -> float:
     """Return the share of those that are known, NaN if none is."""
     known_N = ~np.isnan(of_N)
     return float(are_N[known_N].mean()) if known_N.any() else math.nan
+
+
+def docking_metrics(outputs: Mapping[str, Any]) -> dict[str, float]:
+    """Return medians of all poses' RMSDs, and shares of complexes by their best-ranked pose, five, and any of all.
+
+    Without confidences the first pose of a complex is ranked best. A pose that exploded is nowhere near.
+    """
+    merit_N = np.nan_to_num(_column(outputs, "confidence"), nan=-np.inf)
+    figures: dict[str, float] = {}
+    for name in RMSDS:
+        values_N = _column(outputs, name)
+        if not len(values_N):
+            continue
+        sound_N = values_N[~np.isnan(values_N)]
+        figures |= {f"{name}_median": float(np.median(sound_N))} if len(sound_N) else {}
+        figures |= {"exploded": 1 - len(sound_N) / len(values_N)} if len(sound_N) < len(values_N) else {}
+        for rate in success_rates(_scores(outputs[name], values_N, merit_N)):
+            of = f"{name.removesuffix('_rmsd')}_{rate.top.replace('-', '')}_within"
+            figures |= {f"{of}_{limit:g}": share for limit, share in zip(RMSD_BELOW, rate.below_A, strict=True)}
+    return figures
+
+
+def _scores(column: Any, rmsd_N: NDArray[np.float64], merit_N: NDArray[np.float64]) -> list[PoseScore]:
+    """Rank the poses of each complex, the most confident first; those that exploded have no rank."""
+    merit_N = merit_N if len(merit_N) else np.zeros(len(rmsd_N))
+    names, ranks, scores = _complexes(column), defaultdict[str, int](int), []
+    for place in np.argsort(-merit_N, kind="stable").tolist():
+        is_sound = not math.isnan(rmsd_N[place])
+        ranks[names[place]] += is_sound
+        rank = ranks[names[place]] if is_sound else None
+        scores.append(PoseScore(names[place], rank, float(rmsd_N[place]), math.nan))
+    return scores
+
+
+def _column(outputs: Mapping[str, Any], name: str) -> NDArray[np.float64]:
+    values = [np.asarray(value, np.float64).reshape(-1)[:1] for value in outputs.get(name, ()) if value is not None]
+    return np.concatenate([np.zeros(0), *values])
+
+
+def _complexes(column: Any) -> list[str]:
+    """Return the complex of each pose; without ids, each is its own."""
+    told = getattr(column, "id", None)
+    return [item_of(told(place)) if told else str(place) for place in range(len(column))]

@@ -22,7 +22,7 @@ import numpy as np
 
 from pipeline.errors import DataError
 from pipeline.files import replacing, write_whole
-from pipeline.protocol import item_of
+from pipeline.protocol import PICTURES, item_of
 from pipeline.records import Reason
 from pipeline.structures.atoms import UnusableInput
 from pipeline.structures.inventory import examine_item
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-TABLE, RATES, PICTURES = "poses.csv", "success.csv", "pictures.json"
+TABLE, RATES = "poses.csv", "success.csv"
 SHOWN = range(31)  # Å
 RANKS_SHOWN = 30
 QUARTILES = {"a quarter is below": 25, "half is below": 50, "three quarters are below": 75}
@@ -92,7 +92,7 @@ class _Publishing:
             return [PoseRow(item.id, item.split, sample=int(at), problem=what) for at in poses.sample_P]
         self.written += [self._folder / row.file for row in rows if row.file]
         if TRAJECTORY in self._outputs:
-            self._write_ways(docked, rows)
+            self._write_ways(docked, rows, poses.sample_P.tolist())
         if docked.has_truth:
             self.scores += [row.score(item.labels.get(KIND, "")) for row in rows]
         return rows
@@ -102,7 +102,8 @@ class _Publishing:
         confidence_P = None
         if CONFIDENCE in self._outputs:
             confidence_P = np.array([float(one) for one in self._outputs[CONFIDENCE][places]])
-        return SampledPoses(moves, np.arange(places.stop - places.start), confidence_P)
+        told = (self._outputs[MOVE].id(at).partition(" ")[2] for at in range(places.start, places.stop))
+        return SampledPoses(moves, np.array([int(number or 0) for number in told]), confidence_P)
 
     def _read(self, item: Item) -> DockedComplex:
         content = self._files.of(item)
@@ -111,14 +112,16 @@ class _Publishing:
             raise UnusableInput(taken.reason or Reason.NO_NODES, taken.detail)
         return DockedComplex(item, read, content, self._reading.reading, has_truth=item.id in self._known)
 
-    def _write_ways(self, docked: DockedComplex, rows: Iterable[PoseRow]) -> None:
+    def _write_ways(self, docked: DockedComplex, rows: Iterable[PoseRow], samples: list[int]) -> None:
         """Write how the ligand came to each pose that was written."""
         ways = self._outputs[TRAJECTORY][self.places[docked.item.id]]
         for row in rows:
             if row.file:
                 stem, dot, suffix = row.file.rpartition(".")
                 self.written.append(self._folder / f"{stem}-way{dot}{suffix}")
-                write_trajectory(self.written[-1], docked, RigidMoves(*_turns_and_shifts(ways[row.sample])))
+                write_trajectory(
+                    self.written[-1], docked, RigidMoves(*_turns_and_shifts(ways[samples.index(row.sample)]))
+                )
 
 
 def pictures(scores: Sequence[PoseScore]) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.runs.dataset.loading import open_loader
-from pipeline.tasks.docking.bound_pose import bound_frame
+from pipeline.tasks.docking.docking_items import bound_frame
 from pipeline.training.sampling.epoch_order import SamplerSettings
 from tests.command import Command
 from tests.projects import settle

@@ -11,7 +11,7 @@ import torch
 from pipeline.errors import ConfigError
 from pipeline.graphs.build_graph import build_graph
 from pipeline.graphs.item_graph import GraphRecipe
-from pipeline.tasks.docking.bound_pose import bound_frame, is_unbound
+from pipeline.tasks.docking.docking_items import bound_frame, is_unbound
 from pipeline.tasks.docking.pose_sampling import superposed, turn_matrices
 from tests.graphs.conftest import read_pairs
 from tests.tasks.docking_items import CA, changed
