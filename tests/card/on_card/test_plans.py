@@ -36,7 +36,7 @@ FAMILIES: dict[str, tuple[Any, Mapping[str, int]]] = {
     "transformer": (ZOO["transformer_pre"].build(), ZOO["transformer_pre"].sizes[0]),
     "gnn": (ZOO["gnn"].build(), ZOO["gnn"].sizes[1]),
     "interface": (INTERFACE, {"nodes": 300, "edges": 6000, "pairs": 60_000, ITEMS: 3}),
-    "docking": (DOCKING, {"nodes": 600, "pairs": 10_000, ITEMS: 2}),
+    "docking": (DOCKING, {"nodes": 1800, "pairs": 30_000, ITEMS: 2}),
     "spectra": (SPECTRA, {"peaks": 60, ITEMS: 8}),
     "denovo": (DENOVO, {"peaks": 40, "residues": 16, ITEMS: 12}),
 }

@@ -25,6 +25,7 @@ LONG = (
     "invariant points",
 )
 DRAWS = "its way depends on random numbers that are not torch's"
+MEASURED = "small real steps took"  # more than traced: a library's own kernels, of which every machine has others
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +49,8 @@ def test_a_family_is_planned_no_lower_than_it_takes_or_why_it_is_not_traced_is_t
         assert planned_bytes >= TOLD * real_bytes
     else:
         assert planned_bytes * margin_of(micro.origin, caching=False).factor >= real_bytes
-        assert any(NAMES_A_LINE.search(note) or DRAWS in note for note in micro.notes), micro.notes
+        told = [DRAWS in note or MEASURED in note or NAMES_A_LINE.search(note) for note in micro.notes]
+        assert any(told), micro.notes
 
 
 @pytest.mark.parametrize("name", NOT_PLANNED)
