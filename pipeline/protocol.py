@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     import numpy as np
@@ -136,6 +136,30 @@ class OwnNames(Protocol):
 
     def own_names(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the weights under this model's names; those that it does not know stay as they are."""
+
+
+class PublishedForm(Protocol):
+    """Names, and layouts, under which a model's weights were published (see `NameTable`)."""
+
+    left: tuple[str, ...]  # theirs that this model does not need: patterns, as of file names
+    fresh: tuple[str, ...]  # ours that need not be in their file, such as a new head: patterns
+
+    def knows(self, names: Collection[str]) -> bool:
+        """Say whether tensors of these names are in this form."""
+
+    def read(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return their tensors under this model's names; unknown ones stay, to be refused."""
+
+    def write(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return this model's tensors under their names, whole, to the bit what `read` was given."""
+
+
+@runtime_checkable
+class Published(Protocol):
+    """A model of a system whose weights are published: they come in, and go out, under its names."""
+
+    def published_forms(self) -> Mapping[str, PublishedForm]:
+        """Return each form by its name, which `train.pretrained_as` and `pipeline model export --as` say: "dreams"."""
 
 
 @runtime_checkable
