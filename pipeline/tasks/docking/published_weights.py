@@ -86,15 +86,18 @@ class DockingNames:
 
     def read(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return them under our names; refuse them for a network that does not behave as theirs."""
-        if not self.as_published:
-            problem = "these are weights of DiffDock-PP, which mean something only where the network has its oddities"
-            remedy = "--set train.options.as_published=true"
-            raise ConfigError(problem, where="train.options.as_published", remedy=remedy)
+        self._refuse_mended("these are weights of DiffDock-PP", "--set train.options.as_published=true")
         return from_published(tensors)
 
     def write(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return our tensors under theirs."""
+        """Return our tensors under theirs; refuse those of a network that does not behave as theirs."""
+        self._refuse_mended("these would be weights of DiffDock-PP", "train one with train.options.as_published: true")
         return to_published(self.network, tensors)
+
+    def _refuse_mended(self, what: str, remedy: str) -> None:
+        if not self.as_published:
+            problem = f"{what}, which mean something only where the network has its oddities"
+            raise ConfigError(problem, where="train.options.as_published", remedy=remedy)
 
 
 def to_published(model: nn.Module, tensors: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
