@@ -152,7 +152,7 @@ class PublishedForm(Protocol):
 
 
 @runtime_checkable
-class Published(Protocol):
+class HasPublishedForms(Protocol):
     """A model of a system whose weights are published: they come in, and go out, under its names."""
 
     def published_forms(self) -> Mapping[str, PublishedForm]:
