@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from pipeline.errors import ConfigError, DataError
-from pipeline.readers import hdf5, mgf, peptides
+from pipeline.readers import hdf5, mgf, peptide_text
 from pipeline.readers.entry import (
     SCAN_AGAIN,
     Bytes,
@@ -226,7 +226,7 @@ class Spectra:
             labels["target"] = np.array(target, np.float32)
         if peptide:
             try:
-                labels["peptide.residue"] = peptides.residue_codes(peptide)
+                labels["peptide.residue"] = peptide_text.residue_codes(peptide)
             except ValueError as error:
                 raise UnusableEntry(f"peptide {printable_text(peptide)}: {error}") from error
         return labels
