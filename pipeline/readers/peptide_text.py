@@ -30,7 +30,11 @@ CHARGE = re.compile(r"/\d+$")
 NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)")
 PREFIXES = ("UNIMOD:", "U:")  # of a number or a name
 KNOWN = {name: change.delta for change in MODIFICATIONS for name in (change.name.lower(), str(change.unimod))}
-KNOWN |= {"carbamidomethylation": KNOWN["carbamidomethyl"], "deamidation": KNOWN["deamidated"]}
+KNOWN |= {
+    "carbamidomethylation": KNOWN["carbamidomethyl"],
+    "deamidation": KNOWN["deamidated"],
+    "cam": KNOWN["carbamidomethyl"],
+}
 USI = "mzspec:"
 USI_PARTS = 5  # before the peptide
 

@@ -53,8 +53,11 @@ class ExpectedPeptide(NamedTuple):
 
 def answer_weights(kind: str, answers: int) -> list[float]:
     """Return how much each answer's letters weigh, 1 in all."""
-    each = {LINEAR: float, UNIFORM: lambda _: 1.0, EXPONENTIAL: lambda place: math.exp(place / 2)}[kind]
-    weights = [each(place) for place in range(1, answers + 1)]
+    places = range(1, answers + 1)
+    if kind == LINEAR:
+        weights = [float(place) for place in places]
+    else:
+        weights = [1.0 if kind == UNIFORM else math.exp(place / 2) for place in places]
     return [weight / sum(weights) for weight in weights]
 
 

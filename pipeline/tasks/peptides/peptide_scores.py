@@ -30,7 +30,7 @@ SAME_MASS, SAME_SUM = 0.1, 0.5  # Da
 LENGTHS = {"length_to_12": (0, 12), "length_13_to_17": (13, 17), "length_from_18": (18, math.inf)}
 
 
-class Judged(NamedTuple):
+class JudgedPeptide(NamedTuple):
     """One spectrum's peptide beside the true one."""
 
     is_found_R: NDArray[np.bool_]  # of the residues that were said
@@ -70,14 +70,14 @@ def _walk(said_R: Masses, true_R: Masses) -> NDArray[np.bool_]:
     return is_found_R
 
 
-def judged(answer: Answered, vocabulary: Vocabulary) -> Judged:
+def judged(answer: Answered, vocabulary: Vocabulary) -> JudgedPeptide:
     """Return a spectrum's peptide beside the true one."""
     said_R, masses_V = answer.found.letter_R, vocabulary.masses_V
     is_found_R = found_residues(masses_V[said_R], masses_V[answer.true_R])
-    return Judged(is_found_R, len(answer.true_R), answer.found.score, vocabulary.is_modified_V[said_R])
+    return JudgedPeptide(is_found_R, len(answer.true_R), answer.found.score, vocabulary.is_modified_V[said_R])
 
 
-def field_metrics(rows: Sequence[Judged]) -> dict[str, float]:
+def field_metrics(rows: Sequence[JudgedPeptide]) -> dict[str, float]:
     """Return precision and recall of residues and of peptides, by how sure the model is, and by length."""
     found, said = sum(row.is_found_R.sum() for row in rows), sum(len(row.is_found_R) for row in rows)
     right, answered = sum(row.is_right for row in rows), sum(len(row.is_found_R) > 0 for row in rows)
@@ -96,14 +96,14 @@ def field_metrics(rows: Sequence[Judged]) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items()}
 
 
-def precision_by_coverage(rows: Iterable[Judged]) -> tuple[Masses, Masses]:
+def precision_by_coverage(rows: Iterable[JudgedPeptide]) -> tuple[Masses, Masses]:
     """Return the share of spectra that are kept, the surest first, and how many of their peptides are right [N]."""
     right_N = np.array([row.is_right for row in sorted(rows, key=lambda row: -row.score)], np.float64)
     count_N = np.arange(1, len(right_N) + 1)
     return count_N / len(right_N), right_N.cumsum() / count_N
 
 
-def area(rows: Sequence[Judged]) -> float:
+def area(rows: Sequence[JudgedPeptide]) -> float:
     """Return the area under precision by coverage."""
     _, precision_N = precision_by_coverage(rows)
     before_N = np.concatenate([precision_N[:1], precision_N[:-1]])

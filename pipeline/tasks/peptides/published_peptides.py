@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from pipeline.records import Item
     from pipeline.tasks.peptides.found_peptides import Answered, PeptideChoice
-    from pipeline.tasks.peptides.peptide_scores import Judged
+    from pipeline.tasks.peptides.peptide_scores import JudgedPeptide
 
 TABLE, MZTAB = "peptides.csv", "peptides.mzTab"
 COLUMNS = (
@@ -64,7 +64,7 @@ def publish_peptides(
     folder: Path, outputs: Mapping[str, Any], items: Iterable[Item], choice: PeptideChoice
 ) -> list[Path]:
     """Write both tables in one pass, and the picture where peptides are known; return what was written."""
-    known: list[Judged] = []
+    known: list[JudgedPeptide] = []
     paths = [folder / TABLE, folder / MZTAB]
     with _writing(paths[0]) as table, _writing(paths[1]) as psms:
         lines = csv.writer(table, lineterminator="\n")
@@ -97,7 +97,7 @@ def _rows(outputs: Mapping[str, Any], items: Iterable[Item], choice: PeptideChoi
         yield PeptideRow(name, item.split if item else "", item.origin if item else "", answer)
 
 
-def table_line(row: PeptideRow, choice: PeptideChoice, judgement: Judged | None) -> list[str]:
+def table_line(row: PeptideRow, choice: PeptideChoice, judgement: JudgedPeptide | None) -> list[str]:
     """Return the cells of a spectrum's line."""
     answer, found = row.answer, row.answer.found
     rank = rank_score(found.score, found.ppm, choice.mass_weight) if choice.tolerance_ppm else found.score
@@ -186,7 +186,7 @@ def _unimod(change: Any) -> str:
     return f"UNIMOD:{change.unimod}" if change.unimod else f"CHEMMOD:{change.delta:+.6f}"
 
 
-def precision_picture(known: Sequence[Judged]) -> dict[str, Any]:
+def precision_picture(known: Sequence[JudgedPeptide]) -> dict[str, Any]:
     """Return how many peptides are right among the surest ones, as a curve."""
     coverage_N, precision_N = precision_by_coverage(known)
     shown = np.unique(np.linspace(0, len(coverage_N) - 1, min(POINTS, len(coverage_N))).astype(np.int64))

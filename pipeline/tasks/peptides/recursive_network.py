@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from pipeline.tasks.peptides.published_names import published_forms
+from pipeline.tasks.peptides.peptrm_names import published_forms
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,7 +63,7 @@ class SpectrumInput(NamedTuple):
     charge_B: Tensor  # 0 where it is not known
 
 
-class MassWaves(nn.Module):
+class MzWaves(nn.Module):
     """Encodes masses as sines and cosines of many frequencies, each with a learned scale."""
 
     frequency_K: Tensor
@@ -145,10 +145,10 @@ class SpectrumEncoder(nn.Module):
     def __init__(self, sizes: NetworkSizes) -> None:
         super().__init__()
         width = sizes.width
-        self.peak_waves = MassWaves(width - INTENSITY_WIDTH, PEAK_MASS)
+        self.peak_waves = MzWaves(width - INTENSITY_WIDTH, PEAK_MASS)
         self.intensity_in = nn.Linear(1, INTENSITY_WIDTH)
         self.intensity_out = nn.Linear(INTENSITY_WIDTH, INTENSITY_WIDTH)
-        self.precursor_waves = MassWaves(width - CHARGE_WIDTH, PRECURSOR_MASS)
+        self.precursor_waves = MzWaves(width - CHARGE_WIDTH, PRECURSOR_MASS)
         self.charge = nn.Embedding(MOST_CHARGE + 1, CHARGE_WIDTH)
         self.precursor = nn.Parameter(START * torch.randn(1, 1, width))
         self.layers = nn.ModuleList(SpectrumLayer(sizes) for _ in range(sizes.encoder_layers))
