@@ -13,17 +13,19 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pipeline.readers.entry import UnusableEntry, check_count, check_option
+from pipeline.readers.entry import UnusableEntry, check_count, check_names, check_option
 from pipeline.readers.peptides import letters_only
 from pipeline.readers.spectra import KEYS, Spectra
+from pipeline.records import Entry
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     import numpy as np
     from numpy.typing import NDArray
 
     from pipeline.readers.spectra import RawSpectrum
+    from pipeline.records import Rejection
 
     Arrays = Mapping[str, NDArray[Any]]
 
@@ -32,6 +34,7 @@ PARENT = re.compile(r"\bParent=(\S+)")
 MODS = re.compile(r"\bMods=(\d+)((?:[/(][^/()\s]*\)?)*)")
 CHANGE = re.compile(r"[/(](-?\d+),[A-Za-z]*,([^/()\s]+)")
 RESIDUE = "peptide.residue"
+FILES = ("test_file", "val_file")
 
 
 @dataclass(frozen=True)
@@ -42,13 +45,32 @@ class PeptideSpectra(Spectra):
     shortest: int = 1  # peptide, in residues
     longest: int = 100
     unknown: bool = False  # whether spectra without a peptide are taken, to be predicted
+    test_file: str = ""  # whose spectra are the test split, such as H.-sapiens.mgf; those of others are for training
+    val_file: str = ""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        there = [path.name for path in self._paths]
+        for name in FILES:
+            file = getattr(self, name)
+            wanted = f"a file of the data: {', '.join(there[:10])}"
+            check_option(name, file, wanted, fits=not file or file in there)
 
     def _check_options(self) -> None:
         super()._check_options()
         for name in ("least_peaks", "shortest", "longest"):
             check_count(name, getattr(self, name))
         check_option("longest", self.longest, f"shortest ({self.shortest}) or more", fits=self.longest >= self.shortest)
+        check_names({name: getattr(self, name) for name in FILES})
         check_option("unknown", self.unknown, "true or false", fits=type(self.unknown) is bool)
+
+    def entries(self) -> Iterator[Entry | Rejection]:
+        """Yield every spectrum as an entry, or its rejection."""
+        splits = {self.test_file: "test", self.val_file: "val"}
+        for entry in super().entries():
+            if isinstance(entry, Entry) and (self.test_file or self.val_file):
+                entry = entry._replace(split=splits.get(self._paths[entry.place[0]].name, "train"))
+            yield entry
 
     def _from_mgf(self, headers: Mapping[str, str], peak_P2: NDArray[np.float64]) -> RawSpectrum:
         return super()._from_mgf(library_headers(headers, self._keys["peptide"]), peak_P2)

@@ -165,6 +165,17 @@ def test_spectra_without_a_peptide_are_taken_where_asked_for(tmp_path: Path) -> 
     assert "peptide.residue" not in entry.arrays
 
 
+@needs_original
+def test_one_species_is_left_out_for_the_test() -> None:
+    reader = PeptideSpectra(FOLDER / "files" / "nine-species-main", test_file=SPECIES[0], val_file=SPECIES[1])
+    splits = {one.id.partition(":")[0]: one.split for one in parted(reader)[0]}
+    assert splits == {"H.-sapiens": "test", "Vigna-mungo": "val"}
+    only = PeptideSpectra(FOLDER / "files" / "nine-species-main", test_file=SPECIES[0])
+    assert {one.split for one in parted(only)[0]} == {"test", "train"}
+    with pytest.raises(ConfigError, match=r"H.-sapiens.mgf, Vigna-mungo.mgf"):
+        PeptideSpectra(FOLDER / "files" / "nine-species-main", test_file="human.mgf")
+
+
 @pytest.mark.parametrize(
     "options", [{"least_peaks": 0}, {"shortest": 8, "longest": 7}, {"longest": 1.5}, {"unknown": "yes"}]
 )
