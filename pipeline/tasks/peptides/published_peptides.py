@@ -13,7 +13,7 @@ import csv
 import json
 import math
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,44 +25,32 @@ from pipeline.tasks.peptides.found_peptides import rank_score
 from pipeline.tasks.peptides.peptide_scores import judged, precision_by_coverage
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
     from typing import TextIO
 
     from numpy.typing import NDArray
 
-    from pipeline.records import Item
     from pipeline.tasks.peptides.found_peptides import Answered, PeptideChoice
     from pipeline.tasks.peptides.peptide_scores import JudgedPeptide
 
 TABLE, MZTAB = "peptides.csv", "peptides.mzTab"
 COLUMNS = (
-    *("id", "split", "peptide", "score", "rank_score", "charge", "precursor_mz", "computed_mz", "error_ppm"),
-    *("residue_scores", "searched_by_mass", "true_peptide", "right", "origin"),
+    *("id", "peptide", "score", "rank_score", "charge", "precursor_mz", "computed_mz", "error_ppm"),
+    *("residue_scores", "searched_by_mass", "true_peptide", "right"),
 )
 PSM_COLUMNS = (
     *("sequence", "PSM_ID", "accession", "unique", "database", "database_version", "search_engine"),
     *("search_engine_score[1]", "modifications", "retention_time", "charge", "exp_mass_to_charge"),
     *("calc_mass_to_charge", "spectra_ref", "pre", "post", "start", "end"),
-    *("opt_ms_run[1]_aa_scores", "opt_ms_run[1]_proforma", "opt_ms_run[1]_origin"),
+    *("opt_ms_run[1]_aa_scores", "opt_ms_run[1]_proforma"),
 )
 ENGINE = "[, , pipeline denovo_recursive, ]"
 SCORE = "[, , mean probability of residues, ]"
 POINTS = 200  # of a curve
 
 
-class PeptideRow(NamedTuple):
-    """What is written of a spectrum."""
-
-    id: str
-    split: str
-    origin: str
-    answer: Answered
-
-
-def publish_peptides(
-    folder: Path, outputs: Mapping[str, Any], items: Iterable[Item], choice: PeptideChoice
-) -> list[Path]:
+def publish_peptides(folder: Path, outputs: Mapping[str, Any], choice: PeptideChoice) -> list[Path]:
     """Write both tables in one pass, and the picture where peptides are known; return what was written."""
     known: list[JudgedPeptide] = []
     paths = [folder / TABLE, folder / MZTAB]
@@ -70,11 +58,12 @@ def publish_peptides(
         lines = csv.writer(table, lineterminator="\n")
         lines.writerow(COLUMNS)
         psms.write(mztab_head(choice))
-        for number, row in enumerate(_rows(outputs, items, choice), 1):
-            judgement = judged(row.answer, choice.vocabulary) if len(row.answer.true_R) else None
-            lines.writerow(table_line(row, choice, judgement))
-            if len(row.answer.found.letter_R):
-                psms.write("\t".join(("PSM", *psm_line(row, choice, number))) + "\n")
+        for place, answer in enumerate(choice.answers(outputs)):
+            name = outputs[LETTER_COLUMN].id(place)
+            judgement = judged(answer, choice.vocabulary) if len(answer.true_R) else None
+            lines.writerow(table_line(name, answer, choice, judgement))
+            if len(answer.found.letter_R):
+                psms.write("\t".join(("PSM", *psm_line(name, answer, choice, place + 1))) + "\n")
             known += [judgement] if judgement else []
     if known:
         write_whole(folder / PICTURES, json.dumps([precision_picture(known)]))
@@ -88,22 +77,12 @@ def _writing(path: Path) -> Iterator[TextIO]:
         yield file
 
 
-def _rows(outputs: Mapping[str, Any], items: Iterable[Item], choice: PeptideChoice) -> Iterator[PeptideRow]:
-    """Yield every spectrum with its item; both are in the order of the data set."""
-    column, waiting = outputs[LETTER_COLUMN], iter(items)
-    for place, answer in enumerate(choice.answers(outputs)):
-        name = column.id(place)
-        item = next((item for item in waiting if item.id == name), None)
-        yield PeptideRow(name, item.split if item else "", item.origin if item else "", answer)
-
-
-def table_line(row: PeptideRow, choice: PeptideChoice, judgement: JudgedPeptide | None) -> list[str]:
+def table_line(name: str, answer: Answered, choice: PeptideChoice, judgement: JudgedPeptide | None) -> list[str]:
     """Return the cells of a spectrum's line."""
-    answer, found = row.answer, row.answer.found
+    found = answer.found
     rank = rank_score(found.score, found.ppm, choice.mass_weight) if choice.tolerance_ppm else found.score
     told = {
-        "id": row.id,
-        "split": row.split,
+        "id": name,
         "peptide": choice.vocabulary.text(found.letter_R),
         "score": f"{found.score:.4f}",
         "rank_score": f"{rank:.4f}",
@@ -115,7 +94,6 @@ def table_line(row: PeptideRow, choice: PeptideChoice, judgement: JudgedPeptide 
         "searched_by_mass": "yes" if found.fits_by_search else "no",
         "true_peptide": choice.vocabulary.text(answer.true_R),
         "right": "" if judgement is None else "yes" if judgement.is_right else "no",
-        "origin": row.origin,
     }
     return [told[name] for name in COLUMNS]
 
@@ -128,7 +106,7 @@ def mztab_head(choice: PeptideChoice) -> str:
         f"psm_search_engine_score[1]\t{SCORE}",
         "fixed_mod[1]\t[MS, MS:1002453, No fixed modifications searched, ]",
         *_modification_lines(choice),
-        "ms_run[1]-location\tnull",  # the file of each spectrum stands in its line
+        "ms_run[1]-location\tnull",  # spectra are of several files, and known by their ids
     ]
     return "".join(f"MTD\t{line}\n" for line in lines) + "\n" + "\t".join(("PSH", *PSM_COLUMNS)) + "\n"
 
@@ -145,9 +123,9 @@ def _modification_lines(choice: PeptideChoice) -> list[str]:
     return lines
 
 
-def psm_line(row: PeptideRow, choice: PeptideChoice, number: int) -> list[str]:
+def psm_line(name: str, answer: Answered, choice: PeptideChoice, number: int) -> list[str]:
     """Return the cells of a spectrum's line in an mzTab."""
-    answer, found = row.answer, row.answer.found
+    found = answer.found
     code_R = choice.vocabulary.codes_V[found.letter_R]
     told = {
         "sequence": peptide_text(LETTER_OF[code_R][LETTER_OF[code_R] >= 0]),
@@ -158,10 +136,9 @@ def psm_line(row: PeptideRow, choice: PeptideChoice, number: int) -> list[str]:
         "charge": str(answer.charge or "null"),
         "exp_mass_to_charge": _mz(answer.mz) or "null",
         "calc_mass_to_charge": _mz(choice.mz_of(found, answer.charge)) or "null",
-        "spectra_ref": f"ms_run[1]:title={row.id}",
+        "spectra_ref": f"ms_run[1]:title={name}",
         "opt_ms_run[1]_aa_scores": ",".join(f"{sure:.4f}" for sure in found.confidence_R),
         "opt_ms_run[1]_proforma": choice.vocabulary.text(found.letter_R),
-        "opt_ms_run[1]_origin": row.origin or "null",
     }
     return [told.get(name, "null") for name in PSM_COLUMNS]
 

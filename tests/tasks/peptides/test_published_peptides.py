@@ -13,7 +13,7 @@ import torch
 
 from pipeline.readers.peptide_spectra import PeptideSpectra
 from pipeline.readers.peptide_text import residue_codes
-from pipeline.records import Entry, Item
+from pipeline.records import Entry
 from pipeline.tasks.denovo_recursive import DenovoRecursive
 from pipeline.tasks.peptides.published_peptides import PSM_COLUMNS, modifications_text
 from tests.tasks.items import double
@@ -54,8 +54,7 @@ def outputs_of(task, said, truths, ids):
 def published(task, folder, said, truths, ids=("a", "b", "c")):
     ids = list(ids)[: len(said)]
     outputs = outputs_of(task, said, truths, ids)
-    items = [Item(name, split="test", origin=f"x.mgf:{line}") for line, name in enumerate(["left out", *ids])]
-    paths = task.publish(folder, outputs, iter(items), None)
+    paths = task.publish(folder, outputs, iter(()), None)
     with (folder / "peptides.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     return rows, paths
@@ -75,7 +74,6 @@ def test_each_spectrum_has_its_peptide_its_score_and_the_error_of_its_mass(tmp_p
     assert len(rows[0]["residue_scores"].split()) == 5
     assert abs(float(rows[0]["error_ppm"])) < 0.5
     assert rows[0]["precursor_mz"][:-1] == rows[0]["computed_mz"][:-1]
-    assert (rows[0]["split"], rows[0]["origin"]) == ("test", "x.mgf:1")
     assert [path.name for path in paths] == ["peptides.csv", "peptides.mzTab", "pictures.json"]
     (picture,) = json.loads((tmp_path / "pictures.json").read_text())
     assert picture["lines"][0]["points"][0] == [pytest.approx(100 / 3), 100.0]
