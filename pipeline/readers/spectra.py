@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from pipeline.errors import ConfigError, DataError
-from pipeline.readers import hdf5, mgf, msp, mzml, peptides
+from pipeline.readers import hdf5, mgf, msp, mzml, peptide_text
 from pipeline.readers.entry import (
     SCAN_AGAIN,
     Bytes,
@@ -316,7 +316,7 @@ class Spectra:
         labels: dict[str, NDArray[Any]] = {"target": np.array(target, np.float32)} if self.target else {}
         if peptide:
             try:
-                labels["peptide.residue"] = peptides.residue_codes(peptide)
+                labels["peptide.residue"] = peptide_text.residue_codes(peptide)
             except ValueError as error:
                 raise UnusableEntry(f"peptide {printable_text(peptide)}: {error}") from error
         return labels

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from pipeline.errors import ConfigError, DataError
 from pipeline.readers import made, mgf, peptides
+from pipeline.readers.peptide_text import residue_codes
 from pipeline.readers.spectra import Spectra
 from pipeline.records import Entry, Reason, Rejection
 from tests.readers import plainly
@@ -69,7 +70,7 @@ def test_keys_of_other_names_are_used_where_they_are_named(tmp_path: Path) -> No
     text = "BEGIN IONS\nSCANS=12\nFOLD=test\nPeptide=MK\nPRECURSOR_MZ=9\n1 1\nEND IONS"
     entry = only(read(tmp_path, text, id="scans", split="fold", peptide="PEPTIDE"))
     assert (entry.id, entry.split) == ("12", "test")
-    assert entry.arrays["peptide.residue"].tolist() == peptides.residue_codes("MK").tolist()
+    assert entry.arrays["peptide.residue"].tolist() == residue_codes("MK").tolist()
 
 
 def test_a_spectrum_without_title_charge_and_peptide_is_told_by_its_number(tmp_path: Path) -> None:

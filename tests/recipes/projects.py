@@ -98,8 +98,8 @@ SPECTRA = Recipe(
 DENOVO = Recipe(
     "denovo_recursive",
     (
-        *options(width=16, heads=2, encoder_layers=1, decoder_layers=1, latent_steps=2, supervision_steps=2),
-        *options(max_peaks=20, bin_size=1.0, sigma=0.5),
+        *options(width=36, heads=2, encoder_layers=1, decoder_layers=1, latent_steps=2, supervision_steps=2),
+        *options(max_peaks=20),
         "train.effective_batch=4",
         "train.curriculum=[{epochs: 1, largest: {residues: 12}}]",
     ),
