@@ -130,19 +130,16 @@ class ReadsFiles(Protocol):
         """Return files and folders whose content decides what the task says."""
 
 
-@runtime_checkable
-class OwnNames(Protocol):
-    """A model that knows weights which were published under other names."""
-
-    def own_names(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the weights under this model's names; those that it does not know stay as they are."""
-
-
 class PublishedForm(Protocol):
     """Names, and layouts, under which a model's weights were published (see `NameTable`)."""
 
-    left: tuple[str, ...]  # theirs that this model does not need: patterns, as of file names
-    fresh: tuple[str, ...]  # ours that need not be in their file, such as a new head: patterns
+    @property
+    def left(self) -> tuple[str, ...]:
+        """Return which of theirs this model does not need: patterns, as of file names."""
+
+    @property
+    def fresh(self) -> tuple[str, ...]:
+        """Return which of ours need not be in their file, such as a new head: patterns."""
 
     def knows(self, names: Collection[str]) -> bool:
         """Say whether tensors of these names are in this form."""

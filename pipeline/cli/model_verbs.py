@@ -49,6 +49,9 @@ def show_model_command(model: Model, as_json: Json = False, config: ConfigFile =
 def export_model_command(
     model: Model,
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A new folder, which can be taken anywhere.")],
+    form: Annotated[
+        str | None, typer.Option("--as", metavar="SYSTEM", help="Also write the weights as SYSTEM names them: dreams.")
+    ] = None,
     config: ConfigFile = None,
     sets: Sets = None,
 ) -> None:
@@ -56,11 +59,13 @@ def export_model_command(
     from pipeline.runs.model.trained_model import export_model
 
     loaded = load_config(config, sets)
-    card = export_model(_named(model, loaded.config.train.models), folder, loaded.base_dir.absolute())
+    card = export_model(_named(model, loaded.config.train.models), folder, loaded.base_dir.absolute(), form)
     weights = card["weights"]
     typer.echo(f"exported {card['name']}, step {card['step']:,}: {weights['parameters']:,} numbers   {folder}")
     if card["code_changed"]:
         typer.echo("note: the task's code has changed since this model was trained", err=True)
+    if form is not None:
+        typer.echo(f"the same weights as {form} names them: {folder / form}.safetensors")
     typer.echo(f"its README.md says how to use it: pipeline submit --stage predict --model {folder} …")
 
 

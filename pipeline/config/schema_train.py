@@ -126,6 +126,15 @@ class TrainSection(Section):
     pretrained_partial: bool = Field(
         default=False, description="Whether weights that are missing or of other sizes may be left out."
     )
+    pretrained_as: Name | None = Field(
+        default=None, description="The published form of those weights, such as dreams; null: told by their names."
+    )
+    pretrained_map: dict[Name, Name] = Field(
+        default={}, description="Names in the file: names in the model; of tensors or modules, * for a layer's number."
+    )
+    pretrained_entry: Name | None = Field(
+        default=None, description="Which entry of a checkpoint is read, such as ema_state_dict; null: the usual one."
+    )
     seed: int = Field(default=0, ge=0, description="Of fresh parameters, the order of items, and all random numbers.")
     split: Name | None = Field(default="train", description="Which split is trained on; null: every item.")
     effective_batch: int = Field(default=8, ge=1, description="Items in an optimizer step, over all GPUs.")

@@ -23,6 +23,7 @@ from pipeline.protocol import Weights
 from pipeline.records import Reason, TaskContext
 from pipeline.training.checkpoints.checkpoint_folder import CheckpointFolder, new_token
 from pipeline.training.checkpoints.keeper import Keeper
+from pipeline.training.checkpoints.published_names import WeightsReading
 from pipeline.training.checkpoints.trained_weights import load_pretrained
 from pipeline.training.checkpoints.training_state import model_key
 from pipeline.training.evaluating.evaluator import Evaluator
@@ -317,9 +318,11 @@ def begin_with(job: Job, model: nn.Module) -> None:
     """Load pretrained weights into a model, where any are configured."""
     if job.train.pretrained is None:
         return
-    report = load_pretrained(model, job.train.pretrained, partial=job.train.pretrained_partial)
+    how = WeightsReading.of(job.train)
+    report = load_pretrained(model, job.train.pretrained, partial=job.train.pretrained_partial, reading=how)
     if job.ranks.rank == 0:
-        job.say(f"{report.loaded:,} tensors of {job.train.pretrained}")
+        form = f", as {report.form} names them" if report.form else ""
+        job.say(f"{report.loaded:,} tensors of {job.train.pretrained}{form}")
         for line in report.lines():
             job.say(f"  {line}")
 

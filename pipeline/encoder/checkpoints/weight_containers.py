@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from pipeline.encoder.checkpoints.checkpoint_files import FETCH_AGAIN, USE_ESM2, unreadable_checkpoint
+from pipeline.encoder.checkpoints.inert_objects import SCRIPT, script_tensors, stood_in
 from pipeline.encoder.checkpoints.partial_download import BLOCK_BYTES
 from pipeline.encoder.embedding_recipe import MASK, PAD, VOCABULARY
 from pipeline.errors import WeightsUnusable
@@ -24,16 +25,23 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 ZIP = b"PK\x03\x04"
+CODE = "/code/"  # where a TorchScript archive has its own
 _GLOBAL = re.compile(r"GLOBAL ([\w.]+)|(?:class|function) ([\w.]+) (?:was|is) not")
 _CUT_SHORT = ("central directory", "unexpected EOF", "not fully covered", "invalid header or archive")
 
 
-def read_pt(path: Path) -> Any:
-    """Return the content of a torch.save file; anything but tensors, plain data and argparse.Namespace is refused."""
+def read_pt(path: Path, *, foreign: bool = False) -> Any:
+    """Return the content of a torch.save file; anything but tensors, plain data and argparse.Namespace is refused.
+
+    `foreign` puts inert objects in the place of those of classes nobody here has, and reads TorchScript archives.
+    """
     head = _head(path)
-    _refuse_packed(path)
+    members = _members(path)
     try:
-        return _load(path, mapped=head.startswith(ZIP))
+        if foreign and any(name.endswith(f"/{SCRIPT}") for name in members):
+            return script_tensors(path)
+        with torch.serialization.safe_globals(_inert(path) if foreign and members else []):
+            return _load(path, mapped=head.startswith(ZIP))
     except OSError as error:
         if error.errno == errno.EINVAL:  # torch looks for the archive's end before the file's beginning
             raise _not_a_checkpoint(path, EOFError(), is_zip=head.startswith(ZIP)) from error
@@ -92,20 +100,27 @@ def _head(path: Path) -> bytes:
     return head
 
 
-def _refuse_packed(path: Path) -> None:
-    """Refuse an archive with compressed members: torch never writes them, and mapped, they would be read as noise.
+def _inert(path: Path) -> list[Any]:
+    """Return what stands for the foreign classes in an archive."""
+    return stood_in(torch.serialization.get_unsafe_globals_in_checkpoint(path))
 
-    So nothing unpacks to more than the file's size. A file that is no archive is left to torch.
+
+def _members(path: Path) -> list[str]:
+    """Return the names in an archive, none where a file is no archive; refuse one with compressed members.
+
+    Torch never writes those, and mapped, they would be read as noise. So nothing unpacks to more than the file's size.
+    The code of a TorchScript archive is compressed; nobody reads it.
     """
     try:
         with zipfile.ZipFile(path) as archive:
-            members = archive.infolist()
+            members = [member for member in archive.infolist() if CODE not in member.filename]
     except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError):
-        return
+        return []
     size_bytes, unfolded_bytes = path.stat().st_size, sum(member.file_size for member in members)
     if unfolded_bytes > size_bytes or any(member.compress_type != zipfile.ZIP_STORED for member in members):
         what = f"is a compressed archive ({size_bytes:,} bytes stand for {unfolded_bytes:,}), which no checkpoint is"
         raise WeightsUnusable(what, where=str(path), remedy=USE_ESM2)
+    return [member.filename for member in members]
 
 
 def refuse_flipped_bits(path: Path) -> None:

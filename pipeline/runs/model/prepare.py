@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from pipeline.config.schema import Config
+    from pipeline.config.schema_train import TrainSection
     from pipeline.project.project import Project
     from pipeline.stages.train import Items
 
@@ -178,7 +179,14 @@ def recipe_of(project: Project, table: str, precision: str) -> dict[str, Any]:
         "embeddings": embeddings_used(project),
         "table": table,
         **({"files": files} if (files := files_digests(project)) else {}),
+        **({"pretrained_reading": how} if (how := _pretrained_reading(train)) else {}),
     }
+
+
+def _pretrained_reading(train: TrainSection) -> dict[str, Any]:
+    """Return what a configuration says of how pretrained weights are read; nothing where it says nothing."""
+    said = train.model_dump(mode="json", include={"pretrained_as", "pretrained_map", "pretrained_entry"})
+    return {name: value for name, value in said.items() if value}
 
 
 def pathless(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -222,9 +222,13 @@ def _evaluations(folder: Path) -> dict[str, Any]:
     }
 
 
-def export_model(model: TrainedModel, folder: Path, beside: Path | None) -> dict[str, Any]:
-    """Write everything that using a model needs into a new folder; return its card."""
-    from pipeline.training.checkpoints.exported_model import checkpoint_weights, write_export
+def export_model(model: TrainedModel, folder: Path, beside: Path | None, form: str | None = None) -> dict[str, Any]:
+    """Write everything that using a model needs into a new folder; return its card.
+
+    `form` also writes the weights as some published system names them.
+    """
+    from pipeline.training.checkpoints.exported_model import checkpoint_weights, write_export, write_published
+    from pipeline.training.checkpoints.published_names import in_form
 
     config = _exportable(model)
     chosen, card, settings = chosen_of(model), model_card(model), portable_settings(config)
@@ -235,7 +239,10 @@ def export_model(model: TrainedModel, folder: Path, beside: Path | None) -> dict
     is_changed = source_digest(task) != card["code"]
     whole = card | {"code_changed": is_changed, "settings": json.loads(model.folder.settings.read_text())}
     weights = checkpoint_weights(chosen.path)
+    published = {} if form is None else in_form(task.model(), weights, form)
     with _writing_into(folder):
+        if form is not None:
+            write_published(folder / f"{form}.safetensors", published)
         for name, path in sorted(code.items()):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, folder / name)

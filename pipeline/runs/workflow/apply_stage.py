@@ -188,7 +188,7 @@ class ApplyStage(Stage):
                 raise ConfigError("there is no such file or folder", where=where, remedy=f"ls -ld {path.parent}")
         if (file := weights_file(self.settings(project).checkpoint)) is not None:
             train, options = project.config.train, self._options(project.config)
-            refuse_unfit_weights(load_task(train.task, options, beside=project.beside), file)
+            refuse_unfit_weights(load_task(train.task, options, beside=project.beside), train, file)
 
     def _model(self, project: Project) -> TrainedModel | None:
         """Return the model that the configuration names; None where it means the one that it trains."""

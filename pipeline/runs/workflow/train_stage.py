@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from pipeline.config.schema import Config
+    from pipeline.config.schema_train import TrainSection
     from pipeline.journal.run_folder import RunFolder
     from pipeline.memory.footprint import MemoryChoice
     from pipeline.project.project import Project
@@ -91,7 +92,7 @@ class TrainStage(Stage):
         code_of(project)
         if config.train.pretrained is not None:
             task = load_task(config.train.task, config.train.options, beside=project.beside)
-            refuse_unfit_weights(task, config.train.pretrained, partial=config.train.pretrained_partial)
+            refuse_unfit_weights(task, config.train)
 
     def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> StageSurvey:  # noqa: ARG002 - one task
         """Find how far the training is, and plan the rest."""
@@ -306,16 +307,20 @@ def misfits(project: Project, task: Task) -> list[str]:
         problems.append(f"train.split is {train.split!r}; there are {', '.join(repr(name) for name in splits if name)}")
     try:
         if train.pretrained is not None:
-            refuse_unfit_weights(task, train.pretrained, partial=train.pretrained_partial)
+            refuse_unfit_weights(task, train)
     except PipelineError as error:
         problems.append(f"train.pretrained: {error.what}")
     return problems
 
 
-def refuse_unfit_weights(task: Task, path: Path, *, partial: bool = False) -> None:
-    """Raise where weights are not of the task's model, which is made without memory if it can be."""
+def refuse_unfit_weights(task: Task, train: TrainSection, path: Path | None = None) -> None:
+    """Raise where the configured weights, or a file's to be applied whole, are not of the task's model.
+
+    That is made without memory if it can be.
+    """
     import torch
 
+    from pipeline.training.checkpoints.published_names import WeightsReading
     from pipeline.training.checkpoints.trained_weights import fitting_weights
 
     try:
@@ -323,7 +328,9 @@ def refuse_unfit_weights(task: Task, path: Path, *, partial: bool = False) -> No
             model = task.model()
     except Exception:  # noqa: BLE001 - one that needs numbers while it is made
         model = task.model()
-    fitting_weights(model, path, partial=partial)
+    partial = train.pretrained_partial and path is None
+    if (file := path or train.pretrained) is not None:
+        fitting_weights(model, file, partial=partial, reading=WeightsReading.of(train))
 
 
 def _step(

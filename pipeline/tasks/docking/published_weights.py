@@ -7,6 +7,7 @@ anew on the way out.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -70,20 +71,39 @@ def from_published(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def own_names(tensors: Mapping[str, Tensor], *, as_published: bool) -> Mapping[str, Tensor]:
-    """Return weights under our names, the original's too; refuse those for a network that does not behave as theirs."""
-    if not is_published(tensors):
-        return tensors
-    if not as_published:
-        problem = "these are weights of DiffDock-PP, which mean something only where the network has its oddities"
-        remedy = "--set train.options.as_published=true"
-        raise ConfigError(problem, where="train.options.as_published", remedy=remedy)
-    return from_published(tensors)
+@dataclass(frozen=True)
+class DockingNames:
+    """The form in which weights of DiffDock-PP were published, for a network that behaves as theirs or does not."""
+
+    network: nn.Module
+    as_published: bool
+    left: tuple[str, ...] = (f"{ROOT}*.tensor_prod.*", ROOT + UNUSED)
+    fresh: tuple[str, ...] = ()
+
+    def knows(self, names: Collection[str]) -> bool:
+        """Tell them by their names."""
+        return is_published(names)
+
+    def read(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return them under our names; refuse them for a network that does not behave as theirs."""
+        self._refuse_mended("these are weights of DiffDock-PP", "--set train.options.as_published=true")
+        return from_published(tensors)
+
+    def write(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return our tensors under theirs; refuse those of a network that does not behave as theirs."""
+        self._refuse_mended("these would be weights of DiffDock-PP", "train one with train.options.as_published: true")
+        return to_published(self.network, tensors)
+
+    def _refuse_mended(self, what: str, remedy: str) -> None:
+        if not self.as_published:
+            problem = f"{what}, which mean something only where the network has its oddities"
+            raise ConfigError(problem, where="train.options.as_published", remedy=remedy)
 
 
-def to_published(model: nn.Module) -> dict[str, Tensor]:
-    """Return a model's state as the original's state dict, with its constants."""
-    state = {_renamed(name, NAMES): tensor for name, tensor in model.state_dict().items()}
+def to_published(model: nn.Module, tensors: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """Return a model's state, or other tensors of its names, as the original's state dict, with its constants."""
+    tensors = model.state_dict() if tensors is None else tensors
+    state = {_renamed(name, NAMES): tensor for name, tensor in tensors.items()}
     for name, module in model.named_modules():
         if isinstance(module, PairConvolution):
             place = _renamed(f"{name}.hidden.", NAMES).removesuffix("fc.0.")

@@ -38,13 +38,15 @@ from pipeline.tasks.docking.equivariant import (
     edge_features,
     edge_harmonics,
 )
-from pipeline.tasks.docking.published_weights import own_names
+from pipeline.tasks.docking.published_weights import DockingNames
 from pipeline.tasks.docking.rigid_noise import NoiseSchedule, table_rows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from torch import Tensor
+
+    from pipeline.protocol import PublishedForm
 
 
 class ScoreModel(nn.Module):
@@ -97,9 +99,9 @@ class ScoreModel(nn.Module):
         )
         return translation_P3, self.rotation(rotation_P3, time_TM) * self.norm(time_T).to(pos_PL3).unsqueeze(-1)
 
-    def own_names(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return weights under this model's names, the original's too."""
-        return own_names(tensors, as_published=self.as_published)
+    def published_forms(self) -> Mapping[str, PublishedForm]:
+        """Return the original's names."""
+        return {"diffdock_pp": DockingNames(self, self.as_published)}
 
     def norm(self, time_T: Tensor) -> Tensor:
         """Return the norm of the scores of rotations at a time."""
@@ -134,9 +136,9 @@ class ConfidenceModel(nn.Module):
         """Return the logits of poses [B, P]."""
         return torch.stack([self._logits(posed, poses_at_once) for posed in batch])
 
-    def own_names(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return weights under this model's names, the original's too."""
-        return own_names(tensors, as_published=self.trunk.sizes.as_published)
+    def published_forms(self) -> Mapping[str, PublishedForm]:
+        """Return the original's names."""
+        return {"diffdock_pp": DockingNames(self, self.trunk.sizes.as_published)}
 
     def _logits(self, posed: PosedComplex, poses_at_once: int) -> Tensor:
         ligand = self.trunk(posed, poses_at_once)

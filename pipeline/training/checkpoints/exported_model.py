@@ -41,6 +41,13 @@ def write_export(folder: Path, tensors: Mapping[str, Tensor], card: Mapping[str,
     return whole
 
 
+def write_published(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors under another program's names: whole ones, a tied one as often as it has names."""
+    from safetensors.torch import save_file
+
+    save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, path)
+
+
 def checkpoint_weights(checkpoint: Path) -> dict[str, Tensor]:
     """Return a checkpoint's weights by the model's own names; of those with moving averages, these."""
     import torch

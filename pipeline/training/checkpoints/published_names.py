@@ -1,17 +1,57 @@
-"""Names under which other programs publish a model's weights, as a table: read and written again to the bit."""
+"""Names under which other programs publish a model's weights: read as ours, and written again to the bit."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+from pipeline.errors import ConfigError
+from pipeline.protocol import Published
 
-    from torch import Tensor
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Mapping
+
+    from torch import Tensor, nn
+
+    from pipeline.config.schema_train import TrainSection
+    from pipeline.protocol import PublishedForm
+
+AS = "train.pretrained_as"
 
 LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
+
+
+@dataclass(frozen=True)
+class WeightsReading:
+    """How a file of weights is to be read."""
+
+    form: str | None = None  # the published form; None: it is told by the names
+    names: Mapping[str, str] = field(default_factory=dict)  # of the file's → the model's, before all else
+    entry: str | None = None  # of a checkpoint with several, such as ema_state_dict
+
+    @classmethod
+    def of(cls, train: TrainSection) -> WeightsReading:
+        """Return what a configuration says."""
+        return cls(train.pretrained_as, train.pretrained_map, train.pretrained_entry)
+
+
+USUAL = WeightsReading()
+
+
+@dataclass(frozen=True)
+class NamedWeights:
+    """Tensors under a model's own names, and what was left behind for it."""
+
+    tensors: Mapping[str, Tensor]
+    form: str = ""  # the published form that they came in
+    left: tuple[str, ...] = ()  # names of the file that this model does not need
+    fresh: tuple[str, ...] = ()  # patterns of the model's names that need not be in the file
+
+    def may_be_fresh(self, name: str) -> bool:
+        """Say whether a tensor of the model may stay as it begins."""
+        return any(fnmatchcase(name, pattern) for pattern in self.fresh)
 
 
 @dataclass(frozen=True)
@@ -55,3 +95,57 @@ def renamed(name: str, names: Mapping[str, str]) -> str:
                     other = other.replace("*", number, 1)
                 return ".".join([other, *rest])
     return name
+
+
+def in_own_names(model: nn.Module, tensors: Mapping[str, Tensor], reading: WeightsReading, place: str) -> NamedWeights:
+    """Return a file's tensors under the names of a model, which may know them under published ones."""
+    if reading.names:
+        tensors = {renamed(name, reading.names): tensor for name, tensor in tensors.items()}
+    forms = published_forms(model)
+    if reading.form is not None and reading.form not in forms:
+        known = f"it knows {', '.join(forms)}" if forms else "it knows no published weights"
+        remedy = f"leave out {AS}, or say one of these" if forms else f"leave out {AS}; names: train.pretrained_map"
+        raise ConfigError(f"the model knows no weights of {reading.form!r}; {known}", where=AS, remedy=remedy)
+    asked = forms if reading.form is None else {reading.form: forms[reading.form]}
+    for name, form in asked.items():
+        if (theirs := unwrapped(tensors, form.knows)) is not None:
+            left = tuple(name for name in theirs if any(fnmatchcase(name, pattern) for pattern in form.left))
+            kept = {name: tensor for name, tensor in theirs.items() if name not in left}
+            return NamedWeights(form.read(kept), name, left, form.fresh)
+    if reading.form is not None:
+        first = ", ".join(list(tensors)[:4])
+        problem = f"these are no weights of {reading.form}: their names begin with {first}"
+        raise ConfigError(problem, where=f"{AS}: {place}", remedy=f"leave out {AS}, or name the file of {reading.form}")
+    return NamedWeights(tensors)
+
+
+def in_form(network: nn.Module, weights: Mapping[str, Tensor], form: str) -> Mapping[str, Tensor]:
+    """Return weights as a published system names them; raise where the model knows no such system."""
+    forms = published_forms(network)
+    if form not in forms:
+        known = f"its task knows {', '.join(forms)}" if forms else "its task knows no published names"
+        remedy = f"--as {next(iter(forms))}" if forms else "leave out --as   (docs/own_model.md: published_forms)"
+        raise ConfigError(f"no names of {form!r} for this model; {known}", where="--as", remedy=remedy)
+    return forms[form].write(weights)
+
+
+def published_forms(model: nn.Module) -> Mapping[str, PublishedForm]:
+    """Return the published forms that a model knows, by name."""
+    return model.published_forms() if isinstance(model, Published) else {}
+
+
+def unwrapped(tensors: Mapping[str, Tensor], fits: Callable[[Collection[str]], bool]) -> Mapping[str, Tensor] | None:
+    """Return tensors without the prefixes of what wraps a whole model, as soon as their names fit; None: never."""
+    while not fits(tensors.keys()):
+        first = common_part(tensors)
+        if not first:
+            return None
+        tensors = {name.removeprefix(first): tensor for name, tensor in tensors.items()}
+    return tensors
+
+
+def common_part(names: Iterable[str]) -> str:
+    """Return the first part, with its dot, that all names share; "" where they do not, or one is nothing else."""
+    names = list(names)
+    first = names[0].partition(".")[0] + "." if names else ""
+    return first if first and all(name.startswith(first) and name != first for name in names) else ""

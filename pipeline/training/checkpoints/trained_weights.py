@@ -19,12 +19,12 @@ from torch import Tensor
 
 from pipeline.encoder.checkpoints.weight_containers import read_pt, read_safetensors
 from pipeline.errors import ConfigError, DataError, JobFailed, WeightsUnusable
-from pipeline.protocol import OwnNames
 from pipeline.store.format.disk import Disk
 from pipeline.training.checkpoints import checkpoint_reader
 from pipeline.training.checkpoints.checkpoint_reader import MANIFEST, STATE, open_checkpoint
 from pipeline.training.checkpoints.chosen_checkpoint import ChosenCheckpoint, checkpoint_digest
 from pipeline.training.checkpoints.exported_model import load_export
+from pipeline.training.checkpoints.published_names import USUAL, common_part, in_own_names
 from pipeline.training.checkpoints.tensor_file import ANOTHER, CheckpointDamaged, distinct
 from pipeline.training.checkpoints.training_state import model_key, model_state, model_targets, plain_name
 from pipeline.training.prepared import ModelFolder
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from pipeline.training.checkpoints.published_names import NamedWeights, WeightsReading
     from pipeline.training.ranks.rank_protocol import Ranks
     from pipeline.training.step.step import Step
 
@@ -41,17 +42,22 @@ TRIES = 5  # attempts to read a checkpoint: one may be damaged, or removed meanw
 
 
 def load_checkpoint(
-    step: Step, ranks: Ranks, select: Callable[[Collection[str]], ChosenCheckpoint], say: Callable[[str], None]
+    step: Step,
+    ranks: Ranks,
+    select: Callable[[Collection[str]], ChosenCheckpoint],
+    say: Callable[[str], None],
+    reading: WeightsReading = USUAL,
 ) -> ChosenCheckpoint:
     """Load the checkpoint that rank 0 selects into the model of every rank: its moving averages where it has any.
 
-    One that is damaged, or that a training removes meanwhile, is skipped; `select` gets the names of those.
+    A file of weights is read as `reading` says. One that is damaged, or that a training removes meanwhile, is skipped;
+    `select` gets the names of those.
     """
     without: list[str] = []
     for _ in range(TRIES):
         mine = select(without).to_json() if ranks.rank == 0 else {}
         chosen = ChosenCheckpoint.from_json(ranks.exchange(mine)[0])
-        replies = ranks.exchange({"why": _load(step, chosen)})
+        replies = ranks.exchange({"why": _load(step, chosen, reading)})
         problems = [reply["why"] for reply in replies if reply["why"]]
         if not problems:
             return chosen
@@ -61,13 +67,13 @@ def load_checkpoint(
     raise JobFailed(problem, where=str(chosen.path.parent), remedy=ANOTHER)
 
 
-def _load(step: Step, chosen: ChosenCheckpoint) -> str:
+def _load(step: Step, chosen: ChosenCheckpoint, reading: WeightsReading) -> str:
     """Fill a model; return what went wrong where another checkpoint may work, else ""."""
     try:
         if checkpoint_digest(chosen.path) != chosen.digest:
             return "it is another one by now"
         if chosen.path.is_file():
-            load_pretrained(step.model, chosen.path)
+            load_pretrained(step.model, chosen.path, reading=reading)
             return ""
         if ModelFolder(chosen.path).export.is_file():
             load_export(chosen.path, step.model)
@@ -110,6 +116,9 @@ class PretrainedReport:
     converted: int = 0  # of another precision in the file
     averages: int = 0  # moving averages among what was loaded
     prefix: str = ""  # of every name in the file, not of the model's
+    form: str = ""  # in which it was published
+    left: tuple[str, ...] = ()  # in the file, of no use to this model
+    fresh: tuple[str, ...] = ()  # in the model, and new with it
 
     @property
     def is_whole(self) -> bool:
@@ -121,7 +130,10 @@ class PretrainedReport:
         near = _nearest(self.missing, self.unexpected)
         missing = [f"{name}   (the file has {near[name]})" if name in near else name for name in self.missing]
         reshaped = [f"{name}: {how}" for name, how in self.reshaped.items()]
-        groups = {"not in the file": missing, "not in the model": self.unexpected, "not alike": reshaped}
+        groups = {
+            "not in the file": missing, "not in the model": self.unexpected, "not alike": reshaped,
+            "left in the file": self.left, "fresh in the model": self.fresh,
+        }  # fmt: skip
         return [line for title, names in groups.items() for line in _group(title, names)]
 
 
@@ -133,12 +145,14 @@ class StoredWeights:
     averages: frozenset[str] = frozenset()  # names of the moving averages among them
 
 
-def load_pretrained(model: nn.Module, path: Path, *, partial: bool = False) -> PretrainedReport:
+def load_pretrained(
+    model: nn.Module, path: Path, *, partial: bool = False, reading: WeightsReading = USUAL
+) -> PretrainedReport:
     """Copy weights into a model: all of them or, if partial, those that fit. Nothing is changed where it fails.
 
     A tensor of another floating precision is converted; of tied parameters the file needs only one.
     """
-    report, fitting = fitting_weights(model, path, partial=partial)
+    report, fitting = fitting_weights(model, path, partial=partial, reading=reading)
     state = model_state(model)
     with torch.no_grad():
         for name, tensor in fitting.items():
@@ -146,15 +160,17 @@ def load_pretrained(model: nn.Module, path: Path, *, partial: bool = False) -> P
     return report
 
 
-def fitting_weights(model: nn.Module, path: Path, *, partial: bool) -> tuple[PretrainedReport, dict[str, Tensor]]:
+def fitting_weights(
+    model: nn.Module, path: Path, *, partial: bool, reading: WeightsReading = USUAL
+) -> tuple[PretrainedReport, dict[str, Tensor]]:
     """Compare weights with a model, which may be on the meta device; return how, and those that fit."""
-    stored = stored_weights(path)
-    if isinstance(model, OwnNames):
-        stored = replace(stored, tensors=model.own_names(stored.tensors))
+    stored = stored_weights(path, reading.entry)
+    named = in_own_names(model, stored.tensors, reading, str(path))
     state = model_state(model)
-    prefix = _common_prefix(stored.tensors, state)
-    tensors = {name.removeprefix(prefix): tensor for name, tensor in stored.tensors.items()}
-    report, fitting = _compared(state, tensors, path, prefix, stored.averages)
+    prefix = "" if named.form else _common_prefix(named.tensors, state)
+    tensors = {name.removeprefix(prefix): tensor for name, tensor in named.tensors.items()}
+    report, fitting = _compared(state, tensors, named)
+    report = replace(report, path=str(path), prefix=prefix, averages=len(stored.averages.intersection(fitting)))
     if not fitting:
         raise _misfit("are not of this model: none of its tensors fits", report, OTHERS)
     if not report.is_whole and not partial:
@@ -162,8 +178,11 @@ def fitting_weights(model: nn.Module, path: Path, *, partial: bool) -> tuple[Pre
     return report, {name: tensors[name] for name in fitting}
 
 
-def stored_weights(path: Path) -> StoredWeights:
-    """Read every tensor of a file or a folder, by its name without wrappers such as torch.compile's."""
+def stored_weights(path: Path, entry: str | None = None) -> StoredWeights:
+    """Read every tensor of a file or a folder, by its name without wrappers such as torch.compile's.
+
+    `entry` names those of a file with several, such as ema_state_dict.
+    """
     if not path.exists():
         raise ConfigError("there are no such weights", where=f"{WHERE}: {path}", remedy=f"ls -ldL {path}")
     if (path / MANIFEST).is_file():
@@ -172,7 +191,8 @@ def stored_weights(path: Path) -> StoredWeights:
         if path.is_dir():
             tensors = read_safetensors(_files_of(path))
         else:
-            tensors = read_safetensors([path]) if path.suffix == ".safetensors" else _state_dict(read_pt(path), path)
+            is_plain = path.suffix == ".safetensors"
+            tensors = read_safetensors([path]) if is_plain else _state_dict(read_pt(path, foreign=True), path, entry)
     except WeightsUnusable as error:
         remedy = UNTRUSTED if "run code" in error.what else FORMS
         raise DataError(error.what, where=f"{WHERE}: {error.where or path}", remedy=remedy) from error
@@ -215,19 +235,22 @@ def _parts(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _state_dict(content: Any, path: Path) -> dict[str, Tensor]:
+def _state_dict(content: Any, path: Path, entry: str | None) -> dict[str, Tensor]:
     """Return the state dict in what torch.save wrote: the whole content, or under a usual name in it."""
-    for name in NESTED:
+    looked = NESTED if entry is None else (entry,)
+    for name in looked:
         if isinstance(content, Mapping) and isinstance(content.get(name), Mapping):
             content = content[name]
             break
+    else:
+        content = content if entry is None else dict.fromkeys(content) if isinstance(content, Mapping) else ()
     named = content.items() if isinstance(content, Mapping) else ()
     tensors = {name: value for name, value in named if isinstance(name, str) and isinstance(value, Tensor)}
     if tensors:
         return tensors
     is_dict = isinstance(content, Mapping)
     held = f"a dict of {', '.join(map(str, list(content)[:8]))}" if is_dict else type(content).__name__
-    problem = f"holds no weights, but {held}; looked for tensors by name, also under {', '.join(NESTED)}"
+    problem = f"holds no weights, but {held}; looked for tensors by name, also under {', '.join(looked)}"
     raise DataError(problem, where=f"{WHERE}: {path}", remedy=UNTRUSTED)
 
 
@@ -235,15 +258,15 @@ def _common_prefix(stored: Mapping[str, Tensor], state: Mapping[str, Tensor]) ->
     """Return the prefix of a wrapped model (`module.` of DDP, `model.` of Lightning) where no name fits as it is."""
     prefix, names = "", list(stored)
     while names and not any(name in state for name in names):
-        first = names[0].partition(".")[0] + "."
-        if not all(name.startswith(first) and name != first for name in names):
+        first = common_part(names)
+        if not first:
             return ""
         prefix, names = prefix + first, [name.removeprefix(first) for name in names]
     return prefix
 
 
 def _compared(
-    state: Mapping[str, Tensor], stored: Mapping[str, Tensor], path: Path, prefix: str, averages: frozenset[str]
+    state: Mapping[str, Tensor], stored: Mapping[str, Tensor], named: NamedWeights
 ) -> tuple[PretrainedReport, list[str]]:
     """Return the difference between a model and a file, and the names that fit."""
     _, same = distinct(state)
@@ -251,15 +274,17 @@ def _compared(
     reshaped = {name: how for name, mine in state.items() if name in stored and (how := _unlike(mine, stored[name]))}
     reshaped |= _untied(same, stored, reshaped)
     fitting = [name for name in state if name in stored and name not in reshaped]
+    missing = [name for name in state if same.get(name, name) not in in_file]
     report = PretrainedReport(
-        path=str(path),
+        path="",
         loaded=len({same.get(name, name) for name in fitting}),
-        missing=tuple(name for name in state if same.get(name, name) not in in_file),
+        missing=tuple(name for name in missing if not named.may_be_fresh(name)),
         unexpected=tuple(name for name in stored if name not in state),
         reshaped=reshaped,
         converted=sum(stored[name].dtype != state[name].dtype for name in fitting),
-        averages=len(averages.intersection(fitting)),
-        prefix=prefix,
+        form=named.form,
+        left=named.left,
+        fresh=tuple(name for name in missing if named.may_be_fresh(name)),
     )
     return report, fitting
 

@@ -15,6 +15,7 @@ import torch
 from pipeline.device.accelerator import Card, is_card
 from pipeline.memory.runtime.meters import Habits, Upkeep
 from pipeline.records import Reason, Rejection
+from pipeline.training.checkpoints.published_names import WeightsReading
 from pipeline.training.checkpoints.trained_weights import load_checkpoint
 from pipeline.training.evaluating.evaluator import Evaluator
 from pipeline.training.evaluating.outputs import OutputWriter
@@ -92,7 +93,7 @@ def apply_model(job: ApplyJob) -> Generator[Reason | None, None, ApplyResult | N
     upkeep = Upkeep(Habits(train.memory_fraction), step.device)
     upkeep.begin()
     with ranks.patient("loading the model"):
-        chosen = load_checkpoint(step, ranks, job.choose, job.say)
+        chosen = load_checkpoint(step, ranks, job.choose, job.say, WeightsReading.of(train))
     job.say(f"checkpoint {chosen.path}, step {chosen.step:,}" + (f" ({chosen.note})" if chosen.note else ""))
     if train.compile:
         step.model.compile(mode=train.compile_mode)

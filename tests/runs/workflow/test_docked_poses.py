@@ -143,3 +143,19 @@ def test_what_cannot_be_docked_is_refused_with_what_is_there(
     assert done.code == 2
     assert said in done.err
     assert not Path("docked").exists()
+
+
+@pytest.mark.parametrize(
+    ("form", "says"),
+    [
+        ("diffdock_pp", "these would be weights of DiffDock-PP, which mean something only where the network has its"),
+        ("dreams", "no names of 'dreams' for this model; its task knows diffdock_pp"),
+    ],
+)
+def test_a_model_goes_out_only_in_a_form_that_says_what_it_is(
+    pipeline: Command, project: Docking, form: str, says: str
+) -> None:
+    refused = pipeline("model", "export", project.model, "told/out", "--as", form)
+    assert refused.code == 2, refused.out
+    assert says in refused.err
+    assert not (project.folder / "told" / "out").exists()
