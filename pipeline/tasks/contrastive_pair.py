@@ -165,8 +165,9 @@ class ContrastivePair:
 
     def _check_classes(self) -> None:
         """Refuse what is told of classes without their names, and templates that cannot be told."""
+        names = self.names
         wanted = [name for name in ("class_weight", "templates") if getattr(self, name)]
-        if wanted and len(self.names) < 2:
+        if wanted and len(names) < 2:
             problem = f"{wanted[0]} needs the names of two classes or more"
             raise ConfigError(problem, where=f"{WHERE}.classes", remedy=f"--set {WHERE}.classes='[cat, dog]'")
         if self.templates and self.right != TEXT:

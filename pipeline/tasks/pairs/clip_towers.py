@@ -175,4 +175,5 @@ def crop_drawn(least: float, rng: np.random.Generator) -> Tensor:
     area, shape, down, right = rng.random(4)
     side, bend = math.sqrt(least + (1 - least) * area), (4 / 3) ** (shape - 0.5)
     height, width = min(1.0, side * bend), min(1.0, side / bend)
-    return torch.tensor([height, width, (2 * down - 1) * (1 - height), (2 * right - 1) * (1 - width)])
+    drawn = (height, width, (2 * down - 1) * (1 - height), (2 * right - 1) * (1 - width))
+    return torch.tensor(drawn, dtype=torch.float32)
