@@ -210,7 +210,7 @@ def made_items(name: str, config: Config, what: Any) -> Data:
     if name == "rna_ligand":
         pdbs = [pocket_pdb(seed, nucleotides, 24) for seed, nucleotides in enumerate(what)]
         return Graphs([_graph(pdb, config, ("AB", "L")) for pdb in pdbs], None)
-    kind = "pairs" if name == "contrastive_pair" else "spectra"
+    kind = "captions" if name == "contrastive_pair" else "spectra"
     return Entries(*entered(config, made_file(kind, what)))
 
 
@@ -223,9 +223,9 @@ def _graph(pdb: bytes, config: Config, chains: tuple[str, str]) -> ItemGraph:
 
 def made_file(kind: str, count: int) -> Path:
     """Write made items to a file of the recipe's kind."""
-    path = FOLDER / f"{kind}-{count}{'.tsv' if kind == 'pairs' else '.mgf'}"
+    path = FOLDER / f"{kind}-{count}" / ("captions.csv" if kind == "captions" else "spectra.mgf")
     if not path.exists():
-        {"pairs": made.pairs, "spectra": made.spectra}[kind](path, count)
+        {"captions": made.captions, "spectra": made.spectra}[kind](path, count)
     return path
 
 

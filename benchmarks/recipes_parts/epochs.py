@@ -42,7 +42,14 @@ CASES = {
         60, 30, 6, 6 << 20, ["d_fourier=60", "d_peak=4", "fourier_width=32", "finest=0.01", "layers=5", "heads=4"]
     ),
     "contrastive_pair": Case(
-        20, 80, 32, 16 << 20, ["width=64", "out=64", "layers=2", "heads=4", "left_most=64", "right_most=64"]
+        20,
+        80,
+        32,
+        16 << 20,
+        [
+            *("width=64", "out=64", "layers=2", "heads=1", "vocabulary=1000"),
+            *("image_size=224", "patch=32", "image_width=64", "image_layers=2"),
+        ],
     ),
 }
 RECIPES = tuple(CASES)

@@ -71,10 +71,16 @@ CASES = {
     ],
     "contrastive_pair": [
         Case(
-            "2 of 12 layers, 64 tokens, fp32, memory / 64",
+            "2 of 12 layers, images of 112 pixels, fp32, memory / 64",
             "7.5 GB",
             7.5 / 4,
-            [*scaled(width=128, out=128, layers=2, left_most=64, right_most=64), "train.precision=fp32"],
+            [
+                *scaled(
+                    width=128, out=128, layers=2, heads=2, image_width=192, image_layers=2, image_size=112, patch=16
+                ),
+                "data.options.size=112",
+                "train.precision=fp32",
+            ],
             160,
         )
     ],

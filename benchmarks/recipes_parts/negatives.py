@@ -19,7 +19,7 @@ from pipeline.training.step.contrastive import ContrastiveStep
 RECIPES = ("contrastive_pair",)
 ITEMS = 128
 REACH = 1e-10
-SMALL = ["width=64", "layers=2", "out=64", "left_most=96", "right_most=96"]
+SMALL = ["width=64", "layers=2", "heads=1", "out=64", "image_width=64", "image_layers=2", "vocabulary=1000"]
 CUTS = {
     "8 x 16": [16] * 8,
     "16 x 8": [8] * 16,
@@ -53,9 +53,9 @@ def measured(recipe: str) -> list[dict[str, Any]]:
 def told(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return what the figures come to."""
     return {
-        "what": f"gradients in float64 of {ITEMS} made pairs of texts, read by the recipe's reader and padded batch by "
-        "batch, beside plain autograd of one batch of all; largest: of any parameter's gradient, the norm of its error "
-        f"over its own norm; whole: the same of all gradients together; small model: {', '.join(SMALL)}; plain "
+        "what": f"gradients in float64 of {ITEMS} made images with captions, read by the recipe's reader and padded "
+        "batch by batch, beside plain autograd of one batch of all; largest: of any parameter's gradient, the norm of "
+        f"its error over its own; whole: the same of all gradients together; small model: {', '.join(SMALL)}; plain "
         "accumulation: the mean over micro-batches of their own losses, each with the negatives that it has itself",
         "reach": f"{REACH:.0e}",
         "worst": max(row["two_passes"]["largest"] for row in rows),

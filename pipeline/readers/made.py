@@ -2,6 +2,7 @@
 
     python -m pipeline.readers.made spectra FILE.mgf --count 100000 --seed 0      or FILE.h5
     python -m pipeline.readers.made pairs FILE.tsv --count 100000 --seed 0        or FILE.csv, FILE.h5
+    python -m pipeline.readers.made captions FILE.csv --count 1000 --seed 0       or FILE.tsv, with images beside it
 
 An item depends only on the seed and its number: larger files begin with the items of smaller ones, and all formats have
 the same items. Suffixes: L residues, P peaks, B items of a piece.
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from pipeline.errors import ConfigError, PipelineError
-from pipeline.readers import hdf5, peptides
+from pipeline.readers import hdf5, made_captions, peptides
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -81,6 +82,12 @@ def pairs(path: Path, count: int, seed: int = 0) -> None:
     """Write protein-like sequences, each with a sentence about its composition."""
     items = (pair(seed, number) for number in range(count))
     _write(path, items, {".tsv": _table, ".csv": _table, **dict.fromkeys(hdf5.SUFFIXES, _hdf5_pairs)})
+
+
+def captions(path: Path, count: int, seed: int = 0) -> None:
+    """Write pictures with captions, and what they are read with, into the folder of the table."""
+    items = (made_captions.picture(seed, number, SPLITS[number % len(SPLITS)]) for number in range(count))
+    _write(path, items, {".csv": made_captions.captions, ".tsv": made_captions.captions})
 
 
 def spectrum(seed: int, number: int, peptide_length: tuple[int, int] = (7, 30), peaks: int = 150) -> MadeSpectrum:
@@ -196,16 +203,19 @@ def _hdf5_pairs(path: Path, made: Iterator[MadePair]) -> None:
                 column[-len(piece) :] = values
 
 
+WRITERS: dict[str, Callable[[Path, int, int], None]] = {"spectra": spectra, "pairs": pairs, "captions": captions}
+
+
 def main(words: Sequence[str] | None = None) -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser("python -m pipeline.readers.made", description="Write made data.")
-    parser.add_argument("what", choices=("spectra", "pairs"))
-    parser.add_argument("path", type=Path, help="the file to write: .mgf or .h5; .tsv, .csv or .h5")
+    parser.add_argument("what", choices=tuple(WRITERS))
+    parser.add_argument("path", type=Path, help="the file to write: .mgf or .h5; .tsv, .csv or .h5; .csv or .tsv")
     parser.add_argument("--count", type=int, default=1000, help="how many items (1000)")
     parser.add_argument("--seed", type=int, default=0, help="what they are drawn by (0)")
     arguments = parser.parse_args(words)
     try:
-        {"spectra": spectra, "pairs": pairs}[arguments.what](arguments.path, arguments.count, arguments.seed)
+        WRITERS[arguments.what](arguments.path, arguments.count, arguments.seed)
     except PipelineError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code

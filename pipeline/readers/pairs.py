@@ -7,11 +7,11 @@ patches of an image, D numbers a row.
 
 from __future__ import annotations
 
-import csv
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,19 +22,19 @@ from pipeline.readers.entry import (
     Bytes,
     Opened,
     UnusableEntry,
-    cannot_read,
     check_count,
     check_names,
     checked_file,
     entry_id,
     entry_rejection,
 )
+from pipeline.readers.images import SUFFIXES as IMAGES
+from pipeline.readers.table_rows import PARTED_BY, TableRow, parted_cells, suffix_of, table_rows
 from pipeline.records import Entry
 from pipeline.units import printable_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
-    from typing import BinaryIO
 
     from numpy.typing import NDArray
 
@@ -42,18 +42,10 @@ if TYPE_CHECKING:
 
     Arrays = Mapping[str, NDArray[Any]]
 
-MOST_ROW_BYTES = 1 << 20
-PARTED_BY = {".csv": ",", ".tsv": "\t"}
 SIDES = ("left", "right")
+LOOKED_AT = 20  # rows, for paths of images
+CAPTIONS = "pipeline.readers.captions:Captions"
 SUFFIXES = (*PARTED_BY, *hdf5.SUFFIXES)
-
-
-class TableRow(NamedTuple):
-    """A row of a table with its line end; a quoted field may make it several lines."""
-
-    offset: int
-    line: int
-    text: bytes
 
 
 @dataclass(frozen=True)
@@ -80,14 +72,15 @@ class Pairs:
         check_names(self._given())
         object.__setattr__(self, "path", checked_file(Path(self.path)))
         object.__setattr__(self, "_tables", Opened(partial(_table, given=self._given())))
-        if _suffix(self.path) not in SUFFIXES:
+        if suffix_of(self.path) not in SUFFIXES:
             problem, remedy = (
                 f"pairs are read from {', '.join(SUFFIXES)}",
                 "write them as one of these, and set data.path",
             )
             raise ConfigError(problem, where=str(self.path), remedy=remedy)
-        if _suffix(self.path) in PARTED_BY:
+        if suffix_of(self.path) in PARTED_BY:
             object.__setattr__(self, "_header", self._checked_header())
+            self._refuse_images()
 
     def files(self) -> tuple[Path, ...]:
         """Return the one file that is read."""
@@ -107,7 +100,7 @@ class Pairs:
             raise DataError(f"no pair at {place}: {error}", where=str(self.path), remedy=SCAN_AGAIN) from error
 
     def _of_table(self) -> Iterator[Entry | Rejection]:
-        rows = _rows(self.path)
+        rows = table_rows(self.path)
         next(rows, None)
         for number, row in enumerate(row for row in rows if row.text.strip(b"\r\n")):
             cells: dict[str, str] = {}
@@ -146,9 +139,9 @@ class Pairs:
 
     def _checked_header(self) -> tuple[str, ...]:
         """Return the header; the columns of both sides and those that options name must be in it exactly once."""
-        first = next(_rows(self.path), TableRow(0, 1, b""))
+        first = next(table_rows(self.path), TableRow(0, 1, b""))
         try:
-            cells = _parted(first.text.removeprefix(b"\xef\xbb\xbf"), PARTED_BY[_suffix(self.path)])
+            cells = parted_cells(first.text.removeprefix(b"\xef\xbb\xbf"), PARTED_BY[suffix_of(self.path)])
         except UnusableEntry as error:
             remedy = "write the names of the columns as the first line, in UTF-8"
             raise DataError(f"the header is {error}", where=f"{self.path}:1", remedy=remedy) from error
@@ -167,9 +160,26 @@ class Pairs:
             self._columns[option] = name
         return header
 
+    def _refuse_images(self) -> None:
+        """Refuse a column of paths of images, whose letters would be read as a text."""
+        first = [row.text for row in islice(table_rows(self.path), 1, 1 + LOOKED_AT)]
+        for side in SIDES:
+            texts = [cells[side].strip() for cells in map(self._cells_or_none, first) if cells and cells[side].strip()]
+            if texts and all(text.lower().endswith(IMAGES) for text in texts):
+                column = self._columns[side]
+                problem = f"the column {column!r} has paths of images, which would be read as text: {texts[0]}"
+                remedy = f"--set data.reader={CAPTIONS}   (and left: images, right: text in train.options)"
+                raise ConfigError(problem, where=f"data.options.{side}", remedy=remedy)
+
+    def _cells_or_none(self, line: bytes) -> dict[str, str] | None:
+        try:
+            return self._cells(line)
+        except UnusableEntry:
+            return None
+
     def _cells(self, line: bytes) -> dict[str, str]:
         """Return the relevant cells of a line, by meaning."""
-        cells = _parted(line, PARTED_BY[_suffix(self.path)])
+        cells = parted_cells(line, PARTED_BY[suffix_of(self.path)])
         if len(cells) != len(self._header):
             raise UnusableEntry(f"{len(cells)} columns, the header has {len(self._header)}")
         by_name = dict(zip(self._header, cells, strict=True))
@@ -191,10 +201,6 @@ class Pairs:
             raise UnusableEntry(f"the {side} side {much}")
 
 
-def _suffix(path: Path) -> str:
-    return path.suffix.lower()
-
-
 def _split(cells: Mapping[str, str]) -> str:
     return cells.get("split", "").strip()
 
@@ -213,48 +219,6 @@ def _table(path: Path, given: Mapping[str, str]) -> hdf5.Hdf5Table:
             raise DataError(problem, where=str(path), remedy=f"data.options.{side} names such a dataset")
     table.check_lengths()
     return table
-
-
-def _rows(path: Path) -> Iterator[TableRow]:
-    """Yield the rows of a table; rows that are too long are cut."""
-    quote = b'"' if _suffix(path) == ".csv" else b"\0\0"
-    try:
-        with path.open("rb") as file:
-            offset, line = 0, 1
-            while lines := _row(file, quote):
-                yield TableRow(offset, line, b"".join(lines))
-                while not lines[-1].endswith(b"\n") and (rest := file.readline(MOST_ROW_BYTES)):
-                    lines[-1] = rest
-                offset, line = file.tell(), line + len(lines)
-    except OSError as error:
-        raise cannot_read(path, error) from error
-
-
-def _row(file: BinaryIO, quote: bytes) -> list[bytes]:
-    """Return the lines of a row: one, and more while a quote is open."""
-    lines: list[bytes] = []
-    size, is_open = 0, False
-    while (is_open or not lines) and size <= MOST_ROW_BYTES and (line := file.readline(MOST_ROW_BYTES + 1)):
-        lines.append(line)
-        size += len(line)
-        is_open ^= line.count(quote) % 2 == 1
-    return lines
-
-
-def _parted(line: bytes, by: str) -> list[str]:
-    """Split a line into cells."""
-    if len(line) > MOST_ROW_BYTES:
-        raise UnusableEntry(f"a row of more than {MOST_ROW_BYTES:,} bytes: a quote that is not closed?")
-    try:
-        text = line.decode().rstrip("\r\n")
-    except UnicodeDecodeError as error:
-        raise UnusableEntry(f"not UTF-8 text: byte {error.start} is 0x{line[error.start]:02x}") from error
-    if by == "\t":
-        return text.split(by)
-    try:
-        return next(csv.reader([text], strict=True), [])
-    except csv.Error as error:
-        raise UnusableEntry(f"not a row of CSV: {error}") from error
 
 
 def _token(value: Any) -> NDArray[np.uint8]:

@@ -10,13 +10,18 @@ import numpy as np
 import pytest
 
 from pipeline.errors import ConfigError
-from pipeline.readers import made, peptides
+from pipeline.readers import made, made_captions, peptides
+from pipeline.readers.captions import Captions
 from pipeline.readers.pairs import Pairs
 from pipeline.readers.spectra import Spectra
 from pipeline.records import Entry
 from tests.readers.compared import assert_same
 
-KINDS = [(made.spectra, ".mgf"), (made.spectra, ".h5"), (made.pairs, ".tsv"), (made.pairs, ".csv"), (made.pairs, ".h5")]
+KINDS = [
+    *((made.spectra, suffix) for suffix in (".mgf", ".h5")),
+    *((made.pairs, suffix) for suffix in (".tsv", ".csv", ".h5")),
+    *((made.captions, suffix) for suffix in (".csv", ".tsv")),
+]
 
 
 @pytest.mark.parametrize(("make", "suffix"), KINDS)
@@ -40,6 +45,19 @@ def test_pieces_make_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(made, "PIECE", 3)
     made.spectra(tmp_path / "pieces.h5", 10)
     assert (tmp_path / "whole.h5").read_bytes() == (tmp_path / "pieces.h5").read_bytes()
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv"])
+def test_made_captions_say_what_their_pictures_show_in_a_token_a_word(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"x{suffix}"
+    made.captions(path, 20, seed=3)
+    reader = Captions(path, label="class", classes="classes.txt", merges="merges.txt", size=made_captions.SIDE)
+    for entry in reader.entries():
+        assert isinstance(entry, Entry)
+        assert len(entry.arrays["right.token"]) == 2 + len(["a", "red", "disc", "left", "of", "a", "blue", "ring"])
+        colour, _ = made_captions.CLASSES[int(entry.arrays["class"])].split()
+        left_HWC = entry.arrays["left.image"][:, : made_captions.SIDE // 2]
+        assert 40 < (left_HWC == made_captions.COLOURS[colour]).all(-1).sum() < left_HWC[..., 0].size / 2
 
 
 def test_fragments_of_the_peptide_are_the_highest_peaks(tmp_path: Path) -> None:

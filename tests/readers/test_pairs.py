@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.errors import ConfigError, DataError
-from pipeline.readers import pairs
+from pipeline.readers import table_rows
 from pipeline.readers.pairs import Pairs
 from pipeline.records import Entry, Reason, Rejection
 from tests.readers.compared import assert_same
@@ -95,7 +95,7 @@ def test_quotes_that_do_not_fit_are_a_rejection(tmp_path: Path, side: str) -> No
 
 
 def test_a_row_without_end_is_rejected_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pairs, "MOST_ROW_BYTES", 100)
+    monkeypatch.setattr(table_rows, "MOST_ROW_BYTES", 100)
     endless, good = read(tmp_path / "x.tsv", "left\tright\n" + "x" * 1000 + "\na\tb\n")
     assert isinstance(endless, Rejection)
     assert "a row of more than 100 bytes" in endless.detail

@@ -108,7 +108,9 @@ DENOVO = Recipe(
 PAIR = Recipe(
     "contrastive_pair",
     (
-        *options(width=16, layers=2, heads=2, out=8, left_most=32, right_most=32),
+        *options(width=16, layers=2, heads=2, out=8, vocabulary=1000),
+        *options(image_size=16, patch=8, image_width=16, image_layers=2, image_heads=2),
+        "data.options.size=16",
         "train.effective_batch=8",
         "train.micro_batch=2",
     ),
@@ -174,7 +176,7 @@ def _peptides(data: Path, items: int) -> None:
 
 
 def _pairs(data: Path, items: int) -> None:
-    made.pairs(data / "pairs.tsv", 4 * items)
+    made.captions(data / "captions.csv", 4 * items)
 
 
 def planned(pipeline: Command, *words: str) -> dict[str, Any]:

@@ -61,6 +61,19 @@ def test_a_smaller_micro_batch_keeps_128_effective(pipeline: Command, scanned: S
     assert made["items_most"] <= items
 
 
+def test_predictions_are_the_nearest_captions_of_each_image_and_back(pipeline: Command, scanned: Scanned) -> None:
+    folder = scanned(PAIR)
+    assert ran(pipeline, PAIR.sets("train.seed=3", "train.epochs=1"), "train").code == 0
+    done = ran(pipeline, PAIR.sets("train.seed=3", "train.epochs=1"), "predict")
+    assert done.code == 0, done.err
+    for way in ("right", "left"):
+        (file,) = folder.glob(f"predictions/*/nearest_{way}.csv")
+        header, *rows = file.read_text().splitlines()
+        assert header.startswith("id,own_cosine,nearest_1,cosine_1")
+        assert len(rows) > 1
+        assert all(row.startswith("made-") for row in rows)
+
+
 def test_the_norm_of_gradients_is_clipped_to_1() -> None:
     assert config_of(PAIR).train.clip == 1.0
 

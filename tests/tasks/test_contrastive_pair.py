@@ -16,8 +16,8 @@ from pipeline.protocol import ITEMS, Contrastive, Example, Outputs
 from pipeline.readers import made
 from pipeline.readers.pairs import Pairs
 from pipeline.runs.model.task_contract import breaches
-from pipeline.tasks import contrastive_pair
 from pipeline.tasks.contrastive_pair import ContrastivePair
+from pipeline.tasks.pairs import nearest
 from pipeline.training.step.checkpointing import repeated
 from pipeline.training.step.contrastive import make_step
 from pipeline.training.step.optimizers import StepSettings
@@ -279,7 +279,7 @@ def unit(rows):
 
 @pytest.mark.parametrize("block", [7, 1000])
 def test_figures_are_those_of_all_cosines_sorted(monkeypatch, block):
-    monkeypatch.setattr(contrastive_pair, "BLOCK", block)
+    monkeypatch.setattr(nearest, "BLOCK", block)
     left = unit(RNG.normal(size=(50, 8)))
     right = unit(left + 0.5 * RNG.normal(size=(50, 8)))
     cosines = left @ right.T
@@ -311,7 +311,7 @@ def test_vectors_that_are_not_numbers_are_found_by_nobody():
 
 
 def test_figures_hold_two_blocks_of_items_at_a_time(monkeypatch):
-    monkeypatch.setattr(contrastive_pair, "BLOCK", 10)
+    monkeypatch.setattr(nearest, "BLOCK", 10)
     held, most = [0], [0]
 
     class Rows(np.ndarray):
@@ -366,7 +366,7 @@ def test_the_planner_traces_it_to_two_thousandths_of_what_it_takes(size):
 @pytest.mark.parametrize(
     ("options", "name", "said"),
     [
-        ({"left": "images"}, "left", "left is 'images': it must be tokens or vectors"),
+        ({"left": "sounds"}, "left", "left is 'sounds': it must be tokens, vectors, images or text"),
         ({"right": "vectors"}, "right_dim", "right has vectors: say how many numbers each has"),
         ({"left_most": 0}, "left_most", "left_most is 0"),
         ({"temperature": 0.001}, "temperature", "temperature is 0.001"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from math import ceil
 from typing import TYPE_CHECKING
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from pipeline.config.schema import Config
     from pipeline.memory.estimating.fallback_oracle import OracleLadder
-    from pipeline.memory.footprint import MemoryChoice, StandingFootprint
+    from pipeline.memory.footprint import StandingFootprint
     from pipeline.memory.hardware.caching_allocator import AllocatorSettings
     from pipeline.memory.hardware.host_memory import HostNeed
     from pipeline.memory.planning.comparison import Configuration, PlannedOffer
@@ -144,14 +144,26 @@ class _PlanningCase:
     def padded(self) -> bool:
         return self.config.train.batching == "padded"
 
-    @property
+    @cached_property
     def request(self) -> PlanRequest:
-        return self.work.request(self.config.train, self.offers[0].ranks)
+        """Return what is planned for; a precision that is left to the planner follows from the model and the cards.
+
+        It is part of what is trained, and how a step is cut into micro-batches is not: so it is the one that would be
+        chosen if that were left to the planner, too.
+        """
+        request = self.work.request(self.config.train, self.offers[0].ranks)
+        if len(request.precisions) == 1 or request.micro_batch is None:
+            return request
+        free = self._planned(replace(request, micro_batch=None))
+        return replace(request, precisions=(free[EVERY].choice.precision,))
 
     @property
     def data(self) -> DataSizes:
+        return self._data(self.request)
+
+    def _data(self, request: PlanRequest) -> DataSizes:
         seed = self.config.train.seed
-        return data_of(self.sizes, self.request, padded=self.padded, seed=seed, ids=self.table.ids)
+        return data_of(self.sizes, request, padded=self.padded, seed=seed, ids=self.table.ids)
 
     @property
     def reserve(self) -> Reserve:
@@ -178,17 +190,15 @@ class _PlanningCase:
 
     def plans(self) -> dict[str, MemoryPlan]:
         """Plan every stage of the curriculum, corrected by earlier measurements of this model on these cards."""
-        cards, stages = self.offers[0].cards, list(_stages(self.config, self.data))
-
-        def planned(ratios: tuple[float, ...] = (), measured: MemoryChoice | None = None) -> dict[str, MemoryPlan]:
-            request = replace(self.request, ratios=ratios, measured=measured)
-            return plan_stages(self.oracle, stages, request, cards, reserve=self.reserve, others=self.compared())
-
-        plans = planned()
-        names = [card.name for card in cards]
+        plans = self._planned(self.request)
+        names = [card.name for card in self.offers[0].cards]
         choice = plans[EVERY].choice
         ratios = measured_ratios(self.config, self.work, choice, names)
-        return planned(ratios, choice) if ratios else plans
+        return self._planned(replace(self.request, ratios=ratios, measured=choice)) if ratios else plans
+
+    def _planned(self, request: PlanRequest) -> dict[str, MemoryPlan]:
+        stages, cards = list(_stages(self.config, self._data(request))), self.offers[0].cards
+        return plan_stages(self.oracle, stages, request, cards, reserve=self.reserve, others=self.compared())
 
     def configurations(self, plan: MemoryPlan) -> list[Configuration]:
         """Return what a rank's share takes when run whole, halved, … and item by item."""

@@ -61,6 +61,9 @@ class Task:
 class Wide(Task):
     width = 4096
 
+class Middling(Task):  # alone an item does not fill an A100; four do
+    width = 768
+
 class Filtered(Task):
     """Its shapes depend on data: it cannot be traced."""
     def loss(self, model, batch):
@@ -280,6 +283,14 @@ def test_half_precision_is_chosen_only_where_it_is_allowed(plan: Callable[..., d
     assert plan("--gpu", "a100-40gb")["plans"]["all items"]["choice"]["precision"] == "fp32"
     pinned = plan("--gpu", "a100-40gb", "--set", "train.precision=bf16")
     assert pinned["plans"]["all items"]["choice"]["precision"] == "bf16"
+
+
+@pytest.mark.slow
+def test_a_precision_left_to_the_planner_is_the_same_however_a_step_is_cut(plan: Callable[..., dict[str, Any]]) -> None:
+    words = ("--gpu", "a100-40gb", "--set", "train.task=planlab:Middling", "--set", "train.precision=auto")
+    cuts = {items: plan(*words, "--set", f"train.micro_batch={items}")["plans"]["all items"] for items in ("1", "auto")}
+    assert [cut["items_most"] for cut in cuts.values()] == [1, ITEMS // 2]
+    assert {items: cut["choice"]["precision"] for items, cut in cuts.items()} == {"1": "bf16", "auto": "bf16"}
 
 
 @pytest.mark.slow

@@ -1,0 +1,307 @@
+"""`Captions`: images with a text each, from a table of paths and captions, or from webdataset tars.
+
+    data: {source: reader, reader: "pipeline.readers.captions:Captions", path: data/captions.csv,
+           options: {merges: merges.txt}}
+
+A table is UTF-8 with a header, CSV or TSV (a `.csv` whose header is parted by tabs is read so, as open_clip writes it).
+A tar has `NAME.jpg` (or .png, .webp …) and `NAME.txt` one after the other; a folder may hold several tars. Images are
+decoded when they are read. Shapes: H × W pixels, C colours, L tokens.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pipeline.errors import ConfigError, DataError
+from pipeline.readers.byte_pairs import CONTEXT, BytePairs, TooLong
+from pipeline.readers.class_names import class_names
+from pipeline.readers.entry import (
+    SCAN_AGAIN,
+    Bytes,
+    Opened,
+    UnusableEntry,
+    check_count,
+    check_names,
+    check_option,
+    checked_path,
+    entry_id,
+    entry_rejection,
+)
+from pipeline.readers.images import MOST_PIXELS, decoded_image, image_library
+from pipeline.readers.table_rows import PARTED_BY, TableRow, parted_cells, suffix_of, table_rows
+from pipeline.readers.tar_pairs import SUFFIX as TAR
+from pipeline.readers.tar_pairs import TarPair, tar_pairs
+from pipeline.records import Entry
+from pipeline.units import printable_text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from pipeline.records import Rejection
+
+    Arrays = Mapping[str, NDArray[Any]]
+
+USUAL = {
+    "image": ("filepath", "image", "image_path", "image_filename", "file_name", "filename", "path"),
+    "caption": ("title", "caption", "text"),
+    "id": ("id",),
+    "split": ("split",),
+}
+REFUSE, CUT = LONG = ("refuse", "cut")
+PLACE = re.compile(r"\{(\w+)\}")
+MOST_BYTES = 1 << 28  # of an image's file
+
+
+@dataclass(frozen=True)
+class Captions:
+    """The images and captions of a table or of tars.
+
+    Arrays: `left.image` uint8 [H, W, C], `right.token` int32 [L], with the start and the end; `class` int64, -1 where
+    the cell of `label` is empty. A place is [offset, length] in a table, or [tar, image offset, bytes, text
+    offset, bytes].
+    """
+
+    path: Path
+    image: str = ""  # column of paths; a usual name if there is one: filepath, image, …
+    caption: str = ""  # column of texts; a usual name if there is one: title, caption, text
+    template: str = ""  # instead of a column: "a photo of a {make} {model} car", of columns
+    images: str = ""  # folder that paths start from: the table's
+    label: str = ""  # column of classes
+    classes: Any = ()  # their names, or a file with one a line: what numbers them
+    id: str = ""  # `id` if it is there; else the image's name and the number of the row
+    split: str = ""  # `split` if it is there
+    size: int = 224  # pixels of a side
+    merges: str = ""  # file of byte pairs, from the table's folder; without, each byte is a token
+    context: int = CONTEXT  # tokens of a text at most
+    long: str = REFUSE  # a longer text is refused, or cut
+    most_pixels: int = MOST_PIXELS  # of an image as it is in its file
+    _header: tuple[str, ...] = field(init=False, repr=False, compare=False, default=())
+    _by: str = field(init=False, repr=False, compare=False, default=",")
+    _columns: dict[str, str] = field(init=False, repr=False, compare=False, default_factory=dict)  # by meaning
+    _bytes: Opened[Bytes] = field(init=False, repr=False, compare=False, default_factory=lambda: Opened(Bytes))
+
+    def __post_init__(self) -> None:
+        self._check_options()
+        object.__setattr__(self, "path", checked_path(Path(self.path)))
+        image_library()
+        if self._tars:
+            self._check_tars()
+        else:
+            self._read_header()
+        assert self.pairs, "the file of merges is read here, where its faults are told"
+
+    def _check_options(self) -> None:
+        for name in ("size", "context", "most_pixels"):
+            check_count(name, getattr(self, name))
+        names = ("image", "caption", "template", "images", "label", "id", "split", "merges")
+        check_names({name: getattr(self, name) for name in names})
+        check_option("long", self.long, f"{REFUSE} or {CUT}", fits=self.long in LONG)
+        check_option("context", self.context, "a whole number from 2", fits=self.context > 1)
+        if self.label and not self.names:
+            what, remedy = "which number each class has is not said", "list the classes, or name a file with one a line"
+            raise ConfigError(what, where="data.options.classes", remedy=remedy)
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The names of classes."""
+        return class_names(self.classes, where="data.options.classes", beside=self._folder)
+
+    @cached_property
+    def pairs(self) -> BytePairs:
+        """The byte pairs that texts are made tokens by."""
+        path = self._folder / self.merges if self.merges else None
+        return BytePairs.read(path, where="data.options.merges")
+
+    @property
+    def _folder(self) -> Path:
+        return Path(self.path) if Path(self.path).is_dir() else Path(self.path).parent
+
+    @cached_property
+    def _tars(self) -> tuple[Path, ...]:
+        """The tars that are read; none where it is a table."""
+        if self.path.is_dir():
+            return tuple(sorted(self.path.glob(f"*{TAR}")))
+        return (self.path,) if suffix_of(self.path) == TAR else ()
+
+    def _check_tars(self) -> None:
+        given = [
+            name for name in ("image", "caption", "template", "images", "label", "id", "split") if getattr(self, name)
+        ]
+        if given:
+            problem = f"tars have no columns: {given[0]} is of a table"
+            raise ConfigError(problem, where=f"data.options.{given[0]}", remedy="leave it out")
+
+    def files(self) -> tuple[Path, ...]:
+        """Return the table or the tars, and the file of merges; images are looked at when they are read."""
+        named = [self.merges, self.classes if isinstance(self.classes, str) else ""]
+        return (*(self._tars or (self.path,)), *(self._folder / name for name in named if name))
+
+    def entries(self) -> Iterator[Entry | Rejection]:
+        """Yield every image with its text as an entry, or its rejection."""
+        return self._of_tars() if self._tars else self._of_table()
+
+    def read(self, place: list[int]) -> Arrays:
+        """Return the arrays of the pair at a place."""
+        path = self._tars[place[0]] if self._tars else self.path
+        try:
+            data = self._bytes(path)
+            if self._tars:
+                return self._arrays(data.at(*place[1:3]), data.at(*place[3:5]))
+            return self._of_cells(self._cells(data.at(*place)))
+        except UnusableEntry as error:
+            raise DataError(f"no pair at {place}: {error}", where=str(path), remedy=SCAN_AGAIN) from error
+
+    # Tables
+
+    def _read_header(self) -> None:
+        """Read the header; columns that are needed, or named, must be in it exactly once."""
+        if suffix_of(self.path) not in PARTED_BY or not self.path.is_file():
+            problem = f"captions are read from {', '.join(PARTED_BY)}, {TAR}, or a folder of {TAR}"
+            raise ConfigError(problem, where=str(self.path), remedy="set data.path to one of these")
+        line = next(table_rows(self.path), TableRow(0, 1, b"")).text.removeprefix(b"\xef\xbb\xbf")
+        by = "\t" if b"\t" in line and b"," not in line else PARTED_BY[suffix_of(self.path)]
+        try:
+            header = tuple(cell.strip() for cell in parted_cells(line, by))
+        except UnusableEntry as error:
+            remedy = "write the names of the columns as the first line, in UTF-8"
+            raise DataError(f"the header is {error}", where=f"{self.path}:1", remedy=remedy) from error
+        object.__setattr__(self, "_header", header)
+        object.__setattr__(self, "_by", by)
+        for option in ("image", *(() if self.template else ("caption",)), "label", "id", "split"):
+            if name := self._column(option):
+                self._columns[option] = name
+        for name in PLACE.findall(self.template):
+            self._columns[f"template.{name}"] = self._there("template", name)
+
+    def _column(self, option: str) -> str:
+        """Return the column that an option names, or a usual one; "" where none is needed."""
+        if given := getattr(self, option).strip():
+            return self._there(option, given)
+        small = {name.lower(): name for name in self._header}
+        usual = next((small[name] for name in USUAL.get(option, ()) if name in small), "")
+        return usual if usual or option in ("label", "id", "split") else self._there(option, "")
+
+    def _there(self, option: str, name: str) -> str:
+        if self._header.count(name) == 1 and name:
+            return name
+        there = ", ".join(map(printable_text, self._header)) or "empty"
+        wanted = f"one column {name!r}" if name else f"a column of the {option}"
+        remedy = f"--set data.options.{option}=COLUMN, one that is there once"
+        raise DataError(f"the header needs {wanted}; it is: {there}", where=f"{self.path}:1", remedy=remedy)
+
+    def _of_table(self) -> Iterator[Entry | Rejection]:
+        rows = table_rows(self.path)
+        next(rows, None)
+        for number, row in enumerate(row for row in rows if row.text.strip(b"\r\n")):
+            cells: dict[str, str] = {}
+            try:
+                cells = self._cells(row.text)
+                arrays, place = self._of_cells(cells), [row.offset, len(row.text)]
+                yield Entry(self._name(cells, number), place, arrays, _split(cells), f"{self.path.name}:{row.line}")
+            except UnusableEntry as error:
+                yield entry_rejection(self._name(cells, number), error, _split(cells), self.path, row.line)
+
+    def _name(self, cells: Mapping[str, str], number: int) -> str:
+        """Return the id of a row: its own, or the image's name and the row's number."""
+        stem = Path(cells["image"]).stem if cells.get("image") else ""
+        return entry_id(cells.get("id", "") or (f"{stem}-{number}" if stem else ""), self.path, number)
+
+    def _cells(self, line: bytes) -> dict[str, str]:
+        """Return the relevant cells of a line, by meaning."""
+        cells = parted_cells(line, self._by)
+        if len(cells) != len(self._header):
+            raise UnusableEntry(f"{len(cells)} columns, the header has {len(self._header)}")
+        by_name = dict(zip(self._header, cells, strict=True))
+        return {meaning: by_name[name].strip() for meaning, name in self._columns.items()}
+
+    def _of_cells(self, cells: Mapping[str, str]) -> Arrays:
+        if self.template:
+            text = PLACE.sub(lambda found: cells[f"template.{found[1]}"], self.template)
+        else:
+            text = cells["caption"]
+        arrays = dict(self._arrays(_content(self._path(cells["image"])), text.encode()))
+        if self.label:
+            arrays["class"] = np.array(self._class(cells["label"]), np.int64)
+        return arrays
+
+    def _path(self, text: str) -> Path:
+        if not text:
+            raise UnusableEntry("no path of an image")
+        return self._folder / self.images / text
+
+    def _class(self, name: str) -> int:
+        if name and name not in self._numbers:
+            raise UnusableEntry(f"the class {name!r} is none of data.options.classes")
+        return self._numbers[name] if name else -1
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        return {name: number for number, name in enumerate(self.names)}
+
+    # Tars
+
+    def _of_tars(self) -> Iterator[Entry | Rejection]:
+        for number, path in enumerate(self._tars):
+            for found in tar_pairs(path):
+                yield self._of_tar(number, path, found)
+
+    def _of_tar(self, number: int, path: Path, found: TarPair) -> Entry | Rejection:
+        name = entry_id(f"{path.stem}-{found.name}" if len(self._tars) > 1 else found.name, path, number)
+        try:
+            if found.problem:
+                raise UnusableEntry(found.problem)
+            place = [number, *found.image, *found.text]
+            data = self._bytes(path)
+            return Entry(
+                name, place, self._arrays(data.at(*found.image), data.at(*found.text)), "", f"{path.name}:{name}"
+            )
+        except UnusableEntry as error:
+            return entry_rejection(name, error, "", path, found.member)
+
+    # Both
+
+    def _arrays(self, image: bytes, text: bytes) -> Arrays:
+        tokens = self._tokens(text)  # which cost less, and are wrong as often
+        return {
+            "left.image": decoded_image(image, self.size, self.most_pixels),
+            "right.token": np.array(tokens, np.int32),
+        }
+
+    def _tokens(self, text: bytes) -> Sequence[int]:
+        try:
+            caption = text.decode()
+        except UnicodeDecodeError as error:
+            raise UnusableEntry(f"not UTF-8 text: byte {error.start} is 0x{text[error.start]:02x}") from error
+        if not caption.strip():
+            raise UnusableEntry("the caption is empty")
+        try:
+            return self.pairs.encoded(caption, self.context, cut=self.long == CUT)
+        except TooLong as error:
+            raise UnusableEntry(f"the caption is too long: {error} (data.options.long: {CUT} cuts it)") from error
+
+
+def _split(cells: Mapping[str, str]) -> str:
+    return cells.get("split", "")
+
+
+def _content(path: Path) -> bytes:
+    """Return the bytes of an image file."""
+    try:
+        if path.is_dir():
+            raise UnusableEntry(f"{path} is a folder, no image")
+        if not path.is_file():
+            raise UnusableEntry(f"{path} {'is no regular file' if path.exists() else 'is not there'}")
+        if (size := path.stat().st_size) > MOST_BYTES:
+            raise UnusableEntry(f"{path} has {size:,} bytes, and {MOST_BYTES:,} are allowed")
+        return path.read_bytes()
+    except (OSError, ValueError) as error:
+        raise UnusableEntry(f"{path} cannot be read: {error}") from error

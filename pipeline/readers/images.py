@@ -1,0 +1,70 @@
+"""Images as CLIP sees them: the shorter side made to size, the middle cut out, three bytes a pixel.
+
+Shapes: H × W pixels, C colours.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pipeline.errors import ConfigError
+from pipeline.readers.entry import UnusableEntry
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+MOST_PIXELS = 1 << 26
+BROKEN = (OSError, SyntaxError, ValueError, TypeError, EOFError, IndexError, KeyError, struct.error, zlib.error)
+
+
+def decoded_image(content: bytes, size: int, most_pixels: int = MOST_PIXELS) -> NDArray[np.uint8]:
+    """Return the pixels of an image file [size, size, 3]; raise UnusableEntry where it is none, or not whole."""
+    library = image_library()
+    if not content:
+        raise UnusableEntry("the image file is empty")
+    try:
+        with library.open(io.BytesIO(content)) as image:
+            if image.width * image.height > most_pixels:
+                raise UnusableEntry(_too_large(f"{image.width:,} × {image.height:,} pixels", most_pixels))
+            whole = image.convert("RGB")
+    except (library.DecompressionBombError, library.DecompressionBombWarning) as error:
+        raise UnusableEntry(_too_large(str(error), most_pixels)) from error
+    except library.UnidentifiedImageError as error:
+        raise UnusableEntry("no image, or of a kind that Pillow does not know") from error
+    except BROKEN as error:
+        raise UnusableEntry(f"the image cannot be decoded: {error}") from error
+    return np.asarray(_middle(whole, size, library))
+
+
+def _too_large(what: str, most_pixels: int) -> str:
+    return f"the image is too large: {what}, and {most_pixels:,} pixels are allowed (data.options.most_pixels)"
+
+
+def _middle(image: Any, size: int, library: Any) -> Any:
+    """Return the middle of an image whose shorter side was made to size, by bicubic with antialiasing."""
+    width, height = image.size
+    short = min(width, height)
+    scaled = (size, int(size * height / width)) if width == short else (int(size * width / height), size)
+    if scaled != (width, height):
+        image = image.resize(scaled, library.Resampling.BICUBIC)
+    left, top = (round((side - size) / 2) for side in scaled)
+    return image.crop((left, top, left + size, top + size))
+
+
+@lru_cache(1)
+def image_library() -> Any:
+    """Return Pillow's module for images; raise ConfigError where it is not installed."""
+    try:
+        from PIL import Image
+    except ImportError as error:
+        what = "images are read by Pillow, which is not installed"
+        raise ConfigError(what, where="data.reader", remedy="pip install 'pipeline[images]'") from error
+    Image.init()  # here, and not in several threads at once
+    return Image

@@ -1,0 +1,179 @@
+"""CLIP's two transformers: a vision transformer over an image's patches, and a causal one over a text's tokens.
+
+Shapes: B items, H × W pixels, C channels, L positions, D features of a position, K shared features of both sides.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from pipeline.tasks.task_parts import at_least_single
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+MEAN = (0.48145466, 0.4578275, 0.40821073)  # of red, green and blue, which images are centred by
+SPREAD = (0.26862954, 0.26130258, 0.27577711)
+PATCH_SPREAD, TOKEN_SPREAD, PLACE_SPREAD = 0.02, 0.02, 0.01  # of what a fresh model begins with
+INNER = 4  # how much wider a layer is within
+SHARP = 1.702
+
+
+class Images(NamedTuple):
+    """The images of a batch, and how each is cropped and mirrored while it is trained on."""
+
+    pixel_BHWC: Tensor  # uint8
+    crop_B4: Tensor | None = None  # height, width, shift down and right: the first two of 1, others of its half
+    is_mirrored_B: Tensor | None = None
+
+
+class Texts(NamedTuple):
+    """The texts of a batch as byte-pair tokens, padded behind their ends."""
+
+    token_BL: Tensor
+    end_B: Tensor  # the place of the end token
+
+
+class ClipLayer(nn.Module):
+    """A pre-norm transformer layer with biases; where it is causal, a position sees those before it."""
+
+    def __init__(self, width: int, heads: int, *, is_causal: bool, exact_gelu: bool) -> None:
+        super().__init__()
+        self.heads, self.is_causal, self.exact_gelu = heads, is_causal, exact_gelu
+        self.before_attention, self.before_feed = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.mix, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, INNER * width), nn.Linear(INNER * width, width)
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        """Return the positions' new features."""
+        x_BLD = x_BLD + self._attended(self.before_attention(x_BLD))
+        fed_BLD: Tensor = self.down(self._bent(self.up(self.before_feed(x_BLD))))
+        return x_BLD + fed_BLD
+
+    def _attended(self, x_BLD: Tensor) -> Tensor:
+        query, key, value = self.mix(x_BLD).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        mixed_BHLD = functional.scaled_dot_product_attention(query, key, value, is_causal=self.is_causal)
+        attended_BLD: Tensor = self.out(mixed_BHLD.transpose(1, 2).flatten(2))
+        return attended_BLD
+
+    def _bent(self, x_BLD: Tensor) -> Tensor:
+        if self.exact_gelu:
+            return functional.gelu(x_BLD)
+        return x_BLD * torch.sigmoid(SHARP * x_BLD)
+
+    def begin(self, layers: int) -> None:
+        """Begin as CLIP does: what is added to a position is smaller the more layers there are."""
+        width = self.out.in_features
+        added = width**-0.5 * (2 * layers) ** -0.5
+        spreads = ((self.mix, width**-0.5), (self.out, added), (self.up, (2 * width) ** -0.5), (self.down, added))
+        for linear, spread in spreads:
+            nn.init.normal_(linear.weight, std=spread)
+            nn.init.zeros_(linear.bias)
+
+
+def clip_layers(width: int, heads: int, layers: int, *, is_causal: bool, exact_gelu: bool) -> nn.ModuleList:
+    """Return the layers of a tower."""
+    made = [ClipLayer(width, heads, is_causal=is_causal, exact_gelu=exact_gelu) for _ in range(layers)]
+    for layer in made:
+        layer.begin(layers)
+    return nn.ModuleList(made)
+
+
+class ImageTower(nn.Module):
+    """A vision transformer, whose class token embeds an image as a vector of length 1."""
+
+    def __init__(
+        self, size: int, patch: int, width: int, layers: int, heads: int, out: int, *, exact_gelu: bool
+    ) -> None:
+        super().__init__()
+        spread = width**-0.5
+        self.patches = nn.Conv2d(3, width, patch, patch, bias=False)
+        self.whole_D = nn.Parameter(spread * torch.randn(width))
+        self.place_LD = nn.Parameter(spread * torch.randn(1 + (size // patch) ** 2, width))
+        self.before, self.norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.layers = clip_layers(width, heads, layers, is_causal=False, exact_gelu=exact_gelu)
+        self.out_DK = nn.Parameter(spread * torch.randn(width, out))
+
+    def forward(self, images: Images) -> Tensor:
+        """Return the vector of each image [B, K]."""
+        return functional.normalize(at_least_single(self.features(self.shown(images))), dim=-1)
+
+    def features(self, colour_BCHW: Tensor) -> Tensor:
+        """Return the features of prepared images [B, K], of any length."""
+        x_BLD = self.patches(colour_BCHW).flatten(2).transpose(1, 2)
+        x_BLD = torch.cat([self.whole_D.to(x_BLD.dtype).expand(len(x_BLD), 1, -1), x_BLD], 1)
+        x_BLD = self.before(x_BLD + self.place_LD)
+        for layer in self.layers:
+            x_BLD = layer(x_BLD)
+        return self.norm(x_BLD[:, 0]) @ self.out_DK  # type: ignore[no-any-return]
+
+    def shown(self, images: Images) -> Tensor:
+        """Return images as the tower sees them; cropped and mirrored as was drawn only while it trains."""
+        dtype = self.whole_D.dtype
+        colour_BCHW = coloured(images.pixel_BHWC).to(dtype)
+        if not self.training or images.crop_B4 is None or images.is_mirrored_B is None:
+            return colour_BCHW
+        return cropped(colour_BCHW, images.crop_B4.to(dtype), images.is_mirrored_B)
+
+
+def coloured(pixel_BHWC: Tensor) -> Tensor:
+    """Return bytes of pixels as centred and scaled colours [B, C, H, W]."""
+    mean_C, spread_C = (torch.tensor(values, device=pixel_BHWC.device) for values in (MEAN, SPREAD))
+    return ((pixel_BHWC.float() / 255 - mean_C) / spread_C).permute(0, 3, 1, 2)
+
+
+def cropped(colour_BCHW: Tensor, crop_B4: Tensor, is_mirrored_B: Tensor) -> Tensor:
+    """Return the drawn part of each image, enlarged to its size and perhaps mirrored."""
+    height_B, width_B, down_B, right_B = crop_B4.unbind(-1)
+    zero_B, sign_B = torch.zeros_like(height_B), 1 - 2 * is_mirrored_B.to(crop_B4.dtype)
+    rows = (sign_B * width_B, zero_B, right_B), (zero_B, height_B, down_B)
+    turn_B23 = torch.stack([torch.stack(row, -1) for row in rows], 1)
+    grid_BHW2 = functional.affine_grid(turn_B23, list(colour_BCHW.shape), align_corners=False)
+    return functional.grid_sample(colour_BCHW, grid_BHW2, padding_mode="border", align_corners=False)
+
+
+class TextTower(nn.Module):
+    """A causal transformer, whose end token embeds a text as a vector of length 1."""
+
+    def __init__(
+        self, vocabulary: int, most: int, width: int, layers: int, heads: int, out: int, *, exact_gelu: bool
+    ) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        nn.init.normal_(self.embed.weight, std=TOKEN_SPREAD)
+        self.place_LD = nn.Parameter(PLACE_SPREAD * torch.randn(most, width))
+        self.layers = clip_layers(width, heads, layers, is_causal=True, exact_gelu=exact_gelu)
+        self.norm = nn.LayerNorm(width)
+        self.out_DK = nn.Parameter(width**-0.5 * torch.randn(width, out))
+
+    def forward(self, texts: Texts) -> Tensor:
+        """Return the vector of each text [B, K]."""
+        return functional.normalize(at_least_single(self.features(texts)), dim=-1)
+
+    def features(self, texts: Texts) -> Tensor:
+        """Return the features of texts [B, K], of any length; what stands behind an end is not seen."""
+        x_BLD = self.embed(texts.token_BL) + self.place_LD[: texts.token_BL.shape[1]]
+        for layer in self.layers:
+            x_BLD = layer(x_BLD)
+        end_BD = x_BLD[torch.arange(len(x_BLD), device=x_BLD.device), texts.end_B]
+        return self.norm(end_BD) @ self.out_DK  # type: ignore[no-any-return]
+
+
+def heads_of(width: int) -> int:
+    """Return how many heads a tower of a width has: no checkpoint says it, and published ones have this many."""
+    return max(1, width // 64)
+
+
+def crop_drawn(least: float, rng: np.random.Generator) -> Tensor:
+    """Draw a crop [4]: its area is `least` or more of the image's, its shape at most 4:3 from the image's."""
+    area, shape, down, right = rng.random(4)
+    side, bend = math.sqrt(least + (1 - least) * area), (4 / 3) ** (shape - 0.5)
+    height, width = min(1.0, side * bend), min(1.0, side / bend)
+    drawn = (height, width, (2 * down - 1) * (1 - height), (2 * right - 1) * (1 - width))
+    return torch.tensor(drawn, dtype=torch.float32)

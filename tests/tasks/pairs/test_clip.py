@@ -1,0 +1,173 @@
+"""CLIP's towers with published weights against what openai's and Hugging Face's own code gave."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from pipeline.errors import WeightsUnusable
+from pipeline.tasks.contrastive_pair import ContrastivePair
+from pipeline.tasks.pairs.clip_names import CLIP, CLIP_TRANSFORMERS, FORMS, main, options_of
+from pipeline.tasks.pairs.clip_towers import Texts
+from pipeline.training.checkpoints.trained_weights import stored_weights
+from tests.tasks.pairs.original import (
+    FOLDER,
+    colours,
+    features,
+    logits,
+    model_with,
+    needs_original,
+    off,
+    stored,
+    task,
+    texts,
+    told,
+)
+
+pytestmark = [needs_original, pytest.mark.shared]
+CLOSE, LOSS = 1e-4, 1e-5
+HALF, APART = FOLDER / "checkpoint" / "openai_half.pt", FOLDER / "checkpoint" / "transformers" / "model.safetensors"
+
+
+def hugging():
+    return stored_weights(APART).tensors
+
+
+def loss_of(model):
+    """Return the task's own loss of the reference batch."""
+    image, text = features(model)
+    rows = {"left": torch.nn.functional.normalize(image, dim=-1), "right": torch.nn.functional.normalize(text, dim=-1)}
+    total, weight = task().contrast(model, rows)["pairs"]
+    return total / weight
+
+
+@torch.no_grad()
+def test_features_and_logits_are_openais():
+    model, outputs = model_with(stored("state")), stored("outputs")
+    image, text = features(model)
+    assert off(image, outputs["openai.image_features"]) < CLOSE
+    assert off(text, outputs["openai.text_features"]) < CLOSE
+    assert off(model.left.features(colours("image")), outputs["openai.image_features_of_files"]) < CLOSE
+    assert off(logits(model), outputs["openai.logits_per_image"]) < CLOSE
+    assert off(logits(model).T, outputs["openai.logits_per_text"]) < CLOSE
+
+
+@torch.no_grad()
+def test_embeddings_and_logits_are_hugging_faces():
+    model, outputs = model_with(hugging(), CLIP_TRANSFORMERS), stored("outputs")
+    for found, side in zip(features(model), ("image", "text"), strict=True):
+        assert off(torch.nn.functional.normalize(found, dim=-1), outputs[f"transformers.{side}_embeds"]) < CLOSE
+    assert off(logits(model), outputs["transformers.logits_per_image"]) < CLOSE
+
+
+@torch.no_grad()
+def test_half_precision_weights_are_read_as_single():
+    tensors = stored_weights(HALF).tensors
+    assert {one.dtype for one in tensors.values() if one.is_floating_point()} == {torch.float16, torch.float32}
+    model = model_with(tensors)
+    assert {one.dtype for one in model.parameters()} == {torch.float32}
+    assert off(logits(model), stored("outputs")["openai.half_weights.logits_per_image"]) < CLOSE
+
+
+def test_loss_and_gradients_are_the_originals():
+    model, outputs = model_with(stored("state")), stored("outputs")
+    loss = loss_of(model)
+    loss.backward()
+    assert float(loss.detach()) == pytest.approx(float(outputs["openai.loss"]), rel=LOSS)
+    own = FORMS[CLIP].write({name: one.grad for name, one in model.named_parameters()})
+    names = [name.removeprefix("openai.gradient.") for name in outputs if name.startswith("openai.gradient.")]
+    assert len(names) == 5
+    for name in names:
+        expected = outputs[f"openai.gradient.{name}"]
+        assert off(own[name], expected) < CLOSE * max(1.0, float(expected.abs().max()))
+    with torch.no_grad():
+        apart = model_with(hugging(), CLIP_TRANSFORMERS)
+        for name in ("transformers.loss", "transformers.loss_with_mask"):
+            assert float(loss_of(apart)) == pytest.approx(float(outputs[name]), rel=LOSS)
+
+
+@torch.no_grad()
+def test_what_stands_behind_an_end_changes_nothing_so_that_texts_need_no_padding():
+    model = model_with(stored("state"))
+    whole = texts()
+    short = whole.end_B.argsort()[:3]
+    whole = Texts(whole.token_BL[short], whole.end_B[short])
+    longest = int(whole.end_B.max()) + 1
+    assert longest < whole.token_BL.shape[1]
+    other = whole.token_BL.clone()
+    for row, end in enumerate(whole.end_B.tolist()):
+        other[row, end + 1 :] = 7
+    expected = model.right.features(whole)
+    assert off(model.right.features(Texts(whole.token_BL[:, :longest], whole.end_B)), expected) < CLOSE
+    assert off(model.right.features(Texts(other, whole.end_B)), expected) < CLOSE
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_published_weights_go_in_and_out_without_a_change(form):
+    tensors = stored("state") if form == CLIP else hugging()
+    model = model_with(tensors, form)
+    back = model.published_forms()[form].write(model.state_dict())
+    assert set(back) == set(tensors)
+    assert all(torch.equal(back[name], tensor) for name, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_half_precision_number_is_the_same_after_in_and_out(form):
+    tensors = stored_weights(HALF).tensors
+    model = model_with(tensors)
+    if form == CLIP_TRANSFORMERS:  # by way of the other form, too
+        model.load_state_dict(FORMS[form].read(FORMS[form].write(model.state_dict())))
+    back = FORMS[CLIP].write(model.state_dict())
+    assert all(torch.equal(back[name], tensor.float()) for name, tensor in tensors.items() if name in back)
+    assert set(tensors) - set(back) == {"input_resolution", "context_length", "vocab_size"}
+
+
+def test_each_form_knows_its_own_names_and_no_others():
+    forms = {CLIP: stored("state"), CLIP_TRANSFORMERS: hugging()}
+    for name, form in FORMS.items():
+        assert [other for other, tensors in forms.items() if form.knows(tensors)] == [name]
+        assert not form.knows(["visual.layer1.0.conv1.weight", "visual.attnpool.positional_embedding"])  # a ResNet
+
+
+def test_sizes_are_those_of_the_file_and_heads_follow_from_widths(capsys):
+    for tensors in (stored("state"), hugging()):
+        found = options_of(tensors)
+        assert found == {
+            "left": "images", "right": "text", "image_size": 32, "patch": 8, "image_width": 128, "image_layers": 2,
+            "vocabulary": 1000, "right_most": 77, "width": 64, "layers": 2, "heads": 1, "out": 48,
+        }  # fmt: skip
+    assert main([str(HALF)]) == 0
+    assert '"image_width": 128' in capsys.readouterr().out
+
+
+def test_weights_of_another_system_are_refused_with_what_is_read():
+    with pytest.raises(WeightsUnusable, match="neither openai's names") as caught:
+        options_of({"visual.layer1.0.conv1.weight": torch.zeros(1)})
+    assert "ViT" in caught.value.remedy
+
+
+def test_weights_of_another_size_do_not_go_in():
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        model_with(stored("state"), image_width=64)
+
+
+def test_the_published_model_has_as_many_parameters_of_the_same_shapes():
+    with torch.device("meta"):
+        model = ContrastivePair(left="images", right="text", right_most=77).model()
+    shapes = {name: list(one.shape) for name, one in FORMS[CLIP].write(model.state_dict()).items()}
+    facts = told("hparams")
+    assert shapes == facts["shapes_full_vit_b_32"]
+    assert sum(one.numel() for one in model.parameters()) == facts["parameters_full_vit_b_32"] == 151_277_313
+
+
+def test_a_fresh_model_begins_with_openais_temperature_and_exact_gelu_is_an_option():
+    assert math.isclose(float(task().model().log_scale.detach()), math.log(1 / 0.07), rel_tol=1e-6)
+    plain, exact = (model_with(stored("state"), exact_gelu=exact) for exact in (False, True))
+    with torch.no_grad():
+        assert 1e-4 < off(logits(exact), logits(plain)) < 1
+
+
+def test_other_towers_have_no_published_form():
+    assert ContrastivePair(width=8, heads=2, layers=1).model().published_forms() == {}
