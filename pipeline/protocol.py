@@ -118,7 +118,7 @@ class Publishes(Protocol):
         """Write such files into the folder of the predictions, and return them, a table (CSV) for people to see first.
 
         `outputs` are those of all rows; `items` are the data set's, and `reading` how their files are read
-        (a `ScanRecipe`).
+        (a `ScanRecipe`, or the reader that gave them).
         """
 
 
