@@ -20,6 +20,7 @@ from pipeline.records import Entry
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+    from pathlib import Path
 
     import numpy as np
     from numpy.typing import NDArray
@@ -72,13 +73,14 @@ class PeptideSpectra(Spectra):
                 entry = entry._replace(split=splits.get(self._paths[entry.place[0]].name, "train"))
             yield entry
 
-    def _from_text(self, headers: Mapping[str, str], peak_P2: NDArray[np.float64]) -> RawSpectrum:
-        return super()._from_text(library_headers(headers, self._keys["peptide"]), peak_P2)
+    def _divided(self, path: Path, body: bytes) -> tuple[dict[str, str], NDArray[np.float64]]:
+        headers, peak_P2 = super()._divided(path, body)
+        return library_headers(headers, self._keys["peptide"]), peak_P2
 
-    def _arrays(self, raw: RawSpectrum, *more: Any) -> Arrays:
+    def _arrays(self, raw: RawSpectrum, name: str = "") -> Arrays:
         if len(raw.peak_P2) < self.least_peaks:
             raise UnusableEntry(f"{len(raw.peak_P2)} peaks, least_peaks is {self.least_peaks}")
-        arrays = super()._arrays(raw, *more)
+        arrays = super()._arrays(raw, name)
         if RESIDUE in arrays:
             self._check_length(len(letters_only(arrays[RESIDUE])))
         elif not self.unknown:
@@ -90,13 +92,13 @@ class PeptideSpectra(Spectra):
             raise UnusableEntry(f"a peptide of {residues} residues; taken are {self.shortest} to {self.longest}")
 
 
-def library_headers(headers: Mapping[str, str], key: str = KEYS["peptide"][0]) -> Mapping[str, str]:
+def library_headers(headers: dict[str, str], key: str = KEYS["peptide"][0]) -> dict[str, str]:
     """Return the headers of a spectrum, with what the name and the comment of a library of peptides tell."""
     match = NAME.fullmatch(headers.get("NAME", ""))
     if match is None or key in headers:
         return headers
     comment = headers.get("COMMENT", "")
-    told = {key: _modified(match["letters"], comment), "CHARGE": match["charge"], "TITLE": headers["NAME"]}
+    told = {key: _modified(match["letters"], comment), "CHARGE": match["charge"]}
     if parent := PARENT.search(comment):
         told["PEPMASS"] = parent[1]
     return {**told, **headers}
