@@ -90,8 +90,8 @@ def validated(task: ContrastivePair, model: torch.nn.Module, entries: Sequence[E
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--items", type=int, default=2000)
-    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--items", type=int, default=1500)
+    parser.add_argument("--epochs", type=int, default=15)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)

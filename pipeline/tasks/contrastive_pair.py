@@ -225,7 +225,8 @@ class ContrastivePair:
         return most
 
     def collate(self, items: Sequence[ItemTensors], rng: np.random.Generator) -> PairBatch:  # noqa: ARG002 - items have their own
-        class_B = torch.stack([self._class(item) for item in items]) if self.names else None
+        is_told = bool(self.names) and any(CLASS in item.values for item in items)
+        class_B = torch.stack([self._class(item) for item in items]) if is_told else None
         return PairBatch(self._side(LEFT, items), self._side(RIGHT, items), class_B)
 
     def _side(self, side: str, items: Sequence[ItemTensors]) -> Side:
@@ -307,7 +308,13 @@ class ContrastivePair:
     def embed(self, model: nn.Module, batch: PairBatch) -> dict[str, Tensor]:
         """Return the vectors of both sides of each item, and what tells its class; no item sees another."""
         left_BD, right_BD, told_BC = model(batch)
-        told = {} if told_BC is None else {CLASSES: told_BC, CLASS: batch.class_B}
+        told = {} if told_BC is None else {CLASSES: told_BC}
+        if told and batch.class_B is not None:
+            told[CLASS] = batch.class_B
+        elif told and model.training:
+            problem = "the task learns classes, and no item has one"
+            remedy = "--set data.options.label=COLUMN, and the same data.options.classes"
+            raise ConfigError(problem, where=f"{WHERE}.class_weight", remedy=remedy)
         return {LEFT: left_BD, RIGHT: right_BD, **told}
 
     def contrast(self, model: nn.Module, embedded: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor | float]]:
@@ -320,7 +327,7 @@ class ContrastivePair:
             logits_BB = model.scale() * left_BD @ right_BD.T  # type: ignore[operator]  # it is Towers
             missed_B = (logits_BB.logsumexp(0) + logits_BB.logsumexp(1)) / 2 - logits_BB.diagonal()
         terms: dict[str, tuple[Tensor, Tensor | float]] = {PAIRS: (missed_B.sum(), float(len(left_BD)))}
-        if CLASSES in embedded:
+        if CLASS in embedded:
             told_BC, class_B = at_least_single(embedded[CLASSES]), embedded[CLASS]
             missed = functional.cross_entropy(told_BC, class_B, ignore_index=UNKNOWN, reduction="sum")
             terms[CLASSES] = (self.class_weight * missed, (class_B != UNKNOWN).sum().to(missed.dtype))

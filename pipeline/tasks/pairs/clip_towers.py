@@ -88,6 +88,9 @@ def clip_layers(width: int, heads: int, layers: int, *, is_causal: bool, exact_g
 class ImageTower(nn.Module):
     """A vision transformer, whose class token embeds an image as a vector of length 1."""
 
+    mean_C: Tensor
+    spread_C: Tensor
+
     def __init__(
         self, size: int, patch: int, width: int, layers: int, heads: int, out: int, *, exact_gelu: bool
     ) -> None:
@@ -99,6 +102,8 @@ class ImageTower(nn.Module):
         self.before, self.norm = nn.LayerNorm(width), nn.LayerNorm(width)
         self.layers = clip_layers(width, heads, layers, is_causal=False, exact_gelu=exact_gelu)
         self.out_DK = nn.Parameter(spread * torch.randn(width, out))
+        for name, values in (("mean_C", MEAN), ("spread_C", SPREAD)):  # no weights: they are in no checkpoint
+            self.register_buffer(name, torch.tensor(values), persistent=False)
 
     def forward(self, images: Images) -> Tensor:
         """Return the vector of each image [B, K]."""
@@ -116,15 +121,14 @@ class ImageTower(nn.Module):
     def shown(self, images: Images) -> Tensor:
         """Return images as the tower sees them; cropped and mirrored as was drawn only while it trains."""
         dtype = self.whole_D.dtype
-        colour_BCHW = coloured(images.pixel_BHWC).to(dtype)
+        colour_BCHW = coloured(images.pixel_BHWC, self.mean_C, self.spread_C).to(dtype)
         if not self.training or images.crop_B4 is None or images.is_mirrored_B is None:
             return colour_BCHW
         return cropped(colour_BCHW, images.crop_B4.to(dtype), images.is_mirrored_B)
 
 
-def coloured(pixel_BHWC: Tensor) -> Tensor:
+def coloured(pixel_BHWC: Tensor, mean_C: Tensor, spread_C: Tensor) -> Tensor:
     """Return bytes of pixels as centred and scaled colours [B, C, H, W]."""
-    mean_C, spread_C = (torch.tensor(values, device=pixel_BHWC.device) for values in (MEAN, SPREAD))
     return ((pixel_BHWC.float() / 255 - mean_C) / spread_C).permute(0, 3, 1, 2)
 
 

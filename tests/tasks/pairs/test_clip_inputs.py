@@ -10,7 +10,7 @@ import torch
 
 from pipeline.readers.byte_pairs import BytePairs, TooLong
 from pipeline.readers.captions import Captions
-from pipeline.tasks.pairs.clip_towers import Images, coloured
+from pipeline.tasks.pairs.clip_towers import Images
 from tests.tasks.pairs.original import FILES, MERGES, model_with, needs_original, off, stored, task, told
 from tests.tasks.reader_items import batch_of
 
@@ -55,7 +55,7 @@ def pixels():
 
 
 def test_images_are_prepared_as_the_original_prepares_them():
-    assert torch.equal(coloured(pixels()), stored("inputs")["image"])
+    assert torch.equal(model_with(stored("state")).left.shown(Images(pixels())), stored("inputs")["image"])
 
 
 @torch.no_grad()

@@ -137,6 +137,19 @@ def test_a_step_of_both_losses_has_the_same_gradients_however_it_is_cut(cuts):
     assert max(float((one - whole[name]).abs().max()) for name, one in found.items()) < 1e-10
 
 
+def test_classes_that_no_item_has_are_refused_in_training_and_told_where_the_model_is_applied():
+    values = [{name: array for name, array in one.items() if name != "class"} for one in items(2)]
+    model, batch = model_of(dtype=torch.float32), collated(values)
+    with pytest.raises(ConfigError, match="learns classes, and no item has one") as caught:
+        CLASSED.embed(model.train(), batch)
+    assert "data.options.label" in caught.value.remedy
+    with torch.no_grad():
+        outputs = CLASSED.outputs(model.eval(), batch)
+    assert {"class", "zero_shot"} <= set(outputs)
+    assert not {"class_place", "zero_shot_place"} & set(outputs)
+    assert set(CLASSED.contrast(model, CLASSED.embed(model, batch))) == {"pairs"}
+
+
 # ---- told classes ----
 
 
