@@ -1,6 +1,6 @@
 """Made pockets with ligands of their own, as many as wanted, for trials, tests and benchmarks, never for science.
 
-    python -m pipeline.tasks.rna.made_pockets FOLDER --complexes 60 --ligands 8 --width 32 --seed 0
+    python -m pipeline.tasks.rna.made_pockets FOLDER --complexes 60 --ligands 6 --width 32 --seed 0
 
     FOLDER/pockets/m000_L03_model0_rna.prmtop      and .inpcrd: a helix of RNA, with constants of about the right size
     FOLDER/ligand_embeddings.h5                    a target for each complex: m000_L03
@@ -63,7 +63,8 @@ MASS = {"C": 12.011, "N": 14.007, "O": 15.999, "P": 30.974}
 CHARGE = {"C": 0.15, "N": -0.5, "O": -0.6, "P": 1.2}  # about, in e
 STIFF, BEND, BARRIER = 400.0, 70.0, 1.5  # kcal/mol: of a bond, of an angle, of a dihedral
 DEPTH, RADIUS = 0.1, 3.4  # of the Lennard-Jones wells
-PREFERENCE = 0.75  # how often a base pair of a complex is what its ligand likes
+LIKED = ("AA", "GC", "AG", "AU", "GG", "AC")  # steps of a strand, which tell themselves by bases and by stacking
+PREFERENCE = 0.85  # how often a base pair of a complex is what its ligand likes
 
 
 class MadePocket(NamedTuple):
@@ -83,7 +84,9 @@ class MadePocket(NamedTuple):
 def made_pocket(rng: np.random.Generator, bases: str) -> MadePocket:
     """Return a helix of two strands, the first of these bases, its atoms shaken, turned at random."""
     names: list[str] = []
-    places, residue_A, residues = [], [], []
+    residues: list[str] = []
+    residue_A: list[int] = []
+    places: list[Floats] = []
     for base, own_names, pos_A3 in (part for strand in _strands(bases) for part in strand):
         names += own_names
         residue_A += [len(residues)] * len(own_names)
@@ -202,12 +205,12 @@ def coordinates(pocket: MadePocket) -> bytes:
 
 
 def write_pockets(
-    folder: Path, complexes: int, *, ligands: int = 8, width: int = 32, pairs: int = 4, models: int = 1, seed: int = 0
+    folder: Path, complexes: int, *, ligands: int = 6, width: int = 32, pairs: int = 4, models: int = 1, seed: int = 0
 ) -> None:
     """Write complexes with so many base pairs and models each, their targets, and a library of all ligands."""
     rng = np.random.default_rng(seed)
     vector_LD = rng.normal(size=(ligands, width)).astype(np.float32)
-    liked = ["".join(rng.choice(list(BASES), size=2)) for _ in range(ligands)]
+    liked = [LIKED[ligand % len(LIKED)] for ligand in range(ligands)]
     pockets = folder / "pockets"
     pockets.mkdir(parents=True, exist_ok=True)
     h5py = library(folder)
@@ -244,7 +247,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m pipeline.tasks.rna.made_pockets", description="Write made pockets.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--complexes", type=int, default=60, help="how many (60)")
-    parser.add_argument("--ligands", type=int, default=8, help="how many ligands they share (8)")
+    parser.add_argument("--ligands", type=int, default=6, help="how many ligands they share (6)")
     parser.add_argument("--width", type=int, default=32, help="numbers of a ligand's embedding (32)")
     parser.add_argument("--pairs", type=int, default=4, help="base pairs of a pocket (4)")
     parser.add_argument("--models", type=int, default=1, help="models of a complex (1)")

@@ -28,8 +28,8 @@ from pipeline.tasks.rna.turning_fields import (
     Fields,
     LengthActivation,
     WholeNorm,
+    field_harmonics,
     fields_of,
-    harmonics,
 )
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ def edge_shape(pos_N3: Tensor, atom_PE: Tensor) -> EdgeShape:
     """Return the directions of edges, from source to target, and their lengths."""
     way_E3 = pos_N3.index_select(0, atom_PE[1]) - pos_N3.index_select(0, atom_PE[0])
     length_E1 = way_E3.square().sum(-1, keepdim=True).clamp(min=CLOSEST**2).sqrt()
-    return EdgeShape(harmonics(way_E3), length_E1)
+    return EdgeShape(field_harmonics(way_E3), length_E1)
 
 
 class RadialBasis(nn.Module):

@@ -110,7 +110,7 @@ def _matrices() -> Tensor:
     return matrices_533
 
 
-def harmonics(way_E3: Tensor) -> Tensor:
+def field_harmonics(way_E3: Tensor) -> Tensor:
     """Return the spherical harmonics of degrees 0, 1 and 2 of directions [E, 9]; the square of each has the mean 1."""
     x_E, y_E, z_E = functional.normalize(way_E3, dim=-1).unbind(-1)
     first, second = math.sqrt(3), math.sqrt(15)
@@ -155,7 +155,7 @@ class FieldLinear(nn.Module):
         return torch.cat(mixed, -1)
 
 
-class ProductPath(NamedTuple):
+class FieldPath(NamedTuple):
     """One way through a product of fields with harmonics: degrees in, of the harmonics, and out; and its weights."""
 
     source: int
@@ -165,7 +165,7 @@ class ProductPath(NamedTuple):
     scale: float
 
 
-def product_paths(enter: Fields, leave: Fields) -> tuple[ProductPath, ...]:
+def field_paths(enter: Fields, leave: Fields) -> tuple[FieldPath, ...]:
     """Return every way from fields and harmonics to fields that keeps parity, in e3nn's order."""
     ways = [
         (source, harmonic, target)
@@ -177,7 +177,7 @@ def product_paths(enter: Fields, leave: Fields) -> tuple[ProductPath, ...]:
     ]  # fmt: skip
     fans = [sum(enter[source] for source, _, target in ways if target == out) for out in DEGREES]
     return tuple(
-        ProductPath(*way, enter[way[0]] * leave[way[2]], math.sqrt((2 * way[2] + 1) / fans[way[2]])) for way in ways
+        FieldPath(*way, enter[way[0]] * leave[way[2]], math.sqrt((2 * way[2] + 1) / fans[way[2]])) for way in ways
     )
 
 
@@ -187,7 +187,7 @@ class FieldProduct(nn.Module):
     def __init__(self, enter: Fields, leave: Fields) -> None:
         super().__init__()
         self.enter, self.leave = enter, leave
-        self.paths = product_paths(enter, leave)
+        self.paths = field_paths(enter, leave)
         self.weights = sum(path.weights for path in self.paths)
         for path in self.paths:
             symbol = coupling(*path[:3]) * path.scale
@@ -207,7 +207,7 @@ class FieldProduct(nn.Module):
         return torch.cat([total.flatten(1) for total in sums if total is not None], -1)
 
 
-def _symbol_name(path: ProductPath) -> str:
+def _symbol_name(path: FieldPath) -> str:
     return f"symbol_{path.source}{path.harmonic}{path.target}"
 
 
