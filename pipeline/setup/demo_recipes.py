@@ -77,6 +77,20 @@ def _made_file(folder: Path, name: str, count: int) -> None:
     made.spectra(folder / "data" / name, count)
 
 
+def _pockets(folder: Path) -> None:
+    from pipeline.tasks.rna.made_pockets import write_pockets
+
+    (folder / "data").mkdir()
+    write_pockets(folder / "data", 12, ligands=3, width=WIDTH, pairs=1)
+
+
+def _captions(folder: Path) -> None:
+    from pipeline.readers import made
+
+    (folder / "data").mkdir()
+    made.captions(folder / "data" / "captions.csv", 24)
+
+
 DEMOS = {
     "complex_docking": RecipeDemo(
         _complexes,
@@ -108,6 +122,22 @@ DEMOS = {
         },
         ("train.effective_batch=4", "train.curriculum=[{epochs: 1, largest: {residues: 12}}]"),
     ),
+    "rna_ligand": RecipeDemo(
+        _pockets,
+        {"hidden_irreps": "4x0e+2x1o", "layers": 2, "output_dim": WIDTH, "feature_width": 8},
+        (
+            "train.options.targets=FOLDER/data/ligand_embeddings.h5",
+            "train.options.library=FOLDER/data/ligand_library.h5",
+        ),
+    ),
+    "contrastive_pair": RecipeDemo(
+        _captions,
+        {
+            "width": 16, "layers": 2, "heads": 2, "out": 8, "vocabulary": 1000, "image_size": 16, "patch": 8,
+            "image_width": 16, "image_layers": 2, "image_heads": 2,
+        },
+        ("data.options.size=16", "train.effective_batch=8", "train.micro_batch=2"),
+    ),
 }  # fmt: skip
 
 
@@ -126,9 +156,14 @@ def write_recipe_demo(folder: Path, name: str) -> Path:
 
 
 def small_settings(config: Config, folder: Path) -> dict[str, dict[str, Any]]:
-    """Return the settings that are not the defaults, with paths as they are from the project's folder."""
+    """Return the settings that are not the defaults, with paths as they are from the project's folder.
+
+    Those among a task's options stay whole, as jobs read them wherever they run.
+    """
     usual = read_config(None, ["data.path=nowhere"]).config.model_dump(mode="json")
-    plain = json.loads(json.dumps(config.model_dump(mode="json")).replace(f"{folder.absolute()}/", ""))
+    whole = config.model_dump(mode="json")
+    plain = json.loads(json.dumps(whole).replace(f"{folder.absolute()}/", ""))
+    plain["train"]["options"] = whole["train"]["options"]
     return {section: values for section, values in _differing(plain, usual).items() if isinstance(values, dict)}
 
 
