@@ -1,6 +1,7 @@
 """Made-up spectra and pairs, as many as wanted, for trials, tests and benchmarks, never for science.
 
     python -m pipeline.readers.made spectra FILE.mgf --count 100000 --seed 0      or FILE.h5
+    python -m pipeline.readers.made molecules FILE.mgf --count 3000 --seed 0      three spectra of each
     python -m pipeline.readers.made pairs FILE.tsv --count 100000 --seed 0        or FILE.csv, FILE.h5
     python -m pipeline.readers.made captions FILE.csv --count 1000 --seed 0       or FILE.tsv, with images beside it
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 import argparse
 import csv
 import sys
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -55,6 +56,18 @@ class MadeSpectrum(NamedTuple):
     peak_P2: NDArray[np.float64]
 
 
+SUBSTRUCTURES = 12  # of which molecules are made, and as many isomers of them
+PARTS, OF_MOLECULE = 3, 3  # substructures of a molecule, and its spectra
+
+
+class MadeSubstructure(NamedTuple):
+    """A part of made molecules: its mass, its two fragments, and what it adds to a property."""
+
+    mass: float
+    fragment_2: NDArray[np.float64]
+    value: float
+
+
 class MadePair(NamedTuple):
     """A sequence (left) and a sentence about it (right)."""
 
@@ -76,6 +89,11 @@ def spectra(path: Path, count: int, seed: int = 0, peptide_length: tuple[int, in
     items = (spectrum(seed, number, peptide_length, peaks) for number in range(count))
     write_hdf5 = partial(_hdf5_spectra, count=count, longest=peptide_length[1], peaks=peaks)
     _write(path, items, {".mgf": _mgf, **dict.fromkeys(hdf5.SUFFIXES, write_hdf5)})
+
+
+def molecules(path: Path, count: int, seed: int = 0) -> None:
+    """Write spectra of small molecules, three of each, with InChI keys (of no real molecule) and a property."""
+    _write(path, (molecule(seed, number) for number in range(count)), {".mgf": _mgf_molecules})
 
 
 def pairs(path: Path, count: int, seed: int = 0) -> None:
@@ -105,6 +123,39 @@ def spectrum(seed: int, number: int, peptide_length: tuple[int, int] = (7, 30), 
         charge=charge,
         target=round(float(HYDROPATHY[residue_L].mean()), 4),
         peak_P2=_peaks(rng, residue_L, charge, mass, peaks),
+    )
+
+
+@cache
+def substructures() -> tuple[MadeSubstructure, ...]:
+    """Return the parts of made molecules, of any seed, each next to an isomer: of its mass, with fragments of its own."""
+    rng, found = np.random.default_rng(0), []
+    for mass in rng.uniform(60, 280, SUBSTRUCTURES):
+        found += [MadeSubstructure(mass, mass * rng.uniform(0.3, 1, 2), float(rng.normal())) for _ in range(2)]
+    return tuple(found)
+
+
+def molecule(seed: int, number: int) -> MadeSpectrum:
+    """Return one spectrum of a molecule; `peptide` is its InChI key, `target` the sum of what its parts add."""
+    of_molecule = np.random.default_rng((seed, number // OF_MOLECULE, 1))
+    parts = substructures()
+    places = sorted(2 * of_molecule.choice(SUBSTRUCTURES, PARTS, replace=False) + of_molecule.integers(0, 2, PARTS))
+    own = [parts[place] for place in places]
+    rng = np.random.default_rng((seed, number, 2))
+    fragment_P = np.concatenate([part.fragment_2 for part in own])
+    fragment_P = fragment_P[rng.random(len(fragment_P)) < SEEN]
+    noise = int(rng.integers(3, 12))
+    mz_P = np.concatenate([fragment_P * rng.normal(1, OFF, len(fragment_P)), rng.uniform(50, 300, noise)])
+    high_P = np.concatenate([1000 * rng.lognormal(0, 0.5, len(fragment_P)), 30 * rng.lognormal(0, 0.8, noise)])
+    order = np.argsort(mz_P, kind="stable")
+    return MadeSpectrum(
+        id=f"made-{number:07d}",
+        split=SPLITS[number // OF_MOLECULE % len(SPLITS)],
+        peptide=f"{''.join(chr(65 + place) for place in places):A<14}-UHFFFAOYSA-N",
+        precursor_mz=round(sum(part.mass for part in own) + peptides.PROTON, 5),
+        charge=1,
+        target=round(sum(part.value for part in own), 4),
+        peak_P2=np.stack([np.round(mz_P[order], 4), np.ceil(high_P[order])], axis=1),
     )
 
 
@@ -149,13 +200,17 @@ def _write(path: Path, made: Iterator[Any], writers: dict[str, Callable[[Path, I
     writers[suffix](path, made)
 
 
-def _mgf(path: Path, made: Iterable[MadeSpectrum]) -> None:
+def _mgf_molecules(path: Path, made: Iterable[MadeSpectrum]) -> None:
+    _mgf(path, made, "INCHIKEY")
+
+
+def _mgf(path: Path, made: Iterable[MadeSpectrum], of: str = "SEQ") -> None:
     with path.open("w", encoding="ascii", newline="\n") as file:
         for spectrum in made:
             peaks = "%.4f %d\n" * len(spectrum.peak_P2) % tuple(spectrum.peak_P2.ravel().tolist())
             file.write(
                 f"BEGIN IONS\nTITLE={spectrum.id}\nPEPMASS={spectrum.precursor_mz:.5f}\nCHARGE={spectrum.charge}+\n"
-                f"SEQ={spectrum.peptide}\nSPLIT={spectrum.split}\nTARGET={spectrum.target:.4f}\n{peaks}END IONS\n\n"
+                f"{of}={spectrum.peptide}\nSPLIT={spectrum.split}\nTARGET={spectrum.target:.4f}\n{peaks}END IONS\n\n"
             )
 
 
@@ -203,7 +258,12 @@ def _hdf5_pairs(path: Path, made: Iterator[MadePair]) -> None:
                 column[-len(piece) :] = values
 
 
-WRITERS: dict[str, Callable[[Path, int, int], None]] = {"spectra": spectra, "pairs": pairs, "captions": captions}
+WRITERS: dict[str, Callable[[Path, int, int], None]] = {
+    "spectra": spectra,
+    "molecules": molecules,
+    "pairs": pairs,
+    "captions": captions,
+}
 
 
 def main(words: Sequence[str] | None = None) -> int:
