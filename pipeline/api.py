@@ -1,8 +1,9 @@
 """What your own code may import. Everything else in this package may change from version to version.
 
 Tasks and readers: the protocols that yours can be checked against, what a reader yields, and `breaches`, which
-tries a task out. Loops of your own: `open_loader` with its `SamplerSettings`, `Governed` for plain PyTorch and
-`GovernorCallback` for Lightning. Nothing here imports torch before it is asked for.
+tries a task out. `NameTable`: the names under which your model's weights were published. Loops of your own:
+`open_loader` with its `SamplerSettings`, `Governed` for plain PyTorch, `GovernorCallback` for Lightning. Nothing here
+imports torch before it is asked for.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from pipeline.records import Entry, Reason, Rejection
     from pipeline.runs.dataset.loading import open_loader
     from pipeline.runs.model.task_contract import breaches
+    from pipeline.training.checkpoints.published_names import NameTable
     from pipeline.training.items.batch import padded_field as padded
     from pipeline.training.sampling.epoch_order import SamplerSettings
 
@@ -28,6 +30,7 @@ __all__ = [
     "Entry",
     "Governed",
     "GovernorCallback",
+    "NameTable",
     "Reader",
     "Reason",
     "Rejection",
@@ -43,6 +46,7 @@ PLACES = {
     "Entry": "pipeline.records.Entry",
     "Governed": "pipeline.memory.runtime.governed.Governed",
     "GovernorCallback": "pipeline.memory.runtime.lightning_callback.GovernorCallback",
+    "NameTable": "pipeline.training.checkpoints.published_names.NameTable",
     "Reader": "pipeline.protocol.Reader",
     "Reason": "pipeline.records.Reason",
     "Rejection": "pipeline.records.Rejection",

@@ -118,7 +118,7 @@ class Publishes(Protocol):
         """Write such files into the folder of the predictions, and return them, a table (CSV) for people to see first.
 
         `outputs` are those of all rows; `items` are the data set's, and `reading` how their files are read
-        (a `ScanRecipe`).
+        (a `ScanRecipe`, or the reader that gave them).
         """
 
 
@@ -152,7 +152,7 @@ class PublishedForm(Protocol):
 
 
 @runtime_checkable
-class Published(Protocol):
+class HasPublishedForms(Protocol):
     """A model of a system whose weights are published: they come in, and go out, under its names."""
 
     def published_forms(self) -> Mapping[str, PublishedForm]:

@@ -31,14 +31,14 @@ THINKERS = 6  # that predict beside each other at most
 PREDICT_S, MEASURE_S = 480.0, 120.0
 RECIPES: dict[str, dict[str, int]] = {  # a typical item of each
     "complex_docking": {"nodes": 425, "pairs": 45000},
-    "rna_ligand": {"nodes": 600, "edges": 24000},
+    "rna_ligand": {"atoms": 600, "bonds": 1300, "angles": 900, "dihedrals": 1300, "near": 9000},
     "spectra_finetune": {"peaks": 100},
     "denovo_recursive": {"peaks": 100, "residues": 30},
     "contrastive_pair": {"left": 256, "right": 256},
 }
 SMALL_ITEMS: dict[str, dict[str, int]] = {
     "complex_docking": {"nodes": 90, "pairs": 2000},
-    "rna_ligand": {"nodes": 60, "edges": 600},
+    "rna_ligand": {"atoms": 60, "bonds": 130, "angles": 90, "dihedrals": 130, "near": 600},
     "spectra_finetune": {"peaks": 20},
     "denovo_recursive": {"peaks": 20, "residues": 12},
     "contrastive_pair": {"left": 32, "right": 32},

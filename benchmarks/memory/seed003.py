@@ -46,25 +46,27 @@ WORDS = {  # of the guide's budget
     "spectrum's loss": "800 MB",
     "allocator's blocks": "1 GB",
 }
-WITHOUT: dict[str, Any] = {"spectrum_weight": 0.0}
-EVERY: dict[str, Any] = {"render_reach": 0.0}
+GUIDE: dict[str, Any] = {"spectrum_loss": "drawn", "precursor_loss": "absolute"}
+WITHOUT: dict[str, Any] = {**GUIDE, "spectrum_weight": 0.0}
+EVERY: dict[str, Any] = {**GUIDE, "render_reach": 0.0}
 TABLE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "bf16": ({}, {"precision": "bf16"}),
+    "bf16": (GUIDE, {"precision": "bf16"}),
     "bf16, no spectrum loss": (WITHOUT, {"precision": "bf16"}),
     "bf16, drawn at every bin": (EVERY, {"precision": "bf16"}),
-    "fp32": ({}, {}),
+    "fp32": (GUIDE, {}),
     "fp32, no spectrum loss": (WITHOUT, {}),
     "fp32, drawn at every bin": (EVERY, {}),
 }
 VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "bf16, checkpointing": ({}, {"precision": "bf16", "checkpointing": True}),
+    "bf16, checkpointing": (GUIDE, {"precision": "bf16", "checkpointing": True}),
     "bf16, checkpointing, drawn at every bin": (EVERY, {"precision": "bf16", "checkpointing": True}),
     "bf16, every bin, bin_size 0.2, max_mz 1500": (
         {**EVERY, "bin_size": 0.2, "max_mz": 1500.0},
         {"precision": "bf16"},
     ),
     "bf16, every bin, 1000 at a time": ({**EVERY, "render_chunk": 1000}, {"precision": "bf16"}),
-    "bf16, gradients through all answers": ({"detach": False}, {"precision": "bf16"}),
+    "bf16, no gradients through answers": ({**GUIDE, "detach": True}, {"precision": "bf16"}),
+    "bf16, coverage": ({}, {"precision": "bf16"}),
 }
 SMALLEST = (2, 4, 8)  # items that are measured here
 
@@ -149,7 +151,7 @@ def _measured(name: str) -> dict[str, Any]:
     from pipeline.tasks.denovo_recursive import DenovoRecursive
     from tests.memory.tracing.traced import tracer, true_peak
 
-    changes: dict[str, Any] = EVERY if name == "every bin" else {}
+    changes: dict[str, Any] = EVERY if name == "every bin" else GUIDE
     settings: dict[str, Any] = {"ema": 0.999, "clip": 1.0}
     task, choice = DenovoRecursive(**changes), MemoryChoice(checkpointing=name == "checkpointing")
     traced = tracer(task, least=LEAST, **settings)

@@ -28,6 +28,7 @@ from pipeline.records import Role
 from pipeline.runs.model.training_work import Work, least_of, sizes_of, target_of
 from pipeline.stages.read_entries import EntriesTaken, take_entries
 from pipeline.structures.synthetic import complex_pdb
+from pipeline.tasks.rna.made_pockets import BASES, coordinates, made_pocket, topology
 from pipeline.training.items.item_source import ReaderItems
 from pipeline.training.items.item_table import ItemTable
 from pipeline.training.sampling.sampler import Sampler
@@ -37,8 +38,7 @@ from tests.graphs.complexes import examined, side
 from tests.limited.device import HostCarrier, LimitedDevice, forget_failed_backward
 from tests.tasks import items as graph_items
 from tests.tasks import reader_items
-from tests.tasks.rna_items import by_row
-from tests.tasks.rna_pockets import pocket_pdb
+from tests.tasks.rna.made import by_key
 
 if TYPE_CHECKING:
     from pipeline.config.schema import Config
@@ -114,7 +114,7 @@ class Bench:
     @classmethod
     def of(cls, name: str, sets: Sequence[str], what: Any) -> Bench:
         """Read a recipe, with some settings laid over it, and make items: see `made_items`."""
-        config = read_config(RECIPES / f"{name}.yaml", [*sets, *_targets(name, sets, what)]).config
+        config = read_config(RECIPES / f"{name}.yaml", [*sets, *_targets(name, sets)]).config
         work = replace(Work.of(config), device="cpu")
         return cls(name, config, work, made_items(name, config, what))
 
@@ -208,8 +208,7 @@ def made_items(name: str, config: Config, what: Any) -> Data:
         pdbs = [complex_pdb(seed, *sides) for seed, sides in enumerate(what)]
         return Graphs([_graph(pdb, config, ("A", "B")) for pdb in pdbs], dim)
     if name == "rna_ligand":
-        pdbs = [pocket_pdb(seed, nucleotides, 24) for seed, nucleotides in enumerate(what)]
-        return Graphs([_graph(pdb, config, ("AB", "L")) for pdb in pdbs], None)
+        return Entries(*entered(config, made_pockets(what)))
     kind = "captions" if name == "contrastive_pair" else "spectra"
     return Entries(*entered(config, made_file(kind, what)))
 
@@ -219,6 +218,18 @@ def _graph(pdb: bytes, config: Config, chains: tuple[str, str]) -> ItemGraph:
     inventory, found = examined(pdb, *parts)
     assert found is not None, inventory
     return build_graph(found, graph_recipe(config))
+
+
+def made_pockets(nucleotides: Sequence[int]) -> Path:
+    """Write made pockets of about so many nucleotides each, all of one ligand."""
+    folder = FOLDER / f"pockets-{'-'.join(map(str, nucleotides))}"
+    folder.mkdir(exist_ok=True)
+    for seed, count in enumerate(nucleotides):
+        rng = np.random.default_rng(seed)
+        pocket, stem = made_pocket(rng, "".join(rng.choice(list(BASES), size=count // 2))), f"p{seed:03d}_LIG_model0"
+        (folder / f"{stem}_rna.prmtop").write_bytes(topology(pocket))
+        (folder / f"{stem}_rna.inpcrd").write_bytes(coordinates(pocket))
+    return folder
 
 
 def made_file(kind: str, count: int) -> Path:
@@ -241,12 +252,12 @@ def entered(config: Config, path: Path) -> tuple[ReaderItems, ItemTable]:
     return ReaderItems(reader, table), table
 
 
-def _targets(name: str, sets: Sequence[str], what: Any) -> list[str]:
-    """Return where the targets of pockets are, drawn at random."""
+def _targets(name: str, sets: Sequence[str]) -> list[str]:
+    """Return where the target of the pockets is, drawn at random."""
     if name != "rna_ligand":
         return []
     dim = read_config(RECIPES / f"{name}.yaml", sets).config.train.options["output_dim"]
-    rng, path = np.random.default_rng(0), FOLDER / f"targets-{dim}-{len(what)}.h5"
+    path = FOLDER / f"targets-{dim}.h5"
     if not path.exists():
-        by_row(path, {f"item{number}": rng.normal(size=dim).astype(np.float32) for number in range(len(what))})
+        by_key(path, {"LIG": np.random.default_rng(0).normal(size=dim).astype(np.float32)})
     return [f"train.options.targets={path}"]

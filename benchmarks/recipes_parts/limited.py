@@ -55,10 +55,10 @@ CASES = {
     ],
     "rna_ligand": [
         Case(
-            "2 of 4 layers",
+            "2 of 6 layers",
             UNNAMED,
             24,
-            scaled(hidden_irreps="8x0e+4x1o+2x2e", output_dim=384, radial_width=16, head_width=64, layers=2),
+            scaled(hidden_irreps="8x0e+4x1o+2x2e", output_dim=384, feature_width=16, layers=2),
             POCKETS,
         )
     ],

@@ -407,10 +407,15 @@ def demo_command(
     folder: Annotated[
         Path, typer.Argument(metavar="[DIR]", help="Where to make it; must not exist or be empty.")
     ] = Path("demo"),
+    recipe: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Of a recipe at toy size, as `pipeline init --recipe` has them.")
+    ] = None,
 ) -> None:
     """Make a small project, and run every stage on it here."""
     from pipeline.setup.demo_project import make_project, what_to_look_at
 
-    config_file = make_project(folder)
+    config_file = make_project(folder, recipe)
     submit_command("all", "local", follow=True, config=config_file)
-    typer.echo(what_to_look_at(folder))
+    if recipe is not None:
+        submit_command("predict", "local", follow=True, config=config_file)
+    typer.echo(what_to_look_at(folder, recipe))

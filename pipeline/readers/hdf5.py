@@ -62,6 +62,10 @@ class Hdf5Table:
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
+    def names(self) -> tuple[str, ...]:
+        """Return the names in the file."""
+        return tuple(self._names.values())
+
     def add(self, meaning: str, *names: str, needed: str) -> None:
         """Add the first of these datasets that exists; if `needed` (a remedy) is given, raise where none does."""
         for name in names:

@@ -17,7 +17,7 @@ from pipeline.readers.entry import UnusableEntry, cannot_read, parse_number
 from pipeline.units import printable_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -49,23 +49,23 @@ class MgfBlock(NamedTuple):
 class Sought:
     """The headers that options name, to check that each occurs in some spectrum of the file."""
 
-    def __init__(self, headers: Mapping[str, str]) -> None:
-        self._missing = dict(headers)
+    def __init__(self, headers: Sequence[tuple[str, str]]) -> None:
+        self._missing = list(headers)  # options and headers
         self._there: dict[str, None] = {}
 
     def take(self, headers: Mapping[str, str]) -> None:
         """Note the headers of a spectrum."""
         if self._missing:
-            self._missing = {option: key for option, key in self._missing.items() if key not in headers}
+            self._missing = [(option, key) for option, key in self._missing if key not in headers]
             self._there.update(dict.fromkeys(islice(headers, max(MOST_NAMES - len(self._there), 0))))
 
-    def take_unreadable(self, body: bytes) -> None:
+    def take_unreadable(self, body: bytes, value_of: Callable[[bytes, str], str]) -> None:
         """Note the headers of a spectrum that cannot be read."""
-        self.take({key: value for key in self._missing.values() if (value := header_value(body, key))})
+        self.take({key: value for _, key in self._missing if (value := value_of(body, key))})
 
     def check(self, path: Path) -> None:
         """Raise, after all spectra were read, if a header occurred in none."""
-        for option, key in self._missing.items():
+        for option, key in self._missing:
             there = ", ".join(map(printable_text, self._there)) or "none"
             remedy = f"data.options.{option} names one of these, or is left out"
             raise DataError(f"no spectrum has the header {key!r}; there are: {there}", where=str(path), remedy=remedy)

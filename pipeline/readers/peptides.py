@@ -1,11 +1,12 @@
-"""Amino acids as codes and masses, and the fragments that a peptide breaks into.
+"""Residues as codes and masses, modified ones among them, and the fragments that a peptide breaks into.
 
-Masses are monoisotopic, in Da. Suffixes: L residues of a peptide, F = L - 1 places where it may break.
+A code is a place in `RESIDUES`: the 20 letters come first, then modified residues, then what may stand before the first
+residue. Masses are monoisotopic, in Da. Suffixes: L residues of a peptide, F = L - 1 places where it may break.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -28,27 +29,44 @@ MASSES: NDArray[np.float64] = np.array(
 _CODES = {letter: code for code, letter in enumerate(LETTERS)}
 
 
-def masses(*, carbamidomethyl: bool = False, oxidised: bool = False) -> NDArray[np.float64]:
-    """Return the mass of each letter, with C or M modified where asked."""
-    changed: NDArray[np.float64] = MASSES.copy()
-    changed[_CODES["C"]] += CARBAMIDOMETHYL * carbamidomethyl
-    changed[_CODES["M"]] += OXYGEN * oxidised
-    return changed
+class Modification(NamedTuple):
+    """A change of a residue, or of the N-terminus."""
+
+    name: str
+    unimod: int  # its number; 0: none
+    delta: float
+    letters: str  # that it is of; none: the N-terminus
 
 
-def residue_codes(letters: str) -> NDArray[np.int8]:
-    """Return the codes of a peptide's letters; raise for a letter that is not one of the 20."""
-    if not letters:
-        raise ValueError("a peptide needs at least one letter")
-    try:
-        return np.array([_CODES[letter] for letter in letters], np.int8)
-    except KeyError as unknown:
-        raise ValueError(f"{unknown.args[0]!r} is no amino acid of {LETTERS}") from None
+MODIFICATIONS = (
+    Modification("Oxidation", 35, OXYGEN, "M"),
+    Modification("Carbamidomethyl", 4, CARBAMIDOMETHYL, "C"),
+    Modification("Deamidated", 7, 0.984015595, "NQ"),
+    Modification("Acetyl", 1, 42.010564684, ""),
+    Modification("Carbamyl", 5, 43.005813655, ""),
+    Modification("Ammonia-loss", 385, -17.026549101, ""),
+    Modification("+25.979265", 0, 43.005813655 - 17.026549101, ""),  # carbamyl, and ammonia lost
+)
+_CHANGED = tuple((letter, change) for change in MODIFICATIONS for letter in change.letters or ("",))
+RESIDUES = (
+    *LETTERS,
+    *(f"{letter}[{change.name}]" if letter else f"[{change.name}]-" for letter, change in _CHANGED),
+)  # as ProForma has them
+LETTER_OF: NDArray[np.int8] = np.array([*range(20), *(_CODES.get(letter, -1) for letter, _ in _CHANGED)], np.int8)
+DELTAS: NDArray[np.float64] = np.array([*(0.0 for _ in LETTERS), *(change.delta for _, change in _CHANGED)])
+RESIDUE_MASSES: NDArray[np.float64] = DELTAS + np.where(LETTER_OF < 0, 0.0, MASSES[LETTER_OF])
+TERMINAL = np.flatnonzero(LETTER_OF < 0)  # codes of what stands before the first residue
 
 
 def peptide_text(residue_L: NDArray[np.integer]) -> str:
-    """Return codes as letters."""
-    return "".join(LETTERS[code] for code in residue_L)
+    """Return codes as ProForma: `[Acetyl]-M[Oxidation]PEPTIDE`."""
+    return "".join(RESIDUES[code] for code in residue_L)
+
+
+def letters_only(residue_L: NDArray[np.integer]) -> NDArray[np.int8]:
+    """Return codes without modifications: the letters that are left."""
+    letter_L = LETTER_OF[np.asarray(residue_L, np.int64)]
+    return letter_L[letter_L >= 0]
 
 
 def mz(mass_F: NDArray[np.float64], charge: int) -> NDArray[np.float64]:
@@ -57,16 +75,20 @@ def mz(mass_F: NDArray[np.float64], charge: int) -> NDArray[np.float64]:
     return seen_F
 
 
-def mass(residue_L: NDArray[np.integer], each: NDArray[np.float64] = MASSES) -> float:
+def mass(residue_L: NDArray[np.integer], each: NDArray[np.float64] = RESIDUE_MASSES) -> float:
     """Return the neutral mass of a whole peptide."""
     return float(each[residue_L].sum() + WATER)
 
 
-def b_ions(residue_L: NDArray[np.integer], charge: int = 1, each: NDArray[np.float64] = MASSES) -> NDArray[np.float64]:
+def b_ions(
+    residue_L: NDArray[np.integer], charge: int = 1, each: NDArray[np.float64] = RESIDUE_MASSES
+) -> NDArray[np.float64]:
     """Return m/z of the b ions b1 … bF [F]."""
     return mz(np.cumsum(each[residue_L])[:-1], charge)
 
 
-def y_ions(residue_L: NDArray[np.integer], charge: int = 1, each: NDArray[np.float64] = MASSES) -> NDArray[np.float64]:
+def y_ions(
+    residue_L: NDArray[np.integer], charge: int = 1, each: NDArray[np.float64] = RESIDUE_MASSES
+) -> NDArray[np.float64]:
     """Return m/z of the y ions y1 … yF [F], shortest first."""
     return mz(np.cumsum(each[residue_L][::-1])[:-1] + WATER, charge)

@@ -1,12 +1,13 @@
-"""`Spectra`: mass spectra from MGF and HDF5 files, cleaned the same way, as peaks, precursor and labels.
+"""`Spectra`: mass spectra from MGF, MSP, mzML and HDF5 files, cleaned the same way, as peaks, precursor and labels.
 
 HDF5 is the layout of DreaMS: `spectrum` [N, 2, P] of m/z and intensity, padded with zeros, `precursor_mz` [N], and
-where they are there `charge`, `id` or `name`, `fold`, `sequence` and columns for `target`. Shapes: P peaks (2: m/z and
-intensity), K targets, L residues.
+where they are there `charge`, `RT`, `id` or `name`, `fold`, `sequence` and columns for `target`.
+Shapes: P peaks (2: m/z and intensity), K targets, L residues.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from pipeline.errors import ConfigError, DataError
-from pipeline.readers import hdf5, mgf, peptides
+from pipeline.readers import hdf5, mgf, msp, mzml, peptide_text
 from pipeline.readers.entry import (
     SCAN_AGAIN,
     Bytes,
@@ -31,24 +32,42 @@ from pipeline.readers.entry import (
     entry_rejection,
     parse_number,
 )
+from pipeline.readers.label_table import LabelTable, label_number
+from pipeline.readers.spectrum_headers import molecule_number, precursor_text, retention_s, shared_headers
+from pipeline.readers.spectrum_quality import FORMATS
 from pipeline.records import Entry, Reason, Rejection
 from pipeline.units import printable_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
     Arrays = Mapping[str, NDArray[Any]]
 
-SUFFIXES = (".mgf", *hdf5.SUFFIXES)
 KEYS = {  # what an option means where it is left out: an MGF header, and HDF5 columns
     "id": ("TITLE", ("id", "name")),
     "split": ("SPLIT", ("fold", "split")),
     "peptide": ("SEQ", ("sequence",)),
+    "molecule": ("", ()),
 }
 SMALLEST, LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
-PRECURSORS = ("PEPMASS", "PRECURSOR_MZ")
+
+
+class TextForm(NamedTuple):
+    """How a text file of spectra is read: in blocks, each by itself."""
+
+    blocks: Callable[[Path], Iterator[Any]]
+    value_of: Callable[[bytes, str], str]  # of a header in a spectrum that cannot be read
+    none: str  # what is said of a file without spectra
+
+
+FORMS = {
+    ".mgf": TextForm(mgf.blocks, mgf.header_value, "no line is BEGIN IONS: no spectra"),
+    ".msp": TextForm(msp.blocks, msp.header_value, "no headers and peaks: no spectra"),
+    ".mzml": TextForm(mzml.blocks, mzml.header_value, "no <spectrum> of MS level 2: no spectra"),
+}
+SUFFIXES = (*FORMS, *hdf5.SUFFIXES)
 
 
 class RawSpectrum(NamedTuple):
@@ -59,30 +78,41 @@ class RawSpectrum(NamedTuple):
     charge: int
     target: tuple[float, ...]
     peptide: str
+    retention_s: float = math.nan
+    molecule: str = ""
 
 
 @dataclass(frozen=True)
 class Spectra:
-    """The spectra of a file, or of all MGF and HDF5 files of a folder, by name.
+    """The spectra of a file, or of all MGF, MSP, mzML (MS level 2 and above) and HDF5 files of a folder, by name.
 
     Arrays: `peaks.mz` and `peaks.intensity` (relative to the largest) float32 [P] in order of m/z, `precursor_mz`
-    float32 and `charge` int64 (0: unknown) without axes, `target` float32 [K] where asked for, `peptide.residue` int8
-    [L] where the spectrum has a peptide. A place is the number of the file and, of an MGF file, the offset and length
-    of the spectrum; of an HDF5 file, the row.
+    float32 and `charge` int64 (0: unknown) without axes, `target` float32 [K] where asked for (NaN: unknown),
+    `peptide.residue` int8 [L] where the spectrum has a peptide, `retention_s` float32 and `molecule` int64 (0: unknown)
+    where asked for. A place is the number of the file and, of a text file, the offset and length of the spectrum; of an
+    HDF5 file, the row; and its id where targets are found by it.
     """
 
     path: Path
     max_peaks: int = 100  # the most intense are kept; of equal ones, those of lower m/z
     most_peaks: int = 5000  # a spectrum of more is refused: it was not centroided
     least_intensity: float = 0.0  # relative to the largest; a peak of intensity 0 is never kept
-    target: tuple[str, ...] = ()  # MGF headers or HDF5 columns that are numbers
+    target: tuple[str, ...] = ()  # headers or columns that are numbers; nothing, NA and NaN are not known
+    labels: str = ""  # a CSV or TSV with a column `id` that has the targets, beside the data or by its whole path
+    quality: str = ""  # A: what DreaMS' data, format A, would leave out is refused
+    retention: bool = False  # whether the time of retention is read
+    molecule: str = ""  # header or column of InChI keys, by which spectra of one molecule are known
     id: str = ""  # header or column; TITLE, `id` or `name`; where it is empty, the file's name and a number
     split: str = ""  # header or column; SPLIT, `fold` or `split`
     peptide: str = ""  # header or column; SEQ, `sequence`
     _paths: tuple[Path, ...] = field(init=False, repr=False, compare=False)
-    _keys: dict[str, str] = field(init=False, repr=False, compare=False)  # MGF headers of options
+    _keys: dict[str, str] = field(init=False, repr=False, compare=False)  # headers of options
+    _table: LabelTable | None = field(init=False, repr=False, compare=False)
     _bytes: Opened[Bytes] = field(init=False, repr=False, compare=False, default_factory=lambda: Opened(Bytes))
     _tables: Opened[hdf5.Hdf5Table] = field(init=False, repr=False, compare=False)
+    _groups: Opened[mzml.Groups] = field(
+        init=False, repr=False, compare=False, default_factory=lambda: Opened(mzml.groups)
+    )
 
     def __post_init__(self) -> None:
         self._check_options()
@@ -92,25 +122,34 @@ class Spectra:
         for name, value in (("target", target), ("path", path), ("_paths", _files(path)), ("_keys", keys)):
             object.__setattr__(self, name, value)
         object.__setattr__(self, "_tables", Opened(partial(_table, columns=self._columns())))
+        beside = path if path.is_dir() else path.parent
+        object.__setattr__(self, "_table", LabelTable(beside / self.labels, target) if self.labels else None)
 
     def files(self) -> tuple[Path, ...]:
-        """Return the files in reading order."""
-        return self._paths
+        """Return the files in reading order, and last the table of labels."""
+        beside = self.path if self.path.is_dir() else self.path.parent
+        return (*self._paths, *([beside / self.labels] if self.labels else ()))
 
     def entries(self) -> Iterator[Entry | Rejection]:
         """Yield every spectrum as an entry, or its rejection."""
         for file, path in enumerate(self._paths):
-            yield from self._of_mgf(file, path) if path.suffix.lower() == ".mgf" else self._of_hdf5(file, path)
+            yield from self._of_text(file, path) if path.suffix.lower() in FORMS else self._of_hdf5(file, path)
+
+    def headers(self) -> Iterator[tuple[str, Mapping[str, str]]]:
+        """Yield the id of each readable spectrum, and what its file says of it by names that all files share."""
+        for path in self._paths:
+            yield from self._text_headers(path) if path.suffix.lower() in FORMS else self._hdf5_headers(path)
 
     def read(self, place: Sequence[int]) -> Arrays:
         """Return the arrays of the spectrum at a place."""
-        file, start, *length = place
+        file, start, *rest = place
+        name = str(rest.pop()) if self._table is not None else ""
         try:
             path = self._paths[file]
-            if length:
-                body = self._bytes(path).at(start, length[0])
-                return self._arrays(self._from_mgf(*mgf.divide(body)))
-            return self._arrays(self._from_hdf5(self._tables(path).rows(start, start + 1)[0]))
+            if rest:
+                body = self._bytes(path).at(start, rest[0])
+                return self._arrays(self._from_text(*self._divided(path, body)), name)
+            return self._arrays(self._from_hdf5(self._tables(path).rows(start, start + 1)[0]), name)
         except (UnusableEntry, IndexError) as error:
             raise DataError(
                 f"no spectrum at {list(place)}: {error}", where=str(self.path), remedy=SCAN_AGAIN
@@ -123,10 +162,15 @@ class Spectra:
             "spectrum": (("spectrum",), "write m/z and intensity as 'spectrum' [N, 2, P], padded with zeros"),
             "precursor_mz": (("precursor_mz",), "write the precursors' m/z as 'precursor_mz' [N]"),
             "charge": (("charge",), ""),
+            "RT": (("RT",), ""),
             **{option: (names, "") for option, (_, names) in KEYS.items()},
             **{option: ((name,), named.format(option)) for option, name in self._given().items()},
-            **{f"target {name}": ((name,), named.format("target")) for name in self.target},
+            **{f"target {name}": ((name,), named.format("target")) for name in self._own_targets()},
         }
+
+    def _own_targets(self) -> tuple[str, ...]:
+        """Return the targets that are read from the files of spectra themselves."""
+        return () if self.labels else self.target
 
     def _given(self) -> dict[str, str]:
         return {option: name for option in KEYS if (name := getattr(self, option))}
@@ -139,57 +183,101 @@ class Spectra:
         check_option("least_intensity", least, "a number from 0 and less than 1", fits=fits)
         fits = isinstance(target, (list, tuple)) and all(type(name) is str and name for name in target)
         check_option("target", self.target, "a list of names", fits=fits)
-        check_names({option: getattr(self, option) for option in KEYS})
+        check_names({option: getattr(self, option) for option in (*KEYS, "labels")})
+        check_option(
+            "quality", self.quality, f"one of {', '.join(filter(None, FORMATS))}", fits=self.quality in FORMATS
+        )
+        check_option("retention", self.retention, "true or false", fits=type(self.retention) is bool)
+        fits = bool(target) or not self.labels
+        check_option("target", target, "a list of the columns of data.options.labels", fits=fits)
 
-    def _of_mgf(self, file: int, path: Path) -> Iterator[Entry | Rejection]:
-        count, sought = 0, mgf.Sought({option: self._keys[option] for option in self._given()})
-        for block in mgf.blocks(path):
+    def _of_text(self, file: int, path: Path) -> Iterator[Entry | Rejection]:
+        form, count = FORMS[path.suffix.lower()], 0
+        wanted = [(option, self._keys[option]) for option in self._given()]
+        sought = mgf.Sought([*wanted, *(("target", name.upper()) for name in self._own_targets())])
+        for block in form.blocks(path):
             if block.end >= 0:
                 yield self._of_block(file, path, block, count, sought)
                 count += 1
-            if stray := mgf.stray(block):
+            if isinstance(block, mgf.MgfBlock) and (stray := mgf.stray(block)):
                 line = block.line + stray.line
                 yield Rejection(f"{path.name}-line-{line}", Reason.BAD_ENTRY, stray.detail, f"{path.name}:{line}")
         if not count:
-            yield Rejection(path.name, Reason.BAD_ENTRY, "no line is BEGIN IONS: no spectra", path.name)
+            yield Rejection(path.name, Reason.BAD_ENTRY, form.none, path.name)
         else:
             sought.check(path)
 
-    def _of_block(
-        self, file: int, path: Path, block: mgf.MgfBlock, count: int, sought: mgf.Sought
-    ) -> Entry | Rejection:
+    def _of_block(self, file: int, path: Path, block: Any, count: int, sought: mgf.Sought) -> Entry | Rejection:
         name, split, body = "", "", block.text[: block.end]
         try:
-            headers, peak_P2 = mgf.divide(block.spectrum())
+            headers, peak_P2 = self._divided(path, block.spectrum())
             sought.take(headers)
-            name, split = headers.get(self._keys["id"], ""), headers.get(self._keys["split"], "")
-            arrays = self._arrays(self._from_mgf(headers, peak_P2))
+            name, split = self._name(headers, path), headers.get(self._keys["split"], "")
+            key = entry_id(name, path, count)
+            arrays = self._arrays(self._from_text(headers, peak_P2), key)
         except UnusableEntry as error:
-            sought.take_unreadable(body)
-            name = name or mgf.header_value(body, self._keys["id"])
-            split = split or mgf.header_value(body, self._keys["split"])
+            value_of = FORMS[path.suffix.lower()].value_of
+            sought.take_unreadable(body, value_of)
+            there = {key: value_of(body, key) for key in (self._keys["id"], self._keys["split"], "SCANS")}
+            name, split = name or self._name(there, path), split or there[self._keys["split"]]
             return entry_rejection(entry_id(name, path, count), error, split, path, block.line)
-        place = [file, block.offset, len(body)]
-        return Entry(entry_id(name, path, count), place, arrays, split, f"{path.name}:{block.line}")
+        place = [file, block.offset, len(body), *([key] if self._table is not None else [])]
+        return Entry(key, place, arrays, split, f"{path.name}:{block.line}")
+
+    def _name(self, headers: Mapping[str, str], path: Path) -> str:
+        """Return what a spectrum is called: by the option `id`, or of MGF its title, of mzML its scan."""
+        suffix = path.suffix.lower()
+        if self.id or suffix == ".mgf":
+            return headers.get(self._keys["id"], "")
+        scan = headers.get("SCANS", "") if suffix == ".mzml" else ""  # a name of MSP is a molecule's, of many spectra
+        return f"{path.name}-scan-{scan}" if scan else ""
+
+    def _divided(self, path: Path, body: bytes) -> tuple[dict[str, str], NDArray[np.float64]]:
+        """Return headers and peaks of a spectrum's text."""
+        if path.suffix.lower() == ".mzml":
+            return mzml.divide(body, self._groups(path))
+        return msp.divide(body) if path.suffix.lower() == ".msp" else mgf.divide(body)
+
+    def _text_headers(self, path: Path) -> Iterator[tuple[str, Mapping[str, str]]]:
+        blocks = (block for block in FORMS[path.suffix.lower()].blocks(path) if block.end >= 0)
+        for count, block in enumerate(blocks):
+            try:
+                headers, _ = self._divided(path, block.spectrum())
+                name = entry_id(self._name(headers, path), path, count)
+                yield name, shared_headers(headers, path.name, mgf.charge(headers.get("CHARGE", "")))
+            except UnusableEntry:
+                continue  # it was rejected, and nothing is told of it
+
+    def _hdf5_headers(self, path: Path) -> Iterator[tuple[str, Mapping[str, str]]]:
+        with hdf5.Hdf5Table(path) as table:
+            for name in table.names():
+                table.add(name, name, needed="")
+            table.columns = {name: column for name, column in table.columns.items() if column.ndim == 1}
+            ids = [name for name in ((self.id,) if self.id else KEYS["id"][1]) if name in table.columns]
+            for at, row in table.all_rows():
+                told = {name: hdf5.cell_text(row, name) for name in row}
+                yield entry_id(told[ids[0]] if ids else "", path, at), told
 
     def _of_hdf5(self, file: int, path: Path) -> Iterator[Entry | Rejection]:
         with _table(path, self._columns()) as table:
             for at, row in table.all_rows():
                 name, split = entry_id(hdf5.cell_text(row, "id"), path, at), hdf5.cell_text(row, "split").strip()
                 try:
-                    arrays = self._arrays(self._from_hdf5(row))
-                    yield Entry(name, [file, at], arrays, split, f"{path.name}:{at}")
+                    arrays = self._arrays(self._from_hdf5(row), name)
+                    place = [file, at, *([name] if self._table is not None else [])]
+                    yield Entry(name, place, arrays, split, f"{path.name}:{at}")
                 except UnusableEntry as error:
                     yield entry_rejection(name, error, split, path, at)
 
-    def _from_mgf(self, headers: Mapping[str, str], peak_P2: NDArray[np.float64]) -> RawSpectrum:
-        precursor = next((headers[key] for key in PRECURSORS if key in headers), "")
+    def _from_text(self, headers: Mapping[str, str], peak_P2: NDArray[np.float64]) -> RawSpectrum:
         return RawSpectrum(
             peak_P2,
-            precursor_mz=_number((precursor.split() or [""])[0], "the precursor's m/z"),
+            precursor_mz=_number(precursor_text(headers), "the precursor's m/z"),
             charge=mgf.charge(headers.get("CHARGE", "")),
-            target=tuple(_number(headers.get(name.upper(), ""), name) for name in self.target),
+            target=tuple(label_number(headers.get(name.upper(), ""), name) for name in self._own_targets()),
             peptide=headers.get(self._keys["peptide"], ""),
+            retention_s=retention_s(headers) if self.retention else math.nan,
+            molecule=headers.get(self._keys["molecule"], "") if self.molecule else "",
         )
 
     def _from_hdf5(self, row: Mapping[str, Any]) -> RawSpectrum:
@@ -201,32 +289,34 @@ class Spectra:
             peak_2P[:, (peak_2P != 0).any(axis=0)].T,
             precursor_mz=_number(row["precursor_mz"], "the precursor's m/z"),
             charge=int(charge),
-            target=tuple(_number(row[f"target {name}"], name) for name in self.target),
+            target=tuple(label_number(_cell(row, f"target {name}"), name) for name in self._own_targets()),
             peptide=hdf5.cell_text(row, "peptide"),
+            retention_s=_number(row.get("RT", math.nan), "RT") if self.retention else math.nan,
+            molecule=hdf5.cell_text(row, "molecule"),
         )
 
-    def _arrays(self, raw: RawSpectrum) -> Arrays:
-        """Return the arrays of an entry, the same from every kind of file."""
+    def _arrays(self, raw: RawSpectrum, name: str = "") -> Arrays:
+        """Return the arrays of an entry, the same from every kind of file; by its name labels of a table are found."""
         mz_P, intensity_P = self._peaks(*raw.peak_P2.T)
         if not SMALLEST <= raw.precursor_mz <= LARGEST:
             raise UnusableEntry(f"the precursor's m/z is {raw.precursor_mz:g}")
+        if (limits := FORMATS[self.quality]) is not None:
+            limits.check(raw.peak_P2, raw.precursor_mz, raw.charge)
         return {
             "peaks.mz": mz_P,
             "peaks.intensity": intensity_P,
             "precursor_mz": np.array(raw.precursor_mz, np.float32),
             "charge": np.array(raw.charge, np.int64),
-            **self._labels(raw.target, raw.peptide),
+            **self._labels(raw.target if self._table is None else self._table.of(name), raw.peptide),
+            **({"retention_s": np.array(raw.retention_s, np.float32)} if self.retention else {}),
+            **({"molecule": molecule_number(raw.molecule)} if self.molecule else {}),
         }
 
     def _labels(self, target: Sequence[float], peptide: str) -> Arrays:
-        labels: dict[str, NDArray[Any]] = {}
-        for name, value in zip(self.target, target, strict=True):
-            if not abs(value) <= LARGEST:
-                raise UnusableEntry(f"{name} is {value:g}")
-            labels["target"] = np.array(target, np.float32)
+        labels: dict[str, NDArray[Any]] = {"target": np.array(target, np.float32)} if self.target else {}
         if peptide:
             try:
-                labels["peptide.residue"] = peptides.residue_codes(peptide)
+                labels["peptide.residue"] = peptide_text.residue_codes(peptide)
             except ValueError as error:
                 raise UnusableEntry(f"peptide {printable_text(peptide)}: {error}") from error
         return labels
@@ -289,6 +379,12 @@ def _number(value: Any, name: str) -> float:
         raise UnusableEntry(
             f"{name} is no number: {printable_text(str(text))!r}" if str(text) else f"{name} is missing"
         ) from None
+
+
+def _cell(row: Mapping[str, Any], meaning: str) -> str:
+    """Return a cell that is a number, or its text."""
+    value = row[meaning]
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
 
 
 def _check(value_P: NDArray[Any], least: float, name: str) -> None:

@@ -8,6 +8,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from pipeline.errors import ConfigError
+from pipeline.setup.demo_recipes import what_was_made, write_recipe_demo
 from pipeline.structures.synthetic import write_demo
 
 if TYPE_CHECKING:
@@ -45,14 +46,16 @@ cluster:
 """
 
 
-def make_project(folder: Path) -> Path:
-    """Write the project and return its configuration file; raise for a folder that is not empty."""
+def make_project(folder: Path, recipe: str | None = None) -> Path:
+    """Write the project, or a recipe's, and return its configuration file; raise for a folder that is not empty."""
     from pipeline.encoder.checkpoints.synth import write_random_checkpoint  # it imports torch
 
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             what = "the demo wants a new or an empty folder"
             raise ConfigError(what, where=str(folder), remedy="pipeline demo DIR")
+        if recipe is not None:
+            return write_recipe_demo(folder, recipe)
         write_demo(folder / "data", COMPLEXES)
         write_random_checkpoint(folder / "weights" / "esm2_demo.pt", layers=3, dim=32, heads=4)
         config = folder / "pipeline.yaml"
@@ -62,8 +65,10 @@ def make_project(folder: Path) -> Path:
     return config
 
 
-def what_to_look_at(folder: Path) -> str:
+def what_to_look_at(folder: Path, recipe: str | None = None) -> str:
     """Return the commands to try next."""
+    if recipe is not None:
+        return what_was_made(folder, recipe)
     activate = "" if "VIRTUAL_ENV" in os.environ or sys.prefix == sys.base_prefix else ACTIVATE.format(sys.prefix)
     return f"""
 Look around:{activate}

@@ -1,141 +1,268 @@
-"""The sequence of a peptide from its spectrum, by a small model that goes over its own answer again and again.
+"""The sequence of a peptide from its spectrum, by a small model that goes over its own answer again and again: pepTRM.
 
     train: {task: "pipeline.tasks.denovo_recursive:DenovoRecursive", batching: padded, ema: 0.999}
 
-It reads what a spectra reader gives: `peaks.mz`, `peaks.intensity`, `precursor_mz`, `charge` and `peptide.residue`.
-Items are padded to the one with most peaks and the longest peptide of their batch; nothing that is padded has any
-weight. Three terms: the letters of every supervision step; the spectrum that the last answer would have, drawn and
-compared with the one observed; and its mass. Each is left out where its weight is 0. The reported terms have their
-weights in them.
+It reads what a reader of spectra gives: `peaks.mz`, `peaks.intensity`, `precursor_mz`, `charge` and `peptide.residue`.
+Three terms: the letters of every answer; the spectrum that the last answer would have, beside the one observed; and its
+mass. Each is left out where its weight is 0. The reported terms have their weights in them. `as_published` is the
+original with its oddities, which its weights need: 24 letters, no modifications, nothing that tells where a peptide
+ends. A model that is trained here knows modified residues, and says an end.
 
-Shapes: B items, P peaks, R residues of the longest peptide, L places (R and the end), F fragments, T supervision steps,
-V letters and the end.
+Shapes: B items, P peaks, L places, V letters, T answers.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.nn import functional
 
 from pipeline.errors import ConfigError
 from pipeline.protocol import ITEMS
-from pipeline.readers import peptides
-from pipeline.tasks.denovo_model import (
-    END,
-    MOST_CHARGE,
-    DenovoBatch,
-    DenovoNetwork,
-    DenovoSizes,
-    DrawnPeaks,
-    Grid,
-    similarity,
+from pipeline.readers.peptides import RESIDUES
+from pipeline.tasks.peptides.drawn_spectra import Grid
+from pipeline.tasks.peptides.found_peptides import (
+    ALL,
+    ANSWERS,
+    CHARGE,
+    CONFIDENCE,
+    LABEL,
+    LETTERS,
+    MZ,
+    PeptideChoice,
 )
-from pipeline.tasks.task_parts import WHERE, above_zero, at_least, at_least_single, most_intense, padded_rows
+from pipeline.tasks.peptides.noisy_spectra import SpectrumNoise
+from pipeline.tasks.peptides.peptide_losses import (
+    ANSWER_WEIGHTS,
+    DRAWN,
+    PRECURSOR_LOSSES,
+    PUBLISHED_CONSTANTS,
+    SPECTRUM_LOSSES,
+    Constants,
+    answer_weights,
+    coverage_loss,
+    drawn_loss,
+    expected_peptide,
+    fragments,
+    letters_loss,
+    mass_loss,
+    published_peptide,
+)
+from pipeline.tasks.peptides.peptide_scores import field_metrics, judged, letter_metrics, letter_row
+from pipeline.tasks.peptides.published_peptides import publish_peptides
+from pipeline.tasks.peptides.recursive_network import NetworkSizes, RecursiveNetwork, SpectrumInput
+from pipeline.tasks.peptides.vocabulary import EOS, MODIFIED, PAD, SOS, SPECIAL, UNK, Vocabulary
+from pipeline.tasks.task_parts import (
+    WHERE,
+    above_zero,
+    at_least,
+    at_least_single,
+    dropout_of,
+    most_intense,
+    padded_rows,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
 
-    from numpy.typing import NDArray
     from torch import Tensor, nn
 
     from pipeline.protocol import Sizes
+    from pipeline.records import Item
     from pipeline.training.items.batch import ItemTensors
 
 TERMS = (PEPTIDE, SPECTRUM, PRECURSOR) = ("peptide", "spectrum", "precursor")
 RESIDUE = "peptide.residue"
-NOTHING = -1  # the code of no residue: behind the end of a peptide
-SAME_MASS, SAME_PREFIX = 0.1, 0.5  # Da: of a residue, and of all before it, to count as found
+PLAIN_C, CHANGED_C = RESIDUES.index("C"), RESIDUES.index("C[Carbamidomethyl]")
 POSITIVE = (
-    "width", "heads", "encoder_layers", "decoder_layers", "latent_steps", "supervision_steps", "max_peaks", "longest",
-)  # fmt: skip
+    *("width", "heads", "encoder_layers", "decoder_layers", "latent_steps", "supervision_steps", "max_peaks"),
+    *("longest", "fragment_charges"),
+)
+SHARES = ("dropout", "smoothing", "peak_dropout")  # from 0 to below 1
+CHOICES = {"answer_weights": ANSWER_WEIGHTS, "spectrum_loss": SPECTRUM_LOSSES, "precursor_loss": PRECURSOR_LOSSES}
+NARROWEST = 34  # the waves of masses need two numbers beside the 32 of intensities
+
+
+class DenovoBatch(NamedTuple):
+    """Some items' spectra and peptides, padded."""
+
+    spectra: SpectrumInput
+    mass_B: Tensor  # of the whole peptide; 0 where the precursor is not known
+    letter_BL: Tensor  # an end behind the last one, where letters have ends; then nothing
+    residues_B: Tensor  # how many letters, without the end; 0 where there is no peptide
+    has_terminal_B: Tensor  # whether the first is a change of the N-terminus
+    known: tuple[float, float, float]  # letters (ends among them), spectra to compare, masses to compare
 
 
 @dataclass(frozen=True)
-class DenovoRecursive(DenovoSizes):
+class DenovoRecursive(NetworkSizes):
     """Peptides from spectra, by a recursive model with deep supervision."""
 
+    as_published: bool = False  # as pepTRM behaves, its mistakes included: what its weights need
+    modifications: tuple[str, ...] = MODIFIED  # that it can say, of a model that is trained here
+    carbamidomethyl: bool = False  # whether every C of the data is modified so, which the data do not say
     max_peaks: int = 100  # the highest of a spectrum are read
-    carbamidomethyl: bool = False  # whether every C is modified so
-    spectrum_weight: float = 1.0  # of the drawn spectrum's loss; 0: it is not drawn
-    precursor_weight: float = 0.1  # of the mass's loss; 0: there is none
+    answer_weights: str = "linear"  # of the letters of each answer; or uniform, exponential
+    smoothing: float = 0.1  # of letters
+    spectrum_loss: str = "coverage"  # of peaks by ions; or drawn, the cosine of spectra drawn on a grid
+    spectrum_weight: float = 0.25  # 0: there is none
+    precursor_loss: str = "smooth"  # in residues; or absolute
+    precursor_weight: float = 0.08  # 0: there is none
+    fragment_charges: int = 2  # b and y ions of charges up to this
     bin_size: float = 0.1  # of the grid that spectra are drawn on, in m/z
     max_mz: float = 2000.0  # where the grid ends
     sigma: float = 0.05  # of a drawn peak, in m/z
     render_reach: float = 8.0  # sigmas at which a drawn peak ends; 0: each is drawn at every bin
     render_chunk: int = 0  # with render_reach 0: bins at a time, drawn again in backward; 0: all at once
+    noise_peaks: int = (
+        0  # noise that is added to spectra wherever they are read, if train.evaluate.options says no other
+    )
+    peak_dropout: float = 0.0
+    mass_error_ppm: float = 0.0
+    intensity_variation: float = 0.0
+    clean_share: float = 0.0  # of spectra without noise
+    tolerance_ppm: float = 0.0  # peptides of the precursor's mass are searched; 0: the likeliest letters are taken
+    mass_weight: float = 0.5  # of agreement in mass where one of both is chosen
 
     def __post_init__(self) -> None:
-        at_least(self, {option.name: 0 for option in fields(self)} | dict.fromkeys(POSITIVE, 1))
+        object.__setattr__(self, "modifications", tuple(self.modifications))
+        numbers = {option.name: 0 for option in fields(self) if type(getattr(self, option.name)) in (int, float)}
+        at_least(self, numbers | dict.fromkeys(POSITIVE, 1) | {"width": NARROWEST})
         above_zero(self, ("bin_size", "max_mz", "sigma"))
+        dropout_of(self)
+        self._check_choices()
         if self.render_chunk and self.render_reach:
             reach = self.render_reach
             problem = f"render_chunk is {self.render_chunk}: it does nothing where peaks end at {reach} sigmas"
             raise ConfigError(problem, where=f"{WHERE}.render_chunk", remedy=f"--set {WHERE}.render_reach=0")
         if self.width % self.heads:
             problem = f"a width of {self.width} cannot be divided among {self.heads} heads"
-            remedy = f"--set {WHERE}.width={self.heads * max(1, self.width // self.heads)}"
+            remedy = f"--set {WHERE}.width={self.heads * -(-NARROWEST // self.heads)}"
             raise ConfigError(problem, where=f"{WHERE}.width", remedy=remedy)
 
+    def _check_choices(self) -> None:
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                problem = f"{name} is {getattr(self, name)!r}, none of {', '.join(choices)}"
+                raise ConfigError(problem, where=f"{WHERE}.{name}", remedy=f"--set {WHERE}.{name}={choices[0]}")
+        for name in ("smoothing", "peak_dropout", "clean_share", "mass_weight"):
+            if getattr(self, name) > 1:
+                problem = f"{name} is {getattr(self, name)}: it must be from 0 to 1"
+                raise ConfigError(problem, where=f"{WHERE}.{name}")
+        if unknown := [name for name in self.modifications if name not in MODIFIED]:
+            problem = f"{unknown[0]!r} is no modification that is known; known: {', '.join(MODIFIED)}"
+            raise ConfigError(problem, where=f"{WHERE}.modifications", remedy="name some of these")
+        if self.carbamidomethyl and (self.as_published or RESIDUES[CHANGED_C] not in self.modifications):
+            problem = f"carbamidomethyl is set, and {RESIDUES[CHANGED_C]} is no letter of the model"
+            raise ConfigError(problem, where=f"{WHERE}.carbamidomethyl", remedy=f"--set {WHERE}.carbamidomethyl=false")
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        return Vocabulary(self.modifications, self.as_published)
+
+    @property
+    def constants(self) -> Constants:
+        return PUBLISHED_CONSTANTS if self.as_published else Constants()
+
+    @property
+    def choice(self) -> PeptideChoice:
+        return PeptideChoice(self.vocabulary, self.constants, self.tolerance_ppm, self.mass_weight)
+
+    @property
+    def noise(self) -> SpectrumNoise:
+        return SpectrumNoise(
+            self.noise_peaks, self.peak_dropout, self.mass_error_ppm, self.intensity_variation, self.clean_share
+        )
+
+    @property
+    def grid(self) -> Grid:
+        """The bins that spectra are drawn on; as published the last one lies at the end."""
+        count = max(2, round(self.max_mz / self.bin_size))
+        bin_size = self.max_mz / (count - 1) if self.as_published else self.bin_size
+        return Grid(bin_size, bin_size * count, self.sigma, self.render_reach, self.render_chunk)
+
     def model(self) -> nn.Module:
-        return DenovoNetwork(self)
+        return RecursiveNetwork(self, len(self.vocabulary.names), as_published=self.as_published)
 
     def cost(self, item: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the sizes of an item; every answer has all its places, so that peaks alone take memory."""
         peaks = np.minimum(item["peaks"], self.max_peaks)
         return {"peaks": peaks, "residues": item.get("peptide", 0 * peaks)}  # without peptides: spectra to predict
 
-    def collate(self, items: Sequence[ItemTensors], rng: np.random.Generator) -> DenovoBatch:  # noqa: ARG002 - the protocol has it
-        spectra = [self._highest(item) for item in items]
-        codes = [self._codes(item) for item in items]
-        peaks_B, residues_B = [len(mz_P) for mz_P, _ in spectra], list(map(len, codes))
-        masses = [_precursor(item) for item in items]
-        residue_BL = torch.full((len(items), max(residues_B) + 1), NOTHING)
-        for row_L, code_R in zip(residue_BL, codes, strict=True):
-            row_L[: len(code_R)] = code_R
-            row_L[len(code_R)] = END if len(code_R) else NOTHING
-        return DenovoBatch(
-            mz_BP=padded_rows([mz_P for mz_P, _ in spectra])[0],
-            intensity_BP=padded_rows([intensity_P for _, intensity_P in spectra])[0],
+    def collate(self, items: Sequence[ItemTensors], rng: np.random.Generator) -> DenovoBatch:  # noqa: ARG002 - items have their own
+        peaks = [self._peaks(item) for item in items]
+        letters = [self._letters(item) for item in items]
+        precursors = [self._precursor(item) for item in items]
+        peaks_B, residues_B = [len(mz_P) for mz_P, _ in peaks], list(map(len, letters))
+        letter_BL = torch.full((len(items), self.longest), PAD)
+        for row_L, letter_R in zip(letter_BL, letters, strict=True):
+            row_L[: len(letter_R)] = torch.from_numpy(letter_R)
+            if len(letter_R) and not self.as_published:
+                row_L[len(letter_R) : len(letter_R) + 1] = EOS  # none where there is no place left
+        mass_B = [charge * (mz - self.constants.proton) if mz and charge else 0.0 for mz, charge in precursors]
+        spectra = SpectrumInput(
+            mz_BP=padded_rows([mz_P for mz_P, _ in peaks])[0],
+            intensity_BP=padded_rows([intensity_P for _, intensity_P in peaks])[0],
             is_peak_BP=torch.arange(max(peaks_B)) < torch.tensor(peaks_B).unsqueeze(1),
-            mass_B=torch.tensor([mass for mass, _ in masses]),
-            charge_B=torch.tensor([charge for _, charge in masses]),
-            residue_BL=residue_BL,
+            precursor_mz_B=torch.tensor([mz for mz, _ in precursors]),
+            charge_B=torch.tensor([charge for _, charge in precursors]),
+        )
+        compared = [count > 1 and peaks > 0 for count, peaks in zip(residues_B, peaks_B, strict=True)]
+        weighed = [count > 0 and mass > 0 for count, mass in zip(residues_B, mass_B, strict=True)]
+        return DenovoBatch(
+            spectra=spectra,
+            mass_B=torch.tensor(mass_B),
+            letter_BL=letter_BL,
             residues_B=torch.tensor(residues_B),
-            known=(
-                float(sum(count + 1 for count in residues_B if count)),
-                float(sum(count > 1 and peaks > 0 for count, peaks in zip(residues_B, peaks_B, strict=True))),
-                float(sum(count > 0 and mass > 0 for count, (mass, _) in zip(residues_B, masses, strict=True))),
-            ),
+            has_terminal_B=torch.from_numpy(self.vocabulary.is_terminal_V)[letter_BL[:, 0]],
+            known=(float((letter_BL != PAD).sum()), float(sum(compared)), float(sum(weighed))),
         )
 
-    def _highest(self, item: ItemTensors) -> tuple[Tensor, Tensor]:
+    def _peaks(self, item: ItemTensors) -> tuple[Tensor, Tensor]:
         """Return the most intense peaks of a spectrum in their order, scaled so that the highest has intensity 1."""
-        mz_P, intensity_P = most_intense(item, self.max_peaks)
+        mz_P, intensity_P = self.noise.added(*most_intense(item, self.max_peaks), item.rng)
+        if len(mz_P) > self.max_peaks:
+            kept = intensity_P.argsort(descending=True, stable=True)[: self.max_peaks].sort().values
+            mz_P, intensity_P = mz_P[kept], intensity_P[kept]
         return mz_P, intensity_P / intensity_P.max() if len(mz_P) else intensity_P
 
-    def _codes(self, item: ItemTensors) -> Tensor:
-        """Return the residue codes of an item's peptide; none if it is unknown."""
-        residue_R = item.values.get(RESIDUE, torch.zeros(0)).long()
-        if len(residue_R) > self.longest:
-            problem = f"the peptide of {item.id} has {len(residue_R)} residues, and longest is {self.longest}"
-            raise ConfigError(problem, where=f"{WHERE}.longest", remedy=f"--set {WHERE}.longest={len(residue_R)}")
-        return residue_R
+    def _letters(self, item: ItemTensors) -> Any:
+        """Return the letters of an item's peptide; none if it is unknown."""
+        code_R = item.values.get(RESIDUE, torch.zeros(0)).long().numpy()
+        if self.carbamidomethyl:
+            code_R = np.where(code_R == PLAIN_C, CHANGED_C, code_R)
+        try:
+            letter_R = self.vocabulary.letters(code_R)
+        except ValueError as error:
+            problem = f"the peptide of {item.id} has {error}, which is none of the model's letters"
+            remedy = "add it to train.options.modifications"
+            raise ConfigError(problem, where=f"{WHERE}.modifications", remedy=remedy) from None
+        if len(letter_R) > self.longest:
+            problem = f"the peptide of {item.id} has {len(letter_R)} residues, and longest is {self.longest}"
+            raise ConfigError(problem, where=f"{WHERE}.longest", remedy=f"--set {WHERE}.longest={len(letter_R)}")
+        return letter_R
+
+    def _precursor(self, item: ItemTensors) -> tuple[float, int]:
+        """Return m/z and charge of an item's precursor, 0 where they are not known."""
+        mz = float(item.values.get("precursor_mz", math.nan))
+        return mz if math.isfinite(mz) else 0.0, max(int(item.values.get("charge", 0)), 0)
 
     def loss(self, model: nn.Module, batch: DenovoBatch) -> dict[str, tuple[Tensor, float]]:
         """Return the loss of each term that has a weight, and how much is known for it."""
-        logits_TBLV = model(batch, batch.residue_BL.shape[1])
+        logits_TBLV = model(batch.spectra)
         with torch.autocast(logits_TBLV.device.type, enabled=False):
             logits_TBLV = at_least_single(logits_TBLV)
-            losses = {PEPTIDE: _letters(logits_TBLV, batch.residue_BL)}
-            mass_BR = self._masses(logits_TBLV[-1], batch.residues_B)
+            weights = answer_weights(self.answer_weights, len(logits_TBLV))
+            losses = {PEPTIDE: letters_loss(logits_TBLV, batch.letter_BL, weights, self.smoothing)}
             if self.spectrum_weight:
-                losses[SPECTRUM] = self.spectrum_weight * self._spectra(mass_BR, batch)
+                losses[SPECTRUM] = self.spectrum_weight * self._spectra(logits_TBLV[-1], batch)
             if self.precursor_weight:
-                losses[PRECURSOR] = self.precursor_weight * _off(mass_BR, batch)
+                losses[PRECURSOR] = self.precursor_weight * self._masses(logits_TBLV[-1], batch)
         return {name: (total, self.weights(batch)[name]) for name, total in losses.items()}
 
     def weights(self, batch: DenovoBatch) -> dict[str, float]:
@@ -144,116 +271,98 @@ class DenovoRecursive(DenovoSizes):
         terms = zip(TERMS, batch.known, term_weights, strict=True)
         return {name: known for name, known, term_weight in terms if term_weight}
 
-    def _masses(self, logits_BLV: Tensor, residues_B: Tensor) -> Tensor:
-        """Return the expected mass of each residue [B, R] under the predicted probabilities; 0 behind the last."""
-        each_V = torch.from_numpy(peptides.masses(carbamidomethyl=self.carbamidomethyl)).to(logits_BLV)
-        mass_BR = logits_BLV[:, :-1, :END].softmax(-1) @ each_V
-        return mass_BR * (torch.arange(mass_BR.shape[1], device=mass_BR.device) < residues_B.unsqueeze(1))
+    def _masses_V(self, like: Tensor) -> Tensor:
+        return torch.from_numpy(self.vocabulary.masses_V).to(like)
 
-    def _spectra(self, mass_BR: Tensor, batch: DenovoBatch) -> Tensor:
-        """Return the sum of 1 - cosine between expected and observed spectra."""
-        grid = Grid(self.bin_size, self.max_mz, self.sigma, self.render_reach, self.render_chunk)
-        observed = DrawnPeaks(batch.mz_BP, batch.intensity_BP)
-        alike_B = similarity(fragments(mass_BR, batch.residues_B), observed, grid)
-        is_known_B = (batch.residues_B > 1) & batch.is_peak_BP.any(1)
-        return ((1 - alike_B) * is_known_B).sum()
+    def _spectra(self, logits_BLV: Tensor, batch: DenovoBatch) -> Tensor:
+        """Return the sum of how unlike expected and observed spectra are."""
+        residues_B = batch.residues_B
+        if self.as_published and self.spectrum_loss == DRAWN:  # places behind the end weigh something, too
+            residues_B = torch.full_like(residues_B, self.longest)
+        expected = expected_peptide(logits_BLV, self._masses_V(logits_BLV), residues_B, batch.has_terminal_B)
+        expected = published_peptide(expected) if self.as_published else expected
+        ions = fragments(expected, self.fragment_charges, self.constants)
+        is_drawn = self.spectrum_loss == DRAWN
+        unlike_B = drawn_loss(ions, batch.spectra, self.grid) if is_drawn else coverage_loss(ions, batch.spectra)
+        return (unlike_B * ((batch.residues_B > 1) & batch.spectra.is_peak_BP.any(1))).sum()
+
+    def _masses(self, logits_BLV: Tensor, batch: DenovoBatch) -> Tensor:
+        """Return the sum of how far expected masses are from the precursors'."""
+        residues_B, masses_V = batch.residues_B, self._masses_V(logits_BLV)
+        expected = expected_peptide(logits_BLV, masses_V, residues_B, batch.has_terminal_B)
+        off_B = mass_loss(expected, batch.mass_B, self.precursor_loss, self.constants)
+        return (off_B * ((batch.mass_B > 0) & (residues_B > 0))).sum()
 
     def outputs(self, model: nn.Module, batch: DenovoBatch) -> dict[str, list[Tensor]]:
-        """Return each item's predicted peptide, each residue's probability, and the true peptide, filled up with -1.
+        """Return the letters of every answer, each letter's probability in the last one, and the true letters.
 
-        The model finds the end by itself: it answers at as many places as a peptide may have. Numbers to sort by are
-        the peptide's length and the mean probability of its residues.
+        Numbers to sort by are the peptide's length, the mean probability of its residues and the error of its mass.
         """
-        logits_BLV = at_least_single(model(batch, self.longest + 1)[-1])
-        sure_BL, letter_BL = logits_BLV.softmax(-1).max(-1)
-        is_there_BL = (letter_BL == END).cumsum(1) == 0
-        residue_BL = torch.where(is_there_BL, letter_BL, NOTHING).to(torch.int8)
-        true_BL = batch.residue_BL.where(batch.residue_BL != END, NOTHING).to(torch.int8)
-        length_B = is_there_BL[:, : self.longest].sum(1)
-        score_B = (sure_BL * is_there_BL)[:, : self.longest].sum(1) / length_B.clamp(min=1)
-        return {
-            "length": list(length_B),
-            "score": list(score_B),
-            "residue": list(residue_BL[:, : self.longest]),
-            "confidence": list((sure_BL * is_there_BL)[:, : self.longest]),
-            "residue_label": list(true_BL),
+        logits_TBLV = self._sayable(at_least_single(model(batch.spectra)))
+        answer_TBL, log_BLV = logits_TBLV.argmax(-1), logits_TBLV[-1].log_softmax(-1)
+        letter_BL, sure_BL = answer_TBL[-1], log_BLV.exp().amax(-1)
+        is_there_BL = ((letter_BL == EOS).cumsum(1) == 0) & (letter_BL >= len(SPECIAL))
+        length_B, charge_B = is_there_BL.sum(1), batch.spectra.charge_B
+        own_B = (self._masses_V(log_BLV)[letter_BL] * is_there_BL).sum(1) + self.constants.water
+        found = {
+            "length": length_B,
+            "score": (sure_BL * is_there_BL).sum(1) / length_B.clamp(min=1),
+            "error_ppm": torch.where(batch.mass_B > 0, (own_B / batch.mass_B - 1) * 1e6, math.nan),
+            MZ: torch.where(batch.mass_B > 0, batch.spectra.precursor_mz_B, math.nan),
+            CHARGE: charge_B,
+            LETTERS: letter_BL.to(torch.int8),
+            CONFIDENCE: sure_BL,
+            LABEL: batch.letter_BL.to(torch.int8),
+            ANSWERS: answer_TBL.transpose(0, 1).to(torch.int8),
         }
+        if self.tolerance_ppm:
+            found[ALL] = log_BLV.to(torch.float16)
+        return {name: list(values) for name, values in found.items()}
+
+    def _sayable(self, logits_TBLV: Tensor) -> Tensor:
+        """Return logits of what may stand at a place; as published that is everything."""
+        if self.as_published:
+            return logits_TBLV
+        never_LV = np.zeros((self.longest, len(self.vocabulary.names)), np.bool_)
+        never_LV[:, [PAD, SOS, UNK]] = True
+        never_LV[1:, self.vocabulary.is_terminal_V] = True
+        return logits_TBLV.masked_fill(torch.from_numpy(never_LV).to(logits_TBLV.device), -math.inf)
 
     def metrics(self, outputs: Mapping[str, Sequence[Any]]) -> dict[str, float]:
-        """Return the metrics of a split, over the items whose peptides are known.
-
-        A residue is found where one of its mass (to 0.1 Da, so that I is L) comes after a prefix of its prefix's mass
-        (to 0.5 Da). Precision and recall are shares of all residues; a peptide is right if all of it is found.
-        """
-        mass_V = peptides.masses(carbamidomethyl=self.carbamidomethyl)
-        found = predicted = true = right = items = 0
-        for residue, label in zip(outputs["residue"], outputs["residue_label"], strict=True):
-            predicted_R, true_R = (np.asarray(codes)[np.asarray(codes) != NOTHING] for codes in (residue, label))
-            if len(true_R):
-                here = _found(mass_V[predicted_R], mass_V[true_R])
-                found, predicted, true = found + here, predicted + len(predicted_R), true + len(true_R)
-                right, items = right + (here == len(true_R) == len(predicted_R)), items + 1
-        if not items:
+        """Return the metrics of a split, over the items whose peptides are known: the field's, and pepTRM's own."""
+        judgements, rows = [], []
+        for place, answer in enumerate(self.choice.answers(outputs)):
+            if len(answer.true_R):
+                judgements.append(judged(answer, self.vocabulary))
+                mass = answer.charge * (answer.mz - self.constants.proton)
+                labels = np.asarray(outputs[LABEL][place])
+                rows.append(letter_row(np.asarray(outputs[ANSWERS][place]), labels, mass))
+        if not rows:
             return {}
-        return {
-            "residue_precision": found / max(predicted, 1),
-            "residue_recall": found / true,
-            "peptide_accuracy": right / items,
-        }
+        return field_metrics(judgements) | letter_metrics(rows, self.vocabulary, self.constants.water)
+
+    def publish(self, folder: Path, outputs: Mapping[str, Any], items: Iterable[Item], reading: Any) -> list[Path]:  # noqa: ARG002 - the protocol has it
+        """Write the peptides as a table and as mzTab, and how many are right as a picture."""
+        return publish_peptides(folder, outputs, self.choice)
 
     def example(self, sizes: Sizes) -> DenovoBatch:
         """Return a batch of these sizes, every item as large as the largest."""
-        items, peaks, residues = (sizes[name] for name in (ITEMS, "peaks", "residues"))
-        residue_BL = torch.randint(END, (items, residues + 1))
-        residue_BL[:, residues] = END if residues else NOTHING
-        return DenovoBatch(
+        items, peaks, residues = sizes[ITEMS], sizes["peaks"], min(sizes["residues"], self.longest)
+        letter_BL = torch.full((items, self.longest), PAD)
+        letter_BL[:, :residues] = len(SPECIAL)
+        letter_BL[:, residues : residues + 1] = EOS if residues and not self.as_published else PAD
+        spectra = SpectrumInput(
             mz_BP=self.max_mz * torch.rand(items, peaks),
             intensity_BP=torch.rand(items, peaks),
             is_peak_BP=torch.ones(items, peaks, dtype=torch.bool),
-            mass_B=110.0 * residues + torch.rand(items),
+            precursor_mz_B=55.0 * residues + torch.rand(items),
             charge_B=torch.full((items,), 2),
-            residue_BL=residue_BL,
+        )
+        return DenovoBatch(
+            spectra=spectra,
+            mass_B=110.0 * residues + torch.rand(items),
+            letter_BL=letter_BL,
             residues_B=torch.full((items,), residues),
+            has_terminal_B=torch.zeros(items, dtype=torch.bool),
             known=(float(items * (residues + 1)), float(items), float(items)),
         )
-
-
-def fragments(mass_BR: Tensor, residues_B: Tensor) -> DrawnPeaks:
-    """Return the b ions, then the y ions of peptides whose residues have these masses, each with one charge."""
-    prefix_BF = mass_BR.cumsum(1)[:, :-1]
-    suffix_BF = mass_BR.sum(1, keepdim=True) - prefix_BF
-    places_F = torch.arange(prefix_BF.shape[1], device=mass_BR.device)
-    is_there_BF = (places_F < residues_B.unsqueeze(1) - 1).to(mass_BR.dtype)
-    mz_BF = torch.cat([prefix_BF, suffix_BF + peptides.WATER], 1) + peptides.PROTON
-    return DrawnPeaks(mz_BF, torch.cat([is_there_BF, is_there_BF], 1))
-
-
-def _precursor(item: ItemTensors) -> tuple[float, int]:
-    """Return the mass of an item's peptide, 0 where it is not known, and its charge."""
-    mz = float(item.values.get("precursor_mz", math.nan))
-    charge = int(item.values.get("charge", 0))
-    known = math.isfinite(mz) and charge > 0
-    return charge * (mz - peptides.PROTON) if known else 0.0, min(max(charge, 0), MOST_CHARGE)
-
-
-def _letters(logits_TBLV: Tensor, residue_BL: Tensor) -> Tensor:
-    """Return the cross entropy of letters and ends, the mean over supervision steps."""
-    target_TBL = residue_BL.expand(logits_TBLV.shape[:-1])
-    total = functional.cross_entropy(
-        logits_TBLV.flatten(0, 2), target_TBL.flatten(), ignore_index=NOTHING, reduction="sum"
-    )
-    return total / len(logits_TBLV)
-
-
-def _off(mass_BR: Tensor, batch: DenovoBatch) -> Tensor:
-    """Return the sum of log(1 + difference in Da) between expected masses and the precursors'."""
-    off_B = (mass_BR.sum(1) + peptides.WATER - batch.mass_B).abs()
-    return (off_B.log1p() * ((batch.mass_B > 0) & (batch.residues_B > 0))).sum()
-
-
-def _found(predicted_R: NDArray[np.float64], true_R: NDArray[np.float64]) -> int:
-    """Count the true residues that were predicted, by their masses and those of all before them."""
-    before_predicted_R, before_true_R = (mass_R.cumsum() - mass_R for mass_R in (predicted_R, true_R))
-    is_same = np.abs(predicted_R[:, None] - true_R) < SAME_MASS
-    is_found = is_same & (np.abs(before_predicted_R[:, None] - before_true_R) < SAME_PREFIX)
-    return int(is_found.any(0).sum())

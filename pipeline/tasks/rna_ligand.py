@@ -1,19 +1,21 @@
-"""The equivariant task: a vector for each RNA pocket and its ligand that does not change when they are rotated.
+"""RNA pockets and their ligands: from a pocket's atoms the embedding that its ligand has, to rank a library by.
 
-    graph: {nodes: atom, cross_radius: 5.0}
-    structures: {ligands: keep}
-    train: {task: "pipeline.tasks.rna_ligand:RnaLigand", options: {targets: /data/targets.h5}}
+    data: {source: reader, reader: "pipeline.tasks.rna.pocket_reader:RnaPockets", path: pockets/}
+    train: {task: "pipeline.tasks.rna_ligand:RnaLigand",
+            options: {targets: /data/ligand_embeddings.h5, library: /data/ligand_library.h5}}
 
-It reads atom graphs. The atoms of both partners are in one graph; what runs between the two are the graph's cross
-edges, so that partners that are not in one frame do not see each other. A pocket alone is an item of one partner. Edges
-are bonds, pairs two and three bonds apart (`use_multi_hop`) and all others (`use_nonbonded`); each kind can be left
-out, and then takes nothing. Memory goes by atoms and by edges of the kinds that are used.
+A pocket is RNA alone: its ligand is what is sought. All models of a complex, `1abc_GTP_modelN`, have the one target
+`1abc_GTP`. With a library, evaluation tells how well true ligands are found, and prediction is a table of the nearest
+ones for each pocket. `RnaLigandContrast` learns by InfoNCE over all pockets of a step instead of by distance.
 
-Shapes: N atoms of all items, E edges, B items, D numbers of an embedding.
+The network is that of RNA-3E-FFI, mended: `as_published: true` is the original, which published weights need.
+
+Shapes: N atoms of all items, E entries of one kind, P atoms of an entry, B items, D numbers of an embedding.
 """
 
 from __future__ import annotations
 
+import csv
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,206 +25,306 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from pipeline.errors import ConfigError, DataError
-from pipeline.graphs.bonds import HOPS
-from pipeline.graphs.item_graph import ROLES
+from pipeline.errors import ConfigError
+from pipeline.files import replacing
 from pipeline.protocol import ITEMS
-from pipeline.readers.entry import Opened
-from pipeline.readers.hdf5 import open_hdf5
-from pipeline.tasks.rna_ligand_model import (
-    CLOSEST,
-    KINDS,
-    RnaLigandBatch,
-    RnaLigandNetwork,
-    RnaLigandSizes,
-    checked_irreps,
+from pipeline.tasks.rna.force_field import PHASE
+from pipeline.tasks.rna.ligand_library import (
+    COSINE,
+    EUCLIDEAN,
+    embeddings_of,
+    library_of,
+    read_measure,
+    retrieval_figures,
 )
-from pipeline.tasks.task_parts import WHERE, at_least, at_least_single
+from pipeline.tasks.rna.pocket_network import (
+    FEATURES,
+    KINDS,
+    POOL_WIDTH,
+    Entries,
+    PocketBatch,
+    PocketNetwork,
+    PocketSizes,
+)
+from pipeline.tasks.rna.published_form import SYSTEM, RnaForm
+from pipeline.tasks.task_parts import WHERE, above_zero, at_least, at_least_single, dropout_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-    from numpy.typing import NDArray
     from torch import Tensor, nn
 
     from pipeline.protocol import Sizes
-    from pipeline.training.items.batch import ItemTensors, PartnerTensors
+    from pipeline.records import Item
+    from pipeline.tasks.rna.ligand_library import LigandLibrary
+    from pipeline.training.items.batch import ItemTensors
 
-BOND, *MULTI_HOP = HOPS
-NEAR = KINDS[-1]
-TARGET, EMBEDDING = "target", "embedding"
-ID = "id"
-NAMED = 3  # ids in a message
-SIDES = [role.value for role in ROLES]
-LEAST = {"layers": 1, "output_dim": 1, "radial_width": 1, "head_width": 1, "cosine": 0}
+TARGET, EMBEDDING, RANK = "target", "embedding", "rank"
+NODES = "atoms"
+BOTH_WAYS = ("bonds", "near")
+TABLE = "ranked_ligands.csv"
+COLUMNS = ("query", "rank", "ligand_id", "distance", "metric")
+READER = "pipeline.tasks.rna.pocket_reader:RnaPockets"
+MSE, COSINE_LOSS, COSINE_MSE = "mse", "cosine", "cosine_mse"
+LEAST = {"layers": 1, "output_dim": 1, "feature_width": 1, "radial_functions": 1, "num_attention_heads": 0, "top": 1}
+SHARES = ("bonded_weight", "angle_weight", "dihedral_weight", "nonbonded_weight", "cosine_weight", "mse_weight")
+KNOWN: dict[str, tuple[object, ...]] = {
+    "loss_by": (MSE, COSINE_LOSS, COSINE_MSE),
+    "targets_missing": ("error", "skip"),
+    "distance": (EUCLIDEAN, COSINE),
+    "norm_type": ("layer", "rms"),
+    "version": (2, 3),
+}
+PATHS = ("targets", "target_norm", "feature_norm", "library")
+DEGREES = 360.0
+ONE_TARGET = 1 - 1e-6  # cosine of targets above which two pockets have the same ligand
+
+
+class RnaNetwork(PocketNetwork):
+    """The network with the names under which its weights were published."""
+
+    def published_forms(self) -> dict[str, RnaForm]:
+        """Return the form of RNA-3E-FFI."""
+        return {SYSTEM: RnaForm(self)}
 
 
 @dataclass(frozen=True)
-class RnaLigand(RnaLigandSizes):
-    """The task: predict for each item a given embedding, such as that of its ligand."""
+class RnaLigand(PocketSizes):
+    """The task: predict for each pocket the given embedding of its ligand."""
 
-    use_multi_hop: bool = True  # edges between atoms two and three bonds apart
-    use_nonbonded: bool = True  # edges between atoms that are near each other, the partners' too
-    targets: str | None = None  # HDF5, an absolute path: a dataset for each id, or `id` and `embedding`
-    targets_missing: str = "error"  # skip: items without a target have no weight
-    cosine: float = 0.0  # how much 1 - cosine counts beside the mean squared error
+    targets: str | None = None  # HDF5, an absolute path: a dataset for each key, or `id` and `embedding`
+    targets_missing: str = "error"  # skip: pockets without a target have no weight
+    target_norm: str | None = None  # .npz of mean and std: targets and the library are measured by it first
+    feature_norm: str | None = None  # .npz of mean and std of charge, atomic number and mass; none: those of RNA.OL3
+    library: str | None = None  # HDF5: ligands that pockets are ranked in
+    distance: str = EUCLIDEAN  # by which they are; or cosine
+    top: int = 10  # ligands of a pocket that prediction lists
+    loss_by: str = MSE  # cosine, cosine_mse
+    cosine_weight: float = 0.7  # of cosine_mse
+    mse_weight: float = 0.3
 
     def __post_init__(self) -> None:
-        checked_irreps(self.hidden_irreps)
-        at_least(self, LEAST)
-        if not CLOSEST < self.reach < math.inf:
-            raise ConfigError(f"reach is {self.reach}: it must be more than {CLOSEST} Å", where=f"{WHERE}.reach")
-        for name, known in (("product", ("depthwise", "full")), ("targets_missing", ("error", "skip"))):
-            if getattr(self, name) not in known:
-                problem = f"{name} is {getattr(self, name)!r}: it must be {' or '.join(known)}"
-                raise ConfigError(problem, where=f"{WHERE}.{name}")
-        if self.targets is not None:
-            object.__setattr__(self, "targets", _absolute(self.targets))
+        at_least(self, {**LEAST, **dict.fromkeys(SHARES, 0)})
+        dropout_of(self)
+        _check_choices(self)
+        _check_network(self)
+        for name in PATHS:
+            if (path := getattr(self, name)) is not None:
+                object.__setattr__(self, name, _absolute(name, path))
 
     def model(self) -> nn.Module:
-        return RnaLigandNetwork(self)
+        network = RnaNetwork(self)
+        if self.feature_norm is not None:
+            measure = read_measure(Path(self.feature_norm), FEATURES, "feature_norm")
+            network.atoms.mean_3.copy_(torch.from_numpy(measure.mean_D))
+            network.atoms.deviation_3.copy_(torch.from_numpy(measure.deviation_D))
+        return network
 
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        return (BOND, *(MULTI_HOP if self.use_multi_hop else ()), *((NEAR,) if self.use_nonbonded else ()))
+    def files_read(self) -> list[Path]:
+        """Return the files whose content decides what the task says."""
+        return [Path(path) for name in PATHS if (path := getattr(self, name)) is not None]
 
     def cost(self, item: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the sizes that decide how much memory an item takes; edges of a graph with one kind are bonds."""
-        if "edges" not in item:
-            problem = "the edges of graphs are not known before they are built: --set graph.cache=true"
-            raise ConfigError(problem, where="graph.cache", remedy="--set graph.cache=true")
-        cross = 2 * item["cross"] if self.use_nonbonded else 0
-        edges = item.get(BOND, item["edges"]) + sum(item.get(kind, 0) for kind in self.kinds[1:])
-        return {"nodes": item["nodes"], "edges": edges + cross}
+        """Return the sizes that decide how much memory a pocket takes: atoms, and entries of each kind."""
+        _check_sizes(item)
+        entries = {kind: item[kind] * (2 if kind in BOTH_WAYS else 1) for kind in self.kinds}
+        return {NODES: item[NODES], **entries}
 
-    def collate(self, items: Sequence[ItemTensors], rng: np.random.Generator) -> RnaLigandBatch:  # noqa: ARG002 - the protocol has it
-        sides = [side for item in items for side in _sides(item)]
-        sizes = [sum(len(side.nodes["pos"]) for side in item.sides.values()) for item in items]
-        edges = [torch.cat(columns, -1) for columns in zip(*self._edges(items, sizes), strict=True)]
+    def collate(self, items: Sequence[ItemTensors], rng: np.random.Generator) -> PocketBatch:  # noqa: ARG002 - the protocol has it
+        for item in items:
+            _check_sizes(item.values, item.id)
+        sizes = [len(item.values["atoms.pos"]) for item in items]
         targets = [self._target(item.id) for item in items]
         nothing_D = np.zeros(self.output_dim, np.float32)
-        return RnaLigandBatch(
-            pos_N3=torch.cat([_positions(item) for item in items]),
-            element_N=torch.cat([side.nodes["element"] for side in sides]).long(),
-            type_N=torch.cat([side.residues["type"][side.nodes["residue"].long()] for side in sides]).long(),
-            side_N=torch.cat([torch.full((len(side.nodes["pos"]),), SIDES.index(side.role)) for side in sides]),
-            item_N=torch.cat([torch.full((size,), place) for place, size in enumerate(sizes)]),
-            from_E=edges[0][0],
-            to_E=edges[0][1],
-            kind_E=edges[1],
+        return PocketBatch(
+            feature_N3=torch.cat([item.values["atoms.feature"] for item in items]),
+            pos_N3=torch.cat([_centred(item.values["atoms.pos"]) for item in items]),
+            item_N=torch.repeat_interleave(torch.arange(len(items)), torch.tensor(sizes)),
+            **{kind: self._entries(kind, items, sizes) for kind in KINDS},
             target_BD=torch.from_numpy(np.stack([nothing_D if target is None else target for target in targets])),
             has_target_B=torch.tensor([target is not None for target in targets]),
             known=tuple(target is not None for target in targets),
+            ids=tuple(item.id for item in items),
         )
 
-    def _edges(self, items: Sequence[ItemTensors], sizes: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield edges of one kind, within a partner or between two, numbered by the batch's atoms, and their kinds."""
-        first = 0
-        for item, size in zip(items, sizes, strict=True):
-            within = first
-            for side in item.sides.values():
-                for kind in self.kinds:
-                    if kind in side.edges:
-                        yield _told(side.edges[kind] + within, kind)
-                within += len(side.nodes["pos"])
-            if self.use_nonbonded and NEAR in item.cross:
-                yield _told(_both_ways(item) + first, NEAR)
-            first += size
+    def _entries(self, kind: str, items: Sequence[ItemTensors], sizes: Sequence[int]) -> Entries:
+        """Return the entries of one kind, numbered by the batch's atoms; none of a kind that is not used."""
+        if kind not in self.kinds:
+            return Entries(*(torch.zeros(shape, dtype=dtype) for shape, dtype in _shapes(kind, 0)))
+        firsts = np.cumsum([0, *sizes[:-1]]).tolist()
+        atoms = [item.values[f"{kind}.atom"].long().T + first for item, first in zip(items, firsts, strict=True)]
+        constants = [item.values[f"{kind}.constant"].float() for item in items]
+        if kind == "dihedrals" and not self.as_published:  # phases in turns: the original takes degrees for radians
+            constants = [constant_E3 * torch.tensor([1, 1, PHASE / DEGREES]) for constant_E3 in constants]
+        if kind in BOTH_WAYS:
+            atoms = [torch.cat([atom_2E, atom_2E.flip(0)], 1) for atom_2E in atoms]
+            constants = [torch.cat([constant_EK, constant_EK]) for constant_EK in constants]
+        return Entries(torch.cat(atoms, 1).contiguous(), torch.cat(constants))
 
     def _target(self, name: str) -> Any:
-        """Return an item's target vector; None if it has none and is allowed to have none."""
+        """Return a pocket's target vector; None if it has none and is allowed to have none."""
         if self.targets is None:
             return None
-        targets = targets_of(Path(self.targets))
-        target = targets.get(name, self.output_dim)
-        if target is None and self.targets_missing == "error":
+        targets = embeddings_of(Path(self.targets))
+        target_D = targets.of_pocket(name, self.output_dim)
+        if target_D is None and self.targets_missing == "error":
             raise targets.missing(name)
-        return target
+        return target_D if target_D is None else self._measured(target_D)
 
-    def loss(self, model: nn.Module, batch: RnaLigandBatch) -> dict[str, tuple[Tensor, float]]:
-        """Return the summed distance of the items' vectors from their targets, and how many have one."""
-        if self.targets is None and not any(batch.known):
-            problem = "there is nothing to learn: no targets are named"
-            raise ConfigError(problem, where=f"{WHERE}.targets", remedy="write it from / on, such as /data/targets.h5")
+    def _measured(self, vectors: Any) -> Any:
+        """Return vectors by the mean and deviation of the data set, where they are told."""
+        if self.target_norm is None:
+            return vectors
+        measure = read_measure(Path(self.target_norm), self.output_dim, "target_norm")
+        return (vectors - measure.mean_D) / measure.deviation_D
+
+    def _library(self) -> LigandLibrary | None:
+        if self.library is None:
+            return None
+        library = library_of(Path(self.library))
+        if library.vector_LD.shape[1] != self.output_dim:
+            width = library.vector_LD.shape[1]
+            problem = f"the ligands of {self.library} have {width} numbers, the model gives {self.output_dim}"
+            raise ConfigError(problem, where=f"{WHERE}.library", remedy=f"--set {WHERE}.output_dim={width}")
+        return library if self.target_norm is None else library.measured(self._measured)
+
+    def loss(self, model: nn.Module, batch: PocketBatch) -> dict[str, tuple[Tensor, float]]:
+        """Return the summed distance of the pockets' vectors from their targets, and how many have one."""
+        _check_targets(self, batch)
         vector_BD = at_least_single(model(batch))
-        target_BD = batch.target_BD.to(vector_BD.dtype)
-        far_B = (vector_BD - target_BD).square().mean(-1)
-        if self.cosine:
-            far_B = far_B + self.cosine * (1 - functional.cosine_similarity(vector_BD, target_BD, -1))
+        far_B = _far(self, vector_BD, batch.target_BD.to(vector_BD.dtype))
         return {TARGET: ((far_B * batch.has_target_B).sum(), float(sum(batch.known)))}
 
-    def outputs(self, model: nn.Module, batch: RnaLigandBatch) -> dict[str, list[Tensor]]:
-        """Return each item's vector [D], its target, empty where it has none, and the cosine of both, then NaN."""
-        pairs = zip(batch.target_BD.unbind(), batch.known, strict=True)
-        targets = [target if known else target[:0] for target, known in pairs]
+    def outputs(self, model: nn.Module, batch: PocketBatch) -> dict[str, list[Tensor]]:
+        """Return each pocket's vector [D], its target, its cosine to it, and the rank of its ligand in the library.
+
+        A target is empty, a cosine or a rank NaN, where it is not known.
+        """
         predicted_BD = at_least_single(model(batch))
         cosine_B = torch.cosine_similarity(predicted_BD, batch.target_BD.to(predicted_BD.dtype))
-        cosines = [
-            value if known else torch.full_like(value, math.nan)
-            for value, known in zip(cosine_B, batch.known, strict=True)
+        told = {
+            EMBEDDING: list(predicted_BD.unbind()),
+            TARGET: [target if known else target[:0] for target, known in _with_known(batch.target_BD, batch)],
+            "cosine": [
+                cosine if known else torch.full_like(cosine, math.nan) for cosine, known in _with_known(cosine_B, batch)
+            ],
+        }
+        library = self._library()
+        return told if library is None else told | {RANK: self._ranks(predicted_BD, batch.ids, library)}
+
+    def _ranks(self, predicted_BD: Tensor, ids: Sequence[str], library: LigandLibrary) -> list[Tensor]:
+        vectors = predicted_BD.detach().float().cpu().numpy()
+        places = [library.place(name) for name in ids] or [-1] * len(vectors)
+        ranks = [
+            math.nan if place < 0 else library.rank(vector_D, place, self.distance)
+            for vector_D, place in zip(vectors, places, strict=True)
         ]
-        return {EMBEDDING: list(predicted_BD.unbind()), TARGET: targets, "cosine": cosines}
+        return list(torch.tensor(ranks, dtype=torch.float64).unbind())
 
     def metrics(self, outputs: Mapping[str, Sequence[Any]]) -> dict[str, float]:
-        """Return the figures of a split: means over the items that have a target."""
+        """Return the figures of a split: means over pockets that have a target, and how well ligands are found."""
         pairs = zip(outputs[EMBEDDING], outputs[TARGET], strict=True)
         figures = [_figures(np.float64(vector), np.float64(target)) for vector, target in pairs if target.size]
-        return {} if not figures else dict(zip(("cosine", "mse"), np.mean(figures, axis=0).tolist(), strict=True))
+        told = dict(zip(("cosine", "mse"), np.mean(figures, axis=0).tolist(), strict=True)) if figures else {}
+        library = self._library()
+        if library is None or RANK not in outputs:
+            return told
+        ranks = [rank for rank in map(float, outputs[RANK]) if not math.isnan(rank)]
+        return told | retrieval_figures(ranks, len(library.names))
 
-    def example(self, sizes: Sizes) -> RnaLigandBatch:
+    def publish(self, folder: Path, outputs: Mapping[str, Any], items: Iterable[Item], reading: Any) -> list[Path]:  # noqa: ARG002 - the protocol has them
+        """Write the nearest ligands of each pocket as a table, where there is a library."""
+        library = self._library()
+        if library is None:
+            return []
+        vectors = outputs[EMBEDDING]
+        with replacing(folder / TABLE) as path, path.open("w", encoding="utf-8", newline="") as file:
+            rows = csv.writer(file, lineterminator="\n")
+            rows.writerow(COLUMNS)
+            for place in range(len(vectors)):
+                best = library.best(np.asarray(vectors[place], np.float32), self.top, self.distance)
+                for rank, match in enumerate(best, 1):
+                    rows.writerow([vectors.id(place), rank, match.ligand, f"{match.distance:.6g}", self.distance])
+        return [folder / TABLE]
+
+    def example(self, sizes: Sizes) -> PocketBatch:
         """Return a batch of these sizes; how they are spread over its items makes no difference."""
-        nodes, edges, items = (sizes[name] for name in ("nodes", "edges", ITEMS))
-        return RnaLigandBatch(
-            pos_N3=torch.randn(nodes, 3),
-            element_N=torch.zeros(nodes, dtype=torch.long),
-            type_N=torch.zeros(nodes, dtype=torch.long),
-            side_N=torch.zeros(nodes, dtype=torch.long),
-            item_N=torch.arange(nodes) * items // max(nodes, 1),
-            from_E=torch.randint(nodes, (edges,)),
-            to_E=torch.randint(nodes, (edges,)),
-            kind_E=torch.zeros(edges, dtype=torch.long),
+        atoms, items = (sizes[name] for name in (NODES, ITEMS))
+        entries = {}
+        for kind in KINDS:
+            (place_shape, _), (constant_shape, _) = _shapes(kind, sizes.get(kind, 0) if kind in self.kinds else 0)
+            entries[kind] = Entries(torch.randint(max(atoms, 1), place_shape), torch.randn(constant_shape))
+        return PocketBatch(
+            feature_N3=torch.randn(atoms, FEATURES),
+            pos_N3=torch.randn(atoms, 3),
+            item_N=torch.arange(atoms) * items // max(atoms, 1),
+            **entries,
             target_BD=torch.randn(items, self.output_dim),
             has_target_B=torch.ones(items, dtype=torch.bool),
             known=(True,) * items,
+            ids=(),
         )
 
 
-def _absolute(path: str) -> str:
-    """Expand ~ in a path; raise if it is relative, which would be another file in each job."""
-    expanded = Path(path).expanduser()
-    if not expanded.is_absolute():
-        problem = f"{path!r} is relative, and options are read by jobs that run elsewhere"
-        raise ConfigError(problem, where=f"{WHERE}.targets", remedy="--set train.options.targets=$PWD/targets.h5")
-    return str(expanded)
+@dataclass(frozen=True)
+class RnaLigandContrast(RnaLigand):
+    """The task by InfoNCE: each pocket must find its own ligand among those of all pockets of a step, and back."""
+
+    temperature: float = 0.07
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        above_zero(self, ("temperature",))
+        if self.targets_missing != "error":
+            problem = "every pocket of a step is compared with every ligand: each must have a target"
+            remedy = f"--set {WHERE}.targets_missing=error"
+            raise ConfigError(problem, where=f"{WHERE}.targets_missing", remedy=remedy)
+
+    def embed(self, model: nn.Module, batch: PocketBatch) -> dict[str, Tensor]:
+        """Return the vectors of the pockets and their targets."""
+        _check_targets(self, batch)
+        return {EMBEDDING: at_least_single(model(batch)), TARGET: batch.target_BD}
+
+    def contrast(self, model: nn.Module, embedded: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, float]]:  # noqa: ARG002 - the protocol has it
+        """Return the cross entropy of finding ligands from pockets and back, the mean of both, over all pockets.
+
+        Two pockets of one ligand are no negatives of each other; to the original they were.
+        """
+        with torch.autocast(embedded[EMBEDDING].device.type, enabled=False):
+            vector_BD, target_BD = (
+                functional.normalize(at_least_single(embedded[side]), dim=-1) for side in (EMBEDDING, TARGET)
+            )
+            target_BD = target_BD.to(vector_BD.dtype)
+            logits_BB = vector_BD @ target_BD.T / self.temperature
+            own_B = logits_BB.diagonal()
+            if not self.as_published:
+                is_same_BB = target_BD @ target_BD.T > ONE_TARGET
+                is_same_BB = is_same_BB & ~torch.eye(len(is_same_BB), dtype=torch.bool, device=is_same_BB.device)
+                logits_BB = logits_BB.masked_fill(is_same_BB, -torch.inf)
+            missed_B = (logits_BB.logsumexp(0) + logits_BB.logsumexp(1)) / 2 - own_B
+        return {TARGET: (missed_B.sum(), float(len(missed_B)))}
+
+    def loss(self, model: nn.Module, batch: PocketBatch) -> dict[str, tuple[Tensor, float]]:
+        """Return the loss of a single batch: the step's loss where it is the only one."""
+        return self.contrast(model, self.embed(model, batch))
 
 
-def _sides(item: ItemTensors) -> list[PartnerTensors]:
-    """Return the partners of an item, whose nodes must be atoms."""
-    sides = list(item.sides.values())
-    if not all(side.residues for side in sides):
-        problem = f"the task reads atom graphs; the nodes of {item.id} are residues"
-        raise ConfigError(problem, where="graph.nodes", remedy="--set graph.nodes=atom")
-    return sides
+# ---- losses ----
 
 
-def _positions(item: ItemTensors) -> Tensor:
-    """Return the coordinates of an item's atoms relative to the first partner's centre."""
-    sides = list(item.sides.values())
-    ways = [(side.centre - sides[0].centre).to(side.nodes["pos"].dtype) for side in sides]
-    return torch.cat([side.nodes["pos"] + way_3 for side, way_3 in zip(sides, ways, strict=True)])
+def _far(task: RnaLigand, vector_BD: Tensor, target_BD: Tensor) -> Tensor:
+    """Return how far each vector is from its target."""
+    squares_B = (vector_BD - target_BD).square().mean(-1)
+    if task.loss_by == MSE:
+        return squares_B
+    turned_B = 1 - functional.cosine_similarity(vector_BD, target_BD, -1)
+    return turned_B if task.loss_by == COSINE_LOSS else task.cosine_weight * turned_B + task.mse_weight * squares_B
 
 
-def _told(edges_2E: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """Return edges, and the index of their kind for each."""
-    return edges_2E.long(), torch.full((edges_2E.shape[1],), KINDS.index(kind))
-
-
-def _both_ways(item: ItemTensors) -> Tensor:
-    """Return the edges between the partners in both directions, numbered by the item's atoms, receptor first."""
-    ligand_E, receptor_E = item.cross[NEAR].long()
-    receptor = next(iter(item.sides.values()))
-    across_2E = torch.stack([ligand_E + len(receptor.nodes["pos"]), receptor_E])
-    return torch.cat([across_2E, across_2E.flip(0)], -1)
+def _check_targets(task: RnaLigand, batch: PocketBatch) -> None:
+    if task.targets is None and not any(batch.known):
+        problem = "there is nothing to learn: no targets are named"
+        raise ConfigError(problem, where=f"{WHERE}.targets", remedy="write it from / on, such as /data/targets.h5")
 
 
 def _figures(one_D: Any, target_D: Any) -> tuple[float, float]:
@@ -231,60 +333,59 @@ def _figures(one_D: Any, target_D: Any) -> tuple[float, float]:
     return float(one_D @ target_D) / lengths if lengths else 0.0, float(np.square(one_D - target_D).mean())
 
 
-class RnaTargets:
-    """An open HDF5 file of each item's target vector; several threads may read at once, as h5py has a lock.
-
-    It has a dataset for each item, by its id, or two: `id` [N] and `embedding` [N, D].
-    """
-
-    def __init__(self, path: Path) -> None:
-        path.stat()  # h5py's own message hides that there is no such file
-        self.path, self._file = path, open_hdf5(path)
-        self._rows = self._by_id() if {ID, EMBEDDING} <= set(self._file) else None
-
-    def _by_id(self) -> Mapping[str, int]:
-        """Return the row of each id."""
-        ids = self._file[ID][()]
-        if len(ids) != len(self._file[EMBEDDING]):
-            problem = f"{self.path} has {len(ids)} ids and {len(self._file[EMBEDDING])} embeddings"
-            raise DataError(problem, where=f"{WHERE}.targets", remedy="write a row of `embedding` for each `id`")
-        return {name.decode() if isinstance(name, bytes) else str(name): row for row, name in enumerate(ids)}
-
-    def __len__(self) -> int:
-        return len(self._file if self._rows is None else self._rows)
-
-    def get(self, name: str, width: int) -> NDArray[np.float32] | None:
-        """Return the target of an item, None where the file has none."""
-        stored = self._found(name)
-        if stored is None:
-            return None
-        if stored.size != width:
-            problem = f"the target of {name} in {self.path} has {stored.size} numbers, the model gives {width}"
-            raise ConfigError(
-                problem, where="train.options.output_dim", remedy=f"--set train.options.output_dim={stored.size}"
-            )
-        target_D = stored.reshape(width).astype(np.float32)
-        if not np.isfinite(target_D).all():
-            problem = f"the target of {name} in {self.path} has numbers that are not finite"
-            raise DataError(
-                problem, where=f"{WHERE}.targets", remedy="make it anew, or leave it out with targets_missing: skip"
-            )
-        return target_D
-
-    def _found(self, name: str) -> NDArray[Any] | None:
-        if self._rows is not None:
-            row = self._rows.get(name)
-            return None if row is None else np.asarray(self._file[EMBEDDING][row])
-        data_set = self._file.get(name)
-        return np.asarray(data_set[()]) if hasattr(data_set, "shape") else None
-
-    def missing(self, name: str) -> DataError:
-        """Return the error for an item without a target."""
-        names = ", ".join(list(self._file if self._rows is None else self._rows)[:NAMED])
-        problem = f"{name} has no target in {self.path}, which has {len(self):,} ids: {names} …"
-        return DataError(
-            problem, where=f"{WHERE}.targets", remedy="--set train.options.targets_missing=skip, or add it to the file"
-        )
+# ---- batches ----
 
 
-targets_of = Opened(RnaTargets)
+def _shapes(kind: str, count: int) -> tuple[tuple[tuple[int, int], torch.dtype], tuple[tuple[int, int], torch.dtype]]:
+    """Return shape and type of the atoms and of the parameters of so many entries."""
+    atoms, constants = KINDS[kind]
+    return ((atoms, count), torch.long), ((count, constants), torch.float32)
+
+
+def _centred(pos_N3: Tensor) -> Tensor:
+    """Return coordinates about their mean, whose differences single precision keeps."""
+    return pos_N3 - pos_N3.mean(0)
+
+
+def _with_known(values: Tensor, batch: PocketBatch) -> Iterable[tuple[Tensor, bool]]:
+    return zip(values.unbind(), batch.known, strict=True)
+
+
+# ---- options ----
+
+
+def _check_sizes(told: Mapping[str, Any], name: str = "the items") -> None:
+    """Refuse items that are no pockets."""
+    if not any(key in told for key in (NODES, "atoms.pos")):
+        has = ", ".join(sorted(told)[:4]) or "no arrays"
+        problem = f"the task reads RNA pockets as {READER} gives them; {name} has {has}"
+        remedy = f"--set data.source=reader --set data.reader={READER}"
+        raise ConfigError(problem, where="data.reader", remedy=remedy)
+
+
+def _check_choices(task: RnaLigand) -> None:
+    for name, known in KNOWN.items():
+        if (value := getattr(task, name)) not in known:
+            problem = f"{name} is {value!r}: it must be {' or '.join(map(str, known))}"
+            raise ConfigError(problem, where=f"{WHERE}.{name}", remedy=f"--set {WHERE}.{name}={known[0]}")
+
+
+def _check_network(task: RnaLigand) -> None:
+    """Refuse a network that cannot be, or that only the original has."""
+    task.fields  # noqa: B018 - it refuses what is no irreps
+    if task.num_attention_heads and POOL_WIDTH % task.num_attention_heads:
+        problem = f"the {POOL_WIDTH} numbers of pooling cannot be divided among {task.num_attention_heads} heads"
+        raise ConfigError(problem, where=f"{WHERE}.num_attention_heads", remedy=f"--set {WHERE}.num_attention_heads=8")
+    if task.norm_type == "rms" and not task.as_published:
+        problem = "norm_type rms scales the components of a vector differently: turning a pocket would change it"
+        remedy = f"--set {WHERE}.norm_type=layer   (or as_published=true, for weights that were trained so)"
+        raise ConfigError(problem, where=f"{WHERE}.norm_type", remedy=remedy)
+
+
+def _absolute(name: str, path: str) -> str:
+    """Expand ~ in a path; raise if it is relative, which would be another file in each job."""
+    expanded = Path(path).expanduser()
+    if not expanded.is_absolute():
+        problem = f"{path!r} is relative, and options are read by jobs that run elsewhere"
+        raise ConfigError(problem, where=f"{WHERE}.{name}", remedy=f"--set {WHERE}.{name}=$PWD/{expanded.name}")
+    return str(expanded)

@@ -1,136 +1,112 @@
-"""Numbers predicted from a mass spectrum by a transformer over its peaks, such as a property of the molecule.
+"""What a mass spectrum tells of its molecule, by DreaMS: numbers, yes or no, a fingerprint, or an embedding.
 
     train: {task: "pipeline.tasks.spectra_finetune:SpectraFinetune", options: {targets: 1}, batching: padded}
 
 An item has `peaks.mz`, `peaks.intensity` (relative to the highest), `precursor_mz` (0 stands for one that is not known)
-and `target`, one number or a vector, of which NaN is not known: it has no weight. The sizes by default are those of the
-published DreaMS (github.com/pluskal-lab/DreaMS): width 980 + 44, 7 layers, 8 heads, 5,997 frequencies. Not as there:
-two layers from frequencies to features, and no bias of attention by differences of masses.
+and `target`, one number or a vector, of which NaN is not known: it has no weight. Sizes by default are those of the
+published DreaMS (github.com/pluskal-lab/DreaMS); with its weights, `as_published: true`. `head` says what is told:
+
+    regression     numbers, in the units of `lowest` and `highest` where these are given: squared error
+    binary         yes or no, one or many: cross entropy, focal by `alpha` and `gamma`
+    fingerprint    bits: 1 − cosine, 1 − intersection over union, or cross entropy (`measure: cosine | iou | bce`)
+    embedding      a vector near those of the same molecule: triplets by cosines, `SpectraContrast`: InfoNCE
 
 A fine-tune of the upper layers alone: `train.frozen: [embed., layers.0., layers.1.]`. What is below the lowest trained
 layer keeps nothing for backward; with `embed.` left trained, all layers would have to.
 
-Shapes: B items, P peaks of an item, L peaks of the largest and its precursor, Q frequencies, D features, K targets.
+Shapes: B items, L places of the largest, D features, K targets.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import nn
-from torch.nn import functional
 
 from pipeline.errors import ConfigError
 from pipeline.protocol import ITEMS
-from pipeline.tasks.task_parts import (
-    WHERE,
-    AttentionLayer,
-    at_least,
-    at_least_single,
-    dropout_of,
-    example_mask,
-    most_intense,
-    padded_rows,
+from pipeline.tasks.spectra.peak_batch import (
+    MOLECULE,
+    PEAKS,
+    PRECURSOR,
+    RELATED,
+    TARGET,
+    SpectraBatch,
+    example_batch,
+    own_rows,
+    padded_peaks,
+    related_rows,
+    single_values,
+    target_of,
 )
+from pipeline.tasks.spectra.peak_transformer import (
+    BINARY,
+    EMBEDDING,
+    FINGERPRINT,
+    HEADS,
+    REGRESSION,
+    PeakSizes,
+    PeakTransformer,
+)
+from pipeline.tasks.spectra.published_dreams import DreamsNames
+from pipeline.tasks.spectra.spectra_figures import (
+    PREDICTION,
+    answer_figures,
+    bit_figures,
+    error_figures,
+    neighbour_figures,
+)
+from pipeline.tasks.spectra.spectra_library import publish_library
+from pipeline.tasks.spectra.spectra_losses import (
+    FINGERPRINT_LOSSES,
+    focal_error,
+    found_error,
+    squared_error,
+    triplet_error,
+)
+from pipeline.tasks.task_parts import WHERE, above_zero, at_least, at_least_single, dropout_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from pipeline.protocol import Sizes
+    from pipeline.records import Item
     from pipeline.training.items.batch import ItemTensors
 
-PEAKS, PRECURSOR, TARGET = "peaks", "precursor_mz", "target"
-PREDICTION = "prediction"
-HEAVIEST = 1000.0  # m/z: the longest period of the waves; masses are also given as fractions of it
-OF_PRECURSOR = 1.1  # its intensity, which no peak has
 FINEST, COARSEST = 1e-5, 0.25  # Da: 50,000 waves, and 1
-COUNTS = ("targets", "max_peaks", "layers", "heads", "d_fourier", "d_peak", "feedforward", "fourier_width")
+COUNTS = (
+    *("targets", "max_peaks", "layers", "heads", "d_fourier", "d_peak", "feedforward"),
+    *("fourier_width", "fourier_layers", "head_depth", "top"),
+)
+LEAST = {**dict.fromkeys(COUNTS, 1), "classes": 0, "gamma": 0.0, "margin": 0.0}
+CLASSES = 20_000  # of masses in the published outputs of pre-training
 
 
-class SpectraBatch(NamedTuple):
-    """A batch of spectra, padded: of each the precursor, then its peaks."""
+class Spectrum(PeakTransformer):
+    """The network, which knows the names of the published one."""
 
-    mz_BL: Tensor
-    intensity_BL: Tensor
-    real_BL: Tensor | None  # None: all are
-    target_BK: Tensor  # 0 where it is not known
-    is_known_BK: Tensor
-    known: float
-    has_targets: bool = True  # whether the reader gave any, known or not
+    def __init__(self, sizes: PeakSizes) -> None:
+        super().__init__(sizes)
+        self._sizes = sizes
 
-
-class MassWaves(nn.Module):
-    """Encodes m/z as waves of many periods, from a fraction of a dalton to the heaviest mass, and a small network."""
-
-    frequency_Q: Tensor
-    ahead_2: Tensor
-
-    def __init__(self, d_fourier: int, inner: int, finest: float) -> None:
-        super().__init__()
-        fine = finest * torch.arange(2, math.ceil(1 / finest), 2, dtype=torch.float64)
-        period_Q = torch.cat([fine, torch.arange(2, HEAVIEST, dtype=torch.float64)])
-        self.register_buffer("frequency_Q", (1 / period_Q).float(), persistent=False)
-        self.register_buffer("ahead_2", torch.tensor([0.0, 0.25]), persistent=False)  # a cosine is a sine, a quarter on
-        self.up = nn.Linear(2 * len(period_Q), inner, bias=False)
-        self.down = nn.Linear(inner, d_fourier, bias=False)
-
-    def forward(self, mz_BL: Tensor) -> Tensor:
-        features_BLD: Tensor = self.down(functional.relu(self.up(self._waves(mz_BL))))
-        return features_BLD
-
-    def _waves(self, mz_BL: Tensor) -> Tensor:
-        """Return sine and cosine of each frequency [B, L, 2 Q], computed in place as they take most of the memory."""
-        # In double, and no matmul: of five million turns, single precision leaves no more than halves.
-        turns_BLQ = (mz_BL.double().unsqueeze(-1) * self.frequency_Q.double()).frac_().to(mz_BL.dtype)
-        waves_BLQ2 = turns_BLQ.unsqueeze(-1) + self.ahead_2
-        return waves_BLQ2.mul_(2 * math.pi).sin_().flatten(-2)
-
-
-class PeakFeatures(nn.Module):
-    """Computes the features of a peak from m/z and intensity."""
-
-    def __init__(self, task: SpectraFinetune) -> None:
-        super().__init__()
-        self.masses = MassWaves(task.d_fourier, task.fourier_width, task.finest)
-        self.peak = nn.Linear(2, task.d_peak)
-
-    def forward(self, mz_BL: Tensor, intensity_BL: Tensor) -> Tensor:
-        peak_BLD = self.peak(torch.stack([mz_BL / HEAVIEST, intensity_BL], -1))
-        return torch.cat([peak_BLD, self.masses(mz_BL)], -1)
-
-
-class SpectraNetwork(nn.Module):
-    """The transformer: predicts the numbers of each spectrum from the features at the precursor's place."""
-
-    def __init__(self, task: SpectraFinetune) -> None:
-        super().__init__()
-        self.embed = PeakFeatures(task)
-        self.layers = nn.ModuleList(
-            AttentionLayer(task.width, task.heads, task.feedforward * task.width, task.dropout, functional.relu)
-            for _ in range(task.layers)
-        )
-        self.norm, self.head = nn.LayerNorm(task.width), nn.Linear(task.width, task.targets)
-
-    def forward(self, batch: SpectraBatch) -> Tensor:
-        """Return the numbers of each spectrum [B, K]."""
-        x_BLD = self.embed(batch.mz_BL, batch.intensity_BL)
-        for layer in self.layers:
-            x_BLD = layer(x_BLD, batch.real_BL)
-        told_BK: Tensor = self.head(self.norm(x_BLD[:, 0]))
-        return at_least_single(told_BK)
+    def published_forms(self) -> dict[str, DreamsNames]:
+        """Return the names under which weights of it are published."""
+        return {"dreams": DreamsNames(self._sizes)}
 
 
 @dataclass(frozen=True)
 class SpectraFinetune:
-    """The task: predict numbers of each spectrum, by the mean squared error of those that are known."""
+    """The task: tell numbers, bits or an embedding of each spectrum."""
 
     targets: int = 1  # numbers that an item's `target` has
+    head: str = REGRESSION  # what is told
+    measure: str = "cosine"  # of fingerprints: cosine, iou or bce
+    as_published: bool = False  # as DreaMS behaves, its mistakes included: what its published weights need
     max_peaks: int = 100  # of an item with more, the most intense ones are taken: attention goes by their square
     layers: int = 7
     heads: int = 8
@@ -139,11 +115,32 @@ class SpectraFinetune:
     feedforward: int = 4  # how much wider a layer is within
     finest: float = 1e-4  # Da: half the shortest period of the waves; m/z itself has steps of 6e-5 at 1000 (float32)
     fourier_width: int = 512  # between frequencies and features
+    fourier_layers: int = 5
     dropout: float = 0.0
+    head_depth: int = 1  # layers of a head, of widths between
+    summed: bool = False  # fingerprints by the sum of all tokens, as published by default; else by the precursor's
+    backbone_only: bool = False  # embeddings by the precursor's token as it is ("zero-shot"), without a layer after
+    sigmoid: bool = False  # numbers are told from 0 to 1, of what `lowest` and `highest` span
+    lowest: tuple[float, ...] = ()  # of each target, in its unit: learned as 0
+    highest: tuple[float, ...] = ()  # learned as 1
+    names: tuple[str, ...] = ()  # of targets, by which figures are told
+    alpha: float | None = None  # weight of positives, that of negatives being 1 - alpha
+    gamma: float = 0.0  # how much less is weighed what is told well
+    threshold: float = 0.5  # from which on a probability is a yes, in figures
+    margin: float = 0.1  # of triplets: how much farther a negative must be than the positive
+    classes: int = -1  # of masses in the outputs of pre-training; -1: 20,000 as published, else none
+    library: str = ""  # embeddings of a library that predicted spectra are looked up in: train.predict.options
+    top: int = 10  # matches of each
 
     def __post_init__(self) -> None:
-        at_least(self, dict.fromkeys(COUNTS, 1))
+        for name in ("lowest", "highest", "names"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        if self.classes < 0:
+            object.__setattr__(self, "classes", CLASSES if self.as_published else 0)
+        at_least(self, LEAST)
         dropout_of(self)
+        self._check_head()
+        self._check_scale()
         if not FINEST <= self.finest <= COARSEST:
             problem = f"finest is {self.finest}: it must be from {FINEST} to {COARSEST} Da"
             raise ConfigError(problem, where=f"{WHERE}.finest")
@@ -152,96 +149,230 @@ class SpectraFinetune:
             remedy = f"--set {WHERE}.d_fourier={self.d_fourier + -self.width % self.heads}"
             raise ConfigError(problem, where=f"{WHERE}.heads", remedy=remedy)
 
+    def _check_head(self) -> None:
+        for name, among in (("head", HEADS), ("measure", tuple(FINGERPRINT_LOSSES))):
+            if (value := getattr(self, name)) not in among:
+                problem = f"{name} is {value!r}: it must be {', '.join(among)}"
+                raise ConfigError(problem, where=f"{WHERE}.{name}", remedy=f"--set {WHERE}.{name}={among[0]}")
+        if self.summed and self.head != FINGERPRINT:
+            problem = f"tokens are summed for fingerprints, and head is {self.head}"
+            raise ConfigError(problem, where=f"{WHERE}.summed", remedy=f"--set {WHERE}.summed=false")
+        if self.alpha is not None and not 0 < self.alpha < 1:
+            problem = f"alpha is {self.alpha}: it must be between 0 and 1"
+            raise ConfigError(problem, where=f"{WHERE}.alpha")
+
+    def _check_scale(self) -> None:
+        """Refuse bounds of targets that are not one for each, or not in order."""
+        for name in ("lowest", "highest", "names"):
+            if (given := len(getattr(self, name))) not in (0, self.targets):
+                problem = f"{name} has {given} entries, and there are {self.targets} targets"
+                raise ConfigError(problem, where=f"{WHERE}.{name}", remedy=f"give {self.targets}, or none")
+        if len(self.lowest) != len(self.highest) or any(
+            not low < high for low, high in zip(self.lowest, self.highest, strict=False)
+        ):
+            problem = "every target needs a lowest and a highest value, and these in order"
+            raise ConfigError(problem, where=f"{WHERE}.highest")
+
     @property
     def width(self) -> int:
         return self.d_fourier + self.d_peak
 
+    @property
+    def told(self) -> int:
+        """How many numbers the head tells."""
+        return self.width if self.head == EMBEDDING else self.targets
+
+    @property
+    def sizes(self) -> PeakSizes:
+        return PeakSizes(
+            layers=self.layers,
+            heads=self.heads,
+            d_fourier=self.d_fourier,
+            d_peak=self.d_peak,
+            feedforward=self.feedforward,
+            finest=self.finest,
+            fourier_width=self.fourier_width,
+            fourier_layers=self.fourier_layers,
+            dropout=self.dropout,
+            as_published=self.as_published,
+            head=self.head,
+            targets=self.told,
+            head_depth=0 if self.head == EMBEDDING and self.backbone_only else self.head_depth,
+            summed=self.summed,
+            classes=self.classes,
+        )
+
     def model(self) -> nn.Module:
-        return SpectraNetwork(self)
+        return Spectrum(self.sizes)
+
+    def files_read(self) -> Iterable[Path]:
+        """Return the files whose content decides what the task says."""
+        return [Path(self.library)] if self.library else []
+
+    # ---- batches ----
 
     def cost(self, item: Mapping[str, Any]) -> dict[str, Any]:
-        return {PEAKS: np.minimum(item[PEAKS], self.max_peaks)}
+        """Return how many peaks are taken; as published, spectra are padded to the most."""
+        largest = np.minimum(item[PEAKS], self.max_peaks)
+        return {PEAKS: largest * 0 + self.max_peaks if self.as_published or self.head == EMBEDDING else largest}
 
     def collate(self, items: Sequence[ItemTensors], rng: np.random.Generator) -> SpectraBatch:  # noqa: ARG002 - the protocol has it
-        taken = [self._taken(item) for item in items]
-        mz_BL, real_BL = padded_rows([mz for mz, _ in taken])
-        target_BK = torch.stack([self._target(item) for item in items])
+        spectra = [own_rows(item, self.max_peaks) for item in items]
+        related = [self._related(item) for item in items] if self.head == EMBEDDING else []
+        anchors = [place for place, pair in enumerate(related) if len(pair) == len(RELATED)]
+        for role in range(len(RELATED)):
+            spectra += [related[place][role] for place in anchors]
+        target_BK = torch.stack([target_of(item, self.targets) for item in items])
         is_known_BK = ~target_BK.isnan()
         return SpectraBatch(
-            mz_BL=mz_BL,
-            intensity_BL=padded_rows([intensity for _, intensity in taken])[0],
-            real_BL=real_BL,
-            target_BK=target_BK.nan_to_num(0.0),
+            peaks=padded_peaks(spectra, self.max_peaks + 1 if self.as_published else 0),
+            anchor_T=torch.tensor(anchors, dtype=torch.long),
+            target_BK=self._scaled(target_BK).nan_to_num(0.0),
             is_known_BK=is_known_BK,
-            known=float(is_known_BK.sum()),
+            precursor_B=torch.stack([rows.mz_P[0] for rows in spectra[: len(items)]]),
+            molecule_B=single_values(items, MOLECULE, torch.long),
+            known=self._known(is_known_BK, len(anchors)),
             has_targets=any(TARGET in item.values for item in items),
         )
 
-    def _taken(self, item: ItemTensors) -> tuple[Tensor, Tensor]:
-        """Return m/z and intensity of the precursor and the most intense peaks."""
-        mz_P, intensity_P = most_intense(item, self.max_peaks)
-        precursor = item.values.get(PRECURSOR, mz_P.new_zeros(())).reshape(1).to(mz_P.dtype).nan_to_num(0.0)
-        return torch.cat([precursor, mz_P]), torch.cat([intensity_P.new_tensor([OF_PRECURSOR]), intensity_P])
+    def _related(self, item: ItemTensors) -> list[Any]:
+        """Return a positive and a negative of an item, drawn anew each time; none if it lacks either."""
+        rows = [related_rows(item, role, self.max_peaks) for role in RELATED]
+        return [] if None in rows else rows
 
-    def _target(self, item: ItemTensors) -> Tensor:
-        """Return the target of an item [K], NaN where unknown; raise where its size is not as configured."""
-        if TARGET not in item.values:
-            return torch.full((self.targets,), math.nan)
-        target_K = item.values[TARGET].reshape(-1)
-        if len(target_K) != self.targets:
-            sizes = f"{self.targets} numbers of a spectrum, and {item.id} has a target of {len(target_K)}"
-            raise ConfigError(
-                f"the task tells {sizes}", where=f"{WHERE}.targets", remedy=f"--set {WHERE}.targets={len(target_K)}"
-            )
-        return target_K.float()
+    def _known(self, is_known_BK: Tensor, triplets: int) -> float:
+        """Return the weight of a batch: triplets, fingerprints, or numbers that are known."""
+        if self.head == EMBEDDING:
+            return float(triplets)
+        return float((is_known_BK.any(-1) if self._counts_items else is_known_BK).sum())
+
+    @property
+    def _counts_items(self) -> bool:
+        """Whether an item weighs 1, however many of its numbers are known."""
+        return self.head == EMBEDDING or (self.head == FINGERPRINT and self.measure != "bce")
+
+    def _scaled(self, target_BK: Tensor) -> Tensor:
+        """Return targets as they are learned."""
+        if not self.lowest:
+            return target_BK
+        lowest_K, highest_K = target_BK.new_tensor(self.lowest), target_BK.new_tensor(self.highest)
+        return (target_BK - lowest_K) / (highest_K - lowest_K)
+
+    def _in_units(self, told_BK: Tensor) -> Tensor:
+        """Return what is learned as it is told to people."""
+        if not self.lowest:
+            return told_BK
+        lowest_K, highest_K = told_BK.new_tensor(self.lowest), told_BK.new_tensor(self.highest)
+        return told_BK * (highest_K - lowest_K) + lowest_K
+
+    # ---- losses ----
+
+    @property
+    def term(self) -> str:
+        """The name of what is summed."""
+        return "triplet" if self.head == EMBEDDING else TARGET
 
     def loss(self, model: nn.Module, batch: SpectraBatch) -> dict[str, tuple[Tensor, float]]:
-        """Return the sum of squared errors, and how many numbers are known."""
+        """Return the sum of errors, and how many numbers, fingerprints or triplets are known."""
+        if self.head == EMBEDDING:
+            embedded_SD = model(batch.peaks)
+            return {self.term: (triplet_error(*_triplets(embedded_SD, batch), self.margin), batch.known)}
         if not batch.has_targets:
             problem = "there is nothing to learn: no spectrum of a batch has a target"
             remedy = "name the headers or columns that are targets"
             raise ConfigError(problem, where="data.options.target", remedy=remedy)
-        error_BK = torch.where(batch.is_known_BK, model(batch) - batch.target_BK, 0.0)
-        return {TARGET: (error_BK.square().sum(), batch.known)}
+        return {self.term: (self._error(model(batch.peaks), batch.target_BK, batch.is_known_BK), batch.known)}
+
+    def _error(self, told_BK: Tensor, target_BK: Tensor, is_known_BK: Tensor) -> Tensor:
+        if self.head == BINARY:
+            return focal_error(told_BK, target_BK, is_known_BK, self.alpha, self.gamma)
+        if self.head == FINGERPRINT:
+            return FINGERPRINT_LOSSES[self.measure](told_BK, target_BK, is_known_BK)
+        return squared_error(told_BK.sigmoid() if self.sigmoid else told_BK, target_BK, is_known_BK)
 
     def weights(self, batch: SpectraBatch) -> dict[str, float]:
-        """Return how many numbers are known."""
-        return {TARGET: batch.known}
+        """Return how many numbers, fingerprints or triplets are known."""
+        return {self.term: batch.known}
+
+    # ---- what is told ----
 
     def outputs(self, model: nn.Module, batch: SpectraBatch) -> dict[str, Tensor]:
-        """Return the predictions and targets of each item [B, K]; unknown targets are NaN."""
-        known_BK = torch.where(batch.is_known_BK, batch.target_BK, math.nan)
-        return {PREDICTION: model(batch), TARGET: known_BK}
+        """Return what is told of each item, and what is known of it; unknown targets are NaN."""
+        told_BK = model(batch.own)
+        if self.head == EMBEDDING:
+            return {EMBEDDING: told_BK, MOLECULE: batch.molecule_B, PRECURSOR: batch.precursor_B}
+        if self.head == BINARY or self.sigmoid or (self.head == FINGERPRINT and self.measure == "bce"):
+            told_BK = told_BK.sigmoid()
+        known_BK = torch.where(batch.is_known_BK, self._in_units(batch.target_BK), torch.nan)
+        return {PREDICTION: self._in_units(told_BK), TARGET: known_BK}
 
     def metrics(self, outputs: Mapping[str, Sequence[Any]]) -> dict[str, float]:
-        """Return the errors over all known numbers; no figures if none is known.
+        """Return the figures of a split: errors, answers, bits or neighbours; none if nothing is known."""
+        if self.head == EMBEDDING:
+            return neighbour_figures(outputs[EMBEDDING], outputs[MOLECULE], outputs[PRECURSOR])
+        if self.head == FINGERPRINT:
+            return bit_figures(outputs[PREDICTION], outputs[TARGET], self.threshold)
+        names = self.names or tuple(str(place) for place in range(self.targets))
+        if self.head == BINARY:
+            return answer_figures(outputs[PREDICTION], outputs[TARGET], names, self.threshold)
+        return error_figures(outputs[PREDICTION], outputs[TARGET], names)
 
-        r2 is the part of the spread explained, of each target around its own mean; it needs targets that differ.
-        """
-        known_K, sum_K, squares_K, error_K, apart_K = (np.zeros(self.targets) for _ in range(5))
-        for predicted, target in zip(outputs[PREDICTION], outputs[TARGET], strict=True):
-            is_known_K = ~np.isnan(target)
-            target_K = np.where(is_known_K, target, 0.0).astype(np.float64)
-            off_K = np.where(is_known_K, predicted, 0.0) - target_K
-            known_K += is_known_K
-            sum_K += target_K
-            squares_K += target_K**2
-            error_K += off_K**2
-            apart_K += np.abs(off_K)
-        if not (known := known_K.sum()):
-            return {}
-        figures = {"mae": float(apart_K.sum() / known), "rmse": math.sqrt(error_K.sum() / known)}
-        spread = float((squares_K - sum_K**2 / np.maximum(known_K, 1)).sum())
-        is_spread = spread > 1e-12 * squares_K.sum()  # of equal numbers, rounding is left
-        return figures | ({"r2": 1 - float(error_K.sum()) / spread} if is_spread else {})
+    def publish(self, folder: Path, outputs: Mapping[str, Any], items: Iterable[Item], reading: Any) -> list[Path]:  # noqa: ARG002
+        """Write the embeddings as a library, and the matches of each spectrum in the library that is named."""
+        if self.head != EMBEDDING:
+            return []
+        return publish_library(folder, outputs, reading, self.library, self.top)
 
     def example(self, sizes: Sizes) -> SpectraBatch:
-        items, length = sizes[ITEMS], sizes[PEAKS] + 1
-        return SpectraBatch(
-            mz_BL=HEAVIEST * torch.rand(items, length),
-            intensity_BL=torch.rand(items, length),
-            real_BL=example_mask(items, length),
-            target_BK=torch.randn(items, self.targets),
-            is_known_BK=torch.ones(items, self.targets, dtype=torch.bool),
-            known=float(items * self.targets),
-        )
+        """Return a batch of these sizes."""
+        known = float(sizes[ITEMS] * (1 if self._counts_items else self.targets))
+        batch = example_batch(sizes, self.targets, masked=self.as_published, related=self.head == EMBEDDING)
+        return batch._replace(known=known)
+
+
+@dataclass(frozen=True)
+class SpectraContrast(SpectraFinetune):
+    """The task: each spectrum's positive must be found among all positives and negatives of a step (InfoNCE)."""
+
+    head: str = EMBEDDING
+    temperature: float = 0.05
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        above_zero(self, ("temperature",))
+        if self.head != EMBEDDING:
+            problem = f"embeddings are compared, and head is {self.head}"
+            raise ConfigError(problem, where=f"{WHERE}.head", remedy=f"--set {WHERE}.head={EMBEDDING}")
+
+    @property
+    def term(self) -> str:
+        """The name of what is summed."""
+        return "found"
+
+    def embed(self, model: nn.Module, batch: SpectraBatch) -> dict[str, Tensor]:
+        """Return the embeddings of each item, its positive and its negative; zeros where it lacks these."""
+        embedded_SD = model(batch.peaks)
+        items = len(batch.target_BK)
+        rows = {"anchor": embedded_SD[:items]}
+        for role, other_TD in zip(RELATED, _triplets(embedded_SD, batch)[1:], strict=True):
+            rows[role] = embedded_SD.new_zeros(items, embedded_SD.shape[1]).index_copy(0, batch.anchor_T, other_TD)
+        is_whole_B = torch.zeros_like(batch.molecule_B).index_fill(0, batch.anchor_T, 1)
+        return rows | {"is_whole": is_whole_B, MOLECULE: batch.molecule_B}
+
+    def contrast(self, model: nn.Module, embedded: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, float]]:  # noqa: ARG002
+        """Return the cross entropies of finding the positives, over all items of a step that have one."""
+        is_whole_B = embedded["is_whole"].bool()
+        anchor_BD, near_BD, far_BD = (at_least_single(embedded[role])[is_whole_B] for role in ("anchor", *RELATED))
+        error = found_error(anchor_BD, near_BD, far_BD, embedded[MOLECULE][is_whole_B], self.temperature)
+        return {self.term: (error, float(is_whole_B.sum()))}
+
+    def loss(self, model: nn.Module, batch: SpectraBatch) -> dict[str, tuple[Tensor, float]]:
+        """Return the loss of a single batch: the step's loss where it is the only one."""
+        return self.contrast(model, self.embed(model, batch))
+
+
+def _triplets(embedded_SD: Tensor, batch: SpectraBatch) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the embeddings of anchors, positives and negatives [T, D]."""
+    items, triplets = len(batch.target_BK), len(batch.anchor_T)
+    positive_TD, negative_TD = embedded_SD[items : items + triplets], embedded_SD[items + triplets :]
+    return embedded_SD[batch.anchor_T], positive_TD, negative_TD

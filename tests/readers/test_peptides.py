@@ -8,12 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.readers import peptides
+from pipeline.readers.peptide_text import residue_codes
 
 PEPTIDE = st.text(peptides.LETTERS, min_size=2, max_size=40)
 
 
 def test_masses_are_those_that_are_published() -> None:
-    residue_L = peptides.residue_codes("PEPTIDE")
+    residue_L = residue_codes("PEPTIDE")
     assert peptides.mass(residue_L) == pytest.approx(799.35996, abs=1e-5)
     assert peptides.b_ions(residue_L)[1] == pytest.approx(227.10263, abs=1e-5)
     assert peptides.y_ions(residue_L)[0] == pytest.approx(148.06043, abs=1e-5)
@@ -35,28 +36,92 @@ def test_every_letter_has_the_mass_of_its_atoms() -> None:
 
 @given(PEPTIDE)
 def test_letters_and_codes_are_each_other(text: str) -> None:
-    assert peptides.peptide_text(peptides.residue_codes(text)) == text
+    assert peptides.peptide_text(residue_codes(text)) == text
 
 
 @given(PEPTIDE)
 def test_each_beginning_and_its_end_weigh_the_whole_peptide(text: str) -> None:
-    residue_L = peptides.residue_codes(text)
+    residue_L = residue_codes(text)
     both_F = peptides.b_ions(residue_L) + peptides.y_ions(residue_L)[::-1]
     np.testing.assert_allclose(both_F, peptides.mass(residue_L) + 2 * peptides.PROTON)
 
 
-def test_fixed_modifications_weigh_on_their_letters_alone() -> None:
-    heavier = peptides.masses(carbamidomethyl=True, oxidised=True) - peptides.MASSES
-    shifts = dict(zip(peptides.LETTERS, heavier.tolist(), strict=True))
-    assert {letter: round(shift, 4) for letter, shift in shifts.items() if shift} == {"C": 57.0215, "M": 15.9949}
-    residue_L = peptides.residue_codes("MC")
-    each = peptides.masses(carbamidomethyl=True)
-    assert peptides.mass(residue_L, each) - peptides.mass(residue_L) == pytest.approx(57.021464)
+def test_modifications_weigh_what_unimod_says() -> None:
+    shifts = dict(zip(peptides.RESIDUES, peptides.DELTAS.tolist(), strict=True))
+    assert {name: round(shift, 6) for name, shift in shifts.items() if shift} == {
+        "M[Oxidation]": 15.994915,
+        "C[Carbamidomethyl]": 57.021464,
+        "N[Deamidated]": 0.984016,
+        "Q[Deamidated]": 0.984016,
+        "[Acetyl]-": 42.010565,
+        "[Carbamyl]-": 43.005814,
+        "[Ammonia-loss]-": -17.026549,
+        "[+25.979265]-": 25.979265,
+    }
+    assert peptides.mass(residue_codes("C[Carbamidomethyl]K")) - peptides.mass(residue_codes("CK")) == pytest.approx(
+        57.021464
+    )
 
 
 @pytest.mark.parametrize(
-    ("text", "named"), [("PEPTXDE", "'X'"), ("pep", "'p'"), ("M(+16)K", r"'\('"), ("", "at least")]
+    ("text", "proforma"),
+    [
+        ("LQAVTDDHIR", "LQAVTDDHIR"),
+        ("M+15.995DEELAAIVGVR", "M[Oxidation]DEELAAIVGVR"),
+        ("M(+15.99)DEELAAIVGVR", "M[Oxidation]DEELAAIVGVR"),
+        ("M[Oxidation]DEEL", "M[Oxidation]DEEL"),
+        ("M[oxidation]DEEL", "M[Oxidation]DEEL"),
+        ("M[U:Oxidation]DEEL", "M[Oxidation]DEEL"),
+        ("M[+15.9949]DEEL", "M[Oxidation]DEEL"),
+        ("GGC[UNIMOD:4]EAIV", "GGC[Carbamidomethyl]EAIV"),
+        ("GGC(+57.02)EAIV", "GGC[Carbamidomethyl]EAIV"),
+        ("GGC+57.021EAIV", "GGC[Carbamidomethyl]EAIV"),
+        ("N+0.984GIDTQ(+.98)K", "N[Deamidated]GIDTQ[Deamidated]K"),
+        ("N+0.984GIDTQ(+0.98)K", "N[Deamidated]GIDTQ[Deamidated]K"),
+        ("+42.011SDKPDMAEIEK", "[Acetyl]-SDKPDMAEIEK"),
+        ("(+42.01)SDK", "[Acetyl]-SDK"),
+        ("[Acetyl]-SDK", "[Acetyl]-SDK"),
+        ("[UNIMOD:1]-SDK/2", "[Acetyl]-SDK"),
+        ("S(+42.01)DK", "[Acetyl]-SDK"),
+        ("+43.006AEK", "[Carbamyl]-AEK"),
+        ("-17.027QAEELNR", "[Ammonia-loss]-QAEELNR"),
+        ("Q(-17.03)AEELNR", "[Ammonia-loss]-QAEELNR"),
+        ("+43.006-17.027QAEELNR", "[+25.979265]-QAEELNR"),
+        ("[+25.980265]-QAEELNR", "[+25.979265]-QAEELNR"),
+        ("[Acetyl]-M[Oxidation]K", "[Acetyl]-M[Oxidation]K"),
+        ("mzspec:PXD000561:Adult_Frontalcortex_bRP_Elite_85_f09:scan:17555:VLHPLEGAVVIIFK/2", "VLHPLEGAVVIIFK"),
+        ("mzspec:PXD1:a:scan:2:[UNIMOD:1]-M[UNIMOD:35]K/3", "[Acetyl]-M[Oxidation]K"),
+    ],
 )
-def test_a_letter_that_is_no_amino_acid_is_named(text: str, named: str) -> None:
+def test_peptides_are_read_however_they_are_written(text: str, proforma: str) -> None:
+    assert peptides.peptide_text(residue_codes(text)) == proforma
+
+
+@given(st.lists(st.sampled_from([name for name in peptides.RESIDUES if not name.endswith("-")]), min_size=1))
+def test_what_is_written_is_read_again(names: list[str]) -> None:
+    for before in ("", "[Acetyl]-", "[Carbamyl]-"):
+        text = before + "".join(names)
+        assert peptides.peptide_text(residue_codes(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("PEPTXDE", "'X'"),
+        ("pep", "'p'"),
+        ("", "at least"),
+        ("/2", "at least"),
+        ("[Acetyl]-", "has no letter"),
+        ("M(+17)K", r"M\(\+17\) is no known modification of M; known: M\[Oxidation\]"),
+        ("AS[Phospho]K", r"\[Phospho\] is no known modification; known: Oxidation, Carbamidomethyl"),
+        ("AK[Oxidation]", r"K\[Oxidation\] is no known modification of K; known: none"),
+        ("A[UNIMOD:0]K", "UNIMOD:0"),
+        ("+99.9AK", r"\+99.9 at the beginning of '\+99.9AK' is no known modification; known: \[Acetyl\]-"),
+        ("AM[Oxidation", r"'\['"),
+        ("mzspec:PXD1:run:scan:12", "tells no peptide"),
+        ("PEK-[Amidated]", "'-'"),
+    ],
+)
+def test_what_is_not_understood_is_named(text: str, named: str) -> None:
     with pytest.raises(ValueError, match=named):
-        peptides.residue_codes(text)
+        residue_codes(text)

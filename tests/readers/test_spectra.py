@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from pipeline.errors import ConfigError, DataError
 from pipeline.readers import made, mgf, peptides
+from pipeline.readers.peptide_text import residue_codes
 from pipeline.readers.spectra import Spectra
 from pipeline.records import Entry, Reason, Rejection
 from tests.readers import plainly
@@ -69,7 +70,7 @@ def test_keys_of_other_names_are_used_where_they_are_named(tmp_path: Path) -> No
     text = "BEGIN IONS\nSCANS=12\nFOLD=test\nPeptide=MK\nPRECURSOR_MZ=9\n1 1\nEND IONS"
     entry = only(read(tmp_path, text, id="scans", split="fold", peptide="PEPTIDE"))
     assert (entry.id, entry.split) == ("12", "test")
-    assert entry.arrays["peptide.residue"].tolist() == peptides.residue_codes("MK").tolist()
+    assert entry.arrays["peptide.residue"].tolist() == residue_codes("MK").tolist()
 
 
 def test_a_spectrum_without_title_charge_and_peptide_is_told_by_its_number(tmp_path: Path) -> None:
@@ -129,11 +130,25 @@ def test_a_bad_spectrum_is_rejected_by_line_and_the_others_are_read(
     assert detail in bad.detail
 
 
-@pytest.mark.parametrize("text", ["", "TARGET=x\n", "TARGET=nan\n", "TARGET=1e60\n"])
-def test_a_spectrum_without_its_target_is_rejected(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize("text", ["TARGET=x\n", "TARGET=inf\n", "TARGET=1e60\n"])
+def test_a_spectrum_whose_target_is_no_number_is_rejected(tmp_path: Path, text: str) -> None:
     (bad,) = read(tmp_path, f"BEGIN IONS\nPEPMASS=2\n{text}1 1\nEND IONS", target=("target",))
     assert isinstance(bad, Rejection)
     assert bad.detail.startswith("target is ")
+
+
+@pytest.mark.parametrize("text", ["", "TARGET=\n", "TARGET=nan\n", "TARGET=N/A\n"])
+def test_a_target_that_is_not_told_is_not_known(tmp_path: Path, text: str) -> None:
+    known = "BEGIN IONS\nPEPMASS=2\nTARGET=3\n1 1\nEND IONS\n"
+    found = read(tmp_path, f"{known}BEGIN IONS\nPEPMASS=2\n{text}1 1\nEND IONS", target=("target",))
+    assert only(found[:1]).arrays["target"].tolist() == [3.0]
+    assert np.isnan(only(found[1:]).arrays["target"]).all()
+
+
+def test_a_target_that_no_spectrum_has_is_told(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no spectrum has the header 'LOGP'") as caught:
+        read(tmp_path, GOOD, target=("logp",))
+    assert "data.options.target" in str(caught.value)
 
 
 def test_lines_that_belong_to_no_spectrum_are_counted_once_for_each_gap(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ BAD = {
     "infinite": ([[5, 6], [3, np.inf]], {}, "the intensity of peak 2 is inf"),
     "precursor": ([[5, 6], [3, 1]], {"precursor_mz": [np.nan]}, "the precursor's m/z is nan"),
     "charge": ([[5, 6], [3, 1]], {"charge": [np.nan]}, "the charge is nan"),
-    "target": ([[5, 6], [3, 1]], {"logp": [np.nan]}, "logp is nan"),
+    "target": ([[5, 6], [3, 1]], {"logp": [np.inf]}, "logp is inf"),
     "target of no number": ([[5, 6], [3, 1]], {"logp": ["high"]}, "logp is no number: 'high'"),
     "peptide": ([[5, 6], [3, 1]], {"sequence": ["PEpK"]}, "peptide PEpK: 'p' is no amino acid"),
 }

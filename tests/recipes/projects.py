@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import h5py
-import numpy as np
 import yaml
 
 from pipeline.config.load import read_config
@@ -23,11 +21,11 @@ from pipeline.memory.footprint import MemoryChoice, live_peak_bytes
 from pipeline.readers import made
 from pipeline.setup import checkup
 from pipeline.structures.synthetic import complex_pdb
+from pipeline.tasks.rna.made_pockets import write_pockets
 from tests.command import Command
 from tests.conftest import ROOT
 from tests.memory.tracing.traced import tracer
 from tests.projects import settle
-from tests.tasks.rna_pockets import pocket_pdb
 
 RECIPES = ROOT / "configs" / "recipes"
 SPLITS = ("train", "train", "train", "train", "val", "test")
@@ -83,9 +81,8 @@ COMPLEX = Recipe(
 )
 RNA = Recipe(
     "rna_ligand",
-    (*options(hidden_irreps="4x0e+2x1o", layers=2, output_dim=DIM),),
+    (*options(hidden_irreps="4x0e+2x1o", layers=2, output_dim=DIM, feature_width=8),),
     "rtx4090",
-    structures=True,
 )
 SPECTRA = Recipe(
     "spectra_finetune",
@@ -98,8 +95,8 @@ SPECTRA = Recipe(
 DENOVO = Recipe(
     "denovo_recursive",
     (
-        *options(width=16, heads=2, encoder_layers=1, decoder_layers=1, latent_steps=2, supervision_steps=2),
-        *options(max_peaks=20, bin_size=1.0, sigma=0.5),
+        *options(width=36, heads=2, encoder_layers=1, decoder_layers=1, latent_steps=2, supervision_steps=2),
+        *options(max_peaks=20),
         "train.effective_batch=4",
         "train.curriculum=[{epochs: 1, largest: {residues: 12}}]",
     ),
@@ -152,19 +149,11 @@ def _complexes(data: Path, items: int) -> None:
 
 
 def _pockets(data: Path, items: int) -> None:
-    """Write pockets with a ligand chain each, their manifest, and a target for each."""
-    write_random_checkpoint(data.parent / "weights" / "esm2_tiny.pt", layers=1, dim=DIM, heads=2)
-    rows = ["id,path,receptor_chains,ligand_chains,split"]
-    for number in range(items):
-        (data / f"p{number}.pdb").write_bytes(pocket_pdb(number, 12, 6))
-        rows.append(f"p{number},p{number}.pdb,A B,L,{SPLITS[number % len(SPLITS)]}")
-    (data / "pockets.csv").write_text("\n".join([*rows, ""]))
+    """Write made pockets of three ligands, the targets of their complexes, and the library."""
+    write_pockets(data, 2 * items, ligands=3, width=DIM, pairs=1)
     file = data.parent / "pipeline.yaml"
-    file.write_text(file.read_text().replace("targets: null", f"targets: {data / 'targets.h5'}"))
-    rng = np.random.default_rng(0)
-    with h5py.File(data / "targets.h5", "w") as targets:
-        targets["id"] = [f"p{number}" for number in range(items)]
-        targets["embedding"] = rng.normal(size=(items, DIM)).astype(np.float32)
+    for option, name in (("targets", "ligand_embeddings"), ("library", "ligand_library")):
+        file.write_text(file.read_text().replace(f"{option}: null", f"{option}: {data / name}.h5"))
 
 
 def _spectra(data: Path, items: int) -> None:

@@ -12,7 +12,6 @@ from tests.command import Command
 from tests.projects import settle
 from tests.recipes.conftest import Scanned
 from tests.recipes.projects import RNA, SPECTRA, ran, write
-from tests.structures.parsing.molecule_text import THEOPHYLLINE
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -65,19 +64,14 @@ def test_a_data_set_of_which_nothing_can_be_used_is_told_so(pipeline: Command, t
     assert "train.task" not in checked.err  # which is not to blame
 
 
-def test_a_ligand_with_an_unknown_element_is_rejected_by_name(pipeline: Command, tmp_path: Path) -> None:
+def test_a_pocket_whose_topology_is_damaged_is_rejected_by_name(pipeline: Command, tmp_path: Path) -> None:
     folder = write(RNA, tmp_path)
-    data = folder / "data"
-    (data / "odd.sdf").write_text(THEOPHYLLINE.replace("0.0080 N ", "0.0080 Xx"))
-    header = "id,receptor_path,ligand_path,receptor_chains,ligand_chains,split"
-    (data / "odd.csv").write_text(f"{header}\nodd,p0.pdb,odd.sdf,A B,,train\nplain,p1.pdb,plain.sdf,A B,,train\n")
-    (data / "plain.sdf").write_text(THEOPHYLLINE)
-    settle(data)
-    done = ran(pipeline, RNA.sets("data.path=data/odd.csv", "data.max_rejected_fraction=0.5"), stage="scan")
+    path = folder / "data" / "pockets" / "m003_L00_model0_rna.prmtop"
+    path.write_text(path.read_text().replace("%FLAG CHARGE", "%FLAG OTHER"))
+    settle(folder / "data")
+    done = ran(pipeline, RNA.sets("data.max_rejected_fraction=0.5"), stage="scan")
     assert done.code == 0, done.err
-    found = rejected_in(folder)
-    assert found.keys() == {"odd"}
-    assert "Xx" in found["odd"]
+    assert rejected_in(folder) == {"m003_L00_model0": "the topology has no %FLAG CHARGE"}
 
 
 @pytest.mark.parametrize("command", ["check", "submit"])

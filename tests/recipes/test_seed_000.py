@@ -16,7 +16,7 @@ from tests.recipes.projects import RNA, config_of, epochs_of, peak, planned, ran
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]  # they plan and train for real
 TASK = RnaLigand(hidden_irreps="8x0e+4x1o+2x2e", layers=4, output_dim=1536)
-SIZES = {"items": 2, "nodes": 100, "edges": 2000}
+SIZES = {"items": 2, "atoms": 100, "bonds": 220, "angles": 160, "dihedrals": 240, "near": 1200}
 
 
 @cache
@@ -76,8 +76,9 @@ def test_features_that_are_off_save_what_they_cost(feature: str) -> None:
 
 @pytest.mark.parametrize("feature", ["use_multi_hop", "use_nonbonded"])
 def test_edges_that_are_off_cost_nothing(feature: str) -> None:
-    item = {"nodes": 10, "edges": 40, "bond": 10, "angle": 8, "dihedral": 6, "near": 16, "cross": 3}
-    assert replace(TASK, **{feature: False}).cost(item)["edges"] < TASK.cost(item)["edges"]  # type: ignore[arg-type]
+    item = {"atoms": 10, "bonds": 10, "angles": 8, "dihedrals": 6, "near": 16}
+    off = replace(TASK, **{feature: False})  # type: ignore[arg-type]
+    assert sum(off.cost(item).values()) < sum(TASK.cost(item).values())
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2])
@@ -88,7 +89,7 @@ def test_a_batch_of_1_or_2_is_accumulated_to_8(pipeline: Command, scanned: Scann
     assert made["items_most"] <= micro_batch
 
 
-def test_the_guides_irreps_and_sizes_are_the_recipes() -> None:
+def test_the_published_irreps_and_sizes_are_the_recipes() -> None:
     task = RnaLigand(**config_of(RNA).train.options)
-    assert (task.hidden_irreps, task.layers, task.output_dim) == ("32x0e+16x1o+8x2e", 4, 1536)
+    assert (task.hidden_irreps, task.layers, task.output_dim) == ("32x0e+16x1o+8x2e", 6, 1536)
     assert all((task.use_multi_hop, task.use_nonbonded, task.use_gate, task.use_layer_norm))

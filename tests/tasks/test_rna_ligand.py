@@ -1,8 +1,11 @@
-"""The equivariant task: what turns and what does not, alone and in a batch, and that it learns."""
+"""The task of RNA and ligands: what it sees, losses, batches, what it says of pockets, and what it takes."""
 
 from __future__ import annotations
 
+import csv
+import gc
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -10,180 +13,166 @@ import torch
 from scipy.spatial.transform import Rotation
 from torch.utils._pytree import tree_leaves
 
-from pipeline.errors import ConfigError
-from pipeline.graphs.build_graph import build_graph
-from pipeline.protocol import ITEMS, Example, Outputs
-from pipeline.records import Role
+from pipeline.errors import ConfigError, DataError
+from pipeline.memory.footprint import MemoryChoice, live_peak_bytes
+from pipeline.protocol import ITEMS, Contrastive, Example, Outputs, Published, Publishes, ReadsFiles
 from pipeline.runs.model.task_contract import breaches
+from pipeline.tasks.rna_ligand import RnaLigand, RnaLigandContrast
+from pipeline.training.evaluating.evaluator import TaskOutputs
+from pipeline.training.evaluating.outputs import GatheredOutputs, OutputWriter
 from pipeline.training.step.checkpointing import repeated
+from pipeline.training.step.contrastive import make_step
 from pipeline.training.step.optimizers import StepSettings
 from pipeline.training.step.step import Step
-from tests.graphs.complexes import moved, shared_complex
+from tests.limited import device
+from tests.limited.device import LimitedDevice
+from tests.memory.tracing.traced import tracer, true_peak
 from tests.tasks.items import double
-from tests.tasks.rna_items import RECIPE, by_item, made
-from tests.tasks.rna_models import (
-    NOTHING,
-    RNG,
-    SIZES,
-    SMALL,
-    TINY,
-    collated,
-    model_of,
-    new_model,
-    three,
-)
+from tests.tasks.reader_items import batch_of
+from tests.tasks.rna.conftest import learned, targets
+from tests.tasks.rna.made import DIM, IDS, RNG, SIZES, SMALL, by_key, collated, model_of, pocket, three
 
-pytest.importorskip("e3nn")
+__all__ = ["learned", "targets"]
 pytestmark = pytest.mark.usefixtures("one_thread")
+PLAIN = MemoryChoice()
+VARIANTS = {
+    "as it is": {},
+    "no gate": {"use_gate": False},
+    "no norm": {"use_layer_norm": False},
+    "no near pairs": {"use_nonbonded": False},
+    "bonds alone": {"use_nonbonded": False, "use_multi_hop": False},
+    "basic layers": {"use_improved_layers": False},
+    "one weight an atom": {"num_attention_heads": 0},
+    "lengths alone": {"use_enhanced_invariants": False},
+    "vectors alone": {"hidden_irreps": "8x0e+4x1o"},
+    "scalars alone": {"hidden_irreps": "8x0e"},
+    "tensors alone": {"hidden_irreps": "8x0e+2x2e"},
+    "version 2": {"version": 2},
+}
+
+
+def layouts(batch):
+    tensors = [one for one in tree_leaves(batch) if isinstance(one, torch.Tensor)]
+    return [(one.shape, one.dtype, one.is_contiguous()) for one in tensors]
+
+
+def contrasted(task, **more):
+    return RnaLigandContrast(**vars(task) | more)
 
 
 # ---- what it is ----
 
 
 def test_it_has_all_that_a_task_may_have():
-    assert isinstance(SMALL, Example)
-    assert isinstance(SMALL, Outputs)
+    for what in (Example, Outputs, Publishes, ReadsFiles):
+        assert isinstance(SMALL, what)
+    assert not isinstance(SMALL, Contrastive)
+    assert isinstance(contrasted(SMALL), Contrastive)
+    assert isinstance(SMALL.model(), Published)
 
 
-def test_it_keeps_the_contract(learned):
-    task = replace(TINY, targets=learned.targets, cosine=0.5)
-    assert list(breaches(task, dict(SIZES[0]), three())) == []
+@pytest.mark.parametrize("options", [{}, {"loss_by": "cosine_mse", "num_attention_heads": 0, "version": 2}])
+def test_it_keeps_the_contract(learned, options):
+    task = replace(learned, **options)
+    assert list(breaches(task, dict(SIZES[0]), three(), item_sizes=())) == []
+
+
+def test_by_infonce_it_keeps_the_contract(learned):
+    assert list(breaches(contrasted(learned), dict(SIZES[0]), three(), item_sizes=())) == []
 
 
 def test_cost_is_of_one_item_or_of_whole_columns():
-    sizes = made(0).sizes()
-    cost = SMALL.cost(sizes)
-    assert cost == {"nodes": sizes["nodes"], "edges": sizes["edges"] + 2 * sizes["cross"]}
+    sizes = {"atoms": 5, "bonds": 4, "angles": 3, "dihedrals": 2, "near": 6}
+    assert SMALL.cost(sizes) == {"atoms": 5, "bonds": 8, "angles": 3, "dihedrals": 2, "near": 12}
+    assert replace(SMALL, use_nonbonded=False, use_multi_hop=False).cost(sizes) == {"atoms": 5, "bonds": 8}
     columns = {name: np.array([size, 2 * size]) for name, size in sizes.items()}
-    assert SMALL.cost(columns)["edges"].tolist() == [cost["edges"], 2 * cost["edges"]]
+    assert SMALL.cost(columns)["near"].tolist() == [12, 24]
 
 
-def test_cost_before_graphs_are_built_says_what_to_set():
-    with pytest.raises(ConfigError, match=r"graph\.cache=true"):
-        SMALL.cost({"nodes": 3, "receptor": 2, "ligand": 1, "pairs": 2, "residues": 2})
-
-
-@pytest.mark.parametrize("task", [SMALL, replace(SMALL, **NOTHING), replace(SMALL, use_multi_hop=False)])
-@pytest.mark.parametrize("recipe", [RECIPE, replace(RECIPE, hops=1), replace(RECIPE, atom_radius=None, hops=1)])
-def test_an_example_of_the_cost_of_items_has_the_shapes_of_their_batch(task, recipe):
-    graphs = [made(0, recipe=recipe), made(1, 4, recipe=recipe)]
-    costs = [task.cost(graph.sizes()) for graph in graphs]
-    sizes = {name: sum(cost[name] for cost in costs) for name in costs[0]} | {ITEMS: 2}
-    wanted, got = ([(one.shape, one.dtype) for one in tree_leaves(batch) if isinstance(one, torch.Tensor)]
-                   for batch in (collated(*graphs, task=task), task.example(sizes)))  # fmt: skip
-    assert got == wanted
+@pytest.mark.parametrize("task", [SMALL, replace(SMALL, use_nonbonded=False), replace(SMALL, use_multi_hop=False)])
+def test_an_example_of_the_cost_of_items_has_the_shapes_of_their_batch(task):
+    pockets = [pocket(0), pocket(1, 2)]
+    sizes = [{name.partition(".")[0]: len(array) for name, array in one.items()} for one in pockets]
+    costs = [task.cost(one) for one in sizes]
+    example = task.example({name: sum(cost[name] for cost in costs) for name in costs[0]} | {ITEMS: 2})
+    assert layouts(example) == layouts(collated(*pockets, task=task))
 
 
 def test_layers_are_found_and_may_run_again_in_backward(learned):
     assert set(repeated(learned.model())) == {"layers.0", "layers.1"}
-    plain, again = (gradients(learned, [three()], checkpointing=checkpointing) for checkpointing in (False, True))
+    plain, again = (trained_by(learned, [three()], checkpointing=checkpointing) for checkpointing in (False, True))
     assert max_difference(plain, again) < 1e-12
-
-
-# ---- the made pockets ----
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_a_made_pocket_is_as_dense_as_a_real_one_and_nothing_in_it_clashes(seed):
-    graph = made(seed, 46, 24)
-    rna, ligand = graph.parts
-    lengths = {kind: np.linalg.norm(np.subtract(*rna.nodes["pos"][rna.edges[kind]]), axis=-1) for kind in rna.edges}
-    assert 1.2 < lengths["bond"].min() < lengths["bond"].max() < 1.62
-    assert lengths["near"].min() > 2.5
-    assert 23 < sum(map(len, lengths.values())) / rna.size < 28  # 25.7 in 4P5J
-    assert ligand.size == 24
-    assert ligand.edges["bond"].shape[1] > 2 * 24  # rings
-    assert graph.labels["contact_nearest"].min() > 2.9
 
 
 # ---- what it sees ----
 
 
-def turned(graph, turn_33, shift_3):
-    """Return a graph in double precision, elsewhere; where its partners' centres are is part of it."""
-    parts = []
-    for part in graph.parts:
-        pos_N3 = part.nodes["pos"].astype(np.float64) @ turn_33.T
-        parts.append(replace(part, nodes=part.nodes | {"pos": pos_N3}, centre_3=part.centre_3 @ turn_33.T + shift_3))
-    return replace(graph, parts=tuple(parts))
+def turned(batch, turn_33, shift_3):
+    turn = torch.from_numpy(turn_33)
+    return batch._replace(pos_N3=batch.pos_N3 @ turn.T + torch.from_numpy(shift_3))
 
 
-IRREPS = [SMALL.hidden_irreps, "4x0e+4x0o+2x1o+2x1e", "2x3o+4x0e+3x1o+2x0e"]
-TASKS = [replace(SMALL, hidden_irreps=irreps) for irreps in IRREPS]
-TASKS += [replace(TINY, product="full"), replace(TINY, **NOTHING)]
-
-
-@pytest.mark.parametrize("task", TASKS)
-def test_turning_and_moving_an_item_changes_nothing(task):
-    model = model_of(task, torch.float64)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_turning_moving_or_mirroring_a_pocket_changes_nothing(variant):
+    task = replace(SMALL, **VARIANTS[variant])
+    model, batch = model_of(task), double(collated(pocket(0), pocket(1, 2), task=task))
+    here = model(batch)
     turn_33 = Rotation.random(random_state=1).as_matrix()
-    here, there = (
-        model(double(collated(turned(made(0), *how), task=task)))
-        for how in ((np.eye(3), np.zeros(3)), (turn_33, np.array([5.0, -40.0, 13.0])))
-    )
     assert here.std() > 1e-2
-    assert torch.allclose(here, there, rtol=0, atol=1e-10)
+    assert (model(turned(batch, turn_33, np.array([5.0, -40.0, 13.0]))) - here).abs().max() < 1e-9
+    if task.use_multi_hop and task.version > 2:  # the sine of a dihedral tells a pocket from its mirror image
+        assert (model(turned(batch, -turn_33, np.zeros(3))) - here).abs().max() > 1e-6
 
 
-def test_in_single_precision_it_is_turned_without_harm(shared_structures):
-    """As a file would have it: read elsewhere, its graph built anew."""
-    read = shared_complex(shared_structures / "varied" / "4p5j.cif")
-    away = moved(read, Rotation.random(random_state=2).as_matrix(), np.array([30.0, -20.0, 10.0]))
-    model = model_of()
-    with torch.no_grad():
-        here, there = (model(collated(build_graph(one, RECIPE))) for one in (read, away))
-    assert torch.allclose(here, there, rtol=0, atol=1e-4)
+def test_the_published_norm_is_not_like_that():
+    task = replace(SMALL, as_published=True)
+    model, batch = model_of(task), double(collated(pocket(0), task=task))
+    turn_33 = Rotation.random(random_state=1).as_matrix()
+    assert (model(turned(batch, turn_33, np.zeros(3))) - model(batch)).abs().max() > 1e-3
 
 
-def test_only_scalars_that_a_mirror_turns_round_tell_an_item_from_its_mirror_image():
-    mirror = np.diag([-1.0, 1.0, 1.0])
-    apart = {}
-    for irreps in (SMALL.hidden_irreps, "4x0o+8x0e+4x1o+4x1e"):
-        task = replace(SMALL, hidden_irreps=irreps, layers=3)
-        model = model_of(task, torch.float64)
-        one, other = (
-            model(double(collated(turned(made(0), turn, np.zeros(3)), task=task))) for turn in (np.eye(3), mirror)
-        )
-        apart[irreps] = float((one - other).detach().abs().max())
-    even, odd = apart.values()
-    assert even < 1e-10 < 1e-6 < odd
+@pytest.mark.parametrize("kind", ["bonds", "angles", "dihedrals", "near"])
+def test_entries_are_those_of_the_reader_and_each_kind_is_seen(kind):
+    items = three()
+    batch, model = double(SMALL.collate(items, RNG)), model_of()
+    atoms, mine = len(items[0].values["atoms.pos"]), getattr(batch, kind)
+    own = (mine.atom_PE >= atoms).all(0) & (mine.atom_PE < atoms + len(items[1].values["atoms.pos"])).all(0)
+    told = items[1].values[f"{kind}.atom"].long() + atoms
+    wanted = torch.cat([told, told.flip(1)]) if kind in ("bonds", "near") else told
+    assert torch.equal(mine.atom_PE[:, own].T, wanted)
+    other = mine._replace(constant_EK=mine.constant_EK + 0.5)
+    apart = model(batch) - model(batch._replace(**{kind: other}))
+    assert apart.abs().max() > 1e-6
 
 
-@pytest.mark.parametrize("which", [0, 1])
-def test_a_partner_that_moves_alone_is_seen_across(which):
-    graph, model = made(0), model_of()
-    parts = list(graph.parts)
-    parts[which] = replace(parts[which], centre_3=parts[which].centre_3 + np.array([0.0, 0.5, 0.5]))
-    apart = model(collated(graph)) - model(collated(replace(graph, parts=tuple(parts))))
-    assert apart.abs().max() > 1e-5
+def test_phases_are_turns_of_a_circle_and_degrees_only_for_published_weights():
+    told = torch.from_numpy(pocket(0)["dihedrals.constant"])
+    mended, published = (
+        collated(pocket(0), task=replace(SMALL, as_published=as_published)).dihedrals.constant_EK
+        for as_published in (False, True)
+    )
+    assert torch.equal(published, told)
+    assert set(mended[:, 2].round(decimals=5).tolist()) == {0.0, 0.5}
+    assert torch.equal(mended[:, :2], told[:, :2])
 
 
-def test_partners_that_no_edge_joins_do_not_see_how_they_stand():
-    graph, task = made(0), replace(SMALL, use_nonbonded=False)
-    ligand = replace(graph.parts[1], centre_3=graph.parts[1].centre_3 + 3.0)
-    model = model_of(task)
-    one, other = (collated(one, task=task) for one in (graph, replace(graph, parts=(graph.parts[0], ligand))))
-    assert torch.allclose(model(one), model(other), atol=1e-5)
+def test_features_are_measured_by_a_file_and_the_model_carries_it(tmp_path):
+    np.savez(tmp_path / "n.npz", mean=np.array([0.1, 5, 10]), std=np.array([0.5, 3, 7]))
+    task = replace(SMALL, feature_norm=str(tmp_path / "n.npz"))
+    model, plain = model_of(task, torch.float32), model_of(dtype=torch.float32)
+    batch = collated(pocket(0))
+    assert task.files_read() == [tmp_path / "n.npz"]
+    assert not torch.allclose(model(batch), plain(batch), atol=1e-3)
+    plain.load_state_dict(model.state_dict())
+    assert torch.equal(model(batch), plain(batch))
 
 
-def test_a_pocket_alone_is_an_item():
-    part = replace(made(0).parts[0], role=Role.WHOLE)
-    batch = collated(replace(made(0), parts=(part,), cross={}, labels={}), made(1))
-    assert batch.side_N.unique().tolist() == [0, 1, 2]
-    assert torch.isfinite(model_of()(batch)).all()
-
-
-def test_edges_are_those_of_the_graph_by_kind():
-    graph, batch = made(0), collated(made(1), made(0))
-    sizes, first = graph.sizes(), made(1).sizes()["nodes"]
-    mine = batch.from_E >= first
-    assert torch.equal(mine, batch.to_E >= first)
-    counts = torch.bincount(batch.kind_E[mine], minlength=4).tolist()
-    near = sizes["near"] + 2 * sizes["cross"]
-    assert counts == [sizes["bond"], sizes["angle"], sizes["dihedral"], near]
-    apart_E = (batch.pos_N3[batch.from_E] - batch.pos_N3[batch.to_E]).norm(dim=-1)
-    assert apart_E[batch.kind_E == 0].max() < 2.0
-    assert apart_E[batch.kind_E == 3].max() < 5.001
+def test_a_pocket_without_angles_or_near_pairs_is_an_item():
+    alone = dict(pocket(0))
+    for kind in ("angles", "dihedrals", "near"):
+        for name in ("atom", "constant"):
+            alone[f"{kind}.{name}"] = alone[f"{kind}.{name}"][:0]
+    assert torch.isfinite(model_of(dtype=torch.float32)(collated(alone))).all()
 
 
 # ---- batches ----
@@ -199,35 +188,58 @@ def test_an_item_has_the_same_outputs_alone_and_in_a_batch(dtype, tolerance):
         assert torch.allclose(together[place], alone, rtol=0, atol=tolerance)
 
 
-def gradients(task, batches, **settings):
-    step = Step(
-        task,
-        StepSettings(optimizer="sgd", **settings),
-        model=new_model(task, torch.float64) if settings else model_of(task, torch.float64),
-    )
+def trained_by(task, batches, **settings):
+    step = Step(task, StepSettings(optimizer="sgd", learning_rate=0.1, **settings), model=model_of(task))
     made_batches = [double(task.collate(items, RNG)) for items in batches]
     weights = step.weights(made_batches)
     for batch in made_batches:
         step.accumulate(batch, weights)
-    found = [torch.zeros_like(one) if one.grad is None else one.grad.clone() for one in step.trained]
     step.update(weights)
-    return [*found, *(one.detach().clone() for one in step.trained)]
+    return [one.detach().clone() for one in step.trained]
 
 
 def max_difference(ones, others):
     return max(float((one - other).abs().max()) for one, other in zip(ones, others, strict=True))
 
 
-def test_a_step_is_the_same_however_its_items_are_cut(tmp_path, targets):
-    del targets["b"]
-    task = replace(SMALL, cosine=0.5, targets_missing="skip", targets=by_item(tmp_path / "two.h5", targets))
+@pytest.mark.parametrize("loss_by", ["mse", "cosine", "cosine_mse"])
+def test_a_step_is_the_same_however_its_items_are_cut(tmp_path, targets, loss_by):
+    del targets["2bbb_FMN"]
+    task = replace(SMALL, loss_by=loss_by, targets_missing="skip", targets=by_key(tmp_path / "one.h5", targets))
     first, *others = three()
-    trained = [gradients(task, cut)[-30:] for cut in ([three()], [[first], others], [[one] for one in three()])]
+    trained = [trained_by(task, cut) for cut in ([three()], [[first], others], [[one] for one in three()])]
+    assert max_difference(trained[0], [one.detach() for one in model_of(task).parameters()]) > 1e-4
     assert max(max_difference(trained[0], other) for other in trained[1:]) < 1e-10
 
 
+def test_by_infonce_a_step_is_the_same_however_its_items_are_cut(learned):
+    task = contrasted(learned)
+    found = []
+    for cut in ([three()], [[one] for one in three()]):
+        step = make_step(task, StepSettings(optimizer="sgd", learning_rate=0.1), model=model_of(task))
+        step.run([double(task.collate(items, RNG)) for items in cut])
+        found.append([one.detach().clone() for one in step.trained])
+    assert max_difference(found[0], [one.detach() for one in model_of(task).parameters()]) > 1e-3
+    assert max_difference(*found) < 1e-10
+
+
+def test_two_models_of_one_complex_are_no_negatives_of_each_other(learned):
+    vectors = torch.nn.functional.normalize(torch.randn(3, DIM, dtype=torch.float64, generator=torch.manual_seed(0)))
+    targets_BD = SMALL.example({"atoms": 3, ITEMS: 3}).target_BD.double()
+    targets_BD[1] = targets_BD[0]
+    rows = {"embedding": vectors, "target": targets_BD}
+    ((mended, _),) = contrasted(learned).contrast(None, rows).values()
+    ((published, _),) = contrasted(learned, as_published=True).contrast(None, rows).values()
+    logits = vectors @ torch.nn.functional.normalize(targets_BD).T / 0.07
+    rest = [[0, 2], [1, 2], [0, 1, 2]]
+    missed = [(logits[at, those].logsumexp(0) + logits[those, at].logsumexp(0)) / 2 - logits[at, at]
+              for at, those in enumerate(rest)]  # fmt: skip
+    assert float(mended) == pytest.approx(float(sum(missed)))
+    assert float(published) > float(mended) + 0.5
+
+
 def test_half_precision_leaves_what_turns_in_single(learned):
-    batch, model = learned.collate(three(), RNG), model_of(learned)
+    batch, model = learned.collate(three(), RNG), model_of(learned, torch.float32)
     with torch.no_grad():
         plain = learned.loss(model, batch)["target"][0]
         with torch.autocast("cpu", torch.bfloat16):
@@ -236,17 +248,225 @@ def test_half_precision_leaves_what_turns_in_single(learned):
     assert float(half) == pytest.approx(float(plain), rel=0.02)
 
 
-# ---- it learns ----
-
-
 def test_it_overfits_three_pockets(learned):
-    task = replace(TINY, targets=learned.targets)
     torch.manual_seed(0)
-    step = Step(task, StepSettings(learning_rate=1e-2, clip=1.0))
-    batch = task.collate(three(), RNG)
-    for _ in range(40):
+    step = Step(learned, StepSettings(learning_rate=1e-2, clip=1.0))
+    batch = learned.collate(three(), RNG)
+    for _ in range(120):
         step.run([batch])
     with torch.no_grad():
-        found = task.outputs(step.model, batch)
-    figures = task.metrics({name: [one.numpy() for one in values] for name, values in found.items()})
+        found = learned.outputs(step.model, batch)
+    figures = learned.metrics({name: [one.numpy() for one in values] for name, values in found.items()})
     assert figures["cosine"] > 0.95
+
+
+# ---- targets ----
+
+
+def test_models_of_a_complex_have_the_target_of_the_complex(learned, targets):
+    batch = learned.collate(three(), RNG)
+    wanted = [targets["1aaa_ARG"], targets["1aaa_ARG"], targets["2bbb_FMN"]]
+    assert np.array_equal(batch.target_BD.numpy(), np.stack(wanted))
+    assert learned.loss(model_of(dtype=torch.float32), batch)["target"][1] == 3.0
+
+
+def test_targets_are_measured_by_a_file_where_one_is_named(tmp_path, learned, targets):
+    np.savez(tmp_path / "t.npz", mean=np.full(DIM, 2.0), std=np.full(DIM, 4.0))
+    batch = replace(learned, target_norm=str(tmp_path / "t.npz")).collate(three(), RNG)
+    assert np.allclose(batch.target_BD[0].numpy(), (targets["1aaa_ARG"] - 2) / 4)
+
+
+def test_an_item_without_a_target_is_named_with_the_file_and_how_many_it_has(learned):
+    with pytest.raises(DataError, match=r"3ccc_GTP or GTP has no target in .*targets\.h5, which has 2 ids") as caught:
+        collated(pocket(0), task=learned, ids=["3ccc_GTP"])
+    assert "targets_missing=skip" in caught.value.remedy
+
+
+def test_items_without_a_target_have_no_weight_where_they_are_skipped(learned):
+    task = replace(learned, targets_missing="skip")
+    items = batch_of([pocket(0), pocket(1)], [IDS[0], "elsewhere"]).items[:]
+    model = model_of(task, torch.float32)
+    with torch.no_grad():
+        total, weight = task.loss(model, task.collate(items, RNG))["target"]
+        alone, _ = task.loss(model, task.collate(items[:1], RNG))["target"]
+        found = task.outputs(model, task.collate(items, RNG))
+    assert weight == 1.0
+    assert float(total) == pytest.approx(float(alone), rel=1e-4)
+    assert [one.numel() for one in found["embedding"]] == [DIM, DIM]
+    assert [one.numel() for one in found["target"]] == [DIM, 0]
+
+
+def test_training_without_targets_says_what_to_set_and_predicting_does_not_need_them():
+    batch, model = collated(pocket(0)), model_of(dtype=torch.float32)
+    with pytest.raises(ConfigError, match="no targets are named") as caught:
+        SMALL.loss(model, batch)
+    assert caught.value.where == "train.options.targets"
+    found = SMALL.outputs(model, batch)
+    assert found["embedding"][0].shape == (DIM,)
+    assert SMALL.metrics({name: [one.detach().numpy() for one in values] for name, values in found.items()}) == {}
+
+
+# ---- what it says of pockets ----
+
+
+def ranked(tmp_path, metric="euclidean"):
+    """A task with a library in which the vector of pocket 0 stands for ARG."""
+    vector_D = model_of(dtype=torch.float32)(collated(pocket(0)))[0].detach().numpy()
+    others = {f"L{place}": vector_D + place + 1 for place in range(20)}
+    path = by_key(tmp_path / "library.h5", {**others, "ARG": vector_D + 2.5})
+    return replace(SMALL, library=path, distance=metric, top=3)
+
+
+def test_with_a_library_ranks_and_how_well_ligands_are_found_are_told(tmp_path):
+    task = ranked(tmp_path)
+    batch = task.collate(batch_of([pocket(0), pocket(0), pocket(0)], [*IDS[:2], "9zzz_XYZ"]).items[:], RNG)
+    with torch.no_grad():
+        outputs = task.outputs(model_of(dtype=torch.float32), batch)
+    assert [float(rank) for rank in outputs["rank"]] == pytest.approx([3.0, 3.0, np.nan], nan_ok=True)
+    figures = task.metrics({name: [one.numpy() for one in values] for name, values in outputs.items()})
+    assert figures["median_rank"] == 3.0
+    assert (figures["recall_at_1"], figures["recall_at_5"]) == (0.0, 1.0)
+    assert (figures["hit_top_5_percent"], figures["hit_top_20_percent"]) == (0.0, 1.0)
+
+
+def test_predictions_are_a_table_of_the_nearest_ligands_of_each_pocket(tmp_path):
+    task = ranked(tmp_path)
+    batch = task.collate(batch_of([pocket(0), pocket(1)], IDS[:2]).items[:], RNG)
+    with torch.no_grad(), OutputWriter(tmp_path / "parts", 0) as writer:
+        writer.add(IDS[:2], [0, 1], task.outputs(model_of(dtype=torch.float32), batch))
+    (table,) = task.publish(tmp_path, TaskOutputs(GatheredOutputs(tmp_path / "parts")), (), None)
+    with table.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0]) == ["query", "rank", "ligand_id", "distance", "metric"]
+    assert [row["query"] for row in rows] == [IDS[0]] * 3 + [IDS[1]] * 3
+    assert [row["ligand_id"] for row in rows[:3]] == ["L0", "L1", "ARG"]
+    assert [int(row["rank"]) for row in rows] == [1, 2, 3] * 2
+    assert float(rows[0]["distance"]) == pytest.approx(DIM**0.5, rel=1e-4)
+    assert {row["metric"] for row in rows} == {"euclidean"}
+
+
+def test_without_a_library_there_is_no_table(tmp_path):
+    assert SMALL.publish(tmp_path, {}, (), None) == []
+
+
+def test_a_library_of_another_width_is_refused_with_what_to_set(tmp_path):
+    path = by_key(tmp_path / "library.h5", {"ARG": np.ones(DIM + 1, np.float32)})
+    with pytest.raises(ConfigError, match="have 9 numbers, the model gives 8") as caught:
+        replace(SMALL, library=path).outputs(model_of(dtype=torch.float32), collated(pocket(0), ids=IDS[:1]))
+    assert caught.value.remedy == "--set train.options.output_dim=9"
+
+
+def test_figures_are_means_over_the_items_that_have_a_target():
+    one, other = np.array([3.0, 4.0], np.float32), np.array([0.0, 2.0], np.float32)
+    found = {"embedding": [one, one, other], "target": [one, other, other[:0]]}
+    assert SMALL.metrics(found) == pytest.approx({"cosine": (1 + 0.8) / 2, "mse": (0 + (9 + 4) / 2) / 2})
+
+
+# ---- bad input ----
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"layers": 0}, "layers"),
+        ({"output_dim": 0}, "output_dim"),
+        ({"loss_by": "huber"}, "loss_by"),
+        ({"targets_missing": "x"}, "targets_missing"),
+        ({"distance": "manhattan"}, "distance"),
+        ({"angle_weight": float("nan")}, "angle_weight"),
+        ({"dropout": 1.0}, "dropout"),
+        ({"num_attention_heads": 3}, "num_attention_heads"),
+        ({"version": 4}, "version"),
+        ({"norm_type": "rms"}, "norm_type"),
+        ({"hidden_irreps": "16x1o"}, "hidden_irreps"),
+        ({"hidden_irreps": "8x0e+2x3o"}, "hidden_irreps"),
+        ({"hidden_irreps": "8x0e+8x0e"}, "hidden_irreps"),
+        ({"targets": "targets.h5"}, "targets"),
+        ({"library": "$PWD/library.h5"}, "library"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options, name):
+    with pytest.raises(ConfigError) as caught:
+        RnaLigand(**options)
+    assert caught.value.where == f"train.options.{name}"
+    assert caught.value.exit_code == 2
+
+
+def test_by_infonce_no_pocket_may_be_without_a_target():
+    with pytest.raises(ConfigError, match="each must have a target"):
+        RnaLigandContrast(targets_missing="skip")
+
+
+def test_items_of_another_reader_are_refused_by_name():
+    with pytest.raises(ConfigError, match=r"reads RNA pockets .* item0 has peaks\.mz") as caught:
+        collated({"peaks.mz": np.ones(3, np.float32)})
+    assert "data.reader=pipeline.tasks.rna.pocket_reader:RnaPockets" in caught.value.remedy
+    with pytest.raises(ConfigError, match="reads RNA pockets"):
+        SMALL.cost({"nodes": 3, "edges": 4})
+
+
+# ---- what it takes ----
+
+
+@cache
+def traced(task):
+    return tracer(task, least=SIZES[0], clip=1.0)
+
+
+def planned(task, sizes, choice=PLAIN, *, times=1):
+    oracle = traced(task)
+    return live_peak_bytes(oracle.standing(choice), oracle.micro(choice, sizes), accumulate=times > 1)
+
+
+@pytest.mark.parametrize("name", ["use_multi_hop", "use_nonbonded"])
+def test_entries_that_are_switched_off_are_not_there_and_cost_nothing(name):
+    off = replace(SMALL, **{name: False})
+    batch = collated(pocket(0), task=off)
+    kinds = ("angles", "dihedrals") if name == "use_multi_hop" else ("near",)
+    assert all(getattr(batch, kind).atom_PE.shape[1] == 0 for kind in kinds)
+    assert planned(off, SIZES[1]) < planned(SMALL, SIZES[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("task", "size"),
+    [
+        (SMALL, 0),
+        (SMALL, 1),
+        (SMALL, 2),
+        (replace(SMALL, num_attention_heads=0, use_gate=False, loss_by="cosine_mse"), 1),
+        (replace(SMALL, as_published=True), 1),
+    ],
+)
+def test_the_planner_traces_it_to_two_thousandths_of_what_it_takes(task, size):
+    device.need()
+    for times in (1, 2):
+        predicted = planned(task, SIZES[size], times=times)
+        assert predicted == pytest.approx(true_peak(task, SIZES[size], times, clip=1.0), rel=0.002)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("choice", [MemoryChoice(checkpointing=True), MemoryChoice(precision="bf16")])
+def test_remedies_are_planned_as_well(choice):
+    device.need()
+    truth = true_peak(SMALL, SIZES[1], choice=choice, clip=1.0)
+    assert planned(SMALL, SIZES[1], choice) == pytest.approx(truth, rel=0.01)
+
+
+def test_memory_between_steps_is_the_same_after_three_epochs_of_batches_of_many_sizes(learned):
+    device.need()
+    pockets = [pocket(0), pocket(1, 2), pocket(2), pocket(3, 2)]
+    task = replace(learned, targets_missing="skip")
+    gc.disable()  # nothing waits for the collector either
+    try:
+        with LimitedDevice() as limited:
+            step = Step(task, StepSettings(clip=1.0))
+            levels = []
+            for epoch in range(3):
+                for count in (1 + np.random.default_rng(epoch).permutation(len(pockets))).tolist():
+                    step.run([collated(*pockets[:count], task=task, ids=[*IDS, "d"][:count])])
+                    levels.append(limited.live_bytes)
+    finally:
+        gc.enable()
+    assert levels == [levels[0]] * len(levels)
+    assert levels[0] > 0

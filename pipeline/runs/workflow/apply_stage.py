@@ -26,7 +26,7 @@ from pipeline.project.task_code import TaskCode, task_code
 from pipeline.protocol import Publishes
 from pipeline.records import Rejection
 from pipeline.runs.dataset.loading import made_table, rows_of, source_of
-from pipeline.runs.dataset.reader_items import unmade
+from pipeline.runs.dataset.reader_items import is_reader, reader_of, unmade
 from pipeline.runs.dataset.worklist import Shard, StageSurvey, frozen_items
 from pipeline.runs.model.prepare import code_of, digest_of_files, folder_of, pathless, prepare
 from pipeline.runs.model.rank_setup import device_here, join_ranks, log_line, staged
@@ -354,7 +354,8 @@ class ApplyStage(Stage):
 
         def publish(where: Path, outputs: Mapping[str, Any]) -> Iterable[Path]:
             items = (entry for entry in frozen_items(project, folder) if not isinstance(entry, Rejection))
-            return work.task.publish(where, outputs, items, project.recipe)  # type: ignore[attr-defined,no-any-return]
+            reading = reader_of(project) if is_reader(project.config) else project.recipe
+            return work.task.publish(where, outputs, items, reading)  # type: ignore[attr-defined,no-any-return]
 
         return ApplyJob(
             train=project.config.train,

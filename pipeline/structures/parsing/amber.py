@@ -92,7 +92,7 @@ def read_amber(topology: bytes, coordinates: bytes) -> AtomTable:
     entity_R[water_R] = WATER
     blank_A = np.zeros(atoms, np.int8)
     return AtomTable(
-        pos_A3=_positions(coordinates, atoms),
+        pos_A3=read_positions(coordinates, atoms),
         name_A=name_A,
         resname_A=_words(labels)[residue_A],
         chain_A=chain_R[residue_A],
@@ -223,7 +223,7 @@ def _chains(run_R: NDArray[np.int64], standard_R: NDArray[np.bool_]) -> NDArray[
     return name_of[run_R]
 
 
-def _positions(data: bytes, atoms: int) -> NDArray[np.float64]:
+def read_positions(data: bytes, atoms: int) -> NDArray[np.float64]:
     """Return the coordinates in a restart file."""
     if data.startswith(b"CDF"):
         return _from_netcdf(data, atoms)

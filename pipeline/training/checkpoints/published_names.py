@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from pipeline.errors import ConfigError
-from pipeline.protocol import Published
+from pipeline.protocol import HasPublishedForms
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
@@ -131,7 +131,7 @@ def in_form(network: nn.Module, weights: Mapping[str, Tensor], form: str) -> Map
 
 def published_forms(model: nn.Module) -> Mapping[str, PublishedForm]:
     """Return the published forms that a model knows, by name."""
-    return model.published_forms() if isinstance(model, Published) else {}
+    return model.published_forms() if isinstance(model, HasPublishedForms) else {}
 
 
 def unwrapped(tensors: Mapping[str, Tensor], fits: Callable[[Collection[str]], bool]) -> Mapping[str, Tensor] | None:

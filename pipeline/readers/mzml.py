@@ -1,0 +1,197 @@
+"""Spectra of mzML: the elements `spectrum` of MS level 2 and above, each read by itself.
+
+It is read here and by no library: a spectrum's bytes are its place, so that any one is read at random by any thread,
+and a damaged one does not end the file, as it does for whoever parses the whole. Peaks are float32, float64 or whole
+numbers, as they are or by zlib; other compressions (numpress) are refused by name. Shapes: P peaks; 2 is m/z and
+intensity.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+import zlib
+from typing import TYPE_CHECKING, NamedTuple
+from xml.etree import ElementTree  # of elements alone: what a document type could do is refused below
+
+import numpy as np
+
+from pipeline.readers.entry import UnusableEntry, cannot_read
+from pipeline.readers.mgf import CHUNK_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+    from xml.etree.ElementTree import Element
+
+    from numpy.typing import NDArray
+
+BEGIN, END = re.compile(rb"<spectrum(?=[\s>])"), b"</spectrum>"
+MOST_BYTES = 64 << 20  # of a spectrum, and of its peaks unpacked
+LEVEL, POSITIVE, NEGATIVE, PROFILE = "MS:1000511", "MS:1000130", "MS:1000129", "MS:1000128"
+TIME, ION, CHARGE, MINUTE = "MS:1000016", "MS:1000744", "MS:1000041", "UO:0000031"
+ARRAYS = {"MS:1000514": "m/z", "MS:1000515": "intensity"}
+TYPES = {"MS:1000521": "<f4", "MS:1000523": "<f8", "MS:1000519": "<i4", "MS:1000522": "<i8"}
+PLAIN, ZLIB = "MS:1000576", "MS:1000574"
+COMPRESSED = "compression"
+SCAN = re.compile(r"(?:scan|scanId|index)=(\d+)")
+SURVEY = re.compile(rb'accession="MS:1000511"[^>]*?value="1"')
+GROUP = re.compile(rb"<referenceableParamGroup\s.*?</referenceableParamGroup>", re.DOTALL)
+Groups = dict[str, "Element"]
+
+
+class MzmlBlock(NamedTuple):
+    """The text of one spectrum, or what came of it."""
+
+    offset: int
+    line: int
+    text: bytes
+
+    @property
+    def end(self) -> int:
+        return len(self.text)
+
+    def spectrum(self) -> bytes:
+        """Return the text."""
+        if not self.text.endswith(END):
+            raise UnusableEntry("no </spectrum> before the next one or the end of the file: cut short?")
+        return self.text
+
+
+def blocks(path: Path) -> Iterator[MzmlBlock]:
+    """Yield the spectra of a file but those of MS level 1."""
+    rest, offset, line = b"", 0, 1
+    try:
+        with path.open("rb") as file:
+            while chunk := file.read(CHUNK_BYTES):
+                data, done = rest + chunk, 0
+                while (begin := BEGIN.search(data, done)) and (stop := _stop(data, begin.end())) >= 0:
+                    line += data.count(b"\n", done, begin.start())
+                    yield from _asked(MzmlBlock(offset + begin.start(), line, data[begin.start() : stop]))
+                    line, done = line + data.count(b"\n", begin.start(), stop), stop
+                if begin is None:  # a beginning may be cut by the end of the chunk
+                    skipped = max(done, len(data) - len(b"<spectrum "))
+                    line, done = line + data.count(b"\n", done, skipped), skipped
+                elif len(data) - begin.start() > MOST_BYTES:
+                    yield MzmlBlock(offset + begin.start(), line, data[begin.start() : begin.start() + CHUNK_BYTES])
+                    line, done = line + data.count(b"\n", done), len(data)
+                rest, offset = data[done:], offset + done
+    except OSError as error:
+        raise cannot_read(path, error) from error
+    if begin := BEGIN.search(rest):
+        yield MzmlBlock(offset + begin.start(), line + rest.count(b"\n", 0, begin.start()), rest[begin.start() :])
+
+
+def _stop(data: bytes, start: int) -> int:
+    """Return where a spectrum that began ends: after its end, or before the next beginning; -1 if neither is there."""
+    end, again = data.find(END, start), BEGIN.search(data, start)
+    if end >= 0 and (again is None or end < again.start()):
+        return end + len(END)
+    return again.start() if again else -1
+
+
+def _asked(block: MzmlBlock) -> Iterator[MzmlBlock]:
+    if not SURVEY.search(block.text):
+        yield block
+
+
+def groups(path: Path) -> Groups:
+    """Return the groups of parameters that spectra refer to, by their names."""
+    found: Groups = {}
+    with path.open("rb") as file:
+        head = b""
+        while (chunk := file.read(CHUNK_BYTES)) and not BEGIN.search(head) and len(head) < MOST_BYTES:
+            head += chunk
+    for text in GROUP.findall(head):
+        try:
+            group = _element(text)
+        except UnusableEntry:
+            continue  # whoever refers to it will miss what it says
+        found[group.get("id", "")] = group
+    return found
+
+
+def divide(body: bytes, named: Mapping[str, Element]) -> tuple[dict[str, str], NDArray[np.float64]]:
+    """Return headers as MGF would have them, and the peaks [P, 2], of a spectrum's text."""
+    spectrum = _element(body)
+    said = _parameters(spectrum, named)
+    if PROFILE in said:
+        raise UnusableEntry("a profile, not centroided")
+    headers = _headers(spectrum, said, named)
+    mz_P, intensity_P = (_array(spectrum, accession, named) for accession in ARRAYS)
+    if len(mz_P) != len(intensity_P):
+        raise UnusableEntry(f"{len(mz_P)} m/z and {len(intensity_P)} intensities")
+    if (told := spectrum.get("defaultArrayLength", "")) != str(len(mz_P)):
+        raise UnusableEntry(f"defaultArrayLength is {told!r}, and there are {len(mz_P)} peaks")
+    return headers, np.stack([mz_P, intensity_P], 1)
+
+
+def header_value(body: bytes, key: str) -> str:
+    """Return the value of a header in a spectrum that cannot be read; empty if absent."""
+    found = SCAN.search(body[:1000].decode("utf-8", "replace").partition(">")[0])
+    return found[1] if found and key == "SCANS" else ""
+
+
+def _element(text: bytes) -> Element:
+    if b"<!" in text:
+        raise UnusableEntry("a declaration or comment within a spectrum")
+    try:
+        return ElementTree.fromstring(text)  # noqa: S314 - an element without declarations
+    except ElementTree.ParseError as error:
+        raise UnusableEntry(f"no XML: {error.msg}", max(error.position[0] - 1, 0)) from error
+
+
+def _parameters(element: Element, named: Mapping[str, Element]) -> dict[str, Element]:
+    """Return the parameters of an element by accession, those of groups that it refers to included."""
+    referred = (named.get(reference.get("ref", ""), ()) for reference in element.findall("referenceableParamGroupRef"))
+    found = [one for group in referred for one in group] + element.findall("cvParam")
+    return {one.get("accession", ""): one for one in found if one.tag == "cvParam"}
+
+
+def _headers(spectrum: Element, said: Mapping[str, Element], named: Mapping[str, Element]) -> dict[str, str]:
+    headers = {"TITLE": spectrum.get("id", "")}
+    if scan := SCAN.search(headers["TITLE"]):
+        headers["SCANS"] = scan[1]
+    if LEVEL in said:
+        headers["MSLEVEL"] = said[LEVEL].get("value", "")
+    sign = "-" if NEGATIVE in said else "+"
+    if POSITIVE in said or NEGATIVE in said:
+        headers["IONMODE"] = {"+": "positive", "-": "negative"}[sign]
+    for ion in spectrum.findall("precursorList/precursor/selectedIonList/selectedIon")[:1]:
+        of_ion = _parameters(ion, named)
+        headers |= {"PEPMASS": of_ion[ION].get("value", "")} if ION in of_ion else {}
+        if CHARGE in of_ion:
+            headers["CHARGE"] = of_ion[CHARGE].get("value", "").strip("+-") + sign
+    for scan_element in spectrum.findall("scanList/scan")[:1]:
+        if (time := _parameters(scan_element, named).get(TIME)) is not None:
+            unit = "RTINMINUTES" if time.get("unitAccession") == MINUTE else "RTINSECONDS"
+            headers[unit] = time.get("value", "")
+    return headers
+
+
+def _array(spectrum: Element, accession: str, named: Mapping[str, Element]) -> NDArray[np.float64]:
+    """Return the numbers of one array."""
+    for element in spectrum.findall("binaryDataArrayList/binaryDataArray"):
+        said = _parameters(element, named)
+        if accession in said:
+            return _numbers(element, said, ARRAYS[accession])
+    raise UnusableEntry(f"no {ARRAYS[accession]} array")
+
+
+def _numbers(element: Element, said: Mapping[str, Element], name: str) -> NDArray[np.float64]:
+    kinds = [dtype for known, dtype in TYPES.items() if known in said]
+    if len(kinds) != 1:
+        raise UnusableEntry(f"the {name} array does not say of which numbers it is")
+    others = [one.get("name", "") for key, one in said.items() if COMPRESSED in one.get("name", "") and key != PLAIN]
+    if ZLIB not in said and others:
+        raise UnusableEntry(f"the {name} array is packed by {others[0]}: msconvert --zlib --numpressAll off")
+    try:
+        data = base64.b64decode("".join((element.findtext("binary") or "").split()), validate=True)
+        if ZLIB in said:
+            unpacker = zlib.decompressobj()
+            data = unpacker.decompress(data, MOST_BYTES)
+            if unpacker.unconsumed_tail or not unpacker.eof:
+                raise UnusableEntry(f"the {name} array is cut short or too large")
+        return np.frombuffer(data, kinds[0]).astype(np.float64)
+    except (ValueError, zlib.error) as error:
+        raise UnusableEntry(f"the {name} array cannot be unpacked: {error}") from error

@@ -1,0 +1,198 @@
+"""Embeddings of ligands in HDF5: what pockets are trained towards, and libraries that they are ranked in.
+
+A file has a dataset for each key (`PDBID_LIGAND` of a complex, or `LIGAND`), or two: `id` [N] and `embedding` [N, D].
+Shapes: L ligands of a library, D numbers of an embedding, B pockets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from pipeline.errors import ConfigError, DataError
+from pipeline.readers.entry import Opened
+from pipeline.readers.hdf5 import open_hdf5
+from pipeline.tasks.rna.pocket_reader import complex_of, ligand_of
+from pipeline.tasks.task_parts import WHERE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float32]
+
+ID, EMBEDDING = "id", "embedding"
+NAMED = 3  # ids in a message
+ALIKE = 1e-6  # distances no further apart are ties
+EUCLIDEAN, COSINE = "euclidean", "cosine"
+
+
+class LigandEmbeddings:
+    """An open HDF5 file of vectors by key; several threads may read at once, as h5py has a lock."""
+
+    def __init__(self, path: Path) -> None:
+        path.stat()  # h5py's own message hides that there is no such file
+        self.path, self._file = path, open_hdf5(path)
+        self._rows = self._by_id() if {ID, EMBEDDING} <= set(self._file) else None
+
+    def _by_id(self) -> Mapping[str, int]:
+        """Return the row of each id."""
+        ids = self._file[ID][()]
+        if len(ids) != len(self._file[EMBEDDING]):
+            problem = f"{self.path} has {len(ids)} ids and {len(self._file[EMBEDDING])} embeddings"
+            raise DataError(problem, where=f"{WHERE}.targets", remedy="write a row of `embedding` for each `id`")
+        return {name.decode() if isinstance(name, bytes) else str(name): row for row, name in enumerate(ids)}
+
+    def __len__(self) -> int:
+        return len(self._file if self._rows is None else self._rows)
+
+    def keys(self) -> list[str]:
+        """Return all keys."""
+        return list(self._file if self._rows is None else self._rows)
+
+    def of_pocket(self, name: str, width: int) -> Floats | None:
+        """Return the vector of a pocket's ligand: by the pocket's id, its complex's, or the ligand's; None: none."""
+        found = (self.get(key, width) for key in dict.fromkeys((name, complex_of(name), ligand_of(name))))
+        return next((vector_D for vector_D in found if vector_D is not None), None)
+
+    def get(self, key: str, width: int) -> Floats | None:
+        """Return the vector of a key, None where the file has none."""
+        stored = self._found(key)
+        if stored is None:
+            return None
+        if stored.size != width:
+            problem = f"the target of {key} in {self.path} has {stored.size} numbers, the model gives {width}"
+            raise ConfigError(
+                problem, where="train.options.output_dim", remedy=f"--set train.options.output_dim={stored.size}"
+            )
+        vector_D = stored.reshape(width).astype(np.float32)
+        if not np.isfinite(vector_D).all():
+            problem = f"the target of {key} in {self.path} has numbers that are not finite"
+            raise DataError(
+                problem, where=f"{WHERE}.targets", remedy="make it anew, or leave it out with targets_missing: skip"
+            )
+        return vector_D
+
+    def _found(self, key: str) -> NDArray[Any] | None:
+        if self._rows is not None:
+            row = self._rows.get(key)
+            return None if row is None else np.asarray(self._file[EMBEDDING][row])
+        data_set = self._file.get(key)
+        return np.asarray(data_set[()]) if hasattr(data_set, "shape") else None
+
+    def missing(self, name: str) -> DataError:
+        """Return the error for a pocket without a target."""
+        names = ", ".join(self.keys()[:NAMED])
+        sought = " or ".join(dict.fromkeys((name, complex_of(name), ligand_of(name))))
+        problem = f"{sought} has no target in {self.path}, which has {len(self):,} ids: {names} …"
+        return DataError(
+            problem, where=f"{WHERE}.targets", remedy="--set train.options.targets_missing=skip, or add it to the file"
+        )
+
+
+embeddings_of = Opened(LigandEmbeddings)
+
+
+class Measure(NamedTuple):
+    """Mean and deviation of numbers over a data set: an `.npz` of `mean` and `std`."""
+
+    mean_D: Floats
+    deviation_D: Floats
+
+
+def read_measure(path: Path, width: int, option: str) -> Measure:
+    """Return what an `.npz` file tells, which must be of so many numbers; nothing in it is run."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            both = [np.asarray(file[name], np.float32).reshape(-1) for name in ("mean", "std")]
+    except (OSError, ValueError, KeyError, EOFError) as error:
+        problem, remedy = f"no .npz file of mean and std: {error}", "np.savez(path, mean=…, std=…)"
+        raise DataError(problem, where=str(path), remedy=remedy) from error
+    if any(len(part) != width for part in both) or not (np.isfinite(both).all() and (both[1] > 0).all()):
+        problem = f"mean and std are not {width} finite numbers each, or a deviation is not above 0"
+        raise DataError(problem, where=str(path), remedy=f"another file: --set {WHERE}.{option}=…")
+    return Measure(*both)
+
+
+class Match(NamedTuple):
+    """A ligand of a library, and how far it is."""
+
+    ligand: str
+    distance: float
+
+
+@dataclass(frozen=True)
+class LigandLibrary:
+    """All ligands of a file."""
+
+    names: tuple[str, ...]
+    vector_LD: Floats
+
+    def measured(self, by: Callable[[Floats], Floats]) -> LigandLibrary:
+        """Return it with other vectors, made of these."""
+        return LigandLibrary(self.names, by(self.vector_LD))
+
+    def place(self, pocket: str) -> int:
+        """Return where the ligand that a pocket's id names stands; -1: not here."""
+        keys = [key for key in (ligand_of(pocket), complex_of(pocket)) if key in self.names]
+        return self.names.index(keys[0]) if keys else -1
+
+    def distances(self, vector_D: Floats, metric: str) -> Floats:
+        """Return how far each ligand is from a pocket's vector."""
+        if metric == EUCLIDEAN:
+            far_L: Floats = np.linalg.norm(self.vector_LD - vector_D, axis=1)
+            return far_L
+        lengths_L = np.linalg.norm(self.vector_LD, axis=1) * np.linalg.norm(vector_D)
+        away_L: Floats = 1 - self.vector_LD @ vector_D / np.maximum(lengths_L, np.finfo(np.float32).tiny)
+        return away_L
+
+    def rank(self, vector_D: Floats, place: int, metric: str) -> float:
+        """Return the rank of a ligand, from 1; among ties every place is equally likely. NaN counts as nearer."""
+        far_L = self.distances(vector_D, metric)
+        above_L = np.delete(far_L - far_L[place], place)
+        ties = int((np.abs(above_L) <= ALIKE).sum())
+        nearer = len(above_L) - int((above_L > ALIKE).sum()) - ties
+        return 1 + nearer + ties / 2
+
+    def best(self, vector_D: Floats, top: int, metric: str) -> list[Match]:
+        """Return the nearest ligands, the nearest first."""
+        far_L = self.distances(vector_D, metric)
+        return [Match(self.names[at], float(far_L[at])) for at in np.argsort(far_L, kind="stable")[:top].tolist()]
+
+
+def _library(path: Path) -> LigandLibrary:
+    file = LigandEmbeddings(path)
+    names = tuple(file.keys())
+    if not names:
+        raise DataError("the library has no ligands", where=str(path), remedy="write a dataset for each ligand")
+    width = np.asarray(file._found(names[0])).size  # noqa: SLF001 - its own reader
+    vectors = [file.get(name, width) for name in names]
+    if any(vector is None for vector in vectors):
+        raise DataError("a key of the library is no dataset", where=str(path), remedy="write a dataset for each ligand")
+    return LigandLibrary(names, np.stack([vector for vector in vectors if vector is not None]))
+
+
+library_of = Opened(_library)
+
+SHARES = (5, 10, 20)  # percent of the library
+AT = (1, 5, 10)
+
+
+def retrieval_figures(ranks: Sequence[float], ligands: int) -> dict[str, float]:
+    """Return how well the true ligands are found in a library of so many."""
+    rank_B = np.asarray(ranks, np.float64)
+    if not len(rank_B):
+        return {}
+    hits = {f"hit_top_{share}_percent": float((rank_B <= max(1, ligands * share // 100)).mean()) for share in SHARES}
+    recall = {f"recall_at_{most}": float((rank_B <= most).mean()) for most in AT}
+    return {
+        **hits,
+        **recall,
+        "median_rank": float(np.median(rank_B)),
+        "mean_rank": float(rank_B.mean()),
+        "mean_reciprocal_rank": float((1 / rank_B).mean()),
+    }

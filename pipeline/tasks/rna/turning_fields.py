@@ -1,0 +1,287 @@
+"""What turns with an atom's surroundings: scalars, vectors and tensors of degree 2, and the maps between them.
+
+Numbers of an atom lie as e3nn has them: all scalars, then the vectors, each with its 3 components, then the tensors
+with 5. Weights are flat, and scaled when used so that what comes out is about as large as what went in.
+
+Shapes: N atoms, E edges, F numbers of an atom's fields, S, V and T how many scalars, vectors and tensors it has, U and
+M fields of one degree in and out, D components of a field, W weights of an edge's product, H numbers of the harmonics.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from pipeline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+WHERE = "train.options.hidden_irreps"
+USUAL = "32x0e+16x1o+8x2e"
+DEGREES = (0, 1, 2)
+HARMONICS = 9
+# e3nn divides its activations by the root of their second moment under a normal distribution, as it draws it.
+SILU_SCALE, SIGMOID_SCALE = 1.6791767923989418, 1.8467055342154763
+SQUARED_EPS = 1e-16
+TINY = 1e-5
+_PART = re.compile(r"([1-9]\d*)\s*x\s*(0e|1o|2e)")
+
+
+class Fields(NamedTuple):
+    """How many scalars, vectors and tensors of degree 2 an atom has."""
+
+    scalars: int
+    vectors: int = 0
+    tensors: int = 0
+
+    @property
+    def size(self) -> int:
+        """Return how many numbers that is."""
+        return sum(self.widths)
+
+    @property
+    def widths(self) -> list[int]:
+        """Return the numbers of each degree."""
+        return [count * (2 * degree + 1) for degree, count in enumerate(self)]
+
+    def split(self, x_NF: Tensor) -> list[Tensor]:
+        """Return the fields by degree, each [N, M, D]."""
+        parts = torch.split_with_sizes(x_NF, self.widths, -1)
+        dims = [2 * degree + 1 for degree in DEGREES]
+        return [part.reshape(len(x_NF), count, dim) for part, count, dim in zip(parts, self, dims, strict=True)]
+
+
+def fields_of(irreps: str) -> Fields:
+    """Return the fields that a text such as 32x0e+16x1o+8x2e names."""
+    remedy = f"--set {WHERE}={USUAL}   (32 scalars, 16 vectors, 8 of degree 2)"
+    counts: dict[int, int] = {}
+    for part in irreps.split("+"):
+        match = _PART.fullmatch(part.strip())
+        degree = int(match[2][0]) if match else -1
+        if match is None or degree in counts:
+            why = "is there twice" if match else "is none of COUNTx0e, COUNTx1o and COUNTx2e"
+            raise ConfigError(f"{part.strip()!r} of {irreps!r} {why}", where=WHERE, remedy=remedy)
+        counts[degree] = int(match[1])
+    if 0 not in counts:
+        problem = f"{irreps!r} has no scalars, such as 32x0e: nothing could be said of an item"
+        raise ConfigError(problem, where=WHERE, remedy=remedy)
+    return Fields(*(counts.get(degree, 0) for degree in DEGREES))
+
+
+# ---- constants ----
+
+
+@cache
+def coupling(left: int, right: int, out: int) -> Tensor:
+    """Return the real 3j symbol of three degrees [D, D, D], in double precision: what turns with none of them.
+
+    Degree 2 is written as symmetric matrices without a trace: two of them and a vector, or three, make one number.
+    """
+    if 0 in (left, right, out):
+        degree = max(left, right, out)
+        one_DD = torch.eye(2 * degree + 1, dtype=torch.float64) / math.sqrt(2 * degree + 1)
+        shape = tuple(2 * part + 1 for part in (left, right, out))
+        return one_DD.view(shape)
+    matrices_533 = _matrices()
+    if (left, right, out) == (2, 2, 2):
+        symbol = torch.einsum("iab,jbc,kca->ijk", matrices_533, matrices_533, matrices_533)
+        # Squares are whole seventieths: so each root alone is rounded, not a sum. + 0.0: no 0 is negative.
+        exact: Tensor = symbol.sign() * ((symbol / symbol.norm()).square() * 70).round().div(70).sqrt() + 0.0
+        return exact
+    symbol = matrices_533.movedim(0, (left, right, out).index(2))
+    normed: Tensor = symbol / symbol.norm()
+    return normed
+
+
+def _matrices() -> Tensor:
+    """Return the five matrices of xz, xy, 2y² − x² − z², yz and z² − x², each of norm 1."""
+    matrices_533 = torch.zeros(5, 3, 3, dtype=torch.float64)
+    for place, (row, column) in zip((0, 1, 3), ((0, 2), (0, 1), (1, 2)), strict=True):
+        matrices_533[place, row, column] = matrices_533[place, column, row] = math.sqrt(1 / 2)
+    matrices_533[2].diagonal().copy_(torch.tensor([-1.0, 2.0, -1.0]) / math.sqrt(6))
+    matrices_533[4].diagonal().copy_(torch.tensor([-1.0, 0.0, 1.0]) / math.sqrt(2))
+    return matrices_533
+
+
+def field_harmonics(way_E3: Tensor) -> Tensor:
+    """Return the spherical harmonics of degrees 0, 1 and 2 of directions [E, 9]; the square of each has the mean 1."""
+    x_E, y_E, z_E = functional.normalize(way_E3, dim=-1).unbind(-1)
+    first, second = math.sqrt(3), math.sqrt(15)
+    return torch.stack(
+        [
+            torch.ones_like(x_E),
+            first * x_E,
+            first * y_E,
+            first * z_E,
+            second * x_E * z_E,
+            second * x_E * y_E,
+            math.sqrt(5) * (y_E.square() - (x_E.square() + z_E.square()) / 2),
+            second * y_E * z_E,
+            second / 2 * (z_E.square() - x_E.square()),
+        ],
+        -1,
+    )
+
+
+# ---- maps ----
+
+
+class FieldLinear(nn.Module):
+    """Mixes the fields of each degree among themselves; those of a degree that is not there before are 0."""
+
+    def __init__(self, enter: Fields, leave: Fields) -> None:
+        super().__init__()
+        self.enter, self.leave = enter, leave
+        self.counts = [before * after for before, after in zip(enter, leave, strict=True)]
+        self.weight = nn.Parameter(torch.randn(sum(self.counts)))
+
+    def forward(self, x_NF: Tensor) -> Tensor:
+        weights = torch.split_with_sizes(self.weight, self.counts)
+        mixed = []
+        for degree, x_NUD in enumerate(self.enter.split(x_NF)):
+            before, after = self.enter[degree], self.leave[degree]
+            if before and after:
+                weight_UM = weights[degree].view(before, after) / math.sqrt(before)
+                mixed.append((weight_UM.T @ x_NUD).flatten(1) if degree else x_NUD.squeeze(-1) @ weight_UM)
+            elif after:
+                mixed.append(x_NF.new_zeros(len(x_NF), self.leave.widths[degree]))
+        return torch.cat(mixed, -1)
+
+
+class FieldPath(NamedTuple):
+    """One way through a product of fields with harmonics: degrees in, of the harmonics, and out; and its weights."""
+
+    source: int
+    harmonic: int
+    target: int
+    weights: int
+    scale: float
+
+
+def field_paths(enter: Fields, leave: Fields) -> tuple[FieldPath, ...]:
+    """Return every way from fields and harmonics to fields that keeps parity, in e3nn's order."""
+    ways = [
+        (source, harmonic, target)
+        for source in DEGREES
+        for harmonic in DEGREES
+        for target in DEGREES
+        if enter[source] and leave[target] and not (source + harmonic + target) % 2
+        and abs(source - harmonic) <= target <= source + harmonic
+    ]  # fmt: skip
+    fans = [sum(enter[source] for source, _, target in ways if target == out) for out in DEGREES]
+    return tuple(
+        FieldPath(*way, enter[way[0]] * leave[way[2]], math.sqrt((2 * way[2] + 1) / fans[way[2]])) for way in ways
+    )
+
+
+class FieldProduct(nn.Module):
+    """The product of an edge's fields with the harmonics of its direction, with weights for every two fields."""
+
+    def __init__(self, enter: Fields, leave: Fields) -> None:
+        super().__init__()
+        self.enter, self.leave = enter, leave
+        self.paths = field_paths(enter, leave)
+        self.weights = sum(path.weights for path in self.paths)
+        for path in self.paths:
+            symbol = coupling(*path[:3]) * path.scale
+            self.register_buffer(_symbol_name(path), symbol.to(torch.get_default_dtype()), persistent=False)
+
+    def forward(self, x_EF: Tensor, harmonics_EH: Tensor, weight_EW: Tensor) -> Tensor:
+        """Return the product [E, F of what leaves]."""
+        source, bend = self.enter.split(x_EF), torch.split_with_sizes(harmonics_EH, [1, 3, 5], -1)
+        sums: list[Tensor | None] = [None] * len(DEGREES)
+        weights = torch.split_with_sizes(weight_EW, [path.weights for path in self.paths], -1)
+        for path, path_EW in zip(self.paths, weights, strict=True):
+            turn_EDD = torch.einsum("ej,ijk->eik", bend[path.harmonic], self.get_buffer(_symbol_name(path)))
+            weight_EMU = path_EW.view(len(path_EW), self.enter[path.source], self.leave[path.target]).transpose(1, 2)
+            part_EMD = weight_EMU @ (source[path.source] @ turn_EDD)
+            so_far = sums[path.target]
+            sums[path.target] = part_EMD if so_far is None else so_far + part_EMD
+        return torch.cat([total.flatten(1) for total in sums if total is not None], -1)
+
+
+def _symbol_name(path: FieldPath) -> str:
+    return f"symbol_{path.source}{path.harmonic}{path.target}"
+
+
+# ---- activations ----
+
+
+class FieldGate(nn.Module):
+    """Scalars through SiLU; each vector and tensor times a number that a further scalar decides."""
+
+    def __init__(self, fields: Fields) -> None:
+        super().__init__()
+        self.gates = [fields.scalars, fields.vectors, fields.tensors]
+        self.enter = fields._replace(scalars=sum(self.gates))
+
+    def forward(self, x_NF: Tensor) -> Tensor:
+        scalars, *turning = self.enter.split(x_NF)
+        kept, *gates = torch.split_with_sizes(scalars.squeeze(-1), self.gates, -1)
+        gated = [
+            (field_NMD * (gate_NM.sigmoid() * SIGMOID_SCALE).unsqueeze(-1)).flatten(1)
+            for field_NMD, gate_NM in zip(turning, gates, strict=True)
+        ]
+        return torch.cat([functional.silu(kept) * SILU_SCALE, *gated], -1)
+
+
+class LengthActivation(nn.Module):
+    """Every field, scalars too, is given the length SiLU(its length), without a gate."""
+
+    def __init__(self, fields: Fields) -> None:
+        super().__init__()
+        self.enter = fields
+
+    def forward(self, x_NF: Tensor) -> Tensor:
+        acted = []
+        for field_NMD in self.enter.split(x_NF):
+            length_NM1 = field_NMD.square().sum(-1, keepdim=True).clamp(min=SQUARED_EPS).sqrt()
+            acted.append((functional.silu(length_NM1) / length_NM1 * field_NMD).flatten(1))
+        return torch.cat(acted, -1)
+
+
+# ---- norms ----
+
+
+class FieldNorm(nn.Module):
+    """LayerNorm of scalars, and vectors and tensors brought to one length; `how` says in what way.
+
+    together: those of a kind are divided by their root mean square: who is long beside others stays so.
+    each: each is divided by its own. published: each also loses the mean of its components, which depends on how an
+    item lies in space: published weights want it.
+    """
+
+    def __init__(self, fields: Fields, how: str) -> None:
+        super().__init__()
+        self.fields, self.how = fields, how
+        self.weight, self.bias = nn.Parameter(torch.ones(fields.scalars)), nn.Parameter(torch.zeros(fields.scalars))
+
+    def forward(self, x_NF: Tensor) -> Tensor:
+        scalars, *turning = self.fields.split(x_NF)
+        normed = functional.layer_norm(scalars.squeeze(-1), (self.fields.scalars,), self.weight, self.bias, TINY)
+        return torch.cat([normed, *(self._one_length(field_NMD).flatten(1) for field_NMD in turning)], -1)
+
+    def _one_length(self, x_NMD: Tensor) -> Tensor:
+        if self.how == "published":
+            x_NMD = x_NMD - x_NMD.mean(-1, keepdim=True)
+        over = (-2, -1) if self.how == "together" else (-1,)
+        normed_NMD: Tensor = x_NMD * (x_NMD.square().mean(over, keepdim=True) + TINY).rsqrt()
+        return normed_NMD
+
+
+class WholeNorm(nn.Module):
+    """All numbers of an atom divided by their root mean square, with a scale for each, which turning would change."""
+
+    def __init__(self, fields: Fields) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(fields.size))
+
+    def forward(self, x_NF: Tensor) -> Tensor:
+        return x_NF * (x_NF.square().mean(-1, keepdim=True) + TINY).rsqrt() * self.scale

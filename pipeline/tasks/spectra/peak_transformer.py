@@ -1,0 +1,263 @@
+"""The network of DreaMS: a transformer over the peaks of a spectrum, with waves of their masses and its heads.
+
+As published, three things are mistakes that the published weights were trained with: phases of waves are rounded to
+float32 twice, so that the finest waves are noise; every place of a padded spectrum is attended, so that what is told
+depends on how many there are; and a head that sums tokens sums those of padding, too. `as_published` keeps all three;
+otherwise phases are right, and padding is neither attended nor summed.
+
+Shapes: B items, L places (the precursor, its peaks, padding), Q waves, D features, H heads, K numbers told.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from pipeline.tasks.task_parts import at_least_single
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+HEAVIEST = 1000.0  # m/z: the longest period of the waves; masses are also given as fractions of it
+REGRESSION, BINARY, FINGERPRINT, EMBEDDING = "regression", "binary", "fingerprint", "embedding"
+HEADS = (REGRESSION, BINARY, FINGERPRINT, EMBEDDING)
+
+
+@dataclass(frozen=True)
+class PeakSizes:
+    """The sizes of the network, and what its head is."""
+
+    layers: int = 7
+    heads: int = 8
+    d_fourier: int = 980
+    d_peak: int = 44
+    feedforward: int = 4
+    finest: float = 1e-4
+    fourier_width: int = 512
+    fourier_layers: int = 5
+    dropout: float = 0.0
+    as_published: bool = False
+    head: str = REGRESSION
+    targets: int = 1
+    head_depth: int = 1
+    summed: bool = False  # a fingerprint is told by the sum of all tokens
+    classes: int = 0  # of masked m/z, of the outputs of pre-training; 0: there are none
+
+    @property
+    def width(self) -> int:
+        return self.d_fourier + self.d_peak
+
+
+class Peaks(NamedTuple):
+    """Spectra, padded: of each the precursor, then its peaks."""
+
+    mz_BL: Tensor
+    intensity_BL: Tensor
+    real_BL: Tensor | None  # None: all are
+
+
+class AttentionBias(NamedTuple):
+    """What is added to scores, and which queries ask at all."""
+
+    bias_B1QL: Tensor  # Q is 1 where all queries have the same
+    asks_BL1: Tensor | None  # None: all do; a query that does not ask attends every place alike
+
+
+class MassWaves(nn.Module):
+    """Encodes m/z as waves of many periods, from a fraction of a dalton to the heaviest mass, and a small network."""
+
+    frequency_1Q: Tensor
+    ahead_21: Tensor
+
+    def __init__(self, sizes: PeakSizes) -> None:
+        super().__init__()
+        fine = sizes.finest * torch.arange(2, math.ceil(1 / sizes.finest), 2, dtype=torch.float64)
+        period_Q = torch.cat([fine, torch.arange(2, HEAVIEST, dtype=torch.float64)])
+        self.as_published = sizes.as_published
+        self.register_buffer("frequency_1Q", (1 / period_Q).float().unsqueeze(0))
+        ahead_21 = torch.tensor([[0.25], [0.0]])  # a cosine is a sine, a quarter of a turn ahead
+        self.register_buffer("ahead_21", ahead_21, persistent=False)
+        widths = [2 * len(period_Q), *[sizes.fourier_width] * (sizes.fourier_layers - 1), sizes.d_fourier]
+        pairs = pairwise(widths)
+        # no list: its parts are no blocks to run again in backward, for they keep next to nothing
+        self.network = nn.ModuleDict({str(place): nn.Linear(*pair) for place, pair in enumerate(pairs)})
+        self.dropout = sizes.dropout
+
+    def forward(self, mz_BL: Tensor) -> Tensor:
+        x_BLD = self.rounded_waves(mz_BL) if self.as_published else self.waves(mz_BL)
+        for layer in self.network.values():
+            x_BLD = functional.dropout(functional.relu(layer(x_BLD)), self.dropout, self.training)
+        return x_BLD
+
+    def waves(self, mz_BL: Tensor) -> Tensor:
+        """Return cosines, then sines of all frequencies [B, L, 2 Q], in place as they take most of the memory."""
+        # In double, and no matmul: of five million turns, single precision leaves no more than halves.
+        turns_BLQ = (mz_BL.double().unsqueeze(-1) * self.frequency_1Q.double()).frac_().to(mz_BL.dtype)
+        waves_BL2Q = turns_BLQ.unsqueeze(-2) + self.ahead_21
+        return waves_BL2Q.mul_(2 * math.pi).sin_().flatten(-2)
+
+    def rounded_waves(self, mz_BL: Tensor) -> Tensor:
+        """Return the same of phases that are rounded at each multiplication, as published."""
+        phase_BLQ = (2 * math.pi * mz_BL).unsqueeze(-1) * self.frequency_1Q
+        return torch.cat([phase_BLQ.cos(), phase_BLQ.sin()], -1)
+
+
+class PeakFeatures(nn.Module):
+    """Computes the features of a peak from m/z and intensity: those of both as they are, then those of its mass."""
+
+    def __init__(self, sizes: PeakSizes) -> None:
+        super().__init__()
+        self.masses, self.peak = MassWaves(sizes), nn.Linear(2, sizes.d_peak)
+        self.dropout = sizes.dropout
+
+    def forward(self, mz_BL: Tensor, intensity_BL: Tensor) -> Tensor:
+        peak_BLD = functional.relu(self.peak(torch.stack([mz_BL / HEAVIEST, intensity_BL], -1)))
+        peak_BLD = functional.dropout(peak_BLD, self.dropout, self.training)
+        return torch.cat([peak_BLD, self.masses(mz_BL)], -1)
+
+
+class PeakAttention(nn.Module):
+    """Attention whose queries, keys, values and output are projected by one tensor, as published."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads, self.dropout = heads, dropout
+        self.weight = nn.Parameter(torch.empty(4 * width, width))
+        for projection in self.weight.detach().chunk(4):
+            nn.init.xavier_uniform_(projection)
+
+    def forward(self, x_BLD: Tensor, bias: AttentionBias) -> Tensor:
+        """Return the rows' mixtures."""
+        # Written out, as fused kernels take a bias in the precision of queries, and some keep no gradient of it.
+        width = x_BLD.shape[-1]
+        mixed, out = self.weight[: 3 * width], self.weight[3 * width :]
+        rows = functional.linear(x_BLD, mixed).view(*x_BLD.shape[:2], 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        query_BHLD, key_BHLD, value_BHLD = rows
+        if bias.asks_BL1 is not None:
+            query_BHLD = query_BHLD * bias.asks_BL1.unsqueeze(1)
+        score_BHLL = (query_BHLD * query_BHLD.shape[-1] ** -0.5) @ key_BHLD.transpose(-1, -2)
+        share_BHLL = torch.softmax(score_BHLL + bias.bias_B1QL, -1)
+        share_BHLL = functional.dropout(share_BHLL, self.dropout, self.training)
+        mixed_BLD = (share_BHLL.to(value_BHLD.dtype) @ value_BHLD).transpose(1, 2).flatten(2)
+        attended_BLD: Tensor = functional.linear(mixed_BLD, out)
+        return attended_BLD
+
+
+class PeakLayer(nn.Module):
+    """A pre-norm transformer layer."""
+
+    def __init__(self, sizes: PeakSizes) -> None:
+        super().__init__()
+        width, inner = sizes.width, sizes.feedforward * sizes.width
+        self.before_attention, self.before_feed = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = PeakAttention(width, sizes.heads, sizes.dropout)
+        self.up, self.down = nn.Linear(width, inner, bias=False), nn.Linear(inner, width, bias=False)
+        self.dropout = sizes.dropout
+
+    def forward(self, x_BLD: Tensor, bias: AttentionBias) -> Tensor:
+        x_BLD = x_BLD + self._drop(self.attention(self.before_attention(x_BLD), bias))
+        return x_BLD + self._drop(self.down(self._drop(functional.relu(self.up(self.before_feed(x_BLD))))))
+
+    def _drop(self, x_BLD: Tensor) -> Tensor:
+        return functional.dropout(x_BLD, self.dropout, self.training)
+
+
+class PrecursorHead(nn.Module):
+    """Tells numbers by the precursor's token, through layers whose widths go evenly from its own to their count."""
+
+    def __init__(self, sizes: PeakSizes, *, bias: bool) -> None:
+        super().__init__()
+        step = (sizes.targets - sizes.width) / sizes.head_depth
+        widths = [round(sizes.width + step * place) for place in range(sizes.head_depth)] + [sizes.targets]
+        pairs = pairwise(widths)
+        self.steps = nn.ModuleDict({str(place): nn.Linear(*pair, bias=bias) for place, pair in enumerate(pairs)})
+
+    def forward(self, x_BLD: Tensor, real_BL: Tensor | None) -> Tensor:  # noqa: ARG002 - heads are asked alike
+        x_BK = x_BLD[:, 0]
+        for place, layer in enumerate(self.steps.values()):
+            x_BK = layer(functional.relu(x_BK) if place else x_BK)
+        return x_BK
+
+
+class SummedHead(nn.Module):
+    """Tells numbers by the sum of all tokens, each through a layer before; as published padding is summed, too."""
+
+    def __init__(self, sizes: PeakSizes) -> None:
+        super().__init__()
+        self.as_published = sizes.as_published
+        self.each = nn.Linear(sizes.width, sizes.width, bias=False)
+        self.all = nn.Linear(sizes.width, sizes.targets, bias=False)
+
+    def forward(self, x_BLD: Tensor, real_BL: Tensor | None) -> Tensor:
+        each_BLD = self.each(x_BLD)
+        if real_BL is not None and not self.as_published:
+            each_BLD = each_BLD * real_BL.unsqueeze(-1)
+        told_BK: Tensor = self.all(each_BLD.sum(1))
+        return told_BK
+
+
+class PretrainingOutputs(nn.Module):
+    """Tells the masses of masked peaks, and which of two spectra came first."""
+
+    def __init__(self, width: int, classes: int) -> None:
+        super().__init__()
+        self.mass, self.order = nn.Linear(width, classes), nn.Linear(2 * width, 1, bias=False)
+
+
+def head_of(sizes: PeakSizes) -> nn.Module:
+    """Return the head that the sizes name."""
+    if sizes.summed:
+        return SummedHead(sizes)
+    return PrecursorHead(sizes, bias=sizes.head in (REGRESSION, EMBEDDING))
+
+
+class PeakTransformer(nn.Module):
+    """The transformer and its head: tells numbers, or an embedding, of each spectrum."""
+
+    def __init__(self, sizes: PeakSizes) -> None:
+        super().__init__()
+        self.as_published = sizes.as_published
+        self.embed = PeakFeatures(sizes)
+        self.layers = nn.ModuleList(PeakLayer(sizes) for _ in range(sizes.layers))
+        self.norm, self.head = nn.LayerNorm(sizes.width), head_of(sizes)
+        self.pretraining = PretrainingOutputs(sizes.width, sizes.classes) if sizes.classes else None
+        if self.pretraining is not None:
+            self.pretraining.requires_grad_(requires_grad=False)  # kept, so that what came in goes out whole
+
+    def forward(self, peaks: Peaks) -> Tensor:
+        """Return what the head tells of each spectrum [B, K]."""
+        tokens_BLD = self.last_layer(peaks)
+        if not isinstance(self.head, SummedHead):
+            tokens_BLD = tokens_BLD[:, :1]
+        told_BK: Tensor = self.head(self.norm(tokens_BLD), peaks.real_BL)
+        return at_least_single(told_BK)
+
+    def tokens(self, peaks: Peaks) -> Tensor:
+        """Return the features of every place [B, L, D]; the first, the precursor's, is what the backbone embeds."""
+        tokens_BLD: Tensor = self.norm(self.last_layer(peaks))
+        return tokens_BLD
+
+    def last_layer(self, peaks: Peaks) -> Tensor:
+        """Return what leaves the last layer, before the norm."""
+        x_BLD = self.embed(peaks.mz_BL, peaks.intensity_BL)
+        bias = self.bias(x_BLD, peaks.real_BL)
+        for layer in self.layers:
+            x_BLD = layer(x_BLD, bias)
+        last_BLD: Tensor = x_BLD
+        return last_BLD
+
+    def bias(self, x_BLD: Tensor, real_BL: Tensor | None) -> AttentionBias:
+        """Return the bias by differences of masses: of a key's features of mass, as a query's cancel in a softmax."""
+        mass_BLD = x_BLD[..., self.embed.peak.out_features :]
+        bias_B1QL = -mass_BLD.sum(-1, dtype=torch.promote_types(x_BLD.dtype, torch.float32))[:, None, None, :]
+        if real_BL is None:
+            return AttentionBias(bias_B1QL, None)
+        if not self.as_published:
+            return AttentionBias(bias_B1QL.masked_fill(~real_BL[:, None, None, :], -torch.inf), None)
+        return AttentionBias(bias_B1QL * real_BL[:, None, :, None], real_BL.unsqueeze(-1))

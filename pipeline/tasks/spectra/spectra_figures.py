@@ -1,0 +1,227 @@
+"""Figures of spectra by which the field judges: errors in units, yes or no, bits of fingerprints, nearest neighbours.
+
+Shapes: N items, K targets or bits, D features of an embedding.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pipeline.tasks.spectra.spectra_library import Vectors, nearest_vectors, unit_rows
+from pipeline.training.evaluating.ranking_scores import Ranking, logits
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    Values = Sequence[Any]
+    Floats = NDArray[np.float64]
+
+PREDICTION = "prediction"
+ALIKE_PPM = 10.0  # how far the precursors of spectra may be apart that are compared
+SPREAD_LEAST = 1e-12  # of squares: of equal numbers, rounding is left
+BLOCK = 1024  # items at a time
+
+
+def error_figures(told: Values, true: Values, names: Sequence[str]) -> dict[str, float]:
+    """Return the errors over all known numbers, and of each target where there are several; none if none is known.
+
+    r2 is the part of the spread explained, of each target around its own mean; it needs targets that differ. pearson is
+    the correlation of what is told with what is true, of one target.
+    """
+    moments = _Moments.of(len(names))
+    for told_K, true_K in zip(told, true, strict=True):
+        moments.add(np.asarray(told_K, np.float64).reshape(-1), np.asarray(true_K, np.float64).reshape(-1))
+    if not moments.known_K.any():
+        return {}
+    figures = moments.figures(slice(None))
+    if len(names) > 1:
+        for place, name in enumerate(names):
+            if moments.known_K[place]:
+                of_target = moments.figures(slice(place, place + 1))
+                figures |= {f"{figure}_{name}": value for figure, value in of_target.items()}
+    return figures
+
+
+@dataclass
+class _Moments:
+    """Sums over items, of each target, from which errors and correlations follow."""
+
+    known_K: Floats
+    true_K: Floats
+    true_squares_K: Floats
+    told_K: Floats
+    told_squares_K: Floats
+    product_K: Floats
+    apart_K: Floats
+    error_K: Floats
+
+    @classmethod
+    def of(cls, targets: int) -> _Moments:
+        return cls(*(np.zeros(targets) for _ in range(8)))
+
+    def add(self, told_K: Floats, true_K: Floats) -> None:
+        """Add an item."""
+        is_known_K = ~np.isnan(true_K)
+        true_K, told_K = (np.where(is_known_K, values_K, 0.0) for values_K in (true_K, told_K))
+        self.known_K += is_known_K
+        self.true_K += true_K
+        self.true_squares_K += true_K**2
+        self.told_K += told_K
+        self.told_squares_K += told_K**2
+        self.product_K += told_K * true_K
+        self.apart_K += np.abs(told_K - true_K)
+        self.error_K += (told_K - true_K) ** 2
+
+    def figures(self, some: slice) -> dict[str, float]:
+        """Return the figures of some targets together."""
+        known_K = np.maximum(self.known_K[some], 1)
+        known, error = self.known_K[some].sum(), float(self.error_K[some].sum())
+        spread_K = self.true_squares_K[some] - self.true_K[some] ** 2 / known_K
+        figures = {"mae": float(self.apart_K[some].sum() / known), "rmse": math.sqrt(error / known)}
+        if not spread_K.sum() > SPREAD_LEAST * self.true_squares_K[some].sum():
+            return figures
+        figures["r2"] = 1 - error / float(spread_K.sum())
+        told_spread_K = self.told_squares_K[some] - self.told_K[some] ** 2 / known_K
+        if len(known_K) == 1 and told_spread_K[0] > SPREAD_LEAST * self.told_squares_K[some][0]:
+            together = self.product_K[some] - self.told_K[some] * self.true_K[some] / known_K
+            figures["pearson"] = float(together[0] / math.sqrt(spread_K[0] * told_spread_K[0]))
+        return figures
+
+
+def answer_figures(told: Values, true: Values, names: Sequence[str], threshold: float) -> dict[str, float]:
+    """Return how well yes and no are told apart, in all and of each target where there are several."""
+    of_all, of_each = _Answers(threshold), [_Answers(threshold) for _ in names]
+    for told_K, true_K in zip(told, true, strict=True):
+        told_K, true_K = np.asarray(told_K).reshape(-1), np.asarray(true_K).reshape(-1)
+        is_known_K = ~np.isnan(true_K)
+        of_all.add(told_K[is_known_K], true_K[is_known_K] > 0.5)
+        for place in np.flatnonzero(is_known_K) if len(names) > 1 else ():
+            of_each[place].add(told_K[place : place + 1], true_K[place : place + 1] > 0.5)
+    figures = of_all.figures()
+    for name, answers in zip(names, of_each, strict=True):
+        figures |= {f"{figure}_{name}": value for figure, value in answers.figures().items()}
+    return figures
+
+
+class _Answers:
+    """Counts of what was told as yes or no, and was."""
+
+    def __init__(self, threshold: float) -> None:
+        self._threshold, self._ranking = threshold, Ranking()
+        self._counts_22 = np.zeros((2, 2), np.int64)  # by what is true, and what is told
+
+    def add(self, told_K: NDArray[Any], is_true_K: NDArray[np.bool_]) -> None:
+        """Add some answers, told as probabilities."""
+        self._ranking.add(logits(told_K), is_true_K)
+        np.add.at(self._counts_22, (is_true_K.astype(int), (told_K > self._threshold).astype(int)), 1)
+
+    def figures(self) -> dict[str, float]:
+        """Return the figures that are defined."""
+        (no, wrong), (missed, right) = self._counts_22.tolist()
+        figures = {
+            "auroc": self._ranking.auroc(),
+            "auprc": self._ranking.auprc(),
+            "accuracy": _share(right + no, no + wrong + missed + right),
+            "precision": _share(right, right + wrong),
+            "recall": _share(right, right + missed),
+            "jaccard": _share(right, right + missed + wrong),
+        }
+        return {name: value for name, value in figures.items() if not math.isnan(value)}
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else math.nan
+
+
+def bit_figures(told: Values, true: Values, threshold: float) -> dict[str, float]:
+    """Return how well bits are told, in all, and how alike fingerprints are: by cosine, and by Tanimoto of bits.
+
+    What is told outside of 0 to 1 is taken through a sigmoid first, as the field's tools do.
+    """
+    is_chance = all(np.nanmin(one) >= 0 and np.nanmax(one) <= 1 for one in told)
+    answers, cosines, overlaps = _Answers(threshold), [], []
+    for told_K, true_K in zip(told, true, strict=True):
+        is_known_K = ~np.isnan(true_K)
+        if not is_known_K.any():
+            continue
+        chance_K = np.asarray(told_K if is_chance else _sigmoid(told_K), np.float64)[is_known_K]
+        bit_K = np.asarray(true_K, np.float64)[is_known_K] > 0.5
+        answers.add(chance_K, bit_K)
+        lengths = np.linalg.norm(chance_K) * np.sqrt(bit_K.sum())
+        cosines.append(chance_K[bit_K].sum() / lengths if lengths else 0.0)
+        is_told_K = chance_K > threshold
+        overlaps.append((is_told_K & bit_K).sum() / max((is_told_K | bit_K).sum(), 1))
+    if not cosines:
+        return {}
+    return answers.figures() | {"cosine": float(np.mean(cosines)), "tanimoto": float(np.mean(overlaps))}
+
+
+def _sigmoid(values_K: Any) -> Floats:
+    from scipy.special import expit
+
+    chance_K: Floats = expit(np.asarray(values_K, np.float32))
+    return chance_K
+
+
+def neighbour_figures(embedded: Vectors, molecules: Values, precursors: Values) -> dict[str, float]:
+    """Return how often the nearest other spectrum is of the same molecule, and how cosines tell molecules apart.
+
+    The first is of spectra whose molecule has another one; the second of all pairs of precursors within 10 ppm.
+    """
+    molecule_N = np.array([int(one) for one in molecules], np.int64)
+    known, count_M = np.unique(molecule_N[molecule_N != 0], return_counts=True)
+    several = set(known[count_M > 1].tolist())
+    asked = [place for place, molecule in enumerate(molecule_N.tolist()) if molecule in several]
+    figures = {}
+    if asked:
+        found, _ = nearest_vectors(_Some(embedded, asked), embedded, 2)
+        other_N = np.where(found[:, 0] == asked, found[:, 1], found[:, 0])
+        figures["nearest_is_same_molecule"] = float((molecule_N[other_N] == molecule_N[asked]).mean())
+    precursor_N = np.array([float(one) for one in precursors])
+    ranking, pairs = Ranking(), 0
+    for first_P, second_P in _close_pairs(precursor_N, molecule_N != 0):
+        rows = [unit_rows(embedded, places_P.tolist()) for places_P in (first_P, second_P)]
+        ranking.add((rows[0] * rows[1]).sum(1), molecule_N[first_P] == molecule_N[second_P])
+        pairs += len(first_P)
+    if pairs and not math.isnan(auroc := ranking.auroc()):
+        figures |= {"same_molecule_auroc": auroc, "pairs_within_10_ppm": float(pairs)}
+    return figures
+
+
+class _Some:
+    """Some of many vectors."""
+
+    def __init__(self, vectors: Vectors, places: Sequence[int]) -> None:
+        self._vectors, self._places = vectors, places
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, place: int) -> Any:
+        return self._vectors[self._places[place]]
+
+
+def _close_pairs(
+    precursor_N: Floats, is_known_N: NDArray[np.bool_]
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    """Yield pairs of known molecules whose precursors are near, each pair once, some thousands at a time."""
+    order = np.flatnonzero(is_known_N)[np.argsort(precursor_N[is_known_N], kind="stable")]
+    mass_M = precursor_N[order]
+    end_M = np.searchsorted(mass_M, mass_M * (1 + ALIKE_PPM * 1e-6), "right")
+    for start in range(0, len(order), BLOCK):
+        stop = min(start + BLOCK, len(order))
+        first = [np.full(end_M[place] - place - 1, place) for place in range(start, stop)]
+        second = [np.arange(place + 1, end_M[place]) for place in range(start, stop)]
+        for first_P, second_P in zip(_pieces(np.concatenate(first)), _pieces(np.concatenate(second)), strict=True):
+            yield order[first_P], order[second_P]
+
+
+def _pieces(places_P: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
+    for start in range(0, len(places_P), BLOCK):
+        yield places_P[start : start + BLOCK]

@@ -1,0 +1,219 @@
+"""Embeddings of spectra as a library, and an exact search of it.
+
+Predicting with an embedding writes
+
+    embeddings.npy    a row for each spectrum, float32: memory-mapped by whoever reads it
+    embeddings.csv    the same rows: `id`, then what the file says of each spectrum
+    matches.tsv       where a library is named: of each spectrum the most similar ones in it, by cosine
+
+A library is such an embeddings.npy, or an HDF5 file as DreaMS writes it, with a dataset `DreaMS_embedding`.
+
+Shapes: N vectors, M of a library, D numbers of one, T the nearest.
+"""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+
+from pipeline.errors import ConfigError, DataError
+from pipeline.files import replacing
+from pipeline.readers import hdf5
+from pipeline.tasks.spectra.peak_transformer import EMBEDDING
+from pipeline.tasks.task_parts import WHERE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float32]
+    Places = NDArray[np.int64]
+
+VECTORS, ROWS, MATCHES = "embeddings.npy", "embeddings.csv", "matches.tsv"
+COLUMN = "DreaMS_embedding"  # of a library in HDF5
+BLOCK = 4096  # vectors at a time, of a library and of queries
+ID = "id"
+
+
+class Vectors(Protocol):
+    """Vectors of equal length by their place."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, place: int) -> Any: ...
+
+
+class Library(NamedTuple):
+    """Embeddings, and what is known of each by the names of columns."""
+
+    vector_MD: Any  # an array, or one on disk that is read by slices
+    names: tuple[str, ...]
+    rows: Sequence[Mapping[str, str]]
+
+
+class Match(NamedTuple):
+    """One of the nearest of a query."""
+
+    query: int
+    place: int
+    rank: int  # from 1
+    similarity: float
+
+
+def unit_rows(vectors: Vectors, places: Sequence[int]) -> Floats:
+    """Return some vectors at length 1 [N, D]; one of no length stays."""
+    row_ND: Any
+    if isinstance(vectors, np.ndarray):
+        row_ND = vectors[places[0] : places[-1] + 1] if isinstance(places, range) else vectors[list(places)]
+        row_ND = np.asarray(row_ND, np.float32)
+    else:
+        row_ND = np.stack([np.asarray(vectors[place], np.float32) for place in places])
+    length_N1 = np.linalg.norm(row_ND, axis=1, keepdims=True)
+    unit_ND: Floats = (row_ND / np.where(length_N1 > 0, length_N1, 1)).astype(np.float32, copy=False)
+    return unit_ND
+
+
+def nearest_vectors(queries: Vectors, library: Vectors, most: int) -> tuple[Places, Floats]:
+    """Return the places of the nearest by cosine, and the cosines [N, T], the nearest first; of equal ones the first.
+
+    Every pair is compared; a block of each side is in memory at a time.
+    """
+    most = min(most, len(library))
+    places_NT, cosines_NT = np.zeros((len(queries), most), np.int64), np.zeros((len(queries), most), np.float32)
+    for start in range(0, len(queries), BLOCK):
+        rows = range(start, min(start + BLOCK, len(queries)))
+        place_BT, cosine_BT = places_NT[rows.start : rows.stop, :0], cosines_NT[rows.start : rows.stop, :0]
+        query_BD = unit_rows(queries, rows)
+        for first in range(0, len(library), BLOCK):
+            block = range(first, min(first + BLOCK, len(library)))
+            cosine_BC = np.concatenate([cosine_BT, query_BD @ unit_rows(library, block).T], 1)
+            place_BC = np.concatenate([place_BT, np.tile(np.array(block, np.int64), (len(rows), 1))], 1)
+            place_BT, cosine_BT = _nearest(place_BC, cosine_BC, most)
+        places_NT[rows.start : rows.stop], cosines_NT[rows.start : rows.stop] = place_BT, cosine_BT
+    return places_NT, cosines_NT
+
+
+def _nearest(place_BC: Places, cosine_BC: Floats, most: int) -> tuple[Places, Floats]:
+    """Return the most similar of some candidates, which are in the order of their places where they are equal."""
+    order_BT = np.argsort(-cosine_BC, axis=1, kind="stable")[:, :most]
+    return np.take_along_axis(place_BC, order_BT, 1), np.take_along_axis(cosine_BC, order_BT, 1)
+
+
+def search_library(queries: Vectors, library: Library, most: int) -> Iterator[Match]:
+    """Yield the nearest of every query, query by query."""
+    places_NT, cosines_NT = nearest_vectors(queries, library.vector_MD, most)
+    for query, (places_T, cosines_T) in enumerate(zip(places_NT, cosines_NT, strict=True)):
+        for rank, (place, cosine) in enumerate(zip(places_T.tolist(), cosines_T.tolist(), strict=True), 1):
+            yield Match(query, place, rank, cosine)
+
+
+# ---- files ----
+
+
+def publish_library(folder: Path, outputs: Mapping[str, Any], described: Any, library: str, most: int) -> list[Path]:
+    """Write the embeddings and what is known of them, and their matches in a library where one is named.
+
+    `described` is the reader, whose `headers()` tell of spectra by their ids, or anything else.
+    """
+    embedded = outputs[EMBEDDING]
+    names, rows = _rows(embedded, described)
+    written = [_write_vectors(folder / VECTORS, embedded), _write_rows(folder / ROWS, names, rows)]
+    if library:
+        found = search_library(embedded, read_library(Path(library), len(embedded[0])), most)
+        written.insert(0, _write_matches(folder / MATCHES, Library(embedded, names, rows), found, Path(library)))
+    return written
+
+
+def _rows(embedded: Any, described: Any) -> tuple[tuple[str, ...], list[dict[str, str]]]:
+    """Return the columns and rows that tell of each embedded spectrum."""
+    rows = [{ID: embedded.id(place)} for place in range(len(embedded))]
+    places = {row[ID]: row for row in rows}
+    names: dict[str, None] = {ID: None}
+    for name, headers in described.headers() if hasattr(described, "headers") else ():
+        if name in places:
+            places[name].update({key: value for key, value in headers.items() if key != ID})
+            names.update(dict.fromkeys(headers))
+    return tuple(names), rows
+
+
+def _write_vectors(path: Path, embedded: Any) -> Path:
+    """Write all embeddings, a few at a time."""
+    with replacing(path) as draft:
+        array_ND = np.lib.format.open_memmap(
+            draft, "w+", np.dtype(np.float32), (len(embedded), len(embedded[0]) if len(embedded) else 0)
+        )
+        for place in range(len(embedded)):
+            array_ND[place] = embedded[place]
+        array_ND.flush()
+    return path
+
+
+def _write_rows(path: Path, names: Sequence[str], rows: Iterable[Mapping[str, str]]) -> Path:
+    with replacing(path) as draft, draft.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, names, restval="", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def _write_matches(path: Path, queries: Library, found: Iterable[Match], library_path: Path) -> Path:
+    """Write a line for each match: what is known of both sides, their places, and how similar they are."""
+    library = read_library(library_path)
+    theirs = {name: f"ref_{name}" for name in library.names}
+    with replacing(path) as draft, draft.open("w", encoding="utf-8", newline="") as file:
+        columns = [*queries.names, *theirs.values(), "index", "ref_index", "topk", "DreaMS_similarity"]
+        writer = csv.DictWriter(file, columns, restval="", delimiter="\t", lineterminator="\n")
+        writer.writeheader()
+        for match in found:
+            reference = {theirs[name]: value for name, value in library.rows[match.place].items() if name in theirs}
+            places = {"index": match.query, "ref_index": match.place, "topk": match.rank}
+            writer.writerow(
+                {**queries.rows[match.query], **reference, **places, "DreaMS_similarity": f"{match.similarity:.6f}"}
+            )
+    return path
+
+
+def read_library(path: Path, width: int = 0) -> Library:
+    """Return a library; raise where it is none, or its vectors are not of this width."""
+    if not path.is_file():
+        remedy = "name an embeddings.npy that `pipeline submit --stage predict` wrote, or an HDF5 file of DreaMS"
+        raise ConfigError("no such library", where=f"{WHERE}.library is {path}", remedy=remedy)
+    library = _from_hdf5(path) if path.suffix.lower() in hdf5.SUFFIXES else _from_npy(path)
+    shape = library.vector_MD.shape
+    if len(shape) != 2 or (width and shape[1] != width):
+        problem = f"its vectors are {list(shape)}, and those of this model [spectra, {width or 'numbers'}]"
+        raise DataError(problem, where=str(path), remedy="predict the library with the same model")
+    if len(library.rows) != shape[0]:
+        problem = f"{shape[0]:,} vectors, and {len(library.rows):,} rows that tell of them"
+        raise DataError(problem, where=str(path), remedy="predict the library again")
+    return library
+
+
+def _from_npy(path: Path) -> Library:
+    try:
+        vector_MD = np.load(path, mmap_mode="r", allow_pickle=False)
+        with path.with_suffix(".csv").open(encoding="utf-8", newline="") as file:
+            table = csv.DictReader(file)
+            return Library(vector_MD, tuple(table.fieldnames or ()), list(table))
+    except (OSError, ValueError) as error:
+        problem = f"no library: {error}"
+        raise DataError(problem, where=str(path), remedy="predict the library again") from error
+
+
+def _from_hdf5(path: Path) -> Library:
+    """Read a library in DreaMS' layout: its embeddings, and every column of one value a spectrum."""
+    with hdf5.open_hdf5(path) as file:
+        if COLUMN not in file:
+            remedy = "predict it, and name the embeddings.npy that comes of it"
+            raise DataError(f"no dataset {COLUMN!r}", where=str(path), remedy=remedy)
+        names = tuple(name for name in file if getattr(file[name], "ndim", 0) == 1)
+        columns = [[_text(value) for value in file[name][:]] for name in names]
+        rows = [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
+        return Library(file[COLUMN][:], names, rows)
+
+
+def _text(value: Any) -> str:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)

@@ -1,0 +1,189 @@
+"""Files of peptides as their fields have them: all good entries in, each bad one with its reason."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline.errors import ConfigError
+from pipeline.readers import made, peptides
+from pipeline.readers.entry import UnusableEntry
+from pipeline.readers.peptide_spectra import PeptideSpectra, library_headers
+from pipeline.readers.peptide_text import residue_codes
+from pipeline.records import Entry, Rejection
+
+FOLDER = Path(__file__).resolve().parents[3] / "shared" / "originals" / "peptrm"
+needs_original = pytest.mark.skipif(
+    not FOLDER.is_dir(), reason="files of the field (../shared/originals/peptrm) are not beside this checkout"
+)
+AS_PUBLISHED = {"least_peaks": 10, "shortest": 7, "longest": 30}
+SPECIES = ("H.-sapiens.mgf", "Vigna-mungo.mgf")
+
+
+def letters(entry: Entry) -> str:
+    return peptides.peptide_text(peptides.letters_only(entry.arrays["peptide.residue"]))
+
+
+def parted(reader: PeptideSpectra) -> tuple[list[Entry], list[Rejection]]:
+    found = list(reader.entries())
+    return [one for one in found if isinstance(one, Entry)], [one for one in found if isinstance(one, Rejection)]
+
+
+@needs_original
+@pytest.mark.parametrize("species", SPECIES)
+def test_nine_species_are_read_as_the_original_reads_them(species: str) -> None:
+    name = species.removesuffix(".mgf")
+    as_read = json.loads((FOLDER / "as_read.json").read_text())["nine_species"]
+    known = [one for one in as_read if one["scan_id"].startswith(name)]
+    reader = PeptideSpectra(FOLDER / "files" / "nine-species-main" / species, **AS_PUBLISHED)
+    entries, rejections = parted(reader)
+    assert [one.id for one in entries] == [one["scan_id"] for one in known]
+    for entry, wanted in zip(entries, known, strict=True):
+        charge = int(entry.arrays["charge"])
+        assert (letters(entry), charge) == (wanted["sequence"], wanted["charge"])
+        assert len(entry.arrays["peaks.mz"]) == wanted["peaks"]
+        mass = charge * (float(entry.arrays["precursor_mz"]) - 1.00727)
+        assert mass == pytest.approx(wanted["precursor_mass"], rel=2e-7)
+        again = reader.read(entry.place)["peptide.residue"]
+        np.testing.assert_array_equal(again, entry.arrays["peptide.residue"])
+    reasons = {"Vigna-mungo:2": "a peptide of 4 residues; taken are 7 to 30", "Vigna-mungo:3": "'X' is no amino acid"}
+    assert len(rejections) == (2 if name == "Vigna-mungo" else 0)
+    assert all(reasons[one.id] in one.detail for one in rejections)
+
+
+@needs_original
+@pytest.mark.parametrize(
+    ("file", "wanted"),
+    [
+        ("deepnovo", ["LQAVTDDHIR", "M[Oxidation]DEELAAIVGVR", "GGC[Carbamidomethyl]EAIVDTGTSLLVGPVDEVR"]),
+        ("massivekb", ["LQAVTDDHIR", "M[Oxidation]DEELAAIVGVR", "[+25.979265]-QAEELNR"]),
+        ("proforma", ["LQAVTDDHIR", "M[Oxidation]DEELAAIVGVR", "GGC[Carbamidomethyl]EAIVDTGTSLLVGPVDEVR"]),
+    ],
+)
+def test_every_way_to_write_modifications_is_read_and_weighs_what_the_precursor_does(
+    file: str, wanted: list[str]
+) -> None:
+    entries, rejections = parted(PeptideSpectra(FOLDER / "files" / "other" / f"{file}.mgf", **AS_PUBLISHED))
+    assert not rejections
+    assert [peptides.peptide_text(one.arrays["peptide.residue"]) for one in entries] == wanted
+    for entry in entries:
+        charge, mz = int(entry.arrays["charge"]), float(entry.arrays["precursor_mz"])
+        off = peptides.mass(entry.arrays["peptide.residue"]) - charge * (mz - peptides.PROTON)
+        assert abs(off) < 0.006  # as far as two decimals go
+
+
+@needs_original
+def test_a_library_of_peptides_is_read_as_the_original_reads_it() -> None:
+    known = json.loads((FOLDER / "as_read.json").read_text())["proteometools"]
+    reader = PeptideSpectra(FOLDER / "files" / "proteometools" / "library.msp", id="NAME", **AS_PUBLISHED)
+    entries, rejections = parted(reader)
+    assert not rejections
+    assert [one.id for one in entries] == [one["scan_id"] for one in known]
+    for entry, wanted in zip(entries, known, strict=True):
+        charge = int(entry.arrays["charge"])
+        assert (letters(entry), charge) == (wanted["sequence"], wanted["charge"])
+        assert len(entry.arrays["peaks.mz"]) == wanted["peaks"]
+        mass = charge * (float(entry.arrays["precursor_mz"]) - 1.00727)
+        assert mass == pytest.approx(wanted["precursor_mass"], rel=2e-7)
+        again = reader.read(entry.place)
+        np.testing.assert_array_equal(again["peaks.mz"], entry.arrays["peaks.mz"])
+
+
+@pytest.mark.parametrize(
+    ("name", "comment", "wanted"),
+    [
+        ("AMCK/2", "Parent=300.5 Mods=0", "AMCK"),
+        ("AMCK/2_1", "Mods=1/1,M,Oxidation", "AM[Oxidation]CK"),
+        ("AMCK/3", "Mods=2(1,M,Oxidation)(2,C,CAM)", "AM[Oxidation]C[Carbamidomethyl]K"),
+        ("AMCK/3", "Mods=1/-1,A,Acetyl", "[Acetyl]-AMCK"),
+        ("AMCK/3", "Mods=1/0,A,Acetyl", "[Acetyl]-AMCK"),
+    ],
+)
+def test_modifications_in_a_comment_are_the_peptides(name: str, comment: str, wanted: str) -> None:
+    headers = library_headers({"NAME": name, "COMMENT": comment})
+    assert peptides.peptide_text(residue_codes(headers["SEQ"])) == wanted
+    assert headers["CHARGE"] == name[5]
+
+
+@pytest.mark.parametrize("comment", ["Mods=2/1,M,Oxidation", "Mods=1/9,M,Oxidation"])
+def test_modifications_that_do_not_fit_are_refused(comment: str) -> None:
+    with pytest.raises(UnusableEntry, match=r"Mods=2|residue 9"):
+        library_headers({"NAME": "AMCK/2", "COMMENT": comment})
+
+
+def few_peaks(text: str) -> str:
+    lines = text.split("\n")
+    peaks = [line for line in lines if line[:1].isdigit()]
+    return "\n".join(line for line in lines if line not in peaks[5:])
+
+
+DAMAGES: dict[str, Callable[[str], str]] = {
+    "is no amino acid": lambda text: text.replace("SEQ=", "SEQ=PEPX"),
+    "is no known modification of": lambda text: text.replace("SEQ=", "SEQ=W+15.995"),
+    "is no known modification; known": lambda text: text.replace("SEQ=", "SEQ=S[Phospho]"),
+    "no peptide: no header SEQ": lambda text: text.replace("SEQ=", "SEQUENCE="),
+    "no END IONS": lambda text: text.replace("END IONS\n", ""),
+    "not a peak, m/z and intensity": lambda text: text.replace("SPLIT=", "garbage here\nSPLIT="),
+    "the precursor's m/z is no number": lambda text: text.replace("PEPMASS=", "PEPMASS=x"),
+    "a charge that does not parse": lambda text: text.replace("CHARGE=", "CHARGE=++"),
+    "a peptide of 4 residues": lambda text: "\n".join(
+        "SEQ=SHRT" if line.startswith("SEQ=") else line for line in text.split("\n")
+    ),
+    "peaks, least_peaks is 10": few_peaks,
+}
+
+
+def test_of_a_thousand_entries_with_ten_damaged_in_ten_ways_the_good_ones_are_in_and_each_bad_one_says_why(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "nine.mgf"
+    made.spectra(path, 1000)
+    entries = path.read_text().split("\n\n")[:1000]
+    for place, damage in enumerate(DAMAGES.values()):
+        entries[97 * place + 5] = damage(entries[97 * place + 5] + "\n").rstrip("\n")
+    path.write_text("\n\n".join([*entries, ""]))
+    good, bad = parted(PeptideSpectra(path, **AS_PUBLISHED))
+    damaged = {f"made-{97 * place + 5:07d}": reason for place, reason in enumerate(DAMAGES)}
+    assert [one.id for one in good] == [f"made-{n:07d}" for n in range(1000) if f"made-{n:07d}" not in damaged]
+    assert [one.id for one in bad] == list(damaged)
+    assert {one.id: damaged[one.id] in one.detail for one in bad} == dict.fromkeys(damaged, True)
+
+
+def test_a_usi_gives_the_peptide_of_a_spectrum(tmp_path: Path) -> None:
+    path = tmp_path / "usi.mgf"
+    usi = "mzspec:PXD000561:run:scan:17555:VLHPLEGAVVIIFK/2"
+    path.write_text(f"BEGIN IONS\nTITLE=a\nPEPMASS=767.96\nCHARGE=2+\nUSI={usi}\n100 1\nEND IONS\n")
+    (entry,) = parted(PeptideSpectra(path, peptide="USI"))[0]
+    assert letters(entry) == "VLHPLEGAVVIIFK"
+
+
+def test_spectra_without_a_peptide_are_taken_where_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "unknown.mgf"
+    path.write_text("BEGIN IONS\nTITLE=a\nPEPMASS=767.96\nCHARGE=2+\n100 1\nEND IONS\n")
+    assert not parted(PeptideSpectra(path))[0]
+    (entry,) = parted(PeptideSpectra(path, unknown=True))[0]
+    assert "peptide.residue" not in entry.arrays
+
+
+@needs_original
+def test_one_species_is_left_out_for_the_test() -> None:
+    reader = PeptideSpectra(FOLDER / "files" / "nine-species-main", test_file=SPECIES[0], val_file=SPECIES[1])
+    splits = {one.id.partition(":")[0]: one.split for one in parted(reader)[0]}
+    assert splits == {"H.-sapiens": "test", "Vigna-mungo": "val"}
+    only = PeptideSpectra(FOLDER / "files" / "nine-species-main", test_file=SPECIES[0])
+    assert {one.split for one in parted(only)[0]} == {"test", "train"}
+    with pytest.raises(ConfigError, match=r"H.-sapiens.mgf, Vigna-mungo.mgf"):
+        PeptideSpectra(FOLDER / "files" / "nine-species-main", test_file="human.mgf")
+
+
+@pytest.mark.parametrize(
+    "options", [{"least_peaks": 0}, {"shortest": 8, "longest": 7}, {"longest": 1.5}, {"unknown": "yes"}]
+)
+def test_options_that_make_no_sense_are_refused(tmp_path: Path, options: dict[str, object]) -> None:
+    made.spectra(tmp_path / "x.mgf", 1)
+    with pytest.raises(ConfigError, match="is not"):
+        PeptideSpectra(tmp_path / "x.mgf", **options)  # type: ignore[arg-type]

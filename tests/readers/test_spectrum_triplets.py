@@ -1,0 +1,130 @@
+"""Spectra with candidates to be compared with: who they are, and that an item draws one of them anew."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.errors import ConfigError
+from pipeline.readers.spectra import Spectra
+from pipeline.readers.spectrum_triplets import SpectrumTriplets
+from pipeline.records import Entry, Rejection
+from pipeline.tasks.spectra_finetune import SpectraContrast, SpectraFinetune
+from pipeline.training.items.batch import ItemTensors
+from pipeline.training.step.contrastive import make_step
+from pipeline.training.step.optimizers import StepSettings
+from tests.readers.compared import assert_same
+from tests.tasks.items import double
+from tests.tasks.reader_items import batch_of
+
+LETTERS = "ABCD"
+SMALL = {"layers": 2, "heads": 2, "d_fourier": 12, "d_peak": 4, "fourier_width": 8, "finest": 0.01}
+
+
+def library(path: Path, each: int = 3) -> Path:
+    """Spectra of four molecules: A and B of nearly one mass, C far away, D alone; the last has no molecule."""
+    masses = {"A": 200.0, "B": 200.03, "C": 300.0, "D": 200.01}
+    texts = []
+    for letter in LETTERS:
+        for number in range(1 if letter == "D" else each):
+            split = "val" if number == each - 1 else "train"
+            texts.append(
+                f"BEGIN IONS\nTITLE={letter}{number}\nPEPMASS={masses[letter]}\nSPLIT={split}\n"
+                f"INCHIKEY={letter * 14}-UHFFFAOYSA-N\n"
+                f"{50 + 17 * LETTERS.index(letter)}.{number} 5\n{60 + number} 1\nEND IONS\n"
+            )
+    texts.append("BEGIN IONS\nTITLE=none\nPEPMASS=200\n50 1\nEND IONS\nBEGIN IONS\nTITLE=bad\nEND IONS\n")
+    path.write_text("".join(texts))
+    return path
+
+
+def found_in(path: Path, **options: int) -> dict[str, Entry]:
+    reader = SpectrumTriplets(path, molecule="inchikey", **options)
+    found = list(reader.entries())
+    assert [one.id for one in found if isinstance(one, Rejection)] == ["bad"]
+    entries = {one.id: one for one in found if isinstance(one, Entry)}
+    for entry in entries.values():
+        assert_same(reader.read(entry.place), entry.arrays)
+    return entries
+
+
+def test_positives_are_of_its_molecule_and_negatives_of_another_of_its_mass_and_split(tmp_path: Path) -> None:
+    entries = found_in(library(tmp_path / "x.mgf"))
+    first = entries["A0"].arrays
+    assert first["positives.precursor_mz"].tolist() == [200.0]  # A1: A2 is of another split
+    assert set(first["negatives.precursor_mz"].round(2).tolist()) == {np.float32(200.03), np.float32(200.01)}
+    assert len(first["negatives.precursor_mz"]) == 3
+    assert first["positive.mz"].tolist() == pytest.approx([50.1, 61])
+    assert first["negative.spectrum"].tolist() == [0, 0, 1, 1, 2, 2]
+    for name in ("C0", "D0", "A2", "none"):  # no negative, no positive, neither, no molecule
+        assert "positive.mz" not in entries[name].arrays
+    plain = {one.id: one for one in Spectra(tmp_path / "x.mgf", molecule="inchikey").entries()}
+    assert_same(plain["C0"].arrays, entries["C0"].arrays)
+
+
+def test_candidates_are_no_more_than_asked_for_and_the_same_each_time(tmp_path: Path) -> None:
+    path = library(tmp_path / "x.mgf", 12)
+    one, same, other = (found_in(path, candidates=2, seed=seed) for seed in (0, 0, 1))
+    assert len(one["A0"].arrays["negatives.precursor_mz"]) == 2
+    assert [entry.place for entry in one.values()] == [entry.place for entry in same.values()]
+    assert [entry.place for entry in one.values()] != [entry.place for entry in other.values()]
+
+
+def test_an_item_draws_one_of_its_candidates_by_its_own_numbers(tmp_path: Path) -> None:
+    entries = found_in(library(tmp_path / "x.mgf", 12))
+    task = SpectraFinetune(head="embedding", **SMALL)
+    items = batch_of([entries[name].arrays for name in ("A0", "C0", "B1")], ["A0", "C0", "B1"]).items
+    together = task.collate(items[:], np.random.default_rng(0))
+    assert together.anchor_T.tolist() == [0, 2]
+    assert task.weights(together) == {"triplet": 2.0}
+    alone = task.collate(items[2:], np.random.default_rng(9))
+    assert torch.equal(alone.peaks.mz_BL, together.peaks.mz_BL[[2, 4, 6]])
+    assert task.outputs(task.model().eval(), together)["embedding"].shape == (3, 16)
+
+
+def made_batch(task: SpectraFinetune, path: Path) -> list[ItemTensors]:
+    entries = [entry for entry in found_in(library(path, 6)).values() if "positive.mz" in entry.arrays]
+    return batch_of([entry.arrays for entry in entries], [entry.id for entry in entries]).items[:]
+
+
+def test_embeddings_learn_to_tell_molecules_of_one_mass_apart(tmp_path: Path) -> None:
+    task = SpectraContrast(**SMALL)
+    torch.manual_seed(0)
+    step = make_step(task, StepSettings(learning_rate=1e-2))
+    batch = task.collate(made_batch(task, tmp_path / "x.mgf"), np.random.default_rng(0))
+    losses = [float(next(iter(task.loss(step.model, batch).values()))[0].detach())]
+    for _ in range(60):
+        step.run([batch])
+    losses.append(float(next(iter(task.loss(step.model, batch).values()))[0].detach()))
+    assert losses[1] < 0.8 * losses[0]
+
+
+@pytest.mark.parametrize("kind", [SpectraFinetune, SpectraContrast])
+def test_gradients_of_micro_batches_are_those_of_one_batch(tmp_path: Path, kind: type[SpectraFinetune]) -> None:
+    task, rng = kind(head="embedding", margin=0.5, **SMALL), np.random.default_rng(0)
+    items = made_batch(task, tmp_path / "x.mgf")
+    found = []
+    for cuts in ((0, len(items)), (0, 3, 4, len(items))):
+        torch.manual_seed(0)
+        model = task.model().double()
+        step = make_step(task, StepSettings(optimizer="sgd", learning_rate=1.0), model=model)
+        torch.manual_seed(0)
+        before = {name: one.detach().clone() for name, one in model.named_parameters()}
+        parts = [items[start:stop] for start, stop in pairwise(cuts)]
+        step.run([double(task.collate(part, rng)) for part in parts])
+        found.append({name: one.detach() - before[name] for name, one in model.named_parameters()})
+        items = made_batch(task, tmp_path / "x.mgf")  # whose draws begin again
+    assert max(float(one.abs().max()) for one in found[0].values()) > 1e-4
+    for name, one in found[0].items():
+        assert (one - found[1][name]).abs().max() < 1e-10
+
+
+def test_without_inchi_keys_nobody_knows_who_is_related(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="known by their InChI keys"):
+        SpectrumTriplets(library(tmp_path / "x.mgf"))
+    with pytest.raises(ConfigError, match="a number above 0"):
+        SpectrumTriplets(library(tmp_path / "x.mgf"), molecule="inchikey", mass_within=0)

@@ -1,0 +1,127 @@
+"""Losses and their gradients against pepTRM's, and what is mended for models that are trained here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from pipeline.readers import peptides
+from pipeline.readers.peptide_text import residue_codes
+from pipeline.tasks.peptides.peptide_losses import (
+    PUBLISHED_CONSTANTS,
+    Constants,
+    expected_peptide,
+    fragments,
+    published_peptide,
+)
+from pipeline.tasks.peptides.vocabulary import Vocabulary
+from tests.tasks.peptides.original import TASK, batch, needs_original, off, stored
+
+TERM = {"ce": "peptide", "spectrum": "spectrum", "precursor": "precursor"}
+ALONE = {"spectrum_weight": 0.0, "precursor_weight": 0.0}
+CASES = {
+    **{
+        f"ce.{kind}.smoothing_{smoothing}": {**ALONE, "answer_weights": kind, "smoothing": smoothing}
+        for kind in ("linear", "uniform", "exponential")
+        for smoothing in (0.0, 0.1)
+    },
+    "ce.linear_smoothing_0.1": ALONE,
+    "spectrum.coverage.HCD2021": {"spectrum_weight": 1.0, "fragment_charges": 1},
+    "spectrum.coverage.HCDch2": {"spectrum_weight": 1.0},
+    "spectrum.drawn.HCD2021": {"spectrum_weight": 1.0, "spectrum_loss": "drawn", "fragment_charges": 1},
+    "spectrum.drawn.HCDch2": {"spectrum_weight": 1.0, "spectrum_loss": "drawn"},
+    "precursor": {"precursor_weight": 1.0},
+    "precursor.old": {"precursor_weight": 1.0, "precursor_loss": "absolute"},
+}
+# An ion at 2000 is rounded by 1.2e-4, which moves a drawn peak's slope, of sigma 0.05, by a hundredth.
+GRADIENTS = {"ce": 1e-5, "precursor": 1e-5, "spectrum.coverage": 2e-3, "spectrum.drawn": 3e-2}
+LOSSES = {"ce": 1e-5, "precursor": 1e-5, "spectrum.coverage": 1e-5, "spectrum.drawn": 2e-5}
+
+
+def of_case(table, name):
+    return next(value for start, value in table.items() if name.startswith(start))
+
+
+class Said(torch.nn.Module):
+    """A model that says what the original said."""
+
+    def __init__(self):
+        super().__init__()
+        self.logits = torch.nn.Parameter(stored("outputs")["logits"].clone())
+
+    def forward(self, _spectra):
+        return self.logits
+
+
+@needs_original
+@pytest.mark.parametrize("name", CASES)
+def test_each_loss_and_its_gradient_is_the_originals(name):
+    task, model, known = replace(TASK, **CASES[name]), Said(), stored("outputs")
+    total, weight = task.loss(model, batch())[of_case(TERM, name)]
+    loss = total / weight
+    expected = float(known[f"loss.{name}"])
+    assert float(loss.detach()) == pytest.approx(expected, rel=of_case(LOSSES, name))
+    if f"loss.{name}.gradient" in known:
+        gradient = known[f"loss.{name}.gradient"]
+        loss.backward()
+        assert off(model.logits.grad, gradient) < of_case(GRADIENTS, name) * float(gradient.abs().max())
+
+
+@needs_original
+def test_the_weighted_sum_of_terms_is_the_originals():
+    model, known = Said(), stored("outputs")
+    terms = TASK.loss(model, batch())  # 0.25 of the spectrum, 0.08 of the mass
+    loss = sum(total / weight for total, weight in terms.values())
+    loss.backward()
+    assert float(loss.detach()) == pytest.approx(float(known["loss.combined"]), rel=1e-5)
+    gradient = known["loss.combined.gradient"]
+    assert off(model.logits.grad, gradient) < 2e-3 * float(gradient.abs().max())
+
+
+@needs_original
+@pytest.mark.parametrize(("name", "charges"), [("HCD2021", 1), ("HCDch2", 2)])
+def test_fragments_are_the_originals(name, charges):
+    given, known = batch(), stored("outputs")
+    masses_V = torch.from_numpy(TASK.vocabulary.masses_V).float()
+    truth_BLV = 1000.0 * torch.nn.functional.one_hot(given.letter_BL, 24)
+    for logits_BLV, expected in (
+        (known["logits"][-1], known[f"fragments.{name}"]),
+        (truth_BLV, known[f"fragments.{name}.of_the_truth"]),
+    ):
+        peptide = expected_peptide(logits_BLV, masses_V, given.residues_B, given.has_terminal_B)
+        ions = fragments(published_peptide(peptide), charges, PUBLISHED_CONSTANTS)
+        assert off(ions.mz_BP, expected) < 5e-4  # two roundings at 2000
+
+
+def right(text, vocabulary, places=12):
+    """Return the expected masses of a peptide that is known for sure."""
+    letter_R = torch.from_numpy(vocabulary.letters(residue_codes(text)))
+    logits_BLV = torch.zeros(1, places, len(vocabulary.names), dtype=torch.float64)
+    logits_BLV[0, torch.arange(len(letter_R)), letter_R] = 1000.0
+    terminal_B = torch.tensor([bool(vocabulary.is_terminal_V[letter_R[0]])])
+    masses_V = torch.from_numpy(vocabulary.masses_V)
+    return expected_peptide(logits_BLV, masses_V, torch.tensor([len(letter_R)]), terminal_B)
+
+
+@pytest.mark.parametrize("text", ["PEPTIDE", "[Acetyl]-M[Oxidation]PEK", "C[Carbamidomethyl]K"])
+def test_a_model_that_is_trained_here_has_every_ion_and_no_other(text):
+    codes = residue_codes(text)
+    ions = fragments(right(text, Vocabulary()), 2, Constants())
+    there = ions.mz_BP[0][ions.height_BP[0] > 0].tolist()
+    breaks = slice(int(codes[0] in peptides.TERMINAL), None)  # nothing breaks off between a change and its residue
+    expected = [
+        ion
+        for charge in (1, 2)
+        for ions_of in (peptides.b_ions(codes, charge)[breaks], peptides.y_ions(codes, charge)[::-1][breaks])
+        for ion in ions_of
+    ]
+    assert there == pytest.approx(expected)
+
+
+def test_as_published_the_first_residue_is_lost_to_all_ions():
+    whole = right("PEPTIDE", Vocabulary(as_published=True))
+    cut = published_peptide(whole)
+    assert float(whole.mass_BL.sum() - cut.mass_BL.sum()) == pytest.approx(97.05276)
+    assert bool(cut.is_break_BF.all())

@@ -1,0 +1,136 @@
+"""The network against pepTRM's own: every step of it, under its names, to the last bit of its weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn import functional
+
+from pipeline.tasks.denovo_recursive import DenovoRecursive
+from pipeline.tasks.peptides.peptrm_names import COMPILED, COMPILED_FORM, FORM
+from tests.tasks.peptides.original import FOLDER, TASK, needs_original, network, off, spectra, stored, told
+
+CLOSE = 1e-4
+
+
+@needs_original
+def test_answers_and_what_is_thought_are_the_originals():
+    with torch.no_grad():
+        logits_TBLV, latent_BLD = network().answered(spectra())
+        three_TBLV = network()(spectra(), 3)
+    assert off(logits_TBLV, stored("outputs")["logits"]) < CLOSE
+    assert off(latent_BLD, stored("outputs")["latent"]) < CLOSE
+    assert off(three_TBLV, stored("outputs")["logits_3_steps"]) < CLOSE
+
+
+@needs_original
+def test_each_step_of_the_original_is_found():
+    model, given, known = network(), spectra(), stored("outputs")
+    mask = functional.pad(given.is_peak_BP, (1, 0), value=True)
+    assert torch.equal(mask, known["encoded.mask"])
+    with torch.no_grad():
+        context_BMD = model.spectrum(given, mask[:, None, None])
+        memories = [layer.cross.remembered(context_BMD) for layer in model.decoder]
+        logits_BLV, latent_BLD = model.first_answer.expand(9, -1, -1), model.first_latent.expand(9, -1, -1)
+        said_BLD = model._said(logits_BLV, 0)
+        latent_BLD = latent_BLD + model._run(said_BLD + latent_BLD, memories, mask[:, None, None])
+        answer_BLV = model._answer(logits_BLV, model._run(said_BLD + latent_BLD, None, None))
+        precursor_BD = (model.spectrum.precursor_row(given) - model.spectrum.precursor)[:, 0]
+        found = {
+            "peak_embedding": model.spectrum.peak_rows(given),
+            "precursor_embedding": precursor_BD,
+            "encoded": context_BMD,
+            "latent_step_0": latent_BLD,
+            "answer_step_0": answer_BLV,
+        }
+    assert {name: off(values, known[name]) < CLOSE for name, values in found.items()} == dict.fromkeys(found, True)
+
+
+@needs_original
+def test_a_mass_in_place_of_mz_would_be_seen():
+    given = spectra()._replace(precursor_mz_B=stored("inputs")["nine.precursor_mass"])
+    with torch.no_grad():
+        logits_BLV = network()(given)[-1]
+    assert off(logits_BLV, stored("outputs")["neutral_mass_given_instead.logits"]) < CLOSE
+    assert off(logits_BLV, stored("outputs")["logits"][-1]) > 0.1
+
+
+@needs_original
+def test_weights_go_out_as_they_came_in_to_the_bit():
+    state = stored("state")
+    written = network().published_forms()[FORM].write(network().state_dict())
+    assert written.keys() == state.keys()
+    assert all(torch.equal(written[name], tensor) for name, tensor in state.items())
+
+
+@needs_original
+@pytest.mark.parametrize("part", ["model_state_dict", "ema_state_dict"])
+def test_checkpoints_of_its_trainer_and_their_averages_are_known(part):
+    checkpoint = torch.load(FOLDER / "checkpoint" / "checkpoint_step_3.pt", weights_only=True)
+    form = TASK.model().published_forms()[FORM]
+    assert form.knows(checkpoint[part])
+    model = TASK.model()
+    model.load_state_dict(form.read(checkpoint[part]))
+    written = form.write(model.state_dict())
+    assert all(torch.equal(written[name], tensor) for name, tensor in checkpoint[part].items())
+
+
+@needs_original
+def test_a_compiled_model_has_its_own_names_and_keeps_them():
+    state = torch.load(FOLDER / "checkpoint" / "of_a_compiled_model.pt", weights_only=True)["model_state_dict"]
+    assert all(name.startswith(COMPILED) for name in state)
+    model = TASK.model()
+    forms = model.published_forms()
+    assert [name for name, form in forms.items() if form.knows(state)] == [COMPILED_FORM]
+    model.load_state_dict(forms[COMPILED_FORM].read(state))
+    written = forms[COMPILED_FORM].write(model.state_dict())
+    assert written.keys() == state.keys()
+    assert all(torch.equal(written[name], tensor) for name, tensor in state.items())
+
+
+@needs_original
+def test_models_from_before_the_gate_have_neither_gate_nor_embedding_of_steps():
+    earlier = {name: one for name, one in stored("state").items() if "gate_head" not in name and "step_emb" not in name}
+    model = replace(TASK, gated=False).model().eval()
+    model.load_state_dict(model.published_forms()[FORM].read(earlier))
+    assert model.published_forms()[FORM].write(model.state_dict()).keys() == earlier.keys()
+    with torch.no_grad():
+        assert off(model(spectra(), 1)[0], network()(spectra(), 1)[0]) > 0.1
+
+
+@needs_original
+def test_the_published_size_has_the_names_shapes_and_number_of_parameters_that_are_published():
+    with torch.device("meta"):
+        model = DenovoRecursive(as_published=True).model()
+    written = model.published_forms()[FORM].write(model.state_dict())
+    assert {name: list(tensor.shape) for name, tensor in written.items()} == told("hparams")["shapes_full"]
+    unused = sum(model.get_buffer(name).numel() for name in ("unused_letter",))
+    assert sum(one.numel() for one in model.parameters()) + unused == told("hparams")["parameters_full"]
+
+
+def test_a_model_that_is_trained_here_says_an_end_and_modifications_and_goes_out_under_the_same_names():
+    task = replace(TASK, as_published=False)
+    model = task.model()
+    assert model.out.out_features == 24 + 8
+    written = model.published_forms()[FORM].write(model.state_dict())
+    assert "recursive_core.decoder.output_head.weight" in written
+    assert "recursive_core.decoder.token_embedding.weight" not in written
+    assert all(name.split(".")[0] in ("encoder", "recursive_core") for name in written)
+
+
+def test_padded_peaks_change_nothing():
+    torch.manual_seed(0)
+    model = replace(TASK, as_published=False).model().double().eval()
+    task = TASK.example({"items": 2, "peaks": 12, "residues": 5}).spectra
+    given = task._replace(
+        mz_BP=task.mz_BP.double(), intensity_BP=task.intensity_BP.double(), precursor_mz_B=task.precursor_mz_B.double()
+    )
+    padded = given._replace(
+        mz_BP=functional.pad(given.mz_BP, (0, 7)),
+        intensity_BP=functional.pad(given.intensity_BP, (0, 7)),
+        is_peak_BP=functional.pad(given.is_peak_BP, (0, 7), value=False),
+    )
+    with torch.no_grad():
+        assert off(model(given), model(padded)) < 1e-12

@@ -1,0 +1,182 @@
+"""Losses and figures against the original's numbers, and against what they say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.tasks.spectra.peak_batch import SpectraBatch
+from pipeline.tasks.spectra.spectra_figures import bit_figures
+from pipeline.tasks.spectra.spectra_losses import found_error, masked_error, mass_classes
+from pipeline.tasks.spectra_finetune import SpectraContrast, SpectraFinetune
+from tests.tasks.spectra.original import model_of, needs_original, peaks_of, stored, told
+
+SMALL: dict[str, Any] = {
+    "layers": 3, "heads": 4, "d_fourier": 40, "d_peak": 8, "fourier_width": 16, "as_published": True
+}  # fmt: skip
+CASES = {
+    "regression": ("regression", {"sigmoid": True}, "regression.loss"),
+    "mol_props": ("mol_props", {"targets": 11}, "mol_props.loss"),
+    "binary": ("binary", {"head": "binary"}, "binary.loss_plain"),
+    "focal": ("binary", {"head": "binary", "alpha": 0.8, "gamma": 0.5}, "binary.loss_alpha08_gamma05"),
+    **{
+        f"{name} {measure}": (name, {"head": "fingerprint", "targets": 64, "measure": measure, **more}, f"{name}.{key}")
+        for name, more in (("fingerprint", {"summed": True}), ("fingerprint_precursor", {"head_depth": 2}))
+        for measure, key in (("cosine", "loss_cos"), ("iou", "loss_smooth_iou"))
+    },
+}
+
+
+def batch_of(spec_BL2: torch.Tensor, target_BK: torch.Tensor, task: SpectraFinetune, triplets: int = 0) -> SpectraBatch:
+    items = len(target_BK)
+    is_known_BK = ~target_BK.isnan()
+    return SpectraBatch(
+        peaks=peaks_of(spec_BL2),
+        anchor_T=torch.arange(triplets),
+        target_BK=target_BK.nan_to_num(0.0),
+        is_known_BK=is_known_BK,
+        precursor_B=spec_BL2[:items, 0, 0],
+        molecule_B=torch.arange(1, items + 1),
+        known=task._known(is_known_BK, triplets),
+    )
+
+
+@needs_original
+@pytest.mark.shared
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_losses_are_the_originals(case):
+    name, options, key = CASES[case]
+    task = SpectraFinetune(**SMALL, **options)
+    label = stored("inputs")[f"label.{name.removesuffix('_precursor')}"]
+    batch = batch_of(stored("inputs")["spec_100"][: len(label)], label.reshape(len(label), -1), task)
+    ((total, weight),) = task.loss(model_of(name), batch).values()
+    assert float(total / weight) == pytest.approx(float(stored("outputs")[key]), rel=1e-5)
+
+
+@needs_original
+@pytest.mark.shared
+@pytest.mark.parametrize(("margin", "key"), [(0.1, "loss_margin01"), (0.5, "loss_margin_05"), (1.0, "loss_margin_10")])
+@torch.no_grad()
+def test_triplets_are_the_originals(margin, key):
+    task = SpectraFinetune(**SMALL, head="embedding", margin=margin)
+    inputs = stored("inputs")
+    spec = [inputs["triplet.spec"], inputs["triplet.pos_specs"][:, 0], inputs["triplet.neg_specs"][:, 0]]
+    batch = batch_of(torch.cat(spec), torch.full((4, 1), torch.nan), task, triplets=4)
+    ((total, weight),) = task.loss(model_of("contrastive"), batch).values()
+    assert weight == 4
+    assert float(total / weight) == pytest.approx(float(stored("outputs")[f"contrastive.{key}"]), rel=1e-5)
+
+
+@needs_original
+@pytest.mark.shared
+@torch.no_grad()
+def test_the_loss_of_pre_training_is_the_originals():
+    inputs, outputs, model = stored("inputs"), stored("outputs"), model_of()
+    sums, precursors = [], []
+    for number in "12":
+        tokens_BLD = model.tokens(peaks_of(inputs[f"pretrain.spec_mask_{number}"]))
+        is_masked_BL = inputs[f"pretrain.mask_{number}"]
+        class_M = mass_classes(inputs[f"pretrain.spec_real_{number}"][..., 0][is_masked_BL], 0.5, 2000)
+        assert torch.equal(class_M, outputs[f"pretrain.class_{number}"])
+        logit_MC = model.pretraining.mass(tokens_BLD[is_masked_BL])
+        sums.append(masked_error(logit_MC, class_M, 5.0) / len(class_M))
+        precursors.append(tokens_BLD[:, 0])
+        mean = outputs[f"pretrain.focal_{number}"].mean()
+        assert float(sums[-1]) == pytest.approx(float(mean), rel=1e-5)
+    order = model.pretraining.order(torch.cat(precursors, -1)).squeeze(-1)
+    of_order = torch.nn.functional.binary_cross_entropy_with_logits(order, inputs["pretrain.ro_label"])
+    total = 0.8 * (sums[0] + sums[1]) / 2 + 0.2 * of_order
+    assert float(total) == pytest.approx(float(outputs["pretrain.loss"]), rel=1e-5)
+
+
+@needs_original
+@pytest.mark.shared
+def test_errors_of_properties_in_their_units_are_the_originals():
+    spans = told("properties")["min_max"]
+    lowest, highest = ([span[end] for span in spans.values()] for end in ("min", "max"))
+    task = SpectraFinetune(**SMALL, targets=11, lowest=lowest, highest=highest, names=list(spans))
+    label = stored("inputs")["label.mol_props"]
+    batch = batch_of(stored("inputs")["spec_100"][:5], label, task)
+    with torch.no_grad():
+        outputs = {name: list(rows.numpy()) for name, rows in task.outputs(model_of("mol_props"), batch).items()}
+    figures = task.metrics(outputs)
+    found = [figures[f"mae_{name}"] for name in spans]
+    assert found == pytest.approx(stored("outputs")["mol_props.mae_denormalised"].tolist(), rel=1e-4)
+
+
+@needs_original
+@pytest.mark.shared
+@pytest.mark.parametrize("name", ["fingerprint", "fingerprint_precursor"])
+def test_figures_of_fingerprints_are_the_originals(name):
+    outputs = stored("outputs")
+    figures = bit_figures(
+        list(outputs[f"{name}.prediction"].numpy()), list(stored("inputs")["label.fingerprint"].numpy()), 0.5
+    )
+    theirs = {
+        "auroc": "BinaryAUROC",
+        "accuracy": "BinaryAccuracy",
+        "jaccard": "BinaryJaccardIndex",
+        "precision": "BinaryPrecision",
+        "recall": "BinaryRecall",
+        "cosine": "CosineSimilarity",
+    }
+    for ours, their in theirs.items():
+        expected = float(outputs[f"{name}.metric_of_sigmoid.{their}"])
+        assert figures[ours] == pytest.approx(expected, abs=1e-4 if ours == "auroc" else 1e-6)
+
+
+@pytest.mark.parametrize(
+    "options", [{"head": "binary"}, {"head": "fingerprint"}, {"head": "fingerprint", "measure": "iou"}]
+)
+@torch.no_grad()
+def test_what_is_not_known_changes_nothing(options):
+    torch.manual_seed(0)
+    task = SpectraFinetune(**{**SMALL, "classes": 0}, targets=5, **options)
+    target_BK = torch.randint(2, (4, 5)).float()
+    target_BK[0, 2], target_BK[1] = torch.nan, torch.nan
+    spec_BL2 = torch.rand(4, 101, 2)
+    model = task.model().eval()
+    batch = batch_of(spec_BL2, target_BK, task)
+    other = batch._replace(target_BK=torch.where(batch.is_known_BK, batch.target_BK, 7.0))
+    (one, weight), (same, _) = (next(iter(task.loss(model, each).values())) for each in (batch, other))
+    assert weight == (14.0 if options["head"] == "binary" else 3.0)
+    assert float(one) == float(same) > 0
+
+
+def test_an_anchor_is_found_among_the_others_but_those_of_its_own_molecule():
+    anchor_BD, far_BD = torch.eye(4)[[0, 1, 2]], -torch.eye(4)[[0, 1, 2]]
+    alone = found_error(anchor_BD, anchor_BD, far_BD, torch.tensor([5, 5, 6]), 1.0)
+    expected = [np.log(np.e + 1 + np.exp(-1) + 2) - 1] * 2 + [np.log(np.e + 2 + np.exp(-1) + 2) - 1]
+    assert float(alone) == pytest.approx(sum(expected), rel=1e-6)
+
+
+@torch.no_grad()
+def test_items_without_a_positive_are_left_out_of_the_contrast():
+    task = SpectraContrast(**{**SMALL, "classes": 0})
+    torch.manual_seed(0)
+    model = task.model().eval()
+    spec_BL2 = torch.rand(7, 101, 2)
+    batch = batch_of(spec_BL2, torch.full((3, 1), torch.nan), task, triplets=2)._replace(anchor_T=torch.tensor([0, 2]))
+    embedded = task.embed(model, batch)
+    assert embedded["is_whole"].tolist() == [1, 0, 1]
+    ((total, weight),) = task.contrast(model, embedded).values()
+    some = {name: rows[[0, 2]] for name, rows in embedded.items()}
+    ((same, _),) = task.contrast(model, some).values()
+    assert weight == 2
+    assert float(total) == float(same)
+
+
+def test_a_head_that_is_not_known_is_refused():
+    with pytest.raises(Exception, match="head is 'x': it must be regression, binary"):
+        SpectraFinetune(head="x")
+    with pytest.raises(Exception, match="tokens are summed for fingerprints"):
+        SpectraFinetune(summed=True)
+    with pytest.raises(Exception, match="lowest has 1 entries, and there are 2 targets"):
+        SpectraFinetune(targets=2, lowest=[0.0], highest=[1.0])
+    with pytest.raises(Exception, match="these in order"):
+        replace(SpectraFinetune(), lowest=(1.0,), highest=(1.0,))
