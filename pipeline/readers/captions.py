@@ -35,7 +35,7 @@ from pipeline.readers.entry import (
     entry_rejection,
 )
 from pipeline.readers.images import MOST_PIXELS, decoded_image, image_library
-from pipeline.readers.table_rows import PARTED_BY, TableRow, parted_cells, suffix_of, table_rows
+from pipeline.readers.table_rows import PARTED_BY, TableRow, parted_cells, rows_in_table, suffix_of
 from pipeline.readers.tar_pairs import SUFFIX as TAR
 from pipeline.readers.tar_pairs import TarPair, tar_pairs
 from pipeline.records import Entry
@@ -167,7 +167,7 @@ class Captions:
         if suffix_of(self.path) not in PARTED_BY or not self.path.is_file():
             problem = f"captions are read from {', '.join(PARTED_BY)}, {TAR}, or a folder of {TAR}"
             raise ConfigError(problem, where=str(self.path), remedy="set data.path to one of these")
-        line = next(table_rows(self.path), TableRow(0, 1, b"")).text.removeprefix(b"\xef\xbb\xbf")
+        line = next(rows_in_table(self.path), TableRow(0, 1, b"")).text.removeprefix(b"\xef\xbb\xbf")
         by = "\t" if b"\t" in line and b"," not in line else PARTED_BY[suffix_of(self.path)]
         try:
             header = tuple(cell.strip() for cell in parted_cells(line, by))
@@ -199,7 +199,7 @@ class Captions:
         raise DataError(f"the header needs {wanted}; it is: {there}", where=f"{self.path}:1", remedy=remedy)
 
     def _of_table(self) -> Iterator[Entry | Rejection]:
-        rows = table_rows(self.path)
+        rows = rows_in_table(self.path)
         next(rows, None)
         for number, row in enumerate(row for row in rows if row.text.strip(b"\r\n")):
             cells: dict[str, str] = {}

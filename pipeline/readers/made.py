@@ -105,7 +105,7 @@ def pairs(path: Path, count: int, seed: int = 0) -> None:
 def captions(path: Path, count: int, seed: int = 0) -> None:
     """Write pictures with captions, and what they are read with, into the folder of the table."""
     items = (made_captions.picture(seed, number, SPLITS[number % len(SPLITS)]) for number in range(count))
-    _write(path, items, {".csv": made_captions.captions, ".tsv": made_captions.captions})
+    _write(path, items, {".csv": made_captions.write_captions, ".tsv": made_captions.write_captions})
 
 
 def spectrum(seed: int, number: int, peptide_length: tuple[int, int] = (7, 30), peaks: int = 150) -> MadeSpectrum:

@@ -49,7 +49,7 @@ class MadePicture(NamedTuple):
         return f"a {self.left} left of a {self.right}"
 
 
-def captions(path: Path, made: Iterator[MadePicture]) -> None:
+def write_captions(path: Path, made: Iterator[MadePicture]) -> None:
     """Write a table, its pictures, the names of classes and the merges of its words."""
     folder = path.parent / "images"
     folder.mkdir(parents=True, exist_ok=True)

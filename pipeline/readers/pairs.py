@@ -29,7 +29,7 @@ from pipeline.readers.entry import (
     entry_rejection,
 )
 from pipeline.readers.images import SUFFIXES as IMAGES
-from pipeline.readers.table_rows import PARTED_BY, TableRow, parted_cells, suffix_of, table_rows
+from pipeline.readers.table_rows import PARTED_BY, TableRow, parted_cells, rows_in_table, suffix_of
 from pipeline.records import Entry
 from pipeline.units import printable_text
 
@@ -100,7 +100,7 @@ class Pairs:
             raise DataError(f"no pair at {place}: {error}", where=str(self.path), remedy=SCAN_AGAIN) from error
 
     def _of_table(self) -> Iterator[Entry | Rejection]:
-        rows = table_rows(self.path)
+        rows = rows_in_table(self.path)
         next(rows, None)
         for number, row in enumerate(row for row in rows if row.text.strip(b"\r\n")):
             cells: dict[str, str] = {}
@@ -139,7 +139,7 @@ class Pairs:
 
     def _checked_header(self) -> tuple[str, ...]:
         """Return the header; the columns of both sides and those that options name must be in it exactly once."""
-        first = next(table_rows(self.path), TableRow(0, 1, b""))
+        first = next(rows_in_table(self.path), TableRow(0, 1, b""))
         try:
             cells = parted_cells(first.text.removeprefix(b"\xef\xbb\xbf"), PARTED_BY[suffix_of(self.path)])
         except UnusableEntry as error:
@@ -162,7 +162,7 @@ class Pairs:
 
     def _refuse_images(self) -> None:
         """Refuse a column of paths of images, whose letters would be read as a text."""
-        first = [row.text for row in islice(table_rows(self.path), 1, 1 + LOOKED_AT)]
+        first = [row.text for row in islice(rows_in_table(self.path), 1, 1 + LOOKED_AT)]
         for side in SIDES:
             texts = [cells[side].strip() for cells in map(self._cells_or_none, first) if cells and cells[side].strip()]
             if texts and all(text.lower().endswith(IMAGES) for text in texts):

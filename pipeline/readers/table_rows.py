@@ -33,7 +33,7 @@ def suffix_of(path: Path) -> str:
     return path.suffix.lower()
 
 
-def table_rows(path: Path) -> Iterator[TableRow]:
+def rows_in_table(path: Path) -> Iterator[TableRow]:
     """Yield the rows of a table; rows that are too long are cut."""
     quote = b'"' if suffix_of(path) == ".csv" else b"\0\0"
     try:

@@ -30,8 +30,8 @@ from pipeline.errors import ConfigError
 from pipeline.protocol import ITEMS
 from pipeline.readers.class_names import class_names
 from pipeline.tasks.pairs.clip_names import FORMS
-from pipeline.tasks.pairs.clip_towers import Images, ImageTower, Texts, TextTower, crop_drawn, heads_of
-from pipeline.tasks.pairs.nearest import found_at, places
+from pipeline.tasks.pairs.clip_towers import ImageBatch, ImageTower, TextBatch, TextTower, crop_drawn, heads_of
+from pipeline.tasks.pairs.nearest import found_at, pair_places
 from pipeline.tasks.pairs.nearest_tables import write_nearest
 from pipeline.tasks.pairs.row_tower import BYTES, Rows, RowTower
 from pipeline.tasks.pairs.zero_shot import Prompts
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from pipeline.records import Item
     from pipeline.training.items.batch import ItemTensors
 
-    Side = Rows | Images | Texts
+    Side = Rows | ImageBatch | TextBatch
 
 SIDES = (LEFT, RIGHT) = ("left", "right")
 TOKENS, VECTORS, IMAGES, TEXT = "tokens", "vectors", "images", "text"
@@ -66,7 +66,7 @@ LEAST = {**dict.fromkeys(COUNTS, 1), "temperature": COLDEST, "image_heads": 0, "
 class PairBatch(NamedTuple):
     """Both sides of a batch's items."""
 
-    left: Any  # Rows, Images or Texts; None: not wanted
+    left: Any  # Rows, ImageBatch or TextBatch; None: not wanted
     right: Any
     class_B: Tensor | None = None  # -1 where unknown
 
@@ -234,9 +234,9 @@ class ContrastivePair:
         kind = getattr(self, side)
         taken = [self._taken(side, item) for item in items]
         if kind == IMAGES:
-            return Images(torch.stack(taken), *self._drawn(items))
+            return ImageBatch(torch.stack(taken), *self._drawn(items))
         if kind == TEXT:
-            return Texts(padded_rows(taken)[0].long(), torch.tensor([len(tokens_L) - 1 for tokens_L in taken]))
+            return TextBatch(padded_rows(taken)[0].long(), torch.tensor([len(tokens_L) - 1 for tokens_L in taken]))
         values, real_BL = padded_rows(taken)
         whole = None if real_BL is None else functional.pad(real_BL, (1, 0), value=True)
         return Rows(values.long() if kind == TOKENS else values.float(), whole)
@@ -359,7 +359,7 @@ class ContrastivePair:
         """
         figures = {}
         ways = (f"{LEFT}_to_{RIGHT}", f"{RIGHT}_to_{LEFT}")
-        for way, (nearer_N, tied_N) in zip(ways, places(outputs[LEFT], outputs[RIGHT]), strict=True):
+        for way, (nearer_N, tied_N) in zip(ways, pair_places(outputs[LEFT], outputs[RIGHT]), strict=True):
             for most in AT:
                 figures[f"{way}_at_{most}"] = found_at(most, nearer_N, tied_N)
             figures[f"{way}_mean_rank"] = float((1 + nearer_N + tied_N / 2).mean())
@@ -385,10 +385,10 @@ class ContrastivePair:
         if kind == IMAGES:
             pixel_BHWC = torch.randint(BYTES, (items, self.image_size, self.image_size, 3), dtype=torch.uint8)
             drawn = (torch.ones(items, 4), torch.zeros(items, dtype=torch.bool)) if self.is_varied else (None, None)
-            return Images(pixel_BHWC, *drawn)
+            return ImageBatch(pixel_BHWC, *drawn)
         length = sizes[side]
         if kind == TEXT:
-            return Texts(torch.randint(self.vocabulary, (items, length)), torch.full((items,), length - 1))
+            return TextBatch(torch.randint(self.vocabulary, (items, length)), torch.full((items,), length - 1))
         real_BL = example_mask(items, 1 + length)
         if kind == TOKENS:
             return Rows(torch.randint(BYTES, (items, length)), real_BL)

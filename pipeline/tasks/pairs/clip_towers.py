@@ -25,7 +25,7 @@ INNER = 4  # how much wider a layer is within
 SHARP = 1.702
 
 
-class Images(NamedTuple):
+class ImageBatch(NamedTuple):
     """The images of a batch, and how each is cropped and mirrored while it is trained on."""
 
     pixel_BHWC: Tensor  # uint8
@@ -33,7 +33,7 @@ class Images(NamedTuple):
     is_mirrored_B: Tensor | None = None
 
 
-class Texts(NamedTuple):
+class TextBatch(NamedTuple):
     """The texts of a batch as byte-pair tokens, padded behind their ends."""
 
     token_BL: Tensor
@@ -105,7 +105,7 @@ class ImageTower(nn.Module):
         for name, values in (("mean_C", MEAN), ("spread_C", SPREAD)):  # no weights: they are in no checkpoint
             self.register_buffer(name, torch.tensor(values), persistent=False)
 
-    def forward(self, images: Images) -> Tensor:
+    def forward(self, images: ImageBatch) -> Tensor:
         """Return the vector of each image [B, K]."""
         return functional.normalize(at_least_single(self.features(self.shown(images))), dim=-1)
 
@@ -118,7 +118,7 @@ class ImageTower(nn.Module):
             x_BLD = layer(x_BLD)
         return self.norm(x_BLD[:, 0]) @ self.out_DK  # type: ignore[no-any-return]
 
-    def shown(self, images: Images) -> Tensor:
+    def shown(self, images: ImageBatch) -> Tensor:
         """Return images as the tower sees them; cropped and mirrored as was drawn only while it trains."""
         dtype = self.whole_D.dtype
         colour_BCHW = coloured(images.pixel_BHWC, self.mean_C, self.spread_C).to(dtype)
@@ -156,11 +156,11 @@ class TextTower(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.out_DK = nn.Parameter(width**-0.5 * torch.randn(width, out))
 
-    def forward(self, texts: Texts) -> Tensor:
+    def forward(self, texts: TextBatch) -> Tensor:
         """Return the vector of each text [B, K]."""
         return functional.normalize(at_least_single(self.features(texts)), dim=-1)
 
-    def features(self, texts: Texts) -> Tensor:
+    def features(self, texts: TextBatch) -> Tensor:
         """Return the features of texts [B, K], of any length; what stands behind an end is not seen."""
         x_BLD = self.embed(texts.token_BL) + self.place_LD[: texts.token_BL.shape[1]]
         for layer in self.layers:

@@ -27,7 +27,7 @@ def found_at(most: int, nearer_N: Counts, tied_N: Counts) -> float:
     return float(np.clip((most - nearer_N) / (1 + tied_N), 0, 1).mean())
 
 
-def places(left: Sequence[Any], right: Sequence[Any]) -> list[tuple[Counts, Counts]]:
+def pair_places(left: Sequence[Any], right: Sequence[Any]) -> list[tuple[Counts, Counts]]:
     """Count for each left the other rights that are nearer than its own, and the ties; likewise for each right.
 
     NaN counts as nearer than anything.
@@ -55,7 +55,7 @@ def _count(way: tuple[Counts, Counts], rows: slice, cosine_KM: Floats, own_K: Fl
     way[1][rows] += is_tied_KM.sum(1)
 
 
-def nearest(left: Sequence[Any], right: Sequence[Any], most: int) -> Iterator[tuple[Counts, Floats]]:
+def nearest_vectors(left: Sequence[Any], right: Sequence[Any], most: int) -> Iterator[tuple[Counts, Floats]]:
     """Yield for each left the numbers and cosines of the nearest rights [T], the nearest first."""
     for _, left_KD in _blocks(left):
         best_KT = np.full((len(left_KD), 0), -np.inf, np.float32)

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from pipeline.errors import ConfigError
 from pipeline.readers.byte_pairs import BytePairs, TooLong
-from pipeline.tasks.pairs.clip_towers import Texts
+from pipeline.tasks.pairs.clip_towers import TextBatch
 from pipeline.tasks.task_parts import WHERE, at_least_single, padded_rows
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class _Sides(NamedTuple):
     """A batch of texts alone."""
 
     left: None
-    right: Texts
+    right: TextBatch
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,6 @@ class Prompts:
 
 def _read(model: nn.Module, tokens: list[Tensor], device: torch.device) -> Tensor:
     ends_B = torch.tensor([len(numbers) - 1 for numbers in tokens], device=device)
-    texts = Texts(padded_rows(tokens)[0].to(device), ends_B)
+    texts = TextBatch(padded_rows(tokens)[0].to(device), ends_B)
     vectors_BK: Tensor = model(_Sides(None, texts))[1]
     return at_least_single(vectors_BK)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from pipeline.tasks.contrastive_pair import ContrastivePair
 from pipeline.tasks.pairs.clip_names import CLIP, FORMS, options_of
-from pipeline.tasks.pairs.clip_towers import Texts
+from pipeline.tasks.pairs.clip_towers import TextBatch
 
 FOLDER = Path(__file__).resolve().parents[4] / "shared" / "originals" / "clip"
 FILES = FOLDER / "files"
@@ -51,7 +51,7 @@ def model_with(tensors, form=CLIP, **options):
 def texts():
     """The texts of the reference, padded to all places as the originals pad them."""
     token_BL = stored("inputs")["text"]
-    return Texts(token_BL, token_BL.argmax(-1))
+    return TextBatch(token_BL, token_BL.argmax(-1))
 
 
 def colours(name="image_noise"):

@@ -10,7 +10,7 @@ import torch
 from pipeline.errors import WeightsUnusable
 from pipeline.tasks.contrastive_pair import ContrastivePair
 from pipeline.tasks.pairs.clip_names import CLIP, CLIP_TRANSFORMERS, FORMS, main, options_of
-from pipeline.tasks.pairs.clip_towers import Texts
+from pipeline.tasks.pairs.clip_towers import TextBatch
 from pipeline.training.checkpoints.trained_weights import stored_weights
 from tests.tasks.pairs.original import (
     FOLDER,
@@ -93,15 +93,15 @@ def test_what_stands_behind_an_end_changes_nothing_so_that_texts_need_no_padding
     model = model_with(stored("state"))
     whole = texts()
     short = whole.end_B.argsort()[:3]
-    whole = Texts(whole.token_BL[short], whole.end_B[short])
+    whole = TextBatch(whole.token_BL[short], whole.end_B[short])
     longest = int(whole.end_B.max()) + 1
     assert longest < whole.token_BL.shape[1]
     other = whole.token_BL.clone()
     for row, end in enumerate(whole.end_B.tolist()):
         other[row, end + 1 :] = 7
     expected = model.right.features(whole)
-    assert off(model.right.features(Texts(whole.token_BL[:, :longest], whole.end_B)), expected) < CLOSE
-    assert off(model.right.features(Texts(other, whole.end_B)), expected) < CLOSE
+    assert off(model.right.features(TextBatch(whole.token_BL[:, :longest], whole.end_B)), expected) < CLOSE
+    assert off(model.right.features(TextBatch(other, whole.end_B)), expected) < CLOSE
 
 
 @pytest.mark.parametrize("form", FORMS)

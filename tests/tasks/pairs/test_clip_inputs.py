@@ -10,7 +10,7 @@ import torch
 
 from pipeline.readers.byte_pairs import BytePairs, TooLong
 from pipeline.readers.captions import Captions
-from pipeline.tasks.pairs.clip_towers import Images
+from pipeline.tasks.pairs.clip_towers import ImageBatch
 from tests.tasks.pairs.original import FILES, MERGES, model_with, needs_original, off, stored, task, told
 from tests.tasks.reader_items import batch_of
 
@@ -55,13 +55,13 @@ def pixels():
 
 
 def test_images_are_prepared_as_the_original_prepares_them():
-    assert torch.equal(model_with(stored("state")).left.shown(Images(pixels())), stored("inputs")["image"])
+    assert torch.equal(model_with(stored("state")).left.shown(ImageBatch(pixels())), stored("inputs")["image"])
 
 
 @torch.no_grad()
 def test_features_of_the_files_are_openais():
     model = model_with(stored("state"))
-    found = model.left.features(model.left.shown(Images(pixels())))
+    found = model.left.features(model.left.shown(ImageBatch(pixels())))
     assert off(found, stored("outputs")["openai.image_features_of_files"]) < 1e-4
 
 
