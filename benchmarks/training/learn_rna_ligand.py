@@ -31,6 +31,7 @@ import torch  # noqa: E402
 
 from benchmarks.circumstances import write  # noqa: E402
 from pipeline.records import Entry  # noqa: E402
+from pipeline.tasks.rna.ligand_library import embeddings_of  # noqa: E402
 from pipeline.tasks.rna.made_pockets import write_pockets  # noqa: E402
 from pipeline.tasks.rna.pocket_reader import RnaPockets, complex_of  # noqa: E402
 from pipeline.tasks.rna_ligand import RnaLigand  # noqa: E402
@@ -38,16 +39,15 @@ from pipeline.training.step.optimizers import StepSettings  # noqa: E402
 from pipeline.training.step.step import Step  # noqa: E402
 from tests.tasks.reader_items import batch_of  # noqa: E402
 
-WIDTH, COMPLEXES, LIGANDS, PAIRS, BATCH = 32, 72, 6, 3, 8
+WIDTH, COMPLEXES, LIGANDS, PAIRS, BATCH = 32, 144, 6, 2, 8
 TASK = RnaLigand(hidden_irreps="8x0e+4x1o+2x2e", layers=2, output_dim=WIDTH, feature_width=16)
-STEP = StepSettings(learning_rate=5e-3, clip=1.0)
+STEP = StepSettings(learning_rate=1e-2, clip=1.0)
 
 
 def shuffled(path: Path, entries: Sequence[Entry], seed: int) -> Path:
     """Write the targets of training complexes, dealt out anew."""
     names = sorted({complex_of(entry.id) for entry in entries})
-    with h5py.File(path) as file:
-        vectors = {name: file[name][()] for name in names}
+    vectors = {name: embeddings_of(path).get(name, WIDTH) for name in names}
     dealt = np.random.default_rng(seed).permutation(names).tolist()
     other = path.with_name("shuffled.h5")
     with h5py.File(other, "w") as file:
@@ -81,7 +81,7 @@ def _items(entries: Sequence[Entry]) -> Any:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()

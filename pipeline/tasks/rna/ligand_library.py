@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -104,18 +105,27 @@ class Measure(NamedTuple):
     deviation_D: Floats
 
 
-def read_measure(path: Path, width: int, option: str) -> Measure:
-    """Return what an `.npz` file tells, which must be of so many numbers; nothing in it is run."""
+def _measure(path: Path) -> Measure:
+    """Return what an `.npz` file tells; nothing in it is run."""
     try:
-        with np.load(path, allow_pickle=False) as file:
-            both = [np.asarray(file[name], np.float32).reshape(-1) for name in ("mean", "std")]
-    except (OSError, ValueError, KeyError, EOFError) as error:
+        with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:  # np.load leaves a bad one open
+            return Measure(*(np.asarray(file[name], np.float32).reshape(-1) for name in ("mean", "std")))
+    except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
         problem, remedy = f"no .npz file of mean and std: {error}", "np.savez(path, mean=…, std=…)"
         raise DataError(problem, where=str(path), remedy=remedy) from error
-    if any(len(part) != width for part in both) or not (np.isfinite(both).all() and (both[1] > 0).all()):
+
+
+_measure_of = Opened(_measure)
+
+
+def read_measure(path: Path, width: int, option: str) -> Measure:
+    """Return what an `.npz` file tells, which must be of so many numbers; it is read once a process."""
+    measure = _measure_of(path)
+    fits = all(len(part) == width and np.isfinite(part).all() for part in measure)
+    if not fits or not (measure.deviation_D > 0).all():
         problem = f"mean and std are not {width} finite numbers each, or a deviation is not above 0"
         raise DataError(problem, where=str(path), remedy=f"another file: --set {WHERE}.{option}=…")
-    return Measure(*both)
+    return measure
 
 
 class Match(NamedTuple):

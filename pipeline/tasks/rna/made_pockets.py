@@ -61,6 +61,7 @@ ELEMENTS = ("C", "N", "O", "P")
 NUMBER = {"C": 6, "N": 7, "O": 8, "P": 15}
 MASS = {"C": 12.011, "N": 14.007, "O": 15.999, "P": 30.974}
 CHARGE = {"C": 0.15, "N": -0.5, "O": -0.6, "P": 1.2}  # about, in e
+SHIFT = {"A": 0.4, "U": 0.2, "G": -0.2, "C": -0.4}  # of every atom of a base's nucleotide, so that it tells itself
 STIFF, BEND, BARRIER = 400.0, 70.0, 1.5  # kcal/mol: of a bond, of an angle, of a dihedral
 DEPTH, RADIUS = 0.1, 3.4  # of the Lennard-Jones wells
 LIKED = ("AA", "GC", "AG", "AU", "GG", "AC")  # steps of a strand, which tell themselves by bases and by stacking
@@ -151,7 +152,7 @@ def topology(pocket: MadePocket) -> bytes:
     sections: dict[str, tuple[str, Iterable[str]]] = {
         "POINTERS": _whole(pointers),
         "ATOM_NAME": _words(pocket.names),
-        "CHARGE": _real([CHARGE[name[0]] * CHARGE_UNIT for name in pocket.names]),
+        "CHARGE": _real(_charges(pocket)),
         "ATOMIC_NUMBER": _whole([NUMBER[name[0]] for name in pocket.names]),
         "MASS": _real([MASS[name[0]] for name in pocket.names]),
         "ATOM_TYPE_INDEX": _whole(kind_A + 1),
@@ -174,6 +175,12 @@ def topology(pocket: MadePocket) -> bytes:
     }
     texts = [f"%FLAG {name}\n%FORMAT({form})\n{_lines(form, cells)}" for name, (form, cells) in sections.items()]
     return "".join(["%VERSION  VERSION_STAMP = V0001.000  DATE = 01/01/00  00:00:00\n", *texts]).encode()
+
+
+def _charges(pocket: MadePocket) -> list[float]:
+    """Return the charge of each atom, in a topology's unit."""
+    bases = (pocket.residues[residue] for residue in pocket.residue_A)
+    return [CHARGE_UNIT * (CHARGE[name[0]] + SHIFT[base]) for name, base in zip(pocket.names, bases, strict=True)]
 
 
 def _whole(values: Iterable[int]) -> tuple[str, list[str]]:

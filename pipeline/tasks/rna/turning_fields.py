@@ -105,8 +105,8 @@ def _matrices() -> Tensor:
     matrices_533 = torch.zeros(5, 3, 3, dtype=torch.float64)
     for place, (row, column) in zip((0, 1, 3), ((0, 2), (0, 1), (1, 2)), strict=True):
         matrices_533[place, row, column] = matrices_533[place, column, row] = math.sqrt(1 / 2)
-    matrices_533[2].diagonal().copy_(torch.tensor([-1.0, 2.0, -1.0]) / math.sqrt(6))
-    matrices_533[4].diagonal().copy_(torch.tensor([-1.0, 0.0, 1.0]) / math.sqrt(2))
+    matrices_533[2].diagonal().copy_(torch.tensor([-1, 2, -1], dtype=torch.float64) / math.sqrt(6))
+    matrices_533[4].diagonal().copy_(torch.tensor([-1, 0, 1], dtype=torch.float64) / math.sqrt(2))
     return matrices_533
 
 
