@@ -10,7 +10,7 @@ import numpy as np
 
 from pipeline.errors import DataError
 from pipeline.readers.entry import UnusableEntry, cannot_read, checked_file, parse_number
-from pipeline.readers.spectrum_headers import NOT_KNOWN
+from pipeline.readers.spectrum_files.spectrum_headers import NOT_KNOWN
 from pipeline.units import printable_text
 
 if TYPE_CHECKING:

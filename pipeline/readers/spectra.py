@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from pipeline.errors import ConfigError, DataError
-from pipeline.readers import hdf5, mgf, msp, mzml, peptide_text
+from pipeline.readers import hdf5, peptide_text
 from pipeline.readers.entry import (
     SCAN_AGAIN,
     Bytes,
@@ -33,8 +33,14 @@ from pipeline.readers.entry import (
     parse_number,
 )
 from pipeline.readers.label_table import LabelTable, label_number
-from pipeline.readers.spectrum_headers import molecule_number, precursor_text, retention_s, shared_headers
-from pipeline.readers.spectrum_quality import FORMATS
+from pipeline.readers.spectrum_files import mgf, msp, mzml
+from pipeline.readers.spectrum_files.spectrum_headers import (
+    molecule_number,
+    precursor_text,
+    retention_s,
+    shared_headers,
+)
+from pipeline.readers.spectrum_files.spectrum_quality import FORMATS
 from pipeline.records import Entry, Reason, Rejection
 from pipeline.units import printable_text
 

@@ -15,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.errors import ConfigError, DataError
-from pipeline.readers import made, mgf, peptides
+from pipeline.readers import made, peptides
 from pipeline.readers.peptide_text import residue_codes
 from pipeline.readers.spectra import Spectra
+from pipeline.readers.spectrum_files import mgf
 from pipeline.records import Entry, Reason, Rejection
 from tests.readers import plainly
 from tests.readers.compared import assert_same, hdf5_file

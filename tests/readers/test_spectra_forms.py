@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import load_file
 
 from pipeline.errors import ConfigError, DataError
-from pipeline.readers import mgf
 from pipeline.readers.spectra import Spectra
+from pipeline.readers.spectrum_files import mgf
 from pipeline.records import Entry, Reason, Rejection
 from pipeline.tasks.spectra.peak_batch import own_rows, padded_peaks
 from tests.readers.compared import assert_same, hdf5_file

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from pipeline.readers.entry import UnusableEntry, cannot_read, parse_number
-from pipeline.readers.mgf import CHUNK_BYTES, MOST_BYTES
+from pipeline.readers.spectrum_files.mgf import CHUNK_BYTES, MOST_BYTES
 from pipeline.units import printable_text
 
 if TYPE_CHECKING:

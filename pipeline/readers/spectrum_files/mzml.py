@@ -17,7 +17,7 @@ from xml.etree import ElementTree  # of elements alone: what a document type cou
 import numpy as np
 
 from pipeline.readers.entry import UnusableEntry, cannot_read
-from pipeline.readers.mgf import CHUNK_BYTES
+from pipeline.readers.spectrum_files.mgf import CHUNK_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
