@@ -121,7 +121,7 @@ def spectrum(seed: int, number: int, peptide_length: tuple[int, int] = (7, 30), 
 
 @cache
 def substructures() -> tuple[MadeSubstructure, ...]:
-    """Return the parts of made molecules, of any seed, each next to an isomer: of its mass, with fragments of its own."""
+    """Return the parts of made molecules, of any seed, each next to an isomer: of its mass, with other fragments."""
     rng, found = np.random.default_rng(0), []
     for mass in rng.uniform(60, 280, SUBSTRUCTURES):
         found += [MadeSubstructure(mass, mass * rng.uniform(0.3, 1, 2), float(rng.normal())) for _ in range(2)]
