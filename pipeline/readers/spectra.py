@@ -70,8 +70,8 @@ class TextForm(NamedTuple):
 
 FORMS = {
     ".mgf": TextForm(mgf.blocks, mgf.header_value, "no line is BEGIN IONS: no spectra"),
-    ".msp": TextForm(msp.blocks, msp.header_value, "no headers and peaks: no spectra"),
-    ".mzml": TextForm(mzml.blocks, mzml.header_value, "no <spectrum> of MS level 2: no spectra"),
+    ".msp": TextForm(msp.msp_blocks, msp.msp_header, "no headers and peaks: no spectra"),
+    ".mzml": TextForm(mzml.mzml_blocks, mzml.mzml_header, "no <spectrum> of MS level 2: no spectra"),
 }
 SUFFIXES = (*FORMS, *hdf5.SUFFIXES)
 
@@ -241,8 +241,8 @@ class Spectra:
     def _divided(self, path: Path, body: bytes) -> tuple[dict[str, str], NDArray[np.float64]]:
         """Return headers and peaks of a spectrum's text."""
         if path.suffix.lower() == ".mzml":
-            return mzml.divide(body, self._groups(path))
-        return msp.divide(body) if path.suffix.lower() == ".msp" else mgf.divide(body)
+            return mzml.divide_mzml(body, self._groups(path))
+        return msp.divide_msp(body) if path.suffix.lower() == ".msp" else mgf.divide(body)
 
     def _text_headers(self, path: Path) -> Iterator[tuple[str, Mapping[str, str]]]:
         blocks = (block for block in FORMS[path.suffix.lower()].blocks(path) if block.end >= 0)

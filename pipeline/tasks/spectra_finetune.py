@@ -36,11 +36,11 @@ from pipeline.tasks.spectra.peak_batch import (
     TARGET,
     SpectraBatch,
     example_batch,
+    item_target,
     own_rows,
     padded_peaks,
     related_rows,
     single_values,
-    target_of,
 )
 from pipeline.tasks.spectra.peak_transformer import (
     BINARY,
@@ -222,7 +222,7 @@ class SpectraFinetune:
         anchors = [place for place, pair in enumerate(related) if len(pair) == len(RELATED)]
         for role in range(len(RELATED)):
             spectra += [related[place][role] for place in anchors]
-        target_BK = torch.stack([target_of(item, self.targets) for item in items])
+        target_BK = torch.stack([item_target(item, self.targets) for item in items])
         is_known_BK = ~target_BK.isnan()
         return SpectraBatch(
             peaks=padded_peaks(spectra, self.max_peaks + 1 if self.as_published else 0),

@@ -89,10 +89,11 @@ def test_a_checkpoint_of_other_sizes_is_refused_with_names_and_both_sizes(
     pipeline: Command, scanned: Scanned, tmp_path: Path
 ) -> None:
     scanned(SPECTRA)
-    torch.save({"head.weight": torch.zeros(3, 1024), "head.bias": torch.zeros(3)}, tmp_path / "other.pt")
+    weights = {"head.steps.0.weight": torch.zeros(3, 1024), "head.steps.0.bias": torch.zeros(3)}
+    torch.save(weights, tmp_path / "other.pt")
     words = SPECTRA.sets(f"train.pretrained={tmp_path / 'other.pt'}", "train.pretrained_partial=false")
     refused = pipeline("config", "check", *words)
     assert refused.code == 2
-    for said in ("head.weight", "[3, 1024]", "[1, 16]"):
+    for said in ("head.steps.0.weight", "[3, 1024]", "[1, 16]"):
         assert said in refused.err
     assert "Traceback" not in refused.err

@@ -99,6 +99,26 @@ def test_the_published_sizes_are_the_default():
     assert sum(one.numel() for one in model.parameters()) == 95_544_409
 
 
+def test_published_sizes_are_those_of_the_published_weights():
+    with torch.device("meta"):
+        model = SpectraFinetune(as_published=True).model()
+    state = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith("head.")}
+    published = model.published_forms()["dreams"].write(state)
+    frequencies = published["fourier_enc.b"].numel()
+    assert sum(tensor.numel() for tensor in published.values()) - frequencies == 116_051_429
+    assert published["ff_out.ff.0.weight"].shape == (20_000, 1024)
+    assert published["transformer_encoder.scales.14.weight"].shape == (1024,)
+    assert not any(one.requires_grad for one in model.pretraining.parameters())
+
+
+def test_as_published_spectra_are_padded_to_the_most_peaks_whatever_they_have():
+    task = replace(SMALL, as_published=True)
+    assert task.cost({"peaks": np.array([3, 500])})["peaks"].tolist() == [60, 60]
+    peaks = collated(spectrum(0, 7), task=task).peaks
+    assert peaks.mz_BL.shape == (1, 61)
+    assert peaks.real_BL.sum() == 8
+
+
 def test_layers_are_what_runs_again_in_backward_and_nothing_else():
     assert set(repeated(SMALL.model())) == {"layers.0", "layers.1", "layers.2"}
     batch = double(collated(*MIXED))
@@ -295,6 +315,25 @@ def test_the_planner_traces_it_to_two_thousandths_of_what_it_takes(size, frozen)
     for times in (1, 2):
         predicted = live_peak_bytes(standing, micro, accumulate=times > 1)
         assert predicted == pytest.approx(true_peak(SMALL, SIZES[size], times, **settings), rel=0.002)
+
+
+OTHERS = {
+    "published": replace(SMALL, as_published=True, classes=50),
+    "summed": replace(SMALL, head="fingerprint", targets=40, summed=True),
+    "embedding": replace(SMALL, head="embedding"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("items", [1, 6, 24])
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_planner_traces_every_head_and_the_published_network_as_well(name, items):
+    device.need()
+    task, sizes = OTHERS[name], {"peaks": 60, ITEMS: items}
+    traced = tracer(task, least={"peaks": 60, ITEMS: 1})
+    predicted = live_peak_bytes(traced.standing(CHOICE), traced.micro(CHOICE, sizes), accumulate=False)
+    assert predicted == pytest.approx(true_peak(task, sizes, 1), rel=0.002)
 
 
 DEEP = replace(SMALL, d_fourier=504)  # what the layers keep is most of it

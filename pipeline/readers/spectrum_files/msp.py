@@ -45,7 +45,7 @@ class MspBlock(NamedTuple):
         return self.text
 
 
-def blocks(path: Path) -> Iterator[MspBlock]:
+def msp_blocks(path: Path) -> Iterator[MspBlock]:
     """Yield a file in blocks between empty lines, none longer than `MOST_BYTES` and a chunk."""
     rest, offset, line = b"", 0, 1
     try:
@@ -73,7 +73,7 @@ def _block(offset: int, line: int, text: bytes) -> Iterator[MspBlock]:
         yield MspBlock(offset + before, line + text.count(b"\n", 0, before), bare)
 
 
-def divide(body: bytes) -> tuple[dict[str, str], NDArray[np.float64]]:
+def divide_msp(body: bytes) -> tuple[dict[str, str], NDArray[np.float64]]:
     """Return the headers and the peaks [P, 2] of a spectrum's text."""
     headers: dict[str, str] = {}
     lines = enumerate(_lines(body))
@@ -92,7 +92,7 @@ def divide(body: bytes) -> tuple[dict[str, str], NDArray[np.float64]]:
     return headers, np.array(peaks, np.float64).reshape(-1, 2)
 
 
-def header_value(body: bytes, key: str) -> str:
+def msp_header(body: bytes, key: str) -> str:
     """Return the value of a header in a spectrum that cannot be read; empty if absent."""
     return next((header[1] for line in _lines(body) if (header := _header(line)) and header[0] == key), "")
 

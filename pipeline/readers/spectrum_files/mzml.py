@@ -58,7 +58,7 @@ class MzmlBlock(NamedTuple):
         return self.text
 
 
-def blocks(path: Path) -> Iterator[MzmlBlock]:
+def mzml_blocks(path: Path) -> Iterator[MzmlBlock]:
     """Yield the spectra of a file but those of MS level 1."""
     rest, offset, line = b"", 0, 1
     try:
@@ -111,7 +111,7 @@ def groups(path: Path) -> Groups:
     return found
 
 
-def divide(body: bytes, named: Mapping[str, Element]) -> tuple[dict[str, str], NDArray[np.float64]]:
+def divide_mzml(body: bytes, named: Mapping[str, Element]) -> tuple[dict[str, str], NDArray[np.float64]]:
     """Return headers as MGF would have them, and the peaks [P, 2], of a spectrum's text."""
     spectrum = _element(body)
     said = _parameters(spectrum, named)
@@ -126,7 +126,7 @@ def divide(body: bytes, named: Mapping[str, Element]) -> tuple[dict[str, str], N
     return headers, np.stack([mz_P, intensity_P], 1)
 
 
-def header_value(body: bytes, key: str) -> str:
+def mzml_header(body: bytes, key: str) -> str:
     """Return the value of a header in a spectrum that cannot be read; empty if absent."""
     found = SCAN.search(body[:1000].decode("utf-8", "replace").partition(">")[0])
     return found[1] if found and key == "SCANS" else ""

@@ -91,7 +91,7 @@ def padded_peaks(spectra: Sequence[SpectrumRows], length: int = 0) -> Peaks:
     return Peaks(*(torch.nn.functional.pad(rows, left) for rows in (mz_BL, intensity_BL, whole)))
 
 
-def target_of(item: ItemTensors, targets: int) -> Tensor:
+def item_target(item: ItemTensors, targets: int) -> Tensor:
     """Return the target of an item [K], NaN where unknown; raise where its size is not as configured."""
     if TARGET not in item.values:
         return torch.full((targets,), math.nan)

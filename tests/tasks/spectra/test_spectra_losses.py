@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.readers.spectra import Spectra
 from pipeline.tasks.spectra.peak_batch import SpectraBatch
 from pipeline.tasks.spectra.spectra_figures import bit_figures
 from pipeline.tasks.spectra.spectra_losses import found_error, masked_error, mass_classes
 from pipeline.tasks.spectra_finetune import SpectraContrast, SpectraFinetune
+from tests.readers.compared import hdf5_file
+from tests.tasks.reader_items import batch_of as laid_out
 from tests.tasks.spectra.original import model_of, needs_original, peaks_of, stored, told
 
 SMALL: dict[str, Any] = {
@@ -92,6 +95,21 @@ def test_the_loss_of_pre_training_is_the_originals():
     of_order = torch.nn.functional.binary_cross_entropy_with_logits(order, inputs["pretrain.ro_label"])
     total = 0.8 * (sums[0] + sums[1]) / 2 + 0.2 * of_order
     assert float(total) == pytest.approx(float(outputs["pretrain.loss"]), rel=1e-5)
+
+
+@needs_original
+@pytest.mark.shared
+@torch.no_grad()
+def test_from_raw_spectra_to_embeddings_the_task_tells_what_the_original_tells(tmp_path):
+    inputs = stored("inputs")
+    path = hdf5_file(tmp_path / "x.h5", inputs["raw.peaks"].numpy(), precursor_mz=inputs["raw.precursor_mz"].numpy())
+    task = SpectraFinetune(**SMALL, head="embedding")
+    items = laid_out([entry.arrays for entry in Spectra(path).entries()]).items
+    expected = stored("outputs")["contrastive.prediction"]
+    for some in (slice(0, 11), slice(0, 1), slice(6, 9)):
+        batch = task.collate(items[some], np.random.default_rng(0))
+        found = task.outputs(model_of("contrastive"), batch)["embedding"]
+        assert (found - expected[some]).abs().max() < 1e-4
 
 
 @needs_original
