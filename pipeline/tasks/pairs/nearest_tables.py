@@ -10,7 +10,7 @@ import csv
 from typing import TYPE_CHECKING, Any
 
 from pipeline.files import replacing
-from pipeline.tasks.pairs.nearest import nearest_vectors
+from pipeline.tasks.nearest_vectors import nearest_vectors
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -45,7 +45,7 @@ def _layer_names(ours: str, theirs: str, attentions: Mapping[str, str], norms: t
     return names | {f"{ours}.*.feed": f"{theirs}.*.ff.net"}
 
 
-def published_forms(*, gated: bool, has_unused: bool) -> dict[str, NameTable]:
+def peptrm_forms(*, gated: bool, has_unused: bool) -> dict[str, NameTable]:
     """Return the tables of names; models that have no gate have no embedding of steps either."""
     names = NAMES | _layer_names("spectrum.layers", "encoder.layers", {"own": "self_attn"}, NORMS[::2])
     names |= _layer_names("decoder", f"{DECODER}.layers", {"own": "self_attn", "cross": "cross_attn"}, NORMS)

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from pipeline.tasks.peptides.peptrm_names import published_forms
+from pipeline.tasks.peptides.peptrm_names import peptrm_forms
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -240,7 +240,7 @@ class RecursiveNetwork(nn.Module):
 
     def published_forms(self) -> dict[str, NameTable]:
         """Return the names that its weights were published under."""
-        return published_forms(gated=self.sizes.gated, has_unused=hasattr(self, "unused_letter"))
+        return peptrm_forms(gated=self.sizes.gated, has_unused=hasattr(self, "unused_letter"))
 
 
 def _feed(sizes: NetworkSizes) -> nn.Sequential:

@@ -128,7 +128,7 @@ def read_measure(path: Path, width: int, option: str) -> Measure:
     return measure
 
 
-class Match(NamedTuple):
+class LigandMatch(NamedTuple):
     """A ligand of a library, and how far it is."""
 
     ligand: str
@@ -168,10 +168,10 @@ class LigandLibrary:
         nearer = len(above_L) - int((above_L > ALIKE).sum()) - ties
         return 1 + nearer + ties / 2
 
-    def best(self, vector_D: Floats, top: int, metric: str) -> list[Match]:
+    def best(self, vector_D: Floats, top: int, metric: str) -> list[LigandMatch]:
         """Return the nearest ligands, the nearest first."""
         far_L = self.distances(vector_D, metric)
-        return [Match(self.names[at], float(far_L[at])) for at in np.argsort(far_L, kind="stable")[:top].tolist()]
+        return [LigandMatch(self.names[at], float(far_L[at])) for at in np.argsort(far_L, kind="stable")[:top].tolist()]
 
 
 def _library(path: Path) -> LigandLibrary:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipeline.tasks.spectra.spectra_library import Vectors, nearest_vectors, unit_rows
+from pipeline.tasks.nearest_vectors import Vectors, nearest_vectors, unit_rows
 from pipeline.training.evaluating.ranking_scores import Ranking, logits
 
 if TYPE_CHECKING:
@@ -180,8 +180,8 @@ def neighbour_figures(embedded: Vectors, molecules: Values, precursors: Values) 
     asked = [place for place, molecule in enumerate(molecule_N.tolist()) if molecule in several]
     figures = {}
     if asked:
-        found, _ = nearest_vectors(_Some(embedded, asked), embedded, 2)
-        other_N = np.where(found[:, 0] == asked, found[:, 1], found[:, 0])
+        found_N2 = np.stack([places_2 for places_2, _ in nearest_vectors(_Some(embedded, asked), embedded, 2)])
+        other_N = np.where(found_N2[:, 0] == asked, found_N2[:, 1], found_N2[:, 0])
         figures["nearest_is_same_molecule"] = float((molecule_N[other_N] == molecule_N[asked]).mean())
     precursor_N = np.array([float(one) for one in precursors])
     ranking, pairs = Ranking(), 0

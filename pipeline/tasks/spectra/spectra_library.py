@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from pipeline.errors import ConfigError, DataError
 from pipeline.files import replacing
 from pipeline.readers import hdf5
+from pipeline.tasks.nearest_vectors import nearest_vectors
 from pipeline.tasks.spectra.peak_transformer import EMBEDDING
 from pipeline.tasks.task_parts import WHERE
 
@@ -30,20 +31,13 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from pipeline.tasks.nearest_vectors import Vectors
+
     Floats = NDArray[np.float32]
-    Places = NDArray[np.int64]
 
 VECTORS, ROWS, MATCHES = "embeddings.npy", "embeddings.csv", "matches.tsv"
 COLUMN = "DreaMS_embedding"  # of a library in HDF5
-BLOCK = 4096  # vectors at a time, of a library and of queries
 ID = "id"
-
-
-class Vectors(Protocol):
-    """Vectors of equal length by their place."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, place: int) -> Any: ...
 
 
 class Library(NamedTuple):
@@ -54,7 +48,7 @@ class Library(NamedTuple):
     rows: Sequence[Mapping[str, str]]
 
 
-class Match(NamedTuple):
+class SpectrumMatch(NamedTuple):
     """One of the nearest of a query."""
 
     query: int
@@ -63,51 +57,11 @@ class Match(NamedTuple):
     similarity: float
 
 
-def unit_rows(vectors: Vectors, places: Sequence[int]) -> Floats:
-    """Return some vectors at length 1 [N, D]; one of no length stays."""
-    row_ND: Any
-    if isinstance(vectors, np.ndarray):
-        row_ND = vectors[places[0] : places[-1] + 1] if isinstance(places, range) else vectors[list(places)]
-        row_ND = np.asarray(row_ND, np.float32)
-    else:
-        row_ND = np.stack([np.asarray(vectors[place], np.float32) for place in places])
-    length_N1 = np.linalg.norm(row_ND, axis=1, keepdims=True)
-    unit_ND: Floats = (row_ND / np.where(length_N1 > 0, length_N1, 1)).astype(np.float32, copy=False)
-    return unit_ND
-
-
-def nearest_vectors(queries: Vectors, library: Vectors, most: int) -> tuple[Places, Floats]:
-    """Return the places of the nearest by cosine, and the cosines [N, T], the nearest first; of equal ones the first.
-
-    Every pair is compared; a block of each side is in memory at a time.
-    """
-    most = min(most, len(library))
-    places_NT, cosines_NT = np.zeros((len(queries), most), np.int64), np.zeros((len(queries), most), np.float32)
-    for start in range(0, len(queries), BLOCK):
-        rows = range(start, min(start + BLOCK, len(queries)))
-        place_BT, cosine_BT = places_NT[rows.start : rows.stop, :0], cosines_NT[rows.start : rows.stop, :0]
-        query_BD = unit_rows(queries, rows)
-        for first in range(0, len(library), BLOCK):
-            block = range(first, min(first + BLOCK, len(library)))
-            cosine_BC = np.concatenate([cosine_BT, query_BD @ unit_rows(library, block).T], 1)
-            place_BC = np.concatenate([place_BT, np.tile(np.array(block, np.int64), (len(rows), 1))], 1)
-            place_BT, cosine_BT = _nearest(place_BC, cosine_BC, most)
-        places_NT[rows.start : rows.stop], cosines_NT[rows.start : rows.stop] = place_BT, cosine_BT
-    return places_NT, cosines_NT
-
-
-def _nearest(place_BC: Places, cosine_BC: Floats, most: int) -> tuple[Places, Floats]:
-    """Return the most similar of some candidates, which are in the order of their places where they are equal."""
-    order_BT = np.argsort(-cosine_BC, axis=1, kind="stable")[:, :most]
-    return np.take_along_axis(place_BC, order_BT, 1), np.take_along_axis(cosine_BC, order_BT, 1)
-
-
-def search_library(queries: Vectors, library: Library, most: int) -> Iterator[Match]:
+def search_library(queries: Vectors, library: Library, most: int) -> Iterator[SpectrumMatch]:
     """Yield the nearest of every query, query by query."""
-    places_NT, cosines_NT = nearest_vectors(queries, library.vector_MD, most)
-    for query, (places_T, cosines_T) in enumerate(zip(places_NT, cosines_NT, strict=True)):
+    for query, (places_T, cosines_T) in enumerate(nearest_vectors(queries, library.vector_MD, most)):
         for rank, (place, cosine) in enumerate(zip(places_T.tolist(), cosines_T.tolist(), strict=True), 1):
-            yield Match(query, place, rank, cosine)
+            yield SpectrumMatch(query, place, rank, cosine)
 
 
 # ---- files ----
@@ -159,7 +113,7 @@ def _write_rows(path: Path, names: Sequence[str], rows: Iterable[Mapping[str, st
     return path
 
 
-def _write_matches(path: Path, queries: Library, found: Iterable[Match], library_path: Path) -> Path:
+def _write_matches(path: Path, queries: Library, found: Iterable[SpectrumMatch], library_path: Path) -> Path:
     """Write a line for each match: what is known of both sides, their places, and how similar they are."""
     library = read_library(library_path)
     theirs = {name: f"ref_{name}" for name in library.names}

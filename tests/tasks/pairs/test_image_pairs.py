@@ -15,7 +15,7 @@ from pipeline.errors import ConfigError
 from pipeline.memory.footprint import MemoryChoice, live_peak_bytes
 from pipeline.protocol import ITEMS, Publishes, ReadsFiles
 from pipeline.runs.model.task_contract import breaches
-from pipeline.tasks.pairs import nearest, zero_shot
+from pipeline.tasks.pairs import zero_shot
 from pipeline.tasks.pairs.clip_towers import cropped
 from pipeline.training.step.contrastive import make_step
 from pipeline.training.step.optimizers import StepSettings
@@ -210,16 +210,6 @@ class Column(list):
 
     def id(self, place):
         return f"p{place}"
-
-
-@pytest.mark.parametrize("block", [3, 100])
-def test_the_nearest_are_those_of_all_cosines_sorted(monkeypatch, block):
-    monkeypatch.setattr(nearest, "BLOCK", block)
-    rng = np.random.default_rng(0)
-    left, right = (rng.normal(size=(11, 4)).astype(np.float32) for _ in range(2))
-    for (numbers, cosines), row in zip(nearest.nearest_vectors(left, right, 5), left @ right.T, strict=True):
-        assert numbers.tolist() == np.argsort(-row)[:5].tolist()
-        assert np.allclose(cosines, np.sort(row)[::-1][:5])
 
 
 def test_predictions_are_tables_of_the_nearest_texts_and_images_and_classes_by_name(tmp_path):

@@ -1,4 +1,4 @@
-"""What is nearest to what, among the vectors of a split: places of true pairs, and lists of the nearest.
+"""At which place the true one of each pair is found, among the vectors of a split.
 
 Two blocks of items and their cosines are held at a time. Shapes: N items of a split, K and M items of two blocks, D
 features, T nearest ones.
@@ -53,20 +53,6 @@ def _count(way: tuple[Counts, Counts], rows: slice, cosine_KM: Floats, own_K: Fl
     is_other_KM = cosine_KM != -np.inf
     way[0][rows] += (~is_below_KM & ~is_tied_KM & is_other_KM).sum(1)
     way[1][rows] += is_tied_KM.sum(1)
-
-
-def nearest_vectors(left: Sequence[Any], right: Sequence[Any], most: int) -> Iterator[tuple[Counts, Floats]]:
-    """Yield for each left the numbers and cosines of the nearest rights [T], the nearest first."""
-    for _, left_KD in _blocks(left):
-        best_KT = np.full((len(left_KD), 0), -np.inf, np.float32)
-        number_KT = np.zeros((len(left_KD), 0), np.int64)
-        for columns, right_MD in _blocks(right):
-            cosine_KM = np.concatenate([best_KT, np.nan_to_num(left_KD @ right_MD.T, nan=-np.inf)], 1)
-            own_M = np.arange(columns.start, columns.stop)
-            number_KM = np.concatenate([number_KT, np.broadcast_to(own_M, (len(left_KD), len(own_M)))], 1)
-            order_KT = np.argsort(-cosine_KM, 1, kind="stable")[:, :most]
-            best_KT, number_KT = (np.take_along_axis(table, order_KT, 1) for table in (cosine_KM, number_KM))
-        yield from zip(number_KT, best_KT, strict=True)
 
 
 def _blocks(vectors: Sequence[Any]) -> Iterator[tuple[slice, Floats]]:
