@@ -21,6 +21,7 @@ HEAD = """\
 # The recipe {name} at toy size, on made data; written by `pipeline demo --recipe {name}`.
 # At its real size, with comments: pipeline init DIR --recipe {name}
 """
+COMMON = ("train.epochs=2", "train.precision=fp32", "cluster.executor=local", "cluster.train.cpus=1")
 WIDTH = 16  # of the small encoder, and of what stands for a ligand
 
 
@@ -28,9 +29,10 @@ WIDTH = 16  # of the small encoder, and of what stands for a ligand
 class RecipeDemo:
     """What makes a recipe small, and what it reads."""
 
-    make: Callable[[Path], None]  # writes below the project's folder
+    make: Callable[[Path, int], None]  # writes so many items, or about so many, below the project's folder
     options: Mapping[str, Any]  # of the task
     settings: tuple[str, ...] = ()
+    items: int = 24
     shows: tuple[str, ...] = ("predictions.csv",)  # files of predictions that people want to see first
 
     def sets(self, folder: Path) -> list[str]:
@@ -45,29 +47,29 @@ class RecipeDemo:
         ]
 
 
-def _complexes(folder: Path) -> None:
+def _complexes(folder: Path, items: int) -> None:
     from pipeline.encoder.checkpoints.synth import write_random_checkpoint  # it imports torch
     from pipeline.structures.synthetic import complex_pdb
 
     structures = folder / "data" / "structures"
     structures.mkdir(parents=True)
     rows = ["path,split"]
-    for number, split in enumerate(SPLITS):
+    for number in range(items):
         lines = complex_pdb(number, 20 + number, 20 + number).decode().splitlines(keepends=True)
         for chain, letter in (("A", "r"), ("B", "l")):
             own = [line for line in lines if line.startswith("ATOM") and line[21] == chain]
             (structures / f"c{number}_{letter}_b.pdb").write_text("".join([*own, "END\n"]))
-        rows.append(f"c{number},{split}")
+        rows.append(f"c{number},{SPLITS[number % len(SPLITS)]}")
     (folder / "data" / "splits.csv").write_text("\n".join([*rows, ""]))
     write_random_checkpoint(folder / "weights" / "esm2_tiny.pt", layers=1, dim=WIDTH, heads=2)
 
 
-def _spectra(folder: Path) -> None:
-    _made_file(folder, "spectra.mgf", 24)
+def _spectra(folder: Path, items: int) -> None:
+    _made_file(folder, "spectra.mgf", items)
 
 
-def _peptides(folder: Path) -> None:
-    _made_file(folder, "peptides.mgf", 24)
+def _peptides(folder: Path, items: int) -> None:
+    _made_file(folder, "peptides.mgf", items)
 
 
 def _made_file(folder: Path, name: str, count: int) -> None:
@@ -77,18 +79,18 @@ def _made_file(folder: Path, name: str, count: int) -> None:
     made.spectra(folder / "data" / name, count)
 
 
-def _pockets(folder: Path) -> None:
+def _pockets(folder: Path, items: int) -> None:
     from pipeline.tasks.rna.made_pockets import write_pockets
 
     (folder / "data").mkdir()
-    write_pockets(folder / "data", 12, ligands=3, width=WIDTH, pairs=1)
+    write_pockets(folder / "data", items, ligands=3, width=WIDTH, pairs=1)
 
 
-def _captions(folder: Path) -> None:
+def _captions(folder: Path, items: int) -> None:
     from pipeline.readers import made
 
     (folder / "data").mkdir()
-    made.captions(folder / "data" / "captions.csv", 24)
+    made.captions(folder / "data" / "captions.csv", items)
 
 
 DEMOS = {
@@ -105,7 +107,8 @@ DEMOS = {
             "train.effective_batch=2",
             "train.validation.every=1",
         ),
-        ("poses.csv",),
+        items=6,
+        shows=("poses.csv",),
     ),
     "spectra_finetune": RecipeDemo(
         _spectra,
@@ -121,6 +124,7 @@ DEMOS = {
             "supervision_steps": 2, "max_peaks": 20,
         },
         ("train.effective_batch=4", "train.curriculum=[{epochs: 1, largest: {residues: 12}}]"),
+        shows=("peptides.csv",),
     ),
     "rna_ligand": RecipeDemo(
         _pockets,
@@ -129,6 +133,8 @@ DEMOS = {
             "train.options.targets=FOLDER/data/ligand_embeddings.h5",
             "train.options.library=FOLDER/data/ligand_library.h5",
         ),
+        items=12,
+        shows=("ranked_ligands.csv",),
     ),
     "contrastive_pair": RecipeDemo(
         _captions,
@@ -137,6 +143,7 @@ DEMOS = {
             "image_width": 16, "image_layers": 2, "image_heads": 2,
         },
         ("data.options.size=16", "train.effective_batch=8", "train.micro_batch=2"),
+        shows=("nearest_right.csv", "nearest_left.csv"),
     ),
 }  # fmt: skip
 
@@ -146,7 +153,7 @@ def write_recipe_demo(folder: Path, name: str) -> Path:
     text = recipe_text(name, None)
     demo = DEMOS[name]
     folder.mkdir(parents=True, exist_ok=True)
-    demo.make(folder)
+    demo.make(folder, demo.items)
     config = folder / "pipeline.yaml"
     config.write_text(text, encoding="utf-8")
     small = small_settings(read_config(config, demo.sets(folder)).config, folder)
