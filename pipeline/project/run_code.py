@@ -290,7 +290,7 @@ def _plain(node: Any) -> Any:
 def reading_digest(reader: Reader) -> str:
     """Return the digest of a reader's code together with our own readers, which it may use."""
     own = sources(reader) or [("", Path(inspect.getfile(type(reader))))]
-    ours = [(str(path.relative_to(READERS.parent)), path) for path in sorted(READERS.glob("*.py"))]
+    ours = [(str(path.relative_to(READERS.parent)), path) for path in sorted(READERS.rglob("*.py"))]
     return digest_of([*own, *ours])
 
 

@@ -20,8 +20,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pipeline.errors import ConfigError, DataError
-from pipeline.readers.byte_pairs import CONTEXT, BytePairs, TooLong
-from pipeline.readers.class_names import class_names
 from pipeline.readers.entry import (
     SCAN_AGAIN,
     Bytes,
@@ -34,10 +32,12 @@ from pipeline.readers.entry import (
     entry_id,
     entry_rejection,
 )
-from pipeline.readers.images import MOST_PIXELS, decoded_image, image_library
+from pipeline.readers.pictures.byte_pairs import CONTEXT, BytePairs, TooLong
+from pipeline.readers.pictures.class_names import class_names
+from pipeline.readers.pictures.images import MOST_PIXELS, decoded_image, image_library
+from pipeline.readers.pictures.tar_pairs import SUFFIX as TAR
+from pipeline.readers.pictures.tar_pairs import TarPair, tar_pairs
 from pipeline.readers.table_rows import PARTED_BY, TableRow, parted_cells, rows_in_table, suffix_of
-from pipeline.readers.tar_pairs import SUFFIX as TAR
-from pipeline.readers.tar_pairs import TarPair, tar_pairs
 from pipeline.records import Entry
 from pipeline.units import printable_text
 

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from pipeline.errors import ConfigError, PipelineError
-from pipeline.readers import hdf5, made_captions, peptides
+from pipeline.readers import hdf5, peptides
+from pipeline.readers.pictures import made_captions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -28,7 +28,7 @@ from pipeline.readers.entry import (
     entry_id,
     entry_rejection,
 )
-from pipeline.readers.images import SUFFIXES as IMAGES
+from pipeline.readers.pictures.images import SUFFIXES as IMAGES
 from pipeline.readers.table_rows import PARTED_BY, TableRow, parted_cells, rows_in_table, suffix_of
 from pipeline.records import Entry
 from pipeline.units import printable_text

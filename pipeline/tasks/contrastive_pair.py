@@ -28,7 +28,7 @@ from torch.nn import functional
 
 from pipeline.errors import ConfigError
 from pipeline.protocol import ITEMS
-from pipeline.readers.class_names import class_names
+from pipeline.readers.pictures.class_names import class_names
 from pipeline.tasks.pairs.clip_names import FORMS
 from pipeline.tasks.pairs.clip_towers import ImageBatch, ImageTower, TextBatch, TextTower, crop_drawn, heads_of
 from pipeline.tasks.pairs.nearest_tables import write_nearest

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from pipeline.errors import ConfigError
-from pipeline.readers import made, made_captions, peptides
+from pipeline.readers import made, peptides
 from pipeline.readers.captions import Captions
 from pipeline.readers.pairs import Pairs
+from pipeline.readers.pictures import made_captions
 from pipeline.readers.spectra import Spectra
 from pipeline.readers.spectrum_triplets import SpectrumTriplets
 from pipeline.records import Entry

@@ -7,11 +7,11 @@ import math
 import pytest
 import torch
 
-from pipeline.errors import WeightsUnusable
+from pipeline.errors import ConfigError, DataError, WeightsUnusable
 from pipeline.tasks.contrastive_pair import ContrastivePair
 from pipeline.tasks.pairs.clip_names import CLIP, CLIP_TRANSFORMERS, FORMS, main, options_of
 from pipeline.tasks.pairs.clip_towers import TextBatch
-from pipeline.training.checkpoints.trained_weights import stored_weights
+from pipeline.training.checkpoints.trained_weights import load_pretrained, stored_weights
 from tests.tasks.pairs.original import (
     FOLDER,
     colours,
@@ -122,6 +122,22 @@ def test_every_half_precision_number_is_the_same_after_in_and_out(form):
     back = FORMS[CLIP].write(model.state_dict())
     assert all(torch.equal(back[name], tensor.float()) for name, tensor in tensors.items() if name in back)
     assert set(tensors) - set(back) == {"input_resolution", "context_length", "vocab_size"}
+
+
+@pytest.mark.parametrize(("path", "form"), [(HALF, CLIP), (APART, CLIP_TRANSFORMERS)], ids=FORMS)
+def test_a_training_begins_with_published_weights_and_a_fresh_head_for_classes(path, form):
+    classed = ContrastivePair(**options_of(stored_weights(path).tensors), classes=("cat", "dog"), class_weight=1.0)
+    model = classed.model()
+    report = load_pretrained(model, path)
+    assert (report.form, report.fresh) == (form, ("classes.weight", "classes.bias"))
+    assert set(report.left) == ({"input_resolution", "context_length", "vocab_size"} if form == CLIP else set())
+    plain = model_with(stored_weights(path).tensors, form).state_dict()
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in plain.items())
+
+
+def test_a_model_of_other_towers_refuses_clips_weights_by_name():
+    with pytest.raises((ConfigError, DataError), match="are not of this model"):
+        load_pretrained(ContrastivePair(width=8, heads=2, layers=1).model(), HALF)
 
 
 def test_each_form_knows_its_own_names_and_no_others():

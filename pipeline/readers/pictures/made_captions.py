@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from pipeline.readers.images import image_library
+from pipeline.readers.pictures.images import image_library
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pipeline.errors import DataError
 from pipeline.readers.entry import cannot_read
-from pipeline.readers.images import SUFFIXES
+from pipeline.readers.pictures.images import SUFFIXES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
