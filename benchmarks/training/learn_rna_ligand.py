@@ -39,7 +39,7 @@ from pipeline.training.step.optimizers import StepSettings  # noqa: E402
 from pipeline.training.step.step import Step  # noqa: E402
 from tests.tasks.reader_items import batch_of  # noqa: E402
 
-WIDTH, COMPLEXES, LIGANDS, PAIRS, BATCH = 32, 144, 6, 2, 8
+WIDTH, COMPLEXES, LIGANDS, PAIRS, BATCH = 32, 72, 6, 2, 8
 TASK = RnaLigand(hidden_irreps="8x0e+4x1o+2x2e", layers=2, output_dim=WIDTH, feature_width=16)
 STEP = StepSettings(learning_rate=1e-2, clip=1.0)
 
@@ -81,7 +81,7 @@ def _items(entries: Sequence[Entry]) -> Any:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()

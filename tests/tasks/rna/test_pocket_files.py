@@ -94,6 +94,27 @@ def test_a_structure_has_the_same_atoms_and_bonds_but_no_parameters():
             assert not entry.arrays[f"{kind}.constant"][:, :2].any()
 
 
+def test_of_an_mmcif_file_the_rna_alone_is_read_whatever_else_it_holds(shared_structures, tmp_path):
+    """4P5J has 83 nucleotides, ions and waters."""
+    (tmp_path / "4p5j_XXX_model0_rna.cif").write_bytes((shared_structures / "varied" / "4p5j.cif").read_bytes())
+    (entry,) = RnaPockets(tmp_path, force_field="absent").entries()
+    assert set(entry.arrays["atoms.feature"][:, 1].astype(int)) == {6, 7, 8, 15}
+    assert 1700 < len(entry.arrays["atoms.pos"]) < 1850
+    lengths = np.linalg.norm(np.subtract(*entry.arrays["atoms.pos"][entry.arrays["bonds.atom"].T]), axis=-1)
+    assert 1.1 < lengths.min() < lengths.max() < 1.8
+
+
+def test_a_damaged_structure_is_rejected_with_its_reason(tmp_path):
+    (tmp_path / "a_X.pdb").write_text("REMARK nothing\nEND\n")
+    (tmp_path / "b_X.pdb").write_text(HELIX_PDB.format(x=0).replace("  G A", "ATP A"))
+    (tmp_path / "c_X.cif").write_text("data_x\nloop_\n_atom_site.id\n")
+    found = {one.id: one.detail for one in RnaPockets(tmp_path, force_field="absent").entries()}
+    assert found.keys() == {"a_X", "b_X", "c_X"}
+    assert "no atoms" in found["a_X"]
+    assert "no residue is RNA" in found["b_X"]
+    assert found["c_X"]
+
+
 # ---- RNA alone ----
 
 
