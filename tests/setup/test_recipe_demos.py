@@ -1,0 +1,54 @@
+"""`pipeline demo --recipe NAME`: from nothing to the output that the recipe is for."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from pipeline.config.load import read_config
+from pipeline.setup.demo_recipes import DEMOS, write_recipe_demo
+from tests.command import Command
+from tests.conftest import ROOT
+
+pytestmark = pytest.mark.timeout(900)  # it trains for real, on machines that are shared
+
+
+def test_every_recipe_has_a_demo() -> None:
+    assert set(DEMOS) == {path.stem for path in (ROOT / "configs" / "recipes").glob("*.yaml")}
+
+
+@pytest.mark.parametrize("name", DEMOS)
+def test_a_recipe_runs_from_nothing_to_its_own_output(
+    name: str, pipeline: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = pipeline("demo", "here", "--recipe", name)
+    assert done.code == 0, done.err
+    for shown in DEMOS[name].shows:
+        (table,) = (tmp_path / "here" / "predictions").glob(f"*/{shown}")
+        with table.open(newline="") as file:
+            assert list(csv.DictReader(file)), table
+        assert f"less predictions/{table.parent.name}/{shown}" in done.out
+    again = pipeline("submit", "--stage", "all", "--follow", "--config", "here/pipeline.yaml")
+    assert again.code == 0, again.err
+    assert ", 0 to do" in again.err
+
+
+def test_the_settings_of_a_demo_are_the_recipes_own_but_for_what_makes_it_small(tmp_path: Path) -> None:
+    small = read_config(write_recipe_demo(tmp_path / "here", "spectra_finetune")).config
+    whole = read_config(ROOT / "configs" / "recipes" / "spectra_finetune.yaml").config
+    assert small.train.task == whole.train.task
+    assert small.train.batching == whole.train.batching
+    assert small.train.options["layers"] < whole.train.options["layers"]
+
+
+def test_a_recipe_that_does_not_exist_is_refused_and_nothing_is_written(
+    pipeline: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    refused = pipeline("demo", "here", "--recipe", "spectra_finetun")
+    assert refused.code == 2
+    assert "no recipe is called spectra_finetun; did you mean spectra_finetune?" in refused.err
+    assert not (tmp_path / "here").exists()
