@@ -55,7 +55,7 @@ def _count(way: tuple[Counts, Counts], rows: slice, cosine_KM: Floats, own_K: Fl
     way[1][rows] += is_tied_KM.sum(1)
 
 
-def nearest_vectors(left: Sequence[Any], right: Sequence[Any], most: int) -> Iterator[tuple[Counts, Floats]]:
+def nearest_sides(left: Sequence[Any], right: Sequence[Any], most: int) -> Iterator[tuple[Counts, Floats]]:
     """Yield for each left the numbers and cosines of the nearest rights [T], the nearest first."""
     for _, left_KD in _blocks(left):
         best_KT = np.full((len(left_KD), 0), -np.inf, np.float32)

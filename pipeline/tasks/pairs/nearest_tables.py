@@ -10,7 +10,7 @@ import csv
 from typing import TYPE_CHECKING, Any
 
 from pipeline.files import replacing
-from pipeline.tasks.pairs.nearest import nearest_vectors
+from pipeline.tasks.pairs.nearest import nearest_sides
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -36,7 +36,7 @@ def _write(path: Path, outputs: Mapping[str, Any], way: tuple[str, str], names: 
     with replacing(path) as partial, partial.open("w", encoding="utf-8", newline="") as file:
         rows = csv.writer(file)
         rows.writerow(["id", "own_cosine", *names, *columns])
-        for place, (numbers, cosines) in enumerate(nearest_vectors(outputs[side], outputs[other], most)):
+        for place, (numbers, cosines) in enumerate(nearest_sides(outputs[side], outputs[other], most)):
             found = [
                 cell
                 for number, cosine in zip(numbers.tolist(), cosines.tolist(), strict=True)

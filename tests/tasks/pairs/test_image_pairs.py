@@ -217,7 +217,7 @@ def test_the_nearest_are_those_of_all_cosines_sorted(monkeypatch, block):
     monkeypatch.setattr(nearest, "BLOCK", block)
     rng = np.random.default_rng(0)
     left, right = (rng.normal(size=(11, 4)).astype(np.float32) for _ in range(2))
-    for (numbers, cosines), row in zip(nearest.nearest_vectors(left, right, 5), left @ right.T, strict=True):
+    for (numbers, cosines), row in zip(nearest.nearest_sides(left, right, 5), left @ right.T, strict=True):
         assert numbers.tolist() == np.argsort(-row)[:5].tolist()
         assert np.allclose(cosines, np.sort(row)[::-1][:5])
 
