@@ -194,8 +194,10 @@ def stored_weights(path: Path, entry: str | None = None) -> StoredWeights:
             is_plain = path.suffix == ".safetensors"
             tensors = read_safetensors([path]) if is_plain else _state_dict(read_pt(path, foreign=True), path, entry)
     except WeightsUnusable as error:
-        remedy = UNTRUSTED if "run code" in error.what else FORMS
-        raise DataError(error.what, where=f"{WHERE}: {error.where or path}", remedy=remedy) from error
+        where = f"{WHERE}: {error.where or path}"
+        if "run code" in error.what:  # nothing is wrong with the file: it is another that must be named
+            raise ConfigError(error.what, where=where, remedy=UNTRUSTED) from error
+        raise DataError(error.what, where=where, remedy=FORMS) from error
     return StoredWeights({plain_name(name): tensor for name, tensor in tensors.items()})
 
 

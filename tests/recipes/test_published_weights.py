@@ -1,0 +1,128 @@
+"""Published files of four systems as `train.pretrained`: taken whole, written again, or refused at submission."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pipeline.config.load import read_config
+from pipeline.errors import ConfigError
+from pipeline.project.run_code import load_task
+from pipeline.setup.demo_recipes import DEMOS, write_recipe_demo
+from pipeline.tasks.contrastive_pair import ContrastivePair
+from pipeline.tasks.denovo_recursive import DenovoRecursive
+from pipeline.tasks.pairs.clip_names import options_of
+from pipeline.tasks.rna_ligand import RnaLigand
+from pipeline.tasks.spectra_finetune import SpectraFinetune
+from pipeline.training.checkpoints.published_names import WeightsReading, in_form
+from pipeline.training.checkpoints.trained_weights import load_pretrained, stored_weights
+from tests.command import Command
+from tests.tasks.rna.original import sizes_of
+
+ORIGINALS = Path(__file__).resolve().parents[3] / "shared" / "originals"
+DREAMS = {
+    "layers": 3, "heads": 4, "d_fourier": 40, "d_peak": 8, "fourier_width": 16, "as_published": True, "classes": 2000,
+}  # fmt: skip
+PEPTRM = {"width": 48, "heads": 4, "encoder_layers": 2, "decoder_layers": 2, "latent_steps": 2, "as_published": True}
+
+needs_originals = pytest.mark.skipif(
+    not ORIGINALS.is_dir(), reason="what the originals made (../shared/originals) is not beside this checkout"
+)
+
+
+def clip() -> nn.Module:
+    return ContrastivePair(
+        **options_of(dict(stored_weights(ORIGINALS / "clip/checkpoint/openai_half.pt").tensors))
+    ).model()
+
+
+def peptrm() -> nn.Module:
+    return DenovoRecursive(**PEPTRM).model()
+
+
+FILES: dict[str, tuple[str, str, Callable[[], nn.Module]]] = {
+    "DreaMS, pre-trained": ("dreams/ssl_model.ckpt", "dreams", lambda: SpectraFinetune(**DREAMS).model()),
+    "DreaMS, embedding": (
+        "dreams/embedding_model.ckpt", "dreams", lambda: SpectraFinetune(head="embedding", **DREAMS).model(),
+    ),
+    "RNA-3E-FFI": ("rna3effi/checkpoint/best_model.pt", "rna3effi", lambda: RnaLigand(**sizes_of("best")).model()),
+    "pepTRM": ("peptrm/checkpoint/checkpoint_step_3.pt", "peptrm", peptrm),
+    "pepTRM, compiled": ("peptrm/checkpoint/of_a_compiled_model.pt", "peptrm", peptrm),
+    "CLIP, openai's": ("clip/checkpoint/openai_half.pt", "clip", clip),
+    "CLIP, of transformers": ("clip/checkpoint/transformers", "clip_transformers", clip),
+}  # fmt: skip
+
+
+@needs_originals
+@pytest.mark.parametrize("name", FILES)
+def test_a_published_file_is_taken_whole_and_goes_out_to_the_bit(name: str) -> None:
+    file, form, made = FILES[name]
+    report = load_pretrained(model := made(), ORIGINALS / file)
+    assert report.form == form
+    assert report.is_whole
+    assert all(one.startswith(("head.", "atoms.")) for one in report.fresh)
+    back, theirs = in_form(model, model.state_dict(), form), stored_weights(ORIGINALS / file).tensors
+    bare = {one.removeprefix("backbone."): tensor for one, tensor in back.items()}
+    for one, tensor in theirs.items():
+        if one not in report.left:
+            assert torch.equal(
+                bare[one.removeprefix("backbone.")], tensor.to(bare[one.removeprefix("backbone.")].dtype)
+            )
+
+
+@needs_originals
+def test_moving_averages_are_another_entry_of_the_same_file() -> None:
+    path = ORIGINALS / "peptrm/checkpoint/checkpoint_step_3.pt"
+    load_pretrained(plain := DenovoRecursive(**PEPTRM).model(), path)
+    load_pretrained(averaged := DenovoRecursive(**PEPTRM).model(), path, reading=WeightsReading(entry="ema_state_dict"))
+    assert any(not torch.equal(one, averaged.state_dict()[name]) for name, one in plain.state_dict().items())
+
+
+@needs_originals
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("other", ["DreaMS, pre-trained", "RNA-3E-FFI", "pepTRM", "CLIP, openai's"])
+def test_a_file_of_another_system_is_refused_by_what_does_not_fit(name: str, other: str) -> None:
+    if FILES[other][1].partition("_")[0] == FILES[name][1].partition("_")[0]:
+        return
+    with pytest.raises(ConfigError, match="are not of this model: none of its tensors fits"):
+        load_pretrained(FILES[name][2](), ORIGINALS / FILES[other][0], partial=True)
+
+
+class Evil:
+    def __init__(self, made: Path) -> None:
+        self.made = made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch {self.made}",)
+
+
+@pytest.mark.parametrize("name", [name for name in DEMOS if name != "complex_docking"])
+def test_code_wrong_shapes_and_another_system_are_refused_at_submission(
+    name: str, pipeline: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = write_recipe_demo(tmp_path / "here", name)
+    monkeypatch.chdir(tmp_path / "here")
+    train = read_config(config).config.train
+    state = load_task(train.task, train.options).model().state_dict()
+    first = next(iter(state))
+    shaped = {**state, first: torch.zeros(3, 2, 1, 7)}
+    bad = {
+        "code": ({"state_dict": state, "x": Evil(tmp_path / "made")}, "asks for posix.system. Nothing of it was run"),
+        "shape": (shaped, f"{first}: float32[3, 2, 1, 7] in the file"),
+        "other": ({"elsewhere.weight": torch.zeros(2)}, "are not of this model: none of its tensors fits"),
+    }
+    for what, (content, says) in bad.items():
+        torch.save(content, path := tmp_path / f"{what}.pt")
+        sets = ("--set", f"train.pretrained={path}", "--set", "train.pretrained_partial=false")
+        refused = pipeline("submit", "--stage", "train", "--follow", *sets)
+        assert refused.code == 2, refused.err
+        assert says in refused.err
+        assert str(path) in refused.err
+    assert not (tmp_path / "made").exists()
+    assert not list((tmp_path / "here").glob("models/*"))
