@@ -208,14 +208,7 @@ class EdgeLayer(nn.Module):
 
     def heard(self, x_NF: Tensor, entries: Entries, shape: EdgeShape) -> Tensor:
         """Return the sums of the messages at each atom."""
-        hidden_EH = torch.cat([self.basis(shape.length_E1), entries.constant_EK], -1)
-        *layers, last = self.weigh.children()
-        assert isinstance(last, nn.Linear)
-        for layer in layers:
-            hidden_EH = layer(hidden_EH)
-        # Path by path: weights of all of them at once, and their gradients, would be held twice.
-        parts = zip(self.product.cut(last.weight, 0), self.product.cut(last.bias, 0), strict=True)
-        weights = [functional.linear(hidden_EH, weight, bias) for weight, bias in parts]
+        weights = self.weigh(torch.cat([self.basis(shape.length_E1), entries.constant_EK], -1))
         sent_EF = self.product(self.enter(x_NF).index_select(0, entries.atom_PE[0]), shape.harmonics_EH, weights)
         heard_NF: Tensor = sent_EF.new_zeros(len(x_NF), sent_EF.shape[1]).index_add(0, entries.atom_PE[1], sent_EF)
         return heard_NF

@@ -21,8 +21,6 @@ from torch.nn import functional
 from pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import Tensor
 
 WHERE = "train.options.hidden_irreps"
@@ -195,15 +193,11 @@ class FieldProduct(nn.Module):
             symbol = coupling(*path[:3]) * path.scale
             self.register_buffer(_symbol_name(path), symbol.to(torch.get_default_dtype()), persistent=False)
 
-    def cut(self, weights: Tensor, dim: int) -> tuple[Tensor, ...]:
-        """Return the weights of each path, of those of all."""
-        return torch.split_with_sizes(weights, [path.weights for path in self.paths], dim)
-
-    def forward(self, x_EF: Tensor, harmonics_EH: Tensor, weight_EW: Tensor | Sequence[Tensor]) -> Tensor:
-        """Return the product [E, F of what leaves]; weights may be given path by path."""
+    def forward(self, x_EF: Tensor, harmonics_EH: Tensor, weight_EW: Tensor) -> Tensor:
+        """Return the product [E, F of what leaves]."""
         source, bend = self.enter.split(x_EF), torch.split_with_sizes(harmonics_EH, [1, 3, 5], -1)
         sums: list[Tensor | None] = [None] * len(DEGREES)
-        weights = self.cut(weight_EW, -1) if isinstance(weight_EW, torch.Tensor) else weight_EW
+        weights = torch.split_with_sizes(weight_EW, [path.weights for path in self.paths], -1)
         for path, path_EW in zip(self.paths, weights, strict=True):
             turn_EDD = torch.einsum("ej,ijk->eik", bend[path.harmonic], self.get_buffer(_symbol_name(path)))
             weight_EMU = path_EW.view(len(path_EW), self.enter[path.source], self.leave[path.target]).transpose(1, 2)
