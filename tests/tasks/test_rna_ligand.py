@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from pipeline.errors import ConfigError, DataError
 from pipeline.memory.footprint import MemoryChoice, live_peak_bytes
-from pipeline.protocol import ITEMS, Contrastive, Example, Outputs, Published, Publishes, ReadsFiles
+from pipeline.protocol import ITEMS, Contrastive, Example, HasPublishedForms, Outputs, Publishes, ReadsFiles
 from pipeline.runs.model.task_contract import breaches
 from pipeline.tasks.rna_ligand import RnaLigand, RnaLigandContrast
 from pipeline.training.evaluating.evaluator import TaskOutputs
@@ -68,7 +68,7 @@ def test_it_has_all_that_a_task_may_have():
         assert isinstance(SMALL, what)
     assert not isinstance(SMALL, Contrastive)
     assert isinstance(contrasted(SMALL), Contrastive)
-    assert isinstance(SMALL.model(), Published)
+    assert isinstance(SMALL.model(), HasPublishedForms)
 
 
 @pytest.mark.parametrize("options", [{}, {"loss_by": "cosine_mse", "num_attention_heads": 0, "version": 2}])

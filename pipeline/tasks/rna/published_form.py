@@ -114,7 +114,7 @@ def _constants(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
             kept = {path[:3] for path in module.paths} & set(SYMBOLS)
             for symbol in kept:
                 place = f"{theirs}._compiled_main_left_right._w3j_{'_'.join(map(str, symbol))}"
-                yield place, coupling(*symbol).float()
+                yield place, torch.tensor(coupling(*symbol), dtype=torch.float32)
         elif isinstance(module, EdgeLayer):
             yield from _of_activation(renamed(f"{name}.act", NAMES), module)
 

@@ -14,6 +14,7 @@ import re
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
@@ -21,6 +22,7 @@ from torch.nn import functional
 from pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from torch import Tensor
 
 WHERE = "train.options.hidden_irreps"
@@ -79,34 +81,39 @@ def fields_of(irreps: str) -> Fields:
 
 
 @cache
-def coupling(left: int, right: int, out: int) -> Tensor:
-    """Return the real 3j symbol of three degrees [D, D, D], in double precision: what turns with none of them.
+def coupling(left: int, right: int, out: int) -> NDArray[np.float64]:
+    """Return the real 3j symbol of three degrees [D, D, D]: what turns with none of them.
 
-    Degree 2 is written as symmetric matrices without a trace: two of them and a vector, or three, make one number.
+    Degree 2 is written as symmetric matrices without a trace: two of them and a vector, or three, make one number. An
+    array, not a tensor: what is kept for a whole process must not be of the place where it was first asked for.
     """
     if 0 in (left, right, out):
         degree = max(left, right, out)
-        one_DD = torch.eye(2 * degree + 1, dtype=torch.float64) / math.sqrt(2 * degree + 1)
-        shape = tuple(2 * part + 1 for part in (left, right, out))
-        return one_DD.view(shape)
+        one_DD = np.eye(2 * degree + 1) / math.sqrt(2 * degree + 1)
+        return one_DD.reshape([2 * part + 1 for part in (left, right, out)])
     matrices_533 = _matrices()
     if (left, right, out) == (2, 2, 2):
-        symbol = torch.einsum("iab,jbc,kca->ijk", matrices_533, matrices_533, matrices_533)
+        symbol = np.einsum("iab,jbc,kca->ijk", matrices_533, matrices_533, matrices_533)
         # Squares are whole seventieths: so each root alone is rounded, not a sum. + 0.0: no 0 is negative.
-        exact: Tensor = symbol.sign() * ((symbol / symbol.norm()).square() * 70).round().div(70).sqrt() + 0.0
+        exact: NDArray[np.float64] = np.sign(symbol) * np.sqrt(_square_shares(symbol).round() / 70) + 0.0
         return exact
-    symbol = matrices_533.movedim(0, (left, right, out).index(2))
-    normed: Tensor = symbol / symbol.norm()
+    symbol = np.moveaxis(matrices_533, 0, (left, right, out).index(2))
+    normed: NDArray[np.float64] = symbol / np.linalg.norm(symbol)
     return normed
 
 
-def _matrices() -> Tensor:
+def _square_shares(symbol: NDArray[np.float64]) -> NDArray[np.float64]:
+    shares: NDArray[np.float64] = np.square(symbol / np.linalg.norm(symbol)) * 70
+    return shares
+
+
+def _matrices() -> NDArray[np.float64]:
     """Return the five matrices of xz, xy, 2y² − x² − z², yz and z² − x², each of norm 1."""
-    matrices_533 = torch.zeros(5, 3, 3, dtype=torch.float64)
+    matrices_533 = np.zeros((5, 3, 3))
     for place, (row, column) in zip((0, 1, 3), ((0, 2), (0, 1), (1, 2)), strict=True):
         matrices_533[place, row, column] = matrices_533[place, column, row] = math.sqrt(1 / 2)
-    matrices_533[2].diagonal().copy_(torch.tensor([-1, 2, -1], dtype=torch.float64) / math.sqrt(6))
-    matrices_533[4].diagonal().copy_(torch.tensor([-1, 0, 1], dtype=torch.float64) / math.sqrt(2))
+    matrices_533[2] = np.diag([-1, 2, -1]) / math.sqrt(6)
+    matrices_533[4] = np.diag([-1, 0, 1]) / math.sqrt(2)
     return matrices_533
 
 
@@ -190,8 +197,8 @@ class FieldProduct(nn.Module):
         self.paths = field_paths(enter, leave)
         self.weights = sum(path.weights for path in self.paths)
         for path in self.paths:
-            symbol = coupling(*path[:3]) * path.scale
-            self.register_buffer(_symbol_name(path), symbol.to(torch.get_default_dtype()), persistent=False)
+            symbol = torch.tensor(coupling(*path[:3]) * path.scale, dtype=torch.get_default_dtype())
+            self.register_buffer(_symbol_name(path), symbol, persistent=False)
 
     def forward(self, x_EF: Tensor, harmonics_EH: Tensor, weight_EW: Tensor) -> Tensor:
         """Return the product [E, F of what leaves]."""
