@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import h5py
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -23,6 +27,7 @@ from pipeline.tasks.spectra_finetune import SpectraFinetune
 from pipeline.training.checkpoints.published_names import WeightsReading, in_form
 from pipeline.training.checkpoints.trained_weights import load_pretrained, stored_weights
 from tests.command import Command
+from tests.projects import settle
 from tests.tasks.rna.original import sizes_of
 
 ORIGINALS = Path(__file__).resolve().parents[3] / "shared" / "originals"
@@ -126,3 +131,30 @@ def test_code_wrong_shapes_and_another_system_are_refused_at_submission(
         assert str(path) in refused.err
     assert not (tmp_path / "made").exists()
     assert not list((tmp_path / "here").glob("models/*"))
+
+
+EMBEDDED = """\
+data: {source: reader, path: data.mgf, reader: "pipeline.readers.spectra:Spectra", options: {max_peaks: 100}}
+train:
+  task: "pipeline.tasks.spectra_finetune:SpectraFinetune"
+  options: {head: embedding, %s}
+  batching: padded
+cluster: {executor: local, slots: {cpus: 2}, train: {gpus: 0, cpus: 1}}
+"""
+
+
+@needs_originals
+def test_a_published_model_says_of_a_file_what_the_original_says(
+    pipeline: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copyfile(ORIGINALS / "dreams/files/example_5_spectra.mgf", "data.mgf")
+    Path("pipeline.yaml").write_text(EMBEDDED % json.dumps(DREAMS).strip("{}"))
+    settle(tmp_path)
+    done = pipeline(
+        "submit", "--stage", "predict", "--model", str(ORIGINALS / "dreams/embedding_model.ckpt"), "--follow"
+    )
+    assert done.code == 0, done.err
+    (made,) = tmp_path.glob("predictions/*/embeddings.npy")
+    with h5py.File(ORIGINALS / "dreams/files/library.hdf5") as theirs:
+        assert np.abs(np.load(made) - theirs["DreaMS_embedding"][:]).max() < 1e-4
