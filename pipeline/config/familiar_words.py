@@ -22,7 +22,7 @@ _ANSWERS = {  # what it is here → words of other tools
     'train.validation.every: epochs (2), a part of one (0.25) or "500 steps"': (
         "val_check_interval check_val_every_n_epoch eval_steps eval_every eval_interval"
     ),
-    "train.validation.limit: items": "limit_val_batches eval_batches",
+    "train.validation.limit: items, or a part of them": "limit_val_batches eval_batches",
     "train.validation.patience: validations without a better one": "early_stopping early_stopping_patience",
     "train.epochs": "max_epochs num_epochs n_epochs num_train_epochs max_steps",
     "train.clip: the norm of all gradients at most": "gradient_clip_val max_grad_norm grad_clip clip_grad_norm",

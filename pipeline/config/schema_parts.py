@@ -98,6 +98,14 @@ def parse_interval(value: object) -> int | float | str:
     raise _wants("epochs such as 2, a part of one such as 0.25, or '500 steps'")
 
 
+def parse_limit(value: object) -> int | float | None:
+    """Return how many items are taken at most: a number of them, a part of all, or all."""
+    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    if value is None or is_count or (isinstance(value, float) and 0 < value < 1):
+        return value  # type: ignore[return-value]
+    raise _wants("items such as 1000, a part of all such as 0.25, or null")
+
+
 def parse_node_folder(value: object) -> str | None:
     """Return a folder as it is written; its variables are expanded on the node."""
     if value is None or (isinstance(value, str) and value.startswith(("/", "$", "~")) and "\0" not in value):
@@ -192,6 +200,19 @@ NodeFolder: TypeAlias = Annotated[
     str | None,
     PlainValidator(parse_node_folder),
     WithJsonSchema({"anyOf": [{"type": "string", "pattern": "^[/$~]"}, {"type": "null"}]}),
+]
+ItemLimit: TypeAlias = Annotated[
+    int | float | None,
+    PlainValidator(parse_limit),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "integer", "minimum": 1},
+                {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
+                {"type": "null"},
+            ]
+        }
+    ),
 ]
 Interval: TypeAlias = Annotated[
     int | float | str,

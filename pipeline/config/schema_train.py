@@ -7,7 +7,17 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from pipeline.config.schema_parts import AutoCount, AutoFlag, Duration, Interval, Name, Option, Section, conflict
+from pipeline.config.schema_parts import (
+    AutoCount,
+    AutoFlag,
+    Duration,
+    Interval,
+    ItemLimit,
+    Name,
+    Option,
+    Section,
+    conflict,
+)
 
 ROUNDING = 1e-9
 
@@ -36,7 +46,9 @@ class ValidationSection(Section):
     every: Interval = Field(
         default=1, description="How often: epochs such as 2, a part of one such as 0.25, or '500 steps'."
     )
-    limit: int | None = Field(default=None, ge=1, description="Items at most, always the same; null: all.")
+    limit: ItemLimit = Field(
+        default=None, description="Items at most, always the same: a number, a part such as 0.25, or null for all."
+    )
     monitor: Name = Field(default="loss", description="The figure by which checkpoints are the best: loss or a metric.")
     better: Literal["auto", "lower", "higher"] = Field(
         default="auto", description="Which values are better; auto: lower for loss, higher for metrics."

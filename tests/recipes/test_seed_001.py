@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import gc
+import json
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from pipeline.errors import ConfigError
 from pipeline.memory.footprint import MemoryChoice
 from pipeline.memory.runtime.lightning_callback import GovernorCallback
 from pipeline.memory.runtime.meters import Habits
+from pipeline.runs.model.prepare import taken_of
 from pipeline.tasks.spectra_finetune import SpectraFinetune
 from tests.command import Command
 from tests.recipes.conftest import Scanned
@@ -58,6 +61,18 @@ def test_validation_is_limited_and_thinned(pipeline: Command, scanned: Scanned) 
     words = SPECTRA.sets("train.validation.limit=1", "train.validation.every=2", "train.seed=7")
     assert ran(pipeline, words, "train").code == 0
     assert [bool(one["validation"]) for one in epochs_of(folder)] == [False, True]
+
+
+@pytest.mark.parametrize(("limit", "items"), [(0.1, 3), (0.999, 24), (5, 5), (100, 100), (None, None)])
+def test_a_part_of_the_items_is_a_limit_too(limit: float | None, items: int | None) -> None:
+    assert config_of(SPECTRA, f"train.validation.limit={json.dumps(limit)}").train.validation.limit == limit
+    assert taken_of(limit, 24) == items
+
+
+@pytest.mark.parametrize("limit", ["0", "0.0", "1.5", "-3", "true", "many"])
+def test_what_is_no_limit_is_refused(limit: str) -> None:
+    with pytest.raises(ConfigError, match=r"items such as 1000, a part of all such as 0\.25, or null"):
+        config_of(SPECTRA, f"train.validation.limit={limit}")
 
 
 def test_checkpoints_are_written_less_often_and_the_best_k_are_kept() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -305,7 +306,13 @@ def validation_items(project: Project, prepared: Prepared) -> Items | None:
     whole = items_of(project, prepared.table, None)
     if settings.split not in whole.splits:
         return None
-    return evaluated_items(project, prepared, whole.of_split(settings.split), settings.limit)
+    table = whole.of_split(settings.split)
+    return evaluated_items(project, prepared, table, taken_of(settings.limit, len(table)))
+
+
+def taken_of(limit: int | float | None, items: int) -> int | None:
+    """Return how many of some items a limit lets through; a part of them is rounded up."""
+    return math.ceil(limit * items) if isinstance(limit, float) else limit
 
 
 def evaluated_items(project: Project, prepared: Prepared, table: ItemTable, limit: int | None = None) -> Items:
