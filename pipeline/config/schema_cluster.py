@@ -114,6 +114,18 @@ class TrainResources(Resources):
         return self
 
 
+class PredictResources(TrainResources):
+    """What predicting asks for: as training, and in how many tasks of an array the rows are cut."""
+
+    tasks: int = Field(
+        default=1, ge=1, description="Tasks that share the rows, each started, repaired and resumed by itself."
+    )
+
+    @property
+    def parallel(self) -> int:
+        return self.tasks
+
+
 class CardSection(Section):
     """A kind of GPU that a cluster has."""
 
@@ -204,7 +216,7 @@ class ClusterSection(Section):
     graph: StageResources = StageResources()
     train: TrainResources = TrainResources()
     evaluate: TrainResources = TrainResources()
-    predict: TrainResources = TrainResources()
+    predict: PredictResources = PredictResources()
     validate: CheckResources = CheckResources()  # type: ignore[assignment]  # pydantic has such a method
 
     def resources(self, stage: str) -> StageResources | TrainResources:

@@ -11,10 +11,12 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from dataclasses import asdict, dataclass, field
+from collections import Counter
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from pipeline.files import file_digest
+from pipeline.files import file_digest, write_whole
 from pipeline.keys import content_digest
 from pipeline.store.format.disk import Disk
 
@@ -181,9 +183,39 @@ def predict(job: ApplyJob, split: str | None) -> Generator[Reason | None, None, 
     if applied is None:
         return
     with job.ranks.patient("writing predictions"):
-        if job.ranks.rank == 0:
-            _write_predictions(job, applied, split)
+        if job.ranks.rank == 0 and (whole := _of_all_tasks(job, applied)) is not None:
+            _write_predictions(job, whole, split)
         job.ranks.exchange({})
+
+
+def _of_all_tasks(job: ApplyJob, applied: ApplyResult) -> ApplyResult | None:
+    """Return what all tasks together gave, once they all are done, to the one that writes it; None to the others.
+
+    Each task leaves a note before it looks for those of the others, so at least one finds them all. The first to put
+    its name to the writing does it; where it dies on the way, its next attempt finds its own name there.
+    """
+    if (share := job.share) is None:
+        return applied
+    own = {"rejected": dict(applied.rejected), "examples": dict(applied.examples)}
+    notes = [applied.parts / f"done-{share.run}-{task:05d}" for task in range(share.tasks)]
+    write_whole(notes[share.task], json.dumps(own))
+    if not all(note.is_file() for note in notes):
+        job.say(f"task {share.task + 1} of {share.tasks} is done; the last one writes the predictions")
+        return None
+    writer = applied.parts / f"written-by-{share.run}"
+    try:
+        with suppress(FileExistsError):
+            writer.symlink_to(str(share.task))  # which is there whole or not at all
+        if str(writer.readlink()) != str(share.task):
+            return None
+        told = [json.loads(note.read_text()) for note in notes]
+    except FileNotFoundError:  # another one has written them by now, and removed the parts
+        return None
+    rejected: Counter[str] = Counter()
+    for one in told:
+        rejected.update(one["rejected"])
+    examples = {reason: text for one in reversed(told) for reason, text in one["examples"].items()}
+    return replace(applied, rejected=dict(rejected), examples=examples)
 
 
 def _write_predictions(job: ApplyJob, applied: ApplyResult, split: str | None) -> None:

@@ -34,3 +34,22 @@ def test_two_files_are_docked_by_jobs_and_the_poses_are_those_of_this_machine(
     assert len(found[0]) == 3
     assert found[0] == found[1]
     assert [(table.parent / row["file"]).is_file() for table, rows in zip(tables, found, strict=True) for row in rows]
+
+
+def test_an_array_of_tasks_draws_the_poses_that_one_task_draws(
+    healthy: Cluster,
+    tmp_path_factory: pytest.TempPathFactory,
+    pipeline: Command,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert healthy
+    project = docking_project(tmp_path_factory, pipeline, monkeypatch)
+    words = ("submit", "--stage", "predict", "--only", "--follow", "--set", "cluster.slurm.poll=1s")
+    alone = pipeline(*words)
+    assert alone.code == 0, alone.err
+    several = ("cluster.predict.tasks=3", "train.predict.folder=again", "cluster.executor=slurm")
+    done = pipeline(*words, *(word for one in several for word in ("--set", one)))
+    assert done.code == 0, done.err
+    assert "15 to do in 3 tasks" in done.err
+    tables = [(project.poses(where) / "predictions.csv").read_text() for where in ("predictions", "again")]
+    assert tables[0] == tables[1]

@@ -27,7 +27,7 @@ from pipeline.protocol import Publishes
 from pipeline.records import Rejection
 from pipeline.runs.dataset.loading import made_table, rows_of, source_of
 from pipeline.runs.dataset.reader_items import is_reader, reader_of, unmade
-from pipeline.runs.dataset.worklist import Shard, StageSurvey, frozen_items
+from pipeline.runs.dataset.worklist import Shard, StageSurvey, frozen_items, read_shards
 from pipeline.runs.model.prepare import code_of, digest_of_files, folder_of, pathless, prepare
 from pipeline.runs.model.rank_setup import device_here, join_ranks, log_line, staged
 from pipeline.runs.model.trained_model import TrainedModel, named_model, names_model
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from pipeline.runs.workflow.stage import Outcomes
     from pipeline.stages.apply import Figures, Predictions
     from pipeline.training.checkpoints.chosen_checkpoint import ChosenCheckpoint
-    from pipeline.training.evaluating.apply_model import ApplyJob
+    from pipeline.training.evaluating.apply_model import ApplyJob, RowShare
     from pipeline.training.ranks.rank_protocol import Ranks
 
     Integers = NDArray[np.int64]
@@ -229,7 +229,25 @@ class ApplyStage(Stage):
         if folder is not None:
             applied.write(folder.plan(self.name))
         counts |= {"items": items, "cached": items - left, "missing": left}
-        return StageSurvey(counts, (Shard(0, left, 1),) if left else (), cost=float(left))
+        return StageSurvey(counts, self._shards(project, applied, left), cost=float(left))
+
+    def _shards(self, project: Project, applied: Application, left: int) -> tuple[Shard, ...]:
+        """Return the rows of each task where there are several, else how many rows there are to do."""
+        from pipeline.training.evaluating.apply_model import cut_rows
+
+        tasks, step = self.own_resources(project).parallel, self._code(project).samples or 1
+        if not left or tasks == 1 or left == 1:
+            return (Shard(0, left, 1),) if left else ()
+        return tuple(Shard(*rows, 1) for rows in cut_rows(applied.done_N, applied.items, step, tasks))
+
+    def _share(self, project: Project, folder: RunFolder, task: int) -> RowShare | None:
+        """Return the rows of a task; None where it has all."""
+        from pipeline.training.evaluating.apply_model import RowShare
+
+        shards = read_shards(folder, self.name)
+        if len(shards) == 1 or self.own_resources(project).parallel == 1:
+            return None
+        return RowShare(shards[task].start, shards[task].end, task, len(shards), folder.name)
 
     def mem_bytes(self, project: Project) -> int:
         """Return the memory of a node: as in training, with outputs, and without a GPU also what one would hold."""
@@ -258,12 +276,15 @@ class ApplyStage(Stage):
     def recipe(self, project: Project) -> Mapping[str, Any]:
         return TrainStage().recipe(project)
 
-    def work(self, project: Project, folder: RunFolder, task: int, tell: TaskContext) -> Outcomes:  # noqa: ARG002
+    def work(self, project: Project, folder: RunFolder, task: int, tell: TaskContext) -> Outcomes:
         """Apply the model, as one of its ranks."""
-        applied, project = Application.read(folder.plan(self.name)), self._with_own_resources(project)
+        applied, share = Application.read(folder.plan(self.name)), self._share(project, folder, task)
+        if share is not None and self.is_done(project, applied):  # this task ended after it had told the others
+            return
+        project = self._with_own_resources(project)
         with closing(join_ranks(project, folder, applied.prepared, tell)) as ranks:
             project = staged(project, [self._items(project, applied.prepared)], ranks, tell, log_line)
-            job = self._job(project, folder, applied, tell, ranks)
+            job = replace(self._job(project, folder, applied, tell, ranks), share=share)
             with blamed(Work.of(project.config, beside=project.beside).task):
                 yield from self.apply(project, applied, job)
 

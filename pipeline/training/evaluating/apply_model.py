@@ -44,6 +44,32 @@ if TYPE_CHECKING:
 STEP_ITEMS = 64  # of a rank, which the sampler cuts into micro-batches together
 
 
+@dataclass(frozen=True)
+class RowShare:
+    """The rows of one task among several that apply a model side by side."""
+
+    first: int
+    stop: int
+    task: int
+    tasks: int
+    run: str  # of this run alone: what an earlier one left says nothing of it
+
+    def of(self, rows_N: Integers) -> Integers:
+        """Return those of some rows that are this task's."""
+        return rows_N[(rows_N >= self.first) & (rows_N < self.stop)]
+
+
+def cut_rows(done_N: Integers, rows: int, step: int, tasks: int) -> list[tuple[int, int]]:
+    """Return ranges of rows with about as much left to do in each; `step` rows of an item stay together."""
+    is_left = np.ones(rows, bool)
+    is_left[done_N] = False
+    left_I = np.add.reduceat(is_left.astype(np.int64), np.arange(0, rows, step))  # of each item
+    tasks = max(1, min(tasks, int((left_I > 0).sum())))
+    ends = np.searchsorted(np.cumsum(left_I), np.arange(1, tasks) * left_I.sum() / tasks) + 1
+    edges = np.unique([0, *(ends * step).tolist(), rows])
+    return list(zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True))
+
+
 @dataclass(frozen=True, eq=False)
 class ApplyJob:
     """What applying a model needs to know."""
@@ -66,6 +92,7 @@ class ApplyJob:
     left_out: Mapping[str, tuple[Reason, str]] = field(default_factory=dict)
     with_loss: bool = True
     publish: Callable[[Path, Mapping[str, Any]], Iterable[Path]] | None = None  # writes a task's own files of outputs
+    share: RowShare | None = None  # of the rows, where other tasks have the rest
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +128,8 @@ def apply_model(job: ApplyJob) -> Generator[Reason | None, None, ApplyResult | N
     done_N = _done(job, folder, of)
     refused = RejectionCounts(job)
     rest_N = np.setdiff1d(np.arange(len(job.table)), done_N)
+    if job.share is not None:
+        rest_N, done_N = job.share.of(rest_N), job.share.of(done_N)
     kept_N = np.array([number for number in rest_N.tolist() if job.table.ids[number] not in job.left_out], np.int64)
     if ranks.rank == 0:
         yield from [None] * len(np.setdiff1d(done_N, job.known_N))  # by earlier attempts of this run
@@ -116,6 +145,7 @@ def apply_model(job: ApplyJob) -> Generator[Reason | None, None, ApplyResult | N
         of=of,
         numbers=kept_N,
         cost_N=job.cost_N[kept_N],
+        first_writer=job.share.task * ranks.world if job.share else 0,
         with_loss=job.with_loss,
         too_large=train.too_large,
         flush_s=60 * train.checkpoints.minutes,

@@ -65,6 +65,7 @@ class Evaluator:
     of: str = ""  # names the model and the items; if set, finished work outlives a kill
     numbers: NDArray[Any] | None = None  # of the loader's items in the whole table, if it has only some
     cost_N: NDArray[Any] | None = None  # bytes of each item
+    first_writer: int = 0  # by which files of this rank's outputs are told from those of other tasks
     with_loss: bool = True
     too_large: str = ERROR  # how to treat an item that does not fit on the device: cpu, skip or error
     flush_s: float = math.inf  # of work is lost at most
@@ -107,7 +108,7 @@ class Evaluator:
         if self.loader is None:
             return
         if self._says or self.of or self._contrasts:
-            self._writer = OutputWriter(self.folder, self.ranks.rank, of=self.of, part_bytes=WHOLE)
+            self._writer = OutputWriter(self.folder, self.first_writer + self.ranks.rank, of=self.of, part_bytes=WHOLE)
         self._flushed_s = time.monotonic()
         self.loader.set_epoch(0)
         try:

@@ -145,6 +145,23 @@ def test_what_cannot_be_docked_is_refused_with_what_is_there(
     assert not Path("docked").exists()
 
 
+@pytest.mark.parametrize("killed", [False, True], ids=["undisturbed", "one of them killed"])
+def test_tasks_that_share_the_rows_draw_the_same_poses(pipeline: Command, project: Docking, killed: bool) -> None:
+    assert pipeline(*SUBMIT).code == 0
+    (project.folder / "told" / "drawn.txt").write_text("")
+    if killed:
+        (project.folder / "told" / "signal.txt").write_text(str(int(signal.SIGKILL)))
+    done = pipeline(*SUBMIT, "--set", "cluster.predict.tasks=3", "--set", "train.predict.folder=again")
+    assert done.code == 0, done.err
+    assert "15 items: 0 cached, 15 to do in 3 tasks" in done.err
+    assert (project.folder / "told" / "signal.txt").exists() is False
+    assert rows(project.poses("again")) == rows(project.poses())
+    assert rows(project.poses("again"), "poses.csv") == rows(project.poses(), "poses.csv")
+    assert not list(project.poses("again").glob(".parts-*"))
+    again = pipeline(*SUBMIT, "--set", "cluster.predict.tasks=3", "--set", "train.predict.folder=again")
+    assert "predict: 15 items: 15 cached, 0 to do" in again.err
+
+
 @pytest.mark.parametrize(
     ("form", "says"),
     [
