@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from pipeline.errors import ConfigError, DataError
 from pipeline.readers.spectra import Spectra
-from pipeline.readers.spectrum_files import mgf
+from pipeline.readers.spectrum_files import mgf, msp, mzml
 from pipeline.records import Entry, Reason, Rejection
 from pipeline.tasks.spectra.peak_batch import own_rows, padded_peaks
 from tests.readers.compared import assert_same, hdf5_file
@@ -138,7 +138,7 @@ def test_spectra_at_the_edges_of_what_is_read_at_once_are_whole(
         module = "msp" if name.endswith("msp") else "mzml"
         for size in (97, 1001):
             with monkeypatch.context() as patched:
-                patched.setattr(f"pipeline.readers.{module}.CHUNK_BYTES", size)
+                patched.setattr(f"pipeline.readers.spectrum_files.{module}.CHUNK_BYTES", size)
                 cut = list(Spectra(tmp_path / name).entries())
             assert [(entry.id, entry.place, entry.origin) for entry in cut if isinstance(entry, Entry)] == [
                 (entry.id, entry.place, entry.origin) for entry in whole if isinstance(entry, Entry)
@@ -349,7 +349,7 @@ def test_a_file_without_spectra_is_a_rejection(tmp_path: Path, suffix: str) -> N
 
 
 def test_a_spectrum_that_never_ends_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (mgf, *(__import__(f"pipeline.readers.{name}", fromlist=["x"]) for name in ("msp", "mzml"))):
+    for module in (mgf, msp, mzml):
         monkeypatch.setattr(module, "MOST_BYTES", 10_000)
         monkeypatch.setattr(module, "CHUNK_BYTES", 1000)
     endless = msp_text(0).strip() + "\n1 1" * 20_000 + "\n\n"
