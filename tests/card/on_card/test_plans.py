@@ -38,7 +38,7 @@ FAMILIES: dict[str, tuple[Any, Mapping[str, int]]] = {
     "interface": (INTERFACE, {"nodes": 300, "edges": 6000, "pairs": 60_000, ITEMS: 3}),
     "docking": (DOCKING, {"nodes": 1800, "pairs": 30_000, ITEMS: 2}),
     "spectra": (SPECTRA, {"peaks": 60, ITEMS: 8}),
-    "denovo": (DENOVO, {"peaks": 40, "residues": 16, ITEMS: 12}),
+    "denovo": (DENOVO, {"peaks": 40, "residues": 16, ITEMS: 96}),
 }
 CASES = {
     "mlp": [NONE, AGAIN, AWAY, BOTH, BF16],
