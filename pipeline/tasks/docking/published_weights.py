@@ -14,6 +14,7 @@ import torch
 
 from pipeline.errors import ConfigError
 from pipeline.tasks.docking.equivariant import PairConvolution
+from pipeline.training.checkpoints.published_names import renamed
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -27,9 +28,9 @@ NAMES = {
     "trunk.residues.mix": "atom_embed.lm_ebd",
     "trunk.inner_edges.enter": "rec_edge_embed.0",
     "trunk.inner_edges.out": "rec_edge_embed.3",
-    "trunk.inner_edges": "rec_dist_exp",
-    "trunk.cross_edges": "cross_dist_exp",
-    "centre_edges": "center_dist_exp",
+    "trunk.inner_edges.centres_M": "rec_dist_exp.offset",
+    "trunk.cross_edges.centres_M": "cross_dist_exp.offset",
+    "centre_edges.centres_M": "center_dist_exp.offset",
     "trunk.cross_edges.enter": "cross_edge_embed.0",
     "trunk.cross_edges.out": "cross_edge_embed.3",
     "trunk.layers.*.inner.hidden": "intra_convs.*.fc.0",
@@ -49,7 +50,6 @@ NAMES = {
     "head.2": "confidence_predictor.8",
 }
 ROOT = "encoder."
-GRID = {"centres_M": "offset", "offset": "centres_M"}
 UNUSED, USED = "lig_dist_exp.offset", "rec_dist_exp.offset"  # two names of one grid
 _DEGREE_2 = torch.tensor([0.1, 0.1, 2 / 15, 0.1, 0.1], dtype=torch.float64).sqrt()  # their harmonics' norms to ours
 SYMBOLS: dict[str, tuple[str, slice, Tensor]] = {
@@ -67,7 +67,7 @@ def from_published(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the original's weights under our names, without its constants; other names stay, to be refused."""
     ours = {theirs: mine for mine, theirs in NAMES.items()}
     return {
-        _renamed(name.removeprefix(ROOT), ours): tensor for name, tensor in tensors.items() if not _is_constant(name)
+        renamed(name.removeprefix(ROOT), ours): tensor for name, tensor in tensors.items() if not _is_constant(name)
     }
 
 
@@ -103,10 +103,10 @@ class DockingNames:
 def to_published(model: nn.Module, tensors: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
     """Return a model's state, or other tensors of its names, as the original's state dict, with its constants."""
     tensors = model.state_dict() if tensors is None else tensors
-    state = {_renamed(name, NAMES): tensor for name, tensor in tensors.items()}
+    state = {renamed(name, NAMES): tensor for name, tensor in tensors.items()}
     for name, module in model.named_modules():
         if isinstance(module, PairConvolution):
-            place = _renamed(f"{name}.hidden.", NAMES).removesuffix("fc.0.")
+            place = renamed(f"{name}.hidden", NAMES).removesuffix("fc.0")
             state |= {f"{place}tensor_prod.{key}": tensor for key, tensor in _constants(module).items()}
     state[UNUSED] = state[USED]
     return {ROOT + name: tensor for name, tensor in state.items()}
@@ -126,13 +126,3 @@ def _constants(convolution: PairConvolution) -> dict[str, Tensor]:
 
 def _is_constant(name: str) -> bool:
     return ".tensor_prod." in name or name == ROOT + UNUSED
-
-
-def _renamed(name: str, names: Mapping[str, str]) -> str:
-    """Return a parameter's other name, or the one that it has where there is none."""
-    module, _, parameter = name.rpartition(".")
-    layer = next((part for part in module.split(".") if part.isdigit()), "")
-    for of_layer in (module, module.replace(f".{layer}.", ".*.", 1)):
-        if of_layer in names:
-            return f"{names[of_layer].replace('*', layer)}.{GRID.get(parameter, parameter)}"
-    return name

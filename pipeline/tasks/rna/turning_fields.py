@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 WHERE = "train.options.hidden_irreps"
 USUAL = "32x0e+16x1o+8x2e"
 DEGREES = (0, 1, 2)
-HARMONICS = 9
 # e3nn divides its activations by the root of their second moment under a normal distribution, as it draws it.
 SILU_SCALE, SIGMOID_SCALE = 1.6791767923989418, 1.8467055342154763
 SQUARED_EPS = 1e-16

@@ -81,14 +81,3 @@ def found_error(
     is_same_BB = is_same_BB & ~torch.eye(len(molecule_B), dtype=torch.bool, device=molecule_B.device)
     logit_BC = torch.cat([near_BB.masked_fill(is_same_BB, -torch.inf), far_BB], 1)
     return (logit_BC.logsumexp(1) - near_BB.diagonal()).sum()
-
-
-def masked_error(logit_MC: Tensor, class_M: Tensor, gamma: float) -> Tensor:
-    """Return the sum of focal cross entropies of masked peaks' classes of m/z."""
-    log_share_M = functional.log_softmax(logit_MC, -1).gather(-1, class_M.unsqueeze(-1)).squeeze(-1)
-    return ((1 - log_share_M.exp()) ** gamma * -log_share_M).sum()
-
-
-def mass_classes(mz_M: Tensor, width: float, classes: int) -> Tensor:
-    """Return the classes of masses: bins of this width, the last one open."""
-    return (mz_M / width).round().long().clamp(max=classes - 1)

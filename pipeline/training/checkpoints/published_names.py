@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from itertools import combinations
 from typing import TYPE_CHECKING
 
 from pipeline.errors import ConfigError
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from pipeline.protocol import PublishedForm
 
 AS = "train.pretrained_as"
-
-LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
 
 
 @dataclass(frozen=True)
@@ -84,16 +82,20 @@ class NameTable:
 
 
 def renamed(name: str, names: Mapping[str, str]) -> str:
-    """Return a parameter's other name by a table of names and modules, or the one that it has."""
+    """Return a parameter's other name by a table of names and modules, or the one that it has.
+
+    Of several that fit the longest decides, and among those that with the fewest "*".
+    """
     parts = name.split(".")
     for length in range(len(parts), 0, -1):
-        module, rest = ".".join(parts[:length]), parts[length:]
-        for known, numbers in ((module, []), (LAYER.sub("*", module), LAYER.findall(module))):
+        numbered = [place for place, part in enumerate(parts[:length]) if part.isdigit()]
+        for stars in (chosen for count in range(len(numbered) + 1) for chosen in combinations(numbered, count)):
+            known = ".".join("*" if place in stars else part for place, part in enumerate(parts[:length]))
             if known in names:
                 other = names[known]
-                for number in numbers:
-                    other = other.replace("*", number, 1)
-                return ".".join([other, *rest])
+                for place in stars:
+                    other = other.replace("*", parts[place], 1)
+                return ".".join([other, *parts[length:]])
     return name
 
 
@@ -108,7 +110,8 @@ def in_own_names(model: nn.Module, tensors: Mapping[str, Tensor], reading: Weigh
         raise ConfigError(f"the model knows no weights of {reading.form!r}; {known}", where=AS, remedy=remedy)
     asked = forms if reading.form is None else {reading.form: forms[reading.form]}
     for name, form in asked.items():
-        if (theirs := unwrapped(tensors, form.knows)) is not None:
+        if (prefix := wrapping_prefix(tensors, form.knows)) is not None:
+            theirs = without_prefix(tensors, prefix)
             left = tuple(name for name in theirs if any(fnmatchcase(name, pattern) for pattern in form.left))
             kept = {name: tensor for name, tensor in theirs.items() if name not in left}
             return NamedWeights(form.read(kept), name, left, form.fresh)
@@ -134,18 +137,17 @@ def published_forms(model: nn.Module) -> Mapping[str, PublishedForm]:
     return model.published_forms() if isinstance(model, HasPublishedForms) else {}
 
 
-def unwrapped(tensors: Mapping[str, Tensor], fits: Callable[[Collection[str]], bool]) -> Mapping[str, Tensor] | None:
-    """Return tensors without the prefixes of what wraps a whole model, as soon as their names fit; None: never."""
-    while not fits(tensors.keys()):
-        first = common_part(tensors)
-        if not first:
+def wrapping_prefix(names: Iterable[str], fits: Callable[[Collection[str]], bool]) -> str | None:
+    """Return the prefix of what wraps a whole model, such as `module.` of DDP, without which names fit; None: none."""
+    prefix, names = "", list(names)
+    while not fits(names):
+        first = names[0].partition(".")[0] + "." if names else ""
+        if not first or not all(name.startswith(first) and name != first for name in names):
             return None
-        tensors = {name.removeprefix(first): tensor for name, tensor in tensors.items()}
-    return tensors
+        prefix, names = prefix + first, [name.removeprefix(first) for name in names]
+    return prefix
 
 
-def common_part(names: Iterable[str]) -> str:
-    """Return the first part, with its dot, that all names share; "" where they do not, or one is nothing else."""
-    names = list(names)
-    first = names[0].partition(".")[0] + "." if names else ""
-    return first if first and all(name.startswith(first) and name != first for name in names) else ""
+def without_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Return tensors by names without a prefix that all have."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}

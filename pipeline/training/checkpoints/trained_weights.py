@@ -24,7 +24,7 @@ from pipeline.training.checkpoints import checkpoint_reader
 from pipeline.training.checkpoints.checkpoint_reader import MANIFEST, STATE, open_checkpoint
 from pipeline.training.checkpoints.chosen_checkpoint import ChosenCheckpoint, checkpoint_digest
 from pipeline.training.checkpoints.exported_model import load_export
-from pipeline.training.checkpoints.published_names import USUAL, common_part, in_own_names
+from pipeline.training.checkpoints.published_names import USUAL, in_own_names, without_prefix, wrapping_prefix
 from pipeline.training.checkpoints.tensor_file import ANOTHER, CheckpointDamaged, distinct
 from pipeline.training.checkpoints.training_state import model_key, model_state, model_targets, plain_name
 from pipeline.training.prepared import ModelFolder
@@ -167,8 +167,8 @@ def fitting_weights(
     stored = stored_weights(path, reading.entry)
     named = in_own_names(model, stored.tensors, reading, str(path))
     state = model_state(model)
-    prefix = "" if named.form else _common_prefix(named.tensors, state)
-    tensors = {name.removeprefix(prefix): tensor for name, tensor in named.tensors.items()}
+    prefix = wrapping_prefix(named.tensors, lambda names: any(name in state for name in names)) or ""
+    tensors = without_prefix(named.tensors, prefix)
     report, fitting = _compared(state, tensors, named)
     report = replace(report, path=str(path), prefix=prefix, averages=len(stored.averages.intersection(fitting)))
     if not fitting:
@@ -240,31 +240,15 @@ def _parts(folder: Path) -> list[Path]:
 def _state_dict(content: Any, path: Path, entry: str | None) -> dict[str, Tensor]:
     """Return the state dict in what torch.save wrote: the whole content, or under a usual name in it."""
     looked = NESTED if entry is None else (entry,)
-    for name in looked:
-        if isinstance(content, Mapping) and isinstance(content.get(name), Mapping):
-            content = content[name]
-            break
-    else:
-        content = content if entry is None else dict.fromkeys(content) if isinstance(content, Mapping) else ()
-    named = content.items() if isinstance(content, Mapping) else ()
-    tensors = {name: value for name, value in named if isinstance(name, str) and isinstance(value, Tensor)}
+    held = content if isinstance(content, Mapping) else {}
+    nested = next((held[name] for name in looked if isinstance(held.get(name), Mapping)), None)
+    named = nested if nested is not None else held if entry is None else {}
+    tensors = {name: value for name, value in named.items() if isinstance(name, str) and isinstance(value, Tensor)}
     if tensors:
         return tensors
-    is_dict = isinstance(content, Mapping)
-    held = f"a dict of {', '.join(map(str, list(content)[:8]))}" if is_dict else type(content).__name__
-    problem = f"holds no weights, but {held}; looked for tensors by name, also under {', '.join(looked)}"
+    kind = f"a dict of {', '.join(map(str, list(held)[:8]))}" if held else type(content).__name__
+    problem = f"holds no weights, but {kind}; looked for tensors by name, also under {', '.join(looked)}"
     raise DataError(problem, where=f"{WHERE}: {path}", remedy=UNTRUSTED)
-
-
-def _common_prefix(stored: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> str:
-    """Return the prefix of a wrapped model (`module.` of DDP, `model.` of Lightning) where no name fits as it is."""
-    prefix, names = "", list(stored)
-    while names and not any(name in state for name in names):
-        first = common_part(names)
-        if not first:
-            return ""
-        prefix, names = prefix + first, [name.removeprefix(first) for name in names]
-    return prefix
 
 
 def _compared(

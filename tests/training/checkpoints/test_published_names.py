@@ -130,7 +130,7 @@ names_of_parts = st.lists(st.sampled_from(["a", "bb", "0", "12", "weight"]), min
 
 @given(names_of_parts)
 def test_a_name_is_the_same_after_it_went_out_and_in(name: str) -> None:
-    table = {"a": "x", "a.*.bb": "y.*.z", "bb": "a1", "bb.weight": "w1", "weight.0": "v0"}
+    table = {"a": "x", "a.*.bb": "y.*.z", "bb": "a1", "bb.weight": "w1", "weight.0": "v0", "a.*.weight": "u.*.f.0"}
     back = {theirs: ours for ours, theirs in table.items()}
     assert renamed(renamed(name, table), back) == name
 
@@ -227,3 +227,10 @@ def test_an_archive_of_torchscript_that_asks_for_more_is_refused_by_the_name(tmp
 def test_checkpoints_of_the_field_are_read(file: str, name: str) -> None:
     stored = stored_weights(ORIGINALS / file).tensors
     assert name in stored, sorted(stored)[:20]
+
+
+def test_a_number_that_is_no_layers_is_itself() -> None:
+    table = {"layers.*.hidden": "convs.*.fc.0", "layers.*.weights": "convs.*.fc.3"}
+    back = {theirs: ours for ours, theirs in table.items()}
+    assert renamed("convs.7.fc.3.bias", back) == "layers.7.weights.bias"
+    assert renamed("convs.7.fc.1.bias", back) == "convs.7.fc.1.bias"
