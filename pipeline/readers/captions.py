@@ -37,9 +37,8 @@ from pipeline.readers.pictures.class_names import class_names
 from pipeline.readers.pictures.images import MOST_PIXELS, decoded_image, image_library
 from pipeline.readers.pictures.tar_pairs import SUFFIX as TAR
 from pipeline.readers.pictures.tar_pairs import TarPair, tar_pairs
-from pipeline.readers.table_rows import PARTED_BY, TableRow, parted_cells, rows_in_table, suffix_of
+from pipeline.readers.table_rows import PARTED_BY, TextTable, suffix_of
 from pipeline.records import Entry
-from pipeline.units import printable_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -84,8 +83,7 @@ class Captions:
     context: int = CONTEXT  # tokens of a text at most
     long: str = REFUSE  # a longer text is refused, or cut
     most_pixels: int = MOST_PIXELS  # of an image as it is in its file
-    _header: tuple[str, ...] = field(init=False, repr=False, compare=False, default=())
-    _by: str = field(init=False, repr=False, compare=False, default=",")
+    _table: TextTable = field(init=False, repr=False, compare=False)  # where it is no tars
     _columns: dict[str, str] = field(init=False, repr=False, compare=False, default_factory=dict)  # by meaning
     _bytes: Opened[Bytes] = field(init=False, repr=False, compare=False, default_factory=lambda: Opened(Bytes))
 
@@ -147,7 +145,7 @@ class Captions:
 
     def entries(self) -> Iterator[Entry | Rejection]:
         """Yield every image with its text as an entry, or its rejection."""
-        return self._of_tars() if self._tars else self._of_table()
+        return self._of_tars() if self._tars else self._table.entries(self._cells, self._of_cells, self._name)
 
     def read(self, place: list[int]) -> Arrays:
         """Return the arrays of the pair at a place."""
@@ -167,48 +165,20 @@ class Captions:
         if suffix_of(self.path) not in PARTED_BY or not self.path.is_file():
             problem = f"captions are read from {', '.join(PARTED_BY)}, {TAR}, or a folder of {TAR}"
             raise ConfigError(problem, where=str(self.path), remedy="set data.path to one of these")
-        line = next(rows_in_table(self.path), TableRow(0, 1, b"")).text.removeprefix(b"\xef\xbb\xbf")
-        by = "\t" if b"\t" in line and b"," not in line else PARTED_BY[suffix_of(self.path)]
-        try:
-            header = tuple(cell.strip() for cell in parted_cells(line, by))
-        except UnusableEntry as error:
-            remedy = "write the names of the columns as the first line, in UTF-8"
-            raise DataError(f"the header is {error}", where=f"{self.path}:1", remedy=remedy) from error
-        object.__setattr__(self, "_header", header)
-        object.__setattr__(self, "_by", by)
+        object.__setattr__(self, "_table", TextTable.read(self.path))
         for option in ("image", *(() if self.template else ("caption",)), "label", "id", "split"):
             if name := self._column(option):
                 self._columns[option] = name
         for name in PLACE.findall(self.template):
-            self._columns[f"template.{name}"] = self._there("template", name)
+            self._columns[f"template.{name}"] = self._table.column("template", name)
 
     def _column(self, option: str) -> str:
         """Return the column that an option names, or a usual one; "" where none is needed."""
         if given := getattr(self, option).strip():
-            return self._there(option, given)
-        small = {name.lower(): name for name in self._header}
+            return self._table.column(option, given)
+        small = {name.lower(): name for name in self._table.header}
         usual = next((small[name] for name in USUAL.get(option, ()) if name in small), "")
-        return usual if usual or option in ("label", "id", "split") else self._there(option, "")
-
-    def _there(self, option: str, name: str) -> str:
-        if self._header.count(name) == 1 and name:
-            return name
-        there = ", ".join(map(printable_text, self._header)) or "empty"
-        wanted = f"one column {name!r}" if name else f"a column of the {option}"
-        remedy = f"--set data.options.{option}=COLUMN, one that is there once"
-        raise DataError(f"the header needs {wanted}; it is: {there}", where=f"{self.path}:1", remedy=remedy)
-
-    def _of_table(self) -> Iterator[Entry | Rejection]:
-        rows = rows_in_table(self.path)
-        next(rows, None)
-        for number, row in enumerate(row for row in rows if row.text.strip(b"\r\n")):
-            cells: dict[str, str] = {}
-            try:
-                cells = self._cells(row.text)
-                arrays, place = self._of_cells(cells), [row.offset, len(row.text)]
-                yield Entry(self._name(cells, number), place, arrays, _split(cells), f"{self.path.name}:{row.line}")
-            except UnusableEntry as error:
-                yield entry_rejection(self._name(cells, number), error, _split(cells), self.path, row.line)
+        return usual if usual or option in ("label", "id", "split") else self._table.column(option, "")
 
     def _name(self, cells: Mapping[str, str], number: int) -> str:
         """Return the id of a row: its own, or the image's name and the row's number."""
@@ -217,11 +187,7 @@ class Captions:
 
     def _cells(self, line: bytes) -> dict[str, str]:
         """Return the relevant cells of a line, by meaning."""
-        cells = parted_cells(line, self._by)
-        if len(cells) != len(self._header):
-            raise UnusableEntry(f"{len(cells)} columns, the header has {len(self._header)}")
-        by_name = dict(zip(self._header, cells, strict=True))
-        return {meaning: by_name[name].strip() for meaning, name in self._columns.items()}
+        return {meaning: cell.strip() for meaning, cell in self._table.cells(line, self._columns).items()}
 
     def _of_cells(self, cells: Mapping[str, str]) -> Arrays:
         if self.template:
@@ -287,10 +253,6 @@ class Captions:
             return self.pairs.encoded(caption, self.context, cut=self.long == CUT)
         except TooLong as error:
             raise UnusableEntry(f"the caption is too long: {error} (data.options.long: {CUT} cuts it)") from error
-
-
-def _split(cells: Mapping[str, str]) -> str:
-    return cells.get("split", "")
 
 
 def _content(path: Path) -> bytes:

@@ -29,9 +29,8 @@ from pipeline.readers.entry import (
     entry_rejection,
 )
 from pipeline.readers.pictures.images import SUFFIXES as IMAGES
-from pipeline.readers.table_rows import PARTED_BY, TableRow, parted_cells, rows_in_table, suffix_of
+from pipeline.readers.table_rows import PARTED_BY, TextTable, rows_in_table, split_of, suffix_of
 from pipeline.records import Entry
-from pipeline.units import printable_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -62,7 +61,7 @@ class Pairs:
     id: str = ""  # `id` if it is there; else the file's name and the number of the pair
     split: str = ""  # `split` if it is there
     most: int = 4096  # bytes of a text, or rows; a longer side is refused
-    _header: tuple[str, ...] = field(init=False, repr=False, compare=False, default=())
+    _table: TextTable | None = field(init=False, repr=False, compare=False, default=None)
     _columns: dict[str, str] = field(init=False, repr=False, compare=False, default_factory=dict)  # of it, by option
     _bytes: Opened[Bytes] = field(init=False, repr=False, compare=False, default_factory=lambda: Opened(Bytes))
     _tables: Opened[hdf5.Hdf5Table] = field(init=False, repr=False, compare=False)
@@ -71,7 +70,7 @@ class Pairs:
         check_count("most", self.most)
         check_names(self._given())
         object.__setattr__(self, "path", checked_file(Path(self.path)))
-        object.__setattr__(self, "_tables", Opened(partial(_table, given=self._given())))
+        object.__setattr__(self, "_tables", Opened(partial(_hdf5_table, given=self._given())))
         if suffix_of(self.path) not in SUFFIXES:
             problem, remedy = (
                 f"pairs are read from {', '.join(SUFFIXES)}",
@@ -79,7 +78,7 @@ class Pairs:
             )
             raise ConfigError(problem, where=str(self.path), remedy=remedy)
         if suffix_of(self.path) in PARTED_BY:
-            object.__setattr__(self, "_header", self._checked_header())
+            object.__setattr__(self, "_table", self._read_header())
             self._refuse_images()
 
     def files(self) -> tuple[Path, ...]:
@@ -88,31 +87,19 @@ class Pairs:
 
     def entries(self) -> Iterator[Entry | Rejection]:
         """Yield every pair as an entry, or its rejection."""
-        return self._of_table() if self._header else self._of_hdf5()
+        return self._table.entries(self._cells, self._arrays, self._name) if self._table else self._of_hdf5()
 
     def read(self, place: list[int]) -> Arrays:
         """Return the arrays of the pair at a place."""
         try:
-            if self._header:
+            if self._table:
                 return self._arrays(self._cells(self._bytes(self.path).at(*place)))
             return self._arrays(self._tables(self.path).rows(place[0], place[0] + 1)[0])
         except (UnusableEntry, IndexError) as error:
             raise DataError(f"no pair at {place}: {error}", where=str(self.path), remedy=SCAN_AGAIN) from error
 
-    def _of_table(self) -> Iterator[Entry | Rejection]:
-        rows = rows_in_table(self.path)
-        next(rows, None)
-        for number, row in enumerate(row for row in rows if row.text.strip(b"\r\n")):
-            cells: dict[str, str] = {}
-            try:
-                cells = self._cells(row.text)
-                arrays, place = self._arrays(cells), [row.offset, len(row.text)]
-                yield Entry(self._name(cells, number), place, arrays, _split(cells), f"{self.path.name}:{row.line}")
-            except UnusableEntry as error:
-                yield entry_rejection(self._name(cells, number), error, _split(cells), self.path, row.line)
-
     def _of_hdf5(self) -> Iterator[Entry | Rejection]:
-        with _table(self.path, self._given()) as table:
+        with _hdf5_table(self.path, self._given()) as table:
             long = self._too_long(table)
             for number, row in table.all_rows(without=long):
                 cells = {meaning: hdf5.cell_text(row, meaning) for meaning in ("id", "split")}
@@ -121,10 +108,10 @@ class Pairs:
                         self._check_length(side, length)
                     arrays = self._arrays(row)
                     yield Entry(
-                        self._name(cells, number), [number], arrays, _split(cells), f"{self.path.name}:{number}"
+                        self._name(cells, number), [number], arrays, split_of(cells), f"{self.path.name}:{number}"
                     )
                 except UnusableEntry as error:
-                    yield entry_rejection(self._name(cells, number), error, _split(cells), self.path, number)
+                    yield entry_rejection(self._name(cells, number), error, split_of(cells), self.path, number)
 
     def _too_long(self, table: hdf5.Hdf5Table) -> dict[str, int]:
         """Return the sides of fixed length that is too long, with the length: they need not be read."""
@@ -137,28 +124,15 @@ class Pairs:
     def _name(self, cells: Mapping[str, str], number: int) -> str:
         return entry_id(cells.get("id", ""), self.path, number)
 
-    def _checked_header(self) -> tuple[str, ...]:
-        """Return the header; the columns of both sides and those that options name must be in it exactly once."""
-        first = next(rows_in_table(self.path), TableRow(0, 1, b""))
-        try:
-            cells = parted_cells(first.text.removeprefix(b"\xef\xbb\xbf"), PARTED_BY[suffix_of(self.path)])
-        except UnusableEntry as error:
-            remedy = "write the names of the columns as the first line, in UTF-8"
-            raise DataError(f"the header is {error}", where=f"{self.path}:1", remedy=remedy) from error
-        header = tuple(cell.strip() for cell in cells)
-        usual = {name.lower(): name for name in header}
+    def _read_header(self) -> TextTable:
+        """Return the table; the columns of both sides and those that options name must be in it exactly once."""
+        table = TextTable.read(self.path)
+        usual = {name.lower(): name for name in table.header}
         for option, column in self._given().items():
             name = column.strip() or usual.get(option, "")
-            if not name and option not in SIDES:
-                continue
-            if header.count(name) != 1:
-                there = ", ".join(map(printable_text, header)) or "empty"
-                remedy = f"data.options.{option} names a column that is there once"
-                raise DataError(
-                    f"the header needs one column {name!r}; it is: {there}", where=f"{self.path}:1", remedy=remedy
-                )
-            self._columns[option] = name
-        return header
+            if name or option in SIDES:
+                self._columns[option] = table.column(option, name)
+        return table
 
     def _refuse_images(self) -> None:
         """Refuse a column of paths of images, whose letters would be read as a text."""
@@ -179,11 +153,8 @@ class Pairs:
 
     def _cells(self, line: bytes) -> dict[str, str]:
         """Return the relevant cells of a line, by meaning."""
-        cells = parted_cells(line, PARTED_BY[suffix_of(self.path)])
-        if len(cells) != len(self._header):
-            raise UnusableEntry(f"{len(cells)} columns, the header has {len(self._header)}")
-        by_name = dict(zip(self._header, cells, strict=True))
-        return {meaning: by_name[name] for meaning, name in self._columns.items()}
+        assert self._table is not None
+        return self._table.cells(line, self._columns)
 
     def _arrays(self, row: Mapping[str, Any]) -> Arrays:
         arrays = {}
@@ -201,11 +172,7 @@ class Pairs:
             raise UnusableEntry(f"the {side} side {much}")
 
 
-def _split(cells: Mapping[str, str]) -> str:
-    return cells.get("split", "").strip()
-
-
-def _table(path: Path, given: Mapping[str, str]) -> hdf5.Hdf5Table:
+def _hdf5_table(path: Path, given: Mapping[str, str]) -> hdf5.Hdf5Table:
     """Open an HDF5 file of pairs."""
     table = hdf5.Hdf5Table(path)
     for option, name in given.items():

@@ -7,14 +7,22 @@ quotes are ordinary characters.
 from __future__ import annotations
 
 import csv
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pipeline.readers.entry import UnusableEntry, cannot_read
+from pipeline.errors import DataError
+from pipeline.readers.entry import UnusableEntry, cannot_read, entry_rejection
+from pipeline.records import Entry
+from pipeline.units import printable_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
     from typing import BinaryIO
+
+    from numpy.typing import NDArray
+
+    from pipeline.records import Rejection
 
 MOST_ROW_BYTES = 1 << 20
 PARTED_BY = {".csv": ",", ".tsv": "\t"}
@@ -73,3 +81,63 @@ def parted_cells(line: bytes, by: str) -> list[str]:
         return next(csv.reader([text], strict=True), [])
     except csv.Error as error:
         raise UnusableEntry(f"not a row of CSV: {error}") from error
+
+
+@dataclass(frozen=True)
+class TextTable:
+    """A table with a header: its columns are found once, and the cells of each row by what they mean to a reader."""
+
+    path: Path
+    by: str
+    header: tuple[str, ...]
+
+    @classmethod
+    def read(cls, path: Path) -> TextTable:
+        """Read the header; a `.csv` that is parted by tabs is read so."""
+        line = next(rows_in_table(path), TableRow(0, 1, b"")).text.removeprefix(b"\xef\xbb\xbf")
+        by = "\t" if b"\t" in line and b"," not in line else PARTED_BY[suffix_of(path)]
+        try:
+            return cls(path, by, tuple(cell.strip() for cell in parted_cells(line, by)))
+        except UnusableEntry as error:
+            remedy = "write the names of the columns as the first line, in UTF-8"
+            raise DataError(f"the header is {error}", where=f"{path}:1", remedy=remedy) from error
+
+    def column(self, option: str, name: str) -> str:
+        """Return the column that an option names; it must be there exactly once."""
+        if name and self.header.count(name) == 1:
+            return name
+        there = ", ".join(map(printable_text, self.header)) or "empty"
+        wanted = f"one column {name!r}" if name else f"a column of the {option}"
+        remedy = f"--set data.options.{option}=COLUMN, one that is there once"
+        raise DataError(f"the header needs {wanted}; it is: {there}", where=f"{self.path}:1", remedy=remedy)
+
+    def cells(self, line: bytes, columns: Mapping[str, str]) -> dict[str, str]:
+        """Return the cells of a line by the meaning of their columns."""
+        cells = parted_cells(line, self.by)
+        if len(cells) != len(self.header):
+            raise UnusableEntry(f"{len(cells)} columns, the header has {len(self.header)}")
+        by_name = dict(zip(self.header, cells, strict=True))
+        return {meaning: by_name[name] for meaning, name in columns.items()}
+
+    def entries(
+        self,
+        cells_of: Callable[[bytes], dict[str, str]],
+        arrays_of: Callable[[Mapping[str, str]], Mapping[str, NDArray[Any]]],
+        name_of: Callable[[Mapping[str, str], int], str],
+    ) -> Iterator[Entry | Rejection]:
+        """Yield every row as an entry, whose place is [offset, length], or its rejection."""
+        rows = rows_in_table(self.path)
+        next(rows, None)
+        for number, row in enumerate(row for row in rows if row.text.strip(b"\r\n")):
+            cells: dict[str, str] = {}
+            try:
+                cells = cells_of(row.text)
+                arrays, place = arrays_of(cells), [row.offset, len(row.text)]
+                yield Entry(name_of(cells, number), place, arrays, split_of(cells), f"{self.path.name}:{row.line}")
+            except UnusableEntry as error:
+                yield entry_rejection(name_of(cells, number), error, split_of(cells), self.path, row.line)
+
+
+def split_of(cells: Mapping[str, str]) -> str:
+    """Return the split that a row names; "" where it names none."""
+    return cells.get("split", "").strip()

@@ -44,7 +44,7 @@ def test_a_column_that_is_named_but_not_there_is_an_error(tmp_path: Path, option
     path = written(tmp_path / "x.tsv", "id\tfold\tleft\tright\na\tval\tx\ty\n")
     with pytest.raises(DataError, match="one column 'flod'; it is: id, fold, left, right") as caught:
         Pairs(path, **{option: "flod"})
-    assert caught.value.remedy == f"data.options.{option} names a column that is there once"
+    assert caught.value.remedy == f"--set data.options.{option}=COLUMN, one that is there once"
     with pytest.raises(DataError, match="no dataset 'flod'; there are: fold, left, right"):
         list(Pairs(pairs_file(tmp_path / "x.h5", fold=["val", "val"]), **{option: "flod"}).entries())
 
