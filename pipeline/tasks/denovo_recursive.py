@@ -83,7 +83,6 @@ POSITIVE = (
     *("width", "heads", "encoder_layers", "decoder_layers", "latent_steps", "supervision_steps", "max_peaks"),
     *("longest", "fragment_charges"),
 )
-SHARES = ("dropout", "smoothing", "peak_dropout")  # from 0 to below 1
 CHOICES = {"answer_weights": ANSWER_WEIGHTS, "spectrum_loss": SPECTRUM_LOSSES, "precursor_loss": PRECURSOR_LOSSES}
 NARROWEST = 34  # the waves of masses need two numbers beside the 32 of intensities
 
