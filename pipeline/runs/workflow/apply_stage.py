@@ -35,6 +35,7 @@ from pipeline.runs.model.training_work import Work, sizes_of
 from pipeline.runs.workflow.stage import Judged, Stage
 from pipeline.runs.workflow.train_stage import UNPLANNED_BYTES, TrainStage, refuse_unfit_weights
 from pipeline.stage_names import StageName
+from pipeline.training.evaluating.row_shares import RowShare, cut_rows
 from pipeline.training.items.item_table import ItemTable
 from pipeline.training.prepared import ModelFolder, Prepared
 
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
     from pipeline.runs.workflow.stage import Outcomes
     from pipeline.stages.apply import Figures, Predictions
     from pipeline.training.checkpoints.chosen_checkpoint import ChosenCheckpoint
-    from pipeline.training.evaluating.apply_model import ApplyJob, RowShare
+    from pipeline.training.evaluating.apply_model import ApplyJob
     from pipeline.training.ranks.rank_protocol import Ranks
 
     Integers = NDArray[np.int64]
@@ -233,8 +234,6 @@ class ApplyStage(Stage):
 
     def _shards(self, project: Project, applied: Application, left: int) -> tuple[Shard, ...]:
         """Return the rows of each task where there are several, else how many rows there are to do."""
-        from pipeline.training.evaluating.apply_model import cut_rows
-
         tasks, step = self.own_resources(project).parallel, self._code(project).samples or 1
         if not left or tasks == 1 or left == 1:
             return (Shard(0, left, 1),) if left else ()
@@ -242,8 +241,6 @@ class ApplyStage(Stage):
 
     def _share(self, project: Project, folder: RunFolder, task: int) -> RowShare | None:
         """Return the rows of a task; None where it has all."""
-        from pipeline.training.evaluating.apply_model import RowShare
-
         shards = read_shards(folder, self.name)
         if len(shards) == 1 or self.own_resources(project).parallel == 1:
             return None

@@ -517,6 +517,7 @@ def risen_bytes(work, warm):
 
     def measured():
         libc = ctypes.CDLL(None)
+        libc.prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: a page of what is touched, and not 2 MiB around it
         libc.mallopt(-3, MB)  # M_MMAP_THRESHOLD: what is freed goes back to the system at once
         warm()  # a new process first finds its way to what is mapped
         libc.malloc_trim(0)  # what was free before counts when it is taken
@@ -536,7 +537,7 @@ def risen_bytes(work, warm):
 
 
 def test_saving_and_loading_take_no_second_copy(tmp_path):
-    tensors = {f"model.{n}": torch.full((8 * MB,), n, dtype=torch.uint8).view(torch.float32) for n in range(5)}
+    tensors = {f"model.{n}": torch.full((32 * MB,), n, dtype=torch.uint8).view(torch.float32) for n in range(3)}
     turned = {name: one.reshape(-1, 2).T for name, one in tensors.items()}
     small = {name: one[:10] for name, one in tensors.items()}
     small_turned = {name: one[:10].reshape(-1, 2).T for name, one in tensors.items()}
@@ -548,10 +549,10 @@ def test_saving_and_loading_take_no_second_copy(tmp_path):
             warm.save(State(tensors), step)
             warm.newest().load_into(tensors)
 
-    assert extra_bytes(lambda: made.save(State(tensors), 4), warm_up) < 4 * MB
+    assert extra_bytes(lambda: made.save(State(tensors), 4), warm_up) < 16 * MB
     loaded = made.newest()
-    assert extra_bytes(lambda: loaded.load_into(tensors), warm_up) < 4 * MB
-    assert 7 * MB < extra_bytes(lambda: made.save(State(turned), 5), warm_up) < 12 * MB  # one tensor at a time
-    wide = torch.zeros(2 * MB, 5).unbind(1)
+    assert extra_bytes(lambda: loaded.load_into(tensors), warm_up) < 16 * MB
+    assert 28 * MB < extra_bytes(lambda: made.save(State(turned), 5), warm_up) < 48 * MB  # one tensor at a time
+    wide = torch.zeros(8 * MB, 3).unbind(1)
     targets = dict(zip(tensors, wide, strict=True))  # not laid out as in the file
-    assert 7 * MB < extra_bytes(lambda: loaded.load_into(targets), warm_up) < 12 * MB
+    assert 28 * MB < extra_bytes(lambda: loaded.load_into(targets), warm_up) < 48 * MB
