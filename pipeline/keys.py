@@ -17,6 +17,7 @@ TAG_BYTES = 4
 # A file changed this recently may change again within one tick of its clock, so its times prove nothing yet.
 TICK_NS = 50_000_000
 COARSE_TICK_NS = 2_000_000_000  # for file systems that keep whole seconds
+_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def recipe_key(kind: str, recipe: Mapping[str, Any]) -> bytes:
@@ -24,7 +25,7 @@ def recipe_key(kind: str, recipe: Mapping[str, Any]) -> bytes:
 
     A cryptographic digest, because two recipes that differ must never meet, however they were made.
     """
-    text = json.dumps([kind, recipe], sort_keys=True, separators=(",", ":"), allow_nan=False)
+    text = _ENCODER.encode([kind, recipe])
     return hashlib.blake2b(text.encode(), digest_size=KEY_BYTES).digest()
 
 

@@ -145,8 +145,8 @@ def data_state(project: Project, folder: RunFolder, *, anew: bool = False) -> Da
 
 def _state(project: Project, folder: RunFolder) -> DataState:
     state, digest, settled = DataState(), xxhash.xxh3_128(), True
-    for entry in worklist.frozen_items(project, folder):
-        digest.update(worklist.item_line(entry).encode())
+    for line, entry in worklist.frozen_lines(project, folder):
+        digest.update(line)
         state.items += 1
         if not isinstance(entry, Item):
             state.refused[entry.reason.value] += 1

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from pipeline.store.key_lists import WantedKeys
 
 LOOKED_UP_AT_ONCE = 1024
+_ENCODER = json.JSONEncoder()  # made once: a data set has many lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,21 +139,28 @@ def list_items(project: Project) -> Iterator[Item | Rejection]:
 
 def read_items(path: Path) -> Iterator[Item | Rejection]:
     """Yield the whole data set of a run."""
+    return (entry for _, entry in _read_lines(path))
+
+
+def _read_lines(path: Path) -> Iterator[tuple[bytes, Item | Rejection]]:
     with path.open("rb") as file:
         for line in file:
             data = json.loads(line)
-            yield Rejection.from_json(data) if "reason" in data else Item.from_json(data)
+            yield line, Rejection.from_json(data) if "reason" in data else Item.from_json(data)
 
 
 def frozen_items(project: Project, folder: RunFolder | None) -> Iterator[Item | Rejection]:
     """Yield the data set of a run, which is frozen first if no stage has; without a run, as it stands."""
-    if folder is None:
-        return list_items(project)
+    return list_items(project) if folder is None else (entry for _, entry in frozen_lines(project, folder))
+
+
+def frozen_lines(project: Project, folder: RunFolder) -> Iterator[tuple[bytes, Item | Rejection]]:
+    """Yield the data set of a run, which is frozen first if no stage has, with the line of each entry."""
     if not folder.items.exists():
         with freezing(folder) as lines:
             for entry in list_items(project):
                 lines.write(item_line(entry))
-    return read_items(folder.items)
+    return _read_lines(folder.items)
 
 
 @contextmanager
@@ -168,7 +176,7 @@ def freezing(folder: RunFolder | None) -> Iterator[Lines]:
 
 def item_line(record: Item | Rejection) -> str:
     """Return a record as a line of JSON."""
-    return json.dumps(record.to_json())
+    return _ENCODER.encode(record.to_json())
 
 
 def tasks_for(seconds: float, minutes_per_task: float, at_once: int, worthwhile_s: float) -> int:
