@@ -102,7 +102,7 @@ def job(bench: Bench, made: MemoryPlan, case: Case, folder: Path) -> Job:
     """Return what the stage is given."""
     assert isinstance(bench.data, Entries)
     data, train = bench.data, bench.config.train
-    stretch = stretch_of("all", case.epochs, made, {})
+    stretch = stretch_of("all", case.epochs, made)
 
     def items(split: str) -> Items:
         table = data.table.of_split(split)

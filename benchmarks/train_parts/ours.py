@@ -79,7 +79,7 @@ def prepared_of(made: Any, key: str, epochs: int, ranks: int) -> dict[str, Any]:
         checkpointing=made.choice.checkpointing,
         offload=made.choice.offload,
         sharded=False,
-        stretches=(stretch_of("all items", epochs, made, {}, kept=made.accumulation_most),),
+        stretches=(stretch_of("all items", epochs, made, kept=made.accumulation_most),),
         limit_bytes=made.limit_bytes,
         margin=made.margin.factor - 1,
         ranks=ranks,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from pipeline.config.schema_parts import (
     AutoCount,
@@ -23,10 +23,24 @@ ROUNDING = 1e-9
 
 
 class CurriculumSection(Section):
-    """Epochs that are trained on the smaller items alone."""
+    """Epochs that are trained on some of the items alone, by their sizes, or with other options of the task."""
 
     epochs: int = Field(ge=1, description="How many epochs; the rest, with all items, comes after the last stage.")
-    largest: dict[Name, int] = Field(min_length=1, description="Sizes of the items that take part, at most, by name.")
+    largest: dict[Name, int] = Field(default={}, description="Sizes of the items that take part, at most, by name.")
+    smallest: dict[Name, int] = Field(default={}, description="Sizes of the items that take part, at least, by name.")
+    options: dict[Name, Option] = Field(
+        default={}, description="Of the task, in place of train.options: what it computes, not its model or sizes."
+    )
+
+    @model_validator(mode="after")
+    def _it_differs(self) -> CurriculumSection:
+        if not (self.largest or self.smallest or self.options):
+            raise conflict("epochs", "says nothing that differs: add largest, smallest or options")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _only_what_is_said(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for name, value in plain(self).items() if value}
 
 
 class ScheduleSection(Section):
@@ -187,7 +201,9 @@ class TrainSection(Section):
         default="error", description="Items that no plan can hold; error: nothing is submitted."
     )
     epochs: int = Field(default=10, ge=1, description="Epochs in all.")
-    curriculum: tuple[CurriculumSection, ...] = Field(default=(), description="Epochs with the smaller items first.")
+    curriculum: tuple[CurriculumSection, ...] = Field(
+        default=(), description="Epochs with the smaller items, or other options, first."
+    )
     validation: ValidationSection = ValidationSection()
     checkpoints: CheckpointsSection = CheckpointsSection()
     nan: Literal["stop", "skip", "rollback"] = Field(

@@ -15,6 +15,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeline.errors import ConfigError
 from pipeline.files import read_json, write_whole
 from pipeline.keys import recipe_key
 from pipeline.project.run_code import PACKAGE, digest_of, files_from, load_task, package_digest, source_digest, sources
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pipeline.config.schema import Config
+    from pipeline.config.schema_train import TrainSection
 
 PLANS = ".plans"  # of the runs: what was found out once
 _SEEN: dict[str, dict[str, Any]] = {}  # by this process, perhaps before there were runs
@@ -70,6 +72,7 @@ def task_code(config: Config, beside: Path | None) -> TaskCode:
             return code
     was_imported = _is_imported(train.task or "")
     task = load_task(train.task, train.options, beside=beside)
+    _check_stages(train, beside)
     files = tuple(sources(task))
     stands = digest_of(list(files)) if files else ""
     code = TaskCode(
@@ -88,6 +91,17 @@ def task_code(config: Config, beside: Path | None) -> TaskCode:
     _SEEN[asked] = {"trains": code.trains, "tells": code.tells, "stands": code.stands, **plain}
     _keep(path, _SEEN[asked])
     return replace(code, asked=asked)
+
+
+def _check_stages(train: TrainSection, beside: Path | None) -> None:
+    """Raise where the task does not take the options of a stage of the curriculum."""
+    for number, stage in enumerate(train.curriculum, 1):
+        try:
+            if stage.options:
+                load_task(train.task, train.options | stage.options, beside=beside)
+        except ConfigError as error:
+            error.where = f"train.curriculum, stage {number}: {error.where}"
+            raise
 
 
 def _is_imported(task: str) -> bool:
@@ -113,7 +127,8 @@ def _named_files(task: str, beside: Path | None) -> dict[str, Path] | None:
 def _asked(config: Config, files: dict[str, Path] | None) -> str:
     """Return the digest of all that a task follows from."""
     stands = digest_of(sorted((files or {}).items()))
-    options = json.dumps(config.train.options, sort_keys=True, default=str)
+    stages = [stage.options for stage in config.train.curriculum if stage.options]
+    options = json.dumps([config.train.options, *stages], sort_keys=True, default=str)
     facts = {"task": config.train.task, "options": options, "files": stands, "package": package_digest()}
     return recipe_key("task", facts | {"python": sys.version}).hex()
 

@@ -123,7 +123,10 @@ DEMOS = {
             "width": 36, "heads": 2, "encoder_layers": 1, "decoder_layers": 1, "latent_steps": 2,
             "supervision_steps": 2, "max_peaks": 20,
         },
-        ("train.effective_batch=4", "train.curriculum=[{epochs: 1, largest: {residues: 12}}]"),
+        (
+            "train.effective_batch=4",
+            "train.curriculum=[{epochs: 1, largest: {residues: 12}, options: {spectrum_weight: 0.0}}]",
+        ),
         shows=("peptides.csv",),
     ),
     "rna_ligand": RecipeDemo(

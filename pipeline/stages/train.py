@@ -80,6 +80,7 @@ class Job:
     tell: TaskContext
     say: Callable[[str], None]
     task: Task
+    stage_tasks: Mapping[str, Task] = field(default_factory=dict)  # of stretches with other options, by name
     remember: Callable[[int, float], None] = lambda _bytes, _s: None  # what a card held in an epoch, and a step took
     leave_out: frozenset[str] = frozenset()
     damaged: DamagedItems | None = None  # what to do about records that cannot be read; None: that is an error
@@ -107,7 +108,8 @@ class Job:
         data = content_digest(items.table.key_N16.tobytes()).hex()
         sizes = {COST: items.cost_N, LIKENESS: items.likeness_N}
         sampler = Sampler(sizes, settings, rank=self.ranks.rank, ranks=self.ranks.world, data=data)
-        weighs = shuffle and isinstance(self.task, Weights)  # nobody asks for the weights of an evaluation
+        task = self.task_of(stretch)
+        weighs = shuffle and isinstance(task, Weights)  # nobody asks for the weights of an evaluation
         return Loader(
             self.source(items.table),
             self.embeddings(),
@@ -119,10 +121,14 @@ class Job:
             seed=self.train.seed,
             crop=self.prepared.crop or None,
             measure=self.task.cost,
-            collate=self.task.collate,
-            weigh=cast("Weights", self.task).weights if weighs else None,
+            collate=task.collate,
+            weigh=cast("Weights", task).weights if weighs else None,
             mending=self.damaged,
         )
+
+    def task_of(self, stretch: Stretch) -> Task:
+        """Return the task by which a stretch is trained."""
+        return self.stage_tasks.get(stretch.name, self.task)
 
     def budget_of(self, budget: int) -> int:
         """Return what is left of a budget after the GPU has run out of memory."""
@@ -212,7 +218,7 @@ def _courses(job: Job, step: Step) -> list[RunningStretch]:
     courses, first = list[RunningStretch](), 0
     for stretch, items in job.stretches:
         loader = job.loader(items, stretch, device=step.device, shuffle=True, batch=job.train.effective_batch)
-        courses.append(RunningStretch(stretch, loader, items.cost_N, first))
+        courses.append(RunningStretch(stretch, loader, items.cost_N, first, job.task_of(stretch)))
         first += stretch.epochs
     return courses
 

@@ -190,7 +190,7 @@ class DenovoRecursive(NetworkSizes):
 
     def cost(self, item: Mapping[str, Any]) -> dict[str, Any]:
         """Return the sizes of an item; every answer has all its places, so that peaks alone take memory."""
-        peaks = np.minimum(item["peaks"], self.max_peaks)
+        peaks = np.minimum(item["peaks"] + self.noise_peaks, self.max_peaks)
         return {"peaks": peaks, "residues": item.get("peptide", 0 * peaks)}  # without peptides: spectra to predict
 
     def collate(self, items: Sequence[ItemTensors], rng: np.random.Generator) -> DenovoBatch:  # noqa: ARG002 - items have their own

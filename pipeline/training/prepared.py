@@ -40,6 +40,7 @@ class Stretch:
     reserved_bytes: int  # what the allocator is expected to hold then
     weights: Mapping[str, float]  # bytes that an item costs for each unit of its sizes
     largest: Mapping[str, int] = field(default_factory=dict)  # items above take no part
+    smallest: Mapping[str, int] = field(default_factory=dict)  # nor do items below
     padding: float = PADDING  # of micro-batches that are padded
     kept: int = 0  # micro-batches of a step that a rank keeps for its second pass
     ahead_bytes: int = 0  # of `reserved_bytes`: for the inputs that are copied while a step runs; 0: none are
@@ -55,10 +56,7 @@ class Stretch:
 
     def keeps(self, sizes: Mapping[str, Integers]) -> NDArray[np.bool_]:
         """Tell which items take part."""
-        keep_N = np.ones(len(next(iter(sizes.values()))), np.bool_)
-        for name, most in self.largest.items():
-            keep_N &= sizes[name] <= most
-        return keep_N
+        return within(sizes, self.largest, self.smallest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +96,16 @@ class Prepared:
         stretches = tuple(Stretch(**stretch) for stretch in data["stretches"])
         texts = {name: tuple(data[name]) for name in ("remedies", "skipped", "notes")}
         return cls(**{**data, "stretches": stretches, **texts})
+
+
+def within(sizes: Mapping[str, Integers], largest: Mapping[str, int], smallest: Mapping[str, int]) -> NDArray[np.bool_]:
+    """Tell which items are as large as allowed."""
+    keep_N = np.ones(len(next(iter(sizes.values()))), np.bool_)
+    for name, most in largest.items():
+        keep_N &= sizes[name] <= most
+    for name, least in smallest.items():
+        keep_N &= sizes[name] >= least
+    return keep_N
 
 
 def likeness(sizes: Mapping[str, Integers]) -> Integers:
@@ -141,22 +149,18 @@ def shrunk_budget(budget: int, times: int) -> int:
     return max(1, budget >> min(times, MOST_SHRUNK))
 
 
-def stretch_of(
-    name: str, epochs: int, plan: MemoryPlan, largest: Mapping[str, int], *, kept: int = 0, ahead_bytes: int = 0
-) -> Stretch:
-    """Return the stretch that a plan describes."""
+def stretch_of(name: str, epochs: int, plan: MemoryPlan, **given: Any) -> Stretch:
+    """Return the stretch that a plan describes; `given`: which items take part, and what is kept and ahead."""
     return Stretch(
         name=name,
         epochs=epochs,
         budget_bytes=int(plan.budget[COST]),
         base_bytes=int(plan.base.value),
         live_bytes=int(plan.live.value),
-        reserved_bytes=int(plan.reserved.value) + ahead_bytes,
+        reserved_bytes=int(plan.reserved.value) + given.get("ahead_bytes", 0),
         weights={name: float(weight) for name, weight in plan.cost_weights.items()},
-        largest=dict(largest),
         padding=plan.padding or PADDING,
-        kept=kept,
-        ahead_bytes=ahead_bytes,
+        **given,
     )
 
 

@@ -256,6 +256,7 @@ class CurriculumStage:
     name: str
     data: DataSizes
     epochs: int = 1
+    oracle: Oracle | None = None  # where another step is made of them than in the last stage
 
 
 def plan_stages(
@@ -274,7 +275,12 @@ def plan_stages(
     def planned_for(wanted: PlanRequest) -> dict[str, MemoryPlan]:
         return {
             stage.name: plan_memory(
-                oracle, stage.data, replace(wanted, epochs=stage.epochs), cards, reserve=reserve, others=others
+                stage.oracle or oracle,
+                stage.data,
+                replace(wanted, epochs=stage.epochs),
+                cards,
+                reserve=reserve,
+                others=others,
             )
             for stage in stages
         }

@@ -155,12 +155,13 @@ def frozen_items(project: Project, folder: RunFolder | None) -> Iterator[Item | 
 
 
 def frozen_lines(project: Project, folder: RunFolder) -> Iterator[tuple[bytes, Item | Rejection]]:
-    """Yield the data set of a run, which is frozen first if no stage has, with the line of each entry."""
-    if not folder.items.exists():
-        with freezing(folder) as lines:
-            for entry in list_items(project):
-                lines.write(item_line(entry))
-    return _read_lines(folder.items)
+    """Yield the data set of a run with the line of each entry; it is frozen, if no stage has, once all are taken."""
+    if folder.items.exists():
+        yield from _read_lines(folder.items)
+        return
+    with freezing(folder) as lines:
+        for entry in list_items(project):
+            yield lines.write(item_line(entry)), entry
 
 
 @contextmanager
@@ -224,13 +225,14 @@ class Lines:
         self._file: IO[bytes] | None = None
         self.position = 0
 
-    def write(self, text: str) -> None:
-        """Write one line."""
+    def write(self, text: str) -> bytes:
+        """Write one line, and return it."""
         line = text.encode() + b"\n"
         self.position += len(line)
         if self._file and self._path:
             with writing_run(self._path):
                 self._file.write(line)
+        return line
 
     def __enter__(self) -> Lines:
         if self._path:

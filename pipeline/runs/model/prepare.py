@@ -23,7 +23,7 @@ from pipeline.runs.dataset.reader_items import is_reader
 from pipeline.runs.dataset.reader_items import refuse_unreadable as inspect_entries
 from pipeline.runs.model.accepted_code import with_accepted_code
 from pipeline.runs.model.task_contract import GRAPH
-from pipeline.runs.model.training_work import Work, sizes_of
+from pipeline.runs.model.training_work import Work, curriculum_of, sizes_of
 from pipeline.training.items.item_source import NUMBERS
 from pipeline.training.items.item_table import ItemTable
 from pipeline.training.prepared import ModelFolder, Prepared, likeness, stretch_of
@@ -122,15 +122,14 @@ def _planned(project: Project, table: str) -> Prepared:
         question = Question(config=project.config, project=project, executor=executor, beside=project.beside)
         outlook = plan_training(question)
     train, plan = project.config.train, outlook.plan
-    largest = {f"stage {number}": stage.largest for number, stage in enumerate(train.curriculum, 1)}
-    epochs = {f"stage {number}": stage.epochs for number, stage in enumerate(train.curriculum, 1)}
-    last_epochs = train.epochs - sum(epochs.values())
+    stages = curriculum_of(train)
+    last_epochs = train.epochs - sum(stage.epochs for stage in stages.values())
     stretches = tuple(
         stretch_of(
             name,
-            epochs.get(name, last_epochs),
+            stages[name].epochs if name in stages else last_epochs,
             stage_plan,
-            largest.get(name, {}),
+            **(stages[name].model_dump(include={"largest", "smallest"}) if name in stages else {}),
             kept=outlook.kept[name],
             ahead_bytes=outlook.ahead_bytes[name],
         )

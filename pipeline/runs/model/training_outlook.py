@@ -33,7 +33,18 @@ from pipeline.runs.dataset.loading import made_table, table_of
 from pipeline.runs.dataset.reader_items import refuse_crop
 from pipeline.runs.model.offers import NAME, Question, is_known, offers_of, site_card, waits
 from pipeline.runs.model.probe import ProbedCard, measured_pace, measured_ratios, probe
-from pipeline.runs.model.training_work import Work, data_of, example_bytes, least_of, sizes_of, target_of, traces_folder
+from pipeline.runs.model.training_work import (
+    Work,
+    configs_of_stages,
+    curriculum_of,
+    data_of,
+    example_bytes,
+    least_of,
+    sizes_of,
+    target_of,
+    traces_folder,
+)
+from pipeline.training.prepared import within
 from pipeline.units import format_bytes
 
 if TYPE_CHECKING:
@@ -76,7 +87,7 @@ def _outlook(question: Question, work: Work, *, probing: bool) -> TrainOutlook:
         worst = max(plans.values(), key=lambda plan: plan.live.value)
         probed = probe(config, work, worst, oracle, places, question.executor, question.tell, beside=question.beside)
         plans = case.plans()
-    ahead = {name: _ahead_bytes(config, work, oracle, stage_plan) for name, stage_plan in plans.items()}
+    ahead = {name: _ahead_bytes(config, *case.made_by(name), stage_plan) for name, stage_plan in plans.items()}
     plans = {name: _noted(stage_plan, ahead[name]) for name, stage_plan in plans.items()}
     plan = plans[EVERY]
     standing = oracle.standing(replace(plan.choice, shards=1))  # the host builds the whole model
@@ -139,6 +150,11 @@ class _PlanningCase:
     sizes_from: str
     offers: Sequence[Offer]
     oracle: OracleLadder
+    stages: Mapping[str, tuple[Work, OracleLadder]]  # of the curriculum that have other options
+
+    def made_by(self, stage: str) -> tuple[Work, OracleLadder]:
+        """Return the work of a stage of the curriculum, and its oracle."""
+        return self.stages.get(stage, (self.work, self.oracle))
 
     @property
     def padded(self) -> bool:
@@ -198,6 +214,7 @@ class _PlanningCase:
 
     def _planned(self, request: PlanRequest) -> dict[str, MemoryPlan]:
         stages, cards = list(_stages(self.config, self._data(request))), self.offers[0].cards
+        stages = [replace(stage, oracle=self.made_by(stage.name)[1]) for stage in stages]
         return plan_stages(self.oracle, stages, request, cards, reserve=self.reserve, others=self.compared())
 
     def configurations(self, plan: MemoryPlan) -> list[Configuration]:
@@ -244,7 +261,30 @@ def _case(question: Question, work: Work) -> _PlanningCase:
     least = least_of(sizes)
     kept = traces_folder(config, work, least, capability)
     oracle = work.oracle(least, target_of(capability), padded=padded, kept=kept)
-    return _PlanningCase(config, work, table, sizes, sizes_from, offers, oracle)
+    stages = {}
+    for name, one in configs_of_stages(config).items():
+        staged = Work.of(one, beside=question.beside, on_gpu=bool(question.gpus))
+        _refuse_another_model(name, work, staged, table, sizes)
+        kept = traces_folder(one, staged, least, capability)
+        stages[name] = staged, staged.oracle(least, target_of(capability), padded=padded, kept=kept)
+    return _PlanningCase(config, work, table, sizes, sizes_from, offers, oracle, stages)
+
+
+def _refuse_another_model(
+    stage: str, work: Work, staged: Work, table: ItemTable, sizes: Mapping[str, Integers]
+) -> None:
+    """Raise where a stage's options change more than what is computed with the model and items that all stages have."""
+    shapes, others = (
+        {name: tuple(part.shape) for name, part in one.model().state_dict().items()} for one in (work, staged)
+    )
+    changed = sorted(name for name in {**shapes, **others} if shapes.get(name) != others.get(name))
+    what = f"its options change the model: {', '.join(changed[:3])}" if changed else ""
+    for name, size_N in sizes_of(staged.task, table.sizes).items():
+        if name not in sizes or (size_N > sizes[name]).any():
+            what = what or f"its options make items larger, in {name}, than train.options does"
+    if what:
+        remedy = "keep the options of losses, weights and noise there, and those of the model in train.options"
+        raise ConfigError(what, where=f"train.curriculum, {stage}", remedy=remedy)
 
 
 def _items(question: Question) -> tuple[ItemTable, str]:
@@ -279,17 +319,19 @@ def _sizes(question: Question, work: Work, table: ItemTable, *, early: bool) -> 
 def _stages(config: Config, data: DataSizes) -> Iterator[CurriculumStage]:
     """Yield the stages of the curriculum; the last has all items."""
     left = config.train.epochs
-    for number, stage in enumerate(config.train.curriculum, 1):
-        unknown = [name for name in stage.largest if name not in data.sizes]
+    for name, stage in curriculum_of(config.train).items():
+        where = f"train.curriculum, {name}"
+        unknown = [size for size in {**stage.largest, **stage.smallest} if size not in data.sizes]
         if unknown:
             what = f"no size is called {unknown[0]!r}; the task's cost() names {', '.join(data.sizes)}"
-            raise ConfigError(what, where=f"train.curriculum, stage {number}", remedy="name one of these")
-        keep_N = np.all([data.sizes[name] <= most for name, most in stage.largest.items()], axis=0)
+            raise ConfigError(what, where=where, remedy="name one of these")
+        keep_N = within(data.sizes, stage.largest, stage.smallest)
         if not keep_N.any():
-            what = f"no item is as small as {', '.join(f'{most:,} {name}' for name, most in stage.largest.items())}"
-            raise ConfigError(what, where=f"train.curriculum, stage {number}", remedy="raise `largest`")
+            bounds = [f"at most {most:,} {size}" for size, most in stage.largest.items()]
+            bounds += [f"at least {least:,} {size}" for size, least in stage.smallest.items()]
+            raise ConfigError(f"no item has {' and '.join(bounds)}", where=where, remedy="widen its bounds")
         left -= stage.epochs
-        yield CurriculumStage(f"stage {number}", data.only(keep_N), stage.epochs)
+        yield CurriculumStage(name, data.only(keep_N), stage.epochs)
     yield CurriculumStage(EVERY, data, left)
 
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from pipeline.config.schema import Config
-    from pipeline.config.schema_train import TrainSection
+    from pipeline.config.schema_train import CurriculumSection, TrainSection
     from pipeline.memory.footprint import Sizes
     from pipeline.memory.planning.memory_plan import Cutter, Names
     from pipeline.memory.tracing.recorder import Recorder
@@ -62,7 +62,10 @@ class Work:
 
     @classmethod
     def of(cls, config: Config, *, beside: Path | None = None, on_gpu: bool = False) -> Work:
-        """Return the work that a configuration describes; `on_gpu`: a GPU is meant, although it names none."""
+        """Return the work that a configuration describes, that of the last stage of a curriculum.
+
+        `on_gpu`: a GPU is meant, although it names none.
+        """
         task = load_task(config.train.task, config.train.options, beside=beside)
         device = CARD if config.cluster.train.gpus or on_gpu else CPU
         return cls(task, step_settings(config.train, device, task), device)
@@ -206,6 +209,22 @@ class Work:
             except Exception:  # noqa: BLE001 - whatever a model does with values that are not there
                 model = self.task.model()
         return checked_model(model)
+
+
+def curriculum_of(train: TrainSection) -> dict[str, CurriculumSection]:
+    """Return the stages of a curriculum by their names, but for the last, which has all items."""
+    return {f"stage {number}": stage for number, stage in enumerate(train.curriculum, 1)}
+
+
+def configs_of_stages(config: Config) -> dict[str, Config]:
+    """Return what the configuration would be if all epochs were a stage's, for each stage that has other options."""
+    return {
+        name: config.model_copy(
+            update={"train": config.train.model_copy(update={"options": config.train.options | stage.options})}
+        )
+        for name, stage in curriculum_of(config.train).items()
+        if stage.options
+    }
 
 
 def example_bytes(task: Example, sizes: Sizes) -> list[int]:

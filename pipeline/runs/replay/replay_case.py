@@ -104,6 +104,7 @@ class ReplayedShare:
         self._case, self._bundle = case, case.bundle
         place = _stretch_index(case.prepared, self._bundle.epoch)
         stretch, self._items = job.stretches[place]
+        self.stage = stretch.name
         self.sizes = _sizes(case, place)
         self.padded = job.train.batching == "padded"
         self._loader = job.loader(

@@ -22,7 +22,7 @@ from pipeline.journal.run_folder import RunFolder
 from pipeline.project.run_code import blamed, module_command, package_digest
 from pipeline.records import TaskContext
 from pipeline.runs.model.rank_setup import set_allocator
-from pipeline.runs.model.training_work import Work, least_of, target_of
+from pipeline.runs.model.training_work import Work, configs_of_stages, least_of, target_of
 from pipeline.runs.replay.replay_case import ReplayCase, ReplayedShare, project_of_run, read_training_plan
 from pipeline.runs.replay.replay_result import ReplayResult, Traced
 from pipeline.runs.workflow.train_stage import job_of
@@ -146,6 +146,7 @@ def replay_here(
         if work.is_contrastive and case.bundle.world > 1:
             result.notes.append("the items of this share are compared with each other, not with those of other ranks")
         share = ReplayedShare(case, job)
+        step.turn_to(job.stage_tasks.get(share.stage, job.task))
         result.notes += share.notes
         rng = step_bundle.read_rng(case.where)
         measured = meter or meter_of(chosen)
@@ -303,7 +304,8 @@ def _traced(case: ReplayCase, share: ReplayedShare, notes: list[str]) -> Traced 
     card = bundle.state.get("card") or {}
     on_card = bundle.device != CPU
     capability = tuple(card.get("capability") or DEFAULT_CAPABILITY) if on_card else None
-    meant = Work.of(case.project.config, beside=case.project.beside, on_gpu=on_card)
+    config = configs_of_stages(case.project.config).get(share.stage, case.project.config)
+    meant = Work.of(config, beside=case.project.beside, on_gpu=on_card)
     oracle = meant.oracle(least_of(share.sizes), target_of(capability), padded=share.padded)
     choice, sizes = _choice(case.prepared, part.rung), {ITEMS: len(part.ids), **part.sizes}
     try:

@@ -36,7 +36,7 @@ from pipeline.runs.model.prepare import (
     with_task,
 )
 from pipeline.runs.model.rank_setup import device_here, join_ranks, log_line, staged
-from pipeline.runs.model.training_work import Work
+from pipeline.runs.model.training_work import Work, configs_of_stages
 from pipeline.runs.workflow.graph_stage import remake_graph
 from pipeline.runs.workflow.stage import Judged, Stage
 from pipeline.stage_names import StageName
@@ -268,6 +268,7 @@ def job_of(
         say=log_line if ranks.rank == 0 else lambda _: None,
         remember=lambda peak_bytes, step_s: remember_peak(config, folder, work, prepared, choice, peak_bytes, step_s),
         task=work.task,
+        stage_tasks={name: Work.of(one, beside=project.beside).task for name, one in configs_of_stages(config).items()},
         leave_out=frozenset(left_out_items(folder, StageName.TRAIN)),
         damaged=damaged,
         settings=without_secrets_in(config.model_dump(mode="json")),

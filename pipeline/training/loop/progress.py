@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from pipeline.config.schema_train import ValidationSection
     from pipeline.memory.runtime.meters import HostMeter, Meter
+    from pipeline.protocol import Task
     from pipeline.training.items.batch import BatchOrigin, TaskBatch
     from pipeline.training.items.loader import Loader
     from pipeline.training.prepared import Stretch
@@ -47,6 +48,7 @@ class RunningStretch:
     loader: Loader
     cost_N: NDArray[Any]
     first_epoch: int
+    task: Task  # whose loss it is trained by
 
     @property
     def epochs(self) -> range:

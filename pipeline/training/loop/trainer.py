@@ -146,6 +146,9 @@ class Trainer:
         self._go_by(governor, planned, course)
 
     def _go_by(self, governor: Governor, planned: int, course: RunningStretch) -> None:
+        if course.task is not self.step.task:
+            self.step.turn_to(course.task)
+            self.stepper.forget_terms()
         self._entered, self._planned = course, planned
         self.stepper.governor, self.stepper.cost_N = governor, course.cost_N
         self._cropped = course.loader.stats.cropped
@@ -182,8 +185,11 @@ class Trainer:
         is_due = time.monotonic() - self._saved_s > WORTH_SAVING_S
         if self.ranks.exchange({"due": is_due})[0]["due"]:  # a long validation must not put so much at risk
             self._save(None)
+        task = self.step.task
+        self.step.turn_to(self.courses[-1].task)  # so that the figures of all stages compare
         with self.clock.whole(VALIDATE), self.ranks.patient("validation"), self.step.averaged():
             figures = self.validation.figures()
+        self.step.turn_to(task)
         if isinstance(figures, int):  # the signal that ended it
             self._save(None, wait=True)
             self.ended_by = figures

@@ -76,7 +76,8 @@ class Stepper:
         self._ran: list[int] = []  # costs of the micro-batches of a step that ran on no rung
         self.rehearsed_terms = 0  # of the loss; 0: no item was tried out
         self.sums: GradientSums | None = None  # which a step's last backward may begin to add up
-        self._is_several: bool | None = True if isinstance(step.task, Weights) else None  # terms; None: unknown yet
+        self._is_several: bool | None  # terms; None: unknown yet
+        self.forget_terms()
         self.ladder = tuple(RUNGS[: RUNGS.index(SKIP)]) if self._on_card else RUNGS[:2]
 
     @property
@@ -95,6 +96,10 @@ class Stepper:
             for piece in share:
                 self._in_parts(piece, lambda part: weights.append(self._weights_of(part)), share)
         return {name: float(value) for name, value in sums_by_name(weights).items()}
+
+    def forget_terms(self) -> None:
+        """Learn anew how many terms the loss has: another task is what says it."""
+        self._is_several = True if isinstance(self.step.task, Weights) else None
 
     def learn_terms(self, names: int) -> None:
         """Remember whether the loss has several terms; `names`: how many over all ranks, 0 where no item ran."""

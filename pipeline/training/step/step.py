@@ -139,6 +139,11 @@ class Step:
         for batch in batches:
             self.accumulate(batch, weights)
 
+    def turn_to(self, task: Task) -> None:
+        """Make steps as another stage of a curriculum says, with the same model."""
+        if task is not self.task:
+            self.task, self._is_one_term = task, None
+
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Put the model in eval mode without gradients; afterwards restore every module's own mode."""

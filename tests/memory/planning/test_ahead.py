@@ -61,7 +61,7 @@ def test_nothing_is_copied_ahead_on_a_cpu_from_memory_that_is_not_pinned_or_for_
 
 def test_what_is_copied_ahead_is_counted_and_told(ground: Ground, plan: MemoryPlan) -> None:
     held = ahead_of(ground, plan)
-    without, stretch = stretch_of("all", 1, plan, {}), stretch_of("all", 1, plan, {}, ahead_bytes=held)
+    without, stretch = stretch_of("all", 1, plan), stretch_of("all", 1, plan, ahead_bytes=held)
     assert stretch.reserved_bytes == without.reserved_bytes + held
     assert _noted(plan, held).notes[-1].startswith("the next micro-batch is copied ahead: ")
     assert _noted(plan, 0) == plan

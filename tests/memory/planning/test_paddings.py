@@ -118,4 +118,4 @@ def test_a_plan_of_an_older_version_keeps_its_padding(tmp_path: Path) -> None:
 
 def test_the_padding_of_a_plan_is_that_of_its_stretch() -> None:
     made = planned(MANY, GIB)
-    assert stretch_of("all", 1, made, {}).padding == made.padding
+    assert stretch_of("all", 1, made).padding == made.padding

@@ -70,6 +70,14 @@ class Filtered(Task):
         kept = model(batch)[batch[:, 0] > -10]
         return {"square": (kept.square().sum(), float(len(batch)))}
 
+class Repeats(Task):
+    """How often it runs is an option; so is the model's width."""
+    def __init__(self, times=4, width=WIDTH):
+        self.times, self.width = times, width
+    def loss(self, model, batch):
+        passes = [model(batch).square().sum() for _ in range(self.times)]
+        return {"square": (sum(passes), float(len(batch)))}
+
 class NoExample(Task):
     example = None
 
@@ -317,6 +325,24 @@ def test_a_curriculum_has_a_batch_plan_for_each_stage(typed: Command, plan: Call
     code, told = refused(typed, "--gpu", "24GiB", "--set", "train.curriculum=[{epochs: 1, largest: {residue: 80}}]")
     assert code == 2
     assert "no size is called 'residue'" in told
+
+
+@pytest.mark.slow
+def test_a_stage_of_other_options_is_planned_by_its_own_step(
+    typed: Command, plan: Callable[..., dict[str, Any]]
+) -> None:
+    words = ("--gpu", "24GiB", "--set", "train.task=planlab:Repeats")
+    found = plan(*words, "--set", "train.curriculum=[{epochs: 1, options: {times: 1}}]")
+    alone = plan(*words, "--set", "train.options.times=1")
+    first, last = found["plans"]["stage 1"]["live"]["value"], found["plans"]["all items"]["live"]["value"]
+    assert first == alone["plans"]["all items"]["live"]["value"] < last
+    for options, said in (
+        ("{width: 32}", "its options change the model: blocks.0.0.bias"),
+        ("{tmies: 1}", "train.curriculum, stage 1: train.options.tmies: Repeats takes no option 'tmies'; did you mean"),
+    ):
+        code, told = refused(typed, *words, "--set", f"train.curriculum=[{{epochs: 1, options: {options}}}]")
+        assert code == 2
+        assert said in told
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import math
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,7 @@ class Plot:
     momentum: float = 0.0
     crop: Mapping[str, int] = field(default_factory=dict)
     stretches: Sequence[tuple[int, int, int]] = ()  # epochs, most nodes, budget
+    first_terms: str = ""  # those of the first of several stretches, where they are others
     validated: int = 0  # items
     outgrown: bool = False  # gradients overflow, the loss does not
     leave_out: tuple[str, ...] = ()
@@ -191,8 +192,8 @@ def stretches_of(plot: Plot) -> list[tuple[Stretch, Items]]:
     """Return the stretches of a plot with their items: of a cost of one a node."""
     table, train = table_of(plot.items), plot.config()
     made = []
-    for epochs, most, budget in plot.stretches or [(train.epochs, 1 << 30, plot.budget)]:
-        stretch = Stretch("all", epochs, budget, 0, budget, budget, {"nodes": 1.0}, {"nodes": most})
+    for number, (epochs, most, budget) in enumerate(plot.stretches or [(train.epochs, 1 << 30, plot.budget)], 1):
+        stretch = Stretch(f"stage {number}", epochs, budget, 0, budget, budget, {"nodes": 1.0}, {"nodes": most})
         sizes = {"nodes": table.sizes["nodes"]}
         keep_N = np.flatnonzero(stretch.keeps(sizes))
         kept = {"nodes": sizes["nodes"][keep_N]}
@@ -235,6 +236,7 @@ class Run:
         train, plot = self.plot.config(), self.plot
         task = self.task or task_of(plot, self.ranks.rank)
         stretches = self.stretches or stretches_of(plot)
+        first = {"stage 1": task_of(replace(plot, terms=plot.first_terms))} if plot.first_terms else {}
         prepared = Prepared(
             name="made",
             recipe={},
@@ -274,6 +276,7 @@ class Run:
             tell=self.tell,
             say=self.said.append,
             task=task,
+            stage_tasks=first,
             leave_out=frozenset(plot.leave_out),
         )
 

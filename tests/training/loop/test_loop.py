@@ -468,6 +468,25 @@ def test_a_curriculum_trains_smaller_items_first_and_goes_on_from_anywhere(tmp_p
         assert rest.trainer.governor.budget == whole.trainer.governor.budget
 
 
+@pytest.mark.parametrize("terms", ["several", "weighted"])
+def test_a_stage_of_other_options_has_its_own_loss_and_is_validated_by_that_of_the_last(
+    tmp_path: Path, terms: str
+) -> None:
+    train = {**ADAM, "epochs": 4, "validation": {"split": "val"}}
+    plot = Plot(train=train, terms=terms, first_terms="one", stretches=((2, 999, 50), (2, 999, 50)), validated=4)
+    whole = Run(plot, tmp_path / "whole").to_end()
+    per = whole.trainer.courses[0].steps
+    begun = Run(plot, tmp_path / "begun").to_end(stop=2 * per)
+    alone = Run(replace(plot, terms="one", stretches=((4, 999, 50),)), tmp_path / "alone").to_end(stop=2 * per)
+    assert begun.state() == alone.state()
+    epochs = read_epochs(whole.made.folder.path)
+    assert [set(one.loss) for one in epochs] == [{"squares"}] * 2 + [{"squares", "means"}] * 2
+    assert all({"loss.squares", "loss.means"} <= set(one.validation) for one in epochs)
+    for stop in (2 * per - 1, 2 * per, 2 * per + 1):
+        Run(plot, tmp_path / str(stop)).to_end(stop=stop)
+        assert Run(plot, tmp_path / str(stop)).to_end().state() == whole.state(), stop
+
+
 # Settings
 
 

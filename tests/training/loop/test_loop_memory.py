@@ -108,7 +108,7 @@ def test_a_planned_training_loses_no_step_at_any_limit(tmp_path: Path, name: str
     micros = []
     for place, limit in enumerate(limits(ground, LIMITS)):
         made = ground.planned(limit)
-        run, device = trained(ground, tmp_path / str(place), stretch_of("all", 1, made, {}), made.choice, limit)
+        run, device = trained(ground, tmp_path / str(place), stretch_of("all", 1, made), made.choice, limit)
         assert run.trainer.done == run.trainer.steps == ITEMS // BATCH
         assert device.refused == ooms(run) == 0, place
         micros.append(epochs(run)[0].micro_batches)
@@ -120,7 +120,7 @@ def test_a_plan_that_is_wrong_by_half_costs_no_step(tmp_path: Path) -> None:
     ground = Ground.of(ZOO["mlp"], ITEMS)
     limit = limits(ground, LIMITS)[-2]
     made = ground.planned(limit)
-    stretch = replace(stretch_of("all", 3, made, {}), budget_bytes=2 * made.budget["cost"])
+    stretch = replace(stretch_of("all", 3, made), budget_bytes=2 * made.budget["cost"])
     run, device = trained(ground, tmp_path / "run", stretch, made.choice, limit)
     assert run.trainer.done == run.trainer.steps
     assert device.refused > 0
