@@ -56,7 +56,7 @@ class Stretch:
 
     def keeps(self, sizes: Mapping[str, Integers]) -> NDArray[np.bool_]:
         """Tell which items take part."""
-        return within(sizes, self.largest, self.smallest)
+        return in_bounds(sizes, self.largest, self.smallest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,9 @@ class Prepared:
         return cls(**{**data, "stretches": stretches, **texts})
 
 
-def within(sizes: Mapping[str, Integers], largest: Mapping[str, int], smallest: Mapping[str, int]) -> NDArray[np.bool_]:
+def in_bounds(
+    sizes: Mapping[str, Integers], largest: Mapping[str, int], smallest: Mapping[str, int]
+) -> NDArray[np.bool_]:
     """Tell which items are as large as allowed."""
     keep_N = np.ones(len(next(iter(sizes.values()))), np.bool_)
     for name, most in largest.items():

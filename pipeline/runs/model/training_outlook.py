@@ -44,7 +44,7 @@ from pipeline.runs.model.training_work import (
     target_of,
     traces_folder,
 )
-from pipeline.training.prepared import within
+from pipeline.training.prepared import in_bounds
 from pipeline.units import format_bytes
 
 if TYPE_CHECKING:
@@ -325,7 +325,7 @@ def _stages(config: Config, data: DataSizes) -> Iterator[CurriculumStage]:
         if unknown:
             what = f"no size is called {unknown[0]!r}; the task's cost() names {', '.join(data.sizes)}"
             raise ConfigError(what, where=where, remedy="name one of these")
-        keep_N = within(data.sizes, stage.largest, stage.smallest)
+        keep_N = in_bounds(data.sizes, stage.largest, stage.smallest)
         if not keep_N.any():
             bounds = [f"at most {most:,} {size}" for size, most in stage.largest.items()]
             bounds += [f"at least {least:,} {size}" for size, least in stage.smallest.items()]
