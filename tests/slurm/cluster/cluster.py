@@ -23,7 +23,7 @@ NODE_COUNT = 3
 FIRST_PORT = 17000
 SEARCH_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 COMMANDS = ("slurmctld", "slurmd", "slurmdbd", "sbatch", "sacctmgr", "munged", "mariadbd", "mariadb-install-db")
-START_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 120.0
 COMMAND_TIMEOUT_S = 30.0
 POLL_S = 0.05
 
