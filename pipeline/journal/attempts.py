@@ -31,9 +31,10 @@ class Ask:
     time_s: int
     shrink: int = 0  # how often the budget of a batch was halved because a GPU's memory ended
     careful: bool = False  # one item at a time, so that the note of a crash names a single one
+    partition: str = ""  # of those that it may go to; empty: as the job says
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if name != "partition" or value}
 
 
 def ask_of(data: Mapping[str, Any]) -> Ask:
@@ -70,7 +71,7 @@ class Attempt:
     said: str = ""  # what the worker reported of its own failure
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"cause": self.cause.value, "on": list(self.on)}
+        return asdict(self) | {"ask": self.ask.to_json(), "cause": self.cause.value, "on": list(self.on)}
 
     def to_event(self) -> dict[str, Any]:
         """Return the JSON for the ledger, without empty values: a run may have many attempts."""

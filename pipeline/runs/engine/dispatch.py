@@ -18,13 +18,14 @@ from pipeline.project.project import cluster_name, profiles_of
 from pipeline.records import EventKind
 from pipeline.runs.dataset import worklist
 from pipeline.runs.engine.repair import GiveUp, LeaveOut, Means, Split, bad_nodes, decide
-from pipeline.runs.workflow.jobs import first_job, limits_of, on_cards, recipe_name, spec_of
+from pipeline.runs.workflow.jobs import candidates, first_job, limits_of, on_cards, recipe_name, spec_of
 from pipeline.stage_names import StageName
 from pipeline.store.key_lists import in_chunks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from pipeline.cluster.candidates import Candidate
     from pipeline.cluster.job_spec import Executor, JobSpec, Limits, TaskStatus
     from pipeline.config.schema import Config
     from pipeline.journal.attempts import Ask, TaskRecord
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     Emit: TypeAlias = Callable[..., None]
 
 LOG_END_BYTES = 8192
-FOR_SUPERVISORS = 3  # places in the queue
+FOR_SUPERVISORS = 2  # places in the queue: for the next visit and its standby
 MANY = 1 << 30
 MOST_EXCLUDED = 4  # nodes, where nobody knows how many there are
 
@@ -179,7 +180,16 @@ class Dispatch:
             tries = self._config.cluster.supervisor.tries
             shard, is_whole = shards[task.number], stage.name == StageName.TRAIN
             items = shard.end - shard.start if stage.together else shard.items  # listed as one thing without halves
-            means = Means(limits, items, tries, status.sets > 0, is_whole, is_shared=stage.together and not is_whole)
+            means = Means(
+                limits,
+                items,
+                tries,
+                status.sets > 0,
+                is_whole,
+                is_shared=stage.together and not is_whole,
+                places=self._places(project, stage, task),
+                nodes=getattr(stage.resources(project.config), "nodes", 1),
+            )
             decision = decide(task.ended, means)
             if isinstance(decision, Split):
                 splits[task.number] = decision
@@ -229,16 +239,21 @@ class Dispatch:
         """Return the limits of the partition that this stage's jobs go to."""
         if status.limits is None:
             partition = self._planned(project, stage, status).partition
-            status.limits = limits_of(project, stage, self._executor, partition)
+            status.limits = limits_of(self._config, stage, self._executor, partition)
         return status.limits
 
+    def _places(self, project: Project, stage: Stage, task: TaskRecord) -> tuple[Candidate, ...]:
+        """Return the partitions that a task may go to; none where it has no choice."""
+        is_placed = task.last is not None and task.last.ask.partition
+        return candidates(project, stage, self._executor) if is_placed else ()
+
     def _room(self, status: StageStatus) -> int:
-        """Return how many tasks the queue still takes."""
-        most = self._executor.limits_of().queued_tasks
-        if most is None:
+        """Return how many tasks the queue still takes; where none of these is in it, one is tried."""
+        room = self._executor.room()
+        if room is None:
             return len(status.work)
-        live = sum(task.job is not None for task in status.work.values())
-        return max(0 if live else 1, most - live - FOR_SUPERVISORS)
+        reserved = FOR_SUPERVISORS if self._config.cluster.supervisor.where == "job" else 0
+        return max(0 if status.live else 1, room - reserved)
 
     def _jobs(
         self, project: Project, stage: Stage, status: StageStatus, asks: Mapping[int, Next]
@@ -257,6 +272,7 @@ class Dispatch:
                 id="",
                 at=0.0,
                 parallel=max(1, parallel // len(cut)),
+                where=planned.where if following.ask.partition == planned.ask.partition else "",
                 tag=f"{self._folder.name}-{stage.name}-{sequence}",
                 tasks=format_ranges(piece),
                 attempt=following.attempt,

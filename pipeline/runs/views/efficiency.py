@@ -184,4 +184,6 @@ def _sources(project: Project, planned: StagePlan, origins: Mapping[str, str], p
         "disk": "planned" if planned.survey.bytes else "not planned for this stage",
     }
     about = f"measured here: {pace:,.1f} a second and task" if pace else "no task of this recipe was measured here"
+    if planned.job.ask.partition:
+        sources["partition"] = f"{planned.job.ask.partition}: {planned.job.where}"
     return sources | {"about": about}
