@@ -166,6 +166,7 @@ class TaskStatus:
     cpu_s: float | None = None
     waits_for: str = ""  # of a task that has not started: why, in words
     restarts: int = 0  # how often the scheduler itself has begun it again
+    earlier_s: float = 0.0  # how long it ran before that
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,8 +63,11 @@ class Attempt:
     exit_code: int | None = None
     peak_rss_bytes: int | None = None
     gpu_peak_bytes: int | None = None
+    gpu_total_bytes: int | None = None  # of one GPU
+    gpu_busy: float | None = None  # share of the time in which its GPUs ran a kernel; None: nobody could tell
     ended_at: float = 0.0
     elapsed_s: float = 0.0
+    earlier_s: float = 0.0  # before the scheduler itself began it again
     cpu_s: float | None = None
     done: int = 0  # items it had worked through
     on: tuple[str, ...] = ()  # items it was on when it died
@@ -75,7 +78,11 @@ class Attempt:
 
     def to_event(self) -> dict[str, Any]:
         """Return the JSON for the ledger, without empty values: a run may have many attempts."""
-        return {name: value for name, value in self.to_json().items() if value or name in ("task", "number")}
+        return {
+            name: value
+            for name, value in self.to_json().items()
+            if value or (name in ("task", "number", "gpu_busy") and value is not None)
+        }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Attempt:
