@@ -9,7 +9,8 @@ PipelineError            1   a bug, unless a child says otherwise
 ├── RecordMissing        4   no readable copy of a record is in the cache
 ├── PlanInfeasible       5   no plan fits the machine
 ├── SubmissionRefused    6   the executor or the cluster would not take the job
-│   └── ClusterSilent    6   the cluster does not answer, so that nobody knows whether it takes the job
+│   ├── ClusterSilent    6   the cluster does not answer, so that nobody knows whether it takes the job
+│   └── BudgetReached    6   the project's budget does not hold what was to be submitted
 └── JobFailed            7   a job ran and failed
     └── CacheFull        7   the disk or the quota under the cache is full
 
@@ -107,6 +108,10 @@ class SubmissionRefused(PipelineError):
 
 class ClusterSilent(SubmissionRefused):
     """The cluster does not answer, so that nobody knows whether it takes the job."""
+
+
+class BudgetReached(SubmissionRefused):
+    """The project's budget does not hold what was to be submitted."""
 
 
 class JobFailed(PipelineError):

@@ -151,13 +151,16 @@ def status_command(
 def _looks(folder: RunFolder, *, watch: bool) -> tuple[Callable[[], SeenRun], Callable[[], bool]]:
     """Return two functions: one reads new events and returns the run as it is now, one says whether it goes on."""
     from pipeline.journal.active_runs import GOING_ON, Sparing, Trail, look_at_queue, run_as_shown
+    from pipeline.journal.budget import spending_of_run
     from pipeline.journal.run_status import StatusReader
 
     trail, ask = Trail(), Sparing() if watch else look_at_queue
     reader = StatusReader(folder, trail.apply) if watch else StatusReader(folder)
+    spending = spending_of_run(folder)
 
     def now() -> SeenRun:
-        return replace(run_as_shown(folder, reader, ask), **trail.to_json())
+        account = spending.account() if spending else None
+        return replace(run_as_shown(folder, reader, ask), **trail.to_json(), account=account)
 
     return now, lambda: reader.status.state in GOING_ON
 

@@ -87,6 +87,7 @@ def plan_command(
         if stage == "train":
             outlook = _training(loaded, project, executor, gpus=gpu or (), sizes=sizes, probing=probe)
             _show_training(outlook, as_json=as_json)
+            _show_place(project, executor, outlook, as_json=as_json)
         else:
             _show_stages(stage, project, executor, loaded.origins, as_json=as_json)
 
@@ -185,6 +186,18 @@ def _show_training(outlook: TrainOutlook, *, as_json: bool) -> None:
             raise probe.error
 
 
+def _show_place(project: Project, executor: Executor, outlook: TrainOutlook, *, as_json: bool) -> None:
+    """Print which partition a training goes to, and why, where it may go to several."""
+    from pipeline.journal.attempts import Ask
+    from pipeline.runs.workflow import table
+    from pipeline.runs.workflow.jobs import place
+
+    ask = Ask(outlook.mem.mem_bytes, outlook.time_s)
+    where, why = place(project, table.stage("train", project.config), executor, ask)
+    if where and not as_json:
+        typer.echo(f"job: partition {where}: {why}")
+
+
 def show_plan(project: Project, stages: list[str], executor: Executor, emit: Path | None) -> None:
     """Print a table of what each stage would do, and the scripts that would be submitted."""
     from pipeline.report import tables
@@ -203,6 +216,8 @@ def show_plan(project: Project, stages: list[str], executor: Executor, emit: Pat
             typer.echo(later_line(plan.stage.name))
         elif plan.survey.shards:
             typer.echo(f"{plan.stage.name}: memory {plan.job.why}")
+            if where := plan.job.ask.partition:
+                typer.echo(f"{plan.stage.name}: partition {where}: {plan.job.where}")
     if project.config.cluster.executor == "slurm":
         _show_scripts(project, plans, executor, emit)
     elif emit is not None:

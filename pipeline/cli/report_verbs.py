@@ -101,6 +101,7 @@ def report_command(
 ) -> None:
     """Show what a run asked for, used, and should ask for."""
     from pipeline.journal.active_runs import status_of
+    from pipeline.journal.budget import spending_of_run
     from pipeline.report import tables
     from pipeline.report.run_tables import efficiency_report
     from pipeline.runs.views.efficiency import stage_uses
@@ -110,13 +111,19 @@ def report_command(
         _write_page(folder, html, as_json=as_json)
         return
     status = status_of(folder)
-    stages = stage_uses(folder, status)
+    stages, spending = stage_uses(folder, status), spending_of_run(folder)
+    account = spending.account() if spending else None
     if as_json:
         failures = {stage.name: stage.to_json()["failures"] for stage in status.in_order()}
-        document = {"run": folder.name, "state": status.state.value, "stages": list(map(asdict, stages))}
+        document: dict[str, Any] = {
+            "run": folder.name,
+            "state": status.state.value,
+            "stages": list(map(asdict, stages)),
+        }
+        document |= {"budget": account.to_json()} if account else {}
         print_json(document | {"failures": failures})
         return
-    tables.show_parts(*efficiency_report(status, stages))
+    tables.show_parts(*efficiency_report(status, stages, account))
 
 
 def _write_page(folder: RunFolder, file: Path, *, as_json: bool) -> None:

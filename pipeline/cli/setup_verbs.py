@@ -83,12 +83,11 @@ def _look() -> tuple[Site | None, str]:
     from pipeline.cluster import slurm_commands
     from pipeline.cluster.accounting import CommandFailed
     from pipeline.cluster.site_facts import last_line, look_at_site
-    from pipeline.setup.slurm_checks import whoami
 
     if not slurm_commands.is_there():
         return None, "Slurm's commands are not on the PATH, so jobs will run on this machine"
     try:
-        return look_at_site(slurm_commands.run_command, whoami()), ""
+        return look_at_site(slurm_commands.run_command, slurm_commands.my_name()), ""
     except CommandFailed as error:
         return None, f"Slurm is here but does not answer, so jobs will run on this machine: {last_line(error.what)}"
 

@@ -94,6 +94,8 @@ class AccountedTask:
     steps: list[AccountedStep] = field(default_factory=list)
     before: tuple[tuple[TaskState, str], ...] = ()  # earlier records: how each ended, and on which node
 
+    earlier_s: float = 0.0  # how long it ran in these
+
     @property
     def restarts(self) -> int:
         """How often Slurm itself requeued and restarted it."""
@@ -130,6 +132,7 @@ class AccountedTask:
             cpu_s=self.cpu_s,
             waits_for=reason_words(self.reason) if self.state is TaskState.PENDING else "",
             restarts=self.restarts,
+            earlier_s=self.earlier_s,
         )
 
 
@@ -277,6 +280,7 @@ def _settle(records: list[AccountedTask]) -> AccountedTask:
         records.sort(key=lambda record: record.submitted or 0.0)
     row = records[-1]
     row.before = tuple((record.state, record.node) for record in records[:-1])
+    row.earlier_s = sum(max(0.0, end.ended - end.started) for end in records[:-1] if end.started and end.ended)
     _read_steps(row)
     return row
 

@@ -7,9 +7,9 @@ on their having ended at all (`after_any`). The numbers of a job's tasks need no
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from pipeline.command_line import Command
 from pipeline.errors import SubmissionRefused
@@ -166,6 +166,7 @@ class TaskStatus:
     cpu_s: float | None = None
     waits_for: str = ""  # of a task that has not started: why, in words
     restarts: int = 0  # how often the scheduler itself has begun it again
+    earlier_s: float = 0.0  # how long it ran before that
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +179,13 @@ class Limits:
     highest_task: int | None = None  # the highest number a task of a job can have, counted from the job's first
     queued_tasks: int | None = None  # tasks in the queue at once
     nodes: int | None = None  # how many there are
+    running_tasks: int | None = field(default=None, repr=False)  # tasks that may run at once
+    preempts: bool = field(default=False, repr=False)  # whether jobs may have to make room for others
+    lacks: str = field(default="", repr=False)  # why no node holds such tasks
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON for the ledger; what is unknown is left out, and asked for again."""
+        return {name: value for name, value in asdict(self).items() if value}
 
 
 class Executor(Protocol):
@@ -193,6 +201,9 @@ class Executor(Protocol):
 
     def limits_of(self, partition: str = "", cpus: int = 1, gpus: int = 0) -> Limits:
         """Return the limits for tasks of a partition (empty: the default) with so many cores and GPUs on a node."""
+
+    def room(self) -> int | None:
+        """Return how many more tasks the queue takes now; None where no limit is known."""
 
     def check(self, spec: JobSpec) -> None:
         """Raise SubmissionRefused for a job that could never run here; queues nothing."""

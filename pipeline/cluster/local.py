@@ -106,6 +106,9 @@ class LocalExecutor:
     def limits_of(self, _partition: str = "", _cpus: int = 1, _gpus: int = 0) -> Limits:
         return Limits(mem_bytes=self.machine.mem_bytes)
 
+    def room(self) -> int | None:
+        return None
+
     @property
     def imported_bytes(self) -> int:
         """The memory of a process that has imported what its tasks are forked with; 0 where nobody knows."""

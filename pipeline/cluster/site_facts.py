@@ -58,6 +58,9 @@ class Partition:
     accounts: tuple[str, ...]  # empty: all
     qos: tuple[str, ...]  # empty: all
     nodes: int | None
+    node_mem_bytes: int | None = None  # that a job may have of a node; None: all
+    job_nodes: int | None = None  # that a job may have; None: all
+    own_qos: str = ""  # whose limits hold for all of its jobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +97,17 @@ class Site:
     def default(self) -> Partition | None:
         """The partition of jobs that name none."""
         return next((partition for partition in self.partitions if partition.is_default), None)
+
+    @property
+    def enforces_limits(self) -> bool:
+        """Whether the limits of associations and QOS hold; where it is not told, they are taken to."""
+        how = self.settings.get("AccountingStorageEnforce", "limits").lower()
+        return any(word in how for word in ("limits", "safe", "all"))
+
+    @property
+    def preempts(self) -> bool:
+        """Whether jobs may have to make room for others at all."""
+        return self.setting("PreemptType") not in ("", "preempt/none")
 
     @property
     def max_array_size(self) -> int | None:
@@ -243,6 +257,9 @@ def _partition(line: Mapping[str, str]) -> Partition:
         accounts=_list(line.get("AllowAccounts", "")),
         qos=_list(line.get("AllowQos", "")),
         nodes=leading_number(line.get("TotalNodes", "")),
+        node_mem_bytes=(leading_number(line.get("MaxMemPerNode", "")) or 0) * MIB or None,
+        job_nodes=leading_number(line.get("MaxNodes", "")),
+        own_qos="" if line.get("QoS", "") in NOTHING else line["QoS"],
     )
 
 

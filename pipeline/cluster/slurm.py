@@ -20,7 +20,14 @@ from pipeline.cluster.following import Followed, Views
 from pipeline.cluster.job_spec import refuse_impossible
 from pipeline.cluster.local import make_log_dir
 from pipeline.cluster.slurm_commands import script_path, submit_text
-from pipeline.cluster.slurm_facts import Facts, refusal_of, refuse_above_nodes, transient
+from pipeline.cluster.slurm_facts import (
+    Facts,
+    refusal_of,
+    refuse_above_caps,
+    refuse_above_nodes,
+    refuse_narrow_queue,
+    transient,
+)
 from pipeline.errors import SubmissionRefused
 
 if TYPE_CHECKING:
@@ -82,7 +89,11 @@ class SlurmExecutor:
     def script_for(self, spec: JobSpec) -> str:
         """Return the script that would be submitted, or raise SubmissionRefused."""
         refuse_impossible(spec)
+        spec = self.facts.placed(spec)
+        caps = self.facts.caps(spec.partition, spec.qos)
+        refuse_above_caps(spec, caps)
         limits = self.facts.limits(spec.partition, cpus=spec.cpus_on_node, gpus=spec.gpus)
+        refuse_narrow_queue(spec, limits, caps)
         refuse_above_nodes(spec, self.facts.nodes(spec.partition), limits)
         _refuse_foreign(spec)
         text = sbatch.template(spec.name, ranks=spec.ranks)
@@ -102,6 +113,12 @@ class SlurmExecutor:
 
     def limits_of(self, partition: str = "", cpus: int = 1, gpus: int = 0) -> Limits:
         return self.facts.limits(partition, cpus=cpus, gpus=gpus)
+
+    def room(self) -> int | None:
+        most = self.facts.limits().queued_tasks
+        with suppress(CommandFailed):
+            return None if most is None else most - slurm_commands.in_queue(self.site.account, self.site.qos)
+        return most
 
     def check(self, spec: JobSpec) -> None:
         self.test(spec)

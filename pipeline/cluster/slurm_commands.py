@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import pwd
 import re
 import shutil
 import subprocess
@@ -113,21 +114,20 @@ def reserved_bytes(nodes: str) -> int:
     return min(kept, default=0) << 20
 
 
-def most_queued(account: str | None, qos: str | None, partition: str | None) -> int | None:
-    """Return how many tasks of mine may be in the queue at once; None where no limit is known."""
-    columns = "Account,Partition,MaxSubmitJobs,DefaultQOS,QOS"
-    who = f"user={os.getuid()}"
-    words = ["sacctmgr", "--noheader", "--parsable2", "show", "assoc", "where", who, f"format={columns}"]
-    rows = [line.split("|") for line in run_command(words).splitlines() if line.count("|") == 4]
-    mine = [row for row in rows if account in (None, row[0]) and row[1] in ("", partition or "")]
-    numbers = [row[2] for row in mine]
-    names = {qos} if qos else {row[3] or row[4].split(",")[0] for row in mine}
-    if wanted := sorted(name for name in names if name):
-        listed = run_command(
-            ["sacctmgr", "-nP", "show", "qos", ",".join(wanted), "format=MaxSubmitJobsPU,MaxSubmitJobsPA"]
-        )
-        numbers += [cell for line in listed.splitlines() for cell in line.split("|")]
-    return min((int(number) for number in numbers if number.isdecimal()), default=None)
+def in_queue(account: str | None, qos: str | None) -> int:
+    """Return how many tasks of mine are in the queue, of an account and a QOS where they are named."""
+    words = ["squeue", "--noheader", "--array", f"--user={os.getuid()}", "--format=%i"]
+    words += [f"--account={account}"] if account else []
+    words += [f"--qos={qos}"] if qos else []
+    return len(run_command(words).split())
+
+
+def my_name() -> str:
+    """Return the name under which the cluster knows this user."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return str(os.getuid())
 
 
 SBATCH_S = 120  # an answer that has not come by then counts as lost

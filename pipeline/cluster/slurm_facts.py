@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from pipeline.cluster import slurm_commands
+from pipeline.cluster import allowances, slurm_commands
 from pipeline.cluster.accounting import CommandFailed
-from pipeline.cluster.job_spec import Limits, refuse_larger
-from pipeline.cluster.site_facts import CONFIG, NODES, Site, parse_nodes, parse_settings
+from pipeline.cluster.candidates import candidates_of, choose, envelope
+from pipeline.cluster.job_spec import SUPERVISE, Limits, refuse_larger
+from pipeline.cluster.site_facts import (
+    CONFIG,
+    NODES,
+    PARTITIONS,
+    PATIENCE_S,
+    Site,
+    default_account_of,
+    parse_default_account,
+    parse_nodes,
+    parse_partitions,
+    parse_settings,
+)
 from pipeline.command_line import ANY
 from pipeline.config.schema_parts import format_duration
 from pipeline.errors import ClusterSilent, SubmissionRefused
@@ -18,9 +31,14 @@ from pipeline.errors import ClusterSilent, SubmissionRefused
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from pipeline.cluster.allowances import Caps
     from pipeline.cluster.job_spec import JobSpec
-    from pipeline.cluster.site_facts import SiteNodes
+    from pipeline.cluster.site_facts import Partition, SiteNodes
     from pipeline.config.schema_cluster import SlurmSection
+
+
+LEAST_QUEUE = 4
+MEMORY = (allowances.MEM, allowances.MEM_ON_NODE)
 
 
 class Facts:
@@ -29,47 +47,142 @@ class Facts:
     def __init__(self, site: SlurmSection) -> None:
         self.site = site
         self._reserved: dict[str, int] = {}  # bytes that nodes keep for themselves, by their names
+        self._caps: dict[tuple[str, str], Caps] = {}  # by partition and QOS
+        self._is_silent = False  # whether the accounting did not answer
 
     def limits(self, partition: str | None = None, *, cpus: int = 1, gpus: int = 0) -> Limits:
-        """Return the limits of a partition (by default the site's or the cluster's) for tasks of such a size."""
-        site, size = self.site, self.array_size
-        nodes = [kind for kind in self.nodes(partition) if kind.cpus >= cpus and kind.gpu_count >= gpus]
+        """Return the limits of a partition (by default the site's or the cluster's) for tasks of such a size.
+
+        Where the site names several for tasks to go to, those are the limits of what any of them gives.
+        """
+        if not partition and self.site.partitions:
+            return envelope([self._limits(name, cpus, gpus) for name in self.site.partitions])
+        return self._limits(partition or self._named, cpus, gpus)
+
+    def _limits(self, partition: str, cpus: int, gpus: int) -> Limits:
+        site, size, every = self.site, self.array_size, self.nodes(partition)
+        nodes = [kind for kind in every if kind.cpus >= cpus and kind.gpu_count >= gpus]
+        known, caps = self._partition(partition), self.caps(partition)
         mem_bytes = self._largest_mem(nodes) if site.largest_mem == "auto" else int(site.largest_mem)
         time_s = _longest(nodes) if site.longest_time is None else int(site.longest_time)
-        queued = self._most_queued if site.max_submit == "auto" else int(site.max_submit)
+        queued = _capped(caps, allowances.QUEUED) if site.max_submit == "auto" else int(site.max_submit)
         there = sum(kind.count for kind in nodes) or None
-        highest = size and size - 1
-        return Limits(mem_bytes, time_s, job_tasks=size, highest_task=highest, queued_tasks=queued, nodes=there)
+        return Limits(
+            mem_bytes=_least(mem_bytes, *_capped_all(caps, MEMORY), known.node_mem_bytes if known else None),
+            time_s=_least(time_s, _capped(caps, allowances.TIME)),
+            job_tasks=size,
+            highest_task=size and size - 1,
+            queued_tasks=queued,
+            nodes=_least(there, _capped(caps, allowances.NODES), known.job_nodes if known else None),
+            running_tasks=_capped(caps, allowances.RUNNING),
+            preempts=self._may_preempt(known),
+            lacks=self._lacking(partition, bool(nodes), cpus, gpus),
+        )
+
+    def caps(self, partition: str = "", qos: str = "") -> Caps:
+        """Return what the accounting allows a job in a partition (default: the site's), with a QOS (the same)."""
+        key = (partition or self._named, qos or self.site.qos or "")
+        if key not in self._caps:
+            own = (known := self._partition(key[0])) and known.own_qos
+            mine = self._mine(key[0])
+            used = key[1] or next(
+                (row["DefaultQOS"] or row["QOS"].partition(",")[0] for row in mine if row["User"]), ""
+            )
+            of_qos = [allowances.qos_caps(row) for name in (own, used) for row in self._qos if row["Name"] == name]
+            self._caps[key] = allowances.combined(of_qos, map(allowances.association_caps, mine))
+        return self._caps[key]
+
+    def _mine(self, partition: str) -> list[dict[str, str]]:
+        """Return the associations that hold in a partition: mine for it, else mine for all, and those of accounts."""
+        rows = self._associations
+        own = [row for row in rows if row["User"] and row["Partition"] and row["Partition"] == partition]
+        return (own or [row for row in rows if row["User"] and not row["Partition"]]) + [
+            row for row in rows if not row["User"]
+        ]
 
     def nodes(self, partition: str | None = None) -> list[SiteNodes]:
-        """Return the kinds of node in a partition, or in several named as in `a,b`."""
-        named = (partition or self.site.partition or os.environ.get("SBATCH_PARTITION", "")).split(",")
+        """Return the kinds of node in a partition, or in several named as in `a,b`; by default in the site's."""
+        default = ",".join(self.site.partitions) or self._named
+        named = (partition or default).split(",")
         return [kind for kind in self.partitions if (kind.is_default if named == [""] else kind.partition in named)]
+
+    def placed(self, spec: JobSpec) -> JobSpec:
+        """Return a job that names a partition if it named none and the site has several for it to go to."""
+        if spec.partition or not self.site.partitions or (spec.name == SUPERVISE and self.site.partition):
+            return spec
+        found = candidates_of(self.site, lambda name: self._limits(name, spec.cpus_on_node, spec.gpus))
+        where = choose(found, spec.mem_bytes or 0, spec.time_s or 0, nodes=spec.nodes)
+        return replace(spec, partition=where)
 
     @cached_property
     def partitions(self) -> list[SiteNodes]:
         """The kinds of node of all partitions; empty if sinfo does not answer."""
-        try:
-            return list(parse_nodes(slurm_commands.run_command(NODES)))
-        except CommandFailed:
-            return []
+        return list(parse_nodes(_answer(NODES)))
 
     @cached_property
     def array_size(self) -> int | None:
         """MaxArraySize: one more than the highest number of a task."""
-        if self.site.max_array_size != "auto":
-            return int(self.site.max_array_size)
-        try:
-            return Site(parse_settings(slurm_commands.run_command(CONFIG))).max_array_size or None
-        except CommandFailed:
-            return None
+        size = self.site.max_array_size
+        return (self._told.max_array_size or None) if size == "auto" else int(size)
 
     @cached_property
-    def _most_queued(self) -> int | None:
+    def _told(self) -> Site:
+        return Site(parse_settings(_answer(CONFIG)), parse_partitions(_answer(PARTITIONS)))
+
+    @property
+    def _named(self) -> str:
+        return self.site.partition or os.environ.get("SBATCH_PARTITION", "")
+
+    def _partition(self, name: str) -> Partition | None:
+        return self._told.partition(name) if name else self._told.default
+
+    def _may_preempt(self, partition: Partition | None) -> bool:
+        mode = (partition.preempt_mode if partition else "") or self._told.setting("PreemptMode")
+        return self._told.preempts and mode.upper() not in ("", "OFF", "NONE")
+
+    def _lacking(self, partition: str, has_nodes: bool, cpus: int, gpus: int) -> str:  # noqa: FBT001
+        """Say why a partition holds no task of such a size; empty where it does, or tells nothing."""
+        caps = self.caps(partition)
+        for kind, wanted in ((allowances.CPUS, cpus), (allowances.GPUS, gpus)):
+            if kind in caps and wanted > caps[kind].value:
+                return f"is limited to {caps[kind].value} {kind} ({caps[kind].name})"
+        if has_nodes or not self.partitions:
+            return ""
+        if partition and not self.nodes(partition):
+            return "is not there, or hidden from you"
+        return f"has no node with {cpus} cores" + (f" and {gpus} GPUs" if gpus else "")
+
+    @cached_property
+    def _associations(self) -> list[dict[str, str]]:
+        """What I may charge, and what the accounts are allowed that I charge; empty where no limit holds."""
+        if not self._told.enforces_limits:
+            return []
+        me, columns = slurm_commands.my_name(), allowances.ASSOCIATION
+        mine = allowances.parse_rows(self._accounted(allowances.associations_of(me)), columns)
+        account = self.site.account or os.environ.get("SBATCH_ACCOUNT", "")
+        if not account and len({row["Account"] for row in mine}) > 1:
+            account = parse_default_account(self._accounted(default_account_of(me)))
+        mine = [row for row in mine if account in ("", row["Account"])]
+        accounts = dict.fromkeys(row["Account"] for row in mine)
+        shared = [self._accounted(allowances.association_of(name)) for name in accounts]
+        of_account = [row for text in shared for row in allowances.parse_rows(text, columns) if not row["User"]]
+        return mine + of_account
+
+    @cached_property
+    def _qos(self) -> list[dict[str, str]]:
+        if not self._told.enforces_limits:
+            return []
+        return allowances.parse_rows(self._accounted(allowances.every_qos()), allowances.QOS)
+
+    def _accounted(self, command: Sequence[str]) -> str:
+        """Return what sacctmgr prints; nothing once it has failed to answer, which may take it long."""
+        if self._is_silent:
+            return ""
         try:
-            return slurm_commands.most_queued(self.site.account, self.site.qos, self.site.partition)
+            return slurm_commands.run_command(command, PATIENCE_S)
         except CommandFailed:
-            return None
+            self._is_silent = True
+            return ""
 
     def _largest_mem(self, nodes: Sequence[SiteNodes]) -> int | None:
         """Return the memory of the largest node, less what the node reserves for itself."""
@@ -81,6 +194,26 @@ class Facts:
             if named not in self._reserved:
                 self._reserved[named] = slurm_commands.reserved_bytes(named)
         return most_bytes - self._reserved.get(named, 0)
+
+
+def _answer(command: Sequence[str]) -> str:
+    """Return what a command prints; nothing if it fails."""
+    try:
+        return slurm_commands.run_command(command)
+    except CommandFailed:
+        return ""
+
+
+def _least(*values: int | None) -> int | None:
+    return min((value for value in values if value is not None), default=None)
+
+
+def _capped(caps: Caps, kind: str) -> int | None:
+    return caps[kind].value if kind in caps else None
+
+
+def _capped_all(caps: Caps, kinds: Iterable[str]) -> list[int | None]:
+    return [_capped(caps, kind) for kind in kinds]
 
 
 def _longest(nodes: Sequence[SiteNodes]) -> int | None:
@@ -156,6 +289,40 @@ def refusal_of(spec: JobSpec, message: str, partitions: Iterable[str]) -> Submis
     is_silent = transient(message) or any(sign in message.lower() for sign in ABSENT)
     kind = ClusterSilent if is_silent else SubmissionRefused
     return kind(what, where=f"job {spec.name}", remedy=remedy)
+
+
+def refuse_above_caps(spec: JobSpec, caps: Caps) -> None:
+    """Refuse a job whose tasks ask for more than the accounting allows: Slurm would refuse it, or never start it."""
+    mem_bytes = spec.mem_bytes or 0
+    asked = {
+        allowances.TIME: (spec.time_s or 0, "time", 1),
+        allowances.MEM: (mem_bytes * spec.nodes, "mem", spec.nodes),
+        allowances.MEM_ON_NODE: (mem_bytes, "mem", 1),
+        allowances.CPUS: (spec.cpus * spec.processes, "cpus", spec.processes),
+        allowances.GPUS: (spec.gpus * spec.nodes, "gpus", spec.nodes),
+        allowances.NODES: (spec.nodes, "nodes", 1),
+    }
+    for kind, (wanted, setting, shares) in asked.items():
+        if kind not in caps or wanted <= caps[kind].value:
+            continue
+        cap, thing = caps[kind], {"time": "", "mem": " of memory"}.get(setting, f" {setting}")
+        most = allowances.shown(kind, cap.value)
+        what = f"each task asks for {allowances.shown(kind, wanted)}{thing}; {cap.name} allows {most}"
+        fits = allowances.shown(kind, max(1, cap.value // shares))
+        remedy = spec.again.with_settings((f"cluster.{spec.section}.{setting}", fits))
+        raise SubmissionRefused(what, where=f"job {spec.name}", remedy=remedy)
+
+
+def refuse_narrow_queue(spec: JobSpec, limits: Limits, caps: Caps) -> None:
+    """Refuse a supervisor's job where the queue has no place for it, its standby, the next visit and a task."""
+    most = limits.queued_tasks
+    if spec.name != SUPERVISE or most is None or most >= LEAST_QUEUE:
+        return
+    cap = caps.get(allowances.QUEUED)
+    limit = cap.name if cap and cap.value == most else "cluster.slurm.max_submit"
+    what = f"{limit} allows {most} in the queue: supervisors that are jobs, and a task, need {LEAST_QUEUE}"
+    remedy = spec.again.with_settings(("cluster.supervisor.where", "login"))
+    raise SubmissionRefused(what, where=f"job {spec.name}", remedy=remedy)
 
 
 def refuse_above_nodes(spec: JobSpec, nodes: Sequence[SiteNodes], limits: Limits) -> None:

@@ -12,6 +12,7 @@ from pipeline.config.schema_parts import (
     AutoCount,
     AutoCountOrNone,
     AutoMemory,
+    Budget,
     Duration,
     Memory,
     Name,
@@ -140,6 +141,14 @@ class SlurmSection(Section):
 
     name: Name = Field(default="slurm", description="What measurements of this cluster are remembered under.")
     partition: Name | None = Field(default=None, description="Partition of jobs; null: the cluster's default.")
+    partitions: tuple[Name, ...] = Field(
+        default=(),
+        description="Those that tasks may go to, in place of partition: a task goes to the cheapest that holds it, of "
+        "equal ones to the first, and to another when it needs more memory or time.",
+    )
+    prices: dict[Name, float] = Field(
+        default={}, description="What an hour costs in a partition, beside 1 in those that are not named."
+    )
     account: Name | None = Field(default=None, description="Account that jobs are charged to.")
     qos: Name | None = Field(default=None, description="Quality of service of jobs.")
     constraint: Name | None = Field(default=None, description="Features that nodes must have, as sbatch takes them.")
@@ -166,6 +175,12 @@ class SlurmSection(Section):
     )
     grace: Duration = Field(default=90, description="How long before its time limit a task is told to finish in order.")
     poll: Duration = Field(default=15, description="How often a supervisor that stays looks at its jobs.")
+
+    @model_validator(mode="after")
+    def _prices_are_no_debts(self) -> SlurmSection:
+        if odd := [name for name, price in self.prices.items() if not 0 <= price < float("inf")]:
+            raise conflict("prices", f"has {self.prices[odd[0]]:g} for {odd[0]}: a price is a number from 0")
+        return self
 
 
 class SupervisorSection(Section):
@@ -207,6 +222,11 @@ class ClusterSection(Section):
         default=Path("runs"), description="Folder of the run folders: logs, events, frozen configurations."
     )
     private: bool = Field(default=True, description="Whether run folders are readable by their owner alone.")
+    budget: Budget | None = Field(
+        default=None,
+        description="Hours of GPUs or cores that all runs in `runs` may take together, such as 500 gpu-hours; "
+        "null: no limit.",
+    )
     slots: SlotsSection = SlotsSection()
     slurm: SlurmSection = SlurmSection()
     supervisor: SupervisorSection = SupervisorSection()

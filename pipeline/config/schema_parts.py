@@ -17,6 +17,7 @@ _UNITS = "KMGTP"
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGTP])(?:i?B)?", re.IGNORECASE | re.ASCII)
 _CLOCK = re.compile(r"(?:(\d{1,5})-)?(\d{1,5}):([0-5]\d):([0-5]\d)", re.ASCII)
 _SPAN = re.compile(r"(\d{1,9}) ?([smhd])", re.IGNORECASE | re.ASCII)
+_BUDGET = re.compile(r"(\d{1,9}(?:\.\d{1,6})?) ?(gpu|core)-?hours?", re.IGNORECASE | re.ASCII)
 _STEPS = re.compile(r"([1-9]\d{0,8}) steps?", re.ASCII)
 _SPAN_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -96,6 +97,14 @@ def parse_interval(value: object) -> int | float | str:
     if isinstance(value, str) and (steps := _STEPS.fullmatch(value)):
         return f"{steps[1]} steps"
     raise _wants("epochs such as 2, a part of one such as 0.25, or '500 steps'")
+
+
+def parse_budget(value: object) -> str:
+    """Return a budget as `500 gpu-hours` or `200 core-hours`."""
+    match = _BUDGET.fullmatch(value) if isinstance(value, str) else None
+    if match is None or float(match[1]) <= 0:
+        raise _wants("hours of GPUs or cores, such as '500 gpu-hours' or '2000 core-hours'")
+    return f"{match[1]} {match[2].lower()}-hours"
 
 
 def parse_limit(value: object) -> int | float | None:
@@ -195,6 +204,11 @@ Duration: TypeAlias = Annotated[
     PlainValidator(parse_duration),
     PlainSerializer(format_duration, when_used="json"),
     WithJsonSchema(_TIME_SCHEMA),
+]
+Budget: TypeAlias = Annotated[
+    str,
+    PlainValidator(parse_budget),
+    WithJsonSchema({"type": "string", "pattern": "^[0-9]+([.][0-9]+)? ?(gpu|core)-?hours?$"}),
 ]
 NodeFolder: TypeAlias = Annotated[
     str | None,

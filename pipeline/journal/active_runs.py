@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from pipeline.cluster.fields import Queued
     from pipeline.cluster.job_spec import JobId
     from pipeline.config.schema import Config
+    from pipeline.journal.budget import Account
     from pipeline.journal.run_status import RunStatus, StageStatus
     from pipeline.records import Event
 
@@ -120,6 +121,7 @@ class SeenRun:
     trouble: str = ""  # why the queue could not be asked
     losses: Mapping[str, Sequence[float]] = field(default_factory=dict)  # stage → its loss curve
     lately: Sequence[tuple[float, str]] = ()  # when something happened, and what
+    account: Account | None = None  # of the project's budget, where it has one
 
     def left_s(self, stage: StageStatus) -> float | None:
         """Return the seconds that a stage will still take at its speed so far."""
@@ -131,7 +133,8 @@ class SeenRun:
             stage = self.status.stages[plain_stage["name"]]
             waits = list(self.waits_for.get(stage.name, ()))
             plain_stage |= {"waits_for": waits, "use": use(stage), "left_s": self.left_s(stage)}
-        return plain | {"supervisor": self.supervisor, "trouble": self.trouble}
+        budget = {"budget": self.account.to_json()} if self.account else {}
+        return plain | {"supervisor": self.supervisor, "trouble": self.trouble, **budget}
 
 
 def current_status(

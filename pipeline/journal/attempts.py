@@ -31,9 +31,10 @@ class Ask:
     time_s: int
     shrink: int = 0  # how often the budget of a batch was halved because a GPU's memory ended
     careful: bool = False  # one item at a time, so that the note of a crash names a single one
+    partition: str = ""  # of those that it may go to; empty: as the job says
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if name != "partition" or value}
 
 
 def ask_of(data: Mapping[str, Any]) -> Ask:
@@ -62,19 +63,26 @@ class Attempt:
     exit_code: int | None = None
     peak_rss_bytes: int | None = None
     gpu_peak_bytes: int | None = None
+    gpu_total_bytes: int | None = None  # of one GPU
+    gpu_busy: float | None = None  # share of the time in which its GPUs ran a kernel; None: nobody could tell
     ended_at: float = 0.0
     elapsed_s: float = 0.0
+    earlier_s: float = 0.0  # before the scheduler itself began it again
     cpu_s: float | None = None
     done: int = 0  # items it had worked through
     on: tuple[str, ...] = ()  # items it was on when it died
     said: str = ""  # what the worker reported of its own failure
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"cause": self.cause.value, "on": list(self.on)}
+        return asdict(self) | {"ask": self.ask.to_json(), "cause": self.cause.value, "on": list(self.on)}
 
     def to_event(self) -> dict[str, Any]:
         """Return the JSON for the ledger, without empty values: a run may have many attempts."""
-        return {name: value for name, value in self.to_json().items() if value or name in ("task", "number")}
+        return {
+            name: value
+            for name, value in self.to_json().items()
+            if value or (name in ("task", "number", "gpu_busy") and value is not None)
+        }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Attempt:

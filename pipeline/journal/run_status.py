@@ -60,11 +60,25 @@ class StageJob:
     why: str = ""  # where its memory is from
     planned_bytes: int = 0  # of a task, before measurements corrected it; 0: an older version did not record it
     recipe: str = ""  # under which its measurements are remembered
+    where: str = ""  # why its tasks go to their partition
+    nodes: int = 1  # of a task, as the next
+    ranks: int = 1  # processes on each node, each with so many cpus
     at: float = 0.0
+
+    @property
+    def cores(self) -> int:
+        """Cores of one task, on all of its nodes."""
+        return self.cpus * self.ranks * self.nodes
+
+    @property
+    def cards(self) -> int:
+        """GPUs of one task, on all of its nodes."""
+        return self.gpus * self.nodes
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON data; the time of submission is that of the event."""
-        return {name: value for name, value in asdict(self).items() if name != "at"}
+        plain = asdict(self) | {"ask": self.ask.to_json()}
+        return {name: value for name, value in plain.items() if name != "at"}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], at: float = 0.0) -> StageJob:

@@ -48,11 +48,15 @@ class StageUse:
     median_s: float | None
     time_used: float | None  # by the longest
     gpu_peak_bytes: int | None
+    gpu_total_bytes: int | None  # of one GPU
+    gpu_busy: float | None  # share of the time in which a kernel ran, weighted by time
     items_per_s: float | None  # of one task
     core_hours: float
+    gpu_hours: float
     planned_bytes: int | None
     why: str  # where the memory of the first attempts was from
     suggested: tuple[Suggested, ...]
+    advice: tuple[str, ...] = ()  # what lay idle, in words
     note: str = ""  # why something is missing
 
 

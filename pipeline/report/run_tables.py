@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from pipeline.journal.active_runs import SeenRun
     from pipeline.journal.attempts import Attempt
+    from pipeline.journal.budget import Account
     from pipeline.journal.run_status import RunStatus, StageStatus
     from pipeline.report.facts import StageUse
 
@@ -48,6 +49,7 @@ def run_report(run: SeenRun, *, with_error: bool = True) -> list[RenderableType]
         shown.append(f"nobody looks after it any more; finished work is kept: pipeline resume {status.name}")
     shown += [f"supervisor: {run.supervisor}"] if run.supervisor else []
     shown += [f"the queue could not be asked: {run.trouble}"] if run.trouble else []
+    shown += [run.account.line()] if run.account else []
     rejected: Mapping[str, int] = {}
     for stage in stages:
         shown += ["", _head(stage), *_progress(stage, run)]
@@ -114,13 +116,16 @@ def _told(group: Sequence[Attempt], action: str) -> str:
     return f"{headline}{output}{followed}\n    log: {first.log}"
 
 
-UNKNOWN = "?"
+UNKNOWN = "unknown"
 USED = ("stage", "tasks", "tries", "memory", "peak", "used", "cpus", "used", "limit", "longest")
 
 
-def efficiency_report(status: RunStatus, stages: Sequence[StageUse]) -> list[RenderableType]:
+def efficiency_report(
+    status: RunStatus, stages: Sequence[StageUse], account: Account | None = None
+) -> list[RenderableType]:
     """Show what the stages of a run have used, what went wrong, and what to ask for next time."""
     shown: list[RenderableType] = [f"run {status.name}: {status.state.value}"]
+    shown += [account.line()] if account else []
     if not stages:
         if status.state is RunState.DONE:
             return [*shown, "nothing was left to do: no task was needed"]
@@ -131,6 +136,8 @@ def efficiency_report(status: RunStatus, stages: Sequence[StageUse]) -> list[Ren
         if failed := stage.failures:
             count = plural(len(failed), "attempt")
             shown += ["", f"{stage.name}: {count} did not end well (pipeline logs --failed)", *story(stage, failed)]
+    if advice := [f"  {use.stage}: {line}" for use in stages for line in use.advice]:
+        shown += ["", "what lay idle", *advice]
     suggested = [
         f"  {setting.key}: {setting.shown(setting.value)}, was {setting.shown(setting.was)}: {setting.why}"
         for use in stages
@@ -160,8 +167,9 @@ def _lines(use: StageUse) -> list[str]:
     """Return the figures of a stage that have no column in the table."""
     pace = f" ({use.items_per_s:,.1f} a second and task)" if use.items_per_s else ""
     parts = [f"{plural(use.items, UNIT[use.stage])}{pace}", f"{use.core_hours:,.2f} core hours"]
-    if use.gpu_peak_bytes:
-        parts.append(f"GPU memory {format_bytes(use.gpu_peak_bytes)}")
+    if use.gpus:
+        memory = _size(use.gpu_peak_bytes) + (f" of {format_bytes(use.gpu_total_bytes)}" if use.gpu_total_bytes else "")
+        parts += [f"{use.gpu_hours:,.2f} GPU hours", f"GPU busy {_percent(use.gpu_busy)}", f"GPU memory {memory}"]
     planned = f"; planned {format_bytes(use.planned_bytes)}" if use.planned_bytes else ""
     why = f" ({use.why})" if use.why else ""
     median = f" (median {format_bytes(use.median_peak_bytes)})" if use.median_peak_bytes else ""

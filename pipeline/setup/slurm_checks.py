@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pwd
 import shutil
 import subprocess
 import sys
@@ -17,7 +16,9 @@ from typing import TYPE_CHECKING
 
 from pipeline.cluster import slurm_commands
 from pipeline.cluster.accounting import CommandFailed
+from pipeline.cluster.allowances import shown
 from pipeline.cluster.site_facts import Partition, Site, join, last_line, look_at_site
+from pipeline.cluster.slurm_facts import Facts
 from pipeline.config.schema_parts import format_duration
 from pipeline.errors import PipelineError, SubmissionRefused
 from pipeline.project.project import Project
@@ -100,7 +101,7 @@ def check_cluster(loaded: LoadedConfig) -> Iterator[CheckResult]:
         yield refused_check("slurm", f"not on the PATH: {join(missing)}", remedy)
         return
     try:
-        site = look_at_site(slurm_commands.run_command, whoami())
+        site = look_at_site(slurm_commands.run_command, slurm_commands.my_name())
     except CommandFailed as error:
         remedy = "scontrol ping   (if it is down, ask the site); or --set cluster.executor=local"
         yield refused_check("slurm", f"the controller does not answer: {last_line(error.what)}", remedy)
@@ -118,14 +119,6 @@ def check_cluster(loaded: LoadedConfig) -> Iterator[CheckResult]:
         check_folders,
     ):
         yield from rows(loaded.config, site)
-
-
-def whoami() -> str:
-    """Return the name under which the cluster knows this user."""
-    try:
-        return pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:
-        return str(os.getuid())
 
 
 def check_partitions(config: Config, site: Site) -> Iterator[CheckResult]:
@@ -250,9 +243,12 @@ def check_limits(config: Config, site: Site) -> Iterator[CheckResult]:
     slurm = config.cluster.slurm
     size = site.max_array_size if slurm.max_array_size == "auto" else slurm.max_array_size
     arrays = f"arrays of {size:,} tasks" if size else "the size of arrays was not told"
-    most = _most_queued(slurm)
+    facts = Facts(slurm)
+    caps, most = facts.caps(), facts.limits().queued_tasks
     queue = "no limit on tasks in the queue is known" if most is None else f"{most:,} tasks of yours in the queue"
     yield good_check("limits", f"{arrays}; {queue}; larger stages are cut, or go in waves")
+    if told := [f"{cap.name}: {shown(kind, cap.value)}" for kind, cap in caps.items()]:
+        yield good_check("allowances", f"{'; '.join(told)}; no task asks for more")
 
 
 def check_folders(config: Config, _site: Site) -> Iterator[CheckResult]:
@@ -274,15 +270,6 @@ def check_folders(config: Config, _site: Site) -> Iterator[CheckResult]:
         yield noted_check("shared folders", f"{join(names)}: {why}", remedy)
 
 
-def _most_queued(slurm: SlurmSection) -> int | None:
-    if slurm.max_submit != "auto":
-        return int(slurm.max_submit)
-    try:
-        return slurm_commands.most_queued(slurm.account, slurm.qos, slurm.partition)
-    except CommandFailed:
-        return None
-
-
 def _wanted(config: Config) -> dict[str, list[str]]:
     """Return the partitions that jobs go to, empty for the default, each with the settings that name it."""
     cluster, wanted = config.cluster, dict[str, list[str]]()
@@ -290,14 +277,21 @@ def _wanted(config: Config) -> dict[str, list[str]]:
     if cluster.supervisor.where == "job":
         sections["supervisor"] = cluster.supervisor.partition
     named = {f"cluster.{name}.partition": partition for name, partition in sections.items()}
-    common = cluster.slurm.partition or ""
+    several, one = cluster.slurm.partitions, (cluster.slurm.partition or "").split(",")
     for key, names in named.items():
-        for name in (names or common).split(","):
-            wanted.setdefault(name, []).append(key if names else "cluster.slurm.partition")
+        is_supervisor = key == "cluster.supervisor.partition"
+        common = one if not several or (is_supervisor and one != [""]) else several
+        for name in names.split(",") if names else common:
+            wanted.setdefault(name, []).append(key if names else _key(name, cluster.slurm))
     for card in cluster.slurm.cards:
         if card.partition:
             wanted.setdefault(card.partition, []).append("cluster.slurm.cards")
     return wanted
+
+
+def _key(partition: str, slurm: SlurmSection) -> str:
+    """Return the setting that names a partition for all stages."""
+    return f"cluster.slurm.{'partitions' if partition in slurm.partitions else 'partition'}"
 
 
 def _no_partition(name: str, keys: list[str], site: Site) -> CheckResult:
@@ -343,7 +337,8 @@ def _too_long(config: Config, partition: Partition, name: str) -> Iterator[Check
     """Yield the stages that ask for more time than a partition gives."""
     for stage in table.everything(config):
         resources = config.cluster.resources(stage)
-        where = resources.partition or config.cluster.slurm.partition or ""
+        slurm = config.cluster.slurm
+        where = resources.partition or (slurm.partition or "" if not slurm.partitions else None)
         if where == name and partition.time_s is not None and resources.time > partition.time_s:
             most = format_duration(partition.time_s)
             what = f"{stage} asks for {format_duration(resources.time)}, and {partition.name} gives at most {most}"

@@ -70,7 +70,7 @@ def test_a_training_without_gpus_is_planned_for_nodes_that_hold_all_its_ranks(
     project = Project.open(config)
     (offer,) = offers_of(Question(config, project, executor), on_cpu=True)
     assert offer.cards[0].budget_bytes <= 256 * GIB // 4
-    assert limits_of(project, table.stage("train", config), executor).mem_bytes == 256 * GIB
+    assert limits_of(config, table.stage("train", config), executor).mem_bytes == 256 * GIB
 
 
 def test_jobs_that_name_no_partition_are_judged_by_the_one_that_sbatch_takes_from_the_environment(

@@ -112,7 +112,8 @@ def used(stage: str, *, items: int) -> StageUse:
     return StageUse(
         stage, tasks=1, attempts=1, items=items, causes={}, cpus=1, gpus=0, asked_bytes=None, first_bytes=None,
         peak_bytes=None, median_peak_bytes=None, mem_used=None, cpu_used=None, limit_s=None, longest_s=None,
-        median_s=None, time_used=None, gpu_peak_bytes=None, items_per_s=None, core_hours=1.0, planned_bytes=None,
+        median_s=None, time_used=None, gpu_peak_bytes=None, gpu_total_bytes=None,
+        gpu_busy=None, items_per_s=None, core_hours=1.0, gpu_hours=0.0, planned_bytes=None,
         why="", suggested=(),
     )  # fmt: skip
 

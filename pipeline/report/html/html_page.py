@@ -194,6 +194,7 @@ def overview(facts: PageFacts) -> Iterator[Tile]:
     yield from _items(facts)
     yield _attempts(facts)
     yield from _used(facts.uses)
+    yield from _budget(facts)
     if facts.training and facts.training.newest:
         yield from _best(facts.training)
 
@@ -230,6 +231,14 @@ def _used(uses: Sequence[StageUse]) -> Iterator[Tile]:
     gpu = max(uses, key=lambda use: use.gpu_peak_bytes or 0)
     if gpu.gpu_peak_bytes:
         yield Tile("Highest memory of a GPU", format_bytes(gpu.gpu_peak_bytes), gpu.stage)
+
+
+def _budget(facts: PageFacts) -> Iterator[Tile]:
+    """Yield what is left of the project's budget, where it has one."""
+    if account := facts.account:
+        unit, more = f"{account.budget.unit} hours", f"of {account.budget.hours:,g}, in all runs"
+        more += f"; {hours(account.taken.held)} held by tasks in flight" if account.taken.held else ""
+        yield Tile(f"Budget: {unit} left", hours(account.left), more, "warn" if account.is_low else "")
 
 
 def _busiest(uses: Sequence[StageUse]) -> str:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
     from pipeline.journal.active_runs import SeenRun
     from pipeline.journal.attempts import Attempt
+    from pipeline.journal.budget import Account
     from pipeline.journal.run_status import StageStatus
     from pipeline.report.cache_tables import Holdings
     from pipeline.report.facts import StageUse
@@ -177,5 +178,6 @@ class PageFacts:
     rejections: Rejections | None
     training: TrainingFacts | None
     uses: Sequence[StageUse]
+    account: Account | None  # of the project's budget, where it has one
     cache: Holdings | None
     notes: Sequence[str]  # what could not be read, and is missing on the page

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from dataclasses import dataclass, replace
@@ -10,24 +11,29 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from pipeline.cluster.job_spec import TaskState, format_ranges, parse_ranges
 from pipeline.cluster.verdict import Cause, judge_attempt
-from pipeline.errors import SubmissionRefused
+from pipeline.errors import BudgetReached, SubmissionRefused
 from pipeline.journal.attempts import Attempt, leave_out
+from pipeline.journal.budget import spending_of
 from pipeline.journal.ledger import read_notes
 from pipeline.memory.history.task_history import Measured
 from pipeline.project.project import cluster_name, profiles_of
 from pipeline.records import EventKind
 from pipeline.runs.dataset import worklist
 from pipeline.runs.engine.repair import GiveUp, LeaveOut, Means, Split, bad_nodes, decide
-from pipeline.runs.workflow.jobs import first_job, limits_of, on_cards, recipe_name, spec_of
+from pipeline.runs.workflow.jobs import candidates, first_job, limits_of, on_cards, recipe_name, spec_of
 from pipeline.stage_names import StageName
 from pipeline.store.key_lists import in_chunks
+from pipeline.units import format_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from pipeline.cluster.candidates import Candidate
     from pipeline.cluster.job_spec import Executor, JobSpec, Limits, TaskStatus
+    from pipeline.command_line import Command
     from pipeline.config.schema import Config
     from pipeline.journal.attempts import Ask, TaskRecord
+    from pipeline.journal.budget import Account
     from pipeline.journal.run_folder import RunFolder
     from pipeline.journal.run_status import StageJob, StageStatus
     from pipeline.project.project import Project
@@ -36,7 +42,7 @@ if TYPE_CHECKING:
     Emit: TypeAlias = Callable[..., None]
 
 LOG_END_BYTES = 8192
-FOR_SUPERVISORS = 3  # places in the queue
+FOR_SUPERVISORS = 2  # places in the queue: for the next visit and its standby
 MANY = 1 << 30
 MOST_EXCLUDED = 4  # nodes, where nobody knows how many there are
 
@@ -56,6 +62,7 @@ class Dispatch:
     def __init__(self, folder: RunFolder, config: Config, executor: Executor, emit: Emit) -> None:
         self._folder, self._config, self._executor, self._emit = folder, config, executor, emit
         self._profiles = profiles_of(config)
+        self._spending = spending_of(folder.path.parent, config.cluster.budget)
 
     def adopt(self, stage: StageStatus) -> None:
         """Take over the jobs of an earlier supervisor, and submit those that it announced without noting a job id."""
@@ -67,9 +74,11 @@ class Dispatch:
     def collect(self, project: Project, stage: Stage, status: StageStatus, changed: Sequence[TaskStatus]) -> int:
         """Record the attempts that have ended; return how many did."""
         over = [report for report in changed if is_over(report) and status.task(report.task).job == report.job]
-        host_peaks, gpu_peaks = (_peaks(status, f"{name}_peak_bytes") if over else {} for name in ("host", "device"))
+        host_peaks = _peaks(status, "host_peak_bytes") if over else {}
         on_node = stage.processes(project) // getattr(stage.resources(project.config), "nodes", 1)
-        attempts = [self._judged(status, report, host_peaks, gpu_peaks, on_node) for report in over]
+        attempts = [self._judged(status, report, host_peaks, on_node) for report in over]
+        if over:
+            attempts = _with_gpus(attempts, status)
         for attempt in attempts:
             self._emit(EventKind.TASK_ENDED, stage=stage.name, **attempt.to_event())
         if attempts:
@@ -90,7 +99,6 @@ class Dispatch:
         stage: StageStatus,
         report: TaskStatus,
         host_peaks: Mapping[int, int],
-        gpu_peaks: Mapping[int, int],
         on_node: int = 1,
     ) -> Attempt:
         """Return how an attempt ended; `on_node` is how many of its processes share the memory of a node."""
@@ -115,9 +123,9 @@ class Dispatch:
             log=report.stderr,
             exit_code=report.exit_code,
             peak_rss_bytes=max(verdict.peak_bytes or 0, on_node * host_peaks.get(report.task, 0)) or None,
-            gpu_peak_bytes=gpu_peaks.get(report.task),
             ended_at=report.ended or time.time(),
             elapsed_s=(report.ended or 0.0) - (report.started or report.ended or 0.0),
+            earlier_s=report.earlier_s,
             cpu_s=report.cpu_s,
             done=done,
             on=() if cause is Cause.DONE else on,
@@ -168,8 +176,34 @@ class Dispatch:
             room -= len(parse_ranges(job.tasks))
             if room < 0:
                 return
-            self._emit(EventKind.JOB_SUBMITTING, **job.to_json())
-            self._submit(status, job)
+            affordable = self._affordable(job)
+            self._emit(EventKind.JOB_SUBMITTING, **affordable.to_json())
+            self._recount(affordable)
+            self._submit(status, affordable)
+            if affordable is not job:  # the rest has to wait until something ends before its time
+                return
+
+    def account(self) -> Account | None:
+        """Return what has gone of the project's budget; None where it has none."""
+        return self._spending.account() if self._spending else None
+
+    def _affordable(self, job: StageJob) -> StageJob:
+        """Return a job with as many of its tasks as the project's budget holds; raise if that is none."""
+        if (account := self.account()) is None:
+            return job
+        wanted = parse_ranges(job.tasks)
+        fitting = account.budget.fitting(job, account.taken)
+        if not fitting:
+            raise _beyond(account, job, spec_of(self._folder, self._config, job).again)
+        return job if fitting == len(wanted) else replace(job, tasks=format_ranges(wanted[:fitting]))
+
+    def _recount(self, job: StageJob) -> None:
+        """Take an announced job back if another run of the project has announced one, too, and both are too much."""
+        account = self.account()
+        if account is None or account.taken.total <= account.budget.hours + 1e-9:
+            return
+        self._emit(EventKind.JOB_REFUSED, **job.to_json())
+        raise _beyond(account, job, spec_of(self._folder, self._config, job).again)
 
     def _repaired(self, project: Project, stage: Stage, status: StageStatus) -> Iterator[tuple[int, Next | None]]:
         """Yield the next attempt of each failed task, None for one that is given up; split others."""
@@ -179,7 +213,16 @@ class Dispatch:
             tries = self._config.cluster.supervisor.tries
             shard, is_whole = shards[task.number], stage.name == StageName.TRAIN
             items = shard.end - shard.start if stage.together else shard.items  # listed as one thing without halves
-            means = Means(limits, items, tries, status.sets > 0, is_whole, is_shared=stage.together and not is_whole)
+            means = Means(
+                limits,
+                items,
+                tries,
+                status.sets > 0,
+                is_whole,
+                is_shared=stage.together and not is_whole,
+                places=self._places(project, stage, task),
+                nodes=getattr(stage.resources(project.config), "nodes", 1),
+            )
             decision = decide(task.ended, means)
             if isinstance(decision, Split):
                 splits[task.number] = decision
@@ -229,16 +272,21 @@ class Dispatch:
         """Return the limits of the partition that this stage's jobs go to."""
         if status.limits is None:
             partition = self._planned(project, stage, status).partition
-            status.limits = limits_of(project, stage, self._executor, partition)
+            status.limits = limits_of(self._config, stage, self._executor, partition)
         return status.limits
 
+    def _places(self, project: Project, stage: Stage, task: TaskRecord) -> tuple[Candidate, ...]:
+        """Return the partitions that a task may go to; none where it has no choice."""
+        is_placed = task.last is not None and task.last.ask.partition
+        return candidates(project, stage, self._executor) if is_placed else ()
+
     def _room(self, status: StageStatus) -> int:
-        """Return how many tasks the queue still takes."""
-        most = self._executor.limits_of().queued_tasks
-        if most is None:
+        """Return how many tasks the queue still takes; where none of these is in it, one is tried."""
+        room = self._executor.room()
+        if room is None:
             return len(status.work)
-        live = sum(task.job is not None for task in status.work.values())
-        return max(0 if live else 1, most - live - FOR_SUPERVISORS)
+        reserved = FOR_SUPERVISORS if self._config.cluster.supervisor.where == "job" else 0
+        return max(0 if status.live else 1, room - reserved)
 
     def _jobs(
         self, project: Project, stage: Stage, status: StageStatus, asks: Mapping[int, Next]
@@ -257,6 +305,7 @@ class Dispatch:
                 id="",
                 at=0.0,
                 parallel=max(1, parallel // len(cut)),
+                where=planned.where if following.ask.partition == planned.ask.partition else "",
                 tag=f"{self._folder.name}-{stage.name}-{sequence}",
                 tasks=format_ranges(piece),
                 attempt=following.attempt,
@@ -283,6 +332,22 @@ class Dispatch:
         self._emit(EventKind.JOB_SUBMITTED, **replace(job, id=job_id).to_json())
 
 
+def _beyond(account: Account, job: StageJob, again: Command) -> BudgetReached:
+    """Return the error for a job of which the budget does not hold one task."""
+    budget, tasks = account.budget, len(parse_ranges(job.tasks))
+    each, count = budget.task_hours(job), f"{tasks:,} task{'s' * (tasks != 1)}"
+    enough = math.ceil(account.taken.total + tasks * each)
+    what = (
+        f"a task may take {each:,.2f} {budget.unit}-hours ({format_seconds(job.ask.time_s)} and a minute to end), "
+        f"and {count} could pass the budget; {account.figures()}"
+    )
+    remedy = again.with_settings(
+        ("cluster.budget", f"{enough} {budget.unit}-hours"),
+        then=f"   (or less time for a task: cluster.{job.stage}.time; finished work is kept)",
+    )
+    return BudgetReached(what, where=f"job {job.stage}", remedy=remedy)
+
+
 def is_over(task: TaskStatus) -> bool:
     """Tell whether a task has ended, or the scheduler no longer knows it."""
     return task.state.ended or task.state is TaskState.UNKNOWN
@@ -305,6 +370,31 @@ def log_end(path: str) -> str:
             return file.read().decode(errors="replace")
     except OSError:
         return ""
+
+
+def _with_gpus(attempts: Sequence[Attempt], stage: StageStatus) -> list[Attempt]:
+    """Return attempts with what their processes saw of their GPUs; None where they saw nothing."""
+    torchs, seen = _peaks(stage, "device_peak_bytes"), _peaks(stage, "gpu_used_bytes")
+    totals, busy = _peaks(stage, "gpu_total_bytes"), _busy(stage)
+    return [
+        replace(
+            attempt,
+            gpu_peak_bytes=max(torchs.get(attempt.task, 0), seen.get(attempt.task, 0)) or None,
+            gpu_total_bytes=totals.get(attempt.task),
+            gpu_busy=busy.get(attempt.task),
+        )
+        for attempt in attempts
+    ]
+
+
+def _busy(stage: StageStatus) -> dict[int, float]:
+    """Return for each task how busy the GPUs of its processes were, where any of them could tell."""
+    sums: dict[int, tuple[float, float]] = {}
+    for figures in stage.figures.values():
+        if looks := figures.get("gpu_looks", 0.0):
+            busy, count = sums.get(int(figures["task"]), (0.0, 0.0))
+            sums[int(figures["task"])] = (busy + figures["gpu_busy"] * looks, count + looks)
+    return {task: busy / count for task, (busy, count) in sums.items()}
 
 
 def _peaks(stage: StageStatus, figure: str) -> dict[int, int]:

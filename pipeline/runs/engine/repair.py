@@ -4,12 +4,16 @@ Memory that the kernel ended  → more of it, up to the largest node; then halve
                                 share what has no halves; then the item is left out.
 A GPU's memory                → smaller batches, which change no result; then halves; then the item is left out.
 A time limit                  → what is finished is kept: go on if it came further, with more time if there is more.
-A node, preemption, no word   → again; a node that failed twice is left out (bad_nodes).
+A node, preemption, no word   → again; a node that failed twice is left out (bad_nodes); what was preempted twice
+                                without coming further goes where jobs are left alone, if it may.
 A signal that nobody sent     → again, one thing at a time; twice on the same thing: that is left out.
 Anything else                 → the stage ends with the cause.
 
 A training is one task: it is never split, and one thing at a time makes other numbers of it. So it is begun again as it
 was, until it has died twice without coming further.
+
+Where a task may go to several partitions, what there is to get is what any of them gives: with more memory or time than
+its own has it moves to the first that holds it, never to one that is not listed.
 
 Attempts are bounded only while nothing progresses.
 """
@@ -19,6 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
+from pipeline.cluster.candidates import choose, left_alone, reach
 from pipeline.cluster.job_spec import mebibytes
 from pipeline.cluster.verdict import Cause
 from pipeline.records import Reason
@@ -26,6 +31,7 @@ from pipeline.records import Reason
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from pipeline.cluster.candidates import Candidate
     from pipeline.cluster.job_spec import Limits
     from pipeline.journal.attempts import Ask, Attempt, TaskRecord
 
@@ -81,10 +87,41 @@ class Means:
     is_read_once: bool = False  # by a reader from beginning to end: nothing can be left out, nor is anything kept
     is_whole: bool = False  # a training: it has no halves, and its numbers are of all items, put together as they were
     is_shared: bool = False  # by ranks, each on items of its own: it has no halves, but items may be left out
+    places: tuple[Candidate, ...] = ()  # the partitions that it may go to, the first choice first
+    nodes: int = 1  # of the task
 
 
 def decide(history: Sequence[Attempt], means: Means) -> Decision:
     """Return what to do after the last of the attempts at a task."""
+    if not means.places:
+        return _decide(history, means)
+    ask = history[-1].ask
+    limits = reach(means.places, ask.mem_bytes, ask.time_s, means.limits)
+    decision = _decide(history, replace(means, limits=limits))
+    return decision if isinstance(decision, GiveUp) else _placed(decision, history, means)
+
+
+def _placed(decision: Again | Split | LeaveOut, history: Sequence[Attempt], means: Means) -> Decision:
+    """Return a decision with the partition for what it asks for: the present one while that holds it."""
+    ask, now, places = decision.ask, history[-1].ask.partition, means.places
+    alone = left_alone(places)
+    if _keeps_making_room(history) and any(
+        not place.refuses(ask.mem_bytes, ask.time_s, means.nodes) for place in alone
+    ):
+        places = tuple(alone)
+    where = choose(places, ask.mem_bytes, ask.time_s, nodes=means.nodes, stay=now)
+    if where == now:
+        return decision
+    return replace(decision, ask=replace(ask, partition=where), why=f"{decision.why}, in {where}, not {now}")
+
+
+def _keeps_making_room(history: Sequence[Attempt]) -> bool:
+    """Tell whether the last attempts were preempted, twice without coming further."""
+    return len(history) > 1 and not progressed(history) and all(end.cause is Cause.PREEMPTED for end in history[-2:])
+
+
+def _decide(history: Sequence[Attempt], means: Means) -> Decision:
+    """Return what to do within some limits."""
     last = history[-1]
     if last.cause is Cause.HOST_OOM:
         return _after_host_oom(history, means)

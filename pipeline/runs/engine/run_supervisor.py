@@ -263,6 +263,9 @@ class Supervisor:
         except PipelineError as error:
             self._end_stage(stage, RunState.FAILED, judged.to_json(), [], self._text(error))
             raise
+        account = self.dispatch.account()
+        if account and account.is_low and status.work:
+            warnings = [*warnings, account.figures()]
         self._end_stage(stage, RunState.DONE, judged.to_json(), warnings, "")
 
     @contextmanager

@@ -32,6 +32,7 @@ from pipeline.device.kinds import VISIBLE
 from pipeline.errors import CacheFull, PipelineError
 from pipeline.journal.ledger import Ledger, Note
 from pipeline.journal.run_folder import RunFolder
+from pipeline.memory.runtime.gpu_use import GpuSampler
 from pipeline.memory.runtime.meters import highest_resident_bytes
 from pipeline.project.project import Project
 from pipeline.project.restriction import only_of
@@ -108,7 +109,8 @@ def run_task(words: Sequence[str]) -> int:
                 signal.signal(number, _hear)
         if arguments.lent is not None:
             os.environ[VISIBLE] = arguments.lent
-        work_through(project, folder, arguments, part, News(ledger, facts), place=place, leads=leads)
+        with closing(GpuSampler.of_environment()) as gpus:
+            work_through(project, folder, arguments, part, News(ledger, facts, gpus), place=place, leads=leads)
     except script_stage.Ended as ended:
         if not ended.quiet:
             _record_end(ledger, facts, ended.what, ended.code, ended.trouble)
@@ -174,8 +176,8 @@ def failure_kind(error: BaseException | None) -> str:
 class News:
     """Records the progress of a task in the ledger, at most twice a second, and the items that it rejects."""
 
-    def __init__(self, ledger: Ledger, facts: dict[str, Any]) -> None:
-        self._ledger, self._facts, self._told_s = ledger, facts, 0.0
+    def __init__(self, ledger: Ledger, facts: dict[str, Any], gpus: GpuSampler | None = None) -> None:
+        self._ledger, self._facts, self._gpus, self._told_s = ledger, facts, gpus, 0.0
         self._rejected = Counter[str]()
         self.done = 0
 
@@ -191,7 +193,8 @@ class News:
 
     def tell(self, kind: EventKind, report: TaskReport) -> None:
         """Record how far the task is, its figures and warnings; that it is done must be recorded."""
-        measured = {"host_peak_bytes": highest_resident_bytes(), **report.figures}
+        of_gpus = self._gpus.figures() if self._gpus else {}
+        measured = {"host_peak_bytes": highest_resident_bytes(), **of_gpus, **report.figures}
         about = {**self._facts, "done": self.done, "rejected": dict(self._rejected), "figures": measured}
         if report.warnings:
             about["warnings"] = list(report.warnings.values())[:WARNINGS_MOST]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.journal.active_runs import goes_on, hidden
+from pipeline.journal.budget import note_pruned
 from pipeline.journal.run_folder import NAME, RunFolder, runs_in, writing_run
 from pipeline.project.run_code import COPIES
 from pipeline.runs.dataset.reader_items import read_by_run
@@ -89,6 +90,7 @@ def prune(pruning: Pruning) -> Iterator[OldRun]:
         if goes_on(run.folder):
             continue
         aside = run.folder.path.with_name(f"{GOING}{run.folder.name}")
+        note_pruned(pruning.runs, run.folder)
         with writing_run(run.folder.path):
             run.folder.path.rename(aside)  # from now on it is no run, however much of it is left
             shutil.rmtree(aside)

@@ -14,6 +14,7 @@ from pipeline.project.project import cluster_name, profiles_of
 from pipeline.report.facts import Estimate, StageUse, Suggested
 from pipeline.runs.workflow import table
 from pipeline.runs.workflow.jobs import plan_stage, recipe_name, tasks_at_once
+from pipeline.units import GIB, format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -32,6 +33,8 @@ TIME_MARGIN = 1.5
 TIME_STEP_S = 300
 SPARE_CPUS = 0.5  # efficiency below which fewer cores are suggested
 TELLING_S = 30.0  # of shorter tasks most is their start
+IDLE_GPU = 0.5  # share of busy time below which it is worth saying
+SLICE_MARGIN, LEAST_SLICED = 1.1, 20 * GIB  # cards with less are not cut
 
 
 def stage_uses(folder: RunFolder, status: RunStatus) -> list[StageUse]:
@@ -71,23 +74,60 @@ def used(stage: StageStatus, config: Config, mem: Suggestion | None) -> StageUse
         peak_bytes=max(peaks, default=None),
         median_peak_bytes=int(median(peaks)) if peaks else None,
         mem_used=_share((attempt.peak_rss_bytes, attempt.ask.mem_bytes, attempt.elapsed_s) for attempt in ended),
-        cpu_used=_share((attempt.cpu_s, _cpus(jobs.get(attempt.job)) * attempt.elapsed_s, 1.0) for attempt in ended),
+        cpu_used=_share((attempt.cpu_s, _cores_of(jobs, attempt) * attempt.elapsed_s, 1.0) for attempt in ended),
         limit_s=limit,
         longest_s=max(took, default=None),
         median_s=median(took) if took else None,
         time_used=max(took) / limit if took and limit else None,
         gpu_peak_bytes=max((attempt.gpu_peak_bytes for attempt in ended if attempt.gpu_peak_bytes), default=None),
+        gpu_total_bytes=max((attempt.gpu_total_bytes for attempt in ended if attempt.gpu_total_bytes), default=None),
+        gpu_busy=_share((attempt.gpu_busy, 1.0, attempt.elapsed_s) for attempt in ended),
         items_per_s=_share((attempt.done, attempt.elapsed_s, 1.0) for attempt in done),
-        core_hours=sum(_cpus(jobs.get(attempt.job)) * attempt.elapsed_s for attempt in ended) / 3600,
+        core_hours=sum(_cores_of(jobs, attempt) * _took_s(attempt) for attempt in ended) / 3600,
+        gpu_hours=sum(_cards_of(jobs, attempt) * _took_s(attempt) for attempt in ended) / 3600,
         planned_bytes=(first.planned_bytes or None) if first else None,
         why=first.why if first else "",
         suggested=tuple(_suggestions(stage.name, config, ended, jobs, mem)),
+        advice=tuple(_advice(stage.name, config, ended, jobs)),
         note="" if mem else "an older version began this run, and did not record its plan",
     )
 
 
-def _cpus(job: StageJob | None) -> int:
-    return job.cpus if job else 1
+def _cores_of(jobs: Mapping[str, StageJob], attempt: Attempt) -> int:
+    """Return the cores of an attempt, on all of its nodes."""
+    return jobs[attempt.job].cores if attempt.job in jobs else 1
+
+
+def _cards_of(jobs: Mapping[str, StageJob], attempt: Attempt) -> int:
+    """Return the GPUs of an attempt, on all of its nodes."""
+    return jobs[attempt.job].cards if attempt.job in jobs else 0
+
+
+def _took_s(attempt: Attempt) -> float:
+    """Return how long an attempt ran, before the scheduler began it again too."""
+    return attempt.elapsed_s + attempt.earlier_s
+
+
+def _advice(name: str, config: Config, ended: Sequence[Attempt], jobs: Mapping[str, StageJob]) -> Iterator[str]:
+    """Yield what of the cores and GPUs lay idle, as far as it was measured, and what would have been enough."""
+    resources = config.cluster.resources(name)
+    if (cores := _cores(ended, jobs)) and cores < resources.cpus:
+        yield f"{cores} of {resources.cpus} cores used"
+    telling = [attempt for attempt in ended if _cards_of(jobs, attempt) and attempt.elapsed_s >= TELLING_S]
+    busy = _share((attempt.gpu_busy, 1.0, attempt.elapsed_s) for attempt in telling)
+    if busy is not None and busy < IDLE_GPU:
+        yield f"its GPUs were busy {busy:.0%} of the time: what feeds them is slower (cluster.{name}.cpus)"
+    peak = max((attempt.gpu_peak_bytes or 0 for attempt in ended), default=0)
+    total = max((attempt.gpu_total_bytes or 0 for attempt in ended), default=0)
+    if peak and total and (slice_bytes := _slice_for(peak, total)):
+        cut, whole = round(slice_bytes / GIB), round(total / GIB)
+        yield f"its peak of {format_bytes(peak)} of GPU memory would fit a {cut} GB slice of its {whole} GB"
+
+
+def _slice_for(peak_bytes: int, total_bytes: int) -> int | None:
+    """Return the smallest part of a GPU, as MIG cuts it, that holds so much and a tenth more; None where none does."""
+    parts = [total_bytes // share for share in (8, 4, 2)] if total_bytes >= LEAST_SLICED else []
+    return next((part for part in parts if SLICE_MARGIN * peak_bytes <= part), None)
 
 
 def _share(parts: Iterable[tuple[float | None, float, float]]) -> float | None:
@@ -98,7 +138,7 @@ def _share(parts: Iterable[tuple[float | None, float, float]]) -> float | None:
 
 
 def _suggestions(
-    name: str, config: Config, ended: Sequence[Attempt], jobs: dict[str, StageJob], mem: Suggestion | None
+    name: str, config: Config, ended: Sequence[Attempt], jobs: Mapping[str, StageJob], mem: Suggestion | None
 ) -> list[Suggested]:
     """Return what the next run should ask for, where that differs from what is configured."""
     key, resources = f"cluster.{name}", config.cluster.resources(name)
@@ -120,13 +160,19 @@ def _asked(ended: Sequence[Attempt]) -> int:
     return max((attempt.ask.mem_bytes for attempt in ended if attempt.number == 1), default=0)
 
 
-def _cores(ended: Sequence[Attempt], jobs: dict[str, StageJob]) -> int | None:
-    """Return how many cores are enough, where less than half of the cores' time was used; else None."""
+def _cores(ended: Sequence[Attempt], jobs: Mapping[str, StageJob]) -> int | None:
+    """Return how many cores of a process are enough, where less than half of their time was used; else None."""
     telling = [attempt for attempt in ended if attempt.cpu_s is not None and attempt.elapsed_s >= TELLING_S]
-    share = _share((attempt.cpu_s, _cpus(jobs.get(attempt.job)) * attempt.elapsed_s, 1.0) for attempt in telling)
+    share = _share((attempt.cpu_s, _cores_of(jobs, attempt) * attempt.elapsed_s, 1.0) for attempt in telling)
     if share is None or share >= SPARE_CPUS:
         return None
-    return max(1, ceil(max((attempt.cpu_s or 0.0) / attempt.elapsed_s for attempt in telling)))
+    return max(1, ceil(max(_busy_cores(jobs, attempt) for attempt in telling)))
+
+
+def _busy_cores(jobs: Mapping[str, StageJob], attempt: Attempt) -> float:
+    """Return how many cores a process of an attempt kept busy."""
+    job = jobs.get(attempt.job)
+    return (attempt.cpu_s or 0.0) / attempt.elapsed_s / (job.ranks * job.nodes if job else 1)
 
 
 DEFAULT = "default"
@@ -184,4 +230,6 @@ def _sources(project: Project, planned: StagePlan, origins: Mapping[str, str], p
         "disk": "planned" if planned.survey.bytes else "not planned for this stage",
     }
     about = f"measured here: {pace:,.1f} a second and task" if pace else "no task of this recipe was measured here"
+    if planned.job.ask.partition:
+        sources["partition"] = f"{planned.job.ask.partition}: {planned.job.where}"
     return sources | {"about": about}

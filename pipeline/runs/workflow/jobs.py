@@ -10,9 +10,10 @@ import json
 import shutil
 import tempfile
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from pipeline.cluster.candidates import candidates_of, choose, reason
 from pipeline.cluster.job_spec import TASK, JobSpec, parse_ranges
 from pipeline.cluster.local import LocalExecutor
 from pipeline.config.schema_cluster import TrainResources
@@ -30,6 +31,7 @@ from pipeline.units import format_bytes
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from pipeline.cluster.candidates import Candidate
     from pipeline.cluster.job_spec import Executor, Limits
     from pipeline.config.schema import Config
     from pipeline.config.schema_cluster import CardSection
@@ -142,9 +144,9 @@ class StagePlan:
         return self.stage.name, self.counts(), self.survey.bytes, self.job.cpus, ask
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON for the ledger; unknown limits are left out, and asked for again."""
-        known = {name: value for name, value in asdict(self.limits).items() if value is not None}
-        return {**self.counts(), "cost": self.survey.cost, "job": self.job.to_json(), "limits": known}
+        """Return the JSON for the ledger."""
+        counts = {**self.counts(), "cost": self.survey.cost}
+        return {**counts, "job": self.job.to_json(), "limits": self.limits.to_json()}
 
 
 def plan_stage(project: Project, stage: Stage, executor: Executor, folder: RunFolder | None) -> StagePlan:
@@ -165,23 +167,47 @@ def tasks_at_once(config: Config, stage: Stage, executor: Executor) -> int:
     """Return how many tasks of a stage can run at once."""
     resources = stage.resources(config)
     if not isinstance(executor, LocalExecutor) or stage.together:
-        return resources.parallel
+        most = limits_of(config, stage, executor).running_tasks
+        return resources.parallel if most is None else min(resources.parallel, most)
     machine = executor.machine
     by_gpus = len(machine.gpus) // resources.gpus if resources.gpus else machine.cpus
     return max(1, min(machine.cpus // resources.cpus, by_gpus))
 
 
-def limits_of(project: Project, stage: Stage, executor: Executor, partition: str = "") -> Limits:
+def limits_of(config: Config, stage: Stage, executor: Executor, partition: str = "") -> Limits:
     """Return the limits of a stage's tasks in a partition; by default in the configured one."""
-    resources = stage.resources(project.config)
+    resources = stage.resources(config)
     return executor.limits_of(partition or resources.partition or "", resources.cpus_on_node, resources.gpus)
+
+
+def candidates(project: Project, stage: Stage, executor: Executor) -> tuple[Candidate, ...]:
+    """Return the partitions that a stage's tasks may go to, the first choice first; none where only one is named."""
+    resources, site = stage.resources(project.config), project.config.cluster.slurm
+    if resources.partition or project.config.cluster.executor != "slurm":
+        return ()
+    return candidates_of(site, lambda name: limits_of(project.config, stage, executor, name))
+
+
+def _placed(project: Project, stage: Stage, executor: Executor, job: StageJob) -> StageJob:
+    """Return a job with the partition that it goes to, where it may go to several, and why."""
+    where, why = place(project, stage, executor, job.ask)
+    return replace(job, ask=replace(job.ask, partition=where), where=why)
+
+
+def place(project: Project, stage: Stage, executor: Executor, ask: Ask) -> tuple[str, str]:
+    """Return the partition for a stage's task that asks for so much, and why it; both empty where it has no choice."""
+    if not (found := candidates(project, stage, executor)):
+        return "", ""
+    nodes = getattr(stage.resources(project.config), "nodes", 1)
+    where = choose(found, ask.mem_bytes, ask.time_s, nodes=nodes)
+    return where, reason(found, where, ask.mem_bytes, ask.time_s, nodes)
 
 
 def first_job(
     project: Project, stage: Stage, executor: Executor, folder: RunFolder | None = None, tasks: int = 1
 ) -> FirstJob:
     """Return the job of first attempts, with memory as configured, else as measured before, else as planned."""
-    limits, resources = limits_of(project, stage, executor), stage.resources(project.config)
+    limits, resources = limits_of(project.config, stage, executor), stage.resources(project.config)
     planned_bytes, recipe = stage.mem_bytes(project), recipe_name(project, stage)
     mem_bytes, why = _first_bytes(project, stage, limits, planned_bytes, recipe)
     job = StageJob(
@@ -195,8 +221,10 @@ def first_job(
         why=why,
         planned_bytes=planned_bytes,
         recipe=recipe,
+        nodes=getattr(resources, "nodes", 1),
+        ranks=getattr(resources, "ranks_per_node", 1),
     )
-    return FirstJob(job, limits)
+    return FirstJob(_placed(project, stage, executor, job), limits)
 
 
 def _first_bytes(project: Project, stage: Stage, limits: Limits, planned_bytes: int, recipe: str) -> tuple[int, str]:
@@ -222,7 +250,9 @@ def on_cards(project: Project, stage: Stage, executor: Executor, folder: RunFold
     def shaped(shape: Shape) -> StageJob:
         wanted = f"[{shape.constraint}]" if shape.constraint else ""
         constraint = "&".join(filter(None, [common, wanted]))
-        return replace(job, card=shape.card, partition=shape.partition, constraint=constraint)
+        kept = "" if shape.partition else job.ask.partition
+        ask, why = replace(job.ask, partition=kept), job.where if kept else ""
+        return replace(job, card=shape.card, partition=shape.partition, constraint=constraint, ask=ask, where=why)
 
     def start_of(shape: Shape) -> float | None:
         try:
@@ -232,7 +262,7 @@ def on_cards(project: Project, stage: Stage, executor: Executor, folder: RunFold
 
     shapes = eligible(cards, stage.gpu_bytes(project), job.gpus)
     chosen = shaped(choose_shape(shapes, start_of, time.time()))
-    return FirstJob(chosen, limits_of(project, stage, executor, chosen.partition))
+    return FirstJob(chosen, limits_of(project.config, stage, executor, chosen.partition))
 
 
 def script_outline(project: Project, stage: Stage, executor: Executor) -> Outline:
@@ -286,7 +316,7 @@ def spec_of(folder: RunFolder | None, config: Config, job: StageJob) -> JobSpec:
         log_dir=str(folder.logs) if folder else "logs",
         max_parallel=(job.parallel or resources.parallel) if config.cluster.executor == "slurm" else None,
         tag=job.tag,
-        partition=job.partition or resources.partition or "",
+        partition=ask.partition or job.partition or resources.partition or "",
         constraint=job.constraint or resources.constraint or "",
         card=job.card,
         fork_server=module_command(TASK_SERVER, folder) if folder and _is_before_forks(folder, config, job) else (),

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.cluster.candidates import Candidate
 from pipeline.cluster.job_spec import Limits, format_ranges, parse_ranges
 from pipeline.cluster.verdict import Cause
 from pipeline.journal.attempts import Ask, Attempt, TaskRecord
@@ -223,6 +224,72 @@ limits = st.builds(
     mem_bytes=st.none() | st.integers(1, 8192).map(lambda count: count * MIB),
     time_s=st.none() | st.integers(60, 7200),
 )
+
+
+class TestSeveralPartitions:
+    SHORT = Candidate("short", Limits(mem_bytes=1024 * MIB, time_s=900, preempts=True))
+    LONG = Candidate("long", Limits(mem_bytes=1024 * MIB, time_s=86_400))
+    HIGHMEM = Candidate("highmem", Limits(mem_bytes=8192 * MIB, time_s=3600), price=2.0)
+    MEANS = replace(MEANS, limits=Limits(), places=(SHORT, LONG, HIGHMEM))
+    IN_SHORT = replace(ASK, partition="short")
+
+    def test_twice_the_memory_moves_a_task_only_where_its_partition_does_not_have_it(self) -> None:
+        once = decide([died(Cause.HOST_OOM, ask=self.IN_SHORT)], self.MEANS)
+        assert isinstance(once, Again)
+        assert (once.ask.mem_bytes, once.ask.partition) == (1024 * MIB, "short")
+        twice = decide([died(Cause.HOST_OOM, ask=once.ask)], self.MEANS)
+        assert isinstance(twice, Again)
+        assert (twice.ask.mem_bytes, twice.ask.partition) == (2048 * MIB, "highmem")
+        assert twice.why == "again with 2048MiB of memory, in highmem, not short"
+
+    def test_more_time_than_its_partition_gives_moves_a_task_to_the_first_that_gives_it(self) -> None:
+        decision = decide([died(Cause.TIMEOUT, ask=self.IN_SHORT)], self.MEANS)
+        assert isinstance(decision, Again)
+        assert (decision.ask.time_s, decision.ask.partition) == (1200, "long")
+
+    def test_it_never_moves_to_one_that_is_not_listed(self) -> None:
+        alone = replace(self.MEANS, places=(self.SHORT,))
+        full = replace(self.IN_SHORT, mem_bytes=1024 * MIB)
+        assert isinstance(decide([died(Cause.HOST_OOM, ask=full, on=("a", "b"))], alone), Split)
+
+    def test_the_largest_of_all_is_where_memory_ends(self) -> None:
+        most = replace(ASK, mem_bytes=8192 * MIB, partition="highmem")
+        halves = decide([died(Cause.HOST_OOM, ask=most, on=("a", "b"))], self.MEANS)
+        assert isinstance(halves, Split)
+        assert halves.ask == most
+
+    def test_what_was_preempted_twice_without_coming_further_goes_where_jobs_are_left_alone(self) -> None:
+        first = died(Cause.PREEMPTED, ask=self.IN_SHORT)
+        once, twice = decide([first], self.MEANS), decide([first, first], self.MEANS)
+        assert isinstance(once, Again)
+        assert isinstance(twice, Again)
+        assert (once.ask.partition, twice.ask.partition) == ("short", "long")
+        onward = decide([first, replace(first, done=3)], self.MEANS)
+        assert isinstance(onward, Again)
+        assert onward.ask.partition == "short"
+        alone = decide([first, first], replace(self.MEANS, places=(self.SHORT,)))
+        assert isinstance(alone, Again)
+        assert alone.ask.partition == "short"
+
+
+places = st.lists(limits, min_size=1, max_size=4).map(
+    lambda found: tuple(Candidate(f"p{number}", each) for number, each in enumerate(found))
+)
+
+
+@given(st.lists(attempts, min_size=1, max_size=6), places, st.integers(1, 50), st.data())
+def test_a_task_goes_only_to_listed_partitions_and_to_one_that_holds_it_if_its_own_did(
+    history: list[Attempt], listed: tuple[Candidate, ...], items: int, data: st.DataObject
+) -> None:
+    now = data.draw(st.sampled_from(listed))
+    history = [replace(attempt, ask=replace(attempt.ask, partition=now.partition)) for attempt in history]
+    decision = decide(history, Means(Limits(), items, 3, places=listed))
+    if isinstance(decision, GiveUp):
+        return
+    chosen = next(place for place in listed if place.partition == decision.ask.partition)
+    last = history[-1].ask
+    if not now.refuses(last.mem_bytes, last.time_s):
+        assert not chosen.refuses(decision.ask.mem_bytes, decision.ask.time_s)
 
 
 @given(st.lists(attempts, min_size=1, max_size=6), limits, st.integers(1, 50), st.integers(1, 4))

@@ -1,0 +1,108 @@
+"""Which partition a task goes to: the cheapest of the candidates that holds it, of equal ones the first in the list.
+
+Pure: `cluster.slurm.partitions` says which there are and what they cost, the cluster what they hold.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from pipeline.cluster.job_spec import Limits, mebibytes
+from pipeline.config.schema_parts import format_duration
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pipeline.config.schema_cluster import SlurmSection
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A partition that tasks may go to, and what it gives to one."""
+
+    partition: str
+    limits: Limits
+    price: float = 1.0
+
+    def refuses(self, mem_bytes: int, time_s: int, nodes: int = 1) -> str:
+        """Say why it does not hold a task; empty where it does, as far as is known."""
+        limits = self.limits
+        if limits.lacks:
+            return limits.lacks
+        if limits.mem_bytes is not None and mem_bytes > limits.mem_bytes:
+            return f"gives at most {mebibytes(limits.mem_bytes)}"
+        if limits.time_s is not None and time_s > limits.time_s:
+            return f"gives at most {format_duration(limits.time_s)}"
+        return f"has {limits.nodes} such nodes" if limits.nodes is not None and nodes > limits.nodes else ""
+
+
+def candidates_of(site: SlurmSection, limits_of: Callable[[str], Limits]) -> tuple[Candidate, ...]:
+    """Return the candidates of a site, the cheapest first; none where it names none."""
+    found = (Candidate(name, limits_of(name), site.prices.get(name, 1.0)) for name in site.partitions)
+    return tuple(sorted(found, key=lambda candidate: candidate.price))
+
+
+def choose(candidates: Sequence[Candidate], mem_bytes: int, time_s: int, *, nodes: int = 1, stay: str = "") -> str:
+    """Return the partition for a task: where it is (`stay`) if that holds it, else the first that does.
+
+    Where none does, it stays; or it goes to the one with the most memory of those that hold its time, or to the first:
+    the refusal names what that gives.
+    """
+    holding = [place.partition for place in candidates if not place.refuses(mem_bytes, time_s, nodes)]
+    if stay in holding or (stay and not holding):
+        return stay
+    long_enough = sorted(
+        (place for place in candidates if not place.refuses(0, time_s, nodes)), key=_memory, reverse=True
+    )
+    return next(iter(holding), next(iter(long_enough), candidates[0]).partition)
+
+
+def left_alone(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Return the candidates whose jobs are not preempted."""
+    return [place for place in candidates if not place.limits.preempts]
+
+
+def reach(candidates: Sequence[Candidate], mem_bytes: int, time_s: int, limits: Limits) -> Limits:
+    """Return limits with the most memory that a task of such a time can get, and the longest time with such memory."""
+    mem = _most([place.limits.mem_bytes for place in candidates if not place.refuses(0, time_s)], mem_bytes)
+    longest = _most([place.limits.time_s for place in candidates if not place.refuses(mem_bytes, 0)], time_s)
+    return replace(limits, mem_bytes=mem, time_s=longest)
+
+
+def envelope(limits: Sequence[Limits]) -> Limits:
+    """Return what any of several partitions gives; None where one of them does not tell."""
+    there = [each for each in limits if not each.lacks] or list(limits)
+    return replace(
+        there[0],
+        mem_bytes=_most([each.mem_bytes for each in there]),
+        time_s=_most([each.time_s for each in there]),
+        nodes=_most([each.nodes for each in there]),
+        preempts=any(each.preempts for each in there),
+    )
+
+
+def reason(candidates: Sequence[Candidate], chosen: str, mem_bytes: int, time_s: int, nodes: int = 1) -> str:
+    """Say why a partition was chosen, and why none of those before it."""
+    parts = []
+    for place in candidates:
+        if place.partition == chosen:
+            break
+        why = place.refuses(mem_bytes, time_s, nodes)
+        parts.append(f"{place.partition} {why or 'was left'}")
+    place = next(place for place in candidates if place.partition == chosen)
+    is_priced = len({each.price for each in candidates}) > 1
+    rank = "the cheapest that holds it" if is_priced else "the first in the list that holds it"
+    notes = [rank, *([f"price {place.price:g}"] if is_priced else [])]
+    notes += ["its jobs may be preempted"] if place.limits.preempts else []
+    return "; ".join([", ".join(notes), *parts])
+
+
+def _memory(place: Candidate) -> float:
+    return float("inf") if place.limits.mem_bytes is None else place.limits.mem_bytes
+
+
+def _most(values: Sequence[int | None], least: int | None = None) -> int | None:
+    """Return the largest value, `least` where there is none; None, which is no limit, where one of them is None."""
+    known = [value for value in values if value is not None]
+    return None if len(known) < len(values) else max(known, default=least)

@@ -1,0 +1,222 @@
+"""The budget of a project: hours of GPUs or cores that all runs in a folder may take together, by their ledgers.
+
+What has ended counts as long as it ran, what is in flight as long as it may run: what holds both is never passed.
+Supervisors and probes do not count, nor do runs that this user cannot read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from math import floor
+from typing import TYPE_CHECKING
+
+from pipeline.cluster.job_spec import parse_ranges
+from pipeline.journal.ledger import LedgerReader
+from pipeline.journal.run_folder import runs_in, writing_run
+from pipeline.journal.run_status import ENDED, RunStatus
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pipeline.journal.attempts import Attempt, TaskRecord
+    from pipeline.journal.run_folder import RunFolder
+    from pipeline.journal.run_status import StageJob, StageStatus
+
+WARN_AT = 0.8
+ENDS_WITHIN_S = 60  # after its time limit: Slurm looks twice a minute, then waits until it kills (KillWait)
+PRUNED = ".spent.jsonl"  # in the folder of runs: what the runs took that are no longer there
+
+
+@dataclass(frozen=True, slots=True)
+class Hours:
+    """Hours of cores or GPUs: those that were taken, and those that tasks in flight may still take."""
+
+    used: float = 0.0
+    held: float = 0.0
+
+    def __add__(self, other: Hours) -> Hours:
+        return Hours(self.used + other.used, self.held + other.held)
+
+    @property
+    def total(self) -> float:
+        return self.used + self.held
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How many hours all runs may take together, and of what: `gpu` or `core`."""
+
+    hours: float
+    unit: str
+
+    @classmethod
+    def of(cls, text: str | None) -> Budget | None:
+        """Read the setting, such as `500 gpu-hours`."""
+        if text is None:
+            return None
+        number, _, unit = text.partition(" ")
+        return cls(float(number), unit.partition("-")[0])
+
+    def task_hours(self, job: StageJob) -> float:
+        """Return the most that one task of a job can take: its time limit, as Slurm keeps it, on all it is given."""
+        return _units(job, self.unit) * _limit_s(job.ask.time_s) / 3600
+
+    def fitting(self, job: StageJob, taken: Hours) -> int:
+        """Return how many tasks of a job the rest of the budget holds."""
+        each, tasks = self.task_hours(job), len(parse_ranges(job.tasks))
+        return tasks if each == 0 else max(0, min(tasks, floor((self.hours - taken.total) / each + 1e-9)))
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """A budget, and what of it has gone."""
+
+    budget: Budget
+    taken: Hours
+    holders: tuple[str, ...] = ()  # the runs with tasks in flight
+
+    @property
+    def left(self) -> float:
+        return max(0.0, self.budget.hours - self.taken.total)
+
+    @property
+    def is_low(self) -> bool:
+        return self.taken.total >= WARN_AT * self.budget.hours
+
+    def line(self) -> str:
+        """Say how much is used, held and left; as a warning where little is."""
+        return f"warning: {self.figures()}" if self.is_low else self.figures()
+
+    def figures(self) -> str:
+        """Say how much is used, held and left."""
+        budget, taken = self.budget, self.taken
+        parts = [f"{taken.used:,.2f} of {budget.hours:,g} {budget.unit}-hours used ({taken.used / budget.hours:.0%})"]
+        parts += [f"{taken.held:,.2f} held by tasks in flight ({', '.join(self.holders)})"] if taken.held else []
+        return f"budget: {', '.join(parts)}, {self.left:,.2f} left"
+
+    def to_json(self) -> dict[str, float | str]:
+        hours = {"hours": self.budget.hours, "used": self.taken.used, "held": self.taken.held, "left": self.left}
+        return {"unit": f"{self.budget.unit}-hours", **hours}
+
+
+class Spending:
+    """Counts what the runs in a folder have taken; a run is read again only when its ledger has grown."""
+
+    def __init__(self, runs: Path, budget: Budget) -> None:
+        self._runs, self._budget = runs, budget
+        self._known: dict[str, tuple[int, Hours]] = {}  # run → bytes of its ledger, and what it took
+        self._live: dict[str, tuple[LedgerReader, RunStatus]] = {}
+
+    def account(self) -> Account:
+        """Return the budget and what has gone of it by now."""
+        folders = runs_in(self._runs)
+        taken = {folder.name: self._of(folder) for folder in folders}
+        total = sum(taken.values(), _pruned(self._runs, self._budget.unit, set(taken)))
+        return Account(self._budget, total, tuple(name for name, hours in taken.items() if hours.held))
+
+    def _of(self, folder: RunFolder) -> Hours:
+        size, known = _ledger_bytes(folder), self._known.get(folder.name)
+        if known is None or known[0] != size:
+            fresh = (LedgerReader(folder), RunStatus(folder.name))
+            reader, status = self._live.pop(folder.name, fresh)
+            for event in reader.latest():
+                status.apply(event)
+            if status.state not in ENDED:
+                self._live[folder.name] = (reader, status)
+            known = self._known[folder.name] = (size, hours_of(status, self._budget.unit))
+        return known[1]
+
+
+def spending_of(runs: Path, setting: str | None) -> Spending | None:
+    """Return what counts a budget as it is set; None where none is."""
+    budget = Budget.of(setting)
+    return Spending(runs, budget) if budget else None
+
+
+def spending_of_run(folder: RunFolder) -> Spending | None:
+    """Return what counts the budget under which a run began; None where it has none."""
+    try:
+        setting = json.loads(folder.config.read_text())["cluster"].get("budget")
+    except (OSError, ValueError, KeyError):
+        return None
+    return spending_of(folder.path.parent, setting)
+
+
+def hours_of(status: RunStatus, unit: str) -> Hours:
+    """Return what a run has taken of cores or GPUs, and what its tasks in flight may still take."""
+    return sum((_of_stage(stage, status, unit) for stage in status.stages.values()), Hours())
+
+
+def _of_stage(stage: StageStatus, status: RunStatus, unit: str) -> Hours:
+    """Return the hours of a stage. Of a run that has ended nothing is in flight: what ran then has been cancelled."""
+    used_s = held_s = 0.0
+    for task in stage.work.values():
+        used_s += sum(_units(stage.jobs.get(end.job) or stage.planned, unit) * _took_s(task, end) for end in task.ended)
+        job = stage.jobs.get(task.job or "")
+        if job is None:
+            continue
+        if status.state in ENDED:
+            began = task.word.began
+            used_s += _units(job, unit) * (
+                min(max(0.0, status.ended_at - began), _limit_s(job.ask.time_s)) if began else 0
+            )
+        else:
+            held_s += _units(job, unit) * _limit_s(job.ask.time_s)
+    if status.state not in ENDED:
+        announced = stage.intents.values()
+        held_s += sum(len(parse_ranges(job.tasks)) * _units(job, unit) * _limit_s(job.ask.time_s) for job in announced)
+    return Hours(used_s / 3600, held_s / 3600)
+
+
+def _took_s(task: TaskRecord, attempt: Attempt) -> float:
+    """Return how long an attempt ran; where the executor does not know, from its worker's first word to its end."""
+    began = task.words[attempt.number].began if attempt.number in task.words else 0.0
+    unknown_s = max(0.0, attempt.ended_at - began) if began and not attempt.elapsed_s else 0.0
+    return attempt.elapsed_s + attempt.earlier_s + unknown_s
+
+
+def _units(job: StageJob | None, unit: str) -> int:
+    """Return how many cores or GPUs a task of a job has."""
+    if job is None:
+        return 1 if unit == "core" else 0
+    return job.cores if unit == "core" else job.cards
+
+
+def _limit_s(time_s: int) -> int:
+    """Return the longest that a task with a time limit can take: Slurm counts limits in minutes."""
+    return -(-time_s // 60) * 60 + ENDS_WITHIN_S
+
+
+def _ledger_bytes(folder: RunFolder) -> int:
+    """Return the size of a run's ledger; -1 where there is none."""
+    try:
+        return sum(entry.stat().st_size for entry in os.scandir(folder.events))
+    except OSError:
+        return -1
+
+
+def note_pruned(runs: Path, folder: RunFolder) -> None:
+    """Write down what a run has taken, before it is removed."""
+    status = RunStatus(folder.name)
+    for event in LedgerReader(folder).latest():
+        status.apply(event)
+    line = {"run": folder.name, **{unit: hours_of(status, unit).used for unit in ("core", "gpu")}}
+    path = runs / PRUNED
+    with writing_run(path), path.open("ab") as file:
+        file.write(json.dumps(line).encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _pruned(runs: Path, unit: str, there: set[str]) -> Hours:
+    """Return what runs have taken that are no longer there."""
+    used: dict[str, float] = {}
+    with suppress(OSError):
+        for line in (runs / PRUNED).read_text().splitlines():
+            with suppress(ValueError, KeyError, TypeError):  # a full disk has cut it
+                noted = json.loads(line)
+                used[str(noted["run"])] = float(noted[unit])
+    return Hours(sum(hours for name, hours in used.items() if name not in there))
