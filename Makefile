@@ -68,13 +68,13 @@ slurm-down: .venv/tools  ## ends it and removes all that it left
 	python -m tests.slurm.cluster down
 
 # Root on Debian only; elsewhere the tests that need Slurm say what is missing.
-SLURM_PACKAGES := slurmctld slurmd slurmdbd slurm-client munge mariadb-server
-SLURM_PROGRAMS := slurmctld slurmd slurmdbd sbatch munged mariadbd
-slurm-packages:          ## Slurm from the distribution, where it is missing
+SLURM_PACKAGES := slurmctld slurmd slurmdbd slurm-client munge mariadb-server podman crun
+SLURM_PROGRAMS := slurmctld slurmd slurmdbd sbatch munged mariadbd podman crun
+slurm-packages:          ## Slurm and podman from the distribution, where they are missing
 	@if PATH=$$PATH:/usr/sbin:/sbin which $(SLURM_PROGRAMS) >/dev/null; then :; \
 	elif test "$$(id -u)" = 0 && command -v apt-get >/dev/null; then \
 	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $(SLURM_PACKAGES); \
-	fi || echo "Slurm could not be installed: its tests will say so"
+	fi || echo "Slurm or podman could not be installed: their tests will say so"
 
 browser-packages:        ## Chromium from the distribution, where there is none: the report's page is looked at in it
 	@if command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null; then :; \

@@ -114,6 +114,7 @@ class JobSpec:
     card: str = ""  # the type of GPU, as the site names it
     exclude: tuple[str, ...] = ()  # nodes that failed
     fork_server: tuple[str, ...] = ()  # the command of what tasks of this run are forked from, on one machine
+    sees: tuple[str, ...] = ()  # folders that a task needs where it runs in a container; none: it runs in no container
     fork_words: int = 0  # how many of the last arguments a fork is told; 0: these tasks are not forked
 
     @property

@@ -9,11 +9,14 @@ import hashlib
 import os
 import re
 import shlex
+import sys
 from typing import TYPE_CHECKING
 
 from pipeline.cluster.job_spec import TASK, format_ranges
+from pipeline.cluster.machine import THREADS
 from pipeline.command_line import ANY
 from pipeline.config.site_profiles import shipped
+from pipeline.device.kinds import VISIBLE
 from pipeline.errors import SubmissionRefused
 from pipeline.units import MIB
 
@@ -21,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from pipeline.cluster.job_spec import JobSpec
-    from pipeline.config.schema_cluster import SlurmSection
+    from pipeline.config.schema_cluster import ContainerSection, SlurmSection
 
 GENERIC = "scan"  # the script of a job that has none of its own
 GENERIC_RANKS = "train"  # the same, of a job of several processes
@@ -33,6 +36,17 @@ IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 VARIABLE = re.compile(r"\$(?:\{[A-Za-z_][A-Za-z0-9_]*\}|[A-Za-z_][A-Za-z0-9_]*)")
 OFFSET = re.compile(r"^offset=(\d+)$", re.MULTILINE)
 LOG = "%A_%a"  # how a task's log begins
+PYTHON = "python3"  # the interpreter inside an image
+# What is outside and would be found inside: modules of another interpreter, and those in the home folder.
+CLEAN = {"PYTHONPATH": "", "PYTHONHOME": "", "PYTHONNOUSERSITE": "1"}
+# In the cgroups of the job, so that its memory limit holds and the kernel's kills are counted; with the node's network
+# and shared memory, by which ranks meet. --env-host would put the PATH of the node in the place of the image's.
+PODMAN = (
+    "podman", "run", "--rm", "--cgroups=disabled", "--cgroupns=host", "--network=host", "--uts=host", "--ipc=host",
+    "--entrypoint=", "--log-driver=none",
+)  # fmt: skip
+TOLD = ("'SLURM*'", "'NCCL_*'", "'PYTORCH_*'", VISIBLE, *THREADS, "PYTHONUNBUFFERED", "TMPDIR")  # of the environment
+TEMPORARY = '"${TMPDIR:-/tmp}"'  # for bash on the node
 
 
 def template(name: str, *, ranks: int = 0) -> str:
@@ -54,7 +68,9 @@ def render(text: str, spec: JobSpec, site: SlurmSection, *, highest_task: int | 
     offset = array_offset(spec, highest_task)
     filled = _replace_header(text, [DIRECTIVE + option for option in options(spec, site, offset)])
     filled = _fill(filled, "setup", [*site.setup, f"scratch={_expanding(site.scratch or '')}"])
-    return _fill(filled, "command", command_lines(spec, offset))
+    return _fill(
+        filled, "command", command_lines(spec, offset, inside(site.container, spec.sees, gpus=spec.gpus, told=spec.env))
+    )
 
 
 def array_offset(spec: JobSpec, highest_task: int | None) -> int:
@@ -155,15 +171,54 @@ def _refuse_lines(spec: JobSpec, name: str, value: str) -> None:
         raise _refused(spec, what, setting)
 
 
-def command_lines(spec: JobSpec, offset: int = 0) -> list[str]:
-    """Return the lines that define a task's command: one quoted argument a line, not expanded by the shell."""
+def command_lines(spec: JobSpec, offset: int = 0, before: Sequence[str] = ()) -> list[str]:
+    """Return the lines that define a task's command: one quoted argument a line, not expanded by the shell.
+
+    `before` are the words that start it in a container, quoted already; its interpreter is then that of the image.
+    """
     if odd := [name for name in spec.env if not IDENTIFIER.fullmatch(name)]:
         raise _refused(spec, f"a shell cannot export {odd[0]!r}", then=" --dry-run")
-    words = ['"$task"' if word == TASK else shell_word(word) for word in spec.argv]
+    argv = [PYTHON if before and word == sys.executable else word for word in spec.argv]
+    words = [*before, *('"$task"' if word == TASK else shell_word(word) for word in argv)]
     exports = [f"export {name}={shell_word(value)}" for name, value in spec.env.items()]
     numbers = [f"offset={offset}", "task=$((SLURM_ARRAY_TASK_ID + offset))"]
     ranks = [f"ranks={spec.processes}"] if spec.ranks else []
     return [*numbers, *ranks, *exports, "command=(", *(f"  {word}" for word in words), ")"]
+
+
+def inside(container: ContainerSection, sees: Sequence[str], *, gpus: int = 0, told: Iterable[str] = ()) -> list[str]:
+    """Return the words, quoted for bash, that start the command after them in an image; none where there is none.
+
+    It sees its folders at their own places, and the node's folder for temporary files. srun takes those of pyxis.
+    `told` are the variables of the job's own, which podman alone has to be named.
+    """
+    if container.image is None or not sees:
+        return []
+    image, options, place = shell_word(container.image), map(shell_word, container.options), '"$PWD"'
+    folders = [*map(shell_word, sees), TEMPORARY]
+    binds = [*(f"{folder}:{folder}" for folder in folders), *map(_expanding, map(_both_ends, container.binds))]
+    environment = ["env", *(shell_word(f"{name}={value}") for name, value in {**CLEAN, **container.env}.items())]
+    if container.runtime == "pyxis":
+        words = [f"--container-image={image}", f"--container-mounts={','.join(binds)}", f"--container-workdir={place}"]
+        return [*words, *options, *environment]
+    if container.runtime == "apptainer":
+        binding = [word for bind in binds for word in ("--bind", bind)]
+        cards = ["--nv"] if gpus else []
+        return ["apptainer", "exec", *binding, "--pwd", place, *cards, *options, image, *environment]
+    binding = [word for name in (*TOLD, *told) for word in ("--env", name)]
+    binding += [word for bind in binds for word in ("--volume", bind)]
+    cards = ["--device", "nvidia.com/gpu=all"] if gpus else []
+    return [*PODMAN, *_own_user(), *binding, "--workdir", place, *cards, *options, image, *environment]
+
+
+def _own_user() -> list[str]:
+    """Return the option by which podman keeps this user's id inside; root has no need of it, and may not use it."""
+    return ["--userns=keep-id"] if os.geteuid() else []
+
+
+def _both_ends(bind: str) -> str:
+    """Return a bind with the place inside, which is the same where none is named."""
+    return bind if ":" in bind else f"{bind}:{bind}"
 
 
 def shell_word(text: str) -> str:

@@ -31,6 +31,13 @@ NEARLY = 0.9  # of its limit: peaks are sampled
 LINE_MOST = 300
 LINES_AFTER_END = 3  # that srun and slurmstepd still write when Slurm has ended a task
 TAKEN_ALONG = "srun: First task exited"  # and the rest did not follow by themselves
+NO_CONTAINER = (  # it could not be begun on its node: no runtime, no image, or a folder to bind is missing
+    "error: execve(): apptainer:",
+    "error: execve(): podman:",
+    "FATAL:   container creation failed",
+    "FATAL:   could not open image",
+    "pyxis: container start failed",
+)
 LAST_LINES = 25  # where the log is searched for the last words of a program; a mention further up was survived
 
 
@@ -344,6 +351,7 @@ _LAST_WORDS = {
     "Disk quota exceeded": Cause.DISK,
     **dict.fromkeys(("MemoryError", *HOST_IS_FULL), Cause.HOST_OOM),
     "Application launch failed": Cause.NODE,
+    **dict.fromkeys(NO_CONTAINER, Cause.NODE),
     "srun: error: Task launch for": Cause.NODE,
     "uncorrectable ECC error": Cause.NODE,
     **dict.fromkeys(LOG_OF_BROKEN_CARD, Cause.NODE),

@@ -33,6 +33,7 @@ PLACES = (Path("pipeline.yaml"), Path("configs/pipeline.yaml"))
 AFTER_THE_FILE = 1 << 30
 INPUTS = (("data", "path"), ("data", "structures_dir"), ("data", "splits"))  # other folders are made on first use
 UNDER = ("cache", "under")
+IMAGE = ("cluster", "slurm", "container", "image")
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +222,7 @@ def _add(document: Document, base: Path, entries: dict[KeyPath, WrittenValue], p
     for key, entry in document.entries.items():
         value = entry.value
         try:
-            if (key in PATHS and isinstance(value, str)) or _is_option_path(key, value):
+            if (key in PATHS and isinstance(value, str)) or _looks_like_path(key, value):
                 value = anchored(value, base)
             elif key in PATH_LISTS and isinstance(value, list):
                 value = [anchored(path, base) if isinstance(path, str) else path for path in value]
@@ -230,10 +231,10 @@ def _add(document: Document, base: Path, entries: dict[KeyPath, WrittenValue], p
         _lay_over(entries, key, replace(entry, value=value))
 
 
-def _is_option_path(key: KeyPath, value: Any) -> bool:
-    """Tell a path among the options of a task by how it begins: the schema does not know them."""
-    is_option = key[0] == "train" and "options" in key[:-1]
-    return is_option and isinstance(value, str) and value.startswith(("./", "../", "~/"))
+def _looks_like_path(key: KeyPath, value: Any) -> bool:
+    """Tell a path by how it begins, where the schema does not: among the options of a task, and as an image."""
+    may_be = key == IMAGE or (key[0] == "train" and "options" in key[:-1])
+    return may_be and isinstance(value, str) and value.startswith(("./", "../", "~/"))
 
 
 def _lay_over(entries: dict[KeyPath, WrittenValue], key: KeyPath, entry: WrittenValue) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal, TypeAlias
 
-from pydantic import Field, model_validator
+from pydantic import Field, StringConstraints, model_validator
 
 from pipeline.config.schema_parts import (
     AutoCount,
@@ -136,6 +136,29 @@ class CardSection(Section):
     mem: Memory = Field(description="Memory of one.")
 
 
+Bind: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[/$][^:,]*(:/[^:,]*(:(ro|rw))?)?$")]
+Variable: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+
+
+class ContainerSection(Section):
+    """The image that workers run in; supervisors, and what people type, stay outside."""
+
+    image: Name | None = Field(
+        default=None,
+        description="File or folder of the image, or a name that the runtime knows; null: workers run in no container.",
+    )
+    runtime: Literal["apptainer", "pyxis", "podman"] = Field(default="apptainer", description="What starts it.")
+    binds: tuple[Bind, ...] = Field(
+        default=(),
+        description="Folders that it sees besides those that the configuration names: FOLDER, FOLDER:INSIDE[:ro].",
+    )
+    env: dict[Variable, str] = Field(default={}, description="Environment variables inside, by name.")
+    options: tuple[Name, ...] = Field(default=(), description="Further options of the runtime, such as --rocm.")
+    digest: Name | None = Field(
+        default=None, description="Digest that the image must have; null: what it has when a run is submitted."
+    )
+
+
 class SlurmSection(Section):
     """What a cluster is like; a profile in configs/sites/ holds these keys, and this section overrides it."""
 
@@ -162,6 +185,7 @@ class SlurmSection(Section):
         default=(), description="Shell lines that every job runs first: modules, conda, environment."
     )
     scratch: Name | None = Field(default=None, description="Folder on the node for temporary files, such as $TMPDIR.")
+    container: ContainerSection = ContainerSection()
     max_array_size: AutoCount = Field(default="auto", description="MaxArraySize; auto: as scontrol says.")
     max_submit: AutoCount = Field(
         default="auto", description="Tasks of yours that may be in the queue at once; auto: as sacctmgr says."

@@ -19,6 +19,7 @@ from pipeline.encoder.engine.token_batches import EngineSettings
 from pipeline.errors import ConfigError
 from pipeline.graphs.item_graph import GraphRecipe as GraphRecipe
 from pipeline.memory.history.task_history import Profiles
+from pipeline.project.container_image import image_of
 from pipeline.project.restriction import EVERYTHING, Only
 from pipeline.stages import embed
 from pipeline.stages.scan import ScanShelves
@@ -282,5 +283,7 @@ def profiles_of(config: Config) -> Profiles:
 
 
 def cluster_name(config: Config) -> str:
-    """Return the name of the cluster, or `local`, under which measurements are kept."""
-    return config.cluster.slurm.name if config.cluster.executor == "slurm" else "local"
+    """Return the name of the cluster, or `local`, under which measurements are kept; each image has its own."""
+    name = config.cluster.slurm.name if config.cluster.executor == "slurm" else "local"
+    image = image_of(config)
+    return f"{name} in {image}" if image else name

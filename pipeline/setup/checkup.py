@@ -25,7 +25,7 @@ from pipeline.project.run_code import load_task
 from pipeline.records import Inventory, Item, Rejection
 from pipeline.runs.dataset.reader_items import is_reader, look_at_files, read_first, reader_of, refuse_crop
 from pipeline.runs.workflow.script_stage import ScriptStage
-from pipeline.setup import slurm_checks
+from pipeline.setup import container_checks, slurm_checks
 from pipeline.setup.slurm_checks import CheckResult, CheckVerdict, failed_check, good_check, noted_check, refused_check
 from pipeline.stages.scan import glance
 from pipeline.store.cache_folder import CacheFolder
@@ -51,7 +51,7 @@ EXTRAS = {"bcif": ("biotite", "BinaryCIF files are rejected")}
 def run_checks(config_file: Path | None, sets: Sequence[str]) -> list[CheckResult]:
     """Return the findings of every check; a check that fails never hides the next one."""
     python = f"{sys.version.split()[0]} ({sys.executable})"
-    findings = [good_check("python", python), *_packages()]
+    findings = [good_check("python", python), *container_checks.check_around(), *_packages()]
     try:
         loaded = read_config(find_config(config_file), sets)
     except PipelineError as error:
@@ -60,7 +60,8 @@ def run_checks(config_file: Path | None, sets: Sequence[str]) -> list[CheckResul
     findings.append(good_check("config", str(loaded.path)))
     before, after = configuration_checks()
     here: Checks = (("cache", _cache), ("runs", _runs), ("machine", _machine))
-    return [*findings, *_found((*before, *here, *after, ("cluster", slurm_checks.check_cluster)), loaded)]
+    there: Checks = (("cluster", slurm_checks.check_cluster), ("container", container_checks.check_container))
+    return [*findings, *_found((*before, *here, *after, *there), loaded)]
 
 
 def configuration_checks() -> tuple[Checks, Checks]:

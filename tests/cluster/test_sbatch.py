@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from pipeline.cluster import sbatch
 from pipeline.cluster.job_spec import TASK, JobSpec
 from pipeline.config.load import read_config
-from pipeline.config.schema_cluster import SlurmSection
+from pipeline.config.schema_cluster import ContainerSection, SlurmSection
 from pipeline.errors import SubmissionRefused
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -67,9 +68,19 @@ SITE = SlurmSection(
     setup=("module load cuda/12", 'export CONDA="$HOME/conda"'),
     scratch="/scratch/$USER/it's here",
 )
+CONTAINER = ContainerSection(
+    image="/images/of it/pipeline.sif",
+    binds=("$SCRATCH/in:/in:ro", "/data"),
+    env={"GREETING": "it's $HOME"},
+    options=("--contain",),
+)
+CONTAINED = replace(RICH, argv=(sys.executable, *RICH.argv[1:]), sees=("/runs/50% of it", "/home/me"))
 RENDERED = {
     "scan.sbatch": lambda: sbatch.render(sbatch.template("scan"), PLAIN, SlurmSection()),
     "embed.sbatch": lambda: sbatch.render(sbatch.template("embed"), RICH, SITE, highest_task=1000),
+    "contained.sbatch": lambda: sbatch.render(
+        sbatch.template("embed"), CONTAINED, SITE.model_copy(update={"container": CONTAINER})
+    ),
     "train.sbatch": lambda: sbatch.render(sbatch.template("train"), RANKS, SITE),
     "supervise.sbatch": lambda: sbatch.render(sbatch.template("supervise"), VISIT, SITE),
 }
@@ -257,6 +268,37 @@ class TestShell:
         assert said[said.index("program") + 1 :] == [*words, "2"]
         assert node.environment()["GIVEN"] == text
         assert b"\r" not in os.fsencode(render(replace(PLAIN, argv=("program", *words))))
+
+    @pytest.mark.parametrize("runtime", ["apptainer", "pyxis", "podman"])
+    def test_each_runtime_is_told_what_it_starts_and_what_that_sees(self, node: Node, runtime: str) -> None:
+        container = CONTAINER.model_copy(update={"runtime": runtime})
+        spec = replace(CONTAINED, tasks=range(4))
+        done = node.run(render(spec, SlurmSection(container=container)), TMPDIR=str(node.folder), SCRATCH="/s")
+        assert done.returncode == 0, done.stderr
+        said = node.said("srun")
+        places = [*spec.sees, str(node.folder)]
+        binds = [*(f"{place}:{place}" for place in places), "/s/in:/in:ro", "/data:/data"]
+        inner = ["env", "PYTHONPATH=", "PYTHONHOME=", "PYTHONNOUSERSITE=1", "GREETING=it's $HOME", "python3"]
+        assert said[-len(inner) - len(spec.argv) + 1 :] == [*inner, *spec.argv[1:-1], "2"]
+        outer, here = said[2 : -len(inner) - len(spec.argv) + 1], str(Path.cwd())
+        if runtime == "pyxis":
+            mounts = f"--container-mounts={','.join(binds)}"
+            image = [f"--container-image={container.image}", mounts, f"--container-workdir={here}", "--contain"]
+            assert outer == image
+        elif runtime == "apptainer":
+            bound = [word for bind in binds for word in ("--bind", bind)]
+            assert outer == ["apptainer", "exec", *bound, "--pwd", here, "--nv", "--contain", container.image]
+        else:
+            bound = [word for bind in binds for word in ("--volume", bind)]
+            cards = ["--device", "nvidia.com/gpu=all", "--contain", container.image]
+            assert outer[:3] == ["podman", "run", "--rm"]
+            assert outer[-len(bound) - 6 :] == [*bound, "--workdir", here, *cards]
+
+    def test_no_card_is_lent_to_what_asks_for_none_and_nothing_is_wrapped_that_sees_nothing(self, node: Node) -> None:
+        site = SlurmSection(container=CONTAINER)
+        node.run(render(replace(CONTAINED, tasks=range(4), gpus=0), site))
+        assert "--nv" not in node.said("srun")
+        assert render(PLAIN, site) == render(PLAIN)
 
     def test_task_is_its_index_and_the_offset(self, node: Node) -> None:
         node.run(

@@ -315,6 +315,21 @@ class TestTheWorker:
             judge_attempt(ended(TaskState.FAILED, 1), BEGAN, log).reason == "exit code 1; its log ends: KeyError: 'x'"
         )
 
+    @pytest.mark.parametrize("code", [2, 125, 255])
+    @pytest.mark.parametrize(
+        "said",
+        [
+            "slurmstepd: error: execve(): apptainer: No such file or directory\nsrun: error: n1: task 0: Exited",
+            "slurmstepd: error: execve(): podman: Permission denied",
+            "FATAL:   container creation failed: mount /a->/a error: while mounting /a: mount source /a doesn't exist",
+            "FATAL:   could not open image /images/x.sif: failed to retrieve path for /images/x.sif",
+            "slurmstepd: error: pyxis: container start failed with error code: 1",
+        ],
+    )
+    def test_whose_container_could_not_begin_there_blames_the_node(self, said: str, code: int) -> None:
+        verdict = judge_attempt(ended(TaskState.FAILED, code), SILENT, said)
+        assert (verdict.cause, verdict.reason) == (Cause.NODE, said.splitlines()[0])
+
     @pytest.mark.parametrize(
         "said", ["CUDA error: uncorrectable ECC error encountered", "[Errno 116] Stale file handle"]
     )

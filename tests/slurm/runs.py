@@ -63,6 +63,8 @@ def note(name):
     kept = ("CUDA_VISIBLE_DEVICES", "SLURMD_NODENAME", "SLURM_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE", "OMP_NUM_THREADS")
     seen = {key: os.environ.get(key, "") for key in kept}
     seen |= {"words": sys.orig_argv[3:], "pid": os.getpid(), "code": sys.modules["pipeline"].__file__}
+    told = {"image": "APPTAINER_CONTAINER", "tmp": "TMPDIR"}
+    seen |= {"root": os.listdir("/"), **{key: os.environ.get(variable, "") for key, variable in told.items()}}
     with open(f"{HERE}/seen/{name}-{os.getpid()}", "w") as file:
         json.dump(seen, file)
 

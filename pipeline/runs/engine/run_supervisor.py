@@ -35,6 +35,7 @@ from pipeline.errors import CacheFull, CacheUnusable, PipelineError, SubmissionR
 from pipeline.journal.ledger import SUPERVISOR, Ledger, LedgerReader
 from pipeline.journal.run_folder import RunFolder
 from pipeline.journal.run_status import ENDED, RunState, RunStatus, StatusReader
+from pipeline.project.container_image import image_of
 from pipeline.project.project import Project, open_executor
 from pipeline.project.restriction import only_of
 from pipeline.records import Event, EventKind
@@ -176,7 +177,8 @@ class Supervisor:
         pid = os.getpid()
         about = {"host": socket.gethostname(), "pid": pid, "born": born_at(pid), "uid": os.getuid(), "job": own_job()}
         if self.status.state is RunState.WAITING:
-            self._emit(EventKind.RUN_STARTED, stages=[stage.name for stage in self.stages], **about)
+            image = {"image": digest} if (digest := image_of(self.config)) else {}
+            self._emit(EventKind.RUN_STARTED, stages=[stage.name for stage in self.stages], **image, **about)
         self._emit(EventKind.VISIT, number=self.number, **about)
         remember, only = not all(stage.only_looks for stage in self.stages), only_of(self.folder)
         self.project = Project.open(

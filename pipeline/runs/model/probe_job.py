@@ -31,6 +31,7 @@ from pipeline.journal.run_folder import RunFolder
 from pipeline.memory.footprint import MemoryChoice
 from pipeline.memory.history.step_history import Peak, PeakHistory, sizes_text, torch_version
 from pipeline.memory.runtime.meters import BeforeModel, StepGauge, peak_of
+from pipeline.project.container_image import image_of
 from pipeline.project.run_code import module_command
 from pipeline.runs.model.rank_setup import device_here
 from pipeline.runs.model.training_work import Work
@@ -191,7 +192,7 @@ def remember_result(folder: ProbeFolder, config: Config, errand: Errand, result:
         model=errand.model,
         card=errand.card,
         gpu=start.gpu,
-        torch=torch_version(),
+        torch=torch_of(config),
         driver=start.driver,
         allocator=errand.allocator,
         sizes=f"{errand.micros} x {sizes_text(errand.sizes)}",
@@ -208,7 +209,12 @@ def remember_result(folder: ProbeFolder, config: Config, errand: Errand, result:
 
 def peaks_of(config: Config) -> PeakHistory:
     """Return the measurements of earlier training steps."""
-    return PeakHistory(config.cluster.runs / ".profiles" / "peaks")
+    return PeakHistory(config.cluster.runs / ".profiles" / "peaks", torch_of(config))
+
+
+def torch_of(config: Config) -> str:
+    """Return what tells the torch of workers from others: its version, or the image that holds it."""
+    return image_of(config) or torch_version()
 
 
 def record_peak(config: Config, run: str, peak: Peak) -> bool:

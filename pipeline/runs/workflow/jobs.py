@@ -21,6 +21,7 @@ from pipeline.errors import CacheUnusable, PlanInfeasible, SubmissionRefused
 from pipeline.journal.attempts import Ask
 from pipeline.journal.run_status import StageJob
 from pipeline.keys import recipe_tag
+from pipeline.project.container_image import folders_inside
 from pipeline.project.project import asked_bytes, cluster_name, profiles_of
 from pipeline.project.run_code import TASK_SERVER, WORKER, module_command
 from pipeline.runs.workflow import script_stage
@@ -319,6 +320,7 @@ def spec_of(folder: RunFolder | None, config: Config, job: StageJob) -> JobSpec:
         partition=ask.partition or job.partition or resources.partition or "",
         constraint=job.constraint or resources.constraint or "",
         card=job.card,
+        sees=folders_inside(config, folder.task_root if folder else None),
         fork_server=module_command(TASK_SERVER, folder) if folder and _is_before_forks(folder, config, job) else (),
         fork_words=len(words) if job.attempt == 1 and _is_forked(config, job.stage) else 0,  # not what was killed
     )

@@ -355,9 +355,9 @@ def remember_peak(
     """Record the peak memory of an epoch on a GPU, for later plans of the model."""
     from pipeline.device.accelerator import Card
     from pipeline.memory.hardware.gpus import known_name
-    from pipeline.memory.history.step_history import Peak, torch_version
+    from pipeline.memory.history.step_history import Peak
     from pipeline.runs.model.probe import model_name
-    from pipeline.runs.model.probe_job import record_peak
+    from pipeline.runs.model.probe_job import record_peak, torch_of
 
     card = Card(device_here(1))
     gpu = known_name(card.name)
@@ -366,7 +366,7 @@ def remember_peak(
         model=model_name(work, choice),
         card=gpu,
         gpu=gpu,
-        torch=torch_version(),
+        torch=torch_of(config),
         driver="",
         allocator=prepared.allocator,
         sizes="an epoch",

@@ -1,0 +1,270 @@
+"""The image that workers run in: what it is, which folders they must see inside, and whether it can do their work."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import version
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import xxhash
+
+from pipeline.cluster.sbatch import PYTHON, inside, shell_word
+from pipeline.command_line import ANY, Command
+from pipeline.encoder.checkpoints.weights import find_checkpoint
+from pipeline.errors import ConfigError, SubmissionRefused
+from pipeline.files import file_digest, write_whole
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from typing import Any
+
+    from pipeline.config.schema import Config
+
+WHERE = "cluster.slurm.container"
+BUILD = "build it anew from this version: containers/pipeline.def says how"
+OUTSIDE = frozenset(  # folders that an image has for itself
+    Path(f"/{name}")
+    for name in ("", "bin", "boot", "dev", "etc", "lib", "lib64", "opt", "proc", "run", "sbin", "sys", "usr", "var")
+)
+# What tells a process that it is in a container: a variable that names the image, or a file.
+NAMES = ("APPTAINER_CONTAINER", "SINGULARITY_CONTAINER", "ENROOT_ROOTFS")
+SIGNS = {
+    "/.singularity.d": "an image of Apptainer's",
+    "/run/.containerenv": "a container of podman's",
+    "/.dockerenv": "a container of Docker's",
+}
+LOOK_S = 300.0  # an image may have to be unpacked first
+LOOK_AGAIN = f"pipeline doctor   ({WHERE}: image, binds, env.PATH)"
+NOT_HERE = 97
+LOOK = """\
+import json, sys
+from importlib.metadata import PackageNotFoundError, version
+found = {"python": sys.version.split()[0]}
+for name in ("pipeline", "torch"):
+    try:
+        found[name] = version(name)
+    except PackageNotFoundError:
+        pass
+print(json.dumps(found))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageContent:
+    """What was found inside an image: versions, empty where a thing is not there."""
+
+    python: str = ""
+    pipeline: str = ""
+    torch: str = ""
+
+
+def pinned(config: Config) -> Config:
+    """Return a configuration that names the digest of its image; refuse an image that has another than was named."""
+    container = config.cluster.slurm.container
+    if not is_contained(config):
+        return config
+    digest = digest_now(config)
+    if container.digest not in (None, digest):
+        what = f"the image is another now: its digest is {digest}, and was {container.digest}"
+        remedy = "put the image back that the run began with, or submit anew:   pipeline submit --stage all"
+        raise SubmissionRefused(what, where=f"{WHERE}.image: {container.image}", remedy=remedy)
+    slurm = config.cluster.slurm.model_copy(update={"container": container.model_copy(update={"digest": digest})})
+    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"slurm": slurm})})
+
+
+def is_contained(config: Config) -> bool:
+    """Tell whether workers run in a container."""
+    return config.cluster.executor == "slurm" and config.cluster.slurm.container.image is not None
+
+
+def image_of(config: Config) -> str:
+    """Return the digest of the image that workers run in, as it was when the run was submitted; empty: in none."""
+    if not is_contained(config):
+        return ""
+    return config.cluster.slurm.container.digest or digest_now(config)
+
+
+def digest_now(config: Config) -> str:
+    """Return the digest of the image; of a name that only the nodes can look up, the name itself."""
+    container, image = config.cluster.slurm.container, str(config.cluster.slurm.container.image)
+    if container.runtime == "podman":
+        return _digest_of_podmans(config, image)
+    if not image.startswith("/"):
+        return image.rpartition("@")[2]
+    try:
+        return _digest_of_folder(Path(image)) if Path(image).is_dir() else _digest_of_file(config, Path(image))
+    except OSError as error:
+        raise _no_image(image, error.strerror or str(error)) from error
+
+
+def _digest_of_file(config: Config, image: Path) -> str:
+    """Return the digest of an image's bytes, which are read again only when its file has changed."""
+    facts = image.stat()
+    state = f"{image.absolute()}\0{facts.st_size}\0{facts.st_mtime_ns}\0{facts.st_ctime_ns}\0{facts.st_ino}"
+    kept = config.cluster.runs / ".profiles" / "images" / xxhash.xxh3_128(os.fsencode(state)).hexdigest()
+    with suppress(OSError):
+        if known := kept.read_text():
+            return known
+    digest = file_digest(image)
+    with suppress(OSError):
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(kept, digest)
+    return digest
+
+
+def _digest_of_folder(image: Path) -> str:
+    """Return the digest of what stands in an unpacked image: names, sizes and times of its files."""
+    digest = xxhash.xxh3_128()
+    for folder, folders, names in os.walk(image):
+        folders.sort()
+        for path in (Path(folder) / name for name in sorted(names)):
+            facts = path.lstat()
+            digest.update(os.fsencode(f"{path.relative_to(image)}\0{facts.st_size}\0{facts.st_mtime_ns}\0"))
+    return digest.hexdigest()
+
+
+def _digest_of_podmans(config: Config, image: str) -> str:
+    """Return the id of an image that podman has here."""
+    done = run_here(config, f"podman image inspect --format '{{{{.Id}}}}' {shell_word(image)}", "podman")
+    if done.returncode == NOT_HERE:
+        raise SubmissionRefused(
+            "podman is not on the PATH here, and only it knows its images", where=WHERE, remedy=_path_remedy("podman")
+        )
+    if done.returncode:
+        raise _no_image(image, _last_line(done.stderr))
+    return done.stdout.strip()
+
+
+def _no_image(image: str, why: str) -> SubmissionRefused:
+    remedy = Command.of("doctor").with_settings((f"{WHERE}.image", ANY))
+    return SubmissionRefused(f"there is no such image: {why}", where=f"{WHERE}.image: {image}", remedy=remedy)
+
+
+def _path_remedy(runtime: str) -> str:
+    return f'cluster.slurm.setup: ["module load {runtime}"], or another cluster.slurm.container.runtime'
+
+
+def run_here(config: Config, words: str, program: str) -> subprocess.CompletedProcess[str]:
+    """Run a command as jobs do, after the setup lines; it ends with NOT_HERE where its program is not on the PATH."""
+    lines = [*config.cluster.slurm.setup, f"command -v {program} >/dev/null || exit {NOT_HERE}", words]
+    command = ["bash", "-eo", "pipefail", "-c", "\n".join(lines)]
+    return subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LOOK_S, check=False
+    )
+
+
+def look_inside(config: Config) -> ImageContent | None:
+    """Start the image here, as workers are started, and say what is in it; None where its runtime is not here.
+
+    Raises SubmissionRefused where it does not start.
+    """
+    container = config.cluster.slurm.container
+    binds = tuple(bind for bind in container.binds if "$" not in bind.partition(":")[0])
+    words = inside(container.model_copy(update={"binds": binds}), folders_inside(config))
+    try:
+        done = run_here(config, " ".join([*words, PYTHON, "-c", shell_word(LOOK)]), container.runtime)
+    except subprocess.TimeoutExpired as error:
+        what = f"{container.runtime} did not start it within {LOOK_S:.0f} s"
+        raise SubmissionRefused(what, where=f"{WHERE}.image: {container.image}", remedy=LOOK_AGAIN) from error
+    if done.returncode == NOT_HERE:
+        return None
+    try:
+        return ImageContent(**json.loads(done.stdout.splitlines()[-1]))
+    except (ValueError, TypeError, IndexError):
+        what = f"no {PYTHON} starts in it: {_last_line(done.stderr) or f'exit code {done.returncode}'}"
+        raise SubmissionRefused(what, where=f"{WHERE}.image: {container.image}", remedy=LOOK_AGAIN) from None
+
+
+def refuse_unfit_image(config: Config) -> Iterator[str]:
+    """Refuse an image that workers could not run in, as far as that can be seen here; yield what could not."""
+    container = config.cluster.slurm.container
+    for bind in container.binds:
+        source = bind.partition(":")[0]
+        if "$" not in source and not os.path.exists(source):  # noqa: PTH110 - which never raises
+            remedy = "correct it; a folder that only nodes have is written with a variable, such as $TMPDIR"
+            raise SubmissionRefused("there is no such folder here", where=f"{WHERE}.binds: {source}", remedy=remedy)
+    if container.runtime == "pyxis":
+        yield from _look_for_pyxis(config)
+        return
+    found = look_inside(config)
+    if found is None:
+        yield f"{container.runtime} is not on the PATH here: what is in the image could not be seen"
+        return
+    wanted = version("pipeline")
+    if found.pipeline != wanted:
+        has = f"pipeline {found.pipeline}" if found.pipeline else "no pipeline"
+        what = f"it holds {has}, and this is {wanted}: what a task needs may be missing or another"
+        raise SubmissionRefused(what, where=f"{WHERE}.image: {container.image}", remedy=BUILD)
+    if found.torch != (here := version("torch")):
+        yield f"it holds torch {found.torch or '(none)'}, and plans are made with {here}: compare them with a probe"
+
+
+def _look_for_pyxis(config: Config) -> Iterator[str]:
+    """Refuse pyxis where srun does not know it; what is in an image only a job could see."""
+    done = run_here(config, "srun --help", "srun")
+    if "--container-image" not in done.stdout:
+        remedy = f"--set {WHERE}.runtime=apptainer, or ask the site for pyxis"
+        raise SubmissionRefused("srun has no --container-image here", where=f"{WHERE}.runtime: pyxis", remedy=remedy)
+    yield "pyxis starts images in jobs alone: what is in this one could not be seen"
+
+
+def folders_inside(config: Config, beside: Path | None = None) -> tuple[str, ...]:
+    """Return the folders that workers must see inside an image: this one, the runs, and all that the settings name.
+
+    `beside` is the folder of the user's own modules. None where there is no image.
+    """
+    if not is_contained(config):
+        return ()
+    plain = config.model_dump(mode="json")
+    plain["cluster"] = {"runs": str(config.cluster.runs)}  # what else stands there is the scheduler's
+    named = [str(Path.cwd()), str(beside or ""), *_texts(plain)]
+    with suppress(ConfigError):  # not there: the stage that needs it says so
+        named.append(str(find_checkpoint(config.embed.weights)))
+    words = chain(named, *(text.split() for text in named))  # a command names several
+    folders = {folder for word in words if word.startswith("/") for folder in _to_bind(Path(word))}
+    for folder in folders:
+        if set(str(folder)) & set(":,"):
+            remedy = "a folder without colon and comma in its name"
+            raise SubmissionRefused("no container can be told of this folder", where=str(folder), remedy=remedy)
+    return tuple(str(folder) for folder in sorted(folders) if not folders & set(folder.parents))
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield every text in a document."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        yield from chain.from_iterable(map(_texts, value.values()))
+    elif isinstance(value, list):
+        yield from chain.from_iterable(map(_texts, value))
+
+
+def _to_bind(path: Path) -> Iterator[Path]:
+    """Yield the folder of a path, as it is written and where it really is; never one that an image has for itself.
+
+    What is not there yet is made in the nearest folder that is.
+    """
+    with suppress(OSError, ValueError):
+        for place in {path, Path(os.path.realpath(path))}:
+            folder = next(folder for folder in (place, *place.parents) if folder.is_dir())
+            if folder not in OUTSIDE:
+                yield folder
+            elif place.exists() and place not in OUTSIDE:
+                yield place
+
+
+def _last_line(text: str) -> str:
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
+
+
+def image_around() -> str:
+    """Return in which container this process runs, in words; empty: in none that is known."""
+    if named := next((os.environ[name] for name in NAMES if os.environ.get(name)), ""):
+        return f"the image {named}"
+    return next((words for sign, words in SIGNS.items() if os.path.exists(sign)), "")  # noqa: PTH110 - never raises

@@ -1,0 +1,1 @@
+"""Workers in containers: a stand-in for Apptainer, an image of nothing but folders, and the tests."""
