@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +27,7 @@ from pipeline.records import EventKind
 from pipeline.runs.engine.handover import claim_visit, claimed_after
 from pipeline.runs.engine.lifecycle import gives_way, new_run, refuse_double
 from tests.command import Command
+from tests.conftest import ROOT
 from tests.projects import MakeProject
 from tests.runs.engine.test_submit import DEADLINE_S, PIPELINE, newest_status, wait_for
 
@@ -157,6 +159,16 @@ def test_a_run_keeps_the_code_it_was_submitted_with(make_project: MakeProject) -
     assert not list(copy.parent.glob("*.partial"))
     for compiled in copy.rglob("*.pyc"):  # Python takes it only for the source that it was made of
         assert Path(source_from_cache(str(compiled))).is_file()
+
+
+def test_a_package_that_was_copied_without_its_project_freezes_all_that_its_jobs_read(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    for name in ("pipeline", "sbatch", "configs"):
+        shutil.copytree(ROOT / name, site / name, ignore=shutil.ignore_patterns("__pycache__"))
+    code = "import pathlib; from pipeline.project.run_code import freeze; print(freeze(pathlib.Path('../runs')))"
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, cwd=site, env={}, capture_output=True, text=True, timeout=DEADLINE_S, check=True)
+    assert (site / done.stdout.strip() / "sbatch" / "scan.sbatch").is_file()
 
 
 @pytest.mark.parametrize(("private", "mode"), [(True, 0o700), (False, 0o755)])
