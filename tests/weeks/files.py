@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -21,11 +23,10 @@ def disk_fills(scene: Scene) -> None:
     """The disk of a project is full from the middle of a training on: it is said, and room lets it end."""
     with _mounted(scene.folder / "small", "-t", "tmpfs", "-o", f"size={SMALL_DISK}", "tmpfs") as small:
         run = scene.held(folder=small)
-        _fill(small)
-        scene.lets_go(run)
-        told = scene.ends(run, RunState.FAILED, RunState.ABANDONED, RunState.DONE)
-        scene.says(told, "No space left on device|disk is full", "make room|abandoned")
-        (small / "filler").unlink()
+        with _kept_full(small):
+            scene.lets_go(run)
+            told = scene.ends(run, RunState.FAILED, RunState.ABANDONED)
+            scene.says(told, "No space left on device|disk is full", "next: pipeline|pipeline resume")
         scene.ends(scene.goes_on(run))
         scene.trained(run)
 
@@ -123,9 +124,27 @@ def _kill(pid: int) -> None:
         os.kill(pid, 9)
 
 
+@contextmanager
+def _kept_full(folder: Path) -> Iterator[None]:
+    """Have others take all room on a disk, and what becomes free, for the time of a block."""
+    is_over = threading.Event()
+
+    def take() -> None:
+        while not is_over.wait(0.02):
+            _fill(folder)
+
+    with ThreadPoolExecutor(1) as others:
+        others.submit(take)
+        try:
+            yield
+        finally:
+            is_over.set()
+    (folder / "filler").unlink()
+
+
 def _fill(folder: Path) -> None:
     """Take all room on a disk."""
-    with (folder / "filler").open("wb", buffering=0) as file, suppress(OSError):
+    with (folder / "filler").open("ab", buffering=0) as file, suppress(OSError):
         for size in (1 << 20, 1 << 12, 1):
             with suppress(OSError):
                 while True:
