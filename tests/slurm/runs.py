@@ -245,7 +245,7 @@ class Run:
 
     def story(self) -> str:
         """Return what its supervisors and workers printed, and how it stands."""
-        logs = sorted(self.folder.logs.glob("*"), key=lambda path: path.stat().st_mtime)
+        logs = sorted(self.folder.logs.glob("*.[oe]*"), key=lambda path: path.stat().st_mtime)
         texts = [f"--- {path.name}\n{path.read_text(errors='replace')}" for path in logs if path.stat().st_size]
         if self.folder.supervisor_log.exists():
             texts.append(self.folder.supervisor_log.read_text())
