@@ -5,7 +5,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Where a machine forbids it, thousands of short processes would compile all that they import, each for itself.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all check bench rehearse prove clean slurm-up slurm-down slurm-packages browser-packages
+.PHONY: demo test test-all check bench rehearse prove weeks clean slurm-up slurm-down slurm-packages browser-packages
 
 DIR ?= demo
 
@@ -60,6 +60,11 @@ prove: .venv/tools slurm-packages  ## the long proofs: kills, faults, scale; res
 	python benchmarks/store/cache_compare.py --out benchmarks/results/cache_compare.json
 	python benchmarks/runs/fresh.py --out benchmarks/results/fresh.json
 	python benchmarks/page.py
+
+SEED ?= 1
+MINUTES ?= 180
+weeks: .venv/tools slurm-packages  ## weeks of use, played on a real Slurm: what dies, fills, is held or typed twice, by $(SEED)
+	python -m tests.weeks --seed $(SEED) --minutes $(MINUTES)
 
 slurm-up: .venv/tools slurm-packages  ## a real Slurm cluster of three nodes on this machine, left running
 	python -m tests.slurm.cluster up

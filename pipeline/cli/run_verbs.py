@@ -189,18 +189,20 @@ def _start(
     """Start a run, unless one is doing the same already; `ended` prints its result in place of the tables."""
     from pipeline.project.project import stays
     from pipeline.runs.engine.handover import start_supervisor
-    from pipeline.runs.engine.lifecycle import new_run, refuse_double
+    from pipeline.runs.engine.lifecycle import gives_way, new_run, refuse_double
     from pipeline.runs.engine.run_supervisor import Supervisor
 
     config, ended = project.config, ended or print_run_tables
     same = refuse_double(config, stages, project.only)
+    if same is None:
+        folder = new_run(config, stages, typed, project.beside, project.only)
+        same = gives_way(folder, config, stages, project.only)
     if same is not None:
         message = f"run {same.name} is doing this already\n  watch it: {_status_of(same)}"
         typer.echo(message, err=ended is not print_run_tables)
         if follow:
             _watch(same, ended)
         return
-    folder = new_run(config, stages, typed, project.beside, project.only)
     if not stays(config):
         Supervisor(folder, executor).visit(until_s=INLINE_S)
     elif follow:

@@ -110,6 +110,9 @@ SQUEUE = ("squeue", "--noheader", "--array", "--states=all", "--format=%i|%T|%r|
 NEVER = ("never starts", "held")  # how the words for a reason that does not pass by itself begin
 
 
+STOPPED = {TaskState.SUSPENDED: "it is suspended: scontrol resume lets it go on"}
+
+
 class Queued(NamedTuple):
     """A task's line of squeue."""
 
@@ -130,7 +133,7 @@ def parse_squeue(text: str) -> dict[str, Queued]:
             continue
         name, state_text, reason, start, node, _ = cells
         state, reason = parse_state(state_text), "" if reason == "None" else reason
-        waits_for = reason_words(reason) if state in WAITING_STATES else ""
+        waits_for = reason_words(reason) if state in WAITING_STATES else STOPPED.get(state, "")
         for task in expand(name):
             tasks[task] = Queued(task, state, reason, waits_for, epoch_of(start), node_of(node))
     return tasks

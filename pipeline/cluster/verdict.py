@@ -209,6 +209,8 @@ class _Case:
     def _by_ending(self) -> _Finding:
         """Judge by the exit code or signal, when the worker recorded nothing."""
         killed_by, code = self._signal(), self.status.exit_code
+        if killed_by is None and code is None and (lost := first_lost(self.log, GO_ON)):  # no accounting: srun said it
+            killed_by, code = lost.signal, lost.exit_code
         if killed_by in _POLITE:
             return Cause.INTERRUPTED, f"ended by {_named(killed_by)} before it could stop in order"
         if finding := last_words(_tail(self.log)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import socket
 import time
 from collections import Counter
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 ASK_S = 5.0
 ASK_AGAIN_S = 10.0  # at most so often, by those who watch a run for days
 GOING_ON = (RunState.WAITING, RunState.RUNNING)
+LAST_WORDS_BYTES = 4096
 BEGINS_WITHIN_S = 600.0  # a supervisor that has said nothing for so long died before it began
 
 
@@ -202,7 +204,8 @@ def _last_words(folder: RunFolder, status: RunStatus) -> str:
         for path in log.paths:
             if (end := end_of(path, 3)) and end.strip():
                 return f"gone; its log ends with\n  {harmless(end.strip())}\n  log: {path}"
-    return ""
+    is_full = shutil.disk_usage(folder.path).free < LAST_WORDS_BYTES
+    return f"gone; it could say nothing, as the disk is full: df -h {folder.path}" if is_full else ""
 
 
 def supervisor(folder: RunFolder, status: RunStatus, now: QueueLook) -> str:

@@ -153,8 +153,9 @@ class StageStatus:
 
     @property
     def items_done(self) -> int:
-        """Items that the tasks have worked through."""
-        return sum(self.done.values())
+        """Items that the tasks have worked through; in the end no more than there are."""
+        undone = int((self.census or {}).get("undone", 0))
+        return min(sum(self.done.values()), max(0, self.missing - undone)) if undone else sum(self.done.values())
 
     @property
     def reasons(self) -> Counter[str]:

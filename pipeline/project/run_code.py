@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 import pipeline
+from pipeline.config.site_profiles import shipped
 from pipeline.errors import ConfigError, PipelineError
 from pipeline.journal.run_folder import PRIVATE, RunFolder, writing_run
 
@@ -92,8 +93,7 @@ def digest_of(files: list[tuple[str, Path]]) -> str:
 
 def _files() -> Iterator[tuple[str, Path]]:
     """Yield the files of the package, with their names in the copy."""
-    is_checkout = (PACKAGE.parent / "pyproject.toml").exists() or PACKAGE.parent.parent.name.startswith(COPIES)
-    roots = [PACKAGE, *(PACKAGE.parent / name for name in BESIDE if is_checkout)]
+    roots = [PACKAGE, *(folder for folder in map(shipped, BESIDE) if folder.parent == PACKAGE.parent)]
     for root in roots:
         for path in root.rglob("*"):
             if path.is_file() and "__pycache__" not in path.parts:

@@ -192,7 +192,8 @@ def trainer_of(job: Job) -> Trainer:
     evaluation = _evaluation(job, step, watch)
     host = HostMeter(limit_bytes=job.tell.mem_bytes or None)
     behind = train.checkpoints.asynchronous
-    keeper = Keeper(checkpoints, ranks, fresh=Fresh(job), tell=job.say, behind=behind, host=host)
+    warn = partial(job.tell.report.warnings.__setitem__, "checkpoints")
+    keeper = Keeper(checkpoints, ranks, fresh=Fresh(job), tell=job.say, warn=warn, behind=behind, host=host)
     stepper.upkeep.begin()
     trainer = Trainer(
         train,

@@ -331,6 +331,13 @@ class TestALook:
 
 
 class TestTheQueue:
+    def test_says_that_a_task_is_suspended_and_how_it_goes_on(self) -> None:
+        suspended, runs = parse_squeue(
+            "7_0|SUSPENDED|None|2026-11-26T11:57:26|n1|7_0\n7_1|RUNNING|None|2026-11-26T11:57:26|n1|7_1\n"
+        ).values()
+        assert suspended.waits_for == "it is suspended: scontrol resume lets it go on"
+        assert runs.waits_for == ""
+
     def test_shows_each_task_with_what_it_waits_for(self) -> None:
         tasks = parse_squeue(SQUEUE_22_05)
         assert tasks["26"].state is TaskState.RUNNING

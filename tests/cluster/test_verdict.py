@@ -224,6 +224,17 @@ class TestSignals:
     def test_are_read_from_the_log_where_nobody_else_tells(self, log: str) -> None:
         assert cause_of(ended(TaskState.UNKNOWN), BEGAN, log) is Cause.CRASHED
 
+    @pytest.mark.parametrize(
+        ("how", "cause"),
+        [("Killed", Cause.CRASHED), ("Terminated", Cause.INTERRUPTED), ("Exited with exit code 3", Cause.REFUSED)],
+    )
+    @pytest.mark.parametrize("state", [TaskState.FAILED, TaskState.UNKNOWN])
+    def test_are_read_from_sruns_message_where_no_accounting_tells(
+        self, state: TaskState, how: str, cause: Cause
+    ) -> None:
+        log = f"epoch 2\nsrun: error: n1: task 0: {how}\nsrun: Force Terminated StepId=520.0\n"
+        assert cause_of(ended(state, None, reason="NonZeroExitCode"), BEGAN, log) is cause
+
     def test_kill_without_a_sign_of_memory_is_a_crash_with_figures(self) -> None:
         found = judge_attempt(ended(TaskState.FAILED, 137, peak_rss_bytes=50 * MIB), BEGAN, "", asked_bytes=200 * MIB)
         assert found.cause is Cause.CRASHED

@@ -95,6 +95,13 @@ def test_what_a_task_counted_goes_when_its_halves_count_it_again() -> None:
     assert stage.task_states() == {"waiting": 2}
 
 
+def test_in_the_end_no_more_is_done_than_was_found() -> None:
+    told = event(EventKind.PROGRESS, 3.0, "scan-000000", task=0, attempt=1, done=9, rejected={}, figures={})
+    end = {"state": "failed", "census": {"undone": 4}, "warnings": [], "error": "the disk is full"}
+    assert scan([*begun(1), told]).stages["scan"].items_done == 9
+    assert scan([*begun(1), told, event(EventKind.STAGE_ENDED, 4.0, **end)]).stages["scan"].items_done == 6
+
+
 def test_tasks_stand_where_their_last_attempt_left_them() -> None:
     events = [
         *begun(3),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -231,6 +233,20 @@ def test_a_worker_that_said_it_has_finished_counts_as_done_before_it_is_judged(t
     told.worker(1, EventKind.TASK_FINISHED, attempt=2, done=10, rejected={}, figures={})
     (stage,) = run_as_shown(told.folder, StatusReader(told.folder)).status.in_order()
     assert stage.task_states() == {"done": 2}
+
+
+@pytest.mark.parametrize(("free_bytes", "says"), [(0, "as the disk is full: df -h "), (1 << 30, "")])
+def test_a_supervisor_that_could_say_nothing_may_have_had_no_room(
+    told: Told, monkeypatch: pytest.MonkeyPatch, free_bytes: int, says: str
+) -> None:
+    from pipeline.journal.active_runs import QueueLook, supervisor
+
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=free_bytes))
+    status = told.status
+    status.abandon()
+    text = supervisor(told.folder, status, QueueLook({}))
+    assert says in text
+    assert bool(says) == bool(text)
 
 
 @pytest.mark.parametrize("figures", [({}, {}), ({"a": 1.0}, {}), ({}, {"a": 1.0}), ({"a": 1.0}, {"a": 2.0})])

@@ -27,8 +27,8 @@ from tests.slurm.cluster.cluster import SEARCH_PATH
 
 PIPELINE = Path(sys.executable).with_name("pipeline")
 SOON_S, ENDS_S, POLL_S = 60.0, 180.0, 0.1
-TYPED_S = 120.0
-LIVE = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED")
+TYPED_S = 300.0
+LIVE = ("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "COMPLETING", "REQUEUED", "REQUEUE_HOLD")
 RESIDUES = 20
 SMALL = {
     "data__source": "glob",
@@ -247,7 +247,7 @@ class Run:
 
     def story(self) -> str:
         """Return what its supervisors and workers printed, and how it stands."""
-        logs = sorted(self.folder.logs.glob("*"), key=lambda path: path.stat().st_mtime)
+        logs = sorted(self.folder.logs.glob("*.[oe]*"), key=lambda path: path.stat().st_mtime)
         texts = [f"--- {path.name}\n{path.read_text(errors='replace')}" for path in logs if path.stat().st_size]
         if self.folder.supervisor_log.exists():
             texts.append(self.folder.supervisor_log.read_text())

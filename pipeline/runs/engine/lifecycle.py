@@ -20,6 +20,7 @@ from pipeline.command_line import Command
 from pipeline.config.load import dump_resolved, from_resolved
 from pipeline.config.masking import without_secrets
 from pipeline.errors import ConfigError, JobFailed, SubmissionRefused
+from pipeline.files import write_whole
 from pipeline.journal import run_folder as folders
 from pipeline.journal.active_runs import GOING_ON, status_of
 from pipeline.journal.ledger import SUPERVISOR, Ledger, has_ended
@@ -35,6 +36,7 @@ from pipeline.runs.model.prepare import DECISIVE
 from pipeline.runs.views.run_page import renew
 from pipeline.runs.workflow.jobs import StagePlan, spec_of
 from pipeline.stage_names import StageName
+from pipeline.waiting import wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from pipeline.journal.run_status import RunStatus
     from pipeline.project.project import Project
 
+DECIDES_WITHIN_S, LOOK_EVERY_S = 60.0, 0.1  # how long a run that was submitted at the same moment may take to begin
 TASKED = ("train", "evaluate", "predict")  # the stages that run the user's own code
 
 
@@ -69,10 +72,10 @@ def new_run(
             if (code := freeze_own(config, beside, is_tasked=is_tasked)) is not None:
                 folder.task_code.write_text(str(code))
             folder.config.write_text(dump_resolved(config))
-            folder.stages.write_text(json.dumps(list(stages)))
             if not only.is_all:
                 only.write(folder)
             folder.again.write_text(without_secrets(str(typed or Command.submit(stages[-1]))))
+            write_whole(folder.stages, json.dumps(list(stages)))  # last: with it others see the run
     except JobFailed as error:
         if folder is not None:
             shutil.rmtree(folder.path, ignore_errors=True)
@@ -108,13 +111,48 @@ def scripts(project: Project, plans: Sequence[StagePlan], executor: Executor) ->
     yield "supervise.sbatch", executor.script_for(supervisor_spec(None, project.config, "1"))
 
 
-def refuse_double(config: Config, stages: Sequence[str], only: Only = EVERYTHING) -> RunFolder | None:
+def gives_way(folder: RunFolder, config: Config, stages: Sequence[str], only: Only = EVERYTHING) -> RunFolder | None:
+    """Look again once a new run can be seen: what is submitted twice at once runs once.
+
+    Whoever looks can be seen, so that one of two sees the other, and the later by name goes unless it has begun. Return
+    or refuse as `refuse_double` does; the new run is removed then.
+    """
+    try:
+        same = refuse_double(config, stages, only, new=folder)
+    except SubmissionRefused:
+        shutil.rmtree(folder.path, ignore_errors=True)
+        raise
+    if same is not None:
+        shutil.rmtree(folder.path, ignore_errors=True)
+    return same
+
+
+def _went(later: RunFolder) -> bool:
+    """Wait until a run that was submitted at the same moment has begun or is gone; tell whether it is gone."""
+
+    def has_decided() -> bool:
+        try:
+            return any(later.claims.iterdir())
+        except FileNotFoundError:
+            return True
+
+    wait_for(has_decided, DECIDES_WITHIN_S, LOOK_EVERY_S)
+    return not later.path.exists()
+
+
+def refuse_double(
+    config: Config, stages: Sequence[str], only: Only = EVERYTHING, *, new: RunFolder | None = None
+) -> RunFolder | None:
     """Return an active run that does exactly this; raise SubmissionRefused for one that does it in another way."""
     for folder in filterfalse(has_ended, reversed(runs_in(config.cluster.runs))):
+        if new is not None and folder.name == new.name:
+            continue
         other_stages: Sequence[str] = json.loads(folder.stages.read_text())
         if not _has_same_work(folder, config) or _only_looks(stages) != _only_looks(other_stages):
             continue
         if status_of(folder).state not in GOING_ON:
+            continue
+        if new is not None and folder.name > new.name and _went(folder):
             continue
         is_part = set(stages) <= set(other_stages)
         is_confined = folder.only.exists() or not only.is_all  # to a list of what to do, and perhaps to another

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import atexit
-import errno
 import gc
 import json
 import os
@@ -41,6 +40,7 @@ from pipeline.records import EventKind, RankPlace, TaskContext
 from pipeline.runs.workflow import script_stage, table
 from pipeline.stages.read_entries import ITEMS_READ
 from pipeline.store.cache_folder import relieve
+from pipeline.store.format.disk import FULL
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,7 +52,6 @@ if TYPE_CHECKING:
 PROGRESS_EVERY_S = 0.5
 WARNINGS_MOST = 20  # of a process, in the ledger
 ENDING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # a cancellation or preemption; what comes before a limit
-FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class TaskStopped(BaseException):

@@ -234,7 +234,7 @@ def link_or_rename(disk: Disk, source: Path, target: Path) -> None:
         disk.rename(source, target)
 
 
-_FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the quota is used up"}
+FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the quota is used up"}
 _READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
 
 
@@ -329,8 +329,8 @@ def lay_over(caches: Sequence[Path], before: str = "") -> Command:
 def write_refused(disk: Disk, path: Path, error: OSError) -> PipelineError:
     """Return the error to show for a failed write: disk full, no permission, name taken or disk failure."""
     where, reason = str(path), error.strerror or str(error)
-    if error.errno in _FULL:
-        what = f"{_FULL[error.errno]}{_free(disk, path)}"
+    if error.errno in FULL:
+        what = f"{FULL[error.errno]}{_free(disk, path)}"
         remedy = Command.submit("all", then="   (once there is room; what is finished is kept)")
         return CacheFull(what, where=where, remedy=remedy)
     if error.errno in _READ_ONLY:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import JobFailed
-from pipeline.store.format.disk import Disk
+from pipeline.store.format.disk import FULL, Disk
 from pipeline.training.checkpoints import checkpoint_reader, tensor_file
 from pipeline.training.checkpoints.checkpoint_reader import (
     MANIFEST,
@@ -103,7 +103,7 @@ class CheckpointFolder:
             written = {name: self._written(partial / name, tensors) for name, tensors in files.items()}
         except OSError as error:
             self._take_back(partial, files)
-            return {"rank": rank, "not_saved": self._why(error, state)}
+            return {"rank": rank, "not_saved": self._why(error, state), "errno": error.errno}
         except BaseException:
             self._take_back(partial, files)
             raise
@@ -126,7 +126,7 @@ class CheckpointFolder:
             path = self._publish(partial, manifest)
         except OSError as error:
             self._abandon(partial)
-            raise self._not_saved(step, self._why(error)) from error
+            raise self._not_saved(step, self._why(error), error.errno) from error
         except BaseException:
             self._abandon(partial)
             raise
@@ -230,7 +230,8 @@ class CheckpointFolder:
         receipts = sorted(receipts, key=lambda receipt: int(receipt["rank"]))
         failed = [f"rank {receipt['rank']}: {receipt['not_saved']}" for receipt in receipts if "not_saved" in receipt]
         if failed:
-            raise self._not_saved(step, "; ".join(failed))
+            number = next(receipt["errno"] for receipt in receipts if "not_saved" in receipt)
+            raise self._not_saved(step, why := "; ".join(failed), number) from OSError(number, why)
         assert [receipt["rank"] for receipt in receipts] == list(range(len(receipts))), "each rank's receipt is needed"
         return Manifest(
             name=self._free_name(step),
@@ -310,11 +311,12 @@ class CheckpointFolder:
             free = ""
         return f"{error.strerror or error}{free}{needed}"
 
-    def _not_saved(self, step: int, why: str) -> NotSaved:
+    def _not_saved(self, step: int, why: str, number: int | None) -> NotSaved:
         left = max(filter(_NAME.fullmatch, self.disk.list_folder(self.folder)), key=_order, default=None)
         last = f"the last one that is there: {left}" if left else "there is none before it"
         problem = f"the checkpoint of step {step} could not be saved: {why}; {last}"
-        return NotSaved(problem, where=str(self.folder), remedy=f"make room: df -h {self.folder}; training goes on")
+        look = f"make room: df -h {self.folder}" if number in FULL else f"let it be written: findmnt -T {self.folder}"
+        return NotSaved(problem, where=str(self.folder), remedy=look)
 
 
 def new_token(writer: str) -> str:

@@ -181,12 +181,17 @@ class Keeper:
         *,
         fresh: Callable[[Step], None],
         tell: Callable[[str], None],
+        warn: Callable[[str], None] = lambda _warning: None,
         behind: bool | Literal["auto"] = False,
         host: HostMeter | None = None,
     ) -> None:
-        """Take the folder of checkpoints; `fresh` resets a step to the start of its training."""
+        """Take the folder of checkpoints; `fresh` resets a step to the start of its training.
+
+        `tell` prints what happens now, `warn` keeps what people must know of the whole run.
+        """
         self.checkpoints, self.ranks = checkpoints, ranks
-        self._fresh, self._tell, self._behind, self._host = fresh, tell, behind, host
+        self._fresh, self._tell, self._warn_of, self._behind, self._host = fresh, tell, warn, behind, host
+        self.unsaved: list[NotSaved] = []  # of rank 0
         self._saver: Saver | None = None
         self._is_open = False  # a checkpoint is being written, whose receipts are not handed in yet
 
@@ -294,7 +299,11 @@ class Keeper:
             self._saver = None
 
     def _warn(self, error: NotSaved) -> str:
-        self._tell(f"WARNING: {error}; training goes on, and the last good checkpoint stays")
+        self.unsaved.append(error)
+        self._tell(f"WARNING: {error}\n  training goes on, and the last good checkpoint stays")
+        count = len(self.unsaved)
+        many = f"{count} checkpoints could not be saved, lastly: " if count > 1 else ""
+        self._warn_of(f"{many}{error.what}   ({error.remedy})")
         return str(error)
 
     def take_up(self, step: Step) -> ResumedTraining:

@@ -374,8 +374,10 @@ class Trainer:
             )
         self._saved_s = time.monotonic()
         if not saved and standing.is_finished:
-            what = "the trained model could not be saved"
-            raise JobFailed(what, where=str(self.keeper.folder), remedy="make room, and submit again")
+            why = self.keeper.unsaved[-1] if self.keeper.unsaved else None  # rank 0 knows
+            what = f"the trained model could not be saved{f': {why.what}' if why else ''}"
+            remedy = f"{why.remedy}, and submit again" if why else "pipeline logs --failed"
+            raise JobFailed(what, where=str(self.keeper.folder), remedy=remedy) from why
 
     def _take_up(self) -> None:
         """Restore the newest checkpoint, or start at the beginning."""

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
+import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import source_from_cache
 from pathlib import Path
 
@@ -21,8 +25,9 @@ from pipeline.journal.run_status import RunState
 from pipeline.project.run_code import freeze
 from pipeline.records import EventKind
 from pipeline.runs.engine.handover import claim_visit, claimed_after
-from pipeline.runs.engine.lifecycle import new_run, refuse_double
+from pipeline.runs.engine.lifecycle import gives_way, new_run, refuse_double
 from tests.command import Command
+from tests.conftest import ROOT
 from tests.projects import MakeProject
 from tests.runs.engine.test_submit import DEADLINE_S, PIPELINE, newest_status, wait_for
 
@@ -156,6 +161,16 @@ def test_a_run_keeps_the_code_it_was_submitted_with(make_project: MakeProject) -
         assert Path(source_from_cache(str(compiled))).is_file()
 
 
+def test_a_package_that_was_copied_without_its_project_freezes_all_that_its_jobs_read(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    for name in ("pipeline", "sbatch", "configs"):
+        shutil.copytree(ROOT / name, site / name, ignore=shutil.ignore_patterns("__pycache__"))
+    code = "import pathlib; from pipeline.project.run_code import freeze; print(freeze(pathlib.Path('../runs')))"
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, cwd=site, env={}, capture_output=True, text=True, timeout=DEADLINE_S, check=True)
+    assert (site / done.stdout.strip() / "sbatch" / "scan.sbatch").is_file()
+
+
 @pytest.mark.parametrize(("private", "mode"), [(True, 0o700), (False, 0o755)])
 def test_run_folders_are_private_unless_they_are_not_meant_to_be(
     make_project: MakeProject, private: bool, mode: int
@@ -196,6 +211,37 @@ def test_a_second_submission_joins_a_run_whose_supervisor_has_not_begun(make_pro
     assert refuse_double(config, ["scan"]) == run
     with pytest.raises(SubmissionRefused, match="already"):
         refuse_double(config, ["scan", "graph"])
+
+
+def test_of_runs_submitted_at_once_one_begins_and_all_others_join_it(make_project: MakeProject) -> None:
+    config = read_config(make_project(1) / "pipeline.yaml").config
+    for _ in range(10):
+        together = threading.Barrier(4)
+
+        def submit(together: threading.Barrier = together) -> tuple[RunFolder, RunFolder | None]:
+            together.wait()
+            run = new_run(config, ["scan"])
+            same = gives_way(run, config, ["scan"])
+            if same is None:
+                claim_visit(run, 1)
+            return run, same
+
+        with ThreadPoolExecutor(4) as people:
+            done = [person.result() for person in [people.submit(submit) for _ in range(4)]]
+        (begun,) = (run for run, same in done if same is None)
+        assert [run.name for run in runs_in(config.cluster.runs)] == [begun.name]
+        shutil.rmtree(begun.path)
+
+
+def test_a_new_run_gives_way_to_one_that_begins_or_goes_as_that_decides(make_project: MakeProject) -> None:
+    config = read_config(make_project(1) / "pipeline.yaml").config
+    early, late = sorted((new_run(config, ["scan"]), new_run(config, ["scan"])), key=lambda run: run.name)
+    claim_visit(late, 1)
+    assert gives_way(early, config, ["scan"]) == late
+    assert not early.path.exists()
+    with pytest.raises(SubmissionRefused, match="already"):
+        gives_way(refused := new_run(config, ["scan", "graph"]), config, ["scan", "graph"])
+    assert not refused.path.exists()
 
 
 def test_a_run_that_never_began_stands_in_nobodys_way(make_project: MakeProject) -> None:

@@ -389,6 +389,7 @@ def test_a_failing_disk_is_said_and_the_last_good_one_stays(tmp_path, step, numb
     assert disk.taken[step] == 1  # an fsync that failed must never be tried again
     assert "the checkpoint of step 2 could not be saved" in str(caught.value)
     assert "the last one that is there: step-00000001" in str(caught.value)
+    assert ("next: make room" in str(caught.value)) == (number in (errno.ENOSPC, errno.EDQUOT))
     assert names(tmp_path) == ["step-00000001"]
     disk.step = ""
     made.save(state_at(3), 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import os
@@ -20,12 +21,14 @@ from hypothesis import strategies as some
 from torch import Tensor, nn
 
 from pipeline.errors import DataError, JobFailed
+from pipeline.runs.engine.run_task import failure_kind
 from pipeline.training.checkpoints.checkpoint_folder import CheckpointFolder
 from pipeline.training.items.batch import ItemBatch
 from pipeline.training.loop.metrics_log import read_epochs
 from pipeline.training.step.step import Step
 from tests.limited import device as limited
 from tests.limited.device import LimitedDevice
+from tests.store.faulty_disks import FailingDisk
 from tests.training.checkpoints.saved import forked, spoil
 from tests.training.loop.loops import (
     Aimed,
@@ -292,6 +295,17 @@ def test_a_full_disk_is_said_and_training_goes_on(tmp_path: Path, *, behind: boo
     warnings = [line for line in run.said if line.startswith("WARNING")]
     assert len(warnings) == 2  # after step 4 and at the epoch's end
     assert all("could not be saved" in line and "step-00000002" in line for line in warnings)
+    assert run.tell.report.warnings["checkpoints"].startswith(
+        "2 checkpoints could not be saved, lastly: the checkpoint"
+    )
+
+
+def test_a_model_that_cannot_be_saved_in_the_end_says_why(tmp_path: Path) -> None:
+    run = Run(FULL, tmp_path)
+    run.trainer.keeper.checkpoints.disk = FailingDisk("write_at", errno.ENOSPC)
+    with pytest.raises(JobFailed, match=r"(?s)could not be saved: .*No space left on device.*make room") as raised:
+        run.to_end()
+    assert failure_kind(raised.value) == "disk_full"
 
 
 # What is not finite

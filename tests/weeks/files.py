@@ -1,0 +1,173 @@
+"""Events of disks: full, read-only, purged, cleaned by another project, and a package that changes under a run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from pipeline.journal.run_status import RunState
+from tests.conftest import ROOT
+from tests.slurm.runs import Project
+from tests.weeks.scene import Scene, must
+
+SMALL_DISK = "24m"
+
+
+def disk_fills(scene: Scene) -> None:
+    """The disk of a project is full from the middle of a training on: it is said, and room lets it end."""
+    with _mounted(scene.folder / "small", "-t", "tmpfs", "-o", f"size={SMALL_DISK}", "tmpfs") as small:
+        run = scene.held(folder=small)
+        with _kept_full(small):
+            scene.lets_go(run)
+            told = scene.ends(run, RunState.FAILED, RunState.ABANDONED)
+            scene.says(told, "No space left on device|disk is full", "next: pipeline|pipeline resume")
+        scene.ends(scene.goes_on(run))
+        scene.trained(run)
+
+
+def disk_is_full_for_a_while(scene: Scene) -> None:
+    """The disk of a project is full for some steps of a training: it goes on without that checkpoint."""
+    first = scene.rng.randrange(6, 12)
+    with _mounted(scene.folder / "small", "-t", "tmpfs", "-o", f"size={SMALL_DISK}", "tmpfs") as small:
+        run = scene.held(first, first + 10, folder=small)
+        _fill(small)
+        scene.lets_go(run)
+        scene.arrives(run, first + 10)
+        (small / "filler").unlink()
+        scene.lets_go(run)
+        scene.says(scene.ends(run), "could not be saved: .*No space left on device")
+        scene.trained(run)
+
+
+def checkpoints_become_read_only(scene: Scene) -> None:
+    """The folder of checkpoints becomes read-only in mid-training: why is said, and what helps; then it goes on."""
+    run = scene.held()
+    (folder,) = (run.project.folder / "models").glob("*/checkpoints")
+    with _mounted(folder, "--bind", str(folder)):
+        subprocess.run(["mount", "-o", "remount,bind,ro", folder], check=True)
+        scene.lets_go(run)
+        told = scene.ends(run, RunState.FAILED, RunState.DONE)
+        scene.says(told, "could not be saved: .*Read-only file system", "findmnt")
+    scene.ends(scene.goes_on(run))
+    scene.trained(run)
+
+
+def cache_is_read_only(scene: Scene) -> None:
+    """The cache stands on a disk that nobody may write: a training reads it, and scans say what is wrong."""
+    project = scene.project()
+    cache = project.folder / "cache"
+    with _mounted(cache, "--bind", str(cache)):
+        subprocess.run(["mount", "-o", "remount,bind,ro", cache], check=True)
+        run = scene.trains(project)
+        scene.ends(run)
+        scene.trained(run)
+        done = scene.types(
+            project, "submit", "--stage", "scan", "--executor", "slurm", "--set=structures.altlocs=first"
+        )
+        if done.code == 0:
+            scene.says(scene.ends(scene.follows(project.newest), RunState.FAILED), "Read-only file system")
+        else:
+            scene.says(done.said, "Read-only file system")
+
+
+def purge_eats_the_cache(scene: Scene) -> None:
+    """Every shard is deleted by its age while a training reads: what is missing is made anew, or said."""
+    run = scene.held()
+    for kind in ("scan", "embed", "graph"):
+        for shard in (run.project.folder / "cache" / kind / "shards").iterdir():
+            shard.unlink()
+    scene.lets_go(run)
+    scene.ends(run, RunState.DONE, RunState.FAILED)
+    if run.now().state is RunState.FAILED:
+        scene.ends(scene.goes_on(run, "all"))
+    scene.trained(run)
+
+
+def another_project_cleans(scene: Scene) -> None:
+    """Another project cleans and compacts the cache while one trains from it: nothing goes that the training reads."""
+    run = scene.held()
+    project, other = run.project, Project(scene.folder / "other")
+    shutil.copytree(scene.template.folder, other.folder, ignore=shutil.ignore_patterns("cache", "runs", "models"))
+    shared = f"--set=cache.root={project.folder / 'cache'}"
+    before = project.records()
+    for words in (("--yes",), ("--yes", "--older-than", "0s")):
+        scene.types(other, "cache", "clean", *words, shared, "--set=graph.neighbours=5")
+    scene.types(other, "cache", "compact", shared)
+    must(project.records() == before, "cleaning took what a running training reads")
+    scene.lets_go(run)
+    scene.ends(run)
+    scene.trained(run)
+
+
+def package_changes(scene: Scene) -> None:
+    """The package is upgraded to something broken while a run goes on: the run keeps the code it was submitted with."""
+    site = scene.folder / "site"
+    for name in ("pipeline", "sbatch", "configs"):
+        shutil.copytree(ROOT / name, site / name, ignore=shutil.ignore_patterns("__pycache__"))
+    run = scene.held(path=str(site))
+    for path in site.rglob("*.py"):
+        path.write_text("raise SystemError('half an upgrade')\n")
+    _kill(scene.process(run))
+    scene.lets_go(run)
+    scene.ends(run)
+    scene.trained(run)
+
+
+def _kill(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, 9)
+
+
+@contextmanager
+def _kept_full(folder: Path) -> Iterator[None]:
+    """Have others take all room on a disk, and what becomes free, for the time of a block."""
+    is_over = threading.Event()
+
+    def take() -> None:
+        while not is_over.wait(0.02):
+            _fill(folder)
+
+    with ThreadPoolExecutor(1) as others:
+        others.submit(take)
+        try:
+            yield
+        finally:
+            is_over.set()
+    (folder / "filler").unlink()
+
+
+def _fill(folder: Path) -> None:
+    """Take all room on a disk."""
+    with (folder / "filler").open("ab", buffering=0) as file, suppress(OSError):
+        for size in (1 << 20, 1 << 12, 1):
+            with suppress(OSError):
+                while True:
+                    file.write(b"x" * size)
+
+
+@contextmanager
+def _mounted(place: Path, *words: str) -> Iterator[Path]:
+    """Have something mounted for the time of a block."""
+    place.mkdir(exist_ok=True)
+    subprocess.run(["mount", *words, place], check=True)
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "-l", place], check=True)
+
+
+EVENTS = (
+    disk_fills,
+    disk_is_full_for_a_while,
+    checkpoints_become_read_only,
+    cache_is_read_only,
+    purge_eats_the_cache,
+    another_project_cleans,
+    package_changes,
+)

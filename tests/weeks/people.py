@@ -1,0 +1,92 @@
+"""Events of people and their schedulers: cancels, requeues, lost supervisors, leaks, tiny tasks, double submits."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+
+from pipeline.journal.run_folder import runs_in
+from pipeline.journal.run_status import RunState
+from tests.slurm.cluster.cluster import SEARCH_PATH
+from tests.slurm.runs import DIES, PIPELINE, Run, make_project, until
+from tests.weeks.scene import WAITS_S, Scene, must
+
+LEAK_BYTES = 60 << 20
+
+
+def supervisor_and_standby_vanish(scene: Scene) -> None:
+    """Both jobs that look after a run are cancelled: it is said, and `resume` brings the run to its end."""
+    run = scene.held()
+    until("both", lambda: len(run.jobs(scene.cluster, "supervise")) == 2, WAITS_S, run.story)
+    scene.slurm("scancel", *{row["job"] for row in run.jobs(scene.cluster, "supervise")})
+    until("nobody", lambda: run.now().state is RunState.ABANDONED, WAITS_S, run.story)
+    scene.says(scene.told(run), "abandoned", f"pipeline resume {run.name}")
+    if scene.rng.random() < 0.5:
+        scene.lets_go(run)
+        until("no job", lambda: not run.jobs(scene.cluster), WAITS_S, run.story)
+    resumed = scene.types(run.project, "resume", run.name)
+    must(resumed.code == 0, "resume failed", lambda: resumed.said)
+    scene.lets_go(run)
+    scene.ends(scene.follows(run.project.newest))
+    scene.trained(run)
+
+
+def task_leaks(scene: Scene) -> None:
+    """Memory grows with every step, above what was asked for: it goes on with more, and the leak is named."""
+    project = scene.project(leak_bytes=LEAK_BYTES)
+    run = scene.trains(project)
+    told = scene.ends(run)
+    scene.says(told, "host_oom", "again with [0-9.]+ ?[MG]", "leak|grows")
+    scene.trained(run)
+
+
+def tiny_tasks_fail(scene: Scene, tasks: int = 60) -> None:
+    """Many tiny tasks, of which one in twenty dies of its item: those are left out, named, and all others done."""
+    names = [f"c{number}" for number in range(tasks)]
+    bad = sorted(scene.rng.sample(names, tasks // 20))
+    settings = {"cluster__scan__items_per_task": 1, "data__max_rejected_fraction": 0.06}
+    project = make_project(scene.folder / "project", tasks, {f"{name}.pdb": DIES for name in bad}, **settings)
+    run = scene.submits(project, "scan")
+    told = scene.ends(run)
+    census = run.stage("scan")["census"]
+    must((census["accepted"], census["rejected"]) == (tasks - len(bad), len(bad)), f"census: {census}")
+    scene.says(told, f"{len(bad)} rejected", "killed_its_task")
+
+
+def giant_file_comes(scene: Scene) -> None:
+    """Somebody puts a file of gigantic size among the data: it is rejected by name, and all others are done."""
+    settings = {"data__max_rejected_fraction": 0.2, "cluster__scan__items_per_task": 2}
+    project = make_project(scene.folder / "project", 6, **settings)
+    with (project.folder / "data" / "giant.pdb").open("wb") as file:
+        file.truncate(scene.rng.randrange(2 << 20, 1 << 40))
+    run = scene.submits(project, "scan")
+    scene.says(scene.ends(run), "1 rejected", "file_too_large +1 +giant")
+    must(run.stage("scan")["census"]["accepted"] == 6, "an item is missing", run.story)
+
+
+def submitted_twice_at_once(scene: Scene) -> None:
+    """Two people type the same submission at the same time: one run does it, and the other is told so."""
+    project = scene.project(step_s=0.1)
+    words = [PIPELINE, "submit", "--stage", "train", "--executor", "slurm", *scene.settings(project)]
+    known = {**os.environ, "PATH": f"{PIPELINE.parent}:{SEARCH_PATH}", "COLUMNS": "200"}
+    before = {folder.name for folder in runs_in(project.folder / "runs")}
+    typed = [
+        subprocess.Popen(
+            words, cwd=project.folder, env=known, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for _ in range(2)
+    ]
+    said = [one.communicate(timeout=WAITS_S)[0] for one in typed]
+    scene.heard += said
+    runs = [Run(project, folder) for folder in runs_in(project.folder / "runs") if folder.name not in before]
+    for run in runs:
+        scene.follows(run)
+    codes = sorted(one.returncode for one in typed)
+    for run in runs:
+        scene.ends(run, RunState.DONE, RunState.FAILED)
+    must(len(runs) == 1 and codes[0] == 0, f"{len(runs)} runs; codes {codes}", lambda: "\n".join(said))
+    must(any("already" in " ".join(one.split()) for one in said), "nobody was told", lambda: "\n".join(said))
+    scene.trained(runs[0])
+
+
+EVENTS = (supervisor_and_standby_vanish, task_leaks, tiny_tasks_fail, giant_file_comes, submitted_twice_at_once)
