@@ -64,7 +64,7 @@ class ImageContent:
     torch: str = ""
 
 
-def pinned(config: Config) -> Config:
+def with_digest(config: Config) -> Config:
     """Return a configuration that names the digest of its image; refuse an image that has another than was named."""
     container = config.cluster.slurm.container
     if not is_contained(config):

@@ -18,7 +18,8 @@ import pytest
 
 from pipeline.journal.run_status import RunState
 from tests.slurm.cluster import Cluster
-from tests.slurm.containers.images import (
+from tests.slurm.runs import DEAF, DIES, EATS, LINGERS, Project, Run, make_project, until
+from tests.slurm.sites.images import (
     HERE,
     contained,
     import_image,
@@ -26,7 +27,6 @@ from tests.slurm.containers.images import (
     why_no_namespaces,
     why_no_podman,
 )
-from tests.slurm.runs import DEAF, DIES, EATS, LINGERS, Project, Run, make_project, until
 from tests.slurm.test_faults import HALF_MAY_FAIL, MIB, ONE_EACH, complete, failures
 
 pytestmark = [

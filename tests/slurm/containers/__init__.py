@@ -1,1 +1,0 @@
-"""Workers in containers: a stand-in for Apptainer, an image of nothing but folders, and the tests."""
