@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from pipeline.cluster.job_spec import Limits, TaskState, TaskStatus
+from pipeline.cluster.job_spec import Limits, TaskState, TaskStatus, format_ranges
 from pipeline.cluster.verdict import Cause
 from pipeline.config.load import read_config
-from pipeline.errors import SubmissionRefused
+from pipeline.errors import BudgetReached, SubmissionRefused
 from pipeline.journal.attempts import Ask, Attempt
 from pipeline.journal.ledger import Ledger
+from pipeline.journal.run_status import StageJob
 from pipeline.project.project import Project, open_executor
 from pipeline.records import EventKind
 from pipeline.runs.dataset.worklist import Shard, StageSurvey
@@ -50,6 +51,58 @@ def test_memory_of_ranks_is_that_of_all_on_a_node(tmp_path: Path, monkeypatch: p
         dispatch = Dispatch(told.folder, config, executor, lambda _kind, **data: emitted.append(data))
         dispatch.collect(Project.open(config), table.stage("train", config), told.status.stages["train"], [ended])
     assert [one["peak_rss_bytes"] for one in emitted] == [3 * 400 * MIB]
+
+
+@pytest.mark.parametrize(("budget", "fitting"), [("3 core-hours", 2), ("100 core-hours", 4), ("1 core-hours", 0)])
+def test_no_more_is_submitted_than_a_budget_holds_and_nothing_is_refused_by_the_scheduler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget: str, fitting: int
+) -> None:
+    """A task may take an hour, and a minute to end."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pipeline.yaml").write_text(f"data: {{source: glob, path: data}}\ncluster: {{budget: {budget}}}\n")
+    config = read_config(tmp_path / "pipeline.yaml").config
+    told = Told(config.cluster.runs, "scan", tasks=4)
+    StageSurvey({}, tuple(Shard(at, at + 1, 1) for at in range(4))).write_shards(told.folder, "scan")
+    submitted = list[str]()
+    with open_executor(config) as executor:
+        monkeypatch.setattr(executor, "submit", lambda spec: submitted.append(format_ranges(spec.tasks)) or "8")
+        dispatch = Dispatch(told.folder, config, executor, told.supervisor.emit)
+        status = told.status.stages["scan"]
+        status.planned = StageJob("", "scan", "0-3", 1, Ask(1 << 30, 3600))
+        if fitting:
+            dispatch.send(Project.open(config), table.stage("scan", config), status)
+        else:
+            with pytest.raises(BudgetReached, match=r"may take 1\.02 core-hours .* 1\.00 left") as reached:
+                dispatch.send(Project.open(config), table.stage("scan", config), status)
+            assert "cluster.budget=5 core-hours" in reached.value.remedy
+    assert submitted == ([f"0-{fitting - 1}"] if fitting else [])
+    account = dispatch.account()
+    assert account is not None
+    assert account.taken.total <= account.budget.hours
+
+
+def test_of_two_runs_that_announce_at_once_neither_passes_the_budget_of_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pipeline.yaml").write_text("data: {source: glob, path: data}\ncluster: {budget: 5 core-hours}\n")
+    config = read_config(tmp_path / "pipeline.yaml").config
+    told, other = (Told(config.cluster.runs, "scan", tasks=4) for _ in range(2))
+    StageSurvey({}, tuple(Shard(at, at + 1, 1) for at in range(4))).write_shards(told.folder, "scan")
+
+    def emit(kind: EventKind, **data: Any) -> None:
+        """Let the other run announce its job in the moment in which this one does."""
+        if kind is EventKind.JOB_SUBMITTING:
+            other.supervisor.emit(kind, **data)
+        told.supervisor.emit(kind, **data)
+
+    with open_executor(config) as executor:
+        dispatch = Dispatch(told.folder, config, executor, emit)
+        status = told.status.stages["scan"]
+        status.planned = StageJob("", "scan", "0-3", 1, Ask(1 << 30, 3600))
+        with pytest.raises(BudgetReached):
+            dispatch.send(Project.open(config), table.stage("scan", config), status)
+    assert told.status.stages["scan"].intents == {}
 
 
 def test_what_ranks_share_is_judged_by_how_many_items_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

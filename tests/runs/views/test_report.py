@@ -34,10 +34,12 @@ def attempt(task: int, **more: Any) -> Attempt:
     return Attempt(task, **given | more)
 
 
-def report_of(tmp_path: Path, attempts: list[Attempt], mem: Suggestion | None = None, cpus: int = 1) -> StageUse:
+def report_of(
+    tmp_path: Path, attempts: list[Attempt], mem: Suggestion | None = None, cpus: int = 1, **job: int
+) -> StageUse:
     """Return what a run with such attempts has used."""
     told = Told(tmp_path, tasks=len({one.task for one in attempts}))
-    told.job("7", sorted({one.task for one in attempts}), ask=ASK, cpus=cpus, why="planned")
+    told.job("7", sorted({one.task for one in attempts}), ask=ASK, cpus=cpus, why="planned", **job)
     for one in attempts:
         told.ended(one)
     config = Config.model_validate({"data": {"source": "glob", "path": tmp_path}, "cluster": {"scan": {"cpus": cpus}}})
@@ -61,7 +63,8 @@ def test_used_memory_is_weighted_by_time(tmp_path: Path) -> None:
 def test_what_was_not_measured_is_unknown_and_not_nothing(tmp_path: Path) -> None:
     found = report_of(tmp_path, [attempt(0)])
     unknown = (found.peak_bytes, found.mem_used, found.cpu_used, found.longest_s, found.time_used, found.gpu_peak_bytes)
-    assert set(unknown) == {None}
+    assert {*unknown, found.gpu_busy, found.gpu_total_bytes} == {None}
+    assert found.advice == ()
     assert suggested(found) == {}
 
 
@@ -73,6 +76,46 @@ def test_an_attempt_without_a_peak_does_not_count_as_one_that_used_nothing(tmp_p
 def test_cores_that_idled_are_suggested_away(tmp_path: Path) -> None:
     found = report_of(tmp_path, [attempt(0, cpu_s=110.0, elapsed_s=100.0)], cpus=8)
     assert found.cpu_used == pytest.approx(110 / 800)
+    assert suggested(found)["cluster.scan.cpus"] == 2
+    assert found.advice == ("2 of 8 cores used",)
+
+
+def test_gpus_that_idled_and_memory_of_a_larger_card_are_told_in_words(tmp_path: Path) -> None:
+    seen = {"gpu_peak_bytes": 8 * GIB, "gpu_total_bytes": 80 * GIB}
+    attempts = [attempt(0, gpu_busy=0.1, elapsed_s=300.0, **seen), attempt(1, gpu_busy=0.5, elapsed_s=100.0)]
+    found = report_of(tmp_path, attempts, gpus=1)
+    assert found.gpu_busy == pytest.approx(0.2)
+    assert found.gpu_hours == pytest.approx(400 / 3600)
+    assert found.advice == (
+        "its GPUs were busy 20% of the time: what feeds them is slower (cluster.scan.cpus)",
+        "its peak of 8.0 GiB of GPU memory would fit a 10 GB slice of its 80 GB",
+    )
+    lines = [str(line) for line in efficiency_report(RunStatus("r", RunState.DONE), [found])]
+    assert any("GPU busy 20%, GPU memory 8.0 GiB of 80.0 GiB" in line for line in lines)
+    assert "  scan: its peak of 8.0 GiB of GPU memory would fit a 10 GB slice of its 80 GB" in lines
+
+
+def test_gpus_of_which_nobody_told_are_unknown_in_the_report_and_advise_nothing(tmp_path: Path) -> None:
+    found = report_of(tmp_path, [attempt(0, elapsed_s=300.0)], gpus=1)
+    assert found.advice == ()
+    lines = [str(line) for line in efficiency_report(RunStatus("r", RunState.DONE), [found])]
+    assert any("GPU busy unknown, GPU memory unknown" in line for line in lines)
+
+
+@pytest.mark.parametrize(("peak_gib", "total_gib", "gib"), [(9.5, 80, 20), (36, 80, 40), (37, 80, None), (1, 16, None)])
+def test_a_slice_is_advised_only_where_a_tenth_of_room_is_left_and_cards_are_cut(
+    tmp_path: Path, peak_gib: float, total_gib: int, gib: int | None
+) -> None:
+    seen = {"gpu_peak_bytes": int(peak_gib * GIB), "gpu_total_bytes": total_gib * GIB}
+    found = report_of(tmp_path, [attempt(0, elapsed_s=9.0, **seen)], gpus=1)
+    assert [f"would fit a {gib} GB slice" in line for line in found.advice] == ([True] if gib else [])
+
+
+def test_cores_of_all_ranks_and_nodes_are_compared_with_what_they_did(tmp_path: Path) -> None:
+    """Before, a training of many ranks was said to use more cores than it had."""
+    found = report_of(tmp_path, [attempt(0, cpu_s=1600.0, elapsed_s=100.0)], cpus=8, nodes=2, ranks=4)
+    assert found.cpu_used == pytest.approx(1600 / 6400)
+    assert found.core_hours == pytest.approx(6400 / 3600)
     assert suggested(found)["cluster.scan.cpus"] == 2
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from pipeline.cluster.job_spec import parse_ranges
 from pipeline.journal.ledger import LedgerReader
+from pipeline.journal.run_status import RunState
 from pipeline.records import EventKind
 from tests.slurm.cluster import Cluster
 from tests.slurm.cluster.config import ACCOUNT
@@ -166,3 +167,29 @@ def test_a_queue_without_a_place_for_supervisors_is_refused_with_what_to_change(
     assert done.code == 6
     assert f"MaxSubmitJobs of the association {ACCOUNT}/root allows 2 in the queue" in done.said, done.said
     assert "--set cluster.supervisor.where=login" in done.said
+
+
+@pytest.mark.slow
+def test_a_run_stops_before_its_budget_is_passed_and_what_it_finished_is_kept(make: Make, healthy: Cluster) -> None:
+    """A task may take two minutes of a core; beside the first there are two seconds, which it uses up."""
+    few = {"cluster__budget": "0.034 core-hours", "cluster__scan__time": "1m", "cluster__scan__gpus": 1}
+    project = make(5, cluster__supervisor__where="login", **few, **ONE_EACH)
+    run = project.submits()
+    ended = run.ends(RunState.FAILED)
+    assert "could pass the budget; budget: 0.0" in ended["error"], ended["error"]
+    assert "--set 'cluster.budget=1 core-hours'" in ended["error"]
+    assert refused(run) == []
+    assert {len(parse_ranges(job["tasks"])) for job in run.stage()["jobs"]} == {1}
+    assert 1 <= len(run.project.records()["scan"]) < 5
+    took = healthy.run("sacct", "-nPX", "--format=ElapsedRaw,AllocCPUS", "-j", ",".join(jobs_of(run))).stdout.split()
+    assert sum(int(line.split("|")[0]) * int(line.split("|")[1]) for line in took) <= 0.034 * 3600
+    assert "budget: 0.0" in project.types("status").said
+    report = project.types("report").said
+    assert "of 0.034 core-hours used" in report, report
+    assert "GPU busy unknown" in report
+    assert "GPU memory unknown" in report
+
+    more = project.submits("scan", "--set", "cluster.budget=1 core-hours")
+    more.ends()
+    assert len(project.records()["scan"]) == 5
+    assert more.reported()["budget"]["used"] >= run.reported()["budget"]["used"]
