@@ -104,13 +104,13 @@ def _checked(
 ) -> Iterator[tuple[Project, Executor]]:
     """Open the executor of a project and check its stages; a refusal repeats what was typed."""
     from pipeline.errors import SubmissionRefused
-    from pipeline.project.container_image import is_contained, pinned, refuse_unfit_image
+    from pipeline.project.container_image import is_contained, refuse_unfit_image, with_digest
     from pipeline.project.project import open_executor
     from pipeline.runs.workflow.table import with_typed_command
 
     with open_executor(project.config) as opened:
         try:
-            project = replace(project, executor=opened, config=pinned(project.config))
+            project = replace(project, executor=opened, config=with_digest(project.config))
             for note in refuse_unfit_image(project.config) if is_contained(project.config) else ():
                 typer.echo(f"note: cluster.slurm.container: {note}", err=True)
             _check_first(project, stages, opened, may_be_silent=may_be_silent)

@@ -13,7 +13,7 @@ from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, SubmissionRefused
 from pipeline.files import file_digest
 from pipeline.project import container_image
-from pipeline.project.container_image import folders_inside, image_around, image_of, pinned
+from pipeline.project.container_image import folders_inside, image_around, image_of, with_digest
 from pipeline.project.project import cluster_name
 from pipeline.runs.model.probe_job import torch_of
 
@@ -40,7 +40,7 @@ def configured(*sets: str, image: str = "../../images/pipeline.sif") -> Config:
 def test_without_an_image_nothing_is_another_than_before(project: Path) -> None:
     config = configured(image="")
     assert (image_of(config), folders_inside(config), cluster_name(config)) == ("", (), "slurm")
-    assert pinned(config) is config
+    assert with_digest(config) is config
     assert not (project / "lab/project/runs").exists()
 
 
@@ -54,9 +54,10 @@ def test_the_digest_is_that_of_the_file_and_is_part_of_the_names_of_measurements
     config = configured()
     assert config.cluster.slurm.container.image == str(project / "images/pipeline.sif")
     assert image_of(config) == torch_of(config) == digest
+    assert not (project / "lab/project/runs").exists()
     assert cluster_name(config) == f"slurm in {digest}"
-    assert pinned(config).cluster.slurm.container.digest == digest
-    assert pinned(pinned(config)) == pinned(config)
+    assert with_digest(config).cluster.slurm.container.digest == digest
+    assert with_digest(with_digest(config)) == with_digest(config)
 
 
 def test_a_file_is_read_again_only_when_it_has_changed(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,6 +68,7 @@ def test_a_file_is_read_again_only_when_it_has_changed(project: Path, monkeypatc
         return file_digest(path)
 
     monkeypatch.setattr(container_image, "file_digest", counted)
+    (project / "lab/project/runs").mkdir()
     first = image_of(configured())
     assert image_of(configured()) == first
     assert len(reads) == 1
@@ -76,13 +78,13 @@ def test_a_file_is_read_again_only_when_it_has_changed(project: Path, monkeypatc
 
 
 def test_another_image_than_a_run_began_with_is_refused(project: Path) -> None:
-    begun = pinned(configured())
+    begun = with_digest(configured())
     (project / "images/pipeline.sif").write_bytes(b"another")
     with pytest.raises(SubmissionRefused, match="the image is another now"):
-        pinned(begun)
+        with_digest(begun)
     (project / "images/pipeline.sif").unlink()
     with pytest.raises(SubmissionRefused, match="no such image"):
-        pinned(begun)
+        with_digest(begun)
 
 
 def test_an_unpacked_image_is_another_when_a_file_in_it_is(project: Path) -> None:

@@ -14,7 +14,7 @@ from pipeline.errors import SubmissionRefused
 from pipeline.journal.attempts import Attempt, leave_out
 from pipeline.journal.ledger import read_notes
 from pipeline.memory.history.task_history import Measured
-from pipeline.project.container_image import pinned
+from pipeline.project.container_image import with_digest
 from pipeline.project.project import cluster_name, profiles_of
 from pipeline.records import EventKind
 from pipeline.runs.dataset import worklist
@@ -277,7 +277,7 @@ class Dispatch:
         """Submit a job; if this process dies before its id is recorded, the next supervisor finds it by its tag."""
         spec = spec_of(self._folder, self._config, job)
         try:
-            pinned(self._config)
+            with_digest(self._config)
             job_id = self._executor.submit(replace(spec, exclude=self._bad_nodes(status, spec)))
         except SubmissionRefused:
             self._emit(EventKind.JOB_REFUSED, **job.to_json())

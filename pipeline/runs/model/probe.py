@@ -27,7 +27,7 @@ from pipeline.memory.hardware.host_memory import STATED, TrainingJob, train_need
 from pipeline.memory.history.step_history import fingerprint, ratios_of_all
 from pipeline.memory.planning.memory_plan import CardSpecs
 from pipeline.memory.planning.step_estimates import SETTINGS, micro_time, reserve, update_s
-from pipeline.project.container_image import folders_inside, pinned
+from pipeline.project.container_image import folders_inside, with_digest
 from pipeline.project.project import asked_bytes
 from pipeline.project.run_code import freeze, module_command
 from pipeline.protocol import Example
@@ -250,7 +250,7 @@ def draft_probe(config: Config, errand: Errand) -> ProbeFolder:
             folder.path.mkdir(mode=run_folder.PRIVATE if config.cluster.private else run_folder.SHARED)
             folder.logs.mkdir()
             folder.code.write_text(str(freeze(runs)))
-            folder.config.write_text(dump_resolved(pinned(config)))
+            folder.config.write_text(dump_resolved(with_digest(config)))
             write_json(folder.errand, errand)
     except JobFailed as error:
         raise SubmissionRefused(
