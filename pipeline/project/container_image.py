@@ -112,9 +112,10 @@ def _digest_of_file(config: Config, image: Path) -> str:
         if known := kept.read_text():
             return known
     digest = file_digest(image)
-    with suppress(OSError):
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(kept, digest)
+    if config.cluster.runs.is_dir():
+        with suppress(OSError):
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(kept, digest)
     return digest
 
 

@@ -54,6 +54,7 @@ def test_the_digest_is_that_of_the_file_and_is_part_of_the_names_of_measurements
     config = configured()
     assert config.cluster.slurm.container.image == str(project / "images/pipeline.sif")
     assert image_of(config) == torch_of(config) == digest
+    assert not (project / "lab/project/runs").exists()
     assert cluster_name(config) == f"slurm in {digest}"
     assert with_digest(config).cluster.slurm.container.digest == digest
     assert with_digest(with_digest(config)) == with_digest(config)
@@ -67,6 +68,7 @@ def test_a_file_is_read_again_only_when_it_has_changed(project: Path, monkeypatc
         return file_digest(path)
 
     monkeypatch.setattr(container_image, "file_digest", counted)
+    (project / "lab/project/runs").mkdir()
     first = image_of(configured())
     assert image_of(configured()) == first
     assert len(reads) == 1

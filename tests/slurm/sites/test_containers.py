@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from pipeline.journal.run_status import RunState
+from tests.slurm import test_training as training
 from tests.slurm.cluster import Cluster
 from tests.slurm.runs import DEAF, DIES, EATS, LINGERS, Project, Run, make_project, until
 from tests.slurm.sites.images import (
@@ -72,6 +73,9 @@ def events(run: Run, kind: str) -> list[dict[str, Any]]:
     """Return what the ledger has of a kind."""
     lines = [line for path in run.folder.events.iterdir() for line in path.read_text().splitlines()]
     return [event for event in map(json.loads, lines) if kind in json.dumps(event)]
+
+
+trainable = training.project  # the fixture: a project of which all is done that comes before training
 
 
 def preempt(cluster: Cluster, run: Run) -> None:
@@ -243,6 +247,30 @@ def test_podman_passes_on_the_signal_of_a_preemption(make: Make, by_podman: dict
     complete(run, 2)
     assert {cause for _, cause in failures(run)} <= {"interrupted", "preempted"}
     assert any("stopped by a signal" in json.dumps(event) for event in events(run, "task_failed"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_training_on_two_nodes_that_is_preempted_inside_has_the_bits_of_one_outside(
+    trainable: Project, cluster: Cluster, image: Path
+) -> None:
+    outside = training.trains(trainable, "outside")
+    place = trainable.folder.with_name("inside")
+    settings = contained(place, image, cluster__train__partition="preempt")
+    settings["cluster__slurm__setup"] += [f"export {training.ACT}=slow {training.PLACE}={place}"]
+    texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in settings.items()}
+    inside = training.trains(trainable, "inside", "slow", **texts)
+    figures = inside.project.folder / "models"
+    until("a step", lambda: any(path.stat().st_size for path in figures.glob("*/figures.jsonl")), 180, inside.story)
+    (job,) = inside.jobs(cluster, "train")
+    first = cluster.run("scontrol", "show", "hostnames", job["node"]).stdout.split()[0]
+    urgent = ["--partition=urgent", "--exclusive", f"--nodelist={first}", "--output=/dev/null", "--wrap=true"]
+    assert cluster.run("sbatch", *urgent).returncode == 0
+    for run in (outside, inside):
+        run.ends(timeout_s=400)
+    assert training.failures(inside) in ([], ["interrupted"])
+    assert training.restarts(inside) == 1
+    assert training.weights(inside) == training.weights(outside)
 
 
 def test_doctor_says_what_is_well_and_where_it_runs_itself(make: Make, image: Path) -> None:
