@@ -77,15 +77,17 @@ def cache_is_read_only(scene: Scene) -> None:
 
 
 def purge_eats_the_cache(scene: Scene) -> None:
-    """Every shard is deleted by its age while a training reads: what is missing is made anew, or said."""
+    """A purge deletes every shard under a training, which may have to begin again: all is made anew, or it is said."""
     run = scene.held()
-    for kind in ("scan", "embed", "graph"):
-        for shard in (run.project.folder / "cache" / kind / "shards").iterdir():
-            shard.unlink()
+    for shard in (run.project.folder / "cache").glob("*/shards/*"):
+        shard.unlink()
+    if scene.rng.random() < 0.7:
+        _kill(scene.process(run))
     scene.lets_go(run)
-    scene.ends(run, RunState.DONE, RunState.FAILED)
+    told = scene.ends(run, RunState.DONE, RunState.FAILED)
     if run.now().state is RunState.FAILED:
-        scene.ends(scene.goes_on(run, "all"))
+        scene.says(told, "pipeline submit --stage")
+        scene.ends(scene.goes_on(run))
     scene.trained(run)
 
 
@@ -96,9 +98,9 @@ def another_project_cleans(scene: Scene) -> None:
     shutil.copytree(scene.template.folder, other.folder, ignore=shutil.ignore_patterns("cache", "runs", "models"))
     shared = f"--set=cache.root={project.folder / 'cache'}"
     before = project.records()
-    for words in (("--yes",), ("--yes", "--older-than", "0s")):
+    for words in (("--yes",), ("--yes", "--older-than", "1m"), ("--yes", "--all")):
         scene.types(other, "cache", "clean", *words, shared, "--set=graph.neighbours=5")
-    scene.types(other, "cache", "compact", shared)
+    scene.types(other, "cache", "compact", "--yes", shared)
     must(project.records() == before, "cleaning took what a running training reads")
     scene.lets_go(run)
     scene.ends(run)

@@ -31,7 +31,7 @@ from pipeline.command_line import Command
 from pipeline.config.load import from_resolved
 from pipeline.config.masking import without_secrets
 from pipeline.config.site_profiles import shipped
-from pipeline.errors import CacheFull, CacheUnusable, PipelineError, SubmissionRefused
+from pipeline.errors import CacheFull, CacheUnusable, ClusterSilent, PipelineError, SubmissionRefused
 from pipeline.journal.ledger import SUPERVISOR, Ledger, LedgerReader
 from pipeline.journal.run_folder import RunFolder
 from pipeline.journal.run_status import ENDED, RunState, RunStatus, StatusReader
@@ -90,6 +90,7 @@ class Supervisor:
         self.stages = [table.stage(name, self.config) for name in json.loads(folder.stages.read_text())]
         self.dispatch = Dispatch(folder, self.config, executor, self._emit)
         self.until = math.inf
+        self.has_standby = own_job() in self.status.successors[:-1]
 
     def run(self) -> None:
         """Stay until the run has ended."""
@@ -139,6 +140,8 @@ class Supervisor:
             self._begin()
             ended = work()
         except PipelineError as error:
+            if self._is_left(error):
+                raise
             self._let_go()
             self._end(RunState.FAILED, self._text(error), error.exit_code)
             raise
@@ -154,6 +157,10 @@ class Supervisor:
         if ended:
             self._end(RunState.DONE, "", 0)
         return ended
+
+    def _is_left(self, error: PipelineError) -> bool:
+        """Tell whether this visit's standby goes on, which begins when the cluster answers again."""
+        return isinstance(error, ClusterSilent) and self.has_standby
 
     def _text(self, error: PipelineError) -> str:
         """Return an error as it is recorded, whose next command is about this run's project."""
@@ -276,6 +283,8 @@ class Supervisor:
         try:
             yield
         except PipelineError as error:
+            if self._is_left(error):
+                raise
             known = self.status.stages.get(stage.name)
             if known is None or known.state is not RunState.FAILED:
                 self._end_stage(stage, RunState.FAILED, None, [], self._text(error))

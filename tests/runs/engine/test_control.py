@@ -10,26 +10,32 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import source_from_cache
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
 from pipeline.config.load import read_config
-from pipeline.errors import SubmissionRefused
+from pipeline.errors import ClusterSilent, SubmissionRefused
 from pipeline.journal.active_runs import status_of
 from pipeline.journal.ledger import Ledger
 from pipeline.journal.run_folder import RunFolder, runs_in
-from pipeline.journal.run_status import RunState
+from pipeline.journal.run_status import RunState, StatusReader
 from pipeline.project.run_code import freeze
 from pipeline.records import EventKind
 from pipeline.runs.engine.handover import claim_visit, claimed_after
 from pipeline.runs.engine.lifecycle import gives_way, new_run, refuse_double
+from pipeline.runs.engine.run_supervisor import Supervisor
 from tests.command import Command
 from tests.conftest import ROOT
 from tests.projects import MakeProject
 from tests.runs.engine.test_submit import DEADLINE_S, PIPELINE, newest_status, wait_for
+
+if TYPE_CHECKING:
+    from pipeline.cluster.job_spec import Executor
 
 SUBMIT = ("submit", "--stage", "scan")
 ONE_BY_ONE = ("--set", "cluster.scan.items_per_task=20", "--set", "cluster.slots.cpus=1")
@@ -169,6 +175,38 @@ def test_a_package_that_was_copied_without_its_project_freezes_all_that_its_jobs
     words = [sys.executable, "-c", code]
     done = subprocess.run(words, cwd=site, env={}, capture_output=True, text=True, timeout=DEADLINE_S, check=True)
     assert (site / done.stdout.strip() / "sbatch" / "scan.sbatch").is_file()
+
+
+class Silent:
+    """An executor whose cluster does not answer."""
+
+    outlives, caveats = True, ()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def ask(*_: object, **__: object) -> Any:
+            if name in ("step", "status", "adopt"):
+                return []
+            raise ClusterSilent(f"{name}: no answer")
+
+        return ask
+
+
+@pytest.mark.parametrize(("job", "state"), [("7", RunState.RUNNING), ("8", RunState.FAILED), ("", RunState.FAILED)])
+def test_a_visit_to_which_the_cluster_does_not_answer_leaves_the_run_to_its_standby(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, job: str, state: RunState
+) -> None:
+    config = read_config(make_project(1) / "pipeline.yaml", ["cluster.executor=slurm"]).config
+    run = new_run(config, ["scan"])
+    first = Ledger(run, f"supervisor-{claim_visit(run, 1):06d}")
+    first.emit(EventKind.RUN_STARTED, stages=["scan"], host="elsewhere", pid=1)
+    first.emit(EventKind.VISIT, number=1, host="elsewhere", pid=1)
+    first.emit(EventKind.HANDED_OVER, jobs=["7", "8"])
+    monkeypatch.setenv("SLURM_JOB_ID", job)
+    with pytest.raises(ClusterSilent):
+        Supervisor(run, cast("Executor", Silent())).visit()
+    status = StatusReader(run).read()
+    assert status.state is state
+    assert (status.stages.get("scan") is None) == (state is RunState.RUNNING)
 
 
 @pytest.mark.parametrize(("private", "mode"), [(True, 0o700), (False, 0o755)])
