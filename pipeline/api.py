@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from typing import Any
 
     from pipeline.graphs.residue_graph import LETTERS as RESIDUE_LETTERS
-    from pipeline.memory.runtime.governed import Governed
-    from pipeline.memory.runtime.lightning_callback import GovernorCallback
     from pipeline.protocol import Reader, Task
     from pipeline.records import Entry, Reason, Rejection
     from pipeline.runs.dataset.loading import open_loader
     from pipeline.runs.model.task_contract import breaches
     from pipeline.training.checkpoints.published_names import NameTable
     from pipeline.training.items.batch import padded_field as padded
+    from pipeline.training.own_loops.governed import Governed
+    from pipeline.training.own_loops.lightning_callback import GovernorCallback
     from pipeline.training.sampling.epoch_order import SamplerSettings
 
 __all__ = [
@@ -44,8 +44,8 @@ __all__ = [
 PLACES = {
     "RESIDUE_LETTERS": "pipeline.graphs.residue_graph.LETTERS",
     "Entry": "pipeline.records.Entry",
-    "Governed": "pipeline.memory.runtime.governed.Governed",
-    "GovernorCallback": "pipeline.memory.runtime.lightning_callback.GovernorCallback",
+    "Governed": "pipeline.training.own_loops.governed.Governed",
+    "GovernorCallback": "pipeline.training.own_loops.lightning_callback.GovernorCallback",
     "NameTable": "pipeline.training.checkpoints.published_names.NameTable",
     "Reader": "pipeline.protocol.Reader",
     "Reason": "pipeline.records.Reason",

@@ -13,10 +13,12 @@ if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any
 
-# module of version 0.1 → its published names → what they are called in `pipeline.api`
+# module of an older version → its published names → what they are called in `pipeline.api`
 MOVED = {
     "pipeline.graphs.backbone": {"LETTERS": "RESIDUE_LETTERS"},
     "pipeline.memory.governed": {"Governed": "Governed"},
+    "pipeline.memory.runtime.governed": {"Governed": "Governed"},
+    "pipeline.memory.runtime.lightning_callback": {"GovernorCallback": "GovernorCallback"},
     "pipeline.memory.lightning": {"GovernorCallback": "GovernorCallback"},
     "pipeline.runs.contract": {"breaches": "breaches"},
     "pipeline.runs.loading": {"open_loader": "open_loader"},

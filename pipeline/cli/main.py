@@ -26,6 +26,7 @@ from pipeline.cli import (
     report_verbs,
     run_verbs,
     setup_verbs,
+    tune_verb,
     weights_verbs,
 )
 from pipeline.command_line import Command
@@ -54,6 +55,7 @@ app.command("init")(setup_verbs.init_command)
 app.command("doctor")(setup_verbs.doctor_command)
 app.command("plan")(plan_verbs.plan_command)
 app.command("submit")(run_verbs.submit_command)
+app.command("tune")(tune_verb.tune_command)
 app.command("dock")(dock_verb.dock_command)
 app.command("status")(control_verbs.status_command)
 app.command("logs")(log_verbs.logs_command)

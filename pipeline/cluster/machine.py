@@ -95,13 +95,21 @@ def find_gpus(devices: Path = DEVICES) -> tuple[str, ...]:
     return tuple(map(str, numbers)) or tuple(map(str, range(_count_by_driver())))
 
 
-def _count_by_driver() -> int:
-    """Count GPUs with nvidia-smi, for systems that show no device files."""
+def card_names() -> list[str]:
+    """Return the names of this machine's GPUs, as the driver says them."""
     try:
         listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
-        return 0
-    return sum(line.startswith(b"GPU ") for line in listed.stdout.splitlines())
+        return []
+    lines = listed.stdout.decode(errors="replace").splitlines()
+    return [
+        line.partition(" (UUID")[0] for line in lines if line.startswith("GPU ")
+    ]  # another card of its kind will do
+
+
+def _count_by_driver() -> int:
+    """Count GPUs with nvidia-smi, for systems that show no device files."""
+    return len(card_names())
 
 
 def find_mem_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:

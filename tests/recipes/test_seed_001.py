@@ -11,10 +11,10 @@ import pytest
 
 from pipeline.errors import ConfigError
 from pipeline.memory.footprint import MemoryChoice
-from pipeline.memory.runtime.lightning_callback import GovernorCallback
 from pipeline.memory.runtime.meters import Habits
 from pipeline.runs.model.prepare import taken_of
 from pipeline.tasks.spectra_finetune import SpectraFinetune
+from pipeline.training.own_loops.lightning_callback import GovernorCallback
 from tests.command import Command
 from tests.recipes.conftest import Scanned
 from tests.recipes.projects import SPECTRA, config_of, epochs_of, peak, planned, ran, settings_of

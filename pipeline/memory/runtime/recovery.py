@@ -300,10 +300,10 @@ class WeightedMean:
         self.total = self.total + total.detach()
         self.weight = self.weight + (weight.detach() if isinstance(weight, torch.Tensor) else weight)
 
-    def settle(self, parameters: Iterable[Tensor]) -> Tensor:
-        """Scale the gradients to those of the mean; return the mean."""
+    def settle(self, parameters: Iterable[Tensor], whole: float | None = None) -> Tensor:
+        """Scale the gradients to those of the mean, or to their part in one of a larger weight; return the mean."""
         if self._guess is not None:
-            scale_gradients(parameters, quotient(self._guess, self.weight))
+            scale_gradients(parameters, quotient(self._guess, self.weight if whole is None else whole))
         return torch.as_tensor(quotient(self.total, self.weight))
 
 

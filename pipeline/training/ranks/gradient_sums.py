@@ -62,7 +62,7 @@ class GradientSums:
         self.is_done = False  # the gradients are sums now
         self.is_broken = False  # memory ended when some of them were
         self.is_late = False  # a gradient changed after its bucket had gone
-        self._parameters, self._ranks, self._device = parameters, ranks, device
+        self.parameters, self._ranks, self._device = parameters, ranks, device
         self._expected: frozenset[int] | None = None  # parameters with a gradient on any rank, in the step before
         self._buffers: deque[Tensor] = deque()
         self._going: deque[_Going] = deque()
@@ -75,11 +75,11 @@ class GradientSums:
     def _cut(self, piece_bytes: int) -> None:
         """Lay out the buckets: the last parameters first, as backward comes to them."""
         self.piece_bytes = piece_bytes
-        numbers = range(len(self._parameters))[::-1]
-        layout = pieces_of([self._parameters[number] for number in numbers], piece_bytes)
+        numbers = range(len(self.parameters))[::-1]
+        layout = pieces_of([self.parameters[number] for number in numbers], piece_bytes)
         self._buckets = [[(numbers[place], part) for place, part in bucket] for bucket in layout]
         self._split: dict[int, list[Tensor]] = {}  # parts of gradients that are in several buckets
-        views = [self._parts(bucket, self._parameters) for bucket in self._buckets]
+        views = [self._parts(bucket, self.parameters) for bucket in self._buckets]
         self._split.clear()
         self._sizes = [sum(part.nbytes for part in parts) for parts in views]
         self._types = [parts[0].dtype for parts in views]
@@ -106,7 +106,7 @@ class GradientSums:
 
     def _fill(self) -> None:
         """Make zeros where this rank has no gradient."""
-        for parameter in self._parameters:
+        for parameter in self.parameters:
             if parameter.grad is None:
                 parameter.grad = after_freeing_caches(partial(torch.zeros_like, parameter), self._device)
 
@@ -176,7 +176,7 @@ class GradientSums:
         if self._has_hooks:
             return
         self._has_hooks = True
-        for number, parameter in enumerate(self._parameters):
+        for number, parameter in enumerate(self.parameters):
             cast("Any", parameter).register_post_accumulate_grad_hook(partial(self._came, number))
 
     def _came(self, number: int, _: Tensor) -> None:
@@ -232,7 +232,7 @@ class GradientSums:
 
     @property
     def _gradients(self) -> list[Tensor]:
-        return [cast("Tensor", parameter.grad) for parameter in self._parameters]
+        return [cast("Tensor", parameter.grad) for parameter in self.parameters]
 
     def _parts(self, bucket: Sequence[Place], tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the parts of tensors that are in a bucket."""

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.errors import ConfigError, JobFailed, PlanInfeasible
-from pipeline.memory.runtime import governed as governed_module
-from pipeline.memory.runtime.governed import Governed, GovernedEvent
 from pipeline.memory.runtime.governor import Governor, admitted, halved, is_crowded
 from pipeline.memory.runtime.meters import NEAR, CardMeter, Habits, HostMeter, Memory, ProcessMeter, Upkeep
+from pipeline.training.own_loops import governed as governed_module
+from pipeline.training.own_loops.governed import Governed, GovernedEvent
 from tests.limited import device as limited
 from tests.limited.device import LimitedDevice, RefuseOne
 
@@ -688,14 +688,3 @@ def test_a_step_without_items_changes_nothing() -> None:
     before = parameters(items).clone()
     assert items.governed().step([], items.loss_of).item() == 0
     assert torch.equal(parameters(items), before)
-
-
-def test_a_model_that_adds_up_in_every_backward_is_refused(tmp_path: Path) -> None:
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        model = torch.nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
-        with pytest.raises(ConfigError, match="DistributedDataParallel"):
-            Governed(model, torch.optim.SGD(model.parameters(), 0.1))
-    finally:
-        torch.distributed.destroy_process_group()

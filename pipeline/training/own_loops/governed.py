@@ -1,6 +1,6 @@
 """A loop of your own, without out-of-memory errors: a step splits what does not fit, and has the same gradients.
 
-    from pipeline.memory.runtime.governed import Governed
+    from pipeline.api import Governed
 
     governed = Governed(model, optimizer)
     for items in loader:  # a list of items: the effective batch
@@ -9,12 +9,21 @@
 `loss_of(items)` runs the model on some of the items and returns the loss's sum over them and its weight: how many
 items, or residues, it is of. It moves them to the device itself. Splitting changes what a model computes over a batch
 as a whole: batch normalisation, and losses that compare the items of a batch.
+
+Over several processes (`foreign_ranks`) each hands over its own items, or none, and all make the same steps. A step is
+that of the items of all ranks: its loss is the sum over all of them by their weight, which is what
+DistributedDataParallel has where all ranks have the same weight. Gradients stay a rank's own through every
+out-of-memory, and are added up once, after the last backward. So each rank splits as it must; at the end of a step all
+take over the least budget. All begin with the parameters of the first rank. A rank that cannot go on says so to the
+others, and all end.
 """
 
 from __future__ import annotations
 
+import math
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast
 
 import torch
 
@@ -24,12 +33,17 @@ from pipeline.errors import ConfigError, JobFailed, PlanInfeasible
 from pipeline.memory.runtime.governor import UNPLANNED, Governor, halved
 from pipeline.memory.runtime.meters import CardMeter
 from pipeline.memory.runtime.recovery import Oom, StepSnapshot, WeightedMean, replay_until_it_fits
+from pipeline.training.own_loops.foreign_ranks import READ, begin_alike, keep_quiet, ranks_of, wrappers_of
+from pipeline.training.ranks.gradient_sums import GradientSums
+from pipeline.training.ranks.rank_protocol import RankLost
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
+
+    from pipeline.training.ranks.rank_protocol import Ranks, Said
 
     LossOf: TypeAlias = Callable[[list[Any]], tuple[Tensor, Tensor | float]]
 
@@ -49,7 +63,7 @@ class GovernedEvent:
 
 
 class Governed:
-    """Makes exact optimizer steps of any torch model and optimizer, in a single process."""
+    """Makes exact optimizer steps of any torch model and optimizer, in one process or together with other ranks."""
 
     def __init__(
         self,
@@ -62,20 +76,22 @@ class Governed:
         clip: float | None = None,
         scaler: torch.amp.GradScaler | None = None,
         backward: Callable[[Tensor], Any] = torch.autograd.backward,
+        ranks: Ranks | None = None,
     ) -> None:
         """Wrap a model and its optimizer.
 
         `cost` says what an item costs, in any unit that adds up, and `budget` what may run at once, if that is known.
         `too_large` is what becomes of an item that does not fit alone, `clip` the norm of all gradients at most;
-        `backward` stands in for that of torch. `events` keeps what happened; set `heard` to be called with each event.
+        `backward` stands in for that of torch, `ranks` for those that this process is found to be one of. `events`
+        keeps what happened; set `heard` to be called with each event.
         """
-        if isinstance(model, torch.nn.parallel.DistributedDataParallel):
-            problem = (
-                "DistributedDataParallel adds up gradients in every backward: an OOM on one rank would hang the rest"
-            )
-            raise ConfigError(problem, remedy="hand over its module, or train with pipeline submit --stage train")
         self.model, self.optimizer, self.scaler = model, optimizer, scaler
         self.device = str(next(model.parameters()).device)
+        self._wrappers = wrappers_of(model)
+        self.ranks = ranks_of(self.device) if ranks is None else ranks
+        self._sums: GradientSums | None = None
+        if self.ranks.world > 1:
+            begin_alike(model, self.ranks)
         self.governor = Governor(budget=UNPLANNED if budget is None else budget, backoff=BACKOFF)
         self.events: list[GovernedEvent] = []
         self.heard: Callable[[GovernedEvent], None] | None = None
@@ -86,7 +102,21 @@ class Governed:
         self._mean = WeightedMean()
 
     def step(self, items: Sequence[Any], loss_of: LossOf) -> Tensor:
-        """Make an optimizer step of all items, in as many parts as fit; return the loss."""
+        """Make an optimizer step of all items, in as many parts as fit; return the loss, of all ranks."""
+        self.ranks.progress(f"step {self.steps}")
+        keep_quiet(self._wrappers)
+        with self._telling_others():
+            self._run(items, loss_of)
+            share = self._share()
+        shares = self._hear(share)
+        with self._telling_others():
+            loss = self._update(shares)
+            want = self._want()
+        self._end(self._hear(want))
+        return loss
+
+    def _run(self, items: Sequence[Any], loss_of: LossOf) -> None:
+        """Run this rank's items forward and backward, beginning again in smaller parts whenever memory ends."""
         costs = [self._cost(item) for item in items]
         self._release()
         snapshot = self._snapshot = StepSnapshot(
@@ -116,9 +146,55 @@ class Governed:
 
         parts = [range(len(items))[piece] for piece in self.governor.admit(costs)]
         replay_until_it_fits(parts, run, again=again, halve=halve, cannot=cannot, note=note, cost=cost_of)
-        loss = self._update()
-        self._end()
-        return loss
+
+    # Ranks
+
+    @contextmanager
+    def _telling_others(self) -> Iterator[None]:
+        """Surround what a rank does alone: where it fails, the others hear of it in place of what they wait for."""
+        try:
+            yield
+        except Exception as error:
+            reason = str(error).partition("\n")[0] or type(error).__name__
+            with suppress(RankLost):  # they are gone already
+                self.ranks.exchange({"failed": reason})
+            raise
+
+    def _hear(self, message: Said) -> list[Said]:
+        """Exchange messages with all ranks; raise if one of them has failed."""
+        if self.ranks.world == 1:  # a device is not waited for
+            return [message]
+        heard = self.ranks.exchange(message)
+        for rank, said in enumerate(heard):
+            if "failed" in said:
+                problem = f"rank {rank} of {self.ranks.world} cannot go on: {said['failed']}"
+                raise RankLost(problem, where=f"step {self.steps}", remedy=READ)
+        return heard
+
+    def _share(self) -> Said:
+        """Return the weight of this rank's items, once there is memory for adding up their gradients."""
+        if self.ranks.world == 1:
+            return {}
+        trained = [parameter for parameter in self._parameters() if parameter.requires_grad]
+        absent = [number for number, parameter in enumerate(trained) if parameter.grad is None]
+        if self._sums is None or [*map(id, self._sums.parameters)] != [*map(id, trained)]:
+            self._sums = GradientSums(cast("list[nn.Parameter]", trained), self.ranks, self.device, overlaps=False)
+        self._sums.begin_step(overlaps=False)
+        has_run = not self._mean.is_empty
+        terms = {"total": float(self._mean.total), "weight": float(self._mean.weight)}
+        return {**terms, "has_run": has_run, "absent": absent, "room": self._sums.reserve()}
+
+    def _add_up(self, shares: Sequence[Said]) -> Tensor:
+        """Make the gradients those of the items of all ranks; return the mean loss."""
+        if self._sums is None:
+            return self._mean.settle(self._parameters())
+        total, weight = (math.fsum(share[name] for share in shares) for name in ("total", "weight"))
+        self._mean.settle(self._sums.parameters, weight)
+        self._sums.agree(min(share["room"] for share in shares))
+        self._sums.add_up()
+        for number in set.intersection(*(set(share["absent"]) for share in shares)):
+            self._sums.parameters[number].grad = None  # on no rank was there any
+        return torch.tensor(total / weight if weight else 0.0, device=self.device)
 
     def state_dict(self) -> dict[str, Any]:
         return {"steps": self.steps, "learned": self.governor.state()}
@@ -133,12 +209,12 @@ class Governed:
         self._backward(loss if self.scaler is None else self.scaler.scale(loss))
         self._mean.add(total, weight)
 
-    def _update(self) -> Tensor:
+    def _update(self, shares: Sequence[Said]) -> Tensor:
         """Scale the gradients by the weight of the whole step, and run the optimizer."""
-        if self._mean.is_empty:  # every item was skipped
+        if self._is_empty(shares):  # every item was skipped
             return torch.zeros((), device=self.device)
         values: list[Tensor] = []
-        error = out_of_memory_error(self._make_step, values)
+        error = out_of_memory_error(self._make_step, values, shares)
         if error is not None:
             raise JobFailed(
                 f"memory ended within the optimizer, whose parameters may be half updated now: {error}",
@@ -147,8 +223,11 @@ class Governed:
             )
         return values[0]
 
-    def _make_step(self, values: list[Tensor]) -> None:
-        values.append(self._mean.settle(self._parameters()))
+    def _is_empty(self, shares: Sequence[Said]) -> bool:
+        return self._mean.is_empty if self._sums is None else not any(share["has_run"] for share in shares)
+
+    def _make_step(self, values: list[Tensor], shares: Sequence[Said]) -> None:
+        values.append(self._add_up(shares))
         if self._clip is not None:
             if self.scaler is not None:
                 self.scaler.unscale_(self.optimizer)
@@ -159,16 +238,22 @@ class Governed:
         self.scaler.step(self.optimizer)
         self.scaler.update()
 
-    def _end(self) -> None:
-        """Drop the gradients, and let the governor set the next budget."""
+    def _want(self) -> Said:
+        """Drop the gradients, and return the budget that this rank's governor wants."""
         self._release()
         want = self.governor.after_step(None if self._meter is None else self._meter.read())
         if want.empty_cache:
             free_caches(self.device)
         if self._meter is not None:
             self._meter.reset_peak()
-        if self.governor.adopt(want.budget):
-            self._tell("budget", self.governor.budget, want.why)
+        return {"budget": want.budget, "why": want.why}
+
+    def _end(self, wants: Sequence[Said]) -> None:
+        """Take over the least budget of all ranks."""
+        least = min(range(len(wants)), key=lambda rank: wants[rank]["budget"])
+        if self.governor.adopt(wants[least]["budget"]):
+            of = "" if least == self.ranks.rank else f"rank {least}: "
+            self._tell("budget", self.governor.budget, of + wants[least]["why"])
         self.steps += 1
 
     def _alone(self, place: int, cost: int, oom: Oom) -> Callable[[range], Sequence[range]]:

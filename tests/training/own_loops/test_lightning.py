@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import gc
 import logging
+import os
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -12,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.errors import ConfigError
-from pipeline.memory.runtime.governed import Governed
 from pipeline.memory.runtime.meters import Habits
+from pipeline.training.own_loops.governed import Governed
+from tests.docs.blocks import Page
 from tests.limited import device as limited
 from tests.limited.device import LimitedDevice
 
@@ -22,7 +27,7 @@ with warnings.catch_warnings():
     pytest.importorskip("lightning.pytorch", reason="the extra `lightning` is not installed")
     from lightning.pytorch import LightningModule, Trainer
 
-    from pipeline.memory.runtime.lightning_callback import GROWTH_BYTES, GovernorCallback
+    from pipeline.training.own_loops.lightning_callback import GROWTH_BYTES, GovernorCallback
 
 pytestmark = [
     pytest.mark.usefixtures("quick"),
@@ -76,7 +81,48 @@ def fit(module: Regression, callback: GovernorCallback, folder: Path, epochs: in
     return trainer
 
 
-def weights(module: Regression) -> Tensor:
+class Means(LightningModule):
+    """A module as most are: batches of tensors, mean losses, clipping and a schedule left to Lightning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.Tanh(), nn.Linear(4 * WIDTH, 1))
+        self.given: list[int] = []
+
+    def training_step(self, batch: dict[str, object], index: int) -> dict[str, Tensor]:
+        rows, (target, *names) = batch["rows"], batch["rest"]
+        self.given.append(len(rows))
+        assert all(len(name) == len(rows) for name in names)
+        loss = (self.layers(rows).squeeze(1) - target).square().mean()
+        self.log("loss", loss)
+        return {"loss": loss}
+
+    def configure_optimizers(self) -> dict[str, object]:
+        optimizer = torch.optim.SGD(self.parameters(), 0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def means(module: Means, callback: GovernorCallback, folder: Path, **options: object) -> Trainer:
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=2,
+        callbacks=[callback],
+        default_root_dir=folder,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        **{"gradient_clip_val": 0.05, **options},
+    )
+    items = [{"rows": row, "rest": (row.sum(), f"item {place}")} for place, row in enumerate(ROWS)]
+    trainer.fit(module, torch.utils.data.DataLoader(items, batch_size=60))
+    return trainer
+
+
+def weights(module: nn.Module) -> Tensor:
     return torch.cat([one.detach().flatten() for one in module.parameters()])
 
 
@@ -112,9 +158,9 @@ def test_with_automatic_optimization_an_oom_is_recorded_with_what_to_do(
         fit(Regression(manual=False), callback, tmp_path)
     failure = callback.records[-1]
     assert (failure["kind"], failure["epoch"], failure["step"]) == ("failure", 0, 0)
-    assert "automatic_optimization = False" in failure["remedy"]
+    assert "GovernorCallback(splits=True)" in failure["remedy"]
     assert failure["reserved_bytes"] > 0
-    assert "next: split steps" in caplog.text
+    assert "next: split batches" in caplog.text
     assert gc.isenabled()
 
 
@@ -186,3 +232,78 @@ def test_two_optimizers_are_refused_with_what_to_do(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match="2 optimizers"):
         fit(Two(manual=True), GovernorCallback(), tmp_path)
+
+
+def test_a_module_that_is_not_changed_is_given_parts_and_trains_as_with_whole_batches(tmp_path: Path) -> None:
+    limited.need()
+    whole, parts = Means(), Means()
+    by_lightning = means(whole, GovernorCallback(), tmp_path)
+    with LimitedDevice(limit_for(16) + 32 * 1024) as device:  # the whole batch is there, too
+        governed = means(parts, GovernorCallback(splits=True), tmp_path)
+    assert device.refused > 0
+    assert whole.given == [60, 60, 8] * 2
+    assert sum(parts.given[-6:]) < sum(whole.given)
+    assert max(parts.given[6:]) < 60
+    torch.testing.assert_close(weights(parts), weights(whole), rtol=0, atol=1e-5)
+    assert governed.global_step == by_lightning.global_step == 6
+    rates = [trainer.optimizers[0].param_groups[0]["lr"] for trainer in (governed, by_lightning)]
+    assert rates == [0.025, 0.025]
+    assert "training_step" not in vars(parts), "it is as it was"
+    parts.given.clear()
+    governed = means(parts, GovernorCallback(splits=True, budget=30), tmp_path, gradient_clip_val=None)
+    assert parts.given == [30, 30, 30, 30, 8] * 2, "a second fit goes in parts, too"
+    assert governed.global_step == 6
+
+
+def test_what_cannot_be_split_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="which are split, and accumulate 1"):
+        means(Means(), GovernorCallback(splits=True), tmp_path, accumulate_grad_batches=2)
+    with pytest.raises(ConfigError, match="clip by norm"):
+        means(Means(), GovernorCallback(splits=True), tmp_path, gradient_clip_algorithm="value")
+
+
+BEFORE = Page(Path(__file__).resolve().parents[3] / "docs/own_script.md").files()["fit.py"]
+AFTER = BEFORE.replace("import torch\n", "import torch\nfrom pipeline.api import GovernorCallback\n", 1).replace(
+    "    max_epochs=2,\n", "    max_epochs=2,\n    callbacks=[GovernorCallback(splits=True)],\n"
+)
+SMALL = """\
+import os
+import torch
+
+forward = torch.nn.Linear.forward
+
+
+def limited(self, batch):
+    if len(batch) > 4 and os.environ.get("LOCAL_RANK") == "1":
+        open("refused", "a").close()
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has 24 GiB")
+    return forward(self, batch)
+
+
+torch.nn.Linear.forward = limited
+"""
+END = "\nimport os\nos._exit(0)  # torch's own threads may abort the end of such a process\n"
+
+
+def test_a_script_on_two_devices_outlives_an_oom_on_one_with_two_lines_changed(tmp_path: Path) -> None:
+    changed = [line for line in difflib.ndiff(BEFORE.splitlines(), AFTER.splitlines()) if line[0] in "+-"]
+    assert 0 < len(changed) <= 5
+    for name, text in (("before", BEFORE), ("after", SMALL + AFTER)):
+        folder = tmp_path / name
+        folder.mkdir()
+        spread = text.replace('accelerator="cpu",', 'accelerator="cpu",\n    devices=2,\n    strategy="ddp",')
+        (folder / "fit.py").write_text(spread + END)
+        done = subprocess.run(
+            [sys.executable, "fit.py", "--out", ".", "--accumulate", "1"],
+            cwd=folder,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "after/refused").exists()
+    found, expected = (torch.load(tmp_path / name / "weights.pt") for name in ("after", "before"))
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-10)

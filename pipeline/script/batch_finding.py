@@ -1,0 +1,140 @@
+"""The largest micro-batch with which a script of one's own runs: found by running it, and remembered.
+
+A command is as in `train.command`, with {micro_batch} for what is sought. It starts its ranks itself (torchrun, srun,
+accelerate), so where memory ends on any of them the size does not fit: on unequal cards the smallest decides. A size
+fits if the command ends well with it, or has said `pipeline: {"step": n}` often enough, and is told to end.
+
+What was found is remembered beside the project, under the command, the files that it names, the cards and torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import tempfile
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipeline.cluster.machine import card_names
+from pipeline.cluster.verdict import GO_ON
+from pipeline.errors import ConfigError, JobFailed, PlanInfeasible
+from pipeline.files import read_json, write_whole
+from pipeline.script.command import Script, Values, parse_command, process_words
+from pipeline.script.script_process import STEP, run_script
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+WHERE = "pipeline tune"
+FOLDER = ".pipeline-tune"  # in the current folder: what was found, and the output of the last try
+CLOSE = 16  # sizes are told apart to within a sixteenth of what fits
+LAST_LINES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Try:
+    """A size that was tried, and why it did not fit."""
+
+    micro_batch: int
+    fits: bool
+    reason: str = ""
+
+
+def largest_that_fits(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
+    """Return the largest of ascending sizes that fits, to within a sixteenth; None where none does.
+
+    Sizes are halved from the largest down until one fits, for it is mostly the start that takes time.
+    """
+    too_large, size = len(sizes), len(sizes) - 1
+    while not fits(sizes[size]):
+        too_large = size
+        if not size:
+            return None
+        size = max(0, min(size - 1, _place(sizes, sizes[size] // 2)))
+    while too_large - size > 1 and sizes[too_large - 1] > sizes[size] * (1 + 1 / CLOSE):
+        middle = (size + too_large) // 2
+        if fits(sizes[middle]):
+            size = middle
+        else:
+            too_large = middle
+    return sizes[size]
+
+
+def _place(sizes: Sequence[int], most: int) -> int:
+    """Return the place of the largest size of at most this; 0 where all are larger."""
+    return max((place for place, size in enumerate(sizes) if size <= most), default=0)
+
+
+def find_batch(
+    command: str,
+    sizes: Sequence[int],
+    *,
+    steps: int,
+    again: bool = False,
+    told: Callable[[Try], None] = lambda _: None,
+) -> tuple[int, bool]:
+    """Return the largest micro-batch of ascending sizes with which a command runs, and whether it was remembered."""
+    script = parse_command(command)
+    if "micro_batch" not in script.names:
+        problem = f"nothing can be tried: {command!r} names no {{micro_batch}}"
+        raise ConfigError(
+            problem, where=WHERE, remedy="pipeline tune --max 64 -- python train.py --batch {micro_batch}"
+        )
+    memory = Path(FOLDER, f"{_key(script, sizes)}.json")
+    known = read_json(memory)
+    if known and not again:
+        return int(known["micro_batch"]), True
+    tries: list[Try] = []
+
+    def fits(size: int) -> bool:
+        tries.append(_tried(script, size, steps))
+        told(tries[-1])
+        return tries[-1].fits
+
+    found = largest_that_fits(sizes, fits)
+    if found is None:
+        problem = f"not even a micro-batch of {sizes[0]} fits: {tries[-1].reason}"
+        raise PlanInfeasible(problem, where=WHERE, remedy="a smaller model, activation checkpointing or a larger card")
+    write_whole(memory, json.dumps({"micro_batch": found, "command": command, "tries": [asdict(one) for one in tries]}))
+    return found, False
+
+
+def _key(script: Script, sizes: Sequence[int]) -> str:
+    """Return the name under which an answer is remembered: all that decides it, as far as is known here."""
+    files = [sha256(Path(word).read_bytes()).hexdigest() if Path(word).is_file() else "" for word in script.words]
+    machine = [card_names(), os.environ.get("SLURM_JOB_PARTITION"), version("torch")]
+    return sha256(json.dumps([script.words, files, list(sizes), *machine]).encode()).hexdigest()[:16]
+
+
+def _tried(script: Script, size: int, steps: int) -> Try:
+    """Run the command with a size, and find out whether it fits; raise where it fails for another reason."""
+    Path(FOLDER).mkdir(exist_ok=True)
+    log = Path(FOLDER, "last.log")
+
+    def tell(figures: Mapping[str, float]) -> None:
+        if figures.get(STEP, 0) >= steps:
+            os.kill(os.getpid(), signal.SIGTERM)  # it is passed on to the script while that runs, and ends it
+
+    with tempfile.TemporaryDirectory() as folder, log.open("wb") as out:
+        place = Path(folder)
+        values = Values(
+            effective_batch=size, micro_batch=size, accumulation=1, run=place, output=place, config=place / "none"
+        )
+        words = process_words(script, values)
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        ended = run_script(
+            words, environment=environment, cwd=Path.cwd(), out=out.fileno(), err=out.fileno(), tell=tell
+        )
+    if "oom" in ended.trouble:
+        return Try(size, fits=False, reason=ended.reason)
+    if ended.told == signal.SIGTERM and ended.step < steps:
+        raise JobFailed(f"was told to end while it tried {size}", where=WHERE, remedy="type the same again")
+    if ended.exit_code in (0, GO_ON) or ended.told == signal.SIGTERM:
+        return Try(size, fits=True)
+    last = "\n".join(f"    {line}" for line in ended.last_lines[-LAST_LINES:])
+    problem = f"with a micro-batch of {size} {ended.what}\n{last}"
+    raise JobFailed(problem, where=WHERE, remedy=f"less {log}   (it is no lack of memory that ends it)")

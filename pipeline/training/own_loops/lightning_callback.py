@@ -1,0 +1,236 @@
+"""The governor under PyTorch Lightning (extra `lightning`): figures, habits, and steps that outlive an out-of-memory.
+
+    Trainer(callbacks=[GovernorCallback(splits=True)]).fit(model, loader)
+
+splits a loader's batches as they must be, on one device or on many (strategy `ddp`), with the gradients of the whole:
+`training_step` returns the mean loss of the items that it is given, and is called with parts of a batch. Of a batch,
+every tensor has one row for each item. A module that optimizes manually says itself what a part is:
+
+    class Model(lightning.pytorch.LightningModule):
+        automatic_optimization = False
+
+        def training_step(self, items, index):
+            self.log("loss", self.governed.step(items, self.loss_of))
+
+Otherwise the callback only watches: an OOM ends the training then, with a record of it. Lightning brings what a loader
+yields to the device: all items of a step, before they are split.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch import Callback
+
+from pipeline.device.out_of_memory import is_out_of_memory
+from pipeline.errors import ConfigError, PipelineError
+from pipeline.memory.runtime.meters import Habits, HostMeter, Upkeep, meter_of
+from pipeline.training.own_loops.governed import Governed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from lightning.pytorch import LightningModule, Trainer
+    from torch import Tensor
+
+    from pipeline.memory.runtime.meters import Meter
+
+GROWING = 3  # epochs in a row
+GROWTH_BYTES = 1 << 20  # by which memory grows at least in each of them
+WHERE = "GovernorCallback"
+TAKEN_OVER = "optimized_in_parts"  # set on a module whose batches are split: it optimized automatically before
+REMEDY = "split batches with GovernorCallback(splits=True), or lower the batch size"
+_log = logging.getLogger(__name__)
+
+
+class GovernorCallback(Callback):
+    """Records memory, does the upkeep of `Habits`, and makes the steps: sets `governed` on the module."""
+
+    def __init__(
+        self,
+        *,
+        splits: bool = False,
+        habits: Habits | None = None,
+        heard: Callable[[Mapping[str, Any]], None] = lambda record: None,  # noqa: ARG005
+        **options: Any,
+    ) -> None:
+        """Take whether to split batches of a module that optimizes automatically, and options of `Governed`.
+
+        `heard` is called with each record: epoch, event, growth, failure.
+        """
+        super().__init__()
+        self._splits = splits
+        self.records: list[Mapping[str, Any]] = []
+        self._habits, self._heard, self._options = habits or Habits(), heard, options
+        self._upkeep: Upkeep | None = None
+        self._meter: Meter | None = None
+        self._governed: Governed | None = None
+        self._learned: Mapping[str, Any] | None = None
+        self._used: list[int] = []  # bytes, at the end of each epoch
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Take over the optimization, after Lightning has looked at the settings for an automatic one."""
+        is_automatic = pl_module.automatic_optimization or getattr(pl_module, TAKEN_OVER, False)
+        self._splits = self._splits and is_automatic
+        if not self._splits or stage != "fit":
+            return
+        if trainer.accumulate_grad_batches != 1:
+            whole = f"batches {trainer.accumulate_grad_batches} times as large, which are split, and accumulate 1"
+            raise ConfigError("batches are split, and would be accumulated, too", where=WHERE, remedy=whole)
+        if trainer.gradient_clip_val and trainer.gradient_clip_algorithm not in (None, "norm"):
+            problem = f"gradients are clipped by {trainer.gradient_clip_algorithm}"
+            raise ConfigError(problem, where=WHERE, remedy="clip by norm, or optimize manually")
+        self._options.setdefault("clip", trainer.gradient_clip_val or None)
+        pl_module.automatic_optimization = False  # and stays so: by it Lightning knows where it counts steps
+        setattr(pl_module, TAKEN_OVER, True)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start measuring; give the module a `governed`, and its batches in parts."""
+        device = str(pl_module.device)
+        self._meter, self._upkeep = meter_of(device), Upkeep(self._habits, device)
+        self._meter.reset_peak()
+        self._upkeep.begin()
+        if not pl_module.automatic_optimization:
+            self._governed = self._govern(trainer, pl_module)
+            pl_module.governed = self._governed  # type: ignore[assignment]  # a plain attribute, no module
+        if self._splits and self._governed is not None:
+            step = _InParts(pl_module.training_step, self._governed)
+            pl_module.training_step = step  # type: ignore[method-assign]
+
+    def _govern(self, trainer: Trainer, module: LightningModule) -> Governed:
+        optimizer = module.optimizers()
+        if isinstance(optimizer, list):
+            problem = f"{len(optimizer)} optimizers"
+            raise ConfigError(problem, where=WHERE, remedy="a Governed of your own each")
+        governed = Governed(
+            trainer.strategy.model or module,  # DistributedDataParallel, where there are ranks
+            optimizer,  # type: ignore[arg-type]  # it stands in for one, and counts steps
+            backward=module.manual_backward,
+            **self._options,
+        )
+        governed.heard = lambda event: self._tell({"kind": "event", **asdict(event)})
+        if self._learned is not None:
+            governed.load_state_dict(self._learned)
+        return governed
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *where: Any) -> None:
+        """Do the upkeep, and what Lightning does to learning rates where it optimizes."""
+        assert self._upkeep is not None
+        self._upkeep.after_micro_batch()
+        self._upkeep.after_step()
+        self._schedule(trainer, pl_module, "step", int(where[-1]) + 1)
+
+    def _schedule(self, trainer: Trainer, module: LightningModule, interval: str, done: int) -> None:
+        """Let the schedulers of an interval set the learning rates."""
+        for config in trainer.lr_scheduler_configs if self._splits else ():
+            if config.interval == interval and done % config.frequency == 0:
+                figure = trainer.callback_metrics.get(str(config.monitor)) if config.reduce_on_plateau else None
+                if figure is not None or not config.reduce_on_plateau:
+                    module.lr_scheduler_step(config.scheduler, figure)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Record allocated, reserved and peak memory; warn if it keeps growing."""
+        self._schedule(trainer, pl_module, "epoch", trainer.current_epoch + 1)
+        assert self._meter is not None
+        memory, host = self._meter.read(), HostMeter().read()
+        figures = {name: value for name, value in asdict(memory).items() if value is not None}
+        self._tell({"kind": "epoch", "epoch": trainer.current_epoch, **figures, "host": asdict(host)})
+        pl_module.log_dict({f"memory/{name}": float(value) for name, value in figures.items()})
+        self._used.append(memory.reserved_bytes if memory.allocated_bytes is None else memory.allocated_bytes)
+        self._look_for_growth(trainer.current_epoch)
+        self._meter.reset_peak()
+
+    def _look_for_growth(self, epoch: int) -> None:
+        last = self._used[-GROWING - 1 :]
+        if len(last) > GROWING and all(now - then >= GROWTH_BYTES for then, now in itertools.pairwise(last)):
+            grown_bytes = last[-1] - last[0]
+            self._tell({"kind": "growth", "epoch": epoch, "epochs": GROWING, "bytes": grown_bytes})
+            _log.warning("memory grew in each of %d epochs, by %s bytes in all", GROWING, f"{grown_bytes:,}")
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:  # noqa: ARG002
+        """Record a failure for lack of memory, with what to do next."""
+        self._end()  # Lightning calls no teardown() of callbacks after an error
+        if not (is_out_of_memory(exception) or isinstance(exception, PipelineError)):
+            return
+        error, remedy = str(exception).partition("\n")[0], REMEDY
+        if isinstance(exception, PipelineError):
+            error, remedy = exception.what, exception.remedy
+        figures = {} if self._meter is None else asdict(self._meter.read())
+        at = {"epoch": trainer.current_epoch, "step": trainer.global_step}
+        self._tell({"kind": "failure", **at, "error": error, "remedy": remedy, **figures})
+        _log.error("step %d: %s\n  next: %s", trainer.global_step, error, remedy)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002 - Lightning's
+        """Give the module back its own training step."""
+        self._end()
+        if isinstance(vars(pl_module).get("training_step"), _InParts):
+            del pl_module.training_step
+
+    def _end(self) -> None:
+        if self._upkeep is not None:
+            self._upkeep.end()
+            self._upkeep = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._governed is None else self._governed.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._learned = state_dict or None
+
+    def _tell(self, record: Mapping[str, Any]) -> None:
+        self.records.append(record)
+        self._heard(record)
+
+
+class _InParts:
+    """The training step of a module that is given batches whole and returns means, made of parts of a batch."""
+
+    def __init__(self, training_step: Callable[..., Any], governed: Governed) -> None:
+        self._training_step, self._governed = training_step, governed
+
+    def __call__(self, batch: Any, *where: Any) -> Tensor:
+        def loss_of(rows: list[int]) -> tuple[Tensor, int]:
+            returned = self._training_step(part_of(batch, rows[0], rows[-1] + 1, count), *where)
+            loss = returned["loss"] if isinstance(returned, dict) else returned
+            return loss * len(rows), len(rows)
+
+        count = rows_of(batch)
+        if not count:
+            raise _cannot_split(batch, count)
+        return self._governed.step(range(count), loss_of)
+
+
+def rows_of(batch: Any) -> int:
+    """Return how many items a batch has: the first size of its first tensor; 0 where it has none."""
+    if isinstance(batch, torch.Tensor):
+        return len(batch) if batch.dim() else 0
+    values = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, tuple | list) else ()
+    return next(filter(None, map(rows_of, values)), 0)
+
+
+def part_of(batch: Any, start: int, stop: int, count: int) -> Any:
+    """Return some items of a batch of `count`: those rows of its tensors, and of its lists of as many."""
+    if isinstance(batch, torch.Tensor):
+        if not batch.dim():
+            return batch
+        if len(batch) == count:
+            return batch[start:stop]
+    elif isinstance(batch, dict):
+        return type(batch)((name, part_of(value, start, stop, count)) for name, value in batch.items())
+    elif isinstance(batch, tuple | list) and len(batch) == count and not rows_of(batch):  # texts, say
+        return batch[start:stop]
+    elif isinstance(batch, tuple | list):
+        parts = [part_of(value, start, stop, count) for value in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    elif isinstance(batch, str | int | float | bool | None):
+        return batch
+    raise _cannot_split(batch, count)
+
+
+def _cannot_split(value: Any, count: int) -> ConfigError:
+    problem = f"nobody knows how to split a {type(value).__name__} of a batch of {count} items"
+    return ConfigError(problem, where=WHERE, remedy="optimize manually: self.governed.step(items, self.loss_of)")
