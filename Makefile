@@ -68,8 +68,8 @@ slurm-down: .venv/tools  ## ends it and removes all that it left
 	python -m tests.slurm.cluster down
 
 # Root on Debian only; elsewhere the tests that need Slurm say what is missing.
-SLURM_PACKAGES := slurmctld slurmd slurmdbd slurm-client munge mariadb-server
-SLURM_PROGRAMS := slurmctld slurmd slurmdbd sbatch munged mariadbd
+SLURM_PACKAGES := slurmctld slurmd slurmdbd slurm-client munge mariadb-server acl
+SLURM_PROGRAMS := slurmctld slurmd slurmdbd sbatch munged mariadbd setfacl
 slurm-packages:          ## Slurm from the distribution, where it is missing
 	@if PATH=$$PATH:/usr/sbin:/sbin which $(SLURM_PROGRAMS) >/dev/null; then :; \
 	elif test "$$(id -u)" = 0 && command -v apt-get >/dev/null; then \

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     Emit: TypeAlias = Callable[..., None]
 
 LOG_END_BYTES = 8192
-FOR_SUPERVISORS = 3  # places in the queue
+FOR_SUPERVISORS = 4  # places in the queue: two visits, a standby, and a look at what waits
 MANY = 1 << 30
 MOST_EXCLUDED = 4  # nodes, where nobody knows how many there are
 
