@@ -73,8 +73,8 @@ slurm-down: .venv/tools  ## ends it and removes all that it left
 	python -m tests.slurm.cluster down
 
 # Root on Debian only; elsewhere the tests that need Slurm say what is missing.
-SLURM_PACKAGES := slurmctld slurmd slurmdbd slurm-client munge mariadb-server podman crun
-SLURM_PROGRAMS := slurmctld slurmd slurmdbd sbatch munged mariadbd podman crun
+SLURM_PACKAGES := slurmctld slurmd slurmdbd slurm-client munge mariadb-server podman crun acl
+SLURM_PROGRAMS := slurmctld slurmd slurmdbd sbatch munged mariadbd podman crun setfacl
 slurm-packages:          ## Slurm and podman from the distribution, where they are missing
 	@if PATH=$$PATH:/usr/sbin:/sbin which $(SLURM_PROGRAMS) >/dev/null; then :; \
 	elif test "$$(id -u)" = 0 && command -v apt-get >/dev/null; then \

@@ -1,10 +1,13 @@
-"""Small files that are replaced whole or not at all, and read whatever state they are in."""
+"""Small files that are replaced whole or not at all, and read whatever state they are in; and whose files are whose."""
 
 from __future__ import annotations
 
+import grp
 import json
 import os
+import pwd
 import secrets
+import stat
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -19,6 +22,43 @@ if TYPE_CHECKING:
 PIECE_BYTES = 8 << 20
 
 
+SHARED = stat.S_ISGID | stat.S_IWGRP  # of a folder whose files are its group's
+FOR_GROUP = stat.S_IRGRP | stat.S_IWGRP
+
+
+def shared_bits(folder: Path) -> int:
+    """Return what a folder adds to the mode of a file in it, whatever the umask: nothing, unless it is its group's."""
+    mode = folder.stat().st_mode
+    return FOR_GROUP if mode & SHARED == SHARED else 0
+
+
+def whose(path: Path) -> str:
+    """Say to whom a path, or the nearest folder above it that is there, belongs, and what its mode is."""
+    for there in (path, *path.parents):
+        try:
+            status = there.stat()
+        except OSError:  # not there, or in a folder that may not be entered
+            continue
+        owner, group = user_name(status.st_uid), _group_name(status.st_gid)
+        return f"{there} belongs to {owner}, group {group}, mode {stat.filemode(status.st_mode)}"
+    return ""
+
+
+def user_name(uid: int) -> str:
+    """Return the name of a user; its number where nobody knows it."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"user {uid}"
+
+
+def _group_name(gid: int) -> str:
+    try:
+        return grp.getgrgid(gid).gr_name
+    except KeyError:
+        return str(gid)
+
+
 def file_digest(path: Path) -> str:
     """Return the digest of a file's content, which is read piece by piece."""
     digest = xxhash.xxh3_128()
@@ -29,11 +69,16 @@ def file_digest(path: Path) -> str:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Yield a path beside another to write to; it takes that one's place in the end, and goes if writing fails."""
+def replacing(path: Path, *, mode: int | None = None) -> Iterator[Path]:
+    """Yield a path beside another to write to; it takes that one's place in the end, and goes if writing fails.
+
+    Without a `mode` it is what the umask leaves, and the group's where the folder is.
+    """
     aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
         yield aside
+        if mode is None and (bits := shared_bits(path.parent)):
+            aside.chmod(stat.S_IMODE(aside.stat().st_mode) | bits)
         aside.replace(path)
     except BaseException:
         aside.unlink(missing_ok=True)
@@ -43,7 +88,7 @@ def replacing(path: Path) -> Iterator[Path]:
 def write_whole(path: Path, content: str | bytes, *, durable: bool = False, mode: int | None = None) -> None:
     """Write a file so that readers see the old content or the new; durable: it survives a power cut, too."""
     data = content.encode() if isinstance(content, str) else content
-    with replacing(path) as aside, aside.open("wb") as file:
+    with replacing(path, mode=mode) as aside, aside.open("wb") as file:
         if mode is not None:
             aside.chmod(mode)
         file.write(data)

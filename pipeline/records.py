@@ -170,6 +170,9 @@ class EventKind(str, Enum):
     RUN_STARTED = "run_started"
     VISIT = "visit"  # a supervisor looks after the run
     HANDED_OVER = "handed_over"  # to a supervisor that comes when the jobs have ended, and to its standby
+    WATCH_SUBMITTED = "watch_submitted"  # a small job that looks at what waits while the run goes on
+    WAITING = "waiting"  # jobs wait for what does not pass by itself
+    WAITED = "waited"  # and do so no longer
     STAGE_SUBMITTED = "stage_submitted"
     JOB_SUBMITTING = "job_submitting"  # written before, so that a job whose id was lost is found by its tag
     JOB_SUBMITTED = "job_submitted"

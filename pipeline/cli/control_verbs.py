@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from pipeline.cluster.job_spec import Executor
     from pipeline.config.schema import Config
-    from pipeline.journal.active_runs import SeenRun
+    from pipeline.journal.active_runs import QueueLook, SeenRun
     from pipeline.journal.run_folder import RunFolder
     from pipeline.journal.run_status import RunStatus
     from pipeline.runs.engine.lifecycle import Cancellation
@@ -34,7 +34,7 @@ def resume_command(run: Run = None, config: ConfigFile = None, sets: Sets = None
     from pipeline.project.project import stays
     from pipeline.runs.engine.handover import pay_visit, start_supervisor
 
-    folder, frozen, executor, status = _opened(run, config, sets)
+    folder, frozen, executor, status = _opened(run, config, sets, "resumed")
     with executor:
         if status.state is RunState.DONE:
             again = replace(folder.command(), then="   (does what is missing)")
@@ -69,7 +69,7 @@ def cancel_command(
     from pipeline.runs.engine.lifecycle import cancel as end
     from pipeline.runs.engine.lifecycle import foresee
 
-    folder, _, executor, status = _opened(run, config, sets)
+    folder, _, executor, status = _opened(run, config, sets, "cancelled")
     with executor:
         if stage is not None and stage not in status.stages:
             problem = f"run {folder.name} has no stage {stage!r} ({', '.join(status.stages) or 'none has begun'})"
@@ -91,14 +91,16 @@ def cancel_command(
 
 
 def _opened(
-    run: str | None, file: Path | None, sets: list[str] | None
+    run: str | None, file: Path | None, sets: list[str] | None, done: str
 ) -> tuple[RunFolder, Config, Executor, RunStatus]:
-    """Return the folder of a run, its frozen configuration, its executor and its status."""
+    """Return the folder of this user's own run, its frozen configuration, its executor and its status."""
     from pipeline.config.load import from_resolved
     from pipeline.journal.active_runs import status_of
     from pipeline.project.project import open_executor
+    from pipeline.runs.engine.lifecycle import refuse_others
 
     folder = run_folder(run, file, sets)
+    refuse_others(folder, done)
     frozen = from_resolved(folder.config.read_text(), str(folder.config))
     executor = open_executor(frozen)
     return folder, frozen, executor, status_of(folder)
@@ -153,14 +155,23 @@ def _looks(folder: RunFolder, *, watch: bool) -> tuple[Callable[[], SeenRun], Ca
     from pipeline.journal.active_runs import GOING_ON, Sparing, Trail, look_at_queue, run_as_shown
     from pipeline.journal.budget import spending_of_run
     from pipeline.journal.run_status import StatusReader
+    from pipeline.runs.engine.watch import tell_of_own
 
     trail, ask = Trail(), Sparing() if watch else look_at_queue
     reader = StatusReader(folder, trail.apply) if watch else StatusReader(folder)
     spending = spending_of_run(folder)
 
+    looked: list[QueueLook] = []
+
+    def look(status: RunStatus) -> QueueLook:
+        looked[:] = [ask(status)]
+        return looked[0]
+
     def now() -> SeenRun:
         account = spending.account() if spending else None
-        return replace(run_as_shown(folder, reader, ask), **trail.to_json(), account=account)
+        seen = run_as_shown(folder, reader, look)
+        tell_of_own(folder, reader.status, looked[-1])
+        return replace(seen, **trail.to_json(), account=account)
 
     return now, lambda: reader.status.state in GOING_ON
 

@@ -23,10 +23,10 @@ from pipeline.cluster.fields import (
     is_number,
     node_of,
     parse_state,
-    reason_words,
     seconds_of,
 )
 from pipeline.cluster.job_spec import TaskState, TaskStatus
+from pipeline.cluster.reasons import reason_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -9,6 +9,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, NamedTuple
 
 from pipeline.cluster.job_spec import TaskState
+from pipeline.cluster.reasons import WAITING_STATES, reason_words
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -107,7 +108,6 @@ def is_number(text: str) -> bool:
 
 
 SQUEUE = ("squeue", "--noheader", "--array", "--states=all", "--format=%i|%T|%r|%S|%N|%i")  # further words choose jobs
-NEVER = ("never starts", "held")  # how the words for a reason that does not pass by itself begin
 
 
 STOPPED = {TaskState.SUSPENDED: "it is suspended: scontrol resume lets it go on"}
@@ -137,76 +137,6 @@ def parse_squeue(text: str) -> dict[str, Queued]:
         for task in expand(name):
             tasks[task] = Queued(task, state, reason, waits_for, epoch_of(start), node_of(node))
     return tasks
-
-
-HELD_STATES = frozenset({TaskState.REQUEUE_HOLD, TaskState.SPECIAL_EXIT, TaskState.RESV_DEL_HOLD})
-WAITING_STATES = frozenset({TaskState.PENDING, TaskState.REQUEUED, TaskState.REQUEUE_FED, *HELD_STATES})
-
-
-def is_stuck(state: TaskState, waits_for: str) -> bool:
-    """Tell whether a pending task (`waits_for`: its reason in words) will not start unless somebody acts."""
-    return state in HELD_STATES or (state in WAITING_STATES and waits_for.startswith(NEVER))
-
-
-def reason_words(reason: str) -> str:
-    """Explain a reason of squeue in words; unknown ones are returned as they are."""
-    word = re.split(r"[,(]", reason, maxsplit=1)[0].strip()
-    words = REASONS.get(word) or REASONS.get(word.replace(" ", ""))
-    if words is not None:
-        detail = reason[len(word) :].strip(" ,()")
-        return f"{words} ({detail})" if detail else words
-    limit = re.fullmatch(r"(QOS|Assoc)(Grp|Max)?(.+?)(Limit|PerUserLimit|PerAccountLimit|PerAccount|PerUser)?", word)
-    if limit is None:
-        return reason
-    return f"a limit of {'the quality of service' if limit[1] == 'QOS' else 'the account'} is reached ({word})"
-
-
-REASONS = {
-    "": "",
-    "None": "",
-    "Priority": "jobs of higher priority go first",
-    "Resources": "what it asks for is in use",
-    "Dependency": "a job that it waits for has not ended",
-    "DependencyNeverSatisfied": "never starts: a job that it waits for has failed",
-    "BeginTime": "its begin time has not come (a requeued job waits a while)",
-    "Cleaning": "its earlier run is being cleaned up",
-    "JobArrayTaskLimit": "as many tasks of its array run as are allowed at once",
-    "JobHeldUser": "held by its user: scontrol release",
-    "JobHeldAdmin": "held by an administrator",
-    "JobHoldMaxRequeue": "held: it was requeued too often",
-    "launch failed requeued held": "held: its node could not start it",
-    "JobLaunchFailure": "its node could not start it",
-    "BadConstraints": "never starts: no node has what it asks for",
-    "NodeDown": "a node it needs is down",
-    "ReqNodeNotAvail": "nodes it needs are not available",
-    "Nodes required for job are DOWN": "nodes it needs are down, drained or reserved",
-    "PartitionDown": "its partition is down",
-    "PartitionInactive": "its partition takes no jobs now",
-    "PartitionNodeLimit": "never starts: it asks for more nodes than its partition gives",
-    "PartitionTimeLimit": "never starts: it asks for more time than its partition gives",
-    "PartitionConfig": "never starts: it asks for what its partition does not give",
-    "AccountNotAllowed": "never starts: its account may not use the partition",
-    "QOSNotAllowed": "never starts: its quality of service may not use the partition",
-    "InvalidAccount": "never starts: its account is not valid",
-    "InvalidQOS": "never starts: its quality of service is not valid",
-    "Reservation": "its reservation has not begun",
-    "ReservationDeleted": "held: its reservation was deleted",
-    "Licenses": "licences it needs are in use",
-    "Prolog": "its node is being prepared",
-    "InactiveLimit": "it was inactive for too long",
-    "SystemFailure": "Slurm itself failed",
-    "MaxMemPerLimit": "never starts: it asks for more memory per core or node than is allowed",
-    "AssocGrpCPUMinutesLimit": "the account has used up its core minutes",
-    "AssocGrpCPURunMinutesLimit": "the account's running jobs use up its core minutes",
-    "AssocGrpBillingMinutes": "the account has used up its allocation",
-    "AssocMaxJobsLimit": "the account runs as many jobs as it may",
-    "AssocGrpGRES": "the account uses as many GPUs as it may",
-    "QOSMaxJobsPerUserLimit": "you run as many jobs as the quality of service allows",
-    "QOSMaxSubmitJobPerUserLimit": "you have as many jobs queued as the quality of service allows",
-    "QOSMaxMemoryPerUser": "you use as much memory as the quality of service allows",
-    "QOSMaxGRESPerUser": "you use as many GPUs as the quality of service allows",
-    "QOSMaxCpuPerUserLimit": "you use as many cores as the quality of service allows",
-}
 
 
 def limit_of(text: str) -> int | None:

@@ -10,8 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from pipeline.cluster.fields import WAITING_STATES, Queued
+from pipeline.cluster.fields import Queued
 from pipeline.cluster.job_spec import TaskState, TaskStatus, mebibytes
+from pipeline.cluster.reasons import WAITING_STATES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -107,6 +107,7 @@ class JobSpec:
     after_not_ok: tuple[JobId, ...] = ()  # only if all of these fail: a standby
     env: Mapping[str, str] = field(default_factory=dict)  # beside what the task inherits
     max_parallel: int | None = None
+    begin_s: int = 0  # it waits at least so long
     tag: str = ""  # unique among all jobs: by it a submission whose answer was lost is found again
     partition: str = ""  # empty: as the site says
     qos: str = ""

@@ -120,6 +120,7 @@ def options(spec: JobSpec, site: SlurmSection, offset: int = 0) -> list[str]:
         ("time", slurm_clock(spec.time_s) if spec.time_s else None),
         ("signal", _signal(spec, site)),
         ("dependency", dependency(spec)),
+        ("begin", f"now+{spec.begin_s}" if spec.begin_s else None),
         ("kill-on-invalid-dep", "yes" if spec.after or spec.after_not_ok else None),
         ("output", out),
         ("error", err),

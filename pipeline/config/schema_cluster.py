@@ -217,6 +217,10 @@ class SupervisorSection(Section):
     qos: Name | None = Field(default=None, description="Its quality of service; null: cluster.slurm.qos.")
     mem: Memory = Field(default=1 << 30, description="Memory of its job.")
     time: Duration = Field(default=3600, description="Time limit of its job.")
+    watch: Duration = Field(
+        default=300,
+        description="How often a small job looks, while others wait, whether they ever will start; 0: never.",
+    )
     tries: int = Field(default=3, ge=1, description="Attempts at a task that make no progress, before the stage fails.")
 
 

@@ -8,20 +8,24 @@ import shutil
 import socket
 import time
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from pipeline.cluster import slurm_commands
 from pipeline.cluster.accounting import CommandFailed
+from pipeline.cluster.job_spec import SUPERVISE
+from pipeline.cluster.reasons import WAITING_STATES, remedy_of, word_of
 from pipeline.cluster.verdict import Cause
 from pipeline.config.load import from_resolved
 from pipeline.errors import ConfigError, PipelineError
 from pipeline.journal.ledger import has_ended
 from pipeline.journal.run_folder import NAME, RunFolder, is_newer, runs_in
 from pipeline.journal.run_logs import end_of, harmless, supervisor_logs
-from pipeline.journal.run_status import RunState, StatusReader
+from pipeline.journal.run_status import RunState, StatusReader, Wait
 from pipeline.records import EventKind
+from pipeline.units import format_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -67,6 +71,24 @@ class QueueLook:
         counted = Counter(task.waits_for for job in jobs for task in self._of(job) if task.waits_for)
         return [reason for reason, _ in counted.most_common()]
 
+    def stuck(self, of: str, jobs: Iterable[JobId]) -> list[Wait]:
+        """Return for what tasks of these jobs wait that does not pass by itself, a reason each."""
+        found: dict[str, list[Queued]] = {}
+        for task in (task for job in jobs for task in self._of(job)):
+            if remedy_of(task.state, task.reason, ""):
+                found.setdefault(word_of(task.reason) or task.state.value, []).append(task)
+        return [_wait(of, reason, tasks) for reason, tasks in found.items()]
+
+    def delayed(self, jobs: Mapping[JobId, float], now: float) -> str:
+        """Say for how long tasks of these jobs (with when they were submitted) have waited, and when one may start."""
+        waiting = [(jobs[job], task) for job in jobs for task in self._of(job) if task.state in WAITING_STATES]
+        if not waiting:
+            return ""
+        expected = min((task.starts for _, task in waiting if task.starts and task.starts > now), default=None)
+        when = f"{datetime.fromtimestamp(expected):%Y-%m-%d %H:%M}" if expected else ""  # noqa: DTZ006 - people's own
+        start = f", the first expected to start at {when}" if when else ""
+        return f"for {format_seconds(max(0.0, now - min(at for at, _ in waiting)))}{start}"
+
     def where(self, jobs: Iterable[JobId]) -> str:
         """Return on which node the first unfinished job runs, or why it waits; empty where all have ended."""
         for job in jobs:
@@ -78,6 +100,23 @@ class QueueLook:
 
     def _of(self, job: JobId) -> list[Queued]:
         return self._by_job.get(job, [])
+
+
+def _wait(of: str, reason: str, tasks: Sequence[Queued]) -> Wait:
+    """Return a wait of some tasks, with the command that helps all of their jobs."""
+    jobs = list(dict.fromkeys(task.job.partition("_")[0] for task in tasks))
+    named, first = ",".join(jobs), tasks[0]
+    words = first.waits_for or f"held by the scheduler ({first.state.value})"
+    return Wait(of, reason, words=words, remedy=remedy_of(first.state, first.reason, named), tasks=len(tasks))
+
+
+def stuck_in(status: RunStatus, queue: QueueLook) -> list[Wait]:
+    """Return for what jobs of a run wait that does not pass by itself: those of its stages, and its next visit's."""
+    waits = [wait for stage in status.stages.values() for wait in queue.stuck(stage.name, stage.live)]
+    if status.state is RunState.ABANDONED:
+        words, remedy = "nobody looks after it any more", f"pipeline resume {status.name}"
+        return [*waits, Wait(SUPERVISE, "NoSupervisor", words=words, remedy=remedy)]
+    return [*waits, *queue.stuck(SUPERVISE, status.successors[:1])]
 
 
 def look_at_queue(status: RunStatus) -> QueueLook:
@@ -121,6 +160,10 @@ class SeenRun:
     waits_for: Mapping[str, Sequence[str]] = field(default_factory=dict)  # stage → why its tasks wait
     supervisor: str = ""
     trouble: str = ""  # why the queue could not be asked
+    delayed: Mapping[str, str] = field(
+        default_factory=dict
+    )  # stage → for how long, and until when, as the queue has it
+    stuck: Sequence[Wait] = ()  # for what does not pass by itself
     losses: Mapping[str, Sequence[float]] = field(default_factory=dict)  # stage → its loss curve
     lately: Sequence[tuple[float, str]] = ()  # when something happened, and what
     account: Account | None = None  # of the project's budget, where it has one
@@ -129,12 +172,18 @@ class SeenRun:
         """Return the seconds that a stage will still take at its speed so far."""
         return None if math.isinf(self.at) else left_s(stage, self.at)
 
+    @property
+    def waits(self) -> list[Wait]:
+        """What jobs wait for now, or waited for, that does not pass by itself."""
+        return [*self.status.waits.values(), *(wait for wait in self.stuck if self.status.open_wait(wait) is None)]
+
     def to_json(self) -> dict[str, Any]:
         plain = self.status.to_json()
         for plain_stage in plain["stages"]:
             stage = self.status.stages[plain_stage["name"]]
             waits = list(self.waits_for.get(stage.name, ()))
             plain_stage |= {"waits_for": waits, "use": use(stage), "left_s": self.left_s(stage)}
+        plain["waits"] = [asdict(wait) for wait in self.waits]
         budget = {"budget": self.account.to_json()} if self.account else {}
         return plain | {"supervisor": self.supervisor, "trouble": self.trouble, **budget}
 
@@ -175,8 +224,12 @@ def run_as_shown(
 ) -> SeenRun:
     """Return a run as it is shown, by its ledger and the queue."""
     status, now = current_status(reader, ask)
-    waits_for = {stage.name: now.reasons(stage.live) for stage in status.stages.values()}
-    return SeenRun(status, time.time(), waits_for, supervisor(folder, status, now), now.trouble)
+    stages = status.stages.values()
+    waits_for = {stage.name: now.reasons(stage.live) for stage in stages}
+    at = time.time()
+    delayed = {stage.name: now.delayed({job: stage.jobs[job].at for job in stage.live}, at) for stage in stages}
+    shown = SeenRun(status, at, waits_for, supervisor(folder, status, now), now.trouble)
+    return replace(shown, delayed=delayed, stuck=stuck_in(status, now))
 
 
 def use(stage: StageStatus) -> dict[str, int | None]:

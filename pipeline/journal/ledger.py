@@ -11,17 +11,17 @@ import os
 import time
 from contextlib import suppress
 from itertools import count
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config.masking import without_secrets
 from pipeline.errors import ConfigError
-from pipeline.files import replacing
-from pipeline.journal.run_folder import writing_run
+from pipeline.files import replacing, whose
+from pipeline.journal.run_folder import shown_mode, writing_run
 from pipeline.records import Event, EventKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from pathlib import Path
 
     from pipeline.journal.run_folder import RunFolder
 
@@ -47,6 +47,8 @@ class Ledger:
         with writing_run(self._path):
             self._file = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
             size = os.fstat(self._file).st_size
+            if not size:
+                os.fchmod(self._file, shown_mode(folder.events))
             self._torn = size > 0 and os.pread(self._file, 1, size - 1) != b"\n"  # an earlier writer died in a line
 
     def emit(self, kind: EventKind, **data: Any) -> Event:
@@ -98,7 +100,8 @@ class LedgerReader:
         except FileNotFoundError:
             return  # the run was never begun
         except OSError as error:
-            raise ConfigError(f"cannot be read: {error.strerror}", where=str(self._folder), remedy="ls -l") from error
+            what = f"cannot be read: {error.strerror}; {whose(self._folder)}"
+            raise ConfigError(what, where=str(self._folder), remedy="ls -l") from error
         for entry in entries:
             if entry.name != self._own and entry.stat().st_size > self._positions.get(entry.path, 0):
                 yield entry.path, entry.name.removesuffix(SUFFIX)
@@ -106,7 +109,11 @@ class LedgerReader:
     def _fresh_of(self, path: str) -> Iterator[list[bytes]]:
         """Yield the whole lines that were added to a file, some at a time."""
         position, most = self._positions.get(path, 0), READ_BYTES
-        file = os.open(path, os.O_RDONLY)
+        try:
+            file = os.open(path, os.O_RDONLY)
+        except PermissionError as error:
+            what = f"cannot be read: {error.strerror}; {whose(Path(path))}"
+            raise ConfigError(what, where=path, remedy="ask its owner (cluster.private: false shows a run)") from error
         try:
             while chunk := os.pread(file, most, position):
                 end = chunk.rfind(b"\n") + 1

@@ -55,6 +55,7 @@ class RunFolder:
     events = _RunFile("events")  # one file of events per process that took part
     left_out = _RunFile("left_out.jsonl")  # items that killed their task and are left out since, a line each
     claims = _RunFile("claims")  # a file for each visit of a supervisor, which names it
+    told = _RunFile("told")  # a file for each telling that something waits, or does so no longer
     code = _RunFile("code.txt")  # the folder of the package as it was at submission
     logs = _RunFile("logs")  # what the tasks printed
     report = _RunFile("report.html")  # the page that shows how the run goes, as its last supervisor has left it
@@ -99,6 +100,11 @@ class RunFolder:
     def on(self, stage: str, task: int, part: int = 0) -> Path:
         """Return the file that notes what a process of a task works on, and its progress."""
         return self.path / "on" / f"{stage}-{task:06d}-{part}"
+
+
+def shown_mode(folder: Path) -> int:
+    """Return the mode of a file that its owner alone writes, and reads whoever may read the folder."""
+    return 0o600 | (folder.stat().st_mode & 0o044)
 
 
 def create_folder(runs: Path, stage: str, now: datetime, *, private: bool = True) -> RunFolder:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from enum import Enum
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -238,6 +238,33 @@ def summary(figures: Sequence[Mapping[str, float]], cost: float, running: int) -
     }
 
 
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Jobs that wait for what does not pass by itself, from when this was seen until it was over."""
+
+    of: str  # a stage, or `supervise`
+    reason: str  # Slurm's own word
+    number: int = 1  # of the times that these waited for this
+    words: str = ""
+    remedy: str = ""
+    tasks: int = 0
+    since: float = 0.0
+    until: float = 0.0
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """What tells this wait from others of the run."""
+        return self.of, self.reason, self.number
+
+    @property
+    def is_over(self) -> bool:
+        return self.until > 0
+
+    def lasted_s(self, now: float) -> float:
+        """Return for how many seconds it has been so, or was."""
+        return max(0.0, (self.until or now) - self.since)
+
+
 @dataclass(slots=True)
 class RunStatus:
     """One run."""
@@ -252,11 +279,13 @@ class RunStatus:
     seen: float = 0.0  # when it had begun its work
     visits: int = 0
     successors: tuple[JobId, ...] = ()  # supervisors that wait: the next, and its standby
+    waits: dict[tuple[str, str, int], Wait] = field(default_factory=dict)
     planned: tuple[str, ...] = ()  # the stages it is to do
     error: str = ""
     exit_code: int = 0
     started_at: float = 0.0
     ended_at: float = 0.0
+    watch: tuple[int, JobId] = (0, "")  # the number of the latest look, and its job
 
     def apply(self, event: Event) -> None:
         """Update the status by an event."""
@@ -275,14 +304,34 @@ class RunStatus:
                 self.successors = tuple(dict.fromkeys((data["job"], *self.successors)))
         elif event.kind is EventKind.HANDED_OVER:
             self.successors = tuple(data["jobs"])
+        elif event.kind is EventKind.WATCH_SUBMITTED:
+            self.watch = max(self.watch, (data["number"], data["job"]))
+        elif event.kind in (EventKind.WAITING, EventKind.WAITED):
+            self._wait(event)
         elif event.kind is EventKind.RUN_ENDED:
             self.state, self.ended_at = RunState(data["state"]), event.at
             self.error, self.exit_code, self.successors = data["error"], data["exit_code"], ()
             self.settle()
 
+    def _wait(self, event: Event) -> None:
+        """Record that a wait has begun or ended; processes write of it in files of their own, read in any order."""
+        told = Wait(**{column.name: event.data[column.name] for column in fields(Wait) if column.name in event.data})
+        known = self.waits.get(told.key, told)
+        since = min(filter(None, (known.since, told.since)), default=0.0)
+        tasks = max(known.tasks, told.tasks)
+        words, remedy = known.words or told.words, known.remedy or told.remedy
+        self.waits[told.key] = replace(
+            known, words=words, remedy=remedy, tasks=tasks, since=since, until=known.until or told.until
+        )
+
     def _look_after(self, event: Event) -> None:
         self.host, self.pid, self.uid = event.data["host"], event.data["pid"], event.data.get("uid")
         self.born, self.seen = event.data.get("born", 0.0), event.at
+
+    def open_wait(self, like: Wait) -> Wait | None:
+        """Return the wait of the same jobs for the same reason that is not over; None where there is none."""
+        alike = (wait for wait in self.waits.values() if (wait.of, wait.reason) == (like.of, like.reason))
+        return next((wait for wait in alike if not wait.is_over), None)
 
     @property
     def has_process(self) -> bool:
@@ -326,14 +375,19 @@ class RunStatus:
 
     def to_json(self) -> dict[str, Any]:
         plain = {column.name: getattr(self, column.name) for column in fields(self) if column.name not in UNTOLD}
-        return plain | {"state": self.state.value, "stages": [stage.to_json() for stage in self.in_order()]}
+        waits = [asdict(wait) for wait in self.waits.values()]
+        return plain | {
+            "state": self.state.value,
+            "waits": waits,
+            "stages": [stage.to_json() for stage in self.in_order()],
+        }
 
     def in_order(self) -> list[StageStatus]:
         """Return the stages in the order in which they began."""
         return sorted(self.stages.values(), key=lambda stage: stage.started_at)
 
 
-UNTOLD = ("born", "seen", "uid")  # they only tell a supervisor's process from others
+UNTOLD = ("born", "seen", "uid", "watch")  # they only tell a supervisor's process from others
 
 
 def _begin(stage: StageStatus, event: Event) -> None:

@@ -21,6 +21,7 @@ from pipeline.report.stage_lines import (
     tasks_line,
     unit_of,
     validated_files,
+    wait_lines,
 )
 from pipeline.report.tables import plural, text_table
 from pipeline.units import format_bytes, format_seconds
@@ -48,6 +49,7 @@ def run_report(run: SeenRun, *, with_error: bool = True) -> list[RenderableType]
     if status.state is RunState.ABANDONED:
         shown.append(f"nobody looks after it any more; finished work is kept: pipeline resume {status.name}")
     shown += [f"supervisor: {run.supervisor}"] if run.supervisor else []
+    shown += wait_lines((wait for wait in run.waits if wait.of not in status.stages), run.at)
     shown += [f"the queue could not be asked: {run.trouble}"] if run.trouble else []
     shown += [run.account.line()] if run.account else []
     rejected: Mapping[str, int] = {}
@@ -72,6 +74,7 @@ def run_report(run: SeenRun, *, with_error: bool = True) -> list[RenderableType]
 def _progress(stage: StageStatus, run: SeenRun) -> Iterator[str]:
     """Yield the progress of a stage, its memory and its speed."""
     yield from tasks_line(stage, run)
+    yield from wait_lines((wait for wait in run.waits if wait.of == stage.name), run.at)
     yield from memory_line(stage)
     yield from script_figures(stage.figures)
     if not stage.census:

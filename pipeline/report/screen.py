@@ -12,7 +12,7 @@ from rich.text import Text
 from pipeline.cluster.verdict import Cause
 from pipeline.journal.active_runs import GOING_ON, use
 from pipeline.journal.run_status import RunState
-from pipeline.report.stage_lines import DAMAGED, SCRIPT, TASK_STATES, UNIT, found_damage, state_of_stage
+from pipeline.report.stage_lines import DAMAGED, SCRIPT, TASK_STATES, UNIT, found_damage, state_of_stage, wait_lines
 from pipeline.report.tables import plural
 from pipeline.training.step_clock import shares_so_far
 from pipeline.units import format_bytes, format_seconds
@@ -147,6 +147,8 @@ def _details(stage: StageStatus, run: SeenRun, on: Screen) -> Iterator[Text]:
         for parts in (_tasks(stage, run), _training(stage, run.losses.get(stage.name, ()), on), _memory(stage)):
             if parts:
                 yield Text(f"{indent}{'; '.join(parts)}")
+    for line in wait_lines((wait for wait in run.waits if wait.of == stage.name and not wait.is_over), on.now):
+        yield from (Text(f"{indent}{part}", style="red") for part in line.splitlines())
     if reasons := stage.reasons.most_common():
         yield Text(f"{indent}rejected: " + ", ".join(f"{count:,} {why}" for why, count in reasons), style="yellow")
     for warning in stage.warnings:

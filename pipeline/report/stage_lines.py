@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
+from pipeline.cluster.job_spec import SUPERVISE
 from pipeline.journal.active_runs import use
 from pipeline.report.tables import plural, text_table
 from pipeline.training.step_clock import shares_so_far, told_shares
 from pipeline.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from rich.console import RenderableType
     from rich.table import Table
 
     from pipeline.journal.active_runs import SeenRun
-    from pipeline.journal.run_status import StageStatus
+    from pipeline.journal.run_status import StageStatus, Wait
 
 UNIT = {
     "scan": "item",
@@ -244,9 +246,25 @@ def tasks_line(stage: StageStatus, run: SeenRun) -> list[str]:
         return []
     where = ", ".join(f"{states[name]:,} {name}" for name in TASK_STATES if name in states)
     waits = [f"waiting for: {', '.join(reasons)}"] if (reasons := run.waits_for.get(stage.name)) else []
+    if waits and run.delayed.get(stage.name):
+        waits[0] += f" ({run.delayed[stage.name]})"
     left_s = run.left_s(stage)
     left = [f"about {format_seconds(left_s)} left"] if left_s and not stage.measured() else []
     return ["; ".join([f"tasks: {where}", *waits, *left])] if where else []
+
+
+def wait_lines(waits: Iterable[Wait], now: float) -> list[str]:
+    """Return what waits for what does not pass by itself, with what helps; then what did so before."""
+    lines = []
+    for wait in sorted(waits, key=lambda wait: (wait.is_over, wait.since)):
+        lasted = format_seconds(wait.lasted_s(now)) if wait.since and math.isfinite(wait.until or now) else ""
+        noun = plural(wait.tasks, "task") if wait.of != SUPERVISE else "supervisor"
+        if wait.is_over:
+            lines.append(f"waited: {noun} for {lasted}: {wait.words} ({wait.reason})")
+        else:
+            since = f", for {lasted} so far" if lasted else ""
+            lines.append(f"WAITS: {noun}{since}: {wait.words} ({wait.reason})\n  next: {wait.remedy}")
+    return lines
 
 
 def memory_line(stage: StageStatus) -> list[str]:

@@ -15,12 +15,14 @@ import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pipeline.command_line import Command
 from pipeline.errors import CacheDamaged, CacheFull, CacheUnusable, JobFailed, RecordMissing
+from pipeline.files import whose
 from pipeline.keys import recipe_key, recipe_tag
 from pipeline.store.format.cache_layout import (
     EXPORT,
@@ -37,7 +39,6 @@ from pipeline.store.store import RecordPlace, Store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-    from pathlib import Path
 
     import numpy.typing as npt
 
@@ -348,7 +349,9 @@ class CacheFolder:
         self._marked = True
 
     def _unreadable(self, error: OSError) -> CacheUnusable:
-        return self._unusable(f"the cache cannot be read: {error.strerror or error}", f"ls -ld {self.root}")
+        known = whose(Path(error.filename)) if isinstance(error, PermissionError) and error.filename else ""
+        what = f"the cache cannot be read: {error.strerror or error}" + (f"; {known}" if known else "")
+        return self._unusable(what, f"ls -ld {self.root}")
 
     def _unusable(self, what: str, remedy: str | Command = ELSEWHERE) -> CacheUnusable:
         return CacheUnusable(what, where=str(self.root), remedy=remedy)

@@ -154,7 +154,7 @@ def test_resume_does_not_undo_that_somebody_cancelled_the_tasks_too(make: Make, 
     project = make(3, {"c1.pdb": LINGERS}, **ONE_EACH)
     run = project.submits()
     run.arrives_at("c1.pdb")
-    for kind in ("supervise", "scan"):
+    for kind in ("supervise", "watch", "scan"):
         cluster.run("scancel", *{job["array"] for job in run.jobs(cluster, kind)})
     until("no job of the run", lambda: not run.jobs(cluster))
     assert run.reported()["state"] == "abandoned"

@@ -10,11 +10,13 @@ import json
 import os
 import re
 import secrets
+import stat
 from contextlib import suppress
 from dataclasses import asdict, fields
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from pipeline.files import shared_bits
 from pipeline.store.format.disk import Disk
 
 if TYPE_CHECKING:
@@ -61,6 +63,8 @@ class RecordFiles(Generic[Record]):
         lines = b"\n" + lines if name in self._torn else lines
         descriptor = os.open(self._folder / name, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
+            if (bits := shared_bits(self._folder)) and not os.fstat(descriptor).st_size:
+                os.fchmod(descriptor, stat.S_IMODE(os.fstat(descriptor).st_mode) | bits)
             self._torn.add(name)
             while lines:
                 lines = lines[os.write(descriptor, lines) :]

@@ -149,6 +149,7 @@ def story_lines(stage: StageFacts) -> Iterator[str]:
             yield f"waiting for: {', '.join(stage.waits_for)}"
         if stage.left_s:
             yield f"about {format_seconds(stage.left_s)} left, if it goes on like this"
+    yield from stage.waits
     yield from stage.so_far
     if measured := speed(status.measured()):
         yield ", ".join(measured)

@@ -29,6 +29,7 @@ class StageFacts:
     first_task_at: float | None
     left_s: float | None
     waits_for: Sequence[str]
+    waits: Sequence[str]  # that do not pass by themselves, or did not
     census: Mapping[str, Any]  # of bounded size
     warnings: Sequence[str]
     so_far: Sequence[str]  # what a script, a validation or a reader tells while it goes on

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     Emit: TypeAlias = Callable[..., None]
 
 LOG_END_BYTES = 8192
-FOR_SUPERVISORS = 2  # places in the queue: for the next visit and its standby
+FOR_SUPERVISORS = 3  # places in the queue: for the next visit, its standby, and a look at what waits
 MANY = 1 << 30
 MOST_EXCLUDED = 4  # nodes, where nobody knows how many there are
 

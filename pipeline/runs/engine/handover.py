@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from pipeline.cluster.job_spec import SUPERVISE, JobSpec
 from pipeline.config.masking import MASK, without_secrets, without_secrets_in
 from pipeline.errors import JobFailed, SubmissionRefused
-from pipeline.journal.run_folder import writing_run
+from pipeline.journal.run_folder import shown_mode, writing_run
 from pipeline.project.run_code import SUPERVISOR, module_command
 
 if TYPE_CHECKING:
@@ -137,7 +137,8 @@ def pay_visit(folder: RunFolder) -> None:
 
 def start_supervisor(folder: RunFolder) -> int:
     """Start a supervisor in a new session, so that it outlives this process and its terminal; return its pid."""
-    log = (os.POSIX_SPAWN_OPEN, 1, str(folder.supervisor_log), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    mode = shown_mode(folder.path)
+    log = (os.POSIX_SPAWN_OPEN, 1, str(folder.supervisor_log), os.O_WRONLY | os.O_CREAT | os.O_APPEND, mode)
     files = [(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0), log, (os.POSIX_SPAWN_DUP2, 1, 2)]
     command = [*module_command(SUPERVISOR, folder), str(folder.path)]
     return os.posix_spawn(sys.executable, command, os.environ, file_actions=files, setsid=True)

@@ -20,7 +20,7 @@ from pipeline.command_line import Command
 from pipeline.config.load import dump_resolved, from_resolved
 from pipeline.config.masking import without_secrets
 from pipeline.errors import ConfigError, JobFailed, SubmissionRefused
-from pipeline.files import write_whole
+from pipeline.files import user_name, write_whole
 from pipeline.journal import run_folder as folders
 from pipeline.journal.active_runs import GOING_ON, status_of
 from pipeline.journal.ledger import SUPERVISOR, Ledger, has_ended
@@ -184,6 +184,15 @@ def _has_same_work(folder: RunFolder, config: Config) -> bool:
     return alike and all(before.get(name) == now[name] for name in (*DECISIVE, "command"))
 
 
+def refuse_others(folder: RunFolder, done: str) -> None:
+    """Refuse what only the owner of a run may have `done` with it: its jobs and its files are the owner's."""
+    owner = folder.path.stat().st_uid
+    if owner != os.geteuid():
+        what = f"run {folder.name} is of {user_name(owner)}, by whom alone it can be {done}"
+        remedy = Command.of("status", folder.name, then=f"   (it can be looked at; {user_name(owner)} can end it)")
+        raise ConfigError(what, where=str(folder.path), remedy=remedy)
+
+
 @dataclass(frozen=True, slots=True)
 class Cancellation:
     """The jobs and processes that cancelling a run, or one stage of it, ends."""
@@ -201,13 +210,14 @@ class Cancellation:
 def foresee(status: RunStatus, executor: Executor, stage: str | None) -> Cancellation:
     """Return what cancelling would end; for a single stage only its jobs, which its supervisor then judges."""
     stages = [row for row in status.stages.values() if stage in (None, row.name)]
-    queued = executor.queued([*(job for row in stages for job in row.live), *status.successors])
+    supervisors = tuple(filter(None, (*status.successors, status.watch[1])))
+    queued = executor.queued([*(job for row in stages for job in row.live), *supervisors])
     live = [(row, job) for row in stages for job in row.live if job in queued]
     jobs, tasks = tuple(job for _, job in live), sum(len(parse_ranges(row.jobs[job].tasks)) for row, job in live)
     if stage is not None:
         return Cancellation(jobs, tasks, (), 0)
     here = status.host == socket.gethostname() and status.state is RunState.RUNNING
-    supervisors = tuple(job for job in status.successors if job in queued)
+    supervisors = tuple(job for job in supervisors if job in queued)
     return Cancellation(jobs, tasks, supervisors, status.pid if here and not status.successors else 0)
 
 

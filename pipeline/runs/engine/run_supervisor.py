@@ -2,6 +2,7 @@
 
 python -m pipeline.runs.supervisor RUN            stays until the run has ended
 python -m pipeline.runs.supervisor RUN --visit    does what there is to do, and hands over to the next visit
+python -m pipeline.runs.supervisor RUN --watch N  tells what jobs wait for, between visit N and the next
 
 All of its state is in the ledger: after any crash the next supervisor goes on from there.
 """
@@ -32,6 +33,7 @@ from pipeline.config.load import from_resolved
 from pipeline.config.masking import without_secrets
 from pipeline.config.site_profiles import shipped
 from pipeline.errors import CacheFull, CacheUnusable, ClusterSilent, PipelineError, SubmissionRefused
+from pipeline.journal.active_runs import QueueLook, look_at_queue
 from pipeline.journal.ledger import SUPERVISOR, Ledger, LedgerReader
 from pipeline.journal.run_folder import RunFolder
 from pipeline.journal.run_status import ENDED, RunState, RunStatus, StatusReader
@@ -41,6 +43,7 @@ from pipeline.project.restriction import only_of
 from pipeline.records import Event, EventKind
 from pipeline.runs.engine.dispatch import Dispatch, is_over
 from pipeline.runs.engine.handover import STOPPED_CODE, claim_visit, claimed_after, hand_over, notify, own_job
+from pipeline.runs.engine.watch import WATCH, submit_watch, tell, watch
 from pipeline.runs.views.run_page import Page
 from pipeline.runs.workflow import table
 from pipeline.runs.workflow.jobs import plan_stage, refuse_unfit_disk
@@ -106,10 +109,14 @@ class Supervisor:
         return self._guarded(lambda: self._advance(self._poll(patience_s)) or self._leave())
 
     def _stay(self) -> bool:
-        changed = self._poll()
+        changed, every_s = self._poll(), float(self.config.cluster.supervisor.watch)
+        look_at = time.monotonic() + every_s if every_s and self.executor.outlives else math.inf
         while not self._advance(changed):
             changed = self.executor.step(CLUSTER_STEP_S if self.executor.outlives else STEP_S)
             self._catch_up()
+            if time.monotonic() >= look_at:
+                self._tell(look_at_queue(self.status))
+                look_at += every_s
         return True
 
     def _poll(self, patience_s: float = 0.0) -> Sequence[TaskStatus]:
@@ -128,9 +135,12 @@ class Supervisor:
         """Submit the next visit, due when the jobs have ended; raise where another supervisor has taken over."""
         if claimed_after(self.folder, self.number):
             raise TakenOver
-        live = self._live()
+        live, (looks, looking) = self._live(), self.status.watch
+        self._end_look(looking)
         jobs = hand_over(self.folder, self.config, self.executor, self.number, live)
         self._emit(EventKind.HANDED_OVER, jobs=jobs)
+        if live:
+            submit_watch(self.folder, self.config, self.executor, self.number, looks + 1, self._emit)
         self.page.refresh(self.status, at_once=True)
         return False
 
@@ -221,7 +231,7 @@ class Supervisor:
             status = self.status.stages[stage.name]
             if planned.survey.shards:
                 if stage.kinds:
-                    refuse_unfit_disk(self.project, planned.survey)
+                    refuse_unfit_disk(self.project, planned.survey, stage.kinds)
                 self._send(stage, status)
         return status
 
@@ -332,6 +342,17 @@ class Supervisor:
         """Append an event to the ledger, and apply it."""
         self._take(self.ledger.emit(kind, **data))
 
+    def _end_look(self, job: str) -> None:
+        """Cancel a look that is still to come; one that comes all the same finds nothing to do."""
+        try:
+            self.executor.cancel([job] if job else [])
+        except SubmissionRefused as error:
+            log.warning("a look at what waits goes on: %s", error.what)
+
+    def _tell(self, queue: QueueLook) -> None:
+        """Tell people what waits for what does not pass by itself, and what no longer does."""
+        tell(self.folder, self.config, self.status, queue, self._emit)
+
     def _take(self, event: Event) -> None:
         self.status.apply(event)
         self.page.take(event)
@@ -348,6 +369,9 @@ class Supervisor:
 
     def _end(self, state: RunState, error: str, exit_code: int) -> None:
         """Record how the run ended, and close its ledger."""
+        if self.executor.outlives:
+            self._tell(QueueLook({}))
+            self._end_look(self.status.watch[1])
         self._emit(EventKind.RUN_ENDED, state=state.value, error=error, exit_code=exit_code)
         self._catch_up()
         self.ledger.close()
@@ -405,6 +429,9 @@ def supervise(words: Sequence[str]) -> int:
         return 0
     try:
         with open_executor(config, poll_s=VISIT_POLL_S if visiting else None) as executor:
+            if f"--{WATCH}" in words:
+                watch(folder, config, executor, int(words[words.index(f"--{WATCH}") + 1]))
+                return 0
             supervisor = Supervisor(folder, executor)
             supervisor.visit(0.0 if "--now" in words else PATIENCE_S) if visiting else supervisor.run()
     except PipelineError as error:

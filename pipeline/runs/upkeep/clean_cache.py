@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.command_line import Command
 from pipeline.errors import CacheUnusable, ConfigError
+from pipeline.files import whose
 from pipeline.journal.active_runs import going_on, hidden
 from pipeline.keys import recipe_tag
 from pipeline.report.cleaning_tables import DAY_S, FORGOTTEN_S, Cleaning, CleanNote, CleanRequest
@@ -69,7 +70,7 @@ def foresee_cleaning(
         _refuse_unmarked(cache)
         return _foresee_readable(project, cache, file, asked, on)
     except PermissionError as error:
-        what = f"the cache cannot be read: {error.strerror}"
+        what = f"the cache cannot be read: {error.strerror}; {whose(Path(error.filename))}"
         remedy = f"ls -ld {error.filename}   (and ask its owner to clean it)"
         raise CacheUnusable(what, where=str(error.filename), remedy=remedy) from error
 
@@ -251,7 +252,7 @@ def _refuse_unwritable(cleaning: Cleaning) -> None:
             folders.add(cleaning.cache.own(kind).layout.shards)
     for folder in sorted(folders):
         if not os.access(folder, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
-            what = "you may not remove files here: it is another user's, or read-only"
+            what = f"you may not remove files here: {whose(folder)}"
             raise CacheUnusable(what, where=str(folder), remedy=f"ls -ld {folder}   (and ask its owner to clean it)")
 
 
@@ -263,8 +264,12 @@ def carry_out(cleaning: Cleaning, waits: Callable[[], object] = lambda: None) ->
     cache, check = cleaning.cache, partial(_refuse_newcomers, cleaning)
     for leftover in cleaning.leftovers:
         check()
+        name = str(leftover.path.relative_to(cache.root))
+        if cache.disk.exists(leftover.path) and (keeper := cache.disk.keeper(leftover.path)):
+            yield Removed(name, 0, f"it is {keeper}'s, who alone may remove it")
+            continue
         remove(cache.disk, leftover.path)
-        yield Removed(str(leftover.path.relative_to(cache.root)), leftover.bytes)
+        yield Removed(name, leftover.bytes)
     for kind, marked in cleaning.marked.items():
         live, settle_s = cleaning.live[kind], cleaning.settle_s
         for swept in sweep(cache.own(kind), marked, live, settle_s=settle_s, check=check, waits=waits):

@@ -6,6 +6,7 @@ names it; and the newest that lists the items. Copies of code go when no run nam
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import time
@@ -27,9 +28,10 @@ if TYPE_CHECKING:
 
 YOUNG_S = 86_400.0  # a run that begins may be about to name a copy of code that is younger
 GOING = ".pruned-"  # how the name of a folder begins that is being removed
-NEWEST, ACTIVE, TABLE, ITEMS = (
+NEWEST, ACTIVE, FOREIGN, TABLE, ITEMS = (
     "among the newest",
     "not ended, or not known to have",
+    "another user's, who alone may remove it",
     "the newest that names a table of items, which trainings read",
     "the newest that lists the items",
 )
@@ -70,6 +72,7 @@ def foresee_pruning(runs: Path, keep: int) -> Pruning:
     for number, folder in enumerate(reversed(runs_in(runs))):
         table, lists = _table_of(folder), folder.inventory.exists()
         why = NEWEST if number < keep else ACTIVE if goes_on(folder) else ""
+        why = why or (FOREIGN if folder.path.stat().st_uid != os.geteuid() else "")
         why = why or (TABLE if table and table not in tables else ITEMS if lists and not lists_items else "")
         tables.add(table)
         lists_items = lists_items or lists

@@ -22,7 +22,7 @@ from pipeline.report.html.run_facts import (
     TroubledAttempt,
     Troubles,
 )
-from pipeline.report.stage_lines import counted_so_far, script_figures
+from pipeline.report.stage_lines import counted_so_far, script_figures, wait_lines
 from pipeline.report.tables import clip
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ def stage_facts(run: SeenRun, stage: StageStatus) -> StageFacts:
         first_task_at=first_start(stage),
         left_s=run.left_s(stage),
         waits_for=bounded(run.waits_for.get(stage.name, ())),
+        waits=bounded(wait_lines((wait for wait in run.waits if wait.of == stage.name), run.at)),
         census=bounded(stage.census or {}),
         warnings=bounded(stage.warnings),
         so_far=[*script_figures(stage.figures), *so_far],

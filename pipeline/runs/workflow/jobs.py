@@ -6,7 +6,9 @@ It is made only where the plan fits every card that it admits, whichever the sch
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 import tempfile
 import time
@@ -18,6 +20,7 @@ from pipeline.cluster.job_spec import TASK, JobSpec, parse_ranges
 from pipeline.cluster.local import LocalExecutor
 from pipeline.config.schema_cluster import TrainResources
 from pipeline.errors import CacheUnusable, PlanInfeasible, SubmissionRefused
+from pipeline.files import whose
 from pipeline.journal.attempts import Ask
 from pipeline.journal.run_status import StageJob
 from pipeline.keys import recipe_tag
@@ -26,6 +29,7 @@ from pipeline.project.project import asked_bytes, cluster_name, profiles_of
 from pipeline.project.run_code import TASK_SERVER, WORKER, module_command
 from pipeline.runs.workflow import script_stage
 from pipeline.stage_names import StageName
+from pipeline.store.format.cache_layout import KindLayout
 from pipeline.store.format.disk import lay_over
 from pipeline.units import format_bytes
 
@@ -277,15 +281,20 @@ def recipe_name(project: Project, stage: Stage) -> str:
     return recipe_tag(stage.name, stage.recipe(project)).hex()
 
 
-def refuse_unfit_disk(project: Project, survey: StageSurvey) -> None:
+def refuse_unfit_disk(project: Project, survey: StageSurvey, kinds: Iterable[str]) -> None:
     """Raise when the cache's disk cannot be written, or has no room for what a stage will make."""
     root = project.config.cache.root
     place = next(folder for folder in (root, *root.parents) if folder.exists())
+    layouts = [KindLayout(root / kind) for kind in kinds]
+    written = [folder for layout in layouts for folder in (layout.folder, layout.partials, layout.shards)]
     try:
         with tempfile.TemporaryFile(dir=place):
             free_bytes = shutil.disk_usage(place).free
+        if closed := next((folder for folder in written if folder.exists() and not os.access(folder, os.W_OK)), None):
+            place = closed  # another user's, made for that user alone
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
-        what = f"the cache cannot be written: {error.strerror}"
+        what = f"the cache cannot be written: {error.strerror}; {whose(place)}"
         elsewhere = lay_over([root, *project.config.cache.under])
         raise CacheUnusable(what, where=str(root), remedy=elsewhere) from error
     if survey.bytes > free_bytes:

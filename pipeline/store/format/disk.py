@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.command_line import Command
 from pipeline.errors import CacheFull, CacheUnusable, JobFailed, PipelineError
+from pipeline.files import SHARED, user_name, whose
 from pipeline.store.format.cache_layout import MARKER, PARTIAL_SUFFIX, unique_stem
 
 if TYPE_CHECKING:
@@ -90,6 +91,14 @@ class Disk:
             if error.errno not in _NOT_SUPPORTED | {errno.EPERM}:  # a mount with fixed modes is no reason to fail
                 raise
 
+    def keeper(self, path: Path) -> str:
+        """Return the owner of a file whom alone a sticky folder lets remove it; empty where this user may."""
+        folder, me = path.parent.stat(), os.geteuid()
+        if not folder.st_mode & stat.S_ISVTX or me in (0, folder.st_uid):
+            return ""
+        owner = path.lstat().st_uid
+        return "" if owner == me else user_name(owner)
+
     def link(self, source: Path, target: Path) -> None:
         os.link(source, target)
 
@@ -136,14 +145,15 @@ class Disk:
             self.fsync_folder(path.parent)  # else a power loss could take the folder with all that was made safe in it
 
     def new_folder(self, path: Path) -> None:
-        """Make one folder that the group may enter, unless another process was quicker."""
+        """Make one folder that the group may enter, unless another process was quicker; in a group's, the group's."""
         try:
             path.mkdir()
         except FileExistsError:
             if not path.is_dir():
                 raise
             return
-        path.chmod(stat.S_IMODE(path.stat().st_mode) | _GROUP_ENTER)
+        shared = path.parent.stat().st_mode & SHARED
+        path.chmod(stat.S_IMODE(path.stat().st_mode) | _GROUP_ENTER | (shared if shared == SHARED else 0))
 
     def make_private_folder(self, path: Path) -> None:
         """Make a folder that only this user may enter, and its parents, unless they are there."""
@@ -314,7 +324,7 @@ def remove(disk: Disk, path: Path) -> None:
     except FileNotFoundError:
         pass
     except OSError as error:
-        what = f"a file of the cache cannot be removed: {error.strerror or error}"
+        what = f"a file of the cache cannot be removed: {error.strerror or error}{_whose(path)}"
         remedy = f"ls -ld {path.parent}   (whoever may write there can clean it)"
         raise CacheUnusable(what, where=str(path), remedy=remedy) from error
 
@@ -336,10 +346,16 @@ def write_refused(disk: Disk, path: Path, error: OSError) -> PipelineError:
     if error.errno in _READ_ONLY:
         cache = next((folder for folder in path.parents if disk.exists(folder / MARKER)), None)
         remedy = lay_over([cache] if cache else [], before=f"ls -ld {_there(disk, path.parent)}   or   ")
-        return CacheUnusable(f"the cache cannot be written here: {reason}", where=where, remedy=remedy)
+        what = f"the cache cannot be written here: {reason}{_whose(path.parent)}"
+        return CacheUnusable(what, where=where, remedy=remedy)
     if isinstance(error, NotADirectoryError | FileExistsError):
         return CacheUnusable(f"a file stands in the way: {reason}", where=where, remedy=f"ls -ld {path}")
     return JobFailed(f"the disk failed while writing: {reason}", where=where, remedy=f"ls -ld {path}")
+
+
+def _whose(path: Path) -> str:
+    """Say whose a path is that this process may not use, behind what is wrong with it."""
+    return f"; {known}" if (known := whose(path)) else ""
 
 
 @contextmanager
@@ -351,7 +367,8 @@ def refused_as(what: str, remedy: str | Command) -> Iterator[None]:
         cause = error.__cause__
         if not (isinstance(cause, OSError) and cause.errno in _READ_ONLY):
             raise
-        raise CacheUnusable(f"{what}: {cause.strerror or cause}", where=error.where, remedy=remedy) from cause
+        reason = f"{cause.strerror or cause}{_whose(Path(error.where).parent)}"
+        raise CacheUnusable(f"{what}: {reason}", where=error.where, remedy=remedy) from cause
 
 
 def ask_owner(folder: Path) -> AbstractContextManager[None]:

@@ -280,6 +280,7 @@ def _useless(store: Store, shards: Sequence[DeadShard], live: Live) -> list[Swep
     outcomes = []
     for dead in shards:
         rows, why = (None, "") if live.nothing else _own_rows(store, dead.shard)
+        why = why or _kept(store, dead.shard)
         if rows is not None and _holds(live, rows).any():
             why = "is needed after all"
         outcomes.append(Swept(store.kind, dead.shard, 0 if why else dead.size_bytes, why))
@@ -293,7 +294,8 @@ def _rewritten(store: Store, batch: Sequence[DeadShard], live: Live) -> list[Swe
     def sources() -> Iterator[CarriedRows]:
         for dead in batch:
             rows, why = _own_rows(store, dead.shard)
-            if rows is None:
+            why = why or _kept(store, dead.shard)
+            if rows is None or why:
                 stay[dead.shard] = why
             else:
                 yield CarriedRows(dead.shard, rows[_holds(live, rows)])
@@ -305,6 +307,15 @@ def _rewritten(store: Store, batch: Sequence[DeadShard], live: Live) -> list[Swe
         Swept(store.kind, dead.shard, 0 if dead.shard in stay else dead.dead_bytes, stay.get(dead.shard, ""))
         for dead in batch
     ]
+
+
+def _kept(store: Store, shard: str) -> str:
+    """Say whose a shard is that this user may not remove; empty where it may."""
+    try:
+        keeper = store.disk.keeper(store.layout.shard(shard))
+    except FileNotFoundError:  # gone already
+        return ""
+    return f"it is {keeper}'s, who alone may remove it" if keeper else ""
 
 
 def _own_rows(store: Store, shard: str) -> tuple[Rows | None, str]:

@@ -521,10 +521,10 @@ def test_weights_with_numbers_that_are_none_are_refused(fasta: Path, pipeline: C
 
 def test_a_cache_that_cannot_be_written_is_found_before_anything_is_computed(fasta: Path) -> None:
     project = Project.open(read_config(fasta / "pipeline.yaml", [f"cache.root={fasta}/cache/here"]).config)
-    refuse_unfit_disk(project, StageSurvey({}, (), bytes=1))
+    refuse_unfit_disk(project, StageSurvey({}, (), bytes=1), ["embed"])
     (fasta / "cache").write_text("not a folder")
     with pytest.raises(CacheUnusable, match="the cache cannot be written: Not a directory"):
-        refuse_unfit_disk(project, StageSurvey({}, (), bytes=1))
+        refuse_unfit_disk(project, StageSurvey({}, (), bytes=1), ["embed"])
 
 
 def test_the_memory_of_a_task_is_that_of_all_its_processes(fasta: Path) -> None:

@@ -1,0 +1,194 @@
+"""Nothing waits in silence: what keeps jobs of a run on the real cluster is seen, told once, and told to be over."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from pipeline.journal.run_status import RunState
+from tests.slurm.cluster import Cluster
+from tests.slurm.runs import Project, Run, make_project, until
+
+pytestmark = pytest.mark.slurm
+
+TELL = """\
+import json, sys
+with open(sys.argv[1], "a") as file:
+    file.write(json.dumps(sys.argv[2:]) + chr(10))
+"""
+
+
+def slurm(cluster: Cluster, *words: str) -> str:
+    done = cluster.run(*words)
+    assert done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def telling(folder: Path, **settings: Any) -> Project:
+    """Make a project of which people are told, whose waiting jobs are looked at every few seconds."""
+    program = folder / "tell.py"
+    program.write_text(TELL)
+    command = [sys.executable, str(program), str(folder / "told")]
+    return make_project(folder / "p", 2, cluster__notify__command=command, cluster__supervisor__watch="3s", **settings)
+
+
+def told(project: Project, state: str) -> list[list[str]]:
+    """Return what people were told of a state: run, stage, state, message."""
+    path = project.folder.parent / "told"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [words for words in map(json.loads, lines) if words[2] == state]
+
+
+def jobs_of(run: Run, cluster: Cluster, kind: str = "scan") -> list[str]:
+    return sorted({row["array"] for row in run.jobs(cluster, kind)})
+
+
+class Obstacle(NamedTuple):
+    """What keeps jobs from starting: Slurm's word for it, and how it is put in the way and taken out of it."""
+
+    reason: str
+    put: Callable[[Cluster, Run], object]
+    take: Callable[[Cluster, Run], object]
+    is_looked_at: bool = True  # by the run's own watch; else nothing can start, and `status` tells
+
+
+def hold(cluster: Cluster, run: Run) -> None:
+    slurm(cluster, "scontrol", "uhold", *jobs_of(run, cluster))
+
+
+def release(cluster: Cluster, run: Run) -> None:
+    slurm(cluster, "scontrol", "release", *jobs_of(run, cluster))
+
+
+def depend(cluster: Cluster, run: Run) -> None:
+    """Let the tasks depend on the good end of a job that was cancelled."""
+    first = slurm(cluster, "sbatch", "--parsable", "--hold", "--output=/dev/null", "--wrap=true").strip()
+    for job in jobs_of(run, cluster):
+        slurm(cluster, "scontrol", "update", f"JobId={job}", f"Dependency=afterok:{first}")
+    slurm(cluster, "scancel", first)
+
+
+def free(cluster: Cluster, run: Run) -> None:
+    for job in jobs_of(run, cluster):
+        slurm(cluster, "scontrol", "update", f"JobId={job}", "Dependency=")
+
+
+def partition(state: str) -> Callable[[Cluster, Run], object]:
+    return lambda cluster, _: slurm(cluster, "scontrol", "update", "PartitionName=urgent", f"State={state}")
+
+
+def reserve(cluster: Cluster, _run: Run) -> None:
+    words = (
+        "ReservationName=upkeep",
+        "StartTime=now",
+        "Duration=60",
+        "Nodes=ALL",
+        "Users=root",
+        "Flags=MAINT,IGNORE_JOBS",
+    )
+    slurm(cluster, "scontrol", "create", "reservation", *words)
+
+
+def unreserve(cluster: Cluster, _run: Run) -> None:
+    slurm(cluster, "scontrol", "delete", "ReservationName=upkeep")
+
+
+def cores(most: str) -> Callable[[Cluster, Run], object]:
+    return lambda cluster, _: slurm(cluster, "sacctmgr", "-i", "modify", "user", "root", "set", f"GrpTRES=cpu={most}")
+
+
+OBSTACLES = {
+    "held": Obstacle("JobHeldUser", hold, release),
+    "never": Obstacle("DependencyNeverSatisfied", depend, free),
+    "down": Obstacle("PartitionDown", partition("DOWN"), partition("UP")),
+    "inactive": Obstacle("PartitionInactive", partition("INACTIVE"), partition("UP")),
+    "reserved": Obstacle("ReqNodeNotAvail", reserve, unreserve, is_looked_at=False),
+    "limit": Obstacle("AssocGrpCpuLimit", cores("0"), cores("-1"), is_looked_at=False),
+}
+
+
+@pytest.fixture
+def busy(healthy: Cluster) -> Iterator[Cluster]:
+    """Return the cluster with another's job on all of its nodes, until `lets_start`."""
+    words = ("--parsable", f"--nodes={len(healthy.nodes)}", "--exclusive", "--time=10", "--output=/dev/null")
+    slurm(healthy, "sbatch", *words, "--job-name=another", "--wrap=sleep 600")
+    names = ("squeue", "-h", "--name=another", "--states=RUNNING")
+    until("the nodes to be taken", lambda: slurm(healthy, *names).strip())
+    yield healthy
+    healthy.run("scontrol", "update", "PartitionName=urgent", "State=UP")
+    healthy.run("scontrol", "delete", "ReservationName=upkeep")
+    healthy.run("sacctmgr", "-i", "modify", "user", "root", "set", "GrpTRES=cpu=-1")
+
+
+def lets_start(cluster: Cluster) -> None:
+    slurm(cluster, "scancel", "--name=another")
+
+
+@pytest.mark.parametrize("name", OBSTACLES)
+def test_what_keeps_jobs_is_seen_told_once_and_told_to_be_over(busy: Cluster, tmp_path: Path, name: str) -> None:
+    cluster, obstacle = busy, OBSTACLES[name]
+    project = telling(tmp_path, cluster__scan__partition="urgent", cluster__supervisor__partition="main")
+    run = project.submits()
+    obstacle.put(cluster, run)
+    lets_start(cluster)
+
+    def is_told() -> bool:
+        if not obstacle.is_looked_at:
+            run.reported()
+        return any(obstacle.reason in words[3] for words in told(project, "waiting"))
+
+    until(f"{obstacle.reason} to be told", is_told, story=run.story)
+    shown = project.types("status", run.name).out
+    assert f"({obstacle.reason})" in shown
+    assert "next: " in shown
+    waits = {wait["reason"]: wait for wait in run.reported()["waits"]}
+    assert waits[obstacle.reason]["until"] == 0
+    assert waits[obstacle.reason]["remedy"]
+
+    obstacle.take(cluster, run)
+    ended = run.ends(RunState.DONE)
+    begun = [words for words in told(project, "waiting") if obstacle.reason in words[3] and words[1] == "scan"]
+    assert len(begun) == 1, begun
+    over = [words for words in told(project, "waited") if obstacle.reason in words[3] and words[1] == "scan"]
+    assert len(over) == 1, over
+    assert all(wait["until"] >= wait["since"] > 0 for wait in ended["waits"])
+    assert f"({obstacle.reason})" in project.types("status", run.name).out, "it is kept"
+
+
+def test_a_supervisor_that_is_held_is_told(busy: Cluster, tmp_path: Path) -> None:
+    project = telling(tmp_path)
+    run = project.submits()
+    visit = run.now().successors[0]
+    slurm(busy, "scontrol", "uhold", visit)
+    until("the hold to be shown", lambda: "JobHeldUser" in project.types("status", run.name).out, story=run.story)
+    assert f"next: scontrol release {visit}" in project.types("status", run.name).out
+    lets_start(busy)
+    slurm(busy, "scontrol", "release", visit)
+    run.ends(RunState.DONE)
+    assert [words[1] for words in told(project, "waiting") if "JobHeldUser" in words[3]] == ["supervise"]
+
+
+def test_a_run_whose_supervisors_are_gone_is_told_with_what_takes_it_up(busy: Cluster, tmp_path: Path) -> None:
+    project = telling(tmp_path)
+    run = project.submits()
+    slurm(busy, "scancel", *reversed(run.now().successors))
+    lets_start(busy)
+    until("the watch to tell", lambda: told(project, "waiting"), story=run.story)
+    (words,) = told(project, "waiting")
+    assert f"pipeline resume {run.name}" in words[3]
+    assert project.types("resume", run.name).code == 0
+    run.ends(RunState.DONE)
+    assert len(told(project, "waiting")) == 1
+
+
+def test_a_cancelled_run_leaves_no_watch_in_the_queue(busy: Cluster, tmp_path: Path) -> None:
+    project = telling(tmp_path)
+    run = project.submits()
+    assert any("watch" in row["name"] for row in run.jobs(busy))
+    assert project.types("cancel", run.name, "--yes").code == 0
+    until("the queue to be empty of it", lambda: not run.jobs(busy), story=run.story)
