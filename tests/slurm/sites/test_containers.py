@@ -130,6 +130,7 @@ def test_a_task_above_its_memory_is_seen_to_be_and_gets_more(make: Make) -> None
     ]
 
 
+@pytest.mark.slow
 def test_a_crash_inside_is_that_of_the_task(make: Make) -> None:
     project = make(2, {"c1.pdb": DIES}, **ONE_EACH, **HALF_MAY_FAIL)
     run = project.submits()
@@ -239,6 +240,7 @@ def test_podman_leaves_a_task_in_the_cgroup_of_its_job_where_its_memory_is_limit
     assert all(".singularity.d" in seen["root"] and "boot" not in seen["root"] for seen in project.seen())
 
 
+@pytest.mark.slow
 def test_podman_passes_on_the_signal_of_a_preemption(make: Make, by_podman: dict[str, Any], cluster: Cluster) -> None:
     project = make(2, {"c1.pdb": LINGERS}, **{**by_podman, **ONE_EACH}, cluster__scan__partition="preempt")
     run = project.submits()
