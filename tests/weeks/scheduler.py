@@ -103,7 +103,7 @@ def node_is_drained(scene: Scene) -> None:
 def limit_comes_in_mid_epoch(scene: Scene) -> None:
     """The time limit comes between two checkpoints: the training saves itself and goes on in the queue."""
     project = scene.project(step_s=3.0)
-    run = scene.trains(project, cluster__train__time="1m")
+    run = scene.trains(project, cluster__train__time="2m")
     scene.ends(run)
     scene.trained(run)
 

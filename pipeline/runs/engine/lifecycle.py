@@ -120,24 +120,23 @@ def gives_way(folder: RunFolder, config: Config, stages: Sequence[str], only: On
     try:
         same = refuse_double(config, stages, only, new=folder)
     except SubmissionRefused:
-        shutil.rmtree(folder.path, ignore_errors=True)
+        _withdraw(folder)
         raise
     if same is not None:
-        shutil.rmtree(folder.path, ignore_errors=True)
+        _withdraw(folder)
     return same
 
 
+def _withdraw(new: RunFolder) -> None:
+    """Remove a run that has not begun; without its list of stages nobody takes it for one."""
+    new.stages.unlink(missing_ok=True)
+    shutil.rmtree(new.path, ignore_errors=True)
+
+
 def _went(later: RunFolder) -> bool:
-    """Wait until a run that was submitted at the same moment has begun or is gone; tell whether it is gone."""
-
-    def has_decided() -> bool:
-        try:
-            return any(later.claims.iterdir())
-        except FileNotFoundError:
-            return True
-
-    wait_for(has_decided, DECIDES_WITHIN_S, LOOK_EVERY_S)
-    return not later.path.exists()
+    """Wait until a run that was submitted at the same moment has begun or is withdrawn; tell whether it is."""
+    wait_for(lambda: not later.stages.exists() or any(later.claims.glob("*")), DECIDES_WITHIN_S, LOOK_EVERY_S)
+    return not later.stages.exists()
 
 
 def refuse_double(
@@ -145,23 +144,30 @@ def refuse_double(
 ) -> RunFolder | None:
     """Return an active run that does exactly this; raise SubmissionRefused for one that does it in another way."""
     for folder in filterfalse(has_ended, reversed(runs_in(config.cluster.runs))):
-        if new is not None and folder.name == new.name:
-            continue
-        other_stages: Sequence[str] = json.loads(folder.stages.read_text())
-        if not _has_same_work(folder, config) or _only_looks(stages) != _only_looks(other_stages):
-            continue
-        if status_of(folder).state not in GOING_ON:
-            continue
-        if new is not None and folder.name > new.name and _went(folder):
-            continue
-        is_part = set(stages) <= set(other_stages)
-        is_confined = folder.only.exists() or not only.is_all  # to a list of what to do, and perhaps to another
-        if is_part and not is_confined and folder.config.read_text() == dump_resolved(config):
-            return folder
-        what = f"run {folder.name} is working on this data set with the same settings already"
-        remedy = f"pipeline status {folder.name}   or   pipeline cancel {folder.name}"
-        raise SubmissionRefused(what, where=str(config.cluster.runs), remedy=remedy)
+        with suppress(FileNotFoundError):  # withdrawn while it is looked at
+            if (new is None or folder.name != new.name) and _is_double(folder, config, stages, new):
+                return _joined(folder, config, stages, only)
     return None
+
+
+def _is_double(folder: RunFolder, config: Config, stages: Sequence[str], new: RunFolder | None) -> bool:
+    """Tell whether a run goes on that makes the same records."""
+    if not _has_same_work(folder, config) or _only_looks(stages) != _only_looks(json.loads(folder.stages.read_text())):
+        return False
+    if status_of(folder).state not in GOING_ON:
+        return False
+    return new is None or folder.name < new.name or not _went(folder)
+
+
+def _joined(folder: RunFolder, config: Config, stages: Sequence[str], only: Only) -> RunFolder:
+    """Return a run that makes the same records if it does exactly this; else raise SubmissionRefused."""
+    is_part = set(stages) <= set(json.loads(folder.stages.read_text()))
+    is_confined = folder.only.exists() or not only.is_all  # to a list of what to do, and perhaps to another
+    if is_part and not is_confined and folder.config.read_text() == dump_resolved(config):
+        return folder
+    what = f"run {folder.name} is working on this data set with the same settings already"
+    remedy = f"pipeline status {folder.name}   or   pipeline cancel {folder.name}"
+    raise SubmissionRefused(what, where=str(config.cluster.runs), remedy=remedy)
 
 
 def _only_looks(stages: Sequence[str]) -> bool:
