@@ -279,7 +279,7 @@ def test_a_model_whose_parameters_are_shared_out_is_refused_with_what_to_do() ->
 def unlike(group: ProcessGroup) -> str:
     model = nn.Linear(2, 2 + group.rank)
     try:
-        Governed(model, torch.optim.SGD(model.parameters(), 0.1), ranks=group)
+        over(group, model, torch.optim.SGD(model.parameters(), 0.1))
     except ConfigError as error:
         return str(error)
     return ""
