@@ -209,7 +209,7 @@ def test_a_link_is_looked_up_by_anchor_and_by_heading(tmp_path: Path) -> None:
 def test_every_command_that_a_page_names_exists_with_its_options(page: Path) -> None:
     for code in codes(page):
         if code.startswith("pipeline "):
-            words = code.split("   ")[0].split("#")[0].split()[1:]
+            words = code.split("   ")[0].split("#")[0].split(" -- ")[0].split()[1:]  # after it: of another program
             verbs = (" ".join(["pipeline", *words[:count]]) for count in (2, 1, 0))
             known = next(OPTIONS[verb] for verb in verbs if verb in OPTIONS)
             asked = {word.split("=")[0] for word in words if word.startswith("-")}

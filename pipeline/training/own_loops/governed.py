@@ -76,19 +76,17 @@ class Governed:
         clip: float | None = None,
         scaler: torch.amp.GradScaler | None = None,
         backward: Callable[[Tensor], Any] = torch.autograd.backward,
-        ranks: Ranks | None = None,
     ) -> None:
         """Wrap a model and its optimizer.
 
         `cost` says what an item costs, in any unit that adds up, and `budget` what may run at once, if that is known.
         `too_large` is what becomes of an item that does not fit alone, `clip` the norm of all gradients at most;
-        `backward` stands in for that of torch, `ranks` for those that this process is found to be one of. `events`
-        keeps what happened; set `heard` to be called with each event.
+        `backward` stands in for that of torch. `events` keeps what happened; set `heard` to be called with each event.
         """
         self.model, self.optimizer, self.scaler = model, optimizer, scaler
         self.device = str(next(model.parameters()).device)
         self._wrappers = wrappers_of(model)
-        self.ranks = ranks_of(self.device) if ranks is None else ranks
+        self.ranks: Ranks = ranks_of(self.device)
         self._sums: GradientSums | None = None
         if self.ranks.world > 1:
             begin_alike(model, self.ranks)

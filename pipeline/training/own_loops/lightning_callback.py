@@ -198,18 +198,18 @@ class _InParts:
             loss = returned["loss"] if isinstance(returned, dict) else returned
             return loss * len(rows), len(rows)
 
-        count = rows_of(batch)
+        count = items_in(batch)
         if not count:
             raise _cannot_split(batch, count)
         return self._governed.step(range(count), loss_of)
 
 
-def rows_of(batch: Any) -> int:
+def items_in(batch: Any) -> int:
     """Return how many items a batch has: the first size of its first tensor; 0 where it has none."""
     if isinstance(batch, torch.Tensor):
         return len(batch) if batch.dim() else 0
     values = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, tuple | list) else ()
-    return next(filter(None, map(rows_of, values)), 0)
+    return next(filter(None, map(items_in, values)), 0)
 
 
 def part_of(batch: Any, start: int, stop: int, count: int) -> Any:
@@ -221,7 +221,7 @@ def part_of(batch: Any, start: int, stop: int, count: int) -> Any:
             return batch[start:stop]
     elif isinstance(batch, dict):
         return type(batch)((name, part_of(value, start, stop, count)) for name, value in batch.items())
-    elif isinstance(batch, tuple | list) and len(batch) == count and not rows_of(batch):  # texts, say
+    elif isinstance(batch, tuple | list) and len(batch) == count and not items_in(batch):  # texts, say
         return batch[start:stop]
     elif isinstance(batch, tuple | list):
         parts = [part_of(value, start, stop, count) for value in batch]

@@ -1,10 +1,14 @@
 """The scripts of docs/own_script.md on a real cluster: out of a card's memory, then of the host's, and right after all.
 
+And a loop of two tasks that srun starts on two nodes, under the governor alone.
+
 They run as the page has them; what makes the card and the host small is put before their first line.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import shlex
 import subprocess
 import sys
@@ -16,6 +20,7 @@ import torch
 from tests.docs.blocks import Page
 from tests.slurm.cluster import Cluster
 from tests.slurm.runs import Run, make_project
+from tests.training.own_loops.test_ranks_of_others import HOPELESS, SCRIPT, undisturbed
 
 pytestmark = pytest.mark.slurm
 
@@ -80,3 +85,34 @@ def test_a_script_ends_right_though_its_card_and_its_host_were_too_small(
     whole = [sys.executable, "own.py", "--batch_size", "16", "--accumulate", "1", "--out", "."]
     subprocess.run(whole, cwd=tmp_path, check=True, capture_output=True)
     torch.testing.assert_close(weights(made), weights(tmp_path / "weights.pt"), rtol=1e-12, atol=1e-12)
+
+
+def two_tasks(folder: Path, script: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run a script as two tasks on two nodes, as one types it."""
+    (folder / "script.py").write_text(script)
+    start = ["srun", "--nodes=2", "--ntasks=2", "--mem=600M", "--time=5", sys.executable, "script.py"]
+    root = str(Path(__file__).resolve().parents[2])
+    return subprocess.run(
+        [*start, *words],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+def test_two_tasks_of_srun_make_the_steps_of_one_process_through_an_oom(healthy: Cluster, tmp_path: Path) -> None:
+    done = two_tasks(tmp_path, SCRIPT, "plain", str(tmp_path), "2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for rank in range(2):
+        assert json.loads((tmp_path / f"{rank}.json").read_text()) == pytest.approx(undisturbed(), abs=1e-10)
+    assert not list(tmp_path.glob("ranks-*")), "where they met is gone"
+
+
+def test_what_one_task_of_srun_cannot_survive_ends_both_with_the_reason(healthy: Cluster, tmp_path: Path) -> None:
+    done = two_tasks(tmp_path, HOPELESS)
+    assert done.returncode != 0
+    assert "item 0 of the step does not fit alone: CUDA out of memory" in done.stderr
+    assert "rank 1 of 2 cannot go on" in done.stderr

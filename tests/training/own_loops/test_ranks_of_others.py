@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.errors import ConfigError, JobFailed
+from pipeline.training.own_loops import governed as governed_module
 from pipeline.training.own_loops.foreign_ranks import wrappers_of
 from pipeline.training.own_loops.governed import Governed
 from pipeline.training.ranks.process_group import ProcessGroup
-from pipeline.training.ranks.rank_protocol import LOST, RankLost, SingleRank
+from pipeline.training.ranks.rank_protocol import LOST, RankLost, Ranks, SingleRank
 from tests.limited import device as limited
 from tests.limited.device import LimitedDevice, RefuseOne
 from tests.training.ranks.crews import crew
@@ -78,6 +79,12 @@ def undisturbed() -> list[float]:
     return loop.weights
 
 
+def over(ranks: Ranks, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> Governed:
+    """Return a governed loop over these ranks, in place of those that torch's own group has."""
+    governed_module.ranks_of = lambda device: ranks
+    return Governed(model, optimizer, **options)
+
+
 def disturbed(group: ProcessGroup, who: int) -> list[list[float]]:
     """Run out of memory on one rank: in each of its micro-batches, in forward and in backward; return all weights."""
     gc.freeze()
@@ -87,7 +94,7 @@ def disturbed(group: ProcessGroup, who: int) -> list[list[float]]:
         while True:
             fails_at += 1
             loop = Loop(seed=0 if group.rank == 0 else 7)  # others begin apart, and are given the first's
-            governed = Governed(loop.model, loop.optimizer, budget=3, ranks=group)
+            governed = over(group, loop.model, loop.optimizer, budget=3)
             loop.in_backward, loop.fails_at = in_backward, fails_at if group.rank == who else -1
             loop.calls = 0
             for _ in range(STEPS):
@@ -140,7 +147,7 @@ def refused(group: ProcessGroup) -> dict[str, Any]:
     refuse_one, found, named = RefuseOne(), [], []
     for place in range(0, 1000, 11):
         loop, apart = Loop(), Apart(group)
-        governed = Governed(loop.model, loop.optimizer, budget=3, ranks=apart)
+        governed = over(apart, loop.model, loop.optimizer, budget=3)
         failed = ""
         with LimitedDevice(through=refuse_one) as device:
             apart.device, refuse_one.after = device, place if group.rank == 1 else -1
@@ -171,7 +178,7 @@ def test_whatever_block_a_rank_cannot_have_all_make_the_step_or_all_are_told(tmp
 def hopeless(group: ProcessGroup, how: str) -> list[str]:
     """Fail on the second rank in a way that no splitting mends; return what each rank is told."""
     loop = Loop()
-    governed = Governed(loop.model, loop.optimizer, ranks=group, too_large="skip" if how == "skip" else "error")
+    governed = over(group, loop.model, loop.optimizer, too_large="skip" if how == "skip" else "error")
 
     def loss_of(items: list[Tensor]) -> tuple[Tensor, float]:
         if group.rank == 1:
@@ -216,7 +223,7 @@ def test_a_rank_whose_items_are_all_left_out_still_takes_the_step_of_the_others(
 def dies(group: ProcessGroup) -> None:
     """Die in the middle of a step, as of the kernel's out-of-memory killer."""
     loop = Loop()
-    governed = Governed(loop.model, loop.optimizer, ranks=group)
+    governed = over(group, loop.model, loop.optimizer)
     if group.rank == 1:
         os.kill(os.getpid(), 9)
     governed.step(loop.share(group.rank, 2), loop.loss_of)
@@ -231,7 +238,7 @@ def test_a_rank_that_is_killed_is_named_to_the_others(tmp_path: Path) -> None:
 def learns(group: ProcessGroup) -> list[Any]:
     """Train on two ranks whose devices are of unequal memory; return the budgets, the events and the weights."""
     loop = Loop()
-    governed = Governed(loop.model, loop.optimizer, cost=len, ranks=group)
+    governed = over(group, loop.model, loop.optimizer, cost=len)
     most = 15 if group.rank == 1 else 30
 
     def loss_of(items: list[Tensor]) -> tuple[Tensor, float]:
@@ -272,7 +279,7 @@ def test_a_model_whose_parameters_are_shared_out_is_refused_with_what_to_do() ->
 def unlike(group: ProcessGroup) -> str:
     model = nn.Linear(2, 2 + group.rank)
     try:
-        Governed(model, torch.optim.SGD(model.parameters(), 0.1), ranks=group)
+        over(group, model, torch.optim.SGD(model.parameters(), 0.1))
     except ConfigError as error:
         return str(error)
     return ""
