@@ -82,7 +82,7 @@ def envelope(limits: Sequence[Limits]) -> Limits:
     )
 
 
-def reason(candidates: Sequence[Candidate], chosen: str, mem_bytes: int, time_s: int, nodes: int = 1) -> str:
+def why_there(candidates: Sequence[Candidate], chosen: str, mem_bytes: int, time_s: int, nodes: int = 1) -> str:
     """Say why a partition was chosen, and why none of those before it."""
     parts = []
     for place in candidates:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.cluster.candidates import Candidate, candidates_of, choose, envelope, reach, reason
+from pipeline.cluster.candidates import Candidate, candidates_of, choose, envelope, reach, why_there
 from pipeline.cluster.job_spec import Limits
 from pipeline.config.schema_cluster import SlurmSection
 
@@ -48,10 +48,10 @@ def test_a_partition_without_such_nodes_holds_nothing() -> None:
 
 
 def test_the_reason_says_why_none_of_those_before_it() -> None:
-    assert reason(ALL, "highmem", 5 * GIB, 60) == (
+    assert why_there(ALL, "highmem", 5 * GIB, 60) == (
         "the cheapest that holds it, price 3; short gives at most 4096MiB; long gives at most 4096MiB"
     )
-    assert reason((SHORT, LONG), "long", GIB, 700) == (
+    assert why_there((SHORT, LONG), "long", GIB, 700) == (
         "the first in the list that holds it; short gives at most 00:10:00"
     )
 
@@ -76,7 +76,7 @@ def test_the_choice_is_listed_and_holds_the_task_if_any_does(
     holding = [place for place in listed if not place.refuses(mem_bytes, time_s)]
     if holding:
         assert chosen is holding[0]
-    assert reason(listed, chosen.partition, mem_bytes, time_s)
+    assert why_there(listed, chosen.partition, mem_bytes, time_s)
 
 
 @given(places, st.integers(1, 80).map(lambda count: count * GIB), st.integers(1, 120).map(lambda count: count * 60))

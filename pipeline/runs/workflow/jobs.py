@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from pipeline.cluster.candidates import candidates_of, choose, reason
+from pipeline.cluster.candidates import candidates_of, choose, why_there
 from pipeline.cluster.job_spec import TASK, JobSpec, parse_ranges
 from pipeline.cluster.local import LocalExecutor
 from pipeline.config.schema_cluster import TrainResources
@@ -200,7 +200,7 @@ def place(project: Project, stage: Stage, executor: Executor, ask: Ask) -> tuple
         return "", ""
     nodes = getattr(stage.resources(project.config), "nodes", 1)
     where = choose(found, ask.mem_bytes, ask.time_s, nodes=nodes)
-    return where, reason(found, where, ask.mem_bytes, ask.time_s, nodes)
+    return where, why_there(found, where, ask.mem_bytes, ask.time_s, nodes)
 
 
 def first_job(
