@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 ENVIRONMENT = {"SLURM_TIME_FORMAT": "%s", "SLURM_BITSTR_LEN": "0", "LC_ALL": "C"}  # for sacct and squeue to run in
 SACCT_COLUMNS = (
-    "JobID,JobIDRaw,State,ExitCode,DerivedExitCode,MaxRSS,TotalCPU,Submit,Start,End,ElapsedRaw,ReqMem,AllocCPUS,"
+    "JobID,TRESUsageInAve,State,ExitCode,DerivedExitCode,MaxRSS,TotalCPU,Submit,Start,End,ElapsedRaw,ReqMem,AllocCPUS,"
     "NNodes,TimelimitRaw,NodeList,Reason,AveRSS,NTasks,JobID"
 )
 SACCT = ("sacct", "--parsable2", "--noheader", "--duplicates", f"--format={SACCT_COLUMNS}")
@@ -64,6 +64,8 @@ class AccountedStep(NamedTuple):
     rss_bytes: int | None = None  # of all its processes on a node, as far as is known
     node: str = ""
     nodes: str = ""  # how many
+    gpu_busy: float | None = None  # as a share, the mean of its processes
+    gpu_bytes: int | None = None
 
     @property
     def ran_out_of_memory(self) -> bool:
@@ -87,6 +89,8 @@ class AccountedTask:
     ended: float | None = None
     cpu_s: float | None = None
     peak_rss_bytes: int | None = None
+    gpu_busy: float | None = None
+    gpu_bytes: int | None = None
     asked_mem_bytes: int | None = None
     time_limit_s: int | None = None
     reason: str = ""
@@ -133,6 +137,8 @@ class AccountedTask:
             waits_for=reason_words(self.reason) if self.state is TaskState.PENDING else "",
             restarts=self.restarts,
             earlier_s=self.earlier_s,
+            gpu_busy=self.gpu_busy,
+            gpu_bytes=self.gpu_bytes,
         )
 
 
@@ -262,8 +268,27 @@ def _step(name: str, cells: Sequence[str]) -> AccountedStep:
     largest = bytes_of(cells[5])
     on_node = max(largest or 0, _rss_on_node(bytes_of(mean) or 0, tasks, nodes)) or None
     return AccountedStep(
-        name, parse_state(cells[2]), *exit_of(cells[3]), largest, seconds_of(cells[6]), on_node, node, nodes
+        name,
+        parse_state(cells[2]),
+        *exit_of(cells[3]),
+        largest,
+        seconds_of(cells[6]),
+        on_node,
+        node,
+        nodes,
+        *_gpu_use(cells[1]),
     )
+
+
+def _gpu_use(usage: str) -> tuple[float | None, int | None]:
+    """Return how busy and how full a step's GPUs were; a site that does not measure it may write 0: unknown."""
+    if "gpu" not in usage:
+        return None, None
+    told = dict(part.partition("=")[::2] for part in usage.split(","))
+    mem_bytes, percent = bytes_of(told.get("gres/gpumem", "")), told.get("gres/gpuutil", "")
+    if not mem_bytes:
+        return None, None
+    return (int(percent) / 100 if is_number(percent) else None), mem_bytes
 
 
 def _rss_on_node(mean_bytes: int, tasks: str, nodes: str) -> int:
@@ -292,6 +317,8 @@ def _read_steps(row: AccountedTask) -> None:
     for step in row.steps:
         if step.nodes == row.nodes and step.node:  # for a moment sacct tells the first node alone
             row.node = step.node
+    row.gpu_busy = max((step.gpu_busy for step in row.steps if step.gpu_busy is not None), default=None)
+    row.gpu_bytes = max((step.gpu_bytes for step in row.steps if step.gpu_bytes), default=None)
     if not row.cpu_s:
         row.cpu_s = sum(step.cpu_s or 0.0 for step in row.steps) or row.cpu_s
     bad = [step for step in row.steps if step.name.isdecimal() and (step.exit_code or step.signal)]

@@ -46,12 +46,12 @@ SACCTMGR = ("sacctmgr", "--noheader", "--parsable2", "show")
 _NAMED = re.compile(r"(?:Max|Grp)\w+")
 
 
-def limits_of_user(user: str) -> tuple[str, ...]:
+def own_limits_of(user: str) -> tuple[str, ...]:
     """Return the command that lists the limits of what a user may charge; sacctmgr knows users by name only."""
     return (*SACCTMGR, "assoc", "where", f"user={user}", f"format={','.join(ASSOCIATION)}")
 
 
-def limits_of_account(account: str) -> tuple[str, ...]:
+def shared_limits_of(account: str) -> tuple[str, ...]:
     """Return the command that lists the limits that all users of an account share."""
     return (*SACCTMGR, "assoc", "where", f"account={account}", "user=", f"format={','.join(ASSOCIATION)}")
 

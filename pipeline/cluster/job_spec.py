@@ -169,6 +169,8 @@ class TaskStatus:
     waits_for: str = ""  # of a task that has not started: why, in words
     restarts: int = 0  # how often the scheduler itself has begun it again
     earlier_s: float = 0.0  # how long it ran before that
+    gpu_busy: float | None = None  # share of the time in which its GPUs ran a kernel
+    gpu_bytes: int | None = None  # of memory that it used of one
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,13 +158,13 @@ class Facts:
         if not self._told.enforces_limits:
             return []
         me, columns = slurm_commands.my_name(), allowances.ASSOCIATION
-        mine = allowances.parse_rows(self._accounted(allowances.limits_of_user(me)), columns)
+        mine = allowances.parse_rows(self._accounted(allowances.own_limits_of(me)), columns)
         account = self.site.account or os.environ.get("SBATCH_ACCOUNT", "")
         if not account and len({row["Account"] for row in mine}) > 1:
             account = parse_default_account(self._accounted(default_account_of(me)))
         mine = [row for row in mine if account in ("", row["Account"])]
         accounts = dict.fromkeys(row["Account"] for row in mine)
-        shared = [self._accounted(allowances.limits_of_account(name)) for name in accounts]
+        shared = [self._accounted(allowances.shared_limits_of(name)) for name in accounts]
         of_account = [row for text in shared for row in allowances.parse_rows(text, columns) if not row["User"]]
         return mine + of_account
 

@@ -165,9 +165,7 @@ class SlurmSection(Section):
     name: Name = Field(default="slurm", description="What measurements of this cluster are remembered under.")
     partition: Name | None = Field(default=None, description="Partition of jobs; null: the cluster's default.")
     partitions: tuple[Name, ...] = Field(
-        default=(),
-        description="Those that tasks may go to, in place of partition: a task goes to the cheapest that holds it, of "
-        "equal ones to the first, and to another when it needs more memory or time.",
+        default=(), description="Where tasks may go, in place of partition: to the cheapest, or first, that holds them."
     )
     prices: dict[Name, float] = Field(
         default={}, description="What an hour costs in a partition, beside 1 in those that are not named."
@@ -251,9 +249,7 @@ class ClusterSection(Section):
     )
     private: bool = Field(default=True, description="Whether run folders are readable by their owner alone.")
     budget: Budget | None = Field(
-        default=None,
-        description="Hours of GPUs or cores that all runs in `runs` may take together, such as 500 gpu-hours; "
-        "null: no limit.",
+        default=None, description="Hours that all runs in `runs` may take together: 500 gpu-hours; null: no limit."
     )
     slots: SlotsSection = SlotsSection()
     slurm: SlurmSection = SlurmSection()

@@ -383,7 +383,7 @@ class Slurm:
 
 def line(job: str, state: str, code: str, submit: str = "1700000000", rss: str = "", **more: str) -> str:
     """Return a line of sacct, with only this filled in."""
-    named = {"JobID": job, "JobIDRaw": job, "State": state, "ExitCode": code, "Submit": submit, "MaxRSS": rss, **more}
+    named = {"JobID": job, "State": state, "ExitCode": code, "Submit": submit, "MaxRSS": rss, **more}
     return "|".join(named.get(column, "") for column in SACCT_COLUMNS.split(",")) + "\n"
 
 
@@ -392,3 +392,17 @@ def said_of(text: str, name: str) -> set[str]:
     array = name.partition("_")[0]
     cells = [line.split("|") for line in text.splitlines()]
     return {cell[2] for cell in cells if cell[0] == name or cell[0].startswith(f"{array}_[")}
+
+
+def test_how_busy_and_full_gpus_were_is_read_where_the_site_measures_it_and_0_is_unknown() -> None:
+    step = "5.0|{}|COMPLETED|0:0|||00:00|1795301332|1795301332|1795301333|1||1|1||n1|||1|5.0\n"
+    job = "5|cpu=1|COMPLETED|0:0|0:0||00:00|1795301332|1795301332|1795301333|1|50M|1|1|10|n1|None|||5\n"
+
+    def told(usage: str) -> tuple[float | None, int | None]:
+        status = rows_of(job + step.format(usage))["5"].status(0, "", "")
+        return status.gpu_busy, status.gpu_bytes
+
+    assert told("cpu=00:00:01,gres/gpumem=1024M,gres/gpuutil=35,mem=1G") == (0.35, 1 << 30)
+    assert told("gres/gpumem=1M") == (None, 1 << 20)
+    assert told("gres/gpumem=0,gres/gpuutil=0") == (None, None)
+    assert told("cpu=00:00:01,mem=1G") == (None, None)

@@ -82,8 +82,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[str]]:
     texts = {
         ("scontrol", "show", "config"): CONFIG,
         ("scontrol", "show", "partition", "--oneliner"): PARTITIONS,
-        allowances.limits_of_user("ann"): MINE,
-        allowances.limits_of_account("lab"): ALL_OF_LAB,
+        allowances.own_limits_of("ann"): MINE,
+        allowances.shared_limits_of("lab"): ALL_OF_LAB,
         allowances.every_qos(): f"{TINY}\n{PLAIN}",
     }
 

@@ -127,6 +127,8 @@ class Dispatch:
             ended_at=report.ended or time.time(),
             elapsed_s=(report.ended or 0.0) - (report.started or report.ended or 0.0),
             earlier_s=report.earlier_s,
+            gpu_busy=report.gpu_busy,
+            gpu_peak_bytes=report.gpu_bytes,
             cpu_s=report.cpu_s,
             done=done,
             on=() if cause is Cause.DONE else on,
@@ -375,15 +377,15 @@ def log_end(path: str) -> str:
 
 
 def _with_gpus(attempts: Sequence[Attempt], stage: StageStatus) -> list[Attempt]:
-    """Return attempts with what their processes saw of their GPUs; None where they saw nothing."""
+    """Return attempts with what their processes saw of their GPUs; else it stays what the accounting told."""
     torchs, seen = _peaks(stage, "device_peak_bytes"), _peaks(stage, "gpu_used_bytes")
     totals, busy = _peaks(stage, "gpu_total_bytes"), _busy(stage)
     return [
         replace(
             attempt,
-            gpu_peak_bytes=max(torchs.get(attempt.task, 0), seen.get(attempt.task, 0)) or None,
+            gpu_peak_bytes=max(torchs.get(attempt.task, 0), seen.get(attempt.task, 0)) or attempt.gpu_peak_bytes,
             gpu_total_bytes=totals.get(attempt.task),
-            gpu_busy=busy.get(attempt.task),
+            gpu_busy=busy.get(attempt.task, attempt.gpu_busy),
         )
         for attempt in attempts
     ]
