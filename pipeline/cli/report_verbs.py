@@ -114,7 +114,7 @@ def report_command(
     if as_json:
         failures = {stage.name: stage.to_json()["failures"] for stage in status.in_order()}
         document = {"run": folder.name, "state": status.state.value, "stages": list(map(asdict, stages))}
-        print_json(document | {"failures": failures})
+        print_json(document | {"failures": failures, "waits": list(map(asdict, status.waits.values()))})
         return
     tables.show_parts(*efficiency_report(status, stages))
 

@@ -12,7 +12,7 @@ HELD_STATES = frozenset({TaskState.REQUEUE_HOLD, TaskState.SPECIAL_EXIT, TaskSta
 WAITING_STATES = frozenset({TaskState.PENDING, TaskState.REQUEUED, TaskState.REQUEUE_FED, *HELD_STATES})
 
 
-class Reason(NamedTuple):
+class WaitReason(NamedTuple):
     """A reason in words, and the command that helps; a reason that passes by itself has none."""
 
     words: str
@@ -42,17 +42,17 @@ def word_of(reason: str) -> str:
     return re.split(r"[,(]", reason, maxsplit=1)[0].strip()
 
 
-def explained(reason: str) -> Reason:
+def explained(reason: str) -> WaitReason:
     """Return what is known of a reason; of an unknown one its own words, and no remedy."""
     word = word_of(reason)
     known = REASONS.get(word) or REASONS.get(word.replace(" ", ""))
     if known is not None:
         detail = reason[len(word) :].strip(" ,()")
         return known._replace(words=f"{known.words} ({detail})") if detail else known
-    return _limit(word) or Reason(reason)
+    return _limit(word) or WaitReason(reason)
 
 
-def _limit(word: str) -> Reason | None:
+def _limit(word: str) -> WaitReason | None:
     """Explain a limit of the account or of the quality of service by how Slurm composes its name."""
     match = re.fullmatch(r"(QOS|Assoc(?:iation)?)(Grp|Max|Min)?(.+?)(Limit|NotSatisfied)?", word)
     if match is None or word in ("QOS", "Assoc"):
@@ -60,13 +60,13 @@ def _limit(word: str) -> Reason | None:
     is_qos, scope, what = match[1] == "QOS", match[2] or "", match[3]
     whose, show = ("the quality of service", QOS_LIMITS) if is_qos else ("the account", ASSOC_LIMITS)
     if scope == "Min":
-        return Reason(f"never starts: it asks for less than {whose} wants ({word})", _ask("more", show))
+        return WaitReason(f"never starts: it asks for less than {whose} wants ({word})", _ask("more", show))
     if "PerJob" in what or "PerNode" in what:
-        return Reason(f"never starts: it asks for more than {whose} allows ({word})", _ask("less", show))
+        return WaitReason(f"never starts: it asks for more than {whose} allows ({word})", _ask("less", show))
     words = f"a limit of {whose} is reached ({word})"
     if what.startswith(("Job", "MaxJobs", "SubmitJob")) and "Minutes" not in what:  # its own jobs, and those end
-        return Reason(words)
-    return Reason(words, f"{show}   (wait until others have ended, or another account or qos: {CHANGE_ACCOUNT})")
+        return WaitReason(words)
+    return WaitReason(words, f"{show}   (wait until others have ended, or another account or qos: {CHANGE_ACCOUNT})")
 
 
 def _ask(how_much: str, show: str) -> str:
@@ -87,70 +87,70 @@ SMALLER = "sinfo -N -l   (what nodes have)   then   scancel {job}   (and submit 
 FREE = "scontrol update JobId={job} Dependency="
 LOOK = "scontrol show job {job}"
 
-REASONS: dict[str, Reason] = {
-    "": Reason(""),
-    "None": Reason(""),
-    "Priority": Reason("jobs of higher priority go first"),
-    "Resources": Reason("what it asks for is in use"),
-    "Dependency": Reason("a job that it waits for has not ended"),
-    "DependencyNeverSatisfied": Reason("never starts: a job that it waits for has failed", FREE),
-    "BeginTime": Reason("its begin time has not come (a requeued job waits a while)"),
-    "Cleaning": Reason("its earlier run is being cleaned up"),
-    "JobArrayTaskLimit": Reason("as many tasks of its array run as are allowed at once"),
-    "JobHeldUser": Reason("held by its user", RELEASE),
-    "JobHeldAdmin": Reason("held by an administrator", BY_ADMIN),
-    "JobHoldMaxRequeue": Reason("held: it was requeued too often", f"{RELEASE}   (what went wrong: sinfo -R)"),
-    "launch failed requeued held": Reason(
+REASONS: dict[str, WaitReason] = {
+    "": WaitReason(""),
+    "None": WaitReason(""),
+    "Priority": WaitReason("jobs of higher priority go first"),
+    "Resources": WaitReason("what it asks for is in use"),
+    "Dependency": WaitReason("a job that it waits for has not ended"),
+    "DependencyNeverSatisfied": WaitReason("never starts: a job that it waits for has failed", FREE),
+    "BeginTime": WaitReason("its begin time has not come (a requeued job waits a while)"),
+    "Cleaning": WaitReason("its earlier run is being cleaned up"),
+    "JobArrayTaskLimit": WaitReason("as many tasks of its array run as are allowed at once"),
+    "JobHeldUser": WaitReason("held by its user", RELEASE),
+    "JobHeldAdmin": WaitReason("held by an administrator", BY_ADMIN),
+    "JobHoldMaxRequeue": WaitReason("held: it was requeued too often", f"{RELEASE}   (what went wrong: sinfo -R)"),
+    "launch failed requeued held": WaitReason(
         "held: its node could not start it", f"{RELEASE}   (what went wrong: sinfo -R)"
     ),
-    "job requeued in held state": Reason("held: it was requeued so", RELEASE),
-    "JobLaunchFailure": Reason("its node could not start it"),
-    "BadConstraints": Reason(
+    "job requeued in held state": WaitReason("held: it was requeued so", RELEASE),
+    "JobLaunchFailure": WaitReason("its node could not start it"),
+    "BadConstraints": WaitReason(
         "never starts: no node has what it asks for",
         "sinfo -o '%n %f %G'   (what nodes have)   then   scontrol update JobId={job} Features=NAME",
     ),
-    "NodeDown": Reason("a node it needs is down", "sinfo -R   (which, and why)"),
-    "FrontEndDown": Reason("no front end of the cluster is up", "sinfo -R   (which, and why)"),
-    "ReqNodeNotAvail": Reason("nodes it needs are not available", RESERVED),
-    "Nodes required for job are DOWN": Reason("nodes it needs are down, drained or reserved", RESERVED),
-    "PartitionDown": Reason("its partition is down", PARTITIONS),
-    "PartitionInactive": Reason("its partition takes no jobs now", PARTITIONS),
-    "PartitionNodeLimit": Reason("never starts: it asks for more nodes than its partition gives", SMALLER),
-    "PartitionTimeLimit": Reason("never starts: it asks for more time than its partition gives", SHORTER),
-    "PartitionConfig": Reason("never starts: it asks for what its partition does not give", PARTITIONS),
-    "AccountNotAllowed": Reason("never starts: its account may not use the partition", ACCOUNT),
-    "QOSNotAllowed": Reason("never starts: its quality of service may not use the partition", QOS),
-    "InvalidAccount": Reason("never starts: its account is not valid", ACCOUNT),
-    "InvalidQOS": Reason("never starts: its quality of service is not valid", QOS),
-    "Reservation": Reason("its reservation has not begun"),
-    "ReservationDeleted": Reason(
+    "NodeDown": WaitReason("a node it needs is down", "sinfo -R   (which, and why)"),
+    "FrontEndDown": WaitReason("no front end of the cluster is up", "sinfo -R   (which, and why)"),
+    "ReqNodeNotAvail": WaitReason("nodes it needs are not available", RESERVED),
+    "Nodes required for job are DOWN": WaitReason("nodes it needs are down, drained or reserved", RESERVED),
+    "PartitionDown": WaitReason("its partition is down", PARTITIONS),
+    "PartitionInactive": WaitReason("its partition takes no jobs now", PARTITIONS),
+    "PartitionNodeLimit": WaitReason("never starts: it asks for more nodes than its partition gives", SMALLER),
+    "PartitionTimeLimit": WaitReason("never starts: it asks for more time than its partition gives", SHORTER),
+    "PartitionConfig": WaitReason("never starts: it asks for what its partition does not give", PARTITIONS),
+    "AccountNotAllowed": WaitReason("never starts: its account may not use the partition", ACCOUNT),
+    "QOSNotAllowed": WaitReason("never starts: its quality of service may not use the partition", QOS),
+    "InvalidAccount": WaitReason("never starts: its account is not valid", ACCOUNT),
+    "InvalidQOS": WaitReason("never starts: its quality of service is not valid", QOS),
+    "Reservation": WaitReason("its reservation has not begun"),
+    "ReservationDeleted": WaitReason(
         "held: its reservation was deleted", f"scontrol update JobId={{job}} ReservationName=   then   {RELEASE}"
     ),
-    "Licenses": Reason("licences it needs are in use", "scontrol show licenses   (who has them)"),
-    "Prolog": Reason("its node is being prepared"),
-    "SchedDefer": Reason("the scheduler looks at it later"),
-    "FedJobLock": Reason("the clusters of the federation agree on it"),
-    "Reconfiguring": Reason("its nodes are being set up"),
-    "Power": Reason("its nodes are being switched on"),
-    "BurstBufferResources": Reason("room in the burst buffer is in use"),
-    "BurstBufferStageIn": Reason("its files are being copied to the burst buffer"),
-    "BurstBufferOperation": Reason("the burst buffer failed with it", f"{LOOK}   (what it says)"),
-    "DeadLine": Reason("never starts: its deadline cannot be met", f"{LOOK}   then   scancel {{job}}"),
-    "InactiveLimit": Reason("it was inactive for too long", LOOK),
-    "SystemFailure": Reason("Slurm itself failed", LOOK),
-    "NonZeroExitCode": Reason("it ended with an error"),
-    "TimeLimit": Reason("it ran out of time"),
-    "OutOfMemory": Reason("it ran out of memory"),
-    "MaxMemPerLimit": Reason("never starts: it asks for more memory per core or node than is allowed", SMALLER),
-    "AssocGrpCPUMinutesLimit": Reason("the account has used up its core minutes", ACCOUNT),
-    "AssocGrpCPURunMinutesLimit": Reason("the account's running jobs use up its core minutes", ACCOUNT),
-    "AssocGrpBillingMinutes": Reason("the account has used up its allocation", ACCOUNT),
-    "AssocMaxJobsLimit": Reason("the account runs as many jobs as it may"),
-    "AssocGrpGRES": Reason("the account uses as many GPUs as it may", ACCOUNT),
-    "QOSMaxJobsPerUserLimit": Reason("you run as many jobs as the quality of service allows"),
-    "QOSMaxSubmitJobPerUserLimit": Reason("you have as many jobs queued as the quality of service allows"),
-    "QOSMaxMemoryPerUser": Reason("you use as much memory as the quality of service allows", QOS),
-    "QOSMaxGRESPerUser": Reason("you use as many GPUs as the quality of service allows", QOS),
-    "QOSMaxCpuPerUserLimit": Reason("you use as many cores as the quality of service allows", QOS),
-    "QOSUsageThreshold": Reason("the account has used more than its quality of service wants", QOS),
+    "Licenses": WaitReason("licences it needs are in use", "scontrol show licenses   (who has them)"),
+    "Prolog": WaitReason("its node is being prepared"),
+    "SchedDefer": WaitReason("the scheduler looks at it later"),
+    "FedJobLock": WaitReason("the clusters of the federation agree on it"),
+    "Reconfiguring": WaitReason("its nodes are being set up"),
+    "Power": WaitReason("its nodes are being switched on"),
+    "BurstBufferResources": WaitReason("room in the burst buffer is in use"),
+    "BurstBufferStageIn": WaitReason("its files are being copied to the burst buffer"),
+    "BurstBufferOperation": WaitReason("the burst buffer failed with it", f"{LOOK}   (what it says)"),
+    "DeadLine": WaitReason("never starts: its deadline cannot be met", f"{LOOK}   then   scancel {{job}}"),
+    "InactiveLimit": WaitReason("it was inactive for too long", LOOK),
+    "SystemFailure": WaitReason("Slurm itself failed", LOOK),
+    "NonZeroExitCode": WaitReason("it ended with an error"),
+    "TimeLimit": WaitReason("it ran out of time"),
+    "OutOfMemory": WaitReason("it ran out of memory"),
+    "MaxMemPerLimit": WaitReason("never starts: it asks for more memory per core or node than is allowed", SMALLER),
+    "AssocGrpCPUMinutesLimit": WaitReason("the account has used up its core minutes", ACCOUNT),
+    "AssocGrpCPURunMinutesLimit": WaitReason("the account's running jobs use up its core minutes", ACCOUNT),
+    "AssocGrpBillingMinutes": WaitReason("the account has used up its allocation", ACCOUNT),
+    "AssocMaxJobsLimit": WaitReason("the account runs as many jobs as it may"),
+    "AssocGrpGRES": WaitReason("the account uses as many GPUs as it may", ACCOUNT),
+    "QOSMaxJobsPerUserLimit": WaitReason("you run as many jobs as the quality of service allows"),
+    "QOSMaxSubmitJobPerUserLimit": WaitReason("you have as many jobs queued as the quality of service allows"),
+    "QOSMaxMemoryPerUser": WaitReason("you use as much memory as the quality of service allows", QOS),
+    "QOSMaxGRESPerUser": WaitReason("you use as many GPUs as the quality of service allows", QOS),
+    "QOSMaxCpuPerUserLimit": WaitReason("you use as many cores as the quality of service allows", QOS),
+    "QOSUsageThreshold": WaitReason("the account has used more than its quality of service wants", QOS),
 }

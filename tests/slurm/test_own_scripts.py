@@ -1,19 +1,24 @@
-"""The scripts of docs/own_script.md on a real cluster: out of a card's memory, then of the host's, and right after all.
+"""What users bring on a real cluster: the scripts of docs/own_script.md, and a reader and a task of their own.
 
-They run as the page has them; what makes the card and the host small is put before their first line.
+The scripts run as the page has them, out of a card's memory, then of the host's, and are right after all; what makes
+the card and the host small is put before their first line.
 """
 
 from __future__ import annotations
 
+import json
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.docs.blocks import Page
+from tests.projects import settle
+from tests.runs.workflow.reader_project import CODE, SPLITS, write_spectrum
 from tests.slurm.cluster import Cluster
 from tests.slurm.runs import Run, make_project
 
@@ -39,6 +44,18 @@ def limited(self, batch):
 
 torch.nn.Linear.forward = limited
 """
+
+
+OF_A_READER: dict[str, Any] = {
+    "data__source": "reader",
+    "data__reader": "spectra:Spectra",
+    "data__options": {"scale": 1.0},
+    "train__task": "spectra:Sum",
+    "train__effective_batch": 2,
+    "train__micro_batch": 1,
+    "train__epochs": 2,
+    "train__log_every": 1,
+}
 
 
 @pytest.fixture(scope="module")
@@ -80,3 +97,28 @@ def test_a_script_ends_right_though_its_card_and_its_host_were_too_small(
     whole = [sys.executable, "own.py", "--batch_size", "16", "--accumulate", "1", "--out", "."]
     subprocess.run(whole, cwd=tmp_path, check=True, capture_output=True)
     torch.testing.assert_close(weights(made), weights(tmp_path / "weights.pt"), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.usefixtures("healthy")
+def test_what_a_reader_of_the_users_own_gives_is_scanned_and_trained_on(tmp_path: Path) -> None:
+    project = make_project(tmp_path / "project", 0, **OF_A_READER)
+    (project.folder / "spectra.py").write_text(CODE)
+    for number, split in enumerate(SPLITS):
+        write_spectrum(project.folder, number, split)
+    write_spectrum(project.folder, len(SPLITS), "train")
+    settle(project.folder / "data")
+    run = project.submits("train")
+    run.ends()
+    scan, train = run.stage("scan"), run.stage("train")
+    assert (scan["failures"], train["failures"]) == ([], [])
+    assert scan["census"]["splits"] == {"train": 7, "test": 2}
+    steps = 2 * 4  # epochs, each of 7 items by 2
+    assert (train["items_done"], train["census"]["steps"]) == (steps, steps)
+    (model,) = (project.folder / "models").iterdir()
+    figures = [json.loads(line) for line in (model / "figures.jsonl").read_text().splitlines()]
+    assert figures[-1]["step"] == steps
+    again = project.types("submit", "--stage", "train", "--executor", "slurm", "--dry-run")
+    assert again.code == 0, again.err
+    assert "scan data sets 1 0 0 1 0 0 " in again.said  # items, refused, unusable, cached, missing, tasks
