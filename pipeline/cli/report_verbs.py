@@ -121,7 +121,8 @@ def report_command(
             "stages": list(map(asdict, stages)),
         }
         document |= {"budget": account.to_json()} if account else {}
-        print_json(document | {"failures": failures})
+        waits = list(map(asdict, status.waits.values()))
+        print_json(document | {"failures": failures, "waits": waits})
         return
     tables.show_parts(*efficiency_report(status, stages, account))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from pipeline.cluster.verdict import Cause
@@ -133,6 +134,7 @@ def efficiency_report(
         if status.state is RunState.DONE:
             return [*shown, "nothing was left to do: no task was needed"]
         return [*shown, "no task has ended yet; nothing was measured"]
+    shown += wait_lines(status.waits.values(), status.ended_at or math.inf)
     shown += ["", text_table(USED, map(_row, stages), right=" ".join(USED[1:]))]
     shown += ["", *(line for use in stages for line in _lines(use))]
     for stage in status.in_order():

@@ -56,8 +56,8 @@ class TestWhileARunGoesOn:
         monkeypatch.setattr(pages, "COST_SHARE", 0)
         write = pages.write_page
 
-        def noticed(path: Path, text: str) -> None:
-            write(path, text)
+        def noticed(path: Path, text: str, *mode: int) -> None:
+            write(path, text, *mode)
             assert path.read_text() == text
             seen.append(text)
 

@@ -1,8 +1,7 @@
-"""The scripts of docs/own_script.md on a real cluster: out of a card's memory, then of the host's, and right after all.
+"""What users bring on a real cluster: the scripts of docs/own_script.md, and a reader and a task of their own.
 
-And a loop of two tasks that srun starts on two nodes, under the governor alone.
-
-They run as the page has them; what makes the card and the host small is put before their first line.
+The scripts run as the page has them, out of a card's memory, then of the host's, and are right after all; what makes
+the card and the host small is put before their first line. So is a loop of two tasks that srun starts on two nodes.
 """
 
 from __future__ import annotations
@@ -13,18 +12,21 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.docs.blocks import Page
+from tests.projects import settle
+from tests.runs.workflow.reader_project import CODE, SPLITS, write_spectrum
 from tests.slurm.cluster import Cluster
 from tests.slurm.runs import Run, make_project
 from tests.training.own_loops.test_ranks_of_others import HOPELESS, SCRIPT, undisturbed
 
 pytestmark = pytest.mark.slurm
 
-PAGE = Page(Path(__file__).resolve().parents[2] / "docs/own_script.md")
+PAGE = Page(Path(__file__).resolve().parents[3] / "docs/own_script.md")
 NAMES = {"a plain loop with flags": ("train.py", 600), "Lightning": ("fit.py", 1600)}  # and the memory asked for
 SMALL = """\
 import os
@@ -44,6 +46,18 @@ def limited(self, batch):
 
 torch.nn.Linear.forward = limited
 """
+
+
+OF_A_READER: dict[str, Any] = {
+    "data__source": "reader",
+    "data__reader": "spectra:Spectra",
+    "data__options": {"scale": 1.0},
+    "train__task": "spectra:Sum",
+    "train__effective_batch": 2,
+    "train__micro_batch": 1,
+    "train__epochs": 2,
+    "train__log_every": 1,
+}
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +105,7 @@ def two_tasks(folder: Path, script: str, *words: str) -> subprocess.CompletedPro
     """Run a script as two tasks on two nodes, as one types it."""
     (folder / "script.py").write_text(script)
     start = ["srun", "--nodes=2", "--ntasks=2", "--mem=600M", "--time=5", sys.executable, "script.py"]
-    root = str(Path(__file__).resolve().parents[2])
+    root = str(Path(__file__).resolve().parents[3])
     return subprocess.run(
         [*start, *words],
         cwd=folder,
@@ -116,3 +130,28 @@ def test_what_one_task_of_srun_cannot_survive_ends_both_with_the_reason(healthy:
     assert done.returncode != 0
     assert "item 0 of the step does not fit alone: CUDA out of memory" in done.stderr
     assert "rank 1 of 2 cannot go on" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.usefixtures("healthy")
+def test_what_a_reader_of_the_users_own_gives_is_scanned_and_trained_on(tmp_path: Path) -> None:
+    project = make_project(tmp_path / "project", 0, **OF_A_READER)
+    (project.folder / "spectra.py").write_text(CODE)
+    for number, split in enumerate(SPLITS):
+        write_spectrum(project.folder, number, split)
+    write_spectrum(project.folder, len(SPLITS), "train")
+    settle(project.folder / "data")
+    run = project.submits("train")
+    run.ends()
+    scan, train = run.stage("scan"), run.stage("train")
+    assert (scan["failures"], train["failures"]) == ([], [])
+    assert scan["census"]["splits"] == {"train": 7, "test": 2}
+    steps = 2 * 4  # epochs, each of 7 items by 2
+    assert (train["items_done"], train["census"]["steps"]) == (steps, steps)
+    (model,) = (project.folder / "models").iterdir()
+    figures = [json.loads(line) for line in (model / "figures.jsonl").read_text().splitlines()]
+    assert figures[-1]["step"] == steps
+    again = project.types("submit", "--stage", "train", "--executor", "slurm", "--dry-run")
+    assert again.code == 0, again.err
+    assert "scan data sets 1 0 0 1 0 0 " in again.said  # items, refused, unusable, cached, missing, tasks
