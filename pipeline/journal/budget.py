@@ -203,8 +203,10 @@ def note_pruned(runs: Path, folder: RunFolder) -> None:
     status = RunStatus(folder.name)
     for event in LedgerReader(folder).latest():
         status.apply(event)
-    line = {"run": folder.name, **{unit: hours_of(status, unit).used for unit in ("core", "gpu")}}
-    path = runs / PRUNED
+    used = {unit: hours_of(status, unit).used for unit in ("core", "gpu")}
+    if not any(used.values()):
+        return
+    line, path = {"run": folder.name, **used}, runs / PRUNED
     with writing_run(path), path.open("ab") as file:
         file.write(json.dumps(line).encode() + b"\n")
         file.flush()
