@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,10 +14,12 @@ from pathlib import Path
 
 from pipeline.journal.run_status import RunState
 from tests.conftest import ROOT
+from tests.security.test_two_users import BOB, GROUPS, LAB, UMASKS, User
 from tests.slurm.runs import Project
 from tests.weeks.scene import Scene, must
 
 SMALL_DISK = "24m"
+WHOSE = "belongs to root"
 
 
 def disk_fills(scene: Scene) -> None:
@@ -107,6 +110,44 @@ def another_project_cleans(scene: Scene) -> None:
     scene.trained(run)
 
 
+def another_user_cleans(scene: Scene) -> None:
+    """Another user, who shares the cache or may not, cleans it under a training: nothing goes, or it is refused."""
+    with _open_to_all() as place:
+        run = scene.held(folder=place)
+        cache, other = run.project.folder / "cache", User(BOB, place / "other")
+        shutil.copytree(scene.template.folder, other.folder, ignore=shutil.ignore_patterns("cache", "runs", "models"))
+        is_shared = scene.rng.random() < 0.5
+        for path in (cache, *cache.rglob("*")):
+            os.chown(path, 0, LAB)
+            path.chmod((GROUPS if path.is_dir() else 0o660) if is_shared else (0o700 if path.is_dir() else 0o600))
+        for path in (other.folder, *other.folder.rglob("*")):
+            os.chown(path, BOB, BOB)
+        before, shared = run.project.records(), (f"--set=cache.root={cache}", "--set=graph.neighbours=5")
+        unknown = "it cannot be told whether their runs go on"  # those of a project that is closed to this user
+        answers = {"--yes": (0, "") if is_shared else (2, WHOSE), "--all": (2, unknown if is_shared else WHOSE)}
+        for word, (code, answer) in answers.items():
+            done = other.types("cache", "clean", "--yes", word, *shared, umask=scene.rng.choice(UMASKS))
+            scene.heard.append(f"$ (as {BOB}) pipeline cache clean {word}\n{done.said} (exit code {done.code})")
+            must(done.code == code and answer in done.said, f"{word} of another ended with {done.code}: {done.said}")
+        must(run.project.records() == before, "another user's cleaning took what a running training reads")
+        scene.lets_go(run)
+        scene.ends(run)
+        scene.trained(run)
+
+
+@contextmanager
+def _open_to_all() -> Iterator[Path]:
+    """Yield a folder that every user may pass through."""
+    place = Path(tempfile.mkdtemp(prefix="weeks-"))
+    place.chmod(0o755)
+    before = os.umask(0o022)
+    try:
+        yield place
+    finally:
+        os.umask(before)
+        shutil.rmtree(place)
+
+
 def package_changes(scene: Scene) -> None:
     """The package is upgraded to something broken while a run goes on: the run keeps the code it was submitted with."""
     site = scene.folder / "site"
@@ -171,5 +212,6 @@ EVENTS = (
     cache_is_read_only,
     purge_eats_the_cache,
     another_project_cleans,
+    another_user_cleans,
     package_changes,
 )
