@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import shutil
 import signal
@@ -103,6 +104,7 @@ def unprivileged() -> Iterator[Path]:
     """Be nobody in particular for the time of a test, in a folder that anybody may write: root ignores permissions."""
     folder = Path(tempfile.mkdtemp())
     folder.chmod(0o777)
+    importlib.import_module("pydantic")  # of what it imports, much may lie where only root may read
     if is_root := os.geteuid() == 0:
         os.seteuid(NOBODY)
     yield folder

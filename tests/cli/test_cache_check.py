@@ -188,7 +188,8 @@ def test_a_cache_that_cannot_be_written_is_validated_and_it_is_said_that_no_list
     done = pipeline(*VALIDATE, "--config", str(configured(unprivileged)))
     root.chmod(0o755)
     assert done.code == 4
-    assert "no damage list is left: the cache cannot be written here: Permission denied  (--out FILE)" in done.out
+    assert "no damage list is left: the cache cannot be written here: Permission denied; " in done.out
+    assert "mode dr-xr-xr-x  (--out FILE)" in done.out
     assert "next: pipeline cache repair --config " in done.err
 
 

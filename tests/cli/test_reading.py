@@ -41,7 +41,7 @@ READING: dict[str, tuple[tuple[str, ...], int]] = {
     "config schema": ((), 0),
 }
 # Verbs whose work is told as one document, too.
-WORKING = {"cache regenerate", "cache export", "cache import"}
+WORKING = {"cache regenerate", "cache export", "cache import", "tune"}
 # Verbs that change something, or print what is no data.
 OTHERS = {
     "model export",
