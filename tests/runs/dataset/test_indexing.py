@@ -99,6 +99,7 @@ def test_a_stage_is_judged_once_its_indexes_are_up_to_date(tmp_path: Path, monke
         project=SimpleNamespace(cache=cache),
         folder=tmp_path,
         config=SimpleNamespace(cache=SimpleNamespace(visibility_s=0.0)),
+        dispatch=SimpleNamespace(account=lambda: None),
     )
     Supervisor._judge(one, stage, nothing)
     assert seen == [(5, 0)]
