@@ -14,7 +14,7 @@ from pipeline.cluster import sbatch
 from pipeline.setup.demo_project import make_project
 from tests.cluster.test_sbatch import Node
 
-pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("cluster")]
+pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("healthy")]
 
 ROOT = Path(__file__).parents[2]
 

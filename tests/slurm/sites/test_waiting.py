@@ -120,6 +120,7 @@ def busy(healthy: Cluster) -> Iterator[Cluster]:
     names = ("squeue", "-h", "--name=another", "--states=RUNNING")
     until("the nodes to be taken", lambda: slurm(healthy, *names).strip())
     yield healthy
+    healthy.run("scancel", "--name=another")
     healthy.run("scontrol", "update", "PartitionName=urgent", "State=UP")
     healthy.run("scontrol", "delete", "ReservationName=upkeep")
     healthy.run("sacctmgr", "-i", "modify", "user", "root", "set", "GrpTRES=cpu=-1")
