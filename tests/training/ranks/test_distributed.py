@@ -366,8 +366,8 @@ def interrupt(group: ProcessGroup, folder: Path) -> str:
         await_file(folder / "interrupted")
         return ""
     signal.signal(signal.SIGUSR1, stop_waiting)
-    folder.joinpath("ready").touch()
     try:
+        folder.joinpath("ready").touch()  # the signal may come before this returns
         group.exchange({})
     except InterruptedError:
         folder.joinpath("interrupted").touch()
