@@ -161,17 +161,13 @@ def _looks(folder: RunFolder, *, watch: bool) -> tuple[Callable[[], SeenRun], Ca
     reader = StatusReader(folder, trail.apply) if watch else StatusReader(folder)
     spending = spending_of_run(folder)
 
-    looked: list[QueueLook] = []
-
     def look(status: RunStatus) -> QueueLook:
-        looked[:] = [ask(status)]
-        return looked[0]
+        queue = ask(status)
+        tell_of_own(folder, status, queue)
+        return queue
 
     def now() -> SeenRun:
-        account = spending.account() if spending else None
-        seen = run_as_shown(folder, reader, look)
-        tell_of_own(folder, reader.status, looked[-1])
-        return replace(seen, **trail.to_json(), account=account)
+        return replace(run_as_shown(folder, reader, look), **trail.to_json(), account=spending.account())
 
     return now, lambda: reader.status.state in GOING_ON
 

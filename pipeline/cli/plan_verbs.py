@@ -87,7 +87,8 @@ def plan_command(
         if stage == "train":
             outlook = _training(loaded, project, executor, gpus=gpu or (), sizes=sizes, probing=probe)
             _show_training(outlook, as_json=as_json)
-            _show_place(project, executor, outlook, as_json=as_json)
+            if not as_json:
+                _show_place(project, executor, outlook)
         else:
             _show_stages(stage, project, executor, loaded.origins, as_json=as_json)
 
@@ -186,7 +187,7 @@ def _show_training(outlook: TrainOutlook, *, as_json: bool) -> None:
             raise probe.error
 
 
-def _show_place(project: Project, executor: Executor, outlook: TrainOutlook, *, as_json: bool) -> None:
+def _show_place(project: Project, executor: Executor, outlook: TrainOutlook) -> None:
     """Print which partition a training goes to, and why, where it may go to several."""
     from pipeline.journal.attempts import Ask
     from pipeline.runs.workflow import table
@@ -194,7 +195,7 @@ def _show_place(project: Project, executor: Executor, outlook: TrainOutlook, *, 
 
     ask = Ask(outlook.mem.mem_bytes, outlook.time_s)
     where, why = place(project, table.stage("train", project.config), executor, ask)
-    if where and not as_json:
+    if where:
         typer.echo(f"job: partition {where}: {why}")
 
 

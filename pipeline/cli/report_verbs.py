@@ -111,8 +111,7 @@ def report_command(
         _write_page(folder, html, as_json=as_json)
         return
     status = status_of(folder)
-    stages, spending = stage_uses(folder, status), spending_of_run(folder)
-    account = spending.account() if spending else None
+    stages, account = stage_uses(folder, status), spending_of_run(folder).account()
     if as_json:
         failures = {stage.name: stage.to_json()["failures"] for stage in status.in_order()}
         document: dict[str, Any] = {

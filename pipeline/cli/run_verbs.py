@@ -272,7 +272,7 @@ def _check_first(project: Project, stages: list[str], executor: Executor, *, may
     Of a cluster that does not answer a note is printed where it `may_be_silent`, once.
     """
     from pipeline.errors import ClusterSilent
-    from pipeline.journal.budget import spending_of
+    from pipeline.journal.budget import Budget, Spending
     from pipeline.project.project import stays
     from pipeline.runs.engine.handover import supervisor_spec
     from pipeline.runs.workflow import table
@@ -290,8 +290,9 @@ def _check_first(project: Project, stages: list[str], executor: Executor, *, may
             silent.append(error.what)
             typer.echo(f"note: whether the cluster takes these jobs could not be checked: {error.what}", err=True)
 
-    spending = spending_of(project.config.cluster.runs, project.config.cluster.budget)
-    if spending and (account := spending.account()).is_low:
+    cluster = project.config.cluster
+    account = Spending(cluster.runs, Budget.of(cluster.budget)).account()
+    if account and account.is_low:
         typer.echo(account.line(), err=True)
     for stage in (table.stage(name, project.config) for name in stages):
         stage.inspect(project)

@@ -41,7 +41,8 @@ def tune_command(
         problem = "every rank of this srun would try for itself"
         raise ConfigError(problem, where="pipeline tune", remedy="pipeline tune --max … -- srun … {micro_batch}")
     text = command[0] if len(command) == 1 else shlex.join(command)
-    sizes = [size for size in range(1, most + 1) if divides is None or divides % size == 0]
+    every = range(1, min(most, divides or most) + 1)
+    sizes = every if divides is None else [size for size in every if divides % size == 0]
 
     def told(tried: Try) -> None:
         typer.echo(f"{tried.micro_batch:>8,}  {'fits' if tried.fits else tried.reason}", err=as_json)

@@ -77,6 +77,14 @@ class StageResources(Resources):
     )
     parallel: int = Field(default=64, ge=1, description="Tasks of a stage that run at once on a cluster, at most.")
 
+    @property
+    def nodes(self) -> int:
+        return 1  # a task is on one
+
+    @property
+    def ranks_per_node(self) -> int:
+        return 1
+
 
 class CheckResources(StageResources):
     """What one task of validating the cache asks for; its items are cache files."""

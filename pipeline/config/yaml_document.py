@@ -225,6 +225,11 @@ _KINDS = {
     "tuple_type": "a list, such as [A, B]",
     "model_type": "keys below it",
 }
+_FORMS = {  # of texts for which the schema has a pattern, by where they stand
+    ("train", "task"): "package.module:Name",
+    ("cluster", "slurm", "container", "binds"): "FOLDER, FOLDER:INSIDE or FOLDER:INSIDE:ro, from / or a variable on",
+    ("cluster", "slurm", "container", "env"): "names of letters, digits and _",
+}
 _BOUNDS = {
     "greater_than_equal": "at least {ge:g}",
     "less_than_equal": "at most {le:g}",
@@ -254,8 +259,8 @@ def _wanted(key: KeyPath, detail: ErrorDetails) -> str:
         return f"wants one of {', '.join(_choices(key))}"
     if kind in _KINDS:
         return f"wants {_KINDS[kind]}"
-    if kind == "string_pattern_mismatch" and key == ("train", "task"):
-        return "wants package.module:Name"
+    if kind == "string_pattern_mismatch":
+        return next((f"wants {form}" for of, form in _FORMS.items() if key[: len(of)] == of), detail["msg"])
     if kind in _BOUNDS:
         return f"wants {_BOUNDS[kind].format(**detail['ctx'])}"
     return f"wants {detail['msg']}" if kind == WANTS else detail["msg"]

@@ -160,9 +160,8 @@ class SeenRun:
     waits_for: Mapping[str, Sequence[str]] = field(default_factory=dict)  # stage → why its tasks wait
     supervisor: str = ""
     trouble: str = ""  # why the queue could not be asked
-    delayed: Mapping[str, str] = field(
-        default_factory=dict
-    )  # stage → for how long, and until when, as the queue has it
+    # stage → for how long its tasks have waited, and until when, as the queue has it
+    delayed: Mapping[str, str] = field(default_factory=dict)
     stuck: Sequence[Wait] = ()  # for what does not pass by itself
     losses: Mapping[str, Sequence[float]] = field(default_factory=dict)  # stage → its loss curve
     lately: Sequence[tuple[float, str]] = ()  # when something happened, and what

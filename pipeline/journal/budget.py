@@ -105,19 +105,21 @@ class Account:
 class Spending:
     """Counts what the runs in a folder have taken; a run is read again only when its ledger has grown."""
 
-    def __init__(self, runs: Path, budget: Budget) -> None:
+    def __init__(self, runs: Path, budget: Budget | None) -> None:
+        """Take the folder, and the budget; without one nothing is counted."""
         self._runs, self._budget = runs, budget
         self._known: dict[str, tuple[int, Hours]] = {}  # run → bytes of its ledger, and what it took
         self._live: dict[str, tuple[LedgerReader, RunStatus]] = {}
 
-    def account(self) -> Account:
-        """Return the budget and what has gone of it by now."""
-        folders = runs_in(self._runs)
-        taken = {folder.name: self._of(folder) for folder in folders}
-        total = sum(taken.values(), _pruned(self._runs, self._budget.unit, set(taken)))
-        return Account(self._budget, total, tuple(name for name, hours in taken.items() if hours.held))
+    def account(self) -> Account | None:
+        """Return the budget and what has gone of it by now; None where there is none."""
+        if (budget := self._budget) is None:
+            return None
+        taken = {folder.name: self._of(folder, budget.unit) for folder in runs_in(self._runs)}
+        total = sum(taken.values(), _pruned(self._runs, budget.unit, set(taken)))
+        return Account(budget, total, tuple(name for name, hours in taken.items() if hours.held))
 
-    def _of(self, folder: RunFolder) -> Hours:
+    def _of(self, folder: RunFolder, unit: str) -> Hours:
         size, known = _ledger_bytes(folder), self._known.get(folder.name)
         if known is None or known[0] != size:
             fresh = (LedgerReader(folder), RunStatus(folder.name))
@@ -126,23 +128,16 @@ class Spending:
                 status.apply(event)
             if status.state not in ENDED:
                 self._live[folder.name] = (reader, status)
-            known = self._known[folder.name] = (size, hours_of(status, self._budget.unit))
+            known = self._known[folder.name] = (size, hours_of(status, unit))
         return known[1]
 
 
-def spending_of(runs: Path, setting: str | None) -> Spending | None:
-    """Return what counts a budget as it is set; None where none is."""
-    budget = Budget.of(setting)
-    return Spending(runs, budget) if budget else None
-
-
-def spending_of_run(folder: RunFolder) -> Spending | None:
-    """Return what counts the budget under which a run began; None where it has none."""
-    try:
+def spending_of_run(folder: RunFolder) -> Spending:
+    """Return what counts the budget under which a run began."""
+    setting = None
+    with suppress(OSError, ValueError, KeyError):
         setting = json.loads(folder.config.read_text())["cluster"].get("budget")
-    except (OSError, ValueError, KeyError):
-        return None
-    return spending_of(folder.path.parent, setting)
+    return Spending(folder.path.parent, Budget.of(setting))
 
 
 def hours_of(status: RunStatus, unit: str) -> Hours:

@@ -18,7 +18,6 @@ from difflib import get_close_matches
 from functools import cache
 from importlib.util import cache_from_source
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import xxhash
@@ -26,6 +25,7 @@ import xxhash
 import pipeline
 from pipeline.config.site_profiles import shipped
 from pipeline.errors import ConfigError, PipelineError
+from pipeline.files import user_on
 from pipeline.journal.run_folder import PRIVATE, RunFolder, writing_run
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def _own_folder(runs: Path) -> Path:
     """Return the folder of copies, which only this user can enter: its content is executed."""
     with writing_run(runs):
         runs.mkdir(parents=True, exist_ok=True)
-        mine = _user_of(runs)
+        mine = user_on(runs)
         for name in (COPIES, f"{COPIES}-{os.geteuid()}"):
             folder = runs / name
             with suppress(FileExistsError):
@@ -68,12 +68,6 @@ def _own_folder(runs: Path) -> Path:
                     folder.chmod(PRIVATE)
                     return folder
         raise PermissionError(errno.EPERM, "the folders of frozen code belong to somebody else")
-
-
-def _user_of(folder: Path) -> int:
-    """Return this user's id on a file system: servers may map root to nobody, and mounts all users to one."""
-    with TemporaryDirectory(prefix=".who-", dir=folder) as made:
-        return Path(made).stat().st_uid
 
 
 @cache

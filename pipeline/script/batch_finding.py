@@ -13,6 +13,7 @@ import json
 import os
 import signal
 import tempfile
+from bisect import bisect_right
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from importlib.metadata import version
@@ -66,7 +67,7 @@ def largest_that_fits(sizes: Sequence[int], fits: Callable[[int], bool]) -> int 
 
 def _place(sizes: Sequence[int], most: int) -> int:
     """Return the place of the largest size of at most this; 0 where all are larger."""
-    return max((place for place, size in enumerate(sizes) if size <= most), default=0)
+    return max(0, bisect_right(sizes, most) - 1)
 
 
 def find_batch(
@@ -107,7 +108,7 @@ def _key(script: Script, sizes: Sequence[int]) -> str:
     """Return the name under which an answer is remembered: all that decides it, as far as is known here."""
     files = [sha256(Path(word).read_bytes()).hexdigest() if Path(word).is_file() else "" for word in script.words]
     machine = [card_names(), os.environ.get("SLURM_JOB_PARTITION"), version("torch")]
-    return sha256(json.dumps([script.words, files, list(sizes), *machine]).encode()).hexdigest()[:16]
+    return sha256(json.dumps([script.words, files, repr(sizes), *machine]).encode()).hexdigest()[:16]
 
 
 def _tried(script: Script, size: int, steps: int) -> Try:

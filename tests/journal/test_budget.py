@@ -137,11 +137,11 @@ def test_what_is_no_budget_is_refused(text: object) -> None:
 def test_a_run_without_a_budget_counts_nothing(tmp_path: Path) -> None:
     run = Told(tmp_path)
     run.folder.config.write_text('{"cluster": {}}')
-    assert spending_of_run(run.folder) is None
+    assert spending_of_run(run.folder).account() is None
     run.folder.config.write_text('{"cluster": {"budget": "5 core-hours"}}')
-    spending = spending_of_run(run.folder)
-    assert spending is not None
-    assert spending.account().budget == Budget(5.0, "core")
+    account = spending_of_run(run.folder).account()
+    assert account is not None
+    assert account.budget == Budget(5.0, "core")
 
 
 @given(

@@ -49,6 +49,11 @@ def test_the_largest_of_any_sizes_is_found_to_within_a_sixteenth(sizes: list[int
     assert len(tried) <= 26
 
 
+def test_however_large_the_largest_is_said_to_be_it_is_searched_from_in_few_tries() -> None:
+    sizes = range(1, 10**15 + 1)  # which no list could hold
+    assert 900 < (largest_that_fits(sizes, lambda size: size <= 1000) or 0) <= 1000
+
+
 @pytest.fixture
 def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     """Return what makes a command of the plain script."""

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.files import is_mine
 from pipeline.store.format.cache_layout import PARTIAL_SUFFIX, KindLayout
 from pipeline.structures.synthetic import complex_pdb
 from tests.projects import settle
@@ -213,6 +214,17 @@ def test_anothers_run_can_be_read_where_it_may_and_is_not_resumed_or_cancelled(l
         assert refused.code == 2
         assert f"is of user {ALICE}, by whom alone it can be {done}" in refused.said
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+
+
+def test_a_path_is_ones_own_too_where_the_file_system_knows_users_by_other_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (mine := tmp_path / "mine").mkdir()
+    (others := tmp_path / "others").mkdir()
+    os.chown(others, ALICE, ALICE)
+    assert [is_mine(mine), is_mine(others)] == [True, False]
+    monkeypatch.setattr(os, "geteuid", lambda: BOB)  # whose files a mount shows as root's
+    assert [is_mine(mine), is_mine(others)] == [True, False]
 
 
 def test_a_private_run_is_not_read_by_others(lab: Lab) -> None:

@@ -13,7 +13,7 @@ from pipeline.cluster.job_spec import TaskState, format_ranges, parse_ranges
 from pipeline.cluster.verdict import Cause, judge_attempt
 from pipeline.errors import BudgetReached, SubmissionRefused
 from pipeline.journal.attempts import Attempt, leave_out
-from pipeline.journal.budget import spending_of
+from pipeline.journal.budget import Budget, Spending
 from pipeline.journal.ledger import read_notes
 from pipeline.memory.history.task_history import Measured
 from pipeline.project.container_image import with_digest
@@ -63,7 +63,7 @@ class Dispatch:
     def __init__(self, folder: RunFolder, config: Config, executor: Executor, emit: Emit) -> None:
         self._folder, self._config, self._executor, self._emit = folder, config, executor, emit
         self._profiles = profiles_of(config)
-        self._spending = spending_of(folder.path.parent, config.cluster.budget)
+        self._spending = Spending(folder.path.parent, Budget.of(config.cluster.budget))
 
     def adopt(self, stage: StageStatus) -> None:
         """Take over the jobs of an earlier supervisor, and submit those that it announced without noting a job id."""
@@ -76,7 +76,7 @@ class Dispatch:
         """Record the attempts that have ended; return how many did."""
         over = [report for report in changed if is_over(report) and status.task(report.task).job == report.job]
         host_peaks = _peaks(status, "host_peak_bytes") if over else {}
-        on_node = stage.processes(project) // getattr(stage.resources(project.config), "nodes", 1)
+        on_node = stage.processes(project) // stage.resources(project.config).nodes
         attempts = [self._judged(status, report, host_peaks, on_node) for report in over]
         if over:
             attempts = _with_gpus(attempts, status)
@@ -188,7 +188,7 @@ class Dispatch:
 
     def account(self) -> Account | None:
         """Return what has gone of the project's budget; None where it has none."""
-        return self._spending.account() if self._spending else None
+        return self._spending.account()
 
     def _affordable(self, job: StageJob) -> StageJob:
         """Return a job with as many of its tasks as the project's budget holds; raise if that is none."""
@@ -224,7 +224,7 @@ class Dispatch:
                 is_whole,
                 is_shared=stage.together and not is_whole,
                 places=self._places(project, stage, task),
-                nodes=getattr(stage.resources(project.config), "nodes", 1),
+                nodes=stage.resources(project.config).nodes,
             )
             decision = decide(task.ended, means)
             if isinstance(decision, Split):

@@ -20,7 +20,7 @@ from pipeline.command_line import Command
 from pipeline.config.load import dump_resolved, from_resolved
 from pipeline.config.masking import without_secrets
 from pipeline.errors import ConfigError, JobFailed, SubmissionRefused
-from pipeline.files import user_name, write_whole
+from pipeline.files import is_mine, user_name, write_whole
 from pipeline.journal import run_folder as folders
 from pipeline.journal.active_runs import GOING_ON, status_of
 from pipeline.journal.ledger import SUPERVISOR, Ledger, has_ended
@@ -192,10 +192,10 @@ def _has_same_work(folder: RunFolder, config: Config) -> bool:
 
 def refuse_others(folder: RunFolder, done: str) -> None:
     """Refuse what only the owner of a run may have `done` with it: its jobs and its files are the owner's."""
-    owner = folder.path.stat().st_uid
-    if owner != os.geteuid():
-        what = f"run {folder.name} is of {user_name(owner)}, by whom alone it can be {done}"
-        remedy = Command.of("status", folder.name, then=f"   (it can be looked at; {user_name(owner)} can end it)")
+    if not is_mine(folder.path):
+        owner = user_name(folder.path.stat().st_uid)
+        what = f"run {folder.name} is of {owner}, by whom alone it can be {done}"
+        remedy = Command.of("status", folder.name, then=f"   (it can be looked at; {owner} can end it)")
         raise ConfigError(what, where=str(folder.path), remedy=remedy)
 
 

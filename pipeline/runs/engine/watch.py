@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.config.load import from_resolved
 from pipeline.errors import PipelineError
+from pipeline.files import is_mine
 from pipeline.journal.active_runs import QueueLook, current_status, stuck_in
 from pipeline.journal.ledger import Ledger, has_ended
 from pipeline.journal.run_status import ENDED, RunState, StatusReader
@@ -92,7 +93,7 @@ def _is_first(folder: RunFolder, wait: Wait) -> bool:
 def tell_of_own(folder: RunFolder, status: RunStatus, queue: QueueLook) -> None:
     """Do as `tell` where the run goes on and is this user's; where it cannot be recorded, it is only shown."""
     is_news = stuck_in(status, queue) or not all(wait.is_over for wait in status.waits.values())
-    if status.state in ENDED or not is_news or folder.path.stat().st_uid != os.geteuid():
+    if status.state in ENDED or not is_news or not is_mine(folder.path):
         return
     try:
         tell(folder, from_resolved(folder.config.read_text(), str(folder.config)), status, queue)

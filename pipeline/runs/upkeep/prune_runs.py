@@ -6,7 +6,6 @@ names it; and the newest that lists the items. Copies of code go when no run nam
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import time
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipeline.files import is_mine
 from pipeline.journal.active_runs import goes_on, hidden
 from pipeline.journal.budget import note_pruned
 from pipeline.journal.run_folder import NAME, RunFolder, runs_in, writing_run
@@ -72,7 +72,7 @@ def foresee_pruning(runs: Path, keep: int) -> Pruning:
     for number, folder in enumerate(reversed(runs_in(runs))):
         table, lists = _table_of(folder), folder.inventory.exists()
         why = NEWEST if number < keep else ACTIVE if goes_on(folder) else ""
-        why = why or (FOREIGN if folder.path.stat().st_uid != os.geteuid() else "")
+        why = why or (FOREIGN if not is_mine(folder.path) else "")
         why = why or (TABLE if table and table not in tables else ITEMS if lists and not lists_items else "")
         tables.add(table)
         lists_items = lists_items or lists

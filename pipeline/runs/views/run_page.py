@@ -21,7 +21,7 @@ from pipeline.config.load import from_resolved
 from pipeline.errors import ConfigError, PipelineError
 from pipeline.files import write_whole
 from pipeline.journal.active_runs import SeenRun, run_as_shown
-from pipeline.journal.budget import spending_of
+from pipeline.journal.budget import Budget, Spending
 from pipeline.journal.run_folder import shown_mode
 from pipeline.journal.run_status import StatusReader
 from pipeline.report.html.run_facts import PageFacts, RecordedStep, TrainingFacts
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from pipeline.config.schema import Config
-    from pipeline.journal.budget import Account
     from pipeline.journal.run_folder import RunFolder
     from pipeline.journal.run_status import RunStatus, StageStatus
     from pipeline.records import Event
@@ -54,7 +53,7 @@ class Page:
     def __init__(self, folder: RunFolder, config: Config) -> None:
         self.folder, self.config, self.work = folder, config, WorkOverTime()
         self._next = time.monotonic() + EVERY_S
-        self._spending = spending_of(folder.path.parent, config.cluster.budget)
+        self._spending = Spending(folder.path.parent, Budget.of(config.cluster.budget))
 
     def take(self, event: Event) -> None:
         """Take one event into account; the caller applies it to the status."""
@@ -82,7 +81,7 @@ class Page:
             rejections=or_note("rejections", lambda: rejection_facts(self.folder, status)),
             training=or_note("training", lambda: self._training(status)),
             uses=or_note("efficiency", lambda: self._uses(status)) or [],
-            account=or_note("budget", self._account),
+            account=or_note("budget", self._spending.account),
             cache=or_note("cache", self._cache),
             notes=notes,
         )
@@ -102,9 +101,6 @@ class Page:
         from pipeline.runs.views.efficiency import stage_uses
 
         return stage_uses(self.folder, status)
-
-    def _account(self) -> Account | None:
-        return self._spending.account() if self._spending else None
 
     def _cache(self) -> Holdings:
         from pipeline.runs.upkeep.cache_use import holdings

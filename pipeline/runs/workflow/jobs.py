@@ -203,7 +203,7 @@ def place(project: Project, stage: Stage, executor: Executor, ask: Ask) -> tuple
     """Return the partition for a stage's task that asks for so much, and why it; both empty where it has no choice."""
     if not (found := candidates(project, stage, executor)):
         return "", ""
-    nodes = getattr(stage.resources(project.config), "nodes", 1)
+    nodes = stage.resources(project.config).nodes
     where = choose(found, ask.mem_bytes, ask.time_s, nodes=nodes)
     return where, why_there(found, where, ask.mem_bytes, ask.time_s, nodes)
 
@@ -226,8 +226,8 @@ def first_job(
         why=why,
         planned_bytes=planned_bytes,
         recipe=recipe,
-        nodes=getattr(resources, "nodes", 1),
-        ranks=getattr(resources, "ranks_per_node", 1),
+        nodes=resources.nodes,
+        ranks=resources.ranks_per_node,
     )
     return FirstJob(_placed(project, stage, executor, job), limits)
 

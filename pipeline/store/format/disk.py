@@ -324,7 +324,7 @@ def remove(disk: Disk, path: Path) -> None:
     except FileNotFoundError:
         pass
     except OSError as error:
-        what = f"a file of the cache cannot be removed: {error.strerror or error}{_whose(path)}"
+        what = f"a file of the cache cannot be removed: {error.strerror or error}; {whose(path)}"
         remedy = f"ls -ld {path.parent}   (whoever may write there can clean it)"
         raise CacheUnusable(what, where=str(path), remedy=remedy) from error
 
@@ -346,16 +346,11 @@ def write_refused(disk: Disk, path: Path, error: OSError) -> PipelineError:
     if error.errno in _READ_ONLY:
         cache = next((folder for folder in path.parents if disk.exists(folder / MARKER)), None)
         remedy = lay_over([cache] if cache else [], before=f"ls -ld {_there(disk, path.parent)}   or   ")
-        what = f"the cache cannot be written here: {reason}{_whose(path.parent)}"
+        what = f"the cache cannot be written here: {reason}; {whose(path.parent)}"
         return CacheUnusable(what, where=where, remedy=remedy)
     if isinstance(error, NotADirectoryError | FileExistsError):
         return CacheUnusable(f"a file stands in the way: {reason}", where=where, remedy=f"ls -ld {path}")
     return JobFailed(f"the disk failed while writing: {reason}", where=where, remedy=f"ls -ld {path}")
-
-
-def _whose(path: Path) -> str:
-    """Say whose a path is that this process may not use, behind what is wrong with it."""
-    return f"; {known}" if (known := whose(path)) else ""
 
 
 @contextmanager
@@ -367,7 +362,7 @@ def refused_as(what: str, remedy: str | Command) -> Iterator[None]:
         cause = error.__cause__
         if not (isinstance(cause, OSError) and cause.errno in _READ_ONLY):
             raise
-        reason = f"{cause.strerror or cause}{_whose(Path(error.where).parent)}"
+        reason = f"{cause.strerror or cause}; {whose(Path(error.where).parent)}"
         raise CacheUnusable(f"{what}: {reason}", where=error.where, remedy=remedy) from cause
 
 

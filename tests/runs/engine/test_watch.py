@@ -130,7 +130,7 @@ def test_a_run_without_a_supervisor_is_told_with_what_takes_it_up(told: Told, co
 def test_a_run_of_anothers_or_one_that_has_ended_is_only_shown(
     told: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("os.geteuid", lambda: 12345)
+    monkeypatch.setattr("pipeline.runs.engine.watch.is_mine", lambda _path: False)
     tell_of_own(told.folder, read(told), HELD)
     monkeypatch.undo()
     told.over()
