@@ -237,6 +237,11 @@ class TrainSection(Section):
     evaluate: EvaluateSection = EvaluateSection()
     predict: PredictSection = PredictSection()
 
+    @property
+    def stages(self) -> dict[str, CurriculumSection]:
+        """The stages of the curriculum by their names, but for the last, which has all items."""
+        return {f"stage {number}": stage for number, stage in enumerate(self.curriculum, 1)}
+
     @model_validator(mode="after")
     def _a_micro_batch_is_part_of_a_step(self) -> TrainSection:
         if self.micro_batch != "auto" and self.micro_batch > self.effective_batch:

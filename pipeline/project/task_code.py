@@ -95,12 +95,12 @@ def task_code(config: Config, beside: Path | None) -> TaskCode:
 
 def _check_stages(train: TrainSection, beside: Path | None) -> None:
     """Raise where the task does not take the options of a stage of the curriculum."""
-    for number, stage in enumerate(train.curriculum, 1):
+    for name, stage in train.stages.items():
         try:
             if stage.options:
                 load_task(train.task, train.options | stage.options, beside=beside)
         except ConfigError as error:
-            error.where = f"train.curriculum, stage {number}: {error.where}"
+            error.where = f"train.curriculum, {name}: {error.where}"
             raise
 
 

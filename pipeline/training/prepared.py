@@ -151,18 +151,30 @@ def shrunk_budget(budget: int, times: int) -> int:
     return max(1, budget >> min(times, MOST_SHRUNK))
 
 
-def stretch_of(name: str, epochs: int, plan: MemoryPlan, **given: Any) -> Stretch:
-    """Return the stretch that a plan describes; `given`: which items take part, and what is kept and ahead."""
+def stretch_of(
+    name: str,
+    epochs: int,
+    plan: MemoryPlan,
+    *,
+    largest: Mapping[str, int] | None = None,
+    smallest: Mapping[str, int] | None = None,
+    kept: int = 0,
+    ahead_bytes: int = 0,
+) -> Stretch:
+    """Return the stretch that a plan describes."""
     return Stretch(
         name=name,
         epochs=epochs,
         budget_bytes=int(plan.budget[COST]),
         base_bytes=int(plan.base.value),
         live_bytes=int(plan.live.value),
-        reserved_bytes=int(plan.reserved.value) + given.get("ahead_bytes", 0),
+        reserved_bytes=int(plan.reserved.value) + ahead_bytes,
         weights={name: float(weight) for name, weight in plan.cost_weights.items()},
+        largest=dict(largest or {}),
+        smallest=dict(smallest or {}),
         padding=plan.padding or PADDING,
-        **given,
+        kept=kept,
+        ahead_bytes=ahead_bytes,
     )
 
 

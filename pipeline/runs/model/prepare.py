@@ -23,7 +23,7 @@ from pipeline.runs.dataset.reader_items import is_reader
 from pipeline.runs.dataset.reader_items import refuse_unreadable as inspect_entries
 from pipeline.runs.model.accepted_code import with_accepted_code
 from pipeline.runs.model.task_contract import GRAPH
-from pipeline.runs.model.training_work import Work, curriculum_of, sizes_of
+from pipeline.runs.model.training_work import Work, sizes_of
 from pipeline.training.items.item_source import NUMBERS
 from pipeline.training.items.item_table import ItemTable
 from pipeline.training.prepared import ModelFolder, Prepared, likeness, stretch_of
@@ -122,14 +122,15 @@ def _planned(project: Project, table: str) -> Prepared:
         question = Question(config=project.config, project=project, executor=executor, beside=project.beside)
         outlook = plan_training(question)
     train, plan = project.config.train, outlook.plan
-    stages = curriculum_of(train)
+    stages = train.stages
     last_epochs = train.epochs - sum(stage.epochs for stage in stages.values())
     stretches = tuple(
         stretch_of(
             name,
             stages[name].epochs if name in stages else last_epochs,
             stage_plan,
-            **(stages[name].model_dump(include={"largest", "smallest"}) if name in stages else {}),
+            largest=stages[name].largest if name in stages else None,
+            smallest=stages[name].smallest if name in stages else None,
             kept=outlook.kept[name],
             ahead_bytes=outlook.ahead_bytes[name],
         )
@@ -167,6 +168,9 @@ def recipe_of(project: Project, table: str, precision: str) -> dict[str, Any]:
     """Return everything that decides the outcome of a training, as JSON data."""
     train = project.config.train
     decided = train.model_dump(mode="json", include=set(DECISIVE))
+    for stage in decided["curriculum"]:
+        if "options" in stage:
+            stage["options"] = pathless(stage["options"])
     constant = train.schedule.kind == "constant"
     return {
         **decided,

@@ -36,7 +36,6 @@ from pipeline.runs.model.probe import ProbedCard, measured_pace, measured_ratios
 from pipeline.runs.model.training_work import (
     Work,
     configs_of_stages,
-    curriculum_of,
     data_of,
     example_bytes,
     least_of,
@@ -319,7 +318,7 @@ def _sizes(question: Question, work: Work, table: ItemTable, *, early: bool) -> 
 def _stages(config: Config, data: DataSizes) -> Iterator[CurriculumStage]:
     """Yield the stages of the curriculum; the last has all items."""
     left = config.train.epochs
-    for name, stage in curriculum_of(config.train).items():
+    for name, stage in config.train.stages.items():
         where = f"train.curriculum, {name}"
         unknown = [size for size in {**stage.largest, **stage.smallest} if size not in data.sizes]
         if unknown:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from pipeline.config.schema import Config
-    from pipeline.config.schema_train import CurriculumSection, TrainSection
+    from pipeline.config.schema_train import TrainSection
     from pipeline.memory.footprint import Sizes
     from pipeline.memory.planning.memory_plan import Cutter, Names
     from pipeline.memory.tracing.recorder import Recorder
@@ -211,18 +211,13 @@ class Work:
         return checked_model(model)
 
 
-def curriculum_of(train: TrainSection) -> dict[str, CurriculumSection]:
-    """Return the stages of a curriculum by their names, but for the last, which has all items."""
-    return {f"stage {number}": stage for number, stage in enumerate(train.curriculum, 1)}
-
-
 def configs_of_stages(config: Config) -> dict[str, Config]:
     """Return what the configuration would be if all epochs were a stage's, for each stage that has other options."""
     return {
         name: config.model_copy(
             update={"train": config.train.model_copy(update={"options": config.train.options | stage.options})}
         )
-        for name, stage in curriculum_of(config.train).items()
+        for name, stage in config.train.stages.items()
         if stage.options
     }
 

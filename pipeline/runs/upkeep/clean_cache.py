@@ -38,7 +38,7 @@ from pipeline.store.maintenance.leftovers import (
     registered,
     who_am_i,
 )
-from pipeline.store.maintenance.sweep import Fate, Live, earlier_clock, mark, sweep
+from pipeline.store.maintenance.sweep import Fate, Live, earlier_clock, mark, sweep, why_kept
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -265,8 +265,8 @@ def carry_out(cleaning: Cleaning, waits: Callable[[], object] = lambda: None) ->
     for leftover in cleaning.leftovers:
         check()
         name = str(leftover.path.relative_to(cache.root))
-        if cache.disk.exists(leftover.path) and (keeper := cache.disk.keeper(leftover.path)):
-            yield Removed(name, 0, f"it is {keeper}'s, who alone may remove it")
+        if why := why_kept(cache.disk, leftover.path):
+            yield Removed(name, 0, why)
             continue
         remove(cache.disk, leftover.path)
         yield Removed(name, leftover.bytes)

@@ -280,7 +280,7 @@ def _useless(store: Store, shards: Sequence[DeadShard], live: Live) -> list[Swep
     outcomes = []
     for dead in shards:
         rows, why = (None, "") if live.nothing else _own_rows(store, dead.shard)
-        why = why or _kept(store, dead.shard)
+        why = why or why_kept(store.disk, store.layout.shard(dead.shard))
         if rows is not None and _holds(live, rows).any():
             why = "is needed after all"
         outcomes.append(Swept(store.kind, dead.shard, 0 if why else dead.size_bytes, why))
@@ -294,7 +294,7 @@ def _rewritten(store: Store, batch: Sequence[DeadShard], live: Live) -> list[Swe
     def sources() -> Iterator[CarriedRows]:
         for dead in batch:
             rows, why = _own_rows(store, dead.shard)
-            why = why or _kept(store, dead.shard)
+            why = why or why_kept(store.disk, store.layout.shard(dead.shard))
             if rows is None or why:
                 stay[dead.shard] = why
             else:
@@ -309,12 +309,14 @@ def _rewritten(store: Store, batch: Sequence[DeadShard], live: Live) -> list[Swe
     ]
 
 
-def _kept(store: Store, shard: str) -> str:
-    """Say whose a shard is that this user may not remove; empty where it may."""
+def why_kept(disk: Disk, path: Path) -> str:
+    """Say whose a file is that this user may not remove, or why that is not known; empty where it may."""
     try:
-        keeper = store.disk.keeper(store.layout.shard(shard))
+        keeper = disk.keeper(path)
     except FileNotFoundError:  # gone already
         return ""
+    except OSError as error:
+        return error.strerror or str(error)
     return f"it is {keeper}'s, who alone may remove it" if keeper else ""
 
 

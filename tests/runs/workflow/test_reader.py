@@ -120,6 +120,17 @@ def test_a_file_that_changed_is_scanned_again_and_trained_on_anew(folder: Path) 
     assert len(names) == 2
 
 
+def test_a_path_among_a_stages_options_counts_by_its_name_and_not_by_where_it_lies(folder: Path) -> None:
+    rewrite(folder, "class Sum:\n", "class Sum:\n    def __init__(self, library=''): ...\n\n")
+
+    def name_of(library: str) -> str:
+        stage = f"{{epochs: 1, options: {{library: {library}}}}}"
+        project = opened("train.epochs=2", f"train.curriculum=[{stage}]")
+        return training_name("spectra:Sum", recipe_of(project, "00", "fp32"))
+
+    assert name_of("/here/a.h5") == name_of("/there/a.h5") != name_of("/here/b.h5")
+
+
 def test_a_byte_that_changed_after_the_scan_is_an_error_that_names_the_item(folder: Path) -> None:
     project = opened()
     scan(project)
