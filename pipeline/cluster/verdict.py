@@ -174,7 +174,7 @@ class _Case:
 
     def _by_kernel(self) -> _Finding | None:
         """Judge by the messages of srun and slurmstepd about a kill at the memory limit."""
-        killed = any(sign in self.log for sign in _KERNEL_SIGNS)
+        killed = any(sign in self.log for sign in KERNEL_SIGNS)
         return (Cause.HOST_OOM, "killed at its memory limit, as its log says") if killed else None
 
     def _by_kind(self) -> _Finding | None:
@@ -329,7 +329,7 @@ _CERTAIN: Mapping[TaskState, _Finding] = {
     TaskState.REVOKED: (Cause.CANCELLED, "revoked: another cluster of the federation took it"),
 }
 _KINDS = {"gpu_oom": Cause.GPU_OOM, "host_oom": Cause.HOST_OOM, "disk_full": Cause.DISK}
-_KERNEL_SIGNS = (
+KERNEL_SIGNS = (
     "oom-kill event",
     "oom_kill",
     "Out Of Memory",

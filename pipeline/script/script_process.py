@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.cluster.machine import count_oom_kills
 from pipeline.cluster.processes import ProcessTable, send, used_bytes
-from pipeline.cluster.verdict import GO_ON, LAST_LINES, NEARLY, SIGNALLED, Cause, last_words
+from pipeline.cluster.verdict import GO_ON, KERNEL_SIGNS, LAST_LINES, NEARLY, SIGNALLED, Cause, last_words
 from pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ KILLED_CODE = SIGNALLED + signal.SIGKILL
 KIB = 1024 if sys.platform != "darwin" else 1  # the unit of getrusage
 TROUBLES = {Cause.GPU_OOM: "gpu_oom", Cause.HOST_OOM: "host_oom", Cause.DISK: "disk_full"}
 EXCEPTION = re.compile(r"(?:\[rank\d+\]: ?)?[A-Za-z_][\w.]*(?:Error|Exception)\b")
+SLURM = re.compile(r"srun: |slurmstepd")  # of a step that the script has started itself
 LAUNCHER = re.compile(r"failed \(exitcode: (-?\d+)\)")  # torchrun; the lines after it are about itself
 
 
@@ -351,6 +352,9 @@ def script_trouble(
     ends = [(at, match) for at, line in enumerate(lines) if (match := LAUNCHER.search(line))]
     own_lines = lines[: ends[0][0]] if ends else lines
     trouble, reason = _trouble(own_lines)
+    of_slurm = [line for line in lines if SLURM.match(line) and any(sign in line for sign in KERNEL_SIGNS)]
+    if of_slurm and trouble != "gpu_oom":
+        return "host_oom", of_slurm[-1]
     killed = killed_by == signal.SIGKILL or exit_code == KILLED_CODE or any(int(end[1]) == -9 for _, end in ends)
     if killed and at_limit and trouble != "gpu_oom":
         return "host_oom", reason or "killed at its memory limit"

@@ -334,6 +334,11 @@ class TestEnding:
         assert [behind_launcher(code, saved) for code in (0, 1, 2)] == [0, 75, 2]
         assert behind_launcher(1, killed) == 1
 
+    def test_of_a_step_that_the_script_started_by_srun_is_what_slurm_says_of_its_memory(self) -> None:
+        lines = ["srun: error: n2: task 1: Out Of Memory", "srun: error: n1: task 0: Terminated"]
+        assert script_trouble(1, None, lines, at_limit=False) == ("host_oom", lines[0])
+        assert script_trouble(1, None, ["epoch 3: Out Of Memory was seen"], at_limit=False)[0] == ""
+
     @pytest.mark.parametrize(("code", "killed_by"), [(None, 9), (137, None)])
     def test_by_a_sigkill_is_for_memory_only_with_a_sign_of_it(self, code: int | None, killed_by: int | None) -> None:
         assert script_trouble(code, killed_by, ["step 3"], at_limit=True)[0] == "host_oom"

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.command import Command
 from tests.docs.blocks import Page
 from tests.projects import settle
 from tests.runs.workflow.reader_project import CODE, SPLITS, write_spectrum
@@ -130,6 +131,31 @@ def test_what_one_task_of_srun_cannot_survive_ends_both_with_the_reason(healthy:
     assert done.returncode != 0
     assert "item 0 of the step does not fit alone: CUDA out of memory" in done.stderr
     assert "rank 1 of 2 cannot go on" in done.stderr
+
+
+EATER = """\
+import os, sys, time
+from pathlib import Path
+
+size, rank = int(sys.argv[1]), int(os.environ["SLURM_PROCID"])
+taken = b"x" * ((size if rank else 1) << 23)  # of one rank alone it grows
+Path(sys.argv[2], f"{size}-{rank}").touch()
+while not Path(sys.argv[2], f"{size}-{1 - rank}").exists():  # as a collective waits
+    time.sleep(0.1)
+"""
+
+
+def test_the_batch_of_a_script_that_srun_starts_is_what_its_smallest_task_holds(
+    healthy: Cluster, pipeline: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("eat.py").write_text(EATER)
+    start = ["srun", "--nodes=2", "--ntasks=2", "--mem=200M", "--time=5", "--kill-on-bad-exit", sys.executable]
+    done = pipeline("tune", "--max", "64", "--json", "--", *start, "eat.py", "{micro_batch}", str(tmp_path))
+    assert done.code == 0, done.err
+    assert "64  " in done.err, "the kernel ended a task of the first try"
+    assert 16 <= json.loads(done.out)["micro_batch"] < 25, "8 MiB an item, and Python's own"
+    assert not list(tmp_path.glob("64-1"))
 
 
 @pytest.mark.slow
