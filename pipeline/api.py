@@ -1,7 +1,7 @@
 """What your own code may import. Everything else in this package may change from version to version.
 
-Tasks and readers: the protocols that yours can be checked against, what a reader yields, and `breaches`, which
-tries a task out. `NameTable`: the names under which your model's weights were published. Loops of your own:
+Tasks, readers and encoders: the protocols that yours can be checked against, what a reader yields, and `breaches`,
+which tries a task out. `NameTable`: the names under which your model's weights were published. Loops of your own:
 `open_loader` with its `SamplerSettings`, `Governed` for plain PyTorch, `GovernorCallback` for Lightning. Nothing here
 imports torch before it is asked for.
 """
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from pipeline.graphs.residue_graph import LETTERS as RESIDUE_LETTERS
-    from pipeline.protocol import Reader, Task
+    from pipeline.protocol import Encoder, Reader, Task
     from pipeline.records import Entry, Reason, Rejection
     from pipeline.runs.dataset.loading import open_loader
     from pipeline.runs.model.task_contract import breaches
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "RESIDUE_LETTERS",
+    "Encoder",
     "Entry",
     "Governed",
     "GovernorCallback",
@@ -43,6 +44,7 @@ __all__ = [
 
 PLACES = {
     "RESIDUE_LETTERS": "pipeline.graphs.residue_graph.LETTERS",
+    "Encoder": "pipeline.protocol.Encoder",
     "Entry": "pipeline.records.Entry",
     "Governed": "pipeline.training.own_loops.governed.Governed",
     "GovernorCallback": "pipeline.training.own_loops.lightning_callback.GovernorCallback",

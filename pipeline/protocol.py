@@ -1,7 +1,8 @@
 """What a user implements to train a model here: plain torch, nothing of ours to inherit from.
 
-`train.task: "mylab.docking:Task"` names a class like this. The methods of `Task` are needed; those of the others are
-looked for by name, and what they are for is left out where a task has none.
+`train.task: "mylab.docking:Task"` names a class like this; `data.reader` and `embed.encoder` name others. The
+methods of `Task` are needed; those of the others are looked for by name, and what they are for is left out where a task
+has none.
 """
 
 from __future__ import annotations
@@ -197,3 +198,51 @@ class Reader(Protocol):
 
     def read(self, place: Any) -> Mapping[str, NDArray[Any]]:
         """Return the arrays of an item, the same as before; several threads ask at once."""
+
+
+class Encoder(Protocol):
+    """Sequences in, a row of numbers for each residue out.
+
+    `embed: {encoder: "mylab.enc:Encoder", options: {…}}` names a class like this. It is called with the options, and
+    with `weights`, the path `embed.weights`, where it takes that: what these files hold is then part of the keys, as
+    its own code is. On a CPU sequences are encoded one by one, on a card in padded batches.
+
+    Two attributes may say more: `padded = False`, that it takes one sequence at a time everywhere, and `version`, a
+    number of what decides the rows and is neither in its code nor in its weights.
+    """
+
+    @property
+    def width(self) -> int:
+        """Return how many numbers a row has."""
+
+    @property
+    def layers(self) -> int:
+        """Return how many layers there are; `embed.layer` chooses one of them, or 0."""
+
+    @property
+    def longest(self) -> int:
+        """Return how many residues it takes as one, 0 for any number; longer sequences go in windows."""
+
+    @property
+    def letters(self) -> str:
+        """Return the letters of residues that it reads; items with others are rejected."""
+
+    def model(self) -> nn.Module:
+        """Return the model with its weights, on the CPU; it is moved and converted here."""
+
+    def tokenize(self, sequence: str) -> Sequence[int]:
+        """Return the tokens of a sequence, with the marks that the model wants around them."""
+
+    def forward(self, model: nn.Module, token_BT: Tensor, is_token_BT: Tensor, layer: int) -> Tensor:
+        """Return the rows of a layer [sequences, residues, width]: row i is residue i, marks have none.
+
+        Shorter sequences end early: what their last rows hold does not matter. `is_token_BT` is False there.
+        """
+
+
+@runtime_checkable
+class Referenced(Protocol):
+    """An encoder that knows how its rows should be, as another implementation makes them."""
+
+    def reference(self, sequences: Sequence[str], layer: int) -> Sequence[Any]:
+        """Return the rows [residues, width] of each sequence, in full precision, to be compared before any is kept."""

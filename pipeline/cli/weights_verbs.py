@@ -155,7 +155,7 @@ def _unknown_model(name: str) -> ConfigError:
     near = near if 0 < len(near) < len(names) else get_close_matches(name, names, n=3)
     rows = [f"    {model.name:20}  {model.layers:2} layers, width {model.dim:,}" for model in MODELS]
     meant = f": did you mean {' or '.join(near)}?" if near else ""
-    problem = "\n".join((f"no ESM-2 model of that name was published{meant}", *rows))
+    problem = "\n".join((f"no model of that name can be fetched{meant}", *rows))
     remedy = f"pipeline weights fetch {near[0] if near else 'NAME'}   (a model of your own: --url URL)"
     return ConfigError(problem, where=name, remedy=remedy)
 
@@ -208,11 +208,12 @@ def _room_for(out: Path, *, replace: bool) -> Iterator[Path]:
 
 def _say(examined: Examined, how: str) -> None:
     """Print in a line what a checkpoint is."""
+    from pipeline.encoder.checkpoints.checkpoint_files import FAMILIES
+
     weights = examined.weights
     known = {"published": "as published", "unknown": "there is no published digest to compare with"}[examined.verdict]
-    typer.echo(
-        f"{weights.path}: {how}: ESM-2, {weights.layers} layers of width {weights.dim:,}, {weights.precision}; {known}"
-    )
+    what = f"{FAMILIES[weights.family]}, {weights.layers} layers of width {weights.dim:,}, {weights.precision}"
+    typer.echo(f"{weights.path}: {how}: {what}; {known}")
 
 
 def _say_how_to_use(target: Path, configured: Path) -> None:
@@ -223,15 +224,21 @@ def _say_how_to_use(target: Path, configured: Path) -> None:
 
 def _rows(examined: Examined) -> list[tuple[str, object]]:
     """Return the properties of a checkpoint as rows of a table."""
+    from pipeline.encoder.checkpoints.checkpoint_files import FAMILIES
     from pipeline.units import format_bytes
 
     weights = examined.weights
+    longest = (
+        [("at most", f"{weights.longest:,} residues as one; longer ones go in windows")] if weights.longest else []
+    )
     return [
+        ("family", FAMILIES[weights.family]),
         ("form", weights.form),
         ("path", weights.path),
         ("layers", weights.layers),
         ("width", f"{weights.dim:,}"),
         ("heads", weights.heads),
+        *longest,
         ("parameters", f"{examined.parameters:,} (of what encodes)"),
         ("stored in", weights.precision),
         ("size", format_bytes(weights.bytes)),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
@@ -10,6 +12,7 @@ from pydantic import Field, StringConstraints, model_validator
 from pipeline.config.schema_parts import AutoCount, Name, Option, Section, Size, conflict
 from pipeline.device.kinds import DeviceChoice
 
+ENCODERS = ("auto", "esm2", "esm1b", "esm1v", "esmc")
 Label: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
 OF_STRUCTURES = (
@@ -190,7 +193,14 @@ class EmbedSection(Section):
 
     weights: Path = Field(
         default=Path("weights/esm2_t33_650M_UR50D.pt"),
-        description="ESM-2 checkpoint: a fair-esm .pt file, or a Hugging Face folder or .safetensors file.",
+        description="Checkpoint: a .pt file of fair-esm, a .pth of ESM C, a Hugging Face folder or .safetensors file.",
+    )
+    encoder: Name = Field(
+        default="auto",
+        description="Family of the weights: esm2, esm1b, esm1v or esmc; auto: as they tell. Or package.module:Name.",
+    )
+    options: dict[Name, Option] = Field(
+        default={}, description="What the encoder's class is called with, by name, besides weights."
     )
     layer: AutoCount = Field(default="auto", description="Layer whose output is kept; auto: the last.")
     context: Literal["chain", "partner"] = Field(
@@ -214,6 +224,26 @@ class EmbedSection(Section):
     )
     batch: EmbedBatchSection = EmbedBatchSection()
     long: LongSequencesSection = LongSequencesSection()
+
+    @property
+    def is_own(self) -> bool:
+        """Whether a class encodes, mostly the user's."""
+        return ":" in self.encoder
+
+    @model_validator(mode="after")
+    def _an_encoder_is_named(self) -> EmbedSection:
+        if self.is_own and not re.fullmatch(r"[\w.]+:\w+", self.encoder):
+            raise conflict("encoder", f"{self.encoder!r} is no class: write package.module:Name")
+        if not self.is_own and self.encoder not in ENCODERS:
+            near = get_close_matches(self.encoder.lower(), ENCODERS, n=1, cutoff=0.5)
+            meant = f": did you mean {near[0]}?" if near else ""
+            known = f"there are {', '.join(ENCODERS)}, and a class of your own as package.module:Name"
+            raise conflict("encoder", f"there is no encoder {self.encoder!r}{meant} ({known})")
+        if self.options and not self.is_own:
+            raise conflict("options", f"is for a class of your own, and embed.encoder is {self.encoder}")
+        if "weights" in self.options:
+            raise conflict("options", "weights is embed.weights, which an encoder is given if it takes it")
+        return self
 
 
 class AtomGraphSection(Section):

@@ -25,6 +25,20 @@ BF16_PRODUCTS = "bf16-products"  # matrix products in bf16, all else in fp32: wh
 STORED = {"float32": "fp32", "float16": "fp16", "uint16": "bf16"}  # numpy's type of rows → their precision
 
 
+# The vocabulary of ESM-2, ESM-1b, ESM-1v and (but for <null_1>) ESM C, in the order of its embedding table.
+VOCABULARY = (
+    "<cls>", "<pad>", "<eos>", "<unk>",
+    *"LAGVSERTIDPKQNFYMHWCXBUZO",
+    ".", "-", "<null_1>", "<mask>",
+)  # fmt: skip
+CLS, PAD, EOS, MASK = (VOCABULARY.index(name) for name in ("<cls>", "<pad>", "<eos>", "<mask>"))
+ENDS = 2  # tokens that a sequence has besides its residues
+LETTERS = "".join(sorted(name for name in VOCABULARY if name.isalpha()))
+_NONE = 255
+_TABLE = np.full(256, _NONE, np.uint8)
+_TABLE[list(LETTERS.encode())] = [VOCABULARY.index(letter) for letter in LETTERS]
+
+
 @dataclass(frozen=True, slots=True)
 class SequenceCut:
     """How a sequence that is not encoded as one is cut."""
@@ -56,6 +70,7 @@ class EmbeddingRecipe:
     overlap: int = 256
     on_oom: str = "windows"  # windows or cpu
     half_fallback: bool = True
+    letters: str = LETTERS  # that the encoder reads
 
     def key(self, text: str, variant: Variant) -> bytes:
         return tagged_key("embed", self.plain(variant), text)
@@ -123,20 +138,6 @@ def window_shares(spans: Sequence[Span]) -> list[Span]:
     return list(pairwise([spans[0][0], *meets, spans[-1][1]]))
 
 
-# The vocabulary of every ESM-2 checkpoint, in the order of its embedding table.
-VOCABULARY = (
-    "<cls>", "<pad>", "<eos>", "<unk>",
-    *"LAGVSERTIDPKQNFYMHWCXBUZO",
-    ".", "-", "<null_1>", "<mask>",
-)  # fmt: skip
-CLS, PAD, EOS, MASK = (VOCABULARY.index(name) for name in ("<cls>", "<pad>", "<eos>", "<mask>"))
-ENDS = 2  # tokens that a sequence has besides its residues
-LETTERS = "".join(sorted(name for name in VOCABULARY if name.isalpha()))
-_NONE = 255
-_TABLE = np.full(256, _NONE, np.uint8)
-_TABLE[list(LETTERS.encode())] = [VOCABULARY.index(letter) for letter in LETTERS]
-
-
 class BadSequence(ValueError):
     """A sequence that the encoder cannot read."""
 
@@ -151,6 +152,17 @@ def tokenize(sequence: str) -> NDArray[np.uint8]:
         at = int(wrong[0])
         raise BadSequence(f"{sequence[at]!r} at position {at + 1} is no residue that ESM-2 knows")
     return tokens_L
+
+
+def refuse_letters(sequence: str, letters: str) -> None:
+    """Refuse a sequence that an encoder of these letters cannot read."""
+    if letters == LETTERS:
+        tokenize(sequence)
+    elif not sequence:
+        raise BadSequence("the sequence is empty")
+    elif wrong := set(sequence) - set(letters):
+        at = next(at for at, letter in enumerate(sequence) if letter in wrong)
+        raise BadSequence(f"{sequence[at]!r} at position {at + 1} is no residue that the encoder knows")
 
 
 def texts(inventory: Inventory, context: str) -> list[str]:

@@ -6,12 +6,14 @@ import logging
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from pipeline.cluster.local import LocalExecutor
 from pipeline.cluster.machine import Machine
 from pipeline.device.kinds import CARD, CPU
+from pipeline.encoder.checkpoints.checkpoint_files import ESM1B, FAMILIES
 from pipeline.encoder.checkpoints.weights import CheckpointFacts, find_checkpoint, identify
 from pipeline.encoder.embedding_recipe import BF16_PRODUCTS
 from pipeline.encoder.embedding_recipe import EmbeddingRecipe as EmbeddingRecipe
@@ -20,7 +22,9 @@ from pipeline.errors import ConfigError
 from pipeline.graphs.item_graph import GraphRecipe as GraphRecipe
 from pipeline.memory.history.task_history import Profiles
 from pipeline.project.container_image import image_of
+from pipeline.project.encoder_code import encoder_code
 from pipeline.project.restriction import EVERYTHING, Only
+from pipeline.project.run_code import load_encoder
 from pipeline.stages import embed
 from pipeline.stages.scan import ScanShelves
 from pipeline.store.cache_folder import CacheFolder
@@ -32,12 +36,12 @@ from pipeline.structures.sources.item_ids import SourceSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterator
-    from pathlib import Path
     from typing import Any
 
     from pipeline.cluster.job_spec import Executor
     from pipeline.config.schema import Config
     from pipeline.config.schema_cluster import Resources, SlotsSection
+    from pipeline.encoder.engine.encoder_source import EncoderSource
     from pipeline.store.store import Store
 
 
@@ -86,6 +90,7 @@ class Encoding:
     settings: EngineSettings
     shelves: embed.EmbedShelves
     verify_bytes: int
+    source: Callable[[], EncoderSource]  # loads what encodes
     named: Container[bytes] = ()  # what a damage list names
 
     def verifier(self) -> embed.EmbeddingVerifier:
@@ -94,9 +99,22 @@ class Encoding:
         return embed.EmbeddingVerifier(self.recipe, records)
 
     @classmethod
-    def open(cls, config: Config, cache: CacheFolder, *, remember: bool, named: Container[bytes] = ()) -> Encoding:
-        """Find the weights and resolve the section."""
-        weights = identify(find_checkpoint(config.embed.weights), cache.kind("weights"), remember=remember)
+    def open(
+        cls,
+        config: Config,
+        cache: CacheFolder,
+        *,
+        remember: bool,
+        named: Container[bytes] = (),
+        beside: Path | None = None,
+    ) -> Encoding:
+        """Find the weights, or the user's own encoder, and resolve the section."""
+        if config.embed.is_own:
+            weights, source = encoder_code(config, beside).facts, partial(own_source, config, beside)
+        else:
+            weights = identify(find_checkpoint(config.embed.weights), cache.kind("weights"), remember=remember)
+            source = partial(esm_source, weights)
+            refuse_other_family(config.embed.encoder, weights)
         shelves = embed.EmbedShelves(
             embeddings=cache.kind("embed"),
             weights=cache.kind("weights"),
@@ -105,7 +123,7 @@ class Encoding:
             shard_bytes=config.cache.shard_bytes,
         )
         recipe, settings = embedding_recipe(config, weights), settings_of(config)
-        return cls(weights, recipe, settings, shelves, config.cache.verify_bytes, named)
+        return cls(weights, recipe, settings, shelves, config.cache.verify_bytes, source, named)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,24 +163,64 @@ def embedding_recipe(config: Config, weights: CheckpointFacts) -> EmbeddingRecip
     if precision == "auto":
         precision = "fp16" if device_of(config) != CPU else "fp32"
     storage = precision if chosen.storage == "auto" else chosen.storage
-    if precision == "bf16" and device_of(config) == CPU:
+    if precision == "bf16" and device_of(config) == CPU and not chosen.is_own:
         precision = BF16_PRODUCTS
     layer = weights.layers if chosen.layer == "auto" else int(chosen.layer)
     if layer > weights.layers:
         what = f"embed.layer is {layer}, but these weights have {weights.layers} layers"
         raise ConfigError(what, where=weights.path, remedy=f"--set embed.layer={weights.layers}, or auto")
+    long, length, overlap = _long_sequences(config, weights)
     return EmbeddingRecipe(
         weights=weights.digest,
         layer=layer,
         context=chosen.context,
         precision=precision,
         storage=storage,
-        long=chosen.long.policy,
-        length=chosen.long.length,
-        overlap=chosen.long.overlap,
+        long=long,
+        length=length,
+        overlap=overlap,
         on_oom=chosen.on_oom,
         half_fallback=chosen.half_fallback == "fp32",
+        letters=weights.letters,
     )
+
+
+def _long_sequences(config: Config, weights: CheckpointFacts) -> tuple[str, int, int]:
+    """Return what becomes of long sequences, from which length on, and how far windows overlap.
+
+    What an encoder does not take as one goes in windows, where nothing else is said.
+    """
+    long, longest = config.embed.long, weights.longest
+    if not longest:
+        return long.policy, long.length, long.overlap
+    if longest < long.length != type(long).model_fields["length"].default:
+        what = f"embed.long.length is {long.length:,}, and {weights.name} takes {longest:,} residues as one"
+        raise ConfigError(what, where="embed.long.length", remedy=f"--set embed.long.length={longest}")
+    length = min(long.length, longest)
+    return "windows" if long.policy == "full" else long.policy, length, min(long.overlap, length // 2)
+
+
+def refuse_other_family(encoder: str, weights: CheckpointFacts) -> None:
+    """Refuse weights of another family than the configuration names."""
+    if encoder != "auto" and {"esm1v": ESM1B}.get(encoder, encoder) != weights.family:
+        what = f"embed.encoder is {encoder}, and these weights are {FAMILIES[weights.family]}"
+        raise ConfigError(what, where=weights.path, remedy="--set embed.encoder=auto, or other embed.weights")
+
+
+def esm_source(weights: CheckpointFacts) -> EncoderSource:
+    """Return the checkpoint, read."""
+    from pipeline.encoder.engine.encoder_source import EsmSource
+
+    return EsmSource.at(Path(weights.path))
+
+
+def own_source(config: Config, beside: Path | None) -> EncoderSource:
+    """Return the user's own encoder."""
+    from pipeline.encoder.engine.encoder_source import OwnSource
+
+    chosen = config.embed
+    encoder = load_encoder(chosen.encoder, chosen.weights, chosen.options, beside=beside)
+    return OwnSource(chosen.encoder, encoder, lambda: encoder_code(config, beside).facts.digest)
 
 
 def device_of(config: Config) -> str:
@@ -254,7 +312,8 @@ class Project:
     @cached_property
     def encoding(self) -> Encoding:
         """The weights are read when this is first used."""
-        return Encoding.open(self.config, self.cache, remember=self.remember, named=self.only.of("embed"))
+        named = self.only.of("embed")
+        return Encoding.open(self.config, self.cache, remember=self.remember, named=named, beside=self.beside)
 
 
 def local_machine(slots: SlotsSection) -> Machine:

@@ -31,7 +31,7 @@ from pipeline.journal.run_folder import PRIVATE, RunFolder, writing_run
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator, Mapping
 
-    from pipeline.protocol import Reader, Task
+    from pipeline.protocol import Encoder, Reader, Task
 
 PACKAGE = Path(pipeline.__file__).parent
 BESIDE = ("sbatch", "configs")  # data that lies beside the package in a checkout, and in pipeline/data in a wheel
@@ -134,9 +134,11 @@ class CodeKind:
 
 
 READERS = PACKAGE / "readers"
+NOTHING: dict[str, Any] = {}
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 TASK = CodeKind("task", "train.task", ("model", "cost", "collate", "loss"))
 READER = CodeKind("reader", "data.reader", ("files", "entries", "read"))
+ENCODER = CodeKind("encoder", "embed.encoder", ("model", "tokenize", "forward"))
 
 
 def load_task(name: str | None, options: Mapping[str, Any] | None = None, *, beside: Path | None = None) -> Task:
@@ -152,8 +154,18 @@ def load_reader(name: str, path: Path, options: Mapping[str, Any], *, beside: Pa
     return _load(READER, name, {**options, "path": path}, beside)  # type: ignore[no-any-return]
 
 
-def _load(kind: CodeKind, name: str, options: Mapping[str, Any], beside: Path | None) -> Any:
-    """Import a class and return an instance made with these options; raise ConfigError for whatever goes wrong."""
+def load_encoder(name: str, weights: Path, options: Mapping[str, Any], *, beside: Path | None = None) -> Encoder:
+    """Return the encoder of that name, called with its weights where it takes them; it is found like a task."""
+    return _load(ENCODER, name, options, beside, {"weights": weights})  # type: ignore[no-any-return]
+
+
+def _load(
+    kind: CodeKind, name: str, options: Mapping[str, Any], beside: Path | None, offered: Mapping[str, Any] = NOTHING
+) -> Any:
+    """Import a class and return an instance made with these options; raise ConfigError for whatever goes wrong.
+
+    What is offered is given to a class that takes it.
+    """
     module_name, _, class_name = name.partition(":")
     if beside is not None and str(beside) not in sys.path:
         sys.path.insert(0, str(beside))  # a frozen copy takes precedence over its source
@@ -175,6 +187,7 @@ def _load(kind: CodeKind, name: str, options: Mapping[str, Any], beside: Path | 
         what = f"{module_name} has no {class_name!r}; it has {known}"
         raise ConfigError(what, where=f"{kind.where}: {name}", remedy="pipeline config check")
     _refuse_unknown(own_class, options, kind)
+    options = {**options} | {key: value for key, value in offered.items() if takes(own_class, key)}
     try:
         made = own_class(**options) if callable(own_class) else own_class
     except PipelineError:  # which says itself what is wrong, and where
@@ -205,7 +218,15 @@ def _refuse_unknown(own_class: Any, options: Mapping[str, Any], kind: CodeKind) 
             raise ConfigError(what, where=f"{section}.options.{name}", remedy="correct it, then: pipeline config check")
 
 
-def sources(own: Task | Reader) -> list[tuple[str, Path]]:
+def takes(own_class: Any, name: str) -> bool:
+    """Tell whether a class takes an argument of this name."""
+    try:
+        return name in inspect.signature(own_class).parameters
+    except (TypeError, ValueError):
+        return False
+
+
+def sources(own: Task | Reader | Encoder) -> list[tuple[str, Path]]:
     """Return the user's own source files of a task or a reader, by name relative to their import root.
 
     They are its module, or all of its package, and what these import from the same root.
@@ -253,7 +274,7 @@ def _imported(path: Path) -> list[str]:
 FIGURES = ("metrics", "outputs")  # methods of a task that tell of a model, and cannot change its weights
 
 
-def source_digest(own: Task | Reader, without: Container[str] = FIGURES) -> str:
+def source_digest(own: Task | Reader | Encoder, without: Container[str] = FIGURES) -> str:
     """Return the digest of what the user's own code does; empty where there is none.
 
     Comments, formatting and docstrings are not in it, nor are methods of these names of the task itself.

@@ -51,26 +51,26 @@ class TaskCode:
         known = read_json(path)
         if not isinstance(known, int):
             known = make()
-            _keep(path, known)
+            keep(path, known)
         return known
 
 
 def task_code(config: Config, beside: Path | None) -> TaskCode:
     """Return what is known of a configuration's task, which is loaded unless it was with these very files."""
     train, runs = config.train, config.cluster.runs
-    named = _named_files(train.task or "", beside)
+    named = named_files(train.task or "", beside)
     asked = _asked(config, named) if named is not None else ""
     path = runs / PLANS / f"{asked}.json"
-    if asked and named is not None and (asked in _SEEN or not _is_imported(train.task or "")):
+    if asked and named is not None and (asked in _SEEN or not is_imported(train.task or "")):
         with suppress(KeyError, TypeError):  # of another version
             facts = _SEEN.get(asked) or read_json(path) or {}
             files = tuple((name, named[name]) for name in facts["files"])
             reads = tuple(map(Path, facts["reads"]))
             code = TaskCode(facts["trains"], facts["tells"], facts["stands"], files, reads, facts["samples"], asked)
             if not path.exists():
-                _keep(path, facts)
+                keep(path, facts)
             return code
-    was_imported = _is_imported(train.task or "")
+    was_imported = is_imported(train.task or "")
     task = load_task(train.task, train.options, beside=beside)
     _check_stages(train, beside)
     files = tuple(sources(task))
@@ -85,11 +85,11 @@ def task_code(config: Config, beside: Path | None) -> TaskCode:
     )
     is_ours = PACKAGE in Path(inspect.getfile(type(task))).resolve().parents
     is_whole = bool(files or is_ours) and named is not None and dict(files).items() <= named.items()
-    if was_imported or not asked or not is_whole or asked != _asked(config, _named_files(train.task or "", beside)):
+    if was_imported or not asked or not is_whole or asked != _asked(config, named_files(train.task or "", beside)):
         return code  # it is of an installed package, of elsewhere, or it changed meanwhile
     plain = {"reads": list(map(str, code.reads)), "samples": code.samples, "files": list(dict(files))}
     _SEEN[asked] = {"trains": code.trains, "tells": code.tells, "stands": code.stands, **plain}
-    _keep(path, _SEEN[asked])
+    keep(path, _SEEN[asked])
     return replace(code, asked=asked)
 
 
@@ -104,13 +104,13 @@ def _check_stages(train: TrainSection, beside: Path | None) -> None:
             raise
 
 
-def _is_imported(task: str) -> bool:
+def is_imported(task: str) -> bool:
     """Tell whether a module is imported, which may be another than one finds now; one of ours is what it is."""
     top = task.partition(":")[0].partition(".")[0]
     return top != PACKAGE.name and top in sys.modules
 
 
-def _named_files(task: str, beside: Path | None) -> dict[str, Path] | None:
+def named_files(task: str, beside: Path | None) -> dict[str, Path] | None:
     """Return the files that a task's module would be imported from, and of all that these import beside them."""
     module = task.partition(":")[0]
     top = module.partition(".")[0]
@@ -133,7 +133,7 @@ def _asked(config: Config, files: dict[str, Path] | None) -> str:
     return recipe_key("task", facts | {"python": sys.version}).hex()
 
 
-def _keep(path: Path, found: Any) -> None:
+def keep(path: Path, found: Any) -> None:
     """Write down what was found out, where there are runs at all."""
     if path.parents[1].is_dir():
         with suppress(OSError):

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from pipeline.command_line import Command
-from pipeline.encoder.checkpoints.weights import identify
 from pipeline.encoder.embedding_recipe import BF16_PRODUCTS, ENCODER_VERSION, Variant
 from pipeline.errors import SUBMIT_AGAIN, CacheDamaged, JobFailed, RecordMissing
 from pipeline.keys import recipe_key
@@ -25,19 +24,17 @@ from pipeline.waiting import signals_held
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence
-    from pathlib import Path
     from typing import Any
 
     import numpy as np
     from numpy.typing import NDArray
 
     from pipeline.device.accelerator import TorchDevice
-    from pipeline.encoder.checkpoints.esm_checkpoint import EsmCheckpoint
     from pipeline.encoder.embedding_recipe import EmbeddingRecipe
     from pipeline.encoder.engine.embed_engine import Engine
-    from pipeline.encoder.engine.sequence_work import Embedding
+    from pipeline.encoder.engine.encoder_source import EncoderSource
+    from pipeline.encoder.engine.sequence_work import Embedding, Forward
     from pipeline.encoder.engine.token_batches import EngineSettings
-    from pipeline.encoder.forward.esm2 import EsmEncoder
     from pipeline.encoder.forward.parity import ParityVerdict
     from pipeline.records import Reason, TaskContext
     from pipeline.store.store import Store
@@ -103,7 +100,7 @@ class EmbeddingVerifier:
 
 def embed_texts(
     texts: Texts,
-    path: Path,
+    load: Callable[[], EncoderSource],
     recipe: EmbeddingRecipe,
     settings: EngineSettings,
     shelves: EmbedShelves,
@@ -115,17 +112,16 @@ def embed_texts(
         yield None
     if len(todo_N) == 0:
         return
-    from pipeline.encoder.checkpoints.esm_checkpoint import load_esm_checkpoint
     from pipeline.encoder.engine import memory_ladder
     from pipeline.encoder.engine.embed_engine import Engine
 
     settings = memory_ladder.on_its_device(settings)
-    checkpoint = load_esm_checkpoint(path)
-    builder = _Builder(checkpoint, recipe, settings, shelves)
+    source = load()
+    builder = _Builder(source, recipe, settings, shelves)
     precision, tell.report.figures["lowest_cosine"] = builder.gate()
     limits = _Limits(recipe, precision, settings, shelves.limits)
     engine = Engine(
-        checkpoint,
+        source,
         recipe,
         settings,
         precision=precision,
@@ -197,9 +193,9 @@ class _Builder:
     """Builds encoders, each of which has passed the gate for its device and precision before it is used."""
 
     def __init__(
-        self, checkpoint: EsmCheckpoint, recipe: EmbeddingRecipe, settings: EngineSettings, shelves: EmbedShelves
+        self, source: EncoderSource, recipe: EmbeddingRecipe, settings: EngineSettings, shelves: EmbedShelves
     ) -> None:
-        self._checkpoint, self._recipe, self._settings, self._shelves = checkpoint, recipe, settings, shelves
+        self._source, self._recipe, self._settings, self._shelves = source, recipe, settings, shelves
 
     def gate(self) -> tuple[str, float]:
         """Return the precision that comes close enough to the reference, and its lowest cosine."""
@@ -212,17 +208,14 @@ class _Builder:
             log.warning("%s; fp32 takes its place", error.what)
             return "fp32", self._pass(device, "fp32")["lowest"]
 
-    def __call__(self, checkpoint: EsmCheckpoint, *, layer: int, precision: str, device: TorchDevice) -> EsmEncoder:
+    def __call__(self, checkpoint: object, *, layer: int, precision: str, device: TorchDevice) -> Forward:
         """Return an encoder that passed the gate, if the checkpoint still has the weights that the keys name."""
-        from pipeline.encoder.forward.esm2 import EsmEncoder, Strain
-
+        del checkpoint  # it is the source
         passed = self._pass(device.type, precision)
-        encoder = EsmEncoder(checkpoint, layer=layer, precision=precision, device=device)
-        if precision == BF16_PRODUCTS:
-            encoder.sampled = Strain(passed["scores"], passed["growth"])
-        if identify(checkpoint.path, self._shelves.weights).digest != self._recipe.weights:
+        encoder = self._source.build(layer=layer, precision=precision, device=device, passed=passed)
+        if self._source.digest(self._shelves.weights) != self._recipe.weights:
             what = "the checkpoint was changed after this run began; nothing more was published"
-            raise JobFailed(what, where=str(checkpoint.path), remedy=SUBMIT_AGAIN)
+            raise JobFailed(what, where=self._source.place, remedy=SUBMIT_AGAIN)
         return encoder
 
     def _pass(self, device: str, precision: str) -> Mapping[str, Any]:
@@ -246,7 +239,7 @@ class _Builder:
         try:
             return store.get(key).meta  # only what passed is remembered: a fault may be of one card
         except (RecordMissing, CacheDamaged):
-            verdict = parity.check_parity(self._checkpoint, precision, recipe.layer, device)
+            verdict = self._source.compared(precision, recipe.layer, device)
             self._refuse(verdict, precision)
             with store.writer() as writer:
                 writer.put(key, {}, {**made_from, **asdict(verdict)})
@@ -256,14 +249,15 @@ class _Builder:
         """Raise where an encoder is not close enough."""
         if verdict.passed:
             return
-        remedy = _IN_FULL
+        remedy: str | Command = _IN_FULL
         if precision == "fp32":
-            remedy = Command.of("weights check", then="   (and report this: the encoder is wrong for these weights)")
+            told = Command.of("weights check", then="   (and report this: the encoder is wrong for these weights)")
+            remedy = self._source.remedy or told
         what = (
             f"{precision} is not close enough to the reference: lowest cosine {verdict.lowest:.6f},"
             f" {verdict.threshold} is wanted; nothing was published"
         )
-        raise JobFailed(what, where=str(self._checkpoint.path), remedy=remedy)
+        raise JobFailed(what, where=self._source.place, remedy=remedy)
 
 
 class _Limits:

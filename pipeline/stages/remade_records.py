@@ -20,12 +20,14 @@ from pipeline.structures.inventory import examine_item, item_key
 from pipeline.structures.parsing.structure_files import File, item_paths, read_file
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from numpy.typing import NDArray
 
+    from pipeline.device.accelerator import TorchDevice
     from pipeline.encoder.engine.embed_engine import Engine
-    from pipeline.encoder.engine.sequence_work import Embedding
+    from pipeline.encoder.engine.encoder_source import EncoderSource
+    from pipeline.encoder.engine.sequence_work import Embedding, Forward
     from pipeline.records import Inventory, Item
     from pipeline.store.format.record import Array, Record
     from pipeline.structures.inventory import Complex, ScanRecipe
@@ -105,12 +107,12 @@ BFLOAT16_SHIFT = np.uint32(16)
 
 
 class EncodedAgain:
-    """Computes the embeddings of one checkpoint anew; each recipe of cutting needs an encoder of its own."""
+    """Computes the embeddings of one encoder anew; each recipe of cutting needs an encoder of its own."""
 
-    def __init__(self, path: Path, digest: str, threads: int) -> None:
-        self._path, self._digest, self._threads = path, digest, threads
+    def __init__(self, load: Callable[[], EncoderSource], digest: str, threads: int) -> None:
+        self._load, self._digest, self._threads = load, digest, threads
         self._engines: dict[EmbeddingRecipe, Engine] = {}
-        self._checkpoint: Any = None
+        self._source: EncoderSource | None = None
 
     def rows(self, record: Record) -> Floats | None:
         """Return the rows in the storage precision of the record; None where memory does not suffice."""
@@ -135,17 +137,19 @@ class EncodedAgain:
         )
 
     def _engine(self, recipe: EmbeddingRecipe) -> Engine:
-        from pipeline.encoder.checkpoints.esm_checkpoint import load_esm_checkpoint
         from pipeline.encoder.engine import memory_ladder
         from pipeline.encoder.engine.embed_engine import Engine
 
         if recipe not in self._engines:
             settings = EngineSettings(policy="tokens", cap=1, budget="auto", device="cpu", threads=self._threads)
             settings = memory_ladder.on_its_device(settings)
-            self._checkpoint = self._checkpoint or load_esm_checkpoint(self._path)
+            source = self._source = self._source or self._load()
             self._engines.clear()  # one at a time: each has its own copy of the weights
-            self._engines[recipe] = Engine(self._checkpoint, recipe, settings)
+            self._engines[recipe] = Engine(source, recipe, settings, build=self._build)
         return self._engines[recipe]
+
+    def _build(self, checkpoint: EncoderSource, *, layer: int, precision: str, device: TorchDevice) -> Forward:
+        return checkpoint.build(layer=layer, precision=precision, device=device, passed={})
 
 
 def as_floats(rows_LD: NDArray[Any]) -> Floats:

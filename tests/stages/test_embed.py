@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +18,7 @@ from pipeline.encoder.checkpoints.esm_checkpoint import digest_weights, load_esm
 from pipeline.encoder.checkpoints.synth import write_random_checkpoint
 from pipeline.encoder.embedding_recipe import BF16_PRODUCTS, EmbeddingRecipe, Variant
 from pipeline.encoder.engine.embed_engine import Engine
+from pipeline.encoder.engine.encoder_source import EsmSource
 from pipeline.encoder.engine.token_batches import EngineSettings
 from pipeline.encoder.forward import linear, parity
 from pipeline.encoder.forward.linear import bf16_products_here
@@ -64,6 +65,10 @@ def texts_of(sequences: Sequence[str]) -> Texts:
     return Texts(np.array([len(text) for text in sequences]), lambda wanted: [sequences[at] for at in wanted])
 
 
+def at(weights: Path) -> Callable[[], EsmSource]:
+    return lambda: EsmSource.at(weights)
+
+
 def tell_to(refused: list[tuple[str, Reason, str]]) -> TaskContext:
     return TaskContext(lambda *what: refused.append(what))
 
@@ -75,7 +80,7 @@ def run(
     sequences: Sequence[str] = TEXTS,
     settings: EngineSettings = SETTINGS,
 ) -> list[Reason | None]:
-    return list(embed_texts(texts_of(sequences), weights, recipe, settings, shelves, tell_to([])))
+    return list(embed_texts(texts_of(sequences), at(weights), recipe, settings, shelves, tell_to([])))
 
 
 def looked_up(recipe: EmbeddingRecipe, shelves: EmbedShelves) -> list[Variant | None]:
@@ -110,7 +115,7 @@ def test_a_second_run_computes_nothing(
     weights: Path, recipe: EmbeddingRecipe, shelves: EmbedShelves, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(weights, recipe, shelves)
-    monkeypatch.setattr("pipeline.encoder.checkpoints.esm_checkpoint.load_esm_checkpoint", forbidden)
+    monkeypatch.setattr("pipeline.encoder.engine.encoder_source.load_esm_checkpoint", forbidden)
     assert run(weights, recipe, open_shelves(tmp_path)) == [None] * len(TEXTS)
 
 
@@ -126,7 +131,7 @@ def test_work_that_is_cut_short_is_kept_and_not_done_again(
     weights: Path, recipe: EmbeddingRecipe, shelves: EmbedShelves, tmp_path: Path
 ) -> None:
     many = natural(200)
-    with closing(embed_texts(texts_of(many), weights, recipe, SETTINGS, shelves, tell_to([]))) as outcomes:
+    with closing(embed_texts(texts_of(many), at(weights), recipe, SETTINGS, shelves, tell_to([]))) as outcomes:
         for _ in range(5):
             next(outcomes)
     kept = shelves.embeddings.stat().records
@@ -259,7 +264,7 @@ def test_what_cannot_be_embedded_is_told_by_its_key(
     refused: list[tuple[str, Reason, str]] = []
     strict = replace(recipe, long="error", length=64)
     sequences = [*TEXTS[:2], "M" * 65]
-    reasons = list(embed_texts(texts_of(sequences), weights, strict, SETTINGS, shelves, tell_to(refused)))
+    reasons = list(embed_texts(texts_of(sequences), at(weights), strict, SETTINGS, shelves, tell_to(refused)))
     assert sorted(reasons, key=str) == sorted([None, None, Reason.SEQUENCE_TOO_LONG], key=str)
     ((key, reason, _),) = refused
     assert (key, reason) == (strict.key("M" * 65, strict.wanted(65)).hex(), Reason.SEQUENCE_TOO_LONG)
@@ -353,7 +358,7 @@ def test_a_gate_that_does_not_fit_in_memory_says_so(
 def test_a_disk_that_fills_while_a_task_is_ended_is_heard(
     weights: Path, recipe: EmbeddingRecipe, shelves: EmbedShelves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    outcomes = embed_texts(texts_of(natural(100)), weights, recipe, SETTINGS, shelves, tell_to([]))
+    outcomes = embed_texts(texts_of(natural(100)), at(weights), recipe, SETTINGS, shelves, tell_to([]))
     next(outcomes)
 
     def full(*_: object, **__: object) -> None:

@@ -1,4 +1,4 @@
-"""The files of a checkpoint, and the table of published models; looks at names and JSON, never at weights."""
+"""The files of a checkpoint, the families that are read, and the table of published models; never looks at weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from pipeline.errors import ConfigError, WeightsUnusable
 if TYPE_CHECKING:
     from pathlib import Path
 
-FAIR_ESM, HUGGING_FACE = "fair-esm", "hugging-face"
+FAIR_ESM, HUGGING_FACE, EVOLUTIONARY_SCALE = "fair-esm", "hugging-face", "evolutionary-scale"
+ESM2, ESM1B, ESMC = "esm2", "esm1b", "esmc"
+FAMILIES = {ESM2: "ESM-2", ESM1B: "ESM-1b or ESM-1v", ESMC: "ESM C"}
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 MAIN_MODEL = "esm2_t33_650M_UR50D"
 USE_ESM2 = f"set embed.weights to an ESM-2 checkpoint, for example of: pipeline weights fetch {MAIN_MODEL}"
@@ -140,7 +142,7 @@ def _needs_safetensors(path: Path, folder: Path) -> WeightsUnusable:
     return WeightsUnusable(what, where=str(path), remedy=f'where transformers is installed: python -c "{script}"')
 
 
-_SUFFIXES = (".pt", ".safetensors")
+_SUFFIXES = (".pt", ".pth", ".safetensors")
 
 
 def stem(path: Path) -> str:

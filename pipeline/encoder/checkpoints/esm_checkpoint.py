@@ -1,7 +1,8 @@
-"""Loading of ESM-2 checkpoints, checked against the architecture that they declare.
+"""Loading of checkpoints of the ESM families, checked against the architecture that they declare or show.
 
-Two forms are known: fair-esm's .pt file, and Hugging Face's folder of config.json and safetensors. Both give the same
-tensors under fair-esm's names, in their stored precision, memory-mapped where the file allows it.
+Three forms are known: fair-esm's .pt file of ESM-2, ESM-1b and ESM-1v, Hugging Face's folder of config.json and
+safetensors of the same, and the .pth file of ESM C. All give tensors under fair-esm's names, those of ESM C under names
+like them, in their stored precision, memory-mapped where the file allows it.
 
 Shapes: F rotary frequencies, one for two columns of a head.
 """
@@ -12,26 +13,31 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pipeline.encoder.checkpoints.checkpoint_files import (
+    ESM1B,
+    ESM2,
+    ESMC,
+    EVOLUTIONARY_SCALE,
     FAIR_ESM,
+    FAMILIES,
     FETCH_AGAIN,
     CheckpointFiles,
     files_of,
     read_json_object,
 )
 from pipeline.encoder.checkpoints.weight_containers import (
+    family_of,
+    family_of_config,
     read_pt,
     read_safetensors,
-    refuse_config,
-    refuse_container,
     refuse_names,
 )
-from pipeline.encoder.embedding_recipe import VOCABULARY
+from pipeline.encoder.embedding_recipe import ENDS, PAD, VOCABULARY
 from pipeline.errors import WeightsUnusable
 
 if TYPE_CHECKING:
@@ -42,7 +48,7 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 MOST_LAYERS, MOST_DIM = 1_000, 100_000  # beyond them a number is a mistake
 _INV_FREQ = "self_attn.rot_emb.inv_freq"
 _ROTARY_TOLERANCE = 0.01  # relative; bfloat16 rounds by 0.004
-_OF_ENCODER = ("layers.", "embed_", "emb_", "encoder.", "embeddings.")  # other tensors belong to heads
+_OF_ENCODER = ("layers.", "embed", "emb_", "encoder.", "transformer.")  # other tensors belong to heads
 _UNUSED = re.compile(r"embeddings\.position_(ids|embeddings\.weight)|layers\.\d+\.self_attn\.rot_emb\.inv_freq")
 _FAIR_PREFIX = re.compile(r"^encoder\.(sentence_encoder\.)?")
 _FACE_LAYER = re.compile(r"^encoder\.layer\.(\d+)\.(.+)\.(\w+)$")
@@ -62,16 +68,55 @@ _FACE_OTHERS = {
     "encoder.emb_layer_norm_after.weight": "emb_layer_norm_after.weight",
     "encoder.emb_layer_norm_after.bias": "emb_layer_norm_after.bias",
 }
+_FACE_ESM1B = {
+    "embeddings.position_embeddings.weight": "embed_positions.weight",
+    "embeddings.layer_norm.weight": "emb_layer_norm_before.weight",
+    "embeddings.layer_norm.bias": "emb_layer_norm_before.bias",
+}
+_ESMC_LAYER = re.compile(r"^transformer\.blocks\.(\d+)\.(.+)\.(\w+)$")
+_ESMC_PARTS = {
+    "attn.layernorm_qkv.0": "self_attn_layer_norm",
+    "attn.layernorm_qkv.1": "self_attn.qkv_proj",
+    "attn.q_ln": "self_attn.q_layer_norm",
+    "attn.k_ln": "self_attn.k_layer_norm",
+    "attn.out_proj": "self_attn.out_proj",
+    "ffn.0": "final_layer_norm",
+    "ffn.1": "fc1",
+    "ffn.3": "fc2",
+}
+_ESMC_OTHERS = {"embed.weight": "embed_tokens.weight", "transformer.norm.weight": "emb_layer_norm_after.weight"}
+_ESMC_TOKENS, _ESMC_HEAD_DIM = 64, 64  # rows of its table, of which it uses the first; columns of a head in every size
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """The sizes and settings of an ESM-2 model."""
+    """The sizes and settings of a model; what only other families than ESM-2 have comes last."""
 
     layers: int
     dim: int
     heads: int
     token_dropout: bool
+    family: str = ESM2
+    positions: int = 0  # learned ones, one for a token; 0: they are rotary
+    norm_before: bool = False  # whether a layer norm stands before the first layer
+
+    @property
+    def longest(self) -> int:
+        """The most residues that are encoded as one; 0 where there is no limit."""
+        return self.positions - ENDS if self.positions else 0
+
+    @property
+    def wide(self) -> int:
+        """The numbers within the feed-forward part; ESM C has 8/3 of its width, in steps of 256."""
+        return (8 * self.dim // 3 + 255) // 256 * 256 if self.family == ESMC else 4 * self.dim
+
+    def plain(self) -> dict[str, Any]:
+        """Return what tells the model from others; of an ESM-2 nothing but what its digest has always had."""
+        plain = asdict(self)
+        return plain if self.family != ESM2 else {name: plain[name] for name in _OF_EVERY_FAMILY}
+
+
+_OF_EVERY_FAMILY = ("layers", "dim", "heads", "token_dropout")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +124,17 @@ class EsmCheckpoint:
     """The encoder's tensors, under fair-esm's names without prefix; no heads."""
 
     name: str
-    form: str  # fair-esm or hugging-face
+    form: str  # fair-esm, hugging-face or evolutionary-scale
     path: Path
     architecture: Architecture
     tensors: Mapping[str, torch.Tensor]
     # ESM-2 was trained with frequencies that had been rounded to half precision, and they are stored with the weights.
     # Made anew they differ by up to 0.04%, which at position 1,000 turns a pair of columns by up to 0.16 radian.
-    rotary_F: torch.Tensor  # fp32
+    rotary_F: torch.Tensor  # fp32; empty where positions are learned
+
+    @property
+    def dim(self) -> int:
+        return self.architecture.dim
 
     @property
     def dtype(self) -> torch.dtype:
@@ -109,32 +158,59 @@ def frequencies(head_dim: int) -> torch.Tensor:
 
 def shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     """Return the name and shape of every tensor of the encoder."""
-    dim, wide = architecture.dim, 4 * architecture.dim
+    dim = architecture.dim
+    is_esmc = architecture.family == ESMC
+    layer = _esmc_layer(architecture) if is_esmc else _layer(architecture)
+    found: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (_ESMC_TOKENS if is_esmc else len(VOCABULARY), dim)}
+    if architecture.positions:
+        found["embed_positions.weight"] = (architecture.positions + PAD + 1, dim)
+    if architecture.norm_before:
+        found |= {"emb_layer_norm_before.weight": (dim,), "emb_layer_norm_before.bias": (dim,)}
+    found |= {f"layers.{n}.{name}": shape for n in range(architecture.layers) for name, shape in layer.items()}
+    found["emb_layer_norm_after.weight"] = (dim,)
+    return found if is_esmc else found | {"emb_layer_norm_after.bias": (dim,)}
+
+
+def _layer(architecture: Architecture) -> dict[str, tuple[int, ...]]:
+    """Return the tensors of a layer of ESM-2, ESM-1b or ESM-1v."""
+    dim, wide = architecture.dim, architecture.wide
     layer: dict[str, tuple[int, ...]] = {"self_attn_layer_norm.weight": (dim,), "self_attn_layer_norm.bias": (dim,)}
     for part in ("q_proj", "k_proj", "v_proj", "out_proj"):
         layer |= {f"self_attn.{part}.weight": (dim, dim), f"self_attn.{part}.bias": (dim,)}
     layer |= {"final_layer_norm.weight": (dim,), "final_layer_norm.bias": (dim,)}
-    layer |= {"fc1.weight": (wide, dim), "fc1.bias": (wide,), "fc2.weight": (dim, wide), "fc2.bias": (dim,)}
-    return {
-        "embed_tokens.weight": (len(VOCABULARY), dim),
-        **{f"layers.{n}.{name}": shape for n in range(architecture.layers) for name, shape in layer.items()},
-        "emb_layer_norm_after.weight": (dim,),
-        "emb_layer_norm_after.bias": (dim,),
+    return layer | {"fc1.weight": (wide, dim), "fc1.bias": (wide,), "fc2.weight": (dim, wide), "fc2.bias": (dim,)}
+
+
+def _esmc_layer(architecture: Architecture) -> dict[str, tuple[int, ...]]:
+    """Return the tensors of a layer of ESM C: no linear has a bias, and queries and keys have a norm each."""
+    dim, wide = architecture.dim, architecture.wide
+    norms = {f"{name}.{kind}": (dim,) for name in ("self_attn_layer_norm", "final_layer_norm") for kind in _NORM}
+    return norms | {
+        "self_attn.qkv_proj.weight": (3 * dim, dim),
+        "self_attn.q_layer_norm.weight": (dim,),
+        "self_attn.k_layer_norm.weight": (dim,),
+        "self_attn.out_proj.weight": (dim, dim),
+        "fc1.weight": (2 * wide, dim),  # the half that is a gate, and the half that passes it
+        "fc2.weight": (dim, wide),
     }
+
+
+_NORM = ("weight", "bias")
 
 
 def load_esm_checkpoint(path: Path) -> EsmCheckpoint:
     """Return the checkpoint at a path, with every tensor of the encoder there and of the right shape and type."""
     files = files_of(path)
-    state, architecture = _fair_esm(files) if files.form == FAIR_ESM else _hugging_face(files)
+    state, architecture = _torch_file(files) if files.form == FAIR_ESM else _hugging_face(files)
     refuse_names(state, path)
     tensors = _checked_tensors(architecture, state, path)
-    return EsmCheckpoint(files.name, files.form, path, architecture, tensors, _rotary(architecture, state, path))
+    form = EVOLUTIONARY_SCALE if architecture.family == ESMC else files.form
+    return EsmCheckpoint(files.name, form, path, architecture, tensors, _rotary(architecture, state, path))
 
 
 def digest_weights(checkpoint: EsmCheckpoint) -> str:
     """Return a digest of the weights: the same for both file forms, and different if any bit differs."""
-    hasher = hashlib.blake2b(json.dumps(asdict(checkpoint.architecture), sort_keys=True).encode(), digest_size=16)
+    hasher = hashlib.blake2b(json.dumps(checkpoint.architecture.plain(), sort_keys=True).encode(), digest_size=16)
     for name, tensor in sorted([*checkpoint.tensors.items(), ("rotary", checkpoint.rotary_F)]):
         hasher.update(json.dumps([name, dtype_name(tensor.dtype), list(tensor.shape)]).encode())
         hasher.update(tensor.contiguous().view(torch.uint8).numpy().data)  # reads the mapped file; nothing is copied
@@ -150,47 +226,94 @@ def refuse_not_finite(checkpoint: EsmCheckpoint) -> None:
             raise WeightsUnusable(what, where=str(checkpoint.path), remedy=FETCH_AGAIN)
 
 
-def _fair_esm(files: CheckpointFiles) -> tuple[dict[str, Any], Architecture]:
-    """Read a .pt file."""
+def _torch_file(files: CheckpointFiles) -> tuple[dict[str, Any], Architecture]:
+    """Read a .pt or .pth file."""
     (path,) = files.tensors
     data = read_pt(path)
-    refuse_container(data, path)
+    family = family_of(data, path)
+    if family == ESMC:
+        return _esmc(data.get("model", data.get("state_dict", data)), path)
     state = {_FAIR_PREFIX.sub("", str(name)): tensor for name, tensor in data["model"].items()}
-    settings = data["cfg"]["model"]
+    settings = data["args"] if family == ESM1B else data["cfg"]["model"]
     values = settings if isinstance(settings, Mapping) else vars(settings)
     names = ("encoder_layers", "encoder_embed_dim", "encoder_attention_heads", "token_dropout")
-    return state, _architecture([values.get(name) for name in names], names, path)
+    if family == ESM1B:  # which is silent on what it does without
+        values = {"token_dropout": False, **{f"encoder_{name}": value for name, value in values.items()}, **values}
+    return state, _learned(_architecture([values.get(name) for name in names], names, path), family, state, path)
+
+
+def _esmc(tensors: Mapping[str, Any], path: Path) -> tuple[dict[str, Any], Architecture]:
+    """Return ESM C's tensors under our names, and the architecture, of which its file says nothing."""
+    state = {_esmc_name(str(name)): tensor for name, tensor in tensors.items()}
+    numbers = [int(match[1]) for name in tensors if (match := _ESMC_LAYER.match(str(name)))]
+    table = state.get("embed_tokens.weight")
+    dim = table.shape[-1] if isinstance(table, torch.Tensor) and table.ndim else 0
+    if not numbers or max(numbers) >= MOST_LAYERS or not dim or dim % _ESMC_HEAD_DIM:
+        what = f"has {len(set(numbers))} layers of width {dim}; ESM C's heads have {_ESMC_HEAD_DIM} numbers each"
+        raise WeightsUnusable(what, where=str(path), remedy="use the .pth file as it was published")
+    return state, Architecture(max(numbers) + 1, dim, dim // _ESMC_HEAD_DIM, token_dropout=False, family=ESMC)
+
+
+def _esmc_name(name: str) -> str:
+    """Translate a tensor's name of ESM C to ours; unknown names stay as they are."""
+    match = _ESMC_LAYER.match(name)
+    if match and match[2] in _ESMC_PARTS:
+        return f"layers.{match[1]}.{_ESMC_PARTS[match[2]]}.{match[3]}"
+    return _ESMC_OTHERS.get(name, name)
+
+
+def esmc_name(name: str) -> str:
+    """Translate a tensor's name to the one under which ESM C was published."""
+    if name in (ours := {mine: theirs for theirs, mine in _ESMC_OTHERS.items()}):
+        return ours[name]
+    _, number, part = name.split(".", 2)
+    part, _, kind = part.rpartition(".")
+    return f"transformer.blocks.{number}.{next(theirs for theirs, mine in _ESMC_PARTS.items() if mine == part)}.{kind}"
+
+
+def _learned(architecture: Architecture, family: str, state: Mapping[str, Any], path: Path) -> Architecture:
+    """Return the architecture with what ESM-1b and ESM-1v have and ESM-2 has not."""
+    if family != ESM1B:
+        return architecture
+    table = state.get("embed_positions.weight")
+    positions = len(table) - PAD - 1 if isinstance(table, torch.Tensor) and table.ndim else 0
+    if positions <= ENDS:
+        what = "has no table of positions (embed_positions.weight) for more than the two marks of a sequence"
+        raise WeightsUnusable(what, where=str(path), remedy=FETCH_AGAIN)
+    norm_before = any(name.startswith("emb_layer_norm_before") for name in state)
+    return replace(architecture, family=ESM1B, positions=positions, norm_before=norm_before)
 
 
 def _hugging_face(files: CheckpointFiles) -> tuple[dict[str, Any], Architecture]:
     """Read a folder of config.json and safetensors."""
     config_path = files.others[0]
     config = read_json_object(config_path)
-    refuse_config(config, config_path)
+    family = family_of_config(config, config_path)
     config.setdefault("token_dropout", False)  # as transformers has it
     names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "token_dropout")
     architecture = _architecture([config.get(name) for name in names], names, config_path)
-    state = {_face_name(name): tensor for name, tensor in read_safetensors(files.tensors).items()}
-    return state, architecture
+    others = _FACE_OTHERS | (_FACE_ESM1B if family == ESM1B else {})
+    state = {_face_name(name, others): tensor for name, tensor in read_safetensors(files.tensors).items()}
+    return state, _learned(architecture, family, state, config_path)
 
 
-def _face_name(name: str) -> str:
+def _face_name(name: str, others: Mapping[str, str]) -> str:
     """Translate a Hugging Face tensor name to fair-esm's; unknown names stay as they are."""
     name = name.removeprefix("esm.")
     match = _FACE_LAYER.match(name)
     if match and match[2] in _FACE_PARTS:
         return f"layers.{match[1]}.{_FACE_PARTS[match[2]]}.{match[3]}"
-    return _FACE_OTHERS.get(name, name)
+    return others.get(name, name)
 
 
 def _architecture(values: list[Any], names: tuple[str, ...], path: Path) -> Architecture:
     """Return the architecture; refuse impossible values."""
     for name, value, most in zip(names, values, (MOST_LAYERS, MOST_DIM, MOST_DIM), strict=False):
         if type(value) is not int or not 1 <= value <= most:
-            raise WeightsUnusable(f"{name} is {value!r}, which no ESM-2 has", where=str(path), remedy=FETCH_AGAIN)
+            raise WeightsUnusable(f"{name} is {value!r}, which no ESM has", where=str(path), remedy=FETCH_AGAIN)
     layers, dim, heads, token_dropout = values
     if not isinstance(token_dropout, bool):
-        what = f"{names[3]} is {token_dropout!r}, which no ESM-2 has"
+        what = f"{names[3]} is {token_dropout!r}, which no ESM has"
         raise WeightsUnusable(what, where=str(path), remedy=FETCH_AGAIN)
     if dim % heads or (dim // heads) % 2:
         what = f"{names[1]} {dim} does not divide into {names[2]} {heads} of an even width"
@@ -201,14 +324,14 @@ def _architecture(values: list[Any], names: tuple[str, ...], path: Path) -> Arch
 def _checked_tensors(architecture: Architecture, state: Mapping[str, Any], path: Path) -> dict[str, torch.Tensor]:
     """Return the tensors of the architecture; refuse missing, extra and wrong ones, and mixed precisions."""
     expected = shapes(architecture)
-    size = f"{architecture.layers} layers of width {architecture.dim}"
+    family, size = FAMILIES[architecture.family], f"{architecture.layers} layers of width {architecture.dim}"
     if missing := [name for name in expected if name not in state]:
         what = f"lacks {len(missing)} of the {len(expected)} tensors of {size}; the first is {missing[0]}"
         raise WeightsUnusable(what, where=str(path), remedy=FETCH_AGAIN)
     more = [name for name in state if name.startswith(_OF_ENCODER) and name not in expected and not _UNUSED.match(name)]
     if more:
-        what = f"has tensors that ESM-2 of {size} has not; the first is {more[0]}"
-        raise WeightsUnusable(what, where=str(path), remedy="use the checkpoint of an unchanged ESM-2, adapters merged")
+        what = f"has tensors that {family} of {size} has not; the first is {more[0]}"
+        raise WeightsUnusable(what, where=str(path), remedy="use the checkpoint of an unchanged model, adapters merged")
     tensors = {name: _checked(name, state[name], shape, path) for name, shape in expected.items()}
     kinds = {tensor.dtype for tensor in tensors.values()}
     if len(kinds) > 1 or not kinds <= set(DTYPES.values()):
@@ -225,13 +348,15 @@ def _checked(name: str, tensor: object, shape: tuple[int, ...], path: Path) -> t
     if tuple(tensor.shape) != shape:
         what = f"{name} has the shape {tuple(tensor.shape)}, and should have {shape}"
         if name == "embed_tokens.weight" and tensor.shape[0] != shape[0]:
-            what = f"its vocabulary has {tensor.shape[0]} tokens, and ESM-2's has {shape[0]}"
+            what = f"its vocabulary has {tensor.shape[0]} tokens, and the family's has {shape[0]}"
         raise WeightsUnusable(what, where=str(path), remedy=FETCH_AGAIN)
     return tensor.detach()
 
 
 def _rotary(architecture: Architecture, state: Mapping[str, Any], path: Path) -> torch.Tensor:
     """Return the stored rotary frequencies, which must be equal in all layers, or computed ones if none are stored."""
+    if architecture.positions:
+        return torch.empty(0)
     head_dim = architecture.dim // architecture.heads
     fresh_F = frequencies(head_dim)
     names = [f"layers.{layer}.{_INV_FREQ}" for layer in range(architecture.layers)]

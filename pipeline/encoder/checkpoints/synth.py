@@ -1,4 +1,4 @@
-"""Random weights in fair-esm's own format, for tests and benchmarks: the real shapes and names without the download.
+"""Random weights in the families' own formats, for tests and benchmarks: real shapes and names without the download.
 
 Shapes: D width of the model, F of its feed-forward part, V tokens.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import secrets
 from argparse import Namespace
 from contextlib import suppress
@@ -14,7 +15,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pipeline.encoder.checkpoints.esm_checkpoint import PT_PREFIX, Architecture, frequencies, shapes
+from pipeline.encoder.checkpoints.checkpoint_files import ESMC
+from pipeline.encoder.checkpoints.esm_checkpoint import PT_PREFIX, Architecture, esmc_name, frequencies, shapes
 from pipeline.encoder.embedding_recipe import PAD, VOCABULARY
 from pipeline.errors import ConfigError
 from pipeline.store.format.disk import Disk, link_or_rename
@@ -28,18 +30,14 @@ _SPREAD = 0.1  # of layer-norm parameters and output biases: with ones and zeros
 
 
 def write_random_checkpoint(out: Path, layers: int, dim: int, heads: int, seed: int = 0, stress: float = 1.0) -> None:
-    """Write a random checkpoint, and the contact regression that fair-esm wants beside it.
+    """Write a random ESM-2, and the contact regression that fair-esm wants beside it.
 
     `stress` multiplies the query and key weights, so that attention becomes as sharp as half precision can bear.
     """
     regression = out.parent / f"{out.stem}-contact-regression.pt"
     _check(out, regression, layers, dim, heads)
     random = torch.Generator().manual_seed(seed)
-    architecture = Architecture(layers, dim, heads, token_dropout=True)
-    encoder = {name: _tensor(name, shape, random) for name, shape in shapes(architecture).items()}
-    for name in encoder:
-        if "q_proj.weight" in name or "k_proj.weight" in name:
-            encoder[name] *= stress
+    encoder = _random(Architecture(layers, dim, heads, token_dropout=True), random, stress)
     rotary_F = frequencies(dim // heads).half().float()  # rounded, as those of the published models are
     model = {f"{PT_PREFIX}{name}": tensor for name, tensor in encoder.items()}
     model |= {f"{PT_PREFIX}layers.{layer}.self_attn.rot_emb.inv_freq": rotary_F for layer in range(layers)}
@@ -53,6 +51,38 @@ def write_random_checkpoint(out: Path, layers: int, dim: int, heads: int, seed: 
     except BaseException:
         regression.unlink()
         raise
+
+
+def write_random_relative(out: Path, architecture: Architecture, seed: int = 0, stress: float = 1.0) -> None:
+    """Write a random checkpoint of another family: of ESM-1b or ESM-1v as fair-esm does, of ESM C as its authors do."""
+    random = torch.Generator().manual_seed(seed)
+    encoder = _random(architecture, random, stress)
+    if architecture.family == ESMC:
+        published = {name: esmc_name(name) for name in encoder}
+        head = {"sequence_head.0.weight": torch.eye(architecture.dim), "sequence_head.0.bias": torch.zeros(1)}
+        _publish({published[name]: tensor for name, tensor in encoder.items()} | head, out)
+        return
+    settings = Namespace(
+        arch="roberta_large",
+        encoder_layers=architecture.layers,
+        encoder_embed_dim=architecture.dim,
+        encoder_ffn_embed_dim=architecture.wide,
+        encoder_attention_heads=architecture.heads,
+        max_positions=architecture.positions,
+        token_dropout=architecture.token_dropout,
+    )
+    model = {f"{PT_PREFIX}{name}": tensor for name, tensor in encoder.items()}
+    model |= _language_head(encoder["embed_tokens.weight"], random)
+    _publish({"args": settings, "model": model}, out)
+
+
+def _random(architecture: Architecture, random: torch.Generator, stress: float) -> dict[str, torch.Tensor]:
+    """Return the tensors of an encoder."""
+    encoder = {name: _tensor(name, shape, random) for name, shape in shapes(architecture).items()}
+    for name in encoder:
+        if re.search(r"[qk]_(proj|layer_norm)\.weight", name):
+            encoder[name] *= stress
+    return encoder
 
 
 def _check(out: Path, regression: Path, layers: int, dim: int, heads: int) -> None:
@@ -77,7 +107,7 @@ def _check(out: Path, regression: Path, layers: int, dim: int, heads: int) -> No
 
 def _tensor(name: str, shape: tuple[int, ...], random: torch.Generator) -> torch.Tensor:
     """Return a parameter as fair-esm initialises it, but for the spread of norms and output biases."""
-    if name == "embed_tokens.weight":
+    if name in ("embed_tokens.weight", "embed_positions.weight"):
         table_VD = torch.empty(shape).normal_(generator=random)
         table_VD[PAD] = 0
         return table_VD
@@ -92,6 +122,8 @@ def _tensor(name: str, shape: tuple[int, ...], random: torch.Generator) -> torch
 def _bound(name: str, shape: tuple[int, ...]) -> float:
     """Return the largest value of a linear layer's parameter: Xavier's for attention, torch's own otherwise."""
     if "self_attn" in name and name.endswith("weight"):
+        if "qkv_proj" in name:
+            shape = (shape[1], shape[1])
         gain = 1.0 if "out_proj" in name else 1 / math.sqrt(2)
         return gain * math.sqrt(6 / sum(shape))
     inputs = 4 * shape[0] if name.endswith("fc2.bias") else shape[0] // 4 if name.endswith("fc1.bias") else shape[-1]

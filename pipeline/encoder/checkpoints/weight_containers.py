@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from pipeline.encoder.checkpoints.checkpoint_files import FETCH_AGAIN, USE_ESM2, unreadable_checkpoint
+from pipeline.encoder.checkpoints.checkpoint_files import (
+    ESM1B,
+    ESM2,
+    ESMC,
+    FETCH_AGAIN,
+    USE_ESM2,
+    unreadable_checkpoint,
+)
 from pipeline.encoder.checkpoints.inert_objects import SCRIPT, script_tensors, stood_in
 from pipeline.encoder.checkpoints.partial_download import BLOCK_BYTES
 from pipeline.encoder.embedding_recipe import MASK, PAD, VOCABULARY
@@ -159,9 +166,8 @@ def _not_a_checkpoint(path: Path, error: Exception, *, is_zip: bool) -> WeightsU
     return WeightsUnusable(f"is not a checkpoint that torch can read ({reason})", where=str(path), remedy=USE_ESM2)
 
 
-_ESM_1B = "ESM-1b or ESM-1v"
+_ROBERTA = "roberta_large"  # what fair-esm calls the architecture of ESM-1b and ESM-1v
 _ARCHITECTURES = {
-    "roberta_large": _ESM_1B,
     "protein_bert_base": "ESM-1",
     "msa_transformer": "the MSA Transformer",
     "invariant_gvp": "ESM-IF1",
@@ -170,15 +176,22 @@ _ARCHITECTURES = {
 _SIGNS = {
     "esm_s_combine": "ESMFold",
     "trunk.": "ESMFold",
-    "layernorm_qkv": "ESM C or ESM3",
+    "geom_attn": "ESM3",
+    "structure_tokens_embed": "ESM3",
     "row_self_attention": "the MSA Transformer",
     "column_self_attention": "the MSA Transformer",
     "lora_": "an adapter (LoRA) beside or over a model",
-    "emb_layer_norm_before": _ESM_1B,
-    "embed_positions": _ESM_1B,
     "self_attn.bias_k": "ESM-1",
 }
-_MODEL_TYPES = {"esmc": "ESM C", "esm3": "ESM3", "esmplusplus": "ESM C", "ESMplusplus": "ESM C", "esmfold": "ESMFold"}
+_OF_ESM_C = "layernorm_qkv"  # part of the names of its tensors
+_FACE_ESMC = "ESM C in Hugging Face's form (of which the .pth file is read)"
+_MODEL_TYPES = {
+    "esmc": _FACE_ESMC,
+    "esm3": "ESM3",
+    "esmplusplus": _FACE_ESMC,
+    "esmfold": "ESMFold",
+}
+_POSITIONS = {"rotary": ESM2, "absolute": ESM1B}
 # Settings of config.json: the default of transformers, and the value that ESM-2 needs.
 _SETTINGS: dict[str, tuple[Any, Any]] = {
     "hidden_act": ("gelu", "gelu"),
@@ -190,27 +203,33 @@ _SETTINGS: dict[str, tuple[Any, Any]] = {
 }
 
 
-def refuse_container(data: object, path: Path) -> None:
-    """Refuse the content of a .pt file unless it has the weights and the architecture of an ESM-2."""
+def family_of(data: object, path: Path) -> str:
+    """Return the family of what a file of torch holds; refuse it unless it has the weights of one that is read."""
     if not isinstance(data, Mapping):
         raise _not_esm2(f"holds a {type(data).__name__}, not a checkpoint", path)
-    architecture = getattr(data.get("args"), "arch", None)
+    settings = data.get("args")
+    architecture = settings.get("arch") if isinstance(settings, Mapping) else getattr(settings, "arch", None)
     for name, family in _ARCHITECTURES.items():
         if isinstance(architecture, str) and name in architecture:
             raise _is_other(family, path)
     model = data.get("model", data.get("state_dict", data))
     names = [str(name) for name in model] if isinstance(model, Mapping) else []
     refuse_names(names, path)
+    if any(_OF_ESM_C in name for name in names):
+        return ESMC
     if names and all("contact_head.regression" in name for name in names):
         what = "is the contact regression that lies beside a checkpoint, not the checkpoint"
         name = path.name.replace("-contact-regression", "")
         raise WeightsUnusable(what, where=str(path), remedy=f"set embed.weights to {path.with_name(name)}")
+    if architecture == _ROBERTA and "model" in data and isinstance(model, Mapping):
+        return ESM1B
     settings = data.get("cfg")
     if "model" not in data or not isinstance(model, Mapping) or not isinstance(settings, Mapping):
         held = ", ".join(repr(str(name)) for name in list(data)[:4]) or "nothing"
         raise _not_esm2(f"is not in fair-esm's format, which has cfg and model; it holds {held}", path)
     if not isinstance(settings.get("model"), Mapping) and not hasattr(settings.get("model"), "__dict__"):
         raise _not_esm2("its cfg says nothing of the model's architecture", path)
+    return ESM2
 
 
 def refuse_names(names: Iterable[str], path: Path) -> None:
@@ -221,25 +240,28 @@ def refuse_names(names: Iterable[str], path: Path) -> None:
             raise _is_other(family, path)
 
 
-def refuse_config(config: Mapping[str, Any], path: Path) -> None:
-    """Refuse the config.json of a model that is not ESM-2, or has other settings."""
+def family_of_config(config: Mapping[str, Any], path: Path) -> str:
+    """Return the family that a config.json tells of; refuse other models, and other settings."""
     kind = config.get("model_type")
     if kind != "esm":
-        raise _is_other(_MODEL_TYPES.get(str(kind), f"a model of the type {kind!r}"), path)
+        raise _is_other(_MODEL_TYPES.get(str(kind).lower(), f"a model of the type {kind!r}"), path)
     if config.get("is_folding_model"):
         raise _is_other("ESMFold", path)
     positions = config.get("position_embedding_type", "absolute")
-    if positions != "rotary" or config.get("emb_layer_norm_before"):
-        raise _is_other(f"{_ESM_1B} (its positions are {positions})", path)
+    if positions not in _POSITIONS:
+        raise _not_esm2(f"its positions are {positions!r}, which no ESM has", path)
+    if positions == "rotary" and config.get("emb_layer_norm_before"):
+        raise _not_esm2("it has a layer norm before its layers, which ESM-2 has not", path)
     for name, (default, needed) in _SETTINGS.items():
         if (value := config.get(name, default)) != needed:
             raise _not_esm2(f"{name} is {value!r}, and ESM-2's is {needed!r}", path)
     if config.get("vocab_list") not in (None, list(VOCABULARY)):
         raise _not_esm2("its vocab_list is not the vocabulary of ESM-2", path)
+    return _POSITIONS[positions]
 
 
 def _is_other(family: str, path: Path) -> WeightsUnusable:
-    return _not_esm2(f"is {family}, not ESM-2", path)
+    return _not_esm2(f"is {family}, not ESM-2, ESM-1b, ESM-1v or ESM C", path)
 
 
 def _not_esm2(what: str, path: Path) -> WeightsUnusable:

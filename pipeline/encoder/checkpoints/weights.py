@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.encoder.checkpoints.checkpoint_files import (
     _SUFFIXES,
     CONFIG,
+    ESM2,
     HUGGING_FACE,
     INDEX,
     MAIN_MODEL,
@@ -28,6 +29,7 @@ from pipeline.encoder.checkpoints.checkpoint_files import (
     unreadable_checkpoint,
 )
 from pipeline.encoder.checkpoints.partial_download import BLOCK_BYTES, explaining_disk_errors
+from pipeline.encoder.embedding_recipe import LETTERS
 from pipeline.errors import CacheFull, CacheUnusable, ConfigError, WeightsUnusable
 from pipeline.keys import is_settled, recipe_key
 from pipeline.store.format.disk import Disk
@@ -57,13 +59,20 @@ class CheckpointFacts:
     heads: int
     precision: str  # fp32, fp16 or bf16, as stored
     bytes: int  # of its files
+    family: str = ESM2
+    longest: int = 0  # residues that are encoded as one; 0: any number
+    letters: str = LETTERS  # that it reads
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """Return plain JSON data; of an ESM-2, what there was before there were others."""
+        return {name: value for name, value in asdict(self).items() if name not in _LATER or value != _LATER[name]}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> CheckpointFacts:
         return cls(**data)
+
+
+_LATER = {"family": ESM2, "longest": 0, "letters": LETTERS}
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -152,7 +161,7 @@ def checkpoint_facts(path: Path) -> CheckpointFacts:
     refuse_not_finite(checkpoint)
     shape, size_bytes = checkpoint.architecture, sum(file.stat().st_size for file in files_of(path).all)
     facts = (digest_weights(checkpoint), shape.layers, shape.dim, shape.heads, dtype_name(checkpoint.dtype), size_bytes)
-    return CheckpointFacts(checkpoint.name, checkpoint.form, str(path), *facts)
+    return CheckpointFacts(checkpoint.name, checkpoint.form, str(path), *facts, shape.family, shape.longest)
 
 
 def _states(files: CheckpointFiles) -> list[tuple[str, int, int, int]]:
@@ -240,7 +249,7 @@ class Examined:
         """Return plain JSON data."""
         why = None if self.why is None else self.why.what
         facts = {"parameters": self.parameters, "sha256": dict(self.sha256), "verdict": self.verdict, "why": why}
-        return asdict(self.weights) | facts
+        return self.weights.to_json() | facts
 
     def accepted(self) -> Examined:
         """Return this; raise if it differs from the model published under its name."""
@@ -271,7 +280,7 @@ def _judge(path: Path, facts: CheckpointFacts) -> tuple[str, WeightsUnusable | N
 
 
 def refuse_other(path: Path, model: Published | None) -> None:
-    """Refuse a file that is no ESM-2 checkpoint, or not of the published model's architecture."""
+    """Refuse a file that is no checkpoint, or not of the published model's architecture."""
     from pipeline.encoder.checkpoints.esm_checkpoint import load_esm_checkpoint
 
     shape = load_esm_checkpoint(path).architecture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -32,9 +32,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from pipeline.encoder.checkpoints.esm_checkpoint import EsmCheckpoint
     from pipeline.encoder.embedding_recipe import EmbeddingRecipe
-    from pipeline.encoder.engine.sequence_work import SequenceWork
+    from pipeline.encoder.engine.sequence_work import Forward, SequenceWork
     from pipeline.encoder.engine.token_batches import BatchSchedule
 
     Integers = NDArray[np.int64]
@@ -124,12 +123,19 @@ class Flow:
             self.again.append(work.at(step))
 
 
-class Builder(Protocol):
-    """Makes an encoder: the class itself, or a stand-in of a test."""
+class Weights(Protocol):
+    """What encoders are built from, a checkpoint or a source: its name, and the width of its rows."""
 
-    def __call__(
-        self, checkpoint: EsmCheckpoint, *, layer: int, precision: str, device: torch.device
-    ) -> EsmEncoder: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def dim(self) -> int: ...
+
+
+class Builder(Protocol):
+    """Makes an encoder: the class itself, the stage's that asks the gate first, or a stand-in of a test."""
+
+    def __call__(self, checkpoint: Any, *, layer: int, precision: str, device: torch.device) -> Forward: ...
 
 
 class Engine:
@@ -137,7 +143,7 @@ class Engine:
 
     def __init__(
         self,
-        checkpoint: EsmCheckpoint,
+        checkpoint: Weights,
         recipe: EmbeddingRecipe,
         settings: EngineSettings,
         *,
@@ -178,7 +184,8 @@ class Engine:
         if len(refused_N) == len(lengths_N):
             return
         self._set_budget()
-        with RowWriter(sink) as writer, BatchReader(read, lengths_N, self._recipe, self._main) as reader:
+        reader = BatchReader(read, lengths_N, self._recipe, self._main, self._ladder.main.tokenize)
+        with RowWriter(sink) as writer, reader:
             yield from self._run(lengths_N, refused_N, reader, writer)
 
     def _run(
@@ -188,13 +195,13 @@ class Engine:
         settings = self._settings
         cap = None if settings.cap == "auto" else settings.cap
         order = token_batches.BatchSchedule(lengths_N, refused_N, self._recipe, policy=settings.policy, cap=cap)
-        costs_N = token_batches.recipe_costs(lengths_N, self._recipe, self._checkpoint.architecture.dim)
+        costs_N = token_batches.recipe_costs(lengths_N, self._recipe, self._checkpoint.dim)
         for outcome in Flow(self._ladder, self._recipe, self.figures, order, reader, writer, self._on).outcomes():
             self.figures.refused += isinstance(outcome, RefusedSequence)
             self.figures.cost_done += float(costs_N[outcome.index])
             yield outcome
 
-    def _encoder(self, device: str, precision: str) -> EsmEncoder:
+    def _encoder(self, device: str, precision: str) -> Forward:
         return self._build(self._checkpoint, layer=self._recipe.layer, precision=precision, device=torch.device(device))
 
     def _set_budget(self) -> None:

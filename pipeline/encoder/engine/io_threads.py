@@ -145,9 +145,11 @@ class BatchReader(Servant["NDArray[np.int64]", TokenizedBatch]):
         lengths_N: NDArray[np.int64],
         recipe: EmbeddingRecipe,
         main: ComputeStep,
+        tokenize: Callable[[str], NDArray[np.uint8]] = tokenize,
     ) -> None:
         super().__init__()
         self._read, self._lengths_N, self._recipe, self._main = read, lengths_N, recipe, main
+        self._tokenize = tokenize
 
     def answer(self, asked: NDArray[np.int64]) -> TokenizedBatch:
         """Return the sequences of one batch."""
@@ -166,7 +168,7 @@ class BatchReader(Servant["NDArray[np.int64]", TokenizedBatch]):
         step = first_step(self._recipe, self._main.variant.precision, len(text), self._main.device)
         cut = step.variant.cut
         truncated = cut is not None and cut.policy == "truncate"
-        tokens_L = tokenize(text)
+        tokens_L = self._tokenize(text)
         return SequenceWork(index, text, tokens_L[: cut.length] if cut and truncated else tokens_L, step)
 
 

@@ -18,7 +18,7 @@ from pipeline.command_line import Command
 from pipeline.device.accelerator import Card, computing, is_card, located, torch_sees
 from pipeline.device.kinds import CPU
 from pipeline.device.out_of_memory import free_caches, trim_heap, unless_out_of_memory
-from pipeline.encoder.embedding_recipe import ENDS, tokenize, window_shares, windows
+from pipeline.encoder.embedding_recipe import ENDS, window_shares, windows
 from pipeline.encoder.engine.sequence_work import (
     Computed,
     ComputeStep,
@@ -49,7 +49,6 @@ CPU_TOKENS, CARD_TOKENS = 8_192, 65_536  # beyond these a batch is not faster, o
 SHARE = 0.8  # of what is free; the rest is for fragments, for rows on their way, and for what was not foreseen
 QUEUE_BYTES = 128 << 20  # rows that may wait to be written
 _PROBES = (512, 2_048)  # tokens
-_PROBE_RESIDUES = 254
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +68,13 @@ class Room:
         free_caches(CPU)
         return cls(host_free_bytes(mem_bytes), encoder.bytes_per_token())
 
-    def tokens(self, taken_bytes: int = 0) -> int:
-        """Return how many tokens can be computed at once with so many bytes taken; none if this is not positive."""
+    def tokens(self, taken_bytes: int = 0, token_bytes: int = 0) -> int:
+        """Return how many tokens can be computed at once with so many bytes taken; none if this is not positive.
+
+        `token_bytes` is what each takes where that is not as usual.
+        """
         # At width 1,280, 1,022 tokens took 12 rows of fp32 a token, and 9,000 took 8, where 7 are told: a tile is more.
-        return int(SHARE * (self.free_bytes - taken_bytes)) // max(1, self.token_bytes) - TILE
+        return int(SHARE * (self.free_bytes - taken_bytes)) // max(1, token_bytes or self.token_bytes) - TILE
 
 
 def measured(encoder: Forward, device: str, room: Room | None) -> int:
@@ -107,9 +109,9 @@ def card_peak_bytes(encoder: Forward, tokens: int, device: str) -> int | None:
     return None if fits is None else card.peak_allocated_bytes - before
 
 
-def encode_made_up(encoder: Callable[[Sequence[NDArray[np.uint8]]], torch.Tensor], tokens: int) -> float:
+def encode_made_up(encoder: Forward, tokens: int) -> float:
     """Encode made-up sequences of that many tokens in all, and wait for the result."""
-    sequence = tokenize("A" * min(_PROBE_RESIDUES, tokens - ENDS))
+    sequence = encoder.typical[: tokens - ENDS]
     rows_RD = encoder([sequence] * (tokens // (len(sequence) + ENDS)))
     return float(rows_RD[-1, -1])  # asking for a number waits for the card
 
@@ -242,8 +244,10 @@ class MemoryLadder:
         if room is None:
             return True
         cut = work.windows
-        least = count if cut is None else min(cut.length, len(work.tokens_L)) + ENDS
-        return room.tokens(self._rows_bytes(work.step, count)) >= least
+        residues = len(work.tokens_L) if cut is None else min(cut.length, len(work.tokens_L))
+        least = count if cut is None else residues + ENDS
+        token_bytes = self._encoder(_kind(work.step)).bytes_per_token(residues)
+        return room.tokens(self._rows_bytes(work.step, count), token_bytes) >= least
 
     def _rows_bytes(self, step: ComputeStep, count: int) -> int:
         """Return the memory that the finished rows of so many tokens take until they are stored."""
@@ -278,7 +282,8 @@ class MemoryLadder:
         room = self._room(self._main)
         if room is None:
             return self.budget
-        return min(self.budget, room.tokens(self._rows_bytes(work.step, work.tokens)))
+        token_bytes = self.main.bytes_per_token(work.windows.length if work.windows else len(work.tokens_L))
+        return min(self.budget, room.tokens(self._rows_bytes(work.step, work.tokens), token_bytes))
 
     def _forward(self, step: ComputeStep, tokens: Sequence[Tokens]) -> torch.Tensor | None:
         """Send sequences through the encoder of a step; None, and a smaller budget, when memory does not suffice."""

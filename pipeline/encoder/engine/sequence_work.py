@@ -109,9 +109,13 @@ class Forward(Protocol):
 
     dim: int
     fill: int  # tokens are filled up to a multiple of this
+    typical: NDArray[np.uint8]  # tokens of a sequence that is made up to try it
 
-    def bytes_per_token(self) -> int:
-        """Return the memory that one more token takes."""
+    def tokenize(self, sequence: str) -> NDArray[np.uint8]:
+        """Return a number for each residue; raise BadSequence for one that it cannot read."""
+
+    def bytes_per_token(self, residues: int = ...) -> int:
+        """Return the memory that one more token takes, in a sequence of so many residues."""
 
     def __call__(self, tokens: Sequence[NDArray[np.uint8]]) -> torch.Tensor:
         """Return the rows of all residues, in order."""

@@ -1,4 +1,7 @@
-"""The forward pass of ESM-2 over packed sequences: attention, rotary positions and layers.
+"""The forward pass of the ESM families over packed sequences: attention, positions and layers.
+
+ESM-1b and ESM-1v differ from ESM-2 by learned positions and perhaps a norm before the layers; ESM C by norms of queries
+and keys, a gate in its feed-forward part, no biases, and what a layer adds being divided by a number of its depth.
 
 Shapes: T tokens, H heads, C columns of a head, F = C/2 frequencies, P positions, L tokens of one sequence.
 """
@@ -15,15 +18,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch.nn.attention.varlen import varlen_attn
-from torch.nn.functional import layer_norm, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 
 from pipeline.device.accelerator import is_card
+from pipeline.encoder.checkpoints.checkpoint_files import ESMC
 from pipeline.encoder.checkpoints.esm_checkpoint import as_dtype
-from pipeline.encoder.embedding_recipe import BF16_PRODUCTS, CLS, ENDS, EOS, PAD
+from pipeline.encoder.embedding_recipe import BF16_PRODUCTS, CLS, ENDS, EOS, PAD, tokenize
+from pipeline.encoder.forward.esm_layer import EsmLayer, ParameterReader
 from pipeline.encoder.forward.linear import Bfloat16Linear, TorchLinear, choose_linear
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -140,14 +145,6 @@ def _complex(x_THC: torch.Tensor) -> torch.Tensor:
     return torch.view_as_complex(x_THC.view(*x_THC.shape[:-1], -1, 2))
 
 
-def pairs_together(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """Reorder the outputs of a projection within each head, so that columns c and c + C/2 become neighbours.
-
-    Scores do not change when queries and keys are reordered alike.
-    """
-    return weight.view(heads, 2, -1, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
-
-
 @dataclass(frozen=True, slots=True)
 class Strain:
     """How hard sequences are on bf16: it fails where attention is sharp, and where large rows cancel each other."""
@@ -166,36 +163,7 @@ class Strain:
 
 TILE = 1024  # rows: weights are read from the outer cache once a tile; 128 was 5% slower, more than 1024 no faster
 FILL = 32  # rows; the last tile is filled up to a multiple of it
-MASKED_IN_TRAINING = 0.15 * 0.8  # of the tokens; fair-esm scales embeddings by what was left
-EPSILON = 1e-5
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LayerNorm:
-    """A layer norm; its sums are in fp32 whatever the precision."""
-
-    weight_D: torch.Tensor
-    bias_D: torch.Tensor
-
-    def __call__(self, x_MD: torch.Tensor) -> torch.Tensor:
-        return layer_norm(x_MD, self.weight_D.shape, self.weight_D, self.bias_D, EPSILON)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class EsmLayer:
-    """One transformer layer."""
-
-    before_attention: LayerNorm
-    qkv: TorchLinear
-    attended: TorchLinear
-    before_wide: LayerNorm
-    widen: TorchLinear
-    narrow: TorchLinear
-
-    def finish(self, x_MD: torch.Tensor, context_MD: torch.Tensor) -> torch.Tensor:
-        """Return the output of the layer from its input and the attention's result."""
-        x_MD = self.attended.add(context_MD, x_MD)
-        return self.narrow.add(self.widen.gelu(self.before_wide(x_MD)), x_MD)
+TYPICAL = 254  # residues of a sequence that is made up to try an encoder
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -215,8 +183,9 @@ class EsmEncoder:
     def __init__(self, checkpoint: EsmCheckpoint, *, layer: int, precision: str, device: torch.device) -> None:
         architecture = checkpoint.architecture
         assert 0 <= layer <= architecture.layers, f"layer {layer} of {architecture.layers}"
-        self.dim = architecture.dim
-        self._heads = architecture.heads
+        self.dim, self.longest = architecture.dim, architecture.longest
+        self.typical = tokenize("A" * min(TYPICAL, self.longest or TYPICAL))
+        self._heads, self._is_gated = architecture.heads, architecture.family == ESMC
         self._device = device
         self._mixed = mixed = precision == BF16_PRODUCTS
         self._dtype = torch.float32 if mixed else as_dtype(precision)
@@ -224,31 +193,37 @@ class EsmEncoder:
         self.sampled: Strain | None = None  # what the gate saw; sequences beyond it come out as NaN
         self.strains: list[Strain] = []  # of the sequences of the last call, where products are in bf16
         with torch.inference_mode():
-            take = _ParameterReader(checkpoint.tensors, architecture.heads, device, self._dtype)
+            take = ParameterReader(checkpoint, device, self._dtype)
             self._table_VD = take.table(token_dropout=architecture.token_dropout)
             kind: type[TorchLinear] = TorchLinear
             if not is_card(device) and layer:
-                sample = _ParameterReader(checkpoint.tensors, architecture.heads, device, self._dtype)
+                sample = ParameterReader(checkpoint, device, self._dtype)
                 kind, self.fill = choose_linear(sample.pairs(0), TILE, FILL, Bfloat16Linear if mixed else None)
                 self._tile = TILE
             self._layers = [take.layer(number, kind) for number in range(layer)]
             self._last = take.norm("emb_layer_norm_after") if layer == architecture.layers else None
-            self._rotary = Rotary(checkpoint.rotary_F, device)
+            self._first = take.norm("emb_layer_norm_before") if architecture.norm_before else None
+            self._position_PD = take.positions() if architecture.positions else None
+            self._rotary = None if architecture.positions else Rotary(checkpoint.rotary_F, device)
             self._attend: Attention = choose_attention(device, self._dtype, self._heads, self.dim // self._heads)
 
-    def bytes_per_token(self) -> int:
+    def tokenize(self, sequence: str) -> NDArray[np.uint8]:
+        return tokenize(sequence)
+
+    def bytes_per_token(self, residues: int = TYPICAL) -> int:  # noqa: ARG002 - no kernel here makes an L x L matrix
         """Return the working memory that a token of a batch needs, beside the weights and a constant."""
-        # Rows of the width: state, queries, keys, values, context and one sequence's; without tiles, the wide ones too.
-        return self.dim * self._dtype.itemsize * (7 if self._tile else 13)
+        # Rows of the width: state, queries, keys, values, context and one sequence's; without tiles, the wide ones too,
+        # which are the widest where they are gated.
+        return self.dim * self._dtype.itemsize * (7 if self._tile else 16 if self._is_gated else 13)
 
     @torch.inference_mode()
     def __call__(self, tokens: Sequence[NDArray[np.uint8]]) -> torch.Tensor:
         """Return the rows of all residues, in order."""
         packing = self._pack(tokens)
-        turn_T1F = self._rotary.at(packing.position_T, packing.bounds.longest)
-        tiles_MD = [self._table_VD[packing.token_T[tile]] for tile in packing.tiles]
+        turn_T1F = self._rotary.at(packing.position_T, packing.bounds.longest) if self._rotary else None
+        tiles_MD = [self._embedded(packing, tile) for tile in packing.tiles]
         # One room for all layers: fresh memory for each cost 2% of the time in page faults.
-        shape = len(turn_T1F), self._heads, self.dim // self._heads
+        shape = len(packing.token_T), self._heads, self.dim // self._heads
         room_THC = tiles_MD[0].new_empty(shape if self._attend is by_sequence else 0)
         alone = len(tiles_MD) == 1 and not self._mixed
         room_T3HC = None if alone else tiles_MD[0].new_empty(shape[0], 3, *shape[1:])
@@ -269,6 +244,13 @@ class EsmEncoder:
             self._refuse_strained(rows_RD, packing.bounds, highest, norms)
         return rows_RD
 
+    def _embedded(self, packing: Packing, tile: slice) -> torch.Tensor:
+        """Return what the first layer is given."""
+        x_MD = self._table_VD[packing.token_T[tile]]
+        if self._position_PD is not None:
+            x_MD = x_MD + self._position_PD[packing.position_T[tile]]
+        return x_MD if self._first is None else self._first(x_MD)
+
     def _refuse_strained(
         self, rows_RD: torch.Tensor, bounds: SequenceBounds, highest: list[float], norms_T: list[torch.Tensor]
     ) -> None:
@@ -286,17 +268,18 @@ class EsmEncoder:
         layer: EsmLayer,
         tiles_MD: list[torch.Tensor],
         packing: Packing,
-        turn_T1F: torch.Tensor,
+        turn_T1F: torch.Tensor | None,
         room_T3HC: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return queries and keys, turned by their positions, and values; a tile that is alone needs no room."""
-        heads = self._heads
+        """Return queries and keys, turned by rotary positions, and values; a tile that is alone needs no room."""
         for x_MD, tile in zip(tiles_MD, packing.tiles, strict=True):
-            qkv_M3HC = layer.qkv(layer.before_attention(x_MD)).view(len(x_MD), 3, heads, self.dim // heads)
+            qkv_M3HC = layer.project(x_MD, self._heads)
             out_M3HC = qkv_M3HC if room_T3HC is None else room_T3HC[tile]
-            turn(qkv_M3HC[:, :2].flatten(1, 2), turn_T1F[tile], out_M3HC[:, :2].flatten(1, 2))
+            if turn_T1F is not None:
+                turn(qkv_M3HC[:, :2].flatten(1, 2), turn_T1F[tile], out_M3HC[:, :2].flatten(1, 2))
             if room_T3HC is not None:
-                out_M3HC[:, 2] = qkv_M3HC[:, 2]
+                rest = slice(0 if turn_T1F is None else 2, 3)
+                out_M3HC[:, rest] = qkv_M3HC[:, rest]
         return qkv_M3HC if room_T3HC is None else room_T3HC
 
     def _residues(self, tiles_MD: list[torch.Tensor], row_R: torch.Tensor) -> torch.Tensor:
@@ -308,6 +291,7 @@ class EsmEncoder:
     def _pack(self, tokens: Sequence[NDArray[np.uint8]]) -> Packing:
         """Concatenate the sequences, each between its two marks."""
         lengths = np.array([len(tokens_L) + ENDS for tokens_L in tokens], np.int64)
+        assert not self.longest or lengths.max() <= self.longest + ENDS, f"a sequence is beyond {self.longest} residues"
         starts = np.concatenate([[0], np.cumsum(lengths)])
         total = int(starts[-1])
         filled = -(-total // self.fill) * self.fill
@@ -332,43 +316,4 @@ def _norms(tiles_MD: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat([torch.linalg.vector_norm(x_MD, dim=1) for x_MD in tiles_MD])
 
 
-class _ParameterReader:
-    """Takes parameters out of a checkpoint into the memory and the precision of the computation."""
-
-    def __init__(
-        self, tensors: Mapping[str, torch.Tensor], heads: int, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        self._tensors = tensors
-        self._heads = heads
-        self._device = device
-        self._dtype = dtype
-
-    def table(self, *, token_dropout: bool) -> torch.Tensor:
-        """Return the embedding table, scaled as every sequence without masks is."""
-        scale = 1 - MASKED_IN_TRAINING if token_dropout else 1.0
-        return (self._tensors["embed_tokens.weight"].float() * scale).to(self._device, self._dtype)
-
-    def norm(self, name: str) -> LayerNorm:
-        return LayerNorm(self._take(f"{name}.weight"), self._take(f"{name}.bias"))
-
-    def layer(self, number: int, kind: type[TorchLinear]) -> EsmLayer:
-        norms = (self.norm(f"layers.{number}.{name}") for name in ("self_attn_layer_norm", "final_layer_norm"))
-        before_attention, before_wide = norms
-        qkv, attended, widen, narrow = (kind(weight_OI, bias_O) for weight_OI, bias_O in self.pairs(number))
-        return EsmLayer(before_attention, qkv, attended, before_wide, widen, narrow)
-
-    def pairs(self, number: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return weight and bias of a layer's linears: queries, keys and values joined, attention output, fc1, fc2."""
-        parts = {part: [self._take(f"layers.{number}.{part}.{kind}") for kind in ("weight", "bias")] for part in _PARTS}
-        for part in _PARTS[:2]:
-            parts[part] = [pairs_together(tensor, self._heads) for tensor in parts[part]]
-        joined = [torch.cat(tensors) for tensors in zip(*(parts[part] for part in _PARTS[:3]), strict=True)]
-        return [(weight_OI, bias_O) for weight_OI, bias_O in (joined, *(parts[part] for part in _PARTS[3:]))]
-
-    def _take(self, name: str) -> torch.Tensor:
-        """Return a parameter, copied: the file it is mapped from may change."""
-        return self._tensors[name].to(self._device, self._dtype, copy=True)
-
-
-_PARTS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.out_proj", "fc1", "fc2")
 _CLS, _EOS = np.array([CLS], np.uint8), np.array([EOS], np.uint8)

@@ -8,20 +8,23 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch.nn.functional import gelu, linear
+from torch.nn.functional import gelu, linear, silu
 
 from pipeline.device.accelerator import on_card
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from typing import TypeAlias
+
+    Parameters: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]  # weight and bias
 
 _NO_SCALARS: list[float] = []
 
 
 class TorchLinear:
-    """A linear layer by torch, on any device, also followed by gelu or an addition."""
+    """A linear layer by torch, on any device, also followed by gelu, a gate or an addition."""
 
-    def __init__(self, weight_OI: torch.Tensor, bias_O: torch.Tensor) -> None:
+    def __init__(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> None:
         self._weight_OI = weight_OI
         self._bias_O = bias_O
 
@@ -31,6 +34,11 @@ class TorchLinear:
     def gelu(self, x_RI: torch.Tensor) -> torch.Tensor:
         """Return gelu of the result, by the error function."""
         return gelu(self(x_RI))
+
+    def gated(self, x_RI: torch.Tensor) -> torch.Tensor:
+        """Return the second half of the result through the gate that the first half is."""
+        gate_RW, passed_RW = self(x_RI).chunk(2, 1)
+        return silu(gate_RW).mul_(passed_RW)
 
     def add(self, x_RI: torch.Tensor, other_RO: torch.Tensor) -> torch.Tensor:
         """Return the result plus something."""
@@ -43,7 +51,7 @@ class PackedLinear(TorchLinear):
     These operations are torch.compile's own, not public: whoever wants them asks `packed_works` first.
     """
 
-    def __init__(self, weight_OI: torch.Tensor, bias_O: torch.Tensor) -> None:
+    def __init__(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> None:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight_OI.contiguous(), None)  # noqa: SLF001
         self._bias_O = bias_O
         self._run = torch.ops.mkldnn._linear_pointwise.default  # noqa: SLF001
@@ -67,8 +75,8 @@ class PackedLinear(TorchLinear):
 class Bfloat16Linear(PackedLinear):
     """Products in bf16, twice as fast where the processor has them; what is added to comes and goes in fp32."""
 
-    def __init__(self, weight_OI: torch.Tensor, bias_O: torch.Tensor) -> None:
-        super().__init__(weight_OI.bfloat16(), bias_O.bfloat16())
+    def __init__(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> None:
+        super().__init__(weight_OI.bfloat16(), None if bias_O is None else bias_O.bfloat16())
 
     def __call__(self, x_RI: torch.Tensor) -> torch.Tensor:
         return super().__call__(x_RI.bfloat16())
@@ -81,7 +89,7 @@ class Bfloat16Linear(PackedLinear):
 
 
 def choose_linear(
-    weights: Sequence[tuple[torch.Tensor, torch.Tensor]], tile: int, fill: int, kind: type[TorchLinear] | None = None
+    weights: Sequence[Parameters], tile: int, fill: int, kind: type[TorchLinear] | None = None
 ) -> tuple[type[TorchLinear], int]:
     """Return the fastest linear that is right for these weights, and to what multiple its last tile is filled up.
 
@@ -99,7 +107,7 @@ def bf16_products_here() -> bool:
     return bool(own and torch._C._has_mkldnn)  # noqa: SLF001
 
 
-def packed_works(weights: Sequence[tuple[torch.Tensor, torch.Tensor]], rows: int) -> bool:
+def packed_works(weights: Sequence[Parameters], rows: int) -> bool:
     """Say whether oneDNN's operations exist, take these weights and compute what torch does."""
     try:
         return all(_agrees(weight_OI, bias_O, rows) for weight_OI, bias_O in weights)
@@ -107,7 +115,7 @@ def packed_works(weights: Sequence[tuple[torch.Tensor, torch.Tensor]], rows: int
         return False
 
 
-def _agrees(weight_OI: torch.Tensor, bias_O: torch.Tensor, rows: int) -> bool:
+def _agrees(weight_OI: torch.Tensor, bias_O: torch.Tensor | None, rows: int) -> bool:
     """Say whether both kinds compute the same with these weights."""
     if on_card(weight_OI) or weight_OI.dtype != torch.float32:
         return False

@@ -1,10 +1,13 @@
-"""Checks that our encoder equals fair-esm's model: a few sequences through both, on each kind of device.
+"""Checks that our encoder equals its reference: a few sequences through both, on each kind of device.
 
-Shapes: L residues of a sequence, R residues of all, T tokens of a sequence, D features.
+The reference is fair-esm's own model; of ESM C, whose authors' package cannot live beside fair-esm, it is the model
+written out plainly. Shapes: L residues of a sequence, R residues of all, T its tokens, D features, H heads, C columns.
 """
 
 from __future__ import annotations
 
+import math
+from argparse import Namespace
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,24 +15,27 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch.nn.functional import layer_norm, linear, silu
 
 from pipeline.command_line import Command
 from pipeline.device.accelerator import is_card
 from pipeline.device.kinds import CPU
 from pipeline.device.out_of_memory import free_caches, unless_out_of_memory
+from pipeline.encoder.checkpoints.checkpoint_files import ESM1B, ESMC
 from pipeline.encoder.embedding_recipe import BF16_PRODUCTS, CLS, EOS, LETTERS, tokenize
 from pipeline.encoder.forward.esm2 import EsmEncoder, Strain
 from pipeline.errors import PlanInfeasible, WeightsUnusable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from typing import Any, TypeAlias
 
     from numpy.typing import NDArray
 
-    from pipeline.encoder.checkpoints.esm_checkpoint import EsmCheckpoint
+    from pipeline.encoder.checkpoints.esm_checkpoint import Architecture, EsmCheckpoint
 
     Tokens = NDArray[np.uint8]
-    Rows = NDArray[np.float32] | NDArray[np.float64]
+    Rows: TypeAlias = NDArray[np.float32] | NDArray[np.float64]
     Forward = Callable[[Sequence[Tokens]], torch.Tensor]
 
 # About how often each amino acid stands in known proteins, in percent; what matters is that all are met.
@@ -65,19 +71,19 @@ class ParityVerdict:
 
 
 def check_parity(checkpoint: EsmCheckpoint, precision: str, layer: int, device: str) -> ParityVerdict:
-    """Compare our encoder with fair-esm's own model in fp32, on the same device where that has room for it."""
-    sequences = sample_sequences()
+    """Compare our encoder with the reference in fp32, on the same device where that has room for it."""
+    sequences = sample_sequences(checkpoint.architecture.longest)
     wanted = _reference(checkpoint, layer, device, torch.float32)
     encoded = unless_out_of_memory(lambda: _encoded(checkpoint, precision, layer, device))
     if encoded is None:
-        raise no_room(f"comparing {checkpoint.name} with fair-esm does", device, where=str(checkpoint.path))
+        raise no_room(f"comparing {checkpoint.name} with its reference does", device, where=str(checkpoint.path))
     found_RD, strains = encoded
-    verdict = compare(lambda _: found_RD, wanted, sequences, precision)
+    judged = compare(lambda _: found_RD, wanted, sequences, precision)
     if strains:
         scores, growth = max(strain.scores for strain in strains), max(strain.growth for strain in strains)
-        verdict = replace(verdict, scores=scores, growth=growth)
-    if verdict.passed or precision != "fp32":
-        return verdict
+        judged = replace(judged, scores=scores, growth=growth)
+    if judged.passed or precision != "fp32":
+        return judged
     truth = _reference(checkpoint, layer, device, torch.float64)
     return beside_the_truth(compare(lambda _: found_RD, truth, sequences, precision), wanted, truth)
 
@@ -85,21 +91,22 @@ def check_parity(checkpoint: EsmCheckpoint, precision: str, layer: int, device: 
 def _encoded(checkpoint: EsmCheckpoint, precision: str, layer: int, device: str) -> tuple[torch.Tensor, list[Strain]]:
     """Return our rows of the sample, and how hard it was; the encoder is gone when this returns."""
     encoder = EsmEncoder(checkpoint, layer=layer, precision=precision, device=torch.device(device))
-    return encoder([tokenize(sequence) for sequence in sample_sequences()]).float().cpu(), encoder.strains
+    sequences = sample_sequences(checkpoint.architecture.longest)
+    return encoder([tokenize(sequence) for sequence in sequences]).float().cpu(), encoder.strains
 
 
 def _reference(checkpoint: EsmCheckpoint, layer: int, device: str, dtype: torch.dtype) -> list[Rows]:
-    """Return fair-esm's rows of the sample; on the host where the card has no room for them."""
+    """Return the reference's rows of the sample; on the host where the card has no room for them."""
     for place in dict.fromkeys((device, CPU)):
         rows = unless_out_of_memory(partial(_rows_of, checkpoint, layer, torch.device(place), dtype))
         free_caches(place)
         if rows is not None:
             return rows
-    raise no_room(f"comparing {checkpoint.name} with fair-esm does", CPU, where=str(checkpoint.path))
+    raise no_room(f"comparing {checkpoint.name} with its reference does", CPU, where=str(checkpoint.path))
 
 
 def _rows_of(checkpoint: EsmCheckpoint, layer: int, device: torch.device, dtype: torch.dtype) -> list[Rows]:
-    return Reference(checkpoint, layer, device, dtype)(sample_sequences())
+    return Reference(checkpoint, layer, device, dtype)(sample_sequences(checkpoint.architecture.longest))
 
 
 def no_room(what: str, device: str, where: str = "") -> PlanInfeasible:
@@ -113,7 +120,7 @@ def no_room(what: str, device: str, where: str = "") -> PlanInfeasible:
 
 
 def beside_the_truth(ours: ParityVerdict, theirs: Sequence[Rows], truth: Sequence[Rows]) -> ParityVerdict:
-    """Return a verdict for weights so sharp that fp32 itself is in doubt: fair-esm's own error sets the threshold."""
+    """Return a verdict for weights so sharp that fp32 itself is in doubt: the reference's error sets the threshold."""
     away = 1 - min(_token_cosines(*pair) for pair in zip(theirs, truth, strict=True))
     return ParityVerdict(ours.lowest, ours.sequences, max(_DOUBTFUL, min(ours.threshold, 1 - _LEEWAY * away)))
 
@@ -122,40 +129,45 @@ def compare(encode: Forward, wanted: Sequence[Rows], sequences: Sequence[str], p
     """Return the verdict on an encoder, against the wanted rows_LD of each sequence."""
     tokens = [tokenize(sequence) for sequence in sequences]
     found_RD = encode(tokens).float().cpu().numpy()
-    found = np.split(found_RD, np.cumsum([len(tokens_L) for tokens_L in tokens])[:-1])
+    return verdict(np.split(found_RD, np.cumsum([len(tokens_L) for tokens_L in tokens])[:-1]), wanted, precision)
+
+
+def verdict(found: Sequence[Rows], wanted: Sequence[Rows], precision: str) -> ParityVerdict:
+    """Return the verdict on the rows of sequences that an encoder gave in some precision."""
     cosines = _token_cosines if precision in ("fp32", BF16_PRODUCTS) else _sequence_cosine
     lowest = min(cosines(*pair) for pair in zip(found, wanted, strict=True))
-    return ParityVerdict(lowest, len(sequences), _THRESHOLDS[precision])
+    return ParityVerdict(lowest, len(wanted), _THRESHOLDS[precision])
 
 
-def sample_sequences() -> list[str]:
-    """Return the sequences to compare, always the same: one with every letter, and natural ones."""
+def sample_sequences(longest: int = 0) -> list[str]:
+    """Return the sequences to compare, always the same: one with every letter, and natural ones; cut to a limit."""
     random = np.random.default_rng(_SEED)
     chances = np.array(list(_FREQUENCIES.values()))
     drawn = (random.choice(list(_FREQUENCIES), length, p=chances / chances.sum()) for length in _LENGTHS)
-    return [LETTERS, *("".join(letters) for letters in drawn)]
+    return [text[: longest or None] for text in (LETTERS, *("".join(letters) for letters in drawn))]
 
 
 class Reference:
-    """fair-esm's own model with a checkpoint's tensors, shared where device and precision allow it."""
+    """The reference of a checkpoint with its very tensors, shared where device and precision allow it."""
 
     def __init__(
         self, checkpoint: EsmCheckpoint, layer: int, device: torch.device, dtype: torch.dtype = torch.float32
     ) -> None:
-        from esm.model.esm2 import ESM2  # type: ignore[import-untyped]
-
         shape = checkpoint.architecture
+        self._layer, self._device = layer, device
+        if shape.family == ESMC:
+            self._model: Any = PlainEsmC(checkpoint, device, dtype)
+            return
         with torch.device("meta"):
-            self._model = ESM2(shape.layers, shape.dim, shape.heads, "ESM-1b", token_dropout=shape.token_dropout)
+            self._model = _esm1b(shape) if shape.family == ESM1B else _esm2(shape)
         tensors = {name: tensor.to(device, dtype) for name, tensor in checkpoint.tensors.items()}
-        for number in range(shape.layers):
+        for number in range(0 if shape.positions else shape.layers):
             tensors[f"layers.{number}.self_attn.rot_emb.inv_freq"] = checkpoint.rotary_F.to(device, dtype)
         self._model.load_state_dict(tensors, assign=True, strict=False)
         self._model.lm_head = torch.nn.Identity()  # predicts letters, which nobody asks for
         self._model.contact_head = torch.nn.Identity()
         self._model.eval()
         self._check(checkpoint)
-        self._layer, self._device = layer, device
 
     def __call__(self, sequences: Sequence[str]) -> list[Rows]:
         """Return rows_LD of each sequence, computed one by one."""
@@ -174,6 +186,79 @@ class Reference:
         empty = [name for name, tensor in parts if tensor.is_meta]
         if empty:
             raise WeightsUnusable(f"the checkpoint has no {empty[0]}", where=str(checkpoint.path))
+
+
+def _esm2(shape: Architecture) -> Any:
+    """Return fair-esm's ESM-2."""
+    from esm.model.esm2 import ESM2  # type: ignore[import-untyped]
+
+    return ESM2(shape.layers, shape.dim, shape.heads, "ESM-1b", token_dropout=shape.token_dropout)
+
+
+def _esm1b(shape: Architecture) -> Any:
+    """Return fair-esm's ESM-1b or ESM-1v."""
+    from esm.data import Alphabet  # type: ignore[import-untyped]
+    from esm.model.esm1 import ProteinBertModel  # type: ignore[import-untyped]
+
+    settings = Namespace(
+        arch="roberta_large",
+        layers=shape.layers,
+        embed_dim=shape.dim,
+        ffn_embed_dim=shape.wide,
+        attention_heads=shape.heads,
+        max_positions=shape.positions,
+        token_dropout=shape.token_dropout,
+        emb_layer_norm_before=shape.norm_before,
+    )
+    return ProteinBertModel(settings, Alphabet.from_architecture("ESM-1b"))
+
+
+class PlainEsmC:
+    """ESM C as it is published, one sequence at a time, and nothing joined, packed or folded into weights."""
+
+    def __init__(self, checkpoint: EsmCheckpoint, device: torch.device, dtype: torch.dtype) -> None:
+        self._shape = checkpoint.architecture
+        self._tensors = {name: tensor.to(device, dtype) for name, tensor in checkpoint.tensors.items()}
+        self._divided_by = math.sqrt(self._shape.layers / 36)
+
+    def __call__(self, tokens_1T: torch.Tensor, repr_layers: Sequence[int]) -> Mapping[str, Any]:
+        """Return the rows of some layers, as fair-esm's models do; those of the last one after its norm."""
+        x_TD = self._tensors["embed_tokens.weight"][tokens_1T[0]]
+        found = {0: x_TD}
+        for number in range(self._shape.layers):
+            x_TD = x_TD + self._attended(x_TD, f"layers.{number}") / self._divided_by
+            x_TD = x_TD + self._fed_forward(x_TD, f"layers.{number}") / self._divided_by
+            found[number + 1] = x_TD
+        found[self._shape.layers] = self._norm(x_TD, "emb_layer_norm_after")
+        return {"representations": {layer: found[layer][None] for layer in repr_layers}}
+
+    def _attended(self, x_TD: torch.Tensor, layer: str) -> torch.Tensor:
+        before_TD = self._norm(x_TD, f"{layer}.self_attn_layer_norm")
+        qkv = linear(before_TD, self._tensors[f"{layer}.self_attn.qkv_proj.weight"])
+        q_TD, k_TD, v_TD = qkv.chunk(3, dim=-1)
+        q_TD, k_TD = (self._norm(x, f"{layer}.self_attn.{part}_layer_norm") for x, part in ((q_TD, "q"), (k_TD, "k")))
+        q_HTC, k_HTC, v_HTC = (x.view(len(x), self._shape.heads, -1).transpose(0, 1) for x in (q_TD, k_TD, v_TD))
+        q_HTC, k_HTC = self._turned(q_HTC), self._turned(k_HTC)
+        scores_HTT = q_HTC @ k_HTC.transpose(1, 2) / math.sqrt(q_HTC.shape[-1])
+        context_TD = (scores_HTT.softmax(-1) @ v_HTC).transpose(0, 1).flatten(1)
+        return linear(context_TD, self._tensors[f"{layer}.self_attn.out_proj.weight"])
+
+    def _fed_forward(self, x_TD: torch.Tensor, layer: str) -> torch.Tensor:
+        wide = linear(self._norm(x_TD, f"{layer}.final_layer_norm"), self._tensors[f"{layer}.fc1.weight"])
+        gate, passed = wide.chunk(2, dim=-1)
+        return linear(silu(gate) * passed, self._tensors[f"{layer}.fc2.weight"])
+
+    def _turned(self, x_HTC: torch.Tensor) -> torch.Tensor:
+        """Return queries or keys, turned by their positions: column c with column c + C/2."""
+        tokens, columns = x_HTC.shape[1:]
+        frequency_F = 10_000.0 ** (-torch.arange(0, columns, 2, dtype=torch.float64) / columns)
+        angle_TF = torch.outer(torch.arange(tokens, dtype=torch.float64), frequency_F)
+        cosine_TF, sine_TF = (part.to(x_HTC.device, x_HTC.dtype) for part in (angle_TF.cos(), angle_TF.sin()))
+        low, high = x_HTC.chunk(2, dim=-1)
+        return torch.cat([low * cosine_TF - high * sine_TF, high * cosine_TF + low * sine_TF], dim=-1)
+
+    def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return layer_norm(x, x.shape[-1:], self._tensors[f"{name}.weight"], self._tensors.get(f"{name}.bias"))
 
 
 @contextmanager

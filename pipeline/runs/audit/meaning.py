@@ -339,7 +339,7 @@ class Semantic:
         except PipelineError:
             return None
         digest = encoding.weights.digest
-        return digest, EncodedAgain(Path(encoding.weights.path), digest, encoding.settings.threads)
+        return digest, EncodedAgain(encoding.source, digest, encoding.settings.threads)
 
     @cached_property
     def _data_set(self) -> ItemIndex:

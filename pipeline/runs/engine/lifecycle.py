@@ -26,6 +26,7 @@ from pipeline.journal.active_runs import GOING_ON, status_of
 from pipeline.journal.ledger import SUPERVISOR, Ledger, has_ended
 from pipeline.journal.run_folder import runs_in, writing_run
 from pipeline.journal.run_status import ENDED, RunState, StatusReader
+from pipeline.project.encoder_code import encoder_code
 from pipeline.project.restriction import EVERYTHING, Only
 from pipeline.project.run_code import freeze, freeze_files, load_reader, sources
 from pipeline.project.task_code import task_code
@@ -91,6 +92,8 @@ def freeze_own(config: Config, beside: Path | None, *, is_tasked: bool) -> Path 
     files: list[tuple[str, Path]] = []
     if is_tasked and config.train.task is not None:
         files += task_code(config, beside).files
+    if config.embed.is_own:
+        files += encoder_code(config, beside).files
     if data.reader is not None:
         files += sources(load_reader(data.reader, data.path, data.options, beside=beside))
     return freeze_files(sorted(dict(files).items()), config.cluster.runs) if files else None

@@ -6,13 +6,13 @@ import math
 import os
 from array import array
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import xxhash
 
-from pipeline.encoder.embedding_recipe import BF16_PRODUCTS, BadSequence, texts, tokenize
+from pipeline.encoder.checkpoints.checkpoint_files import FAMILIES
+from pipeline.encoder.embedding_recipe import BF16_PRODUCTS, BadSequence, refuse_letters, texts
 from pipeline.encoder.engine.token_batches import deal_shards, recipe_costs
 from pipeline.journal.attempts import left_out_items, refused_parts
 from pipeline.journal.ledger import write_rejections
@@ -123,7 +123,7 @@ class EmbedStage(Stage):
             settings = replace(encoding.settings, mem_bytes=task_bytes // processes, shrink=tell.shrink)
             if tell.careful:
                 settings = replace(settings, cap=1)
-            yield from embed_texts(todo, Path(encoding.weights.path), encoding.recipe, settings, encoding.shelves, tell)
+            yield from embed_texts(todo, encoding.source, encoding.recipe, settings, encoding.shelves, tell)
 
     def recipe(self, project: Project) -> Mapping[str, Any]:
         return project.encoding.recipe.plain(project.encoding.recipe.wanted(0))
@@ -208,7 +208,7 @@ def refusal(text: str, recipe: EmbeddingRecipe) -> tuple[Reason, str] | None:
         what = f"a sequence of {len(text):,} residues; embed.long allows {recipe.length:,}"
         return Reason.SEQUENCE_TOO_LONG, what
     try:
-        tokenize(text)
+        refuse_letters(text, recipe.letters)
     except BadSequence as error:
         return Reason.BAD_SEQUENCE, str(error)
     return None
@@ -262,6 +262,8 @@ def _tasks(project: Project, sequences: int, cost: float, at_once: int) -> int:
 def _parameters(project: Project) -> int:
     """Return the approximate number of the encoder's parameters."""
     weights = project.encoding.weights
+    if weights.family not in FAMILIES:  # 4 bytes each at most as they are stored; more where they are of half precision
+        return weights.bytes // 3
     return weights.layers * (12 * weights.dim**2 + 13 * weights.dim)
 
 

@@ -9,14 +9,14 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from pipeline.encoder.embedding_recipe import ENDS, VOCABULARY, EmbeddingRecipe
+from pipeline.encoder.embedding_recipe import ENDS, VOCABULARY, EmbeddingRecipe, tokenize
 from pipeline.encoder.engine.embed_engine import Engine
 from pipeline.encoder.engine.sequence_work import Embedding
 from pipeline.encoder.engine.token_batches import EngineSettings
 
 DIM = 4
 NO_LIMIT = 1 << 60
-CHECKPOINT = SimpleNamespace(name="stand-in", architecture=SimpleNamespace(layers=2, dim=DIM, heads=2))
+CHECKPOINT = SimpleNamespace(name="stand-in", dim=DIM)
 
 
 @dataclass
@@ -34,8 +34,12 @@ class StandIn:
 
     dim = DIM
     fill = 1
+    typical = tokenize("A" * 254)
 
-    def bytes_per_token(self) -> int:
+    def tokenize(self, sequence: str) -> np.ndarray:
+        return tokenize(sequence)
+
+    def bytes_per_token(self, residues: int = 0) -> int:
         return self.token_bytes
 
     def __call__(self, tokens: Sequence[np.ndarray]) -> torch.Tensor:

@@ -1,0 +1,311 @@
+"""Where encoders come from: a checkpoint that the packed forward pass runs, or a class of the user's.
+
+Shapes: R residues of all sequences, L of one, B sequences, T tokens of the longest, D width.
+"""
+
+from __future__ import annotations
+
+import traceback
+import weakref
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from pipeline.device.accelerator import is_card
+from pipeline.device.out_of_memory import free_caches, is_out_of_memory, unless_out_of_memory
+from pipeline.encoder.checkpoints.esm_checkpoint import EsmCheckpoint, as_dtype, load_esm_checkpoint
+from pipeline.encoder.checkpoints.weights import identify
+from pipeline.encoder.embedding_recipe import BF16_PRODUCTS
+from pipeline.encoder.forward import parity
+from pipeline.encoder.forward.esm2 import TYPICAL, EsmEncoder, Strain
+from pipeline.errors import JobFailed, PipelineError
+from pipeline.protocol import Referenced
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from pipeline.encoder.engine.sequence_work import Forward
+    from pipeline.protocol import Encoder
+    from pipeline.store.store import Store
+
+    Letters = NDArray[np.uint8]  # of a sequence, as bytes
+
+_PROBES = (64, TYPICAL)  # residues
+_PADDING = 1.25  # a batch is cut where padded it is more than so many times its tokens
+
+
+class EncoderSource(Protocol):
+    """What the stage builds encoders from."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def place(self) -> str:
+        """The path, or the setting, that an error points to."""
+
+    @property
+    def dim(self) -> int: ...
+    @property
+    def remedy(self) -> str:
+        """What to do where it is wrong in full precision; empty: it is for us to mend."""
+
+    def digest(self, seen: Store) -> str:
+        """Return the digest of what stands there now."""
+
+    def compared(self, precision: str, layer: int, device: str) -> parity.ParityVerdict:
+        """Return how close an encoder of this precision comes to the reference."""
+
+    def build(self, *, layer: int, precision: str, device: torch.device, passed: Mapping[str, Any]) -> Forward:
+        """Return an encoder, after what it passed the gate with."""
+
+
+@dataclass(frozen=True, slots=True)
+class EsmSource:
+    """A checkpoint of ESM-2, ESM-1b, ESM-1v or ESM C."""
+
+    checkpoint: EsmCheckpoint
+    remedy: ClassVar[str] = ""
+
+    @classmethod
+    def at(cls, path: Path) -> EsmSource:
+        return cls(load_esm_checkpoint(path))
+
+    @property
+    def name(self) -> str:
+        return self.checkpoint.name
+
+    @property
+    def place(self) -> str:
+        return str(self.checkpoint.path)
+
+    @property
+    def dim(self) -> int:
+        return self.checkpoint.dim
+
+    def digest(self, seen: Store) -> str:
+        return identify(self.checkpoint.path, seen).digest
+
+    def compared(self, precision: str, layer: int, device: str) -> parity.ParityVerdict:
+        return parity.check_parity(self.checkpoint, precision, layer, device)
+
+    def build(self, *, layer: int, precision: str, device: torch.device, passed: Mapping[str, Any]) -> EsmEncoder:
+        encoder = EsmEncoder(self.checkpoint, layer=layer, precision=precision, device=device)
+        if precision == BF16_PRODUCTS:
+            encoder.sampled = Strain(passed["scores"], passed["growth"])
+        return encoder
+
+
+@dataclass(frozen=True, slots=True)
+class OwnSource:
+    """A class of the user's, or one of ours for other libraries' models."""
+
+    name: str
+    encoder: Encoder
+    stands: Callable[[], str]  # the digest of its code and its weights as they are now
+    remedy: ClassVar[str] = (
+        "correct forward(): rows may not depend on padding, nor on chance   (one at a time: padded = False)"
+    )
+
+    @property
+    def place(self) -> str:
+        return f"embed.encoder: {self.name}"
+
+    @property
+    def dim(self) -> int:
+        return self.encoder.width
+
+    def digest(self, seen: Store) -> str:  # noqa: ARG002 - its own facts are remembered elsewhere
+        return self.stands()
+
+    def compared(self, precision: str, layer: int, device: str) -> parity.ParityVerdict:
+        """Compare it with its reference; without one, with itself in fp32, each sequence alone.
+
+        So a mask that is ignored is seen, and a model that draws random numbers.
+        """
+        sequences = [self._readable(text) for text in parity.sample_sequences(self.encoder.longest)]
+        sequences = [text for text in sequences if text]
+        compared = unless_out_of_memory(lambda: self._rows(sequences, precision, layer, device))
+        if compared is None:
+            raise parity.no_room(f"comparing {self.name} with its reference does", device, where=self.place)
+        return parity.verdict(*compared, precision)
+
+    def build(
+        self, *, layer: int, precision: str, device: torch.device, passed: Mapping[str, Any] | None = None
+    ) -> OwnForward:
+        del passed
+        return OwnForward(self.encoder, self.name, layer=layer, precision=precision, device=device)
+
+    def _rows(
+        self, sequences: list[str], precision: str, layer: int, device: str
+    ) -> tuple[list[parity.Rows], list[parity.Rows]]:
+        """Return the rows of each sequence as they would be kept, and as they should be."""
+        wanted = self._wanted(sequences, layer, device)
+        free_caches(device)
+        encoder = self.build(layer=layer, precision=precision, device=torch.device(device))
+        return _arrays(encoder.together([as_letters(text) for text in sequences])), wanted
+
+    def _wanted(self, sequences: list[str], layer: int, device: str) -> list[parity.Rows]:
+        if isinstance(self.encoder, Referenced):
+            with blamed(self.name), torch.inference_mode():
+                return [np.asarray(rows) for rows in self.encoder.reference(sequences, layer)]
+        encoder = self.build(layer=layer, precision="fp32", device=torch.device(device))
+        return _arrays([encoder([as_letters(text)]) for text in sequences])
+
+    def _readable(self, text: str) -> str:
+        return "".join(letter for letter in text if letter in self.encoder.letters)
+
+
+class OwnForward:
+    """An encoder of the user's on one device, in one precision, up to one layer; sequences come as their letters."""
+
+    fill = 1
+
+    def __init__(self, encoder: Encoder, name: str, *, layer: int, precision: str, device: torch.device) -> None:
+        self.dim, self.longest = encoder.width, encoder.longest
+        self.typical = as_letters(encoder.letters[0] * min(TYPICAL, self.longest or TYPICAL))
+        self._encoder, self._name, self._layer, self._device = encoder, name, layer, device
+        self._is_padded = getattr(encoder, "padded", True)
+        with blamed(name):
+            self._model = encoder.model().eval().requires_grad_(requires_grad=False).to(device, as_dtype(precision))
+        self._of_residue, self._of_pair = self._measured()
+
+    def tokenize(self, sequence: str) -> Letters:
+        """Return the letters; the encoder's own tokens are made of what is encoded as one."""
+        return as_letters(sequence)
+
+    def bytes_per_token(self, residues: int = TYPICAL) -> int:
+        """Return the memory that a token takes in a sequence of this length: attention may hold every pair."""
+        return int(self._of_residue + self._of_pair * residues)
+
+    @torch.inference_mode()
+    def __call__(self, tokens: Sequence[Letters]) -> torch.Tensor:
+        """Return the rows of all residues, in order."""
+        is_alone = not (self._is_padded and is_card(self._device))
+        parts = ([letters] for letters in tokens) if is_alone else self._batches(tokens)
+        return torch.cat([rows_LD for part in parts for rows_LD in self._encoded(part)])
+
+    @torch.inference_mode()
+    def together(self, tokens: Sequence[Letters]) -> list[torch.Tensor]:
+        """Return the rows of each sequence, all of them padded to one length where that is allowed."""
+        if self._is_padded:
+            return self._encoded(tokens)
+        return [rows_LD for letters in tokens for rows_LD in self._encoded([letters])]
+
+    def _batches(self, tokens: Sequence[Letters]) -> Iterator[Sequence[Letters]]:
+        """Cut neighbours into batches that padding does not make much larger."""
+        batch: list[Letters] = []
+        for letters in tokens:
+            lengths = [len(other) for other in (*batch, letters)]
+            if batch and max(lengths) * len(lengths) > _PADDING * sum(lengths):
+                yield batch
+                batch = []
+            batch.append(letters)
+        if batch:
+            yield batch
+
+    def _encoded(self, sequences: Sequence[Letters]) -> list[torch.Tensor]:
+        """Return the rows of each sequence of one padded batch."""
+        with blamed(self._name):
+            tokens = [torch.as_tensor(self._encoder.tokenize(as_text(letters))) for letters in sequences]
+            token_BT = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True)
+            length_B = torch.tensor([len(token_T) for token_T in tokens])
+            is_token_BT = torch.arange(token_BT.shape[1]) < length_B[:, None]
+            token_BT, is_token_BT = token_BT.to(self._device, torch.int64), is_token_BT.to(self._device)
+            rows_BLD = self._encoder.forward(self._model, token_BT, is_token_BT, self._layer)
+        wanted = len(sequences), max(map(len, sequences)), self.dim
+        found = tuple(rows_BLD.shape)
+        if len(found) != 3 or found[0] != wanted[0] or found[1] < wanted[1] or found[2] != wanted[2]:
+            what = f"forward() of {self._name} gave rows of the shape {found}; {wanted} are the residues and the width"
+            raise JobFailed(what, where="embed.encoder", remedy=_CORRECT)
+        return [rows_LD[: len(letters)] for rows_LD, letters in zip(rows_BLD, sequences, strict=True)]
+
+    @torch.inference_mode()
+    def _measured(self) -> tuple[float, float]:
+        """Return the bytes that a residue takes, and that a pair of residues does, from the peaks at two lengths."""
+        lengths = sorted({min(length, len(self.typical)) for length in _PROBES})
+        shares = []
+        for length in lengths:
+            with LiveBytes() as live:
+                self._encoded([self.typical[:length]])
+            shares.append(live.peak / length)
+        if len(shares) == 1:
+            return shares[0], 0.0
+        of_pair = max(0.0, (shares[1] - shares[0]) / (lengths[1] - lengths[0]))
+        return max(float(self.dim), shares[0] - of_pair * lengths[0]), of_pair
+
+
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The most bytes that lived at once of all that was made while it was on; what kernels take within is not seen."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak = self._now = 0
+        self._seen: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        before = {tensor.untyped_storage()._cdata for tensor in tree_leaves((args, kwargs)) if _is_tensor(tensor)}  # noqa: SLF001
+        for tensor in filter(_is_tensor, tree_leaves(result)):
+            if (storage := tensor.untyped_storage())._cdata not in before:  # noqa: SLF001 - a view is nothing new
+                self._count(storage)
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        number, size = storage._cdata, storage.nbytes()  # noqa: SLF001
+        if number in self._seen:
+            return
+
+        def forget(_: object) -> None:
+            self._now -= size
+            del self._seen[number]
+
+        self._seen[number] = weakref.ref(storage, forget)
+        self._now += size
+        self.peak = max(self.peak, self._now)
+
+
+def as_letters(text: str) -> Letters:
+    """Return a sequence as an array with a number for each residue, so that it can be cut like tokens."""
+    return np.frombuffer(text.encode("latin-1"), np.uint8)
+
+
+def as_text(letters: Letters) -> str:
+    """Return such an array as the sequence."""
+    return letters.tobytes().decode("latin-1")
+
+
+_CORRECT = "correct the encoder, and type the same command again"
+
+
+@contextmanager
+def blamed(name: str) -> Iterator[None]:
+    """Turn what the user's own code raises within the block into an error that says where; memory's end stays."""
+    try:
+        yield
+    except PipelineError:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if "site-packages" not in frame.filename and frame.filename != __file__]
+        place = f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
+        line = str(error).strip().partition("\n")[0] or "no message"
+        what = f"{name} failed with {type(error).__name__}: {line}{place}"
+        raise JobFailed(what, where="embed.encoder", remedy=_CORRECT) from error
+
+
+def _is_tensor(leaf: object) -> bool:
+    return isinstance(leaf, torch.Tensor)
+
+
+def _arrays(rows: Sequence[torch.Tensor]) -> list[parity.Rows]:
+    return [rows_LD.float().cpu().numpy() for rows_LD in rows]

@@ -1,0 +1,253 @@
+"""A class of the user's encodes: from `pipeline submit` to rows in the cache, under keys of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.config.load import read_config
+from pipeline.encoder.embedding_recipe import EmbeddingRecipe, SequenceCut
+from pipeline.encoder.engine.embed_engine import Engine
+from pipeline.encoder.engine.encoder_source import LiveBytes, OwnForward, OwnSource
+from pipeline.encoder.engine.token_batches import EngineSettings
+from pipeline.errors import JobFailed
+from pipeline.journal.run_folder import runs_in
+from pipeline.project.project import Project
+from pipeline.project.run_code import load_encoder
+from pipeline.store.cache_folder import CacheFolder
+from tests.command import Command
+from tests.encoder.own import drawn, write_project, write_weights
+from tests.projects import settle
+
+SUBMIT = ("submit", "--stage", "embed", "--executor", "local", "--follow")
+TEXTS = drawn(30, 7, 61, 44)
+NO_TORCH = """\
+import sys
+from pipeline.cli.main import main
+sys.argv = ["pipeline", "submit", "--stage", "embed", "--executor", "local", "--follow"]
+try:
+    main()
+finally:
+    print("imported:", sorted({"torch", "own_enc"} & set(sys.modules)))
+"""
+
+
+@pytest.fixture
+def pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Return the command line, in an empty folder, as a process has it that imported nothing of the user's."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    sys.modules.pop("own_enc", None)
+    return Command(monkeypatch, capsys)
+
+
+@pytest.fixture(autouse=True)
+def _forgotten() -> None:
+    sys.modules.pop("own_enc", None)
+
+
+def stored(folder: Path) -> dict[str, np.ndarray]:
+    """Return the rows of each text in the cache."""
+    store = CacheFolder(folder / "cache").kind("embed")
+    return {record.meta["text"]: record.arrays["rows"] for record in store.read(store.keys())}
+
+
+def digest(folder: Path, **options: object) -> str:
+    """Return what tells the keys of a project's encoder from others."""
+    config = read_config(folder / "pipeline.yaml").config
+    chosen = config.embed.model_copy(update={"options": options})
+    return Project.open(config.model_copy(update={"embed": chosen}), beside=folder).encoding.weights.digest
+
+
+def by_hand(folder: Path, text: str) -> torch.Tensor:
+    """Return the rows of a text as the encoder above makes them, alone."""
+    import own_enc
+
+    encoder = own_enc.Encoder(folder / "small.safetensors")
+    token_1T = torch.tensor([encoder.tokenize(text)])
+    with torch.inference_mode():
+        return encoder.forward(encoder.model(), token_1T, torch.ones_like(token_1T, dtype=torch.bool), 1)[0]
+
+
+def test_rows_of_the_users_encoder_come_into_the_cache_and_are_not_made_twice(
+    tmp_path: Path, pipeline: Command
+) -> None:
+    write_project(tmp_path, TEXTS)
+    settle(tmp_path)
+    first = pipeline(*SUBMIT)
+    assert first.code == 0, first.err
+    found = stored(tmp_path)
+    assert found.keys() == set(TEXTS)
+    sys.path.insert(0, str(tmp_path))
+    for text in TEXTS:
+        np.testing.assert_allclose(found[text], by_hand(tmp_path, text), atol=1e-6)
+
+    frozen = runs_in(tmp_path / "runs")[-1].task_code.read_text()
+    assert (Path(frozen) / "own_enc.py").read_text() == (tmp_path / "own_enc.py").read_text()
+    again = subprocess.run([sys.executable, "-c", NO_TORCH], capture_output=True, text=True, check=True, timeout=120)
+    assert "4 cached, 0 to do" in again.stdout + again.stderr
+    assert again.stdout.splitlines()[-1] == "imported: []"
+
+
+def test_code_weights_and_options_are_in_the_keys_and_places_and_comments_are_not(
+    tmp_path: Path, pipeline: Command
+) -> None:
+    write_project(tmp_path, TEXTS)
+    before = digest(tmp_path)
+    assert digest(tmp_path, scale=2.0) != before
+    elsewhere = shutil.copytree(tmp_path, tmp_path / "elsewhere")
+    sys.modules.pop("own_enc", None)
+    assert digest(elsewhere) == before
+
+    code = (tmp_path / "own_enc.py").read_text()
+    changes = {
+        "a comment": (code + "# nothing\n", True),
+        "what it does": (code.replace("self.scale * model", "2 * self.scale * model"), False),
+    }
+    for what, (changed, same) in changes.items():
+        (tmp_path / "own_enc.py").write_text(changed)
+        sys.modules.pop("own_enc", None)
+        assert (digest(tmp_path) == before) == same, what
+    (tmp_path / "own_enc.py").write_text(code)
+    sys.modules.pop("own_enc", None)
+    write_weights(tmp_path / "small.safetensors", seed=1)
+    assert digest(tmp_path) != before
+
+
+@pytest.mark.slow
+def test_what_it_does_not_take_as_one_goes_in_windows(tmp_path: Path, pipeline: Command) -> None:
+    (text,) = drawn(90)
+    write_project(tmp_path, [text], options="longest: 64")
+    done = pipeline(*SUBMIT)
+    assert done.code == 0, done.err
+    store = CacheFolder(tmp_path / "cache").kind("embed")
+    (record,) = store.read(store.keys())
+    assert record.meta["cut"] == {"policy": "windows", "length": 64, "overlap": 32}
+    sys.path.insert(0, str(tmp_path))
+    np.testing.assert_allclose(record.arrays["rows"][:40], by_hand(tmp_path, text[:64])[:40], atol=1e-6)
+
+
+def source_of(folder: Path, name: str) -> OwnSource:
+    """Return what the stage builds encoders from."""
+    config = read_config(folder / "pipeline.yaml").config
+    return OwnSource(name, load_encoder(f"own_enc:{name}", config.embed.weights, {}, beside=folder), lambda: "")
+
+
+def test_the_gate_lets_a_right_encoder_through(tmp_path: Path, pipeline: Command) -> None:
+    write_project(tmp_path, TEXTS)
+    for precision, threshold in (("fp32", 0.99999), ("bf16", 0.999)):
+        verdict = source_of(tmp_path, "Encoder").compared(precision, 1, "cpu")
+        assert verdict.passed
+        assert (verdict.threshold, verdict.sequences) == (threshold, 9)
+
+
+@pytest.mark.parametrize(("encoder", "passes"), [("Forgetful", False), ("Otherwise", False), ("Apart", True)])
+def test_the_gate_sees_rows_that_depend_on_padding_or_are_not_as_they_should_be(
+    tmp_path: Path, pipeline: Command, encoder: str, passes: bool
+) -> None:
+    write_project(tmp_path, TEXTS)
+    assert source_of(tmp_path, encoder).compared("fp32", 1, "cpu").passed == passes
+
+
+@pytest.mark.parametrize(
+    ("encoder", "said"), [("Short", "(1, 63, 16); (1, 64, 16)"), ("Failing", "IndexError: no such layer at ")]
+)
+def test_an_encoder_that_fails_is_told_with_its_place(
+    tmp_path: Path, pipeline: Command, encoder: str, said: str
+) -> None:
+    write_project(tmp_path, TEXTS)
+    with pytest.raises(JobFailed) as failed:
+        source_of(tmp_path, encoder).compared("fp32", 1, "cpu")
+    assert said in str(failed.value)
+
+
+def test_memory_of_attention_over_pairs_grows_with_the_length(tmp_path: Path, pipeline: Command) -> None:
+    write_project(tmp_path, TEXTS)
+    encoder = source_of(tmp_path, "Encoder").build(layer=1, precision="fp32", device=torch.device("cpu"))
+    for residues in (100, 1000):  # measured at 64 and 254
+        letters = np.frombuffer(drawn(residues)[0].encode(), np.uint8)
+        with LiveBytes() as live, torch.inference_mode():
+            encoder([letters])
+        assert live.peak >= 2 * 4 * residues**2  # scores and their softmax
+        assert live.peak <= encoder.bytes_per_token(residues) * residues <= 1.1 * live.peak
+
+
+def test_rows_are_the_same_whatever_stands_beside_them(tmp_path: Path, pipeline: Command) -> None:
+    write_project(tmp_path, TEXTS)
+    encoder = source_of(tmp_path, "Encoder").build(layer=1, precision="fp32", device=torch.device("cpu"))
+    tokens = [encoder.tokenize(text) for text in TEXTS]
+    assert torch.equal(encoder(tokens), torch.cat([encoder([letters]) for letters in tokens]))
+    padded = [row for batch in encoder._batches(tokens) for row in encoder._encoded(batch)]
+    torch.testing.assert_close(torch.cat(padded), encoder(tokens))
+    assert 1 < len(list(encoder._batches(tokens))) <= len(tokens)
+
+
+def test_a_batch_that_does_not_fit_is_halved_and_what_is_too_long_goes_in_windows(
+    tmp_path: Path, pipeline: Command
+) -> None:
+    write_project(tmp_path, TEXTS)
+    source = source_of(tmp_path, "Encoder")
+
+    def build(checkpoint: object, **how: object) -> OwnForward:
+        encoder = source.build(**how)
+        forward = encoder._encoder.forward
+
+        def limited(model, token_BT, *others):
+            if token_BT.numel() > 70:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+            return forward(model, token_BT, *others)
+
+        encoder._encoder.forward = limited
+        return encoder
+
+    recipe = EmbeddingRecipe("0", 1, "chain", "fp32", "fp32", length=64, overlap=16)
+    engine = Engine(source, recipe, EngineSettings("tokens", cap=4, budget=4096, device="cpu"), build=build)
+    texts = [*drawn(200), *TEXTS]
+    made = {}
+    for outcome in engine.run(
+        np.array([len(text) for text in texts]),
+        lambda at: [texts[n] for n in at],
+        lambda row: made.update({row.text: row}),
+    ):
+        assert outcome.reason is None
+    assert made[texts[0]].variant.cut == SequenceCut("windows", 64, 16)
+    assert all(made[text].variant.cut is None for text in TEXTS)
+
+
+@pytest.mark.slow
+def test_a_letter_that_it_does_not_know_rejects_its_item(tmp_path: Path, pipeline: Command) -> None:
+    write_project(tmp_path, [*TEXTS, "ACDUO"])
+    done = pipeline(*SUBMIT, "--set", "data.max_rejected_fraction=1")
+    assert done.code == 0, done.err
+    assert "'U' at position 4" in runs_in(tmp_path / "runs")[-1].rejected.read_text()
+    assert stored(tmp_path).keys() == set(TEXTS)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["embed.encoder=own_enc:Missing"], "own_enc has no 'Missing'; it has Apart, Encoder"),
+        (["embed.encoder=nowhere:Encoder"], "there is no module 'nowhere'"),
+        (["embed.encoder=own_enc:Nameless"], "letters of own_enc:Nameless is 'acdef'"),
+        (["embed.encoder=esm2c"], "did you mean esmc?"),
+        (["embed.encoder=my/enc:Encoder"], "is no class: write package.module:Name"),
+        (["embed.encoder=esm2", "embed.options={scale: 2}"], "is for a class of your own"),
+        (["embed.options={sacle: 2}"], "did you mean scale?"),
+        (["embed.options={longest: -1}"], "longest of own_enc:Encoder is -1"),
+        (["embed.weights=nothing.safetensors"], "takes weights, and there are none"),
+        (["embed.layer=2"], "have 1 layers"),
+    ],
+)
+def test_wrong_settings_are_told_before_anything_is_submitted(
+    tmp_path: Path, pipeline: Command, settings: list[str], said: str
+) -> None:
+    write_project(tmp_path, TEXTS)
+    done = pipeline(*SUBMIT, *(word for setting in settings for word in ("--set", setting)))
+    assert done.code == 2, done.out
+    assert said in done.err
+    assert not runs_in(tmp_path / "runs")
