@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field, StringConstraints, model_validator
 
 from pipeline.config.schema_parts import AutoCount, Name, Option, Section, Size, conflict
 from pipeline.device.kinds import DeviceChoice
 
-Label: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+WORD = r"^[A-Za-z_][A-Za-z0-9_]*$"
+Label: TypeAlias = Annotated[str, StringConstraints(pattern=WORD)]
+MAIN = "main"  # the name of the encoder that section `embed` is of, beside those of `embed.also`
 
 OF_STRUCTURES = (
     "structures_dir", "pattern", "splits", "state", "receptor_chains", "ligand_chains", "partners", "ligand",
@@ -214,6 +217,36 @@ class EmbedSection(Section):
     )
     batch: EmbedBatchSection = EmbedBatchSection()
     long: LongSequencesSection = LongSequencesSection()
+    also: dict[str, EmbedSection] = Field(
+        default={}, description="Further encoders, each with a name and what differs from this section for it."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _others_differ_from_this_one(cls, section: Any) -> Any:
+        others = section.get("also") if isinstance(section, dict) else None
+        if not isinstance(others, dict):
+            return section
+        shared = {name: value for name, value in section.items() if name != "also"}
+        return section | {"also": {name: _over(shared, differs) for name, differs in others.items()}}
+
+    @model_validator(mode="after")
+    def _encoders_have_names(self) -> EmbedSection:
+        for name, other in self.also.items():
+            if not re.fullmatch(WORD, name):
+                raise conflict("also", f"{name!r} is no name: letters, digits and _ only, such as small")
+            if name == MAIN:
+                raise conflict("also", f"{MAIN} is the name of the encoder that section embed is of: call it otherwise")
+            if other.also:
+                raise conflict("also", f"{name} has others itself: name them all in embed.also")
+        return self
+
+
+def _over(shared: Any, differs: Any) -> Any:
+    """Return a section as another one lays itself over it."""
+    if not isinstance(shared, dict) or not isinstance(differs, dict):
+        return differs
+    return shared | {name: _over(shared.get(name), value) for name, value in differs.items()}
 
 
 class AtomGraphSection(Section):
