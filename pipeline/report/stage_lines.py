@@ -49,6 +49,8 @@ ITEMS_READ = "items_read"  # a figure of a scan by a reader
 
 def unit_of(name: str, counts: Mapping[str, int]) -> str:
     """Return the noun for what a stage processes; a reader's data set is one piece."""
+    if counts.get("encoders"):
+        return "embedding"
     return "data set" if counts.get("sets") else UNIT[name]
 
 
@@ -79,8 +81,13 @@ def census_lines(census: Mapping[str, Any]) -> list[RenderableType]:
 
 def embedded_lines(embedded: Mapping[str, Any]) -> list[RenderableType]:
     """Show the numbers of an embedded data set."""
+    parts = embedded.get("parts", {})
+    what = "distinct sequences embedded"
+    if parts:
+        each = ", ".join(f"{part['cached']:,} by {name}" for name, part in parts.items())
+        what = f"embeddings of distinct sequences ({each})"
     return [
-        f"{_accepted(embedded)}; {embedded['sequences']:,} distinct sequences embedded, "
+        f"{_accepted(embedded)}; {embedded['sequences']:,} {what}, "
         f"{embedded['residues']:,} residues, longest {embedded['longest']:,}"
     ]
 

@@ -66,9 +66,10 @@ class StageSurvey:
     def together(cls, parts: Mapping[str, StageSurvey]) -> StageSurvey:
         """Return what the surveys of several encoders come to."""
         surveys = parts.values()
-        counts = Counter[str]()
+        counts = Counter[str](encoders=len(parts))
         for survey in surveys:
             counts.update(survey.counts)
+        counts["encoders"] = len(parts)
         shards = tuple(chain.from_iterable(survey.shards for survey in surveys))
         cost = sum(survey.cost for survey in surveys)
         return cls(dict(counts), shards, sum(survey.bytes for survey in surveys), cost, parts)

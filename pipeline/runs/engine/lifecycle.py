@@ -101,8 +101,9 @@ def scripts(project: Project, plans: Sequence[StagePlan], executor: Executor) ->
     from pipeline.cluster.slurm import SlurmExecutor
 
     assert isinstance(executor, SlurmExecutor)
-    for planned in (plan for plan in plans if plan.stage.has_tasks):
-        spec = spec_of(None, project.config, planned.job)
+    jobs = ((plan, job) for plan in plans if plan.stage.has_tasks for job in plan.own.values() or [plan.job])
+    for planned, first in jobs:
+        spec = spec_of(None, project.config, first)
         cut = list(pieces(spec.tasks, planned.limits, len(spec.tasks)))
         most = max(1, (spec.max_parallel or len(spec.tasks)) // len(cut))
         for tasks in cut:

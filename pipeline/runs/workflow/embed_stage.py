@@ -60,6 +60,9 @@ class EmbedStage(Stage):
     def inspect(self, project: Project) -> object:
         return [view.encoding for view in project.encoders.values()]
 
+    def at(self, project: Project, name: str) -> Project:
+        return project.encoders[name] if name else project
+
     def views(self, project: Project) -> Mapping[str, Project]:
         """Return the project as it is for each encoder, by the name that its tasks have."""
         return project.encoders if len(project.encoders) > 1 else {"": project}
@@ -106,7 +109,7 @@ class EmbedStage(Stage):
     def work(self, project: Project, folder: RunFolder, task: int, tell: TaskContext) -> Outcomes:
         """Embed the sequences of one task, or of one of its processes."""
         shard = worklist.read_shard(folder, self.name, task)
-        project, tell = self.views(project)[shard.of], _told_of(shard.of, tell)
+        project, tell = self.at(project, shard.of), _told_of(shard.of, tell)
         rows_N2 = np.fromfile(folder.order(self.name), np.uint64, 2 * shard.items, offset=16 * shard.start).reshape(
             -1, 2
         )
@@ -154,6 +157,7 @@ class EmbedStage(Stage):
                 counts = UNCOUNTED | {
                     "refused": sum(len(part.sequences.refused) for part in tally.parts),
                     "cached": embedded.sequences,
+                    "encoders": len(embedded.parts),
                 }
                 counts["items"] = counts["refused"] + counts["cached"]
                 found, kinds = Standing(counts, embedded.to_json()), {"scan": known, "embed": keys}
@@ -162,8 +166,8 @@ class EmbedStage(Stage):
                 )
             return embedded
 
-        stores = (*project.shelves.stores(), project.encoding.shelves.embeddings)
-        return wait_until_complete(stores, count, patience_s)
+        embeddings = (view.encoding.shelves.embeddings for view in self.views(project).values())
+        return wait_until_complete((*project.shelves.stores(), *embeddings), count, patience_s)
 
     def check(self, project: Project, folder: RunFolder, judged: Embedded) -> list[str]:  # noqa: ARG002
         """Return a warning for each kind of embeddings that are cut, or of another precision than was wanted."""

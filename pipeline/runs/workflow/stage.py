@@ -135,6 +135,10 @@ class Stage(ABC):
     def judge(self, project: Project, folder: RunFolder, patience_s: float) -> Judged:
         """Return the result of the stage by the content of the store; wait so long for files that appear late."""
 
+    def at(self, project: Project, name: str) -> Project:  # noqa: ARG002 - most tasks are all of one configuration
+        """Return the project of a task, by its name where it has one."""
+        return project
+
     def check(self, project: Project, folder: RunFolder, judged: Any) -> list[str]:  # noqa: ARG002
         """Raise for a result that forbids going on; return warnings."""
         return []
