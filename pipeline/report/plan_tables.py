@@ -300,7 +300,7 @@ def plan_table(plans: Iterable[tuple[str, Mapping[str, int], int, int, Ask | Non
         unknown = UNPLANNED if counts.get("unplanned") else ()
         planned = ["?" if column in unknown else f"{counts[column]:,}" for column in PLANNED]
         disk = format_bytes(made_bytes) if made_bytes else ""
-        rows.append((name, f"{unit_of(name.split()[0], counts)}s", *planned, *asks, disk))
+        rows.append((name, f"{unit_of(name, counts)}s", *planned, *asks, disk))
     columns = ("stage", "of", *PLANNED, "cpus", "mem", "time limit", "disk")
     return text_table(columns, rows, right=" ".join((*PLANNED, "cpus", "mem", "disk")))
 

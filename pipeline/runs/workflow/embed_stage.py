@@ -134,9 +134,12 @@ class EmbedStage(Stage):
             yield from embed_texts(todo, Path(encoding.weights.path), encoding.recipe, settings, encoding.shelves, tell)
 
     def recipe(self, project: Project) -> Mapping[str, Any]:
-        recipes = {name: view.encoding.recipe for name, view in self.views(project).items()}
-        plain = {name: recipe.plain(recipe.wanted(0)) for name, recipe in recipes.items()}
+        plain = dict(zip(self.views(project), self.recipes(project), strict=True))
         return plain if len(plain) > 1 else plain[""]
+
+    def recipes(self, project: Project) -> Sequence[Mapping[str, Any]]:
+        recipes = [view.encoding.recipe for view in self.views(project).values()]
+        return [recipe.plain(recipe.wanted(0)) for recipe in recipes]
 
     def judge(self, project: Project, folder: RunFolder, patience_s: float) -> Embedded:
         """Count what the store has of every item, and list what was left out."""

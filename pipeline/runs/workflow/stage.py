@@ -14,7 +14,7 @@ from pipeline.stage_names import StageName
 from pipeline.waiting import wait_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Mapping
+    from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 
     from typing_extensions import Self
 
@@ -130,6 +130,10 @@ class Stage(ABC):
     @abstractmethod
     def recipe(self, project: Project) -> Mapping[str, Any]:
         """Return the choices on which its records, or the measurements of its tasks, depend."""
+
+    def recipes(self, project: Project) -> Sequence[Mapping[str, Any]]:
+        """Return the recipes of the records that it makes."""
+        return [self.recipe(project)]
 
     @abstractmethod
     def judge(self, project: Project, folder: RunFolder, patience_s: float) -> Judged:
