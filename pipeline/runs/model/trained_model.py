@@ -299,8 +299,11 @@ def _writing_into(folder: Path) -> Iterator[None]:
         raise ConfigError(f"cannot write: {error.strerror or error}", where=str(folder), remedy=remedy) from error
 
 
-def portable_settings(config: Config) -> dict[str, Any]:
-    """Return the settings that using a model on other data needs: those that are not the defaults, without paths."""
+def portable_settings(config: Config, *, there: bool = False) -> dict[str, Any]:
+    """Return the settings that using a model on other data needs: those that are not the defaults, without paths.
+
+    Weights are named as they lie beside an exported model, or as they lay `there`, where it was trained.
+    """
     config = _with_encoders_read(config)
     plain, usual = config.model_dump(mode="json"), NOTHING_SET.model_dump(mode="json")
     kept: dict[str, dict[str, Any]] = {}
@@ -308,7 +311,7 @@ def portable_settings(config: Config) -> dict[str, Any]:
         values = {name: value for name, value in plain[section].items() if name not in left_out}
         kept[section] = {name: value for name, value in values.items() if value != usual[section][name]}
     if not is_reader(config):
-        files = _names_of_weights(config)
+        files = _names_of_weights(config, there=there)
         kept["embed"]["weights"] = files[config.embed.weights]
         for name, other in config.embed.also.items():
             told, base = plain["embed"]["also"][name], plain["embed"]
@@ -331,12 +334,12 @@ def _with_encoders_read(config: Config) -> Config:
     return config.model_copy(update={"embed": embed, "train": train})
 
 
-def _names_of_weights(config: Config) -> dict[Path, str]:
-    """Return where the weights of each encoder lie beside an exported model; no two in the same place."""
+def _names_of_weights(config: Config, *, there: bool) -> dict[Path, str]:
+    """Return where the weights of each encoder lie, `there` or beside an exported model; no two in the same place."""
     names: dict[Path, str] = {}
     for encoder in config.encoders:
         path = config.of_encoder(encoder).embed.weights
-        plain = f"weights/{path.name}"
+        plain = str(path) if there else f"weights/{path.name}"
         names.setdefault(path, plain if plain not in names.values() else f"weights/{encoder}/{path.name}")
     return names
 
