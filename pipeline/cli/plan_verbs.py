@@ -207,18 +207,19 @@ def show_plan(project: Project, stages: list[str], executor: Executor, emit: Pat
     from pipeline.runs.workflow.jobs import plan_stage, script_outline
 
     plans = [plan_stage(project, table.stage(name, project.config), executor, folder=None) for name in stages]
-    tables.show_parts(plan_table([plan.row() for plan in plans]))
-    for plan in plans:
+    parts = [part for plan in plans for part in plan.parts()]
+    tables.show_parts(plan_table([part.row() for part in parts]))
+    for plan in parts:
         if waiting := plan.counts().get("waiting"):
-            typer.echo(f"{plan.stage.name}: {waiting:,} items are not scanned yet; what they hold is not counted")
+            typer.echo(f"{plan.title}: {waiting:,} items are not scanned yet; what they hold is not counted")
         if script_stage.is_script(project.config, plan.stage.name):
             typer.echo("\n".join(script_outline(project, plan.stage, executor).lines()))
         elif plan.counts().get("unplanned"):
             typer.echo(later_line(plan.stage.name))
         elif plan.survey.shards:
-            typer.echo(f"{plan.stage.name}: memory {plan.job.why}")
+            typer.echo(f"{plan.title}: memory {plan.job.why}")
             if where := plan.job.ask.partition:
-                typer.echo(f"{plan.stage.name}: partition {where}: {plan.job.where}")
+                typer.echo(f"{plan.title}: partition {where}: {plan.job.where}")
     if project.config.cluster.executor == "slurm":
         _show_scripts(project, plans, executor, emit)
     elif emit is not None:
@@ -260,7 +261,9 @@ def _stage_json(project: Project, plan: StagePlan, executor: Executor) -> dict[s
     from pipeline.runs.workflow import script_stage
     from pipeline.runs.workflow.jobs import script_outline
 
-    document: dict[str, Any] = {"stage": plan.stage.name, "counts": plan.counts(), "disk_bytes": plan.survey.bytes}
+    document: dict[str, Any] = {"stage": plan.title, "counts": plan.counts(), "disk_bytes": plan.survey.bytes}
+    if plan.survey.parts:
+        document["parts"] = [_stage_json(project, part, executor) for part in plan.parts()]
     if script_stage.is_script(project.config, plan.stage.name):
         return document | {"script": script_outline(project, plan.stage, executor).to_json()}
     if not plan.survey.shards:

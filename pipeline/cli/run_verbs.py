@@ -369,7 +369,7 @@ def print_run_tables(status: RunStatus) -> None:
 def _shown(live: StageBars) -> Callable[[RunStatus], None]:
     """Return a callback that announces each stage once and shows its progress."""
     from pipeline.report import tables
-    from pipeline.report.plan_tables import stage_line
+    from pipeline.report.plan_tables import stage_lines
 
     announced: set[str] = set()
 
@@ -377,7 +377,7 @@ def _shown(live: StageBars) -> Callable[[RunStatus], None]:
         for stage in status.in_order():
             if stage.name not in announced and stage.submitted:
                 announced.add(stage.name)
-                tables.show_parts(stage_line(stage.name, stage.counts()), to_stderr=True)
+                tables.show_parts(*stage_lines(stage), to_stderr=True)
             live.show(stage)
 
     return watch

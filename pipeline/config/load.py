@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from pipeline.command_line import Command
 from pipeline.config import site_profiles
 from pipeline.config.masking import without_secrets_in
-from pipeline.config.schema import LEAVES, PATH_LISTS, PATHS, SECTIONS, Config, value_at
+from pipeline.config.schema import LEAVES, OTHERS, PATH_LISTS, PATHS, SECTIONS, Config, schema_key, value_at
 from pipeline.config.schema_parts import CONFLICT
 from pipeline.config.site_profiles import PRESET, SITE, anchored
 from pipeline.config.yaml_document import MAX_BYTES, REMEDY, Document, Problem, WrittenValue, explain
@@ -84,7 +84,8 @@ def read_config(path: Path | None, sets: Sequence[str] = ()) -> LoadedConfig:
     try:
         config = Config.model_validate_json(json.dumps(_nested(entries)), strict=True)
     except ValidationError as error:
-        problems += [_problem(detail, entries) for detail in error.errors(include_url=False)]
+        details = error.errors(include_url=False)
+        problems += [_problem(detail, entries) for detail in details if not _is_inherited(detail, entries)]
         raise _refusal(problems) from error
     if problems:
         raise _refusal(problems)
@@ -222,7 +223,7 @@ def _add(document: Document, base: Path, entries: dict[KeyPath, WrittenValue], p
     for key, entry in document.entries.items():
         value = entry.value
         try:
-            if (key in PATHS and isinstance(value, str)) or _looks_like_path(key, value):
+            if (schema_key(key) in PATHS and isinstance(value, str)) or _looks_like_path(key, value):
                 value = anchored(value, base)
             elif key in PATH_LISTS and isinstance(value, list):
                 value = [anchored(path, base) if isinstance(path, str) else path for path in value]
@@ -268,6 +269,12 @@ def _problem(detail: ErrorDetails, entries: Mapping[KeyPath, WrittenValue]) -> P
     if entry.line >= AFTER_THE_FILE and text.endswith("put it in quotes"):  # which the shell would take away again
         text += f""": --set '{".".join(key)}="{detail["input"]}"'"""
     return Problem(entry.line, text)
+
+
+def _is_inherited(detail: ErrorDetails, entries: Mapping[KeyPath, WrittenValue]) -> bool:
+    """Tell whether a mistake of a further encoder is that of section embed, which is told there."""
+    key = tuple(part for part in detail["loc"] if isinstance(part, str))
+    return key[:2] == OTHERS and len(key) > 3 and not any(other[:4] == key[:4] for other in entries)
 
 
 def _nearest(entries: Mapping[KeyPath, WrittenValue], key: KeyPath) -> WrittenValue:

@@ -12,12 +12,13 @@ from pydantic import BaseModel, Field, model_validator
 from pydantic.fields import FieldInfo
 
 from pipeline.config.schema_cluster import ClusterSection
-from pipeline.config.schema_data import DataSection, EmbedSection, GraphSection, StructuresSection
+from pipeline.config.schema_data import MAIN, DataSection, EmbedSection, GraphSection, StructuresSection
 from pipeline.config.schema_parts import NodeFolder, Section, Size, SizeOrNone, conflict
 from pipeline.config.schema_train import TrainSection
 from pipeline.device.kinds import CARD
 
 KeyPath: TypeAlias = tuple[str, ...]
+OTHERS: KeyPath = ("embed", "also")
 
 
 class CacheSection(Section):
@@ -66,11 +67,39 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _a_gpu_to_compute_on(self) -> Config:
-        if self.embed.device == CARD and self.cluster.embed.gpus == 0:
+        on_card = any(encoder.device == CARD for encoder in (self.embed, *self.embed.also.values()))
+        if on_card and self.cluster.embed.gpus == 0:
             raise conflict(
                 "embed", f"device is {CARD}, but cluster.embed.gpus is 0: ask for a GPU, or leave device auto"
             )
         return self
+
+    @model_validator(mode="after")
+    def _embeddings_of_known_encoders(self) -> Config:
+        if self.train.embeddings == "auto":
+            return self
+        if self.data.source == "reader":
+            raise conflict("train", "embeddings are named, but items of a reader have none: leave them auto")
+        known = [MAIN, *self.embed.also]
+        if unknown := [name for name in self.train.embeddings if name not in known]:
+            problem = f"embeddings: {unknown[0]} is no encoder of this configuration; there are {', '.join(known)}"
+            raise conflict("train", f"{problem} (embed.also names further ones)")
+        return self
+
+    def of_encoder(self, name: str) -> Config:
+        """Return the configuration as it would be with that encoder alone."""
+        embed = self.embed if name == MAIN else self.embed.also[name]
+        return self.model_copy(update={"embed": embed.model_copy(update={"also": {}})})
+
+    @property
+    def encoders(self) -> tuple[str, ...]:
+        """The names of all encoders, the section's own first, others by name: what is computed has no order."""
+        return (MAIN, *sorted(self.embed.also))
+
+    @property
+    def encoders_read(self) -> tuple[str, ...]:
+        """The names of the encoders whose embeddings items carry, in their order."""
+        return (MAIN,) if self.train.embeddings == "auto" else self.train.embeddings
 
     @model_validator(mode="after")
     def _partners_that_meet(self) -> Config:
@@ -108,6 +137,11 @@ SECTIONS: dict[KeyPath, FieldInfo] = {key: info for key, info in FIELDS.items() 
 LEAVES: dict[KeyPath, FieldInfo] = {key: info for key, info in FIELDS.items() if not is_section(info)}
 PATHS = frozenset(key for key, info in LEAVES.items() if info.annotation in (Path, Path | None))
 PATH_LISTS = frozenset(key for key, info in LEAVES.items() if info.annotation == tuple[Path, ...])
+
+
+def schema_key(key: KeyPath) -> KeyPath:
+    """Return where the schema describes a key: what stands below a name in embed.also is of section embed."""
+    return (OTHERS[0], *key[3:]) if key[:2] == OTHERS and len(key) > 3 else key
 
 
 def value_at(config: Config, key: KeyPath) -> Any:

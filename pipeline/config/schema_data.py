@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field, StringConstraints, model_validator
 
@@ -13,7 +13,9 @@ from pipeline.config.schema_parts import AutoCount, Name, Option, Section, Size,
 from pipeline.device.kinds import DeviceChoice
 
 ENCODERS = ("auto", "esm2", "esm1b", "esm1v", "esmc")
-Label: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+WORD = r"^[A-Za-z_][A-Za-z0-9_]*$"
+Label: TypeAlias = Annotated[str, StringConstraints(pattern=WORD)]
+MAIN = "main"  # the name of the encoder that section `embed` is of, beside those of `embed.also`
 
 OF_STRUCTURES = (
     "structures_dir", "pattern", "splits", "state", "receptor_chains", "ligand_chains", "partners", "ligand",
@@ -224,6 +226,34 @@ class EmbedSection(Section):
     )
     batch: EmbedBatchSection = EmbedBatchSection()
     long: LongSequencesSection = LongSequencesSection()
+    also: dict[str, EmbedSection] = Field(
+        default={}, description="Further encoders, each with a name and what differs from this section for it."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _others_differ_from_this_one(cls, section: Any) -> Any:
+        others = section.get("also") if isinstance(section, dict) else None
+        if not isinstance(others, dict):
+            return section
+        shared = {name: value for name, value in section.items() if name != "also"}
+        plain = {name: value for name, value in shared.items() if name != "options"}  # which are of one encoder alone
+
+        def whole(differs: Any) -> Any:
+            return _over(plain if isinstance(differs, dict) and "encoder" in differs else shared, differs)
+
+        return section | {"also": {name: whole(differs) for name, differs in others.items()}}
+
+    @model_validator(mode="after")
+    def _encoders_have_names(self) -> EmbedSection:
+        for name, other in self.also.items():
+            if not re.fullmatch(WORD, name):
+                raise conflict("also", f"{name!r} is no name: letters, digits and _ only, such as small")
+            if name == MAIN:
+                raise conflict("also", f"{MAIN} is the name of the encoder that section embed is of: call it otherwise")
+            if other.also:
+                raise conflict("also", f"{name} has others itself: name them all in embed.also")
+        return self
 
     @property
     def is_own(self) -> bool:
@@ -244,6 +274,13 @@ class EmbedSection(Section):
         if "weights" in self.options:
             raise conflict("options", "weights is embed.weights, which an encoder is given if it takes it")
         return self
+
+
+def _over(shared: Any, differs: Any) -> Any:
+    """Return a section as another one lays itself over it."""
+    if not isinstance(shared, dict) or not isinstance(differs, dict):
+        return differs
+    return shared | {name: _over(shared.get(name), value) for name, value in differs.items()}
 
 
 class AtomGraphSection(Section):

@@ -83,6 +83,16 @@ def parse_auto_flag(value: object) -> bool | Literal["auto"]:
     raise _wants("true, false or auto")
 
 
+def parse_auto_names(value: object) -> tuple[str, ...] | Literal["auto"]:
+    """Return distinct names, in their order, or `auto`."""
+    if value == "auto":
+        return "auto"
+    names = tuple(value) if isinstance(value, list | tuple) else ()
+    if names and all(isinstance(name, str) and name for name in names) and len(set(names)) == len(names):
+        return names
+    raise _wants("auto, or a list of different names, such as [main, NAME]")
+
+
 def parse_auto_memory(value: object) -> int | Literal["auto"]:
     """Return bytes of memory or `auto`."""
     return "auto" if value == "auto" else parse_size(value, at_least=SMALLEST_MEMORY_BYTES)
@@ -193,6 +203,14 @@ AutoFlag: TypeAlias = Annotated[
     bool | Literal["auto"],
     PlainValidator(parse_auto_flag),
     WithJsonSchema({"anyOf": [{"type": "boolean"}, _AUTO_SCHEMA]}),
+]
+AutoNames: TypeAlias = Annotated[
+    tuple[str, ...] | Literal["auto"],
+    PlainValidator(parse_auto_names),
+    PlainSerializer(lambda names: names if names == "auto" else list(names)),
+    WithJsonSchema(
+        {"anyOf": [{"type": "array", "items": {"type": "string"}, "minItems": 1, "uniqueItems": True}, _AUTO_SCHEMA]}
+    ),
 ]
 AutoCountOrNone: TypeAlias = Annotated[
     int | Literal["auto"],

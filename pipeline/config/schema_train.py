@@ -10,6 +10,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 from pipeline.config.schema_parts import (
     AutoCount,
     AutoFlag,
+    AutoNames,
     Duration,
     Interval,
     ItemLimit,
@@ -163,6 +164,10 @@ class TrainSection(Section):
     )
     seed: int = Field(default=0, ge=0, description="Of fresh parameters, the order of items, and all random numbers.")
     split: Name | None = Field(default="train", description="Which split is trained on; null: every item.")
+    embeddings: AutoNames = Field(
+        default="auto",
+        description="Whose embeddings items carry, side by side: main, or a name in embed.also; auto: main's alone.",
+    )
     effective_batch: int = Field(default=8, ge=1, description="Items in an optimizer step, over all GPUs.")
     micro_batch: AutoCount = Field(default="auto", description="Most items of a GPU at once; auto: planned, by cost.")
     batching: Literal["concatenated", "padded"] = Field(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 import yaml
 
 from pipeline.config.familiar_words import familiar
-from pipeline.config.schema import FIELDS, LEAVES, SECTIONS
+from pipeline.config.schema import FIELDS, LEAVES, SECTIONS, schema_key
 from pipeline.config.schema_parts import CONFLICT, WANTS
 from pipeline.errors import ConfigError
 
@@ -223,6 +223,7 @@ _KINDS = {
     "bool_type": "true or false",
     "string_type": "text",
     "tuple_type": "a list, such as [A, B]",
+    "dict_type": "names, with keys below each",
     "model_type": "keys below it",
 }
 _FORMS = {  # of texts for which the schema has a pattern, by where they stand
@@ -242,6 +243,7 @@ _BOUNDS = {
 
 def explain(key: KeyPath, detail: ErrorDetails) -> str:
     """Say why pydantic refused the value at `key`."""
+    key = schema_key(key)
     kind = detail["type"]
     if kind == "extra_forbidden":
         return "unknown key" + _meant(key)

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import Enum
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pipeline.cluster.job_spec import Limits, parse_ranges
 from pipeline.cluster.machine import is_alive
@@ -14,6 +14,8 @@ from pipeline.cluster.verdict import Cause, Word
 from pipeline.journal.attempts import SILENCE, Ask, Attempt, TaskRecord
 from pipeline.journal.ledger import LedgerReader
 from pipeline.records import Event, EventKind
+
+Told = TypeVar("Told")
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
 COUNTED = (
     "items", "refused", "unusable", "cached", "missing", "tasks", "waiting", "residues", "unkept", "unnamed", "sets",
+    "encoders",
 )  # fmt: skip
 
 
@@ -99,13 +102,18 @@ class StageStatus:
     cached: int = 0
     missing: int = 0
     tasks: int = 0
+    names: list[str] = field(default_factory=list)  # of tasks, where these are of different things
+    parts: dict[str, Mapping[str, Any]] = field(default_factory=dict)  # counts of each encoder, where there are several
+    of: str = ""  # the encoder, where this is a part
     waiting: int = 0  # items that an earlier stage has still to do
     residues: int = 0  # to do
     unkept: int = 0  # graphs that are built on reading and never stored
     unnamed: int = 0  # missing, but not on the list to which the run is confined
     sets: int = 0  # data sets, where items cannot be counted: a reader's are unknown until they are read
+    encoders: int = 0  # where there are several: what is counted are embeddings, not sequences
     cost: float = 0.0  # to do, in the unit of the figure `cost_done`
     planned: StageJob | None = None  # the job of first attempts; older versions did not record it
+    own: dict[str, StageJob] = field(default_factory=dict)  # the same by the name of tasks that have plans of their own
     limits: Limits | None = None  # under which that was planned, where known
     done: dict[str, int] = field(default_factory=dict)  # process → items
     rejected: dict[str, Mapping[str, int]] = field(default_factory=dict)  # process → reason → items
@@ -128,6 +136,40 @@ class StageStatus:
             self.work[number] = TaskRecord(number)
         return self.work[number]
 
+    @property
+    def title(self) -> str:
+        return f"{self.name} {self.of}".rstrip()
+
+    def by_part(self) -> list[StageStatus]:
+        """Return the stage as it is for each encoder, where there are several, else this one."""
+        return [self._part(name) for name in self.parts] or [self]
+
+    def _part(self, name: str) -> StageStatus:
+        """Return what is known of one encoder: its counts and its tasks."""
+        work = {number: task for number, task in self.work.items() if self.name_of(number) == name}
+
+        def mine(told: dict[str, Told]) -> dict[str, Told]:
+            return {process: value for process, value in told.items() if int(process.split("-")[1]) in work}
+
+        part = replace(self, of=name, parts={}, census=None, work=work, planned=self.own.get(name))
+        part.done, part.rejected, part.figures = mine(self.done), mine(self.rejected), mine(self.figures)
+        for column, count in self.parts[name].items():
+            setattr(part, column, count)
+        return part
+
+    def name_of(self, number: int) -> str:
+        """Return the name of what a task is of; empty where tasks have none."""
+        return self.names[number] if number < len(self.names) else ""
+
+    def called(self, number: int) -> str:
+        """Return what people call a task."""
+        return f"task {number} of {self.name_of(number)}" if self.name_of(number) else f"task {number}"
+
+    def give_name(self, number: int, name: str) -> None:
+        """Say what a task is of."""
+        self.names += [""] * (number + 1 - len(self.names))
+        self.names[number] = name
+
     def split(self, number: int, into: Sequence[int], ask: Ask, why: str) -> None:
         """Replace a task by others, and forget its progress, which they repeat."""
         if self.task(number).split:
@@ -137,6 +179,8 @@ class StageStatus:
         self.tasks += len(into) - 1
         for part in into:
             self.task(part).first = ask
+            if name := self.name_of(number):
+                self.give_name(part, name)
         process = f"{self.name}-{number:06d}"
         for name in [name for name in self.done if name == process or name.startswith(f"{process}-")]:
             for counts in (self.done, self.rejected, self.figures):
@@ -214,7 +258,10 @@ class StageStatus:
         }
 
 
-INTERNAL = ("judged", "told", "work", "jobs", "intents", "submitted", "left_out", "planned", "limits")
+INTERNAL = (
+    "of",
+    "judged", "told", "work", "jobs", "intents", "submitted", "left_out", "planned", "limits", "own", "names",
+)  # fmt: skip
 
 
 def summary(figures: Sequence[Mapping[str, float]], cost: float, running: int) -> dict[str, float]:
@@ -400,6 +447,12 @@ def _begin(stage: StageStatus, event: Event) -> None:
     stage.state, stage.submitted, stage.started_at = RunState.RUNNING, True, event.at
     for number in range(stage.tasks):
         stage.task(number)
+    stage.parts = event.data.get("parts", {})
+    for name, job in event.data.get("jobs", {}).items():
+        stage.own[name] = StageJob.from_json(job)
+        for number in parse_ranges(job["tasks"]):
+            stage.give_name(number, name)
+            stage.task(number).first = stage.own[name].ask
 
 
 def _submit(stage: StageStatus, event: Event) -> None:

@@ -225,8 +225,9 @@ def folders_inside(config: Config, beside: Path | None = None) -> tuple[str, ...
     plain = config.model_dump(mode="json")
     plain["cluster"] = {"runs": str(config.cluster.runs)}  # what else stands there is the scheduler's
     named = [str(Path.cwd()), str(beside or ""), *_texts(plain)]
-    with suppress(ConfigError):  # not there: the stage that needs it says so
-        named.append(str(find_checkpoint(config.embed.weights)))
+    for embed in (config.embed, *config.embed.also.values()):
+        with suppress(ConfigError):  # not there: the stage that needs it says so
+            named.append(str(find_checkpoint(embed.weights)))
     words = chain(named, *(text.split() for text in named))  # a command names several
     folders = {folder for word in words if word.startswith("/") for folder in _to_bind(Path(word))}
     for folder in folders:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import sys
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from pipeline.cluster.local import LocalExecutor
 from pipeline.cluster.machine import Machine
+from pipeline.config.schema_data import MAIN
 from pipeline.device.kinds import CARD, CPU
 from pipeline.encoder.checkpoints.checkpoint_files import ESM1B, FAMILIES
 from pipeline.encoder.checkpoints.weights import CheckpointFacts, find_checkpoint, identify
@@ -35,7 +36,7 @@ from pipeline.structures.policy import Policy
 from pipeline.structures.sources.item_ids import SourceSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterator
+    from collections.abc import Callable, Container, Iterator, Mapping
     from typing import Any
 
     from pipeline.cluster.job_spec import Executor
@@ -314,6 +315,18 @@ class Project:
         """The weights are read when this is first used."""
         named = self.only.of("embed")
         return Encoding.open(self.config, self.cache, remember=self.remember, named=named, beside=self.beside)
+
+    @cached_property
+    def encoders(self) -> Mapping[str, Project]:
+        """The project as it is for each of its encoders, by name: as if it had that one alone."""
+        if not self.config.embed.also:
+            return {MAIN: self}
+        return {name: replace(self, config=self.config.of_encoder(name), _made={}) for name in self.config.encoders}
+
+    @property
+    def encoders_read(self) -> list[Project]:
+        """The same for the encoders whose embeddings items carry, in their order."""
+        return [self.encoders[name] for name in self.config.encoders_read]
 
 
 def local_machine(slots: SlotsSection) -> Machine:

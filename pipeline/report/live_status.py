@@ -26,7 +26,7 @@ from rich.text import Text
 
 from pipeline.report.run_tables import run_report
 from pipeline.report.screen import Screen, screen
-from pipeline.report.stage_lines import UNIT, counted_so_far, speed
+from pipeline.report.stage_lines import UNIT, counted_so_far, speed, unit_of
 from pipeline.report.tables import show_parts
 from pipeline.units import format_bytes, format_seconds
 
@@ -118,7 +118,7 @@ class StageBars(LiveBars):
         figures = [*speed(stage.measured()), *counted_so_far(stage.figures)]
         left_out = [f"{rejected:,} rejected"] if rejected else []
         note = ", ".join([*figures, *left_out])
-        line = f"{stage.items_done:,} of {stage.missing:,} {UNIT[stage.name]}s {note}"
+        line = f"{stage.items_done:,} of {stage.missing:,} {unit_of(stage.name, stage.counts())}s {note}"
         if self._console.is_terminal and self._console.width < WIDE:  # the bar and the count matter more
             note = ", ".join([*left_out, *figures[:1]])[: max(0, self._console.width - BAR_COLUMNS)]
         is_news = stage.items_done >= stage.missing or stage.name not in self._told

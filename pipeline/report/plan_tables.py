@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from pipeline.journal.attempts import Ask
+    from pipeline.journal.run_status import StageStatus
     from pipeline.memory.planning.memory_plan import MemoryPlan
     from pipeline.report.facts import Estimate
     from pipeline.report.plan_facts import TrainOutlook
@@ -252,15 +253,26 @@ REFUSED = {"scan": "refused by the source", "embed": "that cannot be encoded", "
 LATER = {"train": "planned when its graphs are there"}
 
 
+def stage_lines(stage: StageStatus) -> list[str]:
+    """Say the same of a stage that was submitted, and of each encoder where there are several."""
+    whole = stage_line(stage.name, stage.counts())
+    return [whole, *(f"  {part.of}: {_sorted_out(part.name, part.counts())}" for part in stage.by_part() if part.of)]
+
+
 def stage_line(name: str, counts: Mapping[str, int]) -> str:
     """Say how much of a stage's work was done already when it was submitted, and how much was not."""
-    parts = [f"{counts['cached']:,} cached", f"{counts['missing']:,} to do"]
-    if name == "validate":
-        parts = parts[1:]
     if name == "regenerate":
         return f"regenerate: {named_records(counts['items'])}"
     if counts.get("unplanned"):
         return later_line(name)
+    return f"{name}: {_sorted_out(name, counts)}"
+
+
+def _sorted_out(name: str, counts: Mapping[str, int]) -> str:
+    """Say how many things a stage has, and how much of each kind."""
+    parts = [f"{counts['cached']:,} cached", f"{counts['missing']:,} to do"]
+    if name == "validate":
+        parts = parts[1:]
     if counts["refused"]:
         parts.append(f"{counts['refused']:,} {REFUSED[name]}")
     if counts["unusable"]:
@@ -272,7 +284,7 @@ def stage_line(name: str, counts: Mapping[str, int]) -> str:
     waiting = f"; {plural(counts['waiting'], 'item')} still to scan" if counts.get("waiting") else ""
     if counts.get("unkept"):
         parts = ["built when they are read (graph.cache: false)"]
-    return f"{name}: {plural(counts['items'], unit_of(name, counts))}: {', '.join(parts)}{tasks}{residues}{waiting}"
+    return f"{plural(counts['items'], unit_of(name, counts))}: {', '.join(parts)}{tasks}{residues}{waiting}"
 
 
 def later_line(name: str) -> str:

@@ -10,14 +10,14 @@ from pipeline.journal.run_status import RunState
 from pipeline.report.stage_lines import (
     CENSUS,
     DAMAGED,
-    UNIT,
+    counted,
     counted_so_far,
     found_damage,
     memory_line,
     named_records,
     rejection_table,
     script_figures,
-    speed,
+    speed_lines,
     state_of_stage,
     tasks_line,
     unit_of,
@@ -80,14 +80,13 @@ def _progress(stage: StageStatus, run: SeenRun) -> Iterator[str]:
     yield from script_figures(stage.figures)
     if not stage.census:
         yield from counted_so_far(stage.figures)
-    if measured := speed(stage.measured()):
-        yield ", ".join(measured)
+    yield from speed_lines(stage)
 
 
 def _head(stage: StageStatus) -> str:
     """Say in a line the state of a stage, and how much of it is cached and done."""
     took = f" in {format_seconds(stage.ended_at - stage.started_at)}" if stage.ended_at else ""
-    counts = f"{stage.cached:,} cached, {stage.items_done:,} of {stage.missing:,} done"
+    counts = counted(stage)
     if stage.name == "validate":
         counts = f"{stage.items_done:,} read"
     counts = f"{validated_files(stage) or plural(stage.items, unit_of(stage.name, stage.counts()))}, {counts}"
@@ -171,7 +170,7 @@ def _row(use: StageUse) -> tuple[str, ...]:
 def _lines(use: StageUse) -> list[str]:
     """Return the figures of a stage that have no column in the table."""
     pace = f" ({use.items_per_s:,.1f} a second and task)" if use.items_per_s else ""
-    parts = [f"{plural(use.items, UNIT[use.stage])}{pace}", f"{use.core_hours:,.2f} core hours"]
+    parts = [f"{plural(use.items, unit_of(use.stage))}{pace}", f"{use.core_hours:,.2f} core hours"]
     if use.gpus:
         memory = _size(use.gpu_peak_bytes) + (f" of {format_bytes(use.gpu_total_bytes)}" if use.gpu_total_bytes else "")
         parts += [f"{use.gpu_hours:,.2f} GPU hours", f"GPU busy {_percent(use.gpu_busy)}", f"GPU memory {memory}"]

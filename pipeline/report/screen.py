@@ -12,7 +12,7 @@ from rich.text import Text
 from pipeline.cluster.verdict import Cause
 from pipeline.journal.active_runs import GOING_ON, use
 from pipeline.journal.run_status import RunState
-from pipeline.report.stage_lines import DAMAGED, SCRIPT, TASK_STATES, UNIT, found_damage, state_of_stage, wait_lines
+from pipeline.report.stage_lines import DAMAGED, SCRIPT, TASK_STATES, found_damage, state_of_stage, unit_of, wait_lines
 from pipeline.report.tables import plural
 from pipeline.training.step_clock import shares_so_far
 from pipeline.units import format_bytes, format_seconds
@@ -131,7 +131,8 @@ def _speed(stage: StageStatus, on: Screen) -> str:
         return "no pace yet" if stage.missing else ""
     left_s = stage.measured().get("left_s") or left / pace
     shown = f"{pace:,.0f}" if pace >= 100 else f"{pace:.2g}" if pace < 10 else f"{pace:.0f}"
-    return f"{shown} {UNIT[stage.name]}s/s" + (f", {format_seconds(left_s)} left" if left > 0 else "")
+    unit = unit_of(stage.name, stage.counts())
+    return f"{shown} {unit}s/s" + (f", {format_seconds(left_s)} left" if left > 0 else "")
 
 
 def _ended(stage: StageStatus) -> str:

@@ -12,7 +12,7 @@ from pipeline.training.step_clock import shares_so_far, told_shares
 from pipeline.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from rich.console import RenderableType
     from rich.table import Table
@@ -30,6 +30,7 @@ UNIT = {
     "validate": "file",
     "regenerate": "record",
 }
+NO_COUNTS: dict[str, int] = {}
 EDGE_KINDS = ("bond", "angle", "dihedral", "near")
 VALIDATED = ("records", "whole", "lost")
 # What may become of a record that a damage list names.
@@ -47,9 +48,11 @@ FINDINGS = "findings"  # a figure of validation
 ITEMS_READ = "items_read"  # a figure of a scan by a reader
 
 
-def unit_of(name: str, counts: Mapping[str, int]) -> str:
-    """Return the noun for what a stage processes; a reader's data set is one piece."""
-    return "data set" if counts.get("sets") else UNIT[name]
+def unit_of(name: str, counts: Mapping[str, int] = NO_COUNTS) -> str:
+    """Return the noun for what a stage, or a part of it, processes; a reader's data set is one piece."""
+    if counts.get("encoders"):
+        return "embedding"
+    return "data set" if counts.get("sets") else UNIT[name.split()[0]]
 
 
 def census_lines(census: Mapping[str, Any]) -> list[RenderableType]:
@@ -79,8 +82,13 @@ def census_lines(census: Mapping[str, Any]) -> list[RenderableType]:
 
 def embedded_lines(embedded: Mapping[str, Any]) -> list[RenderableType]:
     """Show the numbers of an embedded data set."""
+    parts = embedded.get("parts", {})
+    what = "distinct sequences embedded"
+    if parts:
+        each = ", ".join(f"{part['cached']:,} by {name}" for name, part in parts.items())
+        what = f"embeddings of distinct sequences ({each})"
     return [
-        f"{_accepted(embedded)}; {embedded['sequences']:,} distinct sequences embedded, "
+        f"{_accepted(embedded)}; {embedded['sequences']:,} {what}, "
         f"{embedded['residues']:,} residues, longest {embedded['longest']:,}"
     ]
 
@@ -277,6 +285,19 @@ def memory_line(stage: StageStatus) -> list[str]:
     parts = [f"memory of a task: {format_bytes(asked)} asked for, {used}"] if asked else []
     parts += [f"GPU memory {format_bytes(gpu)}"] if gpu else []
     return [", ".join(parts)] if parts else []
+
+
+def counted(stage: StageStatus) -> str:
+    """Say how much of a stage is cached and done."""
+    return f"{stage.cached:,} cached, {stage.items_done:,} of {stage.missing:,} done"
+
+
+def speed_lines(stage: StageStatus) -> Iterator[str]:
+    """Yield a stage's speed; that of each encoder with its counts, where there are several."""
+    for part in stage.by_part():
+        told = [f"{part.of}: {counted(part)}"] if part.of else []
+        if measured := [*told, *speed(part.measured())]:
+            yield ", ".join(measured)
 
 
 def speed(measured: Mapping[str, float]) -> list[str]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.config.load import find_config, missing_inputs, read_config
+from pipeline.config.schema_data import MAIN
 from pipeline.encoder.checkpoints.weights import find_checkpoint, identify
 from pipeline.errors import ConfigError, DataError, PipelineError
 from pipeline.memory.lint.lint_facts import RunFacts, Severity
@@ -180,18 +181,23 @@ def _weights(loaded: LoadedConfig) -> Iterator[CheckResult]:
     config = loaded.config
     if is_reader(config):
         return
+    for name in config.encoders:
+        yield _weights_of(loaded, config.of_encoder(name), "" if name == MAIN else f" {name}")
+
+
+def _weights_of(loaded: LoadedConfig, config: Config, of: str) -> CheckResult:
+    """Check the checkpoint of one encoder."""
     try:
         path = find_checkpoint(config.embed.weights)
     except ConfigError as error:
-        if loaded.origins["embed.weights"] != "default":
+        if of or loaded.origins["embed.weights"] != "default":
             raise
-        yield noted_check("weights", f"{error.what}; needed from the stage embed on", error.remedy)
-        return
+        return noted_check(f"weights{of}", f"{error.what}; needed from the stage embed on", error.remedy)
     weights = identify(path, _opened(config).kind("weights"), remember=False)
     summary = (
         f"{weights.path}: {weights.layers} layers of {weights.dim}, {weights.precision}, {format_bytes(weights.bytes)}"
     )
-    yield good_check("weights", summary)
+    return good_check(f"weights{of}", summary)
 
 
 def _cache(loaded: LoadedConfig) -> Iterator[CheckResult]:

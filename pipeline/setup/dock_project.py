@@ -80,7 +80,7 @@ def _settings(docking: Docking, project: LoadedConfig) -> dict[str, dict[str, An
     return {
         "data": {"source": "manifest", "path": TABLE},  # of the training's, nothing holds for two files
         "structures": model.get("structures", {}),
-        "embed": model.get("embed", {}) | {"weights": str(here.embed.weights)},
+        "embed": {"weights": str(here.embed.weights)} | model.get("embed", {}),
         "graph": model.get("graph", {}) | {"contacts": 5.0 if docking.bound else None},
         "train": model["train"]
         | {"split": None, "models": str(here.train.models), "predict": {"folder": ".", "options": drawn}},
@@ -102,7 +102,10 @@ def _settings_of_model(docking: Docking, here: Config, beside: Path) -> dict[str
     if not isinstance(load_task(train.task, train.options, beside=beside), Publishes):
         what = f"this is a model of {train.task}, which draws no poses"
         raise ConfigError(what, where=f"--model {docking.model}", remedy=f"name one of {TASK}: pipeline model list")
-    return portable_settings(model.config)
+    settings = portable_settings(model.config, there=True)
+    if "also" not in settings["embed"]:  # else this project may know another encoder by that name
+        del settings["embed"]["weights"]
+    return settings
 
 
 def _judge(wanted: str, here: Config) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 import typer
 
@@ -72,7 +72,8 @@ def sections() -> Iterator[tuple[list[str], type[Section]]]:
         for name, info in SECTIONS[key].annotation.model_fields.items():  # type: ignore[union-attr]
             for part in getattr(info.annotation, "__args__", ()):
                 if inspect.isclass(part) and issubclass(part, Section):
-                    places.setdefault(part, []).append(f"{'.'.join((*key, name))}[]")
+                    entry = ".NAME" if get_origin(info.annotation) is dict else "[]"
+                    places.setdefault(part, []).append(f"{'.'.join((*key, name))}{entry}")
     for model, names in places.items():
         yield names, model
 

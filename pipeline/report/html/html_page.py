@@ -15,7 +15,7 @@ from markupsafe import Markup
 from pipeline.journal.active_runs import GOING_ON
 from pipeline.report.html import run_plots
 from pipeline.report.html.plots import figure, moment, tag
-from pipeline.report.stage_lines import CENSUS, DAMAGED, UNIT, found_damage, speed, state_of_stage
+from pipeline.report.stage_lines import CENSUS, DAMAGED, UNIT, found_damage, speed_lines, state_of_stage, unit_of
 from pipeline.report.tables import TEXT_MOST, clip, plural
 from pipeline.units import format_bytes, format_seconds
 
@@ -151,8 +151,7 @@ def story_lines(stage: StageFacts) -> Iterator[str]:
             yield f"about {format_seconds(stage.left_s)} left, if it goes on like this"
     yield from stage.waits
     yield from stage.so_far
-    if measured := speed(status.measured()):
-        yield ", ".join(measured)
+    yield from speed_lines(status)
     if stage.census:
         yield from (line.strip() for line in CENSUS[status.name](stage.census) if isinstance(line, str) and line)
 
@@ -245,7 +244,7 @@ def _budget(facts: PageFacts) -> Iterator[Tile]:
 def _busiest(uses: Sequence[StageUse]) -> str:
     """Name the stage with the most core hours, and what its tasks finished, if any has ended well."""
     busiest = max(uses, key=lambda use: use.core_hours)
-    done = f": {plural(busiest.items, UNIT[busiest.stage])}" if busiest.items else ""
+    done = f": {plural(busiest.items, unit_of(busiest.stage))}" if busiest.items else ""
     return f"most for {busiest.stage}{done}"
 
 

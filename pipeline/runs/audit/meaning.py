@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from itertools import islice
@@ -269,11 +270,12 @@ class Semantic:
 
     def _embedding_again(self, record: Record) -> Wrong | None:
         """Return how far an embedding is from what the encoder computes, if that is too far."""
-        encoder, meta = self._encoder, record.meta
-        if encoder is None or encoder[0] != meta["weights"]:
+        meta = record.meta
+        encoder = self._encoders.get(meta["weights"])
+        if encoder is None:
             self._notes["not computed again: embeddings whose weights are not here"] += 1
             return None
-        made_LD = encoder[1].rows(record)
+        made_LD = encoder.rows(record)
         if made_LD is None:
             self._notes["not computed again: embeddings too long for the memory here"] += 1
             return None
@@ -332,14 +334,15 @@ class Semantic:
         return {"scan": plain_recipe(self._project.recipe), "graph": self._project.graphs.recipe.plain()}
 
     @cached_property
-    def _encoder(self) -> tuple[str, EncodedAgain] | None:
-        """The digest of the weights of this configuration, and what computes with them, if they are here."""
-        try:
-            encoding = self._project.encoding
-        except PipelineError:
-            return None
-        digest = encoding.weights.digest
-        return digest, EncodedAgain(encoding.source, digest, encoding.settings.threads)
+    def _encoders(self) -> Mapping[str, EncodedAgain]:
+        """What computes with the weights of this configuration that are here, by their digest."""
+        encoders = {}
+        for view in self._project.encoders.values():
+            with suppress(PipelineError):
+                encoding = view.encoding
+                digest = encoding.weights.digest
+                encoders[digest] = EncodedAgain(encoding.source, digest, encoding.settings.threads)
+        return encoders
 
     @cached_property
     def _data_set(self) -> ItemIndex:

@@ -77,7 +77,8 @@ def rows_of(project: Project) -> Embeddings | None:
     """Return where a loader reads embeddings from; a reader's items have none."""
     if reader_items.is_reader(project.config):
         return None
-    return Embeddings(project.encoding.shelves.embeddings, project.encoding.recipe)
+    read = [view.encoding for view in project.encoders_read]
+    return Embeddings(read[0].shelves.embeddings, *(encoding.recipe for encoding in read))
 
 
 def made_table(project: Project) -> str | None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from itertools import pairwise
+from dataclasses import asdict, dataclass, field, replace
+from itertools import chain, pairwise
 from typing import IO, TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -48,6 +49,7 @@ class Shard:
     end: int
     items: int
     largest: int = 0  # the cost of the largest item, in the stage's unit; 0: unknown
+    of: str = ""  # the encoder whose embeddings it makes, where there are several
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,19 @@ class StageSurvey:
     shards: tuple[Shard, ...]
     bytes: int = 0  # what the results will take in the cache
     cost: float = 0.0  # in the unit in which tasks tell how far they are
+    parts: Mapping[str, StageSurvey] = field(default_factory=dict)  # the same of each encoder, where there are several
+
+    @classmethod
+    def together(cls, parts: Mapping[str, StageSurvey]) -> StageSurvey:
+        """Return what the surveys of several encoders come to."""
+        surveys = parts.values()
+        counts = Counter[str](encoders=len(parts))
+        for survey in surveys:
+            counts.update(survey.counts)
+        counts["encoders"] = len(parts)
+        shards = tuple(chain.from_iterable(survey.shards for survey in surveys))
+        cost = sum(survey.cost for survey in surveys)
+        return cls(dict(counts), shards, sum(survey.bytes for survey in surveys), cost, parts)
 
     def write_shards(self, folder: RunFolder, stage: str) -> None:
         """Write each task's shard into the run's folder."""
@@ -115,8 +130,8 @@ def halve_rows(shard: Shard) -> tuple[Shard, Shard]:
 def _halves(shard: Shard, middle: int) -> tuple[Shard, Shard]:
     first = shard.items // 2
     return (
-        Shard(shard.start, middle, first, shard.largest),
-        Shard(middle, shard.end, shard.items - first, shard.largest),
+        replace(shard, end=middle, items=first),
+        replace(shard, start=middle, items=shard.items - first),
     )
 
 
@@ -313,7 +328,10 @@ def deciding(config: Config, kind: str) -> dict[str, Any]:
         "structures": config.structures.model_dump(mode="json"),
     }
     if kind == StageName.EMBED:
-        deciding["embed"] = config.embed.model_dump(mode="json", exclude={"batch"})
+        deciding["embed"] = config.embed.model_dump(mode="json", exclude={"batch", "also"})
+        if config.embed.also:
+            others = config.embed.also.items()
+            deciding["also"] = {name: embed.model_dump(mode="json", exclude={"batch"}) for name, embed in others}
         deciding["gpus"] = config.cluster.embed.gpus > 0
     if kind == StageName.GRAPH:
         deciding["graph"] = config.graph.model_dump(mode="json")

@@ -83,7 +83,7 @@ class Dispatch:
         for attempt in attempts:
             self._emit(EventKind.TASK_ENDED, stage=stage.name, **attempt.to_event())
         if attempts:
-            self._remember(project, stage, attempts)
+            self._remember(project, stage, status, attempts)
         return len(attempts)
 
     @staticmethod
@@ -135,14 +135,16 @@ class Dispatch:
             said=task.word.what,
         )
 
-    def _remember(self, project: Project, stage: Stage, attempts: Sequence[Attempt]) -> None:
+    def _remember(self, project: Project, stage: Stage, status: StageStatus, attempts: Sequence[Attempt]) -> None:
         """Record memory and time of these attempts, from which later runs plan."""
-        cluster, recipe = cluster_name(self._config), recipe_name(project, stage)
+        cluster = cluster_name(self._config)
+        names = {status.name_of(attempt.task) for attempt in attempts}
+        recipes = {name: recipe_name(stage.at(project, name), stage) for name in names}
         shards = worklist.read_shards(self._folder, stage.name)
         measured = [
             Measured(
                 stage=stage.name,
-                recipe=recipe,
+                recipe=recipes[status.name_of(attempt.task)],
                 cluster=cluster,
                 attempt=attempt.number,
                 task=attempt.task,
@@ -173,7 +175,8 @@ class Dispatch:
         first = self._planned(project, stage, status)
         for task in status.work.values():
             if task.open and not task.ended and task.job is None:
-                asks[task.number] = Next(1, task.first or first.ask, first.why)
+                plan = status.own.get(status.name_of(task.number), first)
+                asks[task.number] = Next(1, task.first or plan.ask, plan.why)
         room = self._room(status)
         for job in self._jobs(project, stage, status, asks):
             room -= len(parse_ranges(job.tasks))
@@ -297,18 +300,19 @@ class Dispatch:
         """Yield jobs of tasks with equal requests, each small enough for one array and for the queue."""
         planned, limits = self._planned(project, stage, status), self._limits(project, stage, status)
         sequence = len(status.jobs) + len(status.intents)
-        alike: dict[Next, list[int]] = {}
+        alike: dict[tuple[Next, str], list[int]] = {}
         for number in sorted(asks):
-            alike.setdefault(asks[number], []).append(number)
+            alike.setdefault((asks[number], status.name_of(number)), []).append(number)
         room, parallel = self._room(status), stage.resources(project.config).parallel
-        cut = [(following, piece) for following, due in alike.items() for piece in pieces(due, limits, room)]
-        for following, piece in cut:
+        cut = [(*alike_as, piece) for alike_as, due in alike.items() for piece in pieces(due, limits, room)]
+        for following, name, piece in cut:
+            plan = status.own.get(name, planned)
             yield replace(
-                planned,
+                plan,
                 id="",
                 at=0.0,
                 parallel=max(1, parallel // len(cut)),
-                where=planned.where if following.ask.partition == planned.ask.partition else "",
+                where=plan.where if following.ask.partition == plan.ask.partition else "",
                 tag=f"{self._folder.name}-{stage.name}-{sequence}",
                 tasks=format_ranges(piece),
                 attempt=following.attempt,

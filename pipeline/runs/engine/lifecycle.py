@@ -92,8 +92,9 @@ def freeze_own(config: Config, beside: Path | None, *, is_tasked: bool) -> Path 
     files: list[tuple[str, Path]] = []
     if is_tasked and config.train.task is not None:
         files += task_code(config, beside).files
-    if config.embed.is_own:
-        files += encoder_code(config, beside).files
+    for each in map(config.of_encoder, config.encoders):
+        if each.embed.is_own:
+            files += encoder_code(each, beside).files
     if data.reader is not None:
         files += sources(load_reader(data.reader, data.path, data.options, beside=beside))
     return freeze_files(sorted(dict(files).items()), config.cluster.runs) if files else None
@@ -104,8 +105,9 @@ def scripts(project: Project, plans: Sequence[StagePlan], executor: Executor) ->
     from pipeline.cluster.slurm import SlurmExecutor
 
     assert isinstance(executor, SlurmExecutor)
-    for planned in (plan for plan in plans if plan.stage.has_tasks):
-        spec = spec_of(None, project.config, planned.job)
+    jobs = ((plan, job) for plan in plans if plan.stage.has_tasks for job in plan.own.values() or [plan.job])
+    for planned, first in jobs:
+        spec = spec_of(None, project.config, first)
         cut = list(pieces(spec.tasks, planned.limits, len(spec.tasks)))
         most = max(1, (spec.max_parallel or len(spec.tasks)) // len(cut))
         for tasks in cut:

@@ -306,7 +306,8 @@ class Supervisor:
             return
         try:
             if judged.accepted and stage.kinds:
-                self.project.cache.describe(stage.name, stage.recipe(self.project))
+                for recipe in stage.recipes(self.project):
+                    self.project.cache.describe(stage.name, recipe)
         except (CacheUnusable, CacheFull) as error:
             log.warning("the recipe of %s is not described: %s", stage.name, error.what)
         bring_up(self.project.cache, {*stage.kinds, RECIPES})

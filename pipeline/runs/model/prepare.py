@@ -43,7 +43,9 @@ DECISIVE = (
     "clip", "ema", "frozen", "curriculum", "oversize", "pretrained_partial",
 )  # fmt: skip
 
-UNPLANNED = {"preset", "validation", "checkpoints", "log_every", "trackers", "models", "evaluate", "predict"}
+UNPLANNED = {  # or told by what follows from it
+    "preset", "validation", "checkpoints", "log_every", "trackers", "models", "evaluate", "predict", "embeddings",
+}  # fmt: skip
 
 
 def prepare(project: Project) -> Prepared | None:
@@ -244,8 +246,9 @@ def embeddings_used(project: Project) -> Mapping[str, Any]:
     """Return the recipe of the embeddings that a batch carries; nothing for a reader's items."""
     if is_reader(project.config):
         return {}
-    recipe = project.encoding.recipe  # computed once
-    return recipe.plain(recipe.wanted(0))
+    recipes = [view.encoding.recipe for view in project.encoders_read]  # computed once
+    plain = [recipe.plain(recipe.wanted(0)) for recipe in recipes]
+    return plain[0] if len(plain) == 1 else {"joined": plain}
 
 
 def folder_of(project: Project, prepared: Prepared) -> ModelFolder:

@@ -28,7 +28,7 @@ from pipeline.stages.graph import HEADER_BYTES
 from pipeline.store.cache_folder import CACHE_FORMAT, CacheFolder
 from pipeline.store.format.shard import DEFAULT_HEADER_BYTES
 from pipeline.store.maintenance.staging import CacheStaging, Unfit, open_scratch
-from pipeline.training.items.residue_embeddings import Embeddings, proteins
+from pipeline.training.items.residue_embeddings import Embeddings, Text, proteins
 from pipeline.training.ranks.rank_protocol import RankLost
 from pipeline.units import format_bytes, format_seconds
 
@@ -171,11 +171,12 @@ class _Stager:
 
     def _name(self) -> str:
         """Return a name for the scratch folder, made of its graphs, its embeddings and its user."""
+        embeddings = [asdict(view.encoding.recipe) for view in self.project.encoders_read]
         content: dict[str, Any] = {
             "format": CACHE_FORMAT,
             "user": os.geteuid(),
             "graphs": content_digest(self._graphs().tobytes()).hex(),
-            "embeddings": asdict(self.project.encoding.recipe),
+            "embeddings": embeddings[0] if len(embeddings) == 1 else embeddings,
         }
         return recipe_key("stage", content).hex()
 
@@ -188,7 +189,8 @@ class _Stager:
 
     def _embeddings_of(self, graphs: Iterator[Record]) -> Keys:
         """Return the keys of the embeddings in the cache that some graphs need."""
-        embeddings = Embeddings(self.project.cache.kind("embed"), self.project.encoding.recipe)
+        recipes = (view.encoding.recipe for view in self.project.encoders_read)
+        embeddings = Embeddings(self.project.cache.kind("embed"), *recipes)
         keys = bytearray()
         while chunk := list(islice(graphs, AT_ONCE)):
             texts = dict.fromkeys(text for graph in chunk for text in _texts(embeddings, graph))
@@ -205,7 +207,7 @@ class _Stager:
         return now - self.begun < WITHIN_S and not self.tell.ending()
 
 
-def _texts(embeddings: Embeddings, graph: Record) -> Iterable[str]:
+def _texts(embeddings: Embeddings, graph: Record) -> Iterable[Text]:
     """Yield the encoded sequences of a graph's partners; a record of a graph that cannot be built has none."""
     with suppress(KeyError):
         for partner in graph.meta["partners"]:

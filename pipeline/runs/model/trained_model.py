@@ -6,13 +6,15 @@ import json
 import shutil
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pipeline import __version__
 from pipeline.command_line import Command
 from pipeline.config.load import from_resolved
 from pipeline.config.schema import Config
+from pipeline.config.schema_data import MAIN
 from pipeline.config.schema_train import TrainSection
 from pipeline.errors import ConfigError, DataError, PipelineError
 from pipeline.project.run_code import load_reader, load_task, source_digest, sources
@@ -23,18 +25,19 @@ from pipeline.store.format.disk import Disk
 from pipeline.training.prepared import BEST, LAST, ModelFolder, Prepared
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from pipeline.project.project import Project
     from pipeline.training.checkpoints.chosen_checkpoint import ChosenCheckpoint
 
 DECIDED = ("task", "options", "batching")  # of section `train`: what a model's inputs and layers follow from
+Plain: TypeAlias = "Mapping[str, Any]"
 NOT_FOR_USE: dict[str, Collection[str]] = {  # section → its settings that are of the training alone
     "data": ("path", "splits", "structures_dir", "limit", "labels", "on_leak", "max_rejected_fraction"),
     "structures": (),
     "graph": (),
     "embed": ("weights",),  # a path: another one is said
-    "train": TrainSection.model_fields.keys() - DECIDED,
+    "train": TrainSection.model_fields.keys() - {*DECIDED, "embeddings"},
 }
 NOTHING_SET = Config.model_validate({"data": {"path": Path()}})
 SHOWN = ("split", "items", "step", "data", "figures")  # of an evaluation
@@ -66,11 +69,26 @@ class TrainedModel:
             raise ConfigError(problem, where=str(self.folder.path), remedy=f"the same command with {remedy}")
         theirs = self.prepared.recipe.get("embeddings")
         if theirs and not is_reader(project.config) and (mine := embeddings_used(project)) != theirs:
-            names = sorted(name for name in {**theirs, **mine} if theirs.get(name) != mine.get(name))
-            texts = [f"{name}: {theirs.get(name)!r} (here {mine.get(name)!r})" for name in names]
-            problem = "\n  ".join(["the model was trained on other embeddings:", *texts])
-            remedy = "the same command with --set embed.weights=FILE of that encoder   (pipeline config show)"
-            raise ConfigError(problem, where=str(self.folder.path), remedy=remedy)
+            raise self._of_other_embeddings(joined(theirs), joined(mine))
+
+    def _of_other_embeddings(self, theirs: Sequence[Plain], mine: Sequence[Plain]) -> ConfigError:
+        """Return the error for embeddings that the model was not trained on."""
+        remedy = "the same command with --set embed.weights=FILE of that encoder   (pipeline config show)"
+        texts, nothing = [], dict[str, Any]()
+        for number, (there, here) in enumerate(zip_longest(theirs, mine, fillvalue=nothing), 1):
+            names = sorted(name for name in {**there, **here} if there.get(name) != here.get(name))
+            of = f"encoder {number}, " if max(len(theirs), len(mine)) > 1 else ""
+            texts += [f"{of}{name}: {there.get(name)!r} (here {here.get(name)!r})" for name in names]
+        if len(theirs) != len(mine) or all(plain in mine for plain in theirs):
+            remedy = "name the same encoders in the same order in train.embeddings   (pipeline config show)"
+        problem = "\n  ".join(["the model was trained on other embeddings:", *texts])
+        return ConfigError(problem, where=str(self.folder.path), remedy=remedy)
+
+
+def joined(embeddings: Plain) -> list[Plain]:
+    """Return the recipes of embeddings that stand side by side, one of each encoder."""
+    parts: list[Plain] = embeddings.get("joined", [embeddings])
+    return parts
 
 
 def model_names(models: Path) -> list[str]:
@@ -197,7 +215,9 @@ def model_card(model: TrainedModel) -> dict[str, Any]:
 def _encoder(model: TrainedModel) -> dict[str, Any] | None:
     """Return what tells the encoder and its embeddings apart; None for a model that takes none."""
     recipe = model.prepared.recipe.get("embeddings")
-    file = {"file": model.config.embed.weights.name} if model.config else {}
+    if recipe and "joined" in recipe:
+        return {f"encoder {number}": plain for number, plain in enumerate(recipe["joined"], 1)}
+    file = {"file": model.config.of_encoder(model.config.encoders_read[0]).embed.weights.name} if model.config else {}
     return file | dict(recipe) if recipe else None
 
 
@@ -279,23 +299,58 @@ def _writing_into(folder: Path) -> Iterator[None]:
         raise ConfigError(f"cannot write: {error.strerror or error}", where=str(folder), remedy=remedy) from error
 
 
-def portable_settings(config: Config) -> dict[str, Any]:
-    """Return the settings that using a model on other data needs: those that are not the defaults, without paths."""
+def portable_settings(config: Config, *, there: bool = False) -> dict[str, Any]:
+    """Return the settings that using a model on other data needs: those that are not the defaults, without paths.
+
+    Weights are named as they lie beside an exported model, or as they lay `there`, where it was trained.
+    """
+    config = _with_encoders_read(config)
     plain, usual = config.model_dump(mode="json"), NOTHING_SET.model_dump(mode="json")
     kept: dict[str, dict[str, Any]] = {}
     for section, left_out in NOT_FOR_USE.items():
         values = {name: value for name, value in plain[section].items() if name not in left_out}
         kept[section] = {name: value for name, value in values.items() if value != usual[section][name]}
     if not is_reader(config):
-        kept["embed"]["weights"] = f"weights/{config.embed.weights.name}"
+        files = _names_of_weights(config, there=there)
+        kept["embed"]["weights"] = files[config.embed.weights]
+        for name, other in config.embed.also.items():
+            told, base = plain["embed"]["also"][name], plain["embed"]
+            differs = {key: value for key, value in told.items() if key != "also" and value != base[key]}
+            kept["embed"]["also"][name] = differs | {"weights": files[other.weights]}
     return {section: values for section, values in kept.items() if values}
+
+
+def _with_encoders_read(config: Config) -> Config:
+    """Return the configuration with the encoders alone that a model takes embeddings of; the first is section embed."""
+    first, *others = config.encoders_read
+    if MAIN in others:  # then it stays what it is
+        first, others = MAIN, [name for name in config.encoders_read if name != MAIN]
+        embeddings: Any = config.train.embeddings
+    else:
+        embeddings = (MAIN, *others) if others else "auto"
+    also = {name: config.embed.also[name] for name in others}
+    embed = (config.embed if first == MAIN else config.embed.also[first]).model_copy(update={"also": also})
+    train = config.train.model_copy(update={"embeddings": embeddings})
+    return config.model_copy(update={"embed": embed, "train": train})
+
+
+def _names_of_weights(config: Config, *, there: bool) -> dict[Path, str]:
+    """Return where the weights of each encoder lie, `there` or beside an exported model; no two in the same place."""
+    names: dict[Path, str] = {}
+    for encoder in config.encoders:
+        path = config.of_encoder(encoder).embed.weights
+        plain = str(path) if there else f"weights/{path.name}"
+        names.setdefault(path, plain if plain not in names.values() else f"weights/{encoder}/{path.name}")
+    return names
 
 
 def card_text(card: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
     """Return a model's card as text for people, in Markdown."""
     reader = settings.get("data", {}).get("source") == "reader"
     data = "--set data.path=FILE" if reader else "--set data.source=glob --set data.path=FOLDER"
-    weights = settings.get("embed", {}).get("weights")
+    embed = settings.get("embed", {})
+    files = [embed.get("weights"), *(other["weights"] for other in embed.get("also", {}).values())]
+    weights = "` and `".join(dict.fromkeys(map(str, files)))
     lines = [f"# {card['name']}", "", *card_lines(card), "", "## Use it", ""]
     if card["encoder"]:
         lines += [f"Put the encoder's checkpoint at `{weights}` (`pipeline weights import FILE`), then", ""]
@@ -317,7 +372,12 @@ def card_lines(card: Mapping[str, Any]) -> list[str]:
     if weights := card.get("weights"):
         lines.append(f"- weights: {weights['parameters']:,} numbers, digest {weights['digest']}")
     if card["encoder"]:
-        lines.append("- encoder: " + ", ".join(f"{name} {value}" for name, value in card["encoder"].items()))
+        several = "encoder 1" in card["encoder"]
+        encoders = card["encoder"] if several else {"encoder": card["encoder"]}
+        lines += [
+            f"- {title}: " + ", ".join(f"{name} {value}" for name, value in plain.items())
+            for title, plain in encoders.items()
+        ]
     for made in card["evaluations"]:
         figures = ", ".join(f"{name} {value:.4g}" for name, value in made["figures"].items() if value is not None)
         lines.append(f"- {made['split'] or 'all items'} ({made['items']:,} items, step {made['step']:,}): {figures}")

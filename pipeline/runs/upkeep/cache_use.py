@@ -41,7 +41,9 @@ def recipes_of(project: Project, kinds: Iterable[str] = RECIPE_KINDS) -> Recipes
         return {}
     of_kind: dict[str, Callable[[], list[Mapping[str, Any]]]] = {
         StageName.SCAN: lambda: [plain_recipe(project.recipe)],
-        StageName.EMBED: lambda: list(embeddings(project.encoding.recipe)),
+        StageName.EMBED: lambda: [
+            plain for view in project.encoders.values() for plain in embeddings(view.encoding.recipe)
+        ],
         StageName.GRAPH: lambda: [project.graphs.recipe.plain()],
     }
     return {(kind, recipe_tag(kind, recipe)): recipe for kind in kinds for recipe in of_kind[kind]()}

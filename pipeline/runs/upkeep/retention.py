@@ -173,14 +173,14 @@ def needed(project: Project, *, embeddings: bool = True, on: Callable[[int], Non
     need = Needed()
     if is_reader(project.config):
         return need  # the tables of what a reader gives stay for the runs that name them
-    recipe = project.encoding.recipe if embeddings else None
+    recipes = [view.encoding.recipe for view in project.encoders.values()] if embeddings else []
     if project.config.data.limit is not None:
         what = f"data.limit takes {project.config.data.limit:,} items of the data set only"
         need.doubt(what, "take data.limit out of the configuration, or --set data.limit=null")
         return need
     try:
         for chunk in in_chunks(worklist.list_items(project), worklist.LOOKED_UP_AT_ONCE):
-            _take(project, chunk, recipe, need)
+            _take(project, chunk, recipes, need)
             on(need.items)
     except (ConfigError, DataError) as error:
         need.doubt(f"{error.where}: {error.what}", error.next)
@@ -189,7 +189,9 @@ def needed(project: Project, *, embeddings: bool = True, on: Callable[[int], Non
     return need
 
 
-def _take(project: Project, chunk: Sequence[Item | Rejection], recipe: EmbeddingRecipe | None, need: Needed) -> None:
+def _take(
+    project: Project, chunk: Sequence[Item | Rejection], recipes: Sequence[EmbeddingRecipe], need: Needed
+) -> None:
     """Add what some entries of a data set need."""
     for entry in chunk:
         if not isinstance(entry, Item) and entry.reason in AWAY:
@@ -199,7 +201,7 @@ def _take(project: Project, chunk: Sequence[Item | Rejection], recipe: Embedding
     for path in dict.fromkeys(path for item in items for path in item_paths(item)):
         mark = glance(path, project.recipe)
         need.files += mark if isinstance(mark, bytes) else b""
-    sequences: dict[str, None] = {}
+    inventories = []
     for item, seen in zip(items, look_up_items(items, project.recipe, project.shelves), strict=True):
         if seen.key is not None:
             need.scan += seen.key
@@ -208,10 +210,10 @@ def _take(project: Project, chunk: Sequence[Item | Rejection], recipe: Embedding
             need.doubt(f"{item.id} is not scanned yet, or has just been changed", SCAN_FIRST)
         elif seen.key is None and seen.inventory.reason in AWAY:
             need.doubt(f"{item.id}: {seen.inventory.detail}", _mount_remedy(project))
-        if recipe is not None and seen.inventory is not None and seen.inventory.reason is None:
-            sequences |= dict.fromkeys(texts(seen.inventory, recipe.context))
-    if recipe is not None:
-        for text in sequences:
+        if seen.inventory is not None and seen.inventory.reason is None:
+            inventories.append(seen.inventory)
+    for recipe in recipes:
+        for text in dict.fromkeys(text for inventory in inventories for text in texts(inventory, recipe.context)):
             for variant in recipe.accepted(len(text)):
                 need.embed += recipe.key(text, variant)
 

@@ -40,7 +40,8 @@ SLICE_MARGIN, LEAST_SLICED = 1.1, 20 * GIB  # cards with less are not cut
 def stage_uses(folder: RunFolder, status: RunStatus) -> list[StageUse]:
     """Return what each stage with tasks has used."""
     config = from_resolved(folder.config.read_text(), str(folder.config))
-    stages = [stage for stage in status.in_order() if any(task.ended for task in stage.work.values())]
+    parts = [part for stage in status.in_order() for part in stage.by_part()]
+    stages = [stage for stage in parts if any(task.ended for task in stage.work.values())]
     return [used(stage, config, suggested_memory(config, stage.planned)) for stage in stages]
 
 
@@ -62,7 +63,7 @@ def used(stage: StageStatus, config: Config, mem: Suggestion | None) -> StageUse
     done = [attempt for attempt in ended if attempt.cause is Cause.DONE]
     first = stage.planned or next(iter(jobs.values()), None)
     return StageUse(
-        stage=stage.name,
+        stage=stage.title,
         tasks=sum(not task.split for task in stage.work.values()),
         attempts=len(ended),
         items=sum(attempt.done for attempt in done),
@@ -183,7 +184,8 @@ def estimates(
 ) -> Iterator[Estimate]:
     """Yield what each stage would take."""
     for stage in (table.stage(name, project.config) for name in names):
-        yield _estimate(project, stage, plan_stage(project, stage, executor, folder=None), executor, origins)
+        for planned in plan_stage(project, stage, executor, folder=None).parts():
+            yield _estimate(stage.at(project, planned.name), stage, planned, executor, origins)
 
 
 def _estimate(
@@ -195,7 +197,7 @@ def _estimate(
     task_s = missing / tasks / pace if tasks and pace else None
     ask = planned.ask
     return Estimate(
-        stage=stage.name,
+        stage=planned.title,
         counts=planned.counts(),
         tasks=tasks,
         at_once=at_once,

@@ -5,26 +5,26 @@ from __future__ import annotations
 import math
 import os
 from array import array
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 import numpy as np
-import xxhash
 
 from pipeline.encoder.checkpoints.checkpoint_files import FAMILIES
-from pipeline.encoder.embedding_recipe import BF16_PRODUCTS, BadSequence, refuse_letters, texts
+from pipeline.encoder.embedding_recipe import BF16_PRODUCTS, texts
 from pipeline.encoder.engine.token_batches import deal_shards, recipe_costs
 from pipeline.journal.attempts import left_out_items, refused_parts
 from pipeline.journal.ledger import write_rejections
 from pipeline.journal.run_folder import writing_run
 from pipeline.project.project import asked_bytes
-from pipeline.records import Reason, Rejection
 from pipeline.runs.dataset import worklist
 from pipeline.runs.dataset.standing import Standing, data_state, recall_standing, remember_standing
 from pipeline.runs.dataset.worklist import KnownItem, Lines, Shard, StageSurvey
-from pipeline.runs.workflow.stage import Judged, Stage, wait_until_complete
+from pipeline.runs.workflow.embedded import UNCOUNTED, Embedded, Tally, array_of, digest, may_be_made, name_of, refusal
+from pipeline.runs.workflow.stage import Stage, wait_until_complete
 from pipeline.stage_names import StageName
-from pipeline.stages.embed import Texts, embed_texts, sequence_name
+from pipeline.stages.embed import Texts, embed_texts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -32,11 +32,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from pipeline.encoder.embedding_recipe import EmbeddingRecipe, Variant
     from pipeline.journal.run_folder import RunFolder
     from pipeline.project.project import Project
-    from pipeline.project.restriction import Only
-    from pipeline.records import TaskContext
+    from pipeline.records import Inventory, TaskContext
     from pipeline.runs.workflow.stage import Outcomes
     from pipeline.stages.embed import EmbeddingVerifier
 
@@ -60,48 +58,58 @@ class EmbedStage(Stage):
     counts_items = False
 
     def inspect(self, project: Project) -> object:
-        return project.encoding
+        return [view.encoding for view in project.encoders.values()]
+
+    def at(self, project: Project, name: str) -> Project:
+        return project.encoders[name] if name else project
+
+    def views(self, project: Project) -> Mapping[str, Project]:
+        """Return the project as it is for each encoder, by the name that its tasks have."""
+        return project.encoders if len(project.encoders) > 1 else {"": project}
 
     def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> StageSurvey:
-        """Look each distinct sequence up in the store, and list those that are missing."""
+        """Look each distinct sequence up in the store, for each encoder, and list those that are missing."""
         if standing := recall_standing(project, folder, self.name, self.recipe(project)):
-            return StageSurvey(standing.counts, ())
-        recipe, verifier = project.encoding.recipe, project.encoding.verifier()
-        columns, waiting = _Sequences(), 0
+            parts = standing.judged["parts"].items()
+            return StageSurvey(
+                standing.counts, (), parts={name: StageSurvey(UNCOUNTED | part, ()) for name, part in parts}
+            )
+        searches = {name: _Search(view) for name, view in self.views(project).items()}
+        waiting = 0
         entries = worklist.frozen_items(project, folder)
         with Lines(folder.todo(self.name) if folder else None) as lines:
             for chunk in worklist.known_items(project, folder, entries):
                 items = [item for item in chunk if isinstance(item, KnownItem)]
                 waiting += sum(item.inventory is None for item in items)
-                sequences = (text for item in items if item.inventory for text in texts(item.inventory, recipe.context))
-                _look_up(list(dict.fromkeys(sequences)), recipe, verifier, columns, lines, project.only)
-        missing, first = np.unique(array_of(columns.missing), return_index=True)
-        lengths_N, offsets_N = array_of(columns.lengths)[first], array_of(columns.offsets)[first]
-        counts = {
-            "refused": len(np.unique(array_of(columns.refused))),
-            "unusable": 0,
-            "cached": len(np.unique(array_of(columns.cached))),
-            "missing": len(missing),
-            "waiting": waiting,
-            "unnamed": len(np.unique(array_of(columns.unnamed))),
-            "residues": int(lengths_N.sum()),
-        }
-        counts["items"] = sum(counts[name] for name in ("refused", "cached", "missing", "unnamed"))
-        return _deal(project, folder, at_once, counts, lengths_N.astype(np.int64), offsets_N)
+                inventories = [item.inventory for item in items if item.inventory]
+                for search in searches.values():
+                    search.look_up(inventories, lines)
+        with _order(folder) as order:
+            parts = {name: search.deal(name, order, at_once) for name, search in searches.items()}
+        survey = StageSurvey.together(parts) if len(parts) > 1 else parts[""]
+        return replace(survey, counts={**survey.counts, "waiting": waiting})
 
     def mem_bytes(self, project: Project) -> int:
-        """Return the memory of a task: for each process the interpreter, the weights as loaded and as used, a batch."""
+        """Return the memory of a task: for each process the interpreter, the weights as loaded and as used, a batch.
+
+        Of several encoders it is that of the largest; `views` have each its own.
+        """
+        if len(project.encoders) > 1:
+            return max(map(self.mem_bytes, project.encoders.values()))
         dim, processes = project.encoding.weights.dim, max(1, project.config.cluster.embed.gpus)
         return processes * (BASE_BYTES + 2 * 4 * _parameters(project) + WORKING_TOKENS * dim * 64)
 
     def gpu_bytes(self, project: Project) -> int:
         """Return the least memory of a GPU: for the card's context, the weights and a sequence of common length."""
+        if len(project.encoders) > 1:  # all tasks of a stage go to the same cards
+            return max(map(self.gpu_bytes, project.encoders.values()))
         dim, recipe = project.encoding.weights.dim, project.encoding.recipe
         return BASE_BYTES + BYTES_OF[recipe.precision] * _parameters(project) + FEWEST_TOKENS * dim * 64
 
     def work(self, project: Project, folder: RunFolder, task: int, tell: TaskContext) -> Outcomes:
         """Embed the sequences of one task, or of one of its processes."""
         shard = worklist.read_shard(folder, self.name, task)
+        project, tell = self.at(project, shard.of), _told_of(shard.of, tell)
         rows_N2 = np.fromfile(folder.order(self.name), np.uint64, 2 * shard.items, offset=16 * shard.start).reshape(
             -1, 2
         )
@@ -116,7 +124,7 @@ class EmbedStage(Stage):
                 return [os.pread(file.fileno(), int(size), int(at)).decode() for at, size in rows_N2[list(wanted)]]
 
             if barred := left_out_items(folder, self.name):
-                kept = [at for at in range(len(rows_N2)) if sequence_name(read([at])[0]) not in barred]
+                kept = [at for at in range(len(rows_N2)) if name_of(read([at])[0], shard.of) not in barred]
                 rows_N2 = rows_N2[kept]
             todo = Texts(rows_N2[:, 1].astype(np.int64), read)
             task_bytes = tell.mem_bytes or asked_bytes(project.config.cluster.embed, self.mem_bytes(project))
@@ -126,7 +134,12 @@ class EmbedStage(Stage):
             yield from embed_texts(todo, encoding.source, encoding.recipe, settings, encoding.shelves, tell)
 
     def recipe(self, project: Project) -> Mapping[str, Any]:
-        return project.encoding.recipe.plain(project.encoding.recipe.wanted(0))
+        plain = dict(zip(self.views(project), self.recipes(project), strict=True))
+        return plain if len(plain) > 1 else plain[""]
+
+    def recipes(self, project: Project) -> Sequence[Mapping[str, Any]]:
+        recipes = [view.encoding.recipe for view in self.views(project).values()]
+        return [recipe.plain(recipe.wanted(0)) for recipe in recipes]
 
     def judge(self, project: Project, folder: RunFolder, patience_s: float) -> Embedded:
         """Count what the store has of every item, and list what was left out."""
@@ -136,23 +149,28 @@ class EmbedStage(Stage):
         unusable = refused_parts(folder, self.name) | left_out_items(folder, self.name)
 
         def count() -> Embedded:
-            embedded, sequences = Embedded(), _JudgedSequences()
-            write_rejections(folder.rejected, _tally(project, folder, unusable, embedded, sequences))
-            sequences.count(embedded)
+            tally = Tally.of(self.views(project), unusable)
+            embedded, known = Embedded(), bytearray()  # keys of the inventories that were found
+            write_rejections(folder.rejected, tally.items(project, folder, embedded, known))
+            tally.count(embedded)
+            keys = bytearray().join(part.sequences.keys for part in tally.parts)
             if not embedded.undone:
-                worklist.remember_needed(project, self.name, sequences.keys)
+                worklist.remember_needed(project, self.name, keys)
             if not embedded.undone + embedded.unnamed and not embedded.others:
-                counts = dict.fromkeys(("unusable", "missing", "waiting", "unnamed", "residues"), 0)
-                counts |= {"refused": len(sequences.refused), "cached": embedded.sequences}
+                counts = UNCOUNTED | {
+                    "refused": sum(len(part.sequences.refused) for part in tally.parts),
+                    "cached": embedded.sequences,
+                    "encoders": len(embedded.parts),
+                }
                 counts["items"] = counts["refused"] + counts["cached"]
-                found, keys = Standing(counts, embedded.to_json()), {"scan": sequences.known, "embed": sequences.keys}
+                found, kinds = Standing(counts, embedded.to_json()), {"scan": known, "embed": keys}
                 remember_standing(
-                    project, folder, self.name, self.recipe(project), state, found, keys, [folder.rejected]
+                    project, folder, self.name, self.recipe(project), state, found, kinds, [folder.rejected]
                 )
             return embedded
 
-        stores = (*project.shelves.stores(), project.encoding.shelves.embeddings)
-        return wait_until_complete(stores, count, patience_s)
+        embeddings = (view.encoding.shelves.embeddings for view in self.views(project).values())
+        return wait_until_complete((*project.shelves.stores(), *embeddings), count, patience_s)
 
     def check(self, project: Project, folder: RunFolder, judged: Embedded) -> list[str]:  # noqa: ARG002
         """Return a warning for each kind of embeddings that are cut, or of another precision than was wanted."""
@@ -163,83 +181,93 @@ class EmbedStage(Stage):
 
 
 @dataclass(slots=True)
-class _Sequences:
-    """Columns that a survey keeps of the sequences: digests, and offset and length of those that are missing."""
+class _Search:
+    """What the store has of the sequences for one encoder: digests, and where those stand that are missing."""
 
+    project: Project
     cached: array[int] = field(default_factory=lambda: array("Q"))
     refused: array[int] = field(default_factory=lambda: array("Q"))
     missing: array[int] = field(default_factory=lambda: array("Q"))
     unnamed: array[int] = field(default_factory=lambda: array("Q"))
     offsets: array[int] = field(default_factory=lambda: array("Q"))
     lengths: array[int] = field(default_factory=lambda: array("Q"))
+    verifier: EmbeddingVerifier = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.verifier = self.project.encoding.verifier()
+
+    def look_up(self, inventories: Iterable[Inventory], lines: Lines) -> None:
+        """Sort sequences into those that cannot be encoded, those that are cached, and those that are missing."""
+        recipe, good = self.project.encoding.recipe, []
+        for text in dict.fromkeys(text for each in inventories for text in texts(each, recipe.context)):
+            if refusal(text, recipe) is None:
+                good.append(text)
+            else:
+                self.refused.append(digest(text))
+        for text, variant in zip(good, self.verifier.look_up(good), strict=True):
+            if variant is not None:
+                self.cached.append(digest(text))
+            elif not may_be_made(text, recipe, self.project.only):
+                self.unnamed.append(digest(text))
+            else:
+                self.missing.append(digest(text))
+                self.offsets.append(lines.position)
+                self.lengths.append(len(text))
+                lines.write(text)
+
+    def deal(self, name: str, order: _Order, at_once: int) -> StageSurvey:
+        """Count the sequences, and cut those that are missing into tasks of equal cost, with a place in the order."""
+        missing, first = np.unique(array_of(self.missing), return_index=True)
+        lengths_N = array_of(self.lengths)[first].astype(np.int64)
+        counts = UNCOUNTED | {
+            "refused": len(np.unique(array_of(self.refused))),
+            "cached": len(np.unique(array_of(self.cached))),
+            "missing": len(missing),
+            "unnamed": len(np.unique(array_of(self.unnamed))),
+            "residues": int(lengths_N.sum()),
+        }
+        counts["items"] = sum(counts[name] for name in ("refused", "cached", "missing", "unnamed"))
+        weights, recipe = self.project.encoding.weights, self.project.encoding.recipe
+        costs_N = recipe_costs(lengths_N, recipe, weights.dim)
+        tasks = _tasks(self.project, len(lengths_N), float(costs_N.sum()), at_once)
+        dealt = deal_shards(lengths_N, costs_N, tasks, _group(self.project)) if len(lengths_N) else []
+        shards = tuple(order.add(array_of(self.offsets)[first], lengths_N, part, name) for part in dealt if len(part))
+        row_bytes = weights.dim * BYTES_OF[recipe.storage]
+        taken = int(lengths_N.sum()) * (row_bytes + 1) + len(lengths_N) * RECORD_BYTES
+        return StageSurvey(counts, shards, bytes=taken, cost=float(costs_N.sum()))
 
 
-def _look_up(
-    sequences: Sequence[str],
-    recipe: EmbeddingRecipe,
-    verifier: EmbeddingVerifier,
-    columns: _Sequences,
-    lines: Lines,
-    only: Only,
-) -> None:
-    """Sort sequences into those that cannot be encoded, those that are cached, and those that are missing."""
-    good = []
-    for text in sequences:
-        if refusal(text, recipe) is None:
-            good.append(text)
-        else:
-            columns.refused.append(digest(text))
-    for text, variant in zip(good, verifier.look_up(good), strict=True):
-        if variant is not None:
-            columns.cached.append(digest(text))
-            continue
-        if not any(only.names(StageName.EMBED, recipe.key(text, accepted)) for accepted in recipe.accepted(len(text))):
-            columns.unnamed.append(digest(text))
-            continue
-        columns.missing.append(digest(text))
-        columns.offsets.append(lines.position)
-        columns.lengths.append(len(text))
-        lines.write(text)
+@dataclass(slots=True)
+class _Order:
+    """The order in which tasks take sequences: a row for each, where it stands in the list and how long it is."""
+
+    file: IO[bytes] | None
+    rows: int = 0
+
+    def add(
+        self, offsets_N: NDArray[np.uint64], lengths_N: NDArray[np.int64], part: NDArray[np.int64], of: str
+    ) -> Shard:
+        """Add the sequences of one task."""
+        if self.file is not None:
+            np.stack([offsets_N[part], lengths_N[part].astype(np.uint64)], axis=1).tofile(self.file)
+        start, self.rows = self.rows, self.rows + len(part)
+        return Shard(start, self.rows, len(part), int(lengths_N[part].max()), of)
 
 
-def refusal(text: str, recipe: EmbeddingRecipe) -> tuple[Reason, str] | None:
-    """Return why a sequence cannot be embedded; None where it can."""
-    if recipe.refuses(len(text)):
-        what = f"a sequence of {len(text):,} residues; embed.long allows {recipe.length:,}"
-        return Reason.SEQUENCE_TOO_LONG, what
-    try:
-        refuse_letters(text, recipe.letters)
-    except BadSequence as error:
-        return Reason.BAD_SEQUENCE, str(error)
-    return None
+@contextmanager
+def _order(folder: RunFolder | None) -> Iterator[_Order]:
+    """Give the order of a run, to be added to; without a run it is only counted."""
+    if folder is None:
+        yield _Order(None)
+        return
+    path = folder.order(StageName.EMBED)
+    with writing_run(path), path.open("wb") as file:
+        yield _Order(file)
 
 
-def _deal(
-    project: Project,
-    folder: RunFolder | None,
-    at_once: int,
-    counts: dict[str, int],
-    lengths_N: NDArray[np.int64],
-    offsets_N: NDArray[np.uint64],
-) -> StageSurvey:
-    """Cut the missing sequences into tasks of equal cost, and write the order in which the tasks take them."""
-    weights, recipe = project.encoding.weights, project.encoding.recipe
-    costs_N = recipe_costs(lengths_N, recipe, weights.dim)
-    tasks = _tasks(project, len(lengths_N), float(costs_N.sum()), at_once)
-    dealt = deal_shards(lengths_N, costs_N, tasks, _group(project)) if len(lengths_N) else []
-    parts = [part for part in dealt if len(part)]
-    if folder is not None:
-        with writing_run(folder.order(StageName.EMBED)), folder.order(StageName.EMBED).open("wb") as file:
-            for part in parts:
-                np.stack([offsets_N[part], lengths_N[part].astype(np.uint64)], axis=1).tofile(file)
-    ends = np.cumsum([len(part) for part in parts], dtype=np.int64).tolist()
-    largest = [int(lengths_N[part].max()) for part in parts]
-    shards = tuple(
-        Shard(end - len(part), end, len(part), longest) for part, end, longest in zip(parts, ends, largest, strict=True)
-    )
-    row_bytes = weights.dim * BYTES_OF[recipe.storage]
-    taken = int(lengths_N.sum()) * (row_bytes + 1) + len(lengths_N) * RECORD_BYTES
-    return StageSurvey(counts, shards, bytes=taken, cost=float(costs_N.sum()))
+def _told_of(of: str, tell: TaskContext) -> TaskContext:
+    """Return whom a task tells what it works on, so that what kills one encoder is left to the others."""
+    return replace(tell, on=lambda names: tell.on([f"{name} of {of}" for name in names])) if of else tell
 
 
 def _group(project: Project) -> int:
@@ -265,122 +293,3 @@ def _parameters(project: Project) -> int:
     if weights.family not in FAMILIES:  # 4 bytes each at most as they are stored; more where they are of half precision
         return weights.bytes // 3
     return weights.layers * (12 * weights.dim**2 + 13 * weights.dim)
-
-
-def digest(text: str) -> int:
-    """Return a 64-bit hash of a text."""
-    return xxhash.xxh3_64_intdigest(text.encode())
-
-
-def array_of(column: array[int]) -> NDArray[np.uint64]:
-    """Return a numpy view of a column."""
-    return np.frombuffer(column, np.uint64)
-
-
-@dataclass(slots=True)
-class Embedded(Judged):
-    """The result of embedding a data set."""
-
-    sequences: int = 0
-    residues: int = 0
-    longest: int = 0
-    others: dict[str, int] = field(default_factory=dict)  # cut sequences, and other precisions than wanted → count
-
-
-@dataclass(slots=True)
-class _JudgedSequences:
-    """Columns about the sequences of all items, until each distinct one is counted: 33 bytes of each."""
-
-    digests: array[int] = field(default_factory=lambda: array("Q"))
-    lengths: array[int] = field(default_factory=lambda: array("Q"))
-    kinds: array[int] = field(default_factory=lambda: array("B"))
-    keys: bytearray = field(default_factory=bytearray)  # of the records that were found
-    known: bytearray = field(default_factory=bytearray)  # of the inventories that were
-    refused: set[int] = field(default_factory=set)  # digests of those that cannot be encoded
-    names: list[str] = field(default_factory=lambda: [""])  # of the kinds; the first is the wanted variant
-
-    def add(self, text: str, variant: Variant, recipe_wants: Variant) -> None:
-        """Add a sequence that the store has."""
-        name = "" if variant == recipe_wants and not variant.cut else describe(variant)
-        if name not in self.names:
-            self.names.append(name)
-        self.digests.append(digest(text))
-        self.lengths.append(len(text))
-        self.kinds.append(self.names.index(name))
-
-    def count(self, embedded: Embedded) -> None:
-        """Count each distinct sequence."""
-        _, first = np.unique(array_of(self.digests), return_index=True)
-        lengths_N = array_of(self.lengths)[first]
-        kinds = np.bincount(np.frombuffer(self.kinds, np.uint8)[first], minlength=len(self.names))
-        embedded.sequences, embedded.residues = len(first), int(lengths_N.sum())
-        embedded.longest = int(lengths_N.max(initial=0))
-        embedded.others = {name: int(kinds[number]) for number, name in enumerate(self.names) if number}
-
-
-def describe(variant: Variant) -> str:
-    """Return a variant in words."""
-    if variant.cut is None:
-        return f"in {variant.precision}"
-    how = {"windows": "in windows of {}", "truncate": "truncated to {}"}[variant.cut.policy]
-    return f"{how.format(variant.cut.length)} residues, in {variant.precision}"
-
-
-def _tally(
-    project: Project,
-    folder: RunFolder,
-    unusable: Mapping[str, tuple[Reason, str]],
-    embedded: Embedded,
-    sequences: _JudgedSequences,
-) -> Iterator[dict[str, Any]]:
-    """Count every item and yield the rejected ones."""
-    recipe, verifier = project.encoding.recipe, project.encoding.verifier()
-    is_required = worklist.required_lines(folder, StageName.EMBED)
-    for chunk in worklist.known_items(project, folder, worklist.read_items(folder.items), sequences.known):
-        absent = _absent(chunk, recipe, verifier, sequences)
-        sequences.refused |= {digest(text) for text in absent if refusal(text, recipe)}
-        for entry in chunk:
-            missing = [] if isinstance(entry, Rejection) else _missing_of(entry, absent, recipe)
-            rejected = entry if isinstance(entry, Rejection) else _rejected(entry, missing, unusable, recipe)
-            if rejected is not None:
-                embedded.reject(rejected)
-                yield rejected.to_json()
-            elif isinstance(entry, KnownItem) and entry.inventory is not None and not missing:
-                embedded.items += 1
-            else:
-                assert isinstance(entry, KnownItem)
-                required = any(map(is_required, missing)) if missing else project.only.is_all
-                embedded.miss(entry.item.id, required=required)
-
-
-def _rejected(
-    known: KnownItem, missing: list[str], unusable: Mapping[str, tuple[Reason, str]], recipe: EmbeddingRecipe
-) -> Rejection | None:
-    """Return the rejection of an item one of whose missing sequences cannot be embedded; None otherwise."""
-    for text in missing:
-        key = recipe.key(text, recipe.wanted(len(text))).hex()
-        if why := refusal(text, recipe) or unusable.get(key) or unusable.get(sequence_name(text)):
-            return worklist.rejection(known.item, *why)
-    return None
-
-
-def _missing_of(known: KnownItem, absent: set[str], recipe: EmbeddingRecipe) -> list[str]:
-    """Return the sequences of an item that are absent from the store; none of an item that is not scanned."""
-    return [text for text in texts(known.inventory, recipe.context) if text in absent] if known.inventory else []
-
-
-def _absent(
-    chunk: Iterable[KnownItem | Rejection],
-    recipe: EmbeddingRecipe,
-    verifier: EmbeddingVerifier,
-    sequences: _JudgedSequences,
-) -> set[str]:
-    """Return the sequences of some items that are absent from the store; add the others to `sequences`."""
-    inventories = [known.inventory for known in chunk if isinstance(known, KnownItem) and known.inventory]
-    wanted = list({text: None for inventory in inventories for text in texts(inventory, recipe.context)})
-    variants = verifier.look_up(wanted)
-    for text, variant in zip(wanted, variants, strict=True):
-        if variant is not None:
-            sequences.add(text, variant, recipe.wanted(len(text)))
-            sequences.keys += recipe.key(text, variant)
-    return {text for text, variant in zip(wanted, variants, strict=True) if variant is None}

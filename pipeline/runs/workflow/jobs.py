@@ -12,11 +12,11 @@ import os
 import shutil
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from pipeline.cluster.candidates import candidates_of, choose, why_there
-from pipeline.cluster.job_spec import TASK, JobSpec, parse_ranges
+from pipeline.cluster.job_spec import TASK, JobSpec, format_ranges, parse_ranges
 from pipeline.cluster.local import LocalExecutor
 from pipeline.config.schema_cluster import TrainResources
 from pipeline.errors import CacheUnusable, PlanInfeasible, SubmissionRefused
@@ -134,10 +134,23 @@ class StagePlan:
     survey: StageSurvey
     limits: Limits
     job: StageJob  # of first attempts, with all of its tasks
+    own: Mapping[str, StageJob] = field(default_factory=dict)  # by encoder where there are several: of those with tasks
+    name: str = ""  # where it is a part of another: of which encoder
 
     @property
     def ask(self) -> Ask:
         return self.job.ask
+
+    @property
+    def title(self) -> str:
+        return f"{self.stage.name} {self.name}".rstrip()
+
+    def parts(self) -> list[StagePlan]:
+        """Return the plan of each encoder, where there are several, else this one."""
+        return [
+            StagePlan(self.stage, survey, self.limits, self.own.get(name, self.job), name=name)
+            for name, survey in self.survey.parts.items()
+        ] or [self]
 
     def counts(self) -> dict[str, int]:
         """Return the counts to show and to record."""
@@ -146,12 +159,16 @@ class StagePlan:
     def row(self) -> tuple[str, Mapping[str, int], int, int, Ask | None]:
         """Return its row in a table of stages."""
         ask = self.ask if self.survey.shards else None
-        return self.stage.name, self.counts(), self.survey.bytes, self.job.cpus, ask
+        return self.title, self.counts(), self.survey.bytes, self.job.cpus, ask
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON for the ledger."""
         counts = {**self.counts(), "cost": self.survey.cost}
-        return {**counts, "job": self.job.to_json(), "limits": self.limits.to_json()}
+        plain = {**counts, "job": self.job.to_json(), "limits": self.limits.to_json()}
+        if self.survey.parts:
+            plain["parts"] = {part.name: {**part.counts(), "cost": part.survey.cost} for part in self.parts()}
+            plain["jobs"] = {name: job.to_json() for name, job in self.own.items()}
+        return plain
 
 
 def plan_stage(project: Project, stage: Stage, executor: Executor, folder: RunFolder | None) -> StagePlan:
@@ -165,7 +182,21 @@ def plan_stage(project: Project, stage: Stage, executor: Executor, folder: RunFo
     first = first_job(project, stage, executor, folder, max(1, len(survey.shards)))
     if folder is not None and survey.shards:
         first = on_cards(project, stage, executor, folder, first)
-    return StagePlan(stage, survey, first.limits, first.job)
+    own = {name: _own_job(project, stage, executor, first.job, name, survey) for name in survey.parts}
+    return StagePlan(stage, survey, first.limits, first.job, {name: job for name, job in own.items() if job})
+
+
+def _own_job(
+    project: Project, stage: Stage, executor: Executor, first: StageJob, name: str, survey: StageSurvey
+) -> StageJob | None:
+    """Return the job of one encoder's tasks: like that of all, but for the memory; None where it has no tasks."""
+    tasks = [number for number, shard in enumerate(survey.shards) if shard.of == name]
+    if not tasks:
+        return None
+    job = first_job(stage.at(project, name), stage, executor).job
+    ask = replace(job.ask, partition="") if first.partition else job.ask
+    job = replace(job, tag=first.tag, tasks=format_ranges(tasks), ask=ask, where="" if first.partition else job.where)
+    return replace(job, card=first.card, partition=first.partition, constraint=first.constraint)
 
 
 def tasks_at_once(config: Config, stage: Stage, executor: Executor) -> int:

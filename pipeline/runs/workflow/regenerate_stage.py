@@ -123,7 +123,8 @@ def _explain(project: Project, folder: RunFolder, absent: dict[str, set[bytes]],
     for known in (entry for chunk in chunks for entry in chunk if isinstance(entry, KnownItem)):
         judged.unscanned += known.inventory is None
         if StageName.EMBED in absent:
-            _explain_texts(project, known, absent[StageName.EMBED], judged)
+            for view in project.encoders.values():
+                _explain_texts(view, known, absent[StageName.EMBED], judged)
         if known.key is None:
             continue
         for kind, key in ((StageName.SCAN, known.key), (StageName.GRAPH, project.graphs.recipe.key(known.key))):

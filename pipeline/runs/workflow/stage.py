@@ -14,7 +14,7 @@ from pipeline.stage_names import StageName
 from pipeline.waiting import wait_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Mapping
+    from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 
     from typing_extensions import Self
 
@@ -131,9 +131,17 @@ class Stage(ABC):
     def recipe(self, project: Project) -> Mapping[str, Any]:
         """Return the choices on which its records, or the measurements of its tasks, depend."""
 
+    def recipes(self, project: Project) -> Sequence[Mapping[str, Any]]:
+        """Return the recipes of the records that it makes."""
+        return [self.recipe(project)]
+
     @abstractmethod
     def judge(self, project: Project, folder: RunFolder, patience_s: float) -> Judged:
         """Return the result of the stage by the content of the store; wait so long for files that appear late."""
+
+    def at(self, project: Project, name: str) -> Project:  # noqa: ARG002 - most tasks are all of one configuration
+        """Return the project of a task, by its name where it has one."""
+        return project
 
     def check(self, project: Project, folder: RunFolder, judged: Any) -> list[str]:  # noqa: ARG002
         """Raise for a result that forbids going on; return warnings."""

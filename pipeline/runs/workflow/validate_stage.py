@@ -117,7 +117,8 @@ class ValidateStage(Stage):
         """Return the memory of a task: buffers, and that of scanning and embedding where a sample is recomputed."""
         cache = project.config.cache
         if cache.check == "semantic" and cache.sample:
-            return MEM_BYTES + ScanStage().mem_bytes(project) + EmbedStage().mem_bytes(project)
+            embedding = sum(map(EmbedStage().mem_bytes, project.encoders.values()))
+            return MEM_BYTES + ScanStage().mem_bytes(project) + embedding
         return MEM_BYTES * (2 if cache.check == "semantic" else 1)
 
     def recipe(self, project: Project) -> Mapping[str, Any]:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pipeline.training.items.batch_layout import ItemArrays
     from pipeline.training.items.crop import Measure
     from pipeline.training.items.item_source import DamagedItems, ItemSource
-    from pipeline.training.items.residue_embeddings import Embeddings, StoredEmbedding
+    from pipeline.training.items.residue_embeddings import Embeddings, StoredEmbedding, Text
     from pipeline.training.sampling.sampler import MicroBatch
 
     Bytes = NDArray[np.uint8]
@@ -170,15 +170,13 @@ class BatchMaker:
             for place, (item, fields) in enumerate(zip(arrays, apart, strict=True))
         ]
 
-    def _builder(self, arrays: Sequence[ItemArrays]) -> tuple[BatchBuilder, dict[str, StoredEmbedding]]:
+    def _builder(self, arrays: Sequence[ItemArrays]) -> tuple[BatchBuilder, dict[Text, StoredEmbedding]]:
         """Lay out some items, and look up the embeddings of their partners."""
         if self.embeddings is None:
             return BatchBuilder(arrays), {}
         texts = {text: partner.item.id for partner in self._partners(arrays) for text in partner.texts}
         stored = self.embeddings.find(texts)
-        return BatchBuilder(
-            arrays, EmbeddingForm(self.embeddings.dtype, self.embeddings.width(stored.values()))
-        ), stored
+        return BatchBuilder(arrays, EmbeddingForm(self.embeddings.dtype, self.embeddings.width(stored))), stored
 
     def _partners(self, items: Sequence[ItemArrays]) -> list[_PartnerTexts]:
         """Return the partners of all items that may have embeddings."""
@@ -194,7 +192,7 @@ class BatchMaker:
         self,
         builder: BatchBuilder,
         partner: _PartnerTexts,
-        stored: Mapping[str, StoredEmbedding],
+        stored: Mapping[Text, StoredEmbedding],
         embedding_RD: NDArray[Any],
         encoded_R: NDArray[np.bool_],
     ) -> None:
@@ -211,7 +209,7 @@ class _PartnerTexts(NamedTuple):
     place: int  # of the item in the batch
     item: ItemArrays
     role: str
-    texts: tuple[str, ...]
+    texts: tuple[Text, ...]
 
 
 class _Memory(threading.local):

@@ -1,6 +1,8 @@
 """Reads the embeddings of a partner's residues from the store, and joins them by the graph's row map.
 
-Shapes: R residues of a partner, L residues of a text, D numbers a residue. A text is a sequence that was embedded.
+The embeddings of several encoders are joined by their numbers: each residue's row has those of the first, then those of
+the next. Shapes: R residues of a partner, L residues of a text, D numbers a residue. A text is a sequence that was
+embedded.
 """
 
 from __future__ import annotations
@@ -8,7 +10,7 @@ from __future__ import annotations
 import sys
 from contextlib import suppress
 from functools import lru_cache
-from itertools import chain
+from itertools import accumulate, chain
 from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -48,38 +50,50 @@ class StoredEmbedding(NamedTuple):
     places: Sequence[RecordPlace]
 
 
-class Embeddings:
-    """Looks up and reads embeddings; used by several threads at once."""
+class Text(NamedTuple):
+    """A sequence that an encoder embeds, as one of a partner's."""
 
-    def __init__(self, store: Store, recipe: EmbeddingRecipe) -> None:
-        self._store, self._recipe = store, recipe
-        self.dtype, self._numpy = _DTYPES[recipe.storage]  # the name of the numbers' type, and what numpy holds them as
-        self._width = 0
+    of: int  # the encoder, by its place
+    sequence: str
+
+
+class Embeddings:
+    """Looks up and reads embeddings of one encoder or of several; used by several threads at once."""
+
+    def __init__(self, store: Store, *recipes: EmbeddingRecipe) -> None:
+        self._store, self._recipes = store, recipes
+        storages = {recipe.storage for recipe in recipes}
+        # The name of the numbers' type, and what numpy holds them as: of different ones, what holds them all.
+        self.dtype, self._numpy = _DTYPES[storages.pop() if len(storages) == 1 else "fp32"]
+        self._widths = [0] * len(recipes)
         self._found: dict[bytes, StoredEmbedding] = {}  # by the digest of the text
         self._lock = Lock()
 
-    def texts(self, sequences: Sequence[str]) -> tuple[str, ...]:
+    def texts(self, sequences: Sequence[str]) -> tuple[Text, ...]:
         """Return the texts that are embedded for a partner, given the sequences of its protein chains."""
-        if self._recipe.context == "partner":
-            return ("".join(sequences),) if sequences else ()
-        return tuple(sequences)
+        joined = ("".join(sequences),) if sequences else ()
+        return tuple(
+            Text(of, sequence)
+            for of, recipe in enumerate(self._recipes)
+            for sequence in (joined if recipe.context == "partner" else sequences)
+        )
 
-    def find(self, wanted: Mapping[str, str]) -> dict[str, StoredEmbedding]:
+    def find(self, wanted: Mapping[Text, str]) -> dict[Text, StoredEmbedding]:
         """Return the best acceptable embedding of each text (text → item id); raises if one has none."""
         stored, absent = self.look_up(wanted)
         for text, key in absent.items():
-            what = f"a sequence of {wanted[text]} ({len(text):,} residues) has no embedding"
+            what = f"a sequence of {wanted[text]} ({len(text.sequence):,} residues) has no embedding"
             what += f": record {key.hex()} is not in the cache"
             raise RecordMissing(what, where=self._store.kind, remedy=EMBED_AGAIN, item=wanted[text])
         return stored
 
-    def look_up(self, texts: Iterable[str]) -> tuple[dict[str, StoredEmbedding], dict[str, bytes]]:
+    def look_up(self, texts: Iterable[Text]) -> tuple[dict[Text, StoredEmbedding], dict[Text, bytes]]:
         """Return the best acceptable embedding of each text, and the keys of the texts that have none."""
-        texts, absent = list(texts), dict[str, bytes]()
+        texts, absent = list(texts), dict[Text, bytes]()
         entries = {text: stored for text in texts if (stored := self._found.get(_digest(text)))}
-        open_ = {text: self._recipe.accepted(len(text)) for text in texts if text not in entries}
+        open_ = {text: self._recipes[text.of].accepted(len(text.sequence)) for text in texts if text not in entries}
         while open_:
-            keys = [self._recipe.key(text, variants[0]) for text, variants in open_.items()]
+            keys = [self._recipes[text.of].key(text.sequence, variants[0]) for text, variants in open_.items()]
             for text, key, places in zip(list(open_), keys, self._store.locate(keys), strict=True):
                 if places:
                     entries[text] = StoredEmbedding(key, places)
@@ -95,18 +109,20 @@ class Embeddings:
                 del self._found[next(iter(self._found))]
         return entries, absent
 
-    def width(self, copies: Iterable[StoredEmbedding]) -> int:
-        """Return how many numbers a residue has: read once, from the first embedding that can be."""
-        for copy in () if self._width else chain(copies, self._any()):
-            with suppress(CacheDamaged, RecordMissing):  # raised when it is read for an item
-                rows_LD = self._store.get_at(copy.key, copy.places).arrays.get("rows", _NO_ROWS)
-                self._width = rows_LD.shape[-1]
-                break
-        return self._width
+    def width(self, copies: Mapping[Text, StoredEmbedding]) -> int:
+        """Return how many numbers a residue has: read once, from the first embedding of each encoder that can be."""
+        for of, known in enumerate(self._widths):
+            mine = (copy for text, copy in copies.items() if text.of == of)
+            for copy in () if known else chain(mine, self._any(self._recipes[of])):
+                with suppress(CacheDamaged, RecordMissing):  # raised when it is read for an item
+                    rows_LD = self._store.get_at(copy.key, copy.places).arrays.get("rows", _NO_ROWS)
+                    self._widths[of] = rows_LD.shape[-1]
+                    break
+        return sum(self._widths)
 
     def join(
         self,
-        copies: Sequence[tuple[str, StoredEmbedding]],
+        copies: Sequence[tuple[Text, StoredEmbedding]],
         row_R: NDArray[np.int32],
         out_RD: Rows,
         encoded_R: NDArray[np.bool_],
@@ -117,7 +133,22 @@ class Embeddings:
 
         Residues without one (DNA, RNA, small molecules) get zeros. `copies` are the embeddings of the partner's texts.
         """
-        straight = _straight([len(text) for text, _ in copies], row_R, out_RD)
+        ends = list(accumulate(self._widths))
+        for of, (width, end) in enumerate(zip(self._widths, ends, strict=True)):
+            mine = [(text, copy) for text, copy in copies if text.of == of]
+            self._join_one(mine, row_R, out_RD[:, end - width : end], encoded_R, item, scratch)
+
+    def _join_one(
+        self,
+        copies: Sequence[tuple[Text, StoredEmbedding]],
+        row_R: NDArray[np.int32],
+        out_RD: Rows,
+        encoded_R: NDArray[np.bool_],
+        item: str,
+        scratch: Callable[[int], memoryview],
+    ) -> None:
+        """Write the part of one encoder, which may be a part of each row."""
+        straight = _straight([len(text.sequence) for text, _ in copies], row_R, out_RD)
         if sum(map(len, straight)) < len(row_R):
             self._check_rows(copies, row_R, item)
             np.not_equal(row_R, NO_ROW, out=encoded_R)
@@ -126,21 +157,37 @@ class Embeddings:
             encoded_R[:] = True
         first = 0
         for (text, copy), into_LD in zip(copies, straight, strict=True):
-            rows_LD = self._rows(text, copy, out_RD.shape[1], item, _room(into_LD, scratch))
+            reads_there = into_LD.flags.c_contiguous and self._is_stored_so(text)
+            room = _room(into_LD if reads_there else _NO_ROWS, scratch)
+            rows_LD = self._rows(text, copy, out_RD.shape[1], item, room)
+            if not reads_there:
+                rows_LD = self._as_joined(text, rows_LD)
             if not len(into_LD):  # its rows are not in a row: each goes where its residue is
                 here = np.flatnonzero((row_R >= first) & (row_R < first + len(rows_LD)))
                 out_RD[here] = rows_LD[row_R[here] - first]
-            first += len(text)
+            elif not reads_there:
+                into_LD[:] = rows_LD
+            first += len(text.sequence)
 
-    def _check_rows(self, copies: Sequence[tuple[str, StoredEmbedding]], row_R: NDArray[np.int32], item: str) -> None:
+    def _is_stored_so(self, text: Text) -> bool:
+        """Tell whether a text's numbers are stored in the type that the joined ones have."""
+        return _DTYPES[self._recipes[text.of].storage][0] == self.dtype
+
+    def _as_joined(self, text: Text, rows_LD: Rows) -> Rows:
+        """Return a text's rows in the type of the joined ones, which holds each number exactly."""
+        if self._is_stored_so(text) or self._recipes[text.of].storage != "bf16":
+            return rows_LD  # numpy knows how to write these
+        return (rows_LD.astype(np.uint32) << 16).view(np.float32)
+
+    def _check_rows(self, copies: Sequence[tuple[Text, StoredEmbedding]], row_R: NDArray[np.int32], item: str) -> None:
         """Refuse a row map that goes beyond the embeddings."""
-        total = sum(len(text) for text, _ in copies)
+        total = sum(len(text.sequence) for text, _ in copies)
         if row_R.max() >= total or row_R.min() < NO_ROW:
             what = f"residues of {item} have rows {row_R.min()} to {row_R.max()}; its embeddings have {total}"
             keys = ", ".join(copy.key.hex() for _, copy in copies) or "none"
             raise CacheDamaged(what, where=f"embeddings {keys}", remedy=SUBMIT_AGAIN, item=item)
 
-    def _rows(self, text: str, copy: StoredEmbedding, width: int, item: str, room: Room) -> Rows:
+    def _rows(self, text: Text, copy: StoredEmbedding, width: int, item: str, room: Room) -> Rows:
         """Return the verified rows of a text [L, D]."""
         try:
             record = self._store.get_at(copy.key, copy.places, room)
@@ -149,28 +196,29 @@ class Embeddings:
             what = f"the embedding of a sequence of {item}: {error.what}"
             raise type(error)(what, where=error.where, remedy=EMBED_AGAIN, item=item) from error
         rows_LD: Rows = record.arrays.get("rows", _NO_ROWS)
-        is_of_dtype = ("rows" in record.bfloat16) == (self.dtype == "bfloat16")
-        if rows_LD.shape != (len(text), width) or rows_LD.dtype != self._numpy or not is_of_dtype:
+        dtype, held_as = _DTYPES[self._recipes[text.of].storage]
+        is_of_dtype = ("rows" in record.bfloat16) == (dtype == "bfloat16")
+        if rows_LD.shape != (len(text.sequence), width) or rows_LD.dtype != held_as or not is_of_dtype:
             raise self._unfit(text, copy.key, record, width, item)
         return rows_LD
 
-    def _unfit(self, text: str, key: bytes, record: Record, width: int, item: str) -> CacheDamaged | DataError:
+    def _unfit(self, text: Text, key: bytes, record: Record, width: int, item: str) -> CacheDamaged | DataError:
         rows_LD, cut = record.arrays.get("rows", _NO_ROWS), record.meta.get("cut")
-        shape = list(rows_LD.shape)
+        shape, residues, dtype = list(rows_LD.shape), len(text.sequence), _DTYPES[self._recipes[text.of].storage][0]
         where = f"embedding {key.hex()} of {item}"
-        variants = self._recipe.accepted(len(text))
+        variants = self._recipes[text.of].accepted(residues)
         truncated = [variant.cut for variant in variants if variant.cut and variant.cut.policy == "truncate"]
         if truncated and shape == [truncated[0].length, width]:
-            what = f"a sequence of {len(text):,} residues was truncated to {shape[0]:,}: the others have no embedding"
+            what = f"a sequence of {residues:,} residues was truncated to {shape[0]:,}: the others have no embedding"
             remedy = Command.submit("embed").with_settings(("embed.long.policy", "windows"))
             return DataError(what, where=where, remedy=remedy)
         what = f"rows are {rows_LD.dtype} {shape}{f', cut {cut}' if cut else ''}"
-        what += f"; of {len(text):,} residues, {self.dtype} [{len(text)}, {width}] was expected"
+        what += f"; of {residues:,} residues, {dtype} [{residues}, {width}] was expected"
         return CacheDamaged(what, where=where, remedy=ELSEWHERE, item=item)
 
-    def _any(self) -> Iterable[StoredEmbedding]:
-        """Yield any embeddings of this recipe, for the width of a batch without embedded residues."""
-        tags = {self._recipe.key("", variant)[:TAG_BYTES] for variant in self._recipe.accepted(sys.maxsize)}
+    def _any(self, recipe: EmbeddingRecipe) -> Iterable[StoredEmbedding]:
+        """Yield any embeddings of a recipe, for the width of a batch without embedded residues."""
+        tags = {recipe.key("", variant)[:TAG_BYTES] for variant in recipe.accepted(sys.maxsize)}
         for key in self._store.keys():  # noqa: SIM118 - a store is no mapping
             if key[:TAG_BYTES] in tags:
                 yield StoredEmbedding(key, self._store.locate([key])[0])
@@ -213,5 +261,5 @@ def _room(into_LD: Rows, scratch: Callable[[int], memoryview]) -> Room:
     return room
 
 
-def _digest(text: str) -> bytes:
-    return xxhash.xxh3_128_digest(text.encode())
+def _digest(text: Text) -> bytes:
+    return xxhash.xxh3_128_digest(f"{text.of} {text.sequence}".encode())

@@ -429,9 +429,12 @@ def test_a_damaged_embedding_is_not_counted_as_done_but_made_anew(fasta: Path, p
 
 def join_all(embeddings: Embeddings, texts: list[str]) -> None:
     """Read the rows of texts as a training does."""
-    for text, copy in embeddings.find(dict.fromkeys(texts, "an item")).items():
-        row_R, out_RD = np.arange(len(text), dtype=np.int32), np.zeros((len(text), 16), np.float32)
-        encoded_R = np.zeros(len(text), bool)
+    found = embeddings.find(dict.fromkeys(embeddings.texts(texts), "an item"))
+    embeddings.width(found)
+    for text, copy in found.items():
+        length = len(text.sequence)
+        row_R, out_RD = np.arange(length, dtype=np.int32), np.zeros((length, 16), np.float32)
+        encoded_R = np.zeros(length, bool)
         embeddings.join([(text, copy)], row_R, out_RD, encoded_R, "it", lambda size: memoryview(bytearray(size)))
 
 
