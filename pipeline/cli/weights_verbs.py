@@ -113,16 +113,20 @@ def synth_command(
     layers: Annotated[int, typer.Option("--layers", help="How many layers.")],
     dim: Annotated[int, typer.Option("--dim", help="Width of an embedding.")],
     heads: Annotated[int, typer.Option("--heads", help="Attention heads; they divide the width.")],
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Where to put it: esm2….pt.")],
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Where to put it; an ESM-2 must be esm2….pt.")],
     seed: Annotated[int, typer.Option("--seed", help="Seed of the random weights.")] = 0,
     stress: Annotated[float, typer.Option("--stress", help="Sharpens attention: harder on half precision.")] = 1.0,
+    family: Annotated[str, typer.Option("--family", help="esm2, esm1b (and ESM-1v), or esmc.")] = "esm2",
     force: Force = False,
 ) -> None:
-    """Write random weights in fair-esm's own format, for trials and benchmarks."""
+    """Write random weights in the family's own format, for trials and benchmarks."""
     from pipeline.encoder.checkpoints import synth as maker
 
     with _room_for(out, replace=force) as place:
-        maker.write_random_checkpoint(place, layers, dim, heads, seed=seed, stress=stress)
+        if family == "esm2":
+            maker.write_random_checkpoint(place, layers, dim, heads, seed=seed, stress=stress)
+        else:
+            maker.write_random_relative(place, maker.relative(family, layers, dim, heads), seed=seed, stress=stress)
     typer.echo(f"{out}: {layers} layers of width {dim} with {heads} heads, random weights (seed {seed})")
 
 

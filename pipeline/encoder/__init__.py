@@ -1,1 +1,1 @@
-"""Sequences in, ESM-2 embeddings out."""
+"""Sequences in, embeddings out: by ESM-2 and its relatives, or by a class of the user's."""

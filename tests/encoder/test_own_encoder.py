@@ -43,6 +43,7 @@ def pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     """Return the command line, in an empty folder, as a process has it that imported nothing of the user's."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # a file that changes twice in a second is read again
     sys.modules.pop("own_enc", None)
     return Command(monkeypatch, capsys)
 
@@ -101,9 +102,6 @@ def test_code_weights_and_options_are_in_the_keys_and_places_and_comments_are_no
     write_project(tmp_path, TEXTS)
     before = digest(tmp_path)
     assert digest(tmp_path, scale=2.0) != before
-    elsewhere = shutil.copytree(tmp_path, tmp_path / "elsewhere")
-    sys.modules.pop("own_enc", None)
-    assert digest(elsewhere) == before
 
     code = (tmp_path / "own_enc.py").read_text()
     changes = {
@@ -116,6 +114,8 @@ def test_code_weights_and_options_are_in_the_keys_and_places_and_comments_are_no
         assert (digest(tmp_path) == before) == same, what
     (tmp_path / "own_enc.py").write_text(code)
     sys.modules.pop("own_enc", None)
+    elsewhere = Path(shutil.copytree(tmp_path, tmp_path / "elsewhere"))
+    assert digest(elsewhere) == before
     write_weights(tmp_path / "small.safetensors", seed=1)
     assert digest(tmp_path) != before
 
@@ -175,7 +175,7 @@ def test_memory_of_attention_over_pairs_grows_with_the_length(tmp_path: Path, pi
         with LiveBytes() as live, torch.inference_mode():
             encoder([letters])
         assert live.peak >= 2 * 4 * residues**2  # scores and their softmax
-        assert live.peak <= encoder.bytes_per_token(residues) * residues <= 1.1 * live.peak
+        assert encoder.bytes_per_token(residues) * residues == pytest.approx(live.peak, rel=0.01)
 
 
 def test_rows_are_the_same_whatever_stands_beside_them(tmp_path: Path, pipeline: Command) -> None:
@@ -210,8 +210,9 @@ def test_a_batch_that_does_not_fit_is_halved_and_what_is_too_long_goes_in_window
     engine = Engine(source, recipe, EngineSettings("tokens", cap=4, budget=4096, device="cpu"), build=build)
     texts = [*drawn(200), *TEXTS]
     made = {}
+    lengths_N = np.array([len(text) for text in texts])
     for outcome in engine.run(
-        np.array([len(text) for text in texts]),
+        lengths_N,
         lambda at: [texts[n] for n in at],
         lambda row: made.update({row.text: row}),
     ):

@@ -1,1 +1,1 @@
-"""Checkpoints of ESM-2: found, identified, downloaded, read without running anything in them."""
+"""Checkpoints of the ESM families: found, identified, downloaded, read without running anything in them."""

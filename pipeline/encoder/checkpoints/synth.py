@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pipeline.encoder.checkpoints.checkpoint_files import ESMC
+from pipeline.encoder.checkpoints.checkpoint_files import ESM1B, ESMC, FAMILIES
 from pipeline.encoder.checkpoints.esm_checkpoint import PT_PREFIX, Architecture, esmc_name, frequencies, shapes
 from pipeline.encoder.embedding_recipe import PAD, VOCABULARY
 from pipeline.errors import ConfigError
@@ -53,8 +53,24 @@ def write_random_checkpoint(out: Path, layers: int, dim: int, heads: int, seed: 
         raise
 
 
+def relative(family: str, layers: int, dim: int, heads: int) -> Architecture:
+    """Return the architecture of another family with these sizes; refuse what none has."""
+    if family not in (ESM1B, ESMC):
+        raise ConfigError(f"there is no family {family!r}", where="--family", remedy="--family esm2, esm1b or esmc")
+    if min(layers, dim, heads) < 1 or dim % (2 * heads) or (family == ESMC and dim != 64 * heads):
+        wanted = "64 numbers for each head" if family == ESMC else "an even number for each head"
+        what = f"{layers} layers of width {dim} with {heads} heads: {FAMILIES[family]} has {wanted}"
+        raise ConfigError(what, where="--dim", remedy=f"try --dim {64 * max(1, heads)}")
+    if family == ESMC:
+        return Architecture(layers, dim, heads, token_dropout=False, family=ESMC)
+    return Architecture(layers, dim, heads, token_dropout=True, family=ESM1B, positions=1024, norm_before=True)
+
+
 def write_random_relative(out: Path, architecture: Architecture, seed: int = 0, stress: float = 1.0) -> None:
     """Write a random checkpoint of another family: of ESM-1b or ESM-1v as fair-esm does, of ESM C as its authors do."""
+    if out.exists():
+        remedy = "choose another --out, or replace it with --force"
+        raise ConfigError("is there already", where=str(out), remedy=remedy)
     random = torch.Generator().manual_seed(seed)
     encoder = _random(architecture, random, stress)
     if architecture.family == ESMC:

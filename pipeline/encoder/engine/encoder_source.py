@@ -5,6 +5,7 @@ Shapes: R residues of all sequences, L of one, B sequences, T tokens of the long
 
 from __future__ import annotations
 
+import math
 import traceback
 import weakref
 from contextlib import contextmanager
@@ -183,7 +184,7 @@ class OwnForward:
 
     def bytes_per_token(self, residues: int = TYPICAL) -> int:
         """Return the memory that a token takes in a sequence of this length: attention may hold every pair."""
-        return int(self._of_residue + self._of_pair * residues)
+        return math.ceil(self._of_residue + self._of_pair * residues) + 1
 
     @torch.inference_mode()
     def __call__(self, tokens: Sequence[Letters]) -> torch.Tensor:

@@ -1,1 +1,1 @@
-"""The forward pass of ESM-2 over packed sequences, and the proof that it equals fair-esm's."""
+"""The forward pass of the ESM families over packed sequences, and the proof that it equals its references."""

@@ -363,7 +363,6 @@ def test_permission_for_namespaces_ends_with_the_reading(tiny: Path) -> None:
 @pytest.mark.parametrize(
     ("arch", "family"),
     [
-        ("roberta_large", "ESM-1b or ESM-1v"),
         ("protein_bert_base", "ESM-1,"),
         ("msa_transformer", "the MSA Transformer"),
         ("vt_medium_with_invariant_gvp", "ESM-IF1"),
@@ -379,9 +378,8 @@ def test_relative_in_fair_esms_format_is_refused_by_its_name(tmp_path: Path, arc
     ("names", "family"),
     [
         (["esm.embed_tokens.weight", "trunk.blocks.0.layernorm_1.weight"], "ESMFold"),
-        (["transformer.blocks.0.attn.layernorm_qkv.1.weight"], "ESM C or ESM3"),
+        (["transformer.blocks.0.attn.layernorm_qkv.1.weight", "transformer.blocks.0.geom_attn.proj.weight"], "ESM3"),
         (["layers.0.row_self_attention.layer.k_proj.weight"], "the MSA Transformer"),
-        (["encoder.sentence_encoder.embed_positions.weight"], "ESM-1b or ESM-1v"),
         (["base_model.model.esm.encoder.layer.0.attention.self.query.lora_A.weight"], "an adapter"),
     ],
 )
@@ -409,8 +407,9 @@ def test_bare_tensors_of_esm2_are_refused_because_they_do_not_say_how_many_heads
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"position_embedding_type": "absolute"}, "ESM-1b or ESM-1v"),
-        ({"emb_layer_norm_before": True}, "ESM-1b or ESM-1v"),
+        ({"position_embedding_type": "absolute"}, "no table of positions"),
+        ({"position_embedding_type": "relative"}, "its positions are 'relative'"),
+        ({"emb_layer_norm_before": True}, "a layer norm before its layers"),
         ({"is_folding_model": True}, "ESMFold"),
         ({"model_type": "bert"}, "a model of the type 'bert'"),
         ({"model_type": "esmc"}, "ESM C"),

@@ -361,7 +361,7 @@ def test_rows_are_gone_from_the_device_before_the_next_forward(monkeypatch, leng
         dim, fill = DIM, 1
 
         def __init__(self, encode):
-            self._encode, self.bytes_per_token = encode, encode.bytes_per_token
+            self._encode, self.bytes_per_token, self.tokenize = encode, encode.bytes_per_token, encode.tokenize
 
         def __call__(self, tokens):
             alive.append(sum(one() is not None for one in rows))

@@ -1,0 +1,119 @@
+"""ESM-1b, ESM-1v and ESM C through the packed forward pass, against their references."""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import esm
+import pytest
+import torch
+from torch.nn.functional import cosine_similarity
+
+from pipeline.encoder.checkpoints.checkpoint_files import ESM1B, ESMC
+from pipeline.encoder.checkpoints.esm_checkpoint import Architecture, EsmCheckpoint, load_esm_checkpoint
+from pipeline.encoder.checkpoints.synth import write_random_relative
+from pipeline.encoder.embedding_recipe import LETTERS, tokenize
+from pipeline.encoder.forward.esm2 import FILL, EsmEncoder
+from pipeline.encoder.forward.parity import Reference, check_parity, sample_sequences
+from tests.encoder.own import drawn
+
+CPU = torch.device("cpu")
+SHAPES = {
+    "esm1b": Architecture(3, 32, 4, token_dropout=True, family=ESM1B, positions=1024, norm_before=True),
+    "esm1v": Architecture(2, 64, 4, token_dropout=True, family=ESM1B, positions=1024),
+    "esm1b wide": Architecture(2, 480, 20, token_dropout=False, family=ESM1B, positions=1024, norm_before=True),
+    "esmc": Architecture(3, 64, 1, token_dropout=False, family=ESMC),
+    "esmc of 30 layers": Architecture(30, 64, 1, token_dropout=False, family=ESMC),
+    "esmc as wide as 300M": Architecture(2, 960, 15, token_dropout=False, family=ESMC),
+}
+TEXTS = [LETTERS, *drawn(1, 2, FILL, 300, 1022)]
+# What esm 3.1.3, of ESM C's authors, computes of the weights below for this sequence: the first numbers of its first
+# residue after the first layer, of its ninth after the second, and of both ends after the last.
+SEQUENCE = "AAVISMRAVEYEPLAKF"
+OF_THE_AUTHORS = {
+    (1, 0): [1.700064, -0.339213, -1.64854, 1.220531],
+    (2, 8): [0.43035, -1.696163, -0.082878, 1.866782],
+    (3, 0): [-0.143796, -0.26571, -0.698544, 2.96061],
+    (3, 16): [0.427095, -0.65987, -0.177987, 2.572459],
+}
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> EsmCheckpoint:
+    """Return random weights of a family."""
+    path = tmp_path_factory.mktemp("weights") / f"{request.param.split()[0]}.pt"
+    write_random_relative(path, SHAPES[request.param], seed=5)
+    return load_esm_checkpoint(path)
+
+
+def rows_of(checkpoint: EsmCheckpoint, layer: int, texts: list[str], precision: str = "fp32") -> list[torch.Tensor]:
+    encoder = EsmEncoder(checkpoint, layer=layer, precision=precision, device=CPU)
+    return list(encoder([tokenize(text) for text in texts]).split([len(text) for text in texts]))
+
+
+def test_the_file_tells_its_family_and_sizes(checkpoint: EsmCheckpoint) -> None:
+    assert checkpoint.architecture in SHAPES.values()
+
+
+@pytest.mark.parametrize("layer", [1, -1])
+def test_every_token_of_every_layer_is_as_the_reference_has_it(checkpoint: EsmCheckpoint, layer: int) -> None:
+    layer = layer if layer > 0 else checkpoint.architecture.layers
+    wanted = Reference(checkpoint, layer, CPU)(TEXTS)
+    for found_LD, wanted_LD in zip(rows_of(checkpoint, layer, TEXTS), wanted, strict=True):
+        cosines_L = cosine_similarity(found_LD.double(), torch.from_numpy(wanted_LD).double(), dim=1)
+        assert float(cosines_L.min()) >= 0.99999
+
+
+def test_rows_have_the_same_bits_in_every_batch(checkpoint: EsmCheckpoint) -> None:
+    layer = checkpoint.architecture.layers
+    texts = TEXTS if checkpoint.dim < 100 else TEXTS[:5]
+    for text, rows_LD in zip(texts, rows_of(checkpoint, layer, texts), strict=True):
+        assert torch.equal(rows_of(checkpoint, layer, [text])[0], rows_LD)
+
+
+def test_the_gate_lets_it_through_in_half_precision_too(checkpoint: EsmCheckpoint) -> None:
+    assert check_parity(checkpoint, "bf16", checkpoint.architecture.layers, "cpu").passed
+
+
+def test_the_gate_catches_a_family_that_is_computed_as_another(checkpoint: EsmCheckpoint) -> None:
+    layers, sequences = checkpoint.architecture.layers, sample_sequences()
+    tensors = dict(checkpoint.tensors)
+    is_esmc = checkpoint.architecture.family == ESMC
+    name = "layers.1.self_attn.q_layer_norm.weight" if is_esmc else "embed_positions.weight"
+    tensors[name] = tensors[name].flip(0)
+    wanted = Reference(checkpoint, layers, CPU)(sequences)
+    found = rows_of(replace(checkpoint, tensors=tensors), layers, sequences)
+    pairs = zip(found, map(torch.from_numpy, wanted), strict=True)
+    assert min(float(cosine_similarity(mine, theirs, dim=1).min()) for mine, theirs in pairs) < 0.99999
+
+
+def test_esm_c_is_what_its_authors_compute(tmp_path: Path) -> None:
+    write_random_relative(tmp_path / "esmc.pth", SHAPES["esmc"], seed=5)
+    checkpoint = load_esm_checkpoint(tmp_path / "esmc.pth")
+    for (layer, residue), numbers in OF_THE_AUTHORS.items():
+        (rows_LD,) = rows_of(checkpoint, layer, [SEQUENCE])
+        torch.testing.assert_close(rows_LD[residue, :4], torch.tensor(numbers), rtol=0, atol=2e-5)
+
+
+def test_fair_esm_itself_loads_the_file_of_esm_1v_and_computes_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "esm1v_t2.pt"
+    write_random_relative(path, SHAPES["esm1v"])
+    with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it has no regression for contacts
+        model, alphabet = esm.pretrained.load_model_and_alphabet_local(str(path))
+    _, _, tokens_1T = alphabet.get_batch_converter()([("one", TEXTS[4])])
+    with torch.inference_mode():
+        wanted: Any = model.eval()(tokens_1T, repr_layers=[2])["representations"][2][0, 1:-1]
+    torch.testing.assert_close(rows_of(load_esm_checkpoint(path), 2, [TEXTS[4]])[0], wanted, rtol=0, atol=1e-4)
+
+
+def test_a_sequence_beyond_the_learned_positions_is_not_encoded_as_one(tmp_path: Path) -> None:
+    write_random_relative(tmp_path / "esm1b.pt", SHAPES["esm1b"])
+    checkpoint = load_esm_checkpoint(tmp_path / "esm1b.pt")
+    assert checkpoint.architecture.longest == 1022
+    with pytest.raises(AssertionError, match="beyond 1022 residues"):
+        rows_of(checkpoint, 3, drawn(1023))

@@ -1,0 +1,98 @@
+"""Models of Hugging Face's library, made small and random here, through our protocol."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.encoder.engine.encoder_source import OwnSource, as_letters
+from pipeline.encoder.engine.hugging_face import HuggingFace
+from pipeline.errors import ConfigError, JobFailed
+from tests.encoder.own import drawn
+
+transformers = pytest.importorskip("transformers", reason="the extra transformers is not installed")
+LETTERS = "ACDEFGHIKLMNPQRSTVWYX"
+CPU = torch.device("cpu")
+TEXTS = drawn(40, 7, 23)
+
+
+def prot_t5(folder: Path) -> Path:
+    """Write a model as ProtT5 is: residues are words, and only the end has a mark."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    words = ["<pad>", "</s>", "<unk>", *LETTERS]
+    plain = Tokenizer(models.WordLevel({word: at for at, word in enumerate(words)}, unk_token="<unk>"))
+    plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    plain.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    marks = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=plain, **marks).save_pretrained(folder)
+    config = transformers.T5Config(
+        vocab_size=len(words), d_model=24, d_kv=8, d_ff=48, num_layers=2, num_heads=3, pad_token_id=0
+    )
+    torch.manual_seed(0)
+    transformers.T5EncoderModel(config).save_pretrained(folder)
+    return folder
+
+
+def saprot(folder: Path) -> Path:
+    """Write a model as SaProt is: ESM-2 with a token for each pair of a residue and its structure."""
+    folder.mkdir()
+    pairs = [f"{letter}{structure}" for letter in LETTERS for structure in "acd#"]
+    (folder / "vocab.txt").write_text("\n".join(["<cls>", "<pad>", "<eos>", "<unk>", *pairs, "<mask>"]))
+    transformers.EsmTokenizer(folder / "vocab.txt").save_pretrained(folder)
+    config = transformers.EsmConfig(
+        vocab_size=len(pairs) + 5, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
+        pad_token_id=1, mask_token_id=len(pairs) + 4, position_embedding_type="rotary", token_dropout=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    transformers.EsmModel(config, add_pooling_layer=False).save_pretrained(folder)
+    return folder
+
+
+KINDS = {"prot_t5": (prot_t5, "{} ", 24, slice(0, -1)), "saprot": (saprot, "{}#", 32, slice(1, -1))}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_are_those_of_their_library_and_pass_the_gate(tmp_path: Path, kind: str) -> None:
+    make, residue, width, residues = KINDS[kind]
+    encoder = HuggingFace(make(tmp_path / kind), residue=residue)
+    assert (encoder.width, encoder.layers) == (width, 2)
+    source = OwnSource(kind, encoder, lambda: "")
+    verdict = source.compared("fp32", 2, "cpu")
+    assert verdict.passed, verdict
+    forward = source.build(layer=2, precision="fp32", device=CPU)
+    parts = forward([forward.tokenize(text) for text in TEXTS]).split([len(text) for text in TEXTS])
+
+    model: Any = transformers.AutoModel if kind == "saprot" else transformers.T5EncoderModel
+    model = model.from_pretrained(tmp_path / kind).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / kind)
+    for text, rows_LD in zip(TEXTS, parts, strict=True):
+        coded = tokenizer("".join(residue.format(letter) for letter in text), return_tensors="pt")
+        with torch.inference_mode():
+            wanted = model(**coded).last_hidden_state[0, residues]
+        torch.testing.assert_close(rows_LD, wanted, rtol=0, atol=1e-5)
+
+
+def test_an_earlier_layer_is_that_layer(tmp_path: Path) -> None:
+    encoder = HuggingFace(saprot(tmp_path / "saprot"), residue="{}#")
+    source = OwnSource("saprot", encoder, lambda: "")
+    letters = as_letters(TEXTS[0])
+    first, last = (source.build(layer=layer, precision="fp32", device=CPU)([letters]) for layer in (1, 2))
+    assert first.shape == last.shape == (40, 32)
+    assert not torch.allclose(first, last)
+
+
+@pytest.mark.parametrize("text", ["ACDB", "ACDO"])
+def test_residues_written_otherwise_than_the_tokenizer_knows_are_told(tmp_path: Path, text: str) -> None:
+    with pytest.raises(JobFailed, match=r"embed\.options\.residue"):
+        HuggingFace(prot_t5(tmp_path / "t5"), residue="{} ").tokenize(text)
+    with pytest.raises(JobFailed, match="tokens for 3 residues"):
+        HuggingFace(tmp_path / "t5", residue="{}").tokenize("ACD")
+
+
+def test_a_residue_without_a_place_for_its_letter_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="where the letter stands"):
+        HuggingFace(tmp_path, residue="#")
