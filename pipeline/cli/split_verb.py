@@ -180,7 +180,7 @@ def _division_shown(document: dict[str, Any], division: Division, shared: Shared
         smallest = min(division.fractions)
         yield (
             f"note: {tables.plural(document['larger_than_a_split'], 'component')} with more items than the smallest "
-            f"split should have ({smallest:.0%}): no division that shares nothing is nearer to what was asked"
+            f"split should have ({smallest:.0%}): shares may differ from what was asked by as much"
         )
     yield from (f"written: {path}" for path in document["files"])
     yield f"  next: {document['next']}"

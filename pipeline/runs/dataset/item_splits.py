@@ -141,18 +141,22 @@ class _Shares:
         """Give a component, by its items in each stratum, to a split, and return which.
 
         Of the splits that have room for it, the one whose strata come nearest to what they should be; where none has,
-        the one that lacks the most items.
+        the one that lacks the largest part of its items, so that no split stays empty for another's sake.
         """
         total = sum(counts)
         roomy = [split for split, missing in enumerate(self.missing) if missing >= total]
         if roomy:
             best = min(roomy, key=lambda split: self._excess(split, counts))
         else:
-            best = max(range(len(self.missing)), key=self.missing.__getitem__)
+            best = max(range(len(self.missing)), key=self._lack)
         self.missing[best] -= total
         for stratum, count in enumerate(counts):
             self.lacking[best][stratum] -= count
         return best
+
+    def _lack(self, split: int) -> tuple[float, float]:
+        wanted = sum(self.wanted[split])
+        return self.missing[split] / wanted, wanted
 
     def _excess(self, split: int, counts: Sequence[int]) -> float:
         """Return by how much the squared relative distance of a split from its share grows."""

@@ -171,9 +171,9 @@ class _Chain:
         """Yield for each file that the chain may be of what a table may call it."""
         for part in self.parts:
             path = part.path if part else ""
-            item, path = (linked_name(path), "") if table == "structure" else (self.item.id, path)
+            path = _linked_file(path) if table == "structure" else path
             model = part.model if part else None
-            yield chain_names(item, path, self.summary.name, model, alone=self.alone)
+            yield chain_names(self.item.id, path, self.summary.name, model, alone=self.alone)
 
 
 def _chains(item: Item, inventory: Inventory, ligand: LigandChoice) -> Iterator[_Chain]:
@@ -240,9 +240,9 @@ def _write_sequence(file: IO[str], name: str, sequence: str) -> None:
     file.write(f">{name}\n{sequence}\n")
 
 
-def linked_name(path: str) -> str:
+def _linked_file(path: str) -> str:
     """Return the name under which a structure file is given to foldseek."""
-    return f"s{digest_of(path):016x}"
+    return f"s{digest_of(path):016x}{split_suffix(Path(path).name)[1]}"
 
 
 def _linked_files(project: Project, folder: Path) -> Path:
@@ -250,7 +250,7 @@ def _linked_files(project: Project, folder: Path) -> Path:
     folder.mkdir()
     for item in list_items(project):
         for part in item.parts if isinstance(item, Item) else ():
-            link = folder / (linked_name(part.path) + split_suffix(Path(part.path).name)[1])
+            link = folder / _linked_file(part.path)
             if not link.is_symlink() and Path(part.path).exists():
                 link.symlink_to(os.path.abspath(part.path))  # noqa: PTH100 - links stay what they are
     return folder

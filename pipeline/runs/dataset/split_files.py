@@ -14,7 +14,8 @@ from pipeline.command_line import Command
 from pipeline.errors import ConfigError, DataError
 from pipeline.files import replacing
 from pipeline.records import Item, Rejection
-from pipeline.runs.dataset.split_data import leaking_items, usable_items
+from pipeline.runs.dataset.split_data import leaking_items
+from pipeline.runs.dataset.worklist import list_items
 from pipeline.structures.sources.source_rows import DELIMITERS, JSON_LINES, text_lines
 
 if TYPE_CHECKING:
@@ -98,20 +99,18 @@ def write_splits(project: Project, shared: SharedItems, division: Division, file
 def _placed(project: Project, shared: SharedItems, division: Division, folds: int) -> Iterator[Placed]:
     """Yield the entries of the data set again, with what is to be written of each."""
     number, nothing = 0, dict.fromkeys(("split", "cluster", "fold") if folds else ("split", "cluster"), "")
-    files = max(1, folds)
-    for entry in usable_items(project):
-        if isinstance(entry, Rejection) or entry.inventory is None:
-            yield Placed(entry if isinstance(entry, Rejection) else entry.item, (nothing,) * files)
+    for entry in list_items(project):
+        if isinstance(entry, Rejection) or number == len(shared) or not shared.is_item(number, entry.id):
+            yield Placed(entry, (nothing,) * max(1, folds))
             continue
-        if number >= len(shared) or not shared.is_item(number, entry.item.id):
-            raise DataError(
-                "it changed while it was read", where=str(project.source.path), remedy=Command.of("split …")
-            )
         split = int(division.split_N[number])
         cluster = {"cluster": division.component_name(number, shared.draws)}
         told = ({"split": _role(split, fold, folds), **cluster, "fold": str(split)} for fold in range(folds))
-        yield Placed(entry.item, tuple(told) if folds else ({"split": division.names[split], **cluster},))
+        yield Placed(entry, tuple(told) if folds else ({"split": division.names[split], **cluster},))
         number += 1
+    if number < len(shared):
+        what = "it changed while it was read"
+        raise DataError(what, where=str(project.source.path), remedy=Command.of("split --out FILE"))
 
 
 def _role(split: int, fold: int, folds: int) -> str:
@@ -253,9 +252,8 @@ def write_leaking(project: Project, shared: SharedItems, out: Path) -> None:
     with replacing(out) as aside, aside.open("w", encoding="utf-8", newline="") as file:
         writer, number = csv.writer(file, lineterminator="\n"), 0
         writer.writerow(("level", "partners", "group", "split", "id"))
-        for entry in usable_items(project):
-            if isinstance(entry, Rejection) or entry.inventory is None:
-                continue
-            for level, partners, group in rows.get(number, ()):
-                writer.writerow((level, partners, group, entry.item.split, entry.item.id))
-            number += 1
+        for entry in list_items(project):
+            if isinstance(entry, Item) and number < len(shared) and shared.is_item(number, entry.id):
+                told = rows.get(number, ())
+                writer.writerows((level, partners, group, entry.split, entry.id) for level, partners, group in told)
+                number += 1

@@ -127,6 +127,11 @@ def test_a_component_larger_than_small_splits_goes_where_it_fits() -> None:
     assert np.bincount(splits).tolist() == [800, 100, 100]
 
 
+def test_no_split_stays_empty_where_there_are_components_enough() -> None:
+    pairs = [(item // 4, -1 - item) for item in range(24)]
+    assert sorted(np.bincount(divided(pairs, [100] * 24, FRACTIONS, seed=0), minlength=3)) == [4, 4, 16]
+
+
 def test_what_splits_share_is_counted_with_one_partner_and_with_both() -> None:
     links = links_of([(1, 2), (2, 1), (1, 3), (4, 5), (4, 4)])
     split_N, names = np.array([1, 2, 2, 1, 3]), ("", "train", "test", "val")
