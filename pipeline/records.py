@@ -35,6 +35,7 @@ class Reason(str, Enum):
     AMBIGUOUS_PARTNERS = "ambiguous_partners"
     SHARED_CHAIN = "shared_chain"
     NO_POLYMER = "no_polymer"
+    NO_PLDDT = "no_plddt"
     MODIFIED_RESIDUES = "modified_residues"
     INCOMPLETE_RESIDUES = "incomplete_residues"
     SEQUENCE_MISMATCH = "sequence_mismatch"

@@ -26,6 +26,7 @@ from pipeline.cli import (
     report_verbs,
     run_verbs,
     setup_verbs,
+    split_verb,
     tune_verb,
     weights_verbs,
 )
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 EPILOG = "Exit codes: 0 ok, 1 a bug, 2 configuration, 3 data, 4 damage, 5 infeasible, 6 refused, 7 a job failed."
 INTERRUPTED = 130
-READING = ("plan", "status", "items", "logs", "report", "cache", "config", "doctor", "weights", "model")
+READING = ("plan", "status", "items", "logs", "report", "cache", "config", "doctor", "weights", "model", "split")
 
 app = typer.Typer(
     name="pipeline",
@@ -56,6 +57,7 @@ app.command("doctor")(setup_verbs.doctor_command)
 app.command("plan")(plan_verbs.plan_command)
 app.command("submit")(run_verbs.submit_command)
 app.command("tune")(tune_verb.tune_command)
+app.command("split")(split_verb.split_command)
 app.command("dock")(dock_verb.dock_command)
 app.command("status")(control_verbs.status_command)
 app.command("logs")(log_verbs.logs_command)

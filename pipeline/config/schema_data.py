@@ -156,10 +156,27 @@ class StructuresSection(Section):
     ligands: Literal["drop", "keep"] = Field(
         default="drop", description="Small molecules and ions of the chosen chains; keep: for atom graphs."
     )
+    plddt: Literal["none", "marked", "every"] = Field(
+        default="none",
+        description="B-factors as pLDDT, a field of nodes; marked: of files that say they are predicted; every: any.",
+    )
+    min_plddt: float | None = Field(
+        default=None, ge=0, le=100, description="Residues of a lower pLDDT are dropped or masked; null: none."
+    )
+    low_plddt: Literal["drop", "mask"] = Field(
+        default="drop", description="Those residues: no nodes, listed; or nodes with a flag, for the task to heed."
+    )
     max_residues: int = Field(default=10_000, ge=1, description="A complex with more residues is rejected.")
     max_file_bytes: Size = Field(
         default=64 << 20, description="A file larger than this, after decompression, is rejected."
     )
+
+    @model_validator(mode="after")
+    def _a_limit_needs_plddt(self) -> StructuresSection:
+        if self.min_plddt is not None and self.plddt == "none":
+            problem = "needs to know whose B-factors are pLDDT: set structures.plddt: marked (or every)"
+            raise conflict("min_plddt", problem)
+        return self
 
 
 class EmbedBatchSection(Section):

@@ -107,6 +107,9 @@ def _choose(role: Role, side: ComplexSide, recipe: GraphRecipe) -> ChosenAtoms:
     if not recipe.hydrogens:
         kept = np.flatnonzero(~bonds.is_hydrogen(structure.element_A[atom_A]))
         residue_A, atom_A = residue_A[kept], atom_A[kept]
+    if structure.drops_low and structure.low_R is not None:
+        kept = np.flatnonzero(~structure.low_R[residue_R[residue_A]])
+        residue_A, atom_A = residue_A[kept], atom_A[kept]
     if not len(atom_A):
         problem = (
             f"the {role.value} has no atoms" if recipe.hydrogens else f"the {role.value} has no atoms but hydrogens"
@@ -140,6 +143,8 @@ def _part(
         "residue": chosen.residue_A.astype(np.min_scalar_type(len(chosen.residue_R))),
         **extra,
     }
+    if structure.plddt_R is not None:
+        nodes["plddt"] = structure.plddt_R[chosen.residue_R[chosen.residue_A]]
     chains = tuple(ChainText(chain.name, chain.kind, chain.sequence) for chain in partner.chains)
     row_R = joined_embedding_rows(partner, read.maps.get(f"rows.{role.value}"))
     return PartnerGraph(role, chains, centre_3, nodes, edges, _residues(chosen, row_R), paths)

@@ -113,6 +113,8 @@ def _wanted(
         wanted[f"{role}.centre"] = ArrayForm("<f8", axis="3")
         for axis, size, table in tables[: 1 if by_residue else 2]:
             wanted |= {f"{role}.{axis}.{name}": spec._replace(axis=role + size) for name, spec in table.items()}
+        if f"{role}.node.plddt" in arrays:
+            wanted[f"{role}.node.plddt"] = FLOATS._replace(axis=f"{role}N")
         if any(f"{role}.node.{name}" in arrays for name in BOUND):
             wanted |= {f"{role}.node.{name}": spec._replace(axis=f"{role}N") for name, spec in BOUND.items()}
         for edges in _edge_kinds(role, arrays, recipe, by_residue=by_residue):

@@ -38,7 +38,7 @@ CB_WEIGHTS = (0.56802827, -0.58273431, -0.54067466)  # of CA-N, its cross produc
 N, CA, C, _, CB = range(len(BACKBONE))
 KEPT = [N, CA, C, CB]
 # Bits of `flags`. Without N or C, where `pos` is NaN, a residue has no frame; it is incomplete, too.
-VIRTUAL_CB, INCOMPLETE, MODIFIED, NO_BACKBONE = np.uint8(1), np.uint8(2), np.uint8(4), np.uint8(8)
+VIRTUAL_CB, INCOMPLETE, MODIFIED, NO_BACKBONE, UNSURE = map(np.uint8, (1, 2, 4, 8, 16))  # the last: of a low pLDDT
 CENTRE_DECIMALS = 3  # so that it does not depend on the order in which a processor adds
 
 
@@ -87,6 +87,7 @@ def select(role: Role, side: ComplexSide) -> Residues:
     for chain, is_protein, nodes in zip(side.chains, proteins, nodes_C.tolist(), strict=True):
         if is_protein and not nodes:
             problem = f"no residue of chain {chain.name} ({role.value}) has the atoms of a node; see structures.require"
+            problem += ", structures.min_plddt" if structure.hidden_R.any() else ""
             raise UnusableInput(Reason.NO_NODES, problem)
     return Residues(side, place_N, residue_N, chain_N, structure.pos_A3[structure.backbone_R5[residue_N, CA]])
 
@@ -120,6 +121,8 @@ def node_arrays(sides: Sequence[Residues], bodies: Bodies, centres: Sequence[Flo
     flags_N |= lacks_backbone_N * NO_BACKBONE
     flags_N |= (lacks_backbone_N | (atoms_N < SIDE_ATOMS.take(type_N))) * INCOMPLETE
     flags_N |= structure.modified_R[residue_N] * MODIFIED
+    if structure.low_R is not None:
+        flags_N |= structure.low_R[residue_N] * UNSURE
     arrays = {
         "pos": pos_35N[:, KEPT].T.astype(np.float32, order="C"),
         "side": side_3N.T.astype(np.float32, order="C"),
@@ -129,6 +132,8 @@ def node_arrays(sides: Sequence[Residues], bodies: Bodies, centres: Sequence[Flo
         "number": structure.number_R[residue_N],
         "icode": structure.icode_R[residue_N].view(np.uint8),
     }
+    if structure.plddt_R is not None:
+        arrays["plddt"] = structure.plddt_R[residue_N]
     ends = np.cumsum(sizes).tolist()
     parts = [
         {name: array[end - size : end] for name, array in arrays.items()} for size, end in zip(sizes, ends, strict=True)

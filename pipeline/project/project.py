@@ -74,8 +74,23 @@ def scan_recipe_of(config: Config) -> ScanRecipe:
     """Return the recipe by which structures are scanned."""
     chosen = config.structures
     return ScanRecipe(
-        reading=FileReading(chosen.model, chosen.chain_names, chosen.assembly, seqres=chosen.sequence == "seqres"),
-        policy=Policy(chosen.altlocs, chosen.modified, chosen.require, chosen.incomplete, chosen.ligands),
+        reading=FileReading(
+            chosen.model,
+            chosen.chain_names,
+            chosen.assembly,
+            seqres=chosen.sequence == "seqres",
+            b_factors=chosen.plddt != "none",
+        ),
+        policy=Policy(
+            chosen.altlocs,
+            chosen.modified,
+            chosen.require,
+            chosen.incomplete,
+            chosen.ligands,
+            chosen.plddt,
+            chosen.min_plddt,
+            chosen.low_plddt,
+        ),
         max_residues=chosen.max_residues,
         max_file_bytes=chosen.max_file_bytes,
         ligand=config.data.ligand,

@@ -66,6 +66,8 @@ def census_lines(census: Mapping[str, Any]) -> list[RenderableType]:
     if census.get("residues_left_out"):
         residues, items = census["residues_left_out"], plural(census["items_incomplete"], "item")
         shown.append(f"residues left out: {residues:,} in {items}, by name in {census['lists']}/residues_left_out.csv")
+    if census.get("residues_unsure"):
+        shown.append(f"residues below structures.min_plddt: {census['residues_unsure']:,}")
     if census.get("items_read_on"):
         shown.append(
             f"read on behind END: {plural(census['items_read_on'], 'item')}, where chains of new names follow it"

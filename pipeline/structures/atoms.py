@@ -77,6 +77,8 @@ class AtomTable:
     links: Callable[[], Links] = no_links  # between its rows; looked up when asked for, which no scan does
     notes: Mapping[str, int] = field(default_factory=dict)  # what its parser says of the whole file
     first_S: NDArray[np.int64] | None = None  # of each site, if its parser knows that
+    b_iso_A: NDArray[np.float32] | None = None  # B-factors, where they are asked for and the format has them
+    is_predicted: bool = False  # whether the file says so; known where B-factors are asked for
 
     def chain_name(self, code: int | np.uint64) -> str:
         """Return a chain's name as users type it."""

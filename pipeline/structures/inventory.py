@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from pipeline.structures.policy import Chain
 
 INVENTORY_VERSION = 1
+LOW_PLDDT = "low_plddt"  # the note of how many residues are below structures.min_plddt
 LigandChoice: TypeAlias = Literal["as_named", "swapped", "smaller", "larger"]
 Known = TypeVar("Known")
 
@@ -66,8 +67,8 @@ def plain_recipe(recipe: ScanRecipe) -> dict[str, Any]:
     """Return the choices that can change an inventory, as JSON data; the limit of file size cannot."""
     return {
         "version": [INVENTORY_VERSION, POLICY_VERSION],
-        "reading": asdict(recipe.reading),
-        "policy": asdict(recipe.policy),
+        "reading": recipe.reading.plain(),
+        "policy": recipe.policy.plain(),
         "max_residues": recipe.max_residues,
         **({} if recipe.ligand == "as_named" else {"ligand": recipe.ligand}),
     }
@@ -138,7 +139,7 @@ def _take_structures(item: Item, files: Mapping[str, File], recipe: ScanRecipe) 
     """Return the inventory of a complex, and the complex with its maps to SEQRES and to bound structures."""
     structures: dict[tuple[str, int | None], Structure] = {}
     sides = _sides(item.parts, files, recipe, structures)
-    bound = _sides(item.bound, files, recipe, structures)
+    bound = _sides(item.bound, files, measured(recipe), structures)  # which are experiments, as a rule
     if _is_swapped(bound if len(bound) == len(PAIR) else sides, recipe.ligand):
         sides, bound = _swapped(sides), _swapped(bound)
     maps: dict[str, NDArray[np.int32]] = {}
@@ -209,7 +210,14 @@ def _structure(part: Part, own: Sequence[File], recipe: ScanRecipe) -> Structure
     table = parse_structure(
         own[0].data, form, reading, recipe.max_residues, beside=own[1].data if len(own) > 1 else b""
     )
-    return apply_policy(table, replace(recipe.policy, ligands="keep") if form in MOLECULES else recipe.policy)
+    if form in MOLECULES:
+        return apply_policy(table, replace(measured(recipe).policy, ligands="keep"))
+    return apply_policy(table, recipe.policy)
+
+
+def measured(recipe: ScanRecipe) -> ScanRecipe:
+    """Return the recipe for files that are no predictions."""
+    return replace(recipe, policy=replace(recipe.policy, plddt="none", min_plddt=None))
 
 
 def _content(own: Sequence[File]) -> str:
@@ -250,7 +258,9 @@ def _partner(role: Role, side: ComplexSide, sequences: Sequence[str]) -> Partner
     structure = side.structure
     modified = sum(int(np.count_nonzero(structure.modified_R[chain.first : chain.last])) for chain in side.chains)
     left_out = tuple(entry for chain in side.chains for entry in _left_out(structure, chain))
-    notes = {**structure.notes, "modified": modified, "incomplete": len(left_out)}
+    low_R = np.zeros(len(structure.node_R), np.bool_) if structure.low_R is None else structure.low_R
+    low = sum(int(np.count_nonzero(low_R[chain.first : chain.last])) for chain in side.chains)
+    notes = {**structure.notes, "modified": modified, "incomplete": len(left_out), LOW_PLDDT: low}
     return Partner(
         role=role,
         content=side.digest,
@@ -287,6 +297,8 @@ def _check_nodes(partners: Sequence[Partner], recipe: ScanRecipe) -> None:
         if partner.nodes == 0 and not is_molecules:
             wanted = "N, CA and C" if recipe.policy.require == "backbone" else "CA"
             side = "file" if partner.role is Role.WHOLE else partner.role.value
+            if partner.notes.get(LOW_PLDDT) and recipe.policy.low_plddt == "drop":
+                wanted += f" and a pLDDT of {recipe.policy.min_plddt:g}"
             what = f"no residue of the {side} has {wanted}"
             hint = "; structures.require: ca asks for less" if recipe.policy.require == "backbone" else ""
             raise UnusableInput(Reason.INCOMPLETE_RESIDUES, what + hint)

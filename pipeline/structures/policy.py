@@ -6,9 +6,9 @@ Shapes: A atoms, R residues, C chains.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import gemmi
 import numpy as np
@@ -38,6 +38,7 @@ POLICY_VERSION = 3
 POLYMER, WATER = 1, 4
 HETATM = ord("H")
 CARBON = 6
+HIGHEST_PLDDT = 100.0
 FARTHEST = 1e5  # Å from the origin: ten times as far as PDB files reach
 BACKBONE = ("N", "CA", "C", "O", "CB")
 NUCLEOTIDE_ANCHORS = ("C1'", "C1*")  # the second is how old files write it
@@ -84,6 +85,15 @@ class Policy:
     require: Literal["ca", "backbone"] = "ca"
     incomplete: Literal["drop", "reject"] = "drop"
     ligands: Literal["drop", "keep"] = "drop"
+    plddt: Literal["none", "marked", "every"] = "none"
+    min_plddt: float | None = None
+    low_plddt: Literal["drop", "mask"] = "drop"
+
+    def plain(self) -> dict[str, Any]:
+        """Return the choices as JSON data; those of predictions only where they are read, so that other keys stay."""
+        chosen = asdict(self)
+        irrelevant = ("plddt", "min_plddt", "low_plddt") if self.plddt == "none" else ()
+        return {name: value for name, value in chosen.items() if name not in irrelevant}
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +136,14 @@ class Structure:
     parents: Mapping[str, str]  # modified residue → standard one, as the file says
     notes: Mapping[str, int]  # what the whole file holds: altlocs, waters, ligands
     links: Callable[[], Links] = no_links  # between its atoms; looked up when asked for
+    plddt_R: NDArray[np.float32] | None = None  # where B-factors are taken for it: the mean of a residue's atoms
+    low_R: NDArray[np.bool_] | None = None  # residues of polymers below structures.min_plddt
+    drops_low: bool = False  # whether those are left out
+
+    @property
+    def hidden_R(self) -> NDArray[np.bool_]:
+        """The residues that are left out for their pLDDT, whatever atoms they have."""
+        return self.low_R if self.drops_low and self.low_R is not None else np.zeros(len(self.node_R), np.bool_)
 
 
 def apply_policy(table: AtomTable, policy: Policy) -> Structure:
@@ -267,6 +285,10 @@ def _structure(
             node_R |= _find(name_A, residue_A, anchor, len(first_R)) >= 0
     if polymers < len(first_R):
         backbone_R5[polymers:], node_R[polymers:], types_R.modified[polymers:] = -1, False, False
+    plddt_R = _plddt(table, policy, kept_A, residue_A)
+    low_R = _low(plddt_R, policy, polymers)
+    if low_R is not None and policy.low_plddt == "drop":
+        node_R &= ~low_R
     letter_R = types_R.letter
     if policy.modified == "unknown":
         letter_R = np.where(types_R.modified, 0, letter_R).astype(np.uint8)
@@ -288,6 +310,9 @@ def _structure(
         all_chains=_all_chains(table),
         parents=table.parents,
         notes=notes,
+        plddt_R=plddt_R,
+        low_R=low_R,
+        drops_low=policy.low_plddt == "drop",
         links=partial(_kept_links, table, kept_A),
     )
 
@@ -305,13 +330,49 @@ def check_chain(structure: Structure, chain: Chain, policy: Policy) -> None:
     if "reject" not in (policy.modified, policy.incomplete) or chain.kind is Kind.OTHER:
         return
     here = slice(chain.first, chain.last)
-    modified, incomplete = int(structure.modified_R[here].sum()), int((~structure.node_R[here]).sum())
+    modified, incomplete = (
+        int(structure.modified_R[here].sum()),
+        int((~(structure.node_R | structure.hidden_R)[here]).sum()),
+    )
     if policy.modified == "reject" and modified:
         what = f"{modified} modified residues in chain {chain.name}; structures.modified is reject"
         raise UnusableInput(Reason.MODIFIED_RESIDUES, what)
     if policy.incomplete == "reject" and incomplete:
         what = f"{incomplete} residues of chain {chain.name} lack backbone atoms; structures.incomplete is reject"
         raise UnusableInput(Reason.INCOMPLETE_RESIDUES, what)
+
+
+def _plddt(table: AtomTable, policy: Policy, kept_A: Rows, residue_A: NDArray[np.int64]) -> NDArray[np.float32] | None:
+    """Return the pLDDT of each residue, if it is asked for; refuse B-factors that are none."""
+    if policy.plddt == "none":
+        return None
+    if table.b_iso_A is None:
+        raise UnusableInput(Reason.NO_PLDDT, "files of this format have no B-factors; structures.plddt asks for them")
+    if policy.plddt == "marked" and not table.is_predicted:
+        what = "nothing in the file says that it is predicted: its B-factors may be measured"
+        raise UnusableInput(Reason.NO_PLDDT, f"{what}; structures.plddt: every takes those of any file for pLDDT")
+    b_iso_A = table.b_iso_A[kept_A].astype(np.float64)
+    lowest, highest = float(b_iso_A.min()), float(b_iso_A.max())
+    if not (lowest >= 0 and highest <= HIGHEST_PLDDT):
+        what = f"B-factors from {lowest:g} to {highest:g} are no pLDDT, which is from 0 to 100"
+        raise UnusableInput(Reason.NO_PLDDT, what)
+    if highest <= 1:
+        what = (
+            f"B-factors are at most {highest:g}: pLDDT goes to 100, and some programs write hundredths; multiply them"
+        )
+        raise UnusableInput(Reason.NO_PLDDT, what)
+    mean_R = np.bincount(residue_A, weights=b_iso_A) / np.maximum(np.bincount(residue_A), 1)
+    plddt_R: NDArray[np.float32] = mean_R.round(2).astype(np.float32)
+    return plddt_R
+
+
+def _low(plddt_R: NDArray[np.float32] | None, policy: Policy, polymers: int) -> NDArray[np.bool_] | None:
+    """Return the residues of polymers that are less certain than asked for; None where nothing is asked for."""
+    if plddt_R is None or policy.min_plddt is None:
+        return None
+    low_R: NDArray[np.bool_] = plddt_R < np.float32(policy.min_plddt)
+    low_R[polymers:] = False
+    return low_R
 
 
 def _all_chains(table: AtomTable) -> tuple[str, ...]:

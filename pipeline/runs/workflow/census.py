@@ -16,6 +16,7 @@ import xxhash
 from pipeline.errors import DataError
 from pipeline.records import Kind, Reason, Role
 from pipeline.runs.workflow.stage import Judged
+from pipeline.structures.inventory import LOW_PLDDT
 from pipeline.structures.parsing.pdb_lines import BEHIND_END
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class Census(Judged):
     residues_left_out: int = 0  # which are no nodes
     items_incomplete: int = 0  # that have such residues
     items_read_on: int = 0  # in whose files new chains stand behind END
+    residues_unsure: int = 0  # below structures.min_plddt
     lists: str = ""  # the folder of the files that list what is counted here
 
     @classmethod
@@ -65,7 +67,8 @@ class Census(Judged):
             SplitLeak(leak["what"], leak["total"], tuple(leak["splits"]), tuple(leak["items"]))
             for leak in known.judged["leaks"]
         )
-        return cls(**{part.name: known.judged[part.name] for part in fields(cls)} | {"leaks": leaks, "lists": lists})
+        judged = {part.name: known.judged[part.name] for part in fields(cls) if part.name in known.judged}
+        return cls(**judged | {"leaks": leaks, "lists": lists})
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +88,7 @@ class CensusTally(Judged):
     residues_left_out: int = 0
     items_incomplete: int = 0
     items_read_on: int = 0
+    residues_unsure: int = 0
     splits: Counter[str] = field(default_factory=Counter)
     ordinals: dict[str, int] = field(default_factory=dict)  # split → number
     chains: Counter[str] = field(default_factory=Counter)
@@ -128,6 +132,7 @@ class CensusTally(Judged):
         self.residues_left_out += left_out
         self.items_incomplete += left_out > 0
         self.items_read_on += any(BEHIND_END in partner.notes for _, partner in inventory.sides())
+        self.residues_unsure += sum(partner.notes.get(LOW_PLDDT, 0) for _, partner in inventory.sides())
         self.items += 1
         self.seen += 1
 
@@ -145,6 +150,7 @@ class CensusTally(Judged):
             residues_left_out=self.residues_left_out,
             items_incomplete=self.items_incomplete,
             items_read_on=self.items_read_on,
+            residues_unsure=self.residues_unsure,
             lists=lists,
         )
 

@@ -7,7 +7,7 @@ small molecules are read by `amber` and `molecules`.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -25,7 +25,7 @@ from pipeline.structures.atoms import (
     name_text,
     name_word,
 )
-from pipeline.structures.parsing import amber, molecules, pdb_lines, plain_pdb, structure_files
+from pipeline.structures.parsing import amber, confidence, molecules, pdb_lines, plain_pdb, structure_files
 from pipeline.structures.parsing.structure_files import EXTRA
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ PDB_LINE_LENGTH = 78
 BCIF_CATEGORIES = (
     "entry", "cell", "symmetry", "entity", "entity_poly", "entity_poly_seq", "struct_asym", "struct_conn",
     "pdbx_struct_mod_residue", "pdbx_struct_assembly", "pdbx_struct_assembly_gen", "pdbx_struct_oper_list", "atom_site",
+    "exptl", "ma_qa_metric",
 )  # fmt: skip
 
 
@@ -50,6 +51,12 @@ class FileReading:
     chain_names: Literal["author", "label"] = "author"
     assembly: str | None = None
     seqres: bool = False
+    b_factors: bool = False
+
+    def plain(self) -> dict[str, Any]:
+        """Return the choices as JSON data; B-factors only where they are read, so that other keys stay."""
+        chosen = asdict(self)
+        return chosen if self.b_factors else {name: value for name, value in chosen.items() if name != "b_factors"}
 
 
 PLAIN = FileReading()  # the only one that `plain_pdb` supports
@@ -87,7 +94,7 @@ def _pdb(data: bytes, reading: FileReading, max_residues: int | None) -> AtomTab
 def _by_gemmi(data: bytes, form: str, reading: FileReading, max_residues: int | None) -> AtomTable:
     """Return the atoms in a file's bytes as gemmi reads them."""
     try:
-        structure = _structure(data, form)
+        structure, is_predicted = _structure(data, form)
         if sum(model.count_atom_sites() for model in structure) == 0:
             raise UnusableInput(Reason.NO_ATOMS, "the file holds no atoms")
         _keep_model(structure, reading.model)
@@ -96,7 +103,8 @@ def _by_gemmi(data: bytes, form: str, reading: FileReading, max_residues: int | 
             structure.assign_label_seq_id(force=False)
         if reading.assembly is not None:
             _build_assembly(structure, reading.assembly, max_residues)
-        return _table(structure, reading)
+        table = _table(structure, reading)
+        return replace(table, is_predicted=is_predicted) if reading.b_factors else table
     except (ValueError, RuntimeError, LookupError, TypeError) as error:  # UnicodeDecodeError is a ValueError
         what = " ".join(str(error).split())[:200] or type(error).__name__
         raise UnusableInput(Reason.PARSE_ERROR, what) from error
@@ -124,18 +132,19 @@ def _keep_model(structure: gemmi.Structure, number: int) -> None:
             del structure[index]
 
 
-def _structure(data: bytes, form: str) -> gemmi.Structure:
-    """Parse by format; the block with atoms is taken where a document has several."""
+def _structure(data: bytes, form: str) -> tuple[gemmi.Structure, bool]:
+    """Parse by format, and say whether it is a prediction; the block with atoms is taken where there are several."""
     if form == "pdb":
-        return gemmi.read_pdb_string(data, max_line_length=PDB_LINE_LENGTH)
+        return gemmi.read_pdb_string(data, max_line_length=PDB_LINE_LENGTH), confidence.pdb_is_predicted(data)
     if form == "bcif":
-        return _made(_bcif_block(data))
+        block = _bcif_block(data)
+        return _made(block), confidence.cif_is_predicted(block)
     document = gemmi.cif.read_string(data)
     blocks = [block for block in document if block.find_values("_atom_site.id")] or list(document)
     if any(block.find_values("_atom_site_fract_x") or block.find_values("_atom_site_Cartn_x") for block in blocks):
         what = "a core CIF, which holds a crystal's small molecule, and no mmCIF; write the molecule as SDF or MOL2"
         raise UnusableInput(Reason.UNKNOWN_FORMAT, what)
-    return _made(blocks[0])
+    return _made(blocks[0]), confidence.cif_is_predicted(blocks[0])
 
 
 def _made(block: gemmi.cif.Block) -> gemmi.Structure:
@@ -259,6 +268,7 @@ def _table(structure: gemmi.Structure, reading: FileReading) -> AtomTable:
             residue.res_id.name: residue.parent_comp_id for residue in structure.mod_residues if residue.parent_comp_id
         },
         aliases=aliases,
+        b_iso_A=flat.b_iso if reading.b_factors else None,
         links=partial(links_of, structure, flat, aliases, is_assembly=reading.assembly is not None),
     )
 

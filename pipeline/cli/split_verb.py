@@ -1,0 +1,231 @@
+"""`pipeline split`: splits that share nothing, made or checked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pipeline.cli.options import ConfigFile, Json, Sets, as_typed, load_config, one_of, print_json
+from pipeline.command_line import Command
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from rich.console import RenderableType
+
+    from pipeline.project.project import Project
+    from pipeline.runs.dataset.split_data import Alike, Division, SharedItems
+
+METHODS = ("sequence", "identity", "structure", "clusters")
+NAMES = {2: ("train", "test"), 3: ("train", "val", "test")}
+FEWEST_FOLDS = 3  # test, validation, and what trains
+LIKE_FRACTIONS = Command.of("split --fractions .8/.1/.1 --out FILE")
+LIKE_FOLDS = Command.of("split --folds 5 --out FILE")
+
+
+def split_command(
+    by: Annotated[
+        str, one_of(METHODS, "--by", "What makes chains alike: the same sequence; mmseqs; foldseek; your clusters.")
+    ] = "sequence",
+    fractions: Annotated[
+        str | None, typer.Option("--fractions", metavar="A/B/C", help="Of train/val/test, or A/B of train/test.")
+    ] = None,
+    folds: Annotated[
+        int | None, typer.Option("--folds", metavar="<int>", help="Instead of fractions: a file for each of K folds.")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", metavar="<int>", min=0, help="Another seed, other splits.")] = 0,
+    clusters: Annotated[
+        list[Path] | None,
+        typer.Option("--clusters", metavar="FILE", help="Lines of representative<TAB>member; may be given again."),
+    ] = None,
+    min_identity: Annotated[
+        float | None,
+        typer.Option("--min-identity", metavar="<float>", help="For identity: from 0 to 1; 0.3 if not given."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="The table to write.")] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Say what the splits there are share, and end with 3 if they do.")
+    ] = False,
+    write_fasta: Annotated[
+        Path | None, typer.Option("--write-fasta", metavar="FILE", help="Only write the protein chains, as ID_CHAIN.")
+    ] = None,
+    as_json: Json = False,
+    config: ConfigFile = None,
+    sets: Sets = None,
+) -> None:
+    """Divide the data set so that no two splits share a chain, or check how it is divided.
+
+    Items that share a sequence or a cluster in any chain stay together, and so do items that share with those.
+    It needs a scan, and writes a table that a configuration can name.
+    """
+    from pipeline.project.project import Project
+    from pipeline.runs.dataset.split_data import Alike, read_shared
+    from pipeline.runs.dataset.split_files import check_out
+
+    wanted = _wanted(fractions, folds)
+    alike = Alike(by, _identity(by, min_identity), _tables(by, clusters))  # type: ignore[arg-type]  # one of METHODS
+    loaded = load_config(config, sets)
+    project = Project.open(loaded.config, remember=False, beside=loaded.base_dir.absolute())
+    if write_fasta is not None:
+        shared = read_shared(project, Alike(), fasta=write_fasta)
+        typer.echo(f"{shared.chains:,} chains of {len(shared):,} items: {write_fasta}")
+        return
+    if check:
+        _check(project, alike, out, as_json=as_json)
+        return
+    if out is None:
+        raise _mistake("where is the table to be written?", "--out", LIKE_FRACTIONS)
+    check_out(project.source, out)
+    shared = read_shared(project, alike, seed)
+    _divide(project, shared, wanted, out, folds=folds or 0, as_json=as_json)
+
+
+def _wanted(fractions: str | None, folds: int | None) -> dict[str, float]:
+    """Return what share of the items each split is to have."""
+    if folds is not None:
+        if fractions is not None:
+            raise _mistake("folds are equally large", "--fractions", LIKE_FOLDS)
+        if folds < FEWEST_FOLDS:
+            problem = f"{folds} folds: one tests, one validates and one trains at least"
+            raise _mistake(problem, "--folds", LIKE_FOLDS)
+        return {f"fold {fold}": 1 / folds for fold in range(folds)}
+    try:
+        shares = [float(word) for word in (fractions or ".8/.1/.1").split("/")]
+    except ValueError:
+        shares = []
+    if len(shares) not in NAMES or not all(0 < share < float("inf") for share in shares):
+        raise _mistake(
+            f"{fractions!r} is not two or three positive numbers with / between", "--fractions", LIKE_FRACTIONS
+        )
+    return {name: share / sum(shares) for name, share in zip(NAMES[len(shares)], shares, strict=True)}
+
+
+def _identity(by: str, min_identity: float | None) -> float:
+    if min_identity is not None and by != "identity":
+        raise _mistake(
+            f"means nothing to --by {by}",
+            "--min-identity",
+            Command.of("split --by identity --min-identity 0.3 --out FILE"),
+        )
+    if min_identity is not None and not 0 < min_identity <= 1:
+        raise _mistake(f"{min_identity:g} is no fraction: 0.3 is 30%", "--min-identity", "--min-identity 0.3")
+    return 0.3 if min_identity is None else min_identity
+
+
+def _tables(by: str, clusters: Sequence[Path] | None) -> tuple[Path, ...]:
+    if clusters and by != "clusters":
+        raise _mistake(
+            f"means nothing to --by {by}", "--clusters", Command.of("split --by clusters --clusters FILE --out FILE")
+        )
+    return tuple(clusters or ())
+
+
+def _mistake(problem: str, option: str, remedy: str | Command) -> Exception:
+    from pipeline.errors import ConfigError
+
+    return ConfigError(problem, where=option, remedy=remedy)
+
+
+def _divide(
+    project: Project, shared: SharedItems, wanted: dict[str, float], out: Path, *, folds: int, as_json: bool
+) -> None:
+    from pipeline.report import tables
+    from pipeline.runs.dataset.split_data import divide
+    from pipeline.runs.dataset.split_files import fold_files, use_of, write_splits
+
+    division = divide(shared, wanted)
+    files = fold_files(out, folds) if folds else [out]
+    write_splits(project, shared, division, files, folds)
+    use = as_typed(Command.submit("scan").with_settings(*use_of(project.source, files[0])))
+    document = {
+        **division.to_json(),
+        "rejected": shared.rejected,
+        "chains": shared.chains,
+        "without_cluster": dict(shared.unclustered),
+        "files": [str(path) for path in files],
+        "next": str(use),
+    }
+    if as_json:
+        print_json(document)
+        return
+    tables.show_parts(*_division_shown(document, division, shared))
+
+
+def _division_shown(document: dict[str, Any], division: Division, shared: SharedItems) -> Iterator[RenderableType]:
+    """Yield what was divided, into what, and what is remarkable about it."""
+    from pipeline.report import tables
+
+    rejected = f", {shared.rejected:,} rejected" if shared.rejected else ""
+    yield (
+        f"{document['items']:,} items{rejected}; {shared.chains:,} chains; "
+        f"{tables.plural(document['components'], 'component')} that share nothing"
+    )
+    yield ""
+    rows = [
+        (name, f"{split['asked']:.1%}", f"{split['share']:.1%}", f"{split['items']:,}", _size(split["median_residues"]))
+        for name, split in document["splits"].items()
+    ]
+    yield tables.text_table(
+        ("split", "asked", "got", "items", "median residues"), rows, right=("asked", "got", "items", "median residues")
+    )
+    yield ""
+    largest = ", ".join(f"{count:,}" for count in document["largest"])
+    yield f"items of the largest components: {largest} ({document['largest'][0] / document['items']:.1%} in the first)"
+    for table, chains in document["without_cluster"].items():
+        if chains:
+            yield f"{chains:,} of {shared.chains:,} chains are in no cluster of {table}: only their sequences join them"
+    if document["larger_than_a_split"]:
+        smallest = min(division.fractions)
+        yield (
+            f"note: {tables.plural(document['larger_than_a_split'], 'component')} with more items than the smallest "
+            f"split should have ({smallest:.0%}): shares may differ from what was asked by as much"
+        )
+    yield from (f"written: {path}" for path in document["files"])
+    yield f"  next: {document['next']}"
+
+
+def _size(median: float | None) -> str:
+    return "" if median is None else f"{median:,.0f}"
+
+
+def _check(project: Project, alike: Alike, out: Path | None, *, as_json: bool) -> None:
+    """Say what the splits share; exit with 3 where they share anything."""
+    from pipeline.errors import DataError
+    from pipeline.report import tables
+    from pipeline.runs.dataset.split_data import read_shared, shared_levels
+    from pipeline.runs.dataset.split_files import write_leaking
+
+    shared = read_shared(project, alike)
+    counts = {name: shared.splits.count(number) for name, number in shared.names.items()}
+    if len([name for name in counts if name and counts[name]]) < len(NAMES[2]):
+        problem = "the data set is not divided: its items are in no two splits"
+        raise DataError(problem, where=str(project.source.path), remedy=LIKE_FRACTIONS)
+    found = shared_levels(shared)
+    if out is not None:
+        write_leaking(project, shared, out)
+    if as_json:
+        levels = [each.to_json() for each in found]
+        print_json({"items": counts, "rejected": shared.rejected, "shared": levels, "leaks": bool(found)})
+    else:
+        levels_told = ["sequence", *shared.levels, *(["cluster"] if shared.whole.items else [])]
+        rows = [
+            (
+                each.level,
+                each.partners,
+                f"{each.groups:,}",
+                " and ".join(
+                    f"{items:,} of {counts[name]:,} {name}" for name, items in zip(each.splits, each.items, strict=True)
+                ),
+            )
+            for each in found
+        ]
+        if rows:
+            tables.show_parts(tables.text_table(("the same", "partners", "groups", "items"), rows, right="groups"))
+        else:
+            tables.show_parts(f"no two splits share anything: compared by {', '.join(levels_told)}")
+        if out is not None:
+            typer.echo(f"every item of a leak: {out}")
+    if found:
+        raise typer.Exit(DataError.exit_code)

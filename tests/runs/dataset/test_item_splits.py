@@ -1,0 +1,153 @@
+"""Division into splits, as properties: nothing is cut, fractions are met, the order of items does not matter."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.runs.dataset.item_splits import (
+    Links,
+    digest_of,
+    distribute,
+    find_components,
+    links_across,
+    shared_by_splits,
+    whole_numbers,
+)
+
+FRACTIONS = (0.8, 0.1, 0.1)
+# Of each item the clusters of its two chains: few clusters make large components, many make small ones.
+PAIRS = st.integers(2, 60).flatmap(lambda n: st.lists(st.tuples(st.integers(0, n), st.integers(0, n)), max_size=80))
+
+
+def links_of(pairs: list[tuple[int, int]]) -> Links:
+    links = Links()
+    for item, clusters in enumerate(pairs):
+        for partner, cluster in enumerate(clusters):
+            links.add(item, partner, digest_of(f"cluster {cluster}"))
+    return links
+
+
+def plainly(items: int, links: list[Links]) -> list[int]:
+    """Find components by a walk through the graph of items and what they have."""
+    having, of = defaultdict(set), defaultdict(set)
+    for level, each in enumerate(links):
+        for item, token in zip(each.items, each.tokens, strict=True):
+            having[level, token].add(item)
+            of[item].add((level, token))
+    lowest = [-1] * items
+    for first in range(items):
+        reached = [first] if lowest[first] < 0 else []
+        while reached:
+            item = reached.pop()
+            if lowest[item] < 0:
+                lowest[item] = first
+                reached += [other for token in of[item] for other in having[token]]
+    return lowest
+
+
+def divided(pairs: list[tuple[int, int]], sizes: list[int], fractions: tuple[float, ...], seed: int) -> list[int]:
+    """Divide items that are called by their numbers."""
+    draws = np.array([digest_of(str(item), seed) for item in range(len(pairs))], np.uint64)
+    component_N = find_components(len(pairs), [links_of(pairs)])
+    return distribute(component_N, np.array(sizes, np.int64), draws, fractions).tolist()
+
+
+@given(pairs=PAIRS, others=PAIRS)
+@settings(max_examples=150, deadline=None)
+def test_components_are_those_of_a_plain_walk(pairs: list[tuple[int, int]], others: list[tuple[int, int]]) -> None:
+    levels = [links_of(pairs), links_of(others[: len(pairs)])]
+    assert find_components(len(pairs), levels).tolist() == plainly(len(pairs), levels)
+
+
+@pytest.mark.parametrize("order", ["along", "back", "mixed"])
+def test_a_chain_of_a_thousand_items_is_one_component(order: str) -> None:
+    pairs = [(number, number + 1) for number in range(1000)]
+    rng = np.random.default_rng(1)
+    chosen = {"along": pairs, "back": pairs[::-1], "mixed": [pairs[at] for at in rng.permutation(1000)]}[order]
+    assert find_components(1000, [links_of(chosen)]).tolist() == [0] * 1000
+
+
+@given(pairs=PAIRS, seed=st.integers(0, 5), data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_no_component_is_cut_and_every_share_is_within_the_largest_of_it(
+    pairs: list[tuple[int, int]], seed: int, data: st.DataObject
+) -> None:
+    sizes = data.draw(st.lists(st.integers(1, 500), min_size=len(pairs), max_size=len(pairs)))
+    fractions = data.draw(st.sampled_from([FRACTIONS, (0.5, 0.5), (0.2,) * 5]))
+    splits = divided(pairs, sizes, fractions, seed)
+    where = defaultdict(set)
+    for clusters, split in zip(pairs, splits, strict=True):
+        for cluster in clusters:
+            where[cluster].add(split)
+    assert all(len(found) == 1 for found in where.values())
+    components = np.bincount(find_components(len(pairs), [links_of(pairs)])) if pairs else np.array([0])
+    wanted = whole_numbers(len(pairs), fractions)
+    got = np.bincount(splits, minlength=len(fractions)) if pairs else np.zeros(len(fractions))
+    assert max(got - wanted) <= max(0, components.max() - 1)
+
+
+@given(pairs=PAIRS, seed=st.integers(0, 5), data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_the_order_of_the_items_is_irrelevant(pairs: list[tuple[int, int]], seed: int, data: st.DataObject) -> None:
+    order = data.draw(st.permutations(range(len(pairs))))
+    size_N = np.array([10 + 7 * (item % 13) for item in range(len(pairs))], np.int64)
+    draw_N = np.array([digest_of(str(item), seed) for item in range(len(pairs))], np.uint64)
+    plain = distribute(find_components(len(pairs), [links_of(pairs)]), size_N, draw_N, FRACTIONS)
+    mixed = [pairs[item] for item in order]
+    at = np.array(order, np.int64)
+    other = distribute(find_components(len(pairs), [links_of(mixed)]), size_N[at], draw_N[at], FRACTIONS)
+    assert other.tolist() == plain[at].tolist()
+
+
+def test_single_items_meet_the_fractions_exactly_and_every_split_has_items_of_all_sizes() -> None:
+    pairs = [(2 * item, 2 * item + 1) for item in range(1000)]
+    sizes = [100 + item for item in range(1000)]
+    splits = np.array(divided(pairs, sizes, FRACTIONS, seed=3))
+    assert np.bincount(splits).tolist() == [800, 100, 100]
+    for split in range(3):
+        quarter = np.histogram(np.array(sizes)[splits == split], bins=4, range=(100, 1100))[0]
+        assert max(quarter) - min(quarter) <= 2
+
+
+def test_another_seed_divides_otherwise_and_the_same_one_alike() -> None:
+    pairs, sizes = [(item // 2, -1 - item) for item in range(200)], list(range(200))
+    assert divided(pairs, sizes, FRACTIONS, 1) == divided(pairs, sizes, FRACTIONS, 1)
+    assert divided(pairs, sizes, FRACTIONS, 1) != divided(pairs, sizes, FRACTIONS, 2)
+
+
+def test_a_component_larger_than_small_splits_goes_where_it_fits() -> None:
+    pairs = [(0, -1 - item) for item in range(500)] + [(1 + item, 10_000 + item) for item in range(500)]
+    splits = divided(pairs, [100] * 1000, FRACTIONS, seed=0)
+    assert set(splits[:500]) == {0}
+    assert np.bincount(splits).tolist() == [800, 100, 100]
+
+
+def test_no_split_stays_empty_where_there_are_components_enough() -> None:
+    pairs = [(item // 4, -1 - item) for item in range(24)]
+    assert sorted(np.bincount(divided(pairs, [100] * 24, FRACTIONS, seed=0), minlength=3)) == [4, 4, 16]
+
+
+def test_what_splits_share_is_counted_with_one_partner_and_with_both() -> None:
+    links = links_of([(1, 2), (2, 1), (1, 3), (4, 5), (4, 4)])
+    split_N, names = np.array([1, 2, 2, 1, 3]), ("", "train", "test", "val")
+    one = {(found.splits, found.groups, found.items) for found in shared_by_splits("x", "one", links, split_N, names)}
+    assert one == {(("train", "test"), 2, (1, 2)), (("train", "val"), 1, (1, 1))}
+    both = list(shared_by_splits("x", "both", links.of_both(), split_N, names))
+    assert [(found.splits, found.groups, found.items) for found in both] == [(("train", "test"), 1, (1, 1))]
+    assert {item for item, _ in links_across(links, split_N, names)} == {0, 1, 2, 3, 4}
+    assert {item for item, _ in links_across(links.of_both(), split_N, names)} == {0, 1}
+    unnamed = ("", "", "test", "val")  # what is in no split leaks nowhere
+    assert list(shared_by_splits("x", "one", links, split_N, unnamed)) == []
+
+
+@given(total=st.integers(0, 10_000), parts=st.lists(st.integers(1, 100), min_size=1, max_size=9))
+def test_whole_numbers_add_up(total: int, parts: list[int]) -> None:
+    fractions = [part / sum(parts) for part in parts]
+    counts = whole_numbers(total, fractions)
+    assert sum(counts) == total
+    assert all(abs(count - total * fraction) < 1 + 1e-6 for count, fraction in zip(counts, fractions, strict=True))
