@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -75,7 +74,7 @@ def export_embeddings_command(
     exported = export_embeddings(project, out, wanted)
     size = out.stat().st_size
     if as_json:
-        print_json({"file": out, "format": wanted.format, "pool": pool, "bytes": size, **asdict(exported)})
+        print_json({"file": out, "format": wanted.format, "pool": pool, "bytes": size, **exported.to_json()})
         return
     from pipeline.units import format_bytes
 

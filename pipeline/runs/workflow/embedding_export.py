@@ -78,6 +78,11 @@ class Exported:
     lacking: list[str] = field(default_factory=list)  # the first of them
     splits: Counter[str] = field(default_factory=Counter)
 
+    def to_json(self) -> dict[str, int]:
+        """Return the counts as JSON data."""
+        names = ("ids", "items", "residues", "rejected", "unscanned", "missing")
+        return {name: getattr(self, name) for name in names}
+
     def lack(self, name: str) -> None:
         """Remember a few of those that are missing."""
         if len(self.lacking) < NAMED:
@@ -105,9 +110,8 @@ def export_embeddings(project: Project, out: Path, wanted: WantedExport) -> Expo
             _write(project, wanted, form, exported, add)
             _refuse_incomplete(exported, out, wanted)
     except OSError as error:
-        raise ConfigError(
-            f"cannot write: {error.strerror or error}", where=str(out), remedy=f"df -h {out.parent}"
-        ) from error
+        what, room = f"cannot write: {error.strerror or error}", f"df -h {out.parent}"
+        raise ConfigError(what, where=str(out), remedy=room) from error
     return exported
 
 
@@ -236,9 +240,8 @@ def _refuse_incomplete(exported: Exported, out: Path, wanted: WantedExport) -> N
     """Raise where something is missing, so that no file is published; and where there is nothing at all."""
     if wanted.split is not None and wanted.split not in exported.splits and len(exported.splits) < SPLITS_SAID:
         there = ", ".join(sorted(filter(None, exported.splits))) or "none: the table has no column split"
-        raise ConfigError(
-            f"no item is in this split; there are: {there}", where=f"--split {wanted.split}", remedy="name one"
-        )
+        what, where = f"no item is in this split; there are: {there}", f"--split {wanted.split}"
+        raise ConfigError(what, where=where, remedy="name one of them, or leave out --split")
     if exported.unscanned + exported.missing and not wanted.partial:
         counted = [f"{exported.missing:,} chains have no embedding"] if exported.missing else []
         counted += [f"{exported.unscanned:,} items are not scanned"] if exported.unscanned else []

@@ -106,7 +106,7 @@ def _hdf5(aside: Path, out: Path, form: EmbeddingForm) -> Iterator[Add]:
 
 @contextmanager
 def _safetensors(aside: Path, out: Path, form: EmbeddingForm) -> Iterator[Add]:
-    """The header comes first and is known last: both are collected in files without a name."""
+    """Collect header and numbers in files without a name: the header comes first, and is known last."""
     with TemporaryFile(dir=out.parent) as header, TemporaryFile(dir=out.parent) as numbers:
         header.write(f'{{"__metadata__":{json.dumps(dict(form.facts))}'.encode())
 
@@ -170,7 +170,7 @@ def _parquet(aside: Path, out: Path, form: EmbeddingForm) -> Iterator[Add]:
 
 @contextmanager
 def _npy(aside: Path, _out: Path, form: EmbeddingForm) -> Iterator[Add]:
-    """An array whose length is known last: numpy leaves room for it in the header."""
+    """Write the array's length last: numpy leaves room for it in the header."""
     columns = [*EmbeddedId._fields, *([ROWS] if form.by_residue else [])]
     beside = _table_aside(aside)
     try:
