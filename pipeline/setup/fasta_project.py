@@ -25,7 +25,12 @@ def write_fasta_project(folder: Path, fasta: Path, weights: Path | None, project
     here = project.config
     embed = here.embed.model_dump(mode="json", exclude_unset=True)
     settings: dict[str, dict[str, Any]] = {
-        "data": {"source": "fasta", "path": str(fasta.absolute())},
+        "data": {
+            "source": "fasta",
+            "path": str(fasta.absolute()),
+            "max_rejected_fraction": here.data.max_rejected_fraction,
+        },
+        "structures": here.structures.model_dump(mode="json", exclude_unset=True),
         "embed": embed | {"weights": str((weights or here.embed.weights).absolute())},
         "cache": here.cache.model_dump(mode="json", exclude_unset=True) | {"root": str(here.cache.root.absolute())},
         "cluster": here.cluster.model_dump(mode="json", exclude_unset=True) | {"runs": "runs"},

@@ -135,5 +135,5 @@ def turned(x_BHLC: Tensor, turn_2LC: Tensor) -> Tensor:
     """Return queries or keys rotated by their positions, in single precision where the rest is in half."""
     left, right = at_least_single(x_BHLC).chunk(2, -1)
     cosine_LC, sine_LC = turn_2LC
-    turned_BHLC = torch.cat([left, right], -1) * cosine_LC + torch.cat([-right, left], -1) * sine_LC
+    turned_BHLC: Tensor = torch.cat([left, right], -1) * cosine_LC + torch.cat([-right, left], -1) * sine_LC
     return turned_BHLC.to(x_BHLC.dtype)
