@@ -27,7 +27,7 @@ from pipeline.stages.embed import EmbeddingVerifier
 from pipeline.store.cache_folder import ELSEWHERE
 from pipeline.store.store import ANEW, WholeRecords
 from pipeline.structures.sources.item_ids import SeenIds
-from pipeline.training.evaluating.embedding_files import EmbeddedId, EmbeddingForm, table_of, writing_embeddings
+from pipeline.training.evaluating.embedding_files import EmbeddedId, ExportForm, table_beside, writing_embeddings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -102,7 +102,7 @@ def export_embeddings(project: Project, out: Path, wanted: WantedExport) -> Expo
     _refuse(project, out, wanted)
     recipe, width = project.encoding.recipe, project.encoding.weights.dim
     is_half = wanted.pool == NONE and recipe.storage == "fp16"
-    form = EmbeddingForm(width, np.dtype("<f2" if is_half else "<f4"), wanted.pool == NONE, _facts(project, wanted))
+    form = ExportForm(width, np.dtype("<f2" if is_half else "<f4"), wanted.pool == NONE, _facts(project, wanted))
     exported = Exported()
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -123,13 +123,13 @@ def _refuse(project: Project, out: Path, wanted: WantedExport) -> None:
     if wanted.pool == CLS:
         problem = "the cache holds the rows of residues, and none of the mark before them, which `cls` would be"
         raise ConfigError(problem, where="--pool", remedy="--pool mean   (or max)")
-    places = (out, table_of(out)) if wanted.format == "npy" else (out,)
+    places = (out, table_beside(out)) if wanted.format == "npy" else (out,)
     for place in places:
         if os.path.lexists(place) and not wanted.replace:
             raise ConfigError("is there already", where=str(place), remedy="another --out, or replace it with --force")
 
 
-def _write(project: Project, wanted: WantedExport, form: EmbeddingForm, exported: Exported, add: Add) -> None:
+def _write(project: Project, wanted: WantedExport, form: ExportForm, exported: Exported, add: Add) -> None:
     """Add every chain of the data set; once something is missing, only count."""
     encoding, seen = project.encoding, SeenIds()
     recipe, store = encoding.recipe, encoding.shelves.embeddings
@@ -226,7 +226,7 @@ def _as_numbers(record: Record) -> NDArray[Any]:
     return rows_TD
 
 
-def _pooled(rows_LD: NDArray[Any], chain: _Chain, wanted: WantedExport, form: EmbeddingForm) -> NDArray[Any]:
+def _pooled(rows_LD: NDArray[Any], chain: _Chain, wanted: WantedExport, form: ExportForm) -> NDArray[Any]:
     if not len(rows_LD):
         problem = f"{chain.whose.id} has no rows: the text of its partner was truncated before it"
         remedy = Command.submit("embed").with_settings(("embed.long.policy", "windows"))

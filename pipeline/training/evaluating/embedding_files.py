@@ -57,7 +57,7 @@ class EmbeddedId(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class EmbeddingForm:
+class ExportForm:
     """What is the same of all embeddings of a file."""
 
     width: int
@@ -67,7 +67,7 @@ class EmbeddingForm:
 
 
 @contextmanager
-def writing_embeddings(format_: str, out: Path, form: EmbeddingForm) -> Iterator[Add]:
+def writing_embeddings(format_: str, out: Path, form: ExportForm) -> Iterator[Add]:
     """Yield a function that adds an embedding; the file appears when all are in it, or not at all."""
     with replacing(out) as aside:
         with _WRITERS[format_](aside, out, form) as add:
@@ -76,10 +76,10 @@ def writing_embeddings(format_: str, out: Path, form: EmbeddingForm) -> Iterator
             os.fsync(file.fileno())
         if format_ == "npy":
             out.unlink(missing_ok=True)  # else old rows would stand beside the new table for a moment
-            _table_aside(aside).replace(table_of(out))
+            _table_aside(aside).replace(table_beside(out))
 
 
-def table_of(path: Path) -> Path:
+def table_beside(path: Path) -> Path:
     """Return the table that stands beside an array."""
     return path.with_suffix(".csv")
 
@@ -90,7 +90,7 @@ def hdf5_name(id_: str) -> str:
 
 
 @contextmanager
-def _hdf5(aside: Path, out: Path, form: EmbeddingForm) -> Iterator[Add]:
+def _hdf5(aside: Path, out: Path, form: ExportForm) -> Iterator[Add]:
     h5py = library(out)
     try:
         with h5py.File(aside, "x", locking=False) as file:
@@ -105,7 +105,7 @@ def _hdf5(aside: Path, out: Path, form: EmbeddingForm) -> Iterator[Add]:
 
 
 @contextmanager
-def _safetensors(aside: Path, out: Path, form: EmbeddingForm) -> Iterator[Add]:
+def _safetensors(aside: Path, out: Path, form: ExportForm) -> Iterator[Add]:
     """Collect header and numbers in files without a name: the header comes first, and is known last."""
     with TemporaryFile(dir=out.parent) as header, TemporaryFile(dir=out.parent) as numbers:
         header.write(f'{{"__metadata__":{json.dumps(dict(form.facts))}'.encode())
@@ -136,7 +136,7 @@ def _safetensors(aside: Path, out: Path, form: EmbeddingForm) -> Iterator[Add]:
 
 
 @contextmanager
-def _parquet(aside: Path, out: Path, form: EmbeddingForm) -> Iterator[Add]:
+def _parquet(aside: Path, out: Path, form: ExportForm) -> Iterator[Add]:
     arrow = import_arrow(str(out), "--format h5")
     from pyarrow.parquet import ParquetWriter
 
@@ -169,7 +169,7 @@ def _parquet(aside: Path, out: Path, form: EmbeddingForm) -> Iterator[Add]:
 
 
 @contextmanager
-def _npy(aside: Path, _out: Path, form: EmbeddingForm) -> Iterator[Add]:
+def _npy(aside: Path, _out: Path, form: ExportForm) -> Iterator[Add]:
     """Write the array's length last: numpy leaves room for it in the header."""
     columns = [*EmbeddedId._fields, *([ROWS] if form.by_residue else [])]
     beside = _table_aside(aside)
@@ -195,7 +195,7 @@ def _npy(aside: Path, _out: Path, form: EmbeddingForm) -> Iterator[Add]:
         raise
 
 
-def _write_header(file: Any, rows: int, form: EmbeddingForm) -> int:
+def _write_header(file: Any, rows: int, form: ExportForm) -> int:
     told = {"descr": form.dtype.str, "fortran_order": False, "shape": (rows, form.width)}
     np.lib.format.write_array_header_1_0(file, told)
     return int(file.tell())
@@ -205,7 +205,7 @@ def _table_aside(aside: Path) -> Path:
     return aside.with_name(f"{aside.name}.csv")
 
 
-_WRITERS: dict[str, Callable[[Path, Path, EmbeddingForm], AbstractContextManager[Add]]] = {
+_WRITERS: dict[str, Callable[[Path, Path, ExportForm], AbstractContextManager[Add]]] = {
     "h5": _hdf5,
     "safetensors": _safetensors,
     "parquet": _parquet,
