@@ -128,6 +128,12 @@ def test_chains_of_partners_are_told_apart_and_of_one_split(complexes: Path, for
     assert all(np.array_equal(part[name], whole[name]) for name in part)
 
 
+def test_a_project_that_was_moved_is_exported_by_the_content_of_its_files(tmp_path: Path, complexes: Path) -> None:
+    shutil.copytree(complexes, tmp_path / "moved")
+    found = read(export(tmp_path / "moved", "x.h5", WantedExport("h5")))
+    assert len(found) == 8
+
+
 @pytest.mark.slow
 def test_a_partner_that_was_embedded_as_one_text_is_cut_into_its_chains(tmp_path: Path, complexes: Path) -> None:
     shutil.copytree(complexes, tmp_path / "joined")
@@ -244,6 +250,17 @@ def test_wrong_words_are_refused_with_what_to_type(
     )
     assert split.code == 2
     assert "there are: test, train, val" in split.err
+
+
+def test_an_export_never_waits_for_torch(sequences: Path, tmp_path: Path) -> None:
+    program = (
+        "import sys; from pipeline.cli.main import main; sys.argv = ['pipeline', *sys.argv[1:]]\n"
+        "try: main()\n"
+        "finally: print('torch' in sys.modules)"
+    )
+    words = ["export", "embeddings", "--out", str(tmp_path / "x.h5"), "--config", str(sequences / "pipeline.yaml")]
+    done = subprocess.run([sys.executable, "-c", program, *words], check=True, capture_output=True, timeout=120)
+    assert done.stdout.decode().splitlines()[-1] == "False"
 
 
 @pytest.mark.parametrize(("module", "format_", "extra"), [("h5py", "h5", "hdf5"), ("pyarrow", "parquet", "parquet")])

@@ -24,6 +24,7 @@ from pipeline.runs.dataset.reader_items import is_reader
 from pipeline.runs.dataset.worklist import KnownItem
 from pipeline.runs.workflow.embed_stage import refusal
 from pipeline.stages.embed import EmbeddingVerifier
+from pipeline.stages.scan import look_again
 from pipeline.store.cache_folder import ELSEWHERE
 from pipeline.store.store import ANEW, WholeRecords
 from pipeline.structures.sources.item_ids import SeenIds
@@ -135,7 +136,7 @@ def _write(project: Project, wanted: WantedExport, form: ExportForm, exported: E
     recipe, store = encoding.recipe, encoding.shelves.embeddings
     verifier = EmbeddingVerifier(recipe, WholeRecords(store, 0, encoding.named))  # read once, where it is exported
     for entries in worklist.known_items(project, None, worklist.list_items(project)):
-        chains = list(_chains(entries, recipe, wanted, exported))
+        chains = list(_chains(project, entries, wanted, exported))
         texts = list(dict.fromkeys(chain.text for chain in chains))
         variants = dict(zip(texts, verifier.look_up(texts), strict=True))
         there, keys = list[_Chain](), list[bytes]()
@@ -159,26 +160,35 @@ def _write(project: Project, wanted: WantedExport, form: ExportForm, exported: E
 
 
 def _chains(
-    entries: Iterable[KnownItem | Rejection], recipe: EmbeddingRecipe, wanted: WantedExport, exported: Exported
+    project: Project, entries: Iterable[KnownItem | Rejection], wanted: WantedExport, exported: Exported
 ) -> Iterator[_Chain]:
     """Yield the protein chains of some items, in their order; count the items."""
+    recipe = project.encoding.recipe
     for entry in entries:
         split = entry.split if isinstance(entry, Rejection) else entry.item.split
         if split in exported.splits or len(exported.splits) < SPLITS_SAID:
             exported.splits[split] += 1
         if wanted.split is not None and split != wanted.split:
             continue
-        if isinstance(entry, Rejection):
+        inventory = None if isinstance(entry, Rejection) else _inventory(project, entry)
+        if isinstance(entry, Rejection) or (inventory is not None and inventory.reason is not None):
             exported.rejected += 1
-        elif entry.inventory is None:
+        elif inventory is None:
             exported.unscanned += 1
             exported.lack(entry.item.id)
         else:
-            chains = list(_chains_of(entry.item, entry.inventory, recipe))
+            chains = list(_chains_of(entry.item, inventory, recipe))
             refused = any(refusal(text, recipe) for text in {chain.text for chain in chains})
             exported.rejected += refused
             exported.items += not refused
             yield from () if refused else chains
+
+
+def _inventory(project: Project, known: KnownItem) -> Inventory | None:
+    """Return the inventory of an item; files that were moved or touched since the scan are told by their content."""
+    if known.inventory is not None:
+        return known.inventory
+    return look_again(known.item, project.recipe, project.shelves, 0).inventory
 
 
 def _chains_of(item: Item, inventory: Inventory, recipe: EmbeddingRecipe) -> Iterator[_Chain]:
