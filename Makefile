@@ -44,6 +44,7 @@ prove: .venv/tools slurm-packages  ## the long proofs: kills, faults, scale; res
 	python benchmarks/structures/scan_memory.py --stage graph --out benchmarks/results/graph_memory.json
 	python benchmarks/encoder/prove_embed.py --out benchmarks/results/prove_embed.json
 	python benchmarks/encoder/embed_growth.py --out benchmarks/results/embed_growth.json
+	python benchmarks/encoder/export_growth.py --out benchmarks/results/export_growth.json
 	for shape in 150M 650M; do \
 	  python benchmarks/encoder/embed.py --shape $$shape --out benchmarks/results/embed_$$shape.json || exit 1; done
 	python benchmarks/runs/slurm.py --out benchmarks/results/slurm.json

@@ -153,6 +153,14 @@ class PublishedForm(Protocol):
 
 
 @runtime_checkable
+class HasFilesBeside(Protocol):
+    """A published form that is a folder: beside its weights there are files that say what they are."""
+
+    def beside(self) -> Mapping[str, str]:
+        """Return their texts by name; the weights are `model.safetensors`."""
+
+
+@runtime_checkable
 class HasPublishedForms(Protocol):
     """A model of a system whose weights are published: they come in, and go out, under its names."""
 

@@ -20,6 +20,7 @@ from pipeline.cli import (
     completion,
     control_verbs,
     dock_verb,
+    embedding_verbs,
     log_verbs,
     model_verbs,
     plan_verbs,
@@ -59,6 +60,7 @@ app.command("submit")(run_verbs.submit_command)
 app.command("tune")(tune_verb.tune_command)
 app.command("split")(split_verb.split_command)
 app.command("dock")(dock_verb.dock_command)
+app.command("embed")(embedding_verbs.embed_command)
 app.command("status")(control_verbs.status_command)
 app.command("logs")(log_verbs.logs_command)
 app.command("items")(report_verbs.items_command)
@@ -68,6 +70,7 @@ app.command("resume")(control_verbs.resume_command)
 app.command("cancel")(control_verbs.cancel_command)
 app.command("completion")(setup_verbs.completion_command)
 app.add_typer(control_verbs.runs_app, name="runs")
+app.add_typer(embedding_verbs.app, name="export")
 app.add_typer(cache_verbs.app, name="cache")
 app.add_typer(weights_verbs.app, name="weights")
 app.add_typer(model_verbs.app, name="model")

@@ -65,7 +65,8 @@ def export_model_command(
     if card["code_changed"]:
         typer.echo("note: the task's code has changed since this model was trained", err=True)
     if form is not None:
-        typer.echo(f"the same weights as {form} names them: {folder / form}.safetensors")
+        place = folder / form
+        typer.echo(f"the same weights as {form} names them: {place if place.is_dir() else f'{place}.safetensors'}")
     typer.echo(f"its README.md says how to use it: pipeline submit --stage predict --model {folder} …")
 
 

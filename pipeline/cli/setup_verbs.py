@@ -40,7 +40,8 @@ def init_command(
         typer.Option(
             "--recipe",
             autocompletion=completing(recipes),
-            help="Start from complex_docking, rna_ligand, spectra_finetune, denovo_recursive or contrastive_pair.",
+            help="Start from complex_docking, rna_ligand, spectra_finetune, denovo_recursive, contrastive_pair or"
+            " encoder_finetune.",
         ),
     ] = None,
 ) -> None:

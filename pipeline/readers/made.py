@@ -3,6 +3,7 @@
     python -m pipeline.readers.made spectra FILE.mgf --count 100000 --seed 0      or FILE.h5
     python -m pipeline.readers.made molecules FILE.mgf --count 3000 --seed 0      three spectra of each
     python -m pipeline.readers.made pairs FILE.tsv --count 100000 --seed 0        or FILE.csv, FILE.h5
+    python -m pipeline.readers.made sequences FILE.csv --count 1000 --seed 0      or FILE.tsv
     python -m pipeline.readers.made captions FILE.csv --count 1000 --seed 0       or FILE.tsv, with images beside it
 
 An item depends only on the seed and its number: larger files begin with the items of smaller ones, and all formats have
@@ -78,6 +79,16 @@ class MadePair(NamedTuple):
     right: str
 
 
+class MadeSequence(NamedTuple):
+    """A protein-like sequence; its mean hydropathy, and which residues are aromatic."""
+
+    id: str
+    split: str
+    sequence: str
+    target: float
+    sites: str
+
+
 def spectra(path: Path, count: int, seed: int = 0, peptide_length: tuple[int, int] = (7, 30), peaks: int = 150) -> None:
     """Write spectra of random peptides, each with at most so many peaks of fragments and noise."""
     fragments = 4 * (peptide_length[1] - 1)
@@ -101,6 +112,12 @@ def pairs(path: Path, count: int, seed: int = 0) -> None:
     """Write protein-like sequences, each with a sentence about its composition."""
     items = (pair(seed, number) for number in range(count))
     _write(path, items, {".tsv": _table, ".csv": _table, **dict.fromkeys(hdf5.SUFFIXES, _hdf5_pairs)})
+
+
+def sequences(path: Path, count: int, seed: int = 0, longest: int = 60) -> None:
+    """Write sequences with a number of each and a label of each residue."""
+    items = (sequence(seed, number, longest) for number in range(count))
+    _write(path, items, {".csv": partial(_table, kind=MadeSequence), ".tsv": partial(_table, kind=MadeSequence)})
 
 
 def captions(path: Path, count: int, seed: int = 0) -> None:
@@ -172,6 +189,16 @@ def pair(seed: int, number: int) -> MadePair:
     return MadePair(f"made-{number:07d}", SPLITS[number % len(SPLITS)], peptides.peptide_text(residue_L), sentence)
 
 
+def sequence(seed: int, number: int, longest: int = 60) -> MadeSequence:
+    """Return one sequence, whose composition is its own."""
+    rng = np.random.default_rng((seed, number, 3))
+    residue_L = rng.choice(20, rng.integers(longest // 2, longest + 1), p=rng.dirichlet(np.full(20, 0.7)))
+    text = peptides.peptide_text(residue_L)
+    sites = "".join("1" if letter in "FHWY" else "0" for letter in text)
+    target = round(float(HYDROPATHY[residue_L].mean()), 4)
+    return MadeSequence(f"made-{number:07d}", SPLITS[number % len(SPLITS)], text, target, sites)
+
+
 def _peaks(
     rng: np.random.Generator, residue_L: NDArray[np.int64], charge: int, mass: float, most: int
 ) -> NDArray[np.float64]:
@@ -240,10 +267,10 @@ def _hdf5_spectra(path: Path, made: Iterator[MadeSpectrum], count: int, longest:
                 file[name][start : start + len(piece)] = np.array([value_of(spectrum) for spectrum in piece])
 
 
-def _table(path: Path, made: Iterable[MadePair]) -> None:
+def _table(path: Path, made: Iterable[Any], kind: Any = MadePair) -> None:
     with path.open("w", encoding="ascii", newline="") as file:
         writer = csv.writer(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", lineterminator="\n")
-        writer.writerow(MadePair._fields)
+        writer.writerow(kind._fields)
         writer.writerows(made)
 
 
@@ -263,6 +290,7 @@ WRITERS: dict[str, Callable[[Path, int, int], None]] = {
     "spectra": spectra,
     "molecules": molecules,
     "pairs": pairs,
+    "sequences": sequences,
     "captions": captions,
 }
 

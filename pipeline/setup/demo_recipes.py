@@ -93,6 +93,15 @@ def _captions(folder: Path, items: int) -> None:
     made.captions(folder / "data" / "captions.csv", items)
 
 
+def _sequences(folder: Path, items: int) -> None:
+    from pipeline.encoder.checkpoints.synth import write_random_checkpoint  # it imports torch
+    from pipeline.readers import made
+
+    (folder / "data").mkdir()
+    made.sequences(folder / "data" / "sequences.csv", items)
+    write_random_checkpoint(folder / "weights" / "esm2_tiny.pt", layers=2, dim=WIDTH, heads=2)
+
+
 DEMOS = {
     "complex_docking": RecipeDemo(
         _complexes,
@@ -116,6 +125,11 @@ DEMOS = {
             "layers": 2, "heads": 2, "d_fourier": 12, "d_peak": 4, "fourier_width": 8, "finest": 0.1, "max_peaks": 20,
         },
         ("train.frozen=[embed., layers.0.]",),
+    ),
+    "encoder_finetune": RecipeDemo(
+        _sequences,
+        {"layers": 2, "width": WIDTH, "heads": 2, "rank": 2, "alpha": 4.0},
+        ("train.pretrained=FOLDER/weights/esm2_tiny.pt", "train.effective_batch=4"),
     ),
     "denovo_recursive": RecipeDemo(
         _peptides,

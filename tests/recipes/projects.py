@@ -63,8 +63,16 @@ RNA = recipe_of("rna_ligand", "rtx4090")
 SPECTRA = recipe_of("spectra_finetune", "2xrtx4090")
 DENOVO = recipe_of("denovo_recursive", "rtx4090")
 PAIR = recipe_of("contrastive_pair", "16GiB")
-TIMES = {"complex_docking": 1, "rna_ligand": 2, "spectra_finetune": 2, "denovo_recursive": 4, "contrastive_pair": 4}
-ALL = {recipe.name: recipe for recipe in (COMPLEX, RNA, SPECTRA, DENOVO, PAIR)}
+ENCODER = recipe_of("encoder_finetune", "rtx4090")
+TIMES = {
+    "encoder_finetune": 4,
+    "complex_docking": 1,
+    "rna_ligand": 2,
+    "spectra_finetune": 2,
+    "denovo_recursive": 4,
+    "contrastive_pair": 4,
+}
+ALL = {recipe.name: recipe for recipe in (COMPLEX, RNA, SPECTRA, DENOVO, PAIR, ENCODER)}
 
 
 def write(recipe: Recipe, folder: Path, items: int = 6) -> Path:

@@ -37,7 +37,7 @@ from pipeline.encoder.checkpoints.weight_containers import (
     read_safetensors,
     refuse_names,
 )
-from pipeline.encoder.embedding_recipe import ENDS, PAD, VOCABULARY
+from pipeline.encoder.embedding_recipe import ENDS, MASK, PAD, VOCABULARY
 from pipeline.errors import WeightsUnusable
 
 if TYPE_CHECKING:
@@ -304,6 +304,47 @@ def _face_name(name: str, others: Mapping[str, str]) -> str:
     if match and match[2] in _FACE_PARTS:
         return f"layers.{match[1]}.{_FACE_PARTS[match[2]]}.{match[3]}"
     return others.get(name, name)
+
+
+def esm_name(name: str) -> str:
+    """Return fair-esm's bare name of a tensor that fair-esm or Hugging Face published; others stay as they are."""
+    bare = _FAIR_PREFIX.sub("", name)
+    return bare if bare.startswith(("layers.", "embed_tokens.", "emb_layer_norm_after.")) else _face_name(name, _FACE_OTHERS)
+
+
+def face_name(name: str) -> str:
+    """Return Hugging Face's name of a tensor."""
+    for face, ours in _FACE_OTHERS.items():
+        if ours == name:
+            return face
+    _, layer, part, kind = name.split(".", 2)[:2] + name.split(".", 2)[2].rsplit(".", 1)
+    face = next(face for face, ours in _FACE_PARTS.items() if ours == part)
+    return f"encoder.layer.{layer}.{face}.{kind}"
+
+
+def face_config(architecture: Architecture) -> dict[str, Any]:
+    """Return the config.json with which Hugging Face's EsmModel is ESM-2 of this architecture."""
+    return {
+        "architectures": ["EsmModel"],
+        "model_type": "esm",
+        "num_hidden_layers": architecture.layers,
+        "hidden_size": architecture.dim,
+        "intermediate_size": 4 * architecture.dim,
+        "num_attention_heads": architecture.heads,
+        "token_dropout": architecture.token_dropout,
+        "position_embedding_type": "rotary",
+        "emb_layer_norm_before": False,
+        "is_folding_model": False,
+        "hidden_act": "gelu",
+        "layer_norm_eps": 1e-5,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+        "max_position_embeddings": 1026,
+        "vocab_size": len(VOCABULARY),
+        "pad_token_id": PAD,
+        "mask_token_id": MASK,
+        "vocab_list": list(VOCABULARY),
+    }
 
 
 def _architecture(values: list[Any], names: tuple[str, ...], path: Path) -> Architecture:

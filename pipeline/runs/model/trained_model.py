@@ -248,7 +248,7 @@ def export_model(model: TrainedModel, folder: Path, beside: Path | None, form: s
     `form` also writes the weights as some published system names them.
     """
     from pipeline.training.checkpoints.exported_model import checkpoint_weights, write_export, write_published
-    from pipeline.training.checkpoints.published_names import in_form
+    from pipeline.training.checkpoints.published_names import files_beside, in_form
 
     config = _exportable(model)
     chosen, card, settings = chosen_of(model), model_card(model), portable_settings(config)
@@ -259,10 +259,13 @@ def export_model(model: TrainedModel, folder: Path, beside: Path | None, form: s
     is_changed = source_digest(task) != card["code"]
     whole = card | {"code_changed": is_changed, "settings": json.loads(model.folder.settings.read_text())}
     weights = checkpoint_weights(chosen.path)
-    published = {} if form is None else in_form(task.model(), weights, form)
+    published, texts = dict[str, Any](), dict[str, str]()
+    if form is not None:
+        network = task.model()
+        published, texts = dict(in_form(network, weights, form)), dict(files_beside(network, form))
     with _writing_into(folder):
         if form is not None:
-            write_published(folder / f"{form}.safetensors", published)
+            write_published(folder, form, published, texts)
         for name, path in sorted(code.items()):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, folder / name)

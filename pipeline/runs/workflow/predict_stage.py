@@ -59,7 +59,7 @@ class PredictStage(ApplyStage):
             remedy = "give it outputs(self, model, batch) -> {name: an entry for each item}   (pipeline/protocol.py)"
             raise ConfigError(what, where="train.task", remedy=remedy)
         if project.config.train.predict.parquet:
-            from pipeline.training.evaluating.prediction_tables import import_arrow
+            from pipeline.training.evaluating.embedding_files import import_arrow
 
             import_arrow()
 

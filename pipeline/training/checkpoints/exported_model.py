@@ -41,11 +41,21 @@ def write_export(folder: Path, tensors: Mapping[str, Tensor], card: Mapping[str,
     return whole
 
 
-def write_published(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors under another program's names: whole ones, a tied one as often as it has names."""
+def write_published(folder: Path, form: str, tensors: Mapping[str, Tensor], beside: Mapping[str, str]) -> Path:
+    """Write tensors under another program's names: whole ones, a tied one as often as it has names.
+
+    They are `FORM.safetensors`, or, where files belong `beside` them, a folder of this form. Return its path.
+    """
     from safetensors.torch import save_file
 
-    save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, path)
+    place = folder / form if beside else folder / f"{form}.safetensors"
+    if beside:
+        place.mkdir()
+        for name, text in beside.items():
+            (place / name).write_text(text, encoding="utf-8")
+    whole = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
+    save_file(whole, place / WEIGHTS if beside else place, metadata={"format": "pt"})
+    return place
 
 
 def checkpoint_weights(checkpoint: Path) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ from itertools import combinations
 from typing import TYPE_CHECKING
 
 from pipeline.errors import ConfigError
-from pipeline.protocol import HasPublishedForms
+from pipeline.protocol import HasFilesBeside, HasPublishedForms
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
@@ -120,6 +120,12 @@ def in_own_names(model: nn.Module, tensors: Mapping[str, Tensor], reading: Weigh
         problem = f"these are no weights of {reading.form}: their names begin with {first}"
         raise ConfigError(problem, where=f"{AS}: {place}", remedy=f"leave out {AS}, or name the file of {reading.form}")
     return NamedWeights(tensors)
+
+
+def files_beside(network: nn.Module, form: str) -> Mapping[str, str]:
+    """Return the text files that belong to weights in a published form, where it has any."""
+    known = published_forms(network).get(form)
+    return known.beside() if isinstance(known, HasFilesBeside) else {}
 
 
 def in_form(network: nn.Module, weights: Mapping[str, Tensor], form: str) -> Mapping[str, Tensor]:

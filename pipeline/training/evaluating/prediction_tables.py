@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pipeline.errors import ConfigError
 from pipeline.store.format.disk import Disk
+from pipeline.training.evaluating.embedding_files import import_arrow
 from pipeline.training.evaluating.output_parts import publish_tensors, publishing
 from pipeline.training.evaluating.outputs import INDEX_BYTES, PART_BYTES
 
@@ -192,15 +192,3 @@ class _ParquetRows:
         if self._rows:
             self._flush()
         self._writer.close()
-
-
-def import_arrow() -> Any:
-    """Return the module that writes Parquet; raise ConfigError where it is not installed."""
-    try:
-        import pyarrow
-    except ImportError as error:
-        remedy = "pip install 'pipeline[parquet]'   (or --set train.predict.parquet=false)"
-        raise ConfigError(
-            "Parquet needs pyarrow, which is not installed", where="train.predict.parquet", remedy=remedy
-        ) from error
-    return pyarrow

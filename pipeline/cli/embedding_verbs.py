@@ -1,0 +1,101 @@
+"""The verbs `embed`, a FASTA file in, and `export embeddings`, one file out."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pipeline.cli.options import ConfigFile, Json, Sets, Where, load_config, one_of, print_json
+from pipeline.command_line import Command
+
+FORMATS = ("h5", "safetensors", "parquet", "npy")
+POOLINGS = ("none", "mean", "cls", "max")
+
+app = typer.Typer(help="Write what the cache holds as files for other programs.", no_args_is_help=True)
+
+
+def embed_command(
+    fasta: Annotated[Path, typer.Argument(metavar="FASTA", help="Sequences; an id is the first word of a header.")],
+    weights: Annotated[
+        Path | None, typer.Option("--weights", metavar="PATH", help="The checkpoint; default: as embed.weights says.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Where to; default: embedded/FASTA.")] = None,
+    executor: Where = None,
+    config: ConfigFile = None,
+    sets: Sets = None,
+) -> None:
+    """Embed the sequences of a FASTA file; what is embedded already is not done again."""
+    from pipeline.cli.run_verbs import submit_command
+    from pipeline.config.load import find_config, read_config
+    from pipeline.errors import ConfigError
+    from pipeline.setup.fasta_project import write_fasta_project
+
+    try:
+        file = find_config(config)
+    except ConfigError:
+        if config is not None or "PIPELINE_CONFIG" in os.environ:
+            raise
+        file = None  # a file of sequences needs no project
+    without_project = [] if file else ["data.path=."]  # which it must have, and is another's here
+    folder = out or Path("embedded") / fasta.stem
+    written = write_fasta_project(folder, fasta, weights, read_config(file, [*(sets or ()), *without_project]))
+    submit_command("embed", executor, follow=True, config=written)
+    export = Command.of("export embeddings --out", f"{fasta.stem}.h5", "--config", written)
+    typer.echo(f"next: {export}")
+
+
+@app.command("embeddings")
+def export_embeddings_command(
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The file to write.")],
+    format_: Annotated[
+        str | None, one_of(FORMATS, "--format", "What to write; by default as the name of the file ends.")
+    ] = None,
+    pool: Annotated[str, one_of(POOLINGS, "--pool", "A row for each residue (none), or one for each chain.")] = "none",
+    split: Annotated[str | None, typer.Option("--split", metavar="NAME", help="Only the items of this split.")] = None,
+    partial: Annotated[bool, typer.Option("--partial", help="Leave out, and count, what has no embedding.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace what is there.")] = False,
+    as_json: Json = False,
+    config: ConfigFile = None,
+    sets: Sets = None,
+) -> None:
+    """Write the embeddings of a data set's proteins into one file, each under its own id.
+
+    A sequence has the id of its item, a chain of a structure is ITEM:CHAIN. The file appears whole or not at all.
+    """
+    from pipeline.project.project import Project
+    from pipeline.runs.workflow.embedding_export import WantedExport, export_embeddings
+
+    wanted = WantedExport(format_ or _told_by(out), pool, split, replace=force, partial=partial)
+    loaded = load_config(config, sets)
+    project = Project.open(loaded.config, beside=loaded.base_dir.absolute(), strict=True)
+    exported = export_embeddings(project, out, wanted)
+    size = out.stat().st_size
+    if as_json:
+        print_json({"file": out, "format": wanted.format, "pool": pool, "bytes": size, **exported.to_json()})
+        return
+    from pipeline.units import format_bytes
+
+    of = f"{exported.residues:,} residues" if pool == "none" else f"one row each ({pool})"
+    typer.echo(f"{out}: {exported.ids:,} embeddings of {exported.items:,} items, {of}, {format_bytes(size)}")
+    left_out = {
+        "rejected": exported.rejected,
+        "not scanned": exported.unscanned,
+        "without an embedding": exported.missing,
+    }
+    told = [f"{count:,} {what}" for what, count in left_out.items() if count]
+    if told:
+        typer.echo(f"note: left out: {', '.join(told)}", err=True)
+
+
+def _told_by(out: Path) -> str:
+    """Return the format that a file's name ends with."""
+    from pipeline.errors import ConfigError
+    from pipeline.training.evaluating.embedding_files import SUFFIXES
+
+    for name, suffixes in SUFFIXES.items():
+        if out.suffix.lower() in suffixes:
+            return name
+    raise ConfigError("its name does not tell the format", where=str(out), remedy=f"--format {'|'.join(FORMATS)}")

@@ -1,0 +1,277 @@
+"""The embeddings of a data set by its own ids, into one file: every record verified, nothing kept in memory.
+
+An id is that of the item where it is a bare sequence; a chain of a structure is `ITEM:CHAIN`, or `ITEM:ROLE:CHAIN`
+where both partners have a chain of that name. A partner that was embedded as one text is cut into its chains again.
+
+Shapes: L residues of a chain, T of the text that was embedded, D numbers of a residue.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from pipeline.command_line import Command
+from pipeline.encoder.embedding_recipe import partner_texts
+from pipeline.errors import CacheDamaged, ConfigError, DataError, RecordMissing
+from pipeline.records import Kind, Rejection
+from pipeline.runs.dataset import worklist
+from pipeline.runs.dataset.reader_items import is_reader
+from pipeline.runs.dataset.worklist import KnownItem
+from pipeline.runs.workflow.embedded import refusal
+from pipeline.stages.embed import EmbeddingVerifier
+from pipeline.stages.scan import look_again
+from pipeline.store.cache_folder import ELSEWHERE
+from pipeline.store.store import ANEW, WholeRecords
+from pipeline.structures.sources.item_ids import SeenIds
+from pipeline.training.evaluating.embedding_files import EmbeddedId, ExportForm, table_beside, writing_embeddings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from pipeline.encoder.embedding_recipe import EmbeddingRecipe
+    from pipeline.project.project import Project
+    from pipeline.records import Inventory, Item, Partner
+    from pipeline.store.format.record import Record
+    from pipeline.store.store import Store
+    from pipeline.training.evaluating.embedding_files import Add
+
+    Pool = Callable[[NDArray[np.float32]], NDArray[np.float32]]
+
+NONE, CLS = "none", "cls"
+POOLS: dict[str, Pool] = {
+    "mean": lambda rows_LD: rows_LD.mean(0, dtype=np.float64).astype(np.float32),
+    "max": lambda rows_LD: rows_LD.max(0),
+}
+POOLINGS = (NONE, "mean", CLS, "max")
+NAMED = 3  # in a message
+SPLITS_SAID = 8
+
+
+@dataclass(frozen=True, slots=True)
+class WantedExport:
+    """What is exported, and as what."""
+
+    format: str
+    pool: str = NONE
+    split: str | None = None  # None: all
+    replace: bool = False
+    partial: bool = False  # whether what has no embedding is left out
+
+
+@dataclass(slots=True)
+class Exported:
+    """What became of an export."""
+
+    ids: int = 0
+    items: int = 0
+    residues: int = 0
+    rejected: int = 0  # items that scanning or embedding refused
+    unscanned: int = 0  # items
+    missing: int = 0  # chains without an embedding
+    lacking: list[str] = field(default_factory=list)  # the first of them
+    splits: Counter[str] = field(default_factory=Counter)
+
+    def to_json(self) -> dict[str, int]:
+        """Return the counts as JSON data."""
+        names = ("ids", "items", "residues", "rejected", "unscanned", "missing")
+        return {name: getattr(self, name) for name in names}
+
+    def lack(self, name: str) -> None:
+        """Remember a few of those that are missing."""
+        if len(self.lacking) < NAMED:
+            self.lacking.append(name)
+
+
+class _Chain(NamedTuple):
+    """A chain, and which rows of which text are its own."""
+
+    whose: EmbeddedId
+    text: str
+    first: int
+
+
+def export_embeddings(project: Project, out: Path, wanted: WantedExport) -> Exported:
+    """Write the embeddings of a data set's proteins into a file; raise, and write nothing, where some are missing."""
+    _refuse(project, out, wanted)
+    recipe, width = project.encoding.recipe, project.encoding.weights.dim
+    is_half = wanted.pool == NONE and recipe.storage == "fp16"
+    form = ExportForm(width, np.dtype("<f2" if is_half else "<f4"), wanted.pool == NONE, _facts(project, wanted))
+    exported = Exported()
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with writing_embeddings(wanted.format, out, form) as add:
+            _write(project, wanted, form, exported, add)
+            _refuse_incomplete(exported, out, wanted)
+    except OSError as error:
+        what, room = f"cannot write: {error.strerror or error}", f"df -h {out.parent}"
+        raise ConfigError(what, where=str(out), remedy=room) from error
+    return exported
+
+
+def _refuse(project: Project, out: Path, wanted: WantedExport) -> None:
+    """Raise where there is nothing to export, or no place for it."""
+    if is_reader(project.config):
+        remedy = Command.submit("predict", then="   (a task writes the embeddings of what its reader gives)")
+        raise ConfigError("items of a reader have no embeddings in the cache", where="data.source", remedy=remedy)
+    if wanted.pool == CLS:
+        problem = "the cache holds the rows of residues, and none of the mark before them, which `cls` would be"
+        raise ConfigError(problem, where="--pool", remedy="--pool mean   (or max)")
+    places = (out, table_beside(out)) if wanted.format == "npy" else (out,)
+    for place in places:
+        if os.path.lexists(place) and not wanted.replace:
+            raise ConfigError("is there already", where=str(place), remedy="another --out, or replace it with --force")
+
+
+def _write(project: Project, wanted: WantedExport, form: ExportForm, exported: Exported, add: Add) -> None:
+    """Add every chain of the data set; once something is missing, only count."""
+    encoding, seen = project.encoding, SeenIds()
+    recipe, store = encoding.recipe, encoding.shelves.embeddings
+    verifier = EmbeddingVerifier(recipe, WholeRecords(store, 0, encoding.named))  # read once, where it is exported
+    for entries in worklist.known_items(project, None, worklist.list_items(project)):
+        chains = list(_chains(project, entries, wanted, exported))
+        texts = list(dict.fromkeys(chain.text for chain in chains))
+        variants = dict(zip(texts, verifier.look_up(texts), strict=True))
+        there, keys = list[_Chain](), list[bytes]()
+        for chain in chains:
+            if (variant := variants[chain.text]) is None:
+                exported.missing += 1
+                exported.lack(chain.whose.id)
+                continue
+            if seen.first_line(chain.whose.id, 1) is not None:
+                problem = f"two chains of the data set would both be called {chain.whose.id}"
+                raise DataError(problem, where=chain.whose.item, remedy="give the items other ids")
+            there.append(chain)
+            keys.append(recipe.key(chain.text, variant))
+        if exported.unscanned + exported.missing and not wanted.partial:
+            continue
+        for chain, rows_TD in _verified(store, there, keys, form.width):
+            rows_LD = rows_TD[chain.first : chain.first + chain.whose.residues]
+            add(chain.whose, _pooled(rows_LD, chain, wanted, form))
+            exported.ids += 1
+            exported.residues += len(rows_LD)
+
+
+def _chains(
+    project: Project, entries: Iterable[KnownItem | Rejection], wanted: WantedExport, exported: Exported
+) -> Iterator[_Chain]:
+    """Yield the protein chains of some items, in their order; count the items."""
+    recipe = project.encoding.recipe
+    for entry in entries:
+        split = entry.split if isinstance(entry, Rejection) else entry.item.split
+        if split in exported.splits or len(exported.splits) < SPLITS_SAID:
+            exported.splits[split] += 1
+        if wanted.split is not None and split != wanted.split:
+            continue
+        inventory = None if isinstance(entry, Rejection) else _inventory(project, entry)
+        if isinstance(entry, Rejection) or (inventory is not None and inventory.reason is not None):
+            exported.rejected += 1
+        elif inventory is None:
+            exported.unscanned += 1
+            exported.lack(entry.item.id)
+        else:
+            chains = list(_chains_of(entry.item, inventory, recipe))
+            refused = any(refusal(text, recipe) for text in {chain.text for chain in chains})
+            exported.rejected += refused
+            exported.items += not refused
+            yield from () if refused else chains
+
+
+def _inventory(project: Project, known: KnownItem) -> Inventory | None:
+    """Return the inventory of an item; files that were moved or touched since the scan are told by their content."""
+    if known.inventory is not None:
+        return known.inventory
+    return look_again(known.item, project.recipe, project.shelves, 0).inventory
+
+
+def _chains_of(item: Item, inventory: Inventory, recipe: EmbeddingRecipe) -> Iterator[_Chain]:
+    names = Counter(chain.name for partner in inventory.partners for chain in partner.chains)
+    for partner in inventory.partners:
+        texts, first = partner_texts(partner, recipe.context), 0
+        for number, chain in enumerate(chain for chain in partner.chains if chain.kind is Kind.PROTEIN):
+            is_joined = recipe.context == "partner"
+            name = _name(item, partner, chain.name, is_ambiguous=names[chain.name] > 1)
+            whose = EmbeddedId(name, item.id, chain.name, item.split, len(chain.sequence))
+            yield _Chain(whose, texts[0 if is_joined else number], first)
+            first += len(chain.sequence) if is_joined else 0
+
+
+def _name(item: Item, partner: Partner, chain: str, *, is_ambiguous: bool) -> str:
+    if item.sequence is not None:
+        return item.id
+    return f"{item.id}:{partner.role.value}:{chain}" if is_ambiguous else f"{item.id}:{chain}"
+
+
+def _verified(
+    store: Store, chains: Sequence[_Chain], keys: Sequence[bytes], width: int
+) -> Iterator[tuple[_Chain, NDArray[Any]]]:
+    """Yield each chain with the verified rows of its text."""
+    again = Command.submit("embed", then=f"   ({ANEW})")
+    records = store.read(keys)
+    for chain in chains:
+        try:
+            record = next(records)
+        except (CacheDamaged, RecordMissing) as error:
+            what = f"the embedding of {chain.whose.id}: {error.what}"
+            raise type(error)(what, where=error.where, remedy=again, item=chain.whose.item) from error
+        rows_TD = _as_numbers(record)
+        if rows_TD.ndim != 2 or rows_TD.shape[1] != width or len(rows_TD) > len(chain.text):
+            what = f"the embedding of {chain.whose.id} is {list(rows_TD.shape)}, not [{len(chain.text)}, {width}]"
+            raise CacheDamaged(what, where=store.kind, remedy=ELSEWHERE, item=chain.whose.item)
+        yield chain, rows_TD
+
+
+def _as_numbers(record: Record) -> NDArray[Any]:
+    """Return the rows of a record as numpy knows numbers: bfloat16 as single precision."""
+    rows_TD = record.arrays["rows"]
+    if "rows" in record.bfloat16:
+        return (rows_TD.astype(np.uint32) << 16).view(np.float32)
+    return rows_TD
+
+
+def _pooled(rows_LD: NDArray[Any], chain: _Chain, wanted: WantedExport, form: ExportForm) -> NDArray[Any]:
+    if not len(rows_LD):
+        problem = f"{chain.whose.id} has no rows: the text of its partner was truncated before it"
+        remedy = Command.submit("embed").with_settings(("embed.long.policy", "windows"))
+        raise DataError(problem, where="embed.long.policy", remedy=remedy, item=chain.whose.item)
+    if wanted.pool == NONE:
+        return rows_LD.astype(form.dtype, copy=False)
+    return POOLS[wanted.pool](rows_LD.astype(np.float32, copy=False))
+
+
+def _refuse_incomplete(exported: Exported, out: Path, wanted: WantedExport) -> None:
+    """Raise where something is missing, so that no file is published; and where there is nothing at all."""
+    if wanted.split is not None and wanted.split not in exported.splits and len(exported.splits) < SPLITS_SAID:
+        there = ", ".join(sorted(filter(None, exported.splits))) or "none: the table has no column split"
+        what, where = f"no item is in this split; there are: {there}", f"--split {wanted.split}"
+        raise ConfigError(what, where=where, remedy="name one of them, or leave out --split")
+    if exported.unscanned + exported.missing and not wanted.partial:
+        counted = [f"{exported.missing:,} chains have no embedding"] if exported.missing else []
+        counted += [f"{exported.unscanned:,} items are not scanned"] if exported.unscanned else []
+        what = f"{' and '.join(counted)}, of {exported.items + exported.unscanned:,} items: "
+        what += ", ".join(exported.lacking) + (", …" if exported.missing + exported.unscanned > NAMED else "")
+        remedy = Command.submit("embed", then=" --follow   (or --partial: leave them out)")
+        raise RecordMissing(what, where=str(out), remedy=remedy)
+    if not exported.ids:
+        problem = f"there is nothing to export: {exported.rejected:,} items were rejected, and no other has a protein"
+        raise DataError(problem, where=str(out), remedy="pipeline items --rejected")
+
+
+def _facts(project: Project, wanted: WantedExport) -> Mapping[str, str]:
+    recipe = project.encoding.recipe
+    return {
+        "made_by": "pipeline export embeddings",
+        "encoder": project.encoding.weights.name,
+        "weights": recipe.weights,
+        "layer": str(recipe.layer),
+        "precision": recipe.precision,
+        "context": recipe.context,
+        "pool": wanted.pool,
+    }

@@ -1,0 +1,211 @@
+"""Fine-tuning ESM-2 itself on labelled sequences: by low-rank additions (LoRA), or its top layers.
+
+    train: {task: "pipeline.tasks.encoder_finetune:EncoderFinetune", batching: padded, pretrained: weights/ESM2.pt}
+
+An item has `sequence.letter`, and `target`, numbers of which NaN is not known (`told: sequence`), or `sequence.site`,
+1, 0 or -1 for each residue (`told: residues`): `pipeline.readers.sequences:Sequences` reads both. Sizes by default are
+those of the 650M model. The encoder leaves as an ordinary checkpoint: `pipeline model export MODEL DIR --as esm2`.
+
+Shapes: B sequences, L tokens of the longest, D features, K targets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
+from pipeline.encoder.embedding_recipe import CLS, EOS, PAD, tokenize
+from pipeline.errors import ConfigError
+from pipeline.protocol import ITEMS
+from pipeline.readers.sequences import LETTER, NOT_KNOWN, SITE, TARGET
+from pipeline.tasks.sequences.esm2_names import Esm2Names
+from pipeline.tasks.sequences.tuned_esm2 import TunedEsm2, TunedSizes
+from pipeline.tasks.spectra.peak_batch import item_target
+from pipeline.tasks.spectra.spectra_figures import PREDICTION, error_figures
+from pipeline.tasks.spectra.spectra_losses import squared_error
+from pipeline.tasks.task_parts import WHERE, above_zero, at_least, at_least_single
+from pipeline.training.evaluating.ranking_scores import Ranking, logits
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
+
+    from pipeline.protocol import Sizes
+    from pipeline.training.items.batch import ItemTensors
+
+TOLD = ("sequence", "residues")
+ENDS, TOKENS = 2, "sequence"  # the size that an item's residues are counted by
+LEAST = {"targets": 1, "layers": 1, "width": 1, "heads": 1, "rank": 0, "top_layers": 0, "longest": 1}
+
+
+class SequenceBatch(NamedTuple):
+    """Some sequences as tokens, and what is known of them."""
+
+    token_BL: Tensor  # between their marks, then padding
+    target_BK: Tensor  # of sequences [B, K], or of tokens [B, L]
+    is_known_BK: Tensor
+    known: float
+    residues: tuple[int, ...]  # of each sequence
+
+
+class TunedHead(nn.Module):
+    """Tells numbers from features."""
+
+    def __init__(self, width: int, told: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.inner, self.outer = nn.Linear(width, width), nn.Linear(width, told)
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        told_BK: Tensor = self.outer(functional.silu(self.inner(self.norm(x_BD))))
+        return told_BK
+
+
+class TunedEncoder(nn.Module):
+    """ESM-2 and a head, which knows ESM-2's published names."""
+
+    def __init__(self, sizes: TunedSizes, told: int, *, by_residue: bool) -> None:
+        super().__init__()
+        self.encoder, self.head = TunedEsm2(sizes), TunedHead(sizes.width, told)
+        self.sizes, self.by_residue = sizes, by_residue
+
+    def forward(self, token_BL: Tensor) -> Tensor:
+        """Return what is told of each sequence [B, K], or of each token [B, L]."""
+        x_BLD = self.encoder(token_BL)
+        if self.by_residue:
+            return at_least_single(self.head(x_BLD).squeeze(-1))
+        is_residue_BL = ~torch.isin(token_BL, token_BL.new_tensor([CLS, EOS, PAD]))
+        share_BL1 = (is_residue_BL / is_residue_BL.sum(1, keepdim=True).clamp(min=1)).unsqueeze(-1)
+        return at_least_single(self.head((x_BLD * share_BL1.to(x_BLD.dtype)).sum(1)))
+
+    def published_forms(self) -> dict[str, Esm2Names]:
+        """Return the names under which the encoder is published."""
+        return {"esm2": Esm2Names(self.sizes)}
+
+
+@dataclass(frozen=True)
+class EncoderFinetune:
+    """The task: tell numbers of sequences, or yes or no of residues, by an ESM-2 that is trained with it."""
+
+    told: str = TOLD[0]  # sequence: numbers, squared error; residues: yes or no, cross entropy
+    targets: int = 1  # numbers of a sequence
+    layers: int = 33  # of the checkpoint, as are the next three
+    width: int = 1280
+    heads: int = 20
+    token_dropout: bool = True
+    rank: int = 8  # of additions to queries, keys, values and outputs of attention; 0: none
+    alpha: float = 16.0  # additions are scaled by alpha / rank
+    top_layers: int = 0  # trained whole, instead of additions
+    longest: int = 1022  # residues of a sequence; of a longer one, the first are read
+
+    def __post_init__(self) -> None:
+        at_least(self, LEAST)
+        above_zero(self, ("alpha",))
+        if self.told not in TOLD:
+            problem = f"told is {self.told!r}: it must be {' or '.join(TOLD)}"
+            raise ConfigError(problem, where=f"{WHERE}.told", remedy=f"--set {WHERE}.told={TOLD[0]}")
+        if self.width % self.heads or self.width // self.heads % 2:
+            problem = f"width {self.width} does not divide into {self.heads} heads of an even width"
+            raise ConfigError(problem, where=f"{WHERE}.heads", remedy="say what the checkpoint has")
+        if self.top_layers > self.layers:
+            problem = f"top_layers is {self.top_layers}, and there are {self.layers} layers"
+            raise ConfigError(problem, where=f"{WHERE}.top_layers", remedy=f"--set {WHERE}.top_layers={self.layers}")
+        if self.rank and self.top_layers:
+            problem = "top layers are trained whole, and additions are for layers that are not"
+            raise ConfigError(problem, where=f"{WHERE}.rank", remedy=f"--set {WHERE}.rank=0   (or top_layers=0)")
+
+    @property
+    def by_residue(self) -> bool:
+        return self.told == TOLD[1]
+
+    def model(self) -> nn.Module:
+        sizes = TunedSizes(
+            self.layers, self.width, self.heads, self.token_dropout, self.rank, self.alpha, self.top_layers
+        )
+        return TunedEncoder(sizes, 1 if self.by_residue else self.targets, by_residue=self.by_residue)
+
+    def cost(self, item: Mapping[str, Any]) -> dict[str, Any]:
+        """Return how many tokens are read."""
+        return {TOKENS: np.minimum(item[TOKENS], self.longest) + ENDS}
+
+    def collate(self, items: Sequence[ItemTensors], rng: np.random.Generator) -> SequenceBatch:  # noqa: ARG002 - the protocol has it
+        tokens = [self._tokens(item) for item in items]
+        token_BL = nn.utils.rnn.pad_sequence(tokens, batch_first=True, padding_value=PAD)
+        target_BK = self._sites(items, token_BL) if self.by_residue else self._numbers(items)
+        is_known_BK = ~target_BK.isnan()
+        known, residues = float(is_known_BK.sum()), tuple(len(token_L) - ENDS for token_L in tokens)
+        return SequenceBatch(token_BL, target_BK.nan_to_num(0.0), is_known_BK, known, residues)
+
+    def _tokens(self, item: ItemTensors) -> Tensor:
+        if LETTER not in item.values:
+            problem = f"the task reads {LETTER}; {item.id} has {', '.join(sorted(item.values)) or 'no arrays'}"
+            remedy = "name a reader of sequences: pipeline.readers.sequences:Sequences"
+            raise ConfigError(problem, where="data.reader", remedy=remedy)
+        letters = bytes(item.values[LETTER][: self.longest].tolist()).decode("ascii")
+        return torch.from_numpy(np.concatenate([[CLS], tokenize(letters), [EOS]]).astype(np.int64))
+
+    def _numbers(self, items: Sequence[ItemTensors]) -> Tensor:
+        return torch.stack([item_target(item, self.targets) for item in items])
+
+    def _sites(self, items: Sequence[ItemTensors], token_BL: Tensor) -> Tensor:
+        """Return the labels of residues where their tokens are, NaN for marks, padding and what is not known."""
+        site_BL = torch.full(token_BL.shape, torch.nan)
+        for row_L, item in zip(site_BL, items, strict=True):
+            if (site_L := item.values.get(SITE)) is not None:
+                site_L = site_L[: self.longest]
+                row_L[1 : 1 + len(site_L)] = torch.where(site_L == NOT_KNOWN, torch.nan, site_L.float())
+        return site_BL
+
+    def loss(self, model: nn.Module, batch: SequenceBatch) -> dict[str, tuple[Tensor, float]]:
+        """Return the sum of errors, and how many numbers or residues are known."""
+        told_BK = model(batch.token_BL)
+        if not self.by_residue:
+            return {TARGET: (squared_error(told_BK, batch.target_BK, batch.is_known_BK), batch.known)}
+        weight_BK = batch.is_known_BK.to(told_BK.dtype)
+        target_BK = batch.target_BK.to(told_BK.dtype)
+        error = functional.binary_cross_entropy_with_logits(told_BK, target_BK, weight_BK, reduction="sum")
+        return {TARGET: (error, batch.known)}
+
+    def weights(self, batch: SequenceBatch) -> dict[str, float]:
+        """Return how many numbers or residues are known."""
+        return {TARGET: batch.known}
+
+    def outputs(self, model: nn.Module, batch: SequenceBatch) -> dict[str, Any]:
+        """Return what is told of each item, and what is known of it, NaN where it is not."""
+        told_BK = model(batch.token_BL)
+        known_BK = torch.where(batch.is_known_BK, batch.target_BK, torch.nan)
+        if not self.by_residue:
+            return {PREDICTION: told_BK, TARGET: known_BK}
+        each = [slice(1, 1 + residues) for residues in batch.residues]
+        return {
+            PREDICTION: [told_L[own] for told_L, own in zip(told_BK.sigmoid(), each, strict=True)],
+            TARGET: [known_L[own] for known_L, own in zip(known_BK, each, strict=True)],
+        }
+
+    def metrics(self, outputs: Mapping[str, Sequence[Any]]) -> dict[str, float]:
+        """Return the figures of a split: errors of numbers, or how residues are ranked; none if nothing is known."""
+        if not self.by_residue:
+            names = tuple(str(place) for place in range(self.targets))
+            return error_figures(outputs[PREDICTION], outputs[TARGET], names)
+        ranking = Ranking()
+        for chance_L, known_L in zip(outputs[PREDICTION], outputs[TARGET], strict=True):
+            is_known_L = ~np.isnan(known_L)
+            ranking.add(logits(chance_L[is_known_L]), known_L[is_known_L])
+        figures = {"auroc": ranking.auroc(), "auprc": ranking.auprc()}
+        return {name: value for name, value in figures.items() if not np.isnan(value)}
+
+    def example(self, sizes: Sizes) -> SequenceBatch:
+        """Return a batch of these sizes."""
+        items, length = sizes[ITEMS], sizes[TOKENS]
+        shape = (items, length) if self.by_residue else (items, self.targets)
+        token_BL = torch.full((items, length), CLS + 4)
+        known = float(np.prod(shape))
+        return SequenceBatch(
+            token_BL, torch.zeros(shape), torch.ones(shape, dtype=torch.bool), known, (length - ENDS,) * items
+        )

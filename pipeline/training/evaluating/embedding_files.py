@@ -1,0 +1,223 @@
+"""Embeddings in one file for other programs, by their ids: written one after the other, and nothing grows with them.
+
+    h5            a dataset for each id, [L, D] or [D]; `original_id` is among its attributes
+    safetensors   a tensor for each id
+    parquet       a row for each id: `id`, `item`, `chain`, `split`, `residues`, `embedding`
+    npy           one array: a row for each id, or all rows one after the other; NAME.csv beside it says whose they are
+
+HDF5 reads `/` in a name as a folder: there, % is written as %25 and / as %2F. All other names are the ids as they are.
+
+Shapes: N ids, L residues of one, D numbers of a residue.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+import shutil
+from contextlib import contextmanager
+from dataclasses import dataclass
+from tempfile import TemporaryFile
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from pipeline.errors import ConfigError, DataError
+from pipeline.files import replacing
+from pipeline.readers.hdf5 import library
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    Add: TypeAlias = Callable[["EmbeddedId", NDArray[Any]], None]
+
+SUFFIXES = {"h5": (".h5", ".hdf5"), "safetensors": (".safetensors",), "parquet": (".parquet",), "npy": (".npy",)}
+FORMATS = tuple(SUFFIXES)
+ROWS = "first"  # in NAME.csv: where the rows of an id begin
+MOST_HEADER_BYTES = 100_000_000  # of safetensors: its readers refuse more
+PENDING_BYTES, PENDING_ROWS = 16 << 20, 4096  # of Parquet, in memory
+_ALIGNED = 8
+_SAFE_TYPES = {"float32": "F32", "float16": "F16"}
+
+
+class EmbeddedId(NamedTuple):
+    """Whose an embedding is."""
+
+    id: str
+    item: str
+    chain: str
+    split: str
+    residues: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExportForm:
+    """What is the same of all embeddings of a file."""
+
+    width: int
+    dtype: np.dtype[Any]
+    by_residue: bool  # [L, D] of each id; otherwise [D]
+    facts: Mapping[str, str]  # how they were made
+
+
+@contextmanager
+def writing_embeddings(format_: str, out: Path, form: ExportForm) -> Iterator[Add]:
+    """Yield a function that adds an embedding; the file appears when all are in it, or not at all."""
+    with replacing(out) as aside:
+        with _WRITERS[format_](aside, out, form) as add:
+            yield add
+        with aside.open("rb") as file:
+            os.fsync(file.fileno())
+        if format_ == "npy":
+            out.unlink(missing_ok=True)  # else old rows would stand beside the new table for a moment
+            _table_aside(aside).replace(table_beside(out))
+
+
+def table_beside(path: Path) -> Path:
+    """Return the table that stands beside an array."""
+    return path.with_suffix(".csv")
+
+
+def hdf5_name(id_: str) -> str:
+    """Return an id as the name of a dataset."""
+    return id_.replace("%", "%25").replace("/", "%2F")
+
+
+@contextmanager
+def _hdf5(aside: Path, out: Path, form: ExportForm) -> Iterator[Add]:
+    h5py = library(out)
+    try:
+        with h5py.File(aside, "x", locking=False) as file:
+            file.attrs.update(form.facts)
+
+            def add(whose: EmbeddedId, array: NDArray[Any]) -> None:
+                file.create_dataset(hdf5_name(whose.id), data=array).attrs["original_id"] = whose.id
+
+            yield add
+    except RuntimeError as error:  # so h5py says that a disk takes no more
+        raise OSError(None, str(error)) from error
+
+
+@contextmanager
+def _safetensors(aside: Path, out: Path, form: ExportForm) -> Iterator[Add]:
+    """Collect header and numbers in files without a name: the header comes first, and is known last."""
+    with TemporaryFile(dir=out.parent) as header, TemporaryFile(dir=out.parent) as numbers:
+        header.write(f'{{"__metadata__":{json.dumps(dict(form.facts))}'.encode())
+
+        def add(whose: EmbeddedId, array: NDArray[Any]) -> None:
+            if whose.id == "__metadata__":
+                raise DataError("safetensors needs the name __metadata__", where=str(out), remedy="--format h5")
+            first = numbers.tell()
+            numbers.write(np.ascontiguousarray(array).data)
+            told = {
+                "dtype": _SAFE_TYPES[form.dtype.name],
+                "shape": array.shape,
+                "data_offsets": [first, numbers.tell()],
+            }
+            header.write(f",{json.dumps(whose.id)}:{json.dumps(told)}".encode())
+
+        yield add
+        header.write(b"}")
+        header.write(b" " * (-header.tell() % _ALIGNED))
+        if header.tell() > MOST_HEADER_BYTES:
+            problem = f"a header of {header.tell():,} bytes, and readers of safetensors take {MOST_HEADER_BYTES:,}"
+            raise DataError(problem, where=str(out), remedy="--format h5 or npy, or a file for each --split")
+        with aside.open("xb") as file:
+            file.write(header.tell().to_bytes(8, "little"))
+            for part in (header, numbers):
+                part.seek(0)
+                shutil.copyfileobj(part, file)
+
+
+@contextmanager
+def _parquet(aside: Path, out: Path, form: ExportForm) -> Iterator[Add]:
+    arrow = import_arrow(str(out), "--format h5")
+    from pyarrow.parquet import ParquetWriter
+
+    vector = arrow.list_(arrow.from_numpy_dtype(form.dtype), form.width)
+    names = [(name, arrow.string()) for name in ("id", "item", "chain", "split")]
+    column = ("embedding", arrow.list_(vector) if form.by_residue else vector)
+    schema = arrow.schema([*names, ("residues", arrow.int32()), column], metadata=dict(form.facts))
+    pending = list[tuple[EmbeddedId, Any]]()
+
+    def flush() -> None:
+        if not pending:
+            return
+        flat = arrow.array(np.concatenate([array.reshape(-1) for _, array in pending]))
+        made = arrow.FixedSizeListArray.from_arrays(flat, form.width)
+        if form.by_residue:
+            ends = np.cumsum([0, *(len(array) for _, array in pending)], dtype=np.int32)
+            made = arrow.ListArray.from_arrays(arrow.array(ends), made)
+        columns = [arrow.array(values, kind) for values, kind in zip(zip(*(w for w, _ in pending)), schema.types)]  # noqa: B905 - the last type is the embedding's
+        writer.write_table(arrow.Table.from_arrays([*columns, made], schema=schema))
+        pending.clear()
+
+    def add(whose: EmbeddedId, array: NDArray[Any]) -> None:
+        pending.append((whose, array))
+        if len(pending) >= PENDING_ROWS or sum(array.nbytes for _, array in pending) >= PENDING_BYTES:
+            flush()
+
+    with ParquetWriter(aside, schema) as writer:
+        yield add
+        flush()
+
+
+@contextmanager
+def _npy(aside: Path, _out: Path, form: ExportForm) -> Iterator[Add]:
+    """Write the array's length last: numpy leaves room for it in the header."""
+    columns = [*EmbeddedId._fields, *([ROWS] if form.by_residue else [])]
+    beside = _table_aside(aside)
+    try:
+        with aside.open("xb") as file, beside.open("x", encoding="utf-8", newline="") as table:
+            rows, lines = 0, csv.writer(table, lineterminator="\n")
+            lines.writerow(columns)
+            begin = _write_header(file, 0, form)
+
+            def add(whose: EmbeddedId, array: NDArray[Any]) -> None:
+                nonlocal rows
+                lines.writerow([*whose, *([rows] if form.by_residue else [])])
+                file.write(np.ascontiguousarray(array).data)
+                rows += math.prod(array.shape[:-1])
+
+            yield add
+            file.seek(0)
+            assert _write_header(file, rows, form) == begin, "a longer header would have overwritten numbers"
+            table.flush()
+            os.fsync(table.fileno())
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+def _write_header(file: Any, rows: int, form: ExportForm) -> int:
+    told = {"descr": form.dtype.str, "fortran_order": False, "shape": (rows, form.width)}
+    np.lib.format.write_array_header_1_0(file, told)
+    return int(file.tell())
+
+
+def _table_aside(aside: Path) -> Path:
+    return aside.with_name(f"{aside.name}.csv")
+
+
+_WRITERS: dict[str, Callable[[Path, Path, ExportForm], AbstractContextManager[Add]]] = {
+    "h5": _hdf5,
+    "safetensors": _safetensors,
+    "parquet": _parquet,
+    "npy": _npy,
+}
+
+
+def import_arrow(where: str = "train.predict.parquet", otherwise: str = "--set train.predict.parquet=false") -> Any:
+    """Return the module that writes Parquet; raise with how to install it, or what to type `otherwise`."""
+    try:
+        import pyarrow
+    except ImportError as error:
+        remedy = f"pip install 'pipeline[parquet]'   (or {otherwise})"
+        raise ConfigError("Parquet needs pyarrow, which is not installed", where=where, remedy=remedy) from error
+    return pyarrow
