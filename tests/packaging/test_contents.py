@@ -40,7 +40,7 @@ def sdist_names(built: Built) -> set[str]:
 @pytest.fixture(scope="module")
 def metadata(built: Built) -> dict[str, list[str]]:
     with zipfile.ZipFile(built.wheel) as archive:
-        text = archive.read(f"pipeline-{pipeline.__version__}.dist-info/METADATA").decode()
+        text = archive.read(f"protein_training_pipeline-{pipeline.__version__}.dist-info/METADATA").decode()
     message = message_from_string(text)
     return {name: message.get_all(name, []) for name in {key.title() for key in message}}
 
@@ -58,13 +58,13 @@ def test_the_wheel_has_every_module_and_all_that_lies_beside_the_package(wheel_n
 
 def test_the_wheel_has_nothing_that_is_no_part_of_the_program(wheel_names: set[str]) -> None:
     places = {name.split("/")[0] for name in wheel_names}
-    assert places == {"pipeline", f"pipeline-{pipeline.__version__}.dist-info"}
+    assert places == {"pipeline", f"protein_training_pipeline-{pipeline.__version__}.dist-info"}
     assert not [name for name in wheel_names if UNWANTED.search(name)]
 
 
 def test_the_wheel_says_that_it_is_typed_and_whose_licence_it_has(wheel_names: set[str], metadata) -> None:
     assert "pipeline/py.typed" in wheel_names
-    assert f"pipeline-{pipeline.__version__}.dist-info/licenses/LICENSE" in wheel_names
+    assert f"protein_training_pipeline-{pipeline.__version__}.dist-info/licenses/LICENSE" in wheel_names
     assert metadata["License-Expression"] == ["MIT"]
     assert "Typing :: Typed" in metadata["Classifier"]
 

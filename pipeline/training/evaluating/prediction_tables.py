@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pipeline.command_line import install_extra
 from pipeline.errors import ConfigError
 from pipeline.store.format.disk import Disk
 from pipeline.training.evaluating.output_parts import publish_tensors, publishing
@@ -199,7 +200,7 @@ def import_arrow() -> Any:
     try:
         import pyarrow
     except ImportError as error:
-        remedy = "pip install 'pipeline[parquet]'   (or --set train.predict.parquet=false)"
+        remedy = f"{install_extra('parquet')}   (or --set train.predict.parquet=false)"
         raise ConfigError(
             "Parquet needs pyarrow, which is not installed", where="train.predict.parquet", remedy=remedy
         ) from error
