@@ -24,6 +24,7 @@ COMMANDS = (
     "tune",
     "dock",
     "plan",
+    "explain",
     "status",
     "items",
     "logs",
