@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 import pipeline
+from pipeline.command_line import DISTRIBUTION
 from tests.conftest import ROOT
 from tests.packaging.conftest import Built, project_files
 
@@ -87,7 +88,22 @@ def test_the_citation_and_the_wheel_name_the_same_licence(metadata: dict[str, li
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["license"] == metadata["License-Expression"][0]
     assert {"cff-version", "message", "title", "authors"} <= set(citation)
+    assert [citation["title"]] == metadata["Name"] == [DISTRIBUTION]
     assert (ROOT / "LICENSE").read_text().startswith("MIT License")
+
+
+def test_nothing_tells_people_to_install_a_stranger(built: Built) -> None:
+    told = re.compile(r"pip install [^\n]*(?<![-\w./])pipeline(\[|\b(?![-./_]))")
+    wrong = [
+        f"{name}: {line.strip()}"
+        for name in project_files()
+        if name.split("/")[0] not in ("tests", "CHANGELOG.md") and not name.endswith((".xz", ".png", ".zst", ".gz"))
+        for line in (ROOT / name).read_text(errors="replace").splitlines()
+        if told.search(line)
+    ]
+    assert not wrong
+    wheel = built.wheel.name.partition("-")[0]
+    assert f"dist/{wheel}-*.whl" in (ROOT / "containers/pipeline.def").read_text()
 
 
 def test_pages_that_messages_name_are_in_the_wheel(wheel_names: set[str]) -> None:

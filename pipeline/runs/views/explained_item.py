@@ -11,7 +11,7 @@ import io
 import json
 import mmap
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
@@ -86,10 +86,11 @@ class ItemExplained:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """What the newest run that knew an item has listed of it."""
+    """What runs have listed of an item."""
 
-    run: str = ""
-    keys: Mapping[str, str] = field(default_factory=dict)  # scan_key and graph_key of an item that could be used
+    run: str = ""  # the newest that could use it
+    keys: Mapping[str, str] = field(default_factory=dict)  # of its records there, by stage
+    refused_by: str = ""  # a newer run, or the same
     refused: str = ""
 
 
@@ -114,8 +115,18 @@ def explain_item(project: Project, name: str) -> ItemExplained:
         StageName.TRAIN: lambda: _train(project, entry),
     }
     stages += [looks[StageName(stage)]() for stage in later]
-    first = next((stage.stage for stage in stages if stage.because.state is WorkState.TO_DO), None)
-    return ItemExplained(name, entry.origin, stages, Command.submit(first) if first else None)
+    first = next((at for at, stage in enumerate(stages) if stage.because.state is WorkState.TO_DO), None)
+    if first is None:
+        return ItemExplained(name, entry.origin, stages, None)
+    stages[first] = replace(stages[first], because=_after_refusal(stages[first].because, listed))
+    return ItemExplained(name, entry.origin, stages, Command.submit(stages[first].stage))
+
+
+def _after_refusal(because: Because, listed: Listed) -> Because:
+    """Say also why the newest run has left an item out that is tried again."""
+    if not listed.refused or because.changes:
+        return because
+    return replace(because, why=f"{because.why} (run {listed.refused_by} left it out: {listed.refused})")
 
 
 def find_item(project: Project, name: str) -> Item | Rejection:
@@ -186,19 +197,34 @@ def line_with(path: Path, part: bytes) -> bytes:
 
 
 def last_listed(project: Project, name: str) -> Listed:
-    """Return what the newest run that listed an item knows of it."""
+    """Return what runs have listed of an item: the keys that it had last, and why the newest of them left it out."""
+    refused = ("", "")
+    for folder in islice(reversed(runs_in(project.config.cluster.runs)), RUNS_LOOKED_AT):
+        if not refused[1] and (why := _refusal_in(folder.rejected, name)):
+            refused = folder.name, why
+        if keys := _keys_in(folder.inventory, name):
+            return Listed(folder.name, keys, *refused)
+    return Listed("", {}, *refused)
+
+
+def _keys_in(path: Path, name: str) -> dict[str, str]:
+    """Return the keys of an item's records in a list of usable items; empty where it is not there."""
     cell = io.StringIO()
     csv.writer(cell, lineterminator="").writerow([name, ""])
-    for folder in islice(reversed(runs_in(project.config.cluster.runs)), RUNS_LOOKED_AT):
-        if line := line_with(folder.inventory, f"\n{cell.getvalue()}".encode()):
-            with suppress(OSError, StopIteration), folder.inventory.open(encoding="utf-8", newline="") as file:
-                row = dict(zip(next(csv.reader(file)), next(csv.reader([line.decode()])), strict=False))
-                return Listed(folder.name, {part: row.get(f"{part}_key", "") for part in ("scan", "graph")})
-        if line := line_with(folder.rejected, f'"id": {json.dumps(name)}'.encode()):
-            with suppress(ValueError, KeyError):
-                told = json.loads(line)
-                return Listed(folder.name, refused=f"{told['reason']}: {told['detail']}")
-    return Listed()
+    if not (line := line_with(path, f"\n{cell.getvalue()}".encode())):
+        return {}
+    with suppress(OSError, StopIteration), path.open(encoding="utf-8", newline="") as file:
+        row = dict(zip(next(csv.reader(file)), next(csv.reader([line.decode()])), strict=False))
+        return {part: row.get(f"{part}_key", "") for part in ("scan", "graph")}
+    return {}
+
+
+def _refusal_in(path: Path, name: str) -> str:
+    """Return why an item is in a list of rejected ones; empty where it is not there."""
+    with suppress(ValueError, KeyError):
+        told = json.loads(line_with(path, f'"id": {json.dumps(name)}'.encode()) or "{}")
+        return f"{told['reason']}: {told['detail']}"
+    return ""
 
 
 def _scan(project: Project, item: Item, listed: Listed) -> tuple[Because, Inventory | None, bytes | None]:
@@ -218,8 +244,6 @@ def _scan(project: Project, item: Item, listed: Listed) -> tuple[Because, Invent
     found = _record(store, key, listed, "scan", plain, others)
     inventory = _inventory(store, key) if found.is_whole else None
     because = why_item(files, why_record("scan", found))
-    if because.state is WorkState.TO_DO and listed.refused and not because.changes:
-        because = Because(because.state, f"{because.why} (run {listed.run} left it out: {listed.refused})")
     return because, inventory if because.state is not WorkState.REFUSED else None, key
 
 
