@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 ANY = "…"  # a value that the reader is to choose
+DISTRIBUTION = "protein-training-pipeline"  # what package indexes call it: `pipeline` is a stranger's there
+UPGRADE = f"pip install --upgrade {DISTRIBUTION}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,3 +93,8 @@ class Command:
     def __str__(self) -> str:
         gap, config = " " if self.settings else "", ["--config", self.config] if self.config else []
         return f"{self.before}{shlex.join(['pipeline', *self.words, *config])}{gap}{self.change}"
+
+
+def install_extra(extra: str) -> str:
+    """Return the command that installs an extra of this program."""
+    return f"pip install '{DISTRIBUTION}[{extra}]'"

@@ -21,6 +21,7 @@ from pipeline.cli import (
     control_verbs,
     dock_verb,
     embedding_verbs,
+    explain_verb,
     log_verbs,
     model_verbs,
     plan_verbs,
@@ -40,7 +41,9 @@ if TYPE_CHECKING:
 
 EPILOG = "Exit codes: 0 ok, 1 a bug, 2 configuration, 3 data, 4 damage, 5 infeasible, 6 refused, 7 a job failed."
 INTERRUPTED = 130
-READING = ("plan", "status", "items", "logs", "report", "cache", "config", "doctor", "weights", "model", "split")
+READING = (
+    "plan", "explain", "status", "items", "logs", "report", "cache", "config", "doctor", "weights", "model", "split",
+)  # fmt: skip
 
 app = typer.Typer(
     name="pipeline",
@@ -55,7 +58,8 @@ app = typer.Typer(
 app.command("demo")(run_verbs.demo_command)
 app.command("init")(setup_verbs.init_command)
 app.command("doctor")(setup_verbs.doctor_command)
-app.command("plan")(plan_verbs.plan_command)
+app.command("plan", cls=explain_verb.WithGraph)(plan_verbs.plan_command)
+app.command("explain")(explain_verb.explain_command)
 app.command("submit")(run_verbs.submit_command)
 app.command("tune")(tune_verb.tune_command)
 app.command("split")(split_verb.split_command)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pipeline.cli.completion import completing, gpus
+from pipeline.cli.explain_verb import GraphForm, show_graph
 from pipeline.cli.options import ConfigFile, Json, Sets, load_config, one_of, print_json
 from pipeline.command_line import Command
 
@@ -60,6 +61,7 @@ def plan_command(
     gpu: Gpus = None,
     sizes: Sizes = None,
     probe: Probe = False,
+    graph: GraphForm = None,
     config: ConfigFile = None,
     sets: Sets = None,
     as_json: Json = False,
@@ -74,11 +76,17 @@ def plan_command(
 
     loaded = load_config(config, sets)
     of_training = [name for name, given in (("--gpu", gpu), ("--probe", probe), ("--sizes", sizes)) if given]
+    if of_training and graph is not None:
+        problem = f"{of_training[0]} and --graph are two questions"
+        raise ConfigError(problem, where="pipeline plan", remedy=Command.of("plan --graph"))
     if of_training and stage != "train":
         problem = f"{of_training[0]} is about training, but --stage is {stage}"
         raise ConfigError(problem, where="pipeline plan", remedy=Command.of("plan --stage train"))
     with open_executor(loaded.config) as executor:
         project = Project.open(loaded.config, remember=False, strict=True, beside=loaded.base_dir.absolute())
+        if graph is not None:
+            show_graph(stage, project, graph, as_json=as_json)
+            return
         if stage == "train" and loaded.config.train.command is not None:
             _show_script(project, executor, traced=of_training, as_json=as_json)
             return

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from pipeline.command_line import install_extra
 from pipeline.errors import ConfigError
 from pipeline.graphs.item_graph import ItemGraph, PartnerGraph
 from pipeline.records import Role
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
     Embeddings: TypeAlias = Mapping[Role, torch.Tensor]  # of a partner's protein chains one after the other, [L, D]
 
-REMEDY = "pip install 'pipeline[pyg]'"
+REMEDY = install_extra("pyg")
 NEAR, CONTACT, IN = "near", "contact", "in"
 INDICES = frozenset({"type", "chain", "kind", "element", "row"})
 

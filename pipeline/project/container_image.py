@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
+from pipeline import __version__
 from pipeline.cluster.sbatch import PYTHON, inside, shell_word
 from pipeline.command_line import ANY, Command
 from pipeline.encoder.checkpoints.weights import find_checkpoint
@@ -44,13 +45,15 @@ LOOK_AGAIN = f"pipeline doctor   ({WHERE}: image, binds, env.PATH)"
 NOT_HERE = 97
 LOOK = """\
 import json, sys
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 found = {"python": sys.version.split()[0]}
-for name in ("pipeline", "torch"):
-    try:
-        found[name] = version(name)
-    except PackageNotFoundError:
-        pass
+sys.path[:] = filter(None, sys.path)
+with suppress(ImportError):  # a stranger's package of that name has no records
+    from pipeline import __version__, records
+    found["pipeline"] = __version__
+with suppress(PackageNotFoundError):
+    found["torch"] = version("torch")
 print(json.dumps(found))
 """
 
@@ -197,10 +200,9 @@ def refuse_unfit_image(config: Config) -> Iterator[str]:
     if found is None:
         yield f"{container.runtime} is not on the PATH here: what is in the image could not be seen"
         return
-    wanted = version("pipeline")
-    if found.pipeline != wanted:
+    if found.pipeline != __version__:
         has = f"pipeline {found.pipeline}" if found.pipeline else "no pipeline"
-        what = f"it holds {has}, and this is {wanted}: what a task needs may be missing or another"
+        what = f"it holds {has}, and this is {__version__}: what a task needs may be missing or another"
         raise SubmissionRefused(what, where=f"{WHERE}.image: {container.image}", remedy=BUILD)
     if found.torch != (here := version("torch")):
         yield f"it holds torch {found.torch or '(none)'}, and plans are made with {here}: compare them with a probe"

@@ -173,7 +173,10 @@ def _load(
         sys.path.append(str(Path.cwd()))
     try:
         module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
+    except ImportError as error:
+        _refuse_namesake(error, kind, beside)
+        if not isinstance(error, ModuleNotFoundError):
+            raise user_code_failed(f"importing {module_name}", error, kind) from error
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise user_code_failed(f"importing {module_name}", error, kind) from error
         remedy = f"PYTHONPATH=FOLDER where FOLDER holds {error.name}, or install it into this environment"
@@ -199,6 +202,18 @@ def _load(
         remedy = f"what a {kind.name} must have: pipeline/protocol.py"
         raise ConfigError(what, where=f"{kind.where}: {name}", remedy=remedy)
     return made
+
+
+def _refuse_namesake(error: ImportError, kind: CodeKind, beside: Path | None) -> None:
+    """Raise where what was not found is looked for in a `pipeline` of the user's, which this package hides."""
+    if (error.name or "").partition(".")[0] != PACKAGE.name:
+        return
+    for folder in (beside, Path.cwd()):
+        for path in () if folder is None else (folder / PACKAGE.name, folder / f"{PACKAGE.name}.py"):
+            if path.exists() and path.resolve() != PACKAGE:
+                what = f"{_first_line(error)}: `pipeline` is this program, which hides {path}"
+                remedy = f"give it another name, there and in what imports it: mv {path.name} my_{path.name}"
+                raise ConfigError(what, where=kind.where, remedy=remedy) from error
 
 
 def _refuse_unknown(own_class: Any, options: Mapping[str, Any], kind: CodeKind) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pipeline.command_line import install_extra
 from pipeline.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -29,9 +30,7 @@ def library(path: Path) -> Any:
     try:
         import h5py
     except ImportError as error:
-        raise ConfigError(
-            "HDF5 needs h5py, an extra", where=str(path), remedy="pip install 'pipeline[hdf5]'"
-        ) from error
+        raise ConfigError("HDF5 needs h5py, an extra", where=str(path), remedy=install_extra("hdf5")) from error
     return h5py
 
 

@@ -15,6 +15,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipeline import __version__
+from pipeline.command_line import DISTRIBUTION, install_extra
 from pipeline.config.load import find_config, missing_inputs, read_config
 from pipeline.config.schema_data import MAIN
 from pipeline.encoder.checkpoints.weights import find_checkpoint, identify
@@ -22,7 +24,7 @@ from pipeline.errors import ConfigError, DataError, PipelineError
 from pipeline.memory.lint.lint_facts import RunFacts, Severity
 from pipeline.memory.lint.lint_rules import lint
 from pipeline.project.project import Project, local_machine, scan_recipe_of, source_spec
-from pipeline.project.run_code import load_task
+from pipeline.project.run_code import PACKAGE, load_task
 from pipeline.records import Inventory, Item, Rejection
 from pipeline.runs.dataset.reader_items import is_reader, look_at_files, read_first, reader_of, refuse_crop
 from pipeline.runs.workflow.script_stage import ScriptStage
@@ -97,16 +99,21 @@ def _found(checks: Checks, loaded: LoadedConfig) -> list[CheckResult]:
 
 def _packages() -> Iterator[CheckResult]:
     """Check that the declared dependencies are installed, without importing any."""
-    missing = [name for name in _required() if not _installed(name)]
-    if missing:
+    needed = _required()
+    missing = [name for name in needed or () if not _installed(name)]
+    if needed is None:
+        what = f"pipeline {__version__} lies in {PACKAGE.parent} and is not installed: what it needs is not checked"
+        yield noted_check("packages", what, f"pip install {DISTRIBUTION}   (in a checkout: pip install .)")
+        yield _torch()
+    elif missing:
         remedy = f"pip install {' '.join(missing)}"
         yield refused_check("packages", f"missing: {', '.join(missing)}", remedy, exit_code=2)
     else:
-        yield good_check("packages", f"pipeline {version('pipeline')} and all it needs")
+        yield good_check("packages", f"pipeline {__version__} and all it needs")
         yield _torch()
     for extra, (module, without) in EXTRAS.items():
         if find_spec(module) is None:
-            yield noted_check(f"extra {extra}", f"not installed: {without}", f"pip install 'pipeline[{extra}]'")
+            yield noted_check(f"extra {extra}", f"not installed: {without}", install_extra(extra))
 
 
 def _torch() -> CheckResult:
@@ -118,9 +125,12 @@ def _torch() -> CheckResult:
     return noted_check("torch", f"{found} is installed, {TESTED_TORCH} is what was tested", remedy)
 
 
-def _required() -> list[str]:
-    """Return the names of the dependencies, without those of extras."""
-    lines = [line for line in requires("pipeline") or () if "extra ==" not in line]
+def _required() -> list[str] | None:
+    """Return the names of the dependencies, without those of extras; None where nothing is installed to tell them."""
+    try:
+        lines = [line for line in requires(DISTRIBUTION) or () if "extra ==" not in line]
+    except PackageNotFoundError:
+        return None
     return [name.group() for line in lines if (name := PACKAGE_NAME.match(line))]
 
 
@@ -279,7 +289,7 @@ def settings_findings(loaded: LoadedConfig) -> Iterator[CheckResult]:
             what = (
                 f"{loaded.origins['train.trackers']}: train.trackers: {tracker} is not installed, and gets no figures"
             )
-            yield refused_check("trackers", what, f"pip install 'pipeline[{tracker}]'", exit_code=2)
+            yield refused_check("trackers", what, install_extra(tracker), exit_code=2)
     if loaded.config.train.task is not None:
         try:
             _try_task(loaded)

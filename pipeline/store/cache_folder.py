@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipeline.command_line import Command
+from pipeline.command_line import UPGRADE, Command
 from pipeline.errors import CacheDamaged, CacheFull, CacheUnusable, JobFailed, RecordMissing
 from pipeline.files import whose
 from pipeline.keys import recipe_key, recipe_tag
@@ -328,7 +328,7 @@ class CacheFolder:
             raise self._unmarked()
         if version > CACHE_FORMAT:
             what = f"the cache was written by a newer pipeline (format {version})"
-            raise self._unusable(what, "pip install --upgrade pipeline")
+            raise self._unusable(what, UPGRADE)
 
     def _unmarked(self) -> CacheUnusable:
         """Return the error for an unreadable marker; where records are, its remedy keeps them."""

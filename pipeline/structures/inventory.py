@@ -45,8 +45,13 @@ class ScanRecipe:
 
 def item_key(item: Item, recipe: ScanRecipe, digests: Mapping[str, str]) -> bytes:
     """Return the key of an item's inventory, from the digests of its files, the chains it names, and the recipe."""
+    return tagged_key("scan", plain_recipe(recipe), item_subject(item, digests))
+
+
+def item_subject(item: Item, digests: Mapping[str, str]) -> Any:
+    """Return what an inventory is made of, as JSON data: the recipe says how."""
     if item.sequence is not None:
-        return tagged_key("scan", plain_recipe(recipe), item.sequence)
+        return item.sequence
 
     def parts(chosen: Sequence[Part]) -> list[list[Any]]:
         return [
@@ -54,7 +59,7 @@ def item_key(item: Item, recipe: ScanRecipe, digests: Mapping[str, str]) -> byte
             for part in chosen
         ]
 
-    return tagged_key("scan", plain_recipe(recipe), {"parts": parts(item.parts), "bound": parts(item.bound)})
+    return {"parts": parts(item.parts), "bound": parts(item.bound)}
 
 
 def _own(path: str, known: Mapping[str, Known]) -> list[Known]:

@@ -199,7 +199,7 @@ def test_files_of_a_later_version_are_not_to_be_repaired(pipeline: Command, cach
     done = pipeline(*VALIDATE)
     assert done.code == 4
     assert "1 file of a later version" in done.out
-    assert "pip install --upgrade pipeline" in done.err
+    assert "pip install --upgrade protein-training-pipeline" in done.err
 
 
 def test_nothing_there_is_said_to_be_so(pipeline: Command) -> None:

@@ -27,6 +27,7 @@ COMMANDS = (
     "export",
     "export embeddings",
     "plan",
+    "explain",
     "status",
     "items",
     "logs",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -81,3 +82,12 @@ def test_an_old_run_whose_processes_were_killed_is_resumed_to_its_end(old: Path,
     (model,) = old.glob("models/*")
     epochs = [json.loads(line) for line in (model / "epochs.jsonl").read_text().splitlines()]
     assert [epoch["epoch"] for epoch in epochs] == list(range(1, STEPS + 1))
+
+
+def test_nothing_that_goes_on_with_an_old_run_asks_for_the_name_that_was_installed_then() -> None:
+    asks = re.compile(rb"\b(?:version|requires|distribution)\(.pipeline.\)")
+    with tarfile.open(ARCHIVE) as archive:
+        files = [(member.name, archive.extractfile(member)) for member in archive if member.name.endswith(".py")]
+        asking = {name.partition("/pipeline/")[2] for name, file in files if file and asks.search(file.read())}
+    assert len(files) > 100
+    assert asking == {"runs/checkup.py"}, "`pipeline doctor`, which no run executes"

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.command_line import DISTRIBUTION
 from tests.conftest import ROOT
 from tests.stubs import silent_slurm
 
@@ -70,7 +71,8 @@ def installed(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Install
     prefix = tmp_path_factory.mktemp("installed") / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", prefix], check=True)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(prefix / "bin" / "python")]
-    subprocess.run([*pip, "install", "--quiet", "--no-deps", "--no-index", str(built.wheel)], check=True)
+    by_name = ["--no-deps", "--no-index", "--find-links", str(built.wheel.parent), DISTRIBUTION]
+    subprocess.run([*pip, "install", "--quiet", *by_name], check=True)
     (packages,) = (prefix / "lib").glob("python*/site-packages")
     # A folder that a .pth names is searched, but the .pth files in it are not read: the checkout stays unseen.
     (packages / "needed.pth").write_text(sysconfig.get_path("purelib") + "\n")

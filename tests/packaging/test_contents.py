@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 import pipeline
+from pipeline.command_line import DISTRIBUTION
 from tests.conftest import ROOT
 from tests.packaging.conftest import Built, project_files
 
@@ -40,7 +41,7 @@ def sdist_names(built: Built) -> set[str]:
 @pytest.fixture(scope="module")
 def metadata(built: Built) -> dict[str, list[str]]:
     with zipfile.ZipFile(built.wheel) as archive:
-        text = archive.read(f"pipeline-{pipeline.__version__}.dist-info/METADATA").decode()
+        text = archive.read(f"protein_training_pipeline-{pipeline.__version__}.dist-info/METADATA").decode()
     message = message_from_string(text)
     return {name: message.get_all(name, []) for name in {key.title() for key in message}}
 
@@ -58,13 +59,13 @@ def test_the_wheel_has_every_module_and_all_that_lies_beside_the_package(wheel_n
 
 def test_the_wheel_has_nothing_that_is_no_part_of_the_program(wheel_names: set[str]) -> None:
     places = {name.split("/")[0] for name in wheel_names}
-    assert places == {"pipeline", f"pipeline-{pipeline.__version__}.dist-info"}
+    assert places == {"pipeline", f"protein_training_pipeline-{pipeline.__version__}.dist-info"}
     assert not [name for name in wheel_names if UNWANTED.search(name)]
 
 
 def test_the_wheel_says_that_it_is_typed_and_whose_licence_it_has(wheel_names: set[str], metadata) -> None:
     assert "pipeline/py.typed" in wheel_names
-    assert f"pipeline-{pipeline.__version__}.dist-info/licenses/LICENSE" in wheel_names
+    assert f"protein_training_pipeline-{pipeline.__version__}.dist-info/licenses/LICENSE" in wheel_names
     assert metadata["License-Expression"] == ["MIT"]
     assert "Typing :: Typed" in metadata["Classifier"]
 
@@ -87,7 +88,22 @@ def test_the_citation_and_the_wheel_name_the_same_licence(metadata: dict[str, li
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["license"] == metadata["License-Expression"][0]
     assert {"cff-version", "message", "title", "authors"} <= set(citation)
+    assert [citation["title"]] == metadata["Name"] == [DISTRIBUTION]
     assert (ROOT / "LICENSE").read_text().startswith("MIT License")
+
+
+def test_nothing_tells_people_to_install_a_stranger(built: Built) -> None:
+    told = re.compile(r"pip install [^\n]*(?<![-\w./])pipeline(\[|\b(?![-./_]))")
+    wrong = [
+        f"{name}: {line.strip()}"
+        for name in project_files()
+        if name.split("/")[0] not in ("tests", "CHANGELOG.md") and not name.endswith((".xz", ".png", ".zst", ".gz"))
+        for line in (ROOT / name).read_text(errors="replace").splitlines()
+        if told.search(line)
+    ]
+    assert not wrong
+    wheel = built.wheel.name.partition("-")[0]
+    assert f"dist/{wheel}-*.whl" in (ROOT / "containers/pipeline.def").read_text()
 
 
 def test_pages_that_messages_name_are_in_the_wheel(wheel_names: set[str]) -> None:

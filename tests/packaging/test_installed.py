@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 import pipeline
+from pipeline.command_line import DISTRIBUTION
 from tests.conftest import ROOT
-from tests.packaging.conftest import Installed
+from tests.packaging.conftest import Built, Installed
 
 USER = """\
 from pathlib import Path
@@ -48,6 +49,15 @@ def test_the_package_comes_from_the_wheel_and_nothing_of_the_checkout_is_seen(
     assert str(ROOT) not in paths
     typed = "from importlib.resources import files; assert files('pipeline').joinpath('py.typed').is_file()"
     installed("python", "-c", typed, cwd=tmp_path)
+
+
+def test_the_distribution_has_a_name_of_its_own_and_the_command_keeps_its_name(
+    installed: Installed, tmp_path: Path
+) -> None:
+    code = "from importlib.metadata import distribution as of; d = of('%s'); print(d.version, *d.entry_points.names)"
+    told = installed("python", "-c", code % DISTRIBUTION, cwd=tmp_path).stdout.split()
+    assert told == [pipeline.__version__, "pipeline"]
+    assert f'name = "{DISTRIBUTION}"' in (ROOT / "pyproject.toml").read_text()
 
 
 def test_help_and_version_are_those_of_the_checkout(installed: Installed, tmp_path: Path) -> None:
@@ -91,3 +101,20 @@ def test_the_whole_demo_runs_from_the_wheel_in_an_empty_environment(installed: I
     assert "30 cached, 0 to do" in again.stdout + again.stderr
     code = Path(next((tmp_path / "demo/runs").glob("2*/code.txt")).read_text())
     assert (code / "pipeline/data/sbatch/train.sbatch").is_file()  # what a run froze is the wheel's, whole
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_pip_install_by_name_and_the_demo_are_all_that_an_empty_environment_needs(built: Built, tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True, timeout=300)
+    pip = [tmp_path / "venv/bin/pip", "--disable-pip-version-check", "install", "--quiet", "--no-compile"]
+    found = ["-c", ROOT / "constraints.txt", "--find-links", built.wheel.parent, DISTRIBUTION]
+    done = subprocess.run([*pip, *found], capture_output=True, text=True, check=False, timeout=1200)
+    if "Failed to establish a new connection" in done.stderr:
+        pytest.skip("no package index answers here: torch and the others cannot be installed")
+    assert done.returncode == 0, done.stderr
+    empty = Installed(tmp_path / "venv", tmp_path)
+    assert "24 accepted, 1 rejected" in empty("pipeline", "demo", "demo", cwd=tmp_path).stdout
+    torch = empty("python", "-c", "import torch; print(torch.__version__, torch.__file__)", cwd=tmp_path).stdout
+    assert torch.startswith("2.13.0")
+    assert str(tmp_path / "venv") in torch

@@ -90,7 +90,12 @@ RNA = "train.task=pipeline.tasks.rna_ligand:RnaLigand"
     [
         ("embed.weights=nowhere.pt", "", "weights", "there is no checkpoint at this path"),
         ("train.trackers=[wandb]", "wandb", "trackers", "wandb is not installed"),
-        ("train.trackers=[tensorboard]", "tensorboard", "trackers", "pip install 'pipeline[tensorboard]'"),
+        (
+            "train.trackers=[tensorboard]",
+            "tensorboard",
+            "trackers",
+            "pip install 'protein-training-pipeline[tensorboard]'",
+        ),
         (RNA, "", "task", "the task reads RNA pockets"),
         ("train.task=nowhere_at_all:Task", "", "task", "nowhere_at_all"),
         ("data.path=nowhere", "", "data", "does not exist"),

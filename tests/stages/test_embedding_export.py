@@ -271,7 +271,7 @@ def test_an_extra_that_is_not_installed_is_named(
     monkeypatch.chdir(sequences)
     refused = pipeline("export", "embeddings", "--out", f"z.{format_}")
     assert refused.code == 2
-    assert f"pip install 'pipeline[{extra}]'" in refused.err
+    assert f"pip install 'protein-training-pipeline[{extra}]'" in refused.err
     assert not list(sequences.glob("*z.*"))
 
 

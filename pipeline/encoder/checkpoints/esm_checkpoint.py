@@ -309,7 +309,8 @@ def _face_name(name: str, others: Mapping[str, str]) -> str:
 def esm_name(name: str) -> str:
     """Return fair-esm's bare name of a tensor that fair-esm or Hugging Face published; others stay as they are."""
     bare = _FAIR_PREFIX.sub("", name)
-    return bare if bare.startswith(("layers.", "embed_tokens.", "emb_layer_norm_after.")) else _face_name(name, _FACE_OTHERS)
+    is_fair = bare.startswith(("layers.", "embed_tokens.", "emb_layer_norm_after."))
+    return bare if is_fair else _face_name(name, _FACE_OTHERS)
 
 
 def face_name(name: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from pipeline.command_line import install_extra
 from pipeline.encoder.checkpoints.checkpoint_files import CONFIG, read_json_object
 from pipeline.errors import ConfigError, JobFailed
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 _T5 = ("t5", "mt5", "umt5")  # of which the encoder alone is wanted
-_INSTALL = "pip install 'pipeline[transformers]'"
+_INSTALL = install_extra("transformers")
 
 
 class HuggingFace:

@@ -14,6 +14,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from pipeline.command_line import install_extra
 from pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ def _mender() -> Any:
         raise ConfigError(
             "texts are mended by ftfy, which is not installed",
             where="data.reader",
-            remedy="pip install 'pipeline[images]'",
+            remedy=install_extra("images"),
         ) from error
     return ftfy
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pipeline.command_line import install_extra
 from pipeline.errors import ConfigError
 from pipeline.readers.entry import UnusableEntry
 
@@ -65,6 +66,6 @@ def image_library() -> Any:
         from PIL import Image
     except ImportError as error:
         what = "images are read by Pillow, which is not installed"
-        raise ConfigError(what, where="data.reader", remedy="pip install 'pipeline[images]'") from error
+        raise ConfigError(what, where="data.reader", remedy=install_extra("images")) from error
     Image.init()  # here, and not in several threads at once
     return Image

@@ -15,6 +15,7 @@ from markupsafe import Markup
 from pipeline.journal.active_runs import GOING_ON
 from pipeline.report.html import run_plots
 from pipeline.report.html.plots import figure, moment, tag
+from pipeline.report.html.stage_drawing import stage_drawing
 from pipeline.report.stage_lines import CENSUS, DAMAGED, UNIT, found_damage, speed_lines, state_of_stage, unit_of
 from pipeline.report.tables import TEXT_MOST, clip, plural
 from pipeline.units import format_bytes, format_seconds
@@ -84,6 +85,7 @@ def _environment() -> Environment:
         "ratio": lambda measured, asked: measured / asked if measured and asked else None,
         "setting": typed_setting,
         "speed_over_all": speed_over_all,
+        "stage_drawing": stage_drawing,
         "state_of_run": state_of_run,
         "state_of_stage": state_of_stage,
         "story": story_lines,

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pipeline.journal.run_status import StageStatus
     from pipeline.report.cache_tables import Holdings
     from pipeline.report.facts import StageUse
+    from pipeline.report.stage_graph import StageBox
     from pipeline.training.loop.metrics_log import Epoch
     from pipeline.training.prepared import Prepared
 
@@ -173,6 +174,7 @@ class PageFacts:
     folder: Path
     made_at: float
     again: str  # the command that began it
+    boxes: Sequence[StageBox]  # the stages of the run as a graph
     stages: Sequence[StageFacts]
     time: TimeFacts
     troubles: Troubles

@@ -18,6 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeline.command_line import install_extra
 from pipeline.encoder.checkpoints.weights import checkpoint_facts, key_as_it_stands
 from pipeline.errors import CacheDamaged, PipelineError, RecordMissing
 from pipeline.graphs.build_graph import encoded_graph
@@ -301,7 +302,7 @@ class Semantic:
             return
         name = second_parser()
         if name is None:
-            self._notes["not compared: no second parser is installed (pip install 'pipeline[bcif]')"] += 1
+            self._notes[f"not compared: no second parser is installed ({install_extra('bcif')})"] += 1
             return
         for side in (*anew.read.sides.values(), *anew.read.bound.values()):
             part, reading = side.part, self._project.recipe.reading

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from pipeline.report.cache_tables import Holdings
     from pipeline.report.facts import StageUse
     from pipeline.report.html.run_facts import Curve
+    from pipeline.report.stage_graph import StageBox
 
 _T = TypeVar("_T")
 log = logging.getLogger(__name__)
@@ -75,6 +76,7 @@ class Page:
             folder=self.folder.path,
             made_at=now,
             again=self._again(),
+            boxes=or_note("graph of stages", lambda: self._boxes(status)) or [],
             stages=[stage_facts(run, stage) for stage in status.in_order()],
             time=time_facts(status, self.work, now),
             troubles=trouble_facts(status),
@@ -96,6 +98,11 @@ class Page:
         if TRAIN not in (*status.planned, *status.stages):
             return None
         return training_facts(self.folder, self.config, status.stages.get(TRAIN))
+
+    def _boxes(self, status: RunStatus) -> list[StageBox]:
+        from pipeline.runs.views.stage_states import boxes_of_run
+
+        return boxes_of_run(self.config, status)
 
     def _uses(self, status: RunStatus) -> list[StageUse]:
         from pipeline.runs.views.efficiency import stage_uses

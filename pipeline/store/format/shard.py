@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import xxhash
 
+from pipeline.command_line import UPGRADE
 from pipeline.errors import SUBMIT_AGAIN, CacheDamaged
 from pipeline.keys import KEY_BYTES
 from pipeline.store.format.cache_layout import SHARD_SUFFIX
@@ -311,7 +312,7 @@ def _read_table(disk: Disk, fd: int, path: Path, tail_bytes: int) -> ShardTable:
 
 def _newer(path: Path, version: int) -> ShardNewer:
     problem = f"the shard is of a format that this version does not know ({version})"
-    return ShardNewer(problem, where=str(path), remedy="pip install --upgrade pipeline")
+    return ShardNewer(problem, where=str(path), remedy=UPGRADE)
 
 
 def _tiles(rows: npt.NDArray[Any], start: int, end: int) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from pipeline.command_line import Command
+from pipeline.command_line import UPGRADE, Command
 from pipeline.errors import CacheDamaged, ConfigError
 from pipeline.store.format.cache_layout import REPORTS
 from pipeline.store.format.disk import Draft
@@ -37,7 +37,7 @@ REFUSED = "its disk refuses to give it"
 UNREAD = "records in it that were whole could not be read again"
 REPAIR_ALL = Command.of("cache repair --yes")
 _WAYS_ON = {
-    NEWER: "pip install --upgrade pipeline   (for {file})",
+    NEWER: f"{UPGRADE}   (for {{file}})",
     FOREIGN: "mv {file} elsewhere   (no pipeline wrote it)",
     FORBIDDEN: "ls -l {file}   (ask its owner: chmod a+r {file})",
     REFUSED: "mv {file} {file}.unreadable   (then: {repair})",

@@ -14,7 +14,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pipeline.command_line import Command
+from pipeline.command_line import UPGRADE, Command
 from pipeline.errors import CacheDamaged, CacheUnusable, ConfigError
 from pipeline.store.cache_folder import CACHE_FORMAT
 from pipeline.store.format.cache_layout import EXPORT, MANIFEST, KindLayout
@@ -97,7 +97,7 @@ def read_description(disk: Disk, folder: Path) -> dict[str, int]:
         ) from error
     if versions[0] > EXPORT_FORMAT or versions[1] > CACHE_FORMAT:
         what = f"the export was made by a newer pipeline (formats {versions[0]} and {versions[1]})"
-        raise CacheUnusable(what, where=str(folder), remedy="pip install --upgrade pipeline")
+        raise CacheUnusable(what, where=str(folder), remedy=UPGRADE)
     return kinds
 
 

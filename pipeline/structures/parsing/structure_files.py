@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import gemmi
 import numpy as np
 
+from pipeline.command_line import install_extra
 from pipeline.keys import content_digest
 from pipeline.records import Reason
 from pipeline.structures.atoms import UnusableInput
@@ -186,12 +187,10 @@ PIECE_BYTES = 4 << 20
 def stat_file(path: Path, max_bytes: int) -> os.stat_result:
     """Return a file's state; refuse one whose name, type or size already rules it out."""
     if not HAS_BIOTITE and ".bcif" in path.suffixes[-2:]:
-        raise UnusableInput(
-            Reason.NEEDS_EXTRA, "BinaryCIF needs Python 3.11 and an extra: pip install 'pipeline[bcif]'"
-        )
+        raise UnusableInput(Reason.NEEDS_EXTRA, f"BinaryCIF needs Python 3.11 and an extra: {install_extra('bcif')}")
     needed = EXTRA.get(FORMATS.get(_suffix(path), ""))
     if needed and find_spec(needed) is None:
-        what = f"{_suffix(path)} needs {needed}, an extra: pip install 'pipeline[molecules]'"
+        what = f"{_suffix(path)} needs {needed}, an extra: {install_extra('molecules')}"
         raise UnusableInput(Reason.NEEDS_EXTRA, what)
     try:
         state = path.stat()

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from pipeline.command_line import install_extra
 from pipeline.errors import ConfigError, DataError
 from pipeline.files import replacing
 from pipeline.readers.hdf5 import library
@@ -218,6 +219,6 @@ def import_arrow(where: str = "train.predict.parquet", otherwise: str = "--set t
     try:
         import pyarrow
     except ImportError as error:
-        remedy = f"pip install 'pipeline[parquet]'   (or {otherwise})"
+        remedy = f"{install_extra('parquet')}   (or {otherwise})"
         raise ConfigError("Parquet needs pyarrow, which is not installed", where=where, remedy=remedy) from error
     return pyarrow

@@ -22,6 +22,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
+from pipeline.command_line import install_extra
 from pipeline.files import write_whole
 from pipeline.training.step_clock import told_shares
 from pipeline.units import format_bytes
@@ -284,7 +285,7 @@ class FailsafeTracker:
             call()
         except ImportError as error:
             self._tracker = None
-            log.warning("%s gets no figures: %s; pip install 'pipeline[%s]'", self._name, error, self._name)
+            log.warning("%s gets no figures: %s; %s", self._name, error, install_extra(self._name))
         except Exception as error:  # noqa: BLE001 - a service that shows curves is no reason to lose a training
             self._tracker = None
             log.warning("%s gets no more figures: %s: %s", self._name, type(error).__name__, error)

@@ -22,7 +22,7 @@ from tests.docs.blocks import Page
 from tests.projects import settle
 from tests.runs.workflow.reader_project import CODE, SPLITS, write_spectrum
 from tests.slurm.cluster import Cluster
-from tests.slurm.runs import Run, make_project
+from tests.slurm.runs import PIPELINE, Run, make_project
 from tests.training.own_loops.test_ranks_of_others import HOPELESS, SCRIPT, undisturbed
 
 pytestmark = pytest.mark.slurm
@@ -156,6 +156,46 @@ def test_the_batch_of_a_script_that_srun_starts_is_what_its_smallest_task_holds(
     assert "64  " in done.err, "the kernel ended a task of the first try"
     assert 16 <= json.loads(done.out)["micro_batch"] < 25, "8 MiB an item, and Python's own"
     assert not list(tmp_path.glob("64-1"))
+
+
+UNLIKE = """\
+import os, sys
+
+import torch
+
+size, rank = int(sys.argv[1]), int(os.environ["SLURM_PROCID"])
+with open(f"tried-{rank}", "a") as file:
+    print(size, os.environ["SLURMD_NODENAME"], file=file)
+meeting = f"file://{os.getcwd()}/meeting-{os.environ['SLURM_JOB_ID']}"
+torch.distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
+model = torch.nn.Linear(4, 1)
+for step in range(1, 4):
+    if size > (48, 20)[rank]:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 24 GiB")
+    model(torch.ones(size, 4)).sum().backward()
+    torch.distributed.all_reduce(model.weight.grad)
+    if rank == 0:
+        print('pipeline: {"step": %d}' % step, flush=True)
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.usefixtures("healthy")
+def test_tuning_over_two_nodes_of_srun_finds_what_the_smaller_rank_holds(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(UNLIKE)
+    start = ["srun", "--nodes=2", "--ntasks=2", "--mem=600M", "--time=5", "--kill-on-bad-exit=1", sys.executable]
+    tune = [PIPELINE, "tune", "--max", "64", "--divides", "64", "--json", "--", *start, "script.py", "{micro_batch}"]
+    done = subprocess.run(tune, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(done.stdout)["micro_batch"] == 16
+    assert "32  torch.OutOfMemoryError: CUDA out of memory" in done.stderr, "which rank 1 alone has said"
+    tried = [[line.split() for line in (tmp_path / f"tried-{rank}").read_text().splitlines()] for rank in (0, 1)]
+    assert [[size for size, _ in of_rank] for of_rank in tried] == [["64", "32", "16"]] * 2
+    assert all(first[1] != second[1] for first, second in zip(*tried, strict=True)), "they are on different nodes"
+    remembered = subprocess.run(tune, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=True)
+    assert json.loads(remembered.stdout) == {**json.loads(done.stdout), "remembered": True}
 
 
 @pytest.mark.slow

@@ -15,7 +15,9 @@ from pipeline.structures.policy import Policy, Structure, apply_policy
 from pipeline.structures.synthetic import complex_pdb
 from tests.graphs.complexes import LIMIT
 
-pytestmark = pytest.mark.skipif(not HAS_BIOTITE, reason="no second parser is installed: pip install 'pipeline[bcif]'")
+pytestmark = pytest.mark.skipif(
+    not HAS_BIOTITE, reason="no second parser is installed: pip install 'protein-training-pipeline[bcif]'"
+)
 MADE = complex_pdb(3, 12, 10)
 
 

@@ -243,7 +243,7 @@ def test_a_tracker_that_is_not_installed_says_how_it_would_be(tmp_path, caplog, 
         (tracker,) = open_trackers(["wandb"], tmp_path)
         tracker.scalars(1, {"loss": 1.0})
     assert len(caplog.records) == 1
-    assert "pip install 'pipeline[wandb]'" in caplog.text
+    assert "pip install 'protein-training-pipeline[wandb]'" in caplog.text
 
 
 def test_a_run_keeps_its_id(tmp_path):

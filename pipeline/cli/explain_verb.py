@@ -1,0 +1,141 @@
+"""`pipeline explain` and `plan --graph`: how each stage stands, of the whole data set or of one item, and why."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from typer.core import TyperCommand
+
+from pipeline.cli.options import ConfigFile, Json, Sets, as_typed, choice, load_config, print_json
+from pipeline.command_line import Command
+from pipeline.stage_names import StageName
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import RenderableType
+
+    from pipeline.project.project import Project
+    from pipeline.report.stage_graph import StageBox
+    from pipeline.runs.views.why import SettingChange
+
+OPTION, TEXT = "--graph", "text"
+KEY_DIGITS = 16  # the first 8 are those of all records of a recipe
+GRAPH_FORMS = (TEXT, "mermaid", "dot")
+GraphForm = Annotated[
+    str | None,
+    typer.Option(
+        OPTION,
+        metavar=f"[={'|'.join(GRAPH_FORMS)}]",
+        help="Draw the stages as a graph: what is done, what is not, and why.",
+        **choice(GRAPH_FORMS),
+    ),
+]
+
+
+class WithGraph(TyperCommand):
+    """A command whose `--graph` needs no value."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        """Let `--graph` alone mean `--graph=text`."""
+        followed = zip(args, [*args[1:], ""], strict=True)
+        bare = [word == OPTION and after not in GRAPH_FORMS for word, after in followed]
+        return super().parse_args(ctx, [f"{OPTION}={TEXT}" if b else word for word, b in zip(args, bare, strict=True)])
+
+
+def show_graph(stage: str, project: Project, form: str, *, as_json: bool) -> None:
+    """Print the graph of a stage and those it needs, or of all."""
+    from pipeline.report import tables
+    from pipeline.report.stage_graph import arrows, as_dot, as_mermaid
+    from pipeline.runs.views.stage_states import stage_boxes
+    from pipeline.runs.workflow.table import everything, up_to
+
+    boxes = stage_boxes(project, everything(project.config) if stage == "all" else up_to(stage, project.config))
+    if as_json:
+        print_json({"stages": [box.to_json() for box in boxes], "arrows": arrows(boxes)})
+    elif form == TEXT:
+        tables.show_parts(*_graph_text(boxes))
+    else:
+        typer.echo(as_mermaid(boxes) if form == "mermaid" else as_dot(boxes))
+
+
+def _graph_text(boxes: Sequence[StageBox]) -> list[RenderableType]:
+    """Return a graph as text: its names and arrows, and a row for each stage."""
+    from pipeline.report.stage_graph import graph_lines
+    from pipeline.report.tables import text_table
+
+    rows = [(box.name, box.state, box.counts, box.why) for box in boxes]
+    return ["\n".join(graph_lines(boxes)), "", text_table(("stage", "state", "of it", "why"), rows)]
+
+
+def explain_command(
+    item: Annotated[str | None, typer.Argument(metavar="ITEM", help="The id of an item.")] = None,
+    stage: Annotated[
+        str | None,
+        typer.Option(
+            "--stage",
+            metavar=f"[{'|'.join(StageName)}]",
+            help="Explain a stage; train: what differs from the nearest earlier model.",
+            **choice(tuple(StageName)),
+        ),
+    ] = None,
+    config: ConfigFile = None,
+    sets: Sets = None,
+    as_json: Json = False,
+) -> None:
+    """Say why an item or a stage is done again, or not yet: which file or setting changed, and what is next."""
+    from pipeline.errors import ConfigError
+    from pipeline.project.project import Project
+
+    if (item is None) == (stage is None):
+        what = "name an item, or a stage with --stage" + (": not both" if item else "")
+        remedy = Command.of("explain ITEM", then="   or   pipeline explain --stage train")
+        raise ConfigError(what, where="pipeline explain", remedy=remedy)
+    loaded = load_config(config, sets)
+    project = Project.open(loaded.config, remember=False, beside=loaded.base_dir.absolute())
+    if item is not None:
+        _show_item(project, item, as_json=as_json)
+    else:
+        _show_stage(project, str(stage), as_json=as_json)
+
+
+def _show_item(project: Project, name: str, *, as_json: bool) -> None:
+    from pipeline.report.tables import show_parts, text_table
+    from pipeline.runs.views.explained_item import explain_item
+
+    explained = explain_item(project, name)
+    if as_json:
+        print_json(explained.to_json())
+        return
+    rows = [
+        (of.stage, of.because.state.value, str(of.because), " ".join(key[:KEY_DIGITS] for key in of.keys.values()))
+        for of in explained.stages
+    ]
+    title = f"{explained.id}   ({explained.origin})" if explained.origin else explained.id
+    show_parts(title, text_table(("stage", "state", "why", "key"), rows))
+    _show_next(explained.next)
+
+
+def _show_stage(project: Project, name: str, *, as_json: bool) -> None:
+    from pipeline.report.tables import show_parts
+    from pipeline.runs.views.stage_states import explain_stage
+
+    explained = explain_stage(project, name)
+    if as_json:
+        print_json(explained.to_json())
+        return
+    box, why = explained.box, explained.box.why.partition(": ")[0] if explained.changes else explained.box.why
+    show_parts(": ".join(filter(None, (f"{name}: {box.state}", why))), *([f"  {box.counts}"] if box.counts else []))
+    for line in map(_change_line, explained.changes):
+        typer.echo(line)
+    _show_next(explained.next)
+
+
+def _change_line(change: SettingChange) -> str:
+    return f"  {change}"
+
+
+def _show_next(command: Command | None) -> None:
+    if command is not None:
+        typer.echo(f"next: {as_typed(command)}")

@@ -1,0 +1,181 @@
+"""How each stage of a configuration stands, and why it has something to do."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from pipeline.command_line import Command
+from pipeline.errors import ConfigError, PipelineError
+from pipeline.report.stage_graph import DONE, StageBox
+from pipeline.report.stage_lines import UNIT, state_of_stage
+from pipeline.report.tables import plural
+from pipeline.runs.dataset.loading import made_table
+from pipeline.runs.model.prepare import folder_of, is_planned, prepare, recipe_of
+from pipeline.runs.views.why import Because, Recorded, SettingChange, WorkState, changes_between, why_stage
+from pipeline.runs.workflow import table
+from pipeline.runs.workflow.script_stage import is_script
+from pipeline.runs.workflow.train_stage import TrainedSoFar
+from pipeline.stage_names import StageName
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from pipeline.config.schema import Config
+    from pipeline.journal.run_status import RunStatus
+    from pipeline.project.project import Project
+    from pipeline.runs.workflow.stage import Stage
+
+DATA = "data"
+COUNTED = {
+    "cached": "cached",
+    "done": "done",
+    "missing": "to do",
+    "waiting": "not scanned",
+    "refused": "refused",
+    "unusable": "unusable",
+    "unkept": "not kept",
+}
+UNDECIDED = ("table", "precision", "crop", "skipped")  # of a recipe: by a plan, or by stages that come first
+
+
+@dataclass(frozen=True, slots=True)
+class StageExplained:
+    """How a stage stands, and why; of a training, the earlier one that is most like it."""
+
+    box: StageBox
+    changes: tuple[SettingChange, ...] = ()
+    model: str = ""
+    next: Command | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        told = {**self.box.to_json(), "changes": list(map(asdict, self.changes)), "next": str(self.next or "")}
+        told["stage"] = told.pop("name")
+        return told | ({"model": self.model} if self.model else {})
+
+
+def stage_boxes(project: Project, names: Sequence[str]) -> list[StageBox]:
+    """Return the box of each stage, and that of the data set before them."""
+    needs = stage_needs(project.config, names)
+    explained = [explain_stage(project, name, needs[name]) for name in names]
+    data = project.config.data
+    return [StageBox(DATA, (), DONE, f"{data.source} {data.path.name}"), *(one.box for one in explained)]
+
+
+def stage_needs(config: Config, names: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Return what each stage needs of the others, or that it needs the data set."""
+    rows = {name: [need.value for need in table.stage(name, config).needed(config)] for name in names}
+    return {name: tuple(need for need in needs if need in names) or (DATA,) for name, needs in rows.items()}
+
+
+def boxes_of_run(config: Config, status: RunStatus) -> list[StageBox]:
+    """Return the box of each stage of a run, by its ledger, and that of the data set before them."""
+    names = list(dict.fromkeys([*status.planned, *status.stages]))
+    needs, boxes = stage_needs(config, names), [StageBox(DATA, (), config.data.source, config.data.path.name)]
+    for name in names:
+        stage = status.stages.get(name)
+        done = stage.items_done if stage else 0
+        counts = {"cached": stage.cached, "done": done, "missing": max(0, stage.missing - done)} if stage else {}
+        left = _counted(name, counts)
+        boxes.append(StageBox(name, needs[name], state_of_stage(stage) if stage else "not begun", left))
+    return boxes
+
+
+def explain_stage(project: Project, name: str, needs: tuple[str, ...] = ()) -> StageExplained:
+    """Say how a stage stands, and why it has something to do."""
+    stage = table.stage(name, project.config)
+    if name == StageName.TRAIN and not is_script(project.config, name):
+        return explain_training(project, needs)
+    try:
+        counts = _counts(project, stage)
+        because = why_stage(name, counts, _recipe(project, stage), _recorded(project, stage))
+    except ConfigError as error:  # such as weights that are not there yet
+        counts, because = {}, Because(WorkState.WAITING, f"{error.where}: {error.what}".splitlines()[0])
+    box = StageBox(name, needs, because.state.value, _counted(name, counts), str(because))
+    return StageExplained(box, because.changes, next=_next(name, because))
+
+
+def _next(name: str, because: Because) -> Command | None:
+    return Command.submit(name) if because.state in (WorkState.TO_DO, WorkState.WAITING) else None
+
+
+def _counts(project: Project, stage: Stage) -> Mapping[str, int]:
+    """Return what a stage counts; what only a plan could tell is not traced for that."""
+    if stage.together and not is_script(project.config, stage.name) and not is_planned(project):
+        return {"unplanned": 1}
+    return stage.survey(project, None, 1).counts
+
+
+def _recipe(project: Project, stage: Stage) -> Mapping[str, Any] | None:
+    """Return the recipe of the records that a stage makes; None where its results are not in the cache."""
+    if not stage.kinds or stage.name not in stage.kinds or project.config.data.source == "reader":
+        return None
+    return stage.recipe(project)
+
+
+def _recorded(project: Project, stage: Stage) -> list[Recorded]:
+    """Return the recipes by which the cache has records of a stage."""
+    if stage.name not in stage.kinds:
+        return []
+    layers = (project.cache, *project.cache.under)
+    return [Recorded(stat.recipe, stat.records) for layer in layers for stat in layer.recipes(stage.name)]
+
+
+def _counted(name: str, counts: Mapping[str, int]) -> str:
+    parts = [f"{counts[key]:,} {word}" for key, word in COUNTED.items() if counts.get(key)]
+    return f"{UNIT.get(name, 'item')}s: {', '.join(parts)}" if parts else ""
+
+
+def explain_training(project: Project, needs: tuple[str, ...] = ()) -> StageExplained:
+    """Say how the training of a configuration stands: how far it is, or what differs from the nearest earlier one."""
+    if project.config.train.task is None:
+        what = "no task is named: nothing is trained"
+        raise ConfigError(what, where="train.task", remedy="--set train.task=package.module:Name")
+    whole = made_table(project)
+    prepared = prepare(project) if whole is not None and is_planned(project) else None
+    if prepared is not None and (folder := folder_of(project, prepared)).path.exists():
+        return _begun(project, needs, TrainedSoFar.of(folder), prepared.epochs, prepared.name, prepared)
+    recipe = prepared.recipe if prepared else recipe_of(project, whole or "", "")
+    left_out = () if prepared else UNDECIDED
+    model, changes = nearest_model(project, _without(recipe, left_out), left_out)
+    if model and not changes:
+        first = "the plan is" if whole else "the graphs of this configuration are"
+        because = Because(WorkState.WAITING, f"{first} not made yet; in all else it is {model}")
+    elif model:
+        because = Because(WorkState.TO_DO, f"it is another training than {model}, the nearest", changes)
+    else:
+        because = Because(WorkState.TO_DO if whole else WorkState.WAITING, "no model was trained before")
+    box = StageBox("train", needs, because.state.value, "", str(because))
+    return StageExplained(box, because.changes, model, _next("train", because))
+
+
+def _begun(
+    project: Project, needs: tuple[str, ...], progress: TrainedSoFar, epochs: int, model: str, prepared: Any
+) -> StageExplained:
+    """Say how a training stands that has begun."""
+    counts = f"{plural(progress.done, 'step')}, epoch {progress.epoch:,} of {epochs:,}"
+    if progress.is_over(project, prepared):
+        return StageExplained(StageBox("train", needs, WorkState.DONE.value, counts), (), model)
+    because = Because(WorkState.TO_DO, f"{model} goes on from its newest checkpoint")
+    box = StageBox("train", needs, because.state.value, counts, because.why)
+    return StageExplained(box, (), model, _next("train", because))
+
+
+def nearest_model(
+    project: Project, recipe: Mapping[str, Any], left_out: Sequence[str] = ()
+) -> tuple[str, tuple[SettingChange, ...]]:
+    """Return the model whose recipe differs least from a training's, the newest of several, and the differences."""
+    plain = json.loads(json.dumps(recipe))
+    found = list[tuple[int, float, str, tuple[SettingChange, ...]]]()
+    for path in project.config.train.models.glob("*/prepared.json"):
+        with suppress(OSError, ValueError, KeyError, PipelineError):  # half of one, or of another version
+            theirs = _without(json.loads(path.read_text())["recipe"], left_out)
+            changes = changes_between("train", theirs, plain)
+            found.append((len(changes), -path.stat().st_mtime, path.parent.name, changes))
+    return min(found, key=lambda one: one[:3])[2:] if found else ("", ())
+
+
+def _without(recipe: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    return {name: value for name, value in recipe.items() if name not in names}

@@ -1,0 +1,128 @@
+"""The graph of stages: which arrows are drawn, and how it is written as text, in Mermaid, in DOT and as boxes."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.report.html.stage_drawing import stage_drawing
+from pipeline.report.stage_graph import StageBox, arrows, as_dot, as_mermaid, columns_of, graph_lines
+
+WHOLE = (
+    StageBox("data", (), "done", "glob structures"),
+    StageBox("scan", ("data",), "done", "items: 24 cached"),
+    StageBox("embed", ("scan",), "to do", "sequences: 30 to do", "embed.context: chain → partner"),
+    StageBox("graph", ("scan",), "done"),
+    StageBox("train", ("scan", "embed", "graph"), "waiting"),
+    StageBox("evaluate", ("scan", "embed", "graph", "train"), "waiting"),
+    StageBox("predict", ("scan", "embed", "graph", "train"), "waiting"),
+)
+TEXT = """\
+data ──> scan ─┬─> embed ─┬─> train ─┬─> evaluate
+               └─> graph ─┘          └─> predict"""
+
+
+def test_the_whole_workflow_is_drawn_with_names_and_arrows() -> None:
+    assert "\n".join(graph_lines(WHOLE)) == TEXT
+
+
+@pytest.mark.parametrize(
+    ("needs", "drawn"),
+    [
+        ({}, []),
+        ({"scan": ()}, ["scan"]),
+        ({"scan": ("elsewhere",)}, ["scan"]),
+        ({"a": (), "bcd": (), "e": ("a", "bcd")}, ["a ───┬─> e", "bcd ─┘"]),
+        ({"a": (), "b": (), "c": ("a", "b"), "d": ("a", "b")}, ["a ─┬─> c", "b ─┴─> d"]),
+        (
+            {"a": (), "b": ("a",), "c": ("a",), "d": ("a",), "e": ("b", "c", "d")},
+            [
+                "a ─┬─> b ─┬─> e",
+                "   ├─> c ─┤",
+                "   └─> d ─┘",
+            ],
+        ),
+    ],
+)
+def test_other_graphs_are_drawn_too(needs: dict[str, tuple[str, ...]], drawn: list[str]) -> None:
+    assert graph_lines([StageBox(name, of, "done") for name, of in needs.items()]) == drawn
+
+
+graphs = st.lists(st.sets(st.integers(0, 6)), max_size=7).map(
+    lambda rows: [
+        StageBox(f"n{at}", tuple(f"n{need}" for need in sorted(needs) if need < at), "done")
+        for at, needs in enumerate(rows)
+    ]
+)
+
+
+@given(graphs)
+def test_arrows_are_the_fewest_that_say_all_that_is_needed(boxes: list[StageBox]) -> None:
+    def reached(pairs: list[tuple[str, str]]) -> set[tuple[str, str]]:
+        """Return all pairs of which the first leads to the second."""
+        known = set(pairs)
+        while more := {(a, d) for a, b in known for c, d in known if b == c} - known:
+            known |= more
+        return known
+
+    drawn = arrows(boxes)
+    assert reached(drawn) == reached([(need, box.name) for box in boxes for need in box.needs])
+    for arrow in drawn:
+        assert arrow not in reached([other for other in drawn if other != arrow])
+
+
+@given(graphs)
+def test_every_box_stands_once_and_right_of_what_it_needs(boxes: list[StageBox]) -> None:
+    columns = columns_of(boxes)
+    place = {box.name: at for at, column in enumerate(columns) for box in column}
+    assert sorted(box.name for column in columns for box in column) == sorted(box.name for box in boxes)
+    assert all(place[need] < place[box.name] for box in boxes for need in box.needs)
+    drawn = "\n".join(graph_lines(boxes))
+    assert all(len(re.findall(rf"\b{box.name}\b", drawn)) == 1 for box in boxes)
+    assert not boxes or min(place.values()) == 0
+
+
+def test_mermaid_has_a_node_for_each_stage_and_an_arrow_for_each_need() -> None:
+    lines = as_mermaid(WHOLE).splitlines()
+    assert lines[0] == "flowchart LR"
+    assert '  s_embed["embed: to do<br/>sequences: 30 to do<br/>embed.context: chain → partner"]:::to_do' in lines
+    assert [line for line in lines if "-->" in line] == [f"  s_{first} --> s_{then}" for first, then in arrows(WHOLE)]
+
+
+def test_what_settings_say_cannot_leave_its_label() -> None:
+    hostile = [StageBox("scan", (), "to do", why='a "quoted" \\ <b>name</b>\n-->')]
+    (label,) = re.findall(r'\["(.*)"\]', as_mermaid(hostile))
+    assert '"' not in label.replace("#quot;", "")
+    assert "<b>" not in label
+    (dot,) = re.findall(r'label="((?:[^"\\]|\\.)*)", fillcolor', as_dot(hostile))
+    assert dot == 'scan: to do\\na \\"quoted\\" \\\\ ‹b›name‹/b› --›'
+    assert "<b>name" not in stage_drawing(hostile)
+
+
+def test_dot_has_its_quotes_and_braces_closed() -> None:
+    text = as_dot(WHOLE)
+    assert text.count('"') % 2 == 0
+    assert text.startswith("digraph pipeline {")
+    assert text.endswith("}")
+    assert text.count(" -> ") == len(arrows(WHOLE))
+
+
+def test_boxes_lie_beside_each_other_and_within_the_drawing() -> None:
+    wide, narrow = str(stage_drawing(WHOLE)).split("</svg>")[:2]
+    for drawing, room in ((wide, 920), (narrow, 380)):
+        found = re.findall(r'<rect x="([\d.]+)" y="([\d.]+)" width="([\d.]+)" height="(\d+)"', drawing)
+        rects = [tuple(map(float, rect)) for rect in found]
+        assert len(rects) == len(WHOLE)
+        assert all(x >= 0 and x + width <= room for x, _, width, _ in rects)
+        for at, (x, y, width, height) in enumerate(rects):
+            for other_x, other_y, _, _ in rects[at + 1 :]:
+                assert abs(x - other_x) >= width or abs(y - other_y) >= height
+        assert drawing.count('class="edge"') == len(arrows(WHOLE))
+    assert "sequences: 30 to do" in wide
+
+
+def test_a_run_without_stages_has_an_empty_drawing() -> None:
+    assert "<rect" not in stage_drawing([])
