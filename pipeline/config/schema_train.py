@@ -134,6 +134,18 @@ class PredictSection(Section):
     )
 
 
+class SweepSection(Section):
+    """Many trainings in one run: each point of settings is a model of its own."""
+
+    points: tuple[dict[Name, Option], ...] = Field(
+        default=(), description="Settings over the others, a training each; pipeline submit --sweep writes them."
+    )
+    prune: Literal["none", "median"] = Field(
+        default="none", description="End points that are worse than the median of the others at the same epoch."
+    )
+    grace: int = Field(default=3, ge=1, description="Epochs that every point is trained before it may be pruned.")
+
+
 class TrainSection(Section):
     """What is trained, and what the planner may decide about it."""
 
@@ -236,6 +248,7 @@ class TrainSection(Section):
     )
     evaluate: EvaluateSection = EvaluateSection()
     predict: PredictSection = PredictSection()
+    sweep: SweepSection = SweepSection()
 
     @property
     def stages(self) -> dict[str, CurriculumSection]:

@@ -105,7 +105,7 @@ class TaskRecord:
     ask: Ask | None = None  # of the attempt that goes on
     attempt: int = 0
     ended: list[Attempt] = field(default_factory=list)
-    first: Ask | None = None  # where it is a part of a split task: what that asked for last
+    first: Ask | None = None  # a plan of its own; where it is a part of a split task, what that asked for last
     words: dict[int, Word] = field(default_factory=dict)  # attempt → what its worker said
     then: dict[int, str] = field(default_factory=dict)  # attempt → what was done after it, in words
     split: tuple[int, ...] = ()  # the tasks that took its place

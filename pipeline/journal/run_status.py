@@ -99,6 +99,7 @@ class StageStatus:
     cached: int = 0
     missing: int = 0
     tasks: int = 0
+    names: list[str] = field(default_factory=list)  # of tasks that are points of a sweep
     waiting: int = 0  # items that an earlier stage has still to do
     residues: int = 0  # to do
     unkept: int = 0  # graphs that are built on reading and never stored
@@ -127,6 +128,14 @@ class StageStatus:
         if number not in self.work:
             self.work[number] = TaskRecord(number)
         return self.work[number]
+
+    def name_of(self, number: int) -> str:
+        """Return the name of a task that is a point of a sweep; empty where tasks have none."""
+        return self.names[number] if number < len(self.names) else ""
+
+    def called(self, number: int) -> str:
+        """Return what people call a task."""
+        return self.name_of(number) or f"task {number}"
 
     def split(self, number: int, into: Sequence[int], ask: Ask, why: str) -> None:
         """Replace a task by others, and forget its progress, which they repeat."""
@@ -398,8 +407,11 @@ def _begin(stage: StageStatus, event: Event) -> None:
         stage.planned = StageJob.from_json(event.data["job"])
         stage.limits = Limits(**event.data["limits"]) if event.data["limits"] else None
     stage.state, stage.submitted, stage.started_at = RunState.RUNNING, True, event.at
+    stage.names = list(event.data.get("names", ()))
     for number in range(stage.tasks):
         stage.task(number)
+    for number, ask in enumerate(event.data.get("asks", ())):
+        stage.task(number).first = Ask(**ask)
 
 
 def _submit(stage: StageStatus, event: Event) -> None:

@@ -58,6 +58,7 @@ class StageSurvey:
     shards: tuple[Shard, ...]
     bytes: int = 0  # what the results will take in the cache
     cost: float = 0.0  # in the unit in which tasks tell how far they are
+    names: tuple[str, ...] = ()  # of the tasks, where each is a point of a sweep
 
     def write_shards(self, folder: RunFolder, stage: str) -> None:
         """Write each task's shard into the run's folder."""

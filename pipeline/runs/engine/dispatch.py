@@ -83,7 +83,7 @@ class Dispatch:
         for attempt in attempts:
             self._emit(EventKind.TASK_ENDED, stage=stage.name, **attempt.to_event())
         if attempts:
-            self._remember(project, stage, attempts)
+            self._remember(project, stage, status, attempts)
         return len(attempts)
 
     @staticmethod
@@ -135,14 +135,16 @@ class Dispatch:
             said=task.word.what,
         )
 
-    def _remember(self, project: Project, stage: Stage, attempts: Sequence[Attempt]) -> None:
+    def _remember(self, project: Project, stage: Stage, status: StageStatus, attempts: Sequence[Attempt]) -> None:
         """Record memory and time of these attempts, from which later runs plan."""
-        cluster, recipe = cluster_name(self._config), recipe_name(project, stage)
+        cluster = cluster_name(self._config)
+        names = {status.name_of(attempt.task) for attempt in attempts}
+        recipes = {name: recipe_name(stage.at(project, name), stage) for name in names}
         shards = worklist.read_shards(self._folder, stage.name)
         measured = [
             Measured(
                 stage=stage.name,
-                recipe=recipe,
+                recipe=recipes[status.name_of(attempt.task)],
                 cluster=cluster,
                 attempt=attempt.number,
                 task=attempt.task,
@@ -167,9 +169,10 @@ class Dispatch:
         """Decide on the next attempt of every task that is due, and submit as much as the queue takes."""
         asks: dict[int, Next] = {}
         for number, ask in self._repaired(project, stage, status):
-            if ask is None:  # the stage will fail: running tasks may end, no more are submitted
+            if ask is not None:
+                asks[number] = ask
+            elif not stage.is_sweep:  # the stage will fail: running tasks may end, no more are submitted
                 return
-            asks[number] = ask
         first = self._planned(project, stage, status)
         for task in status.work.values():
             if task.open and not task.ended and task.job is None:

@@ -43,7 +43,7 @@ DECISIVE = (
     "clip", "ema", "frozen", "curriculum", "oversize", "pretrained_partial",
 )  # fmt: skip
 
-UNPLANNED = {"preset", "validation", "checkpoints", "log_every", "trackers", "models", "evaluate", "predict"}
+UNPLANNED = {"preset", "validation", "checkpoints", "log_every", "trackers", "models", "evaluate", "predict", "sweep"}
 
 
 def prepare(project: Project) -> Prepared | None:

@@ -134,6 +134,7 @@ class StagePlan:
     survey: StageSurvey
     limits: Limits
     job: StageJob  # of first attempts, with all of its tasks
+    asks: Sequence[Ask] = ()  # of each task, where they have plans of their own
 
     @property
     def ask(self) -> Ask:
@@ -151,7 +152,8 @@ class StagePlan:
     def to_json(self) -> dict[str, Any]:
         """Return the JSON for the ledger."""
         counts = {**self.counts(), "cost": self.survey.cost}
-        return {**counts, "job": self.job.to_json(), "limits": self.limits.to_json()}
+        own = {"names": list(self.survey.names), "asks": [ask.to_json() for ask in self.asks]} if self.asks else {}
+        return {**counts, "job": self.job.to_json(), "limits": self.limits.to_json(), **own}
 
 
 def plan_stage(project: Project, stage: Stage, executor: Executor, folder: RunFolder | None) -> StagePlan:
@@ -165,7 +167,8 @@ def plan_stage(project: Project, stage: Stage, executor: Executor, folder: RunFo
     first = first_job(project, stage, executor, folder, max(1, len(survey.shards)))
     if folder is not None and survey.shards:
         first = on_cards(project, stage, executor, folder, first)
-    return StagePlan(stage, survey, first.limits, first.job)
+    own = [first_job(stage.at(project, name), stage, executor, folder).job.ask for name in survey.names]
+    return StagePlan(stage, survey, first.limits, first.job, own)
 
 
 def tasks_at_once(config: Config, stage: Stage, executor: Executor) -> int:

@@ -105,6 +105,7 @@ class Stage(ABC):
     may_be_empty: ClassVar[bool] = False  # having no item at all is no failure
     only_looks: ClassVar[bool] = False  # it changes no record of the cache
     has_tasks: ClassVar[bool] = True  # else it only judges the results of earlier stages
+    is_sweep: ClassVar[bool] = False  # each task is a result of its own: one that fails ends no other
     lists_lines: ClassVar[bool] = False  # a task is a range of lines of its list, else of rows
 
     @abstractmethod
@@ -134,6 +135,10 @@ class Stage(ABC):
     @abstractmethod
     def judge(self, project: Project, folder: RunFolder, patience_s: float) -> Judged:
         """Return the result of the stage by the content of the store; wait so long for files that appear late."""
+
+    def at(self, project: Project, name: str) -> Project:  # noqa: ARG002 - most tasks are all of one configuration
+        """Return the project of a task, by its name where it has one."""
+        return project
 
     def check(self, project: Project, folder: RunFolder, judged: Any) -> list[str]:  # noqa: ARG002
         """Raise for a result that forbids going on; return warnings."""
