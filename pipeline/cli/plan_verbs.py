@@ -205,6 +205,7 @@ def show_plan(project: Project, stages: list[str], executor: Executor, emit: Pat
     from pipeline.report.plan_tables import later_line, plan_table
     from pipeline.runs.workflow import script_stage, table
     from pipeline.runs.workflow.jobs import plan_stage, script_outline
+    from pipeline.units import format_bytes
 
     plans = [plan_stage(project, table.stage(name, project.config), executor, folder=None) for name in stages]
     tables.show_parts(plan_table([plan.row() for plan in plans]))
@@ -217,6 +218,8 @@ def show_plan(project: Project, stages: list[str], executor: Executor, emit: Pat
             typer.echo(later_line(plan.stage.name))
         elif plan.survey.shards:
             typer.echo(f"{plan.stage.name}: memory {plan.job.why}")
+            for name, ask, shard in zip(plan.survey.names, plan.asks, plan.survey.shards, strict=True):
+                typer.echo(f"  {name}: {format_bytes(ask.mem_bytes)}, {shard.end - shard.start:,} steps to do")
             if where := plan.job.ask.partition:
                 typer.echo(f"{plan.stage.name}: partition {where}: {plan.job.where}")
     if project.config.cluster.executor == "slurm":
@@ -265,4 +268,6 @@ def _stage_json(project: Project, plan: StagePlan, executor: Executor) -> dict[s
         return document | {"script": script_outline(project, plan.stage, executor).to_json()}
     if not plan.survey.shards:
         return document
+    points = {"points": [{"name": n, "ask": a.to_json()} for n, a in zip(plan.survey.names, plan.asks, strict=True)]}
+    document |= points if plan.asks else {}
     return document | {"cpus": plan.job.cpus, "gpus": plan.job.gpus, "ask": plan.ask.to_json(), "why": plan.job.why}

@@ -334,6 +334,8 @@ def _check_first(project: Project, stages: list[str], executor: Executor, *, may
         if not stage.has_tasks:
             continue
         _say_planning(stage, project)
+        if stage.is_sweep:
+            _say_infeasible(project)
         job = spec_of(None, project.config, first_job(project, stage, executor).job)
         check(job)
         _warn_of_little(stage.name, job, stage.mem_bytes(project))
@@ -344,19 +346,28 @@ def _check_first(project: Project, stages: list[str], executor: Executor, *, may
 def _say_planning(stage: Stage, project: Project) -> None:
     """Print that a training is planned, which may take a while, and why an earlier training is not continued."""
     from pipeline.runs.model.prepare import is_planned
+    from pipeline.runs.workflow.sweep_stage import unplanned
     from pipeline.runs.workflow.train_stage import novelty
 
     if StageName.TRAIN not in (stage.name, *stage.needed(project.config)) or project.config.train.task is None:
         return
-    from pipeline.runs.model.sweep import at, points_of
-
-    points = points_of(project) if stage.is_sweep else ()
-    unplanned = [point for point in points if not is_planned(at(project, point))]
-    if unplanned or not (points or is_planned(project)):
-        of = f" for {len(unplanned)} of {len(points)} points" if points else ""
-        typer.echo(f"planning{of}: the training step is run on tensors without data ...", err=True)
-    for line in novelty(project) if stage.name == StageName.TRAIN and not points else ():
+    if stage.is_sweep:
+        if points := unplanned(project):
+            typer.echo(f"planning {len(points):,} points: their steps are run on tensors without data ...", err=True)
+        return
+    if not is_planned(project):
+        typer.echo("planning: the training step is run on tensors without data ...", err=True)
+    for line in novelty(project) if stage.name == StageName.TRAIN else ():
         typer.echo(line, err=True)
+
+
+def _say_infeasible(project: Project) -> None:
+    """Print which points of a sweep have no plan, why, and what helps; the others are trained."""
+    from pipeline.runs.workflow.sweep_stage import plans_of
+
+    for plan in plans_of(project) or ():
+        if plan.prepared is None:
+            typer.echo(f"note: {plan.name} is not trained, the others are: {plan.why}", err=True)
 
 
 def _warn_of_little(stage: str, job: JobSpec, planned_bytes: int) -> None:

@@ -144,6 +144,7 @@ class SweepSection(Section):
         default="none", description="End points that are worse than the median of the others at the same epoch."
     )
     grace: int = Field(default=3, ge=1, description="Epochs that every point is trained before it may be pruned.")
+    parallel: int = Field(default=16, ge=1, description="Points that are trained at once on a cluster, at most.")
 
 
 class TrainSection(Section):

@@ -49,7 +49,8 @@ class Log:
     @property
     def title(self) -> str:
         """Whose log it is, and how that ended."""
-        who = self.stage if self.task is None else f"{self.stage} {self.name or f'task {self.task}'}, attempt {self.attempt}"
+        whose = f"{self.stage} {self.name or f'task {self.task}'}, attempt {self.attempt}"
+        who = self.stage if self.task is None else whose
         return f"{who}: {self.state}" if self.state else who
 
 

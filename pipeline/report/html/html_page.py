@@ -36,11 +36,11 @@ JUDGING = ("scan", "embed", "graph")  # stages that judge the items of a data se
 
 def page(facts: PageFacts) -> str:
     """Return the page of a run."""
-    return _environment().get_template("page.html").render(facts=facts, run=facts.run.status)
+    return environment().get_template("page.html").render(facts=facts, run=facts.run.status)
 
 
 @cache
-def _environment() -> Environment:
+def environment() -> Environment:
     """Return the jinja2 environment of the page: text is escaped, and cut where it is long."""
     environment = Environment(
         loader=FileSystemLoader(HERE),

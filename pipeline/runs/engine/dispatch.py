@@ -303,7 +303,7 @@ class Dispatch:
         alike: dict[Next, list[int]] = {}
         for number in sorted(asks):
             alike.setdefault(asks[number], []).append(number)
-        room, parallel = self._room(status), stage.resources(project.config).parallel
+        room, parallel = self._room(status), stage.parallel(project.config)
         cut = [(following, piece) for following, due in alike.items() for piece in pieces(due, limits, room)]
         for following, piece in cut:
             yield replace(

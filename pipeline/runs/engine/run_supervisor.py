@@ -316,7 +316,7 @@ class Supervisor:
         open_ = [task for task in status.work.values() if task.open]
         given_up = [task.last for task in open_ if task.last]
         again = self.folder.command()
-        remedy = _remedy(stage, given_up, again, stage.mem_bytes(self.project))
+        remedy = _remedy(stage, given_up, again, stage.mem_bytes(self.project) if given_up else 0)
         is_damage = any(attempt.cause is Cause.DAMAGE for attempt in given_up)
         rejected = _rejected(status) if stage.counts_items else 0
         return StageTrouble(_describe(status, open_), status.waiting, again, remedy, rejected, is_damage=is_damage)

@@ -231,6 +231,7 @@ def first_job(
         recipe=recipe,
         nodes=resources.nodes,
         ranks=resources.ranks_per_node,
+        parallel=stage.parallel(project.config) if stage.is_sweep else 0,
     )
     return FirstJob(_placed(project, stage, executor, job), limits)
 

@@ -166,6 +166,10 @@ class Stage(ABC):
         """Return the configured resources of a task."""
         return config.cluster.resources(self.name)
 
+    def parallel(self, config: Config) -> int:
+        """Return how many of its tasks run at once on a cluster, at most."""
+        return self.resources(config).parallel
+
     def processes(self, project: Project) -> int:
         """Return the number of processes of a task."""
         resources = self.resources(project.config)

@@ -7,14 +7,16 @@ has trained counts for others. Points that fit no machine are told, and the othe
 from __future__ import annotations
 
 import json
+import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import ConfigError, PlanInfeasible
+from pipeline.files import write_whole
 from pipeline.journal.run_folder import writing_run
 from pipeline.runs.dataset.worklist import Shard, StageSurvey, read_shard
-from pipeline.runs.model.prepare import folder_of, prepare, steps_of
+from pipeline.runs.model.prepare import folder_of, plan_file, prepare, steps_of
 from pipeline.runs.model.sweep import SWEEP, at, points_of
 from pipeline.runs.workflow.train_stage import (
     NOTHING,
@@ -33,13 +35,19 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
+    from pipeline.config.schema import Config
     from pipeline.journal.run_folder import RunFolder
     from pipeline.project.project import Project
     from pipeline.records import TaskContext
     from pipeline.runs.workflow.stage import Outcomes
 
+REFUSED_FOR_S = 3600.0  # after which memory that is free now, or another node, may let it pass
 LONGEST = 255  # of a file's name
 DONE, PRUNED, UNDONE, INFEASIBLE = "done", "pruned", "not done", "infeasible"
+
+
+class Unmade(Exception):
+    """What is trained on is not there yet."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +117,9 @@ class SweepStage(TrainStage):
         counts = NOTHING | {"items": items, "cached": cached, "missing": items - cached, "refused": refused}
         return StageSurvey(counts, tuple(shards), cost=float(items - cached), names=tuple(names))
 
+    def parallel(self, config: Config) -> int:
+        return config.train.sweep.parallel
+
     def mem_bytes(self, project: Project) -> int:
         """Return the most memory that a node needs for any point."""
         if not (points := points_of(project)):
@@ -169,28 +180,42 @@ def plans_of(project: Project) -> list[PointPlan] | None:
     """Return the plan of each point; None while what is trained on is not there. Raise where no point has one."""
     try:
         return project.once("plans of the sweep", lambda: _planned(project))
-    except LookupError:
+    except Unmade:
         return None
 
 
 def _planned(project: Project) -> list[PointPlan]:
-    """Plan each point; raise LookupError while what is trained on is not there."""
-    plans, last = list[PointPlan](), None
-    for point in points_of(project):
-        try:
-            prepared = prepare(at(project, point))
-        except PlanInfeasible as error:
-            plans.append(PointPlan(point.name, None, str(error)))
-            last = error
-            continue
-        if prepared is None:
-            raise LookupError
-        plans.append(PointPlan(point.name, prepared))
+    """Plan each point; raise Unmade while what is trained on is not there."""
+    plans = [_plan_of(at(project, point), point.name) for point in points_of(project)]
     _refuse_same(plans)
-    if last is not None and not any(plan.prepared for plan in plans):
-        last.what = f"none of {len(plans)} points fits, such as {plans[-1].name}: {last.what}"
-        raise last
+    if not any(plan.prepared for plan in plans):
+        what = f"none of {len(plans)} points fits, such as {plans[0].name}: {plans[0].why}"
+        raise PlanInfeasible(what, where=SWEEP)
     return plans
+
+
+def _plan_of(project: Project, name: str) -> PointPlan:
+    """Plan a point; that it fits no machine is remembered for a while, as it takes long to find."""
+    if (path := plan_file(project)) is None:
+        raise Unmade
+    refusal = path.with_suffix(".refused.json")
+    with suppress(OSError, ValueError, KeyError):
+        if time.time() - refusal.stat().st_mtime < REFUSED_FOR_S:
+            return PointPlan(name, None, json.loads(refusal.read_text())["why"])
+    try:
+        prepared = prepare(project)
+    except PlanInfeasible as error:
+        with suppress(OSError):
+            refusal.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(refusal, json.dumps({"why": str(error)}))
+        return PointPlan(name, None, str(error))
+    return PointPlan(name, prepared)
+
+
+def unplanned(project: Project) -> list[str]:
+    """Return the points that are not planned yet, and can be."""
+    files = ((point.name, plan_file(at(project, point))) for point in points_of(project))
+    return [name for name, path in files if path and not (path.exists() or path.with_suffix(".refused.json").exists())]
 
 
 def _refuse_same(plans: Sequence[PointPlan]) -> None:
