@@ -44,7 +44,7 @@ def compare_command(
 
     shown = comparison(_models(what or (), config, sets), metric)
     if html is not None:
-        from pipeline.report.html.compared_page import compared_page
+        from pipeline.report.html.html_page import compared_page
         from pipeline.runs.views.run_page import write_page_where_asked
 
         write_page_where_asked(html, compared_page(shown))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipeline.cli.options import STAGES, ConfigFile, Json, Run, Sets, load_config, one_of, print_json
+from pipeline.cli.options import STAGES, ConfigFile, Json, Point, Run, Sets, load_config, one_of, print_json
 from pipeline.command_line import Command
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def logs_command(
     run: Run = None,
     stage: Annotated[str | None, one_of(LOGGED, "--stage", "Only of this stage, or of the supervisors.")] = None,
     task: Annotated[int | None, typer.Option("--task", min=0, help="Only of this task, every line.")] = None,
-    point: Annotated[str | None, typer.Option("--point", metavar="NAME", help="Only of this point of a sweep.")] = None,
+    point: Point = None,
     rank: Annotated[int | None, typer.Option("--rank", min=0, help="Only of this process of a task.")] = None,
     attempt: Annotated[int | None, typer.Option("--attempt", min=1, help="Only of this attempt at each task.")] = None,
     failed: Annotated[bool, typer.Option("--failed", help="Only of attempts that failed.")] = False,

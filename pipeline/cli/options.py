@@ -37,6 +37,10 @@ Run: TypeAlias = Annotated[
     typer.Argument(metavar="[RUN]", autocompletion=completing(runs), help="Name of a run (default: the newest)."),
 ]
 
+Point: TypeAlias = Annotated[
+    str | None, typer.Option("--point", metavar="NAME", help="Of this point of a sweep: seed=3, or more of its name.")
+]
+
 STAGES = tuple(StageName)
 
 

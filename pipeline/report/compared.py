@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 SEED = "seed"
 UNKNOWN = "-"
+LEAST_HOURS = 0.01
 SHOWN_MOST = 28  # characters of a setting's value in a table
 
 
@@ -143,6 +144,11 @@ def brief(value: Any) -> str:
     return text if len(text) <= SHOWN_MOST else f"{text[: SHOWN_MOST - 1]}…"
 
 
+def hours(count: float) -> str:
+    """Return hours for people."""
+    return f"{count:,.2f}" if count >= LEAST_HOURS else f"< {LEAST_HOURS}"
+
+
 def spread(group: Group) -> str:
     """Return mean ± standard deviation, and of how many."""
     if group.mean is None:
@@ -163,7 +169,7 @@ def comparison_lines(shown: Comparison) -> list[RenderableType]:
     if len(shown.groups) < len(shown.models):
         others = [name for name in names if name != SEED]
         cells = [
-            (*(brief(group.settings[name]) for name in others), f"{group.known}", spread(group), f"{group.hours:.3g}")
+            (*(brief(group.settings[name]) for name in others), f"{group.known}", spread(group), hours(group.hours))
             for group in shown.groups
         ]
         columns = (*others, "seeds", f"mean ± sd of {best}", "hours")
@@ -179,7 +185,7 @@ def _row(model: ComparedModel, shown: Comparison) -> tuple[str, ...]:
         UNKNOWN if value is None else f"{value:.4g}",
         UNKNOWN if epoch is None else f"{epoch:,}",
         f"{model.epochs:,}",
-        f"{model.hours:.3g}",
+        hours(model.hours),
         format_bytes(model.planned_bytes) if model.planned_bytes else UNKNOWN,
         format_bytes(model.peak_bytes) if model.peak_bytes else UNKNOWN,
         model.state,

@@ -26,6 +26,7 @@ COMMANDS = (
     "plan",
     "status",
     "items",
+    "compare",
     "logs",
     "report",
     "replay",

@@ -22,7 +22,7 @@ from pipeline.config.load import dump_resolved
 from pipeline.config.schema import FIELDS, PATHS, Config
 from pipeline.config.schema_parts import CONFLICT
 from pipeline.config.site_profiles import anchored
-from pipeline.config.yaml_document import explain
+from pipeline.config.yaml_document import Document, explain
 from pipeline.errors import ConfigError
 from pipeline.runs.dataset.reader_items import is_reader
 from pipeline.runs.model.prepare import DECISIVE
@@ -139,22 +139,15 @@ def _table(text: str, path: Path) -> list[dict[str, str]]:
 
 
 def _list(text: str, path: Path) -> list[dict[str, str]]:
-    """Return the rows of a YAML file; values are kept as text, for the configuration to read."""
-    import yaml
-
-    try:
-        rows = yaml.load(text, Loader=yaml.BaseLoader)  # noqa: S506 - of which every scalar is text
-    except (yaml.YAMLError, RecursionError) as error:
-        raise _refused(f"no valid YAML: {' '.join(str(error).split())}", str(path)) from error
+    """Return the rows of a YAML file."""
+    document = Document(str(path)).read(text, ("points",))
+    if document.problems:
+        raise _refused(document.problems[0].text, str(path))
+    rows = document.entries[("points",)].value
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         problem = "wants a list of points, as `- {train.seed: 1, train.learning_rate: 3e-4}`"
         raise _refused(problem, str(path))
-    return [{str(key): _flow(value) for key, value in row.items()} for row in rows]
-
-
-def _flow(value: object) -> str:
-    """Return a value of a YAML file as it may stand in a line."""
-    return f"[{', '.join(map(_flow, value))}]" if isinstance(value, list) else str(value)
+    return [{key: value if isinstance(value, str) else json.dumps(value) for key, value in row.items()} for row in rows]
 
 
 def _mapping(point: Mapping[str, str]) -> str:
