@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Compared = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[RUN|MODEL]...",
+        metavar="RUN|MODEL",
         autocompletion=completing(runs),
         help="Runs, with all points of a sweep, and models (default: every model here).",
     ),

@@ -104,6 +104,7 @@ def test_each_point_is_a_task_but_for_what_was_trained_before(there: Path, pipel
     assert len(list((there / "models").iterdir())) == 4
 
 
+@pytest.mark.slow
 def test_the_points_are_linked_by_what_differs_and_trained_as_their_plain_twins(there: Path, tmp_path: Path) -> None:
     points = sweep_run(there) / "points"
     assert sorted(path.name for path in points.iterdir()) == sorted(NAMES)
@@ -180,6 +181,7 @@ def test_a_point_that_fails_is_named_and_the_others_are_done(there: Path, pipeli
     }
 
 
+@pytest.mark.slow
 def test_a_point_that_fits_no_machine_is_told_with_what_helps_and_the_others_are_done(
     there: Path, pipeline: Command
 ) -> None:
@@ -216,6 +218,7 @@ def test_what_makes_no_sweep_is_refused(there: Path, pipeline: Command, words: t
     assert "next:" in refused.err or "did you mean" in refused.err
 
 
+@pytest.mark.slow
 def test_what_falls_behind_is_pruned_stays_so_and_goes_on_as_a_plain_training(there: Path, pipeline: Command) -> None:
     words = ("--sweep", "train.learning_rate=1e-3,3e-3,1e-2,1e-9", "--prune", "median", "--set", "train.sweep.grace=1")
     more = ("--set", "train.epochs=4", "--set", "cluster.slots.cpus=1", "--follow")  # one after the other
