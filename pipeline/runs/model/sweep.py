@@ -181,12 +181,22 @@ def points_in(config: Config) -> tuple[Point, ...]:
     for row in rows:
         name = " ".join(f"{short[key]}={shown(value)}" for key, value in row.items())
         point = Point(name or "as it is", dict(row), _config_at(base, row, name))
-        same = known.setdefault(point.config.model_dump_json(), point.name)
+        same = known.setdefault(_decided(point.config), point.name)
         if len(points) != len(known) - 1:
-            twice = f"{point.name} is there twice" if same == point.name else f"{point.name} and {same} are the same"
-            raise _refused(f"{twice}: every point is a training of its own", SWEEP)
+            twice = (
+                f"{point.name} is there twice" if same == point.name else f"{same} and {point.name} are one training"
+            )
+            longer = " (under a constant schedule more epochs are a longer one)" if "train.epochs" in row else ""
+            raise _refused(f"{twice}{longer}: every point is a training of its own", SWEEP)
         points.append(point)
     return tuple(points)
+
+
+def _decided(config: Config) -> str:
+    """Return what tells a training from others, as text; of one that more epochs only make longer, without these."""
+    train = config.train
+    is_longer = train.schedule.kind == "constant" and not train.curriculum
+    return train.model_dump_json(exclude={"epochs"} if is_longer else None)
 
 
 def _refuse_unswept(key: str) -> None:

@@ -223,9 +223,8 @@ def _refuse_same(plans: Sequence[PointPlan]) -> None:
     known: dict[str, str] = {}
     for plan in plans:
         if plan.prepared is not None and known.setdefault(plan.prepared.name, plan.name) != plan.name:
-            what = f"{known[plan.prepared.name]} and {plan.name} are the same training, {plan.prepared.name}"
-            why = ": under a constant schedule more epochs are only a longer one" if "epochs=" in plan.name else ""
-            raise ConfigError(what + why, where=SWEEP, remedy="leave one of the two out")
+            what = f"{known[plan.prepared.name]} and {plan.name} are one training, {plan.prepared.name}"
+            raise ConfigError(what, where=SWEEP, remedy="leave one of the two out")
 
 
 def _feasible(project: Project) -> set[str]:

@@ -116,6 +116,7 @@ def test_paths_start_from_where_they_are_written(tmp_path: Path, monkeypatch: py
         (["train.sweep.grace=1,2"], "makes no other model"),
         (["graph.neighbours=8,16"], "changes what is trained on"),
         (["data.limit=8,16"], "changes what is trained on"),
+        (["train.epochs=1,2"], "epochs=1 and epochs=2 are one training"),
         (["train.task=a.b:C"], "is another model altogether"),
     ],
 )  # fmt: skip

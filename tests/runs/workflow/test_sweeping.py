@@ -204,7 +204,7 @@ def test_a_point_that_fits_no_machine_is_told_with_what_helps_and_the_others_are
         (("--stage", "train", "--prune", "medium", "--sweep", "train.seed=0:2"), "did you mean median"),
         (("--stage", "train", "--sweep", "train.seed=0:2", "--accept-code"), "--accept-code"),
         (("--stage", "evaluate", "--set", "train.sweep.points=[{train.seed: 1}]"), "a sweep trains many models"),
-        (("--stage", "train", "--sweep", "train.epochs=1,2"), "are the same training"),
+        (("--stage", "train", "--sweep", "train.epochs=1,2"), "are one training"),
         (
             ("--stage", "train", "--sweep", "train.seed=0:2", "--prune", "median", "--set=train.validation.split=null"),
             "points are pruned by their validations",
