@@ -30,7 +30,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 SHARED = ROOT.parent / "shared" / "structures"
 
 # Tests on the cluster wait more than they work: they begin first, in two shares, each with a cluster of its own.
-WHOLE_RUNS = {"contract", "faults", "runs", "scripted", "shapes", "training"}
+WHOLE_RUNS = {"contract", "faults", "runs", "scripted", "shapes", "sweeps", "training"}
 # What some files use is made once, too.
 TRAINED, FILLED = {"evaluate", "predict", "staged"}, {"validating", "regenerating"}
 LONGEST = ("slurm", "pages", "tests/users/", "tests/recipes/", "a trained project", "tests/memory/")

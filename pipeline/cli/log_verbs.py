@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipeline.cli.options import STAGES, ConfigFile, Json, Run, Sets, load_config, one_of, print_json
+from pipeline.cli.options import STAGES, ConfigFile, Json, Point, Run, Sets, load_config, one_of, print_json
 from pipeline.command_line import Command
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ def logs_command(
     run: Run = None,
     stage: Annotated[str | None, one_of(LOGGED, "--stage", "Only of this stage, or of the supervisors.")] = None,
     task: Annotated[int | None, typer.Option("--task", min=0, help="Only of this task, every line.")] = None,
+    point: Point = None,
     rank: Annotated[int | None, typer.Option("--rank", min=0, help="Only of this process of a task.")] = None,
     attempt: Annotated[int | None, typer.Option("--attempt", min=1, help="Only of this attempt at each task.")] = None,
     failed: Annotated[bool, typer.Option("--failed", help="Only of attempts that failed.")] = False,
@@ -48,6 +49,8 @@ def logs_command(
         raise ConfigError("one document cannot be followed", where="--json", remedy="leave -f or --json out")
     folder = run_folder(run, config, sets)
     status = StatusReader(folder).read()
+    if point is not None:
+        stage, task = "train", point_of(status, point)
     if rank is not None:
         stage, rank = _ranked(folder, status, stage, rank)
     wanted = LogChoice(stage, task, attempt, failed)
@@ -71,6 +74,14 @@ def run_folder(run: str | None, config: Path | None, sets: Sequence[str] | None)
     from pipeline.journal.run_folder import by_path, find_run
 
     return (by_path(run) if run else None) or find_run(load_config(config, sets).config.cluster.runs, run)
+
+
+def point_of(status: RunStatus, name: str) -> int:
+    """Return the task of a point of a sweep."""
+    from pipeline.runs.model.sweep import named_point
+
+    stage = status.stages.get("train")
+    return named_point(name, stage.names if stage else ())
 
 
 def _show(logs: Sequence[Log], rank: int | None = None, *, whole: bool) -> None:

@@ -17,6 +17,7 @@ import typer
 from pipeline import __version__
 from pipeline.cli import (
     cache_verbs,
+    compare_verb,
     completion,
     control_verbs,
     dock_verb,
@@ -42,7 +43,8 @@ if TYPE_CHECKING:
 EPILOG = "Exit codes: 0 ok, 1 a bug, 2 configuration, 3 data, 4 damage, 5 infeasible, 6 refused, 7 a job failed."
 INTERRUPTED = 130
 READING = (
-    "plan", "explain", "status", "items", "logs", "report", "cache", "config", "doctor", "weights", "model", "split",
+    "plan", "explain", "status", "items", "logs", "report", "compare", "cache", "config", "doctor", "weights", "model",
+    "split",
 )  # fmt: skip
 
 app = typer.Typer(
@@ -69,6 +71,7 @@ app.command("status")(control_verbs.status_command)
 app.command("logs")(log_verbs.logs_command)
 app.command("items")(report_verbs.items_command)
 app.command("report")(report_verbs.report_command)
+app.command("compare")(compare_verb.compare_command)
 app.command("replay")(report_verbs.replay_command)
 app.command("resume")(control_verbs.resume_command)
 app.command("cancel")(control_verbs.cancel_command)

@@ -37,6 +37,10 @@ Run: TypeAlias = Annotated[
     typer.Argument(metavar="[RUN]", autocompletion=completing(runs), help="Name of a run (default: the newest)."),
 ]
 
+Point: TypeAlias = Annotated[
+    str | None, typer.Option("--point", metavar="NAME", help="Of this point of a sweep: seed=3, or more of its name.")
+]
+
 STAGES = tuple(StageName)
 
 
@@ -75,6 +79,21 @@ ModelName: TypeAlias = Annotated[
 ]
 AcceptCode: TypeAlias = Annotated[
     bool, typer.Option("--accept-code", help="Go on with the last training though the task's code changed.")
+]
+Sweep: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--sweep",
+        metavar="KEY=VALUES",
+        help="Train a model for each value: A,B,C or A:B, which leaves B out; several make a grid.",
+    ),
+]
+SweepFile: TypeAlias = Annotated[
+    Path | None,
+    typer.Option("--sweep-file", metavar="FILE", help="Train a model for each row: CSV with a header, or YAML."),
+]
+Prune: TypeAlias = Annotated[
+    str | None, one_of(("none", "median"), "--prune", "End those of a sweep early that fall behind the median.")
 ]
 Follow: TypeAlias = Annotated[bool, typer.Option("--follow", help="Stay and show progress until the run has ended.")]
 DryRun: TypeAlias = Annotated[

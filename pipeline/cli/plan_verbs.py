@@ -213,6 +213,7 @@ def show_plan(project: Project, stages: list[str], executor: Executor, emit: Pat
     from pipeline.report.plan_tables import later_line, plan_table
     from pipeline.runs.workflow import script_stage, table
     from pipeline.runs.workflow.jobs import plan_stage, script_outline
+    from pipeline.units import format_bytes
 
     plans = [plan_stage(project, table.stage(name, project.config), executor, folder=None) for name in stages]
     parts = [part for plan in plans for part in plan.parts()]
@@ -226,6 +227,9 @@ def show_plan(project: Project, stages: list[str], executor: Executor, emit: Pat
             typer.echo(later_line(plan.stage.name))
         elif plan.survey.shards:
             typer.echo(f"{plan.title}: memory {plan.job.why}")
+            for name, shard in zip(plan.survey.names, plan.survey.shards, strict=True) if plan.own else ():
+                mem = format_bytes(plan.own[name].ask.mem_bytes)
+                typer.echo(f"  {name}: {mem}, {shard.end - shard.start:,} steps to do")
             if where := plan.job.ask.partition:
                 typer.echo(f"{plan.title}: partition {where}: {plan.job.where}")
     if project.config.cluster.executor == "slurm":
@@ -276,4 +280,6 @@ def _stage_json(project: Project, plan: StagePlan, executor: Executor) -> dict[s
         return document | {"script": script_outline(project, plan.stage, executor).to_json()}
     if not plan.survey.shards:
         return document
+    if plan.own and not plan.survey.parts:
+        document["points"] = [{"name": name, "ask": job.ask.to_json()} for name, job in plan.own.items()]
     return document | {"cpus": plan.job.cpus, "gpus": plan.job.gpus, "ask": plan.ask.to_json(), "why": plan.job.why}

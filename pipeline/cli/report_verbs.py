@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pipeline.cli.log_verbs import run_folder
-from pipeline.cli.options import ConfigFile, Json, Run, Sets, load_config, print_json
+from pipeline.cli.options import ConfigFile, Json, Point, Run, Sets, load_config, print_json
 from pipeline.command_line import Command
 from pipeline.device.kinds import CARD, CPU
 
@@ -158,6 +158,7 @@ def replay_command(
         int | None,
         typer.Option("--rank", min=0, help="Of this rank (default: where it failed first)."),
     ] = None,
+    point: Point = None,
     device: Annotated[
         str, typer.Option("--device", help=f"Where to run it: {CARD}, {CPU}, or auto: a GPU if there is one.")
     ] = "auto",
@@ -176,11 +177,11 @@ def replay_command(
 
     folder = run_folder(run, config, sets)
     if step is None:
-        steps = ", ".join(map(str, steps_with_bundles(folder)))
+        steps = ", ".join(map(str, steps_with_bundles(folder, point)))
         known = f"there are bundles of the steps {steps}" if steps else "no step has left a bundle"
         remedy = Command.of("replay", folder.name, "--step", "N", then=f"   ({known})")
         raise ConfigError("which step is to be made again?", where="--step", remedy=remedy)
-    case = find_case(folder, step, rank)
+    case = find_case(folder, step, rank, point)
     if not as_json:
         typer.echo(case.bundle.words())
     document = replay_document(case, device=device)

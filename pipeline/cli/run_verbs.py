@@ -20,8 +20,11 @@ from pipeline.cli.options import (
     JsonPlan,
     ModelName,
     Only,
+    Prune,
     Sets,
     StageToRun,
+    Sweep,
+    SweepFile,
     Where,
     load_config,
     print_json,
@@ -30,7 +33,7 @@ from pipeline.command_line import Command
 from pipeline.stage_names import StageName
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from pipeline.cluster.job_spec import Executor, JobSpec
     from pipeline.config.schema import Config
@@ -53,6 +56,9 @@ def submit_command(
     damage_list: DamageList = None,
     model: ModelName = None,
     accept_code: AcceptCode = False,
+    sweep: Sweep = None,
+    sweep_file: SweepFile = None,
+    prune: Prune = None,
     follow: Follow = False,
     dry_run: DryRun = False,
     emit: Emit = None,
@@ -79,13 +85,16 @@ def submit_command(
     if model is not None:
         sets += _settings_of_model(stage, model, loaded.config)
         loaded = load_config(config, sets)
+    swept = _sweep_words(stage, sweep or (), sweep_file, prune)
+    if swept:
+        loaded = load_config(config, [*sets, *_settings_of_sweep(sweep or (), sweep_file, prune, loaded.config)])
     project = Project.open(loaded.config, remember=not idle, beside=loaded.base_dir.absolute(), strict=True)
     project, stages = _stages_of(project, stage, damage_list, only=only)
     if not stages:
         nothing = f"nothing to regenerate: {damage_list} names no record that is lost"
         print_json({"stages": [], "scripts": {}}) if as_json else typer.echo(nothing)
         return
-    typed = typed_command(stage, config, sets, damage_list)
+    typed = typed_command(stage, config, sets, damage_list, swept)
     if accept_code:
         _accept_code(project)
     with _checked(project, stages, typed, may_be_silent=idle) as (project, opened):
@@ -133,6 +142,26 @@ def _settings_of_model(stage: str, model: str, config: Config) -> list[str]:
     return [f"train.{stage}.checkpoint={model}", *(["data.unlabelled=true"] if is_unlabelled else [])]
 
 
+def _sweep_words(stage: str, sweep: Sequence[str], file: Path | None, prune: str | None) -> list[str]:
+    """Return the words that ask for a sweep; none where none is asked for."""
+    words = [word for given in sweep for word in ("--sweep", given)]
+    words += ["--sweep-file", str(file)] if file else []
+    words += ["--prune", prune] if prune else []
+    if words and stage != StageName.TRAIN:
+        _refuse(f"a sweep is of trainings, but --stage is {stage}", words[0], "train", " ".join(words[:2]))
+    return words
+
+
+def _settings_of_sweep(sweep: Sequence[str], file: Path | None, prune: str | None, config: Config) -> list[str]:
+    """Return what `--sweep`, `--sweep-file` and `--prune` set."""
+    from pipeline.runs.model.sweep import typed_points
+
+    points = [f"train.sweep.points={typed_points(sweep, file)}"] if sweep or file else []
+    if not points and not config.train.sweep.points:
+        _refuse("there is nothing to prune without --sweep", "--prune", "train", "--sweep train.seed=0:5")
+    return [*points, *([f"train.sweep.prune={prune}"] if prune else [])]
+
+
 def _refuse(problem: str, option: str, stage: str, more: str = "") -> None:
     """Raise for an option that does not go with the others, naming those that do."""
     from pipeline.errors import ConfigError
@@ -147,6 +176,8 @@ def _stages_of(project: Project, stage: str, damage_list: Path | None, *, only: 
     if stage == StageName.REGENERATE:
         return to_regenerate(project, damage_list)
     stages = everything(project.config) if stage == "all" else up_to(stage, project.config)
+    if project.config.train.sweep.points and StageName.TRAIN in stages[:-1]:
+        _refuse(f"a sweep trains many models, of which stage {stages[-1]} uses one", "train.sweep.points", "train")
     return project, stages[-1:] if only else stages
 
 
@@ -247,6 +278,8 @@ def _accept_code(project: Project) -> None:
     from pipeline.runs.model.accepted_code import accept_code
     from pipeline.runs.model.prepare import prepare
 
+    if project.config.train.sweep.points:
+        _refuse("code is accepted for one training: name its settings with --set", "--accept-code", "train")
     prepared = prepare(project)
     if prepared is None:
         remedy = "pipeline submit --stage train"
@@ -260,10 +293,12 @@ def _status_of(folder: RunFolder) -> str:
     return str(Command.of("status", os.path.relpath(folder.path), "--watch"))
 
 
-def typed_command(stage: str, config: Path | None, sets: list[str], damage_list: Path | None = None) -> Command:
+def typed_command(
+    stage: str, config: Path | None, sets: list[str], damage_list: Path | None = None, swept: Sequence[str] = ()
+) -> Command:
     """Return the command to type again to do what is missing: without --only, --follow and the like."""
     listed = ("--list", damage_list) if damage_list else ()
-    return Command.of("submit --stage", stage, *listed).in_project(Command.about(config, sets))
+    return Command.of("submit --stage", stage, *listed, *swept).in_project(Command.about(config, sets))
 
 
 def _check_first(project: Project, stages: list[str], executor: Executor, *, may_be_silent: bool = False) -> None:
@@ -299,6 +334,8 @@ def _check_first(project: Project, stages: list[str], executor: Executor, *, may
         if not stage.has_tasks:
             continue
         _say_planning(stage, project)
+        if stage.is_sweep:
+            _say_infeasible(project)
         job = spec_of(None, project.config, first_job(project, stage, executor).job)
         check(job)
         _warn_of_little(stage.name, job, stage.mem_bytes(project))
@@ -309,14 +346,28 @@ def _check_first(project: Project, stages: list[str], executor: Executor, *, may
 def _say_planning(stage: Stage, project: Project) -> None:
     """Print that a training is planned, which may take a while, and why an earlier training is not continued."""
     from pipeline.runs.model.prepare import is_planned
+    from pipeline.runs.workflow.sweep_stage import unplanned
     from pipeline.runs.workflow.train_stage import novelty
 
     if StageName.TRAIN not in (stage.name, *stage.needed(project.config)) or project.config.train.task is None:
+        return
+    if stage.is_sweep:
+        if points := unplanned(project):
+            typer.echo(f"planning {len(points):,} points: their steps are run on tensors without data ...", err=True)
         return
     if not is_planned(project):
         typer.echo("planning: the training step is run on tensors without data ...", err=True)
     for line in novelty(project) if stage.name == StageName.TRAIN else ():
         typer.echo(line, err=True)
+
+
+def _say_infeasible(project: Project) -> None:
+    """Print which points of a sweep have no plan, why, and what helps; the others are trained."""
+    from pipeline.runs.workflow.sweep_stage import plans_of
+
+    for plan in plans_of(project) or ():
+        if plan.prepared is None:
+            typer.echo(f"note: {plan.name} is not trained, the others are: {plan.why}", err=True)
 
 
 def _warn_of_little(stage: str, job: JobSpec, planned_bytes: int) -> None:

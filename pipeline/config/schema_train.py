@@ -135,6 +135,19 @@ class PredictSection(Section):
     )
 
 
+class SweepSection(Section):
+    """Many trainings in one run: each point of settings is a model of its own."""
+
+    points: tuple[dict[Name, Option], ...] = Field(
+        default=(), description="Settings over the others, a training each; pipeline submit --sweep writes them."
+    )
+    prune: Literal["none", "median"] = Field(
+        default="none", description="End points that are worse than the median of the others at the same epoch."
+    )
+    grace: int = Field(default=3, ge=1, description="Epochs that every point is trained before it may be pruned.")
+    parallel: int = Field(default=16, ge=1, description="Points that are trained at once on a cluster, at most.")
+
+
 class TrainSection(Section):
     """What is trained, and what the planner may decide about it."""
 
@@ -241,6 +254,7 @@ class TrainSection(Section):
     )
     evaluate: EvaluateSection = EvaluateSection()
     predict: PredictSection = PredictSection()
+    sweep: SweepSection = SweepSection()
 
     @property
     def stages(self) -> dict[str, CurriculumSection]:

@@ -51,6 +51,7 @@ class RunFolder:
     rejected = _RunFile("rejected.jsonl")  # every item that was left out, a line each, with the reason
     inventory = _RunFile("inventory.csv")  # every item that can be used: its chains, sizes and keys
     residues_left_out = _RunFile("residues_left_out.csv")  # residues of these that are no nodes, and their atoms
+    points = _RunFile("points")  # a link to the model of each point of a sweep, named by what differs
     leaks = _RunFile("leaks.csv")  # every item that shares an id, a sequence or a cluster with another split
     events = _RunFile("events")  # one file of events per process that took part
     left_out = _RunFile("left_out.jsonl")  # items that killed their task and are left out since, a line each

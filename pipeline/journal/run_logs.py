@@ -44,11 +44,13 @@ class Log:
     failed: bool
     live: bool
     paths: tuple[str, ...]  # stdout, stderr
+    name: str = ""  # of the task, where it is a point of a sweep
 
     @property
     def title(self) -> str:
         """Whose log it is, and how that ended."""
-        who = self.stage if self.task is None else f"{self.stage} task {self.task}, attempt {self.attempt}"
+        whose = f"{self.stage} {self.name or f'task {self.task}'}, attempt {self.attempt}"
+        who = self.stage if self.task is None else whose
         return f"{who}: {self.state}" if self.state else who
 
 
@@ -111,7 +113,8 @@ def _log(stage: StageStatus, job: StageJob, task: TaskRecord, attempt: Attempt |
     live = attempt is None and task.job == job.id
     state = f"{attempt.state} ({attempt.cause.value})" if attempt else stage.state_of(task) if live else "unknown"
     failed = attempt is not None and attempt.cause is not Cause.DONE
-    return Log(stage.name, task.number, job.attempt, state, failed, live, tuple(stem + end for end in ENDS))
+    paths, name = tuple(stem + end for end in ENDS), stage.name_of(task.number)
+    return Log(stage.name, task.number, job.attempt, state, failed, live, paths, name)
 
 
 def _offset(folder: RunFolder, job: StageJob) -> int:

@@ -102,7 +102,7 @@ class StageStatus:
     cached: int = 0
     missing: int = 0
     tasks: int = 0
-    names: list[str] = field(default_factory=list)  # of tasks, where these are of different things
+    names: list[str] = field(default_factory=list)  # of tasks: of which encoder, or which point of a sweep
     parts: dict[str, Mapping[str, Any]] = field(default_factory=dict)  # counts of each encoder, where there are several
     of: str = ""  # the encoder, where this is a part
     waiting: int = 0  # items that an earlier stage has still to do
@@ -163,7 +163,10 @@ class StageStatus:
 
     def called(self, number: int) -> str:
         """Return what people call a task."""
-        return f"task {number} of {self.name_of(number)}" if self.name_of(number) else f"task {number}"
+        name = self.name_of(number)
+        if name and not self.parts:
+            return name
+        return f"task {number} of {name}" if name else f"task {number}"
 
     def give_name(self, number: int, name: str) -> None:
         """Say what a task is of."""

@@ -249,7 +249,12 @@ def _words(plan: TrainOutlook) -> Iterator[str]:
 
 PLANNED = ("items", "refused", "unusable", "cached", "missing", "tasks")
 UNPLANNED = ("items", "cached", "missing")  # what is not known of a stage that is planned later
-REFUSED = {"scan": "refused by the source", "embed": "that cannot be encoded", "graph": "left out before"}
+REFUSED = {
+    "scan": "refused by the source",
+    "embed": "that cannot be encoded",
+    "graph": "left out before",
+    "train": "points that fit no machine",
+}
 LATER = {"train": "planned when its graphs are there"}
 
 

@@ -15,6 +15,7 @@ from pipeline.report.stage_lines import (
     found_damage,
     memory_line,
     named_records,
+    point_lines,
     rejection_table,
     script_figures,
     speed_lines,
@@ -78,7 +79,9 @@ def _progress(stage: StageStatus, run: SeenRun) -> Iterator[str]:
     yield from wait_lines((wait for wait in run.waits if wait.of == stage.name), run.at)
     yield from memory_line(stage)
     yield from script_figures(stage.figures)
-    if not stage.census:
+    if not stage.census and stage.names:
+        yield from point_lines(stage)
+    elif not stage.census:
         yield from counted_so_far(stage.figures)
     yield from speed_lines(stage)
 
@@ -104,17 +107,18 @@ def story(stage: StageStatus, failed: Sequence[Attempt]) -> list[str]:
     groups = sorted(alike.items(), key=lambda group: len(group[1]), reverse=True)
     more = sum(len(group) for _, group in groups[STORIES_SHOWN:])
     more_line = [f"  and {plural(more, 'attempt')} more: pipeline logs --failed"] if more else []
-    return [*(_told(group, action) for (_, _, action, _), group in groups[:STORIES_SHOWN]), *more_line]
+    return [*(_told(stage, group, action) for (_, _, action, _), group in groups[:STORIES_SHOWN]), *more_line]
 
 
-def _told(group: Sequence[Attempt], action: str) -> str:
+def _told(stage: StageStatus, group: Sequence[Attempt], action: str) -> str:
     """Describe a group of failed attempts by the first of them."""
     first = group[0]
-    tasks = ", ".join([str(attempt.task) for attempt in group[:TASKS_NAMED]] + ["…"] * (len(group) > TASKS_NAMED))
+    named = [stage.name_of(attempt.task) or str(attempt.task) for attempt in group[:TASKS_NAMED]]
+    tasks = ", ".join(named + ["…"] * (len(group) > TASKS_NAMED))
     asked = f" with {format_bytes(first.ask.mem_bytes)}" if first.cause is Cause.HOST_OOM else ""
     followed = f"\n    then: {action}" if action else ""
     output = f"\n    it said: {first.said}" if first.said and first.said not in first.reason else ""
-    noun = "task" if len(group) == 1 else "tasks"
+    noun = f"{'point' if stage.names else 'task'}{'s' * (len(group) != 1)}"
     headline = f"  {noun} {tasks}, attempt {first.number}: {first.cause.value}{asked}: {first.reason}"
     return f"{headline}{output}{followed}\n    log: {first.log}"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from pipeline.cluster.job_spec import SUPERVISE
@@ -44,6 +45,7 @@ DAMAGED = "damage was found"
 TASK_STATES = ("done", "running", "waiting", "failed")
 SCRIPT = "script."  # how figures begin that a user's own script reports
 FIGURES_SHOWN = 8
+POINTS_SHOWN = 40  # of a sweep
 FINDINGS = "findings"  # a figure of validation
 ITEMS_READ = "items_read"  # a figure of a scan by a reader
 
@@ -120,10 +122,44 @@ def rejection_table(rejected: Mapping[str, int], examples: Mapping[str, str]) ->
     return text_table(("rejected", "items", "for example"), rows, right="items")
 
 
-def trained_lines(census: Mapping[str, Any]) -> list[str]:
+def swept_lines(census: Mapping[str, Any]) -> list[RenderableType]:
+    """Return what became of each point of a sweep, and how many there are of each state."""
+    points, monitor = census["points"], census["monitor"]
+    states = ", ".join(f"{count:,} {state}" for state, count in Counter(point["state"] for point in points).items())
+    rows = [
+        (
+            point["name"],
+            point["state"],
+            f"{point.get('epochs', 0):,}",
+            "" if point.get("best") is None else _figure(point["best"]),
+            point["model"],
+        )
+        for point in points[:POINTS_SHOWN]
+    ]
+    shown: list[RenderableType] = [f"{plural(len(points), 'point')}: {states}"]
+    shown += ["", text_table(("point", "state", "epochs", f"best {monitor}", "model"), rows, right="epochs best"), ""]
+    more = len(points) - POINTS_SHOWN
+    shown += [f"and {plural(more, 'point')} more: pipeline compare RUN"] if more > 0 else []
+    return [*shown, *(f"{point['name']}: pruned: {point['why']}" for point in points if point["state"] == "pruned")]
+
+
+def point_lines(stage: StageStatus) -> list[str]:
+    """Return how far each point of a sweep is while it goes on."""
+    done = Counter[int]()
+    for process, figures in stage.figures.items():
+        done[int(figures["task"])] += stage.done.get(process, 0)
+    named = [(name, stage.state_of(stage.task(number)), done[number]) for number, name in enumerate(stage.names)]
+    lines = [f"  {name}: {state}{f', {steps:,} steps' if steps else ''}" for name, state, steps in named]
+    more = [f"  and {plural(len(lines) - POINTS_SHOWN, 'point')} more"] if len(lines) > POINTS_SHOWN else []
+    return lines[:POINTS_SHOWN] + more
+
+
+def trained_lines(census: Mapping[str, Any]) -> list[Any]:
     """Return the result of a training."""
     if census.get("command"):
         return script_lines(census)
+    if census.get("points"):
+        return swept_lines(census)
     last, best, monitor = census["last"], census["best"], census["monitor"]
     lines = [f"{plural(census['epochs'], 'epoch')}, {plural(census['steps'], 'step')}"]
     if last:

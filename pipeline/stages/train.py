@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from pipeline.protocol import Task
+    from pipeline.training.loop.pruning import Pruning
 
     Integers = NDArray[np.int64]
 
@@ -85,6 +86,7 @@ class Job:
     leave_out: frozenset[str] = frozenset()
     damaged: DamagedItems | None = None  # what to do about records that cannot be read; None: that is an error
     settings: Mapping[str, Any] = field(default_factory=dict)  # the frozen configuration, for trackers
+    prune: Pruning | None = None  # which may end it early, among the others of its sweep
 
     def loader(
         self,
@@ -210,6 +212,7 @@ def trainer_of(job: Job) -> Trainer:
         governor_of=lambda course: _governor(job, step, course, stepper.ladder),
         leave_out=job.leave_out,
         damaged=job.damaged,
+        prune=job.prune,
     )
     return trainer
 

@@ -30,6 +30,7 @@ COMMANDS = (
     "explain",
     "status",
     "items",
+    "compare",
     "logs",
     "report",
     "replay",

@@ -13,6 +13,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from pipeline.journal.active_runs import GOING_ON
+from pipeline.report.compared import brief, hours, spread
 from pipeline.report.html import run_plots
 from pipeline.report.html.plots import figure, moment, tag
 from pipeline.report.html.stage_drawing import stage_drawing
@@ -23,6 +24,7 @@ from pipeline.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from pipeline.report.compared import Comparison
     from pipeline.report.facts import StageUse, Suggested
     from pipeline.report.html.run_facts import PageFacts, StageFacts, TrainingFacts
 
@@ -30,7 +32,6 @@ HERE = Path(__file__).parent
 UNKNOWN = "–"
 SHORT = 24  # characters: a cell with more of them is kept wide enough to be read
 ERROR_MOST = 10 * TEXT_MOST
-LEAST_HOURS = 0.01
 NEXT = "\n  next: "
 JUDGING = ("scan", "embed", "graph")  # stages that judge the items of a data set
 
@@ -40,9 +41,14 @@ def page(facts: PageFacts) -> str:
     return _environment().get_template("page.html").render(facts=facts, run=facts.run.status)
 
 
+def compared_page(shown: Comparison) -> str:
+    """Return the page of trainings beside each other."""
+    return _environment().get_template("compared.html").render(shown=shown)
+
+
 @cache
 def _environment() -> Environment:
-    """Return the jinja2 environment of the page: text is escaped, and cut where it is long."""
+    """Return the jinja2 environment of the pages: text is escaped, and cut where it is long."""
     environment = Environment(
         loader=FileSystemLoader(HERE),
         autoescape=True,
@@ -73,6 +79,8 @@ def _environment() -> Environment:
     }
     environment.globals |= {
         "UNIT": UNIT,
+        "brief": brief,
+        "spread": spread,
         "css": _file("page.css"),
         "js": _file("page.js"),
         "css_digest": _digest("page.css"),
@@ -120,11 +128,6 @@ def number_cell(value: float | None, form: Any) -> Markup:
 def badge(word: str, kind: str = "") -> Markup:
     """Return a word in a box of its colour."""
     return tag("span", word, class_=f"badge {kind or word.split()[0]}")
-
-
-def hours(value: float) -> str:
-    """Format core hours."""
-    return f"{value:,.2f}" if value >= LEAST_HOURS else "< 0.01"
 
 
 def _error(error: str) -> Markup:

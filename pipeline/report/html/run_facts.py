@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from pipeline.journal.budget import Account
     from pipeline.journal.run_status import StageStatus
     from pipeline.report.cache_tables import Holdings
+    from pipeline.report.compared import Comparison
     from pipeline.report.facts import StageUse
     from pipeline.report.stage_graph import StageBox
     from pipeline.training.loop.metrics_log import Epoch
@@ -180,6 +181,7 @@ class PageFacts:
     troubles: Troubles
     rejections: Rejections | None
     training: TrainingFacts | None
+    compared: Comparison | None  # the points of a sweep
     uses: Sequence[StageUse]
     account: Account | None  # of the project's budget, where it has one
     cache: Holdings | None

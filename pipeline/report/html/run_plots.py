@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from markupsafe import Markup
 
 from pipeline.report.html.plots import (
+    COLOURS,
     Axis,
     Line,
     byte_axis,
@@ -31,12 +32,13 @@ from pipeline.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from pipeline.report.compared import Comparison
     from pipeline.report.facts import StageUse
     from pipeline.report.html.run_facts import PageFacts, StageFacts, TimeFacts, TrainingFacts
     from pipeline.training.loop.metrics_log import Epoch
 
 FEWEST = 3  # points of a plot
-WIDE, NARROW = 920, 380
+WIDE, NARROW, HIGH = 920, 380, 360
 STAGE_ROW, STAGE_BAR = 46, 20
 TOP, BOTTOM = 6, 42
 MOST_MARKS = 240  # of what went wrong in a stage: pixels
@@ -141,6 +143,29 @@ def _shares(epochs: Sequence[Epoch]) -> Iterator[tuple[str, list[tuple[float, fl
         parts = [100 * seconds.get(name, 0.0) / whole for seconds, whole in zip(spent, wholes, strict=True)]
         if max(parts) >= 1:
             yield name, [(epoch.epoch, part) for epoch, part in zip(epochs, parts, strict=True)]
+
+
+# Models beside each other
+
+CURVES, LINES, NAMED = 8, 60, 8  # plots; the best models of each; those in its legend
+STYLES = ("", "dashed", "thin")
+
+
+def curve_plots(shown: Comparison) -> Iterator[Markup]:
+    """Yield a plot for each figure, the compared one first, with a line for each model."""
+    names = dict.fromkeys((shown.metric, *(name for model in shown.models for name in model.curves)))
+    for name in list(names)[:CURVES]:
+        lines = []
+        for number, model in enumerate(model for model in shown.models[:LINES] if model.curves.get(name)):
+            points, called = list(model.curves[name]), shown.called(model)
+            hints = [f"{called}: epoch {epoch}: {figure(value)}" for epoch, value in points]
+            style = STYLES[min(number // COLOURS, len(STYLES) - 1)]
+            lines.append(Line(called if number < NAMED else "", points, number % COLOURS, style, hints))
+        if lines:
+            values = [value for line in lines for _, value in line.points]
+            epochs = [epoch for line in lines for epoch, _ in line.points]
+            x = whole_axis(min(epochs), max(epochs), "epoch")
+            yield plot(name, x, number_axis(min(values), max(values)), lines, width=WIDE, height=HIGH)
 
 
 # Memory, predicted and measured

@@ -49,7 +49,7 @@ class Shard:
     end: int
     items: int
     largest: int = 0  # the cost of the largest item, in the stage's unit; 0: unknown
-    of: str = ""  # the encoder whose embeddings it makes, where there are several
+    of: str = ""  # the encoder, where there are several, or the point of a sweep
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,11 @@ class StageSurvey:
     bytes: int = 0  # what the results will take in the cache
     cost: float = 0.0  # in the unit in which tasks tell how far they are
     parts: Mapping[str, StageSurvey] = field(default_factory=dict)  # the same of each encoder, where there are several
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What tasks are of, where not all are of one thing."""
+        return tuple(dict.fromkeys(shard.of for shard in self.shards if shard.of))
 
     @classmethod
     def together(cls, parts: Mapping[str, StageSurvey]) -> StageSurvey:

@@ -169,13 +169,14 @@ class Dispatch:
         """Decide on the next attempt of every task that is due, and submit as much as the queue takes."""
         asks: dict[int, Next] = {}
         for number, ask in self._repaired(project, stage, status):
-            if ask is None:  # the stage will fail: running tasks may end, no more are submitted
+            if ask is not None:
+                asks[number] = ask
+            elif not stage.is_sweep:  # the stage will fail: running tasks may end, no more are submitted
                 return
-            asks[number] = ask
         first = self._planned(project, stage, status)
         for task in status.work.values():
             if task.open and not task.ended and task.job is None:
-                plan = status.own.get(status.name_of(task.number), first)
+                plan = status.own.get(status.name_of(task.number), first) if status.parts else first
                 asks[task.number] = Next(1, task.first or plan.ask, plan.why)
         room = self._room(status)
         for job in self._jobs(project, stage, status, asks):
@@ -302,8 +303,8 @@ class Dispatch:
         sequence = len(status.jobs) + len(status.intents)
         alike: dict[tuple[Next, str], list[int]] = {}
         for number in sorted(asks):
-            alike.setdefault((asks[number], status.name_of(number)), []).append(number)
-        room, parallel = self._room(status), stage.resources(project.config).parallel
+            alike.setdefault((asks[number], status.name_of(number) if status.parts else ""), []).append(number)
+        room, parallel = self._room(status), stage.parallel(project.config)
         cut = [(*alike_as, piece) for alike_as, due in alike.items() for piece in pieces(due, limits, room)]
         for following, name, piece in cut:
             plan = status.own.get(name, planned)

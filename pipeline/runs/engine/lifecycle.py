@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from itertools import filterfalse
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pipeline.cluster.job_spec import format_ranges, parse_ranges
 from pipeline.command_line import Command
@@ -105,7 +105,7 @@ def scripts(project: Project, plans: Sequence[StagePlan], executor: Executor) ->
     from pipeline.cluster.slurm import SlurmExecutor
 
     assert isinstance(executor, SlurmExecutor)
-    jobs = ((plan, job) for plan in plans if plan.stage.has_tasks for job in plan.own.values() or [plan.job])
+    jobs = ((plan, job) for plan in plans if plan.stage.has_tasks for job in plan.jobs())
     for planned, first in jobs:
         spec = spec_of(None, project.config, first)
         cut = list(pieces(spec.tasks, planned.limits, len(spec.tasks)))
@@ -191,8 +191,15 @@ def _has_same_work(folder: RunFolder, config: Config) -> bool:
         return False
     wanted = json.loads(dump_resolved(config))
     alike = all(frozen.get(name) == value for name, value in wanted.items() if name not in ("cluster", "train"))
-    before, now = frozen.get("train", {}), wanted["train"]
-    return alike and all(before.get(name) == now[name] for name in (*DECISIVE, "command"))
+    return alike and any(training in _trainings(frozen) for training in _trainings(wanted))
+
+
+def _trainings(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return what decides each training of a configuration: one, or the points of its sweep."""
+    train = config.get("train", {})
+    decided = {f"train.{name}": train.get(name) for name in (*DECISIVE, "command")}
+    points = train.get("sweep", {}).get("points", ())
+    return [{**decided, **point} for point in points] or [decided]
 
 
 def refuse_others(folder: RunFolder, done: str) -> None:

@@ -317,10 +317,10 @@ class Supervisor:
         open_ = [task for task in status.work.values() if task.open]
         given_up = [task.last for task in open_ if task.last]
         again = self.folder.command()
-        remedy = _remedy(stage, given_up, again, stage.mem_bytes(self.project))
+        remedy = _remedy(stage, given_up, again, stage.mem_bytes(self.project) if given_up else 0)
         is_damage = any(attempt.cause is Cause.DAMAGE for attempt in given_up)
         rejected = _rejected(status) if stage.counts_items else 0
-        return StageTrouble(_describe(open_), status.waiting, again, remedy, rejected, is_damage=is_damage)
+        return StageTrouble(_describe(status, open_), status.waiting, again, remedy, rejected, is_damage=is_damage)
 
     def _live(self) -> list[str]:
         """Return the jobs that have not ended."""
@@ -384,7 +384,7 @@ def _rejected(status: StageStatus) -> int:
     return status.reasons.total() + status.refused
 
 
-def _describe(tasks: Sequence[TaskRecord]) -> list[str]:
+def _describe(stage: StageStatus, tasks: Sequence[TaskRecord]) -> list[str]:
     """Return lines about failed tasks: the first few with cause and log, then how many more."""
     lines = []
     failures = [(task, task.last) for task in tasks if task.last]
@@ -392,9 +392,8 @@ def _describe(tasks: Sequence[TaskRecord]) -> list[str]:
         tries = f" (attempt {attempt.number})" if attempt.number > 1 else ""
         own_words = f"\n    {attempt.said}" if attempt.said and attempt.said not in attempt.reason else ""
         why = f"; {task.then[attempt.number]}" if task.then.get(attempt.number) else ""
-        lines.append(
-            f"  task {attempt.task}{tries}: {attempt.state}: {attempt.reason}{why}{own_words}\n    log: {attempt.log}"
-        )
+        ended = f"{attempt.state}: {attempt.reason}{why}{own_words}"
+        lines.append(f"  {stage.called(attempt.task)}{tries}: {ended}\n    log: {attempt.log}")
         lines.append(f"    more: {_page()}#{attempt.cause.value}")
     more = len(failures) - FAILURES_SHOWN
     return lines + ([f"  and {more} more tasks"] if more > 0 else [])

@@ -45,6 +45,7 @@ DECISIVE = (
 
 UNPLANNED = {  # or told by what follows from it
     "preset", "validation", "checkpoints", "log_every", "trackers", "models", "evaluate", "predict", "embeddings",
+    "sweep",
 }  # fmt: skip
 
 
@@ -72,8 +73,14 @@ def _remembered_or_planned(project: Project, key: str, table: str) -> Prepared:
 
 def is_planned(project: Project) -> bool:
     """Tell whether no plan needs to be traced now: it is remembered, or cannot be made yet."""
+    path = plan_file(project)
+    return path is None or path.exists()
+
+
+def plan_file(project: Project) -> Path | None:
+    """Return the file in which the plan is remembered; None while none can be made."""
     table = _table_to_train_on(project)
-    return table is None or (project.config.cluster.runs / PLANS / f"{_plan_key(project, table)}.json").exists()
+    return None if table is None else project.config.cluster.runs / PLANS / f"{_plan_key(project, table)}.json"
 
 
 def _table_to_train_on(project: Project) -> str | None:

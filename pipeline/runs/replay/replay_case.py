@@ -15,6 +15,8 @@ from pipeline.errors import ConfigError, DataError
 from pipeline.journal.attempts import left_out_items
 from pipeline.project.project import Project
 from pipeline.runs.model.prepare import folder_of, task_sizes, trained_table
+from pipeline.runs.model.sweep import named_point
+from pipeline.runs.workflow.sweep_stage import SweepStage, told_plans
 from pipeline.stage_names import StageName
 from pipeline.training.prepared import COST, Prepared
 
@@ -45,14 +47,14 @@ class ReplayCase:
     others: tuple[str, ...]  # bundles of the same step
 
 
-def find_case(folder: RunFolder, step: int, rank: int | None = None) -> ReplayCase:
+def find_case(folder: RunFolder, step: int, rank: int | None = None, point: str | None = None) -> ReplayCase:
     """Return the bundle of a step of a run; of several, the one that ended the run, or of the named rank."""
     from pipeline.training.forensics import step_bundle
 
     if not folder.plan(StageName.TRAIN).exists():
         what = f"run {folder.name} has trained nothing: there is no step to replay"
         raise ConfigError(what, where=str(folder.path), remedy=Command.submit("train"))
-    project, made = project_of_run(folder)
+    project, made = project_of_run(folder, point)
     bundles = {path: step_bundle.read_bundle(path) for path in step_bundle.find_bundles(made.bundles, step, rank)}
     where, *rest = sorted(bundles, key=lambda path: _preference(bundles[path]))
     bundle, others = bundles[where], tuple(path.name for path in rest)
@@ -75,22 +77,27 @@ def _preference(bundle: Bundle) -> tuple[int, bool, int]:
     return ORDER.index(bundle.kind.value), not named, bundle.rank
 
 
-def steps_with_bundles(folder: RunFolder) -> list[int]:
-    """Return the steps of a run's training that left a bundle."""
+def steps_with_bundles(folder: RunFolder, point: str | None = None) -> list[int]:
+    """Return the steps of a run's training, or of a point of its sweep, that left a bundle."""
     from pipeline.training.forensics import step_bundle
 
     if not folder.plan(StageName.TRAIN).exists():
         return []
-    made = project_of_run(folder)[1]
+    made = project_of_run(folder, point)[1]
     return sorted({step_bundle.read_bundle(path).step for path in step_bundle.bundles_in(made.bundles)})
 
 
-def project_of_run(folder: RunFolder) -> tuple[Project, ModelFolder]:
-    """Return a run's project, by its frozen configuration, and the folder of what it trains."""
+def project_of_run(folder: RunFolder, point: str | None = None) -> tuple[Project, ModelFolder]:
+    """Return a run's project, by its frozen configuration, and the folder of what it, or a point of it, trains."""
     config = from_resolved(folder.config.read_text(), str(folder.config))
     project = Project.open(config, beside=folder.task_root, remember=False)
     plan = folder.plan(StageName.TRAIN)
-    return project, folder_of(project, read_training_plan(json.loads(plan.read_text()), plan))
+    if not project.config.train.sweep.points:
+        return project, folder_of(project, read_training_plan(json.loads(plan.read_text()), plan))
+    plans = {told.name: told.prepared for told in told_plans(folder) if told.prepared is not None}
+    names = list(plans)
+    name = names[named_point(point or "", names)]
+    return SweepStage().at(project, name), folder_of(project, plans[name])
 
 
 # The share

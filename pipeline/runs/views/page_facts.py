@@ -22,7 +22,7 @@ from pipeline.report.html.run_facts import (
     TroubledAttempt,
     Troubles,
 )
-from pipeline.report.stage_lines import counted_so_far, script_figures, wait_lines
+from pipeline.report.stage_lines import counted_so_far, point_lines, script_figures, wait_lines
 from pipeline.report.tables import clip
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ NAMED = 5
 
 def stage_facts(run: SeenRun, stage: StageStatus) -> StageFacts:
     """Return what is known of a stage, however many tasks it has."""
-    so_far = [] if stage.census else counted_so_far(stage.figures)
+    so_far = point_lines(stage) if stage.names else counted_so_far(stage.figures)
     return StageFacts(
         status=stage,
         first_task_at=first_start(stage),
@@ -52,7 +52,7 @@ def stage_facts(run: SeenRun, stage: StageStatus) -> StageFacts:
         waits=bounded(wait_lines((wait for wait in run.waits if wait.of == stage.name), run.at)),
         census=bounded(stage.census or {}),
         warnings=bounded(stage.warnings),
-        so_far=[*script_figures(stage.figures), *so_far],
+        so_far=[*script_figures(stage.figures), *([] if stage.census else so_far)],
     )
 
 

@@ -25,6 +25,7 @@ from pipeline.journal.budget import Budget, Spending
 from pipeline.journal.run_folder import shown_mode
 from pipeline.journal.run_status import StatusReader
 from pipeline.report.html.run_facts import PageFacts, RecordedStep, TrainingFacts
+from pipeline.runs.views.compared_models import comparison, models_of_run
 from pipeline.runs.views.page_facts import WorkOverTime, rejection_facts, stage_facts, time_facts, trouble_facts
 from pipeline.training.loop.metrics_log import STEP, read_epochs, read_figures
 from pipeline.training.prepared import ModelFolder, Prepared
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from pipeline.journal.run_status import RunStatus, StageStatus
     from pipeline.records import Event
     from pipeline.report.cache_tables import Holdings
+    from pipeline.report.compared import Comparison
     from pipeline.report.facts import StageUse
     from pipeline.report.html.run_facts import Curve
     from pipeline.report.stage_graph import StageBox
@@ -82,6 +84,7 @@ class Page:
             troubles=trouble_facts(status),
             rejections=or_note("rejections", lambda: rejection_facts(self.folder, status)),
             training=or_note("training", lambda: self._training(status)),
+            compared=or_note("points", self._compared),
             uses=or_note("efficiency", lambda: self._uses(status)) or [],
             account=or_note("budget", self._spending.account),
             cache=or_note("cache", self._cache),
@@ -103,6 +106,11 @@ class Page:
         from pipeline.runs.views.stage_states import boxes_of_run
 
         return boxes_of_run(self.config, status)
+
+    def _compared(self) -> Comparison | None:
+        if not (self.config.train.sweep.points and (models := models_of_run(self.folder))):
+            return None
+        return comparison(models)
 
     def _uses(self, status: RunStatus) -> list[StageUse]:
         from pipeline.runs.views.efficiency import stage_uses

@@ -134,7 +134,9 @@ class StagePlan:
     survey: StageSurvey
     limits: Limits
     job: StageJob  # of first attempts, with all of its tasks
-    own: Mapping[str, StageJob] = field(default_factory=dict)  # by encoder where there are several: of those with tasks
+    own: Mapping[str, StageJob] = field(
+        default_factory=dict
+    )  # by encoder, or point of a sweep
     name: str = ""  # where it is a part of another: of which encoder
 
     @property
@@ -152,6 +154,10 @@ class StagePlan:
             for name, survey in self.survey.parts.items()
         ] or [self]
 
+    def jobs(self) -> Iterable[StageJob]:
+        """Return the jobs as they are submitted: the points of a sweep share theirs."""
+        return self.own.values() if self.survey.parts and self.own else [self.job]
+
     def counts(self) -> dict[str, int]:
         """Return the counts to show and to record."""
         return {**self.survey.counts, "tasks": len(self.survey.shards)}
@@ -167,6 +173,7 @@ class StagePlan:
         plain = {**counts, "job": self.job.to_json(), "limits": self.limits.to_json()}
         if self.survey.parts:
             plain["parts"] = {part.name: {**part.counts(), "cost": part.survey.cost} for part in self.parts()}
+        if self.own:
             plain["jobs"] = {name: job.to_json() for name, job in self.own.items()}
         return plain
 
@@ -182,18 +189,22 @@ def plan_stage(project: Project, stage: Stage, executor: Executor, folder: RunFo
     first = first_job(project, stage, executor, folder, max(1, len(survey.shards)))
     if folder is not None and survey.shards:
         first = on_cards(project, stage, executor, folder, first)
-    own = {name: _own_job(project, stage, executor, first.job, name, survey) for name in survey.parts}
-    return StagePlan(stage, survey, first.limits, first.job, {name: job for name, job in own.items() if job})
+    own = {name: _own_job(project, stage, executor, first.job, name, survey, folder) for name in survey.names}
+    return StagePlan(stage, survey, first.limits, first.job, own)
 
 
 def _own_job(
-    project: Project, stage: Stage, executor: Executor, first: StageJob, name: str, survey: StageSurvey
-) -> StageJob | None:
-    """Return the job of one encoder's tasks: like that of all, but for the memory; None where it has no tasks."""
+    project: Project,
+    stage: Stage,
+    executor: Executor,
+    first: StageJob,
+    name: str,
+    survey: StageSurvey,
+    folder: RunFolder | None,
+) -> StageJob:
+    """Return the job of the tasks of one encoder or point: like that of all, but for the memory."""
     tasks = [number for number, shard in enumerate(survey.shards) if shard.of == name]
-    if not tasks:
-        return None
-    job = first_job(stage.at(project, name), stage, executor).job
+    job = first_job(stage.at(project, name), stage, executor, folder).job
     ask = replace(job.ask, partition="") if first.partition else job.ask
     job = replace(job, tag=first.tag, tasks=format_ranges(tasks), ask=ask, where="" if first.partition else job.where)
     return replace(job, card=first.card, partition=first.partition, constraint=first.constraint)
@@ -259,6 +270,7 @@ def first_job(
         recipe=recipe,
         nodes=resources.nodes,
         ranks=resources.ranks_per_node,
+        parallel=stage.parallel(project.config) if stage.is_sweep else 0,
     )
     return FirstJob(_placed(project, stage, executor, job), limits)
 

@@ -105,6 +105,7 @@ class Stage(ABC):
     may_be_empty: ClassVar[bool] = False  # having no item at all is no failure
     only_looks: ClassVar[bool] = False  # it changes no record of the cache
     has_tasks: ClassVar[bool] = True  # else it only judges the results of earlier stages
+    is_sweep: ClassVar[bool] = False  # each task is a result of its own: one that fails ends no other
     lists_lines: ClassVar[bool] = False  # a task is a range of lines of its list, else of rows
 
     @abstractmethod
@@ -168,6 +169,10 @@ class Stage(ABC):
     def resources(self, config: Config) -> StageResources | TrainResources:
         """Return the configured resources of a task."""
         return config.cluster.resources(self.name)
+
+    def parallel(self, config: Config) -> int:
+        """Return how many of its tasks run at once on a cluster, at most."""
+        return self.resources(config).parallel
 
     def processes(self, project: Project) -> int:
         """Return the number of processes of a task."""

@@ -16,6 +16,7 @@ from pipeline.runs.workflow.predict_stage import PredictStage
 from pipeline.runs.workflow.regenerate_stage import RegenerateStage
 from pipeline.runs.workflow.scan_stage import ReaderScanStage, ScanStage
 from pipeline.runs.workflow.script_stage import ScriptStage, is_script
+from pipeline.runs.workflow.sweep_stage import SweepStage
 from pipeline.runs.workflow.train_stage import TrainStage
 from pipeline.runs.workflow.validate_stage import ValidateStage
 from pipeline.stage_names import StageName
@@ -54,6 +55,8 @@ def stage(name: str, config: Config) -> Stage:
     """Return the stage of that name, in the variant for the configured data set and code."""
     if name == StageName.SCAN and is_reader(config):
         return ReaderScanStage()
+    if name == StageName.TRAIN and config.train.sweep.points:
+        return SweepStage()
     return ScriptStage() if is_script(config, name) else known_stage(name)
 
 

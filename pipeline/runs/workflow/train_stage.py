@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -57,9 +57,11 @@ if TYPE_CHECKING:
     from pipeline.records import TaskContext
     from pipeline.runs.workflow.stage import Outcomes
     from pipeline.training.checkpoints.checkpoint_reader import Manifest
+    from pipeline.training.loop.pruning import Pruning
     from pipeline.training.ranks.rank_protocol import Ranks
     from pipeline.training.step.step import Step
 
+NOTHING = dict.fromkeys(("items", "refused", "unusable", "cached", "missing", "waiting"), 0)
 COURSE = 8  # figures that show how a training went
 UNPLANNED_BYTES = 2 << 30  # of a process, until there is a plan
 CALLED = {"code": "the task's code", "table": "the data set", "embeddings": "the encoder", "crop": "what is cropped"}
@@ -96,16 +98,12 @@ class TrainStage(Stage):
 
     def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> StageSurvey:  # noqa: ARG002 - one task
         """Find how far the training is, and plan the rest."""
-        counts = dict.fromkeys(("items", "refused", "unusable", "cached", "missing", "waiting"), 0)
         prepared = prepare(project)
-        if prepared is None and folder is not None:
-            what = f"{unmade(project.config)}: there is nothing to train on"
-            raise ConfigError(what, where=str(project.config.cluster.runs), remedy="leave out --only")
-        if prepared is None:  # the tables come first
-            return StageSurvey({**counts, "unplanned": 1}, (Shard(0, 1, 1),))
+        if prepared is None:
+            return unprepared(project, folder)
         progress = TrainedSoFar.of(folder_of(project, prepared))
         left = 0 if progress.is_over(project, prepared) else max(1, steps_of(project, prepared) - progress.done)
-        counts |= {"items": progress.done + left, "cached": progress.done, "missing": left}
+        counts = NOTHING | {"items": progress.done + left, "cached": progress.done, "missing": left}
         if folder is not None:
             with writing_run(folder.plan(self.name)):
                 folder.plan(self.name).write_text(json.dumps(prepared.to_json()))
@@ -129,50 +127,12 @@ class TrainStage(Stage):
 
     def work(self, project: Project, folder: RunFolder, task: int, tell: TaskContext) -> Outcomes:
         """Train, as one of the ranks."""
-        from pipeline.stages.train import train
-
         prepared = Prepared.from_json(json.loads(folder.plan(self.name).read_text()))
-        ranks = join_ranks(project, folder, prepared, tell)
-        try:
-            mend = partial(remake_graph, project, folder)
-            project = staged(project, tables_of(project, prepared), ranks, tell, log_line)
-            job = job_of(project, folder, prepared, tell, ranks, mend)
-            with blamed(Work.of(project.config, beside=project.beside).task):
-                yield from train(job, read_shard(folder, self.name, task).start)
-        except BaseException as error:
-            why = f"{type(error).__name__}: {error}" if isinstance(error, Exception) else ""
-            ranks.close(why)  # sent to the other ranks
-            raise
-        ranks.close()
+        yield from train_there(project, folder, prepared, tell, read_shard(folder, self.name, task).start)
 
     def judge(self, project: Project, folder: RunFolder, patience_s: float) -> Trained:  # noqa: ARG002
         """Return the result of the training, by its newest intact checkpoint, every byte of which is read."""
-        from pipeline.training.checkpoints.checkpoint_folder import CheckpointFolder
-        from pipeline.training.loop.metrics_log import read_epochs
-
-        prepared = Prepared.from_json(json.loads(folder.plan(self.name).read_text()))
-        made, settings = folder_of(project, prepared), project.config.train.validation
-        newest = latest(made)
-        identity = newest.identity if newest else {}
-        checkpoint = CheckpointFolder(made.checkpoints, last=1, best=0, identity=identity, tell=log_line).newest()
-        judged = Trained(folder=str(made.path), monitor=settings.monitor)
-        progress = TrainedSoFar.read(checkpoint.data) if checkpoint else TrainedSoFar()
-        judged.items = judged.steps = progress.done
-        judged.epochs = progress.epoch
-        if not progress.is_over(project, prepared):
-            judged.undone = max(1, steps_of(project, prepared) - progress.done)
-            judged.first_undone = f"step {progress.done + 1}"
-        epochs = read_epochs(made.path) if made.path.exists() else []
-        if epochs:
-            figures = [epoch.to_json() for epoch in epochs]
-            judged.course = course_of(figures, settings.monitor)
-            judged.last, judged.best = figures[-1], best_of(figures, settings.monitor, lower=settings.lower_is_better)
-            judged.ooms, judged.cropped = sum(epoch.ooms for epoch in epochs), max(epoch.cropped for epoch in epochs)
-            remedied = Counter[str]()
-            for epoch in epochs:
-                remedied.update(epoch.remedied)
-            judged.remedied = dict(sorted(remedied.items()))
-            judged.skipped = len(prepared.skipped)
+        judged = trained_so_far(project, Prepared.from_json(json.loads(folder.plan(self.name).read_text())))
         judged.damaged = len(damaged_items(folder))
         return judged
 
@@ -184,6 +144,69 @@ class TrainStage(Stage):
         damaged = f"{whose} records in the cache proved damaged   (pipeline cache repair --yes)"
         counted = ((judged.skipped, skipped), (judged.ooms, ooms), (judged.damaged, damaged))
         return [text for count, text in counted if count]
+
+
+def unprepared(project: Project, folder: RunFolder | None, tasks: int = 1) -> StageSurvey:
+    """Return what is known while what is trained on is not there; raise in a run, where it should be."""
+    if folder is not None:
+        what = f"{unmade(project.config)}: there is nothing to train on"
+        raise ConfigError(what, where=str(project.config.cluster.runs), remedy="leave out --only")
+    return StageSurvey({**NOTHING, "unplanned": 1}, tuple(Shard(0, 1, 1) for _ in range(tasks)))
+
+
+def train_there(
+    project: Project,
+    folder: RunFolder,
+    prepared: Prepared,
+    tell: TaskContext,
+    before: int,
+    prune: Pruning | None = None,
+) -> Outcomes:
+    """Train as one of the ranks, after the first steps that were done `before`; `prune` may end it early."""
+    from pipeline.stages.train import train
+
+    ranks = join_ranks(project, folder, prepared, tell)
+    try:
+        mend = partial(remake_graph, project, folder)
+        project = staged(project, tables_of(project, prepared), ranks, tell, log_line)
+        job = job_of(project, folder, prepared, tell, ranks, mend)
+        with blamed(Work.of(project.config, beside=project.beside).task):
+            yield from train(job if prune is None else replace(job, prune=prune), before)
+    except BaseException as error:
+        why = f"{type(error).__name__}: {error}" if isinstance(error, Exception) else ""
+        ranks.close(why)  # sent to the other ranks
+        raise
+    ranks.close()
+
+
+def trained_so_far(project: Project, prepared: Prepared) -> Trained:
+    """Return the result of a training, by its newest intact checkpoint, every byte of which is read."""
+    from pipeline.training.checkpoints.checkpoint_folder import CheckpointFolder
+    from pipeline.training.loop.metrics_log import read_epochs
+
+    made, settings = folder_of(project, prepared), project.config.train.validation
+    newest = latest(made)
+    identity = newest.identity if newest else {}
+    checkpoint = CheckpointFolder(made.checkpoints, last=1, best=0, identity=identity, tell=log_line).newest()
+    judged = Trained(folder=str(made.path), monitor=settings.monitor)
+    progress = TrainedSoFar.read(checkpoint.data) if checkpoint else TrainedSoFar()
+    judged.items = judged.steps = progress.done
+    judged.epochs = progress.epoch
+    if not progress.is_over(project, prepared):
+        judged.undone = max(1, steps_of(project, prepared) - progress.done)
+        judged.first_undone = f"step {progress.done + 1}"
+    epochs = read_epochs(made.path) if made.path.exists() else []
+    if epochs:
+        figures = [epoch.to_json() for epoch in epochs]
+        judged.course = course_of(figures, settings.monitor)
+        judged.last, judged.best = figures[-1], best_of(figures, settings.monitor, lower=settings.lower_is_better)
+        judged.ooms, judged.cropped = sum(epoch.ooms for epoch in epochs), max(epoch.cropped for epoch in epochs)
+        remedied = Counter[str]()
+        for epoch in epochs:
+            remedied.update(epoch.remedied)
+        judged.remedied = dict(sorted(remedied.items()))
+        judged.skipped = len(prepared.skipped)
+    return judged
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from pipeline.training.items.loader import Loader
     from pipeline.training.loop.observer import TrainingObserver
     from pipeline.training.loop.progress import RunningStretch
+    from pipeline.training.loop.pruning import Pruning
     from pipeline.training.ranks.rank_protocol import Ranks
     from pipeline.training.step.global_step import RankReport, StepReport
     from pipeline.training.step.local_step import Stepper
@@ -58,6 +59,7 @@ class Trainer:
     ending: Callable[[], int] = lambda: 0  # by which signal it was told to end; 0: by none
     leave_out: frozenset[str] = frozenset()
     damaged: DamagedItems | None = None  # what loaders could not read
+    prune: Pruning | None = None  # ends it early, of all ranks the first decides
 
     def __post_init__(self) -> None:
         self.standing = TrainingProgress(self.train.validation, self.courses[-1].epochs.stop)
@@ -98,6 +100,8 @@ class Trainer:
         """Train, from the newest checkpoint on if there is one."""
         self._take_up()
         yield self.done
+        if self._was_pruned():
+            return
         if not self.standing.is_finished:
             self._verify(self._course())
             self.clock.restart(self.standing.tally.seconds)
@@ -209,7 +213,23 @@ class Trainer:
         if not standing.is_finished:
             self._enter(self._course())
         standing.tally = EpochTotals(standing.epoch)
-        self._save(figure)
+        pruned = self._pruned() if figures and not standing.is_finished else ""
+        self._save(figure, wait=bool(pruned))  # as at the end of any epoch: a plain training may go on from there
+        if pruned:
+            self.watcher.say(f"pruned: {pruned}")
+            standing.is_finished = True
+
+    def _was_pruned(self) -> bool:
+        """Tell whether the sweep has ended this training before, as the first rank finds."""
+        epochs = self.standing.epoch
+        return self.prune is not None and self.ranks.exchange({"is": self.prune.stands(epochs)})[0]["is"]
+
+    def _pruned(self) -> str:
+        """Return why the sweep ends this training here, as the first rank finds; empty where it goes on."""
+        if self.prune is None:
+            return ""
+        why: str = self.ranks.exchange({"prune": self.prune.decide() if self.ranks.rank == 0 else ""})[0]["prune"]
+        return why
 
     # One step
 

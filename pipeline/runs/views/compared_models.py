@@ -1,0 +1,139 @@
+"""What is known of trainings that are to be compared: those of runs, with all points of a sweep, and models by name."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from pipeline.config.load import from_resolved
+from pipeline.config.schema_train import ValidationSection
+from pipeline.errors import ConfigError, PipelineError
+from pipeline.report.compared import ComparedModel, compared
+from pipeline.runs.workflow.sweep_stage import DONE, PRUNED, UNDONE, told_plans
+from pipeline.training.loop.metrics_log import read_epochs
+from pipeline.training.loop.pruning import Pruned
+from pipeline.training.prepared import ModelFolder, Prepared
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from pipeline.journal.run_folder import RunFolder
+    from pipeline.report.compared import Comparison
+    from pipeline.training.loop.metrics_log import Epoch
+
+TRAIN = "train"
+LOSS = "loss"
+
+
+def models_of_run(folder: RunFolder) -> list[ComparedModel]:
+    """Return the trainings of a run that have begun; none where it trains nothing."""
+    try:
+        told = json.loads(folder.plan(TRAIN).read_text())
+    except (OSError, ValueError):
+        return []
+    models = from_resolved(folder.config.read_text(), str(folder.config)).train.models
+    with suppress(TypeError, KeyError):  # a plan of another version
+        if "points" not in told:
+            return list(_begun(models / Prepared.from_json(told).name))
+        plans = [plan for plan in told_plans(folder) if plan.prepared is not None]
+        return [
+            model for plan in plans if plan.prepared for model in _begun(models / plan.prepared.name, point=plan.name)
+        ]
+    return []
+
+
+def _begun(path: Path, point: str = "") -> Iterator[ComparedModel]:
+    with suppress(ConfigError):
+        yield read_model(path, point)
+
+
+def read_model(path: Path, point: str = "") -> ComparedModel:
+    """Return what is known of a training by its folder; raise ConfigError where it is none."""
+    made = ModelFolder(path)
+    try:
+        prepared = Prepared.from_json(json.loads(made.prepared.read_text()))
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        what = f"this is no folder of a training ({type(error).__name__}: {error})"
+        raise ConfigError(what, where=str(path), remedy="pipeline model list   (or the name of a run)") from error
+    epochs = read_epochs(path)
+    trained = epochs[-1].epoch if epochs else 0
+    pruned = Pruned.read(made, trained)
+    is_over = trained >= prepared.epochs or _is_stale(made, epochs)
+    return ComparedModel(
+        name=path.name,
+        folder=str(path),
+        state=DONE if is_over else PRUNED if pruned else UNDONE,
+        settings=dict(_flat(prepared.recipe)),
+        epochs=trained,
+        steps=epochs[-1].step if epochs else 0,
+        hours=sum(epoch.wall_s for epoch in epochs) / 3600,
+        planned_bytes=max((epoch.planned_bytes for epoch in epochs), default=0),
+        peak_bytes=max((epoch.peak_bytes for epoch in epochs), default=0),
+        curves=_curves(epochs),
+        point=point,
+        why=pruned.why if pruned and not is_over else "",
+    )
+
+
+def _is_stale(made: ModelFolder, epochs: Sequence[Epoch]) -> bool:
+    """Tell whether a training has ended because it became no better."""
+    settings = validation_of(made)
+    if settings.patience is None:
+        return False
+    known = [value for epoch in epochs if (value := epoch.validation.get(settings.monitor)) is not None]
+    best = known.index((min if settings.lower_is_better else max)(known)) if known else 0
+    return len(known) - 1 - best >= settings.patience
+
+
+def validation_of(made: ModelFolder) -> ValidationSection:
+    """Return how a training was validated; the defaults where its settings are of another version."""
+    with suppress(OSError, PipelineError):
+        return from_resolved(made.settings.read_text()).train.validation
+    return ValidationSection()
+
+
+def _flat(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield settings with the names of the sections that they are in."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{above}{name}.")
+        else:
+            yield f"{above}{name}", value
+
+
+def _curves(epochs: Iterable[Epoch]) -> dict[str, list[tuple[int, float]]]:
+    """Return what was validated, and the losses of training, by epoch."""
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for epoch in epochs:
+        trained = {f"training {name}": value for name, value in epoch.loss.items()}
+        for name, value in {**epoch.validation, **trained}.items():
+            if value is not None:
+                curves.setdefault(name, []).append((epoch.epoch, value))
+    return curves
+
+
+def comparison(models: Sequence[ComparedModel], metric: str | None = None) -> Comparison:
+    """Compare trainings by a figure, by default that by which they were monitored."""
+    if not models:
+        raise ConfigError("there is no training to compare", where="pipeline compare", remedy="pipeline model list")
+    of_all = [validation_of(ModelFolder(_path(model))) for model in models]
+    monitors = dict.fromkeys(settings.monitor for settings in of_all)
+    known = sorted({name for model in models for name in model.curves})
+    if metric is None and len(monitors) > 1:
+        what = f"these trainings were monitored by different figures: {', '.join(monitors)}"
+        raise ConfigError(what, where="pipeline compare", remedy=f"--metric {known[0] if known else LOSS}")
+    name = metric or next(iter(monitors))
+    if metric is not None and metric not in known:
+        what = f"no training here has a figure {metric!r}; there are {', '.join(known) or 'none yet'}"
+        raise ConfigError(what, where="--metric", remedy="name one of these")
+    settings = next((known for known in of_all if known.monitor == name), ValidationSection(monitor=name))
+    is_loss = name.startswith("training ")
+    return compared(models, name, lower=is_loss or settings.lower_is_better)
+
+
+def _path(model: ComparedModel) -> Path:
+    from pathlib import Path
+
+    return Path(model.folder)

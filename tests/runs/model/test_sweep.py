@@ -1,0 +1,188 @@
+"""Points of a sweep: what is typed becomes settings, a name and a configuration, or is refused in words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.config.load import read_config
+from pipeline.errors import ConfigError
+from pipeline.runs.model.sweep import MOST, Point, named_point, points_in, shown, typed_points
+
+BASE = ("data.path=/data", "train.task=some.task:Task", "train.options={width: 8}")
+
+
+def points(*words: str, file: Path | None = None, base: tuple[str, ...] = BASE) -> tuple[Point, ...]:
+    """Return the points that words of a command line ask for."""
+    return points_in(read_config(None, [*base, f"train.sweep.points={typed_points(words, file)}"]).config)
+
+
+def names(*words: str, file: Path | None = None) -> list[str]:
+    return [point.name for point in points(*words, file=file)]
+
+
+def test_a_grid_has_a_point_for_each_combination_and_its_name_says_what_differs() -> None:
+    found = points("train.seed=0:2", "train.learning_rate=1e-4,3e-4")
+    assert [point.name for point in found] == [
+        "seed=0 learning_rate=1e-4",
+        "seed=0 learning_rate=3e-4",
+        "seed=1 learning_rate=1e-4",
+        "seed=1 learning_rate=3e-4",
+    ]
+    assert [(point.config.train.seed, point.config.train.learning_rate) for point in found] == [
+        (0, 1e-4), (0, 3e-4), (1, 1e-4), (1, 3e-4),
+    ]  # fmt: skip
+
+
+def test_a_point_has_the_configuration_of_its_plain_twin() -> None:
+    (point,) = points("train.options.width=16")
+    assert point.config == read_config(None, [*BASE, "train.options.width=16"]).config
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("train.seed=3:6", ["seed=3", "seed=4", "seed=5"]),
+        ("train.seed=0:10:4", ["seed=0", "seed=4", "seed=8"]),
+        ("train.frozen=[],[a,b]", ["frozen=", "frozen=a,b"]),
+        ("train.clip=null,0.5", ["clip=null", "clip=0.5"]),
+        ("train.schedule.warmup=1, 2", ["warmup=1", "warmup=2"]),
+    ],
+)
+def test_values_are_ranges_or_lists(word: str, expected: list[str]) -> None:
+    assert names(word) == expected
+
+
+def test_names_are_as_long_as_they_must_be_to_tell_keys_apart() -> None:
+    (name,) = names("train.schedule.warmup=1", "train.options.warmup=2")
+    assert name == "schedule.warmup=1 options.warmup=2"
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("points.csv", "train.seed,train.learning_rate\n1,1e-3\n2,\n"),
+        ("points.csv", "﻿train.seed, train.learning_rate\r\n1, 1e-3\r\n2,\r\n"),
+        ("points.yaml", "- {train.seed: 1, train.learning_rate: 1e-3}\n- {train.seed: 2}\n"),
+        ("points.json", json.dumps([{"train.seed": 1, "train.learning_rate": 1e-3}, {"train.seed": 2}])),
+    ],
+)
+def test_a_file_has_a_point_in_each_row(tmp_path: Path, file: str, text: str) -> None:
+    (tmp_path / file).write_text(text, encoding="utf-8", newline="")
+    first, second = points(file=tmp_path / file)
+    assert first.settings == {"train.seed": 1, "train.learning_rate": 1e-3}
+    assert (second.config.train.seed, second.config.train.learning_rate) == (2, 1e-4)
+
+
+def test_a_file_and_a_grid_multiply(tmp_path: Path) -> None:
+    path = tmp_path / "points.csv"
+    path.write_text("train.learning_rate\n1e-4\n3e-4\n")
+    assert len(names("train.seed=0:3", file=path)) == 6
+
+
+def test_paths_start_from_where_they_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "there").mkdir()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there" / "points.csv").write_text("train.pretrained\na.pt\n")
+    (of_file,) = points(file=tmp_path / "there" / "points.csv")
+    (typed,) = points("train.pretrained=a.pt")
+    assert of_file.config.train.pretrained == tmp_path / "there" / "a.pt"
+    assert typed.config.train.pretrained == tmp_path / "a.pt"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["train.sed=0:2"], 'train.sed: unknown key; did you mean "seed"?'),
+        (["train.seed"], "wants KEY=VALUES"),
+        (["=1"], "wants KEY=VALUES"),
+        (["train.seed="], "gets no value"),
+        (["train.seed=1,,2"], "gets no value"),
+        (["train.seed=5:5"], "gets no value"),
+        (["train.seed=1,1"], "seed=1 is there twice"),
+        (["train.seed=1,01"], "train.seed: wants a whole number"),
+        (["train.seed=0:2", "train.seed=4"], "is swept twice"),
+        (["train.seed=0:2000"], "more than the 1,000"),
+        (["train.seed=0:1000000000000"], "more than the 1,000"),
+        (["train.seed=0:100", "train.learning_rate=" + ",".join(f"{n}e-4" for n in range(1, 20))], "more than the"),
+        (["train.learning_rate=-1"], "train.learning_rate: wants more than 0"),
+        (["train.effective_batch=4", "train.epochs=nine"], "train.epochs: wants a whole number"),
+        (["cluster.train.cpus=1,2"], "makes no other model"),
+        (["train.log_every=1,2"], "makes no other model"),
+        (["train.sweep.grace=1,2"], "makes no other model"),
+        (["graph.neighbours=8,16"], "changes what is trained on"),
+        (["data.limit=8,16"], "changes what is trained on"),
+        (["train.epochs=1,2"], "epochs=1 and epochs=2 are one training"),
+        (["train.task=a.b:C"], "is another model altogether"),
+    ],
+)  # fmt: skip
+def test_wrong_words_are_refused_with_what_helps(words: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        points(*words)
+    assert said in str(refused.value)
+    assert refused.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "said"),
+    [
+        ("a.csv", "", "holds no point"),
+        ("a.csv", "train.seed\n", "holds no point"),
+        ("a.csv", "train.seed\n1,2\n", "a.csv:2: a row has more or fewer cells"),
+        ("a.csv", 'train.seed\n"1\n', "no valid CSV"),
+        ("a.yaml", "train.seed: 1\n", "wants a list of points"),
+        ("a.yaml", "- [1]\n", "wants a list of points"),
+        ("a.yaml", "- {train.seed: 1\n", "no valid YAML"),
+        ("a.yaml", "- {train.seed: 1}\n- {train.seed: 1}\n", "seed=1 is there twice"),
+        ("a.yaml", "- !!python/object/apply:os.system [true]\n", "is not allowed"),
+        ("a.csv", b"\xff\xfe", "cannot be read"),
+    ],
+)
+def test_wrong_files_are_refused_with_their_place(tmp_path: Path, file: str, text: str | bytes, said: str) -> None:
+    (tmp_path / file).write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ConfigError) as refused:
+        points(file=tmp_path / file)
+    assert said in str(refused.value)
+
+
+def test_a_file_that_is_not_there_and_a_key_in_both_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        points(file=tmp_path / "none.csv")
+    (tmp_path / "a.csv").write_text("train.seed\n1\n")
+    with pytest.raises(ConfigError, match="keep one of the two"):
+        points("train.seed=0:2", file=tmp_path / "a.csv")
+
+
+def test_a_script_is_not_swept() -> None:
+    with pytest.raises(ConfigError, match="a sweep needs a train"):
+        points("train.seed=0:2", base=("data.path=/data", "train.command=python train.py"))
+
+
+def test_the_most_points_of_a_run_are_allowed() -> None:
+    assert len(names(f"train.seed=0:{MOST}")) == MOST
+
+
+def test_points_are_named_by_as_much_as_tells_them_apart() -> None:
+    known = ["seed=0 learning_rate=1e-4", "seed=0 learning_rate=3e-4", "seed=1 learning_rate=1e-4"]
+    assert named_point("seed=1", known) == 2
+    assert named_point("learning_rate=3e-4 seed=0", known) == 1
+    for wrong in ("seed=0", "seed=7", ""):
+        with pytest.raises(ConfigError, match="seed=0 learning_rate=1e-4"):
+            named_point(wrong, known)
+
+
+@given(st.floats(min_value=1e-300, max_value=1e300, allow_nan=False))
+def test_a_number_is_shown_as_itself(value: float) -> None:
+    assert float(shown(value)) == value
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(1e-4, "1e-4"), (3e-05, "3e-5"), (0.25, "0.25"), (1.0, "1"), (2.5e-4, "2.5e-4"), (True, "true"), (None, "null")],
+)
+def test_numbers_are_shown_as_people_write_them(value: object, text: str) -> None:
+    assert shown(value) == text

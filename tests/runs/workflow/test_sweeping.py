@@ -1,0 +1,238 @@
+"""A sweep on this machine, from its submission to its comparison: each point is a training as any other."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+
+from tests.command import Command, Outcome
+from tests.runs.workflow.trained import SMALL, write_project
+
+pytestmark = pytest.mark.timeout(900)
+
+CONFIG = f"""{SMALL}
+  task: "swept_task:Own"
+  epochs: 2
+  log_every: 1
+"""
+TASK = '''\
+"""The reference task, which can be made to fail by an option."""
+
+from pipeline.tasks.interface import Interface
+
+
+class Own(Interface):
+    def __init__(self, fails: bool = False, **options):
+        super().__init__(**options)
+        self.fails = fails
+
+    def loss(self, model, batch):
+        if self.fails:
+            raise ValueError("this point was told to fail")
+        return super().loss(model, batch)
+'''
+SWEEP = ("submit", "--stage", "train", "--sweep", "train.seed=0:2", "--sweep", "train.learning_rate=1e-4,3e-4")
+NAMES = [f"seed={seed} learning_rate={rate}" for seed in (0, 1) for rate in ("1e-4", "3e-4")]
+PROBE = f"""\
+import sys
+from pipeline.cli.main import main
+sys.argv = ["pipeline", *{SWEEP!r}, "--follow"]
+try:
+    main()
+finally:
+    print("imported:", sorted({{"torch", "scipy", "swept_task"}} & set(sys.modules)))
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a project of which one of four points was trained by a plain submission, and then all are, by a sweep."""
+    folder = tmp_path_factory.mktemp("swept")
+    write_project(folder, CONFIG, {"swept_task.py": TASK}, ["train"] * 3 + ["val"] * 2)
+    plain = ("submit", "--stage", "train", "--set", "train.seed=1", "--set", "train.learning_rate=3e-4", "--follow")
+    for words in (plain, (*SWEEP, "--follow")):
+        typed(folder, *words)
+    return folder
+
+
+@pytest.fixture
+def there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield folder
+    sys.modules.pop("swept_task", None)
+
+
+def typed(folder: Path, *words: str, code: int = 0) -> Outcome:
+    """Type a command in a process of its own."""
+    program = str(Path(sys.executable).with_name("pipeline"))
+    done = subprocess.run([program, *words], cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == code, done.stderr
+    return Outcome(done.returncode, done.stdout, done.stderr)
+
+
+def stage(pipeline: Command, run: str = "") -> dict[str, Any]:
+    """Return what the status of a run says of its training."""
+    told = json.loads(pipeline("status", *([run] if run else []), "--json").out)
+    found: dict[str, Any] = next(part for part in told["stages"] if part["name"] == "train")
+    return found
+
+
+def sweep_run(folder: Path) -> Path:
+    """Return the run of the sweep: the second."""
+    return sorted((folder / "runs").iterdir())[1 + sum(p.name.startswith(".") for p in (folder / "runs").iterdir())]
+
+
+def weights(model: Path) -> dict[str, bytes]:
+    with safe_open(max((model / "checkpoints").glob("step-*")) / "state.safetensors", "np") as file:
+        return {name: file.get_tensor(name).tobytes() for name in file.keys()}  # noqa: SIM118 - it is no dict
+
+
+def test_each_point_is_a_task_but_for_what_was_trained_before(there: Path, pipeline: Command) -> None:
+    told = stage(pipeline, str(sweep_run(there)))
+    assert told["names"] == NAMES[:3]  # the fourth was trained by a plain submission
+    assert told["tasks"] == 3
+    assert [(point["name"], point["state"]) for point in told["census"]["points"]] == [(name, "done") for name in NAMES]
+    assert told["cached"] == 4
+    assert len(list((there / "models").iterdir())) == 4
+
+
+@pytest.mark.slow
+def test_the_points_are_linked_by_what_differs_and_trained_as_their_plain_twins(there: Path, tmp_path: Path) -> None:
+    points = sweep_run(there) / "points"
+    assert sorted(path.name for path in points.iterdir()) == sorted(NAMES)
+    model = (points / NAMES[1]).resolve()
+    rate = ("--set", "train.learning_rate=3e-4", "--set", f"train.models={tmp_path}")
+    typed(there, "submit", "--stage", "train", *rate, "--follow")
+    assert weights(tmp_path / model.name) == weights(model)
+
+
+def test_submitting_it_again_does_nothing_and_does_not_wait_for_torch(there: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "train: 16 steps: 16 cached, 0 to do" in done.stderr
+    assert "imported: []" in done.stdout
+
+
+def test_status_and_logs_tell_of_points_by_their_names(there: Path, pipeline: Command) -> None:
+    run = str(sweep_run(there))
+    shown = pipeline("status", run)
+    assert "4 points: 4 done" in shown.out
+    assert all(name in shown.out for name in NAMES)
+    logs = pipeline("logs", run, "--point", "seed=1")
+    assert "==> train seed=1 learning_rate=1e-4, attempt 1" in logs.out
+    assert "seed=0" not in logs.out
+    wrong = pipeline("logs", run, "--point", "seed=9")
+    assert wrong.code == 2
+    assert NAMES[0] in wrong.err
+    page = pipeline("report", run, "--html", "-")
+    assert NAMES[0] in page.out
+
+
+def test_compare_shows_what_differs_and_means_over_seeds(there: Path, pipeline: Command, tmp_path: Path) -> None:
+    run = str(sweep_run(there))
+    shown = pipeline("compare", run, "--html", str(tmp_path / "page.html"))
+    assert shown.code == 0, shown.err
+    assert "4 models by loss (lower is better)" in shown.out
+    assert "mean ± sd of best loss" in shown.out
+    told = json.loads(pipeline("compare", run, "--json").out)
+    assert told["differing"] == ["seed", "learning_rate"]
+    bests = [model["best"] for model in told["models"]]
+    assert bests == sorted(bests)
+    assert {group["known"] for group in told["groups"]} == {2}
+    first = told["models"][0]
+    assert first["planned_bytes"] > first["peak_bytes"] > 0
+    page = (tmp_path / "page.html").read_text()
+    assert page.count("<figure") >= 2
+    assert all(name in page for name in NAMES)
+    assert "http" not in page.replace("http-equiv", "")
+
+
+def test_models_are_compared_by_name_folder_and_any_figure(there: Path, pipeline: Command) -> None:
+    names = [path.name for path in (there / "models").iterdir()][:2]
+    told = json.loads(pipeline("compare", names[0], f"models/{names[1]}", "--metric", "interface_auroc", "--json").out)
+    assert (told["metric"], told["lower_is_better"]) == ("interface_auroc", False)
+    assert {model["name"] for model in told["models"]} == set(names)
+    for words, said in (
+        (("nothing",), "neither a run nor a model"),
+        ((names[0], "--metric", "x"), "no figure 'x'"[3:]),
+    ):
+        refused = pipeline("compare", *words)
+        assert refused.code == 2
+        assert said in refused.err
+
+
+def test_a_point_that_fails_is_named_and_the_others_are_done(there: Path, pipeline: Command) -> None:
+    words = ("--sweep", "train.options.fails=true,false", "--set", "train.seed=7", "--follow")
+    failed = typed(there, "submit", "--stage", "train", *words, code=7)
+    assert "fails=true" in failed.err
+    assert "this point was told to fail" in failed.err
+    told = stage(pipeline)
+    assert {point["name"]: point["state"] for point in told["census"]["points"]} == {
+        "fails=true": "not done",
+        "fails=false": "done",
+    }
+
+
+@pytest.mark.slow
+def test_a_point_that_fits_no_machine_is_told_with_what_helps_and_the_others_are_done(
+    there: Path, pipeline: Command
+) -> None:
+    words = ("--sweep", "train.options.width=8,2500", "--set", "cluster.slots.mem=1700MiB", "--follow")
+    done = typed(there, "submit", "--stage", "train", *words)
+    assert "note: width=2500 is not trained, the others are:" in done.err
+    assert "next:" in done.err
+    assert "warning: width=2500 was not trained" in done.out
+    told = stage(pipeline)
+    assert [point["state"] for point in told["census"]["points"]] == ["done", "infeasible"]
+    assert typed(there, "submit", "--stage", "train", *words).code == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--stage", "evaluate", "--sweep", "train.seed=0:2"), "a sweep is of trainings"),
+        (("--stage", "all", "--sweep", "train.seed=0:2"), "a sweep is of trainings"),
+        (("--stage", "train", "--prune", "median"), "nothing to prune without --sweep"),
+        (("--stage", "train", "--prune", "medium", "--sweep", "train.seed=0:2"), "did you mean median"),
+        (("--stage", "train", "--sweep", "train.seed=0:2", "--accept-code"), "--accept-code"),
+        (("--stage", "evaluate", "--set", "train.sweep.points=[{train.seed: 1}]"), "a sweep trains many models"),
+        (("--stage", "train", "--sweep", "train.epochs=1,2"), "are one training"),
+        (
+            ("--stage", "train", "--sweep", "train.seed=0:2", "--prune", "median", "--set=train.validation.split=null"),
+            "points are pruned by their validations",
+        ),
+    ],
+)  # fmt: skip
+def test_what_makes_no_sweep_is_refused(there: Path, pipeline: Command, words: tuple[str, ...], said: str) -> None:
+    refused = pipeline("submit", *words)
+    assert refused.code == 2
+    assert said in refused.err
+    assert "next:" in refused.err or "did you mean" in refused.err
+
+
+@pytest.mark.slow
+def test_what_falls_behind_is_pruned_stays_so_and_goes_on_as_a_plain_training(there: Path, pipeline: Command) -> None:
+    words = ("--sweep", "train.learning_rate=1e-3,3e-3,1e-2,1e-9", "--prune", "median", "--set", "train.sweep.grace=1")
+    more = ("--set", "train.epochs=4", "--set", "cluster.slots.cpus=1", "--follow")  # one after the other
+    typed(there, "submit", "--stage", "train", *words, *more)
+    told = stage(pipeline)
+    states = {point["name"]: point for point in told["census"]["points"]}
+    assert states["learning_rate=1e-9"]["state"] == "pruned"
+    assert states["learning_rate=1e-9"]["epochs"] < 4
+    assert told["state"] == "done"
+    assert told["failures"] == []
+    shown = pipeline("status")
+    assert "learning_rate=1e-9: pruned: loss" in shown.out
+    again = typed(there, "submit", "--stage", "train", *words, *more)
+    assert "0 to do" in again.err
+    plain = ("--set", "train.learning_rate=1e-9", "--set", "train.epochs=4", "--follow")
+    typed(there, "submit", "--stage", "train", *plain)
+    assert stage(pipeline)["census"]["epochs"] == 4

@@ -1,0 +1,107 @@
+"""Median stopping: who falls behind the median of the others at the same epoch, and that it is kept in a file."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from statistics import median
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.training.loop.pruning import FEWEST, Pruned, Pruning, falls_behind
+from pipeline.training.prepared import ModelFolder
+
+Figures = dict[int, float]
+curves = st.dictionaries(st.integers(1, 6), st.floats(-10, 10), max_size=6)
+
+
+def flat(value: float, epochs: int = 5) -> Figures:
+    return dict.fromkeys(range(1, epochs + 1), value)
+
+
+def test_the_worse_half_ends_and_the_median_goes_on() -> None:
+    others = [flat(1.0), flat(2.0), flat(3.0)]
+    assert falls_behind(flat(2.5), others, grace=1, lower=True) == 2.0
+    assert falls_behind(flat(2.0), others, grace=1, lower=True) is None
+    assert falls_behind(flat(1.5), others, grace=1, lower=False) == 2.0
+    assert falls_behind(flat(2.5), others, grace=1, lower=False) is None
+
+
+def test_nobody_is_judged_within_the_grace_nor_by_few() -> None:
+    others = [flat(1.0)] * 3
+    assert falls_behind(flat(9.0, 3), others, grace=4, lower=True) is None
+    assert falls_behind(flat(9.0, 4), others, grace=4, lower=True) == 1.0
+    assert falls_behind(flat(9.0), others[: FEWEST - 1], grace=1, lower=True) is None
+    assert falls_behind({}, others, grace=1, lower=True) is None
+
+
+def test_only_equal_epochs_are_compared() -> None:
+    later = [{**flat(5.0, 2), 3: 0.1}] * 3  # which were as bad at the second epoch
+    assert falls_behind(flat(5.0, 2), later, grace=1, lower=True) is None
+    shorter = [flat(0.1, 2)] * 3
+    assert falls_behind(flat(5.0, 3), shorter, grace=1, lower=True) is None
+
+
+def test_the_best_so_far_counts_and_what_is_not_finite_is_the_worst() -> None:
+    others = [flat(1.0)] * 3
+    assert falls_behind({1: 0.5, 2: 4.0}, others, grace=1, lower=True) is None
+    assert falls_behind({1: math.nan, 2: math.nan}, others, grace=1, lower=True) == 1.0
+    assert falls_behind(flat(9.0, 1), [{1: math.nan}] * 3, grace=1, lower=True) is None
+
+
+@given(curves, st.lists(curves, max_size=6), st.integers(1, 6))
+def test_lower_and_higher_mirror_each_other(own: Figures, others: list[Figures], grace: int) -> None:
+    turned = [{epoch: -value for epoch, value in figures.items()} for figures in (own, *others)]
+    low = falls_behind(own, others, grace=grace, lower=True)
+    high = falls_behind(turned[0], turned[1:], grace=grace, lower=False)
+    assert (low is None) == (high is None)
+    assert low is None or high is None or low == -high
+
+
+@given(curves.filter(bool), st.lists(curves, min_size=FEWEST, max_size=6))
+def test_the_best_of_all_is_never_ended(own: Figures, others: list[Figures]) -> None:
+    best = min((value for figures in others for value in figures.values()), default=0.0)
+    assert falls_behind({**own, max(own): best - 1}, others, grace=1, lower=True) is None
+
+
+@given(st.lists(st.floats(-10, 10), min_size=FEWEST + 1, max_size=9), st.integers(1, 4))
+def test_at_most_half_of_those_that_stand_together_end(values: list[float], epoch: int) -> None:
+    known = [flat(value, epoch) for value in values]
+    ended = [
+        value
+        for place, value in enumerate(values)
+        if falls_behind(known[place], [*known[:place], *known[place + 1 :]], grace=1, lower=True) is not None
+    ]
+    assert all(value >= median(values) for value in ended)
+
+
+def epoch_line(epoch: int, loss: float | None) -> str:
+    zero = dict.fromkeys(
+        ("step", "steps", "learning_rate", "items", "items_per_s", "wait_share", "allocated_bytes", "reserved_bytes",
+         "peak_bytes", "ooms", "micro_batches", "rejected", "cropped", "wall_s"), 1,
+    )  # fmt: skip
+    batch = {"least": 1, "mean": 1, "most": 1}
+    return json.dumps({**zero, "epoch": epoch, "loss": {}, "batch": batch, "validation": {"loss": loss}}) + "\n"
+
+
+def test_what_is_decided_is_a_file_that_holds_until_training_goes_on_beyond_it(tmp_path: Path) -> None:
+    folders = [ModelFolder(tmp_path / f"model-{number}") for number in range(4)]
+    for folder, losses in zip(folders, ([9.0, None], [1.0, 1.0], [2.0, 2.0], [3.0, 3.0]), strict=True):
+        folder.path.mkdir()
+        lines = [epoch_line(epoch, loss) for epoch, loss in enumerate(losses, 1)]
+        (folder.path / "epochs.jsonl").write_text("".join(lines) + '{"torn')
+    mine, *others = folders
+    pruning = Pruning(mine, others, "loss", lower=True, grace=2)
+    assert not pruning.stands(2)
+    assert "median of the others at epoch 2, 2" in pruning.decide()
+    assert pruning.stands(1)  # its last checkpoint may be older than its figures
+    assert pruning.stands(2)
+    assert not pruning.stands(3)
+    told = Pruned.read(mine, 2)
+    assert told is not None
+    assert told.epoch == 2
+    assert Pruning(others[0], [mine, *others[1:]], "loss", lower=True, grace=2).decide() == ""
+    mine.pruned.write_text("{")
+    assert not pruning.stands(2)
