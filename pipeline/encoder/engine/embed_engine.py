@@ -123,7 +123,7 @@ class Flow:
             self.again.append(work.at(step))
 
 
-class Weights(Protocol):
+class EncoderWeights(Protocol):
     """What encoders are built from, a checkpoint or a source: its name, and the width of its rows."""
 
     @property
@@ -143,7 +143,7 @@ class Engine:
 
     def __init__(
         self,
-        checkpoint: Weights,
+        checkpoint: EncoderWeights,
         recipe: EmbeddingRecipe,
         settings: EngineSettings,
         *,

@@ -136,7 +136,7 @@ class OwnSource:
         compared = unless_out_of_memory(lambda: self._rows(sequences, precision, layer, device))
         if compared is None:
             raise parity.no_room(f"comparing {self.name} with its reference does", device, where=self.place)
-        return parity.verdict(*compared, precision)
+        return parity.judge_rows(*compared, precision)
 
     def build(
         self, *, layer: int, precision: str, device: torch.device, passed: Mapping[str, Any] | None = None
@@ -155,7 +155,7 @@ class OwnSource:
 
     def _wanted(self, sequences: list[str], layer: int, device: str) -> list[parity.Rows]:
         if isinstance(self.encoder, Referenced):
-            with blamed(self.name), torch.inference_mode():
+            with blaming_encoder(self.name), torch.inference_mode():
                 return [np.asarray(rows) for rows in self.encoder.reference(sequences, layer)]
         encoder = self.build(layer=layer, precision="fp32", device=torch.device(device))
         return _arrays([encoder([as_letters(text)]) for text in sequences])
@@ -174,7 +174,7 @@ class OwnForward:
         self.typical = as_letters(encoder.letters[0] * min(TYPICAL, self.longest or TYPICAL))
         self._encoder, self._name, self._layer, self._device = encoder, name, layer, device
         self._is_padded = getattr(encoder, "padded", True)
-        with blamed(name):
+        with blaming_encoder(name):
             self._model = encoder.model().eval().requires_grad_(requires_grad=False).to(device, as_dtype(precision))
         self._of_residue, self._of_pair = self._measured()
 
@@ -214,7 +214,7 @@ class OwnForward:
 
     def _encoded(self, sequences: Sequence[Letters]) -> list[torch.Tensor]:
         """Return the rows of each sequence of one padded batch."""
-        with blamed(self._name):
+        with blaming_encoder(self._name):
             tokens = [torch.as_tensor(self._encoder.tokenize(as_text(letters))) for letters in sequences]
             token_BT = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True)
             length_B = torch.tensor([len(token_T) for token_T in tokens])
@@ -287,7 +287,7 @@ _CORRECT = "correct the encoder, and type the same command again"
 
 
 @contextmanager
-def blamed(name: str) -> Iterator[None]:
+def blaming_encoder(name: str) -> Iterator[None]:
     """Turn what the user's own code raises within the block into an error that says where; memory's end stays."""
     try:
         yield

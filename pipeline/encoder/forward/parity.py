@@ -129,10 +129,10 @@ def compare(encode: Forward, wanted: Sequence[Rows], sequences: Sequence[str], p
     """Return the verdict on an encoder, against the wanted rows_LD of each sequence."""
     tokens = [tokenize(sequence) for sequence in sequences]
     found_RD = encode(tokens).float().cpu().numpy()
-    return verdict(np.split(found_RD, np.cumsum([len(tokens_L) for tokens_L in tokens])[:-1]), wanted, precision)
+    return judge_rows(np.split(found_RD, np.cumsum([len(tokens_L) for tokens_L in tokens])[:-1]), wanted, precision)
 
 
-def verdict(found: Sequence[Rows], wanted: Sequence[Rows], precision: str) -> ParityVerdict:
+def judge_rows(found: Sequence[Rows], wanted: Sequence[Rows], precision: str) -> ParityVerdict:
     """Return the verdict on the rows of sequences that an encoder gave in some precision."""
     cosines = _token_cosines if precision in ("fp32", BF16_PRODUCTS) else _sequence_cosine
     lowest = min(cosines(*pair) for pair in zip(found, wanted, strict=True))
