@@ -105,7 +105,9 @@ def setting_of(kind: str, name: str) -> str:
     return own.get(name) or own.get(first) or f"{SECTION.get(kind, kind)}.{name}"
 
 
-def nearest(kind: str, recipe: Mapping[str, Any], others: Iterable[Mapping[str, Any]]) -> tuple[SettingChange, ...]:
+def nearest_changes(
+    kind: str, recipe: Mapping[str, Any], others: Iterable[Mapping[str, Any]]
+) -> tuple[SettingChange, ...]:
     """Return how a recipe differs from that of the others which is most like it; nothing where there are none."""
     differing = (changes_between(kind, other, recipe) for other in others)
     return min((changes for changes in differing if changes), key=len, default=())
@@ -131,7 +133,7 @@ def why_record(kind: str, found: RecordFound) -> Because:
         return Because(WorkState.REFUSED, found.refused) if found.refused else Because(WorkState.DONE)
     if found.damage:
         return Because(WorkState.TO_DO, f"its record is damaged, and made anew: {found.damage}")
-    if found.recipe is not None and (changes := nearest(kind, found.recipe, found.others)):
+    if found.recipe is not None and (changes := nearest_changes(kind, found.recipe, found.others)):
         return Because(WorkState.TO_DO, "it was done with other settings", changes)
     if found.listed_key == found.key and found.listed_by:
         return Because(WorkState.TO_DO, f"run {found.listed_by} had this record, and the cache has it no more")
@@ -235,5 +237,5 @@ def why_stage(
     if len(others) < len(recorded):
         return Because(WorkState.TO_DO, "the records that are there are of other data, or of files that have changed")
     had = sum(other.records for other in others)
-    changes = nearest(kind, recipe, (other.recipe for other in others))
+    changes = nearest_changes(kind, recipe, (other.recipe for other in others))
     return Because(WorkState.TO_DO, f"{had:,} records are there, made with other settings", changes)

@@ -16,7 +16,7 @@ from pipeline.runs.views.why import (
     RecordFound,
     WorkState,
     changes_between,
-    nearest,
+    nearest_changes,
     setting_of,
     why_all,
     why_files,
@@ -88,8 +88,8 @@ def test_lists_and_tuples_are_the_same_setting() -> None:
 
 def test_of_several_recipes_the_one_most_alike_is_compared() -> None:
     others = [{**EMBED, "layer": 5, "context": "partner"}, {**EMBED, "layer": 5}, {**EMBED, "weights": B, "layer": 4}]
-    assert told(nearest("embed", EMBED, others)) == ["embed.layer: 5 → 6"]
-    assert nearest("embed", EMBED, [EMBED]) == nearest("embed", EMBED, []) == ()
+    assert told(nearest_changes("embed", EMBED, others)) == ["embed.layer: 5 → 6"]
+    assert nearest_changes("embed", EMBED, [EMBED]) == nearest_changes("embed", EMBED, []) == ()
 
 
 @pytest.mark.parametrize(
