@@ -41,7 +41,7 @@ import typer
 from pipeline.cli.main import app
 from pipeline.cluster.verdict import Cause
 from pipeline.config import site_profiles
-from pipeline.config.schema import FIELDS, LEAVES
+from pipeline.config.schema import FIELDS, LEAVES, schema_key
 from pipeline.journal.attempts import Ask, Attempt, TaskRecord
 from pipeline.runs.engine import run_supervisor
 from pipeline.structures.synthetic import complex_pdb
@@ -150,6 +150,7 @@ def test_every_block_says_what_becomes_of_it(page: Path) -> None:
 def test_every_setting_that_a_page_names_exists(page: Path) -> None:
     known = {".".join(key) for key in (*FIELDS, *LEAVES)}
     named = {match[0] for code in codes(page) for match in SETTING.finditer(code)}
+    named = {".".join(schema_key(tuple(name.split(".")))) for name in named}
     files = {name for name in named if name.endswith((".py", ".json"))}
     own = {name for section in ("train", "train.evaluate", "train.predict") for name in options(TASKS, section)}
     assert sorted(named - known - files - own - options(READERS, "data") - options(TASKS / "rna", "data")) == []

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from pipeline.journal.run_folder import runs_in
 from pipeline.store.cache_folder import CacheFolder
 from tests.slurm.cluster import Cluster
-from tests.slurm.runs import Project, make_project, until
+from tests.slurm.cluster.cluster import SEARCH_PATH
+from tests.slurm.runs import PIPELINE, Project, make_project, until
 from tests.slurm.test_runs import has_begun, kill, workers
 
 pytestmark = [pytest.mark.slurm, pytest.mark.fault, pytest.mark.slow]
@@ -24,15 +27,16 @@ def project(tmp_path: Path, healthy: Cluster) -> Project:
     also = {"small": {"weights": "esm2_small.pt", "storage": "fp16"}}
     settings = {"embed__weights": "esm2_large.pt", "embed__also": also, "cluster__embed__items_per_task": 4}
     made = make_project(tmp_path / "project", items=ITEMS, **settings)
-    for name, dim in (("large", 64), ("small", 16)):
+    for name, dim in (("large", 256), ("small", 16)):
         shape = ("--layers", "2", "--dim", str(dim), "--heads", "2", "--out", f"esm2_{name}.pt")
         assert made.types("weights", "synth", *shape).code == 0
     return made
 
 
 def test_two_encoders_that_are_killed_midway_go_on_and_do_nothing_twice(project: Project) -> None:
-    with project.begins(*SUBMIT) as login:
-        until("a run", lambda: (project.folder / "runs").exists() and any((project.folder / "runs").iterdir()))
+    known = {**os.environ, "PATH": f"{PIPELINE.parent}:{SEARCH_PATH}"}
+    with subprocess.Popen([PIPELINE, *SUBMIT], cwd=project.folder, env=known, start_new_session=True) as login:
+        until("a run", lambda: runs_in(project.folder / "runs"))
         run = project.newest
         until("a task that embeds", lambda: has_begun(run, "embed"), 120, run.story)
         os.killpg(login.pid, signal.SIGKILL)

@@ -16,13 +16,17 @@ import pytest
 
 from pipeline.config.load import read_config
 from pipeline.encoder.checkpoints.synth import write_random_checkpoint
+from pipeline.journal.attempts import Ask, leave_out
 from pipeline.journal.ledger import LedgerReader
-from pipeline.journal.run_folder import runs_in
+from pipeline.journal.run_folder import RunFolder, runs_in
+from pipeline.journal.run_status import StageStatus
 from pipeline.project.project import Project
-from pipeline.records import EventKind
-from pipeline.runs.dataset.worklist import deciding
+from pipeline.records import EventKind, Reason, TaskContext
+from pipeline.runs.dataset.worklist import Shard, StageSurvey, deciding
 from pipeline.runs.model.prepare import embeddings_used
+from pipeline.runs.model.trained_model import portable_settings
 from pipeline.runs.workflow.embed_stage import EmbedStage
+from pipeline.runs.workflow.embedded import name_of
 from pipeline.store.cache_folder import CacheFolder
 from tests.command import Command
 from tests.runs.workflow.trained import write_project
@@ -161,6 +165,64 @@ def test_a_layer_that_a_further_encoder_does_not_have_is_refused_before_a_run(tw
     assert refused.code == 2
     assert "these weights have 2 layers" in refused.err
     assert not (two / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("read", "main", "others", "embeddings"),
+    [
+        ("auto", "esm2_tiny", {}, None),
+        ("[small]", "esm2_small", {}, None),  # it alone is needed, and is what section embed is of
+        ("[main, small]", "esm2_tiny", {"small": "esm2_small"}, ["main", "small"]),
+        ("[small, main]", "esm2_tiny", {"small": "esm2_small"}, ["small", "main"]),
+        ("[small, third]", "esm2_small", {"third": "third/esm2_small"}, ["main", "third"]),
+    ],
+)
+def test_a_model_is_exported_with_the_encoders_that_it_reads_and_no_others(
+    two: Path, read: str, main: str, others: Mapping[str, str], embeddings: list[str] | None
+) -> None:
+    third = "embed.also.third={weights: other/esm2_small.pt, context: partner}"
+    config = read_config(two / "pipeline.yaml", [third, f"train.embeddings={read}"]).config
+    settings = portable_settings(config)
+    embed = settings["embed"]
+    assert embed["weights"] == f"weights/{main}.pt"
+    assert {name: other["weights"] for name, other in embed.get("also", {}).items()} == {
+        name: f"weights/{file}.pt" for name, file in others.items()
+    }
+    assert settings["train"].get("embeddings") == embeddings
+    (two / "exported.yaml").write_text(json.dumps(settings | {"data": {"path": "x"}}))
+    assert len(read_config(two / "exported.yaml").config.encoders_read) == len(config.encoders_read)
+
+
+def test_a_task_of_an_encoder_that_is_split_in_two_leaves_two_of_that_encoder() -> None:
+    stage = StageStatus("embed", tasks=2, parts={"main": {"missing": 4}, "small": {"missing": 3}})
+    for number, name in enumerate(("main", "small")):
+        stage.give_name(number, name)
+        stage.task(number)
+    stage.done = {"embed-000000": 4, "embed-000001": 1}
+    stage.split(1, (2, 3), Ask(1 << 30, 600), "in halves")
+    stage.done |= {"embed-000002-0": 1, "embed-000003": 1}
+    main, small = stage.by_part()
+    assert (main.title, main.items_done, list(main.work)) == ("embed main", 4, [0])
+    assert (small.title, small.items_done, list(small.work)) == ("embed small", 2, [1, 2, 3])
+    assert stage.called(3) == "task 3 of small"
+
+
+def test_what_kills_one_encoder_is_left_to_the_others(two: Path) -> None:
+    """A sequence that the large one dies of is no reason for the small one to do without it."""
+    project, run = opened(two), RunFolder(two / "runs" / "a-run")
+    run.path.mkdir(parents=True)
+    stage, told, text = EmbedStage(), list[str](), "MKVLAAGSTR"
+    run.todo("embed").write_text(f"{text}\n{text}\n")
+    np.array([[0, len(text)], [len(text) + 1, len(text)]], np.uint64).tofile(run.order("embed"))
+    shards = tuple(Shard(at, at + 1, 1, len(text), name) for at, name in enumerate(("main", "small")))
+    StageSurvey({}, shards).write_shards(run, "embed")
+    leave_out(run, "embed", [name_of(text, "main")], Reason.KILLED_ITS_TASK, "it died")
+    tell = TaskContext(refuse=lambda *why: pytest.fail(str(why)), on=told.extend)
+    for task in (0, 1):
+        assert list(stage.work(project, run, task, tell)) == ([] if task == 0 else [None])
+    assert set(told) == {name_of(text, "small")}
+    made = stored(two)
+    assert [record["text"] for records in made.values() for record in records] == [text]
 
 
 @pytest.mark.slow
