@@ -2,16 +2,14 @@
 
 python benchmarks/encoder/export_growth.py [--counts N …] [--formats h5 …] [--out FILE]
 
-The sequences are scanned by the real command; their embeddings, of 8 numbers a residue, are drawn.
+Inventories are put into the cache as a scan does, and embeddings of 8 numbers a residue, which are drawn.
 """
 
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +20,21 @@ from benchmarks.scale_parts.apart import apart
 from pipeline.config.load import read_config
 from pipeline.encoder.embedding_recipe import texts
 from pipeline.project.project import Project
-from pipeline.runs.dataset.worklist import KnownItem, known_items, list_items
+from pipeline.records import Item
+from pipeline.runs.dataset.worklist import list_items
 from pipeline.runs.workflow.embedding_export import WantedExport, export_embeddings
+from pipeline.structures.inventory import examine_item, item_key
 from pipeline.structures.synthetic import draw_sequence
 from pipeline.training.evaluating.embedding_files import FORMATS
 
 REACH_BYTES = 100 << 20
 COUNTS = (1_000, 10_000, 100_000)
 DIM = 8
-PIPELINE = Path(sys.executable).with_name("pipeline")
 CONFIG = "data: {source: fasta, path: data.fasta}\nembed: {weights: esm2_tiny.pt}\n"
 
 
 def prepare(folder: Path, count: int) -> None:
-    """Scan sequences, and put an embedding of each into the cache."""
+    """Put the inventory and an embedding of each sequence into the cache."""
     from pipeline.encoder.checkpoints.synth import write_random_checkpoint  # torch: the exports do without
 
     (folder / "pipeline.yaml").write_text(CONFIG)
@@ -44,19 +43,16 @@ def prepare(folder: Path, count: int) -> None:
     with (folder / "data.fasta").open("w") as file:
         for number in range(count):
             file.write(f">s{number}/{number % 7}\n{draw_sequence(random, int(random.integers(10, 30)))}\n")
-    time.sleep(0.1)  # else the times of the files would prove nothing
-    command = [str(PIPELINE), "submit", "--stage", "scan", "--executor", "local", "--follow"]
-    subprocess.run(command, cwd=folder, check=True, capture_output=True)
     project = opened(folder)
-    recipe = project.encoding.recipe
-    with project.encoding.shelves.embeddings.writer() as writer:
-        for chunk in known_items(project, None, list_items(project)):
-            for known in chunk:
-                assert isinstance(known, KnownItem)
-                assert known.inventory is not None
-                for text in texts(known.inventory, recipe.context):
-                    rows_LD = random.normal(size=(len(text), DIM)).astype(np.float32)
-                    writer.put(recipe.key(text, recipe.wanted(len(text))), {"rows": rows_LD}, {"text": text})
+    recipe, records = project.encoding.recipe, project.shelves.inventories
+    with records.writer() as inventories, project.encoding.shelves.embeddings.writer() as embeddings:
+        for item in list_items(project):
+            assert isinstance(item, Item)
+            found, _ = examine_item(item, {}, project.recipe)
+            inventories.put(item_key(item, project.recipe, {}), {}, found.to_json())
+            for text in texts(found, recipe.context):
+                rows_LD = random.normal(size=(len(text), DIM)).astype(np.float32)
+                embeddings.put(recipe.key(text, recipe.wanted(len(text))), {"rows": rows_LD}, {"text": text})
 
 
 def opened(folder: Path) -> Project:

@@ -72,7 +72,7 @@ TIMES = {
     "denovo_recursive": 4,
     "contrastive_pair": 4,
 }
-ALL = {recipe.name: recipe for recipe in (COMPLEX, RNA, SPECTRA, DENOVO, PAIR, ENCODER)}
+ALL = {recipe.name: recipe for recipe in (COMPLEX, RNA, SPECTRA, DENOVO, ENCODER, PAIR)}
 
 
 def write(recipe: Recipe, folder: Path, items: int = 6) -> Path:

@@ -54,7 +54,8 @@ def write_published(folder: Path, form: str, tensors: Mapping[str, Tensor], besi
         for name, text in beside.items():
             (place / name).write_text(text, encoding="utf-8")
     whole = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
-    save_file(whole, place / WEIGHTS if beside else place, metadata={"format": "pt"})
+    told = {"format": "pt"} if beside else None  # without it transformers refuses a folder's weights
+    save_file(whole, place / WEIGHTS if beside else place, metadata=told)
     return place
 
 

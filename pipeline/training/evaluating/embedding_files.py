@@ -145,9 +145,10 @@ def _parquet(aside: Path, out: Path, form: ExportForm) -> Iterator[Add]:
     names = [(name, arrow.string()) for name in ("id", "item", "chain", "split")]
     column = ("embedding", arrow.list_(vector) if form.by_residue else vector)
     schema = arrow.schema([*names, ("residues", arrow.int32()), column], metadata=dict(form.facts))
-    pending = list[tuple[EmbeddedId, Any]]()
+    pending, pending_bytes = list[tuple[EmbeddedId, Any]](), 0
 
     def flush() -> None:
+        nonlocal pending_bytes
         if not pending:
             return
         flat = arrow.array(np.concatenate([array.reshape(-1) for _, array in pending]))
@@ -155,13 +156,17 @@ def _parquet(aside: Path, out: Path, form: ExportForm) -> Iterator[Add]:
         if form.by_residue:
             ends = np.cumsum([0, *(len(array) for _, array in pending)], dtype=np.int32)
             made = arrow.ListArray.from_arrays(arrow.array(ends), made)
-        columns = [arrow.array(values, kind) for values, kind in zip(zip(*(w for w, _ in pending)), schema.types)]  # noqa: B905 - the last type is the embedding's
+        values = zip(*(whose for whose, _ in pending), strict=True)
+        columns = [arrow.array(column, kind) for column, kind in zip(values, schema.types[:-1], strict=True)]
         writer.write_table(arrow.Table.from_arrays([*columns, made], schema=schema))
         pending.clear()
+        pending_bytes = 0
 
     def add(whose: EmbeddedId, array: NDArray[Any]) -> None:
+        nonlocal pending_bytes
         pending.append((whose, array))
-        if len(pending) >= PENDING_ROWS or sum(array.nbytes for _, array in pending) >= PENDING_BYTES:
+        pending_bytes += array.nbytes
+        if len(pending) >= PENDING_ROWS or pending_bytes >= PENDING_BYTES:
             flush()
 
     with ParquetWriter(aside, schema) as writer:
