@@ -23,8 +23,8 @@ import numpy as np
 from benchmarks.circumstances import write
 from pipeline.records import ChainSummary, Inventory, Item, Kind, Part, Partner, Role
 from pipeline.runs.dataset.chain_clusters import ClusterTable, chain_names
-from pipeline.runs.dataset.item_splits import Links, digest_of
-from pipeline.runs.dataset.split_data import SharedItems, divide, shared_levels
+from pipeline.runs.dataset.item_splits import ChainLinks, text_digest
+from pipeline.runs.dataset.split_data import SharedItems, divide_items, shared_levels
 from pipeline.structures.synthetic import draw_sequence
 
 SIZES = (1_000, 10_000, 100_000)
@@ -62,12 +62,12 @@ def complexes(chains: int) -> Any:
 def collected(path: Path, chains: int) -> SharedItems:
     """Look every chain up in the table."""
     table = ClusterTable(path)
-    shared = SharedItems(levels={"clusters": Links()})
+    shared = SharedItems(levels={"clusters": ChainLinks()})
     for item, inventory in complexes(chains):
         number = shared.add(item, inventory)
         for partner, side in enumerate(inventory.partners):
             for chain in side.chains:
-                shared.sequences.add(number, partner, digest_of(chain.sequence))
+                shared.sequences.add(number, partner, text_digest(chain.sequence))
                 names = chain_names(item.id, item.parts[0].path, chain.name, None, alone=False)
                 for cluster in table.clusters_of(names):
                     shared.levels["clusters"].add(number, partner, cluster)
@@ -82,7 +82,7 @@ def measure(chains: int) -> dict[str, Any]:
         start = time.process_time()
         shared = collected(path, chains)
         read = time.process_time()
-        division = divide(shared, FRACTIONS)
+        division = divide_items(shared, FRACTIONS)
         divided = time.process_time()
         names = np.array(["", *FRACTIONS])
         shared.names = {name: number for number, name in enumerate(names.tolist())}

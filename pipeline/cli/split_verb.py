@@ -132,10 +132,10 @@ def _divide(
     project: Project, shared: SharedItems, wanted: dict[str, float], out: Path, *, folds: int, as_json: bool
 ) -> None:
     from pipeline.report import tables
-    from pipeline.runs.dataset.split_data import divide
+    from pipeline.runs.dataset.split_data import divide_items
     from pipeline.runs.dataset.split_files import fold_files, use_of, write_splits
 
-    division = divide(shared, wanted)
+    division = divide_items(shared, wanted)
     files = fold_files(out, folds) if folds else [out]
     write_splits(project, shared, division, files, folds)
     use = as_typed(Command.submit("scan").with_settings(*use_of(project.source, files[0])))

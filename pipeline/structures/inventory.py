@@ -144,7 +144,7 @@ def _take_structures(item: Item, files: Mapping[str, File], recipe: ScanRecipe) 
     """Return the inventory of a complex, and the complex with its maps to SEQRES and to bound structures."""
     structures: dict[tuple[str, int | None], Structure] = {}
     sides = _sides(item.parts, files, recipe, structures)
-    bound = _sides(item.bound, files, measured(recipe), structures)  # which are experiments, as a rule
+    bound = _sides(item.bound, files, _as_experiments(recipe), structures)  # which are experiments, as a rule
     if _is_swapped(bound if len(bound) == len(PAIR) else sides, recipe.ligand):
         sides, bound = _swapped(sides), _swapped(bound)
     maps: dict[str, NDArray[np.int32]] = {}
@@ -216,11 +216,11 @@ def _structure(part: Part, own: Sequence[File], recipe: ScanRecipe) -> Structure
         own[0].data, form, reading, recipe.max_residues, beside=own[1].data if len(own) > 1 else b""
     )
     if form in MOLECULES:
-        return apply_policy(table, replace(measured(recipe).policy, ligands="keep"))
+        return apply_policy(table, replace(_as_experiments(recipe).policy, ligands="keep"))
     return apply_policy(table, recipe.policy)
 
 
-def measured(recipe: ScanRecipe) -> ScanRecipe:
+def _as_experiments(recipe: ScanRecipe) -> ScanRecipe:
     """Return the recipe for files that are no predictions."""
     return replace(recipe, policy=replace(recipe.policy, plddt="none", min_plddt=None))
 

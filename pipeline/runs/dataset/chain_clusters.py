@@ -16,7 +16,7 @@ import numpy as np
 
 from pipeline.command_line import Command
 from pipeline.errors import ConfigError, DataError, JobFailed
-from pipeline.runs.dataset.item_splits import digest_of
+from pipeline.runs.dataset.item_splits import text_digest
 from pipeline.structures.sources.source_folder import split_suffix
 from pipeline.structures.sources.source_rows import text_lines
 from pipeline.units import printable_text
@@ -43,8 +43,8 @@ class ClusterTable:
                 if len(names) != 2 or not all(names):
                     raise _no_table(path, number, line)
                 self.example = self.example or names[1]
-                clusters.append(digest_of(names[0]))
-                members.append(digest_of(names[1]))
+                clusters.append(text_digest(names[0]))
+                members.append(text_digest(names[1]))
         order = np.argsort(np.array(members, np.uint64), kind="stable")
         self._members, self._clusters = (
             array("Q", np.array(column, np.uint64)[order].tobytes()) for column in (members, clusters)
@@ -56,7 +56,7 @@ class ClusterTable:
     def clusters_of(self, names: Iterable[str]) -> list[int]:
         """Return the clusters of the first of these names that is a member; more than one where it stands twice."""
         for name in names:
-            if found := self.of_member(digest_of(name)):
+            if found := self.of_member(text_digest(name)):
                 return found
         return []
 

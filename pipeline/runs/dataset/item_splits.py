@@ -23,13 +23,13 @@ STRATA = (0.25, 0.5, 0.75)  # between which quantiles of their sizes items count
 MOST_PAIRS = 1 << 12  # of chains of two partners, that are compared of an item
 
 
-def digest_of(text: str, seed: int = 0) -> int:
+def text_digest(text: str, seed: int = 0) -> int:
     """Return 64 bits that stand for a text."""
     return xxhash.xxh3_64_intdigest(text.encode(), seed)
 
 
 @dataclass(frozen=True, slots=True)
-class Links:
+class ChainLinks:
     """What items have that others may have, too: the item, its partner, and 64 bits that stand for it."""
 
     items: array[int] = field(default_factory=lambda: array("I"))
@@ -50,9 +50,9 @@ class Links:
     def token_L(self) -> NDArray[np.uint64]:
         return np.array(self.tokens, np.uint64)
 
-    def of_both(self) -> Links:
+    def of_both(self) -> ChainLinks:
         """Return as links what an item's first partner has together with what its second has, in either order."""
-        pairs = Links()
+        pairs = ChainLinks()
         for item, first, second in self._sides():
             if len(first) * len(second) <= MOST_PAIRS:
                 for one, other in {(min(one, other), max(one, other)) for one in first for other in second}:
@@ -75,7 +75,7 @@ class Links:
             yield last, *sides
 
 
-def find_components(items: int, links: Sequence[Links]) -> NDArray[np.int64]:
+def find_components(items: int, links: Sequence[ChainLinks]) -> NDArray[np.int64]:
     """Return of each item the lowest one that it is connected with: by links, and links of those, and so on."""
     label_N = np.arange(items)
     levels = [(each.item_L, np.unique(each.token_L, return_inverse=True)[1]) for each in links if each.items]
@@ -187,7 +187,7 @@ class SharedBySplits:
 
 
 def shared_by_splits(
-    level: str, partners: str, links: Links, split_N: NDArray[np.int64], names: Sequence[str]
+    level: str, partners: str, links: ChainLinks, split_N: NDArray[np.int64], names: Sequence[str]
 ) -> Iterator[SharedBySplits]:
     """Yield what every two splits share, if anything; items whose split has no name are in none."""
     item_L, token_L = links.item_L, links.token_L
@@ -201,7 +201,7 @@ def shared_by_splits(
             yield SharedBySplits(level, partners, (names[pair[0]], names[pair[1]]), len(common), (first, second))
 
 
-def links_across(links: Links, split_N: NDArray[np.int64], names: Sequence[str]) -> list[tuple[int, int]]:
+def links_across(links: ChainLinks, split_N: NDArray[np.int64], names: Sequence[str]) -> list[tuple[int, int]]:
     """Return each item that has something which is in several splits, with the number of that, from 1."""
     named_S = np.array([bool(name) for name in names])
     split_L = split_N[links.item_L]

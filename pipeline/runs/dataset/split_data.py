@@ -17,13 +17,13 @@ from pipeline.errors import ConfigError, DataError
 from pipeline.records import Item, Kind, Rejection, Role
 from pipeline.runs.dataset.chain_clusters import ClusterTable, chain_names, run_foldseek, run_mmseqs
 from pipeline.runs.dataset.item_splits import (
-    Links,
+    ChainLinks,
     SharedBySplits,
-    digest_of,
     distribute,
     find_components,
     links_across,
     shared_by_splits,
+    text_digest,
 )
 from pipeline.runs.dataset.worklist import KnownItem, known_items, list_items
 from pipeline.structures.sources.source_folder import split_suffix
@@ -61,9 +61,9 @@ class SharedItems:
     sizes: array[int] = field(default_factory=lambda: array("I"))  # residues
     splits: array[int] = field(default_factory=lambda: array("H"))  # that it has already
     names: dict[str, int] = field(default_factory=lambda: {"": 0})  # of those splits
-    sequences: Links = field(default_factory=Links)
-    levels: dict[str, Links] = field(default_factory=dict)  # besides sequences
-    whole: Links = field(default_factory=Links)  # the table's column cluster
+    sequences: ChainLinks = field(default_factory=ChainLinks)
+    levels: dict[str, ChainLinks] = field(default_factory=dict)  # besides sequences
+    whole: ChainLinks = field(default_factory=ChainLinks)  # the table's column cluster
     unclustered: Counter[str] = field(default_factory=Counter)  # chains, by the table that has not got them
     chains: int = 0
     rejected: int = 0
@@ -71,25 +71,25 @@ class SharedItems:
     def __len__(self) -> int:
         return len(self.sizes)
 
-    def links(self) -> list[Links]:
+    def links(self) -> list[ChainLinks]:
         """Return everything that connects items."""
         return [self.sequences, *self.levels.values(), self.whole]
 
     def is_item(self, number: int, item: str) -> bool:
         """Tell whether this is the item of that number, which has been added."""
-        return self.draws[number] == digest_of(item, self.seed)
+        return self.draws[number] == text_digest(item, self.seed)
 
     def add(self, item: Item, inventory: Inventory) -> int:
         """Add an item without its chains; return its number."""
         number = len(self)
-        self.draws.append(digest_of(item.id, self.seed))
+        self.draws.append(text_digest(item.id, self.seed))
         self.sizes.append(sum(partner.residues for partner in inventory.partners))
         self.splits.append(self.names.setdefault(item.split, len(self.names)))
         if len(self.names) > MOST_SPLITS:
             what = f"more than {MOST_SPLITS} splits, such as {printable_text(item.split)!r}: is that column the split?"
             raise DataError(what, where=item.origin, remedy="pipeline config show   (see data.path)")
         if item.cluster:
-            self.whole.add(number, 0, digest_of(item.cluster))
+            self.whole.add(number, 0, text_digest(item.cluster))
         return number
 
 
@@ -138,7 +138,7 @@ def usable_items(project: Project) -> Iterator[KnownItem | Rejection]:
 
 
 def _collected(project: Project, tables: dict[str, ClusterTable], seed: int, fasta: _FastaFiles) -> SharedItems:
-    shared = SharedItems(seed, levels={name: Links() for name in tables})
+    shared = SharedItems(seed, levels={name: ChainLinks() for name in tables})
     for entry in usable_items(project):
         if isinstance(entry, Rejection) or entry.inventory is None:
             shared.rejected += 1
@@ -146,7 +146,7 @@ def _collected(project: Project, tables: dict[str, ClusterTable], seed: int, fas
         number = shared.add(entry.item, entry.inventory)
         for chain in _chains(entry.item, entry.inventory, project.recipe.ligand):
             shared.chains += 1
-            digest = digest_of(chain.summary.sequence)
+            digest = text_digest(chain.summary.sequence)
             shared.sequences.add(number, chain.partner, digest)
             fasta.write(entry.item.id, chain.summary, digest)
             for name, table in tables.items():
@@ -195,11 +195,11 @@ def _parts_of(item: Item, role: Role, ligand: LigandChoice) -> tuple[Part, ...]:
     return named if ligand in ("as_named", "swapped") else item.parts
 
 
-def _by_sequence(sequences: Links, table: ClusterTable) -> Links:
+def _by_sequence(sequences: ChainLinks, table: ClusterTable) -> ChainLinks:
     """Return the clusters of chains, where members of the table are called by the digests of sequences."""
-    found = Links()
+    found = ChainLinks()
     for item, partner, token in zip(sequences.items, sequences.partners, sequences.tokens, strict=True):
-        for cluster in table.of_member(digest_of(f"s{token:016x}")):
+        for cluster in table.of_member(text_digest(f"s{token:016x}")):
             found.add(item, partner, cluster)
     return found
 
@@ -242,7 +242,7 @@ def _write_sequence(file: IO[str], name: str, sequence: str) -> None:
 
 def _linked_file(path: str) -> str:
     """Return the name under which a structure file is given to foldseek."""
-    return f"s{digest_of(path):016x}{split_suffix(Path(path).name)[1]}"
+    return f"s{text_digest(path):016x}{split_suffix(Path(path).name)[1]}"
 
 
 def _linked_files(project: Project, folder: Path) -> Path:
@@ -293,7 +293,7 @@ class Division:
         }
 
 
-def divide(shared: SharedItems, fractions: dict[str, float]) -> Division:
+def divide_items(shared: SharedItems, fractions: dict[str, float]) -> Division:
     """Divide items into splits that share nothing."""
     if not len(shared):
         raise DataError("no item can be used: there is nothing to divide", remedy="pipeline status")
@@ -327,7 +327,7 @@ def leaking_items(shared: SharedItems) -> dict[int, list[tuple[str, str, int]]]:
     return rows
 
 
-def _levels(shared: SharedItems) -> Iterator[tuple[str, str, Links]]:
+def _levels(shared: SharedItems) -> Iterator[tuple[str, str, ChainLinks]]:
     for level, links in {"sequence": shared.sequences, **shared.levels}.items():
         yield level, "one", links
         yield level, "both", links.of_both()

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.runs.dataset.item_splits import (
-    Links,
-    digest_of,
+    ChainLinks,
     distribute,
     find_components,
     links_across,
     shared_by_splits,
+    text_digest,
     whole_numbers,
 )
 
@@ -24,15 +24,15 @@ FRACTIONS = (0.8, 0.1, 0.1)
 PAIRS = st.integers(2, 60).flatmap(lambda n: st.lists(st.tuples(st.integers(0, n), st.integers(0, n)), max_size=80))
 
 
-def links_of(pairs: list[tuple[int, int]]) -> Links:
-    links = Links()
+def links_of(pairs: list[tuple[int, int]]) -> ChainLinks:
+    links = ChainLinks()
     for item, clusters in enumerate(pairs):
         for partner, cluster in enumerate(clusters):
-            links.add(item, partner, digest_of(f"cluster {cluster}"))
+            links.add(item, partner, text_digest(f"cluster {cluster}"))
     return links
 
 
-def plainly(items: int, links: list[Links]) -> list[int]:
+def plainly(items: int, links: list[ChainLinks]) -> list[int]:
     """Find components by a walk through the graph of items and what they have."""
     having, of = defaultdict(set), defaultdict(set)
     for level, each in enumerate(links):
@@ -52,7 +52,7 @@ def plainly(items: int, links: list[Links]) -> list[int]:
 
 def divided(pairs: list[tuple[int, int]], sizes: list[int], fractions: tuple[float, ...], seed: int) -> list[int]:
     """Divide items that are called by their numbers."""
-    draws = np.array([digest_of(str(item), seed) for item in range(len(pairs))], np.uint64)
+    draws = np.array([text_digest(str(item), seed) for item in range(len(pairs))], np.uint64)
     component_N = find_components(len(pairs), [links_of(pairs)])
     return distribute(component_N, np.array(sizes, np.int64), draws, fractions).tolist()
 
@@ -96,7 +96,7 @@ def test_no_component_is_cut_and_every_share_is_within_the_largest_of_it(
 def test_the_order_of_the_items_is_irrelevant(pairs: list[tuple[int, int]], seed: int, data: st.DataObject) -> None:
     order = data.draw(st.permutations(range(len(pairs))))
     size_N = np.array([10 + 7 * (item % 13) for item in range(len(pairs))], np.int64)
-    draw_N = np.array([digest_of(str(item), seed) for item in range(len(pairs))], np.uint64)
+    draw_N = np.array([text_digest(str(item), seed) for item in range(len(pairs))], np.uint64)
     plain = distribute(find_components(len(pairs), [links_of(pairs)]), size_N, draw_N, FRACTIONS)
     mixed = [pairs[item] for item in order]
     at = np.array(order, np.int64)
