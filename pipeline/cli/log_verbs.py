@@ -78,7 +78,7 @@ def run_folder(run: str | None, config: Path | None, sets: Sequence[str] | None)
 
 def point_of(status: RunStatus, name: str) -> int:
     """Return the task of a point of a sweep."""
-    from pipeline.runs.model.sweep import named_point
+    from pipeline.runs.model.sweep_points import named_point
 
     stage = status.stages.get("train")
     return named_point(name, stage.names if stage else ())

@@ -154,7 +154,7 @@ def _sweep_words(stage: str, sweep: Sequence[str], file: Path | None, prune: str
 
 def _settings_of_sweep(sweep: Sequence[str], file: Path | None, prune: str | None, config: Config) -> list[str]:
     """Return what `--sweep`, `--sweep-file` and `--prune` set."""
-    from pipeline.runs.model.sweep import typed_points
+    from pipeline.runs.model.sweep_points import typed_points
 
     points = [f"train.sweep.points={typed_points(sweep, file)}"] if sweep or file else []
     if not points and not config.train.sweep.points:

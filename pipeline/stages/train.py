@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from pipeline.protocol import Task
-    from pipeline.training.loop.pruning import Pruning
+    from pipeline.training.loop.pruning import MedianStop
 
     Integers = NDArray[np.int64]
 
@@ -86,7 +86,7 @@ class Job:
     leave_out: frozenset[str] = frozenset()
     damaged: DamagedItems | None = None  # what to do about records that cannot be read; None: that is an error
     settings: Mapping[str, Any] = field(default_factory=dict)  # the frozen configuration, for trackers
-    prune: Pruning | None = None  # which may end it early, among the others of its sweep
+    prune: MedianStop | None = None  # which may end it early, among the others of its sweep
 
     def loader(
         self,

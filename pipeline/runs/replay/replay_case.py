@@ -15,7 +15,7 @@ from pipeline.errors import ConfigError, DataError
 from pipeline.journal.attempts import left_out_items
 from pipeline.project.project import Project
 from pipeline.runs.model.prepare import folder_of, task_sizes, trained_table
-from pipeline.runs.model.sweep import named_point
+from pipeline.runs.model.sweep_points import named_point
 from pipeline.runs.workflow.sweep_stage import SweepStage, told_plans
 from pipeline.stage_names import StageName
 from pipeline.training.prepared import COST, Prepared

@@ -17,7 +17,7 @@ from pipeline.files import write_whole
 from pipeline.journal.run_folder import writing_run
 from pipeline.runs.dataset.worklist import Shard, StageSurvey, read_shard
 from pipeline.runs.model.prepare import folder_of, plan_file, prepare, steps_of
-from pipeline.runs.model.sweep import SWEEP, at, points_of
+from pipeline.runs.model.sweep_points import SWEEP, at, points_of
 from pipeline.runs.workflow.train_stage import (
     NOTHING,
     Trained,
@@ -28,7 +28,7 @@ from pipeline.runs.workflow.train_stage import (
     trained_so_far,
     unprepared,
 )
-from pipeline.training.loop.pruning import Pruned, Pruning
+from pipeline.training.loop.pruning import MedianStop, Pruned
 from pipeline.training.prepared import Prepared
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class PointPlan:
 
 
 @dataclass(slots=True)
-class Swept(Trained):
+class SweepResult(Trained):
     """The result of a sweep."""
 
     points: list[dict[str, Any]] = field(default_factory=list)  # of each: what became of it, and its best figure
@@ -143,12 +143,12 @@ class SweepStage(TrainStage):
             others = [folder_of(mine, plan.prepared) for plan in plans.values() if plan.prepared and plan.name != name]
             settings = train.validation
             made, grace = folder_of(mine, own), project.config.train.sweep.grace
-            prune = Pruning(made, others, settings.monitor, lower=settings.lower_is_better, grace=grace)
+            prune = MedianStop(made, others, settings.monitor, lower=settings.lower_is_better, grace=grace)
         yield from train_there(mine, folder, own, tell, read_shard(folder, self.name, task).start, prune)
 
-    def judge(self, project: Project, folder: RunFolder, patience_s: float) -> Swept:  # noqa: ARG002
+    def judge(self, project: Project, folder: RunFolder, patience_s: float) -> SweepResult:  # noqa: ARG002
         """Return the result of every point, by its newest intact checkpoint, every byte of which is read."""
-        judged = Swept(folder=str(project.config.train.models), monitor=project.config.train.validation.monitor)
+        judged = SweepResult(folder=str(project.config.train.models), monitor=project.config.train.validation.monitor)
         for plan in told_plans(folder):
             result = _judged(self.at(project, plan.name), plan, prunes=_prunes(project))
             judged.points.append(result.points[0])
@@ -165,7 +165,7 @@ class SweepStage(TrainStage):
 
     def check(self, project: Project, folder: RunFolder, judged: Trained) -> list[str]:
         """Return warnings, those about points that were not trained first."""
-        assert isinstance(judged, Swept)
+        assert isinstance(judged, SweepResult)
         named = [f"{point['name']} was not trained: {point['why']}" for point in judged.points if _is_infeasible(point)]
         return [*named, *super().check(project, folder, judged)]
 
@@ -248,11 +248,11 @@ def _standing(project: Project, prepared: Prepared, *, prunes: bool) -> tuple[Tr
     return progress, 0 if is_over else max(1, steps_of(project, prepared) - progress.done)
 
 
-def _judged(project: Project, plan: PointPlan, *, prunes: bool) -> Swept:
+def _judged(project: Project, plan: PointPlan, *, prunes: bool) -> SweepResult:
     """Return the result of one point."""
     told: dict[str, Any] = {"name": plan.name, "model": "", "state": INFEASIBLE, "why": plan.why}
     if plan.prepared is None:
-        return Swept(points=[told])
+        return SweepResult(points=[told])
     trained = trained_so_far(project, plan.prepared)
     made = folder_of(project, plan.prepared)
     pruned = Pruned.read(made, trained.epochs) if prunes and trained.undone else None
@@ -263,7 +263,7 @@ def _judged(project: Project, plan: PointPlan, *, prunes: bool) -> Swept:
     told |= {"model": made.path.name, "state": state, "why": pruned.why if pruned else ""}
     told |= {"epochs": trained.epochs, "steps": trained.steps, "best": figure}
     told |= {"best_epoch": trained.best.get("epoch")}
-    return Swept(
+    return SweepResult(
         items=trained.items,
         steps=trained.steps,
         epochs=trained.epochs,

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from pipeline.records import TaskContext
     from pipeline.runs.workflow.stage import Outcomes
     from pipeline.training.checkpoints.checkpoint_reader import Manifest
-    from pipeline.training.loop.pruning import Pruning
+    from pipeline.training.loop.pruning import MedianStop
     from pipeline.training.ranks.rank_protocol import Ranks
     from pipeline.training.step.step import Step
 
@@ -160,7 +160,7 @@ def train_there(
     prepared: Prepared,
     tell: TaskContext,
     before: int,
-    prune: Pruning | None = None,
+    prune: MedianStop | None = None,
 ) -> Outcomes:
     """Train as one of the ranks, after the first steps that were done `before`; `prune` may end it early."""
     from pipeline.stages.train import train

@@ -75,7 +75,7 @@ class Pruned:
 
 
 @dataclass(frozen=True)
-class Pruning:
+class MedianStop:
     """The rule for one training, among the others of its sweep."""
 
     folder: ModelFolder

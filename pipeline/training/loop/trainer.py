@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pipeline.training.items.loader import Loader
     from pipeline.training.loop.observer import TrainingObserver
     from pipeline.training.loop.progress import RunningStretch
-    from pipeline.training.loop.pruning import Pruning
+    from pipeline.training.loop.pruning import MedianStop
     from pipeline.training.ranks.rank_protocol import Ranks
     from pipeline.training.step.global_step import RankReport, StepReport
     from pipeline.training.step.local_step import Stepper
@@ -59,7 +59,7 @@ class Trainer:
     ending: Callable[[], int] = lambda: 0  # by which signal it was told to end; 0: by none
     leave_out: frozenset[str] = frozenset()
     damaged: DamagedItems | None = None  # what loaders could not read
-    prune: Pruning | None = None  # ends it early, of all ranks the first decides
+    prune: MedianStop | None = None  # ends it early, of all ranks the first decides
 
     def __post_init__(self) -> None:
         self.standing = TrainingProgress(self.train.validation, self.courses[-1].epochs.stop)

@@ -10,7 +10,7 @@ from statistics import median
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.training.loop.pruning import FEWEST, Pruned, Pruning, falls_behind
+from pipeline.training.loop.pruning import FEWEST, MedianStop, Pruned, falls_behind
 from pipeline.training.prepared import ModelFolder
 
 Figures = dict[int, float]
@@ -93,7 +93,7 @@ def test_what_is_decided_is_a_file_that_holds_until_training_goes_on_beyond_it(t
         lines = [epoch_line(epoch, loss) for epoch, loss in enumerate(losses, 1)]
         (folder.path / "epochs.jsonl").write_text("".join(lines) + '{"torn')
     mine, *others = folders
-    pruning = Pruning(mine, others, "loss", lower=True, grace=2)
+    pruning = MedianStop(mine, others, "loss", lower=True, grace=2)
     assert not pruning.stands(2)
     assert "median of the others at epoch 2, 2" in pruning.decide()
     assert pruning.stands(1)  # its last checkpoint may be older than its figures
@@ -102,6 +102,6 @@ def test_what_is_decided_is_a_file_that_holds_until_training_goes_on_beyond_it(t
     told = Pruned.read(mine, 2)
     assert told is not None
     assert told.epoch == 2
-    assert Pruning(others[0], [mine, *others[1:]], "loss", lower=True, grace=2).decide() == ""
+    assert MedianStop(others[0], [mine, *others[1:]], "loss", lower=True, grace=2).decide() == ""
     mine.pruned.write_text("{")
     assert not pruning.stands(2)

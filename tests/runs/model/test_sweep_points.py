@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pipeline.config.load import read_config
 from pipeline.errors import ConfigError
-from pipeline.runs.model.sweep import MOST, Point, named_point, points_in, shown, typed_points
+from pipeline.runs.model.sweep_points import MOST, Point, named_point, points_in, typed_points, value_as_written
 
 BASE = ("data.path=/data", "train.task=some.task:Task", "train.options={width: 8}")
 
@@ -177,7 +177,7 @@ def test_points_are_named_by_as_much_as_tells_them_apart() -> None:
 
 @given(st.floats(min_value=1e-300, max_value=1e300, allow_nan=False))
 def test_a_number_is_shown_as_itself(value: float) -> None:
-    assert float(shown(value)) == value
+    assert float(value_as_written(value)) == value
 
 
 @pytest.mark.parametrize(
@@ -185,4 +185,4 @@ def test_a_number_is_shown_as_itself(value: float) -> None:
     [(1e-4, "1e-4"), (3e-05, "3e-5"), (0.25, "0.25"), (1.0, "1"), (2.5e-4, "2.5e-4"), (True, "true"), (None, "null")],
 )
 def test_numbers_are_shown_as_people_write_them(value: object, text: str) -> None:
-    assert shown(value) == text
+    assert value_as_written(value) == text

@@ -179,7 +179,7 @@ def points_in(config: Config) -> tuple[Point, ...]:
     known: dict[str, str] = {}
     points = list[Point]()
     for row in rows:
-        name = " ".join(f"{short[key]}={shown(value)}" for key, value in row.items())
+        name = " ".join(f"{short[key]}={value_as_written(value)}" for key, value in row.items())
         point = Point(name or "as it is", dict(row), _config_at(base, row, name))
         same = known.setdefault(_decided(point.config), point.name)
         if len(points) != len(known) - 1:
@@ -258,7 +258,7 @@ def _short_names(keys: Iterable[str]) -> dict[str, str]:
     }
 
 
-def shown(value: Any) -> str:
+def value_as_written(value: Any) -> str:
     """Return a value as people write it: 1e-4, and not 0.0001."""
     if isinstance(value, float):
         power = re.sub(r"e([+-])0*", lambda sign: "e" + sign[1].replace("+", ""), f"{value:.15e}")
@@ -268,7 +268,7 @@ def shown(value: Any) -> str:
     if isinstance(value, bool) or value is None:
         return json.dumps(value)
     if isinstance(value, list | tuple):
-        return ",".join(map(shown, value))
+        return ",".join(map(value_as_written, value))
     return str(value).rpartition("/")[2]
 
 
