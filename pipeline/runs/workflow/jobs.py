@@ -134,9 +134,7 @@ class StagePlan:
     survey: StageSurvey
     limits: Limits
     job: StageJob  # of first attempts, with all of its tasks
-    own: Mapping[str, StageJob] = field(
-        default_factory=dict
-    )  # by encoder, or point of a sweep
+    own: Mapping[str, StageJob] = field(default_factory=dict)  # by encoder, or point of a sweep
     name: str = ""  # where it is a part of another: of which encoder
 
     @property
