@@ -90,7 +90,7 @@ class Exported:
             self.lacking.append(name)
 
 
-class _Chain(NamedTuple):
+class _ChainRows(NamedTuple):
     """A chain, and which rows of which text are its own."""
 
     whose: EmbeddedId
@@ -139,7 +139,7 @@ def _write(project: Project, wanted: WantedExport, form: ExportForm, exported: E
         chains = list(_chains(project, entries, wanted, exported))
         texts = list(dict.fromkeys(chain.text for chain in chains))
         variants = dict(zip(texts, verifier.look_up(texts), strict=True))
-        there, keys = list[_Chain](), list[bytes]()
+        there, keys = list[_ChainRows](), list[bytes]()
         for chain in chains:
             if (variant := variants[chain.text]) is None:
                 exported.missing += 1
@@ -161,7 +161,7 @@ def _write(project: Project, wanted: WantedExport, form: ExportForm, exported: E
 
 def _chains(
     project: Project, entries: Iterable[KnownItem | Rejection], wanted: WantedExport, exported: Exported
-) -> Iterator[_Chain]:
+) -> Iterator[_ChainRows]:
     """Yield the protein chains of some items, in their order; count the items."""
     recipe = project.encoding.recipe
     for entry in entries:
@@ -191,7 +191,7 @@ def _inventory(project: Project, known: KnownItem) -> Inventory | None:
     return look_again(known.item, project.recipe, project.shelves, 0).inventory
 
 
-def _chains_of(item: Item, inventory: Inventory, recipe: EmbeddingRecipe) -> Iterator[_Chain]:
+def _chains_of(item: Item, inventory: Inventory, recipe: EmbeddingRecipe) -> Iterator[_ChainRows]:
     names = Counter(chain.name for partner in inventory.partners for chain in partner.chains)
     for partner in inventory.partners:
         texts, first = partner_texts(partner, recipe.context), 0
@@ -199,7 +199,7 @@ def _chains_of(item: Item, inventory: Inventory, recipe: EmbeddingRecipe) -> Ite
             is_joined = recipe.context == "partner"
             name = _name(item, partner, chain.name, is_ambiguous=names[chain.name] > 1)
             whose = EmbeddedId(name, item.id, chain.name, item.split, len(chain.sequence))
-            yield _Chain(whose, texts[0 if is_joined else number], first)
+            yield _ChainRows(whose, texts[0 if is_joined else number], first)
             first += len(chain.sequence) if is_joined else 0
 
 
@@ -210,8 +210,8 @@ def _name(item: Item, partner: Partner, chain: str, *, is_ambiguous: bool) -> st
 
 
 def _verified(
-    store: Store, chains: Sequence[_Chain], keys: Sequence[bytes], width: int
-) -> Iterator[tuple[_Chain, NDArray[Any]]]:
+    store: Store, chains: Sequence[_ChainRows], keys: Sequence[bytes], width: int
+) -> Iterator[tuple[_ChainRows, NDArray[Any]]]:
     """Yield each chain with the verified rows of its text."""
     again = Command.submit("embed", then=f"   ({ANEW})")
     records = store.read(keys)
@@ -236,7 +236,7 @@ def _as_numbers(record: Record) -> NDArray[Any]:
     return rows_TD
 
 
-def _pooled(rows_LD: NDArray[Any], chain: _Chain, wanted: WantedExport, form: ExportForm) -> NDArray[Any]:
+def _pooled(rows_LD: NDArray[Any], chain: _ChainRows, wanted: WantedExport, form: ExportForm) -> NDArray[Any]:
     if not len(rows_LD):
         problem = f"{chain.whose.id} has no rows: the text of its partner was truncated before it"
         remedy = Command.submit("embed").with_settings(("embed.long.policy", "windows"))
