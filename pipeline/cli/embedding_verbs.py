@@ -55,6 +55,9 @@ def export_embeddings_command(
     ] = None,
     pool: Annotated[str, one_of(POOLINGS, "--pool", "A row for each residue (none), or one for each chain.")] = "none",
     split: Annotated[str | None, typer.Option("--split", metavar="NAME", help="Only the items of this split.")] = None,
+    encoder: Annotated[
+        str | None, typer.Option("--encoder", metavar="NAME", help="Whose; default: main, not those of embed.also.")
+    ] = None,
     partial: Annotated[bool, typer.Option("--partial", help="Leave out, and count, what has no embedding.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace what is there.")] = False,
     as_json: Json = False,
@@ -65,13 +68,18 @@ def export_embeddings_command(
 
     A sequence has the id of its item, a chain of a structure is ITEM:CHAIN. The file appears whole or not at all.
     """
+    from pipeline.config.schema_data import MAIN
+    from pipeline.errors import ConfigError
     from pipeline.project.project import Project
     from pipeline.runs.workflow.embedding_export import WantedExport, export_embeddings
 
     wanted = WantedExport(format_ or _told_by(out), pool, split, replace=force, partial=partial)
     loaded = load_config(config, sets)
     project = Project.open(loaded.config, beside=loaded.base_dir.absolute(), strict=True)
-    exported = export_embeddings(project, out, wanted)
+    if (of_encoder := encoder or MAIN) not in project.encoders:
+        known = ", ".join(project.encoders)
+        raise ConfigError(f"no encoder is called {of_encoder!r}", where="--encoder", remedy=f"one of these: {known}")
+    exported = export_embeddings(project.encoders[of_encoder], out, wanted)
     size = out.stat().st_size
     if as_json:
         print_json({"file": out, "format": wanted.format, "pool": pool, "bytes": size, **exported.to_json()})

@@ -36,17 +36,16 @@ from pipeline.runs.views.why import (
     why_item,
     why_record,
 )
-from pipeline.runs.workflow.embedded import refusal
+from pipeline.runs.workflow.embedded import name_of, refusal
 from pipeline.runs.workflow.table import everything
 from pipeline.stage_names import StageName
-from pipeline.stages.embed import sequence_name
 from pipeline.stages.scan import glance
 from pipeline.structures.atoms import UnusableInput
 from pipeline.structures.inventory import item_key, item_subject, plain_recipe
 from pipeline.structures.parsing.structure_files import item_paths, read_file
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from pipeline.journal.run_folder import RunFolder
     from pipeline.project.project import Project
@@ -303,21 +302,28 @@ def _embed(project: Project, inventory: Inventory | None) -> StageOfItem:
     """Say how the embeddings of an item's sequences stand."""
     if inventory is None:
         return StageOfItem("embed", Because(WorkState.WAITING, "its scan says which sequences it has"))
-    try:
-        encoding = project.encoding
-    except PipelineError as error:
-        return StageOfItem("embed", Because(WorkState.WAITING, f"{error.where}: {error.what}"))
-    recipe, store, keys, parts = encoding.recipe, encoding.shelves.embeddings, dict[str, str](), list[Because]()
+    keys, parts = dict[str, str](), list[Because]()
+    for name, view in project.encoders.items():
+        of = name if len(project.encoders) > 1 else ""
+        try:
+            parts += _embedded_by(view, inventory, keys, of)
+        except PipelineError as error:
+            parts.append(Because(WorkState.WAITING, f"{error.where}: {error.what}"))
+    return StageOfItem("embed", why_all(parts, "sequence"), keys)
+
+
+def _embedded_by(project: Project, inventory: Inventory, keys: dict[str, str], of: str) -> Iterator[Because]:
+    """Yield how the embedding of each of an item's sequences stands; add their keys."""
+    recipe, store = project.encoding.recipe, project.encoding.shelves.embeddings
     for text in texts(inventory, recipe.context):
         if why := refusal(text, recipe):
-            parts.append(Because(WorkState.REFUSED, f"{why[0].value}: {why[1]}"))
+            yield Because(WorkState.REFUSED, f"{why[0].value}: {why[1]}")
             continue
         accepted = [recipe.key(text, variant) for variant in recipe.accepted(len(text))]
         key = next((key for key in accepted if key in store), accepted[0])
-        plain, keys[sequence_name(text)] = recipe.plain(recipe.wanted(len(text))), key.hex()
+        plain, keys[name_of(text, of)] = recipe.plain(recipe.wanted(len(text))), key.hex()
         others = [other for other in _recipes(project, "embed") if tagged_key("embed", other, text) in store]
-        parts.append(why_record("embed", _record(store, key, Listed(), "embed", plain, others)))
-    return StageOfItem("embed", why_all(parts, "sequence"), keys)
+        yield why_record("embed", _record(store, key, Listed(), "embed", plain, others))
 
 
 def _graph(project: Project, inventory: Inventory | None, scanned: bytes | None, listed: Listed) -> StageOfItem:

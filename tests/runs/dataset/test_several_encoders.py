@@ -160,6 +160,11 @@ def test_a_wrong_setting_is_told_with_its_place(
     assert refused.err.count("wants one of") <= 1  # what is inherited is told once
 
 
+def test_an_export_of_an_encoder_that_is_not_named_here_says_which_are(two: Path, pipeline: Command) -> None:
+    refused = pipeline("export", "embeddings", "--encoder", "smal", "--out", "all.h5")
+    assert (refused.code, "one of these: main, small" in refused.err) == (2, True)
+
+
 def test_a_layer_that_a_further_encoder_does_not_have_is_refused_before_a_run(two: Path, pipeline: Command) -> None:
     refused = pipeline("submit", "--stage", "embed", *FOLLOW, "--set", "embed.also.small.layer=3")
     assert refused.code == 2
@@ -240,6 +245,7 @@ def test_two_encoders_go_through_the_whole_workflow_and_again_there_is_nothing_t
     (model,) = (two / "models").iterdir()
 
     _rows_are_joined_in_their_order(two)
+    _each_is_exported_and_explained(two, pipeline)
     _nothing_is_done_again(two, pipeline)
     _others_are_done_and_no_graph(two, pipeline)
     _the_cache_keeps_both(two, pipeline)
@@ -261,6 +267,20 @@ def _rows_are_joined_in_their_order(folder: Path) -> None:
             read = [side.embedding.float() for items in loader for item in items for side in item.sides.values()]
         assert {rows_RD.numpy().tobytes() for rows_RD in read} == wanted
         assert len(read) == len(texts) == 10
+
+
+def _each_is_exported_and_explained(folder: Path, pipeline: Command) -> None:
+    for encoder, width in (("main", 16), ("small", 8)):
+        done = pipeline("export", "embeddings", "--encoder", encoder, "--pool", "mean", "--out", f"{encoder}.npy")
+        assert done.code == 0, done.err
+        assert np.load(folder / f"{encoder}.npy").shape == (10, width)
+    told = json.loads(pipeline("explain", read_items(folder)[0], "--json").out)
+    (embed,) = [stage for stage in told["stages"] if stage["stage"] == "embed"]
+    assert sorted(name.rpartition(" of ")[2] for name in embed["keys"]) == ["main", "main", "small", "small"]
+
+
+def read_items(folder: Path) -> list[str]:
+    return [line.split(",")[0] for line in (folder / "data" / "manifest.csv").read_text().splitlines()[1:]]
 
 
 def _nothing_is_done_again(folder: Path, pipeline: Command) -> None:
