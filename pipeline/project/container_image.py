@@ -16,7 +16,7 @@ import xxhash
 
 from pipeline import __version__
 from pipeline.cluster.sbatch import PYTHON, inside, shell_word
-from pipeline.command_line import ANY, Command
+from pipeline.command_line import ANY, DISTRIBUTION, Command
 from pipeline.encoder.checkpoints.weights import find_checkpoint
 from pipeline.errors import ConfigError, SubmissionRefused
 from pipeline.files import file_digest, write_whole
@@ -43,17 +43,15 @@ SIGNS = {
 LOOK_S = 300.0  # an image may have to be unpacked first
 LOOK_AGAIN = f"pipeline doctor   ({WHERE}: image, binds, env.PATH)"
 NOT_HERE = 97
-LOOK = """\
+LOOK = f"""\
 import json, sys
-from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
-found = {"python": sys.version.split()[0]}
-sys.path[:] = filter(None, sys.path)
-with suppress(ImportError):  # a stranger's package of that name has no records
-    from pipeline import __version__, records
-    found["pipeline"] = __version__
-with suppress(PackageNotFoundError):
-    found["torch"] = version("torch")
+found = {{"python": sys.version.split()[0]}}
+for name, distribution in (("pipeline", {DISTRIBUTION!r}), ("torch", "torch")):
+    try:
+        found[name] = version(distribution)
+    except PackageNotFoundError:
+        pass
 print(json.dumps(found))
 """
 

@@ -43,6 +43,7 @@ from pipeline.cluster.verdict import Cause
 from pipeline.config import site_profiles
 from pipeline.config.schema import FIELDS, LEAVES, schema_key
 from pipeline.journal.attempts import Ask, Attempt, TaskRecord
+from pipeline.journal.run_status import StageStatus
 from pipeline.runs.engine import run_supervisor
 from pipeline.structures.synthetic import complex_pdb
 from pipeline.tasks.complex_docking import ComplexDocking
@@ -223,9 +224,9 @@ def test_a_failed_stage_names_the_page_that_is_there_and_else_the_one_of_the_pro
     attempt = Attempt(0, 1, Ask(1, 60), Cause.CRASHED)
     task = TaskRecord(0, ended=[attempt])
     page = ROOT / run_supervisor.TROUBLESHOOTING
-    assert run_supervisor._describe([task])[1] == f"    more: {page}#crashed"
+    assert run_supervisor._describe(StageStatus("scan"), [task])[1] == f"    more: {page}#crashed"
     monkeypatch.setattr(site_profiles, "CHECKOUT", tmp_path)  # as beside the frozen code of a run
-    assert run_supervisor._describe([task])[1] == "    more: docs/troubleshooting.md#crashed"
+    assert run_supervisor._describe(StageStatus("scan"), [task])[1] == "    more: docs/troubleshooting.md#crashed"
 
 
 def test_every_ending_of_a_task_has_an_entry_to_which_a_failed_stage_leads() -> None:
