@@ -39,7 +39,7 @@ class WithGraph(TyperCommand):
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         """Let `--graph` alone mean `--graph=text`."""
-        followed = zip(args, [*args[1:], ""], strict=True)
+        followed = zip(args, [*args, ""][1:], strict=True)
         bare = [word == OPTION and after not in GRAPH_FORMS for word, after in followed]
         return super().parse_args(ctx, [f"{OPTION}={TEXT}" if b else word for word, b in zip(args, bare, strict=True)])
 

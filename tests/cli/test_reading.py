@@ -21,6 +21,8 @@ PIPELINE = Path(sys.executable).with_name("pipeline")
 READING: dict[str, tuple[tuple[str, ...], int]] = {
     "doctor": ((), 0),
     "plan": (("--stage", "scan"), 0),
+    "explain": (("--stage", "scan"), 0),
+    "compare": ((), 2),  # nor is there anything to compare
     "submit": (("--stage", "scan", "--dry-run"), 0),
     "status": ((), 0),
     "logs": ((), 0),
@@ -41,12 +43,13 @@ READING: dict[str, tuple[tuple[str, ...], int]] = {
     "config schema": ((), 0),
 }
 # Verbs whose work is told as one document, too.
-WORKING = {"cache regenerate", "cache export", "cache import", "tune"}
+WORKING = {"cache regenerate", "cache export", "cache import", "export embeddings", "split", "tune"}
 # Verbs that change something, or print what is no data.
 OTHERS = {
     "model export",
     "demo",
     "dock",
+    "embed",
     "init",
     "resume",
     "cancel",
@@ -109,7 +112,7 @@ def test_a_verb_that_reads_has_an_option_for_a_document(verb: str) -> None:
 def test_a_document_is_all_that_is_printed(typed: Command, verb: str) -> None:
     done = typed(*as_json(verb))
     assert done.code == READING[verb][1], done.err
-    if verb in ("replay", "weights check", "model show"):  # there is nothing to tell of what is not there
+    if verb in ("replay", "weights check", "model show", "compare"):  # there is nothing to tell of what is not there
         assert (done.out, done.err[:7]) == ("", "error: ")
     else:
         json.loads(done.out)
