@@ -13,7 +13,14 @@ RECIPE = EmbeddingRecipe(weights="w", layer=3, context="chain", precision="fp16"
 OTHER: dict[str, Any] = {
     "weights": "v", "layer": 2, "context": "partner", "precision": "bf16", "storage": "fp32",
 }  # fmt: skip
-WITHOUT_EFFECT = {"long", "length", "overlap", "on_oom", "half_fallback"}  # on a sequence that is not long
+WITHOUT_EFFECT = {
+    "long",
+    "length",
+    "overlap",
+    "on_oom",
+    "half_fallback",
+    "letters",
+}  # on a short sequence of these letters
 
 
 def key(recipe: EmbeddingRecipe, text: str = "MKV") -> bytes:

@@ -134,5 +134,5 @@ def test_atom_graphs_have_residues_as_nodes_which_batches_count_through() -> Non
 
 def test_without_pyg_people_are_told_what_to_install(graphs: list[ItemGraph], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch_geometric.data", None)
-    with pytest.raises(ConfigError, match=r"pip install 'pipeline\[pyg\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'protein-training-pipeline\[pyg\]'"):
         pyg_view.data(graphs[0])

@@ -207,5 +207,5 @@ def test_memory_is_that_of_a_piece(tmp_path: Path) -> None:
 def test_without_h5py_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = hdf5_file(tmp_path / "x.h5")
     monkeypatch.setitem(sys.modules, "h5py", None)
-    with pytest.raises(ConfigError, match=r"pip install 'pipeline\[hdf5\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'protein-training-pipeline\[hdf5\]'"):
         read(path)

@@ -237,7 +237,7 @@ def test_a_key_without_topologies_is_of_what_it_always_was(form: str) -> None:
 def test_without_parmed_the_command_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_complex(tmp_path)
     monkeypatch.setitem(sys.modules, "parmed", None)
-    with pytest.raises(UnusableInput, match=r"pip install 'pipeline\[molecules\]'") as caught:
+    with pytest.raises(UnusableInput, match=r"pip install 'protein-training-pipeline\[molecules\]'") as caught:
         plain_files(LIMIT).of(item_of(path))
     assert caught.value.reason is Reason.NEEDS_EXTRA
 

@@ -281,7 +281,7 @@ def test_without_rdkit_the_command_is_told(tmp_path: Path, monkeypatch: pytest.M
     for name in ("x.sdf", "x.mol2.gz"):
         (tmp_path / name).write_text(THEOPHYLLINE)
         item = Item("x", parts=(Part(Role.WHOLE, str(tmp_path / name)),))
-        with pytest.raises(UnusableInput, match=r"pip install 'pipeline\[molecules\]'") as caught:
+        with pytest.raises(UnusableInput, match=r"pip install 'protein-training-pipeline\[molecules\]'") as caught:
             plain_files(LIMIT).of(item)
         assert caught.value.reason is Reason.NEEDS_EXTRA
 

@@ -195,6 +195,6 @@ def test_an_assembly_beyond_the_limit_is_refused_before_it_is_built() -> None:
 def test_binary_cif_without_its_extra_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(read_module, "HAS_BIOTITE", False)
     (tmp_path / "x.bcif").write_bytes(b"\x80")
-    with pytest.raises(UnusableInput, match=r"pip install 'pipeline\[bcif\]'") as caught:
+    with pytest.raises(UnusableInput, match=r"pip install 'protein-training-pipeline\[bcif\]'") as caught:
         read_file(tmp_path / "x.bcif", 100)
     assert caught.value.reason is Reason.NEEDS_EXTRA
