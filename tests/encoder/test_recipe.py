@@ -20,7 +20,7 @@ WITHOUT_EFFECT = {
     "on_oom",
     "half_fallback",
     "letters",
-}  # on a short sequence of these letters
+}  # on a short one it can read
 
 
 def key(recipe: EmbeddingRecipe, text: str = "MKV") -> bytes:
