@@ -25,6 +25,8 @@ CONFIG = f"""{SMALL}
 TASK = '''\
 """The reference task, which can be made to fail by an option."""
 
+from torch._subclasses import FakeTensor
+
 from pipeline.tasks.interface import Interface
 
 
@@ -34,7 +36,7 @@ class Own(Interface):
         self.fails = fails
 
     def loss(self, model, batch):
-        if self.fails:
+        if self.fails and not isinstance(next(model.parameters()), FakeTensor):  # a plan is made all the same
             raise ValueError("this point was told to fail")
         return super().loss(model, batch)
 '''
@@ -63,7 +65,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def there(pipeline: Command, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield folder
@@ -97,7 +99,7 @@ def weights(model: Path) -> dict[str, bytes]:
 
 def test_each_point_is_a_task_but_for_what_was_trained_before(there: Path, pipeline: Command) -> None:
     told = stage(pipeline, str(sweep_run(there)))
-    assert told["names"] == NAMES[:3]  # the fourth was trained by a plain submission
+    assert list(told["jobs"]) == NAMES[:3]  # the fourth was trained by a plain submission
     assert told["tasks"] == 3
     assert [(point["name"], point["state"]) for point in told["census"]["points"]] == [(name, "done") for name in NAMES]
     assert told["cached"] == 4

@@ -36,7 +36,7 @@ SPLITS = ("train",) * 7 + ("test",) * 2
 TORCHLESS = """\
 import sys
 from pipeline.cli.main import main
-for words in (["explain", "c8"], ["explain", "--stage", "embed"], ["plan", "--graph"]):
+for words in (["explain", "c8"], ["explain", "--stage", "embed"], ["plan", "--graph", "--stage", "graph"]):
     sys.argv = ["pipeline", *words]
     try:
         main()

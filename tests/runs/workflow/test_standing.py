@@ -12,7 +12,8 @@ import pytest
 from pipeline.journal.run_folder import RunFolder, runs_in
 from pipeline.runs.dataset.standing import FOLDER, KEYS, RESULT
 from pipeline.runs.upkeep.prune_runs import foresee_pruning, prune
-from pipeline.runs.workflow import embed_stage, graph_stage, scan_stage
+from pipeline.runs.workflow import graph_stage, scan_stage
+from pipeline.runs.workflow.embedded import Tally
 from pipeline.store.format.disk import Disk
 from pipeline.store.format.shard import read_table
 from tests.command import Command, Outcome
@@ -90,8 +91,8 @@ def refuse_looking(monkeypatch: pytest.MonkeyPatch) -> None:
     def counted(*_arguments: object) -> None:
         raise AssertionError("it was counted item by item")
 
-    for module in (scan_stage, embed_stage, graph_stage):
-        monkeypatch.setattr(module, "_tally", counted)
+    for place, name in ((scan_stage, "_tally"), (Tally, "items"), (graph_stage, "_tally")):
+        monkeypatch.setattr(place, name, counted)
 
 
 def damage(kind: str) -> None:
