@@ -24,6 +24,7 @@ from pipeline.cluster.job_spec import TASK
 from pipeline.config.load import read_config
 from pipeline.config.schema import LEAVES, Config
 from pipeline.config.schema_cluster import CardSection, NotifySection
+from pipeline.config.schema_train import CurriculumSection
 from pipeline.errors import ConfigError, SubmissionRefused
 from pipeline.journal import run_folder as folders
 from pipeline.journal.attempts import Ask
@@ -50,6 +51,12 @@ BESIDE: dict[tuple[str, ...], dict[str, Any]] = {  # without these a setting mea
 STAGES = ("train",)  # the bodies of all scripts are alike (tests/cluster/test_sbatch.py)
 
 
+NEEDED: dict[type[BaseModel], dict[str, Any]] = {
+    CardSection: {"mem": "1GiB"},
+    CurriculumSection: {"epochs": 1, "largest": {"nodes": 1}},
+}
+
+
 def slots(annotation: Any, text: str) -> Iterator[Any]:
     """Yield values of a type, a text in each place that can hold one."""
     origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
@@ -70,8 +77,9 @@ def slots(annotation: Any, text: str) -> Iterator[Any]:
 
 def slots_of(model: type[BaseModel], text: str) -> Iterator[dict[str, Any]]:
     """Yield values of a section in a list, a text in each place."""
-    needed = {"mem": "1GiB"} if model is CardSection else {"epochs": 1, "largest": {"nodes": 1}}
-    for name, info in model.model_fields.items():
+    needed = NEEDED.get(model, {})
+    fields = {name: info for name, info in model.model_fields.items() if info.annotation != dict[str, model]}
+    for name, info in fields.items():
         yield from ({**needed, name: value} for value in slots(info.annotation, text))
 
 

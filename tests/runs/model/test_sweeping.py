@@ -99,8 +99,7 @@ def weights(model: Path) -> dict[str, bytes]:
 
 def test_each_point_is_a_task_but_for_what_was_trained_before(there: Path, pipeline: Command) -> None:
     told = stage(pipeline, str(sweep_run(there)))
-    assert list(told["jobs"]) == NAMES[:3]  # the fourth was trained by a plain submission
-    assert told["tasks"] == 3
+    assert told["tasks"] == 3  # the fourth was trained by a plain submission
     assert [(point["name"], point["state"]) for point in told["census"]["points"]] == [(name, "done") for name in NAMES]
     assert told["cached"] == 4
     assert len(list((there / "models").iterdir())) == 4

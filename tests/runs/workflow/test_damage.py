@@ -27,16 +27,23 @@ TASK = '''\
 
 import json
 import os
+import threading
 from pathlib import Path
 
 from pipeline.tasks.interface import Interface
 
+ONE = threading.Lock()  # several threads collate
 ORDER = Path(os.environ["DAMAGE_ORDER"])
 SEEN = []
 
 
 class Damaging(Interface):
     def collate(self, items, rng):
+        with ONE:
+            self.damage(items)
+        return super().collate(items, rng)
+
+    def damage(self, items):
         SEEN.extend(item.id for item in items)
         if ORDER.exists() and len(SEEN) > 6:
             order = json.loads(ORDER.read_text())
@@ -49,7 +56,6 @@ class Damaging(Interface):
                         value = file.read(1)[0]
                         file.seek(place)
                         file.write(bytes([value ^ 0x10]))
-        return super().collate(items, rng)
 '''
 SUBMIT = ("submit", "--stage", "train", "--follow")
 
