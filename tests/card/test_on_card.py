@@ -12,7 +12,7 @@ import pytest
 from tests.card import card
 
 FILES = sorted(Path(__file__).with_name("on_card").glob("test_*.py"))
-WITHIN_S = 1800
+WITHIN_S = 900
 
 
 def test_there_is_a_compiler_in_ci() -> None:

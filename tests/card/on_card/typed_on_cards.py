@@ -27,7 +27,6 @@ INTERFACE = Recipe(
     structures=True,
 )
 EVERY = {**ALL, INTERFACE.name: INTERFACE}
-EVERY.pop("encoder_finetune", None)  # not tried on a card yet
 _made: dict[str, Path] = {}
 
 
