@@ -190,7 +190,7 @@ def test_tuning_over_two_nodes_of_srun_finds_what_the_smaller_rank_holds(tmp_pat
     done = subprocess.run(tune, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(done.stdout)["micro_batch"] == 16
-    assert "32  torch.OutOfMemoryError: CUDA out of memory" in done.stderr, "which rank 1 alone has said"
+    assert "32  [rank1]: torch.OutOfMemoryError: CUDA out of memory" in done.stderr, "which rank 1 alone has said"
     tried = [[line.split() for line in (tmp_path / f"tried-{rank}").read_text().splitlines()] for rank in (0, 1)]
     assert [[size for size, _ in of_rank] for of_rank in tried] == [["64", "32", "16"]] * 2
     assert all(first[1] != second[1] for first, second in zip(*tried, strict=True)), "they are on different nodes"
