@@ -116,16 +116,13 @@ class Truth:
         """Return of each file whose records it is said to hold: by its table, else by an index; None: nobody knows."""
         return {name: self.table_of(name) or (name if indexed else None) for name in self.content}
 
-    def held(self, told):
-        """Return the keys that files are said to hold, and of these the keys whose bytes are right."""
-        now = {name: self.path(name).read_bytes() for name in self.content}
-        records = [
-            (key, now[name][start:end] == self.content[other][start:end])
-            for name, other in told.items()
-            for of, key, start, end in self.records()
-            if of == other
-        ]
-        return {key for key, _ in records}, {key for key, is_right in records if is_right}
+    def copies(self, told):
+        """Yield each record that a file is said to hold: the file, the key, and whether its bytes are right."""
+        now = {name: self.path(name).read_bytes() for name in told}
+        for name, other in told.items():
+            for of, key, start, end in self.records():
+                if of == other:
+                    yield name, key, now[name][start:end] == self.content[other][start:end]
 
     def ends(self):
         """Return the shards whose own table cannot be read."""
