@@ -42,6 +42,7 @@ prove: .venv/tools slurm-packages  ## the long proofs: kills, faults, scale; res
 	python benchmarks/store/prove_cache.py --out benchmarks/results/prove_cache.json
 	python benchmarks/structures/scan_memory.py --out benchmarks/results/scan_memory.json
 	python benchmarks/structures/scan_memory.py --stage graph --out benchmarks/results/graph_memory.json
+	python benchmarks/structures/split.py --out benchmarks/results/split.json
 	python benchmarks/encoder/prove_embed.py --out benchmarks/results/prove_embed.json
 	python benchmarks/encoder/embed_growth.py --out benchmarks/results/embed_growth.json
 	python benchmarks/encoder/export_growth.py --out benchmarks/results/export_growth.json

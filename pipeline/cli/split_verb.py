@@ -62,12 +62,15 @@ def split_command(
     """
     from pipeline.project.project import Project
     from pipeline.runs.dataset.split_data import Alike, read_shared
-    from pipeline.runs.dataset.split_files import check_out
+    from pipeline.runs.dataset.split_files import check_out, check_place
 
     wanted = _wanted(fractions, folds)
     alike = Alike(by, _identity(by, min_identity), _tables(by, clusters))  # type: ignore[arg-type]  # one of METHODS
     loaded = load_config(config, sets)
     project = Project.open(loaded.config, remember=False, beside=loaded.base_dir.absolute())
+    for path in (write_fasta, out if check else None):
+        if path is not None:
+            check_place(project.source, path)
     if write_fasta is not None:
         shared = read_shared(project, Alike(), fasta=write_fasta)
         typer.echo(f"{shared.chains:,} chains of {len(shared):,} items: {write_fasta}")
@@ -77,7 +80,7 @@ def split_command(
         return
     if out is None:
         raise _mistake("where is the table to be written?", "--out", LIKE_FRACTIONS)
-    check_out(project.source, out)
+    check_out(project.source, out, folds or 0)
     shared = read_shared(project, alike, seed)
     _divide(project, shared, wanted, out, folds=folds or 0, as_json=as_json)
 
@@ -138,14 +141,15 @@ def _divide(
     division = divide_items(shared, wanted)
     files = fold_files(out, folds) if folds else [out]
     write_splits(project, shared, division, files, folds)
-    use = as_typed(Command.submit("scan").with_settings(*use_of(project.source, files[0])))
+    settings = use_of(project.source, files[0])
+    use = str(as_typed(Command.submit("scan").with_settings(*settings))) if settings else None
     document = {
         **division.to_json(),
         "rejected": shared.rejected,
         "chains": shared.chains,
         "without_cluster": dict(shared.unclustered),
         "files": [str(path) for path in files],
-        "next": str(use),
+        "next": use,
     }
     if as_json:
         print_json(document)
@@ -183,7 +187,8 @@ def _division_shown(document: dict[str, Any], division: Division, shared: Shared
             f"split should have ({smallest:.0%}): shares may differ from what was asked by as much"
         )
     yield from (f"written: {path}" for path in document["files"])
-    yield f"  next: {document['next']}"
+    if document["next"]:
+        yield f"  next: {document['next']}"
 
 
 def _size(median: float | None) -> str:

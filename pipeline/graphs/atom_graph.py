@@ -107,8 +107,8 @@ def _choose(role: Role, side: ComplexSide, recipe: GraphRecipe) -> ChosenAtoms:
     if not recipe.hydrogens:
         kept = np.flatnonzero(~bonds.is_hydrogen(structure.element_A[atom_A]))
         residue_A, atom_A = residue_A[kept], atom_A[kept]
-    if structure.drops_low and structure.low_R is not None:
-        kept = np.flatnonzero(~structure.low_R[residue_R[residue_A]])
+    if structure.drops_low:
+        kept = np.flatnonzero(~structure.hidden_R[residue_R[residue_A]])
         residue_A, atom_A = residue_A[kept], atom_A[kept]
     if not len(atom_A):
         problem = (

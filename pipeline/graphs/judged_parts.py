@@ -63,17 +63,8 @@ def shown_value(value: Any) -> str:
 # float32 keeps 1e-5 Å of a coordinate, and files of more than three decimals are rounded here to find neighbours again.
 SLACK = 2e-3  # Å
 CENTRE_SLACK = 1e-3  # Å; a centre is rounded to three decimals
-FLAGS = int(
-    np.bitwise_or.reduce(
-        [
-            residue_graph.VIRTUAL_CB,
-            residue_graph.INCOMPLETE,
-            residue_graph.MODIFIED,
-            residue_graph.NO_BACKBONE,
-            residue_graph.UNSURE,
-        ]
-    )
-)
+FLAGS = int(residue_graph.VIRTUAL_CB | residue_graph.INCOMPLETE | residue_graph.MODIFIED)
+FLAGS |= int(residue_graph.NO_BACKBONE | residue_graph.UNSURE)
 ELEMENTS = 119  # gemmi counts deuterium behind the elements
 
 

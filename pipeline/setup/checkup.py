@@ -19,11 +19,11 @@ from pipeline import __version__
 from pipeline.command_line import DISTRIBUTION, install_extra
 from pipeline.config.load import find_config, missing_inputs, read_config
 from pipeline.config.schema_data import MAIN
-from pipeline.encoder.checkpoints.weights import find_checkpoint, identify
+from pipeline.encoder.checkpoints.weights import find_checkpoint
 from pipeline.errors import ConfigError, DataError, PipelineError
 from pipeline.memory.lint.lint_facts import RunFacts, Severity
 from pipeline.memory.lint.lint_rules import lint
-from pipeline.project.project import Project, local_machine, scan_recipe_of, source_spec
+from pipeline.project.project import Encoding, Project, local_machine, scan_recipe_of, source_spec
 from pipeline.project.run_code import PACKAGE, load_task
 from pipeline.records import Inventory, Item, Rejection
 from pipeline.runs.dataset.reader_items import is_reader, look_at_files, read_first, reader_of, refuse_crop
@@ -187,7 +187,7 @@ def _entries(project: Project) -> CheckResult:
 
 
 def _weights(loaded: LoadedConfig) -> Iterator[CheckResult]:
-    """Check that the checkpoint is there and is one of ESM-2; only embedding needs it."""
+    """Check what encodes; only embedding needs it."""
     config = loaded.config
     if is_reader(config):
         return
@@ -196,14 +196,14 @@ def _weights(loaded: LoadedConfig) -> Iterator[CheckResult]:
 
 
 def _weights_of(loaded: LoadedConfig, config: Config, of: str) -> CheckResult:
-    """Check the checkpoint of one encoder."""
-    try:
-        path = find_checkpoint(config.embed.weights)
-    except ConfigError as error:
-        if of or loaded.origins["embed.weights"] != "default":
-            raise
-        return noted_check(f"weights{of}", f"{error.what}; needed from the stage embed on", error.remedy)
-    weights = identify(path, _opened(config).kind("weights"), remember=False)
+    """Check the checkpoint of one encoder, or the class that it is."""
+    if not (of or config.embed.is_own) and loaded.origins["embed.weights"] == "default":
+        try:
+            find_checkpoint(config.embed.weights)
+        except ConfigError as error:
+            return noted_check(f"weights{of}", f"{error.what}; needed from the stage embed on", error.remedy)
+    beside = loaded.base_dir.absolute()
+    weights = Encoding.open(config, _opened(config), remember=False, beside=beside).weights
     summary = (
         f"{weights.path}: {weights.layers} layers of {weights.dim}, {weights.precision}, {format_bytes(weights.bytes)}"
     )

@@ -287,7 +287,8 @@ def _structure(
         backbone_R5[polymers:], node_R[polymers:], types_R.modified[polymers:] = -1, False, False
     plddt_R = _plddt(table, policy, kept_A, residue_A)
     low_R = _low(plddt_R, policy, polymers)
-    if low_R is not None and policy.low_plddt == "drop":
+    drops_low = low_R is not None and policy.low_plddt == "drop"
+    if low_R is not None and drops_low:
         node_R &= ~low_R
     letter_R = types_R.letter
     if policy.modified == "unknown":
@@ -312,7 +313,7 @@ def _structure(
         notes=notes,
         plddt_R=plddt_R,
         low_R=low_R,
-        drops_low=policy.low_plddt == "drop",
+        drops_low=drops_low,
         links=partial(_kept_links, table, kept_A),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -57,6 +58,15 @@ def stored(folder: Path) -> dict[str, np.ndarray]:
     """Return the rows of each text in the cache."""
     store = CacheFolder(folder / "cache").kind("embed")
     return {record.meta["text"]: record.arrays["rows"] for record in store.read(store.keys())}
+
+
+def test_doctor_looks_at_the_class_and_asks_for_no_checkpoint(tmp_path: Path, pipeline: Command) -> None:
+    write_project(tmp_path, TEXTS)
+    told = pipeline("doctor", "--json", "--set", "embed.also.other.options={scale: 2.0}")
+    rows = {row["what"]: row for row in json.loads(told.out)}
+    assert [rows[name]["verdict"] for name in ("weights", "weights other")] == ["ok", "ok"]
+    told = pipeline("doctor", "--json", "--set", "embed.encoder=own_enc:Nowhere")
+    assert {row["what"]: row["verdict"] for row in json.loads(told.out)}["weights"] == "BAD"
 
 
 def digest(folder: Path, **options: object) -> str:

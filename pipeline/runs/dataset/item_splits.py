@@ -201,16 +201,29 @@ def shared_by_splits(
             yield SharedBySplits(level, partners, (names[pair[0]], names[pair[1]]), len(common), (first, second))
 
 
-def links_across(links: ChainLinks, split_N: NDArray[np.int64], names: Sequence[str]) -> list[tuple[int, int]]:
-    """Return each item that has something which is in several splits, with the number of that, from 1."""
-    named_S = np.array([bool(name) for name in names])
-    split_L = split_N[links.item_L]
-    kept = named_S[split_L] if links.items else np.empty(0, bool)
-    item_K, split_K = links.item_L[kept], split_L[kept]
-    tokens, group_K = np.unique(links.token_L[kept], return_inverse=True)
-    lowest, highest = np.full(len(tokens), len(names)), np.full(len(tokens), -1)
-    np.minimum.at(lowest, group_K, split_K)
-    np.maximum.at(highest, group_K, split_K)
-    across_K = (lowest < highest)[group_K]
-    number_K = np.unique(group_K[across_K], return_inverse=True)[1] + 1
-    return sorted(set(zip(item_K[across_K].tolist(), number_K.tolist(), strict=True)))
+@dataclass(frozen=True, slots=True)
+class LeakingItems:
+    """Every item that has something which is in several splits, sorted by what that is; M of them."""
+
+    group_M: NDArray[np.int64]
+    split_M: NDArray[Any]
+    ordinal_M: NDArray[Any]
+
+
+def find_leaking(digest_K: NDArray[np.uint64], split_K: NDArray[Any], ordinal_K: NDArray[Any]) -> LeakingItems:
+    """Return the items of which something occurs in more than one split.
+
+    Digests that occur once, as most do, are left out before the sort.
+    """
+    in_order = np.sort(digest_K)
+    repeated = np.unique(in_order[1:][in_order[1:] == in_order[:-1]])
+    kept = np.flatnonzero(np.isin(digest_K, repeated))
+    group_K = repeated.searchsorted(digest_K[kept])
+    lowest, highest = np.full(len(repeated), np.iinfo(np.int64).max), np.full(len(repeated), -1)
+    np.minimum.at(lowest, group_K, split_K[kept])
+    np.maximum.at(highest, group_K, split_K[kept])
+    leaks_K = (lowest < highest)[group_K]
+    kept = kept[leaks_K]
+    group_M = np.unique(group_K[leaks_K], return_inverse=True)[1]
+    order = np.argsort(group_M, kind="stable")
+    return LeakingItems(group_M[order], split_K[kept][order], ordinal_K[kept][order])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from array import array
 from collections import Counter
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,6 +15,7 @@ import numpy as np
 
 from pipeline.command_line import Command
 from pipeline.errors import ConfigError, DataError
+from pipeline.files import replacing
 from pipeline.records import Item, Kind, Rejection, Role
 from pipeline.runs.dataset.chain_clusters import ClusterTable, chain_names, run_foldseek, run_mmseqs
 from pipeline.runs.dataset.item_splits import (
@@ -21,7 +23,7 @@ from pipeline.runs.dataset.item_splits import (
     SharedBySplits,
     distribute,
     find_components,
-    links_across,
+    find_leaking,
     shared_by_splits,
     text_digest,
 )
@@ -30,13 +32,15 @@ from pipeline.structures.sources.source_folder import split_suffix
 from pipeline.units import printable_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
     from pipeline.project.project import Project
     from pipeline.records import ChainSummary, Inventory, Part
     from pipeline.structures.inventory import LigandChoice
+
+    WriteChain: TypeAlias = Callable[[str, ChainSummary, int], None]  # its item, it, and its sequence's digest
 
 By: TypeAlias = Literal["sequence", "identity", "structure", "clusters"]
 MOST_SPLITS = 64  # that are compared, each with each other
@@ -101,8 +105,8 @@ def read_shared(project: Project, alike: Alike, seed: int = 0, fasta: Path | Non
         if alike.by == "structure":
             tables["structure"] = run_foldseek(_linked_files(project, folder / "structures"), folder)
         unique = folder / "unique.fasta" if alike.by == "identity" else None
-        with _FastaFiles(fasta, unique) as sequences:
-            shared = _collected(project, tables, seed, sequences)
+        with _writing_chains(fasta, unique) as write:
+            shared = _collected(project, tables, seed, write)
         if unique is not None:
             shared.levels["identity"] = _by_sequence(shared.sequences, run_mmseqs(unique, folder, alike.min_identity))
     for name, table in tables.items():
@@ -137,7 +141,7 @@ def usable_items(project: Project) -> Iterator[KnownItem | Rejection]:
         raise DataError(what, where=str(project.source.path), remedy=Command.submit("scan"))
 
 
-def _collected(project: Project, tables: dict[str, ClusterTable], seed: int, fasta: _FastaFiles) -> SharedItems:
+def _collected(project: Project, tables: dict[str, ClusterTable], seed: int, write: WriteChain) -> SharedItems:
     shared = SharedItems(seed, levels={name: ChainLinks() for name in tables})
     for entry in usable_items(project):
         if isinstance(entry, Rejection) or entry.inventory is None:
@@ -148,7 +152,7 @@ def _collected(project: Project, tables: dict[str, ClusterTable], seed: int, fas
             shared.chains += 1
             digest = text_digest(chain.summary.sequence)
             shared.sequences.add(number, chain.partner, digest)
-            fasta.write(entry.item.id, chain.summary, digest)
+            write(entry.item.id, chain.summary, digest)
             for name, table in tables.items():
                 found = [cluster for path in chain.paths(name) for cluster in table.clusters_of(path)]
                 shared.unclustered[name] += not found
@@ -211,29 +215,26 @@ def _refuse_strangers(name: str, table: ClusterTable, shared: SharedItems) -> No
         raise DataError(what, where=name, remedy=remedy)
 
 
-class _FastaFiles:
-    """Writes chains: all by their names, and each protein sequence once by its digest."""
+@contextmanager
+def _writing_chains(every: Path | None, unique: Path | None) -> Iterator[WriteChain]:
+    """Yield what writes a protein chain: to one file by its name, to the other once by its sequence's digest."""
+    seen: set[int] = set()
+    with ExitStack() as files:
+        named, digests = (
+            files.enter_context(files.enter_context(replacing(path)).open("w", encoding="utf-8")) if path else None
+            for path in (every, unique)
+        )
 
-    def __init__(self, every: Path | None, unique: Path | None) -> None:
-        self._every = every.open("w") if every else None
-        self._unique = unique.open("w") if unique else None
-        self._seen: set[int] = set()
+        def write(item: str, chain: ChainSummary, digest: int) -> None:
+            if chain.kind is not Kind.PROTEIN:
+                return
+            if named:
+                _write_sequence(named, f"{item}_{chain.name}" if chain.name else item, chain.sequence)
+            if digests and digest not in seen:
+                seen.add(digest)
+                _write_sequence(digests, f"s{digest:016x}", chain.sequence)
 
-    def __enter__(self) -> _FastaFiles:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for file in (self._every, self._unique):
-            if file:
-                file.close()
-
-    def write(self, item: str, chain: ChainSummary, digest: int) -> None:
-        """Write a chain where it belongs."""
-        if self._every and chain.kind is Kind.PROTEIN:
-            _write_sequence(self._every, f"{item}_{chain.name}" if chain.name else item, chain.sequence)
-        if self._unique and chain.kind is Kind.PROTEIN and digest not in self._seen:
-            self._seen.add(digest)
-            _write_sequence(self._unique, f"s{digest:016x}", chain.sequence)
+        yield write
 
 
 def _write_sequence(file: IO[str], name: str, sequence: str) -> None:
@@ -321,9 +322,13 @@ def shared_levels(shared: SharedItems) -> list[SharedBySplits]:
 def leaking_items(shared: SharedItems) -> dict[int, list[tuple[str, str, int]]]:
     """Return of every item that shares something with another split: at which level, with one partner or both, what."""
     rows: dict[int, list[tuple[str, str, int]]] = {}
+    splits = np.array(shared.splits, np.int64)
     for level, partners, links in _levels(shared):
-        for item, group in links_across(links, np.array(shared.splits, np.int64), list(shared.names)):
-            rows.setdefault(item, []).append((level, partners, group))
+        split_L = splits[links.item_L]
+        has_split_L = split_L != shared.names[""]
+        leaking = find_leaking(links.token_L[has_split_L], split_L[has_split_L], links.item_L[has_split_L])
+        for item, group in sorted({*zip(leaking.ordinal_M.tolist(), leaking.group_M.tolist(), strict=True)}):
+            rows.setdefault(item, []).append((level, partners, group + 1))
     return rows
 
 

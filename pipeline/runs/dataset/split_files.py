@@ -8,6 +8,7 @@ import os
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
 from pipeline.command_line import Command
@@ -40,22 +41,28 @@ class Placed:
     cells: Cells
 
 
-def check_out(spec: SourceSpec, out: Path) -> None:
-    """Refuse a file that could not be used as the splits of this data set."""
+def check_place(spec: SourceSpec, out: Path) -> None:
+    """Refuse a file that is the data set itself, or cannot be written."""
+    if any(own is not None and out.resolve() == own.resolve() for own in (spec.path, spec.splits)):
+        what = "that is the data set's own file, which stays as it is"
+        raise ConfigError(what, where=str(out), remedy=f"take another name, such as {out.stem}.split{out.suffix}")
+    if not out.absolute().parent.is_dir():
+        raise ConfigError("its folder is not there", where=str(out), remedy=f"mkdir -p {quote(str(out.parent))}")
+
+
+def check_out(spec: SourceSpec, out: Path, folds: int) -> None:
+    """Refuse a file that could not be used as the splits of this data set, or whose folds could not."""
     table = own_table(spec)
     wanted = _kind(table) if table else ".csv"
     if _kind(out) != wanted or out.suffix == ".gz":
         what = f"the splits of this data set are a {wanted} file"
         raise ConfigError(what, where=str(out), remedy=f"--out {out.name.partition('.')[0]}{wanted}")
-    if table and out.absolute() == table.absolute():
-        what = "that is the data set's own table, which stays as it is"
-        raise ConfigError(what, where=str(out), remedy=f"--out {out.stem}.split{wanted}")
+    for path in (out, *fold_files(out, folds)):
+        check_place(spec, path)
     needs_folder = spec.source in TABLES and spec.structures_dir is None
-    if table and needs_folder and out.absolute().parent != table.absolute().parent:
+    if table and needs_folder and out.parent.resolve() != table.parent.resolve():
         what = "paths in a table start at its folder: elsewhere they would name nothing"
         raise ConfigError(what, where=str(out), remedy=f"--out {table.parent / out.name}, or set data.structures_dir")
-    if not out.absolute().parent.is_dir():
-        raise ConfigError("its folder is not there", where=str(out), remedy=f"mkdir -p {out.parent}")
 
 
 def own_table(spec: SourceSpec) -> Path | None:
@@ -68,7 +75,9 @@ def _kind(path: Path) -> str:
 
 
 def use_of(spec: SourceSpec, out: Path) -> tuple[tuple[str, str], ...]:
-    """Return the settings with which a written file is used."""
+    """Return the settings with which a written file is used; none where sequences have no table to name."""
+    if spec.source == "fasta":
+        return ()
     if spec.source in TABLES:
         return (("data.path", str(out)),)
     if spec.source == "pairs":

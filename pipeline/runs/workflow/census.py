@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import xxhash
 
 from pipeline.errors import DataError
 from pipeline.records import Kind, Reason, Role
+from pipeline.runs.dataset.item_splits import find_leaking, text_digest
 from pipeline.runs.workflow.stage import Judged
 from pipeline.structures.inventory import LOW_PLDDT
 from pipeline.structures.parsing.pdb_lines import BEHIND_END
@@ -22,10 +22,10 @@ from pipeline.structures.parsing.pdb_lines import BEHIND_END
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from numpy.typing import NDArray
     from typing_extensions import Self
 
     from pipeline.records import Inventory, Item, Rejection
+    from pipeline.runs.dataset.item_splits import LeakingItems
     from pipeline.runs.dataset.standing import Standing
 
 EXAMPLES = 3
@@ -71,15 +71,6 @@ class Census(Judged):
         return cls(**judged | {"leaks": leaks, "lists": lists})
 
 
-@dataclass(frozen=True, slots=True)
-class LeakingItems:
-    """Every item of which an id, a sequence or a cluster is in several splits, by what they share; M of them."""
-
-    group_M: NDArray[np.int64]
-    split_M: NDArray[np.uint16]
-    ordinal_M: NDArray[np.uint32]
-
-
 @dataclass(slots=True)
 class CensusTally(Judged):
     """Counts the items of a data set one by one, in its order."""
@@ -122,7 +113,7 @@ class CensusTally(Judged):
             if polymers:
                 self._mark("sequence", "\n".join(sorted(chain.sequence for chain in polymers)), split)
             for chain in polymers:
-                self.sequences.append(xxhash.xxh3_64_intdigest(chain.sequence.encode()))
+                self.sequences.append(text_digest(chain.sequence))
                 self.longest = max(self.longest, len(chain.sequence))
         if item.cluster:
             self._mark("cluster", item.cluster, split)
@@ -166,13 +157,13 @@ class CensusTally(Judged):
         """Note the digest of an item's id, sequence or cluster with its split; items without a split cannot leak."""
         if list(self.ordinals)[split]:
             digests, splits, ordinals = self.marks[what]
-            digests.append(xxhash.xxh3_64_intdigest(value.encode()))
+            digests.append(text_digest(value))
             splits.append(split)
             ordinals.append(self.seen)
 
     def leaking(self) -> dict[str, LeakingItems]:
         """Return all items that leak, by what of them is in several splits."""
-        return {what: _leaking(*map(_array, self.marks[what])) for what in LEAKING}
+        return {what: find_leaking(*map(_array, self.marks[what])) for what in LEAKING}
 
     def _leaks(self) -> tuple[SplitLeak, ...]:
         """Return the first few ids, sequences and clusters that occur in several splits, with their totals."""
@@ -188,25 +179,6 @@ def _distinct(digests: Any) -> int:
     """Count different digests, with one copy of them in memory."""
     in_order = np.sort(digests)
     return len(in_order) and 1 + int(np.count_nonzero(in_order[1:] != in_order[:-1]))
-
-
-def _leaking(digests: Any, splits: Any, ordinals: Any) -> LeakingItems:
-    """Return the items whose digest occurs in more than one split.
-
-    Digests that occur once, as most do, are left out before the sort.
-    """
-    in_order = np.sort(digests)
-    repeated = np.unique(in_order[1:][in_order[1:] == in_order[:-1]])
-    kept = np.flatnonzero(np.isin(digests, repeated))
-    group_K = repeated.searchsorted(digests[kept])
-    lowest, highest = np.full(len(repeated), MOST_SPLITS), np.full(len(repeated), -1)
-    np.minimum.at(lowest, group_K, splits[kept])
-    np.maximum.at(highest, group_K, splits[kept])
-    leaks_K = (lowest < highest)[group_K]
-    kept = kept[leaks_K]
-    group_M = np.unique(group_K[leaks_K], return_inverse=True)[1]
-    order = np.argsort(group_M, kind="stable")
-    return LeakingItems(group_M[order], splits[kept][order], ordinals[kept][order])
 
 
 def _first_leaks(what: str, names: list[str], leaking: LeakingItems) -> Iterator[SplitLeak]:

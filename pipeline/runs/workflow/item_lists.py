@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
     from pipeline.journal.run_folder import RunFolder
     from pipeline.records import Inventory, Item
-    from pipeline.runs.workflow.census import CensusTally, LeakingItems
+    from pipeline.runs.dataset.item_splits import LeakingItems
+    from pipeline.runs.workflow.census import CensusTally
     from pipeline.training.items.item_table import ItemTable
 
 ROLES = (Role.RECEPTOR, Role.LIGAND, Role.WHOLE)

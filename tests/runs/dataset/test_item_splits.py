@@ -13,7 +13,7 @@ from pipeline.runs.dataset.item_splits import (
     ChainLinks,
     distribute,
     find_components,
-    links_across,
+    find_leaking,
     shared_by_splits,
     text_digest,
     whole_numbers,
@@ -139,8 +139,9 @@ def test_what_splits_share_is_counted_with_one_partner_and_with_both() -> None:
     assert one == {(("train", "test"), 2, (1, 2)), (("train", "val"), 1, (1, 1))}
     both = list(shared_by_splits("x", "both", links.of_both(), split_N, names))
     assert [(found.splits, found.groups, found.items) for found in both] == [(("train", "test"), 1, (1, 1))]
-    assert {item for item, _ in links_across(links, split_N, names)} == {0, 1, 2, 3, 4}
-    assert {item for item, _ in links_across(links.of_both(), split_N, names)} == {0, 1}
+    for level, items in ((links, {0, 1, 2, 3, 4}), (links.of_both(), {0, 1})):
+        leaking = find_leaking(level.token_L, split_N[level.item_L], level.item_L)
+        assert set(leaking.ordinal_M.tolist()) == items
     unnamed = ("", "", "test", "val")  # what is in no split leaks nowhere
     assert list(shared_by_splits("x", "one", links, split_N, unnamed)) == []
 

@@ -281,6 +281,8 @@ def test_folds_are_files_in_which_each_item_is_tested_once(scanned: Path, pipeli
         assert all(len(splits) == 1 for splits in families_of(scanned / path).values())
     assert set(tested.values()) == {1}
     assert len(tested) == FAMILIES * MEMBERS
+    said = pipeline("split", "--folds", "4", "--out", "cv.csv", "--set", "data.path=cv.fold2.csv")
+    assert (said.code, "cv.fold2.csv: that is the data set's own file" in said.err) == (2, True)
 
 
 def test_a_large_component_is_told(scanned: Path, pipeline: Command) -> None:
@@ -296,7 +298,11 @@ def test_a_large_component_is_told(scanned: Path, pipeline: Command) -> None:
     [
         ((), 2, "--out: where is the table to be written?"),
         (("--out", "new.txt"), 2, "the splits of this data set are a .csv file"),
-        (("--out", "table.csv"), 2, "that is the data set's own table"),
+        (("--out", "table.csv"), 2, "that is the data set's own file"),
+        (("--out", "data/../table.csv"), 2, "that is the data set's own file"),
+        (("--check", "--out", "table.csv"), 2, "that is the data set's own file"),
+        (("--write-fasta", "table.csv"), 2, "that is the data set's own file"),
+        (("--write-fasta", "nowhere/chains.fasta"), 2, "its folder is not there"),
         (("--out", "data/new.csv"), 2, "paths in a table start at its folder"),
         (("--out", "new.csv", "--fractions", "1/2/3/4"), 2, "'1/2/3/4' is not two or three positive numbers"),
         (("--out", "new.csv", "--fractions", "0.5/0"), 2, "is not two or three positive numbers"),
@@ -359,6 +365,7 @@ def test_every_layout_gets_a_table_that_its_configuration_can_name(
     assert [split["items"] for split in document["splits"].values()] == [18, 18]
     if source == "fasta":
         assert {row["split"] for row in rows(folder / out)} == {"train", "test"}
+        assert document["next"] is None  # nothing reads splits of sequences
         return
     words = document["next"].split()[1:]
     if source == "glob":

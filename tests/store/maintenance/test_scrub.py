@@ -103,15 +103,30 @@ class Truth:
         now = {name: self.path(name).read_bytes()[-TRAILER_BYTES:] for name in ends}
         return [name for name in now if any(now[name] == end for other, end in ends.items() if other != name)]
 
+    def table_of(self, name):
+        """Return the shard whose table a file ends with, be it another's; None where it ends with none."""
+        now = self.path(name).read_bytes()
+        for other, content in self.content.items():
+            start = int((self.rows[other]["offset"] + self.rows[other]["length"])[-1])
+            if len(now) == len(content) and now[start:] == content[start:]:
+                return other
+        return None
+
+    def told(self, indexed):
+        """Return of each file whose records it is said to hold: by its table, else by an index; None: nobody knows."""
+        return {name: self.table_of(name) or (name if indexed else None) for name in self.content}
+
+    def copies(self, told):
+        """Yield each record that a file is said to hold: the file, the key, and whether its bytes are right."""
+        now = {name: self.path(name).read_bytes() for name in told}
+        for name, other in told.items():
+            for of, key, start, end in self.records():
+                if of == other:
+                    yield name, key, now[name][start:end] == self.content[other][start:end]
+
     def ends(self):
         """Return the shards whose own table cannot be read."""
-        tables = {name: int((rows["offset"] + rows["length"])[-1]) for name, rows in self.rows.items()}
-        return {
-            name
-            for name, start in tables.items()
-            if self.path(name).read_bytes()[start:] != self.content[name][start:]
-            or self.path(name).stat().st_size != len(self.content[name])
-        }
+        return {name for name in self.content if self.table_of(name) != name}
 
 
 BLOWS = st.tuples(
