@@ -123,6 +123,9 @@ def _refuse(project: Project, out: Path, wanted: WantedExport) -> None:
         problem = "the cache holds the rows of residues, and none of the mark before them, which `cls` would be"
         raise ConfigError(problem, where="--pool", remedy="--pool mean   (or max)")
     places = (out, table_beside(out)) if wanted.format == "npy" else (out,)
+    if len(set(places)) < len(places):
+        problem = "is the name of the table that says whose rows are whose"
+        raise ConfigError(problem, where=str(out), remedy=f"--out {out.with_suffix('.npy')}")
     for place in places:
         if os.path.lexists(place) and not wanted.replace:
             raise ConfigError("is there already", where=str(place), remedy="another --out, or replace it with --force")
