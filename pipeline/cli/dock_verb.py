@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from pipeline.cli.options import ConfigFile, Sets, Where
+from pipeline.cli.options import ConfigFile, Sets, Where, load_config_if_any
 
 
 def dock_command(
@@ -36,19 +35,10 @@ def dock_command(
 ) -> None:
     """Dock two proteins: draw poses of the ligand, rank them, and write the best as structures."""
     from pipeline.cli.run_verbs import submit_command
-    from pipeline.config.load import find_config, read_config
-    from pipeline.errors import ConfigError
     from pipeline.setup.dock_project import Docking, write_dock_project
 
-    try:
-        file = find_config(config)
-    except ConfigError:
-        if config is not None or "PIPELINE_CONFIG" in os.environ:
-            raise
-        file = None  # two files need no project
     docking = Docking(receptor, ligand, model, poses, steps, confidence, top, trajectory=trajectory, bound=bound)
     folder = out or Path("docked") / docking.name
-    without_project = [] if file else ["data.path=."]  # which it must have, and is another's here
-    written = write_dock_project(folder, docking, read_config(file, [*(sets or ()), *without_project]))
+    written = write_dock_project(folder, docking, load_config_if_any(config, sets))
     place = Path(model).absolute()
     submit_command("predict", executor, model=str(place) if place.exists() else model, follow=True, config=written)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from pipeline.cli.options import ConfigFile, Json, Sets, Where, load_config, one_of, print_json
+from pipeline.cli.options import ConfigFile, Json, Sets, Where, load_config, load_config_if_any, one_of, print_json
 from pipeline.command_line import Command
 
 FORMATS = ("h5", "safetensors", "parquet", "npy")
@@ -29,19 +28,10 @@ def embed_command(
 ) -> None:
     """Embed the sequences of a FASTA file; what is embedded already is not done again."""
     from pipeline.cli.run_verbs import submit_command
-    from pipeline.config.load import find_config, read_config
-    from pipeline.errors import ConfigError
     from pipeline.setup.fasta_project import write_fasta_project
 
-    try:
-        file = find_config(config)
-    except ConfigError:
-        if config is not None or "PIPELINE_CONFIG" in os.environ:
-            raise
-        file = None  # a file of sequences needs no project
-    without_project = [] if file else ["data.path=."]  # which it must have, and is another's here
     folder = out or Path("embedded") / fasta.stem
-    written = write_fasta_project(folder, fasta, weights, read_config(file, [*(sets or ()), *without_project]))
+    written = write_fasta_project(folder, fasta, weights, load_config_if_any(config, sets))
     submit_command("embed", executor, follow=True, config=written)
     export = Command.of("export embeddings --out", f"{fasta.stem}.h5", "--config", written)
     typer.echo(f"next: {export}")

@@ -119,6 +119,13 @@ def load_config(file: Path | None, sets: Sequence[str] | None) -> LoadedConfig:
     return read_config(find_config(file), sets or ())
 
 
+def load_config_if_any(file: Path | None, sets: Sequence[str] | None) -> LoadedConfig:
+    """Read the same; where no project is here and none is named, the defaults, with a data.path that means nothing."""
+    from pipeline.config.load import is_configured, read_config
+
+    return load_config(file, sets) if is_configured(file) else read_config(None, [*(sets or ()), "data.path=."])
+
+
 def print_json(document: object) -> None:
     """Print a document to stdout as JSON."""
     import json

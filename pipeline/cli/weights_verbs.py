@@ -132,10 +132,10 @@ def synth_command(
 
 def _configured(config: Path | None, sets: Sequence[str] | None) -> Path:
     """Return embed.weights of the configuration, or its default where there is none: weights may be fetched first."""
-    from pipeline.config.load import ENVIRONMENT, PLACES
+    from pipeline.config.load import is_configured
     from pipeline.config.schema_data import EmbedSection
 
-    if config is None and not sets and ENVIRONMENT not in os.environ and not any(place.is_file() for place in PLACES):
+    if not sets and not is_configured(config):
         return Path(EmbedSection().weights)
     return load_config(config, sets).config.embed.weights
 

@@ -70,6 +70,11 @@ def find_config(explicit: Path | None) -> Path:
     raise ConfigError(problem, where=str(Path.cwd()), remedy=remedy)
 
 
+def is_configured(explicit: Path | None) -> bool:
+    """Tell whether a configuration is named, or is in the current folder."""
+    return explicit is not None or bool(os.environ.get(ENVIRONMENT)) or any(place.is_file() for place in PLACES)
+
+
 def read_config(path: Path | None, sets: Sequence[str] = ()) -> LoadedConfig:
     """Read a file (none: the defaults) and lay `--set` over it; relative paths start from where they are written."""
     here = Path.cwd()

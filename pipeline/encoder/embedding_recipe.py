@@ -12,7 +12,7 @@ from pipeline.keys import tagged_key
 from pipeline.records import Kind
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from typing import Any
 
     Span = tuple[int, int]  # the first residue, and the one behind the last
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 ENCODER_VERSION = 1  # raise it when the encoder's results change
 BF16_PRODUCTS = "bf16-products"  # matrix products in bf16, all else in fp32: what bf16 is on a CPU
 STORED = {"float32": "fp32", "float16": "fp16", "uint16": "bf16"}  # numpy's type of rows → their precision
+_BFLOAT16_SHIFT = np.uint32(16)
 
 
 # The vocabulary of ESM-2, ESM-1b, ESM-1v and (but for <null_1>) ESM C, in the order of its embedding table.
@@ -71,6 +72,7 @@ class EmbeddingRecipe:
     on_oom: str = "windows"  # windows or cpu
     half_fallback: bool = True
     letters: str = LETTERS  # that the encoder reads
+    whole: int = 0  # residues that it takes as one where `long` cuts only what is longer; 0: as `length` says
 
     def key(self, text: str, variant: Variant) -> bytes:
         return tagged_key("embed", self.plain(variant), text)
@@ -91,11 +93,21 @@ class EmbeddingRecipe:
 
     def wanted(self, residues: int) -> Variant:
         """Return the preferred variant for a sequence of that length."""
-        if residues <= self.length or self.long in ("full", "error"):
+        if residues <= self.cut_beyond or self.long in ("full", "error"):
             return Variant(self.precision)
         return Variant(
             self.precision, SequenceCut(self.long, self.length, self.overlap if self.long == "windows" else 0)
         )
+
+    @property
+    def cut_beyond(self) -> int:
+        """The residues up to which a sequence is encoded as one while memory suffices."""
+        return max(self.length, self.whole)
+
+    def variants(self) -> Iterator[Variant]:
+        """Yield the variants that are accepted of some sequence, short or long; a few of them more than once."""
+        for residues in (1, self.length + 1, self.cut_beyond + 1):
+            yield from self.accepted(residues)
 
     def accepted(self, residues: int) -> tuple[Variant, ...]:
         """Return the accepted variants, best first: the wanted one, then those that the configuration allows."""
@@ -136,6 +148,12 @@ def window_shares(spans: Sequence[Span]) -> list[Span]:
     """Return the range of residues whose rows are taken from each window; together they cover each residue once."""
     meets = [(end + start + 1) // 2 for (_, end), (start, _) in pairwise(spans)]
     return list(pairwise([spans[0][0], *meets, spans[-1][1]]))
+
+
+def as_floats(rows_LD: NDArray[Any]) -> NDArray[Any]:
+    """Return stored rows as numbers that numpy knows; bfloat16 is stored as its bits."""
+    is_bits = rows_LD.dtype == np.uint16
+    return (rows_LD.astype(np.uint32) << _BFLOAT16_SHIFT).view(np.float32) if is_bits else rows_LD
 
 
 class BadSequence(ValueError):

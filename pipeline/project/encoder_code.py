@@ -54,9 +54,10 @@ def encoder_code(config: Config, beside: Path | None) -> EncoderCode:
     """Return what is known of a configuration's own encoder, which is loaded unless it was with these very files."""
     embed = config.embed
     named, states = named_files(embed.encoder, beside), _states(embed.weights)
-    asked = _asked(config, named, states) if named is not None else ""
+    asked = _asked(config, named, states)
     path = config.cluster.runs / PLANS / f"{asked}.json"
-    if asked and named is not None and not is_imported(embed.encoder):
+    was_imported = is_imported(embed.encoder)  # perhaps from other bytes than those that one finds now
+    if named is not None and not was_imported:
         with suppress(KeyError, TypeError):  # of another version
             known = read_json(path) or {}
             files = tuple((name, named[name]) for name in known["files"])
@@ -65,7 +66,8 @@ def encoder_code(config: Config, beside: Path | None) -> EncoderCode:
     files = tuple(sources(encoder))
     code = EncoderCode(_facts(config, encoder, states), files)
     is_settled_all = all(is_settled(mtime_ns, ctime_ns) for _, _, mtime_ns, ctime_ns in states)
-    if asked and is_settled_all and named is not None and dict(files).items() <= named.items():
+    is_whole = named is not None and dict(files).items() <= named.items()
+    if is_settled_all and is_whole and not was_imported and asked == _asked(config, named, states):
         keep(path, {"facts": code.facts.to_json(), "files": list(dict(files))})
     return code
 
@@ -73,7 +75,8 @@ def encoder_code(config: Config, beside: Path | None) -> EncoderCode:
 def _facts(config: Config, encoder: Encoder, states: list[tuple[str, int, int, int]]) -> CheckpointFacts:
     """Return the facts about an encoder as about any checkpoint; refuse impossible ones."""
     name, weights = config.embed.encoder, config.embed.weights
-    is_weighted = takes(type(encoder), "weights")
+    module, _, own = name.partition(":")
+    is_weighted = takes(getattr(sys.modules[module], own), "weights")
     if is_weighted and not states:
         what = f"{name} takes weights, and there are none at this path"
         raise ConfigError(what, where=f"embed.weights: {weights}", remedy="--set embed.weights=FILE_OR_FOLDER")

@@ -185,35 +185,33 @@ def embedding_recipe(config: Config, weights: CheckpointFacts) -> EmbeddingRecip
     if layer > weights.layers:
         what = f"embed.layer is {layer}, but these weights have {weights.layers} layers"
         raise ConfigError(what, where=weights.path, remedy=f"--set embed.layer={weights.layers}, or auto")
-    long, length, overlap = _long_sequences(config, weights)
     return EmbeddingRecipe(
         weights=weights.digest,
         layer=layer,
         context=chosen.context,
         precision=precision,
         storage=storage,
-        long=long,
-        length=length,
-        overlap=overlap,
         on_oom=chosen.on_oom,
         half_fallback=chosen.half_fallback == "fp32",
         letters=weights.letters,
+        **_long_sequences(config, weights),
     )
 
 
-def _long_sequences(config: Config, weights: CheckpointFacts) -> tuple[str, int, int]:
-    """Return what becomes of long sequences, from which length on, and how far windows overlap.
+def _long_sequences(config: Config, weights: CheckpointFacts) -> dict[str, Any]:
+    """Return the part of a recipe that says what becomes of long sequences.
 
     What an encoder does not take as one goes in windows, where nothing else is said.
     """
     long, longest = config.embed.long, weights.longest
     if not longest:
-        return long.policy, long.length, long.overlap
+        return {"long": long.policy, "length": long.length, "overlap": long.overlap}
     if longest < long.length != type(long).model_fields["length"].default:
         what = f"embed.long.length is {long.length:,}, and {weights.name} takes {longest:,} residues as one"
         raise ConfigError(what, where="embed.long.length", remedy=f"--set embed.long.length={longest}")
     length = min(long.length, longest)
-    return "windows" if long.policy == "full" else long.policy, length, min(long.overlap, length // 2)
+    policy = {"long": "windows", "whole": longest} if long.policy == "full" else {"long": long.policy}
+    return policy | {"length": length, "overlap": min(long.overlap, length // 2)}
 
 
 def refuse_other_family(encoder: str, weights: CheckpointFacts) -> None:

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import csv
-import json
+import io
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
-from pipeline.files import replacing, write_whole
-from pipeline.project.project import local_machine
 from pipeline.project.run_code import load_task
 from pipeline.protocol import Publishes
 from pipeline.runs.model.trained_model import chosen_of, named_model, portable_settings
+from pipeline.setup.written_project import cluster_settings, refuse_absent, write_project
 from pipeline.structures.sources.source_folder import split_suffix
 from pipeline.training.checkpoints.chosen_checkpoint import weights_file
 
 if TYPE_CHECKING:
     from pipeline.config.load import LoadedConfig
 
-CONFIG, TABLE = "pipeline.yaml", "complex.csv"
+TABLE = "complex.csv"
 TASK = "pipeline.tasks.complex_docking:ComplexDocking"
 PUBLISHED_SAMPLING = {"temperature": 2.439, "psi": 0.216, "data_translation": 0.593, "data_rotation": 0.228}
-HEAD = "# Two proteins to dock, written by `pipeline dock`; what is done is kept: the same command goes on.\n"
 
 
 @dataclass(frozen=True)
@@ -48,21 +46,14 @@ class Docking:
 
 def write_dock_project(folder: Path, docking: Docking, project: LoadedConfig) -> Path:
     """Write a configuration and a table of one complex into a folder; return the configuration's path."""
-    for path in (docking.receptor, docking.ligand):
-        if not path.is_file():
-            raise ConfigError("there is no such file", where=str(path), remedy=f"ls {path.parent}")
+    files = docking.receptor, docking.ligand
+    refuse_absent(*files)
     settings = _settings(docking, project)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        row = (docking.name, *(str(path.absolute()) for path in (docking.receptor, docking.ligand)))
-        with replacing(folder / TABLE) as aside, aside.open("x", encoding="utf-8", newline="") as table:
-            csv.writer(table).writerows([("id", "receptor_path", "ligand_path"), row])
-        lines = [f"{section}: {json.dumps(values)}" for section, values in settings.items()]
-        write_whole(folder / CONFIG, "\n".join([HEAD, *lines, ""]))
-    except OSError as error:
-        what = f"cannot write: {error.strerror}"
-        raise ConfigError(what, where=str(folder), remedy="name another by --out") from error
-    return folder / CONFIG
+    table = io.StringIO(newline="")
+    columns = "id", "receptor_path", "ligand_path"
+    csv.writer(table).writerows([columns, (docking.name, *(str(path.absolute()) for path in files))])
+    head = "Two proteins to dock, written by `pipeline dock`"
+    return write_project(folder, head, settings, {TABLE: table.getvalue()})
 
 
 def _settings(docking: Docking, project: LoadedConfig) -> dict[str, dict[str, Any]]:
@@ -73,10 +64,6 @@ def _settings(docking: Docking, project: LoadedConfig) -> dict[str, dict[str, An
     drawn |= {"trajectory": True} if docking.trajectory else {}
     drawn |= PUBLISHED_SAMPLING if weights_file(docking.model) is not None else {}
     drawn |= _judge(docking.confidence, here) if docking.confidence else {}
-    cluster = here.cluster.model_dump(mode="json", exclude_unset=True)
-    if not project.path:  # no project is here: this machine, with a card where it has one
-        gpus = min(1, len(local_machine(here.cluster.slots).gpus))
-        cluster |= {"executor": "local"} | {stage: {"gpus": gpus} for stage in ("embed", "train", "predict")}
     return {
         "data": {"source": "manifest", "path": TABLE},  # of the training's, nothing holds for two files
         "structures": model.get("structures", {}),
@@ -85,7 +72,7 @@ def _settings(docking: Docking, project: LoadedConfig) -> dict[str, dict[str, An
         "train": model["train"]
         | {"split": None, "models": str(here.train.models), "predict": {"folder": ".", "options": drawn}},
         "cache": {"root": str(here.cache.root)},
-        "cluster": cluster,
+        "cluster": cluster_settings(project, "embed", "train", "predict"),
     }
 
 

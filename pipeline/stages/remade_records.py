@@ -103,9 +103,6 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-BFLOAT16_SHIFT = np.uint32(16)
-
-
 class EncodedAgain:
     """Computes the embeddings of one encoder anew; each recipe of cutting needs an encoder of its own."""
 
@@ -150,10 +147,3 @@ class EncodedAgain:
 
     def _build(self, checkpoint: EncoderSource, *, layer: int, precision: str, device: TorchDevice) -> Forward:
         return checkpoint.build(layer=layer, precision=precision, device=device, passed={})
-
-
-def as_floats(rows_LD: NDArray[Any]) -> Floats:
-    """Return stored rows as numbers; bfloat16 is stored as its bits."""
-    is_bits = rows_LD.dtype == np.uint16
-    floats_LD: Floats = (rows_LD.astype(np.uint32) << BFLOAT16_SHIFT).view(np.float32) if is_bits else rows_LD
-    return floats_LD

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from pipeline.encoder.embedding_recipe import CLS, EOS, PAD, tokenize
+from pipeline.encoder.embedding_recipe import CLS, ENDS, EOS, PAD, tokenize
 from pipeline.errors import ConfigError
 from pipeline.protocol import ITEMS
 from pipeline.readers.sequences import LETTER, NOT_KNOWN, SITE, TARGET
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from pipeline.training.items.batch import ItemTensors
 
 TOLD = ("sequence", "residues")
-ENDS, TOKENS = 2, "sequence"  # the size that an item's residues are counted by
+TOKENS = "sequence"  # the size that an item's residues are counted by
 LEAST = {"targets": 1, "layers": 1, "width": 1, "heads": 1, "rank": 0, "top_layers": 0, "longest": 1}
 
 

@@ -80,8 +80,29 @@ class Otherwise(Encoder):
         return [torch.ones(len(text), self.width).cumsum(0) for text in sequences]
 
 
+class Shorter(Encoder):
+    """Knows how its rows should be, but for one."""
+
+    def reference(self, sequences, layer):
+        return [torch.ones(len(text) - 1, self.width) for text in sequences]
+
+
+class Wrapped(Encoder):
+    def forward(self, model, token_BT, is_token_BT, layer):
+        return (model(token_BT, is_token_BT)[:, 1:],)
+
+
 class Nameless(Encoder):
     letters = "acdef"
+
+
+class Loaded(Encoder):
+    def __init__(self, table):
+        self.width, self.longest, self.table = 16, 0, table
+
+
+def made(weights: Path):
+    return Loaded(load_file(weights))
 '''
 CONFIG = """\
 data: {{source: fasta, path: data.fasta}}

@@ -16,7 +16,7 @@ from pipeline.config.load import read_config
 from pipeline.encoder.embedding_recipe import EmbeddingRecipe, SequenceCut
 from pipeline.encoder.engine.embed_engine import Engine
 from pipeline.encoder.engine.encoder_source import LiveBytes, OwnForward, OwnSource
-from pipeline.encoder.engine.token_batches import EngineSettings
+from pipeline.encoder.engine.token_batches import BatchSchedule, EngineSettings, recipe_costs
 from pipeline.errors import JobFailed
 from pipeline.journal.run_folder import runs_in
 from pipeline.project.project import Project
@@ -263,3 +263,48 @@ def test_wrong_settings_are_told_before_anything_is_submitted(
     assert done.code == 2, done.out
     assert said in done.err
     assert not runs_in(tmp_path / "runs")
+
+
+def test_what_it_takes_as_one_is_not_cut_where_only_longer_ones_are(tmp_path: Path, pipeline: Command) -> None:
+    write_project(tmp_path, TEXTS, options="longest: 4096")
+    recipe = Project.open(read_config(tmp_path / "pipeline.yaml").config, beside=tmp_path).encoding.recipe
+    windows = SequenceCut("windows", 1022, 256)
+    cuts = [[variant.cut for variant in recipe.accepted(residues)] for residues in (1022, 4096, 4097)]
+    assert cuts == [[None], [None, windows], [windows]]  # in the middle, where memory ends
+    assert {variant.cut for variant in recipe.variants()} == {None, windows}
+    costs = recipe_costs(np.array([1022, 4096, 4097]), recipe, 16)
+    assert costs[1] == recipe_costs(np.array([4096]), recipe, 16)[0] > costs[0]
+    schedule = BatchSchedule(np.array([1022, 4096, 4097, 4096]), np.array([], int), recipe, policy="tokens", cap=None)
+    assert [schedule.draw(8196).tolist() for _ in range(3)] == [[2], [1, 3], [0]]
+
+
+@pytest.mark.parametrize(
+    ("encoder", "said"),
+    [("Wrapped", "AttributeError: 'tuple' object has no attribute 'shape'"), ("Shorter", "[(20, 16), (299, 16)")],
+)
+def test_what_is_no_rows_is_told(tmp_path: Path, pipeline: Command, encoder: str, said: str) -> None:
+    write_project(tmp_path, TEXTS)
+    with pytest.raises(JobFailed) as failed:
+        source_of(tmp_path, encoder).compared("fp32", 1, "cpu")
+    assert said in str(failed.value)
+
+
+def test_code_that_changed_after_it_was_imported_is_not_remembered_as_the_new(
+    tmp_path: Path, pipeline: Command
+) -> None:
+    write_project(tmp_path, TEXTS)
+    (tmp_path / "runs").mkdir()
+    settle(tmp_path)
+    digest(tmp_path)
+    code = (tmp_path / "own_enc.py").read_text()
+    (tmp_path / "own_enc.py").write_text(code.replace("self.width = 16", "self.width = 32"))
+    stale = digest(tmp_path)
+    sys.modules.pop("own_enc")
+    assert digest(tmp_path) != stale
+
+
+def test_weights_that_a_function_takes_are_in_the_keys(tmp_path: Path, pipeline: Command) -> None:
+    write_project(tmp_path, TEXTS, encoder="own_enc:made")
+    before = digest(tmp_path)
+    write_weights(tmp_path / "small.safetensors", seed=1)
+    assert digest(tmp_path) != before

@@ -20,6 +20,7 @@ WITHOUT_EFFECT = {
     "on_oom",
     "half_fallback",
     "letters",
+    "whole",
 }  # on a short one it can read
 
 

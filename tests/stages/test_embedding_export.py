@@ -196,6 +196,9 @@ def test_a_file_that_is_there_is_kept_unless_it_is_to_be_replaced(
     assert refused.code == 2
     assert "x.csv: is there already" in refused.err
     assert "--force" in refused.err
+    itself = pipeline("export", "embeddings", "--out", str(tmp_path / "x.csv"), "--format", "npy", *config, "--force")
+    assert itself.code == 2
+    assert "is the name of the table" in itself.err
     assert (tmp_path / "x.csv").read_text() == "mine"
     done = pipeline("export", "embeddings", "--out", str(tmp_path / "x.npy"), *config, "--force", "--json")
     assert json.loads(done.out)["ids"] == len(SEQUENCES)

@@ -348,6 +348,19 @@ def face_config(architecture: Architecture) -> dict[str, Any]:
     }
 
 
+def esm1b_settings(architecture: Architecture) -> dict[str, Any]:
+    """Return what fair-esm's file of an ESM-1b or ESM-1v says of this architecture."""
+    return {
+        "arch": "roberta_large",
+        "encoder_layers": architecture.layers,
+        "encoder_embed_dim": architecture.dim,
+        "encoder_ffn_embed_dim": architecture.wide,
+        "encoder_attention_heads": architecture.heads,
+        "max_positions": architecture.positions,
+        "token_dropout": architecture.token_dropout,
+    }
+
+
 def _architecture(values: list[Any], names: tuple[str, ...], path: Path) -> Architecture:
     """Return the architecture; refuse impossible values."""
     for name, value, most in zip(names, values, (MOST_LAYERS, MOST_DIM, MOST_DIM), strict=False):

@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from pipeline.encoder.checkpoints.checkpoint_files import ESM1B, ESMC, FAMILIES
-from pipeline.encoder.checkpoints.esm_checkpoint import PT_PREFIX, Architecture, esmc_name, frequencies, shapes
+from pipeline.encoder.checkpoints.esm_checkpoint import (
+    PT_PREFIX,
+    Architecture,
+    esm1b_settings,
+    esmc_name,
+    frequencies,
+    shapes,
+)
 from pipeline.encoder.embedding_recipe import PAD, VOCABULARY
 from pipeline.errors import ConfigError
 from pipeline.store.format.disk import Disk, link_or_rename
@@ -74,22 +81,12 @@ def write_random_relative(out: Path, architecture: Architecture, seed: int = 0, 
     random = torch.Generator().manual_seed(seed)
     encoder = _random(architecture, random, stress)
     if architecture.family == ESMC:
-        published = {name: esmc_name(name) for name in encoder}
         head = {"sequence_head.0.weight": torch.eye(architecture.dim), "sequence_head.0.bias": torch.zeros(1)}
-        _publish({published[name]: tensor for name, tensor in encoder.items()} | head, out)
+        _publish({esmc_name(name): tensor for name, tensor in encoder.items()} | head, out)
         return
-    settings = Namespace(
-        arch="roberta_large",
-        encoder_layers=architecture.layers,
-        encoder_embed_dim=architecture.dim,
-        encoder_ffn_embed_dim=architecture.wide,
-        encoder_attention_heads=architecture.heads,
-        max_positions=architecture.positions,
-        token_dropout=architecture.token_dropout,
-    )
     model = {f"{PT_PREFIX}{name}": tensor for name, tensor in encoder.items()}
     model |= _language_head(encoder["embed_tokens.weight"], random)
-    _publish({"args": settings, "model": model}, out)
+    _publish({"args": Namespace(**esm1b_settings(architecture)), "model": model}, out)
 
 
 def _random(architecture: Architecture, random: torch.Generator, stress: float) -> dict[str, torch.Tensor]:

@@ -131,8 +131,8 @@ class OwnSource:
 
         So a mask that is ignored is seen, and a model that draws random numbers.
         """
-        sequences = [self._readable(text) for text in parity.sample_sequences(self.encoder.longest)]
-        sequences = [text for text in sequences if text]
+        readable = (self._readable(text) for text in parity.sample_sequences())
+        sequences = [text[: self.encoder.longest or None] for text in readable if text]
         compared = unless_out_of_memory(lambda: self._rows(sequences, precision, layer, device))
         if compared is None:
             raise parity.no_room(f"comparing {self.name} with its reference does", device, where=self.place)
@@ -156,7 +156,12 @@ class OwnSource:
     def _wanted(self, sequences: list[str], layer: int, device: str) -> list[parity.Rows]:
         if isinstance(self.encoder, Referenced):
             with blaming_encoder(self.name), torch.inference_mode():
-                return [np.asarray(rows) for rows in self.encoder.reference(sequences, layer)]
+                wanted = [np.asarray(rows) for rows in self.encoder.reference(sequences, layer)]
+            found, right = [rows.shape for rows in wanted], [(len(text), self.dim) for text in sequences]
+            if found != right:
+                what = f"reference() of {self.name} gave rows of the shapes {found}; {right} are residues and width"
+                raise JobFailed(what, where="embed.encoder", remedy=_CORRECT)
+            return wanted
         encoder = self.build(layer=layer, precision="fp32", device=torch.device(device))
         return _arrays([encoder([as_letters(text)]) for text in sequences])
 
@@ -221,8 +226,8 @@ class OwnForward:
             is_token_BT = torch.arange(token_BT.shape[1]) < length_B[:, None]
             token_BT, is_token_BT = token_BT.to(self._device, torch.int64), is_token_BT.to(self._device)
             rows_BLD = self._encoder.forward(self._model, token_BT, is_token_BT, self._layer)
+            found = tuple(rows_BLD.shape)
         wanted = len(sequences), max(map(len, sequences)), self.dim
-        found = tuple(rows_BLD.shape)
         if len(found) != 3 or found[0] != wanted[0] or found[1] < wanted[1] or found[2] != wanted[2]:
             what = f"forward() of {self._name} gave rows of the shape {found}; {wanted} are the residues and the width"
             raise JobFailed(what, where="embed.encoder", remedy=_CORRECT)

@@ -17,7 +17,7 @@ import torch
 
 from pipeline.device.accelerator import Card, on_card, release_pinned
 from pipeline.device.out_of_memory import unless_out_of_memory
-from pipeline.encoder.embedding_recipe import BadSequence, tokenize
+from pipeline.encoder.embedding_recipe import BadSequence
 from pipeline.encoder.engine.sequence_work import (
     Computed,
     ComputeStep,
@@ -145,7 +145,7 @@ class BatchReader(Servant["NDArray[np.int64]", TokenizedBatch]):
         lengths_N: NDArray[np.int64],
         recipe: EmbeddingRecipe,
         main: ComputeStep,
-        tokenize: Callable[[str], NDArray[np.uint8]] = tokenize,
+        tokenize: Callable[[str], NDArray[np.uint8]],
     ) -> None:
         super().__init__()
         self._read, self._lengths_N, self._recipe, self._main = read, lengths_N, recipe, main

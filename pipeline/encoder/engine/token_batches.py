@@ -138,9 +138,10 @@ def recipe_costs(lengths_N: Integers, recipe: EmbeddingRecipe, dim: int) -> NDAr
     cut = _cut(lengths_N, recipe)
     if cut is None:
         return cost(lengths_N, recipe.layer, dim)
-    costs_N = cost(np.minimum(lengths_N, cut.length), recipe.layer, dim)
+    is_cut_N = lengths_N > recipe.cut_beyond
+    costs_N = cost(np.where(is_cut_N, cut.length, lengths_N), recipe.layer, dim)
     if cut.policy == "windows":
-        costs_N *= 1 + np.ceil(np.maximum(lengths_N - cut.length, 0) / (cut.length - cut.overlap))
+        costs_N *= 1 + np.ceil(is_cut_N * (lengths_N - cut.length) / (cut.length - cut.overlap))
     return costs_N
 
 
@@ -158,9 +159,10 @@ class BatchSchedule:
         left_N = np.delete(np.arange(len(lengths_N)), refused_N)
         left_N = left_N[longest_first(lengths_N[left_N])]
         cut = _cut(lengths_N, recipe)
-        alone = int((lengths_N[left_N] > cut.length).sum()) if cut and cut.policy == "windows" else 0
+        is_cut_N = lengths_N > recipe.cut_beyond
+        alone = int(is_cut_N[left_N].sum()) if cut and cut.policy == "windows" else 0
         self._alone, self._whole = left_N[:alone], left_N[alone:]
-        self._computed_N = lengths_N if cut is None else np.minimum(lengths_N, cut.length)
+        self._computed_N = lengths_N if cut is None else np.where(is_cut_N, cut.length, lengths_N)
         self._policy, self._cap = policy, cap
         self._budget = 0
         self._batches: list[Integers] = []

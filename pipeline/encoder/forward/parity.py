@@ -22,6 +22,7 @@ from pipeline.device.accelerator import is_card
 from pipeline.device.kinds import CPU
 from pipeline.device.out_of_memory import free_caches, unless_out_of_memory
 from pipeline.encoder.checkpoints.checkpoint_files import ESM1B, ESMC
+from pipeline.encoder.checkpoints.esm_checkpoint import esm1b_settings
 from pipeline.encoder.embedding_recipe import BF16_PRODUCTS, CLS, EOS, LETTERS, tokenize
 from pipeline.encoder.forward.esm2 import EsmEncoder, Strain
 from pipeline.errors import PlanInfeasible, WeightsUnusable
@@ -200,17 +201,9 @@ def _esm1b(shape: Architecture) -> Any:
     from esm.data import Alphabet  # type: ignore[import-untyped]
     from esm.model.esm1 import ProteinBertModel  # type: ignore[import-untyped]
 
-    settings = Namespace(
-        arch="roberta_large",
-        layers=shape.layers,
-        embed_dim=shape.dim,
-        ffn_embed_dim=shape.wide,
-        attention_heads=shape.heads,
-        max_positions=shape.positions,
-        token_dropout=shape.token_dropout,
-        emb_layer_norm_before=shape.norm_before,
-    )
-    return ProteinBertModel(settings, Alphabet.from_architecture("ESM-1b"))
+    settings = {name.removeprefix("encoder_"): value for name, value in esm1b_settings(shape).items()}
+    settings["emb_layer_norm_before"] = shape.norm_before
+    return ProteinBertModel(Namespace(**settings), Alphabet.from_architecture("ESM-1b"))
 
 
 class PlainEsmC:

@@ -20,13 +20,14 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.command_line import install_extra
 from pipeline.encoder.checkpoints.weights import checkpoint_facts, key_as_it_stands
+from pipeline.encoder.embedding_recipe import as_floats
 from pipeline.errors import CacheDamaged, PipelineError, RecordMissing
 from pipeline.graphs.build_graph import encoded_graph
 from pipeline.keys import TAG_BYTES, content_digest, recipe_tag
 from pipeline.records import Inventory, Item
 from pipeline.runs.audit.item_index import ODD, EmbeddingWidths, ItemIndex, in_sample
 from pipeline.stages.encoder_checks import allowed, distance, wrong_embedding, wrong_limit, wrong_parity, wrong_weights
-from pipeline.stages.remade_records import EncodedAgain, as_floats, differences, read_again, same_bits
+from pipeline.stages.remade_records import EncodedAgain, differences, read_again, same_bits
 from pipeline.stages.structure_checks import (
     sampled_sizes,
     wrong,

@@ -21,12 +21,11 @@ from pipeline.store.maintenance.leftovers import User, register, registered, who
 from pipeline.structures.inventory import plain_recipe
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
     from typing import Any
 
     from pipeline.config.schema import Config
-    from pipeline.encoder.embedding_recipe import EmbeddingRecipe
     from pipeline.project.project import Project
 
 log = logging.getLogger(__name__)
@@ -42,18 +41,13 @@ def recipes_of(project: Project, kinds: Iterable[str] = RECIPE_KINDS) -> Recipes
     of_kind: dict[str, Callable[[], list[Mapping[str, Any]]]] = {
         StageName.SCAN: lambda: [plain_recipe(project.recipe)],
         StageName.EMBED: lambda: [
-            plain for view in project.encoders.values() for plain in embeddings(view.encoding.recipe)
+            recipe.plain(variant)
+            for recipe in (view.encoding.recipe for view in project.encoders.values())
+            for variant in recipe.variants()
         ],
         StageName.GRAPH: lambda: [project.graphs.recipe.plain()],
     }
     return {(kind, recipe_tag(kind, recipe)): recipe for kind in kinds for recipe in of_kind[kind]()}
-
-
-def embeddings(recipe: EmbeddingRecipe) -> Iterator[Mapping[str, Any]]:
-    """Yield the recipe that is wanted, and those that are accepted in its place, for short sequences and for long."""
-    for residues in (1, recipe.length + 1):
-        for variant in recipe.accepted(residues):
-            yield recipe.plain(variant)
 
 
 def register_use(project: Project, stages: Iterable[str], file: Path | None) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from pipeline.command_line import Command
-from pipeline.encoder.embedding_recipe import partner_texts
+from pipeline.encoder.embedding_recipe import as_floats, partner_texts
 from pipeline.errors import CacheDamaged, ConfigError, DataError, RecordMissing
 from pipeline.records import Kind, Rejection
 from pipeline.runs.dataset import worklist
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from pipeline.encoder.embedding_recipe import EmbeddingRecipe
     from pipeline.project.project import Project
     from pipeline.records import Inventory, Item, Partner
-    from pipeline.store.format.record import Record
     from pipeline.store.store import Store
     from pipeline.training.evaluating.embedding_files import Add
 
@@ -50,7 +49,6 @@ POOLS: dict[str, Pool] = {
     "mean": lambda rows_LD: rows_LD.mean(0, dtype=np.float64).astype(np.float32),
     "max": lambda rows_LD: rows_LD.max(0),
 }
-POOLINGS = (NONE, "mean", CLS, "max")
 NAMED = 3  # in a message
 SPLITS_SAID = 8
 
@@ -125,6 +123,9 @@ def _refuse(project: Project, out: Path, wanted: WantedExport) -> None:
         problem = "the cache holds the rows of residues, and none of the mark before them, which `cls` would be"
         raise ConfigError(problem, where="--pool", remedy="--pool mean   (or max)")
     places = (out, table_beside(out)) if wanted.format == "npy" else (out,)
+    if len(set(places)) < len(places):
+        problem = "is the name of the table that says whose rows are whose"
+        raise ConfigError(problem, where=str(out), remedy=f"--out {out.with_suffix('.npy')}")
     for place in places:
         if os.path.lexists(place) and not wanted.replace:
             raise ConfigError("is there already", where=str(place), remedy="another --out, or replace it with --force")
@@ -221,19 +222,11 @@ def _verified(
         except (CacheDamaged, RecordMissing) as error:
             what = f"the embedding of {chain.whose.id}: {error.what}"
             raise type(error)(what, where=error.where, remedy=again, item=chain.whose.item) from error
-        rows_TD = _as_numbers(record)
+        rows_TD = as_floats(record.arrays["rows"])
         if rows_TD.ndim != 2 or rows_TD.shape[1] != width or len(rows_TD) > len(chain.text):
             what = f"the embedding of {chain.whose.id} is {list(rows_TD.shape)}, not [{len(chain.text)}, {width}]"
             raise CacheDamaged(what, where=store.kind, remedy=ELSEWHERE, item=chain.whose.item)
         yield chain, rows_TD
-
-
-def _as_numbers(record: Record) -> NDArray[Any]:
-    """Return the rows of a record as numpy knows numbers: bfloat16 as single precision."""
-    rows_TD = record.arrays["rows"]
-    if "rows" in record.bfloat16:
-        return (rows_TD.astype(np.uint32) << 16).view(np.float32)
-    return rows_TD
 
 
 def _pooled(rows_LD: NDArray[Any], chain: _ChainRows, wanted: WantedExport, form: ExportForm) -> NDArray[Any]:

@@ -7,7 +7,6 @@ embedded.
 
 from __future__ import annotations
 
-import sys
 from contextlib import suppress
 from functools import lru_cache
 from itertools import accumulate, chain
@@ -18,6 +17,7 @@ import numpy as np
 import xxhash
 
 from pipeline.command_line import Command
+from pipeline.encoder.embedding_recipe import as_floats
 from pipeline.errors import SUBMIT_AGAIN, CacheDamaged, DataError, RecordMissing
 from pipeline.keys import TAG_BYTES
 from pipeline.records import Kind
@@ -160,8 +160,8 @@ class Embeddings:
             reads_there = into_LD.flags.c_contiguous and self._is_stored_so(text)
             room = _room(into_LD if reads_there else _NO_ROWS, scratch)
             rows_LD = self._rows(text, copy, out_RD.shape[1], item, room)
-            if not reads_there:
-                rows_LD = self._as_joined(text, rows_LD)
+            if not self._is_stored_so(text):
+                rows_LD = as_floats(rows_LD)
             if not len(into_LD):  # its rows are not in a row: each goes where its residue is
                 here = np.flatnonzero((row_R >= first) & (row_R < first + len(rows_LD)))
                 out_RD[here] = rows_LD[row_R[here] - first]
@@ -172,12 +172,6 @@ class Embeddings:
     def _is_stored_so(self, text: Text) -> bool:
         """Tell whether a text's numbers are stored in the type that the joined ones have."""
         return _DTYPES[self._recipes[text.of].storage][0] == self.dtype
-
-    def _as_joined(self, text: Text, rows_LD: Rows) -> Rows:
-        """Return a text's rows in the type of the joined ones, which holds each number exactly."""
-        if self._is_stored_so(text) or self._recipes[text.of].storage != "bf16":
-            return rows_LD  # numpy knows how to write these
-        return (rows_LD.astype(np.uint32) << 16).view(np.float32)
 
     def _check_rows(self, copies: Sequence[tuple[Text, StoredEmbedding]], row_R: NDArray[np.int32], item: str) -> None:
         """Refuse a row map that goes beyond the embeddings."""
@@ -218,7 +212,7 @@ class Embeddings:
 
     def _any(self, recipe: EmbeddingRecipe) -> Iterable[StoredEmbedding]:
         """Yield any embeddings of a recipe, for the width of a batch without embedded residues."""
-        tags = {recipe.key("", variant)[:TAG_BYTES] for variant in recipe.accepted(sys.maxsize)}
+        tags = {recipe.key("", variant)[:TAG_BYTES] for variant in recipe.variants()}
         for key in self._store.keys():  # noqa: SIM118 - a store is no mapping
             if key[:TAG_BYTES] in tags:
                 yield StoredEmbedding(key, self._store.locate([key])[0])
