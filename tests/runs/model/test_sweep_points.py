@@ -94,6 +94,16 @@ def test_paths_start_from_where_they_are_written(tmp_path: Path, monkeypatch: py
     assert typed.config.train.pretrained == tmp_path / "a.pt"
 
 
+def test_points_whose_short_names_are_the_same_have_longer_ones() -> None:
+    found = names("train.pretrained=/a/w.pt,/b/w.pt,/b/v.pt")
+    assert found == ['pretrained="/a/w.pt"', 'pretrained="/b/w.pt"', "pretrained=v.pt"]
+
+
+def test_an_option_within_an_option_is_set_as_by_a_plain_submission() -> None:
+    (point,) = points("train.options.head.width=4")
+    assert point.config.train.options == {"width": 8, "head": {"width": 4}}
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
