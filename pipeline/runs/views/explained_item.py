@@ -302,8 +302,8 @@ def _embed(project: Project, inventory: Inventory | None) -> StageOfItem:
     """Say how the embeddings of an item's sequences stand."""
     if inventory is None:
         return StageOfItem("embed", Because(WorkState.WAITING, "its scan says which sequences it has"))
-    keys, parts = dict[str, str](), list[Because]()
-    several, ours = len(project.encoders) > 1, list[Mapping[str, Any]]()
+    keys, parts, several = dict[str, str](), list[Because](), len(project.encoders) > 1
+    ours: list[Mapping[str, Any]] = []  # recipes: another encoder's record is not this one's with other settings
     for view in project.encoders.values():
         with suppress(PipelineError):
             ours.append(view.encoding.recipe.plain(view.encoding.recipe.wanted(0)))

@@ -313,8 +313,11 @@ def _nothing_is_done_again(folder: Path, pipeline: Command) -> None:
 
 def _others_are_done_and_no_graph(folder: Path, pipeline: Command) -> None:
     """A third encoder is computed alone, and another order is another model."""
-    third = ("--set", "embed.also.third.layer=1", "--set", "embed.also.third.context=partner")
-    third = (*third, "--set", "embed.also.third.weights=weights/esm2_small.pt")
+    third = ("--set", "embed.also.third.layer=1", "--set", "embed.also.third.weights=weights/esm2_small.pt")
+    told = json.loads(pipeline("explain", read_items(folder)[0], "--json", *third).out)
+    (embed,) = [stage for stage in told["stages"] if stage["stage"] == "embed"]
+    assert (embed["state"], embed["why"], embed["changes"]) == ("to do", "2 of 6 embeddings: it was never done", [])
+    third = (*third, "--set", "embed.also.third.context=partner")
     done = pipeline(*ALL, *third, "--set", "train.embeddings=[main, small]")
     assert done.code == 0, done.err
     assert "embed: 30 embeddings: 20 cached, 10 to do in 1 task" in done.err
