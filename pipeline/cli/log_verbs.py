@@ -50,6 +50,9 @@ def logs_command(
     folder = run_folder(run, config, sets)
     status = StatusReader(folder).read()
     if point is not None:
+        if task is not None or stage not in (None, "train"):
+            what = "a point is a task of stage train: it is named by --point alone"
+            raise ConfigError(what, where="--point", remedy="leave --stage and --task out")
         stage, task = "train", point_of(status, point)
     if rank is not None:
         stage, rank = _ranked(folder, status, stage, rank)

@@ -218,9 +218,10 @@ def show_plan(project: Project, stages: list[str], executor: Executor, emit: Pat
     plans = [plan_stage(project, table.stage(name, project.config), executor, folder=None) for name in stages]
     parts = [part for plan in plans for part in plan.parts()]
     tables.show_parts(plan_table([part.row() for part in parts]))
-    for plan in parts:
+    for plan in plans:
         if waiting := plan.counts().get("waiting"):
-            typer.echo(f"{plan.title}: {waiting:,} items are not scanned yet; what they hold is not counted")
+            typer.echo(f"{plan.stage.name}: {waiting:,} items are not scanned yet; what they hold is not counted")
+    for plan in parts:
         if script_stage.is_script(project.config, plan.stage.name):
             typer.echo("\n".join(script_outline(project, plan.stage, executor).lines()))
         elif plan.counts().get("unplanned"):

@@ -44,13 +44,12 @@ class Log:
     failed: bool
     live: bool
     paths: tuple[str, ...]  # stdout, stderr
-    name: str = ""  # of the task, where it is a point of a sweep
+    name: str = ""  # what the task is called
 
     @property
     def title(self) -> str:
         """Whose log it is, and how that ended."""
-        whose = f"{self.stage} {self.name or f'task {self.task}'}, attempt {self.attempt}"
-        who = self.stage if self.task is None else whose
+        who = self.stage if self.task is None else f"{self.stage} {self.name}, attempt {self.attempt}"
         return f"{who}: {self.state}" if self.state else who
 
 
@@ -113,8 +112,8 @@ def _log(stage: StageStatus, job: StageJob, task: TaskRecord, attempt: Attempt |
     live = attempt is None and task.job == job.id
     state = f"{attempt.state} ({attempt.cause.value})" if attempt else stage.state_of(task) if live else "unknown"
     failed = attempt is not None and attempt.cause is not Cause.DONE
-    paths, name = tuple(stem + end for end in ENDS), stage.name_of(task.number)
-    return Log(stage.name, task.number, job.attempt, state, failed, live, paths, name)
+    paths = tuple(stem + end for end in ENDS)
+    return Log(stage.name, task.number, job.attempt, state, failed, live, paths, stage.called(task.number))
 
 
 def _offset(folder: RunFolder, job: StageJob) -> int:

@@ -155,18 +155,32 @@ class StageStatus:
         part.done, part.rejected, part.figures = mine(self.done), mine(self.rejected), mine(self.figures)
         for column, count in self.parts[name].items():
             setattr(part, column, count)
+        part.tasks = sum(not task.split for task in work.values())
         return part
+
+    @property
+    def is_swept(self) -> bool:
+        """Whether its tasks are points of a sweep, each known by its name."""
+        return bool(self.names) and not self.parts
+
+    def plan_of(self, number: int, shared: StageJob) -> StageJob:
+        """Return the job of a task's first attempts: that of its encoder; points of a sweep share theirs."""
+        return self.own.get(self.name_of(number), shared) if self.parts else shared
 
     def name_of(self, number: int) -> str:
         """Return the name of what a task is of; empty where tasks have none."""
         return self.names[number] if number < len(self.names) else ""
 
+    def label(self, number: int) -> str:
+        """Return what tells a task from others: its number, and of which encoder, or the name of its point."""
+        name = self.name_of(number)
+        if name and self.is_swept:
+            return name
+        return f"{number} of {name}" if name else f"{number}"
+
     def called(self, number: int) -> str:
         """Return what people call a task."""
-        name = self.name_of(number)
-        if name and not self.parts:
-            return name
-        return f"task {number} of {name}" if name else f"task {number}"
+        return self.label(number) if self.is_swept else f"task {self.label(number)}"
 
     def give_name(self, number: int, name: str) -> None:
         """Say what a task is of."""

@@ -59,7 +59,7 @@ class Comparison:
     metric: str
     lower: bool
     models: Sequence[ComparedModel]
-    best: Mapping[str, tuple[int, float]]  # model → the epoch and the value of its best figure
+    best: Mapping[str, tuple[int, float]]  # folder of a model → the epoch and the value of its best figure
     differing: Sequence[str]  # settings
     groups: Sequence[Group]
 
@@ -72,7 +72,7 @@ class Comparison:
         """Return plain JSON data."""
         rows = []
         for model in self.models:
-            epoch, value = self.best.get(model.name, (None, None))
+            epoch, value = self.best.get(model.folder, (None, None))
             differing = {name: model.settings.get(name) for name in self.differing}
             plain = {name: part for name, part in asdict(model).items() if name != "settings"}
             rows.append(plain | {"best_epoch": epoch, "best": value, "differing": differing})
@@ -87,12 +87,12 @@ class Comparison:
 
 def compared(models: Sequence[ComparedModel], metric: str, *, lower: bool) -> Comparison:
     """Compare models by the best value of a figure of their validations."""
-    best = {model.name: found for model in models if (found := _best(model.curves.get(metric, ()), lower=lower))}
+    best = {model.folder: found for model in models if (found := _best(model.curves.get(metric, ()), lower=lower))}
     differing = _differing([model.settings for model in models])
     worst = float("inf")
 
     def place(model: ComparedModel) -> tuple[float, str]:
-        found = best.get(model.name)
+        found = best.get(model.folder)
         return (worst if found is None else found[1] if lower else -found[1], model.name)
 
     ordered = sorted(models, key=place)
@@ -123,7 +123,7 @@ def _groups(
         together.setdefault(key, []).append(model)
     groups = []
     for members in together.values():
-        values = [best[model.name][1] for model in members if model.name in best]
+        values = [best[model.folder][1] for model in members if model.folder in best]
         groups.append(
             Group(
                 settings={name: members[0].settings.get(name) for name in others},
@@ -178,7 +178,7 @@ def comparison_lines(shown: Comparison) -> list[RenderableType]:
 
 
 def _row(model: ComparedModel, shown: Comparison) -> tuple[str, ...]:
-    epoch, value = shown.best.get(model.name, (None, None))
+    epoch, value = shown.best.get(model.folder, (None, None))
     return (
         model.name,
         *(brief(model.settings.get(name)) for name in shown.differing),

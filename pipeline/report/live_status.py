@@ -115,7 +115,7 @@ class StageBars(LiveBars):
         if stage.missing == 0:
             return
         rejected = sum(stage.reasons.values())
-        figures = [*speed(stage.measured()), *([] if stage.names else counted_so_far(stage.figures))]
+        figures = [*speed(stage.measured()), *([] if stage.is_swept else counted_so_far(stage.figures))]
         left_out = [f"{rejected:,} rejected"] if rejected else []
         note = ", ".join([*figures, *left_out])
         line = f"{stage.items_done:,} of {stage.missing:,} {unit_of(stage.name, stage.counts())}s {note}"

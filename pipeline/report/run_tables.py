@@ -11,13 +11,12 @@ from pipeline.report.stage_lines import (
     CENSUS,
     DAMAGED,
     counted,
-    counted_so_far,
     found_damage,
     memory_line,
     named_records,
-    point_lines,
     rejection_table,
     script_figures,
+    so_far,
     speed_lines,
     state_of_stage,
     tasks_line,
@@ -79,10 +78,7 @@ def _progress(stage: StageStatus, run: SeenRun) -> Iterator[str]:
     yield from wait_lines((wait for wait in run.waits if wait.of == stage.name), run.at)
     yield from memory_line(stage)
     yield from script_figures(stage.figures)
-    if not stage.census and stage.names:
-        yield from point_lines(stage)
-    elif not stage.census:
-        yield from counted_so_far(stage.figures)
+    yield from so_far(stage)
     yield from speed_lines(stage)
 
 
@@ -113,12 +109,12 @@ def story(stage: StageStatus, failed: Sequence[Attempt]) -> list[str]:
 def _told(stage: StageStatus, group: Sequence[Attempt], action: str) -> str:
     """Describe a group of failed attempts by the first of them."""
     first = group[0]
-    named = [stage.name_of(attempt.task) or str(attempt.task) for attempt in group[:TASKS_NAMED]]
+    named = [stage.label(attempt.task) for attempt in group[:TASKS_NAMED]]
     tasks = ", ".join(named + ["…"] * (len(group) > TASKS_NAMED))
     asked = f" with {format_bytes(first.ask.mem_bytes)}" if first.cause is Cause.HOST_OOM else ""
     followed = f"\n    then: {action}" if action else ""
     output = f"\n    it said: {first.said}" if first.said and first.said not in first.reason else ""
-    noun = f"{'point' if stage.names else 'task'}{'s' * (len(group) != 1)}"
+    noun = f"{'point' if stage.is_swept else 'task'}{'s' * (len(group) != 1)}"
     headline = f"  {noun} {tasks}, attempt {first.number}: {first.cause.value}{asked}: {first.reason}"
     return f"{headline}{output}{followed}\n    log: {first.log}"
 

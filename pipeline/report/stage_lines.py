@@ -360,6 +360,13 @@ def script_figures(figures: Mapping[str, Mapping[str, float]]) -> list[str]:
     return [f"the script says: {', '.join(shown[:FIGURES_SHOWN])}"] if shown else []
 
 
+def so_far(stage: StageStatus) -> list[str]:
+    """Return how far a stage is that has not ended: the points of a sweep, or what else it counts."""
+    if stage.census:
+        return []
+    return point_lines(stage) if stage.is_swept else counted_so_far(stage.figures)
+
+
 def counted_so_far(figures: Mapping[str, Mapping[str, float]]) -> list[str]:
     """Return what a running validation has found, what a reader has yielded, what an epoch took beside its model."""
     findings, read = (sum(int(process.get(name, 0)) for process in figures.values()) for name in (FINDINGS, ITEMS_READ))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -309,3 +310,33 @@ def strangers(run: Run) -> list[str]:
     pids = [int(entry.name) for entry in processes.PROC.iterdir() if entry.name.isdigit()]
     found = [pid for pid in pids if pid not in ours and processes.is_below(pid, run.folder.path)]
     return [f"{pid} {processes.program(pid)}" for pid in found]
+
+
+def processes_of(run: Run, module: str = "") -> list[int]:
+    """Return the processes of tasks and supervisors of a run, or those that began by a module."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                words = entry.joinpath("cmdline").read_text(errors="replace").split("\0")
+            except OSError:  # gone meanwhile
+                continue
+            is_it = not module or (any(f"from {module} import" in word for word in words) and "--watch" not in words)
+            if is_it and str(run.folder.path) in words and Path(words[0]).name.startswith("python"):
+                found.append(int(entry.name))
+    return found
+
+
+def kill(pid: int) -> bool:
+    """End a process; say whether it had not ended by itself."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def has_begun(run: Run, stage: str) -> bool:
+    """Say whether a task of a stage has begun and has not ended."""
+    found = run.now().stages.get(stage)
+    return found is not None and any(task.word.started and not task.word.finished for task in found.work.values())

@@ -20,7 +20,19 @@ from pipeline.journal.run_status import RunState
 from tests.conftest import ROOT
 from tests.slurm.cluster import Cluster
 from tests.slurm.cluster.config import MAX_ARRAY_SIZE, MEM_PER_NODE_MB, TINY_MAX_SUBMIT
-from tests.slurm.runs import LINGERS, PIPELINE, Project, Run, Typed, make_project, strangers, until
+from tests.slurm.runs import (
+    LINGERS,
+    PIPELINE,
+    Project,
+    Run,
+    Typed,
+    has_begun,
+    kill,
+    make_project,
+    processes_of,
+    strangers,
+    until,
+)
 
 pytestmark = pytest.mark.slurm
 
@@ -99,42 +111,13 @@ def test_killing_everything_but_slurm_midway_changes_nothing_in_the_result(
         run = real.newest
         until("a task that embeds", lambda: has_begun(run, "embed"), 120, run.story)
         os.killpg(login.pid, signal.SIGKILL)
-        killed = [pid for pid in workers(run) if kill(pid)]
+        killed = [pid for pid in processes_of(run) if kill(pid)]
     assert killed
     assert strangers(run) == []
     run.ends()
     assert [one["cause"] for one in run.stage("embed")["failures"]] != []
     assert censuses(run) == censuses(undisturbed)
     assert real.records("again") == real.records()
-
-
-def workers(run: Run) -> list[int]:
-    """Return the processes of tasks and supervisors of a run."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            try:
-                words = entry.joinpath("cmdline").read_text(errors="replace").split("\0")
-            except OSError:  # gone meanwhile
-                continue
-            if str(run.folder.path) in words and Path(words[0]).name.startswith("python"):
-                found.append(int(entry.name))
-    return found
-
-
-def kill(pid: int) -> bool:
-    """End a process; say whether it had not ended by itself."""
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-def has_begun(run: Run, stage: str) -> bool:
-    """Say whether a task of a stage has begun and has not ended."""
-    found = run.now().stages.get(stage)
-    return found is not None and any(task.word.started and not task.word.finished for task in found.work.values())
 
 
 def test_a_stage_of_more_tasks_than_an_array_takes_does_every_item_once(make: Make) -> None:

@@ -14,8 +14,7 @@ from pipeline.journal.run_folder import runs_in
 from pipeline.store.cache_folder import CacheFolder
 from tests.slurm.cluster import Cluster
 from tests.slurm.cluster.cluster import SEARCH_PATH
-from tests.slurm.runs import PIPELINE, Project, make_project, until
-from tests.slurm.test_runs import has_begun, kill, workers
+from tests.slurm.runs import PIPELINE, Project, has_begun, kill, make_project, processes_of, until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.fault, pytest.mark.slow]
 ITEMS = 5
@@ -40,7 +39,7 @@ def test_two_encoders_that_are_killed_midway_go_on_and_do_nothing_twice(project:
         run = project.newest
         until("a task that embeds", lambda: has_begun(run, "embed"), 120, run.story)
         os.killpg(login.pid, signal.SIGKILL)
-        assert [pid for pid in workers(run) if kill(pid)]
+        assert [pid for pid in processes_of(run) if kill(pid)]
     run.ends()
 
     store = CacheFolder(project.folder / "cache").kind("embed")

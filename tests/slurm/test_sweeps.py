@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ from safetensors import safe_open
 from pipeline.journal.ledger import LedgerReader
 from pipeline.records import EventKind
 from tests.slurm.cluster import Cluster
-from tests.slurm.runs import Project, Run, make_project, until
+from tests.slurm.runs import Project, Run, kill, make_project, processes_of, until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.fault, pytest.mark.slow, pytest.mark.timeout(1500)]
 
@@ -51,12 +49,12 @@ def swept(project: Project) -> Run:
     run = project.submits("train", *SWEEP)
     for few in (3, 9):
         until(f"{few} trained points", lambda few=few: len(finished(run)) >= few, 900, run.story)
-        until("some in training", lambda: processes(run, WORKER), 120, run.story)
-        assert [pid for pid in processes(run, WORKER) if kill(pid)]
+        until("some in training", lambda: processes_of(run, WORKER), 120, run.story)
+        assert [pid for pid in processes_of(run, WORKER) if kill(pid)]
     ends_a_supervisor(run)
     tried_again = "the standby to try again what was killed"
     until(tried_again, lambda: any(job.attempt == 2 for job in run.now().stages["train"].jobs.values()), 600, run.story)
-    until("its end", lambda: not processes(run, SUPERVISOR), 120, run.story)
+    until("its end", lambda: not processes_of(run, SUPERVISOR), 120, run.story)
     ends_a_supervisor(run)
     run.ends(timeout_s=900)
     return run
@@ -64,31 +62,7 @@ def swept(project: Project) -> Run:
 
 def ends_a_supervisor(run: Run) -> None:
     """Kill the next visit of a supervisor as soon as it is there."""
-    until("a supervisor at work", lambda: any(kill(pid) for pid in processes(run, SUPERVISOR)), 900, run.story)
-
-
-def processes(run: Run, module: str) -> list[int]:
-    """Return the processes of a run's tasks, or of its supervisors."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            try:
-                words = entry.joinpath("cmdline").read_text(errors="replace").split("\0")
-            except OSError:  # gone meanwhile
-                continue
-            is_it = any(f"from {module} import" in word for word in words)
-            if str(run.folder.path) in words and is_it and "--watch" not in words:
-                found.append(int(entry.name))
-    return found
-
-
-def kill(pid: int) -> bool:
-    """End a process; say whether it had not ended by itself."""
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return False
-    return True
+    until("a supervisor at work", lambda: any(kill(pid) for pid in processes_of(run, SUPERVISOR)), 900, run.story)
 
 
 def finished(run: Run) -> list[int]:
@@ -129,8 +103,8 @@ def test_the_points_of_a_killed_sweep_are_their_plain_twins_bit_for_bit(swept: R
     linked = sorted((swept.folder.path / "points").iterdir())
     assert len(linked) == POINTS
     failed = {failure["task"] for failure in swept.stage("train")["failures"]}
-    names = [swept.stage("train")["names"][task] for task in sorted(failed)[:TWINS]]
-    for name in names:
+    stage = swept.now().stages["train"]
+    for name in [stage.name_of(task) for task in sorted(failed)[:TWINS]]:
         words = [f"--set=train.{setting}" for setting in name.split()]
         twin.submits("train", *words).ends()
         model = (swept.folder.path / "points" / name).resolve()
@@ -143,6 +117,6 @@ def test_submitting_a_sweep_again_does_nothing_and_adding_a_value_does_only_that
     assert (again.stage("train")["missing"], again.stage("train")["tasks"]) == (0, 0)
     more = project.submits("train", "--sweep", "train.seed=3:6", "--sweep", "train.learning_rate=1e-4")
     more.ends()
-    assert more.stage("train")["names"] == ["seed=5 learning_rate=1e-4"]
+    assert more.now().stages["train"].names == ["seed=5 learning_rate=1e-4"]
     logs = project.types("logs", more.name, "--point", "seed=5")
     assert "train seed=5 learning_rate=1e-4, attempt 1" in logs.out

@@ -17,7 +17,7 @@ from pipeline.report.compared import brief, hours, spread
 from pipeline.report.html import run_plots
 from pipeline.report.html.plots import figure, moment, tag
 from pipeline.report.html.stage_drawing import stage_drawing
-from pipeline.report.stage_lines import CENSUS, DAMAGED, UNIT, found_damage, speed_lines, state_of_stage, unit_of
+from pipeline.report.stage_lines import CENSUS, DAMAGED, found_damage, speed_lines, state_of_stage, unit_of
 from pipeline.report.tables import TEXT_MOST, clip, plural
 from pipeline.units import format_bytes, format_seconds
 
@@ -78,7 +78,6 @@ def _environment() -> Environment:
         "badged": lambda word, kind: _cell(badge(word, kind), word),
     }
     environment.globals |= {
-        "UNIT": UNIT,
         "brief": brief,
         "spread": spread,
         "css": _file("page.css"),
@@ -97,6 +96,7 @@ def _environment() -> Environment:
         "state_of_run": state_of_run,
         "state_of_stage": state_of_stage,
         "story": story_lines,
+        "unit_of": unit_of,
     }
     return environment
 

@@ -45,7 +45,7 @@ class StageFacts:
 class TroubledAttempt:
     """An attempt that did not end well, what was done after it, and how its task stands now."""
 
-    stage: str
+    stage: str  # and of which encoder, or point of a sweep
     attempt: Attempt
     then: str
     now: str

@@ -176,7 +176,7 @@ class Dispatch:
         first = self._planned(project, stage, status)
         for task in status.work.values():
             if task.open and not task.ended and task.job is None:
-                plan = status.own.get(status.name_of(task.number), first) if status.parts else first
+                plan = status.plan_of(task.number, first)
                 asks[task.number] = Next(1, task.first or plan.ask, plan.why)
         room = self._room(status)
         for job in self._jobs(project, stage, status, asks):
@@ -301,13 +301,12 @@ class Dispatch:
         """Yield jobs of tasks with equal requests, each small enough for one array and for the queue."""
         planned, limits = self._planned(project, stage, status), self._limits(project, stage, status)
         sequence = len(status.jobs) + len(status.intents)
-        alike: dict[tuple[Next, str], list[int]] = {}
+        alike: dict[tuple[Next, StageJob], list[int]] = {}
         for number in sorted(asks):
-            alike.setdefault((asks[number], status.name_of(number) if status.parts else ""), []).append(number)
+            alike.setdefault((asks[number], status.plan_of(number, planned)), []).append(number)
         room, parallel = self._room(status), stage.parallel(project.config)
         cut = [(*alike_as, piece) for alike_as, due in alike.items() for piece in pieces(due, limits, room)]
-        for following, name, piece in cut:
-            plan = status.own.get(name, planned)
+        for following, plan, piece in cut:
             yield replace(
                 plan,
                 id="",

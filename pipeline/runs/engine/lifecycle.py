@@ -34,6 +34,7 @@ from pipeline.records import EventKind
 from pipeline.runs.engine.dispatch import pieces
 from pipeline.runs.engine.handover import STOPPED_CODE, claim_visit, supervisor_spec
 from pipeline.runs.model.prepare import DECISIVE
+from pipeline.runs.model.sweep_points import with_settings
 from pipeline.runs.views.run_page import renew
 from pipeline.runs.workflow.jobs import StagePlan, spec_of
 from pipeline.stage_names import StageName
@@ -197,9 +198,9 @@ def _has_same_work(folder: RunFolder, config: Config) -> bool:
 def _trainings(config: dict[str, Any]) -> list[dict[str, Any]]:
     """Return what decides each training of a configuration: one, or the points of its sweep."""
     train = config.get("train", {})
-    decided = {f"train.{name}": train.get(name) for name in (*DECISIVE, "command")}
+    decided = {"train": {name: train.get(name) for name in (*DECISIVE, "command")}}
     points = train.get("sweep", {}).get("points", ())
-    return [{**decided, **point} for point in points] or [decided]
+    return [with_settings(decided, point) for point in points] or [decided]
 
 
 def refuse_others(folder: RunFolder, done: str) -> None:

@@ -10,6 +10,7 @@ import io
 import json
 import math
 import re
+from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -28,7 +29,7 @@ from pipeline.runs.dataset.reader_items import is_reader
 from pipeline.runs.model.prepare import DECISIVE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from pydantic_core import ErrorDetails
 
@@ -178,9 +179,11 @@ def points_in(config: Config) -> tuple[Point, ...]:
     short = _short_names({key for row in rows for key in row})
     known: dict[str, str] = {}
     points = list[Point]()
-    for row in rows:
-        name = " ".join(f"{short[key]}={value_as_written(value)}" for key, value in row.items())
-        point = Point(name or "as it is", dict(row), _config_at(base, row, name))
+    names = [_named(row, short, value_as_written) for row in rows]
+    times = Counter(names)
+    for row, usual in zip(rows, names, strict=True):
+        name = usual if times[usual] == 1 else _named(row, short, json.dumps)  # files of one name in two folders
+        point = Point(name, dict(row), _config_at(base, row, name))
         same = known.setdefault(_decided(point.config), point.name)
         if len(points) != len(known) - 1:
             twice = (
@@ -190,6 +193,11 @@ def points_in(config: Config) -> tuple[Point, ...]:
             raise _refused(f"{twice}{longer}: every point is a training of its own", SWEEP)
         points.append(point)
     return tuple(points)
+
+
+def _named(row: Mapping[str, Any], short: Mapping[str, str], written: Callable[[Any], str]) -> str:
+    """Return the name of a point: what is set, in words."""
+    return " ".join(f"{short[key]}={written(value)}" for key, value in row.items()) or "as it is"
 
 
 def _decided(config: Config) -> str:
@@ -220,18 +228,24 @@ def _refuse_unswept(key: str) -> None:
 
 def _config_at(base: Mapping[str, Any], settings: Mapping[str, Any], name: str) -> Config:
     """Return the configuration with a point's settings in it."""
-    plain = json.loads(json.dumps(base))
-    for key, value in settings.items():
-        *sections, last = key.split(".")
-        place = plain
-        for section in sections:
-            place = place[section]
-        place[last] = value
     try:
-        return Config.model_validate_json(json.dumps(plain), strict=True)
+        return Config.model_validate_json(json.dumps(with_settings(base, settings)), strict=True)
     except ValidationError as error:
         problems = "; ".join(map(_problem, error.errors(include_url=False)))
         raise _refused(problems, f"{SWEEP} {name}") from error
+
+
+def with_settings(plain: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration, as JSON data, with settings in it, by their whole names."""
+    changed: dict[str, Any] = json.loads(json.dumps(plain))
+    for key, value in settings.items():
+        *sections, last = key.split(".")
+        place = changed
+        for section in sections:
+            inner = place.get(section)  # within options there may be none
+            place[section] = place = inner if isinstance(inner, dict) else {}
+        place[last] = value
+    return changed
 
 
 def _problem(detail: ErrorDetails) -> str:

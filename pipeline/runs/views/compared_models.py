@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config.load import from_resolved
@@ -17,7 +18,6 @@ from pipeline.training.prepared import ModelFolder, Prepared
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
-    from pathlib import Path
 
     from pipeline.journal.run_folder import RunFolder
     from pipeline.report.compared import Comparison
@@ -118,7 +118,7 @@ def comparison(models: Sequence[ComparedModel], metric: str | None = None) -> Co
     """Compare trainings by a figure, by default that by which they were monitored."""
     if not models:
         raise ConfigError("there is no training to compare", where="pipeline compare", remedy="pipeline model list")
-    of_all = [validation_of(ModelFolder(_path(model))) for model in models]
+    of_all = [validation_of(ModelFolder(Path(model.folder))) for model in models]
     monitors = dict.fromkeys(settings.monitor for settings in of_all)
     known = sorted({name for model in models for name in model.curves})
     if metric is None and len(monitors) > 1:
@@ -131,9 +131,3 @@ def comparison(models: Sequence[ComparedModel], metric: str | None = None) -> Co
     settings = next((known for known in of_all if known.monitor == name), ValidationSection(monitor=name))
     is_loss = name.startswith("training ")
     return compared(models, name, lower=is_loss or settings.lower_is_better)
-
-
-def _path(model: ComparedModel) -> Path:
-    from pathlib import Path
-
-    return Path(model.folder)

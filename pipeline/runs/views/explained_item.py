@@ -302,17 +302,22 @@ def _embed(project: Project, inventory: Inventory | None) -> StageOfItem:
     """Say how the embeddings of an item's sequences stand."""
     if inventory is None:
         return StageOfItem("embed", Because(WorkState.WAITING, "its scan says which sequences it has"))
-    keys, parts = dict[str, str](), list[Because]()
+    keys, parts, several = dict[str, str](), list[Because](), len(project.encoders) > 1
+    ours: list[Mapping[str, Any]] = []  # recipes: another encoder's record is not this one's with other settings
+    for view in project.encoders.values():
+        with suppress(PipelineError):
+            ours.append(view.encoding.recipe.plain(view.encoding.recipe.wanted(0)))
     for name, view in project.encoders.items():
-        of = name if len(project.encoders) > 1 else ""
         try:
-            parts += _embedded_by(view, inventory, keys, of)
+            parts += _embedded_by(view, inventory, keys, name if several else "", ours)
         except PipelineError as error:
             parts.append(Because(WorkState.WAITING, f"{error.where}: {error.what}"))
-    return StageOfItem("embed", why_all(parts, "sequence"), keys)
+    return StageOfItem("embed", why_all(parts, "embedding" if several else "sequence"), keys)
 
 
-def _embedded_by(project: Project, inventory: Inventory, keys: dict[str, str], of: str) -> Iterator[Because]:
+def _embedded_by(
+    project: Project, inventory: Inventory, keys: dict[str, str], of: str, ours: Sequence[Mapping[str, Any]]
+) -> Iterator[Because]:
     """Yield how the embedding of each of an item's sequences stands; add their keys."""
     recipe, store = project.encoding.recipe, project.encoding.shelves.embeddings
     for text in texts(inventory, recipe.context):
@@ -322,7 +327,8 @@ def _embedded_by(project: Project, inventory: Inventory, keys: dict[str, str], o
         accepted = [recipe.key(text, variant) for variant in recipe.accepted(len(text))]
         key = next((key for key in accepted if key in store), accepted[0])
         plain, keys[name_of(text, of)] = recipe.plain(recipe.wanted(len(text))), key.hex()
-        others = [other for other in _recipes(project, "embed") if tagged_key("embed", other, text) in store]
+        described = (other for other in _recipes(project, "embed") if other not in ours)
+        others = [other for other in described if tagged_key("embed", other, text) in store]
         yield why_record("embed", _record(store, key, Listed(), "embed", plain, others))
 
 

@@ -22,7 +22,7 @@ from pipeline.report.html.run_facts import (
     TroubledAttempt,
     Troubles,
 )
-from pipeline.report.stage_lines import counted_so_far, point_lines, script_figures, wait_lines
+from pipeline.report.stage_lines import script_figures, so_far, wait_lines
 from pipeline.report.tables import clip
 
 if TYPE_CHECKING:
@@ -43,7 +43,6 @@ NAMED = 5
 
 def stage_facts(run: SeenRun, stage: StageStatus) -> StageFacts:
     """Return what is known of a stage, however many tasks it has."""
-    so_far = point_lines(stage) if stage.names else counted_so_far(stage.figures)
     return StageFacts(
         status=stage,
         first_task_at=first_start(stage),
@@ -52,7 +51,7 @@ def stage_facts(run: SeenRun, stage: StageStatus) -> StageFacts:
         waits=bounded(wait_lines((wait for wait in run.waits if wait.of == stage.name), run.at)),
         census=bounded(stage.census or {}),
         warnings=bounded(stage.warnings),
-        so_far=[*script_figures(stage.figures), *([] if stage.census else so_far)],
+        so_far=[*script_figures(stage.figures), *so_far(stage)],
     )
 
 
@@ -84,7 +83,8 @@ def _first_of_each(failures: Sequence[tuple[StageStatus, Attempt]]) -> Sequence[
 def _trouble(stage: StageStatus, attempt: Attempt) -> TroubledAttempt:
     task = stage.task(attempt.task)
     now = "done" if task.good else "running again" if task.job is not None else "not done"
-    return TroubledAttempt(stage.name, attempt, task.then.get(attempt.number, ""), now)
+    of = f"{stage.name} {stage.name_of(attempt.task)}".rstrip()
+    return TroubledAttempt(of, attempt, task.then.get(attempt.number, ""), now)
 
 
 def _left_out(stage: StageStatus, record: Mapping[str, Any]) -> LeftOutItems:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.command_line import Command
 from pipeline.errors import ConfigError, PipelineError
 from pipeline.report.stage_graph import DONE, StageBox
-from pipeline.report.stage_lines import UNIT, state_of_stage
+from pipeline.report.stage_lines import state_of_stage, unit_of
 from pipeline.report.tables import plural
 from pipeline.runs.dataset.loading import made_table
 from pipeline.runs.model.prepare import folder_of, is_planned, prepare, recipe_of
@@ -77,9 +77,9 @@ def boxes_of_run(config: Config, status: RunStatus) -> list[StageBox]:
     for name in names:
         stage = status.stages.get(name)
         done = stage.items_done if stage else 0
-        counts = {"cached": stage.cached, "done": done, "missing": max(0, stage.missing - done)} if stage else {}
-        left = _counted(name, counts)
-        boxes.append(StageBox(name, needs[name], state_of_stage(stage) if stage else "not begun", left))
+        left = {"cached": stage.cached, "done": done, "missing": max(0, stage.missing - done)} if stage else {}
+        counts = _counted(name, left | {"encoders": stage.encoders if stage else 0})
+        boxes.append(StageBox(name, needs[name], state_of_stage(stage) if stage else "not begun", counts))
     return boxes
 
 
@@ -90,7 +90,9 @@ def explain_stage(project: Project, name: str, needs: tuple[str, ...] = ()) -> S
         return explain_training(project, needs)
     try:
         counts = _counts(project, stage)
-        because = why_stage(name, counts, _recipe(project, stage), _recorded(project, stage))
+        recorded = _recorded(project, stage)
+        reasons = [why_stage(name, counts, recipe, recorded) for recipe in _recipes(project, stage)]
+        because = min(reasons, key=lambda reason: len(reason.changes))  # of several encoders, that which is nearest
     except ConfigError as error:  # such as weights that are not there yet
         counts, because = {}, Because(WorkState.WAITING, f"{error.where}: {error.what}".splitlines()[0])
     box = StageBox(name, needs, because.state.value, _counted(name, counts), str(because))
@@ -108,11 +110,11 @@ def _counts(project: Project, stage: Stage) -> Mapping[str, int]:
     return stage.survey(project, None, 1).counts
 
 
-def _recipe(project: Project, stage: Stage) -> Mapping[str, Any] | None:
-    """Return the recipe of the records that a stage makes; None where its results are not in the cache."""
-    if not stage.kinds or stage.name not in stage.kinds or project.config.data.source == "reader":
-        return None
-    return stage.recipe(project)
+def _recipes(project: Project, stage: Stage) -> Sequence[Mapping[str, Any] | None]:
+    """Return the recipes of the records that a stage makes; None alone where its results are not in the cache."""
+    if stage.name not in stage.kinds or project.config.data.source == "reader":
+        return [None]
+    return stage.recipes(project)
 
 
 def _recorded(project: Project, stage: Stage) -> list[Recorded]:
@@ -125,7 +127,7 @@ def _recorded(project: Project, stage: Stage) -> list[Recorded]:
 
 def _counted(name: str, counts: Mapping[str, int]) -> str:
     parts = [f"{counts[key]:,} {word}" for key, word in COUNTED.items() if counts.get(key)]
-    return f"{UNIT.get(name, 'item')}s: {', '.join(parts)}" if parts else ""
+    return f"{unit_of(name, counts)}s: {', '.join(parts)}" if parts else ""
 
 
 def explain_training(project: Project, needs: tuple[str, ...] = ()) -> StageExplained:

@@ -199,7 +199,7 @@ def why_all(parts: Sequence[Because], unit: str) -> Because:
     """Say how several records of an item stand together: as the first of the worst does."""
     if not parts:
         return Because(WorkState.NONE, f"it has no {unit}")
-    for state in (WorkState.REFUSED, WorkState.TO_DO):
+    for state in (WorkState.REFUSED, WorkState.TO_DO, WorkState.WAITING):
         alike = [part for part in parts if part.state is state]
         if alike and len(parts) > 1:
             return Because(state, f"{len(alike)} of {len(parts)} {unit}s: {alike[0].why}", alike[0].changes)

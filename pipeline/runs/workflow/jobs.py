@@ -213,7 +213,7 @@ def tasks_at_once(config: Config, stage: Stage, executor: Executor) -> int:
     resources = stage.resources(config)
     if not isinstance(executor, LocalExecutor) or stage.together:
         most = limits_of(config, stage, executor).running_tasks
-        return resources.parallel if most is None else min(resources.parallel, most)
+        return stage.parallel(config) if most is None else min(stage.parallel(config), most)
     machine = executor.machine
     by_gpus = len(machine.gpus) // resources.gpus if resources.gpus else machine.cpus
     return max(1, min(machine.cpus // resources.cpus, by_gpus))

@@ -109,7 +109,7 @@ class SweepStage(TrainStage):
             if left:
                 shards.append(Shard(progress.done, progress.done + left, 1, of=point.name))
         if folder is not None:
-            text = json.dumps({"points": [plan.to_json() for plan in plans], "tasks": [shard.of for shard in shards]})
+            text = json.dumps({"points": [plan.to_json() for plan in plans]})
             with writing_run(folder.plan(self.name)):
                 folder.plan(self.name).write_text(text)
         refused = sum(plan.prepared is None for plan in plans)
@@ -121,42 +121,43 @@ class SweepStage(TrainStage):
 
     def mem_bytes(self, project: Project) -> int:
         """Return the most memory that a node needs for any point."""
-        if not (points := points_of(project)):
+        if not (plans := plans_of(project)):
             return super().mem_bytes(project)
-        feasible = _feasible(project)
-        parts = (super(SweepStage, self).mem_bytes(at(project, point)) for point in points if point.name in feasible)
-        return max(parts)
+        return max(plan.prepared.mem_bytes for plan in plans if plan.prepared)
 
     def gpu_bytes(self, project: Project) -> int:
         """Return the memory that a GPU must have at least for every point: all go to the same cards."""
-        return max((_reserved(plan.prepared) for plan in plans_of(project) or () if plan.prepared), default=0)
+        if not (plans := plans_of(project)):
+            return super().gpu_bytes(project)
+        return max(stretch.reserved_bytes for plan in plans if plan.prepared for stretch in plan.prepared.stretches)
 
     def work(self, project: Project, folder: RunFolder, task: int, tell: TaskContext) -> Outcomes:
         """Train a point, as one of the ranks."""
-        told = json.loads(folder.plan(self.name).read_text())
-        plans = {plan["name"]: PointPlan.from_json(plan) for plan in told["points"]}
-        name = told["tasks"][task]
-        mine, own = self.at(project, name), plans[name].prepared
+        plans = {plan.name: plan for plan in told_plans(folder)}
+        shard = read_shard(folder, self.name, task)
+        mine, own = self.at(project, shard.of), plans[shard.of].prepared
         assert own is not None
-        train, prune = mine.config.train, None
+        prune = None
         if _prunes(project):
-            others = [folder_of(mine, plan.prepared) for plan in plans.values() if plan.prepared and plan.name != name]
-            settings = train.validation
+            rivals = (plan.prepared for plan in plans.values() if plan.prepared and plan.name != shard.of)
+            others = [folder_of(mine, rival) for rival in rivals]
+            settings = mine.config.train.validation
             made, grace = folder_of(mine, own), project.config.train.sweep.grace
             prune = MedianStop(made, others, settings.monitor, lower=settings.lower_is_better, grace=grace)
-        yield from train_there(mine, folder, own, tell, read_shard(folder, self.name, task).start, prune)
+        yield from train_there(mine, folder, own, tell, shard.start, prune)
 
     def judge(self, project: Project, folder: RunFolder, patience_s: float) -> SweepResult:  # noqa: ARG002
         """Return the result of every point, by its newest intact checkpoint, every byte of which is read."""
         judged = SweepResult(folder=str(project.config.train.models), monitor=project.config.train.validation.monitor)
         for plan in told_plans(folder):
-            result = _judged(self.at(project, plan.name), plan, prunes=_prunes(project))
-            judged.points.append(result.points[0])
+            result, told = _judged(self.at(project, plan.name), plan, prunes=_prunes(project))
+            judged.points.append(told)
             judged.items += result.items
             judged.steps += result.steps
             judged.epochs += result.epochs
             judged.ooms += result.ooms
             judged.undone += result.undone
+            judged.skipped = max(judged.skipped, result.skipped)  # mostly the same ones
             if result.undone and not judged.first_undone:
                 judged.first_undone = f"{result.first_undone} of {plan.name}"
         judged.damaged = len(damaged_items(folder))
@@ -187,7 +188,7 @@ def _planned(project: Project) -> list[PointPlan]:
     """Plan each point; raise Unmade while what is trained on is not there."""
     plans = [_plan_of(at(project, point), point.name) for point in points_of(project)]
     _refuse_same(plans)
-    if not any(plan.prepared for plan in plans):
+    if plans and not any(plan.prepared for plan in plans):
         what = f"none of {len(plans)} points fits, such as {plans[0].name}: {plans[0].why}"
         raise PlanInfeasible(what, where=SWEEP)
     return plans
@@ -226,16 +227,6 @@ def _refuse_same(plans: Sequence[PointPlan]) -> None:
             raise ConfigError(what, where=SWEEP, remedy="leave one of the two out")
 
 
-def _feasible(project: Project) -> set[str]:
-    """Return the points that have a plan; all, while there are none to be had yet."""
-    plans = plans_of(project)
-    return {point.name for point in points_of(project)} if plans is None else {p.name for p in plans if p.prepared}
-
-
-def _reserved(prepared: Prepared) -> int:
-    return max(stretch.reserved_bytes for stretch in prepared.stretches)
-
-
 def _prunes(project: Project) -> bool:
     return project.config.train.sweep.prune != "none"
 
@@ -248,11 +239,11 @@ def _standing(project: Project, prepared: Prepared, *, prunes: bool) -> tuple[Tr
     return progress, 0 if is_over else max(1, steps_of(project, prepared) - progress.done)
 
 
-def _judged(project: Project, plan: PointPlan, *, prunes: bool) -> SweepResult:
-    """Return the result of one point."""
+def _judged(project: Project, plan: PointPlan, *, prunes: bool) -> tuple[Trained, dict[str, Any]]:
+    """Return the result of one point, and what is told of it."""
     told: dict[str, Any] = {"name": plan.name, "model": "", "state": INFEASIBLE, "why": plan.why}
     if plan.prepared is None:
-        return SweepResult(points=[told])
+        return Trained(), told
     trained = trained_so_far(project, plan.prepared)
     made = folder_of(project, plan.prepared)
     pruned = Pruned.read(made, trained.epochs) if prunes and trained.undone else None
@@ -263,15 +254,7 @@ def _judged(project: Project, plan: PointPlan, *, prunes: bool) -> SweepResult:
     told |= {"model": made.path.name, "state": state, "why": pruned.why if pruned else ""}
     told |= {"epochs": trained.epochs, "steps": trained.steps, "best": figure}
     told |= {"best_epoch": trained.best.get("epoch")}
-    return SweepResult(
-        items=trained.items,
-        steps=trained.steps,
-        epochs=trained.epochs,
-        ooms=trained.ooms,
-        undone=trained.undone,
-        first_undone=trained.first_undone,
-        points=[told],
-    )
+    return trained, told
 
 
 def _is_infeasible(point: Mapping[str, Any]) -> bool:

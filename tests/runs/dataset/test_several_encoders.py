@@ -8,20 +8,24 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from pipeline.cluster.verdict import Cause
 from pipeline.config.load import read_config
 from pipeline.encoder.checkpoints.synth import write_random_checkpoint
-from pipeline.journal.attempts import Ask, leave_out
+from pipeline.journal.attempts import Ask, Attempt, leave_out
 from pipeline.journal.ledger import LedgerReader
 from pipeline.journal.run_folder import RunFolder, runs_in
-from pipeline.journal.run_status import StageStatus
+from pipeline.journal.run_status import StageJob, StageStatus
 from pipeline.project.project import Project
 from pipeline.records import EventKind, Reason, TaskContext
+from pipeline.report.run_tables import story
+from pipeline.report.stage_lines import so_far
 from pipeline.runs.dataset.worklist import Shard, StageSurvey, deciding
 from pipeline.runs.model.prepare import embeddings_used
 from pipeline.runs.model.trained_model import portable_settings
@@ -92,6 +96,8 @@ def rows_of(record_of: Project, text: str) -> np.ndarray[Any, np.dtype[np.float3
 
 
 def test_a_plan_has_a_row_and_a_memory_for_each_encoder(two: Path, pipeline: Command) -> None:
+    before = pipeline("submit", "--stage", "embed", "--dry-run").out
+    assert "embed: 5 items are not scanned yet" in before
     assert pipeline("submit", "--stage", "scan", *FOLLOW).code == 0
     plan = pipeline("plan", "--stage", "embed")
     main, small = (line.split() for line in plan.out.splitlines() if line.startswith("embed ") and ":" not in line)
@@ -209,7 +215,14 @@ def test_a_task_of_an_encoder_that_is_split_in_two_leaves_two_of_that_encoder() 
     main, small = stage.by_part()
     assert (main.title, main.items_done, list(main.work)) == ("embed main", 4, [0])
     assert (small.title, small.items_done, list(small.work)) == ("embed small", 2, [1, 2, 3])
-    assert stage.called(3) == "task 3 of small"
+    assert (main.tasks, small.tasks) == (1, 2)
+    assert (stage.called(3), stage.is_swept) == ("task 3 of small", False)
+    assert so_far(stage) == []
+    failed = Attempt(3, 1, Ask(1 << 30, 600), Cause.HOST_OOM, "killed", "FAILED", "7", log="a.err")
+    assert story(stage, [failed])[0].startswith("  task 3 of small, attempt 1: host_oom")
+    shared = StageJob("all", "embed", "0-1", 1, Ask(2 << 30, 600))
+    stage.own["small"] = replace(shared, tag="small")
+    assert [stage.plan_of(number, shared).tag for number in (0, 1, 3)] == ["all", "small", "small"]
 
 
 def test_what_kills_one_encoder_is_left_to_the_others(two: Path) -> None:
@@ -300,8 +313,11 @@ def _nothing_is_done_again(folder: Path, pipeline: Command) -> None:
 
 def _others_are_done_and_no_graph(folder: Path, pipeline: Command) -> None:
     """A third encoder is computed alone, and another order is another model."""
-    third = ("--set", "embed.also.third.layer=1", "--set", "embed.also.third.context=partner")
-    third = (*third, "--set", "embed.also.third.weights=weights/esm2_small.pt")
+    third = ("--set", "embed.also.third.layer=1", "--set", "embed.also.third.weights=weights/esm2_small.pt")
+    told = json.loads(pipeline("explain", read_items(folder)[0], "--json", *third).out)
+    (embed,) = [stage for stage in told["stages"] if stage["stage"] == "embed"]
+    assert (embed["state"], embed["why"], embed["changes"]) == ("to do", "2 of 6 embeddings: it was never done", [])
+    third = (*third, "--set", "embed.also.third.context=partner")
     done = pipeline(*ALL, *third, "--set", "train.embeddings=[main, small]")
     assert done.code == 0, done.err
     assert "embed: 30 embeddings: 20 cached, 10 to do in 1 task" in done.err

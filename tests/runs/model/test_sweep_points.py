@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.config.load import read_config
+from pipeline.config.load import dump_resolved, read_config
 from pipeline.errors import ConfigError
+from pipeline.runs.engine.lifecycle import _trainings
 from pipeline.runs.model.sweep_points import MOST, Point, named_point, points_in, typed_points, value_as_written
 
 BASE = ("data.path=/data", "train.task=some.task:Task", "train.options={width: 8}")
@@ -94,6 +95,21 @@ def test_paths_start_from_where_they_are_written(tmp_path: Path, monkeypatch: py
     assert typed.config.train.pretrained == tmp_path / "a.pt"
 
 
+def test_points_whose_short_names_are_the_same_have_longer_ones() -> None:
+    found = names("train.pretrained=/a/w.pt,/b/w.pt,/b/v.pt")
+    assert found == ['pretrained="/a/w.pt"', 'pretrained="/b/w.pt"', "pretrained=v.pt"]
+
+
+def test_a_plain_training_is_the_same_work_as_the_point_that_it_is() -> None:
+    swept = f"train.sweep.points={typed_points(['train.options.width=16,32'], None)}"
+    sets = ([*BASE, swept], [*BASE, "train.options.width=16"], BASE)
+    of_sweep, of_point, of_another = (
+        _trainings(json.loads(dump_resolved(read_config(None, [*s]).config))) for s in sets
+    )
+    assert of_point[0] in of_sweep
+    assert of_another[0] not in of_sweep
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -118,6 +134,8 @@ def test_paths_start_from_where_they_are_written(tmp_path: Path, monkeypatch: py
         (["data.limit=8,16"], "changes what is trained on"),
         (["train.epochs=1,2"], "epochs=1 and epochs=2 are one training"),
         (["train.task=a.b:C"], "is another model altogether"),
+        (["train.options.head.width=4"], "train.options.head: wants text"),
+        (["train.options.width.of=4"], "train.options.width: wants text"),
     ],
 )  # fmt: skip
 def test_wrong_words_are_refused_with_what_helps(words: list[str], said: str) -> None:

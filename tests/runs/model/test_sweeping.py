@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
+from pipeline.journal.run_folder import RunFolder
+from pipeline.journal.run_status import StatusReader
+from pipeline.report.compared import ComparedModel, compared
 from tests.command import Command, Outcome
 from tests.runs.workflow.trained import SMALL, write_project
 
@@ -100,6 +103,7 @@ def weights(model: Path) -> dict[str, bytes]:
 def test_each_point_is_a_task_but_for_what_was_trained_before(there: Path, pipeline: Command) -> None:
     told = stage(pipeline, str(sweep_run(there)))
     assert told["tasks"] == 3  # the fourth was trained by a plain submission
+    assert StatusReader(RunFolder(sweep_run(there))).read().stages["train"].names == NAMES[:3]
     assert [(point["name"], point["state"]) for point in told["census"]["points"]] == [(name, "done") for name in NAMES]
     assert told["cached"] == 4
     assert len(list((there / "models").iterdir())) == 4
@@ -154,6 +158,13 @@ def test_compare_shows_what_differs_and_means_over_seeds(there: Path, pipeline: 
     assert page.count("<figure") >= 2
     assert all(name in page for name in NAMES)
     assert "http" not in page.replace("http-equiv", "")
+
+
+def test_models_of_one_name_in_two_folders_have_their_own_figures() -> None:
+    curves = {"a": {"loss": [(1, 0.5)]}, "b": {"loss": [(1, 0.3), (2, 0.4)]}}
+    models = [ComparedModel("own-1", folder, "done", {}, 2, 4, 0.1, 0, 0, curve) for folder, curve in curves.items()]
+    told = compared(models, "loss", lower=True).to_json()["models"]
+    assert [(model["folder"], model["best"], model["best_epoch"]) for model in told] == [("b", 0.3, 1), ("a", 0.5, 1)]
 
 
 def test_models_are_compared_by_name_folder_and_any_figure(there: Path, pipeline: Command) -> None:

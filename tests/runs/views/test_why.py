@@ -174,6 +174,9 @@ def test_several_sequences_are_as_the_worst_of_them() -> None:
     assert str(why_all([DONE, later, later], "sequence")) == "2 of 3 sequences: later"
     assert why_all([DONE, later, no], "sequence").state is WorkState.REFUSED
     assert why_all([later], "sequence") is later
+    waits = Because(WorkState.WAITING, "no weights")
+    assert why_all([waits], "sequence") is waits
+    assert str(why_all([DONE, waits], "embedding")) == "1 of 2 embeddings: no weights"
     assert why_all([], "sequence").state is WorkState.NONE
     assert str(why_all([DONE, DONE], "sequence")) == "2 sequences"
 
