@@ -23,7 +23,7 @@ from tests.projects import make_project as make_project
 
 ROOT = Path(__file__).resolve().parent.parent
 NOBODY = 65534
-CHILD_S = 240.0  # no child that a test starts is waited for longer, whoever forgot to say so
+CHILD_S = 600.0  # no child that a test starts is waited for longer, whoever forgot to say so
 # `nohup` has the one ignored, a shell that starts things in the background the other; so would every process of a test.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
