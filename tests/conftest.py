@@ -18,6 +18,7 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 from tests.command import Command
+from tests.heavy import heavy_tests, is_heavy
 from tests.projects import filled as filled
 from tests.projects import make_project as make_project
 
@@ -86,8 +87,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Shares:
     return Shares(config, log)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with what takes longest as a whole."""
+    """Begin with what takes longest as a whole; mark what is heavy."""
+    heavy = heavy_tests()
+    for item in items:
+        if is_heavy(item.nodeid, heavy):
+            item.add_marker("heavy")
     items.sort(key=lambda item: not share_of(item.nodeid).startswith(LONGEST))
 
 
