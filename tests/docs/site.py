@@ -17,8 +17,9 @@ START = ROOT / "README.md"
 PICTURES = (".png", ".svg")
 CODE = re.compile(r"(^ *```.*?^ *```$|<!--.*?-->|`[^`\n]+`)", re.DOTALL | re.MULTILINE)  # where no link is one
 LINK = re.compile(r'\]\((?P<path>[^)\s#:]+)(?P<anchor>#[^)\s]+)?(?: "(?P<name>[^"]*)")?\)')
+WIDE = ".md-grid { max-width: 84rem; }"  # for tables
 UNSEARCHED = "---\nsearch: {exclude: true}\n---\n"
-LANGUAGES = {".py": "python", ".yaml": "yaml", ".sbatch": "bash", ".json": "json"}
+LANGUAGES = {".py": "python", ".yaml": "yaml", ".sbatch": "bash"}  # of others the bare text
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -27,6 +28,7 @@ def on_files(files: Any, config: Any) -> Any:
 
     for file in [file for file in files if file.src_dir == config.docs_dir]:
         files.remove(file)
+    files.append(File.generated(config, "site.css", content=WIDE))
     for path, names in sorted(linked().items()):
         place = page_of(path).relative_to(ROOT).as_posix()
         if path.suffix in (".md", *PICTURES):
@@ -97,7 +99,7 @@ def files_of(folder: Path) -> list[Path]:
 def folder_page(folder: Path) -> Iterator[str]:
     """Yield the lines of the page of a folder."""
     yield f"{UNSEARCHED}# {folder.relative_to(ROOT)}\n\n"
-    yield from (f"- [{path.name}]({path.name})\n" for path in files_of(folder))
+    yield from (f"- [`{path.name}`]({path.name})\n" for path in files_of(folder))
 
 
 def file_page(path: Path, names: set[str]) -> Iterator[str]:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cached_property
-from html.parser import HTMLParser
+from html import unescape
 from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -19,41 +19,31 @@ from tests.docs import site
 
 ROOT = Path(__file__).resolve().parents[2]
 SECURITY = (ROOT / "docs/security.md").read_text()
-LOADED = {"link": "href"} | dict.fromkeys(("script", "img", "iframe", "source", "audio", "video"), "src")
+TAG = re.compile(r"<(\w+)((?: [^<>]*)?)>")
+ATTRIBUTE = re.compile(r"([\w-]+)=\"([^\"]*)\"")
+LOADERS = {"script", "img", "link", "iframe", "source", "audio", "video"}  # tags whose address a browser loads
 OUTSIDE = re.compile(r"(?:url\(|@import) *[\"']?(?:https?:)?//[^);]*")
-INSIDE = ("p", "code")
+PARAGRAPH = re.compile(r"<p>(.*?)</p>", re.DOTALL)
+INSIDE = re.compile(r"<code>.*?</code>|<[^>]+>", re.DOTALL)
 
 
-class Html(HTMLParser):
+class Html:
     """A page as its reader's browser takes it."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.path, self.open = path, []
-        self.ids: set[str] = set()
-        self.links: list[str] = []
-        self.loaded: list[str] = []
-        self.comments: list[str] = []
-        self.prose: list[str] = []
-        self.feed(path.read_text())
+        self.path, self.text = path, path.read_text()
+        self.ids, self.links, self.loaded = set[str](), list[str](), list[str]()
+        for tag, words in TAG.findall(self.text):
+            told = dict(ATTRIBUTE.findall(words))
+            self.ids |= {told[name] for name in ("id", "name") if name in told}
+            address = told.get("src") or told.get("href")
+            if address is not None and (tag == "a" or tag in LOADERS):
+                (self.links if tag == "a" else self.loaded).append(unescape(address))
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        told = {name: value or "" for name, value in attrs}
-        self.open += [tag] if tag in INSIDE else []
-        self.ids |= {told[name] for name in ("id", "name") if name in told}
-        self.links += [told["href"]] if tag == "a" and "href" in told else []
-        self.loaded += [told[LOADED[tag]]] if LOADED.get(tag) in told else []
-        self.loaded += re.findall(r"url\(([^)]*)\)", told.get("style", ""))
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag in INSIDE:
-            self.open.pop()
-
-    def handle_comment(self, data: str) -> None:
-        self.comments.append(data)
-
-    def handle_data(self, data: str) -> None:
-        self.prose += [data] if self.open == ["p"] else []
+    @property
+    def prose(self) -> str:
+        """Return the text of its paragraphs."""
+        return "\n".join(INSIDE.sub("", paragraph) for paragraph in PARAGRAPH.findall(self.text))
 
 
 class Site:
@@ -102,13 +92,23 @@ def test_no_page_loads_anything_from_elsewhere(built: Site) -> None:
     assert len(loaded) > len(built.pages)
     assert [(page, name) for page, name in loaded if re.match("(https?:)?//", name)] == []
     assert [sheet.name for sheet in built.folder.rglob("*.css") if OUTSIDE.search(sheet.read_text())] == []
-    diagrams = [page.path.name for page in built.pages.values() if 'class="mermaid"' in page.path.read_text()]
+    diagrams = [page.path.name for page in built.pages.values() if 'class="mermaid"' in page.text]
     assert diagrams == [], "the theme draws mermaid with a script that it fetches: commit a picture"
 
 
 def test_every_link_and_anchor_of_the_site_leads_somewhere(built: Site) -> None:
     assert sum(len(page.links) for page in built.pages.values()) > 1000
     assert [link for page in built.pages.values() for link in built.lost(page)] == []
+
+
+def test_a_link_to_no_page_and_one_to_no_anchor_are_found(tmp_path: Path) -> None:
+    (tmp_path / "a.html").write_text(
+        '<a class="x" href="b.html#there">b</a> <a href="b.html#gone">b</a> <a href="c.html">c</a>'
+    )
+    (tmp_path / "b.html").write_text('<h1 id="there">b</h1><script src="https://elsewhere.org/x.js"></script>')
+    site_of = Site(tmp_path)
+    assert list(site_of.lost(site_of.pages[tmp_path / "a.html"])) == ["a.html: b.html#gone", "a.html: c.html"]
+    assert site_of.pages[tmp_path / "b.html"].loaded == ["https://elsewhere.org/x.js"]
 
 
 def test_every_page_of_docs_is_a_click_away(built: Site) -> None:
@@ -119,11 +119,11 @@ def test_every_page_of_docs_is_a_click_away(built: Site) -> None:
 
 
 def test_no_mark_of_ours_shows_and_none_is_left(built: Site) -> None:
-    raw = re.compile(r"<!--|-->|```|^\s*\||^- |^\d+\. ", re.MULTILINE)  # a list or table that was not taken for one
-    shown = {page.path.name: "".join(page.prose) for page in built.pages.values()}
+    raw = re.compile(r"```|^\s*\||^- |^\d+\. ", re.MULTILINE)  # a list or table that was not taken for one
+    shown = {page.path.name: page.prose for page in built.pages.values()}
     assert len(shown["cluster.html"]) > 1000
     assert {name: raw.findall(text) for name, text in shown.items() if raw.search(text)} == {}
-    assert {page.path.name for page in built.pages.values() if page.comments} == set()
+    assert {page.path.name for page in built.pages.values() if "<!--" in page.text} == set()
 
 
 def test_a_link_to_a_test_leads_to_that_test(built: Site) -> None:
