@@ -5,7 +5,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Where a machine forbids it, thousands of short processes would compile all that they import, each for itself.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-heavy test-all check bench rehearse prove weeks clean slurm-up slurm-down slurm-packages browser-packages
+.PHONY: demo test test-heavy test-all check site bench rehearse prove weeks clean slurm-up slurm-down slurm-packages browser-packages
 
 DIR ?= demo
 
@@ -34,6 +34,9 @@ check: .venv/tools       ## style, types, import rules, frozen help; under a min
 	mypy
 	lint-imports --no-cache
 	pytest -q tests/cli/test_help.py
+
+site: .venv/tools        ## docs/ as pages for a browser, build/site/index.html
+	NO_MKDOCS_2_WARNING=1 mkdocs build --strict
 
 bench: .venv/tools       ## the figures of benchmarks/README.md that a small machine can measure, in less than 20 minutes
 	python benchmarks/all.py

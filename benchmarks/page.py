@@ -16,9 +16,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.docking.picture import docked  # noqa: E402 - the project is found only now
 from benchmarks.figures import RESULTS, Figure, day_and_machine, formatted, table, values  # noqa: E402 - the project is found only now
 
 PAGE = ROOT / "benchmarks/README.md"
+PICTURE = ROOT / "docs/docked.svg"
 QUOTED = re.compile(r"(<!-- figure: (\S+\.json) ([^|>]+?)(?: \| ([^>]+?))? -->)(.*?)(?=<!-- end -->)")
 COLUMNS = ("figure", "against", "reach", "measured", "command", "date, machine")
 
@@ -140,9 +142,15 @@ def quoting(text: str) -> str:
     return QUOTED.sub(quoted, text)
 
 
+def picture() -> str:
+    """Return the picture of docked complexes."""
+    return docked(json.loads((RESULTS / "docking_learning.json").read_text()))
+
+
 def write_pages() -> None:
-    """Write the page, and bring what others quote up to date."""
+    """Write the page and its picture, and bring what others quote up to date."""
     PAGE.write_text(page())
+    PICTURE.write_text(picture())
     for path in sorted((ROOT / "docs").glob("*.md")):
         if (text := path.read_text()) != (fresh := quoting(text)):
             path.write_text(fresh)

@@ -22,6 +22,10 @@ def test_the_page_is_what_the_results_make_of_it() -> None:
     assert page.PAGE.read_text() == page.page(), "python benchmarks/page.py writes it anew"
 
 
+def test_the_picture_of_docked_complexes_is_what_the_results_make_of_it() -> None:
+    assert page.PICTURE.read_text() == page.picture(), "python benchmarks/page.py writes it anew"
+
+
 def test_figures_that_pages_quote_are_those_of_the_results() -> None:
     texts = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
     assert sum(len(page.QUOTED.findall(text)) for text in texts.values()) >= 6

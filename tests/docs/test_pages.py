@@ -20,6 +20,7 @@ yaml or python fails here. Blocks are done in their order, in a folder of the pa
 <!-- settings -->                 yaml: a part of a configuration, which is loaded and checked, and not kept
 <!-- not run: WHY -->             nothing
 
+A link to `tests/FILE.py "test_NAME"` says what holds a promise: that test must be there.
 Blocks of `text` and diagrams need no mark. Every `pipeline …` between backticks must be a command with its options,
 every `section.setting` must exist, every link and its #anchor (a heading or `<a id>`) must lead somewhere.
 Try one page: .venv/bin/python -m pytest -q tests/docs/test_pages.py -k cache.md
@@ -60,6 +61,7 @@ ALL = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]  # that peopl
 MAPS = [*(ROOT / f"{one}.md" for one in ("ARCHITECTURE", "CONTRIBUTING", "CHANGELOG")), ROOT / "benchmarks/README.md"]
 WELL = {Cause.DONE, Cause.ACTIVE}  # nothing went wrong
 CODE = re.compile(r"`([^`\n]+)`")
+PROOF = re.compile(r'\]\((?:\.\./)*(tests/[\w/]+\.py) "(\w+)"\)')
 SECTIONS = ("data", "structures", "embed", "graph", "train", "cache", "cluster")
 SETTING = re.compile(rf"(?:{'|'.join(SECTIONS)})(?:\.[a-z_]+)+")
 OPTIONS = {
@@ -188,6 +190,13 @@ def test_every_link_within_the_project_leads_somewhere(page: Path) -> None:
         if "://" not in link and not (target.exists() and (not anchor or anchor in anchors(target))):
             lost.append(link)
     assert lost == []
+
+
+@pytest.mark.parametrize("page", [*ALL, *MAPS], ids=name)
+def test_every_test_that_a_page_names_as_its_proof_is_there(page: Path) -> None:
+    assert [
+        name for path, name in PROOF.findall(page.read_text()) if f"def {name}(" not in (ROOT / path).read_text()
+    ] == []
 
 
 def anchors(page: Path) -> set[str]:

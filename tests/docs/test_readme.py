@@ -16,6 +16,7 @@ from tests.docs.shown import is_shown
 
 ROOT = Path(__file__).resolve().parents[2]
 README = Page(ROOT / "README.md")
+PROOF = re.compile(r'\]\(tests/[\w/]+\.py "test_\w+"\)')
 
 
 def test_the_first_command_is_make_demo_and_its_output_follows() -> None:
@@ -40,6 +41,14 @@ def test_the_demo_learns_the_rule_that_is_planted_in_its_data_and_shows_it(demo:
     figures = [json.loads(line)["validation"]["contact_auroc"] for line in log.read_text().splitlines()]
     assert figures[-1] > 0.85 > figures[0] + 0.2
     assert f"contact_auroc from the first epoch to the last: {figures[0]:.4g} → " in demo.printed
+
+
+def test_every_promise_links_to_a_test_that_shows_it() -> None:
+    promises = re.split(
+        r"^\d\. ", README.text.partition("## What is promised\n")[2].partition("\n## ")[0], flags=re.MULTILINE
+    )
+    assert len(promises) == 1 + 5
+    assert [promise for promise in promises[1:] if len(PROOF.findall(promise)) < 2] == []
 
 
 def test_make_shows_errors_of_pip_and_not_its_warnings() -> None:

@@ -9,6 +9,8 @@ import pytest
 from pipeline.config.schema import LEAVES, SECTIONS
 from pipeline.journal.run_folder import RunFolder, _RunFile
 from pipeline.training.prepared import ModelFolder
+from tests.docs import pictures
+from tests.docs.conftest import Demo
 from tests.docs.reference import EXITS, FOLDER, configuration, file_rows, pages
 
 PAGES = pages()
@@ -17,6 +19,16 @@ PAGES = pages()
 @pytest.mark.parametrize("page", PAGES)
 def test_the_reference_is_up_to_date(page: str) -> None:
     assert (FOLDER / page).read_text() == PAGES[page], "python -m tests.docs.reference"
+
+
+def test_the_picture_of_the_stages_is_what_a_finished_demo_gives(demo: Demo) -> None:
+    assert pictures.PICTURE.read_text() == pictures.stages(demo.made), "python -m tests.docs.pictures DEMO"
+
+
+def test_pictures_are_small() -> None:
+    drawn = [path for path in FOLDER.parent.rglob("*") if path.suffix in (".png", ".svg")]
+    assert len(drawn) >= 2
+    assert [path.name for path in drawn if path.stat().st_size > 150_000] == []
 
 
 def test_nothing_else_lies_in_the_reference() -> None:
