@@ -104,10 +104,18 @@ class Trial:
         from hypothesis import Phase, settings
 
         phases = (Phase.explicit, Phase.generate)
-        settings.register_profile(
-            "mutants", derandomize=True, database=None, deadline=None, phases=phases, max_examples=EXAMPLES
-        )
+        settings.register_profile("mutants", derandomize=True, database=None, deadline=None, phases=phases)
         settings.load_profile("mutants")
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Draw few examples, also where a test says how many; there is no public way to say that."""
+        from hypothesis import settings
+
+        for item in items:
+            test = getattr(getattr(item, "obj", None), "__func__", getattr(item, "obj", None))
+            if told := getattr(test, "_hypothesis_internal_use_settings", None):
+                few = min(told.max_examples, EXAMPLES)
+                test._hypothesis_internal_use_settings = settings(told, max_examples=few)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed and self.is_child:

@@ -51,7 +51,7 @@ def _best(figures: Mapping[int, float], epoch: int, *, lower: bool) -> float:
 def figures_by_epoch(folder: ModelFolder, monitor: str) -> dict[int, float]:
     """Return the figures of a training's validations by their epochs; what was not finite is NaN."""
     figures = {}
-    for epoch in read_epochs(folder.path) if folder.path.exists() else ():
+    for epoch in read_epochs(folder.path):
         if monitor in epoch.validation:
             value = epoch.validation[monitor]
             figures[epoch.epoch] = math.nan if value is None else value
