@@ -115,7 +115,7 @@ class Trial:
             test = getattr(getattr(item, "obj", None), "__func__", getattr(item, "obj", None))
             if told := getattr(test, "_hypothesis_internal_use_settings", None):
                 few = min(told.max_examples, EXAMPLES)
-                test._hypothesis_internal_use_settings = settings(told, max_examples=few)
+                test._hypothesis_internal_use_settings = settings(told, max_examples=few)  # noqa: SLF001
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed and self.is_child:
