@@ -57,6 +57,16 @@ def test_what_does_not_fit_the_largest_node_is_halved_and_at_last_left_out() -> 
     assert twice.names == ("a",)
 
 
+def test_of_a_task_of_which_nothing_else_is_said_halves_are_made() -> None:
+    plain = Means(MEANS.limits, items=10, tries=3)
+    assert isinstance(decide([died(Cause.HOST_OOM, ask=FULL, on=("a", "b"))], plain), Split)
+    assert isinstance(decide([died(Cause.TIMEOUT, ask=replace(ASK, time_s=3600))], plain), Split)
+    careful = decide([died(Cause.CRASHED, on=("a", "b"))], plain)
+    assert isinstance(careful, Again)
+    assert careful.ask.careful
+    assert (plain.places, plain.nodes) == ((), 1)
+
+
 def test_a_task_that_does_not_even_begin_in_the_largest_node_is_given_up() -> None:
     decision = decide([died(Cause.HOST_OOM, ask=replace(ASK, mem_bytes=4096 * MIB))], MEANS)
     assert isinstance(decision, GiveUp)
