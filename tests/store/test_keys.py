@@ -52,5 +52,6 @@ def test_a_file_is_settled_once_its_next_change_would_show_in_its_times(
 
 
 def test_a_recipe_of_an_embedding_leaves_nothing_open_that_was_not_said() -> None:
-    assert (RECIPE.long, RECIPE.length, RECIPE.overlap, RECIPE.on_oom) == ("full", 1022, 256, "windows")
-    assert (RECIPE.half_fallback, RECIPE.whole, SequenceCut("truncate", 9).overlap) == (True, 0, 0)
+    recipe = EmbeddingRecipe("w", 3, "chain", "fp16", "fp16")
+    assert (recipe.long, recipe.length, recipe.overlap, recipe.on_oom) == ("full", 1022, 256, "windows")
+    assert (recipe.half_fallback, recipe.whole, SequenceCut("truncate", 9).overlap) == (True, 0, 0)
