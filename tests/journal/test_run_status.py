@@ -173,6 +173,16 @@ class TestStage:
         old = stage_of(begun())
         assert (old.planned, old.limits) == (None, None)
 
+    def test_of_which_nothing_is_known_says_nothing(self) -> None:
+        stage = StageStatus("embed")
+        assert stage.counts() == dict.fromkeys(COUNTED, 0)
+        assert (stage.state, stage.cost, stage.submitted) == (RunState.RUNNING, 0.0, False)
+        assert (stage.started_at, stage.ended_at, stage.error, stage.of) == (0.0, 0.0, "", "")
+        status = RunStatus("r")
+        assert (status.state, status.pid, status.visits, status.exit_code) == (RunState.WAITING, 0, 0, 0)
+        assert (status.born, status.seen, status.started_at, status.ended_at) == (0.0, 0.0, 0.0, 0.0)
+        assert status.watch == (0, "")
+
     def test_is_known_before_it_begins(self) -> None:
         stage = stage_of(of_stage(EventKind.STAGE_ENDED, 5.0, state="failed", census=None, warnings=["w"], error="e"))
         assert (stage.started_at, stage.ended_at, stage.state, stage.submitted) == (5.0, 5.0, RunState.FAILED, False)

@@ -49,6 +49,7 @@ def test_the_best_so_far_counts_and_what_is_not_finite_is_the_worst() -> None:
     others = [flat(1.0)] * 3
     assert falls_behind({1: 0.5, 2: 4.0}, others, grace=1, lower=True) is None
     assert falls_behind({1: 4.0, 2: 0.5}, others, grace=1, lower=True) is None
+    assert falls_behind({1: 4.0, 2: 0.5}, others, grace=1, lower=False) is None
     for lower in (True, False):
         assert falls_behind({1: math.nan, 2: math.nan}, others, grace=1, lower=lower) == 1.0
     assert falls_behind(flat(9.0, 1), [{1: math.nan}] * 3, grace=1, lower=True) is None
