@@ -210,6 +210,7 @@ def test_blocks_of_a_tape_are_new_each_time_and_negative_ones_are_shared() -> No
     assert allocator.peak_allocated_bytes == 11 * MIB
     allocator.play(tape((0, 1), (3, 0), (-1, 0)))  # what is empty is no block
     assert allocator.allocated_bytes == 6 * MIB + 512
+    assert sorted(size for _, size in allocator.live()) == [512, 2 * MIB, 4 * MIB]
 
 
 def test_a_block_that_is_not_there_is_not_released() -> None:
