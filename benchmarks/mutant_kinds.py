@@ -114,7 +114,14 @@ def _nodes(parent: ast.AST, line: int) -> Iterator[tuple[ast.AST, str, int | Non
     for field, value in ast.iter_fields(parent):
         for place, node in enumerate(value) if isinstance(value, list) else [(None, value)]:
             is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-            if field in UNCHANGED or is_text or not isinstance(node, ast.AST) or isinstance(node, ast.JoinedStr):
+            is_promise = isinstance(node, ast.keyword) and node.arg == "strict"  # of what cannot be otherwise
+            if (
+                field in UNCHANGED
+                or is_promise
+                or is_text
+                or not isinstance(node, ast.AST)
+                or isinstance(node, ast.JoinedStr)
+            ):
                 continue
             at = getattr(node, "lineno", line)
             yield parent, field, place, node, at

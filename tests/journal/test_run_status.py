@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from itertools import permutations
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -12,9 +13,18 @@ import pytest
 from pipeline.cluster.job_spec import Limits
 from pipeline.cluster.verdict import Cause, Word
 from pipeline.journal.attempts import Ask, Attempt, TaskRecord, ask_of
-from pipeline.journal.run_status import COUNTED, RunState, RunStatus, StageJob, StageStatus, Wait, summary
+from pipeline.journal.run_status import (
+    COUNTED,
+    RunState,
+    RunStatus,
+    StageJob,
+    StageStatus,
+    StatusReader,
+    Wait,
+    summary,
+)
 from pipeline.records import Event, EventKind
-from tests.journal.ledgers import fold_events
+from tests.journal.ledgers import Told, fold_events
 
 ASK = Ask(1 << 30, 600)
 JOB = StageJob("t1", "embed", "0-1", 1, ASK, id="7", cpus=3, gpus=2, nodes=4, ranks=5)
@@ -142,6 +152,10 @@ class TestWaits:
         ends = [event(EventKind.WAITED, **{**self.BEGAN, "until": until}) for until in (8.0, 9.0)]
         (wait,) = fold_events("r", ends).waits.values()
         assert (wait.until, wait.is_over) == (8.0, True)
+
+    def test_of_which_only_the_end_is_known_began_at_a_time_that_nobody_knows(self) -> None:
+        (wait,) = fold_events("r", [event(EventKind.WAITED, of="embed", reason="x", until=9.0)]).waits.values()
+        assert wait == Wait("embed", "x", 1, "", "", 0, 0.0, 9.0)
 
     def test_last_until_they_end_or_until_now(self) -> None:
         assert Wait("embed", "x", since=3.0).lasted_s(5.0) == 2.0
@@ -353,6 +367,22 @@ class TestParts:
         assert swept.plan_of(1, JOB) is JOB
 
 
+def test_a_reader_applies_what_is_new_and_hands_it_on(tmp_path: Path) -> None:
+    told, seen, whole = Told(tmp_path), list[Event](), list[Event]()
+    reader, all_of_it = StatusReader(told.folder, seen.append), StatusReader(told.folder, whole.append, whole=True)
+    assert reader.read().stages["scan"].tasks == 2
+    assert [one.kind for one in seen] == [EventKind.RUN_STARTED, EventKind.STAGE_SUBMITTED]
+    for done in (1, 2, 3):
+        told.worker(0, EventKind.PROGRESS, done=done, rejected={}, figures={})
+    told.over()
+    assert reader.read().state is RunState.DONE
+    assert reader.status.stages["scan"].items_done == all_of_it.read().stages["scan"].items_done == 3
+    assert [one.data["done"] for one in seen if one.kind is EventKind.PROGRESS] == [3]
+    assert [one.data["done"] for one in whole if one.kind is EventKind.PROGRESS] == [1, 2, 3]
+    assert StatusReader(told.folder).read().name == told.folder.name
+    told.supervisor.close()
+
+
 class TestFigures:
     def test_rates_are_of_a_process_and_the_rest_of_all(self) -> None:
         other = {
@@ -387,7 +417,10 @@ class TestFigures:
         assert stage_of(begun(1), progress(3.0, 7), end).items_done == 5
         all_undone = replace(end, data={**end.data, "census": {"undone": 9}})
         assert stage_of(begun(1), progress(3.0, 7), all_undone).items_done == 0
-        none = replace(end, data={**end.data, "census": {"undone": 0}})
+        for census in ({"undone": 0}, {"items": 9}):
+            none = replace(end, data={**end.data, "census": census})
+            assert stage_of(begun(1), progress(3.0, 9), none).items_done == 9
+        none = replace(end, data={**end.data, "census": None})
         assert stage_of(begun(1), progress(3.0, 9), none).items_done == 9
 
     def test_cores_and_cards_are_of_all_nodes(self) -> None:
