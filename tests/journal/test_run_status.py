@@ -231,6 +231,10 @@ class TestStage:
         assert [(failure["task"], failure["then"]) for failure in told["failures"]] == [(1, "too large"), (0, "")]
         assert [left["names"] for left in told["left_out"]] == [["a"]]
 
+    def test_a_part_that_was_refused_is_no_matter_of_its_status(self) -> None:
+        refused = of_stage(EventKind.REFUSED, 5.0, key="k", reason="no_atoms", detail="d")
+        assert stage_of(begun(), refused) == stage_of(begun())
+
     def test_a_word_in_its_states(self) -> None:
         events = [begun(1), job_event(EventKind.JOB_SUBMITTED, replace(JOB, tasks="0"))]
         started = said(EventKind.TASK_STARTED, 3.0, attempt=1)
@@ -340,6 +344,7 @@ class TestParts:
         assert (stage.tasks, stage.task(2).split, stage.task(2).then) == (4, (3, 4), {0: "in halves"})
         assert (stage.name_of(4), stage.task(3).first) == ("b", ASK)
         assert stage_of(*self.EVENTS, split, split).tasks == 4
+        assert (stage.done, list(stage.figures)) == ({"embed-000000": 2}, ["embed-000000"])
 
     def test_tasks_are_called_by_number_and_encoder_or_by_their_point(self) -> None:
         stage = stage_of(*self.EVENTS)
@@ -427,7 +432,7 @@ class TestFigures:
         assert (JOB.cores, JOB.cards) == (60, 8)
         assert StageJob.from_json(JOB.to_json() | {"unheard_of": 1}, 4.0) == replace(JOB, at=4.0)
         least = StageJob("t", "scan", "0", 1, ASK)
-        assert (least.cores, least.cards, least.planned_bytes, least.parallel) == (1, 0, 0, 0)
+        assert (least.cores, least.cards, least.planned_bytes, least.parallel, least.at) == (1, 0, 0, 0, 0.0)
 
 
 class TestAttempts:
