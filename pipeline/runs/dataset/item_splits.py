@@ -158,9 +158,7 @@ class _Shares:
     def _excess(self, split: int, counts: Sequence[int]) -> float:
         """Return by how much the squared relative distance of a split from its share grows."""
         wanted, lacking = self.wanted[split], self.lacking[split]
-        return sum(
-            count * (count - 2 * lacking[stratum]) / wanted[stratum] for stratum, count in enumerate(counts) if count
-        )
+        return sum(count * (count - 2 * lacking[stratum]) / wanted[stratum] for stratum, count in enumerate(counts))
 
 
 @dataclass(frozen=True, slots=True)

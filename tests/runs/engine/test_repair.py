@@ -37,6 +37,9 @@ def test_a_peak_above_the_limit_is_the_better_bound() -> None:
     decision = decide([died(Cause.HOST_OOM, peak_rss_bytes=700 * MIB)], MEANS)
     assert isinstance(decision, Again)
     assert decision.ask.mem_bytes >= 1400 * MIB
+    rounded = decide([died(Cause.HOST_OOM, peak_rss_bytes=650 * MIB)], MEANS)
+    assert isinstance(rounded, Again)
+    assert rounded.ask.mem_bytes == 21 * 64 * MIB
 
 
 def test_memory_never_grows_beyond_the_largest_node() -> None:
@@ -103,7 +106,9 @@ def test_without_a_longest_time_what_comes_no_further_is_not_given_ever_more() -
 
 def test_a_task_that_came_no_further_in_the_longest_time_is_halved_and_a_single_item_given_up() -> None:
     longest = died(Cause.TIMEOUT, ask=replace(ASK, time_s=3600))
-    assert isinstance(decide([longest], MEANS), Split)
+    for items in (2, 10):
+        assert isinstance(decide([longest], replace(MEANS, items=items)), Split)
+        assert isinstance(decide([replace(longest, cause=Cause.INTERRUPTED)], replace(MEANS, items=items)), Split)
     assert isinstance(decide([longest], replace(MEANS, items=1)), GiveUp)
 
 
@@ -159,6 +164,9 @@ def test_the_culprit_is_what_all_of_the_last_deaths_that_are_alike_were_on() -> 
     decision = decide(history, MEANS)
     assert isinstance(decision, LeaveOut)
     assert decision.names == ("b",)
+    apart = decide([died(Cause.CRASHED, on=on) for on in (("b",), ("a",), ("a", "b"))], MEANS)
+    assert isinstance(apart, LeaveOut)
+    assert apart.names == ("a",)
 
 
 def test_a_crash_on_another_thing_each_time_names_no_culprit_and_is_bounded() -> None:
