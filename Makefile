@@ -67,6 +67,7 @@ prove: .venv/tools slurm-packages  ## the long proofs: kills, faults, scale; res
 	python benchmarks/store/cache.py --only damage --only mend --out benchmarks/results/cache.json
 	python benchmarks/store/cache_compare.py --out benchmarks/results/cache_compare.json
 	python benchmarks/runs/fresh.py --out benchmarks/results/fresh.json
+	python benchmarks/mutants.py --out benchmarks/results/mutants.json
 	python benchmarks/page.py
 
 SEED ?= 1

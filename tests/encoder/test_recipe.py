@@ -77,3 +77,43 @@ def test_error_refuses_what_is_longer_and_nothing_else() -> None:
     assert not recipe.refuses(100)
     assert recipe.refuses(101)
     assert not RECIPE.refuses(10**6)
+
+
+def test_what_is_longer_than_a_sequence_may_be_as_one_is_cut_as_the_configuration_says() -> None:
+    windows, truncate = (replace(RECIPE, long=long, length=100, overlap=10) for long in ("windows", "truncate"))
+    assert [recipe.wanted(100).cut for recipe in (windows, truncate)] == [None, None]
+    assert windows.wanted(101).cut == SequenceCut("windows", 100, 10)
+    assert truncate.wanted(101).cut == SequenceCut("truncate", 100)
+    larger = replace(windows, whole=150)
+    assert (larger.cut_beyond, larger.wanted(150).cut, larger.wanted(151).cut) == (150, None, windows.wanted(101).cut)
+    assert replace(windows, whole=50).cut_beyond == 100
+
+
+def test_all_accepted_variants_are_those_of_short_of_long_and_of_the_longest_sequences() -> None:
+    cut = SequenceCut("windows", 100, 10)
+    larger = replace(RECIPE, long="windows", length=100, overlap=10, whole=101, half_fallback=False)
+    assert set(larger.variants()) == {Variant("fp16"), Variant("fp16", cut)}
+    truncate = replace(larger, long="truncate")
+    assert set(truncate.variants()) == {
+        Variant("fp16"),
+        Variant("fp16", cut),
+        Variant("fp16", SequenceCut("truncate", 100)),
+    }
+    assert set(replace(truncate, on_oom="cpu").variants()) == {
+        Variant(precision, kept) for precision in ("fp16", "fp32") for kept in (None, SequenceCut("truncate", 100))
+    }
+
+
+def test_only_what_is_longer_than_a_window_may_be_computed_in_windows_where_memory_ends() -> None:
+    recipe = replace(RECIPE, long="error", length=100, overlap=10)
+    assert (recipe.windowed(100), recipe.windowed(101)) == (None, SequenceCut("windows", 100, 10))
+    assert replace(recipe, on_oom="cpu").windowed(101) is None
+    truncate = replace(recipe, long="truncate", on_oom="cpu")
+    assert truncate.windowed(101) == SequenceCut("truncate", 100)
+
+
+def test_full_precision_will_do_on_the_cpu_or_where_it_was_allowed() -> None:
+    strict = replace(RECIPE, half_fallback=False)
+    assert not strict.full_precision_will_do
+    assert replace(strict, on_oom="cpu").full_precision_will_do
+    assert RECIPE.full_precision_will_do

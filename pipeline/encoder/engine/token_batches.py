@@ -129,8 +129,7 @@ def _balance(costs_G: NDArray[np.float64], shards: int) -> Integers:
 
 def too_long(lengths_N: Integers, recipe: EmbeddingRecipe) -> Integers:
     """Return the indices of the sequences that the recipe refuses for their length."""
-    longest = int(lengths_N.max(initial=0))
-    return np.flatnonzero(lengths_N > recipe.length) if recipe.refuses(longest) else np.zeros(0, np.int64)
+    return np.flatnonzero(lengths_N > recipe.length) if recipe.long == "error" else np.zeros(0, np.int64)
 
 
 def recipe_costs(lengths_N: Integers, recipe: EmbeddingRecipe, dim: int) -> NDArray[np.float64]:

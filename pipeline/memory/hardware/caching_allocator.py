@@ -80,7 +80,6 @@ class Allocator:
         self, settings: AllocatorSettings, limit_bytes: int | None = None, *, is_fraction: bool = False
     ) -> None:
         self.settings = settings
-        self.limit_bytes = limit_bytes
         self.allocated_bytes = self.peak_allocated_bytes = 0
         self.reserved_bytes = self.peak_reserved_bytes = 0
         self.segments_made = self.segments_freed = 0  # calls of the driver, each of which is slow
@@ -214,11 +213,11 @@ class Allocator:
         """Return where enough free addresses begin (`find_expandable_block`)."""
         if not pool.unmapped:
             pool.unmapped.append(SegmentBlock(pool, pool.start, _ENDLESS, UNMAPPED))
-        for block in pool.unmapped:
-            first = block.before if block.before is not None and block.before.state == CACHED else block
-            if free_from(first, size) >= size:
-                return first
-        raise AssertionError("the last unmapped block has no end")
+        starts = (
+            block.before if block.before is not None and block.before.state == CACHED else block
+            for block in pool.unmapped
+        )
+        return next(first for first in starts if free_from(first, size) >= size)  # the last has no end
 
     def _map(self, block: SegmentBlock, size: int) -> bool:
         """Back the beginning of a block with whole pages (`map_block`)."""

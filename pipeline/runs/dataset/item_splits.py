@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
-from itertools import combinations
+from itertools import combinations, groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -62,17 +63,13 @@ class ChainLinks:
         return pairs
 
     def _sides(self) -> Iterator[tuple[int, set[int], set[int]]]:
-        """Yield each item that has two partners, and what each of them has; links stand in the order of items."""
-        sides: tuple[set[int], set[int]] = (set(), set())
-        last = -1
-        for item, partner, token in zip(self.items, self.partners, self.tokens, strict=True):
-            if item != last:
-                if all(sides):
-                    yield last, *sides
-                last, sides = item, (set(), set())
-            sides[min(partner, 1)].add(token)
-        if all(sides):
-            yield last, *sides
+        """Yield each item, what its first partner has, and what others have; links stand in the order of items."""
+        links = zip(self.items, self.partners, self.tokens, strict=True)
+        for item, of_item in groupby(links, key=itemgetter(0)):
+            sides: tuple[set[int], set[int]] = (set(), set())
+            for _, partner, token in of_item:
+                sides[min(partner, 1)].add(token)
+            yield item, *sides
 
 
 def find_components(items: int, links: Sequence[ChainLinks]) -> NDArray[np.int64]:
@@ -119,7 +116,7 @@ def distribute(
     component_N = np.unique(component_N, return_inverse=True)[1]
     stratum_N, strata = strata_of(size_N), len(STRATA) + 1
     components = int(component_N.max(initial=-1)) + 1
-    count_CB = np.bincount(component_N * strata + stratum_N, minlength=components * strata).reshape(-1, strata)
+    count_CB = np.bincount(component_N * strata + stratum_N, minlength=components * strata).reshape(components, strata)
     first_C = np.full(components, np.iinfo(np.uint64).max, np.uint64)
     np.minimum.at(first_C, component_N, draw_N)
     shares = _Shares(count_CB.sum(0).tolist(), fractions)
@@ -161,9 +158,7 @@ class _Shares:
     def _excess(self, split: int, counts: Sequence[int]) -> float:
         """Return by how much the squared relative distance of a split from its share grows."""
         wanted, lacking = self.wanted[split], self.lacking[split]
-        return sum(
-            count * (count - 2 * lacking[stratum]) / wanted[stratum] for stratum, count in enumerate(counts) if count
-        )
+        return sum(count * (count - 2 * lacking[stratum]) / wanted[stratum] for stratum, count in enumerate(counts))
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,11 +104,8 @@ def decide(history: Sequence[Attempt], means: Means) -> Decision:
 def _placed(decision: Again | Split | LeaveOut, history: Sequence[Attempt], means: Means) -> Decision:
     """Return a decision with the partition for what it asks for: the present one while that holds it."""
     ask, now, places = decision.ask, history[-1].ask.partition, means.places
-    alone = left_alone(places)
-    if _keeps_making_room(history) and any(
-        not place.refuses(ask.mem_bytes, ask.time_s, means.nodes) for place in alone
-    ):
-        places = tuple(alone)
+    if _keeps_making_room(history):
+        places = tuple(left_alone(places)) or places
     where = choose(places, ask.mem_bytes, ask.time_s, nodes=means.nodes, stay=now)
     if where == now:
         return decision

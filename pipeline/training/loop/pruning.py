@@ -32,7 +32,7 @@ def falls_behind(
     the first `grace` epochs, nor by fewer than three others. What is not finite is the worst there is.
     """
     epoch = max(own, default=0)
-    if epoch < max(1, grace):
+    if epoch < grace:
         return None
     reached = [_best(figures, epoch, lower=lower) for figures in others if epoch in figures]
     if len(reached) < FEWEST:
@@ -45,13 +45,13 @@ def _best(figures: Mapping[int, float], epoch: int, *, lower: bool) -> float:
     """Return the best figure up to an epoch."""
     worst = math.inf if lower else -math.inf
     known = [figure if math.isfinite(figure) else worst for at, figure in figures.items() if at <= epoch]
-    return min(known, default=worst) if lower else max(known, default=worst)
+    return min(known) if lower else max(known)
 
 
 def figures_by_epoch(folder: ModelFolder, monitor: str) -> dict[int, float]:
     """Return the figures of a training's validations by their epochs; what was not finite is NaN."""
     figures = {}
-    for epoch in read_epochs(folder.path) if folder.path.exists() else ():
+    for epoch in read_epochs(folder.path):
         if monitor in epoch.validation:
             value = epoch.validation[monitor]
             figures[epoch.epoch] = math.nan if value is None else value

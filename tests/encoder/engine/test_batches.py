@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -19,6 +20,7 @@ from pipeline.encoder.engine.token_batches import (
     largest_divisor,
     plan_batches,
     recipe_costs,
+    too_long,
 )
 from tests.counted import calls_of
 
@@ -102,6 +104,67 @@ def test_what_is_left_is_cut_anew_when_the_budget_shrinks():
         rest.append(batch)
     assert [len(batch) for batch in rest] == [3] * 10
     assert np.concatenate(rest).tolist() == list(range(10, 40))
+
+
+NOBODY = np.array([], np.int64)
+RECIPE = EmbeddingRecipe("0", 2, "chain", "fp32", "fp32", length=50, overlap=10)
+
+
+def drawn(schedule, budget):
+    batches = []
+    while (batch := schedule.draw(budget)) is not None:
+        batches.append(batch.tolist())
+    return batches
+
+
+def test_what_was_given_out_is_not_given_out_again_under_another_budget():
+    schedule = BatchSchedule(np.full(5, 48), NOBODY, RECIPE, policy="tokens", cap=None)
+    assert drawn(schedule, 100) == [[0, 1], [2, 3], [4]]
+    assert drawn(schedule, 200) == []
+
+
+def test_batches_are_as_large_as_was_said_or_as_the_budget_allows():
+    lengths = np.full(6, 48)
+    said, automatic = (BatchSchedule(lengths, NOBODY, RECIPE, policy="divisor", cap=cap) for cap in (2, None))
+    assert [len(batch) for batch in drawn(said, 150)] == [2, 2, 2]
+    assert [len(batch) for batch in drawn(automatic, 150)] == [3, 3]
+
+
+def test_what_is_refused_is_never_drawn():
+    lengths = np.array([50, 51, 10])
+    strict = replace(RECIPE, long="error")
+    assert too_long(lengths, strict).tolist() == [1]
+    assert too_long(lengths, RECIPE).tolist() == too_long(lengths[:1], strict).tolist() == []
+    assert too_long(NOBODY, replace(strict, length=0)).tolist() == []
+    schedule = BatchSchedule(lengths, np.array([1]), strict, policy="tokens", cap=None)
+    assert drawn(schedule, 1000) == [[0, 2]]
+
+
+def test_what_is_computed_in_windows_is_alone_and_what_is_truncated_counts_as_that():
+    lengths = np.array([20, 80, 50, 200])
+    windowed = BatchSchedule(lengths, NOBODY, replace(RECIPE, long="windows"), policy="tokens", cap=None)
+    assert drawn(windowed, 104) == [[3], [1], [2, 0]]
+    truncated = BatchSchedule(lengths, NOBODY, replace(RECIPE, long="truncate"), policy="tokens", cap=None)
+    assert drawn(truncated, 104) == [[3, 1], [2, 0]]
+    whole = BatchSchedule(lengths, NOBODY, replace(RECIPE, long="windows", whole=80), policy="tokens", cap=None)
+    assert drawn(whole, 140) == [[3], [1, 2], [0]]
+
+
+def test_what_is_truncated_or_taken_whole_costs_what_is_computed():
+    lengths, (truncated, largest) = np.array([40, 80]), (cost(np.array([size]), 2, 8)[0] for size in (50, 80))
+    assert recipe_costs(lengths, replace(RECIPE, long="truncate"), 8)[1] == truncated
+    assert recipe_costs(lengths, replace(RECIPE, long="windows", whole=80), 8)[1] == largest
+    assert recipe_costs(lengths, RECIPE, 8)[1] == largest
+
+
+def test_the_costliest_group_is_dealt_first():
+    shards = deal_shards(np.array([3, 2, 1]), np.array([1.0, 1.0, 2.0]), 2, 1)
+    assert [shard.tolist() for shard in shards] == [[2], [0, 1]]
+
+
+def test_a_cap_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="no divisor"):
+        plan_batches(np.array([1]), policy="divisor", cap=0, budget=9)
 
 
 def test_the_cost_of_windows_is_that_of_each():

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.memory.footprint import Tape
-from pipeline.memory.hardware.caching_allocator import Allocator, AllocatorSettings, SimulatedOutOfMemory
+from pipeline.memory.hardware.allocator_blocks import CACHED, UNMAPPED
+from pipeline.memory.hardware.caching_allocator import Allocator, AllocatorSettings, Replay, SimulatedOutOfMemory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -101,6 +102,13 @@ def test_a_rest_of_a_large_block_is_split_off_only_above_a_mebibyte() -> None:
     assert allocator.allocated_bytes == 39 * MIB - 512
 
 
+def test_in_an_expandable_segment_any_rest_is_split_off() -> None:
+    allocator = filled([40], EXPANDABLE)
+    allocator.release(0)
+    allocator.allocate(1, 40 * MIB - 512)
+    assert allocator.allocated_bytes == 40 * MIB - 512
+
+
 def test_neighbours_that_are_free_become_one() -> None:
     allocator = filled([9, 9])  # of one segment of 20
     allocator.release(0)
@@ -136,6 +144,26 @@ def test_the_end_of_an_expandable_segment_is_left_for_what_fits_nowhere_else() -
     assert min(allocator.live()) == (1 << 54, 6 * MIB)
 
 
+def test_a_hole_that_fits_exactly_is_filled_and_of_equal_ones_the_first() -> None:
+    allocator = filled([40, 40, 40, 40, 40], EXPANDABLE)
+    start = min(allocator.live())[0]
+    for number in (3, 1):
+        allocator.release(number)
+    allocator.allocate(5, 40 * MIB)
+    assert (start + 40 * MIB, 40 * MIB) in allocator.live()
+    allocator.empty_cache()
+    assert allocator.reserved_bytes == 160 * MIB
+    allocator.allocate(6, 40 * MIB)
+    assert (start + 120 * MIB, 40 * MIB) in allocator.live()
+
+
+def test_what_holds_no_whole_page_is_not_given_back() -> None:
+    allocator = filled([30, 20, 30], EXPANDABLE)
+    allocator.release(1)  # 30 to 50, and a page ends at 40
+    allocator.empty_cache()
+    assert (allocator.reserved_bytes, allocator.segments_freed) == (80 * MIB, 0)
+
+
 def test_at_the_limit_the_cache_is_given_back_before_anything_fails() -> None:
     allocator = filled([40, 50], limit_mib=100)
     allocator.release(0)
@@ -166,6 +194,13 @@ def test_a_limit_by_fraction_refuses_by_whole_segments() -> None:
         by_fraction.allocate(1, 30 * MIB)
 
 
+def test_a_limit_by_fraction_may_be_used_to_its_end() -> None:
+    allocator = Allocator(DEFAULT, 60 * MIB, is_fraction=True)
+    for number, size_mib in enumerate((5, 40)):
+        allocator.allocate(number, size_mib * MIB)
+    assert (allocator.reserved_bytes, allocator.retries) == (60 * MIB, 0)
+
+
 def test_blocks_of_a_tape_are_new_each_time_and_negative_ones_are_shared() -> None:
     allocator = Allocator(DEFAULT)
     allocator.play(tape((-1, 5 * MIB), (0, 3 * MIB), (0, -3 * MIB), (1, 2 * MIB)))
@@ -173,6 +208,9 @@ def test_blocks_of_a_tape_are_new_each_time_and_negative_ones_are_shared() -> No
     assert allocator.allocated_bytes == 6 * MIB
     assert sorted(size for _, size in allocator.live()) == [2 * MIB, 4 * MIB]
     assert allocator.peak_allocated_bytes == 11 * MIB
+    allocator.play(tape((0, 1), (3, 0), (-1, 0)))  # what is empty is no block
+    assert allocator.allocated_bytes == 6 * MIB + 512
+    assert sorted(size for _, size in allocator.live()) == [512, 2 * MIB, 4 * MIB]
 
 
 def test_a_block_that_is_not_there_is_not_released() -> None:
@@ -197,7 +235,32 @@ def test_an_empty_block_takes_nothing() -> None:
 
 @pytest.mark.parametrize(("chosen", "text"), [(DEFAULT, ""), (EXPANDABLE, "expandable_segments:True")])
 def test_settings_are_written_as_torch_reads_them(chosen: AllocatorSettings, text: str) -> None:
-    assert chosen.text == text
+    assert (chosen.text, chosen.name) == (text, text or "default")
+
+
+def check_blocks(allocator: Allocator) -> None:
+    """Check what holds between the blocks: nothing is empty, lost, out of order, or beside its like."""
+    cached_bytes = 0
+    for pool in (allocator._small, allocator._large):
+        assert pool.keys == sorted((block.bytes << 56) + block.address for block in pool.blocks)
+        assert pool.keys == [(block.bytes << 56) + block.address for block in pool.blocks]
+        assert all(block.state == CACHED and block.pool is pool for block in pool.blocks)
+        assert all(block.state == UNMAPPED for block in pool.unmapped)
+        assert all(one.address < other.address for one, other in pairwise(pool.unmapped))
+        cached_bytes += sum(block.bytes for block in pool.blocks)
+        for block in (*pool.blocks, *pool.unmapped):
+            assert block.bytes > 0
+            for before, after in ((block.before, block), (block, block.after)):
+                if before is not None and after is not None:
+                    assert before.after is after
+                    assert after.before is before
+                    assert before.address + before.bytes == after.address
+                    assert before.state != after.state
+    assert cached_bytes + allocator.allocated_bytes == allocator.reserved_bytes
+
+
+def test_a_step_that_allocates_nothing_has_a_fragmentation_too() -> None:
+    assert Replay(0, 5).fragmentation == 5
 
 
 SIZES = st.one_of(st.integers(1, 3 * MIB), st.integers(1, 150 * MIB), st.sampled_from([512, MIB, 10 * MIB, 20 * MIB]))
@@ -223,6 +286,9 @@ def test_what_always_holds(
                 live[number] = size
             except SimulatedOutOfMemory:
                 assert limit is not None
+        if which % 10 == 0:
+            allocator.empty_cache()
+        check_blocks(allocator)
         ranges = sorted(allocator.live())
         assert len(ranges) == len(live)
         assert all(address + size <= after for (address, size), (after, _) in pairwise(ranges))

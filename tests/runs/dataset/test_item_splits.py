@@ -146,6 +146,41 @@ def test_what_splits_share_is_counted_with_one_partner_and_with_both() -> None:
     assert list(shared_by_splits("x", "one", links, split_N, unnamed)) == []
 
 
+def test_what_is_drawn_for_a_text_is_what_it_was() -> None:
+    assert text_digest("1abc") == text_digest("1abc", 0) == 17064991472913644451
+
+
+def test_a_third_partner_counts_with_the_second_and_an_item_of_one_has_no_pairs() -> None:
+    links = ChainLinks()
+    for item, partner, token in ((0, 0, 1), (0, 1, 2), (0, 2, 3), (1, 0, 1), (2, 0, 3), (2, 1, 1)):
+        links.add(item, partner, token)
+    both = links.of_both()
+    assert both.item_L.tolist() == [0, 0, 2]
+    assert set(both.token_L[:2]) == {*both.token_L}
+
+
+@pytest.mark.parametrize(("others", "pairs"), [(64, 4096), (65, 0)])
+def test_of_partners_with_very_many_chains_no_pairs_are_compared(others: int, pairs: int) -> None:
+    links = ChainLinks()
+    for partner, tokens in enumerate((range(64), range(64, 64 + others))):
+        for token in tokens:
+            links.add(0, partner, token)
+    assert len(links.of_both().items) == pairs
+
+
+def test_what_is_left_of_a_total_goes_to_the_largest_rests_and_of_equal_ones_to_the_first() -> None:
+    assert whole_numbers(10, (0.58, 0.42)) == [6, 4]
+    assert whole_numbers(10, (0.42, 0.58)) == [4, 6]
+    assert whole_numbers(2, (0.25, 0.25, 0.5)) == [1, 0, 1]
+
+
+def test_what_fits_nowhere_goes_where_the_largest_part_is_lacking() -> None:
+    pairs = [(item // 6, -1 - item) for item in range(12)]  # two components of six
+    assert sorted(np.bincount(divided(pairs, [100] * 12, (0.4, 0.3, 0.3), seed=0), minlength=3).tolist()) == [0, 6, 6]
+    largest_first = divided(pairs, [100] * 12, (0.1, 0.45, 0.45), seed=0)
+    assert np.bincount(largest_first, minlength=3).tolist() == [0, 6, 6]
+
+
 @given(total=st.integers(0, 10_000), parts=st.lists(st.integers(1, 100), min_size=1, max_size=9))
 def test_whole_numbers_add_up(total: int, parts: list[int]) -> None:
     fractions = [part / sum(parts) for part in parts]

@@ -37,6 +37,9 @@ def test_a_peak_above_the_limit_is_the_better_bound() -> None:
     decision = decide([died(Cause.HOST_OOM, peak_rss_bytes=700 * MIB)], MEANS)
     assert isinstance(decision, Again)
     assert decision.ask.mem_bytes >= 1400 * MIB
+    rounded = decide([died(Cause.HOST_OOM, peak_rss_bytes=650 * MIB)], MEANS)
+    assert isinstance(rounded, Again)
+    assert rounded.ask.mem_bytes == 21 * 64 * MIB
 
 
 def test_memory_never_grows_beyond_the_largest_node() -> None:
@@ -57,6 +60,16 @@ def test_what_does_not_fit_the_largest_node_is_halved_and_at_last_left_out() -> 
     assert twice.names == ("a",)
 
 
+def test_of_a_task_of_which_nothing_else_is_said_halves_are_made() -> None:
+    plain = Means(MEANS.limits, items=10, tries=3)
+    assert isinstance(decide([died(Cause.HOST_OOM, ask=FULL, on=("a", "b"))], plain), Split)
+    assert isinstance(decide([died(Cause.TIMEOUT, ask=replace(ASK, time_s=3600))], plain), Split)
+    careful = decide([died(Cause.CRASHED, on=("a", "b"))], plain)
+    assert isinstance(careful, Again)
+    assert careful.ask.careful
+    assert (plain.places, plain.nodes) == ((), 1)
+
+
 def test_a_task_that_does_not_even_begin_in_the_largest_node_is_given_up() -> None:
     decision = decide([died(Cause.HOST_OOM, ask=replace(ASK, mem_bytes=4096 * MIB))], MEANS)
     assert isinstance(decision, GiveUp)
@@ -67,6 +80,8 @@ def test_a_gpu_without_room_gets_smaller_batches_and_not_more_host_memory() -> N
     decision = decide([died(Cause.GPU_OOM, on=("a", "b"))], MEANS)
     assert isinstance(decision, Again)
     assert decision.ask == replace(ASK, shrink=1)
+    last = decide([died(Cause.GPU_OOM, ask=replace(ASK, shrink=5), on=("a", "b"))], MEANS)
+    assert last == Again(replace(ASK, shrink=6), "again with batches of half the size")
     smallest = decide([died(Cause.GPU_OOM, ask=replace(ASK, shrink=6), on=("a", "b"))], MEANS)
     assert isinstance(smallest, Split)
 
@@ -80,9 +95,20 @@ def test_a_time_limit_grows_up_to_the_longest_and_then_the_task_goes_on_where_it
     assert onward == Again(longest, "it goes on where it stopped")
 
 
+def test_without_a_longest_time_what_comes_no_further_is_not_given_ever_more() -> None:
+    endless = replace(MEANS, limits=Limits())
+    history = [died(Cause.TIMEOUT, ask=replace(ASK, time_s=600 << tried)) for tried in range(3)]
+    more = decide(history[:2], endless)
+    assert isinstance(more, Again)
+    assert more.ask.time_s == 2400
+    assert isinstance(decide(history, endless), Split)
+
+
 def test_a_task_that_came_no_further_in_the_longest_time_is_halved_and_a_single_item_given_up() -> None:
     longest = died(Cause.TIMEOUT, ask=replace(ASK, time_s=3600))
-    assert isinstance(decide([longest], MEANS), Split)
+    for items in (2, 10):
+        assert isinstance(decide([longest], replace(MEANS, items=items)), Split)
+        assert isinstance(decide([replace(longest, cause=Cause.INTERRUPTED)], replace(MEANS, items=items)), Split)
     assert isinstance(decide([longest], replace(MEANS, items=1)), GiveUp)
 
 
@@ -120,6 +146,27 @@ def test_a_crash_is_repeated_one_thing_at_a_time_and_its_culprit_left_out() -> N
     second = decide([first, died(Cause.CRASHED, ask=careful.ask, on=("b",))], MEANS)
     assert isinstance(second, LeaveOut)
     assert (second.names, second.reason, second.ask.careful) == (("b",), Reason.KILLED_ITS_TASK, False)
+
+
+def test_a_crash_on_nothing_in_particular_is_repeated_as_it_was() -> None:
+    assert decide([died(Cause.CRASHED)], MEANS) == Again(ASK, "again")
+    read_once = replace(MEANS, is_read_once=True)
+    assert decide([died(Cause.CRASHED)], read_once) == Again(ASK, "again, from the beginning")
+
+
+def test_a_thing_on_which_a_task_died_in_two_ways_is_no_culprit() -> None:
+    history = [died(Cause.HOST_OOM, on=("a",)), died(Cause.CRASHED, on=("a",))]
+    assert isinstance(decide(history, MEANS), Again)
+
+
+def test_the_culprit_is_what_all_of_the_last_deaths_that_are_alike_were_on() -> None:
+    history = [died(Cause.CRASHED, on=on) for on in (("x", "b"), ("a", "b"), ("a", "b"))]
+    decision = decide(history, MEANS)
+    assert isinstance(decision, LeaveOut)
+    assert decision.names == ("b",)
+    apart = decide([died(Cause.CRASHED, on=on) for on in (("b",), ("a",), ("a", "b"))], MEANS)
+    assert isinstance(apart, LeaveOut)
+    assert apart.names == ("a",)
 
 
 def test_a_crash_on_another_thing_each_time_names_no_culprit_and_is_bounded() -> None:
@@ -180,6 +227,13 @@ class TestTraining:
             history.append(died(Cause.CRASHED, on=on, done=done))
         history.append(died(Cause.CRASHED, on=on, done=11))
         careful = decide(history, self.MEANS)
+        assert isinstance(careful, Again)
+        assert careful.ask.careful
+
+    def test_it_is_begun_again_once_as_it_was_also_before_its_first_checkpoint(self) -> None:
+        crash = died(Cause.CRASHED, ask=replace(ASK, careful=True), on=("a", "b"))
+        assert decide([crash], self.MEANS) == Again(ASK, "again, from its last checkpoint")
+        careful = decide([crash, crash], self.MEANS)
         assert isinstance(careful, Again)
         assert careful.ask.careful
 
@@ -264,12 +318,42 @@ class TestSeveralPartitions:
         assert isinstance(once, Again)
         assert isinstance(twice, Again)
         assert (once.ask.partition, twice.ask.partition) == ("short", "long")
+        assert once.why == "again, it was preempted"
         onward = decide([first, replace(first, done=3)], self.MEANS)
         assert isinstance(onward, Again)
         assert onward.ask.partition == "short"
         alone = decide([first, first], replace(self.MEANS, places=(self.SHORT,)))
         assert isinstance(alone, Again)
         assert alone.ask.partition == "short"
+
+    def test_only_the_last_two_ends_say_whether_a_task_keeps_making_room(self) -> None:
+        node, preempted = (died(cause, ask=self.IN_SHORT) for cause in (Cause.NODE, Cause.PREEMPTED))
+        for history, partition in (([node, preempted], "short"), ([preempted, node], "short")):
+            decision = decide(history, self.MEANS)
+            assert isinstance(decision, Again)
+            assert decision.ask.partition == partition
+        longer = decide([node, preempted, preempted], replace(self.MEANS, tries=9))
+        assert isinstance(longer, Again)
+        assert longer.ask.partition == "long"
+
+    def test_what_keeps_making_room_stays_where_no_place_that_leaves_it_alone_holds_it(self) -> None:
+        roomy = replace(self.SHORT, limits=replace(self.SHORT.limits, mem_bytes=8192 * MIB))
+        large = died(Cause.PREEMPTED, ask=replace(self.IN_SHORT, mem_bytes=2048 * MIB))
+        for places, partition in (((roomy, self.LONG), "short"), ((roomy, self.LONG, self.HIGHMEM), "highmem")):
+            decision = decide([large, large], replace(self.MEANS, places=places))
+            assert isinstance(decision, Again)
+            assert decision.ask.partition == partition
+
+    def test_a_task_goes_where_there_are_nodes_enough_for_it(self) -> None:
+        few = replace(self.LONG, limits=replace(self.LONG.limits, nodes=1))
+        listed = replace(self.MEANS, places=(self.SHORT, few, self.HIGHMEM))
+        for nodes, partition in ((1, "long"), (2, "highmem")):
+            decision = decide([died(Cause.TIMEOUT, ask=self.IN_SHORT)], replace(listed, nodes=nodes))
+            assert isinstance(decision, Again)
+            assert decision.ask.partition == partition
+        alone = decide([died(Cause.TIMEOUT, ask=self.IN_SHORT)], listed)
+        assert isinstance(alone, Again)
+        assert alone.ask.partition == "long"
 
 
 places = st.lists(limits, min_size=1, max_size=4).map(
@@ -349,6 +433,9 @@ def test_progress_is_measured_against_the_best_attempt_before() -> None:
     assert not progressed(history)
     assert stuck(history) == 2
     assert progressed([*history, died(Cause.NODE, done=6)])
+    assert not progressed(history[:2])
+    assert progressed([died(Cause.NODE, done=1)])
+    assert not progressed([died(Cause.NODE)])
 
 
 def test_a_node_that_failed_twice_is_left_out() -> None:
@@ -356,3 +443,10 @@ def test_a_node_that_failed_twice_is_left_out() -> None:
     assert bad_nodes(tasks) == ()
     tasks[1].ended.append(died(Cause.NODE, node="n1"))
     assert bad_nodes(tasks) == ("n1",)
+
+
+def test_a_node_is_left_out_for_its_own_failures_only() -> None:
+    crashed, unknown = died(Cause.CRASHED, node="n2"), died(Cause.NODE)
+    tasks = [TaskRecord(0, ended=[crashed, crashed, unknown, unknown, died(Cause.NODE, node="n3")])]
+    assert bad_nodes(tasks) == ()
+    assert bad_nodes(tasks, times=1) == ("n3",)

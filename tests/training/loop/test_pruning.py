@@ -10,7 +10,7 @@ from statistics import median
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.training.loop.pruning import FEWEST, MedianStop, Pruned, falls_behind
+from pipeline.training.loop.pruning import FEWEST, MedianStop, Pruned, falls_behind, figures_by_epoch
 from pipeline.training.prepared import ModelFolder
 
 Figures = dict[int, float]
@@ -27,6 +27,7 @@ def test_the_worse_half_ends_and_the_median_goes_on() -> None:
     assert falls_behind(flat(2.0), others, grace=1, lower=True) is None
     assert falls_behind(flat(1.5), others, grace=1, lower=False) == 2.0
     assert falls_behind(flat(2.5), others, grace=1, lower=False) is None
+    assert falls_behind(flat(2.0), others, grace=1, lower=False) is None
 
 
 def test_nobody_is_judged_within_the_grace_nor_by_few() -> None:
@@ -47,7 +48,10 @@ def test_only_equal_epochs_are_compared() -> None:
 def test_the_best_so_far_counts_and_what_is_not_finite_is_the_worst() -> None:
     others = [flat(1.0)] * 3
     assert falls_behind({1: 0.5, 2: 4.0}, others, grace=1, lower=True) is None
-    assert falls_behind({1: math.nan, 2: math.nan}, others, grace=1, lower=True) == 1.0
+    assert falls_behind({1: 4.0, 2: 0.5}, others, grace=1, lower=True) is None
+    assert falls_behind({1: 4.0, 2: 0.5}, others, grace=1, lower=False) is None
+    for lower in (True, False):
+        assert falls_behind({1: math.nan, 2: math.nan}, others, grace=1, lower=lower) == 1.0
     assert falls_behind(flat(9.0, 1), [{1: math.nan}] * 3, grace=1, lower=True) is None
 
 
@@ -103,5 +107,15 @@ def test_what_is_decided_is_a_file_that_holds_until_training_goes_on_beyond_it(t
     assert told is not None
     assert told.epoch == 2
     assert MedianStop(others[0], [mine, *others[1:]], "loss", lower=True, grace=2).decide() == ""
-    mine.pruned.write_text("{")
-    assert not pruning.stands(2)
+    for torn in ("{", "[]", "{}", '{"epoch": "2"}'):
+        mine.pruned.write_text(torn)
+        assert not pruning.stands(2)
+
+
+def test_only_epochs_that_validated_the_figure_have_one(tmp_path: Path) -> None:
+    folder = ModelFolder(tmp_path / "model")
+    assert figures_by_epoch(folder, "loss") == {}
+    folder.path.mkdir()
+    (folder.path / "epochs.jsonl").write_text(epoch_line(1, 0.5))
+    assert figures_by_epoch(folder, "loss") == {1: 0.5}
+    assert figures_by_epoch(folder, "accuracy") == {}

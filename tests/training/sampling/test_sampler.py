@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.errors import ConfigError, DataError, PlanInfeasible
-from pipeline.training.sampling.epoch_order import SamplerSettings, arrange
+from pipeline.training.sampling.epoch_order import SamplerSettings, arrange, deal_to_ranks
 from pipeline.training.sampling.sampler import Sampler, oversize
 
 relaxed = settings(deadline=None, max_examples=50)  # other work may share the machine
@@ -289,6 +289,40 @@ def test_a_swap_evens_out_what_dealing_does_not():
     sampler = Sampler({"nodes": np.array([3, 3, 2, 2, 2])}, SamplerSettings(batch=5), ranks=2)
     sizes = np.array([3, 3, 2, 2, 2])
     assert [sum(int(sizes[part].sum()) for part in share) for share in sampler.shares(0, 0)] == [6, 6]
+
+
+@relaxed
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=12), st.integers(1, 4))
+def test_no_swap_and_no_gift_of_the_costliest_rank_would_lower_what_the_two_have_to_do(costs, ranks):
+    dealt = [part.tolist() for part in deal_to_ranks(np.array(costs, np.float64), ranks)]
+    assert sorted(place for part in dealt for place in part) == list(range(len(costs)))
+    loads = [sum(costs[place] for place in part) for part in dealt]
+    heavy = max(range(ranks), key=lambda rank: loads[rank])
+    if loads[heavy] <= sum(loads) / ranks * 1.001 or len(costs) <= ranks:
+        return
+    for other in set(range(ranks)) - {heavy}:
+        for mine in dealt[heavy]:
+            for back in (0, *(costs[place] for place in dealt[other])):
+                change = costs[mine] - back
+                assert max(loads[heavy] - change, loads[other] + change) >= loads[heavy]
+
+
+def test_items_that_cost_nothing_are_dealt_evenly():
+    assert [len(part) for part in deal_to_ranks(np.zeros(6), 3)] == [2, 2, 2]
+
+
+def test_an_order_that_nobody_chose_is_of_windows_of_4096_and_bricks_of_8():
+    chosen = SamplerSettings(batch=24)
+    assert (chosen.seed, chosen.by, chosen.window, chosen.brick) == (0, ("nodes",), 4096, 8)
+    assert (chosen.shuffle, chosen.drop_last, chosen.padding) == (True, False, 1.03)
+
+
+def test_concatenated_items_are_cut_by_their_number_too():
+    sizes = {"nodes": np.array([600, 100, 100, 100])}
+    chosen = SamplerSettings(batch=4, padding=None, budget={"nodes": 1000})
+    assert [len(micro.items) for micro in Sampler(sizes, chosen)] == [4]
+    assert sorted(len(micro.items) for micro in Sampler(sizes, replace(chosen, micro_batch=3))) in ([1, 3], [2, 2])
+    assert [len(micro.items) for micro in Sampler(sizes, replace(chosen, micro_batch=1))] == [1, 1, 1, 1]
 
 
 def test_the_memory_of_a_dense_pair_tensor_is_counted_with_the_largest_of_both_partners():

@@ -1,0 +1,475 @@
+"""What a run's status says of it, event by event and in numbers."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from itertools import permutations
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from pipeline.cluster.job_spec import Limits
+from pipeline.cluster.verdict import Cause, Word
+from pipeline.journal.attempts import Ask, Attempt, TaskRecord, ask_of
+from pipeline.journal.run_status import (
+    COUNTED,
+    RunState,
+    RunStatus,
+    StageJob,
+    StageStatus,
+    StatusReader,
+    Wait,
+    summary,
+)
+from pipeline.records import Event, EventKind
+from tests.journal.ledgers import Told, fold_events
+
+ASK = Ask(1 << 30, 600)
+JOB = StageJob("t1", "embed", "0-1", 1, ASK, id="7", cpus=3, gpus=2, nodes=4, ranks=5)
+FIGURES = {
+    "forward_s": 2.0, "residues": 30.0, "tokens": 48.0, "encoded_residues": 24.0, "cost_done": 6.0,
+    "host_peak_bytes": 5.0, "device_peak_bytes": 9.0, "lowest_cosine": 0.5, "splits": 1.0,
+}  # fmt: skip
+
+
+def event(kind: EventKind, at: float = 1.0, writer: str = "supervisor-000001", **data: object) -> Event:
+    return Event(kind, at, writer, data)
+
+
+def of_stage(kind: EventKind, at: float = 1.0, writer: str = "supervisor-000001", **data: object) -> Event:
+    return event(kind, at, writer, stage="embed", **data)
+
+
+def begun(tasks: int = 2, at: float = 1.0, **more: object) -> Event:
+    return of_stage(EventKind.STAGE_SUBMITTED, at, items=10, missing=8, tasks=tasks, **more)
+
+
+def job_event(kind: EventKind, job: StageJob = JOB, at: float = 2.0) -> Event:
+    return Event(kind, at, "supervisor-000001", job.to_json())
+
+
+def ended(task: int, cause: Cause = Cause.DONE, number: int = 1, job: str = "7") -> Event:
+    return of_stage(EventKind.TASK_ENDED, 9.0, **Attempt(task, number, ASK, cause, job=job).to_event())
+
+
+def said(kind: EventKind, at: float, task: int = 0, writer: str = "embed-000000", **more: object) -> Event:
+    return of_stage(kind, at, writer, task=task, **more)
+
+
+def progress(at: float, done: int, writer: str = "embed-000000", **more: object) -> Event:
+    return said(EventKind.PROGRESS, at, writer=writer, **{"attempt": 1, "done": done, "rejected": {}, **more})
+
+
+def stage_of(*events: Event) -> StageStatus:
+    return fold_events("r", events).stages["embed"]
+
+
+class TestRun:
+    START = event(EventKind.RUN_STARTED, 1.0, stages=["scan", "embed"], host="h", pid=11, uid=5, born=0.5)
+    END = event(EventKind.RUN_ENDED, 8.0, state="failed", error="why", exit_code=3)
+
+    def test_begins_with_whoever_looks_after_it(self) -> None:
+        status = fold_events("r", [self.START])
+        assert (status.state, status.started_at, status.planned) == (RunState.RUNNING, 1.0, ("scan", "embed"))
+        assert (status.host, status.pid, status.uid, status.born, status.seen) == ("h", 11, 5, 0.5, 1.0)
+
+    def test_ends_with_its_error_and_nobody_who_would_come(self) -> None:
+        handed = event(EventKind.HANDED_OVER, 2.0, jobs=["5", "6"])
+        assert fold_events("r", [self.START, handed]).successors == ("5", "6")
+        status = fold_events("r", [self.START, handed, begun(), self.END])
+        assert (status.state, status.ended_at, status.error, status.exit_code) == (RunState.FAILED, 8.0, "why", 3)
+        assert status.successors == ()
+        assert status.stages["embed"].state is RunState.FAILED
+
+    def test_begun_again_is_as_old_as_at_first_and_has_no_end(self) -> None:
+        handed = event(EventKind.HANDED_OVER, 2.0, jobs=["5"])
+        again = replace(self.START, at=9.0)
+        status = fold_events("r", [self.START, self.END, handed, again])
+        assert (status.state, status.started_at, status.seen) == (RunState.RUNNING, 1.0, 9.0)
+        assert (status.error, status.exit_code, status.ended_at, status.successors) == ("", 0, 0.0, ())
+
+    def test_a_visit_is_counted_and_its_job_comes_before_those_that_were_known(self) -> None:
+        handed = event(EventKind.HANDED_OVER, 2.0, jobs=["5", "6"])
+        visit = event(EventKind.VISIT, 3.0, number=4, host="g", pid=12)
+        status = fold_events("r", [self.START, handed, visit])
+        assert (status.visits, status.host, status.pid, status.uid, status.born) == (4, "g", 12, None, 0.0)
+        assert (status.seen, status.successors) == (3.0, ("5", "6"))
+        by_job = replace(visit, data={**visit.data, "job": "6"})
+        assert fold_events("r", [self.START, handed, by_job]).successors == ("6", "5")
+
+    def test_the_latest_look_counts_whatever_is_read_first(self) -> None:
+        looks = [event(EventKind.WATCH_SUBMITTED, number=number, job=f"{9 - number}") for number in (1, 2, 3)]
+        assert {fold_events("r", order).watch for order in permutations(looks)} == {(3, "6")}
+
+    def test_without_a_supervisor_it_is_abandoned_and_its_stages_with_it(self) -> None:
+        end = of_stage(EventKind.STAGE_ENDED, 5.0, state="done", census=None, warnings=[], error="")
+        scan = replace(begun(), data={**begun().data, "stage": "scan"})
+        status = fold_events("r", [self.START, scan, begun(), end])
+        status.abandon()
+        states = {name: stage.state for name, stage in status.stages.items()}
+        assert (status.state, states) == (RunState.ABANDONED, {"scan": RunState.ABANDONED, "embed": RunState.DONE})
+
+    def test_its_process_is_told_from_a_later_one(self) -> None:
+        status = RunStatus("r", pid=os.getpid(), seen=1e12, uid=os.getuid())
+        assert status.has_process
+        status.seen = 1.0
+        assert not status.has_process
+
+    def test_as_json_it_has_its_stages_in_the_order_in_which_they_began(self) -> None:
+        scan = replace(begun(at=1.5), data={**begun().data, "stage": "scan"})
+        told = fold_events("r", [self.START, begun(at=2.0), scan]).to_json()
+        assert [stage["name"] for stage in told["stages"]] == ["scan", "embed"]
+        assert told["state"] == "running"
+        assert {"born", "seen", "uid", "watch"}.isdisjoint(told)
+
+
+class TestWaits:
+    BEGAN: ClassVar[dict[str, Any]] = {
+        "of": "embed",
+        "reason": "QOSMax",
+        "words": "w",
+        "remedy": "r",
+        "tasks": 2,
+        "since": 3.0,
+    }
+
+    def test_are_the_same_in_whatever_order_they_are_read(self) -> None:
+        events = [
+            event(EventKind.WAITING, **self.BEGAN),
+            event(EventKind.WAITING, **{**self.BEGAN, "since": 5.0, "tasks": 7}),
+            event(EventKind.WAITED, **{**self.BEGAN, "words": "", "remedy": "", "since": 0.0, "until": 9.0}),
+        ]
+        wait = Wait("embed", "QOSMax", 1, "w", "r", tasks=7, since=3.0, until=9.0)
+        for order in permutations(events):
+            assert fold_events("r", order).waits == {("embed", "QOSMax", 1): wait}
+
+    def test_the_first_words_stay(self) -> None:
+        events = [event(EventKind.WAITING, **{**self.BEGAN, "words": word, "remedy": word}) for word in "ab"]
+        (wait,) = fold_events("r", events).waits.values()
+        assert (wait.words, wait.remedy, wait.until, wait.is_over) == ("a", "a", 0.0, False)
+        ends = [event(EventKind.WAITED, **{**self.BEGAN, "until": until}) for until in (8.0, 9.0)]
+        (wait,) = fold_events("r", ends).waits.values()
+        assert (wait.until, wait.is_over) == (8.0, True)
+
+    def test_of_which_only_the_end_is_known_began_at_a_time_that_nobody_knows(self) -> None:
+        (wait,) = fold_events("r", [event(EventKind.WAITED, of="embed", reason="x", until=9.0)]).waits.values()
+        assert wait == Wait("embed", "x", 1, "", "", 0, 0.0, 9.0)
+
+    def test_last_until_they_end_or_until_now(self) -> None:
+        assert Wait("embed", "x", since=3.0).lasted_s(5.0) == 2.0
+        assert Wait("embed", "x", since=3.0, until=4.0).lasted_s(5.0) == 1.0
+        assert Wait("embed", "x", since=3.0).lasted_s(2.0) == 0.0
+
+    def test_only_one_that_is_not_over_is_found_open(self) -> None:
+        over = event(EventKind.WAITED, **self.BEGAN, until=9.0)
+        like = Wait("embed", "QOSMax")
+        status = fold_events("r", [over])
+        assert status.open_wait(like) is None
+        status.apply(event(EventKind.WAITING, **self.BEGAN, number=2))
+        found = status.open_wait(like)
+        assert found is not None
+        assert found.number == 2
+        assert status.open_wait(replace(like, reason="other")) is None
+        assert status.open_wait(replace(like, of="scan")) is None
+
+
+class TestStage:
+    def test_begins_with_its_counts_and_its_tasks(self) -> None:
+        limits = {"mem_bytes": 5, "preempts": True}
+        stage = stage_of(begun(cost=7.5, refused=1, job=JOB.to_json(), limits=limits, at=4.0))
+        assert stage.counts() == dict.fromkeys(COUNTED, 0) | {"items": 10, "missing": 8, "tasks": 2, "refused": 1}
+        assert (stage.cost, stage.started_at, stage.submitted, stage.state) == (7.5, 4.0, True, RunState.RUNNING)
+        assert (stage.planned, stage.limits) == (JOB, Limits(mem_bytes=5, preempts=True))
+        assert (list(stage.work), stage.parts, stage.names) == ([0, 1], {}, [])
+        assert stage_of(begun(job=JOB.to_json(), limits={})).limits is None
+        old = stage_of(begun())
+        assert (old.planned, old.limits) == (None, None)
+
+    def test_of_which_nothing_is_known_says_nothing(self) -> None:
+        stage = StageStatus("embed")
+        assert stage.counts() == dict.fromkeys(COUNTED, 0)
+        assert (stage.state, stage.cost, stage.submitted) == (RunState.RUNNING, 0.0, False)
+        assert (stage.started_at, stage.ended_at, stage.error, stage.of) == (0.0, 0.0, "", "")
+        status = RunStatus("r")
+        assert (status.state, status.pid, status.visits, status.exit_code) == (RunState.WAITING, 0, 0, 0)
+        assert (status.born, status.seen, status.started_at, status.ended_at) == (0.0, 0.0, 0.0, 0.0)
+        assert status.watch == (0, "")
+
+    def test_is_known_before_it_begins(self) -> None:
+        stage = stage_of(of_stage(EventKind.STAGE_ENDED, 5.0, state="failed", census=None, warnings=["w"], error="e"))
+        assert (stage.started_at, stage.ended_at, stage.state, stage.submitted) == (5.0, 5.0, RunState.FAILED, False)
+        assert (stage.warnings, stage.error, stage.tasks) == (["w"], "e", 0)
+
+    def test_announces_a_job_until_its_id_is_known_or_it_was_refused(self) -> None:
+        announced = stage_of(begun(), job_event(EventKind.JOB_SUBMITTING))
+        assert (announced.intents, announced.jobs, announced.live) == ({"t1": replace(JOB, at=2.0)}, {}, [])
+        refused = stage_of(begun(), *map(job_event, (EventKind.JOB_SUBMITTING, EventKind.JOB_REFUSED)))
+        assert (refused.intents, refused.jobs) == ({}, {})
+        sent = stage_of(begun(), *map(job_event, (EventKind.JOB_SUBMITTING, EventKind.JOB_SUBMITTED)))
+        assert (sent.intents, sent.jobs, sent.live) == ({}, {"7": replace(JOB, at=2.0)}, ["7"])
+        task = sent.task(1)
+        assert (task.job, task.ask, task.attempt, task.then) == ("7", ASK, 1, {0: ""})
+
+    def test_a_task_that_ended_has_no_job_unless_a_later_one_has_it(self) -> None:
+        later = replace(JOB, id="8", tag="t2", tasks="0", attempt=2, why="again")
+        events = [begun(), job_event(EventKind.JOB_SUBMITTED)]
+        stage = stage_of(*events, ended(0, Cause.NODE))
+        assert (stage.live, stage.task(0).job, stage.task_states()) == (["7"], None, {"failed": 1, "waiting": 1})
+        stage = stage_of(*events, job_event(EventKind.JOB_SUBMITTED, later), ended(0, Cause.NODE))
+        assert (stage.live, stage.task(0).job) == (["8", "7"], "8")
+        assert stage.task(0).then == {0: "", 1: "again"}
+        twice = stage_of(*events, ended(0, Cause.NODE), ended(0, Cause.NODE, job="8"), ended(0, Cause.NODE, number=2))
+        assert [(attempt.number, attempt.job) for attempt in twice.task(0).ended] == [(1, "7"), (1, "8"), (2, "7")]
+
+    def test_what_was_given_up_and_left_out_is_told(self) -> None:
+        given_up = of_stage(EventKind.TASK_GIVEN_UP, task=1, attempt=1, why="too large")
+        out = of_stage(EventKind.LEFT_OUT, names=["a"], reason="killed_its_task", why="twice")
+        stage = stage_of(begun(), ended(1, Cause.FAILED), ended(0, Cause.FAILED, 2), given_up, out)
+        told = stage.to_json()
+        assert [(failure["task"], failure["then"]) for failure in told["failures"]] == [(1, "too large"), (0, "")]
+        assert [left["names"] for left in told["left_out"]] == [["a"]]
+
+    def test_a_part_that_was_refused_is_no_matter_of_its_status(self) -> None:
+        refused = of_stage(EventKind.REFUSED, 5.0, key="k", reason="no_atoms", detail="d")
+        assert stage_of(begun(), refused) == stage_of(begun())
+
+    def test_a_word_in_its_states(self) -> None:
+        events = [begun(1), job_event(EventKind.JOB_SUBMITTED, replace(JOB, tasks="0"))]
+        started = said(EventKind.TASK_STARTED, 3.0, attempt=1)
+        failed = said(EventKind.TASK_FAILED, 4.0, attempt=1, exit_code=9, what="w", trouble="disk_full")
+        finished = said(EventKind.TASK_FINISHED, 4.0, attempt=1, done=5, rejected={})
+        words = {"waiting": (), "running": (started,), "failed": (started, failed), "done": (started, finished)}
+        for word, told in words.items():
+            assert stage_of(*events, *told).task_states() == {word: 1}
+        assert stage_of(*events, started, finished, ended(0)).task_states() == {"done": 1}
+
+    def test_as_json_it_says_all_but_what_is_internal(self) -> None:
+        told = stage_of(
+            begun(), job_event(EventKind.JOB_SUBMITTED), progress(3.0, 4, rejected={"no_atoms": 2})
+        ).to_json()
+        assert (told["state"], told["items_done"], told["reasons"]) == ("running", 4, {"no_atoms": 2})
+        assert (told["warnings"], told["measured"], told["task_states"]) == ([], {}, {"waiting": 2})
+        assert [job["id"] for job in told["jobs"]] == ["7"]
+        assert {"judged", "told", "work", "intents", "own", "names", "of", "limits", "planned"}.isdisjoint(told)
+        assert "at" not in told["jobs"][0]
+
+
+class TestWords:
+    """What a worker says of its attempt; its files are read one after the other."""
+
+    START = said(EventKind.TASK_STARTED, 3.0, attempt=1)
+    FAILED = said(EventKind.TASK_FAILED, 5.0, attempt=1, exit_code=9, what="full")
+    FINISHED = said(EventKind.TASK_FINISHED, 5.0, attempt=1, done=4, rejected={"no_atoms": 1}, warnings=["slow"])
+
+    def word(self, *events: Event) -> Word:
+        return stage_of(begun(1), job_event(EventKind.JOB_SUBMITTED), *events).task(0).word
+
+    def test_nothing_was_said(self) -> None:
+        assert self.word() == Word()
+
+    def test_a_start_an_end_and_a_failure(self) -> None:
+        assert self.word(self.START) == Word(started=True, at=3.0, began=3.0)
+        assert self.word(self.START, self.FINISHED) == Word(started=True, finished=True, at=5.0, began=3.0)
+        failed = Word(started=True, exit_code=9, what="full", at=5.0, began=3.0)
+        assert self.word(self.START, self.FAILED) == failed
+        assert self.word(self.FAILED, self.START) == failed
+
+    def test_of_what_is_said_at_once_the_last_counts(self) -> None:
+        assert self.word(self.START, self.FINISHED, self.FAILED).exit_code == 9
+
+    def test_an_older_report_that_is_read_later_changes_nothing(self) -> None:
+        late = replace(self.FINISHED, at=6.0)
+        assert self.word(self.START, late, self.FAILED) == Word(started=True, finished=True, at=6.0, began=3.0)
+
+    def test_a_start_over_is_the_beginning_of_what_is_said_after_it(self) -> None:
+        assert self.word(self.START, self.FAILED, replace(self.START, at=7.0)) == Word(started=True, at=7.0, began=7.0)
+        assert self.word(replace(self.START, at=4.0), self.START).began == 4.0
+
+    def test_of_an_attempt_without_a_number_it_is_the_first(self) -> None:
+        start = said(EventKind.TASK_STARTED, 3.0)
+        assert self.word(start).started
+
+    def test_counts_figures_and_warnings_are_those_that_came_last(self) -> None:
+        first = progress(3.0, 2, figures=FIGURES, warnings=["a"])
+        stage = stage_of(begun(1), first, progress(3.0, 3, "embed-000000-1", warnings=["a", "b"]), progress(4.0, 4))
+        assert (stage.items_done, stage.done) == (7, {"embed-000000": 4, "embed-000000-1": 3})
+        assert stage.figures == {"embed-000000": {**FIGURES, "task": 0}}
+        assert stage.warnings == ["a", "b"]
+        whole = stage_of(begun(1), self.START, first, self.FINISHED)
+        assert (whole.done, dict(whole.reasons), whole.warnings) == ({"embed-000000": 4}, {"no_atoms": 1}, ["slow"])
+
+    def test_of_a_task_that_was_split_nothing_counts_any_more(self) -> None:
+        split = of_stage(EventKind.TASK_SPLIT, task=0, into=[1, 2], ask=ASK.to_json(), why="in halves")
+        stage = stage_of(begun(1), split, progress(4.0, 4, figures=FIGURES), self.FINISHED)
+        assert (stage.items_done, stage.figures, stage.warnings) == (0, {}, [])
+
+
+class TestParts:
+    """Several encoders, and points of a sweep: tasks have names."""
+
+    EVENTS = (
+        begun(
+            3,
+            parts={"a": {"items": 4, "missing": 3}, "b": {"items": 6, "missing": 5}},
+            jobs={"a": replace(JOB, tasks="0").to_json(), "b": replace(JOB, tasks="1-2", ask=Ask(9, 9)).to_json()},
+        ),
+        progress(3.0, 2, "embed-000000", figures=FIGURES, rejected={"no_atoms": 1}),
+        said(EventKind.PROGRESS, 3.0, 2, "embed-000002-0", attempt=1, done=5, rejected={}),
+    )
+
+    def test_each_encoder_has_its_counts_its_tasks_and_its_plan(self) -> None:
+        stage = stage_of(*self.EVENTS)
+        first, second = stage.by_part()
+        assert [(part.title, part.items, part.missing, part.tasks) for part in (first, second)] == [
+            ("embed a", 4, 3, 1), ("embed b", 6, 5, 2),
+        ]  # fmt: skip
+        assert (first.done, second.done) == ({"embed-000000": 2}, {"embed-000002-0": 5})
+        assert (list(first.figures), dict(first.reasons), list(second.figures)) == (
+            ["embed-000000"],
+            {"no_atoms": 1},
+            [],
+        )
+        assert (list(second.work), second.parts, second.census) == ([1, 2], {}, None)
+        assert second.planned is not None
+        assert second.planned.ask == stage.task(2).first == Ask(9, 9)
+        assert stage.title == "embed"
+        assert stage_of(begun()).by_part() == [stage_of(begun())]
+
+    def test_a_part_counts_no_task_that_was_split(self) -> None:
+        split = of_stage(EventKind.TASK_SPLIT, task=2, into=[3, 4], ask=ASK.to_json(), why="in halves")
+        stage = stage_of(*self.EVENTS, split)
+        assert [part.tasks for part in stage.by_part()] == [1, 3]
+        assert (stage.tasks, stage.task(2).split, stage.task(2).then) == (4, (3, 4), {0: "in halves"})
+        assert (stage.name_of(4), stage.task(3).first) == ("b", ASK)
+        assert stage_of(*self.EVENTS, split, split).tasks == 4
+        assert (stage.done, list(stage.figures)) == ({"embed-000000": 2}, ["embed-000000"])
+
+    def test_tasks_are_called_by_number_and_encoder_or_by_their_point(self) -> None:
+        stage = stage_of(*self.EVENTS)
+        assert (stage.label(1), stage.called(1), stage.label(7), stage.called(7)) == (
+            "1 of b",
+            "task 1 of b",
+            "7",
+            "task 7",
+        )
+        assert not stage.is_swept
+        swept = StageStatus("train")
+        swept.give_name(1, "lr=1")
+        assert swept.is_swept
+        assert (swept.called(1), swept.names) == ("lr=1", ["", "lr=1"])
+        assert (swept.called(0), swept.label(0), swept.label(2)) == ("0", "0", "2")
+        swept.give_name(0, "lr=2")
+        assert swept.names == ["lr=2", "lr=1"]
+        assert not stage_of(begun()).is_swept
+
+    def test_points_share_a_plan_and_encoders_do_not(self) -> None:
+        stage = stage_of(*self.EVENTS)
+        assert stage.plan_of(1, JOB).ask == Ask(9, 9)
+        assert stage.plan_of(9, JOB) is JOB
+        swept = replace(stage, parts={})
+        assert swept.plan_of(1, JOB) is JOB
+
+
+def test_a_reader_applies_what_is_new_and_hands_it_on(tmp_path: Path) -> None:
+    told, seen, whole = Told(tmp_path), list[Event](), list[Event]()
+    reader, all_of_it = StatusReader(told.folder, seen.append), StatusReader(told.folder, whole.append, whole=True)
+    assert reader.read().stages["scan"].tasks == 2
+    assert [one.kind for one in seen] == [EventKind.RUN_STARTED, EventKind.STAGE_SUBMITTED]
+    for done in (1, 2, 3):
+        told.worker(0, EventKind.PROGRESS, done=done, rejected={}, figures={})
+    told.over()
+    assert reader.read().state is RunState.DONE
+    assert reader.status.stages["scan"].items_done == all_of_it.read().stages["scan"].items_done == 3
+    assert [one.data["done"] for one in seen if one.kind is EventKind.PROGRESS] == [3]
+    assert [one.data["done"] for one in whole if one.kind is EventKind.PROGRESS] == [1, 2, 3]
+    assert StatusReader(told.folder).read().name == told.folder.name
+    told.supervisor.close()
+
+
+class TestFigures:
+    def test_rates_are_of_a_process_and_the_rest_of_all(self) -> None:
+        other = {
+            **FIGURES,
+            "forward_s": 4.0,
+            "cost_done": 2.0,
+            "host_peak_bytes": 6.0,
+            "device_peak_bytes": 1.0,
+            "lowest_cosine": 0.25,
+        }
+        assert summary([FIGURES, other, {"task": 1.0}], 20.0, 2) == {
+            "residues_per_s": 10.0, "pad_factor": 2.0, "left_s": 12.0 / (8.0 / 6.0 * 2), "peak_rss_bytes": 6.0,
+            "peak_gpu_bytes": 9.0, "lowest_cosine": 0.25, "splits": 2.0,
+        }  # fmt: skip
+
+    def test_nothing_is_left_where_more_was_done_than_foreseen_or_nothing_can_be_told(self) -> None:
+        assert summary([], 20.0, 2) == {}
+        assert summary([FIGURES], 5.0, 1)["left_s"] == 0.0
+        assert summary([{**FIGURES, "cost_done": 0.0}], 5.0, 1)["left_s"] == 0.0
+        assert summary([FIGURES], 9.0, 0)["left_s"] == 1.0
+        assert summary([{**FIGURES, "encoded_residues": 0.0}], 9.0, 0)["pad_factor"] == 48.0
+
+    def test_only_tasks_that_go_on_share_what_is_left(self) -> None:
+        events = [begun(2, cost=18.0), job_event(EventKind.JOB_SUBMITTED), progress(3.0, 1, figures=FIGURES)]
+        second = said(EventKind.PROGRESS, 3.0, 1, "embed-000001", attempt=1, done=1, rejected={}, figures=FIGURES)
+        assert stage_of(*events, second).measured()["left_s"] == 6.0 / (3.0 * 2)
+        assert stage_of(*events, second, ended(1)).measured()["left_s"] == 6.0 / 3.0
+
+    def test_items_done_are_no_more_than_are_not_undone(self) -> None:
+        end = of_stage(EventKind.STAGE_ENDED, 9.0, state="failed", census={"undone": 3}, warnings=[], error="")
+        assert stage_of(begun(1), progress(3.0, 4), end).items_done == 4
+        assert stage_of(begun(1), progress(3.0, 7), end).items_done == 5
+        all_undone = replace(end, data={**end.data, "census": {"undone": 9}})
+        assert stage_of(begun(1), progress(3.0, 7), all_undone).items_done == 0
+        for census in ({"undone": 0}, {"items": 9}):
+            none = replace(end, data={**end.data, "census": census})
+            assert stage_of(begun(1), progress(3.0, 9), none).items_done == 9
+        none = replace(end, data={**end.data, "census": None})
+        assert stage_of(begun(1), progress(3.0, 9), none).items_done == 9
+
+    def test_cores_and_cards_are_of_all_nodes(self) -> None:
+        assert (JOB.cores, JOB.cards) == (60, 8)
+        assert StageJob.from_json(JOB.to_json() | {"unheard_of": 1}, 4.0) == replace(JOB, at=4.0)
+        least = StageJob("t", "scan", "0", 1, ASK)
+        assert (least.cores, least.cards, least.planned_bytes, least.parallel, least.at) == (1, 0, 0, 0, 0.0)
+
+
+class TestAttempts:
+    def test_what_is_empty_is_not_written_and_what_is_zero_but_known_is(self) -> None:
+        assert Attempt(0, 0, ASK, Cause.DONE).to_event() == {
+            "task": 0, "number": 0, "ask": ASK.to_json(), "cause": "done",
+        }  # fmt: skip
+        told = Attempt(1, 2, ASK, Cause.NODE, gpu_busy=0.0, node="n", on=("a",)).to_event()
+        assert (told["gpu_busy"], told["node"], told["on"]) == (0.0, "n", ["a"])
+
+    def test_what_is_written_is_read(self) -> None:
+        attempt = Attempt(1, 2, Ask(5, 6, partition="p"), Cause.NODE, gpu_busy=0.0, on=("a",), done=3)
+        assert Attempt.from_json(attempt.to_event()) == attempt
+        assert Attempt.from_json({"task": 3, "unheard_of": 1}) == Attempt(3, 1, Ask(0, 0), Cause.FAILED)
+
+    def test_a_partition_is_told_only_where_there_is_one(self) -> None:
+        assert Ask(5, 6).to_json() == {"mem_bytes": 5, "time_s": 6, "shrink": 0, "careful": False}
+        assert Ask(5, 6, partition="p").to_json()["partition"] == "p"
+        assert ask_of(Ask(5, 6).to_json()) is ask_of(Ask(5, 6).to_json())
+
+    @pytest.mark.parametrize(
+        ("task", "is_good", "is_open"),
+        [
+            (TaskRecord(0), False, True),
+            (TaskRecord(0, job="7"), False, False),
+            (TaskRecord(0, ended=[Attempt(0, 1, ASK, Cause.NODE)]), False, True),
+            (TaskRecord(0, ended=[Attempt(0, 1, ASK, Cause.NODE), Attempt(0, 2, ASK, Cause.DONE)]), True, False),
+            (TaskRecord(0, ended=[Attempt(0, 1, ASK, Cause.DONE), Attempt(0, 2, ASK, Cause.NODE)]), False, True),
+            (TaskRecord(0, job="7", ended=[Attempt(0, 1, ASK, Cause.DONE)]), False, False),
+            (TaskRecord(0, split=(1, 2)), True, False),
+        ],
+    )
+    def test_a_task_is_good_open_or_under_way(self, task: TaskRecord, is_good: bool, is_open: bool) -> None:
+        assert (task.good, task.open) == (is_good, is_open)
+
+    def test_a_word_is_added_to(self) -> None:
+        task = TaskRecord(0, attempt=2)
+        assert task.say(1, started=True) == Word(started=True)
+        assert task.word == Word()
+        assert task.say(2, at=3.0) == task.say(2) == task.word == Word(at=3.0)
