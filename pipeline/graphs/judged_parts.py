@@ -217,7 +217,7 @@ def residue_edges(part: PartnerGraph, recipe: Plain | None) -> Iterator[str]:
     if not edges_2E.size:
         yield f"{name}: there are none"
         return
-    yield from aligned_errors(f"{part.role.value}.edge.{NEAR_PAE}", part.edge_fields)
+    yield from wrong_errors(f"{part.role.value}.edge.{NEAR_PAE}", part.edge_fields)
     pos_N3 = places(part)
     apart_E = edge_lengths(pos_N3, pos_N3, edges_2E)
     if apart_E.min() < neighbours.COINCIDENT - SLACK:
@@ -226,7 +226,7 @@ def residue_edges(part: PartnerGraph, recipe: Plain | None) -> Iterator[str]:
         yield from _found_again(name, part, part, edges_2E, recipe["neighbours"], recipe["radius"])
 
 
-def aligned_errors(name: str, fields: Mapping[str, Array]) -> Iterator[str]:
+def wrong_errors(name: str, fields: Mapping[str, Array]) -> Iterator[str]:
     """Yield predicted aligned errors that are none; where no file says them they are NaN."""
     if NEAR_PAE in fields:
         pae_E = fields[NEAR_PAE]
@@ -367,7 +367,7 @@ def cross(graph: ItemGraph, recipe: Plain | None) -> Iterator[str]:
     receptor, ligand = graph.parts[:2]
     form = list(_edge_form("cross.near", graph.cross["near"], ligand.size, own=False))
     yield from form
-    yield from aligned_errors(f"cross.{NEAR_PAE}", graph.cross_fields)
+    yield from wrong_errors(f"cross.{NEAR_PAE}", graph.cross_fields)
     if recipe and not form:
         nearest, radius = recipe["cross_neighbours"], recipe["cross_radius"]
         yield from _found_again("cross.near", ligand, receptor, graph.cross["near"], nearest, radius)

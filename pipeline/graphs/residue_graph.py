@@ -203,14 +203,14 @@ def build_residue_graph(read: Complex, recipe: GraphRecipe) -> ItemGraph:
         nodes["row"] = joined_embedding_rows(partner, read.maps.get(f"rows.{role.value}"))[chosen.place_N]
         chains = tuple(ChainText(chain.name, chain.kind, chain.sequence) for chain in partner.chains)
         nodes |= extra.get(role, {})
-        fields = aligned_errors(chosen, chosen, edges[role])
+        fields = edge_errors(chosen, chosen, edges[role])
         parts.append(PartnerGraph(role, chains, centre_3, nodes, {NEAR: edges[role]}, edge_fields=fields))
     cross = cross_edges(read, recipe, {role: chosen.ca_N3 for role, chosen in sides.items()})
-    errors = aligned_errors(sides[Role.LIGAND], sides[Role.RECEPTOR], cross[NEAR]) if cross else {}
+    errors = edge_errors(sides[Role.LIGAND], sides[Role.RECEPTOR], cross[NEAR]) if cross else {}
     return ItemGraph(tuple(parts), cross, labels, errors)
 
 
-def aligned_errors(source: Residues, target: Residues, edges_2E: Edges) -> dict[str, Array]:
+def edge_errors(source: Residues, target: Residues, edges_2E: Edges) -> dict[str, Array]:
     """Return how far off the place of each edge's source may be, seen from its target; NaN where no file says."""
     pae_RR = target.side.structure.pae_RR
     if pae_RR is None:

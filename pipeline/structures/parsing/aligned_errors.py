@@ -74,7 +74,7 @@ class AlignedErrors(NamedTuple):
     tokens: tuple[tuple[str, int], ...] | None = None
 
 
-class _Table(NamedTuple):
+class _TablePlace(NamedTuple):
     """Where a table stands in the JSON, its outer brackets included."""
 
     first: int
@@ -109,9 +109,9 @@ def _bad(what: str) -> UnusableInput:
     return UnusableInput(Reason.BAD_PAE, what)
 
 
-def _apart(data: bytes) -> tuple[dict[str, _Table], Mapping[str, Any]]:
+def _apart(data: bytes) -> tuple[dict[str, _TablePlace], Mapping[str, Any]]:
     """Return where the tables of a JSON stand, and what it says besides."""
-    tables: dict[str, _Table] = {}
+    tables: dict[str, _TablePlace] = {}
     pieces, kept, at = list[bytes](), 0, 0
     while found := KEY.search(data, at):
         name, first, at = found[1].decode(), found.start(2), found.end()
@@ -121,7 +121,7 @@ def _apart(data: bytes) -> tuple[dict[str, _Table], Mapping[str, Any]]:
             raise _bad(f"{name} has no end: the file is cut short")
         if name in tables:
             raise _bad(f"it has {name} twice")
-        tables[name] = _Table(first, at, found[3] is not None)
+        tables[name] = _TablePlace(first, at, found[3] is not None)
         pieces.append(data[kept:first])
         kept = at
     besides = b"null".join([*pieces, data[kept:]])
@@ -161,7 +161,7 @@ def _numbers(text: bytes, what: str, before: int = 0) -> NDArray[np.float64]:
     return values_N
 
 
-def _square(data: bytes, table: _Table, name: str) -> Errors:
+def _square(data: bytes, table: _TablePlace, name: str) -> Errors:
     """Return a table of as many rows as columns."""
     rows, pae_NN = 0, np.empty((0, 0), np.float32)
     for rows, row in enumerate(_rows(data, table, name), 1):
@@ -177,7 +177,7 @@ def _square(data: bytes, table: _Table, name: str) -> Errors:
     return pae_NN
 
 
-def _possible(size: int, table: _Table, name: str) -> int:
+def _possible(size: int, table: _TablePlace, name: str) -> int:
     """Return a number of columns; refuse none, and one whose square the file is too small for."""
     if not size:
         raise _bad(f"{name} is empty")
@@ -186,7 +186,7 @@ def _possible(size: int, table: _Table, name: str) -> int:
     return size
 
 
-def _rows(data: bytes, table: _Table, name: str) -> Iterator[bytes]:
+def _rows(data: bytes, table: _TablePlace, name: str) -> Iterator[bytes]:
     """Yield what stands within the brackets of each row."""
     at, separator = table.first + 1, b","
     while separator == b",":
@@ -197,7 +197,7 @@ def _rows(data: bytes, table: _Table, name: str) -> Iterator[bytes]:
         at, separator = found.end(), found[2]
 
 
-def _listed(data: bytes, table: _Table, name: str) -> Errors:
+def _listed(data: bytes, table: _TablePlace, name: str) -> Errors:
     """Return a flat list, read in pieces."""
     pieces, at, last = list[Any](), table.first + 1, table.last - 1
     before = 0
