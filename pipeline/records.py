@@ -36,6 +36,8 @@ class Reason(str, Enum):
     SHARED_CHAIN = "shared_chain"
     NO_POLYMER = "no_polymer"
     NO_PLDDT = "no_plddt"
+    NO_PAE = "no_pae"
+    BAD_PAE = "bad_pae"
     MODIFIED_RESIDUES = "modified_residues"
     INCOMPLETE_RESIDUES = "incomplete_residues"
     SEQUENCE_MISMATCH = "sequence_mismatch"

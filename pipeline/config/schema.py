@@ -116,6 +116,13 @@ class Config(Section):
             raise conflict("structures", "ligands is keep, but only graphs with graph.nodes: atom hold them")
         return self
 
+    @model_validator(mode="after")
+    def _errors_are_of_residues(self) -> Config:
+        if self.structures.pae != "none" and self.graph.nodes != "residue":
+            problem = f"pae is {self.structures.pae}, but only graphs with graph.nodes: residue hold it"
+            raise conflict("structures", problem)
+        return self
+
 
 def _walk(section: type[BaseModel], above: KeyPath = ()) -> dict[KeyPath, FieldInfo]:
     fields: dict[KeyPath, FieldInfo] = {}

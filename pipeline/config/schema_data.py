@@ -166,6 +166,10 @@ class StructuresSection(Section):
     low_plddt: Literal["drop", "mask"] = Field(
         default="drop", description="Those residues: no nodes, listed; or nodes with a flag, for the task to heed."
     )
+    pae: Literal["none", "beside", "required"] = Field(
+        default="none",
+        description="Predicted aligned errors, a field of edges; beside: NaN without their JSON; required: rejected.",
+    )
     max_residues: int = Field(default=10_000, ge=1, description="A complex with more residues is rejected.")
     max_file_bytes: Size = Field(
         default=64 << 20, description="A file larger than this, after decompression, is rejected."

@@ -12,7 +12,7 @@ import numpy as np
 
 from pipeline.graphs import atom_graph, bonds, residue_graph
 from pipeline.graphs.atom_graph import HYDROGEN
-from pipeline.graphs.item_graph import ROLES
+from pipeline.graphs.item_graph import NEAR_PAE, ROLES
 from pipeline.graphs.judged_parts import CENTRE_SLACK, SLACK, first_bad, listed
 from pipeline.records import Kind, Role
 
@@ -127,6 +127,9 @@ def _wanted(
         crosses = is_pair and bool(recipe["cross_neighbours"] or recipe["cross_radius"])
     if crosses:
         wanted |= _edge_arrays("cross.near", f"{roles[0]}N")
+    if by_residue and any(name.endswith(NEAR_PAE) for name in arrays):
+        where = [f"{role}.edge" for role in roles] + ["cross"] * crosses
+        wanted |= {f"{above}.{NEAR_PAE}": FLOATS._replace(axis=f"{above}.near") for above in where}
     touches = any(name.startswith("label.contact") for name in arrays)
     if recipe and (is_bound_input or recipe["contacts"] is None):
         touches = is_pair and recipe["contacts"] is not None
@@ -148,7 +151,7 @@ def _edge_kinds(role: str, arrays: Mapping[str, Array], recipe: Plain | None, *,
 
 
 def _edge_arrays(name: str, axis: str) -> dict[str, ArrayForm]:
-    return {f"{name}.degree": COUNTS._replace(axis=axis), f"{name}.neighbour": COUNTS}
+    return {f"{name}.degree": COUNTS._replace(axis=axis), f"{name}.neighbour": COUNTS._replace(axis=name)}
 
 
 def _shape(name: str, array: Array, spec: ArrayForm, sizes: dict[str, int]) -> Iterator[str]:

@@ -27,6 +27,7 @@ Edges: TypeAlias = "NDArray[np.int64]"  # [2, E]
 FORMAT = 1
 ROLES = (Role.RECEPTOR, Role.LIGAND, Role.WHOLE)
 NODE, RESIDUE, EDGE, PATH, LABEL, CROSS = "node", "residue", "edge", "path", "label", "cross"
+NEAR_PAE = "near.pae"  # a field of edges: the error of the neighbour's place, aligned on the node, in Å
 DEGREE, NEIGHBOUR = "degree", "neighbour"
 
 
@@ -50,6 +51,7 @@ class PartnerGraph:
     edges: Mapping[str, Edges]
     residues: Mapping[str, Array] = field(default_factory=dict)  # each [R, …], where nodes are atoms
     paths: Mapping[str, Array] = field(default_factory=dict)  # bonded nodes in a row: angle [·, 3], dihedral [·, 4]
+    edge_fields: Mapping[str, Array] = field(default_factory=dict)  # each [E, …], by the kind of edge: near.pae
 
     @property
     def size(self) -> int:
@@ -75,6 +77,7 @@ class ItemGraph:
     parts: tuple[PartnerGraph, ...]
     cross: Mapping[str, Edges] = field(default_factory=dict)  # from the ligand (row 0) to the receptor
     labels: Mapping[str, Array] = field(default_factory=dict)  # each [P, …]
+    cross_fields: Mapping[str, Array] = field(default_factory=dict)  # as edge_fields are
 
     def sizes(self) -> dict[str, int]:
         """Return the sizes that memory and time depend on."""
@@ -112,8 +115,10 @@ def encode_graph(graph: ItemGraph) -> tuple[dict[str, Array], dict[str, Any]]:
         arrays |= {f"{role}.{PATH}.{name}": _narrow(array) for name, array in part.paths.items()}
         for name, edges in part.edges.items():
             arrays |= _encode_edges(f"{role}.{EDGE}.{name}", edges, part.size)
+        arrays |= {f"{role}.{EDGE}.{name}": array for name, array in part.edge_fields.items()}
     for name, edges in graph.cross.items():
         arrays |= _encode_edges(f"{CROSS}.{name}", edges, graph.parts[0].size)
+    arrays |= {f"{CROSS}.{name}": array for name, array in graph.cross_fields.items()}
     arrays |= {f"{LABEL}.{name}": array for name, array in graph.labels.items()}
     partners = [
         {"role": part.role.value, "chains": [[chain.name, chain.kind.value, chain.sequence] for chain in part.chains]}
@@ -140,9 +145,11 @@ def decode_graph(arrays: Mapping[str, Array], meta: Mapping[str, Any]) -> ItemGr
             edges=_decode_edges(dict(_below(own_arrays, EDGE))),
             residues=dict(_below(own_arrays, RESIDUE)),
             paths=dict(_below(own_arrays, PATH)),
+            edge_fields=_edge_fields(dict(_below(own_arrays, EDGE))),
         )
         parts.append(part)
-    return ItemGraph(tuple(parts), _decode_edges(dict(_below(arrays, CROSS))), dict(_below(arrays, LABEL)))
+    cross, labels = dict(_below(arrays, CROSS)), dict(_below(arrays, LABEL))
+    return ItemGraph(tuple(parts), _decode_edges(cross), labels, _edge_fields(cross))
 
 
 def _below(arrays: Mapping[str, Array], prefix: str) -> Iterator[tuple[str, Array]]:
@@ -169,6 +176,11 @@ def _decode_edges(arrays: Mapping[str, Array]) -> dict[str, Edges]:
         edges_2E[1] = np.repeat(np.arange(len(degree_N)), degree_N)
         edges[name] = edges_2E
     return edges
+
+
+def _edge_fields(arrays: Mapping[str, Array]) -> dict[str, Array]:
+    """Return what edges have besides their ends."""
+    return {name: array for name, array in arrays.items() if not name.endswith((f".{DEGREE}", f".{NEIGHBOUR}"))}
 
 
 def _narrow(numbers: Array) -> Array:

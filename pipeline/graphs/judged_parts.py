@@ -8,8 +8,9 @@ import numpy as np
 
 from pipeline.graphs import atom_graph, bonds, neighbours, residue_graph
 from pipeline.graphs.bonds import LONGEST
-from pipeline.graphs.item_graph import edge_lengths
+from pipeline.graphs.item_graph import NEAR_PAE, edge_lengths
 from pipeline.records import Kind
+from pipeline.structures.parsing.aligned_errors import FARTHEST as FARTHEST_OFF
 from pipeline.structures.partners import NO_ROW
 from pipeline.structures.policy import FARTHEST
 
@@ -216,12 +217,21 @@ def residue_edges(part: PartnerGraph, recipe: Plain | None) -> Iterator[str]:
     if not edges_2E.size:
         yield f"{name}: there are none"
         return
+    yield from wrong_errors(f"{part.role.value}.edge.{NEAR_PAE}", part.edge_fields)
     pos_N3 = places(part)
     apart_E = edge_lengths(pos_N3, pos_N3, edges_2E)
     if apart_E.min() < neighbours.COINCIDENT - SLACK:
         yield f"{name}: two nodes are at one place, {apart_E.min():.3f} Å apart"
     if recipe:
         yield from _found_again(name, part, part, edges_2E, recipe["neighbours"], recipe["radius"])
+
+
+def wrong_errors(name: str, fields: Mapping[str, Array]) -> Iterator[str]:
+    """Yield predicted aligned errors that are none; where no file says them they are NaN."""
+    if NEAR_PAE in fields:
+        pae_E = fields[NEAR_PAE]
+        wrong_E = ~(np.isnan(pae_E) | ((pae_E >= 0) & (pae_E <= FARTHEST_OFF)))
+        yield from first_bad(name, wrong_E, pae_E, "is no error in Å")
 
 
 def _edge_form(name: str, edges_2E: Edges, sources: int, *, own: bool) -> Iterator[str]:
@@ -357,6 +367,7 @@ def cross(graph: ItemGraph, recipe: Plain | None) -> Iterator[str]:
     receptor, ligand = graph.parts[:2]
     form = list(_edge_form("cross.near", graph.cross["near"], ligand.size, own=False))
     yield from form
+    yield from wrong_errors(f"cross.{NEAR_PAE}", graph.cross_fields)
     if recipe and not form:
         nearest, radius = recipe["cross_neighbours"], recipe["cross_radius"]
         yield from _found_again("cross.near", ligand, receptor, graph.cross["near"], nearest, radius)

@@ -7,6 +7,7 @@ Atom graphs     The same with each kind of edge under its name. Residues are nod
                 edge type (ROLE, in, ROLE_residue) says whose an atom is. Paths of bonds are not in the view: a batch
                 of PyG counts on nothing but pairs.
 Whole graphs    ROLE_centre, and `bound_centre`: a row for each graph of a batch.
+Edge fields     `pae` of the edge types `near`, where structures.pae asks for it; `edge_pae` of a single partner.
 Embeddings      `x`, where they are given; of a residue that is not encoded (`row` is -1) it is zero.
 
 Indices become int64, because torch takes uint8 for a mask and has little support for uint16. All else shares the memory
@@ -72,6 +73,8 @@ class _View:
 
         view = Data(centre=self._tensor(part.centre_3[None]), **self._columns(part.nodes))
         view.edge_index = self._tensor(part.edges[NEAR])
+        for name, array in part.edge_fields.items():
+            view[f"edge_{name.partition('.')[2]}"] = self._tensor(array)
         view.update(self._embedded(part))
         return view
 
@@ -84,6 +87,9 @@ class _View:
             self._add(whole, part)
         for name, edges in graph.cross.items():
             whole[Role.LIGAND.value, name, Role.RECEPTOR.value].edge_index = self._tensor(edges)
+        for name, array in graph.cross_fields.items():
+            kind, _, field = name.partition(".")
+            whole[Role.LIGAND.value, kind, Role.RECEPTOR.value][field] = self._tensor(array)
         labels = dict(graph.labels)
         if "bound_centre" in labels:
             whole["bound_centre"] = self._tensor(labels.pop("bound_centre")[None])
@@ -108,6 +114,9 @@ class _View:
         whole[f"{role}_residue" if part.residues else role].update(self._embedded(part))
         for name, edges in part.edges.items():
             whole[role, name, role].edge_index = self._tensor(edges)
+        for name, array in part.edge_fields.items():
+            kind, _, field = name.partition(".")
+            whole[role, kind, role][field] = self._tensor(array)
 
     def _columns(self, arrays: Mapping[str, Array]) -> dict[str, torch.Tensor]:
         """Return arrays as tensors, indices as int64."""

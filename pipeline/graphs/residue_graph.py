@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from pipeline.graphs import contacts, neighbours
-from pipeline.graphs.item_graph import ROLES, ChainText, ItemGraph, PartnerGraph
+from pipeline.graphs.item_graph import NEAR_PAE, ROLES, ChainText, ItemGraph, PartnerGraph
 from pipeline.records import Kind, Reason, Role
 from pipeline.structures.atoms import UnusableInput, name_text
 from pipeline.structures.partners import joined_embedding_rows
@@ -202,9 +202,22 @@ def build_residue_graph(read: Complex, recipe: GraphRecipe) -> ItemGraph:
         partner, nodes, centre_3 = read.partners[role], arrays[role], centres[role]
         nodes["row"] = joined_embedding_rows(partner, read.maps.get(f"rows.{role.value}"))[chosen.place_N]
         chains = tuple(ChainText(chain.name, chain.kind, chain.sequence) for chain in partner.chains)
-        parts.append(PartnerGraph(role, chains, centre_3, nodes | extra.get(role, {}), {NEAR: edges[role]}))
+        nodes |= extra.get(role, {})
+        fields = edge_errors(chosen, chosen, edges[role])
+        parts.append(PartnerGraph(role, chains, centre_3, nodes, {NEAR: edges[role]}, edge_fields=fields))
     cross = cross_edges(read, recipe, {role: chosen.ca_N3 for role, chosen in sides.items()})
-    return ItemGraph(tuple(parts), cross, labels)
+    errors = edge_errors(sides[Role.LIGAND], sides[Role.RECEPTOR], cross[NEAR]) if cross else {}
+    return ItemGraph(tuple(parts), cross, labels, errors)
+
+
+def edge_errors(source: Residues, target: Residues, edges_2E: Edges) -> dict[str, Array]:
+    """Return how far off the place of each edge's source may be, seen from its target; NaN where no file says."""
+    pae_RR = target.side.structure.pae_RR
+    if pae_RR is None:
+        return {}
+    if source.side.structure is not target.side.structure or not pae_RR.size:
+        return {NEAR_PAE: np.full(edges_2E.shape[1], np.nan, np.float32)}
+    return {NEAR_PAE: pae_RR[target.residue_N[edges_2E[1]], source.residue_N[edges_2E[0]]]}
 
 
 def _bodies(sides: Sides) -> dict[Role, Bodies]:

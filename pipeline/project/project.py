@@ -90,6 +90,7 @@ def scan_recipe_of(config: Config) -> ScanRecipe:
             chosen.plddt,
             chosen.min_plddt,
             chosen.low_plddt,
+            chosen.pae,
         ),
         max_residues=chosen.max_residues,
         max_file_bytes=chosen.max_file_bytes,

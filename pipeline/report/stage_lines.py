@@ -70,6 +70,9 @@ def census_lines(census: Mapping[str, Any]) -> list[RenderableType]:
         shown.append(f"residues left out: {residues:,} in {items}, by name in {census['lists']}/residues_left_out.csv")
     if census.get("residues_unsure"):
         shown.append(f"residues below structures.min_plddt: {census['residues_unsure']:,}")
+    if census.get("items_without_pae"):
+        without = plural(census["items_without_pae"], "item")
+        shown.append(f"without predicted aligned errors: {without}, whose edges have NaN in their place")
     if census.get("items_read_on"):
         shown.append(
             f"read on behind END: {plural(census['items_read_on'], 'item')}, where chains of new names follow it"

@@ -33,7 +33,6 @@ from pipeline.setup.slurm_checks import CheckResult, CheckVerdict, failed_check,
 from pipeline.stages.scan import glance
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.disk import lay_over
-from pipeline.structures.parsing.structure_files import item_paths
 from pipeline.structures.sources.data_source import items
 from pipeline.units import format_bytes
 
@@ -157,12 +156,8 @@ def _data(loaded: LoadedConfig) -> Iterator[CheckResult]:
     listed = list(islice(items(source_spec(config)), LOOKED_AT))
     good = [item for item in listed if isinstance(item, Item)]
     bad = [item for item in listed if isinstance(item, Rejection)]
-    absent = [
-        path
-        for item in good
-        for path in item_paths(item)
-        if isinstance(glance(path, scan_recipe_of(config)), Inventory)
-    ]
+    recipe = scan_recipe_of(config)
+    absent = [path for item in good for path in recipe.paths(item) if isinstance(glance(path, recipe), Inventory)]
     if not good:
         what = f"no usable item at {config.data.path}" + (f"; {bad[0].id}: {bad[0].detail}" if bad else "")
         yield refused_check("data", what, "pipeline config show   (see data.*)", exit_code=3)

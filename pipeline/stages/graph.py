@@ -81,7 +81,7 @@ def graph(
     items: Iterable[Item], structures: Structures, recipe: GraphRecipe, store: Store, shard_bytes: int
 ) -> Generator[Reason | None, None, None]:
     """Build the graphs that are not in the store yet, and publish them at least every minute."""
-    files = plain_files(structures.max_file_bytes)
+    files = plain_files(structures.max_file_bytes, structures.paths)
     with open_writer(store, shard_bytes) as writer:
         maker = Maker(recipe, store, writer)
         for item in items:

@@ -17,7 +17,7 @@ from pipeline.encoder.engine.token_batches import EngineSettings
 from pipeline.keys import content_digest
 from pipeline.structures.atoms import UnusableInput
 from pipeline.structures.inventory import examine_item, item_key
-from pipeline.structures.parsing.structure_files import File, item_paths, read_file
+from pipeline.structures.parsing.structure_files import File, read_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -51,7 +51,7 @@ class Anew:
 def read_again(item: Item, recipe: ScanRecipe) -> Anew | None:
     """Read an item from its files; None where they cannot be read, which is no fault of the record."""
     try:
-        data = {path: read_file(Path(path), recipe.max_file_bytes) for path in item_paths(item)}
+        data = {path: read_file(Path(path), recipe.max_file_bytes) for path in recipe.paths(item)}
     except UnusableInput:
         return None
     files = {path: File(content, content_digest(content).hex()) for path, content in data.items()}

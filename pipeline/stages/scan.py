@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -20,7 +21,6 @@ from pipeline.structures.inventory import ScanRecipe, examine_item, item_key
 from pipeline.structures.parsing.structure_files import (
     File,
     StructureFiles,
-    item_paths,
     read_file,
     stat_file,
     total_bytes,
@@ -80,12 +80,11 @@ class Also(Protocol):
 
 def look_up_items(items: Sequence[Item], recipe: ScanRecipe, shelves: ScanShelves) -> list[Seen]:
     """Return what the store knows of each item; no structure file is read."""
-    glances = {
-        path: glance(path, recipe) for path in dict.fromkeys(path for item in items for path in item_paths(item))
-    }
+    paths = [recipe.paths(item) for item in items]  # once: a file may appear beside another at any time
+    glances = {path: glance(path, recipe) for path in dict.fromkeys(chain.from_iterable(paths))}
     files = _read_meta(shelves.files, {mark for mark in glances.values() if isinstance(mark, bytes)})
     known = {path: _content(files, mark, recipe) for path, mark in glances.items()}
-    keys = [_key(item, recipe, known) for item in items]
+    keys = [_key(item, recipe, {path: known[path] for path in own}) for item, own in zip(items, paths, strict=True)]
     inventories = _read_meta(shelves.inventories, {key for key in keys if isinstance(key, bytes)})
     return [_seen(key, inventories.get(key)) if isinstance(key, bytes) else Seen(None, key) for key in keys]
 
@@ -93,12 +92,11 @@ def look_up_items(items: Sequence[Item], recipe: ScanRecipe, shelves: ScanShelve
 def look_again(item: Item, recipe: ScanRecipe, shelves: ScanShelves, since_ns: int) -> Seen:
     """Return what is known of an item by reading its files, if any was too recent to be remembered at that time."""
     try:
-        states = [stat_file(Path(path), recipe.max_file_bytes) for path in item_paths(item)]
+        paths = recipe.paths(item)
+        states = [stat_file(Path(path), recipe.max_file_bytes) for path in paths]
         if all(state.st_ctime_ns < since_ns - COARSE_TICK_NS for state in states):
             return Seen()
-        digests = {
-            path: content_digest(read_file(Path(path), recipe.max_file_bytes)).hex() for path in item_paths(item)
-        }
+        digests = {path: content_digest(read_file(Path(path), recipe.max_file_bytes)).hex() for path in paths}
     except UnusableInput as problem:
         return Seen(None, Inventory(reason=problem.reason, detail=problem.detail))
     key = item_key(item, recipe, digests)
@@ -134,9 +132,8 @@ def _content(
     return content
 
 
-def _key(item: Item, recipe: ScanRecipe, known: Mapping[str, str | Inventory | None]) -> bytes | Inventory | None:
+def _key(item: Item, recipe: ScanRecipe, contents: Mapping[str, str | Inventory | None]) -> bytes | Inventory | None:
     """Return the key of an item whose files are all known, else what keeps one of them from being used."""
-    contents = {path: known[path] for path in item_paths(item)}
     for content in contents.values():
         if not isinstance(content, str):
             return content
@@ -176,7 +173,7 @@ class Scanner:
     published_s: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
-        self.kept = StructureFiles(lambda path: self._read(path, glance(path, self.recipe)))
+        self.kept = StructureFiles(lambda path: self._read(path, glance(path, self.recipe)), self.recipe.paths)
 
     def scan(self, item: Item) -> Reason | None:
         """Store the inventory of an item; return the reason if it is left out."""

@@ -13,9 +13,10 @@ import numpy as np
 from pipeline.keys import content_digest, tagged_key
 from pipeline.records import ChainSummary, Inventory, Item, Kind, Part, Partner, Reason, Role
 from pipeline.structures.atoms import UnusableInput, name_text
+from pipeline.structures.parsing.aligned_errors import ENDINGS, errors_of, pae_candidates
 from pipeline.structures.parsing.amber import coordinate_candidates
 from pipeline.structures.parsing.read_structure import FileReading, parse_structure
-from pipeline.structures.parsing.structure_files import MOLECULES, File, format_of, parser_of
+from pipeline.structures.parsing.structure_files import MOLECULES, File, format_of, item_paths, parser_of
 from pipeline.structures.partners import bound_rows, check_apart, choose_chains, full_sequence
 from pipeline.structures.policy import POLICY_VERSION, Policy, Structure, apply_policy, check_chain
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 INVENTORY_VERSION = 1
 LOW_PLDDT = "low_plddt"  # the note of how many residues are below structures.min_plddt
+NO_PAE = "no_pae"  # the note of a partner that no file of predicted aligned errors lies beside
 LigandChoice: TypeAlias = Literal["as_named", "swapped", "smaller", "larger"]
 Known = TypeVar("Known")
 
@@ -42,6 +44,10 @@ class ScanRecipe:
     max_file_bytes: int = 64 << 20
     ligand: LigandChoice = "as_named"
 
+    def paths(self, item: Item) -> list[str]:
+        """Return the paths of all files that an item's inventory and graph are made of."""
+        return item_paths(item, pae=self.policy.pae != "none")
+
 
 def item_key(item: Item, recipe: ScanRecipe, digests: Mapping[str, str]) -> bytes:
     """Return the key of an item's inventory, from the digests of its files, the chains it names, and the recipe."""
@@ -53,18 +59,27 @@ def item_subject(item: Item, digests: Mapping[str, str]) -> Any:
     if item.sequence is not None:
         return item.sequence
 
-    def parts(chosen: Sequence[Part]) -> list[list[Any]]:
+    def parts(chosen: Sequence[Part], *, pae: bool = False) -> list[list[Any]]:
         return [
-            [part.role, *_own(part.path, digests), *_format(part.path), part.chains, part.optional, part.model]
+            [
+                *(part.role, *_own(part.path, digests), *(_errors(part.path, digests).values() if pae else ())),
+                *(*_format(part.path), part.chains, part.optional, part.model),
+            ]
             for part in chosen
         ]
 
-    return {"parts": parts(item.parts), "bound": parts(item.bound)}
+    has_errors = any(path.endswith(ENDINGS) for path in digests)
+    return {"parts": parts(item.parts, pae=has_errors), "bound": parts(item.bound)}
 
 
 def _own(path: str, known: Mapping[str, Known]) -> list[Known]:
     """Return the values known for a part's file and, if it is a topology, for the one with its coordinates."""
     return [known[file] for file in (path, *coordinate_candidates(path)) if file == path or file in known]
+
+
+def _errors(path: str, known: Mapping[str, Known]) -> dict[str, Known]:
+    """Return the file of predicted aligned errors beside a structure, if it is known, with what is."""
+    return {file: known[file] for file in [file for file in pae_candidates(path) if file in known][:1]}
 
 
 @lru_cache(maxsize=16)
@@ -193,7 +208,8 @@ def _sides(
     for part in parts:
         own = _own(part.path, files)
         if (part.path, part.model) not in structures:
-            structures[part.path, part.model] = _structure(part, own, recipe)
+            structure = _structure(part, own, recipe)
+            structures[part.path, part.model] = _with_errors(structure, part.path, files, recipe)
         structure = structures[part.path, part.model]
         elsewhere = [name for other in parts if other.path == part.path and other is not part for name in other.chains]
         for role, chains in choose_chains(structure, part, elsewhere).items():
@@ -220,9 +236,23 @@ def _structure(part: Part, own: Sequence[File], recipe: ScanRecipe) -> Structure
     return apply_policy(table, recipe.policy)
 
 
+def _with_errors(structure: Structure, path: str, files: Mapping[str, File], recipe: ScanRecipe) -> Structure:
+    """Add the predicted aligned errors that lie beside a file, where they are asked for."""
+    if recipe.policy.pae == "none":
+        return structure
+    for beside, file in _errors(path, files).items():
+        return replace(structure, pae_RR=errors_of(structure, Path(beside).name, file.data))
+    if recipe.policy.pae == "required" and format_of(Path(path)) not in MOLECULES:
+        names = [Path(beside).name for beside in pae_candidates(path) if not beside.endswith(".gz")]
+        looked_for = ", ".join(names) or "none, in this format"
+        what = f"no predicted aligned errors beside {Path(path).name}: looked for {looked_for}"
+        raise UnusableInput(Reason.NO_PAE, f"{what}; structures.pae: beside takes files without, too")
+    return replace(structure, pae_RR=np.empty((0, 0), np.float32))
+
+
 def _as_experiments(recipe: ScanRecipe) -> ScanRecipe:
     """Return the recipe for files that are no predictions."""
-    return replace(recipe, policy=replace(recipe.policy, plddt="none", min_plddt=None))
+    return replace(recipe, policy=replace(recipe.policy, plddt="none", min_plddt=None, pae="none"))
 
 
 def _content(own: Sequence[File]) -> str:
@@ -266,6 +296,7 @@ def _partner(role: Role, side: ComplexSide, sequences: Sequence[str]) -> Partner
     low_R = np.zeros(len(structure.node_R), np.bool_) if structure.low_R is None else structure.low_R
     low = sum(int(np.count_nonzero(low_R[chain.first : chain.last])) for chain in side.chains)
     notes = {**structure.notes, "modified": modified, "incomplete": len(left_out), LOW_PLDDT: low}
+    notes[NO_PAE] = int(structure.pae_RR is not None and not structure.pae_RR.size)
     return Partner(
         role=role,
         content=side.digest,

@@ -88,11 +88,13 @@ class Policy:
     plddt: Literal["none", "marked", "every"] = "none"
     min_plddt: float | None = None
     low_plddt: Literal["drop", "mask"] = "drop"
+    pae: Literal["none", "beside", "required"] = "none"
 
     def plain(self) -> dict[str, Any]:
         """Return the choices as JSON data; those of predictions only where they are read, so that other keys stay."""
         chosen = asdict(self)
-        irrelevant = ("plddt", "min_plddt", "low_plddt") if self.plddt == "none" else ()
+        irrelevant = {"plddt", "min_plddt", "low_plddt"} if self.plddt == "none" else set()
+        irrelevant |= {"pae"} if self.pae == "none" else set()
         return {name: value for name, value in chosen.items() if name not in irrelevant}
 
 
@@ -139,6 +141,7 @@ class Structure:
     plddt_R: NDArray[np.float32] | None = None  # where B-factors are taken for it: the mean of a residue's atoms
     low_R: NDArray[np.bool_] | None = None  # residues of polymers below structures.min_plddt
     drops_low: bool = False  # whether those are left out
+    pae_RR: NDArray[np.float32] | None = None  # of polymers, where PAE is asked for; empty where no file has it
 
     @property
     def hidden_R(self) -> NDArray[np.bool_]:

@@ -12,7 +12,6 @@ from pipeline.records import Item
 from pipeline.runs.dataset import worklist
 from pipeline.stages.scan import Seen, glance, look_up_items
 from pipeline.store.key_lists import KeyedLines, in_chunks
-from pipeline.structures.parsing.structure_files import item_paths
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -44,7 +43,9 @@ class ItemIndex:
                     self.inventories.add(project.graphs.recipe.key(seen.key), seen.key.hex())
                     self.items.add(seen.key, worklist.item_line(item))
             marks = (
-                ((glance(path, project.recipe), path) for item in items for path in item_paths(item)) if sample else ()
+                ((glance(path, project.recipe), path) for item in items for path in project.recipe.paths(item))
+                if sample
+                else ()
             )
             for mark, path in marks:
                 if isinstance(mark, bytes) and in_sample(mark, sample):

@@ -25,7 +25,6 @@ from pipeline.runs.dataset import worklist
 from pipeline.stage_names import StageName
 from pipeline.stages.scan import glance
 from pipeline.store.store import WholeRecords
-from pipeline.structures.parsing.structure_files import item_paths
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -151,7 +150,7 @@ def _state(project: Project, folder: RunFolder) -> DataState:
         if not isinstance(entry, Item):
             state.refused[entry.reason.value] += 1
             continue
-        for path in item_paths(entry):
+        for path in project.recipe.paths(entry):
             mark = glance(path, project.recipe)
             if isinstance(mark, bytes):
                 state.marks += mark

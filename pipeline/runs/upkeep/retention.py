@@ -23,7 +23,6 @@ from pipeline.stage_names import StageName
 from pipeline.stages.scan import glance, look_up_items
 from pipeline.store.key_lists import in_chunks, sorted_pairs
 from pipeline.store.maintenance.sweep import Live
-from pipeline.structures.parsing.structure_files import item_paths
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -198,7 +197,7 @@ def _take(
             need.doubt(f"{entry.id}: {entry.detail}", _mount_remedy(project))
     items = [entry for entry in chunk if isinstance(entry, Item)]
     need.items += len(items)
-    for path in dict.fromkeys(path for item in items for path in item_paths(item)):
+    for path in dict.fromkeys(path for item in items for path in project.recipe.paths(item)):
         mark = glance(path, project.recipe)
         need.files += mark if isinstance(mark, bytes) else b""
     inventories = []

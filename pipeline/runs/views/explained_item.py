@@ -42,6 +42,7 @@ from pipeline.stage_names import StageName
 from pipeline.stages.scan import glance
 from pipeline.structures.atoms import UnusableInput
 from pipeline.structures.inventory import item_key, item_subject, plain_recipe
+from pipeline.structures.parsing.amber import coordinates_beside
 from pipeline.structures.parsing.structure_files import item_paths, read_file
 
 if TYPE_CHECKING:
@@ -230,7 +231,9 @@ def _scan(project: Project, item: Item, listed: Listed) -> tuple[Because, Invent
     """Say how the scan of an item stands; return its inventory and its key, as far as they are known."""
     store, recipe = project.shelves.inventories, project.recipe
     earlier = _contents(store, listed.keys.get("scan", ""))
-    files = [_file(project, path, earlier, listed.run) for path in item_paths(item)]
+    # an inventory names no digest of what lies beside a file, and of a topology only a joint one
+    alone = {part.path for part in (*item.parts, *item.bound) if not coordinates_beside(part.path)}
+    files = [_file(project, path, earlier if path in alone else (), listed.run) for path in recipe.paths(item)]
     if (of_files := why_files(files)).state is WorkState.REFUSED:
         return of_files, None, None
     plain, digests = plain_recipe(recipe), {file.path: file.digest for file in files if file.digest}

@@ -16,7 +16,7 @@ from pipeline.errors import DataError
 from pipeline.records import Kind, Reason, Role
 from pipeline.runs.dataset.item_splits import find_leaking, text_digest
 from pipeline.runs.workflow.stage import Judged
-from pipeline.structures.inventory import LOW_PLDDT
+from pipeline.structures.inventory import LOW_PLDDT, NO_PAE
 from pipeline.structures.parsing.pdb_lines import BEHIND_END
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ class Census(Judged):
     items_incomplete: int = 0  # that have such residues
     items_read_on: int = 0  # in whose files new chains stand behind END
     residues_unsure: int = 0  # below structures.min_plddt
+    items_without_pae: int = 0  # where structures.pae asks for it
     lists: str = ""  # the folder of the files that list what is counted here
 
     @classmethod
@@ -80,6 +81,7 @@ class CensusTally(Judged):
     items_incomplete: int = 0
     items_read_on: int = 0
     residues_unsure: int = 0
+    items_without_pae: int = 0
     splits: Counter[str] = field(default_factory=Counter)
     ordinals: dict[str, int] = field(default_factory=dict)  # split → number
     chains: Counter[str] = field(default_factory=Counter)
@@ -124,6 +126,7 @@ class CensusTally(Judged):
         self.items_incomplete += left_out > 0
         self.items_read_on += any(BEHIND_END in partner.notes for _, partner in inventory.sides())
         self.residues_unsure += sum(partner.notes.get(LOW_PLDDT, 0) for _, partner in inventory.sides())
+        self.items_without_pae += any(NO_PAE in partner.notes for partner in inventory.partners)
         self.items += 1
         self.seen += 1
 
@@ -142,6 +145,7 @@ class CensusTally(Judged):
             items_incomplete=self.items_incomplete,
             items_read_on=self.items_read_on,
             residues_unsure=self.residues_unsure,
+            items_without_pae=self.items_without_pae,
             lists=lists,
         )
 

@@ -46,7 +46,6 @@ from pipeline.stages.read_entries import ITEMS_READ, EntriesTaken, take_entries
 from pipeline.stages.scan import glance, look_up_items, scan_items
 from pipeline.store.key_lists import in_chunks
 from pipeline.structures.inventory import plain_recipe
-from pipeline.structures.parsing.structure_files import item_paths
 from pipeline.training.items.item_table import KIND, ItemTable
 from pipeline.units import printable_text
 from pipeline.waiting import wait_for
@@ -63,6 +62,7 @@ if TYPE_CHECKING:
 
 BASE_BYTES = 512 << 20
 BYTES_PER_FILE_BYTE = 16  # an mmCIF file of 38 MB was seen to take 587 MB
+BYTES_PER_PAE_BYTE = 8  # and predicted aligned errors beside it
 ATOMS_PER_RESIDUE = 10  # heavy ones, on the average
 BYTES_PER_EDGE = 100  # of an atom graph while it is built
 TASKS_PER_SLOT = 4  # enough that the last task to finish is short
@@ -114,7 +114,8 @@ class ScanStage(Stage):
         graph_bytes = 0
         if graph.nodes == "atom":
             graph_bytes = ATOMS_PER_RESIDUE * structures.max_residues * edges_of_atom(graph) * BYTES_PER_EDGE
-        return BASE_BYTES + BYTES_PER_FILE_BYTE * structures.max_file_bytes + graph_bytes
+        file_bytes = structures.max_file_bytes * (BYTES_PER_FILE_BYTE + (structures.pae != "none") * BYTES_PER_PAE_BYTE)
+        return BASE_BYTES + file_bytes + graph_bytes
 
     def work(self, project: Project, folder: RunFolder, task: int, tell: TaskContext) -> Outcomes:
         """Scan the items of one task; if the run includes graphs, build them from the structures in memory."""
@@ -164,7 +165,7 @@ def _is_named(item: Item, key: bytes | None, project: Project) -> bool:
     only = project.only
     if key is not None:
         return only.names(StageName.SCAN, key)
-    marks = (glance(path, project.recipe) for path in item_paths(item))
+    marks = (glance(path, project.recipe) for path in project.recipe.paths(item))
     return (
         only.is_all
         or StageName.SCAN in only.untold

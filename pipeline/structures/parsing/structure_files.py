@@ -22,6 +22,7 @@ from pipeline.keys import content_digest
 from pipeline.records import Reason
 from pipeline.structures.atoms import UnusableInput
 from pipeline.structures.parsing import amber, molecules, plain_pdb
+from pipeline.structures.parsing.aligned_errors import pae_beside
 from pipeline.structures.parsing.amber import coordinates_beside
 
 if TYPE_CHECKING:
@@ -35,14 +36,14 @@ KEPT_FILES, KEPT_BYTES = 4, 16 << 20
 class StructureFiles:
     """Reads the files of items, and keeps the last few."""
 
-    def __init__(self, reader: Callable[[str], File]) -> None:
+    def __init__(self, reader: Callable[[str], File], paths: Callable[[Item], Iterable[str]]) -> None:
         np.empty(KEPT_BYTES, np.uint8)  # what glibc has once freed at such a size it no longer returns, item by item
-        self._read = reader
+        self._read, self._paths = reader, paths
         self._kept: dict[str, File] = {}
 
     def of(self, item: Item) -> dict[str, File]:
         """Return the files of an item by path; raise Unusable where one cannot be read."""
-        return {path: self._file(path) for path in item_paths(item)}
+        return {path: self._file(path) for path in self._paths(item)}
 
     def _file(self, path: str) -> File:
         if path not in self._kept:
@@ -52,9 +53,9 @@ class StructureFiles:
         return self._kept[path]
 
 
-def plain_files(max_bytes: int) -> StructureFiles:
-    """Return a reader of files that remembers nothing on disk."""
-    return StructureFiles(lambda path: read_structure_file(path, max_bytes))
+def plain_files(max_bytes: int, paths: Callable[[Item], Iterable[str]] | None = None) -> StructureFiles:
+    """Return a reader of files that remembers nothing on disk; `paths` names an item's, else its structures."""
+    return StructureFiles(lambda path: read_structure_file(path, max_bytes), paths or item_paths)
 
 
 def read_structure_file(path: str, max_bytes: int) -> File:
@@ -63,12 +64,17 @@ def read_structure_file(path: str, max_bytes: int) -> File:
     return File(data, content_digest(data).hex())
 
 
-def item_paths(item: Item) -> list[str]:
-    """Return the paths of an item's files, each once; a topology is followed by its coordinates."""
+def item_paths(item: Item, *, pae: bool = False) -> list[str]:
+    """Return the paths of an item's structures, each once; what lies beside one follows it.
+
+    That are the coordinates of a topology, and with `pae` the predicted aligned errors of what is not bound.
+    """
     paths: dict[str, None] = {}
     for part in (*item.parts, *item.bound):
         paths[part.path] = None
         paths.update(dict.fromkeys(coordinates_beside(part.path)))
+    for part in item.parts if pae else ():
+        paths.update(dict.fromkeys(pae_beside(part.path)))
     return list(paths)
 
 
@@ -202,7 +208,7 @@ def stat_file(path: Path, max_bytes: int) -> os.stat_result:
     if not stat.S_ISREG(state.st_mode):
         raise UnusableInput(Reason.UNREADABLE_FILE, f"not a file: {path}")
     if state.st_size > max_bytes:
-        what = f"{state.st_size:,} bytes; structures.max_file_bytes is {max_bytes:,}"
+        what = f"{_whose(path)}{state.st_size:,} bytes; structures.max_file_bytes is {max_bytes:,}"
         raise UnusableInput(Reason.FILE_TOO_LARGE, what)
     return state
 
@@ -216,12 +222,20 @@ def read_file(path: Path, max_bytes: int) -> bytes:
     except OSError as error:
         raise UnusableInput(Reason.UNREADABLE_FILE, f"{error}") from error
     if path.suffix.lower() == ".gz" and not _is_tar(data):
-        data = gunzip(data, max_bytes)
+        try:
+            data = gunzip(data, max_bytes)
+        except UnusableInput as problem:
+            raise UnusableInput(problem.reason, f"{_whose(path)}{problem.detail}") from problem
     if _is_tar(data):
         raise UnusableInput(Reason.UNKNOWN_FORMAT, f"a tar archive, which holds files of its own: tar -xf {path.name}")
     if not data or data.isspace():
         raise UnusableInput(Reason.EMPTY_FILE, f"nothing in {path}")
     return data
+
+
+def _whose(path: Path) -> str:
+    """Name a file that lies beside a structure: what is said of an item is about the structure otherwise."""
+    return f"{path.name}: " if ".json" in path.suffixes[-2:] else ""
 
 
 def _is_tar(data: bytes) -> bool:

@@ -75,7 +75,7 @@ class _Publishing:
 
     def __init__(self, folder: Path, outputs: Mapping[str, Any], reading: ScanRecipe, top: int) -> None:
         self._folder, self._outputs, self._reading, self._top = folder, outputs, reading, top
-        self._files = plain_files(reading.max_file_bytes)
+        self._files = plain_files(reading.max_file_bytes, reading.paths)
         self.places, self._known = _places(outputs[MOVE]), set(_places(outputs.get(KNOWN, ())))
         self.written: list[Path] = []
         self.scores: list[PoseScore] = []

@@ -44,6 +44,7 @@ class PartnerTensors:
     paths: Mapping[str, Tensor]
     embedding: Tensor | None = None  # [R, D]
     encoded: Tensor | None = None  # [R]: whether a residue has an embedding; those without have zeros
+    edge_fields: Mapping[str, Tensor] = field(default_factory=dict)  # each [E, …], by the kind of edge: near.pae
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,7 @@ class ItemTensors:
     labels: Mapping[str, Tensor]
     rng: np.random.Generator  # the item's own in this epoch, whatever batch it is in
     values: Mapping[str, Tensor] = field(default_factory=dict)  # what a reader gave, or data.labels, by name
+    cross_fields: Mapping[str, Tensor] = field(default_factory=dict)  # as edge_fields are
 
     def pyg(self) -> Any:
         """Return the item as a PyTorch Geometric object over the same CPU memory, with embeddings as `x`."""
@@ -69,10 +71,12 @@ class ItemTensors:
                 edges=_arrays(side.edges),
                 residues=_arrays(side.residues),
                 paths=_arrays(side.paths),
+                edge_fields=_arrays(side.edge_fields),
             )
             for side in self.sides.values()
         )
-        shown = pyg_view.data(graphs.ItemGraph(parts, _arrays(self.cross), _arrays(self.labels)))
+        between = _arrays(self.cross), _arrays(self.labels), _arrays(self.cross_fields)
+        shown = pyg_view.data(graphs.ItemGraph(parts, *between))
         for side in self.sides.values():
             if side.embedding is not None:
                 residues = f"{side.role}_{RESIDUE}" if side.residues else side.role
@@ -137,7 +141,12 @@ class ItemBatch:
     @property
     def cross(self) -> dict[str, Tensor]:
         """The edges between partners, from the ligand (row 0) to the receptor."""
-        return _below(self.fields, CROSS)
+        return _ends(_below(self.fields, CROSS))
+
+    @property
+    def cross_fields(self) -> dict[str, Tensor]:
+        """What those edges have besides, such as near.pae."""
+        return _besides(_below(self.fields, CROSS))
 
     @property
     def labels(self) -> dict[str, Tensor]:
@@ -258,7 +267,8 @@ def item_tensors(
         id=id_,
         number=number,
         sides={role: _side(role, fields) for role, own in nodes.items() if own.start < own.stop},
-        cross=_below(fields, CROSS),
+        cross=_ends(_below(fields, CROSS)),
+        cross_fields=_besides(_below(fields, CROSS)),
         labels=_below(fields, LABEL),
         rng=item_rng(origin, id_),
         values={name: tensor for name, tensor in fields.items() if name.partition(".")[0] not in OF_GRAPHS},
@@ -296,7 +306,8 @@ def _side(role: str, fields: Mapping[str, Tensor]) -> PartnerTensors:
         role=role,
         centre=mine[CENTRE],
         nodes=_below(mine, NODE),
-        edges=_below(mine, EDGE),
+        edges=_ends(_below(mine, EDGE)),
+        edge_fields=_besides(_below(mine, EDGE)),
         residues=_below(mine, RESIDUE),
         paths=_below(mine, PATH),
         embedding=mine.get(EMBEDDING),
@@ -308,3 +319,13 @@ def _below(fields: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """Return the fields below a prefix, without the prefix."""
     start = f"{prefix}."
     return {name[len(start) :]: tensor for name, tensor in fields.items() if name.startswith(start)}
+
+
+def _ends(edges: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the two ends of each kind of edges."""
+    return {name: tensor for name, tensor in edges.items() if "." not in name}
+
+
+def _besides(edges: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the fields of edges, which are named by the kind and their own name."""
+    return {name: tensor for name, tensor in edges.items() if "." in name}

@@ -1,7 +1,8 @@
 """The layout of a batch in memory, and the meaning of the names of its arrays.
 
 A field of a batch has the name of the array, `receptor.node.pos`, but for edges: `receptor.edge.near` and `cross.near`
-are pairs. An axis is what has as many rows in all its fields: `receptor.node`, `receptor.edge.near`, `label.contact`.
+are pairs, and `receptor.edge.near.pae` lies along them. An axis is what has as many rows in all its fields:
+`receptor.node`, `receptor.edge.near`, `label.contact`.
 
 What a reader gives (`protocol.Reader`) is named more simply: `peaks.mz` lies along `peaks`, `precursor` is one an item.
 """
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from pipeline.graphs.item_graph import CROSS, DEGREE, EDGE, LABEL, NODE, PATH, RESIDUE
+from pipeline.graphs.item_graph import CROSS, DEGREE, EDGE, LABEL, NEIGHBOUR, NODE, PATH, RESIDUE
 from pipeline.records import Role
 
 if TYPE_CHECKING:
@@ -98,10 +99,12 @@ def residues_axis(role: str) -> str:
 
 
 def _edges(name: str, last: str, heads: str, tails: str) -> ArrayField:
-    """Describe one of the two arrays that encode edges: degrees of the heads, or neighbours (the tails)."""
+    """Describe one of the two arrays that encode edges, degrees of the heads or neighbours (the tails), or a field."""
     if last == DEGREE:
         return ArrayField(name, FieldForm.DEGREE, heads)
-    return ArrayField(name, FieldForm.NEIGHBOUR, name, (tails, heads))
+    if last == NEIGHBOUR:
+        return ArrayField(name, FieldForm.NEIGHBOUR, name, (tails, heads))
+    return ArrayField(f"{name}.{last}", FieldForm.ROWS, name)
 
 
 _DTYPE_OF = attrgetter("dtype")

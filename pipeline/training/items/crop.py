@@ -179,6 +179,7 @@ def _cut(graph: ItemGraph, sides: Sequence[_OrderedPartner], counts: Sequence[in
         parts=tuple(_cut_part(side.part, new_N) for side, new_N in zip(sides, places, strict=True)),
         cross={name: _kept(places[::-1], edges_2E) for name, edges_2E in graph.cross.items()},
         labels=_cut_labels(graph.labels, places),
+        cross_fields=_cut_fields(places[::-1], graph.cross, graph.cross_fields),
     )
 
 
@@ -193,6 +194,16 @@ def _kept(new: Sequence[Integers], ends: Array) -> Array:
     """Return the pairs of nodes whose ends both stay, renumbered; a row for each end."""
     moved = np.stack([mine[nodes] for mine, nodes in zip(new, ends, strict=True)])
     return moved[:, (moved >= 0).all(axis=0)]
+
+
+def _cut_fields(new: Sequence[Integers], edges: Mapping[str, Array], fields: Mapping[str, Array]) -> dict[str, Array]:
+    """Return the fields of the edges whose ends both stay."""
+    ends = {name: edges[name.partition(".")[0]] for name in fields}
+    stays = {
+        name: np.logical_and.reduce([mine[nodes] >= 0 for mine, nodes in zip(new, ends[name], strict=True)])
+        for name in fields
+    }
+    return {name: array[stays[name]] for name, array in fields.items()}
 
 
 def _cut_part(part: PartnerGraph, new_N: Integers) -> PartnerGraph:
@@ -212,6 +223,7 @@ def _cut_part(part: PartnerGraph, new_N: Integers) -> PartnerGraph:
         edges={name: _kept([new_N, new_N], edges_2E) for name, edges_2E in part.edges.items()},
         residues=residues,
         paths={name: _kept([new_N] * path.shape[1], path.T).T for name, path in part.paths.items()},
+        edge_fields=_cut_fields([new_N, new_N], part.edges, part.edge_fields),
     )
 
 

@@ -23,7 +23,6 @@ from pipeline.records import Reason, Rejection
 from pipeline.store.store import ANEW
 from pipeline.structures import inventory
 from pipeline.structures.atoms import UnusableInput
-from pipeline.structures.parsing.structure_files import item_paths
 from pipeline.structures.parsing.structure_files import read_structure_file as read_one
 from pipeline.training.items.batch_layout import OF_GRAPHS, FieldForm, ItemArrays, parse_field
 
@@ -188,7 +187,7 @@ class BuiltGraphs:
                 yield _rejected(item, Reason.GRAPH_FAILED, f"{type(error).__name__}: {error}"[:200])
 
     def _build(self, number: int, item: Item) -> ItemArrays:
-        files = {path: read_one(path, self.reading.max_file_bytes) for path in item_paths(item)}
+        files = {path: read_one(path, self.reading.max_file_bytes) for path in self.reading.paths(item)}
         self._check_key(number, item, files)
         taken, read = inventory.examine_item(item, files, self.reading)
         if taken.reason is not None:

@@ -1,0 +1,302 @@
+"""Predicted aligned errors (PAE): the JSON that lies beside a predicted structure, and what it says of the residues.
+
+A row is the residue on which a prediction is aligned, a column the one whose place may be wrong, by so many Å. Tables
+of numbers are cut out of the JSON and read row by row, as Python's numbers would take twenty times the memory.
+Shapes: N rows of a table, T tokens of AlphaFold 3, R residues of a file's polymers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from pipeline.records import Kind, Reason
+from pipeline.structures.atoms import UnusableInput
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from pipeline.structures.policy import Chain, Structure
+
+    Errors: TypeAlias = NDArray[np.float32]
+
+PREDICTIONS = re.compile(r"\.(?:pdb|ent|cif|mmcif|mcif|bcif)(?:\.gz)?$", re.IGNORECASE)
+ENDINGS = (".json", ".json.gz")
+# How the name of a structure tells that of its JSON: of AlphaFold DB, ColabFold, AlphaFold 2, AlphaFold's server and 3.
+BESIDE = (
+    (re.compile(r"-model_(v\d+)$"), r"-predicted_aligned_error_\1"),
+    (re.compile(r"_(?:un)?relaxed_rank_"), r"_scores_rank_"),
+    (re.compile(r"^(?:un)?relaxed_model_"), r"pae_model_"),
+    (re.compile(r"_model_(\d+)$"), r"_full_data_\1"),
+    (re.compile(r"(^|_)model$"), r"\1confidences"),
+)
+OURS = ".pae"  # NAME.pae.json belongs to NAME.pdb, whoever made it
+TABLES = ("predicted_aligned_error", "pae")  # as AlphaFold DB calls it since 2022, and all others
+OLDER = ("residue1", "residue2", "distance")  # as it was before: three lists of N times N numbers
+TOKENS = ("token_chain_ids", "token_res_ids")
+HIGHEST = ("max_predicted_aligned_error", "max_pae")
+ROUNDED = 0.5  # Å by which a whole number may be above the highest error
+FARTHEST = 1000.0  # Å
+MOST_BESIDES = 16 << 20  # bytes of what is not a table
+PIECE_BYTES = 1 << 16  # of a list that are read at once
+KEY = re.compile(rb'"(\w+)"\s*:\s*(\[)(\s*\[)?')
+END = re.compile(rb"\]\s*\]")
+ROW = re.compile(rb"\s*\[([^\[\]]*)\]\s*([,\]])")
+OF_NUMBERS = b"0123456789+-.eE, \t\r\n"
+
+
+def pae_candidates(path: str) -> tuple[str, ...]:
+    """Return the files that may hold the errors of a structure; none for a path of another kind."""
+    folder, slash, name = path.rpartition("/")
+    stem = PREDICTIONS.sub("", name)
+    if stem == name:
+        return ()
+    stems = [pattern.sub(beside, stem) for pattern, beside in BESIDE if pattern.search(stem)]
+    return tuple(f"{folder}{slash}{known}{ending}" for known in (*stems, stem + OURS) for ending in ENDINGS)
+
+
+def pae_beside(path: str) -> tuple[str, ...]:
+    """Return the file that holds the errors of a structure, if there is one."""
+    return tuple(candidate for candidate in pae_candidates(path) if os.path.exists(candidate))[:1]  # noqa: PTH110
+
+
+class AlignedErrors(NamedTuple):
+    """What a JSON says: the errors, and of AlphaFold 3 the chain and number of each row's residue."""
+
+    pae_NN: Errors
+    tokens: tuple[tuple[str, int], ...] | None = None
+
+
+class _TablePlace(NamedTuple):
+    """Where a table stands in the JSON, its outer brackets included."""
+
+    first: int
+    last: int
+    has_rows: bool
+
+
+def errors_of(structure: Structure, name: str, data: bytes) -> Errors:
+    """Return the errors between the residues of a structure's polymers [R, R], in its order; `name` is the JSON's."""
+    try:
+        return _of_residues(read_errors(data), structure)
+    except UnusableInput as problem:
+        raise UnusableInput(problem.reason, f"{name}: {problem.detail}") from None
+
+
+def read_errors(data: bytes) -> AlignedErrors:
+    """Return what a JSON of predicted aligned errors says; refuse one that is malformed."""
+    tables, content = _apart(data)
+    form = next((name for name in TABLES if name in content and name in tables), None)
+    if form is not None:
+        pae_NN = _square(data, tables[form], form)
+    elif all(name in content and name in tables for name in OLDER):
+        pae_NN = _scattered(*(_listed(data, tables[name], name) for name in OLDER))
+    else:
+        there = ", ".join(map(str, list(content)[:8])) or "nothing"
+        raise _bad(f"it has no table {' or '.join(TABLES)}, nor the lists {', '.join(OLDER)}; it has {there}")
+    _check_highest(pae_NN, content)
+    return AlignedErrors(pae_NN, _tokens(content, len(pae_NN)))
+
+
+def _bad(what: str) -> UnusableInput:
+    return UnusableInput(Reason.BAD_PAE, what)
+
+
+def _apart(data: bytes) -> tuple[dict[str, _TablePlace], Mapping[str, Any]]:
+    """Return where the tables of a JSON stand, and what it says besides."""
+    tables: dict[str, _TablePlace] = {}
+    pieces, kept, at = list[bytes](), 0, 0
+    while found := KEY.search(data, at):
+        name, first, at = found[1].decode(), found.start(2), found.end()
+        if found[3] is None and name not in OLDER:
+            continue
+        if (at := _end(data, first, has_rows=found[3] is not None)) == 0:
+            raise _bad(f"{name} has no end: the file is cut short")
+        if name in tables:
+            raise _bad(f"it has {name} twice")
+        tables[name] = _TablePlace(first, at, found[3] is not None)
+        pieces.append(data[kept:first])
+        kept = at
+    besides = b"null".join([*pieces, data[kept:]])
+    if len(besides) > MOST_BESIDES:
+        raise _bad(f"it has {len(besides):,} bytes besides tables of errors: it is something else")
+    try:
+        content = json.loads(besides)
+    except (ValueError, RecursionError) as error:
+        raise _bad(f"it is no JSON, apart from its tables: {error}"[:200]) from error
+    if isinstance(content, list) and len(content) == 1:
+        content = content[0]
+    if not isinstance(content, dict):
+        raise _bad("it is neither an object nor a list of one")
+    return tables, content
+
+
+def _end(data: bytes, first: int, *, has_rows: bool) -> int:
+    """Return where a table ends that begins there; 0 where it does not."""
+    if not has_rows:
+        return data.find(b"]", first) + 1
+    found = END.search(data, first)
+    return found.end() if found else 0
+
+
+def _numbers(text: bytes, what: str, before: int = 0) -> NDArray[np.float64]:
+    """Return numbers that are separated by commas; refuse all else, NaN among it."""
+    if rest := text.translate(None, OF_NUMBERS):
+        raise _bad(f"{what} has {rest[:20].decode('latin-1')!r}, which is no part of a number")
+    try:
+        values_N = np.array(json.loads(b"[%b]" % text), np.float64)
+    except (ValueError, OverflowError) as error:
+        raise _bad(f"{what} has something that is no number: {error}"[:200]) from error
+    wrong = np.flatnonzero(~((values_N >= 0) & (values_N <= FARTHEST)))
+    if len(wrong) and what not in OLDER[:2]:
+        value = values_N[wrong[0]]
+        raise _bad(f"{what} has {value:g} at place {before + int(wrong[0]) + 1}, which is no error in Å")
+    return values_N
+
+
+def _square(data: bytes, table: _TablePlace, name: str) -> Errors:
+    """Return a table of as many rows as columns."""
+    rows, pae_NN = 0, np.empty((0, 0), np.float32)
+    for rows, row in enumerate(_rows(data, table, name), 1):
+        values_N = _numbers(row, f"row {rows} of {name}")
+        if rows == 1:
+            pae_NN = np.empty((_possible(len(values_N), table, name),) * 2, np.float32)
+        if len(values_N) != len(pae_NN) or rows > len(pae_NN):
+            what = f"row {rows} of {name} has {len(values_N):,} numbers, and the first has {len(pae_NN):,}"
+            raise _bad(f"{what}: it is not square")
+        pae_NN[rows - 1] = values_N
+    if rows != len(pae_NN):
+        raise _bad(f"{name} has {rows:,} rows of {len(pae_NN):,} numbers: it is not square")
+    return pae_NN
+
+
+def _possible(size: int, table: _TablePlace, name: str) -> int:
+    """Return a number of columns; refuse none, and one whose square the file is too small for."""
+    if not size:
+        raise _bad(f"{name} is empty")
+    if 2 * size * size > table.last - table.first:
+        raise _bad(f"{name} has a row of {size:,} numbers, and is too short for as many rows: it is not square")
+    return size
+
+
+def _rows(data: bytes, table: _TablePlace, name: str) -> Iterator[bytes]:
+    """Yield what stands within the brackets of each row."""
+    at, separator = table.first + 1, b","
+    while separator == b",":
+        found = ROW.match(data, at)
+        if found is None:
+            raise _bad(f"{name} is no list of rows of numbers")
+        yield found[1]
+        at, separator = found.end(), found[2]
+
+
+def _listed(data: bytes, table: _TablePlace, name: str) -> Errors:
+    """Return a flat list, read in pieces."""
+    pieces, at, last = list[Any](), table.first + 1, table.last - 1
+    before = 0
+    while at < last:
+        comma = data.find(b",", at + PIECE_BYTES, last)
+        until = last if comma < 0 else comma
+        pieces.append(_numbers(data[at:until], name, before).astype(np.float32))  # exact for the number of any residue
+        before, at = before + len(pieces[-1]), until + 1
+    return np.concatenate(pieces or [np.empty(0, np.float32)])
+
+
+def _scattered(on_P: Errors, of_P: Errors, pae_P: Errors) -> Errors:
+    """Return the table that three lists describe: aligned on which residue, the error of which, and the error."""
+    size = math.isqrt(len(pae_P))
+    if not size or not len(on_P) == len(of_P) == len(pae_P) == size * size:
+        lengths = " and ".join(f"{len(values_P):,}" for values_P in (on_P, of_P, pae_P))
+        raise _bad(f"{', '.join(OLDER)} have {lengths} numbers: they are no square table")
+    for name, values_P in zip(OLDER, (on_P, of_P), strict=False):
+        if (values_P != np.floor(values_P)).any() or values_P.min() < 1 or values_P.max() > size:
+            raise _bad(f"{name} has a number that is none of the residues 1 to {size:,}")
+    pae_NN = np.full((size, size), np.nan, np.float32)
+    pae_NN[on_P.astype(np.int32) - 1, of_P.astype(np.int32) - 1] = pae_P
+    if np.isnan(pae_NN).any():
+        on, of = (int(place[0]) + 1 for place in np.nonzero(np.isnan(pae_NN)))
+        raise _bad(f"it says nothing of the residues {on} and {of}, and something twice")
+    return pae_NN
+
+
+def _check_highest(pae_NN: Errors, content: Mapping[str, Any]) -> None:
+    """Refuse errors above the one that the JSON says is the highest possible."""
+    for name in HIGHEST:
+        highest = content.get(name, FARTHEST)
+        if isinstance(highest, bool) or not isinstance(highest, (int, float)):
+            raise _bad(f"{name} is {str(highest)[:20]!r}, which is no number")
+        if not pae_NN.max() <= highest + ROUNDED:
+            on, of = (int(place) + 1 for place in np.unravel_index(int(pae_NN.argmax()), pae_NN.shape))
+            raise _bad(f"the error of residue {of} aligned on {on} is {pae_NN.max():g}, and {name} says {highest:g}")
+
+
+def _tokens(content: Mapping[str, Any], size: int) -> tuple[tuple[str, int], ...] | None:
+    """Return the chain and the residue's number of each token, as AlphaFold 3 writes them."""
+    if not any(name in content for name in TOKENS):
+        return None
+    chains, numbers = (content.get(name) for name in TOKENS)
+    if not (isinstance(chains, list) and isinstance(numbers, list) and len(chains) == len(numbers) == size):
+        raise _bad(f"{' and '.join(TOKENS)} are not two lists of {size:,}, as there are rows")
+    return tuple((str(chain), int(number)) for chain, number in _checked(chains, numbers))
+
+
+def _checked(chains: Sequence[Any], numbers: Sequence[Any]) -> Iterator[tuple[str, int]]:
+    for token, (chain, number) in enumerate(zip(chains, numbers, strict=True), 1):
+        if not isinstance(chain, str) or type(number) is not int:
+            raise _bad(f"token {token} is of chain {chain!r} and residue {number!r}: a name and a number are wanted")
+        yield chain, number
+
+
+def _of_residues(errors: AlignedErrors, structure: Structure) -> Errors:
+    """Return the errors of the residues of a structure's polymers; refuse those of other residues."""
+    chains = [chain for chain in structure.chains if chain.kind is not Kind.OTHER]
+    residues = max((chain.last for chain in chains), default=0)
+    if errors.tokens is not None:
+        return _by_tokens(errors.pae_NN, _residue_of_tokens(errors.tokens, chains, structure))
+    if len(errors.pae_NN) != residues:
+        what = f"it has {len(errors.pae_NN):,} rows, and the polymer chains of the structure have {residues:,} residues"
+        raise _bad(f"{what}: it is of another structure, or residues were cut out of one of the two")
+    return errors.pae_NN
+
+
+def _residue_of_tokens(
+    tokens: Sequence[tuple[str, int]], chains: Sequence[Chain], structure: Structure
+) -> NDArray[np.int64]:
+    """Return the residue of each token, -1 of ligands; each residue of a polymer must have one, and no other."""
+    names = {chain.name for chain in chains}
+    residue_of = {
+        (chain.name, int(structure.number_R[residue])): residue
+        for chain in chains
+        for residue in range(chain.first, chain.last)
+    }
+    residue_T = np.array([residue_of.get(token, -1) for token in tokens])
+    for (chain, number), residue in zip(tokens, residue_T.tolist(), strict=True):
+        if residue < 0 and chain in names:
+            raise _bad(f"it has a token of residue {number} of chain {chain}, which the structure does not have")
+    last = max((chain.last for chain in chains), default=0)
+    absent = np.flatnonzero(np.bincount(residue_T[residue_T >= 0], minlength=last) == 0)
+    if len(absent):
+        owner = next(chain.name for chain in chains if chain.first <= absent[0] < chain.last)
+        number = structure.number_R[absent[0]]
+        raise _bad(f"it has no token of residue {number} of chain {owner}, and of {len(absent):,} residues in all")
+    return residue_T
+
+
+def _by_tokens(pae_TT: Errors, residue_T: NDArray[np.int64]) -> Errors:
+    """Return the errors of residues; of one with several tokens, as modified ones have, it is their mean."""
+    order = np.argsort(residue_T, kind="stable")
+    order = order[np.count_nonzero(residue_T < 0) :]
+    first_R, count_R = np.unique(residue_T[order], return_index=True, return_counts=True)[1:]
+    pae_TT = pae_TT[np.ix_(order, order)]
+    if len(first_R) == len(order):
+        return pae_TT
+    for axis in (0, 1):
+        pae_TT = np.add.reduceat(pae_TT, first_R, axis=axis, dtype=np.float64)
+    return (pae_TT / np.outer(count_R, count_R)).astype(np.float32)

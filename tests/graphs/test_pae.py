@@ -1,0 +1,502 @@
+"""Predicted aligned errors beside structures: a field of edges, part of keys, and whatever else a JSON may hold."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import tracemalloc
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.graphs.build_graph import build_graph
+from pipeline.graphs.item_graph import GraphRecipe, ItemGraph, decode_graph, encode_graph
+from pipeline.keys import content_digest
+from pipeline.records import Inventory, Item, Part, Reason, Role
+from pipeline.stages import scan
+from pipeline.stages.remade_records import read_again
+from pipeline.stages.scan import ScanShelves, look_up_items, scan_items
+from pipeline.stages.structure_checks import wrong
+from pipeline.store.cache_folder import CacheFolder
+from pipeline.store.format.record import Record
+from pipeline.structures.atoms import UnusableInput
+from pipeline.structures.inventory import Complex, ScanRecipe, examine_item, item_key
+from pipeline.structures.parsing.aligned_errors import pae_beside, pae_candidates, read_errors
+from pipeline.structures.parsing.structure_files import File, plain_files
+from pipeline.structures.policy import Policy
+from pipeline.training.items.batch_layout import ItemArrays
+from pipeline.training.items.crop import crop_item, crop_rng
+from pipeline.training.items.item_source import BuiltGraphs
+from pipeline.training.items.item_table import TableBuilder
+from pipeline.training.items.loader import Loader
+from tests.command import Command
+from tests.graphs.complexes import side
+from tests.graphs.test_plddt import cif, pdb
+from tests.projects import MakeProject, settle
+from tests.training.items.content import Micros
+
+LENGTH, CHAINS = 8, "AB"
+SIZE = LENGTH * len(CHAINS)
+WHOLE = np.random.default_rng(5).integers(0, 32, (SIZE, SIZE))  # of no symmetry, as AlphaFold DB rounds it
+BESIDE = ScanRecipe(policy=Policy(pae="beside"))
+REQUIRED = ScanRecipe(policy=Policy(pae="required"))
+GRAPH = GraphRecipe(neighbours=4, cross_neighbours=3)
+PARTNERS = (side(Role.RECEPTOR, "A"), side(Role.LIGAND, "B"))
+NAME, JSON = "AF-P00000-F1-model_v4", "AF-P00000-F1-predicted_aligned_error_v4.json"
+
+
+def alphafold_db(table: np.ndarray, indent: int | None = None) -> bytes:
+    whole = {"predicted_aligned_error": table.tolist(), "max_predicted_aligned_error": 31.75}
+    return json.dumps([whole], indent=indent).encode()
+
+
+def older(table: np.ndarray, indent: int | None = None) -> bytes:
+    on, of = (np.ravel(places) + 1 for places in np.indices(table.shape))
+    lists = {"residue1": on.tolist(), "residue2": of.tolist(), "distance": table.ravel().tolist()}
+    return json.dumps([{**lists, "max_predicted_aligned_error": 31.75}], indent=indent).encode()
+
+
+def colabfold(table: np.ndarray, indent: int | None = None) -> bytes:
+    whole = {"plddt": [90.5] * len(table), "max_pae": float(table.max()), "pae": table.tolist(), "ptm": 0.5}
+    return json.dumps(whole, indent=indent).encode()
+
+
+def alphafold_3(table: np.ndarray, indent: int | None = None) -> bytes:
+    """Write a table whose first half is chain A's; tokens are those of B, of a ligand between, then of A."""
+    half = len(table) // 2
+    rows = [*range(half, len(table)), None, None, *range(half)]
+    wide = [[31.5 if None in (on, of) else table[on, of].item() for of in rows] for on in rows]
+    whole = {
+        "atom_chain_ids": ["A", "B"] * 9,
+        "contact_probs": [[0.5] * len(rows)] * len(rows),
+        "pae": wide,
+        "token_chain_ids": ["LIG" if row is None else CHAINS[row // half] for row in rows],
+        "token_res_ids": [1 if row is None else row % half + 1 for row in rows],
+    }
+    return json.dumps(whole, indent=indent).encode()
+
+
+FORMS = (alphafold_db, older, colabfold, alphafold_3)
+
+
+def examined(
+    data: bytes, errors: bytes | None, recipe: ScanRecipe = BESIDE, suffix: str = "pdb"
+) -> tuple[Inventory, Complex | None]:
+    name = f"{NAME}.{suffix}"
+    parts = tuple(replace(part, path=name) for part in PARTNERS)
+    files = {name: File(data, "1")} | ({} if errors is None else {JSON: File(errors, "2")})
+    return examine_item(Item("i", parts=parts), files, recipe)
+
+
+def graph_of(data: bytes, errors: bytes | None, suffix: str = "pdb") -> ItemGraph:
+    """Return a graph as it is read from its record, which a check of the cache must find to be right."""
+    inventory, read = examined(data, errors, suffix=suffix)
+    assert read is not None, inventory
+    arrays, meta = encode_graph(build_graph(read, GRAPH))
+    assert list(wrong(Record(b"k" * 16, arrays, meta), GRAPH.plain())) == []
+    return decode_graph(arrays, meta)
+
+
+def wanted(graph: ItemGraph, table: np.ndarray) -> list[np.ndarray]:
+    """Return the errors of each partner's edges and of those between them, by the rule: aligned on the node."""
+    first = {role: LENGTH * place for place, role in enumerate(part.role for part in graph.parts)}
+    kinds = [(part.edges["near"], first[part.role], first[part.role]) for part in graph.parts]
+    kinds.append((graph.cross["near"], first[Role.LIGAND], first[Role.RECEPTOR]))
+    return [
+        np.array([table[node + on, neighbour + of] for neighbour, node in edges_2E.T.tolist()], np.float32)
+        for edges_2E, of, on in kinds
+    ]
+
+
+def found(graph: ItemGraph) -> list[np.ndarray]:
+    return [fields["near.pae"] for fields in (*(part.edge_fields for part in graph.parts), graph.cross_fields)]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
+@pytest.mark.parametrize(("data", "suffix"), [(pdb(), "pdb"), (cif(), "cif")], ids=["pdb", "cif"])
+def test_each_edge_has_the_error_of_the_neighbour_aligned_on_the_node(
+    form: Callable[..., bytes], data: bytes, suffix: str
+) -> None:
+    graph = graph_of(data, form(WHOLE), suffix)
+    assert all(len(errors_E) for errors_E in found(graph))
+    for errors_E, right_E in zip(found(graph), wanted(graph, WHOLE), strict=True):
+        assert errors_E.dtype == np.float32
+        assert np.array_equal(errors_E, right_E)
+
+
+def test_residues_that_are_no_nodes_are_rows_all_the_same() -> None:
+    policy = Policy(plddt="marked", min_plddt=70.0, pae="beside")
+    reading = replace(BESIDE.reading, b_factors=True)
+    read = examined(pdb(), alphafold_db(WHOLE), replace(BESIDE, policy=policy, reading=reading))[1]
+    assert read is not None
+    graph = build_graph(read, GRAPH)
+    kept = [0, 1, 2, 3, 7]  # of the receptor; 70 and more
+    neighbour_E, node_E = graph.parts[0].edges["near"]
+    right_E = WHOLE[np.ix_(kept, kept)][node_E, neighbour_E]
+    assert np.array_equal(found(graph)[0], right_E.astype(np.float32))
+
+
+def test_a_residue_of_several_tokens_has_their_mean() -> None:
+    whole = json.loads(alphafold_3(WHOLE))
+    twice = [0, *range(len(whole["pae"]))]  # the first residue of B has two tokens, as a modified one has
+    wide = np.array(whole["pae"])[np.ix_(twice, twice)]
+    wide[0] += 2
+    whole |= {"pae": wide.tolist(), **{name: [whole[name][at] for at in twice] for name in list(whole)[-2:]}}
+    table = WHOLE.astype(float)
+    table[LENGTH] += 1
+    graph = graph_of(pdb(), json.dumps(whole).encode())
+    assert all(map(np.array_equal, found(graph), wanted(graph, table)))
+
+
+def test_edges_have_nan_where_no_json_says_and_the_scan_notes_it() -> None:
+    inventory, _ = examined(pdb(), None)
+    assert [partner.notes["no_pae"] for partner in inventory.partners] == [1, 1]
+    assert all(np.isnan(errors_E).all() for errors_E in found(graph_of(pdb(), None)))
+    with_errors, _ = examined(pdb(), alphafold_db(WHOLE))
+    assert not any("no_pae" in partner.notes for partner in with_errors.partners)
+
+
+def test_a_file_without_is_rejected_where_they_are_required() -> None:
+    inventory, _ = examined(pdb(), None, REQUIRED)
+    assert inventory.reason is Reason.NO_PAE
+    assert f"beside {NAME}.pdb: looked for {JSON}, {NAME}.pae.json" in inventory.detail
+    assert "structures.pae: beside" in inventory.detail
+    assert examined(pdb(), alphafold_db(WHOLE), REQUIRED)[0].reason is None
+
+
+def test_partners_in_files_of_their_own_have_their_own_errors_and_none_between_them() -> None:
+    files = {f"{name}.pdb": File(pdb(), name) for name in ("r", "l", "bound")}
+    files["r.pae.json"] = File(alphafold_db(WHOLE), "p")
+    files["bound.pae.json"] = File(b"is not looked at", "q")
+    parts = (Part(Role.RECEPTOR, "r.pdb", ("A",)), Part(Role.LIGAND, "l.pdb", ("B",)))
+    bound = tuple(replace(part, path="bound.pdb") for part in parts)
+    inventory, read = examine_item(Item("i", parts, bound), files, BESIDE)
+    assert read is not None, inventory
+    unbound = build_graph(read, replace(GRAPH, cross_neighbours=0))
+    receptor, ligand = (part.edge_fields["near.pae"] for part in unbound.parts)
+    neighbour_E, node_E = unbound.parts[0].edges["near"]
+    assert np.array_equal(receptor, WHOLE[node_E, neighbour_E].astype(np.float32))
+    assert np.isnan(ligand).all()
+    assert not unbound.cross_fields
+    together = examine_item(Item("i", parts), files, BESIDE)[1]
+    assert together is not None
+    assert np.isnan(build_graph(together, GRAPH).cross_fields["near.pae"]).all()
+
+
+@pytest.mark.parametrize(
+    ("structure", "names"),
+    [
+        ("AF-P12345-F1-model_v4.cif.gz", ["AF-P12345-F1-predicted_aligned_error_v4"]),
+        ("x_unrelaxed_rank_001_alphafold2_ptm_seed_000.pdb", ["x_scores_rank_001_alphafold2_ptm_seed_000"]),
+        ("relaxed_model_1_ptm_pred_0.pdb", ["pae_model_1_ptm_pred_0"]),
+        ("fold_x_model_0.cif", ["fold_x_full_data_0"]),
+        ("x_seed-1_sample-0_model.cif", ["x_seed-1_sample-0_confidences"]),
+        ("model.cif", ["confidences"]),
+        ("any.ENT", []),
+    ],
+)  # fmt: skip
+def test_the_name_of_a_structure_tells_that_of_its_json(structure: str, names: Sequence[str]) -> None:
+    stem = structure.removesuffix(".gz").rpartition(".")[0]
+    either = [f"a/b/{name}{ending}" for name in (*names, f"{stem}.pae") for ending in (".json", ".json.gz")]
+    assert list(pae_candidates(f"a/b/{structure}")) == either
+
+
+@pytest.mark.parametrize("path", ["x.prmtop", "x.sdf", "x.json", "pdb", ""])
+def test_other_files_have_none_beside_them(path: str) -> None:
+    assert pae_candidates(path) == ()
+
+
+def changed(table: np.ndarray = WHOLE, **what: object) -> bytes:
+    return json.dumps([json.loads(alphafold_db(table))[0] | what]).encode()
+
+
+def put(place: tuple[int, int], value: str, data: bytes | None = None) -> bytes:
+    """Return a JSON with something else in one place of its table."""
+    table = WHOLE.astype(float)
+    table[place] = 77.125
+    return (data or alphafold_db(table).replace(b"31.75", b"99")).replace(b"77.125", value.encode())
+
+
+def of_tokens(**what: object) -> bytes:
+    return json.dumps(json.loads(alphafold_3(WHOLE)) | what).encode()
+
+
+ROWS = WHOLE.tolist()
+WRONG = {
+    "has neither an end nor": (b"", "is no JSON"),
+    "text": (b"hello", "is no JSON"),
+    "not square": (changed(WHOLE[:-1]), "has 15 rows of 16 numbers: it is not square"),
+    "too many rows": (changed(predicted_aligned_error=[*ROWS, ROWS[0]]), "it is not square"),
+    "a short row": (changed(predicted_aligned_error=[*ROWS[:3], ROWS[3][1:], *ROWS[4:]]), "row 4 of predicted_aligned"),
+    "one long row": (changed(predicted_aligned_error=[[1] * 5000]), "too short for as many rows"),
+    "empty": (changed(predicted_aligned_error=[[]]), "predicted_aligned_error is empty"),
+    "no rows": (changed(predicted_aligned_error=[]), "has no table predicted_aligned_error or pae"),
+    "null": (changed(predicted_aligned_error=None), "has no table predicted_aligned_error or pae"),
+    "deeper": (changed(predicted_aligned_error=[[[1]]]), ""),
+    "of another structure": (alphafold_db(WHOLE[:9, :9]), "has 9 rows, and the polymer chains of the structure have"),
+    "negative": (put((2, 3), "-1"), "row 3 of predicted_aligned_error has -1 at place 4"),
+    "NaN": (put((0, 0), "NaN"), "row 1 of predicted_aligned_error has 'NaN', which is no part of a number"),
+    "infinite": (put((0, 0), "1e999"), "has inf at place 1"),
+    "null in a row": (put((0, 1), "null"), "which is no part of a number"),
+    "a text": (put((0, 1), '"4"'), "which is no part of a number"),
+    "two points": (put((0, 1), "1.2.3"), "something that is no number"),
+    "digits": (put((0, 1), "9" * 6000), "something that is no number"),
+    "nothing between commas": (put((0, 1), ""), "something that is no number"),
+    "beyond its highest": (put((1, 2), "40", alphafold_db(WHOLE).replace(b"31.75", b"3")), "and max_predicted_aligned"),
+    "a highest that is none": (changed(max_predicted_aligned_error="31"), "'31', which is no number"),
+    "a highest that is NaN": (changed(max_predicted_aligned_error=float("nan")), "predicted_aligned_error says nan"),
+    "two objects": (json.dumps([{}, {}]).encode(), "neither an object nor a list of one"),
+    "a number": (b"5", "neither an object nor a list of one"),
+    "another JSON": (b'{"chain_ptm": [0.5], "iptm": 0.8}', "it has chain_ptm, iptm"),
+    "twice": (alphafold_db(WHOLE)[:-2] + b', "predicted_aligned_error": [[1]]}]', "has predicted_aligned_error twice"),
+    "cut short": (alphafold_db(WHOLE)[:300], "has no end: the file is cut short"),
+    "hidden": (json.dumps({"inner": json.loads(alphafold_db(WHOLE))}).encode(), "it has inner"),
+    "deep": (b"[" * 200_000, "is no JSON"),
+    "lists of other lengths": (older(WHOLE).replace(b'"residue1": [1, ', b'"residue1": ['), "they are no square table"),
+    "lists that miss a pair": (older(WHOLE).replace(b'"residue2": [1, ', b'"residue2": [2, '), "says nothing of the"),
+    "lists beyond": (older(WHOLE).replace(b'"residue2": [1, ', b'"residue2": [99, '), "none of the residues 1 to 16"),
+    "lists of halves": (older(WHOLE).replace(b'"residue2": [1, ', b'"residue2": [1.5, '), "none of the residues 1 to"),
+    "tokens too few": (of_tokens(token_res_ids=[1]), "are not two lists of 18, as there are rows"),
+    "tokens without chains": (of_tokens(token_chain_ids=None), "are not two lists of 18"),
+    "tokens of no number": (of_tokens(token_res_ids=["1"] * 18), "token 1 is of chain 'B' and residue '1'"),
+    "tokens of another residue": (of_tokens(token_res_ids=[*range(2, 10), 1, 1, *range(1, 9)]), "residue 9 of chain B"),
+    "tokens of another chain": (of_tokens(token_chain_ids=["A"] * 8 + ["L"] * 10), "no token of residue 1 of chain B"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_json_that_is_none_or_of_other_residues_is_rejected_with_what_is_wrong(what: str) -> None:
+    data, words = WRONG[what]
+    inventory, read = examined(pdb(), data)
+    assert (inventory.reason, read) == (Reason.BAD_PAE, None), inventory
+    assert inventory.detail.startswith(f"{JSON}: ")
+    assert words in inventory.detail
+
+
+TABLE = st.integers(1, 7).flatmap(
+    lambda size: st.lists(
+        st.lists(st.integers(0, 3175).map(lambda value: value / 100), min_size=size, max_size=size),
+        min_size=size,
+        max_size=size,
+    )
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(TABLE, st.sampled_from([alphafold_db, older, colabfold]), st.sampled_from([None, 0, 3]), st.floats(0, 1))
+def test_any_table_is_read_as_it_was_written_and_no_part_of_its_file_is(
+    rows: list[list[float]], form: Callable[..., bytes], indent: int | None, share: float
+) -> None:
+    data = form(np.array(rows), indent)
+    assert np.array_equal(read_errors(data).pae_NN, np.array(rows, np.float32))
+    with pytest.raises(UnusableInput):
+        read_errors(data[: int(share * (len(data) - 1))])
+
+
+@pytest.mark.parametrize("form", [alphafold_db, older])
+def test_a_table_is_read_without_a_python_number_for_each_of_its_own(form: Callable[..., bytes]) -> None:
+    data = form(np.random.default_rng(0).integers(0, 3100, (400, 400)) / 100)
+    tracemalloc.start()
+    pae_NN = read_errors(data).pae_NN
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert pae_NN.nbytes == 4 * 400 * 400
+    assert peak < (3 if form is alphafold_db else 12) * pae_NN.nbytes  # Python's own take 8 times as much
+
+
+@pytest.fixture
+def predicted(tmp_path: Path) -> tuple[Item, Path]:
+    """An item whose file lies in a folder, and where its JSON does."""
+    path = tmp_path / f"{NAME}.pdb"
+    path.write_bytes(pdb())
+    (tmp_path / JSON).write_bytes(alphafold_db(WHOLE))
+    settle(tmp_path)
+    return Item("i", tuple(replace(part, path=str(path)) for part in PARTNERS), split="train"), tmp_path / JSON
+
+
+def scanned(item: Item, recipe: ScanRecipe, cache: Path) -> Callable[[], bool]:
+    """Scan an item; return a function that tells whether all is known of it as its files are now."""
+    folder = CacheFolder(cache)
+    shelves = ScanShelves(folder.kind("scan"), folder.kind("files"), 1 << 20)
+    list(scan_items([item], recipe, shelves))
+    return lambda: look_up_items([item], recipe, shelves)[0].inventory is not None
+
+
+def test_a_json_that_changes_goes_or_comes_makes_the_item_anew_and_what_stands_still_is_not_opened(
+    predicted: tuple[Item, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    item, beside = predicted
+    is_known = scanned(item, BESIDE, tmp_path / "cache")
+    with monkeypatch.context() as closed:
+        closed.setattr(scan, "read_file", lambda *_: pytest.fail("a file was opened"))
+        assert is_known()
+    for change in (lambda: beside.write_bytes(alphafold_db(WHOLE.T)), beside.unlink):
+        change()
+        settle(tmp_path)
+        assert not is_known()
+        assert scanned(item, BESIDE, tmp_path / "cache")()
+    beside.with_suffix(".json.gz").write_bytes(gzip.compress(alphafold_db(WHOLE)))
+    settle(tmp_path)
+    assert not is_known()
+    assert scanned(item, BESIDE, tmp_path / "cache")()
+
+
+def test_no_key_changes_for_those_who_do_not_ask(predicted: tuple[Item, Path]) -> None:
+    item, beside = predicted
+    plain, structure = ScanRecipe(), item.parts[0].path
+    assert plain.paths(item) == [structure]
+    assert BESIDE.paths(item) == [structure, str(beside)]
+    digests = {structure: "1"}
+    key = item_key(item, plain, digests)
+    assert key == item_key(item, replace(plain, policy=Policy(pae="none")), digests)
+    both = digests | {str(beside): "2"}
+    asked = [item_key(item, recipe, known) for recipe in (BESIDE, REQUIRED) for known in (digests, both)]
+    assert len({key, *asked, item_key(item, BESIDE, digests | {str(beside): "3"})}) == 6
+
+
+def test_a_json_that_is_too_large_is_refused_before_it_is_read_and_named(predicted: tuple[Item, Path]) -> None:
+    item, beside = predicted
+    beside.write_bytes(alphafold_db(WHOLE) + b" " * 20_000)
+    packed = beside.with_suffix(".json.gz")
+    packed.write_bytes(gzip.compress(beside.read_bytes()))
+    for name in (beside.name, packed.name):
+        with pytest.raises(UnusableInput, match=f"file_too_large: {name}: "):
+            plain_files(10_000, BESIDE.paths).of(item)
+        beside.unlink(missing_ok=True)
+    assert pae_beside(item.parts[0].path) == (str(packed),)
+    packed.write_bytes(packed.read_bytes()[:-9])
+    with pytest.raises(UnusableInput, match=f"truncated_file: {packed.name}: the gzip stream ends early"):
+        plain_files(99_999, BESIDE.paths).of(item)
+
+
+def test_what_is_made_anew_for_a_check_is_what_was_made(predicted: tuple[Item, Path]) -> None:
+    item, _ = predicted
+    anew = read_again(item, BESIDE)
+    assert anew is not None
+    assert anew.read is not None
+    digests = {path: content_digest(Path(path).read_bytes()).hex() for path in BESIDE.paths(item)}
+    assert len(digests) == 2
+    assert anew.key == item_key(item, BESIDE, digests)
+    graph = build_graph(anew.read, GRAPH)
+    assert all(map(np.array_equal, found(graph), wanted(graph, WHOLE)))
+
+
+@pytest.mark.parametrize("value", [-1.0, np.inf, 1e6])
+def test_a_check_of_the_cache_finds_errors_that_are_none(value: float) -> None:
+    arrays, meta = encode_graph(graph_of(pdb(), alphafold_db(WHOLE)))
+    for name in [name for name in arrays if name.endswith(".pae")]:
+        spoilt = arrays | {name: np.full_like(arrays[name], value)}
+        assert any(f"{name}[0] is" in line for line in wrong(Record(b"k" * 16, spoilt, meta), GRAPH.plain()))
+        short = arrays | {name: arrays[name][1:]}
+        assert any(name in line for line in wrong(Record(b"k" * 16, short, meta), GRAPH.plain()))
+        without = {other: array for other, array in arrays.items() if other != name}
+        assert list(wrong(Record(b"k" * 16, without, meta), GRAPH.plain())) == [f"there is no {name}"]
+
+
+def test_a_crop_keeps_the_error_of_each_edge_that_stays() -> None:
+    graph = graph_of(pdb(), alphafold_db(WHOLE))
+    arrays, meta = encode_graph(graph)
+    cut = crop_item(ItemArrays(0, "i", arrays, meta), {"nodes": 10}, crop_rng(0, 0, "i"))
+    less = decode_graph(cut.arrays, cut.meta)
+    numbers = [part.nodes["number"].astype(int) - 1 for part in less.parts]
+    assert 0 < sum(map(len, numbers)) <= 10
+    ends = [(part.edges["near"], rows, rows, 0) for part, rows in zip(less.parts, numbers, strict=True)]
+    ends.append((less.cross["near"], *numbers[::-1], 0))
+    first = {0: 0, 1: LENGTH}
+    for place, ((neighbour_E, node_E), of, on, _) in enumerate(ends):
+        shift = (first[place], first[place]) if place < 2 else (LENGTH, 0)
+        right_E = WHOLE[on[node_E] + shift[1], of[neighbour_E] + shift[0]]
+        assert np.array_equal(found(less)[place], right_E.astype(np.float32))
+
+
+def test_tasks_find_it_beside_the_edges_of_each_item_and_of_a_batch(predicted: tuple[Item, Path]) -> None:
+    item, _ = predicted
+    other = Path(item.parts[0].path).with_name("other.pdb")
+    other.write_bytes(pdb())
+    alone = replace(item, id="alone", parts=tuple(replace(part, path=str(other)) for part in item.parts))
+    builder = TableBuilder()
+    for one in (item, alone):
+        digests = {path: content_digest(Path(path).read_bytes()).hex() for path in BESIDE.paths(one)}
+        builder.add(one.id, GRAPH.key(item_key(one, BESIDE, digests)), "train", graph_of(pdb(), None).sizes(), one)
+    (batch,) = Loader(BuiltGraphs(builder.table(), BESIDE, GRAPH), None, Micros([[0, 1]]))
+    graph = graph_of(pdb(), alphafold_db(WHOLE))
+    first, second = batch.items
+    for part, errors_E in zip(graph.parts, wanted(graph, WHOLE), strict=False):
+        own = first.sides[part.role.value]
+        assert own.edges.keys() == {"near"}
+        assert np.array_equal(own.edge_fields["near.pae"], errors_E)
+        assert second.sides[part.role.value].edge_fields["near.pae"].isnan().all()
+        joined = batch[f"{part.role.value}.edge.near.pae"]
+        assert joined.shape == batch[f"{part.role.value}.edge.near"].shape[1:]
+        assert np.array_equal(batch.sides[part.role.value].edge_fields["near.pae"], joined, equal_nan=True)
+    assert first.cross.keys() == batch.cross.keys() == {"near"}
+    assert np.array_equal(first.cross_fields["near.pae"], wanted(graph, WHOLE)[2])
+    assert len(batch.cross_fields["near.pae"]) == batch.cross["near"].shape[1]
+
+
+def test_pyg_has_it_at_the_edges() -> None:
+    pytest.importorskip("torch_geometric")
+    from pipeline.graphs import pyg_view
+
+    graph = graph_of(pdb(), alphafold_db(WHOLE))
+    whole, single = pyg_view.data(graph), pyg_view.data(graph.parts[0])
+    kinds = [("receptor", "near", "receptor"), ("ligand", "near", "ligand"), ("ligand", "near", "receptor")]
+    for kind, errors_E in zip(kinds, wanted(graph, WHOLE), strict=True):
+        assert np.array_equal(whole[kind].pae, errors_E)
+    assert whole.validate()
+    assert np.array_equal(single.edge_pae, wanted(graph, WHOLE)[0])
+
+
+WORDS = ("submit", "--stage", "graph", "--executor", "local", "--follow", "--set", "data.max_rejected_fraction=0.5")
+ASKS = ("--set", "structures.pae=beside")
+
+
+@pytest.fixture
+def data(make_project: MakeProject) -> Path:
+    """A project of a structure with errors, one without, and one with those of another."""
+    data = make_project(0) / "data"
+    for name, errors in (("good", alphafold_db(WHOLE)), ("lone", None), ("bad", alphafold_db(WHOLE[:3, :3]))):
+        (data / f"{name}.pdb").write_bytes(pdb())
+        if errors:
+            (data / f"{name}.pae.json").write_bytes(errors)
+    settle(data)
+    return data
+
+
+def test_a_run_counts_who_has_none_rejects_what_is_none_and_does_only_what_changed(
+    pipeline: Command, data: Path
+) -> None:
+    said = pipeline(*WORDS, *ASKS)
+    assert said.code == 0, said.err
+    assert "without predicted aligned errors: 1 item, whose edges have NaN" in said.out
+    assert "bad_pae" in said.out
+    assert "bad.pae.json: it has 3 rows" in said.out
+    (data / "lone.pae.json").write_bytes(alphafold_db(WHOLE.T))
+    settle(data)
+    more = pipeline(*WORDS, *ASKS)
+    assert "scan: done" in more.out
+    assert "3 items, 2 cached, 1 of 1 done" in more.out
+    assert "without predicted aligned errors" not in more.out
+
+
+def test_graphs_of_atoms_have_none(pipeline: Command, data: Path) -> None:
+    refused = pipeline(*WORDS, *ASKS, "--set", "graph.nodes=atom")
+    assert refused.code == 2
+    assert "structures: pae is beside, but only graphs with graph.nodes: residue hold it" in refused.err
+
+
+@pytest.mark.slow
+def test_what_a_run_made_is_found_to_be_right_and_explained(pipeline: Command, data: Path) -> None:
+    assert pipeline(*WORDS, *ASKS).code == 0
+    checked = pipeline("cache", "validate", "--semantic", "--sample", "1", *ASKS)
+    assert checked.code == 0, checked.out + checked.err
+    assert "changed" not in pipeline("explain", "good", *ASKS).out
+    (data / "good.pae.json").write_bytes(alphafold_db(WHOLE.T))
+    settle(data)
+    told = " ".join(pipeline("explain", "good", *ASKS).out.split())
+    assert "good.pae.json is not read yet" in told
