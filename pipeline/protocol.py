@@ -215,8 +215,9 @@ class Encoder(Protocol):
     with `weights`, the path `embed.weights`, where it takes that: what these files hold is then part of the keys, as
     its own code is. On a CPU sequences are encoded one by one, on a card in padded batches.
 
-    Two attributes may say more: `padded = False`, that it takes one sequence at a time everywhere, and `version`, a
-    number of what decides the rows and is neither in its code nor in its weights.
+    Three attributes may say more: `padded = False`, that it takes one sequence at a time everywhere; `version`, a
+    number of what decides the rows and is neither in its code nor in its weights; and `cls = True`, that the rows begin
+    with that of the mark before the sequence: row i + 1 is residue i. `embed.cls` keeps it.
     """
 
     @property
@@ -246,6 +247,11 @@ class Encoder(Protocol):
 
         Shorter sequences end early: what their last rows hold does not matter. `is_token_BT` is False there.
         """
+
+
+def has_cls(encoder: Encoder) -> bool:
+    """Tell whether an encoder's rows begin with that of the mark before the sequence."""
+    return bool(getattr(encoder, "cls", False))
 
 
 @runtime_checkable

@@ -30,10 +30,11 @@ def embed_command(
     from pipeline.cli.run_verbs import submit_command
     from pipeline.setup.fasta_project import write_fasta_project
 
-    folder = out or Path("embedded") / fasta.stem
-    written = write_fasta_project(folder, fasta, weights, load_config_if_any(config, sets))
+    folder, here = out or Path("embedded") / fasta.stem, load_config_if_any(config, sets)
+    written = write_fasta_project(folder, fasta, weights, here)
     submit_command("embed", executor, follow=True, config=written)
-    export = Command.of("export embeddings --out", f"{fasta.stem}.h5", "--config", written)
+    pool = ("--pool", "cls") if here.config.embed.cls else ()
+    export = Command.of("export embeddings --out", f"{fasta.stem}.h5", "--config", written, *pool)
     typer.echo(f"next: {export}")
 
 
@@ -43,7 +44,9 @@ def export_embeddings_command(
     format_: Annotated[
         str | None, one_of(FORMATS, "--format", "What to write; by default as the name of the file ends.")
     ] = None,
-    pool: Annotated[str, one_of(POOLINGS, "--pool", "A row for each residue (none), or one for each chain.")] = "none",
+    pool: Annotated[
+        str, one_of(POOLINGS, "--pool", "A row for each residue (none), or one for each chain; cls: its mark's.")
+    ] = "none",
     split: Annotated[str | None, typer.Option("--split", metavar="NAME", help="Only the items of this split.")] = None,
     encoder: Annotated[
         str | None, typer.Option("--encoder", metavar="NAME", help="Whose; default: main, not those of embed.also.")
@@ -59,17 +62,13 @@ def export_embeddings_command(
     A sequence has the id of its item, a chain of a structure is ITEM:CHAIN. The file appears whole or not at all.
     """
     from pipeline.config.schema_data import MAIN
-    from pipeline.errors import ConfigError
     from pipeline.project.project import Project
     from pipeline.runs.workflow.embedding_export import WantedExport, export_embeddings
 
-    wanted = WantedExport(format_ or _told_by(out), pool, split, replace=force, partial=partial)
+    wanted = WantedExport(format_ or _told_by(out), pool, encoder or MAIN, split, replace=force, partial=partial)
     loaded = load_config(config, sets)
     project = Project.open(loaded.config, beside=loaded.base_dir.absolute(), strict=True)
-    if (of_encoder := encoder or MAIN) not in project.encoders:
-        known = ", ".join(project.encoders)
-        raise ConfigError(f"no encoder is called {of_encoder!r}", where="--encoder", remedy=f"one of these: {known}")
-    exported = export_embeddings(project.encoders[of_encoder], out, wanted)
+    exported = export_embeddings(project, out, wanted)
     size = out.stat().st_size
     if as_json:
         print_json({"file": out, "format": wanted.format, "pool": pool, "bytes": size, **exported.to_json()})
@@ -84,6 +83,9 @@ def export_embeddings_command(
         "without an embedding": exported.missing,
     }
     told = [f"{count:,} {what}" for what, count in left_out.items() if count]
+    if exported.joined:
+        shared = "chains embedded as one text have one mark (embed.context: partner)"
+        typer.echo(f"note: {shared}: {exported.joined:,} share the row of theirs", err=True)
     if told:
         typer.echo(f"note: left out: {', '.join(told)}", err=True)
 

@@ -226,6 +226,9 @@ class EmbedSection(Section):
         default={}, description="What the encoder's class is called with, by name, besides weights."
     )
     layer: AutoCount = Field(default="auto", description="Layer whose output is kept; auto: the last.")
+    cls: bool = Field(
+        default=False, description="Whether the row of the mark before a sequence, <cls>, is kept beside its residues'."
+    )
     context: Literal["chain", "partner"] = Field(
         default="chain", description="What is encoded as one: each chain, or the joined chains of a partner."
     )

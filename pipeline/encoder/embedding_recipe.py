@@ -73,6 +73,7 @@ class EmbeddingRecipe:
     half_fallback: bool = True
     letters: str = LETTERS  # that the encoder reads
     whole: int = 0  # residues that it takes as one where `long` cuts only what is longer; 0: as `length` says
+    cls: bool = False  # whether the row of the mark before the residues is kept beside theirs
 
     def key(self, text: str, variant: Variant) -> bytes:
         return tagged_key("embed", self.plain(variant), text)
@@ -87,6 +88,8 @@ class EmbeddingRecipe:
             "precision": variant.precision,
             "storage": self.storage,
         }
+        if self.cls:
+            recipe["cls"] = True
         if variant.cut is not None:
             recipe["cut"] = [variant.cut.policy, variant.cut.length, variant.cut.overlap]
         return recipe

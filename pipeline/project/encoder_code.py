@@ -30,6 +30,7 @@ from pipeline.project.run_code import (
     takes,
 )
 from pipeline.project.task_code import PLANS, is_imported, keep, named_files
+from pipeline.protocol import has_cls
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -74,7 +75,12 @@ def encoder_code(config: Config, beside: Path | None) -> EncoderCode:
 
 def _facts(config: Config, encoder: Encoder, states: list[tuple[str, int, int, int]]) -> CheckpointFacts:
     """Return the facts about an encoder as about any checkpoint; refuse impossible ones."""
-    name, weights = config.embed.encoder, config.embed.weights
+    embed = config.embed
+    name, weights = embed.encoder, embed.weights
+    if embed.cls and not has_cls(encoder):
+        what = f"{name} has no mark before a sequence whose row could be kept"
+        remedy = "--pool mean (or max) for one row of each chain, and embed.cls: false"
+        raise ConfigError(what, where="embed.cls", remedy=remedy)
     module, _, own = name.partition(":")
     is_weighted = takes(getattr(sys.modules[module], own), "weights")
     if is_weighted and not states:
@@ -86,7 +92,7 @@ def _facts(config: Config, encoder: Encoder, states: list[tuple[str, int, int, i
         "encoder": name,
         "code": source_digest(encoder, without=()),
         "version": [getattr(encoder, "version", 0), _distribution(encoder)],
-        "options": config.embed.options,
+        "options": embed.options,
         "weights": [(file.name, sha256_of(file)) for file in _files(weights)] if is_weighted else [],
         "is": [width, layers, longest, letters],
     }
@@ -127,6 +133,7 @@ def _asked(config: Config, files: Mapping[str, Path] | None, states: list[tuple[
     """Return the digest of all that the facts follow from."""
     facts: dict[str, Any] = {
         "encoder": config.embed.encoder,
+        "cls": config.embed.cls,
         "options": json.dumps(config.embed.options, sort_keys=True, default=str),
         "files": digest_of(sorted((files or {}).items())),
         "weights": states,

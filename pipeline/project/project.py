@@ -195,6 +195,7 @@ def embedding_recipe(config: Config, weights: CheckpointFacts) -> EmbeddingRecip
         on_oom=chosen.on_oom,
         half_fallback=chosen.half_fallback == "fp32",
         letters=weights.letters,
+        cls=chosen.cls,
         **_long_sequences(config, weights),
     )
 

@@ -182,8 +182,8 @@ class _Sink:
             "layer": recipe.layer,
             "context": recipe.context,
         }
-        bfloat16 = ("rows",) if recipe.storage == "bf16" else ()
-        self._writer.put(recipe.key(made.text, made.variant), {"rows": made.rows_LD}, meta, bfloat16=bfloat16)
+        bfloat16 = tuple(made.arrays) if recipe.storage == "bf16" else ()
+        self._writer.put(recipe.key(made.text, made.variant), made.arrays, meta, bfloat16=bfloat16)
         if time.monotonic() - self._published_s > PUBLISH_EVERY_S:
             self._writer.flush()
             self._published_s = time.monotonic()
@@ -234,12 +234,12 @@ class _Builder:
             "layer": recipe.layer,
             "precision": precision,
             "device": device_name(device),
-        }
+        } | ({"cls": True} if recipe.cls else {})
         key = recipe_key("parity", made_from)
         try:
             return store.get(key).meta  # only what passed is remembered: a fault may be of one card
         except (RecordMissing, CacheDamaged):
-            verdict = self._source.compared(precision, recipe.layer, device)
+            verdict = self._source.compared(precision, recipe.layer, device, cls=recipe.cls)
             self._refuse(verdict, precision)
             with store.writer() as writer:
                 writer.put(key, {}, {**made_from, **asdict(verdict)})

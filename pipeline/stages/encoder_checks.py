@@ -1,6 +1,6 @@
 """Checks of embeddings and of the records of weights, of the parity gate and of learned budgets.
 
-Every function yields what is wrong as a sentence. Shapes: L residues, D numbers of each.
+Every function yields what is wrong as a sentence. Shapes: L residues, D numbers of each, S rows of any.
 """
 
 from __future__ import annotations
@@ -32,26 +32,31 @@ HEX = re.compile(r"[0-9a-f]{32}")
 # Bits of half precision, which numpy compares ten times faster than its numbers.
 NO_SIGN = np.uint16(0x7FFF)
 EXPONENTS = {"fp16": np.uint16(0x7C00), "bf16": np.uint16(0x7F80)}
-MADE_FROM = ("version", "weights", "layer", "precision", "device")  # the key of a parity record
+MADE_FROM = ("version", "weights", "layer", "precision", "device")  # a parity record's key; and cls where that passed
 LIMIT_FROM = ("weights", "layer", "precision", "device", "memory", "week", "budget")
 
 
 def wrong_embedding(record: Record, recipe: Plain | None = None, width: int | None = None) -> Iterator[str]:
     """Yield what is wrong with an embedding; `width` is that of its weights, where they are known."""
-    meta, rows_LD = record.meta, record.arrays.get("rows")
-    if record.arrays.keys() != {"rows"} or rows_LD is None or rows_LD.ndim != 2:
+    meta, rows_LD, cls_D = record.meta, record.arrays.get("rows"), record.arrays.get("cls")
+    if rows_LD is None or rows_LD.ndim != 2 or not record.arrays.keys() <= {"rows", "cls"}:
         shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in record.arrays.items()) or "none"
         yield f"its arrays are {shapes}, not rows [L, D]"
         return
     storage = STORED.get(rows_LD.dtype.name, "")
-    if not storage or (storage == "bf16") != ("rows" in record.bfloat16):
+    if not storage or record.bfloat16 != (set(record.arrays) if storage == "bf16" else set()):
         yield f"rows is {rows_LD.dtype}{' as bfloat16' if record.bfloat16 else ''}, which is no precision"
+        return
+    if cls_D is not None and (cls_D.dtype, cls_D.shape) != (rows_LD.dtype, rows_LD.shape[1:]):
+        yield f"cls is {cls_D.dtype} {list(cls_D.shape)}, and rows is {rows_LD.dtype} {list(rows_LD.shape)}"
         return
     yield from _wrong_choices(meta)
     yield from _wrong_length(meta, rows_LD)
     if width is not None and rows_LD.shape[1] != width:
         yield f"rows has {rows_LD.shape[1]} numbers a residue; its weights give {width}"
-    yield from _wrong_numbers(rows_LD, storage)
+    yield from _wrong_numbers("rows", rows_LD, storage)
+    if cls_D is not None:
+        yield from _wrong_numbers("cls", cls_D[None], storage)
     yield from _wrong_embedding_key(record, storage, recipe)
 
 
@@ -76,7 +81,7 @@ def wrong_weights(record: Record) -> Iterator[str]:
 def wrong_parity(record: Record) -> Iterator[str]:
     """Yield what is wrong with what is remembered of an encoder that passed the gate."""
     meta = record.meta
-    yield from _wrong_key("parity", record, MADE_FROM)
+    yield from _wrong_key("parity", record, (*MADE_FROM, *(["cls"] if "cls" in meta else [])))
     if not -1 <= meta["threshold"] <= 1 or not meta["threshold"] <= meta["lowest"] <= 1 + 1e-6:
         yield f"lowest is {meta['lowest']!r}, and {meta['threshold']!r} is needed to pass"
     if meta["sequences"] < 1 or meta["precision"] not in COMPUTED_IN:
@@ -128,25 +133,26 @@ def _wrong_length(meta: Plain, rows_LD: Array) -> Iterator[str]:
         yield f"rows is {len(rows_LD)} long, and its text has {wanted} residues to encode"
 
 
-def _wrong_numbers(rows_LD: Array, storage: str) -> Iterator[str]:
+def _wrong_numbers(name: str, rows_SD: Array, storage: str) -> Iterator[str]:
     """Yield rows that are not finite, or all zeros."""
     if storage in EXPONENTS:
-        filled_LD: NDArray[Any] = rows_LD.view(np.uint16) & NO_SIGN
-        finite_LD = filled_LD < EXPONENTS[storage]
+        filled_SD: NDArray[Any] = rows_SD.view(np.uint16) & NO_SIGN
+        finite_SD = filled_SD < EXPONENTS[storage]
     else:
-        finite_LD, filled_LD = np.isfinite(rows_LD), rows_LD
-    if not finite_LD.all():
-        at, number = np.argwhere(~finite_LD)[0].tolist()
-        yield f"rows[{at}, {number}] is not finite (and {int((~finite_LD).sum()) - 1} more)"
-    filled_L = filled_LD.any(axis=1)
-    if not filled_L.all():
-        yield f"rows[{int(filled_L.argmin())}] is all zeros (and {int((~filled_L).sum()) - 1} more)"
+        finite_SD, filled_SD = np.isfinite(rows_SD), rows_SD
+    if not finite_SD.all():
+        at, number = np.argwhere(~finite_SD)[0].tolist()
+        yield f"{name}[{at}, {number}] is not finite (and {int((~finite_SD).sum()) - 1} more)"
+    filled_S = filled_SD.any(axis=1)
+    if not filled_S.all():
+        yield f"{name}[{int(filled_S.argmin())}] is all zeros (and {int((~filled_S).sum()) - 1} more)"
 
 
 def _wrong_embedding_key(record: Record, storage: str, recipe: Plain | None) -> Iterator[str]:
     """Yield why an embedding does not match its key."""
     meta, cut = record.meta, record.meta["cut"]
     made_from: dict[str, Any] = {name: meta[name] for name in ("weights", "layer", "context", "precision")}
+    made_from |= {"cls": True} if "cls" in record.arrays else {}
     made_from |= {"storage": storage} | ({} if cut is None else {"cut": [cut["policy"], cut["length"], cut["overlap"]]})
     if recipe is not None:
         made_from["version"] = recipe["version"]
@@ -166,7 +172,7 @@ def _wrong_embedding_key(record: Record, storage: str, recipe: Plain | None) -> 
 def distance(mine_LD: Array, theirs_LD: Array, *, by_row: bool) -> float:
     """Return how far two embeddings are from each other, as a share of their length: of the worst row, or of all."""
     mine, theirs = (rows_LD.astype(np.float64) for rows_LD in (mine_LD, theirs_LD))
-    axis = 1 if by_row else None
+    axis = -1 if by_row else None
     length = np.maximum(np.linalg.norm(theirs, axis=axis), np.finfo(np.float64).tiny)
     return float(np.max(np.linalg.norm(mine - theirs, axis=axis) / length))
 

@@ -22,8 +22,6 @@ from pipeline.structures.parsing.structure_files import File, read_file
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from numpy.typing import NDArray
-
     from pipeline.device.accelerator import TorchDevice
     from pipeline.encoder.engine.embed_engine import Engine
     from pipeline.encoder.engine.encoder_source import EncoderSource
@@ -31,8 +29,6 @@ if TYPE_CHECKING:
     from pipeline.records import Inventory, Item
     from pipeline.store.format.record import Array, Record
     from pipeline.structures.inventory import Complex, ScanRecipe
-
-    Floats = NDArray[np.floating[Any]]
 
 CLOSE = 1e-4  # Å
 CLOSE_SHARE = 1e-6  # and of the number itself: far from the origin float32 has fewer decimals
@@ -111,13 +107,13 @@ class EncodedAgain:
         self._engines: dict[EmbeddingRecipe, Engine] = {}
         self._source: EncoderSource | None = None
 
-    def rows(self, record: Record) -> Floats | None:
-        """Return the rows in the storage precision of the record; None where memory does not suffice."""
+    def made(self, record: Record) -> Embedding | None:
+        """Return the embedding in the storage precision of the record; None where memory does not suffice."""
         text, taken = record.meta["text"], list["Embedding"]()
         engine = self._engine(self._recipe(record))
         for _ in engine.run(np.array([len(text)]), lambda _places: [text], taken.append):
             pass
-        return taken[0].rows_LD if taken else None
+        return taken[0] if taken else None
 
     def _recipe(self, record: Record) -> EmbeddingRecipe:
         """Return the recipe of the record, in fp32."""
@@ -130,6 +126,7 @@ class EncodedAgain:
             precision="fp32",
             storage=STORED[record.arrays["rows"].dtype.name],
             on_oom="cpu",
+            cls="cls" in record.arrays,
             **how,
         )
 

@@ -68,6 +68,38 @@ class Short(Encoder):
         return model(token_BT, is_token_BT)[:, 2:]
 
 
+class Marked(Encoder):
+    """Says that its first row is that of the mark."""
+
+    cls = True
+
+    def forward(self, model, token_BT, is_token_BT, layer):
+        return self.scale * model(token_BT, is_token_BT)
+
+
+class Unmarked(Encoder):
+    """Says so, and leaves it out."""
+
+    cls = True
+
+
+class MarkedForgetful(Marked):
+    """Pays attention to padding in the row of its mark alone."""
+
+    def forward(self, model, token_BT, is_token_BT, layer):
+        rows_BTD = super().forward(model, token_BT, is_token_BT, layer)
+        return torch.cat([rows_BTD.mean(1, keepdim=True), rows_BTD[:, 1:]], 1)
+
+
+class MarkedReferenced(Marked):
+    """Knows how the rows of its residues should be."""
+
+    def reference(self, sequences, layer):
+        model = self.model()
+        tokens = [torch.tensor([self.tokenize(text)]) for text in sequences]
+        return [model(token_1T, torch.ones_like(token_1T, dtype=torch.bool))[0, 1:] for token_1T in tokens]
+
+
 class Failing(Encoder):
     def forward(self, model, token_BT, is_token_BT, layer):
         raise IndexError("no such layer")

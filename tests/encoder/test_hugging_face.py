@@ -11,7 +11,9 @@ import torch
 from pipeline.encoder.engine.encoder_source import OwnSource, as_letters
 from pipeline.encoder.engine.hugging_face import HuggingFace
 from pipeline.errors import ConfigError, JobFailed
-from tests.encoder.own import drawn
+from pipeline.protocol import has_cls
+from tests.command import Command
+from tests.encoder.own import drawn, write_project
 
 transformers = pytest.importorskip("transformers", reason="the extra transformers is not installed")
 LETTERS = "ACDEFGHIKLMNPQRSTVWYX"
@@ -64,16 +66,22 @@ def test_rows_are_those_of_their_library_and_pass_the_gate(tmp_path: Path, kind:
     verdict = source.compared("fp32", 2, "cpu")
     assert verdict.passed, verdict
     forward = source.build(layer=2, precision="fp32", device=CPU)
-    parts = forward([forward.tokenize(text) for text in TEXTS]).split([len(text) for text in TEXTS])
+    tokens = [forward.tokenize(text) for text in TEXTS]
+    parts = forward(tokens).split([len(text) for text in TEXTS])
+    assert has_cls(encoder) == (residues.start == 1)  # ProtT5 has a mark only at the end
+    marked = forward(tokens, cls=True).split([len(text) + 1 for text in TEXTS]) if has_cls(encoder) else ()
+    assert not marked or source.compared("fp32", 2, "cpu", cls=True).passed
 
     model: Any = transformers.AutoModel if kind == "saprot" else transformers.T5EncoderModel
     model = model.from_pretrained(tmp_path / kind).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / kind)
-    for text, rows_LD in zip(TEXTS, parts, strict=True):
+    for number, (text, rows_LD) in enumerate(zip(TEXTS, parts, strict=True)):
         coded = tokenizer("".join(residue.format(letter) for letter in text), return_tensors="pt")
         with torch.inference_mode():
-            wanted = model(**coded).last_hidden_state[0, residues]
-        torch.testing.assert_close(rows_LD, wanted, rtol=0, atol=1e-5)
+            wanted = model(**coded).last_hidden_state[0]
+        torch.testing.assert_close(rows_LD, wanted[residues], rtol=0, atol=1e-5)
+        if marked:
+            torch.testing.assert_close(marked[number][0], wanted[0], rtol=0, atol=1e-5)
 
 
 def test_an_earlier_layer_is_that_layer(tmp_path: Path) -> None:
@@ -91,6 +99,22 @@ def test_residues_written_otherwise_than_the_tokenizer_knows_are_told(tmp_path: 
         HuggingFace(prot_t5(tmp_path / "t5"), residue="{} ").tokenize(text)
     with pytest.raises(JobFailed, match="tokens for 3 residues"):
         HuggingFace(tmp_path / "t5", residue="{}").tokenize("ACD")
+
+
+def test_a_mark_that_the_tokenizer_does_not_write_is_refused_before_anything_is_submitted(
+    tmp_path: Path, pipeline: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    prot_t5(tmp_path / "t5")
+    write_project(tmp_path, TEXTS, encoder="pipeline.encoder.engine.hugging_face:HuggingFace", options='residue: "{} "')
+    typed = ("plan", "--stage", "embed", "--set", "embed.weights=t5")
+    assert pipeline(*typed).code == 0
+    refused = pipeline(*typed, "--set", "embed.cls=true")
+    assert refused.code == 2
+    assert "HuggingFace has no mark before a sequence whose row could be kept" in refused.err
+    assert "next: --pool mean (or max) for one row of each chain, and embed.cls: false" in refused.err
+    (tmp_path / "t5" / "tokenizer.json").write_text("{")
+    assert "the tokenizer cannot be read: " in pipeline(*typed, "--set", "embed.cls=true").err
 
 
 def test_a_residue_without_a_place_for_its_letter_is_refused(tmp_path: Path) -> None:

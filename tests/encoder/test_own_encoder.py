@@ -166,7 +166,50 @@ def test_the_gate_sees_rows_that_depend_on_padding_or_are_not_as_they_should_be(
 
 
 @pytest.mark.parametrize(
-    ("encoder", "said"), [("Short", "(1, 63, 16); (1, 64, 16)"), ("Failing", "IndexError: no such layer at ")]
+    ("encoder", "passes"), [("Marked", True), ("MarkedReferenced", True), ("MarkedForgetful", False)]
+)
+def test_the_gate_sees_a_mark_whose_row_depends_on_padding(
+    tmp_path: Path, pipeline: Command, encoder: str, passes: bool
+) -> None:
+    write_project(tmp_path, TEXTS)
+    source = source_of(tmp_path, encoder)
+    assert source.compared("fp32", 1, "cpu", cls=True).passed == passes
+    assert source.compared("fp32", 1, "cpu").passed  # the residues are right
+    forward = source.build(layer=1, precision="fp32", device=torch.device("cpu"))
+    tokens = [forward.tokenize(text) for text in TEXTS]
+    marked = forward(tokens, cls=True).split([1 + len(text) for text in TEXTS])
+    assert torch.equal(torch.cat([rows_LD[1:] for rows_LD in marked]), forward(tokens))
+    padded = [rows_LD for batch in forward._batches(tokens) for rows_LD in forward._encoded(batch, cls=True)]
+    assert [len(rows_LD) for rows_LD in padded] == [1 + len(text) for text in TEXTS]
+    assert torch.allclose(torch.cat(padded), torch.cat(marked), atol=1e-5) == passes
+
+
+@pytest.mark.slow
+def test_the_row_of_the_mark_comes_into_the_cache_where_it_is_kept(tmp_path: Path, pipeline: Command) -> None:
+    write_project(tmp_path, TEXTS, encoder="own_enc:Marked")
+    done = pipeline(*SUBMIT, "--set", "embed.cls=true")
+    assert done.code == 0, done.err
+    store = CacheFolder(tmp_path / "cache").kind("embed")
+    records = {record.meta["text"]: record.arrays for record in store.read(store.keys())}
+    sys.path.insert(0, str(tmp_path))
+    import own_enc
+
+    encoder = own_enc.Encoder(tmp_path / "small.safetensors")
+    for text in TEXTS:
+        token_1T = torch.tensor([encoder.tokenize(text)])
+        with torch.inference_mode():
+            wanted = encoder.model()(token_1T, torch.ones_like(token_1T, dtype=torch.bool))[0]
+        np.testing.assert_allclose(records[text]["cls"], wanted[0], atol=1e-6)
+        np.testing.assert_allclose(records[text]["rows"], wanted[1:], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("encoder", "said"),
+    [
+        ("Unmarked", "(1, 64, 16); (1, 65, 16) are the mark and the residues"),
+        ("Short", "(1, 63, 16); (1, 64, 16)"),
+        ("Failing", "IndexError: no such layer at "),
+    ],
 )
 def test_an_encoder_that_fails_is_told_with_its_place(
     tmp_path: Path, pipeline: Command, encoder: str, said: str
@@ -253,6 +296,8 @@ def test_a_letter_that_it_does_not_know_rejects_its_item(tmp_path: Path, pipelin
         (["embed.options={longest: -1}"], "longest of own_enc:Encoder is -1"),
         (["embed.weights=nothing.safetensors"], "takes weights, and there are none"),
         (["embed.layer=2"], "have 1 layers"),
+        (["embed.cls=true"], "own_enc:Encoder has no mark before a sequence whose row could be kept"),
+        (["embed.cls=true"], "next: --pool mean (or max) for one row of each chain"),
     ],
 )
 def test_wrong_settings_are_told_before_anything_is_submitted(

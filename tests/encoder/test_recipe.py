@@ -11,7 +11,7 @@ from pipeline.encoder.embedding_recipe import EmbeddingRecipe, SequenceCut, Vari
 
 RECIPE = EmbeddingRecipe(weights="w", layer=3, context="chain", precision="fp16", storage="fp16")
 OTHER: dict[str, Any] = {
-    "weights": "v", "layer": 2, "context": "partner", "precision": "bf16", "storage": "fp32",
+    "weights": "v", "layer": 2, "context": "partner", "precision": "bf16", "storage": "fp32", "cls": True,
 }  # fmt: skip
 WITHOUT_EFFECT = {
     "long",
@@ -31,6 +31,11 @@ def key(recipe: EmbeddingRecipe, text: str = "MKV") -> bytes:
 @pytest.mark.parametrize("name", OTHER)
 def test_whatever_changes_a_number_changes_the_key(name: str) -> None:
     assert key(replace(RECIPE, **{name: OTHER[name]})) != key(RECIPE)
+
+
+def test_the_key_of_who_does_not_keep_the_mark_is_what_it_always_was() -> None:
+    assert RECIPE.plain(Variant("fp16")).keys() == {"version", "weights", "layer", "context", "precision", "storage"}
+    assert key(RECIPE).hex() == "93818ecd90bcf087ff522af21832d66f"
 
 
 def test_every_field_is_known_to_change_the_key_or_not() -> None:

@@ -174,7 +174,7 @@ def test_bfloat16_is_stored_as_other_readers_know_it(weights: Path, recipe: Embe
 def test_an_encoder_that_misses_the_reference_publishes_nothing(
     weights: Path, recipe: EmbeddingRecipe, shelves: EmbedShelves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parity, "compare", lambda *_: ParityVerdict(0.9, 9, 0.99999))
+    monkeypatch.setattr(parity, "compare", lambda *_, **__: ParityVerdict(0.9, 9, 0.99999))
     with pytest.raises(JobFailed, match=r"lowest cosine 0\.900000.*nothing was published"):
         run(weights, recipe, shelves)
     assert shelves.embeddings.stat().records == 0
@@ -185,7 +185,7 @@ def test_half_precision_that_misses_the_reference_is_done_in_full(
 ) -> None:
     half = replace(recipe, precision="bf16", storage="bf16")
     verdicts = {"bf16": ParityVerdict(0.9, 9, 0.999), "fp32": ParityVerdict(1.0, 9, 0.99999)}
-    monkeypatch.setattr(parity, "compare", lambda _encode, _wanted, _sequences, precision: verdicts[precision])
+    monkeypatch.setattr(parity, "compare", lambda _e, _w, _s, precision, **_: verdicts[precision])
     assert run(weights, half, shelves) == [None] * len(TEXTS)
     assert looked_up(half, shelves) == [Variant("fp32")] * len(TEXTS)
 
@@ -300,7 +300,7 @@ class Learning(Engine):
             options["learned"](self.learns)  # type: ignore[operator]
 
 
-def forbidden(*_: object) -> Iterator[None]:
+def forbidden(*_: object, **__: object) -> Iterator[None]:
     raise AssertionError("was done again")
 
 
@@ -310,11 +310,26 @@ def test_steps_of_remembered_budgets_are_close_enough_to_be_useful() -> None:
 
 
 @pytest.mark.slow
+def test_a_record_without_the_mark_is_not_served_where_it_is_kept_and_the_gate_is_asked_again(
+    weights: Path, recipe: EmbeddingRecipe, shelves: EmbedShelves
+) -> None:
+    marked = replace(recipe, cls=True)
+    run(weights, recipe, shelves)
+    assert looked_up(marked, shelves) == [None] * len(TEXTS)
+    assert run(weights, marked, shelves) == [None] * len(TEXTS)
+    assert shelves.parity.stat().records == 2
+    wanted = Reference(load_esm_checkpoint(weights), 2, torch.device("cpu"))(TEXTS, cls=True)
+    for text, rows_LD in zip(TEXTS, wanted, strict=True):
+        record = shelves.embeddings.get(marked.key(text, Variant("fp32")))
+        np.testing.assert_allclose(record.arrays["cls"], rows_LD[0], atol=1e-5)
+        np.testing.assert_array_equal(record.arrays["rows"], rows_of(text, recipe, shelves))
+
+
 def test_a_verdict_that_failed_is_not_remembered(
     weights: Path, recipe: EmbeddingRecipe, shelves: EmbedShelves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(parity, "compare", lambda *_: ParityVerdict(0.5, 9, 0.99999))
+        patch.setattr(parity, "compare", lambda *_, **__: ParityVerdict(0.5, 9, 0.99999))
         with pytest.raises(JobFailed):
             run(weights, recipe, shelves)
     assert run(weights, recipe, shelves) == [None] * len(TEXTS)
@@ -325,7 +340,7 @@ def test_an_encoder_that_stands_in_for_another_has_passed_the_gate_too(
     weights: Path, recipe: EmbeddingRecipe, shelves: EmbedShelves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     verdicts = {"bf16": ParityVerdict(1.0, 9, 0.999), "fp32": ParityVerdict(0.5, 9, 0.99999)}
-    monkeypatch.setattr(parity, "compare", lambda _encode, _wanted, _sequences, precision: verdicts[precision])
+    monkeypatch.setattr(parity, "compare", lambda _e, _w, _s, precision, **_: verdicts[precision])
     monkeypatch.setattr(
         "pipeline.encoder.engine.io_threads.is_finite", lambda *_: False
     )  # everything is to be done again

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from safetensors.numpy import load_file
 from pipeline.config.load import read_config
 from pipeline.encoder.checkpoints.synth import write_random_checkpoint
 from pipeline.project.project import Project
+from pipeline.runs.model.prepare import embeddings_used
 from pipeline.runs.workflow.embedding_export import WantedExport, export_embeddings
 from pipeline.training.evaluating.embedding_files import FORMATS, SUFFIXES, hdf5_name
 from tests.command import Command
@@ -71,10 +73,11 @@ def complexes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return fill(folder, "data: {source: manifest, path: data.csv}")
 
 
-def expected(folder: Path, *sets: str) -> dict[str, NDArray[Any]]:
+def expected(folder: Path, *sets: str, array: str = "rows") -> dict[str, NDArray[Any]]:
     """Return what the store holds of each text, read by itself."""
     store = Project.open(read_config(folder / "pipeline.yaml", sets).config).encoding.shelves.embeddings
-    return {record.meta["text"]: record.arrays["rows"] for record in store.read(list(store.keys()))}
+    records = store.read(list(store.keys()))
+    return {record.meta["text"]: record.arrays[array] for record in records if array in record.arrays}
 
 
 def export(folder: Path, name: str, wanted: WantedExport, *sets: str) -> Path:
@@ -242,9 +245,6 @@ def test_wrong_words_are_refused_with_what_to_type(
     sequences: Path, complexes: Path, pipeline: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(sequences)
-    cls = pipeline("export", "embeddings", "--out", "x.h5", "--pool", "cls")
-    assert cls.code == 2
-    assert "--pool mean" in cls.err
     unknown = pipeline("export", "embeddings", "--out", "x.hdf")
     assert unknown.code == 2
     assert "--format h5|safetensors|parquet|npy" in unknown.err
@@ -253,6 +253,109 @@ def test_wrong_words_are_refused_with_what_to_type(
     )
     assert split.code == 2
     assert "there are: test, train, val" in split.err
+
+
+@pytest.fixture(scope="module")
+def marked(sequences: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the project with the rows of marks, too, made by the command that the export without them names."""
+    folder = tmp_path_factory.mktemp("marked") / "project"
+    shutil.copytree(sequences, folder)
+    typed = (sys.executable, "-m", "pipeline", "export", "embeddings", "--out", "cls.npy", "--pool", "cls")
+    refused = subprocess.run(typed, cwd=folder, capture_output=True, text=True, check=False, timeout=120)
+    assert refused.returncode == 4
+    assert "7 chains have no embedding with the row of its mark, of 7 items: Q9/1-5, Q9, 100%, …" in refused.stderr
+    (told,) = re.findall(r"next: pipeline (submit .*--follow) ", refused.stderr)
+    assert told == "submit --stage embed --set embed.cls=true --follow"
+    run = (sys.executable, "-m", "pipeline", *told.split(), "--executor", "local")
+    subprocess.run(run, cwd=folder, capture_output=True, check=True, timeout=240)
+    subprocess.run(typed, cwd=folder, capture_output=True, check=True, timeout=120)
+    return folder
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+def test_every_id_finds_the_row_of_its_mark_in_every_format(marked: Path, format_: str) -> None:
+    stored = expected(marked, array="cls")
+    assert set(stored) == set(SEQUENCES.values())
+    found = read(export(marked, f"x{SUFFIXES[format_][0]}", WantedExport(format_, "cls")), "cls")
+    assert set(found) == set(SEQUENCES)
+    for name, text in SEQUENCES.items():
+        assert found[name].dtype == np.float32
+        np.testing.assert_array_equal(found[name], stored[text])
+    assert set(read(marked / "cls.npy", "cls")) == set(SEQUENCES)  # by the commands that were typed
+
+
+def test_rows_with_a_mark_beside_them_are_those_without_and_are_told_apart(marked: Path, sequences: Path) -> None:
+    store = Project.open(read_config(marked / "pipeline.yaml").config).encoding.shelves.embeddings
+    assert store.stat().records == 2 * len(set(SEQUENCES.values()))
+    before = expected(sequences)
+    for settings in ((), ("embed.cls=true",)):
+        found = read(export(marked, "y.h5", WantedExport("h5"), *settings))
+        assert all(np.array_equal(found[name], before[text]) for name, text in SEQUENCES.items())
+
+
+def test_what_decides_a_training_is_the_same_with_marks_beside_the_rows(marked: Path) -> None:
+    first, second = (
+        embeddings_used(Project.open(read_config(marked / "pipeline.yaml", sets).config))
+        for sets in ((), ("embed.cls=true",))
+    )
+    assert first == second
+
+
+@pytest.mark.slow
+def test_chains_that_were_embedded_as_one_text_share_its_mark_and_that_is_said(
+    tmp_path: Path, complexes: Path, pipeline: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "one").mkdir()
+    for name in ("c0.pdb", "esm2_tiny.pt"):
+        shutil.copy(complexes / name, tmp_path / ("one" if name == "c0.pdb" else ""))
+    settings = "{weights: esm2_tiny.pt, context: partner, cls: true, storage: bf16}"
+    (tmp_path / "pipeline.yaml").write_text(f"data: {{source: glob, path: one, partners: none}}\nembed: {settings}\n")
+    settle(tmp_path / "one")
+    submit_there(tmp_path, "embed")
+    ((_, bits),) = expected(tmp_path, array="cls").items()
+    monkeypatch.chdir(tmp_path)
+    done = pipeline("export", "embeddings", "--out", "x.h5", "--pool", "cls")
+    assert done.code == 0, done.err
+    assert "note: chains embedded as one text have one mark (embed.context: partner): 2 share" in done.err
+    found = read(tmp_path / "x.h5")
+    assert list(found) == ["c0:A", "c0:B"]
+    for row in found.values():
+        np.testing.assert_array_equal(row, (bits.astype(np.uint32) << 16).view(np.float32))
+
+
+@pytest.mark.slow
+def test_marks_of_a_fasta_file_come_out_in_two_commands(
+    tmp_path: Path, marked: Path, pipeline: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("my.fasta", "esm2_tiny.pt"):
+        shutil.copy2(marked / name, tmp_path)
+    done = pipeline("embed", "my.fasta", "--weights", "esm2_tiny.pt", "--set", "embed.cls=true")
+    assert done.code == 0, done.err
+    (typed,) = [line.removeprefix("next: pipeline ") for line in done.out.splitlines() if line.startswith("next: ")]
+    assert typed == "export embeddings --out my.h5 --pool cls --config embedded/my/pipeline.yaml"
+    exported = pipeline(*typed.split())
+    assert exported.code == 0, exported.err
+    stored = expected(marked, array="cls")
+    ours = read(tmp_path / "my.h5")
+    assert all(np.array_equal(ours[name], stored[text]) for name, text in SEQUENCES.items())
+
+
+def test_a_record_whose_mark_is_gone_is_never_exported(marked: Path, tmp_path: Path, pipeline: Command) -> None:
+    folder = tmp_path / "gone"
+    shutil.copytree(marked, folder)
+    encoding = Project.open(read_config(folder / "pipeline.yaml", ["embed.cls=true"]).config).encoding
+    text = SEQUENCES["Q9"]
+    key = encoding.recipe.key(text, encoding.recipe.wanted(len(text)))
+    record = encoding.shelves.embeddings.get(key)
+    shutil.rmtree(folder / "cache" / "embed")
+    with encoding.shelves.embeddings.writer() as writer:
+        writer.put(key, {"rows": record.arrays["rows"]}, record.meta)
+    typed = ("--config", f"{folder}/pipeline.yaml", "--pool", "cls", "--partial")
+    refused = pipeline("export", "embeddings", "--out", str(tmp_path / "x.npy"), *typed)
+    assert refused.code == 4
+    assert "the embedding of Q9" in refused.err
+    assert not list(tmp_path.glob("*x.*"))
 
 
 def test_an_export_never_waits_for_torch(sequences: Path, tmp_path: Path) -> None:

@@ -346,14 +346,16 @@ def embedding(recipe: Encoding = ENCODING, variant: Variant | None = None, text:
         "residues": len(text), "rows": rows, "precision": variant.precision, "cut": asdict(cut) if cut else None,
         "text": text, "weights": recipe.weights, "layer": recipe.layer, "context": recipe.context,
     }  # fmt: skip
-    bfloat16 = ("rows",) if recipe.storage == "bf16" else ()
-    return as_read({"rows": stored[recipe.storage]}, meta, recipe.key(text, variant), bfloat16)
+    arrays = {"rows": stored[recipe.storage]} | ({"cls": stored[recipe.storage][0]} if recipe.cls else {})
+    bfloat16 = tuple(arrays) if recipe.storage == "bf16" else ()
+    return as_read(arrays, meta, recipe.key(text, variant), bfloat16)
 
 
 @pytest.mark.parametrize("storage", ["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize("cut", [None, SequenceCut("windows", 10, 4), SequenceCut("truncate", 10)])
-def test_an_embedding_as_it_is_made_is_in_order(storage: str, cut: SequenceCut | None) -> None:
-    recipe, variant = replace(ENCODING, storage=storage), Variant("fp32", cut)
+@pytest.mark.parametrize("cls", [False, True])
+def test_an_embedding_as_it_is_made_is_in_order(storage: str, cut: SequenceCut | None, cls: bool) -> None:
+    recipe, variant = replace(ENCODING, storage=storage, cls=cls), Variant("fp32", cut)
     record = embedding(recipe, variant)
     assert not list(wrong_embedding(record, recipe.plain(variant), 8))
     assert not list(wrong_embedding(record))
@@ -383,6 +385,31 @@ def test_what_is_wrong_with_an_embedding_is_named(name: str) -> None:
     broken = changed(embedding(), change)
     found = list(wrong_embedding(broken, ENCODING.plain(Variant("fp32")), 8))
     assert any(wanted in what for what in found), found
+
+
+OF_MARKS = {
+    "no number": (put("cls", 2, np.nan), "cls[0, 2] is not finite"),
+    "a row that nobody wrote": (put("cls", slice(None), 0.0), "cls[0] is all zeros"),
+    "another storage": (typed("cls", "f2"), "cls is float16 [8], and rows is float32 [20, 8]"),
+    "another width": (shorter("cls"), "cls is float32 [7], and rows"),
+    "none": (without("cls"), "cls is None; the recipe of its key says True"),
+}
+
+
+@pytest.mark.parametrize("name", OF_MARKS)
+def test_what_is_wrong_with_the_row_of_a_mark_is_named(name: str) -> None:
+    change, wanted = OF_MARKS[name]
+    recipe = replace(ENCODING, cls=True)
+    found = list(wrong_embedding(changed(embedding(recipe), change), recipe.plain(Variant("fp32")), 8))
+    assert any(wanted in what for what in found), found
+
+
+def test_a_mark_that_was_added_or_lost_does_not_have_the_key_of_its_record() -> None:
+    other = "its key is that of another text, or of another recipe"
+    with_mark, plain = embedding(replace(ENCODING, cls=True)), embedding()
+    assert list(wrong_embedding(changed(with_mark, without("cls")))) == [other]
+    added = replace(plain, arrays={**plain.arrays, "cls": with_mark.arrays["cls"]})
+    assert list(wrong_embedding(added)) == [other]
 
 
 def test_without_its_recipe_the_key_of_an_embedding_still_vouches_for_what_it_says() -> None:
@@ -422,6 +449,8 @@ def test_parity_limits_and_recipes_are_what_their_keys_were_made_from() -> None:
     assert not list(wrong_parity(as_read({}, meta, key)))
     assert list(wrong_parity(as_read({}, meta | {"lowest": 0.9}, key)))
     assert list(wrong_parity(as_read({}, meta | {"device": "card"}, key)))
+    assert list(wrong_parity(as_read({}, meta | {"cls": True}, key)))
+    assert not list(wrong_parity(as_read({}, meta | {"cls": True}, recipe_key("parity", made_from | {"cls": True}))))
     limit = {"weights": DIGEST, "layer": 2, "precision": "fp32", "device": "cpu", "memory": 70, "week": "2026-01"}
     limit |= {"budget": 512}
     assert not list(wrong_limit(as_read({}, limit, recipe_key("limits", limit))))

@@ -185,7 +185,7 @@ class Engine:
             return
         self._set_budget()
         reader = BatchReader(read, lengths_N, self._recipe, self._main, self._ladder.main.tokenize)
-        with RowWriter(sink) as writer, reader:
+        with RowWriter(sink, cls=self._recipe.cls) as writer, reader:
             yield from self._run(lengths_N, refused_N, reader, writer)
 
     def _run(

@@ -26,7 +26,7 @@ from pipeline.encoder.embedding_recipe import BF16_PRODUCTS
 from pipeline.encoder.forward import parity
 from pipeline.encoder.forward.esm2 import TYPICAL, EsmEncoder, Strain
 from pipeline.errors import JobFailed, PipelineError
-from pipeline.protocol import Referenced
+from pipeline.protocol import Referenced, has_cls
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -61,8 +61,8 @@ class EncoderSource(Protocol):
     def digest(self, seen: Store) -> str:
         """Return the digest of what stands there now."""
 
-    def compared(self, precision: str, layer: int, device: str) -> parity.ParityVerdict:
-        """Return how close an encoder of this precision comes to the reference."""
+    def compared(self, precision: str, layer: int, device: str, *, cls: bool = False) -> parity.ParityVerdict:
+        """Return how close an encoder of this precision comes to the reference; where `cls`, its mark's row, too."""
 
     def build(self, *, layer: int, precision: str, device: torch.device, passed: Mapping[str, Any]) -> Forward:
         """Return an encoder, after what it passed the gate with."""
@@ -94,8 +94,8 @@ class EsmSource:
     def digest(self, seen: Store) -> str:
         return identify(self.checkpoint.path, seen).digest
 
-    def compared(self, precision: str, layer: int, device: str) -> parity.ParityVerdict:
-        return parity.check_parity(self.checkpoint, precision, layer, device)
+    def compared(self, precision: str, layer: int, device: str, *, cls: bool = False) -> parity.ParityVerdict:
+        return parity.check_parity(self.checkpoint, precision, layer, device, cls=cls)
 
     def build(self, *, layer: int, precision: str, device: torch.device, passed: Mapping[str, Any]) -> EsmEncoder:
         encoder = EsmEncoder(self.checkpoint, layer=layer, precision=precision, device=device)
@@ -126,17 +126,18 @@ class OwnSource:
     def digest(self, seen: Store) -> str:  # noqa: ARG002 - its own facts are remembered elsewhere
         return self.stands()
 
-    def compared(self, precision: str, layer: int, device: str) -> parity.ParityVerdict:
+    def compared(self, precision: str, layer: int, device: str, *, cls: bool = False) -> parity.ParityVerdict:
         """Compare it with its reference; without one, with itself in fp32, each sequence alone.
 
-        So a mask that is ignored is seen, and a model that draws random numbers.
+        So a mask that is ignored is seen, and a model that draws random numbers. The row of the mark, which no
+        reference gives, is compared with its own.
         """
         readable = (self._readable(text) for text in parity.sample_sequences())
         sequences = [text[: self.encoder.longest or None] for text in readable if text]
-        compared = unless_out_of_memory(lambda: self._rows(sequences, precision, layer, device))
+        compared = unless_out_of_memory(lambda: self._rows(sequences, precision, layer, device, cls=cls))
         if compared is None:
             raise parity.no_room(f"comparing {self.name} with its reference does", device, where=self.place)
-        return parity.judge_rows(*compared, precision)
+        return parity.judge_rows(*compared, precision, cls=cls)
 
     def build(
         self, *, layer: int, precision: str, device: torch.device, passed: Mapping[str, Any] | None = None
@@ -145,25 +146,34 @@ class OwnSource:
         return OwnForward(self.encoder, self.name, layer=layer, precision=precision, device=device)
 
     def _rows(
-        self, sequences: list[str], precision: str, layer: int, device: str
+        self, sequences: list[str], precision: str, layer: int, device: str, *, cls: bool
     ) -> tuple[list[parity.Rows], list[parity.Rows]]:
         """Return the rows of each sequence as they would be kept, and as they should be."""
-        wanted = self._wanted(sequences, layer, device)
+        wanted = self._wanted(sequences, layer, device, cls=cls)
         free_caches(device)
         encoder = self.build(layer=layer, precision=precision, device=torch.device(device))
-        return _arrays(encoder.together([as_letters(text) for text in sequences])), wanted
+        return _arrays(encoder.together([as_letters(text) for text in sequences], cls=cls)), wanted
 
-    def _wanted(self, sequences: list[str], layer: int, device: str) -> list[parity.Rows]:
-        if isinstance(self.encoder, Referenced):
-            with blaming_encoder(self.name), torch.inference_mode():
-                wanted = [np.asarray(rows) for rows in self.encoder.reference(sequences, layer)]
-            found, right = [rows.shape for rows in wanted], [(len(text), self.dim) for text in sequences]
-            if found != right:
-                what = f"reference() of {self.name} gave rows of the shapes {found}; {right} are residues and width"
-                raise JobFailed(what, where="embed.encoder", remedy=_CORRECT)
-            return wanted
+    def _wanted(self, sequences: list[str], layer: int, device: str, *, cls: bool) -> list[parity.Rows]:
+        """Return the rows as the reference has them; without one, as each sequence has them alone, in fp32."""
+        told = self._told(self.encoder, sequences, layer) if isinstance(self.encoder, Referenced) else None
+        if told is not None and not cls:
+            return told
         encoder = self.build(layer=layer, precision="fp32", device=torch.device(device))
-        return _arrays([encoder([as_letters(text)]) for text in sequences])
+        alone = _arrays([encoder([as_letters(text)], cls=cls) for text in sequences])
+        if told is None:
+            return alone
+        return [np.concatenate([own_LD[:1], told_LD]) for own_LD, told_LD in zip(alone, told, strict=True)]
+
+    def _told(self, encoder: Referenced, sequences: list[str], layer: int) -> list[parity.Rows]:
+        """Return the rows that the encoder's own reference gives."""
+        with blaming_encoder(self.name), torch.inference_mode():
+            told = [np.asarray(rows) for rows in encoder.reference(sequences, layer)]
+        found, right = [rows.shape for rows in told], [(len(text), self.dim) for text in sequences]
+        if found != right:
+            what = f"reference() of {self.name} gave rows of the shapes {found}; {right} are residues and width"
+            raise JobFailed(what, where="embed.encoder", remedy=_CORRECT)
+        return told
 
     def _readable(self, text: str) -> str:
         return "".join(letter for letter in text if letter in self.encoder.letters)
@@ -180,6 +190,7 @@ class OwnForward:
         self._encoder, self._name, self._layer, self._device = encoder, name, layer, device
         self._is_padded = getattr(encoder, "padded", True)
         with blaming_encoder(name):
+            self._marks = int(has_cls(encoder))
             self._model = encoder.model().eval().requires_grad_(requires_grad=False).to(device, as_dtype(precision))
         self._of_residue, self._of_pair = self._measured()
 
@@ -192,18 +203,18 @@ class OwnForward:
         return math.ceil(self._of_residue + self._of_pair * residues) + 1
 
     @torch.inference_mode()
-    def __call__(self, tokens: Sequence[Letters]) -> torch.Tensor:
-        """Return the rows of all residues, in order."""
+    def __call__(self, tokens: Sequence[Letters], *, cls: bool = False) -> torch.Tensor:
+        """Return the rows of all residues, in order; where `cls`, before those of each sequence that of its mark."""
         is_alone = not (self._is_padded and is_card(self._device))
         parts = ([letters] for letters in tokens) if is_alone else self._batches(tokens)
-        return torch.cat([rows_LD for part in parts for rows_LD in self._encoded(part)])
+        return torch.cat([rows_LD for part in parts for rows_LD in self._encoded(part, cls=cls)])
 
     @torch.inference_mode()
-    def together(self, tokens: Sequence[Letters]) -> list[torch.Tensor]:
+    def together(self, tokens: Sequence[Letters], *, cls: bool = False) -> list[torch.Tensor]:
         """Return the rows of each sequence, all of them padded to one length where that is allowed."""
         if self._is_padded:
-            return self._encoded(tokens)
-        return [rows_LD for letters in tokens for rows_LD in self._encoded([letters])]
+            return self._encoded(tokens, cls=cls)
+        return [rows_LD for letters in tokens for rows_LD in self._encoded([letters], cls=cls)]
 
     def _batches(self, tokens: Sequence[Letters]) -> Iterator[Sequence[Letters]]:
         """Cut neighbours into batches that padding does not make much larger."""
@@ -217,8 +228,9 @@ class OwnForward:
         if batch:
             yield batch
 
-    def _encoded(self, sequences: Sequence[Letters]) -> list[torch.Tensor]:
+    def _encoded(self, sequences: Sequence[Letters], *, cls: bool = False) -> list[torch.Tensor]:
         """Return the rows of each sequence of one padded batch."""
+        assert self._marks or not cls, f"{self._name} has no mark before a sequence"
         with blaming_encoder(self._name):
             tokens = [torch.as_tensor(self._encoder.tokenize(as_text(letters))) for letters in sequences]
             token_BT = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True)
@@ -227,11 +239,15 @@ class OwnForward:
             token_BT, is_token_BT = token_BT.to(self._device, torch.int64), is_token_BT.to(self._device)
             rows_BLD = self._encoder.forward(self._model, token_BT, is_token_BT, self._layer)
             found = tuple(rows_BLD.shape)
-        wanted = len(sequences), max(map(len, sequences)), self.dim
+        wanted = len(sequences), self._marks + max(map(len, sequences)), self.dim
         if len(found) != 3 or found[0] != wanted[0] or found[1] < wanted[1] or found[2] != wanted[2]:
-            what = f"forward() of {self._name} gave rows of the shape {found}; {wanted} are the residues and the width"
+            rows = "the mark and the residues" if self._marks else "the residues"
+            what = f"forward() of {self._name} gave rows of the shape {found}; {wanted} are {rows} and the width"
             raise JobFailed(what, where="embed.encoder", remedy=_CORRECT)
-        return [rows_LD[: len(letters)] for rows_LD, letters in zip(rows_BLD, sequences, strict=True)]
+        first = 0 if cls else self._marks
+        return [
+            rows_LD[first : self._marks + len(letters)] for rows_LD, letters in zip(rows_BLD, sequences, strict=True)
+        ]
 
     @torch.inference_mode()
     def _measured(self) -> tuple[float, float]:

@@ -46,6 +46,11 @@ class HuggingFace:
         return self._said("d_model", "hidden_size")
 
     @property
+    def cls(self) -> bool:
+        """Tell whether a mark stands before a sequence: ESM and SaProt have one, ProtT5 and Ankh have none."""
+        return self._marks > 0
+
+    @property
     def layers(self) -> int:
         """Return how many layers there are."""
         return self._said("num_layers", "num_hidden_layers")
@@ -73,12 +78,12 @@ class HuggingFace:
         return tokens
 
     def forward(self, model: nn.Module, token_BT: Tensor, is_token_BT: Tensor, layer: int) -> Tensor:
-        """Return the rows of a layer, the last one's after the model's last norm."""
+        """Return the rows of a layer, the last one's after the model's last norm; first that of a mark, if any."""
         token_BT = token_BT.masked_fill(~is_token_BT, self._config.get("pad_token_id") or 0)
         is_last = layer == self.layers
         made = model(input_ids=token_BT, attention_mask=is_token_BT.long(), output_hidden_states=not is_last)
         rows_BTD: Tensor = made.last_hidden_state if is_last else made.hidden_states[layer]
-        return rows_BTD[:, self._marks :]
+        return rows_BTD[:, self._marks - self.cls :]
 
     @cached_property
     def _config(self) -> dict[str, Any]:
@@ -90,7 +95,13 @@ class HuggingFace:
 
     @cached_property
     def _tokenizer(self) -> Any:
-        return _library().AutoTokenizer.from_pretrained(self._folder, local_files_only=True)
+        library = _library()
+        try:
+            return library.AutoTokenizer.from_pretrained(self._folder, local_files_only=True)
+        except (OSError, ValueError) as error:
+            what = f"the tokenizer cannot be read: {str(error).strip().partition(chr(10))[0]}"
+            remedy = "put all files of the model's page there, those of its tokenizer, too"
+            raise ConfigError(what, where=str(self._folder), remedy=remedy) from error
 
     @cached_property
     def _marks(self) -> int:

@@ -177,9 +177,9 @@ class RowWriter(Servant[Computed, WrittenRows]):
 
     name = "writer"
 
-    def __init__(self, sink: Callable[[Embedding], None]) -> None:
+    def __init__(self, sink: Callable[[Embedding], None], *, cls: bool = False) -> None:
         super().__init__()
-        self._sink = sink
+        self._sink, self._marks = sink, int(cls)
         self._fetch = Fetch()
 
     def finish(self) -> None:
@@ -193,13 +193,14 @@ class RowWriter(Servant[Computed, WrittenRows]):
         host_RD = self._fetch(asked.rows_RD, asked.span)
         is_buffer = host_RD is not asked.rows_RD
         stored, spoiled = list[SequenceWork](), list[SequenceWork]()
-        pieces = torch.split(host_RD, [len(work.tokens_L) for work in asked.works])
+        pieces = torch.split(host_RD, [self._marks + len(work.tokens_L) for work in asked.works])
         for work, piece_LD in zip(asked.works, pieces, strict=True):
             rows_LD = as_array(piece_LD, copy=is_buffer)
             if not is_finite(rows_LD):
                 spoiled.append(work)
                 continue
-            self._sink(Embedding(work.index, work.text, work.step.variant, rows_LD))
+            cls_D = rows_LD[0] if self._marks else None
+            self._sink(Embedding(work.index, work.text, work.step.variant, rows_LD[self._marks :], cls_D))
             stored.append(work)
         return WrittenRows(stored, spoiled, asked.bytes, asked.span.seconds())
 

@@ -254,7 +254,11 @@ class MemoryLadder:
         return ROW_COPIES * count * self._encoder(_kind(step)).dim * self._storage.itemsize
 
     def _in_windows(self, work: SequenceWork, cut: SequenceCut) -> torch.Tensor | None:
-        """Return the rows of a sequence computed in windows, or None when not even one of them fits."""
+        """Return the rows of a sequence computed in windows, or None when not even one of them fits.
+
+        Each window has a mark of its own: the sequence's is their mean.
+        """
+        marks, mark_1D = int(self._recipe.cls), list[torch.Tensor]()
         spans = windows(len(work.tokens_L), cut.length, cut.overlap)
         shares = window_shares(spans)
         rows_LD: torch.Tensor | None = None
@@ -267,12 +271,15 @@ class MemoryLadder:
                     return None
                 continue
             if rows_LD is None:  # one place for all: windows kept until they can be joined would be a second one
-                rows_LD = unless_out_of_memory(partial(rows_RD.new_empty, (len(work.tokens_L), rows_RD.shape[1])))
+                shape = marks + len(work.tokens_L), rows_RD.shape[1]
+                rows_LD = unless_out_of_memory(partial(rows_RD.new_empty, shape))
                 if rows_LD is None:
                     return None
-            _fill(rows_LD, rows_RD, spans[group], shares[group])
+            mark_1D += _fill(rows_LD, rows_RD, spans[group], shares[group], marks)
             del rows_RD  # the next forward needs its memory
             done += len(spans[group])
+        if rows_LD is not None and marks:
+            rows_LD[0] = torch.cat(mark_1D).mean(0)
         return rows_LD
 
     def _tokens_at_once(self, work: SequenceWork) -> int:
@@ -302,7 +309,7 @@ class MemoryLadder:
     def _encode(self, step: ComputeStep, tokens: Sequence[Tokens], count: int) -> torch.Tensor:
         """Return the rows of sequences that have so many tokens, in storage precision."""
         encoder = self._encoder(_kind(step))
-        rows_RD = encoder(tokens).to(self._storage)
+        rows_RD = encoder(tokens, cls=self._recipe.cls).to(self._storage)
         self._figures.encoded_residues += count - ENDS * len(tokens)
         self._figures.tokens += -(-count // encoder.fill) * encoder.fill
         return rows_RD
@@ -360,11 +367,18 @@ def _kind(step: ComputeStep) -> Kind:
 
 
 def _fill(
-    rows_LD: torch.Tensor, rows_RD: torch.Tensor, spans: Sequence[tuple[int, int]], shares: Sequence[tuple[int, int]]
-) -> None:
-    parts = torch.split(rows_RD, [stop - start for start, stop in spans])
+    rows_LD: torch.Tensor,
+    rows_RD: torch.Tensor,
+    spans: Sequence[tuple[int, int]],
+    shares: Sequence[tuple[int, int]],
+    marks: int,
+) -> Iterator[torch.Tensor]:
+    """Put each window's share of the rows in its place; yield copies of the rows of their marks."""
+    parts = torch.split(rows_RD, [marks + stop - start for start, stop in spans])
     for part_WD, (begin, _), (start, stop) in zip(parts, spans, shares, strict=True):
-        rows_LD[start:stop] = part_WD[start - begin : stop - begin]
+        rows_LD[marks + start : marks + stop] = part_WD[marks + start - begin : marks + stop - begin]
+        if marks:
+            yield part_WD[:marks].to(torch.float32, copy=True)
 
 
 def _halves(batch: Sequence[SequenceWork]) -> tuple[Sequence[SequenceWork], Sequence[SequenceWork]]:

@@ -117,8 +117,8 @@ class Forward(Protocol):
     def bytes_per_token(self, residues: int = ...) -> int:
         """Return the memory that one more token takes, in a sequence of so many residues."""
 
-    def __call__(self, tokens: Sequence[NDArray[np.uint8]]) -> torch.Tensor:
-        """Return the rows of all residues, in order."""
+    def __call__(self, tokens: Sequence[NDArray[np.uint8]], *, cls: bool = False) -> torch.Tensor:
+        """Return the rows of all residues, in order; where `cls`, before those of each sequence that of its mark."""
 
 
 class Span:
@@ -149,7 +149,10 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """The rows of a few sequences, concatenated, on their device; on a card the computation may still be under way."""
+    """The rows of a few sequences, concatenated, on their device; on a card the computation may still be under way.
+
+    Where the recipe keeps it, the row of each sequence's mark stands before those of its residues.
+    """
 
     works: Sequence[SequenceWork]
     rows_RD: torch.Tensor  # in storage precision
@@ -168,11 +171,17 @@ class Embedding:
     text: str
     variant: Variant
     rows_LD: NDArray[Any]  # in storage precision; bfloat16 as its bits, uint16
+    cls_D: NDArray[Any] | None = None  # the row of the mark before the residues, where the recipe keeps it
 
     @property
     def residues(self) -> int:
         """The residues of the text; a truncated one has fewer rows."""
         return len(self.text)
+
+    @property
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """The arrays of the record, rows first: loading reads them straight into a batch."""
+        return {"rows": self.rows_LD} | ({} if self.cls_D is None else {"cls": self.cls_D})
 
     @property
     def meta(self) -> dict[str, Any]:

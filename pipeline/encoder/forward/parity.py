@@ -71,43 +71,53 @@ class ParityVerdict:
         return self.lowest >= self.threshold
 
 
-def check_parity(checkpoint: EsmCheckpoint, precision: str, layer: int, device: str) -> ParityVerdict:
-    """Compare our encoder with the reference in fp32, on the same device where that has room for it."""
+def check_parity(
+    checkpoint: EsmCheckpoint, precision: str, layer: int, device: str, *, cls: bool = False
+) -> ParityVerdict:
+    """Compare our encoder with the reference in fp32, on the same device where that has room for it.
+
+    Where `cls`, the rows of the marks before the sequences are compared, too.
+    """
     sequences = sample_sequences(checkpoint.architecture.longest)
-    wanted = _reference(checkpoint, layer, device, torch.float32)
-    encoded = unless_out_of_memory(lambda: _encoded(checkpoint, precision, layer, device))
+    wanted = _reference(checkpoint, layer, device, torch.float32, cls=cls)
+    encoded = unless_out_of_memory(lambda: _encoded(checkpoint, precision, layer, device, cls=cls))
     if encoded is None:
         raise no_room(f"comparing {checkpoint.name} with its reference does", device, where=str(checkpoint.path))
     found_RD, strains = encoded
-    judged = compare(lambda _: found_RD, wanted, sequences, precision)
+    judged = compare(lambda _: found_RD, wanted, sequences, precision, cls=cls)
     if strains:
         scores, growth = max(strain.scores for strain in strains), max(strain.growth for strain in strains)
         judged = replace(judged, scores=scores, growth=growth)
     if judged.passed or precision != "fp32":
         return judged
-    truth = _reference(checkpoint, layer, device, torch.float64)
-    return beside_the_truth(compare(lambda _: found_RD, truth, sequences, precision), wanted, truth)
+    truth = _reference(checkpoint, layer, device, torch.float64, cls=cls)
+    found = compare(lambda _: found_RD, truth, sequences, precision, cls=cls)
+    return beside_the_truth(found, wanted, truth)
 
 
-def _encoded(checkpoint: EsmCheckpoint, precision: str, layer: int, device: str) -> tuple[torch.Tensor, list[Strain]]:
+def _encoded(
+    checkpoint: EsmCheckpoint, precision: str, layer: int, device: str, *, cls: bool
+) -> tuple[torch.Tensor, list[Strain]]:
     """Return our rows of the sample, and how hard it was; the encoder is gone when this returns."""
     encoder = EsmEncoder(checkpoint, layer=layer, precision=precision, device=torch.device(device))
     sequences = sample_sequences(checkpoint.architecture.longest)
-    return encoder([tokenize(sequence) for sequence in sequences]).float().cpu(), encoder.strains
+    return encoder([tokenize(sequence) for sequence in sequences], cls=cls).float().cpu(), encoder.strains
 
 
-def _reference(checkpoint: EsmCheckpoint, layer: int, device: str, dtype: torch.dtype) -> list[Rows]:
+def _reference(checkpoint: EsmCheckpoint, layer: int, device: str, dtype: torch.dtype, *, cls: bool) -> list[Rows]:
     """Return the reference's rows of the sample; on the host where the card has no room for them."""
     for place in dict.fromkeys((device, CPU)):
-        rows = unless_out_of_memory(partial(_rows_of, checkpoint, layer, torch.device(place), dtype))
+        rows = unless_out_of_memory(partial(_rows_of, checkpoint, layer, torch.device(place), dtype, cls=cls))
         free_caches(place)
         if rows is not None:
             return rows
     raise no_room(f"comparing {checkpoint.name} with its reference does", CPU, where=str(checkpoint.path))
 
 
-def _rows_of(checkpoint: EsmCheckpoint, layer: int, device: torch.device, dtype: torch.dtype) -> list[Rows]:
-    return Reference(checkpoint, layer, device, dtype)(sample_sequences(checkpoint.architecture.longest))
+def _rows_of(
+    checkpoint: EsmCheckpoint, layer: int, device: torch.device, dtype: torch.dtype, *, cls: bool
+) -> list[Rows]:
+    return Reference(checkpoint, layer, device, dtype)(sample_sequences(checkpoint.architecture.longest), cls=cls)
 
 
 def no_room(what: str, device: str, where: str = "") -> PlanInfeasible:
@@ -126,17 +136,26 @@ def beside_the_truth(ours: ParityVerdict, theirs: Sequence[Rows], truth: Sequenc
     return ParityVerdict(ours.lowest, ours.sequences, max(_DOUBTFUL, min(ours.threshold, 1 - _LEEWAY * away)))
 
 
-def compare(encode: Forward, wanted: Sequence[Rows], sequences: Sequence[str], precision: str) -> ParityVerdict:
+def compare(
+    encode: Forward, wanted: Sequence[Rows], sequences: Sequence[str], precision: str, *, cls: bool = False
+) -> ParityVerdict:
     """Return the verdict on an encoder, against the wanted rows_LD of each sequence."""
     tokens = [tokenize(sequence) for sequence in sequences]
     found_RD = encode(tokens).float().cpu().numpy()
-    return judge_rows(np.split(found_RD, np.cumsum([len(tokens_L) for tokens_L in tokens])[:-1]), wanted, precision)
+    ends = np.cumsum([cls + len(tokens_L) for tokens_L in tokens])
+    return judge_rows(np.split(found_RD, ends[:-1]), wanted, precision, cls=cls)
 
 
-def judge_rows(found: Sequence[Rows], wanted: Sequence[Rows], precision: str) -> ParityVerdict:
-    """Return the verdict on the rows of sequences that an encoder gave in some precision."""
+def judge_rows(found: Sequence[Rows], wanted: Sequence[Rows], precision: str, *, cls: bool = False) -> ParityVerdict:
+    """Return the verdict on the rows of sequences that an encoder gave in some precision.
+
+    Where `cls`, the first row of each is that of the mark before it, which is used by itself, and judged so.
+    """
     cosines = _token_cosines if precision in ("fp32", BF16_PRODUCTS) else _sequence_cosine
-    lowest = min(cosines(*pair) for pair in zip(found, wanted, strict=True))
+    parts = (slice(0, 1), slice(1, None)) if cls else (slice(None),)
+    lowest = min(
+        cosines(ours[part], theirs[part]) for ours, theirs in zip(found, wanted, strict=True) for part in parts
+    )
     return ParityVerdict(lowest, len(wanted), _THRESHOLDS[precision])
 
 
@@ -170,16 +189,17 @@ class Reference:
         self._model.eval()
         self._check(checkpoint)
 
-    def __call__(self, sequences: Sequence[str]) -> list[Rows]:
-        """Return rows_LD of each sequence, computed one by one."""
+    def __call__(self, sequences: Sequence[str], *, cls: bool = False) -> list[Rows]:
+        """Return rows_LD of each sequence, computed one by one; where `cls`, after the row of its mark."""
         with torch.inference_mode(), _full_precision():
-            return [self._rows(tokenize(sequence)) for sequence in sequences]
+            return [self._rows(tokenize(sequence))[not cls :] for sequence in sequences]
 
     def _rows(self, tokens_L: Tokens) -> Rows:
+        """Return the rows of the mark before a sequence and of its residues."""
         tokens_T = np.concatenate([[CLS], tokens_L, [EOS]])
         tokens_1T = torch.from_numpy(tokens_T.astype(np.int64)[None]).to(self._device)
         rows_1TD = self._model(tokens_1T, repr_layers=[self._layer])["representations"][self._layer]
-        rows_LD: Rows = rows_1TD[0, 1:-1].cpu().numpy()
+        rows_LD: Rows = rows_1TD[0, :-1].cpu().numpy()
         return rows_LD
 
     def _check(self, checkpoint: EsmCheckpoint) -> None:

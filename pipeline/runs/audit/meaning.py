@@ -277,25 +277,22 @@ class Semantic:
         if encoder is None:
             self._notes["not computed again: embeddings whose weights are not here"] += 1
             return None
-        made_LD = encoder.rows(record)
-        if made_LD is None:
+        made = encoder.made(record)
+        if made is None:
             self._notes["not computed again: embeddings too long for the memory here"] += 1
             return None
-        kept_LD = record.arrays["rows"]
         self._notes["embeddings computed again"] += 1
-        self._notes["embeddings computed again that are not the same bit for bit"] += (
-            made_LD.tobytes() != kept_LD.tobytes()
-        )
+        self._notes["embeddings computed again that are not the same bit for bit"] += not same_bits(record, made.arrays)
         is_full = meta["precision"] == "fp32"
         most = allowed(WHOLE_COSINE if is_full else HALF_COSINE)
-        if made_LD.shape != kept_LD.shape:
-            return Wrong(f"rows is {list(kept_LD.shape)}; computed again, {list(made_LD.shape)}")
-        away = distance(as_floats(kept_LD), as_floats(made_LD), by_row=is_full)
-        return (
-            Wrong(f"rows are {away:.2g} of their length from what the encoder computes; {most:.2g} will do")
-            if away > most
-            else None
-        )
+        for name, kept in record.arrays.items():
+            again = made.arrays[name]
+            if again.shape != kept.shape:
+                return Wrong(f"{name} is {list(kept.shape)}; computed again, {list(again.shape)}")
+            if (away := distance(as_floats(kept), as_floats(again), by_row=is_full)) > most:
+                what = f"{away:.2g} of their length from what the encoder computes; {most:.2g} will do"
+                return Wrong(f"the numbers of {name} are {what}")
+        return None
 
     def _second_opinion(self, anew: Anew) -> Iterator[str]:
         """Yield where a second parser reads the files of an item differently."""

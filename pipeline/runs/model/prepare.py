@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -250,10 +251,13 @@ def code_of(project: Project) -> TaskCode:
 
 
 def embeddings_used(project: Project) -> Mapping[str, Any]:
-    """Return the recipe of the embeddings that a batch carries; nothing for a reader's items."""
+    """Return the recipe of the embeddings that a batch carries; nothing for a reader's items.
+
+    The rows of residues are the same whether that of the mark is kept beside them.
+    """
     if is_reader(project.config):
         return {}
-    recipes = [view.encoding.recipe for view in project.encoders_read]  # computed once
+    recipes = [replace(view.encoding.recipe, cls=False) for view in project.encoders_read]  # computed once
     plain = [recipe.plain(recipe.wanted(0)) for recipe in recipes]
     return plain[0] if len(plain) == 1 else {"joined": plain}
 

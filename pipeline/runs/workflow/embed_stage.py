@@ -233,7 +233,8 @@ class _Search:
         dealt = deal_shards(lengths_N, costs_N, tasks, _group(self.project)) if len(lengths_N) else []
         shards = tuple(order.add(array_of(self.offsets)[first], lengths_N, part, name) for part in dealt if len(part))
         row_bytes = weights.dim * BYTES_OF[recipe.storage]
-        taken = int(lengths_N.sum()) * (row_bytes + 1) + len(lengths_N) * RECORD_BYTES
+        mark_bytes = row_bytes if recipe.cls else 0
+        taken = int(lengths_N.sum()) * (row_bytes + 1) + len(lengths_N) * (mark_bytes + RECORD_BYTES)
         return StageSurvey(counts, shards, bytes=taken, cost=float(costs_N.sum()))
 
 

@@ -1,7 +1,8 @@
 """The embeddings of a data set by its own ids, into one file: every record verified, nothing kept in memory.
 
 An id is that of the item where it is a bare sequence; a chain of a structure is `ITEM:CHAIN`, or `ITEM:ROLE:CHAIN`
-where both partners have a chain of that name. A partner that was embedded as one text is cut into its chains again.
+where both partners have a chain of that name. A partner that was embedded as one text is cut into its chains again, but
+has one mark, whose row each of them is given.
 
 Shapes: L residues of a chain, T of the text that was embedded, D numbers of a residue.
 """
@@ -10,12 +11,13 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from pipeline.command_line import Command
+from pipeline.config.schema_data import MAIN
 from pipeline.encoder.embedding_recipe import as_floats, partner_texts
 from pipeline.errors import CacheDamaged, ConfigError, DataError, RecordMissing
 from pipeline.records import Kind, Rejection
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from pipeline.encoder.embedding_recipe import EmbeddingRecipe
     from pipeline.project.project import Project
     from pipeline.records import Inventory, Item, Partner
+    from pipeline.store.format.record import Record
     from pipeline.store.store import Store
     from pipeline.training.evaluating.embedding_files import Add
 
@@ -59,6 +62,7 @@ class WantedExport:
 
     format: str
     pool: str = NONE
+    encoder: str = MAIN
     split: str | None = None  # None: all
     replace: bool = False
     partial: bool = False  # whether what has no embedding is left out
@@ -74,6 +78,7 @@ class Exported:
     rejected: int = 0  # items that scanning or embedding refused
     unscanned: int = 0  # items
     missing: int = 0  # chains without an embedding
+    joined: int = 0  # chains of a partner whose one mark was taken for each of them
     lacking: list[str] = field(default_factory=list)  # the first of them
     splits: Counter[str] = field(default_factory=Counter)
 
@@ -99,6 +104,7 @@ class _ChainRows(NamedTuple):
 def export_embeddings(project: Project, out: Path, wanted: WantedExport) -> Exported:
     """Write the embeddings of a data set's proteins into a file; raise, and write nothing, where some are missing."""
     _refuse(project, out, wanted)
+    project = _of_encoder(project, wanted)
     recipe, width = project.encoding.recipe, project.encoding.weights.dim
     is_half = wanted.pool == NONE and recipe.storage == "fp16"
     form = ExportForm(width, np.dtype("<f2" if is_half else "<f4"), wanted.pool == NONE, _facts(project, wanted))
@@ -114,14 +120,23 @@ def export_embeddings(project: Project, out: Path, wanted: WantedExport) -> Expo
     return exported
 
 
+def _of_encoder(project: Project, wanted: WantedExport) -> Project:
+    """Return the project as it is for the encoder; who wants rows of marks wants the records that have them."""
+    if (of_encoder := project.encoders.get(wanted.encoder)) is None:
+        known, problem = ", ".join(project.encoders), f"no encoder is called {wanted.encoder!r}"
+        raise ConfigError(problem, where="--encoder", remedy=f"one of these: {known}")
+    config = of_encoder.config
+    if wanted.pool != CLS or config.embed.cls:
+        return of_encoder
+    embed = config.embed.model_copy(update={"cls": True})
+    return replace(of_encoder, config=config.model_copy(update={"embed": embed}), _made={})
+
+
 def _refuse(project: Project, out: Path, wanted: WantedExport) -> None:
     """Raise where there is nothing to export, or no place for it."""
     if is_reader(project.config):
         remedy = Command.submit("predict", then="   (a task writes the embeddings of what its reader gives)")
         raise ConfigError("items of a reader have no embeddings in the cache", where="data.source", remedy=remedy)
-    if wanted.pool == CLS:
-        problem = "the cache holds the rows of residues, and none of the mark before them, which `cls` would be"
-        raise ConfigError(problem, where="--pool", remedy="--pool mean   (or max)")
     places = (out, table_beside(out)) if wanted.format == "npy" else (out,)
     if len(set(places)) < len(places):
         problem = "is the name of the table that says whose rows are whose"
@@ -153,11 +168,12 @@ def _write(project: Project, wanted: WantedExport, form: ExportForm, exported: E
             keys.append(recipe.key(chain.text, variant))
         if exported.unscanned + exported.missing and not wanted.partial:
             continue
-        for chain, rows_TD in _verified(store, there, keys, form.width):
-            rows_LD = rows_TD[chain.first : chain.first + chain.whose.residues]
-            add(chain.whose, _pooled(rows_LD, chain, wanted, form))
+        for chain, record in _verified(store, there, keys, form.width, wanted.pool):
+            rows_LD = as_floats(record.arrays["rows"])[chain.first : chain.first + chain.whose.residues]
+            add(chain.whose, _pooled(rows_LD, record, chain, wanted, form))
             exported.ids += 1
             exported.residues += len(rows_LD)
+            exported.joined += wanted.pool == CLS and chain.whose.residues < len(chain.text)
 
 
 def _chains(
@@ -211,9 +227,9 @@ def _name(item: Item, partner: Partner, chain: str, *, is_ambiguous: bool) -> st
 
 
 def _verified(
-    store: Store, chains: Sequence[_ChainRows], keys: Sequence[bytes], width: int
-) -> Iterator[tuple[_ChainRows, NDArray[Any]]]:
-    """Yield each chain with the verified rows of its text."""
+    store: Store, chains: Sequence[_ChainRows], keys: Sequence[bytes], width: int, pool: str
+) -> Iterator[tuple[_ChainRows, Record]]:
+    """Yield each chain with the verified record of its text."""
     again = Command.submit("embed", then=f"   ({ANEW})")
     records = store.read(keys)
     for chain in chains:
@@ -222,20 +238,29 @@ def _verified(
         except (CacheDamaged, RecordMissing) as error:
             what = f"the embedding of {chain.whose.id}: {error.what}"
             raise type(error)(what, where=error.where, remedy=again, item=chain.whose.item) from error
-        rows_TD = as_floats(record.arrays["rows"])
+        rows_TD, cls_D, what = record.arrays["rows"], record.arrays.get("cls"), ""
         if rows_TD.ndim != 2 or rows_TD.shape[1] != width or len(rows_TD) > len(chain.text):
-            what = f"the embedding of {chain.whose.id} is {list(rows_TD.shape)}, not [{len(chain.text)}, {width}]"
+            what = f"is {list(rows_TD.shape)}, not [{len(chain.text)}, {width}]"
+        elif pool == CLS and (cls_D is None or cls_D.shape != (width,)):
+            what = f"has no row of its mark, [{width}]"
+        if what:
+            what = f"the embedding of {chain.whose.id} {what}"
             raise CacheDamaged(what, where=store.kind, remedy=ELSEWHERE, item=chain.whose.item)
-        yield chain, rows_TD
+        yield chain, record
 
 
-def _pooled(rows_LD: NDArray[Any], chain: _ChainRows, wanted: WantedExport, form: ExportForm) -> NDArray[Any]:
+def _pooled(
+    rows_LD: NDArray[Any], record: Record, chain: _ChainRows, wanted: WantedExport, form: ExportForm
+) -> NDArray[Any]:
+    """Return what is written of a chain."""
     if not len(rows_LD):
         problem = f"{chain.whose.id} has no rows: the text of its partner was truncated before it"
         remedy = Command.submit("embed").with_settings(("embed.long.policy", "windows"))
         raise DataError(problem, where="embed.long.policy", remedy=remedy, item=chain.whose.item)
     if wanted.pool == NONE:
         return rows_LD.astype(form.dtype, copy=False)
+    if wanted.pool == CLS:
+        return as_floats(record.arrays["cls"]).astype(np.float32, copy=False)
     return POOLS[wanted.pool](rows_LD.astype(np.float32, copy=False))
 
 
@@ -246,11 +271,15 @@ def _refuse_incomplete(exported: Exported, out: Path, wanted: WantedExport) -> N
         what, where = f"no item is in this split; there are: {there}", f"--split {wanted.split}"
         raise ConfigError(what, where=where, remedy="name one of them, or leave out --split")
     if exported.unscanned + exported.missing and not wanted.partial:
-        counted = [f"{exported.missing:,} chains have no embedding"] if exported.missing else []
+        lacks = "embedding with the row of its mark" if wanted.pool == CLS else "embedding"
+        counted = [f"{exported.missing:,} chains have no {lacks}"] if exported.missing else []
         counted += [f"{exported.unscanned:,} items are not scanned"] if exported.unscanned else []
         what = f"{' and '.join(counted)}, of {exported.items + exported.unscanned:,} items: "
         what += ", ".join(exported.lacking) + (", …" if exported.missing + exported.unscanned > NAMED else "")
         remedy = Command.submit("embed", then=" --follow   (or --partial: leave them out)")
+        if wanted.pool == CLS:
+            section = "embed" if wanted.encoder == MAIN else f"embed.also.{wanted.encoder}"
+            remedy = remedy.with_settings((f"{section}.cls", "true"))
         raise RecordMissing(what, where=str(out), remedy=remedy)
     if not exported.ids:
         problem = f"there is nothing to export: {exported.rejected:,} items were rejected, and no other has a protein"

@@ -230,8 +230,8 @@ def test_rows_whose_copies_are_not_waited_for_are_wrong(
     wanted, _ = embedded(checkpoint, sequences)
     begin = RowWriter.__init__
 
-    def hasty(self: RowWriter, sink: Any) -> None:
-        begin(self, sink)
+    def hasty(self: RowWriter, sink: Any, **how: Any) -> None:
+        begin(self, sink, **how)
         self._fetch._stream = _Hasty()  # type: ignore[assignment]
 
     monkeypatch.setattr(RowWriter, "__init__", hasty)

@@ -42,12 +42,16 @@ class StandIn:
     def bytes_per_token(self, residues: int = 0) -> int:
         return self.token_bytes
 
-    def __call__(self, tokens: Sequence[np.ndarray]) -> torch.Tensor:
+    def __call__(self, tokens: Sequence[np.ndarray], *, cls: bool = False) -> torch.Tensor:
         self.before(tokens)
         if sum(len(one) + ENDS for one in tokens) > self.limits.get(self.device, NO_LIMIT):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
         self.calls.append([len(one) for one in tokens])
-        return torch.cat([self._rows(one) for one in tokens])
+        return torch.cat([rows for one in tokens for rows in (self._mark(one)[: int(cls)], self._rows(one))])
+
+    def _mark(self, tokens_L: np.ndarray) -> torch.Tensor:
+        """Return a row that says the first letter and the length of what was encoded as one."""
+        return torch.tensor([[float(tokens_L[0]), -1.0, len(tokens_L), 1.0]])
 
     def _rows(self, tokens_L: np.ndarray) -> torch.Tensor:
         size = len(tokens_L)

@@ -167,6 +167,41 @@ def test_a_sample_finds_an_embedding_that_another_encoder_made(project: Path) ->
     assert "0.02 of their length" in one.what
 
 
+@pytest.mark.slow
+def test_a_mark_that_another_encoder_made_is_found_put_aside_and_made_anew(
+    project: Path, pipeline: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(project)
+    shutil.rmtree(project / "cache" / "embed")
+    with_marks = ("--set", "embed.cls=true")
+    embed = ("submit", "--stage", "embed", "--executor", "local", "--follow", *with_marks)
+    assert pipeline(*embed).code == 0
+    found = validated(project, 1.0)  # the records say themselves that they have a mark
+    assert findings(found) == []
+    assert notes(found)["embeddings computed again"] == 2 * ITEMS
+    assert notes(found)["embeddings computed again that are not the same bit for bit"] == 0
+    before = {record.key: record.arrays["cls"] for record in _embeddings(project)}
+    key = rewrite(project, "embed", lambda a, m: a["cls"].__imul__(np.float32(1.02)))
+    assert findings(validated(project)) == []
+    done = pipeline("cache", "validate", "--semantic", "--sample", "1", "--json", *with_marks)
+    assert done.code == 4
+    report = read_report(Path(json.loads(done.out)["list"]))
+    (one,) = report.findings()
+    assert one.key == key.hex()
+    assert "the numbers of cls are 0.02 of their length" in one.what
+    for verb in (("repair", "--yes"), ("regenerate",)):
+        repaired = pipeline("cache", *verb, "--list", json.loads(done.out)["list"], *with_marks)
+        assert repaired.code == 0, repaired.err
+    after = {record.key: record.arrays["cls"] for record in _embeddings(project)}
+    assert after.keys() == before.keys()
+    assert all(np.array_equal(after[other], before[other]) for other in after)
+
+
+def _embeddings(project: Path) -> Iterator[Any]:
+    store = CacheFolder(project / "cache").kind("embed")
+    return store.read(list(store.keys()))
+
+
 def test_a_sample_finds_weights_that_are_not_those_of_the_file(project: Path) -> None:
     rewrite(project, "weights", lambda a, m: m.update(digest="f" * 32))
     found = [one for one in findings(validated(project, 1.0)) if one.kind == "weights"]

@@ -171,6 +171,32 @@ def test_an_export_of_an_encoder_that_is_not_named_here_says_which_are(two: Path
     assert (refused.code, "one of these: main, small" in refused.err) == (2, True)
 
 
+def test_each_encoder_keeps_marks_by_its_own_setting_and_a_training_is_the_same(two: Path, pipeline: Command) -> None:
+    def kept(*sets: str) -> list[bool]:
+        return ["cls" in recipe for recipe in EmbedStage().recipes(opened(two, *sets))]
+
+    assert [kept(f"embed{of}.cls=true") for of in ("", ".also.small")] == [[True, True], [False, True]]
+    assert kept("embed.cls=true", "embed.also.small.cls=false") == [True, False]
+    assert embeddings_used(opened(two, "embed.cls=true")) == embeddings_used(opened(two))
+
+
+@pytest.mark.slow
+def test_marks_of_a_further_encoder_are_made_by_the_command_that_an_export_without_them_names(
+    two: Path, pipeline: Command
+) -> None:
+    typed = ("export", "embeddings", "--encoder", "small", "--pool", "cls", "--out", "small.npy")
+    refused = pipeline(*typed)
+    assert refused.code == 4
+    assert "next: pipeline submit --stage embed --set embed.also.small.cls=true --follow" in refused.err
+    done = pipeline("submit", "--stage", "embed", *FOLLOW, "--set", "embed.also.small.cls=true")
+    assert done.code == 0, done.err
+    assert pipeline(*typed).code == 0
+    assert np.load(two / "small.npy").shape == (10, 8)
+    main = pipeline("export", "embeddings", "--pool", "cls", "--out", "main.npy")
+    assert main.code == 4
+    assert "10 chains have no embedding with the row of its mark" in main.err
+
+
 def test_a_layer_that_a_further_encoder_does_not_have_is_refused_before_a_run(two: Path, pipeline: Command) -> None:
     refused = pipeline("submit", "--stage", "embed", *FOLLOW, "--set", "embed.also.small.layer=3")
     assert refused.code == 2

@@ -50,6 +50,9 @@ def data(tmp_path_factory):
                 bfloat16 = ("rows",) if recipe.storage == "bf16" else ()
                 key = recipe.key(text, Variant(recipe.precision))
                 writer.put(key, {"rows": rows}, {"text": text}, bfloat16=bfloat16)
+                marked = {"rows": rows, "cls": rows[0]}
+                key = replace(recipe, cls=True).key(text, Variant(recipe.precision))
+                writer.put(key, marked, {"text": text}, bfloat16=tuple(marked) if bfloat16 else ())
     return data
 
 
@@ -72,6 +75,18 @@ def test_every_residue_has_the_numbers_of_each_encoder_in_the_order_in_which_the
                 side = item.sides[part.role.value]
                 np.testing.assert_array_equal(side.embedding.float(), wanted(data, part, recipes))
                 np.testing.assert_array_equal(side.encoded, part.row_R >= 0)
+
+
+@pytest.mark.parametrize("several", [(FP32,), (BF16,), (FP16, FP32)])
+def test_rows_with_that_of_their_mark_beside_them_are_read_as_others_are(data, several):
+    def sides(recipes):
+        for batch in data.loader([[0, 1], [2, 4], [3]], embeddings=Embeddings(data.embed_store, *recipes)):
+            for item in batch.items:
+                yield from item.sides.values()
+
+    for plain, marked in zip(sides(several), sides([replace(of, cls=True) for of in several]), strict=True):
+        assert marked.embedding.dtype == plain.embedding.dtype
+        assert torch.equal(marked.embedding, plain.embedding)
 
 
 def test_numbers_are_joined_in_a_type_that_holds_them_all(data):
