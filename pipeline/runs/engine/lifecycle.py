@@ -34,7 +34,7 @@ from pipeline.records import EventKind
 from pipeline.runs.engine.dispatch import pieces
 from pipeline.runs.engine.handover import STOPPED_CODE, claim_visit, supervisor_spec
 from pipeline.runs.model.prepare import DECISIVE
-from pipeline.runs.model.sweep_points import named_points, with_settings
+from pipeline.runs.model.sweep_points import LISTED, named_points, with_settings
 from pipeline.runs.views.run_page import renew
 from pipeline.runs.workflow.jobs import StagePlan, spec_of
 from pipeline.stage_names import StageName
@@ -274,7 +274,7 @@ def points_to_end(status: RunStatus, points: Sequence[str], wanted: Sequence[str
     going = {number: name for number, name in enumerate(stage.names) if name in chosen and states[name] not in OVER}
     if not going:
         # what has no task was trained before, or fits no machine
-        said = ", ".join(f"{name} is {states.get(name, 'not trained in this run')}" for name in chosen)
+        said = ", ".join(f"{name} is {states.get(name, 'not trained in this run')}" for name in [*chosen][:LISTED])
         raise ConfigError(f"nothing to cancel: {said}", where="--point", remedy=again)
     return going
 
