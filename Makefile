@@ -48,13 +48,15 @@ prove: .venv/tools slurm-packages  ## the long proofs: kills, faults, scale; res
 	python benchmarks/store/prove_cache.py --out benchmarks/results/prove_cache.json
 	python benchmarks/structures/scan_memory.py --out benchmarks/results/scan_memory.json
 	python benchmarks/structures/scan_memory.py --stage graph --out benchmarks/results/graph_memory.json
-	python benchmarks/structures/split.py --out benchmarks/results/split.json
+	python benchmarks/structures/split.py --whole 20000 --out benchmarks/results/split.json
 	python benchmarks/encoder/prove_embed.py --out benchmarks/results/prove_embed.json
 	python benchmarks/encoder/embed_growth.py --out benchmarks/results/embed_growth.json
 	python benchmarks/encoder/export_growth.py --out benchmarks/results/export_growth.json
+	python benchmarks/encoder/parity.py --out benchmarks/results/encoder_parity.json
 	for shape in 150M 650M; do \
 	  python benchmarks/encoder/embed.py --shape $$shape --out benchmarks/results/embed_$$shape.json || exit 1; done
 	python benchmarks/runs/slurm.py --out benchmarks/results/slurm.json
+	python benchmarks/runs/swept.py --out benchmarks/results/swept.json
 	python benchmarks/training/prove_train.py --out benchmarks/results/prove_train.json
 	python benchmarks/training/train_memory.py --out benchmarks/results/train_memory.json
 	python benchmarks/runs/scale.py --million 1000000 --metadata --out benchmarks/results/scale.json

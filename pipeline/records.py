@@ -182,6 +182,7 @@ class EventKind(str, Enum):
     JOB_REFUSED = "job_refused"
     TASK_SPLIT = "task_split"
     TASK_GIVEN_UP = "task_given_up"
+    TASK_CANCELLED = "task_cancelled"  # by hand, and alone: the others go on
     LEFT_OUT = "left_out"  # something that killed its task
     TASK_STARTED = "task_started"
     PROGRESS = "progress"

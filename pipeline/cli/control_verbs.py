@@ -12,8 +12,9 @@ from pipeline.cli.options import STAGES, ConfigFile, Json, Run, Sets, as_typed, 
 from pipeline.command_line import Command
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
+    from typing import TypeAlias
 
     from pipeline.cluster.job_spec import Executor
     from pipeline.config.schema import Config
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from pipeline.journal.run_status import RunStatus
     from pipeline.runs.engine.lifecycle import Cancellation
 
+    Opened: TypeAlias = tuple[RunFolder, Config, Executor, RunStatus]
 
 Yes = Annotated[bool, typer.Option("--yes", help="Do it; without it, only show what would be done.")]
 
@@ -59,18 +61,26 @@ def resume_command(run: Run = None, config: ConfigFile = None, sets: Sets = None
 def cancel_command(
     run: Run = None,
     stage: Annotated[str | None, one_of(STAGES, "--stage", "Only the jobs of this stage.")] = None,
+    point: Annotated[
+        list[str] | None,
+        typer.Option("--point", metavar="NAME", help="Only points of a sweep: seed=3, or more of a name, or seed=*."),
+    ] = None,
     yes: Yes = False,
     config: ConfigFile = None,
     sets: Sets = None,
 ) -> None:
-    """End a run, its jobs and supervisors; finished work is kept."""
+    """End a run, or points of its sweep; finished work is kept."""
     from pipeline.errors import ConfigError
     from pipeline.journal.run_status import RunState
     from pipeline.runs.engine.lifecycle import cancel as end
     from pipeline.runs.engine.lifecycle import foresee
 
-    folder, _, executor, status = _opened(run, config, sets, "cancelled")
+    opened = _opened(run, config, sets, "cancelled")
+    folder, _, executor, status = opened
     with executor:
+        if point:
+            _cancel_points(opened, point, stage, yes=yes)
+            return
         if stage is not None and stage not in status.stages:
             problem = f"run {folder.name} has no stage {stage!r} ({', '.join(status.stages) or 'none has begun'})"
             raise ConfigError(problem, where="--stage", remedy=Command.of("status", folder.name))
@@ -90,9 +100,35 @@ def cancel_command(
     typer.echo("cancelled; finished work is kept")
 
 
-def _opened(
-    run: str | None, file: Path | None, sets: list[str] | None, done: str
-) -> tuple[RunFolder, Config, Executor, RunStatus]:
+def _cancel_points(opened: Opened, wanted: Sequence[str], stage: str | None, *, yes: bool) -> None:
+    """End points of a sweep alone."""
+    from pipeline.errors import ConfigError
+    from pipeline.journal.run_status import ENDED
+    from pipeline.report.tables import plural
+    from pipeline.runs.engine.lifecycle import cancel_points, points_to_end
+    from pipeline.runs.model.sweep_points import points_in
+
+    folder, frozen, executor, status = opened
+    if stage is not None:
+        what = "a point is a task of stage train: it is named by --point alone"
+        raise ConfigError(what, where="--point", remedy="leave --stage out")
+    points = [point.name for point in points_in(frozen)]
+    tasks = points_to_end(status, points, wanted)
+    if status.state in ENDED:
+        typer.echo(f"run {folder.name} is {status.state.value}: nothing to cancel")
+        return
+    typer.echo(f"run {folder.name}: {len(tasks)} of {plural(len(points), 'point')}")
+    for name in tasks.values():
+        typer.echo(f"  {name}")
+    if not yes:
+        again = Command.of("cancel", folder.name, *(word for name in wanted for word in ("--point", name)), "--yes")
+        typer.echo(f"nothing was done yet\n  next: {as_typed(again)}")
+        return
+    cancel_points(folder, frozen, executor, list(tasks))
+    typer.echo("cancelled; the others go on, and after the run the same sweep, submitted again, trains what is missing")
+
+
+def _opened(run: str | None, file: Path | None, sets: list[str] | None, done: str) -> Opened:
     """Return the folder of this user's own run, its frozen configuration, its executor and its status."""
     from pipeline.config.load import from_resolved
     from pipeline.journal.active_runs import status_of

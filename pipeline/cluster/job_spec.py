@@ -15,7 +15,7 @@ from pipeline.command_line import Command
 from pipeline.errors import SubmissionRefused
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 JobId: TypeAlias = str
 
@@ -236,8 +236,8 @@ class Executor(Protocol):
         Returns early when nothing can change any more.
         """
 
-    def cancel(self, jobs: Iterable[JobId]) -> None:
-        """Request the end of every task that has not ended; later steps report it."""
+    def cancel(self, jobs: Iterable[JobId], tasks: Collection[int] | None = None) -> None:
+        """Request the end of every task of these jobs, or of some alone, that has not ended; later steps report it."""
 
     def close(self) -> None:
         """Release the executor; jobs that cannot live without it end now."""

@@ -26,7 +26,7 @@ from pipeline.errors import SubmissionRefused
 from pipeline.waiting import signals_held
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
     from pipeline.cluster.job_spec import JobId, JobSpec
 
@@ -164,12 +164,12 @@ class LocalExecutor:
         changed, self._changed = self._changed, {}
         return [task.status() for task in changed]
 
-    def cancel(self, jobs: Iterable[JobId]) -> None:
+    def cancel(self, jobs: Iterable[JobId], tasks: Collection[int] | None = None) -> None:
         named = {job for job in jobs if job in self._jobs}
         for job in named:
-            self._cancel_pending(self._jobs[job], "cancelled")
+            self._cancel_pending(self._jobs[job], "cancelled", tasks)
         for task, child in self._running:
-            if task.job.id in named:
+            if task.job.id in named and (tasks is None or task.number in tasks):
                 child.stop(TaskState.CANCELLED, "cancelled")
         self._look_at = 0.0
         self._advance()
@@ -297,10 +297,11 @@ class LocalExecutor:
             task.job.failure = f"task {task.number} of job {task.job.id} ({task.job.spec.name}) is {ending.state.value}"
         self._changed[task] = None
 
-    def _cancel_pending(self, job: _LocalJob, reason: str) -> None:
-        """Cancel the tasks of a job that have not started."""
-        while job.pending:
-            self._end(job.pending.popleft(), Ending(TaskState.CANCELLED, reason))
+    def _cancel_pending(self, job: _LocalJob, reason: str, tasks: Collection[int] | None = None) -> None:
+        """Cancel the tasks of a job that have not started, or some of them."""
+        for task in [task for task in job.pending if tasks is None or task.number in tasks]:
+            job.pending.remove(task)
+            self._end(task, Ending(TaskState.CANCELLED, reason))
 
     def _await_exit(self, timeout_s: float) -> None:
         """Wait until a task's first process exits, a signal arrives, or the next check is due."""

@@ -31,7 +31,7 @@ from pipeline.cluster.slurm_facts import (
 from pipeline.errors import SubmissionRefused
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from pipeline.cluster.fields import Queued
     from pipeline.cluster.job_spec import JobId, JobSpec, Limits, TaskStatus
@@ -155,8 +155,11 @@ class SlurmExecutor:
             self._look()
             self._look_at = time.monotonic() + self._poll_s
 
-    def cancel(self, jobs: Iterable[JobId]) -> None:
+    def cancel(self, jobs: Iterable[JobId], tasks: Collection[int] | None = None) -> None:
         wanted = [job for job in dict.fromkeys(jobs) if job.isdecimal()]
+        if tasks is not None:
+            known = [self._jobs[job] for job in wanted if job in self._jobs]
+            wanted = [name for job in known for name, task in job.tasks.items() if task.task in tasks]
         if not wanted:
             return
         try:

@@ -448,6 +448,7 @@ def _text(kind: EventKind, data: Mapping[str, Any]) -> str:
         return f"left out {', '.join(data['names'])}: {data['why']}"
     plain = {
         EventKind.TASK_GIVEN_UP: "given up: {why}",
+        EventKind.TASK_CANCELLED: "{why}",
         EventKind.JOB_REFUSED: "its job was refused",
         EventKind.STAGE_ENDED: "{state}",
         EventKind.RUN_ENDED: "{state}",

@@ -109,6 +109,7 @@ class TaskRecord:
     words: dict[int, Word] = field(default_factory=dict)  # attempt → what its worker said
     then: dict[int, str] = field(default_factory=dict)  # attempt → what was done after it, in words
     split: tuple[int, ...] = ()  # the tasks that took its place
+    cancelled: str = ""  # by whom, where it was cancelled by hand and alone
 
     @property
     def last(self) -> Attempt | None:
@@ -121,8 +122,8 @@ class TaskRecord:
 
     @property
     def open(self) -> bool:
-        """Whether another attempt or a decision is due: none is under way, and none has ended well."""
-        return self.job is None and not self.good
+        """Whether another attempt or a decision is due: none is under way, none has ended well, and one is wanted."""
+        return self.job is None and not self.good and not self.cancelled
 
     @property
     def word(self) -> Word:

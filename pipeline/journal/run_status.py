@@ -230,8 +230,18 @@ class StageStatus:
     @property
     def failures(self) -> list[Attempt]:
         """Failed attempts: all first ones, then all second ones."""
-        failed = [attempt for task in self.work.values() for attempt in task.ended if attempt.cause is not Cause.DONE]
+        failed = [
+            attempt
+            for task in self.work.values()
+            for attempt in task.ended
+            if attempt.cause not in ((Cause.DONE, Cause.CANCELLED) if task.cancelled else (Cause.DONE,))
+        ]
         return sorted(failed, key=lambda attempt: (attempt.number, attempt.task))
+
+    @property
+    def cancelled(self) -> dict[str, str]:
+        """The points that were cancelled by hand, and by whom each was."""
+        return {self.name_of(number): task.cancelled for number, task in self.work.items() if task.cancelled}
 
     @property
     def live(self) -> list[JobId]:
@@ -244,6 +254,8 @@ class StageStatus:
 
     def state_of(self, task: TaskRecord) -> str:
         """Return the state of a task, in a word."""
+        if task.cancelled and not (task.good or task.word.finished):
+            return "cancelled"
         if task.job is not None:  # until a supervisor has judged it, its own reports count
             state = "failed" if task.word.exit_code else "running" if task.word.started else "waiting"
             return "done" if task.word.finished else state
@@ -423,6 +435,8 @@ class RunStatus:
             _take_report(stage, event)
         elif event.kind is EventKind.TASK_GIVEN_UP:
             stage.task(data["task"]).then[data["attempt"]] = data["why"]
+        elif event.kind is EventKind.TASK_CANCELLED:
+            stage.task(data["task"]).cancelled = data["why"]
         elif event.kind is EventKind.TASK_ENDED:
             _end(stage, Attempt.from_json(data))
         elif event.kind is EventKind.STAGE_SUBMITTED:

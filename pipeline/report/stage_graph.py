@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-DONE, TO_DO, WAITING = "done", "to do", "waiting"
-FILLED = {DONE: "#d9f0dd", TO_DO: "#dbe7f6", WAITING: "#ececec"}  # other states are white
+
+class WorkState(str, Enum):
+    """How the work of a stage on something stands."""
+
+    DONE = "done"
+    TO_DO = "to do"
+    WAITING = "waiting"
+    REFUSED = "refused"
+    NONE = "nothing to do"
+
+
+FILLED: dict[str, str] = {WorkState.DONE: "#d9f0dd", WorkState.TO_DO: "#dbe7f6", WorkState.WAITING: "#ececec"}
 
 
 @dataclass(frozen=True, slots=True)

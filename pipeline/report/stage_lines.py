@@ -42,7 +42,7 @@ REGENERATED = {
     "later": "made when needed",
 }
 DAMAGED = "damage was found"
-TASK_STATES = ("done", "running", "waiting", "failed")
+TASK_STATES = ("done", "running", "waiting", "failed", "cancelled")
 SCRIPT = "script."  # how figures begin that a user's own script reports
 FIGURES_SHOWN = 8
 POINTS_SHOWN = 40  # of a sweep
@@ -151,8 +151,12 @@ def point_lines(stage: StageStatus) -> list[str]:
     done = Counter[int]()
     for process, figures in stage.figures.items():
         done[int(figures["task"])] += stage.done.get(process, 0)
-    named = [(name, stage.state_of(stage.task(number)), done[number]) for number, name in enumerate(stage.names)]
-    lines = [f"  {name}: {state}{f', {steps:,} steps' if steps else ''}" for name, state, steps in named]
+    states = [stage.state_of(stage.task(number)) for number in range(len(stage.names))]
+    lines = [
+        f"  {name}: {stage.cancelled[name] if state == 'cancelled' else state}"
+        f"{f', {done[number]:,} steps' if done[number] else ''}"
+        for number, (name, state) in enumerate(zip(stage.names, states, strict=True))
+    ]
     more = [f"  and {plural(len(lines) - POINTS_SHOWN, 'point')} more"] if len(lines) > POINTS_SHOWN else []
     return lines[:POINTS_SHOWN] + more
 

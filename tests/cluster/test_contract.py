@@ -152,6 +152,18 @@ class TestExecutor:
         assert [task.state for task in tasks] == [TaskState.CANCELLED] * 3
         assert [task.started is None for task in tasks] == [False, True, True]
 
+    def test_tasks_that_are_cancelled_alone_end_whether_they_have_begun_or_not_and_the_others_go_on(
+        self, executor: Executor, tmp_path: Path
+    ) -> None:
+        job = executor.submit(python(tmp_path, WAITS, tasks=4, max_parallel=2))
+        step_until(executor, lambda: sum(task.state is TaskState.RUNNING for task in executor.status([job])) == 2)
+        executor.cancel([job, "nobody.1"], [1, 3, 9])
+        step_until(executor, lambda: [task.state.ended for task in executor.status([job])] == [False, True] * 2)
+        step_until(executor, lambda: executor.status([job])[2].state is TaskState.RUNNING)
+        assert [task.state for task in executor.status([job])] == [TaskState.RUNNING, TaskState.CANCELLED] * 2
+        executor.cancel([job])
+        assert {task.state for task in finish(executor, job)} == {TaskState.CANCELLED}
+
     def test_cancelling_changes_nothing_that_has_ended(self, executor: Executor, tmp_path: Path) -> None:
         job = executor.submit(python(tmp_path, "pass"))
         ended = finish(executor, job)

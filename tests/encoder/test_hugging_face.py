@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 TEXTS = drawn(40, 7, 23)
 
 
-def prot_t5(folder: Path) -> Path:
+def prot_t5(folder: Path, **sizes: int) -> Path:
     """Write a model as ProtT5 is: residues are words, and only the end has a mark."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
@@ -31,24 +31,23 @@ def prot_t5(folder: Path) -> Path:
     plain.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
     marks = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
     transformers.PreTrainedTokenizerFast(tokenizer_object=plain, **marks).save_pretrained(folder)
-    config = transformers.T5Config(
-        vocab_size=len(words), d_model=24, d_kv=8, d_ff=48, num_layers=2, num_heads=3, pad_token_id=0
-    )
+    sizes = {"d_model": 24, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 3, **sizes}
+    config = transformers.T5Config(vocab_size=len(words), pad_token_id=0, **sizes)
     torch.manual_seed(0)
     transformers.T5EncoderModel(config).save_pretrained(folder)
     return folder
 
 
-def saprot(folder: Path) -> Path:
+def saprot(folder: Path, **sizes: int) -> Path:
     """Write a model as SaProt is: ESM-2 with a token for each pair of a residue and its structure."""
     folder.mkdir()
     pairs = [f"{letter}{structure}" for letter in LETTERS for structure in "acd#"]
     (folder / "vocab.txt").write_text("\n".join(["<cls>", "<pad>", "<eos>", "<unk>", *pairs, "<mask>"]))
     transformers.EsmTokenizer(folder / "vocab.txt").save_pretrained(folder)
-    config = transformers.EsmConfig(
-        vocab_size=len(pairs) + 5, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
-        pad_token_id=1, mask_token_id=len(pairs) + 4, position_embedding_type="rotary", token_dropout=True,
-    )  # fmt: skip
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+    sizes = dict(zip(names, (32, 2, 4, 64), strict=True)) | sizes
+    marks = {"pad_token_id": 1, "mask_token_id": len(pairs) + 4, "vocab_size": len(pairs) + 5}
+    config = transformers.EsmConfig(**marks, **sizes, position_embedding_type="rotary", token_dropout=True)
     torch.manual_seed(0)
     transformers.EsmModel(config, add_pooling_layer=False).save_pretrained(folder)
     return folder

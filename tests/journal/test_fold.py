@@ -102,6 +102,31 @@ def test_in_the_end_no_more_is_done_than_was_found() -> None:
     assert scan([*begun(1), told, event(EventKind.STAGE_ENDED, 4.0, **end)]).stages["scan"].items_done == 6
 
 
+BY_HAND = event(EventKind.TASK_CANCELLED, 4.0, "cancel-here-9", task=0, why="cancelled by me on here")
+
+
+@pytest.mark.parametrize("is_read_first", [False, True])
+def test_a_task_that_was_cancelled_by_hand_is_over_and_no_failure_in_whatever_order_its_file_is_read(
+    is_read_first: bool,
+) -> None:
+    told = [*begun(2), ended(6.0, 0, "7", Cause.CANCELLED)]
+    stage = scan([BY_HAND, *told] if is_read_first else [*told, BY_HAND]).stages["scan"]
+    assert (stage.state_of(stage.task(0)), stage.state_of(stage.task(1))) == ("cancelled", "waiting")
+    assert (stage.task(0).open, stage.failures, stage.live) == (False, [], ["7"])
+
+
+def test_a_task_that_crashed_before_it_was_cancelled_by_hand_did_crash_and_is_not_tried_again() -> None:
+    stage = scan([*begun(1), ended(3.0, 0, "7", Cause.CRASHED), BY_HAND]).stages["scan"]
+    assert ([attempt.cause for attempt in stage.failures], stage.task(0).open) == ([Cause.CRASHED], False)
+
+
+def test_a_task_that_had_finished_when_it_was_cancelled_is_done() -> None:
+    finished = event(EventKind.TASK_FINISHED, 3.5, "scan-000000", task=0, attempt=1, done=1, rejected={}, figures={})
+    for events in ([*begun(1), finished, BY_HAND], [*begun(1), ended(5.0, 0, "7", Cause.DONE), BY_HAND]):
+        stage = scan(events).stages["scan"]
+        assert stage.state_of(stage.task(0)) == "done"
+
+
 def test_tasks_stand_where_their_last_attempt_left_them() -> None:
     events = [
         *begun(3),

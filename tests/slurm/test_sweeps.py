@@ -4,83 +4,28 @@ from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
-from safetensors import safe_open
 
-from pipeline.journal.ledger import LedgerReader
-from pipeline.records import EventKind
+from tests.runs.workflow.trained import weights
 from tests.slurm.cluster import Cluster
-from tests.slurm.runs import Project, Run, kill, make_project, processes_of, until
+from tests.slurm.killed_sweep import POINTS, STEPS, SWEEP, WORKER, finished, killed_sweep, ready_to_sweep
+from tests.slurm.runs import Project, Run, processes_of, until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.fault, pytest.mark.slow, pytest.mark.timeout(1500)]
 
-EPOCHS, STEPS, POINTS, TWINS = 4, 12, 20, 3
-SWEEP = ("--sweep", "train.seed=0:5", "--sweep", "train.learning_rate=1e-4,3e-4,1e-3,3e-3")
-SETTINGS: dict[str, Any] = {
-    "embed__weights": "esm2_small.pt",
-    "train__task": "pipeline.tasks.interface:Interface",
-    "train__options": {"embedding_dim": 16, "width": 8, "layers": 1, "pair_width": 4, "dropout": 0.2},
-    "train__effective_batch": 4,
-    "train__epochs": EPOCHS,
-    "train__checkpoints": {"every": 2},
-    "train__log_every": 1,
-    "train__sweep__parallel": 6,
-}
-SUPERVISOR, WORKER = "pipeline.runs.supervisor", "pipeline.runs.worker"
+TWINS = 3
 
 
 @pytest.fixture(scope="module")
 def project(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Project:
-    """Return a project of which all is done that comes before training."""
     cluster.settle()
-    project = make_project(tmp_path_factory.mktemp("sweeps") / "project", 12, **SETTINGS)
-    shape = ("--layers", "1", "--dim", "16", "--heads", "2", "--out", "esm2_small.pt")
-    assert project.types("weights", "synth", *shape).code == 0
-    project.submits("graph").ends()
-    return project
+    return ready_to_sweep(tmp_path_factory.mktemp("sweeps") / "project")
 
 
 @pytest.fixture(scope="module")
 def swept(project: Project) -> Run:
-    """Return the run of the sweep, of which tasks were killed twice, and two supervisors that were to judge them."""
-    run = project.submits("train", *SWEEP)
-    for few in (3, 9):
-        until(f"{few} trained points", lambda few=few: len(finished(run)) >= few, 900, run.story)
-        until("some in training", lambda: processes_of(run, WORKER), 120, run.story)
-        assert [pid for pid in processes_of(run, WORKER) if kill(pid)]
-    ends_a_supervisor(run)
-    tried_again = "the standby to try again what was killed"
-    until(tried_again, lambda: any(job.attempt == 2 for job in run.now().stages["train"].jobs.values()), 600, run.story)
-    until("its end", lambda: not processes_of(run, SUPERVISOR), 120, run.story)
-    ends_a_supervisor(run)
-    run.ends(timeout_s=900)
-    return run
-
-
-def ends_a_supervisor(run: Run) -> None:
-    """Kill the next visit of a supervisor as soon as it is there."""
-    until("a supervisor at work", lambda: any(kill(pid) for pid in processes_of(run, SUPERVISOR)), 900, run.story)
-
-
-def finished(run: Run) -> list[int]:
-    """Return the tasks that have said that they are done, once for each time."""
-    events = LedgerReader(run.folder).fresh()
-    return [
-        event.data["task"]
-        for event in events
-        if event.kind is EventKind.TASK_FINISHED and event.data["stage"] == "train"
-    ]
-
-
-def weights(model: Path) -> dict[str, bytes]:
-    """Return the bits of all tensors of a model's last checkpoint."""
-    newest = max((model / "checkpoints").glob("step-*"))
-    assert newest.name == f"step-{STEPS:08}"
-    with safe_open(newest / "state.safetensors", "np") as file:
-        return {name: file.get_tensor(name).tobytes() for name in file.keys()}  # noqa: SIM118 - it is no dict
+    return killed_sweep(project)
 
 
 def test_a_sweep_that_is_killed_twice_trains_every_point_once(swept: Run) -> None:
@@ -108,7 +53,7 @@ def test_the_points_of_a_killed_sweep_are_their_plain_twins_bit_for_bit(swept: R
         words = [f"--set=train.{setting}" for setting in name.split()]
         twin.submits("train", *words).ends()
         model = (swept.folder.path / "points" / name).resolve()
-        assert weights(twin.folder / "models" / model.name) == weights(model), name
+        assert weights(twin.folder / "models" / model.name, STEPS) == weights(model, STEPS), name
 
 
 def test_submitting_a_sweep_again_does_nothing_and_adding_a_value_does_only_that(swept: Run, project: Project) -> None:
@@ -120,3 +65,38 @@ def test_submitting_a_sweep_again_does_nothing_and_adding_a_value_does_only_that
     assert more.now().stages["train"].names == ["seed=5 learning_rate=1e-4"]
     logs = project.types("logs", more.name, "--point", "seed=5")
     assert "train seed=5 learning_rate=1e-4, attempt 1" in logs.out
+
+
+def test_a_point_is_cancelled_alone_and_is_trained_when_the_sweep_is_submitted_again(project: Project) -> None:
+    (project.folder / "long.csv").write_text("train.seed,train.epochs\n70,100000\n71,4\n72,100000\n")
+    long, _, longer = names = ["seed=70 epochs=100000", "seed=71 epochs=4", "seed=72 epochs=100000"]
+    run = project.submits("train", "--sweep-file", "long.csv")
+    until("steps of both long points", lambda: {0, 2} <= trained_in(run), 600, run.story)
+    assert project.types("cancel", "--point", "seed=70", "--yes").code == 0
+    until("the short one to be done", lambda: states_of(run) == ["cancelled", "done", "running"], 600, run.story)
+    until("the other to be left", lambda: len(processes_of(run, WORKER)) == 1, 120, run.story)
+    assert f"{long}: cancelled by " in project.types("status").out
+    assert "seed=70 epochs=100000 is cancelled" in project.types("cancel", "--point", "seed=70").said
+    assert project.types("cancel", "--point", "epochs=1*", "--yes").code == 0
+    run.ends()
+    told = run.stage("train")
+    states = dict(zip(names, ("cancelled", "done", "cancelled"), strict=True))
+    assert {point["name"]: point["state"] for point in told["census"]["points"]} == states
+    assert told["failures"] == []
+    assert f"warning: {longer} was not trained: cancelled by " in project.types("status").out
+    again = project.submits("train", "--sweep-file", "long.csv")
+    until("both long points", lambda: {0, 1} <= trained_in(again), 600, again.story)
+    assert again.now().stages["train"].names == [long, longer]  # and not what is done
+    assert project.types("cancel", "--yes").code == 0
+
+
+def states_of(run: Run) -> list[str]:
+    """Return the states of a training's tasks."""
+    stage = run.now().stages["train"]
+    return [stage.state_of(task) for _, task in sorted(stage.work.items())]
+
+
+def trained_in(run: Run) -> set[int]:
+    """Return the tasks of a run that have trained a step."""
+    stage = run.now().stages.get("train")
+    return {int(process.split("-")[1]) for process, steps in stage.done.items() if steps} if stage else set()

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors import safe_open
 
+from tests.runs.workflow.trained import weights
 from tests.slurm.cluster import Cluster
 from tests.slurm.runs import Project, Run, make_project, until
 from tests.slurm.test_by_hand import ROOT
@@ -117,14 +117,6 @@ def model(run: Run) -> Path:
     return folder
 
 
-def weights(run: Run) -> dict[str, bytes]:
-    """Return the bits of the tensors of its last checkpoint: parameters, optimizer, averages."""
-    newest = max((model(run) / "checkpoints").glob("step-*"))
-    assert newest.name == f"step-{STEPS:08}"
-    with safe_open(newest / "state.safetensors", "np") as file:
-        return {one: file.get_tensor(one).tobytes() for one in file.keys()}  # noqa: SIM118 - it is no dict
-
-
 def steps_of(run: Run) -> list[int]:
     """Return the steps of which figures are kept."""
     lines = (model(run) / "figures.jsonl").read_text().splitlines()
@@ -145,7 +137,7 @@ def begun(project: Project, cluster: Cluster) -> dict[str, Run]:
 def peace(begun: dict[str, Run]) -> dict[str, bytes]:
     """Return what comes out where nothing goes wrong."""
     begun["peace"].ends()
-    return weights(begun["peace"])
+    return weights(model(begun["peace"]), STEPS)
 
 
 def failures(run: Run) -> list[str]:
@@ -179,7 +171,7 @@ def killed(peace: dict[str, bytes], project: Project) -> Run:
 @pytest.mark.slow
 def test_a_rank_that_is_killed_changes_no_bit(killed: Run, peace: dict[str, bytes]) -> None:
     assert failures(killed) == ["crashed"]
-    assert weights(killed) == peace
+    assert weights(model(killed), STEPS) == peace
     assert steps_of(killed) == [*range(1, STEPS + 1)]
     assert killed.stage("train")["items_done"] == STEPS
 
@@ -211,7 +203,7 @@ def test_a_preempted_training_goes_on(peace: dict[str, bytes], project: Project,
     assert cluster.run("sbatch", *urgent).returncode == 0
     run.ends()
     assert failures(run) in ([], ["interrupted"])  # Slurm requeues what it ends itself, the supervisor what was quicker
-    assert weights(run) == peace
+    assert weights(model(run), STEPS) == peace
     assert restarts(run) == 1
 
 
@@ -229,7 +221,7 @@ def test_a_training_at_its_time_limit_saves_itself_and_goes_on(begun: dict[str, 
     told = (run.folder.events / "train-000000-0.jsonl").read_text()
     assert '"exit_code":75' in told
     assert "interrupted with work left: back into the queue" in run.story()
-    assert weights(run) == peace
+    assert weights(model(run), STEPS) == peace
 
 
 def test_a_training_above_its_memory_limit_gets_more(begun: dict[str, Run], peace: dict[str, bytes]) -> None:
@@ -238,7 +230,7 @@ def test_a_training_above_its_memory_limit_gets_more(begun: dict[str, Run], peac
     assert failures(run) == ["host_oom"]
     asked = [job["ask"]["mem_bytes"] >> 20 for job in run.stage("train")["jobs"]]
     assert asked == [1024, 2048]
-    assert weights(run) == peace
+    assert weights(model(run), STEPS) == peace
 
 
 @pytest.mark.slow

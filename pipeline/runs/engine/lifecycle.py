@@ -34,7 +34,7 @@ from pipeline.records import EventKind
 from pipeline.runs.engine.dispatch import pieces
 from pipeline.runs.engine.handover import STOPPED_CODE, claim_visit, supervisor_spec
 from pipeline.runs.model.prepare import DECISIVE
-from pipeline.runs.model.sweep_points import with_settings
+from pipeline.runs.model.sweep_points import LISTED, named_points, with_settings
 from pipeline.runs.views.run_page import renew
 from pipeline.runs.workflow.jobs import StagePlan, spec_of
 from pipeline.stage_names import StageName
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from pipeline.project.project import Project
 
 DECIDES_WITHIN_S, LOOK_EVERY_S = 60.0, 0.1  # how long a run that was submitted at the same moment may take to begin
+OVER = ("done", "cancelled")  # states of points that cannot be cancelled
 TASKED = ("train", "evaluate", "predict")  # the stages that run the user's own code
 
 
@@ -257,3 +258,38 @@ def cancel(folder: RunFolder, status: RunStatus, executor: Executor, what: Cance
     ledger.emit(EventKind.RUN_ENDED, state=RunState.STOPPED.value, error=error, exit_code=STOPPED_CODE)
     ledger.close()
     renew(folder)  # its page, which says that it goes on
+
+
+def points_to_end(status: RunStatus, points: Sequence[str], wanted: Sequence[str]) -> dict[int, str]:
+    """Return the tasks and names of wanted points that are not over; raise where there is none, or a name is wrong."""
+    if not points:
+        what, remedy = f"run {status.name} is no sweep: it has no points", Command.of("cancel", status.name)
+        raise ConfigError(what, where="--point", remedy=remedy)
+    chosen = dict.fromkeys(points[number] for name in wanted for number in named_points(name, points))
+    stage, again = status.stages.get(StageName.TRAIN), Command.of("status", status.name)
+    if stage is None or not stage.submitted:
+        what = f"run {status.name} has not begun to train: its points cannot be cancelled one by one yet"
+        raise ConfigError(what, where="--point", remedy=again)
+    states = {name: stage.state_of(stage.task(number)) for number, name in enumerate(stage.names)}
+    going = {number: name for number, name in enumerate(stage.names) if name in chosen and states[name] not in OVER}
+    if not going:
+        # what has no task was trained before, or fits no machine
+        said = ", ".join(f"{name} is {states.get(name, 'not trained in this run')}" for name in [*chosen][:LISTED])
+        raise ConfigError(f"nothing to cancel: {said}", where="--point", remedy=again)
+    return going
+
+
+def cancel_points(folder: RunFolder, config: Config, executor: Executor, tasks: Sequence[int]) -> None:
+    """Record that these tasks of a sweep are cancelled by hand, and end them.
+
+    It is recorded first: a supervisor that submits one meanwhile ends it, and any that runs on this machine.
+    """
+    ledger = Ledger(folder, f"cancel-{socket.gethostname()}-{os.getpid()}")
+    why = f"cancelled by {getpass.getuser()} on {socket.gethostname()}"
+    for number in tasks:
+        ledger.emit(EventKind.TASK_CANCELLED, stage=StageName.TRAIN.value, task=number, why=why)
+    ledger.close()
+    stage = StatusReader(folder).read().stages[StageName.TRAIN]
+    for job in stage.live if executor.outlives else ():
+        executor.adopt(job, spec_of(folder, config, stage.jobs[job]))
+        executor.cancel([job], [number for number in tasks if stage.task(number).job == job])

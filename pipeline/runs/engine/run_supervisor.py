@@ -237,6 +237,7 @@ class Supervisor:
 
     def _look_after(self, stage: Stage, status: StageStatus, changed: Sequence[TaskStatus]) -> None:
         """Record the tasks that have ended, and submit what is due."""
+        self._end_cancelled(status)
         over = [task for task in changed if is_over(task)]
         self._listen(status, over)
         ended = self.dispatch.collect(self.project, stage, status, over)
@@ -268,6 +269,16 @@ class Supervisor:
                 raise
             log.warning("the rest of %s waits until what is queued has ended: %s", stage.name, error)
         self._catch_up()
+        self._end_cancelled(status)
+
+    def _end_cancelled(self, status: StageStatus) -> None:
+        """End the tasks that were cancelled by hand and are under way: submitted before that was known, or here."""
+        for task in status.work.values():
+            if task.cancelled and task.job:
+                try:
+                    self.executor.cancel([task.job], [task.number])
+                except SubmissionRefused as error:
+                    log.warning("%s goes on: %s", status.called(task.number), error)
 
     def _judge(self, stage: Stage, status: StageStatus) -> None:
         """End a stage: judge it by what is in the store, never by what its tasks report."""

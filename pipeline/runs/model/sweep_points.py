@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 import csv
+import fnmatch
 import io
 import json
 import math
 import re
 from collections import Counter
 from dataclasses import dataclass, replace
+from difflib import SequenceMatcher
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
 
 SWEEP, FILE = "--sweep", "--sweep-file"
 POINTS = "train.sweep.points"
-MOST = 1000  # points
+MOST, LISTED = 1000, 10  # points of a run, and of an error
 SWEPT = {  # of section `train`: what makes another training of it
     *DECISIVE, "schedule", "epochs", "precision", "pretrained", "pretrained_as", "pretrained_map", "pretrained_entry",
 } - {"task"}  # fmt: skip
@@ -295,15 +297,33 @@ def at(project: Project, point: Point) -> Project:
     return project.once(f"project of {point.name}", lambda: other)
 
 
+def named_points(name: str, names: Sequence[str], where: str = "--point") -> list[int]:
+    """Return the numbers of the point of that name, or of those that have all of its settings; * stands for any end."""
+    if name in names:
+        return [list(names).index(name)]
+    words = name.replace(",", " ").split()
+    found = [
+        number
+        for number, known in enumerate(names)
+        if words and all(fnmatch.filter(known.split(), word) for word in words)
+    ]
+    if not found:
+        nearest = sorted(names, key=lambda known: SequenceMatcher(None, name, known).ratio(), reverse=True)
+        raise _unnamed(f"no point is called {name!r}", nearest, where)
+    return found
+
+
 def named_point(name: str, names: Sequence[str], where: str = "--point") -> int:
     """Return the number of the point of that name, or of the only one that has all of its settings."""
-    words = set(name.replace(",", " ").split())
-    found = [number for number, known in enumerate(names) if words and words <= set(known.split())]
-    if name in names or len(found) == 1:
-        return list(names).index(name) if name in names else found[0]
-    what = f"{len(found)} points have {name!r}" if found else f"no point is called {name!r}"
-    listed = "; ".join(names[number] for number in (found or range(len(names)))[:10])
-    raise ConfigError(f"{what} (there are: {listed or 'none'})", where=where, remedy="name one, with all its settings")
+    found = named_points(name, names, where)
+    if len(found) > 1:
+        raise _unnamed(f"{len(found)} points have {name!r}", [names[number] for number in found], where)
+    return found[0]
+
+
+def _unnamed(what: str, names: Sequence[str], where: str) -> ConfigError:
+    listed = "; ".join(names[:LISTED]) or "none"
+    return ConfigError(f"{what} (there are: {listed})", where=where, remedy="name one, with all its settings")
 
 
 def _refused(what: str, where: str, remedy: Command | str = EXAMPLE) -> ConfigError:

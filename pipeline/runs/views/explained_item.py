@@ -23,6 +23,7 @@ from pipeline.errors import CacheDamaged, ConfigError, PipelineError, RecordMiss
 from pipeline.journal.run_folder import runs_in
 from pipeline.keys import content_digest, tagged_key
 from pipeline.records import Inventory, Item, Rejection
+from pipeline.report.stage_graph import WorkState
 from pipeline.runs.dataset import worklist
 from pipeline.runs.dataset.reader_items import is_reader, reader_tables
 from pipeline.runs.views.stage_states import explain_training
@@ -30,7 +31,6 @@ from pipeline.runs.views.why import (
     Because,
     FileFound,
     RecordFound,
-    WorkState,
     why_all,
     why_files,
     why_item,

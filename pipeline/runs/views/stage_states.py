@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.command_line import Command
 from pipeline.errors import ConfigError, PipelineError
-from pipeline.report.stage_graph import DONE, StageBox
+from pipeline.report.stage_graph import StageBox, WorkState
 from pipeline.report.stage_lines import state_of_stage, unit_of
 from pipeline.report.tables import plural
 from pipeline.runs.dataset.loading import made_table
 from pipeline.runs.model.prepare import folder_of, is_planned, prepare, recipe_of
-from pipeline.runs.views.why import Because, Recorded, SettingChange, WorkState, changes_between, why_stage
+from pipeline.runs.views.why import Because, Recorded, SettingChange, changes_between, why_stage
 from pipeline.runs.workflow import table
 from pipeline.runs.workflow.script_stage import is_script
 from pipeline.runs.workflow.train_stage import TrainedSoFar
@@ -60,8 +60,8 @@ def stage_boxes(project: Project, names: Sequence[str]) -> list[StageBox]:
     """Return the box of each stage, and that of the data set before them."""
     needs = stage_needs(project.config, names)
     explained = [explain_stage(project, name, needs[name]) for name in names]
-    data = project.config.data
-    return [StageBox(DATA, (), DONE, f"{data.source} {data.path.name}"), *(one.box for one in explained)]
+    data, done = project.config.data, WorkState.DONE.value
+    return [StageBox(DATA, (), done, f"{data.source} {data.path.name}"), *(one.box for one in explained)]
 
 
 def stage_needs(config: Config, names: Sequence[str]) -> dict[str, tuple[str, ...]]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
 from typing import TYPE_CHECKING, Any
+
+from pipeline.report.stage_graph import WorkState
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -28,16 +29,6 @@ SETTINGS = {
 GROUPED = ("reading", "policy")  # parts of a recipe whose settings stand in its section
 SHORT = 12  # of a digest
 DIGEST = 24  # from so many hexadecimal digits on it is one
-
-
-class WorkState(str, Enum):
-    """How the work of a stage on something stands."""
-
-    DONE = "done"
-    TO_DO = "to do"
-    WAITING = "waiting"
-    REFUSED = "refused"
-    NONE = "nothing to do"
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.errors import ConfigError, PlanInfeasible
 from pipeline.files import write_whole
 from pipeline.journal.run_folder import writing_run
+from pipeline.journal.run_status import StatusReader
 from pipeline.runs.dataset.worklist import Shard, StageSurvey, read_shard
 from pipeline.runs.model.prepare import folder_of, plan_file, prepare, steps_of
 from pipeline.runs.model.sweep_points import SWEEP, at, points_of
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 
 REFUSED_FOR_S = 3600.0  # after which memory that is free now, or another node, may let it pass
 LONGEST = 255  # of a file's name
-DONE, PRUNED, UNDONE, INFEASIBLE = "done", "pruned", "not done", "infeasible"
+DONE, PRUNED, CANCELLED, UNDONE, INFEASIBLE = "done", "pruned", "cancelled", "not done", "infeasible"
 
 
 class Unmade(Exception):
@@ -79,6 +80,7 @@ class SweepStage(TrainStage):
     """A task, graphs and embeddings in, a trained model for each point out."""
 
     is_sweep = True
+    may_be_empty = True  # whose points were cancelled before they had done a step
 
     def at(self, project: Project, name: str) -> Project:
         """Return the project of a point."""
@@ -149,8 +151,10 @@ class SweepStage(TrainStage):
     def judge(self, project: Project, folder: RunFolder, patience_s: float) -> SweepResult:  # noqa: ARG002
         """Return the result of every point, by its newest intact checkpoint, every byte of which is read."""
         judged = SweepResult(folder=str(project.config.train.models), monitor=project.config.train.validation.monitor)
+        cancelled = StatusReader(folder).read().stages[self.name].cancelled
         for plan in told_plans(folder):
-            result, told = _judged(self.at(project, plan.name), plan, prunes=_prunes(project))
+            by_hand = cancelled.get(plan.name, "")
+            result, told = _judged(self.at(project, plan.name), plan, by_hand, prunes=_prunes(project))
             judged.points.append(told)
             judged.items += result.items
             judged.steps += result.steps
@@ -167,7 +171,8 @@ class SweepStage(TrainStage):
     def check(self, project: Project, folder: RunFolder, judged: Trained) -> list[str]:
         """Return warnings, those about points that were not trained first."""
         assert isinstance(judged, SweepResult)
-        named = [f"{point['name']} was not trained: {point['why']}" for point in judged.points if _is_infeasible(point)]
+        left = [point for point in judged.points if point["state"] in (CANCELLED, INFEASIBLE)]
+        named = [f"{point['name']} was not trained: {point['why']}" for point in left]
         return [*named, *super().check(project, folder, judged)]
 
 
@@ -239,26 +244,23 @@ def _standing(project: Project, prepared: Prepared, *, prunes: bool) -> tuple[Tr
     return progress, 0 if is_over else max(1, steps_of(project, prepared) - progress.done)
 
 
-def _judged(project: Project, plan: PointPlan, *, prunes: bool) -> tuple[Trained, dict[str, Any]]:
-    """Return the result of one point, and what is told of it."""
+def _judged(project: Project, plan: PointPlan, cancelled: str, *, prunes: bool) -> tuple[Trained, dict[str, Any]]:
+    """Return the result of one point, which may have been `cancelled` by hand, and what is told of it."""
     told: dict[str, Any] = {"name": plan.name, "model": "", "state": INFEASIBLE, "why": plan.why}
     if plan.prepared is None:
         return Trained(), told
     trained = trained_so_far(project, plan.prepared)
     made = folder_of(project, plan.prepared)
     pruned = Pruned.read(made, trained.epochs) if prunes and trained.undone else None
-    if pruned is not None:
+    why = pruned.why if pruned else cancelled if trained.undone else ""
+    state = PRUNED if pruned else CANCELLED if why else UNDONE if trained.undone else DONE
+    if why:
         trained.undone, trained.first_undone = 0, ""
-    state = PRUNED if pruned else UNDONE if trained.undone else DONE
     figure = trained.best["validation"].get(trained.monitor) if trained.best else None
-    told |= {"model": made.path.name, "state": state, "why": pruned.why if pruned else ""}
+    told |= {"model": made.path.name, "state": state, "why": why}
     told |= {"epochs": trained.epochs, "steps": trained.steps, "best": figure}
     told |= {"best_epoch": trained.best.get("epoch")}
     return trained, told
-
-
-def _is_infeasible(point: Mapping[str, Any]) -> bool:
-    return bool(point["state"] == INFEASIBLE)
 
 
 def _link(folder: RunFolder, models: Path, points: Sequence[Mapping[str, Any]]) -> None:

@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from pipeline.config.load import dump_resolved, read_config
 from pipeline.errors import ConfigError
 from pipeline.runs.engine.lifecycle import _trainings
-from pipeline.runs.model.sweep_points import MOST, Point, named_point, points_in, typed_points, value_as_written
+from pipeline.runs.model.sweep_points import (
+    MOST,
+    Point,
+    named_point,
+    named_points,
+    points_in,
+    typed_points,
+    value_as_written,
+)
 
 BASE = ("data.path=/data", "train.task=some.task:Task", "train.options={width: 8}")
 
@@ -188,9 +196,19 @@ def test_points_are_named_by_as_much_as_tells_them_apart() -> None:
     known = ["seed=0 learning_rate=1e-4", "seed=0 learning_rate=3e-4", "seed=1 learning_rate=1e-4"]
     assert named_point("seed=1", known) == 2
     assert named_point("learning_rate=3e-4 seed=0", known) == 1
-    for wrong in ("seed=0", "seed=7", ""):
+    for wrong in ("seed=0", "seed=7", "seed=*", ""):
         with pytest.raises(ConfigError, match="seed=0 learning_rate=1e-4"):
             named_point(wrong, known)
+
+
+def test_several_points_are_named_by_what_they_share_and_the_nearest_come_first_where_there_is_none() -> None:
+    known = [f"seed={seed} learning_rate={rate}" for seed in range(12) for rate in ("1e-4", "3e-4")]
+    assert named_points("learning_rate=3e-4", known) == [*range(1, 24, 2)]
+    assert named_points("seed=1* learning_rate=1*", known) == [2, 20, 22]
+    assert named_points("seed=1", known) == [2, 3]  # and not those of 10 and 11
+    assert named_points(known[5], known) == [5]
+    with pytest.raises(ConfigError, match=r"no point is called 'seed=11 learning_rate=2e-4' \(there are: seed=11 "):
+        named_points("seed=11 learning_rate=2e-4", known)
 
 
 @given(st.floats(min_value=1e-300, max_value=1e300, allow_nan=False))

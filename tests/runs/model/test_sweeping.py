@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors import safe_open
 
-from pipeline.journal.run_folder import RunFolder
+from pipeline.journal.run_folder import RunFolder, runs_in
 from pipeline.journal.run_status import StatusReader
 from pipeline.report.compared import ComparedModel, compared
 from tests.command import Command, Outcome
-from tests.runs.workflow.trained import SMALL, write_project
+from tests.runs.engine.test_submit import wait_for
+from tests.runs.workflow.trained import SMALL, weights, write_project
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -93,11 +93,6 @@ def stage(pipeline: Command, run: str = "") -> dict[str, Any]:
 def sweep_run(folder: Path) -> Path:
     """Return the run of the sweep: the second."""
     return sorted((folder / "runs").iterdir())[1 + sum(p.name.startswith(".") for p in (folder / "runs").iterdir())]
-
-
-def weights(model: Path) -> dict[str, bytes]:
-    with safe_open(max((model / "checkpoints").glob("step-*")) / "state.safetensors", "np") as file:
-        return {name: file.get_tensor(name).tobytes() for name in file.keys()}  # noqa: SIM118 - it is no dict
 
 
 def test_each_point_is_a_task_but_for_what_was_trained_before(there: Path, pipeline: Command) -> None:
@@ -205,6 +200,54 @@ def test_a_point_that_fits_no_machine_is_told_with_what_helps_and_the_others_are
     told = stage(pipeline)
     assert [point["state"] for point in told["census"]["points"]] == ["done", "infeasible"]
     assert typed(there, "submit", "--stage", "train", *words).code == 0
+
+
+LONG = "train.seed,train.epochs\n30,2\n31,100000\n32,100000\n"
+LONG_NAMES = ["seed=30 epochs=2", "seed=31 epochs=100000", "seed=32 epochs=100000"]
+
+
+def test_points_are_cancelled_alone_and_the_others_are_done(there: Path, pipeline: Command) -> None:
+    (there / "long.csv").write_text(LONG)
+    submit = ("submit", "--stage", "train", "--sweep-file", "long.csv", "--set", "cluster.slots.cpus=2")
+    typed(there, *submit)  # two at once: the third waits until the first is done
+    run = runs_in(there / "runs")[-1].name
+    wait_for("a step of the second", lambda: any(process.startswith("train-000001") for process in done_of(there)))
+    refused = pipeline("cancel", "--point", "seed=33 epochs=2")
+    assert refused.code == 2
+    assert f"(there are: {LONG_NAMES[0]}; " in refused.err
+    shown = pipeline("cancel", "--point", "epochs=100000")
+    assert f"2 of 3 points\n  {LONG_NAMES[1]}\n  {LONG_NAMES[2]}\n" in shown.out
+    assert f"next: pipeline cancel {run} --point epochs=100000 --yes" in shown.out
+    assert pipeline("cancel", "--point", "epochs=1*", "--yes").code == 0
+    assert [stage(pipeline)["task_states"].get(state) for state in ("cancelled", "failed")] == [2, None]
+    wait_for("the run to end", lambda: stage(pipeline)["state"] != "running")
+    told = stage(pipeline)
+    assert [(point["name"], point["state"]) for point in told["census"]["points"]] == [
+        (name, "cancelled" if at else "done") for at, name in enumerate(LONG_NAMES)
+    ]
+    assert (told["state"], told["failures"]) == ("done", [])
+    assert f"warning: {LONG_NAMES[2]} was not trained: cancelled by " in pipeline("status").out
+    over = pipeline("cancel", "--point", "seed=30", "--yes")
+    assert over.code == 2
+    assert "nothing to cancel: seed=30 epochs=2 is done" in over.err
+    again = typed(there, *submit, "--dry-run")
+    assert " 0 to do" not in again.err + again.out
+
+
+def done_of(folder: Path) -> dict[str, int]:
+    """Return how many steps the processes of the newest run's training have said that they did."""
+    found = StatusReader(runs_in(folder / "runs")[-1]).read().stages.get("train")
+    return found.done if found else {}
+
+
+def test_a_run_without_points_has_none_to_cancel(there: Path, pipeline: Command) -> None:
+    first = runs_in(there / "runs")[0].name
+    refused = pipeline("cancel", first, "--point", "seed=1")
+    assert refused.code == 2
+    assert f"run {first} is no sweep: it has no points" in refused.err
+    staged = pipeline("cancel", "--stage", "train", "--point", "seed=1")
+    assert staged.code == 2
+    assert "by --point alone" in staged.err
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.report.stage_graph import WorkState
 from pipeline.runs.views.why import (
     Because,
     FileFound,
     Recorded,
     RecordFound,
-    WorkState,
     changes_between,
     nearest_changes,
     setting_of,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from safetensors import safe_open
 
 from pipeline.encoder.checkpoints.synth import write_random_checkpoint
 from pipeline.structures.synthetic import complex_pdb
@@ -129,3 +130,11 @@ def write_project(folder: Path, config: str, code: Mapping[str, str], splits: Se
     for name, text in code.items():
         (folder / name).write_text(text)
     (folder / "pipeline.yaml").write_text(config)
+
+
+def weights(model: Path, step: int | None = None) -> dict[str, bytes]:
+    """Return the bits of all tensors of a model's newest checkpoint, which is to be of that step."""
+    newest = max((model / "checkpoints").glob("step-*"))
+    assert step is None or newest.name == f"step-{step:08}"
+    with safe_open(newest / "state.safetensors", "np") as file:
+        return {name: file.get_tensor(name).tobytes() for name in file.keys()}  # noqa: SIM118 - it is no dict
