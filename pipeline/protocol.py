@@ -125,10 +125,10 @@ class Publishes(Protocol):
 
 @runtime_checkable
 class ReadsFiles(Protocol):
-    """A task that reads files besides its items, such as another model's weights."""
+    """A task that reads files besides its items, such as another model's weights; or an encoder, besides its own."""
 
     def files_read(self) -> Iterable[Path]:
-        """Return files and folders whose content decides what the task says."""
+        """Return files and folders whose content decides what the task says; files, of an encoder."""
 
 
 class PublishedForm(Protocol):

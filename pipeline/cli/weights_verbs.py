@@ -151,9 +151,14 @@ def _unknown_model(name: str) -> ConfigError:
     """Return an error that lists the published models, and suggests those with similar names."""
     from difflib import get_close_matches
 
-    from pipeline.encoder.checkpoints.checkpoint_files import MODELS
+    from pipeline.encoder.checkpoints.checkpoint_files import ESMC_PLACES, MODELS
     from pipeline.errors import ConfigError
 
+    if name.lower().startswith("esmc"):
+        model = max(ESMC_PLACES, key=lambda known: ("600" in known) == ("600" in name))
+        problem = "ESM C is downloaded by whoever agrees to its licence, which differs between its sizes"
+        place = f"huggingface.co/{ESMC_PLACES[model]}, data/weights/{model}.pth"
+        return ConfigError(f"{problem}: {place}", where=name, remedy=f"pipeline weights import {model}.pth")
     names = [model.name for model in MODELS]
     near = [model for model in names if name.lower() in model.lower()]
     near = near if 0 < len(near) < len(names) else get_close_matches(name, names, n=3)

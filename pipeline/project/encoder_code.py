@@ -30,7 +30,7 @@ from pipeline.project.run_code import (
     takes,
 )
 from pipeline.project.task_code import PLANS, is_imported, keep, named_files
-from pipeline.protocol import has_cls
+from pipeline.protocol import ReadsFiles, has_cls
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -66,7 +66,8 @@ def encoder_code(config: Config, beside: Path | None) -> EncoderCode:
     encoder = load_encoder(embed.encoder, embed.weights, embed.options, beside=beside)
     files = tuple(sources(encoder))
     code = EncoderCode(_facts(config, encoder, states), files)
-    is_settled_all = all(is_settled(mtime_ns, ctime_ns) for _, _, mtime_ns, ctime_ns in states)
+    read = (*states, *_named_states(config))
+    is_settled_all = all(is_settled(mtime_ns, ctime_ns) for _, _, mtime_ns, ctime_ns in read)
     is_whole = named is not None and dict(files).items() <= named.items()
     if is_settled_all and is_whole and not was_imported and asked == _asked(config, named, states):
         keep(path, {"facts": code.facts.to_json(), "files": list(dict(files))})
@@ -96,11 +97,22 @@ def _facts(config: Config, encoder: Encoder, states: list[tuple[str, int, int, i
         "weights": [(file.name, sha256_of(file)) for file in _files(weights)] if is_weighted else [],
         "is": [width, layers, longest, letters],
     }
+    if read := _read(encoder):
+        made_of["reads"] = [(file.name, sha256_of(file)) for file in read]
     digest = hashlib.blake2b(json.dumps(made_of, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
     size = sum(size for _, size, _, _ in states) if is_weighted else 0
     return CheckpointFacts(
         name, OWN, str(weights) if is_weighted else name, digest, layers, width, 1, "fp32", size, OWN, longest, letters
     )
+
+
+def _read(encoder: Encoder) -> list[Path]:
+    """Return the files that its options name; refuse one that is not there."""
+    files = list(encoder.files_read()) if isinstance(encoder, ReadsFiles) else []
+    for file in files:
+        if not file.is_file():
+            raise ConfigError("there is no such file", where=f"embed.options: {file}", remedy="name one that is there")
+    return files
 
 
 def _number(encoder: Encoder, name: str, key: str) -> int:
@@ -132,6 +144,7 @@ def _distribution(encoder: Encoder) -> str:
 def _asked(config: Config, files: Mapping[str, Path] | None, states: list[tuple[str, int, int, int]]) -> str:
     """Return the digest of all that the facts follow from."""
     facts: dict[str, Any] = {
+        "read": _named_states(config),
         "encoder": config.embed.encoder,
         "cls": config.embed.cls,
         "options": json.dumps(config.embed.options, sort_keys=True, default=str),
@@ -141,6 +154,12 @@ def _asked(config: Config, files: Mapping[str, Path] | None, states: list[tuple[
         "python": sys.version,
     }
     return recipe_key("encoder", facts).hex()
+
+
+def _named_states(config: Config) -> list[tuple[str, int, int, int]]:
+    """Return the same of the files that options name, as far as one can tell before the encoder is asked."""
+    named = [Path(value) for value in config.embed.options.values() if isinstance(value, str)]
+    return [state for path in named if path.is_absolute() for state in _states(path)]
 
 
 def _states(weights: Path) -> list[tuple[str, int, int, int]]:

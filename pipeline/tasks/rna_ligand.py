@@ -8,9 +8,11 @@ A pocket is RNA alone: its ligand is what is sought. All models of a complex, `1
 `1abc_GTP`. With a library, evaluation tells how well true ligands are found, and prediction is a table of the nearest
 ones for each pocket. `RnaLigandContrast` learns by InfoNCE over all pockets of a step instead of by distance.
 
-The network is that of RNA-3E-FFI, mended: `as_published: true` is the original, which published weights need.
+The network is that of RNA-3E-FFI, mended: `as_published: true` is the original, which published weights need. With
+`sequences`, it is told beside a pocket's atoms what any encoder of RNA says of the pocket's sequence.
 
-Shapes: N atoms of all items, E entries of one kind, P atoms of an entry, B items, D numbers of an embedding.
+Shapes: N atoms of all items, E entries of one kind, P atoms of an entry, B items, D numbers of an embedding,
+S of a sequence.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from pipeline.tasks.rna.ligand_library import (
     library_of,
     read_measure,
     retrieval_figures,
+    sequence_vector,
 )
 from pipeline.tasks.rna.pocket_network import (
     FEATURES,
@@ -66,7 +69,10 @@ TABLE = "ranked_ligands.csv"
 COLUMNS = ("query", "rank", "ligand_id", "distance", "metric")
 READER = "pipeline.tasks.rna.pocket_reader:RnaPockets"
 MSE, COSINE_LOSS, COSINE_MSE = "mse", "cosine", "cosine_mse"
-LEAST = {"layers": 1, "output_dim": 1, "feature_width": 1, "radial_functions": 1, "num_attention_heads": 0, "top": 1}
+LEAST = {
+    **dict.fromkeys(("layers", "output_dim", "feature_width", "radial_functions", "top"), 1),
+    **dict.fromkeys(("num_attention_heads", "sequence_dim"), 0),
+}
 SHARES = ("bonded_weight", "angle_weight", "dihedral_weight", "nonbonded_weight", "cosine_weight", "mse_weight")
 KNOWN: dict[str, tuple[object, ...]] = {
     "loss_by": (MSE, COSINE_LOSS, COSINE_MSE),
@@ -75,7 +81,7 @@ KNOWN: dict[str, tuple[object, ...]] = {
     "norm_type": ("layer", "rms"),
     "version": (2, 3),
 }
-PATHS = ("targets", "target_norm", "feature_norm", "library")
+PATHS = ("targets", "target_norm", "feature_norm", "library", "sequences")
 DEGREES = 360.0
 ONE_TARGET = 1 - 1e-6  # cosine of targets above which two pockets have the same ligand
 
@@ -97,6 +103,7 @@ class RnaLigand(PocketSizes):
     target_norm: str | None = None  # .npz of mean and std: targets and the library are measured by it first
     feature_norm: str | None = None  # .npz of mean and std of charge, atomic number and mass; none: those of RNA.OL3
     library: str | None = None  # HDF5: ligands that pockets are ranked in
+    sequences: str | None = None  # HDF5: sequence_dim numbers for each pocket or complex, as `pipeline export` writes
     distance: str = EUCLIDEAN  # by which they are; or cosine
     top: int = 10  # ligands of a pocket that prediction lists
     loss_by: str = MSE  # cosine, cosine_mse
@@ -108,6 +115,9 @@ class RnaLigand(PocketSizes):
         dropout_of(self)
         _check_choices(self)
         _check_network(self)
+        if (self.sequences is None) != (self.sequence_dim == 0):
+            problem = "sequences, a file, and sequence_dim, the numbers that each of them has there, go together"
+            raise ConfigError(problem, where=f"{WHERE}.sequence_dim", remedy="give both, or neither")
         for name in PATHS:
             if (path := getattr(self, name)) is not None:
                 object.__setattr__(self, name, _absolute(name, path))
@@ -145,6 +155,15 @@ class RnaLigand(PocketSizes):
             has_target_B=torch.tensor([target is not None for target in targets]),
             known=tuple(target is not None for target in targets),
             ids=tuple(item.id for item in items),
+            sequence_BS=self._sequences([item.id for item in items]),
+        )
+
+    def _sequences(self, names: Sequence[str]) -> Tensor | None:
+        """Return what is said of the pockets' sequences; one of which nothing is said is refused."""
+        if self.sequences is None:
+            return None
+        return torch.from_numpy(
+            np.stack([sequence_vector(Path(self.sequences), name, self.sequence_dim) for name in names])
         )
 
     def _entries(self, kind: str, items: Sequence[ItemTensors], sizes: Sequence[int]) -> Entries:
@@ -263,6 +282,7 @@ class RnaLigand(PocketSizes):
             has_target_B=torch.ones(items, dtype=torch.bool),
             known=(True,) * items,
             ids=(),
+            sequence_BS=torch.randn(items, self.sequence_dim) if self.sequence_dim else None,
         )
 
 

@@ -157,6 +157,47 @@ def test_an_unknown_model_is_refused_with_the_nearest_name(pipeline: Command, na
     assert all(model.name in refused.err for model in checkpoint_files.MODELS)
 
 
+@pytest.mark.parametrize(("name", "size"), [("esmc_600m", "600"), ("esmc_300m_2024_12_v0", "300"), ("ESMC", "300")])
+def test_esm_c_is_not_fetched_and_where_it_is_had_is_told(pipeline: Command, name, size):
+    refused = pipeline("weights", "fetch", name)
+    assert refused.code == 2
+    assert "whoever agrees to its licence" in refused.err
+    assert (
+        f"huggingface.co/EvolutionaryScale/esmc-{size}m-2024-12, data/weights/esmc_{size}m_2024_12_v0.pth"
+        in refused.err
+    )
+    assert f"pipeline weights import esmc_{size}m_2024_12_v0.pth" in refused.err
+
+
+def test_an_esm_c_that_was_brought_is_imported_and_known(pipeline: Command):
+    Path("brought").mkdir()
+    sizes = ("--layers", "1", "--dim", "64", "--heads", "1")
+    assert pipeline("weights", "synth", "--family", "esmc", *sizes, "--out", "brought/esmc_mine.pth").code == 0
+    done = pipeline("weights", "import", "brought/esmc_mine.pth")
+    assert done.code == 0, done.err
+    assert "copied: ESM C, 1 layers of width 64" in done.out
+
+
+@pytest.mark.parametrize("family", ["esm1b", "esm2"])
+def test_an_esm_1b_is_fetched_by_its_name_and_an_esm_2_of_the_same_sizes_is_not_it(
+    pipeline: Command, monkeypatch: pytest.MonkeyPatch, family
+):
+    monkeypatch.setenv("no_proxy", "*")
+    model = Published("esm1b_t2_tiny", 2, 32, 4)
+    monkeypatch.setattr(checkpoint_files, "MODELS", (*checkpoint_files.MODELS, model))
+    sizes = ("--layers", "2", "--dim", "32", "--heads", "4", "--out", f"{family}_made.pt")
+    assert pipeline("weights", "synth", "--family", family, *sizes).code == 0
+    with Server(File(Path(f"{family}_made.pt").read_bytes())) as server:
+        done = pipeline("weights", "fetch", model.name, "--url", server.url)
+    if family == "esm1b":
+        assert done.code == 0, done.err
+        assert "fetched: ESM-1b or ESM-1v" in done.out
+        assert "no published digest" in done.out
+    else:
+        assert done.code != 0
+        assert "as ESM-2 is" in done.err
+
+
 def test_a_name_like_no_other_gets_the_table(pipeline: Command):
     refused = pipeline("weights", "fetch", "zzz")
     assert refused.code == 2

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from pipeline.config.load import read_config
 from pipeline.encoder.engine.encoder_source import OwnSource, as_letters
-from pipeline.encoder.engine.hugging_face import HuggingFace
-from pipeline.errors import ConfigError, JobFailed
+from pipeline.encoder.engine.hugging_face import HuggingFace, StructureTable
+from pipeline.errors import ConfigError, DataError, JobFailed
+from pipeline.project.encoder_code import encoder_code
 from pipeline.protocol import has_cls
 from tests.command import Command
 from tests.encoder.own import drawn, write_project
@@ -40,7 +42,7 @@ def prot_t5(folder: Path, **sizes: int) -> Path:
 
 def saprot(folder: Path, **sizes: int) -> Path:
     """Write a model as SaProt is: ESM-2 with a token for each pair of a residue and its structure."""
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     pairs = [f"{letter}{structure}" for letter in LETTERS for structure in "acd#"]
     (folder / "vocab.txt").write_text("\n".join(["<cls>", "<pad>", "<eos>", "<unk>", *pairs, "<mask>"]))
     transformers.EsmTokenizer(folder / "vocab.txt").save_pretrained(folder)
@@ -119,3 +121,86 @@ def test_a_mark_that_the_tokenizer_does_not_write_is_refused_before_anything_is_
 def test_a_residue_without_a_place_for_its_letter_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="where the letter stands"):
         HuggingFace(tmp_path, residue="#")
+
+
+# ── SaProt's letters of structure ────────────────────────────────────────────────────────────────────────────────────
+
+ROWS = ("one A\tMKVAC\tdacca\t1.0,2.0", "two A\tWWAC\tacdc", "two B\tWWAC\tacda", "low\tgg\tDD")
+ENCODER = "pipeline.encoder.engine.hugging_face:HuggingFace"
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    path = tmp_path / "3di.tsv"
+    path.write_text("\n".join([*ROWS, ""]))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("sequence", "letters"),
+    [
+        ("MKVAC", "dacca"),
+        ("WWAC", "acd#"),  # two chains, which differ at the end
+        ("KVA", "acc"),  # a window
+        ("AC", "##"),  # of several, which differ everywhere
+        ("GG", "dd"),
+        ("MKVAL", "#####"),
+    ],
+)
+def test_letters_of_structure_are_those_on_which_all_chains_of_a_sequence_agree(
+    table: Path, sequence: str, letters: str
+) -> None:
+    assert StructureTable(table).letters(sequence) == letters
+
+
+def test_rows_are_those_of_their_library_for_residues_with_their_letters_of_structure(
+    tmp_path: Path, table: Path
+) -> None:
+    folder = saprot(tmp_path / "saprot")
+    told, untold = (
+        OwnSource("saprot", HuggingFace(folder, residue="{}#", structures=path), lambda: "").build(
+            layer=2, precision="fp32", device=CPU
+        )([as_letters("MKVAC")])
+        for path in (str(table), None)
+    )
+    model = transformers.AutoModel.from_pretrained(folder).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    for rows_LD, text in ((told, "MdKaVcAcCa"), (untold, "M#K#V#A#C#")):
+        with torch.inference_mode():
+            wanted = model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0, 1:-1]
+        torch.testing.assert_close(rows_LD, wanted, rtol=0, atol=1e-5)
+    assert not torch.allclose(told, untold, atol=1e-3)
+
+
+def test_what_the_table_holds_is_in_the_keys_and_where_it_lies_is_not_read_twice(tmp_path: Path, table: Path) -> None:
+    settings = [
+        f"data.path={tmp_path}", f"cluster.runs={tmp_path}/runs", f"embed.encoder={ENCODER}",
+        f"embed.weights={saprot(tmp_path / 'saprot')}", "embed.options.residue='{}#'",
+    ]  # fmt: skip
+
+    def digest(*more: str) -> str:
+        return encoder_code(read_config(None, [*settings, *more]).config, None).facts.digest
+
+    plain, first = digest(), digest(f"embed.options.structures={table}")
+    assert first != plain
+    assert digest(f"embed.options.structures={table}") == first
+    table.write_text(table.read_text() + "three\tWWW\tccc\n")
+    assert digest(f"embed.options.structures={table}") not in (plain, first)
+    with pytest.raises(ConfigError, match="there is no such file"):
+        digest(f"embed.options.structures={tmp_path}/none.tsv")
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [("name\tMKV", "line 2 has no name"), ("name\tMKV\tdd", "line 2"), ("name\tMK\td#", "line 2")],
+)
+def test_a_table_that_is_none_is_told_by_its_line(table: Path, row: str, said: str) -> None:
+    table.write_text(f"{ROWS[0]}\n{row}\n")
+    with pytest.raises(DataError, match=said):
+        StructureTable(table)
+
+
+@pytest.mark.parametrize("options", [{"residue": "{}"}, {"structures": "3di.tsv"}])
+def test_letters_of_structure_without_a_place_for_them_are_refused(tmp_path: Path, options: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="stand for the # of residue"):
+        HuggingFace(tmp_path, **{"residue": "{}#", "structures": "/data/3di.tsv", **options})

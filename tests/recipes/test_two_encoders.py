@@ -1,45 +1,191 @@
-"""The recipes with two different encoders: each alone, and both side by side; those that read no embeddings say so."""
+"""Each recipe with each of its encoders, from files to predictions: a model for each, and nothing is done twice.
+
+Where items are structures an encoder is one of `embed`, alone or beside another. Where they are not, it is whatever
+reads an item: a tower, a network of peaks, a checkpoint that is tuned, or vectors that another encoder made of it.
+"""
 
 from __future__ import annotations
 
-import pytest
+import csv
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
-from pipeline.encoder.checkpoints.synth import write_random_checkpoint
+import h5py
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from pipeline.encoder.checkpoints.synth import relative, write_random_checkpoint, write_random_relative
 from pipeline.errors import ConfigError
 from pipeline.project.project import Project
+from pipeline.readers import made
 from pipeline.runs.model.prepare import embeddings_used
+from pipeline.tasks.encoder_finetune import EncoderFinetune
+from pipeline.training.checkpoints.exported_model import write_published
+from pipeline.training.checkpoints.published_names import files_beside, in_form
 from tests.command import Command
+from tests.projects import settle
 from tests.recipes.conftest import Scanned
-from tests.recipes.projects import ALL, Recipe, config_of, done_again, epochs_of, options, ran
+from tests.recipes.projects import ALL, Recipe, config_of, done_again, epochs_of, options, ran, written
 
-EMBEDDED = [recipe for recipe in ALL.values() if recipe.structures]
+Prepare = Callable[[Recipe, Path, Command], list[str]]  # makes what an encoder needs, and returns what is typed
+ESM2, ESMC = 16, 64  # widths
+PLAIN = ("train.epochs=1", "train.seed=26", "train.curriculum=[]", "train.predict.split=test")
+
+
+def as_it_stands(recipe: Recipe, _: Path, __: Command, settings: Sequence[str] = ()) -> list[str]:
+    return recipe.sets(*PLAIN, *settings)
+
+
+def weights_of(family: str, folder: Path) -> Path:
+    """Return random weights of a family, made where they are not there yet."""
+    path = folder / "weights" / {"esm2": "esm2_other.pt", "esmc": "esmc_other.pth"}[family]
+    path.parent.mkdir(exist_ok=True)
+    if not path.exists() and family == "esm2":
+        write_random_checkpoint(path, layers=1, dim=ESM2, heads=2, seed=7)
+    elif not path.exists():
+        write_random_relative(path, relative("esmc", 1, ESMC, 1), seed=7)
+    return path
+
+
+def embedded(recipe: Recipe, folder: Path, _: Command, names: str, width: int) -> list[str]:
+    """Embed the chains of structures by ESM-2, ESM C, or both side by side."""
+    weights_of("esmc", folder)
+    also = "embed.also.esmc={weights: weights/esmc_other.pth, encoder: esmc}"
+    return recipe.sets(*PLAIN, also, f"train.embeddings=[{names}]", *options(embedding_dim=width))
+
+
+def vectors_of_sequences(recipe: Recipe, folder: Path, pipeline: Command, family: str) -> list[str]:
+    """Match sentences to sequences as an encoder sees them: a FASTA file in, means out, and these as a side."""
+    pairs = [made.pair(0, number) for number in range(24)]
+    (folder / "pairs.fasta").write_text("".join(f">{pair.id}\n{pair.left}\n" for pair in pairs))
+    settle(folder)
+    own, out = f"embedded/{family}", ("--out", f"{family}.npy", "--force")
+    for words in (
+        ("embed", "pairs.fasta", "--weights", str(weights_of(family, folder)), "--out", own, "--executor", "local"),
+        ("export", "embeddings", "--pool", "mean", *out, "--config", f"{own}/pipeline.yaml"),
+    ):
+        done = pipeline(*words)
+        assert done.code == 0, done.err
+    with (folder / f"{family}.csv").open(newline="") as table:
+        row_of = {row["id"]: place for place, row in enumerate(csv.DictReader(table))}
+    means = np.load(folder / f"{family}.npy")[[row_of[pair.id] for pair in pairs]]
+    with h5py.File(folder / "data" / f"{family}.h5", "w") as file:
+        file["left"] = means[:, None]  # a row each
+        for name in ("right", "id", "split"):
+            file[name] = [getattr(pair, name) for pair in pairs]
+    data = {"source": "reader", "reader": "pipeline.readers.pairs:Pairs", "path": f"data/{family}.h5"}
+    (folder / f"{family}.yaml").write_text(yaml.safe_dump({**written(recipe), "data": data}))
+    settle(folder / "data")
+    small = replace(recipe, small=tuple(one for one in recipe.small if not one.startswith("data.")))
+    sides = options(left="vectors", left_dim=means.shape[1], right="tokens", crop_least=1.0)
+    return [*small.sets(*PLAIN, *sides), "--config", f"{family}.yaml"]
+
+
+def another_checkpoint(recipe: Recipe, folder: Path, _: Command) -> list[str]:
+    """Tune an ESM-2 of other sizes, in Hugging Face's form, by its top layer."""
+    sizes = {"layers": 1, "width": 8, "heads": 2, "rank": 0, "top_layers": 1}
+    torch.manual_seed(7)
+    model = EncoderFinetune(**sizes).model()
+    place = folder / "weights" / "tuned"
+    if not place.exists():
+        place.mkdir()
+        write_published(place, "esm2", in_form(model, model.state_dict(), "esm2"), files_beside(model, "esm2"))
+    return recipe.sets(*PLAIN, "train.pretrained=weights/tuned/esm2/model.safetensors", *options(**sizes))
+
+
+def sequences_of_pockets(recipe: Recipe, folder: Path, _: Command) -> list[str]:
+    """Tell the network beside a pocket's atoms what an encoder of RNA says of its sequence."""
+    names = {path.name.rpartition("_rna")[0] for path in (folder / "data" / "pockets").iterdir()}
+    rng = np.random.default_rng(0)
+    with h5py.File(folder / "data" / "sequences.h5", "w") as file:
+        for name in sorted(names):
+            file[name] = rng.standard_normal(5).astype(np.float32)
+    return recipe.sets(*PLAIN, *options(sequences=f"{folder}/data/sequences.h5", sequence_dim=5))
+
+
+ENCODERS: dict[str, dict[str, Prepare]] = {
+    "complex_docking": {
+        "ESM-2": partial(embedded, names="main", width=ESM2),
+        "ESM C": partial(embedded, names="esmc", width=ESMC),
+        "both": partial(embedded, names="esmc, main", width=ESMC + ESM2),
+    },
+    "contrastive_pair": {
+        "images": as_it_stands,
+        "sequences by ESM-2": partial(vectors_of_sequences, family="esm2"),
+        "sequences by ESM C": partial(vectors_of_sequences, family="esmc"),
+    },
+    "denovo_recursive": {
+        "mended": as_it_stands,
+        "as published": partial(as_it_stands, settings=options(as_published=True)),
+    },
+    "rna_ligand": {
+        "mended": as_it_stands,
+        "as published": partial(as_it_stands, settings=options(as_published=True)),
+        "and sequences": sequences_of_pockets,
+    },
+    "spectra_finetune": {
+        "mended": as_it_stands,
+        "as published": partial(as_it_stands, settings=options(as_published=True, classes=8)),
+    },
+    "encoder_finetune": {"fair-esm's, by LoRA": as_it_stands, "transformers', its top": another_checkpoint},
+}
+CASES = [pytest.param(ALL[name], how, id=f"{name}-{how}") for name, hows in ENCODERS.items() for how in hows]
 READ = [recipe for recipe in ALL.values() if not recipe.structures]
-WIDTH = 8  # of the second encoder
+
+
+def told(folder: Path) -> dict[str, str]:
+    """Return what each prediction of a project says, as a digest of its numbers, by its folder."""
+    found = {}
+    for place in (folder / "predictions").glob("*"):
+        files = sorted(path for path in place.rglob("*") if path.suffix in (".npy", ".csv") and path.is_file())
+        found[place.name] = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+    return found
+
+
+def test_every_recipe_has_two_encoders_or_more() -> None:
+    assert ENCODERS.keys() == ALL.keys()
+    assert all(len(hows) > 1 for hows in ENCODERS.values())
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # they plan and train for real
-@pytest.mark.parametrize("recipe", EMBEDDED, ids=lambda recipe: recipe.name)
-def test_a_recipe_trains_on_either_encoder_and_on_both_side_by_side(
-    recipe: Recipe, pipeline: Command, scanned: Scanned
+@pytest.mark.timeout(900)  # it plans and trains for real
+@pytest.mark.parametrize(("recipe", "how"), CASES)
+def test_a_recipe_goes_from_files_to_predictions_with_an_encoder_and_does_nothing_twice(
+    recipe: Recipe, how: str, pipeline: Command, scanned: Scanned
 ) -> None:
     folder = scanned(recipe)
-    other = folder / "weights" / "esm2_other.pt"
-    if not other.exists():
-        write_random_checkpoint(other, layers=2, dim=WIDTH, heads=2, seed=7)
-    first = config_of(recipe, *recipe.small).train.options["embedding_dim"]
-    also = ("embed.also.other.weights=weights/esm2_other.pt", "train.epochs=1")
-    for names, width in (("main", first), ("other", WIDTH), ("other, main", first + WIDTH)):
-        words = recipe.sets(*also, f"train.embeddings=[{names}]", *options(embedding_dim=width))
-        done = ran(pipeline, words, "evaluate")
-        assert done.code == 0, done.err
-        assert done_again(done.err)["graph"] == 0
-        assert epochs_of(folder)[0]["items"] == 4
-        again = ran(pipeline, words, "evaluate")
-        assert not any(done_again(again.err).values())
-    told = ran(pipeline, recipe.sets(*also, "train.embeddings=[other]", *options(embedding_dim=first)), "train")
-    assert told.code != 0
-    assert f"--set train.options.embedding_dim={WIDTH}" in told.err
+    words = ENCODERS[recipe.name][how](recipe, folder, pipeline)
+    models, before = {*folder.glob("models/*")}, told(folder)
+    done = ran(pipeline, words, "predict")
+    assert done.code == 0, done.err
+    if recipe.structures:
+        assert done_again(done.err)["graph"] == 0  # they are of no encoder
+    (model,) = {*folder.glob("models/*")} - models  # whose name says what decides the outcome
+    (epoch,) = epochs_of(folder)
+    assert epoch["items"] > 0
+    assert all(math.isfinite(term) for term in epoch["loss"].values())
+    (new,) = told(folder).keys() - before.keys()
+    assert told(folder)[new] not in before.values()
+    again = ran(pipeline, words, "predict")
+    assert again.code == 0, again.err
+    assert not any(done_again(again.err).values())
+    assert {*folder.glob("models/*")} - models == {model}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_width_that_is_not_the_encoders_is_told_with_the_one_that_is(pipeline: Command, scanned: Scanned) -> None:
+    recipe = ALL["complex_docking"]
+    folder = scanned(recipe)
+    refused = ran(pipeline, embedded(recipe, folder, pipeline, "esmc", ESM2), "train")
+    assert refused.code != 0
+    assert f"--set train.options.embedding_dim={ESMC}" in refused.err
 
 
 @pytest.mark.parametrize("recipe", READ, ids=lambda recipe: recipe.name)

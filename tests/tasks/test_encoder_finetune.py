@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -218,6 +220,69 @@ def test_the_650m_model_fits_24_gb_by_lora_and_all_of_it_trained_would_not() -> 
     by_lora, by_top = peak(EncoderFinetune()), peak(EncoderFinetune(rank=0, top_layers=2))
     assert by_top < by_lora < 20 * GIB
     assert peak(EncoderFinetune(rank=0, top_layers=33)) > by_lora + 6 * GIB
+
+
+KILLED_ONCE = """\
+import os, signal, sys
+from pathlib import Path
+
+from pipeline.tasks.encoder_finetune import EncoderFinetune
+
+seen = 0
+
+
+class Killed(EncoderFinetune):
+    def loss(self, model, batch):
+        global seen
+        if model.training and "--attempt" in sys.argv:
+            seen += 1
+            with open(Path(os.environ["HERE"], "calls"), "a") as calls:
+                calls.write(sys.argv[sys.argv.index("--attempt") + 1])
+            order = Path(os.environ["HERE"], "die")
+            if seen == CALL and order.exists():
+                order.unlink()
+                os.kill(os.getpid(), signal.SIGKILL)
+        return super().loss(model, batch)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("how", [{"rank": 2, "alpha": 4.0}, {"rank": 0, "top_layers": 1}], ids=["lora", "top layers"])
+def test_killed_in_mid_epoch_it_goes_on_to_the_weights_of_its_undisturbed_twin(
+    how: dict[str, Any], tmp_path: Path, pipeline: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_recipe_demo(tmp_path / "here", "encoder_finetune").parent
+    (folder / "tuned.py").write_text(KILLED_ONCE.replace("CALL", "9"))
+    settle(folder / "data")
+    settle(folder)
+    words = ["train.task=tuned:Killed", f"train.options={json.dumps({'layers': 2, 'width': 16, 'heads': 2, **how})}"]
+    words += ["train.checkpoints={every: 3, last: 9}", "train.epochs=3", "train.log_every=1", "train.validation=null"]
+    typed = ["submit", "--stage", "train", "--follow", *(word for one in words for word in ("--set", one))]
+    shutil.copytree(folder, twin := tmp_path / "twin", copy_function=shutil.copy2)
+    ended, checkpoints, calls = {}, {}, {}
+    for place in (twin, folder):
+        monkeypatch.chdir(place)
+        monkeypatch.setenv("HERE", str(place))
+        if place == folder:
+            (place / "die").touch()
+        done = pipeline(*typed)
+        assert done.code == 0, done.err
+        (model,) = (place / "models").iterdir()
+        saved = sorted((model / "checkpoints").glob("step-*"))
+        checkpoints[place] = [path.name for path in saved]
+        ended[place] = {file.name: file.read_bytes() for file in sorted(saved[-1].glob("*.safetensors"))}
+        steps = [json.loads(line)["step"] for line in (model / "figures.jsonl").read_text().splitlines()]
+        assert steps == [*range(1, len(steps) + 1)]
+        assert len(steps) == 15  # of 3 epochs: the ninth is in the middle of the second
+        calls[place] = Counter((place / "calls").read_text())
+    assert not (folder / "die").exists()
+    assert "SIGKILL" in pipeline("status").out
+    assert set(calls[twin]) == {"1"}
+    assert calls[folder]["1"] == 9
+    assert calls[folder]["2"] < calls[twin]["1"] - 3  # it went on where the last checkpoint stood
+    assert checkpoints[twin] == checkpoints[folder]
+    assert ended[twin] == ended[folder]
 
 
 @pytest.mark.slow

@@ -77,6 +77,51 @@ def test_it_keeps_the_contract(learned, options):
     assert list(breaches(task, dict(SIZES[0]), three(), item_sizes=())) == []
 
 
+# ---- sequences as an encoder of RNA sees them ----
+
+
+KEYS = ("1aaa_ARG", "2bbb_FMN_model0", "FMN", "ARG")
+
+
+def said_of(path, *keys):
+    return by_key(path, {key: np.full(5, 1.0 + place, np.float32) for place, key in enumerate(keys)})
+
+
+@pytest.fixture
+def sequenced(learned, tmp_path):
+    return replace(learned, sequences=said_of(tmp_path / "rna.h5", *KEYS), sequence_dim=5)
+
+
+def test_a_sequence_is_that_of_the_pocket_or_its_complex_and_never_of_the_ligand_that_is_sought(sequenced, tmp_path):
+    assert sequenced.collate(three()[:], RNG).sequence_BS[:, 0].tolist() == [1, 1, 2]
+    less = replace(sequenced, sequences=said_of(tmp_path / "less.h5", "1aaa_ARG", "FMN"))
+    with pytest.raises(DataError, match="2bbb_FMN_model0 or 2bbb_FMN has no vector"):
+        less.collate(three()[:], RNG)
+
+
+def test_with_sequences_it_keeps_the_contract_and_they_change_what_is_told(sequenced):
+    assert list(breaches(sequenced, dict(SIZES[0]), three(), item_sizes=())) == []
+    batch, model = sequenced.collate(three()[:], RNG), sequenced.model().eval()
+    told = model(batch)
+    assert not torch.allclose(told, model(batch._replace(sequence_BS=2 * batch.sequence_BS)))
+    assert "sequence.weight" not in replace(sequenced, sequences=None, sequence_dim=0).model().state_dict()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"sequence_dim": 0}, ConfigError, "go together"),
+        ({"sequences": None}, ConfigError, "go together"),
+        ({"sequence_dim": 4}, ConfigError, "--set train.options.sequence_dim=5"),
+        ({"sequences": "rna.h5"}, ConfigError, "is relative"),
+    ],
+)
+def test_sequences_that_do_not_fit_are_told(sequenced, options, error, said):
+    with pytest.raises(error) as refused:
+        replace(sequenced, **options).collate(three()[:], RNG)
+    assert said in str(refused.value)
+
+
 def test_by_infonce_it_keeps_the_contract(learned):
     assert list(breaches(contrasted(learned), dict(SIZES[0]), three(), item_sizes=())) == []
 

@@ -166,13 +166,18 @@ class Published:
     safetensors_sha256: str | None = None  # of Hugging Face's facebook/NAME, where it is one file
 
     @property
+    def shape(self) -> tuple[str, int, int, int]:
+        """Return what tells it from others: its family and its sizes."""
+        return ESM1B if self.name.startswith("esm1") else ESM2, self.layers, self.dim, self.heads
+
+    @property
     def url(self) -> str:
         return f"{_HOST}/models/{self.name}.pt"
 
 
 # Digests and sizes are those that Synthyra/FastPLMs pins in src/fastplms/models.toml (commit 077c1765). Each SHA-256 is
 # stated the same by other public repositories, among them DeepRank-Ab (650M), SimpleFold's and Protenix's ports (3B).
-# Of 15B, and of the parts that Hugging Face's 3B comes in, we found none.
+# Of 15B, of ESM-1b and ESM-1v, and of the parts that Hugging Face's 3B comes in, we found none.
 MODELS = (
     Published(
         "esm2_t6_8M_UR50D", 6, 320, 20, 30_099_493,
@@ -199,7 +204,14 @@ MODELS = (
         "7de8b4082ba15891959ab368b77ce3886697af1efb16d3c9e9e7b0c5d3f07500",
     ),
     Published("esm2_t48_15B_UR50D", 48, 5120, 40),
+    Published("esm1b_t33_650M_UR50S", 33, 1280, 20),
+    *(Published(f"esm1v_t33_650M_UR90S_{seed}", 33, 1280, 20) for seed in range(1, 6)),
 )  # fmt: skip
+# Whoever downloads these agrees to a licence, so that nothing here does it for them.
+ESMC_PLACES = {
+    "esmc_300m_2024_12_v0": "EvolutionaryScale/esmc-300m-2024-12",
+    "esmc_600m_2024_12_v0": "EvolutionaryScale/esmc-600m-2024-12",
+}  # on Hugging Face
 
 
 def published(name: str) -> Published | None:

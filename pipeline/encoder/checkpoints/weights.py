@@ -18,6 +18,7 @@ from pipeline.encoder.checkpoints.checkpoint_files import (
     _SUFFIXES,
     CONFIG,
     ESM2,
+    FAMILIES,
     HUGGING_FACE,
     INDEX,
     MAIN_MODEL,
@@ -273,7 +274,7 @@ def examine_checkpoint(path: Path) -> Examined:
 def _judge(path: Path, facts: CheckpointFacts) -> tuple[str, WeightsUnusable | None]:
     """Compare a checkpoint with the model published under its name; return the verdict and the difference."""
     try:
-        _refuse_other_shape(published(facts.name), (facts.layers, facts.dim, facts.heads), path)
+        _refuse_other_shape(published(facts.name), (facts.family, facts.layers, facts.dim, facts.heads), path)
         return ("published" if equals_published(path, facts.name) else "unknown"), None
     except WeightsUnusable as difference:
         return "different", difference
@@ -284,14 +285,18 @@ def refuse_other(path: Path, model: Published | None) -> None:
     from pipeline.encoder.checkpoints.esm_checkpoint import load_esm_checkpoint
 
     shape = load_esm_checkpoint(path).architecture
-    _refuse_other_shape(model, (shape.layers, shape.dim, shape.heads), path)
+    _refuse_other_shape(model, (shape.family, shape.layers, shape.dim, shape.heads), path)
 
 
-def _refuse_other_shape(model: Published | None, shape: tuple[int, int, int], path: Path) -> None:
+def _refuse_other_shape(model: Published | None, shape: tuple[str, int, int, int], path: Path) -> None:
     """Refuse a checkpoint of another architecture than the published model of its name."""
-    if model is None or shape == (wanted := (model.layers, model.dim, model.heads)):
+    if model is None or shape == model.shape:
         return
-    sizes = [f"{layers} layers of width {dim} with {heads} heads" for layers, dim, heads in (shape, wanted)]
+    is_other = shape[0] != model.shape[0]
+    sizes = [
+        f"{layers} layers of width {dim} with {heads} heads{f', as {FAMILIES[family]} is' if is_other else ''}"
+        for family, layers, dim, heads in (shape, model.shape)
+    ]
     remedy = f"pipeline weights fetch {model.name}   (or give your own model a name of its own)"
     raise WeightsUnusable(
         f"is not {model.name}: it has {sizes[0]}, and should have {sizes[1]}", where=str(path), remedy=remedy

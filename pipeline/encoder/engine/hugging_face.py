@@ -2,43 +2,62 @@
 
 `embed: {encoder: "pipeline.encoder.engine.hugging_face:HuggingFace", weights: FOLDER}`. Nothing here imports their
 library, nor torch, before there is something to encode.
+
+SaProt reads with each residue a letter of its structure, 3Di: `structures` names a table of these, as
+`foldseek structureto3didescriptor` writes it. An embedding is of a sequence, so the table is asked by the sequence.
 """
 
 from __future__ import annotations
 
+from array import array
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import numpy as np
+import xxhash
 
 from pipeline.command_line import install_extra
 from pipeline.encoder.checkpoints.checkpoint_files import CONFIG, read_json_object
-from pipeline.errors import ConfigError, JobFailed
+from pipeline.errors import ConfigError, DataError, JobFailed
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor, nn
 
 _T5 = ("t5", "mt5", "umt5")  # of which the encoder alone is wanted
 _INSTALL = install_extra("transformers")
+UNKNOWN = "#"  # of a residue whose structure is not known, or not the same in all chains of one sequence
+_WHERE = "embed.options.structures"
 
 
 class HuggingFace:
     """A model of theirs in a local folder, with its own tokenizer.
 
     `residue` is how a residue is written for that: "{} " for ProtT5, "{}" for Ankh and ESM, "{}#" for SaProt, whose
-    second letter is a residue's structure, and # says that it is not known.
+    second letter is a residue's structure, and # says that it is not known. With `structures`, an absolute path, that
+    letter stands for #.
     """
 
     version = 1
 
     def __init__(
-        self, weights: Path, residue: str = "{}", letters: str = "ACDEFGHIKLMNPQRSTVWYX", longest: int = 0
+        self,
+        weights: Path,
+        residue: str = "{}",
+        letters: str = "ACDEFGHIKLMNPQRSTVWYX",
+        longest: int = 0,
+        structures: str | None = None,
     ) -> None:
         if "{}" not in residue:
             what = f"residue is {residue!r}: it says with {{}} where the letter stands, such as '{{}}#'"
             raise ConfigError(what, where="embed.options.residue", remedy="pipeline config check")
+        if structures is not None and (UNKNOWN not in residue or not Path(structures).is_absolute()):
+            what = f"structures is {structures!r}: an absolute path, whose letters stand for the # of residue"
+            raise ConfigError(what, where=_WHERE, remedy="options: {residue: '{}#', structures: /data/3di.tsv}")
         self._folder, self._residue, self.letters, self.longest = weights, residue, letters, longest
+        self._structures = Path(structures) if structures else None
 
     @property
     def width(self) -> int:
@@ -55,6 +74,10 @@ class HuggingFace:
         """Return how many layers there are."""
         return self._said("num_layers", "num_hidden_layers")
 
+    def files_read(self) -> list[Path]:
+        """Return the files beside the weights whose content decides the rows."""
+        return [self._structures] if self._structures else []
+
     def model(self) -> nn.Module:
         """Return the encoder, from safetensors: nothing that is read is executed."""
         library = _library()
@@ -65,7 +88,9 @@ class HuggingFace:
 
     def tokenize(self, sequence: str) -> Sequence[int]:
         """Return the tokens that their tokenizer makes of a sequence, one for each residue and its marks."""
-        text = "".join(self._residue.format(letter) for letter in sequence)
+        shapes = self._table.letters(sequence) if self._structures else UNKNOWN * len(sequence)
+        written = zip(sequence, shapes, strict=True)
+        text = "".join(self._residue.replace(UNKNOWN, shape).format(letter) for letter, shape in written)
         coded = self._tokenizer(text, return_special_tokens_mask=True)
         tokens: list[int] = coded["input_ids"]
         known = [number for number, mark in enumerate(coded["special_tokens_mask"]) if not mark]
@@ -84,6 +109,11 @@ class HuggingFace:
         made = model(input_ids=token_BT, attention_mask=is_token_BT.long(), output_hidden_states=not is_last)
         rows_BTD: Tensor = made.last_hidden_state if is_last else made.hidden_states[layer]
         return rows_BTD[:, self._marks - self.cls :]
+
+    @cached_property
+    def _table(self) -> StructureTable:
+        assert self._structures is not None
+        return StructureTable(self._structures)
 
     @cached_property
     def _config(self) -> dict[str, Any]:
@@ -114,6 +144,59 @@ class HuggingFace:
     def _unknown(self) -> int | None:
         number: int | None = self._tokenizer.unk_token_id
         return number
+
+
+class StructureTable:
+    """The 3Di letters of sequences, in a table that stays on disk: of each row 16 bytes are in memory.
+
+    In its first columns, parted by tabs, are name, sequence and letters; others are not read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, marks, places, at = path, array("Q"), array("Q"), 0
+        try:
+            with path.open("rb") as lines:
+                for number, line in enumerate(lines, 1):
+                    marks.append(_mark(self._row(line, number)[0]))
+                    places.append(at)
+                    at += len(line)
+        except OSError as error:
+            raise DataError(f"cannot be read: {error}", where=str(path), remedy=f"--set {_WHERE}=FILE") from error
+        mark_R, place_R = np.frombuffer(marks, np.uint64), np.frombuffer(places, np.uint64)
+        order = np.argsort(mark_R, kind="stable")
+        self._mark_R, self._place_R = mark_R[order], place_R[order]
+
+    def letters(self, sequence: str) -> str:
+        """Return the letters of a sequence, or of a window of one; # where the table has none, or several."""
+        text = sequence.encode()
+        with self._path.open("rb") as lines:
+            found = [shapes for whole, shapes in self._rows_of(text, lines) if whole == text]
+            if not found:
+                rows = (self._row(line) for line in lines)
+                found = [shapes[at : at + len(text)] for whole, shapes in rows if (at := whole.find(text)) >= 0]
+        agreed = (chr(letters[0]) if len({*letters}) == 1 else UNKNOWN for letters in zip(*found, strict=True))
+        return "".join(agreed) if found else UNKNOWN * len(text)
+
+    def _rows_of(self, text: bytes, lines: IO[bytes]) -> Iterator[tuple[bytes, bytes]]:
+        """Yield the rows of a sequence, and go back to the beginning."""
+        first, last = np.searchsorted(self._mark_R, np.uint64(_mark(text)), "left"), len(self._mark_R)
+        while first < last and self._mark_R[first] == _mark(text):
+            lines.seek(int(self._place_R[first]))
+            yield self._row(lines.readline())
+            first += 1
+        lines.seek(0)
+
+    def _row(self, line: bytes, number: int = 0) -> tuple[bytes, bytes]:
+        """Return sequence and letters of a row."""
+        cells = line.rstrip(b"\r\n").split(b"\t", 3)
+        if len(cells) < 3 or len(cells[1]) != len(cells[2]) or not cells[2].isalpha():
+            what = f"line {number} has no name, sequence and as many 3Di letters, parted by tabs"
+            raise DataError(what, where=str(self._path), remedy="foldseek structureto3didescriptor STRUCTURE TABLE")
+        return cells[1].upper(), cells[2].lower()
+
+
+def _mark(sequence: bytes) -> int:
+    return xxhash.xxh3_64_intdigest(sequence)
 
 
 def _library() -> Any:

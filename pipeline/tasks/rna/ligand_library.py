@@ -1,7 +1,8 @@
 """Embeddings of ligands in HDF5: what pockets are trained towards, and libraries that they are ranked in.
 
 A file has a dataset for each key (`PDBID_LIGAND` of a complex, or `LIGAND`), or two: `id` [N] and `embedding` [N, D].
-Shapes: L ligands of a library, D numbers of an embedding, B pockets.
+Shapes: L ligands of a library, D numbers of an embedding, B pockets, S numbers of a
+sequence.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class LigandEmbeddings:
 
     def get(self, key: str, width: int) -> Floats | None:
         """Return the vector of a key, None where the file has none."""
-        stored = self._found(key)
+        stored = self.stored(key)
         if stored is None:
             return None
         if stored.size != width:
@@ -78,7 +79,8 @@ class LigandEmbeddings:
             )
         return vector_D
 
-    def _found(self, key: str) -> NDArray[Any] | None:
+    def stored(self, key: str) -> NDArray[Any] | None:
+        """Return what the file has of a key, as it is there."""
         if self._rows is not None:
             row = self._rows.get(key)
             return None if row is None else np.asarray(self._file[EMBEDDING][row])
@@ -96,6 +98,27 @@ class LigandEmbeddings:
 
 
 embeddings_of = Opened(LigandEmbeddings)
+
+
+def sequence_vector(path: Path, name: str, width: int) -> Floats:
+    """Return what is said of a pocket's sequence: by the pocket's id or its complex's, never by its ligand's."""
+    file, keys = embeddings_of(path), dict.fromkeys((name, complex_of(name)))
+    stored = next((found for key in keys if (found := file.stored(key)) is not None), None)
+    if stored is None:
+        problem = f"{' or '.join(keys)} has no vector in {path}, which has {len(file):,} ids"
+        remedy = "embed these sequences, too, then: pipeline export embeddings --pool mean --force"
+        raise DataError(problem, where=f"{WHERE}.sequences", remedy=remedy)
+    if stored.shape != (width,):
+        problem = f"what {path} has of {name} is of the shape {stored.shape}, and {width} numbers are asked for"
+        remedy = (
+            f"--set {WHERE}.sequence_dim={stored.shape[-1] if stored.shape else 0}   (rows: export with --pool mean)"
+        )
+        raise ConfigError(problem, where=f"{WHERE}.sequence_dim", remedy=remedy)
+    if not np.isfinite(stored).all():
+        problem = f"what {path} has of {name} is not finite"
+        raise DataError(problem, where=f"{WHERE}.sequences", remedy="make it anew")
+    vector_S: Floats = stored.astype(np.float32)
+    return vector_S
 
 
 class Measure(NamedTuple):
@@ -179,7 +202,7 @@ def _library(path: Path) -> LigandLibrary:
     names = tuple(file.keys())
     if not names:
         raise DataError("the library has no ligands", where=str(path), remedy="write a dataset for each ligand")
-    width = np.asarray(file._found(names[0])).size  # noqa: SLF001 - its own reader
+    width = np.asarray(file.stored(names[0])).size
     vectors = [file.get(name, width) for name in names]
     if any(vector is None for vector in vectors):
         raise DataError("a key of the library is no dataset", where=str(path), remedy="write a dataset for each ligand")

@@ -67,6 +67,7 @@ class PocketBatch(NamedTuple):
     has_target_B: Tensor
     known: tuple[bool, ...]  # the same
     ids: tuple[str, ...] = ()
+    sequence_BS: Tensor | None = None  # what an encoder says of each pocket's sequence
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,7 @@ class PocketSizes:
     nonbonded_weight: float = 0.2
     version: int = 3  # 2: the older network, whose kinds have learned weights
     dropout: float = 0.0
+    sequence_dim: int = 0  # numbers that an encoder of RNA says of a pocket's sequence; 0: none is asked
     as_published: bool = False  # with the norm that depends on how a pocket lies in space, and phases as they had them
 
     @property
@@ -380,6 +382,7 @@ class PocketNetwork(nn.Module):
         has_heads = sizes.num_attention_heads > 0 and sizes.version > 2
         self.pool = HeadPool(width, sizes.num_attention_heads) if has_heads else WeightPool(width)
         self.out, self.out_norm = nn.Linear(width, sizes.output_dim), nn.LayerNorm(sizes.output_dim)
+        self.sequence = nn.Linear(sizes.sequence_dim, width) if sizes.sequence_dim else None
         starts = {"angles": sizes.angle_weight, "dihedrals": sizes.dihedral_weight, "near": sizes.nonbonded_weight}
         self.kind_weights = nn.ParameterDict(
             {kind: torch.tensor(start) for kind, start in starts.items() if sizes.version == 2 and kind in sizes.kinds}
@@ -390,6 +393,8 @@ class PocketNetwork(nn.Module):
         with torch.autocast(batch.pos_N3.device.type, enabled=False):
             known_NI = self.atom_invariants(batch)
             pooled_BI = self.pool(known_NI, batch.item_N, len(batch.target_BD))
+            if self.sequence is not None and batch.sequence_BS is not None:
+                pooled_BI = pooled_BI + self.sequence(batch.sequence_BS)
             vector_BD: Tensor = self.out_norm(self.out(pooled_BI))
         return vector_BD
 

@@ -18,7 +18,7 @@ import torch
 
 from pipeline.encoder.checkpoints import esm_checkpoint as checkpoints
 from pipeline.encoder.checkpoints import weights
-from pipeline.encoder.checkpoints.checkpoint_files import MODELS, Published, published
+from pipeline.encoder.checkpoints.checkpoint_files import ESM1B, ESM2, MODELS, Published, published
 from pipeline.encoder.checkpoints.synth import write_random_checkpoint
 from pipeline.encoder.checkpoints.weights import (
     CheckpointFacts,
@@ -333,9 +333,10 @@ def test_broken_link_is_not_a_checkpoint_and_others_are_looked_for(tiny: Path, t
 
 
 def test_table_says_of_each_model_what_its_name_says() -> None:
-    assert len(MODELS) == 6
+    assert len(MODELS) == 12
     for model in MODELS:
-        assert model.name.startswith(f"esm2_t{model.layers}_")
+        assert model.name.startswith((f"esm2_t{model.layers}_", f"esm1b_t{model.layers}_", f"esm1v_t{model.layers}_"))
+        assert model.shape[0] == (ESM2 if model.name.startswith("esm2") else ESM1B)
         assert published(model.name) is model
         assert model.dim % model.heads == 0
         for digest in (model.pt_sha256, model.safetensors_sha256):
