@@ -298,6 +298,16 @@ def test_any_table_is_read_as_it_was_written_and_no_part_of_its_file_is(
         read_errors(data[: int(share * (len(data) - 1))])
 
 
+def test_one_long_row_is_refused_before_numbers_are_made_of_it() -> None:
+    data = changed(predicted_aligned_error=[[7] * 200_000])
+    tracemalloc.start()
+    with pytest.raises(UnusableInput, match="too short for as many rows"):
+        read_errors(data)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1.5 * len(data)
+
+
 @pytest.mark.parametrize("form", [alphafold_db, older])
 def test_a_table_is_read_without_a_python_number_for_each_of_its_own(form: Callable[..., bytes]) -> None:
     data = form(np.random.default_rng(0).integers(0, 3100, (400, 400)) / 100)

@@ -165,13 +165,13 @@ def _square(data: bytes, table: _TablePlace, name: str) -> Errors:
     """Return a table of as many rows as columns."""
     rows, pae_NN = 0, np.empty((0, 0), np.float32)
     for rows, row in enumerate(_rows(data, table, name), 1):
-        values_N = _numbers(row, f"row {rows} of {name}")
+        size = row.count(b",") + 1 if row.strip() else 0  # before numbers are made of what may be one long row
         if rows == 1:
-            pae_NN = np.empty((_possible(len(values_N), table, name),) * 2, np.float32)
-        if len(values_N) != len(pae_NN) or rows > len(pae_NN):
-            what = f"row {rows} of {name} has {len(values_N):,} numbers, and the first has {len(pae_NN):,}"
+            pae_NN = np.empty((_possible(size, table, name),) * 2, np.float32)
+        if size != len(pae_NN) or rows > len(pae_NN):
+            what = f"row {rows} of {name} has {size:,} numbers, and the first has {len(pae_NN):,}"
             raise _bad(f"{what}: it is not square")
-        pae_NN[rows - 1] = values_N
+        pae_NN[rows - 1] = _numbers(row, f"row {rows} of {name}")
     if rows != len(pae_NN):
         raise _bad(f"{name} has {rows:,} rows of {len(pae_NN):,} numbers: it is not square")
     return pae_NN

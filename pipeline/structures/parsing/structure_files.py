@@ -73,8 +73,8 @@ def item_paths(item: Item, *, pae: bool = False) -> list[str]:
     for part in (*item.parts, *item.bound):
         paths[part.path] = None
         paths.update(dict.fromkeys(coordinates_beside(part.path)))
-    for part in item.parts if pae else ():
-        paths.update(dict.fromkeys(pae_beside(part.path)))
+    for path in {part.path: None for part in item.parts} if pae else ():
+        paths.update(dict.fromkeys(pae_beside(path)))
     return list(paths)
 
 
