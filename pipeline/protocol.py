@@ -251,7 +251,7 @@ class Encoder(Protocol):
 
 def has_cls(encoder: Encoder) -> bool:
     """Tell whether an encoder's rows begin with that of the mark before the sequence."""
-    return bool(getattr(encoder, "cls", False))
+    return getattr(encoder, "cls", False) is True  # a number would be that of the mark's token
 
 
 @runtime_checkable
