@@ -48,6 +48,7 @@ def check_blocks(allocator: Allocator) -> None:
         assert pool.keys == [(block.bytes << 56) + block.address for block in pool.blocks]
         assert all(block.state == CACHED and block.pool is pool for block in pool.blocks)
         assert all(block.state == UNMAPPED for block in pool.unmapped)
+        assert all((block.address - pool.start) % pool.page_bytes == 0 for block in pool.unmapped)
         assert all(one.address < other.address for one, other in pairwise(pool.unmapped))
         cached_bytes += sum(block.bytes for block in pool.blocks)
         for block in (*pool.blocks, *pool.unmapped):
@@ -182,6 +183,16 @@ def test_a_hole_that_fits_exactly_is_filled_and_of_equal_ones_the_first() -> Non
     allocator.allocate(6, 40 * MIB)
     check_blocks(allocator)
     assert (start + 120 * MIB, 40 * MIB) in allocator.live()
+
+
+def test_a_hole_that_is_too_small_is_left_and_the_segment_grows_at_its_end() -> None:
+    allocator = filled([40, 40, 40], EXPANDABLE)
+    start = min(allocator.live())[0]
+    allocator.release(1)
+    allocator.empty_cache()
+    allocator.allocate(3, 60 * MIB)
+    assert (start + 120 * MIB, 60 * MIB) in allocator.live()
+    assert allocator.reserved_bytes == 140 * MIB
 
 
 def test_of_two_holes_the_smaller_is_filled_whatever_lies_behind_it() -> None:

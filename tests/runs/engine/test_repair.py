@@ -373,6 +373,11 @@ class TestSeveralPartitions:
         assert isinstance(longer, Again)
         assert longer.ask.partition == "long"
 
+    def test_what_keeps_making_room_without_a_place_of_its_own_gets_one(self) -> None:
+        decision = decide([died(Cause.PREEMPTED)] * 2, replace(self.MEANS, places=(self.SHORT,)))
+        assert isinstance(decision, Again)
+        assert decision.ask.partition == "short"
+
     def test_what_keeps_making_room_stays_where_no_place_that_leaves_it_alone_holds_it(self) -> None:
         roomy = replace(self.SHORT, limits=replace(self.SHORT.limits, mem_bytes=8192 * MIB))
         large = died(Cause.PREEMPTED, ask=replace(self.IN_SHORT, mem_bytes=2048 * MIB))
