@@ -169,7 +169,7 @@ def test_a_crash_is_repeated_one_thing_at_a_time_and_its_culprit_left_out() -> N
     first = died(Cause.CRASHED, on=("a", "b"))
     careful = decide([first], MEANS)
     assert isinstance(careful, Again)
-    assert careful.ask.careful
+    assert careful == Again(replace(ASK, careful=True), "again, one thing at a time")
     second = decide([first, died(Cause.CRASHED, ask=careful.ask, on=("b",))], MEANS)
     assert isinstance(second, LeaveOut)
     assert (second.names, second.reason, second.ask.careful) == (("b",), Reason.KILLED_ITS_TASK, False)
