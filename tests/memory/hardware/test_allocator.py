@@ -204,6 +204,17 @@ def test_of_two_holes_the_smaller_is_filled_whatever_lies_behind_it() -> None:
     assert (start, 25 * MIB) in allocator.live()
 
 
+def test_a_block_before_a_hole_is_left_for_what_needs_both() -> None:
+    allocator = filled([30, 50, 30, 20, 30, 60, 40], EXPANDABLE)
+    start = min(allocator.live())[0]
+    allocator.release(1)  # 30 to 80, of which 40 to 80 become a hole
+    allocator.empty_cache()
+    for number in (3, 5):
+        allocator.release(number)
+    allocator.allocate(7, 5 * MIB)
+    assert (start + 110 * MIB, 5 * MIB) in allocator.live()
+
+
 def test_what_holds_no_whole_page_is_not_given_back() -> None:
     allocator = filled([30, 20, 30], EXPANDABLE)
     allocator.release(1)  # 30 to 50, and a page ends at 40
@@ -257,6 +268,7 @@ def test_blocks_of_a_tape_are_new_each_time_and_negative_ones_are_shared() -> No
     assert allocator.peak_allocated_bytes == 11 * MIB
     allocator.play(tape((0, 1), (3, 0), (-1, 0)))  # what is empty is no block
     assert allocator.allocated_bytes == 6 * MIB + 512
+    assert allocator.peak_allocated_bytes == 11 * MIB
     assert sorted(size for _, size in allocator.live()) == [512, 2 * MIB, 4 * MIB]
 
 
