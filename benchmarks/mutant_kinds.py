@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
+from hashlib import sha256
 from types import ModuleType
 from typing import Any
 
@@ -37,6 +38,7 @@ class Mutant:
 
     file: str
     owner: str  # the function, method, class or constant that it changes, by its name
+    digest: str  # of that, as it is
     first_line: int  # of that
     line: int
     change: str  # before → after
@@ -48,6 +50,11 @@ class Mutant:
     @property
     def name(self) -> str:
         return f"{self.owner}: {self.change}"
+
+    @property
+    def key(self) -> str:
+        """What tells it from all others, also from its like in what the code was or will be."""
+        return f"{self.digest} {self.file} {self.name}"
 
     def install(self, tree: ast.Module) -> None:
         """Put the changed code in the place of what this process has imported; the tree is changed, too."""
@@ -85,6 +92,7 @@ def mutants_of(
         names = {owner, owner.partition(".")[0]}
         if (only and names.isdisjoint(only)) or not names.isdisjoint(but):
             continue
+        digest = sha256(ast.unparse(definition).encode()).hexdigest()[:16]
         first = min([definition.lineno, *(above.lineno for above in getattr(definition, "decorator_list", ()))])
         for parent, field, place, node, line in _nodes(definition, definition.lineno):
             for new in variants(node, strings=strings):
@@ -92,7 +100,7 @@ def mutants_of(
                 seen[f"{owner}: {change}"] += 1
                 count = seen[f"{owner}: {change}"]
                 change = change if count == 1 else f"{change} ({count})"
-                yield Mutant(file, owner, first, line, change, parent, field, place, new)
+                yield Mutant(file, owner, digest, first, line, change, parent, field, place, new)
 
 
 def _definitions(tree: ast.Module) -> Iterator[tuple[str, ast.stmt]]:

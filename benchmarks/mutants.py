@@ -5,7 +5,7 @@ collected and run once. Then, for each mutant, a fork of that process has the ch
 function and runs the tests that enter it, the quickest first, until one fails. No file is changed. Limits are in
 seconds of the processor, so that a busy machine kills no mutant.
 
-It goes on where it stopped: what was killed stays killed while its module is as it was, what survived also while the
+It goes on where it stopped: what was killed stays killed while its function is as it was, what survived also while the
 tests are. `--anew` forgets that.
 """
 
@@ -56,10 +56,8 @@ class Core:
         self.mutants.sort(key=lambda mutant: sha256(mutant.name.encode()).digest())  # the first ones are a fair sample
         if unknown := set(self.equivalent) - {mutant.name for mutant in self.mutants}:
             raise SystemExit(f"{name}: mutants.yaml has equivalents that are no mutants: {sorted(unknown)}")
-        self.digest = _digest(*(ROOT / test.partition("::")[0] for test in self.tests))
-
-    def key(self, mutant: Mutant) -> str:
-        return f"{_digest(ROOT / mutant.file)} {mutant.file} {mutant.name}"
+        tests = [ROOT / test.partition("::")[0] for test in self.tests]
+        self.digest = sha256(b"".join(test.read_bytes() for test in tests)).hexdigest()[:16]
 
     def known(self) -> dict[str, str]:
         """Return what became of mutants, by their keys."""
@@ -69,12 +67,12 @@ class Core:
 
     def note(self, mutant: Mutant, end: str) -> None:
         with self.state.open("a") as file:
-            file.write(json.dumps({"key": self.key(mutant), "end": end, "tests": self.digest}) + "\n")
+            file.write(json.dumps({"key": mutant.key, "end": end, "tests": self.digest}) + "\n")
 
     def told(self) -> dict[str, Any]:
         """Return what became of all of them."""
         known = self.known()
-        ends = {mutant.name: known[self.key(mutant)] for mutant in self.mutants if self.key(mutant) in known}
+        ends = {mutant.name: known[mutant.key] for mutant in self.mutants if mutant.key in known}
         lines = {mutant.name: f"{mutant.file}:{mutant.line}" for mutant in self.mutants}
         return {
             "possible": len(self.mutants),
@@ -84,10 +82,6 @@ class Core:
             "equivalent": [{"what": name, "why": why} for name, why in self.equivalent.items()],
             "survivors": sorted(f"{lines[name]} {name}" for name, end in ends.items() if end == "survived"),
         }
-
-
-def _digest(*files: Path) -> str:
-    return sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
 class Trial:
@@ -129,7 +123,7 @@ class Trial:
         session.items.sort(key=lambda item: self.took_s[item.nodeid])
         known = self.core.known()
         for mutant in self.core.mutants[: self.most]:
-            if mutant.name not in self.core.equivalent and self.core.key(mutant) not in known:
+            if mutant.name not in self.core.equivalent and mutant.key not in known:
                 self.core.note(mutant, end := self._try(mutant, session.items))
                 if end == "survived":
                     print(f"\nsurvived: {mutant.file}:{mutant.line} {mutant.name}", flush=True)

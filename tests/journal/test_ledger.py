@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import socket
 from datetime import datetime, timezone
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pipeline.errors import ConfigError, JobFailed
 from pipeline.journal import ledger as ledger_module
@@ -17,7 +20,8 @@ from pipeline.journal.active_runs import status_of
 from pipeline.journal.ledger import Ledger, LedgerReader
 from pipeline.journal.run_folder import RunFolder, create_folder, find_run, runs_in
 from pipeline.journal.run_status import RunState
-from pipeline.records import EventKind
+from pipeline.records import Event, EventKind
+from tests.journal.ledgers import fold_events
 
 HOST = socket.gethostname()
 
@@ -134,3 +138,69 @@ def test_what_a_task_said_of_its_failure_is_shown_with_it(folder: RunFolder) -> 
     ledger.emit(EventKind.TASK_ENDED, stage="scan", task=0, **ended)
     (failure,) = status_of(folder).to_json()["stages"][0]["failures"]
     assert (failure["reason"], failure["said"]) == ("exit code 7", "the disk is full")
+
+
+def line_of(kind: EventKind, place: int, figures: dict[str, float] | None = None) -> bytes:
+    """Return what a worker writes."""
+    data = {"stage": "scan", "task": 0, "attempt": 1, "done": place, "rejected": {}, "figures": figures or {}}
+    said = {"what": "", "exit_code": 1} if kind is EventKind.TASK_FAILED else {}
+    text = json.dumps({"at": float(place), "kind": kind.value, **data, **said}, separators=(",", ":"))
+    return text.encode()
+
+
+STARTED, PROGRESS = EventKind.TASK_STARTED, EventKind.PROGRESS
+FINISHED, FAILED = EventKind.TASK_FINISHED, EventKind.TASK_FAILED
+SAID = st.tuples(st.sampled_from([STARTED, PROGRESS, PROGRESS, FINISHED, FAILED]), st.sampled_from(["", "a", "loss"]))
+
+
+@given(st.lists(SAID, max_size=12))
+def test_what_a_worker_wrote_means_the_same_without_what_later_lines_supersede(
+    said: list[tuple[EventKind, str]],
+) -> None:
+    lines = [line_of(kind, place, {name: 1.0} if name else None) for place, (kind, name) in enumerate(said)]
+    kept = list(ledger_module._telling(lines))
+    assert [line for line in lines if line in kept] == kept
+    begun = Event(EventKind.STAGE_SUBMITTED, 0.0, "supervisor-000001", {"stage": "scan", "tasks": 1})
+    told, whole = (
+        fold_events("r", [*filter(None, (ledger_module._event(line, "scan-000000") for line in some)), begun])
+        for some in (kept, lines)
+    )
+    assert told == whole
+
+
+@pytest.mark.parametrize(
+    ("said", "kept"),
+    [
+        ([], []),
+        ([(STARTED, "")], [0]),
+        ([(STARTED, ""), (PROGRESS, "a"), (PROGRESS, "a"), (FINISHED, "a")], [0, 3]),
+        ([(STARTED, ""), (PROGRESS, "a"), (PROGRESS, "a"), (FINISHED, "")], [0, 2, 3]),
+        ([(STARTED, ""), (PROGRESS, ""), (PROGRESS, ""), (FINISHED, "")], [0, 3]),
+        ([(STARTED, ""), (PROGRESS, "a"), (FAILED, ""), (STARTED, ""), (FINISHED, "a")], [0, 1, 2, 3, 4]),
+        ([(PROGRESS, "a"), (PROGRESS, "a"), (FINISHED, "a")], [2]),
+        ([(PROGRESS, "a"), (PROGRESS, ""), (PROGRESS, "a")], [2]),
+        ([(PROGRESS, "a"), (PROGRESS, "")], [0, 1]),
+        ([(PROGRESS, "a"), (FAILED, "")], [0, 1]),
+        ([(STARTED, ""), *[(PROGRESS, "loss")] * 6, (FINISHED, "loss")], [*range(8)]),
+        ([(STARTED, ""), *[(PROGRESS, "loss")] * 6, (FINISHED, "a")], [0, 7]),
+    ],
+)  # fmt: skip
+def test_progress_is_superseded_by_newer_progress_with_figures_of_its_own(
+    said: list[tuple[EventKind, str]], kept: list[int]
+) -> None:
+    lines = [line_of(kind, place, {name: 1.0} if name else None) for place, (kind, name) in enumerate(said)]
+    assert [lines.index(line) for line in ledger_module._telling(lines)] == kept
+
+
+def test_of_many_losses_enough_for_a_curve_are_kept() -> None:
+    lines = [line_of(PROGRESS, place, {"loss": 1.0}) for place in range(65)]
+    kept = [lines.index(line) for line in ledger_module._telling(lines)]
+    assert kept == [*range(0, 65, 4)]
+    without = [line_of(PROGRESS, place, {"a": 1.0}) for place in range(65)]
+    assert [without.index(line) for line in ledger_module._telling(without)] == [64]
+
+
+def test_a_line_with_something_behind_its_event_is_torn() -> None:
+    line = line_of(PROGRESS, 1)
+    assert ledger_module._event(line, "w") is not None
+    assert ledger_module._event(line + b"}", "w") is None

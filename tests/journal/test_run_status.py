@@ -158,6 +158,7 @@ class TestWaits:
         assert wait == Wait("embed", "x", 1, "", "", 0, 0.0, 9.0)
 
     def test_last_until_they_end_or_until_now(self) -> None:
+        assert Wait("embed", "x", until=0.5).is_over
         assert Wait("embed", "x", since=3.0).lasted_s(5.0) == 2.0
         assert Wait("embed", "x", since=3.0, until=4.0).lasted_s(5.0) == 1.0
         assert Wait("embed", "x", since=3.0).lasted_s(2.0) == 0.0

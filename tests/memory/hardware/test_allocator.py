@@ -40,6 +40,28 @@ def tape(*events: tuple[int, int]) -> Tape:
     return Tape(np.array([one for one, _ in events], np.int64), np.array([size for _, size in events], np.int64))
 
 
+def check_blocks(allocator: Allocator) -> None:
+    """Check what holds between the blocks: nothing is empty, lost, out of order, or beside its like."""
+    cached_bytes = 0
+    for pool in (allocator._small, allocator._large):
+        assert pool.keys == sorted((block.bytes << 56) + block.address for block in pool.blocks)
+        assert pool.keys == [(block.bytes << 56) + block.address for block in pool.blocks]
+        assert all(block.state == CACHED and block.pool is pool for block in pool.blocks)
+        assert all(block.state == UNMAPPED for block in pool.unmapped)
+        assert all((block.address - pool.start) % pool.page_bytes == 0 for block in pool.unmapped)
+        assert all(one.address < other.address for one, other in pairwise(pool.unmapped))
+        cached_bytes += sum(block.bytes for block in pool.blocks)
+        for block in (*pool.blocks, *pool.unmapped):
+            assert block.bytes > 0
+            for before, after in ((block.before, block), (block, block.after)):
+                if before is not None and after is not None:
+                    assert before.after is after
+                    assert after.before is before
+                    assert before.address + before.bytes == after.address
+                    assert before.state != after.state
+    assert cached_bytes + allocator.allocated_bytes == allocator.reserved_bytes
+
+
 @pytest.mark.parametrize(
     ("size", "rounded"), [(1, 512), (512, 512), (513, 1024), (1 * MIB, 1 * MIB), (1 * MIB + 1, 1 * MIB + 512)]
 )
@@ -69,7 +91,8 @@ def test_segments_are_as_large_as_torch_makes_them(sizes: Sequence[float], reser
 
 
 @pytest.mark.parametrize(
-    ("sizes", "reserved"), [([1], 2), ([1, 1, 0.001], 4), ([1.5], 20), ([33], 40), ([33, 6.5], 40), ([33, 8], 60)]
+    ("sizes", "reserved"),
+    [([1], 2), ([1, 1, 0.001], 4), ([1.5], 20), ([33], 40), ([33, 6.5], 40), ([33, 8], 60), ([33, 20], 60)],
 )
 def test_expandable_segments_grow_by_pages(sizes: Sequence[float], reserved: int) -> None:
     assert reserved_mib(sizes, EXPANDABLE) == reserved
@@ -113,6 +136,7 @@ def test_neighbours_that_are_free_become_one() -> None:
     allocator = filled([9, 9])  # of one segment of 20
     allocator.release(0)
     allocator.release(1)
+    check_blocks(allocator)
     allocator.allocate(2, 20 * MIB)
     assert allocator.segments_made == 1
 
@@ -131,6 +155,8 @@ def test_whole_pages_within_an_expandable_segment_are_given_back() -> None:
     allocator.release(1)  # 30 to 80, in which lie the pages from 40 to 80
     allocator.empty_cache()
     assert allocator.reserved_bytes == 80 * MIB  # and the page from 100 on is used
+    assert allocator.segments_freed == 1
+    check_blocks(allocator)
     allocator.allocate(3, 45 * MIB)  # fills the hole again: 30 to 75
     assert allocator.reserved_bytes == 120 * MIB
     assert (30 * MIB, 45 * MIB) in {(address % (1 << 54), size) for address, size in allocator.live()}
@@ -152,9 +178,41 @@ def test_a_hole_that_fits_exactly_is_filled_and_of_equal_ones_the_first() -> Non
     allocator.allocate(5, 40 * MIB)
     assert (start + 40 * MIB, 40 * MIB) in allocator.live()
     allocator.empty_cache()
+    check_blocks(allocator)
     assert allocator.reserved_bytes == 160 * MIB
     allocator.allocate(6, 40 * MIB)
+    check_blocks(allocator)
     assert (start + 120 * MIB, 40 * MIB) in allocator.live()
+
+
+def test_a_hole_that_is_too_small_is_left_and_the_segment_grows_at_its_end() -> None:
+    allocator = filled([40, 40, 40], EXPANDABLE)
+    start = min(allocator.live())[0]
+    allocator.release(1)
+    allocator.empty_cache()
+    allocator.allocate(3, 60 * MIB)
+    assert (start + 120 * MIB, 60 * MIB) in allocator.live()
+    assert allocator.reserved_bytes == 140 * MIB
+
+
+def test_of_two_holes_the_smaller_is_filled_whatever_lies_behind_it() -> None:
+    allocator = filled([30, 100, 40, 2], EXPANDABLE)
+    start = min(allocator.live())[0]
+    for number in (0, 2):
+        allocator.release(number)
+    allocator.allocate(4, 25 * MIB)
+    assert (start, 25 * MIB) in allocator.live()
+
+
+def test_a_block_before_a_hole_is_left_for_what_needs_both() -> None:
+    allocator = filled([30, 50, 30, 20, 30, 60, 40], EXPANDABLE)
+    start = min(allocator.live())[0]
+    allocator.release(1)  # 30 to 80, of which 40 to 80 become a hole
+    allocator.empty_cache()
+    for number in (3, 5):
+        allocator.release(number)
+    allocator.allocate(7, 5 * MIB)
+    assert (start + 110 * MIB, 5 * MIB) in allocator.live()
 
 
 def test_what_holds_no_whole_page_is_not_given_back() -> None:
@@ -210,6 +268,7 @@ def test_blocks_of_a_tape_are_new_each_time_and_negative_ones_are_shared() -> No
     assert allocator.peak_allocated_bytes == 11 * MIB
     allocator.play(tape((0, 1), (3, 0), (-1, 0)))  # what is empty is no block
     assert allocator.allocated_bytes == 6 * MIB + 512
+    assert allocator.peak_allocated_bytes == 11 * MIB
     assert sorted(size for _, size in allocator.live()) == [512, 2 * MIB, 4 * MIB]
 
 
@@ -235,28 +294,8 @@ def test_an_empty_block_takes_nothing() -> None:
 
 @pytest.mark.parametrize(("chosen", "text"), [(DEFAULT, ""), (EXPANDABLE, "expandable_segments:True")])
 def test_settings_are_written_as_torch_reads_them(chosen: AllocatorSettings, text: str) -> None:
+    assert AllocatorSettings() == DEFAULT
     assert (chosen.text, chosen.name) == (text, text or "default")
-
-
-def check_blocks(allocator: Allocator) -> None:
-    """Check what holds between the blocks: nothing is empty, lost, out of order, or beside its like."""
-    cached_bytes = 0
-    for pool in (allocator._small, allocator._large):
-        assert pool.keys == sorted((block.bytes << 56) + block.address for block in pool.blocks)
-        assert pool.keys == [(block.bytes << 56) + block.address for block in pool.blocks]
-        assert all(block.state == CACHED and block.pool is pool for block in pool.blocks)
-        assert all(block.state == UNMAPPED for block in pool.unmapped)
-        assert all(one.address < other.address for one, other in pairwise(pool.unmapped))
-        cached_bytes += sum(block.bytes for block in pool.blocks)
-        for block in (*pool.blocks, *pool.unmapped):
-            assert block.bytes > 0
-            for before, after in ((block.before, block), (block, block.after)):
-                if before is not None and after is not None:
-                    assert before.after is after
-                    assert after.before is before
-                    assert before.address + before.bytes == after.address
-                    assert before.state != after.state
-    assert cached_bytes + allocator.allocated_bytes == allocator.reserved_bytes
 
 
 def test_a_step_that_allocates_nothing_has_a_fragmentation_too() -> None:

@@ -42,6 +42,33 @@ def test_a_peak_above_the_limit_is_the_better_bound() -> None:
     assert rounded.ask.mem_bytes == 21 * 64 * MIB
 
 
+LAST = replace(ASK, mem_bytes=1024 * MIB, time_s=900, shrink=2)
+
+
+@pytest.mark.parametrize(
+    ("cause", "ask"),
+    [
+        (Cause.HOST_OOM, replace(LAST, mem_bytes=2048 * MIB)),
+        (Cause.GPU_OOM, replace(LAST, shrink=3)),
+        (Cause.TIMEOUT, replace(LAST, time_s=1800)),
+        (Cause.CRASHED, LAST),
+        (Cause.PREEMPTED, LAST),
+    ],
+)
+def test_what_is_asked_for_follows_from_the_last_attempt_and_not_from_the_first(cause: Cause, ask: Ask) -> None:
+    first = died(Cause.HOST_OOM, on=("a",))
+    decision = decide([first, died(cause, ask=LAST)], MEANS)
+    assert isinstance(decision, Again)
+    assert decision.ask == ask
+
+
+def test_what_the_last_attempt_was_on_is_left_out_and_not_what_the_first_was_on() -> None:
+    history = [died(Cause.HOST_OOM, on=("a",)), died(Cause.HOST_OOM, ask=FULL, on=("b",))]
+    decision = decide(history, replace(MEANS, items=1))
+    assert isinstance(decision, LeaveOut)
+    assert (decision.names, decision.ask) == (("b",), FULL)
+
+
 def test_memory_never_grows_beyond_the_largest_node() -> None:
     decision = decide([died(Cause.HOST_OOM, ask=replace(ASK, mem_bytes=3000 * MIB))], MEANS)
     assert isinstance(decision, Again)
@@ -142,7 +169,7 @@ def test_a_crash_is_repeated_one_thing_at_a_time_and_its_culprit_left_out() -> N
     first = died(Cause.CRASHED, on=("a", "b"))
     careful = decide([first], MEANS)
     assert isinstance(careful, Again)
-    assert careful.ask.careful
+    assert careful == Again(replace(ASK, careful=True), "again, one thing at a time")
     second = decide([first, died(Cause.CRASHED, ask=careful.ask, on=("b",))], MEANS)
     assert isinstance(second, LeaveOut)
     assert (second.names, second.reason, second.ask.careful) == (("b",), Reason.KILLED_ITS_TASK, False)
@@ -296,6 +323,20 @@ class TestSeveralPartitions:
         assert (twice.ask.mem_bytes, twice.ask.partition) == (2048 * MIB, "highmem")
         assert twice.why == "again with 2048MiB of memory, in highmem, not short"
 
+    def test_where_a_task_is_follows_from_its_last_attempt(self) -> None:
+        first = died(Cause.NODE, ask=self.IN_SHORT)
+        decision = decide([first, died(Cause.NODE, ask=replace(ASK, partition="long"))], self.MEANS)
+        assert isinstance(decision, Again)
+        assert (decision.ask.partition, decision.why) == ("long", "again, its node failed")
+        large = died(Cause.NODE, ask=replace(ASK, mem_bytes=4096 * MIB, partition="highmem"))
+        decision = decide([first, large], self.MEANS)
+        assert isinstance(decision, Again)
+        assert (decision.ask, decision.why) == (large.ask, "again, its node failed")
+        most = replace(ASK, mem_bytes=8192 * MIB, partition="highmem")
+        assert isinstance(decide([first, died(Cause.HOST_OOM, ask=most, on=("a", "b"))], self.MEANS), Split)
+        longest = replace(ASK, mem_bytes=4096 * MIB, time_s=3600, partition="highmem")
+        assert isinstance(decide([first, died(Cause.TIMEOUT, ask=longest, on=("a", "b"))], self.MEANS), Split)
+
     def test_more_time_than_its_partition_gives_moves_a_task_to_the_first_that_gives_it(self) -> None:
         decision = decide([died(Cause.TIMEOUT, ask=self.IN_SHORT)], self.MEANS)
         assert isinstance(decision, Again)
@@ -335,6 +376,11 @@ class TestSeveralPartitions:
         longer = decide([node, preempted, preempted], replace(self.MEANS, tries=9))
         assert isinstance(longer, Again)
         assert longer.ask.partition == "long"
+
+    def test_what_keeps_making_room_without_a_place_of_its_own_gets_one(self) -> None:
+        decision = decide([died(Cause.PREEMPTED)] * 2, replace(self.MEANS, places=(self.SHORT,)))
+        assert isinstance(decision, Again)
+        assert decision.ask.partition == "short"
 
     def test_what_keeps_making_room_stays_where_no_place_that_leaves_it_alone_holds_it(self) -> None:
         roomy = replace(self.SHORT, limits=replace(self.SHORT.limits, mem_bytes=8192 * MIB))
