@@ -72,7 +72,8 @@ class Core:
     def told(self) -> dict[str, Any]:
         """Return what became of all of them."""
         known = self.known()
-        ends = {mutant.name: known[mutant.key] for mutant in self.mutants if mutant.key in known}
+        tried = [mutant for mutant in self.mutants if mutant.key in known and mutant.name not in self.equivalent]
+        ends = {mutant.name: known[mutant.key] for mutant in tried}
         lines = {mutant.name: f"{mutant.file}:{mutant.line}" for mutant in self.mutants}
         return {
             "possible": len(self.mutants),

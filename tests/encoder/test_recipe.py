@@ -113,8 +113,9 @@ def test_only_what_is_longer_than_a_window_may_be_computed_in_windows_where_memo
     recipe = replace(RECIPE, long="error", length=100, overlap=10)
     assert (recipe.windowed(100), recipe.windowed(101)) == (None, SequenceCut("windows", 100, 10))
     assert replace(recipe, on_oom="cpu").windowed(101) is None
-    truncate = replace(recipe, long="truncate", on_oom="cpu")
-    assert truncate.windowed(101) == SequenceCut("truncate", 100)
+    for on_oom in ("windows", "cpu"):
+        truncate = replace(recipe, long="truncate", on_oom=on_oom)
+        assert truncate.windowed(101) == SequenceCut("truncate", 100)
 
 
 def test_full_precision_will_do_on_the_cpu_or_where_it_was_allowed() -> None:

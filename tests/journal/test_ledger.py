@@ -177,6 +177,8 @@ def test_what_a_worker_wrote_means_the_same_without_what_later_lines_supersede(
         ([(STARTED, ""), (PROGRESS, "a"), (PROGRESS, "a"), (FINISHED, "")], [0, 2, 3]),
         ([(STARTED, ""), (PROGRESS, ""), (PROGRESS, ""), (FINISHED, "")], [0, 3]),
         ([(STARTED, ""), (PROGRESS, "a"), (FAILED, ""), (STARTED, ""), (FINISHED, "a")], [0, 1, 2, 3, 4]),
+        ([(STARTED, ""), (FAILED, ""), (FINISHED, "a")], [0, 1, 2]),
+        ([(STARTED, ""), (PROGRESS, "a"), (FAILED, ""), (FINISHED, "a")], [0, 1, 2, 3]),
         ([(PROGRESS, "a"), (PROGRESS, "a"), (FINISHED, "a")], [2]),
         ([(PROGRESS, "a"), (PROGRESS, ""), (PROGRESS, "a")], [2]),
         ([(PROGRESS, "a"), (PROGRESS, "")], [0, 1]),
