@@ -125,7 +125,7 @@ def test_a_residue_without_a_place_for_its_letter_is_refused(tmp_path: Path) -> 
 
 # ── SaProt's letters of structure ────────────────────────────────────────────────────────────────────────────────────
 
-ROWS = ("one A\tMKVAC\tdacca\t1.0,2.0", "two A\tWWAC\tacdc", "two B\tWWAC\tacda", "low\tgg\tDD")
+ROWS = ("KVA\tMKVAC\tdacca\t1.0,2.0", "two A\tWWAC\tacdc", "two B\tWWAC\tacda", "low\tgg\tDD")
 ENCODER = "pipeline.encoder.engine.hugging_face:HuggingFace"
 
 
@@ -151,6 +151,17 @@ def test_letters_of_structure_are_those_on_which_all_chains_of_a_sequence_agree(
     table: Path, sequence: str, letters: str
 ) -> None:
     assert StructureTable(table).letters(sequence) == letters
+
+
+def test_a_table_of_other_sequences_is_told_of_once(table: Path, caplog: pytest.LogCaptureFixture) -> None:
+    others, ours = StructureTable(table), StructureTable(table)
+    assert ours.letters("MKVAC") == "dacca"
+    for number in range(250):
+        sequence = f"{number:b}".translate({ord("0"): "L", ord("1"): "F"})
+        assert {*others.letters(sequence), *ours.letters(sequence)} == {"#"}
+    assert [record.message for record in caplog.records] == [
+        f"{table}: none of 100 sequences is in it, so their residues are read with #"
+    ]
 
 
 def test_rows_are_those_of_their_library_for_residues_with_their_letters_of_structure(

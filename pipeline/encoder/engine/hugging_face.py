@@ -9,10 +9,12 @@ SaProt reads with each residue a letter of its structure, 3Di: `structures` name
 
 from __future__ import annotations
 
+import logging
 from array import array
 from functools import cached_property
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
@@ -30,6 +32,9 @@ _T5 = ("t5", "mt5", "umt5")  # of which the encoder alone is wanted
 _INSTALL = install_extra("transformers")
 UNKNOWN = "#"  # of a residue whose structure is not known, or not the same in all chains of one sequence
 _WHERE = "embed.options.structures"
+_ASKED = 100  # sequences, of which some should be in a table; what compares encoders asks for a few of its own
+
+log = logging.getLogger(__name__)
 
 
 class HuggingFace:
@@ -165,26 +170,44 @@ class StructureTable:
         mark_R, place_R = np.frombuffer(marks, np.uint64), np.frombuffer(places, np.uint64)
         order = np.argsort(mark_R, kind="stable")
         self._mark_R, self._place_R = mark_R[order], place_R[order]
+        self._asked = self._known = 0
 
     def letters(self, sequence: str) -> str:
         """Return the letters of a sequence, or of a window of one; # where the table has none, or several."""
         text = sequence.encode()
-        with self._path.open("rb") as lines:
-            found = [shapes for whole, shapes in self._rows_of(text, lines) if whole == text]
-            if not found:
-                rows = (self._row(line) for line in lines)
-                found = [shapes[at : at + len(text)] for whole, shapes in rows if (at := whole.find(text)) >= 0]
+        found = [shapes for whole, shapes in self._rows_of(text) if whole == text]
+        found = found or [shapes[at : at + len(text)] for shapes, at in self._windows_of(text)]
+        self._count(is_known=bool(found))
         agreed = (chr(letters[0]) if len({*letters}) == 1 else UNKNOWN for letters in zip(*found, strict=True))
         return "".join(agreed) if found else UNKNOWN * len(text)
 
-    def _rows_of(self, text: bytes, lines: IO[bytes]) -> Iterator[tuple[bytes, bytes]]:
-        """Yield the rows of a sequence, and go back to the beginning."""
+    def _rows_of(self, text: bytes) -> Iterator[tuple[bytes, bytes]]:
+        """Yield the rows of a sequence."""
         first, last = np.searchsorted(self._mark_R, np.uint64(_mark(text)), "left"), len(self._mark_R)
-        while first < last and self._mark_R[first] == _mark(text):
-            lines.seek(int(self._place_R[first]))
-            yield self._row(lines.readline())
-            first += 1
-        lines.seek(0)
+        with self._path.open("rb") as lines:
+            while first < last and self._mark_R[first] == _mark(text):
+                lines.seek(int(self._place_R[first]))
+                yield self._row(lines.readline())
+                first += 1
+
+    def _windows_of(self, text: bytes) -> Iterator[tuple[bytes, int]]:
+        """Yield the letters of each row whose sequence has a text within it, and where that begins."""
+        if not len(self._mark_R):
+            return
+        with self._path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as table:
+            at = table.find(text)
+            while at >= 0:
+                table.seek(table.rfind(b"\n", 0, at) + 1)
+                whole, shapes = self._row(table.readline())
+                if (within := whole.find(text)) >= 0:  # not in a name, nor among the letters
+                    yield shapes, within
+                at = table.find(text, table.tell())
+
+    def _count(self, *, is_known: bool) -> None:
+        """Say once where a table seems to be of other sequences."""
+        self._asked, self._known = self._asked + 1, self._known + is_known
+        if self._asked == _ASKED and not self._known:
+            log.warning("%s: none of %d sequences is in it, so their residues are read with #", self._path, _ASKED)
 
     def _row(self, line: bytes, number: int = 0) -> tuple[bytes, bytes]:
         """Return sequence and letters of a row."""
