@@ -39,6 +39,7 @@ Site: TypeAlias = tuple[str, int]
 
 SETTLED = 3  # steps that what is left must outlive: the next batch, or a copy that is being saved, does not
 _SEARCH_S = 1.0
+_TOO_LONG = "what was not found within a second"
 _FRAMES = 8  # of a traceback, the innermost: more make tracing slower still
 _MOST_KINDS, _MOST_SITES = 3, 3
 _MOST_GROUPS = 12
@@ -148,7 +149,8 @@ class InspectionWindow:
         container = search.container_of(tensors)
         if container is None:
             cycle = search.cycle_of(tensors[0])
-            return f"a cycle of references: {cycle}" if cycle else search.name_of(tensors[0])
+            name = f"a cycle of references: {cycle}" if cycle else search.name_of(tensors[0])
+            return name or (_TOO_LONG if search.is_over else "")
         before = self._lengths.get(id(container))
         if before is not None and len(container) <= before:
             return None

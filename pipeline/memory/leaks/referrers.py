@@ -107,6 +107,11 @@ class ReferrerSearch:
         self._end = time.monotonic() + time_s
         self._own: set[int] = {id(self.__dict__)}  # containers of the search itself
 
+    @property
+    def is_over(self) -> bool:
+        """Whether its time has passed: what was not found may be there."""
+        return time.monotonic() > self._end
+
     def ignore(self, *containers: object) -> None:
         """Ignore these containers, the caller's own."""
         self._own.update(map(id, containers))
@@ -117,7 +122,7 @@ class ReferrerSearch:
         wanted = max(2, (len(level) + 1) // 2)
         seen = set(map(id, level))
         for _ in range(_DEPTH):
-            if not level or time.monotonic() > self._end:
+            if not level or self.is_over:
                 return None
             holders = self._referrers(level)
             counts = [_has(holder, level) for holder in holders]
@@ -136,7 +141,7 @@ class ReferrerSearch:
             following: list[tuple[object, str]] = []
             self.ignore(level, following, *level)
             for held, text in level:
-                if time.monotonic() > self._end:
+                if self.is_over:
                     return ""
                 holders = self._referrers([held])
                 if name := self._best_name(holders, held) or _local(held):
@@ -159,7 +164,7 @@ class ReferrerSearch:
             following: list[tuple[object, tuple[str, ...]]] = []
             self.ignore(paths, following, *paths)
             for holder, path in paths:
-                for held in () if time.monotonic() > self._end else gc.get_referents(holder):
+                for held in () if self.is_over else gc.get_referents(holder):
                     if held is thing:
                         return " → ".join((*path, path[0]))
                     if id(held) not in seen and gc.is_tracked(held) and not issubclass(type(held), _IN_NO_CYCLE):

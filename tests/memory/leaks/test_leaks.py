@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeline.memory.leaks import memory_growth
+from pipeline.memory.leaks import inspection, memory_growth
 from pipeline.memory.leaks.leak_detector import HOST, OBJECTS, TENSORS, Leaks, MemoryLeak
 from pipeline.memory.leaks.memory_growth import LAPS, Series, leaking
 from tests.limited import device
@@ -30,7 +30,8 @@ SEEN: list[Tensor] = []
 
 
 @pytest.fixture(autouse=True)
-def _nothing_stays(one_thread: None) -> Iterator[None]:
+def _nothing_stays(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(inspection, "_SEARCH_S", 60.0)  # on a busy machine a second is soon over
     yield
     SEEN.clear()
     gc.collect()
@@ -281,7 +282,16 @@ def test_a_leak_of_python_is_named(
 
 
 @pytest.mark.usefixtures("_limited")
+def test_a_search_that_takes_too_long_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inspection, "_SEARCH_S", 0.0)
+    leaks, _ = limited(KeepsActivations)
+    assert only(leaks).holder.startswith("what was not found within a second")
+
+
+@pytest.mark.usefixtures("_limited")
 def test_fifty_epochs_of_varied_shapes_have_no_leak() -> None:
+    for rows in range(NODES[0], NODES[1] + 1):  # of some sizes, on some processors, MKL keeps megabytes from then on
+        Model()(torch.ones(rows, WIDTH)).backward()
     with device.LimitedDevice() as card:
         run = Run(Model(), live=lambda: card.live_bytes)
         assert run.epochs(50, rows=run.varied) == run.told == []
