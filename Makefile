@@ -5,7 +5,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Where a machine forbids it, thousands of short processes would compile all that they import, each for itself.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-heavy test-all check site bench rehearse prove weeks clean slurm-up slurm-down slurm-packages browser-packages
+.PHONY: demo test test-most test-all check site bench rehearse prove weeks clean slurm-up slurm-down slurm-packages browser-packages
 
 DIR ?= demo
 
@@ -17,13 +17,13 @@ demo: .venv/ready        ## a small project in $(DIR), every stage run on this m
 WORKERS ?= $(shell expr $$(nproc) + 2)
 
 # Each worker is a process that has its share of the cores, and no threads of torch's besides.
-test test-heavy test-all rehearse: export OMP_NUM_THREADS = 1
+test test-most test-all rehearse: export OMP_NUM_THREADS = 1
 
 test: .venv/tools slurm-packages browser-packages  ## what to run after each change; brings up a real Slurm where it can
 	pytest -n $(WORKERS) -m "not slow and not heavy"
 
-test-heavy: .venv/tools slurm-packages browser-packages  ## what a change must pass besides: whole runs, pages, cards
-	pytest -n $(WORKERS) -m "heavy and not slow"
+test-most: .venv/tools slurm-packages browser-packages  ## what a change must pass, as CI runs it: whole runs, pages, cards, too
+	pytest -n $(WORKERS) -m "not slow"
 
 test-all: .venv/tools slurm-packages browser-packages  ## all of them, the slow ones too
 	pytest -n $(WORKERS)

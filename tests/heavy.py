@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 LIST = Path(__file__).with_name("heavy.txt")
-HEAD = "# Not in `make test`, but in what CI runs. Chosen by what each took: python -m tests.heavy LOG\n"
+HEAD = "# Not in `make test`, but in `make test-most`. Chosen by what each took: python -m tests.heavy LOG\n"
 LINE = re.compile(r"(\d+\.\d+)s (setup|call|teardown) +([^:\s]+)(::\S.*)")
 LEAST_S = 1.0  # nothing shorter is worth a line
 

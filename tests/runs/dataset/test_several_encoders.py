@@ -253,7 +253,8 @@ def test_a_task_of_an_encoder_that_is_split_in_two_leaves_two_of_that_encoder() 
 
 def test_what_kills_one_encoder_is_left_to_the_others(two: Path) -> None:
     """A sequence that the large one dies of is no reason for the small one to do without it."""
-    project, run = opened(two), RunFolder(two / "runs" / "a-run")
+    roomy = "cluster.embed.mem=64G"  # this process has run other tests before
+    project, run = opened(two, roomy), RunFolder(two / "runs" / "a-run")
     run.path.mkdir(parents=True)
     stage, told, text = EmbedStage(), list[str](), "MKVLAAGSTR"
     run.todo("embed").write_text(f"{text}\n{text}\n")
