@@ -421,7 +421,7 @@ class TraceSession:
         """Call a function; return its tape and its recording."""
         while True:
             with_gradients = self._with_gradients()
-            recording = self._begun()
+            recording, kept = self._begun(), self._kept_bytes()
             self._guesses.begin()
             try:
                 with self._open(), self._draws.seeded(), self._recorder.inside(self._training.model):
@@ -437,6 +437,8 @@ class TraceSession:
                 raise
             else:
                 self._own()
+                if self._kept_bytes() > kept:  # cycles: a plan does not depend on when they are collected
+                    gc.collect()
                 return self._tape(recording), recording
 
     def _with_gradients(self) -> list[nn.Parameter]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,11 @@ def test_the_peak_of_a_sharded_step_is_that_of_a_real_one(choice: MemoryChoice) 
 @pytest.mark.parametrize("choice", [MemoryChoice(shards=RANKS), MemoryChoice("bf16", shards=RANKS)])
 def test_the_steps_of_a_sharded_plan_follow_each_other_in_the_allocator(choice: MemoryChoice) -> None:
     tracer = traced(work_of())
-    standing, micro = tracer.standing(choice), tracer.micro(choice, SIZES)
+    gc.disable()
+    try:
+        standing, micro = tracer.standing(choice), tracer.micro(choice, SIZES)
+    finally:
+        gc.enable()
     steps = [StepTapes.of(standing, [micro] * turns, first=not place) for place, turns in enumerate((1, 1, 3, 3))]
     replay = replay_steps(steps, AllocatorSettings(), standing.setup)
     assert replay.allocated_bytes == pytest.approx(live_peak_bytes(standing, micro, accumulate=True), rel=0.01)
