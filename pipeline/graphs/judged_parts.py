@@ -10,7 +10,7 @@ from pipeline.graphs import atom_graph, bonds, neighbours, residue_graph
 from pipeline.graphs.bonds import LONGEST
 from pipeline.graphs.item_graph import NEAR_PAE, edge_lengths
 from pipeline.records import Kind
-from pipeline.structures.parsing.aligned_errors import FARTHEST as FARTHEST_OFF
+from pipeline.structures.parsing.aligned_errors import LARGEST_ERROR
 from pipeline.structures.partners import NO_ROW
 from pipeline.structures.policy import FARTHEST
 
@@ -230,7 +230,7 @@ def wrong_errors(name: str, fields: Mapping[str, Array]) -> Iterator[str]:
     """Yield predicted aligned errors that are none; where no file says them they are NaN."""
     if NEAR_PAE in fields:
         pae_E = fields[NEAR_PAE]
-        wrong_E = ~(np.isnan(pae_E) | ((pae_E >= 0) & (pae_E <= FARTHEST_OFF)))
+        wrong_E = ~(np.isnan(pae_E) | ((pae_E >= 0) & (pae_E <= LARGEST_ERROR)))
         yield from first_bad(name, wrong_E, pae_E, "is no error in Å")
 
 

@@ -105,7 +105,8 @@ def _placed(decision: Again | Split | LeaveOut, history: Sequence[Attempt], mean
     """Return a decision with the partition for what it asks for: the present one while that holds it."""
     ask, now, places = decision.ask, history[-1].ask.partition, means.places
     if _keeps_making_room(history):
-        places = tuple(left_alone(places)) or places
+        alone = [place for place in left_alone(places) if not place.refuses(ask.mem_bytes, ask.time_s, means.nodes)]
+        places = tuple(alone) or places
     where = choose(places, ask.mem_bytes, ask.time_s, nodes=means.nodes, stay=now)
     if where == now:
         return decision

@@ -43,7 +43,7 @@ OLDER = ("residue1", "residue2", "distance")  # as it was before: three lists of
 TOKENS = ("token_chain_ids", "token_res_ids")
 HIGHEST = ("max_predicted_aligned_error", "max_pae")
 ROUNDED = 0.5  # Å by which a whole number may be above the highest error
-FARTHEST = 1000.0  # Å
+LARGEST_ERROR = 1000.0  # Å
 MOST_BESIDES = 16 << 20  # bytes of what is not a table
 PIECE_BYTES = 1 << 16  # of a list that are read at once
 KEY = re.compile(rb'"(\w+)"\s*:\s*(\[)(\s*\[)?')
@@ -154,7 +154,7 @@ def _numbers(text: bytes, what: str, before: int = 0) -> NDArray[np.float64]:
         values_N = np.array(json.loads(b"[%b]" % text), np.float64)
     except (ValueError, OverflowError) as error:
         raise _bad(f"{what} has something that is no number: {error}"[:200]) from error
-    wrong = np.flatnonzero(~((values_N >= 0) & (values_N <= FARTHEST)))
+    wrong = np.flatnonzero(~((values_N >= 0) & (values_N <= LARGEST_ERROR)))
     if len(wrong) and what not in OLDER[:2]:
         value = values_N[wrong[0]]
         raise _bad(f"{what} has {value:g} at place {before + int(wrong[0]) + 1}, which is no error in Å")
@@ -229,7 +229,7 @@ def _scattered(on_P: Errors, of_P: Errors, pae_P: Errors) -> Errors:
 def _check_highest(pae_NN: Errors, content: Mapping[str, Any]) -> None:
     """Refuse errors above the one that the JSON says is the highest possible."""
     for name in HIGHEST:
-        highest = content.get(name, FARTHEST)
+        highest = content.get(name, LARGEST_ERROR)
         if isinstance(highest, bool) or not isinstance(highest, (int, float)):
             raise _bad(f"{name} is {str(highest)[:20]!r}, which is no number")
         if not pae_NN.max() <= highest + ROUNDED:

@@ -1,8 +1,7 @@
 """Embeddings of ligands in HDF5: what pockets are trained towards, and libraries that they are ranked in.
 
 A file has a dataset for each key (`PDBID_LIGAND` of a complex, or `LIGAND`), or two: `id` [N] and `embedding` [N, D].
-Shapes: L ligands of a library, D numbers of an embedding, B pockets, S numbers of a
-sequence.
+Shapes: L ligands of a library, D numbers of an embedding, B pockets, S numbers of a sequence.
 """
 
 from __future__ import annotations

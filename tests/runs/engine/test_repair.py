@@ -390,6 +390,13 @@ class TestSeveralPartitions:
             assert isinstance(decision, Again)
             assert decision.ask.partition == partition
 
+    def test_what_keeps_making_room_leaves_a_place_that_no_longer_holds_it_for_one_that_does(self) -> None:
+        large = died(Cause.PREEMPTED, ask=replace(self.IN_SHORT, mem_bytes=2048 * MIB))
+        roomy = Candidate("roomy", replace(self.SHORT.limits, mem_bytes=8192 * MIB))
+        decision = decide([large, large], replace(self.MEANS, places=(self.SHORT, self.LONG, roomy)))
+        assert isinstance(decision, Again)
+        assert decision.ask.partition == "roomy"
+
     def test_a_task_goes_where_there_are_nodes_enough_for_it(self) -> None:
         few = replace(self.LONG, limits=replace(self.LONG.limits, nodes=1))
         listed = replace(self.MEANS, places=(self.SHORT, few, self.HIGHMEM))
