@@ -115,6 +115,13 @@ def test_a_task_that_was_cancelled_by_hand_is_over_and_no_failure_in_whatever_or
     assert (stage.task(0).open, stage.failures, stage.live) == (False, [], ["7"])
 
 
+def test_what_somebody_else_cancelled_is_a_failure_and_not_by_hand() -> None:
+    stage = scan([*begun(2), ended(6.0, 1, "7", Cause.CANCELLED), BY_HAND]).stages["scan"]
+    assert [(attempt.task, attempt.cause) for attempt in stage.failures] == [(1, Cause.CANCELLED)]
+    stage.names = ["one", "other"]
+    assert stage.cancelled == {"one": "cancelled by me on here"}
+
+
 def test_a_task_that_crashed_before_it_was_cancelled_by_hand_did_crash_and_is_not_tried_again() -> None:
     stage = scan([*begun(1), ended(3.0, 0, "7", Cause.CRASHED), BY_HAND]).stages["scan"]
     assert ([attempt.cause for attempt in stage.failures], stage.task(0).open) == ([Cause.CRASHED], False)

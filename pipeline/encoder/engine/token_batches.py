@@ -109,7 +109,7 @@ def deal_shards(lengths_N: Integers, costs_N: NDArray[np.float64], shards: int, 
         raise ValueError(f"nothing can be dealt to {shards} shards in groups of {multiple}")
     order_N = longest_first(lengths_N)
     starts = np.arange(0, len(order_N), multiple)
-    owner = _balance(np.add.reduceat(costs_N[order_N], starts) if len(starts) else np.zeros(0), shards)
+    owner = _balance(np.add.reduceat(costs_N[order_N], starts), shards)
     owner_N = np.repeat(owner, multiple)[: len(order_N)]
     by_owner = np.argsort(owner_N, kind="stable")
     ends = np.cumsum(np.bincount(owner_N, minlength=shards))

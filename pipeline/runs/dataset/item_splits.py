@@ -82,7 +82,6 @@ def find_components(items: int, links: Sequence[ChainLinks]) -> NDArray[np.int64
             least = np.full(int(group_L.max()) + 1, items)
             np.minimum.at(least, group_L, label_N[item_L])
             np.minimum.at(label_N, label_N[item_L], least[group_L])  # the roots, so that whole trees are joined
-            np.minimum.at(label_N, item_L, least[group_L])
         while (label_N[label_N] != label_N).any():
             label_N = label_N[label_N]
         if (label_N == before_N).all():
@@ -113,9 +112,8 @@ def distribute(
     The largest components come first; equally large ones in the order of what was drawn for their items, so that
     nothing depends on the order of the items.
     """
-    component_N = np.unique(component_N, return_inverse=True)[1]
-    stratum_N, strata = strata_of(size_N), len(STRATA) + 1
-    components = int(component_N.max(initial=-1)) + 1
+    known_C, component_N = np.unique(component_N, return_inverse=True)
+    stratum_N, strata, components = strata_of(size_N), len(STRATA) + 1, len(known_C)
     count_CB = np.bincount(component_N * strata + stratum_N, minlength=components * strata).reshape(components, strata)
     first_C = np.full(components, np.iinfo(np.uint64).max, np.uint64)
     np.minimum.at(first_C, component_N, draw_N)
@@ -123,7 +121,7 @@ def distribute(
     split_C = np.empty(components, np.int64)
     for component in np.lexsort((first_C, -count_CB.sum(1))):
         split_C[component] = shares.take(count_CB[component].tolist())
-    return split_C[component_N] if components else np.empty(0, np.int64)
+    return split_C[component_N]
 
 
 class _Shares:

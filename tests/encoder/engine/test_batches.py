@@ -123,6 +123,11 @@ def test_what_was_given_out_is_not_given_out_again_under_another_budget():
     assert drawn(schedule, 200) == []
 
 
+def test_what_is_larger_than_any_budget_is_drawn_alone():
+    schedule = BatchSchedule(np.array([3, 4]), NOBODY, RECIPE, policy="tokens", cap=None)
+    assert drawn(schedule, 1) == [[1], [0]]
+
+
 def test_batches_are_as_large_as_was_said_or_as_the_budget_allows():
     lengths = np.full(6, 48)
     said, automatic = (BatchSchedule(lengths, NOBODY, RECIPE, policy="divisor", cap=cap) for cap in (2, None))
@@ -181,6 +186,7 @@ def test_an_unknown_policy_is_refused():
 
 def test_an_automatic_cap_fills_the_budget_with_usual_sequences():
     assert fitting_cap(np.array([98] * 9 + [5000]), 1000) == 10
+    assert fitting_cap(np.array([10] * 3), 24) == 2
     assert fitting_cap(np.array([5000]), 1000) == 1
     assert fitting_cap(np.array([8]), 100_000) == 64
     assert fitting_cap(np.array([], np.int64), 1000) == 1

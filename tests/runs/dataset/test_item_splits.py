@@ -114,6 +114,33 @@ def test_single_items_meet_the_fractions_exactly_and_every_split_has_items_of_al
         assert max(quarter) - min(quarter) <= 2
 
 
+def test_a_division_is_what_it_was() -> None:
+    """A seed is written down, and must give the same splits with every later version."""
+    rng = np.random.default_rng(11)
+    pairs = [
+        (int(one), int(other))
+        for one, other in zip(rng.integers(0, 900, 1200), rng.integers(0, 9000, 1200), strict=True)
+    ]
+    splits = divided(pairs, rng.integers(20, 900, 1200).tolist(), (0.7, 0.2, 0.09, 0.01), seed=4)
+    assert np.bincount(splits).tolist() == [840, 240, 108, 12]
+    assert text_digest("".join(map(str, splits))) == 4968404186693908298
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3)), max_size=40))
+@settings(max_examples=150, deadline=None)
+def test_what_leaks_is_what_a_plain_look_at_each_thing_finds(marks: list[tuple[int, int]]) -> None:
+    splits = defaultdict(set)
+    for thing, split in marks:
+        splits[thing].add(split)
+    things = sorted(thing for thing, found in splits.items() if len(found) > 1)
+    wanted = [
+        (things.index(thing), split, at) for thing in things for at, (own, split) in enumerate(marks) if own == thing
+    ]
+    digests = np.array([thing for thing, _ in marks], np.uint64)
+    found = find_leaking(digests, np.array([split for _, split in marks], np.uint16), np.arange(len(marks)))
+    assert list(zip(found.group_M.tolist(), found.split_M.tolist(), found.ordinal_M.tolist(), strict=True)) == wanted
+
+
 def test_another_seed_divides_otherwise_and_the_same_one_alike() -> None:
     pairs, sizes = [(item // 2, -1 - item) for item in range(200)], list(range(200))
     assert divided(pairs, sizes, FRACTIONS, 1) == divided(pairs, sizes, FRACTIONS, 1)
