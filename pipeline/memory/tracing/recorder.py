@@ -20,7 +20,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules import module as hooks
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    is_traceable_wrapper_subclass,
+)
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
@@ -43,6 +47,7 @@ _INTO_ZEROS = {  # made for it: FunctionsManual.cpp, value_selecting_reduction_b
 }
 _DEVICE = torch.ops.prim.device.default
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, FakeTensor})
+_LEARN_SHAPES = "_propagate_tensor_meta_non_cached"
 _UNSAFE = True  # indices were checked in forward
 _ENGINE = "_engine_run_backward"  # the Python function under which only the engine itself calls operators
 
@@ -316,6 +321,26 @@ def _behind(node: Any, lowest: int) -> Iterable[int]:
             visited.add(node)
             yield number
             open_ += [below for below, _ in node.next_functions]
+
+
+@contextmanager
+def shapes_unseen() -> Iterator[None]:
+    """Keep from every mode what DTensor computes once in a process only to learn shapes: it takes no memory."""
+    sharding = sys.modules.get("torch.distributed.tensor._sharding_prop")  # who is not sharded has not imported it
+    kind = getattr(sharding, "ShardingPropagator", None)
+    if (learn := getattr(kind, _LEARN_SHAPES, None)) is None:
+        yield
+        return
+
+    def learn_unseen(propagator: Any, schema: Any) -> Any:
+        with _disable_current_modes():
+            return learn(propagator, schema)
+
+    setattr(kind, _LEARN_SHAPES, learn_unseen)
+    try:
+        yield
+    finally:
+        setattr(kind, _LEARN_SHAPES, learn)
 
 
 def _storage(tensor: Any) -> Any:

@@ -33,7 +33,7 @@ from pipeline.memory.tracing.fake_mode import (
 from pipeline.memory.tracing.guesses import FAILS, LESS, SEEDS, Draws, EndlessGuess, Guesses, told_cause
 from pipeline.memory.tracing.kernel_workspace import hidden_bytes, scratch_bytes
 from pipeline.memory.tracing.kernel_workspace_cpu import hidden_bytes_cpu, scratch_bytes_cpu
-from pipeline.memory.tracing.recorder import OnHost, Recorder, as_parts, category_of, family, outermost
+from pipeline.memory.tracing.recorder import OnHost, Recorder, as_parts, category_of, family, outermost, shapes_unseen
 from pipeline.memory.tracing.sdpa_choice import cuda_attention
 from pipeline.waiting import signals_held
 
@@ -230,6 +230,7 @@ class TraceSession:
             stack.enter_context(self._target.imitate())
             stack.enter_context(eagerly())
             stack.enter_context(self._recorder.resizes())
+            stack.enter_context(shapes_unseen())
             for context in (unlogged(), self._mode, conversions()) if self._mode is not None else ():
                 stack.enter_context(context)
             stack.enter_context(self._recorder)
@@ -421,7 +422,7 @@ class TraceSession:
         """Call a function; return its tape and its recording."""
         while True:
             with_gradients = self._with_gradients()
-            recording, kept = self._begun(), self._kept_bytes()
+            recording = self._begun()
             self._guesses.begin()
             try:
                 with self._open(), self._draws.seeded(), self._recorder.inside(self._training.model):
@@ -437,8 +438,6 @@ class TraceSession:
                 raise
             else:
                 self._own()
-                if self._kept_bytes() > kept:  # cycles: a plan does not depend on when they are collected
-                    gc.collect()
                 return self._tape(recording), recording
 
     def _with_gradients(self) -> list[nn.Parameter]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import gc
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -97,14 +98,27 @@ def test_the_peak_of_a_sharded_step_is_that_of_a_real_one(choice: MemoryChoice) 
 @pytest.mark.parametrize("choice", [MemoryChoice(shards=RANKS), MemoryChoice("bf16", shards=RANKS)])
 def test_the_steps_of_a_sharded_plan_follow_each_other_in_the_allocator(choice: MemoryChoice) -> None:
     tracer = traced(work_of())
-    gc.disable()
-    try:
-        standing, micro = tracer.standing(choice), tracer.micro(choice, SIZES)
-    finally:
-        gc.enable()
+    standing, micro = tracer.standing(choice), tracer.micro(choice, SIZES)
     steps = [StepTapes.of(standing, [micro] * turns, first=not place) for place, turns in enumerate((1, 1, 3, 3))]
     replay = replay_steps(steps, AllocatorSettings(), standing.setup)
     assert replay.allocated_bytes == pytest.approx(live_peak_bytes(standing, micro, accumulate=True), rel=0.01)
+
+
+TWICE = """
+from tests.memory.tracing.test_trace_sharded import *
+first, second = (traced(work_of()).standing(MemoryChoice(shards=RANKS)) for _ in range(2))
+print(list(first.first_update.bytes_E) == list(second.first_update.bytes_E), first.first_update.peak_bytes)
+"""
+
+
+def test_a_process_that_knows_no_shapes_yet_traces_what_any_other_does() -> None:
+    """DTensor learns the shapes of whole tensors once in a process, and a plan is its first."""
+    command, root = [sys.executable, "-c", TWICE], Path(__file__).parents[3]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, cwd=root)
+    assert done.returncode == 0, done.stderr
+    is_same, peak = done.stdout.split()
+    assert is_same == "True"
+    assert int(peak) == traced(work_of()).standing(MemoryChoice(shards=RANKS)).first_update.peak_bytes
 
 
 def asked(work: Work, choice: MemoryChoice, kept: Path | None = None) -> tuple[Any, Any, tuple[str, ...]]:
