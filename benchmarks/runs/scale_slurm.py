@@ -4,8 +4,8 @@
 
 Complexes are small (two chains of 10 to 16 residues, no two sequences alike), so that what is measured is the pipeline.
 Each stage is submitted to the test cluster; every process that names the folder of its run is looked at until that has
-ended, for the high water that the kernel keeps of it. FILE is written after each stage; with `--dir` and `--keep`, a
-stage that FILE has is not run again.
+ended, for the high water that the kernel keeps of it. FILE is written after each stage, and keeps what it holds of
+benchmarks/runs/scale.py; with `--dir` and `--keep`, a stage that it has is not run again.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ FOLDER = Path("/var/lib/pipeline-slurm-scale")
 ROLES = ("supervisor", "worker")
 GOES_ON = (RunState.WAITING, RunState.RUNNING)
 LOOK_EVERY_S, STATE_EVERY_S, VISIT_POLL = 0.5, 5.0, "--set=cluster.slurm.poll=5s"
-TWICE = {  # what is typed when all is done; each must have nothing to do, or take nothing that is needed
+AFTER = {  # what is typed when all is done; each must have nothing to do, or take nothing that is needed
     "submit again": ("submit", "--stage", "graph", "--executor", "slurm"),
     "cache stat": ("cache", "stat"),
     "cache validate": ("cache", "validate"),
@@ -53,34 +54,34 @@ def main() -> int:
     cluster = Cluster(FOLDER)
     cluster.start()
     os.environ.update(cluster.env())
-    result = json.loads(typed.out.read_text()) if typed.out and typed.out.exists() else {"sizes": {}}
+    whole = json.loads(typed.out.read_text()) if typed.out and typed.out.exists() else {}
+    sizes = whole.setdefault("slurm", {}).setdefault("sizes", {})
     try:
         for size in typed.sizes:
-            measure_size(typed, size, result)
+            measure_size(typed, size, sizes.setdefault(str(size), {}), lambda: put(typed.out, whole))
     finally:
         cluster.stop()
-    result["growth"] = growth(result["sizes"])
-    put(typed.out, result)
-    print(json.dumps(result))
+    whole["slurm"]["growth"] = growth(sizes)
+    put(typed.out, whole)
+    print(json.dumps(whole["slurm"]))
     return 0
 
 
-def measure_size(typed: argparse.Namespace, size: int, result: dict[str, Any]) -> None:
+def measure_size(typed: argparse.Namespace, size: int, parts: dict[str, Any], keep: Callable[[], None]) -> None:
     """Measure all stages of a data set, then the verbs."""
     parent = typed.dir or Path(tempfile.mkdtemp())
     folder = parent / f"slurm-{size}"
     if not (folder / "pipeline.yaml").exists():
         folder.mkdir(exist_ok=True)
         make_project(folder, size, SMALL, ON_SLURM)
-    parts = result["sizes"].setdefault(str(size), {})
     for stage in STAGES:
         if stage not in parts:
             parts[stage] = measure_stage(folder, stage, size) | circumstances()
-            put(typed.out, result)
+            keep()
             print(f"{size:>9,} {stage:6} {json.dumps(parts[stage])}", file=sys.stderr, flush=True)
     if "verbs" not in parts:
-        parts["verbs"] = {name: verb(folder, *words) for name, words in TWICE.items()} | circumstances()
-        put(typed.out, result)
+        parts["verbs"] = {name: verb(folder, *words) for name, words in AFTER.items()} | circumstances()
+        keep()
     if not typed.keep:
         shutil.rmtree(folder)
 
