@@ -61,7 +61,7 @@ def main() -> int:
             measure_size(typed, size, sizes.setdefault(str(size), {}), lambda: put(typed.out, whole))
     finally:
         cluster.stop()
-    whole["slurm"]["growth"] = growth(sizes)
+    whole["slurm"] |= {"growth": growth(sizes), **circumstances()}
     put(typed.out, whole)
     print(json.dumps(whole["slurm"]))
     return 0
