@@ -28,7 +28,7 @@ PIPELINE = Path(sys.executable).with_name("pipeline")
 ALICE, BOB, LAB = 64101, 64102, 64100
 GRAPHS = ("submit", "--stage", "graph", "--executor", "local", "--follow")
 GROUPS, PRIVATE, READ_ONLY, STICKY = 0o2770, 0o700, 0o2750, 0o3770
-LIMIT_S = 240
+LIMIT_S = 600
 UMASKS = (0o077, 0o002)
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")

@@ -28,7 +28,7 @@ from tests.slurm.cluster.cluster import SEARCH_PATH
 
 PIPELINE = Path(sys.executable).with_name("pipeline")
 SOON_S, ENDS_S, POLL_S = 60.0, 180.0, 0.1
-TYPED_S = 300.0
+TYPED_S = 600.0  # on a machine that is busy with others
 LIVE = ("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "COMPLETING", "REQUEUED", "REQUEUE_HOLD")
 RESIDUES = 20
 SMALL = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pwd
 import re
 import time
 from collections.abc import Mapping
@@ -11,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pipeline.files import user_name
 from pipeline.journal.run_folder import RunFolder, runs_in
 from pipeline.journal.run_status import RunState
 from tests.security.test_two_users import User
@@ -57,10 +57,7 @@ class Neighbour:
     @property
     def who(self) -> str:
         """What a record of this user's doings calls them."""
-        try:
-            return pwd.getpwuid(self.uid).pw_name
-        except KeyError:
-            return str(self.uid)
+        return user_name(self.uid)
 
     def types(self, *words: str) -> tuple[int, str]:
         """Type a command as this user; return its exit code and what it printed. It must not break."""

@@ -85,6 +85,7 @@ class Neighbours:
         try:
             if came := step():
                 self.steps[came] += 1
+                print(f"  neighbours: {came}", flush=True)  # noqa: T201
         except Exception:  # noqa: BLE001 - whatever it is, it is told, and life goes on
             heard = "\n".join(line for neighbour in self.all for line in neighbour.heard[-4:])
             self.failures.append(f"{what}: {traceback.format_exc()}\n{heard}")
