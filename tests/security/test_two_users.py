@@ -28,7 +28,7 @@ PIPELINE = Path(sys.executable).with_name("pipeline")
 ALICE, BOB, LAB = 64101, 64102, 64100
 GRAPHS = ("submit", "--stage", "graph", "--executor", "local", "--follow")
 GROUPS, PRIVATE, READ_ONLY, STICKY = 0o2770, 0o700, 0o2750, 0o3770
-LIMIT_S = 600
+LIMIT_S = 240
 UMASKS = (0o077, 0o002)
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
@@ -46,6 +46,7 @@ class User:
 
     uid: int
     folder: Path
+    limit_s: float = LIMIT_S  # for a command
 
     def types(self, *words: str, umask: int = 0o077) -> Typed:
         """Type a command as this user, who is in the group of both."""
@@ -60,7 +61,7 @@ class User:
             env=known,
             capture_output=True,
             text=True,
-            timeout=LIMIT_S,
+            timeout=self.limit_s,
             check=False,
         )
         return Typed(done.returncode, " ".join((done.stdout + done.stderr).split()))

@@ -28,7 +28,7 @@ from tests.slurm.cluster.cluster import SEARCH_PATH
 
 PIPELINE = Path(sys.executable).with_name("pipeline")
 SOON_S, ENDS_S, POLL_S = 60.0, 180.0, 0.1
-TYPED_S = 600.0  # on a machine that is busy with others
+TYPED_S = 300.0
 LIVE = ("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "COMPLETING", "REQUEUED", "REQUEUE_HOLD")
 RESIDUES = 20
 SMALL = {
@@ -138,12 +138,19 @@ class Project:
 
     folder: Path
     settings: Mapping[str, Any] = field(default_factory=dict)
+    limit_s: float = TYPED_S  # for a command
 
     def types(self, *words: str, **environment: str) -> Typed:
         """Type a command, in a process of its own."""
         known = {**os.environ, "PATH": f"{PIPELINE.parent}:{SEARCH_PATH}", "COLUMNS": "200", **environment}
         done = subprocess.run(
-            [PIPELINE, *words], cwd=self.folder, env=known, capture_output=True, text=True, timeout=TYPED_S, check=False
+            [PIPELINE, *words],
+            cwd=self.folder,
+            env=known,
+            capture_output=True,
+            text=True,
+            timeout=self.limit_s,
+            check=False,
         )
         return Typed(done.returncode, done.stdout, done.stderr)
 

@@ -62,10 +62,12 @@ class Neighbour:
     def types(self, *words: str) -> tuple[int, str]:
         """Type a command as this user; return its exit code and what it printed. It must not break."""
         if self.uid:
-            done = User(self.uid, self.folder).types(*words)
+            done = User(self.uid, self.folder, ENDS_S).types(*words)
             code, said = done.code, done.said
         else:
-            typed = Project(self.folder).types(*words, **({"PYTHONPATH": str(self.site)} if self.site else {}))
+            typed = Project(self.folder, limit_s=ENDS_S).types(
+                *words, **({"PYTHONPATH": str(self.site)} if self.site else {})
+            )
             code, said = typed.code, typed.said
         self.heard = [
             *self.heard[-HEARD:],

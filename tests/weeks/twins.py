@@ -12,7 +12,7 @@ from typing import Any
 
 from tests.projects import settle
 from tests.slurm.runs import Project, nested
-from tests.weeks.scene import bits, model, must
+from tests.weeks.scene import ENDS_S, bits, model, must
 
 Files = dict[str, bytes]  # a state of the data: the content of each file by its name
 OWN_CODE = ("held.py", "esm2_small.pt")  # what a project has besides its configuration
@@ -42,7 +42,7 @@ class Twins:
         return self.made[digest]
 
     def _trains(self, folder: Path, settings: Mapping[str, Any], files: Files) -> Twin:
-        project = Project(folder / "project")
+        project = Project(folder / "project", limit_s=ENDS_S)
         project.folder.mkdir(parents=True)
         (folder / "data").mkdir()
         for name, content in files.items():
