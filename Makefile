@@ -75,7 +75,7 @@ prove: .venv/tools slurm-packages  ## the long proofs: kills, faults, scale; res
 SEED ?= 1
 MINUTES ?= 180
 weeks: .venv/tools slurm-packages  ## weeks of use, played on a real Slurm: what dies, fills, is held or typed twice, by $(SEED)
-	python -m tests.weeks --seed $(SEED) --minutes $(MINUTES)
+	python -m tests.weeks --seed $(SEED) --minutes $(MINUTES) --out benchmarks/results/weeks.json
 
 slurm-up: .venv/tools slurm-packages  ## a real Slurm cluster of three nodes on this machine, left running
 	python -m tests.slurm.cluster up

@@ -248,6 +248,12 @@ def weights(project: Project) -> dict[str, bytes]:
     """Return the bits of the tensors of the last checkpoint: parameters and optimizer."""
     newest = max((model(project) / "checkpoints").glob("step-*"))
     must(newest.name == f"step-{STEPS:08}", f"the last checkpoint is {newest.name}")
+    return bits(model(project))
+
+
+def bits(folder: Path) -> dict[str, bytes]:
+    """Return the bits of the tensors of a model's last checkpoint."""
+    newest = max((folder / "checkpoints").glob("step-*"))
     with safe_open(newest / "state.safetensors", "np") as file:
         return {name: file.get_tensor(name).tobytes() for name in file.keys()}  # noqa: SIM118 - it is no dict
 
