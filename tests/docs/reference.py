@@ -237,8 +237,8 @@ def files() -> str:
 def stage_files() -> Iterator[tuple[str, str]]:
     """Yield the files of which a run has one for a stage, with what they are."""
     run = RunFolder(Path("run"))
-    for method in vars(RunFolder).values():
-        wanted = inspect.signature(method).parameters if inspect.isfunction(method) else {}
+    for method in filter(inspect.isfunction, vars(RunFolder).values()):
+        wanted = list(inspect.signature(method).parameters)
         if "stage" in wanted:
             values = {name: "STAGE" if name == "stage" else 0 for name in wanted if name != "self"}
             meaning = first_line(method).removeprefix("Return ").rstrip(".")
