@@ -77,7 +77,8 @@ class Played:
             "neighbours_steps": self.steps.total(),
             "neighbours_steps_by_kind": dict(sorted(self.steps.items())),
             "models_compared": self.steps["model"],
-            "failures": self.failed,
+            "failures": len(self.failed),
+            "failed": self.failed,
         }
 
 

@@ -156,5 +156,6 @@ def test_what_neighbours_did_is_counted() -> None:
         "neighbours_steps": 2,
         "neighbours_steps_by_kind": {"cancel": 1, "model": 1},
         "models_compared": 1,
-        "failures": ["disk_fills"],
+        "failures": 1,
+        "failed": ["disk_fills"],
     }
