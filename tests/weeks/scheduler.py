@@ -69,7 +69,7 @@ def admin_requeues(scene: Scene) -> None:
     job, is_held = scene.job(run), scene.rng.random() < 0.5
     scene.slurm("scontrol", "requeuehold" if is_held else "requeue", job)
     if is_held:
-        _waits(scene, run, "JobHeld")
+        _waits(scene, run, "JobHeld|requeued in held state")
         scene.says(scene.told(run), "held", "scontrol release")
         scene.slurm("scontrol", "release", job)
     scene.ends(run)
