@@ -174,8 +174,10 @@ def ten_million(result: Result) -> str:
     rows.append(("planning a scan", f"{plan['planned']['cpu_s'] * times / 60:.0f} CPU minutes", "CPU s of the plan"))
     lists = (plan["list_bytes_per_item"] + plan["todo_bytes_per_item"]) * TARGET / 1e9
     rows.append(("lists of one run", f"{lists:.1f} GB", "bytes an item"))
-    grown = "growth between the sizes"
-    rows += [(f"memory of a supervisor of {one}", _supervisor(sizes, one), grown) for one in ("scan", "graph")]
+    on_cluster = {int(size): stages for size, stages in result["slurm"]["sizes"].items()}
+    grown = "growth between the sizes on a cluster"
+    rows += [(f"memory of a supervisor of {one}", _supervisor(on_cluster, one), grown) for one in STAGES[:3]]
+    rows += [(f"its visit that judges {one}", _visit(on_cluster, one), "the longest visit there") for one in STAGES[:3]]
     calls = sum(sum(places["inputs"].values()) for places in result["metadata"]["calls_per_item"].values())
     hours = [calls * TARGET * each / 3600 for each in STAT_S]
     told = f"{calls * TARGET / 1e6:,.0f} million; {hours[0]:.1f} to {hours[1]:.0f} hours one by one"
@@ -196,6 +198,10 @@ def _supervisor(sizes: dict[int, Any], stage: str) -> str:
     first, last = (sizes[size][stage]["peak_mb"]["supervisor"] for size in (small, large))
     each = (last - first) * 1e6 / (large - small)
     return f"{(first + each * TARGET / 1e6) / 1e3:.1f} GB ({each:.0f} bytes an item)"
+
+
+def _visit(sizes: dict[int, Any], stage: str) -> str:
+    return f"{sizes[max(sizes)][stage]['longest_visit_s'] * TARGET / max(sizes) / 3600:.1f} hours"
 
 
 def _largest(by_size: Result) -> Result:

@@ -168,6 +168,11 @@ class Store:
             places[position].append(RecordPlace(snapshot.names[shard], offset, length, digest))
         return places
 
+    def by_place(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Return keys in the order in which their records lie on disk, so that each shard is opened once."""
+        places = [place[:2] for copies in self.locate(keys) for place in copies[:1] or [("", 0)]]
+        return [keys[at] for at in sorted(range(len(keys)), key=places.__getitem__)]
+
     def keys(self) -> Iterator[bytes]:
         """Yield every key once, sorted."""
         _, rows = self._ask(StoreSnapshot.rows)
@@ -408,7 +413,7 @@ class WholeRecords:
     def _read(self, keys: Sequence[bytes]) -> dict[bytes, Mapping[str, Any]]:
         """Return the metadata of records by key, read while the limit lasts, and of those in doubt."""
         metas: dict[bytes, Mapping[str, Any]] = {}
-        for record in self._store.read(keys if self._left_bytes > 0 else ()):
+        for record in self._store.read(self._store.by_place(keys) if self._left_bytes > 0 else ()):
             metas[record.key] = record.meta
             self._left_bytes -= sum(array.nbytes for array in record.arrays.values())
             if self._left_bytes <= 0:

@@ -6,9 +6,10 @@ import pytest
 
 from pipeline.errors import CacheDamaged
 from pipeline.store.cache_folder import CacheFolder
+from pipeline.store.format.disk import Disk
 from pipeline.store.maintenance.leftovers import Left, find_leftovers
 from pipeline.store.maintenance.shard_repair import repair_cache
-from pipeline.store.store import WholeRecords
+from pipeline.store.store import _OPEN_SHARDS, WholeRecords
 from tests.store.content import is_right, key_of, put
 from tests.store.test_layers import ReadOnlyBelow
 
@@ -99,3 +100,24 @@ def test_notes_are_cleaned_with_what_validations_found(cache):
     beside = find_leftovers(cache)
     assert [(file.path.name, file.what) for file in beside.leftovers] == [(path.name, Left.REPORT)]
     assert beside.foreign == ()
+
+
+class CountingDisk(Disk):
+    """Counts how often shards are opened."""
+
+    opened = 0
+
+    def open_read(self, path):
+        self.opened += path.parent.name == "shards"
+        return super().open_read(path)
+
+
+def test_records_of_more_shards_than_stay_open_are_verified_shard_by_shard(tmp_path):
+    shards, each = _OPEN_SHARDS + 16, 3
+    for shard in range(shards):
+        with CacheFolder(tmp_path / "cache").kind("scan").writer() as writer:
+            put(writer, *range(shard, each * shards, shards))
+    keys = [key_of(number) for number in range(each * shards)]  # neighbours are in different shards
+    cache = CacheFolder(tmp_path / "cache", disk=(disk := CountingDisk()))
+    assert WholeRecords(cache.kind("scan")).metas(keys).keys() == {*keys}
+    assert disk.opened <= 2 * shards + 2 * 4  # by its table, and once for all its records; a few are read ahead
