@@ -249,7 +249,7 @@ def _cut_sums(share: ShareSizes, limits: MicroBatchLimits) -> list[Integers]:
     costs_K = np.max(sizes_BK / budgets_B[:, None], axis=0, initial=1.0 / (limits.most or count))
     least = np.ceil(sizes_BK.sum(axis=1) / budgets_B).max(initial=np.ceil(count / (limits.most or count)))
     for number in range(int(least), count + 1):
-        parts = [part for part in deal_to_ranks(costs_K, number) if len(part)]
+        parts = deal_to_ranks(costs_K, number)
         most = max(len(part) for part in parts)
         if most <= (limits.most or count) and all((sizes_BK[:, part].sum(axis=1) <= budgets_B).all() for part in parts):
             return parts

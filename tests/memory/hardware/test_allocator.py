@@ -162,6 +162,17 @@ def test_whole_pages_within_an_expandable_segment_are_given_back() -> None:
     assert (30 * MIB, 45 * MIB) in {(address % (1 << 54), size) for address, size in allocator.live()}
 
 
+def test_what_is_left_of_a_page_on_both_sides_stays_and_is_used_again() -> None:
+    allocator = filled([30, 45, 25], EXPANDABLE)
+    allocator.release(1)  # 30 to 75, in which lies the page from 40 to 60
+    allocator.empty_cache()
+    assert allocator.reserved_bytes == 80 * MIB
+    check_blocks(allocator)
+    allocator.allocate(3, 15 * MIB)  # from 60 to 75
+    allocator.allocate(4, 10 * MIB)
+    assert allocator.reserved_bytes == 80 * MIB
+
+
 def test_the_end_of_an_expandable_segment_is_left_for_what_fits_nowhere_else() -> None:
     """`get_free_block` takes a block for as large as it can grow; the 8 MiB at the end would fit better."""
     allocator = filled([30, 2], EXPANDABLE)

@@ -9,8 +9,8 @@ from hashlib import sha256
 import numpy as np
 import pytest
 
+from pipeline.training.sampling import epoch_order
 from pipeline.training.sampling.epoch_order import (
-    ORDER_VERSION,
     EpochOrder,
     MicroBatchLimits,
     SamplerSettings,
@@ -39,7 +39,7 @@ def share(*counts: int) -> ShareSizes:
 
 
 def test_an_order_says_by_its_version_that_it_is_another() -> None:
-    assert ORDER_VERSION == 1, "raise it whenever a digest below changes, and say so in the changelog"
+    assert epoch_order.ORDER_VERSION == 1, "raise it whenever a digest below changes, and say so in the changelog"
 
 
 SETTINGS = SamplerSettings(batch=24, seed=5, window=100)
@@ -83,6 +83,19 @@ def test_what_each_rank_gets_is_what_it_was(count: int, ranks: int, was: str) ->
     assert digest(part for parts in found for part in parts) == was
 
 
+@pytest.mark.parametrize("count", [512, 513])
+def test_what_dealing_leaves_uneven_is_swapped_among_up_to_512_items(count: int) -> None:
+    costs = np.zeros(count)
+    costs[:7] = 5, 5, 4, 4, 3, 3, 3  # dealing ends with 11, and 9 each is possible
+    assert [costs[part].sum() for part in deal_to_ranks(costs, 3)].count(11.0) == (count > 512)
+
+
+@pytest.mark.parametrize(("batch", "drop_last", "steps"), [(24, False, 2), (20, False, 3), (20, True, 2)])
+def test_only_what_is_left_over_makes_a_short_step(batch: int, drop_last: bool, steps: int) -> None:
+    settings = SamplerSettings(batch=batch, drop_last=drop_last)
+    assert EpochOrder([np.arange(48)], settings).steps == steps
+
+
 @pytest.mark.parametrize(
     ("count", "limits", "was"),
     [
@@ -102,6 +115,34 @@ def test_without_budgets_and_limits_all_concatenated_items_are_one_micro_batch()
     alone = ShareSizes(share(6).padded_DK, ())
     assert [part.tolist() for part in cut_micro_batches(alone, MicroBatchLimits())] == [[0, 1, 2, 3, 4, 5]]
     assert sorted(map(len, cut_micro_batches(alone, MicroBatchLimits(most=4)))) == [3, 3]
+
+
+@pytest.mark.parametrize("most", [None, 3])
+def test_concatenated_items_keep_within_each_budget_and_their_number(most: int | None) -> None:
+    for seed in range(40):
+        sizes_DK = np.stack([whole(12, 1, 100, seed=3 * seed + number).astype(float) for number in range(2)])
+        budgets = tuple(1.3 * sizes_DK[row].max() for row in range(2))
+        parts = cut_micro_batches(ShareSizes(sizes_DK, (sizes_DK[:1], sizes_DK[1:])), MicroBatchLimits(budgets, most))
+        assert sorted(np.concatenate(parts).tolist()) == [*range(12)]
+        assert all(len(part) <= (most or 12) for part in parts)
+        assert all((sizes_DK[:, part].sum(axis=1) <= budgets).all() for part in parts)
+
+
+def test_as_many_as_may_be_come_together_where_one_outweighs_all_others() -> None:
+    sizes_DK = np.array([[90.0, *[1.0] * 8]])
+    parts = cut_micro_batches(ShareSizes(sizes_DK, (sizes_DK,)), MicroBatchLimits((100.0,), most=5))
+    assert max(map(len, parts)) <= 5
+    assert len(parts) == 3  # two would do, but dealt by cost the light ones come together
+
+
+def test_padding_is_counted_from_the_first_item_on() -> None:
+    sizes_DK = np.array([[2.0, 1.0]])
+    assert len(cut_micro_batches(ShareSizes(sizes_DK, ()), MicroBatchLimits(padding=1.0))) == 2
+    assert len(cut_micro_batches(ShareSizes(sizes_DK, ()), MicroBatchLimits(padding=4 / 3))) == 1
+
+
+def test_items_of_no_size_are_one_micro_batch() -> None:
+    assert len(cut_micro_batches(ShareSizes(np.zeros((1, 3)), ()), MicroBatchLimits(padding=1.0))) == 1
 
 
 @pytest.mark.parametrize("most", [None, 2])
