@@ -29,9 +29,15 @@ def main() -> int:
         return 0
     if reason := why_not():
         sys.exit(f"no test cluster here: {reason}")
-    played = play(Cluster(typed.cluster), typed.seed, typed.minutes, typed.only or (), alone=typed.alone)
+    played = play(
+        Cluster(typed.cluster),
+        typed.seed,
+        typed.minutes,
+        typed.only or (),
+        alone=typed.alone,
+        keep=lambda so_far: write(typed.out, so_far.counts()),
+    )
     print(json.dumps(played.counts()))  # noqa: T201
-    write(typed.out, played.counts())
     return 1 if played.failed else 0
 
 

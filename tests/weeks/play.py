@@ -11,13 +11,13 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from tests.slurm.cluster import Cluster
 from tests.weeks import files, people, scheduler
-from tests.weeks.neighbours import beside
+from tests.weeks.neighbours import Neighbours, beside
 from tests.weeks.scene import Scene, prepared, weights
 
 Event = Callable[[Scene], None]
@@ -67,6 +67,13 @@ class Played:
     failed: list[str] = field(default_factory=list)
     steps: Counter[str] = field(default_factory=Counter)  # of the neighbours
 
+    def beside(self, neighbours: Neighbours | None) -> Played:
+        """Return this with what neighbours did meanwhile, and what of that failed."""
+        if neighbours is None:
+            return self
+        failed = [f"neighbours: {failure.splitlines()[0]}" for failure in neighbours.failures]
+        return replace(self, steps=Counter(neighbours.steps), failed=[*self.failed, *failed])
+
     def counts(self) -> dict[str, Any]:
         """Return it as a document."""
         return {
@@ -82,8 +89,19 @@ class Played:
         }
 
 
-def play(cluster: Cluster, seed: int, minutes: float, only: Sequence[str] = (), *, alone: bool = False) -> Played:
-    """Play events in an order by the seed, every one once before any twice, beside neighbours unless `alone`."""
+def play(
+    cluster: Cluster,
+    seed: int,
+    minutes: float,
+    only: Sequence[str] = (),
+    *,
+    alone: bool = False,
+    keep: Callable[[Played], None] = lambda _played: None,
+) -> Played:
+    """Play events in an order by the seed, every one once before any twice, beside neighbours unless `alone`.
+
+    What was played so far is kept after each event, because a machine may end before the play does.
+    """
     began, played = time.monotonic(), Played(seed)
     with on_cluster(cluster), tempfile.TemporaryDirectory(prefix="weeks-", ignore_cleanup_errors=True) as folder:
         stage = Stage(cluster, Path(folder))
@@ -100,11 +118,11 @@ def play(cluster: Cluster, seed: int, minutes: float, only: Sequence[str] = (), 
                 if trouble:
                     print(trouble, flush=True)  # noqa: T201
                     played.failed.append(name)
-        if neighbours:
-            played.steps = neighbours.steps
-            played.failed += [f"neighbours: {failure.splitlines()[0]}" for failure in neighbours.failures]
+                played.minutes = (time.monotonic() - began) / 60
+                keep(played.beside(neighbours))
     played.minutes = (time.monotonic() - began) / 60
-    return played
+    keep(played.beside(neighbours))
+    return played.beside(neighbours)
 
 
 def sequence(seed: int) -> Iterator[str]:

@@ -18,7 +18,7 @@ from tests.slurm.cluster import Cluster
 from tests.slurm.runs import Project, Run, Typed, make_project, strangers, until
 
 ITEMS, EPOCHS, STEPS, EVERY = 12, 10, 30, 4
-WAITS_S, ENDS_S = 180.0, 1800.0  # the machine may be busy with others
+WAITS_S, ENDS_S = 900.0, 1800.0  # the machine may be busy with others
 ENDS = (RunState.DONE, RunState.FAILED, RunState.STOPPED)
 ACTS = "WEEKS_ACTS"
 TASK = f'''\
