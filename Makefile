@@ -60,6 +60,7 @@ prove: .venv/tools slurm-packages  ## the long proofs: kills, faults, scale; res
 	python benchmarks/training/prove_train.py --out benchmarks/results/prove_train.json
 	python benchmarks/training/train_memory.py --out benchmarks/results/train_memory.json
 	python benchmarks/runs/scale.py --million 1000000 --metadata --out benchmarks/results/scale.json
+	python benchmarks/runs/scale_slurm.py --out benchmarks/results/scale.json
 	python -m benchmarks.scale_parts.page
 	python benchmarks/memory/planner.py --only limited,guides --out benchmarks/results/planner.json
 	python benchmarks/memory/recipes.py --out benchmarks/results/recipes.json
@@ -70,12 +71,13 @@ prove: .venv/tools slurm-packages  ## the long proofs: kills, faults, scale; res
 	python benchmarks/store/cache_compare.py --out benchmarks/results/cache_compare.json
 	python benchmarks/runs/fresh.py --out benchmarks/results/fresh.json
 	python benchmarks/mutants.py --out benchmarks/results/mutants.json
+	$(MAKE) weeks
 	python benchmarks/page.py
 
 SEED ?= 1
 MINUTES ?= 180
 weeks: .venv/tools slurm-packages  ## weeks of use, played on a real Slurm: what dies, fills, is held or typed twice, by $(SEED)
-	python -m tests.weeks --seed $(SEED) --minutes $(MINUTES)
+	python -m tests.weeks --seed $(SEED) --minutes $(MINUTES) --out benchmarks/results/weeks.json
 
 slurm-up: .venv/tools slurm-packages  ## a real Slurm cluster of three nodes on this machine, left running
 	python -m tests.slurm.cluster up

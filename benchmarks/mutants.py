@@ -193,11 +193,22 @@ def main() -> None:
     for name in asked.core:
         words = [sys.executable, __file__, "--here", "--core", name, "--state", str(asked.state), *most]
         subprocess.run(words, cwd=ROOT, check=True)
-    result: Mapping[str, Any] = {name: Core(name, asked.state).told() for name in CORES}
+    kept = json.loads(asked.out.read_text())["cores"] if asked.out and asked.out.exists() else {}
+    result = {name: Core(name, asked.state).told() for name in CORES if name in asked.core or name not in kept}
     for name, told in result.items():
         print(f"{name}: {told['made']} made, {told['killed'] + told['killed_by_time']} killed")
         print(*told["survivors"], sep="\n")
-    write(asked.out, {"cores": result})
+    write(asked.out, summed({name: result.get(name) or kept[name] for name in CORES}))
+
+
+def summed(cores: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the figures of all cores and their sums."""
+    total = {name: sum(core[name] for core in cores.values()) for name in ("possible", "made")}
+    total["killed"] = sum(core["killed"] + core["killed_by_time"] for core in cores.values())
+    total["survivors"] = sum(len(core["survivors"]) for core in cores.values())
+    total["equivalent"] = sum(len(core["equivalent"]) for core in cores.values())
+    total["tried_share"] = (total["made"] + total["equivalent"]) / total["possible"]
+    return {"cores": cores, "total": {**total, "killed_share": total["killed"] / max(total["made"], 1)}}
 
 
 if __name__ == "__main__":

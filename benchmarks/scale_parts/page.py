@@ -17,6 +17,8 @@ BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 TARGET = 10_000_000
 MAX_ARRAY_SIZE = 1001  # of Slurm, unless its administrators raised it
 STAT_S = 1e-4, 1e-3  # of a call that a metadata server answers: a quiet one, a busy one
+STAGES = ("scan", "embed", "graph", "train")
+AFTER = ("submit again", "cache stat", "cache validate", "cache clean")
 Result = dict[str, Any]
 
 
@@ -43,7 +45,7 @@ def measured(result: Result) -> str:
             f"{one['bytes_per_record']:,}" if "files" in one else "",
             one["date"],
         )
-        for stage in ("scan", "embed", "graph", "train")
+        for stage in STAGES
         for size, stages in result["sizes"].items()
         if (one := stages.get(stage))
     ]
@@ -102,6 +104,40 @@ def million(result: Result) -> str:
 
 def _memory(took: Result) -> str:
     return f"{took['peak_mb']} MB (the process without it: {took['base_mb']} MB)"
+
+
+def on_slurm(result: Result) -> str:
+    """Return what each stage took on a cluster, size by size."""
+    head = ("stage, complexes", "wall ms an item", "CPU ms an item in tasks", "supervisor MB", "largest worker MB",
+            "tasks", "visits", "longest visit, s", "ledger, kB", "files", "records a file")  # fmt: skip
+    rows = [
+        (
+            f"{stage}, {int(size):,}",
+            f"{one['wall_ms_per_item']:.2f}",
+            f"{one['tasks_cpu_ms_per_item']:.2f}",
+            *(f"{one['peak_mb'][role]:.0f}" for role in ("supervisor", "worker")),
+            *(f"{one[name]:,}" for name in ("tasks", "visits", "longest_visit_s")),
+            f"{one['ledger_bytes'] / 1e3:,.0f}",
+            *(f"{one[name]:,}" if name in one else "" for name in ("files", "records_per_file")),
+        )
+        for stage in STAGES
+        for size, stages in result["slurm"]["sizes"].items()
+        if (one := stages.get(stage))
+    ]
+    return rows_of([head, *rows])
+
+
+def verbs(result: Result) -> str:
+    """Return what people wait for when they type a verb over a data set on a cluster: seconds, CPU seconds, MB."""
+    sizes = result["slurm"]["sizes"]
+    rows: list[Sequence[object]] = [("typed", *(f"{int(size):,} complexes: s, CPU s, MB" for size in sizes))]
+    of_stage = [(stage, name) for stage in STAGES for name in ("submit", "status", "report")]
+    took = {f"{name}, of {stage}": [sizes[size][stage][name] for size in sizes] for stage, name in of_stage}
+    took |= {name: [sizes[size]["verbs"][name] for size in sizes] for name in AFTER}
+    rows += [
+        (name, *(f"{one['wall_s']}, {one['cpu_s']}, {one['mb']:.0f}" for one in each)) for name, each in took.items()
+    ]
+    return rows_of(rows)
 
 
 def metadata(result: Result) -> str:
@@ -168,7 +204,7 @@ def _largest(by_size: Result) -> Result:
 
 
 TABLES: dict[str, Callable[[Result], str]] = {
-    one.__name__: one for one in (measured, growth, training, million, metadata, ten_million)
+    one.__name__: one for one in (measured, growth, training, million, on_slurm, verbs, metadata, ten_million)
 }
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.scale_parts.data import PIPELINE
-from benchmarks.scale_parts.watch import watched
+from benchmarks.scale_parts.watch import Watched, watched
 from pipeline.journal.ledger import LedgerReader
 from pipeline.journal.run_folder import runs_in
 from pipeline.records import EventKind
@@ -25,7 +25,12 @@ def measure(folder: Path, stage: str, complexes: int) -> dict[str, Any]:
         [str(PIPELINE), "submit", "--stage", stage, "--only", "--executor", "local", "--follow"],
         time.time(),
     )
-    figures = watched(command, folder, folder / f"{stage}.log").to_json()
+    return figures_of(watched(command, folder, folder / f"{stage}.log"), folder, stage, complexes, began)
+
+
+def figures_of(found: Watched, folder: Path, stage: str, complexes: int, began: float) -> dict[str, Any]:
+    """Return the figures of a stage that was watched."""
+    figures = found.to_json()
     figures |= {
         "wall_ms_per_item": round(1e3 * figures["wall_s"] / complexes, 3),
         "cpu_ms_per_item": round(1e3 * figures["cpu_s"] / complexes, 3),
@@ -37,8 +42,8 @@ def measure(folder: Path, stage: str, complexes: int) -> dict[str, Any]:
 
 def _outcome(folder: Path, stage: str, complexes: int) -> dict[str, Any]:
     """Return how many tasks there were, and see that nothing was left undone."""
-    done = _asked(folder, "status")["stages"][-1]
-    assert (done["name"], done["state"]) == (stage, "done"), done
+    done = next(one for one in asked(folder, "status")["stages"] if one["name"] == stage)
+    assert done["state"] == "done", done
     if stage in ("scan", "graph"):
         assert done["census"]["accepted"] == complexes, done["census"]
     return {"tasks": done["tasks"]}
@@ -48,7 +53,7 @@ def _stored(folder: Path, kinds: tuple[str, ...]) -> dict[str, Any]:
     """Return what the stage left in the cache: files of all sorts, and the fewest records a shard has on average."""
     if not kinds:
         return {}
-    stats = [one for one in _asked(folder, "cache", "stat")["kinds"] if one["kind"] in kinds]
+    stats = [one for one in asked(folder, "cache", "stat")["kinds"] if one["kind"] in kinds]
     files = [path for kind in kinds for path in (folder / "cache" / kind).rglob("*") if path.is_file()]
     records = sum(one["records"] for one in stats)
     return {
@@ -76,7 +81,7 @@ def _trained(folder: Path, began: float) -> dict[str, Any]:
     }
 
 
-def _asked(folder: Path, *verb: str) -> dict[str, Any]:
+def asked(folder: Path, *verb: str) -> dict[str, Any]:
     """Return what a verb says as JSON."""
     text = subprocess.run([PIPELINE, *verb, "--json"], cwd=folder, check=True, capture_output=True).stdout
     answer: dict[str, Any] = json.loads(text)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 LOOK_EVERY_S = 0.1
 SUPERVISOR, WORKER = "supervisor", "worker"  # a command that follows its run is the supervisor itself
+SUPERVISES = b"pipeline.runs.supervisor"
 WORKS = b"from pipeline.runs.engine.run_task import main"  # in what starts one
 KIB = 1024
 
@@ -56,22 +57,45 @@ def watched(command: Sequence[str], folder: Path, log: Path) -> Watched:
     return found
 
 
+def look_below(run: Path, found: Watched) -> None:
+    """Take down the high water of every process that names a run's folder, whoever started it."""
+    name, together = str(run).encode(), 0
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and name in (words := _words(entry.name)):
+            role = SUPERVISOR if any(SUPERVISES in word for word in words) else WORKER
+            together += _take(entry.name, role, found)
+    found.together_bytes = max(found.together_bytes, together)
+
+
 def _look(root: int, found: Watched) -> None:
     """Take down the high water of every process of a tree; Linux keeps it, so that only a process's end is missed."""
     together = 0
     for pid in _family(root):
-        try:
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-            lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-        except OSError:  # it has ended
-            continue
-        values = {line.split(":")[0]: line.split()[1] for line in lines if line.startswith(("VmHWM", "VmRSS"))}
-        if not values:
-            continue
-        role = SUPERVISOR if pid == root else WORKER if any(WORKS in word for word in words) else "other"
-        found.peak_bytes[role] = max(found.peak_bytes.get(role, 0), int(values["VmHWM"]) * KIB)
-        together += int(values["VmRSS"]) * KIB
+        is_worker = any(WORKS in word for word in _words(pid))
+        role = SUPERVISOR if pid == root else WORKER if is_worker else "other"
+        together += _take(pid, role, found)
     found.together_bytes = max(found.together_bytes, together)
+
+
+def _words(pid: int | str) -> list[bytes]:
+    """Return the command line of a process; nothing where it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return []
+
+
+def _take(pid: int | str, role: str, found: Watched) -> int:
+    """Take down the high water of a process; return what it has now."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:  # it has ended
+        return 0
+    values = {line.split(":")[0]: line.split()[1] for line in lines if line.startswith(("VmHWM", "VmRSS"))}
+    if not values:
+        return 0
+    found.peak_bytes[role] = max(found.peak_bytes.get(role, 0), int(values["VmHWM"]) * KIB)
+    return int(values["VmRSS"]) * KIB
 
 
 def _family(root: int) -> list[int]:

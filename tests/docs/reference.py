@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, get_origin
 
@@ -20,6 +20,7 @@ from pipeline.config.schema_parts import Section
 from pipeline.errors import PipelineError
 from pipeline.journal.run_folder import RunFolder
 from pipeline.records import Reason
+from pipeline.training.loop.metrics_log import EPOCHS, FIGURES
 from pipeline.training.prepared import ModelFolder
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "reference"
@@ -36,6 +37,11 @@ EXITS = {
     5: "the plan names the item and what would make it fit",
     6: "the message has the scheduler's words and the setting to change",
     7: "the message names task, cause and log (`pipeline logs --failed`); finished work is kept: submit again",
+}
+
+LOGS = {
+    EPOCHS: "a line an epoch: losses, figures, memory, and where its time went",
+    FIGURES: "a line for each step whose losses were logged",
 }
 
 
@@ -220,16 +226,28 @@ def files() -> str:
     """Return the page of the files of a project."""
     lines = [MADE, "# The files of a run and of a training\n"]
     lines += ["## A run\n", "In `cluster.runs`, a folder for each submission; `pipeline status` reads it.\n"]
-    lines += file_rows(RunFolder)
-    lines += ["## A training\n", "In `train.models`, a folder for each recipe.\n", *file_rows(ModelFolder)]
+    lines += file_rows(RunFolder, stage_files())
+    lines += ["## A training\n", "In `train.models`, a folder for each recipe.\n"]
+    lines += file_rows(ModelFolder, LOGS.items())
     lines += ["## Why an item was left out\n", "`reason` in `rejected.jsonl` is one of\n"]
     lines += [", ".join(f"`{reason.value}`" for reason in Reason), ""]
     return "\n".join(lines)
 
 
-def file_rows(folder: type) -> list[str]:
+def stage_files() -> Iterator[tuple[str, str]]:
+    """Yield the files of which a run has one for a stage, with what they are."""
+    run = RunFolder(Path("run"))
+    for method in filter(inspect.isfunction, vars(RunFolder).values()):
+        wanted = list(inspect.signature(method).parameters)
+        if "stage" in wanted:
+            values = {name: "STAGE" if name == "stage" else 0 for name in wanted if name != "self"}
+            meaning = first_line(method).removeprefix("Return ").rstrip(".")
+            yield str(method(run, **values).relative_to(run.path)), meaning
+
+
+def file_rows(folder: type, others: Iterable[tuple[str, str]] = ()) -> list[str]:
     """Return a table of the names that a class of paths gives its files, with the comment behind each name."""
-    names = re.findall(r'(?:_RunFile\(|= path / )"([^"]+)"\)?  # (.+)', inspect.getsource(folder))
+    names = [*re.findall(r'(?:_RunFile\(|= path / )"([^"]+)"\)?  # (.+)', inspect.getsource(folder)), *others]
     rows = [f"| `{name}` | {cell(meaning[0].upper() + meaning[1:])}. |" for name, meaning in names]
     return ["| file | what it is |", "|---|---|", *sorted(rows), ""]
 

@@ -149,6 +149,11 @@ def test_every_block_says_what_becomes_of_it(page: Path) -> None:
     assert Page(page).problems() == []
 
 
+@pytest.mark.parametrize("page", [page for page in ALL if Page(page).start == "demo"], ids=name)
+def test_a_page_whose_commands_want_the_demo_says_so(page: Path) -> None:
+    assert "[`pipeline demo demo`](quickstart.md#2-the-demo)" in Page(page).prose.partition("\n## ")[0]
+
+
 @pytest.mark.parametrize("page", ALL, ids=name)
 def test_every_setting_that_a_page_names_exists(page: Path) -> None:
     known = {".".join(key) for key in (*FIELDS, *LEAVES)}

@@ -46,6 +46,7 @@ class User:
 
     uid: int
     folder: Path
+    limit_s: float = LIMIT_S  # for a command
 
     def types(self, *words: str, umask: int = 0o077) -> Typed:
         """Type a command as this user, who is in the group of both."""
@@ -60,7 +61,7 @@ class User:
             env=known,
             capture_output=True,
             text=True,
-            timeout=LIMIT_S,
+            timeout=self.limit_s,
             check=False,
         )
         return Typed(done.returncode, " ".join((done.stdout + done.stderr).split()))

@@ -138,12 +138,19 @@ class Project:
 
     folder: Path
     settings: Mapping[str, Any] = field(default_factory=dict)
+    limit_s: float = TYPED_S  # for a command
 
     def types(self, *words: str, **environment: str) -> Typed:
         """Type a command, in a process of its own."""
         known = {**os.environ, "PATH": f"{PIPELINE.parent}:{SEARCH_PATH}", "COLUMNS": "200", **environment}
         done = subprocess.run(
-            [PIPELINE, *words], cwd=self.folder, env=known, capture_output=True, text=True, timeout=TYPED_S, check=False
+            [PIPELINE, *words],
+            cwd=self.folder,
+            env=known,
+            capture_output=True,
+            text=True,
+            timeout=self.limit_s,
+            check=False,
         )
         return Typed(done.returncode, done.stdout, done.stderr)
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
+from benchmarks.circumstances import write
 from tests.slurm.cluster import Cluster, why_not
 from tests.slurm.cluster.cluster import DEFAULT_FOLDER
 from tests.weeks.play import EVENTS, play
@@ -18,6 +20,8 @@ def main() -> int:
     given.add_argument("--minutes", type=float, default=5.0, help="no event begins after so long")
     given.add_argument("--only", action="append", metavar="NAME", choices=sorted(EVENTS), help="this event, repeatable")
     given.add_argument("--cluster", type=Path, default=DEFAULT_FOLDER, help="the folder of the test cluster")
+    given.add_argument("--alone", action="store_true", help="without neighbours, who share a cache beside the events")
+    given.add_argument("--out", type=Path, metavar="FILE", help="write what was played there, as JSON")
     given.add_argument("--list", action="store_true", help="name the events")
     typed = given.parse_args()
     if typed.list:
@@ -25,8 +29,10 @@ def main() -> int:
         return 0
     if reason := why_not():
         sys.exit(f"no test cluster here: {reason}")
-    failed = play(Cluster(typed.cluster), typed.seed, typed.minutes, typed.only or ())
-    return 1 if failed else 0
+    played = play(Cluster(typed.cluster), typed.seed, typed.minutes, typed.only or (), alone=typed.alone)
+    print(json.dumps(played.counts()))  # noqa: T201
+    write(typed.out, played.counts())
+    return 1 if played.failed else 0
 
 
 if __name__ == "__main__":

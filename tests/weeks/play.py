@@ -8,12 +8,16 @@ import shutil
 import tempfile
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tests.slurm.cluster import Cluster
 from tests.weeks import files, people, scheduler
+from tests.weeks.neighbours import beside
 from tests.weeks.scene import Scene, prepared, weights
 
 Event = Callable[[Scene], None]
@@ -53,22 +57,54 @@ class Stage:
         return Scene(self.cluster, self.template, folder, random.Random(f"{name} {seed}"), quiet)
 
 
-def play(cluster: Cluster, seed: int, minutes: float, only: Sequence[str] = ()) -> list[str]:
-    """Play events in an order by the seed, every one once before any twice; return the names of those that failed."""
-    began, failed = time.monotonic(), []
+@dataclass
+class Played:
+    """What was played, and what of it failed."""
+
+    seed: int
+    minutes: float = 0.0
+    events: Counter[str] = field(default_factory=Counter)
+    failed: list[str] = field(default_factory=list)
+    steps: Counter[str] = field(default_factory=Counter)  # of the neighbours
+
+    def counts(self) -> dict[str, Any]:
+        """Return it as a document."""
+        return {
+            "seed": self.seed,
+            "minutes": round(self.minutes, 1),
+            "events": self.events.total(),
+            "events_by_name": dict(sorted(self.events.items())),
+            "neighbours_steps": self.steps.total(),
+            "neighbours_steps_by_kind": dict(sorted(self.steps.items())),
+            "models_compared": self.steps["model"],
+            "failures": len(self.failed),
+            "failed": self.failed,
+        }
+
+
+def play(cluster: Cluster, seed: int, minutes: float, only: Sequence[str] = (), *, alone: bool = False) -> Played:
+    """Play events in an order by the seed, every one once before any twice, beside neighbours unless `alone`."""
+    began, played = time.monotonic(), Played(seed)
     with on_cluster(cluster), tempfile.TemporaryDirectory(prefix="weeks-", ignore_cleanup_errors=True) as folder:
         stage = Stage(cluster, Path(folder))
-        for number, name in enumerate(only or sequence(seed)):
-            if not only and time.monotonic() - began > 60 * minutes:
-                break
-            cluster.settle()
-            from_s = time.monotonic()
-            trouble = stage.plays(name, seed * 1000 + number)
-            print(f"{name}: {'FAILED' if trouble else 'held'} after {time.monotonic() - from_s:.0f} s", flush=True)  # noqa: T201
-            if trouble:
-                print(trouble, flush=True)  # noqa: T201
-                failed.append(name)
-    return failed
+        cluster.settle()
+        with nullcontext() if alone else beside(cluster, seed) as neighbours:
+            for number, name in enumerate(only or sequence(seed)):
+                if not only and time.monotonic() - began > 60 * minutes:
+                    break
+                cluster.settle(alone=alone)
+                from_s = time.monotonic()
+                trouble = stage.plays(name, seed * 1000 + number)
+                print(f"{name}: {'FAILED' if trouble else 'held'} after {time.monotonic() - from_s:.0f} s", flush=True)  # noqa: T201
+                played.events[name] += 1
+                if trouble:
+                    print(trouble, flush=True)  # noqa: T201
+                    played.failed.append(name)
+        if neighbours:
+            played.steps = neighbours.steps
+            played.failed += [f"neighbours: {failure.splitlines()[0]}" for failure in neighbours.failures]
+    played.minutes = (time.monotonic() - began) / 60
+    return played
 
 
 def sequence(seed: int) -> Iterator[str]:

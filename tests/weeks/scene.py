@@ -247,7 +247,14 @@ def model(project: Project) -> Path:
 def weights(project: Project) -> dict[str, bytes]:
     """Return the bits of the tensors of the last checkpoint: parameters and optimizer."""
     newest = max((model(project) / "checkpoints").glob("step-*"))
-    must(newest.name == f"step-{STEPS:08}", f"the last checkpoint is {newest.name}")
+    is_last = newest.name.startswith(f"step-{STEPS:08}")  # with -2 after it where it was killed as it had saved itself
+    must(is_last, f"the last checkpoint is {newest.name}")
+    return bits(model(project))
+
+
+def bits(folder: Path) -> dict[str, bytes]:
+    """Return the bits of the tensors of a model's last checkpoint."""
+    newest = max((folder / "checkpoints").glob("step-*"))
     with safe_open(newest / "state.safetensors", "np") as file:
         return {name: file.get_tensor(name).tobytes() for name in file.keys()}  # noqa: SIM118 - it is no dict
 

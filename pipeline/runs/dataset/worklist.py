@@ -162,11 +162,27 @@ def read_items(path: Path) -> Iterator[Item | Rejection]:
     return (entry for _, entry in _read_lines(path))
 
 
+def items_at(path: Path, ordinals: Iterable[int]) -> Iterator[tuple[int, Item | Rejection]]:
+    """Yield the entries at some places, in ascending order, of a run's data set; other lines are not parsed."""
+    wanted = iter(ordinals)
+    if (next_one := next(wanted, None)) is None:
+        return
+    with path.open("rb") as file:
+        for ordinal, line in enumerate(file):
+            if ordinal == next_one:
+                yield ordinal, _entry(json.loads(line))
+                if (next_one := next(wanted, None)) is None:
+                    return
+
+
+def _entry(data: dict[str, Any]) -> Item | Rejection:
+    return Rejection.from_json(data) if "reason" in data else Item.from_json(data)
+
+
 def _read_lines(path: Path) -> Iterator[tuple[bytes, Item | Rejection]]:
     with path.open("rb") as file:
         for line in file:
-            data = json.loads(line)
-            yield line, Rejection.from_json(data) if "reason" in data else Item.from_json(data)
+            yield line, _entry(json.loads(line))
 
 
 def frozen_items(project: Project, folder: RunFolder | None) -> Iterator[Item | Rejection]:

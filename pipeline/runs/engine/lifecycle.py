@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import json
 import os
 import shutil
@@ -254,7 +253,7 @@ def cancel(folder: RunFolder, status: RunStatus, executor: Executor, what: Cance
     now = StatusReader(folder).read()  # a supervisor may have submitted more before it ended
     executor.cancel([job for row in now.stages.values() for job in row.live])
     ledger = Ledger(folder, f"{SUPERVISOR}-{claim_visit(folder, status.visits + 1):06d}")
-    error = f"cancelled by {getpass.getuser()} on {socket.gethostname()}; finished work is kept"
+    error = f"cancelled by {user_name(os.getuid())} on {socket.gethostname()}; finished work is kept"
     ledger.emit(EventKind.RUN_ENDED, state=RunState.STOPPED.value, error=error, exit_code=STOPPED_CODE)
     ledger.close()
     renew(folder)  # its page, which says that it goes on
@@ -285,7 +284,7 @@ def cancel_points(folder: RunFolder, config: Config, executor: Executor, tasks: 
     It is recorded first: a supervisor that submits one meanwhile ends it, and any that runs on this machine.
     """
     ledger = Ledger(folder, f"cancel-{socket.gethostname()}-{os.getpid()}")
-    why = f"cancelled by {getpass.getuser()} on {socket.gethostname()}"
+    why = f"cancelled by {user_name(os.getuid())} on {socket.gethostname()}"
     for number in tasks:
         ledger.emit(EventKind.TASK_CANCELLED, stage=StageName.TRAIN.value, task=number, why=why)
     ledger.close()

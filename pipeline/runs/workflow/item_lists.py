@@ -90,8 +90,9 @@ def list_table(folder: RunFolder, table: ItemTable) -> None:
 def write_leaks(folder: RunFolder, tally: CensusTally) -> None:
     """List every item of which an id, a sequence or a cluster is in several splits; a group shares one."""
     marks = [(leak, *_by_item(leaking)) for leak, leaking in tally.leaking().items()]
+    leaking_M = np.unique(np.concatenate([ordinal_M for _, ordinal_M, _ in marks] or [np.empty(0, np.uint32)]))
     with csv_list(folder.leaks, LEAK_COLUMNS) as rows:
-        for ordinal, entry in enumerate(worklist.read_items(folder.items)):
+        for ordinal, entry in worklist.items_at(folder.items, leaking_M.tolist()):
             for leak, ordinal_M, group_M in marks:
                 here = slice(*np.searchsorted(ordinal_M, [ordinal, ordinal + 1]).tolist())
                 rows.writerows((leak, group + 1, entry.split, entry.id, entry.origin) for group in group_M[here])

@@ -230,7 +230,7 @@ def _checked_leaks(project: Project, what: str) -> list[str]:
 def describe_leaks(census: Census, folder: RunFolder) -> str:
     """Describe what is in several splits, with a few items of each kind by name."""
     wanted = {ordinal for leak in census.leaks for ordinal in leak.items}
-    names = {number: entry.id for number, entry in enumerate(worklist.read_items(folder.items)) if number in wanted}
+    names = {ordinal: entry.id for ordinal, entry in worklist.items_at(folder.items, sorted(wanted))}
     lines = []
     for leak in {leak.what: leak for leak in reversed(census.leaks)}.values():
         items = ", ".join(names[ordinal] for ordinal in leak.items)

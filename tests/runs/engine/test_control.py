@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import shutil
 import signal
 import subprocess
@@ -103,6 +104,21 @@ def test_one_stage_of_a_local_run_is_not_cancelled_alone(pipeline: Command, make
     assert pipeline("cancel", "--yes").code == 0
     wait_for("the run to stop", lambda: newest_status(folder)["state"] == "stopped")
     assert f"next: pipeline resume {run.name}" in pipeline("status").out
+
+
+def test_who_cancels_is_told_by_number_where_nobody_knows_a_name(
+    pipeline: Command, make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(uid: int) -> None:
+        raise KeyError(uid)
+
+    folder = make_project(400)
+    begin(folder)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    assert pipeline("cancel", "--yes").code == 0
+    assert f"cancelled by user {os.getuid()} on " in pipeline("status").out
 
 
 def test_cancelling_a_stage_that_is_not_there_names_those_that_are(

@@ -139,14 +139,16 @@ class Cluster:
         except subprocess.TimeoutExpired:
             return subprocess.CompletedProcess(command, 124, "", f"no answer after {COMMAND_TIMEOUT_S:.0f} s")
 
-    def settle(self) -> None:
-        """Mend what a test broke and remove what it left: no jobs, every node idle."""
+    def settle(self, *, alone: bool = True) -> None:
+        """Mend what a test broke and remove what it left: no jobs, every node idle; jobs stay unless it was alone."""
         self.start()
-        self._cancel_all()
+        if alone:
+            self._cancel_all()
         for node, state in self.node_states().items():
             if state.startswith("drain"):
                 self.run("scontrol", "update", f"NodeName={node}", "State=RESUME")
-        self.until(lambda: set(self.node_states().values()) == {"idle"}, "all nodes to be idle")
+        wanted = {"idle"} if alone else {"idle", "mixed", "allocated", "completing"}
+        self.until(lambda: {*self.node_states().values()} <= wanted, f"all nodes to be {' or '.join(sorted(wanted))}")
 
     def until(self, condition: Callable[[], bool], what: str, timeout_s: float = START_TIMEOUT_S) -> None:
         """Wait for something to become true."""
