@@ -103,16 +103,13 @@ def replacing(path: Path, *, mode: int | None = None) -> Iterator[Path]:
         raise
 
 
-def write_whole(path: Path, content: str | bytes, *, durable: bool = False, mode: int | None = None) -> None:
-    """Write a file so that readers see the old content or the new; durable: it survives a power cut, too."""
+def write_whole(path: Path, content: str | bytes, *, mode: int | None = None) -> None:
+    """Write a file so that readers see the old content or the new."""
     data = content.encode() if isinstance(content, str) else content
     with replacing(path, mode=mode) as aside, aside.open("wb") as file:
         if mode is not None:
             aside.chmod(mode)
         file.write(data)
-        if durable:
-            file.flush()
-            os.fsync(file.fileno())
 
 
 def read_json(path: Path) -> Any | None:

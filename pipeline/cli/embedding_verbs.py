@@ -28,7 +28,7 @@ def embed_command(
 ) -> None:
     """Embed the sequences of a FASTA file; what is embedded already is not done again."""
     from pipeline.cli.run_verbs import submit_command
-    from pipeline.setup.fasta_project import write_fasta_project
+    from pipeline.setup.written_project import write_fasta_project
 
     folder, here = out or Path("embedded") / fasta.stem, load_config_if_any(config, sets)
     written = write_fasta_project(folder, fasta, weights, here)

@@ -17,10 +17,8 @@ import typer
 from pipeline import __version__
 from pipeline.cli import (
     cache_verbs,
-    compare_verb,
     completion,
     control_verbs,
-    dock_verb,
     embedding_verbs,
     explain_verb,
     log_verbs,
@@ -65,13 +63,13 @@ app.command("explain")(explain_verb.explain_command)
 app.command("submit")(run_verbs.submit_command)
 app.command("tune")(tune_verb.tune_command)
 app.command("split")(split_verb.split_command)
-app.command("dock")(dock_verb.dock_command)
+app.command("dock")(setup_verbs.dock_command)
 app.command("embed")(embedding_verbs.embed_command)
 app.command("status")(control_verbs.status_command)
 app.command("logs")(log_verbs.logs_command)
 app.command("items")(report_verbs.items_command)
 app.command("report")(report_verbs.report_command)
-app.command("compare")(compare_verb.compare_command)
+app.command("compare")(model_verbs.compare_command)
 app.command("replay")(report_verbs.replay_command)
 app.command("resume")(control_verbs.resume_command)
 app.command("cancel")(control_verbs.cancel_command)

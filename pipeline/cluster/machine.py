@@ -17,19 +17,17 @@ import psutil
 from pipeline.cluster.fork_server import Forked
 from pipeline.cluster.job_spec import TaskState, mebibytes
 from pipeline.cluster.processes import HAS_PROC, MARK, send, used_bytes
+from pipeline.device.cgroups import CGROUPS, NO_LIMIT, PROC, memory_cgroups
 from pipeline.device.kinds import VISIBLE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from pipeline.cluster.fork_server import ForkServer
     from pipeline.cluster.job_spec import JobId, JobSpec
 
-PROC = Path("/proc")
-CGROUPS = Path("/sys/fs/cgroup")
 DEVICES = Path("/dev")
 SAME_S = 2.0  # a clock that is adjusted changes a process's creation time by no more
-NO_LIMIT = 1 << 60  # cgroup v1 writes a number of about 2^63 where there is no limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,22 +118,11 @@ def find_mem_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
 def _cgroup_limits(proc: Path, cgroups: Path) -> list[int]:
     """Return the memory limits of this process's cgroup and its parents, and NO_LIMIT."""
     limits = [NO_LIMIT]
-    for folder in _cgroup_folders(proc, cgroups):
+    for folder in memory_cgroups(proc, cgroups):
         for name in ("memory.max", "memory.limit_in_bytes"):
             with contextlib.suppress(OSError, ValueError):  # "max" is no number
                 limits.append(int((folder / name).read_text()))
     return limits
-
-
-def _cgroup_folders(proc: Path, cgroups: Path) -> Iterator[Path]:
-    """Yield the folders of this process's memory cgroup and its parents (v1 and v2); some may not be mounted."""
-    with contextlib.suppress(OSError):
-        for line in (proc / "self" / "cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers in ("", "memory"):
-                root = cgroups / controllers
-                own = root / path.lstrip("/")
-                yield from (own, *(folder for folder in own.parents if folder.is_relative_to(root)))
 
 
 def is_alive(pid: int, born: float = 0.0, *, seen: float = math.inf, uid: int | None = None) -> bool:
@@ -171,7 +158,7 @@ def born_at(pid: int) -> float:
 
 def count_oom_kills(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
     """Count the kernel's OOM kills so far: of this process's cgroup, or else of the whole machine."""
-    for folder in _cgroup_folders(proc, cgroups):
+    for folder in memory_cgroups(proc, cgroups):
         for name in ("memory.events", "memory.oom_control"):
             count = _read_counter(folder / name)
             if count is not None:

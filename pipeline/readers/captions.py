@@ -11,11 +11,13 @@ decoded when they are read. Shapes: H × W pixels, C colours, L tokens.
 from __future__ import annotations
 
 import re
+import tarfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from itertools import groupby
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -25,6 +27,7 @@ from pipeline.readers.entry import (
     Bytes,
     Opened,
     UnusableEntry,
+    cannot_read,
     check_count,
     check_names,
     check_option,
@@ -34,14 +37,12 @@ from pipeline.readers.entry import (
 )
 from pipeline.readers.pictures.byte_pairs import CONTEXT, BytePairs, TooLong
 from pipeline.readers.pictures.class_names import class_names
-from pipeline.readers.pictures.images import MOST_PIXELS, decoded_image, image_library
-from pipeline.readers.pictures.tar_pairs import SUFFIX as TAR
-from pipeline.readers.pictures.tar_pairs import TarPair, tar_pairs
+from pipeline.readers.pictures.images import MOST_PIXELS, SUFFIXES, decoded_image, image_library
 from pipeline.readers.table_rows import PARTED_BY, TextTable, suffix_of
 from pipeline.records import Entry
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 
     Arrays = Mapping[str, NDArray[Any]]
 
+TAR, TAR_TEXT = ".tar", ".txt"
 USUAL = {
     "image": ("filepath", "image", "image_path", "image_filename", "file_name", "filename", "path"),
     "caption": ("title", "caption", "text"),
@@ -267,3 +269,46 @@ def _content(path: Path) -> bytes:
         return path.read_bytes()
     except (OSError, ValueError) as error:
         raise UnusableEntry(f"{path} cannot be read: {error}") from error
+
+
+class TarPair(NamedTuple):
+    """An image and its text in a tar: where the bytes of each begin, and how many they are."""
+
+    name: str
+    member: int  # its number in the tar
+    image: tuple[int, int] = (0, 0)
+    text: tuple[int, int] = (0, 0)
+    problem: str = ""
+
+
+def tar_pairs(path: Path) -> Iterator[TarPair]:
+    """Yield the pairs of a tar in order; one that lacks its image or its text says so."""
+    try:
+        with tarfile.open(path, "r:") as tar:
+            members = (pair for pair in enumerate(tar) if pair[1].isfile())
+            for stem, parts in groupby(members, lambda pair: str(_stem(pair[1].name))):
+                yield _pair(stem, list(parts))
+    except tarfile.TarError as error:
+        remedy = "write it again: it must be a tar that is not compressed"
+        raise DataError(f"no whole tar: {error}", where=str(path), remedy=remedy) from error
+    except OSError as error:
+        raise cannot_read(path, error) from error
+
+
+def _stem(name: str) -> PurePosixPath:
+    """Return a member's name up to the first dot of its last part, which is what makes a pair."""
+    path = PurePosixPath(name)
+    return path.with_name(path.name.partition(".")[0] or path.name)
+
+
+def _pair(stem: str, parts: Iterable[tuple[int, tarfile.TarInfo]]) -> TarPair:
+    image = text = (0, 0)
+    first = -1
+    for number, member in parts:
+        first = number if first < 0 else first
+        suffix = PurePosixPath(member.name).suffix.lower()
+        place = (member.offset_data, member.size)
+        image = place if suffix in SUFFIXES else image
+        text = place if suffix == TAR_TEXT else text
+    problem = "there is no image of this name" if image == (0, 0) else ""
+    return TarPair(stem, first, image, text, problem or ("there is no text of this name" if text == (0, 0) else ""))

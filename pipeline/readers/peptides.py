@@ -75,20 +75,16 @@ def mz(mass_F: NDArray[np.float64], charge: int) -> NDArray[np.float64]:
     return seen_F
 
 
-def mass(residue_L: NDArray[np.integer], each: NDArray[np.float64] = RESIDUE_MASSES) -> float:
+def mass(residue_L: NDArray[np.integer]) -> float:
     """Return the neutral mass of a whole peptide."""
-    return float(each[residue_L].sum() + WATER)
+    return float(RESIDUE_MASSES[residue_L].sum() + WATER)
 
 
-def b_ions(
-    residue_L: NDArray[np.integer], charge: int = 1, each: NDArray[np.float64] = RESIDUE_MASSES
-) -> NDArray[np.float64]:
+def b_ions(residue_L: NDArray[np.integer], charge: int = 1) -> NDArray[np.float64]:
     """Return m/z of the b ions b1 … bF [F]."""
-    return mz(np.cumsum(each[residue_L])[:-1], charge)
+    return mz(np.cumsum(RESIDUE_MASSES[residue_L])[:-1], charge)
 
 
-def y_ions(
-    residue_L: NDArray[np.integer], charge: int = 1, each: NDArray[np.float64] = RESIDUE_MASSES
-) -> NDArray[np.float64]:
+def y_ions(residue_L: NDArray[np.integer], charge: int = 1) -> NDArray[np.float64]:
     """Return m/z of the y ions y1 … yF [F], shortest first."""
-    return mz(np.cumsum(each[residue_L][::-1])[:-1] + WATER, charge)
+    return mz(np.cumsum(RESIDUE_MASSES[residue_L][::-1])[:-1] + WATER, charge)

@@ -44,12 +44,10 @@ def _wrapped(text: str, columns: int) -> str:
     return "\n".join(lines)
 
 
-def text_table(
-    columns: Sequence[str], rows: Iterable[Sequence[Any]], *, title: str = "", right: str | Sequence[str] = ""
-) -> Table:
+def text_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, right: str | Sequence[str] = "") -> Table:
     """Return a plain table; the columns named in `right` (a text: space-separated) hold numbers."""
     numbers = right.split() if isinstance(right, str) else right
-    shown = Table(title=title or None, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in columns:
         shown.add_column(Text(column, style="bold"), justify="right" if column in numbers else "left", overflow="fold")
     for row in rows:

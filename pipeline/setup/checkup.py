@@ -20,15 +20,16 @@ from pipeline.command_line import DISTRIBUTION, install_extra
 from pipeline.config.load import find_config, missing_inputs, read_config
 from pipeline.config.schema_data import MAIN
 from pipeline.encoder.checkpoints.weights import find_checkpoint
-from pipeline.errors import ConfigError, DataError, PipelineError
+from pipeline.errors import ConfigError, DataError, PipelineError, SubmissionRefused
 from pipeline.memory.lint.lint_facts import RunFacts, Severity
 from pipeline.memory.lint.lint_rules import lint
+from pipeline.project.container_image import digest_now, image_around, is_contained, refuse_unfit_image
 from pipeline.project.project import Encoding, Project, local_machine, scan_recipe_of, source_spec
 from pipeline.project.run_code import PACKAGE, load_task
 from pipeline.records import Inventory, Item, Rejection
 from pipeline.runs.dataset.reader_items import is_reader, look_at_files, read_first, reader_of, refuse_crop
 from pipeline.runs.workflow.script_stage import ScriptStage
-from pipeline.setup import container_checks, slurm_checks
+from pipeline.setup import slurm_checks
 from pipeline.setup.slurm_checks import CheckResult, CheckVerdict, failed_check, good_check, noted_check, refused_check
 from pipeline.stages.scan import glance
 from pipeline.store.cache_folder import CacheFolder
@@ -53,7 +54,7 @@ EXTRAS = {"bcif": ("biotite", "BinaryCIF files are rejected")}
 def run_checks(config_file: Path | None, sets: Sequence[str]) -> list[CheckResult]:
     """Return the findings of every check; a check that fails never hides the next one."""
     python = f"{sys.version.split()[0]} ({sys.executable})"
-    findings = [good_check("python", python), *container_checks.check_around(), *_packages()]
+    findings = [good_check("python", python), *_around(), *_packages()]
     try:
         loaded = read_config(find_config(config_file), sets)
     except PipelineError as error:
@@ -62,7 +63,7 @@ def run_checks(config_file: Path | None, sets: Sequence[str]) -> list[CheckResul
     findings.append(good_check("config", str(loaded.path)))
     before, after = configuration_checks()
     here: Checks = (("cache", _cache), ("runs", _runs), ("machine", _machine))
-    there: Checks = (("cluster", slurm_checks.check_cluster), ("container", container_checks.check_container))
+    there: Checks = (("cluster", slurm_checks.check_cluster), ("container", _container))
     return [*findings, *_found((*before, *here, *after, *there), loaded)]
 
 
@@ -94,6 +95,35 @@ def _found(checks: Checks, loaded: LoadedConfig) -> list[CheckResult]:
         except PipelineError as error:
             findings.append(failed_check(name, error))
     return findings
+
+
+def _around() -> Iterator[CheckResult]:
+    """Tell that this runs in a container, and what cannot be done from within."""
+    around = image_around()
+    if not around:
+        return
+    if shutil.which("sbatch") is None:
+        what = f"this runs in {around}, without sbatch: jobs can be neither submitted nor followed from here"
+        remedy = "type it outside; workers alone run inside by cluster.slurm.container.image"
+        yield noted_check("inside", what, remedy)
+    else:
+        yield good_check("inside", f"this runs in {around}, which has sbatch")
+
+
+def _container(loaded: LoadedConfig) -> Iterator[CheckResult]:
+    """Look at the image that workers are to run in: whether it is there, starts, and holds this version."""
+    config = loaded.config
+    if not is_contained(config):
+        return
+    container = config.cluster.slurm.container
+    try:
+        digest = digest_now(config)
+        notes = list(refuse_unfit_image(config))
+    except SubmissionRefused as error:
+        yield failed_check("container", error)
+        return
+    yield good_check("container", f"{container.runtime}: {container.image}, digest {digest}")
+    yield from (noted_check("container", note) for note in notes)
 
 
 def _packages() -> Iterator[CheckResult]:

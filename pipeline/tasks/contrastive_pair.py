@@ -30,10 +30,18 @@ from pipeline.errors import ConfigError
 from pipeline.protocol import ITEMS
 from pipeline.readers.pictures.class_names import class_names
 from pipeline.tasks.pairs.clip_names import FORMS
-from pipeline.tasks.pairs.clip_towers import ImageBatch, ImageTower, TextBatch, TextTower, crop_drawn, heads_of
-from pipeline.tasks.pairs.nearest_tables import write_nearest
-from pipeline.tasks.pairs.pair_places import found_at, pair_places
-from pipeline.tasks.pairs.row_tower import BYTES, Rows, RowTower
+from pipeline.tasks.pairs.nearest_pairs import found_at, pair_places, write_nearest
+from pipeline.tasks.pairs.pair_towers import (
+    BYTES,
+    ImageBatch,
+    ImageTower,
+    Rows,
+    RowTower,
+    TextBatch,
+    TextTower,
+    crop_drawn,
+    heads_of,
+)
 from pipeline.tasks.pairs.zero_shot import Prompts
 from pipeline.tasks.task_parts import WHERE, at_least, at_least_single, dropout_of, example_mask, padded_rows
 

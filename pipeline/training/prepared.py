@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -96,6 +98,18 @@ class Prepared:
         stretches = tuple(Stretch(**stretch) for stretch in data["stretches"])
         texts = {name: tuple(data[name]) for name in ("remedies", "skipped", "notes")}
         return cls(**{**data, "stretches": stretches, **texts})
+
+    @classmethod
+    def read(cls, path: Path) -> Prepared:
+        """Read what was written as JSON."""
+        return cls.from_json(json.loads(path.read_text()))
+
+    @classmethod
+    def read_if_known(cls, path: Path) -> Prepared | None:
+        """Read what was written as JSON; None where there is nothing whole of this version."""
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            return cls.read(path)
+        return None
 
 
 def in_bounds(

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 PACKAGE = Path(__file__).resolve().parents[2] / "pipeline"
+MOST_PARAMETERS = 8
+# One meaning each: what a process starts with.
+MEANT = {"function": {"main"}, "class": set[str](), "file": set[str]()}
 FunctionNode: TypeAlias = "ast.FunctionDef | ast.AsyncFunctionDef"
 
 
@@ -39,6 +42,12 @@ def places_of_names() -> dict[str, dict[str, list[str]]]:
     return places
 
 
+def names_with_two_meanings(kind: str) -> dict[str, list[str]]:
+    """Return the names that stand in several files and are not excused, with those files."""
+    places = places_of_names()[kind]
+    return {name: files for name, files in places.items() if len(files) > 1 and name not in MEANT[kind]}
+
+
 def functions() -> Iterator[tuple[str, FunctionNode]]:
     """Yield every function and method with where it stands."""
     for file, tree in trees().items():
@@ -52,3 +61,9 @@ def parameters(function: FunctionNode) -> int:
     arguments = function.args
     names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
     return len([name for name in names if name not in ("self", "cls")]) + bool(arguments.vararg) + bool(arguments.kwarg)
+
+
+def overlong_signatures() -> list[str]:
+    """Return where functions stand that take too much; a verb takes what people may say."""
+    many = [place for place, function in functions() if parameters(function) > MOST_PARAMETERS]
+    return [place for place in many if not place.startswith("cli/")]

@@ -7,14 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.names import PACKAGE, functions, parameters, places_of_names, trees
+from tests.house.names import (
+    MEANT,
+    PACKAGE,
+    names_with_two_meanings,
+    overlong_signatures,
+    places_of_names,
+    trees,
+)
 
 ROOT = PACKAGE.parent
-MOST_FILES, MOST_PARAMETERS = 20, 8
+MOST_FILES = 20
 FOLDERS = sorted({path.parent for path in PACKAGE.rglob("*.py")})
 OTHERS = sorted({path.parent for room in ("tests", "benchmarks") for path in (ROOT / room).rglob("*.py")})
-# One meaning each: what a process starts with.
-MEANT = {"function": {"main"}, "class": set[str](), "file": set[str]()}
 
 
 def in_root(path: Path) -> str:
@@ -36,8 +41,7 @@ def test_a_room_says_what_it_answers(folder: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["class", "function", "file"])
 def test_a_name_has_one_meaning(kind: str) -> None:
-    twice = {name: places for name, places in places_of_names()[kind].items() if len(places) > 1}
-    assert {name: places for name, places in twice.items() if name not in MEANT[kind]} == {}
+    assert names_with_two_meanings(kind) == {}
 
 
 def test_what_is_excused_is_there() -> None:
@@ -46,5 +50,4 @@ def test_what_is_excused_is_there() -> None:
 
 
 def test_no_function_takes_more_than_eight_parameters() -> None:
-    many = [place for place, function in functions() if parameters(function) > MOST_PARAMETERS]
-    assert [place for place in many if not place.startswith("cli/")] == []
+    assert overlong_signatures() == []

@@ -3,9 +3,6 @@
 - Which tasks count: of this recipe on this cluster; else of this recipe elsewhere (how memory is counted depends on
   the cluster, so never less than planned); else of other recipes of the stage
   (another encoder may need ten times as much: never less than planned, never more than twice that); else the plan.
-- Of which sizes: tasks whose largest item is within a factor of 2, where ENOUGH were measured; else all. Of
-  smaller ones the need is scaled to the size asked for, less BASE_BYTES, which a process takes before its first item;
-  never by more than LARGEST_SCALE, because beyond that nothing was measured: the plan, which knows the size, holds too.
 - Of which age: the NEWEST tasks count, because inputs, versions and nodes change.
 - How much: the 99th percentile, so that one freak in hundreds of tasks costs one retry and not everybody's memory
   (up to 99 tasks it is the largest), and a MARGIN, because peaks are sampled: the truth lies above them.
@@ -14,7 +11,7 @@
 - A task that died of memory needed more than the larger of its limit and its sampled peak (a job killed at 200 MiB
   showed 119 MiB). It is settled by a later attempt at it, or a later task at least as large, that lived with a
   higher limit and whose peak is known; then what it died at counts as one need among others. Until then at least
-  GROWTH times as much is asked for. A death of a task more than twice as large is no reason where ENOUGH alike lived.
+  GROWTH times as much is asked for.
 - Never less than FLOOR_BYTES, in whole STEP_BYTES, so that equal tasks make equal requests.
 
 The caller limits the answer to the largest node.
@@ -43,9 +40,7 @@ PERCENTILE = 99
 MARGIN_PERCENT = 20
 GROWTH = 1.5
 SAMPLED_S = 30.0
-LARGEST_SCALE = 4.0
 FLOOR_BYTES = 256 * MIB
-BASE_BYTES = 256 * MIB
 STEP_BYTES = 64 * MIB
 
 
@@ -125,16 +120,16 @@ def planned(planned_bytes: int) -> Suggestion:
     return Suggestion(_request(planned_bytes), "no task of this recipe was measured here: planned", 0)
 
 
-def suggest(past: Iterable[Past], bounds: SuggestionBounds, *, size: int, planned_bytes: int) -> Suggestion | None:
+def suggest(past: Iterable[Past], bounds: SuggestionBounds, *, planned_bytes: int) -> Suggestion | None:
     """Return the request that past tasks suggest; None where none was measured."""
     telling = [task for task in past if task.told_bytes]
     if not telling:
         return None
-    pool = _comparable(telling, size)
-    mem_bytes, why = _need(pool, bounds, size)
+    pool = _newest(telling)
+    mem_bytes, why = _need(pool, bounds)
     if mem_bytes > bounds.at_most * planned_bytes:
         mem_bytes, why = int(bounds.at_most * planned_bytes), f"{why}; no more than {bounds.at_most:g} times the plan"
-    if mem_bytes < planned_bytes and not (bounds.trusted and _enough(pool, size)):
+    if mem_bytes < planned_bytes and not (bounds.trusted and _enough(pool)):
         mem_bytes, why = planned_bytes, f"{why}; too little is known to go below the plan"
     if mem_bytes < FLOOR_BYTES:
         why = f"{why}; never below {format_bytes(FLOOR_BYTES)}"
@@ -147,17 +142,6 @@ def pace(past: Iterable[Past]) -> float | None:
     return median(task.items / task.elapsed_s for task in _newest(done)) if done else None
 
 
-def _comparable(past: Sequence[Past], size: int) -> list[Past]:
-    """Return the newest tasks of about this size, or of every size where those are few."""
-    near = _newest(task for task in past if _near(task, size))
-    return near if size and _enough(near, size) else _newest(past)
-
-
-def _near(task: Past, size: int) -> bool:
-    """Tell whether a task was about as large; smaller ones that died count, too."""
-    return task.size <= 2 * size and (task.killed or not task.size or 2 * task.size >= size)
-
-
 def _newest(past: Iterable[Past]) -> list[Past]:
     return nlargest(NEWEST, past, key=_order)
 
@@ -167,19 +151,18 @@ def _order(task: Past) -> tuple[float | str, ...]:
     return task.at, task.run, task.task, task.attempt, *own  # the rest only for one that was told twice
 
 
-def _enough(pool: Iterable[Past], size: int) -> bool:
+def _enough(pool: Iterable[Past]) -> bool:
     """Tell whether the pool may overrule the plan."""
-    sound = [task for task in pool if task.lived and task.elapsed_s >= SAMPLED_S]
-    return sum(not task.size or 2 * task.size >= size for task in sound) >= ENOUGH
+    return sum(task.lived and task.elapsed_s >= SAMPLED_S for task in pool) >= ENOUGH
 
 
-def _need(pool: Sequence[Past], bounds: SuggestionBounds, size: int) -> tuple[int, str]:
+def _need(pool: Sequence[Past], bounds: SuggestionBounds) -> tuple[int, str]:
     """Return the need and its reason: the larger of what surviving tasks used and what killed ones must get."""
     living = [task for task in pool if task.lived]
     open_deaths = [task for task in pool if task.killed and not _settled(task, living)]
     unsettled = set(open_deaths)
     known = living + [task for task in pool if task.killed and task not in unsettled]
-    needs = [_from_peaks(known, bounds, size)] if known else []
+    needs = [_from_peaks(known, bounds)] if known else []
     needs += [_from_deaths(open_deaths, bounds)] if open_deaths else []
     return max(needs, key=itemgetter(0))
 
@@ -197,8 +180,8 @@ def _outlives(task: Past, death: Past) -> bool:
     return task.at > death.at and task.size >= death.size > 0
 
 
-def _from_peaks(known: Sequence[Past], bounds: SuggestionBounds, size: int) -> tuple[int, str]:
-    needs = sorted(_scaled(task, size) for task in known)
+def _from_peaks(known: Sequence[Past], bounds: SuggestionBounds) -> tuple[int, str]:
+    needs = sorted(task.told_bytes for task in known)
     at_percentile = needs[ceil(len(needs) * PERCENTILE / 100) - 1]
     tasks = f"{_counted(_tasks(known))}{bounds.whose}"
     why = f"from {tasks}: {PERCENTILE}th percentile {format_bytes(at_percentile)} + {MARGIN_PERCENT}%"
@@ -214,12 +197,6 @@ def _from_deaths(deaths: Sequence[Past], bounds: SuggestionBounds) -> tuple[int,
     return ceil(limit * GROWTH), why
 
 
-def _scaled(task: Past, size: int) -> int:
-    """Return what the task would have needed with a largest item of this size."""
-    scale = min(size / task.size, LARGEST_SCALE) if 0 < task.size < size else 1.0
-    return task.told_bytes + max(0, ceil((task.told_bytes - BASE_BYTES) * (scale - 1)))
-
-
 def _request(mem_bytes: int) -> int:
     return ceil(max(mem_bytes, FLOOR_BYTES) / STEP_BYTES) * STEP_BYTES
 
@@ -232,7 +209,7 @@ def _counted(tasks: int) -> str:
     return "1 task" if tasks == 1 else f"{tasks} tasks"
 
 
-_LOOKED_AT = 5 * NEWEST  # among which those of about the right size are picked
+_LOOKED_AT = 5 * NEWEST  # of which some are told twice, and some tell nothing
 _BOUNDS = {  # by whether tasks are of the same recipe and on the same cluster, the most telling first
     (True, True): SuggestionBounds(),
     (True, False): SuggestionBounds(" on other clusters", trusted=False),
@@ -251,14 +228,14 @@ class Profiles:
         """Store attempts that succeeded or ran out of memory; return False where the folder cannot be written."""
         return self._files.append(run, writer, measured)
 
-    def suggest(self, stage: str, recipe: str, cluster: str, *, size: int = 0, planned_bytes: int) -> Suggestion:
-        """Return how much memory to request; `size` is the largest item, 0 if unknown."""
+    def suggest(self, stage: str, recipe: str, cluster: str, *, planned_bytes: int) -> Suggestion:
+        """Return how much memory to request."""
         for (same_recipe, same_cluster), bounds in _BOUNDS.items():
             having, lacking = {"stage": stage}, dict[str, str]()
             (having if same_recipe else lacking)["recipe"] = recipe
             (having if same_cluster else lacking)["cluster"] = cluster
             past = self._past(having, lacking, _LOOKED_AT if bounds.trusted else NEWEST)
-            suggestion = suggest(past, bounds, size=size, planned_bytes=planned_bytes)
+            suggestion = suggest(past, bounds, planned_bytes=planned_bytes)
             if suggestion is not None:
                 return suggestion
         return planned(planned_bytes)

@@ -47,10 +47,6 @@ class Configuration:
     parts: tuple[MemoryPart, ...]
     fits: Mapping[str, bool]  # by card
 
-    @property
-    def effective(self) -> int:
-        return self.items * self.accumulation
-
 
 def compare_configurations(
     oracle: Oracle,

@@ -244,22 +244,17 @@ def admitted(costs: Sequence[int], budget: int, *, padded: bool = False) -> list
     return _packed(costs, low, padded=padded)
 
 
-def halved(costs: Sequence[int], *, padded: bool = False) -> list[slice]:
+def halved(costs: Sequence[int]) -> list[slice]:
     """Return two consecutive slices, split so that the costlier costs least; a single item gives one slice."""
     count = len(costs)
     if count < 2:
         return [slice(0, count)]
 
     def worse(at: int) -> int:
-        return max(cost_of(costs[:at], padded=padded), cost_of(costs[at:], padded=padded))
+        return max(sum(costs[:at]), sum(costs[at:]))
 
     middle = min(range(1, count), key=lambda at: (worse(at), abs(2 * at - count)))
     return [slice(0, middle), slice(middle, count)]
-
-
-def cost_of(costs: Sequence[int], *, padded: bool = False) -> int:
-    """Return the cost of items together: their sum, or their number times the largest where they are padded."""
-    return len(costs) * max(costs, default=0) if padded else sum(costs)
 
 
 def _packed(costs: Sequence[int], budget: int, *, padded: bool) -> list[slice]:

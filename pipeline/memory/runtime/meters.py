@@ -12,21 +12,19 @@ import resource
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from pipeline.device.cgroups import CGROUPS, NO_LIMIT, PROC, memory_cgroups
 from pipeline.device.kinds import CARD, CPU
 from pipeline.memory.hardware.gpus import known_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from pathlib import Path
 
-PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 RESET_PEAK = "5"  # man 5 proc_pid_clear_refs: VmHWM becomes VmRSS
 NEAR = 0.95  # of its limit is near it
 RSS_IS_MEANT = "the peak is that of the process's resident memory: live tensors, and what malloc and libraries keep"
 NO_RESET = "the peak of the process could not be reset: it may be older than the step"
-_NO_LIMIT = 1 << 60  # cgroup v1 writes a number of about 2^63 where there is no limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +229,7 @@ class HostMeter:
     def __init__(self, *, limit_bytes: int | None = None, proc: Path = PROC, cgroups: Path = CGROUPS) -> None:
         """Find the cgroups; `limit_bytes` is a further limit on this process alone."""
         self._limit_bytes, self._proc = limit_bytes, proc
-        self._groups = [folder for folder in _folders(proc, cgroups) if _of_group(folder) is not None]
+        self._groups = [folder for folder in memory_cgroups(proc, cgroups) if _of_group(folder) is not None]
 
     def read(self) -> Host:
         hosts = [host for folder in self._groups if (host := _of_group(folder)) is not None]
@@ -252,21 +250,10 @@ def _of_group(folder: Path) -> Host | None:
     """Return use and limit of a cgroup, read anew since limits may change; None where there is no limit."""
     for usage, limit, cached in _FILES:
         used_bytes, limit_bytes = _number(folder / usage), _number(folder / limit)  # "max" where there is none
-        if used_bytes is not None and limit_bytes is not None and limit_bytes < _NO_LIMIT:
+        if used_bytes is not None and limit_bytes is not None and limit_bytes < NO_LIMIT:
             cached_bytes = sum(_line(folder / "memory.stat", name, " ") or 0 for name in cached)
             return Host(max(0, used_bytes - cached_bytes), limit_bytes)
     return None
-
-
-def _folders(proc: Path, cgroups: Path) -> Iterator[Path]:
-    """Yield the memory cgroup of this process and those above it, in both versions; some may not be mounted here."""
-    with suppress(OSError):
-        for line in (proc / "self" / "cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if "memory" in controllers.split(",") or not controllers:
-                root = cgroups / controllers
-                own = root / path.lstrip("/")
-                yield from (own, *(folder for folder in own.parents if folder.is_relative_to(root)))
 
 
 def _status(proc: Path, name: str) -> int:

@@ -13,9 +13,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 STEPS = (1, 2, 2.5, 5, 10)
+WHOLE_TICKS = 6  # about so many on an axis over whole numbers
 KILO = 1024
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-MINUTE_S, HOUR_S, DAY_S = 60, 3600, 86400
+DAY_S = 86400
 TIME_STEPS_S = (
     0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400,
     2 * 86400, 5 * 86400, 10 * 86400, 30 * 86400,
@@ -92,10 +93,10 @@ def byte_axis(high: float, *, most: int = 5) -> Axis:
     return Axis(0, axis.high * scale, tuple((value * scale, label) for value, label in axis.ticks), UNITS[power])
 
 
-def whole_axis(low: float, high: float, unit: str = "", *, most: int = 6) -> Axis:
+def whole_axis(low: float, high: float, unit: str = "") -> Axis:
     """Return an axis over whole numbers that ends exactly at the given range."""
     low, high = (low, high) if high > low else (low - 1, high + 1)
-    step = max(1, math.ceil(_round_step((high - low) / most)))
+    step = max(1, math.ceil(_round_step((high - low) / WHOLE_TICKS)))
     first = math.ceil(low / step) * step
     ticks = [(value, f"{value:,}") for value in range(int(first), int(high) + 1, int(step))]
     return Axis(low, high, tuple(ticks), unit)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from pipeline.stages.train import Items
 
 NAME_DIGITS = 8
+FEW_ITEMS = 3  # that a task is tried with
 # What decides the numbers that come out; what only decides speed, memory or how it is told, is not there.
 DECISIVE = (
     "task", "options", "split", "effective_batch", "batching", "seed", "optimizer", "learning_rate", "weight_decay",
@@ -63,7 +63,7 @@ def prepare(project: Project) -> Prepared | None:
 def _remembered_or_planned(project: Project, key: str, table: str) -> Prepared:
     """Return the plan of that key; make it, and write it down, where there is none."""
     path = project.config.cluster.runs / PLANS / f"{key}.json"
-    prepared = _remembered(path)
+    prepared = Prepared.read_if_known(path)
     if prepared is None:
         prepared = _planned(project, table)
         with writing_run(path):
@@ -88,13 +88,6 @@ def _table_to_train_on(project: Project) -> str | None:
     """Return the key of the table of items; None while graphs, or files that the task reads, are not there."""
     table = made_table(project)
     return table if table is not None and all(path.exists() for path in code_of(project).reads) else None
-
-
-def _remembered(path: Path) -> Prepared | None:
-    """Read a plan; None where there is none of this version."""
-    with suppress(OSError, ValueError, TypeError, KeyError):
-        return Prepared.from_json(json.loads(path.read_text()))
-    return None
 
 
 def _plan_key(project: Project, table: str) -> str:
@@ -354,7 +347,7 @@ def size_names(project: Project) -> list[str]:
     return list(first.table.sizes)
 
 
-def some_items(project: Project, most: int = 3) -> list[Any]:
+def some_items(project: Project) -> list[Any]:
     """Return a few small items as a task gets them; none while their graphs are not there."""
     from pipeline.training.items.loader import Loader
     from pipeline.training.sampling.epoch_order import SamplerSettings
@@ -365,7 +358,7 @@ def some_items(project: Project, most: int = 3) -> list[Any]:
         return []
     table = items_of(project, key, None)
     by = "nodes" if "nodes" in table.sizes else NUMBERS
-    table = table.take(np.argsort(table.sizes[by], kind="stable")[:most])
+    table = table.take(np.argsort(table.sizes[by], kind="stable")[:FEW_ITEMS])
     sampler = Sampler(table.sizes, SamplerSettings(batch=len(table), by=(by,)))
     try:
         loader = Loader(source_of(project, table), rows_of(project), sampler, slots=2, threads=1, pin=False)

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from pipeline.project.project import Project
 
 SWEEP, FILE = "--sweep", "--sweep-file"
-POINTS = "train.sweep.points"
 MOST, LISTED = 1000, 10  # points of a run, and of an error
 SWEPT = {  # of section `train`: what makes another training of it
     *DECISIVE, "schedule", "epochs", "precision", "pretrained", "pretrained_as", "pretrained_map", "pretrained_entry",
@@ -313,11 +312,11 @@ def named_points(name: str, names: Sequence[str], where: str = "--point") -> lis
     return found
 
 
-def named_point(name: str, names: Sequence[str], where: str = "--point") -> int:
+def named_point(name: str, names: Sequence[str]) -> int:
     """Return the number of the point of that name, or of the only one that has all of its settings."""
-    found = named_points(name, names, where)
+    found = named_points(name, names)
     if len(found) > 1:
-        raise _unnamed(f"{len(found)} points have {name!r}", [names[number] for number in found], where)
+        raise _unnamed(f"{len(found)} points have {name!r}", [names[number] for number in found], "--point")
     return found[0]
 
 

@@ -149,7 +149,7 @@ def _read(path: Path, checkpoint: str) -> TrainedModel:
             card = read_export(path)
             prepared, settings = Prepared.from_json(card["prepared"]), json.dumps(card["settings"])
         else:
-            prepared = Prepared.from_json(json.loads(folder.prepared.read_text()))
+            prepared = Prepared.read(folder.prepared)
             settings = folder.settings.read_text() if folder.settings.is_file() else ""
     except (OSError, ValueError, TypeError, KeyError) as error:
         problem = f"this is no model's folder of this version: {type(error).__name__}: {error}"

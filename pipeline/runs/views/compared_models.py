@@ -53,7 +53,7 @@ def read_model(path: Path, point: str = "") -> ComparedModel:
     """Return what is known of a training by its folder; raise ConfigError where it is none."""
     made = ModelFolder(path)
     try:
-        prepared = Prepared.from_json(json.loads(made.prepared.read_text()))
+        prepared = Prepared.read(made.prepared)
     except (OSError, ValueError, TypeError, KeyError) as error:
         what = f"this is no folder of a training ({type(error).__name__}: {error})"
         raise ConfigError(what, where=str(path), remedy="pipeline model list   (or the name of a run)") from error

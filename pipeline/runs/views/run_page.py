@@ -7,12 +7,10 @@ depends on it. Whatever cannot be told becomes a note on the page.
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import os
 import re
 import time
-from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -190,8 +188,8 @@ _BUNDLE = re.compile(r"step-(?P<step>\d{8,})-(?P<kind>[a-z]+)-rank-(?P<rank>\d+)
 
 
 def training_facts(folder: RunFolder, config: Config, stage: StageStatus | None) -> TrainingFacts | None:
-    """Return what is known of the training of a run; None where it has no plan."""
-    prepared = training_plan_of(folder)
+    """Return what is known of the training of a run; None where it has no plan that this version can read."""
+    prepared = Prepared.read_if_known(folder.plan(TRAIN))
     if prepared is None:
         return None
     made = ModelFolder(config.train.models / prepared.name)
@@ -213,13 +211,6 @@ def training_facts(folder: RunFolder, config: Config, stage: StageStatus | None)
         bundles=[RecordedStep(int(match["step"]), match["kind"], int(match["rank"])) for match in bundles[-BUNDLES:]],
         more_bundles=max(0, len(bundles) - BUNDLES),
     )
-
-
-def training_plan_of(folder: RunFolder) -> Prepared | None:
-    """Return the plan that a run's training follows, if it has one that this version can read."""
-    with suppress(OSError, ValueError, TypeError, KeyError):
-        return Prepared.from_json(json.loads(folder.plan(TRAIN).read_text()))
-    return None
 
 
 def _names(records: Iterable[Mapping[str, Any]]) -> list[str]:

@@ -163,10 +163,10 @@ def starts_on_node(config: Config, stage: str) -> int:
     return 1 if is_script(config, stage) and script_of(config).launches else resources.ranks_per_node
 
 
-def first_words(project: Project, shrink: int = 0) -> list[str]:
-    """Return the command line of the first process, after GPU memory ran out so many times."""
+def first_words(project: Project) -> list[str]:
+    """Return the command line of the first process of a first attempt."""
     config = project.config
-    micro, accumulation = batches_of(config, shrink)
+    micro, accumulation = batches_of(config, 0)
     values = values_of(config, RankPlace(0, 1), micro, accumulation, RunFolder(config.cluster.runs / "RUN"))
     return process_words(script_of(config), values)
 

@@ -127,12 +127,12 @@ class TrainStage(Stage):
 
     def work(self, project: Project, folder: RunFolder, task: int, tell: TaskContext) -> Outcomes:
         """Train, as one of the ranks."""
-        prepared = Prepared.from_json(json.loads(folder.plan(self.name).read_text()))
+        prepared = Prepared.read(folder.plan(self.name))
         yield from train_there(project, folder, prepared, tell, read_shard(folder, self.name, task).start)
 
     def judge(self, project: Project, folder: RunFolder, patience_s: float) -> Trained:  # noqa: ARG002
         """Return the result of the training, by its newest intact checkpoint, every byte of which is read."""
-        judged = trained_so_far(project, Prepared.from_json(json.loads(folder.plan(self.name).read_text())))
+        judged = trained_so_far(project, Prepared.read(folder.plan(self.name)))
         judged.damaged = len(damaged_items(folder))
         return judged
 

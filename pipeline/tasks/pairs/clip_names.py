@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pipeline.errors import PipelineError, WeightsUnusable
-from pipeline.tasks.pairs.clip_towers import heads_of
+from pipeline.tasks.pairs.pair_towers import heads_of
 from pipeline.training.checkpoints.published_names import NameTable, renamed
 from pipeline.training.checkpoints.trained_weights import stored_weights
 

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from pipeline.errors import ConfigError
 from pipeline.readers.pictures.byte_pairs import BytePairs, TooLong
-from pipeline.tasks.pairs.clip_towers import TextBatch
+from pipeline.tasks.pairs.pair_towers import TextBatch
 from pipeline.tasks.task_parts import WHERE, at_least_single, padded_rows
 
 if TYPE_CHECKING:

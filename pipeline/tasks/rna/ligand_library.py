@@ -70,13 +70,9 @@ class LigandEmbeddings:
             raise ConfigError(
                 problem, where="train.options.output_dim", remedy=f"--set train.options.output_dim={stored.size}"
             )
-        vector_D = stored.reshape(width).astype(np.float32)
-        if not np.isfinite(vector_D).all():
-            problem = f"the target of {key} in {self.path} has numbers that are not finite"
-            raise DataError(
-                problem, where=f"{WHERE}.targets", remedy="make it anew, or leave it out with targets_missing: skip"
-            )
-        return vector_D
+        problem = f"the target of {key} in {self.path} has numbers that are not finite"
+        remedy = "make it anew, or leave it out with targets_missing: skip"
+        return _finite(stored.reshape(width), DataError(problem, where=f"{WHERE}.targets", remedy=remedy))
 
     def stored(self, key: str) -> NDArray[Any] | None:
         """Return what the file has of a key, as it is there."""
@@ -113,11 +109,16 @@ def sequence_vector(path: Path, name: str, width: int) -> Floats:
             f"--set {WHERE}.sequence_dim={stored.shape[-1] if stored.shape else 0}   (rows: export with --pool mean)"
         )
         raise ConfigError(problem, where=f"{WHERE}.sequence_dim", remedy=remedy)
-    if not np.isfinite(stored).all():
-        problem = f"what {path} has of {name} is not finite"
-        raise DataError(problem, where=f"{WHERE}.sequences", remedy="make it anew")
-    vector_S: Floats = stored.astype(np.float32)
-    return vector_S
+    problem = f"what {path} has of {name} is not finite"
+    return _finite(stored, DataError(problem, where=f"{WHERE}.sequences", remedy="make it anew"))
+
+
+def _finite(stored: NDArray[Any], otherwise: DataError) -> Floats:
+    """Return numbers in single precision; raise where one is not finite there."""
+    vector: Floats = stored.astype(np.float32)
+    if not np.isfinite(vector).all():
+        raise otherwise
+    return vector
 
 
 class Measure(NamedTuple):

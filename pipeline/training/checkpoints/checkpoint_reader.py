@@ -153,11 +153,6 @@ class LoadedCheckpoint:
         self._state = TensorFile(disk, path / STATE, manifest.files[STATE])
 
     @property
-    def is_finished(self) -> bool:
-        """Whether training ended with it."""
-        return self.data.get("finished") is True
-
-    @property
     def is_divided(self) -> bool:
         """Whether ranks have written shards of tensors, which `sharded_checkpoint.assembled` reads."""
         return any("parts" in data for data in self._manifest.ranks)

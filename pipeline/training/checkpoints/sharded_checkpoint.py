@@ -62,9 +62,9 @@ def divided(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str,
     return whole, parts, {PARTS: places} if places else {}
 
 
-def assembled(loaded: LoadedCheckpoint, disk: Disk | None = None) -> Assembled:
+def assembled(loaded: LoadedCheckpoint) -> Assembled:
     """Reopen a checkpoint so that its tensors are read from all ranks' files, for any sharding of the targets."""
-    disk = disk or Disk()
+    disk = Disk()
     return Assembled(disk, loaded.path, checkpoint_reader.read_manifest(disk, loaded.path))
 
 

@@ -100,10 +100,10 @@ def model_state(model: nn.Module) -> dict[str, Tensor]:
     return state
 
 
-def model_targets(model: nn.Module, specs: Mapping[str, TensorSpec], *, averages: bool = True) -> dict[str, Tensor]:
-    """Return a model's tensors by the checkpoint's names for them: of moving averages, if wanted and there."""
+def model_targets(model: nn.Module, specs: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
+    """Return a model's tensors by the checkpoint's names for them: of moving averages where it has them."""
     state = model_state(model)
-    averaged = {name for name in state if averages and f"ema.{name}" in specs}
+    averaged = {name for name in state if f"ema.{name}" in specs}
     return {f"ema.{name}" if name in averaged else f"model.{name}": tensor for name, tensor in state.items()}
 
 

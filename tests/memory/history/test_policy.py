@@ -21,10 +21,8 @@ from pipeline.memory.history.task_history import (
 from tests.memory.history.tasks import GIB, MIB, past
 
 
-def ask(
-    tasks: list[Past], *, size: int = 0, planned_bytes: int = GIB, bounds: SuggestionBounds | None = None
-) -> Suggestion:
-    suggestion = suggest(tasks, bounds or SuggestionBounds(), size=size, planned_bytes=planned_bytes)
+def ask(tasks: list[Past], *, planned_bytes: int = GIB, bounds: SuggestionBounds | None = None) -> Suggestion:
+    suggestion = suggest(tasks, bounds or SuggestionBounds(), planned_bytes=planned_bytes)
     assert suggestion is not None
     return suggestion
 
@@ -61,7 +59,7 @@ def test_a_kill_counts_with_its_limit_although_its_sampled_peak_is_lower() -> No
 def test_a_kill_whose_limit_nobody_knows_counts_with_its_peak() -> None:
     kill = past(killed=True, asked_bytes=None, peak_bytes=2 * GIB)
     assert ask([kill]).mem_bytes == 3 * GIB
-    assert suggest([replace(kill, peak_bytes=None)], SuggestionBounds(), size=0, planned_bytes=GIB) is None
+    assert suggest([replace(kill, peak_bytes=None)], SuggestionBounds(), planned_bytes=GIB) is None
 
 
 def test_a_kill_that_a_later_attempt_outlived_is_one_need_among_others() -> None:
@@ -86,31 +84,6 @@ def test_a_kill_is_not_settled_by_less_memory_nor_by_a_smaller_task_nor_by_an_un
     assert ask([replace(kill, attempt=3), after]).mem_bytes == 3 * GIB
 
 
-def test_tasks_of_about_the_same_size_count_before_all_others() -> None:
-    large = [past(task, size=10_000, peak_bytes=20 * GIB) for task in range(50)]
-    small = [past(task, run="b", size=1_000, peak_bytes=300 * MIB) for task in range(5)]
-    assert ask([*large, *small], size=1_000).mem_bytes == 384 * MIB
-    assert ask([*large, *small], size=9_000).mem_bytes == 24 * GIB
-    assert ask([*large, *small[:4]], size=1_000).mem_bytes == 24 * GIB
-
-
-def test_the_death_of_a_much_larger_task_is_no_reason_where_enough_alike_lived() -> None:
-    death = past(9, run="b", killed=True, size=10_000, asked_bytes=64 * GIB)
-    alike = [past(task, size=1_000) for task in range(5)]
-    assert ask([death, *alike], size=1_000).mem_bytes == 640 * MIB
-    assert ask([death, *alike], size=0).mem_bytes == 96 * GIB
-
-
-def test_a_smaller_task_is_scaled_to_the_size_but_not_what_every_process_takes() -> None:
-    tasks = [past(task, size=600, peak_bytes=512 * MIB) for task in range(5)]
-    assert ask(tasks, size=900).why == "from 5 tasks: 99th percentile 640 MiB + 20%"
-
-
-def test_far_larger_sizes_than_were_measured_never_go_below_the_plan() -> None:
-    tasks = [past(task, size=10, peak_bytes=300 * MIB) for task in range(50)]
-    assert ask(tasks, size=1_000, planned_bytes=8 * GIB).mem_bytes == 8 * GIB
-
-
 def test_only_the_newest_tasks_count() -> None:
     old = [past(task, run="old", peak_bytes=9 * GIB, at=float(task)) for task in range(50)]
     new = [past(task) for task in range(NEWEST)]
@@ -127,8 +100,8 @@ def test_other_recipes_neither_go_below_the_plan_nor_far_above_it() -> None:
 
 
 def test_without_measurements_the_plan_is_asked_for_in_whole_steps() -> None:
-    assert suggest([], SuggestionBounds(), size=0, planned_bytes=GIB) is None
-    assert suggest([past(peak_bytes=None)], SuggestionBounds(), size=0, planned_bytes=GIB) is None
+    assert suggest([], SuggestionBounds(), planned_bytes=GIB) is None
+    assert suggest([past(peak_bytes=None)], SuggestionBounds(), planned_bytes=GIB) is None
     assert planned(GIB + 1).mem_bytes == GIB + 64 * MIB
     assert planned(1).mem_bytes == 256 * MIB
 
@@ -167,24 +140,20 @@ TASKS = st.lists(
 )
 
 
-@given(TASKS, SIZES, BYTES, st.data())
-def test_a_larger_peak_never_lowers_the_suggestion(
-    tasks: list[Past], size: int, plan: int, data: st.DataObject
-) -> None:
+@given(TASKS, BYTES, st.data())
+def test_a_larger_peak_never_lowers_the_suggestion(tasks: list[Past], plan: int, data: st.DataObject) -> None:
     chosen = data.draw(st.integers(0, len(tasks) - 1))
-    before = suggest(tasks, SuggestionBounds(), size=size, planned_bytes=plan)
+    before = suggest(tasks, SuggestionBounds(), planned_bytes=plan)
     if before is None or tasks[chosen].peak_bytes is None:
         return
     more = tasks[chosen].peak_bytes + data.draw(BYTES)
-    after = ask(
-        [*tasks[:chosen], replace(tasks[chosen], peak_bytes=more), *tasks[chosen + 1 :]], size=size, planned_bytes=plan
-    )
+    after = ask([*tasks[:chosen], replace(tasks[chosen], peak_bytes=more), *tasks[chosen + 1 :]], planned_bytes=plan)
     assert after.mem_bytes >= before.mem_bytes
 
 
 @given(TASKS, BYTES)
 def test_never_at_or_below_a_limit_that_killed_while_nothing_later_lived(tasks: list[Past], plan: int) -> None:
-    suggestion = suggest(tasks, SuggestionBounds(), size=0, planned_bytes=plan)
+    suggestion = suggest(tasks, SuggestionBounds(), planned_bytes=plan)
     for kill in tasks:
         if not kill.killed or kill.asked_bytes is None:
             continue
@@ -194,19 +163,19 @@ def test_never_at_or_below_a_limit_that_killed_while_nothing_later_lived(tasks: 
             assert suggestion.mem_bytes > kill.asked_bytes
 
 
-@given(TASKS, SIZES, BYTES, st.randoms(use_true_random=False))
-def test_the_order_of_records_does_not_matter(tasks: list[Past], size: int, plan: int, random) -> None:
+@given(TASKS, BYTES, st.randoms(use_true_random=False))
+def test_the_order_of_records_does_not_matter(tasks: list[Past], plan: int, random) -> None:
     shuffled = random.sample(tasks, len(tasks))
-    one, other = (suggest(order, SuggestionBounds(), size=size, planned_bytes=plan) for order in (tasks, shuffled))
+    one, other = (suggest(order, SuggestionBounds(), planned_bytes=plan) for order in (tasks, shuffled))
     assert one == other
     assert pace(tasks) == pace(shuffled)
 
 
-@given(TASKS, SIZES, BYTES, st.sampled_from([1.0, 2.0, float("inf")]))
+@given(TASKS, BYTES, st.sampled_from([1.0, 2.0, float("inf")]))
 def test_every_suggestion_is_whole_steps_above_the_floor_and_within_its_bounds(
-    tasks: list[Past], size: int, plan: int, at_most: float
+    tasks: list[Past], plan: int, at_most: float
 ) -> None:
-    suggestion = suggest(tasks, SuggestionBounds(trusted=False, at_most=at_most), size=size, planned_bytes=plan)
+    suggestion = suggest(tasks, SuggestionBounds(trusted=False, at_most=at_most), planned_bytes=plan)
     if suggestion is not None:
         assert suggestion.mem_bytes % STEP_BYTES == 0
         assert suggestion.mem_bytes >= max(FLOOR_BYTES, plan)

@@ -27,8 +27,8 @@ for number in range(20):
 """
 
 
-def ask(folder: Path, recipe: str = "ab12", cluster: str = "north", size: int = 0) -> Suggestion:
-    return Profiles(folder).suggest("embed", recipe, cluster, size=size, planned_bytes=GIB)
+def ask(folder: Path, recipe: str = "ab12", cluster: str = "north") -> Suggestion:
+    return Profiles(folder).suggest("embed", recipe, cluster, planned_bytes=GIB)
 
 
 def remember(folder: Path, tasks: range, writer: str = "supervisor", run: str = "run") -> None:
@@ -60,13 +60,6 @@ def test_the_same_recipe_elsewhere_counts_before_other_recipes_here(tmp_path: Pa
     assert "from 9 tasks of other recipes: 99th percentile 3.0 GiB" in ask(tmp_path, recipe="other").why
     assert profiles.suggest("graph", "ab12", "north", planned_bytes=GIB).tasks == 0
     assert profiles.pace("embed", "ab12", "north") is None
-
-
-def test_sizes_are_looked_for_beyond_the_newest_tasks_that_count(tmp_path: Path) -> None:
-    profiles = Profiles(tmp_path)
-    profiles.record("a", "w", [measured(task, size=5000, peak_bytes=8 * GIB) for task in range(9)])
-    profiles.record("b", "w", [measured(task, size=50, at=9000.0 + task) for task in range(300)])
-    assert ask(tmp_path, size=5000).mem_bytes == 9856 * MIB
 
 
 def test_a_task_told_twice_counts_once_and_with_its_larger_peak(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from pipeline.tasks.contrastive_pair import ContrastivePair
 from pipeline.tasks.pairs.clip_names import CLIP, FORMS, options_of
-from pipeline.tasks.pairs.clip_towers import TextBatch
+from pipeline.tasks.pairs.pair_towers import TextBatch
 
 FOLDER = Path(__file__).resolve().parents[4] / "shared" / "originals" / "clip"
 FILES = FOLDER / "files"

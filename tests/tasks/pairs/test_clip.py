@@ -10,7 +10,7 @@ import torch
 from pipeline.errors import ConfigError, DataError, WeightsUnusable
 from pipeline.tasks.contrastive_pair import ContrastivePair
 from pipeline.tasks.pairs.clip_names import CLIP, CLIP_TRANSFORMERS, FORMS, main, options_of
-from pipeline.tasks.pairs.clip_towers import TextBatch
+from pipeline.tasks.pairs.pair_towers import TextBatch
 from pipeline.training.checkpoints.trained_weights import load_pretrained, stored_weights
 from tests.tasks.pairs.original import (
     FOLDER,

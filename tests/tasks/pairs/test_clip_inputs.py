@@ -10,7 +10,7 @@ import torch
 
 from pipeline.readers.captions import Captions
 from pipeline.readers.pictures.byte_pairs import BytePairs, TooLong
-from pipeline.tasks.pairs.clip_towers import ImageBatch
+from pipeline.tasks.pairs.pair_towers import ImageBatch
 from tests.tasks.pairs.original import FILES, MERGES, model_with, needs_original, off, stored, task, told
 from tests.tasks.reader_items import batch_of
 

@@ -16,7 +16,7 @@ from pipeline.memory.footprint import MemoryChoice, live_peak_bytes
 from pipeline.protocol import ITEMS, Publishes, ReadsFiles
 from pipeline.runs.model.task_contract import breaches
 from pipeline.tasks.pairs import zero_shot
-from pipeline.tasks.pairs.clip_towers import cropped
+from pipeline.tasks.pairs.pair_towers import cropped
 from pipeline.training.step.contrastive import make_step
 from pipeline.training.step.optimizers import StepSettings
 from tests.limited import device

@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from pipeline.tasks.denovo_recursive import DenovoBatch, DenovoRecursive
-from pipeline.tasks.peptides.peptrm_names import FORM
-from pipeline.tasks.peptides.recursive_network import SpectrumInput
+from pipeline.tasks.peptides.recursive_network import FORM, SpectrumInput
 
 FOLDER = Path(__file__).resolve().parents[4] / "shared" / "originals" / "peptrm"
 TASK = DenovoRecursive(

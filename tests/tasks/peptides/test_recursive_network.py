@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from pipeline.tasks.denovo_recursive import DenovoRecursive
-from pipeline.tasks.peptides.peptrm_names import COMPILED, COMPILED_FORM, FORM
+from pipeline.tasks.peptides.recursive_network import COMPILED, COMPILED_FORM, FORM
 from tests.tasks.peptides.original import FOLDER, TASK, needs_original, network, off, spectra, stored, told
 
 CLOSE = 1e-4

@@ -349,14 +349,6 @@ def test_only_what_checkpoints_are_made_of_is_removed(tmp_path):
     assert "left behind" in said[0]
 
 
-def test_the_last_of_a_training_is_known_as_such(tmp_path):
-    made = checkpoints(tmp_path)
-    made.save(State(data={"finished": True}), 1)
-    assert made.newest().is_finished
-    made.save(State(), 2)
-    assert not made.newest().is_finished
-
-
 def test_dead_runs_leftovers_are_swept_and_nobody_elses(tmp_path):
     mine, other = new_token("run.7"), new_token("run.8")
     folders = {

@@ -1,4 +1,7 @@
-"""CLIP's two transformers: a vision transformer over an image's patches, and a causal one over a text's tokens.
+"""Transformers that embed a side of a pair: CLIP's, of images and of texts, and a plain one of rows.
+
+CLIP has a vision transformer over an image's patches, and a causal one over a text's tokens. Rows are the bytes of a
+text or sequence, or vectors of any kind.
 
 Shapes: B items, H × W pixels, C channels, L positions, D features of a position, K shared features of both sides.
 """
@@ -12,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from pipeline.tasks.task_parts import at_least_single
+from pipeline.tasks.task_parts import AttentionLayer, at_least_single
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,6 +26,8 @@ SPREAD = (0.26862954, 0.26130258, 0.27577711)
 TOKEN_SPREAD, PLACE_SPREAD = 0.02, 0.01  # of what a fresh model begins with
 INNER = 4  # how much wider a layer is within
 SHARP = 1.702
+BYTES = 256
+ROW_SPREAD = 0.02  # of what a fresh tower of rows learns for places
 
 
 class ImageBatch(NamedTuple):
@@ -181,3 +186,36 @@ def crop_drawn(least: float, rng: np.random.Generator) -> Tensor:
     height, width = min(1.0, side * bend), min(1.0, side / bend)
     drawn = (height, width, (2 * down - 1) * (1 - height), (2 * right - 1) * (1 - width))
     return torch.tensor(drawn, dtype=torch.float32)
+
+
+class Rows(NamedTuple):
+    """One side of a batch's items, padded."""
+
+    values: Tensor  # [B, L] bytes, or vectors [B, L, D]
+    real_BL: Tensor | None  # which are real, the class token first; None: all are
+
+
+class RowTower(nn.Module):
+    """A transformer that embeds one side of an item as a vector of length 1."""
+
+    def __init__(
+        self, dim: int, most: int, width: int, layers: int, heads: int, inner: int, out: int, *, dropout: float
+    ) -> None:
+        """Take the numbers of a vector, 0 for bytes, and the sizes of the transformer."""
+        super().__init__()
+        self.embed = nn.Linear(dim, width) if dim else nn.Embedding(BYTES, width)
+        self.whole_D = nn.Parameter(ROW_SPREAD * torch.randn(width))  # the class token, whose output embeds the item
+        self.place_LD = nn.Parameter(ROW_SPREAD * torch.randn(most, width))
+        self.layers = nn.ModuleList(
+            AttentionLayer(width, heads, inner, dropout, functional.gelu) for _ in range(layers)
+        )
+        self.norm, self.out = nn.LayerNorm(width), nn.Linear(width, out, bias=False)
+
+    def forward(self, rows: Rows) -> Tensor:
+        """Return the vector of each item [B, D]."""
+        x_BLD = self.embed(rows.values) + self.place_LD[: rows.values.shape[1]]
+        x_BLD = torch.cat([self.whole_D.expand(len(x_BLD), 1, -1), x_BLD], 1)
+        for layer in self.layers:
+            x_BLD = layer(x_BLD, rows.real_BL)
+        vector_BD = self.out(self.norm(x_BLD[:, 0]))
+        return functional.normalize(at_least_single(vector_BD), dim=-1)

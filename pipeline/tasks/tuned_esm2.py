@@ -1,6 +1,8 @@
 """ESM-2 as a network that is trained: frozen but for low-rank additions (LoRA), or for its top layers.
 
 Its parameters have fair-esm's names, and what it computes is what `encoder.forward` computes, padded instead of packed.
+Its weights are read from fair-esm's and Hugging Face's files, and written for the latter as an ordinary checkpoint:
+additions of low rank are in the weights, and `config.json` is beside them.
 
 Shapes: B sequences, L tokens of the longest (its residues between two marks), D features, H heads, C columns of a head,
 F frequencies of it, R the rank of an addition, I inputs, O outputs.
@@ -8,6 +10,7 @@ F frequencies of it, R the rank of an addition, I inputs, O outputs.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,16 +18,22 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from pipeline.encoder.checkpoints.esm_checkpoint import frequencies
+from pipeline.encoder.checkpoints.checkpoint_files import CONFIG
+from pipeline.encoder.checkpoints.esm_checkpoint import Architecture, esm_name, face_config, face_name, frequencies
 from pipeline.encoder.embedding_recipe import PAD, VOCABULARY
 from pipeline.encoder.forward.esm_layer import EPSILON, MASKED_IN_TRAINING
 from pipeline.tasks.task_parts import at_least_single
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
     from torch import Tensor
 
 LORA = ("lora_down", "lora_up")
 NAME = "encoder"  # of the encoder within a model
+SIGN = "embed_tokens.weight"
+FREQUENCIES = "self_attn.rot_emb.inv_freq"
+OURS = f"{NAME}.frequency_F"
 
 
 @dataclass(frozen=True)
@@ -137,3 +146,52 @@ def turned(x_BHLC: Tensor, turn_2LC: Tensor) -> Tensor:
     cosine_LC, sine_LC = turn_2LC
     turned_BHLC: Tensor = torch.cat([left, right], -1) * cosine_LC + torch.cat([-right, left], -1) * sine_LC
     return turned_BHLC.to(x_BHLC.dtype)
+
+
+@dataclass(frozen=True)
+class Esm2Names:
+    """ESM-2 as it is published, of these sizes."""
+
+    sizes: TunedSizes
+
+    @property
+    def left(self) -> tuple[str, ...]:
+        """Theirs that are not needed: their heads, and positions of other models."""
+        return ("*lm_head.*", "*contact_head.*", "*pooler.*", "*position_ids", "*position_embeddings.weight")
+
+    @property
+    def fresh(self) -> tuple[str, ...]:
+        """Ours that may stay as they begin."""
+        return ("head.*", OURS, *(f"*.{name}" for name in LORA))
+
+    def knows(self, names: Collection[str]) -> bool:
+        """Say whether tensors of these names are ESM-2's."""
+        return OURS not in names and any(esm_name(name) == SIGN for name in names)
+
+    def read(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return their tensors under our names; the frequencies are the same in all layers."""
+        ours = {esm_name(name): tensor for name, tensor in tensors.items()}
+        found = {f"{NAME}.{name}": tensor for name, tensor in ours.items() if not name.endswith(FREQUENCIES)}
+        stored = f"layers.0.{FREQUENCIES}"
+        return found | ({OURS: ours[stored].float()} if stored in ours else {})
+
+    def write(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the encoder's tensors as Hugging Face names them, additions merged; the head is left behind."""
+        encoder = {name.removeprefix(f"{NAME}."): tensor for name, tensor in tensors.items() if name.startswith(NAME)}
+        frequency_F = encoder.pop("frequency_F")
+        merged = {name: self._merged(name, encoder) for name in encoder if not name.endswith(LORA)}
+        merged |= {f"layers.{layer}.{FREQUENCIES}": frequency_F for layer in range(self.sizes.layers)}
+        return {face_name(name): tensor for name, tensor in merged.items()}
+
+    def beside(self) -> dict[str, str]:
+        """Return the files that belong to the weights."""
+        sizes = self.sizes
+        architecture = Architecture(sizes.layers, sizes.width, sizes.heads, sizes.token_dropout)
+        return {CONFIG: json.dumps(face_config(architecture), indent=1) + "\n"}
+
+    def _merged(self, name: str, encoder: Mapping[str, Tensor]) -> Tensor:
+        down, up = (encoder.get(f"{name.removesuffix('.weight')}.{part}") for part in LORA)
+        weight = encoder[name]
+        if down is None or up is None or not name.endswith(".weight"):
+            return weight
+        return (weight.double() + self.sizes.scale * (up.double() @ down.double())).to(weight.dtype)

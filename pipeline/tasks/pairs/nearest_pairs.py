@@ -1,4 +1,7 @@
-"""At which place the true one of each pair is found, among the vectors of a split.
+"""What is nearest to what among pairs: at which place the true one of each stands, and the tables of stage predict.
+
+nearest_right.csv    a line an item: its classes where they are told, and the nearest right sides, each with its cosine
+nearest_left.csv     the same the other way
 
 Two blocks of items and their cosines are held at a time. Shapes: N items of a split, K and M items of two blocks, D
 features, T nearest ones.
@@ -6,18 +9,24 @@ features, T nearest ones.
 
 from __future__ import annotations
 
+import csv
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pipeline.files import replacing
+from pipeline.tasks.nearest_vectors import nearest_vectors
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from numpy.typing import NDArray
 
     Floats = NDArray[np.float32]
     Counts = NDArray[np.int64]
 
+TOLD = 5  # of the nearest, in a table
 BLOCK = 2048  # items whose embeddings are held at once, twice
 ALIKE = 1e-6  # cosines no further apart are ties
 
@@ -60,3 +69,31 @@ def _blocks(vectors: Sequence[Any]) -> Iterator[tuple[slice, Floats]]:
     for start in range(0, len(vectors), BLOCK):
         rows = slice(start, min(start + BLOCK, len(vectors)))
         yield rows, np.stack([np.asarray(vectors[place], np.float32) for place in range(rows.start, rows.stop)])
+
+
+def write_nearest(
+    folder: Path, outputs: Mapping[str, Any], sides: tuple[str, str], names: Mapping[str, Sequence[str]]
+) -> list[Path]:
+    """Write a table for each side; `names` are those of the classes that the first side tells, by output."""
+    return [
+        _write(folder / f"nearest_{other}.csv", outputs, (side, other), names if side == sides[0] else {})
+        for side, other in (sides, sides[::-1])
+    ]
+
+
+def _write(path: Path, outputs: Mapping[str, Any], way: tuple[str, str], names: Mapping[str, Sequence[str]]) -> Path:
+    side, other = way
+    most = min(TOLD, len(outputs[other]))
+    columns = [column for rank in range(1, 1 + most) for column in (f"nearest_{rank}", f"cosine_{rank}")]
+    with replacing(path) as partial, partial.open("w", encoding="utf-8", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(["id", "own_cosine", *names, *columns])
+        for place, (numbers, cosines) in enumerate(nearest_vectors(outputs[side], outputs[other], most)):
+            found = [
+                cell
+                for number, cosine in zip(numbers.tolist(), cosines.tolist(), strict=True)
+                for cell in (outputs[other].id(number), f"{cosine:.4f}")
+            ]
+            classes = [of[int(outputs[name][place])] for name, of in names.items()]
+            rows.writerow([outputs[side].id(place), f"{float(outputs['similarity'][place]):.4f}", *classes, *found])
+    return path
