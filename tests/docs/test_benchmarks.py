@@ -61,6 +61,9 @@ def test_every_result_says_on_what_machine_and_on_which_day_it_was_found() -> No
 )
 def test_every_command_is_a_script_that_has_these_options(command: str) -> None:
     script, *words = command.split()
+    if script == "make":
+        assert f"\n{words[0]}: " in (ROOT / "Makefile").read_text()
+        return
     text = (ROOT / "benchmarks" / script).read_text()
     for word in words:
         option = f'"{word}"' if word.startswith("--") else word

@@ -29,6 +29,7 @@ def test_the_page_names_limits_as_the_code_has_them() -> None:
     text = " ".join(page.PAGE.read_text().split())
     assert f"more than {store._UNINDEXED_RECORDS:,} records" in text
     assert f"({page.MAX_ARRAY_SIZE:,} unless" in text
+    assert f"keeps {store._OPEN_SHARDS} shards of a kind open" in text
     assert (page.STAT_S, store._UNINDEXED_SHARE) == ((1e-4, 1e-3), 0.1), "0.1 ms, 1 ms; a tenth"
 
 
