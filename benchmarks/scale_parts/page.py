@@ -132,12 +132,14 @@ def verbs(result: Result) -> str:
     sizes = result["slurm"]["sizes"]
     rows: list[Sequence[object]] = [("typed", *(f"{int(size):,} complexes: s, CPU s, MB" for size in sizes))]
     of_stage = [(stage, name) for stage in STAGES for name in ("submit", "status", "report")]
-    took = {f"{name}, of {stage}": [sizes[size][stage][name] for size in sizes] for stage, name in of_stage}
-    took |= {name: [sizes[size]["verbs"][name] for size in sizes] for name in AFTER}
-    rows += [
-        (name, *(f"{one['wall_s']}, {one['cpu_s']}, {one['mb']:.0f}" for one in each)) for name, each in took.items()
-    ]
+    took = {f"{name}, of {stage}": [sizes[size].get(stage, {}).get(name) for size in sizes] for stage, name in of_stage}
+    took |= {name: [sizes[size].get("verbs", {}).get(name) for size in sizes] for name in AFTER}
+    rows += [(name, *map(_took, each)) for name, each in took.items()]
     return rows_of(rows)
+
+
+def _took(one: Result | None) -> str:
+    return f"{one['wall_s']}, {one['cpu_s']}, {one['mb']:.0f}" if one else "not measured"
 
 
 def metadata(result: Result) -> str:

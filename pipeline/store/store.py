@@ -170,7 +170,7 @@ class Store:
 
     def by_place(self, keys: Sequence[bytes]) -> list[bytes]:
         """Return keys in the order in which their records lie on disk, so that each shard is opened once."""
-        places = [place[:2] for copies in self.locate(keys) for place in copies[:1] or [("", 0)]]
+        places = [copies[0][:2] if copies else ("", 0) for copies in self.locate(keys)]
         return [keys[at] for at in sorted(range(len(keys)), key=places.__getitem__)]
 
     def keys(self) -> Iterator[bytes]:
