@@ -9,7 +9,7 @@ from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.disk import Disk
 from pipeline.store.maintenance.leftovers import Left, find_leftovers
 from pipeline.store.maintenance.shard_repair import repair_cache
-from pipeline.store.store import _OPEN_SHARDS, WholeRecords
+from pipeline.store.store import _OPEN_SHARDS, _READ_THREADS, WholeRecords
 from tests.store.content import is_right, key_of, put
 from tests.store.test_layers import ReadOnlyBelow
 
@@ -113,11 +113,12 @@ class CountingDisk(Disk):
 
 
 def test_records_of_more_shards_than_stay_open_are_verified_shard_by_shard(tmp_path):
-    shards, each = _OPEN_SHARDS + 16, 3
+    shards, each = _OPEN_SHARDS + 16, 12
     for shard in range(shards):
         with CacheFolder(tmp_path / "cache").kind("scan").writer() as writer:
             put(writer, *range(shard, each * shards, shards))
     keys = [key_of(number) for number in range(each * shards)]  # neighbours are in different shards
     cache = CacheFolder(tmp_path / "cache", disk=(disk := CountingDisk()))
     assert WholeRecords(cache.kind("scan")).metas(keys).keys() == {*keys}
-    assert disk.opened <= 2 * shards + 2 * 4  # by its table, and once for all its records; a few are read ahead
+    opened = disk.opened - shards  # each was opened once for its table
+    assert opened <= _READ_THREADS * shards < each * shards / 2, "each thread may open the next shard, and no more"
