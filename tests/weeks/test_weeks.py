@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from itertools import islice
@@ -14,6 +15,7 @@ from pipeline.journal.run_status import RunState
 from tests.slurm.cluster import Cluster
 from tests.slurm.conftest import cluster as cluster
 from tests.slurm.runs import Project, Run
+from tests.weeks.__main__ import put
 from tests.weeks.neighbour import BAD, Submitted, refused, uncounted, untrue
 from tests.weeks.play import EVENTS, Played, play, sequence
 from tests.weeks.scene import Scene, Untrue
@@ -159,3 +161,12 @@ def test_what_neighbours_did_is_counted() -> None:
         "failures": 1,
         "failed": ["disk_fills"],
     }
+
+
+def test_plays_of_several_seeds_add_up_in_one_file(tmp_path: Path) -> None:
+    out = tmp_path / "weeks.json"
+    for seed, minutes in ((1, 5.0), (2, 90.0), (2, 100.5)):  # what was played so far is written again and again
+        put(out, Played(seed, minutes, failed=["disk_fills"]).counts())
+    told = json.loads(out.read_text())
+    assert (told["minutes"], told["failures"]) == (105.5, 2)
+    assert {name: one["minutes"] for name, one in told["plays"].items()} == {"seed 1": 5.0, "seed 2": 100.5}
