@@ -141,8 +141,10 @@ def test_padding_is_counted_from_the_first_item_on() -> None:
     assert len(cut_micro_batches(ShareSizes(sizes_DK, ()), MicroBatchLimits(padding=4 / 3))) == 1
 
 
-def test_items_of_no_size_are_one_micro_batch() -> None:
-    assert len(cut_micro_batches(ShareSizes(np.zeros((1, 3)), ()), MicroBatchLimits(padding=1.0))) == 1
+@pytest.mark.parametrize(("sizes", "parts"), [((0, 0, 0), 1), ((5, 0, 0), 2)])
+def test_items_of_no_size_are_one_micro_batch(sizes: tuple[int, ...], parts: int) -> None:
+    found = cut_micro_batches(ShareSizes(np.array([sizes], float), ()), MicroBatchLimits(padding=1.0))
+    assert len(found) == parts
 
 
 @pytest.mark.parametrize("most", [None, 2])
