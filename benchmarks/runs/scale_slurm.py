@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,11 +25,13 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.circumstances import circumstances  # noqa: E402 - the project is found only now
+from benchmarks.runs.slurm import visits  # noqa: E402
 from benchmarks.scale_parts.data import ON_SLURM, PIPELINE, SMALL, make_project  # noqa: E402
-from benchmarks.scale_parts.stages import STAGES, asked, figures_of  # noqa: E402
-from benchmarks.scale_parts.watch import Watched, look_below, watched  # noqa: E402
+from benchmarks.scale_parts.stages import AFTER, STAGES, asked, figures_of  # noqa: E402
+from benchmarks.scale_parts.watch import Watched, look_at_run, watched  # noqa: E402
+from pipeline.files import write_whole  # noqa: E402
 from pipeline.journal.active_runs import status_of  # noqa: E402
-from pipeline.journal.run_folder import RunFolder, runs_in  # noqa: E402
+from pipeline.journal.run_folder import runs_in  # noqa: E402
 from pipeline.journal.run_status import RunState  # noqa: E402
 from tests.slurm.cluster import Cluster, why_not  # noqa: E402
 
@@ -38,12 +39,6 @@ FOLDER = Path("/var/lib/pipeline-slurm-scale")
 ROLES = ("supervisor", "worker")
 GOES_ON = (RunState.WAITING, RunState.RUNNING)
 LOOK_EVERY_S, STATE_EVERY_S, VISIT_POLL = 0.5, 5.0, "--set=cluster.slurm.poll=5s"
-AFTER = {  # what is typed when all is done; each must have nothing to do, or take nothing that is needed
-    "submit again": ("submit", "--stage", "graph", "--executor", "slurm"),
-    "cache stat": ("cache", "stat"),
-    "cache validate": ("cache", "validate"),
-    "cache clean": ("cache", "clean", "--yes"),
-}
 
 
 def main() -> int:
@@ -56,23 +51,27 @@ def main() -> int:
     os.environ.update(cluster.env())
     whole = json.loads(typed.out.read_text()) if typed.out and typed.out.exists() else {}
     sizes = whole.setdefault("slurm", {}).setdefault("sizes", {})
+
+    def keep() -> None:
+        if typed.out:
+            write_whole(typed.out, json.dumps(whole, indent=1) + "\n")
+
     try:
         for size in typed.sizes:
-            measure_size(typed, size, sizes.setdefault(str(size), {}), lambda: put(typed.out, whole))
+            measure_size(typed, size, sizes.setdefault(str(size), {}), keep)
     finally:
         cluster.stop()
     whole["slurm"] |= {"growth": growth(sizes), **circumstances()}
-    put(typed.out, whole)
+    keep()
     print(json.dumps(whole["slurm"]))
     return 0
 
 
 def measure_size(typed: argparse.Namespace, size: int, parts: dict[str, Any], keep: Callable[[], None]) -> None:
     """Measure all stages of a data set, then the verbs."""
-    parent = typed.dir or Path(tempfile.mkdtemp())
-    folder = parent / f"slurm-{size}"
+    folder = (typed.dir or Path(tempfile.gettempdir())) / f"slurm-{size}"
     if not (folder / "pipeline.yaml").exists():
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         make_project(folder, size, SMALL, ON_SLURM)
     for stage in STAGES:
         if stage not in parts:
@@ -94,7 +93,7 @@ def measure_stage(folder: Path, stage: str, size: int) -> dict[str, Any]:
     found = Watched()
     looked = time.monotonic()
     while True:
-        look_below(run.path, found)
+        look_at_run(run.path, found)
         if time.monotonic() - looked > STATE_EVERY_S:
             looked = time.monotonic()
             if status_of(run).state not in GOES_ON:
@@ -104,28 +103,20 @@ def measure_stage(folder: Path, stage: str, size: int) -> dict[str, Any]:
     ended = status_of(run)
     assert ended.state is RunState.DONE, (ended.state, ended.error)
     figures = figures_of(found, folder, stage, size, began)
-    visits, told = visits_of(run), asked(folder, "report")["stages"][0]
+    paid, told = visits(began), asked(folder, "report")["stages"][0]
     del figures["cpu_s"], figures["cpu_ms_per_item"]  # jobs are no children of ours
     return figures | {
         "submit": submitted,
         "status": verb(folder, "status"),
         "report": verb(folder, "report"),
-        "visits": len(visits),
-        "longest_visit_s": round(max(visits), 2),
+        "visits": len(paid),
+        "longest_visit_s": max(seconds for seconds, _ in paid),
         "run_folder_bytes": sum(path.stat().st_size for path in run.path.rglob("*") if path.is_file()),
         "ledger_bytes": sum(path.stat().st_size for path in run.events.iterdir()),
         "run_folder_files": sum(path.is_file() for path in run.path.rglob("*")),
         "attempts": told["attempts"],
         "tasks_cpu_ms_per_item": round(told["core_hours"] * 3.6e6 * (told["cpu_used"] or 0) / size, 3),
     }
-
-
-def visits_of(run: RunFolder) -> list[float]:
-    """Return how long each supervisor's job took, as the scheduler accounts for it."""
-    command = ["sacct", "--noheader", "--parsable2", "-X", "-S", "now-1days", "-o", "JobName,State,ElapsedRaw"]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    rows = [line.split("|") for line in said.splitlines()]
-    return [float(took) for name, state, took in rows if name.startswith(f"{run.name}-supervise") and float(took)]
 
 
 def verb(folder: Path, *words: str) -> dict[str, float]:
@@ -145,14 +136,6 @@ def growth(sizes: dict[str, Any]) -> dict[str, dict[str, float]]:
         for stage in STAGES
         if stage in small and stage in large
     }
-
-
-def put(path: Path | None, result: dict[str, Any]) -> None:
-    """Replace the file."""
-    if path:
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(result, indent=1) + "\n")
-        partial.replace(path)
 
 
 def options() -> argparse.Namespace:

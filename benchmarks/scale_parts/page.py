@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.scale_parts.stages import AFTER, STAGES
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -17,8 +19,6 @@ BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 TARGET = 10_000_000
 MAX_ARRAY_SIZE = 1001  # of Slurm, unless its administrators raised it
 STAT_S = 1e-4, 1e-3  # of a call that a metadata server answers: a quiet one, a busy one
-STAGES = ("scan", "embed", "graph", "train")
-AFTER = ("submit again", "cache stat", "cache validate", "cache clean")
 Result = dict[str, Any]
 
 

@@ -16,6 +16,12 @@ from pipeline.records import EventKind
 
 KINDS = {"scan": ("scan", "files"), "embed": ("embed",), "graph": ("graph",), "train": ()}
 STAGES = tuple(KINDS)
+AFTER = {  # what is typed when all is done; each must have nothing to do, or take nothing that is needed
+    "submit again": ("submit", "--stage", "graph", "--executor", "slurm"),
+    "cache stat": ("cache", "stat"),
+    "cache validate": ("cache", "validate"),
+    "cache clean": ("cache", "clean", "--yes"),
+}
 TELLING = (EventKind.PROGRESS, EventKind.TASK_FINISHED)
 
 
@@ -42,8 +48,8 @@ def figures_of(found: Watched, folder: Path, stage: str, complexes: int, began: 
 
 def _outcome(folder: Path, stage: str, complexes: int) -> dict[str, Any]:
     """Return how many tasks there were, and see that nothing was left undone."""
-    done = next(one for one in asked(folder, "status")["stages"] if one["name"] == stage)
-    assert done["state"] == "done", done
+    done = asked(folder, "status")["stages"][-1]
+    assert (done["name"], done["state"]) == (stage, "done"), done
     if stage in ("scan", "graph"):
         assert done["census"]["accepted"] == complexes, done["census"]
     return {"tasks": done["tasks"]}

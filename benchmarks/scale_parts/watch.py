@@ -57,7 +57,7 @@ def watched(command: Sequence[str], folder: Path, log: Path) -> Watched:
     return found
 
 
-def look_below(run: Path, found: Watched) -> None:
+def look_at_run(run: Path, found: Watched) -> None:
     """Take down the high water of every process that names a run's folder, whoever started it."""
     name, together = str(run).encode(), 0
     for entry in Path("/proc").iterdir():

@@ -120,7 +120,16 @@ class Store:
         """Yield the records in the order asked, reading a few ahead."""
         asked = iter(keys)
         batches = iter(lambda: list(islice(asked, _LOCATE_BATCH)), [])
-        places = ((key, copies) for batch in batches for key, copies in zip(batch, self.locate(batch), strict=True))
+        return self._read_located(
+            (key, copies) for batch in batches for key, copies in zip(batch, self.locate(batch), strict=True)
+        )
+
+    def read_by_place(self, keys: Sequence[bytes]) -> Iterator[Record]:
+        """Yield the records in the order in which they lie on disk, so that each shard is opened once."""
+        located = zip(keys, self.locate(keys), strict=True)
+        return self._read_located(sorted(located, key=lambda one: one[1][0][:2] if one[1] else ("", 0)))
+
+    def _read_located(self, places: Iterable[tuple[bytes, Sequence[RecordPlace]]]) -> Iterator[Record]:
         with ThreadPoolExecutor(_READ_THREADS) as pool:
             ahead: deque[Future[Record]] = deque()
             for key, copies in places:
@@ -167,11 +176,6 @@ class Store:
         for position, shard, offset, length, digest in zip(asked.tolist(), *columns, strict=True):
             places[position].append(RecordPlace(snapshot.names[shard], offset, length, digest))
         return places
-
-    def by_place(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Return keys in the order in which their records lie on disk, so that each shard is opened once."""
-        places = [copies[0][:2] if copies else ("", 0) for copies in self.locate(keys)]
-        return [keys[at] for at in sorted(range(len(keys)), key=places.__getitem__)]
 
     def keys(self) -> Iterator[bytes]:
         """Yield every key once, sorted."""
@@ -413,7 +417,7 @@ class WholeRecords:
     def _read(self, keys: Sequence[bytes]) -> dict[bytes, Mapping[str, Any]]:
         """Return the metadata of records by key, read while the limit lasts, and of those in doubt."""
         metas: dict[bytes, Mapping[str, Any]] = {}
-        for record in self._store.read(self._store.by_place(keys) if self._left_bytes > 0 else ()):
+        for record in self._store.read_by_place(keys if self._left_bytes > 0 else ()):
             metas[record.key] = record.meta
             self._left_bytes -= sum(array.nbytes for array in record.arrays.values())
             if self._left_bytes <= 0:

@@ -62,7 +62,9 @@ def test_every_result_says_on_what_machine_and_on_which_day_it_was_found() -> No
 def test_every_command_is_a_script_that_has_these_options(command: str) -> None:
     script, *words = command.split()
     if script == "make":
-        assert f"\n{words[0]}: " in (ROOT / "Makefile").read_text()
+        rules = (ROOT / "Makefile").read_text()
+        assert f"\n{words[0]}: " in rules
+        assert all(f"\n{word.partition('=')[0]} ?= " in rules for word in words[1:]), command
         return
     text = (ROOT / "benchmarks" / script).read_text()
     for word in words:

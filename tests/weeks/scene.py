@@ -247,7 +247,7 @@ def model(project: Project) -> Path:
 def weights(project: Project) -> dict[str, bytes]:
     """Return the bits of the tensors of the last checkpoint: parameters and optimizer."""
     newest = max((model(project) / "checkpoints").glob("step-*"))
-    is_last = newest.name.startswith(f"step-{STEPS:08}")  # with -2 after it where it was killed as it had saved itself
+    is_last = re.fullmatch(rf"step-{STEPS:08}(-\d+)?", newest.name)  # -2 where it was killed as it had saved itself
     must(is_last, f"the last checkpoint is {newest.name}")
     return bits(model(project))
 

@@ -176,6 +176,7 @@ def items_at(path: Path, ordinals: Iterable[int]) -> Iterator[tuple[int, Item | 
 
 
 def _entry(data: dict[str, Any]) -> Item | Rejection:
+    """Return what a line of a data set says."""
     return Rejection.from_json(data) if "reason" in data else Item.from_json(data)
 
 

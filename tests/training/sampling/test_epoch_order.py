@@ -28,12 +28,12 @@ def digest(arrays: Iterable[np.ndarray]) -> str:
 
 
 def whole(count: int, low: int = 1, high: int = 400, seed: int = RNG_SEED) -> np.ndarray:
-    """Return whole numbers as floats: sums of them are exact on every processor."""
+    """Return whole numbers, drawn alike on every machine: sums of them are exact as floats, too."""
     return np.random.PCG64(seed + count).random_raw(count).astype(np.uint64) % np.uint64(high - low) + np.uint64(low)
 
 
 def share(*counts: int) -> ShareSizes:
-    """Return a share of items with two padded sizes, whose products are budgeted, as is their square."""
+    """Return a share of items with two padded sizes; one budget is for their product, one for the first."""
     sizes_DK = np.stack([whole(count, seed=number).astype(float) for number, count in enumerate(counts)])
     return ShareSizes(sizes_DK, (sizes_DK, sizes_DK[:1]))
 
