@@ -235,11 +235,19 @@ class _Weighed:
 
     def weigh(self, objects: Sequence[object], seen: set[int]) -> None:
         """Add objects with all that was made for them since tracing began; of many, a sample is scaled up."""
-        stride = max(1, len(objects) // _SAMPLE)
-        sample = objects[::stride]
-        end, waiting, self.scale = time.monotonic() + _WEIGH_S, list(sample), len(objects) / max(len(sample), 1)
-        while waiting and time.monotonic() < end:
-            thing: Any = waiting.pop()
+        sample = objects[:: max(1, len(objects) // _SAMPLE)]
+        end, weighed = time.thread_time() + _WEIGH_S, 0  # of the processor: a busy machine weighs as much
+        for thing in sample:
+            if weighed and time.thread_time() > end:
+                break
+            self._weigh_one(thing, seen)
+            weighed += 1
+        self.scale = len(objects) / max(weighed, 1)
+
+    def _weigh_one(self, thing: Any, seen: set[int]) -> None:
+        waiting = [thing]
+        while waiting:
+            thing = waiting.pop()
             traced = tracemalloc.get_object_traceback(thing)
             if traced is None or id(thing) in seen:
                 continue

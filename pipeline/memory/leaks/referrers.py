@@ -101,16 +101,16 @@ _IN_NO_CYCLE = (type, ModuleType, BuiltinFunctionType, MethodType)
 
 
 class ReferrerSearch:
-    """A search through all objects, limited in time."""
+    """A search through all objects, limited in the processor's time."""
 
     def __init__(self, time_s: float = 1.0) -> None:
-        self._end = time.monotonic() + time_s
+        self._end = time.thread_time() + time_s
         self._own: set[int] = {id(self.__dict__)}  # containers of the search itself
 
     @property
     def is_over(self) -> bool:
         """Whether its time has passed: what was not found may be there."""
-        return time.monotonic() > self._end
+        return time.thread_time() > self._end
 
     def ignore(self, *containers: object) -> None:
         """Ignore these containers, the caller's own."""

@@ -31,7 +31,8 @@ SEEN: list[Tensor] = []
 
 @pytest.fixture(autouse=True)
 def _nothing_stays(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(inspection, "_SEARCH_S", 60.0)  # on a busy machine a second is soon over
+    for limit in ("_SEARCH_S", "_WEIGH_S"):
+        monkeypatch.setattr(inspection, limit, 60.0)  # on a slow machine a second is soon over
     yield
     SEEN.clear()
     gc.collect()
