@@ -66,6 +66,11 @@ class Core:
         told = [json.loads(line) for line in lines]
         return {one["key"]: one["end"] for one in told if one["end"] != "survived" or one["tests"] == self.digest}
 
+    def left(self, most: int | None) -> list[Mutant]:
+        """Return those of the first so many that are still to be tried."""
+        known = self.known()
+        return [mutant for mutant in self.mutants[:most] if mutant.key not in known]
+
     def note(self, mutant: Mutant, end: str) -> None:
         with self.state.open("a") as file:
             file.write(json.dumps({"key": mutant.key, "end": end, "tests": self.digest}) + "\n")
@@ -124,12 +129,10 @@ class Trial:
         if session.testsfailed:
             raise session.Failed("the tests fail without any mutant")
         session.items.sort(key=lambda item: self.took_s[item.nodeid])
-        known = self.core.known()
-        for mutant in self.core.mutants[: self.most]:
-            if mutant.key not in known:
-                self.core.note(mutant, end := self._try(mutant, session.items))
-                if end == "survived" and mutant.name not in self.core.equivalent:
-                    print(f"\nsurvived: {mutant.file}:{mutant.line} {mutant.name}", flush=True)
+        for mutant in self.core.left(self.most):
+            self.core.note(mutant, end := self._try(mutant, session.items))
+            if end == "survived" and mutant.name not in self.core.equivalent:
+                print(f"\nsurvived: {mutant.file}:{mutant.line} {mutant.name}", flush=True)
         return True
 
     def _watch(self, item: pytest.Item) -> None:
@@ -193,8 +196,9 @@ def main() -> None:
         asked.state.unlink(missing_ok=True)
     most = ["--most", str(asked.most)] if asked.most else []
     for name in asked.core:
-        words = [sys.executable, __file__, "--here", "--core", name, "--state", str(asked.state), *most]
-        subprocess.run(words, cwd=ROOT, check=True)
+        if Core(name, asked.state).left(asked.most):
+            words = [sys.executable, __file__, "--here", "--core", name, "--state", str(asked.state), *most]
+            subprocess.run(words, cwd=ROOT, check=True)
     kept = json.loads(asked.out.read_text())["cores"] if asked.out and asked.out.exists() else {}
     result = {name: Core(name, asked.state).told() for name in CORES if name in asked.core or name not in kept}
     for name, told in result.items():
@@ -207,7 +211,8 @@ def summed(cores: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Return the figures of all cores and their sums."""
     total = {name: sum(core[name] for core in cores.values()) for name in ("possible", "made")}
     total["killed"] = sum(core["killed"] + core["killed_by_time"] for core in cores.values())
-    total |= {name: sum(len(core[name]) for core in cores.values()) for name in ("survivors", "equivalent", "refuted")}
+    for name in ("survivors", "equivalent", "refuted"):  # an older result of a core knows of none refuted
+        total[name] = sum(len(core.get(name, ())) for core in cores.values())
     total["tried_share"] = (total["made"] + total["equivalent"]) / total["possible"]
     return {"cores": cores, "total": {**total, "killed_share": total["killed"] / max(total["made"], 1)}}
 
