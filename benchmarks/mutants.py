@@ -2,8 +2,9 @@
 
 mutants.yaml names the cores, their tests, and the mutants that change nothing, with the reason. A core's tests are
 collected and run once. Then, for each mutant, a fork of that process has the changed code put in the place of its
-function and runs the tests that enter it, the quickest first, until one fails. No file is changed. Limits are in
-seconds of the processor, so that a busy machine kills no mutant.
+function and runs the tests that enter it, the quickest first, until one fails. Where one fails of a mutant that is said
+to change nothing, the reason is refuted. No file is changed. Limits are in seconds of the processor, so that a busy
+machine kills no mutant.
 
 It goes on where it stopped: what was killed stays killed while its function is as it was, what survived also while the
 tests are. `--anew` forgets that.
@@ -65,6 +66,11 @@ class Core:
         told = [json.loads(line) for line in lines]
         return {one["key"]: one["end"] for one in told if one["end"] != "survived" or one["tests"] == self.digest}
 
+    def left(self, most: int | None) -> list[Mutant]:
+        """Return those of the first so many that are still to be tried."""
+        known = self.known()
+        return [mutant for mutant in self.mutants[:most] if mutant.key not in known]
+
     def note(self, mutant: Mutant, end: str) -> None:
         with self.state.open("a") as file:
             file.write(json.dumps({"key": mutant.key, "end": end, "tests": self.digest}) + "\n")
@@ -72,8 +78,8 @@ class Core:
     def told(self) -> dict[str, Any]:
         """Return what became of all of them."""
         known = self.known()
-        tried = [mutant for mutant in self.mutants if mutant.key in known and mutant.name not in self.equivalent]
-        ends = {mutant.name: known[mutant.key] for mutant in tried}
+        tried = {mutant.name: known[mutant.key] for mutant in self.mutants if mutant.key in known}
+        ends = {name: end for name, end in tried.items() if name not in self.equivalent}
         lines = {mutant.name: f"{mutant.file}:{mutant.line}" for mutant in self.mutants}
         return {
             "possible": len(self.mutants),
@@ -81,6 +87,7 @@ class Core:
             "killed": sum(end == "killed" for end in ends.values()),
             "killed_by_time": sum(end == "time" for end in ends.values()),
             "equivalent": [{"what": name, "why": why} for name, why in self.equivalent.items()],
+            "refuted": [name for name in self.equivalent if tried.get(name, "survived") != "survived"],
             "survivors": sorted(f"{lines[name]} {name}" for name, end in ends.items() if end == "survived"),
         }
 
@@ -122,12 +129,10 @@ class Trial:
         if session.testsfailed:
             raise session.Failed("the tests fail without any mutant")
         session.items.sort(key=lambda item: self.took_s[item.nodeid])
-        known = self.core.known()
-        for mutant in self.core.mutants[: self.most]:
-            if mutant.name not in self.core.equivalent and mutant.key not in known:
-                self.core.note(mutant, end := self._try(mutant, session.items))
-                if end == "survived":
-                    print(f"\nsurvived: {mutant.file}:{mutant.line} {mutant.name}", flush=True)
+        for mutant in self.core.left(self.most):
+            self.core.note(mutant, end := self._try(mutant, session.items))
+            if end == "survived" and mutant.name not in self.core.equivalent:
+                print(f"\nsurvived: {mutant.file}:{mutant.line} {mutant.name}", flush=True)
         return True
 
     def _watch(self, item: pytest.Item) -> None:
@@ -191,13 +196,14 @@ def main() -> None:
         asked.state.unlink(missing_ok=True)
     most = ["--most", str(asked.most)] if asked.most else []
     for name in asked.core:
-        words = [sys.executable, __file__, "--here", "--core", name, "--state", str(asked.state), *most]
-        subprocess.run(words, cwd=ROOT, check=True)
+        if Core(name, asked.state).left(asked.most):
+            words = [sys.executable, __file__, "--here", "--core", name, "--state", str(asked.state), *most]
+            subprocess.run(words, cwd=ROOT, check=True)
     kept = json.loads(asked.out.read_text())["cores"] if asked.out and asked.out.exists() else {}
     result = {name: Core(name, asked.state).told() for name in CORES if name in asked.core or name not in kept}
     for name, told in result.items():
         print(f"{name}: {told['made']} made, {told['killed'] + told['killed_by_time']} killed")
-        print(*told["survivors"], sep="\n")
+        print(*told["survivors"], *(f"not equivalent: {change}" for change in told["refuted"]), sep="\n")
     write(asked.out, summed({name: result.get(name) or kept[name] for name in CORES}))
 
 
@@ -205,8 +211,8 @@ def summed(cores: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Return the figures of all cores and their sums."""
     total = {name: sum(core[name] for core in cores.values()) for name in ("possible", "made")}
     total["killed"] = sum(core["killed"] + core["killed_by_time"] for core in cores.values())
-    total["survivors"] = sum(len(core["survivors"]) for core in cores.values())
-    total["equivalent"] = sum(len(core["equivalent"]) for core in cores.values())
+    for name in ("survivors", "equivalent", "refuted"):  # an older result of a core knows of none refuted
+        total[name] = sum(len(core.get(name, ())) for core in cores.values())
     total["tried_share"] = (total["made"] + total["equivalent"]) / total["possible"]
     return {"cores": cores, "total": {**total, "killed_share": total["killed"] / max(total["made"], 1)}}
 

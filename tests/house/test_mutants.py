@@ -103,4 +103,5 @@ def test_mutants_are_tried_one_by_one_and_what_is_known_is_not_tried_again(tmp_p
         tried = told["pruning"]
         assert tried["made"] == tried["killed"] + tried["killed_by_time"] + len(tried["survivors"]) <= int(most)
         assert told["repair"]["made"] == 0
-    assert len((tmp_path / "state").read_text().splitlines()) == tried["made"] > 0
+    keys = [json.loads(line)["key"] for line in (tmp_path / "state").read_text().splitlines()]
+    assert len({*keys}) == len(keys) >= tried["made"] > 0

@@ -163,7 +163,7 @@ class BatchSchedule:
         self._alone, self._whole = left_N[:alone], left_N[alone:]
         self._computed_N = lengths_N if cut is None else np.where(is_cut_N, cut.length, lengths_N)
         self._policy, self._cap = policy, cap
-        self._budget = 0
+        self._budget: int | None = None
         self._batches: list[Integers] = []
 
     def draw(self, budget: int) -> Integers | None:

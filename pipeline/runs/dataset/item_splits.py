@@ -212,7 +212,7 @@ def find_leaking(digest_K: NDArray[np.uint64], split_K: NDArray[Any], ordinal_K:
     repeated = np.unique(in_order[1:][in_order[1:] == in_order[:-1]])
     kept = np.flatnonzero(np.isin(digest_K, repeated))
     group_K = repeated.searchsorted(digest_K[kept])
-    lowest, highest = np.full(len(repeated), np.iinfo(np.int64).max), np.full(len(repeated), -1)
+    lowest, highest = np.full(len(repeated), np.iinfo(np.int64).max), np.zeros(len(repeated), np.int64)
     np.minimum.at(lowest, group_K, split_K[kept])
     np.maximum.at(highest, group_K, split_K[kept])
     leaks_K = (lowest < highest)[group_K]

@@ -89,10 +89,11 @@ def test_a_token_batch_ends_only_where_the_next_sequence_would_not_fit(lengths, 
         assert (lengths[[*batch, following[0]]] + ENDS).sum() > budget
 
 
-def test_a_budget_is_counted_with_both_marks_of_each_sequence():
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_budget_is_counted_with_both_marks_of_each_sequence(policy):
     lengths = np.array([8, 8, 8, 8])
-    assert [len(batch) for batch in plan_batches(lengths, policy="tokens", cap=1, budget=20)] == [2, 2]
-    assert [len(batch) for batch in plan_batches(lengths, policy="tokens", cap=1, budget=19)] == [1, 1, 1, 1]
+    assert [len(batch) for batch in plan_batches(lengths, policy=policy, cap=2, budget=20)] == [2, 2]
+    assert [len(batch) for batch in plan_batches(lengths, policy=policy, cap=2, budget=19)] == [1, 1, 1, 1]
 
 
 def test_what_is_left_is_cut_anew_when_the_budget_shrinks():
@@ -123,9 +124,10 @@ def test_what_was_given_out_is_not_given_out_again_under_another_budget():
     assert drawn(schedule, 200) == []
 
 
-def test_what_is_larger_than_any_budget_is_drawn_alone():
+@pytest.mark.parametrize("budget", [0, 1])
+def test_what_is_larger_than_any_budget_is_drawn_alone(budget):
     schedule = BatchSchedule(np.array([3, 4]), NOBODY, RECIPE, policy="tokens", cap=None)
-    assert drawn(schedule, 1) == [[1], [0]]
+    assert drawn(schedule, budget) == [[1], [0]]
 
 
 def test_batches_are_as_large_as_was_said_or_as_the_budget_allows():
@@ -160,6 +162,8 @@ def test_what_is_truncated_or_taken_whole_costs_what_is_computed():
     assert recipe_costs(lengths, replace(RECIPE, long="truncate"), 8)[1] == truncated
     assert recipe_costs(lengths, replace(RECIPE, long="windows", whole=80), 8)[1] == largest
     assert recipe_costs(lengths, RECIPE, 8)[1] == largest
+    beside_longer = recipe_costs(np.array([80, 81]), replace(RECIPE, long="windows", whole=80), 8)
+    assert beside_longer[0] == largest
 
 
 def test_the_costliest_group_is_dealt_first():

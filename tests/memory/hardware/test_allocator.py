@@ -181,6 +181,15 @@ def test_the_end_of_an_expandable_segment_is_left_for_what_fits_nowhere_else() -
     assert min(allocator.live()) == (1 << 54, 6 * MIB)
 
 
+def test_where_the_end_is_left_the_next_larger_hole_is_taken_and_none_that_is_too_small() -> None:
+    allocator = filled([4, 2, 24, 2], EXPANDABLE)  # 8 MiB at the end are left
+    start = min(allocator.live())[0]
+    for number in (0, 2):
+        allocator.release(number)
+    allocator.allocate(4, 6 * MIB)
+    assert (start + 6 * MIB, 6 * MIB) in allocator.live()
+
+
 def test_a_hole_that_fits_exactly_is_filled_and_of_equal_ones_the_first() -> None:
     allocator = filled([40, 40, 40, 40, 40], EXPANDABLE)
     start = min(allocator.live())[0]

@@ -114,6 +114,19 @@ def test_single_items_meet_the_fractions_exactly_and_every_split_has_items_of_al
         assert max(quarter) - min(quarter) <= 2
 
 
+@given(sizes=st.lists(st.integers(1, 500), max_size=30), seed=st.integers(0, 5))
+def test_few_single_items_meet_the_fractions_exactly_too(sizes: list[int], seed: int) -> None:
+    splits = divided([(2 * item, 2 * item + 1) for item in range(len(sizes))], sizes, FRACTIONS, seed)
+    assert np.bincount(splits, minlength=3).tolist() == whole_numbers(len(sizes), FRACTIONS)
+
+
+def test_the_only_item_of_a_stratum_goes_where_most_of_it_belongs_and_room_is_left() -> None:
+    fractions, size_N = (0.2, 0.3, 0.5), np.array([100, 200, 300, 400])
+    assert whole_numbers(4, fractions) == [1, 1, 2]
+    splits = distribute(np.arange(4), size_N, np.arange(4, dtype=np.uint64), fractions)
+    assert splits.tolist() == [2, 2, 1, 0]
+
+
 def test_a_division_is_what_it_was() -> None:
     """A seed is written down, and must give the same splits with every later version."""
     rng = np.random.default_rng(11)

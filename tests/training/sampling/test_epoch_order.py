@@ -90,6 +90,13 @@ def test_what_dealing_leaves_uneven_is_swapped_among_up_to_512_items(count: int)
     assert [costs[part].sum() for part in deal_to_ranks(costs, 3)].count(11.0) == (count > 512)
 
 
+def test_swaps_between_ranks_end_after_four_for_each() -> None:
+    """So that a share takes bounded time, and as many as ever, so that an order is what it was."""
+    costs = (np.array([300, 9, 56, 23, 255, 269, 382, 11, 36, 19, 21, 34, 351]) ** 3).astype(float)
+    higher = max(costs[part].sum() for part in deal_to_ranks(costs, 2))
+    assert higher == 82_743_697  # after eight swaps; six would leave 82,751,887 and a ninth 82,742,968
+
+
 @pytest.mark.parametrize(("batch", "drop_last", "steps"), [(24, False, 2), (20, False, 3), (20, True, 2)])
 def test_only_what_is_left_over_makes_a_short_step(batch: int, drop_last: bool, steps: int) -> None:
     settings = SamplerSettings(batch=batch, drop_last=drop_last)
