@@ -52,8 +52,11 @@ class Stretch:
         items = len(next(iter(sizes.values())))
         total_N = np.zeros(items)
         for term, weight in self.weights.items():
-            factors = () if term == "item" else term.split("*")
-            total_N += weight * np.prod([np.ones(items), *(sizes[name].astype(np.float64) for name in factors)], axis=0)
+            product_N = np.ones(items)
+            for name in () if term == "item" else term.split("*"):
+                product_N *= sizes[name]
+            product_N *= weight
+            total_N += product_N
         return np.clip(np.ceil(total_N), 1, self.budget_bytes).astype(np.int64)
 
     def keeps(self, sizes: Mapping[str, Integers]) -> NDArray[np.bool_]:
@@ -129,8 +132,10 @@ def likeness(sizes: Mapping[str, Integers]) -> Integers:
 
     Plans and ranks may change while a model is trained; the order of its steps must not.
     """
-    shares = [size_N / max(1e-9, float(np.mean(size_N))) for size_N in sizes.values()]
-    likeness_N: Integers = np.maximum(np.rint(UNIT * np.mean(shares, axis=0)), 1).astype(np.int64)
+    total_N = np.zeros(len(next(iter(sizes.values()))))
+    for size_N in sizes.values():
+        total_N += size_N / max(1e-9, float(np.mean(size_N)))
+    likeness_N: Integers = np.maximum(np.rint(UNIT * (total_N / len(sizes))), 1).astype(np.int64)
     return likeness_N
 
 

@@ -44,7 +44,7 @@ PAGE_CACHE_BYTES = 256 * MIB  # to read ahead, and for pages of a checkpoint tha
 LEAST_MARGIN = 0.05  # peaks of a process lie between the moments at which anybody looks
 RING_GROWTH, RING_UNIT = 9 / 8, MIB  # batches of one budget differ a little: room for the next one too
 DRAWN_BYTES = 20  # of an item, while an epoch is shuffled: random numbers, their order, the order that is kept
-KEY_BYTES, OFFSET_BYTES, SIZE_BYTES, STORED_SIZE_BYTES = 16, 8, 8, 4  # in the table of a data set
+KEY_BYTES, OFFSET_BYTES, STORED_SIZE_BYTES = 16, 8, 4  # in the table of a data set
 BASELINE, CONTEXT = "interpreter and torch", "CUDA context"
 
 
@@ -149,8 +149,8 @@ def table_bytes(items: int, sizes: int, id_bytes: int, item_bytes: int = 0) -> i
     texts = id_bytes + OFFSET_BYTES + (item_bytes + OFFSET_BYTES if item_bytes else 0)
     record = texts + KEY_BYTES + 1 + STORED_SIZE_BYTES * sizes
     starts = OFFSET_BYTES * (2 if item_bytes else 1)
-    split = KEY_BYTES + 1 + SIZE_BYTES * sizes + 2 * starts
-    return items * (record + starts + SIZE_BYTES * sizes + split + DRAWN_BYTES)
+    split = KEY_BYTES + 1 + STORED_SIZE_BYTES * sizes + 2 * starts
+    return items * (record + id_bytes + starts + split + DRAWN_BYTES)
 
 
 def _process(run: TrainingJob, baseline: Baseline) -> Iterable[HostPart]:

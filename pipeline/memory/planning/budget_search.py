@@ -76,8 +76,8 @@ class DataBounds:
         self.sizes_NS = data.sizes_NS
         self.whole = data.cut(data.sizes, np.ones(data.items, np.int64), request.batch, request.ranks)
         self.share = int(self.whole.items_M.max(initial=1))  # items that a rank has in a step at most
-        largest_NS = -np.sort(-self.sizes_NS, axis=0)
-        most = largest_NS[0] if data.padded else largest_NS[: self.share].sum(axis=0)
+        first = 1 if data.padded else self.share
+        most = np.partition(self.sizes_NS, -first, axis=0)[-first:].sum(axis=0)
         self.most_S = np.concatenate(([self.share], most))  # that a micro-batch can have, in any order of the data
 
     def mean(self, items: int) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ Shapes: M micro-batches, S sizes, U distinct ones, T thresholds, N items.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import combinations_with_replacement
+from itertools import chain, combinations_with_replacement
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -101,10 +101,8 @@ def extremes(sizes_NS: Integers, cost_N: Integers, budget: int, share: int, *, p
     """
     if padded:
         return _padded_extremes(sizes_NS, cost_N, budget, share)
-    sizes = sizes_NS.T.astype(np.float64)
-    orders = [
-        np.argsort(-key, kind="stable") for key in (*sizes, *(sizes / cost_N), 1.0 / cost_N, cost_N.astype(float))
-    ]
+    keys = chain(sizes_NS.T, (size_N / cost_N for size_N in sizes_NS.T), (1.0 / cost_N, cost_N))
+    orders = (np.argsort(-key_N, kind="stable") for key_N in keys)  # one at a time: each is as long as the data set
     rows = [_filled(sizes_NS, cost_N, order, budget, share) for order in orders]
     return np.unique(np.array([row for row in rows if row[0] > 0], np.int64).reshape(-1, 1 + sizes_NS.shape[1]), axis=0)
 
@@ -136,6 +134,7 @@ def _padded_extremes(sizes_NS: Integers, cost_N: Integers, budget: int, share: i
 
 
 MOST_COST = 1 << 52  # costs are added in float64 by the sampler
+AT_ONCE = 1 << 16  # items whose terms are in memory together: some hundred bytes each
 
 
 @dataclass(frozen=True)
@@ -178,7 +177,10 @@ class CostModel:
 
     def cost(self, sizes_NS: Integers) -> Integers:
         """Return each item's cost as a whole number, at least 1, without the base."""
-        cost_N = np.ceil(self.terms.of_micros(alone(sizes_NS)) @ self.weights_T)
+        parts = np.split(sizes_NS, range(AT_ONCE, len(sizes_NS), AT_ONCE))
+        cost_N: Integers = np.concatenate(
+            [np.ceil(self.terms.of_micros(alone(part_KS)) @ self.weights_T) for part_KS in parts]
+        )
         return np.clip(cost_N, 1, MOST_COST).astype(np.int64)
 
     def named(self) -> dict[str, float]:

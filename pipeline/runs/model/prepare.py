@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from pipeline.config.schema_train import TrainSection
     from pipeline.project.project import Project
     from pipeline.stages.train import Items
+    from pipeline.training.prepared import Stretch
 
 NAME_DIGITS = 8
 FEW_ITEMS = 3  # that a task is tried with
@@ -288,7 +289,7 @@ def tables_of(project: Project, prepared: Prepared) -> list[ItemTable]:
 def task_sizes(project: Project, prepared: Prepared, table: ItemTable) -> dict[str, Any]:
     """Return the sizes of items as the task's `cost` gives them, cropped as planned."""
     sizes = sizes_of(Work.of(project.config, beside=project.beside).task, table.sizes)
-    return {name: np.minimum(size_N, prepared.crop.get(name, size_N.max(initial=0))) for name, size_N in sizes.items()}
+    return sizes | {name: np.minimum(sizes[name], most) for name, most in prepared.crop.items() if name in sizes}
 
 
 def steps_of(project: Project, prepared: Prepared) -> int:
@@ -299,13 +300,12 @@ def steps_of(project: Project, prepared: Prepared) -> int:
     return sum(-(-int(stretch.keeps(sizes).sum()) // batch) * stretch.epochs for stretch in prepared.stretches)
 
 
-def stretch_items(table: ItemTable, sizes: Mapping[str, Any], stretch: Any) -> Items:
+def stretch_items(table: ItemTable, sizes: Mapping[str, Any], stretch: Stretch) -> Items:
     """Return the items of a stretch and what they cost."""
-    from pipeline.stages.train import Items
-
     keep_N = np.flatnonzero(stretch.keeps(sizes))
-    kept = {name: size_N[keep_N] for name, size_N in sizes.items()}
-    return Items(table if len(keep_N) == len(table) else table.take(keep_N), stretch.cost(kept), likeness(kept))
+    if len(keep_N) < len(table):
+        table, sizes = table.take(keep_N), {name: size_N[keep_N] for name, size_N in sizes.items()}
+    return _costed(table, sizes, stretch)
 
 
 def validation_items(project: Project, prepared: Prepared) -> Items | None:
@@ -327,13 +327,17 @@ def taken_of(limit: int | float | None, items: int) -> int | None:
 
 def evaluated_items(project: Project, prepared: Prepared, table: ItemTable, limit: int | None = None) -> Items:
     """Return items, `limit` of them at most, and what they cost under the plan of the last stretch."""
-    from pipeline.stages.train import Items
-
     if limit is not None and limit < len(table):
         chosen = np.random.default_rng(project.config.train.seed).choice(len(table), limit, replace=False)
         table = table.take(np.sort(chosen))
-    sizes = task_sizes(project, prepared, table)
-    return Items(table, prepared.stretches[-1].cost(sizes), likeness(sizes))
+    return _costed(table, task_sizes(project, prepared, table), prepared.stretches[-1])
+
+
+def _costed(table: ItemTable, sizes: Mapping[str, Any], stretch: Stretch) -> Items:
+    """Return items and what they cost in a stretch; sizes are not kept, they would be most of what an item takes."""
+    from pipeline.stages.train import Items
+
+    return Items(replace(table, sizes={}), stretch.cost(sizes), likeness(sizes))
 
 
 def size_names(project: Project) -> list[str]:

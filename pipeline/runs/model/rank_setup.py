@@ -102,14 +102,18 @@ def log_line(line: str) -> None:
 
 
 def staged(
-    project: Project, tables: Sequence[ItemTable], ranks: Ranks, tell: TaskContext, say: Callable[[str], None]
+    project: Project,
+    tables: Callable[[], Sequence[ItemTable]],
+    ranks: Ranks,
+    tell: TaskContext,
+    say: Callable[[str], None],
 ) -> Project:
     """Copy what these items need to the node's own disk, and return the project as this node is to read it."""
     if project.config.cache.stage is None or is_reader(project.config):  # whose files are not in the cache
         return project
     place = tell.place
     with ranks.patient("staging"):
-        folder = _Stager(project, tables, ranks, tell, say).stage() if place.local_rank == 0 else ""
+        folder = _Stager(project, tables(), ranks, tell, say).stage() if place.local_rank == 0 else ""
         replies = ranks.exchange({"host": place.host, "folder": folder})  # which waits for all nodes
     folder = next((reply["folder"] for reply in replies if reply["host"] == place.host and reply["folder"]), "")
     return replace(project, cache=project.cache.behind(CacheFolder(Path(folder)))) if folder else project

@@ -279,7 +279,7 @@ def sizes_of(task: Task, item_sizes: Mapping[str, Integers]) -> dict[str, Intege
     """Return the sizes of every item that drive memory, as the task's `cost` names them."""
     items = len(next(iter(item_sizes.values()), ()))
     try:
-        costs: Any = task.cost(item_sizes)
+        costs: Any = task.cost({name: np.asarray(size_N, np.int64) for name, size_N in item_sizes.items()})
         if not isinstance(costs, Mapping):
             raise TypeError(f"it must return {{name: size}}, got {type(costs).__name__}")
         for name, values in costs.items():

@@ -280,7 +280,7 @@ class ApplyStage(Stage):
             return
         project = self._with_own_resources(project)
         with closing(join_ranks(project, folder, applied.prepared, tell)) as ranks:
-            project = staged(project, [self._items(project, applied.prepared)], ranks, tell, log_line)
+            project = staged(project, lambda: [self._items(project, applied.prepared)], ranks, tell, log_line)
             job = replace(self._job(project, folder, applied, tell, ranks), share=share)
             with blamed(Work.of(project.config, beside=project.beside).task):
                 yield from self.apply(project, applied, job)

@@ -168,7 +168,7 @@ def train_there(
     ranks = join_ranks(project, folder, prepared, tell)
     try:
         mend = partial(remake_graph, project, folder)
-        project = staged(project, tables_of(project, prepared), ranks, tell, log_line)
+        project = staged(project, partial(tables_of, project, prepared), ranks, tell, log_line)
         job = job_of(project, folder, prepared, tell, ranks, mend)
         with blamed(Work.of(project.config, beside=project.beside).task):
             yield from train(job if prune is None else replace(job, prune=prune), before)
@@ -263,6 +263,7 @@ def job_of(
     choice: MemoryChoice = MemoryChoice(
         precision=prepared.precision, checkpointing=prepared.checkpointing, offload=prepared.offload, shards=1
     )
+    validation = validation_items(project, prepared)  # what is read for them is gone when the others are read
     table = trained_table(project, prepared)
     sizes = task_sizes(project, prepared, table)
     made = folder_of(project, prepared)
@@ -285,7 +286,7 @@ def job_of(
         source=lambda items: source_of(project, items, damaged),
         embeddings=lambda: rows_of(project),
         stretches=[(stretch, stretch_items(table, sizes, stretch)) for stretch in prepared.stretches],
-        validation=validation_items(project, prepared),
+        validation=validation,
         ranks=ranks,
         tell=tell,
         say=log_line if ranks.rank == 0 else lambda _: None,

@@ -68,7 +68,7 @@ class ItemTable:
     key_N16: NDArray[np.uint8]  # of graphs, or the digests of what a reader gives
     split_N: NDArray[np.uint8]
     splits: tuple[str, ...]
-    sizes: Mapping[str, Integers]  # each [N]
+    sizes: Mapping[str, Integers]  # each [N]; of as few bytes as they are stored in: products of them may not fit
     items: PackedTexts | None = None  # or places, as JSON
     labels: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)  # each [N]; NaN where it is unknown
 
@@ -135,11 +135,11 @@ class ItemTable:
         if meta["format"] != FORMAT:
             raise ValueError(f"a table of format {meta['format']}, not {FORMAT}")
         return cls(
-            ids=PackedTexts.of(arrays["id.bytes"], arrays["id.end"]),
+            ids=PackedTexts.of(arrays["id.bytes"].copy(), arrays["id.end"]),  # else a part would keep the whole record
             key_N16=arrays["key"],
             split_N=arrays["split"],
             splits=tuple(meta["splits"]),
-            sizes={name: arrays[_SIZE + name].astype(np.int64, copy=False) for name in meta["sizes"]},
+            sizes={name: arrays[_SIZE + name] for name in meta["sizes"]},
             items=PackedTexts.of(arrays["item.bytes"], arrays["item.end"]) if "item.end" in arrays else None,
             labels={name: arrays[LABEL + name] for name in meta.get("labels", ())},
         )

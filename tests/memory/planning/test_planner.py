@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import pairwise
@@ -26,7 +27,7 @@ from pipeline.memory.planning.memory_plan import (
     RemedyVerdict,
 )
 from pipeline.memory.planning.planner import CurriculumStage, plan_memory, plan_stages
-from pipeline.memory.planning.size_groups import rounded_up
+from pipeline.memory.planning.size_groups import AT_ONCE, CostModel, Terms, extremes, rounded_up
 from pipeline.training.sampling.epoch_order import SamplerSettings
 from pipeline.training.sampling.sampler import Sampler
 from tests.memory.planning.oracles import GIB, MIB, Integers, Model, card, data, greedy, heavy
@@ -397,6 +398,24 @@ def test_a_question_is_rounded_up_by_at_most_a_64th_and_never_above_what_can_be(
     assert (up <= rows * 65 / 64 + 1).all()
     assert len(np.unique(up)) < len(np.unique(rows)) / 2
     assert (rounded_up(np.array([[1000, 1001]]), np.array([1000, 1001])) == [1000, 1001]).all()
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_memory_of_planning_is_some_numbers_an_item(padded: bool) -> None:
+    count = 4 * AT_ONCE
+    sizes_NS = np.random.default_rng(0).integers(1, 100, (count, 3))
+    terms = Terms(("items", "nodes", "edges", "pairs"), padded)
+    model = CostModel(terms, np.ones(len(terms.factors)), 0.0)
+    tracemalloc.start()
+    try:
+        cost_N = model.cost(sizes_NS)
+        of_costs = tracemalloc.get_traced_memory()[1]
+        tracemalloc.reset_peak()
+        extremes(sizes_NS, cost_N, 100 * int(cost_N.mean()), 64, padded=padded)
+        of_extremes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert max(of_costs, of_extremes) < 96 * count
 
 
 def test_what_was_measured_of_one_choice_says_nothing_of_another() -> None:

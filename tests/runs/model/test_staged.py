@@ -56,7 +56,7 @@ def put_on_node(project: Project, told: TaskContext | None = None) -> tuple[Proj
     """Stage all items of the data set; return the project as it is read then, and what was said."""
     said: list[str] = []
     table = table_of(project)
-    return staged(project, [table.of_split("train"), table], SingleRank(), told or tell(), said.append), said
+    return staged(project, lambda: [table.of_split("train"), table], SingleRank(), told or tell(), said.append), said
 
 
 def figures_of(pipeline: Command) -> Any:
@@ -122,7 +122,7 @@ def test_what_cannot_be_staged_is_said_once_and_read_from_the_cache(
     project = opened(*sets)
     table = table_of(opened())
     said: list[str] = []
-    found = staged(project, [table], SingleRank(), tell(), said.append)
+    found = staged(project, lambda: [table], SingleRank(), tell(), said.append)
     assert found is project
     assert len(said) == 1
     assert said[0].startswith("not all is staged: ")
@@ -181,7 +181,7 @@ def test_the_first_rank_of_a_node_copies_and_the_others_read_what_it_copied(trai
     def rank(number: int, local_rank: int, host: str, sets: list[str]) -> None:
         told = TaskContext(lambda *_: None, place=RankPlace(number, 3, local_rank, 2, host=host))
         own = opened(*sets)
-        found[number] = staged(own, [table], together.as_rank(number), told, said[number].append)
+        found[number] = staged(own, lambda: [table], together.as_rank(number), told, said[number].append)
 
     here = ["cache.stage=$NODE_SCRATCH"]
     places = [(0, 0, "one", here), (1, 1, "one", here), (2, 0, "two", ["cache.stage=$NOT_SET_ANYWHERE"])]

@@ -14,6 +14,7 @@ from torch import nn
 from pipeline.errors import ConfigError
 from pipeline.project.run_code import load_reader, load_task
 from pipeline.runs.model.task_contract import breaches
+from pipeline.runs.model.training_work import sizes_of
 from pipeline.tasks.interface import Interface
 from tests.command import Command
 from tests.projects import MakeProject
@@ -167,6 +168,14 @@ def test_config_check_tries_the_task_out(pipeline: Command, make_project: MakePr
     assert done.code == 2
     assert "KeyError: 'label'" in done.err
     assert "wronglab.py" in done.err
+
+
+def test_a_product_of_sizes_is_as_large_as_it_is_however_few_bytes_sizes_are_stored_in() -> None:
+    class Squares(Right):
+        def cost(self, item: Mapping[str, Any]) -> Mapping[str, Any]:
+            return {"squares": item["nodes"] * item["nodes"]}
+
+    assert sizes_of(Squares(), {"nodes": np.array([60_000], np.int32)})["squares"].tolist() == [3_600_000_000]
 
 
 def test_an_option_that_a_class_does_not_take_is_told_with_the_nearest() -> None:

@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 from pipeline.errors import ConfigError, RecordMissing
 from pipeline.keys import recipe_key
 from pipeline.records import Item, Part, Role
+from pipeline.runs.model.prepare import stretch_items
 from pipeline.stages.structure_checks import wrong_table
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.training.items.item_table import ItemTable, TableBuilder
+from pipeline.training.prepared import Stretch
 from tests.counted import calls_of
 
 ROWS = st.lists(
@@ -59,7 +61,7 @@ def test_a_table_is_read_as_it_was_written(store):
     key = builder_of(rows, items=True).write(store)
     table = ItemTable.read(store, key)
     assert rows_of(table) == rows
-    assert table.sizes["nodes"].dtype == np.int64
+    assert table.sizes["nodes"].dtype == np.int64  # else of as many bytes as are needed
     assert table.of_split("b").item(3) == Item("ü7", parts=(Part(Role.COMPLEX, "/data/ü7.pdb"),), split="b")
 
 
@@ -139,6 +141,30 @@ def test_a_large_table_is_a_few_bytes_an_item_and_read_at_once(store):
     )  # no item by itself
     (train,) = read
     assert (train.ids[count - 1], train.key(7)) == (f"item{count - 1:08d}", keys[112:128])
+
+
+def test_a_training_keeps_of_each_item_its_name_key_and_costs_and_never_has_it_twice_over(store):
+    count, names = 20_000, [f"size{number}" for number in range(8)]
+    builder = TableBuilder()
+    for number in range(count):
+        builder.add(f"c{number:07d}", recipe_key("t", {"n": number}), "train", dict.fromkeys(names, number))
+    key = builder.write(store)
+    stretch = Stretch("all", 1, 1 << 40, 0, 0, 0, {"item": 2.0, "size0*size1": 0.5, "size2": 1.0})
+
+    def costed():
+        table = ItemTable.read(store, key).of_split("train")
+        return stretch_items(table, {name: table.sizes[name].astype(np.int64) for name in names[:3]}, stretch)
+
+    costed()  # what is imported and opened once is not the items'
+    tracemalloc.start()
+    try:
+        items = costed()
+        kept, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(items.table) == len(items.cost_N) == count
+    assert kept < 64 * count  # two numbers of what it costs, its key, its name and where that begins and ends
+    assert most < 165 * count
 
 
 def test_a_size_that_is_known_is_not_made_anew_for_every_item():
