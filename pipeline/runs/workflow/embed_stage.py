@@ -155,7 +155,9 @@ class EmbedStage(Stage):
             embedded, known = Embedded(), bytearray()  # keys of the inventories that were found
             write_rejections(folder.rejected, tally.items(project, folder, embedded, known))
             tally.count(embedded)
-            keys = bytearray().join(part.sequences.keys for part in tally.parts)
+            keys = tally.parts[0].sequences.keys
+            for part in tally.parts[1:]:
+                keys += part.sequences.keys
             if not embedded.undone:
                 worklist.remember_needed(project, self.name, keys)
             if not embedded.undone + embedded.unnamed and not embedded.others:
