@@ -37,7 +37,7 @@ def sorted_pairs(keys: bytes | bytearray) -> Integers:
         raise ValueError(f"a key is {KEY_BYTES} bytes")
     rows = np.frombuffer(keys, f"S{KEY_BYTES}").copy()
     rows.sort()  # as bytes and in place: there may be millions, and this is their only copy
-    pairs = rows.view(">u8").byteswap(inplace=True).view("<u8").reshape(-1, 2)
+    pairs: Integers = rows.view(">u8").byteswap(inplace=True).view("<u8").reshape(-1, 2)
     first = np.ones(len(pairs), bool)
     first[1:] = (pairs[1:] != pairs[:-1]).any(axis=1)
     return pairs if first.all() else pairs[first]
