@@ -8,6 +8,7 @@ are sorted by node, then by neighbour, and encoded as each node's degree and nei
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
@@ -207,10 +208,15 @@ class GraphRecipe:
 
     def plain(self) -> dict[str, Any]:
         """Return the settings that matter for this kind of nodes, as JSON data."""
-        irrelevant = ("neighbours", "radius") if self.nodes == "atom" else ("atom_radius", "hops", "hydrogens")
-        chosen = {name: value for name, value in asdict(self).items() if name not in irrelevant}
-        return {"version": [GRAPH_VERSION, FORMAT], **chosen}
+        return _plain(self)
 
     def key(self, inventory: bytes) -> bytes:
         """Return the key of an item's graph; the inventory's key stands for the files and how they are read."""
-        return tagged_key("graph", self.plain(), inventory.hex())
+        return tagged_key("graph", _plain(self), inventory.hex())
+
+
+@lru_cache(maxsize=16)
+def _plain(recipe: GraphRecipe) -> dict[str, Any]:
+    irrelevant = ("neighbours", "radius") if recipe.nodes == "atom" else ("atom_radius", "hops", "hydrogens")
+    chosen = {name: value for name, value in asdict(recipe).items() if name not in irrelevant}
+    return {"version": [GRAPH_VERSION, FORMAT], **chosen}

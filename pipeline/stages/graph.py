@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.graphs.build_graph import encoded_graph
 from pipeline.records import Reason
+from pipeline.store.cache_folder import relieve_store
 from pipeline.store.store import WholeRecords
 from pipeline.structures.atoms import UnusableInput
 from pipeline.structures.inventory import examine_item, item_key
@@ -36,7 +37,7 @@ def open_writer(store: Store, shard_bytes: int) -> StoreWriter:
 
 
 class Maker:
-    """Makes and stores the graphs of items; it remembers only the keys of what it made."""
+    """Makes and stores the graphs of items; it remembers the keys of what it made and has not published."""
 
     def __init__(
         self,
@@ -62,8 +63,10 @@ class Maker:
         return own in self._made or own in WholeRecords(self._store).metas([own])
 
     def publish(self) -> None:
-        """Write what was made to disk."""
+        """Write what was made to disk, where it is looked up from now on."""
         self._writer.flush()
+        self._made.clear()
+        relieve_store(self._store)
         self._published_s = time.monotonic()
 
     def publish_in_time(self) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from pipeline.errors import CacheDamaged, RecordMissing
 from pipeline.keys import COARSE_TICK_NS, content_digest, is_settled, recipe_key
 from pipeline.records import Inventory, Item, Reason
+from pipeline.store.cache_folder import relieve_store
 from pipeline.structures.atoms import UnusableInput
 from pipeline.structures.inventory import ScanRecipe, examine_item, item_key
 from pipeline.structures.parsing.structure_files import (
@@ -159,7 +160,7 @@ def _read_meta(store: Store, keys: set[bytes]) -> dict[bytes, Mapping[str, Any]]
 
 @dataclass(slots=True)
 class Scanner:
-    """Scans items one at a time; it holds a few files and the keys of what it wrote."""
+    """Scans items one at a time; it holds a few files and the keys of what it has not published."""
 
     recipe: ScanRecipe
     shelves: ScanShelves
@@ -167,8 +168,8 @@ class Scanner:
     files: StoreWriter
     also: Also | None = None
     refuse: Refuse = _nobody
-    known: dict[bytes, Reason | None] = field(default_factory=dict)  # the inventories of this task
-    seen: set[bytes] = field(default_factory=set)  # the files of this task
+    known: dict[bytes, Reason | None] = field(default_factory=dict)  # the inventories that are not published yet
+    seen: set[bytes] = field(default_factory=set)  # and files
     kept: StructureFiles = field(init=False)
     published_s: float = field(default_factory=time.monotonic)
 
@@ -209,9 +210,13 @@ class Scanner:
         return inventory.reason
 
     def publish(self) -> None:
-        """Write what was found to disk."""
+        """Write what was found to disk, where it is looked up from now on."""
         self.inventories.flush()
         self.files.flush()
+        self.known.clear()
+        self.seen.clear()
+        for store in self.shelves.stores():
+            relieve_store(store)
         if self.also:
             self.also.publish()
         self.published_s = time.monotonic()

@@ -364,13 +364,25 @@ def bring_up(cache: CacheFolder, kinds: Iterable[str]) -> None:
 
 def relieve(cache: CacheFolder, kinds: Iterable[str]) -> None:
     """Write the indexes that are far behind, so that a late task need not read the tables of all tasks before it."""
-    _for_each(cache, kinds, lambda store: store.index_if_behind())
+    _for_each(cache, kinds, relieve_store)
+
+
+def relieve_store(store: Store) -> None:
+    """Do so for the store that a task reads and writes, so that it does not hold the tables of all tasks beside it."""
+    with _may_stay_behind(store.kind):
+        store.index_if_behind()
 
 
 def _for_each(cache: CacheFolder, kinds: Iterable[str], work: Callable[[Store], None]) -> None:
     for kind in sorted(kinds):
-        try:
+        with _may_stay_behind(kind):
             if (cache.root / kind).is_dir():
                 work(cache.own(kind))
-        except (CacheUnusable, CacheFull, JobFailed) as error:  # the last: whatever else a disk does not do
-            log.warning("the index of %s stays behind: %s", kind, error.what)
+
+
+@contextmanager
+def _may_stay_behind(kind: str) -> Iterator[None]:
+    try:
+        yield
+    except (CacheUnusable, CacheFull, JobFailed) as error:  # the last: whatever else a disk does not do
+        log.warning("the index of %s stays behind: %s", kind, error.what)

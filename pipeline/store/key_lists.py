@@ -35,8 +35,9 @@ def sorted_pairs(keys: bytes | bytearray) -> Integers:
     """Return concatenated keys as sorted pairs of numbers, each once."""
     if len(keys) % KEY_BYTES:
         raise ValueError(f"a key is {KEY_BYTES} bytes")
-    pairs = np.frombuffer(keys, ">u8").reshape(-1, 2).astype("<u8")
-    pairs = pairs[np.lexsort((pairs[:, 1], pairs[:, 0]))]
+    rows = np.frombuffer(keys, f"S{KEY_BYTES}").copy()
+    rows.sort()  # as bytes and in place: there may be millions, and this is their only copy
+    pairs: Integers = rows.view(">u8").byteswap(inplace=True).view("<u8").reshape(-1, 2)
     first = np.ones(len(pairs), bool)
     first[1:] = (pairs[1:] != pairs[:-1]).any(axis=1)
     return pairs if first.all() else pairs[first]

@@ -55,7 +55,7 @@ _LOCATE_BATCH = 256
 _KEYS_BATCH = 65_536
 _LOOK_AGAIN_S = 0.5
 _STRETCH_BYTES = 1 << 22
-_UNINDEXED_RECORDS, _UNINDEXED_SHARE = 16_384, 0.1  # a few MB; that an index is written ever more rarely as it grows
+_UNINDEXED_RECORDS, _UNINDEXED_SHARE = 16_384, 0.05  # a few MB; that an index is written ever more rarely as it grows
 
 _UNREAD: Mapping[str, Any] = {}
 _Answer = TypeVar("_Answer")

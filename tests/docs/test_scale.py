@@ -14,6 +14,8 @@ from benchmarks.runs import scale
 from benchmarks.scale_parts import page
 from benchmarks.scale_parts.metadata import metadata_side
 from benchmarks.scale_parts.scheduler_side import scheduler_side
+from pipeline.runs.dataset import worklist
+from pipeline.runs.workflow import embed_stage
 from pipeline.store import store
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,8 +31,10 @@ def test_the_page_names_limits_as_the_code_has_them() -> None:
     text = " ".join(page.PAGE.read_text().split())
     assert f"more than {store._UNINDEXED_RECORDS:,} records" in text
     assert f"({page.MAX_ARRAY_SIZE:,} unless" in text
+    assert f"no more than {worklist.MOST_PER_TASK:,} items" in text
+    assert f"and {embed_stage.MOST_PER_PROCESS:,} sequences" in text
     assert f"keeps {store._OPEN_SHARDS} shards of a kind open" in text
-    assert (page.STAT_S, store._UNINDEXED_SHARE) == ((1e-4, 1e-3), 0.1), "0.1 ms, 1 ms; a tenth"
+    assert (page.STAT_S, store._UNINDEXED_SHARE) == ((1e-4, 1e-3), 0.05), "0.1 ms, 1 ms; a twentieth"
 
 
 def test_growth_sets_the_largest_size_beside_the_smallest_and_what_missed_is_bold() -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pipeline import keys
 from pipeline.encoder.embedding_recipe import EmbeddingRecipe, SequenceCut, Variant
-from pipeline.keys import content_digest, is_settled, recipe_key, recipe_tag, tagged_key
+from pipeline.keys import KEY_BYTES, content_digest, is_settled, recipe_key, recipe_tag, tagged_key
+from pipeline.store.key_lists import sorted_pairs
 
 NOW_NS = 1_700_000_000_123_456_789
 MS = 1_000_000
@@ -24,6 +27,18 @@ def test_keys_of_embeddings_are_what_they_were() -> None:
     assert RECIPE.key("MKV", Variant("fp16")).hex() == "93818ecd90bcf087ff522af21832d66f"
     windows = Variant("fp32", SequenceCut("windows", 1022, 256))
     assert RECIPE.key("MKV", windows).hex() == "a9f3b8bac91a8e0b1a4b141fa4b9546e"
+
+
+@settings(deadline=None)  # other work may share the machine
+@given(
+    st.lists(
+        st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES) | st.sampled_from([b"\0" * KEY_BYTES, b"a" + b"\0" * 15])
+    )
+)
+def test_keys_in_pairs_are_sorted_as_bytes_and_each_is_there_once(known: list[bytes]) -> None:
+    pairs = sorted_pairs(bytearray().join(known))
+    assert pairs.dtype == "<u8"
+    assert [hi.to_bytes(8, "big") + lo.to_bytes(8, "big") for hi, lo in pairs.tolist()] == sorted(set(known))
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])

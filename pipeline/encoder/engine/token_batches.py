@@ -6,6 +6,7 @@ Shapes: N sequences, K of them in a batch or a shard.
 from __future__ import annotations
 
 import heapq
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -14,7 +15,7 @@ import numpy as np
 from pipeline.encoder.embedding_recipe import ENDS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from numpy.typing import NDArray
 
@@ -114,6 +115,13 @@ def deal_shards(lengths_N: Integers, costs_N: NDArray[np.float64], shards: int, 
     by_owner = np.argsort(owner_N, kind="stable")
     ends = np.cumsum(np.bincount(owner_N, minlength=shards))
     return [part.copy() for part in np.split(order_N[by_owner], ends[:-1])]
+
+
+def cap_shards(shards: Iterable[Integers], most: int) -> Iterator[Integers]:
+    """Yield the shards that hold anything; one of more than `most` sequences in parts of about equal cost."""
+    for shard in shards:
+        parts = math.ceil(len(shard) / most)
+        yield from (shard[part::parts] for part in range(parts))
 
 
 def _balance(costs_G: NDArray[np.float64], shards: int) -> Integers:

@@ -70,7 +70,7 @@ def recall_standing(
 
 def _recalled(project: Project, folder: RunFolder, stage: str, recipe: Mapping[str, Any]) -> Standing | None:
     root = project.config.cluster.runs / FOLDER
-    if not root.is_dir():
+    if next(root.glob(f"{stage}-*"), None) is None:  # of a new project no file is looked at for this
         return None
     place = root / _name(project, data_state(project, folder), stage, recipe)
     try:
@@ -112,9 +112,11 @@ def remember_standing(
     if not state.digest or not project.only.is_all or own:
         return
     aside = root / f"{secrets.token_hex(8)}.partial"
-    together = b"".join(keys.values())
+    digest = xxhash.xxh3_128()
+    for part in keys.values():
+        digest.update(part)
     result = {
-        "digest": xxhash.xxh3_128_hexdigest(together),
+        "digest": digest.hexdigest(),
         "kinds": {kind: len(part) for kind, part in keys.items()},
         "lists": [path.name for path in lists],
         "needed": worklist.recall_needed(project.cache, project.config, stage) is not None,
@@ -125,7 +127,8 @@ def remember_standing(
         aside.mkdir(0o700, parents=True)
         for path in lists:
             _same_file(path, aside / path.name)
-        (aside / KEYS).write_bytes(together)
+        with (aside / KEYS).open("wb") as file:
+            file.writelines(keys.values())
         (aside / RESULT).write_text(json.dumps(result))
         place = root / _name(project, state, stage, recipe)
         shutil.rmtree(place, ignore_errors=True)
@@ -168,7 +171,7 @@ def _name(project: Project, state: DataState, stage: str, recipe: Mapping[str, A
     layers = [str(layer.root) for layer in (project.cache, *project.cache.under)]
     settings = worklist.deciding(project.config, stage)
     asked = [stage, state.digest, dict(recipe), settings, layers, package_digest()]
-    return content_digest(json.dumps(asked, sort_keys=True, default=str).encode()).hex()
+    return f"{stage}-{content_digest(json.dumps(asked, sort_keys=True, default=str).encode()).hex()}"
 
 
 def _verified(project: Project, keys: bytes, kinds: Mapping[str, int]) -> bool:

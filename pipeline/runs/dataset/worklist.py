@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from pipeline.store.key_lists import WantedKeys
 
 LOOKED_UP_AT_ONCE = 1024
+MOST_PER_TASK = 50_000  # items, however little time each takes: a process holds some hundred bytes of every one
 _ENCODER = json.JSONEncoder()  # made once: a data set has many lines
 
 
@@ -228,7 +229,8 @@ def cut_lines(
 ) -> tuple[Shard, ...]:
     """Cut a list, in order, into tasks of so many items, or so many of about equal cost where that is `auto`.
 
-    `offsets` says where each line begins, and where the last one ends.
+    `offsets` says where each line begins, and where the last one ends. A task by cost that would have too many items is
+    cut evenly.
     """
     lines = len(costs_N)
     if lines == 0:
@@ -238,11 +240,18 @@ def cut_lines(
     else:
         done_N = np.cumsum(costs_N)
         shares = done_N[-1] * np.arange(1, tasks) / tasks
-        bounds = np.unique([0, *(np.searchsorted(done_N, shares) + 1).tolist(), lines]).tolist()
+        by_cost = np.unique([0, *(np.searchsorted(done_N, shares) + 1).tolist(), lines]).tolist()
+        bounds = [*chain.from_iterable(_evenly(first, last) for first, last in pairwise(by_cost)), lines]
     return tuple(
         Shard(offsets[first], offsets[last], last - first, int(costs_N[first:last].max()))
         for first, last in pairwise(bounds)
     )
+
+
+def _evenly(first: int, last: int) -> list[int]:
+    """Return where the pieces of a range begin, none of which has more than MOST_PER_TASK items."""
+    pieces = math.ceil((last - first) / MOST_PER_TASK)
+    return [first + (last - first) * piece // pieces for piece in range(pieces)]
 
 
 def required_lines(folder: RunFolder, stage: str) -> Callable[[str], bool]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from array import array
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,7 @@ import numpy as np
 
 from pipeline.encoder.checkpoints.checkpoint_files import FAMILIES
 from pipeline.encoder.embedding_recipe import BF16_PRODUCTS, texts
-from pipeline.encoder.engine.token_batches import deal_shards, recipe_costs
+from pipeline.encoder.engine.token_batches import cap_shards, deal_shards, recipe_costs
 from pipeline.journal.attempts import left_out_items, refused_parts
 from pipeline.journal.ledger import write_rejections
 from pipeline.journal.run_folder import writing_run
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 BYTES_OF = {"fp32": 4, "fp16": 2, "bf16": 2, BF16_PRODUCTS: 2}
 RECORD_BYTES = 512  # what a record takes besides its rows
 WORTHWHILE_S = 20  # from when on another task pays
+MOST_PER_PROCESS = 100_000  # sequences, however short: a process holds some hundred bytes of every one
 RATE_OF_CORE, RATE_OF_GPU = 2e10, 2.5e13  # multiply-adds a second; cautious, and only for cutting work into tasks
 BASE_BYTES = 1 << 30  # the interpreter with torch, buffers of results
 WORKING_TOKENS = 8192
@@ -153,7 +155,9 @@ class EmbedStage(Stage):
             embedded, known = Embedded(), bytearray()  # keys of the inventories that were found
             write_rejections(folder.rejected, tally.items(project, folder, embedded, known))
             tally.count(embedded)
-            keys = bytearray().join(part.sequences.keys for part in tally.parts)
+            keys = tally.parts[0].sequences.keys
+            for part in tally.parts[1:]:
+                keys += part.sequences.keys
             if not embedded.undone:
                 worklist.remember_needed(project, self.name, keys)
             if not embedded.undone + embedded.unnamed and not embedded.others:
@@ -231,7 +235,9 @@ class _Search:
         costs_N = recipe_costs(lengths_N, recipe, weights.dim)
         tasks = _tasks(self.project, len(lengths_N), float(costs_N.sum()), at_once)
         dealt = deal_shards(lengths_N, costs_N, tasks, _group(self.project)) if len(lengths_N) else []
-        shards = tuple(order.add(array_of(self.offsets)[first], lengths_N, part, name) for part in dealt if len(part))
+        offsets_N = array_of(self.offsets)[first]
+        parts = cap_shards(dealt, _most(self.project))
+        shards = tuple(order.add(offsets_N, lengths_N, part, name) for part in parts)
         row_bytes = weights.dim * BYTES_OF[recipe.storage]
         mark_bytes = row_bytes if recipe.cls else 0
         taken = int(lengths_N.sum()) * (row_bytes + 1) + len(lengths_N) * (mark_bytes + RECORD_BYTES)
@@ -286,6 +292,12 @@ def _tasks(project: Project, sequences: int, cost: float, at_once: int) -> int:
     rate = RATE_OF_GPU * resources.gpus or RATE_OF_CORE * resources.cpus
     tasks = worklist.tasks_for(cost / rate, resources.minutes_per_task, at_once, WORTHWHILE_S)
     return min(tasks, math.ceil(sequences / _group(project)))
+
+
+def _most(project: Project) -> int:
+    """Return the most sequences that a task by minutes may have."""
+    resources = project.config.cluster.embed
+    return MOST_PER_PROCESS * max(1, resources.gpus) if resources.items_per_task == "auto" else sys.maxsize
 
 
 def _parameters(project: Project) -> int:

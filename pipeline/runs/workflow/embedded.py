@@ -47,7 +47,9 @@ def refusal(text: str, recipe: EmbeddingRecipe) -> tuple[Reason, str] | None:
 
 def may_be_made(text: str, recipe: EmbeddingRecipe, only: Only) -> bool:
     """Tell whether a run may make an embedding that is missing: it does all, unless it is confined to a list."""
-    return any(only.names(StageName.EMBED, recipe.key(text, variant)) for variant in recipe.accepted(len(text)))
+    return only.is_all or any(
+        only.names(StageName.EMBED, recipe.key(text, variant)) for variant in recipe.accepted(len(text))
+    )
 
 
 def name_of(text: str, of: str) -> str:

@@ -14,6 +14,7 @@ from pipeline.encoder.embedding_recipe import ENDS, EmbeddingRecipe, windows
 from pipeline.encoder.engine.token_batches import (
     POLICIES,
     BatchSchedule,
+    cap_shards,
     cost,
     deal_shards,
     fitting_cap,
@@ -222,6 +223,20 @@ def test_no_shard_costs_a_group_more_than_another(lengths, shards, multiple):
     ]
     loads = [costs_N[shard].sum() for shard in deal_shards(lengths, costs_N, shards, multiple)]
     assert max(loads) - min(loads) <= max(groups) * (1 + 1e-9)
+
+
+@relaxed
+@given(LENGTHS, st.integers(1, 7), st.integers(1, 9))
+def test_a_shard_of_too_many_is_dealt_in_parts_that_cost_about_the_same(lengths, shards, most):
+    costs_N = cost(lengths, 2, 8)
+    dealt = deal_shards(lengths, costs_N, shards, 1)
+    capped = list(cap_shards(dealt, most))
+    assert sorted(np.concatenate([*capped, []]).tolist()) == list(range(len(lengths)))
+    assert all(0 < len(part) <= most and (np.diff(lengths[part]) <= 0).all() for part in capped)
+    for shard in dealt:
+        loads = [costs_N[part].sum() for part in cap_shards([shard], most)]
+        assert max(loads, default=0) - min(loads, default=0) <= costs_N[shard].max(initial=0) * (1 + 1e-9)
+    assert [part.tolist() for part in cap_shards(dealt, 80)] == [shard.tolist() for shard in dealt if len(shard)]
 
 
 @pytest.mark.parametrize("pair", [(0, 1), (1, 0)])

@@ -12,12 +12,17 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
+from pipeline.graphs.item_graph import GraphRecipe
 from pipeline.journal.run_folder import runs_in
 from pipeline.keys import content_digest
+from pipeline.records import Item, Part, Role
 from pipeline.runs.engine import run_task
 from pipeline.runs.engine.run_supervisor import Supervisor
+from pipeline.stages import graph, scan
+from pipeline.stages.scan import ScanShelves
 from pipeline.store import shard_index, store
 from pipeline.store.cache_folder import CacheFolder, bring_up, relieve
+from pipeline.structures.inventory import ScanRecipe
 from pipeline.structures.synthetic import complex_pdb
 from tests.projects import settle
 from tests.store.faulty_disks import FailingDisk
@@ -122,6 +127,22 @@ def test_a_worker_brings_an_index_up_to_date_that_lacks_much(
     monkeypatch.setattr(store, "_UNINDEXED_RECORDS", 0)
     assert run_task.run_task(words) == 0
     assert counts(CacheFolder(tmp_path / "cache"), "scan") == (1, 0)
+
+
+@pytest.mark.usefixtures("few")
+def test_a_task_brings_indexes_up_to_date_while_it_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scan, "PUBLISH_EVERY_S", 0.0)
+    monkeypatch.setattr(graph, "PUBLISH_EVERY_S", 0.0)
+    cache, paths = CacheFolder(tmp_path / "cache"), [tmp_path / f"{number}.pdb" for number in range(14)]
+    for number, path in enumerate(paths):
+        path.write_bytes(complex_pdb(number, 20, 20))
+    settle(tmp_path)
+    items = [Item(path.stem, parts=(Part(Role.COMPLEX, str(path)),)) for path in [*paths, *paths]]
+    shelves = ScanShelves(cache.kind("scan"), cache.kind("files"), 1 << 20)
+    assert list(scan.scan_items(items, ScanRecipe(), shelves)) == [None] * 28
+    assert list(graph.graph(items, ScanRecipe(), GraphRecipe(), cache.kind("graph"), 1 << 20)) == [None] * 28
+    for kind in ("scan", "files", "graph"):
+        assert counts(cache, kind) == (11, 3), "each record was made once, though it is remembered only until published"
 
 
 def test_writing_an_index_takes_little_beside_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

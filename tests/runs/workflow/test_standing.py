@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from pipeline.journal.run_folder import RunFolder, runs_in
+from pipeline.project.restriction import EVERYTHING
+from pipeline.runs.dataset import standing
 from pipeline.runs.dataset.standing import FOLDER, KEYS, RESULT
 from pipeline.runs.upkeep.prune_runs import foresee_pruning, prune
 from pipeline.runs.workflow import graph_stage, scan_stage
@@ -117,6 +120,15 @@ def test_a_run_with_nothing_to_do_counts_nothing_and_says_the_same(
     assert surveyed(submit()) == surveyed(counted)
     assert told(pipeline) == said
     assert lists() == listed
+
+
+def test_of_a_stage_that_has_no_result_no_file_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standing, "data_state", lambda *_given: pytest.fail("the files were looked at"))
+    config = SimpleNamespace(cluster=SimpleNamespace(runs=tmp_path))
+    project = SimpleNamespace(config=config, only=EVERYTHING, once=lambda _name, make: make())
+    assert standing.recall_standing(project, SimpleNamespace(name="run"), "graph", {}) is None
+    (tmp_path / FOLDER / "scan-0123").mkdir(parents=True)
+    assert standing.recall_standing(project, SimpleNamespace(name="run"), "graph", {}) is None
 
 
 @pytest.mark.parametrize("kind", list(STAGE_OF))
