@@ -21,7 +21,6 @@ HEAD = """\
 # The recipe {name} at toy size, on made data; written by `pipeline demo --recipe {name}`.
 # At its real size, with comments: pipeline init DIR --recipe {name}
 """
-COMMON = ("train.epochs=2", "train.precision=fp32", "cluster.executor=local", "cluster.train.cpus=1")
 WIDTH = 16  # of the small encoder, and of what stands for a ligand
 
 
