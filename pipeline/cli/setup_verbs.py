@@ -91,7 +91,7 @@ def dock_command(
 ) -> None:
     """Dock two proteins: draw poses of the ligand, rank them, and write the best as structures."""
     from pipeline.cli.run_verbs import submit_command
-    from pipeline.setup.dock_project import Docking, write_dock_project
+    from pipeline.setup.written_project import Docking, write_dock_project
 
     docking = Docking(receptor, ligand, model, poses, steps, confidence, top, trajectory=trajectory, bound=bound)
     folder = out or Path("docked") / docking.name

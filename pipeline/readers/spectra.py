@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from pipeline.errors import ConfigError, DataError
-from pipeline.readers import hdf5, peptide_text
+from pipeline.readers import hdf5, peptides
 from pipeline.readers.entry import (
     SCAN_AGAIN,
     Bytes,
@@ -32,15 +32,15 @@ from pipeline.readers.entry import (
     entry_rejection,
     parse_number,
 )
-from pipeline.readers.label_table import LabelTable, label_number
 from pipeline.readers.spectrum_files import mgf, msp, mzml
 from pipeline.readers.spectrum_files.spectrum_headers import (
+    FORMATS,
     molecule_number,
     precursor_text,
     retention_s,
     shared_headers,
 )
-from pipeline.readers.spectrum_files.spectrum_quality import FORMATS
+from pipeline.readers.table_rows import LabelTable, label_number
 from pipeline.records import Entry, Reason, Rejection
 from pipeline.units import printable_text
 
@@ -322,7 +322,7 @@ class Spectra:
         labels: dict[str, NDArray[Any]] = {"target": np.array(target, np.float32)} if self.target else {}
         if peptide:
             try:
-                labels["peptide.residue"] = peptide_text.residue_codes(peptide)
+                labels["peptide.residue"] = peptides.residue_codes(peptide)
             except ValueError as error:
                 raise UnusableEntry(f"peptide {printable_text(peptide)}: {error}") from error
         return labels

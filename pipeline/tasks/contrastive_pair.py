@@ -28,7 +28,7 @@ from torch.nn import functional
 
 from pipeline.errors import ConfigError
 from pipeline.protocol import ITEMS
-from pipeline.readers.pictures.class_names import class_names
+from pipeline.readers.images import class_names
 from pipeline.tasks.pairs.clip_names import FORMS
 from pipeline.tasks.pairs.nearest_pairs import found_at, pair_places, write_nearest
 from pipeline.tasks.pairs.pair_towers import (

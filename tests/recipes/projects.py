@@ -18,7 +18,7 @@ from pipeline.config.load import read_config
 from pipeline.config.schema import Config
 from pipeline.memory.footprint import MemoryChoice, live_peak_bytes
 from pipeline.setup import checkup
-from pipeline.setup.demo_recipes import DEMOS
+from pipeline.setup.demo_project import DEMOS
 from tests.command import Command
 from tests.conftest import ROOT
 from tests.memory.tracing.traced import tracer

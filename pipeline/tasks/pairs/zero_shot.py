@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from pipeline.errors import ConfigError
-from pipeline.readers.pictures.byte_pairs import BytePairs, TooLong
+from pipeline.readers.byte_pairs import BytePairs, TooLong
 from pipeline.tasks.pairs.pair_towers import TextBatch
 from pipeline.tasks.task_parts import WHERE, at_least_single, padded_rows
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pipeline.readers import peptides
-from pipeline.readers.peptide_text import residue_codes
+from pipeline.readers.peptides import residue_codes
 from pipeline.tasks.peptides import mass_decoding
 from pipeline.tasks.peptides.mass_decoding import LetterScores, MassDecoder
 from pipeline.tasks.peptides.vocabulary import EOS, Vocabulary
