@@ -22,16 +22,15 @@ import numpy as np
 from pipeline.errors import ConfigError, DataError
 from pipeline.files import replacing
 from pipeline.readers import hdf5
-from pipeline.tasks.nearest_vectors import nearest_vectors
 from pipeline.tasks.spectra.peak_transformer import EMBEDDING
-from pipeline.tasks.task_parts import WHERE
+from pipeline.tasks.task_parts import WHERE, nearest_vectors
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
-    from pipeline.tasks.nearest_vectors import Vectors
+    from pipeline.tasks.task_parts import Vectors
 
     Floats = NDArray[np.float32]
 
