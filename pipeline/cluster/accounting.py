@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, NamedTuple
 
-from pipeline.cluster.fields import (
+from pipeline.cluster.job_spec import TaskState, TaskStatus
+from pipeline.cluster.slurm_words import (
     OOM_CODE,
     bytes_of,
     epoch_of,
@@ -23,10 +24,9 @@ from pipeline.cluster.fields import (
     is_number,
     node_of,
     parse_state,
+    reason_words,
     seconds_of,
 )
-from pipeline.cluster.job_spec import TaskState, TaskStatus
-from pipeline.cluster.reasons import reason_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from pipeline.cluster.accounting import CommandFailed
-from pipeline.cluster.fields import Gpus, limit_of, parse_gres
+from pipeline.cluster.slurm_words import Gpus, limit_of, parse_gres
 from pipeline.units import MIB
 
 Ask: TypeAlias = Callable[[Sequence[str], float], str]  # arguments and seconds → stdout; raises CommandFailed

@@ -20,17 +20,17 @@ from pipeline.cluster.accounting import (
     CommandFailed,
     parse_sacct,
 )
-from pipeline.cluster.fields import (
+from pipeline.cluster.job_spec import TaskState
+from pipeline.cluster.slurm_words import (
     bytes_of,
     epoch_of,
     exit_of,
     expand,
+    is_stuck,
     parse_squeue,
     parse_state,
     seconds_of,
 )
-from pipeline.cluster.job_spec import TaskState
-from pipeline.cluster.reasons import is_stuck
 from tests.cluster.sacct_texts import (
     RANKS_22_05,
     RECORDED_22_05,

@@ -9,7 +9,7 @@ import torch
 
 from pipeline.device.accelerator import computing, on_card, release_pinned
 from pipeline.device.out_of_memory import unless_out_of_memory
-from pipeline.memory.hardware.pinned_memory import ALIGNMENT, CHUNK_BYTES, PinnedLayout, pinned_layout
+from pipeline.memory.hardware.host_memory import ALIGNMENT, CHUNK_BYTES, PinnedLayout, pinned_layout
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -22,8 +22,7 @@ from pipeline.errors import ConfigError, DataError, JobFailed, WeightsUnusable
 from pipeline.store.format.disk import Disk
 from pipeline.training.checkpoints import checkpoint_reader
 from pipeline.training.checkpoints.checkpoint_reader import MANIFEST, STATE, open_checkpoint
-from pipeline.training.checkpoints.chosen_checkpoint import ChosenCheckpoint, checkpoint_digest
-from pipeline.training.checkpoints.exported_model import load_export
+from pipeline.training.checkpoints.chosen_checkpoint import ChosenCheckpoint, checkpoint_digest, load_export
 from pipeline.training.checkpoints.published_names import USUAL, in_own_names, without_prefix, wrapping_prefix
 from pipeline.training.checkpoints.tensor_file import ANOTHER, CheckpointDamaged, distinct
 from pipeline.training.checkpoints.training_state import model_key, model_state, model_targets, plain_name
