@@ -1,4 +1,4 @@
-"""Verbs that look back: `items` of a scan; `report`, what a run has used; `compare` of trainings; `replay` of a step."""
+"""Verbs that look back: `items` of a scan, `report` of what a run used, `compare` of trainings, `replay` of a step."""
 
 from __future__ import annotations
 
