@@ -295,7 +295,7 @@ class Spectra:
             peak_2P[:, (peak_2P != 0).any(axis=0)].T,
             precursor_mz=_number(row["precursor_mz"], "the precursor's m/z"),
             charge=int(charge),
-            target=tuple(label_number(_cell(row, f"target {name}"), name) for name in self._own_targets()),
+            target=tuple(label_number(hdf5.text_of(row[f"target {name}"]), name) for name in self._own_targets()),
             peptide=hdf5.cell_text(row, "peptide"),
             retention_s=_number(row.get("RT", math.nan), "RT") if self.retention else math.nan,
             molecule=hdf5.cell_text(row, "molecule"),
@@ -385,12 +385,6 @@ def _number(value: Any, name: str) -> float:
         raise UnusableEntry(
             f"{name} is no number: {printable_text(str(text))!r}" if str(text) else f"{name} is missing"
         ) from None
-
-
-def _cell(row: Mapping[str, Any], meaning: str) -> str:
-    """Return a cell that is a number, or its text."""
-    value = row[meaning]
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
 
 
 def _check(value_P: NDArray[Any], least: float, name: str) -> None:

@@ -163,10 +163,6 @@ def _from_hdf5(path: Path) -> Library:
             remedy = "predict it, and name the embeddings.npy that comes of it"
             raise DataError(f"no dataset {COLUMN!r}", where=str(path), remedy=remedy)
         names = tuple(name for name in file if getattr(file[name], "ndim", 0) == 1)
-        columns = [[_text(value) for value in file[name][:]] for name in names]
+        columns = [[hdf5.text_of(value) for value in file[name][:]] for name in names]
         rows = [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
         return Library(file[COLUMN][:], names, rows)
-
-
-def _text(value: Any) -> str:
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
