@@ -28,7 +28,6 @@ from pipeline.cli import (
     run_verbs,
     setup_verbs,
     split_verb,
-    weights_verbs,
 )
 from pipeline.command_line import Command
 from pipeline.config.masking import without_secrets
@@ -76,8 +75,8 @@ app.command("completion")(setup_verbs.completion_command)
 app.add_typer(control_verbs.runs_app, name="runs")
 app.add_typer(file_verbs.app, name="export")
 app.add_typer(cache_verbs.app, name="cache")
-app.add_typer(weights_verbs.app, name="weights")
-app.add_typer(model_verbs.app, name="model")
+app.add_typer(model_verbs.weights_app, name="weights")
+app.add_typer(model_verbs.models_app, name="model")
 app.add_typer(setup_verbs.config_app, name="config")
 
 
