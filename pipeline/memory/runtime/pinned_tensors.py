@@ -1,4 +1,4 @@
-"""Tensors in the host's memory, pinned where a card copies them: in runs and chunks that `pinned_memory` counts."""
+"""Tensors in the host's memory, pinned where a card copies them: in runs and chunks that `host_memory` counts."""
 
 from __future__ import annotations
 
