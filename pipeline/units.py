@@ -1,6 +1,11 @@
-"""Sizes, durations and foreign text as people read them."""
+"""Sizes, durations, lists and foreign text as people read them."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 SHOWN_LENGTH = 80  # characters of a foreign text
@@ -29,3 +34,9 @@ def printable_text(text: str) -> str:
     """Return untrusted text fit for printing: shortened, control characters escaped."""
     cut = text if len(text) <= SHOWN_LENGTH else text[: SHOWN_LENGTH - 1] + "…"
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in cut)
+
+
+def first_few(names: Iterable[str], most: int = 12) -> str:
+    """Return the first few names, and how many more there are."""
+    known = list(names)
+    return ", ".join(known[:most]) + (f" and {len(known) - most:,} more" if len(known) > most else "")

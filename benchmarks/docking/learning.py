@@ -38,7 +38,7 @@ from benchmarks.circumstances import write
 from pipeline.api import SamplerSettings, open_loader
 from pipeline.structures.synthetic import complex_pdb
 from pipeline.tasks.complex_docking import ComplexDocking, NoisedComplex
-from pipeline.tasks.docking.pose_sampling import pose_draw, pose_rmsd, stacked_draws, start_poses
+from pipeline.tasks.docking.rigid_diffusion import pose_draw, pose_rmsd, stacked_draws, start_poses
 
 PIPELINE = Path(sys.executable).with_name("pipeline")
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "structures"

@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from benchmarks.circumstances import write
 from pipeline.tasks.docking.docking_trunk import EdgeInput, PosedComplex, time_features
 from pipeline.tasks.docking.equivariant import PairConvolution
-from pipeline.tasks.docking.pose_sampling import SamplingSteps, rigidly_moved
-from pipeline.tasks.docking.rigid_noise import rigid_draw, rigid_noise
+from pipeline.tasks.docking.rigid_diffusion import SamplingSteps, rigid_draw, rigid_noise, rigidly_moved
 from pipeline.tasks.docking.score_network import ScoreModel
 from tests.tasks.docking.original import FOLDER, off, posed, score_model, stored, tables
 

@@ -30,7 +30,7 @@ import torch  # noqa: E402
 from benchmarks.circumstances import write  # noqa: E402 - the project is found only now
 from benchmarks.memory.planner import on  # noqa: E402
 from pipeline.readers import peptides  # noqa: E402
-from pipeline.readers.peptide_text import residue_codes  # noqa: E402
+from pipeline.readers.peptides import residue_codes  # noqa: E402
 from pipeline.tasks.denovo_recursive import DenovoBatch, DenovoRecursive  # noqa: E402
 from pipeline.training.step.optimizers import StepSettings  # noqa: E402
 from pipeline.training.step.step import Step  # noqa: E402

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pipeline.cli.options import ConfigFile, Json, Sets, as_typed, load_config, print_json
+from pipeline.cli.options import ConfigFile, Json, Sets, Yes, as_typed, load_config, print_json
 from pipeline.command_line import Command
 
 if TYPE_CHECKING:
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 COUNTED = ("shards", "bytes", "records", "whole", "listed", "lost", "faults")  # of a kind
 SHOWN = 5  # files that a repair leaves alone, of which each is told what to do about it
 _OUT = Command.of("cache validate --out FILE", then="   (in a folder where you can write)")
-
-Yes = Annotated[bool, typer.Option("--yes", help="Do it; without it, only show what would be done.")]
 
 
 def validate_command(

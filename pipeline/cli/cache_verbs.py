@@ -154,7 +154,7 @@ def stat_command(config: ConfigFile = None, sets: Sets = None, as_json: Json = F
     import gc
 
     gc.disable()  # a short life, in which collecting would only walk through what was imported
-    from pipeline.runs.upkeep.cache_use import holdings
+    from pipeline.runs.upkeep.retention import holdings
 
     held = holdings(load_config(config, sets).config)
     if as_json:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pipeline.cli.log_verbs import run_folder
-from pipeline.cli.options import STAGES, ConfigFile, Json, Run, Sets, as_typed, load_config, one_of, print_json
+from pipeline.cli.options import STAGES, ConfigFile, Json, Run, Sets, Yes, as_typed, load_config, one_of, print_json
 from pipeline.command_line import Command
 
 if TYPE_CHECKING:
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from pipeline.runs.engine.lifecycle import Cancellation
 
     Opened: TypeAlias = tuple[RunFolder, Config, Executor, RunStatus]
-
-Yes = Annotated[bool, typer.Option("--yes", help="Do it; without it, only show what would be done.")]
 
 
 def resume_command(run: Run = None, config: ConfigFile = None, sets: Sets = None) -> None:

@@ -19,8 +19,8 @@ from pipeline.cli import (
     cache_verbs,
     completion,
     control_verbs,
-    embedding_verbs,
     explain_verb,
+    file_verbs,
     log_verbs,
     model_verbs,
     plan_verbs,
@@ -28,8 +28,6 @@ from pipeline.cli import (
     run_verbs,
     setup_verbs,
     split_verb,
-    tune_verb,
-    weights_verbs,
 )
 from pipeline.command_line import Command
 from pipeline.config.masking import without_secrets
@@ -61,24 +59,24 @@ app.command("doctor")(setup_verbs.doctor_command)
 app.command("plan", cls=explain_verb.WithGraph)(plan_verbs.plan_command)
 app.command("explain")(explain_verb.explain_command)
 app.command("submit")(run_verbs.submit_command)
-app.command("tune")(tune_verb.tune_command)
+app.command("tune")(plan_verbs.tune_command)
 app.command("split")(split_verb.split_command)
-app.command("dock")(setup_verbs.dock_command)
-app.command("embed")(embedding_verbs.embed_command)
+app.command("dock")(file_verbs.dock_command)
+app.command("embed")(file_verbs.embed_command)
 app.command("status")(control_verbs.status_command)
 app.command("logs")(log_verbs.logs_command)
 app.command("items")(report_verbs.items_command)
 app.command("report")(report_verbs.report_command)
-app.command("compare")(model_verbs.compare_command)
+app.command("compare")(report_verbs.compare_command)
 app.command("replay")(report_verbs.replay_command)
 app.command("resume")(control_verbs.resume_command)
 app.command("cancel")(control_verbs.cancel_command)
 app.command("completion")(setup_verbs.completion_command)
 app.add_typer(control_verbs.runs_app, name="runs")
-app.add_typer(embedding_verbs.app, name="export")
+app.add_typer(file_verbs.app, name="export")
 app.add_typer(cache_verbs.app, name="cache")
-app.add_typer(weights_verbs.app, name="weights")
-app.add_typer(model_verbs.app, name="model")
+app.add_typer(model_verbs.weights_app, name="weights")
+app.add_typer(model_verbs.models_app, name="model")
 app.add_typer(setup_verbs.config_app, name="config")
 
 

@@ -1,26 +1,268 @@
-"""`pipeline model` and `compare`: what was trained here, how it compares, and how it is taken elsewhere."""
+"""`pipeline weights`: bring, check and make checkpoints of encoders; `model`: what was trained here, to take away."""
 
 from __future__ import annotations
 
+import os
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipeline.cli.completion import completing, runs
+from pipeline.cli.completion import completing, models
 from pipeline.cli.options import ConfigFile, Json, Sets, load_config, print_json
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
-    from pipeline.report.compared import ComparedModel
+    from pipeline.encoder.checkpoints.checkpoint_files import Published
+    from pipeline.encoder.checkpoints.weights import Examined
+    from pipeline.errors import ConfigError
     from pipeline.runs.model.trained_model import TrainedModel
 
-app = typer.Typer(help="List, show and export trained models.", no_args_is_help=True)
+weights_app = typer.Typer(help="Download, import, check and make the encoder's checkpoints.", no_args_is_help=True)
+Force = Annotated[bool, typer.Option("--force", help="Replace what is there.")]
+
+
+@weights_app.command("fetch")
+def fetch_command(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[NAME]",
+            autocompletion=completing(models),
+            help="A published model (default: the configured one).",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="PATH", help="Where to put it (default: as configured).")
+    ] = None,
+    url: Annotated[str | None, typer.Option("--url", metavar="URL", help="A mirror, or a model of your own.")] = None,
+    force: Force = False,
+    config: ConfigFile = None,
+    sets: Sets = None,
+) -> None:
+    """Download a checkpoint; run again after an interruption, it goes on from there."""
+    from pipeline.encoder.checkpoints.checkpoint_files import published, stem
+    from pipeline.encoder.checkpoints.weights import examine_checkpoint
+
+    configured = _configured(config, sets)
+    name = name or stem(configured)
+    model = published(name)
+    if model is None and url is None:
+        raise _unknown_model(name)
+    target = _place_for(f"{name}.pt", out, configured)
+    if os.path.lexists(target) and not force:
+        _say(_existing(target, name), "is there already")
+    else:
+        _download(name, model, url, target)
+        _say(examine_checkpoint(target).accepted(), "fetched")
+    _say_how_to_use(target, configured)
+
+
+@weights_app.command("import")
+def import_weights_command(
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="A .pt file, or a Hugging Face folder.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="PATH", help="Where to put it (default: as configured).")
+    ] = None,
+    force: Force = False,
+    config: ConfigFile = None,
+    sets: Sets = None,
+) -> None:
+    """Check a checkpoint that you brought, and copy it to where it is used."""
+    from pipeline.encoder.checkpoints import weights
+    from pipeline.encoder.checkpoints.checkpoint_files import files_of
+
+    configured = _configured(config, sets)
+    files, examined = files_of(source), weights.examine_checkpoint(source).accepted()
+    is_file = files.form == "fair-esm"
+    target = _place_for(f"{files.name}.pt" if is_file else files.name, out, configured, into_folder=is_file)
+    is_there = weights.is_installed(files, target)
+    if not is_there:
+        weights.install_checkpoint(files, target, replace=force)
+    installed = replace(examined, weights=replace(examined.weights, path=str(target)))
+    _say(installed, "is there already" if is_there else "copied")
+    _say_how_to_use(target, configured)
+
+
+@weights_app.command("check")
+def check_weights_command(
+    path: Annotated[
+        Path | None, typer.Argument(metavar="[PATH]", help="A checkpoint (default: the configured one).")
+    ] = None,
+    config: ConfigFile = None,
+    sets: Sets = None,
+    as_json: Json = False,
+) -> None:
+    """Read a checkpoint without running anything in it, and show what it is."""
+    from pipeline.encoder.checkpoints.weights import examine_checkpoint, find_checkpoint
+    from pipeline.report import tables
+
+    examined = examine_checkpoint(path or find_checkpoint(_configured(config, sets)))
+    if as_json:
+        print_json(examined.to_json())
+    else:
+        tables.show_parts(tables.text_table(("name", examined.weights.name), _rows(examined)))
+    examined.accepted()
+
+
+@weights_app.command("synth")
+def synth_command(
+    layers: Annotated[int, typer.Option("--layers", help="How many layers.")],
+    dim: Annotated[int, typer.Option("--dim", help="Width of an embedding.")],
+    heads: Annotated[int, typer.Option("--heads", help="Attention heads; they divide the width.")],
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Where to put it; an ESM-2 must be esm2….pt.")],
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the random weights.")] = 0,
+    stress: Annotated[float, typer.Option("--stress", help="Sharpens attention: harder on half precision.")] = 1.0,
+    family: Annotated[str, typer.Option("--family", help="esm2, esm1b (and ESM-1v), or esmc.")] = "esm2",
+    force: Force = False,
+) -> None:
+    """Write random weights in the family's own format, for trials and benchmarks."""
+    from pipeline.encoder.checkpoints import synth as maker
+
+    with _room_for(out, replace=force) as place:
+        if family == "esm2":
+            maker.write_random_checkpoint(place, layers, dim, heads, seed=seed, stress=stress)
+        else:
+            maker.write_random_relative(place, maker.relative(family, layers, dim, heads), seed=seed, stress=stress)
+    typer.echo(f"{out}: {layers} layers of width {dim} with {heads} heads, random weights (seed {seed})")
+
+
+def _configured(config: Path | None, sets: Sequence[str] | None) -> Path:
+    """Return embed.weights of the configuration, or its default where there is none: weights may be fetched first."""
+    from pipeline.config.load import is_configured
+    from pipeline.config.schema_data import EmbedSection
+
+    if not sets and not is_configured(config):
+        return Path(EmbedSection().weights)
+    return load_config(config, sets).config.embed.weights
+
+
+def _place_for(name: str, out: Path | None, configured: Path, *, into_folder: bool = True) -> Path:
+    """Return where to put a checkpoint: as `--out` says, else into the folder of the configured one."""
+    if out is not None:
+        return out / name if into_folder and out.is_dir() else out
+    return configured.with_name(name)
+
+
+def _unknown_model(name: str) -> ConfigError:
+    """Return an error that lists the published models, and suggests those with similar names."""
+    from difflib import get_close_matches
+
+    from pipeline.encoder.checkpoints.checkpoint_files import ESMC_PLACES, MODELS
+    from pipeline.errors import ConfigError
+
+    if name.lower().startswith("esmc"):
+        model = max(ESMC_PLACES, key=lambda known: ("600" in known) == ("600" in name))
+        problem = "ESM C is downloaded by whoever agrees to its licence, which differs between its sizes"
+        place = f"huggingface.co/{ESMC_PLACES[model]}, data/weights/{model}.pth"
+        return ConfigError(f"{problem}: {place}", where=name, remedy=f"pipeline weights import {model}.pth")
+    names = [model.name for model in MODELS]
+    near = [model for model in names if name.lower() in model.lower()]
+    near = near if 0 < len(near) < len(names) else get_close_matches(name, names, n=3)
+    rows = [f"    {model.name:20}  {model.layers:2} layers, width {model.dim:,}" for model in MODELS]
+    meant = f": did you mean {' or '.join(near)}?" if near else ""
+    problem = "\n".join((f"no model of that name can be fetched{meant}", *rows))
+    remedy = f"pipeline weights fetch {near[0] if near else 'NAME'}   (a model of your own: --url URL)"
+    return ConfigError(problem, where=name, remedy=remedy)
+
+
+def _existing(target: Path, name: str) -> Examined:
+    """Check a checkpoint that is there already."""
+    from pipeline.encoder.checkpoints.weights import examine_checkpoint
+    from pipeline.errors import WeightsUnusable
+
+    try:
+        return examine_checkpoint(target).accepted()
+    except WeightsUnusable as trouble:
+        remedy = f"pipeline weights fetch {name} --force   (which replaces it)"
+        raise WeightsUnusable(trouble.what, where=str(target), remedy=remedy) from trouble
+
+
+def _download(name: str, model: Published | None, url: str | None, target: Path) -> None:
+    """Download a checkpoint; a file that is another model is refused."""
+    from pipeline.encoder.checkpoints import download, weights
+    from pipeline.report.live_status import DownloadBars
+
+    sha256, size = (model.pt_sha256, model.pt_bytes) if model else (None, None)
+    source = url or (model.url if model else "")
+    with DownloadBars(name) as shown:
+        try:
+            download.fetch_file(
+                source,
+                target,
+                sha256=sha256,
+                size=size,
+                accept=lambda path: weights.refuse_other(path, model),
+                tell=shown.show,
+            )
+        except KeyboardInterrupt:
+            typer.echo("\nwhat came is kept: the same command goes on from there", err=True)
+            raise
+
+
+@contextmanager
+def _room_for(out: Path, *, replace: bool) -> Iterator[Path]:
+    """Yield a path to write to; to replace a file, one beside it that is moved into place when it is complete."""
+    if not replace or not out.parent.is_dir():
+        yield out
+        return
+    with TemporaryDirectory(dir=out.parent, prefix=".synth-") as folder:
+        yield Path(folder) / out.name
+        for made in Path(folder).iterdir():
+            made.replace(out.with_name(made.name))
+
+
+def _say(examined: Examined, how: str) -> None:
+    """Print in a line what a checkpoint is."""
+    from pipeline.encoder.checkpoints.checkpoint_files import FAMILIES
+
+    weights = examined.weights
+    known = {"published": "as published", "unknown": "there is no published digest to compare with"}[examined.verdict]
+    what = f"{FAMILIES[weights.family]}, {weights.layers} layers of width {weights.dim:,}, {weights.precision}"
+    typer.echo(f"{weights.path}: {how}: {what}; {known}")
+
+
+def _say_how_to_use(target: Path, configured: Path) -> None:
+    """Print the setting that makes this checkpoint the one that is used, unless it is so already."""
+    if target.absolute() != configured.absolute():
+        typer.echo(f"to use it, put this into the configuration:\nembed:\n  weights: {target.absolute()}")
+
+
+def _rows(examined: Examined) -> list[tuple[str, object]]:
+    """Return the properties of a checkpoint as rows of a table."""
+    from pipeline.encoder.checkpoints.checkpoint_files import FAMILIES
+    from pipeline.units import format_bytes
+
+    weights = examined.weights
+    longest = (
+        [("at most", f"{weights.longest:,} residues as one; longer ones go in windows")] if weights.longest else []
+    )
+    return [
+        ("family", FAMILIES[weights.family]),
+        ("form", weights.form),
+        ("path", weights.path),
+        ("layers", weights.layers),
+        ("width", f"{weights.dim:,}"),
+        ("heads", weights.heads),
+        *longest,
+        ("parameters", f"{examined.parameters:,} (of what encodes)"),
+        ("stored in", weights.precision),
+        ("size", format_bytes(weights.bytes)),
+        *(("SHA-256", f"{digest}  {file}") for file, digest in examined.sha256),
+        ("published", {"published": "yes, byte for byte", "unknown": "not known"}.get(examined.verdict, "NO")),
+        ("in keys", weights.digest),
+    ]
+
+
+models_app = typer.Typer(help="List, show and export trained models.", no_args_is_help=True)
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Its name, its folder, or one of its checkpoints.")]
 
 
-@app.command("list")
+@models_app.command("list")
 def list_models_command(as_json: Json = False, config: ConfigFile = None, sets: Sets = None) -> None:
     """List the models that were trained with this configuration's folder of models."""
     from pipeline.runs.model.trained_model import model_names
@@ -36,7 +278,7 @@ def list_models_command(as_json: Json = False, config: ConfigFile = None, sets: 
         typer.echo(f"no model is in {models}", err=True)
 
 
-@app.command("show")
+@models_app.command("show")
 def show_model_command(model: Model, as_json: Json = False, config: ConfigFile = None, sets: Sets = None) -> None:
     """Show what a model is: task, checkpoint, encoder, and its figures."""
     from pipeline.runs.model.trained_model import card_lines, model_card
@@ -49,7 +291,7 @@ def show_model_command(model: Model, as_json: Json = False, config: ConfigFile =
     typer.echo("\n".join([f"{card['name']}   {named.folder.path}", *card_lines(card)]))
 
 
-@app.command("export")
+@models_app.command("export")
 def export_model_command(
     model: Model,
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A new folder, which can be taken anywhere.")],
@@ -83,78 +325,3 @@ def _named(name: str, models: Path) -> TrainedModel:
         problem = "no model is named by this: best, last and a bare checkpoint are of some training"
         raise ConfigError(problem, where=name, remedy="pipeline model list")
     return named
-
-
-Compared = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="RUN|MODEL",
-        autocompletion=completing(runs),
-        help="Runs, with all points of a sweep, and models (default: every model here).",
-    ),
-]
-
-
-def compare_command(
-    what: Compared = None,
-    metric: Annotated[
-        str | None, typer.Option("--metric", metavar="NAME", help="By this figure; by default the monitored one.")
-    ] = None,
-    html: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Write a page with their curves, in one file.")
-    ] = None,
-    config: ConfigFile = None,
-    sets: Sets = None,
-    as_json: Json = False,
-) -> None:
-    """Compare trainings: settings that differ, figures over seeds, memory, hours."""
-    from pipeline.report import tables
-    from pipeline.report.compared import comparison_lines
-    from pipeline.runs.views.compared_models import comparison
-
-    shown = comparison(_models(what or (), config, sets), metric)
-    if html is not None:
-        from pipeline.report.html.html_page import compared_page
-        from pipeline.runs.views.run_page import write_page_where_asked
-
-        write_page_where_asked(html, compared_page(shown))
-    if as_json:
-        print_json(shown.to_json())
-        return
-    tables.show_parts(*comparison_lines(shown))
-    if html is not None:
-        typer.echo(f"page: {html.parent.resolve() / html.name}")
-
-
-def _models(named: Sequence[str], config: Path | None, sets: Sequence[str] | None) -> list[ComparedModel]:
-    """Return the trainings that are named, each once; without names all in the folder of models."""
-    from pipeline.runs.model.trained_model import model_names
-    from pipeline.runs.views.compared_models import read_model
-
-    if not named:
-        models = load_config(config, sets).config.train.models
-        return [read_model(models / name) for name in model_names(models)]
-    found = [model for name in named for model in _compared(name, config, sets)]
-    return list({model.folder: model for model in found}.values())
-
-
-def _compared(name: str, config: Path | None, sets: Sequence[str] | None) -> list[ComparedModel]:
-    """Return the trainings of a run, or the model of that name or in that folder."""
-    from pipeline.errors import ConfigError
-    from pipeline.journal.run_folder import by_path, find_run
-    from pipeline.runs.views.compared_models import models_of_run, read_model
-
-    if (run := by_path(name)) is None and (Path(name) / "prepared.json").is_file():
-        return [read_model(Path(name).resolve())]
-    if run is None:
-        here = load_config(config, sets).config
-        if (here.train.models / name / "prepared.json").is_file():
-            return [read_model(here.train.models / name)]
-        try:
-            run = find_run(here.cluster.runs, name)
-        except ConfigError as error:
-            what = f"{name!r} is neither a run nor a model here ({error.what})"
-            raise ConfigError(what, where="pipeline compare", remedy="pipeline model list") from error
-    if not (models := models_of_run(run)):
-        raise ConfigError("this run has trained nothing yet", where=run.name, remedy=f"pipeline status {run.name}")
-    return models

@@ -31,6 +31,7 @@ Sets: TypeAlias = Annotated[
         help="Override a configured value; may be given several times.",
     ),
 ]
+Yes: TypeAlias = Annotated[bool, typer.Option("--yes", help="Do it; without it, only show what would be done.")]
 Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 Run: TypeAlias = Annotated[
     str | None,

@@ -69,7 +69,7 @@ def submit_command(
     """Run a stage and those it needs; finished work is kept."""
     from pipeline.cli.plan_verbs import print_plan, show_plan
     from pipeline.project.project import Project
-    from pipeline.runs.upkeep.cache_use import register_use
+    from pipeline.runs.upkeep.retention import register_use
 
     idle = dry_run or emit is not None
     if as_json and (emit is not None or not dry_run):
@@ -251,7 +251,7 @@ def run_to_its_end(
     project: Project, stages: list[str], typed: Command, file: Path | None, ended: Callable[[RunStatus], None]
 ) -> None:
     """Run stages, show their progress until they have ended, and print the result by `ended`."""
-    from pipeline.runs.upkeep.cache_use import register_use
+    from pipeline.runs.upkeep.retention import register_use
 
     with _checked(project, stages, typed) as (project, opened):
         register_use(project, stages, file)

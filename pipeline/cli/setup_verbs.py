@@ -1,4 +1,4 @@
-"""`pipeline init`, `doctor`, `dock`, `completion` and `config`: what comes before a run, or needs no project."""
+"""`pipeline init`, `doctor`, `completion` and `config`: what comes before a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pipeline.cli.completion import SCRIPTS, Shell, completing, recipes
-from pipeline.cli.options import ConfigFile, Json, Sets, Where, choice, load_config, load_config_if_any, print_json
+from pipeline.cli.options import ConfigFile, Json, Sets, choice, load_config, print_json
 
 if TYPE_CHECKING:
     from pipeline.cluster.site_facts import Site
@@ -64,40 +64,6 @@ def init_command(
     guides = shipped("docs/guides.md")
     edit = "your complexes are" if recipe is None else f"your data are; {guides} tells how to make some for a trial"
     typer.echo(f"next:\n{enter}  edit pipeline.yaml     say in data.path where {edit}\n  pipeline doctor")
-
-
-def dock_command(
-    receptor: Annotated[Path, typer.Argument(metavar="RECEPTOR", help="A structure file: the partner that stays.")],
-    ligand: Annotated[Path, typer.Argument(metavar="LIGAND", help="A structure file: the partner that is moved.")],
-    model: Annotated[
-        str, typer.Option("--model", metavar="NAME", help="A trained model, or DiffDock-PP's published weights.")
-    ],
-    poses: Annotated[int, typer.Option("--poses", metavar="<int>", min=1, help="How many poses are drawn.")] = 40,
-    steps: Annotated[int, typer.Option("--steps", metavar="<int>", min=1, help="Steps from noise to a pose.")] = 40,
-    confidence: Annotated[
-        str | None, typer.Option("--confidence", metavar="NAME", help="A model, or weights, that ranks the poses.")
-    ] = None,
-    top: Annotated[int, typer.Option("--top", metavar="<int>", min=1, help="How many are written as files.")] = 5,
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", help="Where to; default: docked/RECEPTOR-LIGAND.")
-    ] = None,
-    trajectory: Annotated[bool, typer.Option("--trajectory", help="Write the way of each of them, too.")] = False,
-    bound: Annotated[
-        bool, typer.Option("--bound", help="The files stand as bound: tell how far poses are from that.")
-    ] = False,
-    executor: Where = None,
-    config: ConfigFile = None,
-    sets: Sets = None,
-) -> None:
-    """Dock two proteins: draw poses of the ligand, rank them, and write the best as structures."""
-    from pipeline.cli.run_verbs import submit_command
-    from pipeline.setup.dock_project import Docking, write_dock_project
-
-    docking = Docking(receptor, ligand, model, poses, steps, confidence, top, trajectory=trajectory, bound=bound)
-    folder = out or Path("docked") / docking.name
-    written = write_dock_project(folder, docking, load_config_if_any(config, sets))
-    place = Path(model).absolute()
-    submit_command("predict", executor, model=str(place) if place.exists() else model, follow=True, config=written)
 
 
 _SHELLS = tuple(shell.value for shell in Shell)

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, NamedTuple
 
-from pipeline.cluster.fields import (
+from pipeline.cluster.job_spec import TaskState, TaskStatus
+from pipeline.cluster.slurm_words import (
     OOM_CODE,
     bytes_of,
     epoch_of,
@@ -23,10 +24,9 @@ from pipeline.cluster.fields import (
     is_number,
     node_of,
     parse_state,
+    reason_words,
     seconds_of,
 )
-from pipeline.cluster.job_spec import TaskState, TaskStatus
-from pipeline.cluster.reasons import reason_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -59,7 +59,6 @@ class AccountedStep(NamedTuple):
     state: TaskState
     exit_code: int | None
     signal: int | None
-    max_rss_bytes: int | None  # of one of its processes, the largest
     cpu_s: float | None
     rss_bytes: int | None = None  # of all its processes on a node, as far as is known
     node: str = ""
@@ -265,13 +264,11 @@ def _row(cells: Sequence[str]) -> AccountedTask:
 def _step(name: str, cells: Sequence[str]) -> AccountedStep:
     """Parse the sacct line of a job step."""
     nodes, node, mean, tasks = cells[13], node_of(cells[15]), cells[-3], cells[-2]
-    largest = bytes_of(cells[5])
-    on_node = max(largest or 0, _rss_on_node(bytes_of(mean) or 0, tasks, nodes)) or None
+    on_node = max(bytes_of(cells[5]) or 0, _rss_on_node(bytes_of(mean) or 0, tasks, nodes)) or None
     return AccountedStep(
         name,
         parse_state(cells[2]),
         *exit_of(cells[3]),
-        largest,
         seconds_of(cells[6]),
         on_node,
         node,

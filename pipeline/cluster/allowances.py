@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
-from pipeline.cluster.fields import bytes_of, limit_of
+from pipeline.cluster.slurm_words import bytes_of, limit_of
 from pipeline.config.schema_parts import format_duration, format_size
 from pipeline.units import MIB
 

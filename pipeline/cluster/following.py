@@ -10,9 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from pipeline.cluster.fields import Queued
 from pipeline.cluster.job_spec import TaskState, TaskStatus, mebibytes
-from pipeline.cluster.reasons import WAITING_STATES
+from pipeline.cluster.slurm_words import WAITING_STATES, Queued
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

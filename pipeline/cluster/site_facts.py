@@ -6,13 +6,13 @@ Nothing here runs a command by itself: `look` asks through the function it is gi
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from pipeline.cluster.accounting import CommandFailed
-from pipeline.cluster.fields import Gpus, limit_of, parse_gres
-from pipeline.units import MIB
+from pipeline.cluster.slurm_words import Gpus, limit_of, parse_gres
+from pipeline.units import MIB, first_few
 
 Ask: TypeAlias = Callable[[Sequence[str], float], str]  # arguments and seconds → stdout; raises CommandFailed
 
@@ -146,7 +146,7 @@ class Site:
         if known is None:
             return ""
         if known.accounts and mine.isdisjoint(known.accounts):
-            return f"{partition} takes no account of yours, but {join(known.accounts)}"
+            return f"{partition} takes no account of yours, but {first_few(known.accounts)}"
         return "" if known.is_up else f"{partition} is not up"
 
     def nodes_of(self, partition: str) -> list[SiteNodes]:
@@ -271,9 +271,3 @@ def _list(text: str) -> tuple[str, ...]:
 def last_line(text: str) -> str:
     """Return the last line that is not blank: the message with which a command ended."""
     return next((line for line in reversed(text.splitlines()) if line.strip()), "")
-
-
-def join(words: Iterable[str], most: int = 12) -> str:
-    """Return words as a list for people, cut after the first `most`."""
-    every = list(words)
-    return ", ".join(every[:most]) + (f" and {len(every) - most} more" if len(every) > most else "")

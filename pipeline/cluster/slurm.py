@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from pipeline.cluster import sbatch, slurm_commands
 from pipeline.cluster.accounting import Accounting, AccountingLook, CommandFailed
-from pipeline.cluster.fields import epoch_of
 from pipeline.cluster.following import Followed, Views
 from pipeline.cluster.job_spec import refuse_impossible
 from pipeline.cluster.local import make_log_dir
@@ -28,13 +27,14 @@ from pipeline.cluster.slurm_facts import (
     refuse_narrow_queue,
     transient,
 )
+from pipeline.cluster.slurm_words import epoch_of
 from pipeline.errors import SubmissionRefused
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
-    from pipeline.cluster.fields import Queued
     from pipeline.cluster.job_spec import JobId, JobSpec, Limits, TaskStatus
+    from pipeline.cluster.slurm_words import Queued
     from pipeline.config.schema_cluster import SlurmSection
 
 TRIES_S = (2.0, 5.0, 10.0, 20.0, 30.0, 60.0)  # waits between tries at a submission that the cluster was too busy for

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.cluster import sbatch
 from pipeline.cluster.accounting import ENVIRONMENT, CommandFailed
-from pipeline.cluster.fields import SQUEUE, Queued, parse_squeue
+from pipeline.cluster.slurm_words import SQUEUE, Queued, parse_squeue
 from pipeline.command_line import Command
 from pipeline.device.kinds import VISIBLE_TO
 from pipeline.errors import SubmissionRefused

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from pipeline.cluster.job_spec import TaskState
 from pipeline.cluster.peers import PEER_LOST, failed_node, first_lost
-from pipeline.cluster.reasons import is_stuck
+from pipeline.cluster.slurm_words import is_stuck
 from pipeline.device.kinds import CARD_IS_FULL, HOST_IS_FULL, LOG_OF_BROKEN_CARD, LOG_OF_FULL_CARD
 from pipeline.errors import CacheDamaged
 

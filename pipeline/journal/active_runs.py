@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.cluster import slurm_commands
 from pipeline.cluster.accounting import CommandFailed
 from pipeline.cluster.job_spec import SUPERVISE
-from pipeline.cluster.reasons import WAITING_STATES, remedy_of, word_of
+from pipeline.cluster.slurm_words import WAITING_STATES, remedy_of, word_of
 from pipeline.cluster.verdict import Cause
 from pipeline.config.load import from_resolved
 from pipeline.errors import ConfigError, PipelineError
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
-    from pipeline.cluster.fields import Queued
     from pipeline.cluster.job_spec import JobId
+    from pipeline.cluster.slurm_words import Queued
     from pipeline.config.schema import Config
     from pipeline.journal.budget import Account
     from pipeline.journal.run_status import RunStatus, StageStatus

@@ -23,9 +23,9 @@ from pipeline.errors import ConfigError
 from pipeline.graphs.item_graph import GraphRecipe as GraphRecipe
 from pipeline.memory.history.task_history import Profiles
 from pipeline.project.container_image import image_of
-from pipeline.project.encoder_code import encoder_code
 from pipeline.project.restriction import EVERYTHING, Only
 from pipeline.project.run_code import load_encoder
+from pipeline.project.user_code import encoder_code
 from pipeline.stages import embed
 from pipeline.stages.scan import ScanShelves
 from pipeline.store.cache_folder import CacheFolder

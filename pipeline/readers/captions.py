@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from pipeline.errors import ConfigError, DataError
+from pipeline.readers.byte_pairs import CONTEXT, BytePairs, TooLong
 from pipeline.readers.entry import (
     SCAN_AGAIN,
     Bytes,
@@ -35,9 +36,7 @@ from pipeline.readers.entry import (
     entry_id,
     entry_rejection,
 )
-from pipeline.readers.pictures.byte_pairs import CONTEXT, BytePairs, TooLong
-from pipeline.readers.pictures.class_names import class_names
-from pipeline.readers.pictures.images import MOST_PIXELS, SUFFIXES, decoded_image, image_library
+from pipeline.readers.images import MOST_PIXELS, SUFFIXES, class_names, decoded_image, image_library
 from pipeline.readers.table_rows import PARTED_BY, TextTable, suffix_of
 from pipeline.records import Entry
 

@@ -168,6 +168,11 @@ def cell_text(row: Mapping[str, Any], meaning: str) -> str:
     value = row.get(meaning, "")
     if isinstance(value, np.floating) and value.is_integer():
         return str(int(value))
+    return text_of(value)
+
+
+def text_of(value: Any) -> str:
+    """Return a value as text."""
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
 
 

@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from pipeline.errors import ConfigError, PipelineError
-from pipeline.readers import hdf5, peptides
-from pipeline.readers.pictures import made_captions
+from pipeline.readers import hdf5, images, peptides
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -122,8 +121,8 @@ def sequences(path: Path, count: int, seed: int = 0, longest: int = 60) -> None:
 
 def captions(path: Path, count: int, seed: int = 0) -> None:
     """Write pictures with captions, and what they are read with, into the folder of the table."""
-    items = (made_captions.picture(seed, number, SPLITS[number % len(SPLITS)]) for number in range(count))
-    _write(path, items, {".csv": made_captions.write_captions, ".tsv": made_captions.write_captions})
+    items = (images.picture(seed, number, SPLITS[number % len(SPLITS)]) for number in range(count))
+    _write(path, items, {".csv": images.write_captions, ".tsv": images.write_captions})
 
 
 def spectrum(seed: int, number: int, peptide_length: tuple[int, int] = (7, 30), peaks: int = 150) -> MadeSpectrum:

@@ -28,7 +28,7 @@ from pipeline.readers.entry import (
     entry_id,
     entry_rejection,
 )
-from pipeline.readers.pictures.images import SUFFIXES as IMAGES
+from pipeline.readers.images import SUFFIXES as IMAGES
 from pipeline.readers.table_rows import PARTED_BY, TextTable, rows_in_table, split_of, suffix_of
 from pipeline.records import Entry
 

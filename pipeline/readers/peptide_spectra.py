@@ -1,6 +1,6 @@
 """`PeptideSpectra`: spectra with their peptides, as data sets of de-novo sequencing and peptide libraries hold them.
 
-    nine-species, MassIVE-KB, DeepNovo   MGF with SEQ=, modifications in any way that `peptide_text` reads
+    nine-species, MassIVE-KB, DeepNovo   MGF with SEQ=, modifications in any way that `peptides` reads
     ProteomeTools, NIST                  MSP with `Name: PEPTIDE/2_0` and `Comment: Parent=… Mods=1/3,M,Oxidation`
     any                                  a USI that ends with its peptide, in the header that `peptide` names
 

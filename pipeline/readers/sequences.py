@@ -29,8 +29,7 @@ from pipeline.readers.entry import (
     checked_file,
     entry_id,
 )
-from pipeline.readers.label_table import label_number
-from pipeline.readers.table_rows import PARTED_BY, TextTable, suffix_of
+from pipeline.readers.table_rows import PARTED_BY, TextTable, label_number, suffix_of
 from pipeline.units import printable_text
 
 if TYPE_CHECKING:

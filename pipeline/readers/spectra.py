@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from pipeline.errors import ConfigError, DataError
-from pipeline.readers import hdf5, peptide_text
+from pipeline.readers import hdf5, peptides
 from pipeline.readers.entry import (
     SCAN_AGAIN,
     Bytes,
@@ -32,15 +32,15 @@ from pipeline.readers.entry import (
     entry_rejection,
     parse_number,
 )
-from pipeline.readers.label_table import LabelTable, label_number
 from pipeline.readers.spectrum_files import mgf, msp, mzml
 from pipeline.readers.spectrum_files.spectrum_headers import (
+    FORMATS,
     molecule_number,
     precursor_text,
     retention_s,
     shared_headers,
 )
-from pipeline.readers.spectrum_files.spectrum_quality import FORMATS
+from pipeline.readers.table_rows import LabelTable, label_number
 from pipeline.records import Entry, Reason, Rejection
 from pipeline.units import printable_text
 
@@ -295,7 +295,7 @@ class Spectra:
             peak_2P[:, (peak_2P != 0).any(axis=0)].T,
             precursor_mz=_number(row["precursor_mz"], "the precursor's m/z"),
             charge=int(charge),
-            target=tuple(label_number(_cell(row, f"target {name}"), name) for name in self._own_targets()),
+            target=tuple(label_number(hdf5.text_of(row[f"target {name}"]), name) for name in self._own_targets()),
             peptide=hdf5.cell_text(row, "peptide"),
             retention_s=_number(row.get("RT", math.nan), "RT") if self.retention else math.nan,
             molecule=hdf5.cell_text(row, "molecule"),
@@ -322,7 +322,7 @@ class Spectra:
         labels: dict[str, NDArray[Any]] = {"target": np.array(target, np.float32)} if self.target else {}
         if peptide:
             try:
-                labels["peptide.residue"] = peptide_text.residue_codes(peptide)
+                labels["peptide.residue"] = peptides.residue_codes(peptide)
             except ValueError as error:
                 raise UnusableEntry(f"peptide {printable_text(peptide)}: {error}") from error
         return labels
@@ -385,12 +385,6 @@ def _number(value: Any, name: str) -> float:
         raise UnusableEntry(
             f"{name} is no number: {printable_text(str(text))!r}" if str(text) else f"{name} is missing"
         ) from None
-
-
-def _cell(row: Mapping[str, Any], meaning: str) -> str:
-    """Return a cell that is a number, or its text."""
-    value = row[meaning]
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
 
 
 def _check(value_P: NDArray[Any], least: float, name: str) -> None:

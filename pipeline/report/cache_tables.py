@@ -11,10 +11,10 @@ from rich.console import Group
 from pipeline.command_line import Command
 from pipeline.report.tables import age, plural, text_table
 from pipeline.store.maintenance.damage_report import damage_found, ways_on
-from pipeline.units import format_bytes
+from pipeline.units import first_few, format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from rich.console import RenderableType
@@ -181,7 +181,7 @@ def holdings_lines(held: Holdings, as_typed: AsTyped = str) -> list[RenderableTy
     elif held.stats:
         shown.append(f"never validated: {as_typed(Command.of('cache validate --full'))}")
     if held.users:
-        shown.append(f"used by {first_few(dict.fromkeys(user.config or user.runs for user in held.users))}")
+        shown.append(f"used by {first_few(dict.fromkeys(user.config or user.runs for user in held.users), NAMED)}")
     files, kept_bytes = held.quarantined
     if files:
         kept = f"{plural(files, 'damaged file')}, {format_bytes(kept_bytes)}"
@@ -192,7 +192,7 @@ def holdings_lines(held: Holdings, as_typed: AsTyped = str) -> list[RenderableTy
 def _layer_lines(held: Holdings, as_typed: AsTyped) -> Iterator[str]:
     """Yield which other caches are read, too, and which are left out and why."""
     if held.under:
-        yield f"reads also from {first_few(map(str, held.under))}"
+        yield f"reads also from {first_few(map(str, held.under), NAMED)}"
     for refused in held.left_out:
         yield f"left out of cache.under: {refused.where}: {refused.what}"
         yield f"  next: {said(refused.next, as_typed)}"
@@ -212,7 +212,7 @@ def _validation_lines(held: Holdings, report: DamageReport, now: datetime, as_ty
     """Yield when and how a cache was last validated, what was found, and what to do about it."""
     last = report.summary
     when = age(now, datetime.fromtimestamp(last.begun, timezone.utc))
-    part = f", of kind {first_few(last.only)}" if last.only else ""
+    part = f", of kind {first_few(last.only, NAMED)}" if last.only else ""
     part += "" if last.subset == "1/1" else f", part {last.subset}"
     repair = held.repair and datetime.fromtimestamp(held.repair.summary.begun, timezone.utc)
     repaired = f"; repaired {age(now, repair)} ago" if repair else ""
@@ -224,10 +224,3 @@ def _validation_lines(held: Holdings, report: DamageReport, now: datetime, as_ty
 def said(remedy: str | Command, as_typed: AsTyped) -> object:
     """Return what to do next as it is printed; a command is completed, other advice stays."""
     return as_typed(remedy) if isinstance(remedy, Command) else remedy
-
-
-def first_few(names: Iterable[str]) -> str:
-    """Return the first few names, and how many more there are."""
-    known = list(names)
-    more = f" and {len(known) - NAMED:,} more" if len(known) > NAMED else ""
-    return ", ".join(known[:NAMED]) + more

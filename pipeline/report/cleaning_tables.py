@@ -6,11 +6,11 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pipeline.command_line import Command
-from pipeline.report.cache_tables import first_few, said, short_value
+from pipeline.report.cache_tables import NAMED, said, short_value
 from pipeline.report.tables import plural, text_table
 from pipeline.store.maintenance.leftovers import Left
 from pipeline.store.maintenance.sweep import Fate, Live
-from pipeline.units import format_bytes, format_seconds
+from pipeline.units import first_few, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -206,12 +206,12 @@ def _staying(cleaning: Cleaning, as_typed: AsTyped) -> Iterator[str]:
             held = f"{plural(files, 'file')}, {format_bytes(taken)}"
             yield f"stays: {label}: {held}, younger than {_span(seconds)}{option}"
     if damaged := [f"{kind}/{shard}" for kind, shard, _ in cleaning.damaged()]:
-        yield f"stays: cannot be read: {first_few(damaged)}: {as_typed(Command.of('cache repair'))}"
+        yield f"stays: cannot be read: {first_few(damaged, NAMED)}: {as_typed(Command.of('cache repair'))}"
     if cleaning.foreign:
-        yield f"left alone, not made by this program: {first_few(map(str, cleaning.foreign))}"
+        yield f"left alone, not made by this program: {first_few(map(str, cleaning.foreign), NAMED)}"
     if others := dict.fromkeys(user.config or user.runs for user in cleaning.others):
         consequence = "what they need goes, too" if cleaning.asked.all else "all that is made by their recipes stays"
-        yield f"used also by {first_few(others)}: {consequence}"
+        yield f"used also by {first_few(others, NAMED)}: {consequence}"
 
 
 def _span(seconds: float) -> str:

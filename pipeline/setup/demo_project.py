@@ -1,18 +1,221 @@
-"""`pipeline demo`: a small project of synthetic complexes, in which every other command works."""
+"""`pipeline demo`: a small project of synthetic complexes, in which every other command works.
+
+With `--recipe NAME` it is a recipe at toy size on made data of its field, from nothing to what it is for.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import sys
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from pipeline.config.load import read_config
 from pipeline.errors import ConfigError
-from pipeline.setup.demo_recipes import what_was_made, write_recipe_demo
+from pipeline.setup.init_files import recipe_text
 from pipeline.structures.synthetic import write_demo
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Callable, Mapping
+
+    from pipeline.config.schema import Config
+
+SPLITS = ("train", "train", "train", "train", "val", "test")
+HEAD = """\
+# The recipe {name} at toy size, on made data; written by `pipeline demo --recipe {name}`.
+# At its real size, with comments: pipeline init DIR --recipe {name}
+"""
+WIDTH = 16  # of the small encoder, and of what stands for a ligand
+
+
+@dataclass(frozen=True)
+class RecipeDemo:
+    """What makes a recipe small, and what it reads."""
+
+    make: Callable[[Path, int], None]  # writes so many items, or about so many, below the project's folder
+    options: Mapping[str, Any]  # of the task
+    settings: tuple[str, ...] = ()
+    items: int = 24
+    shows: tuple[str, ...] = ("predictions.csv",)  # files of predictions that people want to see first
+
+    def sets(self, folder: Path) -> list[str]:
+        """Return the settings that make the recipe small, as --set has them."""
+        options = (f"train.options.{name}={json.dumps(value)}" for name, value in self.options.items())
+        common = ("train.epochs=2", "train.precision=fp32", "cluster.train.gpus=0", "cluster.train.cpus=1")
+        return [
+            *options,
+            *common,
+            "cluster.executor=local",
+            *(one.replace("FOLDER", str(folder.absolute())) for one in self.settings),
+        ]
+
+
+def _complexes(folder: Path, items: int) -> None:
+    from pipeline.encoder.checkpoints.synth import write_random_checkpoint  # it imports torch
+    from pipeline.structures.synthetic import complex_pdb
+
+    structures = folder / "data" / "structures"
+    structures.mkdir(parents=True)
+    rows = ["path,split"]
+    for number in range(items):
+        lines = complex_pdb(number, 20 + number, 20 + number).decode().splitlines(keepends=True)
+        for chain, letter in (("A", "r"), ("B", "l")):
+            own = [line for line in lines if line.startswith("ATOM") and line[21] == chain]
+            (structures / f"c{number}_{letter}_b.pdb").write_text("".join([*own, "END\n"]))
+        rows.append(f"c{number},{SPLITS[number % len(SPLITS)]}")
+    (folder / "data" / "splits.csv").write_text("\n".join([*rows, ""]))
+    write_random_checkpoint(folder / "weights" / "esm2_tiny.pt", layers=1, dim=WIDTH, heads=2)
+
+
+def _spectra(folder: Path, items: int) -> None:
+    _made_file(folder, "spectra.mgf", items)
+
+
+def _peptides(folder: Path, items: int) -> None:
+    _made_file(folder, "peptides.mgf", items)
+
+
+def _made_file(folder: Path, name: str, count: int) -> None:
+    from pipeline.readers import made
+
+    (folder / "data").mkdir()
+    made.spectra(folder / "data" / name, count)
+
+
+def _pockets(folder: Path, items: int) -> None:
+    from pipeline.tasks.rna.made_pockets import write_pockets
+
+    (folder / "data").mkdir()
+    write_pockets(folder / "data", items, ligands=3, width=WIDTH, pairs=1)
+
+
+def _captions(folder: Path, items: int) -> None:
+    from pipeline.readers import made
+
+    (folder / "data").mkdir()
+    made.captions(folder / "data" / "captions.csv", items)
+
+
+def _sequences(folder: Path, items: int) -> None:
+    from pipeline.encoder.checkpoints.synth import write_random_checkpoint  # it imports torch
+    from pipeline.readers import made
+
+    (folder / "data").mkdir()
+    made.sequences(folder / "data" / "sequences.csv", items)
+    write_random_checkpoint(folder / "weights" / "esm2_tiny.pt", layers=2, dim=WIDTH, heads=2)
+
+
+DEMOS = {
+    "complex_docking": RecipeDemo(
+        _complexes,
+        {"embedding_dim": WIDTH, "scalars": 4, "vectors": 2, "layers": 2, "steps": 2},
+        (
+            "embed.weights=FOLDER/weights/esm2_tiny.pt",
+            "cluster.embed.gpus=0",
+            "cluster.embed.cpus=1",
+            "graph.neighbours=8",
+            "train.evaluate.options={samples: 2}",
+            "train.predict.options={samples: 2, steps: 2}",
+            "train.effective_batch=2",
+            "train.validation.every=1",
+        ),
+        items=6,
+        shows=("poses.csv",),
+    ),
+    "spectra_finetune": RecipeDemo(
+        _spectra,
+        {
+            "layers": 2, "heads": 2, "d_fourier": 12, "d_peak": 4, "fourier_width": 8, "finest": 0.1, "max_peaks": 20,
+        },
+        ("train.frozen=[embed., layers.0.]",),
+    ),
+    "encoder_finetune": RecipeDemo(
+        _sequences,
+        {"layers": 2, "width": WIDTH, "heads": 2, "rank": 2, "alpha": 4.0},
+        ("train.pretrained=FOLDER/weights/esm2_tiny.pt", "train.effective_batch=4"),
+    ),
+    "denovo_recursive": RecipeDemo(
+        _peptides,
+        {
+            "width": 36, "heads": 2, "encoder_layers": 1, "decoder_layers": 1, "latent_steps": 2,
+            "supervision_steps": 2, "max_peaks": 20,
+        },
+        (
+            "train.effective_batch=4",
+            "train.curriculum=[{epochs: 1, largest: {residues: 12}, options: {spectrum_weight: 0.0}}]",
+        ),
+        shows=("peptides.csv",),
+    ),
+    "rna_ligand": RecipeDemo(
+        _pockets,
+        {"hidden_irreps": "4x0e+2x1o", "layers": 2, "output_dim": WIDTH, "feature_width": 8},
+        (
+            "train.options.targets=FOLDER/data/ligand_embeddings.h5",
+            "train.options.library=FOLDER/data/ligand_library.h5",
+        ),
+        items=12,
+        shows=("ranked_ligands.csv",),
+    ),
+    "contrastive_pair": RecipeDemo(
+        _captions,
+        {
+            "width": 16, "layers": 2, "heads": 2, "out": 8, "vocabulary": 1000, "image_size": 16, "patch": 8,
+            "image_width": 16, "image_layers": 2, "image_heads": 2,
+        },
+        ("data.options.size=16", "train.effective_batch=8", "train.micro_batch=2"),
+        shows=("nearest_right.csv", "nearest_left.csv"),
+    ),
+}  # fmt: skip
+
+
+def write_recipe_demo(folder: Path, name: str) -> Path:
+    """Write a small project of a recipe into an empty folder; return its configuration file."""
+    text = recipe_text(name, None)
+    demo = DEMOS[name]
+    folder.mkdir(parents=True, exist_ok=True)
+    demo.make(folder, demo.items)
+    config = folder / "pipeline.yaml"
+    config.write_text(text, encoding="utf-8")
+    small = small_settings(read_config(config, demo.sets(folder)).config, folder)
+    sections = [f"{section}: {json.dumps(values)}" for section, values in small.items()]
+    config.write_text("\n".join([HEAD.format(name=name), *sections, ""]), encoding="utf-8")
+    return config
+
+
+def small_settings(config: Config, folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the settings that are not the defaults, with paths as they are from the project's folder.
+
+    Those among a task's options stay whole, as jobs read them wherever they run.
+    """
+    usual = read_config(None, ["data.path=nowhere"]).config.model_dump(mode="json")
+    whole = config.model_dump(mode="json")
+    plain = json.loads(json.dumps(whole).replace(f"{folder.absolute()}/", ""))
+    plain["train"]["options"] = whole["train"]["options"]
+    return {section: values for section, values in _differing(plain, usual).items() if isinstance(values, dict)}
+
+
+def _differing(values: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that are not the usual ones, sections within sections too."""
+    kept = {
+        name: _differing(value, usual[name]) if isinstance(value, dict) and isinstance(usual.get(name), dict) else value
+        for name, value in values.items()
+        if value != usual.get(name)
+    }
+    return {name: value for name, value in kept.items() if value != {}}
+
+
+def what_was_made(folder: Path, name: str) -> str:
+    """Return where the output of a recipe lies, and what to type next."""
+    made = [path for shown in DEMOS[name].shows for path in sorted(folder.glob(f"predictions/*/{shown}"))]
+    files = [f"  less {shlex.quote(str(path.relative_to(folder)))}" for path in made]
+    return "\n".join([
+        "", "Look around:", f"  cd {shlex.quote(str(folder))}", *files, "  pipeline status", "  pipeline report",
+        "  pipeline plan --stage train", f"At its real size, with comments:   pipeline init DIR --recipe {name}",
+    ])  # fmt: skip
+
 
 COMPLEXES = 24
 ACTIVATE = "\n  source {}/bin/activate"

@@ -10,11 +10,10 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.cluster.site_facts import join
 from pipeline.config.site_profiles import shipped
 from pipeline.errors import ConfigError
 from pipeline.memory.hardware.gpus import SizesGib, names_a_model, nearest_sizes, sizes_gib, sizes_said
-from pipeline.units import format_bytes
+from pipeline.units import first_few, format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -125,7 +124,7 @@ def _template(name: str) -> Template:
     made = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)  # noqa: S701 - no HTML
     made.keep_trailing_newline = True
     made.filters |= {"line": _one_line, "word": yaml_word, "size": format_bytes}
-    made.filters["join_some"] = lambda names: _one_line(join(names))
+    made.filters["join_some"] = lambda names: _one_line(first_few(names))
     return made.get_template(f"{name}.yaml.jinja")
 
 
@@ -180,7 +179,7 @@ def _row(first: tuple[str, str], nodes: SiteNodes) -> tuple[str, str, str, str, 
     """Return a line of the table."""
     gpus = " + ".join(f"{gpu.count} {gpu.type or 'gpu'}" for gpu in nodes.gpus)
     memory = format_bytes(nodes.mem_bytes) if nodes.mem_bytes else "?"
-    return (first[0], str(nodes.count), str(nodes.cpus or "?"), memory, gpus, first[1], join(nodes.features, 6))
+    return (first[0], str(nodes.count), str(nodes.cpus or "?"), memory, gpus, first[1], first_few(nodes.features, 6))
 
 
 def _home(site: Site) -> Partition | None:
@@ -205,7 +204,7 @@ def _card(site: Site, kind: GpuKind, home: str) -> _CardEntry:
     guess = f"{kind.sizes_gib[0]}GiB" if kind.sizes_gib else "?GiB"
     entry = ", ".join([*(f"{key}: {yaml_word(value)}" for key, value in keys.items() if value), f"mem: {guess}"])
     others, barred = [name for name in kind.partitions if name != where], site.bars(where)
-    notes = [f"also in {join(others)}"] if others else []
+    notes = [f"also in {first_few(others)}"] if others else []
     notes = [barred, *notes] if barred else notes
     if len(kind.sizes_gib) != 1:
         sizes = " or ".join(f"{size_gib}GiB" for size_gib in kind.sizes_gib[1:])

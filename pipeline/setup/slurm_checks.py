@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from pipeline.cluster import slurm_commands
 from pipeline.cluster.accounting import CommandFailed
 from pipeline.cluster.allowances import shown
-from pipeline.cluster.site_facts import Partition, Site, join, last_line, look_at_site
+from pipeline.cluster.site_facts import Partition, Site, last_line, look_at_site
 from pipeline.cluster.slurm_facts import Facts
 from pipeline.config.schema_parts import format_duration
 from pipeline.errors import PipelineError, SubmissionRefused
@@ -25,6 +25,7 @@ from pipeline.project.project import Project
 from pipeline.runs.engine.handover import supervisor_spec
 from pipeline.runs.workflow import table
 from pipeline.runs.workflow.jobs import first_job, spec_of
+from pipeline.units import first_few
 
 if TYPE_CHECKING:
     from pipeline.cluster.job_spec import JobSpec
@@ -98,7 +99,7 @@ def check_cluster(loaded: LoadedConfig) -> Iterator[CheckResult]:
         return
     if missing := [name for name in COMMANDS if shutil.which(name) is None]:
         remedy = "log in to a machine that submits jobs, or load its module; or --set cluster.executor=local"
-        yield refused_check("slurm", f"not on the PATH: {join(missing)}", remedy)
+        yield refused_check("slurm", f"not on the PATH: {first_few(missing)}", remedy)
         return
     try:
         site = look_at_site(slurm_commands.run_command, slurm_commands.my_name())
@@ -263,11 +264,11 @@ def check_folders(config: Config, _site: Site) -> Iterator[CheckResult]:
     mounts = _mounts()
     own = {name: why for name, path in places.items() if (why := _only_here(path, mounts))}
     if not own:
-        yield good_check("shared folders", f"{join(places)} are on disks of the network")
+        yield good_check("shared folders", f"{first_few(places)} are on disks of the network")
     for why in dict.fromkeys(own.values()):
         names = [name for name in own if own[name] == why]
         remedy = "the nodes must have it at the same path; else choose a folder on a shared disk"
-        yield noted_check("shared folders", f"{join(names)}: {why}", remedy)
+        yield noted_check("shared folders", f"{first_few(names)}: {why}", remedy)
 
 
 def _wanted(config: Config) -> dict[str, list[str]]:
@@ -298,11 +299,11 @@ def _no_partition(name: str, keys: list[str], site: Site) -> CheckResult:
     """Return the row of a partition that does not exist."""
     names = [partition.name for partition in site.partitions]
     if not name:
-        what = f"none is named, and the cluster has no default; there are {join(names)}"
+        what = f"none is named, and the cluster has no default; there are {first_few(names)}"
         return refused_check("partition", what, f"{EDIT} cluster.slurm.partition={names[0]}")
     close = get_close_matches(name, names, n=1)
     meant = f"; did you mean {close[0]}?" if close else ";"
-    what = f"{name} ({keys[0]}) does not exist or is hidden from you{meant} there are {join(names)}"
+    what = f"{name} ({keys[0]}) does not exist or is hidden from you{meant} there are {first_few(names)}"
     return refused_check("partition", what, f"{EDIT} {keys[0]}={close[0] if close else names[0]}")
 
 
@@ -324,7 +325,7 @@ def _standing(partition: Partition, nodes: Sequence[tuple[int, str]]) -> CheckRe
         what = f"{partition.name} takes no jobs to run now (its State is not UP): they would wait"
         return noted_check("partition", what, f"scontrol show partition {partition.name}")
     if nodes and not any(state.startswith(UP) for _, state in nodes):
-        standing = join(f"{count} {state}" for count, state in nodes)
+        standing = first_few(f"{count} {state}" for count, state in nodes)
         return noted_check(
             "partition", f"{partition.name}: none of its nodes can run jobs now ({standing})", "sinfo --list-reasons"
         )
@@ -347,7 +348,7 @@ def _too_long(config: Config, partition: Partition, name: str) -> Iterator[Check
 
 def _not_yours(kind: str, name: str, known: list[str]) -> CheckResult:
     close = get_close_matches(name, known, n=1)
-    what = f"{kind} {name} is not among yours: {join(known)}"
+    what = f"{kind} {name} is not among yours: {first_few(known)}"
     return refused_check("account", what, f"{EDIT} cluster.slurm.{kind}={close[0] if close else known[0]}")
 
 

@@ -1,18 +1,29 @@
-"""A folder with a configuration that a verb writes for what is typed, by the settings of the project here."""
+"""A folder with a configuration that a verb writes for what is typed, by the settings of the project here.
+
+`pipeline embed` writes one for a FASTA file, `pipeline dock` one for two structures, by a model's settings, too.
+"""
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
 from pipeline.files import write_whole
 from pipeline.project.project import local_machine
+from pipeline.project.run_code import load_task
+from pipeline.protocol import Publishes
+from pipeline.runs.model.trained_model import chosen_of, named_model, portable_settings
+from pipeline.structures.sources.source_folder import split_suffix
+from pipeline.training.checkpoints.chosen_checkpoint import weights_file
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from pipeline.config.load import LoadedConfig
 
 CONFIG = "pipeline.yaml"
@@ -66,3 +77,89 @@ def write_fasta_project(folder: Path, fasta: Path, weights: Path | None, project
         "cluster": cluster_settings(project, "embed") | {"runs": "runs"},
     }
     return write_project(folder, "Sequences to embed, written by `pipeline embed`", settings)
+
+
+TABLE = "complex.csv"
+TASK = "pipeline.tasks.complex_docking:ComplexDocking"
+PUBLISHED_SAMPLING = {"temperature": 2.439, "psi": 0.216, "data_translation": 0.593, "data_rotation": 0.228}
+
+
+@dataclass(frozen=True)
+class Docking:
+    """What is docked, and how."""
+
+    receptor: Path
+    ligand: Path
+    model: str  # a trained model, or a file of weights
+    poses: int
+    steps: int
+    confidence: str | None = None  # a model or a file of weights that ranks the poses
+    top: int = 5  # poses that are written as structures
+    trajectory: bool = False
+    bound: bool = False  # the files stand in one frame, and that is the true pose
+
+    @property
+    def name(self) -> str:
+        return "-".join(split_suffix(path.name)[0].replace(" ", "_") for path in (self.receptor, self.ligand))
+
+
+def write_dock_project(folder: Path, docking: Docking, project: LoadedConfig) -> Path:
+    """Write a configuration and a table of one complex into a folder; return the configuration's path."""
+    files = docking.receptor, docking.ligand
+    refuse_absent(*files)
+    settings = _settings(docking, project)
+    table = io.StringIO(newline="")
+    columns = "id", "receptor_path", "ligand_path"
+    csv.writer(table).writerows([columns, (docking.name, *(str(path.absolute()) for path in files))])
+    head = "Two proteins to dock, written by `pipeline dock`"
+    return write_project(folder, head, settings, {TABLE: table.getvalue()})
+
+
+def _settings(docking: Docking, project: LoadedConfig) -> dict[str, dict[str, Any]]:
+    """Return the settings by section: the model's own, and the project's for where and with what things are done."""
+    here = project.config
+    model = _settings_of_model(docking, here, project.base_dir.absolute())
+    drawn: dict[str, Any] = {"samples": docking.poses, "steps": docking.steps, "top": docking.top}
+    drawn |= {"trajectory": True} if docking.trajectory else {}
+    drawn |= PUBLISHED_SAMPLING if weights_file(docking.model) is not None else {}
+    drawn |= _judge(docking.confidence, here) if docking.confidence else {}
+    return {
+        "data": {"source": "manifest", "path": TABLE},  # of the training's, nothing holds for two files
+        "structures": model.get("structures", {}),
+        "embed": {"weights": str(here.embed.weights)} | model.get("embed", {}),
+        "graph": model.get("graph", {}) | {"contacts": 5.0 if docking.bound else None},
+        "train": model["train"]
+        | {"split": None, "models": str(here.train.models), "predict": {"folder": ".", "options": drawn}},
+        "cache": {"root": str(here.cache.root)},
+        "cluster": cluster_settings(project, "embed", "train", "predict"),
+    }
+
+
+def _settings_of_model(docking: Docking, here: Config, beside: Path) -> dict[str, dict[str, Any]]:
+    """Return the settings that the model was trained with, as far as using it needs them."""
+    if weights_file(docking.model) is not None:
+        # as its embeddings were made
+        return {"embed": {"context": "partner"}, "train": {"task": TASK, "options": {"as_published": True}}}
+    model = named_model(here.train.models, docking.model)
+    if model is None or model.config is None:
+        what = "a model that docks is a trained one, or a file of weights"
+        raise ConfigError(what, where=f"--model {docking.model}", remedy="pipeline model list")
+    train = model.config.train
+    if not isinstance(load_task(train.task, train.options, beside=beside), Publishes):
+        what = f"this is a model of {train.task}, which draws no poses"
+        raise ConfigError(what, where=f"--model {docking.model}", remedy=f"name one of {TASK}: pipeline model list")
+    settings = portable_settings(model.config, there=True)
+    if "also" not in settings["embed"]:  # else this project may know another encoder by that name
+        del settings["embed"]["weights"]
+    return settings
+
+
+def _judge(wanted: str, here: Config) -> dict[str, Any]:
+    """Return the options that name a model of confidence: a file of weights, or a trained one."""
+    if (file := weights_file(wanted)) is not None:
+        return {"confidence": str(file)}
+    model = named_model(here.train.models, wanted)
+    if model is None or model.config is None:
+        raise ConfigError("there is no such model", where=f"--confidence {wanted}", remedy="pipeline model list")
+    is_as_published = bool(model.config.train.options.get("as_published", False))
+    return {"confidence": str(chosen_of(model).path), "confidence_as_published": is_as_published}

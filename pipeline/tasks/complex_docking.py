@@ -27,28 +27,26 @@ from pipeline.tasks.docking.docking_items import example_counts, example_partner
 from pipeline.tasks.docking.docking_trunk import PosedComplex, TrunkSizes
 from pipeline.tasks.docking.pose_confidence import trained_confidence
 from pipeline.tasks.docking.pose_quality import RMSDS, docking_metrics
-from pipeline.tasks.docking.pose_sampling import (
+from pipeline.tasks.docking.published_poses import CONFIDENCE, MOVE, TRAJECTORY, publish_poses
+from pipeline.tasks.docking.rigid_diffusion import (
+    NoiseSchedule,
     PoseDraw,
+    RotationTables,
     SamplingSteps,
+    Spread,
     Tempering,
     by_poses,
     pose_draw,
     pose_rmsd,
+    rigid_draw,
     rigid_moves,
+    rigid_noise,
     rigidly_moved,
+    rotation_tables,
     sampled_poses,
+    score_errors,
     stacked_draws,
     start_poses,
-)
-from pipeline.tasks.docking.published_poses import CONFIDENCE, MOVE, TRAJECTORY, publish_poses
-from pipeline.tasks.docking.rigid_noise import (
-    NoiseSchedule,
-    RotationTables,
-    Spread,
-    rigid_draw,
-    rigid_noise,
-    rotation_tables,
-    score_errors,
 )
 from pipeline.tasks.docking.score_network import ScoreModel
 from pipeline.tasks.task_parts import WHERE, above_zero, at_least

@@ -28,9 +28,8 @@ from torch.nn import functional
 
 from pipeline.errors import ConfigError
 from pipeline.protocol import ITEMS
-from pipeline.readers.pictures.class_names import class_names
+from pipeline.readers.images import class_names
 from pipeline.tasks.pairs.clip_names import FORMS
-from pipeline.tasks.pairs.nearest_pairs import found_at, pair_places, write_nearest
 from pipeline.tasks.pairs.pair_towers import (
     BYTES,
     ImageBatch,
@@ -42,7 +41,7 @@ from pipeline.tasks.pairs.pair_towers import (
     crop_drawn,
     heads_of,
 )
-from pipeline.tasks.pairs.zero_shot import Prompts
+from pipeline.tasks.pairs.retrieval import Prompts, found_at, pair_places, write_nearest
 from pipeline.tasks.task_parts import WHERE, at_least, at_least_single, dropout_of, example_mask, padded_rows
 
 if TYPE_CHECKING:

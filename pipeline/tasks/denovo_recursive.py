@@ -24,7 +24,7 @@ import torch
 from pipeline.errors import ConfigError
 from pipeline.protocol import ITEMS
 from pipeline.readers.peptides import RESIDUES
-from pipeline.tasks.peptides.drawn_spectra import Grid
+from pipeline.tasks.peptides.drawn_spectra import Grid, SpectrumNoise
 from pipeline.tasks.peptides.found_peptides import (
     ALL,
     ANSWERS,
@@ -35,7 +35,6 @@ from pipeline.tasks.peptides.found_peptides import (
     MZ,
     PeptideChoice,
 )
-from pipeline.tasks.peptides.noisy_spectra import SpectrumNoise
 from pipeline.tasks.peptides.peptide_losses import (
     ANSWER_WEIGHTS,
     DRAWN,

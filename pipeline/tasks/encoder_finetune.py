@@ -24,8 +24,7 @@ from pipeline.errors import ConfigError
 from pipeline.protocol import ITEMS
 from pipeline.readers.sequences import LETTER, NOT_KNOWN, SITE, TARGET
 from pipeline.tasks.spectra.peak_batch import item_target
-from pipeline.tasks.spectra.spectra_figures import PREDICTION, error_figures
-from pipeline.tasks.spectra.spectra_losses import squared_error
+from pipeline.tasks.spectra.spectra_measures import PREDICTION, error_figures, squared_error
 from pipeline.tasks.task_parts import WHERE, above_zero, at_least, at_least_single
 from pipeline.tasks.tuned_esm2 import Esm2Names, TunedEsm2, TunedSizes
 from pipeline.training.evaluating.ranking_scores import Ranking, logits

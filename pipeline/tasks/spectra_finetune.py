@@ -48,22 +48,20 @@ from pipeline.tasks.spectra.peak_transformer import (
     FINGERPRINT,
     HEADS,
     REGRESSION,
+    DreamsNames,
     PeakSizes,
     PeakTransformer,
 )
-from pipeline.tasks.spectra.published_dreams import DreamsNames
-from pipeline.tasks.spectra.spectra_figures import (
+from pipeline.tasks.spectra.spectra_library import publish_library
+from pipeline.tasks.spectra.spectra_measures import (
+    FINGERPRINT_LOSSES,
     PREDICTION,
     answer_figures,
     bit_figures,
     error_figures,
-    neighbour_figures,
-)
-from pipeline.tasks.spectra.spectra_library import publish_library
-from pipeline.tasks.spectra.spectra_losses import (
-    FINGERPRINT_LOSSES,
     focal_error,
     found_error,
+    neighbour_figures,
     squared_error,
     triplet_error,
 )

@@ -20,17 +20,17 @@ from pipeline.cluster.accounting import (
     CommandFailed,
     parse_sacct,
 )
-from pipeline.cluster.fields import (
+from pipeline.cluster.job_spec import TaskState
+from pipeline.cluster.slurm_words import (
     bytes_of,
     epoch_of,
     exit_of,
     expand,
+    is_stuck,
     parse_squeue,
     parse_state,
     seconds_of,
 )
-from pipeline.cluster.job_spec import TaskState
-from pipeline.cluster.reasons import is_stuck
 from tests.cluster.sacct_texts import (
     RANKS_22_05,
     RECORDED_22_05,
@@ -109,7 +109,6 @@ class TestRanks:
         step = line("5.0", "COMPLETED", "0:0", rss="3000K", AveRSS="2000K", NTasks="8", NNodes="2")
         row = rows_of(line("5", "COMPLETED", "0:0", NNodes="2") + step)["5"]
         assert row.peak_rss_bytes == 8000 << 10, "8 of 2000K in the mean, on 2 nodes"
-        assert row.steps[0].max_rss_bytes == 3000 << 10
 
     def test_of_which_only_the_largest_is_known_took_at_least_that(self) -> None:
         assert rows_of(RANKS_22_05)["12_0"].peak_rss_bytes == 4760 << 10

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from pipeline.cluster.accounting import AccountedTask
-from pipeline.cluster.fields import Queued
 from pipeline.cluster.following import Followed, Views
 from pipeline.cluster.job_spec import JobSpec, TaskState
 from pipeline.cluster.slurm import SlurmExecutor
+from pipeline.cluster.slurm_words import Queued
 from pipeline.config.schema_cluster import SlurmSection
 from pipeline.errors import SubmissionRefused
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipeline.cluster.job_spec import TaskState
-from pipeline.cluster.reasons import NEVER, REASONS, explained, is_stuck, reason_words, remedy_of
+from pipeline.cluster.slurm_words import NEVER, REASONS, explained, is_stuck, reason_words, remedy_of
 
 PASSES = frozenset(
     [

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from pipeline.report.html.stage_drawing import stage_drawing
+from pipeline.report.html.plots import stage_drawing
 from pipeline.report.stage_graph import FILLED, StageBox
 from tests.docs.reader import ENVIRONMENT
 

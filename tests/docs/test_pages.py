@@ -49,7 +49,7 @@ from pipeline.runs.engine import run_supervisor
 from pipeline.structures.synthetic import complex_pdb
 from pipeline.tasks.complex_docking import ComplexDocking
 from pipeline.tasks.docking.pose_confidence import PoseConfidence
-from pipeline.tasks.docking.published_weights import to_published
+from pipeline.tasks.docking.score_network import to_published
 from tests.docs.blocks import Page
 from tests.docs.reader import Reader
 from tests.docs.reference import walk

@@ -12,7 +12,7 @@ from pipeline.config.load import read_config
 from pipeline.encoder.engine.encoder_source import OwnSource, as_letters
 from pipeline.encoder.engine.hugging_face import HuggingFace, StructureTable
 from pipeline.errors import ConfigError, DataError, JobFailed
-from pipeline.project.encoder_code import encoder_code
+from pipeline.project.user_code import encoder_code
 from pipeline.protocol import has_cls
 from tests.command import Command
 from tests.encoder.own import drawn, write_project

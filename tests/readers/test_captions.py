@@ -16,10 +16,10 @@ import pytest
 from PIL import Image
 
 from pipeline.errors import ConfigError, DataError
+from pipeline.readers import images
 from pipeline.readers.captions import Captions
+from pipeline.readers.images import decoded_image
 from pipeline.readers.pairs import Pairs
-from pipeline.readers.pictures import images
-from pipeline.readers.pictures.images import decoded_image
 from pipeline.records import Entry, Reason, Rejection
 from pipeline.stages.read_entries import EntriesTaken, take_entries
 

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 from pipeline.errors import ConfigError
-from pipeline.readers import made, peptides
+from pipeline.readers import images, made, peptides
 from pipeline.readers.captions import Captions
 from pipeline.readers.pairs import Pairs
-from pipeline.readers.pictures import made_captions
 from pipeline.readers.spectra import Spectra
 from pipeline.readers.spectrum_triplets import SpectrumTriplets
 from pipeline.records import Entry
@@ -53,13 +52,13 @@ def test_pieces_make_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_made_captions_say_what_their_pictures_show_in_a_token_a_word(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"x{suffix}"
     made.captions(path, 20, seed=3)
-    reader = Captions(path, label="class", classes="classes.txt", merges="merges.txt", size=made_captions.SIDE)
+    reader = Captions(path, label="class", classes="classes.txt", merges="merges.txt", size=images.SIDE)
     for entry in reader.entries():
         assert isinstance(entry, Entry)
         assert len(entry.arrays["right.token"]) == 2 + len(["a", "red", "disc", "left", "of", "a", "blue", "ring"])
-        colour, _ = made_captions.CLASSES[int(entry.arrays["class"])].split()
-        left_HWC = entry.arrays["left.image"][:, : made_captions.SIDE // 2]
-        assert 40 < (left_HWC == made_captions.COLOURS[colour]).all(-1).sum() < left_HWC[..., 0].size / 2
+        colour, _ = images.CLASSES[int(entry.arrays["class"])].split()
+        left_HWC = entry.arrays["left.image"][:, : images.SIDE // 2]
+        assert 40 < (left_HWC == images.COLOURS[colour]).all(-1).sum() < left_HWC[..., 0].size / 2
 
 
 def test_fragments_of_the_peptide_are_the_highest_peaks(tmp_path: Path) -> None:

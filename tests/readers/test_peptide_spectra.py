@@ -13,7 +13,7 @@ from pipeline.errors import ConfigError
 from pipeline.readers import made, peptides
 from pipeline.readers.entry import UnusableEntry
 from pipeline.readers.peptide_spectra import PeptideSpectra, library_headers
-from pipeline.readers.peptide_text import residue_codes
+from pipeline.readers.peptides import residue_codes
 from pipeline.records import Entry, Rejection
 
 FOLDER = Path(__file__).resolve().parents[3] / "shared" / "originals" / "peptrm"

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.readers import peptides
-from pipeline.readers.peptide_text import residue_codes
+from pipeline.readers.peptides import residue_codes
 
 PEPTIDE = st.text(peptides.LETTERS, min_size=2, max_size=40)
 

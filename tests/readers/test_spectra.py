@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from pipeline.errors import ConfigError, DataError
 from pipeline.readers import made, peptides
-from pipeline.readers.peptide_text import residue_codes
+from pipeline.readers.peptides import residue_codes
 from pipeline.readers.spectra import Spectra
 from pipeline.readers.spectrum_files import mgf
 from pipeline.records import Entry, Reason, Rejection

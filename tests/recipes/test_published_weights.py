@@ -18,7 +18,7 @@ from torch import nn
 from pipeline.config.load import read_config
 from pipeline.errors import ConfigError
 from pipeline.project.run_code import load_task
-from pipeline.setup.demo_recipes import DEMOS, write_recipe_demo
+from pipeline.setup.demo_project import DEMOS, write_recipe_demo
 from pipeline.tasks.contrastive_pair import ContrastivePair
 from pipeline.tasks.denovo_recursive import DenovoRecursive
 from pipeline.tasks.pairs.clip_names import options_of

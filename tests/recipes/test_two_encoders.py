@@ -26,7 +26,7 @@ from pipeline.project.project import Project
 from pipeline.readers import made
 from pipeline.runs.model.prepare import embeddings_used
 from pipeline.tasks.encoder_finetune import EncoderFinetune
-from pipeline.training.checkpoints.exported_model import write_published
+from pipeline.training.checkpoints.chosen_checkpoint import write_published
 from pipeline.training.checkpoints.published_names import files_beside, in_form
 from tests.command import Command
 from tests.projects import settle

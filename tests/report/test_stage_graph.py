@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.report.html.stage_drawing import stage_drawing
+from pipeline.report.html.plots import stage_drawing
 from pipeline.report.stage_graph import StageBox, arrows, as_dot, as_mermaid, columns_of, graph_lines
 
 WHOLE = (

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from pipeline.config.load import read_config
-from pipeline.setup import dock_project
-from pipeline.setup.dock_project import Docking, write_dock_project
+from pipeline.setup import written_project
+from pipeline.setup.written_project import Docking, write_dock_project
 
 
 def test_published_weights_need_no_project_and_see_a_partners_chains_joined(
@@ -31,9 +31,9 @@ def test_what_the_models_data_were_does_not_hold_for_two_files(tmp_path: Path, m
     for name in ("left.pdb", "right.pdb"):
         Path(name).touch()
     data = "data={source: pairs, path: pairs, state: unbound, ligand: smaller}"
-    train = f"train={{task: '{dock_project.TASK}', options: {{embedding_dim: 8}}}}"
+    train = f"train={{task: '{written_project.TASK}', options: {{embedding_dim: 8}}}}"
     trained = SimpleNamespace(config=read_config(None, [data, train, "graph.neighbours=7"]).config)
-    monkeypatch.setattr(dock_project, "named_model", lambda *_: trained)
+    monkeypatch.setattr(written_project, "named_model", lambda *_: trained)
     docking = Docking(Path("left.pdb"), Path("right.pdb"), "mine", poses=3, steps=2)
     config = read_config(write_dock_project(Path("out"), docking, read_config(None, ["data.path=."]))).config
     assert (config.data.source, config.data.state, config.data.ligand) == ("manifest", "bound", "as_named")

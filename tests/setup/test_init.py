@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.cluster.fields import Gpus, parse_gres
 from pipeline.cluster.site_facts import Site, parse_nodes, parse_partitions, parse_settings
+from pipeline.cluster.slurm_words import Gpus, parse_gres
 from pipeline.config.load import read_config
 from pipeline.config.schema import Config
 from pipeline.config.schema_cluster import CardSection, SlurmSection

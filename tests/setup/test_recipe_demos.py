@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.load import read_config
-from pipeline.setup.demo_recipes import DEMOS, write_recipe_demo
+from pipeline.setup.demo_project import DEMOS, write_recipe_demo
 from tests.command import Command
 from tests.conftest import ROOT
 

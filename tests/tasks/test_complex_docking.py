@@ -13,8 +13,7 @@ from pipeline.memory.footprint import MemoryChoice, live_peak_bytes
 from pipeline.protocol import ITEMS, Example, Outputs, ReadsFiles, Samples, Weights
 from pipeline.runs.model.task_contract import breaches
 from pipeline.tasks.complex_docking import tables
-from pipeline.tasks.docking.pose_sampling import rigidly_moved
-from pipeline.tasks.docking.rigid_noise import table_rows
+from pipeline.tasks.docking.rigid_diffusion import rigidly_moved, table_rows
 from pipeline.training.step.checkpointing import repeated
 from pipeline.training.step.optimizers import StepSettings
 from pipeline.training.step.step import Step

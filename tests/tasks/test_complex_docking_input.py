@@ -18,7 +18,7 @@ from pipeline.runs.model.task_contract import breaches
 from pipeline.structures.synthetic import complex_pdb
 from pipeline.tasks.complex_docking import ComplexDocking
 from pipeline.tasks.docking.pose_confidence import trained_confidence
-from pipeline.tasks.docking.published_weights import to_published
+from pipeline.tasks.docking.score_network import to_published
 from pipeline.training.checkpoints.trained_weights import load_pretrained
 from pipeline.training.sampling.epoch_order import SamplerSettings as Sampling
 from tests.projects import settle

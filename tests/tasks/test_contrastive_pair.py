@@ -17,7 +17,7 @@ from pipeline.readers import made
 from pipeline.readers.pairs import Pairs
 from pipeline.runs.model.task_contract import breaches
 from pipeline.tasks.contrastive_pair import ContrastivePair
-from pipeline.tasks.pairs import nearest_pairs
+from pipeline.tasks.pairs import retrieval
 from pipeline.training.step.checkpointing import repeated
 from pipeline.training.step.contrastive import make_step
 from pipeline.training.step.optimizers import StepSettings
@@ -279,7 +279,7 @@ def unit(rows):
 
 @pytest.mark.parametrize("block", [7, 1000])
 def test_figures_are_those_of_all_cosines_sorted(monkeypatch, block):
-    monkeypatch.setattr(nearest_pairs, "BLOCK", block)
+    monkeypatch.setattr(retrieval, "BLOCK", block)
     left = unit(RNG.normal(size=(50, 8)))
     right = unit(left + 0.5 * RNG.normal(size=(50, 8)))
     cosines = left @ right.T
@@ -311,7 +311,7 @@ def test_vectors_that_are_not_numbers_are_found_by_nobody():
 
 
 def test_figures_hold_two_blocks_of_items_at_a_time(monkeypatch):
-    monkeypatch.setattr(nearest_pairs, "BLOCK", 10)
+    monkeypatch.setattr(retrieval, "BLOCK", 10)
     held, most = [0], [0]
 
     class Rows(np.ndarray):

@@ -15,7 +15,7 @@ from pipeline.errors import ConfigError
 from pipeline.memory.footprint import MemoryChoice, live_peak_bytes
 from pipeline.protocol import ITEMS, Example, Outputs, Weights
 from pipeline.readers import peptides
-from pipeline.readers.peptide_text import residue_codes
+from pipeline.readers.peptides import residue_codes
 from pipeline.runs.model.task_contract import breaches
 from pipeline.tasks.denovo_recursive import DenovoRecursive
 from pipeline.tasks.peptides.vocabulary import EOS, PAD, SOS, UNK

@@ -28,9 +28,9 @@ from pipeline.memory.hardware.gpus import GIB
 from pipeline.protocol import ITEMS
 from pipeline.readers.sequences import Sequences
 from pipeline.runs.model.task_contract import breaches
-from pipeline.setup.demo_recipes import write_recipe_demo
+from pipeline.setup.demo_project import write_recipe_demo
 from pipeline.tasks.encoder_finetune import TOKENS, EncoderFinetune
-from pipeline.training.checkpoints.exported_model import write_published
+from pipeline.training.checkpoints.chosen_checkpoint import write_published
 from pipeline.training.checkpoints.published_names import files_beside, in_form
 from pipeline.training.checkpoints.trained_weights import load_pretrained
 from tests.command import Command

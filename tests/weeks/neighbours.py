@@ -25,7 +25,7 @@ from tests.projects import settle
 from tests.security.test_two_users import BOB
 from tests.slurm.cluster import Cluster, processes
 from tests.slurm.runs import RESIDUES, SMALL, Project, Run, until
-from tests.weeks.neighbour import BAD, Neighbour, Submitted
+from tests.weeks.one_project import BAD, Neighbour, Submitted
 from tests.weeks.scene import ENDS_S, SETTINGS, TASK, WAITS_S, must
 from tests.weeks.shared_cache import SharedCache
 from tests.weeks.twins import OWN_CODE, Files, Twins, write_settings

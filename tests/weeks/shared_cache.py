@@ -14,7 +14,7 @@ from pipeline.store.format.cache_layout import KindLayout
 from pipeline.store.format.disk import Disk
 from pipeline.store.shard_index import indexed
 from tests.security.test_two_users import GROUPS, LAB
-from tests.weeks.neighbour import DAMAGED, Neighbour
+from tests.weeks.one_project import DAMAGED, Neighbour
 from tests.weeks.scene import must
 
 KINDS = ("flip a byte", "truncate a shard", "delete a shard", "delete an index")

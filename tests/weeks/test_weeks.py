@@ -16,7 +16,7 @@ from tests.slurm.cluster import Cluster
 from tests.slurm.conftest import cluster as cluster
 from tests.slurm.runs import Project, Run
 from tests.weeks.__main__ import put
-from tests.weeks.neighbour import BAD, Submitted, refused, uncounted, untrue
+from tests.weeks.one_project import BAD, Submitted, refused, uncounted, untrue
 from tests.weeks.play import EVENTS, Played, play, sequence
 from tests.weeks.scene import Scene, Untrue
 from tests.weeks.shared_cache import Looked, untold

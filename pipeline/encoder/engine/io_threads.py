@@ -27,7 +27,7 @@ from pipeline.encoder.engine.sequence_work import (
     Span,
     first_step,
 )
-from pipeline.memory.hardware.pinned_memory import pinned_bytes
+from pipeline.memory.hardware.host_memory import pinned_bytes
 from pipeline.memory.runtime.pinned_tensors import bytes_on_host
 from pipeline.records import Reason
 

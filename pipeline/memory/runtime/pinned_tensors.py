@@ -1,4 +1,4 @@
-"""Tensors in the host's memory, pinned where a card copies them: in runs and chunks that `pinned_memory` counts."""
+"""Tensors in the host's memory, pinned where a card copies them: in runs and chunks that `host_memory` counts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from pipeline.device.accelerator import computing, on_card, release_pinned
 from pipeline.device.out_of_memory import unless_out_of_memory
-from pipeline.memory.hardware.pinned_memory import ALIGNMENT, CHUNK_BYTES, PinnedLayout, pinned_layout
+from pipeline.memory.hardware.host_memory import ALIGNMENT, CHUNK_BYTES, PinnedLayout, pinned_layout
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

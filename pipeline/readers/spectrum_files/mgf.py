@@ -96,7 +96,7 @@ def stray(block: MgfBlock) -> UnusableEntry | None:
     text = block.text[start:]
     if not text.strip():
         return None
-    for at, line in enumerate(_lines(text), block.text.count(b"\n", 0, start)):
+    for at, line in enumerate(bare_lines(text), block.text.count(b"\n", 0, start)):
         if line and "=" not in line and not line.startswith(COMMENTS):
             return UnusableEntry(f"outside of BEGIN IONS … END IONS: {printable_text(line)!r}", at)
     return None
@@ -113,7 +113,7 @@ def divide(body: bytes) -> tuple[dict[str, str], NDArray[np.float64]]:
 
 def header_value(body: bytes, key: str) -> str:
     """Return the value of a header in a spectrum that cannot be read; empty if absent."""
-    return next((header[1] for line in _lines(body) if (header := _header(line)) and header[0] == key), "")
+    return next((header[1] for line in bare_lines(body) if (header := _header(line)) and header[0] == key), "")
 
 
 def charge(text: str) -> int:
@@ -131,7 +131,8 @@ def _block(offset: int, line: int, text: bytes, *, begun: bool) -> MgfBlock:
     return MgfBlock(offset, line, text, len(text) if begun and end < 0 else end)
 
 
-def _lines(text: bytes) -> list[str]:
+def bare_lines(text: bytes) -> list[str]:
+    """Return the lines of a text without white space around them."""
     return [line.strip() for line in text.decode("utf-8", "replace").split("\n")]
 
 
@@ -143,7 +144,7 @@ def _header(line: str) -> tuple[str, str] | None:
 
 def _headers(text: bytes) -> dict[str, str] | None:
     """Return the headers of a text; None if another line is among them."""
-    headers = [_header(line) for line in _lines(text) if line]
+    headers = [_header(line) for line in bare_lines(text) if line]
     return None if None in headers else dict(filter(None, headers))
 
 
@@ -169,7 +170,7 @@ def _line_by_line(body: bytes) -> tuple[dict[str, str], NDArray[np.float64]]:
     """Read a spectrum line by line where the fast way fails; the error names the line that cannot be read."""
     headers: dict[str, str] = {}
     peaks = []
-    for at, line in enumerate(_lines(body)):
+    for at, line in enumerate(bare_lines(body)):
         if not line or line.startswith(COMMENTS):
             continue
         if header := _header(line):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from pipeline.readers.entry import UnusableEntry, cannot_read, parse_number
-from pipeline.readers.spectrum_files.mgf import CHUNK_BYTES, MOST_BYTES
+from pipeline.readers.spectrum_files.mgf import CHUNK_BYTES, MOST_BYTES, bare_lines
 from pipeline.units import printable_text
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def _block(offset: int, line: int, text: bytes) -> Iterator[MspBlock]:
 def divide_msp(body: bytes) -> tuple[dict[str, str], NDArray[np.float64]]:
     """Return the headers and the peaks [P, 2] of a spectrum's text."""
     headers: dict[str, str] = {}
-    lines = enumerate(_lines(body))
+    lines = enumerate(bare_lines(body))
     for at, line in lines:
         header = _header(line)
         if header is None:
@@ -94,11 +94,7 @@ def divide_msp(body: bytes) -> tuple[dict[str, str], NDArray[np.float64]]:
 
 def msp_header(body: bytes, key: str) -> str:
     """Return the value of a header in a spectrum that cannot be read; empty if absent."""
-    return next((header[1] for line in _lines(body) if (header := _header(line)) and header[0] == key), "")
-
-
-def _lines(body: bytes) -> list[str]:
-    return [line.strip() for line in body.decode("utf-8", "replace").split("\n")]
+    return next((header[1] for line in bare_lines(body) if (header := _header(line)) and header[0] == key), "")
 
 
 def _header(line: str) -> tuple[str, str] | None:

@@ -15,8 +15,7 @@ from markupsafe import Markup
 from pipeline.journal.active_runs import GOING_ON
 from pipeline.report.compared import brief, hours, spread
 from pipeline.report.html import run_plots
-from pipeline.report.html.plots import figure, moment, tag
-from pipeline.report.html.stage_drawing import stage_drawing
+from pipeline.report.html.plots import figure, moment, stage_drawing, tag
 from pipeline.report.stage_lines import CENSUS, DAMAGED, found_damage, speed_lines, state_of_stage, unit_of
 from pipeline.report.tables import TEXT_MOST, clip, plural
 from pipeline.units import format_bytes, format_seconds

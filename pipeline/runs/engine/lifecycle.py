@@ -25,10 +25,9 @@ from pipeline.journal.active_runs import GOING_ON, status_of
 from pipeline.journal.ledger import SUPERVISOR, Ledger, has_ended
 from pipeline.journal.run_folder import runs_in, writing_run
 from pipeline.journal.run_status import ENDED, RunState, StatusReader
-from pipeline.project.encoder_code import encoder_code
 from pipeline.project.restriction import EVERYTHING, Only
 from pipeline.project.run_code import freeze, freeze_files, load_reader, sources
-from pipeline.project.task_code import task_code
+from pipeline.project.user_code import encoder_code, task_code
 from pipeline.records import EventKind
 from pipeline.runs.engine.dispatch import pieces
 from pipeline.runs.engine.handover import STOPPED_CODE, claim_visit, supervisor_spec

@@ -15,7 +15,7 @@ from pipeline.device.kinds import SETTINGS
 from pipeline.files import read_json, write_whole
 from pipeline.keys import recipe_key
 from pipeline.memory.footprint import EMPTY, Tape
-from pipeline.project.task_code import PLANS
+from pipeline.project.user_code import PLANS
 from pipeline.runs.dataset.early_items import naming_sizes
 from pipeline.runs.dataset.loading import made_table
 from pipeline.runs.model.prepare import plan_facts

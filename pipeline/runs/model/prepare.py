@@ -17,7 +17,7 @@ from pipeline.files import write_whole
 from pipeline.journal.run_folder import writing_run
 from pipeline.keys import content_digest, recipe_tag
 from pipeline.project.run_code import package_digest
-from pipeline.project.task_code import PLANS, TaskCode, task_code
+from pipeline.project.user_code import PLANS, TaskCode, task_code
 from pipeline.runs.dataset.loading import made_table, rows_of, source_of
 from pipeline.runs.dataset.reader_items import is_reader
 from pipeline.runs.dataset.reader_items import refuse_unreadable as inspect_entries

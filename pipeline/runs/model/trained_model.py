@@ -144,7 +144,7 @@ def _read(path: Path, checkpoint: str) -> TrainedModel:
     is_export = folder.export.is_file()
     try:
         if is_export:
-            from pipeline.training.checkpoints.exported_model import read_export
+            from pipeline.training.checkpoints.chosen_checkpoint import read_export
 
             card = read_export(path)
             prepared, settings = Prepared.from_json(card["prepared"]), json.dumps(card["settings"])
@@ -184,7 +184,7 @@ def _setting(value: Any) -> str:
 def model_card(model: TrainedModel) -> dict[str, Any]:
     """Return the card of a model: its training, its checkpoint, what it takes, and its figures, as JSON data."""
     if model.folder.export.is_file():
-        from pipeline.training.checkpoints.exported_model import read_export
+        from pipeline.training.checkpoints.chosen_checkpoint import read_export
 
         card = read_export(model.folder.path)
         return {name: value for name, value in card.items() if name not in ("format", "settings")}
@@ -247,7 +247,7 @@ def export_model(model: TrainedModel, folder: Path, beside: Path | None, form: s
 
     `form` also writes the weights as some published system names them.
     """
-    from pipeline.training.checkpoints.exported_model import checkpoint_weights, write_export, write_published
+    from pipeline.training.checkpoints.chosen_checkpoint import checkpoint_weights, write_export, write_published
     from pipeline.training.checkpoints.published_names import files_beside, in_form
 
     config = _exportable(model)

@@ -15,8 +15,7 @@ from pipeline.device.kinds import CPU
 from pipeline.errors import ConfigError
 from pipeline.memory.footprint import Category
 from pipeline.memory.hardware.gpus import device
-from pipeline.memory.hardware.host_memory import TrainingJob, train_need
-from pipeline.memory.hardware.pinned_memory import staged_bytes
+from pipeline.memory.hardware.host_memory import TrainingJob, staged_bytes, train_need
 from pipeline.memory.history.task_history import Suggestion
 from pipeline.memory.lint.lint_facts import RunFacts
 from pipeline.memory.lint.lint_rules import lint

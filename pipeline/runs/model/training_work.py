@@ -154,9 +154,8 @@ class Work:
 
         `kept` is the folder of the traces that were made before of this model with these options.
         """
-        from pipeline.memory.estimating.confirmation import ConfirmedOracle
-        from pipeline.memory.estimating.projected_oracle import ProjectedOracle
         from pipeline.memory.estimating.small_steps import MeasuredSmall
+        from pipeline.memory.estimating.traced_oracles import ConfirmedOracle, ProjectedOracle
         from pipeline.memory.tracing.tracer import CPU as ON_CPU
         from pipeline.memory.tracing.tracer import Tracer, TraceSession
 

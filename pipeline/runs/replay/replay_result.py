@@ -6,11 +6,9 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pipeline.units import format_bytes
+from pipeline.units import first_few, format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from pipeline.training.forensics.nan_search import Suspect
     from pipeline.training.forensics.rerun import PartResult, Rerun
     from pipeline.training.forensics.step_bundle import Bundle
@@ -82,7 +80,8 @@ class ReplayResult:
     def verdict(self) -> str:
         """The result in a sentence."""
         if self.rerun is None:
-            return f"{self._head}: the process {self.died} while it was on {_names(self.on) or 'nothing yet'}"
+            on = first_few(self.on, _SHOWN) or "nothing yet"
+            return f"{self._head}: the process {self.died} while it was on {on}"
         if self._results("out of memory"):
             return f"{self._head}: {self._out_of_memory()}"
         if self._is_strange:
@@ -100,7 +99,8 @@ class ReplayResult:
 
     def _out_of_memory(self) -> str:
         (result, *_) = self._results("out of memory")
-        return f"memory ended at micro-batch {result.part.micro + 1}, {_names(result.part.ids)}: {result.error}"
+        on = first_few(result.part.ids, _SHOWN)
+        return f"memory ended at micro-batch {result.part.micro + 1}, {on}: {result.error}"
 
     def _not_finite(self) -> str:
         assert self.rerun is not None
@@ -108,7 +108,7 @@ class ReplayResult:
             more = f" (and {len(self.suspects) - 1} more)" if len(self.suspects) > 1 else ""
             return self.suspects[0].words() + more
         if bad := self._results("not finite"):
-            return f"{_names(bad[0].part.ids)} together; one by one and once more, they are finite"
+            return f"{first_few(bad[0].part.ids, _SHOWN)} together; one by one and once more, they are finite"
         if self.rerun.gradients:
             return f"the gradients of {', '.join(self.rerun.gradients[:_SHOWN])}, all micro-batches added up"
         return f"every gradient is finite, but the norm of them all is {self.rerun.norm}"
@@ -199,8 +199,3 @@ def _worded(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _worded(part) for name, part in value.items()}
     return [_worded(part) for part in value] if isinstance(value, list | tuple) else value
-
-
-def _names(ids: Sequence[str]) -> str:
-    more = f" and {len(ids) - _SHOWN} more" if len(ids) > _SHOWN else ""
-    return ", ".join(ids[:_SHOWN]) + more

@@ -21,8 +21,7 @@ from pipeline.files import whose
 from pipeline.journal.active_runs import going_on, hidden
 from pipeline.keys import recipe_tag
 from pipeline.report.cleaning_tables import DAY_S, FORGOTTEN_S, Cleaning, CleanNote, CleanRequest
-from pipeline.runs.upkeep.cache_use import config_name, user_of
-from pipeline.runs.upkeep.retention import EVERYTHING, LIMITS, NOTHING, Staying, described
+from pipeline.runs.upkeep.retention import EVERYTHING, LIMITS, NOTHING, Staying, config_name, described, user_of
 from pipeline.store.cache_folder import RECIPES, CacheFolder
 from pipeline.store.format.cache_layout import MARKER, USERS
 from pipeline.store.format.disk import remove

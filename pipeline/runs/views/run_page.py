@@ -116,7 +116,7 @@ class Page:
         return stage_uses(self.folder, status)
 
     def _cache(self) -> Holdings:
-        from pipeline.runs.upkeep.cache_use import holdings
+        from pipeline.runs.upkeep.retention import holdings
 
         return holdings(self.config)
 

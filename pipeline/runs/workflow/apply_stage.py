@@ -22,7 +22,7 @@ from pipeline.journal.attempts import left_out_items
 from pipeline.journal.run_folder import writing_run
 from pipeline.keys import content_digest
 from pipeline.project.run_code import blamed, load_task
-from pipeline.project.task_code import TaskCode, task_code
+from pipeline.project.user_code import TaskCode, task_code
 from pipeline.protocol import Publishes
 from pipeline.records import Rejection
 from pipeline.runs.dataset.loading import made_table, rows_of, source_of

@@ -37,8 +37,7 @@ from pipeline.runs.dataset.reader_items import (
 )
 from pipeline.runs.dataset.standing import DataState, Standing, data_state, recall_standing, remember_standing
 from pipeline.runs.dataset.worklist import Lines, Shard, StageSurvey
-from pipeline.runs.workflow.census import Census, CensusTally
-from pipeline.runs.workflow.item_lists import ItemLists, list_table, write_leaks
+from pipeline.runs.workflow.census import Census, CensusTally, ItemLists, list_table, write_leaks
 from pipeline.runs.workflow.stage import Judged, Stage, wait_until_complete
 from pipeline.stage_names import StageName
 from pipeline.stages.graph import Maker, open_writer

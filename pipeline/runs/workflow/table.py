@@ -10,9 +10,8 @@ from pipeline.command_line import Command
 from pipeline.errors import CacheDamaged, ConfigError, DataError, JobFailed, PipelineError
 from pipeline.runs.dataset.reader_items import is_reader
 from pipeline.runs.workflow.embed_stage import EmbedStage
-from pipeline.runs.workflow.evaluate_stage import EvaluateStage
+from pipeline.runs.workflow.evaluate_predict import EvaluateStage, PredictStage
 from pipeline.runs.workflow.graph_stage import GraphStage
-from pipeline.runs.workflow.predict_stage import PredictStage
 from pipeline.runs.workflow.regenerate_stage import RegenerateStage
 from pipeline.runs.workflow.scan_stage import ReaderScanStage, ScanStage
 from pipeline.runs.workflow.script_stage import ScriptStage, is_script

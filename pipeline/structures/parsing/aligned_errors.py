@@ -1,4 +1,4 @@
-"""Predicted aligned errors (PAE): the JSON that lies beside a predicted structure, and what it says of the residues.
+"""Whether a file is a prediction, whose B-factors are pLDDT, and the aligned errors (PAE) in the JSON beside one.
 
 A row is the residue on which a prediction is aligned, a column the one whose place may be wrong, by so many Å. Tables
 of numbers are cut out of the JSON and read row by row, as Python's numbers would take twenty times the memory.
@@ -21,11 +21,40 @@ from pipeline.structures.atoms import UnusableInput
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    import gemmi
     from numpy.typing import NDArray
 
     from pipeline.structures.policy import Chain, Structure
 
     Errors: TypeAlias = NDArray[np.float32]
+
+THEORETICAL = "THEORETICAL MODEL"
+UNKNOWN = ("", "?", ".")  # as CIF writes what is not said
+# What the headings of predictions say of themselves; files without any heading say nothing.
+PREDICTED = re.compile(rb"ALPHAFOLD|COLABFOLD|ESMFOLD|ESM FOLD|ROSETTAFOLD|OMEGAFOLD|OPENFOLD|BOLTZ|CHAI-1|PLDDT", re.I)
+HEADING = re.compile(rb"^(?:HEADER|TITLE|COMPND|KEYWDS|AUTHOR|REMARK).*$", re.M)
+METHOD = re.compile(rb"^EXPDTA(.*)$", re.M)
+ATOMS = re.compile(rb"^(?:ATOM|HETATM)", re.M)
+
+
+def pdb_is_predicted(data: bytes) -> bool:
+    """Tell by the heading of a PDB file; an experiment that began with a prediction is an experiment."""
+    first = ATOMS.search(data)
+    heading = data[: first.start()] if first else b""
+    method = b" ".join(METHOD.findall(heading)).decode("ascii", "replace").strip()
+    if method and THEORETICAL not in method:
+        return False
+    return any(PREDICTED.search(line) for line in HEADING.findall(heading))
+
+
+def cif_is_predicted(block: gemmi.cif.Block) -> bool:
+    """Tell by the method of an mmCIF block, and by whether it has pLDDT among the metrics of its quality."""
+    methods = [value.strip("'\"").upper() for value in block.find_values("_exptl.method")]
+    if any(method not in (*UNKNOWN, THEORETICAL) for method in methods):
+        return False
+    metrics = [*block.find_values("_ma_qa_metric.name"), *block.find_values("_ma_qa_metric.type")]
+    return any("plddt" in metric.lower() for metric in metrics)
+
 
 PREDICTIONS = re.compile(r"\.(?:pdb|ent|cif|mmcif|mcif|bcif)(?:\.gz)?$", re.IGNORECASE)
 ENDINGS = (".json", ".json.gz")

@@ -25,7 +25,7 @@ from pipeline.structures.atoms import (
     name_text,
     name_word,
 )
-from pipeline.structures.parsing import amber, confidence, molecules, pdb_lines, plain_pdb, structure_files
+from pipeline.structures.parsing import aligned_errors, amber, molecules, pdb_lines, plain_pdb, structure_files
 from pipeline.structures.parsing.structure_files import EXTRA
 
 if TYPE_CHECKING:
@@ -135,16 +135,16 @@ def _keep_model(structure: gemmi.Structure, number: int) -> None:
 def _structure(data: bytes, form: str) -> tuple[gemmi.Structure, bool]:
     """Parse by format, and say whether it is a prediction; the block with atoms is taken where there are several."""
     if form == "pdb":
-        return gemmi.read_pdb_string(data, max_line_length=PDB_LINE_LENGTH), confidence.pdb_is_predicted(data)
+        return gemmi.read_pdb_string(data, max_line_length=PDB_LINE_LENGTH), aligned_errors.pdb_is_predicted(data)
     if form == "bcif":
         block = _bcif_block(data)
-        return _made(block), confidence.cif_is_predicted(block)
+        return _made(block), aligned_errors.cif_is_predicted(block)
     document = gemmi.cif.read_string(data)
     blocks = [block for block in document if block.find_values("_atom_site.id")] or list(document)
     if any(block.find_values("_atom_site_fract_x") or block.find_values("_atom_site_Cartn_x") for block in blocks):
         what = "a core CIF, which holds a crystal's small molecule, and no mmCIF; write the molecule as SDF or MOL2"
         raise UnusableInput(Reason.UNKNOWN_FORMAT, what)
-    return _made(blocks[0]), confidence.cif_is_predicted(blocks[0])
+    return _made(blocks[0]), aligned_errors.cif_is_predicted(blocks[0])
 
 
 def _made(block: gemmi.cif.Block) -> gemmi.Structure:

@@ -20,9 +20,8 @@ from pipeline.records import Role
 from pipeline.structures.atoms import UnusableInput
 from pipeline.structures.parsing.read_structure import PLAIN, FileReading
 from pipeline.structures.policy import BACKBONE
-from pipeline.tasks.docking import pose_sampling
-from pipeline.tasks.docking.docked_source import docked_sources
-from pipeline.tasks.docking.matched_partners import heavy_positions
+from pipeline.tasks.docking import rigid_diffusion
+from pipeline.tasks.docking.docked_partners import docked_sources, heavy_positions
 from pipeline.tasks.docking.pose_quality import (
     PoseQuality,
     PoseScore,
@@ -32,9 +31,9 @@ from pipeline.tasks.docking.pose_quality import (
     nearest_move,
     pose_quality,
 )
-from pipeline.tasks.docking.pose_sampling import pose_rmsd
 from pipeline.tasks.docking.posed_cif import PosedCif, posed_cif
 from pipeline.tasks.docking.posed_pdb import PosedPdb, posed_pdb
+from pipeline.tasks.docking.rigid_diffusion import pose_rmsd
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -79,7 +78,7 @@ class PoseRow(NamedTuple):
     rank: int | None = None  # 1 is the best; None: it is of no use, for `problem`
     sample: int = 0
     confidence: float = math.nan
-    complex_rmsd: float = math.nan  # Å between CA atoms, as `pose_sampling.PoseRmsd` says
+    complex_rmsd: float = math.nan  # Å between CA atoms, as `rigid_diffusion.PoseRmsd` says
     ligand_rmsd: float = math.nan
     interface_rmsd: float = math.nan
     fnat: float = math.nan
@@ -225,7 +224,7 @@ def _quality(read: Complex, moves: RigidMoves) -> PoseQuality | None:
         return None
 
 
-def _ca_rmsd(read: Complex, moves: RigidMoves) -> pose_sampling.PoseRmsd | None:
+def _ca_rmsd(read: Complex, moves: RigidMoves) -> rigid_diffusion.PoseRmsd | None:
     """Return how far CA atoms are from the truth, which is brought into the receptor's frame; None without contacts."""
     receptor_R3, true_R3 = _ca_atoms(read, Role.RECEPTOR)
     ligand_L3, true_L3 = _ca_atoms(read, Role.LIGAND)
@@ -234,7 +233,7 @@ def _ca_rmsd(read: Complex, moves: RigidMoves) -> pose_sampling.PoseRmsd | None:
     if read.bound:
         true_L3 = nearest_move(true_R3, receptor_R3).of(true_L3)[0]
     pos_PL3, target_L3, fixed_R3 = (torch.from_numpy(part) for part in (moves.of(ligand_L3), true_L3, receptor_R3))
-    if not (torch.cdist(fixed_R3, target_L3) < pose_sampling.CONTACT).any():
+    if not (torch.cdist(fixed_R3, target_L3) < rigid_diffusion.CONTACT).any():
         return None
     return pose_rmsd(pos_PL3, target_L3, fixed_R3)
 

@@ -17,7 +17,7 @@ from pipeline.graphs.residue_graph import LETTERS
 from pipeline.protocol import ITEMS
 from pipeline.tasks.docking.docking_trunk import DockingPartner
 from pipeline.tasks.docking.equivariant import ListedPairs, listed_pairs
-from pipeline.tasks.docking.pose_sampling import nearest_turn
+from pipeline.tasks.docking.rigid_diffusion import nearest_turn
 from pipeline.tasks.partner_graphs import CA, embedding_of, partners_of
 
 if TYPE_CHECKING:

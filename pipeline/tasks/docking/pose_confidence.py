@@ -22,8 +22,7 @@ from pipeline.errors import ConfigError, DataError
 from pipeline.protocol import item_of
 from pipeline.tasks.docking.docking_items import example_counts, example_partner, placed_partners
 from pipeline.tasks.docking.docking_trunk import PosedComplex, TrunkSizes
-from pipeline.tasks.docking.published_weights import from_published, is_published
-from pipeline.tasks.docking.score_network import ConfidenceModel
+from pipeline.tasks.docking.score_network import ConfidenceModel, from_published, is_published
 from pipeline.tasks.task_parts import WHERE, above_zero, at_least
 from pipeline.training.checkpoints.trained_weights import stored_weights
 from pipeline.training.evaluating.prediction_tables import CSV

@@ -22,8 +22,8 @@ from scipy.spatial import cKDTree
 from pipeline.protocol import item_of
 from pipeline.records import Reason, Role
 from pipeline.structures.atoms import UnusableInput
-from pipeline.tasks.docking.matched_partners import matched_partner, partner_atoms, shared_backbones
-from pipeline.tasks.docking.pose_sampling import nearest_turn, superposed
+from pipeline.tasks.docking.docked_partners import matched_partner, partner_atoms, shared_backbones
+from pipeline.tasks.docking.rigid_diffusion import nearest_turn, superposed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from pipeline.structures.inventory import Complex
-    from pipeline.tasks.docking.matched_partners import MatchedPartner, PartnerAtoms
+    from pipeline.tasks.docking.docked_partners import MatchedPartner, PartnerAtoms
 
 CONTACT, INTERFACE, CLASH = 5.0, 10.0, 3.0  # Å between heavy atoms
 POSES_AT_ONCE = 32

@@ -15,14 +15,14 @@ import numpy as np
 from pipeline.records import Role
 from pipeline.structures.atoms import BLANK_CHAIN
 from pipeline.structures.parsing.read_structure import PDB_LINE_LENGTH
-from pipeline.tasks.docking.docked_source import free_names
+from pipeline.tasks.docking.docked_partners import free_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
-    from pipeline.tasks.docking.docked_source import SourceFile
+    from pipeline.tasks.docking.docked_partners import SourceFile
     from pipeline.tasks.docking.pose_quality import RigidMoves
 
 SITE, ANISOTROPY = "_atom_site.", "_atom_site_anisotrop."

@@ -16,14 +16,14 @@ from pipeline.errors import DataError
 from pipeline.records import Role
 from pipeline.structures.atoms import BLANK_CHAIN
 from pipeline.structures.parsing.pdb_lines import read_on
-from pipeline.tasks.docking.docked_source import free_names
+from pipeline.tasks.docking.docked_partners import free_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
-    from pipeline.tasks.docking.docked_source import SourceFile
+    from pipeline.tasks.docking.docked_partners import SourceFile
     from pipeline.tasks.docking.pose_quality import RigidMoves
 
 ATOMS, BESIDE = (b"ATOM", b"HETATM"), (b"ANISOU", b"SIGATM", b"SIGUIJ", b"TER")

@@ -5,12 +5,17 @@ number of its embedding, and told as a plain number; messages run from a residue
 directions as ligands do; the score's last convolution is told of the residue whose number is the complex's place in the
 batch; rows of rotation tables are counted by one step too many. Without it all of that is mended.
 
+Published weights have other names: everything of theirs is below `encoder.`; their constants (grids, masks, 3j symbols)
+are left out on the way in and made anew on the way out. Nothing is computed.
+
 Shapes: B complexes, P poses of each, T times (one for each pose, or one for all), N residues of a partner, R of the
 receptor, L of the ligand, C columns of a grid, E embedding dimensions, M features, D components of an irrep.
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -18,6 +23,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from pipeline.errors import ConfigError
 from pipeline.tasks.docking.docking_trunk import (
     CUTOFF,
     CUTOFF_RATE,
@@ -38,11 +44,11 @@ from pipeline.tasks.docking.equivariant import (
     edge_features,
     edge_harmonics,
 )
-from pipeline.tasks.docking.published_weights import DockingNames
-from pipeline.tasks.docking.rigid_noise import NoiseSchedule, table_rows
+from pipeline.tasks.docking.rigid_diffusion import NoiseSchedule, table_rows
+from pipeline.training.checkpoints.published_names import renamed
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from torch import Tensor
 
@@ -168,3 +174,110 @@ def _strange(ligand_scalars: Sequence[Tensor], place: int) -> Tensor:
             return scalars_PLM[:, place : place + 1]
         place -= scalars_PLM.shape[1]
     raise AssertionError("a batch has as many residues as complexes")
+
+
+# Ours → theirs; "*" is the number of a layer.
+NAMES = {
+    "trunk.residues.of_type": "atom_embed.atom_ebd",
+    "trunk.residues.of_time": "atom_embed.sigma_ebd",
+    "trunk.residues.mix": "atom_embed.lm_ebd",
+    "trunk.inner_edges.enter": "rec_edge_embed.0",
+    "trunk.inner_edges.out": "rec_edge_embed.3",
+    "trunk.inner_edges.centres_M": "rec_dist_exp.offset",
+    "trunk.cross_edges.centres_M": "cross_dist_exp.offset",
+    "centre_edges.centres_M": "center_dist_exp.offset",
+    "trunk.cross_edges.enter": "cross_edge_embed.0",
+    "trunk.cross_edges.out": "cross_edge_embed.3",
+    "trunk.layers.*.inner.hidden": "intra_convs.*.fc.0",
+    "trunk.layers.*.inner.weights": "intra_convs.*.fc.3",
+    "trunk.layers.*.cross.hidden": "cross_convs.*.fc.0",
+    "trunk.layers.*.cross.weights": "cross_convs.*.fc.3",
+    "centre_edges.enter": "center_edge_embed.0",
+    "centre_edges.out": "center_edge_embed.3",
+    "centre.hidden": "final_conv.fc.0",
+    "centre.weights": "final_conv.fc.3",
+    "translation.enter": "tr_final_layer.0",
+    "translation.out": "tr_final_layer.3",
+    "rotation.enter": "rot_final_layer.0",
+    "rotation.out": "rot_final_layer.3",
+    "head.0": "confidence_predictor.0",
+    "head.1": "confidence_predictor.4",
+    "head.2": "confidence_predictor.8",
+}
+ROOT = "encoder."
+UNUSED, USED = "lig_dist_exp.offset", "rec_dist_exp.offset"  # two names of one grid
+_DEGREE_2 = torch.tensor([0.1, 0.1, 2 / 15, 0.1, 0.1], dtype=torch.float64).sqrt()  # their harmonics' norms to ours
+SYMBOLS: dict[str, tuple[str, slice, Tensor]] = {
+    "1_1_1": ("coupling_111", slice(3), torch.tensor(1 / math.sqrt(6))),
+    "1_2_1": ("coupling_121", slice(3, 8), _DEGREE_2[:, None]),
+}
+
+
+def is_published(names: Collection[str]) -> bool:
+    """Tell the original's weights by their names."""
+    return f"{ROOT}{NAMES['trunk.residues.mix']}.weight" in names
+
+
+def from_published(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the original's weights under our names, without its constants; other names stay, to be refused."""
+    ours = {theirs: mine for mine, theirs in NAMES.items()}
+    return {
+        renamed(name.removeprefix(ROOT), ours): tensor for name, tensor in tensors.items() if not _is_constant(name)
+    }
+
+
+@dataclass(frozen=True)
+class DockingNames:
+    """The form in which weights of DiffDock-PP were published, for a network that behaves as theirs or does not."""
+
+    network: nn.Module
+    as_published: bool
+    left: tuple[str, ...] = (f"{ROOT}*.tensor_prod.*", ROOT + UNUSED)
+    fresh: tuple[str, ...] = ()
+
+    def knows(self, names: Collection[str]) -> bool:
+        """Tell them by their names."""
+        return is_published(names)
+
+    def read(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return them under our names; refuse them for a network that does not behave as theirs."""
+        self._refuse_mended("these are weights of DiffDock-PP", "--set train.options.as_published=true")
+        return from_published(tensors)
+
+    def write(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return our tensors under theirs; refuse those of a network that does not behave as theirs."""
+        self._refuse_mended("these would be weights of DiffDock-PP", "train one with train.options.as_published: true")
+        return to_published(self.network, tensors)
+
+    def _refuse_mended(self, what: str, remedy: str) -> None:
+        if not self.as_published:
+            problem = f"{what}, which mean something only where the network has its oddities"
+            raise ConfigError(problem, where="train.options.as_published", remedy=remedy)
+
+
+def to_published(model: nn.Module, tensors: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """Return a model's state, or other tensors of its names, as the original's state dict, with its constants."""
+    tensors = model.state_dict() if tensors is None else tensors
+    state = {renamed(name, NAMES): tensor for name, tensor in tensors.items()}
+    for name, module in model.named_modules():
+        if isinstance(module, PairConvolution):
+            place = renamed(f"{name}.hidden", NAMES).removesuffix("fc.0")
+            state |= {f"{place}tensor_prod.{key}": tensor for key, tensor in _constants(module).items()}
+    state[UNUSED] = state[USED]
+    return {ROOT + name: tensor for name, tensor in state.items()}
+
+
+def _constants(convolution: PairConvolution) -> dict[str, Tensor]:
+    """Return what e3nn keeps in the state of a tensor product."""
+    width = sum(block.channels * block.components for block in convolution.leave)
+    constants = {"weight": torch.empty(0), "output_mask": torch.ones(width)}
+    used = {f"1_{path.harmonic}_{convolution.leave[path.target].degree}" for path in convolution.bent}
+    for degrees in used & set(SYMBOLS):
+        name, rows, norm = SYMBOLS[degrees]
+        symbol = convolution.get_buffer(name)[:, rows].double() * norm
+        constants[f"_compiled_main_left_right._w3j_{degrees}"] = symbol.float()
+    return constants
+
+
+def _is_constant(name: str) -> bool:
+    return ".tensor_prod." in name or name == ROOT + UNUSED

@@ -1,4 +1,4 @@
-"""Spectra drawn on a grid, each peak a Gaussian, and how alike two of them are.
+"""Spectra drawn on a grid, each peak a Gaussian, and how alike two of them are; and noise that is added to spectra.
 
 Drawn as it is written down, every peak at every bin is a table (batch, peaks, bins): 223 MB for 48 items of 58 peaks
 and 20,000 bins, and several such tables are alive at once. There are three ways to the same numbers and gradients:
@@ -6,6 +6,8 @@ and 20,000 bins, and several such tables are alive at once. There are three ways
 - near bins only: a Gaussian is 0 beyond some sigmas (10⁻¹⁴ of its height at 8), so that a peak has 9 bins, not 20,000;
 - all bins, some at a time: each chunk is computed again in backward, and only sums over its bins are kept;
 - all bins at once.
+
+Noise is added as pepTRM's curricula do it, drawn for an item by its own random numbers.
 
 Shapes: B items, P peaks, G bins of the grid, W bins near a peak.
 """
@@ -16,6 +18,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
 
@@ -105,3 +108,37 @@ def _near(peaks: DrawnPeaks, grid: Grid) -> Tensor:
 def _gaussians(apart: Tensor, grid: Grid) -> Tensor:
     """Return the height of a Gaussian peak at a distance from its middle."""
     return (-0.5 * (apart / grid.sigma).square()).exp()
+
+
+LOWEST, HIGHEST = 0.01, 0.3  # intensities of noise
+PER_MILLION = 1e-6
+
+
+@dataclass(frozen=True)
+class SpectrumNoise:
+    """How much is done to a spectrum."""
+
+    peaks: int = 0  # of noise, at most
+    dropout: float = 0.0  # share of peaks that are lost
+    mass_error_ppm: float = 0.0  # standard deviation
+    intensity_variation: float = 0.0  # standard deviation of the logarithm
+    clean: float = 0.0  # share of spectra to which nothing is done
+
+    @property
+    def is_none(self) -> bool:
+        return not (self.peaks or self.dropout or self.mass_error_ppm or self.intensity_variation)
+
+    def added(self, mz_P: Tensor, intensity_P: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
+        """Return a spectrum with noise, in order of m/z; at least one of its peaks is kept."""
+        if self.is_none or not len(mz_P) or rng.random() < self.clean:
+            return mz_P, intensity_P
+        mz, high = mz_P.double().numpy(), intensity_P.double().numpy()
+        kept = rng.random(len(mz)) >= self.dropout
+        kept[int(np.argmax(high))] = True
+        mz = mz[kept] * (1 + PER_MILLION * self.mass_error_ppm * rng.standard_normal(kept.sum()))
+        high = high[kept] * np.exp(self.intensity_variation * rng.standard_normal(kept.sum()))
+        more = int(rng.integers(self.peaks, endpoint=True))
+        mz = np.concatenate([mz, rng.uniform(mz.min(), mz.max(), more)])
+        high = np.concatenate([high, high.max() * rng.uniform(LOWEST, HIGHEST, more)])
+        order = np.argsort(mz, kind="stable")
+        return torch.from_numpy(mz[order]).to(mz_P.dtype), torch.from_numpy(high[order]).to(intensity_P.dtype)

@@ -22,16 +22,15 @@ import numpy as np
 from pipeline.errors import ConfigError, DataError
 from pipeline.files import replacing
 from pipeline.readers import hdf5
-from pipeline.tasks.nearest_vectors import nearest_vectors
 from pipeline.tasks.spectra.peak_transformer import EMBEDDING
-from pipeline.tasks.task_parts import WHERE
+from pipeline.tasks.task_parts import WHERE, nearest_vectors
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
-    from pipeline.tasks.nearest_vectors import Vectors
+    from pipeline.tasks.task_parts import Vectors
 
     Floats = NDArray[np.float32]
 
@@ -164,10 +163,6 @@ def _from_hdf5(path: Path) -> Library:
             remedy = "predict it, and name the embeddings.npy that comes of it"
             raise DataError(f"no dataset {COLUMN!r}", where=str(path), remedy=remedy)
         names = tuple(name for name in file if getattr(file[name], "ndim", 0) == 1)
-        columns = [[_text(value) for value in file[name][:]] for name in names]
+        columns = [[hdf5.text_of(value) for value in file[name][:]] for name in names]
         rows = [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
         return Library(file[COLUMN][:], names, rows)
-
-
-def _text(value: Any) -> str:
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)

@@ -151,7 +151,6 @@ class SavedProgress:
     best: float | None = None
     stale: int = 0
     monitor: str = ""  # the figure that these two are of
-    finished: bool = False
     tally: Mapping[str, Any] = field(default_factory=dict)
     poisoned: list[int] = field(default_factory=list)
     validated: int = 0  # the step after which that was done last
@@ -221,7 +220,7 @@ class Keeper:
         """
         self.finish()
         packed = pack(step.model, step.optimizer, averages=_averages(step), scaler=step.scaler)
-        data = {**packed.data, "place": asdict(place), "finished": place.finished}
+        data = {**packed.data, "place": asdict(place)}
         buffers = _buffers(step) if self.ranks.rank else {}  # rank 0's are among the shared tensors
         tensors = packed.tensors
         parts: dict[str, Tensor] = {}
@@ -345,7 +344,8 @@ class Keeper:
             self._tell(
                 f"{loaded.name} is of {loaded.world} ranks, now there are {self.ranks.world}: steps stay the same"
             )
-        return ResumedTraining(SavedProgress(**loaded.data["place"]), own.data if own else {}, loaded.step)
+        place = {name: value for name, value in loaded.data["place"].items() if name != "finished"}  # as older ones say
+        return ResumedTraining(SavedProgress(**place), own.data if own else {}, loaded.step)
 
 
 def _buffers(step: Step) -> dict[str, Tensor]:

@@ -321,12 +321,13 @@ def refuse_misfits(specs: Mapping[str, TensorSpec], targets: Mapping[str, Tensor
     for name, target in targets.items():
         spec = specs.get(name)
         if spec is not None and (spec.shape, spec.dtype) != (tuple(target.shape), target.dtype):
-            wrong.append(f"{name} is {_words(spec)}, not {_words(target)}")
+            wrong.append(f"{name} is {tensor_words(spec)}, not {tensor_words(target)}")
     if wrong:
         more = f"; and {len(wrong) - _MOST_NAMED} more" if len(wrong) > _MOST_NAMED else ""
         problem = f"this is a checkpoint of another model: {'; '.join(wrong[:_MOST_NAMED])}{more}"
         raise ConfigError(problem, where=str(path), remedy=OTHER_MODEL)
 
 
-def _words(tensor: TensorSpec | Tensor) -> str:
+def tensor_words(tensor: TensorSpec | Tensor) -> str:
+    """Return type and shape of a tensor."""
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

@@ -22,10 +22,9 @@ from pipeline.errors import ConfigError, DataError, JobFailed, WeightsUnusable
 from pipeline.store.format.disk import Disk
 from pipeline.training.checkpoints import checkpoint_reader
 from pipeline.training.checkpoints.checkpoint_reader import MANIFEST, STATE, open_checkpoint
-from pipeline.training.checkpoints.chosen_checkpoint import ChosenCheckpoint, checkpoint_digest
-from pipeline.training.checkpoints.exported_model import load_export
+from pipeline.training.checkpoints.chosen_checkpoint import ChosenCheckpoint, checkpoint_digest, load_export
 from pipeline.training.checkpoints.published_names import USUAL, in_own_names, without_prefix, wrapping_prefix
-from pipeline.training.checkpoints.tensor_file import ANOTHER, CheckpointDamaged, distinct
+from pipeline.training.checkpoints.tensor_file import ANOTHER, CheckpointDamaged, distinct, tensor_words
 from pipeline.training.checkpoints.training_state import model_key, model_state, model_targets, plain_name
 from pipeline.training.prepared import ModelFolder
 
@@ -280,7 +279,7 @@ def _unlike(mine: Tensor, stored: Tensor) -> str:
     is_convertible = mine.is_floating_point() and stored.is_floating_point()
     if mine.shape == stored.shape and (is_convertible or mine.dtype == stored.dtype):
         return ""
-    return f"{_words(stored)} in the file, {_words(mine)} in the model"
+    return f"{tensor_words(stored)} in the file, {tensor_words(mine)} in the model"
 
 
 def _untied(same: Mapping[str, str], stored: Mapping[str, Tensor], reshaped: Mapping[str, str]) -> dict[str, str]:
@@ -312,7 +311,3 @@ def _group(title: str, names: Sequence[str]) -> list[str]:
         return []
     more = [f"  … and {len(names) - _MOST_LINES:,} more"] if len(names) > _MOST_LINES else []
     return [f"{title} ({len(names):,}):", *(f"  {name}" for name in names[:_MOST_LINES]), *more]
-
-
-def _words(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

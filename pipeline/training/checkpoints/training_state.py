@@ -21,9 +21,10 @@ from pipeline.errors import ConfigError
 from pipeline.keys import recipe_key
 from pipeline.training.checkpoints.checkpoint_reader import Packed
 from pipeline.training.checkpoints.tensor_file import NAMES, OTHER_MODEL
+from pipeline.units import first_few
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping
 
     from torch import nn
     from torch.amp import GradScaler
@@ -257,7 +258,8 @@ def _refuse_other_optimizer(model: nn.Module, optimizer: Optimizer, data: Mappin
     there = [group["parameters"] for group in data["groups"]]
     if here != there:
         differing = sorted(set(chain(*here)) ^ set(chain(*there)))
-        shown = f"only one of them trains {_listed(differing)}" if differing else "they are grouped otherwise"
+        trained = first_few(differing, _MOST_NAMED)
+        shown = f"only one of them trains {trained}" if trained else "they are grouped otherwise"
         problem = f"the checkpoint's optimizer trains other parameters: {shown}"
         raise ConfigError(problem, where="train.frozen", remedy=OTHER_MODEL)
 
@@ -267,13 +269,8 @@ def _refuse_rest(loaded: LoadedCheckpoint, targets: Mapping[str, Tensor], *, opt
     kinds = ("model.", "ema.", "optimizer.") if optimizer else ("model.",)
     left = [name for name in loaded.specs if name.startswith(kinds) and name not in targets]
     if left:
-        problem = f"the checkpoint has what nothing here takes: {_listed(left)}"
+        problem = f"the checkpoint has what nothing here takes: {first_few(left, _MOST_NAMED)}"
         raise ConfigError(problem, where=str(loaded.path), remedy=OTHER_MODEL)
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return ", ".join(names[:_MOST_NAMED]) + more
 
 
 def _under(prefix: str, specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:

@@ -22,9 +22,10 @@ from pipeline.training.checkpoints.training_state import plain_name
 from pipeline.training.forensics.rerun import not_finite
 from pipeline.training.items.batch import ItemBatch
 from pipeline.training.random_state import set_rng_state
+from pipeline.units import first_few
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable
 
     from torch import Tensor, nn
 
@@ -61,11 +62,11 @@ class Suspect:
             f"{self.ids[0]} alone" if len(self.ids) == 1 else f"{len(self.ids)} items together, none of them alone"
         ]
         if self.fields:
-            parts.append(f"the batch itself is not finite: {_listed(self.fields)}")
+            parts.append(f"the batch itself is not finite: {first_few(self.fields, _SHOWN)}")
         if self.terms:
-            parts += [f"the term {_listed(self.terms)} of the loss", self._place()]
+            parts += [f"the term {first_few(self.terms, _SHOWN)} of the loss", self._place()]
         if self.parameters:
-            parts.append(f"the loss is finite, the gradients of {_listed(self.parameters)} are not")
+            parts.append(f"the loss is finite, the gradients of {first_few(self.parameters, _SHOWN)} are not")
         if self.operation:
             parts.append(f"first in the derivative of {self.operation}{f' ({self.line})' if self.line else ''}")
         return "; ".join(parts)
@@ -209,8 +210,3 @@ def _fields(batch: Any, of: str = "") -> tuple[str, ...]:
     if isinstance(named, Mapping):
         return tuple(name for key, value in named.items() for name in _fields(value, f"{of}.{key}".removeprefix(".")))
     return () if _is_finite(batch) else (of or "batch",)
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more

@@ -181,7 +181,6 @@ class TrainingProgress:
             best=self.best,
             stale=self.stale,
             monitor=self._validation.monitor,
-            finished=self.is_finished,
             tally=asdict(self.tally),
             poisoned=sorted(self.poisoned),
             validated=self.validated,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.memory.hardware.pinned_memory import (
+from pipeline.memory.hardware.host_memory import (
     CHUNK_BYTES,
     SMALL_BYTES,
     chunked_bytes,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pipeline.training.checkpoints.exported_model import checkpoint_weights
+from pipeline.training.checkpoints.chosen_checkpoint import checkpoint_weights
 from tests.card.on_card.typed_on_cards import CARD, Typist, epochs
 from tests.card.on_card.typed_on_cards import projects_root as projects_root
 from tests.card.on_card.typed_on_cards import typist as typist

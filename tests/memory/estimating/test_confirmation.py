@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from pipeline.memory.estimating import confirmation
-from pipeline.memory.estimating.confirmation import ConfirmedOracle, verdict
+from pipeline.memory.estimating import traced_oracles
 from pipeline.memory.estimating.fallback_oracle import OracleLadder
+from pipeline.memory.estimating.traced_oracles import ConfirmedOracle, verdict
 from pipeline.memory.footprint import MemoryChoice, Provenance, live_peak_bytes
 from pipeline.memory.tracing.tracer import Tracer, TraceSession
 from pipeline.training.step.contrastive import make_step
@@ -164,7 +164,7 @@ def test_a_confirmation_is_made_once_and_kept(tmp_path) -> None:
 
 @pytest.mark.parametrize(("limit", "value"), [("MOST_BYTES", KILOBYTE), ("MOST_S", 0.0)])
 def test_a_model_that_is_too_large_for_this_machine_is_not_built_and_told(monkeypatch, limit, value) -> None:
-    monkeypatch.setattr(confirmation, limit, value)
+    monkeypatch.setattr(traced_oracles, limit, value)
 
     def never() -> TraceSession:
         pytest.fail("it is too large")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 
-from pipeline.memory.estimating.projected_oracle import LEAST_KNOWN, NOTE, ProjectedOracle
+from pipeline.memory.estimating.traced_oracles import LEAST_KNOWN, NOTE, ProjectedOracle
 from pipeline.memory.footprint import MemoryChoice
 from pipeline.memory.planning.memory_plan import PlanRequest
 from pipeline.memory.planning.planner import plan_memory

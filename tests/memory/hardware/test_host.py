@@ -23,11 +23,12 @@ from pipeline.memory.hardware.host_memory import (
     HostPart,
     Phase,
     TrainingJob,
+    chunked_bytes,
     measured_baseline,
+    pinned_bytes,
     ring_bytes,
     train_need,
 )
-from pipeline.memory.hardware.pinned_memory import chunked_bytes, pinned_bytes
 from pipeline.memory.history.task_history import Profiles
 from pipeline.records import Item, Part, Role
 from pipeline.store.cache_folder import CacheFolder

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.memory.hardware.pinned_memory import (
+from pipeline.memory.hardware.host_memory import (
     ALIGNMENT,
     CHUNK_BYTES,
     SMALL_BYTES,

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cluster.fields import Queued
 from pipeline.cluster.job_spec import SUPERVISE, TaskState
-from pipeline.cluster.reasons import reason_words
+from pipeline.cluster.slurm_words import Queued, reason_words
 from pipeline.config.load import read_config
 from pipeline.config.schema import Config
 from pipeline.config.schema_cluster import NotifySection

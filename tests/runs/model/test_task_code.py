@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.config.load import read_config
 from pipeline.errors import ConfigError
-from pipeline.project.task_code import TaskCode, task_code
+from pipeline.project.user_code import TaskCode, task_code
 from tests.command import Command
 from tests.runs.workflow.trained import CONFIG, TASK, write_project
 
@@ -60,7 +60,7 @@ def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ask:
     (tmp_path / "known_helper.py").write_text(HELPER)
 
     def asked(options: str = "{}", beside: Path = tmp_path) -> TaskCode:
-        monkeypatch.setattr("pipeline.project.task_code._SEEN", {})
+        monkeypatch.setattr("pipeline.project.user_code._SEEN", {})
         for module in MODULES:
             monkeypatch.delitem(sys.modules, module, raising=False)
         (tmp_path / "pipeline.yaml").write_text(SETTINGS.format(options=options))

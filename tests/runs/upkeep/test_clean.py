@@ -18,7 +18,7 @@ from pipeline.records import EventKind
 from pipeline.report.cleaning_tables import DAY_S, Cleaning, CleanRequest
 from pipeline.runs.dataset.loading import made_table
 from pipeline.runs.engine.lifecycle import new_run
-from pipeline.runs.upkeep import cache_use
+from pipeline.runs.upkeep import retention
 from pipeline.runs.upkeep.clean_cache import carry_out, foresee_cleaning, has_vanished
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.maintenance.leftovers import User, register, registered
@@ -134,7 +134,7 @@ def test_graphs_that_are_not_kept_on_disk_are_not_needed_there(copy: Copy) -> No
 
 def other_user(copy: Copy, config: Path, last: float, *sets: str) -> User:
     """Let another project say that it uses the cache."""
-    tags = cache_use.recipes_of(copy.project(*sets))
+    tags = retention.recipes_of(copy.project(*sets))
     user = User(str(config), str(config.parent / "runs"), frozenset((kind, tag.hex()) for kind, tag in tags), last)
     assert register(copy.store.disk, copy.store.root, user)
     return user
@@ -249,7 +249,7 @@ def test_the_table_of_a_run_that_goes_on_stays_wherever_its_folder_is(copy: Copy
     ledger = going_run(copy, elsewhere)
     (going,) = (tmp_path / "elsewhere").glob("2*")
     (run / "table.txt").rename(going / "table.txt")
-    cache_use.register_use(copy.project(elsewhere), ["graph"], copy.file)
+    retention.register_use(copy.project(elsewhere), ["graph"], copy.file)
     assert dead(clean(copy)) == {}
     ledger.emit(EventKind.RUN_ENDED, state="done", error="", exit_code=0)
     assert dead(clean(copy)) == {}  # as that of one that has ended
@@ -363,11 +363,11 @@ def test_a_cache_that_cannot_be_told_of_its_readers_is_named(
     with under.kind("graph").writer() as writer:
         writer.put(b"sixteen letters.", {})
     project = copy.project(f"cache.under=[{under.root}]")
-    cache_use.register_use(project, ["graph"], copy.file)
+    retention.register_use(project, ["graph"], copy.file)
     assert caplog.messages == []
     for refusing in (project.cache.under[0], project.cache):
         refusing.disk = FailingDisk("open_new", errno.EROFS)
-    cache_use.register_use(project, ["graph"], copy.file)
+    retention.register_use(project, ["graph"], copy.file)
     assert [message.split(":")[0] for message in caplog.messages] == [str(copy.store.root), str(under.root)]
 
 
@@ -376,11 +376,11 @@ def test_this_project_says_anew_what_it_uses(copy: Copy) -> None:
         users = registered(copy.store.disk, copy.store.root)[0]
         return {tag for user in users if user.config == str(copy.file) for tag in user.tags}
 
-    cache_use.register_use(copy.project(), ["graph"], copy.file)
-    cache_use.register_use(copy.project(FEWER), ["graph"], copy.file)
+    retention.register_use(copy.project(), ["graph"], copy.file)
+    retention.register_use(copy.project(FEWER), ["graph"], copy.file)
     assert sum(kind == "graph" for kind, _ in tags()) == 2
     clean(copy, NOW, FEWER)
-    assert {(kind, bytes.fromhex(tag)) for kind, tag in tags()} == set(cache_use.recipes_of(copy.project(FEWER)))
+    assert {(kind, bytes.fromhex(tag)) for kind, tag in tags()} == set(retention.recipes_of(copy.project(FEWER)))
 
 
 @pytest.mark.parametrize("place", ["/", "data"])

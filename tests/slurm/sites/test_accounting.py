@@ -11,7 +11,7 @@ import pytest
 from pipeline.cluster import slurm_commands
 from pipeline.cluster.accounting import AccountedTask, Accounting, AccountingLook
 from pipeline.cluster.job_spec import TaskState
-from pipeline.cluster.reasons import NEVER
+from pipeline.cluster.slurm_words import NEVER
 from pipeline.cluster.verdict import Cause, Word, judge_attempt
 from tests.slurm.cluster import Cluster
 

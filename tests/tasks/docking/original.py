@@ -11,9 +11,8 @@ from safetensors.torch import load_file
 
 from pipeline.tasks.docking.docking_trunk import DockingPartner, PosedComplex, TrunkSizes
 from pipeline.tasks.docking.equivariant import listed_pairs
-from pipeline.tasks.docking.published_weights import from_published
-from pipeline.tasks.docking.rigid_noise import NoiseSchedule, rotation_tables
-from pipeline.tasks.docking.score_network import ConfidenceModel, ScoreModel
+from pipeline.tasks.docking.rigid_diffusion import NoiseSchedule, rotation_tables
+from pipeline.tasks.docking.score_network import ConfidenceModel, ScoreModel, from_published
 
 FOLDER = Path(__file__).resolve().parents[4] / "shared" / "originals" / "diffdock_pp"
 COMPLEXES = ("1Z0K", "1HIA", "1R8S", "3H2V", "3BX7")

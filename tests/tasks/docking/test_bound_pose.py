@@ -12,7 +12,7 @@ from pipeline.errors import ConfigError
 from pipeline.graphs.build_graph import build_graph
 from pipeline.graphs.item_graph import GraphRecipe
 from pipeline.tasks.docking.docking_items import bound_frame, is_unbound
-from pipeline.tasks.docking.pose_sampling import superposed, turn_matrices
+from pipeline.tasks.docking.rigid_diffusion import superposed, turn_matrices
 from tests.graphs.conftest import read_pairs
 from tests.tasks.docking_items import CA, changed
 from tests.tasks.items import batch_of, made

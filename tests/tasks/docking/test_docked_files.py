@@ -27,7 +27,7 @@ from pipeline.tasks.docking.docked_files import (
     write_docked,
     write_trajectory,
 )
-from pipeline.tasks.docking.matched_partners import shared_backbones
+from pipeline.tasks.docking.docked_partners import shared_backbones
 from pipeline.tasks.docking.pose_quality import RigidMoves, docking_truth, nearest_move
 from pipeline.tasks.docking.posed_pdb import LETTERS, _columns
 from tests.tasks.docking.docked import MAX_BYTES, moves_from, pair_item, read, some_moves

@@ -6,7 +6,7 @@ import torch
 
 from pipeline.tasks.docking.docking_items import example_partner
 from pipeline.tasks.docking.docking_trunk import PosedComplex, TrunkSizes
-from pipeline.tasks.docking.rigid_noise import NoiseSchedule
+from pipeline.tasks.docking.rigid_diffusion import NoiseSchedule
 from pipeline.tasks.docking.score_network import ScoreModel
 
 CLOSE = 1e-4  # of the largest number, in single precision

@@ -17,7 +17,7 @@ from scipy.spatial.distance import cdist
 
 from pipeline.records import Item, Part, Reason, Role
 from pipeline.structures.atoms import UnusableInput
-from pipeline.tasks.docking.matched_partners import heavy_positions
+from pipeline.tasks.docking.docked_partners import heavy_positions
 from pipeline.tasks.docking.pose_quality import (
     CLASSES,
     PoseScore,

@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from pipeline.tasks.docking.pose_sampling import (
+from pipeline.tasks.docking.rigid_diffusion import (
+    NoiseSchedule,
     PoseDraw,
     SamplingSteps,
     Tempering,
@@ -21,7 +22,6 @@ from pipeline.tasks.docking.pose_sampling import (
     start_poses,
     turn_matrices,
 )
-from pipeline.tasks.docking.rigid_noise import NoiseSchedule
 from tests.tasks.docking.original import (
     COMPLEXES,
     FOLDER,

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from pipeline.tasks.docking.docking_trunk import TrunkSizes, time_features
-from pipeline.tasks.docking.published_weights import from_published
-from pipeline.tasks.docking.rigid_noise import (
+from pipeline.tasks.docking.rigid_diffusion import (
     NoiseSchedule,
     RigidDraw,
     rigid_draw,
@@ -16,7 +15,7 @@ from pipeline.tasks.docking.rigid_noise import (
     score_errors,
     table_rows,
 )
-from pipeline.tasks.docking.score_network import ScoreModel
+from pipeline.tasks.docking.score_network import ScoreModel, from_published
 from tests.tasks.docking.original import COMPLEXES, needs_original, off, posed, stored, tables
 
 pytestmark = [needs_original, pytest.mark.shared]

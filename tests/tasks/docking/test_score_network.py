@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from pipeline.tasks.docking.docking_trunk import TrunkSizes
-from pipeline.tasks.docking.published_weights import from_published, is_published, to_published
-from pipeline.tasks.docking.rigid_noise import NoiseSchedule
-from pipeline.tasks.docking.score_network import ConfidenceModel, ScoreModel
+from pipeline.tasks.docking.rigid_diffusion import NoiseSchedule
+from pipeline.tasks.docking.score_network import ConfidenceModel, ScoreModel, from_published, is_published, to_published
 from pipeline.training.checkpoints.trained_weights import stored_weights
 from tests.tasks.docking.original import (
     COMPLEXES,

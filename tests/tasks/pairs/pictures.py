@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipeline.readers.pictures.byte_pairs import BytePairs
+from pipeline.readers.byte_pairs import BytePairs
 from pipeline.tasks.contrastive_pair import ContrastivePair
 from tests.tasks.reader_items import batch_of
 

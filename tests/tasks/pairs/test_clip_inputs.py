@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.readers.byte_pairs import BytePairs, TooLong
 from pipeline.readers.captions import Captions
-from pipeline.readers.pictures.byte_pairs import BytePairs, TooLong
 from pipeline.tasks.pairs.pair_towers import ImageBatch
 from tests.tasks.pairs.original import FILES, MERGES, model_with, needs_original, off, stored, task, told
 from tests.tasks.reader_items import batch_of

@@ -15,7 +15,7 @@ from pipeline.errors import ConfigError
 from pipeline.memory.footprint import MemoryChoice, live_peak_bytes
 from pipeline.protocol import ITEMS, Publishes, ReadsFiles
 from pipeline.runs.model.task_contract import breaches
-from pipeline.tasks.pairs import zero_shot
+from pipeline.tasks.pairs import retrieval
 from pipeline.tasks.pairs.pair_towers import cropped
 from pipeline.training.step.contrastive import make_step
 from pipeline.training.step.optimizers import StepSettings
@@ -177,7 +177,7 @@ def test_zero_shot_compares_with_the_mean_of_each_class_in_all_templates_made_of
         vectors_CK = CLASSED.prompts.vectors(model, like)
         texts = [template.replace("{}", NAMES[3]) for template in CLASSED.templates]
         asked = [
-            {**item(0), "right.token": np.array(zero_shot.BytePairs().encoded(text, 24), np.int32)} for text in texts
+            {**item(0), "right.token": np.array(retrieval.BytePairs().encoded(text, 24), np.int32)} for text in texts
         ]
         mean_K = CLASSED.embed(model, collated(asked))["right"].mean(0)
     assert torch.allclose(vectors_CK[3], mean_K / mean_K.norm(), atol=1e-6)
@@ -186,7 +186,7 @@ def test_zero_shot_compares_with_the_mean_of_each_class_in_all_templates_made_of
 
 def test_prompts_are_embedded_once_until_the_model_changes(monkeypatch):
     model, calls = model_of(dtype=torch.float32).eval(), []
-    monkeypatch.setattr(zero_shot, "_read", lambda *of, real=zero_shot._read: calls.append(1) or real(*of))
+    monkeypatch.setattr(retrieval, "_read", lambda *of, real=retrieval._read: calls.append(1) or real(*of))
     with torch.no_grad():
         before = CLASSED.prompts.vectors(model, torch.zeros(1))
         assert CLASSED.prompts.vectors(model, torch.zeros(1)) is before

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from pipeline.readers import peptides
-from pipeline.readers.peptide_text import residue_codes
-from pipeline.tasks.peptides import mass_decoding
-from pipeline.tasks.peptides.mass_decoding import LetterScores, MassDecoder
+from pipeline.readers.peptides import residue_codes
+from pipeline.tasks.peptides import found_peptides
+from pipeline.tasks.peptides.found_peptides import LetterScores, MassDecoder
 from pipeline.tasks.peptides.vocabulary import EOS, Vocabulary
 
 FEW = Vocabulary(("M[Oxidation]", "[Acetyl]-", "[Ammonia-loss]-"))
@@ -88,7 +88,7 @@ def test_as_published_the_mass_tells_where_a_peptide_ends():
 
 
 def test_a_search_without_end_is_given_up(monkeypatch):
-    monkeypatch.setattr(mass_decoding, "MOST_STEPS", 50)
+    monkeypatch.setattr(found_peptides, "MOST_STEPS", 50)
     vocabulary = Vocabulary()
     log_LV = np.full((35, len(vocabulary.names)), -3.0)
     assert MassDecoder(vocabulary, 0.001, peptides.WATER).best(log_LV, 2345.6789) is None

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pipeline.readers import peptides
-from pipeline.readers.peptide_text import residue_codes
+from pipeline.readers.peptides import residue_codes
 from pipeline.tasks.peptides.peptide_losses import (
     PUBLISHED_CONSTANTS,
     Constants,

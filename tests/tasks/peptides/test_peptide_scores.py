@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from pipeline.readers.peptide_text import residue_codes
+from pipeline.readers.peptides import residue_codes
 from pipeline.tasks.peptides.found_peptides import Answered, FoundPeptide, rank_score
 from pipeline.tasks.peptides.peptide_scores import (
     area,

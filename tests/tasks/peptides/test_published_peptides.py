@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pipeline.readers.peptide_spectra import PeptideSpectra
-from pipeline.readers.peptide_text import residue_codes
+from pipeline.readers.peptides import residue_codes
 from pipeline.records import Entry
 from pipeline.tasks.denovo_recursive import DenovoRecursive
 from pipeline.tasks.peptides.published_peptides import PSM_COLUMNS, modifications_text

@@ -12,8 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pipeline.tasks.spectra.peak_transformer import Peaks, PeakSizes, PeakTransformer
-from pipeline.tasks.spectra.published_dreams import DreamsNames
+from pipeline.tasks.spectra.peak_transformer import DreamsNames, Peaks, PeakSizes, PeakTransformer
 
 FOLDER = Path(__file__).resolve().parents[4] / "shared" / "originals" / "dreams"
 SIZES = PeakSizes(layers=3, heads=4, d_fourier=40, d_peak=8, fourier_width=16, as_published=True, classes=2000)

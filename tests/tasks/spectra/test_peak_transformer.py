@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from pipeline.errors import ConfigError
-from pipeline.tasks.spectra.peak_transformer import PeakSizes, PeakTransformer
-from pipeline.tasks.spectra.published_dreams import DreamsNames
+from pipeline.tasks.spectra.peak_transformer import DreamsNames, PeakSizes, PeakTransformer
 from tests.tasks.spectra.original import (
     HEADS,
     SIZES,

@@ -12,8 +12,6 @@ import pytest
 
 from pipeline.errors import ConfigError, DataError
 from pipeline.readers.spectra import Spectra
-from pipeline.tasks.nearest_vectors import nearest_vectors, unit_rows
-from pipeline.tasks.spectra.spectra_figures import neighbour_figures
 from pipeline.tasks.spectra.spectra_library import (
     MATCHES,
     ROWS,
@@ -21,7 +19,9 @@ from pipeline.tasks.spectra.spectra_library import (
     publish_library,
     read_library,
 )
+from pipeline.tasks.spectra.spectra_measures import neighbour_figures
 from pipeline.tasks.spectra_finetune import SpectraFinetune
+from pipeline.tasks.task_parts import nearest_vectors, unit_rows
 from tests.tasks.spectra.original import FOLDER, needs_original, stored
 
 RNG = np.random.default_rng(0)
@@ -98,7 +98,7 @@ def test_what_is_found_does_not_depend_on_how_much_is_in_memory(monkeypatch: pyt
     cosine_NM = unit_rows(queries, range(13)) @ unit_rows(vectors, range(57)).T
     expected = np.argsort(-cosine_NM.round(5), axis=1, kind="stable")[:, :5]
     for block in (4096, 7, 1):
-        monkeypatch.setattr("pipeline.tasks.nearest_vectors.BLOCK", block)
+        monkeypatch.setattr("pipeline.tasks.task_parts.BLOCK", block)
         places, cosines = map(np.stack, zip(*nearest_vectors(list(queries), vectors, 5), strict=True))
         assert places[1:].tolist() == expected[1:].tolist()
         assert sorted(places[0, :2].tolist()) == [3, 40]

@@ -11,8 +11,7 @@ import torch
 
 from pipeline.readers.spectra import Spectra
 from pipeline.tasks.spectra.peak_batch import SpectraBatch
-from pipeline.tasks.spectra.spectra_figures import bit_figures
-from pipeline.tasks.spectra.spectra_losses import found_error
+from pipeline.tasks.spectra.spectra_measures import bit_figures, found_error
 from pipeline.tasks.spectra_finetune import SpectraContrast, SpectraFinetune
 from tests.readers.compared import hdf5_file
 from tests.tasks.reader_items import batch_of as laid_out

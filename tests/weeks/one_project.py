@@ -1,4 +1,4 @@
-"""A neighbour: a project of one user over a cache and a data set that others use, too, and what is true of its runs."""
+"""One project of one user over a cache and a data set that others use, too, and what is true of its runs."""
 
 from __future__ import annotations
 
