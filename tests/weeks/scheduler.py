@@ -185,8 +185,10 @@ def _waits(scene: Scene, run: Run, reason: str) -> None:
 
     def is_so() -> bool:
         jobs = [row["array"] for row in run.jobs(scene.cluster, "train")]
-        listed = scene.cluster.run("squeue", "-h", "-o", "%r", "-j", ",".join(jobs)).stdout if jobs else ""
-        return any(word in listed for word in reason.split("|"))
+        listed = scene.cluster.run("squeue", "-h", "-o", "%T %r", "-j", ",".join(jobs)).stdout if jobs else ""
+        # While a job that was requeued still ends, Slurm says already for what it will wait.
+        waiting = [line for line in listed.splitlines() if line.startswith("PENDING")]
+        return any(word in line for line in waiting for word in reason.split("|"))
 
     until(f"a job that waits for {reason}", is_so, WAITS_S, run.story)
 
