@@ -65,9 +65,12 @@ class SharedCache:
         if not path.exists():  # a run has moved its records meanwhile
             return ""
         self.is_doubtful = True
-        is_indexed = path.name in indexed(Disk(), KindLayout(path.parents[1]))
+        is_indexed = self._is_indexed(path)
         self._damage(path, kind)
-        trouble = untold(before, self.validated(who), path.name, is_indexed=is_indexed)
+        after = self.validated(who)
+        if kind == "delete a shard":  # a run may have written the index meanwhile: it names what is there
+            is_indexed = is_indexed and self._is_indexed(path)
+        trouble = untold(before, after, path.name, is_indexed=is_indexed)
         must(not trouble, f"{kind} of {path.parent.parent.name}/{path.name}: {trouble}")
         return kind
 
@@ -111,6 +114,9 @@ class SharedCache:
         """Return the damaged shards that nobody has mended or put away."""
         self.damaged = {path: digest for path, digest in self.damaged.items() if _digest(path) == digest}
         return set(self.damaged)
+
+    def _is_indexed(self, shard: Path) -> bool:
+        return shard.name in indexed(Disk(), KindLayout(shard.parents[1]))
 
     def _damage(self, path: Path, kind: str) -> None:
         if kind.startswith("delete"):
