@@ -132,8 +132,7 @@ class Neighbour:
             return f"{state.value} run"
         self._counted(ended, told)
         if ended.stage in ("train", "all"):
-            self._trained(ended, told, twins)
-            return "model"
+            return self._trained(ended, told, twins)
         return "done run"
 
     def _resumes(self) -> str:
@@ -155,14 +154,20 @@ class Neighbour:
         wrong = [uncounted(told, left_out, files) for files in ended.seen]
         must(not all(wrong), f"{ended.run.name}: {wrong[-1]}", lambda: told)
 
-    def _trained(self, ended: Submitted, told: str, twins: Twins) -> None:
-        """Check that a model is, bit for bit, that of an undisturbed twin over a state of the data that was seen."""
+    def _trained(self, ended: Submitted, told: str, twins: Twins) -> str:
+        """Check that a model is, bit for bit, that of an undisturbed twin over a state of the data that was seen.
+
+        One that was trained without an item, as its records were damaged meanwhile, is another; that must be told.
+        """
         found = re.search(r"model: (\S+)", told)
         must(found, f"{ended.run.name}: no model is named", lambda: told)
         assert found is not None
         folder = self.folder / "models" / Path(found[1]).name
         wrong = agrees(folder.name, bits(folder), [twins.of(ended.settings, files) for files in ended.seen])
+        if wrong and re.search("left out: (its|their) records in the cache proved damaged", told):
+            return "model without a damaged item"
         must(not wrong, f"{ended.run.name} ({', '.join(ended.deeds)}): {wrong}", ended.run.story)
+        return "model"
 
 
 def refused(code: int, said: str) -> str:

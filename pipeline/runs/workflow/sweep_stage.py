@@ -162,9 +162,10 @@ class SweepStage(TrainStage):
             judged.ooms += result.ooms
             judged.undone += result.undone
             judged.skipped = max(judged.skipped, result.skipped)  # mostly the same ones
+            judged.left_out(result.damaged_items)
             if result.undone and not judged.first_undone:
                 judged.first_undone = f"{result.first_undone} of {plan.name}"
-        judged.damaged = len(damaged_items(folder))
+        judged.left_out(damaged_items(folder))
         _link(folder, project.config.train.models, judged.points)
         return judged
 

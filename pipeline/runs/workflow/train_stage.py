@@ -41,9 +41,10 @@ from pipeline.runs.workflow.graph_stage import remake_graph
 from pipeline.runs.workflow.stage import Judged, Stage
 from pipeline.stage_names import StageName
 from pipeline.training.prepared import ModelFolder, Prepared
+from pipeline.units import first_few
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
     from torch import nn
@@ -133,7 +134,7 @@ class TrainStage(Stage):
     def judge(self, project: Project, folder: RunFolder, patience_s: float) -> Trained:  # noqa: ARG002
         """Return the result of the training, by its newest intact checkpoint, every byte of which is read."""
         judged = trained_so_far(project, Prepared.read(folder.plan(self.name)))
-        judged.damaged = len(damaged_items(folder))
+        judged.left_out(damaged_items(folder))
         return judged
 
     def check(self, project: Project, folder: RunFolder, judged: Trained) -> list[str]:  # noqa: ARG002
@@ -141,7 +142,8 @@ class TrainStage(Stage):
         skipped = f"{judged.skipped:,} items are too large for any plan and were left out (train.oversize: skip)"
         ooms = f"memory ended {judged.ooms:,} times; no step was lost   (pipeline replay RUN --step N)"
         whose = "1 item was left out: its" if judged.damaged == 1 else f"{judged.damaged:,} items were left out: their"
-        damaged = f"{whose} records in the cache proved damaged   (pipeline cache repair --yes)"
+        remedy = "pipeline cache repair --yes; a model that is moved away is trained anew, on all items"
+        damaged = f"{whose} records in the cache proved damaged ({first_few(judged.damaged_items)})   ({remedy})"
         counted = ((judged.skipped, skipped), (judged.ooms, ooms), (judged.damaged, damaged))
         return [text for count, text in counted if count]
 
@@ -190,6 +192,7 @@ def trained_so_far(project: Project, prepared: Prepared) -> Trained:
     checkpoint = CheckpointFolder(made.checkpoints, last=1, best=0, identity=identity, tell=log_line).newest()
     judged = Trained(folder=str(made.path), monitor=settings.monitor)
     progress = TrainedSoFar.read(checkpoint.data) if checkpoint else TrainedSoFar()
+    judged.left_out(progress.damaged)
     judged.items = judged.steps = progress.done
     judged.epochs = progress.epoch
     if not progress.is_over(project, prepared):
@@ -216,6 +219,7 @@ class TrainedSoFar:
     done: int = 0  # steps
     epoch: int = 0
     stale: int = 0
+    damaged: tuple[str, ...] = ()  # items that it was trained without
 
     @classmethod
     def of(cls, folder: ModelFolder) -> TrainedSoFar:
@@ -225,7 +229,8 @@ class TrainedSoFar:
 
     @classmethod
     def read(cls, data: Mapping[str, Any]) -> TrainedSoFar:
-        return cls(**{name: data["place"][name] for name in ("done", "epoch", "stale")})
+        place = data["place"]
+        return cls(place["done"], place["epoch"], place["stale"], tuple(place.get("damaged", ())))
 
     def is_over(self, project: Project, prepared: Prepared) -> bool:
         """Tell whether the training is complete: by its epochs, or because it stopped improving."""
@@ -418,9 +423,15 @@ class Trained(Judged):
     monitor: str = ""
     ooms: int = 0
     skipped: int = 0
-    damaged: int = 0  # items that were left out as their records are damaged
+    damaged: int = 0  # items that were left out, now or in the runs before, as their records were damaged
+    damaged_items: list[str] = field(default_factory=list)  # these
     cropped: int = 0
     remedied: dict[str, int] = field(default_factory=dict)  # items for which each remedy was used, over all epochs
+
+    def left_out(self, items: Iterable[str]) -> None:
+        """Count items whose records were damaged, each once."""
+        self.damaged_items = sorted({*self.damaged_items, *items})
+        self.damaged = len(self.damaged_items)
 
 
 def course_of(epochs: list[dict[str, Any]], monitor: str) -> list[float]:

@@ -154,6 +154,7 @@ class SavedProgress:
     tally: Mapping[str, Any] = field(default_factory=dict)
     poisoned: list[int] = field(default_factory=list)
     validated: int = 0  # the step after which that was done last
+    damaged: list[str] = field(default_factory=list)  # items that steps were made without
 
 
 @dataclass(frozen=True, slots=True)

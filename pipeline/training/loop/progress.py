@@ -107,6 +107,7 @@ class TrainingProgress:
         self.is_finished = False
         self.tally = EpochTotals(0)
         self.poisoned: set[int] = set()  # steps that are left out after a rollback
+        self.damaged: set[str] = set()  # items that steps were made without, as their records were damaged
         self._validation = validation
 
     @property
@@ -184,6 +185,7 @@ class TrainingProgress:
             tally=asdict(self.tally),
             poisoned=sorted(self.poisoned),
             validated=self.validated,
+            damaged=sorted(self.damaged),
         )
 
     def take_up(self, place: SavedProgress) -> None:
@@ -191,7 +193,7 @@ class TrainingProgress:
         self.epoch, self.done, self.next = place.epoch, place.done, int(place.sampler.get("step", 0))
         is_alike = place.monitor == self._validation.monitor  # of another figure it says nothing
         self.best, self.stale = (place.best, place.stale) if is_alike else (None, 0)
-        self.poisoned, self.validated = set(place.poisoned), place.validated
+        self.poisoned, self.validated, self.damaged = set(place.poisoned), place.validated, set(place.damaged)
         self.is_finished = self.epoch >= self.epochs or self.is_stale
         self.tally = EpochTotals.saved(place.tally) if place.tally else EpochTotals(self.epoch)
 

@@ -361,6 +361,7 @@ class Trainer:
             self.keeper.listen()
         self.ended_by = report.ending
         is_full = report.host_share >= NEAR  # left in order, and taken up with more
+        self.standing.damaged |= report.damaged
         damage = self.damaged.too_many(report.damaged) if self.damaged else None
         ends = bool(report.ending) or is_full or damage is not None
         is_due = report.is_due or bool(report.damaged)  # more may be damaged
