@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
 from tests.command import Command
@@ -29,6 +30,9 @@ CHILD_S = 600.0  # no child that a test starts is waited for longer, whoever for
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 SHARED = ROOT.parent / "shared" / "structures"
+# Other work may share the machine: no property is judged by how long an example took.
+settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("unhurried")
 
 # Tests on the cluster wait more than they work: they begin first, in two shares, each with a cluster of its own.
 WHOLE_RUNS = {"contract", "faults", "runs", "scripted", "shapes", "sweeps", "training"}
