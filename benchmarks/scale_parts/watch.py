@@ -9,13 +9,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeline.project import run_code
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 LOOK_EVERY_S = 0.1
 SUPERVISOR, WORKER = "supervisor", "worker"  # a command that follows its run is the supervisor itself
-SUPERVISES = b"pipeline.runs.supervisor"
-WORKS = b"from pipeline.runs.engine.run_task import main"  # in what starts one
+SUPERVISES = run_code.SUPERVISOR.encode()
+WORKS = f"from {run_code.WORKER} import main".encode()  # in what starts one
 KIB = 1024
 
 

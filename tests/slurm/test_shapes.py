@@ -80,7 +80,7 @@ def test_a_plan_that_fits_no_card_is_infeasible(featured: Cluster, project: Path
     assert typed(project, "submit", "--stage", "embed").returncode in (0, 5)
     state = ended(project)
     assert (state["state"], state["exit_code"]) == ("failed", 5)
-    assert "the largest card here, large, has 0.1 GiB" in str(state["error"])
+    assert "the largest card here, large, has 65.0 MiB" in str(state["error"])
 
 
 @pytest.mark.slow
