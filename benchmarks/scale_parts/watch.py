@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 LOOK_EVERY_S = 0.1
 SUPERVISOR, WORKER = "supervisor", "worker"  # a command that follows its run is the supervisor itself
 SUPERVISES = run_code.SUPERVISOR.encode()
-WORKS = f"from {run_code.WORKER} import main".encode()  # in what starts one
+# In what starts one, and what those are forked of that need not start anew.
+WORKS = tuple(f"from {module} import main".encode() for module in (run_code.WORKER, run_code.TASK_SERVER))
 KIB = 1024
 
 
@@ -73,7 +74,7 @@ def _look(root: int, found: Watched) -> None:
     """Take down the high water of every process of a tree; Linux keeps it, so that only a process's end is missed."""
     together = 0
     for pid in _family(root):
-        is_worker = any(WORKS in word for word in _words(pid))
+        is_worker = any(works in word for word in _words(pid) for works in WORKS)
         role = SUPERVISOR if pid == root else WORKER if is_worker else "other"
         together += _take(pid, role, found)
     found.together_bytes = max(found.together_bytes, together)
