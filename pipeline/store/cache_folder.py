@@ -368,7 +368,7 @@ def relieve(cache: CacheFolder, kinds: Iterable[str]) -> None:
 
 
 def relieve_store(store: Store) -> None:
-    """Do so for the store that a task reads and writes, so that it does not hold the tables of all tasks beside it."""
+    """Write a store's index if it is far behind: a task that reads it need not hold the tables of all others then."""
     with _may_stay_behind(store.kind):
         store.index_if_behind()
 
@@ -382,6 +382,7 @@ def _for_each(cache: CacheFolder, kinds: Iterable[str], work: Callable[[Store], 
 
 @contextmanager
 def _may_stay_behind(kind: str) -> Iterator[None]:
+    """Have a block write an index; where it cannot, that is told, and the records are read without."""
     try:
         yield
     except (CacheUnusable, CacheFull, JobFailed) as error:  # the last: whatever else a disk does not do

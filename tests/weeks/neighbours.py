@@ -25,7 +25,7 @@ from tests.projects import settle
 from tests.security.test_two_users import BOB
 from tests.slurm.cluster import Cluster, processes
 from tests.slurm.runs import RESIDUES, SMALL, Project, Run, until
-from tests.weeks.one_project import BAD, Neighbour, Submitted
+from tests.weeks.one_project import BAD, DAMAGE, Neighbour, Submitted
 from tests.weeks.scene import ENDS_S, SETTINGS, TASK, WAITS_S, must
 from tests.weeks.shared_cache import SharedCache
 from tests.weeks.twins import OWN_CODE, Files, Twins, write_settings
@@ -140,8 +140,8 @@ class Neighbours:
     def damages(self) -> str:
         """Damage the cache; validation, typed by anybody, must find it, or somebody must have mended it."""
         for going in self._going():
-            going.deeds.append("the cache was damaged")
-        return self.cache.damages(self.rng.choice(self.all))
+            going.deeds.append(DAMAGE)
+        return self.cache.damages(self.rng.choice(self.all), beside_runs=bool(self._going()))
 
     def looks_after(self) -> str:
         """Type a verb of the cache as anybody."""

@@ -245,6 +245,7 @@ class _Weighed:
         self.scale = len(objects) / max(weighed, 1)
 
     def _weigh_one(self, thing: Any, seen: set[int]) -> None:
+        """Add an object with all that it refers to and that was made since tracing began."""
         waiting = [thing]
         while waiting:
             thing = waiting.pop()

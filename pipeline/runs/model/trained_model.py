@@ -23,6 +23,7 @@ from pipeline.runs.model.prepare import embeddings_used, pathless
 from pipeline.stages.apply import kept_figures
 from pipeline.store.format.disk import Disk
 from pipeline.training.prepared import BEST, LAST, ModelFolder, Prepared
+from pipeline.units import first_few
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -206,6 +207,7 @@ def model_card(model: TrainedModel) -> dict[str, Any]:
         "encoder": _encoder(model),
         "recipe": {name: value for name, value in recipe.items() if name not in own},
         "precision": model.prepared.precision,
+        "left_out": manifest.data.get("place", {}).get("damaged", []),  # items, as their records were damaged
         **_evaluations(model.folder.evaluations),
         "pipeline": __version__,
         "prepared": model.prepared.to_json(),
@@ -372,6 +374,8 @@ def card_lines(card: Mapping[str, Any]) -> list[str]:
         f"- checkpoint: {card['checkpoint']}, step {card['step']:,}{best}",
         f"- trained on: {card['data'] or 'unknown'}, in {card['precision']}",
     ]
+    if left_out := card.get("left_out"):
+        lines.append(f"- trained without {first_few(left_out)}, whose records in the cache were damaged")
     if weights := card.get("weights"):
         lines.append(f"- weights: {weights['parameters']:,} numbers, digest {weights['digest']}")
     if card["encoder"]:

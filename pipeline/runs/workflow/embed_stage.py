@@ -155,7 +155,7 @@ class EmbedStage(Stage):
             embedded, known = Embedded(), bytearray()  # keys of the inventories that were found
             write_rejections(folder.rejected, tally.items(project, folder, embedded, known))
             tally.count(embedded)
-            keys = tally.parts[0].sequences.keys
+            keys = tally.parts[0].sequences.keys  # which grows to those of all: there may be millions
             for part in tally.parts[1:]:
                 keys += part.sequences.keys
             if not embedded.undone:
