@@ -101,11 +101,7 @@ if accelerator.is_main_process:
     torch.save(accelerator.unwrap_model(model).state_dict(), out / "weights.pt")
 accelerator.end_training()  # all ranks wait for each other, and leave the process group
 """
-TAIL = """
-sys.stdout.flush()
-os._exit(0)  # one in some ten ends of two such processes is an abort of torch's own threads, with any DataLoader
-"""
-SCRIPTS = {"lightning": HEAD + LIGHTNING + TAIL, "accelerate": HEAD + ACCELERATE + TAIL}
+SCRIPTS = {"lightning": HEAD + LIGHTNING, "accelerate": HEAD + ACCELERATE}
 
 
 @pytest.fixture(scope="module")

@@ -44,8 +44,9 @@ def open_loader(
     as for --set, `options` those of the loader: slots, threads, collate, reject, seed.
     """
     from pipeline.training.items.loader import Loader  # which waits for torch
-    from pipeline.training.ranks.process_group import place_in_group
+    from pipeline.training.ranks.process_group import end_after_gloo, place_in_group
 
+    end_after_gloo()
     sets = [sets] if isinstance(sets, str) else list(sets)
     file = find_config(Path(config) if config else None)
     loaded = read_config(file, sets)

@@ -21,7 +21,7 @@ from pipeline.device.kinds import CPU
 from pipeline.errors import ConfigError
 from pipeline.records import RankPlace
 from pipeline.training.ranks.gradient_sums import reduce_in_pieces
-from pipeline.training.ranks.process_group import join_process_group
+from pipeline.training.ranks.process_group import end_after_gloo, join_process_group
 from pipeline.training.ranks.rank_protocol import RankLost, SingleRank
 from pipeline.training.ranks.watchdog import HangLimits
 
@@ -47,6 +47,7 @@ class ForeignRanks(SingleRank):
 
     def __init__(self, device: str) -> None:
         """Use torch's process group; messages go over gloo, for which all ranks begin a group where there is none."""
+        end_after_gloo()
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         has_gloo = f"{CPU}:{dist.Backend.GLOO}" in dist.get_backend_config()
         self._words = dist.group.WORLD if has_gloo else dist.new_group(backend=dist.Backend.GLOO)

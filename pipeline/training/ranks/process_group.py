@@ -6,12 +6,15 @@ second whether another was lost, and can be interrupted by a signal.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import threading
+import time
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
@@ -31,7 +34,6 @@ from pipeline.training.ranks.watchdog import Activity, HangLimits, Watchdog
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
 
     from torch import Tensor
 
@@ -42,6 +44,8 @@ LENGTH_BYTES = 8
 LOOK_EVERY_S = 1.0
 NEVER = timedelta(days=7)  # the watchdog finds who is lost, and says who; a timeout of torch would not
 INTERFACE = "GLOO_SOCKET_IFNAME"  # gloo reads its interface from nowhere else
+GLOO_THREAD = "pt_gloo_runloop"
+GLOO_RESTS_WITHIN_S = 10.0
 
 
 def join_process_group(
@@ -119,6 +123,7 @@ class ProcessGroup:
     """`Ranks` over torch.distributed."""
 
     def __init__(self, place: RankPlace, met: Meeting, watchdog: Watchdog, patience: HangLimits) -> None:
+        end_after_gloo()
         self.place, self.hosts, self.rank, self.world = place, met.hosts, place.rank, place.world
         self._watchdog, self._patience = watchdog, patience
         self._slow = 1  # reasons to be patient; the first step is one
@@ -265,3 +270,34 @@ def place_in_group() -> tuple[int, int]:
             what, where="WORLD_SIZE", remedy="begin the loop once it is there, or open_loader(…, rank=…, ranks=…)"
         )
     return 0, 1
+
+
+@cache
+def end_after_gloo() -> None:
+    """Have this process end only once torch's threads of gloo are at rest.
+
+    Such a thread gives up a call's tensors after whoever waited for the call has gone on. If Python ends meanwhile, the
+    thread cannot have the interpreter for it, and that aborts the process: a training that is done counts as failed.
+    """
+    atexit.register(_await_gloo)
+
+
+def _await_gloo() -> None:
+    until, before = time.monotonic() + GLOO_RESTS_WITHIN_S, None
+    while (now := _gloo_threads()) and time.monotonic() < until:
+        if now == before and all(state.startswith("S") for state, *_ in now):
+            return
+        before = now
+        time.sleep(0.001)  # they may have the interpreter meanwhile
+
+
+def _gloo_threads() -> list[tuple[str, ...]]:
+    """Return the state of each of torch's threads of gloo, and how often it has given up its core; [] off Linux."""
+    threads = []
+    for file in Path("/proc/self/task").glob("*/status"):
+        with suppress(OSError):  # it has ended
+            lines = dict(line.split(":\t", 1) for line in file.read_text().splitlines() if ":\t" in line)
+            if lines["Name"] == GLOO_THREAD:
+                switches = (count for name, count in lines.items() if name.endswith("ctxt_switches"))
+                threads.append((lines["State"], *switches))
+    return threads

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -20,7 +22,7 @@ from pipeline.errors import ConfigError, JobFailed
 from pipeline.training.own_loops import governed as governed_module
 from pipeline.training.own_loops.foreign_ranks import wrappers_of
 from pipeline.training.own_loops.governed import Governed
-from pipeline.training.ranks.process_group import ProcessGroup
+from pipeline.training.ranks.process_group import GLOO_THREAD, ProcessGroup, _await_gloo
 from pipeline.training.ranks.rank_protocol import LOST, RankLost, Ranks, SingleRank
 from tests.limited import device as limited
 from tests.limited.device import LimitedDevice, RefuseOne
@@ -383,3 +385,47 @@ def test_under_torchrun_what_no_splitting_mends_ends_all_with_the_reason(tmp_pat
     assert done.returncode != 0
     assert "item 0 of the step does not fit alone: CUDA out of memory" in done.stderr
     assert "rank 1 of 2 cannot go on" in done.stderr
+
+
+ENDS = """\
+import sys
+
+import torch.distributed as dist
+
+from pipeline.training.ranks.process_group import end_after_gloo
+
+end_after_gloo()
+dist.init_process_group("gloo")
+sys.setswitchinterval(1000.0)  # whoever has the interpreter keeps it: gloo's threads wait for it to the end
+for _ in range(3):
+    dist.all_gather_object([None, None], dist.get_rank())
+"""
+
+
+def test_a_process_does_not_end_before_gloo_has_put_its_tensors_away(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(ENDS)
+    for _ in range(3):  # without: one in three is aborted
+        done = torchrun(2, script)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_what_gloo_still_does_is_waited_for_what_rests_is_not() -> None:
+    done, resting = threading.Event(), threading.Event()
+
+    def work() -> None:
+        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(GLOO_THREAD)
+        begun.set()
+        hashlib.sha256(bytes(300_000_000))  # without the interpreter
+        done.set()
+        resting.wait(LIMIT_S)
+
+    begun, thread = threading.Event(), threading.Thread(target=work)
+    thread.start()
+    try:
+        assert begun.wait(LIMIT_S)
+        _await_gloo()
+        assert done.is_set()
+    finally:
+        resting.set()
+        thread.join()
