@@ -34,6 +34,7 @@ cluster: {executor: slurm, scan: {cpus: 1, mem: 1GiB}, graph: {mem: 1GiB}}
 """
 SUBMIT_S, VISIT_S, VISIT_BYTES = 5.0, 60.0, 300 << 20
 PATIENCE_S = 900.0
+ACCOUNTED_WITHIN_S = 120.0
 ROUNDS = 3
 
 
@@ -67,7 +68,14 @@ def left_on_the_login_side(folder: Path) -> list[str]:
 
 
 def visits(since: float) -> list[tuple[float, int]]:
-    """Return the seconds and the bytes of every visit that a supervisor's job has paid."""
+    """Return the seconds and the bytes of every visit that a supervisor's job has paid, once accounting has any."""
+    until = time.monotonic() + ACCOUNTED_WITHIN_S  # a run is done while its last supervisor's job still ends
+    while not (paid := _accounted(since)) and time.monotonic() < until:
+        time.sleep(1.0)
+    return paid
+
+
+def _accounted(since: float) -> list[tuple[float, int]]:
     start = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(since))
     fields = "JobID,JobName,State,ElapsedRaw,MaxRSS"
     command = ["sacct", "--noheader", "--parsable2", "--noconvert", "-S", start, "-o", fields]
