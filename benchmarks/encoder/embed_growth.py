@@ -13,9 +13,9 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from scan_memory import run
 
 from benchmarks.circumstances import write
+from benchmarks.structures.scan_memory import run
 from pipeline.encoder.checkpoints.synth import write_random_checkpoint
 from pipeline.structures.synthetic import draw_sequence
 

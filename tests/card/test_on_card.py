@@ -1,4 +1,4 @@
-"""Each file of `on_card` passes in a process whose torch has simulated cards."""
+"""Each file of `on_card`, and each recipe of that of recipes, passes in a process whose torch has simulated cards."""
 
 from __future__ import annotations
 
@@ -10,8 +10,15 @@ from pathlib import Path
 import pytest
 
 from tests.card import card
+from tests.card.on_card.typed_on_cards import EVERY
 
-FILES = sorted(Path(__file__).with_name("on_card").glob("test_*.py"))
+FOLDER = Path(__file__).with_name("on_card")
+RECIPES = "test_recipes_on_card"
+OF_A_RECIPE = "test_a_recipe_trains_evaluates_and_predicts_on_a_card_as_on_the_cpu"
+PARTS = [
+    *sorted(file.stem for file in FOLDER.glob("test_*.py") if file.stem != RECIPES),
+    *(f"{RECIPES}[{recipe}]" for recipe in EVERY),  # a minute each
+]
 WITHIN_S = 900
 
 
@@ -20,15 +27,17 @@ def test_there_is_a_compiler_in_ci() -> None:
 
 
 @pytest.mark.timeout(WITHIN_S + 60)
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem.removeprefix("test_"))
-def test_on_card(file: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.removeprefix("test_"))
+def test_on_card(part: str, tmp_path: Path) -> None:
     if reason := card.why_not():
         pytest.skip(f"no simulated card here: {reason}")
     options = ["-q", "-x", "-p", "no:cacheprovider", f"--basetemp={tmp_path / 'inner'}"]
-    command = [sys.executable, "-m", "pytest", *options, str(file)]
+    file, bracket, case = part.partition("[")
+    test = f"{FOLDER / file}.py" + (f"::{OF_A_RECIPE}[{case}" if bracket else "")
+    command = [sys.executable, "-m", "pytest", *options, test]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment |= {card.INSIDE: "1"}
     done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=WITHIN_S, check=False, cwd=file.parents[3]
+        command, env=environment, capture_output=True, text=True, timeout=WITHIN_S, check=False, cwd=FOLDER.parents[2]
     )
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -71,6 +74,18 @@ def test_every_command_is_a_script_that_has_these_options(command: str) -> None:
         option = f'"{word}"' if word.startswith("--") else word
         assert option in text or word.isdigit(), command
     assert '"--out"' in text, command
+
+
+TYPED = {one.command.split()[0] for one in (*TABLE.figures, *every.BENCHES)} - {"make"}
+PROOFS = set(re.findall(r"python benchmarks/(\S+\.py)", (ROOT / "Makefile").read_text()))
+
+
+@pytest.mark.parametrize("script", sorted(TYPED | PROOFS))
+def test_every_script_starts_as_it_is_typed(script: str) -> None:
+    words = [sys.executable, f"benchmarks/{script}", "--help"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_every_test_that_is_said_to_hold_a_figure_is_there() -> None:
