@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -150,10 +150,11 @@ class Neighbour:
         return "resume"
 
     def _counted(self, ended: Submitted, told: str) -> None:
-        """Check that all files were counted as in a state of the data, and that each bad one is named."""
+        """Check that all files were counted as in a state of the data, and that each that is bad, or went, is named."""
         path = ended.run.folder.rejected
         left_out = sorted(json.loads(line)["id"] for line in path.read_text().splitlines()) if path.exists() else []
-        wrong = [uncounted(told, left_out, files) for files in ended.seen]
+        stayed = set.intersection(*map(set, ended.seen))
+        wrong = [uncounted(told, left_out, files, set(files) - stayed) for files in ended.seen]
         must(not all(wrong), f"{ended.run.name}: {wrong[-1]}", lambda: told)
 
     def _trained(self, ended: Submitted, told: str, twins: Twins) -> str:
@@ -199,11 +200,16 @@ def untrue(told: str, state: RunState, ended: Submitted, who: str) -> str:
     return ""
 
 
-def uncounted(told: str, left_out: list[str], files: Files) -> str:
-    """Return what a report says wrongly of the files of a data set; empty if nothing."""
-    bad = sorted(name.removesuffix(".pdb") for name, content in files.items() if content == BAD)
-    if left_out != bad:
-        return f"left out are {left_out}, and bad are {bad}"
+def uncounted(told: str, left_out: list[str], files: Files, went: Collection[str] = ()) -> str:
+    """Return what a report says wrongly of the files of a data set, of which some went meanwhile; empty if nothing."""
+    bad = {item_of(name) for name, content in files.items() if content == BAD}
+    bad |= {item_of(name) for name in went} & set(left_out)  # or they were read before they went
+    if left_out != sorted(bad):
+        return f"left out are {left_out}, and bad are {sorted(bad)}"
     if f"{len(files) - len(bad)} accepted, {len(bad)} rejected" not in told:
         return f"nobody said that {len(files) - len(bad)} items were accepted, and {len(bad)} not"
-    return "".join(f"nobody named {name}" for name in bad if name not in told)
+    return "".join(f"nobody named {name}" for name in sorted(bad) if name not in told)
+
+
+def item_of(name: str) -> str:
+    return name.removesuffix(".pdb")
