@@ -76,6 +76,7 @@ def visits(since: float) -> list[tuple[float, int]]:
 
 
 def _accounted(since: float) -> list[tuple[float, int]]:
+    """Ask accounting once."""
     start = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(since))
     fields = "JobID,JobName,State,ElapsedRaw,MaxRSS"
     command = ["sacct", "--noheader", "--parsable2", "--noconvert", "-S", start, "-o", fields]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,10 @@ WITHIN_S = 900
 
 def test_there_is_a_compiler_in_ci() -> None:
     assert os.environ.get("CI") != "true" or not card.why_not()
+
+
+def test_no_other_test_hides_in_the_file_of_recipes() -> None:
+    assert re.findall(r"^def (test_\w+)", (FOLDER / f"{RECIPES}.py").read_text(), re.MULTILINE) == [OF_A_RECIPE]
 
 
 @pytest.mark.timeout(WITHIN_S + 60)

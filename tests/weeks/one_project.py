@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 from pipeline.files import user_name
 from pipeline.journal.run_folder import RunFolder, runs_in
 from pipeline.journal.run_status import RunState
+from pipeline.records import Reason
 from tests.security.test_two_users import User
 from tests.slurm.runs import Project, Run
 from tests.weeks.scene import ENDS, ENDS_S, bits, must
@@ -152,9 +153,13 @@ class Neighbour:
     def _counted(self, ended: Submitted, told: str) -> None:
         """Check that all files were counted as in a state of the data, and that each that is bad, or went, is named."""
         path = ended.run.folder.rejected
-        left_out = sorted(json.loads(line)["id"] for line in path.read_text().splitlines()) if path.exists() else []
-        stayed = set.intersection(*map(set, ended.seen))
-        wrong = [uncounted(told, left_out, files, set(files) - stayed) for files in ended.seen]
+        rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        left_out = sorted(row["id"] for row in rows)
+        missing = {row["id"] for row in rows if row["reason"] == Reason.MISSING_FILE.value}
+        wrong = []
+        for files in ended.seen:  # one that was removed after the scan had counted it is missing from there on
+            went = {item_of(name) for name in files.keys() - ended.seen[-1].keys()} & missing
+            wrong.append(uncounted(told, left_out, files, went))
         must(not all(wrong), f"{ended.run.name}: {wrong[-1]}", lambda: told)
 
     def _trained(self, ended: Submitted, told: str, twins: Twins) -> str:
@@ -200,16 +205,16 @@ def untrue(told: str, state: RunState, ended: Submitted, who: str) -> str:
     return ""
 
 
-def uncounted(told: str, left_out: list[str], files: Files, went: Collection[str] = ()) -> str:
-    """Return what a report says wrongly of the files of a data set, of which some went meanwhile; empty if nothing."""
-    bad = {item_of(name) for name, content in files.items() if content == BAD}
-    bad |= {item_of(name) for name in went} & set(left_out)  # or they were read before they went
-    if left_out != sorted(bad):
-        return f"left out are {left_out}, and bad are {sorted(bad)}"
+def uncounted(told: str, left_out: list[str], files: Files, went: Set[str] = frozenset()) -> str:
+    """Return what a report says wrongly of the files of a data set, of which some items went; empty if nothing."""
+    bad = sorted({item_of(name) for name, content in files.items() if content == BAD} | went)
+    if left_out != bad:
+        return f"left out are {left_out}, and bad are {bad}"
     if f"{len(files) - len(bad)} accepted, {len(bad)} rejected" not in told:
         return f"nobody said that {len(files) - len(bad)} items were accepted, and {len(bad)} not"
-    return "".join(f"nobody named {name}" for name in sorted(bad) if name not in told)
+    return "".join(f"nobody named {name}" for name in bad if name not in told)
 
 
 def item_of(name: str) -> str:
+    """Return the item that a file of this name is."""
     return name.removesuffix(".pdb")

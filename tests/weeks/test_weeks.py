@@ -123,8 +123,9 @@ def test_a_file_that_is_not_counted_or_not_named_is_found() -> None:
     assert "nobody named bad" in uncounted(told.removesuffix("bad"), ["bad"], files)
     one_went = "1 accepted, 2 rejected: bad, c0"
     three = {**files, "c0.pdb": b"whole"}
-    assert uncounted(one_went, ["bad", "c0"], three, {"c0.pdb"}) == ""
+    assert uncounted(one_went, ["bad", "c0"], three, {"c0"}) == ""
     assert "left out are ['bad', 'c0']" in uncounted(one_went, ["bad", "c0"], three)
+    assert "nobody named c0" in uncounted(one_went.removesuffix("c0"), ["bad", "c0"], three, {"c0"})
 
 
 def test_damage_of_which_a_validation_is_silent_is_found() -> None:

@@ -283,6 +283,7 @@ def end_after_gloo() -> None:
 
 
 def _await_gloo() -> None:
+    """Wait until gloo's threads sleep, and have not been awake between two looks."""
     until, before = time.monotonic() + GLOO_RESTS_WITHIN_S, None
     while (now := _gloo_threads()) and time.monotonic() < until:
         if now == before and all(state.startswith("S") for state, *_ in now):
