@@ -1,4 +1,4 @@
-"""Small files that are replaced whole or not at all, and read whatever state they are in; and whose files are whose."""
+"""Small files that are replaced whole or not at all, whose they are, and where those are that the package ships."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pwd
 import secrets
 import stat
 from contextlib import contextmanager
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
@@ -16,11 +17,18 @@ import xxhash
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
     from typing import Any
 
 
 PIECE_BYTES = 8 << 20
+
+PACKAGED = Path(__file__).parent / "data"
+CHECKOUT = Path(__file__).parents[1]
+
+
+def shipped(name: str) -> Path:
+    """Return a folder that is shipped, such as configs/recipes."""
+    return (PACKAGED if PACKAGED.is_dir() else CHECKOUT) / name
 
 
 SHARED = stat.S_ISGID | stat.S_IWGRP  # of a folder whose files are its group's

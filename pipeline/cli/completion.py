@@ -133,7 +133,7 @@ def recipes(_ctx: typer.Context, _word: str) -> Iterator[tuple[str, str]]:
 
 
 def _shipped(folder: str) -> list[Path]:
-    from pipeline.config.site_profiles import shipped
+    from pipeline.files import shipped
 
     return sorted(shipped(folder).glob("*.yaml"))
 

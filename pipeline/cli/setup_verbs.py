@@ -50,7 +50,7 @@ def init_command(
     The profile, DIR/sites/CLUSTER.yaml, holds what sinfo, scontrol and sacctmgr tell: partitions, limits, accounts,
     kinds of GPU. Nothing is ever written over.
     """
-    from pipeline.config.site_profiles import shipped
+    from pipeline.files import shipped
     from pipeline.setup.init_files import write_init_files
 
     site, why_not = _look()

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 from pipeline.cluster.job_spec import TASK, format_ranges
 from pipeline.cluster.machine import THREADS
 from pipeline.command_line import ANY
-from pipeline.config.site_profiles import shipped
 from pipeline.device.kinds import VISIBLE
 from pipeline.errors import SubmissionRefused
+from pipeline.files import shipped
 from pipeline.units import MIB
 
 if TYPE_CHECKING:

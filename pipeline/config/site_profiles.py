@@ -13,6 +13,7 @@ from pipeline.config.schema import SECTIONS
 from pipeline.config.schema_cluster import CardSection, SlurmSection
 from pipeline.config.yaml_document import Document, Problem
 from pipeline.errors import ConfigError
+from pipeline.files import shipped
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -40,15 +41,6 @@ def _variable(match: re.Match[str]) -> str:
     if not value:
         raise ValueError(f"the environment variable {name} is not set")
     return value
-
-
-PACKAGED = Path(__file__).parents[1] / "data"
-CHECKOUT = Path(__file__).parents[2]
-
-
-def shipped(name: str) -> Path:
-    """Return a folder that is shipped, such as configs/recipes."""
-    return (PACKAGED if PACKAGED.is_dir() else CHECKOUT) / name
 
 
 PRESET: KeyPath = ("train", "preset")

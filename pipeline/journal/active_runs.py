@@ -18,7 +18,6 @@ from pipeline.cluster.accounting import CommandFailed
 from pipeline.cluster.job_spec import SUPERVISE
 from pipeline.cluster.slurm_words import WAITING_STATES, remedy_of, word_of
 from pipeline.cluster.verdict import Cause
-from pipeline.config.load import from_resolved
 from pipeline.errors import ConfigError, PipelineError
 from pipeline.journal.ledger import has_ended
 from pipeline.journal.run_folder import NAME, RunFolder, is_newer, runs_in
@@ -329,6 +328,8 @@ def goes_on(folder: RunFolder) -> bool:
 
 
 def _config_of(folder: RunFolder) -> Config | None:
+    from pipeline.config.load import from_resolved  # late: it is slow to import, and who asks for one run needs it not
+
     try:
         return from_resolved(folder.config.read_text(), str(folder.config))
     except (OSError, ConfigError):

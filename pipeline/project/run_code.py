@@ -23,9 +23,8 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 import pipeline
-from pipeline.config.site_profiles import shipped
 from pipeline.errors import ConfigError, PipelineError
-from pipeline.files import user_on
+from pipeline.files import shipped, user_on
 from pipeline.journal.run_folder import PRIVATE, RunFolder, writing_run
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.config.site_profiles import shipped
 from pipeline.errors import ConfigError
+from pipeline.files import shipped
 from pipeline.memory.hardware.gpus import SizesGib, names_a_model, nearest_sizes, sizes_gib, sizes_said
 from pipeline.units import first_few, format_bytes
 

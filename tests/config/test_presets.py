@@ -8,8 +8,9 @@ import pytest
 
 from pipeline.config.load import read_config
 from pipeline.config.schema_train import TrainSection
-from pipeline.config.site_profiles import FOLDER, shipped
+from pipeline.config.site_profiles import FOLDER
 from pipeline.errors import ConfigError
+from pipeline.files import shipped
 
 NAMES = ("standard", "careful", "extreme")
 

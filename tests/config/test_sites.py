@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from pipeline.config.schema_cluster import CardSection, SlurmSection, SupervisorSection
-from pipeline.config.site_profiles import shipped
 from pipeline.config.yaml_document import Document
+from pipeline.files import shipped
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "configs/sites").glob("*.yaml"))
 DATA = "data: {path: a.csv}\n"

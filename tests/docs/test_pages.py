@@ -39,9 +39,9 @@ import pytest
 import torch
 import typer
 
+from pipeline import files
 from pipeline.cli.main import app
 from pipeline.cluster.verdict import Cause
-from pipeline.config import site_profiles
 from pipeline.config.schema import FIELDS, LEAVES, schema_key
 from pipeline.journal.attempts import Ask, Attempt, TaskRecord
 from pipeline.journal.run_status import StageStatus
@@ -239,7 +239,7 @@ def test_a_failed_stage_names_the_page_that_is_there_and_else_the_one_of_the_pro
     task = TaskRecord(0, ended=[attempt])
     page = ROOT / run_supervisor.TROUBLESHOOTING
     assert run_supervisor._describe(StageStatus("scan"), [task])[1] == f"    more: {page}#crashed"
-    monkeypatch.setattr(site_profiles, "CHECKOUT", tmp_path)  # as beside the frozen code of a run
+    monkeypatch.setattr(files, "CHECKOUT", tmp_path)  # as beside the frozen code of a run
     assert run_supervisor._describe(StageStatus("scan"), [task])[1] == "    more: docs/troubleshooting.md#crashed"
 
 

@@ -76,7 +76,7 @@ def test_a_new_project_is_checked_and_its_scan_is_planned(installed: Installed, 
 def test_the_scripts_and_recipes_of_the_wheel_are_found(installed: Installed, project: Path) -> None:
     installed("pipeline", "submit", "--stage", "scan", "--executor", "slurm", "--emit", "scripts", cwd=project)
     assert "srun" in (project / "scripts/scan-0.sbatch").read_text()
-    found = "from pipeline.config.site_profiles import shipped; print(shipped('sbatch'), shipped('configs/recipes'))"
+    found = "from pipeline.files import shipped; print(shipped('sbatch'), shipped('configs/recipes'))"
     folders = installed("python", "-c", found, cwd=project).stdout.split()
     assert all(Path(folder).is_relative_to(installed.prefix) and any(Path(folder).iterdir()) for folder in folders)
     installed("pipeline", "init", "other", "--recipe", "rna_ligand", cwd=project)

@@ -14,7 +14,7 @@ from pipeline.cluster.slurm_words import Gpus, parse_gres
 from pipeline.config.load import read_config
 from pipeline.config.schema import Config
 from pipeline.config.schema_cluster import CardSection, SlurmSection
-from pipeline.config.site_profiles import shipped
+from pipeline.files import shipped
 from pipeline.memory.hardware.gpus import sizes_gib
 from pipeline.setup.init_files import config_text, file_name, profile_text, write_init_files, yaml_word
 from tests.command import Command

@@ -31,8 +31,8 @@ from pipeline.cluster.verdict import Cause
 from pipeline.command_line import Command
 from pipeline.config.load import from_resolved
 from pipeline.config.masking import without_secrets
-from pipeline.config.site_profiles import shipped
 from pipeline.errors import CacheFull, CacheUnusable, ClusterSilent, PipelineError, SubmissionRefused
+from pipeline.files import shipped
 from pipeline.journal.active_runs import QueueLook, look_at_queue
 from pipeline.journal.ledger import SUPERVISOR, Ledger, LedgerReader
 from pipeline.journal.run_folder import RunFolder

@@ -21,7 +21,6 @@ from pipeline.report.cache_tables import Holdings, Missing
 from pipeline.report.cleaning_tables import CleanNote
 from pipeline.runs.dataset import worklist
 from pipeline.runs.dataset.reader_items import is_reader, read_by_run
-from pipeline.runs.workflow import table
 from pipeline.stage_names import StageName
 from pipeline.stages.scan import glance, look_up_items
 from pipeline.store.cache_folder import CacheFolder, RecipeStat
@@ -65,6 +64,8 @@ def recipes_of(project: Project, kinds: Iterable[str] = RECIPE_KINDS) -> Recipes
 
 def register_use(project: Project, stages: Iterable[str], file: Path | None) -> None:
     """Register in the cache that a configuration uses it, before anything relies on what is there."""
+    from pipeline.runs.workflow import table  # late: every stage comes with it, which `cache stat` needs not wait for
+
     config, tags, stages = project.config, set[tuple[str, bytes]](), list(stages)
     fills = any(table.known_stage(stage).kinds for stage in stages)
     by_reader = is_reader(config)
