@@ -112,6 +112,7 @@ def keep_quiet(wrappers: Iterable[DistributedDataParallel]) -> None:
     """Let wrappers add up and exchange nothing in the passes to come."""
     for wrapper in wrappers:
         wrapper.require_backward_grad_sync = wrapper.require_forward_param_sync = False
+        wrapper.static_graph = False  # it would begin the first backward's exchange all the same
 
 
 def begin_alike(model: nn.Module, ranks: Ranks) -> None:

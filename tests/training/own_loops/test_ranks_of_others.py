@@ -17,10 +17,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from pipeline.errors import ConfigError, JobFailed
 from pipeline.training.own_loops import governed as governed_module
-from pipeline.training.own_loops.foreign_ranks import wrappers_of
+from pipeline.training.own_loops.foreign_ranks import keep_quiet, wrappers_of
 from pipeline.training.own_loops.governed import Governed
 from pipeline.training.ranks.process_group import GLOO_THREAD, ProcessGroup, _await_gloo
 from pipeline.training.ranks.rank_protocol import LOST, RankLost, Ranks, SingleRank
@@ -291,6 +292,18 @@ def test_models_that_differ_are_refused_on_all_ranks(tmp_path: Path) -> None:
     ranks = crew(tmp_path / "ranks", 2, unlike)
     assert ranks.wait() == [0, 0], [ranks.err(rank) for rank in range(2)]
     assert all("build the same model on every rank" in ranks.result(rank) for rank in range(2))
+
+
+def test_a_wrapper_of_a_static_graph_is_quiet_from_the_first_backward_on(tmp_path: Path) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        wrapper = DistributedDataParallel(nn.Linear(2, 1), static_graph=True)
+        keep_quiet([wrapper])
+        for _ in range(2):
+            wrapper(torch.ones(3, 2)).sum().backward()
+        assert wrapper.module.weight.grad.tolist() == [[6.0, 6.0]]
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 # As others start them
