@@ -85,8 +85,13 @@ class GovernorCallback(Callback):
             problem = f"gradients are clipped by {trainer.gradient_clip_algorithm}"
             raise ConfigError(problem, where=WHERE, remedy="clip by norm, or optimize manually")
         self._options.setdefault("clip", trainer.gradient_clip_val or None)
-        pl_module.automatic_optimization = False  # and stays so: by it Lightning knows where it counts steps
+        pl_module.automatic_optimization = True  # schedules are read as of such a module: `monitor` counts only there
         setattr(pl_module, TAKEN_OVER, True)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 - Lightning's
+        """Have Lightning leave the steps to the module, once it has read the schedules."""
+        if self._splits:
+            pl_module.automatic_optimization = False  # and stays so: by it Lightning knows where it counts steps
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start measuring; give the module a `governed`, and its batches in parts."""
@@ -129,6 +134,10 @@ class GovernorCallback(Callback):
         for config in trainer.lr_scheduler_configs if self._splits else ():
             if config.interval == interval and done % config.frequency == 0:
                 figure = trainer.callback_metrics.get(str(config.monitor)) if config.reduce_on_plateau else None
+                if figure is None and config.reduce_on_plateau and config.strict:
+                    problem = f"ReduceLROnPlateau waits for {config.monitor}, which was not logged"
+                    logged = f"log it; there are: {', '.join(trainer.callback_metrics) or 'none'}"
+                    raise ConfigError(problem, where=WHERE, remedy=logged)
                 if figure is not None or not config.reduce_on_plateau:
                     module.lr_scheduler_step(config.scheduler, figure)
 

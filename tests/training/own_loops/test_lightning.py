@@ -255,6 +255,32 @@ def test_a_module_that_is_not_changed_is_given_parts_and_trains_as_with_whole_ba
     assert governed.global_step == 6
 
 
+class Plateau(Means):
+    """Learns slower once a figure stays as it is."""
+
+    figure = "still"
+
+    def on_train_batch_start(self, *_: object) -> None:
+        self.log("still", 1.0)
+
+    def configure_optimizers(self) -> dict[str, object]:
+        optimizer = torch.optim.SGD(self.parameters(), 0.1)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": self.figure}}
+
+
+def test_a_rate_that_waits_for_a_plateau_is_set_as_by_lightning(tmp_path: Path) -> None:
+    trainers = [means(Plateau(), GovernorCallback(splits=splits), tmp_path) for splits in (False, True)]
+    assert [trainer.optimizers[0].param_groups[0]["lr"] for trainer in trainers] == [pytest.approx(0.01)] * 2
+
+
+def test_a_plateau_of_a_figure_that_nobody_logs_is_an_error(tmp_path: Path) -> None:
+    module = Plateau()
+    module.figure = "stil"
+    with pytest.raises(ConfigError, match="waits for stil, which was not logged"):
+        means(module, GovernorCallback(splits=True), tmp_path)
+
+
 def test_what_cannot_be_split_is_refused_with_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="which are split, and accumulate 1"):
         means(Means(), GovernorCallback(splits=True), tmp_path, accumulate_grad_batches=2)
