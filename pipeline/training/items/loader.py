@@ -80,6 +80,8 @@ class Loader:
     def __post_init__(self) -> None:
         if self.threads < 1:
             raise ValueError(f"{self.threads} threads: one at least reads")
+        if self.readers not in (THREADS, PROCESSES):
+            raise ValueError(f"readers={self.readers!r}: {THREADS!r} read, or {PROCESSES!r}")
         self.batch_sampler = self.sampler
         self.stats = LoaderStats()
         self._ring = Ring(self.slots, pin=card_here() is not None if self.pin is None else self.pin)

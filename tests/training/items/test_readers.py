@@ -65,6 +65,11 @@ def content(batch) -> Any:
     return batch.ids, batch.numbers, batch.origin, batch.bytes > 0, said, value.text, told
 
 
+def test_readers_of_another_name_are_refused(data):
+    with pytest.raises(ValueError, match="readers='process': 'threads' read, or 'processes'"):
+        data.loader(LISTS, readers="process")
+
+
 def test_processes_make_what_threads_make_weights_and_draws_included(data):
     def read(readers):
         loader = data.loader(LISTS, collate=structured, weigh=weights, readers=readers)
