@@ -46,6 +46,9 @@ def open_loader(
     from pipeline.training.items.loader import Loader  # which waits for torch
     from pipeline.training.ranks.process_group import end_after_gloo, place_in_group
 
+    if (rank is None) != (ranks is None):
+        problem = f"rank={rank}, ranks={ranks}: each says nothing without the other"
+        raise ConfigError(problem, where="open_loader", remedy="open_loader(…, rank=…, ranks=…), or neither")
     end_after_gloo()
     sets = [sets] if isinstance(sets, str) else list(sets)
     file = find_config(Path(config) if config else None)
@@ -59,7 +62,7 @@ def open_loader(
     table = table if split is None else table.of_split(split)
     rows = rows_of(project) if embed else None
     data = content_digest(table.key_N16.tobytes()).hex()
-    place = place_in_group if rank is None and ranks is None else None
+    place = place_in_group if rank is None else None
     sampler = Sampler(table.sizes, settings, rank=rank or 0, ranks=ranks or 1, data=data, place=place)
     return Loader(source_of(project, table), rows, sampler, **options)
 

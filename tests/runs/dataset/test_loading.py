@@ -94,6 +94,12 @@ def test_the_items_of_a_split_are_divided_among_the_ranks(here: Path) -> None:
     assert 0 < len(alone) < 8
 
 
+@pytest.mark.parametrize("half", [{"rank": 0}, {"ranks": 2}])
+def test_a_rank_without_the_number_of_ranks_is_refused(half: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="each says nothing without the other"):
+        open_loader(None, FOUR, **half)
+
+
 def test_without_a_run_of_this_configuration_the_way_to_one_is_said(here: Path) -> None:
     with pytest.raises(ConfigError, match="no run has made graphs of this data set with this configuration") as error:
         open_loader("pipeline.yaml", FOUR, sets=["graph.neighbours=5"])
