@@ -117,6 +117,9 @@ def keep_quiet(wrappers: Iterable[DistributedDataParallel]) -> None:
 
 def begin_alike(model: nn.Module, ranks: Ranks) -> None:
     """Copy the parameters and buffers of the first rank to all others, bit for bit."""
+    if any(isinstance(module, torch.nn.SyncBatchNorm) for module in model.modules()):
+        problem = "SyncBatchNorm exchanges statistics within every pass: an OOM on one rank would hang the rest"
+        raise ConfigError(problem, where=MODEL, remedy="leave out convert_sync_batchnorm(…), or use GroupNorm")
     tensors = [*model.parameters(), *model.buffers()]
     shapes = [[list(tensor.shape), str(tensor.dtype)] for tensor in tensors]
     for rank, said in enumerate(ranks.exchange({"shapes": shapes})):

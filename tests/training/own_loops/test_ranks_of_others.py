@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipeline.errors import ConfigError, JobFailed
 from pipeline.training.own_loops import governed as governed_module
-from pipeline.training.own_loops.foreign_ranks import keep_quiet, wrappers_of
+from pipeline.training.own_loops.foreign_ranks import begin_alike, keep_quiet, wrappers_of
 from pipeline.training.own_loops.governed import Governed
 from pipeline.training.ranks.process_group import GLOO_THREAD, ProcessGroup, _await_gloo
 from pipeline.training.ranks.rank_protocol import LOST, RankLost, Ranks, SingleRank
@@ -277,6 +277,12 @@ class FSDPModule(nn.Linear):
 def test_a_model_whose_parameters_are_shared_out_is_refused_with_what_to_do() -> None:
     with pytest.raises(ConfigError, match=r"gathers parameters(.|\n)*hand over the plain model"):
         wrappers_of(nn.Sequential(FSDPModule(2, 2)))
+
+
+def test_statistics_that_ranks_exchange_within_a_pass_are_refused_with_what_to_do() -> None:
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(2)))
+    with pytest.raises(ConfigError, match=r"exchanges statistics(.|\n)*leave out convert_sync_batchnorm"):
+        begin_alike(model, SingleRank())
 
 
 def unlike(group: ProcessGroup) -> str:
