@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import torch
 
 from pipeline.device.out_of_memory import after_freeing_caches, out_of_memory_error, unless_out_of_memory
-from pipeline.errors import PlanInfeasible
+from pipeline.errors import ConfigError, PlanInfeasible
 from pipeline.memory.planning.memory_plan import REDUCED_BYTES
 
 if TYPE_CHECKING:
@@ -109,6 +109,9 @@ class GradientSums:
         for parameter in self.parameters:
             if parameter.grad is None:
                 parameter.grad = after_freeing_caches(partial(torch.zeros_like, parameter), self._device)
+            elif parameter.grad.is_sparse:
+                problem = f"a gradient of shape {list(parameter.shape)} is sparse: ranks add up dense ones"
+                raise ConfigError(problem, where="training", remedy="nn.Embedding(…, sparse=False)")
 
     def _has_buffers(self, size: int) -> bool:
         """Have buffers of a size, or none; return whether that was possible."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from pipeline.errors import ConfigError
 from pipeline.training.loop.metrics_log import read_epochs
 from pipeline.training.ranks import gradient_sums
 from pipeline.training.ranks.gradient_sums import GradientSums
@@ -301,3 +302,11 @@ def test_no_gradient_is_kept_beyond_its_step_whatever_order_its_parts_went_in() 
     sums.add_up()
     assert sums.is_done
     assert not sums._split
+
+
+def test_a_sparse_gradient_is_refused_with_what_to_do() -> None:
+    table = nn.Embedding(4, 2, sparse=True)
+    table(torch.tensor([1])).sum().backward()
+    sums = GradientSums([table.weight], SingleRank(), "cpu", overlaps=False)
+    with pytest.raises(ConfigError, match=r"\[4, 2\] is sparse(.|\n)*sparse=False"):
+        sums.reserve()
