@@ -205,6 +205,9 @@ class _InParts:
         def loss_of(rows: list[int]) -> tuple[Tensor, int]:
             returned = self._training_step(part_of(batch, rows[0], rows[-1] + 1, count), *where)
             loss = returned["loss"] if isinstance(returned, dict) else returned
+            if loss is None:
+                problem = "training_step returned None: a part of a batch cannot be left out"
+                raise ConfigError(problem, where=WHERE, remedy="return a loss times 0, or optimize manually")
             return loss * len(rows), len(rows)
 
         count = items_in(batch)

@@ -281,6 +281,15 @@ def test_a_plateau_of_a_figure_that_nobody_logs_is_an_error(tmp_path: Path) -> N
         means(module, GovernorCallback(splits=True), tmp_path)
 
 
+def test_a_step_without_a_loss_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    class Silent(Means):
+        def training_step(self, batch: dict[str, object], index: int) -> None:
+            return None
+
+    with pytest.raises(ConfigError, match="training_step returned None"):
+        means(Silent(), GovernorCallback(splits=True), tmp_path)
+
+
 def test_what_cannot_be_split_is_refused_with_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="which are split, and accumulate 1"):
         means(Means(), GovernorCallback(splits=True), tmp_path, accumulate_grad_batches=2)
