@@ -208,4 +208,6 @@ def test_text_that_is_no_unicode_is_refused_without_a_traceback(complaint: Any) 
 def test_quotes_that_a_shell_would_take_away_are_shown_with_the_shells_own() -> None:
     with pytest.raises(ConfigError, match=r"""put it in quotes: --set 'structures.assembly="1"'"""):
         read_config(None, ["data.path=x", "structures.assembly=1"])
+    with pytest.raises(ConfigError, match=r"""put it in quotes: --set 'data.path=""'"""):
+        read_config(None, ["data.path="])
     assert read_config(None, ["data.path=x", 'structures.assembly="1"']).config.structures.assembly == "1"
