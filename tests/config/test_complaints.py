@@ -82,6 +82,7 @@ def test_all_mistakes_are_told_at_once_in_the_order_of_the_file(complaint: Any) 
         ("data: {path: a, limit: yes}\n", 'data.limit: wants a whole number, got "yes"'),
         ("data: {path: a, limit: true}\n", "data.limit: wants a whole number, got true"),
         ("data: {path: a, limit: 0}\n", "data.limit: wants at least 1, got 0"),
+        (f"data: {{path: a}}\ntrain: {{seed: {2**64}}}\n", "train.seed: wants at most 1e+18, got"),
         ("data: {path: a, limit: 2.0}\n", "data.limit: wants a whole number, got 2.0"),
         ("data: {path: a, pattern: '*.pdb'}\n", 'data.pattern: wants a list, such as [A, B], got "*.pdb"'),
         ("data: {path: a, pattern: []}\n", "data.pattern: wants a list that is not empty, got []"),
