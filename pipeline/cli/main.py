@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from types import FrameType, TracebackType
 
 EPILOG = "Exit codes: 0 ok, 1 a bug, 2 configuration, 3 data, 4 damage, 5 infeasible, 6 refused, 7 a job failed."
-INTERRUPTED = 130
+INTERRUPTED, UNREAD = 130, 141  # as shells call an end by SIGINT and by SIGPIPE
 READING = (
     "plan", "explain", "status", "items", "logs", "report", "compare", "cache", "config", "doctor", "weights", "model",
     "split",
@@ -146,6 +146,10 @@ def main() -> None:
             typer.echo(without_secrets(traceback.format_exc()), err=True, nl=False)
         typer.echo(f"error: {without_secrets(str(error))}", err=True)
         sys.exit(error.exit_code)
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # nobody reads what is printed: no bug
+            sys.exit(UNREAD)
+        raise
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
         sys.exit(INTERRUPTED)

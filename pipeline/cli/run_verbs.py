@@ -388,7 +388,15 @@ def _follow(folder: RunFolder, executor: Executor, ended: Callable[[RunStatus], 
     with StageBars() as live:
         for caveat in executor.caveats:
             typer.echo(f"note: {caveat}", err=True)
-        supervisor = Supervisor(folder, executor, _shown(live))
+        show = _shown(live)
+
+        def watch(status: RunStatus) -> None:
+            try:
+                show(status)
+            except (BrokenPipeError, SystemExit) as error:  # nobody reads any more: rich turns one into the other
+                raise SupervisorStopped from error
+
+        supervisor = Supervisor(folder, executor, watch)
         stop_on_signals()
         try:
             supervisor.run()

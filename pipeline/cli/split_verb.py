@@ -139,6 +139,10 @@ def _divide(
     from pipeline.runs.dataset.split_files import fold_files, use_of, write_splits
 
     division = divide_items(shared, wanted)
+    filled = len(set(division.split_N.tolist()))
+    if folds > filled:
+        problem = f"{tables.plural(folds - filled, 'fold')} of {folds} would test no item: too few share nothing"
+        raise _mistake(problem, "--folds", Command.of("split --folds", max(FEWEST_FOLDS, filled), "--out", out))
     files = fold_files(out, folds) if folds else [out]
     write_splits(project, shared, division, files, folds)
     settings = use_of(project.source, files[0])

@@ -272,7 +272,8 @@ def _problem(detail: ErrorDetails, entries: Mapping[KeyPath, WrittenValue]) -> P
     entry = _nearest(entries, key)
     text = f"{entry.place(key)}: {site_profiles.explain_card(detail) or explain(key, detail)}"
     if entry.line >= AFTER_THE_FILE and text.endswith("put it in quotes"):  # which the shell would take away again
-        text += f""": --set '{".".join(key)}="{detail["input"]}"'"""
+        typed = "" if detail["input"] is None else detail["input"]  # --set KEY=
+        text += f""": --set '{".".join(key)}="{typed}"'"""
     return Problem(entry.line, text)
 
 

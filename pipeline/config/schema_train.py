@@ -175,7 +175,12 @@ class TrainSection(Section):
     pretrained_entry: Name | None = Field(
         default=None, description="Which entry of a checkpoint is read, such as ema_state_dict; null: the usual one."
     )
-    seed: int = Field(default=0, ge=0, description="Of fresh parameters, the order of items, and all random numbers.")
+    seed: int = Field(
+        default=0,
+        ge=0,
+        le=10**18,  # torch takes 64 bits
+        description="Of fresh parameters, the order of items, and all random numbers.",
+    )
     split: Name | None = Field(default="train", description="Which split is trained on; null: every item.")
     embeddings: AutoNames = Field(
         default="auto",

@@ -183,11 +183,11 @@ def by_path(name: str) -> RunFolder | None:
 
 
 @contextmanager
-def writing_run(path: Path) -> Iterator[None]:
-    """Turn an OSError while writing into a run folder into a JobFailed with a remedy."""
+def writing_run(path: Path, setting: str = "cluster.runs") -> Iterator[None]:
+    """Turn an OSError while writing into the folder that a setting names into a JobFailed with a remedy."""
     try:
         yield
     except OSError as error:
         then = "   (one with room, that can be written)"
-        remedy = Command.submit("all").with_settings(("cluster.runs", "FOLDER"), then=then)
+        remedy = Command.submit("all").with_settings((setting, "FOLDER"), then=then)
         raise JobFailed(f"cannot write: {error.strerror or error}", where=str(path), remedy=remedy) from error

@@ -135,6 +135,7 @@ class CodeKind:
 READERS = PACKAGE / "readers"
 NOTHING: dict[str, Any] = {}
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+CORRECT = "correct it, then: pipeline config check"
 TASK = CodeKind("task", "train.task", ("model", "cost", "collate", "loss"))
 READER = CodeKind("reader", "data.reader", ("files", "entries", "read"))
 ENCODER = CodeKind("encoder", "embed.encoder", ("model", "tokenize", "forward"))
@@ -192,7 +193,8 @@ def _load(
     options = {**options} | {key: value for key, value in offered.items() if takes(own_class, key)}
     try:
         made = own_class(**options) if callable(own_class) else own_class
-    except PipelineError:  # which says itself what is wrong, and where
+    except PipelineError as error:  # which says itself what is wrong, and where
+        error.next = error.next or CORRECT
         raise
     except (Exception, SystemExit) as error:
         raise user_code_failed(f"{name}()", error, kind) from error
@@ -229,7 +231,7 @@ def _refuse_unknown(own_class: Any, options: Mapping[str, Any], kind: CodeKind) 
             meant = f"; did you mean {close[0]}?" if close else f"; there are {', '.join(taken) or 'none'}"
             what = f"{own_class.__name__} takes no option {name!r}{meant}"
             section = kind.where.partition(".")[0]
-            raise ConfigError(what, where=f"{section}.options.{name}", remedy="correct it, then: pipeline config check")
+            raise ConfigError(what, where=f"{section}.options.{name}", remedy=CORRECT)
 
 
 def takes(own_class: Any, name: str) -> bool:

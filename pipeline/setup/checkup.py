@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline import __version__
-from pipeline.command_line import DISTRIBUTION, install_extra
+from pipeline.command_line import DISTRIBUTION, Command, install_extra
 from pipeline.config.load import find_config, missing_inputs, read_config
 from pipeline.config.schema_data import MAIN
 from pipeline.encoder.checkpoints.weights import find_checkpoint
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     Checks = tuple[tuple[str, Callable[[LoadedConfig], Iterator[CheckResult]]], ...]
 
 LOOKED_AT = 100  # items of the data set that are listed
+EACH_REFUSED = str(Command.submit("scan", then="   (names each that is refused, and why)"))
 LITTLE_BYTES = 5 << 30
 LITTLE_INODES = 100_000
 PACKAGE_NAME = re.compile(r"[\w.-]+")
@@ -197,7 +198,8 @@ def _data(loaded: LoadedConfig) -> Iterator[CheckResult]:
     else:
         count = f"the first {LOOKED_AT}" if len(listed) == LOOKED_AT else f"all {len(listed)}"
         refused = f", {len(bad)} refused ({bad[0].id}: {bad[0].detail})" if bad else ""
-        yield (noted_check if bad else good_check)("data", f"{config.data.path}: {count} items listed{refused}")
+        found = f"{config.data.path}: {count} items listed{refused}"
+        yield noted_check("data", found, EACH_REFUSED) if bad else good_check("data", found)
 
 
 def _entries(project: Project) -> CheckResult:
@@ -207,8 +209,8 @@ def _entries(project: Project) -> CheckResult:
     if not len(taken.table):
         what = f"no usable item among the first {taken.entries} at {path}"
         return refused_check("data", what, "pipeline config show   (see data.*)", exit_code=3)
-    row = good_check if len(taken.table) == taken.entries else noted_check
-    return row("data", f"{path}: {len(taken.table)} of the first {taken.entries} items can be used")
+    found = f"{path}: {len(taken.table)} of the first {taken.entries} items can be used"
+    return good_check("data", found) if len(taken.table) == taken.entries else noted_check("data", found, EACH_REFUSED)
 
 
 def _weights(loaded: LoadedConfig) -> Iterator[CheckResult]:

@@ -48,9 +48,9 @@ def dropout_of(task: object) -> None:
 
 
 def _number(task: object, name: str) -> float:
-    """Return an option's value; -inf where it is not finite."""
+    """Return an option's value; -inf where it is no finite number."""
     value: float = getattr(task, name)
-    return value if math.isfinite(value) else -math.inf
+    return value if isinstance(value, int | float) and math.isfinite(value) else -math.inf
 
 
 def _refuse_unless(is_good: bool, task: object, name: str, must: str) -> None:  # noqa: FBT001 - it is what it is about

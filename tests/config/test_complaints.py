@@ -82,6 +82,7 @@ def test_all_mistakes_are_told_at_once_in_the_order_of_the_file(complaint: Any) 
         ("data: {path: a, limit: yes}\n", 'data.limit: wants a whole number, got "yes"'),
         ("data: {path: a, limit: true}\n", "data.limit: wants a whole number, got true"),
         ("data: {path: a, limit: 0}\n", "data.limit: wants at least 1, got 0"),
+        (f"data: {{path: a}}\ntrain: {{seed: {2**64}}}\n", "train.seed: wants at most 1e+18, got"),
         ("data: {path: a, limit: 2.0}\n", "data.limit: wants a whole number, got 2.0"),
         ("data: {path: a, pattern: '*.pdb'}\n", 'data.pattern: wants a list, such as [A, B], got "*.pdb"'),
         ("data: {path: a, pattern: []}\n", "data.pattern: wants a list that is not empty, got []"),
@@ -208,4 +209,6 @@ def test_text_that_is_no_unicode_is_refused_without_a_traceback(complaint: Any) 
 def test_quotes_that_a_shell_would_take_away_are_shown_with_the_shells_own() -> None:
     with pytest.raises(ConfigError, match=r"""put it in quotes: --set 'structures.assembly="1"'"""):
         read_config(None, ["data.path=x", "structures.assembly=1"])
+    with pytest.raises(ConfigError, match=r"""put it in quotes: --set 'data.path=""'"""):
+        read_config(None, ["data.path="])
     assert read_config(None, ["data.path=x", 'structures.assembly="1"']).config.structures.assembly == "1"

@@ -181,7 +181,8 @@ def commands() -> str:
         lines.append(f"| {number} | {meaning} | {', '.join(f'`{error.__name__}`' for error in classes)} | {advice} |")
     lines += [
         "",
-        "130: it was interrupted (Ctrl-C). An error says what went wrong, where, and the next command to type.\n",
+        "130: it was interrupted (Ctrl-C); 141: nobody read what it printed (`| head`). An error says what went wrong, "
+        "where, and the next command to type.\n",
     ]
     return "\n".join(lines)
 

@@ -145,6 +145,17 @@ def test_weights_that_nobody_named_are_a_note_of_both(pipeline: Command, make_pr
     assert "next: pipeline weights fetch" in checked.err
 
 
+def test_items_that_the_source_refuses_are_a_note_with_what_lists_them(
+    pipeline: Command, make_project: MakeProject
+) -> None:
+    project = make_project(2)
+    (project / "data" / "c0.ent").write_bytes((project / "data" / "c0.pdb").read_bytes())
+    checked = pipeline("config", "check")
+    assert checked.code == 0
+    assert "1 refused" in checked.err
+    assert "next: pipeline submit --stage scan" in checked.err
+
+
 def test_settings_that_do_harm_are_named_with_their_source(
     pipeline: Command, make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
 ) -> None:

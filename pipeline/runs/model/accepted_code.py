@@ -79,5 +79,5 @@ def _record(folder: ModelFolder, code: str, why: str) -> None:
     """Write down that a training goes on with some code."""
     entries = json.loads(folder.accepted_code.read_text()) if folder.accepted_code.exists() else []
     entries.append({"code": code, "at": datetime.now(timezone.utc).isoformat(timespec="seconds"), "why": why})
-    with writing_run(folder.path):
+    with writing_run(folder.path, "train.models"):
         write_whole(folder.accepted_code, json.dumps(entries, indent=1))

@@ -336,7 +336,7 @@ def refuse_unfit_disk(project: Project, survey: StageSurvey, kinds: Iterable[str
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         what = f"the cache cannot be written: {error.strerror}; {whose(place)}"
-        elsewhere = lay_over([root, *project.config.cache.under])
+        elsewhere = lay_over([*([root] if root == place or root in place.parents else []), *project.config.cache.under])
         raise CacheUnusable(what, where=str(root), remedy=elsewhere) from error
     if survey.bytes > free_bytes:
         what = f"the results need {format_bytes(survey.bytes)}, and {format_bytes(free_bytes)} are free"

@@ -121,7 +121,7 @@ class ScriptStage(Stage):
                 master_address=master[0],
                 master_port=master[1],
             )
-            with writing_run(values.output):
+            with writing_run(values.output, "train.models"):
                 values.output.mkdir(parents=True, exist_ok=True)
             if number := tell.ending():
                 tell.report.ended_by = number

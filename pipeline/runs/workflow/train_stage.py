@@ -273,7 +273,7 @@ def job_of(
     sizes = task_sizes(project, prepared, table)
     made = folder_of(project, prepared)
     if ranks.rank == 0:
-        with writing_run(made.path):
+        with writing_run(made.path, "train.models"):
             made.path.mkdir(parents=True, exist_ok=True)
             made.prepared.write_text(json.dumps(prepared.to_json()))
             made.settings.write_text(json.dumps(without_secrets_in(config.model_dump(mode="json")), indent=1))

@@ -36,6 +36,7 @@ MAX_LINE_BYTES = 4 << 20
 MAX_EXPANSION = 200
 EXPANSION_FLOOR_BYTES = 64 << 20
 GZIP_MAGIC = b"\x1f\x8b"
+UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
 def text_lines(path: Path) -> Generator[str, None, None]:
@@ -93,7 +94,8 @@ def _decoded(line: bytes, offset: int, path: Path) -> str:
             name = quote(str(path))
             raise _refused(path, "gzip data without the suffix .gz", f"mv {name} {name}.gz") from error
         what = f"not UTF-8 text: byte {offset + error.start} is 0x{line[error.start]:02x}"
-        raise _refused(path, what, f"iconv -f latin1 -t utf-8 {quote(str(path))} > utf8{path.suffix}") from error
+        written = "utf-16" if offset == 0 and line.startswith(UTF16_MARKS) else "latin1"
+        raise _refused(path, what, f"iconv -f {written} -t utf-8 {quote(str(path))} > utf8{path.suffix}") from error
 
 
 def _checked_start(text: str, path: Path) -> str:

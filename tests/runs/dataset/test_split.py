@@ -309,6 +309,7 @@ def test_a_large_component_is_told(scanned: Path, pipeline: Command) -> None:
         (("--out", "new.csv", "--fractions", "nan/1"), 2, "is not two or three positive numbers"),
         (("--out", "new.csv", "--folds", "2"), 2, "2 folds: one tests"),
         (("--out", "new.csv", "--folds", "5", "--fractions", "1/1"), 2, "folds are equally large"),
+        (("--out", "new.csv", "--folds", "99"), 2, f"{99 - FAMILIES} folds of 99 would test no item"),
         (("--out", "new.csv", "--min-identity", "0.3"), 2, "means nothing to --by sequence"),
         (("--out", "new.csv", "--by", "identity", "--min-identity", "30"), 2, "30 is no fraction: 0.3 is 30%"),
         (("--out", "new.csv", "--clusters", "x.tsv"), 2, "means nothing to --by sequence"),

@@ -286,6 +286,18 @@ def test_a_signal_leaves_no_process_and_loses_nothing(make_project: MakeProject,
     assert " 0 cached" not in again.stderr
 
 
+@pytest.mark.fault
+def test_a_run_whose_output_nobody_reads_any_more_is_stopped_and_no_bug(make_project: MakeProject) -> None:
+    folder = make_project(3)
+    unread, end = os.pipe()
+    os.close(unread)  # as `2>&1 | head` does
+    done = subprocess.run([PIPELINE, *SUBMIT], cwd=folder, stdout=end, stderr=end, check=False, timeout=DEADLINE_S)
+    os.close(end)
+    assert done.returncode == 141
+    assert newest_status(folder)["state"] == "stopped"
+    assert not processes_mentioning(str(folder))
+
+
 @pytest.mark.slow
 @pytest.mark.fault
 def test_a_run_under_nohup_outlives_its_terminal(make_project: MakeProject) -> None:

@@ -182,6 +182,10 @@ def test_an_option_that_a_class_does_not_take_is_told_with_the_nearest() -> None
     with pytest.raises(ConfigError, match=r"takes no option 'widht'; did you mean width\?") as caught:
         load_task("pipeline.tasks.interface:Interface", {"widht": 3})
     assert caught.value.where == "train.options.widht"
+    for value in (0, "abc", None):
+        with pytest.raises(ConfigError, match=f"width is {value}: it must be 1 or more") as caught:
+            load_task("pipeline.tasks.interface:Interface", {"width": value})
+        assert (caught.value.where, bool(caught.value.remedy)) == ("train.options.width", True)
     with pytest.raises(ConfigError, match="did you mean max_peaks") as caught:
         load_reader("pipeline.readers.spectra:Spectra", Path("x.mgf"), {"max_peak": 3})
     assert caught.value.where == "data.options.max_peak"

@@ -11,6 +11,7 @@ import pytest
 
 from pipeline.store.cache_folder import CacheFolder
 from tests.command import Command
+from tests.projects import MakeProject
 from tests.runs.workflow.trained import trained_project
 
 TRAIN = ("submit", "--stage", "train", "--executor", "local", "--follow")
@@ -55,6 +56,26 @@ def test_what_is_not_there_is_refused_with_how_to_lay_another_cache_over_it(fold
     own = CacheFolder(folder / "own")
     assert "graph" in own.kinds()
     assert "embed" not in own.kinds()  # those are read from the cache under it
+
+
+@pytest.mark.slow
+def test_a_folder_of_models_that_may_not_be_written_is_told_by_its_own_setting(folder: Path, pipeline: Command) -> None:
+    done = pipeline(*TRAIN, *ANOTHER, "--set", "train.models=cache/models")
+    assert done.code == 7
+    assert "models/own-" in done.err
+    assert "cannot write: Read-only file system" in done.err
+    assert "--set train.models=FOLDER" in done.err
+    assert "cluster.runs=FOLDER" not in done.err
+
+
+def test_a_cache_that_is_not_there_and_cannot_be_made_is_not_laid_under_another(
+    make_project: MakeProject, pipeline: Command
+) -> None:
+    make_project(1)
+    done = pipeline("submit", "--stage", "scan", "--follow", "--set", "cache.root=/sys/none")
+    assert done.code == 2
+    assert "--set cache.root=FOLDER" in done.err
+    assert "cache.under" not in done.err
 
 
 @pytest.mark.slow

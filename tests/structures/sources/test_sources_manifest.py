@@ -251,6 +251,14 @@ def test_a_broken_table_is_an_error_that_says_what_to_type(tmp_path: Path, name:
     assert caught.value.remedy
 
 
+@pytest.mark.parametrize("written", ["utf-16", "latin1"])
+def test_a_table_in_another_encoding_is_told_the_one_to_convert_from(tmp_path: Path, written: str) -> None:
+    (tmp_path / "m.csv").write_bytes("id,path\nx,Müller.pdb\n".encode(written))
+    with pytest.raises(DataError) as caught:
+        read("manifest", tmp_path / "m.csv")
+    assert caught.value.remedy.startswith(f"iconv -f {written} -t utf-8 ")
+
+
 @pytest.mark.parametrize("kept", [0, 5, 0.5, -9, -1])
 def test_truncated_gzip_manifest_is_an_error_not_a_short_data_set(tmp_path: Path, kept: float) -> None:
     lines = "".join(f"id{n},{n * 7919 % 10007}.pdb\n" for n in range(5000))
