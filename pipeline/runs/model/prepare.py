@@ -12,6 +12,7 @@ import numpy as np
 import xxhash
 
 from pipeline.command_line import Command
+from pipeline.config.schema_train import TrainSection
 from pipeline.errors import CacheDamaged, DataError, RecordMissing, WeightsUnusable
 from pipeline.files import write_whole
 from pipeline.journal.run_folder import writing_run
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from pipeline.config.schema import Config
-    from pipeline.config.schema_train import TrainSection
     from pipeline.project.project import Project
     from pipeline.stages.train import Items
     from pipeline.training.prepared import Stretch
@@ -262,9 +262,10 @@ def folder_of(project: Project, prepared: Prepared) -> ModelFolder:
 
 
 def items_of(project: Project, table: str, split: str | None) -> ItemTable:
-    """Return the items of a split, or all of them where a data set has no splits."""
+    """Return the items of a split; all of them where a data set has no splits, and none was named."""
     whole = ItemTable.read(project.cache.kind("sets"), bytes.fromhex(table))
-    return whole if split is None or not any(whole.splits) else whole.of_split(split)
+    is_whole = split is None or (split == TrainSection.model_fields["split"].default and not any(whole.splits))
+    return whole if is_whole else whole.of_split(split or "")
 
 
 def with_task(config: Config) -> bool:

@@ -13,10 +13,13 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.config.load import read_config
 from pipeline.encoder.checkpoints.synth import write_random_checkpoint
 from pipeline.errors import CacheDamaged, ConfigError, DataError, RecordMissing
 from pipeline.journal.run_folder import runs_in
+from pipeline.project.project import Project
 from pipeline.runs.dataset.loading import open_loader
+from pipeline.runs.model.prepare import items_of
 from pipeline.structures.synthetic import write_demo
 from pipeline.training.ranks.process_group import place_in_group
 from pipeline.training.sampling.epoch_order import SamplerSettings
@@ -203,6 +206,13 @@ def test_a_data_set_without_splits_says_so(project: Path, pipeline: Command) -> 
     assert pipeline(*GRAPH, *typed(glob)).code == 0
     with pytest.raises(ConfigError, match="no item is in split 'train'; this data set has no splits"):
         open_loader(None, FOUR, embed=False, sets=glob, split="train")
+    opened, table = (
+        Project.open(read_config(Path("pipeline.yaml"), glob).config),
+        runs_in(Path("runs"))[-1].table.read_text(),
+    )
+    assert len(items_of(opened, table, "train")) == len(items_of(opened, table, None)) > 0, "nobody named a split"
+    with pytest.raises(ConfigError, match="no item is in split 'trian'; this data set has no splits"):
+        items_of(opened, table, "trian")
 
 
 def test_ranks_without_a_process_group_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
