@@ -79,7 +79,7 @@ def export_embeddings_command(
         str | None, one_of(FORMATS, "--format", "What to write; by default as the name of the file ends.")
     ] = None,
     pool: Annotated[
-        str, one_of(POOLINGS, "--pool", "A row for each residue (none), or one for each chain; cls: its mark's.")
+        str, one_of(POOLINGS, "--pool", "A row for each residue (none), or one for each chain; cls: its CLS token's.")
     ] = "none",
     split: Annotated[str | None, typer.Option("--split", metavar="NAME", help="Only the items of this split.")] = None,
     encoder: Annotated[
@@ -118,7 +118,7 @@ def export_embeddings_command(
     }
     told = [f"{count:,} {what}" for what, count in left_out.items() if count]
     if exported.joined:
-        shared = "chains embedded as one text have one mark (embed.context: partner)"
+        shared = "chains embedded as one text have one CLS token (embed.context: partner)"
         typer.echo(f"note: {shared}: {exported.joined:,} share the row of theirs", err=True)
     if told:
         typer.echo(f"note: left out: {', '.join(told)}", err=True)

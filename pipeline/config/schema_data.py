@@ -227,7 +227,7 @@ class EmbedSection(Section):
     )
     layer: AutoCount = Field(default="auto", description="Layer whose output is kept; auto: the last.")
     cls: bool = Field(
-        default=False, description="Whether the row of the mark before a sequence, <cls>, is kept beside its residues'."
+        default=False, description="Whether the row of the token before a sequence, <cls>, is kept with its rows."
     )
     context: Literal["chain", "partner"] = Field(
         default="chain", description="What is encoded as one: each chain, or the joined chains of a partner."

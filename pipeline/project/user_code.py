@@ -202,7 +202,7 @@ def _facts(config: Config, encoder: Encoder, states: list[tuple[str, int, int, i
     embed = config.embed
     name, weights = embed.encoder, embed.weights
     if embed.cls and not has_cls(encoder):
-        what = f"{name} has no mark before a sequence whose row could be kept"
+        what = f"{name} has no CLS token before a sequence whose row could be kept"
         remedy = "--pool mean (or max) for one row of each chain, and embed.cls: false"
         raise ConfigError(what, where="embed.cls", remedy=remedy)
     module, _, own = name.partition(":")

@@ -112,7 +112,7 @@ def test_a_mark_that_the_tokenizer_does_not_write_is_refused_before_anything_is_
     assert pipeline(*typed).code == 0
     refused = pipeline(*typed, "--set", "embed.cls=true")
     assert refused.code == 2
-    assert "HuggingFace has no mark before a sequence whose row could be kept" in refused.err
+    assert "HuggingFace has no CLS token before a sequence whose row could be kept" in refused.err
     assert "next: --pool mean (or max) for one row of each chain, and embed.cls: false" in refused.err
     (tmp_path / "t5" / "tokenizer.json").write_text("{")
     assert "the tokenizer cannot be read: " in pipeline(*typed, "--set", "embed.cls=true").err

@@ -296,8 +296,8 @@ def test_a_letter_that_it_does_not_know_rejects_its_item(tmp_path: Path, pipelin
         (["embed.options={longest: -1}"], "longest of own_enc:Encoder is -1"),
         (["embed.weights=nothing.safetensors"], "takes weights, and there are none"),
         (["embed.layer=2"], "have 1 layers"),
-        (["embed.cls=true"], "own_enc:Encoder has no mark before a sequence whose row could be kept"),
-        (["embed.cls=true", "embed.encoder=own_enc:Numbered"], "own_enc:Numbered has no mark before a sequence"),
+        (["embed.cls=true"], "own_enc:Encoder has no CLS token before a sequence whose row could be kept"),
+        (["embed.cls=true", "embed.encoder=own_enc:Numbered"], "own_enc:Numbered has no CLS token before a sequence"),
         (["embed.cls=true"], "next: --pool mean (or max) for one row of each chain"),
     ],
 )

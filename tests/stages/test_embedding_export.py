@@ -263,7 +263,7 @@ def marked(sequences: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     typed = (sys.executable, "-m", "pipeline", "export", "embeddings", "--out", "cls.npy", "--pool", "cls")
     refused = subprocess.run(typed, cwd=folder, capture_output=True, text=True, check=False, timeout=120)
     assert refused.returncode == 4
-    assert "7 chains have no embedding with the row of its mark, of 7 items: Q9/1-5, Q9, 100%, …" in refused.stderr
+    assert "7 chains have no embedding with the row of its CLS token, of 7 items: Q9/1-5, Q9, 100%, …" in refused.stderr
     (told,) = re.findall(r"next: pipeline (submit .*--follow) ", refused.stderr)
     assert told == "submit --stage embed --set embed.cls=true --follow"
     run = (sys.executable, "-m", "pipeline", *told.split(), "--executor", "local")
@@ -316,7 +316,7 @@ def test_chains_that_were_embedded_as_one_text_share_its_mark_and_that_is_said(
     monkeypatch.chdir(tmp_path)
     done = pipeline("export", "embeddings", "--out", "x.h5", "--pool", "cls")
     assert done.code == 0, done.err
-    assert "note: chains embedded as one text have one mark (embed.context: partner): 2 share" in done.err
+    assert "note: chains embedded as one text have one CLS token (embed.context: partner): 2 share" in done.err
     found = read(tmp_path / "x.h5")
     assert list(found) == ["c0:A", "c0:B"]
     for row in found.values():

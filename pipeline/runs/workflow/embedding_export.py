@@ -242,7 +242,7 @@ def _verified(
         if rows_TD.ndim != 2 or rows_TD.shape[1] != width or len(rows_TD) > len(chain.text):
             what = f"is {list(rows_TD.shape)}, not [{len(chain.text)}, {width}]"
         elif pool == CLS and (cls_D is None or cls_D.shape != (width,)):
-            what = f"has no row of its mark, [{width}]"
+            what = f"has no row of its CLS token, [{width}]"
         if what:
             what = f"the embedding of {chain.whose.id} {what}"
             raise CacheDamaged(what, where=store.kind, remedy=ELSEWHERE, item=chain.whose.item)
@@ -271,7 +271,7 @@ def _refuse_incomplete(exported: Exported, out: Path, wanted: WantedExport) -> N
         what, where = f"no item is in this split; there are: {there}", f"--split {wanted.split}"
         raise ConfigError(what, where=where, remedy="name one of them, or leave out --split")
     if exported.unscanned + exported.missing and not wanted.partial:
-        lacks = "embedding with the row of its mark" if wanted.pool == CLS else "embedding"
+        lacks = "embedding with the row of its CLS token" if wanted.pool == CLS else "embedding"
         counted = [f"{exported.missing:,} chains have no {lacks}"] if exported.missing else []
         counted += [f"{exported.unscanned:,} items are not scanned"] if exported.unscanned else []
         what = f"{' and '.join(counted)}, of {exported.items + exported.unscanned:,} items: "
