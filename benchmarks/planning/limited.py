@@ -6,11 +6,21 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from pipeline.errors import PipelineError
 from pipeline.memory.planning.memory_plan import MicroBatchLimit
-from tests.memory.planning.planned import BATCH, Ground, epoch, fewer_cuts, limits, one_more, sampler_under
+from tests.memory.planning.planned import (
+    BATCH,
+    Ground,
+    epoch,
+    fewer_cuts,
+    filled_takes,
+    limits,
+    one_more,
+    sampler_under,
+)
 from tests.zoo import Member
 
 ITEMS, LEVELS = 128, 5
@@ -30,9 +40,11 @@ def told(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return what the figures come to, without the model that cannot be traced."""
     counted = [row for row in rows if row["member"] != LADDER]
     done = [row for row in counted if "ooms" in row]
+    filled = [row["filled_takes"] for row in done if row.get("filled_takes")]
     return {
         "what": f"an epoch of micro-batches as planned and cut by the sampler, effective batch {BATCH}, on a device of "
-        "limited memory; used: the highest real peak, of the limit",
+        "limited memory; used: the highest real peak, of the limit; filled_takes: the time of an epoch that is padded "
+        "until memory is full, of that of the planned one",
         "reach": f"no OOM; at least {USED:.0%} used whenever one more item would not fit",
         "limits": "the first, with the planner's margin and 1%, is what the largest item takes with every remedy "
         "(checkpointing, offload); the others go in equal ratios from what it takes without remedies to what the "
@@ -57,6 +69,9 @@ def told(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
             for row in done
             if row["used"] < USED and row["fewer_cuts_fit"] is True
         ],
+        "filled_takes": {"cases": len(filled), "median": median(filled), "least": min(filled), "most": max(filled)}
+        if filled
+        else None,
         "beside": [row for row in rows if row["member"] == LADDER],
     }
 
@@ -95,17 +110,22 @@ def _row(ground: Ground, limit: int) -> dict[str, Any]:
         "trained_s": round(time.perf_counter() - start, 2),
         "one_more_fits": None,
         "fewer_cuts_fit": None,
+        "filled_takes": None,
     }
     if row["used"] < USED and made.filled is not MicroBatchLimit.WHOLE_SHARE:
         row |= {
             "one_more_fits": one_more(ground, made, trained, limit),
             "fewer_cuts_fit": fewer_cuts(ground, made, limit),
         }
+        if made.filled is MicroBatchLimit.PADDING:
+            row["filled_takes"] = round(filled_takes(ground, made), 3)
     why = f"{made.filled.value}; {', '.join(made.remedies) or 'no remedy'}"
     if row["one_more_fits"] is not None:
         why += f"; one more {'fits' if row['one_more_fits'] else 'does not fit'}"
     if row["fewer_cuts_fit"] is not None:
         why += f"; fewer micro-batches {'fit' if row['fewer_cuts_fit'] else 'do not fit'}"
+    if row["filled_takes"] is not None:
+        why += f"; padded until full {row['filled_takes']:.2f} times as long"
     print(
         f"{row['member']:26}{limit:14,}{trained.ooms:6}{row['used']:7.1%}{trained.micros:8}  {why}",
         flush=True,

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -42,7 +45,7 @@ class OnDevice(Step):
 class Fetched(Sequence[Any]):
     """The batches of a step, each made when its turn comes, in memory that does not count."""
 
-    def __init__(self, member: Member, task: Any, sizes: Sizes, micros: Sequence[Integers], device: LimitedDevice):
+    def __init__(self, member: Member, task: Any, sizes: Sizes, micros: Sequence[Integers], device: Any):
         self._member, self._task, self._sizes, self._micros, self._device = member, task, sizes, micros, device
 
     def __len__(self) -> int:
@@ -210,12 +213,15 @@ def fits(ground: Ground, choice: MemoryChoice, micros: Sequence[Integers], limit
 
 
 def _built(work: Work, choice: MemoryChoice, device: LimitedDevice) -> OnDevice:
-    from dataclasses import replace
-
-    given = {"precision": choice.precision, "checkpointing": choice.checkpointing, "offload": choice.offload}
-    step = OnDevice(work.task, replace(work.settings, **given))
+    step = OnDevice(work.task, _settings(work, choice))
     step.carrier = HostCarrier(device)
     return step
+
+
+def _settings(work: Work, choice: MemoryChoice) -> StepSettings:
+    return replace(
+        work.settings, precision=choice.precision, checkpointing=choice.checkpointing, offload=choice.offload
+    )
 
 
 def _costliest(ground: Ground, cuts: Sequence[Integers]) -> int:
@@ -251,6 +257,30 @@ def fewer_cuts(ground: Ground, made: MemoryPlan, limit: int) -> bool | None:
         middle = (low + high) // 2
         low, high = (low, middle) if _count(sampler_under(made, ground.sizes, middle)) < now else (middle, high)
     return epoch(ground, made.choice, sampler_under(made, ground.sizes, high), limit).ooms == 0
+
+
+def filled_takes(ground: Ground, made: MemoryPlan, turns: int = 3) -> float:
+    """Return how many times as long an epoch lasts that is padded until memory is full, on this processor, in turns."""
+    fullest = sampler_under(replace(made, padding=LOOSER[-1]), ground.sizes)
+    pairs = [
+        [_epoch_s(ground, made.choice, sampler) for sampler in (sampler_under(made, ground.sizes), fullest)]
+        for _ in range(turns)
+    ]
+    return median(filled_s / planned_s for planned_s, filled_s in pairs)
+
+
+class _NoLimit:
+    host = staticmethod(nullcontext)
+
+
+def _epoch_s(ground: Ground, choice: MemoryChoice, sampler: Sampler) -> float:
+    torch.manual_seed(0)
+    step = OnDevice(ground.work.task, _settings(ground.work, choice))
+    start = time.perf_counter()
+    for number in range(sampler.steps):
+        cuts = [micro.items for micro in sampler.micros(0, number)]
+        step.run(Fetched(ground.member, step.task, ground.sizes, cuts, _NoLimit()))
+    return time.perf_counter() - start
 
 
 def _count(sampler: Sampler) -> int:
