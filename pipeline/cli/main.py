@@ -120,9 +120,10 @@ def _print_completions() -> None:
 
 
 def _is_printed() -> bool:
-    """Tell whether everything that was printed could be written."""
+    """Tell whether more can be printed, which ends the line."""
     try:
         typer.echo(nl=False)  # which flushes
+        os.write(1, b"\n")
     except OSError:
         return False
     return True
