@@ -1,6 +1,20 @@
-"""`python -m pipeline` is `pipeline`."""
+"""`pipeline` and `python -m pipeline`: Ctrl-C ends quietly from the first import on."""
 
-from pipeline.cli.main import main
+import sys
+
+INTERRUPTED = 130  # as shells call an end by SIGINT
+
+
+def main() -> None:
+    """Run the command line that was typed."""
+    try:
+        from pipeline.cli.main import main as typed
+
+        typed()
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        sys.exit(INTERRUPTED)
+
 
 if __name__ == "__main__":
     main()

@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pipeline.cli.main import main
+from pipeline.__main__ import main
 
 if TYPE_CHECKING:
     import pytest

@@ -31,13 +31,13 @@ from pipeline.cli import (
 )
 from pipeline.command_line import Command
 from pipeline.config.masking import without_secrets
-from pipeline.errors import PipelineError
+from pipeline.errors import PipelineError, SubmissionRefused
 
 if TYPE_CHECKING:
     from types import FrameType, TracebackType
 
 EPILOG = "Exit codes: 0 ok, 1 a bug, 2 configuration, 3 data, 4 damage, 5 infeasible, 6 refused, 7 a job failed."
-INTERRUPTED, UNREAD = 130, 141  # as shells call an end by SIGINT and by SIGPIPE
+UNREAD = 141  # as shells call an end by SIGPIPE
 READING = (
     "plan", "explain", "status", "items", "logs", "report", "compare", "cache", "config", "doctor", "weights", "model",
     "split",
@@ -119,6 +119,16 @@ def _print_completions() -> None:
             typer.echo(line)
 
 
+def _is_printed() -> bool:
+    """Tell whether more can be printed, which ends the line."""
+    try:
+        typer.echo(nl=False)  # which flushes
+        os.write(1, b"\n")
+    except OSError:
+        return False
+    return True
+
+
 class _Terminated(BaseException):
     """The process got SIGTERM."""
 
@@ -139,7 +149,10 @@ def main() -> None:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, _raise_terminated)
     try:
-        app()
+        try:
+            app()
+        finally:
+            typer.echo(nl=False)  # which flushes
     except PipelineError as error:
         error.in_project(Command.typed(sys.argv[1:]))
         if "--debug" in sys.argv:
@@ -150,9 +163,14 @@ def main() -> None:
         if isinstance(end.__context__, BrokenPipeError):  # nobody reads what is printed: no bug
             sys.exit(UNREAD)
         raise
-    except KeyboardInterrupt:
-        typer.echo("interrupted", err=True)
-        sys.exit(INTERRUPTED)
+    except OSError as error:
+        if _is_printed():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else Python tries again as it ends, and complains
+        if isinstance(error, BrokenPipeError):
+            sys.exit(UNREAD)
+        typer.echo(f"error: what this prints cannot be written: {error.strerror}", err=True)
+        sys.exit(SubmissionRefused.exit_code)
     except _Terminated:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)  # so that the parent sees that a signal ended this process

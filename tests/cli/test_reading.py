@@ -156,3 +156,22 @@ def test_a_dry_run_tells_the_same_as_a_document_and_as_text(typed: Command) -> N
     (stage,) = told["stages"]
     assert (stage["stage"], stage["counts"]["items"], told["scripts"]) == ("scan", 3, {})
     assert f"{stage['counts']['missing']}" in typed(*words).out.splitlines()[1].split()
+
+
+def test_what_cannot_be_written_where_it_is_printed_to_is_said(typed: Command) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [PIPELINE, "status"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+        )
+    assert done.returncode == 6
+    assert done.stderr == "error: what this prints cannot be written: No space left on device\n"
+
+
+def test_an_interruption_before_anything_was_read_is_told_in_a_word(
+    typed: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pipeline.cli.main.main", interrupt)
+    assert (typed("status").code, typed("status").err) == (130, "interrupted\n")

@@ -266,6 +266,15 @@ def test_a_damaged_file_in_its_place_is_not_taken_for_the_model(pipeline: Comman
     assert place.read_bytes() == tiny.read_bytes()
 
 
+@pytest.mark.parametrize("stress", ["nan", "inf", "0", "-1"])
+def test_attention_is_sharpened_by_a_number_above_nothing(pipeline: Command, stress: str) -> None:
+    shape = ("--layers", "1", "--dim", "32", "--heads", "2")
+    refused = pipeline("weights", "synth", *shape, "--out", "esm2_x.pt", "--stress", stress)
+    assert refused.code == 2
+    assert "next: --stress 1" in refused.err
+    assert not Path("esm2_x.pt").exists()
+
+
 def test_an_interrupted_fetch_says_that_nothing_is_lost(pipeline: Command, served, monkeypatch):
     from pipeline.report.live_status import DownloadBars
 

@@ -130,7 +130,8 @@ def test_a_killed_rank_is_named_and_the_others_end_with_it(executor: SlurmExecut
     (task,) = finish(executor, job)
     assert time.monotonic() - began < WAIT_S
     log = Path(task.stderr).read_text()
-    assert task.state is TaskState.FAILED and task.exit_code in (PEER_LOST, signal.SIGKILL), f"{task}\n{log}"
+    assert task.state is TaskState.FAILED, log
+    assert task.exit_code in (PEER_LOST, signal.SIGKILL), log
     verdict = judged(task, spec)
     assert verdict.cause is Cause.CRASHED
     assert verdict.reason.startswith(f"rank 1 on {verdict.node}: killed by signal 9 (SIGKILL)")

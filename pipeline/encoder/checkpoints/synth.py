@@ -91,6 +91,8 @@ def write_random_relative(out: Path, architecture: Architecture, seed: int = 0, 
 
 def _random(architecture: Architecture, random: torch.Generator, stress: float) -> dict[str, torch.Tensor]:
     """Return the tensors of an encoder."""
+    if not 0 < stress < math.inf:
+        raise ConfigError(f"{stress} sharpens nothing", where="--stress", remedy="--stress 1, or a number above")
     encoder = {name: _tensor(name, shape, random) for name, shape in shapes(architecture).items()}
     for name in encoder:
         if re.search(r"[qk]_(proj|layer_norm)\.weight", name):

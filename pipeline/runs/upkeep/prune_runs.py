@@ -53,7 +53,7 @@ class Pruning:
     goes: tuple[OldRun, ...]
     stays: Counter[str]  # why → runs
     copies: tuple[Path, ...]  # of code that no run will name
-    left: tuple[Path, ...]  # by a pruning that was interrupted
+    left: tuple[Path, ...]  # by a pruning, or the beginning of a run, that was interrupted
 
     @property
     def bytes(self) -> int:
@@ -80,7 +80,7 @@ def foresee_pruning(runs: Path, keep: int) -> Pruning:
             stays[why] += 1
         else:
             goes.append(OldRun(folder, _size_of(folder.path)))
-    left = tuple(sorted(runs.glob(f"{GOING}*"))) if runs.is_dir() else ()
+    left = (*sorted(runs.glob(f"{GOING}*")), *_never_begun(runs)) if runs.is_dir() else ()
     goes.reverse()
     return Pruning(runs, tuple(goes), stays, _copies(runs, {run.folder.path for run in goes}), left)
 
@@ -100,6 +100,18 @@ def prune(pruning: Pruning) -> Iterator[OldRun]:
         yield run
     for path in _copies(pruning.runs, set()):
         shutil.rmtree(path, ignore_errors=True)
+
+
+def _never_begun(runs: Path) -> list[Path]:
+    """Return the folders of runs whose making was interrupted before anything was written in them, unless young."""
+    return [
+        path
+        for path in sorted(runs.iterdir())
+        if NAME.fullmatch(path.name)
+        and is_mine(path)
+        and time.time() - path.stat().st_mtime > YOUNG_S
+        and all(entry.is_dir() or entry == RunFolder(path).format for entry in path.rglob("*"))
+    ]
 
 
 def _table_of(folder: RunFolder) -> str:

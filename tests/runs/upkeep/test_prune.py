@@ -17,7 +17,7 @@ from pipeline.journal.ledger import Ledger
 from pipeline.journal.run_folder import RunFolder, runs_in
 from pipeline.records import EventKind
 from pipeline.runs.upkeep import prune_runs
-from pipeline.runs.upkeep.prune_runs import foresee_pruning, prune
+from pipeline.runs.upkeep.prune_runs import YOUNG_S, foresee_pruning, prune
 from tests.command import Command
 from tests.projects import MakeProject
 
@@ -110,6 +110,17 @@ def test_what_an_interrupted_pruning_leaves_is_no_run_and_goes_next_time(
     assert runs_in(runs) == [newest]
     list(prune(foresee_pruning(runs, keep=1)))
     assert sorted(path.name for path in runs.iterdir()) == [".code", newest.name]
+
+
+def test_a_run_whose_making_was_interrupted_goes_once_it_is_a_day_old(runs: Path) -> None:
+    newest = made(runs, 1)
+    begun = [folders.create_folder(runs, "scan", datetime.now(timezone.utc), private=True).path for _ in range(2)]
+    os.utime(begun[0], (time.time() - YOUNG_S - 60,) * 2)
+    assert foresee_pruning(runs, keep=1).left == (begun[0],)
+    list(prune(foresee_pruning(runs, keep=1)))
+    assert not begun[0].exists()
+    assert begun[1].exists()
+    assert newest in runs_in(runs)
 
 
 def test_the_verb_shows_first_and_does_it_when_told(pipeline: Command, runs: Path) -> None:
