@@ -87,7 +87,9 @@ class Attempt:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Attempt:
         """Read the JSON of an attempt, also of versions with fewer or more fields."""
-        plain = {"number": 1, **{name: value for name, value in data.items() if name in FIGURES}}
+        plain = {"number": 1, **data}
+        for name in plain.keys() - FIGURES:
+            del plain[name]
         plain["ask"], plain["cause"] = ask_of(data.get("ask", UNASKED)), Cause(data.get("cause", Cause.FAILED))
         plain["on"] = tuple(data.get("on", ()))
         return cls(**plain)

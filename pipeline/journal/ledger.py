@@ -103,7 +103,10 @@ class LedgerReader:
             what = f"cannot be read: {error.strerror}; {whose(self._folder)}"
             raise ConfigError(what, where=str(self._folder), remedy="ls -l") from error
         for entry in entries:
-            if entry.name != self._own and entry.stat().st_size > self._positions.get(entry.path, 0):
+            if entry.name == self._own:
+                continue
+            position = self._positions.get(entry.path)
+            if position is None or entry.stat().st_size > position:  # one that is new is read, which tells as much
                 yield entry.path, entry.name.removesuffix(SUFFIX)
 
     def _fresh_of(self, path: str) -> Iterator[list[bytes]]:
@@ -132,8 +135,8 @@ class LedgerReader:
 def _telling(lines: list[bytes]) -> Iterator[bytes]:
     """Return the lines of a writer that later ones do not supersede, and some of those with a loss."""
     last = lines[-1] if lines else b""
-    whole = _FINISHED in last and _NO_FIGURES not in last and _STARTED in lines[0]
-    if whole and _LOSS not in last and all(_PROGRESS in line for line in lines[1:-1]):  # an attempt that went well
+    whole = _FINISHED in last and _NO_FIGURES not in last and _STARTED in lines[0] and _LOSS not in last
+    if whole and not [line for line in lines[1:-1] if _PROGRESS not in line]:  # an attempt that went well
         return iter((lines[0], last))
     kept, every = lines[-1:], max(1, len(lines) // LOSSES)
     for place in range(len(lines) - 2, -1, -1):

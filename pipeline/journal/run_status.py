@@ -521,15 +521,15 @@ def _take_report(stage: StageStatus, event: Event) -> None:
         if data.get("warnings"):
             stage.told[event.writer] = data["warnings"]
     word = task.words.get(attempt, SILENCE)
-    if event.kind is EventKind.TASK_STARTED and event.at > word.began:
-        word = task.say(attempt, began=event.at)
+    began = max(word.began, event.at) if event.kind is EventKind.TASK_STARTED else word.began
     if event.at < word.at:  # files are read one after the other: a newer report was read before
-        return
-    if event.kind is EventKind.TASK_STARTED:
+        if began > word.began:
+            task.say(attempt, began=began)
+    elif event.kind is EventKind.TASK_STARTED:
         # where the scheduler requeued it, this begins anew
-        task.words[attempt] = Word(started=True, at=event.at, began=word.began)
+        task.words[attempt] = Word(started=True, at=event.at, began=began)
     elif event.kind is EventKind.TASK_FINISHED:
-        task.words[attempt] = Word(started=True, finished=True, at=event.at, began=word.began)
+        task.words[attempt] = Word(started=True, finished=True, at=event.at, began=began)
     elif event.kind is EventKind.TASK_FAILED:
         task.say(
             attempt,
