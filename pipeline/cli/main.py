@@ -121,6 +121,8 @@ def _print_completions() -> None:
 
 def _is_printed() -> bool:
     """Tell whether more can be printed, which ends the line."""
+    if sys.__stdout__ is None:  # closed: 1 may be another file's number by now
+        return True
     try:
         typer.echo(nl=False)  # which flushes
         os.write(1, b"\n")
