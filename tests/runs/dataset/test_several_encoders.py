@@ -194,7 +194,7 @@ def test_marks_of_a_further_encoder_are_made_by_the_command_that_an_export_witho
     assert np.load(two / "small.npy").shape == (10, 8)
     main = pipeline("export", "embeddings", "--pool", "cls", "--out", "main.npy")
     assert main.code == 4
-    assert "10 chains have no embedding with the row of its mark" in main.err
+    assert "10 chains have no embedding with the row of its CLS token" in main.err
 
 
 def test_a_layer_that_a_further_encoder_does_not_have_is_refused_before_a_run(two: Path, pipeline: Command) -> None:

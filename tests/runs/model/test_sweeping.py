@@ -275,19 +275,19 @@ def test_what_makes_no_sweep_is_refused(there: Path, pipeline: Command, words: t
 
 @pytest.mark.slow
 def test_what_falls_behind_is_pruned_stays_so_and_goes_on_as_a_plain_training(there: Path, pipeline: Command) -> None:
-    words = ("--sweep", "train.learning_rate=1e-3,3e-3,1e-2,1e-9", "--prune", "median", "--set", "train.sweep.grace=1")
+    words = ("--sweep", "train.learning_rate=1e-3,3e-3,1e-2,1", "--prune", "median", "--set", "train.sweep.grace=1")
     more = ("--set", "train.epochs=4", "--set", "cluster.slots.cpus=1", "--follow")  # one after the other
     typed(there, "submit", "--stage", "train", *words, *more)
     told = stage(pipeline)
     states = {point["name"]: point for point in told["census"]["points"]}
-    assert states["learning_rate=1e-9"]["state"] == "pruned"
-    assert states["learning_rate=1e-9"]["epochs"] < 4
+    assert states["learning_rate=1"]["state"] == "pruned"
+    assert states["learning_rate=1"]["epochs"] < 4
     assert told["state"] == "done"
     assert told["failures"] == []
     shown = pipeline("status")
-    assert "learning_rate=1e-9: pruned: loss" in shown.out
+    assert "learning_rate=1: pruned: loss" in shown.out
     again = typed(there, "submit", "--stage", "train", *words, *more)
     assert "0 to do" in again.err
-    plain = ("--set", "train.learning_rate=1e-9", "--set", "train.epochs=4", "--follow")
+    plain = ("--set", "train.learning_rate=1", "--set", "train.epochs=4", "--follow")
     typed(there, "submit", "--stage", "train", *plain)
     assert stage(pipeline)["census"]["epochs"] == 4

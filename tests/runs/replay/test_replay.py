@@ -391,7 +391,7 @@ def die(lab: Lab, made: ModelFolder, tmp_path: Path) -> int:
     code = (
         "import sys, pathlib\n"
         "sys.path.insert(0, sys.argv[4])\n"
-        "from tests.runs import test_replay as t\n"
+        "from tests.runs.replay import test_replay as t\n"
         "from pipeline.journal.run_folder import RunFolder\n"
         "from pipeline.training.prepared import ModelFolder\n"
         "lab = t.Lab(pathlib.Path(sys.argv[1]), RunFolder(pathlib.Path(sys.argv[2])), 0, '')\n"
