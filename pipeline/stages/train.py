@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -32,7 +32,7 @@ from pipeline.training.items.item_source import DamagedItems, ItemSource
 from pipeline.training.items.item_table import ItemTable
 from pipeline.training.items.loader import PROCESSES, THREADS, Loader
 from pipeline.training.items.residue_embeddings import Embeddings
-from pipeline.training.loop.observer import TrainingObserver
+from pipeline.training.loop.observer import TrainingObserver, WorkedOn
 from pipeline.training.loop.progress import RunningStretch
 from pipeline.training.loop.trainer import Trainer
 from pipeline.training.prepared import COST, LIKENESS, ModelFolder, Prepared, Stretch, sampler_settings, shrunk_budget
@@ -123,10 +123,15 @@ class Job:
             seed=self.train.seed,
             crop=self.prepared.crop or None,
             measure=self.task.cost,
-            collate=task.collate,
+            collate=self.working.noted(task.collate),
+            collates_ahead=not self.tell.careful,  # else a note of what killed this process names one thing
             weigh=cast("Weights", task).weights if weighs else None,
             mending=self.damaged,
         )
+
+    @cached_property
+    def working(self) -> WorkedOn:
+        return WorkedOn(self.tell.on)
 
     def task_of(self, stretch: Stretch) -> Task:
         """Return the task by which a stretch is trained."""
@@ -264,7 +269,7 @@ def _watch(job: Job, step: Step, checkpoints: CheckpointFolder) -> TrainingObser
         job.folder,
         step,
         job.ranks,
-        job.tell,
+        replace(job.tell, on=job.working.piece),
         job.say,
         meter=meter_of(step.device),
         checkpoint=lambda: _reference(checkpoints),

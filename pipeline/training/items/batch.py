@@ -197,7 +197,7 @@ class TaskBatch:
     weights: Mapping[str, Any] | None = None  # of the terms of its loss, where the task tells them
     cropped: int = 0  # items
     bytes: int = 0  # of its tensors
-    is_made: bool = True  # else memory ended while it was: whoever asks for it makes it, and sees what is to be done
+    is_made: bool = True  # else memory ended while it was, or it is to be made late: whoever asks for it makes it
     lease: Any = None  # keeps the place of the batch among those that may be in memory at once
 
     def __len__(self) -> int:

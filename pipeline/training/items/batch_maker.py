@@ -111,6 +111,7 @@ class BatchMaker:
     collate: Collate | None
     weigh: Callable[[Any], Mapping[str, Any]] | None
     mending: DamagedItems | None
+    collates_ahead: bool = True
 
     def __post_init__(self) -> None:
         self._memory = _Memory()
@@ -155,6 +156,8 @@ class BatchMaker:
         )
         if self.collate is None:
             return self._joined(arrays, batch, room)
+        if ahead and not self.collates_ahead:
+            return replace(batch, is_made=False)
         try:
             return self._collated(arrays, batch, room)
         except (MemoryError, RuntimeError) as error:

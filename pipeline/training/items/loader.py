@@ -73,6 +73,7 @@ class Loader:
     crop: Mapping[str, int] | None = None  # the largest an item may have of each size, or of what `measure` makes of it
     measure: Measure = dict
     collate: Collate | None = None  # makes what is yielded of a batch's items, in any thread
+    collates_ahead: bool = True  # else in the thread that asks for a part of a batch
     weigh: Callable[[Any], Mapping[str, Any]] | None = None  # tells the weights of a batch that was made
     reject: Callable[[Rejection], None] = lambda _: None  # called for items that have no graph after all
     mending: DamagedItems | None = None  # of embeddings that cannot be read; without, that is an error
@@ -86,7 +87,15 @@ class Loader:
         self.stats = LoaderStats()
         self._ring = Ring(self.slots, pin=card_here() is not None if self.pin is None else self.pin)
         self._maker = BatchMaker(
-            self.graphs, self.embeddings, self.seed, self.crop, self.measure, self.collate, self.weigh, self.mending
+            self.graphs,
+            self.embeddings,
+            self.seed,
+            self.crop,
+            self.measure,
+            self.collate,
+            self.weigh,
+            self.mending,
+            self.collates_ahead,
         )
         self._runs: list[SharedRun] = []  # of the slots, where processes write to them
         self._processes: ReaderProcesses | None = None

@@ -372,10 +372,10 @@ def terms(found: ReplayResult) -> list[Any]:
     return [micro["terms"] for micro in found.to_json()["micro_batches"]]
 
 
-def job(lab: Lab, made: ModelFolder) -> Job:
+def job(lab: Lab, made: ModelFolder, *, careful: bool = False) -> Job:
     """Return a training like that of the run in another folder, which leaves out what is not finite."""
     case = lab.case
-    tell = TaskContext(lambda _key, _reason, _detail: None)
+    tell = TaskContext(lambda _key, _reason, _detail: None, careful=careful)
     found: Job = job_of(case.project, lab.run, case.prepared, tell, SingleRank())
     return replace(found, folder=made, train=found.train.model_copy(update={"nan": "skip"}), validation=None)
 
@@ -395,7 +395,7 @@ def die(lab: Lab, made: ModelFolder, tmp_path: Path) -> int:
         "from pipeline.journal.run_folder import RunFolder\n"
         "from pipeline.training.prepared import ModelFolder\n"
         "lab = t.Lab(pathlib.Path(sys.argv[1]), RunFolder(pathlib.Path(sys.argv[2])), 0, '')\n"
-        "t.run_to_end(t.job(lab, ModelFolder(pathlib.Path(sys.argv[3]))))\n"
+        "t.run_to_end(t.job(lab, ModelFolder(pathlib.Path(sys.argv[3])), careful=True))\n"
     )
     root = str(Path(__file__).parents[3])
     words = [sys.executable, "-c", code, str(lab.root), str(lab.run.path), str(made.path), root]

@@ -364,6 +364,22 @@ def test_what_collate_makes_is_yielded(data):
     assert [name for batch in loader for name in batch] == [f"item{number}" for number in range(24)]
 
 
+def test_what_is_not_collated_ahead_is_collated_by_the_thread_that_asks_for_it(data):
+    threads = []
+
+    def collate(items, _):
+        threads.append(threading.current_thread())
+        return [item.id for item in items]
+
+    loader = data.loader(lists_of(24, 5), collate=collate, collates_ahead=False)
+    assert [name for batch in loader.read() for name in batch.part(0, len(batch))] == [f"item{n}" for n in range(24)]
+    assert set(threads) == {threading.main_thread()}
+    ahead = data.loader(lists_of(24, 5), collate=collate)
+    threads.clear()
+    assert [name for batch in ahead.read() for name in batch.part(0, len(batch))] == [f"item{n}" for n in range(24)]
+    assert threading.main_thread() not in threads
+
+
 def test_a_plain_training_loop_learns(data):
     torch.manual_seed(0)
     model = torch.nn.Linear(WIDTH, 1)
