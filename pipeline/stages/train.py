@@ -124,10 +124,14 @@ class Job:
             crop=self.prepared.crop or None,
             measure=self.task.cost,
             collate=self.working.noted(task.collate),
-            collates_ahead=not self.tell.careful,  # else a note of what killed this process names one thing
+            may_collate=self._may_collate,
             weigh=cast("Weights", task).weights if weighs else None,
             mending=self.damaged,
         )
+
+    def _may_collate(self, ids: Sequence[str]) -> bool:
+        """Tell whether items may be collated ahead: not what is left out, and nothing where all is done in turn."""
+        return not self.tell.careful and self.leave_out.isdisjoint(ids)
 
     @cached_property
     def working(self) -> WorkedOn:

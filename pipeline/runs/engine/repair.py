@@ -191,6 +191,9 @@ def _after_crash(history: Sequence[Attempt], means: Means) -> Decision:
         return Again(replace(last.ask, careful=False), "again, from its last checkpoint")
     culprit = _culprit(history)
     if len(culprit) == 1:
+        before = _after_crash(history[:-1], means) if len(history) > 2 else None
+        if isinstance(before, LeaveOut) and before.names == culprit:
+            return GiveUp(f"it died on {culprit[0]} again, which had been left out")
         what = f"without {culprit[0]}, on which it died twice"
         return LeaveOut(culprit, Reason.KILLED_ITS_TASK, replace(last.ask, careful=False), what)
     why = "again, one thing at a time" if last.on else "again"

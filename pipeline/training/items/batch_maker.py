@@ -111,7 +111,7 @@ class BatchMaker:
     collate: Collate | None
     weigh: Callable[[Any], Mapping[str, Any]] | None
     mending: DamagedItems | None
-    collates_ahead: bool = True
+    may_collate: Callable[[Sequence[str]], bool] = lambda _ids: True  # ahead of the step
 
     def __post_init__(self) -> None:
         self._memory = _Memory()
@@ -156,7 +156,7 @@ class BatchMaker:
         )
         if self.collate is None:
             return self._joined(arrays, batch, room)
-        if ahead and not self.collates_ahead:
+        if ahead and not self.may_collate(batch.ids):
             return replace(batch, is_made=False)
         try:
             return self._collated(arrays, batch, room)

@@ -73,7 +73,9 @@ class Loader:
     crop: Mapping[str, int] | None = None  # the largest an item may have of each size, or of what `measure` makes of it
     measure: Measure = dict
     collate: Collate | None = None  # makes what is yielded of a batch's items, in any thread
-    collates_ahead: bool = True  # else in the thread that asks for a part of a batch
+    may_collate: Callable[[Sequence[str]], bool] = lambda _ids: (
+        True
+    )  # these items, ahead; else when a part is asked for
     weigh: Callable[[Any], Mapping[str, Any]] | None = None  # tells the weights of a batch that was made
     reject: Callable[[Rejection], None] = lambda _: None  # called for items that have no graph after all
     mending: DamagedItems | None = None  # of embeddings that cannot be read; without, that is an error
@@ -95,7 +97,7 @@ class Loader:
             self.collate,
             self.weigh,
             self.mending,
-            self.collates_ahead,
+            self.may_collate,
         )
         self._runs: list[SharedRun] = []  # of the slots, where processes write to them
         self._processes: ReaderProcesses | None = None

@@ -187,7 +187,7 @@ def test_a_thing_on_which_a_task_died_in_two_ways_is_no_culprit() -> None:
 
 
 def test_the_culprit_is_what_all_of_the_last_deaths_that_are_alike_were_on() -> None:
-    history = [died(Cause.CRASHED, on=on) for on in (("x", "b"), ("a", "b"), ("a", "b"))]
+    history = [died(Cause.CRASHED, on=on) for on in (("x", "a", "b"), ("a", "b"), ("b", "y"))]
     decision = decide(history, MEANS)
     assert isinstance(decision, LeaveOut)
     assert decision.names == ("b",)
@@ -279,6 +279,16 @@ class TestTraining:
         means = replace(self.MEANS, limits=Limits(mem_bytes=ASK.mem_bytes, time_s=ASK.time_s))
         last = died(cause, ask=replace(ASK, shrink=99), on=("a", "b"))
         assert isinstance(decide([last], means), GiveUp)
+
+
+@pytest.mark.parametrize("means", [MEANS, TestTraining.MEANS])
+def test_an_item_that_was_left_out_in_vain_ends_the_task(means: Means) -> None:
+    history = [died(Cause.CRASHED, on=("b",))] * 2
+    out = decide(history, means)
+    assert isinstance(out, LeaveOut)
+    assert out.names == ("b",)
+    assert decide([*history, history[-1]], means) == GiveUp("it died on b again, which had been left out")
+    assert decide(history, means) == out, "the same evidence, judged by the next supervisor"
 
 
 @pytest.mark.parametrize("cause", [Cause.CANCELLED, Cause.DISK, Cause.REFUSED, Cause.FAILED])

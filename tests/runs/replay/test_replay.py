@@ -17,9 +17,10 @@ import torch
 
 from pipeline.encoder.checkpoints.synth import write_random_checkpoint
 from pipeline.errors import ConfigError
+from pipeline.journal.ledger import LedgerReader
 from pipeline.journal.run_folder import RunFolder, find_run
 from pipeline.memory.runtime.meters import Memory
-from pipeline.records import TaskContext
+from pipeline.records import EventKind, TaskContext
 from pipeline.runs.replay.replay_case import ReplayCase, find_case
 from pipeline.runs.replay.replay_result import ReplayResult
 from pipeline.runs.replay.replay_step import replay_here
@@ -322,6 +323,31 @@ class TestOutOfMemory:
 
 
 class TestPoison:
+    @pytest.mark.slow
+    def test_what_kills_a_training_in_collate_is_left_out_and_everything_else_is_trained(
+        self, lab: Lab, tmp_path: Path
+    ) -> None:
+        """Items are collated ahead of their step, so that at first others were being trained on when it died."""
+        typed = (
+            "submit",
+            "--stage",
+            "train",
+            "--follow",
+            "--set",
+            f"train.models={tmp_path}",
+            "--set",
+            "train.nan=skip",
+        )
+        words = [str(Path(sys.executable).with_name("pipeline")), *typed]
+        environment = {**os.environ, "REPLAYLAB_DIES": "1"}
+        done = subprocess.run(
+            words, cwd=lab.root, env=environment, capture_output=True, text=True, timeout=300, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        run = find_run(lab.run.path.parent, None)
+        left_out = [event for event in LedgerReader(run).fresh() if event.kind is EventKind.LEFT_OUT]
+        assert [event.data["names"] for event in left_out] == [["c2"]]
+
     @pytest.mark.slow
     def test_what_kills_its_process_twice_leaves_a_bundle_at_the_next_start(self, lab: Lab, tmp_path: Path) -> None:
         made = ModelFolder(tmp_path / "model")

@@ -371,7 +371,7 @@ def test_what_is_not_collated_ahead_is_collated_by_the_thread_that_asks_for_it(d
         threads.append(threading.current_thread())
         return [item.id for item in items]
 
-    loader = data.loader(lists_of(24, 5), collate=collate, collates_ahead=False)
+    loader = data.loader(lists_of(24, 5), collate=collate, may_collate=lambda _: False)
     assert [name for batch in loader.read() for name in batch.part(0, len(batch))] == [f"item{n}" for n in range(24)]
     assert set(threads) == {threading.main_thread()}
     ahead = data.loader(lists_of(24, 5), collate=collate)
