@@ -28,11 +28,12 @@ from pipeline.training.checkpoints.trained_weights import load_pretrained
 from pipeline.training.checkpoints.training_state import model_key
 from pipeline.training.evaluating.evaluator import Evaluator
 from pipeline.training.forensics.step_bundle import BundleCheckpoint as Reference
+from pipeline.training.items.batch_maker import WorkedOn
 from pipeline.training.items.item_source import DamagedItems, ItemSource
 from pipeline.training.items.item_table import ItemTable
 from pipeline.training.items.loader import PROCESSES, THREADS, Loader
 from pipeline.training.items.residue_embeddings import Embeddings
-from pipeline.training.loop.observer import TrainingObserver, WorkedOn
+from pipeline.training.loop.observer import TrainingObserver
 from pipeline.training.loop.progress import RunningStretch
 from pipeline.training.loop.trainer import Trainer
 from pipeline.training.prepared import COST, LIKENESS, ModelFolder, Prepared, Stretch, sampler_settings, shrunk_budget
@@ -123,18 +124,18 @@ class Job:
             seed=self.train.seed,
             crop=self.prepared.crop or None,
             measure=self.task.cost,
-            collate=self.working.noted(task.collate),
+            collate=self.worked_on.noted(task.collate),
             may_collate=self._may_collate,
             weigh=cast("Weights", task).weights if weighs else None,
             mending=self.damaged,
         )
 
     def _may_collate(self, ids: Sequence[str]) -> bool:
-        """Tell whether items may be collated ahead: not what is left out, and nothing where all is done in turn."""
+        """Tell whether items may be collated ahead: not those left out, and none where one thing at a time is done."""
         return not self.tell.careful and self.leave_out.isdisjoint(ids)
 
     @cached_property
-    def working(self) -> WorkedOn:
+    def worked_on(self) -> WorkedOn:
         return WorkedOn(self.tell.on)
 
     def task_of(self, stretch: Stretch) -> Task:
@@ -273,7 +274,7 @@ def _watch(job: Job, step: Step, checkpoints: CheckpointFolder) -> TrainingObser
         job.folder,
         step,
         job.ranks,
-        replace(job.tell, on=job.working.piece),
+        replace(job.tell, on=job.worked_on.begin),
         job.say,
         meter=meter_of(step.device),
         checkpoint=lambda: _reference(checkpoints),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from pipeline.training.checkpoints.published_names import WeightsReading
 from pipeline.training.checkpoints.trained_weights import load_checkpoint
 from pipeline.training.evaluating.evaluator import Evaluator
 from pipeline.training.evaluating.outputs import OutputWriter
+from pipeline.training.items.batch_maker import WorkedOn
 from pipeline.training.items.loader import Loader
 from pipeline.training.prepared import COST, LIKENESS, sampler_settings, shrunk_budget
 from pipeline.training.sampling.sampler import Sampler
@@ -68,6 +70,10 @@ class ApplyJob:
     with_loss: bool = True
     publish: Callable[[Path, Mapping[str, Any]], Iterable[Path]] | None = None  # writes a task's own files of outputs
     share: RowShare | None = None  # of the rows, where other tasks have the rest
+
+    @cached_property
+    def worked_on(self) -> WorkedOn:
+        return WorkedOn(self.tell.on)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +130,7 @@ def apply_model(job: ApplyJob) -> Generator[Reason | None, None, ApplyResult | N
         with_loss=job.with_loss,
         too_large=train.too_large,
         flush_s=60 * train.checkpoints.minutes,
-        begin=lambda piece: job.tell.on(piece.ids),
+        begin=lambda piece: job.worked_on.begin(piece.ids),
         reject=refused,
         ending=job.tell.ending,
     )
@@ -196,5 +202,6 @@ def _loader(job: ApplyJob, numbers_K: Integers, step: Step) -> Loader:
         threads=train.threads,
         pin=is_card(step.device) if train.pin == "auto" else train.pin,
         seed=train.seed,
-        collate=step.task.collate,
+        collate=job.worked_on.noted(step.task.collate),
+        may_collate=lambda _: not job.tell.careful,
     )

@@ -9,8 +9,10 @@ batch = packed.over(memory)  # the same batch; its tensors are views of that mem
 
 from __future__ import annotations
 
+import os
 import threading
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -99,6 +101,43 @@ class MadeBatch:
     is_made: bool = True  # else memory ended meanwhile
 
 
+class WorkedOn:
+    """Tells which items this process works on, in case it dies: of a piece, and those that threads collate ahead."""
+
+    def __init__(self, tell: Callable[[Sequence[str]], None]) -> None:
+        self._tell, self._lock, self._pid = tell, threading.Lock(), os.getpid()
+        self._piece: Sequence[str] = ()
+        self._ahead: dict[int, list[str]] = {}  # thread → ids
+
+    def begin(self, ids: Sequence[str]) -> None:
+        """Tell the items of a piece that is begun."""
+        with self._lock:
+            self._piece = ids
+            self._say()
+
+    def noted(self, collate: Collate) -> Collate:
+        """Return a `collate` that tells its items while a thread that reads is in it."""
+
+        def collated(items: Sequence[Any], rng: Any) -> Any:
+            thread = threading.get_ident()
+            if thread == threading.main_thread().ident or os.getpid() != self._pid:  # a process that reads ends alone
+                return collate(items, rng)
+            with self._lock:
+                self._ahead[thread] = [item.id for item in items]
+                self._say()
+            try:
+                return collate(items, rng)
+            finally:
+                with self._lock:
+                    del self._ahead[thread]
+                    self._say()
+
+        return collated
+
+    def _say(self) -> None:
+        self._tell(list(dict.fromkeys(chain(self._piece, *self._ahead.values()))))
+
+
 @dataclass(eq=False)
 class BatchMaker:
     """Makes batches, in any thread; see `Loader` for what the fields are."""
@@ -111,7 +150,7 @@ class BatchMaker:
     collate: Collate | None
     weigh: Callable[[Any], Mapping[str, Any]] | None
     mending: DamagedItems | None
-    may_collate: Callable[[Sequence[str]], bool] = lambda _ids: True  # ahead of the step
+    may_collate: Callable[[Sequence[str]], bool]
 
     def __post_init__(self) -> None:
         self._memory = _Memory()
@@ -156,7 +195,7 @@ class BatchMaker:
         )
         if self.collate is None:
             return self._joined(arrays, batch, room)
-        if ahead and not self.may_collate(batch.ids):
+        if ahead and arrays and not self.may_collate(batch.ids):
             return replace(batch, is_made=False)
         try:
             return self._collated(arrays, batch, room)

@@ -73,9 +73,7 @@ class Loader:
     crop: Mapping[str, int] | None = None  # the largest an item may have of each size, or of what `measure` makes of it
     measure: Measure = dict
     collate: Collate | None = None  # makes what is yielded of a batch's items, in any thread
-    may_collate: Callable[[Sequence[str]], bool] = lambda _ids: (
-        True
-    )  # these items, ahead; else when a part is asked for
+    may_collate: Callable[[Sequence[str]], bool] = lambda _: True  # these items ahead; else it is done when asked for
     weigh: Callable[[Any], Mapping[str, Any]] | None = None  # tells the weights of a batch that was made
     reject: Callable[[Rejection], None] = lambda _: None  # called for items that have no graph after all
     mending: DamagedItems | None = None  # of embeddings that cannot be read; without, that is an error
@@ -116,7 +114,7 @@ class Loader:
         Of a step in which this rank has no items there is nothing to collate: that is None.
         """
         for batch in self.read():
-            held = [batch.value]
+            held = [batch.part(0, len(batch))]
             del batch  # nothing here keeps what the loop has let go of
             yield held.pop()
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import threading
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -24,56 +22,18 @@ from pipeline.training.random_state import rng_state
 from pipeline.training.step_clock import FIGURE, OBSERVE, READ
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping
 
     from pipeline.config.schema_train import TrainSection
     from pipeline.memory.leaks.leak_detector import MemoryLeak
     from pipeline.memory.runtime.meters import Meter
     from pipeline.records import TaskContext
     from pipeline.training.items.batch import BatchOrigin
-    from pipeline.training.items.batch_maker import Collate
     from pipeline.training.loop.progress import EpochTotals
     from pipeline.training.prepared import ModelFolder, Prepared
     from pipeline.training.ranks.rank_protocol import Ranks
     from pipeline.training.step.micro_batches import Piece, RankShare
     from pipeline.training.step.step import Step
-
-
-class WorkedOn:
-    """Names what this process works on, in case it dies: the piece of a step, and what threads collate ahead of it."""
-
-    def __init__(self, tell: Callable[[Sequence[str]], None]) -> None:
-        self._tell, self._lock, self._pid = tell, threading.Lock(), os.getpid()
-        self._piece: Sequence[str] = ()
-        self._ahead: dict[int, list[str]] = {}  # thread → ids
-
-    def piece(self, ids: Sequence[str]) -> None:
-        """Name the piece that is begun."""
-        with self._lock:
-            self._piece = ids
-            self._say()
-
-    def noted(self, collate: Collate) -> Collate:
-        """Return a `collate` that names its items while a thread that reads is in it."""
-
-        def collated(items: Sequence[Any], rng: Any) -> Any:
-            thread = threading.get_ident()
-            if thread == threading.main_thread().ident or os.getpid() != self._pid:  # a process that reads ends alone
-                return collate(items, rng)
-            with self._lock:
-                self._ahead[thread] = [item.id for item in items]
-                self._say()
-            try:
-                return collate(items, rng)
-            finally:
-                with self._lock:
-                    del self._ahead[thread]
-                    self._say()
-
-        return collated
-
-    def _say(self) -> None:
-        self._tell(list(dict.fromkeys(chain(self._piece, *self._ahead.values()))))
 
 
 @dataclass(eq=False)

@@ -328,25 +328,18 @@ class TestPoison:
         self, lab: Lab, tmp_path: Path
     ) -> None:
         """Items are collated ahead of their step, so that at first others were being trained on when it died."""
-        typed = (
-            "submit",
-            "--stage",
-            "train",
-            "--follow",
-            "--set",
-            f"train.models={tmp_path}",
-            "--set",
-            "train.nan=skip",
-        )
-        words = [str(Path(sys.executable).with_name("pipeline")), *typed]
+        pipeline = str(Path(sys.executable).with_name("pipeline"))
+        settings = ("train.nan=skip", "train.evaluate.split=null", "data.max_rejected_fraction=0.13")
+        sets = [word for setting in (f"train.models={tmp_path}", *settings) for word in ("--set", setting)]
         environment = {**os.environ, "REPLAYLAB_DIES": "1"}
-        done = subprocess.run(
-            words, cwd=lab.root, env=environment, capture_output=True, text=True, timeout=300, check=False
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        run = find_run(lab.run.path.parent, None)
-        left_out = [event for event in LedgerReader(run).fresh() if event.kind is EventKind.LEFT_OUT]
-        assert [event.data["names"] for event in left_out] == [["c2"]]
+        for stage in ("train", "evaluate"):
+            words = [pipeline, "submit", "--stage", stage, "--only", "--follow", *sets]
+            done = subprocess.run(
+                words, cwd=lab.root, env=environment, capture_output=True, text=True, timeout=300, check=False
+            )
+            assert done.returncode == 0, done.stdout + done.stderr
+            events = LedgerReader(find_run(lab.run.path.parent, None)).fresh()
+            assert [one.data["names"] for one in events if one.kind is EventKind.LEFT_OUT] == [["c2"]], stage
 
     @pytest.mark.slow
     def test_what_kills_its_process_twice_leaves_a_bundle_at_the_next_start(self, lab: Lab, tmp_path: Path) -> None:

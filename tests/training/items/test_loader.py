@@ -7,6 +7,7 @@ import threading
 import weakref
 from dataclasses import dataclass
 from itertools import islice
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from pipeline.records import Reason, Rejection, Role
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.training.items import read_ahead
 from pipeline.training.items.batch import padded_field
+from pipeline.training.items.batch_maker import WorkedOn
 from pipeline.training.items.item_source import CachedGraphs
 from pipeline.training.items.loader import Loader
 from pipeline.training.sampling.epoch_order import SamplerSettings
@@ -374,10 +376,36 @@ def test_what_is_not_collated_ahead_is_collated_by_the_thread_that_asks_for_it(d
     loader = data.loader(lists_of(24, 5), collate=collate, may_collate=lambda _: False)
     assert [name for batch in loader.read() for name in batch.part(0, len(batch))] == [f"item{n}" for n in range(24)]
     assert set(threads) == {threading.main_thread()}
+    assert [name for batch in loader for name in batch] == [f"item{n}" for n in range(24)], "nor is nothing yielded"
     ahead = data.loader(lists_of(24, 5), collate=collate)
     threads.clear()
     assert [name for batch in ahead.read() for name in batch.part(0, len(batch))] == [f"item{n}" for n in range(24)]
     assert threading.main_thread() not in threads
+
+
+def test_a_process_that_dies_has_named_its_piece_and_what_other_threads_collate_just_then():
+    named = []
+    worked_on = WorkedOn(named.append)
+    inside, leave = threading.Event(), threading.Event()
+
+    def collate(items, _):
+        inside.set()
+        assert leave.wait(30)
+        return [item.id for item in items]
+
+    noted = worked_on.noted(collate)
+    reader = threading.Thread(target=noted, args=([SimpleNamespace(id="c"), SimpleNamespace(id="d")], None))
+    worked_on.begin(("a", "b"))
+    reader.start()
+    assert inside.wait(30)
+    assert named == [["a", "b"], ["a", "b", "c", "d"]]
+    worked_on.begin(("b",))
+    assert named[-1] == ["b", "c", "d"]
+    leave.set()
+    reader.join(30)
+    assert named[-1] == ["b"]
+    assert noted([SimpleNamespace(id="e")], None) == ["e"], "the thread of the steps has named its piece already"
+    assert named[-1] == ["b"]
 
 
 def test_a_plain_training_loop_learns(data):

@@ -9,11 +9,9 @@ import os
 import random
 import resource
 import signal
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +25,6 @@ from pipeline.runs.engine.run_task import failure_kind
 from pipeline.training.checkpoints.checkpoint_folder import CheckpointFolder
 from pipeline.training.items.batch import ItemBatch
 from pipeline.training.loop.metrics_log import read_epochs
-from pipeline.training.loop.observer import WorkedOn
 from pipeline.training.step.step import Step
 from tests.limited import device as limited
 from tests.limited.device import LimitedDevice
@@ -650,28 +647,3 @@ def test_an_epoch_in_which_nothing_could_be_learned_ends_the_training(tmp_path: 
 
     with pytest.raises(DataError, match="nothing was learned in an epoch of 14 items"):
         Run(Plot(), tmp_path, task=Unlabelled(Plot())).to_end()
-
-
-def test_a_process_that_dies_has_named_its_piece_and_what_other_threads_collate_just_then() -> None:
-    named: list[Sequence[str]] = []
-    working = WorkedOn(named.append)
-    inside, leave = threading.Event(), threading.Event()
-
-    def collate(items: Sequence[Any], _rng: Any) -> list[str]:
-        inside.set()
-        assert leave.wait(30)
-        return [item.id for item in items]
-
-    noted = working.noted(collate)
-    reader = threading.Thread(target=noted, args=([SimpleNamespace(id="c"), SimpleNamespace(id="d")], None))
-    working.piece(("a", "b"))
-    reader.start()
-    assert inside.wait(30)
-    assert named == [["a", "b"], ["a", "b", "c", "d"]]
-    working.piece(("b",))
-    assert named[-1] == ["b", "c", "d"]
-    leave.set()
-    reader.join(30)
-    assert named[-1] == ["b"]
-    assert noted([SimpleNamespace(id="e")], None) == ["e"], "the thread of the steps has named its piece already"
-    assert named[-1] == ["b"]
