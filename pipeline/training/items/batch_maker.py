@@ -102,12 +102,12 @@ class MadeBatch:
 
 
 class WorkedOn:
-    """Tells which items this process works on, in case it dies: of a piece, and those that threads collate ahead."""
+    """Tells which items this process works on, in case it dies: those of a piece, and those that threads collate."""
 
     def __init__(self, tell: Callable[[Sequence[str]], None]) -> None:
         self._tell, self._lock, self._pid = tell, threading.Lock(), os.getpid()
         self._piece: Sequence[str] = ()
-        self._ahead: dict[int, list[str]] = {}  # thread → ids
+        self._collating: dict[int, list[str]] = {}  # thread → ids
 
     def begin(self, ids: Sequence[str]) -> None:
         """Tell the items of a piece that is begun."""
@@ -116,26 +116,26 @@ class WorkedOn:
             self._say()
 
     def noted(self, collate: Collate) -> Collate:
-        """Return a `collate` that tells its items while a thread that reads is in it."""
+        """Return a `collate` that tells its items while a thread is in it."""
 
         def collated(items: Sequence[Any], rng: Any) -> Any:
-            thread = threading.get_ident()
-            if thread == threading.main_thread().ident or os.getpid() != self._pid:  # a process that reads ends alone
+            if os.getpid() != self._pid:  # a process that reads ends alone
                 return collate(items, rng)
+            thread = threading.get_ident()
             with self._lock:
-                self._ahead[thread] = [item.id for item in items]
+                self._collating[thread] = [item.id for item in items]
                 self._say()
             try:
                 return collate(items, rng)
             finally:
                 with self._lock:
-                    del self._ahead[thread]
+                    del self._collating[thread]
                     self._say()
 
         return collated
 
     def _say(self) -> None:
-        self._tell(list(dict.fromkeys(chain(self._piece, *self._ahead.values()))))
+        self._tell(list(dict.fromkeys(chain(self._piece, *self._collating.values()))))
 
 
 @dataclass(eq=False)

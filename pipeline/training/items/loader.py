@@ -202,9 +202,9 @@ class Loader:
         for rejection in batch.rejected:
             self.reject(rejection)
 
-    def fetch(self, items: Sequence[int], micro: MicroBatch) -> TaskBatch:
+    def fetch(self, items: Sequence[int], micro: MicroBatch, *, ahead: bool = False) -> TaskBatch:
         """Read some items of a micro-batch again, into memory of their own; nothing is counted or reported."""
-        made = self._maker.make(items, micro)
+        made = self._maker.make(items, micro, ahead=ahead)
         return self._task_batch(made, made.value, made.weights)
 
     def fetch_again(self, items: Sequence[int], origin: BatchOrigin) -> TaskBatch:

@@ -270,7 +270,7 @@ def rehearse(
         worst = MicroBatch(course.loader.sampler.epoch, 0, 0, 1, no_items)
     if meter is not None:
         meter.reset_peak()
-    batch = course.loader.fetch(worst.items.tolist(), worst)
+    batch = course.loader.fetch(worst.items.tolist(), worst, ahead=True)
     fetch = course.loader.fetch
     stepper.rehearse(RankShare(iter([batch]), lambda numbers, _: fetch(numbers, worst), hold=1, leave_out=leave_out))
     memory = meter.read() if meter is not None else None

@@ -404,8 +404,8 @@ def test_a_process_that_dies_has_named_its_piece_and_what_other_threads_collate_
     leave.set()
     reader.join(30)
     assert named[-1] == ["b"]
-    assert noted([SimpleNamespace(id="e")], None) == ["e"], "the thread of the steps has named its piece already"
-    assert named[-1] == ["b"]
+    assert noted([SimpleNamespace(id="e")], None) == ["e"]
+    assert named[-2:] == [["b", "e"], ["b"]]
 
 
 def test_a_plain_training_loop_learns(data):
