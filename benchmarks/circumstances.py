@@ -6,14 +6,14 @@ import json
 import os
 import platform
 from collections.abc import Mapping
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 
 def circumstances() -> dict[str, str]:
     """Return the machine and the date."""
-    return {"machine": machine(), "date": f"{datetime.now(timezone.utc):%Y-%m-%d}"}
+    return {"machine": machine(), "date": f"{datetime.now(UTC):%Y-%m-%d}"}
 
 
 def machine() -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from dataclasses import asdict, dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-class Reason(str, Enum):
+class Reason(StrEnum):
     """Why an item was left out; the value is what reports show and `jq` matches."""
 
     BAD_ID = "bad_id"
@@ -88,7 +88,7 @@ class Entry(NamedTuple):
     origin: str = ""  # where people find it: file and line, or file and number
 
 
-class Kind(str, Enum):
+class Kind(StrEnum):
     """What a polymer chain is made of."""
 
     PROTEIN = "protein"
@@ -97,7 +97,7 @@ class Kind(str, Enum):
     OTHER = "other"  # small molecules and ions: no chain, but atoms of one
 
 
-class Role(str, Enum):
+class Role(StrEnum):
     """What a part of an item is to the complex."""
 
     RECEPTOR = "receptor"
@@ -167,7 +167,7 @@ def _parts(data: Iterable[Mapping[str, Any]]) -> tuple[Part, ...]:
     )
 
 
-class EventKind(str, Enum):
+class EventKind(StrEnum):
     """What happened in a run."""
 
     RUN_STARTED = "run_started"

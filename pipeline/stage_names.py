@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 
 
-class StageName(str, Enum):
+class StageName(StrEnum):
     """The stages of the workflow, in order."""
 
     SCAN = "scan"

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ SAID = {"rejected": {"no_contacts": 1}, "figures": {"host_peak_bytes": 300 << 20
 
 def make_run(runs: Path, tasks: int) -> RunFolder:
     """Write a run whose graph stage is nearly over: every hundredth task failed once, the last ones still run."""
-    folder = folders.create_folder(runs, "graph", datetime.now(tz=timezone.utc))
+    folder = folders.create_folder(runs, "graph", datetime.now(tz=UTC))
     folder.stages.write_text('["graph"]')
     now = time.time() - 3600
     for task in range(tasks):

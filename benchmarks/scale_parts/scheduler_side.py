@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import tempfile
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,7 +73,7 @@ def plan_scan(folder: Path) -> tuple[dict[str, int], int, int, dict[str, int]]:
     from pipeline.stage_names import StageName
 
     project = Project.open(read_config(folder / "pipeline.yaml", []).config)
-    run: RunFolder = folders.create_folder(folder / "runs", StageName.SCAN, datetime.now(tz=timezone.utc))
+    run: RunFolder = folders.create_folder(folder / "runs", StageName.SCAN, datetime.now(tz=UTC))
     found = ScanStage().survey(project, run, AT_ONCE)
     found.write_shards(run, StageName.SCAN)
     paths = {"items": run.items, "todo": run.todo(StageName.SCAN), "shards": run.shards(StageName.SCAN)}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shlex
 from contextlib import suppress
-from enum import Enum
+from enum import StrEnum
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -53,7 +53,7 @@ complete -c pipeline -f -n 'count (__pipeline_complete) >/dev/null' -a '(__pipel
 """
 
 
-class Shell(str, Enum):
+class Shell(StrEnum):
     """The shells for which there is a completion script."""
 
     BASH = "bash"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict, dataclass, field, replace
-from enum import Enum
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from pipeline.command_line import Command
@@ -23,7 +23,7 @@ SUPERVISE, PROBE = "supervise", "probe"  # jobs that are no stage
 TASK = "{task}"  # an argument that is exactly this becomes the number of the task
 
 
-class TaskState(str, Enum):
+class TaskState(StrEnum):
     """A task's state, in Slurm's words; words that are not listed here are UNKNOWN."""
 
     PENDING = "PENDING"

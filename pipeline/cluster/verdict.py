@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import signal
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import TYPE_CHECKING, TypeAlias
 
 from pipeline.cluster.job_spec import TaskState
@@ -41,7 +41,7 @@ NO_CONTAINER = (  # it could not be begun on its node: no runtime, no image, or 
 LAST_LINES = 25  # where the log is searched for the last words of a program; a mention further up was survived
 
 
-class Cause(str, Enum):
+class Cause(StrEnum):
     """What became of a task, which decides what to do about it."""
 
     DONE = "done"

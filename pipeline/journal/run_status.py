@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict, dataclass, field, fields, replace
-from enum import Enum
+from enum import StrEnum
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -30,7 +30,7 @@ COUNTED = (
 )  # fmt: skip
 
 
-class RunState(str, Enum):
+class RunState(StrEnum):
     """The state of a run or of a stage."""
 
     WAITING = "waiting"

@@ -8,7 +8,7 @@ Shapes: E events.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from enum import Enum
+from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     Sizes = Mapping[str, int]
 
 
-class Category(str, Enum):
+class Category(StrEnum):
     """What a block of memory is used for."""
 
     PARAMETERS = "parameters"
@@ -40,7 +40,7 @@ class Category(str, Enum):
     SCRATCH = "scratch"  # of kernels: no tensor, from a table
 
 
-class Provenance(str, Enum):
+class Provenance(StrEnum):
     """Where a number comes from, the most reliable first."""
 
     MEASURED = "measured"  # on such a card

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -14,8 +14,6 @@ from pipeline.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Iterator, Mapping
     from pathlib import Path
-
-    from typing_extensions import Self
 
 PIECE_BYTES = 4 << 20
 MOST_ROWS = 4096  # at a time, however small

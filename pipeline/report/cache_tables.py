@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rich.console import Group
@@ -41,7 +41,7 @@ def store_table(stats: Sequence[StoreStat]) -> RenderableType:
     """Show what each kind of record takes."""
     if not stats:
         return "empty: nothing was stored yet"
-    now = datetime.now(tz=timezone.utc)
+    now = datetime.now(tz=UTC)
     rows = [
         (
             stat.kind,
@@ -170,7 +170,7 @@ def holdings_lines(held: Holdings, as_typed: AsTyped = str) -> list[RenderableTy
     """
     if not held.is_there:
         return [f"no cache is there yet: {as_typed(NOT_KNOWN)}   (makes it)", *_layer_lines(held, as_typed)]
-    now = datetime.now(tz=timezone.utc)
+    now = datetime.now(tz=UTC)
     shown: list[RenderableType] = [_missing_line(missing, now, as_typed) for missing in held.missing]
     if held.missing:
         shown += [f"{kind}: not known yet: {as_typed(Command.submit(kind))}   {TO_LOOK}" for kind in held.unknown]
@@ -200,7 +200,7 @@ def _layer_lines(held: Holdings, as_typed: AsTyped) -> Iterator[str]:
 
 def _missing_line(missing: Missing, now: datetime, as_typed: AsTyped) -> str:
     """Say how many records of a kind are missing, and how old that knowledge is."""
-    when = age(now, datetime.fromtimestamp(missing.at, timezone.utc))
+    when = age(now, datetime.fromtimestamp(missing.at, UTC))
     changed = "; it has changed since" if missing.changed else ""
     needed = f"{missing.needed:,}"
     state = f"{missing.missing:,} of {needed} missing" if missing.missing else f"all {needed} are there"
@@ -211,10 +211,10 @@ def _missing_line(missing: Missing, now: datetime, as_typed: AsTyped) -> str:
 def _validation_lines(held: Holdings, report: DamageReport, now: datetime, as_typed: AsTyped) -> Iterator[str]:
     """Yield when and how a cache was last validated, what was found, and what to do about it."""
     last = report.summary
-    when = age(now, datetime.fromtimestamp(last.begun, timezone.utc))
+    when = age(now, datetime.fromtimestamp(last.begun, UTC))
     part = f", of kind {first_few(last.only, NAMED)}" if last.only else ""
     part += "" if last.subset == "1/1" else f", part {last.subset}"
-    repair = held.repair and datetime.fromtimestamp(held.repair.summary.begun, timezone.utc)
+    repair = held.repair and datetime.fromtimestamp(held.repair.summary.begun, UTC)
     repaired = f"; repaired {age(now, repair)} ago" if repair else ""
     yield f"last validated {when} ago ({last.how}{part}): {held.found_last()}{repaired}   ({report.path})"
     if remedy := held.remedy():

@@ -7,7 +7,7 @@ import sys
 import time
 from collections import deque
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from rich.console import Console
 from rich.live import Live
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rich.progress import Task
-    from typing_extensions import Self
 
     from pipeline.encoder.checkpoints.download import DownloadProgress
     from pipeline.journal.active_runs import SeenRun

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from pipeline.memory.planning.memory_plan import json_data
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 EVERY = "all items"  # the stage of a curriculum that has them
 
 
-class ProbeOutcome(str, Enum):
+class ProbeOutcome(StrEnum):
     """How a probe ended."""
 
     MEASURED = "measured"

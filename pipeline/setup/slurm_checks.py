@@ -8,9 +8,9 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from difflib import get_close_matches
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from pipeline.config.schema_cluster import SlurmSection
 
 
-class CheckVerdict(str, Enum):
+class CheckVerdict(StrEnum):
     """How a check ended."""
 
     OK = "ok"
@@ -363,7 +363,7 @@ def _tested(executor: SlurmExecutor, spec: JobSpec) -> CheckResult:
         return noted_check(f"job {spec.name}", f"could not be asked about: {error.what}", "scontrol ping")
     if start.at is None:
         return good_check(f"job {spec.name}", "the scheduler would take it")
-    when = datetime.fromtimestamp(start.at, tz=timezone.utc).astimezone()
+    when = datetime.fromtimestamp(start.at, tz=UTC).astimezone()
     return good_check(f"job {spec.name}", f"the scheduler would take it, and start it about {when:%Y-%m-%d %H:%M}")
 
 

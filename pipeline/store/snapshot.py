@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +40,7 @@ _UNCHECKED, _GOOD, _BAD, _GONE = 0, 1, 2, 3
 _ONE_GOOD = np.ones(1, bool)
 
 
-class IndexState(str, Enum):
+class IndexState(StrEnum):
     """How far the index can be used."""
 
     NONE = "none"

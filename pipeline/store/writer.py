@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from pipeline.store.format.record import EncodedRecord, encode_record
 from pipeline.store.format.shard import DEFAULT_HEADER_BYTES, ShardTable, ShardWriter
@@ -10,8 +10,6 @@ from pipeline.store.format.shard import DEFAULT_HEADER_BYTES, ShardTable, ShardW
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
     from types import TracebackType
-
-    from typing_extensions import Self
 
     from pipeline.store.format.cache_layout import KindLayout
     from pipeline.store.format.disk import Disk

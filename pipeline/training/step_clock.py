@@ -13,12 +13,10 @@ latest in `update`, for the norm of the gradients.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
-
-    from typing_extensions import Self
 
 T = TypeVar("T")
 

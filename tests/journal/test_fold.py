@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from dataclasses import replace
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -29,7 +29,7 @@ ASK = Ask(1 << 30, 600)
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunFolder:
-    return folders.create_folder(tmp_path, "scan", datetime(2026, 1, 2, tzinfo=timezone.utc))
+    return folders.create_folder(tmp_path, "scan", datetime(2026, 1, 2, tzinfo=UTC))
 
 
 def event(kind: EventKind, at: float, writer: str = "supervisor-000001", **data: object) -> Event:
@@ -203,7 +203,7 @@ def test_splitting_twice_is_splitting_once(run: RunFolder) -> None:
 def test_a_list_of_the_data_set_that_was_cut_short_is_not_taken_for_the_whole(make_project: MakeProject) -> None:
     folder = make_project(3)
     config = read_config(folder / "pipeline.yaml").config
-    run = folders.create_folder(folder / "runs", "graph", datetime(2026, 1, 2, tzinfo=timezone.utc))
+    run = folders.create_folder(folder / "runs", "graph", datetime(2026, 1, 2, tzinfo=UTC))
     run.items.with_suffix(".partial").write_text('{"id": "c0"}\n')  # who wrote it died
     assert len(list(worklist.frozen_items(Project.open(config), run))) == 3
 

@@ -6,7 +6,7 @@ import errno
 import json
 import os
 import socket
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 import psutil
@@ -32,7 +32,7 @@ def folder(tmp_path: Path) -> RunFolder:
 
 
 def new_run(runs: Path, microsecond: int = 0) -> RunFolder:
-    folder = create_folder(runs, "scan", datetime(2026, 1, 2, 3, 4, 5, microsecond, tzinfo=timezone.utc))
+    folder = create_folder(runs, "scan", datetime(2026, 1, 2, 3, 4, 5, microsecond, tzinfo=UTC))
     folder.stages.write_text('["scan"]')
     return folder
 
@@ -79,7 +79,7 @@ def test_a_full_disk_under_the_run_is_said_in_words(folder: RunFolder, monkeypat
 
 def test_runs_of_one_second_keep_their_order_and_half_made_ones_do_not_count(tmp_path: Path) -> None:
     later, sooner = new_run(tmp_path, 900_000), new_run(tmp_path, 100)
-    create_folder(tmp_path, "scan", datetime(2027, 1, 1, tzinfo=timezone.utc))  # its maker died before it was whole
+    create_folder(tmp_path, "scan", datetime(2027, 1, 1, tzinfo=UTC))  # its maker died before it was whole
     assert runs_in(tmp_path) == [sooner, later]
     assert find_run(tmp_path, None) == later
     assert find_run(tmp_path, sooner.name[:20]) == sooner

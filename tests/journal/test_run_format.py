@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -23,7 +23,7 @@ VERBS = (["status"], ["logs"], ["cancel"], ["resume"], ["report"], ["replay", "-
 
 def a_run(runs: Path, told: str | None = None, *, day: int = 1) -> RunFolder:
     """Make the folder of a run that has not begun."""
-    run = folders.create_folder(runs, "scan", datetime(2026, 1, day, tzinfo=timezone.utc))
+    run = folders.create_folder(runs, "scan", datetime(2026, 1, day, tzinfo=UTC))
     run.stages.write_text('["scan"]')
     if told is not None:
         run.format.write_text(told)

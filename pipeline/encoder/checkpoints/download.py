@@ -9,7 +9,7 @@ import ssl
 import time
 import urllib.request
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from pathlib import PurePosixPath
 from typing import IO, TYPE_CHECKING
@@ -290,7 +290,6 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
             raise DataError(what, where=req.full_url, remedy=ANOTHER_PLACE)
         return super().redirect_request(req, fp, 307 if code == 308 else code, msg, headers, newurl)
 
-    http_error_308 = urllib.request.HTTPRedirectHandler.http_error_302  # which Python 3.10 does not know
 
 
 def _refuse_odd_url(url: str) -> None:
@@ -326,7 +325,7 @@ def _retry_after_s(headers: Message) -> float:
     if value.isdigit():
         return float(value)
     try:
-        return max(0.0, (parsedate_to_datetime(value) - datetime.now(timezone.utc)).total_seconds())
+        return max(0.0, (parsedate_to_datetime(value) - datetime.now(UTC)).total_seconds())
     except (TypeError, ValueError):
         return 0.0
 

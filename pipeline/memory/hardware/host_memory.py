@@ -20,7 +20,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import dataclass, replace
-from enum import Enum
+from enum import StrEnum
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -124,7 +124,7 @@ KEY_BYTES, OFFSET_BYTES, STORED_SIZE_BYTES = 16, 8, 4  # in the table of a data 
 BASELINE, CONTEXT = "interpreter and torch", "CUDA context"
 
 
-class Phase(str, Enum):
+class Phase(StrEnum):
     """When host memory is needed."""
 
     ALWAYS = "always"

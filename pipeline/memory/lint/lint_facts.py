@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from pipeline.memory.hardware.allocator_variables import VARIABLES, allocator_options, number_at_start
@@ -19,7 +19,7 @@ WORTH_SAYING = 0.02  # of a card's memory
 _NATIVE_ONLY = {"expandable_segments", "garbage_collection_threshold", "max_split_size_mb", "roundup_power2_divisions"}
 
 
-class Severity(str, Enum):
+class Severity(StrEnum):
     """How bad a finding is, the worst first."""
 
     ERROR = "error"  # the run fails, or trains something else than is asked for

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field, replace
-from enum import Enum
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -108,7 +108,7 @@ class DataSizes:
         return replace(self, cut=self.looser[padding], padding=padding)
 
 
-class Oversize(str, Enum):
+class Oversize(StrEnum):
     """What to do with items that fit under no plan."""
 
     ERROR = "error"
@@ -230,7 +230,7 @@ class Figure:
     origin: Provenance
 
 
-class RemedyVerdict(str, Enum):
+class RemedyVerdict(StrEnum):
     """The result of trying a remedy."""
 
     CHOSEN = "chosen"
@@ -241,7 +241,7 @@ class RemedyVerdict(str, Enum):
     FAILS = "ends in an error"
 
 
-class MicroBatchLimit(str, Enum):
+class MicroBatchLimit(StrEnum):
     """Why micro-batches are not larger."""
 
     WHOLE_SHARE = "a rank's whole share of a step is one micro-batch"

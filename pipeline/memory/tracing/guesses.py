@@ -184,9 +184,9 @@ def users_expression(error: BaseException) -> str:
     own = [summary for summary in theirs if "site-packages" not in summary.filename] or theirs
     if not own:
         return ""
-    place: Any = own[-1]
+    place = own[-1]
     code = place.line or ""
-    if getattr(place, "colno", None) is not None and place.lineno == place.end_lineno:  # as Python tells since 3.11
+    if place.lineno is not None and place.colno is not None and place.lineno == place.end_lineno:
         whole = linecache.getline(place.filename, place.lineno).encode()
         code = whole[place.colno : place.end_colno].decode(errors="replace").strip() or code
     return f"{Path(place.filename).name}:{place.lineno}" + (f" `{code}`" if code else "")

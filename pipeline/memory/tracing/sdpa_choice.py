@@ -13,7 +13,7 @@ Shapes: B items, H heads, Q queries, K keys, D head dimension.
 from __future__ import annotations
 
 from contextlib import contextmanager
-from enum import Enum
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -38,7 +38,7 @@ _NO_MASK_BACK = False  # what was dropped is not asked for
 _MASK_ALIGNMENT = _HEAD_ALIGNMENT = 8
 
 
-class Backend(str, Enum):
+class Backend(StrEnum):
     """A kernel that computes attention."""
 
     FLASH = "flash"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
@@ -47,7 +47,7 @@ def tag(name: str, *inside: Any, **attributes: Any) -> Markup:
 
 def moment(at: float, form: str = "%Y-%m-%d %H:%M:%S") -> str:
     """Format seconds since 1970 in UTC, as readers of a page may be in any time zone."""
-    return datetime.fromtimestamp(at, tz=timezone.utc).strftime(form)
+    return datetime.fromtimestamp(at, tz=UTC).strftime(form)
 
 
 def figure(value: float) -> str:

@@ -9,7 +9,7 @@ import signal
 import socket
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from itertools import filterfalse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,7 +63,7 @@ def new_run(
 
     `beside` is the folder of the user's own modules: those of the task and the reader are frozen, too.
     """
-    now, private = datetime.now(tz=timezone.utc), config.cluster.private
+    now, private = datetime.now(tz=UTC), config.cluster.private
     folder = None
     try:
         folder = folders.create_folder(config.cluster.runs, stages[-1], now, private=private)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from contextlib import suppress
 from dataclasses import replace
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import ConfigError
@@ -78,6 +78,6 @@ def _accepted(folder: ModelFolder) -> list[str]:
 def _record(folder: ModelFolder, code: str, why: str) -> None:
     """Write down that a training goes on with some code."""
     entries = json.loads(folder.accepted_code.read_text()) if folder.accepted_code.exists() else []
-    entries.append({"code": code, "at": datetime.now(timezone.utc).isoformat(timespec="seconds"), "why": why})
+    entries.append({"code": code, "at": datetime.now(UTC).isoformat(timespec="seconds"), "why": why})
     with writing_run(folder.path, "train.models"):
         write_whole(folder.accepted_code, json.dumps(entries, indent=1))

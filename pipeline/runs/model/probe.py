@@ -9,7 +9,7 @@ import os
 import secrets
 import shutil
 from dataclasses import asdict, dataclass, replace
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -242,7 +242,7 @@ def _submitted(
 
 def draft_probe(config: Config, errand: Errand) -> ProbeFolder:
     """Make the folder of a probe, with the code and the configuration frozen."""
-    runs, now = config.cluster.runs, datetime.now(tz=timezone.utc)
+    runs, now = config.cluster.runs, datetime.now(tz=UTC)
     folder = ProbeFolder(runs / FOLDER / f"{now:%Y%m%d-%H%M%S}-{secrets.token_hex(3)}-{PROBE}")
     try:
         with run_folder.writing_run(folder.path):

@@ -12,7 +12,7 @@ from array import array
 from collections import Counter
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from numpy.typing import NDArray
-    from typing_extensions import Self
 
     from pipeline.journal.run_folder import RunFolder
     from pipeline.records import Inventory, Item, Rejection

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from dataclasses import asdict, dataclass, field, fields
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias, TypeVar
 
 from pipeline.config.schema_cluster import TrainResources
 from pipeline.runs.dataset import worklist
@@ -15,8 +15,6 @@ from pipeline.waiting import wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-
-    from typing_extensions import Self
 
     from pipeline.config.schema import Config
     from pipeline.config.schema_cluster import StageResources

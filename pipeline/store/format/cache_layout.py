@@ -7,7 +7,7 @@ import re
 import secrets
 import socket
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -73,12 +73,12 @@ class KindLayout:
 def unique_stem() -> str:
     """Return a file name stem that no other writer on any host will choose; it begins with the time."""
     host = re.sub(r"[^A-Za-z0-9]", "_", socket.gethostname())[:32]
-    return f"{datetime.now(timezone.utc):{_TIME}}-{host}-{os.getpid()}-{secrets.token_hex(8)}"
+    return f"{datetime.now(UTC):{_TIME}}-{host}-{os.getpid()}-{secrets.token_hex(8)}"
 
 
 def written_at(shard_name: str) -> datetime | None:
     """Return when a shard was begun, as its name says."""
     try:
-        return datetime.strptime(shard_name.split("-")[0], _TIME).replace(tzinfo=timezone.utc)
+        return datetime.strptime(shard_name.split("-")[0], _TIME).replace(tzinfo=UTC)
     except ValueError:
         return None

@@ -10,7 +10,7 @@ import math
 import shlex
 import time
 from dataclasses import asdict, dataclass, field, fields
-from enum import Enum
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from pipeline.command_line import UPGRADE, Command
@@ -51,7 +51,7 @@ _NEWEST = 100  # of so many reports, by their names, the last one is found; each
 _WRITE_BYTES = 1 << 20
 
 
-class Fault(str, Enum):
+class Fault(StrEnum):
     """Kinds of damage, by their consequence."""
 
     INDEX = "index"  # damaged, or not what the shards say: look-ups are slow or wrong until it is rebuilt

@@ -9,7 +9,7 @@ import getpass
 import json
 import re
 from dataclasses import asdict, dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from pipeline.command_line import Command
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from pipeline.store.format.disk import Disk
 
 
-class Left(str, Enum):
+class Left(StrEnum):
     """The role of a file that holds no records."""
 
     TEMPORARY = "temporary files"  # of writers that died, unless they are young

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -64,7 +64,7 @@ class Live:
         return stays
 
 
-class Fate(str, Enum):
+class Fate(StrEnum):
     """What happens to a shard with dead records."""
 
     GOES = "goes"

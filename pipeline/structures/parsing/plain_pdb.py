@@ -75,7 +75,7 @@ class _AtomLines(NamedTuple):
 
     def view(self, first: int, dtype: str) -> NDArray[Any]:
         """View the bytes of every line from `first` on, as numbers of a type."""
-        return np.ndarray(self.atoms, dtype, self.text, first, (self.length,))  # type: ignore[no-any-return]
+        return np.ndarray(self.atoms, dtype, self.text, first, (self.length,))
 
 
 def read_plain_pdb(data: bytes, *, to_end: bool = False) -> AtomTable | None:

@@ -193,7 +193,7 @@ PIECE_BYTES = 4 << 20
 def stat_file(path: Path, max_bytes: int) -> os.stat_result:
     """Return a file's state; refuse one whose name, type or size already rules it out."""
     if not HAS_BIOTITE and ".bcif" in path.suffixes[-2:]:
-        raise UnusableInput(Reason.NEEDS_EXTRA, f"BinaryCIF needs Python 3.11 and an extra: {install_extra('bcif')}")
+        raise UnusableInput(Reason.NEEDS_EXTRA, f"BinaryCIF needs an extra: {install_extra('bcif')}")
     needed = EXTRA.get(FORMATS.get(_suffix(path), ""))
     if needed and find_spec(needed) is None:
         what = f"{_suffix(path)} needs {needed}, an extra: {install_extra('molecules')}"

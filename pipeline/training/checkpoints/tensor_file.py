@@ -219,7 +219,7 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 
     whole = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
     flat = whole.as_strided((whole.numel(),), (1,))  # where there is only one value, its stride may be anything
-    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]  # the stubs of 3.10 lack it
+    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]  # before 3.12 the stubs lack it
 
 
 def nbytes(tensor: Tensor) -> int:

@@ -60,7 +60,7 @@ class Ranking:
         """Count the scores that were added since the last time."""
         if self._pending:
             scores_S, is_yes_S = map(np.concatenate, zip(*self._pending, strict=True))
-            self._not_numbers += np.count_nonzero(np.isnan(scores_S))
+            self._not_numbers += int(np.count_nonzero(np.isnan(scores_S)))
             bins_S = bins(scores_S)
             yes_K = np.bincount(bins_S[is_yes_S], minlength=BINS)
             self._yes_K += yes_K

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from enum import Enum
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     Numbers = Mapping[str, Tensor]  # states of random numbers
 
 
-class PartOutcome(str, Enum):
+class PartOutcome(StrEnum):
     """How a part ended."""
 
     FITS = "fits"

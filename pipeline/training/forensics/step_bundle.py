@@ -20,8 +20,8 @@ import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
-from datetime import datetime, timezone
-from enum import Enum
+from datetime import UTC, datetime
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import ConfigError, DataError, JobFailed
@@ -129,7 +129,7 @@ _PARTIAL = ".partial-rank-"
 _ITEMS_SHOWN = 4
 
 
-class BundleKind(str, Enum):
+class BundleKind(StrEnum):
     """What went wrong."""
 
     OOM = "oom"
@@ -204,7 +204,7 @@ class Bundle:
 
     def words(self) -> str:
         """Describe for people what happened."""
-        when = datetime.fromtimestamp(self.time_s, timezone.utc)
+        when = datetime.fromtimestamp(self.time_s, UTC)
         lines = [f"{self.kind.value} in step {self.step:,}, epoch {self.epoch}, on rank {self.rank} of {self.world}"]
         lines += [f"  {self.message}", f"  {when:%Y-%m-%d %H:%M:%S} UTC, torch {self.torch}, {self.device}"]
         for place, cut in enumerate(self.cuts):

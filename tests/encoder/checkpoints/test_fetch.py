@@ -14,7 +14,7 @@ import threading
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from pathlib import Path
 from typing import Any
@@ -295,7 +295,7 @@ def test_a_busy_server_is_asked_again(serve, get, code):
 
 def test_a_server_is_not_asked_sooner_than_it_wants(serve, get):
     server = serve()
-    in_a_minute = format_datetime(datetime.now(timezone.utc) + timedelta(seconds=100), usegmt=True)
+    in_a_minute = format_datetime(datetime.now(UTC) + timedelta(seconds=100), usegmt=True)
     server.file.odd += [web.status(429, Retry_After="7"), web.status(503, Retry_After=in_a_minute)]
     get(server.url)
     assert get.pauses[0] == 7

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import time
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -21,7 +21,7 @@ from pipeline.runs.upkeep.prune_runs import YOUNG_S, foresee_pruning, prune
 from tests.command import Command
 from tests.projects import MakeProject
 
-BEGUN = datetime(2026, 1, 2, 3, 4, 5, tzinfo=timezone.utc)
+BEGUN = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 
 
 def made(runs: Path, number: int, *, state: str = "done", host: str = "elsewhere", table: str = "") -> RunFolder:
@@ -114,7 +114,7 @@ def test_what_an_interrupted_pruning_leaves_is_no_run_and_goes_next_time(
 
 def test_a_run_whose_making_was_interrupted_goes_once_it_is_a_day_old(runs: Path) -> None:
     newest = made(runs, 1)
-    begun = [folders.create_folder(runs, "scan", datetime.now(timezone.utc), private=True).path for _ in range(2)]
+    begun = [folders.create_folder(runs, "scan", datetime.now(UTC), private=True).path for _ in range(2)]
     os.utime(begun[0], (time.time() - YOUNG_S - 60,) * 2)
     assert foresee_pruning(runs, keep=1).left == (begun[0],)
     list(prune(foresee_pruning(runs, keep=1)))
