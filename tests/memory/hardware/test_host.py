@@ -8,6 +8,7 @@ import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -173,7 +174,7 @@ def test_without_the_modules_the_baseline_is_a_stated_figure() -> None:
 def test_a_training_step_on_the_cpu_fits_what_is_predicted_and_nearly_fills_it(baseline: Baseline) -> None:
     need = train_need(TrainingJob(gpu=False, step_bytes=TRAINED_BYTES, threads=0), baseline)
     predicted = need.total_bytes - int(1.3 * host_memory.PAGE_CACHE_BYTES)  # which belongs to no process
-    peak = status_of(TRAINED, "VmHWM")
+    peak = median(status_of(TRAINED, "VmHWM") for _ in range(3))  # glibc lays its blocks by chance: 491 to 573 MiB
     assert 0.7 * predicted < peak < predicted
 
 
