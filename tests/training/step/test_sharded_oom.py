@@ -313,6 +313,23 @@ def test_memory_that_ends_within_the_optimizer_of_one_rank_is_heard_by_all_befor
         assert second.startswith("rank 1: memory ended within the optimizer")
 
 
+def tell(group: ProcessGroup) -> list[list[str]]:
+    """Return what each rank told that it is on while weights were looked for."""
+    stepper = spread.stepper_of(spread.step_of(group, "two", PLAIN))
+    told: list[list[str]] = []
+    stepper._begin = lambda piece: told.append(list(piece.ids))
+    stepper.weights(spread.share_of(SHARES["two"][group.rank]))
+    return told
+
+
+def test_ranks_that_look_for_weights_tell_their_own_items_before_they_run(tmp_path: Path) -> None:
+    started = crew(tmp_path, 2, tell)
+    assert started.wait() == [0, 0], [started.err(rank) for rank in range(2)]
+    for rank in range(2):
+        own = [[spread.NAMES[number] for number in micro] for micro in SHARES["two"][rank]]
+        assert started.result(rank) == own
+
+
 class Wide(spread.OneTerm):
     """A task for which memory ends at more than two items of the first rank's, or at its item 9."""
 
