@@ -25,6 +25,7 @@ from pipeline.training.ranks.rank_protocol import LOST
 from pipeline.training.step.fsdp import ShardedStep, local
 from pipeline.training.step.global_step import StepReport, WholeStep
 from pipeline.training.step.local_sharded import ShardedStepper, joint_pass
+from pipeline.training.step.local_step import Local
 from tests.limited import device
 from tests.training.ranks.crews import crew
 from tests.training.step import spread
@@ -102,13 +103,13 @@ def trial(step: ShardedStep, group: ProcessGroup, micros: Micros, *, whole: bool
         failed=lambda _, oom: ooms.append(oom.error),
     )
     stepper.keeps_whole = whole
-    go_back = stepper.go_back
+    run = stepper.run
 
-    def back() -> None:
-        ran.clear()
-        go_back()
+    def run_anew(*arguments: Any) -> Local:
+        ran.clear()  # of an attempt before, or of the pass that looked for weights
+        return run(*arguments)
 
-    stepper.go_back = back  # type: ignore[method-assign]
+    stepper.run = run_anew  # type: ignore[method-assign]
     before = [local(one).clone() for one in step.model.state_dict().values()]
     torch.manual_seed(11 + group.rank)
     together = WholeStep(step, stepper, group, meter=None, complete=lambda _: None, say=lambda _: None)
