@@ -46,7 +46,7 @@ from pipeline.training.step.micro_batches import Piece
 from pipeline.training.step.step import Step
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 
     from numpy.typing import NDArray
     from torch import nn
@@ -64,6 +64,12 @@ class Items:
     table: ItemTable
     cost_N: Integers
     likeness_N: Integers  # by which they are put in order, under any plan
+
+    def without(self, ids: Collection[str]) -> Items:
+        """Return the others."""
+        of_all = range(len(self.table))
+        others_N = np.array([number for number in of_all if self.table.ids[number] not in ids], np.int64)
+        return Items(self.table.take(others_N), self.cost_N[others_N], self.likeness_N[others_N])
 
 
 @dataclass(frozen=True, eq=False)
@@ -302,15 +308,16 @@ def _stepper(
 
 def _evaluation(job: Job, step: Step, watch: TrainingObserver) -> Evaluator | None:
     """Return the evaluator that runs between epochs; None without validation items."""
-    if job.validation is None:
+    items = job.validation.without(job.leave_out) if job.validation is not None and job.leave_out else job.validation
+    if items is None or not len(items.table):
         return None
     stretch, batch = job.stretches[-1][0], max(job.train.effective_batch, job.ranks.world)
     return Evaluator(
         step,
-        job.loader(job.validation, stretch, device=step.device, shuffle=False, batch=batch),
+        job.loader(items, stretch, device=step.device, shuffle=False, batch=batch),
         job.ranks,
         job.folder.outputs,
-        cost_N=job.validation.cost_N,
+        cost_N=items.cost_N,
         too_large=job.train.too_large,
         begin=watch.begin,
         ending=job.tell.ending,

@@ -41,6 +41,7 @@ from pipeline.runs.workflow import script_stage, table
 from pipeline.stages.read_entries import ITEMS_READ
 from pipeline.store.cache_folder import relieve
 from pipeline.store.format.disk import FULL
+from pipeline.training.ranks.rank_protocol import RankLost
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -248,6 +249,9 @@ def work_through(
             if ended.code == GO_ON:  # where a script reports no step, a later attempt counts as progress
                 note.write(ended.step or arguments.attempt, ())
             news.tell(EventKind.PROGRESS, tell.report)
+            raise
+        except RankLost:  # it is another that died on what it was on
+            note.write(news.done, ())
             raise
         if tell.report.ended_by:
             news.tell(EventKind.PROGRESS, tell.report)

@@ -131,7 +131,7 @@ class ReplayedShare:
         micro = MicroBatch(
             bundle.epoch, bundle.epoch_step, part.micro, max(1, len(bundle.cuts)), np.array(part.numbers, np.int64)
         )
-        batch = self._loader.fetch(list(part.numbers), micro)
+        batch = self._loader.fetch(list(part.numbers), micro, ahead=True)  # memory may have ended in `collate`
         if batch.ids != part.ids:
             lost = sorted(set(part.ids) - set(batch.ids)) or list(part.ids)
             what = f"{', '.join(lost[:3])} cannot be read as it was then"

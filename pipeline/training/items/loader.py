@@ -207,12 +207,12 @@ class Loader:
         made = self._maker.make(items, micro, ahead=ahead)
         return self._task_batch(made, made.value, made.weights)
 
-    def fetch_again(self, items: Sequence[int], origin: BatchOrigin) -> TaskBatch:
+    def fetch_again(self, items: Sequence[int], origin: BatchOrigin, *, ahead: bool = False) -> TaskBatch:
         """Read some items of a batch again, by where it came from."""
         from pipeline.training.sampling.sampler import MicroBatch
 
         numbers = np.array(items, dtype=np.int64)
-        return self.fetch(items, MicroBatch(origin.epoch, origin.step, origin.index, origin.of, numbers))
+        return self.fetch(items, MicroBatch(origin.epoch, origin.step, origin.index, origin.of, numbers), ahead=ahead)
 
     def _fill(self, micro: MicroBatch, lease: Lease) -> TaskBatch:
         """Read a micro-batch into a slot; called by any thread."""
@@ -247,7 +247,7 @@ class Loader:
         maker = self._maker.without_mending()
 
         def make(micro: MicroBatch, room: Room) -> MadeBatch:
-            return maker.make(micro.items.tolist(), micro, room)
+            return maker.make(micro.items.tolist(), micro, room, ahead=True)
 
         self._processes = ReaderProcesses(make, self._runs, self.threads)
 

@@ -60,14 +60,15 @@ class Ring:
         """Return so many bytes of a free slot to write to, once copies from it have ended; grows it if needed."""
         slot.copies.wait()
         if used > len(slot.memory) or len(slot.memory) == 0:
-            if used > self._slot_bytes or self._slot_bytes == 0:
-                self.grown += 1
-                self._slot_bytes = slot_bytes(used, pin=self.pins)
+            has_grown = used > self._slot_bytes or self._slot_bytes == 0
+            # No less than any other has: all are of one size in the end.
+            size = slot_bytes(used, pin=self.pins) if has_grown else self._slot_bytes
             slot.memory = torch.empty(0, dtype=torch.uint8)  # the old memory goes before the new one comes
             if self.pins:
                 release_pinned()
-            # No less than any other has: all are of one size in the end.
-            slot.memory = bytes_on_host(self._slot_bytes, pin=self.pins)
+            slot.memory = bytes_on_host(size, pin=self.pins)
+            self.grown += has_grown
+            self._slot_bytes = max(self._slot_bytes, size)  # only now: smaller batches need no room that there is not
         memory: Bytes = slot.memory.numpy()[:used]
         return memory
 
@@ -173,8 +174,9 @@ class ReadAhead(Generic[Micro, Filled]):
         with self._changed:
             self._changed.wait_for(lambda: self._given in self._done or (self._ended and self._given >= self._drawn))
             read = self._done.pop(self._given, self._ended)
-            self._given += read is not self._ended
-        if isinstance(read, StopIteration):
+            is_over = read is self._ended
+            self._given += not is_over
+        if is_over and isinstance(read, StopIteration):  # else it is an error of `fill`
             return None
         if isinstance(read, BaseException):
             raise read
@@ -192,7 +194,9 @@ class ReadAhead(Generic[Micro, Filled]):
         return read
 
     def close(self) -> None:
-        """End the threads, and free the slots of unused batches."""
+        """End the threads, and free the slots of unused batches; afterwards they may be those of another pass."""
+        if not self._threads:
+            return
         atexit.unregister(self.close)
         with self._changed:
             self._ended = self._ended or StopIteration()
@@ -214,6 +218,7 @@ class ReadAhead(Generic[Micro, Filled]):
             pass
         for slot in unused:
             self._ring.free.put(slot)
+        self._threads.clear()
 
     def _work(self) -> None:
         while (slot := self._ring.free.get()) and self._fill_next(slot):

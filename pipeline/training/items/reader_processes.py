@@ -16,9 +16,10 @@ import signal
 import warnings
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Pipe
+from multiprocessing.connection import Connection, Pipe
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -27,7 +28,6 @@ from pipeline.memory.hardware.host_memory import slot_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from multiprocessing.connection import Connection
 
     from numpy.typing import NDArray
 
@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 
 LEFT_ALONE = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # it ends when its pipe does
 END_S = 5.0
+_open: WeakSet[Connection] = WeakSet()  # this process's ends of the pipes of all that it forked
 
 
 class SharedRun:
@@ -127,9 +128,11 @@ def _forked(make: Make, runs: Sequence[SharedRun]) -> _Reader:
         pid = os.fork()
     if pid:
         theirs.close()
+        _open.add(ours)
         return _Reader(pid, ours)
     try:
-        ours.close()
+        for end in (ours, *_open):  # as long as one is open here, another would wait for what is asked of it
+            end.close()
         _serve(make, runs, theirs)
     finally:
         os._exit(0)  # nothing of the process that forked it is to be closed here

@@ -87,9 +87,9 @@ class RunningStretch:
             yield share
 
     def _fetch(self, clock: StepClock, numbers: Sequence[int], origin: BatchOrigin) -> TaskBatch:
-        """Read some items of a micro-batch again."""
+        """Read a micro-batch again, as ahead of its turn: some of it may be left out, or not fit but in pieces."""
         with clock.within(READ):
-            return self.loader.fetch_again(numbers, origin)
+            return self.loader.fetch_again(numbers, origin, ahead=True)
 
 
 class TrainingProgress:
@@ -270,9 +270,9 @@ def rehearse(
         worst = MicroBatch(course.loader.sampler.epoch, 0, 0, 1, no_items)
     if meter is not None:
         meter.reset_peak()
-    batch = course.loader.fetch(worst.items.tolist(), worst, ahead=True)
-    fetch = course.loader.fetch
-    stepper.rehearse(RankShare(iter([batch]), lambda numbers, _: fetch(numbers, worst), hold=1, leave_out=leave_out))
+    fetch = partial(course.loader.fetch, micro=worst, ahead=True)
+    batch = fetch(worst.items.tolist())
+    stepper.rehearse(RankShare(iter([batch]), lambda numbers, _: fetch(numbers), hold=1, leave_out=leave_out))
     memory = meter.read() if meter is not None else None
     cost = stepper.cost(Piece(batch, 0, len(batch))) if len(batch) else 0
     step.release()

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from pipeline.training.step.collectives import PassOutcome
     from pipeline.training.step.fsdp import ShardedStep
     from pipeline.training.step.micro_batches import RankShare
+    from pipeline.training.step.optimizers import Terms
 
 Result = TypeVar("Result")
 
@@ -118,12 +119,18 @@ class ShardedStepper(JointStepper):
         """Return the weights of this rank's pieces; None where memory ended on any rank."""
         weights: list[Mapping[str, Any]] = []
         for turn in self._turns(share):
-            outcome = self._made(turn, lambda piece: self.step.aside(piece.collated(self.step)), share, Local())
+            outcome = self._made(turn, partial(self._aside, is_own=turn.counts), share, Local())
             if outcome.result is None:
                 return None
             if turn.counts:
                 weights.append({name: weight for name, (_, weight) in outcome.result.items()})
         return weights
+
+    def _aside(self, piece: Piece, *, is_own: bool) -> Terms:
+        """Return the terms of a piece, without side effects."""
+        if is_own:
+            self._told(piece)
+        return self.step.aside(piece.collated(self.step))
 
     def run(self, share: RankShare, weights: Mapping[str, float] | None) -> Local:
         """Run this rank's share forward and backward, and others' items while they have more passes to make."""

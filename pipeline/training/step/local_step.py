@@ -107,7 +107,7 @@ class Stepper:
             self._is_several = names > 1 or isinstance(self.step.task, Weights)
 
     def _weights_of(self, piece: Piece) -> Mapping[str, Any]:
-        if not isinstance(self.step.task, Weights):
+        if piece.weights is None:  # it is collated, or runs
             self._told(piece)
         return weights_of(self.step, piece)
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,13 +16,15 @@ from pipeline.cluster.verdict import Cause
 from pipeline.config.load import read_config
 from pipeline.errors import BudgetReached, SubmissionRefused
 from pipeline.journal.attempts import Ask, Attempt
-from pipeline.journal.ledger import Ledger
+from pipeline.journal.ledger import Ledger, read_notes
 from pipeline.journal.run_status import StageJob
 from pipeline.project.project import Project, open_executor
 from pipeline.records import EventKind
 from pipeline.runs.dataset.worklist import Shard, StageSurvey
+from pipeline.runs.engine import run_task
 from pipeline.runs.engine.dispatch import Dispatch
 from pipeline.runs.workflow import table
+from pipeline.training.ranks.rank_protocol import RankLost
 from tests.journal.ledgers import Told
 
 MIB = 1 << 20
@@ -51,6 +56,36 @@ def test_memory_of_ranks_is_that_of_all_on_a_node(tmp_path: Path, monkeypatch: p
         dispatch = Dispatch(told.folder, config, executor, lambda _kind, **data: emitted.append(data))
         dispatch.collect(Project.open(config), table.stage("train", config), told.status.stages["train"], [ended])
     assert [one["peak_rss_bytes"] for one in emitted] == [3 * 400 * MIB]
+
+
+def test_of_ranks_only_that_which_died_is_said_to_have_been_on_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the items of the others look as guilty as the one that kills, however often it is tried one at a time."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pipeline.yaml").write_text(CONFIG)
+    project = Project.open(read_config(tmp_path / "pipeline.yaml").config)
+    told = Told(project.config.cluster.runs, "train", tasks=1)
+
+    class Ended(Exception):
+        """In place of a signal that kills."""
+
+    def work(rank: int, end: Exception) -> None:
+        def outcomes(*arguments: Any) -> Iterator[None]:
+            arguments[-1].on([f"item {rank}"])
+            raise end
+            yield
+
+        stage = SimpleNamespace(work=outcomes)
+        monkeypatch.setattr(run_task.table, "stage", lambda *_: stage)
+        arguments = Namespace(stage="train", task=0, attempt=1, mem=0, shrink=0, careful=False)
+        with closing(Ledger(told.folder, f"train-000000-{rank}")) as ledger, pytest.raises(type(end)):
+            run_task.work_through(project, told.folder, arguments, (rank, 3), run_task.News(ledger, {}))
+
+    work(0, RankLost("rank 1 died without a word"))
+    work(1, Ended())
+    work(2, RankLost("rank 1 died without a word"))
+    assert read_notes(told.folder, "train", 0, 1)[1] == ("item 1",)
 
 
 @pytest.mark.parametrize(("budget", "fitting"), [("3 core-hours", 2), ("100 core-hours", 4), ("1 core-hours", 0)])

@@ -57,6 +57,7 @@ import torch
 from torch import nn
 
 BAD = "c2"
+ITEMS = 8
 WIDTH = 1024
 
 class Bend(nn.Module):
@@ -83,6 +84,8 @@ class Task:
     def collate(self, items, rng):
         if any(item.id == os.environ.get("REPLAYLAB_DIES") for item in items):
             os.kill(os.getpid(), signal.SIGKILL)
+        if len(items) > int(os.environ.get("REPLAYLAB_FITS", ITEMS)):
+            raise MemoryError("no room to collate")
         rows = [torch.cat([side.embedding for side in item.sides.values()]) for item in items]
         signs = [torch.full((len(x), 1), -1.0 if item.id == BAD else 1.0) for item, x in zip(items, rows)]
         return torch.cat(rows), torch.cat(signs)
@@ -298,6 +301,13 @@ def allowed(case: ReplayCase, limit_bytes: int) -> ReplayCase:
 
 
 class TestOutOfMemory:
+    def test_in_collate_is_reproduced(self, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("REPLAYLAB_FITS", "0")
+        bundle = replace(lab.bundle, kind=step_bundle.BundleKind.OOM, failed=0)
+        found = replay_here(replace(lab.case, bundle=bundle), device="cpu")
+        assert found.is_reproduced, found.verdict
+        assert found.to_json()["micro_batches"][0]["error"] == "no room to collate"
+
     @pytest.mark.slow
     def test_is_measured_where_there_is_room_and_reproduced_where_there_is_not(self, starved: ReplayCase) -> None:
         with LimitedDevice() as device:

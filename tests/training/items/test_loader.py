@@ -234,6 +234,33 @@ def test_a_new_loop_ends_the_one_under_way(data):
     assert threads_left() == 0
 
 
+class Watched:
+    """The queue of free slots, which knows how often readers were told to end."""
+
+    def __init__(self, free):
+        self._free, self.ends = free, 0
+
+    def put(self, slot):
+        self.ends += slot is None
+        self._free.put(slot)
+
+    def __getattr__(self, name):
+        return getattr(self._free, name)
+
+
+def test_an_earlier_loop_that_goes_later_ends_no_reader_of_the_one_under_way(data):
+    loader = data.loader(lists_of(24, 6), threads=2)
+    free = loader._ring.free = Watched(loader._ring.free)
+    first = iter(loader)
+    next(first)
+    second = iter(loader)
+    next(second)
+    assert free.ends == 2
+    del first
+    assert free.ends == 2, "those of the second took them, or not: then it waits for ever"
+    assert len([batch.clone() for batch in second]) == 3
+
+
 def test_a_loader_that_is_dropped_frees_its_memory(data):
     loader = data.loader(lists_of(24, 6))
     list(islice(loader, 2))

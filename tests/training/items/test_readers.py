@@ -116,6 +116,21 @@ def test_processes_stay_for_the_next_epoch_and_end_with_the_loader(data):
             os.kill(pid, 0)
 
 
+def test_processes_end_by_themselves_whichever_is_asked_first(data):
+    loaders = [data.loader([[0], [1]], collate=structured, readers=PROCESSES) for _ in range(2)]
+    for loader in loaders:
+        list(loader)
+    assert [reader.end() for loader in loaders for reader in loader._processes._readers] == [0] * 4, "killed: -9"
+
+
+def test_what_is_not_to_be_collated_ahead_no_process_collates(data):
+    loader = data.loader(LISTS, collate=structured, readers=PROCESSES, may_collate=lambda ids: "item1" not in ids)
+    for batch in loader.read():
+        assert batch.is_made == ("item1" not in batch.ids)
+        assert batch.is_made or batch.part(0, len(batch)).by == os.getpid()
+    loader.end()
+
+
 def test_a_process_that_is_killed_costs_nothing_but_its_pace(data, caplog):
     loader = data.loader([[0], [1], [2], [3], [4], [5]] * 2, collate=structured, readers=PROCESSES, slots=2, threads=1)
     seen = []

@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
+from pipeline.training.items import read_ahead
 from pipeline.training.items.read_ahead import Lease, Ring
 
 MIB = 1 << 20
@@ -112,6 +113,22 @@ def test_memory_is_used_again_and_grows_to_one_size():
         ring.room(slot, MIB)
         ring.free.put(slot)
     assert before == [slot.memory.data_ptr() for slot in ring.slots]
+
+
+def test_what_had_no_memory_does_not_make_smaller_batches_ask_for_as_much(monkeypatch):
+    ring, real = Ring(2, pin=False), read_ahead.bytes_on_host
+
+    def little(size, pin):
+        if size > 8 * MIB:
+            raise MemoryError
+        return real(size, pin=pin)
+
+    monkeypatch.setattr(read_ahead, "bytes_on_host", little)
+    slot = taken(ring)
+    with pytest.raises(MemoryError):
+        ring.room(slot, 32 * MIB)
+    assert len(ring.room(slot, MIB)) == MIB
+    assert ring.grown == 1
 
 
 def test_a_batch_of_nothing_has_memory_of_no_length():

@@ -25,6 +25,7 @@ from pipeline.training.ranks.rank_protocol import LOST
 from pipeline.training.step.fsdp import ShardedStep, local
 from pipeline.training.step.global_step import StepReport, WholeStep
 from pipeline.training.step.local_sharded import ShardedStepper, joint_pass
+from pipeline.training.step.local_step import Local
 from tests.limited import device
 from tests.training.ranks.crews import crew
 from tests.training.step import spread
@@ -102,13 +103,13 @@ def trial(step: ShardedStep, group: ProcessGroup, micros: Micros, *, whole: bool
         failed=lambda _, oom: ooms.append(oom.error),
     )
     stepper.keeps_whole = whole
-    go_back = stepper.go_back
+    run = stepper.run
 
-    def back() -> None:
-        ran.clear()
-        go_back()
+    def run_anew(*arguments: Any) -> Local:
+        ran.clear()  # of an attempt before, or of the pass that looked for weights
+        return run(*arguments)
 
-    stepper.go_back = back  # type: ignore[method-assign]
+    stepper.run = run_anew  # type: ignore[method-assign]
     before = [local(one).clone() for one in step.model.state_dict().values()]
     torch.manual_seed(11 + group.rank)
     together = WholeStep(step, stepper, group, meter=None, complete=lambda _: None, say=lambda _: None)
@@ -311,6 +312,23 @@ def test_memory_that_ends_within_the_optimizer_of_one_rank_is_heard_by_all_befor
         first, second = started.result(rank)
         assert first == ""
         assert second.startswith("rank 1: memory ended within the optimizer")
+
+
+def tell(group: ProcessGroup) -> list[list[str]]:
+    """Return what each rank told that it is on while weights were looked for."""
+    stepper = spread.stepper_of(spread.step_of(group, "two", PLAIN))
+    told: list[list[str]] = []
+    stepper._begin = lambda piece: told.append(list(piece.ids))
+    stepper.weights(spread.share_of(SHARES["two"][group.rank]))
+    return told
+
+
+def test_ranks_that_look_for_weights_tell_their_own_items_before_they_run(tmp_path: Path) -> None:
+    started = crew(tmp_path, 2, tell)
+    assert started.wait() == [0, 0], [started.err(rank) for rank in range(2)]
+    for rank in range(2):
+        own = [[spread.NAMES[number] for number in micro] for micro in SHARES["two"][rank]]
+        assert started.result(rank) == own
 
 
 class Wide(spread.OneTerm):
