@@ -291,7 +291,6 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
         return super().redirect_request(req, fp, 307 if code == 308 else code, msg, headers, newurl)
 
 
-
 def _refuse_odd_url(url: str) -> None:
     """Refuse anything but the HTTP(S) address of a file."""
     try:
