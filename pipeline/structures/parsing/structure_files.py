@@ -288,6 +288,12 @@ def parser_of(form: str) -> str:
     return f"{PARSER}+biotite-{version('biotite')}" if form == "bcif" and HAS_BIOTITE else PARSER
 
 
+def parsers() -> dict[str, str]:
+    """Return the parser of each format that can be read here."""
+    forms = (form for form in dict.fromkeys(FORMATS.values()) if form not in EXTRA or find_spec(EXTRA[form]))
+    return {form: parser_of(form) for form in forms}
+
+
 def _version(package: str) -> str:
     """Return the version of a package; conda may have installed it without metadata."""
     try:
