@@ -282,7 +282,8 @@ def _suffix(path: Path) -> str:
 def parser_of(form: str) -> str:
     """Name the parser of a format, with its version."""
     if form in EXTRA:
-        return f"{EXTRA[form]}-{_version(EXTRA[form])}+{form}-{REVISIONS[form]}"
+        parser = f"{EXTRA[form]}-{_version(EXTRA[form])}+{form}-{REVISIONS[form]}"
+        return f"{parser}+{PARSER}" if form == "amber" else parser  # gemmi knows what its residues are by their names
     if form == "pdb" and plain_pdb.REVISION:
         return f"{PARSER}+plain-{plain_pdb.REVISION}"
     return f"{PARSER}+biotite-{version('biotite')}" if form == "bcif" and HAS_BIOTITE else PARSER
