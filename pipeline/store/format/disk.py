@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.command_line import Command
 from pipeline.errors import CacheFull, CacheUnusable, JobFailed, PipelineError
-from pipeline.files import SHARED, user_name, whose
+from pipeline.files import SHARED, file_system, user_name, whose
 from pipeline.store.format.cache_layout import MARKER, PARTIAL_SUFFIX, unique_stem
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 _GROUP_READ = stat.S_IRUSR | stat.S_IRGRP
 _GROUP_ENTER = _GROUP_READ | stat.S_IXUSR | stat.S_IXGRP
-_MOUNTS = Path("/proc/self/mountinfo")
 _MEMORY = {"tmpfs", "ramfs"}
 _NOT_SUPPORTED = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 _NO_LINKS_HERE = {errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
@@ -168,15 +167,7 @@ class Disk:
 
     def in_memory(self, path: Path) -> bool:
         """Say whether a folder is on a file system in memory, such as tmpfs; False where that is not known."""
-        device = path.stat().st_dev
-        number = f"{os.major(device)}:{os.minor(device)}"
-        try:
-            mounts = _MOUNTS.read_text(errors="replace").splitlines()
-        except OSError:
-            return False
-        fields = (line.split() for line in mounts)  # … device … - type …
-        types = (words[words.index("-") + 1] for words in fields if "-" in words[3:-1] and words[2] == number)
-        return any(type_ in _MEMORY for type_ in types)
+        return file_system(path.stat().st_dev) in _MEMORY
 
     def exists(self, path: Path) -> bool:
         return os.path.lexists(path)
