@@ -270,20 +270,20 @@ def files_from(root: Path, module: str) -> dict[str, Path]:
 def _files_of(root: Path, module: str) -> list[Path]:
     """Return the files of a module, or of its top package; none where it is not below the root."""
     top = root / module.partition(".")[0]
-    if (top / "__init__.py").is_file() or (top.is_dir() and "." in module):
-        return sorted(path for path in top.rglob("*.py") if "__pycache__" not in path.parts)
     single = top.with_suffix(".py")
+    if (top / "__init__.py").is_file() or (top.is_dir() and "." in module and not single.is_file()):
+        return sorted(path for path in top.rglob("*.py") if "__pycache__" not in path.parts)
     return [single] if single.is_file() else []
 
 
 def _imported(path: Path) -> list[str]:
-    """Return the modules that a file imports absolutely, without our own."""
+    """Return the modules that a file imports absolutely, without our own; what is taken from one may be one, too."""
     names: list[str] = []
     for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            names.append(node.module)
+            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
     return [name for name in dict.fromkeys(names) if name.partition(".")[0] != "pipeline"]
 
 
