@@ -25,7 +25,7 @@ from pipeline.encoder.checkpoints.checkpoint_files import ESMC
 from pipeline.encoder.checkpoints.esm_checkpoint import as_dtype
 from pipeline.encoder.embedding_recipe import BF16_PRODUCTS, CLS, ENDS, EOS, PAD, tokenize
 from pipeline.encoder.forward.esm_layer import EsmLayer, ParameterReader
-from pipeline.encoder.forward.linear import Bfloat16Linear, TorchLinear, choose_linear, full_precision
+from pipeline.encoder.forward.linear import Bfloat16Linear, TorchLinear, choose_linear, without_tf32
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -192,7 +192,7 @@ class EsmEncoder:
         self._tile, self.fill = 0, 1
         self.sampled: Strain | None = None  # what the gate saw; sequences beyond it come out as NaN
         self.strains: list[Strain] = []  # of the sequences of the last call, where products are in bf16
-        with torch.inference_mode(), full_precision():
+        with torch.inference_mode(), without_tf32():
             take = ParameterReader(checkpoint, device, self._dtype)
             self._table_VD = take.table(token_dropout=architecture.token_dropout)
             kind: type[TorchLinear] = TorchLinear
@@ -219,7 +219,7 @@ class EsmEncoder:
     @torch.inference_mode()
     def __call__(self, tokens: Sequence[NDArray[np.uint8]], *, cls: bool = False) -> torch.Tensor:
         """Return the rows of all residues, in order; where `cls`, before those of each sequence that of its mark."""
-        with full_precision():
+        with without_tf32():
             return self._rows(self._pack(tokens, cls=cls), len(tokens))
 
     def _rows(self, packing: Packing, sequences: int) -> torch.Tensor:

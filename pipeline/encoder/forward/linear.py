@@ -23,7 +23,7 @@ _NO_SCALARS: list[float] = []
 
 
 @contextmanager
-def full_precision() -> Iterator[None]:
+def without_tf32() -> Iterator[None]:
     """Keep products in fp32 from TF32, whatever a container's environment, or the process, allows itself."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")

@@ -24,7 +24,7 @@ from pipeline.encoder.checkpoints.checkpoint_files import ESM1B, ESMC
 from pipeline.encoder.checkpoints.esm_checkpoint import esm1b_settings
 from pipeline.encoder.embedding_recipe import BF16_PRODUCTS, CLS, EOS, LETTERS, tokenize
 from pipeline.encoder.forward.esm2 import EsmEncoder, Strain
-from pipeline.encoder.forward.linear import full_precision
+from pipeline.encoder.forward.linear import without_tf32
 from pipeline.errors import PlanInfeasible, WeightsUnusable
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ class Reference:
 
     def __call__(self, sequences: Sequence[str], *, cls: bool = False) -> list[Rows]:
         """Return rows_LD of each sequence, computed one by one; where `cls`, after the row of its mark."""
-        with torch.inference_mode(), full_precision():
+        with torch.inference_mode(), without_tf32():
             return [self._rows(tokenize(sequence))[not cls :] for sequence in sequences]
 
     def _rows(self, tokens_L: Tokens) -> Rows:
