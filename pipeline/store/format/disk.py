@@ -198,6 +198,10 @@ class Disk:
     def same_file(self, path: Path, other: Path) -> bool:
         return path.samefile(other)
 
+    def is_called(self, fd: int, path: Path) -> bool:
+        """Say whether an open file has that name."""
+        return os.path.samestat(os.fstat(fd), path.stat())
+
     def free_bytes(self, path: Path) -> int:
         """Return what the file system under `path` has free (a quota may allow less)."""
         while not path.exists():
@@ -276,10 +280,14 @@ class Draft:
             self._disk.make_folder(target.parent)
             self._disk.fsync(self._fd)
             self._disk.make_published(self._fd)
-            if replace:
-                self._disk.rename(self.path, target)
-            else:
-                link_or_rename(self._disk, self.path, target)
+            try:
+                if replace:
+                    self._disk.rename(self.path, target)
+                else:
+                    link_or_rename(self._disk, self.path, target)
+            except FileNotFoundError:  # a network sent the request twice, and what answered found the file renamed
+                if not self._disk.is_called(self._fd, target):
+                    raise
             self._disk.fsync_folder(target.parent)
         self.discard()
 
