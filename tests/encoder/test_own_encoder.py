@@ -413,6 +413,14 @@ def test_modules_of_a_folder_that_is_no_package_are_in_the_keys(tmp_path: Path, 
     assert "mylab/scales.py" in dict(sources(load_encoder("own_enc:Encoder", tmp_path, {}, beside=tmp_path)))
 
 
+def test_a_folder_of_data_that_is_called_like_an_installed_package_is_none(tmp_path: Path, pipeline: Command) -> None:
+    write_project(tmp_path, TEXTS)
+    (tmp_path / "safetensors" / "more").mkdir(parents=True)  # which the encoder imports from
+    for name in ("convert.py", "more/convert.py"):
+        (tmp_path / "safetensors" / name).write_text("")
+    assert set(dict(sources(load_encoder("own_enc:Encoder", tmp_path, {}, beside=tmp_path)))) == {"own_enc.py"}
+
+
 @pytest.mark.parametrize("told", ["by a version", "by its code"])
 def test_an_installed_encoder_is_known_by_its_version_whatever_its_package_is_called_or_by_its_code(
     tmp_path: Path, pipeline: Command, monkeypatch: pytest.MonkeyPatch, told: str
