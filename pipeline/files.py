@@ -1,4 +1,4 @@
-"""Small files that are replaced whole or not at all, whose they are, and where those are that the package ships."""
+"""Files: small ones that are replaced whole or not at all, whose they are, which is which, and what is shipped."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pwd
 import secrets
 import stat
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -83,6 +84,32 @@ def _group_name(gid: int) -> str:
         return grp.getgrgid(gid).gr_name
     except KeyError:
         return str(gid)
+
+
+_MOUNTS = Path("/proc/self/mountinfo")
+_FLEETING = ("fuse", "cifs", "smb")  # how the names of file systems begin that may number a file anew when asked again
+
+
+def file_number(state: os.stat_result) -> int:
+    """Return the number of a file on its disk, which no other there has; 0 where numbers do not last.
+
+    Files of one size that were written within a tick of their clock have the same times, and one takes the place of
+    another when a link is set to it, or its folder renamed.
+    """
+    return 0 if file_system(state.st_dev).startswith(_FLEETING) else state.st_ino
+
+
+@lru_cache(maxsize=64)
+def file_system(device: int) -> str:
+    """Return the type of the file system with that device number, such as ext4; empty where it is not known."""
+    number = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        mounts = _MOUNTS.read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    fields = (line.split() for line in mounts)  # … device … - type …
+    types = (words[words.index("-") + 1] for words in fields if "-" in words[3:-1] and words[2] == number)
+    return next(types, "")
 
 
 def file_digest(path: Path) -> str:

@@ -36,7 +36,7 @@ def encoded_graph(read: Complex, recipe: GraphRecipe) -> tuple[dict[str, Array],
         return encode_graph(build_graph(read, recipe))
     except UnusableInput as problem:
         return {}, {"reason": problem.reason.value, "detail": problem.detail}
-    except MemoryError:
+    except (MemoryError, ImportError, OSError):  # of this machine, and not of the item
         raise
     except Exception as error:  # a bug of ours must cost this item, not the run
         log.exception("a graph could not be built")

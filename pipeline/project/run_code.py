@@ -268,22 +268,26 @@ def files_from(root: Path, module: str) -> dict[str, Path]:
 
 
 def _files_of(root: Path, module: str) -> list[Path]:
-    """Return the files of a module, or of its top package; none where it is not below the root."""
-    top = root / module.partition(".")[0]
-    if (top / "__init__.py").is_file() or (top.is_dir() and "." in module):
-        return sorted(path for path in top.rglob("*.py") if "__pycache__" not in path.parts)
+    """Return the files of a module, or of its top package; none where it is not below the root.
+
+    A folder without `__init__.py` is one where it has what is imported from it: else it may hold a data set.
+    """
+    top, place = root / module.partition(".")[0], root.joinpath(*module.split("."))
     single = top.with_suffix(".py")
+    has_it = place != top and not single.is_file() and (place.is_dir() or place.with_suffix(".py").is_file())
+    if (top / "__init__.py").is_file() or has_it:
+        return sorted(path for path in top.rglob("*.py") if "__pycache__" not in path.parts)
     return [single] if single.is_file() else []
 
 
 def _imported(path: Path) -> list[str]:
-    """Return the modules that a file imports absolutely, without our own."""
+    """Return the modules that a file imports absolutely, without our own; what is taken from one may be one, too."""
     names: list[str] = []
     for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            names.append(node.module)
+            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
     return [name for name in dict.fromkeys(names) if name.partition(".")[0] != "pipeline"]
 
 

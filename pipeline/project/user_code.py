@@ -15,12 +15,13 @@ from dataclasses import dataclass, replace
 from importlib import metadata
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pipeline.encoder.checkpoints.weights import CheckpointFacts, sha256_of
 from pipeline.encoder.embedding_recipe import LETTERS
+from pipeline.encoder.engine import hugging_face
 from pipeline.errors import ConfigError
-from pipeline.files import read_json, write_whole
+from pipeline.files import file_number, read_json, write_whole
 from pipeline.keys import is_settled, recipe_key
 from pipeline.project.run_code import (
     PACKAGE,
@@ -36,7 +37,8 @@ from pipeline.project.run_code import (
 from pipeline.protocol import ReadsFiles, Samples, has_cls
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
+    from types import ModuleType
 
     from pipeline.config.schema import Config
     from pipeline.config.schema_train import TrainSection
@@ -185,19 +187,22 @@ def encoder_code(config: Config, beside: Path | None) -> EncoderCode:
         with suppress(KeyError, TypeError):  # of another version
             known = read_json(path) or {}
             files = tuple((name, named[name]) for name in known["files"])
-            return EncoderCode(CheckpointFacts.from_json(known["facts"]), files)
+            if [list(state) for state in _states_of(map(Path, known["reads"]))] == list(known["reads"].values()):
+                return EncoderCode(CheckpointFacts.from_json(known["facts"]), files)
     encoder = load_encoder(embed.encoder, embed.weights, embed.options, beside=beside)
     files = tuple(sources(encoder))
+    reads = _states_of(map(Path.absolute, _read(encoder)))
     code = EncoderCode(_facts(config, encoder, states), files)
-    read = (*states, *_named_states(config))
-    is_settled_all = all(is_settled(mtime_ns, ctime_ns) for _, _, mtime_ns, ctime_ns in read)
+    read = (*states, *_named_states(config), *reads)
+    is_settled_all = all(is_settled(mtime_ns, ctime_ns) for *_, mtime_ns, ctime_ns in read)
     is_whole = named is not None and dict(files).items() <= named.items()
     if is_settled_all and is_whole and not was_imported and asked == _asked_of_encoder(config, named, states):
-        keep(path, {"facts": code.facts.to_json(), "files": list(dict(files))})
+        told = {"files": list(dict(files)), "reads": {state[0]: state for state in reads}}
+        keep(path, {"facts": code.facts.to_json(), **told})
     return code
 
 
-def _facts(config: Config, encoder: Encoder, states: list[tuple[str, int, int, int]]) -> CheckpointFacts:
+def _facts(config: Config, encoder: Encoder, states: list[FileState]) -> CheckpointFacts:
     """Return the facts about an encoder as about any checkpoint; refuse impossible ones."""
     embed = config.embed
     name, weights = embed.encoder, embed.weights
@@ -217,13 +222,15 @@ def _facts(config: Config, encoder: Encoder, states: list[tuple[str, int, int, i
         "code": source_digest(encoder, without=()),
         "version": [getattr(encoder, "version", 0), _distribution(encoder)],
         "options": embed.options,
-        "weights": [(file.name, sha256_of(file)) for file in _files(weights)] if is_weighted else [],
+        "weights": [(_name_in(weights, file), sha256_of(file)) for file in _files(weights)] if is_weighted else [],
         "is": [width, layers, longest, letters],
     }
+    if isinstance(encoder, hugging_face.HuggingFace):  # their code makes the tokens, and the rows
+        made_of["library"] = hugging_face.library_version()
     if read := _read(encoder):
         made_of["reads"] = [(file.name, sha256_of(file)) for file in read]
     digest = hashlib.blake2b(json.dumps(made_of, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
-    size = sum(size for _, size, _, _ in states) if is_weighted else 0
+    size = sum(size for _, _, size, _, _ in states) if is_weighted else 0
     return CheckpointFacts(
         name, OWN, str(weights) if is_weighted else name, digest, layers, width, 1, "fp32", size, OWN, longest, letters
     )
@@ -259,17 +266,30 @@ def _letters(encoder: Encoder, name: str) -> str:
 def _distribution(encoder: Encoder) -> str:
     """Return the version of the installed package that an encoder is of; empty where it is of none, or ours."""
     top = type(encoder).__module__.partition(".")[0]
+    if top == PACKAGE.name:
+        return ""
     with suppress(metadata.PackageNotFoundError):
-        return "" if top == PACKAGE.name else metadata.version(top)
-    return ""
+        return metadata.version(top)
+    if sources(encoder):
+        return ""
+    names = sorted(metadata.packages_distributions().get(top, ()))  # fair-esm is imported as esm
+    return " ".join(f"{name} {metadata.version(name)}" for name in names) or _of_unnamed(sys.modules[top])
 
 
-def _asked_of_encoder(config: Config, files: Mapping[str, Path] | None, states: list[tuple[str, int, int, int]]) -> str:
+def _of_unnamed(package: ModuleType) -> str:
+    """Return the digest of an installed package whose version nobody has written down."""
+    folders = list(getattr(package, "__path__", ()))
+    files = [path for folder in folders for path in sorted(Path(folder).rglob("*.py"))]
+    return digest_of([(path.name, path) for path in files or [Path(inspect.getfile(package))]])
+
+
+def _asked_of_encoder(config: Config, files: Mapping[str, Path] | None, states: list[FileState]) -> str:
     """Return the digest of all that the facts follow from."""
     facts: dict[str, Any] = {
         "read": _named_states(config),
         "encoder": config.embed.encoder,
         "cls": config.embed.cls,
+        "library": hugging_face.library_version(),
         "options": json.dumps(config.embed.options, sort_keys=True, default=str),
         "files": digest_of(sorted((files or {}).items())),
         "weights": states,
@@ -279,20 +299,36 @@ def _asked_of_encoder(config: Config, files: Mapping[str, Path] | None, states: 
     return recipe_key("encoder", facts).hex()
 
 
-def _named_states(config: Config) -> list[tuple[str, int, int, int]]:
+def _named_states(config: Config) -> list[FileState]:
     """Return the same of the files that options name, as far as one can tell before the encoder is asked."""
     named = [Path(value) for value in config.embed.options.values() if isinstance(value, str)]
     return [state for path in named if path.is_absolute() for state in _states(path)]
 
 
-def _states(weights: Path) -> list[tuple[str, int, int, int]]:
-    """Return the path, size and times of each file of the weights; any write changes one of them."""
-    states = [(path, path.stat()) for path in _files(weights)]
-    return [(str(path.absolute()), state.st_size, state.st_mtime_ns, state.st_ctime_ns) for path, state in states]
+FileState: TypeAlias = "tuple[str, int, int, int, int]"  # path, number, size, mtime and ctime; any write changes one
+
+
+def _states(weights: Path) -> list[FileState]:
+    """Return the state of each file of the weights."""
+    return _states_of(path.absolute() for path in _files(weights))
+
+
+def _states_of(paths: Iterable[Path]) -> list[FileState]:
+    """Return the states of files; of one that is not there, none."""
+    states = [(path, path.stat()) for path in paths if path.is_file()]
+    return [
+        (str(path), file_number(state), state.st_size, state.st_mtime_ns, state.st_ctime_ns) for path, state in states
+    ]
 
 
 def _files(weights: Path) -> list[Path]:
-    """Return the files of the weights: the one, or all in a folder that are not hidden; none where there are none."""
+    """Return the files of the weights: the one, or all below a folder that are not hidden; none where none is."""
     if weights.is_dir():
-        return sorted(path for path in weights.iterdir() if path.is_file() and not path.name.startswith("."))
+        below = sorted(path for path in weights.iterdir() if not path.name.startswith("."))
+        return [file for path in below for file in _files(path)]
     return [weights] if weights.is_file() else []
+
+
+def _name_in(weights: Path, file: Path) -> str:
+    """Return the name of a file of the weights, of one in a folder its place there."""
+    return file.name if file == weights else file.relative_to(weights).as_posix()

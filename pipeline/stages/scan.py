@@ -1,7 +1,7 @@
 """Stage scan: structure files in, an inventory of every item in the store.
 
-Two kinds of record. `files` remembers which content a file (path, size, times) had, so that an unchanged file is never
-read again; `scan` holds the inventory under the key of that content and of every choice that can change it.
+Two kinds of record. `files` remembers which content a file (path, number, size, times) had, so that an unchanged one is
+never read again; `scan` holds the inventory under the key of that content and of every choice that can change it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pipeline.errors import CacheDamaged, RecordMissing
+from pipeline.files import file_number
 from pipeline.keys import COARSE_TICK_NS, content_digest, is_settled, recipe_key
 from pipeline.records import Inventory, Item, Reason
 from pipeline.store.cache_folder import relieve_store
@@ -112,7 +113,8 @@ def glance(path: str, recipe: ScanRecipe) -> bytes | Inventory | None:
         return Inventory(reason=problem.reason, detail=problem.detail)
     if not is_settled(state.st_mtime_ns, state.st_ctime_ns):
         return None
-    return recipe_key("file", {"path": path, "size": state.st_size, "times": [state.st_mtime_ns, state.st_ctime_ns]})
+    times = [state.st_mtime_ns, state.st_ctime_ns]
+    return recipe_key("file", {"path": path, "number": file_number(state), "size": state.st_size, "times": times})
 
 
 def _content(
@@ -185,28 +187,32 @@ class Scanner:
                 self.refuse(item.id, problem.reason, problem.detail)
             return problem.reason
         key = item_key(item, self.recipe, {path: file.digest for path, file in files.items()})
-        if key not in self.known:
-            self.known[key] = self._take(item, key, files)
-        return self.known[key]
+        return self.known[key] if key in self.known else self._take(item, key, files)
 
     def _take(self, item: Item, key: bytes, files: Mapping[str, File]) -> Reason | None:
         """Make an inventory, unless the store has it because the file was only touched or copied."""
         stored = _read_meta(self.shelves.inventories, {key})
         if stored:
-            return Inventory.from_json(stored[key]).reason
+            self.known[key] = Inventory.from_json(stored[key]).reason
+            return self.known[key]
         if total_bytes(files) > LARGE_BYTES:
             self.publish()  # should this one exhaust the memory, what came before it is safe
         try:
             inventory, read = examine_item(item, files, self.recipe)
         except MemoryError:
             raise
+        except (ImportError, OSError) as error:  # of this machine, perhaps: whoever scans it next tries again
+            log.exception("%s could not be scanned here", item.id)
+            self.refuse(item.id, Reason.SCAN_FAILED, _of_error(error))
+            return Reason.SCAN_FAILED
         except Exception as error:  # a bug of ours or of a parser must cost this item, not the run
             log.exception("%s could not be scanned", item.id)
-            inventory = Inventory(reason=Reason.SCAN_FAILED, detail=f"{type(error).__name__}: {error}"[:200])
+            inventory = Inventory(reason=Reason.SCAN_FAILED, detail=_of_error(error))
             read = None
         self.inventories.put(key, read.maps if read else {}, inventory.to_json())
         if self.also and read:
             self.also.make(key, read)  # a refusal of its own is in its own record
+        self.known[key] = inventory.reason
         return inventory.reason
 
     def publish(self) -> None:
@@ -239,6 +245,10 @@ class Scanner:
             self.seen.add(mark)
             if not _read_meta(self.shelves.files, {mark}):  # it is there where the inventory alone was lost
                 self.files.put(mark, {}, meta)
+
+
+def _of_error(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:200]
 
 
 def scan_items(

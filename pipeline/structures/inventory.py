@@ -69,7 +69,15 @@ def item_subject(item: Item, digests: Mapping[str, str]) -> Any:
         ]
 
     has_errors = any(path.endswith(ENDINGS) for path in digests)
-    return {"parts": parts(item.parts, pae=has_errors), "bound": parts(item.bound)}
+    return {"parts": parts(item.parts, pae=has_errors), "bound": parts(item.bound), **_copies(item, digests)}
+
+
+def _copies(item: Item, digests: Mapping[str, str]) -> dict[str, list[int]]:
+    """Return which parts are of one file, where others are of copies of it: chains of one file are told apart."""
+    chosen = (*item.parts, *item.bound)
+    files, contents = [part.path for part in chosen], [_own(part.path, digests) for part in chosen]
+    first_of_file = [files.index(path) for path in files]
+    return {} if first_of_file == [contents.index(own) for own in contents] else {"files": first_of_file}
 
 
 def _own(path: str, known: Mapping[str, Known]) -> list[Known]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pipeline.config.load import read_config
+from pipeline.encoder.engine import hugging_face
 from pipeline.encoder.engine.encoder_source import OwnSource, as_letters
 from pipeline.encoder.engine.hugging_face import HuggingFace, StructureTable
 from pipeline.errors import ConfigError, DataError, JobFailed
@@ -16,6 +17,7 @@ from pipeline.project.user_code import encoder_code
 from pipeline.protocol import has_cls
 from tests.command import Command
 from tests.encoder.own import drawn, write_project
+from tests.projects import settle
 
 transformers = pytest.importorskip("transformers", reason="the extra transformers is not installed")
 LETTERS = "ACDEFGHIKLMNPQRSTVWYX"
@@ -199,6 +201,18 @@ def test_what_the_table_holds_is_in_the_keys_and_where_it_lies_is_not_read_twice
     assert digest(f"embed.options.structures={table}") not in (plain, first)
     with pytest.raises(ConfigError, match="there is no such file"):
         digest(f"embed.options.structures={tmp_path}/none.tsv")
+
+
+def test_the_version_of_their_library_is_in_the_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = saprot(tmp_path / "saprot")
+    settings = [f"data.path={tmp_path}", f"cluster.runs={tmp_path}/runs", f"embed.encoder={ENCODER}"]
+    (tmp_path / "runs").mkdir()  # where it is remembered what an encoder is
+    settle(weights)
+    config = read_config(None, [*settings, f"embed.weights={weights}"]).config
+    before = encoder_code(config, None).facts.digest
+    assert encoder_code(config, None).facts.digest == before
+    monkeypatch.setattr(hugging_face.metadata, "version", lambda _name: "99.0")
+    assert encoder_code(config, None).facts.digest != before
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from pipeline.encoder.engine.token_batches import BatchSchedule, EngineSettings,
 from pipeline.errors import JobFailed
 from pipeline.journal.run_folder import runs_in
 from pipeline.project.project import Project
-from pipeline.project.run_code import load_encoder
+from pipeline.project.run_code import load_encoder, sources
 from pipeline.store.cache_folder import CacheFolder
 from tests.command import Command
 from tests.encoder.own import drawn, write_project, write_weights
@@ -354,3 +354,92 @@ def test_weights_that_a_function_takes_are_in_the_keys(tmp_path: Path, pipeline:
     before = digest(tmp_path)
     write_weights(tmp_path / "small.safetensors", seed=1)
     assert digest(tmp_path) != before
+
+
+def test_weights_in_a_folder_of_a_folder_are_in_the_keys(tmp_path: Path, pipeline: Command) -> None:
+    write_project(tmp_path, TEXTS)
+    folder = tmp_path / "weights"
+    (folder / "part").mkdir(parents=True)
+    write_weights(folder / "part" / "model.safetensors")
+    config = (tmp_path / "pipeline.yaml").read_text()
+    (tmp_path / "pipeline.yaml").write_text(config.replace("small.safetensors", "weights"))
+    before = digest(tmp_path)
+    write_weights(folder / "part" / "model.safetensors", seed=1)
+    changed = digest(tmp_path)
+    assert changed != before
+    (folder / "part").rename(folder / "other")
+    assert digest(tmp_path) not in (before, changed)
+
+
+READS = """
+    def files_read(self):
+        return [Path(__file__).with_name("table.tsv")]
+"""
+
+
+def test_a_file_that_only_the_encoder_knows_of_is_in_the_keys_each_time_it_changes(
+    tmp_path: Path, pipeline: Command
+) -> None:
+    write_project(tmp_path, TEXTS)
+    code = (tmp_path / "own_enc.py").read_text()
+    (tmp_path / "own_enc.py").write_text(code.replace("\n\nclass Forgetful", f"{READS}\n\nclass Forgetful"))
+    (tmp_path / "runs").mkdir()  # where it is remembered what an encoder is
+    digests = []
+    for table in ("a", "b"):
+        (tmp_path / "table.tsv").write_text(table)
+        settle(tmp_path)
+        sys.modules.pop("own_enc", None)
+        digests += [digest(tmp_path), digest(tmp_path)]
+    first, again, second, once_more = digests
+    assert (first, second) == (again, once_more)
+    assert first != second
+
+
+def test_modules_of_a_folder_that_is_no_package_are_in_the_keys(tmp_path: Path, pipeline: Command) -> None:
+    write_project(tmp_path, TEXTS)
+    (tmp_path / "mylab").mkdir()
+    (tmp_path / "mylab" / "scales.py").write_text("FACTOR = 1.0\n")
+    code = (tmp_path / "own_enc.py").read_text()
+    (tmp_path / "own_enc.py").write_text(
+        code.replace("import torch\n", "import torch\nfrom mylab import scales\n", 1).replace(
+            "self.scale * model", "scales.FACTOR * model"
+        )
+    )
+    before = digest(tmp_path)
+    (tmp_path / "mylab" / "scales.py").write_text("FACTOR = 2.0\n")
+    for name in ("own_enc", "mylab", "mylab.scales"):
+        sys.modules.pop(name, None)
+    assert digest(tmp_path) != before
+    assert "mylab/scales.py" in dict(sources(load_encoder("own_enc:Encoder", tmp_path, {}, beside=tmp_path)))
+
+
+def test_a_folder_of_data_that_is_called_like_an_installed_package_is_none(tmp_path: Path, pipeline: Command) -> None:
+    write_project(tmp_path, TEXTS)
+    (tmp_path / "safetensors" / "more").mkdir(parents=True)  # which the encoder imports from
+    for name in ("convert.py", "more/convert.py"):
+        (tmp_path / "safetensors" / name).write_text("")
+    assert set(dict(sources(load_encoder("own_enc:Encoder", tmp_path, {}, beside=tmp_path)))) == {"own_enc.py"}
+
+
+@pytest.mark.parametrize("told", ["by a version", "by its code"])
+def test_an_installed_encoder_is_known_by_its_version_whatever_its_package_is_called_or_by_its_code(
+    tmp_path: Path, pipeline: Command, monkeypatch: pytest.MonkeyPatch, told: str
+) -> None:
+    write_project(tmp_path, TEXTS, encoder="installed_enc:Encoder")
+    site = tmp_path / "site-packages"
+    site.mkdir()
+    code = (tmp_path / "own_enc.py").read_text()
+    (tmp_path / "own_enc.py").rename(site / "installed_enc.py")
+    monkeypatch.syspath_prepend(str(site))
+    digests = []
+    for version, scale in (("1.0", "self.scale"), ("2.0", "3 * self.scale")):
+        if told == "by a version":
+            shutil.rmtree(site / "Lab_Encoders-1.0.dist-info", ignore_errors=True)
+            about = site / f"Lab_Encoders-{version}.dist-info"
+            about.mkdir()
+            (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: Lab-Encoders\nVersion: {version}\n")
+            (about / "top_level.txt").write_text("installed_enc\n")
+        (site / "installed_enc.py").write_text(code.replace("self.scale * model", f"{scale} * model"))
+        sys.modules.pop("installed_enc", None)
+        digests.append(digest(tmp_path))
+    assert digests[0] != digests[1]

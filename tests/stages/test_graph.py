@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,23 @@ def test_a_bug_costs_one_item(tmp_path: Path, store: Store, monkeypatch: pytest.
     choked: list[int] = []
     monkeypatch.setattr(build_module, "build_graph", choke)
     assert build_all(items, store) == [Reason.GRAPH_FAILED, None]
+
+
+@pytest.mark.parametrize("error", [ImportError("libopenblas.so.0: cannot open"), OSError(errno.EIO, "no such disk")])
+def test_what_only_this_machine_cannot_build_is_raised_and_not_remembered(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    item = make_item(tmp_path, 0)
+
+    def choke(*_: object) -> object:
+        raise error
+
+    with monkeypatch.context() as here:
+        here.setattr(build_module, "build_graph", choke)
+        with pytest.raises(type(error)):
+            build_all([item], store)
+    assert not list(store.keys())
+    assert build_all([item], store) == [None]
 
 
 def test_a_file_that_went_away_is_a_reason_and_leaves_nothing(tmp_path: Path, store: Store) -> None:

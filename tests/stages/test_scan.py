@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from pipeline import files as files_module
 from pipeline.keys import TICK_NS
 from pipeline.records import Inventory, Item, Part, Reason, Role
 from pipeline.stages import scan as stage
@@ -214,6 +217,26 @@ def test_an_item_that_a_parser_chokes_on_costs_itself_and_nothing_else(
     assert None not in look_up(items, RECIPE, shelves)
 
 
+@pytest.mark.parametrize(
+    "error", [ImportError("libXrender.so.1: cannot open"), OSError(errno.EIO, "input/output error")]
+)
+def test_what_only_this_machine_cannot_read_is_told_and_not_remembered(
+    tmp_path: Path, shelves: ScanShelves, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    items, told = [make_item(tmp_path, name) for name in "ab"], list[tuple[str, Reason, str]]()
+
+    def choke(*_: object) -> object:
+        raise error
+
+    with monkeypatch.context() as here:
+        here.setattr(stage, "examine_item", choke)
+        refused = scan_items(items, RECIPE, shelves, refuse=lambda *what: told.append(what))
+        assert list(refused) == [Reason.SCAN_FAILED] * 2
+    assert told == [(item.id, Reason.SCAN_FAILED, f"{type(error).__name__}: {error}") for item in items]
+    assert scan_all(items, shelves) == [None, None]
+    assert None not in look_up(items, RECIPE, shelves)
+
+
 def test_every_copy_of_a_bad_file_is_counted(tmp_path: Path, shelves: ScanShelves) -> None:
     items = [make_item(tmp_path, name, "REMARK nothing\n") for name in "abc"]
     assert scan_all(items, shelves) == [Reason.NO_ATOMS] * 3
@@ -255,3 +278,62 @@ def test_whole_second_times_are_trusted_later(tmp_path: Path) -> None:
     os.utime(path, (1_700_000_000.5, 1_700_000_000.5))
     settle(path, age_s=59.123)
     assert isinstance(stage.glance(str(path), RECIPE), bytes)
+
+
+@pytest.fixture
+def _whole_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a file system that keeps whole seconds, in one of which all files were written."""
+
+    def coarse(path: Path, max_bytes: int) -> SimpleNamespace:
+        state = read_module.stat_file(path, max_bytes)
+        at_ns = 1_700_000_000 * 10**9
+        kept = {name: getattr(state, name) for name in ("st_dev", "st_ino", "st_size")}
+        return SimpleNamespace(**kept, st_mtime_ns=at_ns, st_ctime_ns=at_ns)
+
+    monkeypatch.setattr(stage, "stat_file", coarse)
+
+
+@pytest.mark.usefixtures("_whole_seconds")
+@pytest.mark.parametrize("how", ["a link is set to it", "its folder is renamed"])
+def test_a_file_is_not_taken_for_another_of_its_size_and_times_in_whose_place_it_is(
+    tmp_path: Path, shelves: ScanShelves, how: str
+) -> None:
+    for name, residue in (("v1", "ALA"), ("v2", "TRP")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.pdb").write_text(LINES.replace("ALA", residue))
+    current = tmp_path / "current"
+    item = Item("a", parts=(Part(Role.COMPLEX, str(current / "a.pdb")),))
+    for name, sequence in (("v1", "ACD"), ("v2", "WCD")):
+        if how == "a link is set to it":
+            current.unlink(missing_ok=True)
+            current.symlink_to(name)
+        else:
+            if current.exists():
+                current.rename(tmp_path / "old")
+            (tmp_path / name).rename(current)
+        assert look_up([item], RECIPE, shelves) == [None]
+        scan_all([item], shelves)
+        (found,) = look_up([item], RECIPE, shelves)
+        assert found is not None
+        assert found.partners[0].chains[0].sequence == sequence
+
+
+@pytest.mark.usefixtures("_whole_seconds")
+@pytest.mark.parametrize(("kind", "knows"), [("fuse.sshfs", True), ("cifs", True), ("nfs4", False)])
+def test_where_numbers_of_files_do_not_last_a_file_is_known_by_its_size_and_times(
+    tmp_path: Path, shelves: ScanShelves, monkeypatch: pytest.MonkeyPatch, kind: str, knows: bool
+) -> None:
+    monkeypatch.setattr(files_module, "file_system", lambda _device: kind)
+    item = make_item(tmp_path)
+    scan_all([item], shelves)
+    path = Path(item.parts[0].path)
+    path.rename(tmp_path / "kept")  # so that its number is not given again
+    path.write_bytes((tmp_path / "kept").read_bytes())
+    assert (look_up([item], RECIPE, shelves) != [None]) == knows
+
+
+def test_the_file_system_of_a_folder_has_the_name_that_its_mount_has() -> None:
+    if not (proc := Path("/proc")).is_dir():
+        pytest.skip("no /proc here")
+    assert files_module.file_system(proc.stat().st_dev) == "proc"
+    assert files_module.file_system(os.makedev(4000, 1)) == ""

@@ -6,7 +6,7 @@ import errno
 
 import pytest
 
-from pipeline.errors import CacheFull, CacheUnusable
+from pipeline.errors import CacheFull, CacheUnusable, JobFailed
 from pipeline.store.cache_folder import CacheFolder
 from tests.store.content import is_right, is_undamaged, key_of, put
 from tests.store.faulty_disks import FailingDisk, InterruptingDisk, os_error
@@ -125,6 +125,34 @@ def test_a_link_that_was_made_although_an_error_came_back_counts(cache, filled):
     with open_with(cache, ForgetfulDisk("", 0)).writer() as writer:
         keys = put(writer, 5)
         assert writer.flush() == keys
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_a_file_that_was_renamed_although_an_error_came_back_counts(cache, filled, has_links):
+    class ForgetfulDisk(FailingDisk):
+        def rename(self, source, target):
+            super().rename(source, target)
+            super().rename(source, target)  # as a network file system does that sends a lost request twice
+
+    with open_with(cache, ForgetfulDisk("" if has_links else "link", errno.EPERM)).writer() as writer:
+        keys = put(writer, 5)
+        assert writer.flush() == keys
+    store = open_with(cache, ForgetfulDisk("", 0))
+    store.write_index()
+    assert store.is_indexed()
+    assert partials(cache) == []
+
+
+def test_a_rename_that_was_not_made_is_an_error(cache, filled):
+    class LosingDisk(FailingDisk):
+        def rename(self, source, target):
+            source.unlink()
+            super().rename(source, target)
+
+    with pytest.raises(JobFailed, match="the disk failed while writing"):
+        open_with(cache, LosingDisk("", 0)).write_index()
+    with pytest.raises(JobFailed), open_with(cache, LosingDisk("link", errno.EPERM)).writer() as writer:
+        put(writer, 5)
 
 
 def test_a_folder_that_cannot_be_listed_is_one_clear_error(cache, filled):

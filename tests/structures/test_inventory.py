@@ -13,7 +13,15 @@ from scipy.spatial import cKDTree
 
 from pipeline.records import Inventory, Item, Part, Reason, Rejection, Role
 from pipeline.structures.atoms import UnusableInput, name_text
-from pipeline.structures.inventory import LigandChoice, ScanRecipe, examine_item, item_key, plain_recipe, take
+from pipeline.structures.inventory import (
+    LigandChoice,
+    ScanRecipe,
+    examine_item,
+    item_key,
+    item_subject,
+    plain_recipe,
+    take,
+)
 from pipeline.structures.parsing.read_structure import FileReading, parse_structure
 from pipeline.structures.parsing.structure_files import File, format_of, read_file
 from pipeline.structures.partners import bound_rows
@@ -191,6 +199,40 @@ def test_the_key_changes_with_everything_that_can_change_the_inventory_and_with_
         parts=(replace(ANTIBODY, path="e.pdb"), replace(ANTIGEN, path="e.pdb")),
     )
     assert item_key(elsewhere, ScanRecipe(max_file_bytes=1 << 30), digests) == base
+
+
+@pytest.mark.parametrize(
+    ("chains", "of_one", "of_copies"),
+    [
+        ((("H",), ("H",)), Reason.SHARED_CHAIN, None),
+        ((("H",), ("H:GTP",)), [["H"], ["H:GTP:9"]], [["H", "H:GTP:9"], ["H:GTP:9"]]),
+    ],
+)
+def test_parts_of_one_file_are_told_from_parts_of_copies_of_it(
+    chains: tuple[tuple[str, ...], ...], of_one: object, of_copies: object
+) -> None:
+    lines = chain("H", "ALA", "CYS") + atom("C1", "GTP", "H", 9, record="HETATM") + "END\n"
+    recipe = ScanRecipe(policy=Policy(ligands="keep"))
+    file, found = File(lines.encode(), "00"), list[object]()
+    keys = set[bytes]()
+    for paths in (("c.pdb", "c.pdb"), ("c.pdb", "d.pdb")):
+        roles = zip((Role.RECEPTOR, Role.LIGAND), paths, chains, strict=True)
+        item = Item("c", parts=tuple(Part(role, path, names) for role, path, names in roles))
+        files = dict.fromkeys(paths, file)
+        inventory, _ = take(item, files, recipe)
+        names = [[one.name for one in partner.chains] for partner in inventory.partners]
+        found.append(inventory.reason or (names if of_copies else None))
+        keys.add(item_key(item, recipe, dict.fromkeys(files, file.digest)))
+    assert found == [of_one, of_copies]
+    assert len(keys) == 2
+
+
+def test_the_key_of_parts_of_one_file_or_of_different_ones_is_what_it_always_was() -> None:
+    digests = {"c.pdb": "00", "d.pdb": "01"}
+    for paths in (("c.pdb", "c.pdb"), ("c.pdb", "d.pdb")):
+        parts = tuple(Part(role, path) for role, path in zip((Role.RECEPTOR, Role.LIGAND), paths, strict=True))
+        subject = item_subject(Item("c", parts=parts, bound=parts), digests)
+        assert subject.keys() == {"parts", "bound"}
 
 
 def test_bound_rows_pair_chains_by_sequence_not_by_order() -> None:

@@ -32,6 +32,7 @@ from pipeline.encoder.checkpoints.checkpoint_files import (
 from pipeline.encoder.checkpoints.partial_download import BLOCK_BYTES, explaining_disk_errors
 from pipeline.encoder.embedding_recipe import LETTERS
 from pipeline.errors import CacheFull, CacheUnusable, ConfigError, WeightsUnusable
+from pipeline.files import file_number
 from pipeline.keys import is_settled, recipe_key
 from pipeline.store.format.disk import Disk
 from pipeline.store.store import WholeRecords
@@ -103,7 +104,7 @@ def identify(path: Path, seen: Store, *, remember: bool = True) -> CheckpointFac
     if _states(files) != before:
         remedy = "wait until it is written, and type the same command again"
         raise WeightsUnusable("changed while it was read", where=str(place), remedy=remedy)
-    if remember and all(is_settled(mtime_ns, ctime_ns) for _, _, mtime_ns, ctime_ns in before):
+    if remember and all(is_settled(mtime_ns, ctime_ns) for *_, mtime_ns, ctime_ns in before):
         try:
             with seen.writer() as writer:
                 writer.put(key, {}, weights.to_json())
@@ -165,19 +166,20 @@ def checkpoint_facts(path: Path) -> CheckpointFacts:
     return CheckpointFacts(checkpoint.name, checkpoint.form, str(path), *facts, shape.family, shape.longest)
 
 
-def _states(files: CheckpointFiles) -> list[tuple[str, int, int, int]]:
-    """Return the path, size, mtime and ctime of every file of a checkpoint; any write changes one of them."""
+def _states(files: CheckpointFiles) -> list[tuple[str, int, int, int, int]]:
+    """Return the path, number, size, mtime and ctime of every file of a checkpoint; any write changes one of them."""
     states = []
     for path in files.all:
         try:
             state = path.stat()
         except OSError as error:
             raise unreadable_checkpoint(path, error) from error
-        states.append((str(path.absolute()), state.st_size, state.st_mtime_ns, state.st_ctime_ns))
+        times = state.st_mtime_ns, state.st_ctime_ns
+        states.append((str(path.absolute()), file_number(state), state.st_size, *times))
     return states
 
 
-def _key(place: Path, states: list[tuple[str, int, int, int]]) -> bytes:
+def _key(place: Path, states: list[tuple[str, int, int, int, int]]) -> bytes:
     return recipe_key("weights", {"version": WEIGHTS_VERSION, "path": str(place.absolute()), "files": states})
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from array import array
 from functools import cached_property
+from importlib import metadata
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -220,6 +221,14 @@ class StructureTable:
 
 def _mark(sequence: bytes) -> int:
     return xxhash.xxh3_64_intdigest(sequence)
+
+
+def library_version() -> str:
+    """Return the version of their library; empty where it is not installed."""
+    try:
+        return metadata.version("transformers")
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def _library() -> Any:

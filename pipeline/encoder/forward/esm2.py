@@ -25,7 +25,7 @@ from pipeline.encoder.checkpoints.checkpoint_files import ESMC
 from pipeline.encoder.checkpoints.esm_checkpoint import as_dtype
 from pipeline.encoder.embedding_recipe import BF16_PRODUCTS, CLS, ENDS, EOS, PAD, tokenize
 from pipeline.encoder.forward.esm_layer import EsmLayer, ParameterReader
-from pipeline.encoder.forward.linear import Bfloat16Linear, TorchLinear, choose_linear
+from pipeline.encoder.forward.linear import Bfloat16Linear, TorchLinear, choose_linear, without_tf32
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -192,7 +192,7 @@ class EsmEncoder:
         self._tile, self.fill = 0, 1
         self.sampled: Strain | None = None  # what the gate saw; sequences beyond it come out as NaN
         self.strains: list[Strain] = []  # of the sequences of the last call, where products are in bf16
-        with torch.inference_mode():
+        with torch.inference_mode(), without_tf32():
             take = ParameterReader(checkpoint, device, self._dtype)
             self._table_VD = take.table(token_dropout=architecture.token_dropout)
             kind: type[TorchLinear] = TorchLinear
@@ -219,7 +219,11 @@ class EsmEncoder:
     @torch.inference_mode()
     def __call__(self, tokens: Sequence[NDArray[np.uint8]], *, cls: bool = False) -> torch.Tensor:
         """Return the rows of all residues, in order; where `cls`, before those of each sequence that of its mark."""
-        packing = self._pack(tokens, cls=cls)
+        with without_tf32():
+            return self._rows(self._pack(tokens, cls=cls), len(tokens))
+
+    def _rows(self, packing: Packing, sequences: int) -> torch.Tensor:
+        """Return the rows of what was packed."""
         turn_T1F = self._rotary.at(packing.position_T, packing.bounds.longest) if self._rotary else None
         tiles_MD = [self._embedded(packing, tile) for tile in packing.tiles]
         # One room for all layers: fresh memory for each cost 2% of the time in page faults.
@@ -227,7 +231,7 @@ class EsmEncoder:
         room_THC = tiles_MD[0].new_empty(shape if self._attend is by_sequence else 0)
         alone = len(tiles_MD) == 1 and not self._mixed
         room_T3HC = None if alone else tiles_MD[0].new_empty(shape[0], 3, *shape[1:])
-        highest = [0.0] * len(tokens)
+        highest = [0.0] * sequences
         attend = partial(by_sequence_watched, highest) if self._mixed else self._attend
         norms = [_norms(tiles_MD)] if self._mixed else []
         for layer in self._layers:

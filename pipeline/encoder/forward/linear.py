@@ -5,6 +5,7 @@ Shapes: R rows, I inputs, O outputs.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,12 +14,23 @@ from torch.nn.functional import gelu, linear, silu
 from pipeline.device.accelerator import on_card
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from typing import TypeAlias
 
     Parameters: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]  # weight and bias
 
 _NO_SCALARS: list[float] = []
+
+
+@contextmanager
+def without_tf32() -> Iterator[None]:
+    """Keep products in fp32 from TF32, whatever a container's environment, or the process, allows itself."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 class TorchLinear:

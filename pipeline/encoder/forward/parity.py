@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from argparse import Namespace
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -25,10 +24,11 @@ from pipeline.encoder.checkpoints.checkpoint_files import ESM1B, ESMC
 from pipeline.encoder.checkpoints.esm_checkpoint import esm1b_settings
 from pipeline.encoder.embedding_recipe import BF16_PRODUCTS, CLS, EOS, LETTERS, tokenize
 from pipeline.encoder.forward.esm2 import EsmEncoder, Strain
+from pipeline.encoder.forward.linear import without_tf32
 from pipeline.errors import PlanInfeasible, WeightsUnusable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from typing import Any, TypeAlias
 
     from numpy.typing import NDArray
@@ -191,7 +191,7 @@ class Reference:
 
     def __call__(self, sequences: Sequence[str], *, cls: bool = False) -> list[Rows]:
         """Return rows_LD of each sequence, computed one by one; where `cls`, after the row of its mark."""
-        with torch.inference_mode(), _full_precision():
+        with torch.inference_mode(), without_tf32():
             return [self._rows(tokenize(sequence))[not cls :] for sequence in sequences]
 
     def _rows(self, tokens_L: Tokens) -> Rows:
@@ -272,17 +272,6 @@ class PlainEsmC:
 
     def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         return layer_norm(x, x.shape[-1:], self._tensors[f"{name}.weight"], self._tensors.get(f"{name}.bias"))
-
-
-@contextmanager
-def _full_precision() -> Iterator[None]:
-    """Keep the reference from TF32, whatever the rest of the process allows itself."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def _token_cosines(found_LD: Rows, wanted_LD: Rows) -> float:

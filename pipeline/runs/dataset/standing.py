@@ -1,7 +1,8 @@
 """Results that still stand: what a stage found is taken over by a later run, if all that it rests on is as it was.
 
-That is the data set, item by item, its files as they stand, the stage's settings, and this code: one digest names a
-result. And every record that was found then: each is read and verified again, but shard by shard and unparsed.
+That is the data set, item by item, its files as they stand, the stage's settings, this code, and the parsers of files:
+one digest names a result. And every record that was found then: each is read and verified again, but shard by shard and
+unparsed. So are the lists that are laid into a run: people may write into what they are shown.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
+from pipeline.files import file_digest
 from pipeline.journal.attempts import left_out_items, refused_parts
 from pipeline.keys import KEY_BYTES, content_digest
 from pipeline.project.run_code import package_digest
@@ -25,6 +27,7 @@ from pipeline.runs.dataset import worklist
 from pipeline.stage_names import StageName
 from pipeline.stages.scan import glance
 from pipeline.store.store import WholeRecords
+from pipeline.structures.parsing.structure_files import parsers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -77,6 +80,8 @@ def _recalled(project: Project, folder: RunFolder, stage: str, recipe: Mapping[s
         result, keys = json.loads((place / RESULT).read_bytes()), (place / KEYS).read_bytes()
         if xxhash.xxh3_128_hexdigest(keys) != result["digest"] or not _verified(project, keys, result["kinds"]):
             return None
+        if any(file_digest(place / name) != digest for name, digest in result["lists"].items()):
+            return None
         if result["needed"]:  # what the data set needs was found out again, for whoever cleans the cache
             needed = worklist.recall_needed(project.cache, project.config, stage)
             if needed is None:
@@ -118,12 +123,12 @@ def remember_standing(
     result = {
         "digest": digest.hexdigest(),
         "kinds": {kind: len(part) for kind, part in keys.items()},
-        "lists": [path.name for path in lists],
         "needed": worklist.recall_needed(project.cache, project.config, stage) is not None,
         "counts": standing.counts,
         "judged": standing.judged,
     }
     with suppress(OSError):  # it is found out anew then
+        result["lists"] = {path.name: file_digest(path) for path in lists}
         aside.mkdir(0o700, parents=True)
         for path in lists:
             _same_file(path, aside / path.name)
@@ -170,7 +175,7 @@ def _name(project: Project, state: DataState, stage: str, recipe: Mapping[str, A
     """Return the name of a stage's result, which digests everything that it follows from but the records."""
     layers = [str(layer.root) for layer in (project.cache, *project.cache.under)]
     settings = worklist.deciding(project.config, stage)
-    asked = [stage, state.digest, dict(recipe), settings, layers, package_digest()]
+    asked = [stage, state.digest, dict(recipe), settings, layers, package_digest(), parsers()]
     return f"{stage}-{content_digest(json.dumps(asked, sort_keys=True, default=str).encode()).hex()}"
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.command_line import Command
 from pipeline.errors import CacheFull, CacheUnusable, JobFailed, PipelineError
-from pipeline.files import SHARED, user_name, whose
+from pipeline.files import SHARED, file_system, user_name, whose
 from pipeline.store.format.cache_layout import MARKER, PARTIAL_SUFFIX, unique_stem
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 _GROUP_READ = stat.S_IRUSR | stat.S_IRGRP
 _GROUP_ENTER = _GROUP_READ | stat.S_IXUSR | stat.S_IXGRP
-_MOUNTS = Path("/proc/self/mountinfo")
 _MEMORY = {"tmpfs", "ramfs"}
 _NOT_SUPPORTED = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 _NO_LINKS_HERE = {errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
@@ -168,15 +167,7 @@ class Disk:
 
     def in_memory(self, path: Path) -> bool:
         """Say whether a folder is on a file system in memory, such as tmpfs; False where that is not known."""
-        device = path.stat().st_dev
-        number = f"{os.major(device)}:{os.minor(device)}"
-        try:
-            mounts = _MOUNTS.read_text(errors="replace").splitlines()
-        except OSError:
-            return False
-        fields = (line.split() for line in mounts)  # … device … - type …
-        types = (words[words.index("-") + 1] for words in fields if "-" in words[3:-1] and words[2] == number)
-        return any(type_ in _MEMORY for type_ in types)
+        return file_system(path.stat().st_dev) in _MEMORY
 
     def exists(self, path: Path) -> bool:
         return os.path.lexists(path)
@@ -206,6 +197,10 @@ class Disk:
 
     def same_file(self, path: Path, other: Path) -> bool:
         return path.samefile(other)
+
+    def is_called(self, fd: int, path: Path) -> bool:
+        """Say whether an open file has that name."""
+        return os.path.samestat(os.fstat(fd), path.stat())
 
     def free_bytes(self, path: Path) -> int:
         """Return what the file system under `path` has free (a quota may allow less)."""
@@ -285,10 +280,14 @@ class Draft:
             self._disk.make_folder(target.parent)
             self._disk.fsync(self._fd)
             self._disk.make_published(self._fd)
-            if replace:
-                self._disk.rename(self.path, target)
-            else:
-                link_or_rename(self._disk, self.path, target)
+            try:
+                if replace:
+                    self._disk.rename(self.path, target)
+                else:
+                    link_or_rename(self._disk, self.path, target)
+            except FileNotFoundError:  # a network sent the request twice, and what answered found the file renamed
+                if not self._disk.is_called(self._fd, target):
+                    raise
             self._disk.fsync_folder(target.parent)
         self.discard()
 

@@ -282,10 +282,17 @@ def _suffix(path: Path) -> str:
 def parser_of(form: str) -> str:
     """Name the parser of a format, with its version."""
     if form in EXTRA:
-        return f"{EXTRA[form]}-{_version(EXTRA[form])}+{form}-{REVISIONS[form]}"
+        parser = f"{EXTRA[form]}-{_version(EXTRA[form])}+{form}-{REVISIONS[form]}"
+        return f"{parser}+{PARSER}" if form == "amber" else parser  # gemmi knows what its residues are by their names
     if form == "pdb" and plain_pdb.REVISION:
         return f"{PARSER}+plain-{plain_pdb.REVISION}"
     return f"{PARSER}+biotite-{version('biotite')}" if form == "bcif" and HAS_BIOTITE else PARSER
+
+
+def parsers() -> dict[str, str]:
+    """Return the parser of each format that can be read here."""
+    forms = (form for form in dict.fromkeys(FORMATS.values()) if form not in EXTRA or find_spec(EXTRA[form]))
+    return {form: parser_of(form) for form in forms}
 
 
 def _version(package: str) -> str:

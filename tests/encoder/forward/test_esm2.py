@@ -273,6 +273,33 @@ def test_full_precision_goes_by_sequence() -> None:
     assert choose_attention(CPU, torch.float32, 2, 8, kernel=stand_in) is by_sequence
 
 
+@pytest.mark.usefixtures("without_onednn")
+def test_fp32_is_full_precision_whatever_the_environment_allows_products(
+    real_width: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allowed, sequences = list[str](), [draw(300), draw(64)]
+
+    def watched(encoder: EsmEncoder) -> torch.Tensor:
+        monkeypatch.setattr(encoder, "_project", lambda *given: noted(encoder, *given))
+        return encode(encoder, sequences)
+
+    def noted(encoder: EsmEncoder, *given: object) -> torch.Tensor:
+        allowed.append(torch.get_float32_matmul_precision())
+        return EsmEncoder._project(encoder, *given)  # type: ignore[arg-type]
+
+    checkpoint = load_esm_checkpoint(real_width)
+    wanted_RD = encode(EsmEncoder(checkpoint, layer=2, precision="fp32", device=CPU), sequences)
+    before = torch.get_float32_matmul_precision()
+    try:
+        for less in ("high", "medium"):  # images of containers say TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1, which is high
+            torch.set_float32_matmul_precision(less)
+            assert torch.equal(watched(EsmEncoder(checkpoint, layer=2, precision="fp32", device=CPU)), wanted_RD)
+            assert torch.get_float32_matmul_precision() == less
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert allowed == ["highest"] * 4
+
+
 def test_the_call_fits_the_kernel_of_this_torch() -> None:
     starts = torch.tensor([0, 2], dtype=torch.int32)
 

@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from pipeline.encoder.checkpoints.synth import write_random_checkpoint
 from pipeline.errors import CacheDamaged, ConfigError, DataError, RecordMissing
 from pipeline.journal.run_folder import runs_in
 from pipeline.project.project import Project
+from pipeline.runs.dataset import reader_items
 from pipeline.runs.dataset.loading import open_loader
 from pipeline.runs.model.prepare import items_of
 from pipeline.structures.synthetic import write_demo
@@ -221,3 +223,25 @@ def test_ranks_without_a_process_group_are_refused(monkeypatch: pytest.MonkeyPat
     with pytest.raises(ConfigError, match="2 ranks were started") as refused:
         place_in_group()
     assert "rank=" in refused.value.remedy
+
+
+def test_a_readers_file_is_told_from_one_of_its_size_and_second_in_whose_place_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Coarse(type(tmp_path)):  # type: ignore[misc]  # a path where all files were written in one second
+        def stat(self, **how: bool) -> SimpleNamespace:
+            state, at_ns = super().stat(**how), 1_700_000_000 * 10**9
+            kept = {name: getattr(state, name) for name in ("st_dev", "st_ino", "st_size", "st_mode")}
+            return SimpleNamespace(**kept, st_mtime_ns=at_ns, st_ctime_ns=at_ns)
+
+    monkeypatch.setattr(reader_items, "Path", Coarse)
+    place, digests = tmp_path / "current", []
+    for name in ("v1", "v2", "v1"):
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "spectra.mgf").write_text(name)
+        place.unlink(missing_ok=True)
+        place.symlink_to(name)
+        digests.append(reader_items.look_at_files(SimpleNamespace(files=lambda: [place / "spectra.mgf"])))
+    (first, is_still), (second, _), (third, _) = digests
+    assert is_still
+    assert first == third != second

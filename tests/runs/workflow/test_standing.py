@@ -10,15 +10,19 @@ from typing import Any
 
 import pytest
 
+from pipeline.config.load import from_resolved
 from pipeline.journal.run_folder import RunFolder, runs_in
+from pipeline.project.project import Project
 from pipeline.project.restriction import EVERYTHING
 from pipeline.runs.dataset import standing
 from pipeline.runs.dataset.standing import FOLDER, KEYS, RESULT
 from pipeline.runs.upkeep.prune_runs import foresee_pruning, prune
 from pipeline.runs.workflow import graph_stage, scan_stage
 from pipeline.runs.workflow.embedded import Tally
+from pipeline.runs.workflow.table import known_stage
 from pipeline.store.format.disk import Disk
 from pipeline.store.format.shard import read_table
+from pipeline.structures.parsing import structure_files
 from tests.command import Command, Outcome
 from tests.projects import settle
 from tests.runs.workflow.trained import SMALL, write_project
@@ -183,6 +187,31 @@ def test_an_item_that_is_added_is_done_and_one_that_is_removed_goes(submit: Subm
 )
 def test_settings_that_changed_are_followed(submit: Submit, setting: str, stage: str) -> None:
     assert ", 0 to do" not in surveyed(submit(setting))[stage]
+
+
+def standing_stages() -> list[str]:
+    """Return the stages whose results stand, as a process finds that has just begun."""
+    project = Project.open(from_resolved(newest().config.read_text()))
+    stages = {name: known_stage(name).recipe(project) for name in ("scan", "embed", "graph")}
+    return [name for name, recipe in stages.items() if standing.recall_standing(project, newest(), name, recipe)]
+
+
+def test_what_another_parser_has_read_does_not_stand(submit: Submit, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert standing_stages() == ["scan", "embed", "graph"]
+    structure_files.parser_of.cache_clear()
+    with monkeypatch.context() as later:
+        later.setattr(structure_files, "PARSER", "gemmi-99.9")
+        assert standing_stages() == []
+    structure_files.parser_of.cache_clear()
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_a_list_that_was_written_into_is_made_anew(submit: Submit, name: str) -> None:
+    listed = lists()
+    with getattr(newest(), name).open("a") as file:  # as some editors do: it is the very file that is taken over
+        file.write("a note of mine\n")
+    assert is_complete(submit())
+    assert lists() == listed
 
 
 @pytest.mark.parametrize("name", [RESULT, KEYS])

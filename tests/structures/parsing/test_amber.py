@@ -8,6 +8,7 @@ import re
 import sys
 from pathlib import Path
 
+import gemmi
 import numpy as np
 import parmed
 import pytest
@@ -17,6 +18,7 @@ from pipeline.graphs import atom_graph
 from pipeline.graphs.item_graph import GraphRecipe as GraphRecipe
 from pipeline.keys import content_digest, tagged_key
 from pipeline.records import Inventory, Item, Kind, Part, Reason, Role
+from pipeline.structures import policy as policy_module
 from pipeline.structures.atoms import UnusableInput, name_text
 from pipeline.structures.inventory import Complex, ScanRecipe, examine_item, item_key, plain_recipe
 from pipeline.structures.parsing.amber import coordinate_candidates
@@ -223,6 +225,27 @@ def test_the_parser_is_part_of_the_key_of_a_topology_and_of_no_other(
     parser_of.cache_clear()
     assert [key(one) == was for one, was in zip(items, before, strict=True)] == [False, True]
     parser_of.cache_clear()
+
+
+def forget_names() -> None:
+    for cached in (parser_of, policy_module._residue_type, policy_module._types_of):
+        cached.cache_clear()
+
+
+def test_what_gemmi_knows_of_residues_decides_what_a_topology_holds_and_is_in_its_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    item = item_of(write_complex(tmp_path))
+    before, (found, _) = key(item), read(item)
+    find = gemmi.find_tabulated_residue
+    with monkeypatch.context() as later:  # as in a version that knows other names
+        later.setattr(gemmi, "find_tabulated_residue", lambda name: find("U" if name == "A" else name))
+        later.setattr("pipeline.structures.parsing.structure_files.PARSER", "gemmi-99.9")
+        forget_names()
+        assert read(item)[0] != found
+        assert key(item) != before
+    forget_names()
+    assert (key(item), read(item)[0]) == (before, found)
 
 
 @pytest.mark.parametrize("form", ["pdb", "mmcif"])
