@@ -17,6 +17,7 @@ from pipeline.errors import CacheDamaged, DataError, RecordMissing, WeightsUnusa
 from pipeline.files import write_whole
 from pipeline.journal.run_folder import writing_run
 from pipeline.keys import content_digest, recipe_tag
+from pipeline.memory.history.step_history import torch_version
 from pipeline.project.run_code import package_digest
 from pipeline.project.user_code import PLANS, TaskCode, task_code
 from pipeline.runs.dataset.loading import made_table, rows_of, source_of
@@ -109,6 +110,7 @@ def plan_facts(project: Project, table: str) -> dict[str, Any]:
         "task": code_of(project).trains,
         "table": table,
         "code": package_digest(),
+        "torch": torch_version(),
     }
     if (pretrained := pretrained_digest(project)) is not None:
         asked["pretrained"] = pretrained
