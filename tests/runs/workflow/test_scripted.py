@@ -131,6 +131,7 @@ class TestARun:
         assert "| reading the data" in done.err
         assert "print(1 / 0)" in done.err
         assert "docs/troubleshooting.md#failed" in done.err
+        assert "next: pipeline submit --stage train --only --set cluster.executor=local" in done.err
         (failure,) = told(pipeline)["failures"]
         assert (failure["cause"], failure["then"]) == ("failed", "not tried again")
 
