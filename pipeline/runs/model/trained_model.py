@@ -66,7 +66,8 @@ class TrainedModel:
         if differ:
             texts = [f"{key}: {json.dumps(there[key])} (here {json.dumps(here.get(key))})" for key in differ]
             problem = "\n  ".join(["the model was trained with other settings:", *texts])
-            remedy = Command(()).with_settings(*((key, _setting(there[key])) for key in differ)).change
+            settings = [setting for key in differ for setting in _settings(key, there[key], here.get(key))]
+            remedy = Command(()).with_settings(*settings).change
             raise ConfigError(problem, where=str(self.folder.path), remedy=f"the same command with {remedy}")
         theirs = self.prepared.recipe.get("embeddings")
         if theirs and not is_reader(project.config) and (mine := embeddings_used(project)) != theirs:
@@ -178,8 +179,11 @@ def _inputs(config: Config) -> dict[str, Any]:
     return decided | {f"graph.{name}": value for name, value in graph.items()}
 
 
-def _setting(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+def _settings(key: str, value: Any, here: Any) -> Iterator[tuple[str, str]]:
+    """Yield what --set is to say so that a setting has a value, whatever it has here."""
+    if isinstance(value, dict) and isinstance(here, dict) and here.keys() - value.keys():
+        yield key, "null"  # else the names of here stay among those of the value
+    yield key, value if isinstance(value, str) else json.dumps(value)
 
 
 def model_card(model: TrainedModel) -> dict[str, Any]:
