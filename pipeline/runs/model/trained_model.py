@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pipeline import __version__
-from pipeline.command_line import Command
+from pipeline.command_line import Command, quoted
 from pipeline.config.load import from_resolved
 from pipeline.config.schema import Config
 from pipeline.config.schema_data import MAIN
@@ -285,7 +285,7 @@ def export_model(model: TrainedModel, folder: Path, beside: Path | None, form: s
 def _exportable(model: TrainedModel) -> Config:
     """Return the settings of a model's training; raise where it cannot be exported."""
     if model.folder.export.is_file():
-        copy = f"cp -r {model.folder.path} FOLDER"
+        copy = f"cp -r {quoted(model.folder.path)} FOLDER"
         raise ConfigError("this is an exported model: copy its folder", where=str(model.folder.path), remedy=copy)
     if model.config is None:
         problem = "the model was trained by a version that kept no settings with it"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipeline.command_line import Command
+from pipeline.command_line import Command, quoted
 from pipeline.errors import ConfigError, DataError, JobFailed
 from pipeline.files import write_whole
 from pipeline.journal.attempts import left_out_items
@@ -186,7 +186,9 @@ class ApplyStage(Stage):
         for path in () if are_made_first else self._code(project).reads:
             if not path.exists():
                 where = f"train.{self.name}.options: {path}"
-                raise ConfigError("there is no such file or folder", where=where, remedy=f"ls -ld {path.parent}")
+                raise ConfigError(
+                    "there is no such file or folder", where=where, remedy=f"ls -ld {quoted(path.parent)}"
+                )
         if (file := weights_file(self.settings(project).checkpoint)) is not None:
             train, options = project.config.train, self._options(project.config)
             refuse_unfit_weights(load_task(train.task, options, beside=project.beside), train, file)
