@@ -317,11 +317,9 @@ class ApplyStage(Stage):
             return chosen.sampled(self._code(project).samples)
         if may_miss:
             return whole.take(np.zeros(0, np.int64))
-        named = [name for name in whole.splits if name]
-        there = f"there are: {', '.join(named)}" if named else "this data set has no splits"
         key = f"train.{self.name}.split"
-        remedy = " or ".join(f"--set {key}={name}" for name in (*named, "null")) + "   (null: every item)"
-        raise DataError(f"no item is in split {split!r}; {there}", where=key, remedy=remedy)
+        what = f"no item is in split {split!r}; {whole.named_splits()}"
+        raise DataError(what, where=key, remedy=whole.other_splits(key))
 
     def _with_own_resources(self, project: Project) -> Project:
         """Return the project with this stage's resources in place of training's, which say on what device it is."""
