@@ -366,7 +366,8 @@ class ApplyStage(Stage):
             chosen = self._choose(project, prepared, without)
             if chosen is None:
                 where = str(applied.chosen.path.parent)
-                raise JobFailed("no checkpoint of it can be read", where=where, remedy=self._training(folder))
+                anew = self._training(folder) if self._model(project) is None else "name another model or checkpoint"
+                raise JobFailed("no checkpoint of it can be read", where=where, remedy=anew)
             replace(applied, chosen=chosen, done=[]).write(folder.plan(self.name))
             return chosen
 

@@ -136,9 +136,9 @@ def refuse_or_warn(
         )
         enough = math.ceil(100 * rejected / total) / 100  # too_many() forgives what rounding does to it
         again = trouble.again.with_settings(("data.max_rejected_fraction", str(enough)))
-        raise DataError(
-            what, where=str(data.path), remedy=replace(again, before=f"less {quoted(folder.rejected)}   or   ")
-        )
+        less = f"less {quoted(folder.rejected)}"
+        more = replace(again, before=f"{less}   or   ")
+        raise DataError(what, where=str(data.path), remedy=more if rejected < total else less)
     if judged.undone:
         unscanned = f" ({trouble.waiting:,} of them were not scanned before)" if trouble.waiting else ""
         what = f"{judged.undone:,} of {total:,} {stage.unit}s are not done, such as {judged.first_undone}{unscanned}"

@@ -135,8 +135,10 @@ def test_where_no_checkpoint_is_whole_that_is_said_and_nothing_is_evaluated(
     state.chmod(0o600)
     state.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     done = pipeline(*SUBMIT)
+    of_a_model = pipeline(*SUBMIT, "--model", str(state.parents[2]))
     state.write_bytes(whole)
     state.chmod(mode)
+    assert "next: name another model or checkpoint\n" in of_a_model.err, "to train another makes that one no better"
     log = "".join(path.read_text() for path in sorted(project.folder.glob("runs/*-evaluate/logs/*")))
     assert done.code == 7
     assert "is passed over" in log
