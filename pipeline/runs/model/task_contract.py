@@ -242,10 +242,10 @@ def _outputs(task: Outputs, model: nn.Module, items: Sequence[Any]) -> Iterator[
     """Check that predictions have an entry for each item."""
     import torch
 
-    from pipeline.training.evaluating.outputs import by_name
+    from pipeline.training.evaluating.outputs import returned_values
 
     with torch.no_grad():
         outputs = task.outputs(model, _collated(cast("Task", task), items, np.random.default_rng(0)))
-    for name, entries in by_name("outputs", outputs).items():
+    for name, entries in returned_values("outputs", outputs).items():
         if len(entries) != len(items):
             yield f"outputs(): {name!r} has {len(entries)} entries for {len(items)} items"

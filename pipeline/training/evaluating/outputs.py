@@ -231,7 +231,7 @@ class OutputColumn(Sequence[Any]):
         return part.ids[int(column.item_K[self._entry_M[place]])]
 
 
-def by_name(method: str, returned: Any) -> dict[str, Any]:
+def returned_values(method: str, returned: Any) -> dict[str, Any]:
     """Return what a method of a task has returned, if it has names; else raise an error that says what is wrong."""
     if not isinstance(returned, Mapping):
         got = "nothing" if returned is None else type(returned).__name__
@@ -242,7 +242,7 @@ def by_name(method: str, returned: Any) -> dict[str, Any]:
 def numbers_of(metrics: Any) -> dict[str, float]:
     """Return the figures of a task if each is a number; else raise an error that says what is wrong."""
     figures: dict[str, float] = {}
-    for name, value in by_name("metrics", metrics).items():
+    for name, value in returned_values("metrics", metrics).items():
         try:
             figures[name] = float(value)
         except (TypeError, ValueError, RuntimeError):  # the last is torch's, of a tensor with several
