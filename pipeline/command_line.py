@@ -98,3 +98,8 @@ class Command:
 def install_extra(extra: str) -> str:
     """Return the command that installs an extra of this program."""
     return f"pip install '{DISTRIBUTION}[{extra}]'"
+
+
+def quoted(word: object) -> str:
+    """Return a word of a command, such as a path, as a shell takes it."""
+    return shlex.quote(str(word))

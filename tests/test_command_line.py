@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
 from pipeline.cli.run_verbs import typed_command
@@ -50,3 +54,34 @@ def test_a_refusal_says_again_what_was_typed_with_what_is_to_change() -> None:
     wanted = "pipeline submit --stage all --set data.limit=3 --set cluster.scan.mem=4GiB   (or less)"
     assert error.remedy == str(error.command) == wanted
     assert with_typed_command(SubmissionRefused("x", remedy="sinfo"), typed).remedy == "sinfo"
+
+
+PROGRAMS = ("less ", "ls ", "cat ", "head ", "rm ", "mv ", "cp ", "mkdir ", "df ", "gunzip ", "gzip ", "sed ", "file ")
+QUOTING = ("quoted(", "quote(", "shlex.")
+QUOTED_BEFORE = {  # or a number, or within quotes
+    "source_rows.py": {"column", "meant", "name", "start"},
+    "chain_clusters.py": {"number", "hint"},
+    "data_source.py": {"number"},
+    "cache_folder.py": {"marker", "json.dumps(_MARKED)"},
+    "clean_cache.py": {"files"},
+}
+
+
+def unquoted(text: ast.JoinedStr) -> Iterator[str]:
+    """Yield what stands in a command for a shell without quotes: until a comment in brackets, three spaces before."""
+    begins = ast.unparse(text.values[0]).strip("'")
+    if not begins.startswith(PROGRAMS) or begins.startswith("less than "):
+        return
+    for part in text.values:
+        if isinstance(part, ast.Constant) and "   (" in str(part.value):
+            return
+        if isinstance(part, ast.FormattedValue) and not ast.unparse(part.value).startswith(QUOTING):
+            yield ast.unparse(part.value)
+
+
+def test_a_path_in_a_command_of_the_shell_is_quoted_wherever_one_is_told() -> None:
+    assert list(unquoted(ast.parse('f"less {path}"', mode="eval").body)) == ["path"]  # type: ignore[arg-type]
+    for path in Path("pipeline").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr) and node.values:
+                assert set(unquoted(node)) <= QUOTED_BEFORE.get(path.name, set()), f"{path}:{node.lineno}"

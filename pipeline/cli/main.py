@@ -10,6 +10,7 @@ import signal
 import sys
 import traceback
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -142,6 +143,9 @@ def _raise_terminated(_signal: int, _frame: FrameType | None) -> None:
 
 def main() -> None:
     """Run a command line and leave with its exit code."""
+    for stream in ("stdout", "stderr"):  # closed, as by `>&-`
+        if getattr(sys, stream) is None:
+            setattr(sys, stream, Path(os.devnull).open("w"))  # noqa: SIM115 - it stays open to the end
     sys.excepthook = _print_traceback
     atexit.register(gc.freeze)  # else a last collection walks through torch for half a second
     if sys.argv[1:2] == [completion.ASKED]:

@@ -94,7 +94,8 @@ def submit_command(
         nothing = f"nothing to regenerate: {damage_list} names no record that is lost"
         print_json({"stages": [], "scripts": {}}) if as_json else typer.echo(nothing)
         return
-    typed = typed_command(stage, config, sets, damage_list, swept)
+    alone = ["--only"] if only and loaded.config.train.command is not None else []  # a script may want no other stage
+    typed = typed_command(stage, config, sets, damage_list, [*swept, *alone])
     if accept_code:
         _accept_code(project)
     with _checked(project, stages, typed, may_be_silent=idle) as (project, opened):
@@ -296,7 +297,7 @@ def _status_of(folder: RunFolder) -> str:
 def typed_command(
     stage: str, config: Path | None, sets: list[str], damage_list: Path | None = None, swept: Sequence[str] = ()
 ) -> Command:
-    """Return the command to type again to do what is missing: without --only, --follow and the like."""
+    """Return the command to type again to do what is missing: without --follow and the like."""
     listed = ("--list", damage_list) if damage_list else ()
     return Command.of("submit --stage", stage, *listed, *swept).in_project(Command.about(config, sets))
 

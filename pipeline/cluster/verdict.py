@@ -252,9 +252,9 @@ def _exited(code: int, message: str) -> _Finding:
     """Judge the worker's exit code."""
     if code == GO_ON or code - SIGNALLED in _POLITE:
         return Cause.INTERRUPTED, message or "was told to end and stopped in order"
-    if code in _REFUSALS:
+    if code in REFUSALS:
         cause = Cause.DAMAGE if code == CacheDamaged.exit_code else Cause.REFUSED
-        return cause, message or f"exit code {code}: {_REFUSALS[code]}"
+        return cause, message or f"exit code {code}: {REFUSALS[code]}"
     if code - SIGNALLED in _AS_AFTER_SIGNALS:  # a program that the worker ran was killed
         return Cause.CRASHED, message or f"crashed by {_named(code - SIGNALLED)}"
     return Cause.FAILED, message or f"exit code {code}"
@@ -364,7 +364,7 @@ _LAST_WORDS = {
     "Illegal instruction": Cause.CRASHED,
     "Aborted (core dumped)": Cause.CRASHED,
 }
-_REFUSALS = {
+REFUSALS = {
     2: "the configuration or the command line is wrong",
     3: "the input data cannot be used",
     4: "the cache is damaged",

@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.command_line import Command
+from pipeline.command_line import Command, quoted
 from pipeline.errors import ConfigError, JobFailed
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def _all_in(runs: Path) -> list[RunFolder]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        remedy = f"ls -ld {runs}   or another folder: --set cluster.runs=FOLDER"
+        remedy = f"ls -ld {quoted(runs)}   or another folder: --set cluster.runs=FOLDER"
         raise ConfigError(f"cannot be listed: {error.strerror}", where=str(runs), remedy=remedy) from error
     return [RunFolder(runs / name) for name in names if _is_run(runs / name)]
 
@@ -172,7 +172,7 @@ def find_run(runs: Path, name: str | None) -> RunFolder:
     matches = [folder for folder in known if name and folder.name.startswith(name)]
     if len(matches) != 1:
         what = f"{len(matches)} runs begin with {name!r}" if matches else f"no run {name!r} that you can read"
-        raise ConfigError(what, where=str(runs), remedy=f"ls {runs}")
+        raise ConfigError(what, where=str(runs), remedy=f"ls {quoted(runs)}")
     return _readable(matches[0])
 
 

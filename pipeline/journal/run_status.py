@@ -257,7 +257,9 @@ class StageStatus:
         if task.cancelled and not (task.good or task.word.finished):
             return "cancelled"
         if task.job is not None:  # until a supervisor has judged it, its own reports count
-            state = "failed" if task.word.exit_code else "running" if task.word.started else "waiting"
+            is_stopped = self.state is RunState.STOPPED  # with its run, which has ended its jobs
+            going = "stopped" if is_stopped else "running" if task.word.started else "waiting"
+            state = "failed" if task.word.exit_code else going
             return "done" if task.word.finished else state
         if task.good:
             return "done"

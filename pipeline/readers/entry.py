@@ -6,7 +6,7 @@ import os
 from functools import lru_cache
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from pipeline.command_line import Command
+from pipeline.command_line import Command, quoted
 from pipeline.errors import ConfigError, DataError
 from pipeline.records import Reason, Rejection
 from pipeline.units import printable_text
@@ -54,7 +54,7 @@ def entry_rejection(name: str, error: UnusableEntry, split: str, path: Path, lin
 
 def cannot_read(path: Path, error: OSError) -> DataError:
     """Return the error for a file that the system cannot open or read."""
-    return DataError(f"cannot be read: {error.strerror or error}", where=str(path), remedy=f"ls -l {path}")
+    return DataError(f"cannot be read: {error.strerror or error}", where=str(path), remedy=f"ls -l {quoted(path)}")
 
 
 def checked_path(path: Path) -> Path:

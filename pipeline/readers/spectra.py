@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from pipeline.command_line import quoted
 from pipeline.errors import ConfigError, DataError
 from pipeline.readers import hdf5, peptides
 from pipeline.readers.entry import (
@@ -351,7 +352,7 @@ def _files(path: Path) -> tuple[Path, ...]:
     except OSError as error:
         raise cannot_read(path, error) from error
     if packed := [file for file in paths if file.name.lower().endswith(".mgf.gz")]:
-        remedy = f"gunzip {packed[0]}"
+        remedy = f"gunzip {quoted(packed[0])}"
         raise ConfigError("spectra are read at random, which gzip does not allow", where=str(packed[0]), remedy=remedy)
     files = tuple(checked_file(file) for file in paths if file.suffix.lower() in SUFFIXES)
     if not files:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.cluster.machine import card_names
 from pipeline.cluster.verdict import GO_ON
+from pipeline.command_line import quoted
 from pipeline.errors import ConfigError, JobFailed, PlanInfeasible
 from pipeline.files import read_json, write_whole
 from pipeline.script.command import Script, Values, parse_command, process_words
@@ -138,4 +139,4 @@ def _tried(script: Script, size: int, steps: int) -> Try:
         return Try(size, fits=True)
     last = "\n".join(f"    {line}" for line in ended.last_lines[-LAST_LINES:])
     problem = f"with a micro-batch of {size} {ended.what}\n{last}"
-    raise JobFailed(problem, where=WHERE, remedy=f"less {log}   (it is no lack of memory that ends it)")
+    raise JobFailed(problem, where=WHERE, remedy=f"less {quoted(log)}   (it is no lack of memory that ends it)")

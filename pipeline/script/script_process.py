@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.cluster.machine import count_oom_kills
 from pipeline.cluster.processes import ProcessTable, send, used_bytes
-from pipeline.cluster.verdict import GO_ON, KERNEL_SIGNS, LAST_LINES, NEARLY, SIGNALLED, Cause, last_words
+from pipeline.cluster.verdict import GO_ON, KERNEL_SIGNS, LAST_LINES, NEARLY, REFUSALS, SIGNALLED, Cause, last_words
 from pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ PARTIAL_MOST = 1 << 16  # of a line that does not end
 LOOK_EVERY_S, MEASURE_EVERY_S = 0.1, 1.0
 LINGER_S = 30.0  # for processes that are still saving after a script was told to end; as long as Slurm gives
 KILLED_CODE = SIGNALLED + signal.SIGKILL
+OURS = REFUSALS.keys() - {ConfigError.exit_code}  # which is anybody's for a wrong command line
 KIB = 1024 if sys.platform != "darwin" else 1  # the unit of getrusage
 TROUBLES = {Cause.GPU_OOM: "gpu_oom", Cause.HOST_OOM: "host_oom", Cause.DISK: "disk_full"}
 EXCEPTION = re.compile(r"(?:\[rank\d+\]: ?)?[A-Za-z_][\w.]*(?:Error|Exception)\b")
@@ -85,12 +86,14 @@ class ScriptOutcome:
 
     @property
     def code(self) -> int:
-        """The exit code of the task: that of the script, 75 to go on, or 128 and the signal that ended it."""
+        """The exit code of the task: 75 to go on, 128 and the signal, or the script's where that is none of ours."""
         if self.goes_on:
             return GO_ON
         if self.told is not None and not self.trouble:
             return SIGNALLED + self.told
-        return SIGNALLED + self.signal if self.signal is not None else self.exit_code or 0
+        if self.signal is not None:
+            return SIGNALLED + self.signal
+        return 1 if self.exit_code in OURS else self.exit_code or 0  # 4 from a script tells of no damaged cache
 
     @property
     def step(self) -> int:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeline.command_line import quoted
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
 from pipeline.files import write_whole
@@ -34,7 +35,7 @@ def refuse_absent(*files: Path) -> None:
     """Raise where one of these files is not there."""
     for file in files:
         if not file.is_file():
-            raise ConfigError("there is no such file", where=str(file), remedy=f"ls {file.parent}")
+            raise ConfigError("there is no such file", where=str(file), remedy=f"ls {quoted(file.parent)}")
 
 
 def cluster_settings(project: LoadedConfig, *stages: str) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipeline.command_line import UPGRADE, Command
+from pipeline.command_line import UPGRADE, Command, quoted
 from pipeline.errors import CacheDamaged, CacheFull, CacheUnusable, JobFailed, RecordMissing
 from pipeline.files import whose
 from pipeline.keys import recipe_key, recipe_tag
@@ -351,7 +351,7 @@ class CacheFolder:
     def _unreadable(self, error: OSError) -> CacheUnusable:
         known = whose(Path(error.filename)) if isinstance(error, PermissionError) and error.filename else ""
         what = f"the cache cannot be read: {error.strerror or error}" + (f"; {known}" if known else "")
-        return self._unusable(what, f"ls -ld {self.root}")
+        return self._unusable(what, f"ls -ld {quoted(self.root)}")
 
     def _unusable(self, what: str, remedy: str | Command = ELSEWHERE) -> CacheUnusable:
         return CacheUnusable(what, where=str(self.root), remedy=remedy)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pipeline.command_line import quoted
 from pipeline.errors import CacheDamaged, CacheUnusable
 from pipeline.store.format.cache_layout import SHARD_SUFFIX, written_at
 from pipeline.store.format.shard import TABLE_ROW, ShardTable, read_table
@@ -199,7 +200,7 @@ def shard_names(disk: Disk, layout: KindLayout) -> list[str]:
         return sorted(name for name in disk.list_folder(layout.shards) if name.endswith(SHARD_SUFFIX))
     except OSError as error:
         what = f"the cache cannot be read: {error.strerror or error}"
-        raise CacheUnusable(what, where=str(layout.shards), remedy=f"ls -ld {layout.shards}") from error
+        raise CacheUnusable(what, where=str(layout.shards), remedy=f"ls -ld {quoted(layout.shards)}") from error
 
 
 def _renumbered(rows: Rows, position: Integers) -> Rows:

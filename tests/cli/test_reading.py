@@ -167,6 +167,13 @@ def test_what_cannot_be_written_where_it_is_printed_to_is_said(typed: Command) -
     assert done.stderr == "error: what this prints cannot be written: No space left on device\n"
 
 
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_where_nothing_can_be_printed_to_a_command_does_the_same_and_says_nothing(typed: Command, closed: str) -> None:
+    words = ["sh", "-c", f'"$0" status {closed}', PIPELINE]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_an_interruption_before_anything_was_read_is_told_in_a_word(
     typed: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:

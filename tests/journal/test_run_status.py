@@ -245,6 +245,8 @@ class TestStage:
         for word, told in words.items():
             assert stage_of(*events, *told).task_states() == {word: 1}
         assert stage_of(*events, started, finished, ended(0)).task_states() == {"done": 1}
+        stopped = event(EventKind.RUN_ENDED, 5.0, state="stopped", error="", exit_code=130)
+        assert stage_of(*events, started, stopped).task_states() == {"stopped": 1}, "its jobs ended with the run"
 
     def test_as_json_it_says_all_but_what_is_internal(self) -> None:
         told = stage_of(

@@ -268,14 +268,20 @@ class TestEnding:
 
     def test_badly_after_a_word_on_memory_is_for_memory(self, tmp_path: Path) -> None:
         outcome = ran("swallows.py", "--code", "3", tmp_path=tmp_path)
-        assert (outcome.trouble, outcome.code) == ("gpu_oom", 3)
+        assert (outcome.trouble, outcome.code) == ("gpu_oom", 1)
         assert verdict(outcome).cause is Cause.GPU_OOM
 
     def test_badly_long_after_it_had_survived_is_not(self, tmp_path: Path) -> None:
         outcome = ran("swallows.py", "--code", "3", "--steps_after", "60", tmp_path=tmp_path)
         assert outcome.trouble == ""
-        assert verdict(outcome).cause is Cause.REFUSED  # exit code 3: it would end the same again
+        assert verdict(outcome).cause is Cause.FAILED
         assert outcome.what == "the script ended with exit code 3; it last said: step 59"
+
+    @pytest.mark.parametrize("code", [3, 4, 5, 6])
+    def test_with_an_exit_code_of_ours_says_nothing_of_our_data_or_cache(self, code: int) -> None:
+        outcome = ScriptOutcome(code)
+        found = verdict(outcome)
+        assert (found.cause, found.reason) == (Cause.FAILED, f"the script ended with exit code {code}")
 
     @pytest.mark.parametrize(
         ("says", "trouble"),

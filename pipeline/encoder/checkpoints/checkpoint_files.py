@@ -7,6 +7,7 @@ import stat
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from pipeline.command_line import quoted
 from pipeline.errors import ConfigError, WeightsUnusable
 
 if TYPE_CHECKING:
@@ -76,7 +77,9 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 def unreadable_checkpoint(path: Path, error: OSError) -> WeightsUnusable:
     """Return the error for a checkpoint file that cannot be read."""
-    return WeightsUnusable(f"cannot be read: {error.strerror or error}", where=str(path), remedy=f"ls -ldL {path}")
+    return WeightsUnusable(
+        f"cannot be read: {error.strerror or error}", where=str(path), remedy=f"ls -ldL {quoted(path)}"
+    )
 
 
 def _folder(folder: Path) -> CheckpointFiles:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pipeline.command_line import quoted
 from pipeline.encoder.checkpoints.checkpoint_files import ESM1B, ESMC, FAMILIES
 from pipeline.encoder.checkpoints.esm_checkpoint import (
     PT_PREFIX,
@@ -177,7 +178,7 @@ def _publish(data: dict[str, Any], out: Path) -> None:
         _DISK.fsync_folder(out.parent)
     except (OSError, RuntimeError) as error:  # when a disk takes no more, torch's writer says it in a RuntimeError
         why = error.strerror if isinstance(error, OSError) else "the disk took only a part of it"
-        remedy = f"df -h {out.parent}   (make room, or choose another --out)"
+        remedy = f"df -h {quoted(out.parent)}   (make room, or choose another --out)"
         raise ConfigError(f"the checkpoint cannot be written: {why}", where=str(out), remedy=remedy) from error
     finally:
         with suppress(OSError):

@@ -402,8 +402,8 @@ def _describe(stage: StageStatus, tasks: Sequence[TaskRecord]) -> list[str]:
     for task, attempt in failures[:FAILURES_SHOWN]:
         tries = f" (attempt {attempt.number})" if attempt.number > 1 else ""
         own_words = f"\n    {attempt.said}" if attempt.said and attempt.said not in attempt.reason else ""
-        why = f"; {task.then[attempt.number]}" if task.then.get(attempt.number) else ""
-        ended = f"{attempt.state}: {attempt.reason}{why}{own_words}"
+        then = f"\n    then: {task.then[attempt.number]}" if task.then.get(attempt.number) else ""
+        ended = f"{attempt.state}: {attempt.reason}{own_words}{then}"  # a reason may end with a command to type
         lines.append(f"  {stage.called(attempt.task)}{tries}: {ended}\n    log: {attempt.log}")
         lines.append(f"    more: {_page()}#{attempt.cause.value}")
     more = len(failures) - FAILURES_SHOWN

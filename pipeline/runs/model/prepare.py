@@ -267,7 +267,7 @@ def items_of(project: Project, table: str, split: str | None) -> ItemTable:
     """Return the items of a split; all of them where a data set has no splits, and none was named."""
     whole = ItemTable.read(project.cache.kind("sets"), bytes.fromhex(table))
     is_whole = split is None or (split == TrainSection.model_fields["split"].default and not any(whole.splits))
-    return whole if is_whole else whole.of_split(split or "")
+    return whole if is_whole else whole.of_split(split or "", "train.split")
 
 
 def with_task(config: Config) -> bool:

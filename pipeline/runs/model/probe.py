@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.cluster.job_spec import PROBE, JobSpec, TaskState
 from pipeline.cluster.verdict import Cause, Word, judge_attempt
-from pipeline.command_line import Command
+from pipeline.command_line import Command, quoted
 from pipeline.config.load import dump_resolved
 from pipeline.device.kinds import CPU
 from pipeline.errors import ConfigError, JobFailed, PipelineError, SubmissionRefused
@@ -290,7 +290,7 @@ def _outcome_of(job: _ProbeJob, status: TaskStatus | None, config: Config) -> Pr
     errand = job.errand
     if result.state == FAILED:
         what = f"the probe of {errand.card} failed: {result.why}"
-        error = JobFailed(what, where=job.log, remedy=f"cat {job.log}")
+        error = JobFailed(what, where=job.log, remedy=f"cat {quoted(job.log)}")
         return replace(_unmeasured(errand, ProbeOutcome.FAILED, error), why=result.why, log=job.log)
     died = result.state == DIED
     unheard = () if result.remembered else ("it could not be written down for later plans",)

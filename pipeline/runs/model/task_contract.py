@@ -61,8 +61,7 @@ def breaches(
     names = [name for name in dict.fromkeys((*item_sizes, *_axes(items), *(sizes or ()))) if name != ITEMS]
     try:
         yield from _costs(task, names)
-        with _seeded(seed):
-            model = task.model()
+        model = _built(task, seed)
         yield from _models(task, model, seed)
         if isinstance(task, Example):
             _try_step(task, sizes or _made_up(task, names, padded=padded))
@@ -73,6 +72,14 @@ def breaches(
         yield error.what
     except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a user's code raises is what is to be told
         yield user_code_failed("trying the task", error).what
+
+
+def _built(task: Task, seed: int) -> nn.Module:
+    """Return the task's model, whose parameters are those of a seed."""
+    from pipeline.training.step.step import checked_model
+
+    with _seeded(seed):
+        return checked_model(task.model())
 
 
 @contextmanager
@@ -112,8 +119,7 @@ def _models(task: Task, model: nn.Module, seed: int) -> Iterator[str]:
     """Check that `model` depends on torch's seed alone: every rank builds its own, and they must be the same."""
     import torch
 
-    with _seeded(seed):
-        again = task.model()
+    again = _built(task, seed)
     first, second = dict(model.named_parameters()), dict(again.named_parameters())
     if first.keys() != second.keys() or any(first[name].shape != second[name].shape for name in first):
         yield "model() returns other parameters each time it is called"
@@ -191,7 +197,9 @@ def _with_data(task: Task, model: nn.Module, items: Sequence[Any]) -> Iterator[s
     for name, (total, weight) in whole.items():
         summed = math.fsum(float(part[name][0]) for part in parts if name in part)
         weighed = math.fsum(float(part[name][1]) for part in parts if name in part)
-        if not (isinstance(task, Contrastive) or math.isclose(summed, float(total), rel_tol=CLOSE, abs_tol=1e-6)):
+        if not math.isfinite(float(total)):
+            yield f"the sum of {name!r} over {len(items)} items is {float(total)}: nothing can be learned from it"
+        elif not (isinstance(task, Contrastive) or math.isclose(summed, float(total), rel_tol=CLOSE, abs_tol=1e-6)):
             problem = f"the sum of {name!r} over {len(items)} items is {float(total):.6g}, and {summed:.6g} one by one"
             problem += ": micro-batches would train another model (a mean in place of a sum? a batch norm?"
             yield f"{problem} {IN_BATCH})"
@@ -234,8 +242,10 @@ def _outputs(task: Outputs, model: nn.Module, items: Sequence[Any]) -> Iterator[
     """Check that predictions have an entry for each item."""
     import torch
 
+    from pipeline.training.evaluating.outputs import returned_values
+
     with torch.no_grad():
         outputs = task.outputs(model, _collated(cast("Task", task), items, np.random.default_rng(0)))
-    for name, entries in outputs.items():
+    for name, entries in returned_values("outputs", outputs).items():
         if len(entries) != len(items):
             yield f"outputs(): {name!r} has {len(entries)} entries for {len(items)} items"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pipeline import __version__
-from pipeline.command_line import Command
+from pipeline.command_line import Command, quoted
 from pipeline.config.load import from_resolved
 from pipeline.config.schema import Config
 from pipeline.config.schema_data import MAIN
@@ -66,7 +66,8 @@ class TrainedModel:
         if differ:
             texts = [f"{key}: {json.dumps(there[key])} (here {json.dumps(here.get(key))})" for key in differ]
             problem = "\n  ".join(["the model was trained with other settings:", *texts])
-            remedy = Command(()).with_settings(*((key, _setting(there[key])) for key in differ)).change
+            settings = [setting for key in differ for setting in _settings(key, there[key], here.get(key))]
+            remedy = Command(()).with_settings(*settings).change
             raise ConfigError(problem, where=str(self.folder.path), remedy=f"the same command with {remedy}")
         theirs = self.prepared.recipe.get("embeddings")
         if theirs and not is_reader(project.config) and (mine := embeddings_used(project)) != theirs:
@@ -178,8 +179,11 @@ def _inputs(config: Config) -> dict[str, Any]:
     return decided | {f"graph.{name}": value for name, value in graph.items()}
 
 
-def _setting(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+def _settings(key: str, value: Any, here: Any) -> Iterator[tuple[str, str]]:
+    """Yield what --set is to say so that a setting has a value, whatever it has here."""
+    if isinstance(value, dict) and isinstance(here, dict) and here.keys() - value.keys():
+        yield key, "null"  # else the names of here stay among those of the value
+    yield key, value if isinstance(value, str) else json.dumps(value)
 
 
 def model_card(model: TrainedModel) -> dict[str, Any]:
@@ -281,7 +285,7 @@ def export_model(model: TrainedModel, folder: Path, beside: Path | None, form: s
 def _exportable(model: TrainedModel) -> Config:
     """Return the settings of a model's training; raise where it cannot be exported."""
     if model.folder.export.is_file():
-        copy = f"cp -r {model.folder.path} FOLDER"
+        copy = f"cp -r {quoted(model.folder.path)} FOLDER"
         raise ConfigError("this is an exported model: copy its folder", where=str(model.folder.path), remedy=copy)
     if model.config is None:
         problem = "the model was trained by a version that kept no settings with it"

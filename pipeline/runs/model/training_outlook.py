@@ -294,7 +294,7 @@ def _items(question: Question) -> tuple[ItemTable, str]:
     table, sizes_from = scanned_table(project) if is_early else (table_of(project), "")
     if train.split is None or not any(table.splits):  # a data set without splits is trained on as a whole
         return table, sizes_from
-    return table.of_split(train.split), sizes_from
+    return table.of_split(train.split, "train.split"), sizes_from
 
 
 def _sizes(question: Question, work: Work, table: ItemTable, *, early: bool) -> dict[str, Integers]:

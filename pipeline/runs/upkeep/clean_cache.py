@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.command_line import Command
+from pipeline.command_line import Command, quoted
 from pipeline.errors import CacheUnusable, ConfigError
 from pipeline.files import whose
 from pipeline.journal.active_runs import going_on, hidden
@@ -70,7 +70,7 @@ def foresee_cleaning(
         return _foresee_readable(project, cache, file, asked, on)
     except PermissionError as error:
         what = f"the cache cannot be read: {error.strerror}; {whose(Path(error.filename))}"
-        remedy = f"ls -ld {error.filename}   (and ask its owner to clean it)"
+        remedy = f"ls -ld {quoted(error.filename)}   (and ask its owner to clean it)"
         raise CacheUnusable(what, where=str(error.filename), remedy=remedy) from error
 
 
@@ -141,7 +141,7 @@ def _sort_users(cleaning: Cleaning, users: list[User], strangers: list[str], goi
         cleaning.notes.append(CleanNote(f"{place} is there no more: nothing stays for it"))
     cleaning.notes += _notes_of_gone([user for user in cleaning.others if _is_gone(_place(user))], cleaning)
     for name in strangers:
-        remedy = f"ls -l {cleaning.cache.root / USERS / name}"
+        remedy = f"ls -l {quoted(cleaning.cache.root / USERS / name)}"
         cleaning.notes.append(
             CleanNote(f"{name} cannot be read: somebody uses the cache, and nobody knows for what", remedy)
         )
@@ -252,7 +252,9 @@ def _refuse_unwritable(cleaning: Cleaning) -> None:
     for folder in sorted(folders):
         if not os.access(folder, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
             what = f"you may not remove files here: {whose(folder)}"
-            raise CacheUnusable(what, where=str(folder), remedy=f"ls -ld {folder}   (and ask its owner to clean it)")
+            raise CacheUnusable(
+                what, where=str(folder), remedy=f"ls -ld {quoted(folder)}   (and ask its owner to clean it)"
+            )
 
 
 def carry_out(cleaning: Cleaning, waits: Callable[[], object] = lambda: None) -> Iterator[Removed]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.command_line import Command
+from pipeline.command_line import Command, quoted
 from pipeline.encoder.embedding_recipe import texts
 from pipeline.errors import ConfigError, DataError, PipelineError
 from pipeline.journal.active_runs import hidden
@@ -312,7 +312,7 @@ def needed(project: Project, *, embeddings: bool = True, on: Callable[[int], Non
     except (ConfigError, DataError) as error:
         need.doubt(f"{error.where}: {error.what}", error.next)
     if not need.items:
-        need.doubt("the data set is empty", f"ls -l {project.config.data.path}")
+        need.doubt("the data set is empty", f"ls -l {quoted(project.config.data.path)}")
     return need
 
 
@@ -346,4 +346,4 @@ def _take(
 
 
 def _mount_remedy(project: Project) -> str:
-    return f"ls -l {project.config.data.path}   (mount the data, or take what is gone out of the data set)"
+    return f"ls -l {quoted(project.config.data.path)}   (mount the data, or take what is gone out of the data set)"

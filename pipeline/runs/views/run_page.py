@@ -15,6 +15,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from pipeline.command_line import quoted
 from pipeline.config.load import from_resolved
 from pipeline.errors import ConfigError, PipelineError
 from pipeline.files import write_whole
@@ -174,7 +175,7 @@ def write_page_where_asked(path: Path, text: str) -> None:
         write_page(path, text)
     except OSError as error:
         what, there = f"the page cannot be written: {error.strerror or error}", path.parent.exists()
-        remedy = "pipeline report --html FILE   (where you may write)" if there else f"mkdir -p {path.parent}"
+        remedy = "pipeline report --html FILE   (where you may write)" if there else f"mkdir -p {quoted(path.parent)}"
         raise ConfigError(what, where=str(path), remedy=remedy) from error
 
 

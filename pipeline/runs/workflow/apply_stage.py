@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipeline.command_line import Command
+from pipeline.command_line import Command, quoted
 from pipeline.errors import ConfigError, DataError, JobFailed
 from pipeline.files import write_whole
 from pipeline.journal.attempts import left_out_items
@@ -186,7 +186,9 @@ class ApplyStage(Stage):
         for path in () if are_made_first else self._code(project).reads:
             if not path.exists():
                 where = f"train.{self.name}.options: {path}"
-                raise ConfigError("there is no such file or folder", where=where, remedy=f"ls -ld {path.parent}")
+                raise ConfigError(
+                    "there is no such file or folder", where=where, remedy=f"ls -ld {quoted(path.parent)}"
+                )
         if (file := weights_file(self.settings(project).checkpoint)) is not None:
             train, options = project.config.train, self._options(project.config)
             refuse_unfit_weights(load_task(train.task, options, beside=project.beside), train, file)
@@ -315,11 +317,9 @@ class ApplyStage(Stage):
             return chosen.sampled(self._code(project).samples)
         if may_miss:
             return whole.take(np.zeros(0, np.int64))
-        named = [name for name in whole.splits if name]
-        there = f"there are: {', '.join(named)}" if named else "this data set has no splits"
         key = f"train.{self.name}.split"
-        remedy = " or ".join(f"--set {key}={name}" for name in (*named, "null")) + "   (null: every item)"
-        raise DataError(f"no item is in split {split!r}; {there}", where=key, remedy=remedy)
+        what = f"no item is in split {split!r}; {whole.named_splits()}"
+        raise DataError(what, where=key, remedy=whole.other_splits(key))
 
     def _with_own_resources(self, project: Project) -> Project:
         """Return the project with this stage's resources in place of training's, which say on what device it is."""
@@ -366,7 +366,8 @@ class ApplyStage(Stage):
             chosen = self._choose(project, prepared, without)
             if chosen is None:
                 where = str(applied.chosen.path.parent)
-                raise JobFailed("no checkpoint of it can be read", where=where, remedy=self._training(folder))
+                anew = self._training(folder) if self._model(project) is None else "name another model or checkpoint"
+                raise JobFailed("no checkpoint of it can be read", where=where, remedy=anew)
             replace(applied, chosen=chosen, done=[]).write(folder.plan(self.name))
             return chosen
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from pipeline.command_line import Command
+from pipeline.command_line import Command, quoted
 from pipeline.config.schema_data import MAIN
 from pipeline.encoder.embedding_recipe import as_floats, partner_texts
 from pipeline.errors import CacheDamaged, ConfigError, DataError, RecordMissing
@@ -115,7 +115,7 @@ def export_embeddings(project: Project, out: Path, wanted: WantedExport) -> Expo
             _write(project, wanted, form, exported, add)
             _refuse_incomplete(exported, out, wanted)
     except OSError as error:
-        what, room = f"cannot write: {error.strerror or error}", f"df -h {out.parent}"
+        what, room = f"cannot write: {error.strerror or error}", f"df -h {quoted(out.parent)}"
         raise ConfigError(what, where=str(out), remedy=room) from error
     return exported
 

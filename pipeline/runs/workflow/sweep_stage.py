@@ -163,6 +163,7 @@ class SweepStage(TrainStage):
             judged.undone += result.undone
             judged.skipped = max(judged.skipped, result.skipped)  # mostly the same ones
             judged.left_out(result.damaged_items)
+            judged.remarks = list(dict.fromkeys((*judged.remarks, *result.remarks)))
             if result.undone and not judged.first_undone:
                 judged.first_undone = f"{result.first_undone} of {plan.name}"
         judged.left_out(damaged_items(folder))

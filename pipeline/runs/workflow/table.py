@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from pipeline.command_line import Command
+from pipeline.command_line import Command, quoted
 from pipeline.errors import CacheDamaged, ConfigError, DataError, JobFailed, PipelineError
 from pipeline.runs.dataset.reader_items import is_reader
 from pipeline.runs.workflow.embed_stage import EmbedStage
@@ -136,7 +136,9 @@ def refuse_or_warn(
         )
         enough = math.ceil(100 * rejected / total) / 100  # too_many() forgives what rounding does to it
         again = trouble.again.with_settings(("data.max_rejected_fraction", str(enough)))
-        raise DataError(what, where=str(data.path), remedy=replace(again, before=f"less {folder.rejected}   or   "))
+        less = f"less {quoted(folder.rejected)}"
+        more = replace(again, before=f"{less}   or   ")
+        raise DataError(what, where=str(data.path), remedy=more if rejected < total else less)
     if judged.undone:
         unscanned = f" ({trouble.waiting:,} of them were not scanned before)" if trouble.waiting else ""
         what = f"{judged.undone:,} of {total:,} {stage.unit}s are not done, such as {judged.first_undone}{unscanned}"

@@ -138,14 +138,14 @@ class TrainStage(Stage):
         return judged
 
     def check(self, project: Project, folder: RunFolder, judged: Trained) -> list[str]:  # noqa: ARG002
-        """Return warnings about skipped items and recoveries from running out of memory."""
+        """Return warnings about what was not validated, skipped items and recoveries from running out of memory."""
         skipped = f"{judged.skipped:,} items are too large for any plan and were left out (train.oversize: skip)"
         ooms = f"memory ended {judged.ooms:,} times; no step was lost   (pipeline replay RUN --step N)"
         whose = "1 item was left out: its" if judged.damaged == 1 else f"{judged.damaged:,} items were left out: their"
         remedy = "pipeline cache repair --yes; a model that is moved away is trained anew, on all items"
         damaged = f"{whose} records in the cache proved damaged ({first_few(judged.damaged_items)})   ({remedy})"
         counted = ((judged.skipped, skipped), (judged.ooms, ooms), (judged.damaged, damaged))
-        return [text for count, text in counted if count]
+        return [*judged.remarks, *(text for count, text in counted if count)]
 
 
 def unprepared(project: Project, folder: RunFolder | None, tasks: int = 1) -> StageSurvey:
@@ -203,12 +203,14 @@ def trained_so_far(project: Project, prepared: Prepared) -> Trained:
         figures = [epoch.to_json() for epoch in epochs]
         judged.course = course_of(figures, settings.monitor)
         judged.last, judged.best = figures[-1], best_of(figures, settings.monitor, lower=settings.lower_is_better)
+        judged.remarks += unmonitored(figures, settings.monitor)
         judged.ooms, judged.cropped = sum(epoch.ooms for epoch in epochs), max(epoch.cropped for epoch in epochs)
         remedied = Counter[str]()
         for epoch in epochs:
             remedied.update(epoch.remedied)
         judged.remedied = dict(sorted(remedied.items()))
         judged.skipped = len(prepared.skipped)
+    judged.remarks += unvalidated(project, prepared)
     return judged
 
 
@@ -311,19 +313,28 @@ def damaged_items(folder: RunFolder) -> list[str]:
 
 
 def novelty(project: Project) -> list[str]:
-    """Return a remark on what differs where a training begins anew beside an earlier one of the same task."""
+    """Return remarks on a training that begins: how it differs from an earlier one of its task, and what it lacks."""
     prepared = prepare(project)
     if prepared is None or folder_of(project, prepared).path.exists():
         return []
     kind = prepared.name.rpartition("-")[0]
     known = sorted(project.config.train.models.glob(f"{kind}-*/prepared.json"), key=lambda path: path.stat().st_mtime)
     if not known:
-        return []
+        return unvalidated(project, prepared)
     before = json.loads(known[-1].read_text()).get("recipe", {})
     names = [name for name in {**before, **prepared.recipe} if before.get(name) != prepared.recipe.get(name)]
     changed = ", ".join(CALLED.get(name, f"train.{name}") for name in names)
     way_back = f"   (to go on with that: {FLAG})" if names == ["code"] else ""
-    return [f"a new training: {changed} changed since {known[-1].parent.name}, which stays as it is{way_back}"]
+    new = f"a new training: {changed} changed since {known[-1].parent.name}, which stays as it is{way_back}"
+    return [new, *unvalidated(project, prepared)]
+
+
+def unvalidated(project: Project, prepared: Prepared) -> list[str]:
+    """Return a remark where no item is in the split that is to validate, though there are splits."""
+    table, wanted = items_of(project, prepared.table, None), project.config.train.validation.split
+    if wanted is None or wanted in table.splits or not any(table.splits):
+        return []
+    return [f"nothing is validated: no item is in split {wanted!r} (train.validation.split); {table.named_splits()}"]
 
 
 def misfits(project: Project, task: Task) -> list[str]:
@@ -426,6 +437,7 @@ class Trained(Judged):
     damaged: int = 0  # items that were left out, now or in the runs before, as their records were damaged
     damaged_items: list[str] = field(default_factory=list)  # these
     cropped: int = 0
+    remarks: list[str] = field(default_factory=list)  # on its validations
     remedied: dict[str, int] = field(default_factory=dict)  # items for which each remedy was used, over all epochs
 
     def left_out(self, items: Iterable[str]) -> None:
@@ -439,6 +451,16 @@ def course_of(epochs: list[dict[str, Any]], monitor: str) -> list[float]:
     known = [value for epoch in epochs if (value := epoch["validation"].get(monitor)) is not None]
     places = sorted({round(place * (len(known) - 1) / (COURSE - 1)) for place in range(COURSE)}) if known else []
     return [known[place] for place in places]
+
+
+def unmonitored(epochs: list[dict[str, Any]], monitor: str) -> list[str]:
+    """Return a remark where validations have figures, and none that is to tell the best one."""
+    known = dict.fromkeys(name for epoch in epochs for name in epoch["validation"])
+    if not known or monitor in known:
+        return []
+    return [
+        f"no figure of a validation is called {monitor!r} (train.validation.monitor); there are: {', '.join(known)}"
+    ]
 
 
 def best_of(epochs: list[dict[str, Any]], monitor: str, *, lower: bool) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.command_line import Command
+from pipeline.command_line import Command, quoted
 from pipeline.errors import CacheFull, CacheUnusable, JobFailed, PipelineError
 from pipeline.files import SHARED, file_system, user_name, whose
 from pipeline.store.format.cache_layout import MARKER, PARTIAL_SUFFIX, unique_stem
@@ -324,7 +324,7 @@ def remove(disk: Disk, path: Path) -> None:
         pass
     except OSError as error:
         what = f"a file of the cache cannot be removed: {error.strerror or error}; {whose(path)}"
-        remedy = f"ls -ld {path.parent}   (whoever may write there can clean it)"
+        remedy = f"ls -ld {quoted(path.parent)}   (whoever may write there can clean it)"
         raise CacheUnusable(what, where=str(path), remedy=remedy) from error
 
 
@@ -344,12 +344,12 @@ def write_refused(disk: Disk, path: Path, error: OSError) -> PipelineError:
         return CacheFull(what, where=where, remedy=remedy)
     if error.errno in _READ_ONLY:
         cache = next((folder for folder in path.parents if disk.exists(folder / MARKER)), None)
-        remedy = lay_over([cache] if cache else [], before=f"ls -ld {_there(disk, path.parent)}   or   ")
+        remedy = lay_over([cache] if cache else [], before=f"ls -ld {quoted(_there(disk, path.parent))}   or   ")
         what = f"the cache cannot be written here: {reason}; {whose(path.parent)}"
         return CacheUnusable(what, where=where, remedy=remedy)
     if isinstance(error, NotADirectoryError | FileExistsError):
-        return CacheUnusable(f"a file stands in the way: {reason}", where=where, remedy=f"ls -ld {path}")
-    return JobFailed(f"the disk failed while writing: {reason}", where=where, remedy=f"ls -ld {path}")
+        return CacheUnusable(f"a file stands in the way: {reason}", where=where, remedy=f"ls -ld {quoted(path)}")
+    return JobFailed(f"the disk failed while writing: {reason}", where=where, remedy=f"ls -ld {quoted(path)}")
 
 
 @contextmanager
@@ -367,7 +367,7 @@ def refused_as(what: str, remedy: str | Command) -> Iterator[None]:
 
 def ask_owner(folder: Path) -> AbstractContextManager[None]:
     """Point to the owner of a cache that cannot be written, for commands that must change this very cache."""
-    remedy = f"ls -ld {folder}   (ask its owner, if you may not write there)"
+    remedy = f"ls -ld {quoted(folder)}   (ask its owner, if you may not write there)"
     return refused_as("the cache cannot be written here", remedy)
 
 

@@ -14,7 +14,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pipeline.command_line import UPGRADE, Command
+from pipeline.command_line import UPGRADE, Command, quoted
 from pipeline.errors import CacheDamaged, CacheUnusable, ConfigError
 from pipeline.store.cache_folder import CACHE_FORMAT
 from pipeline.store.format.cache_layout import EXPORT, MANIFEST, KindLayout
@@ -138,7 +138,7 @@ def _read_plain(disk: Disk, path: Path) -> bytes:
     except (FileNotFoundError, NotADirectoryError):
         raise
     except OSError as error:
-        raise CacheUnusable(reason(error), where=str(path), remedy=f"ls -ld {path}") from error
+        raise CacheUnusable(reason(error), where=str(path), remedy=f"ls -ld {quoted(path)}") from error
 
 
 def reason(error: CacheDamaged | OSError) -> str:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from pipeline.command_line import Command
+from pipeline.command_line import Command, quoted
 from pipeline.errors import CacheFull, CacheUnusable
 from pipeline.keys import content_digest
 from pipeline.store.format.cache_layout import (
@@ -98,7 +98,7 @@ def refuse_links(cache: CacheFolder) -> None:
         for path in (folder, *([folder.parent] if folder.parent != cache.root else [])):
             if path != cache.root and cache.disk.is_link(path):
                 what = f"a symbolic link stands in the cache where a folder should be: it leads to {path.readlink()}"
-                remedy = f"ls -l {path}   (cleaning follows no links; put the folder itself there)"
+                remedy = f"ls -l {quoted(path)}   (cleaning follows no links; put the folder itself there)"
                 raise CacheUnusable(what, where=str(path), remedy=remedy)
 
 
@@ -217,7 +217,10 @@ def refuse_links_out(cache: CacheFolder) -> None:
         targets = ((link, _target(link)) for link in _links(cache))
         links_out = [pair for pair in targets if pair[1].is_symlink() or not pair[1].is_relative_to(root)]
     except OSError as error:
-        what, remedy = f"the cache cannot be read: {error.strerror or error}", f"ls -ld {error.filename or cache.root}"
+        what, remedy = (
+            f"the cache cannot be read: {error.strerror or error}",
+            f"ls -ld {quoted(error.filename or cache.root)}",
+        )
         raise CacheUnusable(what, where=str(error.filename or cache.root), remedy=remedy) from error
     if links_out:
         shown = [f"{link}: {_describe_target(target)}" for link, target in links_out[:SHOWN]]
@@ -234,8 +237,8 @@ def _describe_target(target: Path) -> str:
 
 def _remedy(link: Path, target: Path) -> str:
     if target.is_dir():
-        return f"ls -l {link}   (replace the link by the folder itself, or set cache.root to {target.parent})"
-    return f"ls -l {link}   (put the file itself there, or remove the link)"
+        return f"ls -l {quoted(link)}   (replace the link by the folder itself, or set cache.root to {target.parent})"
+    return f"ls -l {quoted(link)}   (put the file itself there, or remove the link)"
 
 
 def _target(link: Path) -> Path:

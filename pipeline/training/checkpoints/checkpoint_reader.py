@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from pipeline.command_line import quoted
 from pipeline.errors import ConfigError
 from pipeline.keys import content_digest
 from pipeline.store.format.disk import Disk
@@ -188,7 +189,7 @@ def open_checkpoint(
     if not path.is_dir():
         others = sorted(name for name in disk.list_folder(path.parent) if name.startswith("step-"))
         problem = f"there is no such checkpoint; there is: {', '.join(others[-8:]) or 'none'}"
-        raise ConfigError(problem, where=str(path), remedy=f"ls {path.parent}")
+        raise ConfigError(problem, where=str(path), remedy=f"ls {quoted(path.parent)}")
     manifest = read_manifest(disk, path)
     if identity is not None:
         refuse_stranger(manifest, identity, path)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from pipeline.command_line import quoted
 from pipeline.encoder.checkpoints.weight_containers import read_pt, read_safetensors
 from pipeline.errors import ConfigError, DataError, JobFailed, WeightsUnusable
 from pipeline.store.format.disk import Disk
@@ -183,7 +184,7 @@ def stored_weights(path: Path, entry: str | None = None) -> StoredWeights:
     `entry` names those of a file with several, such as ema_state_dict.
     """
     if not path.exists():
-        raise ConfigError("there are no such weights", where=f"{WHERE}: {path}", remedy=f"ls -ldL {path}")
+        raise ConfigError("there are no such weights", where=f"{WHERE}: {path}", remedy=f"ls -ldL {quoted(path)}")
     if (path / MANIFEST).is_file():
         return _of_checkpoint(path)
     try:

@@ -28,7 +28,7 @@ from pipeline.errors import PlanInfeasible
 from pipeline.memory.runtime.recovery import forget_failed_backward
 from pipeline.records import Reason, Rejection
 from pipeline.training.evaluating.one_forward import computed_once
-from pipeline.training.evaluating.outputs import PART_BYTES, GatheredOutputs, OutputWriter
+from pipeline.training.evaluating.outputs import PART_BYTES, GatheredOutputs, OutputWriter, numbers_of, returned_values
 from pipeline.training.step.checkpointing import twin
 from pipeline.training.step.contrastive import embedded
 from pipeline.training.step.micro_batches import Piece
@@ -225,7 +225,7 @@ class Evaluator:
             if self.with_loss and not self._contrasts:
                 terms = dict(task.loss(model, batch) if on_host else self.step.terms_of(batch))
             if self._says:
-                outputs = dict(task.outputs(model, batch))  # type: ignore[attr-defined]
+                outputs = returned_values("outputs", task.outputs(model, batch))  # type: ignore[attr-defined]
             if self._contrasts:
                 vectors = embedded(cast("Contrastive", task), model, batch)
                 outputs |= {EMBEDDED + _escaped(name): rows for name, rows in vectors.items()}
@@ -309,7 +309,7 @@ class Evaluator:
         self.ranks.exchange({})  # all have written
         figures: dict[str, float] = {}
         if self.ranks.rank == 0 and (outputs := TaskOutputs(gathered or GatheredOutputs(self.folder, of=self.of))):
-            figures = {name: float(value) for name, value in task.metrics(outputs).items()}  # type: ignore[attr-defined]
+            figures = numbers_of(task.metrics(outputs))  # type: ignore[attr-defined]
         return dict(self.ranks.exchange(figures)[0])
 
 

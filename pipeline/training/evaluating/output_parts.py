@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pipeline.command_line import quoted
 from pipeline.errors import ConfigError, DataError, JobFailed
 from pipeline.keys import content_digest
 from pipeline.training.checkpoints import tensor_file
@@ -170,7 +171,7 @@ def publishing(disk: Disk, *paths: Path) -> Iterator[list[Path]]:
             partial.unlink(missing_ok=True)
         if not isinstance(error, OSError):
             raise
-        remedy = f"df -h {paths[0].parent}   then the same command   (does only what is missing)"
+        remedy = f"df -h {quoted(paths[0].parent)}   then the same command   (does only what is missing)"
         raise JobFailed(f"cannot be written: {error.strerror}", where=str(paths[0]), remedy=remedy) from error
 
 
@@ -187,7 +188,7 @@ def paths_in(disk: Disk, folder: Path) -> list[Path]:
 
 def redo_remedy(path: Path) -> str:
     """Return the command to have a part made again, by the path of either of its files."""
-    return f"rm {path.with_suffix(INDEX)}   then the same command   (does only what is missing)"
+    return f"rm {quoted(path.with_suffix(INDEX))}   then the same command   (does only what is missing)"
 
 
 def signed(text: str) -> str:

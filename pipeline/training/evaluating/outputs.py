@@ -231,8 +231,28 @@ class OutputColumn(Sequence[Any]):
         return part.ids[int(column.item_K[self._entry_M[place]])]
 
 
-def _refusal(what: str) -> ConfigError:
-    return ConfigError(what, where="train.task", remedy="what outputs() returns: pipeline/protocol.py")
+def returned_values(method: str, returned: Any) -> dict[str, Any]:
+    """Return what a method of a task has returned, if it has names; else raise an error that says what is wrong."""
+    if not isinstance(returned, Mapping):
+        got = "nothing" if returned is None else type(returned).__name__
+        raise _refusal(f"{method}() must return values by their names, got {got}", method)
+    return dict(returned)
+
+
+def numbers_of(metrics: Any) -> dict[str, float]:
+    """Return the figures of a task if each is a number; else raise an error that says what is wrong."""
+    figures: dict[str, float] = {}
+    for name, value in returned_values("metrics", metrics).items():
+        try:
+            figures[name] = float(value)
+        except (TypeError, ValueError, RuntimeError):  # the last is torch's, of a tensor with several
+            got = f"{value!r:.40}" if isinstance(value, str) else type(value).__name__
+            raise _refusal(f"metrics(): {name!r} must be a number, got {got}", "metrics") from None
+    return figures
+
+
+def _refusal(what: str, method: str = "outputs") -> ConfigError:
+    return ConfigError(what, where="train.task", remedy=f"what {method}() returns: pipeline/protocol.py")
 
 
 def _checked_name(name: Any) -> str:

@@ -24,6 +24,7 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
+from pipeline.command_line import quoted
 from pipeline.errors import ConfigError, DataError, JobFailed
 from pipeline.store.format.disk import Disk
 from pipeline.training.checkpoints.tensor_file import TensorFile, WrittenFile, write_pieces, write_tensors
@@ -268,7 +269,9 @@ def find_bundles(folder: Path, step: int, rank: int | None = None) -> list[Path]
         steps = ", ".join(dict.fromkeys(str(int(match[1])) for _, match in bundles))
         whose = "" if rank is None else f" of rank {rank}"
         have = f"there are bundles of the steps {steps}" if steps else "no step has left one"
-        raise ConfigError(f"there is no bundle of step {step}{whose}: {have}", where=str(folder), remedy=f"ls {folder}")
+        raise ConfigError(
+            f"there is no bundle of step {step}{whose}: {have}", where=str(folder), remedy=f"ls {quoted(folder)}"
+        )
     return matching
 
 
@@ -315,7 +318,7 @@ def _json(path: Path) -> Any:
     try:
         return json.loads((path / BUNDLE).read_bytes())
     except OSError as error:
-        remedy = f"ls {path.parent}"
+        remedy = f"ls {quoted(path.parent)}"
         raise ConfigError(f"is no bundle: {error.strerror}", where=str(path), remedy=remedy) from error
 
 

@@ -96,13 +96,22 @@ class ItemTable:
         """Return an item's labels, as arrays of one number."""
         return {name: label_N[number : number + 1].copy().reshape(()) for name, label_N in self.labels.items()}
 
-    def of_split(self, name: str) -> ItemTable:
-        """Return the items of one split, in order and renumbered."""
+    def of_split(self, name: str, key: str = "") -> ItemTable:
+        """Return the items of one split, in order and renumbered; `key` is the setting that names it."""
         if name not in self.splits:
-            named = ", ".join(repr(split) for split in self.splits if split)
-            have = f"there are: {named}" if named else "this data set has no splits"
-            raise ConfigError(f"no item is in split {name!r}; {have}", remedy="pipeline status")
+            remedy = self.other_splits(key) if key else "pipeline status"
+            raise ConfigError(f"no item is in split {name!r}; {self.named_splits()}", where=key, remedy=remedy)
         return self.take(np.flatnonzero(self.split_N == self.splits.index(name)))
+
+    def named_splits(self) -> str:
+        """Say which splits there are."""
+        named = ", ".join(repr(split) for split in self.splits if split)
+        return f"there are: {named}" if named else "this data set has no splits"
+
+    def other_splits(self, key: str) -> str:
+        """Say what a setting that names a split may be instead."""
+        named = (*filter(None, self.splits), "null")
+        return " or ".join(f"--set {key}={name}" for name in named) + "   (null: every item)"
 
     def take(self, numbers: Integers) -> ItemTable:
         """Return some items, in the order given and renumbered."""

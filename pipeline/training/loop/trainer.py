@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pipeline.command_line import Command
 from pipeline.errors import DataError, JobFailed
 from pipeline.memory.runtime.meters import NEAR
 from pipeline.training.loop.progress import EpochTotals, TrainingProgress, make_state, rehearse
@@ -290,7 +291,7 @@ class Trainer:
             self._save(None, wait=True)
         self.watcher.poison(number, share, what)
         if policy == "stop":
-            remedy = f"pipeline replay RUN --step {number}   or   --set train.nan=skip"
+            remedy = Command.of(f"replay --step {number}", then="   or   --set train.nan=skip")
             raise DataError(what, where=f"epoch {self.standing.epoch}", remedy=remedy)
         if policy == "skip":
             self.watcher.say(f"{what}: left out")

@@ -157,6 +157,17 @@ def test_too_many_rejections_end_the_run_with_the_reasons(pipeline: Command, mak
     assert "empty_file" in pipeline("status").out
 
 
+def test_where_every_item_is_rejected_no_more_rejections_are_advised(
+    pipeline: Command, make_project: MakeProject
+) -> None:
+    folder = make_project(1)
+    (folder / "data" / "c0.pdb").write_bytes(b"")
+    (folder / "runs here").mkdir()
+    done = pipeline(*SUBMIT, "--set", "cluster.runs=runs here")
+    (rejected,) = (folder / "runs here").glob("*/rejected.jsonl")
+    assert done.err.rstrip().endswith(f"allows\n  next: less '{rejected}'"), done.err
+
+
 def test_rejections_known_from_before_end_the_run_as_well(pipeline: Command, make_project: MakeProject) -> None:
     folder = make_project(4)
     (folder / "data" / "bad.pdb").write_bytes(b"")

@@ -109,7 +109,25 @@ class InBatch(Right):
         return {"likeness": ((model(batch) @ model(batch).T).logsumexp(1).sum(), float(len(batch)))}
 
 
+class NotANumber(Right):
+    def loss(self, model: nn.Module, batch: Any) -> dict[str, tuple[torch.Tensor, float]]:
+        return {"square": (model(batch).square().sum() * float("nan"), float(len(batch)))}
+
+
+class NoModel(Right):
+    def model(self) -> Any:
+        return None
+
+
+class NoOutputs(OneEntryForAll):
+    def outputs(self, model: nn.Module, batch: Any) -> Any:
+        return None
+
+
 BREACHES = {
+    NotANumber: "the sum of 'square' over 2 items is nan: nothing can be learned from it",
+    NoModel: "model() must return a torch.nn.Module, got NoneType",
+    NoOutputs: "outputs() must return values by their names, got nothing",
     DrawingForAll: "draw what is an item's from item.rng",
     Writing: "loss() changes its batch in place",
     InBatch: "give the task embed() and contrast()",

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from pipeline.config.load import read_config
 from pipeline.config.schema import Config
-from pipeline.runs.model.trained_model import portable_settings
+from pipeline.errors import ConfigError
+from pipeline.runs.model.trained_model import TrainedModel, portable_settings
+from pipeline.training.prepared import BEST, ModelFolder
 from tests.command import Command
 from tests.runs.workflow.trained import Trained, trained_project
 
@@ -58,3 +64,16 @@ def test_portable_settings_name_the_place_of_the_encoder_even_where_it_is_the_us
     }
     reader = {"source": "reader", "path": Path("data"), "reader": "own:Reader"}
     assert "embed" not in portable_settings(Config.model_validate({"data": reader}))
+
+
+@pytest.mark.parametrize("here", ["{depth: 2, width: 4}", "{width: 4}", "{}"])
+def test_what_a_model_wants_to_be_set_makes_the_options_those_of_its_training(here: str, tmp_path: Path) -> None:
+    options, typed = {"width": 8, "head": "wide"}, ["data.path=/data", "train.task=own:Task"]
+    prepared: Any = SimpleNamespace(recipe={"task": "own:Task", "options": options})
+    project: Any = SimpleNamespace(config=read_config(None, [*typed, f"train.options={here}"]).config)
+    model = TrainedModel(ModelFolder(tmp_path), prepared, BEST, None)
+    with pytest.raises(ConfigError, match="the model was trained with other settings") as refused:
+        model.refuse_other_settings(project)
+    said = shlex.split(refused.value.remedy.removeprefix("the same command with "))
+    sets = [setting for setting in said if setting != "--set"]
+    assert read_config(None, [*typed, f"train.options={here}", *sets]).config.train.options == options

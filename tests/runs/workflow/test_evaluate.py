@@ -85,9 +85,24 @@ def test_another_split_has_figures_of_its_own(pipeline: Command, project: Traine
 def test_a_split_that_is_not_there_is_an_error_that_names_those_that_are(pipeline: Command, project: Trained) -> None:
     done = pipeline(*SUBMIT, "--set", "train.evaluate.split=holdout")
     assert done.code == 3
-    assert "no item is in split 'holdout'; there are: train, val, test" in done.err
+    assert "no item is in split 'holdout'; there are: 'train', 'val', 'test'" in done.err
     assert "--set train.evaluate.split=val" in done.err
     assert not project.asked()
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("split=vla", "nothing is validated: no item is in split 'vla' (train.validation.split); there are: 'train', "),
+        ("monitor=losss", "no figure of a validation is called 'losss' (train.validation.monitor); there are: loss, "),
+    ],
+)
+def test_a_training_says_where_no_checkpoint_is_the_best(
+    pipeline: Command, project: Trained, setting: str, said: str
+) -> None:
+    done = pipeline("submit", "--stage", "train", "--follow", "--set", f"train.validation.{setting}")
+    assert (done.code, "train: 1 step: 1 cached, 0 to do" in done.err) == (0, True), done.err
+    assert f"warning: {said}" in done.out
 
 
 def test_all_stages_say_that_there_is_nothing_to_evaluate_where_no_item_is_in_the_split(
@@ -120,8 +135,10 @@ def test_where_no_checkpoint_is_whole_that_is_said_and_nothing_is_evaluated(
     state.chmod(0o600)
     state.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     done = pipeline(*SUBMIT)
+    of_a_model = pipeline(*SUBMIT, "--model", str(state.parents[2]))
     state.write_bytes(whole)
     state.chmod(mode)
+    assert "next: name another model or checkpoint\n" in of_a_model.err, "to train another makes that one no better"
     log = "".join(path.read_text() for path in sorted(project.folder.glob("runs/*-evaluate/logs/*")))
     assert done.code == 7
     assert "is passed over" in log

@@ -130,7 +130,11 @@ class TestARun:
         assert "the script ended with exit code 1; it last said: ZeroDivisionError" in done.err
         assert "| reading the data" in done.err
         assert "print(1 / 0)" in done.err
+        assert "\n    then: not tried again\n    log: " in done.err, (
+            "a line of its own: a reason may end with a command"
+        )
         assert "docs/troubleshooting.md#failed" in done.err
+        assert "next: pipeline submit --stage train --only --set cluster.executor=local" in done.err
         (failure,) = told(pipeline)["failures"]
         assert (failure["cause"], failure["then"]) == ("failed", "not tried again")
 

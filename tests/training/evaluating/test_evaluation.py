@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.config.schema_train import TrainSection
-from pipeline.errors import PlanInfeasible
+from pipeline.errors import ConfigError, PlanInfeasible
 from pipeline.records import Reason, TaskContext
 from pipeline.training.checkpoints import tensor_file
 from pipeline.training.checkpoints.checkpoint_folder import CheckpointFolder, State
@@ -228,6 +228,22 @@ def test_a_task_without_outputs_has_a_loss_and_no_metric(tmp_path: Path) -> None
     expected = wanted()
     del expected["largest"]
     assert figures(applied) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        (None, r"metrics\(\) must return values by their names, got nothing"),
+        ({"largest": "high"}, r"metrics\(\): 'largest' must be a number, got 'high'"),
+        ({"largest": torch.ones(2)}, r"metrics\(\): 'largest' must be a number, got Tensor"),
+    ],
+)
+def test_metrics_that_are_no_numbers_are_refused_as_the_task_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, returned: Any, said: str
+) -> None:
+    monkeypatch.setattr(Speaking, "metrics", lambda *_: returned)
+    with pytest.raises(ConfigError, match=f"train.task: {said}"):
+        figures(run(job(tmp_path, Speaking()))[1])
 
 
 @pytest.mark.parametrize("task", [Mute, Speaking])

@@ -89,8 +89,12 @@ def test_a_table_of_nothing_is_a_table(store):
 
 
 def test_a_split_that_is_not_there_is_named_with_those_that_are():
+    table = builder_of([("a", bytes(16), "train", 1), ("b", bytes(16), "val", 1)]).table()
     with pytest.raises(ConfigError, match="split 'test'; there are: 'train', 'val'"):
-        builder_of([("a", bytes(16), "train", 1), ("b", bytes(16), "val", 1)]).table().of_split("test")
+        table.of_split("test")
+    with pytest.raises(ConfigError, match=r"^train\.split: no item is in split 'tset'") as refused:
+        table.of_split("tset", "train.split")
+    assert refused.value.remedy.startswith("--set train.split=train or --set train.split=val or --set train.split=null")
 
 
 def test_a_table_without_items_says_so():

@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 from torch import Tensor, nn
 
+from pipeline.command_line import Command
 from pipeline.errors import DataError, JobFailed
 from pipeline.runs.engine.run_task import failure_kind
 from pipeline.training.checkpoints.checkpoint_folder import CheckpointFolder
@@ -322,7 +323,8 @@ def test_a_loss_that_is_not_finite_ends_with_the_item_and_the_step(tmp_path: Pat
     with pytest.raises(DataError, match=r"the loss of step (\d) is not finite \(of item7\)") as raised:
         run.to_end()
     number = int(str(raised.value).partition("step ")[2][0])
-    assert "pipeline replay" in str(raised.value)
+    raised.value.in_project(Command.about("mine.yaml", []))
+    assert f"next: pipeline replay --step {number} --config mine.yaml   or   " in str(raised.value)
     (bundle,) = (run.made.folder.bundles).iterdir()
     told = json.loads((bundle / "bundle.json").read_text())
     assert told["step"] == number
