@@ -187,7 +187,7 @@ def test_every_epoch_has_its_figures_and_they_are_logged(tmp_path: Path) -> None
     assert trainer.callback_metrics["memory/peak_reserved_bytes"] > 0
 
 
-@pytest.mark.parametrize("leaks_bytes", [0, 4 * GROWTH_BYTES])
+@pytest.mark.parametrize("leaks_bytes", [0, 40 * GROWTH_BYTES])  # more than malloc keeps of what tests before took
 def test_memory_that_grows_in_every_epoch_is_told(tmp_path: Path, leaks_bytes: int) -> None:
     module, callback = Regression(manual=False), GovernorCallback()
     module.leaks_bytes = leaks_bytes
