@@ -71,9 +71,9 @@ CASES = {
     ],
     "contrastive_pair": [
         Case(
-            "2 of 12 layers, images of 112 pixels, fp32, memory / 64",
+            "2 of 12 layers, images of 112 pixels, fp32, memory / 32",
             "7.5 GB",
-            7.5 / 4,
+            7.5 / 2,
             [
                 *scaled(
                     width=128, out=128, layers=2, heads=2, image_width=192, image_layers=2, image_size=112, patch=16

@@ -147,7 +147,8 @@ def metadata(result: Result) -> str:
     rows: list[Sequence[object]] = [("stage", "on the structure files", "in the cache")]
     for stage, places in result["metadata"]["calls_per_item"].items():
         told = (
-            ", ".join(f"{value:g} {call}" for call, value in places[place].items()) for place in ("inputs", "cache")
+            ", ".join(f"{value:g} {call}" for call, value in places[place].items()) or "none"
+            for place in ("inputs", "cache")
         )
         rows.append((stage, *told))
     return rows_of(rows)
