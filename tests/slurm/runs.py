@@ -308,13 +308,13 @@ def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def strangers(run: Run) -> list[str]:
     """Return the processes that name a run's folder, or have a file in it open, and that Slurm did not start."""
+    pids = [int(entry.name) for entry in processes.PROC.iterdir() if entry.name.isdigit()]  # Slurm may start more
     slurms = {
         int(entry.name)
         for entry in processes.PROC.iterdir()
         if entry.name.isdigit() and processes.program(int(entry.name)) in processes.DAEMONS
     }
     ours = slurms | processes.descendants(slurms) | {os.getpid()}
-    pids = [int(entry.name) for entry in processes.PROC.iterdir() if entry.name.isdigit()]
     found = [pid for pid in pids if pid not in ours and processes.is_below(pid, run.folder.path)]
     return [f"{pid} {processes.program(pid)}" for pid in found]
 

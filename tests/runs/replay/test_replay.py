@@ -162,7 +162,7 @@ def beside(lab: Lab, tmp_path: Path) -> ModelFolder:
 def test_a_run_with_a_loss_that_is_no_number_fails_and_names_item_step_and_command(lab: Lab) -> None:
     assert lab.code == 7, lab.said
     assert "is not finite (of c2)" in lab.said
-    assert f"pipeline replay RUN --step {lab.bundle.step}" in lab.said
+    assert f"pipeline replay --step {lab.bundle.step}" in lab.said
 
 
 class TestNotFinite:
