@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import xxhash
 
@@ -86,17 +86,23 @@ def _group_name(gid: int) -> str:
         return str(gid)
 
 
+FileState: TypeAlias = "tuple[str, int, int, int, int]"  # path, inode, size, mtime and ctime; any write changes one
 _MOUNTS = Path("/proc/self/mountinfo")
 _FLEETING = ("fuse", "cifs", "smb")  # how the names of file systems begin that may number a file anew when asked again
 
 
-def file_number(state: os.stat_result) -> int:
-    """Return the number of a file on its disk, which no other there has; 0 where numbers do not last.
+def inode_of(state: os.stat_result) -> int:
+    """Return a file's inode number, which no other there has; 0 on file systems where it does not last.
 
     Files of one size that were written within a tick of their clock have the same times, and one takes the place of
     another when a link is set to it, or its folder renamed.
     """
     return 0 if file_system(state.st_dev).startswith(_FLEETING) else state.st_ino
+
+
+def state_of(path: Path | str, status: os.stat_result) -> FileState:
+    """Return the state of a file by what `stat` says of it."""
+    return str(path), inode_of(status), status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 @lru_cache(maxsize=64)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -13,7 +12,7 @@ import typer
 from pipeline.cli import cache_check
 from pipeline.cli.options import ConfigFile, DamageList, Json, Sets, as_typed, load_config, print_json
 from pipeline.cli.run_verbs import print_run_tables, run_to_its_end, to_regenerate, typed_command
-from pipeline.command_line import Command
+from pipeline.command_line import Command, quoted
 from pipeline.stage_names import StageName
 
 if TYPE_CHECKING:
@@ -49,7 +48,7 @@ def export_command(
     moved = _showing("export", lambda tell: transfer.export_cache(cache, folder, kinds or (), link=link, tell=tell))
     _say(moved, folder, as_json=as_json)
     if not as_json:
-        named = shlex.quote(str(folder))
+        named = quoted(folder)
         typer.echo(f"  check it anywhere: cd {named} && sha256sum --check --quiet {MANIFEST}")
         typer.echo(f"  take it in: pipeline cache import {named}   (where it is wanted)")
     remedy = Command.of("cache validate --full", then="   (then repair it, and export again)")

@@ -295,11 +295,11 @@ def _status_of(folder: RunFolder) -> str:
 
 
 def typed_command(
-    stage: str, config: Path | None, sets: list[str], damage_list: Path | None = None, swept: Sequence[str] = ()
+    stage: str, config: Path | None, sets: list[str], damage_list: Path | None = None, also: Sequence[str] = ()
 ) -> Command:
     """Return the command to type again to do what is missing: without --follow and the like."""
     listed = ("--list", damage_list) if damage_list else ()
-    return Command.of("submit --stage", stage, *listed, *swept).in_project(Command.about(config, sets))
+    return Command.of("submit --stage", stage, *listed, *also).in_project(Command.about(config, sets))
 
 
 def _check_first(project: Project, stages: list[str], executor: Executor, *, may_be_silent: bool = False) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,6 +10,7 @@ import typer
 
 from pipeline.cli.completion import SCRIPTS, Shell, completing, recipes
 from pipeline.cli.options import ConfigFile, Json, Sets, choice, load_config, print_json
+from pipeline.command_line import quoted
 
 if TYPE_CHECKING:
     from pipeline.cluster.site_facts import Site
@@ -60,7 +59,7 @@ def init_command(
         typer.echo(f"{written.profile}: what was found of the cluster {site.name} (Slurm {site.version}); check it")
     for note in (f"could not be asked: {silent}" for silent in site.silent) if site else (why_not,):
         typer.echo(f"note: {note}", err=True)
-    enter = "" if folder == Path() else f"  cd {shlex.quote(os.fspath(folder))}\n"
+    enter = "" if folder == Path() else f"  cd {quoted(folder)}\n"
     guides = shipped("docs/guides.md")
     edit = "your complexes are" if recipe is None else f"your data are; {guides} tells how to make some for a trial"
     typer.echo(f"next:\n{enter}  edit pipeline.yaml     say in data.path where {edit}\n  pipeline doctor")

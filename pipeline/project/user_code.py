@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 from importlib import metadata
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from pipeline.encoder.checkpoints.weights import CheckpointFacts, sha256_of
 from pipeline.encoder.embedding_recipe import LETTERS
 from pipeline.encoder.engine import hugging_face
 from pipeline.errors import ConfigError
-from pipeline.files import file_number, read_json, write_whole
+from pipeline.files import FileState, read_json, state_of, write_whole
 from pipeline.keys import is_settled, recipe_key
 from pipeline.project.run_code import (
     PACKAGE,
@@ -305,9 +305,6 @@ def _named_states(config: Config) -> list[FileState]:
     return [state for path in named if path.is_absolute() for state in _states(path)]
 
 
-FileState: TypeAlias = "tuple[str, int, int, int, int]"  # path, number, size, mtime and ctime; any write changes one
-
-
 def _states(weights: Path) -> list[FileState]:
     """Return the state of each file of the weights."""
     return _states_of(path.absolute() for path in _files(weights))
@@ -315,10 +312,7 @@ def _states(weights: Path) -> list[FileState]:
 
 def _states_of(paths: Iterable[Path]) -> list[FileState]:
     """Return the states of files; of one that is not there, none."""
-    states = [(path, path.stat()) for path in paths if path.is_file()]
-    return [
-        (str(path), file_number(state), state.st_size, state.st_mtime_ns, state.st_ctime_ns) for path, state in states
-    ]
+    return [state_of(path, path.stat()) for path in paths if path.is_file()]
 
 
 def _files(weights: Path) -> list[Path]:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeline.command_line import quoted
 from pipeline.config.load import read_config
 from pipeline.errors import ConfigError
 from pipeline.setup.init_files import recipe_text
@@ -210,9 +210,9 @@ def _differing(values: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str,
 def what_was_made(folder: Path, name: str) -> str:
     """Return where the output of a recipe lies, and what to type next."""
     made = [path for shown in DEMOS[name].shows for path in sorted(folder.glob(f"predictions/*/{shown}"))]
-    files = [f"  less {shlex.quote(str(path.relative_to(folder)))}" for path in made]
+    files = [f"  less {quoted(path.relative_to(folder))}" for path in made]
     return "\n".join([
-        "", "Look around:", f"  cd {shlex.quote(str(folder))}", *files, "  pipeline status", "  pipeline report",
+        "", "Look around:", f"  cd {quoted(folder)}", *files, "  pipeline status", "  pipeline report",
         "  pipeline plan --stage train", f"At its real size, with comments:   pipeline init DIR --recipe {name}",
     ])  # fmt: skip
 
@@ -275,7 +275,7 @@ def what_to_look_at(folder: Path, recipe: str | None = None) -> str:
     activate = "" if "VIRTUAL_ENV" in os.environ or sys.prefix == sys.base_prefix else ACTIVATE.format(sys.prefix)
     return f"""
 Look around:{activate}
-  cd {shlex.quote(str(folder))}
+  cd {quoted(folder)}
   less data/manifest.csv                 24 complexes with shared antigens, and one broken file
   pipeline status                        what was accepted, and why one was not
   pipeline submit --stage all --executor local --follow       again: everything is cached

@@ -1,6 +1,6 @@
 """Stage scan: structure files in, an inventory of every item in the store.
 
-Two kinds of record. `files` remembers which content a file (path, number, size, times) had, so that an unchanged one is
+Two kinds of record. `files` remembers which content a file (path, inode, size, times) had, so that an unchanged one is
 never read again; `scan` holds the inventory under the key of that content and of every choice that can change it.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pipeline.errors import CacheDamaged, RecordMissing
-from pipeline.files import file_number
+from pipeline.files import state_of
 from pipeline.keys import COARSE_TICK_NS, content_digest, is_settled, recipe_key
 from pipeline.records import Inventory, Item, Reason
 from pipeline.store.cache_folder import relieve_store
@@ -113,8 +113,7 @@ def glance(path: str, recipe: ScanRecipe) -> bytes | Inventory | None:
         return Inventory(reason=problem.reason, detail=problem.detail)
     if not is_settled(state.st_mtime_ns, state.st_ctime_ns):
         return None
-    times = [state.st_mtime_ns, state.st_ctime_ns]
-    return recipe_key("file", {"path": path, "number": file_number(state), "size": state.st_size, "times": times})
+    return recipe_key("file", {"state": state_of(path, state)})
 
 
 def _content(

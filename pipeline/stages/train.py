@@ -66,9 +66,8 @@ class Items:
     likeness_N: Integers  # by which they are put in order, under any plan
 
     def without(self, ids: Collection[str]) -> Items:
-        """Return the others."""
-        of_all = range(len(self.table))
-        others_N = np.array([number for number in of_all if self.table.ids[number] not in ids], np.int64)
+        """Return the items but those with these ids."""
+        others_N = np.flatnonzero([self.table.ids[number] not in ids for number in range(len(self.table))])
         return Items(self.table.take(others_N), self.cost_N[others_N], self.likeness_N[others_N])
 
 

@@ -10,7 +10,6 @@ import heapq
 import json
 import logging
 import re
-import shlex
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -335,7 +334,7 @@ class CacheFolder:
         names = [name for name in self.disk.list_folder(self.root) if name != MARKER]
         if not any(self._is_kind(name) for name in names):
             return self._unusable(f"{MARKER} cannot be read, so the folder may be no cache")
-        marker = shlex.quote(str(self.root / MARKER))
+        marker = quoted(self.root / MARKER)
         remedy = f"rm {marker}   (the next run writes it again; nothing is computed anew)"
         if not self._is_free(names):  # beside files that are not of a cache, only its marker makes the folder one
             remedy = f"rm -f {marker} && echo '{json.dumps(_MARKED)}' > {marker}   (nothing is computed anew)"

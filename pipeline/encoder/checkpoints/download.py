@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import re
-import shlex
 import ssl
 import time
 import urllib.request
@@ -17,6 +16,7 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import unquote, urlsplit
 
 from pipeline import __version__
+from pipeline.command_line import quoted
 from pipeline.encoder.checkpoints.partial_download import BLOCK_BYTES, DownloadOrigin, Partial, claim_partial
 from pipeline.errors import ConfigError, DataError, WeightsUnusable
 from pipeline.store.format.disk import Disk
@@ -103,10 +103,10 @@ def by_hand(url: str, out: Path) -> str:
     name = PurePosixPath(unquote(urlsplit(url).path)).name or out.name
     lines = (
         "where there is internet (a login node, your own computer), one of",
-        f"    curl --fail --location --continue-at - --output {shlex.quote(name)} {shlex.quote(url)}",
-        f"    wget --continue --output-document={shlex.quote(name)} {shlex.quote(url)}",
+        f"    curl --fail --location --continue-at - --output {quoted(name)} {quoted(url)}",
+        f"    wget --continue --output-document={quoted(name)} {quoted(url)}",
         "  then copy the file to a folder that this machine sees (scp, rsync), and here",
-        f"    pipeline weights import {shlex.quote(name)} --out {shlex.quote(str(out))}",
+        f"    pipeline weights import {quoted(name)} --out {quoted(out)}",
         "  behind a proxy: export https_proxy=http://HOST:PORT, and the same command again",
     )
     return "\n".join(lines)

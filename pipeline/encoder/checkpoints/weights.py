@@ -32,7 +32,7 @@ from pipeline.encoder.checkpoints.checkpoint_files import (
 from pipeline.encoder.checkpoints.partial_download import BLOCK_BYTES, explaining_disk_errors
 from pipeline.encoder.embedding_recipe import LETTERS
 from pipeline.errors import CacheFull, CacheUnusable, ConfigError, WeightsUnusable
-from pipeline.files import file_number
+from pipeline.files import FileState, state_of
 from pipeline.keys import is_settled, recipe_key
 from pipeline.store.format.disk import Disk
 from pipeline.store.store import WholeRecords
@@ -166,20 +166,18 @@ def checkpoint_facts(path: Path) -> CheckpointFacts:
     return CheckpointFacts(checkpoint.name, checkpoint.form, str(path), *facts, shape.family, shape.longest)
 
 
-def _states(files: CheckpointFiles) -> list[tuple[str, int, int, int, int]]:
-    """Return the path, number, size, mtime and ctime of every file of a checkpoint; any write changes one of them."""
+def _states(files: CheckpointFiles) -> list[FileState]:
+    """Return the state of every file of a checkpoint."""
     states = []
     for path in files.all:
         try:
-            state = path.stat()
+            states.append(state_of(path.absolute(), path.stat()))
         except OSError as error:
             raise unreadable_checkpoint(path, error) from error
-        times = state.st_mtime_ns, state.st_ctime_ns
-        states.append((str(path.absolute()), file_number(state), state.st_size, *times))
     return states
 
 
-def _key(place: Path, states: list[tuple[str, int, int, int, int]]) -> bytes:
+def _key(place: Path, states: list[FileState]) -> bytes:
     return recipe_key("weights", {"version": WEIGHTS_VERSION, "path": str(place.absolute()), "files": states})
 
 

@@ -217,13 +217,10 @@ class EsmEncoder:
         return self.dim * self._dtype.itemsize * (7 if self._tile else 16 if self._is_gated else 13)
 
     @torch.inference_mode()
+    @without_tf32()
     def __call__(self, tokens: Sequence[NDArray[np.uint8]], *, cls: bool = False) -> torch.Tensor:
         """Return the rows of all residues, in order; where `cls`, before those of each sequence that of its mark."""
-        with without_tf32():
-            return self._rows(self._pack(tokens, cls=cls), len(tokens))
-
-    def _rows(self, packing: Packing, sequences: int) -> torch.Tensor:
-        """Return the rows of what was packed."""
+        packing = self._pack(tokens, cls=cls)
         turn_T1F = self._rotary.at(packing.position_T, packing.bounds.longest) if self._rotary else None
         tiles_MD = [self._embedded(packing, tile) for tile in packing.tiles]
         # One room for all layers: fresh memory for each cost 2% of the time in page faults.
@@ -231,7 +228,7 @@ class EsmEncoder:
         room_THC = tiles_MD[0].new_empty(shape if self._attend is by_sequence else 0)
         alone = len(tiles_MD) == 1 and not self._mixed
         room_T3HC = None if alone else tiles_MD[0].new_empty(shape[0], 3, *shape[1:])
-        highest = [0.0] * sequences
+        highest = [0.0] * len(tokens)
         attend = partial(by_sequence_watched, highest) if self._mixed else self._attend
         norms = [_norms(tiles_MD)] if self._mixed else []
         for layer in self._layers:

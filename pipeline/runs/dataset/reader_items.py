@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import CacheDamaged, ConfigError, DataError, PipelineError, RecordMissing
-from pipeline.files import file_number
+from pipeline.files import state_of
 from pipeline.journal.run_folder import runs_in
 from pipeline.keys import content_digest, is_settled
 from pipeline.project.run_code import READER, load_reader, reading_digest, user_code_failed
@@ -102,7 +102,7 @@ def reader_state(project: Project, files: str | None = None) -> dict[str, Any]:
 
 
 def look_at_files(reader: Reader) -> tuple[str, bool]:
-    """Return the digest of the reader's files by name, number, size and times, and whether a change would show."""
+    """Return the digest of the reader's files by name, inode, size and times, and whether a change would show."""
     digests, is_still = list[bytes](), True
     with blaming_reader():
         for path in reader.files():
@@ -112,9 +112,7 @@ def look_at_files(reader: Reader) -> tuple[str, bool]:
                 what = f"cannot be read: {error.strerror}"
                 raise DataError(what, where=str(path), remedy="ls -l   (see data.path)") from error
             is_still = is_still and is_settled(state.st_mtime_ns, state.st_ctime_ns)
-            times = state.st_mtime_ns, state.st_ctime_ns
-            line = json.dumps([str(path), file_number(state), state.st_size, *times])
-            digests.append(content_digest(line.encode()))
+            digests.append(content_digest(json.dumps(state_of(path, state)).encode()))
     return content_digest(b"".join(sorted(digests))).hex(), is_still
 
 

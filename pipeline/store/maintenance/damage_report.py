@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import json
 import math
-import shlex
 import time
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from pipeline.command_line import UPGRADE, Command
+from pipeline.command_line import UPGRADE, Command, quoted
 from pipeline.errors import CacheDamaged, ConfigError
 from pipeline.store.format.cache_layout import REPORTS
 from pipeline.store.format.disk import Draft
@@ -305,7 +304,7 @@ def damage_found(summary: Summary, root: Path, path: Path | None) -> CacheDamage
 
 def ways_on(stay: Mapping[Path, str], repair: Command = REPAIR_ALL) -> str:
     """Return for each file that a repair leaves alone a line with what the user can do about it."""
-    lines = (_WAYS_ON[why].format(file=shlex.quote(str(file)), repair=repair) for file, why in stay.items())
+    lines = (_WAYS_ON[why].format(file=quoted(file), repair=repair) for file, why in stay.items())
     return "\n        ".join(lines)
 
 

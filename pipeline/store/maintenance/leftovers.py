@@ -217,11 +217,8 @@ def refuse_links_out(cache: CacheFolder) -> None:
         targets = ((link, _target(link)) for link in _links(cache))
         links_out = [pair for pair in targets if pair[1].is_symlink() or not pair[1].is_relative_to(root)]
     except OSError as error:
-        what, remedy = (
-            f"the cache cannot be read: {error.strerror or error}",
-            f"ls -ld {quoted(error.filename or cache.root)}",
-        )
-        raise CacheUnusable(what, where=str(error.filename or cache.root), remedy=remedy) from error
+        what, place = f"the cache cannot be read: {error.strerror or error}", error.filename or cache.root
+        raise CacheUnusable(what, where=str(place), remedy=f"ls -ld {quoted(place)}") from error
     if links_out:
         shown = [f"{link}: {_describe_target(target)}" for link, target in links_out[:SHOWN]]
         more = [f"… and {len(links_out) - SHOWN:,} more"] * (len(links_out) > SHOWN)
