@@ -69,7 +69,7 @@ prove: .venv/tools slurm-packages  ## the long proofs: kills, faults, scale; res
 	python benchmarks/docking/learning.py --out benchmarks/results/docking_learning.json
 	python benchmarks/store/cache.py --only damage --only mend --out benchmarks/results/cache.json
 	python benchmarks/store/cache_compare.py --out benchmarks/results/cache_compare.json
-	python benchmarks/runs/fresh.py --out benchmarks/results/fresh.json
+	python benchmarks/runs/fresh.py --test-all --out benchmarks/results/fresh.json
 	python benchmarks/mutants.py --out benchmarks/results/mutants.json
 	$(MAKE) weeks
 	python benchmarks/page.py
