@@ -129,19 +129,27 @@ def formatted(found: Sequence[Any], form: str) -> str:
 
 
 def day_and_machine(result: Mapping[str, Any], path: str) -> tuple[str, str]:
-    """Return when and on what a value was found: what stands closest above it says so, else the last part."""
-    closest, here = dict[str, Any](), result
-    for name in ["", *path.split("/")]:
-        here = here.get(name, {}) if name else here
-        if not isinstance(here, Mapping):
-            break
-        closest = dict(here) if {"date", "machine"} <= set(here) else closest
-    closest = closest or dict(max(_dated(result), key=lambda one: str(one["date"])))
-    return str(closest["date"]), str(closest["machine"])
+    """Return when and on what a value was found: what stands closest above it says so, and of several the oldest."""
+    above = list(_closest(result, path.split("/"))) or list(_dated(result))
+    oldest = min(above, key=lambda one: str(one["date"]))
+    return str(oldest["date"]), str(oldest["machine"])
+
+
+def _closest(here: Any, path: Sequence[str]) -> Iterator[Mapping[str, Any]]:
+    """Yield what says when the values at a path were found, the closest above each."""
+    if not isinstance(here, Mapping):
+        return
+    inner = [here[one] for one in here if path and path[0] in ("*", one)]
+    below = [found for one in inner for found in _closest(one, path[1:])]
+    yield from below or ([here] if _is_dated(here) else [])
 
 
 def _dated(result: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Yield whatever says when it was found."""
     for one in result.values():
         if isinstance(one, Mapping):
-            yield from [one] if {"date", "machine"} <= set(one) else _dated(one)
+            yield from [one] if _is_dated(one) else _dated(one)
+
+
+def _is_dated(one: Mapping[str, Any]) -> bool:
+    return {"date", "machine"} <= set(one)

@@ -144,12 +144,14 @@ class Results:
 def growth(by_size: dict[int, dict[str, Any]]) -> dict[str, Any]:
     """Return how a stage's figures of the largest size stand to those of the smallest."""
     small, large = by_size[min(by_size)], by_size[max(by_size)]
+    older = min(small, large, key=lambda one: str(one["date"]))
     return {
         "from": min(by_size),
         "to": max(by_size),
         "memory": round(large["largest_mb"] / small["largest_mb"], 3),
         "cpu_per_item": round(large["cpu_ms_per_item"] / small["cpu_ms_per_item"], 3),
         "wall_per_item": round(large["wall_ms_per_item"] / small["wall_ms_per_item"], 3),
+        **{name: older[name] for name in ("machine", "date")},
     }
 
 

@@ -133,6 +133,12 @@ def test_a_part_of_a_result_has_its_own_day_and_machine(results: Path) -> None:
     assert day_and_machine(told, "b/ratio") == (told["date"], told["machine"])
 
 
+def test_what_several_parts_tell_is_as_old_as_the_oldest_of_them() -> None:
+    old, new = ({"date": f"2026-01-0{day}", "machine": f"machine {day}", "ratio": day} for day in (1, 2))
+    assert day_and_machine({"a": {"one": new, "other": old}}, "a/*/ratio") == ("2026-01-01", "machine 1")
+    assert day_and_machine({"new": new, "old": old, "both": {"ratio": 2}}, "both/ratio") == ("2026-01-01", "machine 1")
+
+
 def test_rows_of_a_list_are_found_by_what_they_call_themselves() -> None:
     told = {"rows": [{"what": "cold, all", "value": 1}, {"what": "warm", "value": [2, [3]]}]}
     assert values(told, "rows/cold, all/value") == [1]
