@@ -246,8 +246,8 @@ def work_through(
                     TaskStopped.came_further = news.done > note.done_before
                     news.go_on(tell.report)
         except script_stage.Ended as ended:
-            if ended.code == GO_ON:  # where a script reports no step, a later attempt counts as progress
-                note.write(ended.step or arguments.attempt, ())
+            if ended.code == GO_ON:  # where a script that saves reports no step, a later attempt is progress
+                note.write(ended.step or arguments.attempt * ended.further, ())
             news.tell(EventKind.PROGRESS, tell.report)
             raise
         except RankLost:  # it is another that died on what it was on

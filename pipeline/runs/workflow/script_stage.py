@@ -126,8 +126,10 @@ class ScriptStage(Stage):
             if number := tell.ending():
                 tell.report.ended_by = number
                 return
+            before = newest_change(values.output)
             outcome = _run(project, script, values, tell)
-            _settle(outcome, Peers(folder.meetings, name, place), tell.ending)
+            saved = newest_change(values.output) != before
+            _settle(outcome, Peers(folder.meetings, name, place), tell.ending, saved=saved)
         yield None
 
     def judge(self, project: Project, folder: RunFolder, patience_s: float) -> Scripted:  # noqa: ARG002
@@ -215,19 +217,24 @@ def output_of(config: Config) -> Path:
 class Ended(Exception):
     """A script has ended and is not done: carries the exit code of its task, and the message for its record."""
 
-    def __init__(self, code: int, what: str = "", trouble: str = "", *, step: int = 0, quiet: bool = False) -> None:
+    def __init__(
+        self, code: int, what: str = "", trouble: str = "", *, step: int = 0, further: bool = True, quiet: bool = False
+    ) -> None:
         super().__init__(what)
         self.code, self.what, self.trouble = code, what, trouble
         self.step = step  # the last step that it reported; 0: none
+        self.further = further  # than it began, as far as can be seen
         self.quiet = quiet  # another process was the reason, and reports it
 
     @classmethod
-    def of(cls, outcome: ScriptOutcome) -> Ended:
+    def of(cls, outcome: ScriptOutcome, *, saved: bool) -> Ended:
         """Return the exception for an outcome; its last lines go in where the reason is unknown."""
-        what = outcome.what
+        what, further = outcome.what, saved or outcome.told is not None or outcome.step > 0
+        if outcome.goes_on and not further:  # else one that always asks to go on would go on for ever
+            what += "; it was not told to end, saved nothing in {output} and reported no step"
         if not (outcome.reason or outcome.goes_on) and len(outcome.last_lines) > 1:
             what += "".join(f"\n    | {line[:LINE_MOST]}" for line in outcome.last_lines[-LINES_SHOWN:])
-        return cls(outcome.code, what, outcome.trouble, step=outcome.step)
+        return cls(outcome.code, what, outcome.trouble, step=outcome.step, further=further)
 
 
 def _run(project: Project, script: Script, values: Values, tell: TaskContext) -> ScriptOutcome:
@@ -265,9 +272,18 @@ def stage_of(folder: RunFolder) -> StageStatus:
     return StatusReader(folder).read().stages.get(StageName.TRAIN) or StageStatus(StageName.TRAIN)
 
 
-def _settle(outcome: ScriptOutcome, peers: Peers, ending: Callable[[], int]) -> None:
+def newest_change(folder: Path) -> int:
+    """Return when a file in a folder, or in one below it, was last written; 0 where there is none."""
+    times = [0]
+    for path in folder.rglob("*"):
+        with suppress(OSError):  # it was removed meanwhile
+            times.append(path.stat().st_mtime_ns)
+    return max(times)
+
+
+def _settle(outcome: ScriptOutcome, peers: Peers, ending: Callable[[], int], *, saved: bool) -> None:
     """Return when all processes are done; raise Ended if this one or another is not."""
-    own = Ended.of(outcome)
+    own = Ended.of(outcome, saved=saved)
     if peers.place.world > 1:
         end = End(own.code, outcome.told is not None, own.what, own.trouble, time.time())
         peers.say(end)

@@ -140,7 +140,7 @@ class TrainStage(Stage):
     def check(self, project: Project, folder: RunFolder, judged: Trained) -> list[str]:  # noqa: ARG002
         """Return warnings about what was not validated, skipped items and recoveries from running out of memory."""
         skipped = f"{judged.skipped:,} items are too large for any plan and were left out (train.oversize: skip)"
-        ooms = f"memory ended {judged.ooms:,} times; no step was lost   (pipeline replay RUN --step N)"
+        ooms = f"memory ended {judged.ooms:,} times; no step was lost   (pipeline replay {folder.name} tells which)"
         whose = "1 item was left out: its" if judged.damaged == 1 else f"{judged.damaged:,} items were left out: their"
         remedy = "pipeline cache repair --yes; a model that is moved away is trained anew, on all items"
         damaged = f"{whose} records in the cache proved damaged ({first_few(judged.damaged_items)})   ({remedy})"

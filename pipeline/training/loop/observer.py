@@ -186,7 +186,7 @@ class TrainingObserver:
             state={**state, "card": _card(self.device)},
         )
         is_written = step_bundle.write_bundle(self.folder.bundles, bundle, self._rng)
-        again = f"to make it again: pipeline replay RUN --step {bundle.step}"
+        again = f"to make it again: pipeline replay --step {bundle.step}"
         self.say(again if is_written else "no bundle: the disk is full")
 
     def step(self, step: int, figures: Mapping[str, float | None]) -> None:

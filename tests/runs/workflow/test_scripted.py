@@ -155,6 +155,15 @@ class TestARun:
         assert [one["done"] for one in failures] == [1, 2, 3, 4]
         assert len({one["ask"]["time_s"] for one in failures}) == 1, "it came further, and needs no more time"
 
+    def test_that_asks_to_go_on_and_comes_no_further_is_not_begun_for_ever(
+        self, pipeline: Command, tmp_path: Path
+    ) -> None:
+        configure(tmp_path, write(tmp_path, "import sys\nopen('ran', 'a').write('x')\nsys.exit(75)"))
+        done = pipeline(*SUBMIT)
+        assert done.code == 7
+        assert "saved nothing in {output} and reported no step" in done.err
+        assert (tmp_path / "ran").read_text() == "xxx", "supervisor.tries"
+
     def test_whose_figures_are_called_as_ours_breaks_no_status(self, pipeline: Command, tmp_path: Path) -> None:
         says = """print('pipeline: {"forward_s": 1, "task": 7, "host_peak_bytes": 1, "done": 9}')"""
         configure(tmp_path, write(tmp_path, says))
