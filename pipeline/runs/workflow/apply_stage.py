@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pipeline.command_line import Command, quoted
-from pipeline.errors import ConfigError, DataError, JobFailed
+from pipeline.errors import ConfigError, DataError, JobFailed, PipelineError
 from pipeline.files import write_whole
 from pipeline.journal.attempts import left_out_items
 from pipeline.journal.run_folder import writing_run
@@ -181,6 +181,7 @@ class ApplyStage(Stage):
     def _refuse_unfit(self, project: Project) -> None:
         """Raise where files that the task reads are not there, or weights that are named are not of its model."""
         from pipeline.training.checkpoints.chosen_checkpoint import weights_file
+        from pipeline.training.checkpoints.trained_weights import OTHERS, PARTIAL
 
         are_made_first = project.config.train.predict.for_training
         for path in () if are_made_first else self._code(project).reads:
@@ -191,7 +192,13 @@ class ApplyStage(Stage):
                 )
         if (file := weights_file(self.settings(project).checkpoint)) is not None:
             train, options = project.config.train, self._options(project.config)
-            refuse_unfit_weights(load_task(train.task, options, beside=project.beside), train, file)
+            task = load_task(train.task, options, beside=project.beside)
+            try:
+                refuse_unfit_weights(task, train, file)
+            except PipelineError as error:  # they are not those that a training begins with, and must fit as a whole
+                error.where = f"train.{self.name}.checkpoint: {file}"
+                error.next = OTHERS if error.next == PARTIAL else error.next
+                raise
 
     def _model(self, project: Project) -> TrainedModel | None:
         """Return the model that the configuration names; None where it means the one that it trains."""

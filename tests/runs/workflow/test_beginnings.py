@@ -83,3 +83,11 @@ def test_weights_that_do_not_fit_are_refused_before_anything_is_submitted(
         assert "of_type.weight: float32[21, 12] in the file, float32[21, 8] in the model" in refused.err
         assert "train.pretrained_partial: true" in refused.err
     assert not (project / "runs").exists() or not list((project / "runs").glob("*train*"))
+
+
+def test_a_file_to_be_applied_that_does_not_fit_is_told_as_such(project: Path, pipeline: Command) -> None:
+    write_weights(project / "best.pt", 0, width=12)
+    refused = pipeline("submit", "--stage", "evaluate", "--model", "best.pt", "--only", "--executor", "local")
+    assert refused.code == 2, refused.err
+    assert f"train.evaluate.checkpoint: {project / 'best.pt'}: the weights are not of this model" in refused.err
+    assert refused.err.endswith("next: name weights of this model\n")
