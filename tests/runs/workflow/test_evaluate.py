@@ -105,6 +105,16 @@ def test_a_training_says_where_no_checkpoint_is_the_best(
     assert f"warning: {said}" in done.out
 
 
+def test_a_new_training_says_when_it_is_submitted_that_nothing_will_be_validated(
+    pipeline: Command, project: Trained
+) -> None:
+    changed = ("--set", "train.validation.split=vla", "--set", "train.learning_rate=0.5")
+    done = pipeline("submit", "--stage", "train", *changed)  # nobody follows: what is said is said now
+    assert done.code == 0, done.err
+    assert "nothing is validated: no item is in split 'vla' (train.validation.split)" in done.err
+    pipeline("cancel", "--yes")  # where it is not over yet
+
+
 def test_all_stages_say_that_there_is_nothing_to_evaluate_where_no_item_is_in_the_split(
     pipeline: Command, project: Trained
 ) -> None:
