@@ -27,6 +27,7 @@ from pipeline.memory.leaks.referrers import (
     container_lengths,
     site_text,
     traced_site,
+    tracked_objects,
 )
 
 if TYPE_CHECKING:
@@ -365,7 +366,7 @@ def visible_tensors() -> Iterator[tuple[int, Tensor]]:
     """Yield all tensors that have a Python object, each after the number of its storage."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for thing in gc.get_objects():
+        for thing in tracked_objects():
             if issubclass(type(thing), torch.Tensor) and (number := _number(thing)):
                 yield number, thing
 

@@ -15,6 +15,8 @@ import sysconfig
 import time
 from collections import deque
 from importlib.util import find_spec
+from itertools import chain, filterfalse, groupby, starmap
+from operator import itemgetter, methodcaller
 from pathlib import Path
 from types import BuiltinFunctionType, CellType, FrameType, FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
@@ -91,9 +93,48 @@ def is_memorys(file: str) -> bool:
     return _MEMORY in Path(file).parents
 
 
+# A tuple that another thread is making from an iterator is known to the garbage collector, and nobody may refer to it:
+# with one reference more that thread ends with a SystemError. So tuples are passed over, in calls that run no line of
+# Python, during which no other thread can go on.
+_IS_OF_TUPLES = methodcaller("__contains__", tuple)  # a pair: a type, and objects of it
+_LATTER = itemgetter(1)
+
+
+def _but_tuples(lists: Iterable[list[Any]]) -> Iterator[Any]:
+    """Yield the objects of some lists that are no tuples; to be taken by `_taken`, like what is made of it."""
+    pairs = groupby(chain(chain.from_iterable(lists), ((),)), type)  # which goes on to refer to the last object
+    return chain.from_iterable(map(_LATTER, filterfalse(_IS_OF_TUPLES, pairs)))
+
+
+def _tuples(lists: Iterable[list[Any]]) -> Iterator[tuple[Any, ...]]:
+    """Yield the tuples of some lists, only for what runs no line of Python."""
+    pairs = groupby(chain(chain.from_iterable(lists), (None,)), type)
+    return chain.from_iterable(map(_LATTER, filter(_IS_OF_TUPLES, pairs)))
+
+
+def _taken(objects: Iterator[Any]) -> list[Any]:
+    """Return them all, taken in one call; no collection of garbage runs code meanwhile."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return list(objects)
+    finally:
+        if collects:
+            gc.enable()
+
+
+def tracked_objects() -> list[Any]:
+    """Return all objects that the garbage collector tracks, but for tuples."""
+    taken = _taken(_but_tuples(starmap(gc.get_objects, [()])))
+    objects = [thing for thing in taken if thing is not taken]
+    taken.clear()  # it had itself
+    return objects
+
+
 CONTAINERS: tuple[type, ...] = (list, dict, set, deque)
 SAMPLE = 8  # of the objects that grow
 _DEPTH, _WIDTH = 6, 24
+_NESTED = 2  # tuples in tuples that are looked through
 _IN_NO_CYCLE = (type, ModuleType, BuiltinFunctionType, MethodType)
 
 
@@ -124,8 +165,8 @@ class ReferrerSearch:
         for _ in range(_DEPTH):
             if not level or self.is_over:
                 return None
-            holders = self._referrers(level)
-            counts = [_has(holder, level) for holder in holders]
+            holders, among = self._referrers(level)
+            counts = [_has(holder, among) for holder in holders]
             if counts and max(counts) >= wanted:
                 return holders[counts.index(max(counts))]
             level = [holder for holder in holders if id(holder) not in seen][:_WIDTH]
@@ -143,8 +184,8 @@ class ReferrerSearch:
             for held, text in level:
                 if self.is_over:
                     return ""
-                holders = self._referrers([held])
-                if name := self._best_name(holders, held) or _local(held):
+                holders, among = self._referrers([held])
+                if name := self._best_name(holders, among) or _local(among):
                     return f"{text} {name}"
                 fresh = [holder for holder in holders if id(holder) not in seen]
                 seen.update(map(id, fresh))
@@ -173,51 +214,65 @@ class ReferrerSearch:
             paths = following[: 8 * _WIDTH]
         return ""
 
-    def _referrers(self, objects: list[Any]) -> list[Any]:
-        self.ignore(objects)
-        holders: list[Any] = gc.get_referrers(*objects)
-        holders = [holder for holder in holders if id(holder) not in self._own]
+    def _referrers(self, objects: list[Any]) -> tuple[list[Any], set[int]]:
+        """Return what refers to some objects, itself or through tuples, and the ids of the objects and the tuples."""
+        once = [tuple(objects)]
+        self.ignore(objects, once)
+        holders, among = _taken(_but_tuples(_lists(once, 0))), set(map(id, objects))
+        for nested in range(_NESTED):
+            tuples = _taken(map(id, _tuples(_lists(once, nested))))
+            among.update(tuples)
+            if len(tuples) < 2 or self.is_over:  # one is that of the call itself
+                break
+            holders += _taken(_but_tuples(_lists(once, nested + 1)))
+        holders = list({id(holder): holder for holder in holders if id(holder) not in self._own}.values())
         holders = [holder for holder in holders if type(holder) is not FrameType or is_users(holder.f_code.co_filename)]
         self.ignore(holders)
-        return holders
+        return holders, among
 
-    def _best_name(self, holders: list[Any], held: object) -> str:
+    def _best_name(self, holders: list[Any], among: set[int]) -> str:
         names = []  # no generator: what it captures would be one more that holds the object
         for holder in holders:
-            if name := self._named(holder, held):
+            if name := self._named(holder, among):
                 names.append(name)  # noqa: PERF401
         return min(names)[1] if names else ""
 
-    def _named(self, holder: Any, held: object) -> tuple[int, str] | None:
+    def _named(self, holder: Any, among: set[int]) -> tuple[int, str] | None:
         """Return the name under which a holder has an object, with a rank: lower ones are better names."""
         if type(holder) is dict:
-            return self._named_in(holder, held)
+            return self._named_in(holder, among)
         if type(holder) is CellType:
             name = next(self._closures(holder), "")
             return (2, name) if name else None
         if issubclass(type(holder), type):
-            return _attribute(vars(holder), held, f"of class {_type_name(holder)}")
+            return _attribute(vars(holder), among, f"of class {_type_name(holder)}")
         if type(holder) is FrameType:
             return None
-        return _attribute(_variables(holder), held, f"of {_type_name(type(holder))}")
+        return _attribute(_variables(holder), among, f"of {_type_name(type(holder))}")
 
-    def _named_in(self, names: dict[Any, Any], held: object) -> tuple[int, str] | None:
+    def _named_in(self, names: dict[Any, Any], among: set[int]) -> tuple[int, str] | None:
         if names.get("__name__") in sys.modules and vars(sys.modules[names["__name__"]]) is names:
-            known = _attribute(names, held, f"of module {names['__name__']}")
+            known = _attribute(names, among, f"of module {names['__name__']}")
             return (0, known[1]) if known else None
-        for owner in self._referrers([names]):
+        for owner in self._referrers([names])[0]:
             if not issubclass(type(owner), ModuleType) and _variables(owner) is names:
-                return _attribute(names, held, f"of {_type_name(type(owner))}")
+                return _attribute(names, among, f"of {_type_name(type(owner))}")
         return None
 
     def _closures(self, cell: CellType) -> Iterator[str]:
-        for cells in self._referrers([cell]):
-            if type(cells) is not tuple:
-                continue
-            for function in self._referrers([cells]):
-                if type(function) is FunctionType and function.__closure__ is cells:
-                    name = function.__code__.co_freevars[list(map(id, cells)).index(id(cell))]
-                    yield f"`{name}` in a closure of {function.__module__}.{function.__qualname__}"
+        for function in self._referrers([cell])[0]:
+            cells = list(map(id, (type(function) is FunctionType and function.__closure__) or ()))
+            if id(cell) in cells:
+                name = function.__code__.co_freevars[cells.index(id(cell))]
+                yield f"`{name}` in a closure of {function.__module__}.{function.__qualname__}"
+
+
+def _lists(once: list[tuple[Any, ...]], nested: int) -> Iterator[list[Any]]:
+    """Yield the list of what refers to the objects in the only tuple of a list, or to tuples that have them so deep."""
+    lists = starmap(gc.get_referrers, once)
+    for _ in range(nested):
+        lists = starmap(gc.get_referrers, map(tuple, [_tuples(lists)]))
+    return lists
 
 
 def container_lengths(objects: Iterable[object]) -> dict[int, int]:
@@ -227,21 +282,22 @@ def container_lengths(objects: Iterable[object]) -> dict[int, int]:
 
 def all_containers() -> list[Any]:
     """Return all lists, sets, deques and dictionaries, also those that the garbage collector does not track."""
-    objects = gc.get_objects()
+    objects = tracked_objects()
     containers = [thing for thing in objects if type(thing) in CONTAINERS]
     # A dictionary of numbers or arrays is tracked by nobody but its owner.
     referents = gc.get_referents(*objects)
+    tuples = _tuples(starmap(gc.get_objects, [()]))
+    referents += _taken(_but_tuples(map(gc.get_referents, tuples)))
     containers.extend(
         {id(thing): thing for thing in referents if type(thing) is dict and not gc.is_tracked(thing)}.values()
     )
     return containers
 
 
-def _has(holder: object, objects: Iterable[object]) -> int:
-    """Return how many of some objects a container has; 0 for anything else."""
+def _has(holder: object, among: set[int]) -> int:
+    """Return how many of some objects, known by their ids, a container has; 0 for anything else."""
     if type(holder) not in CONTAINERS:
         return 0
-    among = set(map(id, objects))
     return len(among.intersection(map(id, gc.get_referents(holder))))
 
 
@@ -254,30 +310,30 @@ def _variables(owner: Any) -> dict[str, Any] | None:
     return attributes if type(attributes) is dict else None
 
 
-def _attribute(names: Any, held: object, of: str) -> tuple[int, str] | None:
+def _attribute(names: Any, among: set[int], of: str) -> tuple[int, str] | None:
     for name, value in list((names or {}).items()):
-        if value is held and isinstance(name, str):
+        if id(value) in among and isinstance(name, str):
             return 1, f"`{name}` {of}"
     return None
 
 
-def _local(held: object) -> str:
-    """Return the local variable of a running function that is an object; empty if there is none."""
+def _local(among: set[int]) -> str:
+    """Return the local variable of a running function that is one of some objects; empty if there is none."""
     for running in sys._current_frames().values():  # noqa: SLF001 - the only way to see what other threads hold
         frame: FrameType | None = running
         while frame is not None:
             code = frame.f_code
-            if is_users(code.co_filename) and (name := _name_in(frame, held)):
+            if is_users(code.co_filename) and (name := _name_in(frame, among)):
                 return f"`{name}` in {code_line(code.co_filename, frame.f_lineno, code.co_name)}"
             frame = frame.f_back
     return ""
 
 
-def _name_in(frame: FrameType, held: object) -> str:
+def _name_in(frame: FrameType, among: set[int]) -> str:
     names = frame.f_locals
     match = ""
     for name, value in names.items():
-        if value is held:
+        if id(value) in among:
             match = name
             break
     if type(names) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from pipeline.memory.leaks import inspection, memory_growth
 from pipeline.memory.leaks.leak_detector import HOST, OBJECTS, TENSORS, Leaks, MemoryLeak
 from pipeline.memory.leaks.memory_growth import LAPS, Series, leaking
+from pipeline.memory.leaks.referrers import ReferrerSearch, all_containers
 from tests.limited import device
 
 HERE = Path(__file__)
@@ -451,6 +453,33 @@ class Ring(Model):
         del self.fixed[:-8]
         SEEN.append(x * 3)  # marker: beside
         return super().forward(x)
+
+
+def test_a_search_ends_no_thread_that_makes_tuples_meanwhile() -> None:
+    failed: list[SystemError] = []
+    is_over = threading.Event()
+
+    def make() -> None:  # the interpreter goes from thread to thread while a tuple is half made
+        try:
+            while not is_over.is_set():
+                tuple(number for number in range(300))
+        except SystemError as error:
+            failed.append(error)
+
+    kept = [(("more", torch.ones(3)), number) for number in range(8)]
+    tensors = tuple(pair[0][1] for pair in kept)
+    thread = threading.Thread(target=make)
+    thread.start()
+    try:
+        for _ in range(30):
+            assert {id(kept)} <= set(map(id, all_containers()))
+            assert {id(tensor) for tensor in tensors} <= {id(tensor) for _, tensor in inspection.visible_tensors()}
+            container = ReferrerSearch(time_s=60).container_of(tensors)
+            assert container is kept, "through tuples in tuples"
+    finally:
+        is_over.set()
+        thread.join()
+    assert not failed
 
 
 @pytest.mark.slow
