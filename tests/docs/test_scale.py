@@ -39,11 +39,12 @@ def test_the_page_names_limits_as_the_code_has_them() -> None:
 
 def test_growth_sets_the_largest_size_beside_the_smallest_and_what_missed_is_bold() -> None:
     sizes = {
-        size: {"largest_mb": mb, "cpu_ms_per_item": cpu, "wall_ms_per_item": 1.0}
+        size: {"largest_mb": mb, "cpu_ms_per_item": cpu, "wall_ms_per_item": 1.0, "machine": "a", "date": f"day {size}"}
         for size, mb, cpu in ((1000, 100.0, 2.0), (100, 90.0, 8.0), (10, 80.0, 4.0))
     }
     grown = scale.growth(sizes)
-    assert grown == {"from": 10, "to": 1000, "memory": 1.25, "cpu_per_item": 0.5, "wall_per_item": 1.0}
+    ratios = {"from": 10, "to": 1000, "memory": 1.25, "cpu_per_item": 0.5, "wall_per_item": 1.0}
+    assert grown == {**ratios, "machine": "a", "date": "day 10"}, "the older of the two"
     told = page.growth({"reach": scale.REACH, "growth": {"scan": grown}})
     assert "| scan | 10, 1,000 | **1.25×** | 0.50× | 1.00× |" in told
 
