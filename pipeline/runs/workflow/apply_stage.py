@@ -181,7 +181,7 @@ class ApplyStage(Stage):
     def _refuse_unfit(self, project: Project) -> None:
         """Raise where files that the task reads are not there, or weights that are named are not of its model."""
         from pipeline.training.checkpoints.chosen_checkpoint import weights_file
-        from pipeline.training.checkpoints.trained_weights import OTHERS, PARTIAL
+        from pipeline.training.checkpoints.trained_weights import OTHERS, PARTIAL, WHERE
 
         are_made_first = project.config.train.predict.for_training
         for path in () if are_made_first else self._code(project).reads:
@@ -196,7 +196,7 @@ class ApplyStage(Stage):
             try:
                 refuse_unfit_weights(task, train, file)
             except PipelineError as error:  # they are not those that a training begins with, and must fit as a whole
-                error.where = f"train.{self.name}.checkpoint: {file}"
+                error.where = error.where.replace(f"{WHERE}: ", f"train.{self.name}.checkpoint: ", 1)
                 error.next = OTHERS if error.next == PARTIAL else error.next
                 raise
 

@@ -294,7 +294,8 @@ def _settle(outcome: ScriptOutcome, peers: Peers, ending: Callable[[], int], *, 
         if outcome.finished and len(ends) < peers.place.world:
             raise Ended(SIGNALLED + signal.SIGTERM, "told to end while others go on", step=own.step, quiet=True)
         if outcome.finished and any(end.code for end in ends.values()):
-            raise Ended(GO_ON, "other processes of the script have more to do", step=own.step)
+            further = own.further or any(end.told for end in ends.values())
+            raise Ended(GO_ON, "other processes of the script have more to do", step=own.step, further=further)
     if not outcome.finished:
         raise own
 

@@ -239,6 +239,13 @@ class TestSeveralProcesses:
         assert "CUDA out of memory" in failure["reason"]
 
     @pytest.mark.slow
+    def test_of_which_one_always_asks_to_go_on_are_not_begun_for_ever(self, pipeline: Command, tmp_path: Path) -> None:
+        asks = "import os, sys\nopen('ran', 'a').write(os.environ['RANK'])\nsys.exit(75 * int(os.environ['RANK']))"
+        configure(tmp_path, write(tmp_path, asks), {"effective_batch": 4}, ranks=2)
+        done = pipeline(*SUBMIT)
+        assert done.code == 7, done.err
+        assert sorted((tmp_path / "ran").read_text()) == [*"000111"], "supervisor.tries"
+
     def test_are_done_when_all_are(self, pipeline: Command, tmp_path: Path) -> None:
         fails = "import os, sys, time\nif os.environ['RANK'] == '1':\n    time.sleep(0.5)\n    sys.exit('too late')\n"
         configure(tmp_path, write(tmp_path, fails), ranks=2)
