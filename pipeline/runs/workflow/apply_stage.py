@@ -181,7 +181,6 @@ class ApplyStage(Stage):
     def _refuse_unfit(self, project: Project) -> None:
         """Raise where files that the task reads are not there, or weights that are named are not of its model."""
         from pipeline.training.checkpoints.chosen_checkpoint import weights_file
-        from pipeline.training.checkpoints.trained_weights import OTHERS, PARTIAL, WHERE
 
         are_made_first = project.config.train.predict.for_training
         for path in () if are_made_first else self._code(project).reads:
@@ -193,6 +192,8 @@ class ApplyStage(Stage):
         if (file := weights_file(self.settings(project).checkpoint)) is not None:
             train, options = project.config.train, self._options(project.config)
             task = load_task(train.task, options, beside=project.beside)
+            from pipeline.training.checkpoints.trained_weights import OTHERS, PARTIAL, WHERE  # which waits for torch
+
             try:
                 refuse_unfit_weights(task, train, file)
             except PipelineError as error:  # they are not those that a training begins with, and must fit as a whole

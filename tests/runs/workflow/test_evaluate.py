@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.command import Command
+from tests.runs.engine.test_submit import newest_status, wait_for
 from tests.runs.workflow.trained import Trained, trained_project
 
 pytestmark = pytest.mark.timeout(900)  # it trains for real, on machines that are shared
@@ -106,13 +107,16 @@ def test_a_training_says_where_no_checkpoint_is_the_best(
 
 
 def test_a_new_training_says_when_it_is_submitted_that_nothing_will_be_validated(
-    pipeline: Command, project: Trained
+    pipeline: Command, project: Trained, tmp_path: Path
 ) -> None:
-    changed = ("--set", "train.validation.split=vla", "--set", "train.learning_rate=0.5")
-    done = pipeline("submit", "--stage", "train", *changed)  # nobody follows: what is said is said now
-    assert done.code == 0, done.err
+    models = tmp_path / "models"  # other tests have the only model of the project
+    sets = ("train.validation.split=vla", "train.learning_rate=0.5", f"train.models={models}")
+    done = pipeline("submit", "--stage", "train", *(word for one in sets for word in ("--set", one)))
+    assert done.code == 0, done.err  # nobody follows: what is said is said now
     assert "nothing is validated: no item is in split 'vla' (train.validation.split)" in done.err
-    pipeline("cancel", "--yes")  # where it is not over yet
+    wait_for("the run to end", lambda: newest_status(project.folder)["state"] == "done")
+    assert len(list(models.iterdir())) == 1
+    assert len(list((project.folder / "models").iterdir())) == 1
 
 
 def test_all_stages_say_that_there_is_nothing_to_evaluate_where_no_item_is_in_the_split(
