@@ -192,8 +192,9 @@ class _StepLines:
 
 
 def read_epochs(folder: Path) -> list[Epoch]:
-    """Return the logged metrics of each epoch, in order."""
-    return [Epoch.from_json(line) for line, _ in _read(folder / EPOCHS)]
+    """Return the logged metrics of each epoch, in order; of one that went on after its end, the last."""
+    epochs = [Epoch.from_json(line) for line, _ in _read(folder / EPOCHS)]
+    return list({epoch.epoch: epoch for epoch in epochs}.values())
 
 
 def read_figures(folder: Path) -> list[dict[str, Any]]:
