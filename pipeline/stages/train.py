@@ -119,7 +119,7 @@ class Job:
         task = self.task_of(stretch)
         weighs = shuffle and isinstance(task, Weights)  # nobody asks for the weights of an evaluation
         return Loader(
-            self.source(items.table),
+            self.worked_on.reading(self.source(items.table)),
             self.embeddings(),
             sampler,
             slots=self.train.slots + (stretch.kept if shuffle else 0),
