@@ -139,6 +139,13 @@ class Job:
         """Tell whether items may be collated ahead: not those left out, and none where one thing at a time is done."""
         return not self.tell.careful and self.leave_out.isdisjoint(ids)
 
+    @property
+    def trained_without(self) -> frozenset[str]:
+        """The items that are left out of what is trained on."""
+        tables = [items.table for _, items in self.stretches] if self.leave_out else []
+        ids = (table.ids[number] for table in tables for number in range(len(table)))
+        return self.leave_out.intersection(ids)
+
     @cached_property
     def worked_on(self) -> WorkedOn:
         return WorkedOn(self.tell.on)
@@ -225,7 +232,7 @@ def trainer_of(job: Job) -> Trainer:
         host=host,
         ending=job.tell.ending,
         governor_of=lambda course: _governor(job, step, course, stepper.ladder),
-        leave_out=job.leave_out,
+        leave_out=job.trained_without,
         damaged=job.damaged,
         prune=job.prune,
     )

@@ -193,6 +193,9 @@ def trained_so_far(project: Project, prepared: Prepared) -> Trained:
     judged = Trained(folder=str(made.path), monitor=settings.monitor)
     progress = TrainedSoFar.read(checkpoint.data) if checkpoint else TrainedSoFar()
     judged.left_out(progress.damaged)
+    if progress.killed:
+        remedy = "a model that is moved away is trained anew, on all items"
+        judged.remarks.append(f"trained without {first_few(progress.killed)}, on which its process died   ({remedy})")
     judged.items = judged.steps = progress.done
     judged.epochs = progress.epoch
     if not progress.is_over(project, prepared):
@@ -222,6 +225,7 @@ class TrainedSoFar:
     epoch: int = 0
     stale: int = 0
     damaged: tuple[str, ...] = ()  # items that it was trained without
+    killed: tuple[str, ...] = ()  # the same, of those on which its process died
 
     @classmethod
     def of(cls, folder: ModelFolder) -> TrainedSoFar:
@@ -232,7 +236,8 @@ class TrainedSoFar:
     @classmethod
     def read(cls, data: Mapping[str, Any]) -> TrainedSoFar:
         place = data["place"]
-        return cls(place["done"], place["epoch"], place["stale"], tuple(place.get("damaged", ())))
+        left_out = (tuple(place.get(why, ())) for why in ("damaged", "killed"))
+        return cls(place["done"], place["epoch"], place["stale"], *left_out)
 
     def is_over(self, project: Project, prepared: Prepared) -> bool:
         """Tell whether the training is complete: by its epochs, or because it stopped improving."""
@@ -437,7 +442,7 @@ class Trained(Judged):
     damaged: int = 0  # items that were left out, now or in the runs before, as their records were damaged
     damaged_items: list[str] = field(default_factory=list)  # these
     cropped: int = 0
-    remarks: list[str] = field(default_factory=list)  # on its validations
+    remarks: list[str] = field(default_factory=list)  # on its validations, and on what it was trained without
     remedied: dict[str, int] = field(default_factory=dict)  # items for which each remedy was used, over all epochs
 
     def left_out(self, items: Iterable[str]) -> None:

@@ -64,6 +64,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.standing = TrainingProgress(self.train.validation, self.courses[-1].epochs.stop)
+        self.standing.killed |= self.leave_out
         self.whole = WholeStep(
             self.step, self.stepper, self.ranks, meter=self.meter, complete=self._complete, say=self.watcher.say
         )

@@ -234,6 +234,10 @@ def test_an_item_whose_reading_kills_a_training_is_found_and_left_out(pipeline: 
     assert done.code == 0, done.out + done.err
     events = LedgerReader(find_run(folder / "runs", None)).fresh()
     assert [one.data["names"] for one in events if one.kind is EventKind.LEFT_OUT] == [["s3"]]
+    again = pipeline(*TRAIN, "--set", "data.max_rejected_fraction=0.2")
+    assert "0 to do" in again.err
+    assert "trained without s3, on which its process died" in " ".join((again.out + again.err).split())
+    assert "trained without s3" in pipeline("model", "show", "models/" + next((folder / "models").iterdir()).name).out
 
 
 def test_rejections_are_counted_written_and_told_again_by_the_next_run(folder: Path) -> None:
