@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from pipeline.config.schema import Config
-    from pipeline.config.schema_train import TrainSection
+    from pipeline.config.schema_train import TrainSection, ValidationSection
     from pipeline.journal.run_folder import RunFolder
     from pipeline.memory.footprint import MemoryChoice
     from pipeline.project.project import Project
@@ -213,6 +213,10 @@ def trained_so_far(project: Project, prepared: Prepared) -> Trained:
             remedied.update(epoch.remedied)
         judged.remedied = dict(sorted(remedied.items()))
         judged.skipped = len(prepared.skipped)
+        if left_out := sum(epoch.left_out_steps for epoch in epochs):
+            made_steps = sum(epoch.steps for epoch in epochs)
+            what = f"{left_out:,} of {left_out + made_steps:,} steps were not finite, and left out"
+            judged.remarks.append(f"{what} (train.nan: {project.config.train.nan})")
     judged.remarks += unvalidated(project, prepared)
     return judged
 
@@ -223,7 +227,8 @@ class TrainedSoFar:
 
     done: int = 0  # steps
     epoch: int = 0
-    stale: int = 0
+    stale: int = 0  # validations without a better one,
+    monitor: str = ""  # by this figure
     damaged: tuple[str, ...] = ()  # items that it was trained without
     killed: tuple[str, ...] = ()  # the same, of those on which its process died
 
@@ -237,12 +242,15 @@ class TrainedSoFar:
     def read(cls, data: Mapping[str, Any]) -> TrainedSoFar:
         place = data["place"]
         left_out = (tuple(place.get(why, ())) for why in ("damaged", "killed"))
-        return cls(place["done"], place["epoch"], place["stale"], *left_out)
+        return cls(place["done"], place["epoch"], place["stale"], place.get("monitor", ""), *left_out)
 
     def is_over(self, project: Project, prepared: Prepared) -> bool:
         """Tell whether the training is complete: by its epochs, or because it stopped improving."""
-        patience = project.config.train.validation.patience
-        return self.epoch >= prepared.epochs or (patience is not None and self.stale >= patience)
+        return self.epoch >= prepared.epochs or self.is_stale(project.config.train.validation)
+
+    def is_stale(self, settings: ValidationSection) -> bool:
+        """Tell whether it stopped improving, by the figure that is monitored."""
+        return settings.patience is not None and self.monitor == settings.monitor and self.stale >= settings.patience
 
 
 def latest(folder: ModelFolder) -> Manifest | None:

@@ -240,6 +240,15 @@ def test_an_item_whose_reading_kills_a_training_is_found_and_left_out(pipeline: 
     assert "trained without s3" in pipeline("model", "show", "models/" + next((folder / "models").iterdir()).name).out
 
 
+@pytest.mark.slow
+def test_steps_that_are_not_finite_and_left_out_are_told_of_the_run_and_later(pipeline: Command, folder: Path) -> None:
+    rewrite(folder, "square().sum()", "square().sum() * (float('nan') if batch['total'].max() < 1 else 1)")
+    words = (*TRAIN, "--set", "train.nan=skip", "--set", "train.effective_batch=1")
+    for done in (pipeline(*words), pipeline(*words)):
+        assert done.code == 0, done.out + done.err
+        assert "2 of 6 steps were not finite, and left out (train.nan: skip)" in " ".join((done.out + done.err).split())
+
+
 def test_rejections_are_counted_written_and_told_again_by_the_next_run(folder: Path) -> None:
     (folder / "data" / "s8.txt").write_text("bad")
     settle(folder / "data")

@@ -9,7 +9,11 @@ from typing import Any
 
 import pytest
 
+from pipeline.config.schema import Config
 from pipeline.config.schema_train import ValidationSection
+from pipeline.runs.views.compared_models import read_model
+from pipeline.runs.workflow.sweep_stage import DONE
+from pipeline.runs.workflow.train_stage import TrainedSoFar
 from pipeline.training.loop.metrics_log import STEP, read_epochs, read_figures
 from tests.training.loop.loops import Plot, Run, signals_after
 
@@ -100,6 +104,20 @@ def test_a_training_that_ended_early_goes_on_with_more_patience_as_if_it_had_not
     assert rest.trainer.done == whole.trainer.done
     ends = [[(epoch.epoch, epoch.step) for epoch in read_epochs(run.made.folder.path)] for run in (rest, whole)]
     assert ends[0] == ends[1]
+
+
+def test_a_training_that_ended_early_within_an_epoch_is_compared_as_done(tmp_path: Path) -> None:
+    plot = plot_of("1 step", better="higher", patience=1)
+    run = Run(replace(plot, train={**plot.train, "learning_rate": 1e-12}), tmp_path).to_end()
+    made, train = run.made.folder, {"validation": {**plot.train["validation"]}}
+    made.prepared.write_text(json.dumps(run.made.prepared.to_json()))
+    settings = Config.model_validate({"data": {"path": Path("data")}, "train": train})
+    made.settings.write_text(settings.model_dump_json())
+    assert read_model(made.path).state == DONE
+    more = ValidationSection(patience=2, better="higher")
+    assert not TrainedSoFar.of(made).is_stale(more)
+    of_another = ValidationSection(patience=1, monitor="auroc")
+    assert not TrainedSoFar.of(made).is_stale(of_another), "that began anew to count"
 
 
 @pytest.mark.parametrize("every", [0, 1.0, 1.5, -1, True, "steps", "0 steps", "5 epochs", None])
