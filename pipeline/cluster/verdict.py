@@ -198,7 +198,7 @@ class _Case:
         if lost is None:
             return words or (Cause.CRASHED, self.word.what or "one of its processes was lost, nobody knows how")
         if words is None and lost.signal in _POLITE:
-            words = Cause.INTERRUPTED, f"ended by {_named(lost.signal)}"
+            words = Cause.INTERRUPTED, f"ended by {named_signal(lost.signal)}"
         elif words is None and lost.signal == signal.SIGKILL:
             words = self._killed()
         elif words is None and lost.exit_code:
@@ -212,13 +212,13 @@ class _Case:
         if killed_by is None and code is None and (lost := first_lost(self.log, GO_ON)):  # no accounting: srun said it
             killed_by, code = lost.signal, lost.exit_code
         if killed_by in _POLITE:
-            return Cause.INTERRUPTED, f"ended by {_named(killed_by)} before it could stop in order"
+            return Cause.INTERRUPTED, f"ended by {named_signal(killed_by)} before it could stop in order"
         if finding := last_words(_tail(self.log)):
             return finding
         if killed_by == signal.SIGKILL:
             return self._killed()
         if killed_by is not None:
-            return Cause.CRASHED, f"crashed by {_named(killed_by)}"
+            return Cause.CRASHED, f"crashed by {named_signal(killed_by)}"
         if code:
             return _exited(code, self.word.what or _joined(f"exit code {code}", _message(self.log)))
         if self.status.state is TaskState.FAILED:
@@ -256,7 +256,7 @@ def _exited(code: int, message: str) -> _Finding:
         cause = Cause.DAMAGE if code == CacheDamaged.exit_code else Cause.REFUSED
         return cause, message or f"exit code {code}: {REFUSALS[code]}"
     if code - SIGNALLED in _AS_AFTER_SIGNALS:  # a program that the worker ran was killed
-        return Cause.CRASHED, message or f"crashed by {_named(code - SIGNALLED)}"
+        return Cause.CRASHED, message or f"crashed by {named_signal(code - SIGNALLED)}"
     return Cause.FAILED, message or f"exit code {code}"
 
 
@@ -296,7 +296,7 @@ def _joined(*parts: str) -> str:
     return "; ".join(unique)
 
 
-def _named(number: int | None) -> str:
+def named_signal(number: int | None) -> str:
     """Format a signal with its number and name."""
     try:
         return f"signal {number} ({signal.Signals(number or 0).name})"

@@ -9,11 +9,13 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import os
 import sys
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import metadata
 from importlib.machinery import PathFinder
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,6 +85,8 @@ def task_code(config: Config, beside: Path | None) -> TaskCode:
             facts = _SEEN.get(asked) or read_json(path) or {}
             files = tuple((name, named[name]) for name in facts["files"])
             reads = tuple(map(Path, facts["reads"]))
+            if facts["listed"] != (_names_around(reads, train) if facts["listed"] else ""):
+                raise KeyError("listed")  # it may read other files now
             code = TaskCode(facts["trains"], facts["tells"], facts["stands"], files, reads, facts["samples"], asked)
             if not path.exists():
                 keep(path, facts)
@@ -109,10 +113,22 @@ def task_code(config: Config, beside: Path | None) -> TaskCode:
         or asked != _asked_of_task(config, named_files(train.task or "", beside))
     ):
         return code  # it is of an installed package, of elsewhere, or it changed meanwhile
-    plain = {"reads": list(map(str, code.reads)), "samples": code.samples, "files": list(dict(files))}
+    listed = _names_around(code.reads, train) if isinstance(task, ReadsFiles) else ""
+    plain = {"reads": list(map(str, code.reads)), "listed": listed, "samples": code.samples, "files": list(dict(files))}
     _SEEN[asked] = {"trains": code.trains, "tells": code.tells, "stands": code.stands, **plain}
     keep(path, _SEEN[asked])
     return replace(code, asked=asked)
+
+
+def _names_around(reads: Iterable[Path], train: TrainSection) -> str:
+    """Return a digest of the names in all folders that a task may have listed for the files that it reads."""
+    options = chain(train.options.values(), *(stage.options.values() for stage in train.curriculum))
+    named = [Path(value) for value in options if isinstance(value, str) and os.sep in value]
+    names = dict[str, list[str]]()
+    for folder in sorted({*named, *(path.parent for path in (*named, *reads))}):
+        with suppress(OSError):  # it is a file, is not there, or this user may not look
+            names[str(folder)] = sorted(path.name for path in folder.iterdir())
+    return recipe_key("names around", names).hex()
 
 
 def _check_stages(train: TrainSection, beside: Path | None) -> None:

@@ -37,7 +37,17 @@ from typing import TYPE_CHECKING
 
 from pipeline.cluster.machine import count_oom_kills
 from pipeline.cluster.processes import ProcessTable, send, used_bytes
-from pipeline.cluster.verdict import GO_ON, KERNEL_SIGNS, LAST_LINES, NEARLY, REFUSALS, SIGNALLED, Cause, last_words
+from pipeline.cluster.verdict import (
+    GO_ON,
+    KERNEL_SIGNS,
+    LAST_LINES,
+    NEARLY,
+    REFUSALS,
+    SIGNALLED,
+    Cause,
+    last_words,
+    named_signal,
+)
 from pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -104,7 +114,7 @@ class ScriptOutcome:
     def what(self) -> str:
         """How it ended, and why as far as is known, in words."""
         if self.signal is not None:
-            ended = f"the script was ended by signal {self.signal} ({signal.Signals(self.signal).name})"
+            ended = f"the script was ended by {named_signal(self.signal)}"
         else:
             ended = f"the script ended with exit code {self.exit_code}"
         reason = self.reason or next((f"it last said: {line}" for line in reversed(self.last_lines)), "")

@@ -119,7 +119,7 @@ class Job:
         task = self.task_of(stretch)
         weighs = shuffle and isinstance(task, Weights)  # nobody asks for the weights of an evaluation
         return Loader(
-            self.source(items.table),
+            self.worked_on.reading(self.source(items.table)),
             self.embeddings(),
             sampler,
             slots=self.train.slots + (stretch.kept if shuffle else 0),
@@ -138,6 +138,13 @@ class Job:
     def _may_collate(self, ids: Sequence[str]) -> bool:
         """Tell whether items may be collated ahead: not those left out, and none where one thing at a time is done."""
         return not self.tell.careful and self.leave_out.isdisjoint(ids)
+
+    @property
+    def trained_without(self) -> frozenset[str]:
+        """The items that are left out of what is trained on."""
+        tables = [items.table for _, items in self.stretches] if self.leave_out else []
+        ids = (table.ids[number] for table in tables for number in range(len(table)))
+        return self.leave_out.intersection(ids)
 
     @cached_property
     def worked_on(self) -> WorkedOn:
@@ -225,7 +232,7 @@ def trainer_of(job: Job) -> Trainer:
         host=host,
         ending=job.tell.ending,
         governor_of=lambda course: _governor(job, step, course, stepper.ladder),
-        leave_out=job.leave_out,
+        leave_out=job.trained_without,
         damaged=job.damaged,
         prune=job.prune,
     )

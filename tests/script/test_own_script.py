@@ -346,6 +346,10 @@ class TestEnding:
         assert script_trouble(1, None, lines, at_limit=False) == ("host_oom", lines[0])
         assert script_trouble(1, None, ["epoch 3: Out Of Memory was seen"], at_limit=False)[0] == ""
 
+    @pytest.mark.parametrize(("number", "named"), [(9, "signal 9 (SIGKILL)"), (40, "signal 40")])
+    def test_by_a_signal_is_told_also_where_that_has_no_name(self, number: int, named: str) -> None:
+        assert ScriptOutcome(None, number).what == f"the script was ended by {named}"
+
     @pytest.mark.parametrize(("code", "killed_by"), [(None, 9), (137, None)])
     def test_by_a_sigkill_is_for_memory_only_with_a_sign_of_it(self, code: int | None, killed_by: int | None) -> None:
         assert script_trouble(code, killed_by, ["step 3"], at_limit=True)[0] == "host_oom"

@@ -212,6 +212,7 @@ def model_card(model: TrainedModel) -> dict[str, Any]:
         "recipe": {name: value for name, value in recipe.items() if name not in own},
         "precision": model.prepared.precision,
         "left_out": manifest.data.get("place", {}).get("damaged", []),  # items, as their records were damaged
+        "killed": manifest.data.get("place", {}).get("killed", []),  # the same, as its process died on them
         **_evaluations(model.folder.evaluations),
         "pipeline": __version__,
         "prepared": model.prepared.to_json(),
@@ -380,6 +381,8 @@ def card_lines(card: Mapping[str, Any]) -> list[str]:
     ]
     if left_out := card.get("left_out"):
         lines.append(f"- trained without {first_few(left_out)}, whose records in the cache were damaged")
+    if killed := card.get("killed"):
+        lines.append(f"- trained without {first_few(killed)}, on which its process died")
     if weights := card.get("weights"):
         lines.append(f"- weights: {weights['parameters']:,} numbers, digest {weights['digest']}")
     if card["encoder"]:

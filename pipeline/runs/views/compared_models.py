@@ -12,6 +12,7 @@ from pipeline.config.schema_train import ValidationSection
 from pipeline.errors import ConfigError, PipelineError
 from pipeline.report.compared import ComparedModel, compared
 from pipeline.runs.workflow.sweep_stage import DONE, PRUNED, UNDONE, told_plans
+from pipeline.runs.workflow.train_stage import TrainedSoFar
 from pipeline.training.loop.metrics_log import read_epochs
 from pipeline.training.loop.pruning import Pruned
 from pipeline.training.prepared import ModelFolder, Prepared
@@ -60,7 +61,7 @@ def read_model(path: Path, point: str = "") -> ComparedModel:
     epochs = read_epochs(path)
     trained = epochs[-1].epoch if epochs else 0
     pruned = Pruned.read(made, trained)
-    is_over = trained >= prepared.epochs or _is_stale(made, epochs)
+    is_over = trained >= prepared.epochs or TrainedSoFar.of(made).is_stale(validation_of(made))
     return ComparedModel(
         name=path.name,
         folder=str(path),
@@ -75,16 +76,6 @@ def read_model(path: Path, point: str = "") -> ComparedModel:
         point=point,
         why=pruned.why if pruned and not is_over else "",
     )
-
-
-def _is_stale(made: ModelFolder, epochs: Sequence[Epoch]) -> bool:
-    """Tell whether a training has ended because it became no better."""
-    settings = validation_of(made)
-    if settings.patience is None:
-        return False
-    known = [value for epoch in epochs if (value := epoch.validation.get(settings.monitor)) is not None]
-    best = known.index((min if settings.lower_is_better else max)(known)) if known else 0
-    return len(known) - 1 - best >= settings.patience
 
 
 def validation_of(made: ModelFolder) -> ValidationSection:

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from pipeline.config.schema import Config
-    from pipeline.config.schema_train import TrainSection
+    from pipeline.config.schema_train import TrainSection, ValidationSection
     from pipeline.journal.run_folder import RunFolder
     from pipeline.memory.footprint import MemoryChoice
     from pipeline.project.project import Project
@@ -193,6 +193,9 @@ def trained_so_far(project: Project, prepared: Prepared) -> Trained:
     judged = Trained(folder=str(made.path), monitor=settings.monitor)
     progress = TrainedSoFar.read(checkpoint.data) if checkpoint else TrainedSoFar()
     judged.left_out(progress.damaged)
+    if progress.killed:
+        remedy = "a model that is moved away is trained anew, on all items"
+        judged.remarks.append(f"trained without {first_few(progress.killed)}, on which its process died   ({remedy})")
     judged.items = judged.steps = progress.done
     judged.epochs = progress.epoch
     if not progress.is_over(project, prepared):
@@ -210,6 +213,10 @@ def trained_so_far(project: Project, prepared: Prepared) -> Trained:
             remedied.update(epoch.remedied)
         judged.remedied = dict(sorted(remedied.items()))
         judged.skipped = len(prepared.skipped)
+        if left_out := sum(epoch.left_out_steps for epoch in epochs):
+            made_steps = sum(epoch.steps for epoch in epochs)
+            what = f"{left_out:,} of {left_out + made_steps:,} steps were not finite, and left out"
+            judged.remarks.append(f"{what} (train.nan: {project.config.train.nan})")
     judged.remarks += unvalidated(project, prepared)
     return judged
 
@@ -220,8 +227,10 @@ class TrainedSoFar:
 
     done: int = 0  # steps
     epoch: int = 0
-    stale: int = 0
+    stale: int = 0  # validations without a better one,
+    monitor: str = ""  # by this figure
     damaged: tuple[str, ...] = ()  # items that it was trained without
+    killed: tuple[str, ...] = ()  # the same, of those on which its process died
 
     @classmethod
     def of(cls, folder: ModelFolder) -> TrainedSoFar:
@@ -232,12 +241,16 @@ class TrainedSoFar:
     @classmethod
     def read(cls, data: Mapping[str, Any]) -> TrainedSoFar:
         place = data["place"]
-        return cls(place["done"], place["epoch"], place["stale"], tuple(place.get("damaged", ())))
+        left_out = (tuple(place.get(why, ())) for why in ("damaged", "killed"))
+        return cls(place["done"], place["epoch"], place["stale"], place.get("monitor", ""), *left_out)
 
     def is_over(self, project: Project, prepared: Prepared) -> bool:
         """Tell whether the training is complete: by its epochs, or because it stopped improving."""
-        patience = project.config.train.validation.patience
-        return self.epoch >= prepared.epochs or (patience is not None and self.stale >= patience)
+        return self.epoch >= prepared.epochs or self.is_stale(project.config.train.validation)
+
+    def is_stale(self, settings: ValidationSection) -> bool:
+        """Tell whether it stopped improving, by the figure that is monitored."""
+        return settings.patience is not None and self.monitor == settings.monitor and self.stale >= settings.patience
 
 
 def latest(folder: ModelFolder) -> Manifest | None:
@@ -437,7 +450,7 @@ class Trained(Judged):
     damaged: int = 0  # items that were left out, now or in the runs before, as their records were damaged
     damaged_items: list[str] = field(default_factory=list)  # these
     cropped: int = 0
-    remarks: list[str] = field(default_factory=list)  # on its validations
+    remarks: list[str] = field(default_factory=list)  # on its validations, and on what it was trained without
     remedied: dict[str, int] = field(default_factory=dict)  # items for which each remedy was used, over all epochs
 
     def left_out(self, items: Iterable[str]) -> None:

@@ -155,6 +155,7 @@ class SavedProgress:
     poisoned: list[int] = field(default_factory=list)
     validated: int = 0  # the step after which that was done last
     damaged: list[str] = field(default_factory=list)  # items that steps were made without
+    killed: list[str] = field(default_factory=list)  # the same, of those on which its process died
 
 
 @dataclass(frozen=True, slots=True)

@@ -195,7 +195,7 @@ def _loader(job: ApplyJob, numbers_K: Integers, step: Step) -> Loader:
     cost_K = np.minimum(job.cost_N[numbers_K], budget)
     sampler = Sampler({COST: cost_K, LIKENESS: cost_K}, settings, rank=job.ranks.rank, ranks=job.ranks.world)
     return Loader(
-        job.source(table),
+        job.worked_on.reading(job.source(table)),
         job.embeddings(),
         sampler,
         slots=train.slots,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import threading
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,11 +26,11 @@ from pipeline.records import Rejection
 from pipeline.training.items.batch import BatchOrigin, ItemBatch, as_tensor, item_rng, item_tensors
 from pipeline.training.items.batch_layout import ALIGNMENT, EMBEDDING, ENCODED, BatchBuilder, EmbeddingForm, held_as
 from pipeline.training.items.crop import crop_item, crop_rng
-from pipeline.training.items.item_source import CachedGraphs
+from pipeline.training.items.item_source import CachedGraphs, ReaderItems
 from pipeline.training.items.residue_embeddings import proteins
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from typing import TypeAlias
 
     from numpy.typing import NDArray
@@ -98,16 +99,16 @@ class MadeBatch:
     weights: Mapping[str, Any] | None = None
     packed: PackedBatch | None = None  # both instead, where there was room for their tensors
     bytes: int = 0
-    is_made: bool = True  # else memory ended meanwhile
+    is_made: bool = True  # else memory ended meanwhile, or it is to be made late
 
 
 class WorkedOn:
-    """Tells which items this process works on, in case it dies: those of a piece, and those that threads collate."""
+    """Tells which items this process works on, in case it dies: those of a piece, and what threads read or collate."""
 
     def __init__(self, tell: Callable[[Sequence[str]], None]) -> None:
         self._tell, self._lock, self._pid = tell, threading.Lock(), os.getpid()
         self._piece: Sequence[str] = ()
-        self._collating: dict[int, list[str]] = {}  # thread → ids
+        self._threads: dict[int, Sequence[str]] = {}  # what each is at
 
     def begin(self, ids: Sequence[str]) -> None:
         """Tell the items of a piece that is begun."""
@@ -119,23 +120,34 @@ class WorkedOn:
         """Return a `collate` that tells its items while a thread is in it."""
 
         def collated(items: Sequence[Any], rng: Any) -> Any:
-            if os.getpid() != self._pid:  # a process that reads ends alone
+            with self._at([item.id for item in items]):
                 return collate(items, rng)
-            thread = threading.get_ident()
-            with self._lock:
-                self._collating[thread] = [item.id for item in items]
-                self._say()
-            try:
-                return collate(items, rng)
-            finally:
-                with self._lock:
-                    del self._collating[thread]
-                    self._say()
 
         return collated
 
+    def reading(self, source: ItemSource) -> ItemSource:
+        """Return a source that tells its items while a thread reads them, where a user's code is what reads."""
+        return replace(source, noted=self._at) if isinstance(source, ReaderItems) else source
+
+    @contextmanager
+    def _at(self, ids: Sequence[str]) -> Iterator[None]:
+        """Tell items while this thread is at them."""
+        if os.getpid() != self._pid:  # a process that reads ends alone
+            yield
+            return
+        thread = threading.get_ident()
+        with self._lock:
+            self._threads[thread] = ids
+            self._say()
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._threads[thread]
+                self._say()
+
     def _say(self) -> None:
-        self._tell(list(dict.fromkeys(chain(self._piece, *self._collating.values()))))
+        self._tell(list(dict.fromkeys(chain(self._piece, *self._threads.values()))))
 
 
 @dataclass(eq=False)
@@ -167,6 +179,8 @@ class BatchMaker:
 
         Where memory ends in a `collate` that is `ahead` of the step, the step finds it out for itself.
         """
+        if ahead and (unmade := self._unread(items, micro)):
+            return unmade
         read = list(self.graphs.read(items))
         while True:
             try:
@@ -176,6 +190,18 @@ class BatchMaker:
                     raise
                 rejection = self.mending.leave_out(error)
                 read = [rejection if item.id == rejection.id else item for item in read]
+
+    def _unread(self, items: Sequence[int], micro: MicroBatch) -> MadeBatch | None:
+        """Return a batch that is still to be made, of items that a user's code may not read ahead; None: it may."""
+        if self.collate is None or not items or not isinstance(self.graphs, ReaderItems):
+            return None
+        ids = self.graphs.ids(items)
+        if self.may_collate(ids):
+            return None
+        return MadeBatch(tuple(items), ids, self._origin(micro), (), 0, is_made=False)
+
+    def _origin(self, micro: MicroBatch) -> BatchOrigin:
+        return BatchOrigin(micro.epoch, micro.step, micro.index, micro.of, self.seed)
 
     def _made(
         self, read: Sequence[ItemArrays | Rejection], micro: MicroBatch, room: Room | None, *, ahead: bool
@@ -189,7 +215,7 @@ class BatchMaker:
         batch = MadeBatch(
             numbers=tuple(item.number for item in arrays),
             ids=tuple(item.id for item in arrays),
-            origin=BatchOrigin(micro.epoch, micro.step, micro.index, micro.of, self.seed),
+            origin=self._origin(micro),
             rejected=tuple(item for item in read if isinstance(item, Rejection)),
             cropped=sum(item is not before for item, before in zip(arrays, whole, strict=True)),
         )

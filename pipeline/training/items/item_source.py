@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Protocol
@@ -28,6 +29,7 @@ from pipeline.training.items.batch_layout import OF_GRAPHS, FieldForm, ItemArray
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from numpy.typing import NDArray
 
@@ -211,8 +213,16 @@ class ReaderItems:
 
     reader: Reader
     table: ItemTable
+    noted: Callable[[Sequence[str]], AbstractContextManager[Any]] = nullcontext  # surrounds reading of these items
+
+    def ids(self, numbers: Sequence[int]) -> tuple[str, ...]:
+        return tuple(self.table.ids[number] for number in numbers)
 
     def read(self, numbers: Sequence[int]) -> Iterator[ItemArrays | Rejection]:
+        with self.noted(self.ids(numbers)):
+            yield from self._read(numbers)
+
+    def _read(self, numbers: Sequence[int]) -> Iterator[ItemArrays]:
         for number in numbers:
             id_ = self.table.ids[number]
             arrays = self._arrays(number, id_)

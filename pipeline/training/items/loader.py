@@ -73,7 +73,7 @@ class Loader:
     crop: Mapping[str, int] | None = None  # the largest an item may have of each size, or of what `measure` makes of it
     measure: Measure = dict
     collate: Collate | None = None  # makes what is yielded of a batch's items, in any thread
-    may_collate: Callable[[Sequence[str]], bool] = lambda _: True  # these items ahead; else it is done when asked for
+    may_collate: Callable[[Sequence[str]], bool] = lambda _: True  # ahead, or a user's reader read; else when asked for
     weigh: Callable[[Any], Mapping[str, Any]] | None = None  # tells the weights of a batch that was made
     reject: Callable[[Rejection], None] = lambda _: None  # called for items that have no graph after all
     mending: DamagedItems | None = None  # of embeddings that cannot be read; without, that is an error

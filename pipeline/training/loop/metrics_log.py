@@ -96,6 +96,11 @@ class Epoch:
         return cls(**known | {"batch": MetricRange(**data["batch"])})
 
     @property
+    def left_out_steps(self) -> int:
+        """How many steps were not finite, and left out."""
+        return int(self.more.get("left_out_steps") or 0)
+
+    @property
     def waits(self) -> list[str]:
         """What took more than a twentieth of it beside the model's work, in words; before there were phases: waits."""
         return told_shares(self.seconds) if self.seconds else [f"wait {self.wait_share:.1%}"]
@@ -109,7 +114,7 @@ class Epoch:
         parts.append(" / ".join(f"{name} {format_bytes(size)}" for name, size in held.items()))
         parts += [f"batch {self.batch.words()}", f"{self.items_per_s:,.3g} items/s", ", ".join(self.waits)]
         events = {"out of memory": self.ooms, **{f"by {rung}": items for rung, items in self.remedied.items()}}
-        events |= {"rejected": self.rejected, "cropped": self.cropped}
+        events |= {"rejected": self.rejected, "cropped": self.cropped, "steps left out": self.left_out_steps}
         return "  ".join([*filter(None, parts), *(f"{count:,} {name}" for name, count in events.items() if count)])
 
     def scalars(self) -> dict[str, float]:
@@ -192,8 +197,9 @@ class _StepLines:
 
 
 def read_epochs(folder: Path) -> list[Epoch]:
-    """Return the logged metrics of each epoch, in order."""
-    return [Epoch.from_json(line) for line, _ in _read(folder / EPOCHS)]
+    """Return the logged metrics of each epoch, in order; of one that went on after its end, the last."""
+    epochs = [Epoch.from_json(line) for line, _ in _read(folder / EPOCHS)]
+    return list({epoch.epoch: epoch for epoch in epochs}.values())
 
 
 def read_figures(folder: Path) -> list[dict[str, Any]]:

@@ -108,6 +108,7 @@ class TrainingProgress:
         self.tally = EpochTotals(0)
         self.poisoned: set[int] = set()  # steps that are left out after a rollback
         self.damaged: set[str] = set()  # items that steps were made without, as their records were damaged
+        self.killed: set[str] = set()  # the same, as the process died on them
         self._validation = validation
 
     @property
@@ -186,6 +187,7 @@ class TrainingProgress:
             poisoned=sorted(self.poisoned),
             validated=self.validated,
             damaged=sorted(self.damaged),
+            killed=sorted(self.killed),
         )
 
     def take_up(self, place: SavedProgress) -> None:
@@ -194,6 +196,7 @@ class TrainingProgress:
         is_alike = place.monitor == self._validation.monitor  # of another figure it says nothing
         self.best, self.stale = (place.best, place.stale) if is_alike else (None, 0)
         self.poisoned, self.validated, self.damaged = set(place.poisoned), place.validated, set(place.damaged)
+        self.killed |= set(place.killed)
         self.is_finished = self.epoch >= self.epochs or self.is_stale
         self.tally = EpochTotals.saved(place.tally) if place.tally else EpochTotals(self.epoch)
 

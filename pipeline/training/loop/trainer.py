@@ -64,6 +64,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.standing = TrainingProgress(self.train.validation, self.courses[-1].epochs.stop)
+        self.standing.killed |= self.leave_out
         self.whole = WholeStep(
             self.step, self.stepper, self.ranks, meter=self.meter, complete=self._complete, say=self.watcher.say
         )
@@ -175,8 +176,10 @@ class Trainer:
         if figures is None:
             return False
         figure = self.standing.judge(figures)
-        if self.standing.is_stale:
-            self._close_epoch(figures, figure)
+        if self.standing.is_stale:  # it stands within its epoch, where one with more patience goes on
+            self._report_epoch(figures, self.clock.seconds())
+            self.standing.is_finished = True
+            self._save(figure)
             return False
         self.watcher.validated(self.done, figures)
         self._save(figure)
@@ -202,17 +205,21 @@ class Trainer:
         self.standing.validated = self.done
         return figures
 
+    def _report_epoch(self, figures: dict[str, float], seconds: dict[str, float]) -> None:
+        """Report an epoch, or what there is of it."""
+        self.standing.tally.seconds = seconds
+        with self.clock.within(OBSERVE):
+            self.watcher.epoch(self.standing.tally, self.done, figures, self.step.optimizer.param_groups[0]["lr"])
+
     def _close_epoch(self, figures: dict[str, float], figure: float | None) -> None:
         """Report an epoch, go on to the next, and save."""
         standing = self.standing
-        standing.tally.seconds = self.clock.restart()
-        with self.clock.within(OBSERVE):
-            self.watcher.epoch(standing.tally, self.done, figures, self.step.optimizer.param_groups[0]["lr"])
+        self._report_epoch(figures, self.clock.restart())
         if self.train.readers == "auto" and self._course().hasten_readers(standing.tally.seconds, self.host):
             self.watcher.say("reading fell behind: processes read from now on; --set train.readers=threads to not")
         standing.end_epoch()
-        if not standing.is_finished:
-            self._enter(self._course())
+        if standing.epoch < standing.epochs:
+            self._enter(self._course())  # also where patience is at its end: with more of it training goes on there
         standing.tally = EpochTotals(standing.epoch)
         pruned = self._pruned() if figures and not standing.is_finished else ""
         self._save(figure, wait=bool(pruned))  # as at the end of any epoch: a plain training may go on from there
@@ -382,7 +389,7 @@ class Trainer:
         if self.whole.lost_by():
             return  # the next step goes back
         standing = self.standing
-        course = self.courses[-1] if standing.is_finished else self._course()
+        course = self._course() if standing.epoch < standing.epochs else self.courses[-1]
         standing.tally.seconds = self.clock.seconds()
         with self.clock.within(CHECKPOINT), self.ranks.patient("saving"):
             saved = self.keeper.save(

@@ -64,7 +64,7 @@ def join_process_group(
     its memory is taken here, so that whatever is measured later has it: those of sharded models, too, if `sharded`.
     """
     if place.world == 1:
-        return SingleRank()
+        return LoneRank(place, patience or HangLimits(), tell)
     store = _store("localhost", 0, place) if place.rank == 0 else None
     met = meet(place, folder, {"store": store.port} if store else {}, within_s)
     watchdog = Watchdog(place, met, patience or HangLimits(), tell)
@@ -119,16 +119,58 @@ def _on(interface: str | None) -> Iterator[None]:
         del os.environ[INTERFACE]
 
 
-class ProcessGroup:
+class RankAtWork:
+    """A rank that tells its watchdog what it does."""
+
+    def __init__(self, watchdog: Watchdog, patience: HangLimits) -> None:
+        self._watchdog, self._patience = watchdog, patience
+        self._slow = 0  # reasons to be patient
+        self._calls = 0
+
+    def progress(self, activity: str) -> None:
+        """Note what this rank does now, for the watchdog; raise if another rank was lost meanwhile."""
+        self._watchdog.check()
+        self._watchdog.doing = Activity(activity, self._allowance_s, self._calls)
+
+    @contextmanager
+    def patient(self, activity: str) -> Iterator[None]:
+        before = self._watchdog.doing.what
+        self._slow += 1
+        self.progress(activity)
+        try:
+            yield
+        finally:
+            self._slow -= 1
+            self._watchdog.doing = Activity(before, self._allowance_s, self._calls)
+
+    @property
+    def _allowance_s(self) -> float:
+        return self._patience.slow_s if self._slow else self._patience.hang_s
+
+
+class LoneRank(RankAtWork, SingleRank):
+    """`Ranks` of a training in one process, which its watchdog ends where it hangs."""
+
+    def __init__(self, place: RankPlace, patience: HangLimits, tell: Callable[[str], None]) -> None:
+        super().__init__(Watchdog(place, Meeting({}, (place.host,), {}, "", ""), patience, tell), patience)
+        self._is_open = True
+
+    def close(self, why: str = "") -> None:
+        if self._is_open:
+            self._is_open = False
+            self._watchdog.leave(why)
+            self._watchdog.close()
+
+
+class ProcessGroup(RankAtWork):
     """`Ranks` over torch.distributed."""
 
     def __init__(self, place: RankPlace, met: Meeting, watchdog: Watchdog, patience: HangLimits) -> None:
+        super().__init__(watchdog, patience)
         end_after_gloo()
         self.place, self.hosts, self.rank, self.world = place, met.hosts, place.rank, place.world
-        self._watchdog, self._patience = watchdog, patience
-        self._slow = 1  # reasons to be patient; the first step is one
+        self._slow = 1  # the first step is a reason to be patient
         self._has_stepped = False
-        self._calls = 0
         self._letter_bytes = LETTER_BYTES
         self._is_open = True
 
@@ -181,22 +223,6 @@ class ProcessGroup:
         with self._waiting():
             self._await(begin, in_stream=in_stream)
 
-    def progress(self, activity: str) -> None:
-        """Note what this rank does now, for the watchdog; raise if another rank was lost meanwhile."""
-        self._watchdog.check()
-        self._watchdog.doing = Activity(activity, self._allowance_s, self._calls)
-
-    @contextmanager
-    def patient(self, activity: str) -> Iterator[None]:
-        before = self._watchdog.doing.what
-        self._slow += 1
-        self.progress(activity)
-        try:
-            yield
-        finally:
-            self._slow -= 1
-            self._watchdog.doing = Activity(before, self._allowance_s, self._calls)
-
     def close(self, why: str = "") -> None:
         if self._is_open:
             self._is_open = False
@@ -208,10 +234,6 @@ class ProcessGroup:
                     dist.group.WORLD.abort()  # type: ignore[union-attr]
             dist.destroy_process_group()
             self._watchdog.close()
-
-    @property
-    def _allowance_s(self) -> float:
-        return self._patience.slow_s if self._slow else self._patience.hang_s
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:

@@ -117,6 +117,30 @@ def test_another_module_that_is_found_first_is_the_task(ask: Ask, tmp_path: Path
     assert ask(beside=tmp_path / "other").trains != known.trains
 
 
+LISTS = """
+    def files_read(self):
+        from pathlib import Path
+        return sorted(Path(self.width).glob("*.txt"))
+"""
+
+
+def test_files_that_come_into_a_folder_that_it_lists_are_read_and_those_that_go_are_not(
+    ask: Ask, tmp_path: Path
+) -> None:
+    (tmp_path / "known_task.py").write_text(OWN + LISTS)
+    (tmp_path / "lists").mkdir()
+    options = f"{{width: {tmp_path / 'lists'}}}"
+    for names in ([], ["a.txt"], ["a.txt", "b.txt"], ["b.txt"]):
+        for path in (tmp_path / "lists").iterdir():
+            path.unlink()
+        for name in names:
+            (tmp_path / "lists" / name).write_text(name)
+        assert [path.name for path in ask(options).reads] == names
+        assert is_loaded()
+        assert [path.name for path in ask(options).reads] == names
+        assert not is_loaded()
+
+
 @pytest.mark.parametrize("torn", ["", "{}", "[]", '{"trains": "a"}'])
 def test_what_is_torn_is_found_out_again(ask: Ask, tmp_path: Path, torn: str) -> None:
     known = ask()

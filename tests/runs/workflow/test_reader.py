@@ -15,10 +15,11 @@ import pytest
 
 from pipeline.config.load import read_config
 from pipeline.errors import ConfigError, DataError
-from pipeline.journal.run_folder import RunFolder
+from pipeline.journal.ledger import LedgerReader
+from pipeline.journal.run_folder import RunFolder, find_run
 from pipeline.project import run_code
 from pipeline.project.project import Project
-from pipeline.records import TaskContext
+from pipeline.records import EventKind, TaskContext
 from pipeline.runs.dataset.loading import made_table, open_loader, table_of
 from pipeline.runs.dataset.reader_items import reader_of, reader_state
 from pipeline.runs.engine.lifecycle import new_run
@@ -37,6 +38,11 @@ DIES = """\
             import os, sys
             if path.stem == "s5" and "runs.worker" in " ".join(sys.orig_argv):
                 os.abort()
+"""
+KILLS = """\
+        import os, sys
+        if place == "s3.txt" and "pipeline.training.loop.trainer" in sys.modules:
+            os.abort()
 """
 SCAN, TRAIN = ("submit", "--stage", "scan", "--follow"), ("submit", "--stage", "train", "--follow")
 
@@ -218,6 +224,29 @@ def test_a_reader_that_dies_is_tried_again_and_the_place_is_told(pipeline: Comma
     done = pipeline(*SCAN)
     assert done.code == 7
     assert "it was on item 1 (s0.txt) or one soon after it" in " ".join(done.err.split())
+
+
+@pytest.mark.slow
+def test_an_item_whose_reading_kills_a_training_is_found_and_left_out(pipeline: Command, folder: Path) -> None:
+    """Items are read ahead of their step, so that at first others were being trained on when it died."""
+    rewrite(folder, "        mz_P =", KILLS + "        mz_P =")
+    done = pipeline(*TRAIN, "--set", "data.max_rejected_fraction=0.2")
+    assert done.code == 0, done.out + done.err
+    events = LedgerReader(find_run(folder / "runs", None)).fresh()
+    assert [one.data["names"] for one in events if one.kind is EventKind.LEFT_OUT] == [["s3"]]
+    again = pipeline(*TRAIN, "--set", "data.max_rejected_fraction=0.2")
+    assert "0 to do" in again.err
+    assert "trained without s3, on which its process died" in " ".join((again.out + again.err).split())
+    assert "trained without s3" in pipeline("model", "show", "models/" + next((folder / "models").iterdir()).name).out
+
+
+@pytest.mark.slow
+def test_steps_that_are_not_finite_and_left_out_are_told_of_the_run_and_later(pipeline: Command, folder: Path) -> None:
+    rewrite(folder, "square().sum()", "square().sum() * (float('nan') if batch['total'].max() < 1 else 1)")
+    words = (*TRAIN, "--set", "train.nan=skip", "--set", "train.effective_batch=1")
+    for done in (pipeline(*words), pipeline(*words)):
+        assert done.code == 0, done.out + done.err
+        assert "2 of 6 steps were not finite, and left out (train.nan: skip)" in " ".join((done.out + done.err).split())
 
 
 def test_rejections_are_counted_written_and_told_again_by_the_next_run(folder: Path) -> None:

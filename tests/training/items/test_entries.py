@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 
 from pipeline.errors import DataError
 from pipeline.records import Entry, Reason, Rejection
 from pipeline.stages.read_entries import EntriesTaken, take_entries
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.training.items.batch import ItemBatch
+from pipeline.training.items.batch_maker import WorkedOn
 from pipeline.training.items.item_source import NUMBERS, ReaderItems, arrays_digest
 from pipeline.training.items.item_table import ItemTable
 from pipeline.training.items.loader import Loader
@@ -173,6 +175,35 @@ def test_arrays_that_are_not_what_they_were_are_an_error_that_names_the_item(cha
     with pytest.raises(DataError, match="i1 is not what it was") as caught:
         list(source.read([0, 1]))
     assert "pipeline submit --stage scan" in caught.value.remedy
+
+
+def test_what_a_reader_reads_is_noted_and_what_may_not_be_collated_ahead_is_not_read_ahead_either() -> None:
+    noted: list[tuple[str, ...]] = []
+    told = list[str]()
+
+    class Noting(Given):
+        def read(self, place: Any) -> dict[str, Any]:
+            noted.append(tuple(told))
+            return super().read(place)
+
+    reader = Noting(peaks(2), peaks(3), peaks(4))
+    found, _ = taken(*reader.items)
+    worked_on = WorkedOn(lambda ids: told.__setitem__(slice(None), ids))
+    loader = Loader(
+        worked_on.reading(ReaderItems(reader, found.table.table())),
+        None,
+        cast("Any", Micros([[0], [1, 2]])),
+        threads=1,
+        collate=lambda items, _: {"sizes": torch.tensor([len(item.values["peaks.mz"]) for item in items])},
+        may_collate=lambda ids: "i1" not in ids,
+    )
+    first, second = loader.read()
+    assert noted == [("i0",)]
+    assert [first.ids, second.ids] == [("i0",), ("i1", "i2")]
+    worked_on.begin(["i2"])
+    assert second.part(1, 2)["sizes"].tolist() == [4]
+    assert noted == [("i0",), ("i2",)], "the item that is left out was read"
+    assert told == ["i2"]
 
 
 @pytest.mark.parametrize("error", [OSError("the disk is gone"), KeyError(3), DataError("no such peak")])

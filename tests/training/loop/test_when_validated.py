@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pipeline.config.schema import Config
 from pipeline.config.schema_train import ValidationSection
+from pipeline.runs.views.compared_models import read_model
+from pipeline.runs.workflow.sweep_stage import DONE
+from pipeline.runs.workflow.train_stage import TrainedSoFar
 from pipeline.training.loop.metrics_log import STEP, read_epochs, read_figures
 from tests.training.loop.loops import Plot, Run, signals_after
 
@@ -79,6 +84,40 @@ def test_patience_counts_looks_within_an_epoch_and_ends_it_there(tmp_path: Path)
     (epoch,) = read_epochs(run.made.folder.path)
     assert (epoch.step, epoch.steps) == (run.trainer.done, run.trainer.done)
     assert Run(plot, tmp_path).to_end().trainer.done == run.trainer.done
+
+
+@pytest.mark.parametrize("every", [1, "1 step"])
+@pytest.mark.parametrize("stretches", [(), ((2, 30, 50), (1, 999, 100))])
+def test_a_training_that_ended_early_goes_on_with_more_patience_as_if_it_had_not(
+    tmp_path: Path, every: Any, stretches: Any
+) -> None:
+    def plot(patience: int | None) -> Plot:
+        made = plot_of(every, monitor="loss", better="higher", patience=patience)
+        return replace(made, train={**made.train, "learning_rate": 1e-12}, stretches=stretches)
+
+    whole = Run(plot(None), tmp_path / "whole").to_end()
+    early = Run(plot(1), tmp_path / "early").to_end()
+    assert early.trainer.standing.is_finished
+    assert early.trainer.done < whole.trainer.done
+    rest = Run(plot(None), tmp_path / "early").to_end()
+    assert rest.state() == whole.state()
+    assert rest.trainer.done == whole.trainer.done
+    ends = [[(epoch.epoch, epoch.step) for epoch in read_epochs(run.made.folder.path)] for run in (rest, whole)]
+    assert ends[0] == ends[1]
+
+
+def test_a_training_that_ended_early_within_an_epoch_is_compared_as_done(tmp_path: Path) -> None:
+    plot = plot_of("1 step", better="higher", patience=1)
+    run = Run(replace(plot, train={**plot.train, "learning_rate": 1e-12}), tmp_path).to_end()
+    made, train = run.made.folder, {"validation": {**plot.train["validation"]}}
+    made.prepared.write_text(json.dumps(run.made.prepared.to_json()))
+    settings = Config.model_validate({"data": {"path": Path("data")}, "train": train})
+    made.settings.write_text(settings.model_dump_json())
+    assert read_model(made.path).state == DONE
+    more = ValidationSection(patience=2, better="higher")
+    assert not TrainedSoFar.of(made).is_stale(more)
+    of_another = ValidationSection(patience=1, monitor="auroc")
+    assert not TrainedSoFar.of(made).is_stale(of_another), "that began anew to count"
 
 
 @pytest.mark.parametrize("every", [0, 1.0, 1.5, -1, True, "steps", "0 steps", "5 epochs", None])
