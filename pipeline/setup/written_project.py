@@ -52,16 +52,25 @@ def write_project(
     folder: Path, head: str, settings: Mapping[str, Mapping[str, Any]], beside: Mapping[str, str] = NO_FILES
 ) -> Path:
     """Write a configuration, and first the texts of files beside it, into a folder; return its path."""
-    lines = [f"# {head}; what is done is kept: the same command goes on.\n"]
+    first = f"# {head};"
+    lines = [f"{first} what is done is kept: the same command goes on.\n"]
     lines += [f"{section}: {json.dumps(values)}" for section, values in settings.items()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        _refuse_own(folder / CONFIG, first)
         for name, text in {**beside, CONFIG: "\n".join([*lines, ""])}.items():
             write_whole(folder / name, text)
     except OSError as error:
         what = f"cannot write: {error.strerror}"
         raise ConfigError(what, where=str(folder), remedy="name another by --out") from error
     return folder / CONFIG
+
+
+def _refuse_own(config: Path, first: str) -> None:
+    """Raise where a configuration is there that we did not write, such as a project's: it would be lost."""
+    if config.exists() and not config.read_bytes().startswith(first.encode()):
+        what = "it is a configuration of another kind, and stays as it is"
+        raise ConfigError(what, where=str(config), remedy="name another folder by --out")
 
 
 def write_fasta_project(folder: Path, fasta: Path, weights: Path | None, project: LoadedConfig) -> Path:
