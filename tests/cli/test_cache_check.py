@@ -453,6 +453,21 @@ def test_who_may_not_write_in_a_cache_asks_its_owner(pipeline: Command, unprivil
         assert "cache.root=" not in done.err
 
 
+@pytest.mark.parametrize("command", [COMPACT, REPAIR])
+def test_where_a_disk_is_full_room_is_asked_for_and_no_submission(
+    pipeline: Command, cache: CacheFolder, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    harm(cache)
+
+    def full(_disk: Disk, _fd: int, _data: bytes | memoryview, _offset: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Disk, "write_at", full)
+    done = pipeline(*command, "--yes")
+    assert (done.code, "the disk is full" in done.err, "submit" in done.err) == (7, True, False)
+    assert "next: make room there, then the same command again" in done.err
+
+
 def test_all_links_that_lead_out_are_told_at_once(pipeline: Command, cache: CacheFolder) -> None:
     Path("outside/scan").mkdir(parents=True)
     shards = cache.kind("graph").layout.shards

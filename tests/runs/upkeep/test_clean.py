@@ -21,6 +21,7 @@ from pipeline.runs.engine.lifecycle import new_run
 from pipeline.runs.upkeep import retention
 from pipeline.runs.upkeep.clean_cache import carry_out, foresee_cleaning, has_vanished
 from pipeline.store.cache_folder import CacheFolder
+from pipeline.store.format.disk import Disk
 from pipeline.store.maintenance.leftovers import User, register, registered
 from pipeline.store.maintenance.sweep import Fate
 from tests.runs.upkeep import cached
@@ -109,6 +110,26 @@ def test_orphans_go_and_the_data_set_is_whole(copy: Copy) -> None:
     assert dead(look(copy)) == {}
     submit(copy.folder, "graph", "--set", "cache.verify_bytes=1GiB")
     assert len(copy.keys("graph")) == 2
+
+
+def test_on_a_full_disk_whole_files_of_every_kind_go_before_any_is_written_anew(
+    copy: Copy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_manifest(copy.folder / "items.csv", [0, 2])
+    found = look(copy, NOW, FEWER)
+    assert next(one.kind for one in found.marked.values() if one.of(Fate.REWRITTEN)) == "embed"
+    (doomed,) = (copy.store.root / "graph/shards" / one.shard for one in found.marked["graph"].of(Fate.GOES))
+    write_at = Disk.write_at
+
+    def full(disk: Disk, fd: int, data: bytes | memoryview, offset: int) -> None:
+        if doomed.exists():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write_at(disk, fd, data, offset)
+
+    monkeypatch.setattr(Disk, "write_at", full)
+    assert sum(one.bytes for one in carry_out(found)) == found.freed_bytes
+    assert (len(copy.keys("graph")), len(copy.keys("scan"))) == (0, 2)
+    assert dead(look(copy, NOW, FEWER)) == {}
 
 
 def test_a_data_set_that_seems_to_be_away_keeps_its_records_while_old_recipes_go(copy: Copy, tmp_path: Path) -> None:
