@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.command_line import quoted
+from pipeline.command_line import Command, quoted
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
 from pipeline.files import write_whole
@@ -153,7 +153,7 @@ def _settings_of_model(docking: Docking, here: Config, beside: Path) -> dict[str
     model = named_model(here.train.models, docking.model)
     if model is None or model.config is None:
         what = "a model that docks is a trained one, or a file of weights"
-        raise ConfigError(what, where=f"--model {docking.model}", remedy="pipeline model list")
+        raise ConfigError(what, where=f"--model {docking.model}", remedy=Command.of("model list"))
     train = model.config.train
     if not isinstance(load_task(train.task, train.options, beside=beside), Publishes):
         what = f"this is a model of {train.task}, which draws no poses"
@@ -170,6 +170,6 @@ def _judge(wanted: str, here: Config) -> dict[str, Any]:
         return {"confidence": str(file)}
     model = named_model(here.train.models, wanted)
     if model is None or model.config is None:
-        raise ConfigError("there is no such model", where=f"--confidence {wanted}", remedy="pipeline model list")
+        raise ConfigError("there is no such model", where=f"--confidence {wanted}", remedy=Command.of("model list"))
     is_as_published = bool(model.config.train.options.get("as_published", False))
     return {"confidence": str(chosen_of(model).path), "confidence_as_published": is_as_published}

@@ -112,7 +112,9 @@ def _refuse_unmarked(cache: CacheFolder) -> None:
     """Refuse a folder without a cache's marker; nothing else is ever cleaned."""
     if not cache.disk.exists(cache.root / MARKER):
         what = f"this is no cache: it has no {MARKER}"
-        remedy = "pipeline config show   (cache.root is to be the folder of a cache, or --set cache.root=FOLDER)"
+        remedy = Command.of(
+            "config show", then="   (cache.root is to be the folder of a cache, or --set cache.root=FOLDER)"
+        )
         raise CacheUnusable(what, where=str(cache.root), remedy=remedy)
 
 
@@ -198,7 +200,11 @@ def _refuse_going(cache: CacheFolder, going: list[GoingRun], folders: list[Path]
     if going:
         name = going[0].folder.name
         what = f"run {name} goes on, and needs what is in this cache"
-        raise ConfigError(what, where=str(cache.root), remedy=f"pipeline status {name}   or   pipeline cancel {name}")
+        raise ConfigError(
+            what,
+            where=str(cache.root),
+            remedy=Command.of("cancel", name, before=Command.of("status", name, then="   or   ")),
+        )
     if closed := next(filter(hidden, folders), None):
         what = f"others use this cache, and it cannot be told whether their runs go on: {closed}"
         remedy = Command.of("cache clean", then=f"   (without --all)   or ask whose {closed} is")

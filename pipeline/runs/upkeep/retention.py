@@ -265,7 +265,7 @@ def recipes_of_run(run: GoingRun) -> Recipes:
         return recipes_of(Project.open(run.config, remember=False, beside=run.folder.task_root))
     except PipelineError as error:
         what = f"run {name} goes on, and what it needs cannot be told: {error.what.splitlines()[0]}"
-        remedy = f"pipeline status {name}   or   pipeline cancel {name}"
+        remedy = Command.of("cancel", name, before=Command.of("status", name, then="   or   "))
         raise ConfigError(what, where=str(run.folder.path), remedy=remedy) from error
 
 
