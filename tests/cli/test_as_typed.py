@@ -57,6 +57,7 @@ def test_an_error_is_about_the_project_that_was_typed_and_other_advice_stays() -
     [
         (("plan", "--set", "data.path=none.csv"), "config show"),
         (("model", "show", "none"), "model list"),
+        (("config", "check", "--set", "data.state=unbound"), "config show"),
         (("compare",), "model list"),
         (("submit", "--stage", "scan", "--set", "cache.under=[none]"), "config show"),
         (("split", "--out", "x.csv", "--set", "data.source=reader", "--set", "data.reader=x:y"), "config show"),
