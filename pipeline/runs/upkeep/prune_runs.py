@@ -123,7 +123,7 @@ def _never_begun(runs: Path) -> list[Path]:
 
 def _table_of(folder: RunFolder) -> str:
     """Return the key of the table of items that a run has made; empty where it made none."""
-    with suppress(OSError):
+    with suppress(OSError, UnicodeDecodeError):
         if table := folder.table.read_text():
             return table
     return str(read_by_run(folder).get("table", ""))
@@ -146,7 +146,10 @@ def _copies(runs: Path, without: set[Path]) -> tuple[Path, ...]:
     for folder in (RunFolder(path) for path in runs.iterdir() if NAME.fullmatch(path.name) and path not in without):
         for told in (folder.code, folder.task_code):
             with suppress(OSError):
-                named.add(told.read_text())
+                try:
+                    named.add(told.read_text())
+                except UnicodeDecodeError:  # damaged: which copy it named is not known
+                    return ()
     own = (folder for folder in runs.iterdir() if re.fullmatch(rf"{re.escape(COPIES)}(-\d+)?", folder.name))
     copies = (copy for folder in own for copy in sorted(folder.iterdir()))
     return tuple(copy for copy in copies if str(copy) not in named and time.time() - copy.stat().st_mtime > YOUNG_S)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import socket
 import time
 from dataclasses import replace
@@ -343,6 +344,17 @@ def test_tables_of_runs_that_are_there_no_more_go(copy: Copy) -> None:
         path.unlink()
     assert dead(clean(copy)) == {"sets": 1}
     assert copy.keys("sets") == set()
+
+
+def test_the_half_of_a_name_of_a_table_takes_no_table_from_another_run(copy: Copy) -> None:
+    (whole,) = (path for path in (copy.folder / "runs").glob("*/table.txt"))
+    before = copy.keys("sets")
+    for year, digits in (("2020", 12), ("2099", 20)):  # together as long as one, with the whole one between them
+        half = whole.parent.with_name(f"{year}0101-000000-abcd-graph")
+        shutil.copytree(whole.parent, half)
+        (half / whole.name).write_text(whole.read_text()[:digits])
+    clean(copy)
+    assert copy.keys("sets") == before != set()
 
 
 def test_leftovers_that_are_old_go_and_young_ones_stay(copy: Copy) -> None:

@@ -83,6 +83,15 @@ def test_code_that_no_run_names_goes_unless_it_is_young(runs: Path) -> None:
     assert sorted(path.name for path in (runs / ".code").iterdir()) == [young.name, "copy1"]
 
 
+def test_no_code_goes_where_the_name_of_a_runs_code_is_damaged(runs: Path) -> None:
+    for number in range(2):
+        made(runs, number)
+    made(runs, 2).code.write_bytes(b"\xff\xfe")
+    for copy in (runs / ".code").iterdir():
+        os.utime(copy, (0, 0))
+    assert foresee_pruning(runs, keep=2).copies == ()
+
+
 def test_a_run_that_was_taken_up_since_it_was_shown_stays(runs: Path) -> None:
     old = made(runs, 0)
     made(runs, 1)
