@@ -43,6 +43,14 @@ def recipe_tag(kind: str, recipe: Mapping[str, Any]) -> bytes:
     return recipe_key(f"{kind} recipe", recipe)[:TAG_BYTES]
 
 
+def written_key(text: str) -> bytes:
+    """Return the key that a text is in hex; raise ValueError where it is none, as of half a file."""
+    key = bytes.fromhex(text)
+    if len(key) != KEY_BYTES:
+        raise ValueError(f"a key is {KEY_BYTES} bytes")
+    return key
+
+
 def content_digest(data: bytes | memoryview) -> bytes:
     """Return the 16-byte digest of file bytes; fast, and made to catch accidents rather than forgery."""
     return xxhash.xxh3_128_digest(data)

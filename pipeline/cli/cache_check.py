@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -68,6 +68,7 @@ def validate_command(
     as_json: Json = False,
 ) -> None:
     """Look for damage in the cache, and change nothing; exit 4 if anything is wrong."""
+    from pipeline.errors import ConfigError
     from pipeline.store.maintenance.damage_report import damage_found
     from pipeline.store.maintenance.scrub import Subset
 
@@ -86,6 +87,8 @@ def validate_command(
     _show_found(collected, as_json=as_json)
     if collected.summary.findings:
         raise damage_found(collected.summary, cache.root, collected.path)
+    if out and collected.unwritten:
+        raise ConfigError(f"no damage list is left: {collected.unwritten}", where=str(out), remedy=_OUT)
 
 
 def _how(sample: float, *, quick: bool, full: bool, semantic: bool) -> str:
@@ -262,7 +265,7 @@ def _watched(
 
     with ExitStack() as stack:
         progress = stack.enter_context(CheckBars(name, _files(stores, subset)))
-        file = stack.enter_context(_opened(verdicts)) if verdicts else None
+        file = stack.enter_context(_verdicts_to(verdicts)) if verdicts else None
         for store in stores:
             for checked in look(store, subset):
                 progress.take(checked)
@@ -271,13 +274,16 @@ def _watched(
                 yield checked
 
 
-def _opened(path: Path) -> IO[str]:
-    from pipeline.errors import ConfigError
-
+@contextmanager
+def _verdicts_to(path: Path) -> Iterator[IO[str]]:
+    """Open the file for verdicts; an error of writing there is told as its own."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        return path.open("w")
+        with path.open("w") as file:
+            yield file
     except OSError as error:
+        from pipeline.errors import ConfigError
+
         problem = f"cannot write: {error.strerror or error}"
         raise ConfigError(problem, where=str(path), remedy="--verdicts FILE") from error
 
@@ -333,8 +339,9 @@ class _Found:
         from pipeline.store.format.disk import Disk, refused_as
         from pipeline.store.maintenance.damage_report import ReportWriter
 
-        if self.out and self.out.is_dir():
-            raise ConfigError("a folder is no file for the damage list", where=str(self.out), remedy=_OUT)
+        if self.out and self.out.exists() and not self.out.is_file():  # whose place the list would take
+            what = f"a {'folder' if self.out.is_dir() else 'device'} is no file for the damage list"
+            raise ConfigError(what, where=str(self.out), remedy=_OUT)
         try:
             if self.out:
                 with refused_as("the damage list cannot be written here", _OUT):

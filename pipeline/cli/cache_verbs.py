@@ -189,6 +189,7 @@ def clean_command(
     from pipeline.report import tables
     from pipeline.report.cleaning_tables import CleanRequest, cleaning_lines
     from pipeline.runs.upkeep.clean_cache import foresee_cleaning
+    from pipeline.store.format.disk import ask_owner
 
     if keep_recipes and everything:
         raise ConfigError("either keeps recipes, or removes all", where="--all", remedy=Command.of("cache clean --all"))
@@ -201,7 +202,8 @@ def clean_command(
         lines = cleaning_lines(cleaning, as_typed)
         tables.show_parts(*lines, *([""] if lines else []), _headline(cleaning))
     if yes and cleaning.files:
-        document["removed"] = _carry_out(cleaning)
+        with ask_owner(cleaning.cache.root):
+            document["removed"] = _carry_out(cleaning)
     if as_json:
         print_json(document)
     elif not yes and cleaning.files:

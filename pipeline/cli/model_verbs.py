@@ -13,6 +13,7 @@ import typer
 
 from pipeline.cli.completion import completing, models
 from pipeline.cli.options import ConfigFile, Json, Sets, load_config, print_json
+from pipeline.command_line import Command
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -323,5 +324,5 @@ def _named(name: str, models: Path) -> TrainedModel:
     named = named_model(models, name)
     if named is None:
         problem = "no model is named by this: best, last and a bare checkpoint are of some training"
-        raise ConfigError(problem, where=name, remedy="pipeline model list")
+        raise ConfigError(problem, where=name, remedy=Command.of("model list"))
     return named

@@ -216,9 +216,9 @@ def _compared(name: str, config: Path | None, sets: Sequence[str] | None) -> lis
             run = find_run(here.cluster.runs, name)
         except ConfigError as error:
             what = f"{name!r} is neither a run nor a model here ({error.what})"
-            raise ConfigError(what, where="pipeline compare", remedy="pipeline model list") from error
+            raise ConfigError(what, where="pipeline compare", remedy=Command.of("model list")) from error
     if not (models := models_of_run(run)):
-        raise ConfigError("this run has trained nothing yet", where=run.name, remedy=f"pipeline status {run.name}")
+        raise ConfigError("this run has trained nothing yet", where=run.name, remedy=Command.of("status", run.name))
     return models
 
 

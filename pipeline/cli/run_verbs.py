@@ -283,7 +283,7 @@ def _accept_code(project: Project) -> None:
         _refuse("code is accepted for one training: name its settings with --set", "--accept-code", "train")
     prepared = prepare(project)
     if prepared is None:
-        remedy = "pipeline submit --stage train"
+        remedy = Command.of("submit --stage train")
         raise ConfigError("nothing was trained with this data set yet", where="--accept-code", remedy=remedy)
     name = accept_code(prepared, project.config.train.models)
     typer.echo(f"the task's code of today is accepted for {name}, which goes on", err=True)
@@ -466,7 +466,7 @@ def _watch(folder: RunFolder, ended: Callable[[RunStatus], None]) -> None:
     ended(status)
     if status.state is RunState.ABANDONED:
         what = f"nobody looks after run {folder.name} any more: its supervisor is gone; finished work is kept"
-        raise JobFailed(what, where=str(folder.path), remedy=f"pipeline resume {folder.name}")
+        raise JobFailed(what, where=str(folder.path), remedy=Command.of("resume", folder.name))
     if status.exit_code:
         failed = JobFailed(status.error)
         failed.exit_code = status.exit_code  # type: ignore[misc]  # the run's own

@@ -62,7 +62,7 @@ def split_command(
     """
     from pipeline.project.project import Project
     from pipeline.runs.dataset.split_data import Alike, read_shared
-    from pipeline.runs.dataset.split_files import check_out, check_place
+    from pipeline.runs.dataset.split_files import check_out, check_place, written_to
 
     wanted = _wanted(fractions, folds)
     alike = Alike(by, _identity(by, min_identity), _tables(by, clusters))  # type: ignore[arg-type]  # one of METHODS
@@ -72,8 +72,12 @@ def split_command(
         if path is not None:
             check_place(project.source, path)
     if write_fasta is not None:
-        shared = read_shared(project, Alike(), fasta=write_fasta)
-        typer.echo(f"{shared.chains:,} chains of {len(shared):,} items: {write_fasta}")
+        with written_to(write_fasta):
+            shared = read_shared(project, Alike(), fasta=write_fasta)
+        if as_json:
+            print_json({"items": len(shared), "chains": shared.chains, "file": write_fasta})
+        else:
+            typer.echo(f"{shared.chains:,} chains of {len(shared):,} items: {write_fasta}")
         return
     if check:
         _check(project, alike, out, as_json=as_json)
@@ -136,7 +140,7 @@ def _divide(
 ) -> None:
     from pipeline.report import tables
     from pipeline.runs.dataset.split_data import divide_items
-    from pipeline.runs.dataset.split_files import fold_files, use_of, write_splits
+    from pipeline.runs.dataset.split_files import fold_files, use_of, write_splits, written_to
 
     division = divide_items(shared, wanted)
     filled = len(set(division.split_N.tolist()))
@@ -144,7 +148,8 @@ def _divide(
         problem = f"{tables.plural(folds - filled, 'fold')} of {folds} would test no item: too few share nothing"
         raise _mistake(problem, "--folds", Command.of("split --folds", max(FEWEST_FOLDS, filled), "--out", out))
     files = fold_files(out, folds) if folds else [out]
-    write_splits(project, shared, division, files, folds)
+    with written_to(out):
+        write_splits(project, shared, division, files, folds)
     settings = use_of(project.source, files[0])
     use = str(as_typed(Command.submit("scan").with_settings(*settings))) if settings else None
     document = {
@@ -204,7 +209,7 @@ def _check(project: Project, alike: Alike, out: Path | None, *, as_json: bool) -
     from pipeline.errors import DataError
     from pipeline.report import tables
     from pipeline.runs.dataset.split_data import read_shared, shared_levels
-    from pipeline.runs.dataset.split_files import write_leaking
+    from pipeline.runs.dataset.split_files import write_leaking, written_to
 
     shared = read_shared(project, alike)
     counts = {name: shared.splits.count(number) for name, number in shared.names.items()}
@@ -213,7 +218,8 @@ def _check(project: Project, alike: Alike, out: Path | None, *, as_json: bool) -
         raise DataError(problem, where=str(project.source.path), remedy=LIKE_FRACTIONS)
     found = shared_levels(shared)
     if out is not None:
-        write_leaking(project, shared, out)
+        with written_to(out):
+            write_leaking(project, shared, out)
     if as_json:
         levels = [each.to_json() for each in found]
         print_json({"items": counts, "rejected": shared.rejected, "shared": levels, "leaks": bool(found)})

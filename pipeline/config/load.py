@@ -90,7 +90,7 @@ def read_config(path: Path | None, sets: Sequence[str] = ()) -> LoadedConfig:
         config = Config.model_validate_json(json.dumps(_nested(entries)), strict=True)
     except ValidationError as error:
         details = error.errors(include_url=False)
-        problems += [_problem(detail, entries) for detail in details if not _is_inherited(detail, entries)]
+        problems += [_problem(detail, entries) for detail in details if not _is_told(detail, entries)]
         raise _refusal(problems) from error
     if problems:
         raise _refusal(problems)
@@ -277,9 +277,11 @@ def _problem(detail: ErrorDetails, entries: Mapping[KeyPath, WrittenValue]) -> P
     return Problem(entry.line, text)
 
 
-def _is_inherited(detail: ErrorDetails, entries: Mapping[KeyPath, WrittenValue]) -> bool:
-    """Tell whether a mistake of a further encoder is that of section embed, which is told there."""
+def _is_told(detail: ErrorDetails, entries: Mapping[KeyPath, WrittenValue]) -> bool:
+    """Tell whether a mistake is told already: as no value of YAML; a further encoder's, as that of section embed."""
     key = tuple(part for part in detail["loc"] if isinstance(part, str))
+    if detail["input"] is None and key in entries and entries[key].refused:
+        return True
     return key[:2] == OTHERS and len(key) > 3 and not any(other[:4] == key[:4] for other in entries)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
@@ -59,6 +59,7 @@ class WrittenValue:
     origin: str  # "pipeline.yaml:12" or "--set", as `config show` prints it; empty for a default without a file
     line: int  # 0: written nowhere, a default
     typed: str = ""  # the words after --set
+    refused: bool = False  # it, or something in its list, is no value of YAML: None stands there, and that is told
 
     def place(self, key: KeyPath) -> str:
         """Return the place for a message about `key`: this one, or one below it."""
@@ -119,7 +120,9 @@ class Document:
         elif _is_null(node) and key in SECTIONS:  # all its keys are commented out
             self.entries[key] = self._entry({}, line)
         else:
-            self.entries[key] = self._entry(self._plain(key, node), line)
+            told = len(self.problems)
+            value = self._plain(key, node)
+            self.entries[key] = replace(self._entry(value, line), refused=len(self.problems) > told)
 
     def _mapping(self, key: KeyPath, node: yaml.MappingNode) -> None:
         self._check(key, node, depth=len(key))

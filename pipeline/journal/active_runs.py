@@ -317,9 +317,16 @@ def hidden(runs: Path) -> list[str]:
 
 
 def goes_on(folder: RunFolder) -> bool:
-    """Tell whether a run is active; the jobs of an abandoned run count."""
-    if has_ended(folder):
+    """Tell whether a run is active; the jobs of an abandoned run count. A run that is removed meanwhile is not."""
+    try:
+        return not has_ended(folder) and _is_active(folder)
+    except FileNotFoundError:
+        if folder.path.exists():
+            raise
         return False
+
+
+def _is_active(folder: RunFolder) -> bool:
     status, queue = current_status(StatusReader(folder))
     if not status.started_at:
         return time.time() - folder.path.stat().st_mtime < HEARD_OF_S

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 import pipeline
+from pipeline.command_line import Command
 from pipeline.errors import ConfigError, PipelineError
 from pipeline.files import shipped, user_on
 from pipeline.journal.run_folder import PRIVATE, RunFolder, writing_run
@@ -188,7 +189,7 @@ def _load(
         needed = f"{', '.join(kind.needed[:-1])} and {kind.needed[-1]}"
         known = ", ".join(sorted(_kind_in(module, kind))) or f"no class with {needed}"
         what = f"{module_name} has no {class_name!r}; it has {known}"
-        raise ConfigError(what, where=f"{kind.where}: {name}", remedy="pipeline config check")
+        raise ConfigError(what, where=f"{kind.where}: {name}", remedy=Command.of("config check"))
     _refuse_unknown(own_class, options, kind)
     options = {**options} | {key: value for key, value in offered.items() if takes(own_class, key)}
     try:

@@ -53,13 +53,16 @@ def write_init_files(folder: Path, site: Site | None, recipe: str | None = None)
         if os.path.lexists(path):
             remedy = f"pipeline init NEWFOLDER, and take from it what you need; or move {path.name} away"
             raise ConfigError("exists already, and is left as it is", where=str(path), remedy=remedy)
+    begun: list[Path] = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if profile is not None and site is not None:
             profile.parent.mkdir(exist_ok=True)
-            _create(profile, profile_text(site))
-        _create(config, text)
+            _create(profile, profile_text(site), begun)
+        _create(config, text, begun)
     except OSError as error:
+        for path in begun:  # else the next try finds them, and leaves them as they are
+            path.unlink()
         what = f"cannot write: {error.strerror}"
         raise ConfigError(what, where=str(error.filename or folder), remedy="pipeline init DIR") from error
     return InitFiles(config, profile)
@@ -146,8 +149,9 @@ def time_limit_text(time_s: int | None) -> str:
     return "unlimited" if time_s is None else format_duration(time_s)
 
 
-def _create(path: Path, text: str) -> None:
+def _create(path: Path, text: str, begun: list[Path]) -> None:
     with path.open("x", encoding="utf-8") as file:
+        begun.append(path)
         file.write(text)
 
 

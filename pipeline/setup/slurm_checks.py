@@ -19,6 +19,7 @@ from pipeline.cluster.accounting import CommandFailed
 from pipeline.cluster.allowances import shown
 from pipeline.cluster.site_facts import Partition, Site, last_line, look_at_site
 from pipeline.cluster.slurm_facts import Facts
+from pipeline.command_line import Command
 from pipeline.config.schema_parts import format_duration
 from pipeline.errors import PipelineError, SubmissionRefused
 from pipeline.project.project import Project
@@ -55,7 +56,8 @@ class CheckResult:
 
 
 def failed_check(what: str, error: PipelineError) -> CheckResult:
-    """Return the row for an error."""
+    """Return the row for an error; its command to type next is about the project that was typed."""
+    error.in_project(Command.typed(sys.argv[1:]))
     place = f"{error.where}: " if error.where else ""
     return CheckResult(what, CheckVerdict.BAD, f"{place}{error.what}", error.remedy, error.exit_code)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.command_line import quoted
+from pipeline.command_line import Command, quoted
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
 from pipeline.files import write_whole
@@ -52,16 +52,25 @@ def write_project(
     folder: Path, head: str, settings: Mapping[str, Mapping[str, Any]], beside: Mapping[str, str] = NO_FILES
 ) -> Path:
     """Write a configuration, and first the texts of files beside it, into a folder; return its path."""
-    lines = [f"# {head}; what is done is kept: the same command goes on.\n"]
+    first = f"# {head};"
+    lines = [f"{first} what is done is kept: the same command goes on.\n"]
     lines += [f"{section}: {json.dumps(values)}" for section, values in settings.items()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        _refuse_own(folder / CONFIG, first)
         for name, text in {**beside, CONFIG: "\n".join([*lines, ""])}.items():
             write_whole(folder / name, text)
     except OSError as error:
         what = f"cannot write: {error.strerror}"
         raise ConfigError(what, where=str(folder), remedy="name another by --out") from error
     return folder / CONFIG
+
+
+def _refuse_own(config: Path, first: str) -> None:
+    """Raise where a configuration is there that we did not write, such as a project's: it would be lost."""
+    if config.exists() and not config.read_bytes().startswith(first.encode()):
+        what = "it is a configuration of another kind, and stays as it is"
+        raise ConfigError(what, where=str(config), remedy="name another folder by --out")
 
 
 def write_fasta_project(folder: Path, fasta: Path, weights: Path | None, project: LoadedConfig) -> Path:
@@ -144,7 +153,7 @@ def _settings_of_model(docking: Docking, here: Config, beside: Path) -> dict[str
     model = named_model(here.train.models, docking.model)
     if model is None or model.config is None:
         what = "a model that docks is a trained one, or a file of weights"
-        raise ConfigError(what, where=f"--model {docking.model}", remedy="pipeline model list")
+        raise ConfigError(what, where=f"--model {docking.model}", remedy=Command.of("model list"))
     train = model.config.train
     if not isinstance(load_task(train.task, train.options, beside=beside), Publishes):
         what = f"this is a model of {train.task}, which draws no poses"
@@ -161,6 +170,6 @@ def _judge(wanted: str, here: Config) -> dict[str, Any]:
         return {"confidence": str(file)}
     model = named_model(here.train.models, wanted)
     if model is None or model.config is None:
-        raise ConfigError("there is no such model", where=f"--confidence {wanted}", remedy="pipeline model list")
+        raise ConfigError("there is no such model", where=f"--confidence {wanted}", remedy=Command.of("model list"))
     is_as_published = bool(model.config.train.options.get("as_published", False))
     return {"confidence": str(chosen_of(model).path), "confidence_as_published": is_as_published}

@@ -169,7 +169,7 @@ _KIND = re.compile(r"[a-z][a-z0-9_-]*")
 _MARKER_BYTES = 4096
 _MARKED = {"format": CACHE_FORMAT, "made_by": "pipeline"}
 ELSEWHERE = lay_over([])
-WITHOUT = "pipeline config show   (cache.under: name caches that are there, or --set cache.under=[])"
+WITHOUT = Command.of("config show", then="   (cache.under: name caches that are there, or --set cache.under=[])")
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import sys
 
 import pytest
@@ -9,6 +11,8 @@ import pytest
 from pipeline.cli.options import as_typed
 from pipeline.command_line import Command
 from pipeline.errors import CacheDamaged, ConfigError
+from tests.command import Command as Cli
+from tests.projects import MakeProject
 
 TYPED = ["cache", "validate", "--config", "my lab.yaml", "--set=cache.root=other", "--full"]
 OPTIONS = "--config 'my lab.yaml' --set cache.root=other"
@@ -46,3 +50,28 @@ def test_an_error_is_about_the_project_that_was_typed_and_other_advice_stays() -
     advised = ConfigError("unreadable", remedy="ls -l x")
     advised.in_project(Command.typed(TYPED))
     assert advised.remedy == "ls -l x"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("plan", "--set", "data.path=none.csv"), "config show"),
+        (("model", "show", "none"), "model list"),
+        (("config", "check", "--set", "data.state=unbound"), "config show"),
+        (("compare",), "model list"),
+        (("submit", "--stage", "scan", "--set", "cache.under=[none]"), "config show"),
+        (("split", "--out", "x.csv", "--set", "data.source=reader", "--set", "data.reader=x:y"), "config show"),
+    ],
+)
+def test_what_an_error_says_to_type_can_be_typed_in_any_folder(
+    pipeline: Cli, make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], told: str
+) -> None:
+    project = make_project(1)
+    (project / "elsewhere").mkdir()
+    monkeypatch.chdir(project / "elsewhere")
+    said = pipeline(*words, "--config", str(project / "pipeline.yaml"))
+    (typed,) = re.findall(r"next: pipeline (.*?)(?:   |$)", said.err.strip())
+    assert said.code == 2, said.err
+    assert typed.startswith(told)
+    assert f"--config {project / 'pipeline.yaml'}" in typed
+    assert pipeline(*shlex.split(typed)).code == 0

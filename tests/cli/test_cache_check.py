@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 from pathlib import Path
 
@@ -405,6 +407,34 @@ def test_a_list_that_cannot_be_written_where_it_is_wanted_is_not_blamed_on_the_c
     assert "a folder is no file" in pipeline(*VALIDATE, "--config", config, "--out", str(unprivileged)).err
 
 
+def test_a_list_that_was_asked_for_and_does_not_fit_is_told_though_nothing_is_wrong(
+    pipeline: Command, cache: CacheFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_at = Disk.write_at
+
+    def full(disk: Disk, fd: int, data: bytes | memoryview, offset: int) -> None:
+        if "lists" in str(Path(f"/proc/self/fd/{fd}").readlink()):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write_at(disk, fd, data, offset)
+
+    monkeypatch.setattr(Disk, "write_at", full)
+    done = pipeline(*VALIDATE, "--out", "lists/mine.jsonl")
+    assert "nothing is wrong" in done.out
+    assert (done.code, "lists/mine.jsonl: no damage list is left: the disk is full" in done.err) == (2, True)
+
+
+def test_a_list_never_takes_the_place_of_a_device(pipeline: Command, cache: CacheFolder) -> None:
+    os.mkfifo("pipe")
+    done = pipeline(*VALIDATE, "--out", "pipe")
+    assert (done.code, "pipe: a device is no file" in done.err) == (2, True)
+    assert Path("pipe").is_fifo()
+
+
+def test_verdicts_that_do_not_fit_on_the_disk_are_told(pipeline: Command, cache: CacheFolder) -> None:
+    done = pipeline(*VALIDATE, "--verdicts", "/dev/full")
+    assert (done.code, "/dev/full: cannot write: No space left on device" in done.err) == (2, True)
+
+
 def test_who_may_not_write_in_a_cache_asks_its_owner(pipeline: Command, unprivileged: Path) -> None:
     config = ("--config", str(configured(unprivileged)))
     cache = CacheFolder(unprivileged / "cache")
@@ -421,6 +451,21 @@ def test_who_may_not_write_in_a_cache_asks_its_owner(pipeline: Command, unprivil
         assert done.code == 2
         assert f"ls -ld {cache.root}   (ask its owner" in done.err
         assert "cache.root=" not in done.err
+
+
+@pytest.mark.parametrize("command", [COMPACT, REPAIR])
+def test_where_a_disk_is_full_room_is_asked_for_and_no_submission(
+    pipeline: Command, cache: CacheFolder, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    harm(cache)
+
+    def full(_disk: Disk, _fd: int, _data: bytes | memoryview, _offset: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Disk, "write_at", full)
+    done = pipeline(*command, "--yes")
+    assert (done.code, "the disk is full" in done.err, "submit" in done.err) == (7, True, False)
+    assert "next: make room there, then the same command again" in done.err
 
 
 def test_all_links_that_lead_out_are_told_at_once(pipeline: Command, cache: CacheFolder) -> None:

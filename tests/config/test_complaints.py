@@ -171,6 +171,21 @@ def test_typed_mistake_repeats_what_was_typed(complaint: Any, typed: str, said: 
     assert said in complaint("data: {path: a, limt: 1}\n", typed)
 
 
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("data: {path: a}\ntrain: {epochs: 1e400}\n", "train.epochs"),
+        ("data: {path: a, pattern: [b, 1e400]}\n", "data.pattern"),
+        ("data: {path: a, limit: !!int x}\n", "data.limit"),
+    ],
+)
+def test_what_is_no_value_of_yaml_is_one_mistake(complaint: Any, text: str, key: str) -> None:
+    told = complaint(text)
+    assert f"{key}: " in told
+    assert "is no valid" in told
+    assert "problems" not in told
+
+
 BOMB = "data: {path: a}\na: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in zip("abcdefgh", "bcdefghi", strict=True)
 )

@@ -175,6 +175,10 @@ def test_the_verb_writes_the_page_where_it_is_asked_to(real: RunFolder, pipeline
     for folder in (".", "", "/"):
         refused = pipeline("report", str(real.path), "--html", folder)
         assert (refused.code, "the page cannot be written: Is a directory" in refused.err) == (2, True)
+    os.mkfifo(tmp_path / "pipe")  # as root, a page would take the place of /dev/stdout
+    refused = pipeline("report", str(real.path), "--html", str(tmp_path / "pipe"))
+    assert (refused.code, "the page cannot be written: a device is no file" in refused.err) == (2, True)
+    assert (tmp_path / "pipe").is_fifo()
 
 
 def test_the_verb_prints_the_page_where_it_is_asked_to(real: RunFolder, pipeline: Command) -> None:

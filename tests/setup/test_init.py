@@ -260,6 +260,26 @@ def test_a_profile_that_is_there_stops_it_before_anything_is_written(tmp_path: P
     assert [path.name for path in tmp_path.iterdir()] == ["sites"]
 
 
+def test_a_disk_that_was_full_leaves_nothing_that_stops_a_second_try(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from pipeline.errors import ConfigError
+
+    opened = Path.open
+
+    def full(path: Path, *_how: Any, **_more: Any) -> Any:
+        if path.name == "pipeline.yaml":
+            path.touch()
+            path = Path("/dev/full")
+        return opened(path, "w")
+
+    monkeypatch.setattr(Path, "open", full)
+    with pytest.raises(ConfigError, match="No space left"):
+        write_init_files(tmp_path, site_of(PLAIN))
+    monkeypatch.undo()
+    assert write_init_files(tmp_path, site_of(PLAIN)).profile is not None
+
+
 @pytest.mark.parametrize("folder", ["file/below", "/proc/none"])
 def test_a_folder_that_cannot_be_made_is_an_error_with_a_remedy(
     pipeline: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: str

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -255,6 +256,31 @@ def test_wrong_words_are_refused_with_what_to_type(
     assert "there are: test, train, val" in split.err
 
 
+def test_a_data_set_without_a_usable_item_names_a_command_that_there_is(
+    tmp_path: Path, sequences: Path, pipeline: Command
+) -> None:
+    (tmp_path / "bad.fasta").write_text(">a\n>b\n")
+    project = ("--config", f"{sequences}/pipeline.yaml", "--set", f"data.path={tmp_path}/bad.fasta")
+    refused = pipeline("export", "embeddings", "--out", str(tmp_path / "x.h5"), *project)
+    assert (refused.code, "there is nothing to export: 2 items were rejected" in refused.err) == (3, True)
+    (typed,) = re.findall(r"next: pipeline (.*\S)   \(", refused.err)
+    told = pipeline(*typed.split())
+    assert (typed.split()[0], told.code, "No such option" in told.err) == ("status", 0, False)
+
+
+@pytest.mark.parametrize("name", ["pipe", "."])
+def test_a_device_or_a_folder_is_no_place_for_an_export(
+    tmp_path: Path, sequences: Path, pipeline: Command, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")  # as root, a file would take the place of /dev/null
+    words = ("--out", name, "--format", "npy", "--force", "--config", f"{sequences}/pipeline.yaml")
+    refused = pipeline("export", "embeddings", *words)
+    assert (refused.code, f"{name}: a folder or a device is no file" in refused.err) == (2, True)
+    assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
+    assert Path("pipe").is_fifo()
+
+
 @pytest.fixture(scope="module")
 def marked(sequences: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the project with the rows of marks, too, made by the command that the export without them names."""
@@ -379,6 +405,16 @@ def test_an_extra_that_is_not_installed_is_named(
     assert refused.code == 2
     assert f"pip install 'protein-training-pipeline[{extra}]'" in refused.err
     assert not list(sequences.glob("*z.*"))
+
+
+def test_a_configuration_of_ones_own_is_never_written_over(
+    tmp_path: Path, sequences: Path, pipeline: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("pipeline.yaml").write_text("data: {path: mine}\n")
+    refused = pipeline("embed", f"{sequences}/my.fasta", "--weights", f"{sequences}/esm2_tiny.pt", "--out", ".")
+    assert (refused.code, "stays as it is" in refused.err, "another folder by --out" in refused.err) == (2, True, True)
+    assert Path("pipeline.yaml").read_text() == "data: {path: mine}\n"
 
 
 def test_fasta_in_hdf5_out_in_two_commands_without_a_project(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from pipeline.command_line import Command
 from pipeline.errors import ConfigError, DataError
 from pipeline.memory.footprint import Provenance
 from pipeline.protocol import ITEMS
@@ -155,7 +156,7 @@ class PlanRequest:
             raise ConfigError("no precision is allowed", remedy="allow fp32, bf16 or fp16")
         if data.items == 0:
             raise DataError(
-                "the data set has no items to plan for", remedy="pipeline status   (says what was rejected)"
+                "the data set has no items to plan for", remedy=Command.of("status", then="   (says what was rejected)")
             )
 
 

@@ -91,7 +91,7 @@ class SharedItems:
         self.splits.append(self.names.setdefault(item.split, len(self.names)))
         if len(self.names) > MOST_SPLITS:
             what = f"more than {MOST_SPLITS} splits, such as {printable_text(item.split)!r}: is that column the split?"
-            raise DataError(what, where=item.origin, remedy="pipeline config show   (see data.path)")
+            raise DataError(what, where=item.origin, remedy=Command.of("config show", then="   (see data.path)"))
         if item.cluster:
             self.whole.add(number, 0, text_digest(item.cluster))
         return number
@@ -120,7 +120,7 @@ def read_shared(project: Project, alike: Alike, seed: int = 0, fasta: Path | Non
 def _refuse_unfit(project: Project, alike: Alike) -> None:
     if project.source.source == "reader":
         what = "a reader's items have no chains: their splits are the reader's, as data.options says"
-        raise ConfigError(what, where="data.source", remedy="pipeline config show")
+        raise ConfigError(what, where="data.source", remedy=Command.of("config show"))
     if alike.by == "structure" and project.source.source == "fasta":
         raise ConfigError(
             "sequences have no structure", where="--by structure", remedy=Command.of("split --by identity")
@@ -297,7 +297,7 @@ class Division:
 def divide_items(shared: SharedItems, fractions: dict[str, float]) -> Division:
     """Divide items into splits that share nothing."""
     if not len(shared):
-        raise DataError("no item can be used: there is nothing to divide", remedy="pipeline status")
+        raise DataError("no item can be used: there is nothing to divide", remedy=Command.of("status"))
     draw_N, size_N = np.array(shared.draws, np.uint64), np.array(shared.sizes, np.int64)
     component_N = _named_by_draw(find_components(len(shared), shared.links()), draw_N)
     split_N = distribute(component_N, size_N, draw_N, list(fractions.values()))

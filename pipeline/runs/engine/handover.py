@@ -15,6 +15,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from pipeline.cluster.job_spec import SUPERVISE, JobSpec
+from pipeline.command_line import Command
 from pipeline.config.masking import MASK, without_secrets, without_secrets_in
 from pipeline.errors import JobFailed, SubmissionRefused
 from pipeline.journal.run_folder import shown_mode, writing_run
@@ -132,7 +133,7 @@ def pay_visit(folder: RunFolder) -> None:
     done = subprocess.run([*module_command(SUPERVISOR, folder), str(folder.path), "--visit", "--now"], check=False)
     if done.returncode:
         what = f"its supervisor ended with {done.returncode}"
-        raise JobFailed(what, where=folder.name, remedy=f"pipeline status {folder.name}")
+        raise JobFailed(what, where=folder.name, remedy=Command.of("status", folder.name))
 
 
 def start_supervisor(folder: RunFolder) -> int:

@@ -171,7 +171,7 @@ def _joined(folder: RunFolder, config: Config, stages: Sequence[str], only: Only
     if is_part and not is_confined and folder.config.read_text() == dump_resolved(config):
         return folder
     what = f"run {folder.name} is working on this data set with the same settings already"
-    remedy = f"pipeline status {folder.name}   or   pipeline cancel {folder.name}"
+    remedy = Command.of("cancel", folder.name, before=Command.of("status", folder.name, then="   or   "))
     raise SubmissionRefused(what, where=str(config.cluster.runs), remedy=remedy)
 
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+from pipeline.command_line import Command
 from pipeline.errors import ConfigError
 from pipeline.files import write_whole
 from pipeline.journal.run_folder import writing_run
@@ -49,7 +50,7 @@ def accept_code(prepared: Prepared, models: Path) -> str:
     newest = max(others, key=lambda folder: folder.prepared.stat().st_mtime, default=None)
     if newest is None:
         what = "there is no training that differs from this one in nothing but its code"
-        raise ConfigError(what, where=FLAG, remedy="pipeline submit --stage train   (says what changed)")
+        raise ConfigError(what, where=FLAG, remedy=Command.of("submit --stage train", then="   (says what changed)"))
     _record(newest, prepared.recipe["code"], f"accepted with {FLAG}")
     return newest.path.name
 

@@ -120,7 +120,7 @@ def named_model(models: Path, wanted: str) -> TrainedModel | None:
     if "/" in wanted or not wanted.startswith("step-"):
         there = model_names(models)
         listed = f"there are: {', '.join(there)}" if there else f"no model is in {models}"
-        remedy = "pipeline model list   (or the path of a model's folder, an exported one, or a checkpoint)"
+        remedy = Command.of("model list", then="   (or the path of a model's folder, an exported one, or a checkpoint)")
         raise ConfigError(f"there is no such model; {listed}", where=wanted, remedy=remedy)
     return None
 
@@ -155,7 +155,7 @@ def _read(path: Path, checkpoint: str) -> TrainedModel:
             settings = folder.settings.read_text() if folder.settings.is_file() else ""
     except (OSError, ValueError, TypeError, KeyError) as error:
         problem = f"this is no model's folder of this version: {type(error).__name__}: {error}"
-        remedy = "pipeline model list   (names a model's folder, or a checkpoint in one)"
+        remedy = Command.of("model list", then="   (names a model's folder, or a checkpoint in one)")
         raise DataError(problem, where=str(path), remedy=remedy) from error
     try:
         config = from_resolved(settings) if settings else None
@@ -235,7 +235,9 @@ def chosen_of(model: TrainedModel) -> ChosenCheckpoint:
     chosen = choose_checkpoint(model.folder.checkpoints, model.checkpoint)
     if chosen is None:
         where = str(model.folder.checkpoints)
-        raise DataError("no checkpoint was kept yet", where=where, remedy="pipeline status   (is it trained?)")
+        raise DataError(
+            "no checkpoint was kept yet", where=where, remedy=Command.of("status", then="   (is it trained?)")
+        )
     return chosen
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shlex
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from pipeline.journal.active_runs import GoingRun
     from pipeline.project.project import Project
     from pipeline.store.maintenance.leftovers import User
+    from pipeline.store.maintenance.sweep import Marked
 
 UNASKED_S = 8 * DAY_S  # budgets that were learned are asked for within a week
 
@@ -111,7 +112,9 @@ def _refuse_unmarked(cache: CacheFolder) -> None:
     """Refuse a folder without a cache's marker; nothing else is ever cleaned."""
     if not cache.disk.exists(cache.root / MARKER):
         what = f"this is no cache: it has no {MARKER}"
-        remedy = "pipeline config show   (cache.root is to be the folder of a cache, or --set cache.root=FOLDER)"
+        remedy = Command.of(
+            "config show", then="   (cache.root is to be the folder of a cache, or --set cache.root=FOLDER)"
+        )
         raise CacheUnusable(what, where=str(cache.root), remedy=remedy)
 
 
@@ -197,7 +200,11 @@ def _refuse_going(cache: CacheFolder, going: list[GoingRun], folders: list[Path]
     if going:
         name = going[0].folder.name
         what = f"run {name} goes on, and needs what is in this cache"
-        raise ConfigError(what, where=str(cache.root), remedy=f"pipeline status {name}   or   pipeline cancel {name}")
+        raise ConfigError(
+            what,
+            where=str(cache.root),
+            remedy=Command.of("cancel", name, before=Command.of("status", name, then="   or   ")),
+        )
     if closed := next(filter(hidden, folders), None):
         what = f"others use this cache, and it cannot be told whether their runs go on: {closed}"
         remedy = Command.of("cache clean", then=f"   (without --all)   or ask whose {closed} is")
@@ -271,7 +278,7 @@ def carry_out(cleaning: Cleaning, waits: Callable[[], object] = lambda: None) ->
             continue
         remove(cache.disk, leftover.path)
         yield Removed(name, leftover.bytes)
-    for kind, marked in cleaning.marked.items():
+    for kind, marked in _room_first(cleaning):
         live, settle_s = cleaning.live[kind], cleaning.settle_s
         for swept in sweep(cache.own(kind), marked, live, settle_s=settle_s, check=check, waits=waits):
             yield Removed(f"{kind}/shards/{swept.shard}", swept.bytes, swept.stays)
@@ -279,6 +286,16 @@ def carry_out(cleaning: Cleaning, waits: Callable[[], object] = lambda: None) ->
     forget(cache.disk, cache.root, cleaning.forgotten)
     if cleaning.own is not None:
         register(cache.disk, cache.root, cleaning.own)
+
+
+def _room_first(cleaning: Cleaning) -> Iterator[tuple[str, Marked]]:
+    """Yield what is marked of each kind: shards that go before those that take room first; descriptions at the end."""
+    parts = [
+        (kind, replace(marked, shards=tuple(marked.of(fate))))
+        for fate in (Fate.GOES, Fate.REWRITTEN)
+        for kind, marked in cleaning.marked.items()
+    ]
+    yield from sorted(parts, key=lambda part: part[0] == RECIPES)
 
 
 def _refuse_newcomers(cleaning: Cleaning) -> None:

@@ -15,10 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipeline.command_line import quoted
+from pipeline.errors import ConfigError
 from pipeline.files import is_mine
 from pipeline.journal.active_runs import goes_on, hidden
 from pipeline.journal.budget import note_pruned
-from pipeline.journal.run_folder import NAME, RunFolder, runs_in, writing_run
+from pipeline.journal.run_folder import NAME, RunFolder, runs_in
 from pipeline.project.run_code import COPIES
 from pipeline.runs.dataset.reader_items import read_by_run
 
@@ -90,14 +92,19 @@ def prune(pruning: Pruning) -> Iterator[OldRun]:
     for path in pruning.left:
         shutil.rmtree(path, ignore_errors=True)
     for run in pruning.goes:
-        if goes_on(run.folder):
+        if goes_on(run.folder) or not run.folder.path.exists():
             continue
         aside = run.folder.path.with_name(f"{GOING}{run.folder.name}")
         note_pruned(pruning.runs, run.folder)
-        with writing_run(run.folder.path):
-            run.folder.path.rename(aside)  # from now on it is no run, however much of it is left
-            shutil.rmtree(aside)
-        yield run
+        try:
+            with suppress(FileNotFoundError):  # another pruning was quicker
+                run.folder.path.rename(aside)  # from now on it is no run, however much of it is left
+                shutil.rmtree(aside)
+                yield run
+        except OSError as error:
+            what = f"cannot be removed: {error.strerror or error}"
+            remedy = f"ls -lR {quoted(aside if aside.exists() else run.folder.path)}   (what is left of the run)"
+            raise ConfigError(what, where=str(error.filename or run.folder.path), remedy=remedy) from error
     for path in _copies(pruning.runs, set()):
         shutil.rmtree(path, ignore_errors=True)
 
@@ -116,7 +123,7 @@ def _never_begun(runs: Path) -> list[Path]:
 
 def _table_of(folder: RunFolder) -> str:
     """Return the key of the table of items that a run has made; empty where it made none."""
-    with suppress(OSError):
+    with suppress(OSError, UnicodeDecodeError):
         if table := folder.table.read_text():
             return table
     return str(read_by_run(folder).get("table", ""))
@@ -139,7 +146,10 @@ def _copies(runs: Path, without: set[Path]) -> tuple[Path, ...]:
     for folder in (RunFolder(path) for path in runs.iterdir() if NAME.fullmatch(path.name) and path not in without):
         for told in (folder.code, folder.task_code):
             with suppress(OSError):
-                named.add(told.read_text())
+                try:
+                    named.add(told.read_text())
+                except UnicodeDecodeError:  # damaged: which copy it named is not known
+                    return ()
     own = (folder for folder in runs.iterdir() if re.fullmatch(rf"{re.escape(COPIES)}(-\d+)?", folder.name))
     copies = (copy for folder in own for copy in sorted(folder.iterdir()))
     return tuple(copy for copy in copies if str(copy) not in named and time.time() - copy.stat().st_mtime > YOUNG_S)

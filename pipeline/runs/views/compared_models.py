@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeline.command_line import Command
 from pipeline.config.load import from_resolved
 from pipeline.config.schema_train import ValidationSection
 from pipeline.errors import ConfigError, PipelineError
@@ -57,7 +58,9 @@ def read_model(path: Path, point: str = "") -> ComparedModel:
         prepared = Prepared.read(made.prepared)
     except (OSError, ValueError, TypeError, KeyError) as error:
         what = f"this is no folder of a training ({type(error).__name__}: {error})"
-        raise ConfigError(what, where=str(path), remedy="pipeline model list   (or the name of a run)") from error
+        raise ConfigError(
+            what, where=str(path), remedy=Command.of("model list", then="   (or the name of a run)")
+        ) from error
     epochs = read_epochs(path)
     trained = epochs[-1].epoch if epochs else 0
     pruned = Pruned.read(made, trained)
@@ -108,7 +111,7 @@ def _curves(epochs: Iterable[Epoch]) -> dict[str, list[tuple[int, float]]]:
 def comparison(models: Sequence[ComparedModel], metric: str | None = None) -> Comparison:
     """Compare trainings by a figure, by default that by which they were monitored."""
     if not models:
-        raise ConfigError("there is no training to compare", where="pipeline compare", remedy="pipeline model list")
+        raise ConfigError("there is no training to compare", where="pipeline compare", remedy=Command.of("model list"))
     of_all = [validation_of(ModelFolder(Path(model.folder))) for model in models]
     monitors = dict.fromkeys(settings.monitor for settings in of_all)
     known = sorted({name for model in models for name in model.curves})

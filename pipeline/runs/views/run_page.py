@@ -172,6 +172,8 @@ def write_page_where_asked(path: Path, text: str) -> None:
     try:
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if path.exists() and not path.is_file():
+            raise OSError("a device is no file")  # whose place the page would take
         write_page(path, text)
     except OSError as error:
         what, there = f"the page cannot be written: {error.strerror or error}", path.parent.exists()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from pipeline.command_line import Command
 from pipeline.errors import DataError
 from pipeline.files import replacing
 from pipeline.journal.run_folder import writing_run
@@ -166,7 +167,7 @@ class CensusTally(Judged):
         ordinal = self.ordinals.setdefault(name, len(self.ordinals))
         if ordinal >= MOST_SPLITS:
             what = f"more than {MOST_SPLITS} different splits, such as {name!r}: is that column really the split?"
-            raise DataError(what, remedy="pipeline config show   (see data.path)")
+            raise DataError(what, remedy=Command.of("config show", then="   (see data.path)"))
         return ordinal
 
     def _mark(self, what: str, value: str, split: int) -> None:

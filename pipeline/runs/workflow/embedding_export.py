@@ -137,6 +137,8 @@ def _refuse(project: Project, out: Path, wanted: WantedExport) -> None:
     if is_reader(project.config):
         remedy = Command.submit("predict", then="   (a task writes the embeddings of what its reader gives)")
         raise ConfigError("items of a reader have no embeddings in the cache", where="data.source", remedy=remedy)
+    if out.exists() and not out.is_file():  # whose place the file would take
+        raise ConfigError("a folder or a device is no file", where=str(out), remedy="name a file by --out")
     places = (out, table_beside(out)) if wanted.format == "npy" else (out,)
     if len(set(places)) < len(places):
         problem = "is the name of the table that says whose rows are whose"
@@ -283,7 +285,7 @@ def _refuse_incomplete(exported: Exported, out: Path, wanted: WantedExport) -> N
         raise RecordMissing(what, where=str(out), remedy=remedy)
     if not exported.ids:
         problem = f"there is nothing to export: {exported.rejected:,} items were rejected, and no other has a protein"
-        raise DataError(problem, where=str(out), remedy="pipeline items --rejected")
+        raise DataError(problem, where=str(out), remedy=Command.of("status", then="   (says why)"))
 
 
 def _facts(project: Project, wanted: WantedExport) -> Mapping[str, str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from pipeline.command_line import Command
 from pipeline.errors import ConfigError
 from pipeline.keys import content_digest
 from pipeline.project.run_code import load_task
@@ -195,7 +196,9 @@ def _with_task_of_model(project: Project) -> Project:
     model = named_model(train.models, train.predict.checkpoint)
     if model is None or model.config is None:
         what = "what is trained on is predicted by a model that was trained before: none is named"
-        raise ConfigError(what, where="train.predict.checkpoint", remedy="pipeline model list   (then --set that key)")
+        raise ConfigError(
+            what, where="train.predict.checkpoint", remedy=Command.of("model list", then="   (then --set that key)")
+        )
     theirs = {name: getattr(model.config.train, name) for name in DECIDED} | {"pretrained": None}
     config = project.config.model_copy(update={"train": train.model_copy(update=theirs)})
     return replace(project, config=config, _made={})

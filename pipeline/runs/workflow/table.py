@@ -145,6 +145,6 @@ def refuse_or_warn(
         kind = CacheDamaged if trouble.is_damage else JobFailed
         raise kind("\n".join([what, *trouble.lines]), where=folder.name, remedy=trouble.remedy)
     if judged.accepted == 0 and (total or not stage.may_be_empty) and project.only.is_all:
-        remedy = f"pipeline status {folder.name}   (every reason: {folder.rejected})"
+        remedy = Command.of("status", folder.name, then=f"   (every reason: {folder.rejected})")
         raise DataError(f"none of {total} {stage.unit}s can be used", where=str(data.path), remedy=remedy)
     return stage.check(project, folder, judged)

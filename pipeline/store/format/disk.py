@@ -354,9 +354,15 @@ def write_refused(disk: Disk, path: Path, error: OSError) -> PipelineError:
 
 @contextmanager
 def refused_as(what: str, remedy: str | Command) -> Iterator[None]:
-    """Replace the message and remedy of an error that says that the place cannot be written."""
+    """Replace message and remedy of an error that says that a place cannot be written; the remedy where it is full.
+
+    A submission, which takes room itself, is no remedy for a command that only moves or mends what is there.
+    """
     try:
         yield
+    except CacheFull as error:
+        again = "make room there, then the same command again   (what is finished is kept)"
+        raise CacheFull(error.what, where=error.where, remedy=again) from error
     except CacheUnusable as error:
         cause = error.__cause__
         if not (isinstance(cause, OSError) and cause.errno in _READ_ONLY):

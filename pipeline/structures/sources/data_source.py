@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 from shlex import quote
 from typing import TYPE_CHECKING
 
+from pipeline.command_line import Command
 from pipeline.errors import ConfigError, DataError
 from pipeline.records import Item, Reason, Rejection
 from pipeline.structures.atoms import UnusableInput
@@ -36,7 +37,9 @@ def glob_items(spec: SourceSpec) -> Generator[Item | Rejection, None, None]:
     for pattern in spec.pattern:
         if pattern.startswith("/") or ".." in PurePosixPath(pattern).parts:
             what = f"the pattern {pattern!r} leaves the folder"
-            raise ConfigError(what, where=str(spec.path), remedy="pipeline config show   (then set data.path instead)")
+            raise ConfigError(
+                what, where=str(spec.path), remedy=Command.of("config show", then="   (then set data.path instead)")
+            )
     root = spec.path.absolute()
     for name in sorted_names(walk(root, spec.pattern)):
         yield _item(spec, root, name)
@@ -183,7 +186,7 @@ def _adapter(spec: SourceSpec) -> Adapter:
     near = get_close_matches(spec.source, ADAPTERS, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(ADAPTERS)}"
     what = f"no data source is called {spec.source!r}; {hint}"
-    raise ConfigError(what, where="data.source", remedy="pipeline config show")
+    raise ConfigError(what, where="data.source", remedy=Command.of("config show"))
 
 
 def _refuse_unheeded(spec: SourceSpec) -> None:
@@ -198,4 +201,4 @@ def _refuse_unheeded(spec: SourceSpec) -> None:
     for setting, sources in HEEDED_BY.items():
         if is_set[setting] and spec.source not in sources:
             what = f"data.{setting} means nothing to the source {spec.source!r}, only to {' and '.join(sources)}"
-            raise ConfigError(what, where="data", remedy="pipeline config show   (then take it out)")
+            raise ConfigError(what, where="data", remedy=Command.of("config show", then="   (then take it out)"))

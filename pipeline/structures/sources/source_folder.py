@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pipeline.command_line import Command
 from pipeline.errors import ConfigError
 from pipeline.records import Reason
 from pipeline.structures.atoms import UnusableInput
@@ -81,11 +82,12 @@ def _suffixes(folder: Path) -> list[str]:
 
 def listing(folder: Path) -> Iterator[os.DirEntry[str]]:
     """Yield the entries of a folder; raise a ConfigError that says what to name instead."""
+    remedy: str | Command
     try:
         with os.scandir(folder) as entries:
             yield from entries
     except FileNotFoundError:
-        what, remedy = "no such folder", "pipeline config show   (says where this path comes from)"
+        what, remedy = "no such folder", Command.of("config show", then="   (says where this path comes from)")
     except NotADirectoryError:
         what, remedy = "a file, where a folder is wanted", f"ls {quote(str(folder.parent))}"
     except OSError as error:

@@ -15,6 +15,7 @@ from functools import cached_property
 from shlex import quote
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from pipeline.command_line import Command
 from pipeline.errors import ConfigError, DataError
 from pipeline.records import Item, Part, Reason, Rejection, Role
 from pipeline.structures.atoms import UnusableInput
@@ -60,10 +61,11 @@ def text_lines(path: Path) -> Generator[str, None, None]:
 
 def _opened(path: Path) -> Stream:
     """Open a file for reading; raise a ConfigError that says what to name instead."""
+    remedy: str | Command
     try:
         return gzip.open(path) if path.suffix == ".gz" else path.open("rb")
     except FileNotFoundError:
-        what, remedy = "no such file", "pipeline config show   (says where this path comes from)"
+        what, remedy = "no such file", Command.of("config show", then="   (says where this path comes from)")
     except IsADirectoryError:
         what, remedy = (
             "a folder, where a file is wanted",
@@ -219,7 +221,7 @@ def read_rows(path: Path, columns: Columns, *, quoted: bool = True) -> Iterator[
 def _wrong_kind(path: Path, suffix: str) -> ConfigError:
     known = " ".join((*DELIMITERS, *JSON_LINES))
     what = f"a table is one of {known} (or these with .gz), not {suffix!r}"
-    remedy = "pipeline config show   (says where this path comes from)"
+    remedy: str | Command = Command.of("config show", then="   (says where this path comes from)")
     if suffix == ".parquet":
         code = "import pandas, sys; pandas.read_parquet(sys.argv[1]).to_csv(sys.argv[2], index=False)"
         remedy = f"python -c {quote(code)} {quote(str(path))} {quote(str(path.with_suffix('.csv')))}"

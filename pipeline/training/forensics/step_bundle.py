@@ -24,7 +24,7 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from pipeline.command_line import quoted
+from pipeline.command_line import Command, quoted
 from pipeline.errors import ConfigError, DataError, JobFailed
 from pipeline.store.format.disk import Disk
 from pipeline.training.checkpoints.tensor_file import TensorFile, WrittenFile, write_pieces, write_tensors
@@ -269,9 +269,8 @@ def find_bundles(folder: Path, step: int, rank: int | None = None) -> list[Path]
         steps = ", ".join(dict.fromkeys(str(int(match[1])) for _, match in bundles))
         whose = "" if rank is None else f" of rank {rank}"
         have = f"there are bundles of the steps {steps}" if steps else "no step has left one"
-        raise ConfigError(
-            f"there is no bundle of step {step}{whose}: {have}", where=str(folder), remedy=f"ls {quoted(folder)}"
-        )
+        remedy = f"ls {quoted(folder)}" if steps else Command.of("status", then="   (what failed, if anything)")
+        raise ConfigError(f"there is no bundle of step {step}{whose}: {have}", where=str(folder), remedy=remedy)
     return matching
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pipeline.command_line import Command
 from pipeline.errors import ConfigError, DataError, PlanInfeasible
 from pipeline.keys import content_digest
 from pipeline.training.sampling.epoch_order import (
@@ -279,7 +280,8 @@ def check_sizes(sizes: Sizes, settings: SamplerSettings) -> None:
     if items < (settings.batch if settings.drop_last else 1):
         least = f"; drop_last wants at least a step of {settings.batch}" if items else ""
         raise DataError(
-            f"{items} items to draw from{least}", remedy="pipeline status   (says what was rejected, and why)"
+            f"{items} items to draw from{least}",
+            remedy=Command.of("status", then="   (says what was rejected, and why)"),
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import json
 import os
 import shutil
@@ -10,6 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -327,6 +329,38 @@ def test_mistakes_are_said_before_anything_is_written(
     assert said.code == code
     assert what in said.err
     assert sorted(path.name for path in scanned.iterdir()) == before
+
+
+@pytest.mark.parametrize("words", [("--out", "new.csv"), ("--check", "--out", "new.csv"), ("--write-fasta", "new.csv")])
+def test_a_file_that_does_not_fit_on_the_disk_is_told(
+    scanned: Path, pipeline: Command, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    leaking(scanned)
+    words = (*words, "--set", "data.path=leaky.csv")
+    opened = Path.open
+
+    def full(path: Path, *how: Any, **more: Any) -> Any:
+        if path.suffix == ".partial":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return opened(path, *how, **more)
+
+    monkeypatch.setattr(Path, "open", full)
+    said = pipeline("split", *words)
+    assert (said.code, "new.csv: cannot write: No space left on device" in said.err) == (2, True)
+    assert not (scanned / "new.csv").exists()
+
+
+def test_a_file_never_takes_the_place_of_a_device(scanned: Path, pipeline: Command) -> None:
+    os.mkfifo(scanned / "pipe.csv")
+    for option in ("--out", "--write-fasta"):
+        said = pipeline("split", option, "pipe.csv")
+        assert (said.code, "pipe.csv: a folder or a device is no file" in said.err) == (2, True)
+    assert (scanned / "pipe.csv").is_fifo()
+
+
+def test_what_chains_were_written_can_be_read_by_programs(scanned: Path, pipeline: Command) -> None:
+    said = pipeline("split", "--write-fasta", "chains.fasta", "--json")
+    assert json.loads(said.out) == {"items": 36, "chains": 72, "file": "chains.fasta"}
 
 
 def test_without_a_scan_it_says_what_to_type(folder: Path, pipeline: Command) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import socket
 import time
 from dataclasses import replace
@@ -21,6 +22,7 @@ from pipeline.runs.engine.lifecycle import new_run
 from pipeline.runs.upkeep import retention
 from pipeline.runs.upkeep.clean_cache import carry_out, foresee_cleaning, has_vanished
 from pipeline.store.cache_folder import CacheFolder
+from pipeline.store.format.disk import Disk
 from pipeline.store.maintenance.leftovers import User, register, registered
 from pipeline.store.maintenance.sweep import Fate
 from tests.runs.upkeep import cached
@@ -109,6 +111,26 @@ def test_orphans_go_and_the_data_set_is_whole(copy: Copy) -> None:
     assert dead(look(copy)) == {}
     submit(copy.folder, "graph", "--set", "cache.verify_bytes=1GiB")
     assert len(copy.keys("graph")) == 2
+
+
+def test_on_a_full_disk_whole_files_of_every_kind_go_before_any_is_written_anew(
+    copy: Copy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_manifest(copy.folder / "items.csv", [0, 2])
+    found = look(copy, NOW, FEWER)
+    assert next(one.kind for one in found.marked.values() if one.of(Fate.REWRITTEN)) == "embed"
+    (doomed,) = (copy.store.root / "graph/shards" / one.shard for one in found.marked["graph"].of(Fate.GOES))
+    write_at = Disk.write_at
+
+    def full(disk: Disk, fd: int, data: bytes | memoryview, offset: int) -> None:
+        if doomed.exists():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write_at(disk, fd, data, offset)
+
+    monkeypatch.setattr(Disk, "write_at", full)
+    assert sum(one.bytes for one in carry_out(found)) == found.freed_bytes
+    assert (len(copy.keys("graph")), len(copy.keys("scan"))) == (0, 2)
+    assert dead(look(copy, NOW, FEWER)) == {}
 
 
 def test_a_data_set_that_seems_to_be_away_keeps_its_records_while_old_recipes_go(copy: Copy, tmp_path: Path) -> None:
@@ -322,6 +344,17 @@ def test_tables_of_runs_that_are_there_no_more_go(copy: Copy) -> None:
         path.unlink()
     assert dead(clean(copy)) == {"sets": 1}
     assert copy.keys("sets") == set()
+
+
+def test_the_half_of_a_name_of_a_table_takes_no_table_from_another_run(copy: Copy) -> None:
+    (whole,) = (path for path in (copy.folder / "runs").glob("*/table.txt"))
+    before = copy.keys("sets")
+    for year, digits in (("2020", 12), ("2099", 20)):  # together as long as one, with the whole one between them
+        half = whole.parent.with_name(f"{year}0101-000000-abcd-graph")
+        shutil.copytree(whole.parent, half)
+        (half / whole.name).write_text(whole.read_text()[:digits])
+    clean(copy)
+    assert copy.keys("sets") == before != set()
 
 
 def test_leftovers_that_are_old_go_and_young_ones_stay(copy: Copy) -> None:

@@ -125,7 +125,7 @@ def test_bundles_are_found_by_step_and_rank(tmp_path):
         find_bundles(tmp_path, 7)
     with pytest.raises(ConfigError, match=r"no bundle of step 12 of rank 1"):
         find_bundles(tmp_path, 12, rank=1)
-    with pytest.raises(ConfigError, match="no step has left one"):
+    with pytest.raises(ConfigError, match=r"no step has left one\n  next: pipeline status"):
         find_bundles(tmp_path / "empty", 7)
 
 
