@@ -285,7 +285,8 @@ def show_model_command(model: Model, as_json: Json = False, config: ConfigFile =
     from pipeline.runs.model.trained_model import card_lines, model_card
 
     named = _named(model, load_config(config, sets).config.train.models)
-    card = model_card(named)
+    with _told_as_damage():
+        card = model_card(named)
     if as_json:
         print_json({"folder": named.folder.path, **card})
         return
@@ -306,7 +307,8 @@ def export_model_command(
     from pipeline.runs.model.trained_model import export_model
 
     loaded = load_config(config, sets)
-    card = export_model(_named(model, loaded.config.train.models), folder, loaded.base_dir.absolute(), form)
+    with _told_as_damage():
+        card = export_model(_named(model, loaded.config.train.models), folder, loaded.base_dir.absolute(), form)
     weights = card["weights"]
     typer.echo(f"exported {card['name']}, step {card['step']:,}: {weights['parameters']:,} numbers   {folder}")
     if card["code_changed"]:
@@ -315,6 +317,19 @@ def export_model_command(
         place = folder / form
         typer.echo(f"the same weights as {form} names them: {place if place.is_dir() else f'{place}.safetensors'}")
     typer.echo(f"its README.md says how to use it: pipeline submit --stage predict --model {folder} …")
+
+
+@contextmanager
+def _told_as_damage() -> Iterator[None]:
+    """Let a damaged checkpoint end the command as damage does; in a job it is the job that failed."""
+    from pipeline.errors import CacheDamaged
+    from pipeline.training.checkpoints.tensor_file import CheckpointDamaged
+
+    try:
+        yield
+    except CheckpointDamaged as error:
+        error.exit_code = CacheDamaged.exit_code  # type: ignore[misc]  # of this one alone
+        raise
 
 
 def _named(name: str, models: Path) -> TrainedModel:

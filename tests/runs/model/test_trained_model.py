@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,6 +40,24 @@ def test_an_export_into_a_file_is_refused_with_what_to_type(
     assert f"{tmp_path / target}: {problem}" in done.err
     assert "next: " in done.err
     assert (tmp_path / "taken").read_text() == "mine"
+
+
+@pytest.mark.parametrize("file", ["state.safetensors", "manifest.json"])
+def test_a_damaged_checkpoint_that_is_exported_is_damage(
+    file: str, pipeline: Command, project: Trained, tmp_path: Path
+) -> None:
+    (model,) = (project.folder / "models").iterdir()
+    step = next((model / "checkpoints").glob("step-*"))
+    copy = tmp_path / "models" / model.name
+    shutil.copytree(model, copy)
+    for path in (copy / "checkpoints").glob(f"{step.name}/{file}"):
+        content = bytearray(path.read_bytes())
+        content[-2] ^= 1
+        path.write_bytes(content)
+    done = pipeline("model", "export", str(copy / "checkpoints" / step.name), str(tmp_path / "taken"))
+    assert done.code == 4, done.err
+    assert file in done.err
+    assert not (tmp_path / "taken").exists()
 
 
 def test_a_model_is_shown_whose_evaluation_is_damaged(pipeline: Command, project: Trained) -> None:
