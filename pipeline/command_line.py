@@ -95,6 +95,11 @@ class Command:
         return f"{self.before}{shlex.join(['pipeline', *self.words, *config])}{gap}{self.change}"
 
 
+def status_or_cancel(run: str) -> Command:
+    """Return the two commands about a run that is in the way: look at it, or end it."""
+    return Command.of("cancel", run, before=Command.of("status", run, then="   or   "))
+
+
 def install_extra(extra: str) -> str:
     """Return the command that installs an extra of this program."""
     return f"pip install '{DISTRIBUTION}[{extra}]'"

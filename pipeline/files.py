@@ -127,6 +127,11 @@ def file_digest(path: Path) -> str:
     return digest.hexdigest()
 
 
+def what_is_no_file(path: Path) -> str:
+    """Return "a folder" or "a device" where such stands at a path, whose place a file would take; empty else."""
+    return "" if path.is_file() or not path.exists() else "a folder" if path.is_dir() else "a device"
+
+
 @contextmanager
 def replacing(path: Path, *, mode: int | None = None) -> Iterator[Path]:
     """Yield a path beside another to write to; it takes that one's place in the end, and goes if writing fails.

@@ -43,7 +43,7 @@ def recipe_tag(kind: str, recipe: Mapping[str, Any]) -> bytes:
     return recipe_key(f"{kind} recipe", recipe)[:TAG_BYTES]
 
 
-def written_key(text: str) -> bytes:
+def parse_key(text: str) -> bytes:
     """Return the key that a text is in hex; raise ValueError where it is none, as of half a file."""
     key = bytes.fromhex(text)
     if len(key) != KEY_BYTES:

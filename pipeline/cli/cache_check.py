@@ -277,15 +277,16 @@ def _watched(
 @contextmanager
 def _verdicts_to(path: Path) -> Iterator[IO[str]]:
     """Open the file for verdicts; an error of writing there is told as its own."""
+    from pipeline.store.format.disk import unwritable, written_to
+
+    remedy = "--verdicts FILE"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("w") as file:
-            yield file
+        file = path.open("w")
     except OSError as error:
-        from pipeline.errors import ConfigError
-
-        problem = f"cannot write: {error.strerror or error}"
-        raise ConfigError(problem, where=str(path), remedy="--verdicts FILE") from error
+        raise unwritable(path, error, remedy) from error
+    with written_to(path, remedy), file:  # what is read meanwhile fails with errors of its own
+        yield file
 
 
 def _write_verdicts(file: IO[str], checked: Checked) -> None:
@@ -335,13 +336,13 @@ class _Found:
 
     def _begun(self) -> ReportWriter | None:
         from pipeline.errors import CacheFull, CacheUnusable, ConfigError
+        from pipeline.files import what_is_no_file
         from pipeline.store.format.cache_layout import REPORTS
         from pipeline.store.format.disk import Disk, refused_as
         from pipeline.store.maintenance.damage_report import ReportWriter
 
-        if self.out and self.out.exists() and not self.out.is_file():  # whose place the list would take
-            what = f"a {'folder' if self.out.is_dir() else 'device'} is no file for the damage list"
-            raise ConfigError(what, where=str(self.out), remedy=_OUT)
+        if self.out and (other := what_is_no_file(self.out)):
+            raise ConfigError(f"{other} is no file for the damage list", where=str(self.out), remedy=_OUT)
         try:
             if self.out:
                 with refused_as("the damage list cannot be written here", _OUT):

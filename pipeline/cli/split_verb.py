@@ -62,7 +62,8 @@ def split_command(
     """
     from pipeline.project.project import Project
     from pipeline.runs.dataset.split_data import Alike, read_shared
-    from pipeline.runs.dataset.split_files import check_out, check_place, written_to
+    from pipeline.runs.dataset.split_files import check_out, check_place
+    from pipeline.store.format.disk import written_to
 
     wanted = _wanted(fractions, folds)
     alike = Alike(by, _identity(by, min_identity), _tables(by, clusters))  # type: ignore[arg-type]  # one of METHODS
@@ -140,7 +141,8 @@ def _divide(
 ) -> None:
     from pipeline.report import tables
     from pipeline.runs.dataset.split_data import divide_items
-    from pipeline.runs.dataset.split_files import fold_files, use_of, write_splits, written_to
+    from pipeline.runs.dataset.split_files import fold_files, use_of, write_splits
+    from pipeline.store.format.disk import written_to
 
     division = divide_items(shared, wanted)
     filled = len(set(division.split_N.tolist()))
@@ -209,7 +211,8 @@ def _check(project: Project, alike: Alike, out: Path | None, *, as_json: bool) -
     from pipeline.errors import DataError
     from pipeline.report import tables
     from pipeline.runs.dataset.split_data import read_shared, shared_levels
-    from pipeline.runs.dataset.split_files import write_leaking, written_to
+    from pipeline.runs.dataset.split_files import write_leaking
+    from pipeline.store.format.disk import written_to
 
     shared = read_shared(project, alike)
     counts = {name: shared.splits.count(number) for name, number in shared.names.items()}

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.cli.cache_check import _verdicts_to
 from pipeline.project.restriction import read_list
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.cache_layout import MARKER
@@ -433,6 +434,11 @@ def test_a_list_never_takes_the_place_of_a_device(pipeline: Command, cache: Cach
 def test_verdicts_that_do_not_fit_on_the_disk_are_told(pipeline: Command, cache: CacheFolder) -> None:
     done = pipeline(*VALIDATE, "--verdicts", "/dev/full")
     assert (done.code, "/dev/full: cannot write: No space left on device" in done.err) == (2, True)
+
+
+def test_an_error_of_reading_is_not_told_as_one_of_writing_verdicts(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="Input/output error"), _verdicts_to(tmp_path / "verdicts.jsonl"):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
 def test_who_may_not_write_in_a_cache_asks_its_owner(pipeline: Command, unprivileged: Path) -> None:

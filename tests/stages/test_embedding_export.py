@@ -268,15 +268,15 @@ def test_a_data_set_without_a_usable_item_names_a_command_that_there_is(
     assert (typed.split()[0], told.code, "No such option" in told.err) == ("status", 0, False)
 
 
-@pytest.mark.parametrize("name", ["pipe", "."])
+@pytest.mark.parametrize(("name", "other"), [("pipe", "a device"), (".", "a folder")])
 def test_a_device_or_a_folder_is_no_place_for_an_export(
-    tmp_path: Path, sequences: Path, pipeline: Command, monkeypatch: pytest.MonkeyPatch, name: str
+    tmp_path: Path, sequences: Path, pipeline: Command, monkeypatch: pytest.MonkeyPatch, name: str, other: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe")  # as root, a file would take the place of /dev/null
     words = ("--out", name, "--format", "npy", "--force", "--config", f"{sequences}/pipeline.yaml")
     refused = pipeline("export", "embeddings", *words)
-    assert (refused.code, f"{name}: a folder or a device is no file" in refused.err) == (2, True)
+    assert (refused.code, f"{name}: {other} is no file" in refused.err) == (2, True)
     assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
     assert Path("pipe").is_fifo()
 

@@ -9,7 +9,7 @@ from pipeline.command_line import Command
 from pipeline.config.load import find_config, from_resolved, read_config
 from pipeline.errors import CacheDamaged, ConfigError, PipelineError, RecordMissing
 from pipeline.journal.run_folder import runs_in
-from pipeline.keys import content_digest, written_key
+from pipeline.keys import content_digest, parse_key
 from pipeline.project.project import Project, graph_recipe, scan_recipe_of, source_spec
 from pipeline.runs.dataset import reader_items
 from pipeline.training.items.item_source import BuiltGraphs, CachedGraphs, ReaderItems
@@ -103,7 +103,7 @@ def _tables(project: Project) -> Iterator[tuple[bytes, ItemTable]]:
     wanted, lost = _made_from(project.config), None
     for folder in reversed(runs_in(project.config.cluster.runs)):
         try:
-            key, frozen = written_key(folder.table.read_text()), from_resolved(folder.config.read_text())
+            key, frozen = parse_key(folder.table.read_text()), from_resolved(folder.config.read_text())
         except (PipelineError, OSError, ValueError):  # a run of other stages, of another version, or half of one
             continue
         if _made_from(frozen) == wanted:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import csv
-import errno
 import json
 import os
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
@@ -14,7 +13,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
 from pipeline.command_line import Command
 from pipeline.errors import ConfigError, DataError
-from pipeline.files import replacing
+from pipeline.files import replacing, what_is_no_file
 from pipeline.records import Item, Rejection
 from pipeline.runs.dataset.split_data import leaking_items
 from pipeline.runs.dataset.worklist import list_items
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from pipeline.structures.sources.item_ids import SourceSpec
 
 TABLES = ("manifest", "sabdab", "pinder")  # sources whose table has a column split
-_UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
 SPELLINGS = {"split": ("split",), "cluster": ("cluster", "cluster_id"), "fold": ("fold",)}
 
 
@@ -50,20 +48,8 @@ def check_place(spec: SourceSpec, out: Path) -> None:
         raise ConfigError(what, where=str(out), remedy=f"take another name, such as {out.stem}.split{out.suffix}")
     if not out.absolute().parent.is_dir():
         raise ConfigError("its folder is not there", where=str(out), remedy=f"mkdir -p {quote(str(out.parent))}")
-    if out.exists() and not out.is_file():  # a new file takes the place of an old one: a device's must not be taken
-        raise ConfigError("a folder or a device is no file", where=str(out), remedy="name a file")
-
-
-@contextmanager
-def written_to(out: Path) -> Iterator[None]:
-    """Refuse a place that turns out not to be writable, or to be full."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in _UNWRITABLE:
-            raise
-        remedy = "name a file where there is room, and where you may write"
-        raise ConfigError(f"cannot write: {error.strerror}", where=str(out), remedy=remedy) from error
+    if other := what_is_no_file(out):
+        raise ConfigError(f"{other} is no file", where=str(out), remedy="name a file")
 
 
 def check_out(spec: SourceSpec, out: Path, folds: int) -> None:

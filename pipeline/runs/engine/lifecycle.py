@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.cluster.job_spec import format_ranges, parse_ranges
-from pipeline.command_line import Command
+from pipeline.command_line import Command, status_or_cancel
 from pipeline.config.load import dump_resolved, from_resolved
 from pipeline.config.masking import without_secrets
 from pipeline.errors import ConfigError, JobFailed, SubmissionRefused
@@ -171,8 +171,7 @@ def _joined(folder: RunFolder, config: Config, stages: Sequence[str], only: Only
     if is_part and not is_confined and folder.config.read_text() == dump_resolved(config):
         return folder
     what = f"run {folder.name} is working on this data set with the same settings already"
-    remedy = Command.of("cancel", folder.name, before=Command.of("status", folder.name, then="   or   "))
-    raise SubmissionRefused(what, where=str(config.cluster.runs), remedy=remedy)
+    raise SubmissionRefused(what, where=str(config.cluster.runs), remedy=status_or_cancel(folder.name))
 
 
 def _only_looks(stages: Sequence[str]) -> bool:

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.command_line import Command, quoted
+from pipeline.command_line import Command, quoted, status_or_cancel
 from pipeline.errors import CacheUnusable, ConfigError
 from pipeline.files import whose
 from pipeline.journal.active_runs import going_on, hidden
@@ -200,11 +200,7 @@ def _refuse_going(cache: CacheFolder, going: list[GoingRun], folders: list[Path]
     if going:
         name = going[0].folder.name
         what = f"run {name} goes on, and needs what is in this cache"
-        raise ConfigError(
-            what,
-            where=str(cache.root),
-            remedy=Command.of("cancel", name, before=Command.of("status", name, then="   or   ")),
-        )
+        raise ConfigError(what, where=str(cache.root), remedy=status_or_cancel(name))
     if closed := next(filter(hidden, folders), None):
         what = f"others use this cache, and it cannot be told whether their runs go on: {closed}"
         remedy = Command.of("cache clean", then=f"   (without --all)   or ask whose {closed} is")

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.command_line import Command, quoted
+from pipeline.command_line import Command, quoted, status_or_cancel
 from pipeline.encoder.embedding_recipe import texts
 from pipeline.errors import ConfigError, DataError, PipelineError
 from pipeline.journal.active_runs import hidden
 from pipeline.journal.run_folder import runs_in
-from pipeline.keys import recipe_tag, written_key
+from pipeline.keys import parse_key, recipe_tag
 from pipeline.project.project import Project
 from pipeline.records import Item, Reason
 from pipeline.report.cache_tables import Holdings, Missing
@@ -246,7 +246,7 @@ class Staying:
                 return EVERYTHING
             for folder in runs_in(runs):
                 with suppress(OSError, ValueError):  # a run of other stages, or half of one
-                    keys += written_key(folder.table.read_text())
+                    keys += parse_key(folder.table.read_text())
                 keys += bytes.fromhex(read_by_run(folder).get("table", ""))  # which may not be checked yet
         return Live(pairs=sorted_pairs(keys))
 
@@ -265,8 +265,7 @@ def recipes_of_run(run: GoingRun) -> Recipes:
         return recipes_of(Project.open(run.config, remember=False, beside=run.folder.task_root))
     except PipelineError as error:
         what = f"run {name} goes on, and what it needs cannot be told: {error.what.splitlines()[0]}"
-        remedy = Command.of("cancel", name, before=Command.of("status", name, then="   or   "))
-        raise ConfigError(what, where=str(run.folder.path), remedy=remedy) from error
+        raise ConfigError(what, where=str(run.folder.path), remedy=status_or_cancel(name)) from error
 
 
 SCAN_FIRST = Command.submit("scan")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pipeline.command_line import quoted
 from pipeline.config.load import from_resolved
 from pipeline.errors import ConfigError, PipelineError
-from pipeline.files import write_whole
+from pipeline.files import what_is_no_file, write_whole
 from pipeline.journal.active_runs import SeenRun, run_as_shown
 from pipeline.journal.budget import Budget, Spending
 from pipeline.journal.run_folder import shown_mode
@@ -172,8 +172,8 @@ def write_page_where_asked(path: Path, text: str) -> None:
     try:
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        if path.exists() and not path.is_file():
-            raise OSError("a device is no file")  # whose place the page would take
+        if other := what_is_no_file(path):
+            raise OSError(f"{other} is no file")
         write_page(path, text)
     except OSError as error:
         what, there = f"the page cannot be written: {error.strerror or error}", path.parent.exists()

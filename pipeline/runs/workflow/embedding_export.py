@@ -20,6 +20,7 @@ from pipeline.command_line import Command, quoted
 from pipeline.config.schema_data import MAIN
 from pipeline.encoder.embedding_recipe import as_floats, partner_texts
 from pipeline.errors import CacheDamaged, ConfigError, DataError, RecordMissing
+from pipeline.files import what_is_no_file
 from pipeline.records import Kind, Rejection
 from pipeline.runs.dataset import worklist
 from pipeline.runs.dataset.reader_items import is_reader
@@ -137,8 +138,8 @@ def _refuse(project: Project, out: Path, wanted: WantedExport) -> None:
     if is_reader(project.config):
         remedy = Command.submit("predict", then="   (a task writes the embeddings of what its reader gives)")
         raise ConfigError("items of a reader have no embeddings in the cache", where="data.source", remedy=remedy)
-    if out.exists() and not out.is_file():  # whose place the file would take
-        raise ConfigError("a folder or a device is no file", where=str(out), remedy="name a file by --out")
+    if other := what_is_no_file(out):
+        raise ConfigError(f"{other} is no file", where=str(out), remedy="name a file by --out")
     places = (out, table_beside(out)) if wanted.format == "npy" else (out,)
     if len(set(places)) < len(places):
         problem = "is the name of the table that says whose rows are whose"

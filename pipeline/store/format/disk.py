@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.command_line import Command, quoted
-from pipeline.errors import CacheFull, CacheUnusable, JobFailed, PipelineError
+from pipeline.errors import CacheFull, CacheUnusable, ConfigError, JobFailed, PipelineError
 from pipeline.files import SHARED, file_system, user_name, whose
 from pipeline.store.format.cache_layout import MARKER, PARTIAL_SUFFIX, unique_stem
 
@@ -350,6 +350,22 @@ def write_refused(disk: Disk, path: Path, error: OSError) -> PipelineError:
     if isinstance(error, NotADirectoryError | FileExistsError):
         return CacheUnusable(f"a file stands in the way: {reason}", where=where, remedy=f"ls -ld {quoted(path)}")
     return JobFailed(f"the disk failed while writing: {reason}", where=where, remedy=f"ls -ld {quoted(path)}")
+
+
+def unwritable(out: Path, error: OSError, remedy: str) -> ConfigError:
+    """Return the error to show for a file that was asked for, where it cannot be written."""
+    return ConfigError(f"cannot write: {error.strerror or error}", where=str(out), remedy=remedy)
+
+
+@contextmanager
+def written_to(out: Path, remedy: str = "name a file where there is room, and where you may write") -> Iterator[None]:
+    """Refuse a file that was asked for, where it turns out that the disk is full or may not be written."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in FULL or error.errno in _READ_ONLY:
+            raise unwritable(out, error, remedy) from error
+        raise
 
 
 @contextmanager

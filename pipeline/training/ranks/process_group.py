@@ -64,7 +64,7 @@ def join_process_group(
     its memory is taken here, so that whatever is measured later has it: those of sharded models, too, if `sharded`.
     """
     if place.world == 1:
-        return LoneRank(place, patience or HangLimits(), tell)
+        return WatchedSingleRank(place, patience or HangLimits(), tell)
     store = _store("localhost", 0, place) if place.rank == 0 else None
     met = meet(place, folder, {"store": store.port} if store else {}, within_s)
     watchdog = Watchdog(place, met, patience or HangLimits(), tell)
@@ -148,7 +148,7 @@ class RankAtWork:
         return self._patience.slow_s if self._slow else self._patience.hang_s
 
 
-class LoneRank(RankAtWork, SingleRank):
+class WatchedSingleRank(RankAtWork, SingleRank):
     """`Ranks` of a training in one process, which its watchdog ends where it hangs."""
 
     def __init__(self, place: RankPlace, patience: HangLimits, tell: Callable[[str], None]) -> None:

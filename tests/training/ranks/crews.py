@@ -19,7 +19,7 @@ from pipeline.device.accelerator import is_card, select_card
 from pipeline.device.kinds import CPU
 from pipeline.errors import PipelineError
 from pipeline.records import RankPlace
-from pipeline.training.ranks.process_group import LoneRank, ProcessGroup, join_process_group
+from pipeline.training.ranks.process_group import ProcessGroup, WatchedSingleRank, join_process_group
 from pipeline.training.ranks.watchdog import HangLimits
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def _be(
             select_card(place.local_rank)
         tell = folder.joinpath(f"{place.rank}.told").write_text
         group = join_process_group(place, where, device=device, patience=patience, within_s=30, tell=tell)
-        assert isinstance(group, ProcessGroup | LoneRank)
+        assert isinstance(group, ProcessGroup | WatchedSingleRank)
         result = do(group, *words)
         folder.joinpath(f"{place.rank}.json").write_text(json.dumps(result))
     except PipelineError as error:

@@ -22,7 +22,7 @@ from pipeline.memory.planning.memory_plan import REDUCED_BYTES
 from pipeline.records import RankPlace
 from pipeline.training.ranks import process_group
 from pipeline.training.ranks.gradient_sums import PIECE_BYTES, reduce_in_pieces, tensor_pieces
-from pipeline.training.ranks.process_group import LETTER_BYTES, LoneRank, ProcessGroup, interface_of
+from pipeline.training.ranks.process_group import LETTER_BYTES, ProcessGroup, WatchedSingleRank, interface_of
 from pipeline.training.ranks.rank_protocol import HUNG, LOST, SingleRank
 from pipeline.training.ranks.rendezvous import _addresses
 from pipeline.training.ranks.watchdog import Activity, HangLimits, LostRank, stuck_rank
@@ -297,7 +297,7 @@ def test_a_hung_rank_shows_where_it_is_and_is_named(tmp_path: Path, victim: int)
     assert "fall_asleep" not in started.err(1 - victim)
 
 
-def hang_alone(group: LoneRank) -> None:
+def hang_alone(group: WatchedSingleRank) -> None:
     """Be slow where that is known, make a step; then do nothing any more, as where a `collate` hangs."""
     with group.patient("validation"):
         time.sleep(QUICK.hang_s + 1)
@@ -312,7 +312,7 @@ def test_a_training_in_one_process_that_hangs_shows_where_it_is_and_ends(tmp_pat
     assert "in fall_asleep" in started.err(0)
 
 
-def part_alone(group: LoneRank) -> list[str]:
+def part_alone(group: WatchedSingleRank) -> list[str]:
     """End in order: nothing watches any more."""
     group.progress("step 2")
     group.close()
