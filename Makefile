@@ -5,7 +5,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Where a machine forbids it, thousands of short processes would compile all that they import, each for itself.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-most test-all check site bench rehearse prove weeks clean slurm-up slurm-down slurm-packages browser-packages
+.PHONY: demo test test-changed test-all check site bench prove weeks clean slurm-up slurm-down slurm-packages browser-packages
 
 DIR ?= demo
 
@@ -17,15 +17,17 @@ demo: .venv/ready        ## a small project in $(DIR), every stage run on this m
 WORKERS ?= $(shell expr $$(nproc) + 2)
 
 # Each worker is a process that has its share of the cores, and no threads of torch's besides.
-test test-most test-all rehearse: export OMP_NUM_THREADS = 1
+test test-changed test-all: export OMP_NUM_THREADS = 1
 
-test: .venv/tools slurm-packages browser-packages  ## what to run after each change; brings up a real Slurm where it can
-	pytest -n $(WORKERS) -m "not slow and not heavy"
+test: .venv/tools slurm-packages browser-packages  ## the gate, as CI runs it; brings up a real Slurm where it can
+	pytest -n $(WORKERS) -m "not nightly"
 
-test-most: .venv/tools slurm-packages browser-packages  ## what a change must pass, as CI runs it: whole runs, pages, cards, too
-	pytest -n $(WORKERS) -m "not slow"
+BASE ?= origin/main
+test-changed: .venv/tools slurm-packages browser-packages  ## the nightly tests that what changed since $(BASE) can reach
+	pytest -n $(WORKERS) -m nightly --changed-since $(BASE)
 
-test-all: .venv/tools slurm-packages browser-packages  ## all of them, the slow ones too
+test-all: export PIPELINE_TEST_EXAMPLES = night
+test-all: .venv/tools slurm-packages browser-packages  ## all of them
 	pytest -n $(WORKERS)
 
 check: .venv/tools       ## style, types, import rules, frozen help; under a minute
@@ -40,9 +42,6 @@ site: .venv/tools        ## docs/ as pages for a browser, build/site/index.html
 
 bench: .venv/tools       ## the figures of benchmarks/README.md that a small machine can measure, in less than 20 minutes
 	python benchmarks/all.py
-
-rehearse: .venv/tools    ## a day on a GPU, benchmarks/gpu.py, from end to end on a simulated card: less than 10 minutes
-	pytest tests/card/test_gpu_day.py
 
 prove: .venv/tools slurm-packages  ## the long proofs: kills, faults, scale; results are committed
 	python benchmarks/store/prove_cache.py --out benchmarks/results/prove_cache.json
@@ -80,10 +79,10 @@ weeks: .venv/tools slurm-packages  ## weeks of use, played on a real Slurm: what
 	python -m tests.weeks --seed $(SEED) --minutes $(MINUTES) --out benchmarks/results/weeks.json
 
 slurm-up: .venv/tools slurm-packages  ## a real Slurm cluster of three nodes on this machine, left running
-	python -m tests.slurm.cluster up
+	python -m tests.testkit.cluster up
 
 slurm-down: .venv/tools  ## ends it and removes all that it left
-	python -m tests.slurm.cluster down
+	python -m tests.testkit.cluster down
 
 # Root on Debian only; elsewhere the tests that need Slurm say what is missing.
 SLURM_PACKAGES := slurmctld slurmd slurmdbd slurm-client munge mariadb-server podman crun acl

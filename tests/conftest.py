@@ -18,11 +18,13 @@ import pytest
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
-from tests.command import Command
-from tests.heavy import heavy_tests, is_heavy
-from tests.projects import filled as filled
-from tests.projects import make_project as make_project
+from tests.testkit import cost
+from tests.testkit.command import Command
+from tests.testkit.once import shelf as shelf
+from tests.testkit.projects import filled as filled
+from tests.testkit.projects import make_project as make_project
 
+pytest_plugins = ["pytester"]
 ROOT = Path(__file__).resolve().parent.parent
 NOBODY = 65534
 CHILD_S = 600.0  # no child that a test starts is waited for longer, whoever forgot to say so
@@ -31,8 +33,11 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 SHARED = ROOT.parent / "shared" / "structures"
 # Other work may share the machine: no property is judged by how long an example took.
-settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("unhurried")
+# The gate tries the same examples every time; the night tries others.
+UNHURRIED = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("gate", derandomize=True, **UNHURRIED)
+settings.register_profile("night", **UNHURRIED)
+settings.load_profile(os.environ.get("PIPELINE_TEST_EXAMPLES", "gate"))
 
 # Tests on the cluster wait more than they work: they begin first, in two shares, each with a cluster of its own.
 WHOLE_RUNS = {"contract", "faults", "runs", "scripted", "shapes", "sweeps", "training"}
@@ -85,6 +90,11 @@ def share_of(nodeid: str) -> str:
     return "pages, which share a demo" if file.startswith("tests/docs/") else file
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Meter the tests."""
+    config.pluginmanager.register(cost, "cost")
+
+
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Shares:
     """Hand tests out as `share_of` says, in the order of their collection."""
     config.option.loadscopereorder = False
@@ -93,11 +103,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Shares:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with what takes longest as a whole; mark what is heavy."""
-    heavy = heavy_tests()
-    for item in items:
-        if is_heavy(item.nodeid, heavy):
-            item.add_marker("heavy")
+    """Begin with what takes longest as a whole."""
     items.sort(key=lambda item: not share_of(item.nodeid).startswith(LONGEST))
 
 

@@ -34,9 +34,9 @@ from pipeline.runs.dataset.loading import open_loader
 from pipeline.runs.model.training_work import Work
 from pipeline.training.sampling.epoch_order import SamplerSettings
 from tests.conftest import SHARED
-from tests.limited.device import LimitedDevice
-from tests.projects import settle
 from tests.tasks.items import real
+from tests.testkit.limited.device import LimitedDevice
+from tests.testkit.projects import settle
 
 COMPLEXES = SHARED / "complexes"
 THREE = ("3H2V", "1FSK", "1AHW")  # small, middle, large

@@ -28,7 +28,7 @@ def facts(asked: Mapping[str, Any]) -> dict[str, Any]:
 
     found = {"torch": torch_version(), "rehearsal": asked["rehearsal"], "capability": None, "driver": ""}
     if asked["device"] == CPU:
-        from tests.limited.device import why_not
+        from tests.testkit.limited.device import why_not
 
         stand_in = {"device": CPU, "card": "the CPU in a card's place", "gpu": "cpu", "taken_bytes": 0}
         return {**found, **stand_in, "total_bytes": STAND_IN_BYTES} | ({"error": why_not()} if why_not() else {})
@@ -119,7 +119,7 @@ class StandIn:
     def step(self, work: Any, choice: MemoryChoice) -> Any:
         """Build a training step whose batches are copied to it."""
         from benchmarks.recipes_parts.bench import ContrastiveOnDevice, OnDevice
-        from tests.limited.device import HostCarrier
+        from tests.testkit.limited.device import HostCarrier
 
         step = (ContrastiveOnDevice if work.is_contrastive else OnDevice)(work.task, work.under(choice))
         step.carrier = HostCarrier(self._limited)
@@ -149,7 +149,7 @@ def opened(kind: str, settings: str = "") -> Iterator[OnCard | StandIn]:
     if kind != CPU:
         yield OnCard(kind)
         return
-    from tests.limited.device import LimitedDevice
+    from tests.testkit.limited.device import LimitedDevice
 
     allocator = Allocator(next(one for one in SETTINGS if one.text == settings), STAND_IN_BYTES, is_fraction=True)
     gc.collect()

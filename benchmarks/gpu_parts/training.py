@@ -66,7 +66,7 @@ def planned(case: Mapping[str, Any]) -> dict[str, Any]:
     from pipeline.memory.hardware.gpus import device
     from pipeline.memory.planning.memory_plan import CardSpec
     from pipeline.runs.model.training_work import host_card, request_of, sizes_of
-    from tests.remembering_plan import plan_with_oracle
+    from tests.testkit.remembering_plan import plan_with_oracle
 
     train = settings(case)
     work = replace(work_of(train), device=planned_for(case["device"]))

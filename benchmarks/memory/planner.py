@@ -60,7 +60,7 @@ def main() -> int:
     typed = options()
     import torch
 
-    from tests.limited.device import why_not
+    from tests.testkit.limited.device import why_not
     from tests.zoo import ZOO
 
     members = [ZOO[name] for name in typed.members.split(",")] if typed.members else list(ZOO.values())

@@ -54,7 +54,7 @@ def main() -> int:
     typed = options()
     import torch
 
-    from tests.limited.device import why_not
+    from tests.testkit.limited.device import why_not
 
     if reason := why_not():
         print(f"{reason}: nothing was measured", file=sys.stderr)

@@ -36,7 +36,7 @@ REACH = 0.98  # of the real peak, at least
 
 def main() -> int:
     """Measure family after family, write after each; fail where nothing real was run."""
-    from tests.limited.device import why_not
+    from tests.testkit.limited.device import why_not
     from tests.zoo.strangers import FAMILIES, LEFT_OUT
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -15,8 +15,8 @@ from pipeline.memory.footprint import MemoryChoice, Oracle
 from pipeline.memory.planning.oracle_cache import OracleCache
 from pipeline.protocol import ITEMS
 from pipeline.runs.model.training_work import Work, target_of
-from tests.limited.device import LimitedDevice
 from tests.memory.planning.planned import work_of
+from tests.testkit.limited.device import LimitedDevice
 from tests.zoo import ZOO, Member
 
 REACH = 0.01

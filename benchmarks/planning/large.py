@@ -70,7 +70,7 @@ def plan_it() -> dict[str, Any]:
     from pipeline.memory.planning.memory_plan import CardSpec
     from pipeline.runs.model.training_work import Work, request_of, target_of
     from pipeline.training.step.optimizers import StepSettings
-    from tests.remembering_plan import plan_with_oracle
+    from tests.testkit.remembering_plan import plan_with_oracle
     from tests.zoo.esm2 import Esm2
     from tests.zoo.spread import lengths
 

@@ -35,10 +35,10 @@ from pipeline.training.sampling.sampler import Sampler
 from pipeline.training.step.contrastive import ContrastiveStep
 from pipeline.training.step.step import Step
 from tests.graphs.complexes import examined, side
-from tests.limited.device import HostCarrier, LimitedDevice, forget_failed_backward
 from tests.tasks import items as graph_items
 from tests.tasks import reader_items
 from tests.tasks.rna.made import by_key
+from tests.testkit.limited.device import HostCarrier, LimitedDevice, forget_failed_backward
 
 if TYPE_CHECKING:
     from pipeline.config.schema import Config

@@ -21,7 +21,7 @@ from pipeline.training.loop.metrics_log import read_epochs
 from pipeline.training.loop.trainer import Trainer
 from pipeline.training.prepared import ModelFolder, Prepared, likeness, stretch_of
 from pipeline.training.ranks.rank_protocol import SingleRank
-from tests.limited.device import LimitedDevice
+from tests.testkit.limited.device import LimitedDevice
 
 SMALL = ["train.validation.limit=null", "train.checkpoints.asynchronous=false", "train.log_every=1"]
 

@@ -33,7 +33,7 @@ from pipeline.files import write_whole  # noqa: E402
 from pipeline.journal.active_runs import status_of  # noqa: E402
 from pipeline.journal.run_folder import runs_in  # noqa: E402
 from pipeline.journal.run_status import RunState  # noqa: E402
-from tests.slurm.cluster import Cluster, why_not  # noqa: E402
+from tests.testkit.cluster import Cluster, why_not  # noqa: E402
 
 FOLDER = Path("/var/lib/pipeline-slurm-scale")
 ROLES = ("supervisor", "worker")

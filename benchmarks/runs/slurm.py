@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.circumstances import write
 from benchmarks.structures.scan_memory import write_complex
-from tests.slurm.cluster import Cluster, why_not
+from tests.testkit.cluster import Cluster, why_not
 
 PIPELINE = Path(sys.executable).with_name("pipeline")
 CONFIG = """

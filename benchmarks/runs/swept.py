@@ -24,8 +24,8 @@ from pipeline.journal.ledger import LedgerReader
 from pipeline.journal.run_folder import RunFolder
 from pipeline.journal.run_status import StatusReader
 from pipeline.records import EventKind
-from tests.slurm.cluster import Cluster, why_not
 from tests.slurm.killed_sweep import killed_sweep, ready_to_sweep
+from tests.testkit.cluster import Cluster, why_not
 
 
 def swept_figures(folder: RunFolder) -> dict[str, int | float]:

@@ -57,7 +57,7 @@ def plan(root: Path, key: bytes, ranks: int, micro_batch: int | None = None) -> 
     """Plan the training, as it is done before a submission."""
     from pipeline.memory.footprint import MemoryChoice
     from pipeline.runs.model.training_work import host_card, request_of, sizes_of, target_of
-    from tests.remembering_plan import plan_with_oracle
+    from tests.testkit.remembering_plan import plan_with_oracle
 
     train = settings(micro_batch)
     work = work_of(train)

@@ -34,8 +34,8 @@ from benchmarks.circumstances import write  # noqa: E402 - the project is found 
 from pipeline.encoder.checkpoints.synth import write_random_checkpoint  # noqa: E402
 from pipeline.journal.run_status import ENDED  # noqa: E402
 from pipeline.structures.synthetic import write_demo  # noqa: E402
-from tests.slurm.cluster import Cluster, why_not  # noqa: E402
-from tests.slurm.runs import Project, Run  # noqa: E402
+from tests.testkit.cluster import Cluster, why_not  # noqa: E402
+from tests.testkit.slurm_runs import Project, Run  # noqa: E402
 
 NODES, RANKS = 2, 2
 COMPLEXES, EPOCHS = 72, 4

@@ -37,7 +37,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.circumstances import write  # noqa: E402 - the project is found only now
 from benchmarks.runs.slurm import pipeline  # noqa: E402 - the project is found only now
 from pipeline.structures.synthetic import Fold, dock, draw_sequence, fold_chain, to_pdb  # noqa: E402
-from tests.slurm.cluster import Cluster, why_not  # noqa: E402
+from tests.testkit.cluster import Cluster, why_not  # noqa: E402
 
 FOLDS, WIDTH, BATCH = 200, 1280, 32
 MEM_BYTES = 4 << 30

@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 
-from tests.limited.device import _cache_folder, _compiler
+from tests.testkit.limited.device import _cache_folder, _compiler
 
 NAME = "simcard"
 SETTINGS = "SIMCARD"  # environment variable: the settings of a process's cards

@@ -66,6 +66,7 @@ def cases_of(day: Day) -> dict[str, Any]:
     return cases
 
 
+@pytest.mark.nightly
 def test_a_case_that_crashes_or_hangs_costs_only_itself(tmp_path: Path) -> None:
     def run(asking: Asking) -> None:
         asking.ask("crash", f"{__name__}:crashed", 60)
@@ -85,6 +86,7 @@ def test_a_case_that_crashes_or_hangs_costs_only_itself(tmp_path: Path) -> None:
     assert (tmp_path / "logs" / "oom-crash.log").read_text() == "it is about to crash\n"
 
 
+@pytest.mark.nightly
 def test_a_day_that_is_run_again_takes_up_what_is_missing(tmp_path: Path) -> None:
     def run(asking: Asking) -> None:
         for number in (1, 2):
@@ -101,6 +103,7 @@ def test_a_day_that_is_run_again_takes_up_what_is_missing(tmp_path: Path) -> Non
     assert {name: row["value"] for name, row in cases_of(again).items()} == {"number 1": 100, "number 2": 4}
 
 
+@pytest.mark.nightly
 def test_an_error_of_something_that_is_no_result_is_gone_once_it_went_well(tmp_path: Path) -> None:
     day = a_day(tmp_path)
     for case in ("crashed", "doubled"):
@@ -146,6 +149,7 @@ def test_marks_come_from_what_was_measured_alone() -> None:
         assert judged(a_figure(), nothing) == (NOT_MEASURED, "")
 
 
+@pytest.mark.nightly
 def test_without_a_card_nothing_is_measured_and_it_says_what_to_do(tmp_path: Path) -> None:
     hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
     words = ["--minutes", "1", "--out", str(tmp_path)]
@@ -157,7 +161,7 @@ def test_without_a_card_nothing_is_measured_and_it_says_what_to_do(tmp_path: Pat
     assert "cpu is no card: --rehearse shows that everything runs" in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(REHEARSAL_S + 60)
 def test_the_whole_day_is_rehearsed_on_a_simulated_card(tmp_path: Path) -> None:
     if reason := card.why_not():

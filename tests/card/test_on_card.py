@@ -20,6 +20,7 @@ PARTS = [
     *sorted(file.stem for file in FOLDER.glob("test_*.py") if file.stem != RECIPES),
     *(f"{RECIPES}[{recipe}]" for recipe in EVERY),  # a minute each
 ]
+IN_GATE = "test_refused_memory"
 WITHIN_S = 900
 
 
@@ -32,7 +33,13 @@ def test_no_other_test_hides_in_the_file_of_recipes() -> None:
 
 
 @pytest.mark.timeout(WITHIN_S + 60)
-@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.removeprefix("test_"))
+@pytest.mark.parametrize(
+    "part",
+    [
+        pytest.param(part, marks=() if part == IN_GATE else pytest.mark.nightly, id=part.removeprefix("test_"))
+        for part in PARTS
+    ],
+)
 def test_on_card(part: str, tmp_path: Path) -> None:
     if reason := card.why_not():
         pytest.skip(f"no simulated card here: {reason}")

@@ -17,9 +17,9 @@ from pipeline.store.format.cache_layout import MARKER
 from pipeline.store.format.disk import Disk
 from pipeline.store.maintenance.damage_report import Fault, last_report, read_report
 from pipeline.store.store import Store
-from tests.command import Command
 from tests.store.content import key_of
 from tests.store.maintenance.damage import fill, flip, listed, overwrite
+from tests.testkit.command import Command
 
 VALIDATE, REPAIR, COMPACT = (("cache", verb) for verb in ("validate", "repair", "compact"))
 

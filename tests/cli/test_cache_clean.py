@@ -12,9 +12,9 @@ import pytest
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.maintenance.damage_report import ReportWriter, Summary
 from pipeline.store.maintenance.leftovers import User, register
-from tests.command import Command
 from tests.runs.upkeep import cached
 from tests.runs.upkeep.cached import ITEMS, Copy
+from tests.testkit.command import Command
 
 CLEAN = ("cache", "clean", "--older-than", "0")
 FEWER = ("--set", "graph.neighbours=3")
@@ -30,6 +30,7 @@ def copy(made: Path, tmp_path: Path) -> Copy:
     return Copy.of(made, tmp_path)
 
 
+@pytest.mark.nightly
 def test_clean_says_first_what_it_would_do_and_does_it_with_yes(pipeline: Command, copy: Copy) -> None:
     looked = pipeline(*CLEAN, *FEWER)
     assert looked.code == 0, looked.err
@@ -45,6 +46,7 @@ def test_clean_says_first_what_it_would_do_and_does_it_with_yes(pipeline: Comman
     assert "nothing to clean" in pipeline(*CLEAN, *FEWER).out
 
 
+@pytest.mark.nightly
 def test_clean_says_what_it_waits_for(pipeline: Command, copy: Copy) -> None:
     """Others use the cache: their hosts must see the new index before what it no longer names goes."""
     other = copy.folder / "other.yaml"
@@ -58,6 +60,7 @@ def test_clean_says_what_it_waits_for(pipeline: Command, copy: Copy) -> None:
     assert done.err.index(said) < done.err.index("given back")
 
 
+@pytest.mark.nightly
 def test_stat_does_not_advise_a_repair_that_was_done(pipeline: Command, copy: Copy) -> None:
     (shard, *_) = sorted((copy.folder / "cache/graph/shards").iterdir())
     shard.chmod(0o600)
@@ -76,6 +79,7 @@ def test_stat_does_not_advise_a_repair_that_was_done(pipeline: Command, copy: Co
     assert "pipeline cache repair" not in pipeline("cache", "stat").out
 
 
+@pytest.mark.nightly
 def test_stat_advises_a_repair_of_what_was_found_after_the_last_one(pipeline: Command, copy: Copy) -> None:
     for kind in ("graph", "scan"):
         (shard, *_) = sorted((copy.folder / f"cache/{kind}/shards").iterdir())
@@ -86,6 +90,7 @@ def test_stat_advises_a_repair_of_what_was_found_after_the_last_one(pipeline: Co
         assert pipeline("cache", "repair", "--yes", "--set", "cache.visibility_s=0").code == 0
 
 
+@pytest.mark.nightly
 def test_clean_is_cautious_unless_told_otherwise(pipeline: Command, copy: Copy) -> None:
     done = pipeline("cache", "clean", "--yes", *FEWER)
     assert "younger than 1 day" in done.out
@@ -93,6 +98,7 @@ def test_clean_is_cautious_unless_told_otherwise(pipeline: Command, copy: Copy) 
     assert len(copy.keys("graph")) == ITEMS
 
 
+@pytest.mark.nightly
 def test_clean_keeps_what_may_be_being_written_and_says_until_when(pipeline: Command, copy: Copy) -> None:
     with copy.store.kind("graph").writer() as writer:
         writer.put(b"sixteen letters.", {})
@@ -102,6 +108,7 @@ def test_clean_keeps_what_may_be_being_written_and_says_until_when(pipeline: Com
     assert b"sixteen letters." in copy.keys("graph")
 
 
+@pytest.mark.nightly
 def test_clean_says_one_json_document(pipeline: Command, copy: Copy) -> None:
     told = json.loads(pipeline(*CLEAN, *FEWER, "--json").out)
     assert {one["kind"]: one["items"] for one in told["dead"]} == {"graph": ITEMS, "recipes": 1}
@@ -111,6 +118,7 @@ def test_clean_says_one_json_document(pipeline: Command, copy: Copy) -> None:
     assert copy.keys("graph") == set()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("is_there", [False, True], ids=["no folder", "an empty folder"])
 def test_where_no_cache_is_yet_there_is_nothing_to_clean(pipeline: Command, copy: Copy, is_there: bool) -> None:
     root = copy.folder / "other"
@@ -125,6 +133,7 @@ def test_where_no_cache_is_yet_there_is_nothing_to_clean(pipeline: Command, copy
     assert not is_there or not list(root.iterdir())
 
 
+@pytest.mark.nightly
 def test_clean_names_what_it_leaves_alone(pipeline: Command, copy: Copy) -> None:
     (copy.folder / "cache" / "thesis.tex").write_text("mine")
     (copy.folder / "cache" / "graph" / "shards" / "old.safetensors").write_text("mine")
@@ -134,6 +143,7 @@ def test_clean_names_what_it_leaves_alone(pipeline: Command, copy: Copy) -> None
     assert (copy.folder / "cache" / "thesis.tex").exists()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -156,6 +166,7 @@ def test_clean_refuses_with_the_reason(pipeline: Command, copy: Copy, words: tup
     assert len(copy.keys("graph")) == ITEMS
 
 
+@pytest.mark.nightly
 def test_clean_refuses_a_cache_of_a_newer_version(pipeline: Command, copy: Copy) -> None:
     (copy.folder / "cache" / "pipeline-cache.json").unlink()
     (copy.folder / "cache" / "pipeline-cache.json").write_text('{"format": 99}')
@@ -164,6 +175,7 @@ def test_clean_refuses_a_cache_of_a_newer_version(pipeline: Command, copy: Copy)
     assert any((copy.folder / "cache" / "graph" / "shards").iterdir())
 
 
+@pytest.mark.nightly
 def test_clean_refuses_a_link_that_leads_out(pipeline: Command, copy: Copy, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     shutil.move(copy.folder / "cache" / "graph", elsewhere)
@@ -188,6 +200,7 @@ def foreign(imported: None, unprivileged: Path) -> Path:
     return unprivileged
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("place", "mode", "said"),
     [
@@ -207,6 +220,7 @@ def test_clean_refuses_a_cache_that_belongs_to_others(
     assert len(list(CacheFolder(foreign / "cache").kind("graph").keys())) == 1
 
 
+@pytest.mark.nightly
 def test_stat_says_what_is_there_what_is_missing_and_who_uses_it(pipeline: Command, copy: Copy) -> None:
     done = pipeline("cache", "stat")
     assert done.code == 0, done.err
@@ -225,12 +239,14 @@ def test_stat_says_what_is_there_what_is_missing_and_who_uses_it(pipeline: Comma
     assert f"{ITEMS} of {ITEMS} missing" in pipeline("cache", "stat").out
 
 
+@pytest.mark.nightly
 def test_stat_says_when_the_data_set_was_changed_since(pipeline: Command, copy: Copy) -> None:
     cached.submit(copy.folder, "scan")
     cached.write_manifest(copy.folder / "items.csv", [0])
     assert "it has changed since" in pipeline("cache", "stat").out
 
 
+@pytest.mark.nightly
 def test_stat_says_what_the_last_validation_found_and_what_was_put_aside(pipeline: Command, copy: Copy) -> None:
     cache = copy.store
     ReportWriter(cache.disk, cache.root / "_reports").publish(Summary(how="full", begun=1.0, findings=3, lost=2))
@@ -245,6 +261,7 @@ def test_stat_says_what_the_last_validation_found_and_what_was_put_aside(pipelin
     assert told["quarantine"]["bytes"] == 5
 
 
+@pytest.mark.nightly
 def test_stat_of_an_empty_cache_says_so(pipeline: Command, copy: Copy) -> None:
     shutil.rmtree(copy.folder / "cache")
     done = pipeline("cache", "stat", "--set", "cache.shard_bytes=1MiB")
@@ -254,6 +271,7 @@ def test_stat_of_an_empty_cache_says_so(pipeline: Command, copy: Copy) -> None:
     assert not (copy.folder / "cache").exists()
 
 
+@pytest.mark.nightly
 def test_stat_says_which_layers_are_left_out_and_why(pipeline: Command, copy: Copy) -> None:
     under = ("--set", "cache.under=[nowhere, cache]")
     said = pipeline("cache", "stat", *under).out
@@ -263,6 +281,7 @@ def test_stat_says_which_layers_are_left_out_and_why(pipeline: Command, copy: Co
     assert [one["path"] for one in told["left_out"]] == [str(copy.folder / name) for name in ("nowhere", "cache")]
 
 
+@pytest.mark.nightly
 def test_stat_counts_what_was_made_by_a_recipe_that_cannot_be_read(pipeline: Command, copy: Copy) -> None:
     assert "cannot be read" not in pipeline("cache", "stat").out
     shutil.rmtree(copy.folder / "cache" / "recipes")
@@ -270,6 +289,7 @@ def test_stat_counts_what_was_made_by_a_recipe_that_cannot_be_read(pipeline: Com
     assert ["graph", str(ITEMS)] in [row.split()[:2] for row in rows]
 
 
+@pytest.mark.nightly
 def test_stat_says_that_an_index_that_is_not_there_is_harmless(pipeline: Command, copy: Copy) -> None:
     assert "index none" not in pipeline("cache", "stat").out
     (copy.folder / "cache" / "graph" / "index.bin").unlink()

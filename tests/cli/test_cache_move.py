@@ -11,8 +11,8 @@ import pytest
 
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.cache_layout import MANIFEST
-from tests.command import Command
 from tests.store.content import is_right, key_of, put
+from tests.testkit.command import Command
 
 
 @pytest.fixture

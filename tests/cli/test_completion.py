@@ -178,6 +178,7 @@ def test_the_script_is_printed_and_nothing_else(shell: str) -> None:
     assert (done.stdout, done.stderr) == (SCRIPTS[shell], "")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("words", "said"),
     [

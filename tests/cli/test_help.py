@@ -79,6 +79,7 @@ def golden(command: str) -> Path:
     return GOLDEN / f"{'-'.join(['pipeline', *command.split()])}.txt"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_is_as_frozen(command: str) -> None:
     assert help_of(command) == golden(command).read_text(), "if meant: python -m tests.cli.test_help"

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from tests.command import Command
-    from tests.projects import MakeProject
+    from tests.testkit.command import Command
+    from tests.testkit.projects import MakeProject
 
 VERBS = ("config check", "plan --stage scan", "submit --stage scan --dry-run", "submit --stage scan --follow")
 

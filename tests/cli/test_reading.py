@@ -13,8 +13,8 @@ import pytest
 from typer.main import get_command
 
 from pipeline.cli.main import app
-from tests.command import Command
-from tests.projects import settle, write_complex
+from tests.testkit.command import Command
+from tests.testkit.projects import settle, write_complex
 
 PIPELINE = Path(sys.executable).with_name("pipeline")
 # Each verb that only reads, as it is typed in a project that has been scanned, and its exit code there.
@@ -99,15 +99,18 @@ def typed(pipeline: Command, project: Path, monkeypatch: pytest.MonkeyPatch) -> 
     return pipeline
 
 
+@pytest.mark.nightly
 def test_every_verb_is_known_to_read_or_not() -> None:
     assert {*READING} | WORKING | OTHERS == {*LEAVES}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("verb", sorted({*READING, *WORKING} - {IS_JSON}))
 def test_a_verb_that_reads_has_an_option_for_a_document(verb: str) -> None:
     assert any("--json" in one.opts for one in LEAVES[verb].params)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("verb", READING)
 def test_a_document_is_all_that_is_printed(typed: Command, verb: str) -> None:
     done = typed(*as_json(verb))
@@ -118,6 +121,7 @@ def test_a_document_is_all_that_is_printed(typed: Command, verb: str) -> None:
         json.loads(done.out)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("verb", READING)
 def test_there_is_no_colour_and_no_trailing_space_where_there_is_no_terminal(typed: Command, verb: str) -> None:
     done = typed(*verb.split(), *READING[verb][0])
@@ -126,6 +130,7 @@ def test_there_is_no_colour_and_no_trailing_space_where_there_is_no_terminal(typ
     assert verb == "logs" or [line for line in done.out.splitlines() if line.endswith(" ")] == []
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("verb", sorted({*READING} - {IS_JSON, "doctor", "weights check"}))
 def test_an_error_is_on_stderr_with_its_exit_code_and_stdout_stays_empty(typed: Command, verb: str) -> None:
     done = typed(*as_json(verb), "--config", "nothing.yaml")
@@ -133,6 +138,7 @@ def test_an_error_is_on_stderr_with_its_exit_code_and_stdout_stays_empty(typed: 
     assert done.err.startswith("error: --config: the configuration nothing.yaml does not exist")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("words", [("plan",), ("plan", "--stage", "scan", "--set", "structures.min_residues=1")])
 def test_a_plan_can_be_pasted_into_a_message(typed: Command, words: tuple[str, ...]) -> None:
     """Of a column's width, with nothing cut off, and the same whatever the terminal was."""
@@ -144,12 +150,14 @@ def test_a_plan_can_be_pasted_into_a_message(typed: Command, words: tuple[str, .
     assert {*done.out} & {*"│┃━─┏┓└┘"} == set()
 
 
+@pytest.mark.nightly
 def test_a_document_of_what_is_submitted_is_for_dry_runs(typed: Command) -> None:
     done = typed("submit", "--stage", "scan", "--json")
     assert (done.code, done.out) == (2, "")
     assert "pipeline submit --stage scan --dry-run --json" in done.err
 
 
+@pytest.mark.nightly
 def test_a_dry_run_tells_the_same_as_a_document_and_as_text(typed: Command) -> None:
     words = ("submit", "--stage", "scan", "--dry-run", "--set", "structures.altlocs=first")
     told = json.loads(typed(*words, "--json").out)
@@ -158,6 +166,7 @@ def test_a_dry_run_tells_the_same_as_a_document_and_as_text(typed: Command) -> N
     assert f"{stage['counts']['missing']}" in typed(*words).out.splitlines()[1].split()
 
 
+@pytest.mark.nightly
 def test_what_cannot_be_written_where_it_is_printed_to_is_said(typed: Command) -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
@@ -167,6 +176,7 @@ def test_what_cannot_be_written_where_it_is_printed_to_is_said(typed: Command) -
     assert done.stderr == "error: what this prints cannot be written: No space left on device\n"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
 def test_where_nothing_can_be_printed_to_a_command_does_the_same_and_says_nothing(typed: Command, closed: str) -> None:
     words = ["sh", "-c", f'"$0" status {closed}', PIPELINE]
@@ -174,6 +184,7 @@ def test_where_nothing_can_be_printed_to_a_command_does_the_same_and_says_nothin
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.nightly
 def test_an_interruption_before_anything_was_read_is_told_in_a_word(
     typed: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:

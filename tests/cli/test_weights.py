@@ -15,9 +15,9 @@ from pipeline.encoder.checkpoints import checkpoint_files
 from pipeline.encoder.checkpoints.checkpoint_files import Published
 from pipeline.encoder.checkpoints.download import DownloadProgress
 from pipeline.report.live_status import download_words
-from tests.command import Command
 from tests.encoder.checkpoints import file_server as web
 from tests.encoder.checkpoints.file_server import File, Server
+from tests.testkit.command import Command
 
 TINY = "esm2_t2_tiny"
 SIZES = ("--layers", "2", "--dim", "32", "--heads", "4")

@@ -39,7 +39,7 @@ from tests.cluster.sacct_texts import (
     WRITTEN_23_11,
     array_text,
 )
-from tests.counted import calls_of
+from tests.testkit.counted import calls_of
 
 TEXTS = (RECORDED_22_05, RANKS_22_05, WRITTEN_20_11, WRITTEN_23_11)
 MIB = 1 << 20

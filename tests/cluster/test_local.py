@@ -326,6 +326,7 @@ class TestDeathOfTheExecutor:
             yield process
             process.kill()
 
+    @pytest.mark.nightly
     @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
     def test_leaves_no_process(self, follower: subprocess.Popen[bytes], tmp_path: Path, number: int) -> None:
         files = [tmp_path / "pid", tmp_path / "pid.first"]

@@ -61,6 +61,7 @@ def test_what_a_job_asks_too_much_of_is_said_by_the_largest_node_of_all(executor
         executor.script_for(JobSpec("scan", ("true",), range(1), "logs", cpus=128))
 
 
+@pytest.mark.nightly
 def test_a_training_without_gpus_is_planned_for_nodes_that_hold_all_its_ranks(
     executor: SlurmExecutor, tmp_path: Path
 ) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.config.load import read_config
 from pipeline.errors import ConfigError
-from tests.counted import calls_of
+from tests.testkit.counted import calls_of
 
 EVERYTHING_WRONG = """\
 data:

@@ -80,6 +80,7 @@ TYPED = {one.command.split()[0] for one in (*TABLE.figures, *every.BENCHES)} - {
 PROOFS = set(re.findall(r"python benchmarks/(\S+\.py)", (ROOT / "Makefile").read_text()))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("script", sorted(TYPED | PROOFS))
 def test_every_script_starts_as_it_is_typed(script: str) -> None:
     words = [sys.executable, f"benchmarks/{script}", "--help"]

@@ -63,6 +63,7 @@ def test_make_demo_prints_what_the_readme_shows(demo: Demo) -> None:
     assert is_shown(README.blocks[1].body, demo.printed), demo.printed
 
 
+@pytest.mark.nightly
 def test_every_command_that_the_demo_suggests_works_as_typed(demo: Demo) -> None:
     suggested = re.findall(r"^  (pipeline .*?)(?:   .*)?$", demo.printed, re.MULTILINE)
     assert len(suggested) >= 5

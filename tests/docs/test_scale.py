@@ -59,7 +59,7 @@ def test_figures_of_other_sizes_stay_in_the_file(tmp_path: Path) -> None:
     assert {*sizes["20"]["embed"]} == {"of", "machine", "date"}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_plan_of_many_items_is_measured_without_any_work(tmp_path: Path) -> None:
     found = scheduler_side(tmp_path, 1100)
     assert (found["items"], found["tasks"], found["items_of_largest_task"]) == (1100, 3, 512)
@@ -67,7 +67,7 @@ def test_a_plan_of_many_items_is_measured_without_any_work(tmp_path: Path) -> No
     assert not (tmp_path / "cache").exists()
 
 
-@pytest.mark.slow  # the stages' processes, twice: 60 CPU seconds
+@pytest.mark.nightly  # the stages' processes, twice: 60 CPU seconds
 @pytest.mark.timeout(900)
 def test_every_stage_is_measured_at_every_size(tmp_path: Path) -> None:
     out = tmp_path / "scale.json"
@@ -89,7 +89,7 @@ def test_every_stage_is_measured_at_every_size(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
-@pytest.mark.slow  # strace makes everything slow
+@pytest.mark.nightly  # strace makes everything slow
 @pytest.mark.timeout(900)
 def test_the_calls_of_an_item_are_those_on_its_file(tmp_path: Path) -> None:
     found = metadata_side(tmp_path, 8, 40)["calls_per_item"]

@@ -87,6 +87,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Site:
     return Site(folder)
 
 
+@pytest.mark.nightly
 def test_no_page_loads_anything_from_elsewhere(built: Site) -> None:
     loaded = [(page.path.name, name) for page in built.pages.values() for name in page.loaded]
     assert len(loaded) > len(built.pages)
@@ -96,11 +97,13 @@ def test_no_page_loads_anything_from_elsewhere(built: Site) -> None:
     assert diagrams == [], "the theme draws mermaid with a script that it fetches: commit a picture"
 
 
+@pytest.mark.nightly
 def test_every_link_and_anchor_of_the_site_leads_somewhere(built: Site) -> None:
     assert sum(len(page.links) for page in built.pages.values()) > 1000
     assert [link for page in built.pages.values() for link in built.lost(page)] == []
 
 
+@pytest.mark.nightly
 def test_a_link_to_no_page_and_one_to_no_anchor_are_found(tmp_path: Path) -> None:
     (tmp_path / "a.html").write_text(
         '<a class="x" href="b.html#there">b</a> <a href="b.html#gone">b</a> <a href="c.html">c</a>'
@@ -111,6 +114,7 @@ def test_a_link_to_no_page_and_one_to_no_anchor_are_found(tmp_path: Path) -> Non
     assert site_of.pages[tmp_path / "b.html"].loaded == ["https://elsewhere.org/x.js"]
 
 
+@pytest.mark.nightly
 def test_every_page_of_docs_is_a_click_away(built: Site) -> None:
     start = built.pages[built.folder / "index.html"]
     pages = {page.relative_to(ROOT).with_suffix(".html").as_posix() for page in (ROOT / "docs").rglob("*.md")}
@@ -118,6 +122,7 @@ def test_every_page_of_docs_is_a_click_away(built: Site) -> None:
     assert {page.replace("README", "index") for page in pages} - {urlsplit(link).path for link in start.links} == set()
 
 
+@pytest.mark.nightly
 def test_no_mark_of_ours_shows_and_none_is_left(built: Site) -> None:
     raw = re.compile(r"```|^\s*\||^- |^\d+\. ", re.MULTILINE)  # a list or table that was not taken for one
     shown = {page.path.name: page.prose for page in built.pages.values()}
@@ -126,6 +131,7 @@ def test_no_mark_of_ours_shows_and_none_is_left(built: Site) -> None:
     assert {page.path.name for page in built.pages.values() if "<!--" in page.text} == set()
 
 
+@pytest.mark.nightly
 def test_a_link_to_a_test_leads_to_that_test(built: Site) -> None:
     (path, name), *others = re.findall(r'\]\(\.\./(tests/security/\w+\.py) "(\w+)"\)', SECURITY)
     assert f"../{path}.html#{name}" in built.pages[built.folder / "docs/security.html"].links
@@ -133,6 +139,7 @@ def test_a_link_to_a_test_leads_to_that_test(built: Site) -> None:
     assert len(others) > 10
 
 
+@pytest.mark.nightly
 def test_a_link_in_code_is_left_and_one_to_a_folder_leads_to_its_page(tmp_path: Path) -> None:
     class Page:
         class file:  # noqa: N801

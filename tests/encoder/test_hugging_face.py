@@ -15,9 +15,9 @@ from pipeline.encoder.engine.hugging_face import HuggingFace, StructureTable
 from pipeline.errors import ConfigError, DataError, JobFailed
 from pipeline.project.user_code import encoder_code
 from pipeline.protocol import has_cls
-from tests.command import Command
 from tests.encoder.own import drawn, write_project
-from tests.projects import settle
+from tests.testkit.command import Command
+from tests.testkit.projects import settle
 
 transformers = pytest.importorskip("transformers", reason="the extra transformers is not installed")
 LETTERS = "ACDEFGHIKLMNPQRSTVWYX"
@@ -60,6 +60,7 @@ def saprot(folder: Path, **sizes: int) -> Path:
 KINDS = {"prot_t5": (prot_t5, "{} ", 24, slice(0, -1)), "saprot": (saprot, "{}#", 32, slice(1, -1))}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_are_those_of_their_library_and_pass_the_gate(tmp_path: Path, kind: str) -> None:
     make, residue, width, residues = KINDS[kind]

@@ -72,6 +72,7 @@ def lowest(found: list[NDArray[np.float32]], wanted: list[NDArray[np.float32]]) 
     return min(float(cosine_similarity(*(torch.from_numpy(row).double() for row in pair), dim=0)) for pair in pairs)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("layer", [0, 1, -1])
 def test_the_row_of_every_mark_is_as_the_reference_has_it(checkpoint: EsmCheckpoint, layer: int) -> None:
     layer = layer if layer >= 0 else checkpoint.architecture.layers
@@ -92,6 +93,7 @@ def test_a_mark_has_the_same_bits_whatever_stands_beside_its_sequence(small: Esm
         assert torch.equal(other_LD, rows_LD)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("storage", ["fp32", "fp16", "bf16"])
 def test_what_the_engine_gives_in_any_storage_is_the_row_of_the_mark(small: EsmCheckpoint, storage: str) -> None:
     layer = small.architecture.layers
@@ -139,6 +141,7 @@ def test_fair_esm_itself_computes_the_same_of_weights_from_the_command(tmp_path:
     assert lowest([rows_LD[0].numpy() for rows_LD in found], list(wanted_BD.numpy())) >= 0.99999
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_the_gate_compares_marks_where_they_are_kept(small: EsmCheckpoint, precision: str) -> None:
     verdict = check_parity(small, precision, small.architecture.layers, "cpu", cls=True)
@@ -169,6 +172,7 @@ def test_a_sequence_that_is_unlike_the_sample_spoils_its_own_mark_and_no_other(t
     assert finite == [not each for each in spoiled]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("budget", [52, 120, 10_000])
 def test_of_a_sequence_in_windows_it_is_the_mean_of_their_marks_whatever_fits_at_once(budget: int) -> None:
     (long, short) = texts(120, 20)

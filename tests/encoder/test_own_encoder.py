@@ -22,9 +22,9 @@ from pipeline.journal.run_folder import runs_in
 from pipeline.project.project import Project
 from pipeline.project.run_code import load_encoder, sources
 from pipeline.store.cache_folder import CacheFolder
-from tests.command import Command
 from tests.encoder.own import drawn, write_project, write_weights
-from tests.projects import settle
+from tests.testkit.command import Command
+from tests.testkit.projects import settle
 
 SUBMIT = ("submit", "--stage", "embed", "--executor", "local", "--follow")
 TEXTS = drawn(30, 7, 61, 44)
@@ -86,6 +86,7 @@ def by_hand(folder: Path, text: str) -> torch.Tensor:
         return encoder.forward(encoder.model(), token_1T, torch.ones_like(token_1T, dtype=torch.bool), 1)[0]
 
 
+@pytest.mark.nightly
 def test_rows_of_the_users_encoder_come_into_the_cache_and_are_not_made_twice(
     tmp_path: Path, pipeline: Command
 ) -> None:
@@ -130,7 +131,7 @@ def test_code_weights_and_options_are_in_the_keys_and_places_and_comments_are_no
     assert digest(tmp_path) != before
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_it_does_not_take_as_one_goes_in_windows(tmp_path: Path, pipeline: Command) -> None:
     (text,) = drawn(90)
     write_project(tmp_path, [text], options="longest: 64")
@@ -165,6 +166,7 @@ def test_the_gate_sees_rows_that_depend_on_padding_or_are_not_as_they_should_be(
     assert source_of(tmp_path, encoder).compared("fp32", 1, "cpu").passed == passes
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("encoder", "passes"), [("Marked", True), ("MarkedReferenced", True), ("MarkedForgetful", False)]
 )
@@ -184,7 +186,7 @@ def test_the_gate_sees_a_mark_whose_row_depends_on_padding(
     assert torch.allclose(torch.cat(padded), torch.cat(marked), atol=1e-5) == passes
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_row_of_the_mark_comes_into_the_cache_where_it_is_kept(tmp_path: Path, pipeline: Command) -> None:
     write_project(tmp_path, TEXTS, encoder="own_enc:Marked")
     done = pipeline(*SUBMIT, "--set", "embed.cls=true")
@@ -241,6 +243,7 @@ def test_rows_are_the_same_whatever_stands_beside_them(tmp_path: Path, pipeline:
     assert 1 < len(list(encoder._batches(tokens))) <= len(tokens)
 
 
+@pytest.mark.nightly
 def test_a_batch_that_does_not_fit_is_halved_and_what_is_too_long_goes_in_windows(
     tmp_path: Path, pipeline: Command
 ) -> None:
@@ -274,7 +277,7 @@ def test_a_batch_that_does_not_fit_is_halved_and_what_is_too_long_goes_in_window
     assert all(made[text].variant.cut is None for text in TEXTS)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_letter_that_it_does_not_know_rejects_its_item(tmp_path: Path, pipeline: Command) -> None:
     write_project(tmp_path, [*TEXTS, "ACDUO"])
     done = pipeline(*SUBMIT, "--set", "data.max_rejected_fraction=1")

@@ -16,7 +16,7 @@ from tests.store.content import key_of, put
 pytestmark = pytest.mark.fault
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("work", WORKS, ids=lambda work: work.name)
 def test_a_step_that_fails_is_one_clear_error_and_loses_nothing(work, tmp_path):
     tried = list(failures(steps_of(work, tmp_path / "counted"), every=False))

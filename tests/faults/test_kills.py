@@ -19,6 +19,7 @@ def deaths(folder, *arguments):
     return [json.loads(line) for line in output.splitlines()]
 
 
+@pytest.mark.nightly
 def test_a_process_killed_at_a_step_of_any_work_loses_and_tears_nothing(tmp_path):
     rounds = deaths(tmp_path, "steps", 5)
     assert [one for one in rounds if one["complaints"]] == []
@@ -26,7 +27,6 @@ def test_a_process_killed_at_a_step_of_any_work_loses_and_tears_nothing(tmp_path
     assert len({one["work"] for one in rounds if one["killed"]}) >= 8
 
 
-@pytest.mark.slow
 def test_processes_that_do_everything_at_once_are_killed_at_any_moment(tmp_path):
     rounds = deaths(tmp_path, "moments", 50, 1)
     assert [one for one in rounds if one["complaints"]] == []

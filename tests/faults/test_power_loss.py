@@ -57,7 +57,6 @@ def test_the_recorded_steps_lead_to_what_is_on_the_disk(work, tmp_path):
     assert list(system.losses(1, random.Random(0))) == [there]
 
 
-@pytest.mark.slow
 @each_work
 def test_a_power_loss_at_any_moment_loses_and_tears_nothing(work, tmp_path):
     disk = recorded(work, tmp_path / "real")

@@ -34,10 +34,10 @@ from pipeline.training.items.crop import crop_item, crop_rng
 from pipeline.training.items.item_source import BuiltGraphs
 from pipeline.training.items.item_table import TableBuilder
 from pipeline.training.items.loader import Loader
-from tests.command import Command
 from tests.graphs.complexes import side
 from tests.graphs.test_plddt import cif, pdb
-from tests.projects import MakeProject, settle
+from tests.testkit.command import Command
+from tests.testkit.projects import MakeProject, settle
 from tests.training.items.content import Micros
 
 LENGTH, CHAINS = 8, "AB"
@@ -478,6 +478,7 @@ def data(make_project: MakeProject) -> Path:
     return data
 
 
+@pytest.mark.nightly
 def test_a_run_counts_who_has_none_rejects_what_is_none_and_does_only_what_changed(
     pipeline: Command, data: Path
 ) -> None:
@@ -500,7 +501,7 @@ def test_graphs_of_atoms_have_none(pipeline: Command, data: Path) -> None:
     assert "structures: pae is beside, but only graphs with graph.nodes: residue hold it" in refused.err
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_a_run_made_is_found_to_be_right_and_explained(pipeline: Command, data: Path) -> None:
     assert pipeline(*WORDS, *ASKS).code == 0
     checked = pipeline("cache", "validate", "--semantic", "--sample", "1", *ASKS)

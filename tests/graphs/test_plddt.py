@@ -16,9 +16,9 @@ from pipeline.records import Inventory, Part, Reason, Role
 from pipeline.structures.inventory import ScanRecipe, plain_recipe
 from pipeline.structures.parsing.read_structure import FileReading
 from pipeline.structures.policy import Policy
-from tests.command import Command
 from tests.graphs.complexes import examined, side
-from tests.projects import MakeProject, settle
+from tests.testkit.command import Command
+from tests.testkit.projects import MakeProject, settle
 
 NAMES = ("MET", "GLY", "LYS", "TRP", "ALA", "SER", "VAL", "LEU")
 PLDDT = {

@@ -32,6 +32,7 @@ def test_a_folder_has_few_files(folder: Path) -> None:
     assert len(list(folder.glob("*.py"))) <= MOST_FILES
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("folder", FOLDERS, ids=in_root)
 def test_a_room_says_what_it_answers(folder: Path) -> None:
     tree = trees()[str((folder / "__init__.py").relative_to(PACKAGE))]

@@ -93,7 +93,7 @@ def test_what_is_called_equivalent_is_a_mutant_and_says_why(name: str, tmp_path:
     assert all((ROOT / test.partition("::")[0]).exists() for test in (*core.tests, *core.skipped))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_mutants_are_tried_one_by_one_and_what_is_known_is_not_tried_again(tmp_path: Path) -> None:
     words = ["--core", "pruning", "--state", f"{tmp_path}/state", "--out", f"{tmp_path}/out.json", "--most"]
     for most in ("2", "3"):

@@ -91,7 +91,7 @@ class TestReading:
     def test_a_log_that_is_not_there_has_no_end(self, tmp_path: Path) -> None:
         assert end_of(str(tmp_path / "none")) is None
 
-    @pytest.mark.slow
+    @pytest.mark.nightly
     @pytest.mark.parametrize("line", [b"x" * 200, b"x" * (1 << 26)])
     def test_memory_does_not_grow_with_a_log(self, tmp_path: Path, line: bytes) -> None:
         with (tmp_path / "log").open("wb") as file:
@@ -189,6 +189,7 @@ class TestTheVerb:
         assert head.endswith("7_1.err")
         assert text == "task 1"
 
+    @pytest.mark.nightly
     @pytest.mark.parametrize(
         ("words", "says"),
         [

@@ -14,8 +14,8 @@ from pipeline.journal import run_folder as folders
 from pipeline.journal.active_runs import going_on, hidden
 from pipeline.journal.run_folder import FORMAT, RunFolder, by_path, find_run, runs_in
 from pipeline.runs.engine.lifecycle import new_run, refuse_double
-from tests.command import Command
-from tests.projects import MakeProject
+from tests.testkit.command import Command
+from tests.testkit.projects import MakeProject
 
 NEWER = str(FORMAT + 1)
 VERBS = (["status"], ["logs"], ["cancel"], ["resume"], ["report"], ["replay", "--step", "1"])

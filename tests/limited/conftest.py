@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.limited import device
+from tests.testkit.limited import device
 
 
 @pytest.fixture(autouse=True)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.limited import device
-from tests.limited.device import built
+from tests.testkit.limited import device
+from tests.testkit.limited.device import built
 
 
 def test_two_may_build_at_once(tmp_path: Path) -> None:

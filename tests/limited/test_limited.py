@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.memory.hardware.caching_allocator import Allocator, AllocatorSettings, SimulatedOutOfMemory
-from tests.limited.device import (
+from tests.limited.models import MODELS, Messages, Perceptron, Transformer, step, train
+from tests.testkit.limited.device import (
     CUDA_ROUNDING,
     HostCarrier,
     LimitedDevice,
@@ -19,7 +20,6 @@ from tests.limited.device import (
     forget_failed_backward,
     real_peak,
 )
-from tests.limited.models import MODELS, Messages, Perceptron, Transformer, step, train
 
 FLOAT_BYTES = 4
 
@@ -28,6 +28,7 @@ def bytes_of(*tensors: Tensor) -> int:
     return sum(one.nbytes for one in tensors)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("model", MODELS)
 def test_a_training_passes_at_its_peak_and_a_byte_less_is_out_of_memory(model: Callable[[], nn.Module]) -> None:
     peak_bytes = real_peak(lambda: train(model))
@@ -123,7 +124,7 @@ def test_a_limit_inside_backward_is_raised_out_of_backward() -> None:
     assert layers[0].weight.grad is None
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_after_an_out_of_memory_at_any_block_the_same_training_gives_the_same_numbers() -> None:
     torch.manual_seed(0)
     with LimitedDevice(record=True) as device:

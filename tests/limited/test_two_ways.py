@@ -9,17 +9,17 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tests.limited.device import profiled_peak, real_peak
 from tests.limited.models import MODELS, train
+from tests.testkit.limited.device import profiled_peak, real_peak
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("model", MODELS)
 def test_torchs_own_profiler_sees_the_same_peak(model: Callable[[], nn.Module]) -> None:
     assert profiled_peak(lambda: train(model)) == real_peak(lambda: train(model)) > 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "run",
     [

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.command import Command
+from tests.testkit.command import Command
 
 ARCHIVE = Path(__file__).with_name("runs_of_0_1.tar.xz")
 ENDED, KILLED = "20261123-121824-4c67-evaluate", "20261123-124532-b11f-train"
@@ -67,6 +67,7 @@ def test_an_old_run_is_shown_and_reported(run: str, old: Path, pipeline: Command
     assert "contact_auroc" in page
 
 
+@pytest.mark.nightly
 def test_an_old_run_whose_processes_were_killed_is_resumed_to_its_end(old: Path, pipeline: Command) -> None:
     resumed = pipeline("resume", KILLED)
     assert resumed.code == 0, resumed.err

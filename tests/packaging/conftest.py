@@ -15,7 +15,7 @@ import pytest
 
 from pipeline.command_line import DISTRIBUTION
 from tests.conftest import ROOT
-from tests.stubs import silent_slurm
+from tests.testkit.stubs import silent_slurm
 
 KEPT = ("PATH", "LANG", "TMPDIR")  # of this process's environment: nothing that says where the project is
 

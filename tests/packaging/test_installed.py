@@ -39,6 +39,7 @@ def project(installed: Installed, tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.nightly
 def test_the_package_comes_from_the_wheel_and_nothing_of_the_checkout_is_seen(
     installed: Installed, tmp_path: Path
 ) -> None:
@@ -51,6 +52,7 @@ def test_the_package_comes_from_the_wheel_and_nothing_of_the_checkout_is_seen(
     installed("python", "-c", typed, cwd=tmp_path)
 
 
+@pytest.mark.nightly
 def test_the_distribution_has_a_name_of_its_own_and_the_command_keeps_its_name(
     installed: Installed, tmp_path: Path
 ) -> None:
@@ -60,11 +62,13 @@ def test_the_distribution_has_a_name_of_its_own_and_the_command_keeps_its_name(
     assert f'name = "{DISTRIBUTION}"' in (ROOT / "pyproject.toml").read_text()
 
 
+@pytest.mark.nightly
 def test_help_and_version_are_those_of_the_checkout(installed: Installed, tmp_path: Path) -> None:
     assert installed("pipeline", "--version", cwd=tmp_path).stdout == f"pipeline {pipeline.__version__}\n"
     assert "submit" in installed("pipeline", "--help", cwd=tmp_path).stdout
 
 
+@pytest.mark.nightly
 def test_a_new_project_is_checked_and_its_scan_is_planned(installed: Installed, project: Path) -> None:
     checked = installed("pipeline", "config", "check", cwd=project, check=False)
     assert (checked.returncode, "pipeline weights fetch" in checked.stderr) == (2, True)  # all else is right
@@ -73,6 +77,7 @@ def test_a_new_project_is_checked_and_its_scan_is_planned(installed: Installed, 
     assert not (project / "runs").exists()
 
 
+@pytest.mark.nightly
 def test_the_scripts_and_recipes_of_the_wheel_are_found(installed: Installed, project: Path) -> None:
     installed("pipeline", "submit", "--stage", "scan", "--executor", "slurm", "--emit", "scripts", cwd=project)
     assert "srun" in (project / "scripts/scan-0.sbatch").read_text()
@@ -83,6 +88,7 @@ def test_the_scripts_and_recipes_of_the_wheel_are_found(installed: Installed, pr
     assert "RNA" in (project / "other/pipeline.yaml").read_text()
 
 
+@pytest.mark.nightly
 def test_a_program_that_uses_the_wheel_is_checked_against_its_types(installed: Installed, tmp_path: Path) -> None:
     (tmp_path / "user.py").write_text(USER)
     python = str(installed.prefix / "bin/python")
@@ -93,7 +99,7 @@ def test_a_program_that_uses_the_wheel_is_checked_against_its_types(installed: I
     assert done.stdout.splitlines() == [f"{wrong}  [assignment]"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_whole_demo_runs_from_the_wheel_in_an_empty_environment(installed: Installed, tmp_path: Path) -> None:
     told = installed("pipeline", "demo", "demo", cwd=tmp_path)
     assert "24 accepted, 1 rejected" in told.stdout
@@ -103,7 +109,7 @@ def test_the_whole_demo_runs_from_the_wheel_in_an_empty_environment(installed: I
     assert (code / "pipeline/data/sbatch/train.sbatch").is_file()  # what a run froze is the wheel's, whole
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)
 def test_pip_install_by_name_and_the_demo_are_all_that_an_empty_environment_needs(built: Built, tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True, timeout=300)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.packaging.conftest import Installed
-from tests.projects import write_growing
+from tests.testkit.projects import write_growing
 
 CONFIG = """\
 data: {source: glob, path: data}
@@ -44,6 +44,7 @@ def project(request: pytest.FixtureRequest, installed: Installed, tmp_path: Path
     return tmp_path
 
 
+@pytest.mark.nightly
 def test_a_supervisor_and_its_workers_use_this_package_beside_a_namesake(project: Path, installed: Installed) -> None:
     installed("pipeline", "submit", "--stage", "scan", *RUN, cwd=project)
     (code,) = project.glob("runs/2*/code.txt")
@@ -52,7 +53,7 @@ def test_a_supervisor_and_its_workers_use_this_package_beside_a_namesake(project
     assert "4 cached, 0 to do" in again.stdout + again.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ranks_and_readers_train_a_task_beside_a_namesake(project: Path, installed: Installed) -> None:
     synth = ("--layers", "1", "--dim", "16", "--heads", "2", "--out", "weights/esm2_tiny.pt")
     installed("pipeline", "weights", "synth", *synth, cwd=project)
@@ -63,6 +64,7 @@ def test_ranks_and_readers_train_a_task_beside_a_namesake(project: Path, install
     )
 
 
+@pytest.mark.nightly
 def test_code_that_means_the_namesake_is_told_why_it_is_not_found(project: Path, installed: Installed) -> None:
     (project / "mylab/layers.py").write_text("from pipeline.own_layers import Interface\n")
     (project / "pipeline").mkdir(exist_ok=True)
@@ -72,6 +74,7 @@ def test_code_that_means_the_namesake_is_told_why_it_is_not_found(project: Path,
     assert "mv pipeline my_pipeline" in refused.stderr
 
 
+@pytest.mark.nightly
 def test_python_m_pipeline_is_the_command_where_python_finds_this_package_first(
     project: Path, installed: Installed
 ) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.command import Command
 from tests.recipes.projects import Recipe, ran, write
+from tests.testkit.command import Command
 
 Scanned = Callable[[Recipe], Path]
 _made: dict[str, Path] = {}

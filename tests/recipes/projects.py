@@ -19,10 +19,10 @@ from pipeline.config.schema import Config
 from pipeline.memory.footprint import MemoryChoice, live_peak_bytes
 from pipeline.setup import checkup
 from pipeline.setup.demo_project import DEMOS
-from tests.command import Command
 from tests.conftest import ROOT
 from tests.memory.tracing.traced import tracer
-from tests.projects import settle
+from tests.testkit.command import Command
+from tests.testkit.projects import settle
 
 RECIPES = ROOT / "configs" / "recipes"
 COMMON = ("train.epochs=2", "train.precision=fp32", "cluster.executor=local", "cluster.train.cpus=1")

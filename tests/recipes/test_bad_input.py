@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.command import Command
-from tests.projects import settle
 from tests.recipes.conftest import Scanned
 from tests.recipes.projects import RNA, SPECTRA, ran, write
+from tests.testkit.command import Command
+from tests.testkit.projects import settle
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -29,6 +29,7 @@ def rejected_in(folder: Path) -> dict[str, str]:
     return {row["id"]: row["detail"] for row in rows}
 
 
+@pytest.mark.nightly
 def test_spectra_that_cannot_be_used_are_rejected_by_name_and_the_run_goes_on(
     pipeline: Command, tmp_path: Path
 ) -> None:

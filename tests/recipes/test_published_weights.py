@@ -26,9 +26,9 @@ from pipeline.tasks.rna_ligand import RnaLigand
 from pipeline.tasks.spectra_finetune import SpectraFinetune
 from pipeline.training.checkpoints.published_names import WeightsReading, in_form
 from pipeline.training.checkpoints.trained_weights import load_pretrained, stored_weights
-from tests.command import Command
-from tests.projects import settle
 from tests.tasks.rna.original import sizes_of
+from tests.testkit.command import Command
+from tests.testkit.projects import settle
 
 ORIGINALS = Path(__file__).resolve().parents[3] / "shared" / "originals"
 DREAMS = {
@@ -107,6 +107,7 @@ class Evil:
         return os.system, (f"touch {self.made}",)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", [name for name in DEMOS if name != "complex_docking"])
 def test_code_wrong_shapes_and_another_system_are_refused_at_submission(
     name: str, pipeline: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -143,6 +144,7 @@ cluster: {executor: local, slots: {cpus: 2}, train: {gpus: 0, cpus: 1}}
 """
 
 
+@pytest.mark.nightly
 @needs_originals
 def test_a_published_model_says_of_a_file_what_the_original_says(
     pipeline: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

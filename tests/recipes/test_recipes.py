@@ -13,7 +13,6 @@ import pytest
 
 from pipeline.errors import ConfigError
 from pipeline.runs.model.offers import Question, offers_of
-from tests.command import Command
 from tests.recipes.conftest import Scanned
 from tests.recipes.projects import (
     ALL,
@@ -28,11 +27,12 @@ from tests.recipes.projects import (
     ran,
     written,
 )
+from tests.testkit.command import Command
 
 pytestmark = pytest.mark.timeout(900)  # it trains for real, on machines that are shared
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("recipe", ALL.values(), ids=ALL)
 def test_a_recipe_is_checked_trained_and_evaluated_and_again_there_is_nothing_to_do(
     pipeline: Command, scanned: Scanned, recipe: Recipe
@@ -57,7 +57,7 @@ def test_a_recipe_is_checked_trained_and_evaluated_and_again_there_is_nothing_to
 
 @pytest.mark.parametrize(
     "recipe",
-    [pytest.param(one, id=name, marks=() if one is COMPLEX else pytest.mark.slow) for name, one in ALL.items()],
+    [pytest.param(one, id=name, marks=() if one is COMPLEX else pytest.mark.nightly) for name, one in ALL.items()],
 )
 def test_a_small_recipe_is_traced_and_fits(pipeline: Command, scanned: Scanned, recipe: Recipe) -> None:
     scanned(recipe)
@@ -67,7 +67,7 @@ def test_a_small_recipe_is_traced_and_fits(pipeline: Command, scanned: Scanned, 
         assert 0 < plan["used"] < 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("recipe", [SPECTRA], ids=["spectra_finetune"])
 def test_a_recipe_as_it_stands_fits_the_card_of_its_guide(pipeline: Command, scanned: Scanned, recipe: Recipe) -> None:
     scanned(recipe)

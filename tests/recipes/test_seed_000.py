@@ -10,11 +10,11 @@ import pytest
 from pipeline.memory.lint.lint_facts import RunFacts
 from pipeline.memory.lint.lint_rules import lint
 from pipeline.tasks.rna_ligand import RnaLigand
-from tests.command import Command
 from tests.recipes.conftest import Scanned
 from tests.recipes.projects import RNA, config_of, epochs_of, peak, planned, ran
+from tests.testkit.command import Command
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]  # they plan and train for real
+pytestmark = [pytest.mark.timeout(900), pytest.mark.nightly]  # they plan and train for real
 TASK = RnaLigand(hidden_irreps="8x0e+4x1o+2x2e", layers=4, output_dim=1536)
 SIZES = {"items": 2, "atoms": 100, "bonds": 220, "angles": 160, "dihedrals": 240, "near": 1200}
 

@@ -15,11 +15,11 @@ from pipeline.memory.runtime.meters import Habits
 from pipeline.runs.model.prepare import taken_of
 from pipeline.tasks.spectra_finetune import SpectraFinetune
 from pipeline.training.own_loops.lightning_callback import GovernorCallback
-from tests.command import Command
 from tests.recipes.conftest import Scanned
 from tests.recipes.projects import SPECTRA, config_of, epochs_of, peak, planned, ran, settings_of
+from tests.testkit.command import Command
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]  # they plan and train for real
+pytestmark = [pytest.mark.timeout(900), pytest.mark.nightly]  # they plan and train for real
 TASK = SpectraFinetune(layers=3, heads=2, d_fourier=60, d_peak=4, fourier_width=16, finest=0.01)
 SIZES = {"items": 2, "peaks": 100}
 LOWER = ("embed.", "layers.0.", "layers.1.")

@@ -8,11 +8,11 @@ from pipeline.memory.footprint import MemoryChoice
 from pipeline.memory.lint.lint_facts import RunFacts
 from pipeline.memory.lint.lint_rules import lint
 from pipeline.tasks.complex_docking import ComplexDocking
-from tests.command import Command
 from tests.recipes.conftest import Scanned
 from tests.recipes.projects import COMPLEX, config_of, done_again, epochs_of, peak, planned, ran, settings_of
+from tests.testkit.command import Command
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]  # they plan and train for real
+pytestmark = [pytest.mark.timeout(900), pytest.mark.nightly]  # they plan and train for real
 TASK = ComplexDocking(embedding_dim=16, scalars=8, vectors=2, layers=4)
 SIZES = {"items": 2, "nodes": 200, "pairs": 4000}
 

@@ -11,11 +11,11 @@ from pipeline.config.load import read_config
 from pipeline.errors import ConfigError
 from pipeline.memory.footprint import MemoryChoice
 from pipeline.tasks.denovo_recursive import DenovoRecursive
-from tests.command import Command
 from tests.recipes.conftest import Scanned
 from tests.recipes.projects import DENOVO, RECIPES, config_of, peak, planned
+from tests.testkit.command import Command
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]  # they plan and train for real
+pytestmark = [pytest.mark.timeout(900), pytest.mark.nightly]  # they plan and train for real
 TASK = DenovoRecursive(
     width=36,
     heads=2,

@@ -16,12 +16,12 @@ from pipeline.protocol import Contrastive
 from pipeline.tasks.contrastive_pair import ContrastivePair
 from pipeline.training.step.contrastive import make_step
 from pipeline.training.step.optimizers import StepSettings
-from tests.command import Command
 from tests.recipes.conftest import Scanned
 from tests.recipes.projects import PAIR, config_of, epochs_of, peak, planned, ran, settings_of
 from tests.tasks.reader_items import batch_of
+from tests.testkit.command import Command
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]  # they plan and train for real
+pytestmark = [pytest.mark.timeout(900), pytest.mark.nightly]  # they plan and train for real
 SIDES = ("left.token", "right.token")
 TASK = ContrastivePair(left="tokens", right="tokens", width=32, layers=2, heads=2, out=16)
 

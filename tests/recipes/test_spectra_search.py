@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from pipeline.readers import made
-from tests.command import Command
 from tests.recipes.projects import SPECTRA, ran
 from tests.recipes.projects import write as write_project
+from tests.testkit.command import Command
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]  # they train for real
+pytestmark = [pytest.mark.timeout(900), pytest.mark.nightly]  # they train for real
 
 SETS = SPECTRA.sets(
     "data.reader=pipeline.readers.spectrum_triplets:SpectrumTriplets",

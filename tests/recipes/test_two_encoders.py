@@ -28,10 +28,10 @@ from pipeline.runs.model.prepare import embeddings_used
 from pipeline.tasks.encoder_finetune import EncoderFinetune
 from pipeline.training.checkpoints.chosen_checkpoint import write_published
 from pipeline.training.checkpoints.published_names import files_beside, in_form
-from tests.command import Command
-from tests.projects import settle
 from tests.recipes.conftest import Scanned
 from tests.recipes.projects import ALL, Recipe, config_of, done_again, epochs_of, options, ran, written
+from tests.testkit.command import Command
+from tests.testkit.projects import settle
 
 Prepare = Callable[[Recipe, Path, Command], list[str]]  # makes what an encoder needs, and returns what is typed
 ESM2, ESMC = 16, 64  # widths
@@ -153,7 +153,7 @@ def test_every_recipe_has_two_encoders_or_more() -> None:
     assert all(len(hows) > 1 for hows in ENCODERS.values())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)  # it plans and trains for real
 @pytest.mark.parametrize(("recipe", "how"), CASES)
 def test_a_recipe_goes_from_files_to_predictions_with_an_encoder_and_does_nothing_twice(
@@ -178,7 +178,7 @@ def test_a_recipe_goes_from_files_to_predictions_with_an_encoder_and_does_nothin
     assert {*folder.glob("models/*")} - models == {model}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_a_width_that_is_not_the_encoders_is_told_with_the_one_that_is(pipeline: Command, scanned: Scanned) -> None:
     recipe = ALL["complex_docking"]

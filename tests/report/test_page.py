@@ -15,10 +15,10 @@ import pytest
 from pipeline.journal.run_folder import RunFolder
 from pipeline.report.html.html_page import _busiest
 from pipeline.runs.views.run_page import page_now, write_page
-from tests.command import Command
 from tests.docs.conftest import Demo, demo
 from tests.journal.ledgers import Told
 from tests.report.runs_told import HOSTILE, failed, trained, used
+from tests.testkit.command import Command
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page

@@ -10,8 +10,8 @@ import pytest
 
 from pipeline.encoder.checkpoints.synth import write_random_checkpoint
 from pipeline.structures.synthetic import complex_pdb
-from tests.command import Command
-from tests.projects import settle
+from tests.testkit.command import Command
+from tests.testkit.projects import settle
 
 CONFIG = """\
 data: {source: glob, path: data}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pipeline.errors import ConfigError, JobFailed, PlanInfeasible
 from pipeline.script.batch_finding import CLOSE, largest_that_fits
-from tests.command import Command
+from tests.testkit.command import Command
 
 pytestmark = pytest.mark.timeout(300)
 PLAIN = """\
@@ -126,7 +126,7 @@ import os, sys
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.limited.device import LimitedDevice
+from tests.testkit.limited.device import LimitedDevice
 
 size = int(sys.argv[1])
 torch.distributed.init_process_group("gloo")
@@ -142,10 +142,11 @@ torch.distributed.destroy_process_group()
 """
 
 
+@pytest.mark.nightly
 def test_on_ranks_of_unequal_memory_the_smallest_decides(
     pipeline: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tests.limited import device
+    from tests.testkit.limited import device
 
     device.need()
     monkeypatch.chdir(tmp_path)

@@ -241,7 +241,7 @@ class TestRanks:
         with pytest.raises(JobFailed, match="rank 0 did not say"), meeting(place, 1, nodes=1, timeout_s=0.0):
             pass
 
-    @pytest.mark.slow
+    @pytest.mark.nightly
     def test_that_are_torch_s_add_up_over_a_port_that_stays_reserved(self, tmp_path: Path) -> None:
         script = parse_command(f"{shlex.quote(sys.executable)} {shlex.quote(str(HERE / 'ranks.py'))}")
         with reserved_port() as port:
@@ -609,7 +609,7 @@ class TestLadder:
         assert limit >= 192 * MIB
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_plain_loop_ends_with_the_same_weights_whatever_its_micro_batches(tmp_path: Path) -> None:
     command = f"{shlex.quote(sys.executable)} {shlex.quote(str(HERE / 'plain.py'))}"
     script = parse_command(

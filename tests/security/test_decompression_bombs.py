@@ -54,6 +54,7 @@ TOLD = {
 }
 
 
+@pytest.mark.nightly
 def test_every_bomb_is_refused_with_its_reason_in_little_memory(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.security.bombs", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)

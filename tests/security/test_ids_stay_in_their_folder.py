@@ -16,7 +16,7 @@ from pipeline.structures.synthetic import complex_pdb
 from pipeline.training.evaluating.outputs import GatheredOutputs, OutputWriter
 from pipeline.training.evaluating.prediction_tables import write_tables
 from pipeline.training.forensics import step_bundle
-from tests.command import Command
+from tests.testkit.command import Command
 from tests.training.forensics.test_bundles import BUNDLE_OF, RNG_OF
 
 HOSTILE = {

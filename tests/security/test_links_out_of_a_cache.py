@@ -19,7 +19,7 @@ from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.disk import Disk
 from pipeline.store.maintenance.transfer import export_cache
 from pipeline.store.store import Store
-from tests.command import Command
+from tests.testkit.command import Command
 
 PLACES = (
     "graph", "graph/shards", "graph/tmp", "graph/quarantine", "graph/index.bin", "graph/shards/SHARD", "_reports",
@@ -71,6 +71,7 @@ def content(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", COMMANDS)
 @pytest.mark.parametrize("place", PLACES)
 def test_what_is_outside_stays_as_it_is_whatever_is_done_with_the_cache(

@@ -19,8 +19,8 @@ from pipeline.config.load import read_config
 from pipeline.errors import JobFailed
 from pipeline.project.run_code import COPIES, freeze_files
 from pipeline.runs.engine.lifecycle import new_run
-from tests.command import Command
 from tests.conftest import NOBODY
+from tests.testkit.command import Command
 
 CONFIG = "data: {source: glob, path: data}\ncluster: {runs: runs}\n"
 OTHERS = stat.S_IRWXG | stat.S_IRWXO

@@ -26,8 +26,8 @@ from pipeline.runs.engine import run_supervisor, run_task
 from pipeline.runs.engine.handover import notify
 from pipeline.runs.engine.lifecycle import new_run
 from pipeline.structures.synthetic import complex_pdb
-from tests.command import Command
-from tests.stubs import program, silent_slurm
+from tests.testkit.command import Command
+from tests.testkit.stubs import program, silent_slurm
 
 SECRETS = {
     "WANDB_API_KEY": "0123456789abcdef0123456789abcdef01234567",

@@ -33,7 +33,7 @@ from pipeline.journal.run_status import StageJob
 from pipeline.runs.engine.handover import notify, supervisor_spec
 from pipeline.runs.workflow.jobs import spec_of
 from pipeline.script.command import parse_command
-from tests.stubs import program, silent_slurm
+from tests.testkit.stubs import program, silent_slurm
 
 MADE = "made-by-the-setting"
 HOSTILE = {
@@ -167,6 +167,7 @@ def test_the_texts_would_be_run_by_a_shell(node: Path) -> None:
         assert ran(node, f"echo {text.replace('MADE', MADE)}\n"), name
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("key", FILLED)
 def test_no_setting_is_run_by_the_scripts_of_a_run(node: Path, key: tuple[str, ...]) -> None:
     seen = plain_scripts(node.parent)
@@ -215,6 +216,7 @@ def test_who_is_notified_is_a_word_to_the_command_and_no_option_to_sendmail(
     assert not (tmp_path / MADE).exists()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("place", ["a b", "a'b", "$(touch MADE)", "a;touch MADE", "-rf", "a%b", "`touch MADE`"])
 def test_a_project_in_a_folder_of_any_name_gives_scripts_that_run_nothing_of_it(
     node: Path, tmp_path: Path, place: str

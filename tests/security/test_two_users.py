@@ -21,7 +21,7 @@ import pytest
 from pipeline.files import is_mine
 from pipeline.store.format.cache_layout import PARTIAL_SUFFIX, KindLayout
 from pipeline.structures.synthetic import complex_pdb
-from tests.projects import settle
+from tests.testkit.projects import settle
 
 ROOT = Path(__file__).parents[2]
 PIPELINE = Path(sys.executable).with_name("pipeline")
@@ -144,6 +144,7 @@ def submits(user: User, umask: int = 0o077) -> Typed:
     return done
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("umask", UMASKS)
 def test_a_groups_folder_makes_files_the_groups_whatever_the_umask(lab: Lab, umask: int) -> None:
     lab.shares(GROUPS)
@@ -163,6 +164,7 @@ def test_a_groups_folder_makes_files_the_groups_whatever_the_umask(lab: Lab, uma
     assert "graph: 4 graphs: 4 cached, 0 to do" in submits(lab.alice, umask).said
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("umask", UMASKS)
 def test_default_acls_of_the_folder_are_kept(lab: Lab, umask: int) -> None:
     if shutil.which("setfacl") is None:
@@ -182,6 +184,7 @@ def test_default_acls_of_the_folder_are_kept(lab: Lab, umask: int) -> None:
         assert "mask::r" in told, (path, told)
 
 
+@pytest.mark.nightly
 def test_a_private_cache_stays_private_and_says_whose_it_is(lab: Lab) -> None:
     lab.shares(PRIVATE)
     submits(lab.alice, 0o002)
@@ -191,6 +194,7 @@ def test_a_private_cache_stays_private_and_says_whose_it_is(lab: Lab) -> None:
     assert "next:" in done.said
 
 
+@pytest.mark.nightly
 def test_a_cache_that_may_only_be_read_serves_what_it_has_and_refuses_the_rest_at_submission(lab: Lab) -> None:
     lab.shares(READ_ONLY)
     submits(lab.alice)
@@ -203,6 +207,7 @@ def test_a_cache_that_may_only_be_read_serves_what_it_has_and_refuses_the_rest_a
     assert "0 of 1 done" in done.said, "no task was begun"
 
 
+@pytest.mark.nightly
 def test_anothers_run_can_be_read_where_it_may_and_is_not_resumed_or_cancelled(lab: Lab) -> None:
     lab.shares(GROUPS)
     submits(lab.alice, 0o022)
@@ -228,6 +233,7 @@ def test_a_path_is_ones_own_too_where_the_file_system_knows_users_by_other_numbe
     assert [is_mine(mine), is_mine(others)] == [True, False]
 
 
+@pytest.mark.nightly
 def test_a_private_run_is_not_read_by_others(lab: Lab) -> None:
     lab.shares(GROUPS)
     done = lab.alice.types(*GRAPHS, "--set", "cluster.private=true")
@@ -239,6 +245,7 @@ def shards(lab: Lab, owner: int) -> list[Path]:
     return [path for path in lab.cache.glob("graph/shards/*.safetensors") if path.stat().st_uid == owner]
 
 
+@pytest.mark.nightly
 def test_what_is_damaged_of_one_users_is_made_anew_by_another(lab: Lab) -> None:
     lab.shares(GROUPS)
     submits(lab.alice)
@@ -254,6 +261,7 @@ def test_what_is_damaged_of_one_users_is_made_anew_by_another(lab: Lab) -> None:
     assert "0 to do" in submits(lab.alice).said
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("mode", [GROUPS, STICKY])
 def test_what_a_dead_process_of_another_left_is_cleaned_where_the_folder_lets_one(lab: Lab, mode: int) -> None:
     lab.shares(mode)

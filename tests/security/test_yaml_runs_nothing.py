@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from pipeline.config.yaml_document import MAX_BYTES
-from tests.command import Command
+from tests.testkit.command import Command
 
 TAGS = {
     "apply": "!!python/object/apply:os.system ['touch made']",

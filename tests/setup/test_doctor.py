@@ -15,9 +15,9 @@ from pipeline.config.load import read_config
 from pipeline.config.schema import Config
 from pipeline.setup import checkup, slurm_checks
 from pipeline.setup.slurm_checks import CheckVerdict
-from tests.command import Command
-from tests.projects import MakeProject
 from tests.setup.clusters import BARE, MIXED, PLAIN, site_of
+from tests.testkit.command import Command
+from tests.testkit.projects import MakeProject
 
 ROOT = Path(__file__).resolve().parents[2]
 SUBMIT = ("submit", "--stage", "scan", "--follow")
@@ -194,6 +194,7 @@ def test_cache_stat_counts_what_a_run_has_stored(pipeline: Command, make_project
     assert all(one["index"] == "current" and not one["unreadable"] for one in found.values())
 
 
+@pytest.mark.nightly
 def test_an_unreadable_shard_is_named_and_its_records_are_made_anew(
     pipeline: Command, make_project: MakeProject
 ) -> None:

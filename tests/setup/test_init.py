@@ -17,8 +17,8 @@ from pipeline.config.schema_cluster import CardSection, SlurmSection
 from pipeline.files import shipped
 from pipeline.memory.hardware.gpus import sizes_gib
 from pipeline.setup.init_files import config_text, file_name, profile_text, write_init_files, yaml_word
-from tests.command import Command
 from tests.setup.clusters import ALL, BARE, MIXED, NO_GPUS, PLAIN, PLAIN_CONFIG, partition, site_of
+from tests.testkit.command import Command
 
 GIB = 1 << 30
 

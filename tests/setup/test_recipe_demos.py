@@ -9,8 +9,8 @@ import pytest
 
 from pipeline.config.load import read_config
 from pipeline.setup.demo_project import DEMOS, write_recipe_demo
-from tests.command import Command
 from tests.conftest import ROOT
+from tests.testkit.command import Command
 
 pytestmark = pytest.mark.timeout(900)  # it trains for real, on machines that are shared
 
@@ -19,6 +19,7 @@ def test_every_recipe_has_a_demo() -> None:
     assert set(DEMOS) == {path.stem for path in (ROOT / "configs" / "recipes").glob("*.yaml")}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", DEMOS)
 def test_a_recipe_runs_from_nothing_to_its_own_output(
     name: str, pipeline: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.cluster import Cluster, why_not
-from tests.slurm.cluster.cluster import DEFAULT_FOLDER
+from tests.testkit.cluster import Cluster, why_not
+from tests.testkit.cluster.cluster import DEFAULT_FOLDER
 
 
 @pytest.fixture(scope="package")

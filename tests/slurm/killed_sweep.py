@@ -7,7 +7,7 @@ from typing import Any
 
 from pipeline.journal.ledger import LedgerReader
 from pipeline.records import EventKind
-from tests.slurm.runs import Project, Run, kill, make_project, processes_of, until
+from tests.testkit.slurm_runs import Project, Run, kill, make_project, processes_of, until
 
 EPOCHS, STEPS, POINTS = 4, 12, 20
 SWEEP = ("--sweep", "train.seed=0:5", "--sweep", "train.learning_rate=1e-4,3e-4,1e-3,3e-3")

@@ -37,21 +37,24 @@ def by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., st
     return submit
 
 
+@pytest.mark.nightly
 def test_scan_as_it_is(by_hand: Callable[..., str]) -> None:
     assert "24 accepted, 1 rejected" in by_hand("scan")
 
 
+@pytest.mark.nightly
 def test_graph_does_what_it_needs_before_it(by_hand: Callable[..., str]) -> None:
     said = by_hand("graph")
     assert said.index("scan: done in") < said.index("24 accepted") < said.index("graph: done in")
 
 
+@pytest.mark.nightly
 def test_validate_says_that_a_cache_is_whole(by_hand: Callable[..., str]) -> None:
     by_hand("scan")
     assert "nothing is wrong" in by_hand("validate")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_embed_on_a_node_without_gpus(by_hand: Callable[..., str]) -> None:
     said = by_hand("embed", "--gres=none", "--mem=4G", "--cpus-per-task=2")
     assert "embed: done" in said

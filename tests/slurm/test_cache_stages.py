@@ -9,15 +9,15 @@ import pytest
 from pipeline.journal.run_status import RunState
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.maintenance.damage_report import REPAIR, Fault, last_report, reports
-from tests.slurm.cluster import Cluster
-from tests.slurm.runs import make_project, strangers
+from tests.testkit.cluster import Cluster
+from tests.testkit.slurm_runs import make_project, strangers
 
 pytestmark = pytest.mark.slurm
 
 ITEMS = 6
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_jobs_find_what_is_damaged_and_jobs_make_it_anew(tmp_path: Path, healthy: Cluster) -> None:
     project = make_project(
         tmp_path / "project", ITEMS, cluster__scan__items_per_task=2, cluster__validate__items_per_task=2

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.cluster import Cluster, cgroups, processes
-from tests.slurm.cluster.cluster import DEFAULT_FOLDER
+from tests.testkit.cluster import Cluster, cgroups, processes
+from tests.testkit.cluster.cluster import DEFAULT_FOLDER
 
 pytestmark = pytest.mark.slurm
 
@@ -91,6 +91,7 @@ def test_what_a_site_refuses_is_refused(healthy: Cluster, options: list[str], wo
     assert words in done.stderr
 
 
+@pytest.mark.nightly
 def test_the_job_of_a_dead_node_is_put_back_in_the_queue(healthy: Cluster) -> None:
     node = healthy.nodes[-1]
     job = submit(healthy, f"--nodelist={node}", "--requeue", "--output=/dev/null", script="sleep 4321 & sleep 4321")
@@ -103,6 +104,7 @@ def test_the_job_of_a_dead_node_is_put_back_in_the_queue(healthy: Cluster) -> No
     assert "NODE_FAIL" in healthy.run("sacct", "-D", "-n", "-P", "-o", "State", "-j", job).stdout
 
 
+@pytest.mark.nightly
 def test_a_job_of_higher_priority_puts_a_preemptible_one_back_in_the_queue(healthy: Cluster) -> None:
     place = [f"--nodelist={healthy.nodes[0]}", "--exclusive", "--output=/dev/null"]
     low = submit(healthy, "--partition=preempt", *place, script="sleep 4321")
@@ -122,6 +124,7 @@ def test_jobs_run_while_accounting_is_down_and_are_told_later(healthy: Cluster) 
     assert accounted(healthy, job)[job][0] == "COMPLETED"
 
 
+@pytest.mark.nightly
 def test_jobs_outlive_the_controller(healthy: Cluster) -> None:
     job = submit(healthy, "--output=/dev/null", script="sleep 4321")
     wait_for(healthy, job, "JobState=RUNNING")
@@ -142,7 +145,7 @@ def test_starting_what_runs_and_mending_keep_the_jobs(healthy: Cluster) -> None:
     wait_for(healthy, job, "JobState=RUNNING")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_an_earlier_cluster_left_does_not_matter_and_stopping_leaves_nothing(another: Cluster) -> None:
     another.start()
     job = submit(another, "--output=/dev/null", script="sleep 4321")

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.command import Command
 from tests.runs.docking_project import docking_project
-from tests.slurm.cluster import Cluster
+from tests.testkit.cluster import Cluster
+from tests.testkit.command import Command
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
 
 
+@pytest.mark.nightly
 def test_two_files_are_docked_by_jobs_and_the_poses_are_those_of_this_machine(
     healthy: Cluster,
     tmp_path_factory: pytest.TempPathFactory,
@@ -36,6 +37,7 @@ def test_two_files_are_docked_by_jobs_and_the_poses_are_those_of_this_machine(
     assert [(table.parent / row["file"]).is_file() for table, rows in zip(tables, found, strict=True) for row in rows]
 
 
+@pytest.mark.nightly
 def test_an_array_of_tasks_draws_the_poses_that_one_task_draws(
     healthy: Cluster,
     tmp_path_factory: pytest.TempPathFactory,

@@ -22,8 +22,8 @@ from pipeline.cluster.slurm import SlurmExecutor
 from pipeline.config.schema_cluster import SlurmSection
 from pipeline.errors import SubmissionRefused
 from tests.cluster.programs import AWAIT, EATS, IGNORES_TERM, MIB, WAITS, finish, python, step_until
-from tests.slurm.cluster import Cluster
-from tests.slurm.cluster.config import MAX_ARRAY_SIZE, TINY_MAX_SUBMIT
+from tests.testkit.cluster import Cluster
+from tests.testkit.cluster.config import MAX_ARRAY_SIZE, TINY_MAX_SUBMIT
 
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("cluster")]
 
@@ -109,6 +109,7 @@ class TestWhatIsSubmitted:
         (task,) = finish(executor, executor.submit(python(tmp_path, "pass", time_s=60, partition="main")))
         assert task.state is TaskState.COMPLETED
 
+    @pytest.mark.nightly
     def test_job_that_is_submitted_from_inside_a_job_gets_what_it_asks_for(
         self, executor: SlurmExecutor, tmp_path: Path
     ) -> None:
@@ -168,6 +169,7 @@ class TestNumbers:
         with pytest.raises(SubmissionRefused, match=f"takes {MAX_ARRAY_SIZE} numbers in one job"):
             executor.submit(spec)
 
+    @pytest.mark.nightly
     def test_many_tasks_go_in_several_jobs(self, executor: SlurmExecutor, tmp_path: Path) -> None:
         most = executor.limits_of().job_tasks
         assert most == MAX_ARRAY_SIZE
@@ -234,6 +236,7 @@ class TestLostAnswers:
 
 
 class TestEnds:
+    @pytest.mark.nightly
     def test_interrupted_task_comes_back_and_goes_on(self, executor: SlurmExecutor, tmp_path: Path) -> None:
         job = executor.submit(python(tmp_path, TELLS_ON_SIGNALS, tasks=2))
         logs = [Path(task.stdout) for task in executor.status([job])]
@@ -253,6 +256,7 @@ class TestEnds:
         assert log.read_text() == f"began None\ntold {int(signal.SIGTERM)}\n"
         assert executor.queued([job]) == set()
 
+    @pytest.mark.nightly
     def test_preempted_task_comes_back(self, healthy: Cluster, tmp_path: Path) -> None:
         with opened() as executor:
             job = executor.submit(python(tmp_path, TELLS_ON_SIGNALS, tasks=3, cpus=4, partition="preempt"))
@@ -267,7 +271,7 @@ class TestEnds:
             tasks = finish(executor, job, urgent)
         assert {task.state for task in tasks} == {TaskState.COMPLETED}
 
-    @pytest.mark.slow
+    @pytest.mark.nightly
     def test_task_over_its_time_is_killed_even_if_it_ignores_sigterm(
         self, executor: SlurmExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -285,6 +289,7 @@ class TestEnds:
         assert (over.state, other.state) == (TaskState.OUT_OF_MEMORY, TaskState.COMPLETED)
         assert "step 0 ran out of memory" in over.reason
 
+    @pytest.mark.nightly
     @pytest.mark.parametrize("sacct", ["exit 1", "echo garbage", "kill -9 $$"])
     def test_without_accounting_the_queue_is_believed(
         self, executor: SlurmExecutor, tmp_path: Path, commands_first: Callable[[str, str], Path], sacct: str
@@ -338,6 +343,7 @@ class TestEnds:
 
 
 class TestRefusals:
+    @pytest.mark.nightly
     @pytest.mark.parametrize(
         ("site", "said", "remedy"),
         [

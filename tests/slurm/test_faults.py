@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from pipeline.journal.run_status import RunState
-from tests.slurm.cluster import Cluster
-from tests.slurm.runs import DEAF, DIES, EATS, LINGERS, Project, Run, make_project, until
+from tests.testkit.cluster import Cluster
+from tests.testkit.slurm_runs import DEAF, DIES, EATS, LINGERS, Project, Run, make_project, until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.fault]
 
@@ -84,6 +84,7 @@ def complete(run: Run, items: int) -> None:
     assert len(run.project.records()["scan"]) == items
 
 
+@pytest.mark.nightly
 def test_a_task_above_its_memory_alone_gets_more_and_the_next_run_asks_for_enough(begun: dict[str, Run]) -> None:
     run, project = begun["memory"], begun["memory"].project
     complete(run, 3)
@@ -108,6 +109,7 @@ def test_a_task_above_its_memory_alone_gets_more_and_the_next_run_asks_for_enoug
     assert project.records("fresh") == project.records()
 
 
+@pytest.mark.nightly
 def test_the_standby_takes_over_from_a_supervisor_that_is_killed_at_its_work(make: Make) -> None:
     project = make(3, {"scan.shards.json": LINGERS, "c1.pdb": DIES}, **HALF_MAY_FAIL, **ONE_EACH)
     run = project.submits()
@@ -119,6 +121,7 @@ def test_the_standby_takes_over_from_a_supervisor_that_is_killed_at_its_work(mak
     assert failures(run) == [(1, "crashed"), (1, "crashed")]
 
 
+@pytest.mark.nightly
 def test_a_supervisor_that_is_cancelled_too_early_is_replaced_by_its_standby(make: Make, cluster: Cluster) -> None:
     project = make(2, {"c1.pdb": LINGERS}, **ONE_EACH)
     run = project.submits()
@@ -131,7 +134,7 @@ def test_a_supervisor_that_is_cancelled_too_early_is_replaced_by_its_standby(mak
     assert failures(run) == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_without_supervisors_is_called_abandoned_and_resume_completes_it(make: Make, cluster: Cluster) -> None:
     project = make(3, {"c1.pdb": LINGERS}, **ONE_EACH)
     run = project.submits()
@@ -149,7 +152,7 @@ def test_a_run_without_supervisors_is_called_abandoned_and_resume_completes_it(m
     assert failures(run) == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_resume_does_not_undo_that_somebody_cancelled_the_tasks_too(make: Make, cluster: Cluster) -> None:
     project = make(3, {"c1.pdb": LINGERS}, **ONE_EACH)
     run = project.submits()
@@ -165,6 +168,7 @@ def test_resume_does_not_undo_that_somebody_cancelled_the_tasks_too(make: Make, 
     assert "cancelled" in state["error"]
 
 
+@pytest.mark.nightly
 def test_a_submission_killed_before_it_heard_the_number_of_its_job_is_taken_up_and_not_doubled(make: Make) -> None:
     project = make(3, {"submitted": LINGERS}, **ONE_EACH)
     with project.begins("submit", "--stage", "scan", "--executor", "slurm"):
@@ -190,6 +194,7 @@ def test_a_poison_file_is_found_and_left_out_and_everything_else_is_done(begun: 
     assert "killed_its_task" in run.project.types("status").said
 
 
+@pytest.mark.nightly
 def test_too_much_poison_is_an_error_of_the_data(begun: dict[str, Run]) -> None:
     run = begun["much poison"]
     ended = run.ends(RunState.FAILED)
@@ -197,7 +202,7 @@ def test_too_much_poison_is_an_error_of_the_data(begun: dict[str, Run]) -> None:
     assert "max_rejected_fraction" in ended["error"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_cancelled_task_ends_the_run_and_the_command_it_names_completes_it(make: Make, cluster: Cluster) -> None:
     project = make(4, {"c1.pdb": LINGERS}, **ONE_EACH)
     run = project.submits()
@@ -217,6 +222,7 @@ def test_a_cancelled_task_ends_the_run_and_the_command_it_names_completes_it(mak
     assert (project.newest.stage()["cached"], project.newest.stage()["missing"]) == (3, 1)
 
 
+@pytest.mark.nightly
 def test_a_preempted_task_is_begun_again(make: Make, cluster: Cluster) -> None:
     project = make(2, {"c1.pdb": LINGERS}, cluster__scan__partition="preempt", **ONE_EACH)
     run = project.submits()
@@ -228,6 +234,7 @@ def test_a_preempted_task_is_begun_again(make: Make, cluster: Cluster) -> None:
     assert len([one for one in project.seen() if one["file"] == "c1.pdb"]) == 2
 
 
+@pytest.mark.nightly
 def test_a_controller_that_is_away_while_tasks_end_changes_nothing(make: Make, cluster: Cluster) -> None:
     project = make(3, {"c1.pdb": LINGERS}, **ONE_EACH)
     run = project.submits()
@@ -239,6 +246,7 @@ def test_a_controller_that_is_away_while_tasks_end_changes_nothing(make: Make, c
     assert failures(run) == []
 
 
+@pytest.mark.nightly
 def test_a_worker_that_heeds_the_warning_of_its_time_limit_goes_on_where_it_stopped(begun: dict[str, Run]) -> None:
     run = begun["limit heeded"]
     complete(run, 2)
@@ -247,6 +255,7 @@ def test_a_worker_that_heeds_the_warning_of_its_time_limit_goes_on_where_it_stop
     assert failures(run) == []
 
 
+@pytest.mark.nightly
 def test_a_task_killed_at_its_time_limit_gets_more_time(begun: dict[str, Run]) -> None:
     run = begun["limit unheard"]
     complete(run, 2)
@@ -255,6 +264,7 @@ def test_a_task_killed_at_its_time_limit_gets_more_time(begun: dict[str, Run]) -
     assert "2 min" in run.stage()["failures"][0]["then"]
 
 
+@pytest.mark.nightly
 def test_a_node_that_dies_with_a_task_on_it_changes_nothing(make: Make, cluster: Cluster) -> None:
     project = make(3, {"c1.pdb": LINGERS}, **ONE_EACH)
     run = project.submits()
@@ -266,7 +276,7 @@ def test_a_node_that_dies_with_a_task_on_it_changes_nothing(make: Make, cluster:
     assert {cause for _, cause in failures(run)} <= {"node"}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_without_accounting_has_the_same_verdicts_and_result(make: Make, cluster: Cluster) -> None:
     cluster.stop_accounting()
     assert cluster.run("sacct").returncode != 0

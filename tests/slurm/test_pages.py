@@ -12,7 +12,7 @@ from pipeline.structures.synthetic import complex_pdb
 from tests.docs.blocks import Page
 from tests.docs.reader import ENVIRONMENT, Reader
 from tests.docs.test_pages import ALL, ROOT, name
-from tests.slurm.cluster import Cluster
+from tests.testkit.cluster import Cluster
 
 pytestmark = pytest.mark.slurm
 DEADLINE_S = 240.0
@@ -38,6 +38,7 @@ def reader(healthy: Cluster, tmp_path: Path) -> Waiting:
     return Waiting(tmp_path, typing=("run", "cluster"), environment=environment)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("page", [page for page in ALL if Page(page).has("cluster")], ids=name)
 def test_every_command_for_a_cluster_works_in_its_order(reader: Waiting, page: Path) -> None:
     reader.patient = False
@@ -45,7 +46,7 @@ def test_every_command_for_a_cluster_works_in_its_order(reader: Waiting, page: P
     assert reader.typed >= 3
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_a_page_goes_up_to_a_trained_model_on_a_cluster(reader: Waiting) -> None:
     page = Page(ROOT / "docs/cluster.md")

@@ -14,8 +14,8 @@ from pipeline.report.plan_facts import Probed, ProbeOutcome
 from pipeline.runs.model.probe import ProbedCard, measured_ratios, model_name, probe
 from pipeline.runs.model.probe_job import peaks_of
 from tests.runs.model.probes import GIB, Prepared, card, prepare
-from tests.slurm.cluster import Cluster
-from tests.slurm.cluster.config import SHORT_LIMIT_MINUTES
+from tests.testkit.cluster import Cluster
+from tests.testkit.cluster.config import SHORT_LIMIT_MINUTES
 
 pytestmark = pytest.mark.slurm
 SETTINGS = {"cluster__executor": "slurm", "cluster__slurm__poll": "1s", "cluster__slurm__cards": []}
@@ -40,6 +40,7 @@ def ratios(prepared: Prepared, *cards: str) -> tuple[float, ...]:
     return measured_ratios(prepared.config, prepared.work, prepared.plan.choice, cards)
 
 
+@pytest.mark.nightly
 def test_every_kind_of_card_gets_a_job_and_the_next_plan_is_corrected(healthy: Cluster, tmp_path: Path) -> None:
     prepared = prepare(tmp_path, **{**SETTINGS, "cluster__slurm__cards": CARDS})
     found = probed(prepared, said := [])
@@ -59,6 +60,7 @@ def test_every_kind_of_card_gets_a_job_and_the_next_plan_is_corrected(healthy: C
     assert after.margin.factor == pytest.approx(max(*(one.ratio for one in found), 0.9) * 1.02)
 
 
+@pytest.mark.nightly
 def test_a_probe_with_too_little_memory_is_killed_and_says_what_it_needs(healthy: Cluster, tmp_path: Path) -> None:
     small = {**SETTINGS, "cluster__slurm__cards": CARDS[:1], "cluster__train__mem": "512MiB"}
     prepared = prepare(tmp_path, width=768, **small)
@@ -78,6 +80,7 @@ class Interrupted(SlurmExecutor):
         raise KeyboardInterrupt
 
 
+@pytest.mark.nightly
 def test_a_probe_that_nobody_waits_for_corrects_the_next_plan(healthy: Cluster, tmp_path: Path) -> None:
     prepared = prepare(tmp_path, **{**SETTINGS, "cluster__slurm__cards": CARDS[:1]})
     said: list[str] = []

@@ -20,9 +20,9 @@ from pipeline.cluster.verdict import GO_ON, Cause, TaskVerdict, Word, judge_atte
 from pipeline.config.schema_cluster import SlurmSection
 from pipeline.errors import SubmissionRefused
 from tests.cluster.programs import MIB, finish, python, step_until
-from tests.slurm.cluster import Cluster
-from tests.slurm.cluster.config import CPUS_PER_NODE, GPUS_PER_NODE
 from tests.slurm.test_executor import opened
+from tests.testkit.cluster import Cluster
+from tests.testkit.cluster.config import CPUS_PER_NODE, GPUS_PER_NODE
 
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("cluster")]
 
@@ -82,6 +82,7 @@ def judged(task: TaskStatus, spec: JobSpec) -> TaskVerdict:
     return judge_attempt(task, BEGAN, Path(task.stderr).read_text(), asked_bytes=spec.mem_bytes)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("site", [{}, {"memory": "mem-per-cpu", "gpus": "gpus-per-node"}], ids=["mem", "mem-per-cpu"])
 def test_ranks_know_who_they_are_and_see_all_gpus_of_their_node(
     executor: SlurmExecutor, tmp_path: Path, site: dict[str, Any]
@@ -105,6 +106,7 @@ def test_ranks_know_who_they_are_and_see_all_gpus_of_their_node(
     assert len({known[rank]["SLURMD_NODENAME"] for rank in range(4)}) == 2
 
 
+@pytest.mark.nightly
 def test_ranks_that_stop_in_order_one_after_the_other_all_come_to_their_end_and_go_on(
     executor: SlurmExecutor, tmp_path: Path
 ) -> None:
@@ -123,6 +125,7 @@ def test_ranks_that_stop_in_order_one_after_the_other_all_come_to_their_end_and_
     assert sorted(written(tmp_path, "stopped")) == sorted(written(tmp_path, "ended")) == [0, 1, 2, 3]
 
 
+@pytest.mark.nightly
 def test_a_killed_rank_is_named_and_the_others_end_with_it(executor: SlurmExecutor, tmp_path: Path) -> None:
     """The job's exit code is that of the others, if srun has heard of any: under load it was once the signal."""
     spec = ranks(tmp_path, KILLED + "lose(1)", mem_bytes=100 * MIB)
@@ -138,6 +141,7 @@ def test_a_killed_rank_is_named_and_the_others_end_with_it(executor: SlurmExecut
     assert verdict.node in task_nodes(task)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("nodes", "eater"), [(1, 1), (2, 3)])
 def test_a_rank_over_the_memory_of_its_node_is_out_of_memory(
     executor: SlurmExecutor, tmp_path: Path, nodes: int, eater: int
@@ -155,6 +159,7 @@ def test_a_rank_over_the_memory_of_its_node_is_out_of_memory(
         assert (task.peak_rss_bytes or 0) > 20 * MIB
 
 
+@pytest.mark.nightly
 def test_preempted_ranks_are_told_each_and_go_on(executor: SlurmExecutor, healthy: Cluster, tmp_path: Path) -> None:
     whole = ranks(tmp_path, TELLS, nodes=len(healthy.nodes), cpus=CPUS_PER_NODE // 2, partition="preempt")
     job = executor.submit(whole)
@@ -167,6 +172,7 @@ def test_preempted_ranks_are_told_each_and_go_on(executor: SlurmExecutor, health
     assert sorted(written(tmp_path, "ended")) == [*world]
 
 
+@pytest.mark.nightly
 def test_cancelled_ranks_are_told_each_and_do_not_come_back(executor: SlurmExecutor, tmp_path: Path) -> None:
     job = executor.submit(ranks(tmp_path, TELLS))
     step_until(executor, lambda: len(written(tmp_path, "began")) == 4)
@@ -177,6 +183,7 @@ def test_cancelled_ranks_are_told_each_and_do_not_come_back(executor: SlurmExecu
 
 
 class TestLimits:
+    @pytest.mark.nightly
     def test_more_nodes_or_cores_than_there_are_are_refused(
         self, executor: SlurmExecutor, healthy: Cluster, tmp_path: Path
     ) -> None:
@@ -190,6 +197,7 @@ class TestLimits:
                 executor.check(replace(spec, **asked))  # type: ignore[arg-type]
             assert refused.value.remedy.endswith(remedy)
 
+    @pytest.mark.nightly
     def test_job_of_several_nodes_can_be_tested_for_when_it_would_start(
         self, executor: SlurmExecutor, tmp_path: Path
     ) -> None:
@@ -212,7 +220,7 @@ def slow(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         yield {jobs[task.job]: (Path(specs[jobs[task.job]].log_dir), task) for task in finish(executor, *jobs)}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ranks_that_do_not_notice_that_one_is_gone_are_ended_by_srun(slow: dict[str, tuple[Path, TaskStatus]]) -> None:
     folder, task = slow["deaf"]
     assert task.started is not None
@@ -225,6 +233,7 @@ def test_ranks_that_do_not_notice_that_one_is_gone_are_ended_by_srun(slow: dict[
     assert 1 not in written(folder, "told")
 
 
+@pytest.mark.nightly
 def test_time_limit_is_told_to_every_rank_and_they_go_on(slow: dict[str, tuple[Path, TaskStatus]]) -> None:
     folder, task = slow["limited"]
     assert (task.state, task.restarts) == (TaskState.COMPLETED, 1)

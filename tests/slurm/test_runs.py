@@ -18,9 +18,9 @@ import pytest
 from pipeline.journal.run_folder import runs_in
 from pipeline.journal.run_status import RunState
 from tests.conftest import ROOT
-from tests.slurm.cluster import Cluster
-from tests.slurm.cluster.config import MAX_ARRAY_SIZE, MEM_PER_NODE_MB, TINY_MAX_SUBMIT
-from tests.slurm.runs import (
+from tests.testkit.cluster import Cluster
+from tests.testkit.cluster.config import MAX_ARRAY_SIZE, MEM_PER_NODE_MB, TINY_MAX_SUBMIT
+from tests.testkit.slurm_runs import (
     LINGERS,
     PIPELINE,
     Project,
@@ -86,6 +86,7 @@ def censuses(run: Run) -> dict[str, Any]:
     return {stage["name"]: {**stage["census"], "lists": ""} for stage in run.reported()["stages"]}
 
 
+@pytest.mark.nightly
 @pytest.mark.shared
 def test_one_submission_brings_all_stages_of_real_complexes_to_their_end(undisturbed: Run, real: Project) -> None:
     found = censuses(undisturbed)
@@ -120,6 +121,7 @@ def test_killing_everything_but_slurm_midway_changes_nothing_in_the_result(
     assert real.records("again") == real.records()
 
 
+@pytest.mark.nightly
 def test_a_stage_of_more_tasks_than_an_array_takes_does_every_item_once(make: Make) -> None:
     items = 2 * MAX_ARRAY_SIZE + 2
     project = make(items, **ONE_EACH)
@@ -131,7 +133,7 @@ def test_a_stage_of_more_tasks_than_an_array_takes_does_every_item_once(make: Ma
     assert run.stage()["census"]["accepted"] == items
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_stage_of_more_tasks_than_may_be_queued_goes_in_waves(make: Make, healthy: Cluster) -> None:
     items = TINY_MAX_SUBMIT - 1
     project = make(items, cluster__slurm__qos="tiny", **ONE_EACH)
@@ -142,6 +144,7 @@ def test_a_stage_of_more_tasks_than_may_be_queued_goes_in_waves(make: Make, heal
     assert Counter(one["file"] for one in project.seen()) == {f"c{number}.pdb": 1 for number in range(items)}
 
 
+@pytest.mark.nightly
 def test_two_tasks_on_each_of_three_nodes_have_a_gpu_and_two_cores_of_their_own(make: Make, healthy: Cluster) -> None:
     names = [f"c{number}.pdb" for number in range(6)]
     project = make(6, dict.fromkeys(names, LINGERS), cluster__scan__gpus=1, cluster__scan__cpus=2, **ONE_EACH)
@@ -157,6 +160,7 @@ def test_two_tasks_on_each_of_three_nodes_have_a_gpu_and_two_cores_of_their_own(
     run.ends()
 
 
+@pytest.mark.nightly
 def test_what_slurm_has_of_a_job_is_what_emit_and_dry_run_show(make: Make, healthy: Cluster) -> None:
     project = make(3, {"c1.pdb": LINGERS}, **ONE_EACH)
     assert project.types(*SUBMIT, "--emit", "scripts").code == 0
@@ -183,6 +187,7 @@ def without_the_run(script: str, run: Run) -> str:
     return re.sub(r"^#SBATCH --dependency=.*\n", "", script, flags=re.MULTILINE).strip()
 
 
+@pytest.mark.nightly
 def test_an_edit_of_code_or_configuration_after_submitting_changes_nothing(make: Make, tmp_path: Path) -> None:
     project = make(3, {"c1.pdb": LINGERS}, **ONE_EACH)
     checkout = tmp_path / "checkout"
@@ -203,6 +208,7 @@ def test_an_edit_of_code_or_configuration_after_submitting_changes_nothing(make:
     assert codes.pop().is_relative_to(project.folder / "runs" / ".code")
 
 
+@pytest.mark.nightly
 def test_a_second_submission_joins_the_run_that_does_it_already_and_never_doubles_it(make: Make) -> None:
     project = make(3, {"c1.pdb": LINGERS}, **ONE_EACH)
     run = project.submits()
@@ -219,6 +225,7 @@ def test_a_second_submission_joins_the_run_that_does_it_already_and_never_double
     assert Counter(one["file"] for one in project.seen()) == {f"c{number}.pdb": 1 for number in range(3)}
 
 
+@pytest.mark.nightly
 def test_cancel_ends_a_run_with_its_supervisors_and_keeps_what_is_done(make: Make, healthy: Cluster) -> None:
     project = make(3, {"c2.pdb": LINGERS}, **ONE_EACH)
     run = project.submits()
@@ -234,7 +241,7 @@ def test_cancel_ends_a_run_with_its_supervisors_and_keeps_what_is_done(make: Mak
     assert again.stage()["cached"] == 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_following_ends_without_a_supervisor_and_resume_takes_up_what_was_then_cancelled(
     make: Make, healthy: Cluster
 ) -> None:
@@ -264,6 +271,7 @@ def test_following_ends_without_a_supervisor_and_resume_takes_up_what_was_then_c
     assert (again.stage()["cached"], again.stage()["census"]["accepted"]) == (2, 3)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("settings", "code", "words", "change"),
     [
@@ -298,11 +306,13 @@ def assert_refused(done: Typed, code: int, words: str, change: str) -> None:
     assert "Traceback" not in done.err
 
 
+@pytest.mark.nightly
 def test_a_machine_without_slurm_says_so(make: Make) -> None:
     done = make(1).types(*SUBMIT, PATH=str(PIPELINE.parent))
     assert_refused(done, 6, "sbatch", "--executor local")
 
 
+@pytest.mark.nightly
 def test_a_full_disk_for_logs_refuses_before_anything_is_queued(make: Make, healthy: Cluster) -> None:
     project = make(1)
     full = project.folder / "full"
@@ -318,6 +328,7 @@ def test_a_full_disk_for_logs_refuses_before_anything_is_queued(make: Make, heal
     assert healthy.run("squeue", "-h").stdout == ""
 
 
+@pytest.mark.nightly
 def test_a_full_queue_refuses_before_anything_is_begun(make: Make, healthy: Cluster) -> None:
     for _ in range(TINY_MAX_SUBMIT):
         assert healthy.run("sbatch", "--qos=tiny", "--hold", "--output=/dev/null", "--wrap=true").returncode == 0

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from pipeline.journal.run_status import RunState
-from tests.slurm.cluster import Cluster
-from tests.slurm.runs import Project, Run, make_project
+from tests.testkit.cluster import Cluster
+from tests.testkit.slurm_runs import Project, Run, make_project
 
 pytestmark = pytest.mark.slurm
 
@@ -115,7 +115,7 @@ def failures(run: Run) -> list[tuple[str, int]]:
     return [(one["cause"], one["number"]) for one in run.stage("train")["failures"]]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_script_that_heeds_the_warning_of_its_time_limit_goes_back_into_the_queue_and_ends(
     begun: dict[str, Run],
 ) -> None:
@@ -127,6 +127,7 @@ def test_a_script_that_heeds_the_warning_of_its_time_limit_goes_back_into_the_qu
     assert run.stage("train")["census"]["figures"]["step"] == int(second[0]) + 10
 
 
+@pytest.mark.nightly
 def test_a_script_killed_at_the_limit_of_its_memory_begins_again_with_more(begun: dict[str, Run]) -> None:
     run = begun["memory"]
     run.ends()
@@ -135,6 +136,7 @@ def test_a_script_killed_at_the_limit_of_its_memory_begins_again_with_more(begun
     assert "held 629145600" in run.project.types("logs", run.name, "--task", "0").out
 
 
+@pytest.mark.nightly
 def test_processes_on_two_nodes_are_told_where_to_meet_as_by_torchrun(begun: dict[str, Run]) -> None:
     run = begun["meets"]
     run.ends()
@@ -146,6 +148,7 @@ def test_processes_on_two_nodes_are_told_where_to_meet_as_by_torchrun(begun: dic
     assert nodes[0] == nodes[1] != nodes[2] == nodes[3]
 
 
+@pytest.mark.nightly
 def test_a_command_that_starts_processes_itself_is_started_once_on_each_node(begun: dict[str, Run]) -> None:
     run = begun["starts"]
     run.ends()
@@ -155,7 +158,7 @@ def test_a_command_that_starts_processes_itself_is_started_once_on_each_node(beg
     assert {text.split()[6] for text in found} == {"False"}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_process_whose_memory_ended_is_the_reason_though_another_hangs(begun: dict[str, Run]) -> None:
     run = begun["hangs"]
     run.ends()
@@ -163,6 +166,7 @@ def test_a_process_whose_memory_ended_is_the_reason_though_another_hangs(begun: 
     assert run.stage("train")["census"]["micro_batch"] == 1
 
 
+@pytest.mark.nightly
 def test_a_script_that_fails_ends_the_run_with_its_last_lines(tmp_path: Path, healthy: Cluster) -> None:
     run = submitted(tmp_path / "project", "print('reading', flush=True)\nprint(1 / 0)\n", "")
     run.ends(RunState.FAILED)
@@ -172,6 +176,7 @@ def test_a_script_that_fails_ends_the_run_with_its_last_lines(tmp_path: Path, he
     assert failures(run) == [("failed", 1)]
 
 
+@pytest.mark.nightly
 def test_the_job_that_would_be_submitted_asks_for_what_a_node_has_at_most(tmp_path: Path, healthy: Cluster) -> None:
     project: Project = make_project(tmp_path / "project", items=0, train__command=PYTHON)
     done = project.types("submit", "--stage", "train", "--only", "--executor", "slurm", "--dry-run")

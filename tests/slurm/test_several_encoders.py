@@ -12,11 +12,11 @@ import pytest
 
 from pipeline.journal.run_folder import runs_in
 from pipeline.store.cache_folder import CacheFolder
-from tests.slurm.cluster import Cluster
-from tests.slurm.cluster.cluster import SEARCH_PATH
-from tests.slurm.runs import PIPELINE, Project, has_begun, kill, make_project, processes_of, until
+from tests.testkit.cluster import Cluster
+from tests.testkit.cluster.cluster import SEARCH_PATH
+from tests.testkit.slurm_runs import PIPELINE, Project, has_begun, kill, make_project, processes_of, until
 
-pytestmark = [pytest.mark.slurm, pytest.mark.fault, pytest.mark.slow]
+pytestmark = [pytest.mark.slurm, pytest.mark.fault, pytest.mark.nightly]
 ITEMS = 5
 SUBMIT = ("submit", "--stage", "embed", "--executor", "slurm", "--follow")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.encoder.sequences import natural
-from tests.slurm.cluster import Cluster
+from tests.testkit.cluster import Cluster
 
 pytestmark = pytest.mark.slurm
 PIPELINE = str(Path(sys.executable).with_name("pipeline"))
@@ -61,7 +61,7 @@ def ended(folder: Path) -> dict[str, object]:
         time.sleep(0.5)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_stage_asks_only_for_cards_that_its_plan_fits(featured: Cluster, project: Path) -> None:
     done = typed(project, "submit", "--stage", "embed")
     assert done.returncode == 0, done.stderr
@@ -73,7 +73,7 @@ def test_a_stage_asks_only_for_cards_that_its_plan_fits(featured: Cluster, proje
     assert rows == [featured.nodes[0]]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_plan_that_fits_no_card_is_infeasible(featured: Cluster, project: Path) -> None:
     small = SETTINGS.replace("80GiB", "65MiB")
     (project / "pipeline.yaml").write_text(small)
@@ -83,7 +83,7 @@ def test_a_plan_that_fits_no_card_is_infeasible(featured: Cluster, project: Path
     assert "the largest card here, large, has 65.0 MiB" in str(state["error"])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_supervisor_on_the_login_node_brings_a_run_to_its_end(healthy: Cluster, project: Path) -> None:
     login = ("--set", "cluster.supervisor.where=login", "--set", "cluster.slurm.cards=[]")
     done = typed(project, "submit", "--stage", "embed", "--follow", *login)

@@ -8,11 +8,11 @@ import shutil
 import pytest
 
 from tests.runs.workflow.trained import weights
-from tests.slurm.cluster import Cluster
 from tests.slurm.killed_sweep import POINTS, STEPS, SWEEP, WORKER, finished, killed_sweep, ready_to_sweep
-from tests.slurm.runs import Project, Run, processes_of, until
+from tests.testkit.cluster import Cluster
+from tests.testkit.slurm_runs import Project, Run, processes_of, until
 
-pytestmark = [pytest.mark.slurm, pytest.mark.fault, pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.slurm, pytest.mark.fault, pytest.mark.nightly, pytest.mark.timeout(1500)]
 
 TWINS = 3
 

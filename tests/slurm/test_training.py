@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from tests.runs.workflow.trained import weights
-from tests.slurm.cluster import Cluster
-from tests.slurm.runs import Project, Run, make_project, until
 from tests.slurm.test_by_hand import ROOT
+from tests.testkit.cluster import Cluster
+from tests.testkit.slurm_runs import Project, Run, make_project, until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.fault, pytest.mark.timeout(900)]
 
@@ -145,6 +145,7 @@ def failures(run: Run) -> list[str]:
     return [one["cause"] for one in run.stage("train")["failures"]]
 
 
+@pytest.mark.nightly
 def test_ranks_on_two_nodes_train_a_model(begun: dict[str, Run], peace: dict[str, bytes]) -> None:
     run = begun["peace"]
     assert failures(run) == []
@@ -168,7 +169,6 @@ def killed(peace: dict[str, bytes], project: Project) -> Run:
     return run
 
 
-@pytest.mark.slow
 def test_a_rank_that_is_killed_changes_no_bit(killed: Run, peace: dict[str, bytes]) -> None:
     assert failures(killed) == ["crashed"]
     assert weights(model(killed), STEPS) == peace
@@ -176,7 +176,7 @@ def test_a_rank_that_is_killed_changes_no_bit(killed: Run, peace: dict[str, byte
     assert killed.stage("train")["items_done"] == STEPS
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_rank_that_died_is_named(killed: Run) -> None:
     (failure,) = killed.stage("train")["failures"]
     assert re.search(r"rank 1 on \S*n\d: .*SIGKILL", failure["reason"]), failure["reason"]
@@ -184,7 +184,7 @@ def test_the_rank_that_died_is_named(killed: Run) -> None:
     assert "task 1: Killed" in killed.project.types("logs", killed.name).said
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_log_of_one_rank_has_its_lines_alone(killed: Run) -> None:
     first, second = (killed.project.types("logs", killed.name, "--rank", str(rank)).out for rank in range(NODES))
     assert "epoch" in first
@@ -192,7 +192,7 @@ def test_the_log_of_one_rank_has_its_lines_alone(killed: Run) -> None:
     assert "epoch" not in second
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_preempted_training_goes_on(peace: dict[str, bytes], project: Project, cluster: Cluster) -> None:
     run = trains(project, "preempted", "slow", cluster__train__partition="preempt")
     figures = run.project.folder / "models"
@@ -212,7 +212,7 @@ def restarts(run: Run) -> int:
     return (run.folder.events / "train-000000-0.jsonl").read_text().count('"kind":"task_started"') - 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_training_at_its_time_limit_saves_itself_and_goes_on(begun: dict[str, Run], peace: dict[str, bytes]) -> None:
     run = begun["limit"]
     run.ends()
@@ -224,6 +224,7 @@ def test_a_training_at_its_time_limit_saves_itself_and_goes_on(begun: dict[str, 
     assert weights(model(run), STEPS) == peace
 
 
+@pytest.mark.nightly
 def test_a_training_above_its_memory_limit_gets_more(begun: dict[str, Run], peace: dict[str, bytes]) -> None:
     run = begun["memory"]
     run.ends()
@@ -233,7 +234,7 @@ def test_a_training_above_its_memory_limit_gets_more(begun: dict[str, Run], peac
     assert weights(model(run), STEPS) == peace
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_script_trains_when_it_is_submitted_by_hand(
     project: Project, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:

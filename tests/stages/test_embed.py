@@ -119,14 +119,14 @@ def test_a_second_run_computes_nothing(
     assert run(weights, recipe, open_shelves(tmp_path)) == [None] * len(TEXTS)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_one_added_sequence_costs_one_sequence(weights: Path, recipe: EmbeddingRecipe, shelves: EmbedShelves) -> None:
     run(weights, recipe, shelves)
     run(weights, recipe, shelves, [*TEXTS, "MKVMKV"])
     assert shelves.embeddings.stat().records == len(TEXTS) + 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_work_that_is_cut_short_is_kept_and_not_done_again(
     weights: Path, recipe: EmbeddingRecipe, shelves: EmbedShelves, tmp_path: Path
 ) -> None:
@@ -146,7 +146,7 @@ def published(folder: Path) -> list[str]:
     return [name.split("/")[0] for name in names if name.endswith("/rows")]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_batches_do_not_change_a_bit(weights: Path, recipe: EmbeddingRecipe, tmp_path: Path) -> None:
     stored = []
     for number, settings in enumerate(
@@ -158,7 +158,7 @@ def test_batches_do_not_change_a_bit(weights: Path, recipe: EmbeddingRecipe, tmp
     assert stored[0] == stored[1] == stored[2]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_bfloat16_is_stored_as_other_readers_know_it(weights: Path, recipe: EmbeddingRecipe, tmp_path: Path) -> None:
     full, half = open_shelves(tmp_path / "full"), open_shelves(tmp_path / "half")
     run(weights, recipe, full)
@@ -180,6 +180,7 @@ def test_an_encoder_that_misses_the_reference_publishes_nothing(
     assert shelves.embeddings.stat().records == 0
 
 
+@pytest.mark.nightly
 def test_half_precision_that_misses_the_reference_is_done_in_full(
     weights: Path, recipe: EmbeddingRecipe, shelves: EmbedShelves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,7 +191,7 @@ def test_half_precision_that_misses_the_reference_is_done_in_full(
     assert looked_up(half, shelves) == [Variant("fp32")] * len(TEXTS)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_half_precision_that_misses_the_reference_publishes_nothing_where_no_other_is_allowed(
     tmp_path: Path, shelves: EmbedShelves
 ) -> None:
@@ -236,6 +237,7 @@ def test_a_processor_without_bf16_products_computes_in_fp32_or_says_what_to_do(
     assert set(looked_up(products, shelves)) == {Variant("fp32")}
 
 
+@pytest.mark.nightly
 def test_the_verdict_is_remembered_for_the_same_machine(
     weights: Path, recipe: EmbeddingRecipe, shelves: EmbedShelves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -270,7 +272,7 @@ def test_what_cannot_be_embedded_is_told_by_its_key(
     assert (key, reason) == (strict.key("M" * 65, strict.wanted(65)).hex(), Reason.SEQUENCE_TOO_LONG)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_budget_that_was_learned_holds_for_the_next_run(
     weights: Path, recipe: EmbeddingRecipe, shelves: EmbedShelves, tmp_path: Path
 ) -> None:
@@ -309,7 +311,7 @@ def test_steps_of_remembered_budgets_are_close_enough_to_be_useful() -> None:
     assert (steps[1:] / steps[:-1] <= 1.5).all()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_record_without_the_mark_is_not_served_where_it_is_kept_and_the_gate_is_asked_again(
     weights: Path, recipe: EmbeddingRecipe, shelves: EmbedShelves
 ) -> None:
@@ -325,6 +327,7 @@ def test_a_record_without_the_mark_is_not_served_where_it_is_kept_and_the_gate_i
         np.testing.assert_array_equal(record.arrays["rows"], rows_of(text, recipe, shelves))
 
 
+@pytest.mark.nightly
 def test_a_verdict_that_failed_is_not_remembered(
     weights: Path, recipe: EmbeddingRecipe, shelves: EmbedShelves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -335,7 +338,7 @@ def test_a_verdict_that_failed_is_not_remembered(
     assert run(weights, recipe, shelves) == [None] * len(TEXTS)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_encoder_that_stands_in_for_another_has_passed_the_gate_too(
     weights: Path, recipe: EmbeddingRecipe, shelves: EmbedShelves, monkeypatch: pytest.MonkeyPatch
 ) -> None:

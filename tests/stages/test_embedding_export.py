@@ -25,8 +25,8 @@ from pipeline.project.project import Project
 from pipeline.runs.model.prepare import embeddings_used
 from pipeline.runs.workflow.embedding_export import WantedExport, export_embeddings
 from pipeline.training.evaluating.embedding_files import FORMATS, SUFFIXES, hdf5_name
-from tests.command import Command
-from tests.projects import settle, submit_there, write_complex
+from tests.testkit.command import Command
+from tests.testkit.projects import settle, submit_there, write_complex
 
 pytestmark = pytest.mark.timeout(300)
 DIM = 8
@@ -109,6 +109,7 @@ def read(path: Path, pool: str = "none") -> dict[str, NDArray[Any]]:
     return {name: array[first : first + residues] for name, first, residues in bounds}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("format_", FORMATS)
 @pytest.mark.parametrize("pool", ["none", "mean", "max"])
 def test_every_id_finds_its_own_rows_in_every_format(sequences: Path, format_: str, pool: str) -> None:
@@ -122,6 +123,7 @@ def test_every_id_finds_its_own_rows_in_every_format(sequences: Path, format_: s
         assert found[name].dtype == np.float32
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("format_", FORMATS)
 def test_chains_of_partners_are_told_apart_and_of_one_split(complexes: Path, format_: str) -> None:
     whole = read(export(complexes, f"x{SUFFIXES[format_][0]}", WantedExport(format_)))
@@ -132,13 +134,14 @@ def test_chains_of_partners_are_told_apart_and_of_one_split(complexes: Path, for
     assert all(np.array_equal(part[name], whole[name]) for name in part)
 
 
+@pytest.mark.nightly
 def test_a_project_that_was_moved_is_exported_by_the_content_of_its_files(tmp_path: Path, complexes: Path) -> None:
     shutil.copytree(complexes, tmp_path / "moved")
     found = read(export(tmp_path / "moved", "x.h5", WantedExport("h5")))
     assert len(found) == 8
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_partner_that_was_embedded_as_one_text_is_cut_into_its_chains(tmp_path: Path, complexes: Path) -> None:
     shutil.copytree(complexes, tmp_path / "joined")
     folder = tmp_path / "joined"
@@ -156,6 +159,7 @@ def test_a_partner_that_was_embedded_as_one_text_is_cut_into_its_chains(tmp_path
     assert np.array_equal(np.concatenate([found["c0:A"], found["c0:B"]]), whole)
 
 
+@pytest.mark.nightly
 def test_what_is_missing_is_named_with_the_next_command_and_no_file_is_left(
     tmp_path: Path, sequences: Path, pipeline: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,6 +181,7 @@ def test_what_is_missing_is_named_with_the_next_command_and_no_file_is_left(
     assert set(read(folder / "all.h5")) == set(SEQUENCES)
 
 
+@pytest.mark.nightly
 def test_a_damaged_embedding_is_never_exported(tmp_path: Path, sequences: Path, pipeline: Command) -> None:
     folder = tmp_path / "damaged"
     shutil.copytree(sequences, folder)
@@ -191,6 +196,7 @@ def test_a_damaged_embedding_is_never_exported(tmp_path: Path, sequences: Path, 
     assert not list(folder.glob("*x.*"))
 
 
+@pytest.mark.nightly
 def test_a_file_that_is_there_is_kept_unless_it_is_to_be_replaced(
     tmp_path: Path, sequences: Path, pipeline: Command
 ) -> None:
@@ -229,6 +235,7 @@ export.export_embeddings(project, out, export.WantedExport(out.suffix[1:]))
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("format_", FORMATS)
 def test_an_export_that_is_killed_leaves_nothing_under_its_name_and_is_done_again_whole(
     tmp_path: Path, sequences: Path, format_: str
@@ -242,6 +249,7 @@ def test_an_export_that_is_killed_leaves_nothing_under_its_name_and_is_done_agai
     assert set(read(out)) == set(SEQUENCES)
 
 
+@pytest.mark.nightly
 def test_wrong_words_are_refused_with_what_to_type(
     sequences: Path, complexes: Path, pipeline: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -256,6 +264,7 @@ def test_wrong_words_are_refused_with_what_to_type(
     assert "there are: test, train, val" in split.err
 
 
+@pytest.mark.nightly
 def test_a_data_set_without_a_usable_item_names_a_command_that_there_is(
     tmp_path: Path, sequences: Path, pipeline: Command
 ) -> None:
@@ -268,6 +277,7 @@ def test_a_data_set_without_a_usable_item_names_a_command_that_there_is(
     assert (typed.split()[0], told.code, "No such option" in told.err) == ("status", 0, False)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("name", "other"), [("pipe", "a device"), (".", "a folder")])
 def test_a_device_or_a_folder_is_no_place_for_an_export(
     tmp_path: Path, sequences: Path, pipeline: Command, monkeypatch: pytest.MonkeyPatch, name: str, other: str
@@ -298,6 +308,7 @@ def marked(sequences: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("format_", FORMATS)
 def test_every_id_finds_the_row_of_its_mark_in_every_format(marked: Path, format_: str) -> None:
     stored = expected(marked, array="cls")
@@ -310,6 +321,7 @@ def test_every_id_finds_the_row_of_its_mark_in_every_format(marked: Path, format
     assert set(read(marked / "cls.npy", "cls")) == set(SEQUENCES)  # by the commands that were typed
 
 
+@pytest.mark.nightly
 def test_rows_with_a_mark_beside_them_are_those_without_and_are_told_apart(marked: Path, sequences: Path) -> None:
     store = Project.open(read_config(marked / "pipeline.yaml").config).encoding.shelves.embeddings
     assert store.stat().records == 2 * len(set(SEQUENCES.values()))
@@ -319,6 +331,7 @@ def test_rows_with_a_mark_beside_them_are_those_without_and_are_told_apart(marke
         assert all(np.array_equal(found[name], before[text]) for name, text in SEQUENCES.items())
 
 
+@pytest.mark.nightly
 def test_what_decides_a_training_is_the_same_with_marks_beside_the_rows(marked: Path) -> None:
     first, second = (
         embeddings_used(Project.open(read_config(marked / "pipeline.yaml", sets).config))
@@ -327,7 +340,7 @@ def test_what_decides_a_training_is_the_same_with_marks_beside_the_rows(marked: 
     assert first == second
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_chains_that_were_embedded_as_one_text_share_its_mark_and_that_is_said(
     tmp_path: Path, complexes: Path, pipeline: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -349,7 +362,7 @@ def test_chains_that_were_embedded_as_one_text_share_its_mark_and_that_is_said(
         np.testing.assert_array_equal(row, (bits.astype(np.uint32) << 16).view(np.float32))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_marks_of_a_fasta_file_come_out_in_two_commands(
     tmp_path: Path, marked: Path, pipeline: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -367,6 +380,7 @@ def test_marks_of_a_fasta_file_come_out_in_two_commands(
     assert all(np.array_equal(ours[name], stored[text]) for name, text in SEQUENCES.items())
 
 
+@pytest.mark.nightly
 def test_a_record_whose_mark_is_gone_is_never_exported(marked: Path, tmp_path: Path, pipeline: Command) -> None:
     folder = tmp_path / "gone"
     shutil.copytree(marked, folder)
@@ -384,6 +398,7 @@ def test_a_record_whose_mark_is_gone_is_never_exported(marked: Path, tmp_path: P
     assert not list(tmp_path.glob("*x.*"))
 
 
+@pytest.mark.nightly
 def test_an_export_never_waits_for_torch(sequences: Path, tmp_path: Path) -> None:
     program = (
         "import sys; from pipeline.cli.main import main; sys.argv = ['pipeline', *sys.argv[1:]]\n"
@@ -395,6 +410,7 @@ def test_an_export_never_waits_for_torch(sequences: Path, tmp_path: Path) -> Non
     assert done.stdout.decode().splitlines()[-1] == "False"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("module", "format_", "extra"), [("h5py", "h5", "hdf5"), ("pyarrow", "parquet", "parquet")])
 def test_an_extra_that_is_not_installed_is_named(
     sequences: Path, pipeline: Command, monkeypatch: pytest.MonkeyPatch, module: str, format_: str, extra: str
@@ -407,6 +423,7 @@ def test_an_extra_that_is_not_installed_is_named(
     assert not list(sequences.glob("*z.*"))
 
 
+@pytest.mark.nightly
 def test_a_configuration_of_ones_own_is_never_written_over(
     tmp_path: Path, sequences: Path, pipeline: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -417,6 +434,7 @@ def test_a_configuration_of_ones_own_is_never_written_over(
     assert Path("pipeline.yaml").read_text() == "data: {path: mine}\n"
 
 
+@pytest.mark.nightly
 def test_fasta_in_hdf5_out_in_two_commands_without_a_project(
     tmp_path: Path, sequences: Path, pipeline: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:

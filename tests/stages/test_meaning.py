@@ -544,7 +544,7 @@ def test_nothing_that_is_made_by_the_real_code_is_ever_accused(
     assert not list(wrong_beside_inventory(record, inventory, kept.arrays, recipe.plain()))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.shared
 @pytest.mark.parametrize("recipe", [RESIDUES, GraphRecipe(), ATOMS, GraphRecipe(nodes="atom", hydrogens=True, hops=2)])
 @pytest.mark.parametrize("source", ["complexes", "bound", "unbound", "varied"])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import tracemalloc
 from pathlib import Path
 
+import pytest
+
 from pipeline.records import Item, Part, Role
 from pipeline.runs.workflow.census import CensusTally
 from pipeline.stages.scan import ScanShelves, scan_items
@@ -32,6 +34,7 @@ def peak_bytes(folder: Path, items: int) -> int:
     return peak
 
 
+@pytest.mark.nightly
 def test_scanning_many_items_takes_the_memory_of_few(tmp_path: Path) -> None:
     few, many = peak_bytes(tmp_path / "few", FEW), peak_bytes(tmp_path / "many", MANY)
     assert many - few < BYTES_AN_ITEM * (MANY - FEW)

@@ -17,9 +17,9 @@ from pipeline.records import Inventory, Item, Part, Role
 from pipeline.structures.inventory import ScanRecipe, examine_item
 from pipeline.structures.parsing.structure_files import File
 from pipeline.structures.policy import Policy
-from tests.command import Command
-from tests.projects import settle
 from tests.structures.pdb_text import chain, residue
+from tests.testkit.command import Command
+from tests.testkit.projects import settle
 
 BOTH = Part(Role.COMPLEX, "c.pdb")
 GAPS = (

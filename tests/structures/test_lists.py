@@ -17,10 +17,10 @@ from pipeline.readers import made
 from pipeline.records import Role
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.structures.synthetic import complex_pdb
-from tests.command import Command
 from tests.conftest import ROOT
 from tests.graphs.complexes import complex_of, side
-from tests.projects import MakeProject, settle
+from tests.testkit.command import Command
+from tests.testkit.projects import MakeProject, settle
 
 SUBMIT = ("submit", "--executor", "local", "--follow")
 TWINS = 7  # more than a message names

@@ -17,7 +17,6 @@ from pipeline.tasks.docking.rigid_diffusion import rigidly_moved, table_rows
 from pipeline.training.step.checkpointing import repeated
 from pipeline.training.step.optimizers import StepSettings
 from pipeline.training.step.step import Step
-from tests.limited import device
 from tests.memory.tracing.traced import tracer, true_peak
 from tests.tasks.docking_items import (
     CA,
@@ -36,10 +35,12 @@ from tests.tasks.docking_items import (
     tensors_of,
 )
 from tests.tasks.items import batch_of, made, real
+from tests.testkit.limited import device
 
 # ---- what it is ----
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("task", [SMALL, replace(SMALL, multiplicity=3), replace(SMALL, as_published=True)])
 def test_it_keeps_the_contract_of_a_task(task):
     assert list(breaches(task, sizes=SIZES[0], items=batch_of(THREE, ids=IDS).items[:])) == []
@@ -160,7 +161,7 @@ def test_layers_computed_again_in_backward_give_the_same_gradients():
     assert max_difference(gradients(SMALL, [batch]), gradients(SMALL, [batch], checkpointing=True)) < 1e-10
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("size", [0, 1, 2], ids=["small", "middle", "large"])
 @pytest.mark.parametrize("choice", [MemoryChoice(), MemoryChoice(checkpointing=True)], ids=["plain", "again"])
@@ -340,6 +341,7 @@ def test_real_complexes_are_docked_in_the_frame_of_their_files(shared_structures
     assert all(np.isfinite(value) for value in figures.values())
 
 
+@pytest.mark.nightly
 def test_it_learns_which_way_a_few_ligands_were_moved():
     task = replace(SMALL, scalars=8, multiplicity=4)
     batch = collated(*(made(seed, 30, 20) for seed in range(2)), task=task, ids=("e", "f"))

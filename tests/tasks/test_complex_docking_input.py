@@ -21,7 +21,6 @@ from pipeline.tasks.docking.pose_confidence import trained_confidence
 from pipeline.tasks.docking.score_network import to_published
 from pipeline.training.checkpoints.trained_weights import load_pretrained
 from pipeline.training.sampling.epoch_order import SamplerSettings as Sampling
-from tests.projects import settle
 from tests.tasks.docking.original import FOLDER, needs_original
 from tests.tasks.docking_items import (
     CONFIDENCE,
@@ -37,6 +36,7 @@ from tests.tasks.docking_items import (
     rows_of,
 )
 from tests.tasks.items import batch_of, graph_of, made
+from tests.testkit.projects import settle
 
 # ---- bad input ----
 
@@ -143,6 +143,7 @@ def drawn(folder, graphs, names, count=3, task=SMALL):
     return replace(CONFIDENCE, poses=str(folder))
 
 
+@pytest.mark.nightly
 def test_confidence_keeps_the_contract_of_a_task(tmp_path):
     task = drawn(tmp_path / "poses", THREE, IDS)
     items = batch_of(THREE, ids=IDS).items[:]

@@ -21,10 +21,10 @@ from pipeline.tasks.pairs import retrieval
 from pipeline.training.step.checkpointing import repeated
 from pipeline.training.step.contrastive import make_step
 from pipeline.training.step.optimizers import StepSettings
-from tests.limited import device
 from tests.memory.tracing.traced import tracer, true_peak
 from tests.tasks.items import double
 from tests.tasks.reader_items import batch_of
+from tests.testkit.limited import device
 
 RNG = np.random.default_rng(0)
 SMALL = ContrastivePair(
@@ -349,6 +349,7 @@ def test_a_frozen_temperature_is_not_given_to_the_optimizer():
 # ---- memory ----
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("size", range(len(SIZES)))
 def test_the_planner_traces_it_to_two_thousandths_of_what_it_takes(size):
@@ -395,7 +396,7 @@ def test_items_without_the_side_that_is_read_are_refused_by_name():
 # ---- it learns ----
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_it_learns_to_find_pairs():
     pairs = [pair(seed) for seed in range(24)]
     torch.manual_seed(0)

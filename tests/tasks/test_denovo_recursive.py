@@ -22,10 +22,10 @@ from pipeline.tasks.peptides.vocabulary import EOS, PAD, SOS, UNK
 from pipeline.training.step.checkpointing import repeated
 from pipeline.training.step.optimizers import StepSettings
 from pipeline.training.step.step import Step
-from tests.limited import device
 from tests.memory.tracing.traced import tracer, true_peak
 from tests.tasks.items import double
 from tests.tasks.reader_items import batch_of
+from tests.testkit.limited import device
 
 RNG = np.random.default_rng(0)
 SMALL = DenovoRecursive(
@@ -95,7 +95,7 @@ def said(task, model, batch):
 # ---- what it is ----
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_it_keeps_to_what_is_asked_of_a_task():
     assert isinstance(SMALL, Example)
     assert isinstance(SMALL, Weights)
@@ -265,6 +265,7 @@ def test_half_precision_is_finite_and_near_single(precision):
     assert all(torch.isfinite(one.grad).all() for one in step.trained)
 
 
+@pytest.mark.nightly
 def test_the_network_is_one_graph_to_a_compiler():
     model, batch = model_of(SHALLOW, torch.float32), collated("PEPTIDE", "WYFR")
     compiled = torch.compile(model, backend="eager", fullgraph=True)
@@ -274,7 +275,7 @@ def test_the_network_is_one_graph_to_a_compiler():
 # ---- memory ----
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("changes", [{}, WHOLE])
 def test_the_plan_is_within_a_hundredth_of_what_it_takes(changes):
@@ -286,6 +287,7 @@ def test_the_plan_is_within_a_hundredth_of_what_it_takes(changes):
         assert planned == pytest.approx(true_peak(task, sizes, 2, **given), rel=0.01)
 
 
+@pytest.mark.nightly
 def test_more_peaks_take_more_and_longer_peptides_do_not_as_each_answer_has_all_its_places():
     traced = tracer(SHALLOW, least=SIZES[0])
     of = [{"peaks": 20, "residues": 8}, {"peaks": 40, "residues": 8}, {"peaks": 20, "residues": 16}]
@@ -297,7 +299,7 @@ def test_more_peaks_take_more_and_longer_peptides_do_not_as_each_answer_has_all_
 # ---- what it says ----
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_it_learns_a_handful_of_peptides():
     task = replace(SHALLOW, smoothing=0.0, precursor_weight=0.02, spectrum_weight=0.2, fragment_charges=1)
     torch.manual_seed(0)

@@ -33,10 +33,10 @@ from pipeline.tasks.encoder_finetune import TOKENS, EncoderFinetune
 from pipeline.training.checkpoints.chosen_checkpoint import write_published
 from pipeline.training.checkpoints.published_names import files_beside, in_form
 from pipeline.training.checkpoints.trained_weights import load_pretrained
-from tests.command import Command
 from tests.memory.tracing.traced import tracer
-from tests.projects import settle
 from tests.tasks.reader_items import batch_of
+from tests.testkit.command import Command
+from tests.testkit.projects import settle
 
 SIZES = {"layers": 3, "width": 16, "heads": 2}
 LORA = EncoderFinetune(**SIZES, rank=2)
@@ -207,7 +207,7 @@ def test_bad_rows_of_a_table_are_rejections_with_their_reason(tmp_path: Path) ->
     assert site.tolist() == [0, -1, 1]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_the_650m_model_fits_24_gb_by_lora_and_all_of_it_trained_would_not() -> None:
     sizes = {TOKENS: 1024, ITEMS: 4}
@@ -246,7 +246,7 @@ class Killed(EncoderFinetune):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("how", [{"rank": 2, "alpha": 4.0}, {"rank": 0, "top_layers": 1}], ids=["lora", "top layers"])
 def test_killed_in_mid_epoch_it_goes_on_to_the_weights_of_its_undisturbed_twin(
@@ -285,7 +285,7 @@ def test_killed_in_mid_epoch_it_goes_on_to_the_weights_of_its_undisturbed_twin(
     assert ended[twin] == ended[folder]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_a_tuned_encoder_is_exported_and_embeds_by_the_same_stage(
     tmp_path: Path, pipeline: Command, monkeypatch: pytest.MonkeyPatch

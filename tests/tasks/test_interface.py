@@ -23,9 +23,9 @@ from pipeline.tasks.interface import Interface
 from pipeline.training.step.checkpointing import repeated
 from pipeline.training.step.optimizers import StepSettings
 from pipeline.training.step.step import Step
-from tests.limited import device
 from tests.memory.tracing.traced import tracer, true_peak
 from tests.tasks.items import DIM, batch_of, double, graph_of, made, real
+from tests.testkit.limited import device
 
 RNG = np.random.default_rng(0)
 SMALL = Interface(embedding_dim=DIM, width=16, layers=2, pair_width=8, pair_layers=2)
@@ -227,6 +227,7 @@ def test_weights_are_those_of_the_loss():
     assert SMALL.weights(batch) == {"interface": 220.0, "contacts": 60 * 40 + 50 * 70.0}
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("size", range(len(SIZES)))
 def test_the_planner_traces_it_to_two_thousandths_of_what_it_takes(size):
@@ -380,7 +381,7 @@ def test_options_that_make_no_sense_are_refused_by_name(name, value):
 # ---- it works and it learns ----
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.shared
 def test_it_runs_on_every_real_complex(shared_structures):
     model = model_of(dtype=torch.float32)
@@ -392,6 +393,7 @@ def test_it_runs_on_every_real_complex(shared_structures):
         assert len(SMALL.metrics(found)) == 5
 
 
+@pytest.mark.nightly
 @pytest.mark.shared
 def test_it_overfits_eight_real_complexes(shared_structures):
     task = Interface(embedding_dim=DIM, width=32, layers=2, pair_width=16, pair_layers=1)

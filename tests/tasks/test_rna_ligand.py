@@ -24,13 +24,13 @@ from pipeline.training.step.checkpointing import repeated
 from pipeline.training.step.contrastive import make_step
 from pipeline.training.step.optimizers import StepSettings
 from pipeline.training.step.step import Step
-from tests.limited import device
-from tests.limited.device import LimitedDevice
 from tests.memory.tracing.traced import tracer, true_peak
 from tests.tasks.items import double
 from tests.tasks.reader_items import batch_of
 from tests.tasks.rna.conftest import learned, targets
 from tests.tasks.rna.made import DIM, IDS, RNG, SIZES, SMALL, by_key, collated, model_of, pocket, three
+from tests.testkit.limited import device
+from tests.testkit.limited.device import LimitedDevice
 
 __all__ = ["learned", "targets"]
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -71,6 +71,7 @@ def test_it_has_all_that_a_task_may_have():
     assert isinstance(SMALL.model(), HasPublishedForms)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("options", [{}, {"loss_by": "cosine_mse", "num_attention_heads": 0, "version": 2}])
 def test_it_keeps_the_contract(learned, options):
     task = replace(learned, **options)
@@ -99,6 +100,7 @@ def test_a_sequence_is_that_of_the_pocket_or_its_complex_and_never_of_the_ligand
         less.collate(three()[:], RNG)
 
 
+@pytest.mark.nightly
 def test_with_sequences_it_keeps_the_contract_and_they_change_what_is_told(sequenced):
     assert list(breaches(sequenced, dict(SIZES[0]), three(), item_sizes=())) == []
     batch, model = sequenced.collate(three()[:], RNG), sequenced.model().eval()
@@ -122,6 +124,7 @@ def test_sequences_that_do_not_fit_are_told(sequenced, options, error, said):
     assert said in str(refused.value)
 
 
+@pytest.mark.nightly
 def test_by_infonce_it_keeps_the_contract(learned):
     assert list(breaches(contrasted(learned), dict(SIZES[0]), three(), item_sizes=())) == []
 
@@ -293,6 +296,7 @@ def test_half_precision_leaves_what_turns_in_single(learned):
     assert float(half) == pytest.approx(float(plain), rel=0.02)
 
 
+@pytest.mark.nightly
 def test_it_overfits_three_pockets(learned):
     torch.manual_seed(0)
     step = Step(learned, StepSettings(learning_rate=1e-2, clip=1.0))
@@ -463,6 +467,7 @@ def planned(task, sizes, choice=PLAIN, *, times=1):
     return live_peak_bytes(oracle.standing(choice), oracle.micro(choice, sizes), accumulate=times > 1)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["use_multi_hop", "use_nonbonded"])
 def test_entries_that_are_switched_off_are_not_there_and_cost_nothing(name):
     off = replace(SMALL, **{name: False})
@@ -472,7 +477,7 @@ def test_entries_that_are_switched_off_are_not_there_and_cost_nothing(name):
     assert planned(off, SIZES[1]) < planned(SMALL, SIZES[1])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("task", "size"),
     [
@@ -490,7 +495,7 @@ def test_the_planner_traces_it_to_two_thousandths_of_what_it_takes(task, size):
         assert predicted == pytest.approx(true_peak(task, SIZES[size], times, clip=1.0), rel=0.002)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("choice", [MemoryChoice(checkpointing=True), MemoryChoice(precision="bf16")])
 def test_remedies_are_planned_as_well(choice):
     device.need()

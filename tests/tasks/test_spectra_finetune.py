@@ -20,10 +20,10 @@ from pipeline.tasks.spectra_finetune import SpectraFinetune
 from pipeline.training.step.checkpointing import repeated
 from pipeline.training.step.optimizers import StepSettings
 from pipeline.training.step.step import Step
-from tests.limited import device
 from tests.memory.tracing.traced import of, tracer, true_peak
 from tests.tasks.items import double
 from tests.tasks.reader_items import batch_of
+from tests.testkit.limited import device
 
 RNG = np.random.default_rng(0)
 SMALL = SpectraFinetune(
@@ -303,7 +303,7 @@ def test_targets_that_are_all_alike_have_no_r2():
 # ---- memory ----
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("size", range(len(SIZES)))
 @pytest.mark.parametrize("frozen", [(), ("embed.", "layers.0.")])
@@ -324,7 +324,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("items", [1, 6, 24])
 @pytest.mark.parametrize("name", OTHERS)

@@ -164,6 +164,7 @@ def weights(out: Path) -> np.ndarray[Any, Any]:
     return np.concatenate([tensor.numpy().ravel() for tensor in tensors.values()])
 
 
+@pytest.mark.nightly
 def test_a_script_that_stops_within_an_epoch_goes_on_with_the_next_step(script: Path, tmp_path: Path) -> None:
     run(script, tmp_path / "whole")
     whole = steps(tmp_path / "whole")
@@ -179,6 +180,7 @@ def test_a_script_that_stops_within_an_epoch_goes_on_with_the_next_step(script: 
     np.testing.assert_array_equal(weights(tmp_path / "parts"), weights(tmp_path / "whole"))
 
 
+@pytest.mark.nightly
 def test_ranks_that_others_start_share_the_steps_of_one_process(script: Path, tmp_path: Path) -> None:
     for ranks in (1, 2):
         run(script, tmp_path / str(ranks), ranks=ranks)

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests.command import Command
 from tests.docs.conftest import Demo
 from tests.docs.conftest import demo as demo
+from tests.testkit.command import Command
 
 HERE = Path(__file__).parent
 TASKS = {"e3nn": "equivariant:Placement", "pyg": "gat:Contacts"}
@@ -46,6 +46,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # PyG, when it is imported
 @pytest.mark.parametrize("kind", TASKS)
 def test_a_task_written_from_the_documentation_plugs_in(

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.circumstances import circumstances, write
-from tests.slurm.cluster import Cluster, why_not
-from tests.slurm.cluster.cluster import DEFAULT_FOLDER
+from tests.testkit.cluster import Cluster, why_not
+from tests.testkit.cluster.cluster import DEFAULT_FOLDER
 from tests.weeks.play import EVENTS, play
 
 SUMMED = ("minutes", "events", "neighbours_steps", "models_compared", "failures")

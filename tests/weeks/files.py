@@ -15,7 +15,7 @@ from pathlib import Path
 from pipeline.journal.run_status import RunState
 from tests.conftest import ROOT
 from tests.security.test_two_users import BOB, GROUPS, LAB, UMASKS, User
-from tests.slurm.runs import Project
+from tests.testkit.slurm_runs import Project
 from tests.weeks.scene import Scene, must
 
 SMALL_DISK = "24m"

@@ -21,10 +21,10 @@ from pathlib import Path
 
 from pipeline.structures.synthetic import complex_pdb
 from tests.conftest import ROOT
-from tests.projects import settle
 from tests.security.test_two_users import BOB
-from tests.slurm.cluster import Cluster, processes
-from tests.slurm.runs import RESIDUES, SMALL, Project, Run, until
+from tests.testkit.cluster import Cluster, processes
+from tests.testkit.projects import settle
+from tests.testkit.slurm_runs import RESIDUES, SMALL, Project, Run, until
 from tests.weeks.one_project import BAD, DAMAGE, Neighbour, Submitted
 from tests.weeks.scene import ENDS_S, SETTINGS, TASK, WAITS_S, must
 from tests.weeks.shared_cache import SharedCache

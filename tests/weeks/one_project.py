@@ -15,7 +15,7 @@ from pipeline.journal.run_folder import RunFolder, runs_in
 from pipeline.journal.run_status import RunState
 from pipeline.records import Reason
 from tests.security.test_two_users import User
-from tests.slurm.runs import Project, Run
+from tests.testkit.slurm_runs import Project, Run
 from tests.weeks.scene import ENDS, ENDS_S, bits, must
 from tests.weeks.twins import Files, Twins, agrees, write_settings
 

@@ -8,8 +8,8 @@ import subprocess
 
 from pipeline.journal.run_folder import runs_in
 from pipeline.journal.run_status import RunState
-from tests.slurm.cluster.cluster import SEARCH_PATH
-from tests.slurm.runs import DIES, PIPELINE, Run, make_project, until
+from tests.testkit.cluster.cluster import SEARCH_PATH
+from tests.testkit.slurm_runs import DIES, PIPELINE, Run, make_project, until
 from tests.weeks.scene import WAITS_S, Scene, must
 
 LEAK_BYTES = 60 << 20

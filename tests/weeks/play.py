@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tests.slurm.cluster import Cluster
+from tests.testkit.cluster import Cluster
 from tests.weeks import files, people, scheduler
 from tests.weeks.neighbours import Neighbours, beside
 from tests.weeks.scene import Scene, prepared, weights

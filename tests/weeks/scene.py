@@ -14,8 +14,8 @@ from typing import Any
 from safetensors import safe_open
 
 from pipeline.journal.run_status import RunState
-from tests.slurm.cluster import Cluster
-from tests.slurm.runs import Project, Run, Typed, make_project, strangers, until
+from tests.testkit.cluster import Cluster
+from tests.testkit.slurm_runs import Project, Run, Typed, make_project, strangers, until
 
 ITEMS, EPOCHS, STEPS, EVERY = 12, 10, 30, 4
 WAITS_S, ENDS_S = 900.0, 1800.0  # the machine may be busy with others

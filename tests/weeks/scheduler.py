@@ -7,7 +7,7 @@ import signal
 import time
 
 from pipeline.journal.run_status import RunState
-from tests.slurm.runs import Run, until
+from tests.testkit.slurm_runs import Run, until
 from tests.weeks.scene import WAITS_S, Scene, must
 
 AWAY_S = 3.0

@@ -12,9 +12,9 @@ import pytest
 
 from pipeline.journal.run_folder import RunFolder
 from pipeline.journal.run_status import RunState
-from tests.slurm.cluster import Cluster
 from tests.slurm.conftest import cluster as cluster
-from tests.slurm.runs import Project, Run
+from tests.testkit.cluster import Cluster
+from tests.testkit.slurm_runs import Project, Run
 from tests.weeks.__main__ import put
 from tests.weeks.one_project import BAD, Submitted, refused, uncounted, untrue
 from tests.weeks.play import EVENTS, Played, play, sequence
@@ -27,7 +27,7 @@ SEED, MINUTES = 2, 5.0
 
 @pytest.mark.slurm
 @pytest.mark.fault
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(3600)
 def test_after_every_event_all_models_are_those_of_a_quiet_run_and_nothing_is_left(cluster: Cluster) -> None:
     assert play(cluster, SEED, MINUTES).failed == []

@@ -45,7 +45,7 @@ def check_step(task, batch):
     return terms
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", NAMES)
 def test_a_member_learns_from_its_smallest_batch(name):
     check_step(*smallest(ZOO[name]))
@@ -143,7 +143,7 @@ def test_edges_of_the_data_dependent_member_grow_with_its_sizes():
     assert kept == [50, 100, 200]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", sorted(GUIDES))
 def test_a_small_version_of_a_guide_learns(seed):
     guide = GUIDES[seed]
@@ -177,6 +177,6 @@ def test_the_rnas_tensor_products_take_4800_weights_an_edge():
     assert model.layers[0]["contacts"].product.weight_numel == 4800
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_effective_batches_of_the_guide_on_peptides_are_96_but_for_those_it_says_are_not():
     assert [one.effective for one in GUIDES["003"].batches] == [96, 96, 96, 128, 80, 96]

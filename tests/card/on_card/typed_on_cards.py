@@ -16,8 +16,8 @@ from safetensors.numpy import load_file
 from pipeline.device.kinds import VISIBLE
 from pipeline.setup.demo_project import make_project
 from tests.card import card
-from tests.command import Command
 from tests.recipes.projects import ALL, Recipe, ran, write
+from tests.testkit.command import Command
 
 CARD = "cluster.slurm.cards=[{gres: a100, mem: 16GiB}]"  # by name one that has bf16
 INTERFACE = Recipe(

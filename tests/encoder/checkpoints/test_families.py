@@ -15,9 +15,9 @@ from pipeline.encoder.checkpoints.esm_checkpoint import Architecture, digest_wei
 from pipeline.encoder.checkpoints.synth import write_random_relative
 from pipeline.encoder.checkpoints.weights import CheckpointFacts, checkpoint_facts
 from pipeline.errors import WeightsUnusable
-from tests.command import Command
 from tests.encoder.checkpoints.relatives import PREFIX, contents, face_config, face_name
 from tests.encoder.own import drawn
+from tests.testkit.command import Command
 
 OLD = Architecture(3, 32, 4, token_dropout=True, family=ESM1B, positions=100, norm_before=True)
 NEW = Architecture(2, 64, 1, token_dropout=False, family=ESMC)
@@ -146,7 +146,7 @@ def test_settings_that_do_not_go_with_the_weights_are_told(
     assert said in done.err
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_sequences_beyond_the_positions_go_in_windows_from_the_command_line(
     old: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

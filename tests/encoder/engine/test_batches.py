@@ -23,7 +23,7 @@ from pipeline.encoder.engine.token_batches import (
     recipe_costs,
     too_long,
 )
-from tests.counted import calls_of
+from tests.testkit.counted import calls_of
 
 relaxed = settings(deadline=None)  # other work may share the machine
 LENGTHS = st.lists(st.integers(0, 3000), max_size=80).map(lambda lengths: np.array(lengths, np.int64))

@@ -65,7 +65,7 @@ def test_rows_are_those_of_the_reference(checkpoint):
         np.testing.assert_allclose(shelf.taken[index].rows_LD, wanted, rtol=0, atol=2e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("changes", [{"cap": 1}, {"cap": 64}, {"policy": "tokens"}, {"budget": 90}, {"cap": "auto"}])
 def test_rows_are_the_same_bits_whatever_the_batches(checkpoint, changes):
     sequences = texts(*range(1, 60), 300, 200)
@@ -75,7 +75,7 @@ def test_rows_are_the_same_bits_whatever_the_batches(checkpoint, changes):
     assert other.rows() == plain.rows()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("storage", "dtype"), [("fp32", "f4"), ("fp16", "f2"), ("bf16", "u2")])
 def test_rows_are_stored_in_the_precision_that_is_asked_for(checkpoint, storage, dtype):
     sequences = texts(30, 20)
@@ -88,7 +88,7 @@ def test_rows_are_stored_in_the_precision_that_is_asked_for(checkpoint, storage,
         assert made.rows_LD.tobytes() == wanted.view(torch.uint8).numpy().tobytes()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("bad", ["", "ACj", "AC DE", "A*", "M.", "AC<mask>", "é", "😀A"])
 def test_a_sequence_that_cannot_be_read_is_refused_and_the_others_are_not(checkpoint, bad):
     outcomes, shelf = embed(checkpoint, ["ACDE", bad, "MK"])
@@ -121,7 +121,7 @@ def test_a_truncated_sequence_has_the_rows_of_its_beginning_and_says_so(checkpoi
     assert shelf.taken[0].meta == {"residues": 80, "rows": 50, "precision": "fp32", "cut": cut}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("budget_tokens", [20, 110, 10_000])
 def test_a_sequence_in_windows_has_the_rows_of_its_windows(checkpoint, budget_tokens):
     (sequence,) = texts(131)
@@ -444,7 +444,7 @@ def automatic_budget(mem_bytes):
     return engine.figures.budget_tokens
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_automatic_budget_follows_the_memory_of_the_allocation():
     free_bytes = -memory_ladder.host_free_bytes(0) + memory_ladder.QUEUE_BYTES  # with so much, nothing is left
     for tokens in (100, 1000, 8000):
@@ -471,6 +471,7 @@ assert taken_since(before) > block.nbytes - (64 << 20), taken_since(before)
 """
 
 
+@pytest.mark.nightly
 def test_memory_that_only_holds_mapped_files_is_free(tmp_path):
     if Disk().in_memory(tmp_path):
         pytest.skip("files are kept in memory here: what is mapped of them does take it")

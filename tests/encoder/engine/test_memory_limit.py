@@ -12,7 +12,7 @@ import pytest
 from pipeline.encoder.checkpoints.synth import write_random_checkpoint
 from pipeline.journal.run_folder import runs_in
 from pipeline.store.cache_folder import CacheFolder
-from tests.command import Command
+from tests.testkit.command import Command
 
 WINDOW, OVERLAP = 5000, 256
 LONG = 15000
@@ -50,7 +50,7 @@ def pipeline(monkeypatch, capsys):
     return Command(monkeypatch, capsys)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_memory_limit_that_kills_is_never_reached(tmp_path, monkeypatch, pipeline):
     monkeypatch.chdir(tmp_path)
     write_random_checkpoint(tmp_path / "esm2_wide.pt", layers=1, dim=1280, heads=20)

@@ -55,7 +55,7 @@ def test_results_after_an_oom_are_those_without_one():
     assert squeezed.rows() == plain.rows()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("policy", ["divisor", "tokens"])
 def test_later_batches_keep_the_learned_budget(policy):
     workshop = Workshop({"cpu": 300})
@@ -286,7 +286,7 @@ def test_steps_down_are_only_those_the_recipe_accepts():
     assert full_precision(recipe(), ComputeStep("cuda", Variant("fp32"))) is None
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_memory_that_really_ends_halves_batches_and_cuts_what_is_long(tmp_path):
     program = Path(__file__).with_name("squeezed.py")
     done = subprocess.run([sys.executable, program, tmp_path], capture_output=True, text=True, check=False, timeout=200)

@@ -47,6 +47,7 @@ def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return load_esm_checkpoint(path)
 
 
+@pytest.mark.nightly
 def test_every_token_is_close_to_fp32_at_each_published_width(published: EsmCheckpoint) -> None:
     found, wanted = (torch.cat(rows_of(encoder_of(published, how), SEQUENCES)) for how in (BF16_PRODUCTS, "fp32"))
     cosines_R = cosine_similarity(found.double(), wanted.double(), dim=1)
@@ -55,6 +56,7 @@ def test_every_token_is_close_to_fp32_at_each_published_width(published: EsmChec
     assert float(cosines_R.min()) < 0.99999999  # or bf16 had no part in it
 
 
+@pytest.mark.nightly
 def test_rows_have_the_same_bits_in_every_batch(published: EsmCheckpoint) -> None:
     encoder = encoder_of(published)
     together = rows_of(encoder, SEQUENCES)

@@ -59,6 +59,7 @@ def test_the_file_tells_its_family_and_sizes(checkpoint: EsmCheckpoint) -> None:
     assert checkpoint.architecture in SHAPES.values()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("layer", [1, -1])
 def test_every_token_of_every_layer_is_as_the_reference_has_it(checkpoint: EsmCheckpoint, layer: int) -> None:
     layer = layer if layer > 0 else checkpoint.architecture.layers
@@ -68,6 +69,7 @@ def test_every_token_of_every_layer_is_as_the_reference_has_it(checkpoint: EsmCh
         assert float(cosines_L.min()) >= 0.99999
 
 
+@pytest.mark.nightly
 def test_rows_have_the_same_bits_in_every_batch(checkpoint: EsmCheckpoint) -> None:
     layer = checkpoint.architecture.layers
     texts = TEXTS if checkpoint.dim < 100 else TEXTS[:5]
@@ -75,6 +77,7 @@ def test_rows_have_the_same_bits_in_every_batch(checkpoint: EsmCheckpoint) -> No
         assert torch.equal(rows_of(checkpoint, layer, [text])[0], rows_LD)
 
 
+@pytest.mark.nightly
 def test_the_gate_lets_it_through_in_half_precision_too(checkpoint: EsmCheckpoint) -> None:
     assert check_parity(checkpoint, "bf16", checkpoint.architecture.layers, "cpu").passed
 

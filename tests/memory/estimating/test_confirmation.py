@@ -15,9 +15,9 @@ from pipeline.memory.estimating.traced_oracles import ConfirmedOracle, verdict
 from pipeline.memory.footprint import MemoryChoice, Provenance, live_peak_bytes
 from pipeline.memory.tracing.tracer import Tracer, TraceSession
 from pipeline.training.step.contrastive import make_step
-from tests.limited import device
 from tests.memory.tracing.test_ladder import Layers
 from tests.memory.tracing.traced import LARGE, SIZES, WIDTH, Small, chosen, layers, true_peak
+from tests.testkit.limited import device
 from tests.zoo import ZOO
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -89,7 +89,7 @@ def test_a_trace_that_real_steps_bear_out_is_passed_on_as_it_is() -> None:
     assert micro.origin is Provenance.TRACED
 
 
-@pytest.mark.parametrize("name", ["mlp", "tied", "gnn", pytest.param("docking", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["mlp", "tied", "gnn", pytest.param("docking", marks=pytest.mark.nightly)])
 def test_the_zoos_traces_are_borne_out(name) -> None:
     member = ZOO[name]
     settings = {**member.settings, "way": "foreach"}

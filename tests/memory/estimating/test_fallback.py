@@ -239,7 +239,7 @@ def test_an_error_within_leaves_the_profiler_and_the_collector_as_they_were() ->
 # What is foretold
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("most", [1 / 4, 1 / 8, 1 / 16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_plan_from_small_batches_holds_when_the_large_one_is_run(kind: str, most: float) -> None:
@@ -380,6 +380,7 @@ def test_stretching_moves_the_peak_to_where_it_is_wanted_and_leaves_gradients_al
 # The formula, and the ladder
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["masked", "gradients first", "loop"])
 def test_the_formula_is_above_what_is_really_needed_and_says_that_it_is_crude(kind: str) -> None:
     make, _, wanted = KINDS[kind]

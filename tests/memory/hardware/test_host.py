@@ -160,7 +160,7 @@ def test_inductor_is_paid_for_only_where_it_compiles() -> None:
     assert part(compiled, "compiler") == 8 * host_memory.COMPILE_WORKER_BYTES + host_memory.COMPILER_BYTES
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_measured_baseline_is_what_a_process_with_torch_takes(baseline: Baseline) -> None:
     assert baseline.origin is Provenance.MEASURED
     assert status_of(IMPORTED, "VmRSS") == pytest.approx(baseline.bytes, rel=0.1)
@@ -170,7 +170,7 @@ def test_without_the_modules_the_baseline_is_a_stated_figure() -> None:
     assert measured_baseline("no_such_module") == STATED
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_training_step_on_the_cpu_fits_what_is_predicted_and_nearly_fills_it(baseline: Baseline) -> None:
     need = train_need(TrainingJob(gpu=False, step_bytes=TRAINED_BYTES, threads=0), baseline)
     predicted = need.total_bytes - int(1.3 * host_memory.PAGE_CACHE_BYTES)  # which belongs to no process

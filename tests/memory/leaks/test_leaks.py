@@ -21,7 +21,7 @@ from pipeline.memory.leaks import inspection, memory_growth
 from pipeline.memory.leaks.leak_detector import HOST, OBJECTS, TENSORS, Leaks, MemoryLeak
 from pipeline.memory.leaks.memory_growth import LAPS, Series, leaking
 from pipeline.memory.leaks.referrers import ReferrerSearch, all_containers
-from tests.limited import device
+from tests.testkit.limited import device
 
 HERE = Path(__file__)
 ROWS, WIDTH, FLOAT = 64, 128, 4
@@ -251,7 +251,7 @@ OBJECT_LEAKS = (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("_limited")
 @pytest.mark.parametrize(("model", "activations", "marker", "function", "holder"), TENSOR_LEAKS)
 def test_a_leak_of_tensors_is_named(
@@ -269,7 +269,7 @@ def test_a_leak_of_tensors_is_named(
     assert run.told[0].sites == leak.sites
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("model", "memory", "bytes_per_step", "what", "marker", "holder"), OBJECT_LEAKS)
 def test_a_leak_of_python_is_named(
     model: type[Model], memory: str, bytes_per_step: int, what: str, marker: str, holder: str
@@ -306,7 +306,7 @@ def test_fifty_epochs_have_no_leak_by_the_count_of_malloc() -> None:
     assert run.epochs(50, rows=run.varied) == run.told == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("_limited")
 def test_what_is_kept_of_varied_shapes_is_sized_by_the_long_run() -> None:
     with device.LimitedDevice() as card:
@@ -317,7 +317,7 @@ def test_what_is_kept_of_varied_shapes_is_sized_by_the_long_run() -> None:
         assert leak.total_bytes < card.live_bytes - before
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("_limited")
 def test_one_huge_epoch_is_warned_before_it_ends_in_out_of_memory() -> None:
     steps = 0
@@ -359,7 +359,7 @@ class KeepsSome(Model):
         return super().forward(x)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("_limited")
 def test_what_leaks_now_and_then_is_looked_for_longer() -> None:
     leaks, _ = limited(KeepsSome, count=5, steps=150)
@@ -369,6 +369,7 @@ def test_what_leaks_now_and_then_is_looked_for_longer() -> None:
     assert leak.holder == f"list `some` {OF}KeepsSome"
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("_limited")
 def test_a_known_leak_is_told_again_only_when_it_has_doubled() -> None:
     _, run = limited(KeepsActivations, count=14)
@@ -378,7 +379,7 @@ def test_a_known_leak_is_told_again_only_when_it_has_doubled() -> None:
     assert run.watched == 4
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("_limited")
 def test_looking_changes_no_number() -> None:
     weights = []
@@ -430,7 +431,7 @@ class Hostile:
         raise RuntimeError("do not look at me")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("_limited")
 def test_a_search_among_hostile_objects_ends_no_run() -> None:
     hostile = Hostile()
@@ -482,7 +483,7 @@ def test_a_search_ends_no_thread_that_makes_tuples_meanwhile() -> None:
     assert not failed
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("_limited")
 def test_a_ring_of_the_last_few_is_not_blamed_for_what_grows_beside_it() -> None:
     leaks, _ = limited(Ring)
@@ -495,7 +496,7 @@ def spans(*live: int) -> list[dict[Any, tuple[int, int]]]:
     return [{"a": (bytes_, 10 * place), "b": (bytes_ + 7, 10 * place + 3)} for place, bytes_ in enumerate(live)]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("live", "rate"),
     [

@@ -26,8 +26,8 @@ from pipeline.training.prepared import COST, LIKENESS, LOOSER, likeness, sampler
 from pipeline.training.sampling.sampler import Sampler
 from pipeline.training.step.optimizers import StepSettings
 from pipeline.training.step.step import Step
-from tests.limited.device import HostCarrier, LimitedDevice, forget_failed_backward
-from tests.remembering_plan import plan_with_oracle
+from tests.testkit.limited.device import HostCarrier, LimitedDevice, forget_failed_backward
+from tests.testkit.remembering_plan import plan_with_oracle
 from tests.zoo import Member
 
 BATCH = 16

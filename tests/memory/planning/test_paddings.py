@@ -21,7 +21,7 @@ from pipeline.training.loop.metrics_log import read_epochs
 from pipeline.training.prepared import PADDING, Prepared, stretch_of
 from tests.memory.planning.oracles import GIB, MIB, Integers, Model, card
 from tests.memory.planning.planned import sampler_under
-from tests.remembering_plan import plan_with_oracle
+from tests.testkit.remembering_plan import plan_with_oracle
 from tests.training.loop.loops import Plot, Run, stretches_of
 
 BATCH = 16
@@ -62,6 +62,7 @@ def test_launching_is_weighed_against_padding_by_the_time_of_an_epoch() -> None:
     assert many.epoch_s.value < 0.5 * planned(MANY, GIB, only).epoch_s.value
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("budget", [150, 300, 700])
 def test_looser_micro_batches_fit_in_every_epoch_as_training_cuts_them(budget: int, ranks: int) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pipeline.memory.planning.memory_plan import MemoryPlan, MicroBatchLimit
-from tests.limited import device
 from tests.memory.planning.planned import Ground, Trained, epoch, sampler_under
+from tests.testkit.limited import device
 from tests.zoo import ZOO
 
 pytestmark = pytest.mark.timeout(900)  # it trains for real, on machines that are shared
@@ -30,7 +30,6 @@ def trained(ground: Ground, made: MemoryPlan) -> Trained:
     return epoch(ground, made.choice, sampler_under(made, ground.sizes), made.limit_bytes)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_planned_epoch_trains_without_running_out_of_memory(name: str) -> None:
     ground = Ground.of(ZOO[name], ITEMS)
@@ -42,7 +41,7 @@ def test_a_planned_epoch_trains_without_running_out_of_memory(name: str) -> None
         assert one.peak_bytes > USED * made.limit_bytes or made.filled is MicroBatchLimit.PADDING
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_twice_the_planned_budget_runs_out_of_memory() -> None:
     ground = Ground.of(ZOO["mlp"], ITEMS)
     limit = limit_of(ground, TIMES[1])
@@ -51,7 +50,7 @@ def test_twice_the_planned_budget_runs_out_of_memory() -> None:
     assert epoch(ground, made.choice, larger, limit).ooms > 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_is_planned_through_the_configuration_is_the_same() -> None:
     ground = Ground.of(ZOO["gnn"], ITEMS)
     limit = limit_of(ground, TIMES[1])

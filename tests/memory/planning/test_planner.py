@@ -99,7 +99,7 @@ def planned(model: Model, items: DataSizes, budget: int, **about: Any) -> Memory
     return plan_memory(model, items, PlanRequest(batch=BATCH, **about), [card(budget)])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("budget", [150, 300, 700])
 @pytest.mark.parametrize("name", CASES)
 def test_no_micro_batch_of_an_epoch_is_over_the_limit_and_at_least_80_percent_is_used(name: str, budget: int) -> None:
@@ -161,7 +161,7 @@ def test_the_same_question_gets_the_same_plan() -> None:
     assert json.loads(json.dumps(made[0]))["budget"] == made[0]["budget"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_more_memory_never_makes_a_slower_plan() -> None:
     items = data(heavy(400), BATCH)
     times = [

@@ -18,8 +18,8 @@ from pipeline.memory.runtime.governor import Governor, admitted, halved, is_crow
 from pipeline.memory.runtime.meters import NEAR, CardMeter, Habits, HostMeter, Memory, ProcessMeter, Upkeep
 from pipeline.training.own_loops import governed as governed_module
 from pipeline.training.own_loops.governed import Governed, GovernedEvent
-from tests.limited import device as limited
-from tests.limited.device import LimitedDevice, RefuseOne
+from tests.testkit.limited import device as limited
+from tests.testkit.limited.device import LimitedDevice, RefuseOne
 
 pytestmark = pytest.mark.usefixtures("quick")
 MB = 1 << 20

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.memory.runtime.recovery import Oom, Path, ReplayedStep, StepSnapshot, replay_until_it_fits
-from tests.limited import device as limited
-from tests.limited.device import LimitedDevice, RefuseOne
+from tests.testkit.limited import device as limited
+from tests.testkit.limited.device import LimitedDevice, RefuseOne
 
 pytestmark = pytest.mark.usefixtures("quick")
 ROWS = 13  # of a step

@@ -12,8 +12,8 @@ from torch.nn import functional
 
 from pipeline.memory.footprint import MemoryChoice, live_peak_bytes
 from pipeline.memory.tracing.kernel_workspace import hidden_bytes, scratch_bytes
-from tests.limited import device
 from tests.memory.tracing.traced import WIDTH, Small, tracer, true_peak
+from tests.testkit.limited import device
 
 LEAST, ROWS = {"items": 256}, {"items": 1024}
 OURS = torch.backends.cpu.get_cpu_capability()
@@ -111,6 +111,7 @@ LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("name", OPERATORS)
 def test_an_operator_is_traced_as_a_real_step_takes(name: str, loss: str) -> None:

@@ -13,8 +13,8 @@ from pipeline.errors import ConfigError
 from pipeline.memory.estimating.fallback_oracle import OracleLadder
 from pipeline.memory.footprint import MemoryChoice, Provenance, live_peak_bytes
 from pipeline.memory.tracing.tracer import CannotTrace
-from tests.limited import device
 from tests.memory.tracing.traced import LARGE, SIZES, WIDTH, Small, layers, play, tracer, true_peak
+from tests.testkit.limited import device
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PLAIN = MemoryChoice()
@@ -61,6 +61,7 @@ class KeepsAttention(nn.Module):
         return y.tanh()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("make", [GrowingTable, Queue, KeepsAttention])
 def test_what_a_model_keeps_or_replaces_between_steps_is_in_its_peak(make) -> None:
     device.need()
@@ -73,6 +74,7 @@ def test_what_a_model_keeps_or_replaces_between_steps_is_in_its_peak(make) -> No
             assert planned == pytest.approx(true_peak(task, sizes, times), rel=0.01)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("make", [GrowingTable, Queue, KeepsAttention])
 def test_tapes_of_a_model_that_replaces_its_buffers_can_be_played_in_turn(make) -> None:
     traced = tracer(Small(make))
@@ -160,6 +162,7 @@ class Guarded(Layers):
         return (y.repeat(1, 4).exp() + 1).log()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("make", [LayerDrop, DrawnElsewhere, DrawnByNumpy, EarlyExit, Sinkhorn, Guarded])
 def test_what_values_decide_is_planned_for_the_dearest_way(make) -> None:
     device.need()

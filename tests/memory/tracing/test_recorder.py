@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from pipeline.memory.tracing.recorder import SCRATCH, OnHost, Recorder
-from tests.limited import device
-from tests.limited.device import LimitedDevice
+from tests.testkit.limited import device
+from tests.testkit.limited.device import LimitedDevice
 
 KIB = 1024
 

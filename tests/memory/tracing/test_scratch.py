@@ -99,7 +99,7 @@ CASES = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("op", "args"), CASES, ids=lambda case: str(case) if not isinstance(case, tuple) else "")
 def test_the_table_of_the_cpu_is_what_its_kernels_take(op: Any, args: tuple[Any, ...]) -> None:
     if "conv" in str(op) and torch.backends.cpu.get_cpu_capability() != "AVX512":

@@ -36,6 +36,7 @@ except Ended:
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("after_s", [0.05, 0.21, 0.37])
 def test_a_signal_within_a_trace_is_raised_after_it(after_s: float) -> None:
     with subprocess.Popen(

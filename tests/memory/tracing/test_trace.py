@@ -21,8 +21,8 @@ from pipeline.memory.hardware.caching_allocator import Allocator, AllocatorSetti
 from pipeline.memory.tracing.tracer import CannotTrace
 from pipeline.training.step.optimizers import StepSettings
 from pipeline.training.step.step import Step as TrainingStep
-from tests.limited import device
 from tests.memory.tracing.traced import LARGE, SIZES, WIDTH, Small, layers, of, play, tracer, true_peak
+from tests.testkit.limited import device
 from tests.zoo import ZOO
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -62,7 +62,7 @@ LONG = {"equivariant", "recurrent_depth", "contrastive", "transformer_post", "tr
 
 
 @pytest.mark.usefixtures("_limited")
-@pytest.mark.parametrize("name", [pytest.param(one, marks=pytest.mark.slow if one in LONG else ()) for one in NAMES])
+@pytest.mark.parametrize("name", [pytest.param(one, marks=pytest.mark.nightly if one in LONG else ()) for one in NAMES])
 def test_the_peak_of_a_step_is_that_of_a_real_one(name):
     task, traced, sizes, settings = member(name)
     standing, micro = traced.standing(PLAIN), traced.micro(PLAIN, sizes)
@@ -71,6 +71,7 @@ def test_the_peak_of_a_step_is_that_of_a_real_one(name):
         assert predicted == pytest.approx(true_peak(task, sizes, times, **settings), rel=0.002)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_live_at_the_peak_adds_up_to_it(name):
     _, traced, sizes, _ = member(name)
@@ -117,7 +118,7 @@ def test_a_member_whose_shapes_depend_on_data_cannot_be_traced():
         tracer(found.build(), least=found.sizes[0]).standing(PLAIN)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_fair_esm_itself_is_traced_with_its_branches_guessed():
     found = ZOO["esm2_finetune"]
     pytest.importorskip("esm")
@@ -343,6 +344,7 @@ class Remembering(nn.Module):
         return self.layer(x) + self.table + self.plain[0]
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("_limited")
 def test_a_table_that_the_model_keeps_counts_in_every_batch():
     task = Small(Remembering)
@@ -480,7 +482,7 @@ def test_two_threads_may_trace_at_once():
     assert not hooks._global_forward_hooks
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_tracer_does_not_grow_with_what_it_was_asked():
     traced = tracer(Small(lambda: layers(depth=2)))
     recorder = traced._session(PLAIN)._recorder

@@ -19,8 +19,8 @@ from pipeline.runs.model.training_work import Work, step_settings
 from pipeline.tasks.contrastive_pair import ContrastivePair, PairBatch, Rows
 from pipeline.training.step.contrastive import make_step
 from pipeline.training.step.optimizers import StepSettings
-from tests.limited import device
-from tests.limited.device import LimitedDevice
+from tests.testkit.limited import device
+from tests.testkit.limited.device import LimitedDevice
 from tests.training.step.towers import Pairs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -63,7 +63,7 @@ def cut(batch: Any, sizes: Sequence[int]) -> list[PairBatch]:
     return [PairBatch(*sides) for sides in zip(parts(batch.left), parts(batch.right), strict=True)]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("micro", [16, ITEMS])
 @pytest.mark.parametrize("size", SIZES)
 def test_128_items_are_planned_within_a_percent_in_one_batch_or_8(size: tuple[int, int, int], micro: int) -> None:

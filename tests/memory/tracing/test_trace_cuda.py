@@ -25,7 +25,7 @@ def member(name, choice):
     return traced.standing(choice), traced.micro(choice, found.sizes[0])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["transformer_pre", "contrastive", "gnn"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision_keeps_less_and_its_parameters_stay_whole(name, precision):

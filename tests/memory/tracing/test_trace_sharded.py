@@ -22,8 +22,8 @@ from pipeline.runs.model.training_work import Work, target_of
 from pipeline.training.step.collectives import imagined
 from pipeline.training.step.fsdp import ShardedStep
 from pipeline.training.step.optimizers import StepSettings
-from tests.limited import device
 from tests.memory.tracing.traced import Small, of
+from tests.testkit.limited import device
 
 RANKS, WIDTH, SIZES = 4, 256, {ITEMS: 64}
 AMPERE = (8, 0)
@@ -70,6 +70,7 @@ def true_peak(work: Work, choice: MemoryChoice, times: int) -> int:
         return limited.peak_bytes
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "choice",
     [
@@ -127,6 +128,7 @@ def asked(work: Work, choice: MemoryChoice, kept: Path | None = None) -> tuple[A
     return questions.standing(choice), questions.micro(choice, (64,)), questions.notes(choice)
 
 
+@pytest.mark.nightly
 def test_a_plan_takes_the_trace_and_says_so(tmp_path: Path) -> None:
     work, choice = work_of(), MemoryChoice("bf16", shards=RANKS)
     standing, micro, notes = asked(work, choice, tmp_path)

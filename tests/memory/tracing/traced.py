@@ -14,7 +14,7 @@ from pipeline.memory.tracing.tracer import CPU, Target, Tracer
 from pipeline.training.step.contrastive import make_step
 from pipeline.training.step.optimizers import StepSettings
 from pipeline.training.step.step import Step
-from tests.limited.device import HostCarrier, LimitedDevice
+from tests.testkit.limited.device import HostCarrier, LimitedDevice
 
 SIZES = {"items": 32}
 WIDTH = 64

@@ -25,8 +25,8 @@ from pipeline.store.maintenance.damage_report import Checked, DamageFinding, Fau
 from pipeline.store.maintenance.scrub import Subset
 from pipeline.store.maintenance.shard_repair import repair_cache
 from pipeline.structures.synthetic import complex_pdb
-from tests.command import Command
-from tests.projects import settle
+from tests.testkit.command import Command
+from tests.testkit.projects import settle
 
 CONFIG = "data: {source: glob, path: data}\ngraph: {neighbours: 6, cross_radius: 8.0}\nembed: {weights: esm2_tiny.pt}\n"
 ITEMS = 4
@@ -101,7 +101,7 @@ def rewrite(folder: Path, kind: str, change: Change, key: bytes | None = None) -
     return chosen.key
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_the_stages_made_is_in_order_and_made_anew_is_the_same(project: Path) -> None:
     found = validated(project, 1.0)
     assert findings(found) == []
@@ -115,6 +115,7 @@ def test_what_the_stages_made_is_in_order_and_made_anew_is_the_same(project: Pat
     assert kinds == {"scan", "files", "graph", "sets", "embed", "weights", "parity", "recipes"}
 
 
+@pytest.mark.nightly
 def test_without_a_sample_nothing_is_made_anew(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("read_again", "read_file", "checkpoint_facts"):
         monkeypatch.delattr(f"pipeline.runs.audit.meaning.{name}")
@@ -141,6 +142,7 @@ WRONG: dict[str, tuple[str, Change, str]] = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", WRONG)
 def test_a_record_with_a_right_digest_and_a_wrong_content_is_found_alone(project: Path, name: str) -> None:
     kind, change, wanted = WRONG[name]
@@ -151,6 +153,7 @@ def test_a_record_with_a_right_digest_and_a_wrong_content_is_found_alone(project
     assert one.shard
 
 
+@pytest.mark.nightly
 def test_a_sample_finds_a_coordinate_that_is_a_hundredth_of_an_angstrom_off(project: Path) -> None:
     key = rewrite(project, "graph", lambda a, m: a["receptor.node.pos"][3, 0].__iadd__(np.float32(0.01)))
     assert findings(validated(project)) == []  # N of a residue is not what edges go by
@@ -159,6 +162,7 @@ def test_a_sample_finds_a_coordinate_that_is_a_hundredth_of_an_angstrom_off(proj
     assert "receptor.node.pos[3, 0, 0]" in one.what
 
 
+@pytest.mark.nightly
 def test_a_sample_finds_an_embedding_that_another_encoder_made(project: Path) -> None:
     key = rewrite(project, "embed", lambda a, m: a["rows"].__imul__(np.float32(1.02)))
     assert findings(validated(project)) == []
@@ -167,7 +171,7 @@ def test_a_sample_finds_an_embedding_that_another_encoder_made(project: Path) ->
     assert "0.02 of their length" in one.what
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_mark_that_another_encoder_made_is_found_put_aside_and_made_anew(
     project: Path, pipeline: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,12 +206,14 @@ def _embeddings(project: Path) -> Iterator[Any]:
     return store.read(list(store.keys()))
 
 
+@pytest.mark.nightly
 def test_a_sample_finds_weights_that_are_not_those_of_the_file(project: Path) -> None:
     rewrite(project, "weights", lambda a, m: m.update(digest="f" * 32))
     found = [one for one in findings(validated(project, 1.0)) if one.kind == "weights"]
     assert "digest is 'ffff" in found[0].what
 
 
+@pytest.mark.nightly
 def test_a_sample_finds_a_file_that_holds_something_else(project: Path) -> None:
     rewrite(project, "files", lambda a, m: m.update(bytes=m["bytes"] + 1))
     (one,) = findings(validated(project, 1.0))
@@ -221,6 +227,7 @@ def other_letters(_arrays: dict[str, Any], meta: dict[str, Any]) -> None:
     chain["sequence"] = chain["sequence"][::-1]
 
 
+@pytest.mark.nightly
 def test_where_a_graph_and_its_inventory_contradict_each_other_the_file_decides(project: Path) -> None:
     key = rewrite(project, "scan", other_letters)
     (one,) = findings(validated(project))
@@ -228,6 +235,7 @@ def test_where_a_graph_and_its_inventory_contradict_each_other_the_file_decides(
     assert "made anew" in one.what
 
 
+@pytest.mark.nightly
 def test_an_inventory_that_graphs_contradict_is_told_of_once_and_counted_under_its_own_kind(project: Path) -> None:
     key = rewrite(project, "scan", other_letters)
     (graph,) = CacheFolder(project / "cache").kind("graph").read([graph_of(project, key)])
@@ -256,6 +264,7 @@ def add(folder: Path, kind: str, key: bytes, meta: dict[str, Any]) -> None:
         writer.put(key, {}, meta)
 
 
+@pytest.mark.nightly
 def test_a_recipe_that_says_nothing_is_found_alone_and_the_other_verbs_go_on(
     project: Path, pipeline: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -269,6 +278,7 @@ def test_a_recipe_that_says_nothing_is_found_alone_and_the_other_verbs_go_on(
         assert pipeline(*words).code == 0
 
 
+@pytest.mark.nightly
 def test_a_recipe_of_another_version_is_left_out_and_costs_no_record(project: Path) -> None:
     scan, embed = ({"version": 0, "what": kind} for kind in ("scan", "embed"))
     store = CacheFolder(project / "cache").kind("scan")
@@ -284,6 +294,7 @@ def test_a_recipe_of_another_version_is_left_out_and_costs_no_record(project: Pa
     assert notes(found)[told] == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["files", "scan"])
 def test_a_record_that_says_nothing_costs_no_other_item_its_place_in_the_data_set(project: Path, kind: str) -> None:
     key = rewrite(project, kind, lambda a, m: (a.clear(), m.clear(), m.update(partners=7)))
@@ -293,6 +304,7 @@ def test_a_record_that_says_nothing_costs_no_other_item_its_place_in_the_data_se
     assert notes(found)["graphs that are not of this data set: judged by themselves"] == 1
 
 
+@pytest.mark.nightly
 def test_what_fails_while_records_are_compared_or_before_costs_no_record(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -309,6 +321,7 @@ def test_what_fails_while_records_are_compared_or_before_costs_no_record(
         validated(project)
 
 
+@pytest.mark.nightly
 def test_where_the_file_cannot_say_a_contradiction_is_the_graphs(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -321,18 +334,21 @@ def test_where_the_file_cannot_say_a_contradiction_is_the_graphs(
     assert notes(found)["not made anew: a source file is gone, or another now"] == 1
 
 
+@pytest.mark.nightly
 def test_records_of_another_data_set_are_judged_by_themselves(project: Path) -> None:
     found = validated(project, 0.0, None, "data.limit=1")
     assert findings(found) == []
     assert notes(found) == {"graphs that are not of this data set: judged by themselves": ITEMS - 1}
 
 
+@pytest.mark.nightly
 def test_embeddings_whose_weights_are_not_here_are_counted_and_not_computed(project: Path) -> None:
     found = validated(project, 1.0, None, "embed.weights=elsewhere.pt")
     assert findings(found) == []
     assert notes(found)["not computed again: embeddings whose weights are not here"] == 2 * ITEMS
 
 
+@pytest.mark.nightly
 def test_a_data_set_that_is_gone_leaves_records_to_be_judged_by_themselves(project: Path) -> None:
     found = validated(project, 1.0, None, "data.path=nowhere")
     assert findings(found) == []
@@ -340,6 +356,7 @@ def test_a_data_set_that_is_gone_leaves_records_to_be_judged_by_themselves(proje
     assert notes(found)["not made anew: records that are not of this data set"] == ITEMS
 
 
+@pytest.mark.nightly
 def test_parts_together_find_what_the_whole_finds_and_the_sample_is_the_same(project: Path) -> None:
     rewrite(project, "graph", lambda a, m: a["receptor.node.pos"][3, 0].__iadd__(np.float32(0.01)))
     whole = validated(project, 0.5)
@@ -349,6 +366,7 @@ def test_parts_together_find_what_the_whole_finds_and_the_sample_is_the_same(pro
     assert notes(parts) == notes(whole)
 
 
+@pytest.mark.nightly
 def test_a_larger_sample_holds_every_smaller_one() -> None:
     keys = [np.random.default_rng(number).bytes(16) for number in range(2000)]
     small, large = ({key for key in keys if in_sample(key, share)} for share in (0.1, 0.3))
@@ -358,6 +376,7 @@ def test_a_larger_sample_holds_every_smaller_one() -> None:
     assert all(in_sample(key, 1.0) for key in [*keys, b"\xff" * 16])
 
 
+@pytest.mark.nightly
 def test_damage_is_found_as_by_a_full_validation(project: Path) -> None:
     store = CacheFolder(project / "cache").kind("graph")
     key = min(store.keys())
@@ -371,6 +390,7 @@ def test_damage_is_found_as_by_a_full_validation(project: Path) -> None:
     assert (one.fault, one.key, one.lost) == (Fault.RECORD, key.hex(), True)
 
 
+@pytest.mark.nightly
 def test_texts_under_keys_come_back_whatever_bytes_the_keys_end_in() -> None:
     lines = KeyedLines()
     keys = [bytes([1] * 16), bytes([1] * 15 + [0]), bytes(16), bytes([0] * 15 + [1]), b"\xff" * 16]
@@ -382,6 +402,7 @@ def test_texts_under_keys_come_back_whatever_bytes_the_keys_end_in() -> None:
     assert len(lines) == len(keys)
 
 
+@pytest.mark.nightly
 def test_repair_puts_aside_what_means_nothing_and_the_next_run_makes_it_anew(
     project: Path, pipeline: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -405,6 +426,7 @@ def test_repair_puts_aside_what_means_nothing_and_the_next_run_makes_it_anew(
     assert pipeline("cache", "validate", "--semantic", "--sample", "1").code == 0
 
 
+@pytest.mark.nightly
 def test_what_only_a_second_parser_reads_otherwise_is_told_and_not_lost(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -417,6 +439,7 @@ def test_what_only_a_second_parser_reads_otherwise_is_told_and_not_lost(
     assert {(one.kind, one.fault, one.lost) for one in found} == {("scan", Fault.MEANING, False)}
 
 
+@pytest.mark.nightly
 def test_a_sample_without_meaning_is_refused_with_what_to_type(
     project: Path, pipeline: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:

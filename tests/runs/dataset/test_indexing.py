@@ -24,13 +24,13 @@ from pipeline.store import shard_index, store
 from pipeline.store.cache_folder import CacheFolder, bring_up, relieve
 from pipeline.structures.inventory import ScanRecipe
 from pipeline.structures.synthetic import complex_pdb
-from tests.projects import settle
 from tests.store.faulty_disks import FailingDisk
+from tests.testkit.projects import settle
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.command import Command
+    from tests.testkit.command import Command
 
 
 def put(cache: CacheFolder, kind: str, first: int, count: int) -> None:

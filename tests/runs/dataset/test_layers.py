@@ -19,8 +19,8 @@ from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.cache_layout import MARKER, USERS
 from pipeline.store.format.disk import Disk
 from pipeline.structures.synthetic import complex_pdb
-from tests.command import Command
-from tests.projects import settle
+from tests.testkit.command import Command
+from tests.testkit.projects import settle
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -93,7 +93,7 @@ def refuse_writing(monkeypatch: pytest.MonkeyPatch, root: Path) -> list[Path]:
     return tried
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_the_group_has_is_cached_for_the_second_user_who_may_only_read_it(
     group: Path, pipeline: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,7 +108,7 @@ def test_what_the_group_has_is_cached_for_the_second_user_who_may_only_read_it(
     assert [kind for kind in ("scan", "embed", "graph") if mine.kind(kind).stat().records] == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_is_new_goes_to_the_second_users_own_cache(group: Path, pipeline: Command) -> None:
     shared = group / "first/cache"
     before = state_of(shared)
@@ -124,6 +124,7 @@ def test_what_is_new_goes_to_the_second_users_own_cache(group: Path, pipeline: C
     assert "graph: 4 graphs: 4 cached, 0 to do" in make_all(pipeline, "data.limit=4")
 
 
+@pytest.mark.nightly
 def test_what_is_damaged_in_the_shared_cache_is_made_anew_in_the_own_one(group: Path, pipeline: Command) -> None:
     store = CacheFolder(group / "first/cache").kind("graph")
     place = store.locate([next(store.keys())])[0][0]
@@ -138,6 +139,7 @@ def test_what_is_damaged_in_the_shared_cache_is_made_anew_in_the_own_one(group: 
     assert "graph: 3 graphs: 3 cached, 0 to do" in make_all(pipeline)
 
 
+@pytest.mark.nightly
 def test_a_shared_cache_that_is_gone_is_refused_when_asked(group: Path, pipeline: Command) -> None:
     (group / "first").rename(group / "away")
     for words in (("submit", "--stage", "graph"), ("plan", "--stage", "graph"), ("config", "check")):
@@ -150,6 +152,7 @@ def test_a_shared_cache_that_is_gone_is_refused_when_asked(group: Path, pipeline
     assert pipeline("submit", "--stage", "scan", "--dry-run", *WITHOUT).code == 0
 
 
+@pytest.mark.nightly
 def test_a_shared_cache_that_goes_away_while_a_run_goes_on_counts_as_empty(
     group: Path, pipeline: Command, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -167,6 +170,7 @@ def survey(project: Project) -> int:
     return ScanStage().survey(project, None, 1).counts["missing"]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("lay", "why"), [("newer", "newer pipeline (format 9)"), ("itself", "under itself")])
 def test_what_cannot_be_shared_is_refused_with_the_reason(group: Path, pipeline: Command, lay: str, why: str) -> None:
     if lay == "newer":
@@ -179,6 +183,7 @@ def test_what_cannot_be_shared_is_refused_with_the_reason(group: Path, pipeline:
     assert why in pipeline("doctor", "--json", *sets).out
 
 
+@pytest.mark.nightly
 def test_doctor_and_check_tell_of_the_caches_under_it(group: Path, pipeline: Command) -> None:
     doctor = pipeline("doctor", "--json")
     assert '"cache under it"' in doctor.out

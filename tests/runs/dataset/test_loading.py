@@ -25,8 +25,8 @@ from pipeline.runs.model.prepare import items_of
 from pipeline.structures.synthetic import write_demo
 from pipeline.training.ranks.process_group import place_in_group
 from pipeline.training.sampling.epoch_order import SamplerSettings
-from tests.command import Command
-from tests.projects import settle
+from tests.testkit.command import Command
+from tests.testkit.projects import settle
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # PyG uses what torch has deprecated, as it is imported
@@ -77,7 +77,7 @@ def typed(sets: Sequence[str]) -> list[str]:
     return [word for one in sets for word in ("--set", one)]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_loop_of_ones_own_sees_every_item_once_with_its_embedding(here: Path) -> None:
     seen: list[str] = []
     for batch in open_loader("pipeline.yaml", FOUR):
@@ -90,6 +90,7 @@ def test_a_loop_of_ones_own_sees_every_item_once_with_its_embedding(here: Path) 
     assert sorted(seen) == [f"demo-{number:03d}" for number in range(1, 9)]
 
 
+@pytest.mark.nightly
 def test_the_items_of_a_split_are_divided_among_the_ranks(here: Path) -> None:
     both = [open_loader(None, FOUR, split="train", rank=rank, ranks=2, embed=False) for rank in range(2)]
     found = [{one for batch in loader for one in batch.ids} for loader in both]
@@ -99,23 +100,27 @@ def test_the_items_of_a_split_are_divided_among_the_ranks(here: Path) -> None:
     assert 0 < len(alone) < 8
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("half", [{"rank": 0}, {"ranks": 2}])
 def test_a_rank_without_the_number_of_ranks_is_refused(half: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="each says nothing without the other"):
         open_loader(None, FOUR, **half)
 
 
+@pytest.mark.nightly
 def test_without_a_run_of_this_configuration_the_way_to_one_is_said(here: Path) -> None:
     with pytest.raises(ConfigError, match="no run has made graphs of this data set with this configuration") as error:
         open_loader("pipeline.yaml", FOUR, sets=["graph.neighbours=5"])
     assert error.value.remedy == "pipeline submit --stage graph --config pipeline.yaml --set graph.neighbours=5"
 
 
+@pytest.mark.nightly
 def test_settings_that_change_no_graph_find_the_same_run(here: Path) -> None:
     sets = ["data.max_rejected_fraction=0.5", "data.on_leak=warn", "graph.atom.hops=1", "embed.batch.cap=1"]
     assert len(open_loader(None, FOUR, sets=sets)) == len(open_loader(None, FOUR)) == 2
 
 
+@pytest.mark.nightly
 def test_a_batch_is_shown_as_pyg_has_it(here: Path) -> None:
     for item in next(iter(open_loader(None, FOUR))).items:
         shown, receptor = item.pyg(), item.sides["receptor"]
@@ -131,6 +136,7 @@ def arrays(*sets: str) -> dict[str, dict[str, torch.Tensor]]:
     return {batch.ids[0]: {name: field.clone() for name, field in batch.fields.items()} for batch in loader}
 
 
+@pytest.mark.nightly
 def test_graphs_that_are_built_while_loading_have_the_same_numbers(project: Path, pipeline: Command) -> None:
     kept = arrays()
     assert pipeline(*GRAPH, "--set", "graph.cache=false").code == 0
@@ -143,6 +149,7 @@ def test_graphs_that_are_built_while_loading_have_the_same_numbers(project: Path
             np.testing.assert_array_equal(field.numpy(), built[id_][name].numpy(), err_msg=f"{id_} {name}")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("is_there", [True, False], ids=["changed", "gone"])
 def test_a_file_that_is_no_longer_what_it_was_stops_a_loop_that_builds_graphs(
     project: Path, pipeline: Command, *, is_there: bool
@@ -158,6 +165,7 @@ def test_a_file_that_is_no_longer_what_it_was_stops_a_loop_that_builds_graphs(
         arrays("graph.cache=false")
 
 
+@pytest.mark.nightly
 def test_a_run_that_was_refused_is_not_loaded_from(project: Path, pipeline: Command) -> None:
     refused = ["graph.contacts=0.5"]
     assert pipeline(*GRAPH, *typed(refused)).code == 3
@@ -165,6 +173,7 @@ def test_a_run_that_was_refused_is_not_loaded_from(project: Path, pipeline: Comm
         open_loader(None, FOUR, embed=False, sets=refused)
 
 
+@pytest.mark.nightly
 def test_run_folders_that_cannot_be_read_stand_in_nobodys_way(project: Path) -> None:
     (whole,) = (one.path for one in runs_in(project / "runs"))
     for number, (name, text) in enumerate((("config.json", "{}"), ("table.txt", ""), ("table.txt", "no key"))):
@@ -185,6 +194,7 @@ def damage(folder: Path) -> None:
         shard.write_bytes(content)
 
 
+@pytest.mark.nightly
 def test_a_damaged_table_is_refused_and_made_anew(project: Path, pipeline: Command) -> None:
     damage(project / "cache" / "sets")
     with pytest.raises((CacheDamaged, RecordMissing)) as error:
@@ -194,6 +204,7 @@ def test_a_damaged_table_is_refused_and_made_anew(project: Path, pipeline: Comma
     assert len(open_loader(None, FOUR, embed=False)) == 1
 
 
+@pytest.mark.nightly
 def test_a_damaged_description_of_a_recipe_harms_nobody(project: Path, pipeline: Command) -> None:
     assert "neighbours 20" in pipeline("cache", "stat").out
     damage(project / "cache" / "recipes")
@@ -203,6 +214,7 @@ def test_a_damaged_description_of_a_recipe_harms_nobody(project: Path, pipeline:
     assert "neighbours 20" in pipeline("cache", "stat").out
 
 
+@pytest.mark.nightly
 def test_a_data_set_without_splits_says_so(project: Path, pipeline: Command) -> None:
     glob = ["data.source=glob", "data.path=data/structures"]
     assert pipeline(*GRAPH, *typed(glob)).code == 0
@@ -217,6 +229,7 @@ def test_a_data_set_without_splits_says_so(project: Path, pipeline: Command) -> 
         items_of(opened, table, "trian")
 
 
+@pytest.mark.nightly
 def test_ranks_without_a_process_group_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert place_in_group() == (0, 1)
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -225,6 +238,7 @@ def test_ranks_without_a_process_group_are_refused(monkeypatch: pytest.MonkeyPat
     assert "rank=" in refused.value.remedy
 
 
+@pytest.mark.nightly
 def test_a_readers_file_is_told_from_one_of_its_size_and_second_in_whose_place_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,8 +32,8 @@ from pipeline.runs.model.trained_model import portable_settings
 from pipeline.runs.workflow.embed_stage import EmbedStage
 from pipeline.runs.workflow.embedded import name_of
 from pipeline.store.cache_folder import CacheFolder
-from tests.command import Command
 from tests.runs.workflow.trained import write_project
+from tests.testkit.command import Command
 
 FOLLOW = ("--executor", "local", "--follow")
 SPLITS = ("train", "train", "train", "val", "test")
@@ -180,7 +180,7 @@ def test_each_encoder_keeps_marks_by_its_own_setting_and_a_training_is_the_same(
     assert embeddings_used(opened(two, "embed.cls=true")) == embeddings_used(opened(two))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_marks_of_a_further_encoder_are_made_by_the_command_that_an_export_without_them_names(
     two: Path, pipeline: Command
 ) -> None:
@@ -251,6 +251,7 @@ def test_a_task_of_an_encoder_that_is_split_in_two_leaves_two_of_that_encoder() 
     assert [stage.plan_of(number, shared).tag for number in (0, 1, 3)] == ["all", "small", "small"]
 
 
+@pytest.mark.nightly
 def test_what_kills_one_encoder_is_left_to_the_others(two: Path) -> None:
     """A sequence that the large one dies of is no reason for the small one to do without it."""
     roomy = "cluster.embed.mem=64G"  # this process has run other tests before
@@ -270,7 +271,7 @@ def test_what_kills_one_encoder_is_left_to_the_others(two: Path) -> None:
     assert [record["text"] for records in made.values() for record in records] == [text]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_encoders_go_through_the_whole_workflow_and_again_there_is_nothing_to_do(
     two: Path, pipeline: Command
 ) -> None:

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from pipeline.runs.dataset.chain_clusters import ClusterTable, chain_names
-from tests.command import Command, Outcome
-from tests.projects import RESIDUES, settle, submit_there
 from tests.structures.pdb_text import chain
+from tests.testkit.command import Command, Outcome
+from tests.testkit.projects import RESIDUES, settle, submit_there
 
 SCAN = ("submit", "--executor", "local", "--follow", "--stage", "scan")
 FAMILIES, MEMBERS = 12, 3  # items of one family have the same receptor
@@ -117,6 +117,7 @@ def families_of(path: Path) -> dict[str, set[str]]:
     return found
 
 
+@pytest.mark.nightly
 def test_the_table_is_copied_with_splits_that_keep_families_together_and_a_scan_lets_it_pass(
     scanned: Path, pipeline: Command
 ) -> None:
@@ -136,6 +137,7 @@ def test_the_table_is_copied_with_splits_that_keep_families_together_and_a_scan_
     assert (checked.code, json.loads(checked.out)["shared"]) == (0, [])
 
 
+@pytest.mark.nightly
 def test_the_same_seed_writes_the_same_bytes_from_a_table_in_another_order(scanned: Path, pipeline: Command) -> None:
     header, *lines = [line for line in (scanned / "table.csv").read_text().splitlines() if line]
     (scanned / "other.csv").write_text("\n".join([header, *lines[::-1], ""]))
@@ -148,6 +150,7 @@ def test_the_same_seed_writes_the_same_bytes_from_a_table_in_another_order(scann
     assert a != d
 
 
+@pytest.mark.nightly
 def test_clusters_of_a_table_join_families_and_chains_it_lacks_are_told(scanned: Path, pipeline: Command) -> None:
     lines = [f"f0m0_A\tf{family}m0_A" for family in (0, 1, 2)] + ["f3m1_B\tf3m1_B", ""]
     (scanned / "clusters.tsv").write_text("\n".join(lines))
@@ -161,6 +164,7 @@ def test_clusters_of_a_table_join_families_and_chains_it_lacks_are_told(scanned:
     assert len(families["f0"]) == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("text", "what"),
     [
@@ -180,6 +184,7 @@ def test_a_table_that_is_none_is_said(scanned: Path, pipeline: Command, text: st
     assert not (scanned / "new.csv").exists()
 
 
+@pytest.mark.nightly
 def test_mmseqs_and_foldseek_are_run_where_they_are_installed(
     scanned: Path, pipeline: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,6 +205,7 @@ def test_mmseqs_and_foldseek_are_run_where_they_are_installed(
     assert (checked.code, checked.out) == (0, "no two splits share anything: compared by sequence, identity, cluster\n")
 
 
+@pytest.mark.nightly
 def test_a_program_that_is_not_there_or_fails_is_said(
     scanned: Path, pipeline: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,6 +221,7 @@ def test_a_program_that_is_not_there_or_fails_is_said(
     assert "Error: the prefilter died" in said.err
 
 
+@pytest.mark.nightly
 def test_chains_are_written_for_a_program_that_runs_elsewhere_and_its_table_is_read(
     scanned: Path, pipeline: Command
 ) -> None:
@@ -240,6 +247,7 @@ def leaking(scanned: Path) -> None:
     (scanned / "clusters.tsv").write_text("".join(f"{a}\t{b}\n" for a, b in pairs))
 
 
+@pytest.mark.nightly
 def test_what_an_existing_split_shares_is_told_by_level_and_the_code_says_so(scanned: Path, pipeline: Command) -> None:
     leaking(scanned)
 
@@ -269,6 +277,7 @@ def test_what_an_existing_split_shares_is_told_by_level_and_the_code_says_so(sca
     assert ("clusters.tsv", "both") in {(each["level"], each["partners"]) for each in document["shared"]}
 
 
+@pytest.mark.nightly
 def test_folds_are_files_in_which_each_item_is_tested_once(scanned: Path, pipeline: Command) -> None:
     said = pipeline("split", "--folds", "4", "--out", "cv.csv", "--json")
     assert said.code == 0
@@ -287,6 +296,7 @@ def test_folds_are_files_in_which_each_item_is_tested_once(scanned: Path, pipeli
     assert (said.code, "cv.fold2.csv: that is the data set's own file" in said.err) == (2, True)
 
 
+@pytest.mark.nightly
 def test_a_large_component_is_told(scanned: Path, pipeline: Command) -> None:
     joined = "".join(f"r\tf{family}m0_A\n" for family in range(8))
     (scanned / "clusters.tsv").write_text(joined)
@@ -295,6 +305,7 @@ def test_a_large_component_is_told(scanned: Path, pipeline: Command) -> None:
     assert "note: 1 component with more items than the smallest split should have (10%)" in said.out
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("words", "code", "what"),
     [
@@ -331,6 +342,7 @@ def test_mistakes_are_said_before_anything_is_written(
     assert sorted(path.name for path in scanned.iterdir()) == before
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("words", [("--out", "new.csv"), ("--check", "--out", "new.csv"), ("--write-fasta", "new.csv")])
 def test_a_file_that_does_not_fit_on_the_disk_is_told(
     scanned: Path, pipeline: Command, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
@@ -350,6 +362,7 @@ def test_a_file_that_does_not_fit_on_the_disk_is_told(
     assert not (scanned / "new.csv").exists()
 
 
+@pytest.mark.nightly
 def test_a_file_never_takes_the_place_of_a_device(scanned: Path, pipeline: Command) -> None:
     os.mkfifo(scanned / "pipe.csv")
     for option in ("--out", "--write-fasta"):
@@ -358,11 +371,13 @@ def test_a_file_never_takes_the_place_of_a_device(scanned: Path, pipeline: Comma
     assert (scanned / "pipe.csv").is_fifo()
 
 
+@pytest.mark.nightly
 def test_what_chains_were_written_can_be_read_by_programs(scanned: Path, pipeline: Command) -> None:
     said = pipeline("split", "--write-fasta", "chains.fasta", "--json")
     assert json.loads(said.out) == {"items": 36, "chains": 72, "file": "chains.fasta"}
 
 
+@pytest.mark.nightly
 def test_without_a_scan_it_says_what_to_type(folder: Path, pipeline: Command) -> None:
     assert (folder / "table.csv").exists()
     said = pipeline("split", "--out", "new.csv")
@@ -371,6 +386,7 @@ def test_without_a_scan_it_says_what_to_type(folder: Path, pipeline: Command) ->
     assert "next: pipeline submit --stage scan" in said.err
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("source", ["glob", "pairs", "jsonl", "fasta"])
 def test_every_layout_gets_a_table_that_its_configuration_can_name(
     folder: Path, pipeline: Command, source: str
@@ -410,6 +426,7 @@ def test_every_layout_gets_a_table_that_its_configuration_can_name(
     assert (checked.code, json.loads(checked.out)["items"]) == (0, {"": 0, "train": 18, "test": 18})
 
 
+@pytest.mark.nightly
 def test_names_of_chains_are_those_that_common_programs_write() -> None:
     named = set(chain_names("7abc", "/lab/7abc.cif.gz", "A", None, alone=False))
     for name in ("7abc_A", "7abc.cif.gz_A", "7ABC_A", "7abc:A", "7abc_MODEL_1_A"):
@@ -419,6 +436,7 @@ def test_names_of_chains_are_those_that_common_programs_write() -> None:
     assert "P12345" in set(chain_names("sp|P12345|NAME", "", "", None, alone=True))
 
 
+@pytest.mark.nightly
 def test_a_member_of_two_clusters_is_in_both(tmp_path: Path) -> None:
     (tmp_path / "c.tsv").write_text("a\ta\r\na\tb\r\nc\tb\r\n\r\n")
     table = ClusterTable(tmp_path / "c.tsv")
@@ -426,6 +444,7 @@ def test_a_member_of_two_clusters_is_in_both(tmp_path: Path) -> None:
     assert set(table.clusters_of(["a"])) < set(table.clusters_of(["b"]))
 
 
+@pytest.mark.nightly
 def test_items_of_a_reader_are_refused(tmp_path: Path, pipeline: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     settings = "data: {source: reader, reader: 'pipeline.readers.spectra:Spectra', path: s.mgf}\n"

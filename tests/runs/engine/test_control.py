@@ -30,10 +30,10 @@ from pipeline.records import EventKind
 from pipeline.runs.engine.handover import claim_visit, claimed_after
 from pipeline.runs.engine.lifecycle import gives_way, new_run, refuse_double
 from pipeline.runs.engine.run_supervisor import Supervisor
-from tests.command import Command
 from tests.conftest import ROOT
-from tests.projects import MakeProject
 from tests.runs.engine.test_submit import DEADLINE_S, PIPELINE, newest_status, wait_for
+from tests.testkit.command import Command
+from tests.testkit.projects import MakeProject
 
 if TYPE_CHECKING:
     from pipeline.cluster.job_spec import Executor
@@ -53,7 +53,7 @@ def pid_of(folder: Path) -> int:
     return int(newest_status(folder)["pid"])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_whose_supervisor_was_killed_is_named_and_resumed(pipeline: Command, make_project: MakeProject) -> None:
     folder = make_project(400)
     begin(folder)
@@ -66,7 +66,7 @@ def test_a_run_whose_supervisor_was_killed_is_named_and_resumed(pipeline: Comman
     assert len(runs_in(folder / "runs")) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_that_is_looked_after_or_has_ended_is_not_resumed(pipeline: Command, make_project: MakeProject) -> None:
     folder = make_project(300)
     begin(folder)
@@ -78,7 +78,7 @@ def test_a_run_that_is_looked_after_or_has_ended_is_not_resumed(pipeline: Comman
     assert "next: pipeline submit --stage scan" in done.err
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_cancel_says_what_it_would_end_and_ends_it_when_told(pipeline: Command, make_project: MakeProject) -> None:
     folder = make_project(400)
     run = begin(folder)
@@ -95,6 +95,7 @@ def test_cancel_says_what_it_would_end_and_ends_it_when_told(pipeline: Command, 
     assert " 0 cached" not in again.stderr
 
 
+@pytest.mark.nightly
 def test_one_stage_of_a_local_run_is_not_cancelled_alone(pipeline: Command, make_project: MakeProject) -> None:
     folder = make_project(400)
     run = begin(folder)
@@ -131,6 +132,7 @@ def test_cancelling_a_stage_that_is_not_there_names_those_that_are(
     assert "has no stage 'embed' (scan)" in done.err
 
 
+@pytest.mark.nightly
 def test_a_second_submission_joins_a_run_that_does_the_same(pipeline: Command, make_project: MakeProject) -> None:
     folder = make_project(400)
     run = begin(folder)
@@ -140,6 +142,7 @@ def test_a_second_submission_joins_a_run_that_does_the_same(pipeline: Command, m
     assert len(runs_in(folder / "runs")) == 1
 
 
+@pytest.mark.nightly
 def test_a_second_submission_that_would_do_the_work_twice_is_refused(
     pipeline: Command, make_project: MakeProject
 ) -> None:
@@ -152,7 +155,7 @@ def test_a_second_submission_that_would_do_the_work_twice_is_refused(
     assert len(runs_in(folder / "runs")) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_other_work_may_be_submitted_beside_a_run(pipeline: Command, make_project: MakeProject) -> None:
     folder = make_project(400)
     begin(folder)
@@ -242,6 +245,7 @@ def ends(run: RunFolder, state: str = "done") -> RunFolder:
     return run
 
 
+@pytest.mark.nightly
 def test_following_a_run_ends_when_nobody_looks_after_it_any_more(make_project: MakeProject) -> None:
     folder = make_project(400)
     run = begin(folder)
@@ -317,6 +321,7 @@ def test_a_run_is_found_however_many_have_ended_since(make_project: MakeProject)
     assert refuse_double(config, ["scan"]) is None
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("state", ["stopped", "failed"])
 def test_a_run_that_was_ended_before_it_was_done_is_taken_up(
     pipeline: Command, make_project: MakeProject, state: str

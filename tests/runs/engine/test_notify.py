@@ -11,8 +11,8 @@ import pytest
 from pipeline.config.schema_cluster import NotifySection
 from pipeline.journal.run_folder import RunFolder
 from pipeline.runs.engine.handover import notify
-from tests.command import Command
-from tests.projects import MakeProject
+from tests.testkit.command import Command
+from tests.testkit.projects import MakeProject
 
 TELLS = "import json, pathlib, sys; pathlib.Path(sys.argv[1]).write_text(json.dumps(sys.argv[2:]))"
 HOSTILE = "it's $(id) `id` \n; rm -rf /"

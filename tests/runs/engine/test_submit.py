@@ -26,9 +26,9 @@ from pipeline.runs.engine import run_task
 from pipeline.runs.engine.lifecycle import new_run
 from pipeline.runs.workflow import table as workflow
 from pipeline.runs.workflow.scan_stage import ScanStage
-from tests.command import Command
-from tests.projects import MakeProject, settle, write_complex
-from tests.stubs import SILENT, program
+from tests.testkit.command import Command
+from tests.testkit.projects import MakeProject, settle, write_complex
+from tests.testkit.stubs import SILENT, program
 
 SUBMIT = ("submit", "--stage", "scan", "--executor", "local", "--follow")
 PIPELINE = str(Path(sys.executable).with_name("pipeline"))
@@ -70,6 +70,7 @@ def test_a_second_submit_does_nothing_again(pipeline: Command, make_project: Mak
     assert "6 cached, 0 to do" in again.err
 
 
+@pytest.mark.nightly
 def test_one_added_file_costs_one_file(pipeline: Command, make_project: MakeProject) -> None:
     folder = make_project(6)
     pipeline(*SUBMIT)
@@ -168,6 +169,7 @@ def test_where_every_item_is_rejected_no_more_rejections_are_advised(
     assert done.err.rstrip().endswith(f"allows\n  next: less '{rejected}'"), done.err
 
 
+@pytest.mark.nightly
 def test_rejections_known_from_before_end_the_run_as_well(pipeline: Command, make_project: MakeProject) -> None:
     folder = make_project(4)
     (folder / "data" / "bad.pdb").write_bytes(b"")
@@ -183,6 +185,7 @@ def use_manifest(folder: Path, *rows: str) -> None:
     (folder / "pipeline.yaml").write_text("data: {path: m.csv, max_rejected_fraction: 0.5}\n")
 
 
+@pytest.mark.nightly
 def test_a_sequence_in_two_splits_is_a_leak(pipeline: Command, make_project: MakeProject) -> None:
     folder = make_project(2)
     shutil.copy(folder / "data" / "c0.pdb", folder / "data" / "twin.pdb")
@@ -242,6 +245,7 @@ def test_without_a_configuration_the_first_step_is_named(pipeline: Command) -> N
     assert "pipeline demo DIR" in done.err
 
 
+@pytest.mark.nightly
 def test_a_submitted_run_goes_on_by_itself(make_project: MakeProject, pipeline: Command) -> None:
     folder = make_project(5)
     done = pipeline("submit", "--stage", "scan")
@@ -274,7 +278,7 @@ def test_a_task_that_does_not_fit_the_machine_ends_the_stage_and_names_the_remed
     assert pipeline(*SUBMIT).code == 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.fault
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
 def test_a_signal_leaves_no_process_and_loses_nothing(make_project: MakeProject, number: signal.Signals) -> None:
@@ -309,7 +313,7 @@ def test_a_run_whose_output_nobody_reads_any_more_is_stopped_and_no_bug(make_pro
     assert not processes_mentioning(str(folder))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.fault
 def test_a_run_under_nohup_outlives_its_terminal(make_project: MakeProject) -> None:
     folder = make_project(200)
@@ -324,6 +328,7 @@ def test_a_run_under_nohup_outlives_its_terminal(make_project: MakeProject) -> N
     assert "200 accepted" in out
 
 
+@pytest.mark.nightly
 @pytest.mark.fault
 def test_a_killed_supervisor_is_named_and_its_work_is_kept(make_project: MakeProject) -> None:
     folder = make_project(300)
@@ -396,7 +401,7 @@ def _raise(error: Exception, *_arguments: object) -> int:
     raise error
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.fault
 def test_a_worker_that_is_asked_to_end_publishes_what_it_has(make_project: MakeProject) -> None:
     folder = make_project(1500)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from pipeline.runs.model import prepare
-from tests.command import Command
-from tests.projects import settle, submit_there, write_growing
+from tests.testkit.command import Command
+from tests.testkit.projects import settle, submit_there, write_growing
 
 PLAN = ("plan", "--stage", "train", "--gpu", "a100-40gb")
 SIZES = "nodes=300,edges=6000,pairs=20000"
@@ -79,6 +79,7 @@ def kept_plans() -> list[Path]:
     return [path for path in Path.cwd().rglob(".plans/*.json") if "trains" not in json.loads(path.read_text())]
 
 
+@pytest.mark.nightly
 def test_a_scan_is_enough_to_plan_and_the_plan_says_that_its_sizes_are_the_scans(
     typed: Command, scanned: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,7 +91,7 @@ def test_a_scan_is_enough_to_plan_and_the_plan_says_that_its_sizes_are_the_scans
     assert kept_plans() == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_plan_of_a_scan_is_the_one_of_its_graphs_where_edges_are_those_of_nearest_neighbours(
     typed: Command, unscanned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,6 +106,7 @@ def test_the_plan_of_a_scan_is_the_one_of_its_graphs_where_edges_are_those_of_ne
     assert len(kept_plans()) == 1  # only the one of graphs
 
 
+@pytest.mark.nightly
 def test_sizes_that_are_typed_are_enough_to_plan_without_any_data(
     typed: Command, unscanned: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,6 +118,7 @@ def test_sizes_that_are_typed_are_enough_to_plan_without_any_data(
     assert "items=N says how many there are" in done.out
 
 
+@pytest.mark.nightly
 def test_typed_sizes_asked_for_again_are_answered_at_once_and_others_are_planned(
     typed: Command, unscanned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,7 +135,7 @@ def test_typed_sizes_asked_for_again_are_answered_at_once_and_others_are_planned
     assert "the plan that was made before" not in later.err  # another torch may take other memory
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_typed_sizes_say_how_many_items_there_are_and_pass_over_a_curriculum(
     typed: Command, unscanned: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,7 +148,7 @@ def test_typed_sizes_say_how_many_items_there_are_and_pass_over_a_curriculum(
     assert larger["plans"]["all items"]["live"]["value"] > found["plans"]["all items"]["live"]["value"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_typed_sizes_come_before_those_of_graphs_and_leave_the_plan_that_was_kept(
     typed: Command, unscanned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,6 +162,7 @@ def test_typed_sizes_come_before_those_of_graphs_and_leave_the_plan_that_was_kep
     assert planned(typed) == known
 
 
+@pytest.mark.nightly
 def test_a_data_set_that_nobody_scanned_is_told_both_ways_to_plan(
     typed: Command, unscanned: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,6 +173,7 @@ def test_a_data_set_that_nobody_scanned_is_told_both_ways_to_plan(
     assert "--sizes nodes=" in done.err
 
 
+@pytest.mark.nightly
 def test_a_project_without_its_data_can_be_planned_and_is_told_how(
     typed: Command, unscanned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,6 +185,7 @@ def test_a_project_without_its_data_can_be_planned_and_is_told_how(
     assert typed(*PLAN, "--sizes", SIZES).code == 0
 
 
+@pytest.mark.nightly
 def test_a_reader_without_its_files_can_be_planned_for_and_is_told_how(
     typed: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,6 +201,7 @@ def test_a_reader_without_its_files_can_be_planned_for_and_is_told_how(
     assert "sizes as typed: 60 peaks, 12 peptide" in done.out
 
 
+@pytest.mark.nightly
 def test_sequences_are_not_planned_for(
     typed: Command, unscanned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,6 +212,7 @@ def test_sequences_are_not_planned_for(
     assert (done.code, "sequences alone have no graphs to train on" in done.err) == (2, True), done.err
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -230,6 +238,7 @@ def test_sizes_that_are_no_sizes_or_not_all_that_a_task_asks_for_are_told(
     assert "Traceback" not in done.err
 
 
+@pytest.mark.nightly
 def test_a_size_that_no_scan_knows_is_named_with_what_would_know_it(
     typed: Command, scanned: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,6 +252,7 @@ def test_a_size_that_no_scan_knows_is_named_with_what_would_know_it(
     assert done.code == 0, done.err
 
 
+@pytest.mark.nightly
 def test_sizes_are_refused_for_other_stages(typed: Command, unscanned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(unscanned)
     done = typed("plan", "--stage", "scan", "--sizes", SIZES)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.projects import MakeProject
+from tests.testkit.projects import MakeProject
 
 PIPELINE = Path(sys.executable).with_name("pipeline")
 
@@ -48,7 +48,7 @@ def test_nothing_is_submitted_or_made(make_project: MakeProject) -> None:
     assert sorted(folder.rglob("*")) == before
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_duration_is_unknown_until_tasks_were_measured(make_project: MakeProject) -> None:
     folder = make_project(3)
     before = planned("--stage", "scan", cwd=folder)["scan"]

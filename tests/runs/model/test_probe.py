@@ -54,7 +54,7 @@ def ratios(prepared: Prepared, *cards: str) -> tuple[float, ...]:
     return measured_ratios(prepared.config, prepared.work, prepared.plan.choice, cards)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_probe_measures_the_worst_bucket_and_the_next_plan_is_corrected(tmp_path: Path) -> None:
     prepared, said = prepare(tmp_path), list[str]()
     assert prepared.plan.margin.origin is Provenance.ASSUMED
@@ -76,6 +76,7 @@ def test_a_probe_measures_the_worst_bucket_and_the_next_plan_is_corrected(tmp_pa
     assert after.margin.factor == pytest.approx(max(found.ratio, 0.9) * 1.02)
 
 
+@pytest.mark.nightly
 def test_a_probe_that_takes_all_memory_says_that_it_needs_more_than_it_had(tmp_path: Path) -> None:
     prepared = prepare(tmp_path, "held = [b'x' * 2**24 for _ in range(200)]", cluster__train__mem="1GiB")
     found = probed(prepared, ProbedCard(card("cpu")))
@@ -89,7 +90,7 @@ def test_a_probe_that_takes_all_memory_says_that_it_needs_more_than_it_had(tmp_p
     assert prepared.planned(*ratios(prepared, "cpu")).margin.factor > found.ratio
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_probe_that_fails_says_why_and_which_log(tmp_path: Path) -> None:
     found = probed(prepare(tmp_path, "oops"), ProbedCard(card("cpu")))
     assert found.outcome is ProbeOutcome.FAILED, found
@@ -182,7 +183,7 @@ KILLS = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("number", "peak_bytes", "counted", "result"), KILLS)
 def test_a_killed_step_died_of_memory_where_the_kernel_or_its_size_says_so(
     tmp_path: Path, number: int, peak_bytes: int, counted: bool, result: ProbeResult
@@ -203,7 +204,7 @@ def test_a_probe_that_dies_before_its_step_says_nothing_of_the_step(tmp_path: Pa
     assert ratios(prepared, "cpu") == ()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_step_that_is_killed_leaves_its_job_to_say_so(tmp_path: Path) -> None:
     crime = "import os, signal; held = b'x' * (3 << 28); os.kill(os.getpid(), signal.SIGKILL)"
     found = probed(prepare(tmp_path, crime), ProbedCard(card("cpu")))

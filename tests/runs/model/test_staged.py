@@ -20,8 +20,8 @@ from pipeline.runs.model.rank_setup import staged
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.disk import Disk
 from pipeline.training.ranks.rank_protocol import SingleRank
-from tests.command import Command
 from tests.runs.workflow.trained import Trained, trained_project
+from tests.testkit.command import Command
 
 pytestmark = pytest.mark.timeout(900)  # it trains for real, on machines that are shared
 
@@ -64,7 +64,7 @@ def figures_of(pipeline: Command) -> Any:
     return next(one for one in run["stages"] if one["name"] == "evaluate")["census"]["figures"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_model_that_is_trained_and_evaluated_from_the_nodes_own_disk_is_the_same(
     pipeline: Command, trained: Trained, node: Path, tmp_path: Path
 ) -> None:
@@ -85,7 +85,7 @@ def test_a_model_that_is_trained_and_evaluated_from_the_nodes_own_disk_is_the_sa
     assert '"staged_s"' in events
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_is_staged_is_read_first_and_the_cache_for_the_rest(trained: Trained, node: Path) -> None:
     project, said = put_on_node(opened())
     assert said[0].startswith(f"staged in {next(node.glob('pipeline-*'))}: 9 of graph, 18 of embed; ")
@@ -99,6 +99,7 @@ def test_what_is_staged_is_read_first_and_the_cache_for_the_rest(trained: Traine
     assert {places[0].layer for places in again.graphs.store.locate(keys)} == {1}
 
 
+@pytest.mark.nightly
 def test_the_next_job_with_the_same_items_copies_nothing(trained: Trained, node: Path) -> None:
     put_on_node(opened())
     told = tell()
@@ -108,6 +109,7 @@ def test_the_next_job_with_the_same_items_copies_nothing(trained: Trained, node:
     assert len(list(node.glob("pipeline-*"))) == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("sets", "why"),
     [
@@ -129,6 +131,7 @@ def test_what_cannot_be_staged_is_said_once_and_read_from_the_cache(
     assert why in said[0]
 
 
+@pytest.mark.nightly
 def test_without_room_nothing_is_staged(trained: Trained, node: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Disk, "free_bytes", lambda _disk, _path: 1000)
     project = opened()
@@ -137,6 +140,7 @@ def test_without_room_nothing_is_staged(trained: Trained, node: Path, monkeypatc
     assert "do not fit in" in said[0]
 
 
+@pytest.mark.nightly
 def test_graphs_are_staged_where_there_is_room_for_them_alone(
     trained: Trained, node: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,6 +156,7 @@ def test_graphs_are_staged_where_there_is_room_for_them_alone(
     assert "9 of graph, 18 of embed; " in put_on_node(opened())[1][0]
 
 
+@pytest.mark.nightly
 def test_when_time_is_up_the_rest_is_read_from_the_cache(
     trained: Trained, node: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,11 +171,13 @@ def test_when_time_is_up_the_rest_is_read_from_the_cache(
     assert "9 of graph" in put_on_node(opened())[1][0]
 
 
+@pytest.mark.nightly
 def test_a_job_that_is_told_to_end_does_not_go_on_copying(trained: Trained, node: Path) -> None:
     told = replace(tell(), ending=lambda: 15)
     assert "0 of graph" in put_on_node(opened(), told)[1][0]
 
 
+@pytest.mark.nightly
 def test_the_first_rank_of_a_node_copies_and_the_others_read_what_it_copied(trained: Trained, node: Path) -> None:
     """Two ranks of one node, and one of another node that has no such folder."""
     project, table = opened(), table_of(opened())

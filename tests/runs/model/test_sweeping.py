@@ -14,9 +14,9 @@ import pytest
 from pipeline.journal.run_folder import RunFolder, runs_in
 from pipeline.journal.run_status import StatusReader
 from pipeline.report.compared import ComparedModel, compared
-from tests.command import Command, Outcome
 from tests.runs.engine.test_submit import wait_for
 from tests.runs.workflow.trained import SMALL, weights, write_project
+from tests.testkit.command import Command, Outcome
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -95,6 +95,7 @@ def sweep_run(folder: Path) -> Path:
     return sorted((folder / "runs").iterdir())[1 + sum(p.name.startswith(".") for p in (folder / "runs").iterdir())]
 
 
+@pytest.mark.nightly
 def test_each_point_is_a_task_but_for_what_was_trained_before(there: Path, pipeline: Command) -> None:
     told = stage(pipeline, str(sweep_run(there)))
     assert told["tasks"] == 3  # the fourth was trained by a plain submission
@@ -104,7 +105,7 @@ def test_each_point_is_a_task_but_for_what_was_trained_before(there: Path, pipel
     assert len(list((there / "models").iterdir())) == 4
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_points_are_linked_by_what_differs_and_trained_as_their_plain_twins(there: Path, tmp_path: Path) -> None:
     points = sweep_run(there) / "points"
     assert sorted(path.name for path in points.iterdir()) == sorted(NAMES)
@@ -114,6 +115,7 @@ def test_the_points_are_linked_by_what_differs_and_trained_as_their_plain_twins(
     assert weights(tmp_path / model.name) == weights(model)
 
 
+@pytest.mark.nightly
 def test_submitting_it_again_does_nothing_and_does_not_wait_for_torch(there: Path) -> None:
     done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
@@ -121,6 +123,7 @@ def test_submitting_it_again_does_nothing_and_does_not_wait_for_torch(there: Pat
     assert "imported: []" in done.stdout
 
 
+@pytest.mark.nightly
 def test_status_and_logs_tell_of_points_by_their_names(there: Path, pipeline: Command) -> None:
     run = str(sweep_run(there))
     shown = pipeline("status", run)
@@ -136,6 +139,7 @@ def test_status_and_logs_tell_of_points_by_their_names(there: Path, pipeline: Co
     assert NAMES[0] in page.out
 
 
+@pytest.mark.nightly
 def test_compare_shows_what_differs_and_means_over_seeds(there: Path, pipeline: Command, tmp_path: Path) -> None:
     run = str(sweep_run(there))
     shown = pipeline("compare", run, "--html", str(tmp_path / "page.html"))
@@ -155,6 +159,7 @@ def test_compare_shows_what_differs_and_means_over_seeds(there: Path, pipeline: 
     assert "http" not in page.replace("http-equiv", "")
 
 
+@pytest.mark.nightly
 def test_models_of_one_name_in_two_folders_have_their_own_figures() -> None:
     curves = {"a": {"loss": [(1, 0.5)]}, "b": {"loss": [(1, 0.3), (2, 0.4)]}}
     models = [ComparedModel("own-1", folder, "done", {}, 2, 4, 0.1, 0, 0, curve) for folder, curve in curves.items()]
@@ -162,6 +167,7 @@ def test_models_of_one_name_in_two_folders_have_their_own_figures() -> None:
     assert [(model["folder"], model["best"], model["best_epoch"]) for model in told] == [("b", 0.3, 1), ("a", 0.5, 1)]
 
 
+@pytest.mark.nightly
 def test_models_are_compared_by_name_folder_and_any_figure(there: Path, pipeline: Command) -> None:
     names = [path.name for path in (there / "models").iterdir()][:2]
     told = json.loads(pipeline("compare", names[0], f"models/{names[1]}", "--metric", "interface_auroc", "--json").out)
@@ -176,6 +182,7 @@ def test_models_are_compared_by_name_folder_and_any_figure(there: Path, pipeline
         assert said in refused.err
 
 
+@pytest.mark.nightly
 def test_a_point_that_fails_is_named_and_the_others_are_done(there: Path, pipeline: Command) -> None:
     words = ("--sweep", "train.options.fails=true,false", "--set", "train.seed=7", "--follow")
     failed = typed(there, "submit", "--stage", "train", *words, code=7)
@@ -188,7 +195,7 @@ def test_a_point_that_fails_is_named_and_the_others_are_done(there: Path, pipeli
     }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_point_that_fits_no_machine_is_told_with_what_helps_and_the_others_are_done(
     there: Path, pipeline: Command
 ) -> None:
@@ -206,6 +213,7 @@ LONG = "train.seed,train.epochs\n30,2\n31,100000\n32,100000\n"
 LONG_NAMES = ["seed=30 epochs=2", "seed=31 epochs=100000", "seed=32 epochs=100000"]
 
 
+@pytest.mark.nightly
 def test_points_are_cancelled_alone_and_the_others_are_done(there: Path, pipeline: Command) -> None:
     (there / "long.csv").write_text(LONG)
     submit = ("submit", "--stage", "train", "--sweep-file", "long.csv", "--set", "cluster.slots.cpus=2")
@@ -240,6 +248,7 @@ def done_of(folder: Path) -> dict[str, int]:
     return found.done if found else {}
 
 
+@pytest.mark.nightly
 def test_a_run_without_points_has_none_to_cancel(there: Path, pipeline: Command) -> None:
     first = runs_in(there / "runs")[0].name
     refused = pipeline("cancel", first, "--point", "seed=1")
@@ -250,6 +259,7 @@ def test_a_run_without_points_has_none_to_cancel(there: Path, pipeline: Command)
     assert "by --point alone" in staged.err
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -273,7 +283,7 @@ def test_what_makes_no_sweep_is_refused(there: Path, pipeline: Command, words: t
     assert "next:" in refused.err or "did you mean" in refused.err
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_falls_behind_is_pruned_stays_so_and_goes_on_as_a_plain_training(there: Path, pipeline: Command) -> None:
     words = ("--sweep", "train.learning_rate=1e-3,3e-3,1e-2,1", "--prune", "median", "--set", "train.sweep.grace=1")
     more = ("--set", "train.epochs=4", "--set", "cluster.slots.cpus=1", "--follow")  # one after the other

@@ -12,8 +12,8 @@ import pytest
 from pipeline.config.load import read_config
 from pipeline.errors import ConfigError
 from pipeline.project.user_code import TaskCode, task_code
-from tests.command import Command
 from tests.runs.workflow.trained import CONFIG, TASK, write_project
+from tests.testkit.command import Command
 
 HELPER = "WIDTH = 4\n"
 OWN = """\
@@ -149,6 +149,7 @@ def test_what_is_torn_is_found_out_again(ask: Ask, tmp_path: Path, torn: str) ->
     assert ask() == known
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_a_run_with_nothing_to_do_imports_neither_torch_nor_scipy_nor_the_task(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pipeline: Command

@@ -16,9 +16,9 @@ from pipeline.project.run_code import load_reader, load_task
 from pipeline.runs.model.task_contract import breaches
 from pipeline.runs.model.training_work import sizes_of
 from pipeline.tasks.interface import Interface
-from tests.command import Command
-from tests.projects import MakeProject
 from tests.tasks.items import DIM, batch_of, made
+from tests.testkit.command import Command
+from tests.testkit.projects import MakeProject
 from tests.zoo import ZOO
 
 WIDTH = 4
@@ -162,7 +162,7 @@ def test_a_breach_is_told_in_words(kind: type[Right], items: Sequence[Any]) -> N
     assert any(BREACHES[kind] in one for one in found), found
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["mlp", "transformer_post", "gnn"])
 def test_models_of_the_zoo_are_tried_on_tensors_without_data(name: str) -> None:
     member = ZOO[name]

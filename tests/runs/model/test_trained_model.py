@@ -16,8 +16,8 @@ from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
 from pipeline.runs.model.trained_model import TrainedModel, portable_settings
 from pipeline.training.prepared import BEST, ModelFolder
-from tests.command import Command
 from tests.runs.workflow.trained import Trained, trained_project
+from tests.testkit.command import Command
 
 pytestmark = pytest.mark.timeout(900)  # it trains for real, on machines that are shared
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.command import Command
-from tests.projects import settle, submit_there, write_growing
+from tests.testkit.command import Command
+from tests.testkit.projects import settle, submit_there, write_growing
 
 PLAN = ("plan", "--stage", "train", "--set", "train.task=planlab:Task", "--json")
 CONFIG = """\
@@ -174,7 +174,6 @@ def refused(typed: Command, *options: str) -> tuple[int, str]:
     return done.code, done.err
 
 
-@pytest.mark.slow
 def test_a_plan_needs_no_gpu_and_says_where_every_number_is_from(plan: Callable[..., dict[str, Any]]) -> None:
     found = plan("--gpu", "a100-40gb")
     one = found["plans"]["all items"]
@@ -187,6 +186,7 @@ def test_a_plan_needs_no_gpu_and_says_where_every_number_is_from(plan: Callable[
     assert found["host"]["mem_bytes"] >= sum(part["bytes"] for part in found["host"]["parts"]) * 0.9
 
 
+@pytest.mark.nightly
 def test_a_second_plan_is_there_at_once_and_one_for_a_like_card_traces_nothing(
     typed: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,6 +201,7 @@ def test_a_second_plan_is_there_at_once_and_one_for_a_like_card_traces_nothing(
     assert json.loads(other.out)[0]["cards"] == ["a100-80gb-pcie"]
 
 
+@pytest.mark.nightly
 def test_a_plan_is_made_anew_when_something_it_follows_from_has_changed(typed: Command, project: Path) -> None:
     typed(*PLAN, "--gpu", "a100-40gb")
     file = project / "planlab.py"
@@ -217,7 +218,7 @@ def test_a_plan_is_made_anew_when_something_it_follows_from_has_changed(typed: C
         sys.modules.pop("planlab", None)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_plan_for_processors_speaks_of_their_cores(typed: Command, plan: Callable[..., dict[str, Any]]) -> None:
     words = [word for word in PLAN if word != "--json"]
     on_cpu = typed(*words, "--set", "cluster.train.cpus=1")
@@ -226,7 +227,7 @@ def test_a_plan_for_processors_speaks_of_their_cores(typed: Command, plan: Calla
     assert "GPU-hours" in typed(*words, "--gpu", "a100-40gb").out
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_training_without_graphs_is_shown_as_one_that_is_planned_later(
     typed: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,7 +242,7 @@ def test_a_training_without_graphs_is_shown_as_one_that_is_planned_later(
     assert "train: planned when its graphs are there" in shown.out
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_parameters_and_their_kin_are_what_the_model_has(plan: Callable[..., dict[str, Any]]) -> None:
     found = plan("--gpu", "a100-40gb", "--set", "train.ema=0.99")
     numbers = 8 * 64 + 64 + 3 * (64 * 64 + 64) + 64 + 1
@@ -253,7 +254,7 @@ def test_parameters_and_their_kin_are_what_the_model_has(plan: Callable[..., dic
     assert bytes_ == {"parameters": 4 * numbers, "optimizer": 4 * (2 * numbers + steps), "ema": 4 * numbers}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_small_card_gets_smaller_micro_batches_and_the_same_step(plan: Callable[..., dict[str, Any]]) -> None:
     large = plan("--gpu", "a100-80gb", "--set", "train.task=planlab:Wide")["plans"]["all items"]
     small = plan("--gpu", "2200MiB", "--set", "train.task=planlab:Wide")["plans"]["all items"]
@@ -262,7 +263,7 @@ def test_a_small_card_gets_smaller_micro_batches_and_the_same_step(plan: Callabl
     assert small["total"]["value"] <= small["limit_bytes"] < large["limit_bytes"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_configurations_are_told_for_cards_of_24_40_80_and_141_gb(plan: Callable[..., dict[str, Any]]) -> None:
     rows = plan("--gpu", "rtx4090")["configurations"]
     assert [(row["items"], row["accumulation"]) for row in rows] == [(4, 1), (2, 2), (1, 4)]
@@ -270,7 +271,7 @@ def test_configurations_are_told_for_cards_of_24_40_80_and_141_gb(plan: Callable
     assert rows[0]["live"]["value"] > rows[1]["live"]["value"] > rows[2]["live"]["value"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_offers_are_compared_side_by_side(plan: Callable[..., dict[str, Any]]) -> None:
     found = plan("--gpu", "3xa100-40gb", "--gpu", "a100-80gb")
     assert [one["ranks"] for one in found["alternatives"]] in ([1, 3], [3, 1])
@@ -278,7 +279,7 @@ def test_offers_are_compared_side_by_side(plan: Callable[..., dict[str, Any]]) -
     assert found["ranks"] == 3
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_one_plan_holds_on_all_cards_that_are_named_together(plan: Callable[..., dict[str, Any]]) -> None:
     both = plan("--gpu", "v100-16gb,a100-80gb")["plans"]["all items"]
     alone = plan("--gpu", "v100-16gb")["plans"]["all items"]
@@ -286,14 +287,14 @@ def test_one_plan_holds_on_all_cards_that_are_named_together(plan: Callable[...,
     assert len(both["cards"]) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_half_precision_is_chosen_only_where_it_is_allowed(plan: Callable[..., dict[str, Any]]) -> None:
     assert plan("--gpu", "a100-40gb")["plans"]["all items"]["choice"]["precision"] == "fp32"
     pinned = plan("--gpu", "a100-40gb", "--set", "train.precision=bf16")
     assert pinned["plans"]["all items"]["choice"]["precision"] == "bf16"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_precision_left_to_the_planner_is_the_same_however_a_step_is_cut(plan: Callable[..., dict[str, Any]]) -> None:
     words = ("--gpu", "a100-40gb", "--set", "train.task=planlab:Middling", "--set", "train.precision=auto")
     cuts = {items: plan(*words, "--set", f"train.micro_batch={items}")["plans"]["all items"] for items in ("1", "auto")}
@@ -301,14 +302,14 @@ def test_a_precision_left_to_the_planner_is_the_same_however_a_step_is_cut(plan:
     assert {items: cut["choice"]["precision"] for items, cut in cuts.items()} == {"1": "bf16", "auto": "bf16"}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_model_that_cannot_be_traced_is_rehearsed_and_the_plan_says_so(plan: Callable[..., dict[str, Any]]) -> None:
     one = plan("--gpu", "24GiB", "--set", "train.task=planlab:Filtered")["plans"]["all items"]
     assert one["live"]["origin"] == "extrapolated"
     assert any("nonzero" in note for note in one["notes"])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_task_without_an_example_is_planned_by_a_formula_that_is_not_trusted(
     plan: Callable[..., dict[str, Any]],
 ) -> None:
@@ -317,7 +318,7 @@ def test_a_task_without_an_example_is_planned_by_a_formula_that_is_not_trusted(
     assert any("trust is low" in note for note in one["notes"])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_curriculum_has_a_batch_plan_for_each_stage(typed: Command, plan: Callable[..., dict[str, Any]]) -> None:
     found = plan("--gpu", "24GiB", "--set", "train.curriculum=[{epochs: 1, largest: {nodes: 80}}]")
     assert list(found["plans"]) == ["stage 1", "all items"]
@@ -327,7 +328,7 @@ def test_a_curriculum_has_a_batch_plan_for_each_stage(typed: Command, plan: Call
     assert "no size is called 'residue'" in told
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_stage_of_other_options_is_planned_by_its_own_step(
     typed: Command, plan: Callable[..., dict[str, Any]]
 ) -> None:
@@ -345,7 +346,7 @@ def test_a_stage_of_other_options_is_planned_by_its_own_step(
         assert said in told
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_node_without_gpus_is_planned_by_its_memory(plan: Callable[..., dict[str, Any]]) -> None:
     found = plan("--set", "cluster.train.mem=2GiB")
     one = found["plans"]["all items"]
@@ -354,18 +355,18 @@ def test_a_node_without_gpus_is_planned_by_its_memory(plan: Callable[..., dict[s
     assert "CUDA context" not in {part["name"] for part in found["host"]["parts"]}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_a_task_prints_is_not_part_of_the_plan(typed: Command, plan: Callable[..., dict[str, Any]]) -> None:
     assert plan("--gpu", "t4", "--set", "train.task=planlab:Prints")["items"] == ITEMS
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_batch_that_does_not_have_the_sizes_it_was_asked_is_told(plan: Callable[..., dict[str, Any]]) -> None:
     assert plan("--gpu", "t4", "--set", "train.task=planlab:IgnoresSizes")["ignores_sizes"]
     assert not plan("--gpu", "t4")["ignores_sizes"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_gpus_that_are_named_are_those_the_job_asks_for(plan: Callable[..., dict[str, Any]]) -> None:
     found = plan("--gpu", "4xa100-40gb")
     assert found["job"]["gpus"] == 4
@@ -373,7 +374,7 @@ def test_gpus_that_are_named_are_those_the_job_asks_for(plan: Callable[..., dict
     assert found["host"]["mem_bytes"] > 3 * alone["host"]["mem_bytes"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_report_is_readable(typed: Command) -> None:
     done = typed(*PLAN[:-1], "--gpu", "rtx4090")
     assert done.code == 0, done.err
@@ -388,7 +389,7 @@ def test_the_report_is_readable(typed: Command) -> None:
         assert words in done.out
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("options", "code", "words"),
     [
@@ -428,6 +429,7 @@ def test_what_cannot_be_planned_says_why_and_what_to_do(
     assert "next: " in told
 
 
+@pytest.mark.nightly
 def test_options_of_training_are_refused_for_other_stages(typed: Command) -> None:
     done = typed("plan", "--stage", "scan", "--gpu", "t4")
     assert done.code == 2

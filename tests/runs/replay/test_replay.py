@@ -30,10 +30,10 @@ from pipeline.structures.synthetic import complex_pdb
 from pipeline.training.forensics import step_bundle
 from pipeline.training.prepared import ModelFolder
 from pipeline.training.ranks.rank_protocol import SingleRank
-from tests.command import Command
-from tests.limited import device as limited
-from tests.limited.device import LimitedDevice
-from tests.projects import settle
+from tests.testkit.command import Command
+from tests.testkit.limited import device as limited
+from tests.testkit.limited.device import LimitedDevice
+from tests.testkit.projects import settle
 
 pytestmark = pytest.mark.timeout(900)  # it trains for real, on machines that are shared
 
@@ -159,6 +159,7 @@ def beside(lab: Lab, tmp_path: Path) -> ModelFolder:
     return ModelFolder(tmp_path / "model")
 
 
+@pytest.mark.nightly
 def test_a_run_with_a_loss_that_is_no_number_fails_and_names_item_step_and_command(lab: Lab) -> None:
     assert lab.code == 7, lab.said
     assert "is not finite (of c2)" in lab.said
@@ -166,6 +167,7 @@ def test_a_run_with_a_loss_that_is_no_number_fails_and_names_item_step_and_comma
 
 
 class TestNotFinite:
+    @pytest.mark.nightly
     def test_is_reproduced_with_item_term_and_module(self, found: ReplayResult) -> None:
         assert found.is_reproduced
         assert found.is_exact
@@ -176,6 +178,7 @@ class TestNotFinite:
         assert found.rerun is not None
         assert any(name.startswith("enter") for name in found.rerun.gradients)
 
+    @pytest.mark.nightly
     def test_is_told_on_the_command_line(self, lab: Lab, pipeline: Command) -> None:
         ended = pipeline("replay", str(lab.run.path), "--step", str(lab.bundle.step), "--device", "cpu")
         assert ended.code == 0, ended.err
@@ -184,6 +187,7 @@ class TestNotFinite:
             "reproduced: c2 alone; the term square of the loss; first in the output of bend (Bend)"
         )
 
+    @pytest.mark.nightly
     def test_is_told_as_json_that_every_reader_takes(self, lab: Lab, pipeline: Command) -> None:
         step = str(lab.bundle.step)
         ended = pipeline("replay", str(lab.run.path), "--step", step, "--rank", "0", "--device", "cpu", "--json")
@@ -195,6 +199,7 @@ class TestNotFinite:
             name for cut in lab.bundle.cuts for name in cut.ids
         )
 
+    @pytest.mark.nightly
     def test_goes_by_the_random_numbers_of_the_bundle_and_needs_its_item(self, lab: Lab, tmp_path: Path) -> None:
         case = replace(lab.case, bundle=without(lab.bundle, "c2"))
         first = replay_here(case, device="cpu")
@@ -210,6 +215,7 @@ class TestNotFinite:
         assert terms(replay_here(replace(case, where=where), device="cpu")) != terms(first)
 
 
+@pytest.mark.nightly
 def test_a_step_of_a_run_on_cards_is_made_again_where_there_is_none(lab: Lab) -> None:
     config = lab.case.project.config
     train = config.cluster.train.model_copy(update={"gpus": 1})
@@ -219,6 +225,7 @@ def test_a_step_of_a_run_on_cards_is_made_again_where_there_is_none(lab: Lab) ->
 
 
 class TestCheckpoint:
+    @pytest.mark.nightly
     def test_that_is_gone_is_said_with_what_it_means(self, lab: Lab, beside: ModelFolder) -> None:
         shutil.rmtree(beside.checkpoints)
         found = replay_here(replace(lab.case, made=beside), device="cpu")
@@ -226,6 +233,7 @@ class TestCheckpoint:
         assert "is gone; fresh ones" in found.weights
         assert "memory is the same, numbers are not" in found.weights
 
+    @pytest.mark.nightly
     def test_that_is_damaged_is_passed_over(self, lab: Lab, beside: ModelFolder) -> None:
         for path in beside.checkpoints.glob("*/state.safetensors"):
             path.write_bytes(path.read_bytes()[:-8])
@@ -233,6 +241,7 @@ class TestCheckpoint:
         assert "is damaged" in found.weights
         assert not found.is_exact
 
+    @pytest.mark.nightly
     def test_of_a_later_step_is_not_taken(self, lab: Lab, beside: ModelFolder) -> None:
         earlier = replace(lab.bundle, step=lab.bundle.step - 1)
         found = replay_here(replace(lab.case, made=beside, bundle=earlier), device="cpu")
@@ -240,20 +249,24 @@ class TestCheckpoint:
 
 
 class TestNoBundle:
+    @pytest.mark.nightly
     def test_of_that_step_says_of_which_there_are(self, lab: Lab, pipeline: Command) -> None:
         ended = pipeline("replay", str(lab.run.path), "--step", "77")
         assert ended.code == 2
         assert f"there are bundles of the steps {lab.bundle.step}" in ended.err
 
+    @pytest.mark.nightly
     def test_of_that_rank_is_said(self, lab: Lab) -> None:
         with pytest.raises(ConfigError, match="of rank 3"):
             find_case(lab.run, lab.bundle.step, 3)
 
+    @pytest.mark.nightly
     def test_and_no_step_says_what_to_type(self, lab: Lab, pipeline: Command) -> None:
         ended = pipeline("replay", str(lab.run.path))
         assert ended.code == 2
         assert f"--step N   (there are bundles of the steps {lab.bundle.step})" in ended.err
 
+    @pytest.mark.nightly
     def test_in_a_run_that_trained_nothing_is_said(self, lab: Lab, tmp_path: Path) -> None:
         shutil.copytree(lab.run.path, tmp_path / lab.run.name)
         other = RunFolder(tmp_path / lab.run.name)
@@ -301,6 +314,7 @@ def allowed(case: ReplayCase, limit_bytes: int) -> ReplayCase:
 
 
 class TestOutOfMemory:
+    @pytest.mark.nightly
     def test_in_collate_is_reproduced(self, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("REPLAYLAB_FITS", "0")
         bundle = replace(lab.bundle, kind=step_bundle.BundleKind.OOM, failed=0)
@@ -308,7 +322,7 @@ class TestOutOfMemory:
         assert found.is_reproduced, found.verdict
         assert found.to_json()["micro_batches"][0]["error"] == "no room to collate"
 
-    @pytest.mark.slow
+    @pytest.mark.nightly
     def test_is_measured_where_there_is_room_and_reproduced_where_there_is_not(self, starved: ReplayCase) -> None:
         with LimitedDevice() as device:
             found = replay_here(allowed(starved, 1 << 20), device="cpu", meter=Counted(device))
@@ -326,7 +340,7 @@ class TestOutOfMemory:
         assert failed["items"] == list(starved.bundle.cuts[starved.bundle.failed].ids)
         assert "memory ended at micro-batch 1" in found.verdict
 
-    @pytest.mark.slow
+    @pytest.mark.nightly
     def test_on_a_processor_where_nobody_counts_is_answered_by_a_trace(self, starved: ReplayCase) -> None:
         found = replay_here(allowed(starved, 1000), device="cpu")
         assert not found.is_reproduced
@@ -337,7 +351,7 @@ class TestOutOfMemory:
 
 
 class TestPoison:
-    @pytest.mark.slow
+    @pytest.mark.nightly
     @pytest.mark.parametrize(
         "bad", ["c2", "c7"]
     )  # c7 is the largest: it is in the worst micro-batch, which is run first
@@ -358,7 +372,7 @@ class TestPoison:
             events = LedgerReader(find_run(lab.run.path.parent, None)).fresh()
             assert [one.data["names"] for one in events if one.kind is EventKind.LEFT_OUT] == [[bad]], stage
 
-    @pytest.mark.slow
+    @pytest.mark.nightly
     def test_what_kills_its_process_twice_leaves_a_bundle_at_the_next_start(self, lab: Lab, tmp_path: Path) -> None:
         made = ModelFolder(tmp_path / "model")
         made.path.mkdir()
@@ -374,7 +388,7 @@ class TestPoison:
         found = replay_here(replace(lab.case, made=made, where=where, bundle=bundle), device="cpu")
         assert not found.is_reproduced, "nothing kills it now"
 
-    @pytest.mark.slow
+    @pytest.mark.nightly
     def test_that_still_kills_is_told_by_who_started_it(
         self, lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pipeline: Command
     ) -> None:

@@ -69,6 +69,7 @@ def dead(found: Cleaning) -> dict[str, int]:
     return counted
 
 
+@pytest.mark.nightly
 def test_of_a_cache_that_is_all_in_use_nothing_goes(copy: Copy) -> None:
     before = content(copy)
     found = clean(copy)
@@ -78,6 +79,7 @@ def test_of_a_cache_that_is_all_in_use_nothing_goes(copy: Copy) -> None:
     assert content(copy) == before
 
 
+@pytest.mark.nightly
 def test_graphs_of_a_recipe_that_is_not_used_any_more_go_and_nothing_else(copy: Copy) -> None:
     before = content(copy)
     found = look(copy, NOW, FEWER)
@@ -91,18 +93,21 @@ def test_graphs_of_a_recipe_that_is_not_used_any_more_go_and_nothing_else(copy: 
     assert after == before
 
 
+@pytest.mark.nightly
 def test_what_is_looked_at_first_is_left_as_it_is(copy: Copy) -> None:
     files = sorted(path for path in copy.store.root.rglob("*"))
     look(copy, NOW, FEWER)
     assert sorted(path for path in copy.store.root.rglob("*")) == files
 
 
+@pytest.mark.nightly
 def test_what_is_younger_than_the_grace_stays(copy: Copy) -> None:
     found = clean(copy, CleanRequest(), FEWER)
     assert found.stays(Fate.YOUNG)[0] == ITEMS
     assert len(copy.keys("graph")) == ITEMS
 
 
+@pytest.mark.nightly
 def test_orphans_go_and_the_data_set_is_whole(copy: Copy) -> None:
     write_manifest(copy.folder / "items.csv", [0, 2])
     found = clean(copy)
@@ -113,6 +118,7 @@ def test_orphans_go_and_the_data_set_is_whole(copy: Copy) -> None:
     assert len(copy.keys("graph")) == 2
 
 
+@pytest.mark.nightly
 def test_on_a_full_disk_whole_files_of_every_kind_go_before_any_is_written_anew(
     copy: Copy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,6 +139,7 @@ def test_on_a_full_disk_whole_files_of_every_kind_go_before_any_is_written_anew(
     assert dead(look(copy, NOW, FEWER)) == {}
 
 
+@pytest.mark.nightly
 def test_a_data_set_that_seems_to_be_away_keeps_its_records_while_old_recipes_go(copy: Copy, tmp_path: Path) -> None:
     away = f"data.structures_dir={tmp_path / 'nothing'}"
     found = clean(copy, NOW, away, FEWER)
@@ -142,6 +149,7 @@ def test_a_data_set_that_seems_to_be_away_keeps_its_records_while_old_recipes_go
     assert len(copy.keys("scan")) == len(copy.keys("files")) == ITEMS
 
 
+@pytest.mark.nightly
 def test_without_its_weights_a_project_keeps_all_embeddings(copy: Copy) -> None:
     before = copy.keys("embed")
     found = clean(copy, NOW, "embed.weights=nothing.pt")
@@ -149,6 +157,7 @@ def test_without_its_weights_a_project_keeps_all_embeddings(copy: Copy) -> None:
     assert copy.keys("embed") == before
 
 
+@pytest.mark.nightly
 def test_graphs_that_are_not_kept_on_disk_are_not_needed_there(copy: Copy) -> None:
     clean(copy, NOW, "graph.cache=false")
     assert copy.keys("graph") == set()
@@ -162,6 +171,7 @@ def other_user(copy: Copy, config: Path, last: float, *sets: str) -> User:
     return user
 
 
+@pytest.mark.nightly
 def test_what_another_project_uses_stays_as_long_as_that_is_there(copy: Copy, tmp_path: Path) -> None:
     config = tmp_path / "other" / "pipeline.yaml"
     config.parent.mkdir()
@@ -183,6 +193,7 @@ def test_what_another_project_uses_stays_as_long_as_that_is_there(copy: Copy, tm
     assert str(config) not in {user.config for user in registered(copy.store.disk, copy.store.root)[0]}
 
 
+@pytest.mark.nightly
 def test_a_project_whose_configuration_was_moved_has_not_gone_while_its_run_goes_on(copy: Copy, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     user = other_user(copy, tmp_path / "other" / "pipeline.yaml", time.time() - 2 * DAY_S)
@@ -206,6 +217,7 @@ def private(unprivileged: Path) -> Iterator[Path]:
     home.chmod(0o755)
 
 
+@pytest.mark.nightly
 def test_a_configuration_in_a_private_home_is_not_gone(private: Path) -> None:
     user = User(str(private / "pipeline.yaml"), str(private / "runs"), frozenset(), 0.0)
     (private / "pipeline.yaml").touch()
@@ -215,6 +227,7 @@ def test_a_configuration_in_a_private_home_is_not_gone(private: Path) -> None:
     assert not has_vanished(user, time.time(), 0.0)
 
 
+@pytest.mark.nightly
 def test_who_keeps_runs_private_is_not_forgotten_at_once(private: Path) -> None:
     user = User(str(private / "pipeline.yaml"), str(private / "runs"), frozenset(), time.time() - 2 * DAY_S)
     assert has_vanished(user, time.time(), DAY_S)
@@ -223,6 +236,7 @@ def test_who_keeps_runs_private_is_not_forgotten_at_once(private: Path) -> None:
     (private / "runs").chmod(0o755)
 
 
+@pytest.mark.nightly
 def test_a_project_on_a_disk_that_is_not_mounted_is_not_forgotten_at_once(copy: Copy, tmp_path: Path) -> None:
     user = other_user(copy, tmp_path / "unmounted" / "pipeline.yaml", time.time() - 2 * DAY_S)
     found = clean(copy, NOW, FEWER)
@@ -230,6 +244,7 @@ def test_a_project_on_a_disk_that_is_not_mounted_is_not_forgotten_at_once(copy: 
     assert len(copy.keys("graph")) == ITEMS
 
 
+@pytest.mark.nightly
 def test_a_user_of_whom_nothing_can_be_read_keeps_everything(copy: Copy) -> None:
     (copy.store.root / "_users" / f"{'0' * 32}.json").write_text('{"user": 99}')
     before = content(copy)
@@ -238,6 +253,7 @@ def test_a_user_of_whom_nothing_can_be_read_keeps_everything(copy: Copy) -> None
     assert content(copy)["graph"] == before["graph"]
 
 
+@pytest.mark.nightly
 def test_recipes_are_kept_when_that_is_asked_for_and_what_is_of_none_goes(copy: Copy) -> None:
     with copy.store.kind("graph").writer() as writer:
         writer.put(b"of no recipe....", {})
@@ -256,6 +272,7 @@ def going_run(copy: Copy, *sets: str) -> Ledger:
     return ledger
 
 
+@pytest.mark.nightly
 def test_what_a_run_needs_that_goes_on_stays(copy: Copy) -> None:
     going_run(copy)
     write_manifest(copy.folder / "items.csv", [0])
@@ -265,6 +282,7 @@ def test_what_a_run_needs_that_goes_on_stays(copy: Copy) -> None:
     assert content(copy) == before
 
 
+@pytest.mark.nightly
 def test_the_table_of_a_run_that_goes_on_stays_wherever_its_folder_is(copy: Copy, tmp_path: Path) -> None:
     (run,) = (path.parent for path in (copy.folder / "runs").glob("*/table.txt"))
     elsewhere = f"cluster.runs={tmp_path / 'elsewhere'}"
@@ -278,12 +296,14 @@ def test_the_table_of_a_run_that_goes_on_stays_wherever_its_folder_is(copy: Copy
     assert len(copy.keys("sets")) == 1
 
 
+@pytest.mark.nightly
 def test_a_run_on_another_cache_is_none_of_its_business(copy: Copy, tmp_path: Path) -> None:
     going_run(copy, f"cache.root={tmp_path / 'elsewhere'}")
     clean(copy, NOW, FEWER)
     assert copy.keys("graph") == set()
 
 
+@pytest.mark.nightly
 def test_a_run_whose_needs_cannot_be_told_is_named(copy: Copy) -> None:
     going_run(copy)
     folder = sorted((copy.folder / "runs").glob("2*"))[-1]
@@ -293,6 +313,7 @@ def test_a_run_whose_needs_cannot_be_told_is_named(copy: Copy) -> None:
     assert "pipeline cancel" in caught.value.remedy
 
 
+@pytest.mark.nightly
 def test_all_is_refused_while_a_run_goes_on(copy: Copy) -> None:
     ledger = going_run(copy)
     with pytest.raises(ConfigError, match="goes on"):
@@ -301,7 +322,7 @@ def test_all_is_refused_while_a_run_goes_on(copy: Copy) -> None:
     assert look(copy, CleanRequest(all=True)).files
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_after_all_is_gone_the_same_is_made_again(copy: Copy) -> None:
     before = content(copy)
     foreign = copy.store.root / "graph" / "notes.txt"
@@ -316,6 +337,7 @@ def test_after_all_is_gone_the_same_is_made_again(copy: Copy) -> None:
     assert content(copy) == before
 
 
+@pytest.mark.nightly
 def test_who_begins_to_use_the_cache_meanwhile_ends_the_cleaning(copy: Copy, tmp_path: Path) -> None:
     found = look(copy, NOW, FEWER)
     other_user(copy, tmp_path / "pipeline.yaml", time.time())
@@ -325,6 +347,7 @@ def test_who_begins_to_use_the_cache_meanwhile_ends_the_cleaning(copy: Copy, tmp
     assert len(copy.keys("graph")) == ITEMS
 
 
+@pytest.mark.nightly
 def test_who_begins_to_use_the_cache_at_the_very_end_stays_known(copy: Copy, tmp_path: Path) -> None:
     config = tmp_path / "other" / "pipeline.yaml"
     config.parent.mkdir()
@@ -338,6 +361,7 @@ def test_who_begins_to_use_the_cache_at_the_very_end_stays_known(copy: Copy, tmp
     assert str(config) in {user.config for user in registered(copy.store.disk, copy.store.root)[0]}
 
 
+@pytest.mark.nightly
 def test_tables_of_runs_that_are_there_no_more_go(copy: Copy) -> None:
     assert len(copy.keys("sets")) == 1
     for path in (copy.folder / "runs").glob("*/table.txt"):
@@ -346,6 +370,7 @@ def test_tables_of_runs_that_are_there_no_more_go(copy: Copy) -> None:
     assert copy.keys("sets") == set()
 
 
+@pytest.mark.nightly
 def test_the_half_of_a_name_of_a_table_takes_no_table_from_another_run(copy: Copy) -> None:
     (whole,) = (path for path in (copy.folder / "runs").glob("*/table.txt"))
     before = copy.keys("sets")
@@ -357,6 +382,7 @@ def test_the_half_of_a_name_of_a_table_takes_no_table_from_another_run(copy: Cop
     assert copy.keys("sets") == before != set()
 
 
+@pytest.mark.nightly
 def test_leftovers_that_are_old_go_and_young_ones_stay(copy: Copy) -> None:
     root = copy.store.root
     shard = next((root / "graph" / "shards").iterdir()).name
@@ -377,6 +403,7 @@ def test_leftovers_that_are_old_go_and_young_ones_stay(copy: Copy) -> None:
     assert not old.exists()
 
 
+@pytest.mark.nightly
 def test_a_writer_that_has_not_closed_its_file_is_not_in_the_way_however_young_its_files_may_be(copy: Copy) -> None:
     with copy.store.kind("graph").writer() as writer:
         writer.put(b"sixteen letters.", {})
@@ -389,6 +416,7 @@ def test_a_writer_that_has_not_closed_its_file_is_not_in_the_way_however_young_i
     assert temporary in {one.path for one in look(copy, CleanRequest(all=True)).leftovers}
 
 
+@pytest.mark.nightly
 def test_a_cache_that_cannot_be_told_of_its_readers_is_named(
     copy: Copy, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -404,6 +432,7 @@ def test_a_cache_that_cannot_be_told_of_its_readers_is_named(
     assert [message.split(":")[0] for message in caplog.messages] == [str(copy.store.root), str(under.root)]
 
 
+@pytest.mark.nightly
 def test_this_project_says_anew_what_it_uses(copy: Copy) -> None:
     def tags() -> set[tuple[str, str]]:
         users = registered(copy.store.disk, copy.store.root)[0]
@@ -416,6 +445,7 @@ def test_this_project_says_anew_what_it_uses(copy: Copy) -> None:
     assert {(kind, bytes.fromhex(tag)) for kind, tag in tags()} == set(retention.recipes_of(copy.project(FEWER)))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("place", ["/", "data"])
 def test_what_is_no_cache_is_refused(copy: Copy, tmp_path: Path, place: str) -> None:
     (tmp_path / "data").mkdir()
@@ -425,6 +455,7 @@ def test_what_is_no_cache_is_refused(copy: Copy, tmp_path: Path, place: str) -> 
     assert caught.value.exit_code == 2
 
 
+@pytest.mark.nightly
 def test_a_cache_that_lost_its_marker_is_refused_and_where_none_is_yet_nothing_can_go(
     copy: Copy, tmp_path: Path
 ) -> None:
@@ -444,5 +475,6 @@ def values(data: Any) -> None:
     json.dumps(data)
 
 
+@pytest.mark.nightly
 def test_what_is_said_is_plain_json(copy: Copy) -> None:
     values(look(copy, NOW, FEWER).to_json())

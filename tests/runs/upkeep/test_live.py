@@ -31,7 +31,7 @@ def keys_of(found: Needed, kind: str) -> set[bytes]:
     return {keys[at : at + 16] for at in range(0, len(keys), 16)}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_data_set_needs_exactly_what_its_stages_have_made(copy: Copy, kind: str) -> None:
     found = needed(copy.project())

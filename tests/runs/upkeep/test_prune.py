@@ -20,8 +20,8 @@ from pipeline.journal.run_folder import RunFolder, runs_in
 from pipeline.records import EventKind
 from pipeline.runs.upkeep import prune_runs
 from pipeline.runs.upkeep.prune_runs import YOUNG_S, foresee_pruning, prune
-from tests.command import Command
-from tests.projects import MakeProject
+from tests.testkit.command import Command
+from tests.testkit.projects import MakeProject
 
 BEGUN = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 

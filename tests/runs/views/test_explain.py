@@ -24,9 +24,9 @@ from pipeline.runs.model.prepare import recipe_of
 from pipeline.runs.views import explained_item
 from pipeline.runs.views.explained_item import explain_item, near_names
 from pipeline.stages import scan
-from tests.command import Command
-from tests.projects import settle
 from tests.runs.workflow.trained import SMALL, write_project
+from tests.testkit.command import Command
+from tests.testkit.projects import settle
 
 CONFIG = f"""{SMALL}
   task: "pipeline.tasks.interface:Interface"
@@ -81,6 +81,7 @@ def states(told: dict[str, Any]) -> list[str]:
     return [told[stage]["state"] for stage in ("scan", "embed", "graph")]
 
 
+@pytest.mark.nightly
 def test_an_item_of_which_all_is_done_has_nothing_next(pipeline: Command, project: Path) -> None:
     told = of_item(pipeline, "c0")
     assert states(told) == ["done", "done", "done"]
@@ -91,6 +92,7 @@ def test_an_item_of_which_all_is_done_has_nothing_next(pipeline: Command, projec
     assert found.out.splitlines()[1].startswith("c0 ")  # by the key that is shown
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("setting", "stage", "changes"),
     [
@@ -114,6 +116,7 @@ def test_a_setting_that_changed_is_named_with_what_it_was(
     assert typed == f"next: pipeline submit --stage {stage} --set {setting}"
 
 
+@pytest.mark.nightly
 def test_a_file_with_other_bytes_is_told_with_both_digests(pipeline: Command, project: Path) -> None:
     path = project / "data/c1.pdb"
     path.write_bytes(path.read_bytes().replace(b" N   ALA", b" N   GLY", 1) + b"REMARK\n")
@@ -125,6 +128,7 @@ def test_a_file_with_other_bytes_is_told_with_both_digests(pipeline: Command, pr
     assert states(of_item(pipeline, "c0")) == ["done"] * 3  # of the others nothing changed
 
 
+@pytest.mark.nightly
 def test_a_file_that_was_only_touched_is_read_again_and_nothing_computed(pipeline: Command, project: Path) -> None:
     os.utime(project / "data/c2.pdb")
     settle(project / "data")
@@ -133,6 +137,7 @@ def test_a_file_that_was_only_touched_is_read_again_and_nothing_computed(pipelin
     assert "with the same bytes; nothing is computed anew for that" in told["scan"]["why"]
 
 
+@pytest.mark.nightly
 def test_a_file_that_is_gone_or_empty_is_refused_with_its_reason(pipeline: Command, project: Path) -> None:
     for content, reason in ((None, "missing_file"), (b"", "empty_file")):
         path = project / "data/c3.pdb"
@@ -146,6 +151,7 @@ def test_a_file_that_is_gone_or_empty_is_refused_with_its_reason(pipeline: Comma
         assert told["next"] == "pipeline submit --stage scan   (once that is mended)"
 
 
+@pytest.mark.nightly
 def test_a_reason_that_the_scan_has_found_is_told_from_its_record(pipeline: Command, project: Path) -> None:
     told = of_item(pipeline, "c0", "structures.max_residues=10")
     assert told["scan"]["changes"][0]["setting"] == "structures.max_residues"
@@ -156,6 +162,7 @@ def test_a_reason_that_the_scan_has_found_is_told_from_its_record(pipeline: Comm
     assert told["scan"]["why"].startswith("too_many_residues: ")
 
 
+@pytest.mark.nightly
 def test_why_an_earlier_run_left_an_item_out_is_told_when_it_is_tried_again(pipeline: Command, project: Path) -> None:
     told = {"id": "c4", "reason": "killed_its_task", "detail": "task 3 died of it"}
     newest = runs_in(project / "runs")[-1]
@@ -168,6 +175,7 @@ def test_why_an_earlier_run_left_an_item_out_is_told_when_it_is_tried_again(pipe
     assert said["why"].endswith(f"(run {newest.name} left it out: killed_its_task: task 3 died of it)")
 
 
+@pytest.mark.nightly
 def test_an_item_that_was_added_was_never_done(pipeline: Command, project: Path) -> None:
     manifest = project / "data/manifest.csv"
     (project / "data/new.pdb").write_bytes((project / "data/c8.pdb").read_bytes() + b"REMARK\n")
@@ -178,6 +186,7 @@ def test_an_item_that_was_added_was_never_done(pipeline: Command, project: Path)
     assert "new.pdb is not read yet" in told["scan"]["why"]
 
 
+@pytest.mark.nightly
 def test_a_damaged_record_is_told_as_damaged_and_a_lost_one_as_gone(pipeline: Command, project: Path) -> None:
     key = bytes.fromhex(of_item(pipeline, "c8")["graph"]["keys"]["graph"])
     opened = Project.open(read_config(project / "pipeline.yaml").config, remember=False)
@@ -200,6 +209,7 @@ def test_a_damaged_record_is_told_as_damaged_and_a_lost_one_as_gone(pipeline: Co
         shard.write_bytes(whole)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("typed", "meant"), [("C5", "c5"), ("c55", "c5"), ("cc4", "c4")])
 def test_a_wrong_name_gets_names_like_it(pipeline: Command, project: Path, typed: str, meant: str) -> None:
     done = pipeline("explain", typed)
@@ -209,10 +219,12 @@ def test_a_wrong_name_gets_names_like_it(pipeline: Command, project: Path, typed
     assert "next: pipeline items" in done.err
 
 
+@pytest.mark.nightly
 def test_a_name_like_no_other_is_told_how_many_there_are(pipeline: Command, project: Path) -> None:
     assert "no item is called 'zzzzzzz'; there are " in pipeline("explain", "zzzzzzz").err
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("words", [(), ("c0", "--stage", "train")])
 def test_an_item_or_a_stage_is_named_and_not_both(pipeline: Command, project: Path, words: tuple[str, ...]) -> None:
     done = pipeline("explain", *words)
@@ -220,6 +232,7 @@ def test_an_item_or_a_stage_is_named_and_not_both(pipeline: Command, project: Pa
     assert "name an item, or a stage" in done.err
 
 
+@pytest.mark.nightly
 def test_an_unknown_stage_or_form_gets_the_nearest(pipeline: Command, project: Path) -> None:
     assert "did you mean train?" in pipeline("explain", "--stage", "trian").err
     assert "did you mean mermaid?" in pipeline("plan", "--graph=mermiad").err
@@ -227,6 +240,7 @@ def test_an_unknown_stage_or_form_gets_the_nearest(pipeline: Command, project: P
     assert (done.code, "two questions" in done.err) == (2, True)
 
 
+@pytest.mark.nightly
 def test_a_training_is_compared_with_the_nearest_earlier_model(pipeline: Command, project: Path) -> None:
     assert "no model was trained before" in pipeline("explain", "--stage", "train").out
     opened = Project.open(read_config(project / "pipeline.yaml").config, remember=False, beside=project)
@@ -247,6 +261,7 @@ def test_a_training_is_compared_with_the_nearest_earlier_model(pipeline: Command
     assert "its split is test, and train.split is train" in of_item(pipeline, "c8")["train"]["why"]
 
 
+@pytest.mark.nightly
 def test_the_graph_shows_what_is_to_do_and_why(pipeline: Command, project: Path) -> None:
     shown = pipeline("plan", "--graph", "--set", "graph.neighbours=7")
     assert shown.code == 0, shown.err
@@ -264,12 +279,14 @@ def test_the_graph_shows_what_is_to_do_and_why(pipeline: Command, project: Path)
     assert few.startswith("data ──> scan ──> embed\n")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("words", [("--graph=mermaid",), ("--graph", "mermaid")])
 def test_the_graph_is_written_in_other_languages(pipeline: Command, project: Path, words: tuple[str, ...]) -> None:
     assert pipeline("plan", *words).out.startswith("flowchart LR\n")
     assert pipeline("plan", "--graph=dot").out.startswith("digraph pipeline {\n")
 
 
+@pytest.mark.nightly
 def test_nothing_that_is_shown_waits_for_torch(project: Path) -> None:
     done = subprocess.run([sys.executable, "-c", TORCHLESS], cwd=project, capture_output=True, text=True, timeout=300)
     assert done.stdout.splitlines()[-1:] == ["imported: []"], done.stderr
@@ -298,6 +315,7 @@ def listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     return folder
 
 
+@pytest.mark.nightly
 def test_of_100_000_items_one_is_looked_up_and_no_other(listed: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     looked = list[str]()
 
@@ -314,6 +332,7 @@ def test_of_100_000_items_one_is_looked_up_and_no_other(listed: RunFolder, monke
     assert len(looked) == 3
 
 
+@pytest.mark.nightly
 def test_names_like_a_name_come_in_order_and_few() -> None:
     names = [f"demo-{number:03}" for number in range(300)] + ["DEMO-1", "x/1abc"]
     assert near_names("demo-1", names)[0] == "DEMO-1"

@@ -31,11 +31,11 @@ from pipeline.runs.views.page_facts import (
 )
 from pipeline.runs.views.run_page import _BUNDLE, POINTS, Page, of_run, page_now, thinned, training_facts
 from pipeline.training.forensics import step_bundle
-from tests.command import Command
-from tests.counted import calls_of
 from tests.journal.ledgers import Told
-from tests.projects import MakeProject
 from tests.report.runs_told import begun, failed, many, trained
+from tests.testkit.command import Command
+from tests.testkit.counted import calls_of
+from tests.testkit.projects import MakeProject
 
 TASKS = 10_000
 MOST_BYTES, MOST_CALLS = 3_000_000, 2_500_000
@@ -124,6 +124,7 @@ def test_a_run_that_is_cancelled_says_so_on_its_page(tmp_path: Path, monkeypatch
 
 
 class TestBounds:
+    @pytest.mark.nightly
     def test_ten_thousand_tasks_make_a_page_that_a_phone_can_open(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -21,7 +21,7 @@ from pipeline.report.facts import StageUse
 from pipeline.report.run_tables import efficiency_report
 from pipeline.runs.views.efficiency import stage_uses, used
 from tests.journal.ledgers import Told
-from tests.projects import MakeProject
+from tests.testkit.projects import MakeProject
 
 PIPELINE = Path(sys.executable).with_name("pipeline")
 GIB = 1 << 30
@@ -165,7 +165,7 @@ def test_the_report_tells_what_failed_alike_in_one_go(tmp_path: Path) -> None:
 
 
 class TestTheVerb:
-    @pytest.mark.slow
+    @pytest.mark.nightly
     def test_a_real_run_is_reported(self, make_project: MakeProject) -> None:
         folder = make_project(3)
         run("submit", "--stage", "scan", "--executor", "local", "--follow", cwd=folder)

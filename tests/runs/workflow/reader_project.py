@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.projects import settle
+from tests.testkit.projects import settle
 
 SPLITS = ("train",) * 6 + ("test",) * 2
 CONFIG = """\

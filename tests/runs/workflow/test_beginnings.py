@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from pipeline.tasks.interface import Interface
-from tests.command import Command
 from tests.runs.workflow.trained import SMALL, write_project
+from tests.testkit.command import Command
 
 pytestmark = pytest.mark.timeout(900)  # it trains for real, on machines that are shared
 
@@ -40,6 +40,7 @@ def models(project: Path) -> set[str]:
     return {path.name for path in (project / "models").iterdir()}
 
 
+@pytest.mark.nightly
 def test_weights_that_were_trained_anew_in_place_begin_another_training(project: Path, pipeline: Command) -> None:
     assert pipeline(*SUBMIT).code == 0
     first = models(project)
@@ -51,6 +52,7 @@ def test_weights_that_were_trained_anew_in_place_begin_another_training(project:
     assert len(models(project) - first) == 1, other.err
 
 
+@pytest.mark.nightly
 def test_a_folder_of_weights_is_told_apart_by_what_is_in_it(project: Path, pipeline: Command) -> None:
     from safetensors.torch import save_file
 

@@ -10,8 +10,8 @@ import pytest
 
 from pipeline.project.run_code import digest_of
 from pipeline.runs.model.prepare import training_name
-from tests.command import Command
 from tests.runs.workflow.trained import SMALL, write_project
+from tests.testkit.command import Command
 
 pytestmark = pytest.mark.timeout(900)  # it trains for real, on machines that are shared
 
@@ -64,6 +64,7 @@ def models(project: Path) -> list[str]:
     return sorted(path.name for path in (project / "models").iterdir() if path.is_dir())
 
 
+@pytest.mark.nightly
 def test_what_cannot_change_weights_trains_nothing_anew(
     project: Path, pipeline: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,6 +81,7 @@ def test_what_cannot_change_weights_trains_nothing_anew(
     assert {"old", "new"} <= names  # figures are computed again by the metrics of today
 
 
+@pytest.mark.nightly
 def test_a_change_of_code_can_be_accepted_and_that_is_recorded(
     project: Path, pipeline: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,6 +107,7 @@ def test_nothing_to_accept_is_said(project: Path, pipeline: Command) -> None:
     assert "--accept-code" in refused.err
 
 
+@pytest.mark.nightly
 def test_a_training_of_an_earlier_version_goes_on_though_it_was_known_by_the_bytes_of_its_code(
     project: Path, pipeline: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:

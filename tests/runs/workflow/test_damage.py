@@ -11,8 +11,8 @@ from safetensors.numpy import load_file
 
 from pipeline.store.format.disk import Disk
 from pipeline.store.format.shard import read_table
-from tests.command import Command
 from tests.runs.workflow.trained import SMALL, write_project
+from tests.testkit.command import Command
 
 pytestmark = pytest.mark.timeout(900)  # it trains for real, on machines that are shared
 
@@ -99,6 +99,7 @@ def told_left_out(said: str) -> str:
     return str(item)
 
 
+@pytest.mark.nightly
 def test_a_graph_that_is_damaged_meanwhile_is_made_anew_and_nothing_changes(project: Path, pipeline: Command) -> None:
     assert pipeline(*SUBMIT, "--set", "train.models=undamaged").code == 0
     order_damage(project, "graph", 2)
@@ -113,6 +114,7 @@ def test_a_graph_that_is_damaged_meanwhile_is_made_anew_and_nothing_changes(proj
     assert f"graph: {ITEMS} graphs: {ITEMS} cached, 0 to do" in again.err
 
 
+@pytest.mark.nightly
 def test_an_item_whose_embedding_is_damaged_meanwhile_is_left_out_and_counted(project: Path, pipeline: Command) -> None:
     order_damage(project, "embed", 1)
     done = pipeline(*SUBMIT, "--set", "data.max_rejected_fraction=0.5")
@@ -124,6 +126,7 @@ def test_an_item_whose_embedding_is_damaged_meanwhile_is_left_out_and_counted(pr
     assert [json.loads(line)["rejected"] for line in epochs.read_text().splitlines()][-1] == 1
 
 
+@pytest.mark.nightly
 def test_whoever_comes_upon_a_model_that_was_trained_without_an_item_is_told(project: Path, pipeline: Command) -> None:
     left = ("--set", "data.max_rejected_fraction=0.5")
     order_damage(project, "embed", 1)
@@ -141,6 +144,7 @@ def test_whoever_comes_upon_a_model_that_was_trained_without_an_item_is_told(pro
     assert weights_of(project / "models") != weights_of(project)
 
 
+@pytest.mark.nightly
 def test_a_training_that_loses_too_much_is_saved_and_ends_with_what_to_do(project: Path, pipeline: Command) -> None:
     order_damage(project, "embed", 99)
     done = pipeline(*SUBMIT)

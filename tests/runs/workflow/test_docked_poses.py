@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.command import Command
 from tests.runs.docking_project import Docking, docking_project
+from tests.testkit.command import Command
 
 pytestmark = pytest.mark.timeout(900)  # it trains for real, on machines that are shared
 
@@ -39,6 +39,7 @@ def project(tmp_path_factory: pytest.TempPathFactory, pipeline: Command, monkeyp
     return docking_project(tmp_path_factory, pipeline, monkeypatch)
 
 
+@pytest.mark.nightly
 def test_poses_are_drawn_ranked_and_written_and_not_again(pipeline: Command, project: Docking) -> None:
     done = pipeline(*SUBMIT)
     assert done.code == 0, done.err
@@ -59,7 +60,7 @@ def test_poses_are_drawn_ranked_and_written_and_not_again(pipeline: Command, pro
     assert "predict: 15 items: 15 cached, 0 to do" in again.err
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_more_poses_are_another_set_of_predictions_of_the_same_model(pipeline: Command, project: Docking) -> None:
     assert pipeline(*SUBMIT).code == 0
     more = pipeline(*SUBMIT, "--set", "train.predict.options.samples=6", "--set", "train.predict.folder=more")
@@ -69,6 +70,7 @@ def test_more_poses_are_another_set_of_predictions_of_the_same_model(pipeline: C
     assert [row for row in second if not row["id"].endswith(" 5")] == first
 
 
+@pytest.mark.nightly
 def test_killed_while_it_draws_it_goes_on_and_the_poses_are_the_same(pipeline: Command, project: Docking) -> None:
     assert pipeline(*SUBMIT).code == 0
     (project.folder / "told" / "drawn.txt").write_text("")
@@ -82,6 +84,7 @@ def test_killed_while_it_draws_it_goes_on_and_the_poses_are_the_same(pipeline: C
     assert sum(drawn) == 15 + drawn[1]  # what was being drawn is drawn again, nothing else
 
 
+@pytest.mark.nightly
 def test_out_of_memory_draws_fewer_poses_at_once_and_the_same_ones(pipeline: Command, project: Docking) -> None:
     assert pipeline(*SUBMIT).code == 0
     (project.folder / "told" / "drawn.txt").write_text("")
@@ -92,6 +95,7 @@ def test_out_of_memory_draws_fewer_poses_at_once_and_the_same_ones(pipeline: Com
     assert (project.folder / "told" / "drawn.txt").read_text().split() == ["1"] * 15
 
 
+@pytest.mark.nightly
 def test_confidence_is_trained_on_poses_that_a_score_model_draws_and_ranks_the_next(
     pipeline: Command, project: Docking
 ) -> None:
@@ -113,6 +117,7 @@ def test_confidence_is_trained_on_poses_that_a_score_model_draws_and_ranks_the_n
         assert told == sorted(told, reverse=True)
 
 
+@pytest.mark.nightly
 def test_two_files_are_docked_by_a_trained_model(pipeline: Command, project: Docking) -> None:
     text = (project.folder / "data" / "c1.pdb").read_text().splitlines(keepends=True)
     for name, chain in (("left", "A"), ("right", "B")):
@@ -129,6 +134,7 @@ def test_two_files_are_docked_by_a_trained_model(pipeline: Command, project: Doc
     assert all(float(row["ligand_rmsd"]) > 0 for row in rows(folder, "poses.csv"))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -145,6 +151,7 @@ def test_what_cannot_be_docked_is_refused_with_what_is_there(
     assert not Path("docked").exists()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("killed", [False, True], ids=["undisturbed", "one of them killed"])
 def test_tasks_that_share_the_rows_draw_the_same_poses(pipeline: Command, project: Docking, killed: bool) -> None:
     assert pipeline(*SUBMIT).code == 0
@@ -162,6 +169,7 @@ def test_tasks_that_share_the_rows_draw_the_same_poses(pipeline: Command, projec
     assert "predict: 15 items: 15 cached, 0 to do" in again.err
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("form", "says"),
     [

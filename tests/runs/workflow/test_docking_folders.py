@@ -10,8 +10,8 @@ import pytest
 from pipeline.runs.dataset.loading import open_loader
 from pipeline.tasks.docking.docking_items import bound_frame
 from pipeline.training.sampling.epoch_order import SamplerSettings
-from tests.command import Command
-from tests.projects import settle
+from tests.testkit.command import Command
+from tests.testkit.projects import settle
 
 SUBMIT = ("submit", "--stage", "graph", "--executor", "local", "--follow")
 CONFIG = "data: {source: pairs, path: db5, splits: db5/splits.csv, on_leak: warn}\n"
@@ -29,6 +29,7 @@ def benchmark(tmp_path: Path, shared_structures: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.nightly
 @pytest.mark.shared
 def test_a_published_benchmark_is_read_in_both_states_up_to_the_true_pose(pipeline: Command, benchmark: Path) -> None:
     for state in ("bound", "unbound"):

@@ -32,10 +32,10 @@ from pipeline.runs.workflow import embed_stage
 from pipeline.runs.workflow.jobs import refuse_unfit_disk
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.training.items.residue_embeddings import Embeddings
-from tests.command import Command
 from tests.encoder.sequences import natural
-from tests.projects import MakeProject, settle, write_complex
 from tests.runs.engine.test_submit import wait_for
+from tests.testkit.command import Command
+from tests.testkit.projects import MakeProject, settle, write_complex
 
 SUBMIT = ("submit", "--stage", "embed", "--executor", "local", "--follow")
 SCAN_FITS = ("--set", "cluster.scan.mem=60MiB")  # where the whole machine is small
@@ -83,7 +83,7 @@ def metas(folder: Path) -> dict[str, dict[str, Any]]:
     return {record.meta["text"]: dict(record.meta) | {"shape": record.arrays["rows"].shape} for record in records}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_complexes_are_scanned_and_embedded_by_one_command(
     pipeline: Command, make_project: MakeProject, checkpoint: Path
 ) -> None:
@@ -97,7 +97,7 @@ def test_complexes_are_scanned_and_embedded_by_one_command(
     assert all(meta["shape"] == (len(text), 16) for text, meta in metas(folder).items())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_second_submit_embeds_nothing_again(fasta: Path, pipeline: Command) -> None:
     write_fasta(fasta, natural(9))
     assert pipeline(*SUBMIT).code == 0
@@ -107,7 +107,7 @@ def test_a_second_submit_embeds_nothing_again(fasta: Path, pipeline: Command) ->
     assert events(fasta, EventKind.TASK_STARTED) == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_sequence_that_many_items_share_is_embedded_once(fasta: Path, pipeline: Command) -> None:
     sequences = natural(5)
     write_fasta(fasta, sequences * 7)
@@ -124,7 +124,7 @@ def missing(folder: Path, *sets: str) -> int:
     return embed_stage.EmbedStage().survey(project, None, at_once=1).counts["missing"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_changing_what_changes_a_number_embeds_anew_and_anything_else_does_not(fasta: Path, pipeline: Command) -> None:
     write_fasta(fasta, natural(3))
     assert pipeline(*SUBMIT).code == 0
@@ -134,7 +134,7 @@ def test_changing_what_changes_a_number_embeds_anew_and_anything_else_does_not(f
         assert missing(fasta, setting) == 0, setting
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_other_weights_in_the_same_place_are_other_embeddings(fasta: Path, pipeline: Command) -> None:
     write_fasta(fasta, natural(3))
     pipeline(*SUBMIT)
@@ -156,7 +156,7 @@ BAD = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_sequences_that_cannot_be_read_are_rejected_and_the_others_embedded(fasta: Path, pipeline: Command) -> None:
     good = natural(2)
     write_fasta(fasta, [*good, *(sequence for sequence, _ in BAD.values())])
@@ -168,7 +168,7 @@ def test_sequences_that_cannot_be_read_are_rejected_and_the_others_embedded(fast
     assert set(metas(fasta)) == set(good)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_too_many_rejections_fail_the_stage_with_the_list(fasta: Path, pipeline: Command) -> None:
     write_fasta(fasta, [*natural(3), "MKJ"])
     done = pipeline(*SUBMIT, "--set", "data.max_rejected_fraction=0.1")
@@ -177,14 +177,14 @@ def test_too_many_rejections_fail_the_stage_with_the_list(fasta: Path, pipeline:
     assert "bad_sequence" in done.out
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_unknown_residue_is_embedded_as_x(fasta: Path, pipeline: Command) -> None:
     write_fasta(fasta, ["MXBUZOK"])
     assert pipeline(*SUBMIT).code == 0
     assert metas(fasta)["MXBUZOK"]["shape"] == (7, 16)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("policy", "rows", "cut"),
     [
@@ -206,7 +206,7 @@ def test_a_long_sequence_is_treated_as_configured_and_its_record_says_so(
     assert found[text[:50]]["cut"] is None
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_long_sequence_is_rejected_where_that_is_configured(fasta: Path, pipeline: Command) -> None:
     write_fasta(fasta, ["M" * 101, "M" * 100])
     done = pipeline(
@@ -217,7 +217,7 @@ def test_a_long_sequence_is_rejected_where_that_is_configured(fasta: Path, pipel
     assert set(metas(fasta)) == {"M" * 100}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_only_embeds_what_is_scanned_and_says_what_is_not(
     pipeline: Command, make_project: MakeProject, checkpoint: Path
 ) -> None:
@@ -233,7 +233,7 @@ def test_only_embeds_what_is_scanned_and_says_what_is_not(
     assert pipeline(*SUBMIT).code == 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_chains_of_a_partner_are_joined_where_that_is_configured(
     pipeline: Command, make_project: MakeProject, checkpoint: Path
 ) -> None:
@@ -243,7 +243,7 @@ def test_the_chains_of_a_partner_are_joined_where_that_is_configured(
     assert [meta["shape"] for meta in metas(folder).values()] == [(11, 16)]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_task_with_two_gpus_is_two_processes_that_share_it_by_cost(fasta: Path, pipeline: Command) -> None:
     write_fasta(fasta, natural(40, longest=200))
     gpus = ("cluster.slots.gpus=2", "cluster.embed.gpus=2", "embed.device=cpu", "cluster.embed.mem=2GiB")
@@ -260,7 +260,7 @@ def test_a_task_with_two_gpus_is_two_processes_that_share_it_by_cost(fasta: Path
     assert "40 of 40 done" in done.out
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_prime_number_of_sequences_is_cut_into_tasks_of_whole_batches(fasta: Path) -> None:
     write_fasta(fasta, natural(101))
     config = read_config(fasta / "pipeline.yaml", ["cluster.embed.items_per_task=10"]).config
@@ -279,7 +279,7 @@ def test_a_prime_number_of_sequences_is_cut_into_tasks_of_whole_batches(fasta: P
 
 @pytest.mark.parametrize(
     ("number", "code"),
-    [pytest.param(signal.SIGTERM, 128 + signal.SIGTERM, marks=pytest.mark.slow), (signal.SIGUSR2, GO_ON)],
+    [pytest.param(signal.SIGTERM, 128 + signal.SIGTERM, marks=pytest.mark.nightly), (signal.SIGUSR2, GO_ON)],
 )
 def test_a_task_that_is_told_to_end_keeps_what_is_finished(fasta: Path, number: signal.Signals, code: int) -> None:
     write_fasta(fasta, natural(600, shortest=300, longest=400))
@@ -354,7 +354,7 @@ def test_a_disk_without_room_for_the_results_ends_the_run_before_it_computes(
     assert events(fasta, EventKind.TASK_STARTED) == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_half_precision_that_is_not_good_enough_is_done_in_full_and_said_so(fasta: Path, pipeline: Command) -> None:
     write_random_checkpoint(fasta / "esm2_stress.pt", layers=6, dim=64, heads=4, stress=6.0)
     write_fasta(fasta, natural(4))
@@ -368,6 +368,7 @@ def test_half_precision_that_is_not_good_enough_is_done_in_full_and_said_so(fast
     assert "nothing was published" in refused.err
 
 
+@pytest.mark.nightly
 def test_a_task_that_was_given_too_little_memory_names_the_setting(fasta: Path, pipeline: Command) -> None:
     write_fasta(fasta, natural(4))
     done = pipeline(*SUBMIT, "--set", "cluster.embed.mem=64MiB", "--set", "cluster.slots.mem=64MiB", *SCAN_FITS)
@@ -377,7 +378,7 @@ def test_a_task_that_was_given_too_little_memory_names_the_setting(fasta: Path, 
     assert "--set cluster.embed.mem=10" in done.err
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_run_keeps_speed_memory_and_closeness(fasta: Path, pipeline: Command) -> None:
     write_fasta(fasta, natural(30))
     pipeline(*SUBMIT)
@@ -413,7 +414,7 @@ def flip_a_bit(folder: Path) -> None:
     shard.write_bytes(data)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_damaged_embedding_is_not_counted_as_done_but_made_anew(fasta: Path, pipeline: Command) -> None:
     write_fasta(fasta, natural(5))
     assert pipeline(*SUBMIT).code == 0
@@ -438,7 +439,7 @@ def join_all(embeddings: Embeddings, texts: list[str]) -> None:
         embeddings.join([(text, copy)], row_R, out_RD, encoded_R, "it", lambda size: memoryview(bytearray(size)))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_damage_that_a_training_met_is_made_anew_however_little_is_verified(fasta: Path, pipeline: Command) -> None:
     """Else advice goes in circles: the training says to embed, and embedding finds all of it cached."""
     write_fasta(fasta, natural(5))
@@ -455,7 +456,7 @@ def test_damage_that_a_training_met_is_made_anew_however_little_is_verified(fast
     assert missing(fasta, read_nothing) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_many_items_may_share_a_sequence_that_cannot_be_embedded(fasta: Path, pipeline: Command) -> None:
     """The limit is on items: one of two sequences is refused, and one of forty items."""
     write_fasta(fasta, ["M" * 80] * 39 + ["M" * 101])
@@ -466,7 +467,7 @@ def test_many_items_may_share_a_sequence_that_cannot_be_embedded(fasta: Path, pi
     assert "40 items: 39 accepted, 1 rejected" in done.out
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_truncated_sequence_is_said_to_be_one(fasta: Path, pipeline: Command) -> None:
     write_fasta(fasta, natural(3, shortest=90, longest=300))
     done = pipeline(*SUBMIT, "--set", "embed.long={policy: truncate, length: 100, overlap: 0}")
@@ -482,7 +483,7 @@ def test_a_card_that_is_asked_for_but_not_lent_is_a_conflict(fasta: Path, pipeli
     assert "device is cuda, but cluster.embed.gpus is 0" in done.err
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_card_that_torch_does_not_see_is_named(fasta: Path, pipeline: Command) -> None:
     write_fasta(fasta, natural(1))
     done = pipeline(*SUBMIT, "--set", "cluster.slots.gpus=1", "--set", "cluster.embed.gpus=1")
@@ -492,6 +493,7 @@ def test_a_card_that_torch_does_not_see_is_named(fasta: Path, pipeline: Command)
     assert "Traceback" not in "".join(path.read_text() for path in newest(fasta).logs.iterdir())
 
 
+@pytest.mark.nightly
 def test_the_next_command_repeats_what_was_typed(fasta: Path, pipeline: Command) -> None:
     (fasta / "pipeline.yaml").rename(fasta / "other.yaml")
     write_fasta(fasta, natural(4))
@@ -542,6 +544,7 @@ def test_the_memory_of_a_task_is_that_of_all_its_processes(fasta: Path) -> None:
     assert asked("cluster.embed.mem=3GiB") == 3 << 30
 
 
+@pytest.mark.nightly
 def test_tasks_are_as_many_as_can_run_at_once_and_no_more_where_more_would_not_pay(fasta: Path) -> None:
     write_fasta(fasta, natural(8))
     subprocess.run([PIPELINE, "submit", "--stage", "scan", "--follow"], cwd=fasta, check=True, capture_output=True)
@@ -569,7 +572,7 @@ def test_the_time_left_is_by_the_processes_that_still_run(running: int, left_s: 
     assert (found["left_s"], found["residues_per_s"], found["splits"]) == (left_s, 10.0, 7)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_process_that_was_killed_is_reported_as_a_shell_would(fasta: Path, tmp_path: Path) -> None:
     write_fasta(fasta, natural(8))
     settings = ["cluster.embed.gpus=2", "embed.device=cpu", "cluster.embed.mem=4GiB"]

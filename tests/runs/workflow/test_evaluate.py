@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.command import Command
 from tests.runs.engine.test_submit import newest_status, wait_for
 from tests.runs.workflow.trained import Trained, trained_project
+from tests.testkit.command import Command
 
 pytestmark = pytest.mark.timeout(900)  # it trains for real, on machines that are shared
 
@@ -30,6 +30,7 @@ def stage(pipeline: Command) -> dict[str, Any]:
     return dict(next(one for one in run["stages"] if one["name"] == "evaluate"))
 
 
+@pytest.mark.nightly
 def test_a_split_is_evaluated_once_and_then_cached(pipeline: Command, project: Trained) -> None:
     done = pipeline(*SUBMIT)
     assert done.code == 0, done.err
@@ -48,7 +49,7 @@ def test_a_split_is_evaluated_once_and_then_cached(pipeline: Command, project: T
     assert len(project.asked()) == TEST_ITEMS
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_ranks_come_to_the_same_figures_as_one(pipeline: Command, project: Trained) -> None:
     done = pipeline(*SUBMIT, "--set", "cluster.evaluate.ranks=2")
     assert done.code == 0, done.err
@@ -59,7 +60,7 @@ def test_two_ranks_come_to_the_same_figures_as_one(pipeline: Command, project: T
     assert len(project.asked()) == TEST_ITEMS
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "told to end"])
 def test_what_was_done_before_the_end_is_not_done_again(pipeline: Command, project: Trained, number: int) -> None:
     project.tell_to_die(number)
@@ -73,7 +74,7 @@ def test_what_was_done_before_the_end_is_not_done_again(pipeline: Command, proje
     assert found["items_done"] == TEST_ITEMS
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_another_split_has_figures_of_its_own(pipeline: Command, project: Trained) -> None:
     done = pipeline(*SUBMIT, "--set", "train.evaluate.split=val")
     assert done.code == 0, done.err
@@ -129,7 +130,7 @@ def test_all_stages_say_that_there_is_nothing_to_evaluate_where_no_item_is_in_th
     assert not project.asked()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_model_that_was_not_trained_is_an_error_with_the_command_that_trains_it(
     pipeline: Command, project: Trained
 ) -> None:
@@ -140,7 +141,7 @@ def test_a_model_that_was_not_trained_is_an_error_with_the_command_that_trains_i
     assert len(list(project.folder.glob("models/*"))) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_where_no_checkpoint_is_whole_that_is_said_and_nothing_is_evaluated(
     pipeline: Command, project: Trained
 ) -> None:
@@ -160,7 +161,7 @@ def test_where_no_checkpoint_is_whole_that_is_said_and_nothing_is_evaluated(
     assert not project.asked()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_damaged_file_of_figures_counts_as_missing(pipeline: Command, project: Trained) -> None:
     project.file.parent.mkdir()
     project.file.write_text(project.content.replace(f'"items": {TEST_ITEMS}', '"items": 6'))

@@ -21,8 +21,8 @@ from pipeline.runs.workflow import graph_stage
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.structures.synthetic import complex_pdb
 from pipeline.training.items.item_table import ItemTable
-from tests.command import Command
-from tests.projects import settle
+from tests.testkit.command import Command
+from tests.testkit.projects import settle
 
 SUBMIT = ("submit", "--stage", "graph", "--executor", "local", "--follow")
 CONFIG = "data: {source: glob, path: data}\n"
@@ -67,6 +67,7 @@ def graphs(folder: Path) -> dict[bytes, Any]:
     return {record.key: decode_graph(record.arrays, record.meta) for record in store.read(store.keys())}
 
 
+@pytest.mark.nightly
 def test_in_one_run_with_the_scan_each_structure_is_read_once_for_both(
     pipeline: Command, make_complexes: Callable[..., Path]
 ) -> None:
@@ -84,6 +85,7 @@ def test_in_one_run_with_the_scan_each_structure_is_read_once_for_both(
     )
 
 
+@pytest.mark.nightly
 def test_the_graph_stage_alone_builds_the_same_graphs(pipeline: Command, make_complexes: Callable[..., Path]) -> None:
     folder = make_complexes(3)
     assert pipeline(*SUBMIT).code == 0
@@ -105,6 +107,7 @@ def test_the_graph_stage_alone_builds_the_same_graphs(pipeline: Command, make_co
             assert all(np.array_equal(mine.edges[name], theirs.edges[name]) for name in mine.edges)
 
 
+@pytest.mark.nightly
 def test_a_second_submit_builds_nothing_and_a_new_structure_costs_one_graph(
     pipeline: Command, make_complexes: Callable[..., Path]
 ) -> None:
@@ -117,6 +120,7 @@ def test_a_second_submit_builds_nothing_and_a_new_structure_costs_one_graph(
     assert "graph: 4 graphs: 4 cached, 0 to do" in done.err
 
 
+@pytest.mark.nightly
 def test_which_partner_is_the_ligand_is_part_of_the_keys_unless_it_is_the_one_that_is_named(
     pipeline: Command, make_complexes: Callable[..., Path]
 ) -> None:
@@ -140,6 +144,7 @@ def missing(folder: Path, *sets: str) -> int:
     return graph_stage.GraphStage().survey(project, None, at_once=1).counts["missing"]
 
 
+@pytest.mark.nightly
 def test_what_changes_a_graph_is_in_its_key_and_nothing_else_is(
     pipeline: Command, make_complexes: Callable[..., Path]
 ) -> None:
@@ -163,6 +168,7 @@ def test_what_changes_a_graph_is_in_its_key_and_nothing_else_is(
     assert all(np.bincount(part.edges["near"][1]).tolist() == [7] * part.size for graph in new for part in graph.parts)
 
 
+@pytest.mark.nightly
 def test_a_damaged_graph_is_built_anew(pipeline: Command, make_complexes: Callable[..., Path]) -> None:
     folder = make_complexes(2)
     assert pipeline(*SUBMIT).code == 0
@@ -179,6 +185,7 @@ def test_a_damaged_graph_is_built_anew(pipeline: Command, make_complexes: Callab
     assert graphs(folder).keys() == whole.keys()
 
 
+@pytest.mark.nightly
 def test_a_complex_whose_partners_do_not_touch_is_rejected_with_the_distance(
     pipeline: Command, make_complexes: Callable[..., Path]
 ) -> None:
@@ -213,7 +220,7 @@ def test_too_many_rejections_stop_the_run_with_the_reasons(
     assert "no_contacts" in done.out
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_tasks_are_cut_by_cost(pipeline: Command, make_complexes: Callable[..., Path]) -> None:
     folder = make_complexes(5)
     assert pipeline("submit", "--stage", "scan", "--executor", "local", "--follow").code == 0
@@ -270,7 +277,7 @@ def test_cross_edges_of_unbound_partners_are_refused(pipeline: Command, make_com
     assert "cross edges join partners that stand together" in done.err
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_cache_stat_counts_the_graphs_of_each_recipe(pipeline: Command, make_complexes: Callable[..., Path]) -> None:
     make_complexes(3)
     assert pipeline(*SUBMIT).code == 0

@@ -14,9 +14,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from pipeline.structures.synthetic import complex_pdb
-from tests.command import Command
-from tests.projects import settle
 from tests.runs.workflow.trained import SPLITS, Trained, trained_project
+from tests.testkit.command import Command
+from tests.testkit.projects import settle
 
 pytestmark = pytest.mark.timeout(900)  # it trains for real, on machines that are shared
 
@@ -39,6 +39,7 @@ def rows(folder: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+@pytest.mark.nightly
 def test_every_item_is_predicted_once_and_then_cached(pipeline: Command, project: Trained) -> None:
     done = pipeline(*SUBMIT)
     assert done.code == 0, done.err
@@ -63,7 +64,7 @@ def test_every_item_is_predicted_once_and_then_cached(pipeline: Command, project
     assert len(project.asked()) == len(SPLITS)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_ranks_predict_the_same_as_one(pipeline: Command, project: Trained) -> None:
     words = (*SUBMIT, "--set", "train.predict.split=test")
     assert pipeline(*words).code == 0
@@ -77,7 +78,7 @@ def test_two_ranks_predict_the_same_as_one(pipeline: Command, project: Trained) 
         np.testing.assert_allclose(second[name], array, rtol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_killed_prediction_goes_on_with_the_items_that_are_left(pipeline: Command, project: Trained) -> None:
     project.tell_to_die(signal.SIGKILL)
     done = pipeline(*SUBMIT)
@@ -88,7 +89,7 @@ def test_a_killed_prediction_goes_on_with_the_items_that_are_left(pipeline: Comm
     assert not list(folder.glob(".parts-*"))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_damaged_table_is_written_anew(pipeline: Command, project: Trained) -> None:
     words = (*SUBMIT, "--set", "train.predict.split=val")
     assert pipeline(*words).code == 0
@@ -127,6 +128,7 @@ def others(project: Trained) -> Path:
     return folder
 
 
+@pytest.mark.nightly
 def test_a_named_model_predicts_another_data_set_and_nothing_is_trained(
     pipeline: Command, project: Trained, others: Path
 ) -> None:
@@ -155,6 +157,7 @@ def test_a_named_model_predicts_another_data_set_and_nothing_is_trained(
     assert frozen == str(model)  # a resume from another folder means the same one
 
 
+@pytest.mark.nightly
 def test_an_exported_model_is_used_where_nothing_else_of_it_is(
     pipeline: Command, project: Trained, others: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,6 +212,7 @@ def test_a_model_is_refused_where_the_configuration_would_feed_it_other_inputs(
     assert (other_stage.code, "--stage is train" in other_stage.err) == (2, True)
 
 
+@pytest.mark.nightly
 def test_a_named_model_is_evaluated_on_other_data_and_nothing_is_trained(
     pipeline: Command, project: Trained, others: Path
 ) -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.store.cache_folder import CacheFolder
-from tests.command import Command
-from tests.projects import MakeProject
 from tests.runs.workflow.trained import trained_project
+from tests.testkit.command import Command
+from tests.testkit.projects import MakeProject
 
 TRAIN = ("submit", "--stage", "train", "--executor", "local", "--follow")
 GRAPHS = ("submit", "--stage", "graph", "--executor", "local", "--follow")
@@ -36,14 +36,14 @@ def folder(
     subprocess.run(["umount", "--lazy", "cache"], cwd=folder, check=True)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_training_whose_records_are_all_there_needs_no_writing(folder: Path, pipeline: Command) -> None:
     done = pipeline(*TRAIN, *ANOTHER)
     assert done.code == 0, done.err
     assert list(folder.glob("models/*/checkpoints"))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_is_not_there_is_refused_with_how_to_lay_another_cache_over_it(folder: Path, pipeline: Command) -> None:
     done = pipeline(*TRAIN, "--set", "graph.neighbours=6")
     assert done.code == 2
@@ -58,7 +58,7 @@ def test_what_is_not_there_is_refused_with_how_to_lay_another_cache_over_it(fold
     assert "embed" not in own.kinds()  # those are read from the cache under it
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_folder_of_models_that_may_not_be_written_is_told_by_its_own_setting(folder: Path, pipeline: Command) -> None:
     done = pipeline(*TRAIN, *ANOTHER, "--set", "train.models=cache/models")
     assert done.code == 7
@@ -78,7 +78,7 @@ def test_a_cache_that_is_not_there_and_cannot_be_made_is_not_laid_under_another(
     assert "cache.under" not in done.err
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_weights_that_nobody_has_identified_yet_are_used_all_the_same(folder: Path, pipeline: Command) -> None:
     """Only that they need not be read again is nowhere to be written down."""
     (folder / "weights" / "esm2_tiny.pt").rename(folder / "esm2_mine.pt")
@@ -86,7 +86,7 @@ def test_weights_that_nobody_has_identified_yet_are_used_all_the_same(folder: Pa
     assert done.code == 0, done.err
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_doctor_says_that_a_cache_is_only_read_and_goes_on(folder: Path, pipeline: Command) -> None:
     done = pipeline("doctor")
     assert done.code == 0, done.out + done.err

@@ -28,9 +28,9 @@ from pipeline.runs.workflow import scan_stage
 from pipeline.runs.workflow.scan_stage import EntriesRead, ReaderScanStage
 from pipeline.runs.workflow.table import everything, up_to
 from pipeline.training.sampling.epoch_order import SamplerSettings
-from tests.command import Command
-from tests.projects import settle
 from tests.runs.workflow.reader_project import SPLITS, write_project, write_spectrum
+from tests.testkit.command import Command
+from tests.testkit.projects import settle
 
 pytestmark = pytest.mark.timeout(900)  # it trains for real, on machines that are shared
 
@@ -89,7 +89,7 @@ def touched(path: Path, text: str) -> None:
     settle(path.parent)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_model_is_trained_and_evaluated_on_what_a_reader_gives_and_again_there_is_nothing_to_do(
     pipeline: Command, folder: Path
 ) -> None:
@@ -111,7 +111,7 @@ def test_a_model_is_trained_and_evaluated_on_what_a_reader_gives_and_again_there
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_file_that_changed_is_scanned_again_and_trained_on_anew(folder: Path) -> None:
     names = set()
     for peaks in ("1.0 2.0", "5.0 6.0 7.0"):
@@ -218,7 +218,7 @@ def test_a_scan_tells_now_and_then_how_far_it_is_and_where(folder: Path, monkeyp
     assert on == [(number, f"{place} or one soon after it") for number, place in places]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_reader_that_dies_is_tried_again_and_the_place_is_told(pipeline: Command, folder: Path) -> None:
     rewrite(folder, "        for path in self.files():\n", "        for path in self.files():\n" + DIES)
     done = pipeline(*SCAN)
@@ -226,7 +226,7 @@ def test_a_reader_that_dies_is_tried_again_and_the_place_is_told(pipeline: Comma
     assert "it was on item 1 (s0.txt) or one soon after it" in " ".join(done.err.split())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_item_whose_reading_kills_a_training_is_found_and_left_out(pipeline: Command, folder: Path) -> None:
     """Items are read ahead of their step, so that at first others were being trained on when it died."""
     rewrite(folder, "        mz_P =", KILLS + "        mz_P =")
@@ -240,7 +240,7 @@ def test_an_item_whose_reading_kills_a_training_is_found_and_left_out(pipeline: 
     assert "trained without s3" in pipeline("model", "show", "models/" + next((folder / "models").iterdir()).name).out
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_steps_that_are_not_finite_and_left_out_are_told_of_the_run_and_later(pipeline: Command, folder: Path) -> None:
     rewrite(folder, "square().sum()", "square().sum() * (float('nan') if batch['total'].max() < 1 else 1)")
     words = (*TRAIN, "--set", "train.nan=skip", "--set", "train.effective_batch=1")
@@ -265,6 +265,7 @@ def test_rejections_are_counted_written_and_told_again_by_the_next_run(folder: P
         assert (judged.items, judged.accepted, judged.rejected) == (9, 8, {"bad_entry": 1})
 
 
+@pytest.mark.nightly
 def test_too_many_rejections_stop_the_run(pipeline: Command, folder: Path) -> None:
     write_spectrum(folder, 8, "bad")
     done = pipeline(*SCAN)
@@ -315,6 +316,7 @@ def test_files_that_change_while_they_are_read_are_an_error(folder: Path) -> Non
     assert not run.entered.exists()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("sets", "said"),
     [
@@ -351,6 +353,7 @@ def test_only_the_stages_that_have_to_do_with_it_are_run(folder: Path) -> None:
     assert up_to("predict", config) == ["scan", "train", "predict"]
 
 
+@pytest.mark.nightly
 def test_a_configuration_is_checked_with_its_task_on_items_that_were_read(pipeline: Command, folder: Path) -> None:
     assert pipeline("config", "check").code == 0  # with sizes alone
     scan(opened())
@@ -363,6 +366,7 @@ def test_a_configuration_is_checked_with_its_task_on_items_that_were_read(pipeli
     assert "the sum of 'sum' over 3 items" in done.err
 
 
+@pytest.mark.nightly
 def test_the_doctor_looks_at_the_first_items(pipeline: Command, folder: Path) -> None:
     found = {one["what"]: one["found"] for one in json.loads(pipeline("doctor", "--json").out)}
     assert f"{len(SPLITS)} of the first {len(SPLITS)} items can be used" in found["data"]

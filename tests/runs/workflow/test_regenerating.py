@@ -26,9 +26,9 @@ from pipeline.store.maintenance import shard_repair as repairs
 from pipeline.store.maintenance.damage_report import DamageFinding, Fault
 from pipeline.store.maintenance.leftovers import registered
 from pipeline.store.store import RecordPlace, Store
-from tests.runs import caches
-from tests.runs.caches import Cached
 from tests.store.content import key_of, put
+from tests.testkit import caches
+from tests.testkit.caches import Cached
 
 NOTES = {"files", "recipes", "sets", "weights", "parity", "limits"}
 SEED = 7
@@ -56,6 +56,7 @@ def remove(cached: Cached, kind: str, share: float, seed: int = SEED) -> set[byt
 class TestContent:
     """What a cache holds afterwards, and what was computed for it."""
 
+    @pytest.mark.nightly
     def test_after_damage_a_repaired_cache_becomes_what_it_was_and_only_what_was_lost_is_computed(
         self, cached: Cached
     ) -> None:
@@ -83,7 +84,7 @@ class TestContent:
         assert copies == {kind: len(keys) for kind, keys in before.items()}  # no record was made twice
         assert cached.submits("validate").code == 0
 
-    @pytest.mark.slow
+    @pytest.mark.nightly
     def test_a_damaged_record_that_nobody_put_aside_is_made_anew_whatever_is_believed_unread(
         self, cached: Cached
     ) -> None:
@@ -100,6 +101,7 @@ class TestContent:
         assert 0 < outcomes["embed"] + outcomes["graph"] == cached.census("regenerate")["items"]
         assert cached.records() == before
 
+    @pytest.mark.nightly
     def test_what_the_list_does_not_name_stays_missing_and_is_no_failure(self, cached: Cached) -> None:
         gone = sorted(remove(cached, "graph", 0.5))
         named, rest = set(gone[::2]), set(gone[1::2])
@@ -111,7 +113,7 @@ class TestContent:
         assert cached.keys()["graph"] >= named
         assert cached.outcomes() == {"graph": len(named)}
 
-    @pytest.mark.slow
+    @pytest.mark.nightly
     def test_the_scan_makes_no_graph_that_the_list_does_not_name(self, cached: Cached) -> None:
         graphs, scans = remove(cached, "graph", 1.0), remove(cached, "scan", 1.0)
         files = remove(cached, "files", 1.0)
@@ -123,7 +125,7 @@ class TestContent:
         assert (keys["graph"], keys["scan"], keys["files"]) == (named, scans, files)
         assert cached.outcomes() == {"scan": 25}
 
-    @pytest.mark.slow
+    @pytest.mark.nightly
     def test_regenerating_again_does_nothing(self, cached: Cached) -> None:
         gone = remove(cached, "embed", 0.3)
         words = ("cache", "regenerate", "--list", str(cached.writes_list(*lost(cached, "embed", gone))))
@@ -136,7 +138,7 @@ class TestContent:
         assert again.out.startswith("nothing to regenerate: what the list names is there")
         assert len(again.out.splitlines()) == 1
 
-    @pytest.mark.slow
+    @pytest.mark.nightly
     def test_without_a_list_whatever_is_missing_is_made(self, cached: Cached) -> None:
         before = cached.records()
         for kind in ("graph", "embed", "files"):
@@ -146,6 +148,7 @@ class TestContent:
         assert "everything that this data set needs is there" in done.out
         assert cached.records() == before
 
+    @pytest.mark.nightly
     def test_who_regenerates_is_known_to_use_the_cache(self, cached: Cached) -> None:
         shutil.rmtree(cached.cache.root / "_users")
         remove(cached, "graph", 0.1)
@@ -155,7 +158,7 @@ class TestContent:
         assert user.runs == str(cached.home / "runs")
         assert {"scan", "graph"} <= {kind for kind, _ in user.tags}
 
-    @pytest.mark.slow
+    @pytest.mark.nightly
     def test_of_a_shard_that_nobody_knows_all_that_is_missing_of_its_kind_is_made(self, cached: Cached) -> None:
         before = cached.records()
         (cached.cache.root / "graph" / "index.bin").unlink()
@@ -174,7 +177,7 @@ class TestContent:
 class TestSaid:
     """What people are told, and the exit code."""
 
-    @pytest.mark.slow
+    @pytest.mark.nightly
     def test_records_of_no_item_are_counted_and_end_it_with_4(self, cached: Cached) -> None:
         gone = remove(cached, "embed", 0.2)
         foreign = {key_of(number) for number in range(3)}
@@ -187,6 +190,7 @@ class TestSaid:
         assert f"next: pipeline submit --stage regenerate --list {listed}" in done.err
         assert cached.keys()["embed"] >= gone
 
+    @pytest.mark.nightly
     def test_notes_that_nobody_needs_now_are_no_failure(self, cached: Cached) -> None:
         listed = cached.writes_list(*lost(cached, "limits", {key_of(1)}), *lost(cached, "files", {key_of(2)}))
         done = cached.types("cache", "regenerate", "--list", str(listed))
@@ -194,6 +198,7 @@ class TestSaid:
         assert "2 notes come back when they are needed" in done.out
         assert {"1 limits", "1 files"} <= set(re.findall(r"1 \w+", done.out))
 
+    @pytest.mark.nightly
     def test_an_empty_list_begins_no_run(self, cached: Cached) -> None:
         listed = str(cached.writes_list())
         for words in (("cache", "regenerate"), ("submit", "--stage", "regenerate")):
@@ -201,7 +206,7 @@ class TestSaid:
             assert (done.code, done.out) == (0, f"nothing to regenerate: {listed} names no record that is lost\n")
         assert not (cached.home / "runs").exists()
 
-    @pytest.mark.slow
+    @pytest.mark.nightly
     def test_json_is_one_document_however_it_ends(self, cached: Cached) -> None:
         gone = remove(cached, "graph", 0.1)
         for findings, code in ((lost(cached, "graph", gone), 0), (lost(cached, "graph", {key_of(1)}), 4), ([], 0)):
@@ -210,6 +215,7 @@ class TestSaid:
             assert (done.code, document["exit_code"]) == (code, code), done.err
         assert document["state"] == "done"
 
+    @pytest.mark.nightly
     def test_a_dry_run_says_what_would_be_made_and_makes_nothing(self, cached: Cached) -> None:
         gone = remove(cached, "graph", 0.2)
         listed = str(cached.writes_list(*lost(cached, "graph", gone)))
@@ -220,7 +226,7 @@ class TestSaid:
         assert "embed" not in done.out  # nothing of it is named
         assert cached.keys()["graph"].isdisjoint(gone)
 
-    @pytest.mark.slow
+    @pytest.mark.nightly
     @pytest.mark.parametrize(
         ("words", "what"),
         [
@@ -255,6 +261,7 @@ def listed(cache: CacheFolder, tmp_path: Path) -> Callable[..., Path]:
 class TestList:
     """How a list is read."""
 
+    @pytest.mark.nightly
     def test_only_what_is_lost_is_taken(self, cache: CacheFolder, listed: Callable[..., Path]) -> None:
         whole_elsewhere = DamageFinding("embed", Fault.RECORD, "flipped", "a", key_of(1).hex())
         header = DamageFinding("embed", Fault.HEADER, "other readers cannot open it", "a")
@@ -266,6 +273,7 @@ class TestList:
         assert not only.names("graph", key_of(1))
         assert not only.names("embed", key_of(1))
 
+    @pytest.mark.nightly
     @pytest.mark.parametrize("kind", ["../../etc", "a/b", "", ".", "_reports"])
     def test_a_kind_that_leads_out_of_the_run_is_refused(
         self, cache: CacheFolder, listed: Callable[..., Path], kind: str
@@ -273,11 +281,13 @@ class TestList:
         with pytest.raises(ConfigError, match="is no kind of records"):
             read_list(listed(DamageFinding(kind, Fault.GONE, "", "", key_of(1).hex(), lost=True)), cache)
 
+    @pytest.mark.nightly
     @pytest.mark.parametrize("key", ["xyz", "00", "0" * 31, "0" * 34])
     def test_what_is_no_key_is_refused(self, cache: CacheFolder, listed: Callable[..., Path], key: str) -> None:
         with pytest.raises(ConfigError, match=r"is no key|a line of it cannot be read"):
             read_list(listed(DamageFinding("scan", Fault.GONE, "", "", key, lost=True)), cache)
 
+    @pytest.mark.nightly
     def test_what_says_nonsense_must_be_put_aside_first(self, cache: CacheFolder, listed: Callable[..., Path]) -> None:
         (shard,) = (path.name for path in (cache.root / "scan/shards").iterdir())
         finding = DamageFinding("scan", Fault.MEANING, "no chain", shard, key_of(1).hex(), lost=True)
@@ -287,6 +297,7 @@ class TestList:
         (cache.root / "scan/shards" / shard).unlink()
         assert list(read_list(listed(finding), CacheFolder(cache.root)).of("scan")) == [key_of(1)]
 
+    @pytest.mark.nightly
     def test_a_long_list_opens_each_store_once_and_looks_many_records_up_together(
         self, cache: CacheFolder, listed: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -313,6 +324,7 @@ class TestList:
             read_list(listed(*there, *elsewhere), cache)
         assert (opened, asked) == ({"scan": 1}, {6: 1, 5: 1})
 
+    @pytest.mark.nightly
     @given(st.sets(st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES), max_size=40), st.binary(min_size=16, max_size=16))
     def test_keys_are_a_sorted_set(self, names: set[bytes], other: bytes) -> None:
         keys = Keys(sorted_pairs(b"".join(names)).astype(">u8").tobytes())
@@ -321,6 +333,7 @@ class TestList:
         assert (other in keys) == (other in names)
         assert keys[1:3] == sorted(names)[1:3]
 
+    @pytest.mark.nightly
     def test_a_run_is_confined_to_what_it_was_given(self, cache: CacheFolder, tmp_path: Path) -> None:
         (tmp_path / "pipeline.yaml").write_text("data: {source: glob, path: nowhere}\n")
         config = read_config(tmp_path / "pipeline.yaml", [f"cluster.runs={tmp_path / 'runs'}"]).config
@@ -330,6 +343,7 @@ class TestList:
         assert EVERYTHING.names("scan", key_of(5))
         assert only.names("graph", key_of(5))
 
+    @pytest.mark.nightly
     def test_a_run_that_is_confined_is_not_joined(self, cache: CacheFolder, tmp_path: Path) -> None:
         (tmp_path / "pipeline.yaml").write_text("data: {source: glob, path: nowhere}\n")
         config = read_config(tmp_path / "pipeline.yaml", [f"cluster.runs={tmp_path / 'runs'}"]).config
@@ -338,6 +352,7 @@ class TestList:
             refuse_double(config, ["scan"])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("source", "kinds", "stages"),
     [

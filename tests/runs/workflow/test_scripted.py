@@ -24,7 +24,7 @@ from pipeline.runs.workflow import script_stage
 from pipeline.runs.workflow.jobs import first_job, recipe_name, spec_of
 from pipeline.runs.workflow.script_stage import outline
 from pipeline.script.command import End, culprit
-from tests.command import Command
+from tests.testkit.command import Command
 
 SCRIPTS = Path(__file__).parents[2] / "script" / "scripts"
 PYTHON = shlex.quote(sys.executable)
@@ -63,7 +63,7 @@ def project_of(folder: Path) -> Project:
 
 
 class TestARun:
-    @pytest.mark.slow
+    @pytest.mark.nightly
     def test_of_a_plain_loop_needs_nothing_of_ours_and_leaves_its_weights(
         self, pipeline: Command, tmp_path: Path
     ) -> None:
@@ -81,12 +81,13 @@ class TestARun:
         assert 'pipeline: {"step": 5' in pipeline("logs", "--task", "0").out
         assert not (tmp_path / "cache").exists()
 
+    @pytest.mark.nightly
     def test_runs_again_whenever_it_is_asked_for(self, pipeline: Command, tmp_path: Path) -> None:
         configure(tmp_path, write(tmp_path, "open('ran', 'a').write('x')"))
         assert [pipeline(*SUBMIT).code for _ in range(2)] == [0, 0]
         assert (tmp_path / "ran").read_text() == "xx"
 
-    @pytest.mark.slow
+    @pytest.mark.nightly
     def test_out_of_a_gpu_s_memory_goes_on_with_smaller_micro_batches_and_the_same_step(
         self, pipeline: Command, tmp_path: Path
     ) -> None:
@@ -101,6 +102,7 @@ class TestARun:
         assert "CUDA out of memory. Tried to allocate" in done.out
         assert "again with batches of half the size" in done.out
 
+    @pytest.mark.nightly
     def test_that_can_make_nothing_smaller_ends_and_says_what_to_write(self, pipeline: Command, tmp_path: Path) -> None:
         shutil.copy(SCRIPTS / "small_card.py", tmp_path)
         configure(tmp_path, f"{PYTHON} -S small_card.py --batch_size 8")
@@ -109,6 +111,7 @@ class TestARun:
         assert "names no {micro_batch}" in done.err
         assert len(told(pipeline)["failures"]) == 2
 
+    @pytest.mark.nightly
     @needs_proc
     def test_out_of_host_memory_goes_on_with_more(self, pipeline: Command, tmp_path: Path) -> None:
         eats = "import sys, signal\nheld = b'x' * (400 << 20)\nif sys.argv[1] == '1': signal.pause()\nprint('held')\n"
@@ -138,7 +141,7 @@ class TestARun:
         (failure,) = told(pipeline)["failures"]
         assert (failure["cause"], failure["then"]) == ("failed", "not tried again")
 
-    @pytest.mark.slow
+    @pytest.mark.nightly
     def test_that_saves_and_asks_to_go_on_is_started_again_without_any_figures(
         self, pipeline: Command, tmp_path: Path
     ) -> None:
@@ -174,6 +177,7 @@ class TestARun:
         assert train["census"]["figures"] == {"forward_s": 1, "task": 7, "host_peak_bytes": 1, "done": 9}
         assert train["figures"]["train-000000"]["task"] == 0
 
+    @pytest.mark.nightly
     def test_is_told_how_far_it_is_while_it_runs(self, pipeline: Command, tmp_path: Path) -> None:
         waits = (
             "import os, time\nfor step in (1, 2):\n    print('pipeline: {\"step\": %d}' % step, flush=True)\n"
@@ -201,7 +205,7 @@ class TestSeveralProcesses:
         "env.get('LOCAL_RANK', '-'), env['CUDA_VISIBLE_DEVICES'], env.get('MASTER_PORT', '-')]))\n"
     )
 
-    @pytest.mark.slow
+    @pytest.mark.nightly
     def test_each_see_all_gpus_and_are_told_their_place_as_by_torchrun(self, pipeline: Command, tmp_path: Path) -> None:
         configure(tmp_path, write(tmp_path, self.WHO), gpus=2, slots={"gpus": 2})
         done = pipeline(*SUBMIT)
@@ -223,7 +227,7 @@ class TestSeveralProcesses:
         spec = spec_of(None, config, scripted_job(job))
         assert (spec.cpus, spec.gpus, spec.ranks) == (4, 2, 0)
 
-    @pytest.mark.slow
+    @pytest.mark.nightly
     def test_fail_for_the_sake_of_the_one_whose_memory_ended(self, pipeline: Command, tmp_path: Path) -> None:
         fails = (
             "import os, sys, time\nif int(sys.argv[1]) == 1: sys.exit()\n"
@@ -238,7 +242,7 @@ class TestSeveralProcesses:
         assert failure["cause"] == "gpu_oom"
         assert "CUDA out of memory" in failure["reason"]
 
-    @pytest.mark.slow
+    @pytest.mark.nightly
     def test_of_which_one_always_asks_to_go_on_are_not_begun_for_ever(self, pipeline: Command, tmp_path: Path) -> None:
         asks = "import os, sys\nopen('ran', 'a').write(os.environ['RANK'])\nsys.exit(75 * int(os.environ['RANK']))"
         configure(tmp_path, write(tmp_path, asks), {"effective_batch": 4}, ranks=2)

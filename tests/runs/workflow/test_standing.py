@@ -24,9 +24,9 @@ from pipeline.runs.workflow.table import known_stage
 from pipeline.store.format.disk import Disk
 from pipeline.store.format.shard import read_table
 from pipeline.structures.parsing import structure_files
-from tests.command import Command, Outcome
-from tests.projects import settle
 from tests.runs.workflow.trained import SMALL, write_project
+from tests.testkit.command import Command, Outcome
+from tests.testkit.projects import settle
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -115,6 +115,7 @@ def damage(kind: str) -> None:
         file.write(bytes([value ^ 0x10]))
 
 
+@pytest.mark.nightly
 def test_a_run_with_nothing_to_do_counts_nothing_and_says_the_same(
     submit: Submit, pipeline: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,6 +128,7 @@ def test_a_run_with_nothing_to_do_counts_nothing_and_says_the_same(
     assert lists() == listed
 
 
+@pytest.mark.nightly
 def test_of_a_stage_that_has_no_result_no_file_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(standing, "data_state", lambda *_given: pytest.fail("the files were looked at"))
     config = SimpleNamespace(cluster=SimpleNamespace(runs=tmp_path))
@@ -136,6 +138,7 @@ def test_of_a_stage_that_has_no_result_no_file_is_looked_at(tmp_path: Path, monk
     assert standing.recall_standing(project, SimpleNamespace(name="run"), "graph", {}) is None
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", list(STAGE_OF))
 def test_a_damaged_record_is_noticed_and_made_anew(submit: Submit, kind: str) -> None:
     damage(kind)
@@ -143,6 +146,7 @@ def test_a_damaged_record_is_noticed_and_made_anew(submit: Submit, kind: str) ->
     assert is_complete(submit())
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", list(STAGE_OF))
 def test_records_that_went_are_made_anew(submit: Submit, kind: str) -> None:
     for path in Path("cache", kind, "shards").glob("*.safetensors"):
@@ -151,18 +155,21 @@ def test_records_that_went_are_made_anew(submit: Submit, kind: str) -> None:
     assert is_complete(submit())
 
 
+@pytest.mark.nightly
 def test_a_file_that_changed_is_scanned_again(submit: Submit) -> None:
     Path("data/c0.pdb").write_text(Path("data/c0.pdb").read_text().replace(" ALA ", " VAL "))
     settle(Path("data"))
     assert surveyed(submit())["scan"] == "5 items: 4 cached, 1 to do in 1 task"
 
 
+@pytest.mark.nightly
 def test_a_file_that_was_only_touched_is_looked_at_again(submit: Submit) -> None:
     Path("data/c1.pdb").touch()
     settle(Path("data"))
     assert surveyed(submit())["scan"] == "5 items: 4 cached, 1 to do in 1 task"
 
 
+@pytest.mark.nightly
 def test_a_file_that_goes_is_rejected_and_counted_again_when_it_is_back(submit: Submit) -> None:
     Path("data/c0.pdb").rename("data/away")
     submit()
@@ -173,6 +180,7 @@ def test_a_file_that_goes_is_rejected_and_counted_again_when_it_is_back(submit: 
     assert "missing_file" not in newest().rejected.read_text()
 
 
+@pytest.mark.nightly
 def test_an_item_that_is_added_is_done_and_one_that_is_removed_goes(submit: Submit) -> None:
     before = Path("data/manifest.csv").read_text()
     Path("data/manifest.csv").write_text(before + "c8,c0.pdb,B,A,train,8\n")
@@ -182,6 +190,7 @@ def test_an_item_that_is_added_is_done_and_one_that_is_removed_goes(submit: Subm
     assert "\nc8," not in newest().inventory.read_text()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("setting", "stage"),
     [("structures.altlocs=first", "scan"), ("graph.neighbours=7", "graph"), ("embed.storage=fp16", "embed")],
@@ -197,6 +206,7 @@ def standing_stages() -> list[str]:
     return [name for name, recipe in stages.items() if standing.recall_standing(project, newest(), name, recipe)]
 
 
+@pytest.mark.nightly
 def test_what_another_parser_has_read_does_not_stand(submit: Submit, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.rmtree("cache")  # while a shard of it is in doubt, no result stands
     submit()
@@ -208,6 +218,7 @@ def test_what_another_parser_has_read_does_not_stand(submit: Submit, monkeypatch
     structure_files.parser_of.cache_clear()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", LISTS)
 def test_a_list_that_was_written_into_is_made_anew(submit: Submit, name: str) -> None:
     listed = lists()
@@ -217,6 +228,7 @@ def test_a_list_that_was_written_into_is_made_anew(submit: Submit, name: str) ->
     assert lists() == listed
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", [RESULT, KEYS])
 def test_a_torn_result_is_found_out_anew(submit: Submit, name: str) -> None:
     for path in Path("runs", FOLDER).glob(f"*/{name}"):
@@ -225,6 +237,7 @@ def test_a_torn_result_is_found_out_anew(submit: Submit, name: str) -> None:
     assert "c9" in newest().rejected.read_text()
 
 
+@pytest.mark.nightly
 def test_results_outlive_the_runs_that_found_them_but_not_the_records(submit: Submit) -> None:
     submit()
     listed = lists()

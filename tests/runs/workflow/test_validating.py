@@ -23,9 +23,9 @@ from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.cache_layout import REPORT_NAME
 from pipeline.store.maintenance import scrub
 from pipeline.store.maintenance.damage_report import Fault, Summary, last_report, read_report
-from tests.runs import caches
-from tests.runs.caches import Cached
 from tests.store.content import put
+from tests.testkit import caches
+from tests.testkit.caches import Cached
 
 FILES = 8  # of the cache that is made by hand, with two indexes
 SHARDS = ("scan", "graph")
@@ -233,7 +233,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 class TestTyped:
     """As people type it, on a cache with records of every kind."""
 
-    @pytest.mark.slow
+    @pytest.mark.nightly
     def test_a_whole_cache_without_its_data_set_is_whole_and_stays_as_it_is(
         self, filled: Cached, tmp_path: Path
     ) -> None:
@@ -252,6 +252,7 @@ class TestTyped:
         assert cached.census("validate")["items"] == summary.shards + len(cached.cache.kinds())
         assert "0 of 0" not in cached.types("status").out
 
+    @pytest.mark.nightly
     def test_damage_ends_the_run_with_4_and_status_names_the_list_and_what_to_do(
         self, filled: Cached, tmp_path: Path
     ) -> None:
@@ -271,12 +272,14 @@ class TestTyped:
         assert f"{report.summary.shards} shards and {indexes} indexes" in status
         assert str(report.path) in status
 
+    @pytest.mark.nightly
     def test_semantic_validation_as_tasks(self, filled: Cached, tmp_path: Path) -> None:
         cached = caches.copy_of(filled, tmp_path)
         done = cached.submits("validate", sets=("cache.check=semantic",))
         assert done.code == 0, done.err
         assert cached.report().summary.how == "semantic"
 
+    @pytest.mark.nightly
     def test_semantic_validation_with_a_sample_makes_records_anew_in_tasks(
         self, filled: Cached, tmp_path: Path
     ) -> None:

@@ -13,8 +13,8 @@ from safetensors import safe_open
 
 from pipeline.encoder.checkpoints.synth import write_random_checkpoint
 from pipeline.structures.synthetic import complex_pdb
-from tests.command import Command
-from tests.projects import settle
+from tests.testkit.command import Command
+from tests.testkit.projects import settle
 
 RESIDUES = 20
 SPLITS = ("train", "train", "val", "val", "test", "test", "test", "test", "test")

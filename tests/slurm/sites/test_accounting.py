@@ -13,7 +13,7 @@ from pipeline.cluster.accounting import AccountedTask, Accounting, AccountingLoo
 from pipeline.cluster.job_spec import TaskState
 from pipeline.cluster.slurm_words import NEVER
 from pipeline.cluster.verdict import Cause, Word, judge_attempt
-from tests.slurm.cluster import Cluster
+from tests.testkit.cluster import Cluster
 
 pytestmark = pytest.mark.slurm
 
@@ -88,6 +88,7 @@ def jobs(cluster: Cluster, tmp_path: Path) -> Iterator[Jobs]:
         cluster.run("scancel", *jobs.ours)
 
 
+@pytest.mark.nightly
 def test_the_task_of_an_array_that_ate_too_much_is_the_one_out_of_memory(jobs: Jobs) -> None:
     job = jobs.submit(f"if [ $SLURM_ARRAY_TASK_ID = 1 ]; then {EATS}; fi", "--array=0-2")
     rows = jobs.ended(job, 3)
@@ -111,6 +112,7 @@ ENDINGS = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_how_a_worker_ended_is_told_by_its_step(jobs: Jobs, ending: str) -> None:
     job = jobs.submit(f"srun bash -c '{ending}'")
@@ -120,6 +122,7 @@ def test_how_a_worker_ended_is_told_by_its_step(jobs: Jobs, ending: str) -> None
     assert jobs.cause_of(row) is cause
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("number", [11, 6])
 def test_without_a_step_an_exit_code_above_128_still_reads_as_the_signal(jobs: Jobs, number: int) -> None:
     (row,) = jobs.ended(jobs.submit(f"exit {128 + number}")).values()
@@ -127,17 +130,20 @@ def test_without_a_step_an_exit_code_above_128_still_reads_as_the_signal(jobs: J
     assert jobs.cause_of(row) is Cause.CRASHED
 
 
+@pytest.mark.nightly
 def test_a_failed_worker_is_seen_behind_a_script_that_completed(jobs: Jobs) -> None:
     (row,) = jobs.ended(jobs.submit("srun bash -c 'exit 3'; true")).values()
     assert (row.state, row.exit_code) == (TaskState.COMPLETED, 3)
     assert jobs.cause_of(row) is Cause.REFUSED
 
 
+@pytest.mark.nightly
 def test_a_log_that_cannot_be_opened_is_told(jobs: Jobs, tmp_path: Path) -> None:
     (row,) = jobs.ended(jobs.submit("true", f"--output={tmp_path}/not there/out")).values()
     assert (row.state, jobs.cause_of(row)) == (TaskState.FAILED, Cause.NODE)
 
 
+@pytest.mark.nightly
 def test_tasks_of_an_array_that_were_cancelled_while_they_ran_or_waited_are_told_apart(jobs: Jobs) -> None:
     job = jobs.submit(f"if [ $SLURM_ARRAY_TASK_ID = 0 ]; then {SLEEPS}; fi", "--array=0-3%1")
     jobs.wait_until(f"{job}_0", TaskState.RUNNING)
@@ -154,6 +160,7 @@ def test_tasks_of_an_array_that_were_cancelled_while_they_ran_or_waited_are_told
     assert jobs.look(job).never_began(job, 2) == (f"{job}_2" not in rows)
 
 
+@pytest.mark.nightly
 def test_the_waiting_rest_of_an_array_is_cancelled_task_by_task(jobs: Jobs) -> None:
     job = jobs.submit(SLEEPS, "--array=0-3%1")
     jobs.wait_until(f"{job}_0", TaskState.RUNNING)
@@ -162,6 +169,7 @@ def test_the_waiting_rest_of_an_array_is_cancelled_task_by_task(jobs: Jobs) -> N
     assert {row.state for row in rows.values()} == {TaskState.CANCELLED}
 
 
+@pytest.mark.nightly
 def test_a_requeued_task_has_begun_again(jobs: Jobs) -> None:
     job = jobs.submit(f"if [ ${{SLURM_RESTART_COUNT:-0}} = 0 ]; then {SLEEPS}; fi")
     jobs.wait_until(job, TaskState.RUNNING)
@@ -171,6 +179,7 @@ def test_a_requeued_task_has_begun_again(jobs: Jobs) -> None:
     assert [state for state, _ in rows[job].before] == [TaskState.REQUEUED]
 
 
+@pytest.mark.nightly
 def test_a_task_on_a_node_that_died_shows_which_node(jobs: Jobs) -> None:
     node = sorted(jobs.cluster.nodes)[-1]
     job = jobs.submit(SLEEPS, "--no-requeue", f"--nodelist={node}")
@@ -184,6 +193,7 @@ def test_a_task_on_a_node_that_died_shows_which_node(jobs: Jobs) -> None:
     assert jobs.cause_of(row) is Cause.NODE
 
 
+@pytest.mark.nightly
 def test_a_job_that_waits_for_a_failed_one_is_held(jobs: Jobs) -> None:
     failing = jobs.submit("sleep 2; false")
     job = jobs.submit("true", f"--dependency=afterok:{failing}")
@@ -195,11 +205,13 @@ def test_a_job_that_waits_for_a_failed_one_is_held(jobs: Jobs) -> None:
     assert queued.waits_for == "never starts: a job that it waits for has failed"
 
 
+@pytest.mark.nightly
 def test_a_job_nobody_knows_has_no_row(jobs: Jobs) -> None:
     look = jobs.look("99999999")
     assert (look.rows, look.trouble) == ({}, "")
 
 
+@pytest.mark.nightly
 def test_a_long_list_of_waiting_tasks_is_whole(jobs: Jobs) -> None:
     size = int(jobs.cluster.run("scontrol", "show", "config").stdout.split("MaxArraySize")[1].split()[1])
     job = jobs.submit("true", f"--array=0-{size - 1}", "--hold")
@@ -208,6 +220,7 @@ def test_a_long_list_of_waiting_tasks_is_whole(jobs: Jobs) -> None:
     assert slurm_commands.queue([job]).keys() == rows.keys()
 
 
+@pytest.mark.nightly
 def test_an_accounting_that_is_down_is_trouble_and_told(jobs: Jobs) -> None:
     job = jobs.submit("true")
     jobs.ended(job)

@@ -18,8 +18,6 @@ import pytest
 
 from pipeline.journal.run_status import RunState
 from tests.slurm import test_training as training
-from tests.slurm.cluster import Cluster
-from tests.slurm.runs import DEAF, DIES, EATS, LINGERS, Project, Run, make_project, until
 from tests.slurm.sites.images import (
     HERE,
     contained,
@@ -29,6 +27,8 @@ from tests.slurm.sites.images import (
     why_no_podman,
 )
 from tests.slurm.test_faults import HALF_MAY_FAIL, MIB, ONE_EACH, complete, failures
+from tests.testkit.cluster import Cluster
+from tests.testkit.slurm_runs import DEAF, DIES, EATS, LINGERS, Project, Run, make_project, until
 
 pytestmark = [
     pytest.mark.slurm,
@@ -90,6 +90,7 @@ def examined(project: Project, executor: str = "slurm", **environment: str) -> d
     return {row["what"]: row for row in json.loads(done.out)}
 
 
+@pytest.mark.nightly
 def test_workers_alone_run_in_the_image_and_see_only_what_they_need(make: Make, image: Path, tmp_path: Path) -> None:
     project = make(2, **ONE_EACH)
     run = project.submits()
@@ -107,6 +108,7 @@ def test_workers_alone_run_in_the_image_and_see_only_what_they_need(make: Make, 
     assert all(f"--job-name={run.name}-scan" in text for text in wrapped)
 
 
+@pytest.mark.nightly
 def test_the_digest_of_the_image_stands_in_the_ledger_and_where_memory_is_remembered(make: Make, image: Path) -> None:
     project = make(2)
     run = project.submits()
@@ -119,6 +121,7 @@ def test_the_digest_of_the_image_stands_in_the_ledger_and_where_memory_is_rememb
     assert f"slurm in {digest}" in records
 
 
+@pytest.mark.nightly
 def test_a_task_above_its_memory_is_seen_to_be_and_gets_more(make: Make) -> None:
     project = make(3, {"c1.pdb": EATS}, **ONE_EACH)
     run = project.submits()
@@ -130,7 +133,7 @@ def test_a_task_above_its_memory_is_seen_to_be_and_gets_more(make: Make) -> None
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_crash_inside_is_that_of_the_task(make: Make) -> None:
     project = make(2, {"c1.pdb": DIES}, **ONE_EACH, **HALF_MAY_FAIL)
     run = project.submits()
@@ -139,6 +142,7 @@ def test_a_crash_inside_is_that_of_the_task(make: Make) -> None:
     assert run.stage()["census"]["rejected"] == {"killed_its_task": 1}
 
 
+@pytest.mark.nightly
 def test_a_preempted_task_is_begun_again(make: Make, cluster: Cluster) -> None:
     project = make(2, {"c1.pdb": LINGERS}, cluster__scan__partition="preempt", **ONE_EACH)
     run = project.submits()
@@ -149,6 +153,7 @@ def test_a_preempted_task_is_begun_again(make: Make, cluster: Cluster) -> None:
     assert len([one for one in project.seen() if one["file"] == "c1.pdb"]) == 2
 
 
+@pytest.mark.nightly
 def test_a_cancelled_run_is_resumed(make: Make) -> None:
     project = make(3, {"c1.pdb": LINGERS}, **ONE_EACH)
     run = project.submits()
@@ -160,6 +165,7 @@ def test_a_cancelled_run_is_resumed(make: Make) -> None:
     complete(project.newest, 3)
 
 
+@pytest.mark.nightly
 def test_a_worker_that_heeds_the_warning_of_its_time_limit_goes_on_where_it_stopped(limited: dict[str, Run]) -> None:
     run = limited["heeded"]
     complete(run, 2)
@@ -167,6 +173,7 @@ def test_a_worker_that_heeds_the_warning_of_its_time_limit_goes_on_where_it_stop
     assert [one["file"] for one in run.project.seen()].count("c1.pdb") == 2
 
 
+@pytest.mark.nightly
 def test_a_task_killed_at_its_time_limit_gets_more_time(limited: dict[str, Run]) -> None:
     run = limited["unheard"]
     complete(run, 2)
@@ -174,6 +181,7 @@ def test_a_task_killed_at_its_time_limit_gets_more_time(limited: dict[str, Run])
     assert [job["ask"]["time_s"] for job in run.stage()["jobs"]] == [60, 120]
 
 
+@pytest.mark.nightly
 def test_an_image_that_changes_during_a_run_ends_it(make: Make, image: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy.dir"
     shutil.copytree(image, copy, symlinks=True)
@@ -186,6 +194,7 @@ def test_an_image_that_changes_during_a_run_ends_it(make: Make, image: Path, tmp
     assert "the image is another now" in ended["error"]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
@@ -209,6 +218,7 @@ def test_what_could_not_run_is_refused_before_anything_is_queued(
     assert (rows["container"]["verdict"], said in rows["container"]["found"]) == ("BAD", True)
 
 
+@pytest.mark.nightly
 def test_a_node_without_the_runtime_is_no_fault_of_the_task(make: Make) -> None:
     project = make(1, cluster__slurm__setup=[f'[ -n "$SLURM_JOB_ID" ] || export PATH={HERE}:$PATH'])
     run = project.submits()
@@ -230,6 +240,7 @@ def by_podman(image: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     }
 
 
+@pytest.mark.nightly
 def test_podman_leaves_a_task_in_the_cgroup_of_its_job_where_its_memory_is_limited(
     make: Make, by_podman: dict[str, Any]
 ) -> None:
@@ -240,7 +251,7 @@ def test_podman_leaves_a_task_in_the_cgroup_of_its_job_where_its_memory_is_limit
     assert all(".singularity.d" in seen["root"] and "boot" not in seen["root"] for seen in project.seen())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_podman_passes_on_the_signal_of_a_preemption(make: Make, by_podman: dict[str, Any], cluster: Cluster) -> None:
     project = make(2, {"c1.pdb": LINGERS}, **{**by_podman, **ONE_EACH}, cluster__scan__partition="preempt")
     run = project.submits()
@@ -251,7 +262,7 @@ def test_podman_passes_on_the_signal_of_a_preemption(make: Make, by_podman: dict
     assert any("stopped by a signal" in json.dumps(event) for event in events(run, "task_failed"))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_a_training_on_two_nodes_that_is_preempted_inside_has_the_bits_of_one_outside(
     trainable: Project, cluster: Cluster, image: Path
@@ -275,6 +286,7 @@ def test_a_training_on_two_nodes_that_is_preempted_inside_has_the_bits_of_one_ou
     assert training.weights(training.model(inside)) == training.weights(training.model(outside))
 
 
+@pytest.mark.nightly
 def test_doctor_says_what_is_well_and_where_it_runs_itself(make: Make, image: Path) -> None:
     project = make(1)
     rows = examined(project)

@@ -10,10 +10,10 @@ import pytest
 
 from pipeline.config.load import read_config
 from pipeline.encoder.checkpoints.synth import write_random_checkpoint
-from tests.command import Command
-from tests.projects import write_complex
-from tests.slurm.cluster import Cluster
-from tests.slurm.cluster import config as cluster_config
+from tests.testkit.cluster import Cluster
+from tests.testkit.cluster import config as cluster_config
+from tests.testkit.command import Command
+from tests.testkit.projects import write_complex
 
 
 @pytest.fixture
@@ -34,6 +34,7 @@ def rows(pipeline: Command, *sets: str) -> tuple[int, dict[str, dict[str, Any]]]
     return done.code, {row["what"]: row for row in json.loads(done.out)}
 
 
+@pytest.mark.nightly
 def test_what_was_found_is_what_the_cluster_is(project: Path) -> None:
     loaded = read_config(project / "pipeline.yaml")
     (profile,) = (project / "sites").iterdir()
@@ -47,6 +48,7 @@ def test_what_was_found_is_what_the_cluster_is(project: Path) -> None:
         assert any(line.startswith(f"# {name} ") and "2 gpu" in line for line in text.splitlines()), name
 
 
+@pytest.mark.nightly
 def test_a_new_project_is_one_that_the_cluster_takes(project: Path, pipeline: Command) -> None:
     assert pipeline("config", "check").code == 0
     code, found = rows(pipeline)
@@ -57,6 +59,7 @@ def test_a_new_project_is_one_that_the_cluster_takes(project: Path, pipeline: Co
     assert (found["accounting"]["verdict"], found["limits"]["verdict"]) == ("ok", "ok")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("setting", "row", "words"),
     [
@@ -78,6 +81,7 @@ def test_what_the_scheduler_refuses_is_said_in_its_words_with_a_remedy(
     assert "cluster." in found[row]["remedy"]
 
 
+@pytest.mark.nightly
 def test_nothing_was_submitted(project: Path, pipeline: Command, cluster: Cluster) -> None:
     from pipeline.cluster import slurm_commands
 

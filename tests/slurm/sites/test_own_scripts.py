@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.command import Command
 from tests.docs.blocks import Page
-from tests.projects import settle
 from tests.runs.workflow.reader_project import CODE, SPLITS, write_spectrum
-from tests.slurm.cluster import Cluster
-from tests.slurm.runs import PIPELINE, Run, make_project
+from tests.testkit.cluster import Cluster
+from tests.testkit.command import Command
+from tests.testkit.projects import settle
+from tests.testkit.slurm_runs import PIPELINE, Run, make_project
 from tests.training.own_loops.test_ranks_of_others import HOPELESS, SCRIPT, undisturbed
 
 pytestmark = pytest.mark.slurm
@@ -86,7 +86,7 @@ def weights(path: Path) -> torch.Tensor:
     return torch.cat([one.flatten() for one in torch.load(path).values()])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", NAMES)
 def test_a_script_ends_right_though_its_card_and_its_host_were_too_small(
     kind: str, begun: dict[str, Run], tmp_path: Path
@@ -118,6 +118,7 @@ def two_tasks(folder: Path, script: str, *words: str) -> subprocess.CompletedPro
     )
 
 
+@pytest.mark.nightly
 def test_two_tasks_of_srun_make_the_steps_of_one_process_through_an_oom(healthy: Cluster, tmp_path: Path) -> None:
     done = two_tasks(tmp_path, SCRIPT, "plain", str(tmp_path), "2")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -126,6 +127,7 @@ def test_two_tasks_of_srun_make_the_steps_of_one_process_through_an_oom(healthy:
     assert not list(tmp_path.glob("ranks-*")), "where they met is gone"
 
 
+@pytest.mark.nightly
 def test_what_one_task_of_srun_cannot_survive_ends_both_with_the_reason(healthy: Cluster, tmp_path: Path) -> None:
     done = two_tasks(tmp_path, HOPELESS)
     assert done.returncode != 0
@@ -180,7 +182,7 @@ torch.distributed.destroy_process_group()
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("healthy")
 def test_tuning_over_two_nodes_of_srun_finds_what_the_smaller_rank_holds(tmp_path: Path) -> None:
@@ -198,7 +200,7 @@ def test_tuning_over_two_nodes_of_srun_finds_what_the_smaller_rank_holds(tmp_pat
     assert json.loads(remembered.stdout) == {**json.loads(done.stdout), "remembered": True}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("healthy")
 def test_what_a_reader_of_the_users_own_gives_is_scanned_and_trained_on(tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ from pipeline.cluster.job_spec import parse_ranges
 from pipeline.journal.ledger import LedgerReader
 from pipeline.journal.run_status import RunState
 from pipeline.records import EventKind
-from tests.slurm.cluster import Cluster
-from tests.slurm.cluster.config import ACCOUNT
-from tests.slurm.runs import EATS, LINGERS, Project, Run, make_project
+from tests.testkit.cluster import Cluster
+from tests.testkit.cluster.config import ACCOUNT
+from tests.testkit.slurm_runs import EATS, LINGERS, Project, Run, make_project
 
 pytestmark = pytest.mark.slurm
 
@@ -84,7 +84,7 @@ def refused(run: Run) -> list[dict[str, Any]]:
     return [event.data for event in LedgerReader(run.folder).fresh() if event.kind is EventKind.JOB_REFUSED]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_outgrows_the_memory_or_the_time_of_its_partition_ends_in_the_next(make: Make, small: Cluster) -> None:
     acts = {"c1.pdb": EATS, "c2.pdb": LINGERS}
     project = make(4, acts, cluster__scan__time="1m", **TWO, **ONE_EACH)
@@ -106,6 +106,7 @@ def jobs_of(run: Run) -> list[str]:
     return [job["id"] for job in run.stage()["jobs"]]
 
 
+@pytest.mark.nightly
 def test_the_plan_says_which_partition_and_why(make: Make, small: Cluster) -> None:
     project = make(2, cluster__scan__time="1m", **TWO)
     planned = project.types("plan", "--stage", "scan", "--set", "cluster.executor=slurm").said
@@ -123,6 +124,7 @@ def test_the_plan_says_which_partition_and_why(make: Make, small: Cluster) -> No
     assert "main is up" in told
 
 
+@pytest.mark.nightly
 def test_an_ask_beyond_the_wall_or_the_memory_of_a_qos_is_refused_by_the_limits_name(
     make: Make, walled: Cluster
 ) -> None:
@@ -137,7 +139,7 @@ def test_an_ask_beyond_the_wall_or_the_memory_of_a_qos_is_refused_by_the_limits_
     assert "each task asks for 2GiB of memory; GrpTRES(mem) of QOS walled allows 900MiB" in large.said
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_memory_and_time_grow_up_to_what_a_qos_allows_and_no_further(make: Make, walled: Cluster) -> None:
     settings = {
         "cluster__slurm__qos": "walled",
@@ -151,7 +153,7 @@ def test_memory_and_time_grow_up_to_what_a_qos_allows_and_no_further(make: Make,
     assert run.stage()["census"]["accepted"] == 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_places_in_the_queue_are_never_asked_for_a_third_and_all_tasks_end(make: Make, narrow: Cluster) -> None:
     project = make(5, cluster__supervisor__where="login", **ONE_EACH)
     run = project.submits()
@@ -169,7 +171,7 @@ def test_a_queue_without_a_place_for_supervisors_is_refused_with_what_to_change(
     assert "--set cluster.supervisor.where=login" in done.said
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_stops_before_its_budget_is_passed_and_what_it_finished_is_kept(make: Make, healthy: Cluster) -> None:
     """A task may take two minutes of a core; beside the first there are two seconds, which it uses up."""
     few = {"cluster__budget": "0.034 core-hours", "cluster__scan__time": "1m", "cluster__scan__gpus": 1}

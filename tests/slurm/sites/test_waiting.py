@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from pipeline.journal.run_status import RunState
-from tests.slurm.cluster import Cluster
-from tests.slurm.runs import Project, Run, make_project, until
+from tests.testkit.cluster import Cluster
+from tests.testkit.slurm_runs import Project, Run, make_project, until
 
 pytestmark = pytest.mark.slurm
 
@@ -130,6 +130,7 @@ def lets_start(cluster: Cluster) -> None:
     slurm(cluster, "scancel", "--name=another")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", OBSTACLES)
 def test_what_keeps_jobs_is_seen_told_once_and_told_to_be_over(busy: Cluster, tmp_path: Path, name: str) -> None:
     cluster, obstacle = busy, OBSTACLES[name]
@@ -161,6 +162,7 @@ def test_what_keeps_jobs_is_seen_told_once_and_told_to_be_over(busy: Cluster, tm
     assert f"({obstacle.reason})" in project.types("status", run.name).out, "it is kept"
 
 
+@pytest.mark.nightly
 def test_a_supervisor_that_is_held_is_told(busy: Cluster, tmp_path: Path) -> None:
     project = telling(tmp_path)
     run = project.submits()
@@ -174,6 +176,7 @@ def test_a_supervisor_that_is_held_is_told(busy: Cluster, tmp_path: Path) -> Non
     assert [words[1] for words in told(project, "waiting") if "JobHeldUser" in words[3]] == ["supervise"]
 
 
+@pytest.mark.nightly
 def test_a_run_whose_supervisors_are_gone_is_told_with_what_takes_it_up(busy: Cluster, tmp_path: Path) -> None:
     project = telling(tmp_path)
     run = project.submits()
@@ -187,6 +190,7 @@ def test_a_run_whose_supervisors_are_gone_is_told_with_what_takes_it_up(busy: Cl
     assert len(told(project, "waiting")) == 1
 
 
+@pytest.mark.nightly
 def test_a_cancelled_run_leaves_no_watch_in_the_queue(busy: Cluster, tmp_path: Path) -> None:
     project = telling(tmp_path)
     run = project.submits()

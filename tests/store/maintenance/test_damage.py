@@ -59,6 +59,7 @@ def test_a_flipped_bit_in_any_byte_is_caught(filled, shard, tmp_path, indexed, s
         assert len(damaged(checked)) == in_records, place
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("indexed", "stride"), [(False, 1), (True, 5)])
 def test_a_shard_cut_anywhere_serves_nothing(filled, shard, tmp_path, indexed, stride):
     if indexed:
@@ -165,6 +166,7 @@ def test_a_copy_made_after_a_purge_is_found(filled, shard, tmp_path):
     assert is_right(filled.get(KEYS[0]), KEYS[0])
 
 
+@pytest.mark.nightly
 def test_a_flipped_bit_in_any_byte_of_the_index_changes_no_answer(filled, tmp_path):
     with filled.writer() as writer:
         put(writer, *range(3, 70))

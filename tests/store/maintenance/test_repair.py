@@ -280,6 +280,7 @@ def steps(cache, store, shards, tmp_path):
     return disk.steps
 
 
+@pytest.mark.nightly
 def test_a_repair_that_ends_anywhere_loses_nothing_and_a_second_finishes(cache, store, shards, steps, tmp_path):
     assert steps > 20
     for step in range(1, steps + 1):
@@ -295,6 +296,7 @@ def test_a_repair_that_ends_anywhere_loses_nothing_and_a_second_finishes(cache, 
             shutil.rmtree(root)
 
 
+@pytest.mark.nightly
 def test_what_is_lost_is_listed_even_if_a_repair_ends_anywhere_between_kinds(cache, store, shards, tmp_path):
     other = cache.kind("graph")
     (name,) = fill(other, range(3))
@@ -375,6 +377,7 @@ def test_a_meaningless_record_is_not_saved_by_its_copy_in_a_shard_that_goes_too(
     assert served(cache.root) == {2, 3}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("step", [*CHANGES, "read_at", "open_read"])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EACCES], ids=errno.errorcode.get)
 def test_a_disk_that_fails_costs_nothing_and_a_repair_afterwards_finishes(cache, store, shards, step, number, tmp_path):

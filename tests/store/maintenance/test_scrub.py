@@ -161,6 +161,7 @@ def strike(paths, blow):
     overwrite(path, bytes(content))
 
 
+@pytest.mark.nightly
 @settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(BLOWS, max_size=3), st.booleans())
 def test_any_damage_anywhere_is_found_and_the_right_records_are_named(blows, indexed):

@@ -66,6 +66,7 @@ PAIRS = st.tuples(st.integers(0, 3), st.integers(0, 3))
 SHARDS = st.lists(st.lists(st.integers(0, 25), min_size=1, max_size=8), min_size=1, max_size=6)
 
 
+@pytest.mark.nightly
 @settings(max_examples=60, deadline=None)
 @given(SHARDS, st.sets(st.integers(0, 25)))
 def test_a_sweep_leaves_what_is_live_and_of_the_dead_only_what_is_not_worth_a_rewrite(shards, live):
@@ -385,6 +386,7 @@ def sweep_all(root, disk):
     list(sweep(store, mark(store, live, LATER), live))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("moment", ["before", "halfway", "after"])
 def test_a_crash_at_any_step_of_a_sweep_costs_nothing_that_is_live(tmp_path, moment):
     write_shards(CacheFolder(tmp_path / "before").kind("scan"), SHARDS_KILLED)

@@ -15,9 +15,9 @@ from pipeline.structures.atoms import UnusableInput
 from pipeline.structures.parsing.read_structure import FileReading, parse_structure
 from pipeline.structures.parsing.structure_files import read_file
 from pipeline.structures.policy import Policy, Structure, apply_policy
-from tests.command import Command
-from tests.projects import MakeProject, settle
 from tests.structures.pdb_text import atom, chain, residue
+from tests.testkit.command import Command
+from tests.testkit.projects import MakeProject, settle
 
 PLAIN = chain("A", "ALA", "GLY")
 ZINC = atom("ZN", "ZN", "Z", 1, record="HETATM", element="ZN")
@@ -160,6 +160,7 @@ def test_text_by_the_name_of_gzip_is_said_to_be_no_gzip(tmp_path: Path) -> None:
     assert raised.value.reason is Reason.UNKNOWN_FORMAT
 
 
+@pytest.mark.nightly
 def test_a_file_that_unfolds_beyond_the_limit_is_a_rejection_of_every_run(
     pipeline: Command, make_project: MakeProject
 ) -> None:

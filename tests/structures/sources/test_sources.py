@@ -201,6 +201,7 @@ def test_a_missing_structures_dir_is_an_error(tmp_path: Path) -> None:
         read("manifest", manifest, structures_dir=tmp_path / "none")
 
 
+@pytest.mark.nightly
 def test_a_long_manifest_is_read_in_flat_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeline.structures.sources.item_ids.MERGE_AT", 2048)
     count = 25_000

@@ -54,6 +54,7 @@ def draws_of(theirs):
     return PoseDraw(theirs["start.rotation"], theirs["start.translation"] / 30, *noise)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["training_time", "inference", "ode"])
 @torch.no_grad()
 def test_trajectories_with_the_originals_draws_are_the_originals(kind):

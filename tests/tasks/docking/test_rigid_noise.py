@@ -84,6 +84,7 @@ def test_an_items_noise_is_its_own_generators():
     assert abs(np.linalg.norm(first.axis_3) - 1) < 1e-12
 
 
+@pytest.mark.nightly
 def test_loss_all_gradients_and_four_steps_of_adam_are_the_originals():
     theirs, dtype = stored("loss"), torch.float64
     model = ScoreModel(TrunkSizes(as_published=True), NoiseSchedule(), torch.from_numpy(tables().norms_W))

@@ -32,6 +32,7 @@ def flat(blocks):
     return torch.cat([block.transpose(2, 3).flatten(2) for block in blocks], -1)[0]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", COMPLEXES)
 @torch.no_grad()
@@ -59,6 +60,7 @@ def test_features_after_each_layer_are_the_originals(name, precision):
     assert seen == 9  # of the receptor's last there are none
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", COMPLEXES)
 @torch.no_grad()
@@ -74,6 +76,7 @@ def test_confidence_in_every_pose_is_the_originals(name, precision):
         )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("precision", PRECISIONS)
 @torch.no_grad()
 def test_five_complexes_in_one_batch_and_alone_are_the_originals(precision):
@@ -90,6 +93,7 @@ def test_five_complexes_in_one_batch_and_alone_are_the_originals(precision):
         assert off(single, expected[f"alone.{precision}.{kind}"]) < SCORES[precision]
 
 
+@pytest.mark.nightly
 @torch.no_grad()
 def test_poses_computed_at_once_are_those_computed_one_by_one():
     pose = posed("1Z0K", stored("outputs_1Z0K")["confidence.poses"], 0.0, torch.float32)
@@ -100,6 +104,7 @@ def test_poses_computed_at_once_are_those_computed_one_by_one():
         assert torch.equal(some, one_by_one[:, 2:5])  # to the last bit: resumed, a sampling goes on as it would have
 
 
+@pytest.mark.nightly
 @torch.no_grad()
 def test_residues_without_an_edge_are_left_out_without_a_difference():
     outputs = stored("outputs_1Z0K")

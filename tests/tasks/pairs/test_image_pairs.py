@@ -19,10 +19,10 @@ from pipeline.tasks.pairs import retrieval
 from pipeline.tasks.pairs.pair_towers import cropped
 from pipeline.training.step.contrastive import make_step
 from pipeline.training.step.optimizers import StepSettings
-from tests.limited import device
 from tests.memory.tracing.traced import tracer, true_peak
 from tests.tasks.pairs.pictures import CLASSED, CLIP, NAMES, SIZE, collated, item, items
 from tests.tasks.reader_items import batch_of
+from tests.testkit.limited import device
 
 SIZES = ({"right": 9, ITEMS: 1}, {"right": 14, ITEMS: 6}, {"right": 24, ITEMS: 30})
 VARIED = replace(CLASSED, crop_least=0.5, mirror=True)
@@ -40,6 +40,7 @@ def model_of(task=CLASSED, dtype=torch.float64):
 # ---- a batch ----
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("task", [CLIP, CLASSED, VARIED], ids=["pairs", "classes", "varied"])
 def test_it_keeps_the_contract_and_an_example_is_like_a_batch(task):
     found = batch_of(items(3)).items[:]
@@ -233,6 +234,7 @@ def test_predictions_are_tables_of_the_nearest_texts_and_images_and_classes_by_n
 # ---- memory ----
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("size", range(len(SIZES)))
 def test_the_planner_traces_it_to_a_hundredth_of_what_it_takes(size):

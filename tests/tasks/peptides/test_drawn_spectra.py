@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pipeline.tasks.peptides.drawn_spectra import DrawnPeaks, Grid, similarity
-from tests.limited.device import LimitedDevice, need
+from tests.testkit.limited.device import LimitedDevice, need
 
 WHOLE = Grid(bin_size=0.1, max_mz=50.0, sigma=0.07)
 WAYS = {

@@ -218,6 +218,7 @@ def test_a_truncated_checkpoint_is_passed_over_and_said_so(tmp_path, file, left)
     assert said[1] == "checkpoint step-00000001 is used instead: step 1"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("file", ["manifest.json", "state.safetensors", "rank-0000.safetensors"])
 def test_a_flipped_bit_anywhere_is_found(tmp_path, file):
     made = checkpoints(tmp_path)
@@ -442,7 +443,7 @@ def steps_of_a_save(tmp_path):
     return disk.steps
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.fault
 @pytest.mark.parametrize("moment", ["before", "halfway"])
 def test_killed_at_any_step_of_the_disk_one_whole_checkpoint_is_there(tmp_path, moment):
@@ -463,6 +464,7 @@ def test_killed_at_any_step_of_the_disk_one_whole_checkpoint_is_there(tmp_path, 
         assert all(name.startswith("step-") for name in names(folder))
 
 
+@pytest.mark.nightly
 @pytest.mark.fault
 def test_killed_at_random_moments_the_newest_is_whole_and_none_that_was_told_of_is_lost(tmp_path):
     rng, kills, last = random.Random(1), 0, 0
@@ -531,6 +533,7 @@ def risen_bytes(work, warm):
     return int(said)
 
 
+@pytest.mark.nightly
 def test_saving_and_loading_take_no_second_copy(tmp_path, request):
     if ALONE not in os.environ:  # what other tests have freed has holes that are filled before new memory is taken
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--basetemp={tmp_path / 'alone'}"]

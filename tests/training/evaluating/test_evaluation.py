@@ -31,7 +31,7 @@ from pipeline.training.ranks.rank_protocol import Ranks, SingleRank
 from pipeline.training.step.contrastive import make_step
 from pipeline.training.step.optimizers import StepSettings
 from pipeline.training.step.step import Step
-from tests.limited.device import LimitedDevice
+from tests.testkit.limited.device import LimitedDevice
 from tests.training.items.content import graph_of
 from tests.training.loop.loops import Memory, table_of
 from tests.training.ranks.crews import crew
@@ -280,6 +280,7 @@ def _rank(group: Any, folder: str) -> dict[str, Any]:
     return {"yielded": len(yielded), "figures": figures(applied)}
 
 
+@pytest.mark.nightly
 def test_two_ranks_share_the_items_and_agree_on_the_figures_of_all(tmp_path: Path) -> None:
     save(tmp_path / "model" / "checkpoints", 0.5)
     both = crew(tmp_path / "crew", 2, _rank, str(tmp_path))
@@ -348,7 +349,7 @@ def test_what_does_not_fit_is_halved_and_nothing_is_counted_twice(tmp_path: Path
     assert found == pytest.approx(wanted(), rel=1e-12)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("policy", ["skip", "cpu"])
 def test_an_item_that_fits_nowhere_is_left_out_with_a_record(tmp_path: Path, policy: str) -> None:
     refused: list[tuple[str, Reason]] = []
@@ -365,7 +366,7 @@ def test_an_item_that_fits_nowhere_is_an_error_where_that_is_configured(tmp_path
         run(job(tmp_path, Hungry(), too_large="error"))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_item_that_no_card_holds_is_done_by_a_copy_of_the_model_on_the_processor(tmp_path: Path) -> None:
     class Card(Step):
         """Plays a card: `device` says so, tensors stay where they are."""

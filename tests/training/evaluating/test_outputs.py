@@ -322,6 +322,7 @@ for last in range(1, 40):
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.fault
 def test_a_kill_at_any_moment_costs_only_what_was_not_published(tmp_path):
     command = [sys.executable, "-c", KILLED, str(tmp_path)]
@@ -351,6 +352,7 @@ except JobFailed as error:
 """
 
 
+@pytest.mark.nightly
 def test_a_full_disk_is_said_so(tmp_path):
     command = [sys.executable, "-c", FULL, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)

@@ -186,6 +186,7 @@ for last in range(1, 20):
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.fault
 def test_a_kill_at_any_moment_leaves_a_whole_bundle_or_none(tmp_path):
     command = [sys.executable, "-c", KILLED, str(tmp_path)]

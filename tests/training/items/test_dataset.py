@@ -15,7 +15,7 @@ from pipeline.stages.structure_checks import wrong_table
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.training.items.item_table import ItemTable, TableBuilder
 from pipeline.training.prepared import Stretch
-from tests.counted import calls_of
+from tests.testkit.counted import calls_of
 
 ROWS = st.lists(
     st.tuples(

@@ -203,7 +203,7 @@ def threads_left():
     return sum(thread.name.startswith("reader-") for thread in threading.enumerate())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_loop_that_is_left_leaves_no_threads_and_can_begin_again(data):
     loader = data.loader(lists_of(24, 2))
     for stop in (0, 1, 5, 12):

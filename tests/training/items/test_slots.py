@@ -36,7 +36,7 @@ def test_a_slot_comes_back_when_its_memory_is_let_go_of():
     assert ring.free.qsize() == 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "view",
     [

@@ -74,6 +74,7 @@ class Grabbing(Tiny):
         return super().loss(model, batch)
 
 
+@pytest.mark.nightly
 def test_what_no_look_finds_is_looked_for_once_and_told_without_blaming_a_log(
     tmp_path: Path, inspected: list[int]
 ) -> None:

@@ -27,9 +27,9 @@ from pipeline.training.checkpoints.checkpoint_folder import CheckpointFolder
 from pipeline.training.items.batch import ItemBatch
 from pipeline.training.loop.metrics_log import read_epochs
 from pipeline.training.step.step import Step
-from tests.limited import device as limited
-from tests.limited.device import LimitedDevice
 from tests.store.faulty_disks import FailingDisk
+from tests.testkit.limited import device as limited
+from tests.testkit.limited.device import LimitedDevice
 from tests.training.checkpoints.saved import forked, spoil
 from tests.training.loop.loops import (
     Aimed,
@@ -63,7 +63,6 @@ def one_step(plot: Plot, folder: Path) -> dict[str, list[float]]:
     return {name: [old - new for old, new in zip(before[name], after[name], strict=True)] for name in trained}
 
 
-@pytest.mark.slow
 @given(
     items=some.integers(1, 14),
     budget=some.integers(1, 120),
@@ -170,7 +169,7 @@ def test_terms_whose_weights_are_asked_for_survive_the_end_of_memory(tmp_path: P
 FULL = Plot(train={**ADAM, **WARM, "epochs": 3, "checkpoints": {"every": 2}}, items=14, budget=60, dropout=0.3)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_that_was_told_to_end_after_any_step_goes_on_as_if_it_had_not(tmp_path: Path) -> None:
     whole = Run(FULL, tmp_path / "whole").to_end()
     for steps in range(1, whole.trainer.steps + 1):
@@ -186,7 +185,6 @@ def test_a_run_that_was_told_to_end_after_any_step_goes_on_as_if_it_had_not(tmp_
         ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("behind", [False, True])
 def test_a_run_that_is_killed_at_random_goes_on_as_if_it_had_not_been(tmp_path: Path, *, behind: bool) -> None:
     checkpoints = {"every": 1, "asynchronous": behind}
@@ -215,6 +213,7 @@ def test_a_run_that_is_killed_at_random_goes_on_as_if_it_had_not_been(tmp_path: 
     assert Run(plot, tmp_path / "killed").to_end().state() == whole.state()
 
 
+@pytest.mark.nightly
 def test_a_budget_that_was_learned_is_taken_up(tmp_path: Path) -> None:
     limited.need()
     at = several(FULL, tmp_path / "look")
@@ -396,6 +395,7 @@ def torn(plot: Plot, folder: Path, at: set[int]) -> Run:
     return run
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("at", [{1}, {4}, {3}, {9}, {2, 6}])
 def test_memory_that_ends_in_the_optimizer_takes_training_back_to_the_checkpoint(tmp_path: Path, at: set[int]) -> None:
     """At the very first step, in an epoch, at its last step, at the last of all."""
@@ -456,6 +456,7 @@ CURRICULUM = Plot(
 )
 
 
+@pytest.mark.nightly
 def test_a_curriculum_trains_smaller_items_first_and_goes_on_from_anywhere(tmp_path: Path) -> None:
     limited.need()
     at = several(CURRICULUM, tmp_path / "look")
@@ -484,6 +485,7 @@ def test_a_curriculum_trains_smaller_items_first_and_goes_on_from_anywhere(tmp_p
         assert rest.trainer.governor.budget == whole.trainer.governor.budget
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("terms", ["several", "weighted"])
 def test_a_stage_of_other_options_has_its_own_loss_and_is_validated_by_that_of_the_last(
     tmp_path: Path, terms: str
@@ -506,6 +508,7 @@ def test_a_stage_of_other_options_has_its_own_loss_and_is_validated_by_that_of_t
 # Settings
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision_trains_and_goes_on_as_if_it_had_not_ended(tmp_path: Path, precision: str) -> None:
     plot = replace(FULL, train={**FULL.train, "precision": precision}, dropout=0.0)
@@ -615,7 +618,7 @@ def test_a_host_whose_memory_is_nearly_used_up_ends_the_run_in_order(tmp_path: P
     assert next(rest.trainer.run()) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # within torch's own compiler
 def test_a_compiled_model_trains_the_same(tmp_path: Path) -> None:
     if limited.why_not():

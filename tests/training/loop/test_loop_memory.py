@@ -19,9 +19,9 @@ from pipeline.training.loop.metrics_log import Epoch, read_epochs
 from pipeline.training.prepared import Stretch, likeness, stretch_of
 from pipeline.training.step.optimizers import StepSettings
 from pipeline.training.step.step import Step
-from tests.limited import device as limited
-from tests.limited.device import HostCarrier, LimitedDevice
 from tests.memory.planning.planned import BATCH, Ground, OnDevice, limits
+from tests.testkit.limited import device as limited
+from tests.testkit.limited.device import HostCarrier, LimitedDevice
 from tests.training.loop.loops import Plot, Run, Tiny, furthest, table_of, task_of, warm
 from tests.zoo import ZOO
 
@@ -101,7 +101,7 @@ def epochs(run: Run) -> list[Epoch]:
     return read_epochs(run.made.folder.path)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["mlp", "gnn", "transformer_pre"])
 def test_a_planned_training_loses_no_step_at_any_limit(tmp_path: Path, name: str) -> None:
     ground = Ground.of(ZOO[name], ITEMS)
@@ -115,7 +115,6 @@ def test_a_planned_training_loses_no_step_at_any_limit(tmp_path: Path, name: str
     assert micros[-1] < max(micros)
 
 
-@pytest.mark.slow
 def test_a_plan_that_is_wrong_by_half_costs_no_step(tmp_path: Path) -> None:
     ground = Ground.of(ZOO["mlp"], ITEMS)
     limit = limits(ground, LIMITS)[-2]
@@ -148,7 +147,7 @@ def single(ground: Ground, budget_items: int = 1) -> Stretch:
     return Stretch("all", 2, most, 0, most, most, {name: 1.0})
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_item_that_does_not_fit_alone_climbs_the_ladder(tmp_path: Path) -> None:
     ground = tall()
     plain = ground.choice()
@@ -168,7 +167,7 @@ def test_an_item_that_does_not_fit_alone_climbs_the_ladder(tmp_path: Path) -> No
         assert furthest(weights(run), weights(fits)) < 1e-3
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_item_that_fits_nowhere_is_left_out_or_an_error(tmp_path: Path) -> None:
     ground = tall()
     plain = ground.choice()
@@ -197,7 +196,7 @@ class ReadAhead(Tiny):
             return super().collate(items, rng)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_memory_between_steps_is_flat_over_fifty_epochs(tmp_path: Path) -> None:
     train = {"optimizer": "adamw", "ema": 0.9, "clip": 1.0, "epochs": 50, "checkpoints": {"every": 7}}
     plot, limited_device = Plot(train=train, items=14, dropout=0.2), LimitedDevice()
@@ -225,7 +224,7 @@ class Keeping(type(task_of(Plot()))):  # type: ignore[misc]
         return super().loss(model, batch)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_injected_leak_is_named(tmp_path: Path) -> None:
     plot = Plot(train={"epochs": 12}, items=14)
     task = Keeping(plot)

@@ -15,8 +15,8 @@ import torch
 from pipeline.training.loop.metrics_log import read_epochs
 from pipeline.training.ranks.process_group import ProcessGroup
 from pipeline.training.ranks.rank_protocol import LOST
-from tests.limited import device as limited
-from tests.limited.device import LimitedDevice
+from tests.testkit.limited import device as limited
+from tests.testkit.limited.device import LimitedDevice
 from tests.training.checkpoints.saved import spoil
 from tests.training.loop.loops import (
     Aimed,
@@ -118,7 +118,7 @@ def trained(
     }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_any_number_of_ranks_trains_the_same_and_takes_up_what_others_began(tmp_path: Path) -> None:
     alone = Run(LONG, tmp_path / "alone").to_end().state()
     two = done(2, tmp_path / "two", trained, tmp_path / "two", LONG)
@@ -134,6 +134,7 @@ def test_any_number_of_ranks_trains_the_same_and_takes_up_what_others_began(tmp_
     assert apart(alone, three[2]["state"]) < EXACT
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("behind", [False, True])
 def test_ranks_of_which_one_is_killed_go_on_bitwise_as_if_it_had_not_been(tmp_path: Path, *, behind: bool) -> None:
     plot = replace(LONG, dropout=0.3, train={**ADAM, "checkpoints": {"every": 1, "asynchronous": behind}})
@@ -203,6 +204,7 @@ def _numbers(ids: tuple[str, ...]) -> list[int]:
     return [int(name[4:]) for name in ids]
 
 
+@pytest.mark.nightly
 def test_memory_that_ends_on_one_rank_is_a_step_that_was_cut_so_from_the_start(tmp_path: Path) -> None:
     limited.need()
     plot = Plot(train={**ADAM, "epochs": 1, "effective_batch": 9}, items=9, budget=60, dropout=0.3)
@@ -222,6 +224,7 @@ def test_memory_that_ends_on_one_rank_is_a_step_that_was_cut_so_from_the_start(t
     assert ooms >= 2 * (len(calls) - 1)
 
 
+@pytest.mark.nightly
 def test_without_dropout_memory_that_ends_on_one_rank_changes_nothing_beyond_rounding(tmp_path: Path) -> None:
     limited.need()
     plot = Plot(train={**ADAM, "epochs": 1, "effective_batch": 5}, items=9, budget=60)
@@ -244,6 +247,7 @@ def tearing(group: ProcessGroup, folder: Path, plot: Plot, at: list[int]) -> dic
     return {"state": run.state(), "said": run.said}
 
 
+@pytest.mark.nightly
 def test_memory_that_ends_in_one_optimizer_takes_all_ranks_back(tmp_path: Path) -> None:
     whole = done(2, tmp_path / "whole", trained, tmp_path / "whole", LONG)
     for at in ([1], [3], [6]):
@@ -281,7 +285,7 @@ def test_a_loss_that_is_not_finite_ends_all_ranks_with_the_item(tmp_path: Path) 
     assert all("(of item7)" in made.err(rank) for rank in range(2))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
 def test_a_step_that_is_not_finite_is_left_out_by_all_ranks(tmp_path: Path, policy: str) -> None:
     plot = Plot(train={**ADAM, "nan": policy, "checkpoints": {"every": 1}}, nan={7: 0})
@@ -291,6 +295,7 @@ def test_a_step_that_is_not_finite_is_left_out_by_all_ranks(tmp_path: Path, poli
     assert apart(alone.state(), told[0]["state"]) < EXACT
 
 
+@pytest.mark.nightly
 def test_checkpoints_of_which_none_is_whole_end_all_ranks_at_once(tmp_path: Path) -> None:
     Run(LONG, tmp_path / "run", ending=signals_after(2)).to_end()
     for one in (tmp_path / "run/model/checkpoints").glob("step-*"):

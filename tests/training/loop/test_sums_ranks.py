@@ -19,8 +19,8 @@ from pipeline.training.ranks.process_group import ProcessGroup
 from pipeline.training.ranks.rank_protocol import SingleRank
 from pipeline.training.step import local_contrastive
 from pipeline.training.step.step import Step
-from tests.limited import device as limited
-from tests.limited.device import LimitedDevice
+from tests.testkit.limited import device as limited
+from tests.testkit.limited.device import LimitedDevice
 from tests.training.loop.loops import Aimed, Network, Plot, Refuse, Run, Tiny, warm
 from tests.training.loop.test_loop import Tearing
 from tests.training.loop.test_loop_ranks import ADAM, LONG, done, plain, trained, weights
@@ -121,6 +121,7 @@ def refused_after_share(group: ProcessGroup, folder: Path, plot: Plot, blocks: l
     return found
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("items", "lay"), [(4, "plain"), (1, "plain"), (4, "strided")])
 def test_memory_that_ends_after_a_share_on_one_rank_changes_nothing(tmp_path: Path, items: int, lay: str) -> None:
     limited.need()
@@ -143,6 +144,7 @@ def overlapping(group: ProcessGroup, folder: Path, plot: Plot) -> list[Any]:
     return [after, run.to_end().state(), len(gone), len(sums._buckets), run.trainer.done]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("world", "terms"), [(2, "one"), (2, "weighted"), (3, "one"), (3, "several")])
 def test_sums_within_the_last_backward_are_bitwise_those_after_it(tmp_path: Path, world: int, terms: str) -> None:
     plot = replace(LONG, terms=terms, dropout=0.3)
@@ -169,6 +171,7 @@ def interrupted(group: ProcessGroup, folder: Path, plot: Plot, at: list[dict[int
     return found
 
 
+@pytest.mark.nightly
 def test_memory_that_ends_while_gradients_are_added_up_is_a_step_made_again_by_all(tmp_path: Path) -> None:
     limited.need()
     plot = replace(SHORT, train={**SHORT.train, "effective_batch": 5})
@@ -197,6 +200,7 @@ def torn(group: ProcessGroup, folder: Path, plot: Plot, at: list[int]) -> list[A
     return [run.to_end().state()]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("terms", ["one", "weighted"])
 def test_a_rank_without_parameters_takes_part_in_the_sums_of_the_others(tmp_path: Path, terms: str) -> None:
     plot = replace(LONG, terms=terms)
@@ -231,6 +235,7 @@ def late(group: ProcessGroup, folder: Path, plot: Plot) -> list[Any]:
     return [after.state(), run.to_end().state(), sums.overlaps]
 
 
+@pytest.mark.nightly
 def test_a_gradient_that_comes_after_its_sum_is_not_lost(tmp_path: Path) -> None:
     for after, within, overlaps in done(2, tmp_path, late, tmp_path, LONG):
         assert after == within
@@ -248,6 +253,7 @@ def narrow(group: ProcessGroup, folder: Path, plot: Plot) -> list[Any]:
     return [run.to_end().state(), sums.piece_bytes]
 
 
+@pytest.mark.nightly
 def test_all_ranks_pack_in_pieces_for_which_the_fullest_has_room(tmp_path: Path) -> None:
     whole = done(2, tmp_path / "whole", trained, tmp_path / "whole", LONG)
     told = done(2, tmp_path / "run", narrow, tmp_path / "run", LONG)
@@ -282,6 +288,7 @@ def cramped(group: ProcessGroup, folder: Path, blocks: list[int]) -> list[Any]:
     return found
 
 
+@pytest.mark.nightly
 def test_memory_that_ends_while_embeddings_are_gathered_keeps_nobody_waiting(tmp_path: Path) -> None:
     limited.need()
     told = done(2, tmp_path, cramped, tmp_path, list(range(7)))

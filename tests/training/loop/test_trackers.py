@@ -71,6 +71,7 @@ def as_single(curves: Curves) -> Curves:
     return {name: [(step, float(np.float32(value))) for step, value in points] for name, points in curves.items()}
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:tensorboard")
 def test_both_trackers_show_every_figure_of_every_step_once_and_as_the_files_have_it(model: Path) -> None:
     files = of_files(model)
@@ -85,6 +86,7 @@ def test_both_trackers_show_every_figure_of_every_step_once_and_as_the_files_hav
             assert kept[name] == points, name
 
 
+@pytest.mark.nightly
 def test_the_figures_are_those_of_the_loss_the_pace_the_memory_and_its_end(model: Path) -> None:
     names = of_files(model).keys()
     assert {"loss.squares", "loss.means", "learning_rate", "gradient_norm", "items", "reserved_bytes"} <= names
@@ -94,6 +96,7 @@ def test_the_figures_are_those_of_the_loss_the_pace_the_memory_and_its_end(model
     assert {f"epoch/{name}" for name in memory | pace} <= names
 
 
+@pytest.mark.nightly
 def test_a_training_taken_up_again_goes_on_in_the_same_run(model: Path) -> None:
     name = run_id(model, "wandb")
     files = sorted(model.glob("wandb/*run-*/run-*.wandb"))
@@ -104,12 +107,14 @@ def test_a_training_taken_up_again_goes_on_in_the_same_run(model: Path) -> None:
     assert last_step(model, "another") == 0
 
 
+@pytest.mark.nightly
 def test_the_key_of_an_account_is_in_no_file(model: Path) -> None:
     files = [path for path in model.parent.rglob("*") if path.is_file()]
     assert any("wandb" in path.parts for path in files)
     assert [path for path in files if KEY.encode() in path.read_bytes()] == []
 
 
+@pytest.mark.nightly
 def test_nothing_after_a_torn_record_is_believed(model: Path, tmp_path: Path) -> None:
     whole = sorted(model.glob("wandb/*run-*/run-*.wandb"))[0]
     data, steps = whole.read_bytes(), list(wandb_history(whole))
@@ -122,6 +127,7 @@ def test_nothing_after_a_torn_record_is_believed(model: Path, tmp_path: Path) ->
     assert list(wandb_history(torn)) == []
 
 
+@pytest.mark.nightly
 def test_what_was_planned_and_every_rung_is_among_the_figures_of_an_epoch() -> None:
     line = {"epoch": 1, "step": 4, "steps": 4, "loss": {"a": math.inf}, "learning_rate": 0.1, "items": 8, "ooms": 2}
     line |= {"items_per_s": 3.0, "wait_share": 0.1, "allocated_bytes": 1, "reserved_bytes": 2, "peak_bytes": 3}

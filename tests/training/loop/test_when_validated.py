@@ -32,6 +32,7 @@ def looked_at(run: Run) -> list[int]:
     return sorted(within + ends)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("every", "of_epoch"),
     [
@@ -66,6 +67,7 @@ def test_a_checkpoint_within_an_epoch_can_be_the_best(tmp_path: Path) -> None:
     assert figures[best.step] == best.figure
 
 
+@pytest.mark.nightly
 def test_a_run_that_was_ended_is_looked_at_neither_twice_nor_too_seldom(tmp_path: Path) -> None:
     whole = Run(plot_of(0.5), tmp_path / "whole").to_end()
     for stop in range(1, whole.trainer.done):

@@ -19,8 +19,8 @@ from pipeline.errors import ConfigError
 from pipeline.memory.runtime.meters import Habits
 from pipeline.training.own_loops.governed import Governed
 from tests.docs.blocks import Page
-from tests.limited import device as limited
-from tests.limited.device import LimitedDevice
+from tests.testkit.limited import device as limited
+from tests.testkit.limited.device import LimitedDevice
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of Lightning's own imports
@@ -319,6 +319,7 @@ torch.nn.Linear.forward = limited
 """
 
 
+@pytest.mark.nightly
 def test_a_script_on_two_devices_outlives_an_oom_on_one_with_two_lines_changed(tmp_path: Path) -> None:
     changed = [line for line in difflib.ndiff(BEFORE.splitlines(), AFTER.splitlines()) if line[0] in "+-"]
     assert 0 < len(changed) <= 5

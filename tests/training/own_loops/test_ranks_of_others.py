@@ -25,8 +25,8 @@ from pipeline.training.own_loops.foreign_ranks import begin_alike, keep_quiet, w
 from pipeline.training.own_loops.governed import Governed
 from pipeline.training.ranks.process_group import GLOO_THREAD, ProcessGroup, _await_gloo
 from pipeline.training.ranks.rank_protocol import LOST, RankLost, Ranks, SingleRank
-from tests.limited import device as limited
-from tests.limited.device import LimitedDevice, RefuseOne
+from tests.testkit.limited import device as limited
+from tests.testkit.limited.device import LimitedDevice, RefuseOne
 from tests.training.ranks.crews import crew
 
 pytestmark = pytest.mark.timeout(300)
@@ -367,6 +367,7 @@ def torchrun(world: int, *words: object, environment: dict[str, str] | None = No
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("how", ["plain", "ddp"])
 def test_under_torchrun_a_script_makes_the_steps_of_one_process_through_an_oom(how: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
@@ -397,6 +398,7 @@ governed.step(list(torch.randn(4, 2)), loss_of)
 """
 
 
+@pytest.mark.nightly
 def test_under_torchrun_what_no_splitting_mends_ends_all_with_the_reason(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(HOPELESS)

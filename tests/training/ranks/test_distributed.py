@@ -26,7 +26,7 @@ from pipeline.training.ranks.process_group import LETTER_BYTES, ProcessGroup, Wa
 from pipeline.training.ranks.rank_protocol import HUNG, LOST, SingleRank
 from pipeline.training.ranks.rendezvous import _addresses
 from pipeline.training.ranks.watchdog import Activity, HangLimits, LostRank, stuck_rank
-from tests.limited.device import LimitedDevice
+from tests.testkit.limited.device import LimitedDevice
 from tests.training.ranks.crews import Crew, await_file, crew
 
 SOON_S = 20.0
@@ -69,6 +69,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> list[Crew]:
     return crews
 
 
+@pytest.mark.nightly
 def test_every_rank_hears_the_very_words_of_every_rank(done: list[Crew]) -> None:
     for rank in range(WORLD):
         heard = done[0].result(rank)["said"][0]
@@ -76,16 +77,19 @@ def test_every_rank_hears_the_very_words_of_every_rank(done: list[Crew]) -> None
         assert [json.dumps(one) for one in heard] == [json.dumps(SAID)] * WORLD
 
 
+@pytest.mark.nightly
 def test_words_may_be_long_on_some_ranks_alone(done: list[Crew]) -> None:
     assert [len(one["long"]) for one in done[0].result(0)["said"][1]] == [0, LETTER_BYTES, 2 * LETTER_BYTES]
     assert done[0].result(2)["said"][2] == [{}, {}, {}]
 
 
+@pytest.mark.nightly
 def test_tensors_of_all_types_and_shapes_are_added_up(done: list[Crew]) -> None:
     expected = [[6.0] * math.prod(shape) for _ in DTYPES for shape in SHAPES]
     assert [done[0].result(rank)["alike"] for rank in range(WORLD)] == [expected] * WORLD
 
 
+@pytest.mark.nightly
 def test_a_rank_with_zeros_adds_nothing_and_others_lose_nothing(done: list[Crew]) -> None:
     drawn = [torch.Generator().manual_seed(rank) for rank in (0, 2)]
     for number, shape in enumerate(((301, 7), (1000,), ())):
@@ -94,29 +98,35 @@ def test_a_rank_with_zeros_adds_nothing_and_others_lose_nothing(done: list[Crew]
         torch.testing.assert_close(got, (parts[0] + parts[1]).flatten(), rtol=1e-15, atol=1e-15)
 
 
+@pytest.mark.nightly
 def test_sums_are_bitwise_the_same_on_all_ranks_and_when_repeated(done: list[Crew]) -> None:
     sums = [one.result(rank)["many"] for one in done for rank in range(WORLD)]
     assert all(one == sums[0] for one in sums)
 
 
+@pytest.mark.nightly
 def test_layout_in_memory_does_not_matter(done: list[Crew]) -> None:
     assert done[0].result(1)["strided"] == (torch.arange(12.0).reshape(3, 4) * 6).tolist()
 
 
+@pytest.mark.nightly
 def test_ranks_that_leave_in_order_say_nothing(done: list[Crew]) -> None:
     assert [one.err(rank) for one in done for rank in range(WORLD)] == [""] * 2 * WORLD
     assert not list(done[0].folder.parent.glob("ranks-*"))
     assert not list(done[0].folder.glob("*.told"))
 
 
+@pytest.mark.nightly
 def test_pieces_are_what_the_plan_has_room_for() -> None:
     assert 2 * PIECE_BYTES == REDUCED_BYTES
 
 
+@pytest.mark.nightly
 def test_the_exit_code_is_the_one_that_verdicts_know() -> None:
     assert LOST == PEER_LOST
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("piece_bytes", [1, 8, 100, 1000, 10**6])
 def test_pieces_hold_every_value_once_and_no_more_than_fits(piece_bytes: int) -> None:
     tensors = [torch.ones(3, 5, 7), torch.ones(40), torch.ones(2, 9).t(), torch.ones(6, dtype=torch.float64)]
@@ -127,6 +137,7 @@ def test_pieces_hold_every_value_once_and_no_more_than_fits(piece_bytes: int) ->
     assert all(bool((one == 2).all()) for one in tensors)
 
 
+@pytest.mark.nightly
 def test_adding_up_takes_no_more_than_one_piece_of_memory() -> None:
     piece_bytes = 1 << 20
     with LimitedDevice() as device:
@@ -138,10 +149,12 @@ def test_adding_up_takes_no_more_than_one_piece_of_memory() -> None:
     assert all(bool((one == 1).all()) for one in tensors)
 
 
+@pytest.mark.nightly
 def test_one_process_hears_itself_as_others_would() -> None:
     assert SingleRank().exchange({"pair": (1, 2)}) == [{"pair": [1, 2]}]
 
 
+@pytest.mark.nightly
 def test_gloo_is_told_the_interface_of_an_address() -> None:
     assert interface_of("127.0.0.1") == "lo"
     assert interface_of("203.0.113.7") is None
@@ -170,6 +183,7 @@ def lose(group: ProcessGroup, folder: Path, victim: int, doing: str) -> None:
     group.exchange({})
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("victim", "doing"), [(0, "waits"), (1, "waits"), (0, "computes"), (1, "is stuck")])
 def test_a_killed_rank_is_named_by_all_others(tmp_path: Path, victim: int, doing: str) -> None:
     started = crew(tmp_path, 3, lose, tmp_path, victim, doing, patience=QUICK)
@@ -197,6 +211,7 @@ def be_survived(group: ProcessGroup, folder: Path) -> None:
     group.exchange({})
 
 
+@pytest.mark.nightly
 def test_a_child_that_outlives_a_killed_rank_does_not_hide_its_death(tmp_path: Path) -> None:
     started = crew(tmp_path, 2, be_survived, tmp_path, patience=QUICK)
     await_file(tmp_path / "child")
@@ -214,6 +229,7 @@ def add_one(group: ProcessGroup) -> list[float]:
     return [*ones.tolist(), len(group.exchange({}))]
 
 
+@pytest.mark.nightly
 def test_ranks_on_several_nodes_reach_each_other_by_an_address_that_is_no_loopback(tmp_path: Path) -> None:
     if not list(_addresses(RankPlace(0, 2, nodes=2))):
         pytest.skip("this machine has no address but the loopback's")
@@ -258,6 +274,7 @@ def warmed(group: ProcessGroup, folder: Path, sharded: bool) -> dict[str, Any]:
     return {"card": begun["card"], "calls": before, "total": total.tolist()}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("sharded", [False, True])
 def test_what_collectives_take_of_a_card_is_taken_before_anything_is_measured(tmp_path: Path, *, sharded: bool) -> None:
     started = crew(tmp_path, 2, warmed, tmp_path, sharded)
@@ -285,6 +302,7 @@ def fall_asleep() -> None:
     time.sleep(60)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_hung_rank_shows_where_it_is_and_is_named(tmp_path: Path, victim: int) -> None:
     started = crew(tmp_path, 2, hang, victim, patience=QUICK)
@@ -305,6 +323,7 @@ def hang_alone(group: WatchedSingleRank) -> None:
     fall_asleep()
 
 
+@pytest.mark.nightly
 def test_a_training_in_one_process_that_hangs_shows_where_it_is_and_ends(tmp_path: Path) -> None:
     started = crew(tmp_path, 1, hang_alone, patience=QUICK)
     assert started.wait() == [HUNG]
@@ -320,6 +339,7 @@ def part_alone(group: WatchedSingleRank) -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name == "watchdog"]
 
 
+@pytest.mark.nightly
 def test_a_training_in_one_process_that_ends_leaves_no_watchdog(tmp_path: Path) -> None:
     started = crew(tmp_path, 1, part_alone, patience=QUICK)
     assert started.wait() == [0]
@@ -338,6 +358,7 @@ def stop(group: ProcessGroup, folder: Path) -> None:
     group.exchange({})
 
 
+@pytest.mark.nightly
 def test_a_process_of_which_no_thread_runs_is_named_by_the_others(tmp_path: Path) -> None:
     started = crew(tmp_path, 2, stop, tmp_path, patience=QUICK)
     await_file(tmp_path / "ready")
@@ -365,6 +386,7 @@ def be_slow(group: ProcessGroup) -> list[Any]:
     return group.exchange({})
 
 
+@pytest.mark.nightly
 def test_what_is_slow_is_not_a_hang(tmp_path: Path) -> None:
     started = crew(tmp_path, 2, be_slow, patience=SHORT)
     assert started.wait() == [0, 0], started.err(1)
@@ -380,6 +402,7 @@ def give_up(group: ProcessGroup, why: str) -> None:
         group.exchange({})
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("why", "how"), [("the disk is full", "gave up: the disk is full"), ("", "left while others")])
 def test_who_leaves_others_alone_is_named(tmp_path: Path, why: str, how: str) -> None:
     started = crew(tmp_path, 3, give_up, why, patience=QUICK)
@@ -408,6 +431,7 @@ def stop_waiting(*_: Any) -> None:
     raise InterruptedError
 
 
+@pytest.mark.nightly
 def test_a_signal_is_handled_while_others_are_waited_for(tmp_path: Path) -> None:
     started = crew(tmp_path, 2, interrupt, tmp_path, patience=QUICK)
     await_file(tmp_path / "ready")
@@ -416,6 +440,7 @@ def test_a_signal_is_handled_while_others_are_waited_for(tmp_path: Path) -> None
     assert started.result(0) == "interrupted"
 
 
+@pytest.mark.nightly
 def test_ranks_that_wait_for_each_other_are_stuck_and_the_one_behind_is_named() -> None:
     ahead, behind = Activity("step 4", 10.0, calls=12, waits=True), Activity("step 3", 10.0, calls=11, waits=True)
     found = stuck_rank({0: ("n1", ahead, 11.0), 1: ("n2", behind, 11.0)})

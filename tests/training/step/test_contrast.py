@@ -23,9 +23,9 @@ from pipeline.training.step.micro_batches import Piece
 from pipeline.training.step.optimizers import StepSettings
 from pipeline.training.step.step import Step
 from pipeline.training.step_clock import StepClock
-from tests.limited import device as limited
-from tests.limited.device import LimitedDevice
 from tests.tasks import items as graphs
+from tests.testkit.limited import device as limited
+from tests.testkit.limited.device import LimitedDevice
 from tests.training.loop.loops import Plot, Refuse, Run, batch_of, furthest, signals_after, state_of, warm
 from tests.training.loop.test_loop import Tearing
 from tests.training.ranks.crews import crew
@@ -328,7 +328,7 @@ def test_a_step_of_one_micro_batch_is_made_in_one_pass(tmp_path: Path) -> None:
     assert furthest({**whole, "seen": []}, {**made(PLOT, tmp_path / "cut").to_end().state(), "seen": []}) < EXACT
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("phase", "turns"),
     [
@@ -472,6 +472,7 @@ def trained(group: ProcessGroup, folder: Path, plots: list[Plot]) -> list[Any]:
     return [made(plot, folder / str(place), ranks=group).to_end().state() for place, plot in enumerate(plots)]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("world", [2, 3])
 def test_ranks_train_what_one_does(tmp_path: Path, world: int) -> None:
     few = Plot(train={**ONE_STEP, "effective_batch": 3}, items=4, budget=30)  # the last step is of one item
@@ -499,6 +500,7 @@ def starved(group: ProcessGroup, folder: Path, phase: str) -> dict[str, list[flo
     return {**run.state(), "refused": [float(refused)], "ooms": [float(sum(ooms))]}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("phase", ["embed", "backward"])
 def test_a_rank_that_runs_out_of_memory_keeps_no_other_waiting(tmp_path: Path, phase: str) -> None:
     limited.need()
@@ -528,6 +530,7 @@ def torn(group: ProcessGroup, folder: Path, at: int) -> dict[str, Any]:
     return {"state": run.to_end().state(), "said": run.said}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("at", [1, 2])
 def test_memory_that_ends_in_one_optimizer_takes_all_ranks_back(tmp_path: Path, at: int) -> None:
     ranks = crew(tmp_path / "crew", 2, torn, tmp_path / "crew", at)

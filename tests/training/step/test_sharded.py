@@ -67,6 +67,7 @@ CASES = [(task, shares, whole) for task in spread.TASKS for shares in ("uneven",
 THREE = [(task, "three", False) for task in spread.TASKS]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("world", "cases"), [(2, CASES), (3, THREE)])
 def test_gradients_are_those_of_one_big_batch(tmp_path: Path, world: int, cases: list[tuple[str, str, bool]]) -> None:
     started = crew(tmp_path, world, gradients, cases)

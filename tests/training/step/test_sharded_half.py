@@ -16,7 +16,7 @@ from pipeline.training.step import collectives
 from pipeline.training.step.contrastive import make_step
 from pipeline.training.step.fsdp import ShardedStep
 from pipeline.training.step.optimizers import StepSettings
-from tests.limited import device
+from tests.testkit.limited import device
 from tests.training.ranks.crews import crew
 from tests.training.step import spread
 

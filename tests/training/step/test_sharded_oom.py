@@ -26,7 +26,7 @@ from pipeline.training.step.fsdp import ShardedStep, local
 from pipeline.training.step.global_step import StepReport, WholeStep
 from pipeline.training.step.local_sharded import ShardedStepper, joint_pass
 from pipeline.training.step.local_step import Local
-from tests.limited import device
+from tests.testkit.limited import device
 from tests.training.ranks.crews import crew
 from tests.training.step import spread
 from tests.training.step.test_sharded_half import Guess
@@ -169,7 +169,7 @@ QUICK = (("clipped", 0), ("half", 1), ("four", 1))
 @pytest.mark.parametrize(
     ("case", "failing"),
     [
-        pytest.param(case, failing, marks=() if (case, failing) in QUICK else pytest.mark.slow)
+        pytest.param(case, failing, marks=() if (case, failing) in QUICK else pytest.mark.nightly)
         for case in CASES
         for failing in (0, 1)
     ],
@@ -221,6 +221,7 @@ def test_an_item_that_fits_on_no_rung_is_left_out_by_all(tmp_path: Path) -> None
     assert [started.result(rank) for rank in range(2)] == [[1, spread.ITEMS - 1, True]] * 2
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("too_large", ["cpu", "error"])
 def test_an_item_that_fits_on_no_rung_and_may_not_go_ends_all(tmp_path: Path, too_large: str) -> None:
     started = crew(tmp_path, 2, run_out, too_large)

@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.errors import PlanInfeasible
 from pipeline.memory.footprint import Provenance, margin_of
-from tests.limited import device
+from tests.testkit.limited import device
 from tests.zoo.strangers import FAMILIES, planned, real
 
 TOLD = 0.98  # of the real peak, at least, where it is called traced
@@ -37,7 +37,7 @@ def _possible(one_thread: None) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.slow] if name in LONG else [])
+        pytest.param(name, marks=[pytest.mark.nightly] if name in LONG else [])
         for name in FAMILIES
         if name not in NOT_PLANNED
     ],

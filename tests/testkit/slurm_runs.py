@@ -22,9 +22,9 @@ from pipeline.journal.run_status import RunState, RunStatus
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.record import Record
 from pipeline.structures.synthetic import complex_pdb
-from tests.projects import settle
-from tests.slurm.cluster import Cluster, processes
-from tests.slurm.cluster.cluster import SEARCH_PATH
+from tests.testkit.cluster import Cluster, processes
+from tests.testkit.cluster.cluster import SEARCH_PATH
+from tests.testkit.projects import settle
 
 PIPELINE = Path(sys.executable).with_name("pipeline")
 SOON_S, ENDS_S, POLL_S = 60.0, 180.0, 0.1

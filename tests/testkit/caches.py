@@ -20,9 +20,9 @@ from pipeline.setup.demo_project import make_project
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.cache_layout import REPORTS
 from pipeline.store.maintenance.damage_report import DamageFinding, DamageReport, ReportWriter, Summary, last_report
-from tests.command import Outcome
-from tests.projects import settle
-from tests.slurm.runs import content
+from tests.testkit.command import Outcome
+from tests.testkit.projects import settle
+from tests.testkit.slurm_runs import content
 
 PIPELINE = Path(sys.executable).with_name("pipeline")
 STAGES = ("scan", "embed", "graph")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Callable
 
-from tests.slurm.cluster.config import ACCOUNT, TINY_MAX_SUBMIT
+from tests.testkit.cluster.config import ACCOUNT, TINY_MAX_SUBMIT
 
 
 def register(run: Callable[..., subprocess.CompletedProcess[str]], cluster: str) -> None:

@@ -1,11 +1,11 @@
-"""`python -m tests.slurm.cluster up|down|status [folder]`."""
+"""`python -m tests.testkit.cluster up|down|status [folder]`."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-from tests.slurm.cluster.cluster import DEFAULT_FOLDER, Cluster, exports, why_not
+from tests.testkit.cluster.cluster import DEFAULT_FOLDER, Cluster, exports, why_not
 
 
 def main() -> int:

@@ -16,7 +16,7 @@ from pipeline.structures.synthetic import complex_pdb
 from tests.structures.pdb_text import chain
 
 if TYPE_CHECKING:
-    from tests.runs.caches import Cached
+    from tests.testkit.caches import Cached
 
 RESIDUES = ("ALA", "CYS", "ASP", "GLU", "PHE", "GLY", "HIS", "ILE", "LYS", "LEU", "MET", "ASN", "PRO", "GLN", "ARG")
 MakeProject = Callable[..., Path]
@@ -70,6 +70,6 @@ def settle(folder: Path) -> None:
 @pytest.fixture(scope="session")
 def filled(tmp_path_factory: pytest.TempPathFactory) -> Cached:
     """A project whose cache holds records of every kind; what a test changes it changes in a copy."""
-    from tests.runs.caches import fill  # which needs what is here
+    from tests.testkit.caches import fill  # which needs what is here
 
     return fill(tmp_path_factory.mktemp("filled"))

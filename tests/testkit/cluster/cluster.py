@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from tests.slurm.cluster import accounts, cgroups, processes
-from tests.slurm.cluster.config import GPUS_PER_NODE, Plan, files
+from tests.testkit.cluster import accounts, cgroups, processes
+from tests.testkit.cluster.config import GPUS_PER_NODE, Plan, files
 
 DEFAULT_FOLDER = Path("/var/lib/pipeline-slurm")  # not below /tmp: munge refuses a socket where anybody may write
 NODE_COUNT = 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.slurm.cluster.cgroups import Cgroup
+from tests.testkit.cluster.cgroups import Cgroup
 
 GPUS_PER_NODE = 2
 CPUS_PER_NODE = 4

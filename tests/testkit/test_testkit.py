@@ -1,0 +1,41 @@
+"""The kit itself: what is made once is made once, and the rule of the gate fails what outgrows it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.testkit.once import Shelf
+from tests.testkit.project import finished, make_project
+
+
+def test_a_finished_stage_is_made_once_and_a_copy_of_it_has_nothing_to_do(shelf: Shelf, tmp_path: Path) -> None:
+    made: list[Path] = []
+    make = finished("graph")
+    for name in ("one", "two"):
+        shelf.copy("graph", lambda folder: (made.append(folder), make(folder)), tmp_path / name)
+    assert len(made) <= 1  # another worker may have been first
+    project = make_project(tmp_path / "new", items=1)
+    assert project.types("status").code != 1
+
+
+def test_a_test_that_outgrows_the_gate_fails_and_a_nightly_one_does_not(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    pytester.makeini("[pytest]\nmarkers = nightly")
+    pytester.makeconftest(
+        "from tests.testkit import cost\n"
+        "cost.LIMIT_S = 0.1\n"
+        "def pytest_configure(config): config.pluginmanager.register(cost, 'cost')\n"
+    )
+    work = "    while time.process_time() - start < 0.5: pass\n"
+    pytester.makepyfile(
+        "import time, pytest\n"
+        f"def test_grown():\n    start = time.process_time()\n{work}"
+        f"@pytest.mark.nightly\ndef test_at_night():\n    start = time.process_time()\n{work}"
+        "def test_small(): pass\n"
+    )
+    pytester.runpytest_subprocess("-p", "no:cacheprovider").assert_outcomes(passed=2, failed=1)
