@@ -18,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
-from tests.testkit import cost
+from tests.testkit import changed, cost
 from tests.testkit.command import Command
 from tests.testkit.once import shelf as shelf
 from tests.testkit.projects import filled as filled
@@ -90,6 +90,11 @@ def share_of(nodeid: str) -> str:
     return "pages, which share a demo" if file.startswith("tests/docs/") else file
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option of `make test-changed`."""
+    parser.addoption("--changed-since", metavar="COMMIT", help="only tests that what changed since COMMIT can reach")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Meter the tests."""
     config.pluginmanager.register(cost, "cost")
@@ -102,8 +107,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Shares:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with what takes longest as a whole."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Begin with what takes longest as a whole; of a change, only what it can reach."""
+    if base := config.getoption("changed_since"):
+        changed.select(config, items, base)
     items.sort(key=lambda item: not share_of(item.nodeid).startswith(LONGEST))
 
 

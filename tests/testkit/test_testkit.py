@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
+from tests.testkit.changed import reached_by
 from tests.testkit.once import Shelf
 from tests.testkit.project import finished, make_project
 
@@ -39,3 +40,14 @@ def test_a_test_that_outgrows_the_gate_fails_and_a_nightly_one_does_not(
         "def test_small(): pass\n"
     )
     pytester.runpytest_subprocess("-p", "no:cacheprovider").assert_outcomes(passed=2, failed=1)
+
+
+def test_a_change_picks_what_imports_it_names_it_or_lies_next_to_it_and_a_setting_of_the_project_picks_all() -> None:
+    assert "tests.readers.test_spectra" in (reached_by(["pipeline/readers/spectra.py"]) or ())
+    assert "tests.store.test_contract" not in (reached_by(["pipeline/readers/spectra.py"]) or ())
+    assert "tests.recipes.test_recipes" in (reached_by(["pipeline/tasks/rna_ligand.py"]) or ())
+    assert "tests.slurm.test_runs" in (reached_by(["pipeline/runs/worker.py"]) or ())
+    assert "tests.store.test_contract" in (reached_by(["tests/store/conftest.py"]) or ())
+    assert "tests.docs.test_pages" in (reached_by(["docs/memory.md"]) or ())
+    assert reached_by(["CHANGELOG.md"]) == set()
+    assert reached_by(["pyproject.toml"]) is None
