@@ -40,43 +40,23 @@ check: .venv/tools       ## style, types, import rules, frozen help; under a min
 site: .venv/tools        ## docs/ as pages for a browser, build/site/index.html
 	NO_MKDOCS_2_WARNING=1 mkdocs build --strict
 
+# Each prints its rows; `make bench SAVE=--save` puts them into benchmarks/README.md.
 bench: .venv/tools       ## the figures of benchmarks/README.md that a small machine can measure, in less than 20 minutes
-	python benchmarks/all.py
+	for script in scan_graph embed loader training store latency; do python benchmarks/$$script.py $(SAVE) || exit 1; done
+	python benchmarks/planner.py --only accuracy,large $(SAVE)
 
-prove: .venv/tools slurm-packages  ## the long proofs: kills, faults, scale; results are committed
-	python benchmarks/store/prove_cache.py --out benchmarks/results/prove_cache.json
-	python benchmarks/structures/scan_memory.py --out benchmarks/results/scan_memory.json
-	python benchmarks/structures/scan_memory.py --stage graph --out benchmarks/results/graph_memory.json
-	python benchmarks/structures/split.py --whole 20000 --out benchmarks/results/split.json
-	python benchmarks/encoder/prove_embed.py --out benchmarks/results/prove_embed.json
-	python benchmarks/encoder/embed_growth.py --out benchmarks/results/embed_growth.json
-	python benchmarks/encoder/export_growth.py --out benchmarks/results/export_growth.json
-	python benchmarks/encoder/parity.py --out benchmarks/results/encoder_parity.json
-	for shape in 150M 650M; do \
-	  python benchmarks/encoder/embed.py --shape $$shape --out benchmarks/results/embed_$$shape.json || exit 1; done
-	python benchmarks/runs/slurm.py --out benchmarks/results/slurm.json
-	python benchmarks/runs/swept.py --out benchmarks/results/swept.json
-	python benchmarks/training/prove_train.py --out benchmarks/results/prove_train.json
-	python benchmarks/training/train_memory.py --out benchmarks/results/train_memory.json
-	python benchmarks/runs/scale.py --million 1000000 --metadata --out benchmarks/results/scale.json
-	python benchmarks/runs/scale_slurm.py --out benchmarks/results/scale.json
-	python -m benchmarks.scale_parts.page
-	python benchmarks/memory/planner.py --only limited,guides --out benchmarks/results/planner.json
-	python benchmarks/memory/recipes.py --out benchmarks/results/recipes.json
-	python benchmarks/training/train.py --out benchmarks/results/train.json
-	python benchmarks/training/learn.py --out benchmarks/results/learn.json
-	python benchmarks/docking/learning.py --out benchmarks/results/docking_learning.json
-	python benchmarks/store/cache.py --only damage --only mend --out benchmarks/results/cache.json
-	python benchmarks/store/cache_compare.py --out benchmarks/results/cache_compare.json
-	python benchmarks/runs/fresh.py --test-all --out benchmarks/results/fresh.json
-	python benchmarks/mutants.py --out benchmarks/results/mutants.json
+prove: .venv/tools slurm-packages  ## what takes hours: growth to a hundred thousand and a million complexes, weeks of use
+	python benchmarks/planner.py --only limits $(SAVE)
+	python benchmarks/five_ways.py $(SAVE)
+	python benchmarks/growth.py $(SAVE)
+	python benchmarks/slurm.py $(SAVE)
+	python benchmarks/slurm.py --complexes 1000000 --stages scan,embed,graph,train $(SAVE)
 	$(MAKE) weeks
-	python benchmarks/page.py
 
 SEED ?= 1
 MINUTES ?= 180
 weeks: .venv/tools slurm-packages  ## weeks of use, played on a real Slurm: what dies, fills, is held or typed twice, by $(SEED)
-	python -m tests.weeks --seed $(SEED) --minutes $(MINUTES) --out benchmarks/results/weeks.json
+	python -m tests.weeks --seed $(SEED) --minutes $(MINUTES)
 
 slurm-up: .venv/tools slurm-packages  ## a real Slurm cluster of three nodes on this machine, left running
 	python -m tests.testkit.cluster up

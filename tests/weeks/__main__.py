@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.circumstances import circumstances, write
+from benchmarks.measure import machine
 from tests.testkit.cluster import Cluster, why_not
 from tests.testkit.cluster.cluster import DEFAULT_FOLDER
 from tests.weeks.play import EVENTS, play
@@ -52,9 +52,9 @@ def put(path: Path | None, played: Mapping[str, Any]) -> None:
     if path is None:
         return
     plays = json.loads(path.read_text())["plays"] if path.exists() else {}
-    plays[f"seed {played['seed']}"] = {**played, **circumstances()}
+    plays[f"seed {played['seed']}"] = {**played, "machine": machine()}
     sums = {name: round(sum(one[name] for one in plays.values()), 1) for name in SUMMED}
-    write(path, {**sums, "plays": plays})
+    path.write_text(json.dumps({**sums, "plays": plays}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

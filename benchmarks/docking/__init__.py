@@ -1,1 +1,0 @@
-"""Docking: how fast poses are sampled."""

@@ -1,1 +1,0 @@
-"""Embeddings, against fair-esm's own batching and model."""

@@ -1,1 +1,0 @@
-"""Plans against measured peaks."""

@@ -1,1 +1,0 @@
-"""Commands, clusters and large data sets."""

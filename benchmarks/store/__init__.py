@@ -1,1 +1,0 @@
-"""The cache and its bytes, against the plainest way to do the same."""

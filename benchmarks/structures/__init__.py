@@ -1,1 +1,0 @@
-"""Scanning files and building graphs, against Biopython."""

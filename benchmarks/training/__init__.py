@@ -1,1 +1,0 @@
-"""Steps, loaders and whole trainings."""
