@@ -6,7 +6,7 @@ Shapes: B items, T tokens, D features.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -57,7 +57,7 @@ class FineTuned(nn.Module):
 class Esm2(Synthetic):
     """Masked letters and a value for each residue."""
 
-    padded: ClassVar[bool] = True
+    padded = True
     depth: int = 6  # 33 in the model of 650M parameters
     width: int = 160  # 1280
     heads: int = 10  # 20
@@ -84,11 +84,11 @@ class Esm2(Synthetic):
 
 MEMBERS = (
     Member(
-        name="esm2_finetune",
-        task=Esm2,
-        small={},
-        sizes=({"length": 60, "items": 4}, {"length": 120, "items": 5}, {"length": 200, "items": 6}),
-        settings={"optimizer": "adamw", "foreach": True, "clip": 1.0},
+        "esm2_finetune",
+        Esm2,
+        {},
+        ({"length": 60, "items": 4}, {"length": 120, "items": 5}, {"length": 200, "items": 6}),
+        {"optimizer": "adamw", "foreach": True, "clip": 1.0},
         padded=True,
         items=lengths,
     ),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from tests.zoo.blocks import layers, summed
+from tests.zoo.blocks import layers
 from tests.zoo.member import Member, Synthetic
 from tests.zoo.spread import graphs
 
@@ -31,7 +31,7 @@ class Passing(nn.Module):
 
     def forward(self, node_ND: Tensor, edge_ED: Tensor, source_E: Tensor, target_E: Tensor) -> Tensor:
         message_ED = self.message(torch.cat([node_ND[source_E], node_ND[target_E], edge_ED], -1))
-        arrived_ND = summed(message_ED, target_E, len(node_ND))
+        arrived_ND = torch.zeros_like(node_ND).index_add(0, target_E, message_ED)
         return self.norm(node_ND + self.update(torch.cat([node_ND, arrived_ND], -1)))
 
 
@@ -53,7 +53,7 @@ class Network(nn.Module):
                 node_ND = passing(node_ND, *_strongest(edge_ED, source_E, target_E))
             else:
                 node_ND = passing(node_ND, edge_ED, source_E, target_E)
-        return summed(self.out(node_ND), batch["graph"], len(batch["y"])).squeeze(-1)
+        return torch.zeros_like(batch["y"]).index_add(0, batch["graph"], self.out(node_ND).squeeze(-1))
 
 
 def _strongest(edge_ED: Tensor, source_E: Tensor, target_E: Tensor) -> tuple[Tensor, Tensor, Tensor]:

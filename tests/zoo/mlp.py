@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,8 +14,6 @@ from tests.zoo.member import Member, Synthetic
 from tests.zoo.spread import lengths
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from pipeline.protocol import Sizes
 
 
@@ -36,18 +35,14 @@ class Perceptron(Synthetic):
         return {"squares": ((model(batch["x"]) - batch["y"]).square().sum(), float(len(batch["x"])))}
 
 
-def _items(count: int, rng: np.random.Generator) -> Any:
-    return lengths(count, rng, median=500, name="rows")
-
-
 MEMBERS = (
     Member(
-        name="mlp",
-        task=Perceptron,
-        small={},
-        sizes=({"rows": 1500, "items": 3}, {"rows": 4000, "items": 8}, {"rows": 9000, "items": 18}),
-        settings={"optimizer": "adamw", "foreach": True},
+        "mlp",
+        Perceptron,
+        {},
+        ({"rows": 1500, "items": 3}, {"rows": 4000, "items": 8}, {"rows": 9000, "items": 18}),
+        {"optimizer": "adamw", "foreach": True},
         padded=False,
-        items=_items,
+        items=partial(lengths, median=500, name="rows"),
     ),
 )

@@ -1,12 +1,13 @@
-"""Transformers over padded sequences: post-norm, pre-norm, with checkpointing, with the lower half frozen.
+"""Transformers over padded sequences: post-norm, pre-norm, checkpointed, with frozen layers, with tied weights.
 
 Shapes: B items, L positions, D features, V letters.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +18,6 @@ from tests.zoo.member import Member, Synthetic
 from tests.zoo.spread import lengths
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from pipeline.protocol import Sizes
 
 LONGEST = 2048
@@ -27,10 +26,10 @@ LONGEST = 2048
 class PostNorm(nn.Module):
     """torch's own encoder."""
 
-    def __init__(self, width: int, heads: int, depth: int, dropout: float) -> None:
+    def __init__(self, task: Tagging) -> None:
         super().__init__()
-        layer = nn.TransformerEncoderLayer(width, heads, 4 * width, dropout, batch_first=True, norm_first=False)
-        self.encoder = nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
+        layer = nn.TransformerEncoderLayer(task.width, 4, 4 * task.width, task.dropout, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, task.depth, enable_nested_tensor=False)
 
     def forward(self, x_BLD: Tensor, mask_BL: Tensor) -> Tensor:
         return self.encoder(x_BLD, src_key_padding_mask=~mask_BL)
@@ -39,16 +38,17 @@ class PostNorm(nn.Module):
 class PreNorm(nn.Module):
     """Layers with fused attention, which may run again in backward."""
 
-    def __init__(self, width: int, heads: int, depth: int, dropout: float, *, checkpointed: bool) -> None:
+    def __init__(self, task: Tagging) -> None:
         super().__init__()
-        self.checkpointed = checkpointed
-        self.blocks = nn.ModuleList(Block(width, heads, dropout=dropout) for _ in range(depth))
-        self.norm = nn.LayerNorm(width)
+        self.task, self.norm = task, nn.LayerNorm(task.width)
+        self.blocks = nn.ModuleList(Block(task.width, 4, dropout=task.dropout) for _ in range(task.depth))
 
     def forward(self, x_BLD: Tensor, mask_BL: Tensor) -> Tensor:
         for block in self.blocks:
-            if self.checkpointed:
+            if self.task.checkpointed:
                 x_BLD = checkpoint(block, x_BLD, mask_BL, use_reentrant=False)
+            elif self.task.tied:
+                x_BLD = block(x_BLD, causal=True)
             else:
                 x_BLD = block(x_BLD, mask_BL)
         return self.norm(x_BLD)
@@ -57,10 +57,13 @@ class PreNorm(nn.Module):
 class Tagger(nn.Module):
     """Letters to letters."""
 
-    def __init__(self, encoder: nn.Module, width: int, letters: int) -> None:
+    def __init__(self, task: Tagging) -> None:
         super().__init__()
-        self.letters, self.places = nn.Embedding(letters, width), nn.Embedding(LONGEST, width)
-        self.encoder, self.head = encoder, nn.Linear(width, letters)
+        self.letters, self.places = nn.Embedding(task.letters, task.width), nn.Embedding(LONGEST, task.width)
+        self.encoder = PostNorm(task) if task.norm == "post" else PreNorm(task)
+        self.head = nn.Linear(task.width, task.letters, bias=not task.tied)
+        if task.tied:
+            self.head.weight = self.letters.weight
 
     def forward(self, letters_BL: Tensor, mask_BL: Tensor) -> Tensor:
         places_L = torch.arange(letters_BL.shape[1], device=letters_BL.device)
@@ -71,25 +74,23 @@ class Tagger(nn.Module):
 class Tagging(Synthetic):
     """A letter for each position."""
 
-    padded: ClassVar[bool] = True
+    padded = True
     width: int = 128
-    heads: int = 4
     depth: int = 4
     letters: int = 32
     dropout: float = 0.0
     norm: str = "pre"  # or post
     checkpointed: bool = False
+    tied: bool = False  # a causal language model, whose output layer is its embedding
     frozen: int = 0  # so many of the lower layers, and the embeddings below, are not trained
 
     def model(self) -> nn.Module:
-        shape = self.width, self.heads, self.depth, self.dropout
-        encoder = PostNorm(*shape) if self.norm == "post" else PreNorm(*shape, checkpointed=self.checkpointed)
-        model = Tagger(encoder, self.width, self.letters)
+        model = Tagger(self)
         for module in self._frozen(model):
-            module.requires_grad_(False)
+            module.requires_grad_(requires_grad=False)
         return model
 
-    def _frozen(self, model: nn.Module) -> Iterator[nn.Module]:
+    def _frozen(self, model: Any) -> Iterator[nn.Module]:
         if self.frozen:
             yield from (model.letters, model.places, *model.encoder.blocks[: self.frozen])
 
@@ -111,11 +112,9 @@ class Tagging(Synthetic):
 
 
 def _member(name: str, small: dict[str, Any], settings: dict[str, Any], times: int = 1) -> Member:
-    """Return a member whose batches have so many times the items that others' have."""
-    shapes = (64, 4), (128, 8), (256, 8)
-    smallest, middle, largest = ({"length": length, "items": items * times} for length, items in shapes)
-    sizes = smallest, middle, largest
-    return Member(name, Tagging, small, sizes, settings, padded=True, items=lengths)
+    """Return a member whose batches have so many times the items that others have."""
+    small_, middle, large = ({"length": 64 << size, "items": items * times} for size, items in enumerate((4, 8, 8)))
+    return Member(name, Tagging, small, (small_, middle, large), settings, padded=True, items=lengths)
 
 
 MEMBERS = (
@@ -123,4 +122,9 @@ MEMBERS = (
     _member("transformer_pre", {}, {"optimizer": "adamw", "foreach": True, "clip": 1.0}),
     _member("transformer_checkpointed", {"checkpointed": True}, {"optimizer": "adamw", "foreach": False}, times=4),
     _member("transformer_frozen", {"depth": 8, "frozen": 4}, {"optimizer": "adamw", "foreach": True, "ema": 0.999}),
+    _member(
+        "tied",
+        {"letters": 4000, "depth": 3, "tied": True},
+        {"optimizer": "adamw", "foreach": True, "checkpointing": True, "clip": 1.0},
+    ),
 )

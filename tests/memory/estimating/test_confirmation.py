@@ -89,7 +89,7 @@ def test_a_trace_that_real_steps_bear_out_is_passed_on_as_it_is() -> None:
     assert micro.origin is Provenance.TRACED
 
 
-@pytest.mark.parametrize("name", ["mlp", "tied", "gnn", pytest.param("docking", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("name", ["mlp", "tied", "gnn", "interface"])
 def test_the_zoos_traces_are_borne_out(name) -> None:
     member = ZOO[name]
     settings = {**member.settings, "way": "foreach"}

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -16,9 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch.utils._pytree import tree_map_only
 
-from pipeline.config.schema_train import TrainSection
 from pipeline.memory.footprint import CannotRun, MemoryChoice, Oracle, live_peak_bytes, margin_of
-from pipeline.memory.planning.memory_plan import MemoryPlan, MicroBatchLimit, Micros, PlanRequest
+from pipeline.memory.planning.memory_plan import MemoryPlan, Micros, PlanRequest
 from pipeline.memory.planning.planner import plan_memory
 from pipeline.protocol import ITEMS
 from pipeline.runs.model.training_work import Work, cutter, data_of, host_card, least_of, target_of
@@ -27,7 +23,6 @@ from pipeline.training.sampling.sampler import Sampler
 from pipeline.training.step.optimizers import StepSettings
 from pipeline.training.step.step import Step
 from tests.testkit.limited.device import HostCarrier, LimitedDevice, forget_failed_backward
-from tests.testkit.remembering_plan import plan_with_oracle
 from tests.zoo import Member
 
 BATCH = 16
@@ -66,7 +61,6 @@ class Trained:
 
     ooms: int
     peak_bytes: int
-    worst: tuple[int, int]  # the step and the micro-batch with the highest peak
     steps: int
     micros: int
 
@@ -76,11 +70,6 @@ def work_of(member: Member) -> Work:
     settings = {name: value for name, value in member.settings.items() if name != "foreach"}
     way = "foreach" if member.settings.get("foreach") else "loop"
     return Work(member.build(), StepSettings(way=way, **settings), device="cpu")
-
-
-def train_of(member: Member) -> TrainSection:
-    """Return what a configuration would say."""
-    return TrainSection(effective_batch=BATCH, batching="padded" if member.padded else "concatenated")
 
 
 def request_for(member: Member, **given: Any) -> PlanRequest:
@@ -111,11 +100,6 @@ class Ground:
         request = request or request_for(self.member)
         data = data_of(self.sizes, request, padded=self.member.padded)
         return plan_memory(self.oracle, data, request, [host_card(limit)])
-
-    def planned_alone(self, limit: int) -> MemoryPlan:
-        """Plan with an oracle of its own."""
-        train, request = train_of(self.member), request_for(self.member)
-        return plan_with_oracle(self.work, train, self.sizes, [host_card(limit)], target_of(None), request)[0]
 
     def choice(self, **changes: Any) -> MemoryChoice:
         """Return what a member is without any remedy."""
@@ -172,12 +156,14 @@ def sampler_under(made: MemoryPlan, sizes: Sizes, budget: int | None = None, ran
 
 def epoch(ground: Ground, choice: MemoryChoice, sampler: Sampler, limit: int) -> Trained:
     """Train one epoch, from the making of the model on; count the steps that ran out of memory."""
-    ooms, peak, worst, micros = 0, 0, (0, 0), 0
+    ooms, micros = 0, 0
     torch.manual_seed(0)
     gc.collect()
     with LimitedDevice(limit) as device:
-        step = _built(ground.work, choice, device)
-        top = device.peak_bytes
+        changes = {"precision": choice.precision, "checkpointing": choice.checkpointing, "offload": choice.offload}
+        step = OnDevice(ground.work.task, replace(ground.work.settings, **changes))
+        step.carrier = HostCarrier(device)
+        peak = device.peak_bytes
         for number in range(sampler.steps):
             cuts = [micro.items for micro in sampler.micros(0, number)]
             micros += len(cuts)
@@ -188,108 +174,9 @@ def epoch(ground: Ground, choice: MemoryChoice, sampler: Sampler, limit: int) ->
                 ooms += 1
                 step.release()
                 forget_failed_backward()
-            if device.peak_bytes > peak:
-                peak, worst = device.peak_bytes, (number, _costliest(ground, cuts))
+            peak = max(peak, device.peak_bytes)
         del step
-    return Trained(ooms, max(peak, top), worst, sampler.steps, micros)
-
-
-def fits(ground: Ground, choice: MemoryChoice, micros: Sequence[Integers], limit: int) -> bool:
-    """Tell whether two steps of some micro-batches get through."""
-    torch.manual_seed(0)
-    gc.collect()
-    with LimitedDevice(limit) as device:
-        try:
-            step = _built(ground.work, choice, device)
-            for _ in range(2):
-                step.run(Fetched(ground.member, step.task, ground.sizes, micros, device))
-        except torch.OutOfMemoryError:
-            is_fitting = False
-        else:
-            is_fitting = True
-        step = None  # type: ignore[assignment]
-        forget_failed_backward()
-    return is_fitting
-
-
-def _built(work: Work, choice: MemoryChoice, device: LimitedDevice) -> OnDevice:
-    step = OnDevice(work.task, _settings(work, choice))
-    step.carrier = HostCarrier(device)
-    return step
-
-
-def _settings(work: Work, choice: MemoryChoice) -> StepSettings:
-    return replace(
-        work.settings, precision=choice.precision, checkpointing=choice.checkpointing, offload=choice.offload
-    )
-
-
-def _costliest(ground: Ground, cuts: Sequence[Integers]) -> int:
-    sums = [sum(float(values[cut].sum()) for values in ground.sizes.values()) for cut in cuts]
-    return int(np.argmax(sums))
-
-
-def one_more(ground: Ground, made: MemoryPlan, trained: Trained, limit: int) -> bool | None:
-    """Tell whether the worst step goes with one more item in its worst micro-batch; None: there is none to take.
-
-    It is the item of the step's other micro-batches that is most like those it has, by its cost.
-    """
-    cost_N = made.cost(ground.sizes)
-    number, place = trained.worst
-    cuts = [micro.items for micro in sampler_under(made, ground.sizes).micros(0, number)]
-    others_K = np.concatenate([cut for other, cut in enumerate(cuts) if other != place] or [np.zeros(0, np.int64)])
-    if len(others_K) == 0:
-        return None
-    more = int(others_K[np.argmin(np.abs(cost_N[others_K] - cost_N[cuts[place]].mean()))])
-    grown = [np.append(cut, more) if other == place else cut[cut != more] for other, cut in enumerate(cuts)]
-    return fits(ground, made.choice, [cut for cut in grown if len(cut)], limit)
-
-
-def fewer_cuts(ground: Ground, made: MemoryPlan, limit: int) -> bool | None:
-    """Tell whether an epoch goes with the next larger budget that makes fewer micro-batches; None: there is none."""
-    now = _count(sampler_under(made, ground.sizes))
-    cost_N, budget = made.cost(ground.sizes), made.budget["cost"]
-    most = int(cost_N.max()) * BATCH
-    low, high = budget, max(most, budget + 1)
-    if _count(sampler_under(made, ground.sizes, high)) >= now:
-        return None
-    while high - low > max(low // 1000, 1):
-        middle = (low + high) // 2
-        low, high = (low, middle) if _count(sampler_under(made, ground.sizes, middle)) < now else (middle, high)
-    return epoch(ground, made.choice, sampler_under(made, ground.sizes, high), limit).ooms == 0
-
-
-def filled_takes(ground: Ground, made: MemoryPlan, turns: int = 3) -> float:
-    """Return how many times as long an epoch lasts that is padded until memory is full, on this processor, in turns."""
-    fullest = sampler_under(replace(made, padding=LOOSER[-1]), ground.sizes)
-    pairs = [
-        [_epoch_s(ground, made.choice, sampler) for sampler in (sampler_under(made, ground.sizes), fullest)]
-        for _ in range(turns)
-    ]
-    return median(filled_s / planned_s for planned_s, filled_s in pairs)
-
-
-class _NoLimit:
-    host = staticmethod(nullcontext)
-
-
-def _epoch_s(ground: Ground, choice: MemoryChoice, sampler: Sampler) -> float:
-    torch.manual_seed(0)
-    step = OnDevice(ground.work.task, _settings(ground.work, choice))
-    start = time.perf_counter()
-    for number in range(sampler.steps):
-        cuts = [micro.items for micro in sampler.micros(0, number)]
-        step.run(Fetched(ground.member, step.task, ground.sizes, cuts, _NoLimit()))
-    return time.perf_counter() - start
-
-
-def _count(sampler: Sampler) -> int:
-    return sampler.count(0)
-
-
-def is_cut(made: MemoryPlan) -> bool:
-    """Tell whether memory has something to do with how large micro-batches are."""
-    return made.filled is not MicroBatchLimit.WHOLE_SHARE
+    return Trained(ooms, peak, sampler.steps, micros)
 
 
 def limits(ground: Ground, count: int) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,13 +14,12 @@ from pipeline.config.schema_train import TrainSection
 from pipeline.memory.hardware.gpus import device
 from pipeline.memory.planning.memory_plan import CardSpec, DataSizes, MemoryPlan, PlanRequest
 from pipeline.memory.planning.planner import plan_memory
-from pipeline.runs.model.training_work import Work, data_of, request_of, step_settings, target_of
+from pipeline.runs.model.training_work import Work, data_of, least_of, request_of, step_settings, target_of
 from pipeline.tasks.spectra_finetune import SpectraFinetune
 from pipeline.training.loop.metrics_log import read_epochs
-from pipeline.training.prepared import PADDING, Prepared, stretch_of
+from pipeline.training.prepared import PADDING, stretch_of
 from tests.memory.planning.oracles import GIB, MIB, Integers, Model, card
 from tests.memory.planning.planned import sampler_under
-from tests.testkit.remembering_plan import plan_with_oracle
 from tests.training.loop.loops import Plot, Run, stretches_of
 
 BATCH = 16
@@ -46,7 +44,8 @@ def test_spectra_on_a_large_card_are_not_cut_into_a_micro_batch_for_each_length(
     sizes: dict[str, Integers] = {"peaks": np.random.default_rng(0).integers(10, 101, 480)}
     work = Work(task, step_settings(train, "cuda", task))
     cards = [CardSpec.of(device("rtx-a5000"), 1)]
-    made, _ = plan_with_oracle(work, train, sizes, cards, target_of((8, 6)), request_of(train, 1))
+    request, oracle = request_of(train, 1), work.oracle(least_of(sizes), target_of((8, 6)), padded=True)
+    made = plan_memory(oracle, data_of(sizes, request, padded=True), request, cards)
     assert made.total.value < 0.5 * made.limit_bytes
     assert made.accumulation_mean <= 2
 
@@ -107,14 +106,6 @@ def test_a_training_pads_as_its_plan_says_and_resumes_under_another_padding(tmp_
     for name, numbers in tight.state().items():
         assert loose.state()[name] == pytest.approx(numbers, abs=1e-10), "steps are of the same items"
         assert other.state()[name] == pytest.approx(numbers, abs=1e-10)
-
-
-def test_a_plan_of_an_older_version_keeps_its_padding(tmp_path: Path) -> None:
-    made = begun(tmp_path, 8.0).made.prepared
-    plan = json.loads(json.dumps(made.to_json()))
-    assert Prepared.from_json(plan) == made
-    del plan["stretches"][0]["padding"]
-    assert Prepared.from_json(plan).stretches[0].padding == 1.03
 
 
 def test_the_padding_of_a_plan_is_that_of_its_stretch() -> None:

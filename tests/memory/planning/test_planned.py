@@ -50,17 +50,10 @@ def test_twice_the_planned_budget_runs_out_of_memory() -> None:
     assert epoch(ground, made.choice, larger, limit).ooms > 0
 
 
-@pytest.mark.nightly
-def test_what_is_planned_through_the_configuration_is_the_same() -> None:
-    ground = Ground.of(ZOO["gnn"], ITEMS)
-    limit = limit_of(ground, TIMES[1])
-    assert ground.planned_alone(limit).budget == ground.planned(limit).budget
-
-
 def test_offloading_a_step_leaves_nothing_behind() -> None:
     """What a pack hook hands back as it is, is never released: the graph holds it, and it the graph."""
-    ground = Ground.of(ZOO["docking"], 4)
-    sizes = ZOO["docking"].sizes[0]
+    ground = Ground.of(ZOO["interface"], 4)
+    sizes = ZOO["interface"].sizes[0]
     with device.LimitedDevice() as counted:
         step = ground.work.step(ground.choice(offload=True))
         step.carrier = device.HostCarrier(counted)

@@ -13,6 +13,7 @@ from pipeline.runs.model.training_work import Work, target_of
 from pipeline.training.step.optimizers import StepSettings
 from tests.memory.tracing.traced import LARGE, SIZES, WIDTH, Small, of, tracer
 from tests.zoo import ZOO
+from tests.zoo.strangers import FAMILIES, LEAST
 
 AMPERE, VOLTA = target_of((8, 0)), target_of((7, 0))
 HALF, FULL = MemoryChoice(precision="bf16"), MemoryChoice()
@@ -37,7 +38,7 @@ def test_half_precision_keeps_less_and_its_parameters_stay_whole(name, precision
 
 
 def test_a_convolutional_model_is_traced():
-    _, micro = member("convolution", HALF)
+    micro = tracer(FAMILIES["resnet"](), AMPERE, least=LEAST).micro(HALF, LEAST)
     assert of(micro.parts, Category.ACTIVATIONS)
     assert micro.again.left_bytes == 0
 

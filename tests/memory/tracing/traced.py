@@ -60,17 +60,23 @@ def chosen(choice: MemoryChoice, settings: Mapping[str, Any]) -> StepSettings:
 
 
 def true_peak(
-    task: Any, sizes: Mapping[str, int], times: int = 1, choice: MemoryChoice | None = None, **settings: Any
+    task: Any,
+    sizes: Mapping[str, int],
+    times: int = 1,
+    choice: MemoryChoice | None = None,
+    turns: int = 3,
+    **settings: Any,
 ) -> int:
-    """Return the most that is allocated in the second step and later, of so many micro-batches."""
+    """Return the most that is allocated in steps of so many micro-batches: of the only one, or of all but the first."""
     with LimitedDevice() as device:
         step = make_step(task, chosen(choice or MemoryChoice(), settings))
         step.carrier = HostCarrier(device)
-        for turn in range(3):
+        device.reset_peak()
+        for turn in range(turns):
             for _ in range(times):
                 step.accumulate(task.example(sizes))
             step.update()
-            if turn == 0:
+            if turn == 0 and turns > 1:
                 device.reset_peak()
         return device.peak_bytes
 
@@ -81,7 +87,9 @@ def play(live: dict[int, int], tape: Tape) -> int:
     now = most = sum(live.values())
     for number, size in zip(tape.block_E.tolist(), tape.bytes_E.tolist(), strict=True):
         blocks = own if number >= 0 else live
-        if size >= 0:
+        if size == 0:
+            continue  # what is empty is no block
+        if size > 0:
             assert number not in blocks, "allocated twice"
             blocks[number] = size
         else:
