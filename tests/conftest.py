@@ -19,10 +19,11 @@ from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
 from tests.testkit import changed, cost
+from tests.testkit.caches import cached as cached
 from tests.testkit.command import Command
 from tests.testkit.once import shelf as shelf
-from tests.testkit.projects import filled as filled
-from tests.testkit.projects import make_project as make_project
+from tests.testkit.project import project_of as project_of
+from tests.testkit.project import tiny_project as tiny_project
 
 pytest_plugins = ["pytester"]
 ROOT = Path(__file__).resolve().parent.parent
@@ -41,9 +42,7 @@ settings.load_profile(os.environ.get("PIPELINE_TEST_EXAMPLES", "gate"))
 
 # Tests on the cluster wait more than they work: they begin first, in two shares, each with a cluster of its own.
 WHOLE_RUNS = {"contract", "faults", "runs", "scripted", "shapes", "sweeps", "training"}
-# What some files use is made once, too.
-TRAINED, FILLED = {"evaluate", "predict", "staged"}, {"validating", "regenerating"}
-LONGEST = ("slurm", "pages", "tests/users/", "tests/recipes/", "a trained project", "tests/memory/")
+LONGEST = ("slurm", "pages", "tests/users/", "tests/recipes/", "tests/memory/")
 
 
 class _Child(subprocess.Popen[Any]):
@@ -85,8 +84,6 @@ def share_of(nodeid: str) -> str:
         return "slurm, whole runs" if about in WHOLE_RUNS else "slurm"
     if file == "tests/card/test_on_card.py":
         return nodeid  # each is a process of its own
-    if file.startswith("tests/runs/") and about in TRAINED | FILLED:
-        return "a trained project" if about in TRAINED else "a filled cache"
     return "pages, which share a demo" if file.startswith("tests/docs/") else file
 
 

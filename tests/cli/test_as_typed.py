@@ -12,7 +12,7 @@ from pipeline.cli.options import as_typed
 from pipeline.command_line import Command
 from pipeline.errors import CacheDamaged, ConfigError
 from tests.testkit.command import Command as Cli
-from tests.testkit.projects import MakeProject
+from tests.testkit.project import MakeProject
 
 TYPED = ["cache", "validate", "--config", "my lab.yaml", "--set=cache.root=other", "--full"]
 OPTIONS = "--config 'my lab.yaml' --set cache.root=other"

@@ -9,7 +9,7 @@ import pytest
 
 if TYPE_CHECKING:
     from tests.testkit.command import Command
-    from tests.testkit.projects import MakeProject
+    from tests.testkit.project import MakeProject
 
 VERBS = ("config check", "plan --stage scan", "submit --stage scan --dry-run", "submit --stage scan --follow")
 
@@ -19,27 +19,27 @@ VERBS = ("config check", "plan --stage scan", "submit --stage scan --dry-run", "
 def test_chains_of_one_side_alone_are_refused_with_their_line(
     make_project: MakeProject, pipeline: Command, monkeypatch: pytest.MonkeyPatch, verb: str, side: str
 ) -> None:
-    monkeypatch.chdir(make_project(1, f"  {side}_chains: [A]\n"))
+    monkeypatch.chdir(make_project(1, **{f"data__{side}_chains": ["A"]}))
     refused = pipeline(*verb.split())
     other = "ligand" if side == "receptor" else "receptor"
     assert refused.code == 2
     assert (
-        f"pipeline.yaml:4: data.{side}_chains: names one side of a complex; name data.{other}_chains, too"
+        f"pipeline.yaml:5: data.{side}_chains: names one side of a complex; name data.{other}_chains, too"
         in refused.err
     )
 
 
 def test_doctor_says_so_in_a_row(make_project: MakeProject, pipeline: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(make_project(1, "  receptor_chains: [A]\n"))
+    monkeypatch.chdir(make_project(1, data__receptor_chains=["A"]))
     told = pipeline("doctor")
     assert (told.code, "names one side of a complex" in " ".join(told.out.split())) == (2, True)
 
 
-@pytest.mark.parametrize("other", ["partners: none", "ligand_chains: [B]"])
+@pytest.mark.parametrize("other", [{"data__partners": "none"}, {"data__ligand_chains": ["B"]}])
 def test_chains_of_files_that_are_not_divided_and_of_both_sides_are_taken(
-    make_project: MakeProject, pipeline: Command, monkeypatch: pytest.MonkeyPatch, other: str
+    make_project: MakeProject, pipeline: Command, monkeypatch: pytest.MonkeyPatch, other: dict[str, object]
 ) -> None:
-    monkeypatch.chdir(make_project(1, f"  {other}\n  receptor_chains: [A]\n"))
+    monkeypatch.chdir(make_project(1, data__receptor_chains=["A"], **other))
     assert pipeline("config", "check").code == 0
 
 

@@ -14,7 +14,7 @@ from typer.main import get_command
 
 from pipeline.cli.main import app
 from tests.testkit.command import Command
-from tests.testkit.projects import settle, write_complex
+from tests.testkit.project import settle, write_complex
 
 PIPELINE = Path(sys.executable).with_name("pipeline")
 # Each verb that only reads, as it is typed in a project that has been scanned, and its exit code there.

@@ -1,9 +1,7 @@
-"""A finished demo, made once for all tests and all workers, and copied."""
+"""A finished demo, made once for all tests and all workers."""
 
 from __future__ import annotations
 
-import fcntl
-import os
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -12,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.reader import ENVIRONMENT
+from tests.testkit.once import Shelf
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -21,29 +20,28 @@ class Demo:
     """What `make demo`, or where there is no environment of make's `pipeline demo`, made and printed."""
 
     made: Path  # where it was made
-    pristine: Path  # a copy that nobody touches
+    pristine: Path  # a copy that no test touches
     printed: str
 
 
+def make_demo(folder: Path) -> None:
+    """Make the demo, a copy of it, and a file of what was printed."""
+    made = folder / "demo"
+    words = ["make", "demo", f"DIR={made}"] if made_by_make() else ["pipeline", "demo", str(made)]
+    done = subprocess.run(words, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    shutil.copytree(made, folder / "pristine" / "demo")
+    (folder / "demo.txt").write_text(done.stdout)
+
+
 @pytest.fixture(scope="session")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
-    """Return the demo of this session; the worker that comes first makes it."""
-    base = tmp_path_factory.getbasetemp()
-    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    found = Demo(base / "made" / "demo", base / "pristine" / "demo", "")
-    printed = base / "demo.txt"
-    with (base / "demo.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not printed.exists():
-            words = ["make", "demo", f"DIR={found.made}"] if made_by_make() else ["pipeline", "demo", str(found.made)]
-            done = subprocess.run(words, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, check=False)
-            assert done.returncode == 0, done.stdout + done.stderr
-            shutil.copytree(found.made, found.pristine)
-            printed.write_text(done.stdout)
-    return Demo(found.made, found.pristine, printed.read_text())
+def demo(shelf: Shelf) -> Demo:
+    """Return the demo of this session."""
+    base = shelf.pristine("demo", make_demo)
+    return Demo(base / "demo", base / "pristine" / "demo", (base / "demo.txt").read_text())
 
 
 def made_by_make() -> bool:
-    """Tell whether the environment was made by make and is up to date, so that make would not first make one."""
+    """Say whether make's environment is up to date, so that `make demo` would not build one first."""
     question = subprocess.run(["make", "--question", ".venv/ready"], cwd=ROOT, capture_output=True, check=False)
     return (ROOT / ".venv" / "ready").exists() and question.returncode == 0

@@ -53,7 +53,7 @@ from pipeline.tasks.docking.score_network import to_published
 from tests.docs.blocks import Page
 from tests.docs.reader import Reader
 from tests.docs.reference import walk
-from tests.testkit.projects import settle
+from tests.testkit.project import settle
 
 ROOT = Path(__file__).resolve().parents[2]
 TASKS, READERS = ROOT / "pipeline/tasks", ROOT / "pipeline/readers"

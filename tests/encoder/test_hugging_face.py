@@ -17,7 +17,7 @@ from pipeline.project.user_code import encoder_code
 from pipeline.protocol import has_cls
 from tests.encoder.own import drawn, write_project
 from tests.testkit.command import Command
-from tests.testkit.projects import settle
+from tests.testkit.project import settle
 
 transformers = pytest.importorskip("transformers", reason="the extra transformers is not installed")
 LETTERS = "ACDEFGHIKLMNPQRSTVWYX"

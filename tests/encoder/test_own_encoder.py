@@ -24,7 +24,7 @@ from pipeline.project.run_code import load_encoder, sources
 from pipeline.store.cache_folder import CacheFolder
 from tests.encoder.own import drawn, write_project, write_weights
 from tests.testkit.command import Command
-from tests.testkit.projects import settle
+from tests.testkit.project import settle
 
 SUBMIT = ("submit", "--stage", "embed", "--executor", "local", "--follow")
 TEXTS = drawn(30, 7, 61, 44)

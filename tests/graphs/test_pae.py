@@ -37,7 +37,7 @@ from pipeline.training.items.loader import Loader
 from tests.graphs.complexes import side
 from tests.graphs.test_plddt import cif, pdb
 from tests.testkit.command import Command
-from tests.testkit.projects import MakeProject, settle
+from tests.testkit.project import MakeProject, settle
 from tests.training.items.content import Micros
 
 LENGTH, CHAINS = 8, "AB"

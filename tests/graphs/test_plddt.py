@@ -18,7 +18,7 @@ from pipeline.structures.parsing.read_structure import FileReading
 from pipeline.structures.policy import Policy
 from tests.graphs.complexes import examined, side
 from tests.testkit.command import Command
-from tests.testkit.projects import MakeProject, settle
+from tests.testkit.project import MakeProject, settle
 
 NAMES = ("MET", "GLY", "LYS", "TRP", "ALA", "SER", "VAL", "LEU")
 PLDDT = {

@@ -22,7 +22,7 @@ from pipeline.records import Event, EventKind, Reason
 from pipeline.runs.dataset import worklist
 from pipeline.runs.dataset.worklist import Shard
 from tests.journal.ledgers import fold_events
-from tests.testkit.projects import MakeProject
+from tests.testkit.project import MakeProject
 
 ASK = Ask(1 << 30, 600)
 

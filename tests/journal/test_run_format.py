@@ -15,7 +15,7 @@ from pipeline.journal.active_runs import going_on, hidden
 from pipeline.journal.run_folder import FORMAT, RunFolder, by_path, find_run, runs_in
 from pipeline.runs.engine.lifecycle import new_run, refuse_double
 from tests.testkit.command import Command
-from tests.testkit.projects import MakeProject
+from tests.testkit.project import MakeProject
 
 NEWER = str(FORMAT + 1)
 VERBS = (["status"], ["logs"], ["cancel"], ["resume"], ["report"], ["replay", "--step", "1"])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.packaging.conftest import Installed
-from tests.testkit.projects import write_growing
+from tests.testkit.project import write_complexes
 
 CONFIG = """\
 data: {source: glob, path: data}
@@ -33,7 +33,7 @@ RUN = ("--executor", "local", "--follow")
 @pytest.fixture(params=NAMESAKES)
 def project(request: pytest.FixtureRequest, installed: Installed, tmp_path: Path) -> Path:
     """Make a project whose task is beside it, and beside that something called as this package is."""
-    write_growing(tmp_path, 4)
+    write_complexes(tmp_path / "data", 4)
     for name, text in {"mylab/__init__.py": "", "mylab/model.py": TASK, "mylab/layers.py": LAYERS}.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)

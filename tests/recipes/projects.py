@@ -22,7 +22,7 @@ from pipeline.setup.demo_project import DEMOS
 from tests.conftest import ROOT
 from tests.memory.tracing.traced import tracer
 from tests.testkit.command import Command
-from tests.testkit.projects import settle
+from tests.testkit.project import settle
 
 RECIPES = ROOT / "configs" / "recipes"
 COMMON = ("train.epochs=2", "train.precision=fp32", "cluster.executor=local", "cluster.train.cpus=1")

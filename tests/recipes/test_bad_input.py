@@ -11,7 +11,7 @@ import torch
 from tests.recipes.conftest import Scanned
 from tests.recipes.projects import RNA, SPECTRA, ran, write
 from tests.testkit.command import Command
-from tests.testkit.projects import settle
+from tests.testkit.project import settle
 
 pytestmark = pytest.mark.timeout(900)
 

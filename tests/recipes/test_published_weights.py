@@ -28,7 +28,7 @@ from pipeline.training.checkpoints.published_names import WeightsReading, in_for
 from pipeline.training.checkpoints.trained_weights import load_pretrained, stored_weights
 from tests.tasks.rna.original import sizes_of
 from tests.testkit.command import Command
-from tests.testkit.projects import settle
+from tests.testkit.project import settle
 
 ORIGINALS = Path(__file__).resolve().parents[3] / "shared" / "originals"
 DREAMS = {

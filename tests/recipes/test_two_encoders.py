@@ -31,7 +31,7 @@ from pipeline.training.checkpoints.published_names import files_beside, in_form
 from tests.recipes.conftest import Scanned
 from tests.recipes.projects import ALL, Recipe, config_of, done_again, epochs_of, options, ran, written
 from tests.testkit.command import Command
-from tests.testkit.projects import settle
+from tests.testkit.project import settle
 
 Prepare = Callable[[Recipe, Path, Command], list[str]]  # makes what an encoder needs, and returns what is typed
 ESM2, ESMC = 16, 64  # widths

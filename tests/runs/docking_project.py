@@ -11,7 +11,7 @@ import pytest
 from pipeline.encoder.checkpoints.synth import write_random_checkpoint
 from pipeline.structures.synthetic import complex_pdb
 from tests.testkit.command import Command
-from tests.testkit.projects import settle
+from tests.testkit.project import settle
 
 CONFIG = """\
 data: {source: glob, path: data}

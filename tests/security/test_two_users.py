@@ -21,7 +21,7 @@ import pytest
 from pipeline.files import is_mine
 from pipeline.store.format.cache_layout import PARTIAL_SUFFIX, KindLayout
 from pipeline.structures.synthetic import complex_pdb
-from tests.testkit.projects import settle
+from tests.testkit.project import settle
 
 ROOT = Path(__file__).parents[2]
 PIPELINE = Path(sys.executable).with_name("pipeline")

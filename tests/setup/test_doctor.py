@@ -17,7 +17,7 @@ from pipeline.setup import checkup, slurm_checks
 from pipeline.setup.slurm_checks import CheckVerdict
 from tests.setup.clusters import BARE, MIXED, PLAIN, site_of
 from tests.testkit.command import Command
-from tests.testkit.projects import MakeProject
+from tests.testkit.project import MakeProject
 
 ROOT = Path(__file__).resolve().parents[2]
 SUBMIT = ("submit", "--stage", "scan", "--follow")

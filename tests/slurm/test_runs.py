@@ -20,12 +20,12 @@ from pipeline.journal.run_status import RunState
 from tests.conftest import ROOT
 from tests.testkit.cluster import Cluster
 from tests.testkit.cluster.config import MAX_ARRAY_SIZE, MEM_PER_NODE_MB, TINY_MAX_SUBMIT
+from tests.testkit.command import Typed
 from tests.testkit.slurm_runs import (
     LINGERS,
     PIPELINE,
     Project,
     Run,
-    Typed,
     has_begun,
     kill,
     make_project,

@@ -25,8 +25,9 @@ from pipeline.project.project import Project
 from pipeline.runs.model.prepare import embeddings_used
 from pipeline.runs.workflow.embedding_export import WantedExport, export_embeddings
 from pipeline.training.evaluating.embedding_files import FORMATS, SUFFIXES, hdf5_name
+from tests.testkit import project
 from tests.testkit.command import Command
-from tests.testkit.projects import settle, submit_there, write_complex
+from tests.testkit.project import settle, write_complex
 
 pytestmark = pytest.mark.timeout(300)
 DIM = 8
@@ -47,7 +48,7 @@ def fill(folder: Path, config: str) -> Path:
     write_random_checkpoint(folder / "esm2_tiny.pt", layers=1, dim=DIM, heads=2)
     (folder / "pipeline.yaml").write_text(f"{config}\nembed: {{weights: esm2_tiny.pt}}\n")
     settle(folder)
-    submit_there(folder, "embed")
+    project.Project(folder).finishes("embed")
     return folder
 
 
@@ -151,7 +152,7 @@ def test_a_partner_that_was_embedded_as_one_text_is_cut_into_its_chains(tmp_path
     (folder / "one").mkdir()
     shutil.copy(folder / "c0.pdb", folder / "one")
     settle(folder / "one")
-    submit_there(folder, "embed")
+    project.Project(folder).finishes("embed")
     (text,) = expected(folder).keys() - expected(complexes).keys()
     whole = expected(folder)[text]
     found = read(export(folder, "x.h5", WantedExport("h5")))
@@ -350,7 +351,7 @@ def test_chains_that_were_embedded_as_one_text_share_its_mark_and_that_is_said(
     settings = "{weights: esm2_tiny.pt, context: partner, cls: true, storage: bf16}"
     (tmp_path / "pipeline.yaml").write_text(f"data: {{source: glob, path: one, partners: none}}\nembed: {settings}\n")
     settle(tmp_path / "one")
-    submit_there(tmp_path, "embed")
+    project.Project(tmp_path).finishes("embed")
     ((_, bits),) = expected(tmp_path, array="cls").items()
     monkeypatch.chdir(tmp_path)
     done = pipeline("export", "embeddings", "--out", "x.h5", "--pool", "cls")

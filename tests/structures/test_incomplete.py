@@ -19,7 +19,7 @@ from pipeline.structures.parsing.structure_files import File
 from pipeline.structures.policy import Policy
 from tests.structures.pdb_text import chain, residue
 from tests.testkit.command import Command
-from tests.testkit.projects import settle
+from tests.testkit.project import settle
 
 BOTH = Part(Role.COMPLEX, "c.pdb")
 GAPS = (

@@ -20,7 +20,7 @@ from pipeline.structures.synthetic import complex_pdb
 from tests.conftest import ROOT
 from tests.graphs.complexes import complex_of, side
 from tests.testkit.command import Command
-from tests.testkit.projects import MakeProject, settle
+from tests.testkit.project import MakeProject, settle
 
 SUBMIT = ("submit", "--executor", "local", "--follow")
 TWINS = 7  # more than a message names

@@ -36,7 +36,7 @@ from tests.tasks.docking_items import (
     rows_of,
 )
 from tests.tasks.items import batch_of, graph_of, made
-from tests.testkit.projects import settle
+from tests.testkit.project import settle
 
 # ---- bad input ----
 

@@ -36,7 +36,7 @@ from pipeline.training.checkpoints.trained_weights import load_pretrained
 from tests.memory.tracing.traced import tracer
 from tests.tasks.reader_items import batch_of
 from tests.testkit.command import Command
-from tests.testkit.projects import settle
+from tests.testkit.project import settle
 
 SIZES = {"layers": 3, "width": 16, "heads": 2}
 LORA = EncoderFinetune(**SIZES, rank=2)

@@ -1,4 +1,4 @@
-"""A project with records of every kind, made once; each test damages a copy of its cache."""
+"""A project with records of every kind; each test damages its own copy of the cache."""
 
 from __future__ import annotations
 
@@ -6,80 +6,29 @@ import json
 import os
 import random
 import shutil
-import subprocess
-import sys
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from pipeline.journal.ledger import LedgerReader
-from pipeline.journal.run_folder import RunFolder, runs_in
 from pipeline.records import EventKind
-from pipeline.setup.demo_project import make_project
-from pipeline.store.cache_folder import CacheFolder
+from pipeline.setup import demo_project
 from pipeline.store.format.cache_layout import REPORTS
 from pipeline.store.maintenance.damage_report import DamageFinding, DamageReport, ReportWriter, Summary, last_report
-from tests.testkit.command import Outcome
-from tests.testkit.projects import settle
-from tests.testkit.slurm_runs import content
-
-PIPELINE = Path(sys.executable).with_name("pipeline")
-STAGES = ("scan", "embed", "graph")
-SMALL = ("train.task=null", "cache.visibility_s=0", "cache.shard_bytes=32KiB", "cluster.scan.items_per_task=5")
-Records = dict[str, dict[bytes, bytes]]
+from tests.testkit.once import Shelf
+from tests.testkit.project import Project, copied, settle
 
 
-@dataclass(frozen=True)
-class Cached:
-    """A project beside a cache that it has filled."""
-
-    project: Path
-    home: Path  # of the cache and the runs
-
-    def types(self, *words: str, sets: tuple[str, ...] = ()) -> Outcome:
-        """Type a command in the project."""
-        given = (*SMALL, f"cache.root={self.home / 'cache'}", f"cluster.runs={self.home / 'runs'}", *sets)
-        command = [str(PIPELINE), *words, *(word for one in given for word in ("--set", one))]
-        done = subprocess.run(command, cwd=self.project, capture_output=True, text=True, check=False, timeout=300)
-        return Outcome(done.returncode, done.stdout, done.stderr)
-
-    def submits(self, stage: str, *words: str, sets: tuple[str, ...] = ()) -> Outcome:
-        """Run a stage here, to its end."""
-        return self.types("submit", "--stage", stage, "--executor", "local", "--follow", *words, sets=sets)
-
-    @property
-    def cache(self) -> CacheFolder:
-        """The cache as it is now."""
-        return CacheFolder(self.home / "cache")
-
-    @property
-    def run(self) -> RunFolder:
-        """The newest run."""
-        return runs_in(self.home / "runs")[-1]
+class Cached(Project):
+    """A project whose cache holds records of every kind."""
 
     def report(self) -> DamageReport:
         """Return the newest report in the cache."""
         found = last_report(self.cache.disk, self.cache.root)
         assert found is not None
         return found
-
-    def records(self) -> Records:
-        """Return the content of every record that can be read, by kind and key."""
-        cache = self.cache
-        return {
-            kind: {one.key: content(one) for one in cache.kind(kind).read(cache.kind(kind).keys())}
-            for kind in cache.kinds()
-        }
-
-    def keys(self) -> dict[str, set[bytes]]:
-        """Return what each kind has, without reading it."""
-        cache = self.cache
-        return {kind: set(cache.kind(kind).keys()) for kind in cache.kinds()}
-
-    def shards(self, kind: str) -> list[Path]:
-        """Return the files of a kind."""
-        return sorted((self.home / "cache" / kind / "shards").iterdir())
 
     def outcomes(self) -> Counter[str]:
         """Count what the tasks of the newest run have worked through, by stage."""
@@ -106,22 +55,22 @@ class Cached:
         return writer.publish(summary)
 
 
-def fill(folder: Path) -> Cached:
+def fill(folder: Path) -> None:
     """Make the demo's project and fill a cache with all it leads to."""
-    project = folder / "project"
-    make_project(project)
-    settle(project / "data")
-    settle(project / "weights")
-    made = Cached(project, folder)
-    done = made.submits("all")
-    assert done.code == 0, done.err
-    return made
+    demo_project.make_project(folder)
+    settle(folder / "data")
+    settle(folder / "weights")
+    made = Cached(folder)
+    small = {"visibility_s": 0, "shard_bytes": "32KiB"}
+    made.sets(train__task=None, cache=small, cluster__scan__items_per_task=5)
+    made.finishes("all")
+    shutil.rmtree(folder / "runs")
 
 
-def copy_of(made: Cached, home: Path) -> Cached:
-    """Return the same project beside a copy of its cache."""
-    shutil.copytree(made.home / "cache", home / "cache")
-    return Cached(made.project, home)
+@pytest.fixture
+def cached(shelf: Shelf, tmp_path: Path) -> Cached:
+    """Return a copy that the test may damage, in its own folder."""
+    return Cached(copied(shelf, "filled-cache", fill, tmp_path))
 
 
 def flip(path: Path, rng: random.Random) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
+import json
 import signal
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pipeline.__main__ import main
 
@@ -15,12 +16,21 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What a command left behind."""
+class Typed:
+    """The exit code and the output of a command."""
 
     code: int
     out: str
     err: str
+
+    @property
+    def said(self) -> str:
+        """All output, each run of whitespace as one blank."""
+        return " ".join((self.out + self.err).split())
+
+    def json(self) -> Any:
+        """Return the document that a command with --json printed."""
+        return json.loads(self.out)
 
 
 class Command:
@@ -29,7 +39,7 @@ class Command:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         self._monkeypatch, self._capsys = monkeypatch, capsys
 
-    def __call__(self, *words: str) -> Outcome:
+    def __call__(self, *words: str) -> Typed:
         """Type one command."""
         self._monkeypatch.setattr(sys, "argv", ["pipeline", *words])
         code = 0
@@ -43,4 +53,4 @@ class Command:
                 signal.signal(number, handler)
             gc.enable()  # a command of its own process may leave it off
         captured = self._capsys.readouterr()
-        return Outcome(code, captured.out, captured.err)
+        return Typed(code, captured.out, captured.err)

@@ -3,7 +3,9 @@
     project = make_project(tmp_path, items=4, train__epochs=1)
     assert project.submits("train").code == 0
 
-In a setting's name, __ stands for the dot. `project_of("scan")` copies one whose stages have run (see `finished`).
+In a setting's name, __ stands for the dot. Two fixtures work in the test's own folder, where `pipeline(...)` types
+commands too: `make_project(items, **settings)` writes tiny complexes, and `project_of("graph")` copies a project
+whose stages up to that one have run (made once a session, see `finished`).
 """
 
 from __future__ import annotations
@@ -13,15 +15,23 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+import yaml
+
 from pipeline.encoder.checkpoints.synth import write_random_checkpoint
 from pipeline.journal.run_folder import RunFolder, runs_in
 from pipeline.keys import TICK_NS
+from pipeline.store.cache_folder import CacheFolder
+from pipeline.store.format.record import Record
 from pipeline.structures.synthetic import complex_pdb
+from tests.structures.pdb_text import chain
+from tests.testkit.command import Typed
+from tests.testkit.once import Shelf
 
 PIPELINE = Path(sys.executable).with_name("pipeline")
 TYPED_S = 300.0
@@ -31,29 +41,16 @@ WEIGHTS = "weights/esm2_tiny.pt"
 EMBED: Mapping[str, Any] = {"embed__weights": WEIGHTS}
 TRAIN: Mapping[str, Any] = {
     "train__task": "pipeline.tasks.interface:Interface",
+    "train__options": {"embedding_dim": 16, "width": 8, "layers": 1, "pair_width": 4},
     "train__split": None,
     "train__validation__split": None,
     "train__effective_batch": 2,
     "train__epochs": 2,
 }
-
-
-@dataclass(frozen=True)
-class Typed:
-    """What a command left behind."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def said(self) -> str:
-        """All that it printed, in one line's spacing."""
-        return " ".join((self.out + self.err).split())
-
-    def json(self) -> Any:
-        """Return the document that a command with --json printed."""
-        return json.loads(self.out)
+RESIDUES = ("ALA", "CYS", "ASP", "GLU", "PHE", "GLY", "HIS", "ILE", "LYS", "LEU", "MET", "ASN", "PRO", "GLN", "ARG")
+MakeProject = Callable[..., Path]
+ProjectOf = Callable[..., "Project"]
+Records = dict[str, dict[bytes, bytes]]
 
 
 @dataclass(frozen=True)
@@ -62,10 +59,11 @@ class Project:
 
     folder: Path
     limit_s: float = TYPED_S  # for a command
+    programs: str = os.environ["PATH"]
 
     def types(self, *words: str, **environment: str) -> Typed:
         """Type a command, in a process of its own."""
-        known = {**os.environ, "PATH": f"{PIPELINE.parent}:{os.environ['PATH']}", "COLUMNS": "200", **environment}
+        known = {**os.environ, "PATH": f"{PIPELINE.parent}:{self.programs}", "COLUMNS": "200", **environment}
         done = subprocess.run(
             [PIPELINE, *words],
             cwd=self.folder, env=known, capture_output=True, text=True, timeout=self.limit_s, check=False,
@@ -76,15 +74,44 @@ class Project:
         """Run a stage on this machine, to its end."""
         return self.types("submit", "--stage", stage, "--executor", "local", "--follow", *words, **environment)
 
+    def finishes(self, *stages: str) -> None:
+        """Run stages on this machine; each must succeed."""
+        for stage in stages:
+            done = self.submits(stage)
+            assert done.code == 0, done.err
+
     def sets(self, **settings: Any) -> None:
         """Change settings in the configuration's file."""
         path = self.folder / "pipeline.yaml"
-        path.write_text(json.dumps(merged(json.loads(path.read_text()), nested(settings)), indent=1))
+        path.write_text(json.dumps(merged(yaml.safe_load(path.read_text()), nested(settings)), indent=1))
 
     @property
     def run(self) -> RunFolder:
         """The newest run."""
         return runs_in(self.folder / "runs")[-1]
+
+    @property
+    def cache(self) -> CacheFolder:
+        """The cache as it is now."""
+        return CacheFolder(self.folder / "cache")
+
+    def keys(self) -> dict[str, set[bytes]]:
+        """Return what each kind of the cache has, without reading it."""
+        cache = self.cache
+        return {kind: set(cache.kind(kind).keys()) for kind in cache.kinds()}
+
+    def records(self, cache: str = "cache", kinds: Iterable[str] = ()) -> Records:
+        """Return the content of every readable record of some kinds, or of all, by kind and key."""
+        opened = CacheFolder(self.folder / cache)
+        return {
+            kind: {record.key: content(record) for record in opened.kind(kind).read(opened.kind(kind).keys())}
+            for kind in opened.kinds()
+            if not kinds or kind in kinds
+        }
+
+    def shards(self, kind: str) -> list[Path]:
+        """Return the files of a kind."""
+        return sorted((self.folder / "cache" / kind / "shards").iterdir())
 
 
 def make_project(folder: Path, items: int = 3, **settings: Any) -> Project:
@@ -94,12 +121,18 @@ def make_project(folder: Path, items: int = 3, **settings: Any) -> Project:
     return Project(folder)
 
 
-def write_complexes(data: Path, items: int, residues: int = 20) -> None:
+def write_complexes(data: Path, items: int, residues: int = 20, growth: int = 1) -> None:
     """Write small complexes, each larger than the one before; sequences of no two are the same."""
     data.mkdir(parents=True, exist_ok=True)
     for number in range(items):
-        (data / f"c{number}.pdb").write_bytes(complex_pdb(number, residues + number, residues))
+        (data / f"c{number}.pdb").write_bytes(complex_pdb(number, residues + growth * number, residues))
     settle(data)
+
+
+def write_complex(path: Path, number: int) -> None:
+    """Write a complex of 11 residues whose sequences differ from those of any other number."""
+    names = [RESIDUES[number // 15**place % 15] for place in range(4)]
+    path.write_text(chain("A", *names, "TRP") + chain("B", *names, "TYR", "TYR") + "END\n")
 
 
 def write_weights(folder: Path, **sizes: int) -> Path:
@@ -117,16 +150,55 @@ def write_config(folder: Path, **settings: Any) -> Path:
     return path
 
 
-def finished(stage: str, items: int = 4) -> Any:
+def finished(stage: str, items: int = 4) -> Callable[[Path], None]:
     """Return a maker for `shelf.copy`: a project whose stages up to this one have run on this machine."""
 
     def make(folder: Path) -> None:
         project = make_project(folder, items, **LOCAL, **EMBED, **(TRAIN if stage == "train" else {}))
         write_weights(folder)
-        done = project.submits(stage)
-        assert done.code == 0, done.err
+        project.finishes(*(("embed", "graph") if stage == "graph" else (stage,)))
 
     return make
+
+
+@pytest.fixture
+def project_of(shelf: Shelf, tmp_path: Path) -> ProjectOf:
+    """Return a function that copies a project whose stages up to one have run into the test's folder."""
+
+    def copy(stage: str, items: int = 4) -> Project:
+        return Project(copied(shelf, f"{stage}-{items}", finished(stage, items), tmp_path))
+
+    return copy
+
+
+def copied(shelf: Shelf, name: str, make: Callable[[Path], object], to: Path) -> Path:
+    """Copy a finished project; its data set is read where it was made: a copied file would count as a new one."""
+    made = shelf.pristine(name, make)
+    shelf.copy(name, make, to)
+    data = yaml.safe_load((to / "pipeline.yaml").read_text())["data"]["path"]
+    Project(to).sets(data__path=str(made / data))
+    return to
+
+
+@pytest.fixture(name="make_project")
+def tiny_project(tmp_path: Path) -> MakeProject:
+    """Return a function that writes tiny complexes and a configuration with some settings into the test's folder."""
+
+    def make(items: int = 3, **settings: Any) -> Path:
+        (tmp_path / "data").mkdir(exist_ok=True)
+        for number in range(items):
+            write_complex(tmp_path / "data" / f"c{number}.pdb", number)
+        settle(tmp_path / "data")
+        write_config(tmp_path, **{**DATA, **settings})
+        return tmp_path
+
+    return make
+
+
+def content(record: Record) -> bytes:
+    """Return all that a record holds as bytes."""
+    arrays = [(name, *map(str, (array.dtype, array.shape)), array.tobytes()) for name, array in record.arrays.items()]
+    return repr((sorted(arrays), json.dumps(record.meta, sort_keys=True))).encode()
 
 
 def nested(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,31 +9,25 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pipeline.journal.active_runs import status_of
 from pipeline.journal.run_folder import RunFolder, runs_in
 from pipeline.journal.run_status import RunState, RunStatus
-from pipeline.store.cache_folder import CacheFolder
-from pipeline.store.format.record import Record
-from pipeline.structures.synthetic import complex_pdb
+from tests.testkit import project
 from tests.testkit.cluster import Cluster, processes
 from tests.testkit.cluster.cluster import SEARCH_PATH
-from tests.testkit.projects import settle
+from tests.testkit.project import DATA, PIPELINE, write_complexes, write_config
 
-PIPELINE = Path(sys.executable).with_name("pipeline")
 SOON_S, ENDS_S, POLL_S = 60.0, 180.0, 0.1
-TYPED_S = 300.0
 LIVE = ("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "COMPLETING", "REQUEUED", "REQUEUE_HOLD")
 RESIDUES = 20
 SMALL = {
-    "data__source": "glob",
-    "data__path": "data",
+    **DATA,
     "structures__max_file_bytes": "1MiB",  # for which 576 MiB are planned
     "cluster__slurm__poll": "1s",
 }
@@ -119,40 +113,10 @@ def until(
 
 
 @dataclass(frozen=True)
-class Typed:
-    """What a command left behind."""
+class Project(project.Project):
+    """A project whose stages are submitted to the cluster."""
 
-    code: int
-    out: str
-    err: str
-
-    @property
-    def said(self) -> str:
-        """All that it printed, in one line's spacing."""
-        return " ".join((self.out + self.err).split())
-
-
-@dataclass(frozen=True)
-class Project:
-    """A folder with a data set and a configuration, in which commands are typed."""
-
-    folder: Path
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    limit_s: float = TYPED_S  # for a command
-
-    def types(self, *words: str, **environment: str) -> Typed:
-        """Type a command, in a process of its own."""
-        known = {**os.environ, "PATH": f"{PIPELINE.parent}:{SEARCH_PATH}", "COLUMNS": "200", **environment}
-        done = subprocess.run(
-            [PIPELINE, *words],
-            cwd=self.folder,
-            env=known,
-            capture_output=True,
-            text=True,
-            timeout=self.limit_s,
-            check=False,
-        )
-        return Typed(done.returncode, done.stdout, done.stderr)
+    programs: str = SEARCH_PATH
 
     def begins(self, *words: str) -> subprocess.Popen[bytes]:
         """Type a command that misbehaves as tasks do, and do not wait for it."""
@@ -162,7 +126,7 @@ class Project:
             [PIPELINE, *words], cwd=self.folder, env=known, stdout=null, stderr=null, start_new_session=True
         )
 
-    def submits(self, stage: str = "scan", *words: str) -> Run:
+    def submits(self, stage: str = "scan", *words: str) -> Run:  # type: ignore[override] - it does not wait
         """Submit a stage to the cluster and return its run."""
         done = self.types("submit", "--stage", stage, "--executor", "slurm", *words)
         assert done.code == 0, done.err
@@ -193,14 +157,9 @@ class Project:
             found.append({"file": name, **json.loads(path.read_text())})
         return found
 
-    def records(self, cache: str = "cache") -> dict[str, dict[str, bytes]]:
-        """Return the content of every record that a data set leads to, by kind and key."""
-        opened = CacheFolder(self.folder / cache)
-        kinds = [kind for kind in opened.kinds() if kind in ("scan", "embed", "graph")]
-        return {
-            kind: {one.key.hex(): content(one) for one in opened.kind(kind).read(opened.kind(kind).keys())}
-            for kind in kinds
-        }
+    def records(self, cache: str = "cache", kinds: Iterable[str] = ("scan", "embed", "graph")) -> project.Records:
+        """Return the content of every record that a data set leads to; notes about files may differ."""
+        return super().records(cache, kinds)
 
 
 @dataclass(frozen=True)
@@ -264,17 +223,10 @@ class Run:
 
 
 def make_project(folder: Path, items: int = 4, acts: Mapping[str, str] | None = None, **settings: Any) -> Project:
-    """Make a project of small complexes c0.pdb, c1.pdb, ..., whose tasks do some acts at some of them.
-
-    In a setting's name, __ stands for the dot.
-    """
-    (folder / "data").mkdir(parents=True)
-    for number in range(items):
-        (folder / "data" / f"c{number}.pdb").write_bytes(complex_pdb(number, RESIDUES, RESIDUES))
-    settle(folder / "data")
-    given = {**SMALL, **settings}
-    given["cluster__slurm__setup"] = [_mischief(folder, acts or {}), *settings.get("cluster__slurm__setup", ())]
-    (folder / "pipeline.yaml").write_text(json.dumps(nested(given), indent=1))
+    """Make a project of small complexes c0.pdb, c1.pdb, ..., whose tasks do some acts at some of them."""
+    write_complexes(folder / "data", items, growth=0)
+    setup = [_mischief(folder, acts or {}), *settings.pop("cluster__slurm__setup", ())]
+    write_config(folder, **{**SMALL, **settings, "cluster__slurm__setup": setup})
     return Project(folder)
 
 
@@ -286,24 +238,6 @@ def _mischief(folder: Path, acts: Mapping[str, str]) -> str:
     (place / "sitecustomize.py").write_text(MISCHIEF)
     (place / "acts.json").write_text(json.dumps(dict(acts)))
     return f"export PYTHONPATH={place}"
-
-
-def content(record: Record) -> bytes:
-    """Return all that a record holds as bytes."""
-    arrays = [(name, *map(str, (array.dtype, array.shape)), array.tobytes()) for name, array in record.arrays.items()]
-    return repr((sorted(arrays), json.dumps(record.meta, sort_keys=True))).encode()
-
-
-def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings such as data__path as sections of a configuration."""
-    root: dict[str, Any] = {}
-    for name, value in settings.items():
-        *sections, last = name.split("__")
-        place = root
-        for section in sections:
-            place = place.setdefault(section, {})
-        place[last] = value
-    return root
 
 
 def strangers(run: Run) -> list[str]:

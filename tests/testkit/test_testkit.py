@@ -8,18 +8,22 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.testkit.changed import reached_by
+from tests.testkit.command import Command
 from tests.testkit.once import Shelf
-from tests.testkit.project import finished, make_project
+from tests.testkit.project import ProjectOf
 
 
-def test_a_finished_stage_is_made_once_and_a_copy_of_it_has_nothing_to_do(shelf: Shelf, tmp_path: Path) -> None:
-    made: list[Path] = []
-    make = finished("graph")
-    for name in ("one", "two"):
-        shelf.copy("graph", lambda folder: (made.append(folder), make(folder)), tmp_path / name)
-    assert len(made) <= 1  # another worker may have been first
-    project = make_project(tmp_path / "new", items=1)
-    assert project.types("status").code != 1
+def test_a_finished_stage_is_made_once_and_a_copy_of_it_has_nothing_to_do(
+    project_of: ProjectOf, pipeline: Command, shelf: Shelf
+) -> None:
+    project_of("graph", 2)
+    plans = pipeline("plan", "--stage", "graph", "--json").json()
+    assert {plan["stage"]: plan["tasks"] for plan in plans} == {"scan": 0, "graph": 0}
+
+    def again(_folder: Path) -> None:
+        raise AssertionError("it was made before")
+
+    shelf.pristine("graph-2", again)
 
 
 def test_a_test_that_outgrows_the_gate_fails_and_a_nightly_one_does_not(

@@ -23,7 +23,7 @@ from pipeline.structures.synthetic import complex_pdb
 from tests.conftest import ROOT
 from tests.security.test_two_users import BOB
 from tests.testkit.cluster import Cluster, processes
-from tests.testkit.projects import settle
+from tests.testkit.project import settle
 from tests.testkit.slurm_runs import RESIDUES, SMALL, Project, Run, until
 from tests.weeks.one_project import BAD, DAMAGE, Neighbour, Submitted
 from tests.weeks.scene import ENDS_S, SETTINGS, TASK, WAITS_S, must

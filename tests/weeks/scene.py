@@ -15,7 +15,8 @@ from safetensors import safe_open
 
 from pipeline.journal.run_status import RunState
 from tests.testkit.cluster import Cluster
-from tests.testkit.slurm_runs import Project, Run, Typed, make_project, strangers, until
+from tests.testkit.command import Typed
+from tests.testkit.slurm_runs import Project, Run, make_project, strangers, until
 
 ITEMS, EPOCHS, STEPS, EVERY = 12, 10, 30, 4
 WAITS_S, ENDS_S = 900.0, 1800.0  # the machine may be busy with others

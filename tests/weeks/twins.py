@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.testkit.projects import settle
-from tests.testkit.slurm_runs import Project, nested
+from tests.testkit.project import nested, settle
+from tests.testkit.slurm_runs import Project
 from tests.weeks.scene import ENDS_S, bits, model, must
 
 Files = dict[str, bytes]  # a state of the data: the content of each file by its name

@@ -26,7 +26,7 @@ from pipeline.store.maintenance.scrub import Subset
 from pipeline.store.maintenance.shard_repair import repair_cache
 from pipeline.structures.synthetic import complex_pdb
 from tests.testkit.command import Command
-from tests.testkit.projects import settle
+from tests.testkit.project import settle
 
 CONFIG = "data: {source: glob, path: data}\ngraph: {neighbours: 6, cross_radius: 8.0}\nembed: {weights: esm2_tiny.pt}\n"
 ITEMS = 4

@@ -25,7 +25,7 @@ from pipeline.store.cache_folder import CacheFolder, bring_up, relieve
 from pipeline.structures.inventory import ScanRecipe
 from pipeline.structures.synthetic import complex_pdb
 from tests.store.faulty_disks import FailingDisk
-from tests.testkit.projects import settle
+from tests.testkit.project import settle
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -20,7 +20,7 @@ from pipeline.store.format.cache_layout import MARKER, USERS
 from pipeline.store.format.disk import Disk
 from pipeline.structures.synthetic import complex_pdb
 from tests.testkit.command import Command
-from tests.testkit.projects import settle
+from tests.testkit.project import settle
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -26,7 +26,7 @@ from pipeline.structures.synthetic import write_demo
 from pipeline.training.ranks.process_group import place_in_group
 from pipeline.training.sampling.epoch_order import SamplerSettings
 from tests.testkit.command import Command
-from tests.testkit.projects import settle
+from tests.testkit.project import settle
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # PyG uses what torch has deprecated, as it is imported

@@ -17,8 +17,8 @@ import pytest
 
 from pipeline.runs.dataset.chain_clusters import ClusterTable, chain_names
 from tests.structures.pdb_text import chain
-from tests.testkit.command import Command, Outcome
-from tests.testkit.projects import RESIDUES, settle, submit_there
+from tests.testkit.command import Command, Typed
+from tests.testkit.project import RESIDUES, Project, settle
 
 SCAN = ("submit", "--executor", "local", "--follow", "--stage", "scan")
 FAMILIES, MEMBERS = 12, 3  # items of one family have the same receptor
@@ -77,7 +77,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture(scope="module")
 def scanned_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = written(tmp_path_factory.mktemp("scanned"))
-    submit_there(folder, "scan")
+    Project(folder).finishes("scan")
     return folder
 
 
@@ -251,7 +251,7 @@ def leaking(scanned: Path) -> None:
 def test_what_an_existing_split_shares_is_told_by_level_and_the_code_says_so(scanned: Path, pipeline: Command) -> None:
     leaking(scanned)
 
-    def check(*words: str) -> Outcome:
+    def check(*words: str) -> Typed:
         return pipeline("split", "--check", "--set", "data.path=leaky.csv", *words)
 
     said = check()

@@ -33,7 +33,7 @@ from pipeline.runs.engine.run_supervisor import Supervisor
 from tests.conftest import ROOT
 from tests.runs.engine.test_submit import DEADLINE_S, PIPELINE, newest_status, wait_for
 from tests.testkit.command import Command
-from tests.testkit.projects import MakeProject
+from tests.testkit.project import MakeProject
 
 if TYPE_CHECKING:
     from pipeline.cluster.job_spec import Executor

@@ -12,7 +12,7 @@ from pipeline.config.schema_cluster import NotifySection
 from pipeline.journal.run_folder import RunFolder
 from pipeline.runs.engine.handover import notify
 from tests.testkit.command import Command
-from tests.testkit.projects import MakeProject
+from tests.testkit.project import MakeProject
 
 TELLS = "import json, pathlib, sys; pathlib.Path(sys.argv[1]).write_text(json.dumps(sys.argv[2:]))"
 HOSTILE = "it's $(id) `id` \n; rm -rf /"
@@ -46,6 +46,6 @@ def test_a_mail_says_what_happened_and_where(tmp_path: Path, monkeypatch: pytest
 def test_every_stage_is_told_of_once(pipeline: Command, make_project: MakeProject, tmp_path: Path) -> None:
     program = tmp_path / "tell.py"
     program.write_text(f"import sys\nopen({str(tmp_path / 'told')!r}, 'a').write(' '.join(sys.argv[2:4]) + chr(10))\n")
-    make_project(2, f"cluster: {{notify: {{command: [{sys.executable!r}, {str(program)!r}]}}}}\n")
+    make_project(2, cluster__notify__command=[sys.executable, str(program)])
     assert pipeline("submit", "--stage", "scan", "--follow").code == 0
     assert (tmp_path / "told").read_text() == "scan done\n"

@@ -12,6 +12,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,7 +28,7 @@ from pipeline.runs.engine.lifecycle import new_run
 from pipeline.runs.workflow import table as workflow
 from pipeline.runs.workflow.scan_stage import ScanStage
 from tests.testkit.command import Command
-from tests.testkit.projects import MakeProject, settle, write_complex
+from tests.testkit.project import MakeProject, settle, write_complex
 from tests.testkit.stubs import SILENT, program
 
 SUBMIT = ("submit", "--stage", "scan", "--executor", "local", "--follow")
@@ -129,7 +130,7 @@ def test_a_dry_run_shows_the_scripts_also_where_the_cluster_does_not_answer(
 
 
 def test_every_kind_of_bad_input_is_a_counted_rejection(pipeline: Command, make_project: MakeProject) -> None:
-    folder = make_project(4, "  max_rejected_fraction: 1\n")
+    folder = make_project(4, data__max_rejected_fraction=1)
     (folder / "data" / "empty.pdb").write_bytes(b"")
     (folder / "data" / "junk.cif").write_bytes(b"\x00\xff" * 500)
     (folder / "data" / "short.pdb.gz").write_bytes(b"\x1f\x8b\x08\x00")
@@ -212,17 +213,17 @@ def test_an_id_in_two_splits_is_a_leak_although_its_second_row_is_left_out(
 @pytest.mark.parametrize(
     ("settings", "code", "said"),
     [
-        ("cluster: {scan: {cpus: 999}}\n", 6, "999"),
-        ("cluster: {scan: {mem: 900TiB}}\n", 6, "of memory"),
-        ("cache: {root: data}\n", 2, "not a cache"),
-        ("cluster: {scan: {mem: 2G, mem_per_gpu: 1G, gpus: 1}}\n", 2, "mem_per_gpu"),
-        ("dta: {}\n", 2, 'did you mean "data"'),
+        ({"cluster__scan__cpus": 999}, 6, "999"),
+        ({"cluster__scan__mem": "900TiB"}, 6, "of memory"),
+        ({"cache__root": "data"}, 2, "not a cache"),
+        ({"cluster__scan": {"mem": "2G", "mem_per_gpu": "1G", "gpus": 1}}, 2, "mem_per_gpu"),
+        ({"dta": {}}, 2, 'did you mean "data"'),
     ],
 )
 def test_what_cannot_be_is_refused_with_its_exit_code(
-    pipeline: Command, make_project: MakeProject, settings: str, code: int, said: str
+    pipeline: Command, make_project: MakeProject, settings: dict[str, Any], code: int, said: str
 ) -> None:
-    make_project(2, settings)
+    make_project(2, **settings)
     done = pipeline(*SUBMIT)
     assert (done.code, said in done.err) == (code, True), done.err
     assert "next: " in done.err

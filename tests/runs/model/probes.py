@@ -17,7 +17,7 @@ from pipeline.memory.planning.memory_plan import CardSpec, DataSizes, MemoryPlan
 from pipeline.memory.planning.planner import plan_memory
 from pipeline.memory.tracing.tracer import CPU
 from pipeline.runs.model.training_work import Work, cutter, host_card, least_of, request_of
-from tests.testkit.slurm_runs import nested
+from tests.testkit.project import nested
 
 GIB = 1 << 30
 ROWS_N = np.arange(12_000, 28_000, 2_000)

@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.runs.model import prepare
 from tests.testkit.command import Command
-from tests.testkit.projects import settle, submit_there, write_growing
+from tests.testkit.project import Project, settle, write_complexes
 
 PLAN = ("plan", "--stage", "train", "--gpu", "a100-40gb")
 SIZES = "nodes=300,edges=6000,pairs=20000"
@@ -39,8 +39,7 @@ def copied(project: Path, folder: Path, *stages: str) -> Path:
     """Return a copy of a project in which stages have run."""
     shutil.copytree(project, folder)
     settle(folder / "data")
-    for stage in stages:
-        submit_there(folder, stage)
+    Project(folder).finishes(*stages)
     return folder
 
 
@@ -48,7 +47,7 @@ def copied(project: Path, folder: Path, *stages: str) -> Path:
 def unscanned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a project in which nothing was submitted."""
     folder = tmp_path_factory.mktemp("early")
-    write_growing(folder, ITEMS)
+    write_complexes(folder / "data", ITEMS, growth=10)
     (folder / "pipeline.yaml").write_text(CONFIG)
     (folder / "nonbonded.py").write_text(NONBONDED)
     return folder
@@ -98,7 +97,7 @@ def test_the_plan_of_a_scan_is_the_one_of_its_graphs_where_edges_are_those_of_ne
     folder = copied(unscanned, tmp_path / "project", "scan")
     monkeypatch.chdir(folder)
     early = planned(typed)
-    submit_there(folder, "graph")
+    Project(folder).finishes("graph")
     late = planned(typed)
     assert (early["sizes_from"] != "", late["sizes_from"]) == (True, "")
     assert early["item"] == late["item"]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.testkit.projects import MakeProject
+from tests.testkit.project import MakeProject
 
 PIPELINE = Path(sys.executable).with_name("pipeline")
 
@@ -32,12 +32,12 @@ def planned(*words: str, cwd: Path) -> dict[str, dict[str, Any]]:
 
 
 def test_what_was_set_is_told_with_its_place(make_project: MakeProject) -> None:
-    folder = make_project(6, "cluster:\n  scan:\n    cpus: 1\n    items_per_task: 2\n")
+    folder = make_project(6, cluster__scan__cpus=1, cluster__scan__items_per_task=2)
     scan = planned("--stage", "scan", "--set", "cluster.scan.mem=3GiB", cwd=folder)["scan"]
     assert (scan["tasks"], scan["mem_bytes"], scan["cpus"]) == (3, 3 << 30, 1)
     assert scan["sources"]["mem"] == "cluster.scan.mem (--set)"
-    assert scan["sources"]["cpus"] == "cluster.scan.cpus (pipeline.yaml:6)"
-    assert scan["sources"]["tasks"] == "by cluster.scan.items_per_task: 2 (pipeline.yaml:7)"
+    assert scan["sources"]["cpus"] == "cluster.scan.cpus (pipeline.yaml:8)"
+    assert scan["sources"]["tasks"] == "by cluster.scan.items_per_task: 2 (pipeline.yaml:9)"
     assert scan["sources"]["limit"] == "cluster.scan.time (default)"
 
 

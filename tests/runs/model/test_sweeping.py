@@ -16,7 +16,7 @@ from pipeline.journal.run_status import StatusReader
 from pipeline.report.compared import ComparedModel, compared
 from tests.runs.engine.test_submit import wait_for
 from tests.runs.workflow.trained import SMALL, weights, write_project
-from tests.testkit.command import Command, Outcome
+from tests.testkit.command import Command, Typed
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -75,12 +75,12 @@ def there(pipeline: Command, folder: Path, monkeypatch: pytest.MonkeyPatch) -> I
     sys.modules.pop("swept_task", None)
 
 
-def typed(folder: Path, *words: str, code: int = 0) -> Outcome:
+def typed(folder: Path, *words: str, code: int = 0) -> Typed:
     """Type a command in a process of its own."""
     program = str(Path(sys.executable).with_name("pipeline"))
     done = subprocess.run([program, *words], cwd=folder, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == code, done.stderr
-    return Outcome(done.returncode, done.stdout, done.stderr)
+    return Typed(done.returncode, done.stdout, done.stderr)
 
 
 def stage(pipeline: Command, run: str = "") -> dict[str, Any]:

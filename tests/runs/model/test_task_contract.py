@@ -18,7 +18,7 @@ from pipeline.runs.model.training_work import sizes_of
 from pipeline.tasks.interface import Interface
 from tests.tasks.items import DIM, batch_of, made
 from tests.testkit.command import Command
-from tests.testkit.projects import MakeProject
+from tests.testkit.project import MakeProject
 from tests.zoo import ZOO
 
 WIDTH = 4

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.testkit.command import Command
-from tests.testkit.projects import settle, submit_there, write_growing
+from tests.testkit.project import Project, settle, write_complexes
 
 PLAN = ("plan", "--stage", "train", "--set", "train.task=planlab:Task", "--json")
 CONFIG = """\
@@ -140,10 +140,10 @@ class IgnoresSizes(Task):
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a project with graphs, in which nothing is changed."""
     folder = tmp_path_factory.mktemp("planned")
-    write_growing(folder, ITEMS)
+    write_complexes(folder / "data", ITEMS, growth=10)
     (folder / "pipeline.yaml").write_text(CONFIG)
     (folder / "planlab.py").write_text(TASK)
-    submit_there(folder, "graph")
+    Project(folder).finishes("graph")
     return folder
 
 

@@ -33,7 +33,7 @@ from pipeline.training.ranks.rank_protocol import SingleRank
 from tests.testkit.command import Command
 from tests.testkit.limited import device as limited
 from tests.testkit.limited.device import LimitedDevice
-from tests.testkit.projects import settle
+from tests.testkit.project import settle
 
 pytestmark = pytest.mark.timeout(900)  # it trains for real, on machines that are shared
 

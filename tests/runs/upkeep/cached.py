@@ -15,7 +15,7 @@ from pipeline.encoder.checkpoints.synth import write_random_checkpoint
 from pipeline.project.project import Project
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.structures.synthetic import complex_pdb
-from tests.testkit.projects import settle
+from tests.testkit.project import settle
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -21,7 +21,7 @@ from pipeline.records import EventKind
 from pipeline.runs.upkeep import prune_runs
 from pipeline.runs.upkeep.prune_runs import YOUNG_S, foresee_pruning, prune
 from tests.testkit.command import Command
-from tests.testkit.projects import MakeProject
+from tests.testkit.project import MakeProject
 
 BEGUN = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 

@@ -26,7 +26,7 @@ from pipeline.runs.views.explained_item import explain_item, near_names
 from pipeline.stages import scan
 from tests.runs.workflow.trained import SMALL, write_project
 from tests.testkit.command import Command
-from tests.testkit.projects import settle
+from tests.testkit.project import settle
 
 CONFIG = f"""{SMALL}
   task: "pipeline.tasks.interface:Interface"

@@ -35,7 +35,7 @@ from tests.journal.ledgers import Told
 from tests.report.runs_told import begun, failed, many, trained
 from tests.testkit.command import Command
 from tests.testkit.counted import calls_of
-from tests.testkit.projects import MakeProject
+from tests.testkit.project import MakeProject
 
 TASKS = 10_000
 MOST_BYTES, MOST_CALLS = 3_000_000, 2_500_000

@@ -21,7 +21,7 @@ from pipeline.report.facts import StageUse
 from pipeline.report.run_tables import efficiency_report
 from pipeline.runs.views.efficiency import stage_uses, used
 from tests.journal.ledgers import Told
-from tests.testkit.projects import MakeProject
+from tests.testkit.project import MakeProject
 
 PIPELINE = Path(sys.executable).with_name("pipeline")
 GIB = 1 << 30

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.testkit.projects import settle
+from tests.testkit.project import settle
 
 SPLITS = ("train",) * 6 + ("test",) * 2
 CONFIG = """\

@@ -11,7 +11,7 @@ from pipeline.runs.dataset.loading import open_loader
 from pipeline.tasks.docking.docking_items import bound_frame
 from pipeline.training.sampling.epoch_order import SamplerSettings
 from tests.testkit.command import Command
-from tests.testkit.projects import settle
+from tests.testkit.project import settle
 
 SUBMIT = ("submit", "--stage", "graph", "--executor", "local", "--follow")
 CONFIG = "data: {source: pairs, path: db5, splits: db5/splits.csv, on_leak: warn}\n"

@@ -35,13 +35,13 @@ from pipeline.training.items.residue_embeddings import Embeddings
 from tests.encoder.sequences import natural
 from tests.runs.engine.test_submit import wait_for
 from tests.testkit.command import Command
-from tests.testkit.projects import MakeProject, settle, write_complex
+from tests.testkit.project import MakeProject, settle, write_complex, write_config
 
 SUBMIT = ("submit", "--stage", "embed", "--executor", "local", "--follow")
 SCAN_FITS = ("--set", "cluster.scan.mem=60MiB")  # where the whole machine is small
 PIPELINE = str(Path(sys.executable).with_name("pipeline"))
-EMBED = "embed:\n  weights: esm2_tiny.pt\n"
-FASTA = "data: {source: fasta, path: data.fasta, max_rejected_fraction: 1.0}\n"
+EMBED = {"embed__weights": "esm2_tiny.pt"}
+FASTA = {"data": {"source": "fasta", "path": "data.fasta", "max_rejected_fraction": 1.0}}
 
 
 @pytest.fixture(scope="session")
@@ -56,7 +56,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def fasta(tmp_path: Path, checkpoint: Path) -> Path:
     """Return a folder with weights and a configuration that reads data.fasta."""
     shutil.copy2(checkpoint, tmp_path)
-    (tmp_path / "pipeline.yaml").write_text(FASTA + EMBED)
+    write_config(tmp_path, **FASTA, **EMBED)
     return tmp_path
 
 
@@ -87,7 +87,7 @@ def metas(folder: Path) -> dict[str, dict[str, Any]]:
 def test_complexes_are_scanned_and_embedded_by_one_command(
     pipeline: Command, make_project: MakeProject, checkpoint: Path
 ) -> None:
-    folder = make_project(6, EMBED)
+    folder = make_project(6, **EMBED)
     shutil.copy2(checkpoint, folder)
     done = pipeline(*SUBMIT)
     assert done.code == 0, done.err
@@ -221,7 +221,7 @@ def test_a_long_sequence_is_rejected_where_that_is_configured(fasta: Path, pipel
 def test_only_embeds_what_is_scanned_and_says_what_is_not(
     pipeline: Command, make_project: MakeProject, checkpoint: Path
 ) -> None:
-    folder = make_project(2, EMBED)
+    folder = make_project(2, **EMBED)
     shutil.copy2(checkpoint, folder)
     pipeline("submit", "--stage", "scan", "--follow")
     write_complex(folder / "data" / "new.pdb", 9)
@@ -237,7 +237,7 @@ def test_only_embeds_what_is_scanned_and_says_what_is_not(
 def test_the_chains_of_a_partner_are_joined_where_that_is_configured(
     pipeline: Command, make_project: MakeProject, checkpoint: Path
 ) -> None:
-    folder = make_project(1, "  partners: none\n" + EMBED)
+    folder = make_project(1, data__partners="none", **EMBED)
     shutil.copy2(checkpoint, folder)
     pipeline(*SUBMIT, "--set", "embed.context=partner")
     assert [meta["shape"] for meta in metas(folder).values()] == [(11, 16)]

@@ -22,7 +22,7 @@ from pipeline.store.cache_folder import CacheFolder
 from pipeline.structures.synthetic import complex_pdb
 from pipeline.training.items.item_table import ItemTable
 from tests.testkit.command import Command
-from tests.testkit.projects import settle
+from tests.testkit.project import settle
 
 SUBMIT = ("submit", "--stage", "graph", "--executor", "local", "--follow")
 CONFIG = "data: {source: glob, path: data}\n"

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 from pipeline.structures.synthetic import complex_pdb
 from tests.runs.workflow.trained import SPLITS, Trained, trained_project
 from tests.testkit.command import Command
-from tests.testkit.projects import settle
+from tests.testkit.project import settle
 
 pytestmark = pytest.mark.timeout(900)  # it trains for real, on machines that are shared
 

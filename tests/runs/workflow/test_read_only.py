@@ -12,7 +12,7 @@ import pytest
 from pipeline.store.cache_folder import CacheFolder
 from tests.runs.workflow.trained import trained_project
 from tests.testkit.command import Command
-from tests.testkit.projects import MakeProject
+from tests.testkit.project import MakeProject
 
 TRAIN = ("submit", "--stage", "train", "--executor", "local", "--follow")
 GRAPHS = ("submit", "--stage", "graph", "--executor", "local", "--follow")

@@ -30,7 +30,7 @@ from pipeline.runs.workflow.table import everything, up_to
 from pipeline.training.sampling.epoch_order import SamplerSettings
 from tests.runs.workflow.reader_project import SPLITS, write_project, write_spectrum
 from tests.testkit.command import Command
-from tests.testkit.projects import settle
+from tests.testkit.project import settle
 
 pytestmark = pytest.mark.timeout(900)  # it trains for real, on machines that are shared
 

@@ -34,12 +34,6 @@ NOTES = {"files", "recipes", "sets", "weights", "parity", "limits"}
 SEED = 7
 
 
-@pytest.fixture
-def cached(filled: Cached, tmp_path: Path) -> Cached:
-    """The project beside a cache that the test may damage."""
-    return caches.copy_of(filled, tmp_path)
-
-
 def lost(cached: Cached, kind: str, keys: set[bytes]) -> list[DamageFinding]:
     """Return findings that say that records are lost."""
     return [DamageFinding(kind, Fault.GONE, "its shard is gone", "", key.hex(), lost=True) for key in sorted(keys)]
@@ -88,14 +82,14 @@ class TestContent:
     def test_a_damaged_record_that_nobody_put_aside_is_made_anew_whatever_is_believed_unread(
         self, cached: Cached
     ) -> None:
-        unread = ("cache.verify_bytes=0",)
+        unread = ("--set", "cache.verify_bytes=0")
         before, rng = cached.records(), random.Random(SEED)
         for kind in ("embed", "graph"):
             caches.flip(cached.shards(kind)[0], rng)
         assert cached.submits("validate").code == 4
         listed = str(cached.report().path)
-        assert "2 records" not in cached.submits("embed", sets=unread).err
-        done = cached.submits("regenerate", "--list", listed, sets=unread)
+        assert "2 records" not in cached.submits("embed", *unread).err
+        done = cached.submits("regenerate", "--list", listed, *unread)
         assert done.code == 0, done.err
         outcomes = cached.outcomes()
         assert 0 < outcomes["embed"] + outcomes["graph"] == cached.census("regenerate")["items"]
@@ -154,8 +148,8 @@ class TestContent:
         remove(cached, "graph", 0.1)
         assert cached.types("cache", "regenerate").code == 0
         (user,) = registered(cached.cache.disk, cached.cache.root)[0]
-        assert user.config == str(cached.project / "pipeline.yaml")
-        assert user.runs == str(cached.home / "runs")
+        assert user.config == str(cached.folder / "pipeline.yaml")
+        assert user.runs == str(cached.folder / "runs")
         assert {"scan", "graph"} <= {kind for kind, _ in user.tags}
 
     @pytest.mark.nightly
@@ -204,7 +198,7 @@ class TestSaid:
         for words in (("cache", "regenerate"), ("submit", "--stage", "regenerate")):
             done = cached.types(*words, "--list", listed)
             assert (done.code, done.out) == (0, f"nothing to regenerate: {listed} names no record that is lost\n")
-        assert not (cached.home / "runs").exists()
+        assert not (cached.folder / "runs").exists()
 
     @pytest.mark.nightly
     def test_json_is_one_document_however_it_ends(self, cached: Cached) -> None:
@@ -255,7 +249,7 @@ def cache(tmp_path: Path) -> CacheFolder:
 @pytest.fixture
 def listed(cache: CacheFolder, tmp_path: Path) -> Callable[..., Path]:
     """Return a function that writes a damage list."""
-    return Cached(tmp_path, tmp_path).writes_list
+    return Cached(tmp_path).writes_list
 
 
 class TestList:

@@ -25,12 +25,12 @@ from pipeline.store.format.disk import Disk
 from pipeline.store.format.shard import read_table
 from pipeline.structures.parsing import structure_files
 from tests.runs.workflow.trained import SMALL, write_project
-from tests.testkit.command import Command, Outcome
-from tests.testkit.projects import settle
+from tests.testkit.command import Command, Typed
+from tests.testkit.project import settle
 
 pytestmark = pytest.mark.timeout(600)
 
-Submit = Callable[..., Outcome]
+Submit = Callable[..., Typed]
 SPLITS = ["train", "train", "val", "val"]
 LISTS = ("rejected", "inventory", "residues_left_out", "leaks")
 STAGE_OF = {"scan": "scan", "files": "scan", "embed": "embed", "graph": "graph"}  # which makes records of a kind
@@ -54,7 +54,7 @@ def submit(home: Path, monkeypatch: pytest.MonkeyPatch, pipeline: Command) -> Su
     """Return what submits every stage of the project, which lacks nothing."""
     monkeypatch.chdir(home)
 
-    def submitted(*words: str) -> Outcome:
+    def submitted(*words: str) -> Typed:
         sets = ("data.max_rejected_fraction=0.5", "cache.visibility_s=0", *words)
         done = pipeline("submit", "--stage", "all", "--follow", *(word for text in sets for word in ("--set", text)))
         assert done.code == 0, done.err
@@ -64,13 +64,13 @@ def submit(home: Path, monkeypatch: pytest.MonkeyPatch, pipeline: Command) -> Su
     return submitted
 
 
-def surveyed(done: Outcome) -> dict[str, str]:
+def surveyed(done: Typed) -> dict[str, str]:
     """Return what a run said before each stage."""
     lines = (line.partition(": ") for line in done.err.splitlines() if " cached, " in line and " to do" in line)
     return {stage: said for stage, _, said in lines}
 
 
-def is_complete(done: Outcome) -> bool:
+def is_complete(done: Typed) -> bool:
     return all(", 0 to do" in said for said in surveyed(done).values())
 
 

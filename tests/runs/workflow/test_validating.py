@@ -24,8 +24,8 @@ from pipeline.store.format.cache_layout import REPORT_NAME
 from pipeline.store.maintenance import scrub
 from pipeline.store.maintenance.damage_report import Fault, Summary, last_report, read_report
 from tests.store.content import put
-from tests.testkit import caches
 from tests.testkit.caches import Cached
+from tests.testkit.project import MakeProject
 
 FILES = 8  # of the cache that is made by hand, with two indexes
 SHARDS = ("scan", "graph")
@@ -234,12 +234,9 @@ class TestTyped:
     """As people type it, on a cache with records of every kind."""
 
     @pytest.mark.nightly
-    def test_a_whole_cache_without_its_data_set_is_whole_and_stays_as_it_is(
-        self, filled: Cached, tmp_path: Path
-    ) -> None:
-        cached = caches.copy_of(filled, tmp_path)
+    def test_a_whole_cache_without_its_data_set_is_whole_and_stays_as_it_is(self, cached: Cached) -> None:
         before = files_of(cached.cache.root)
-        done = cached.submits("validate", sets=("data.path=nowhere", "cluster.validate.items_per_task=20"))
+        done = cached.submits("validate", "--set=data.path=nowhere", "--set=cluster.validate.items_per_task=20")
         assert done.code == 0, done.err
         assert "nothing is wrong" in done.out
         after = files_of(cached.cache.root)
@@ -253,10 +250,7 @@ class TestTyped:
         assert "0 of 0" not in cached.types("status").out
 
     @pytest.mark.nightly
-    def test_damage_ends_the_run_with_4_and_status_names_the_list_and_what_to_do(
-        self, filled: Cached, tmp_path: Path
-    ) -> None:
-        cached = caches.copy_of(filled, tmp_path)
+    def test_damage_ends_the_run_with_4_and_status_names_the_list_and_what_to_do(self, cached: Cached) -> None:
         damage(cached.shards("graph")[0])
         done = cached.submits("validate")
         report = cached.report()
@@ -273,27 +267,22 @@ class TestTyped:
         assert str(report.path) in status
 
     @pytest.mark.nightly
-    def test_semantic_validation_as_tasks(self, filled: Cached, tmp_path: Path) -> None:
-        cached = caches.copy_of(filled, tmp_path)
-        done = cached.submits("validate", sets=("cache.check=semantic",))
+    def test_semantic_validation_as_tasks(self, cached: Cached) -> None:
+        done = cached.submits("validate", "--set=cache.check=semantic")
         assert done.code == 0, done.err
         assert cached.report().summary.how == "semantic"
 
     @pytest.mark.nightly
-    def test_semantic_validation_with_a_sample_makes_records_anew_in_tasks(
-        self, filled: Cached, tmp_path: Path
-    ) -> None:
-        cached = caches.copy_of(filled, tmp_path)
-        sets = ("cache.check=semantic", "cache.sample=1", "cluster.validate.items_per_task=20")
-        done = cached.submits("validate", sets=sets)
+    def test_semantic_validation_with_a_sample_makes_records_anew_in_tasks(self, cached: Cached) -> None:
+        sets = ("--set=cache.check=semantic", "--set=cache.sample=1", "--set=cluster.validate.items_per_task=20")
+        done = cached.submits("validate", *sets)
         assert done.code == 0, done.err + done.out
         keys, notes = cached.keys(), cached.report().summary.notes
         anew = ("graphs made anew", "inventories made anew", "embeddings computed again", "files read again")
         assert [notes[name] for name in anew] == [len(keys[kind]) for kind in ("graph", "scan", "embed", "files")]
 
-    def test_a_plan_says_how_many_files_there_are_and_reads_none(self, filled: Cached, tmp_path: Path) -> None:
-        cached = caches.copy_of(filled, tmp_path)
-        done = cached.types("plan", "--stage", "validate", "--json", sets=("cluster.validate.items_per_task=10",))
+    def test_a_plan_says_how_many_files_there_are_and_reads_none(self, cached: Cached) -> None:
+        done = cached.types("plan", "--stage", "validate", "--json", "--set=cluster.validate.items_per_task=10")
         assert done.code == 0, done.err
         (plan,) = json.loads(done.out)
         files = sum(len(cached.shards(kind)) + 1 for kind in cached.cache.kinds())
@@ -301,9 +290,10 @@ class TestTyped:
         assert plan["mem_bytes"] == MEM_BYTES
 
     @pytest.mark.parametrize("stage", ["validate", "regenerate"])
-    def test_where_no_cache_is_nothing_is_begun(self, filled: Cached, tmp_path: Path, stage: str) -> None:
-        nowhere = Cached(filled.project, tmp_path)
-        done = nowhere.submits(stage)
+    def test_where_no_cache_is_nothing_is_begun(self, make_project: MakeProject, tmp_path: Path, stage: str) -> None:
+        make_project(1)
+        done = Cached(tmp_path).submits(stage)
         assert done.code == 2
         assert "no cache is there" in done.err
-        assert list(tmp_path.iterdir()) == []
+        assert not (tmp_path / "cache").exists()
+        assert not (tmp_path / "runs").exists()

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from pipeline.encoder.checkpoints.synth import write_random_checkpoint
 from pipeline.structures.synthetic import complex_pdb
 from tests.testkit.command import Command
-from tests.testkit.projects import settle
+from tests.testkit.project import settle
 
 RESIDUES = 20
 SPLITS = ("train", "train", "val", "val", "test", "test", "test", "test", "test")

@@ -13,7 +13,7 @@ from pipeline.encoder.checkpoints.synth import write_random_checkpoint
 from tests.testkit.cluster import Cluster
 from tests.testkit.cluster import config as cluster_config
 from tests.testkit.command import Command
-from tests.testkit.projects import write_complex
+from tests.testkit.project import write_complex
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from tests.docs.blocks import Page
 from tests.runs.workflow.reader_project import CODE, SPLITS, write_spectrum
 from tests.testkit.cluster import Cluster
 from tests.testkit.command import Command
-from tests.testkit.projects import settle
+from tests.testkit.project import settle
 from tests.testkit.slurm_runs import PIPELINE, Run, make_project
 from tests.training.own_loops.test_ranks_of_others import HOPELESS, SCRIPT, undisturbed
 

@@ -17,7 +17,7 @@ from pipeline.structures.parsing.structure_files import read_file
 from pipeline.structures.policy import Policy, Structure, apply_policy
 from tests.structures.pdb_text import atom, chain, residue
 from tests.testkit.command import Command
-from tests.testkit.projects import MakeProject, settle
+from tests.testkit.project import MakeProject, settle
 
 PLAIN = chain("A", "ALA", "GLY")
 ZINC = atom("ZN", "ZN", "Z", 1, record="HETATM", element="ZN")
@@ -164,7 +164,7 @@ def test_text_by_the_name_of_gzip_is_said_to_be_no_gzip(tmp_path: Path) -> None:
 def test_a_file_that_unfolds_beyond_the_limit_is_a_rejection_of_every_run(
     pipeline: Command, make_project: MakeProject
 ) -> None:
-    folder = make_project(1, "structures: {max_file_bytes: 1MiB}\n")
+    folder = make_project(1, structures__max_file_bytes="1MiB")
     (folder / "data" / "b.pdb.gz").write_bytes(gzip.compress(b" " * (2 << 20)))
     settle(folder / "data")
     submit = ("submit", "--stage", "scan", "--executor", "local", "--follow", "--set", "data.max_rejected_fraction=0.9")
