@@ -24,6 +24,7 @@ from tests.testkit.command import Command
 from tests.testkit.once import shelf as shelf
 from tests.testkit.project import project_of as project_of
 from tests.testkit.project import tiny_project as tiny_project
+from tests.testkit.reference import STRUCTURES
 
 pytest_plugins = ["pytester"]
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,7 +33,6 @@ CHILD_S = 600.0  # no child that a test starts is waited for longer, whoever for
 # `nohup` has the one ignored, a shell that starts things in the background the other; so would every process of a test.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
-SHARED = ROOT.parent / "shared" / "structures"
 # Other work may share the machine: no property is judged by how long an example took.
 # The gate tries the same examples every time; the night tries others.
 UNHURRIED = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
@@ -112,11 +112,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session")
-def shared_structures() -> Path:
-    """Return the folder of real structures that stands beside the project."""
-    if not SHARED.is_dir():
-        pytest.skip("the real structures (../shared/structures) are not beside this checkout")
-    return SHARED
+def structures() -> Path:
+    """Return the folder of real structures: complexes, pairs and varied files."""
+    assert STRUCTURES.is_dir(), f"reference data is missing: {STRUCTURES}"
+    return STRUCTURES
 
 
 @pytest.fixture

@@ -24,9 +24,9 @@ def read_item(item: Item) -> Complex:
 
 
 @pytest.fixture(scope="session")
-def complexes(shared_structures: Path) -> dict[str, Complex]:
-    """Return every shared complex by its name."""
-    paths = sorted((shared_structures / "complexes").glob("*.pdb"))
+def complexes(structures: Path) -> dict[str, Complex]:
+    """Return every real complex by its name."""
+    paths = sorted((structures / "complexes").glob("*.pdb"))
     return {path.stem: read_item(Item(path.stem, parts=(Part(Role.COMPLEX, str(path)),))) for path in paths}
 
 
@@ -37,12 +37,12 @@ def read_pairs(folder: Path, state: str) -> dict[str, Complex]:
 
 
 @pytest.fixture(scope="session")
-def unbound(shared_structures: Path) -> dict[str, Complex]:
-    """Return every shared pair of unbound structures, with the bound ones."""
-    return read_pairs(shared_structures / "pairs", "unbound")
+def unbound(structures: Path) -> dict[str, Complex]:
+    """Return every real pair of unbound structures, with the bound ones."""
+    return read_pairs(structures / "pairs", "unbound")
 
 
 @pytest.fixture(scope="session")
-def bound(shared_structures: Path) -> dict[str, Complex]:
-    """Return every shared pair of bound structures."""
-    return read_pairs(shared_structures / "pairs", "bound")
+def bound(structures: Path) -> dict[str, Complex]:
+    """Return every real pair of bound structures."""
+    return read_pairs(structures / "pairs", "bound")

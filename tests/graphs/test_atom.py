@@ -173,16 +173,14 @@ def equal(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:
         np.testing.assert_array_equal(array, other[name], err_msg=name)
 
 
-@pytest.mark.shared
-def test_a_graph_comes_back_from_its_record(shared_structures: Path) -> None:
-    read = shared_complex(shared_structures / "varied" / "5ugo.pdb", side(Role.RECEPTOR, "A"), side(Role.LIGAND, "T"))
+def test_a_graph_comes_back_from_its_record(structures: Path) -> None:
+    read = shared_complex(structures / "varied" / "5ugo.pdb.gz", side(Role.RECEPTOR, "A"), side(Role.LIGAND, "T"))
     graph = atom_graph.build_atom_graph(read, replace(ATOM, cross_radius=6.0))
     same(decode_graph(*encode_graph(graph)), graph)
 
 
-@pytest.mark.shared
-def test_contacts_are_those_of_the_benchmark_atom_by_atom(shared_structures: Path) -> None:
-    for path in sorted(shared_structures.glob("complexes/*.pdb")):
+def test_contacts_are_those_of_the_benchmark_atom_by_atom(structures: Path) -> None:
+    for path in sorted(structures.glob("complexes/*.pdb")):
         graph = atom_graph.build_atom_graph(shared_complex(path, BOTH), ATOM)
         pairs_P2, apart_P = graph.labels["contact_pairs"], graph.labels["contact_nearest"]
         ours = {(named(graph.parts[0], a), named(graph.parts[1], b)) for a, b in pairs_P2.tolist()}
@@ -201,10 +199,9 @@ def named(part: PartnerGraph, node: int) -> tuple[str, str, str]:
     return part.chains[part.residues["chain"][residue]].name, number, name
 
 
-@pytest.mark.shared
 @pytest.mark.parametrize("name", SOME)
-def test_every_pair_within_the_radius_is_of_exactly_one_kind(shared_structures: Path, name: str) -> None:
-    read = shared_complex(shared_structures / "complexes" / f"{name}.pdb", BOTH)
+def test_every_pair_within_the_radius_is_of_exactly_one_kind(structures: Path, name: str) -> None:
+    read = shared_complex(structures / "complexes" / f"{name}.pdb", BOTH)
     for part in atom_graph.build_atom_graph(read, ATOM).parts:
         pos_A3 = read.sides[part.role].structure.pos_A3[rows_of(read, part.role)]
         is_near = cdist(pos_A3, pos_A3) <= 5.0
@@ -222,10 +219,9 @@ def rows_of(read: Complex, role: Role) -> Iterable[int]:
     return atom_graph._choose(role, read.sides[role], ATOM).atom_A
 
 
-@pytest.mark.shared
 @pytest.mark.parametrize("name", SOME)
-def test_moving_a_complex_changes_no_edge_and_no_distance(shared_structures: Path, name: str) -> None:
-    read = shared_complex(shared_structures / "complexes" / f"{name}.pdb", BOTH)
+def test_moving_a_complex_changes_no_edge_and_no_distance(structures: Path, name: str) -> None:
+    read = shared_complex(structures / "complexes" / f"{name}.pdb", BOTH)
     elsewhere = moved(read, Rotation.from_rotvec([0.3, -1.1, 2.0]).as_matrix(), np.array([31.7, -88.1, 12.9]))
     recipe = replace(ATOM, cross_radius=6.0)
     here, there = atom_graph.build_atom_graph(read, recipe), atom_graph.build_atom_graph(elsewhere, recipe)
@@ -245,7 +241,7 @@ def test_moving_a_complex_changes_no_edge_and_no_distance(shared_structures: Pat
 def unbound(folder: Path, name: str) -> Complex:
     """Return an unbound pair with its bound structures."""
     parts, bound = (
-        tuple(ItemPart(role, str(folder / f"{name}_{letter}_{state}.pdb")) for role, letter in SIDE_LETTERS)
+        tuple(ItemPart(role, str(folder / f"{name}_{letter}_{state}.pdb.gz")) for role, letter in SIDE_LETTERS)
         for state in "ub"
     )
     files = {part.path: File(read_file(Path(part.path), LIMIT), part.path) for part in (*parts, *bound)}
@@ -257,12 +253,9 @@ def unbound(folder: Path, name: str) -> Complex:
 SIDE_LETTERS = ((Role.RECEPTOR, "r"), (Role.LIGAND, "l"))
 
 
-@pytest.mark.shared
-@pytest.mark.parametrize("name", ["1HIA", "1A2K", "2VXT"])
-def test_unbound_atoms_have_the_contacts_of_their_twins_in_the_bound_structure(
-    shared_structures: Path, name: str
-) -> None:
-    read = unbound(shared_structures / "pairs", name)
+@pytest.mark.parametrize("name", ["1HIA", "1KKL", "2VXT"])
+def test_unbound_atoms_have_the_contacts_of_their_twins_in_the_bound_structure(structures: Path, name: str) -> None:
+    read = unbound(structures / "pairs", name)
     graph = atom_graph.build_atom_graph(read, replace(ATOM, cross_radius=6.0))
     assert not graph.cross
     pairs_P2, apart_P = graph.labels["contact_pairs"], graph.labels["contact_nearest"]
@@ -277,10 +270,9 @@ def test_unbound_atoms_have_the_contacts_of_their_twins_in_the_bound_structure(
     np.testing.assert_array_equal(order, np.arange(len(order)))
 
 
-@pytest.mark.shared
-def test_rna_and_its_small_molecules_are_receptor_and_ligand(shared_structures: Path) -> None:
+def test_rna_and_its_small_molecules_are_receptor_and_ligand(structures: Path) -> None:
     sides = side(Role.RECEPTOR, "A"), side(Role.LIGAND, "A:SPM")
-    graph = atom_graph.build_atom_graph(shared_complex(shared_structures / "varied" / "4p5j.cif", *sides), ATOM)
+    graph = atom_graph.build_atom_graph(shared_complex(structures / "varied" / "4p5j.cif.gz", *sides), ATOM)
     rna, spermine = graph.parts
     assert spermine.size == 14
     assert {kind: edges.shape[1] // 2 for kind, edges in spermine.edges.items() if kind != "near"} == {

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +22,6 @@ from pipeline.structures.sources.item_ids import SourceSpec
 from tests.graphs.conftest import read_item
 from tests.structures.pdb_text import chain
 
-pytestmark = pytest.mark.shared
 RECIPE = GraphRecipe()
 # DiffDock-PP leaves out all HETATM records. Where modified residues of a chain are written so, they are kept here.
 KEPT_HERE = {"1KKL_r_u": ["MSE"] * 12}
@@ -41,7 +42,7 @@ def test_nodes_of_the_benchmarks_pairs_are_the_residues_that_diffdock_pp_keeps(
         pytest.skip("what the original read (../shared/originals/diffdock_pp) is not beside this checkout")
     names, places = json.loads((folder / "parsing.json").read_text()), load_file(folder / "parsing.safetensors")
     pairs = bound if state == "bound" else unbound
-    assert len(pairs) == 10
+    assert len(pairs) == 5
     for pair, read in pairs.items():
         for part in build_residue_graph(read, RECIPE).parts:
             file = f"{pair}_{part.role.value[0]}_{state[0]}"
@@ -55,59 +56,53 @@ def test_nodes_of_the_benchmarks_pairs_are_the_residues_that_diffdock_pp_keeps(
             np.testing.assert_allclose(ca_N3, places[next(key for key in places if key.startswith(file))], atol=2e-3)
 
 
+def text_of(path: Path) -> str:
+    return gzip.decompress(path.read_bytes()).decode()
+
+
 def joined(to: Path, *files: Path) -> Path:
     """Write structures that stand in one frame as one file."""
-    lines = (line for file in files for line in file.read_text().splitlines(keepends=True))
+    lines = (line for file in files for line in text_of(file).splitlines(keepends=True))
     to.write_text("".join(line for line in lines if line.startswith(("ATOM", "HETATM", "TER"))) + "END\n")
     return to
 
 
 SUMMARY = "pdb\tHchain\tLchain\tmodel\tantigen_chain\tantigen_type\n"
-ANTIBODIES = {  # row, antibody, antigen, and whether the same pair of the benchmark has the same contacts
-    "2VXT": ("2vxt\tH\tL\t0\tI\tprotein", "H L", "I", True),
-    "9QFW": ("9qfw\tH\tL\t0\tA | B\tprotein | protein", "H L", "A B", True),
-    "5CBA": ("5cba\tA\tNA\t0\tE\tprotein", "A", "E", False),
-}
 
 
 def graph_of(item: Item) -> ItemGraph:
     return build_residue_graph(read_item(item), RECIPE)
 
 
-@pytest.mark.parametrize("name", ANTIBODIES)
 def test_heavy_and_light_chain_against_the_antigen_come_from_a_summary_table_and_a_folder(
-    name: str, tmp_path: Path, shared_structures: Path, bound: dict[str, Complex]
+    tmp_path: Path, structures: Path, bound: dict[str, Complex]
 ) -> None:
-    row, antibody, antigen, is_same = ANTIBODIES[name]
-    pair = [shared_structures / "pairs" / f"{name}_{side}_b.pdb" for side in "rl"]
-    joined(tmp_path / f"{name.lower()}.pdb", *pair)
-    (tmp_path / "sabdab_summary.tsv").write_text(SUMMARY + row + "\n" + f"{name.lower()}\tH\tL\t0\tNA\tNA\n")
+    joined(tmp_path / "2vxt.pdb", *(structures / "pairs" / f"2VXT_{side}_b.pdb.gz" for side in "rl"))
+    rows = "2vxt\tH\tL\t0\tI\tprotein\n2vxt\tH\tL\t0\tNA\tNA\n"
+    (tmp_path / "sabdab_summary.tsv").write_text(SUMMARY + rows)
     item, without = items(SourceSpec("sabdab", tmp_path / "sabdab_summary.tsv"))
     assert isinstance(item, Item)
     assert isinstance(without, Rejection)
-    graph = graph_of(item)
-    assert [" ".join(own.name for own in part.chains) for part in graph.parts] == [antibody, antigen]
-    there = build_residue_graph(bound[name], RECIPE)
-    same = np.array_equal(graph.labels["contact_pairs"], there.labels["contact_pairs"])
-    assert same is is_same
+    graph, there = graph_of(item), build_residue_graph(bound["2VXT"], RECIPE)
+    assert [[own.name for own in part.chains] for part in graph.parts] == [["H", "L"], ["I"]]
+    np.testing.assert_array_equal(graph.labels["contact_pairs"], there.labels["contact_pairs"])
     assert graph.parts[1].size == there.parts[1].size
 
 
-def test_two_chains_of_one_sequence_are_two_partners(tmp_path: Path, shared_structures: Path) -> None:
-    (tmp_path / "1A2K.pdb").write_bytes((shared_structures / "pairs" / "1A2K_r_b.pdb").read_bytes())
+def test_two_chains_of_a_homomer_are_two_partners(tmp_path: Path, structures: Path) -> None:
+    lines = text_of(structures / "pairs" / "1KKL_r_b.pdb.gz").splitlines(keepends=True)
+    (tmp_path / "1KKL.pdb").write_text("".join(line for line in lines if line[21:22] in ("A", "B")))
     (item,) = items(SourceSpec("glob", tmp_path, pattern=("*.pdb",)))
     assert isinstance(item, Item)
     graph = graph_of(item)
-    receptor, ligand = graph.parts
     assert [part.chains[0].name for part in graph.parts] == ["A", "B"]
-    assert receptor.texts == ligand.texts
     assert len(graph.labels["contact_pairs"]) > 50
 
 
 def test_partners_of_several_chains_have_edges_across_them_and_rows_in_their_order(
-    tmp_path: Path, shared_structures: Path
+    tmp_path: Path, structures: Path
 ) -> None:
-    path = joined(tmp_path / "1KKL.pdb", *(shared_structures / "pairs" / f"1KKL_{side}_b.pdb" for side in "rl"))
+    path = joined(tmp_path / "1KKL.pdb", *(structures / "pairs" / f"1KKL_{side}_b.pdb.gz" for side in "rl"))
     parts = Part(Role.RECEPTOR, str(path), ("C", "A", "B")), Part(Role.LIGAND, str(path), ("H",))
     graph = graph_of(Item("1KKL", parts=parts))
     receptor = graph.parts[0]
@@ -136,11 +131,11 @@ def test_a_file_that_is_no_pair_of_chains_is_rejected_with_what_it_has(name: str
     assert words in inventory.detail
 
 
-def test_bound_structures_that_do_not_touch_reject_the_unbound_input(tmp_path: Path, shared_structures: Path) -> None:
-    pairs = shared_structures / "pairs"
+def test_bound_structures_that_do_not_touch_reject_the_unbound_input(tmp_path: Path, structures: Path) -> None:
+    pairs = structures / "pairs"
     for file in ("1Z0K_r_u", "1Z0K_l_u", "1Z0K_r_b"):
-        (tmp_path / f"{file}.pdb").write_bytes((pairs / f"{file}.pdb").read_bytes())
-    lines = (line for line in (pairs / "1Z0K_l_b.pdb").read_text().splitlines() if line.startswith("ATOM"))
+        shutil.copy(pairs / f"{file}.pdb.gz", tmp_path)
+    lines = (line for line in text_of(pairs / "1Z0K_l_b.pdb.gz").splitlines() if line.startswith("ATOM"))
     moved = [f"{line[:30]}{float(line[30:38]) + 900:8.3f}{line[38:]}" for line in lines]
     (tmp_path / "1Z0K_l_b.pdb").write_text("\n".join([*moved, "END\n"]))
     for state in ("bound", "unbound"):

@@ -58,7 +58,6 @@ def stored(graph: ItemGraph) -> ItemGraph:
     return decode_graph(back.arrays, back.meta)
 
 
-@pytest.mark.shared
 def test_every_shared_complex_survives_the_store_in_few_bytes(complexes: dict[str, Complex], tmp_path: Path) -> None:
     graphs = [residue_graph.build_residue_graph(read, GraphRecipe(cross_neighbours=5)) for read in complexes.values()]
     store, keys = CacheFolder(tmp_path / "cache").kind("graph"), [bytes([number]) * 16 for number in range(len(graphs))]
@@ -75,7 +74,6 @@ def test_every_shared_complex_survives_the_store_in_few_bytes(complexes: dict[st
     assert np.mean(sizes) <= MOST_BYTES
 
 
-@pytest.mark.shared
 def test_unbound_graphs_with_bound_labels_survive_the_store(unbound: dict[str, Complex]) -> None:
     for read in unbound.values():
         graph = residue_graph.build_residue_graph(read, GraphRecipe())

@@ -192,7 +192,6 @@ def test_points_at_one_place_are_found_and_no_others(
 
 
 @WAYS
-@pytest.mark.shared
 @pytest.mark.parametrize(("nearest", "radius"), [(20, None), (0, 10.0), (6, 7.5)])
 def test_edges_on_every_shared_complex_are_those_of_brute_force(
     few: int, nearest: int, radius: float | None, complexes: dict[str, Complex], monkeypatch: pytest.MonkeyPatch

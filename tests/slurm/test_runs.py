@@ -39,7 +39,7 @@ pytestmark = pytest.mark.slurm
 Make = Callable[..., Project]
 ONE_EACH = {"cluster__scan__items_per_task": 1}
 SUBMIT = ("submit", "--stage", "scan", "--executor", "slurm")
-COMPLEXES = 23
+COMPLEXES = 3
 
 
 @pytest.fixture
@@ -54,18 +54,18 @@ def make(tmp_path: Path, healthy: Cluster) -> Iterator[Make]:
 
 
 @pytest.fixture(scope="module")
-def real(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory, shared_structures: Path) -> Project:
-    """A project of the shared real complexes, with a small random encoder."""
+def real(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory, structures: Path) -> Project:
+    """A project of real complexes, with a small random encoder."""
     cluster.settle()
     project = make_project(
         tmp_path_factory.mktemp("real") / "project",
         items=0,
-        data__path=str(shared_structures / "complexes"),
+        data__path=str(structures / "complexes"),
         data__pattern=["*.pdb"],
         embed__weights="esm2_small.pt",
         structures__max_file_bytes="8MiB",
-        cluster__scan__items_per_task=8,
-        cluster__embed__items_per_task=16,
+        cluster__scan__items_per_task=1,
+        cluster__embed__items_per_task=2,
     )
     shape = ("--layers", "2", "--dim", "32", "--heads", "2", "--out", "esm2_small.pt")
     assert project.types("weights", "synth", *shape).code == 0
@@ -87,7 +87,6 @@ def censuses(run: Run) -> dict[str, Any]:
 
 
 @pytest.mark.nightly
-@pytest.mark.shared
 def test_one_submission_brings_all_stages_of_real_complexes_to_their_end(undisturbed: Run, real: Project) -> None:
     found = censuses(undisturbed)
     assert list(found) == ["scan", "embed", "graph"]
@@ -101,7 +100,6 @@ def test_one_submission_brings_all_stages_of_real_complexes_to_their_end(undistu
     assert tasks["embed"] > 1
 
 
-@pytest.mark.shared
 @pytest.mark.fault
 def test_killing_everything_but_slurm_midway_changes_nothing_in_the_result(
     undisturbed: Run, real: Project, healthy: Cluster

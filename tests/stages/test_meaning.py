@@ -545,25 +545,24 @@ def test_nothing_that_is_made_by_the_real_code_is_ever_accused(
 
 
 @pytest.mark.nightly
-@pytest.mark.shared
 @pytest.mark.parametrize("recipe", [RESIDUES, GraphRecipe(), ATOMS, GraphRecipe(nodes="atom", hydrogens=True, hops=2)])
 @pytest.mark.parametrize("source", ["complexes", "bound", "unbound", "varied"])
-def test_nothing_real_is_ever_accused(shared_structures: Path, source: str, recipe: GraphRecipe) -> None:
-    structures = Structures(policy=Policy(ligands="keep" if recipe.nodes == "atom" else "drop"))
+def test_nothing_real_is_ever_accused(structures: Path, source: str, recipe: GraphRecipe) -> None:
+    scan = Structures(policy=Policy(ligands="keep" if recipe.nodes == "atom" else "drop"))
     spec = {
-        "complexes": SourceSpec("glob", shared_structures / "complexes", pattern=("*.pdb",)),
-        "varied": SourceSpec("glob", shared_structures / "varied", pattern=("*.pdb", "*.cif", "*.gz"), partners="none"),
-    }.get(source) or SourceSpec("pairs", shared_structures / "pairs", state=source)
+        "complexes": SourceSpec("glob", structures / "complexes", pattern=("*.pdb",)),
+        "varied": SourceSpec("glob", structures / "varied", pattern=("*.gz",), partners="none"),
+    }.get(source) or SourceSpec("pairs", structures / "pairs", state=source)
     judged = 0
     for item in (one for one in items(spec) if isinstance(one, Item)):
         files = {part.path: File(read_file(Path(part.path), LIMIT), DIGEST) for part in (*item.parts, *item.bound)}
-        inventory, read = examine_item(item, files, structures)
+        inventory, read = examine_item(item, files, scan)
         kept = as_read(dict(read.maps) if read else {}, inventory.to_json())
-        assert not list(wrong_inventory(kept, plain_structures(structures))), item.id
+        assert not list(wrong_inventory(kept, plain_structures(scan))), item.id
         if read is not None:
             wanted = recipe if not read.bound else replace(recipe, cross_neighbours=0, cross_radius=None)
             record = graph_of(read, wanted)
             assert not list(wrong(record, wanted.plain())), item.id
             assert not list(wrong_beside_inventory(record, inventory, kept.arrays, wanted.plain())), item.id
             judged += "reason" not in record.meta
-    assert judged >= 8
+    assert judged >= 3

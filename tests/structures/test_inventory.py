@@ -128,14 +128,13 @@ def test_a_data_set_whose_partners_stay_as_named_keeps_its_keys() -> None:
     assert plain_recipe(ScanRecipe(ligand="smaller"))["ligand"] == "smaller"
 
 
-@pytest.mark.shared
 @pytest.mark.parametrize("choice", ["smaller", "larger"])
 def test_the_bound_structures_say_which_partner_of_a_real_pair_is_smaller_whatever_the_state(
-    shared_structures: Path, choice: LigandChoice
+    structures: Path, choice: LigandChoice
 ) -> None:
     chosen: dict[str, list[list[str]]] = {}
     for state in ("bound", "unbound"):
-        for item in items(SourceSpec("pairs", shared_structures / "pairs", state=state)):  # type: ignore[arg-type]
+        for item in items(SourceSpec("pairs", structures / "pairs", state=state)):  # type: ignore[arg-type]
             assert isinstance(item, Item)
             paths = {part.path for part in (*item.parts, *item.bound)}
             files = {path: File(read_file(Path(path), LIMIT), path) for path in paths}
@@ -147,7 +146,7 @@ def test_the_bound_structures_say_which_partner_of_a_real_pair_is_smaller_whatev
             chosen.setdefault(item.id, []).append(files_of_sides)
             maps = {f"bound.{role.value}": side.residues() for role, side in read.sides.items() if read.bound}
             assert {name: len(rows) for name, rows in read.maps.items()} == {name: len(of) for name, of in maps.items()}
-    assert len(chosen) == 10
+    assert len(chosen) == 5
     assert all(bound == unbound for bound, unbound in chosen.values())
     assert (chosen["1R8S"][0] == ["1R8S_l", "1R8S_r"]) == (choice == "smaller"), "its ligand's file is the larger one"
 
@@ -257,13 +256,12 @@ def test_a_trimmed_chain_maps_onto_itself(sequence: str, head: int, tail: int) -
     assert "".join(sequence[row] for row in rows) == trimmed
 
 
-@pytest.mark.shared
 @pytest.mark.parametrize("state", ["bound", "unbound"])
-def test_every_real_pair_is_read_in_both_states(shared_structures: Path, state: str) -> None:
-    folder = shared_structures / "pairs"
+def test_every_real_pair_is_read_in_both_states(structures: Path, state: str) -> None:
+    folder = structures / "pairs"
     spec = SourceSpec(source="pairs", path=folder, splits=folder / "splits.csv", state=state)  # type: ignore[arg-type]
     found = list(items(spec))
-    assert len(found) == 10
+    assert len(found) == 5
     for item in found:
         assert isinstance(item, Item), item
         files = {part.path: File(read_file(Path(part.path), LIMIT), "00") for part in (*item.parts, *item.bound)}
@@ -286,27 +284,30 @@ def check_bound_map(mine, theirs, rows: np.ndarray) -> None:  # type: ignore[no-
     assert same > 0.85 * len(mapped)
 
 
-@pytest.mark.shared
-def test_published_contacts_are_found_atom_by_atom(shared_structures: Path) -> None:
-    """Each complex comes with its table of atom pairs within 5 Å: the same residues, atoms and distances."""
-    complexes = sorted((shared_structures / "complexes").glob("*.pdb"))
-    assert len(complexes) == 23
+def test_published_contacts_are_found_atom_by_atom(structures: Path) -> None:
+    complexes = sorted((structures / "complexes").glob("*.pdb"))
+    assert len(complexes) == 3
     for path in complexes:
-        structure = apply_policy(parse_structure(read_file(path, LIMIT), format_of(path), FileReading()), Policy())
-        receptor, _ = structure.chains
-        last = int(np.searchsorted(structure.residue_A, receptor.last))
-        near = cKDTree(structure.pos_A3[:last]).query_ball_tree(cKDTree(structure.pos_A3[last:]), 5.0)
-        found = {
-            (*label(structure, one), *label(structure, last + other)): float(
-                np.linalg.norm(structure.pos_A3[one] - structure.pos_A3[last + other])
-            )
-            for one, others in enumerate(near)
-            for other in others
-        }
-        rows = [line.split() for line in path.with_suffix(".contacts5.txt").read_text().splitlines()]
-        published = {(row[0], row[1], row[2], row[3], row[4], row[5]): float(row[6]) for row in rows if row}
-        assert set(found) == set(published), path.name
-        assert all(found[pair] == pytest.approx(distance, abs=1e-4) for pair, distance in published.items())
+        check_contacts(path)
+
+
+def check_contacts(path: Path) -> None:
+    """Compare a complex with its table of atom pairs within 5 Å: the same residues, atoms and distances."""
+    structure = apply_policy(parse_structure(read_file(path, LIMIT), format_of(path), FileReading()), Policy())
+    receptor, _ = structure.chains
+    last = int(np.searchsorted(structure.residue_A, receptor.last))
+    near = cKDTree(structure.pos_A3[:last]).query_ball_tree(cKDTree(structure.pos_A3[last:]), 5.0)
+    found = {
+        (*label(structure, one), *label(structure, last + other)): float(
+            np.linalg.norm(structure.pos_A3[one] - structure.pos_A3[last + other])
+        )
+        for one, others in enumerate(near)
+        for other in others
+    }
+    rows = [line.split() for line in path.with_suffix(".contacts5.txt").read_text().splitlines()]
+    published = {(row[0], row[1], row[2], row[3], row[4], row[5]): float(row[6]) for row in rows if row}
+    assert set(found) == set(published), path.name
+    assert all(found[pair] == pytest.approx(distance, abs=1e-4) for pair, distance in published.items())
 
 
 def label(structure, index: int) -> tuple[str, str, str]:  # type: ignore[no-untyped-def]

@@ -284,11 +284,10 @@ def test_a_link_leads_to_the_alternative_that_is_kept() -> None:
     assert links(parsed(lines)) == {("ALA.C", "LIG.C2", True)}
 
 
-@pytest.mark.shared
-def test_text_binary_and_pdb_tell_of_the_same_bonds(shared_structures: Path) -> None:
+def test_text_binary_and_pdb_tell_of_the_same_bonds(structures: Path) -> None:
     told = []
-    for name in ("1aki.pdb", "1aki.cif", "1aki.bcif")[: 3 if HAS_BIOTITE else 2]:
-        path = shared_structures / "varied" / name
+    for name in ("1aki.pdb.gz", "1aki.cif.gz", "1aki.bcif.gz")[: 3 if HAS_BIOTITE else 2]:
+        path = structures / "varied" / name
         found = apply_policy(parse_structure(read_file(path, LIMIT), format_of(path), FileReading()), Policy()).links()
         assert found.covalent_L.all()
         told.append(found.atoms_L2.tolist())
@@ -296,9 +295,8 @@ def test_text_binary_and_pdb_tell_of_the_same_bonds(shared_structures: Path) -> 
     assert all(one == told[0] for one in told)
 
 
-@pytest.mark.shared
-def test_a_link_of_an_assembly_is_in_every_copy(shared_structures: Path) -> None:
-    path = shared_structures / "varied" / "1A8O.cif"
+def test_a_link_of_an_assembly_is_in_every_copy(structures: Path) -> None:
+    path = structures / "varied" / "1A8O.cif.gz"
     data = read_file(path, LIMIT)
     one, two = (
         apply_policy(parse_structure(data, "mmcif", FileReading(assembly=assembly)), Policy())

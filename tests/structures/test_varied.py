@@ -17,35 +17,20 @@ from pipeline.structures.parsing.read_structure import FileReading, parse_struct
 from pipeline.structures.parsing.structure_files import File, format_of, read_file
 from pipeline.structures.policy import Policy, Structure, apply_policy, check_chain
 
-pytestmark = pytest.mark.shared
-
 LIMIT = 64 << 20
 
 # file → chain → (kind, residues, nodes)
 EXPECTED = {
-    "1A8O.cif": {"A": ("protein", 70, 70)},  # four MSE
-    "1LCD.pdb": {"A": ("protein", 51, 51), "B": ("dna", 11, 11), "C": ("dna", 11, 11)},  # NMR, three models
-    "1SSU_mod.cif": {"A": ("protein", 1, 0), "B": ("protein", 1, 0)},  # only N atoms
-    "1aki.bcif": {"A": ("protein", 129, 129)},
-    "1aki.cif": {"A": ("protein", 129, 129)},
-    "1aki.pdb": {"A": ("protein", 129, 129)},
-    "1gid.cif": {"_": ("rna", 158, 158)},  # a chain without a name
+    "1A8O.cif.gz": {"A": ("protein", 70, 70)},  # four MSE
+    "1LCD.pdb.gz": {"A": ("protein", 51, 51), "B": ("dna", 11, 11), "C": ("dna", 11, 11)},  # NMR, three models
+    "1aki.bcif.gz": {"A": ("protein", 129, 129)},
+    "1aki.cif.gz": {"A": ("protein", 129, 129)},
+    "1aki.pdb.gz": {"A": ("protein", 129, 129)},
     "1lzh.pdb.gz": {"A": ("protein", 129, 129), "B": ("protein", 129, 129)},  # CA trace
     "1pfe.cif.gz": {"A": ("dna", 8, 8), "B": ("protein", 8, 8)},  # mixed residues N2C/NCY
-    "3JQH.cif": {"A": ("protein", 23, 23)},  # three mixed residues
-    "4hhh_frag.pdb": {"C": ("protein", 6, 6), "D": ("protein", 7, 7)},
-    "4p5j.cif": {"A": ("rna", 84, 84)},  # A23 is a modified A
-    "5ugo.pdb": {"T": ("dna", 16, 16), "P": ("dna", 11, 11), "D": ("dna", 5, 5), "A": ("protein", 326, 326)},
-    "a_structure.pdb": {"A": ("protein", 1, 1)},  # the first model holds one residue, PCA
-    "altloc.cif": {"A": ("protein", 1, 1)},  # SER and PRO at one place; PRO has the higher occupancy
-    "disordered.pdb": {"A": ("protein", 6, 6)},
-    "occupancy.pdb": {"A": ("protein", 1, 1)},
-    "res_ids.cif": {"A": ("protein", 3, 3)},
-}
-REJECTED = {
-    "HEM.cif": Reason.NO_ATOMS,  # a ligand's dictionary entry
-    "header.pdb": Reason.NO_ATOMS,
-    "ions.pdb": Reason.NO_POLYMER,
+    "3JQH.cif.gz": {"A": ("protein", 23, 23)},  # three mixed residues
+    "4p5j.cif.gz": {"A": ("rna", 84, 84)},  # A23 is a modified A
+    "5ugo.pdb.gz": {"T": ("dna", 16, 16), "P": ("dna", 11, 11), "D": ("dna", 5, 5), "A": ("protein", 326, 326)},
 }
 
 
@@ -59,32 +44,27 @@ def read(folder: Path, name: str, policy: Policy | None = None, reading: FileRea
     return structure
 
 
-def test_every_file_is_in_one_of_the_two_tables(shared_structures: Path) -> None:
-    assert {path.name for path in (shared_structures / "varied").iterdir()} == {*EXPECTED, *REJECTED}
+def test_every_file_is_in_the_table(structures: Path) -> None:
+    assert {path.name for path in (structures / "varied").iterdir()} == {*EXPECTED, "HEM.cif.gz"}
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_chains_and_residues_are_as_documented(shared_structures: Path, name: str) -> None:
-    chains = read(shared_structures, name).chains
+def test_chains_and_residues_are_as_documented(structures: Path, name: str) -> None:
+    chains = read(structures, name).chains
     found = {chain.name: (chain.kind.value, chain.last - chain.first, chain.nodes) for chain in chains}
     assert found == EXPECTED[name]
 
 
-@pytest.mark.parametrize("name", REJECTED)
-def test_unusable_files_are_rejected_with_the_reason(shared_structures: Path, name: str) -> None:
+def test_a_dictionary_entry_of_a_ligand_is_no_structure(structures: Path) -> None:
     with pytest.raises(UnusableInput) as caught:
-        read(shared_structures, name)
-    assert caught.value.reason is REJECTED[name]
+        read(structures, "HEM.cif.gz")
+    assert caught.value.reason is Reason.NO_ATOMS
 
 
-# biotite refuses a line without an occupancy, and reads no model that is not closed: Biopython stands in.
-FOR_BIOPYTHON = ("a_structure.pdb", "occupancy.pdb")
-
-
-@pytest.mark.parametrize("name", [name for name in EXPECTED if name not in FOR_BIOPYTHON])
-def test_biotite_counts_the_same_residues(shared_structures: Path, name: str) -> None:
-    structure = read(shared_structures, name)
-    atoms = biotite_polymer_atoms(shared_structures / "varied" / name)
+@pytest.mark.parametrize("name", EXPECTED)
+def test_biotite_counts_the_same_residues(structures: Path, name: str) -> None:
+    structure = read(structures, name)
+    atoms = biotite_polymer_atoms(structures / "varied" / name)
     theirs = {}
     for chain in dict.fromkeys(atoms.chain_id.tolist()):
         here = atoms[atoms.chain_id == chain]
@@ -93,89 +73,74 @@ def test_biotite_counts_the_same_residues(shared_structures: Path, name: str) ->
     assert {chain.name: chain.last - chain.first for chain in structure.chains} == theirs
 
 
-@pytest.mark.parametrize("name", FOR_BIOPYTHON)
-def test_biopython_counts_the_same_residues(shared_structures: Path, name: str) -> None:
-    from Bio.PDB import PDBParser
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = PDBParser(QUIET=True).get_structure("x", shared_structures / "varied" / name)[0]
-    theirs = {chain.id: sum(residue.id[0] != "W" for residue in chain) for chain in model}
-    assert {chain.name: chain.last - chain.first for chain in read(shared_structures, name).chains} == theirs
-
-
 @pytest.mark.parametrize(
-    "name", ["1A8O.cif", "1aki.bcif", "1aki.pdb", "1LCD.pdb", "4hhh_frag.pdb", "5ugo.pdb", "3JQH.cif"]
+    "name", ["1A8O.cif.gz", "1aki.bcif.gz", "1aki.pdb.gz", "1LCD.pdb.gz", "5ugo.pdb.gz", "3JQH.cif.gz"]
 )
-def test_biotite_sees_the_same_coordinates(shared_structures: Path, name: str) -> None:
-    structure = read(shared_structures, name)
-    atoms = biotite_polymer_atoms(shared_structures / "varied" / name)
+def test_biotite_sees_the_same_coordinates(structures: Path, name: str) -> None:
+    structure = read(structures, name)
+    atoms = biotite_polymer_atoms(structures / "varied" / name)
     theirs = {tuple(position) for position in np.round(atoms.coord.astype(np.float64), 3).tolist()}
     ours = {tuple(position) for position in np.round(structure.pos_A3, 3).tolist()}
     assert ours == {tuple(round(value, 3) for value in position) for position in theirs}
 
 
-def test_three_formats_of_one_structure_hold_the_same_atoms(shared_structures: Path) -> None:
-    pdb, cif, bcif = (read(shared_structures, f"1aki.{suffix}") for suffix in ("pdb", "cif", "bcif"))
+def test_three_formats_of_one_structure_hold_the_same_atoms(structures: Path) -> None:
+    pdb, cif, bcif = (read(structures, f"1aki.{suffix}.gz") for suffix in ("pdb", "cif", "bcif"))
     for other in (cif, bcif):
         np.testing.assert_allclose(pdb.pos_A3, other.pos_A3, atol=1e-3)
         assert (pdb.name_A == other.name_A).all()
         assert [chain.sequence for chain in pdb.chains] == [chain.sequence for chain in other.chains]
 
 
-def test_modified_residues_have_their_parents_letter(shared_structures: Path) -> None:
-    assert read(shared_structures, "1A8O.cif").chains[0].sequence.startswith("MDIRQGPKEPFRDY")
-    unknown = read(shared_structures, "1A8O.cif", Policy(modified="unknown")).chains[0].sequence
+def test_modified_residues_have_their_parents_letter(structures: Path) -> None:
+    assert read(structures, "1A8O.cif.gz").chains[0].sequence.startswith("MDIRQGPKEPFRDY")
+    unknown = read(structures, "1A8O.cif.gz", Policy(modified="unknown")).chains[0].sequence
     assert unknown.startswith("XDIRQGPKEPFRDY")
     with pytest.raises(UnusableInput) as caught:
-        read(shared_structures, "1A8O.cif", Policy(modified="reject"))
+        read(structures, "1A8O.cif.gz", Policy(modified="reject"))
     assert caught.value.reason is Reason.MODIFIED_RESIDUES
 
 
-def test_a_parent_named_by_the_file_is_believed(shared_structures: Path) -> None:
-    chain = read(shared_structures, "4p5j.cif").chains[0]
+def test_a_parent_named_by_the_file_is_believed(structures: Path) -> None:
+    chain = read(structures, "4p5j.cif.gz").chains[0]
     assert chain.kind is Kind.RNA
     assert set(chain.sequence) <= set("ACGU")
 
 
-def test_each_model_can_be_chosen_and_a_missing_one_is_named(shared_structures: Path) -> None:
-    first, third = (read(shared_structures, "1LCD.pdb", reading=FileReading(model=number)) for number in (1, 3))
+def test_each_model_can_be_chosen_and_a_missing_one_is_named(structures: Path) -> None:
+    first, third = (read(structures, "1LCD.pdb.gz", reading=FileReading(model=number)) for number in (1, 3))
     assert len(first.pos_A3) == len(third.pos_A3)
     assert not np.allclose(first.pos_A3, third.pos_A3)
     with pytest.raises(UnusableInput, match="3 models"):
-        read(shared_structures, "1LCD.pdb", reading=FileReading(model=4))
+        read(structures, "1LCD.pdb.gz", reading=FileReading(model=4))
 
 
-def test_an_assembly_can_be_chosen_and_a_missing_one_is_named(shared_structures: Path) -> None:
-    assert [
-        chain.name for chain in read(shared_structures, "1lzh.pdb.gz", reading=FileReading(assembly="2")).chains
-    ] == ["B"]
+def test_an_assembly_can_be_chosen_and_a_missing_one_is_named(structures: Path) -> None:
+    assert [chain.name for chain in read(structures, "1lzh.pdb.gz", reading=FileReading(assembly="2")).chains] == ["B"]
     with pytest.raises(UnusableInput, match="it has: 1, 2"):
-        read(shared_structures, "1lzh.pdb.gz", reading=FileReading(assembly="3"))
+        read(structures, "1lzh.pdb.gz", reading=FileReading(assembly="3"))
 
 
-def test_label_names_are_taken_when_asked(shared_structures: Path) -> None:
-    item = Item("x", parts=(Part(Role.WHOLE, "1aki.cif", ("B",)),))
+def test_label_names_are_taken_when_asked(structures: Path) -> None:
+    item = Item("x", parts=(Part(Role.WHOLE, "1aki.cif.gz", ("B",)),))
     inventory, _ = take(
-        item, {"1aki.cif": file(shared_structures, "1aki.cif")}, ScanRecipe(FileReading(chain_names="label"))
+        item, {"1aki.cif.gz": file(structures, "1aki.cif.gz")}, ScanRecipe(FileReading(chain_names="label"))
     )
     assert inventory.reason is Reason.CHAIN_WITHOUT_POLYMER  # label B is the water
     with pytest.raises(UnusableInput, match="no label chain names"):
-        read(shared_structures, "1aki.pdb", reading=FileReading(chain_names="label"))
+        read(structures, "1aki.pdb.gz", reading=FileReading(chain_names="label"))
 
 
-def test_a_ca_trace_has_no_nodes_when_the_backbone_is_required(shared_structures: Path) -> None:
-    trace = read(shared_structures, "1lzh.pdb.gz", Policy(require="backbone"))
+def test_a_ca_trace_has_no_nodes_when_the_backbone_is_required(structures: Path) -> None:
+    trace = read(structures, "1lzh.pdb.gz", Policy(require="backbone"))
     assert [chain.nodes for chain in trace.chains] == [0, 0]
 
 
-def test_seqres_rows_skip_what_was_not_observed(shared_structures: Path) -> None:
-    item = Item("x", parts=(Part(Role.WHOLE, "3JQH.cif"),))
-    inventory, maps = take(
-        item, {"3JQH.cif": file(shared_structures, "3JQH.cif")}, ScanRecipe(FileReading(seqres=True))
-    )
+def test_seqres_rows_skip_what_was_not_observed(structures: Path) -> None:
+    item = Item("x", parts=(Part(Role.WHOLE, "3JQH.cif.gz"),))
+    inventory, maps = take(item, {"3JQH.cif.gz": file(structures, "3JQH.cif.gz")}, ScanRecipe(FileReading(seqres=True)))
     sequence, rows = inventory.partners[0].chains[0].sequence, maps["rows.whole"]
-    observed = read(shared_structures, "3JQH.cif").chains[0].sequence
+    observed = read(structures, "3JQH.cif.gz").chains[0].sequence
     assert len(sequence) == 167
     assert "".join(sequence[row] for row in rows) == observed
 

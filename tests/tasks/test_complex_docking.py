@@ -328,9 +328,8 @@ def test_no_items_have_no_figures():
 # ---- it works and it learns ----
 
 
-@pytest.mark.shared
-def test_real_complexes_are_docked_in_the_frame_of_their_files(shared_structures):
-    paths = sorted((shared_structures / "complexes").glob("*.pdb"), key=lambda path: path.stat().st_size)[:2]
+def test_real_complexes_are_docked_in_the_frame_of_their_files(structures):
+    paths = sorted((structures / "complexes").glob("*.pdb"), key=lambda path: path.stat().st_size)[:2]
     graphs = [real(path) for path in paths]
     batch = collated(*graphs, ids=[path.stem for path in paths])
     for graph, one in zip(graphs, batch.complexes, strict=True):

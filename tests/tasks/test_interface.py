@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from pipeline.errors import ConfigError
+from pipeline.graphs.build_graph import build_graph
 from pipeline.graphs.item_graph import GraphRecipe, ItemGraph
 from pipeline.memory.footprint import MemoryChoice, live_peak_bytes
 from pipeline.protocol import ITEMS, Example, Outputs, Weights
@@ -23,6 +24,7 @@ from pipeline.tasks.interface import Interface
 from pipeline.training.step.checkpointing import repeated
 from pipeline.training.step.optimizers import StepSettings
 from pipeline.training.step.step import Step
+from tests.graphs.conftest import read_pairs
 from tests.memory.tracing.traced import tracer, true_peak
 from tests.tasks.items import DIM, batch_of, double, graph_of, made, real
 from tests.testkit.limited import device
@@ -71,6 +73,7 @@ def outputs_of(task, model, batch):
 
 def smallest_real(folder, count):
     graphs = {path.stem: real(path) for path in sorted((folder / "complexes").glob("*.pdb"))}
+    graphs |= {name: build_graph(read, GraphRecipe()) for name, read in read_pairs(folder / "pairs", "bound").items()}
     names = sorted(graphs, key=lambda name: graphs[name].sizes()["nodes"])[:count]
     return [graphs[name] for name in names], names
 
@@ -382,10 +385,9 @@ def test_options_that_make_no_sense_are_refused_by_name(name, value):
 
 
 @pytest.mark.nightly
-@pytest.mark.shared
-def test_it_runs_on_every_real_complex(shared_structures):
+def test_it_runs_on_every_real_complex(structures):
     model = model_of(dtype=torch.float32)
-    graphs, names = smallest_real(shared_structures, 99)
+    graphs, names = smallest_real(structures, OVERFIT)
     for graph, name in zip(graphs, names, strict=True):
         found = outputs_of(SMALL, model, collated(graph, ids=[name]))
         assert all(np.isfinite(values[0]).all() for values in found.values())
@@ -394,10 +396,9 @@ def test_it_runs_on_every_real_complex(shared_structures):
 
 
 @pytest.mark.nightly
-@pytest.mark.shared
-def test_it_overfits_eight_real_complexes(shared_structures):
+def test_it_overfits_eight_real_complexes(structures):
     task = Interface(embedding_dim=DIM, width=32, layers=2, pair_width=16, pair_layers=1)
-    graphs, names = smallest_real(shared_structures, OVERFIT)
+    graphs, names = smallest_real(structures, OVERFIT)
     batches = [collated(*graphs[at : at + 4], task=task, ids=names[at : at + 4]) for at in range(0, OVERFIT, 4)]
     torch.manual_seed(0)
     step = Step(task, StepSettings(learning_rate=1e-2, clip=1.0))

@@ -50,12 +50,11 @@ def newest_status(folder: Path) -> dict:  # type: ignore[type-arg]
     return json.loads(done.stdout)
 
 
-@pytest.mark.shared
-def test_three_real_files_are_scanned(pipeline: Command, tmp_path: Path, shared_structures: Path) -> None:
-    names = ("1AHW", "1BKD", "1E4K")
+def test_three_real_files_are_scanned(pipeline: Command, tmp_path: Path, structures: Path) -> None:
+    names = ("1LFD", "1R0R", "3H2V")
     (tmp_path / "data").mkdir()
     for name in names:
-        shutil.copy(shared_structures / "complexes" / f"{name}.pdb", tmp_path / "data")
+        shutil.copy(structures / "complexes" / f"{name}.pdb", tmp_path / "data")
     (tmp_path / "pipeline.yaml").write_text("data: {source: glob, path: data}\n")
     done = pipeline(*SUBMIT)
     assert done.code == 0, done.err

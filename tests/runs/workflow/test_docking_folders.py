@@ -19,10 +19,10 @@ NEAR = 12.0  # Å between CA atoms: those of a contact are so near, but for some
 
 
 @pytest.fixture
-def benchmark(tmp_path: Path, shared_structures: Path) -> Path:
-    """The shared pairs as the benchmark is published: a list, and the folder `structures` beside it."""
+def benchmark(tmp_path: Path, structures: Path) -> Path:
+    """Real pairs as the benchmark is published: a list, and the folder `structures` beside it."""
     folder = tmp_path / "db5" / "structures"
-    shutil.copytree(shared_structures / "pairs", folder)
+    shutil.copytree(structures / "pairs", folder)
     (folder / "splits.csv").rename(tmp_path / "db5" / "splits.csv")
     settle(folder)
     (tmp_path / "pipeline.yaml").write_text(CONFIG)
@@ -30,17 +30,16 @@ def benchmark(tmp_path: Path, shared_structures: Path) -> Path:
 
 
 @pytest.mark.nightly
-@pytest.mark.shared
 def test_a_published_benchmark_is_read_in_both_states_up_to_the_true_pose(pipeline: Command, benchmark: Path) -> None:
     for state in ("bound", "unbound"):
         sets = f"data.state={state}"
         done = pipeline(*SUBMIT, "--set", sets)
         assert done.code == 0, done.err
-        assert "10 items: 10 accepted, 0 rejected" in done.out
-        assert "splits: train 8, val 1, test 1" in done.out
+        assert "5 items: 5 accepted, 0 rejected" in done.out
+        assert "splits: train 3, val 1, test 1" in done.out
         loader = open_loader("pipeline.yaml", SamplerSettings(batch=4, padding=None), sets=[sets], embed=False)
         items = [item for batch in loader for item in batch.items]
-        assert len(items) == 10
+        assert len(items) == 5
         for item in items:
             receptor, ligand = item.sides["receptor"], item.sides["ligand"]
             assert ("bound" in receptor.nodes) == (state == "unbound")

@@ -20,9 +20,6 @@ from pipeline.structures.sources.source_folder import StructureFolder
 from pipeline.units import printable_text
 from tests.structures.sources.source_files import ids, read, reasons, touch, write
 
-SHARED_PAIRS = Path(__file__).parents[4] / "shared" / "structures" / "pairs"
-
-
 HOSTILE_IDS = {
     "slash": "a/b",
     "climbing": "../../etc/passwd",
@@ -242,19 +239,18 @@ def test_every_error_of_every_source_ends_with_a_command(tmp_path: Path, source:
         }
 
 
-@pytest.mark.shared
-@pytest.mark.skipif(not SHARED_PAIRS.is_dir(), reason=f"no real pairs in {SHARED_PAIRS}")
 @pytest.mark.parametrize("state", ["bound", "unbound"])
-def test_real_pairs_are_read_bound_and_unbound(state: str) -> None:
-    entries = read("pairs", SHARED_PAIRS, splits=SHARED_PAIRS / "splits.csv", state=state)
-    with (SHARED_PAIRS / "splits.csv").open() as stream:
+def test_real_pairs_are_read_bound_and_unbound(structures: Path, state: str) -> None:
+    folder = structures / "pairs"
+    entries = read("pairs", folder, splits=folder / "splits.csv", state=state)
+    with (folder / "splits.csv").open() as stream:
         listed = [(row["path"], row["split"]) for row in csv.DictReader(stream)]
     assert [(entry.id, entry.split) for entry in entries if isinstance(entry, Item)] == listed
-    assert len(entries) == len(listed) == 10
+    assert len(entries) == len(listed) == 5
     for entry in entries:
         assert isinstance(entry, Item)
         names = [Path(part.path).name for part in entry.parts]
-        assert names == [f"{entry.id}_{side}_{state[0]}.pdb" for side in "rl"]
+        assert names == [f"{entry.id}_{side}_{state[0]}.pdb.gz" for side in "rl"]
         assert all(Path(part.path).is_file() for part in (*entry.parts, *entry.bound))
         assert len(entry.bound) == (2 if state == "unbound" else 0)
-    assert sorted(ids(read("pairs", SHARED_PAIRS))) == sorted(ids(entries))
+    assert sorted(ids(read("pairs", folder))) == sorted(ids(entries))

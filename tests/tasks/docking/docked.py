@@ -18,7 +18,7 @@ RECIPE = ScanRecipe()
 def pair_item(folder, name, *, unbound=False):
     def parts(kind):
         roles = ((Role.RECEPTOR, "r"), (Role.LIGAND, "l"))
-        return tuple(Part(role, str(folder / "pairs" / f"{name}_{side}_{kind}.pdb")) for role, side in roles)
+        return tuple(Part(role, str(folder / "pairs" / f"{name}_{side}_{kind}.pdb.gz")) for role, side in roles)
 
     return Item(name, parts("u"), parts("b")) if unbound else Item(name, parts("b"))
 

@@ -85,10 +85,9 @@ def test_a_partner_whose_turn_nothing_says_is_refused_by_name():
         bound_frame(*sides_of(changed(graph, 1, labelled=known_N)))
 
 
-@pytest.mark.shared
-def test_unbound_pairs_of_the_benchmark_are_near_their_bound_complexes(shared_structures):
-    pairs = read_pairs(shared_structures / "pairs", "unbound")
-    assert len(pairs) == 10
+def test_unbound_pairs_of_the_benchmark_are_near_their_bound_complexes(structures):
+    pairs = read_pairs(structures / "pairs", "unbound")
+    assert len(pairs) == 5
     for name, read in pairs.items():
         sides = sides_of(build_graph(read, GraphRecipe()))
         known = [side.nodes["labelled"] for side in sides]
@@ -103,9 +102,8 @@ def test_unbound_pairs_of_the_benchmark_are_near_their_bound_complexes(shared_st
             assert apart(pos_N3, true_N3) == pytest.approx(apart(superposed(pos_N3[None], true_N3)[0], true_N3))
 
 
-@pytest.mark.shared
-def test_how_the_files_of_unbound_partners_stand_makes_no_difference(shared_structures):
-    graph = build_graph(read_pairs(shared_structures / "pairs", "unbound")["1Z0K"], GraphRecipe())
+def test_how_the_files_of_unbound_partners_stand_makes_no_difference(structures):
+    graph = build_graph(read_pairs(structures / "pairs", "unbound")["1Z0K"], GraphRecipe())
     rng = np.random.default_rng(1)
     elsewhere = graph
     for place in SIDES:

@@ -53,29 +53,26 @@ def what_dockq_says(source, name):
     return moves_from(move_P6[:, :3], move_P6[:, 3:]), said
 
 
-@pytest.mark.shared
 @pytest.mark.parametrize(("source", "name"), CASES, ids=lambda part: part)
-def test_measures_are_those_of_dockq(shared_structures, source, name):
+def test_measures_are_those_of_dockq(structures, source, name):
     moves, said = what_dockq_says(source, name)
-    found = pose_quality(docking_truth(read(item_of(shared_structures, source, name))), moves)
+    found = pose_quality(docking_truth(read(item_of(structures, source, name))), moves)
     ours = dict(zip(SAID, (found.fnat_P, found.irmsd_P, found.lrmsd_P, found.dockq_P), strict=True))
     off = {column: np.abs(ours[column] - said[column]).max() for column in SAID}
     assert off == {column: pytest.approx(0, abs=CLOSE[column]) for column in SAID}
 
 
-@pytest.mark.shared
-def test_the_table_of_dockq_has_poses_of_every_class_and_partners_of_several_chains(shared_structures):
+def test_the_table_of_dockq_has_poses_of_every_class_and_partners_of_several_chains(structures):
     with TABLE.open(newline="") as file:
         rows = list(csv.DictReader(file))
     classes = {capri_class(*(float(row[column]) for column in SAID[:3])) for row in rows}
     assert (len(rows), classes) == (8 * len(CASES), set(CLASSES))
-    several = [name for name in PAIRS if len(read(pair_item(shared_structures, name)).sides[Role.RECEPTOR].chains) > 1]
-    assert {"1HIA", "2VXT", "9QFW"} <= set(several)
+    several = [name for name in PAIRS if len(read(pair_item(structures, name)).sides[Role.RECEPTOR].chains) > 1]
+    assert {"1HIA", "1KKL", "2VXT"} <= set(several)
 
 
-@pytest.mark.shared
-def test_measures_do_not_depend_on_which_frame_the_ligand_is_docked_from(shared_structures):
-    found = read(pair_item(shared_structures, "1Z0K", unbound=True))
+def test_measures_do_not_depend_on_which_frame_the_ligand_is_docked_from(structures):
+    found = read(pair_item(structures, "1Z0K", unbound=True))
     truth, moves = docking_truth(found), some_moves(found, 3)
     ((first_33,), (first_3,)) = moves_from([[0.3, 1.0, -2.0]], [[12.0, -40.0, 5.0]])
     ligand = truth.ligand.docked
@@ -86,9 +83,8 @@ def test_measures_do_not_depend_on_which_frame_the_ligand_is_docked_from(shared_
     np.testing.assert_allclose(same, pose_quality(truth, moves), atol=1e-9)
 
 
-@pytest.mark.shared
-def test_poses_are_judged_alike_alone_and_together(shared_structures):
-    found = read(pair_item(shared_structures, "1HIA"))
+def test_poses_are_judged_alike_alone_and_together(structures):
+    found = read(pair_item(structures, "1HIA"))
     truth, moves = docking_truth(found), some_moves(found, 70)
     alone = [pose_quality(truth, moves.take(slice(at, at + 1))) for at in (0, 31, 32, 69)]
     together = pose_quality(truth, moves)
@@ -97,17 +93,15 @@ def test_poses_are_judged_alike_alone_and_together(shared_structures):
     assert [len(part) for part in pose_quality(truth, moves.take(slice(0, 0)))] == [0] * 4
 
 
-@pytest.mark.shared
-def test_partners_that_do_not_touch_are_no_truth(shared_structures):
-    mixed = pair_item(shared_structures, "1Z0K").parts[0], pair_item(shared_structures, "1HIA").parts[1]
+def test_partners_that_do_not_touch_are_no_truth(structures):
+    mixed = pair_item(structures, "1Z0K").parts[0], pair_item(structures, "1HIA").parts[1]
     with pytest.raises(UnusableInput) as refused:
         docking_truth(read(Item("apart", mixed)))
     assert refused.value.reason is Reason.NO_CONTACTS
 
 
-@pytest.mark.shared
-def test_clashes_are_pairs_of_heavy_atoms_nearer_than_three_angstroms(shared_structures):
-    found = read(pair_item(shared_structures, "1Z0K"))
+def test_clashes_are_pairs_of_heavy_atoms_nearer_than_three_angstroms(structures):
+    found = read(pair_item(structures, "1Z0K"))
     receptor, ligand = (heavy_positions(found.sides[role]) for role in (Role.RECEPTOR, Role.LIGAND))
     moves = some_moves(found, 5, far=8.0)
     expected = [int((cdist(receptor, pos_N3) < 3.0).sum()) for pos_N3 in moves.of(ligand)]

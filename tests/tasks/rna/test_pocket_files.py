@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -94,9 +95,9 @@ def test_a_structure_has_the_same_atoms_and_bonds_but_no_parameters():
             assert not entry.arrays[f"{kind}.constant"][:, :2].any()
 
 
-def test_of_an_mmcif_file_the_rna_alone_is_read_whatever_else_it_holds(shared_structures, tmp_path):
+def test_of_an_mmcif_file_the_rna_alone_is_read_whatever_else_it_holds(structures, tmp_path):
     """4P5J has 83 nucleotides, ions and waters."""
-    (tmp_path / "4p5j_XXX_model0_rna.cif").write_bytes((shared_structures / "varied" / "4p5j.cif").read_bytes())
+    shutil.copy(structures / "varied" / "4p5j.cif.gz", tmp_path / "4p5j_XXX_model0_rna.cif.gz")
     (entry,) = RnaPockets(tmp_path, force_field="absent").entries()
     assert set(entry.arrays["atoms.feature"][:, 1].astype(int)) == {6, 7, 8, 15}
     assert 1700 < len(entry.arrays["atoms.pos"]) < 1850

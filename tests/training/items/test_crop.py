@@ -306,10 +306,9 @@ def real(path):
     return read
 
 
-@pytest.mark.shared
 @pytest.mark.parametrize("build", [build_residue_graph, build_atom_graph])
-def test_real_complexes_are_cut_around_their_interface(shared_structures, build):
-    for path in sorted((shared_structures / "complexes").glob("*.pdb"))[:4]:
+def test_real_complexes_are_cut_around_their_interface(structures, build):
+    for path in sorted((structures / "complexes").glob("*.pdb"))[:4]:
         graph = build(real(path), GraphRecipe(cross_neighbours=5))
         sizes = graph.sizes()
         limits = {"nodes": sizes["nodes"] // 3, "pairs": sizes["pairs"] // 9}
