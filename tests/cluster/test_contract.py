@@ -7,7 +7,7 @@ import re
 import signal
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -19,29 +19,47 @@ from tests.cluster.programs import AWAIT, EATS, IGNORES_TERM, MIB, WAITS, finish
 
 if TYPE_CHECKING:
     from pipeline.cluster.job_spec import Executor
+    from pipeline.cluster.local import LocalExecutor
 
 PRINTS_ARGUMENTS = "import json, sys; print(json.dumps(sys.argv[1:]))"
 CAN_BE_TOLD = re.compile(r"[^\n\\\udc80-\udcff]*")  # what the header of a batch script can hold
-HOSTILE = {
-    "spaces": "  two words  ",
-    "quotes": """it's "so" `called`""",
-    "newlines": "first\nsecond\r\n",
-    "variables": "$HOME ${PATH} $(id) %A_%a",
-    "pattern": "* ? [a-z] ~ {1..3} !",
-    "backslashes": "\\n \\\\ \\",
-    "control": "; exit 1 # & | > /dev/null <",
-    "unicode": "Å → 蛋白质 🧬",
-    "bytes that are no text": "\udcff\udcfe",
-    "empty": "",
-    "dashes": "--help",
-    "a placeholder inside": "run {task} of {tasks}",
-}
+HOSTILE = (
+    "  two words  ",
+    """it's "so" `called`""",
+    "first\nsecond\r\n",
+    "$HOME ${PATH} $(id) %A_%a",
+    "* ? [a-z] ~ {1..3} !",
+    "\\n \\\\ \\",
+    "; exit 1 # & | > /dev/null <",
+    "Å → 蛋白质 🧬",
+    "\udcff\udcfe",  # bytes that are no text
+    "",
+    "--help",
+    "run {task} of {tasks}",
+)
+IMPOSSIBLE: tuple[dict[str, Any], ...] = (
+    {"argv": ()},
+    {"argv": ("a\0b",)},
+    {"argv": ("\ud800",)},
+    {"env": {"A=B": "c"}},
+    {"tasks": ()},
+    {"cpus": 0},
+    {"time_s": 0},
+    {"nodes": 0},
+    {"ranks": -1},
+    {"nodes": 2},  # for one process
+    {"nodes": 1_000, "ranks": 1},
+    {"ranks": 100_000},
+    {"cpus": 100_000},
+    {"gpus": 1_000},
+    {"mem_bytes": 2 << 40},
+    {"after": ("nobody.1",)},
+)
 
 
 class TestExecutor:
     """Inherits nothing and mocks nothing: every task is a real process."""
 
-    @pytest.mark.nightly
     def test_task_that_ends_well_is_completed(self, executor: Executor, tmp_path: Path) -> None:
         before = time.time()
         (task,) = finish(executor, executor.submit(python(tmp_path, "pass")))
@@ -51,26 +69,22 @@ class TestExecutor:
         assert task.ended is not None
         assert before - 1 <= task.started <= task.ended <= time.time() + 1
 
-    @pytest.mark.nightly
     def test_exit_code_is_told_as_such(self, executor: Executor, tmp_path: Path) -> None:
         (task,) = finish(executor, executor.submit(python(tmp_path, "raise SystemExit(3)")))
         assert (task.state, task.exit_code, task.signal) == (TaskState.FAILED, 3, None)
         assert "3" in task.reason
 
-    @pytest.mark.nightly
     def test_signal_is_not_an_exit_code(self, executor: Executor, tmp_path: Path) -> None:
         body = "import os, signal; os.kill(os.getpid(), signal.SIGUSR1)"
         (task,) = finish(executor, executor.submit(python(tmp_path, body)))
         assert (task.state, task.exit_code, task.signal) == (TaskState.FAILED, None, signal.SIGUSR1)
 
-    @pytest.mark.nightly
     def test_program_that_is_not_there_is_a_failed_task(self, executor: Executor, tmp_path: Path) -> None:
         spec = JobSpec("test", ("/no/such/program",), tasks=range(2), log_dir=str(tmp_path))
         tasks = finish(executor, executor.submit(spec))
         assert [task.state for task in tasks] == [TaskState.FAILED] * 2
         assert all(task.reason for task in tasks)
 
-    @pytest.mark.nightly
     def test_every_task_has_its_number_and_its_logs(self, executor: Executor, tmp_path: Path) -> None:
         body = "import sys; print('out', sys.argv[1]); print('err', sys.argv[1], file=sys.stderr)"
         logs = tmp_path / "not made" / "yet"
@@ -79,35 +93,33 @@ class TestExecutor:
         assert [Path(task.stdout).read_text() for task in tasks] == [f"out {number}\n" for number in range(5)]
         assert [Path(task.stderr).read_text() for task in tasks] == [f"err {number}\n" for number in range(5)]
 
-    @pytest.mark.nightly
-    @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE.keys())
-    def test_arguments_arrive_as_they_are(self, executor: Executor, tmp_path: Path, text: str) -> None:
-        (task,) = finish(executor, executor.submit(python(tmp_path, PRINTS_ARGUMENTS, text)))
-        assert json.loads(Path(task.stdout).read_text()) == [text, "0"], Path(task.stderr).read_text()
+    def test_arguments_arrive_as_they_are(self, executor: Executor, tmp_path: Path) -> None:
+        (task,) = finish(executor, executor.submit(python(tmp_path, PRINTS_ARGUMENTS, *HOSTILE)))
+        assert json.loads(Path(task.stdout).read_text()) == [*HOSTILE, "0"], Path(task.stderr).read_text()
 
-    @pytest.mark.nightly
-    @pytest.mark.parametrize("name", HOSTILE.values(), ids=HOSTILE.keys())
-    def test_logs_go_to_a_folder_of_any_name(self, executor: Executor, tmp_path: Path, name: str) -> None:
-        spec = python(tmp_path / name.replace("/", "∕"), "print('here')")
-        if isinstance(executor, SlurmExecutor) and not CAN_BE_TOLD.fullmatch(name):
-            with pytest.raises(SubmissionRefused, match="cannot be told to sbatch"):
-                executor.submit(spec)
-            return
-        (task,) = finish(executor, executor.submit(spec))
-        assert Path(task.stdout).read_text() == "here\n"
+    def test_logs_go_to_a_folder_of_any_name_or_the_job_is_refused(self, executor: Executor, tmp_path: Path) -> None:
+        jobs = {}
+        for number, name in enumerate(HOSTILE):
+            spec = python(tmp_path / str(number) / name.replace("/", "∕"), "print('here')")
+            if isinstance(executor, SlurmExecutor) and not CAN_BE_TOLD.fullmatch(name):
+                with pytest.raises(SubmissionRefused):
+                    executor.submit(spec)
+            else:
+                jobs[name] = executor.submit(spec)
+        assert len(jobs) >= 9
+        tasks = finish(executor, *jobs.values())
+        logs = {name: Path(task.stdout).read_text() for name, task in zip(jobs, tasks, strict=True)}
+        assert set(logs.values()) == {"here\n"}, logs
 
-    @pytest.mark.nightly
     def test_environment_is_added_to(self, executor: Executor, tmp_path: Path) -> None:
         body = "import os; print(os.environ['ADDED'], 'PATH' in os.environ)"
         (task,) = finish(executor, executor.submit(python(tmp_path, body, env={"ADDED": "a b"})))
         assert Path(task.stdout).read_text() == "a b True\n"
 
-    @pytest.mark.nightly
     def test_stdin_is_empty(self, executor: Executor, tmp_path: Path) -> None:
         (task,) = finish(executor, executor.submit(python(tmp_path, "import sys; print(repr(sys.stdin.read()))")))
         assert Path(task.stdout).read_text() == "''\n"
 
-    @pytest.mark.nightly
     def test_job_starts_when_all_of_those_before_it_have_completed(self, executor: Executor, tmp_path: Path) -> None:
         writes = "import pathlib, sys; pathlib.Path(sys.argv[1], sys.argv[2]).touch()"
         lists = "import os, sys; print(sorted(name for name in os.listdir(sys.argv[1]) if '.' not in name))"
@@ -117,7 +129,6 @@ class TestExecutor:
         for task in finish(executor, first, second)[6:]:
             assert Path(task.stdout).read_text() == "['0', '1', '2', '3', '4', '5']\n"
 
-    @pytest.mark.nightly
     def test_failed_job_takes_all_that_wait_for_it_along(self, executor: Executor, tmp_path: Path) -> None:
         first = executor.submit(python(tmp_path, "import sys; sys.exit(sys.argv[1] == '1')", tasks=2))
         second = executor.submit(python(tmp_path, "pass", tasks=2, after=(first,)))
@@ -127,13 +138,11 @@ class TestExecutor:
         assert all(task.reason.startswith("dependency never satisfied") for task in tasks)
         assert [task.started for task in tasks] == [None] * 3
 
-    @pytest.mark.nightly
     def test_no_more_tasks_than_allowed_run_at_once(self, executor: Executor, tmp_path: Path) -> None:
         tasks = finish(executor, executor.submit(in_pairs(tmp_path, tasks=6, max_parallel=2)))
         assert [task.state for task in tasks] == [TaskState.COMPLETED] * 6
         assert most_at_once(tmp_path, 6) == 2
 
-    @pytest.mark.nightly
     def test_task_over_its_memory_limit_is_killed_and_says_so(self, executor: Executor, tmp_path: Path) -> None:
         if executor.caveats:
             pytest.skip(executor.caveats[0])
@@ -144,7 +153,6 @@ class TestExecutor:
         assert "60MiB" in over.reason
         assert over.peak_rss_bytes is not None or isinstance(executor, SlurmExecutor)  # which looks once a second
 
-    @pytest.mark.nightly
     def test_memory_limit_holds_for_the_children_of_a_task(self, executor: Executor, tmp_path: Path) -> None:
         if executor.caveats:
             pytest.skip(executor.caveats[0])
@@ -152,14 +160,10 @@ class TestExecutor:
         (task,) = finish(executor, executor.submit(python(tmp_path, body, mem_bytes=60 * MIB)))
         assert task.state is TaskState.OUT_OF_MEMORY
 
-    @pytest.mark.nightly
-    def test_task_that_runs_too_long_ends_even_if_it_ignores_sigterm(self, executor: Executor, tmp_path: Path) -> None:
-        if isinstance(executor, SlurmExecutor):
-            pytest.skip("Slurm counts in minutes: tests/slurm/test_executor.py has this")
-        (task,) = finish(executor, executor.submit(python(tmp_path, IGNORES_TERM, time_s=1)))
+    def test_task_that_runs_too_long_ends_even_if_it_ignores_sigterm(self, local: LocalExecutor, tmp_path: Path) -> None:
+        (task,) = finish(local, local.submit(python(tmp_path, IGNORES_TERM, time_s=1)))
         assert (task.state, task.signal) == (TaskState.TIMEOUT, signal.SIGKILL)
 
-    @pytest.mark.nightly
     def test_cancelled_job_ends_with_all_its_tasks(self, executor: Executor, tmp_path: Path) -> None:
         job = executor.submit(python(tmp_path, WAITS, tasks=3, max_parallel=1))
         step_until(executor, lambda: executor.status([job])[0].state is TaskState.RUNNING)
@@ -168,7 +172,6 @@ class TestExecutor:
         assert [task.state for task in tasks] == [TaskState.CANCELLED] * 3
         assert [task.started is None for task in tasks] == [False, True, True]
 
-    @pytest.mark.nightly
     def test_tasks_that_are_cancelled_alone_end_whether_they_have_begun_or_not_and_the_others_go_on(
         self, executor: Executor, tmp_path: Path
     ) -> None:
@@ -181,19 +184,16 @@ class TestExecutor:
         executor.cancel([job])
         assert {task.state for task in finish(executor, job)} == {TaskState.CANCELLED}
 
-    @pytest.mark.nightly
     def test_cancelling_changes_nothing_that_has_ended(self, executor: Executor, tmp_path: Path) -> None:
         job = executor.submit(python(tmp_path, "pass"))
         ended = finish(executor, job)
         executor.cancel([job])
         assert finish(executor, job) == ended
 
-    @pytest.mark.nightly
     def test_job_that_nobody_knows_has_no_status(self, executor: Executor) -> None:
         executor.cancel(["nobody.1"])
         assert executor.status(["nobody.1"]) == []
 
-    @pytest.mark.nightly
     def test_step_tells_every_change_once(self, executor: Executor, tmp_path: Path) -> None:
         job = executor.submit(python(tmp_path, "pass", tasks=3))
         seen: list[tuple[int, TaskState]] = []
@@ -203,56 +203,22 @@ class TestExecutor:
         assert {task for task, state in seen if state.ok} == {0, 1, 2}
         assert executor.step(0) == []
 
-    @pytest.mark.nightly
-    def test_step_returns_in_time(self, executor: Executor, tmp_path: Path) -> None:
-        job = executor.submit(python(tmp_path, WAITS))
-        step_until(executor, lambda: executor.status([job])[0].state is TaskState.RUNNING)
-        before = time.monotonic()
-        assert executor.step(0.1) == []
-        assert time.monotonic() - before >= 0.1
-
-    @pytest.mark.nightly
     def test_ids_are_never_used_again(self, executor: Executor, tmp_path: Path, request: pytest.FixtureRequest) -> None:
         with EXECUTORS[request.node.callspec.params["executor"]]() as other:
             ids = [each.submit(python(tmp_path, "pass")) for each in (executor, executor, other, other)]
         assert len(set(ids)) == 4
 
-    @pytest.mark.nightly
-    @pytest.mark.parametrize(
-        ("asked", "said"),
-        [
-            ({"argv": ()}, "no command"),
-            ({"argv": ("a\0b",)}, "cannot be passed"),
-            ({"argv": ("\ud800",)}, "cannot be passed"),
-            ({"env": {"A=B": "c"}}, "cannot name"),
-            ({"tasks": ()}, "0 tasks"),
-            ({"cpus": 0}, "0 cpus"),
-            ({"time_s": 0}, "time_s=0"),
-            ({"nodes": 0}, "0 nodes"),
-            ({"ranks": -1}, "-1 ranks"),
-            ({"nodes": 2}, "2 nodes for one process"),
-            ({"nodes": 1_000, "ranks": 1}, "asks for 1000 nodes"),
-            ({"ranks": 100_000}, "100000 processes on a node"),
-            ({"cpus": 100_000}, "100000 cores"),
-            ({"gpus": 1_000}, "1000 GPUs"),
-            ({"mem_bytes": 2 << 40}, "2097152MiB"),
-            ({"after": ("nobody.1",)}, "nobody.1"),
-        ],
-        ids=lambda value: str(value)[:30] if isinstance(value, dict) else "",
-    )
-    def test_impossible_job_is_refused(self, executor: Executor, tmp_path: Path, asked: dict, said: str) -> None:
-        possible = {"name": "scan", "argv": ("true",), "tasks": range(1), "log_dir": str(tmp_path)}
-        with pytest.raises(SubmissionRefused, match=said) as refused:
-            executor.submit(JobSpec(**{**possible, **asked}))
-        assert "scan" in str(refused.value)
-        assert refused.value.remedy.startswith("pipeline submit --stage scan")
+    def test_impossible_job_is_refused_with_a_command_that_helps(self, executor: Executor, tmp_path: Path) -> None:
+        for asked in IMPOSSIBLE:
+            possible = {"name": "scan", "argv": ("true",), "tasks": range(1), "log_dir": str(tmp_path)}
+            with pytest.raises(SubmissionRefused) as refused:
+                executor.submit(JobSpec(**{**possible, **asked}))
+            assert "scan" in str(refused.value), asked
+            assert refused.value.remedy.startswith("pipeline submit --stage scan"), asked
 
-    @pytest.mark.nightly
-    def test_two_hundred_small_tasks_all_end(self, executor: Executor, tmp_path: Path) -> None:
-        if isinstance(executor, SlurmExecutor):
-            pytest.skip("a batch job of Slurm takes a second here: tests/slurm/test_executor.py has many tasks")
+    def test_two_hundred_small_tasks_all_end(self, local: LocalExecutor, tmp_path: Path) -> None:
         spec = JobSpec("test", ("true", TASK), tasks=range(200), log_dir=str(tmp_path))
-        tasks = finish(executor, executor.submit(spec))
+        tasks = finish(local, local.submit(spec))
         assert {task.state for task in tasks} == {TaskState.COMPLETED}
 
 

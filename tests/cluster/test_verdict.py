@@ -74,26 +74,22 @@ def cause_of(status: TaskStatus, word: Word = SILENT, log: str = "", asked_bytes
     return judge_attempt(status, word, log, asked_bytes=asked_bytes).cause
 
 
-class TestEveryCombination:
-    @pytest.mark.parametrize("state", TaskState)
-    @pytest.mark.parametrize("word", WORDS, ids=lambda word: word.what or f"finished={word.finished},{word.started}")
-    def test_gets_a_verdict_with_a_reason_and_no_success_is_made_up(self, state: TaskState, word: Word) -> None:
-        for (code, killed_by), log, restarts in itertools.product(ENDINGS, LOGS, (0, 2)):
-            found = judge_attempt(ended(state, code, killed_by, restarts=restarts), word, log, asked_bytes=200 * MIB)
-            assert isinstance(found, TaskVerdict)
-            assert found.reason or found.cause is Cause.DONE
-            assert (found.cause is Cause.DONE) == (word.finished and (state.ended or state in PERHAPS)), found
-
-    @pytest.mark.parametrize(
-        "state", [state for state in TaskState if not state.ended and state is not TaskState.UNKNOWN]
-    )
-    @pytest.mark.parametrize("word", WORDS, ids=lambda word: word.what or f"finished={word.finished},{word.started}")
-    def test_of_a_task_that_has_not_ended_is_no_verdict_on_its_end(self, state: TaskState, word: Word) -> None:
-        if not (word.finished and state is TaskState.COMPLETING):
-            assert cause_of(ended(state), word, OOM_LOG) in (Cause.ACTIVE, Cause.HELD)
-
-
 PERHAPS = (TaskState.UNKNOWN, TaskState.COMPLETING)
+
+
+def test_every_combination_gets_a_verdict_with_a_reason_and_no_success_is_made_up() -> None:
+    for state, word, (code, killed_by), log in itertools.product(TaskState, WORDS, ENDINGS, LOGS):
+        found = judge_attempt(ended(state, code, killed_by), word, log, asked_bytes=200 * MIB)
+        assert found.reason or found.cause is Cause.DONE
+        assert (found.cause is Cause.DONE) == (word.finished and (state.ended or state in PERHAPS)), found
+
+
+def test_a_task_that_has_not_ended_has_no_verdict_on_its_end() -> None:
+    states = [state for state in TaskState if not state.ended and state is not TaskState.UNKNOWN]
+    for state, word in itertools.product(states, WORDS):
+        if not (word.finished and state is TaskState.COMPLETING):
+            assert cause_of(ended(state), word, OOM_LOG) in (Cause.ACTIVE, Cause.HELD), (state, word)
+
 
 SCHEDULER_KNOWS = [
     (TaskState.OUT_OF_MEMORY, Cause.HOST_OOM),
