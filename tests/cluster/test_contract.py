@@ -160,7 +160,7 @@ class TestExecutor:
         (task,) = finish(executor, executor.submit(python(tmp_path, body, mem_bytes=60 * MIB)))
         assert task.state is TaskState.OUT_OF_MEMORY
 
-    def test_task_that_runs_too_long_ends_even_if_it_ignores_sigterm(self, local: LocalExecutor, tmp_path: Path) -> None:
+    def test_a_task_over_its_time_ends_even_if_it_ignores_sigterm(self, local: LocalExecutor, tmp_path: Path) -> None:
         (task,) = finish(local, local.submit(python(tmp_path, IGNORES_TERM, time_s=1)))
         assert (task.state, task.signal) == (TaskState.TIMEOUT, signal.SIGKILL)
 

@@ -18,7 +18,7 @@ import pytest
 
 from pipeline.journal.run_status import RunState
 from tests.testkit.cluster import Cluster
-from tests.testkit.slurm_runs import DEAF, DIES, EATS, LINGERS, Project, Run, make_project, until
+from tests.testkit.slurm_runs import DEAF, DIES, EATS, LINGERS, Project, Run, at_night, make_project, until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.fault]
 
@@ -43,10 +43,14 @@ def settled(cluster: Cluster) -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def begun(settled: None, cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+def begun(
+    settled: None, cluster: Cluster, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> dict[str, Run]:
     """Begin at once all runs that go on without a hand; those that meet a time limit on a node of their own."""
     runs = {}
     for name, (items, acts, settings) in BEGUN.items():
+        if name != "poison" and not at_night(request):
+            continue
         place = "--nodelist" if "limit" in name else "--exclude"
         runs[name] = make_project(
             tmp_path_factory.mktemp("begun") / "project",

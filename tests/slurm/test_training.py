@@ -20,7 +20,7 @@ import pytest
 from tests.runs.workflow.trained import weights
 from tests.slurm.test_by_hand import ROOT
 from tests.testkit.cluster import Cluster
-from tests.testkit.slurm_runs import Project, Run, make_project, until
+from tests.testkit.slurm_runs import Project, Run, at_night, make_project, until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.fault, pytest.mark.timeout(900)]
 
@@ -124,13 +124,13 @@ def steps_of(run: Run) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def begun(project: Project, cluster: Cluster) -> dict[str, Run]:
+def begun(project: Project, request: pytest.FixtureRequest) -> dict[str, Run]:
     """Begin at once what needs no hand: in peace, with a time limit that comes first, with too little memory."""
-    return {
-        "limit": trains(project, "limit", "slow", cluster__train__time="1m"),
-        "peace": trains(project, "peace"),
-        "memory": trains(project, "memory", "eats", cluster__train__mem="1GiB"),
-    }
+    runs = {"peace": trains(project, "peace")}
+    if at_night(request):
+        runs["limit"] = trains(project, "limit", "slow", cluster__train__time="1m")
+        runs["memory"] = trains(project, "memory", "eats", cluster__train__mem="1GiB")
+    return runs
 
 
 @pytest.fixture(scope="module")

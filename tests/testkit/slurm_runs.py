@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from pipeline.journal.active_runs import status_of
 from pipeline.journal.run_folder import RunFolder, runs_in
 from pipeline.journal.run_status import RunState, RunStatus
@@ -238,6 +240,12 @@ def _mischief(folder: Path, acts: Mapping[str, str]) -> str:
     (place / "sitecustomize.py").write_text(MISCHIEF)
     (place / "acts.json").write_text(json.dumps(dict(acts)))
     return f"export PYTHONPATH={place}"
+
+
+def at_night(request: pytest.FixtureRequest) -> bool:
+    """Say whether nightly tests of this module run, for which more is begun."""
+    here = [item for item in request.session.items if item.path == request.path]
+    return any(item.get_closest_marker("nightly") for item in here)
 
 
 def strangers(run: Run) -> list[str]:
