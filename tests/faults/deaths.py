@@ -27,7 +27,7 @@ from pipeline.errors import PipelineError
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.key_lists import sorted_pairs
 from pipeline.store.maintenance import rewrite, scrub, shard_repair, sweep
-from tests.faults.judged import KIND, complaints, is_of_gone, served
+from tests.faults.judged import KIND, aftermath, complaints, is_of_gone, served
 from tests.faults.works import HEADER_BYTES, NAME, WORKS, Work
 from tests.store.content import key_of, put
 from tests.store.faulty_disks import KillingDisk
@@ -85,8 +85,7 @@ def at_steps(folder: Path, stride: int) -> Iterator[dict[str, object]]:
                 work.run(place, cache, lambda keys: tell(key.hex() for key in keys))
 
             killed, lines = died(*forked(do))
-            safe = work.live | {bytes.fromhex(line) for line in lines}
-            found = complaints(root, safe, work.known, work.torn)
+            found = aftermath(work, place, {*work.live, *map(bytes.fromhex, lines)})
             yield {"work": work.name, "step": step, "moment": moment, "killed": int(killed), "complaints": found}
             shutil.rmtree(place)
 

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 
     from pipeline.store.maintenance.damage_report import DamageFinding
     from pipeline.store.store import Store
+    from tests.faults.works import Work
 
-KIND = "scan"
+KIND, NAME = "scan", "cache"
 
 
 class HastyDisk(Disk):
@@ -48,6 +49,20 @@ def complaints(
         return [*_wrongly_served(store, safe, known), *_accused(store, safe, torn), *unfinished]
     except PipelineError as error:
         return [f"refused: {error!r}"]
+
+
+def aftermath(work: Work, folder: Path, safe: set[bytes]) -> list[str]:
+    """Say what is wrong with what an unfinished work left, then once it was done again."""
+    root = folder / NAME
+    found = [*complaints(root, safe, work.known, work.torn, finish=False), *work.judge(folder, False)]
+    return found + finished(work, folder, safe)
+
+
+def finished(work: Work, folder: Path, safe: set[bytes]) -> list[str]:
+    """Do a work again, on a disk that works, and say what is wrong then."""
+    root = folder / NAME
+    work.run(folder, CacheFolder(root, HastyDisk()), safe.update)
+    return [*work.judge(folder, True), *complaints(root, safe, work.known, work.torn)]
 
 
 def served(store: Store, key: bytes) -> bool | None:

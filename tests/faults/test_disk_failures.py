@@ -8,21 +8,45 @@ from contextlib import suppress
 import pytest
 
 from pipeline.errors import CacheFull
+from pipeline.store.cache_folder import CacheFolder
 from tests.faults.failing import Failure, complaints_about, failures, steps_of
-from tests.faults.judged import KIND
+from tests.faults.judged import KIND, aftermath
 from tests.faults.works import WORKS, Work
 from tests.store.content import key_of, put
+from tests.store.faulty_disks import InterruptingDisk, KillingDisk
 
 pytestmark = pytest.mark.fault
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("work", WORKS, ids=lambda work: work.name)
 def test_a_step_that_fails_is_one_clear_error_and_loses_nothing(work, tmp_path):
     tried = list(failures(steps_of(work, tmp_path / "counted"), every=False))
     found = [complaints_about(work, failure, tmp_path / f"{number}") for number, failure in enumerate(tried)]
     assert [one for said in found for one in said] == []
     assert len(tried) > 10
+
+
+class HastyInterruptingDisk(InterruptingDisk):
+    def fsync(self, fd):
+        self._take("fsync")
+
+    def fsync_folder(self, path):
+        self._take("fsync_folder")
+
+
+@pytest.mark.parametrize("work", WORKS, ids=lambda work: work.name)
+def test_ctrl_c_at_any_step_of_a_work_loses_and_tears_nothing(work, tmp_path):
+    disk = KillingDisk()
+    work.run(tmp_path / "counted", CacheFolder(work.begin(tmp_path / "counted"), disk))
+    found = []
+    for step in range(1, disk.steps + 1, 1 if disk.steps < 30 else 3):
+        for moment in ("before", "halfway"):  # after a step is before the next
+            folder, safe = tmp_path / f"{step}-{moment}", set(work.live)
+            cache = CacheFolder(work.begin(folder), HastyInterruptingDisk(step, moment))
+            with suppress(KeyboardInterrupt):  # a writer that ends writes on, and some steps have no half
+                work.run(folder, cache, safe.update)
+            found += [f"{one}, {moment} step {step}" for one in aftermath(work, folder, safe)]
+    assert found == []
 
 
 def _swallow(folder, cache, say):

@@ -32,7 +32,7 @@ def judged(work, disk, folder, *, last_first=False):
     left = losses(disk.before, disk.steps, safe=work.live, at_most=16)
     for loss in reversed(list(left)) if last_first else left:
         put_tree(folder, loss.tree)
-        said = complaints(folder / NAME, loss.safe, work.known, work.torn)
+        said = [*work.judge(folder, False), *complaints(folder / NAME, loss.safe, work.known, work.torn)]
         yield [f"{one} (after step {loss.after})" for one in said]
         shutil.rmtree(folder)
 

@@ -1,21 +1,22 @@
-"""What is done to a cache while it is struck: each begins with a cache as it may be, and tells what became safe."""
+"""What is done to a cache while a fault strikes: each work begins with some cache, and reports what became safe."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pipeline.errors import PipelineError
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.cache_layout import REPORTS
 from pipeline.store.format.shard import read_table
 from pipeline.store.key_lists import sorted_pairs
 from pipeline.store.maintenance import rewrite, scrub, sweep, transfer
 from pipeline.store.maintenance import shard_repair as repairing
-from pipeline.store.maintenance.damage_report import ReportWriter, Summary
+from pipeline.store.maintenance.damage_report import ReportWriter, Summary, read_report
 from pipeline.store.maintenance.leftovers import User, forget, register
-from tests.faults.judged import KIND, HastyDisk
+from tests.faults.judged import KIND, NAME, HastyDisk
 from tests.store.content import is_right, key_of, put
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
 Say = Callable[[Iterable[bytes]], object]
 HEADER_BYTES = 4096  # files stay small, so that many states of them can be tried
-NAME = "cache"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +35,10 @@ class Work:
     name: str
     act: Callable[[Path, CacheFolder, Say], object]  # in a folder that holds the cache
     before: Callable[[Path], object] = lambda folder: None
-    numbers: range = range(0)  # that are there at first, and live
-    new: range = range(0)  # that may come
+    numbers: Iterable[int] = ()  # that are there at first, and live
+    new: Iterable[int] = ()  # that may come
     torn: bool = False  # whether damage is there at first
+    judge: Callable[[Path, bool], Iterable[str]] = lambda folder, ended: ()  # complaints of its own; did it end?
 
     @property
     def live(self) -> frozenset[bytes]:
@@ -137,6 +138,24 @@ def _damaged(folder: Path) -> None:
     flip(store.layout.index, 0)
 
 
+LOST = (key_of(4), key_of(7))  # of a shard that went away, and of damage
+
+
+def _beyond_repair(folder: Path) -> None:
+    """Remove a shard and damage another, so that records are lost whose keys are known only until something forgets."""
+    store, shards = fill(folder, range(3), [3, 4], [3, 7, 8])
+    table = read_table(store.disk, shards[2])
+    flip(shards[2], int(table.rows["offset"][1]))
+    shards[1].unlink()
+
+
+def _lists_the_lost(folder: Path, ended: bool) -> Iterator[str]:
+    if ended:
+        reports = [read_report(path) for path in (folder / NAME / REPORTS).glob("*.jsonl")]
+        listed = {one.key for report in reports for one in report.findings() if one.lost}
+        yield from (f"unlisted: {key.hex()} is lost" for key in LOST if key.hex() not in listed)
+
+
 def _repair(folder: Path, cache: CacheFolder, say: Say) -> None:
     repairing.repair_cache(cache)
 
@@ -144,6 +163,12 @@ def _repair(folder: Path, cache: CacheFolder, say: Say) -> None:
 def _compact(folder: Path, cache: CacheFolder, say: Say) -> None:
     store = cache.kind(KIND)
     rewrite.compact_shards([(store, rewrite.plan_compaction(store))], settle_s=0)
+
+
+def _is_one_file(folder: Path, ended: bool) -> Iterator[str]:
+    files = list((folder / NAME / KIND / "shards").iterdir())
+    if ended and len(files) > 1:
+        yield f"unfinished: {len(files)} files"
 
 
 def _half_dead(folder: Path) -> None:
@@ -155,6 +180,29 @@ def _sweep(folder: Path, cache: CacheFolder, say: Say) -> None:
     live = sweep.Live(pairs=sorted_pairs(b"".join(map(key_of, range(6)))))
     for _ in sweep.sweep(store, sweep.mark(store, live, time.time() + 60), live):
         pass
+
+
+def _is_swept(folder: Path, ended: bool) -> Iterator[str]:
+    worth_it = set(map(key_of, range(101, 106)))  # 100 is a small part of its shard
+    if ended and worth_it & set(CacheFolder(folder / NAME, HastyDisk()).kind(KIND).keys()):
+        yield "unfinished: records are left that nothing needs"
+
+
+def _export(folder: Path, cache: CacheFolder, say: Say) -> None:
+    transfer.export_cache(cache, folder / "export")
+
+
+def _is_all_or_refused(folder: Path, ended: bool) -> Iterator[str]:
+    """Import from an export, which is whole or is refused as unfinished."""
+    other = CacheFolder(folder / "other", HastyDisk())
+    try:
+        refused = transfer.take_in(other, folder / "export").refused
+    except PipelineError as error:
+        if ended:
+            yield f"unfinished: {error!r}"
+        return
+    if refused or other.kind(KIND).missing([key_of(number) for number in range(6)]):
+        yield f"torn: an export lacks {refused}"
 
 
 def _exported(folder: Path) -> None:
@@ -176,7 +224,15 @@ WORKS = (
     Work("describe", _describe, lambda folder: fill(folder, range(2)), range(2)),
     Work("validate", _validate, lambda folder: fill(folder, range(2)), range(2)),
     Work("repair", _repair, _damaged, range(12), torn=True),
-    Work("compact", _compact, lambda folder: fill(folder, *([n, n + 1] for n in range(0, 6, 2)), [0, 5]), range(6)),
-    Work("sweep", _sweep, _half_dead, range(6), [*range(100, 106)]),
+    Work("repair_lost", _repair, _beyond_repair, [0, 1, 2, 3, 8], [4, 7], torn=True, judge=_lists_the_lost),
+    Work(
+        "compact",
+        _compact,
+        lambda folder: fill(folder, *([n, n + 1] for n in range(0, 6, 2)), [0, 5]),
+        range(6),
+        judge=_is_one_file,
+    ),
+    Work("sweep", _sweep, _half_dead, range(6), [*range(100, 106)], judge=_is_swept),
+    Work("export", _export, lambda folder: fill(folder, range(3), range(3, 6)), range(6), judge=_is_all_or_refused),
     Work("import", _import, _exported, range(6, 9), range(6)),
 )

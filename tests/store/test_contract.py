@@ -6,6 +6,7 @@ import errno
 import os
 import stat
 import tracemalloc
+from itertools import product
 
 import numpy as np
 import pytest
@@ -67,46 +68,39 @@ def store(open_store):
     return open_store()
 
 
-def test_an_empty_store_has_nothing(store):
+def test_an_empty_store_has_nothing_and_nothing_asked_is_nothing_found(store):
     assert store.missing([key_of(1)]) == [key_of(1)]
     assert list(store.keys()) == []
-    assert store.stat().records == 0
-
-
-def test_nothing_asked_is_nothing_found(store):
     for _ in range(2):
-        assert store.missing([]) == []
-        assert store.locate([]) == []
-        assert list(store.read([])) == []
+        assert store.missing([]) == store.locate([]) == list(store.read([])) == []
+        assert store.stat().records == 0
         store.write_index()
 
 
-def test_what_was_put_is_got_back(store):
+def test_what_was_put_is_got_back_in_the_order_asked_as_read_only_aligned_arrays(store):
     with store.writer() as writer:
-        keys = put(writer, *range(50))
+        keys = put(writer, *range(300))
+    assert store.stat().shards == 1  # the fewest files that the size of a shard allows
+    asked = [keys[number] for number in np.random.default_rng(0).permutation(300)]
+    for record, key in zip(store.read(iter(asked)), asked, strict=True):
+        assert is_right(record, key)
+        assert not any(array.flags.writeable for array in record.arrays.values())
+        assert all(array.flags.aligned for array in record.arrays.values())
     assert all(is_right(store.get(key), key) for key in keys)
+    records = store.read(keys)  # which can be left early
+    assert is_right(next(records), keys[0])
+    records.close()
 
 
-def test_another_process_finds_it_at_the_latest_when_patient(store, open_store):
+@pytest.mark.parametrize(("indexed", "patience_s"), [(False, 10), (True, 0)])
+def test_another_process_finds_it_through_the_index_or_when_patient(store, open_store, indexed, patience_s):
     with store.writer() as writer:
         keys = put(writer, *range(5))
+    if indexed:
+        store.write_index()
     other = open_store()
-    assert other.missing(keys, patience_s=10) == []
+    assert other.missing([key_of(9), *keys, key_of(7)], patience_s=patience_s) == [key_of(9), key_of(7)]
     assert all(is_right(other.get(key), key) for key in keys)
-
-
-def test_another_process_finds_it_through_the_index(store, open_store):
-    with store.writer() as writer:
-        keys = put(writer, *range(5))
-    store.write_index()
-    assert open_store().missing(keys) == []
-
-
-def test_missing_keeps_the_order_and_names_only_what_is_missing(store):
-    with store.writer() as writer:
-        put(writer, 3, 5)
-    asked = [key_of(number) for number in (9, 3, 1, 5, 7)]
-    assert store.missing(asked) == [key_of(9), key_of(1), key_of(7)]
 
 
 def test_flush_names_every_key_that_became_safe(store, open_store):
@@ -125,34 +119,6 @@ def test_work_is_kept_when_the_block_is_left_by_an_exception(store):
     assert store.missing(keys) == []
 
 
-def test_duplicates_are_harmless(store):
-    for _ in range(3):
-        with store.writer() as writer:
-            keys = put(writer, 1, 2, 1)
-    assert list(store.keys()) == sorted(keys[:2])
-    assert store.stat().records == 2
-    assert len(store.locate([keys[0]])[0]) == 3
-    store.write_index()
-    assert len(store.locate([keys[0]])[0]) == 3
-    assert is_right(store.get(keys[0]), keys[0])
-
-
-def test_many_copies_of_one_key_spread_over_index_blocks(store):
-    for number in range(40):
-        with store.writer() as writer:
-            put(writer, 0, number)
-    store.write_index()
-    assert len(store.locate([key_of(0)])[0]) == 40
-    assert store.missing([key_of(number) for number in range(41)]) == [key_of(40)]
-
-
-def test_read_yields_in_the_order_asked(store):
-    with store.writer(shard_bytes=5000) as writer:
-        keys = put(writer, *range(300))
-    asked = [keys[number] for number in np.random.default_rng(0).permutation(300)]
-    assert all(is_right(record, key) for record, key in zip(store.read(iter(asked)), asked, strict=True))
-
-
 def in_memory_of_its_own(share):
     """Give memory for a record in two stretches, the first of which is a share of it; and say where they are."""
     given = []
@@ -165,11 +131,10 @@ def in_memory_of_its_own(share):
     return room, given
 
 
-@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9, 0.99, 1.0])
-def test_a_record_is_read_into_a_callers_memory(store, share):
+def test_a_record_is_read_into_a_callers_memory(store):
     with store.writer() as writer:
         keys = put(writer, *range(30))
-    for key, places in zip(keys, store.locate(keys), strict=True):
+    for share, (key, places) in product((0.0, 0.1, 0.5, 0.9, 0.99, 1.0), zip(keys, store.locate(keys), strict=True)):
         room, given = in_memory_of_its_own(share)
         record = store.get_at(key, places, room)
         assert is_right(record, key)
@@ -202,20 +167,25 @@ def test_places_that_have_changed_are_looked_up_again(store):
         assert is_right(store.get_at(first, places, in_memory_of_its_own(1.0)[0]), first)
 
 
-def test_read_can_be_left_early(store):
-    with store.writer() as writer:
-        keys = put(writer, *range(50))
-    records = store.read(keys)
-    assert is_right(next(records), keys[0])
-    records.close()
+def test_copies_are_harmless_however_many(store):
+    for number in range(40):
+        with store.writer() as writer:
+            put(writer, 0, number, 0)
+    for _ in range(2):
+        assert list(store.keys()) == sorted(key_of(number) for number in range(40))
+        assert store.stat().records == 40
+        assert len(store.locate([key_of(0)])[0]) == 40
+        assert store.missing([key_of(number) for number in range(41)]) == [key_of(40)]
+        store.write_index()
+    assert is_right(store.get(key_of(0)), key_of(0))
 
 
 def test_a_missing_record_is_a_key_error_that_says_what_to_type(store):
-    with pytest.raises(RecordMissing, match="pipeline submit --stage all") as caught:
-        store.get(key_of(1))
-    assert isinstance(caught.value, KeyError)
-    with pytest.raises(RecordMissing):
-        list(store.read([key_of(1)]))
+    for look in (lambda: store.get(key_of(1)), lambda: list(store.read([key_of(1)]))):
+        with pytest.raises(RecordMissing) as caught:
+            look()
+        assert isinstance(caught.value, KeyError)
+        assert "pipeline submit" in caught.value.remedy
 
 
 def test_keys_that_share_their_first_half_are_told_apart(store):
@@ -243,32 +213,16 @@ def test_the_index_follows_and_is_rebuilt(store, open_store):
     assert open_store().missing(keys, patience_s=10) == []
 
 
-def test_published_files_are_read_only_and_group_readable(store, tmp_path):
+def test_published_files_are_read_only_and_group_readable_and_nothing_else_is_left(store, tmp_path):
     with store.writer() as writer:
         put(writer, 1)
-    store.write_index()
-    files = [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
-    assert len(files) == 3
-    for path in files:
-        mode = stat.S_IMODE(path.stat().st_mode)
-        assert mode & 0o440 == 0o440
-        assert not mode & 0o222
-    assert all(path.stat().st_mode & 0o050 == 0o050 for path in (tmp_path / "cache").rglob("*") if path.is_dir())
-
-
-def test_nothing_is_left_in_the_folder_of_unfinished_files(store, tmp_path):
-    with store.writer(shard_bytes=1000) as writer:
-        put(writer, *range(10))
     with store.writer():
         pass
     store.write_index()
-    assert list((tmp_path / "cache/scan/tmp").iterdir()) == []
-
-
-def test_the_fewest_files_that_the_shard_size_allows(store):
-    with store.writer() as writer:
-        put(writer, *range(500))
-    assert store.stat().shards == 1
+    files = [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+    assert len(files) == 3
+    assert {stat.S_IMODE(path.stat().st_mode) & 0o662 for path in files} == {0o440}
+    assert all(path.stat().st_mode & 0o050 == 0o050 for path in (tmp_path / "cache").rglob("*") if path.is_dir())
 
 
 def test_a_shard_is_full_when_its_header_is(store):
@@ -300,15 +254,6 @@ def test_writing_needs_the_memory_of_a_few_records_only(store):
     assert peak_bytes < 4_000_000
 
 
-def test_arrays_come_back_read_only_and_aligned(store):
-    with store.writer() as writer:
-        put(writer, *range(20))
-    for key in list(store.keys()):
-        for array in store.get(key).arrays.values():
-            assert not array.flags.writeable
-            assert array.flags.aligned
-
-
 def test_stat_tells_size_and_age(store, tmp_path):
     with store.writer(shard_bytes=2000) as writer:
         put(writer, *range(30))
@@ -319,15 +264,12 @@ def test_stat_tells_size_and_age(store, tmp_path):
     assert told.unreadable == ()
 
 
-@pytest.mark.parametrize("key", [b"", b"short", bytes(17), "text of 16 chars"])
-def test_what_is_no_key_is_refused(store, key):
-    with pytest.raises(ValueError, match="a key is 16 bytes"), store.writer() as writer:
-        writer.put(key, {})
-    with pytest.raises((ValueError, TypeError)):
-        store.get(key)
-
-
-@pytest.mark.parametrize("kind", ["", "..", "a/b", "Scan", ".hidden"])
-def test_a_kind_cannot_leave_its_folder(tmp_path, kind):
-    with pytest.raises(ValueError, match="cannot name a kind"):
-        CacheFolder(tmp_path).kind(kind)
+def test_what_is_no_key_or_kind_is_refused(store, tmp_path):
+    for key in (b"", b"short", bytes(17), "text of 16 chars"):
+        with pytest.raises(ValueError, match="16 bytes"), store.writer() as writer:
+            writer.put(key, {})
+        with pytest.raises((ValueError, TypeError)):
+            store.get(key)
+    for kind in ("", "..", "a/b", "Scan", ".hidden"):
+        with pytest.raises(ValueError, match="cannot name a kind"):
+            CacheFolder(tmp_path / "cache").kind(kind)

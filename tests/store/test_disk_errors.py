@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import shutil
 
 import pytest
 
@@ -20,56 +21,41 @@ def partials(cache):
     return list((cache.root / "scan/tmp").iterdir())
 
 
+class UnsureDisk(FailingDisk):
+    """A full disk that cannot say what is free."""
+
+    def free_bytes(self, path):
+        raise os_error(errno.ESTALE)
+
+
+@pytest.mark.parametrize("disk", [FailingDisk, UnsureDisk])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_names_what_is_free_and_what_to_type(cache, filled, number):
-    with pytest.raises(CacheFull) as caught, open_with(cache, FailingDisk("write_at", number)).writer() as writer:
+def test_a_full_disk_says_what_to_type(cache, filled, disk, number):
+    with pytest.raises(CacheFull) as caught, open_with(cache, disk("write_at", number)).writer() as writer:
         put(writer, 5)
-    assert "MB free" in str(caught.value)
-    assert "pipeline submit --stage all" in str(caught.value)
+    assert "pipeline submit" in caught.value.remedy
+    assert str(cache.root) in caught.value.where
 
 
-def test_a_full_disk_that_cannot_tell_what_is_free_is_full_all_the_same(cache, filled):
-    class SilentDisk(FailingDisk):
-        def free_bytes(self, path):
-            raise os_error(errno.ESTALE)
-
-    with pytest.raises(CacheFull, match="the quota is used up"):
-        open_with(cache, SilentDisk("write_at", errno.EDQUOT)).write_index()
-
-
-@pytest.mark.parametrize("after", range(12))
-def test_a_disk_that_fills_up_loses_nothing_acknowledged(cache, after):
-    store = open_with(cache, FailingDisk("write_at", errno.ENOSPC, after))
-    safe = []
-    with pytest.raises(CacheFull), store.writer() as writer:  # noqa: PT012 - any of them may fail
-        for number in range(12):
-            put(writer, number)
-            if number % 3 == 2:
-                safe += writer.flush()
-    again = open_with(cache, None)
-    assert again.missing(safe) == []
-    assert set(again.keys()) == set(safe)
-    assert all(is_right(again.get(key), key) for key in safe)
-
-
-@pytest.mark.parametrize("step", range(1, 12))
-@pytest.mark.parametrize("moment", ["before", "halfway"])
 @pytest.mark.parametrize(
     ("header_bytes", "numbers"), [(64, [5]), (1500, [5, 6]), (10_000, [5, 6])], ids=["exact", "close", "roomy"]
 )
-def test_ctrl_c_at_any_step_keeps_each_record_that_was_put(cache, filled, step, moment, header_bytes, numbers):
-    put_keys = []
-    writer = open_with(cache, InterruptingDisk(step, moment)).writer(header_bytes=header_bytes)
-    with pytest.raises(KeyboardInterrupt), writer:  # noqa: PT012 - the block is what is tested
-        for number in numbers:
-            put_keys += put(writer, number)
-        writer.flush()
-        raise KeyboardInterrupt
-    store = open_with(cache, None)
-    assert store.missing(put_keys) == []
-    assert all(is_right(store.get(key), key) for key in put_keys)
-    assert is_undamaged(store)
-    assert partials(cache) == []
+def test_ctrl_c_at_any_step_keeps_each_record_that_was_put(cache, filled, tmp_path, header_bytes, numbers):
+    for step in range(1, 12):
+        for moment in ("before", "halfway"):
+            there = CacheFolder(shutil.copytree(cache.root, tmp_path / f"{step}-{moment}"))
+            keys = []
+            writer = open_with(there, InterruptingDisk(step, moment)).writer(header_bytes=header_bytes)
+            with pytest.raises(KeyboardInterrupt), writer:  # noqa: PT012 - the block is what is tested
+                for number in numbers:
+                    keys += put(writer, number)
+                writer.flush()
+                raise KeyboardInterrupt
+            store = open_with(there, None)
+            assert store.missing(keys) == [], (step, moment)
+            assert all(is_right(store.get(key), key) for key in keys)
+            assert is_undamaged(store)
+            assert partials(there) == []
 
 
 def test_a_writer_can_go_on_once_there_is_room_again(cache, filled):
@@ -82,26 +68,6 @@ def test_a_writer_can_go_on_once_there_is_room_again(cache, filled):
         assert writer.flush() == keys
 
 
-@pytest.mark.parametrize("step", ["rename", "fsync", "write_at"])
-def test_a_failed_index_swap_leaves_the_old_index(cache, filled, step):
-    filled.write_index()
-    before = (cache.root / "scan/index.bin").read_bytes()
-    with pytest.raises(CacheFull):
-        open_with(cache, FailingDisk(step, errno.ENOSPC)).write_index()
-    assert (cache.root / "scan/index.bin").read_bytes() == before
-    assert partials(cache) == []
-
-
-@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.EPERM])
-def test_a_read_only_cache_is_read_and_refuses_the_first_write(cache, filled, number):
-    store = open_with(cache, FailingDisk("open_new", number))
-    assert is_right(store.get(key_of(0)), key_of(0))
-    with pytest.raises(CacheUnusable, match="cannot be written"), store.writer() as writer:
-        put(writer, 5)
-    with pytest.raises(CacheUnusable, match="cannot be written"):
-        store.write_index()
-
-
 def test_no_published_file_is_overwritten_where_links_are_refused(cache, filled, monkeypatch):
     monkeypatch.setattr("pipeline.store.format.disk.unique_stem", lambda: "same")
     for _ in range(2):
@@ -109,7 +75,7 @@ def test_no_published_file_is_overwritten_where_links_are_refused(cache, filled,
         writer = store.writer()
         put(writer, 5)
         if (cache.root / "scan/shards/same.safetensors").exists():
-            with pytest.raises(CacheUnusable, match="stands in the way"):
+            with pytest.raises(CacheUnusable):
                 writer.flush()
         else:
             writer.flush()
@@ -149,19 +115,10 @@ def test_a_rename_that_was_not_made_is_an_error(cache, filled):
             source.unlink()
             super().rename(source, target)
 
-    with pytest.raises(JobFailed, match="the disk failed while writing"):
+    with pytest.raises(JobFailed):
         open_with(cache, LosingDisk("", 0)).write_index()
     with pytest.raises(JobFailed), open_with(cache, LosingDisk("link", errno.EPERM)).writer() as writer:
         put(writer, 5)
-
-
-def test_a_folder_that_cannot_be_listed_is_one_clear_error(cache, filled):
-    class ClosedDisk(FailingDisk):
-        def list_folder(self, path):
-            raise os_error(errno.EACCES)
-
-    with pytest.raises(CacheUnusable, match="Permission denied"):
-        open_with(cache, ClosedDisk("", 0)).missing([key_of(0)])
 
 
 def test_an_index_that_cannot_be_read_is_done_without(cache, filled):
@@ -175,13 +132,6 @@ def test_an_index_that_cannot_be_read_is_done_without(cache, filled):
             return super().read_at(fd, length, offset)
 
     assert open_with(cache, BadSectorDisk("", 0)).missing([key_of(0), key_of(9)]) == [key_of(9)]
-
-
-@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO])
-def test_a_shard_that_cannot_be_opened_is_absent_or_an_error(cache, filled, number):
-    store = open_with(cache, FailingDisk("open_read", number, after=2))
-    with pytest.raises(Exception, match=key_of(0).hex()):
-        store.get(key_of(0))
 
 
 def test_an_index_that_another_host_replaced_is_opened_again(cache, filled):

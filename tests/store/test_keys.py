@@ -21,12 +21,12 @@ def test_keys_are_what_they_were() -> None:
     assert tagged_key("graph", {"neighbours": 5}, "x").hex() == "4894d6958a6ca74c7278acf325c9ffd6"
     assert recipe_tag("graph", {"neighbours": 5}).hex() == "4894d695"
     assert content_digest(b"bytes").hex() == "95f64cad147d23ee983871c230125b12"
-
-
-def test_keys_of_embeddings_are_what_they_were() -> None:
     assert RECIPE.key("MKV", Variant("fp16")).hex() == "93818ecd90bcf087ff522af21832d66f"
     windows = Variant("fp32", SequenceCut("windows", 1022, 256))
     assert RECIPE.key("MKV", windows).hex() == "a9f3b8bac91a8e0b1a4b141fa4b9546e"
+    for number in (float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="not JSON"):
+            recipe_key("graph", {"radius": number})
 
 
 @settings(deadline=None)  # other work may share the machine
@@ -39,12 +39,6 @@ def test_keys_in_pairs_are_sorted_as_bytes_and_each_is_there_once(known: list[by
     pairs = sorted_pairs(bytearray().join(known))
     assert pairs.dtype == "<u8"
     assert [hi.to_bytes(8, "big") + lo.to_bytes(8, "big") for hi, lo in pairs.tolist()] == sorted(set(known))
-
-
-@pytest.mark.parametrize("number", [float("nan"), float("inf")])
-def test_what_is_no_number_makes_no_key(number: float) -> None:
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        recipe_key("graph", {"radius": number})
 
 
 @pytest.mark.parametrize(
@@ -64,9 +58,3 @@ def test_a_file_is_settled_once_its_next_change_would_show_in_its_times(
 ) -> None:
     monkeypatch.setattr(keys.time, "time_ns", lambda: NOW_NS)
     assert is_settled(mtime_ns, NOW_NS - age_ns) is settled
-
-
-def test_a_recipe_of_an_embedding_leaves_nothing_open_that_was_not_said() -> None:
-    recipe = EmbeddingRecipe("w", 3, "chain", "fp16", "fp16")
-    assert (recipe.long, recipe.length, recipe.overlap, recipe.on_oom) == ("full", 1022, 256, "windows")
-    assert (recipe.half_fallback, recipe.whole, SequenceCut("truncate", 9).overlap) == (True, 0, 0)

@@ -23,17 +23,15 @@ def test_keys_of_one_recipe_share_their_beginning_and_nothing_else() -> None:
     assert {key[:TAG_BYTES] for key in keys} == {recipe_tag("graph", MANY)}
     assert len({key[TAG_BYTES:] for key in keys}) == 100
     assert {len(key) for key in keys} == {KEY_BYTES}
-
-
-def test_the_rest_of_a_key_digests_the_recipe_too() -> None:
-    one, other, elsewhere = (tagged_key(*of, 1) for of in (("graph", FEW), ("graph", MANY), ("embed", FEW)))
-    assert len({key[TAG_BYTES:] for key in (one, other, elsewhere)}) == 3
+    others = {tagged_key(*of, 1)[TAG_BYTES:] for of in (("graph", FEW), ("graph", MANY), ("embed", FEW))}
+    assert len(others) == 3
 
 
 def test_records_are_counted_by_recipe(tmp_path: Path) -> None:
     cache = CacheFolder(tmp_path / "cache")
     for recipe, count in ((FEW, 3), (MANY, 40)):
-        cache.describe("graph", recipe)
+        for _ in range(2):  # it is described once
+            cache.describe("graph", recipe)
         put(cache, recipe, count)
     put(cache, FEW, 3)  # the same again: copies count once
     cache.describe("graph", {"neighbours": 1})  # nothing was made by it
@@ -41,6 +39,7 @@ def test_records_are_counted_by_recipe(tmp_path: Path) -> None:
     found = CacheFolder(tmp_path / "cache").recipes("graph")
     assert [(dict(one.recipe), one.records) for one in found] == [(MANY, 40), (FEW, 3)]
     assert all(one.bytes > 800 * one.records for one in found)
+    assert cache.kind("recipes").stat().records == 4
 
 
 def test_a_record_that_describes_no_recipe_hides_none(tmp_path: Path) -> None:
@@ -55,11 +54,3 @@ def test_a_record_that_describes_no_recipe_hides_none(tmp_path: Path) -> None:
     again = CacheFolder(tmp_path / "cache")
     assert [(kind, dict(recipe)) for _, kind, recipe in again.described()] == [("graph", FEW)]
     assert [one.records for one in again.recipes("graph")] == [3]
-
-
-def test_a_recipe_is_described_once(tmp_path: Path) -> None:
-    cache = CacheFolder(tmp_path / "cache")
-    cache.describe("graph", FEW)
-    cache.describe("graph", dict(FEW))
-    assert cache.kind("recipes").stat().records == 1
-    assert len(list((tmp_path / "cache" / "recipes" / "shards").iterdir())) == 1

@@ -21,11 +21,8 @@ def test_every_dtype_and_shape_comes_back(dtype, shape):
     assert back.shape == shape
     assert back.dtype == array.dtype.newbyteorder("<")
     assert np.array_equal(back, array)
-
-
-def test_views_that_are_not_contiguous_come_back():
-    array = np.arange(24).reshape(4, 6)[::2, ::-3].T
-    assert np.array_equal(decode_record(encode_record(KEY, {"x": array}, {}).blob).arrays["x"], array)
+    turned = np.arange(24).reshape(4, 6).astype(dtype)[::2, ::-3].T  # which is not contiguous
+    assert np.array_equal(decode_record(encode_record(KEY, {"x": turned}, {}).blob).arrays["x"], turned)
 
 
 def test_bfloat16_is_carried_as_its_bits():
@@ -49,29 +46,22 @@ def test_meta_comes_back_as_json_does():
     assert decode_record(encode_record(KEY, {}, meta).blob).meta == meta
 
 
-@pytest.mark.parametrize("name", ["", "record", "a/b", "ä", "1a", 'a"b', "a b"])
-def test_a_name_that_a_header_could_not_hold_is_refused(name):
-    with pytest.raises(ValueError, match="cannot name an array"):
-        encode_record(KEY, {name: np.zeros(1)}, {})
+NONE = np.zeros(1)
+REFUSED = [
+    *({name: NONE} for name in ("", "record", "a/b", "ä", "1a", 'a"b', "a b")),
+    *({"x": array} for array in (np.zeros(1, complex), np.array(["a"]), np.array([object()]), np.zeros(1, "M8[s]"))),
+]
 
 
-@pytest.mark.parametrize(
-    "array", [np.zeros(1, complex), np.array(["text"]), np.array([object()]), np.zeros(1, "M8[s]")]
-)
-def test_an_array_that_safetensors_does_not_know_is_refused(array):
-    with pytest.raises(ValueError, match="cannot be stored"):
-        encode_record(KEY, {"x": array}, {})
-
-
-def test_only_sixteen_bit_patterns_can_be_bfloat16():
-    with pytest.raises(ValueError, match="as bfloat16 bits"):
+def test_what_a_record_cannot_hold_is_refused():
+    for arrays in REFUSED:
+        with pytest.raises(ValueError, match="cannot"):
+            encode_record(KEY, arrays, {})
+    for meta in ({"x": float("nan")}, {"x": object()}):
+        with pytest.raises((ValueError, TypeError)):
+            encode_record(KEY, {}, meta)
+    with pytest.raises(ValueError, match="bfloat16"):
         encode_record(KEY, {"x": np.zeros(1, np.float32)}, {}, bfloat16=["x"])
-
-
-@pytest.mark.parametrize("meta", [{"x": float("nan")}, {"x": object()}])
-def test_meta_that_is_no_json_is_refused(meta):
-    with pytest.raises((ValueError, TypeError)):
-        encode_record(KEY, {}, meta)
 
 
 def hostile(arrays: str, *, key: str = KEY.hex(), meta: str = "{}", data: bytes = b"") -> bytes:
@@ -114,6 +104,7 @@ def test_bytes_that_are_no_record_are_refused(blob):
 @given(st.data())
 def test_a_mutilated_record_is_read_or_refused_and_nothing_else(data):
     blob = bytearray(encode_record(KEY, arrays_of(KEY), {"name": KEY.hex()}).blob)
+    assert is_right(decode_record(bytes(blob)), KEY)
     for _ in range(data.draw(st.integers(1, 4))):
         place = data.draw(st.integers(0, len(blob) - 1))
         blob[place : place + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=3))
@@ -122,7 +113,3 @@ def test_a_mutilated_record_is_read_or_refused_and_nothing_else(data):
     except BadRecord:
         return
     assert sum(array.nbytes for array in record.arrays.values()) <= len(blob)
-
-
-def test_a_whole_record_is_right():
-    assert is_right(decode_record(encode_record(KEY, arrays_of(KEY), {"name": KEY.hex()}).blob), KEY)

@@ -30,6 +30,8 @@ def test_records_tags_and_absent_keys_are_counted_once_each(tmp_path, monkeypatc
                 writer.put(bytes(one), {"a": np.zeros(8)}, {})
         if indexed == "all" or (indexed == "half" and turn == 1):
             store.write_index()
+    assert list(store.keys()) == sorted(there)
+    assert all(record.key == one for record, one in zip(store.read(there), there, strict=True))
     absent = [key(tag, number) for tag in TAGS for number in range(500, 540)]
     found = store.tally(TAGS, sorted_pairs(b"".join([*there, *absent])))
     length = store.locate(there[:1])[0][0].length

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pipeline.command_line import Command
+from pipeline.command_line import Command, quoted
 from pipeline.errors import CacheDamaged, CacheFull, CacheUnusable, ConfigError
 from pipeline.store.cache_folder import ELSEWHERE, CacheFolder
 from pipeline.store.format.cache_layout import EXPORT, PARTIAL_NAME, KindLayout
@@ -135,10 +135,14 @@ def export_cache(
     Shards that the cache no longer has stay, too, for they may be the last copy; but not those whose records are all in
     newer shards, as after a compaction.
     """
-    files = dict(_shards(cache, _known_kinds(cache, kinds)))
     _refuse_nested(cache, folder)
-    with refused_as("the export cannot be written here", _NEW_FOLDER):
-        return _exported(cache, folder, kinds, files, link=link, tell=tell)
+    try:
+        files = dict(_shards(cache, _known_kinds(cache, kinds)))
+        with refused_as("the export cannot be written here", _NEW_FOLDER):
+            return _exported(cache, folder, kinds, files, link=link, tell=tell)
+    except OSError as error:  # of a folder or a size: what fails in reading or writing a shard has its own words
+        remedy = f"ls -ld {quoted(cache.root)} {quoted(folder)}"
+        raise CacheUnusable(f"a folder cannot be read: {reason(error)}", where=str(folder), remedy=remedy) from error
 
 
 def _exported(
@@ -286,7 +290,7 @@ def _opened(folder: Path, disk: Disk) -> tuple[CacheFolder, dict[ShardFile, str]
             return target, {
                 file: sha for file, sha in read_export_manifest(disk, folder) if disk.exists(file.below(folder))
             }
-    elif disk.list_folder(folder):
+    elif not all(PARTIAL_NAME.fullmatch(name) for name in disk.list_folder(folder)):
         raise ConfigError("the folder is not empty, and no export", where=str(folder), remedy=_NEW_FOLDER)
     return target, {}
 

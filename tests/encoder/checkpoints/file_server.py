@@ -26,10 +26,6 @@ class Asked:
     headers: dict[str, str]
     served: int = 0
 
-    @property
-    def range(self) -> str | None:
-        return self.headers.get("range")
-
 
 Answer: TypeAlias = Callable[["Handler"], None]
 
@@ -40,11 +36,8 @@ class File:
 
     body: bytes
     etag: str | None = '"one"'
-    modified: str | None = None
     ranges: bool = True
     heeds_if_range: bool = True
-    tells_length: bool = True
-    kind: str = "application/octet-stream"
     odd: deque[Answer] = field(default_factory=deque)  # answers to the next requests, in place of the file
     asked: list[Asked] = field(default_factory=list)
     over: threading.Event = field(default_factory=threading.Event)
@@ -52,10 +45,6 @@ class File:
     @property
     def sha256(self) -> str:
         return hashlib.sha256(self.body).hexdigest()
-
-    @property
-    def validator(self) -> str | None:
-        return self.etag if self.etag and not self.etag.startswith("W/") else self.modified
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -82,15 +71,14 @@ class Handler(BaseHTTPRequestHandler):
         """Send the headers; return where the body begins, None where there is none."""
         file = self.server.file
         match = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
-        unchanged = self.headers.get("If-Range") in (None, file.validator) or not file.heeds_if_range
+        unchanged = self.headers.get("If-Range") in (None, file.etag) or not file.heeds_if_range
         start = int(match[1]) if match and file.ranges and unchanged else 0
         if start >= len(file.body) > 0 and start:
             self.answer(416, {"Content-Range": f"bytes */{len(file.body)}"})
             return None
-        headers = {"Content-Type": file.kind}
+        headers = {"Content-Type": "application/octet-stream"}
         headers |= {"ETag": file.etag} if file.etag else {}
-        headers |= {"Last-Modified": file.modified} if file.modified else {}
-        headers |= {"Content-Length": f"{len(file.body) - start}"} if file.tells_length else {}
+        headers["Content-Length"] = f"{len(file.body) - start}"
         headers |= {"Content-Range": f"bytes {start}-{len(file.body) - 1}/{len(file.body)}"} if start else {}
         self.send_headers(206 if start else 200, headers)
         return start
@@ -187,18 +175,6 @@ def hang_up(handler: Handler) -> None:
 def redirect(to: str, code: int = 302) -> Answer:
     """Send the client elsewhere."""
     return status(code, Location=to)
-
-
-def part(start: int, more: bytes = b"") -> Answer:
-    """Answer with the part from `start` on, whatever was asked for, and with more than was announced."""
-
-    def answer(handler: Handler) -> None:
-        file = handler.server.file
-        last = len(file.body) - 1
-        handler.send_headers(206, {"Content-Range": f"bytes {start}-{last}/{last + 1}", "ETag": str(file.etag)})
-        handler.send(file.body[start:] + more)
-
-    return answer
 
 
 PAGE = b"\n<!DOCTYPE html><html><body>Please log in</body></html>"
