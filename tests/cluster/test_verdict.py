@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import signal
 from pathlib import Path
 
@@ -112,17 +113,14 @@ class TestTheScheduler:
         assert cause_of(ended(state), word) is cause
 
     def test_is_not_believed_that_a_task_completed_which_never_said_so(self) -> None:
-        hidden = judge_attempt(ended(TaskState.COMPLETED, 0), BEGAN, "")
-        assert hidden.cause is Cause.LOST
-        assert hidden.reason == "it reads COMPLETED, and the worker began, but never said that it finished"
+        assert cause_of(ended(TaskState.COMPLETED, 0), BEGAN) is Cause.LOST
 
     def test_is_not_believed_that_a_task_completed_whose_step_failed(self) -> None:
         assert cause_of(ended(TaskState.COMPLETED, 1), BEGAN) is Cause.FAILED
         assert cause_of(ended(TaskState.COMPLETED, 0), REFUSED) is Cause.REFUSED
 
     def test_is_not_believed_that_a_task_failed_which_finished(self) -> None:
-        found = judge_attempt(ended(TaskState.FAILED, 1), FINISHED, GPU_LOG)
-        assert found == TaskVerdict(Cause.DONE, "the worker finished, though the scheduler says FAILED")
+        assert cause_of(ended(TaskState.FAILED, 1), FINISHED, GPU_LOG) is Cause.DONE
 
     def test_that_has_lost_its_accounts_leaves_it_to_the_worker(self) -> None:
         unknown = ended(TaskState.UNKNOWN)
@@ -142,15 +140,15 @@ class TestTheScheduler:
 
     def test_that_could_not_open_the_log_blames_the_node(self) -> None:
         found = judge_attempt(ended(TaskState.FAILED, None, 53), SILENT, "")
-        assert found == TaskVerdict(Cause.NODE, "its node could not open its log 12_3.out")
+        assert found.cause is Cause.NODE
+        assert "12_3.out" in found.reason
 
 
 class TestMemory:
     def test_at_its_limit_is_the_least_that_was_needed_not_what_was_sampled(self) -> None:
         status = ended(TaskState.OUT_OF_MEMORY, None, 9, peak_rss_bytes=118 * MIB)
         found = judge_attempt(status, BEGAN, OOM_LOG, asked_bytes=200 * MIB)
-        words = "killed at its memory limit; its limit was 200 MiB; at most 118 MiB were sampled"
-        assert found == TaskVerdict(Cause.HOST_OOM, words, 200 * MIB, "n1")
+        assert (found.cause, found.peak_bytes, found.node) == (Cause.HOST_OOM, 200 * MIB, "n1")
 
     @pytest.mark.parametrize("state", [TaskState.FAILED, TaskState.COMPLETED, TaskState.UNKNOWN, TaskState.TIMEOUT])
     @pytest.mark.parametrize("log", OOM_LOG.splitlines(), ids=["slurmstepd", "srun"])
@@ -179,10 +177,6 @@ class TestMemory:
 
 
 class TestTime:
-    def test_that_ran_out_says_how_long_it_ran(self) -> None:
-        found = judge_attempt(ended(TaskState.TIMEOUT, started=1000.0, ended=1090.0), BEGAN, "")
-        assert found.reason == "reached its time limit; it ran for 1.5 minutes"
-
     @pytest.mark.parametrize("state", [TaskState.FAILED, TaskState.CANCELLED, TaskState.UNKNOWN])
     def test_that_ran_out_is_seen_in_the_log_where_the_state_hides_it(self, state: TaskState) -> None:
         assert cause_of(ended(state, None, 15), BEGAN, LIMIT_LOG) is Cause.TIMEOUT
@@ -234,28 +228,28 @@ class TestSignals:
     def test_kill_without_a_sign_of_memory_is_a_crash_with_figures(self) -> None:
         found = judge_attempt(ended(TaskState.FAILED, 137, peak_rss_bytes=50 * MIB), BEGAN, "", asked_bytes=200 * MIB)
         assert found.cause is Cause.CRASHED
-        assert "its limit was 200 MiB; at most 50 MiB were sampled" in found.reason
+        assert re.search("200 MiB.* 50 MiB", found.reason)
 
 
 class TestRanks:
     """Of several processes that ended for the sake of one, that one counts."""
 
     @pytest.mark.parametrize(
-        ("how", "said", "cause", "reason"),
+        ("how", "said", "cause", "word_of_it"),
         [
-            ("Killed", "", Cause.CRASHED, "rank 5 on n2: killed by signal 9 (SIGKILL) from outside"),
-            ("Terminated", "", Cause.INTERRUPTED, "rank 5 on n2: ended by signal 15 (SIGTERM)"),
-            ("Segmentation fault (core dumped)", "", Cause.CRASHED, "rank 5 on n2: Segmentation fault"),
-            ("Exited with exit code 3", "", Cause.REFUSED, "rank 5 on n2: exit code 3"),
-            ("Exited with exit code 1", "5: ValueError: 3\n", Cause.FAILED, "its log ends: ValueError: 3"),
-            ("Exited with exit code 1", "5: CUDA out of memory\n", Cause.GPU_OOM, "rank 5 on n2: CUDA out of memory"),
-            ("Exited with exit code 1", "15: CUDA out of memory\n", Cause.FAILED, "rank 5 on n2: exit code 1"),
-            ("Exited with exit code 1", "05: MemoryError\n", Cause.HOST_OOM, "rank 5 on n2: MemoryError"),
+            ("Killed", "", Cause.CRASHED, "SIGKILL"),
+            ("Terminated", "", Cause.INTERRUPTED, "SIGTERM"),
+            ("Segmentation fault (core dumped)", "", Cause.CRASHED, "Segmentation fault"),
+            ("Exited with exit code 3", "", Cause.REFUSED, "3"),
+            ("Exited with exit code 1", "5: ValueError: 3\n", Cause.FAILED, "ValueError: 3"),
+            ("Exited with exit code 1", "5: CUDA out of memory\n", Cause.GPU_OOM, "CUDA out of memory"),
+            ("Exited with exit code 1", "15: CUDA out of memory\n", Cause.FAILED, "1"),
+            ("Exited with exit code 1", "05: MemoryError\n", Cause.HOST_OOM, "MemoryError"),
         ],
     )
     @pytest.mark.parametrize("word", [BEGAN, Word(started=True, exit_code=PEER_LOST, what="rank 5 is gone")])
     def test_that_were_taken_along_blame_the_first(
-        self, word: Word, how: str, said: str, cause: Cause, reason: str
+        self, word: Word, how: str, said: str, cause: Cause, word_of_it: str
     ) -> None:
         others = "".join(f"{rank}: rank 5 is gone\n" for rank in (0, 1, 2, 3, 4, 6, 7) for _ in range(9))
         log = f"{said}{others}srun: error: n1: tasks 0-3: Exited with exit code 76\n"
@@ -263,7 +257,8 @@ class TestRanks:
         log += "srun: error: n2: tasks 4,6-7: Exited with exit code 76\n"
         found = judge_attempt(ended(TaskState.FAILED, PEER_LOST, node="n[1-2]"), word, log)
         assert (found.cause, found.node) == (cause, "n2")
-        assert reason in found.reason
+        assert "rank 5 on n2" in found.reason
+        assert word_of_it in found.reason
 
     def test_that_near_their_limit_lost_one_lost_it_to_memory(self) -> None:
         log = "srun: error: n2: task 1: Killed\nsrun: error: n2: task 0: Exited with exit code 76\n"
@@ -273,7 +268,8 @@ class TestRanks:
     def test_that_srun_ended_for_the_first_blame_it(self) -> None:
         log = "srun: error: n1: task 1: Bus error\nsrun: First task exited 60s ago\nsrun: error: n1: task 0: Killed\n"
         found = judge_attempt(ended(TaskState.FAILED, None, signal.SIGKILL), BEGAN, log)
-        assert (found.cause, found.reason) == (Cause.CRASHED, "rank 1 on n1: Bus error")
+        assert (found.cause, found.node) == (Cause.CRASHED, "n1")
+        assert "rank 1" in found.reason
 
     def test_of_whom_nobody_tells_which_was_lost_crashed(self) -> None:
         found = judge_attempt(
@@ -316,11 +312,9 @@ class TestTheWorker:
         assert cause_of(ended(TaskState.FAILED, None, 13), SILENT, log) is Cause.NODE, "as a dying node shows on 22.05"
 
     def test_that_raised_is_quoted(self) -> None:
-        assert judge_attempt(ended(TaskState.FAILED, 1), RAISED, "") == TaskVerdict(Cause.FAILED, "ValueError: 3")
+        assert judge_attempt(ended(TaskState.FAILED, 1), RAISED, "").reason == RAISED.what
         log = "Traceback (most recent call last):\nKeyError: 'x'\nsrun: error: n1: task 0: Exited with exit code 1\n"
-        assert (
-            judge_attempt(ended(TaskState.FAILED, 1), BEGAN, log).reason == "exit code 1; its log ends: KeyError: 'x'"
-        )
+        assert "KeyError: 'x'" in judge_attempt(ended(TaskState.FAILED, 1), BEGAN, log).reason
 
     @pytest.mark.parametrize("code", [2, 125, 255])
     @pytest.mark.parametrize(
