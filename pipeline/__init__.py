@@ -1,7 +1,3 @@
 """Train protein-structure models on a SLURM cluster without ever dying of memory. Your code imports `pipeline.api`."""
 
-from pipeline.moved import install
-
 __version__ = "0.1.0"
-
-install()

@@ -86,7 +86,7 @@ class Attempt:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Attempt:
-        """Read the JSON of an attempt, also of versions with fewer or more fields."""
+        """Read the JSON of an attempt, also one with fewer or more fields."""
         plain = {"number": 1, **data}
         for name in plain.keys() - FIGURES:
             del plain[name]

@@ -61,7 +61,7 @@ class StageJob:
     card: str = ""
     parallel: int = 0  # of its tasks at once; 0: as configured
     why: str = ""  # where its memory is from
-    planned_bytes: int = 0  # of a task, before measurements corrected it; 0: an older version did not record it
+    planned_bytes: int = 0  # of a task, before measurements corrected it
     recipe: str = ""  # under which its measurements are remembered
     where: str = ""  # why its tasks go to their partition
     nodes: int = 1  # of a task, as the next
@@ -112,7 +112,7 @@ class StageStatus:
     sets: int = 0  # data sets, where items cannot be counted: a reader's are unknown until they are read
     encoders: int = 0  # where there are several: what is counted are embeddings, not sequences
     cost: float = 0.0  # to do, in the unit of the figure `cost_done`
-    planned: StageJob | None = None  # the job of first attempts; older versions did not record it
+    planned: StageJob | None = None  # the job of first attempts; None before the stage begins
     own: dict[str, StageJob] = field(default_factory=dict)  # the same by the name of tasks that have plans of their own
     limits: Limits | None = None  # under which that was planned, where known
     done: dict[str, int] = field(default_factory=dict)  # process → items
@@ -352,7 +352,7 @@ class RunStatus:
     stages: dict[str, StageStatus] = field(default_factory=dict)
     host: str = ""
     pid: int = 0
-    uid: int | None = None  # whose process it is; older versions recorded neither this nor the next
+    uid: int | None = None  # whose process it is
     born: float = 0.0  # when it was created
     seen: float = 0.0  # when it had begun its work
     visits: int = 0

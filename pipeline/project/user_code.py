@@ -56,7 +56,6 @@ class TaskCode:
 
     trains: str  # the digest of what it does to weights
     tells: str  # and of what it tells of a model
-    stands: str  # the digest of its bytes
     files: tuple[tuple[str, Path], ...]
     reads: tuple[Path, ...] = ()  # files besides its items whose content decides what it says
     samples: int = 1  # answers that it draws for an item where its model is applied
@@ -87,7 +86,7 @@ def task_code(config: Config, beside: Path | None) -> TaskCode:
             reads = tuple(map(Path, facts["reads"]))
             if facts["listed"] != (_names_around(reads, train) if facts["listed"] else ""):
                 raise KeyError("listed")  # it may read other files now
-            code = TaskCode(facts["trains"], facts["tells"], facts["stands"], files, reads, facts["samples"], asked)
+            code = TaskCode(facts["trains"], facts["tells"], files, reads, facts["samples"], asked)
             if not path.exists():
                 keep(path, facts)
             return code
@@ -95,11 +94,9 @@ def task_code(config: Config, beside: Path | None) -> TaskCode:
     task = load_task(train.task, train.options, beside=beside)
     _check_stages(train, beside)
     files = tuple(sources(task))
-    stands = digest_of(list(files)) if files else ""
     code = TaskCode(
         source_digest(task),
         source_digest(task, without=()),
-        stands,
         files,
         reads=tuple(task.files_read()) if isinstance(task, ReadsFiles) else (),
         samples=task.rows_per_item if isinstance(task, Samples) else 1,
@@ -115,7 +112,7 @@ def task_code(config: Config, beside: Path | None) -> TaskCode:
         return code  # it is of an installed package, of elsewhere, or it changed meanwhile
     listed = _names_around(code.reads, train) if isinstance(task, ReadsFiles) else ""
     plain = {"reads": list(map(str, code.reads)), "listed": listed, "samples": code.samples, "files": list(dict(files))}
-    _SEEN[asked] = {"trains": code.trains, "tells": code.tells, "stands": code.stands, **plain}
+    _SEEN[asked] = {"trains": code.trains, "tells": code.tells, **plain}
     keep(path, _SEEN[asked])
     return replace(code, asked=asked)
 

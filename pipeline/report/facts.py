@@ -57,7 +57,6 @@ class StageUse:
     why: str  # where the memory of the first attempts was from
     suggested: tuple[Suggested, ...]
     advice: tuple[str, ...] = ()  # what lay idle, in words
-    note: str = ""  # why something is missing
 
 
 @dataclass(frozen=True, slots=True)

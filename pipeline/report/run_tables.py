@@ -178,7 +178,7 @@ def _lines(use: StageUse) -> list[str]:
     why = f" ({use.why})" if use.why else ""
     median = f" (median {format_bytes(use.median_peak_bytes)})" if use.median_peak_bytes else ""
     memory = f"  memory: first {_size(use.first_bytes)}{why}{planned}; peak {_size(use.peak_bytes)}{median}"
-    return [f"{use.stage}: {', '.join(parts)}", memory, *([f"  {use.note}"] if use.note else [])]
+    return [f"{use.stage}: {', '.join(parts)}", memory]
 
 
 def _size(count: int | None) -> str:

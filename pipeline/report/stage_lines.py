@@ -171,9 +171,7 @@ def trained_lines(census: Mapping[str, Any]) -> list[Any]:
     lines = [f"{plural(census['epochs'], 'epoch')}, {plural(census['steps'], 'step')}"]
     if last:
         losses = ", ".join(f"{name} {_figure(value)}" for name, value in last["loss"].items())
-        known = bool(last.get("seconds"))  # before there were phases, one alone was
-        waits = told_shares(last["seconds"]) if known else [f"waited for data {last['wait_share']:.1%}"]
-        pace = ", ".join([f"{last['items_per_s']:,.3g} items/s", *waits])
+        pace = ", ".join([f"{last['items_per_s']:,.3g} items/s", *told_shares(last["seconds"])])
         lines.append(f"last epoch: {losses}; {pace}")
         memory = [format_bytes(last[name]) for name in ("allocated_bytes", "reserved_bytes", "peak_bytes")]
         lines.append(f"memory: {memory[0]} allocated, {memory[1]} reserved, {memory[2]} at the peak")

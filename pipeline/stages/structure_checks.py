@@ -103,7 +103,7 @@ def _partner(partner: Partner) -> Iterator[str]:
     missing = sum(chain.residues - chain.nodes for chain in polymers)
     if not is_text and partner.notes.get("incomplete", 0) != missing:
         yield f"{role}: notes.incomplete is {partner.notes.get('incomplete', 0)}, and {missing} residues are no nodes"
-    if len(partner.left_out) not in (0, missing):  # none in inventories of older versions
+    if not is_text and len(partner.left_out) != missing:
         yield f"{role}: left_out lists {len(partner.left_out)}, and {missing} residues are no nodes"
     if not is_text and polymers and not partner.nodes:
         yield f"{role}: none of {partner.residues} residues is a node"

@@ -25,7 +25,7 @@ COST = "cost"  # the size by which micro-batches are cut: bytes
 LIKENESS = "likeness"  # that by which an epoch is put in order: it does not depend on a plan
 UNIT = 1000  # of likeness: an item of mean sizes
 MOST_SHRUNK = 16
-PADDING = 1.03  # padded/real of a micro-batch, at most; in plans of older versions always
+PADDING = 1.03  # padded/real of a micro-batch, at most
 BEST, LAST = "best", "last"  # of the checkpoints of a training, by its validations or its steps
 LOOSER = (1.1, 1.2, 1.4, 2.0, 8.0)  # that a plan may choose instead: fewer micro-batches, and more to compute in each
 

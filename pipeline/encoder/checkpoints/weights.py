@@ -66,15 +66,12 @@ class CheckpointFacts:
     letters: str = LETTERS  # that it reads
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON data; of an ESM-2, what there was before there were others."""
-        return {name: value for name, value in asdict(self).items() if name not in _LATER or value != _LATER[name]}
+        """Return plain JSON data."""
+        return asdict(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> CheckpointFacts:
         return cls(**data)
-
-
-_LATER = {"family": ESM2, "longest": 0, "letters": LETTERS}
 
 
 def find_checkpoint(path: Path) -> Path:

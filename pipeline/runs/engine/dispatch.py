@@ -266,13 +266,10 @@ class Dispatch:
         self._emit(EventKind.LEFT_OUT, stage=stage.name, names=names, reason=decision.reason.value, why=detail)
 
     def _planned(self, project: Project, stage: Stage, status: StageStatus) -> StageJob:
-        """Return the planned job of first attempts; of an old run, which recorded no plan, its first job."""
+        """Return the planned job of first attempts."""
         if status.planned is None:
-            submitted = next(iter(status.jobs.values()), None)
-            if submitted is None:
-                first = first_job(project, stage, self._executor, self._folder)
-                submitted = on_cards(project, stage, self._executor, self._folder, first).job
-            status.planned = submitted
+            first = first_job(project, stage, self._executor, self._folder)
+            status.planned = on_cards(project, stage, self._executor, self._folder, first).job
         return status.planned
 
     def _limits(self, project: Project, stage: Stage, status: StageStatus) -> Limits:

@@ -26,20 +26,11 @@ if TYPE_CHECKING:
 FLAG = "--accept-code"
 
 
-def with_accepted_code(prepared: Prepared, models: Path, as_it_stands: str) -> Prepared:
-    """Return the plan of the training that goes on with this code, if there is one, else the plan as it is.
-
-    That is one for which the code was accepted, or one that an earlier version began with the very same files:
-    `as_it_stands` is their digest.
-    """
+def with_accepted_code(prepared: Prepared, models: Path) -> Prepared:
+    """Return the plan of the training for which this code was accepted, if there is one, else the plan as it is."""
     code = prepared.recipe["code"]
     for folder, recipe in _alike(prepared, models):
         if code in _accepted(folder):
-            return replace(prepared, name=folder.path.name, recipe=recipe)
-    for folder, recipe in _alike(prepared, models):
-        if as_it_stands and recipe["code"] == as_it_stands:
-            with suppress(ConfigError, OSError):  # a folder of models that cannot be written
-                _record(folder, code, "the same files, known by their bytes before")
             return replace(prepared, name=folder.path.name, recipe=recipe)
     return prepared
 

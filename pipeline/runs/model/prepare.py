@@ -59,7 +59,7 @@ def prepare(project: Project) -> Prepared | None:
         return None
     key = _plan_key(project, table)
     prepared = project.once(key, lambda: _remembered_or_planned(project, key, table))
-    return with_accepted_code(prepared, project.config.train.models, code_of(project).stands)
+    return with_accepted_code(prepared, project.config.train.models)
 
 
 def _remembered_or_planned(project: Project, key: str, table: str) -> Prepared:

@@ -51,7 +51,7 @@ class TrainedModel:
     folder: ModelFolder
     prepared: Prepared
     checkpoint: str  # best, last, or a path
-    config: Config | None  # of its training; None where an older version wrote none
+    config: Config | None  # of its training; None where they are missing or of another version
 
     def on(self, table: str) -> Prepared:
         """Return the plan for another data set: that of the training, whose items it does not know."""
@@ -291,7 +291,7 @@ def _exportable(model: TrainedModel) -> Config:
         copy = f"cp -r {quoted(model.folder.path)} FOLDER"
         raise ConfigError("this is an exported model: copy its folder", where=str(model.folder.path), remedy=copy)
     if model.config is None:
-        problem = "the model was trained by a version that kept no settings with it"
+        problem = "the settings of its training are missing, or of another version"
         remedy = Command.submit("train", then="   (its next step writes them)")
         raise ConfigError(problem, where=str(model.folder.path), remedy=remedy)
     return model.config

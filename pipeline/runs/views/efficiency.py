@@ -46,7 +46,7 @@ def stage_uses(folder: RunFolder, status: RunStatus) -> list[StageUse]:
 
 
 def suggested_memory(config: Config, planned: StageJob | None) -> Suggestion | None:
-    """Return what the next such tasks should ask for; None where an older version did not record the plan."""
+    """Return what the next such tasks should ask for; None for one that remembers nothing."""
     if planned is None or not planned.recipe:
         return None
     history, cluster = profiles_of(config), cluster_name(config)
@@ -90,7 +90,6 @@ def used(stage: StageStatus, config: Config, mem: Suggestion | None) -> StageUse
         why=first.why if first else "",
         suggested=tuple(_suggestions(stage.name, config, ended, jobs, mem)),
         advice=tuple(_advice(stage.name, config, ended, jobs)),
-        note="" if mem else "an older version began this run, and did not record its plan",
     )
 
 

@@ -122,7 +122,7 @@ class Summary:
     kinds: dict[str, dict[str, int]] = field(default_factory=dict)  # kind → records, whole, lost
     notes: dict[str, int] = field(default_factory=dict)  # what else was done, or could not be → how often
     only: list[str] = field(default_factory=list)  # the kinds that were asked for; empty: all
-    root: str = ""  # of which cache; empty: an earlier version did not say
+    root: str = ""  # of which cache
     hopeless: int = 0  # findings that no repair can do anything about
     stay: dict[str, str] = field(default_factory=dict)  # some files that such are about → why a repair leaves them
 

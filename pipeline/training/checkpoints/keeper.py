@@ -346,8 +346,7 @@ class Keeper:
             self._tell(
                 f"{loaded.name} is of {loaded.world} ranks, now there are {self.ranks.world}: steps stay the same"
             )
-        place = {name: value for name, value in loaded.data["place"].items() if name != "finished"}  # as older ones say
-        return ResumedTraining(SavedProgress(**place), own.data if own else {}, loaded.step)
+        return ResumedTraining(SavedProgress(**loaded.data["place"]), own.data if own else {}, loaded.step)
 
 
 def _buffers(step: Step) -> dict[str, Tensor]:

@@ -102,8 +102,8 @@ class Epoch:
 
     @property
     def waits(self) -> list[str]:
-        """What took more than a twentieth of it beside the model's work, in words; before there were phases: waits."""
-        return told_shares(self.seconds) if self.seconds else [f"wait {self.wait_share:.1%}"]
+        """What took more than a twentieth of it beside the model's work, in words."""
+        return told_shares(self.seconds)
 
     def words(self) -> str:
         """Format it for people, in a line."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from pipeline.training.checkpoints.keeper import SavedProgress
 from pipeline.training.items.loader import PROCESSES
 from pipeline.training.sampling.sampler import MicroBatch
 from pipeline.training.step.micro_batches import Piece, RankShare
-from pipeline.training.step_clock import OTHER, READ
+from pipeline.training.step_clock import READ
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -198,7 +198,7 @@ class TrainingProgress:
         self.poisoned, self.validated, self.damaged = set(place.poisoned), place.validated, set(place.damaged)
         self.killed |= set(place.killed)
         self.is_finished = self.epoch >= self.epochs or self.is_stale
-        self.tally = EpochTotals.saved(place.tally) if place.tally else EpochTotals(self.epoch)
+        self.tally = EpochTotals(**place.tally) if place.tally else EpochTotals(self.epoch)
 
 
 @dataclass(slots=True)
@@ -220,13 +220,6 @@ class EpochTotals:
     wall_s: float = 0.0
     seconds: dict[str, float] = field(default_factory=dict)  # of the first rank: of each phase, and of no step too
     terms: dict[str, list[float]] = field(default_factory=dict)  # sums and weights
-
-    @classmethod
-    def saved(cls, data: Mapping[str, Any]) -> EpochTotals:
-        """Read the totals of a checkpoint; earlier versions knew but one phase."""
-        known = {field.name: data[field.name] for field in fields(cls) if field.name in data}
-        waited_s = data.get("wait_s", 0.0)
-        return cls(**{"seconds": {READ: waited_s, OTHER: data["wall_s"] - waited_s}} | known)
 
     def add(self, report: StepReport, took_s: float) -> None:
         """Add a step."""

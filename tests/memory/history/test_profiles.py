@@ -209,14 +209,6 @@ def test_records_that_others_keep_to_themselves_do_not_count(unprivileged: Path)
     assert ask(unprivileged).tasks == 9
 
 
-def test_what_an_older_version_wrote_is_read_and_its_index_left_alone(tmp_path: Path) -> None:
-    remember(tmp_path, range(9))
-    (tmp_path / "index.sqlite").write_bytes(b"an index of an older version")
-    spaced = files_of(tmp_path)[0].with_name("older~supervisor~0a1b2c3d4e5f.jsonl")
-    spaced.write_text("".join(json.dumps({**LINE, "task": task}) + "\n" for task in range(5)))
-    assert ask(tmp_path).tasks == 14
-
-
 def test_a_look_up_reads_no_more_however_much_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for run, age in (("older", 2_000), ("old", 1_000), ("new", 0)):
         remember(tmp_path, range(9), run=run)

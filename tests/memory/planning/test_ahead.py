@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +14,7 @@ from pipeline.memory.planning.memory_plan import MemoryPlan
 from pipeline.memory.planning.planner import plan_memory
 from pipeline.runs.model.training_outlook import _ahead_bytes, _noted
 from pipeline.runs.model.training_work import data_of, example_bytes, host_card
-from pipeline.training.prepared import Stretch, stretch_of
+from pipeline.training.prepared import stretch_of
 from tests.memory.planning.planned import Ground, request_for
 from tests.zoo import ZOO
 
@@ -65,5 +65,3 @@ def test_what_is_copied_ahead_is_counted_and_told(ground: Ground, plan: MemoryPl
     assert stretch.reserved_bytes == without.reserved_bytes + held
     assert _noted(plan, held).notes[-1].startswith("the next micro-batch is copied ahead: ")
     assert _noted(plan, 0) == plan
-    older = {name: value for name, value in asdict(without).items() if name != "ahead_bytes"}
-    assert Stretch(**older).ahead_bytes == 0

@@ -147,7 +147,7 @@ def test_the_plan_is_that_which_the_run_recorded_and_no_code_of_the_user_is_load
     config = Config.model_validate({"data": {"source": "glob", "path": tmp_path}, "train": train})
     told.folder.config.write_text(dump_resolved(config))
     (use,) = stage_uses(told.folder, told.status)
-    assert (use.planned_bytes, use.cpus, use.why, use.note) == (3 * GIB, 3, "as planned", "")
+    assert (use.planned_bytes, use.cpus, use.why) == (3 * GIB, 3, "as planned")
 
 
 def test_the_report_tells_what_failed_alike_in_one_go(tmp_path: Path) -> None:

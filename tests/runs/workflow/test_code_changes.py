@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.project.run_code import digest_of
-from pipeline.runs.model.prepare import training_name
 from tests.runs.workflow.trained import SMALL, write_project
 from tests.testkit.command import Command
 
@@ -105,22 +103,3 @@ def test_nothing_to_accept_is_said(project: Path, pipeline: Command) -> None:
     refused = pipeline(*SUBMIT, "--accept-code")
     assert refused.code == 2
     assert "--accept-code" in refused.err
-
-
-@pytest.mark.nightly
-def test_a_training_of_an_earlier_version_goes_on_though_it_was_known_by_the_bytes_of_its_code(
-    project: Path, pipeline: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert pipeline(*SUBMIT).code == 0
-    (trained,) = models(project)
-    prepared = json.loads((project / "models" / trained / "prepared.json").read_text())
-    prepared["recipe"]["code"] = digest_of([("mine.py", project / "mine.py")])
-    prepared["name"] = training_name("mine:Mine", prepared["recipe"])
-    before = (project / "models" / trained).rename(project / "models" / prepared["name"])
-    (before / "prepared.json").write_text(json.dumps(prepared))
-    done = pipeline(*SUBMIT)
-    assert done.code == 0, done.err
-    assert models(project) == [before.name]
-    write_task(project, RENAMED, monkeypatch)
-    assert pipeline(*SUBMIT).code == 0
-    assert models(project) == [before.name]

@@ -140,4 +140,3 @@ def test_what_was_planned_and_every_rung_is_among_the_figures_of_an_epoch() -> N
     }
     scalars = Epoch.from_json(line | {"remedied": {"offload": 5}, "planned_bytes": 7}).scalars()
     assert (scalars["epoch/by_offload"], scalars["epoch/planned_bytes"], scalars["epoch/ooms"]) == (5.0, 7.0, 2.0)
-    assert Epoch.from_json(line).planned_bytes == 0  # of a line that an earlier version wrote
