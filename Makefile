@@ -30,12 +30,12 @@ test-all: export PIPELINE_TEST_EXAMPLES = night
 test-all: .venv/tools slurm-packages browser-packages  ## all of them
 	pytest -n $(WORKERS)
 
-check: .venv/tools       ## style, types, import rules, frozen help; under a minute
+check: .venv/tools       ## style, types, import rules, the reference; under a minute
 	ruff check .
 	ruff format --check .
 	mypy
 	lint-imports --no-cache
-	pytest -q tests/cli/test_help.py
+	pytest -q tests/docs/test_reference.py
 
 site: .venv/tools        ## docs/ as pages for a browser, build/site/index.html
 	NO_MKDOCS_2_WARNING=1 mkdocs build --strict

@@ -6,27 +6,22 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 from pipeline.cli.run_verbs import typed_command
 from pipeline.command_line import ANY, Command
 from pipeline.errors import SubmissionRefused
 from pipeline.runs.workflow.table import with_typed_command
 
+PACKAGE = Path(__file__).resolve().parents[1] / "pipeline"
 
-@pytest.mark.parametrize(
-    "text",
-    [
+
+def test_what_was_written_is_read_back() -> None:
+    for text in [
         "pipeline submit --stage all",
         "pipeline submit --stage train --config 'my project/pipeline.yaml' --set train.epochs=6",
         "pipeline submit --stage regenerate --list lost.jsonl --set 'data.path=a b'",
-    ],
-)
-def test_what_was_written_is_read_back(text: str) -> None:
-    assert str(Command.read(text)) == text
-
-
-def test_a_quote_without_its_other_half_is_still_read() -> None:
+    ]:
+        assert str(Command.read(text)) == text
+    # a quote without its other half is still read
     assert Command.read("pipeline submit --stage all --set a='x").settings == (("a", "'x"),)
 
 
@@ -35,9 +30,7 @@ def test_a_setting_takes_the_place_of_the_one_before() -> None:
     changed = command.with_settings(("cluster.scan.mem", "2GiB"), then="   (finished work is kept)")
     wanted = "pipeline submit --stage all --set data.limit=3 --set cluster.scan.mem=2GiB   (finished work is kept)"
     assert str(changed) == wanted
-
-
-def test_what_the_reader_is_to_choose_is_not_quoted() -> None:
+    # what the reader is to choose is not quoted
     assert str(Command.submit("scan").with_settings(("a", ANY), then=", or wait")).endswith("--set a=…, or wait")
 
 
@@ -81,7 +74,11 @@ def unquoted(text: ast.JoinedStr) -> Iterator[str]:
 
 def test_a_path_in_a_command_of_the_shell_is_quoted_wherever_one_is_told() -> None:
     assert list(unquoted(ast.parse('f"less {path}"', mode="eval").body)) == ["path"]  # type: ignore[arg-type]
-    for path in Path("pipeline").rglob("*.py"):
+    files, commands = list(PACKAGE.rglob("*.py")), 0
+    for path in files:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.JoinedStr) and node.values:
+                commands += ast.unparse(node.values[0]).strip("'").startswith(PROGRAMS)
                 assert set(unquoted(node)) <= QUOTED_BEFORE.get(path.name, set()), f"{path}:{node.lineno}"
+    assert len(files) > 200
+    assert commands > 10

@@ -5,6 +5,7 @@ from __future__ import annotations
 import encodings.utf_8_sig  # noqa: F401 - who has no privileges may not be able to import it later
 import http.client  # noqa: F401 - so, too
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -41,18 +42,16 @@ def test_a_cache_is_moved_with_two_commands(pipeline: Command, projects: Path, m
     files = len(list((projects / "here/cache").glob("*/shards/*")))
     out = pipeline("cache", "export", "../my export")
     assert out.code == 0, out.err
-    assert f"{files} files copied" in out.out
-    assert "cd '../my export' && sha256sum --check --quiet MANIFEST.sha256" in out.out
     assert "pipeline cache import '../my export'" in out.out
-    assert "export: " in out.err
+    check = ["sha256sum", "--check", "--quiet", "MANIFEST.sha256"]
+    assert subprocess.run(check, cwd=projects / "my export", check=False).returncode == 0
     monkeypatch.chdir(projects / "there")
     into = pipeline("cache", "import", "../my export")
     assert into.code == 0, into.err
-    assert "graph" in into.out
     store = CacheFolder(projects / "there/cache").kind("graph")
     assert all(is_right(store.get(key_of(number)), key_of(number)) for number in range(30))
-    again = pipeline("cache", "import", "../my export")
-    assert f"0 files copied (0 B), {files} were there already" in again.out
+    again = json.loads(pipeline("cache", "import", "../my export", "--json").out)
+    assert (again["copied"], again["there"]) == (0, files)
 
 
 def test_the_outcome_is_one_json_document(pipeline: Command, projects: Path) -> None:
@@ -68,8 +67,7 @@ def test_damage_is_named_and_ends_with_4(pipeline: Command, projects: Path, monk
     out = pipeline("cache", "export", "../export", "--json")
     assert out.code == 4
     assert [one["file"] for one in json.loads(out.out)["refused"]] == [f"graph/shards/{path.name}"]
-    assert f"1 file was not exported\n  graph/shards/{path.name}: the shard's end is damaged or missing" in out.err
-    assert "next: pipeline cache validate --full" in out.err
+    assert "pipeline cache validate --full" in out.err
     path = spoil(projects / "export")
     monkeypatch.chdir(projects / "there")
     into = pipeline("cache", "import", "../export")
@@ -78,29 +76,24 @@ def test_damage_is_named_and_ends_with_4(pipeline: Command, projects: Path, monk
     assert "next: pipeline cache import ../export" in into.err
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "said"),
-    [
-        (("export", "cache/inside"), 2, "cannot lie in its cache"),
-        (("export", "."), 2, "cannot lie in its cache"),
-        (("export", "../export", "--kind", "nothing"), 2, "there are graph, scan"),
-        (("import", "../nowhere"), 2, "no export of a cache"),
-        (("import", "cache"), 2, "no export of a cache"),
-        (("export",), 2, "Missing argument"),
-    ],
-)
-def test_what_cannot_be_meant_is_refused(
-    pipeline: Command, projects: Path, words: tuple[str, ...], code: int, said: str
-) -> None:
-    done = pipeline("cache", *words)
-    assert done.code == code
-    assert said in done.err
+def test_what_cannot_be_meant_is_refused(pipeline: Command, projects: Path) -> None:
+    for words in (
+        "export cache/inside",
+        "export .",
+        "export ../export --kind nothing",
+        "import ../nowhere",
+        "import cache",
+        "export",
+    ):
+        assert pipeline("cache", *words.split()).code == 2, words
+    assert pipeline("cache", "export", "../export").code == 0
+    (projects / "export" / MANIFEST).unlink()  # as if it were not finished
+    assert pipeline("cache", "import", "../export").code == 4
 
 
-@pytest.mark.parametrize("verb", ["export", "import"])
 @pytest.mark.parametrize("place", ["graph/shards", "graph", "extra/shards"])
 def test_nothing_is_written_or_read_through_a_link_that_leads_out(
-    pipeline: Command, projects: Path, verb: str, place: str
+    pipeline: Command, projects: Path, place: str
 ) -> None:
     assert pipeline("cache", "export", "../export").code == 0
     (projects / "outside").mkdir()
@@ -109,29 +102,20 @@ def test_nothing_is_written_or_read_through_a_link_that_leads_out(
     if link.exists():
         link.rename(projects / "moved")
     link.symlink_to(projects / "outside")
-    done = pipeline("cache", verb, "../export")
-    assert done.code == 2
-    assert "a symbolic link leads out of the cache" in done.err
-    assert list((projects / "outside").iterdir()) == []
+    for verb in ("export", "import"):
+        done = pipeline("cache", verb, "../export")
+        assert (done.code, "a symbolic link leads out" in done.err) == (2, True), verb
+        assert list((projects / "outside").iterdir()) == []
 
 
-@pytest.mark.parametrize("verb", ["export", "import", "validate"])
-def test_links_that_lead_round_in_a_circle_are_refused(pipeline: Command, projects: Path, verb: str) -> None:
+def test_links_that_lead_round_in_a_circle_are_refused(pipeline: Command, projects: Path) -> None:
     assert pipeline("cache", "export", "../export").code == 0
     shards = projects / "here/cache/graph/shards"
     (shards / "a.safetensors").symlink_to(shards / "b.safetensors")
     (shards / "b.safetensors").symlink_to(shards / "a.safetensors")
-    done = pipeline("cache", verb, *(["../export"] if verb != "validate" else []))
-    assert done.code == 2
-    assert "a symbolic link leads round in a circle" in done.err
-
-
-def test_an_export_that_is_not_finished_is_refused(pipeline: Command, projects: Path) -> None:
-    assert pipeline("cache", "export", "../export").code == 0
-    (projects / "export" / MANIFEST).unlink()
-    done = pipeline("cache", "import", "../export")
-    assert done.code == 4
-    assert "the export is not finished: it has no manifest" in done.err
+    for words in ("export ../export", "import ../export", "validate"):
+        done = pipeline("cache", *words.split())
+        assert (done.code, "circle" in done.err) == (2, True), words
 
 
 def test_a_place_that_cannot_be_written_is_not_blamed_on_the_cache(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -41,17 +40,3 @@ def test_a_cache_under_it_that_is_not_there_is_named(project: Path) -> None:
     assert [line for line in missing_inputs(loaded) if "cache.under" in line] == [
         f"pipeline.yaml:3: cache.under: {project.absolute() / 'gone'} does not exist, or may not be read"
     ]
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("stage: scratch", "cache.stage: wants a folder as a node knows it, such as $TMPDIR or /scratch, or null, got"),
-        ("stage: 7", "cache.stage: wants a folder as a node knows it"),
-        ("under: shared", "cache.under: wants a list, such as [A, B]"),
-        ("under: [$NOT_SET_HERE/x]", "cache.under: the environment variable NOT_SET_HERE is not set"),
-        ("under: ['']", "cache.under: a path cannot be empty"),
-    ],
-)
-def test_what_is_no_such_folder_is_refused(complaint: Any, text: str, said: str) -> None:
-    assert said in complaint(f"{DATA}cache:\n  {text}\n")

@@ -54,12 +54,6 @@ def scan(events: list[Event]) -> RunStatus:
     return fold_events("r", events)
 
 
-def test_an_end_that_two_supervisors_tell_counts_once() -> None:
-    crash = ended(5.0, 0, "7", Cause.CRASHED)
-    status = scan([*begun(1), crash, crash])
-    assert len(status.stages["scan"].task(0).ended) == 1
-
-
 def test_words_of_several_processes_mean_the_same_in_whatever_order_their_files_are_read() -> None:
     parent, part = "scan-000000", "scan-000000-0"
     facts = {"task": 0, "attempt": 1}
@@ -80,39 +74,15 @@ def test_words_of_several_processes_mean_the_same_in_whatever_order_their_files_
     assert (word.exit_code, word.kind, word.what) == (7, "disk_full", "full")
 
 
-def test_a_start_over_makes_what_was_said_before_it_void() -> None:
-    facts = {"task": 0, "attempt": 1}
-    failed = event(EventKind.TASK_FAILED, 4.0, "scan-000000", **facts, what="stopped", exit_code=75)
-    again = event(EventKind.TASK_STARTED, 9.0, "scan-000000", **facts, host="n2")
-    assert scan([*begun(1), failed, again]).stages["scan"].task(0).word.exit_code is None
-
-
-def test_what_a_task_counted_goes_when_its_halves_count_it_again() -> None:
-    told = {"task": 0, "attempt": 1, "done": 6, "rejected": {"no_atoms": 2}, "figures": {"host_peak_bytes": 5}}
-    split = event(EventKind.TASK_SPLIT, 9.0, task=0, into=[1, 2], ask=ASK.to_json(), why="in halves")
-    stage = scan([*begun(1), event(EventKind.PROGRESS, 4.0, "scan-000000", **told), split]).stages["scan"]
-    assert (stage.items_done, stage.reasons.total(), stage.figures, stage.tasks) == (0, 0, {}, 2)
-    assert stage.task_states() == {"waiting": 2}
-
-
-def test_in_the_end_no_more_is_done_than_was_found() -> None:
-    told = event(EventKind.PROGRESS, 3.0, "scan-000000", task=0, attempt=1, done=9, rejected={}, figures={})
-    end = {"state": "failed", "census": {"undone": 4}, "warnings": [], "error": "the disk is full"}
-    assert scan([*begun(1), told]).stages["scan"].items_done == 9
-    assert scan([*begun(1), told, event(EventKind.STAGE_ENDED, 4.0, **end)]).stages["scan"].items_done == 6
-
-
 BY_HAND = event(EventKind.TASK_CANCELLED, 4.0, "cancel-here-9", task=0, why="cancelled by me on here")
 
 
-@pytest.mark.parametrize("is_read_first", [False, True])
-def test_a_task_that_was_cancelled_by_hand_is_over_and_no_failure_in_whatever_order_its_file_is_read(
-    is_read_first: bool,
-) -> None:
+def test_a_task_that_was_cancelled_by_hand_is_over_and_no_failure_in_whatever_order_its_file_is_read() -> None:
     told = [*begun(2), ended(6.0, 0, "7", Cause.CANCELLED)]
-    stage = scan([BY_HAND, *told] if is_read_first else [*told, BY_HAND]).stages["scan"]
-    assert (stage.state_of(stage.task(0)), stage.state_of(stage.task(1))) == ("cancelled", "waiting")
-    assert (stage.task(0).open, stage.failures, stage.live) == (False, [], ["7"])
+    for events in ([BY_HAND, *told], [*told, BY_HAND]):
+        stage = scan(events).stages["scan"]
+        assert (stage.state_of(stage.task(0)), stage.state_of(stage.task(1))) == ("cancelled", "waiting")
+        assert (stage.task(0).open, stage.failures, stage.live) == (False, [], ["7"])
 
 
 def test_what_somebody_else_cancelled_is_a_failure_and_not_by_hand() -> None:
@@ -134,47 +104,19 @@ def test_a_task_that_had_finished_when_it_was_cancelled_is_done() -> None:
         assert stage.state_of(stage.task(0)) == "done"
 
 
-def test_tasks_stand_where_their_last_attempt_left_them() -> None:
-    events = [
-        *begun(3),
-        ended(5.0, 0, "7", Cause.DONE),
-        ended(5.0, 1, "7", Cause.HOST_OOM),
-        submitted(6.0, "1", "8", 2),
-    ]
-    stage = scan(events).stages["scan"]
-    assert stage.live == ["8", "7"] or stage.live == ["7", "8"]
-    assert stage.task_states() == {"done": 1, "waiting": 2}
-    assert [one.task for one in stage.failures] == [1]
-
-
-class TestNotes:
-    def test_say_what_this_attempt_was_on(self, run: RunFolder) -> None:
-        for part, name in enumerate("ab"):
-            note = Note(run.on("embed", 3, part), 2)
-            note.write(5, [name])
-            note.close()
-        assert read_notes(run, "embed", 3, 2) == (10, ("a", "b"))
-
-    def test_of_another_attempt_or_never_written_say_nothing(self, run: RunFolder) -> None:
-        note = Note(run.on("scan", 0), 1)
-        note.write(5, ["x"])
+def test_notes_say_what_this_attempt_was_on_and_nothing_of_another(run: RunFolder) -> None:
+    for part, name in enumerate("ab"):
+        note = Note(run.on("embed", 3, part), 2)
+        note.write(5, [name])
         note.close()
-        assert read_notes(run, "scan", 0, 2) == (0, ())
-        Note(run.on("scan", 0), 2).close()  # which died before its first word
-        assert read_notes(run, "scan", 0, 2) == (0, ())
-        assert read_notes(run, "scan", 1, 1) == (0, ())
-
-    def test_that_cannot_be_read_end_the_look(self, run: RunFolder) -> None:
-        run.on("scan", 0).mkdir()
-        assert read_notes(run, "scan", 0, 1) == (0, ())
-
-    def test_tell_a_start_over_how_far_the_attempt_had_come(self, run: RunFolder) -> None:
-        note = Note(run.on("scan", 0), 1)
-        note.write(5, ["x"])
-        note.close()
-        again = Note(run.on("scan", 0), 1)
-        assert again.done_before == 5
-        again.close()
+    assert read_notes(run, "embed", 3, 2) == (10, ("a", "b"))
+    assert read_notes(run, "embed", 3, 3) == read_notes(run, "embed", 4, 2) == (0, ())
+    again = Note(run.on("embed", 3), 2)  # a start over is told how far the attempt had come
+    assert again.done_before == 5
+    again.close()
+    Note(run.on("scan", 0), 2).close()  # which died before its first word
+    run.on("scan", 1).mkdir()
+    assert read_notes(run, "scan", 0, 2) == read_notes(run, "scan", 1, 1) == (0, ())
 
 
 def test_a_torn_line_of_what_is_left_out_is_skipped(run: RunFolder) -> None:

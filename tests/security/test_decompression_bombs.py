@@ -1,6 +1,6 @@
-"""A small file that stands for gigabytes is refused with its reason, in little memory and time, whatever reads it.
+"""A small file that stands for gigabytes is refused with its reason, in little memory and CPU time, whatever reads it.
 
-`bombs.py` makes them. Each is read in a process that would end, were it to take 3 GiB.
+`bombs.py` makes them. Each is read in a process that would end, were it to take 3 GiB or a minute.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from pipeline.structures.parsing.structure_files import HAS_BIOTITE
 from tests.conftest import ROOT
 
 MOST_GROWN_MIB = 200
-MOST_S = 30  # of a busy machine
 TOLD = {
     "pdb_packed": "unfolds beyond structures.max_file_bytes",
     "mmcif_packed": "unfolds beyond structures.max_file_bytes",
@@ -66,7 +65,6 @@ def test_every_bomb_is_refused_with_its_reason_in_little_memory(tmp_path: Path) 
     found = {name: one["told"] for name, one in endings.items() if name not in absent}
     assert {name: told for name, told in found.items() if TOLD[name] not in told} == {}
     assert {name: one for name, one in endings.items() if one["grown_mib"] > MOST_GROWN_MIB} == {}
-    assert {name: one for name, one in endings.items() if one["seconds"] > MOST_S} == {}
 
 
 def test_a_range_of_operations_is_written_out_by_the_parser_which_is_why_it_is_counted_before() -> None:
@@ -76,12 +74,9 @@ def test_a_range_of_operations_is_written_out_by_the_parser_which_is_why_it_is_c
         structure_files.check_operations(block.find_values("_pdbx_struct_assembly_gen.oper_expression"))
 
 
-@pytest.mark.parametrize(
-    ("expression", "operations"),
-    [("1", 1), ("1,2,5", 3), ("1-60", 60), ("(1-60)(61-88)", 1680), ("'(1-60)'", 60), ("P", 1), ("(X0)(1-5,7)", 6)],
-)
-def test_assemblies_of_the_pdb_are_counted_as_what_they_are(expression: str, operations: int) -> None:
-    assert structure_files._operations(expression) == operations
+def test_assemblies_of_the_pdb_are_counted_as_what_they_are() -> None:
+    counts = {"1": 1, "1,2,5": 3, "1-60": 60, "(1-60)(61-88)": 1680, "'(1-60)'": 60, "P": 1, "(X0)(1-5,7)": 6}
+    assert {expression: structure_files._operations(expression) for expression in counts} == counts
 
 
 @pytest.mark.skipif(not HAS_BIOTITE, reason="BinaryCIF needs the extra bcif")

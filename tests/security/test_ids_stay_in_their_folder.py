@@ -109,13 +109,11 @@ def test_a_bundle_that_names_other_places_is_written_and_read_in_its_own(tmp_pat
     assert {path.name for path in made.iterdir()} == {step_bundle.BUNDLE, step_bundle.RNG}
 
 
-@pytest.mark.parametrize("name", ["../../outside", "/etc", "..", "a/b", "x\n", "-h"])
-def test_no_command_takes_a_path_for_the_name_of_a_run(
-    pipeline: Command, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_command_takes_a_path_for_the_name_of_a_run(pipeline: Command, tmp_path: Path) -> None:
     (tmp_path / "pipeline.yaml").write_text("data: {path: m.csv}\n")
     (tmp_path / "runs").mkdir()
-    for verb in (("cancel", "--yes"), ("status",), ("logs",), ("resume",)):
-        done = pipeline(*verb, "--", name)
-        assert done.code == 2, (verb, done.out)
+    for name in ("../../outside", "/etc", "..", "a/b", "x\n", "-h"):
+        for verb in (("cancel", "--yes"), ("status",), ("logs",), ("resume",)):
+            done = pipeline(*verb, "--", name)
+            assert done.code == 2, (name, verb, done.out)
     assert tree(tmp_path) == {"pipeline.yaml", "runs"}
