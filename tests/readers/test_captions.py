@@ -1,12 +1,10 @@
-"""Images with captions, as people have them: tables, tars, and a file with what goes wrong in them."""
+"""Images with captions: tables, tars, texts and classes, and what is made of an image."""
 
 from __future__ import annotations
 
 import csv
 import io
-import pickle
 import tarfile
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,8 +18,8 @@ from pipeline.readers import images
 from pipeline.readers.captions import Captions
 from pipeline.readers.images import decoded_image
 from pipeline.readers.pairs import Pairs
-from pipeline.records import Entry, Reason, Rejection
-from pipeline.stages.read_entries import EntriesTaken, take_entries
+from pipeline.records import Entry, Rejection
+from tests.readers.compared import read_twice
 
 SIZE = 16
 
@@ -45,16 +43,7 @@ def table(folder: Path, rows: Sequence[Sequence[str]], header: str = "image,capt
 
 
 def read(path: Path, **options: Any) -> list[Entry]:
-    """Return the entries of a file, each of which is read again as it was."""
-    reader = Captions(path, size=SIZE, **options)
-    found = list(reader.entries())
-    for entry in found:
-        if isinstance(entry, Entry):
-            again = pickle.loads(pickle.dumps(reader)).read(entry.place)
-            assert {name: array.tolist() for name, array in again.items()} == {
-                name: array.tolist() for name, array in entry.arrays.items()
-            }
-    return found  # type: ignore[return-value]
+    return read_twice(Captions(path, size=SIZE, **options))  # type: ignore[return-value]
 
 
 # ---- tables ----
@@ -70,12 +59,10 @@ def test_a_csv_of_paths_and_captions_is_images_and_tokens(tmp_path: Path) -> Non
     assert len(first.arrays["right.token"]) == 2 + len("acat")
 
 
-@pytest.mark.parametrize(
-    ("header", "name"), [("filepath\ttitle", "x.csv"), ("filepath\ttitle", "x.tsv"), ("filepath,title", "x.csv")]
-)
-def test_open_clips_columns_are_known_also_where_tabs_part_a_csv(tmp_path: Path, header: str, name: str) -> None:
-    (entry,) = read(table(tmp_path, [("a.png", "a cat")], header, name))
-    assert entry.id == "a-0"
+def test_open_clips_columns_are_known_also_where_tabs_part_a_csv(tmp_path: Path) -> None:
+    for header, name in (("filepath\ttitle", "x.csv"), ("filepath\ttitle", "x.tsv"), ("filepath,title", "x.csv")):
+        (entry,) = read(table(tmp_path, [("a.png", "a cat")], header, name))
+        assert entry.id == "a-0", (header, name)
 
 
 def test_columns_are_named_by_options_and_captions_are_made_of_columns(tmp_path: Path) -> None:
@@ -95,14 +82,15 @@ def test_classes_are_numbered_as_they_are_named_and_an_empty_cell_is_unknown(tmp
         dog, nothing, cow = read(path, label="kind", classes=classes)
         assert [int(entry.arrays["class"]) for entry in (dog, nothing)] == [1, -1]
         assert isinstance(cow, Rejection)
-        assert cow.detail == "the class 'cow' is none of data.options.classes"
+    with pytest.raises(ConfigError) as caught:
+        read(path, label="kind")
+    assert caught.value.where == "data.options.classes"
 
 
 def test_a_longer_text_is_refused_or_cut_before_its_end(tmp_path: Path) -> None:
     path = table(tmp_path, [("a.png", "abcdefgh")])
     (refused,) = read(path, context=6)
     assert isinstance(refused, Rejection)
-    assert "10 tokens, start and end included, and 6 are allowed" in refused.detail
     (cut,) = read(path, context=6, long="cut")
     assert len(cut.arrays["right.token"]) == 6
     assert cut.arrays["right.token"][-1] == 513
@@ -110,9 +98,7 @@ def test_a_longer_text_is_refused_or_cut_before_its_end(tmp_path: Path) -> None:
 
 def test_a_column_of_paths_read_as_text_is_refused_with_the_reader_of_images(tmp_path: Path) -> None:
     path = table(tmp_path, [("a.png", "a cat"), ("b.PNG", "")], "filepath,title")
-    with pytest.raises(
-        ConfigError, match=r"'filepath' has paths of images, which would be read as text: a.png"
-    ) as caught:
+    with pytest.raises(ConfigError) as caught:
         Pairs(path, left="filepath", right="title")
     assert caught.value.where == "data.options.left"
     assert "data.reader=pipeline.readers.captions:Captions" in caught.value.remedy
@@ -123,85 +109,30 @@ def test_a_column_of_paths_read_as_text_is_refused_with_the_reader_of_images(tmp
 # ---- images ----
 
 
-@pytest.mark.parametrize(("width", "height"), [(40, 20), (20, 41), (SIZE, SIZE), (5, 9)])
-def test_the_shorter_side_is_made_to_size_and_the_middle_cut_out(width: int, height: int) -> None:
-    stripes = np.zeros((height, width, 3), np.uint8)
-    stripes[:, width // 2 :] = 255
-    file = io.BytesIO()
-    Image.fromarray(stripes).save(file, "PNG")
-    pixel_HWC = decoded_image(file.getvalue(), SIZE)
-    assert pixel_HWC.shape == (SIZE, SIZE, 3)
-    assert (pixel_HWC[:, :6] < 128).all()
-    assert (pixel_HWC[:, 10:] > 128).all()
+def test_the_shorter_side_is_made_to_size_and_the_middle_cut_out() -> None:
+    for width, height in ((40, 20), (20, 41), (SIZE, SIZE), (5, 9)):
+        stripes = np.zeros((height, width, 3), np.uint8)
+        stripes[:, width // 2 :] = 255
+        file = io.BytesIO()
+        Image.fromarray(stripes).save(file, "PNG")
+        pixel_HWC = decoded_image(file.getvalue(), SIZE)
+        assert pixel_HWC.shape == (SIZE, SIZE, 3)
+        assert (pixel_HWC[:, :6] < 128).all(), (width, height)
+        assert (pixel_HWC[:, 10:] > 128).all(), (width, height)
 
 
-@pytest.mark.parametrize("mode", ["L", "P", "RGBA", "1", "CMYK", "I;16"])
-def test_images_of_every_mode_have_three_colours(mode: str) -> None:
-    file = io.BytesIO()
-    Image.new(mode, (20, 30)).save(file, "TIFF")
-    assert decoded_image(file.getvalue(), SIZE).shape == (SIZE, SIZE, 3)
-
-
-# ---- a thousand entries, ten of them damaged in ten ways ----
-
-BAD = {
-    "missing": "is not there",
-    "truncated": "the image cannot be decoded",
-    "zero": "the image file is empty",
-    "text": "no image, or of a kind that Pillow does not know",
-    "silent": "the caption is empty",
-    "columns": "4 columns, the header has 3",
-    "latin": "not UTF-8 text: byte",
-    "huge": "the image is too large",
-    "folder": "is a folder, no image",
-    "good7": "an earlier item has this id already",
-}
-
-
-def damaged(folder: Path) -> Path:
-    """Write a table of 1,000 rows, of which every hundredth is bad in a way of its own."""
-    photo = picture(0, kind="JPEG")
-    (folder / "good.jpg").write_bytes(photo)
-    (folder / "truncated.jpg").write_bytes(photo[: len(photo) // 2])
-    (folder / "zero.jpg").write_bytes(b"")
-    (folder / "text.jpg").write_bytes(b"this is no image\n" * 9)
-    (folder / "folder.jpg").mkdir()
-    Image.new("1", (30_000, 3_000)).save(folder / "huge.jpg", "PNG")  # 90 million pixels in a small file
-    ways = iter(BAD)
-    lines = [b"id,image,caption"]
-    for number in range(1000):
-        way = next(ways) if number % 100 == 50 else ""
-        image = f"{way}.jpg" if (folder / f"{way}.jpg").exists() or way == "missing" else "good.jpg"
-        caption = "" if way == "silent" else f"picture number {number}" + (",more" if way == "columns" else "")
-        caption = "caf\u00e9" if way == "latin" else caption
-        lines.append(f"{way or f'good{number}'},{image},{caption}".encode("latin-1"))
-    (folder / "all.csv").write_bytes(b"\n".join([*lines, b""]))
-    return folder / "all.csv"
-
-
-def test_of_1000_entries_all_good_ones_are_in_and_ten_bad_ones_have_their_reasons(tmp_path: Path) -> None:
-    taken = EntriesTaken()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # outside of tests it is no error
-        refused = list(take_entries(Captions(damaged(tmp_path), size=SIZE).entries(), taken))
-    assert (len(taken.table), taken.entries) == (990, 1000)
-    told = {rejection.id.partition("-")[0]: rejection for rejection in refused}
-    assert len(refused) == len(BAD)
-    for way, why in BAD.items():
-        rejection = told.get(way) or told["all.csv"]  # a line that cannot be parted has no id of its own
-        assert why in rejection.detail or any(why in other.detail for other in refused), (way, rejection)
-        assert rejection.origin.startswith("all.csv:")
-    assert {rejection.reason for rejection in refused} == {Reason.BAD_ENTRY, Reason.DUPLICATE_ID}
-    assert sorted(why for why in BAD.values() for rejection in refused if why in rejection.detail) == sorted(
-        BAD.values()
-    )
+def test_images_of_every_mode_have_three_colours() -> None:
+    for mode in ("L", "P", "RGBA", "1", "CMYK", "I;16"):
+        file = io.BytesIO()
+        Image.new(mode, (20, 30)).save(file, "TIFF")
+        assert decoded_image(file.getvalue(), SIZE).shape == (SIZE, SIZE, 3), mode
 
 
 def test_a_bomb_is_refused_by_its_header_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     file = io.BytesIO()
     Image.new("1", (2000, 2000)).save(file, "PNG")
     monkeypatch.setattr(Image.Image, "convert", lambda *_: pytest.fail("it was decoded"))
-    with pytest.raises(images.UnusableEntry, match=r"2,000 × 2,000 pixels, and 1,000 pixels are allowed"):
+    with pytest.raises(images.UnusableEntry, match="1,000"):
         decoded_image(file.getvalue(), SIZE, most_pixels=1000)
 
 
@@ -218,13 +149,8 @@ def tar(path: Path, members: dict[str, bytes]) -> Path:
 
 
 def test_webdataset_tars_are_read_one_or_a_folder_of_them(tmp_path: Path) -> None:
-    members = {
-        "0.jpg": picture(0, kind="JPEG"),
-        "0.txt": b"a cat",
-        "1.png": picture(1),
-        "1.json": b"{}",
-        "1.txt": b"a dog",
-    }
+    members = {"0.jpg": picture(0, kind="JPEG"), "0.txt": b"a cat", "1.png": picture(1), "1.json": b"{}"}
+    members["1.txt"] = b"a dog"
     one = read(tar(tmp_path / "a.tar", members))
     assert [entry.id for entry in one] == ["0", "1"]
     tar(tmp_path / "b.tar", {"0.txt": b"a cow", "0.jpg": picture(2, kind="JPEG")})
@@ -239,57 +165,29 @@ def test_what_a_tar_lacks_is_a_rejection_and_a_torn_tar_an_error(tmp_path: Path)
         {"0.jpg": picture(0), "1.txt": b"x", "2.jpg": b"no", "2.txt": b"x", "3.jpg": picture(3), "3.txt": b"x"},
     )
     found = read(path)
-    assert [entry.detail for entry in found[:3]] == [  # type: ignore[attr-defined]
-        "there is no text of this name",
-        "there is no image of this name",
-        "no image, or of a kind that Pillow does not know",
-    ]
+    assert [isinstance(entry, Rejection) for entry in found] == [True, True, True, False]
     assert found[3].id == "3"
     (tmp_path / "b.tar").write_bytes(b"no tar at all")
-    with pytest.raises(DataError, match="no whole tar"):
+    with pytest.raises(DataError, match=r"b\.tar"):
         list(Captions(tmp_path / "b.tar", size=SIZE).entries())
-
-
-# ---- bad input ----
-
-
-@pytest.mark.parametrize(
-    ("options", "where", "said"),
-    [
-        ({"size": 0}, "data.options.size", "0 is not a whole number from 1"),
-        ({"context": 1}, "data.options.context", "1 is not a whole number from 2"),
-        ({"long": "drop"}, "data.options.long", "'drop' is not refuse or cut"),
-        ({"label": "kind"}, "data.options.classes", "which number each class has is not said"),
-        ({"classes": ["a", "a"], "label": "image"}, "data.options.classes", "the class 'a' is named twice"),
-        ({"classes": "none.txt", "label": "image"}, "data.options.classes", "none.txt cannot be read"),
-        ({"merges": "none.gz"}, "data.options.merges", "none.gz cannot be read"),
-        ({"merges": "x.csv"}, "data.options.merges", "is no file of merges"),
-    ],
-)
-def test_options_that_make_no_sense_are_refused_by_name(tmp_path: Path, options: Any, where: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said) as caught:
-        Captions(table(tmp_path, [("a.png", "a cat x")]), **options)
-    assert caught.value.where == where
-
-
-@pytest.mark.parametrize(("header", "options", "said"), [
-    ("picture,caption", {}, "the header needs a column of the image; it is: picture, caption"),
-    ("image,words", {}, "the header needs a column of the caption; it is: image, words"),
-    ("image,caption", {"caption": "title"}, "the header needs one column 'title'"),
-    ("image,caption", {"template": "a {make}"}, "the header needs one column 'make'"),
-    ("image,image", {"caption": "image"}, "the header needs one column 'image'"),
-])  # fmt: skip
-def test_a_header_that_lacks_a_column_is_told_with_what_it_has(
-    tmp_path: Path, header: str, options: Any, said: str
-) -> None:
-    with pytest.raises(DataError, match=said) as caught:
-        Captions(table(tmp_path, [("a.png", "a")], header), **options)
-    assert "--set data.options." in caught.value.remedy
 
 
 def test_an_image_that_went_since_the_scan_is_an_error_that_names_it(tmp_path: Path) -> None:
     reader = Captions(table(tmp_path, [("a.png", "a cat")]), size=SIZE)
     (entry,) = reader.entries()
     (tmp_path / "a.png").unlink()
-    with pytest.raises(DataError, match=r"a.png is not there"):
+    with pytest.raises(DataError, match=r"a\.png"):
         reader.read(entry.place)  # type: ignore[union-attr, arg-type]
+
+
+def test_a_header_without_a_column_is_refused_with_the_option_that_names_one(tmp_path: Path) -> None:
+    for header, options in (
+        ("picture,caption", {}),
+        ("image,words", {}),
+        ("image,caption", {"caption": "title"}),
+        ("image,caption", {"template": "a {make}"}),
+        ("image,image", {"caption": "image"}),
+    ):
+        with pytest.raises(DataError) as caught:
+            Captions(table(tmp_path, [("a.png", "a")], header), **options)
+        assert "--set data.options." in caught.value.remedy, header

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -63,38 +65,25 @@ def test_modifications_weigh_what_unimod_says() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("text", "proforma"),
-    [
-        ("LQAVTDDHIR", "LQAVTDDHIR"),
-        ("M+15.995DEELAAIVGVR", "M[Oxidation]DEELAAIVGVR"),
-        ("M(+15.99)DEELAAIVGVR", "M[Oxidation]DEELAAIVGVR"),
-        ("M[Oxidation]DEEL", "M[Oxidation]DEEL"),
-        ("M[oxidation]DEEL", "M[Oxidation]DEEL"),
-        ("M[U:Oxidation]DEEL", "M[Oxidation]DEEL"),
-        ("M[+15.9949]DEEL", "M[Oxidation]DEEL"),
-        ("GGC[UNIMOD:4]EAIV", "GGC[Carbamidomethyl]EAIV"),
-        ("GGC(+57.02)EAIV", "GGC[Carbamidomethyl]EAIV"),
-        ("GGC+57.021EAIV", "GGC[Carbamidomethyl]EAIV"),
-        ("N+0.984GIDTQ(+.98)K", "N[Deamidated]GIDTQ[Deamidated]K"),
-        ("N+0.984GIDTQ(+0.98)K", "N[Deamidated]GIDTQ[Deamidated]K"),
-        ("+42.011SDKPDMAEIEK", "[Acetyl]-SDKPDMAEIEK"),
-        ("(+42.01)SDK", "[Acetyl]-SDK"),
-        ("[Acetyl]-SDK", "[Acetyl]-SDK"),
-        ("[UNIMOD:1]-SDK/2", "[Acetyl]-SDK"),
-        ("S(+42.01)DK", "[Acetyl]-SDK"),
-        ("+43.006AEK", "[Carbamyl]-AEK"),
-        ("-17.027QAEELNR", "[Ammonia-loss]-QAEELNR"),
-        ("Q(-17.03)AEELNR", "[Ammonia-loss]-QAEELNR"),
-        ("+43.006-17.027QAEELNR", "[+25.979265]-QAEELNR"),
-        ("[+25.980265]-QAEELNR", "[+25.979265]-QAEELNR"),
-        ("[Acetyl]-M[Oxidation]K", "[Acetyl]-M[Oxidation]K"),
-        ("mzspec:PXD000561:Adult_Frontalcortex_bRP_Elite_85_f09:scan:17555:VLHPLEGAVVIIFK/2", "VLHPLEGAVVIIFK"),
-        ("mzspec:PXD1:a:scan:2:[UNIMOD:1]-M[UNIMOD:35]K/3", "[Acetyl]-M[Oxidation]K"),
-    ],
-)
-def test_peptides_are_read_however_they_are_written(text: str, proforma: str) -> None:
-    assert peptides.peptide_text(residue_codes(text)) == proforma
+WRITTEN = {
+    "LQAVTDDHIR": ["LQAVTDDHIR"],
+    "M[Oxidation]DEELAAIVGVR": ["M+15.995DEELAAIVGVR", "M(+15.99)DEELAAIVGVR"],
+    "M[Oxidation]DEEL": ["M[Oxidation]DEEL", "M[oxidation]DEEL", "M[U:Oxidation]DEEL", "M[+15.9949]DEEL"],
+    "GGC[Carbamidomethyl]EAIV": ["GGC[UNIMOD:4]EAIV", "GGC(+57.02)EAIV", "GGC+57.021EAIV"],
+    "N[Deamidated]GIDTQ[Deamidated]K": ["N+0.984GIDTQ(+.98)K", "N+0.984GIDTQ(+0.98)K"],
+    "[Acetyl]-SDKPDMAEIEK": ["+42.011SDKPDMAEIEK"],
+    "[Acetyl]-SDK": ["(+42.01)SDK", "[Acetyl]-SDK", "[UNIMOD:1]-SDK/2", "S(+42.01)DK"],
+    "[Carbamyl]-AEK": ["+43.006AEK"],
+    "[Ammonia-loss]-QAEELNR": ["-17.027QAEELNR", "Q(-17.03)AEELNR"],
+    "[+25.979265]-QAEELNR": ["+43.006-17.027QAEELNR", "[+25.980265]-QAEELNR"],
+    "[Acetyl]-M[Oxidation]K": ["[Acetyl]-M[Oxidation]K", "mzspec:PXD1:a:scan:2:[UNIMOD:1]-M[UNIMOD:35]K/3"],
+    "VLHPLEGAVVIIFK": ["mzspec:PXD000561:Adult_Frontalcortex_bRP_Elite_85_f09:scan:17555:VLHPLEGAVVIIFK/2"],
+}
+
+
+def test_peptides_are_read_however_they_are_written() -> None:
+    for proforma, texts in WRITTEN.items():
+        assert {text: peptides.peptide_text(residue_codes(text)) for text in texts} == dict.fromkeys(texts, proforma)
 
 
 @given(st.lists(st.sampled_from([name for name in peptides.RESIDUES if not name.endswith("-")]), min_size=1))
@@ -104,24 +93,24 @@ def test_what_is_written_is_read_again(names: list[str]) -> None:
         assert peptides.peptide_text(residue_codes(text)) == text
 
 
-@pytest.mark.parametrize(
-    ("text", "named"),
-    [
-        ("PEPTXDE", "'X'"),
-        ("pep", "'p'"),
-        ("", "at least"),
-        ("/2", "at least"),
-        ("[Acetyl]-", "has no letter"),
-        ("M(+17)K", r"M\(\+17\) is no known modification of M; known: M\[Oxidation\]"),
-        ("AS[Phospho]K", r"\[Phospho\] is no known modification; known: Oxidation, Carbamidomethyl"),
-        ("AK[Oxidation]", r"K\[Oxidation\] is no known modification of K; known: none"),
-        ("A[UNIMOD:0]K", "UNIMOD:0"),
-        ("+99.9AK", r"\+99.9 at the beginning of '\+99.9AK' is no known modification; known: \[Acetyl\]-"),
-        ("AM[Oxidation", r"'\['"),
-        ("mzspec:PXD1:run:scan:12", "tells no peptide"),
-        ("PEK-[Amidated]", "'-'"),
-    ],
-)
-def test_what_is_not_understood_is_named(text: str, named: str) -> None:
-    with pytest.raises(ValueError, match=named):
-        residue_codes(text)
+NOT_UNDERSTOOD = {  # and what the message names
+    "PEPTXDE": "'X'",
+    "pep": "'p'",
+    "": "",
+    "/2": "",
+    "[Acetyl]-": "",
+    "M(+17)K": "M(+17)",
+    "AS[Phospho]K": "[Phospho]",
+    "AK[Oxidation]": "K[Oxidation]",
+    "A[UNIMOD:0]K": "UNIMOD:0",
+    "+99.9AK": "+99.9",
+    "AM[Oxidation": "'['",
+    "mzspec:PXD1:run:scan:12": "",
+    "PEK-[Amidated]": "'-'",
+}
+
+
+def test_what_is_not_understood_is_named() -> None:
+    for text, named in NOT_UNDERSTOOD.items():
+        with pytest.raises(ValueError, match=re.escape(named) or None):
+            residue_codes(text)
