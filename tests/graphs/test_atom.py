@@ -181,14 +181,19 @@ def test_a_graph_comes_back_from_its_record(structures: Path) -> None:
 
 def test_contacts_are_those_of_the_benchmark_atom_by_atom(structures: Path) -> None:
     for path in sorted(structures.glob("complexes/*.pdb")):
-        graph = atom_graph.build_atom_graph(shared_complex(path, BOTH), ATOM)
-        pairs_P2, apart_P = graph.labels["contact_pairs"], graph.labels["contact_nearest"]
-        ours = {(named(graph.parts[0], a), named(graph.parts[1], b)) for a, b in pairs_P2.tolist()}
-        rows = [row.split() for row in path.with_suffix(".contacts5.txt").read_text().splitlines()]
-        theirs = {((chain, number, name), (second, at, other)) for number, chain, name, at, second, other, _ in rows}
-        assert ours == theirs, path.name
-        assert len(rows) == len(pairs_P2)
-        np.testing.assert_allclose(np.sort(apart_P), sorted(float(row[-1]) for row in rows), atol=1e-4)
+        check_contacts(path)
+
+
+def check_contacts(path: Path) -> None:
+    """Compare the contacts of a complex with its table of atom pairs within 5 Å."""
+    graph = atom_graph.build_atom_graph(shared_complex(path, BOTH), ATOM)
+    pairs_P2, apart_P = graph.labels["contact_pairs"], graph.labels["contact_nearest"]
+    ours = {(named(graph.parts[0], a), named(graph.parts[1], b)) for a, b in pairs_P2.tolist()}
+    rows = [row.split() for row in path.with_suffix(".contacts5.txt").read_text().splitlines()]
+    theirs = {((chain, number, name), (second, at, other)) for number, chain, name, at, second, other, _ in rows}
+    assert ours == theirs, path.name
+    assert len(rows) == len(pairs_P2)
+    np.testing.assert_allclose(np.sort(apart_P), sorted(float(row[-1]) for row in rows), atol=1e-4)
 
 
 def named(part: PartnerGraph, node: int) -> tuple[str, str, str]:

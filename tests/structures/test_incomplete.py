@@ -16,7 +16,6 @@ from pipeline.journal.run_folder import runs_in
 from pipeline.records import Inventory, Item, Part, Role
 from pipeline.structures.inventory import ScanRecipe, examine_item
 from pipeline.structures.parsing.structure_files import File
-from pipeline.structures.policy import Policy
 from tests.structures.pdb_text import chain, residue
 from tests.testkit.command import Command
 from tests.testkit.project import settle
@@ -58,11 +57,6 @@ def test_a_residue_without_a_ca_is_left_out_by_name_with_the_atoms_that_it_has()
     assert (receptor.nodes, receptor.notes["incomplete"]) == (3, 2)
     assert receptor.chains[0].sequence == "AGSKV"  # what is encoded is as it was
     assert Inventory.from_json(json.loads(json.dumps(inventory.to_json()))) == inventory
-
-
-def test_whoever_wants_the_whole_backbone_has_the_others_listed() -> None:
-    inventory, _ = examined(GAPS, ScanRecipe(policy=Policy(require="backbone")))
-    assert [entry[2] for entry in inventory.partners[0].left_out] == ["2", "3", "391", "392"]
 
 
 def test_what_is_left_out_is_counted_and_listed_where_people_look(

@@ -19,10 +19,10 @@ from pipeline.structures.policy import Policy, apply_policy
 from tests.conftest import ROOT
 from tests.graphs.complexes import LIMIT
 from tests.graphs.conftest import read_item, read_pairs
+from tests.graphs.test_atom import check_contacts
 from tests.graphs.test_bonds import disagreement
 from tests.graphs.test_residue import labelled
 from tests.structures.parsing.test_plain_pdb import is_plain, unzipped
-from tests.structures.test_inventory import check_contacts
 
 LARGER = ROOT.parent / "shared" / "structures"
 pytestmark = [

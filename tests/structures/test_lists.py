@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import csv
 import json
-import re
 import shutil
 from pathlib import Path
 
-import pytest
-
-from pipeline.graphs.build_graph import build_graph
-from pipeline.graphs.item_graph import GraphRecipe, encode_graph
 from pipeline.journal.run_folder import runs_in
 from pipeline.readers import made
-from pipeline.records import Role
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.structures.synthetic import complex_pdb
-from tests.conftest import ROOT
-from tests.graphs.complexes import complex_of, side
 from tests.testkit.command import Command
 from tests.testkit.project import MakeProject, settle
 
@@ -109,22 +101,3 @@ def test_items_of_a_reader_are_listed_too(pipeline: Command, tmp_path: Path) -> 
         listed = json.loads(pipeline("items", "--json").out)
         assert [row["id"] for row in listed] == [f"made-{number:07d}" for number in range(4)]
         assert all(int(row["peaks"]) > 0 and len(row["key"]) == 32 for row in listed)
-
-
-@pytest.mark.parametrize("recipe", [GraphRecipe(cross_neighbours=5), GraphRecipe(nodes="atom", cross_radius=5.0)])
-def test_the_page_of_formats_names_every_array_of_a_record(recipe: GraphRecipe) -> None:
-    page = (ROOT / "docs" / "formats.md").read_text()
-    named = {name for names in re.findall("`([A-Za-z_.]+)`", page) for name in (names, names.rpartition(".")[2])}
-    read = complex_of(complex_pdb(0, 30, 30).decode(), side(Role.RECEPTOR, "A"), side(Role.LIGAND, "B"))
-    arrays, _ = encode_graph(build_graph(read, recipe))
-    names = {name.replace("receptor.", "ROLE.").replace("ligand.", "ROLE.") for name in arrays}
-    missing = [name for name in names if name.split(".")[-1] not in named and name.rpartition(".")[0] not in named]
-    assert not missing
-    assert {"rows.ROLE", "bound.ROLE", "rows", "id.bytes", "id.end", "item.bytes", "size.NAME", "label.NAME"} <= named
-
-
-def test_items_of_a_project_that_was_never_scanned_say_what_to_do(pipeline: Command, make_project: MakeProject) -> None:
-    make_project(1)
-    said = pipeline("items")
-    assert said.code == 2
-    assert "pipeline submit --stage scan" in said.err

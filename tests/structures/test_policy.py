@@ -51,31 +51,6 @@ def test_equal_occupancies_go_to_the_first_letter() -> None:
     assert read(moved).pos_A3[0][0] == pytest.approx(9.9)
 
 
-def test_an_atom_that_only_the_other_conformer_has_is_not_lost() -> None:
-    lines = residue("ALA", "A", 1, ("N", "CA", "C"), altloc="A", occupancy=0.7) + residue(
-        "ALA", "A", 1, ("O",), altloc="B", occupancy=0.3
-    )
-    assert [name_text(name) for name in read(lines).name_A] == ["N", "CA", "C", "O"]
-
-
-def test_a_mixed_residue_is_one_residue_with_the_likelier_name() -> None:
-    lines = residue("SER", "A", 1, altloc="A", occupancy=0.4) + residue("PRO", "A", 1, altloc="B", occupancy=0.6)
-    assert sequences(read(lines + residue("GLY", "A", 2))) == ["PG"]
-    assert sequences(read(lines + residue("GLY", "A", 2), Policy(altlocs="first"))) == ["SG"]
-
-
-def test_insertion_codes_make_different_residues() -> None:
-    lines = residue("ALA", "A", 52) + residue("CYS", "A", 52, icode="A") + residue("ASP", "A", 52, icode="B")
-    structure = read(lines + residue("GLU", "A", 53))
-    assert sequences(structure) == ["ACDE"]
-    assert structure.number_R.tolist() == [52, 52, 52, 53]
-
-
-def test_numbers_that_wrap_or_repeat_do_not_merge_residues() -> None:
-    lines = residue("ALA", "A", 9999) + residue("CYS", "A", 0) + residue("ASP", "A", 1) + residue("GLU", "A", 9999)
-    assert sequences(read(lines)) == ["ACDE"]
-
-
 def test_a_chain_in_two_pieces_is_one_chain() -> None:
     lines = chain("A", "ALA", "CYS") + chain("B", "GLY", "GLY") + chain("A", "ASP", "GLU", first=10)
     structure = read(lines)
@@ -97,27 +72,6 @@ def test_waters_ligands_and_ions_are_counted_and_left_out() -> None:
     structure = read(lines)
     assert sequences(structure) == ["ACD"]
     assert (structure.notes["waters"], structure.notes["ligands"]) == (2, 2)
-
-
-def test_terminal_caps_are_no_residues() -> None:
-    lines = (
-        residue("ACE", "A", 1, ("C", "O", "CH3"))
-        + residue("ALA", "A", 2)
-        + residue("GLY", "A", 3)
-        + residue("NH2", "A", 4, ("N",))
-    )
-    assert sequences(read(lines)) == ["AG"]
-
-
-def test_an_unknown_residue_with_a_backbone_is_x() -> None:
-    assert sequences(read(residue("ALA", "A", 1) + residue("QQQ", "A", 2) + chain("A", "GLY", first=3))) == ["AXG"]
-
-
-def test_a_parent_that_the_file_names_is_used() -> None:
-    record = "MODRES 1ABC QQQ A    2  TYR  SOMETHING\n"
-    assert sequences(read(record + residue("ALA", "A", 1) + residue("QQQ", "A", 2) + chain("A", "GLY", first=3))) == [
-        "AYG"
-    ]
 
 
 def test_a_residue_without_the_backbone_that_is_asked_for_stays_in_the_sequence_but_is_no_node() -> None:
@@ -153,41 +107,6 @@ def test_nucleic_chains_are_told_apart() -> None:
     ]
 
 
-def test_only_the_chosen_model_is_read() -> None:
-    lines = "".join(
-        f"MODEL     {n:>4}\n{residue('ALA', 'A', 1)}{chain('A', name, first=2)}ENDMDL\n"
-        for n, name in ((5, "GLY"), (9, "SER"))
-    )
-    assert sequences(read(lines)) == ["AG"]
-    assert sequences(read(lines, model=2)) == ["AS"]
-    assert reason_of(lines, model=3) is Reason.MISSING_MODEL
-
-
-def test_a_file_of_ligands_only_has_no_polymer() -> None:
-    assert reason_of(atom("ZN", "ZN", "A", 1, record="HETATM", element="ZN")) is Reason.NO_POLYMER
-
-
-def test_coordinates_that_are_no_numbers_are_refused() -> None:
-    lines = residue("ALA", "A", 1) + residue("GLY", "A", 2).replace("   7.600", "     nan")
-    assert reason_of(lines) in {Reason.PARSE_ERROR}
-
-
-def test_a_ter_at_a_break_does_not_cut_the_chain_short() -> None:
-    whole = "".join(residue(name, "A", number) for number, name in enumerate(["ALA", "CYS", "ASP", "GLU"], 1))
-    rest = "".join(residue(name, "A", number) for number, name in enumerate(["PHE", "GLY", "HIS", "ILE"], 7))
-    assert sequences(read(whole + "TER\n" + rest)) == ["ACDEFGHI"]
-    other = chain("B", "LYS", "LEU")
-    assert sequences(read(whole + "TER\n" + other + rest)) == ["ACDEFGHI", "KL"]
-
-
-def test_a_water_in_the_middle_does_not_end_the_chain() -> None:
-    water = atom("O", "HOH", "A", 101, record="HETATM")
-    lines = residue("ALA", "A", 1) + residue("CYS", "A", 2) + water + residue("ASP", "A", 3) + residue("GLU", "A", 4)
-    structure = read(lines)
-    assert sequences(structure) == ["ACDE"]
-    assert structure.notes["waters"] == 1
-
-
 def test_an_ion_before_the_chain_is_no_residue_and_calcium_no_alpha_carbon() -> None:
     ion = atom("CA", "CA", "A", 900, record="HETATM", element="CA")
     lines = ion + "".join(residue(name, "A", number) for number, name in enumerate(["ALA", "CYS", "ASP"], 1))
@@ -196,27 +115,77 @@ def test_an_ion_before_the_chain_is_no_residue_and_calcium_no_alpha_carbon() -> 
         assert (sequences(structure), structure.chains[0].nodes) == (["ACD"], 3)
 
 
-def test_the_likelier_of_two_residues_wins_whatever_their_sizes() -> None:
-    small = residue("GLY", "A", 1, altloc="A", occupancy=0.65)
-    atoms = ("N", "CA", "C", "O", "CB", "CG", "CD1", "CD2", "NE1", "CE2")
-    large = residue("TRP", "A", 1, atoms, altloc="B", occupancy=0.35)
-    assert sequences(read(small + large + residue("ALA", "A", 2))) == ["GA"]
+def row(first: int, *names: str) -> str:
+    return "".join(residue(name, "A", number) for number, name in enumerate(names, first))
 
 
-def test_protonation_states_of_simulations_are_their_residues() -> None:
-    names = ("HSD", "HSE", "HSP", "HIE", "HID", "HIP", "CYX", "CYM", "ASH", "GLH", "LYN")
-    structure = read(chain("A", "ALA", *names, "ALA"))
-    assert sequences(structure) == ["AHHHHHHCCDEKA"]
-    assert not structure.modified_R.any()
+ALANINE, GLYCINE, SUGAR = residue("ALA", "A", 1), residue("GLY", "A", 2), ("P", "C1'")
+MIXED = residue("SER", "A", 1, altloc="A", occupancy=0.4) + residue("PRO", "A", 1, altloc="B", occupancy=0.6)
+LARGE = residue("TRP", "A", 1, ("N", "CA", "C", "O", "CB", "CG", "CD1", "CD2", "NE1"), altloc="B", occupancy=0.35)
+INSERTED = "".join(residue(name, "A", 52, icode=code) for name, code in (("ALA", " "), ("CYS", "A"), ("ASP", "B")))
+WATER = atom("O", "HOH", "A", 101, record="HETATM")
+MODELS = "".join(
+    f"MODEL     {n:>4}\n{ALANINE}{chain('A', name, first=2)}ENDMDL\n" for n, name in ((5, "GLY"), (9, "SER"))
+)
+PROTONATED = ("HSD", "HSE", "HSP", "HIE", "HID", "HIP", "CYX", "CYM", "ASH", "GLH", "LYN")
+SEQUENCES: dict[str, tuple[str, list[str], dict[str, object]]] = {
+    "the likelier of two names": (MIXED + GLYCINE, ["PG"], {}),
+    "the first of two names": (MIXED + GLYCINE, ["SG"], {"policy": Policy(altlocs="first")}),
+    "the likelier, whatever its size": (
+        residue("GLY", "A", 1, altloc="A", occupancy=0.65) + LARGE + residue("ALA", "A", 2),
+        ["GA"],
+        {},
+    ),
+    "insertion codes": (INSERTED + residue("GLU", "A", 53), ["ACDE"], {}),
+    "numbers that wrap or repeat": (row(9999, "ALA") + row(0, "CYS", "ASP") + row(9999, "GLU"), ["ACDE"], {}),
+    "caps": (
+        residue("ACE", "A", 1, ("C", "O", "CH3")) + row(2, "ALA", "GLY") + residue("NH2", "A", 4, ("N",)),
+        ["AG"],
+        {},
+    ),
+    "an unknown residue": (row(1, "ALA", "QQQ") + chain("A", "GLY", first=3), ["AXG"], {}),
+    "a parent that the file names": (
+        "MODRES 1ABC QQQ A    2  TYR  SOMETHING\n" + row(1, "ALA", "QQQ") + chain("A", "GLY", first=3),
+        ["AYG"],
+        {},
+    ),
+    "the first model": (MODELS, ["AG"], {}),
+    "the second model": (MODELS, ["AS"], {"model": 2}),
+    "TER at a break": (chain("A", "ALA", "CYS", "ASP") + row(7, "PHE", "GLY"), ["ACDFG"], {}),
+    "TER and another chain": (
+        chain("A", "ALA", "CYS") + chain("B", "LYS", "LEU") + row(7, "PHE", "GLY"),
+        ["ACFG", "KL"],
+        {},
+    ),
+    "a water in the middle": (row(1, "ALA", "CYS") + WATER + row(3, "ASP", "GLU"), ["ACDE"], {}),
+    "another kind of polymer": (
+        row(1, "ALA", "CYS", "ASP") + residue("DA", "A", 10, SUGAR) + residue("DC", "A", 11, SUGAR) + "TER\n",
+        ["ACDXX"],
+        {},
+    ),
+    "names of simulations": (chain("A", "ALA", *PROTONATED, "ALA"), ["AHHHHHHCCDEKA"], {}),
+    "old names of the sugar": (
+        "".join(residue(name, "A", i, ("P", "C1*")) for i, name in enumerate(["DA", "DC", "DG"], 1)) + "TER\n",
+        ["ACG"],
+        {},
+    ),
+}
 
 
-def test_a_letter_of_another_kind_of_polymer_is_unknown() -> None:
-    sugar = ("P", "C1'")
-    protein = chain("A", "ALA", "CYS", "ASP").removesuffix("TER\n")
-    dna = residue("DA", "A", 10, sugar) + residue("DC", "A", 11, sugar)
-    assert sequences(read(protein + dna + "TER\n")) == ["ACDXX"]
+def test_sequences_are_those_of_the_residues() -> None:
+    for name, (lines, wanted, how) in SEQUENCES.items():
+        structure = read(lines, **how)  # type: ignore[arg-type]
+        assert sequences(structure) == wanted, name
+        assert [one.nodes for one in structure.chains] == [len(one.sequence) for one in structure.chains], name
 
 
-def test_old_names_of_the_sugar_carbon_count() -> None:
-    lines = "".join(residue(name, "A", i, ("P", "C1*")) for i, name in enumerate(["DA", "DC", "DG"], 1)) + "TER\n"
-    assert read(lines).chains[0].nodes == 3
+def test_an_atom_that_only_the_other_conformer_has_is_not_lost() -> None:
+    lines = residue("ALA", "A", 1, ("N", "CA", "C"), altloc="A", occupancy=0.7)
+    lines += residue("ALA", "A", 1, ("O",), altloc="B", occupancy=0.3)
+    assert [name_text(name) for name in read(lines).name_A] == ["N", "CA", "C", "O"]
+
+
+def test_what_cannot_be_used_has_its_reason() -> None:
+    assert reason_of(MODELS, model=3) is Reason.MISSING_MODEL
+    assert reason_of(atom("ZN", "ZN", "A", 1, record="HETATM", element="ZN")) is Reason.NO_POLYMER
+    assert reason_of(ALANINE + GLYCINE.replace("   7.600", "     nan")) is Reason.PARSE_ERROR
