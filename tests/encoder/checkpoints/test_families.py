@@ -43,11 +43,6 @@ def test_facts_say_the_family_and_what_is_encoded_as_one(old: Path, new: Path) -
     assert all(CheckpointFacts.from_json(one.to_json()) == one for one in facts)
 
 
-def test_facts_of_an_esm2_are_written_down_as_before_there_were_others(tiny: Path) -> None:
-    plain = checkpoint_facts(tiny).to_json()
-    assert plain.keys() == {"name", "form", "path", "digest", "layers", "dim", "heads", "precision", "bytes"}
-
-
 def test_hugging_faces_form_of_esm_1b_is_the_same_model(old: Path, tmp_path: Path) -> None:
     others = {"embed_positions.weight": "embeddings.position_embeddings.weight"}
     others |= {f"emb_layer_norm_before.{kind}": f"embeddings.layer_norm.{kind}" for kind in ("weight", "bias")}
