@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import gzip
-import json
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 from pipeline.graphs.item_graph import GraphRecipe, ItemGraph
 from pipeline.graphs.residue_graph import build_residue_graph
@@ -20,6 +18,7 @@ from pipeline.structures.parsing.structure_files import File
 from pipeline.structures.sources.data_source import items
 from pipeline.structures.sources.item_ids import SourceSpec
 from tests.graphs.conftest import read_item
+from tests.reference import document, recorded
 from tests.structures.pdb_text import chain
 
 RECIPE = GraphRecipe()
@@ -37,10 +36,7 @@ def node_names(read: Complex, role: Role) -> list[str]:
 def test_nodes_of_the_benchmarks_pairs_are_the_residues_that_diffdock_pp_keeps(
     state: str, bound: dict[str, Complex], unbound: dict[str, Complex]
 ) -> None:
-    folder = Path(__file__).resolve().parents[3] / "shared" / "originals" / "diffdock_pp"
-    if not folder.is_dir():
-        pytest.skip("what the original read (../shared/originals/diffdock_pp) is not beside this checkout")
-    names, places = json.loads((folder / "parsing.json").read_text()), load_file(folder / "parsing.safetensors")
+    names, places = document("diffdock_pp/parsing"), recorded("diffdock_pp/parsing")
     pairs = bound if state == "bound" else unbound
     assert len(pairs) == 5
     for pair, read in pairs.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,11 +14,9 @@ from pipeline.readers.entry import UnusableEntry
 from pipeline.readers.peptide_spectra import PeptideSpectra, library_headers
 from pipeline.readers.peptides import residue_codes
 from pipeline.records import Entry, Rejection
+from tests.reference import FOLDER, document
 
-FOLDER = Path(__file__).resolve().parents[3] / "shared" / "originals" / "peptrm"
-needs_original = pytest.mark.skipif(
-    not FOLDER.is_dir(), reason="files of the field (../shared/originals/peptrm) are not beside this checkout"
-)
+FILES = FOLDER / "peptrm" / "files"
 AS_PUBLISHED = {"least_peaks": 10, "shortest": 7, "longest": 30}
 SPECIES = ("H.-sapiens.mgf", "Vigna-mungo.mgf")
 
@@ -33,13 +30,12 @@ def parted(reader: PeptideSpectra) -> tuple[list[Entry], list[Rejection]]:
     return [one for one in found if isinstance(one, Entry)], [one for one in found if isinstance(one, Rejection)]
 
 
-@needs_original
 @pytest.mark.parametrize("species", SPECIES)
 def test_nine_species_are_read_as_the_original_reads_them(species: str) -> None:
     name = species.removesuffix(".mgf")
-    as_read = json.loads((FOLDER / "as_read.json").read_text())["nine_species"]
+    as_read = document("peptrm/as_read")["nine_species"]
     known = [one for one in as_read if one["scan_id"].startswith(name)]
-    reader = PeptideSpectra(FOLDER / "files" / "nine-species-main" / species, **AS_PUBLISHED)
+    reader = PeptideSpectra(FILES / "nine-species-main" / species, **AS_PUBLISHED)
     entries, rejections = parted(reader)
     assert [one.id for one in entries] == [one["scan_id"] for one in known]
     for entry, wanted in zip(entries, known, strict=True):
@@ -55,7 +51,6 @@ def test_nine_species_are_read_as_the_original_reads_them(species: str) -> None:
     assert all(reasons[one.id] in one.detail for one in rejections)
 
 
-@needs_original
 @pytest.mark.parametrize(
     ("file", "wanted"),
     [
@@ -67,7 +62,7 @@ def test_nine_species_are_read_as_the_original_reads_them(species: str) -> None:
 def test_every_way_to_write_modifications_is_read_and_weighs_what_the_precursor_does(
     file: str, wanted: list[str]
 ) -> None:
-    entries, rejections = parted(PeptideSpectra(FOLDER / "files" / "other" / f"{file}.mgf", **AS_PUBLISHED))
+    entries, rejections = parted(PeptideSpectra(FILES / "other" / f"{file}.mgf", **AS_PUBLISHED))
     assert not rejections
     assert [peptides.peptide_text(one.arrays["peptide.residue"]) for one in entries] == wanted
     for entry in entries:
@@ -76,10 +71,9 @@ def test_every_way_to_write_modifications_is_read_and_weighs_what_the_precursor_
         assert abs(off) < 0.006  # as far as two decimals go
 
 
-@needs_original
 def test_a_library_of_peptides_is_read_as_the_original_reads_it() -> None:
-    known = json.loads((FOLDER / "as_read.json").read_text())["proteometools"]
-    reader = PeptideSpectra(FOLDER / "files" / "proteometools" / "library.msp", id="NAME", **AS_PUBLISHED)
+    known = document("peptrm/as_read")["proteometools"]
+    reader = PeptideSpectra(FILES / "proteometools" / "library.msp", id="NAME", **AS_PUBLISHED)
     entries, rejections = parted(reader)
     assert not rejections
     assert [one.id for one in entries] == [one["scan_id"] for one in known]
@@ -169,15 +163,14 @@ def test_spectra_without_a_peptide_are_taken_where_asked_for(tmp_path: Path) -> 
     assert "peptide.residue" not in entry.arrays
 
 
-@needs_original
 def test_one_species_is_left_out_for_the_test() -> None:
-    reader = PeptideSpectra(FOLDER / "files" / "nine-species-main", test_file=SPECIES[0], val_file=SPECIES[1])
+    reader = PeptideSpectra(FILES / "nine-species-main", test_file=SPECIES[0], val_file=SPECIES[1])
     splits = {one.id.partition(":")[0]: one.split for one in parted(reader)[0]}
     assert splits == {"H.-sapiens": "test", "Vigna-mungo": "val"}
-    only = PeptideSpectra(FOLDER / "files" / "nine-species-main", test_file=SPECIES[0])
+    only = PeptideSpectra(FILES / "nine-species-main", test_file=SPECIES[0])
     assert {one.split for one in parted(only)[0]} == {"test", "train"}
     with pytest.raises(ConfigError, match=r"H.-sapiens.mgf, Vigna-mungo.mgf"):
-        PeptideSpectra(FOLDER / "files" / "nine-species-main", test_file="human.mgf")
+        PeptideSpectra(FILES / "nine-species-main", test_file="human.mgf")
 
 
 @pytest.mark.parametrize(

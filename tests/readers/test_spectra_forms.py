@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 import re
 import zlib
 from collections import Counter
@@ -14,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from pipeline.errors import ConfigError, DataError
 from pipeline.readers.spectra import Spectra
@@ -22,13 +20,10 @@ from pipeline.readers.spectrum_files import mgf, msp, mzml
 from pipeline.records import Entry, Reason, Rejection
 from pipeline.tasks.spectra.peak_batch import own_rows, padded_peaks
 from tests.readers.compared import assert_same, hdf5_file
+from tests.reference import FOLDER, document, recorded
 from tests.tasks.reader_items import batch_of
 
-ORIGINAL = Path(__file__).resolve().parents[3] / "shared" / "originals" / "dreams"
-FILES = ORIGINAL / "files"
-needs_original = pytest.mark.skipif(
-    not ORIGINAL.is_dir(), reason="what the original made (../shared/originals/dreams) is not beside this checkout"
-)
+FILES = FOLDER / "dreams" / "files"
 Peaks = Sequence[tuple[float, float]]
 PEAKS = ((100.5, 3.0), (200.25, 10.0), (50.125, 1.0))
 
@@ -146,11 +141,9 @@ def test_spectra_at_the_edges_of_what_is_read_at_once_are_whole(
         assert len(whole) == 40
 
 
-@needs_original
-@pytest.mark.shared
 @pytest.mark.parametrize("name", ["example_5_spectra.mgf", "ours.mgf", "ours.msp"])
 def test_files_are_read_as_the_original_reads_them(name: str) -> None:
-    expected = json.loads((FILES / "as_read.json").read_text())[name]
+    expected = document("dreams/files/as_read")[name]
     spectra = Spectra(FILES / name)
     entries = [entry for entry in spectra.entries() if isinstance(entry, Entry)]
     headers = [told for _, told in spectra.headers()]
@@ -168,8 +161,6 @@ def test_files_are_read_as_the_original_reads_them(name: str) -> None:
         assert float(told["RT"]) == pytest.approx(time)
 
 
-@needs_original
-@pytest.mark.shared
 def test_the_three_forms_of_the_original_have_the_same_spectra() -> None:
     found = [read(FILES / f"ours.{form}", retention=True) for form in ("mgf", "msp", "mzML")]
     for one, two, three in zip(*found, strict=True):
@@ -182,11 +173,9 @@ def test_the_three_forms_of_the_original_have_the_same_spectra() -> None:
             assert_same(*({k: v for k, v in entry.arrays.items() if k != "retention_s"} for entry in (one, other)))
 
 
-@needs_original
-@pytest.mark.shared
 @pytest.mark.parametrize("peaks", [100, 60])
 def test_what_the_network_is_given_is_the_originals_to_the_bit(tmp_path: Path, peaks: int) -> None:
-    inputs = load_file(ORIGINAL / "inputs.safetensors")
+    inputs = recorded("dreams/inputs")
     path = hdf5_file(tmp_path / "x.h5", inputs["raw.peaks"].numpy(), precursor_mz=inputs["raw.precursor_mz"].numpy())
     entries = [entry for entry in Spectra(path, max_peaks=peaks).entries() if isinstance(entry, Entry)]
     rows = [own_rows(item, peaks) for item in batch_of([entry.arrays for entry in entries]).items[:]]
@@ -194,12 +183,10 @@ def test_what_the_network_is_given_is_the_originals_to_the_bit(tmp_path: Path, p
     assert torch.equal(torch.stack([found.mz_BL, found.intensity_BL], -1), inputs[f"spec_{peaks}"])
 
 
-@needs_original
-@pytest.mark.shared
 def test_the_checks_of_quality_are_the_originals(tmp_path: Path) -> None:
-    inputs = load_file(ORIGINAL / "inputs.safetensors")
+    inputs = recorded("dreams/inputs")
     path = hdf5_file(tmp_path / "x.h5", inputs["raw.peaks"].numpy(), precursor_mz=inputs["raw.precursor_mz"].numpy())
-    expected = json.loads((ORIGINAL / "hparams.json").read_text())["quality"]["A"]
+    expected = document("dreams/hparams")["quality"]["A"]
     words = {
         "Number of high": "above 0.1 of the highest",
         "Number of peaks": "peaks, not 3 to 128",

@@ -20,35 +20,27 @@ from pipeline.errors import ConfigError
 from pipeline.project.run_code import load_task
 from pipeline.setup.demo_project import DEMOS, write_recipe_demo
 from pipeline.tasks.contrastive_pair import ContrastivePair
-from pipeline.tasks.denovo_recursive import DenovoRecursive
 from pipeline.tasks.pairs.clip_names import options_of
 from pipeline.tasks.rna_ligand import RnaLigand
 from pipeline.tasks.spectra_finetune import SpectraFinetune
 from pipeline.training.checkpoints.published_names import WeightsReading, in_form
 from pipeline.training.checkpoints.trained_weights import load_pretrained, stored_weights
-from tests.tasks.rna.original import sizes_of
+from tests.reference import FOLDER, checkpoint, recorded, transformers_folder
+from tests.tasks.originals import PEPTRM, pocket_sizes
 from tests.testkit.command import Command
 from tests.testkit.project import settle
 
-ORIGINALS = Path(__file__).resolve().parents[3] / "shared" / "originals"
 DREAMS = {
     "layers": 3, "heads": 4, "d_fourier": 40, "d_peak": 8, "fourier_width": 16, "as_published": True, "classes": 2000,
 }  # fmt: skip
-PEPTRM = {"width": 48, "heads": 4, "encoder_layers": 2, "decoder_layers": 2, "latent_steps": 2, "as_published": True}
 
-needs_originals = pytest.mark.skipif(
-    not ORIGINALS.is_dir(), reason="what the originals made (../shared/originals) is not beside this checkout"
-)
+
+def file_of(name: str) -> Path:
+    return transformers_folder() if name == "clip/transformers" else checkpoint(name)
 
 
 def clip() -> nn.Module:
-    return ContrastivePair(
-        **options_of(dict(stored_weights(ORIGINALS / "clip/checkpoint/openai_half.pt").tensors))
-    ).model()
-
-
-def peptrm() -> nn.Module:
-    return DenovoRecursive(**PEPTRM).model()
+    return ContrastivePair(**options_of(recorded("clip/state"))).model()
 
 
 FILES: dict[str, tuple[str, str, Callable[[], nn.Module]]] = {
@@ -56,23 +48,22 @@ FILES: dict[str, tuple[str, str, Callable[[], nn.Module]]] = {
     "DreaMS, embedding": (
         "dreams/embedding_model.ckpt", "dreams", lambda: SpectraFinetune(head="embedding", **DREAMS).model(),
     ),
-    "RNA-3E-FFI": ("rna3effi/checkpoint/best_model.pt", "rna3effi", lambda: RnaLigand(**sizes_of("best")).model()),
-    "pepTRM": ("peptrm/checkpoint/checkpoint_step_3.pt", "peptrm", peptrm),
-    "pepTRM, compiled": ("peptrm/checkpoint/of_a_compiled_model.pt", "peptrm", peptrm),
-    "CLIP, openai's": ("clip/checkpoint/openai_half.pt", "clip", clip),
-    "CLIP, of transformers": ("clip/checkpoint/transformers", "clip_transformers", clip),
+    "RNA-3E-FFI": ("rna3effi/best_model.pt", "rna3effi", lambda: RnaLigand(**pocket_sizes("best")).model()),
+    "pepTRM": ("peptrm/checkpoint_step_3.pt", "peptrm", PEPTRM.model),
+    "pepTRM, compiled": ("peptrm/of_a_compiled_model.pt", "peptrm", PEPTRM.model),
+    "CLIP, openai's": ("clip/openai_half.pt", "clip", clip),
+    "CLIP, of transformers": ("clip/transformers", "clip_transformers", clip),
 }  # fmt: skip
 
 
-@needs_originals
 @pytest.mark.parametrize("name", FILES)
 def test_a_published_file_is_taken_whole_and_goes_out_to_the_bit(name: str) -> None:
     file, form, made = FILES[name]
-    report = load_pretrained(model := made(), ORIGINALS / file)
+    report = load_pretrained(model := made(), file_of(file))
     assert report.form == form
     assert report.is_whole
     assert all(one.startswith(("head.", "atoms.")) for one in report.fresh)
-    back, theirs = in_form(model, model.state_dict(), form), stored_weights(ORIGINALS / file).tensors
+    back, theirs = in_form(model, model.state_dict(), form), stored_weights(file_of(file)).tensors
     bare = {one.removeprefix("backbone."): tensor for one, tensor in back.items()}
     for one, tensor in theirs.items():
         if one not in report.left:
@@ -81,22 +72,20 @@ def test_a_published_file_is_taken_whole_and_goes_out_to_the_bit(name: str) -> N
             )
 
 
-@needs_originals
 def test_moving_averages_are_another_entry_of_the_same_file() -> None:
-    path = ORIGINALS / "peptrm/checkpoint/checkpoint_step_3.pt"
-    load_pretrained(plain := DenovoRecursive(**PEPTRM).model(), path)
-    load_pretrained(averaged := DenovoRecursive(**PEPTRM).model(), path, reading=WeightsReading(entry="ema_state_dict"))
+    path = checkpoint("peptrm/checkpoint_step_3.pt")
+    load_pretrained(plain := PEPTRM.model(), path)
+    load_pretrained(averaged := PEPTRM.model(), path, reading=WeightsReading(entry="ema_state_dict"))
     assert any(not torch.equal(one, averaged.state_dict()[name]) for name, one in plain.state_dict().items())
 
 
-@needs_originals
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("other", ["DreaMS, pre-trained", "RNA-3E-FFI", "pepTRM", "CLIP, openai's"])
 def test_a_file_of_another_system_is_refused_by_what_does_not_fit(name: str, other: str) -> None:
     if FILES[other][1].partition("_")[0] == FILES[name][1].partition("_")[0]:
         return
     with pytest.raises(ConfigError, match="are not of this model: none of its tensors fits"):
-        load_pretrained(FILES[name][2](), ORIGINALS / FILES[other][0], partial=True)
+        load_pretrained(FILES[name][2](), file_of(FILES[other][0]), partial=True)
 
 
 class Evil:
@@ -145,18 +134,17 @@ cluster: {executor: local, slots: {cpus: 2}, train: {gpus: 0, cpus: 1}}
 
 
 @pytest.mark.nightly
-@needs_originals
 def test_a_published_model_says_of_a_file_what_the_original_says(
     pipeline: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    shutil.copyfile(ORIGINALS / "dreams/files/example_5_spectra.mgf", "data.mgf")
+    shutil.copyfile(FOLDER / "dreams/files/example_5_spectra.mgf", "data.mgf")
     Path("pipeline.yaml").write_text(EMBEDDED % json.dumps(DREAMS).strip("{}"))
     settle(tmp_path)
     done = pipeline(
-        "submit", "--stage", "predict", "--model", str(ORIGINALS / "dreams/embedding_model.ckpt"), "--follow"
+        "submit", "--stage", "predict", "--model", str(checkpoint("dreams/embedding_model.ckpt")), "--follow"
     )
     assert done.code == 0, done.err
     (made,) = tmp_path.glob("predictions/*/embeddings.npy")
-    with h5py.File(ORIGINALS / "dreams/files/library.hdf5") as theirs:
+    with h5py.File(FOLDER / "dreams/files/library.hdf5") as theirs:
         assert np.abs(np.load(made) - theirs["DreaMS_embedding"][:]).max() < 1e-4

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from pipeline.errors import ConfigError, DataError
 from pipeline.graphs.item_graph import GraphRecipe, ItemGraph
@@ -21,7 +20,7 @@ from pipeline.tasks.docking.pose_confidence import trained_confidence
 from pipeline.tasks.docking.score_network import to_published
 from pipeline.training.checkpoints.trained_weights import load_pretrained
 from pipeline.training.sampling.epoch_order import SamplerSettings as Sampling
-from tests.tasks.docking.original import FOLDER, needs_original
+from tests.reference import checkpoint
 from tests.tasks.docking_items import (
     CONFIDENCE,
     IDS,
@@ -190,11 +189,9 @@ def test_poses_are_ranked_by_a_model_of_confidence_of_any_form(tmp_path, publish
     assert all((one == other).all() for one, other in zip(told["move"], plain["move"], strict=True))
 
 
-@needs_original
 def test_the_published_confidence_is_told_by_its_shapes():
-    model = trained_confidence(str(FOLDER / "confidence.pth"), "cpu", torch.float32, False)
+    model = trained_confidence(str(checkpoint("diffdock_pp/confidence.pth")), "cpu", torch.float32, False)
     assert sum(one.numel() for one in model.parameters()) == 255_601
-    assert len(load_file(FOLDER / "confidence_state.safetensors")) > 40
 
 
 def test_weights_of_another_model_do_not_rank_poses(tmp_path):

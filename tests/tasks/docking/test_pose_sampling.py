@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from itertools import product
 
 import numpy as np
 import pytest
@@ -22,23 +23,14 @@ from pipeline.tasks.docking.rigid_diffusion import (
     start_poses,
     turn_matrices,
 )
-from tests.tasks.docking.original import (
-    COMPLEXES,
-    FOLDER,
-    confidence_model,
-    needs_original,
-    partner_of,
-    posed,
-    score_model,
-    stored,
-)
+from tests.reference import FOLDER, docking_complex, recorded
+from tests.tasks.originals import COMPLEXES, confidence_model, docked, off, partner_of, posed, score_model
 
-pytestmark = [needs_original, pytest.mark.shared]
 KINDS = ("complex", "ligand", "interface")
 
 
 def settings_of(kind):
-    with safe_open(FOLDER / f"trajectory_{kind}.safetensors", "np") as file:
+    with safe_open(FOLDER / "diffdock_pp" / f"trajectory_{kind}.safetensors", "np") as file:
         told = ast.literal_eval(file.metadata()["settings"])
     spreads = told["temp_sigma_data_tr"], told["temp_sigma_data_rot"]
     tempering = Tempering(told["temp_sampling"], told["temp_psi"], *spreads)
@@ -58,38 +50,46 @@ def draws_of(theirs):
 @pytest.mark.parametrize("kind", ["training_time", "inference", "ode"])
 @torch.no_grad()
 def test_trajectories_with_the_originals_draws_are_the_originals(kind):
-    theirs, how, schedule = stored(f"trajectory_{kind}"), settings_of(kind), NoiseSchedule()
-    inputs, draw, model = stored("inputs_1Z0K"), draws_of(theirs), score_model("f32")
+    theirs, how, schedule = recorded(f"diffdock_pp/trajectory_{kind}"), settings_of(kind), NoiseSchedule()
+    inputs, draw, model = docking_complex("1Z0K"), draws_of(theirs), score_model()
     np.testing.assert_allclose(how.times(), theirs["t"], rtol=1e-12)
-    pose = posed("1Z0K", theirs["start.pose"], 1.0, torch.float32)
+    pose = posed("1Z0K", theirs["start.pose"], 1.0)
 
     def score(pos_PL3, time_1):
         translation, rotation = model([pose._replace(pos_PL3=pos_PL3, time_T=time_1)])
         return translation[0], rotation[0]
 
     start = start_poses(inputs["ligand.pos"], draw, schedule)
-    assert (start - theirs["start.pose"]).abs().max() < 1e-4
+    assert off(start, theirs["start.pose"]) < 1e-4
     poses = torch.stack(list(sampled_poses(score, start, draw, how, schedule)))
-    assert (poses - theirs["pose"]).abs().max() < 1e-3
+    assert off(poses, theirs["pose"]) < 1e-3
     rmsd = pose_rmsd(poses[-1], inputs["ligand.pos"], inputs["receptor.pos"])
     for name in KINDS:
-        assert (getattr(rmsd, f"{name}_P") - theirs[f"rmsd.{name}"]).abs().max() < 1e-3
-    logits = confidence_model("f32")([posed("1Z0K", theirs["pose"][-1], 0.0, torch.float32)])[0]
+        assert off(getattr(rmsd, f"{name}_P"), theirs[f"rmsd.{name}"]) < 1e-3
+    logits = confidence_model()([posed("1Z0K", theirs["pose"][-1], 0.0)])[0]
     assert torch.allclose(logits, theirs["confidence.t0"], rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", COMPLEXES)
-def test_rmsds_are_the_originals(name):
-    inputs, outputs = stored(f"inputs_{name}"), stored(f"outputs_{name}")
-    places = (outputs["confidence.poses"], inputs["ligand.pos"], inputs["receptor.pos"])
-    rmsd = pose_rmsd(*(place.double() for place in places))
-    for kind in KINDS:
-        assert (getattr(rmsd, f"{kind}_P") - outputs[f"rmsd.float64.{kind}"]).abs().max() < 1e-10
+def test_a_step_from_each_of_the_originals_poses_by_its_scores_is_the_originals():
+    for kind in ("training_time", "inference", "ode"):
+        theirs, how, schedule = recorded(f"diffdock_pp/trajectory_{kind}"), settings_of(kind), NoiseSchedule()
+        scores = iter(zip(theirs["tr_score"], theirs["rot_score"], strict=True))
+        start = start_poses(docking_complex("1Z0K")["ligand.pos"], draws_of(theirs), schedule)
+        poses = sampled_poses(lambda *_, scores=scores: next(scores), start, draws_of(theirs), how, schedule)
+        assert off(torch.stack(list(poses)), theirs["pose"]) < 1e-3, kind
+
+
+def test_rmsds_are_the_originals():
+    for name, kind in product(COMPLEXES, KINDS):
+        inputs, outputs = docking_complex(name), docked(name)
+        places = (outputs["confidence.poses"], inputs["ligand.pos"], inputs["receptor.pos"])
+        rmsd = pose_rmsd(*(place.double() for place in places))
+        assert off(getattr(rmsd, f"{kind}_P"), outputs[f"rmsd.float64.{kind}"]) < 1e-10
 
 
 def test_turns_are_the_originals_and_none_is_the_identity():
-    theirs = stored("tables")
-    assert (turn_matrices(theirs["rotation.vector"]) - theirs["rotation.matrix"]).abs().max() < 1e-10
+    theirs = recorded("diffdock_pp/tables")
+    assert off(turn_matrices(theirs["rotation.vector"]), theirs["rotation.matrix"]) < 1e-10
     assert torch.equal(turn_matrices(torch.zeros(3)), torch.eye(3))
 
 
@@ -101,7 +101,7 @@ def test_a_move_keeps_the_shape_and_turns_about_the_centre():
     assert torch.allclose(torch.cdist(moved, moved), torch.cdist(pos, pos), atol=1e-6)
 
 
-def test_a_poses_draws_are_its_own_whoever_is_sampled_beside_it():
+def test_a_poses_draws_do_not_depend_on_what_is_sampled_with_it():
     alone, first, second = (pose_draw(np.random.default_rng(seed), 4) for seed in (5, 4, 5))
     together = stacked_draws([first, second])
     assert all(torch.equal(part[1], own) for part, own in zip(together, alone, strict=True))

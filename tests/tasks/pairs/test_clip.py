@@ -12,67 +12,66 @@ from pipeline.tasks.contrastive_pair import ContrastivePair
 from pipeline.tasks.pairs.clip_names import CLIP, CLIP_TRANSFORMERS, FORMS, main, options_of
 from pipeline.tasks.pairs.pair_towers import TextBatch
 from pipeline.training.checkpoints.trained_weights import load_pretrained, stored_weights
-from tests.tasks.pairs.original import (
-    FOLDER,
-    colours,
-    features,
-    logits,
-    model_with,
-    needs_original,
-    off,
-    stored,
-    task,
-    texts,
-    told,
-)
+from tests.reference import checkpoint, document, recorded, transformers_folder
+from tests.tasks.originals import clip_features, clip_logits, clip_task, clip_texts, clip_with, off
 
-pytestmark = [needs_original, pytest.mark.shared]
 CLOSE, LOSS = 1e-4, 1e-5
-HALF, APART = FOLDER / "checkpoint" / "openai_half.pt", FOLDER / "checkpoint" / "transformers" / "model.safetensors"
+
+
+def half_file():
+    return checkpoint("clip/openai_half.pt")
+
+
+def hugging_file():
+    return transformers_folder() / "model.safetensors"
+
+
+def half():
+    return stored_weights(half_file()).tensors
 
 
 def hugging():
-    return stored_weights(APART).tensors
+    return stored_weights(hugging_file()).tensors
 
 
 def loss_of(model):
     """Return the task's own loss of the reference batch."""
-    image, text = features(model)
+    image, text = clip_features(model)
     rows = {"left": torch.nn.functional.normalize(image, dim=-1), "right": torch.nn.functional.normalize(text, dim=-1)}
-    total, weight = task().contrast(model, rows)["pairs"]
+    total, weight = clip_task().contrast(model, rows)["pairs"]
     return total / weight
 
 
 @torch.no_grad()
 def test_features_and_logits_are_openais():
-    model, outputs = model_with(stored("state")), stored("outputs")
-    image, text = features(model)
+    model, outputs = clip_with(recorded("clip/state")), recorded("clip/outputs")
+    image, text = clip_features(model)
     assert off(image, outputs["openai.image_features"]) < CLOSE
     assert off(text, outputs["openai.text_features"]) < CLOSE
-    assert off(model.left.features(colours("image")), outputs["openai.image_features_of_files"]) < CLOSE
-    assert off(logits(model), outputs["openai.logits_per_image"]) < CLOSE
-    assert off(logits(model).T, outputs["openai.logits_per_text"]) < CLOSE
+    assert off(model.left.features(recorded("clip/inputs")["image"]), outputs["openai.image_features_of_files"]) < CLOSE
+    assert off(clip_logits(model), outputs["openai.logits_per_image"]) < CLOSE
+    assert off(clip_logits(model).T, outputs["openai.logits_per_text"]) < CLOSE
 
 
 @torch.no_grad()
 def test_embeddings_and_logits_are_hugging_faces():
-    model, outputs = model_with(hugging(), CLIP_TRANSFORMERS), stored("outputs")
-    for found, side in zip(features(model), ("image", "text"), strict=True):
+    model, outputs = clip_with(hugging(), CLIP_TRANSFORMERS), recorded("clip/outputs")
+    for found, side in zip(clip_features(model), ("image", "text"), strict=True):
         assert off(torch.nn.functional.normalize(found, dim=-1), outputs[f"transformers.{side}_embeds"]) < CLOSE
-    assert off(logits(model), outputs["transformers.logits_per_image"]) < CLOSE
+    assert off(clip_logits(model), outputs["transformers.logits_per_image"]) < CLOSE
 
 
 @torch.no_grad()
 def test_half_precision_weights_are_read_as_single():
-    tensors = stored_weights(HALF).tensors
+    tensors = half()
     assert {one.dtype for one in tensors.values() if one.is_floating_point()} == {torch.float16, torch.float32}
-    model = model_with(tensors)
+    model = clip_with(tensors)
     assert {one.dtype for one in model.parameters()} == {torch.float32}
-    assert off(logits(model), stored("outputs")["openai.half_weights.logits_per_image"]) < CLOSE
+    assert off(clip_logits(model), recorded("clip/outputs")["openai.half_weights.logits_per_image"]) < CLOSE
 
 
 def test_loss_and_gradients_are_the_originals():
-    model, outputs = model_with(stored("state")), stored("outputs")
+    model, outputs = clip_with(recorded("clip/state")), recorded("clip/outputs")
     loss = loss_of(model)
     loss.backward()
     assert float(loss.detach()) == pytest.approx(float(outputs["openai.loss"]), rel=LOSS)
@@ -83,15 +82,15 @@ def test_loss_and_gradients_are_the_originals():
         expected = outputs[f"openai.gradient.{name}"]
         assert off(own[name], expected) < CLOSE * max(1.0, float(expected.abs().max()))
     with torch.no_grad():
-        apart = model_with(hugging(), CLIP_TRANSFORMERS)
+        apart = clip_with(hugging(), CLIP_TRANSFORMERS)
         for name in ("transformers.loss", "transformers.loss_with_mask"):
             assert float(loss_of(apart)) == pytest.approx(float(outputs[name]), rel=LOSS)
 
 
 @torch.no_grad()
 def test_what_stands_behind_an_end_changes_nothing_so_that_texts_need_no_padding():
-    model = model_with(stored("state"))
-    whole = texts()
+    model = clip_with(recorded("clip/state"))
+    whole = clip_texts()
     short = whole.end_B.argsort()[:3]
     whole = TextBatch(whole.token_BL[short], whole.end_B[short])
     longest = int(whole.end_B.max()) + 1
@@ -106,8 +105,8 @@ def test_what_stands_behind_an_end_changes_nothing_so_that_texts_need_no_padding
 
 @pytest.mark.parametrize("form", FORMS)
 def test_published_weights_go_in_and_out_without_a_change(form):
-    tensors = stored("state") if form == CLIP else hugging()
-    model = model_with(tensors, form)
+    tensors = recorded("clip/state") if form == CLIP else hugging()
+    model = clip_with(tensors, form)
     back = model.published_forms()[form].write(model.state_dict())
     assert set(back) == set(tensors)
     assert all(torch.equal(back[name], tensor) for name, tensor in tensors.items())
@@ -115,8 +114,8 @@ def test_published_weights_go_in_and_out_without_a_change(form):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_every_half_precision_number_is_the_same_after_in_and_out(form):
-    tensors = stored_weights(HALF).tensors
-    model = model_with(tensors)
+    tensors = half()
+    model = clip_with(tensors)
     if form == CLIP_TRANSFORMERS:  # by way of the other form, too
         model.load_state_dict(FORMS[form].read(FORMS[form].write(model.state_dict())))
     back = FORMS[CLIP].write(model.state_dict())
@@ -124,37 +123,37 @@ def test_every_half_precision_number_is_the_same_after_in_and_out(form):
     assert set(tensors) - set(back) == {"input_resolution", "context_length", "vocab_size"}
 
 
-@pytest.mark.parametrize(("path", "form"), [(HALF, CLIP), (APART, CLIP_TRANSFORMERS)], ids=FORMS)
+@pytest.mark.parametrize(("path", "form"), [(half_file, CLIP), (hugging_file, CLIP_TRANSFORMERS)], ids=FORMS)
 def test_a_training_begins_with_published_weights_and_a_fresh_head_for_classes(path, form):
-    classed = ContrastivePair(**options_of(stored_weights(path).tensors), classes=("cat", "dog"), class_weight=1.0)
+    classed = ContrastivePair(**options_of(stored_weights(path()).tensors), classes=("cat", "dog"), class_weight=1.0)
     model = classed.model()
-    report = load_pretrained(model, path)
+    report = load_pretrained(model, path())
     assert (report.form, report.fresh) == (form, ("classes.weight", "classes.bias"))
     assert set(report.left) == ({"input_resolution", "context_length", "vocab_size"} if form == CLIP else set())
-    plain = model_with(stored_weights(path).tensors, form).state_dict()
+    plain = clip_with(stored_weights(path()).tensors, form).state_dict()
     assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in plain.items())
 
 
 def test_a_model_of_other_towers_refuses_clips_weights_by_name():
     with pytest.raises((ConfigError, DataError), match="are not of this model"):
-        load_pretrained(ContrastivePair(width=8, heads=2, layers=1).model(), HALF)
+        load_pretrained(ContrastivePair(width=8, heads=2, layers=1).model(), half_file())
 
 
 def test_each_form_knows_its_own_names_and_no_others():
-    forms = {CLIP: stored("state"), CLIP_TRANSFORMERS: hugging()}
+    forms = {CLIP: recorded("clip/state"), CLIP_TRANSFORMERS: hugging()}
     for name, form in FORMS.items():
         assert [other for other, tensors in forms.items() if form.knows(tensors)] == [name]
         assert not form.knows(["visual.layer1.0.conv1.weight", "visual.attnpool.positional_embedding"])  # a ResNet
 
 
 def test_sizes_are_those_of_the_file_and_heads_follow_from_widths(capsys):
-    for tensors in (stored("state"), hugging()):
+    for tensors in (recorded("clip/state"), hugging()):
         found = options_of(tensors)
         assert found == {
             "left": "images", "right": "text", "image_size": 32, "patch": 8, "image_width": 128, "image_layers": 2,
             "vocabulary": 1000, "right_most": 77, "width": 64, "layers": 2, "heads": 1, "out": 48,
         }  # fmt: skip
-    assert main([str(HALF)]) == 0
+    assert main([str(half_file())]) == 0
     assert '"image_width": 128' in capsys.readouterr().out
 
 
@@ -166,23 +165,23 @@ def test_weights_of_another_system_are_refused_with_what_is_read():
 
 def test_weights_of_another_size_do_not_go_in():
     with pytest.raises(RuntimeError, match="size mismatch"):
-        model_with(stored("state"), image_width=64)
+        clip_with(recorded("clip/state"), image_width=64)
 
 
 def test_the_published_model_has_as_many_parameters_of_the_same_shapes():
     with torch.device("meta"):
         model = ContrastivePair(left="images", right="text", right_most=77).model()
     shapes = {name: list(one.shape) for name, one in FORMS[CLIP].write(model.state_dict()).items()}
-    facts = told("hparams")
+    facts = document("clip/hparams")
     assert shapes == facts["shapes_full_vit_b_32"]
     assert sum(one.numel() for one in model.parameters()) == facts["parameters_full_vit_b_32"] == 151_277_313
 
 
 def test_a_fresh_model_begins_with_openais_temperature_and_exact_gelu_is_an_option():
-    assert math.isclose(float(task().model().log_scale.detach()), math.log(1 / 0.07), rel_tol=1e-6)
-    plain, exact = (model_with(stored("state"), exact_gelu=exact) for exact in (False, True))
+    assert math.isclose(float(clip_task().model().log_scale.detach()), math.log(1 / 0.07), rel_tol=1e-6)
+    plain, exact = (clip_with(recorded("clip/state"), exact_gelu=exact) for exact in (False, True))
     with torch.no_grad():
-        assert 1e-4 < off(logits(exact), logits(plain)) < 1
+        assert 1e-4 < off(clip_logits(exact), clip_logits(plain)) < 1
 
 
 def test_other_towers_have_no_published_form():

@@ -11,10 +11,9 @@ import torch
 from pipeline.readers.byte_pairs import BytePairs, TooLong
 from pipeline.readers.captions import Captions
 from pipeline.tasks.pairs.pair_towers import ImageBatch
-from tests.tasks.pairs.original import FILES, MERGES, model_with, needs_original, off, stored, task, told
+from tests.reference import document, recorded
+from tests.tasks.originals import CLIP_FILES, MERGES, clip_task, clip_with, off
 from tests.tasks.reader_items import batch_of
-
-pytestmark = [needs_original, pytest.mark.shared]
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +22,7 @@ def pairs():
 
 
 def test_tokens_of_captions_are_openais(pairs):
-    facts = told("tokens")
+    facts = document("clip/tokens")
     assert (pairs.start, pairs.start + 1) == (facts["start"], facts["end"])
     assert len(facts["tokens"]) == 8
     for text, tokens in facts["tokens"].items():
@@ -41,7 +40,7 @@ def test_a_longer_text_is_refused_and_cut_with_the_end_last(pairs):
 def entries():
     """The four pictures with their captions, in the order of the table."""
     classes = ["car", "van", "bus", "cat"]
-    reader = Captions(FILES / "captions.csv", merges=MERGES.name, label="make", classes=classes, size=32)
+    reader = Captions(CLIP_FILES / "captions.csv", merges=MERGES.name, label="make", classes=classes, size=32)
     return list(reader.entries())
 
 
@@ -55,18 +54,20 @@ def pixels():
 
 
 def test_images_are_prepared_as_the_original_prepares_them():
-    assert torch.equal(model_with(stored("state")).left.shown(ImageBatch(pixels())), stored("inputs")["image"])
+    assert torch.equal(
+        clip_with(recorded("clip/state")).left.shown(ImageBatch(pixels())), recorded("clip/inputs")["image"]
+    )
 
 
 @torch.no_grad()
 def test_features_of_the_files_are_openais():
-    model = model_with(stored("state"))
+    model = clip_with(recorded("clip/state"))
     found = model.left.features(model.left.shown(ImageBatch(pixels())))
-    assert off(found, stored("outputs")["openai.image_features_of_files"]) < 1e-4
+    assert off(found, recorded("clip/outputs")["openai.image_features_of_files"]) < 1e-4
 
 
 def test_the_task_takes_what_the_reader_gives():
-    wide = replace(task(), vocabulary=49408)
+    wide = replace(clip_task(), vocabulary=49408)
     (total, weight) = wide.loss(wide.model(), wide.collate(batch().items[:], np.random.default_rng(0)))["pairs"]
     assert weight == 4
     assert torch.isfinite(total)

@@ -20,7 +20,8 @@ from pipeline.tasks.peptides.peptide_scores import (
 )
 from pipeline.tasks.peptides.published_peptides import precision_picture
 from pipeline.tasks.peptides.vocabulary import Vocabulary
-from tests.tasks.peptides.original import TASK, needs_original, stored, told
+from tests.reference import document, recorded
+from tests.tasks.originals import PEPTRM
 
 HERE = Vocabulary()
 
@@ -103,36 +104,33 @@ def test_precision_by_coverage_begins_with_the_surest():
     assert len(precision_picture(1000 * rows)["lines"][0]["points"]) == 200
 
 
-@needs_original
 def test_rank_by_score_and_mass_is_the_originals():
-    guide = told("decoded")["guide"]
+    guide = document("peptrm/decoded")["guide"]
     scores = {"LQAVTDDHIR": 0.5, "QLAVTDDHIR": 0.9, "LKAVTDDHIR": 0.8, "AVDSLVPIGR": 0.99}
     ranked = {text: rank_score(scores[text], ppm, 0.5) for text, ppm in guide["error_ppm"].items()}
     assert sorted(ranked, key=lambda text: -ranked[text]) == [text for text, _ in guide["reranked"]]
     assert ranked == pytest.approx(dict(map(tuple, guide["reranked"])), abs=1e-7)
 
 
-@needs_original
 def test_errors_of_mass_are_the_originals():
-    guide, choice = told("decoded")["guide"], TASK.choice
+    guide, choice = document("peptrm/decoded")["guide"], PEPTRM.choice
     for text, ppm in guide["error_ppm"].items():
-        assert choice.ppm(letters(text, TASK.vocabulary), guide["mass"]) == pytest.approx(ppm, abs=1e-6)
+        assert choice.ppm(letters(text, PEPTRM.vocabulary), guide["mass"]) == pytest.approx(ppm, abs=1e-6)
 
 
 def rows_of(answer_TBL):
-    data = stored("inputs")
+    data = recorded("peptrm/inputs")
     triples = zip(
         answer_TBL.transpose(1, 0, 2), data["nine.sequence"].numpy(), data["nine.precursor_mass"], strict=True
     )
     return [letter_row(answer_TL, label_L, float(mass)) for answer_TL, label_L, mass in triples]
 
 
-@needs_original
 def test_letters_are_counted_as_the_original_counts_them():
-    known = told("decoded")
-    found = letter_metrics(rows_of(stored("outputs")["logits"].argmax(-1).numpy()), TASK.vocabulary, 18.01056)
-    close = letter_metrics(
-        rows_of(stored("inputs")["metrics.logits"].argmax(-1)[None].numpy()), TASK.vocabulary, 18.01056
+    known = document("peptrm/decoded")
+    found, close = (
+        letter_metrics(rows_of(logits.argmax(-1).numpy()), PEPTRM.vocabulary, 18.01056)
+        for logits in (recorded("peptrm/outputs")["logits"], recorded("peptrm/inputs")["metrics.logits"][None])
     )
     for theirs, ours in ((known["metrics"], found), (known["metrics_of_close"], close)):
         assert ours["token_accuracy"] == pytest.approx(theirs["token_accuracy"])
@@ -144,10 +142,12 @@ def test_letters_are_counted_as_the_original_counts_them():
     assert found["recursion_accuracy_gain"] == pytest.approx(known["refinement"]["recursion/accuracy_gain"])
 
 
-@needs_original
 def test_letters_are_written_as_the_original_writes_them():
-    known, vocabulary = told("decoded"), TASK.vocabulary
-    letter_BL, is_known_BL = stored("outputs")["logits"][-1].argmax(-1), stored("inputs")["nine.sequence_mask"]
+    known, vocabulary = document("peptrm/decoded"), PEPTRM.vocabulary
+    letter_BL, is_known_BL = (
+        recorded("peptrm/outputs")["logits"][-1].argmax(-1),
+        recorded("peptrm/inputs")["nine.sequence_mask"],
+    )
     assert [vocabulary.text(letter_L.numpy()) for letter_L in letter_BL] == known["to_the_end_token"]
     by_mask = [letter_L[known_L].numpy() for letter_L, known_L in zip(letter_BL, is_known_BL, strict=True)]
     assert [vocabulary.text(letter_L) for letter_L in by_mask] == known["by_mask"]

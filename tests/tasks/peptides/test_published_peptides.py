@@ -16,8 +16,9 @@ from pipeline.readers.peptides import residue_codes
 from pipeline.records import Entry
 from pipeline.tasks.denovo_recursive import DenovoRecursive
 from pipeline.tasks.peptides.published_peptides import PSM_COLUMNS, modifications_text
+from tests.reference import FOLDER
 from tests.tasks.items import double
-from tests.tasks.peptides.original import FOLDER, TASK, batch, needs_original
+from tests.tasks.originals import PEPTRM, peptide_batch
 from tests.tasks.reader_items import batch_of
 from tests.tasks.test_denovo_recursive import values_of
 
@@ -125,16 +126,15 @@ def test_places_of_modifications_are_counted_from_one_and_the_terminus_is_zero(t
     assert modifications_text(residue_codes(text)) == told
 
 
-@needs_original
 def test_what_is_made_of_the_files_is_what_the_original_makes_of_them():
-    folder = FOLDER / "files" / "nine-species-main"
+    folder = FOLDER / "peptrm/files" / "nine-species-main"
     arrays = [
         entry.arrays
         for name in ("Vigna-mungo.mgf", "H.-sapiens.mgf")
         for entry in PeptideSpectra(folder / name, least_peaks=10, shortest=7, longest=30).entries()
         if isinstance(entry, Entry)
     ]
-    found, wanted = double(TASK.collate(batch_of(arrays).items[:], np.random.default_rng(0))), double(batch())
+    found, wanted = double(PEPTRM.collate(batch_of(arrays).items[:], np.random.default_rng(0))), double(peptide_batch())
     most = found.spectra.mz_BP.shape[1]
     for name in ("mz_BP", "intensity_BP", "is_peak_BP"):
         there, rest = getattr(wanted.spectra, name)[:, :most], getattr(wanted.spectra, name)[:, most:]

@@ -13,18 +13,17 @@ from pipeline.tasks.rna.ligand_library import (
     read_measure,
     retrieval_figures,
 )
+from tests.reference import document, recorded
+from tests.tasks.originals import POCKET_FILES, POCKETS
 from tests.tasks.rna.made import by_key, by_row
-from tests.tasks.rna.original import FILES, POCKETS, needs_original, stored, told
 
 RNG = np.random.default_rng(0)
 
 
-@needs_original
-@pytest.mark.shared
 @pytest.mark.parametrize("metric", ["euclidean", "cosine"])
 def test_ranks_distances_and_figures_are_those_of_the_originals_evaluation(metric):
-    library, expected = library_of(FILES / "ligand_library.h5"), told("evaluation")[metric]
-    vectors = stored("outputs")["best.alone"].numpy()
+    library, expected = library_of(POCKET_FILES / "ligand_library.h5"), document("rna3effi/evaluation")[metric]
+    vectors = recorded("rna3effi/outputs")["best.alone"].numpy()
     ranks = []
     for name, vector_D, theirs in zip(POCKETS, vectors, expected["detailed_results"], strict=True):
         place = library.place(name)

@@ -22,8 +22,10 @@ from pipeline.tasks.rna.pocket_reader import (
     ligand_of,
     main,
 )
+from tests.reference import document
+from tests.tasks.originals import POCKET_FILES as FILES
+from tests.tasks.originals import POCKETS, THEIR_KINDS, part
 from tests.tasks.rna.made import files
-from tests.tasks.rna.original import FILES, POCKETS, THEIRS, needs_original, stored, told
 
 WHOLE = 1000
 HELIX_PDB = "ATOM      1  P     G A   1      {x:8.3f}   0.000   0.000  1.00  0.00           P\n"
@@ -39,38 +41,31 @@ def write(folder, name, topology, coordinates):
 # ---- against the original ----
 
 
-@needs_original
-@pytest.mark.shared
 @pytest.mark.parametrize("name", POCKETS)
 def test_the_graph_of_a_topology_is_the_originals(name):
-    inputs = stored("inputs")
+    theirs = {key: one.numpy() for key, one in part("rna3effi/inputs", f"graph.{name}.").items()}
     arrays = read_pocket((FILES / f"{name}_rna.prmtop").read_bytes(), (FILES / f"{name}_rna.inpcrd").read_bytes())
-    assert np.array_equal(arrays.feature_N3, inputs[f"graph.{name}.x_raw"].numpy())
-    assert np.array_equal(arrays.pos_N3, inputs[f"graph.{name}.pos"].numpy())
+    assert np.array_equal(arrays.feature_N3, theirs["x_raw"])
+    assert np.array_equal(arrays.pos_N3, theirs["pos"])
     for kind, (atom_EP, constant_EK) in arrays.entries.items():
         if kind in ("bonds", "near"):  # theirs run both ways
             atom_EP = np.stack([atom_EP, atom_EP[:, ::-1]], 1).reshape(-1, 2)
             constant_EK = np.repeat(constant_EK, 2, 0)
-        assert np.array_equal(atom_EP.T, inputs[f"graph.{name}.{THEIRS[kind]}_index"].numpy())
-        assert np.allclose(constant_EK, inputs[f"graph.{name}.{THEIRS[kind]}_attr"].numpy(), rtol=1e-6, atol=1e-6)
-    elements = [atom[5] for atom in told("atoms")["atoms"][name]]
-    assert arrays.feature_N3[:, 1].tolist() == elements
+        assert np.array_equal(atom_EP.T, theirs[f"{THEIR_KINDS[kind]}_index"])
+        assert np.allclose(constant_EK, theirs[f"{THEIR_KINDS[kind]}_attr"], rtol=1e-6, atol=1e-6)
+    assert arrays.feature_N3[:, 1].tolist() == [atom[5] for atom in document("rna3effi/atoms")["atoms"][name]]
 
 
-@needs_original
-@pytest.mark.shared
 def test_statistics_of_features_are_the_originals(tmp_path, capsys):
     mean_3, std_3 = feature_statistics(RnaPockets(FILES))
-    assert np.allclose(mean_3, stored("inputs")["norm.mean"].numpy(), rtol=1e-5)
-    assert np.allclose(std_3, stored("inputs")["norm.std"].numpy(), rtol=1e-5)
+    assert np.allclose(mean_3, part("rna3effi/inputs", "norm.")["mean"].numpy(), rtol=1e-5)
+    assert np.allclose(std_3, part("rna3effi/inputs", "norm.")["std"].numpy(), rtol=1e-5)
     assert main(["statistics", str(FILES), str(tmp_path / "n.npz")]) == 0
     with np.load(tmp_path / "n.npz") as file:
         assert np.array_equal(file["mean"], mean_3)
     assert "mean" in capsys.readouterr().out
 
 
-@needs_original
-@pytest.mark.shared
 def test_the_originals_splits_divide_complexes_and_are_refused_unless_that_is_allowed():
     path = str(FILES / "splits.json")
     with pytest.raises(ConfigError, match="models of 9aaa_ARG are in train and in test") as caught:
@@ -80,8 +75,6 @@ def test_the_originals_splits_divide_complexes_and_are_refused_unless_that_is_al
     assert found == dict(zip(POCKETS, ("train", "val", "test"), strict=True))
 
 
-@needs_original
-@pytest.mark.shared
 def test_a_structure_has_the_same_atoms_and_bonds_but_no_parameters():
     of_topology = {entry.id: entry.arrays for entry in RnaPockets(FILES).entries()}
     for entry in RnaPockets(FILES, force_field="absent").entries():

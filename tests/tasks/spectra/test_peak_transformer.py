@@ -7,46 +7,36 @@ import torch
 
 from pipeline.errors import ConfigError
 from pipeline.tasks.spectra.peak_transformer import DreamsNames, PeakSizes, PeakTransformer
-from tests.tasks.spectra.original import (
-    HEADS,
-    SIZES,
-    model_of,
-    needs_original,
-    off,
-    peaks_of,
-    published,
-    sizes_of,
-    stored,
-)
+from tests.reference import recorded
+from tests.tasks.originals import HEADS, PEAK_SIZES, dreams_state, off, peak_model, peak_sizes, peaks_of
 
-pytestmark = [needs_original, pytest.mark.shared]
 NEAR = 1e-4
 
 
 @torch.no_grad()
 def test_embeddings_are_the_originals():
-    inputs, outputs = stored("inputs"), stored("outputs")
+    inputs, outputs = recorded("dreams/inputs"), recorded("dreams/outputs")
     for peaks in (100, 60):
-        tokens_BLD = model_of().tokens(peaks_of(inputs[f"spec_{peaks}"]))
+        tokens_BLD = peak_model().tokens(peaks_of(inputs[f"spec_{peaks}"]))
         assert off(tokens_BLD[:, 0], outputs[f"ssl.embedding_{peaks}"]) < NEAR
-    assert off(model_of().tokens(peaks_of(inputs["spec_100"])), outputs["ssl.all_100"]) < NEAR
+    assert off(peak_model().tokens(peaks_of(inputs["spec_100"])), outputs["ssl.all_100"]) < NEAR
 
 
 @torch.no_grad()
 def test_spectra_one_by_one_padded_further_and_in_double_are_the_originals():
-    spec_BL2, outputs = stored("inputs")["spec_100"], stored("outputs")
-    alone = [model_of().tokens(peaks_of(one[None]))[:, 0] for one in spec_BL2]
+    spec_BL2, outputs = recorded("dreams/inputs")["spec_100"], recorded("dreams/outputs")
+    alone = [peak_model().tokens(peaks_of(one[None]))[:, 0] for one in spec_BL2]
     assert off(torch.cat(alone), outputs["ssl.embedding_100_alone"]) < NEAR
     further = torch.nn.functional.pad(spec_BL2, (0, 0, 0, 28))
-    assert off(model_of().tokens(peaks_of(further))[:, 0], outputs["ssl.embedding_128_padded"]) < NEAR
-    in_double = model_of(dtype=torch.float64).tokens(peaks_of(spec_BL2.double()))
+    assert off(peak_model().tokens(peaks_of(further))[:, 0], outputs["ssl.embedding_128_padded"]) < NEAR
+    in_double = peak_model(dtype=torch.float64).tokens(peaks_of(spec_BL2.double()))
     assert off(in_double[:, 0], outputs["ssl.embedding_100_double"]) < 1e-10
 
 
 @torch.no_grad()
 def test_parts_of_the_first_layer_are_the_originals():
-    outputs, model, items = stored("outputs"), model_of(), slice(4, 8)
-    peaks = peaks_of(stored("inputs")["spec_100"][items])
+    outputs, model, items = recorded("dreams/outputs"), peak_model(), slice(4, 8)
+    peaks = peaks_of(recorded("dreams/inputs")["spec_100"][items])
     waves_BLQ = model.embed.masses.rounded_waves(peaks.mz_BL)
     assert off(waves_BLQ[1, :4], outputs["part.fourier"]) < 1e-7
     x_BLD = model.embed(peaks.mz_BL, peaks.intensity_BL)
@@ -61,8 +51,8 @@ def test_parts_of_the_first_layer_are_the_originals():
 
 @torch.no_grad()
 def test_what_each_layer_feeds_forward_is_the_originals():
-    outputs, model = stored("outputs"), model_of()
-    peaks = peaks_of(stored("inputs")["spec_100"])
+    outputs, model = recorded("dreams/outputs"), peak_model()
+    peaks = peaks_of(recorded("dreams/inputs")["spec_100"])
     x_BLD = model.embed(peaks.mz_BL, peaks.intensity_BL)
     bias = model.bias(x_BLD, peaks.real_BL)
     for place, layer in enumerate(model.layers):
@@ -75,33 +65,33 @@ def test_what_each_layer_feeds_forward_is_the_originals():
 @pytest.mark.parametrize("name", HEADS)
 @torch.no_grad()
 def test_what_heads_tell_is_the_originals(name):
-    found = model_of(name)(peaks_of(stored("inputs")["spec_100"]))
+    found = peak_model(name)(peaks_of(recorded("dreams/inputs")["spec_100"]))
     if name == "binary":
         found = found.sigmoid()
-    expected = stored("outputs")[f"{name}.prediction"]
+    expected = recorded("dreams/outputs")[f"{name}.prediction"]
     assert off(found, expected) < NEAR * max(float(expected.abs().max()), 1)
 
 
 @torch.no_grad()
 def test_what_is_told_of_masses_is_the_originals():
-    model = model_of()
-    tokens_BLD = model.tokens(peaks_of(stored("inputs")["spec_100"][5:6]))
-    assert off(model.pretraining.mass(tokens_BLD[0, :4]), stored("outputs")["ssl.mask_logits"]) < NEAR
+    model = peak_model()
+    tokens_BLD = model.tokens(peaks_of(recorded("dreams/inputs")["spec_100"][5:6]))
+    assert off(model.pretraining.mass(tokens_BLD[0, :4]), recorded("dreams/outputs")["ssl.mask_logits"]) < NEAR
 
 
 @torch.no_grad()
 def test_without_its_oddities_the_published_weights_tell_something_else():
-    peaks, expected = peaks_of(stored("inputs")["spec_100"]), stored("outputs")["ssl.embedding_100"]
-    mended = model_of(as_published=False).tokens(peaks)[:, 0]
+    peaks, expected = peaks_of(recorded("dreams/inputs")["spec_100"]), recorded("dreams/outputs")["ssl.embedding_100"]
+    mended = peak_model(as_published=False).tokens(peaks)[:, 0]
     assert off(mended, expected) > 1
 
 
 @pytest.mark.parametrize("name", ["ssl", *HEADS])
 def test_published_weights_go_in_and_out_without_a_change(name):
-    before, form = published(name), DreamsNames(sizes_of(name))
+    before, form = dreams_state(name), DreamsNames(peak_sizes(name))
     assert form.knows(before)
     ours = form.read(before)
-    model = PeakTransformer(sizes_of(name))
+    model = PeakTransformer(peak_sizes(name))
     model.load_state_dict(ours, strict=name != "ssl")
     kept = model.state_dict()
     back = form.write({key: kept[key] for key in ours})
@@ -110,12 +100,12 @@ def test_published_weights_go_in_and_out_without_a_change(name):
 
 
 def test_weights_of_another_system_are_not_known():
-    assert not DreamsNames(SIZES).knows({"embed.peak.weight", "head.weight"})
+    assert not DreamsNames(PEAK_SIZES).knows({"embed.peak.weight", "head.weight"})
 
 
 def test_published_weights_are_refused_where_the_network_has_no_oddities():
     form = DreamsNames(PeakSizes())
     for use in (form.read, form.write):
         with pytest.raises(ConfigError, match="its oddities") as caught:
-            use(published("ssl"))
+            use(dreams_state("ssl"))
         assert "as_published=true" in str(caught.value)

@@ -22,7 +22,7 @@ from pipeline.tasks.spectra.spectra_library import (
 from pipeline.tasks.spectra.spectra_measures import neighbour_figures
 from pipeline.tasks.spectra_finetune import SpectraFinetune
 from pipeline.tasks.task_parts import nearest_vectors, unit_rows
-from tests.tasks.spectra.original import FOLDER, needs_original, stored
+from tests.reference import FOLDER, recorded
 
 RNG = np.random.default_rng(0)
 
@@ -49,10 +49,8 @@ def library(folder: Path, vectors: Any, prefix: str = "s", described: Any = None
     return publish_library(folder, {"embedding": column}, described, of.get("library", ""), of.get("most", 10))
 
 
-@needs_original
-@pytest.mark.shared
 def test_a_search_finds_what_the_originals_finds(tmp_path: Path) -> None:
-    outputs = stored("outputs")
+    outputs = recorded("dreams/outputs")
     vectors = outputs["contrastive.prediction"].numpy()
     library(tmp_path / "library", vectors)
     written = library(tmp_path / "query", vectors[:4], "q", library=str(tmp_path / "library" / VECTORS), most=3)
@@ -67,10 +65,8 @@ def test_a_search_finds_what_the_originals_finds(tmp_path: Path) -> None:
     ]
 
 
-@needs_original
-@pytest.mark.shared
 def test_a_library_that_dreams_wrote_is_searched_as_it_is(tmp_path: Path) -> None:
-    path = FOLDER / "files" / "library.hdf5"
+    path = FOLDER / "dreams/files" / "library.hdf5"
     theirs = read_library(path)
     assert theirs.vector_MD.shape == (5, 48)
     (first, *_) = lines(library(tmp_path, theirs.vector_MD[2:3], library=str(path), most=2)[0], "\t")
@@ -78,10 +74,8 @@ def test_a_library_that_dreams_wrote_is_searched_as_it_is(tmp_path: Path) -> Non
     assert float(first["DreaMS_similarity"]) == pytest.approx(1)
 
 
-@needs_original
-@pytest.mark.shared
 def test_a_table_of_embeddings_says_what_the_file_says_of_each_spectrum(tmp_path: Path) -> None:
-    spectra = Spectra(FOLDER / "files" / "ours.mgf")
+    spectra = Spectra(FOLDER / "dreams/files" / "ours.mgf")
     ids = [entry.id for entry in spectra.entries()]
     publish_library(tmp_path, {"embedding": Column(ids, RNG.normal(size=(3, 4)))}, spectra, "", 1)
     rows = lines(tmp_path / ROWS)

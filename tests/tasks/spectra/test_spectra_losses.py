@@ -14,8 +14,9 @@ from pipeline.tasks.spectra.peak_batch import SpectraBatch
 from pipeline.tasks.spectra.spectra_measures import bit_figures, found_error
 from pipeline.tasks.spectra_finetune import SpectraContrast, SpectraFinetune
 from tests.readers.compared import hdf5_file
+from tests.reference import document, recorded
+from tests.tasks.originals import peak_model, peaks_of
 from tests.tasks.reader_items import batch_of as laid_out
-from tests.tasks.spectra.original import model_of, needs_original, peaks_of, stored, told
 
 SMALL: dict[str, Any] = {
     "layers": 3, "heads": 4, "d_fourier": 40, "d_peak": 8, "fourier_width": 16, "as_published": True
@@ -47,38 +48,32 @@ def batch_of(spec_BL2: torch.Tensor, target_BK: torch.Tensor, task: SpectraFinet
     )
 
 
-@needs_original
-@pytest.mark.shared
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
 def test_losses_are_the_originals(case):
     name, options, key = CASES[case]
     task = SpectraFinetune(**SMALL, **options)
-    label = stored("inputs")[f"label.{name.removesuffix('_precursor')}"]
-    batch = batch_of(stored("inputs")["spec_100"][: len(label)], label.reshape(len(label), -1), task)
-    ((total, weight),) = task.loss(model_of(name), batch).values()
-    assert float(total / weight) == pytest.approx(float(stored("outputs")[key]), rel=1e-5)
+    label = recorded("dreams/inputs")[f"label.{name.removesuffix('_precursor')}"]
+    batch = batch_of(recorded("dreams/inputs")["spec_100"][: len(label)], label.reshape(len(label), -1), task)
+    ((total, weight),) = task.loss(peak_model(name), batch).values()
+    assert float(total / weight) == pytest.approx(float(recorded("dreams/outputs")[key]), rel=1e-5)
 
 
-@needs_original
-@pytest.mark.shared
 @pytest.mark.parametrize(("margin", "key"), [(0.1, "loss_margin01"), (0.5, "loss_margin_05"), (1.0, "loss_margin_10")])
 @torch.no_grad()
 def test_triplets_are_the_originals(margin, key):
     task = SpectraFinetune(**SMALL, head="embedding", margin=margin)
-    inputs = stored("inputs")
+    inputs = recorded("dreams/inputs")
     spec = [inputs["triplet.spec"], inputs["triplet.pos_specs"][:, 0], inputs["triplet.neg_specs"][:, 0]]
     batch = batch_of(torch.cat(spec), torch.full((4, 1), torch.nan), task, triplets=4)
-    ((total, weight),) = task.loss(model_of("contrastive"), batch).values()
+    ((total, weight),) = task.loss(peak_model("contrastive"), batch).values()
     assert weight == 4
-    assert float(total / weight) == pytest.approx(float(stored("outputs")[f"contrastive.{key}"]), rel=1e-5)
+    assert float(total / weight) == pytest.approx(float(recorded("dreams/outputs")[f"contrastive.{key}"]), rel=1e-5)
 
 
-@needs_original
-@pytest.mark.shared
 @torch.no_grad()
 def test_the_outputs_that_are_kept_of_pre_training_have_the_loss_of_the_original():
-    inputs, outputs, model = stored("inputs"), stored("outputs"), model_of()
+    inputs, outputs, model = recorded("dreams/inputs"), recorded("dreams/outputs"), peak_model()
     sums, precursors = [], []
     for number in "12":
         tokens_BLD = model.tokens(peaks_of(inputs[f"pretrain.spec_mask_{number}"]))
@@ -97,43 +92,37 @@ def test_the_outputs_that_are_kept_of_pre_training_have_the_loss_of_the_original
     assert float(total) == pytest.approx(float(outputs["pretrain.loss"]), rel=1e-5)
 
 
-@needs_original
-@pytest.mark.shared
 @torch.no_grad()
 def test_from_raw_spectra_to_embeddings_the_task_tells_what_the_original_tells(tmp_path):
-    inputs = stored("inputs")
+    inputs = recorded("dreams/inputs")
     path = hdf5_file(tmp_path / "x.h5", inputs["raw.peaks"].numpy(), precursor_mz=inputs["raw.precursor_mz"].numpy())
     task = SpectraFinetune(**SMALL, head="embedding")
     items = laid_out([entry.arrays for entry in Spectra(path).entries()]).items
-    expected = stored("outputs")["contrastive.prediction"]
+    expected = recorded("dreams/outputs")["contrastive.prediction"]
     for some in (slice(0, 11), slice(0, 1), slice(6, 9)):
         batch = task.collate(items[some], np.random.default_rng(0))
-        found = task.outputs(model_of("contrastive"), batch)["embedding"]
+        found = task.outputs(peak_model("contrastive"), batch)["embedding"]
         assert (found - expected[some]).abs().max() < 1e-4
 
 
-@needs_original
-@pytest.mark.shared
 def test_errors_of_properties_in_their_units_are_the_originals():
-    spans = told("properties")["min_max"]
+    spans = document("dreams/properties")["min_max"]
     lowest, highest = ([span[end] for span in spans.values()] for end in ("min", "max"))
     task = SpectraFinetune(**SMALL, targets=11, lowest=lowest, highest=highest, names=list(spans))
-    label = stored("inputs")["label.mol_props"]
-    batch = batch_of(stored("inputs")["spec_100"][:5], label, task)
+    label = recorded("dreams/inputs")["label.mol_props"]
+    batch = batch_of(recorded("dreams/inputs")["spec_100"][:5], label, task)
     with torch.no_grad():
-        outputs = {name: list(rows.numpy()) for name, rows in task.outputs(model_of("mol_props"), batch).items()}
+        outputs = {name: list(rows.numpy()) for name, rows in task.outputs(peak_model("mol_props"), batch).items()}
     figures = task.metrics(outputs)
     found = [figures[f"mae_{name}"] for name in spans]
-    assert found == pytest.approx(stored("outputs")["mol_props.mae_denormalised"].tolist(), rel=1e-4)
+    assert found == pytest.approx(recorded("dreams/outputs")["mol_props.mae_denormalised"].tolist(), rel=1e-4)
 
 
-@needs_original
-@pytest.mark.shared
 @pytest.mark.parametrize("name", ["fingerprint", "fingerprint_precursor"])
 def test_figures_of_fingerprints_are_the_originals(name):
-    outputs = stored("outputs")
+    outputs = recorded("dreams/outputs")
     figures = bit_figures(
-        list(outputs[f"{name}.prediction"].numpy()), list(stored("inputs")["label.fingerprint"].numpy()), 0.5
+        list(outputs[f"{name}.prediction"].numpy()), list(recorded("dreams/inputs")["label.fingerprint"].numpy()), 0.5
     )
     theirs = {
         "auroc": "BinaryAUROC",

@@ -20,10 +20,10 @@ from pipeline.encoder.checkpoints.weight_containers import read_pt
 from pipeline.errors import ConfigError, DataError, WeightsUnusable
 from pipeline.training.checkpoints.published_names import NameTable, WeightsReading, in_form, renamed
 from pipeline.training.checkpoints.trained_weights import load_pretrained, stored_weights
+from tests.reference import checkpoint
 
 NAMES = {"layers.*.mix": "att.*.in", "layers.*.mix.out.weight": "att.*.w_o", "enter": "embed.proj"}
 TABLE = NameTable(NAMES, signs=("embed.proj.weight",), left=("lm_head.*",), fresh=("head.*",))
-ORIGINALS = Path(__file__).resolve().parents[4] / "shared" / "originals"
 
 
 class Known(nn.Module):
@@ -213,19 +213,18 @@ def test_an_archive_of_torchscript_that_asks_for_more_is_refused_by_the_name(tmp
     assert not (tmp_path / "made").exists()
 
 
-@pytest.mark.skipif(not ORIGINALS.is_dir(), reason="what the originals made is not beside this checkout")
 @pytest.mark.parametrize(
     ("file", "name"),
     [
         ("dreams/ssl_model.ckpt", "fourier_enc.b"),
         ("dreams/embedding_model.ckpt", "head.weight"),
-        ("peptrm/checkpoint/of_a_compiled_model.pt", "encoder.layers.0.norm1.weight"),
-        ("rna3effi/checkpoint/best_model.pt", "input_embedding.feature_mlp.0.weight"),
-        ("clip/checkpoint/openai_half.pt", "visual.proj"),
+        ("peptrm/of_a_compiled_model.pt", "encoder.layers.0.norm1.weight"),
+        ("rna3effi/best_model.pt", "input_embedding.feature_mlp.0.weight"),
+        ("clip/openai_half.pt", "visual.proj"),
     ],
 )
 def test_checkpoints_of_the_field_are_read(file: str, name: str) -> None:
-    stored = stored_weights(ORIGINALS / file).tensors
+    stored = stored_weights(checkpoint(file)).tensors
     assert name in stored, sorted(stored)[:20]
 
 
