@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import io
-import re
 import sys
 from pathlib import Path
 
@@ -16,18 +15,16 @@ from scipy.io import netcdf_file
 
 from pipeline.graphs import atom_graph
 from pipeline.graphs.item_graph import GraphRecipe as GraphRecipe
-from pipeline.keys import content_digest, tagged_key
 from pipeline.records import Inventory, Item, Kind, Part, Reason, Role
 from pipeline.structures import policy as policy_module
 from pipeline.structures.atoms import UnusableInput, name_text
-from pipeline.structures.inventory import Complex, ScanRecipe, examine_item, item_key, plain_recipe
-from pipeline.structures.parsing.amber import coordinate_candidates
+from pipeline.structures.inventory import Complex, ScanRecipe, examine_item, item_key
 from pipeline.structures.parsing.read_structure import FileReading, parse_structure
 from pipeline.structures.parsing.second_parser import NotComparable, read_second
 from pipeline.structures.parsing.structure_files import item_paths, parser_of, plain_files
 from pipeline.structures.policy import Policy, Structure, apply_policy
 from tests.structures.parsing.amber_text import complex_files, edited, write_complex
-from tests.structures.pdb_text import chain
+from tests.structures.parsing.molecule_text import THEOPHYLLINE
 
 KEEP = ScanRecipe(policy=Policy(ligands="keep"))
 LIMIT = 1 << 20
@@ -70,13 +67,6 @@ def test_strands_are_chains_and_all_else_is_in_the_chain_without_a_name() -> Non
     ]
 
 
-def test_waters_are_dropped_always_and_molecules_by_policy() -> None:
-    dropped = structure()
-    assert [one.name for one in dropped.chains] == ["A", "B"]
-    assert (dropped.notes["waters"], dropped.notes["ligands"]) == (2, 2)
-    assert structure(ligands="keep").notes["waters"] == 2
-
-
 def test_every_bond_of_every_atom_that_is_kept_is_the_one_parmed_has(tmp_path: Path) -> None:
     theirs = parmed.load_file(str(write_complex(tmp_path)))
     wanted = {frozenset((bond.atom1.idx, bond.atom2.idx)) for bond in theirs.bonds if bond.atom1.residue.name != "WAT"}
@@ -117,9 +107,7 @@ def test_a_bond_longer_than_any_is_refused_by_the_graph_and_named(tmp_path: Path
     beside.write_text("\n".join(lines))
     _, found = read(item_of(path))
     assert found is not None
-    with pytest.raises(
-        UnusableInput, match=r"P of A 1 in chain A and O5' of A 1 in chain A are bonded, .* 98\.\d+ Å apart"
-    ):
+    with pytest.raises(UnusableInput, match="O5' of A 1"):
         atom_graph.build_atom_graph(found, GraphRecipe(nodes="atom", contacts=None))
 
 
@@ -135,7 +123,6 @@ def test_coordinates_are_read_from_netcdf_as_from_text() -> None:
     assert np.array_equal(structure(coordinates=packed.getvalue()).pos_A3, own)
     told = refused(coordinates=packed.getvalue()[:200])
     assert told.reason is Reason.PARSE_ERROR
-    assert "NetCDF" in told.detail or "coordinates" in told.detail
 
 
 def test_without_atomic_numbers_masses_tell_the_elements() -> None:
@@ -143,51 +130,9 @@ def test_without_atomic_numbers_masses_tell_the_elements() -> None:
     assert np.array_equal(old.element_A, structure(ligands="keep").element_A)
 
 
-@pytest.mark.parametrize(
-    ("topology", "told"),
-    [
-        (b"hello\n", "not an AMBER topology"),
-        (edited("BONDS_INC_HYDROGEN", None), "no %FLAG BONDS_INC_HYDROGEN"),
-        (edited("BONDS_WITHOUT_HYDROGEN", lambda body: body.rsplit("\n", 2)[0] + "\n"), "and POINTERS say"),
-        (edited("ATOM_NAME", lambda body: body[:40] + "\n"), "%FLAG ATOM_NAME holds 10 values"),
-        (
-            edited("RESIDUE_POINTER", lambda body: body.replace("      10", "       x", 1)),
-            "%FLAG RESIDUE_POINTER: invalid",
-        ),
-        (edited("RESIDUE_POINTER", lambda body: body.replace("      10", "      99", 1)), "do not follow each other"),
-        (edited("BONDS_INC_HYDROGEN", lambda body: " 9999999" + body[8:]), "a bond between the atoms"),
-        (edited("ATOMIC_NUMBER", lambda body: "       0" + body[8:]), r"atom 1 \(P of A5 1\) is of no element \(0\)"),
-        (edited("ATOMIC_NUMBER", lambda body: body.replace("      17", "     170")), "CL1 of LIG 6"),
-        (complex_files()[0].replace(b"%FORMAT(20a4)", b"%FORMAT(20a0)"), "%FLAG ATOM_NAME"),
-        (complex_files()[0][:3000], "the topology has no %FLAG|POINTERS say"),
-    ],
-)
-def test_a_broken_topology_is_refused_with_what_is_wrong(topology: bytes, told: str) -> None:
-    problem = refused(topology)
-    assert problem.reason is Reason.PARSE_ERROR
-    assert re.search(told, problem.detail)
-
-
 def change(line: int, content: str) -> bytes:
     lines = complex_files()[1].decode().splitlines()
     return "\n".join([*lines[:line], content, *lines[line + 1 :]]).encode()
-
-
-@pytest.mark.parametrize(
-    ("coordinates", "told"),
-    [
-        (change(1, "   12"), "of 12 atoms, the topology of 56"),
-        (change(1, "  0.123   4.567"), "no AMBER restart"),
-        (b"one line", "no AMBER restart"),
-        (complex_files()[1][:400], "the coordinates of 56 atoms are"),
-        (change(2, " " * 36 + "*" * 36), "or one is none"),
-        (change(2, " " * 9 + "nan" + "   0.1000000" * 5), "not a finite number"),
-    ],
-)
-def test_broken_coordinates_are_refused_with_what_is_wrong(coordinates: bytes, told: str) -> None:
-    problem = refused(coordinates=coordinates)
-    assert problem.reason is Reason.PARSE_ERROR
-    assert told in problem.detail
 
 
 def test_the_coordinates_are_part_of_the_item_and_of_its_key(tmp_path: Path) -> None:
@@ -201,30 +146,12 @@ def test_the_coordinates_are_part_of_the_item_and_of_its_key(tmp_path: Path) -> 
     assert {one.content for one in read(item)[0].partners}.isdisjoint(contents)
 
 
-@pytest.mark.parametrize("ending", [".rst7", ".crd"])
-def test_other_names_of_coordinates_are_found(tmp_path: Path, ending: str) -> None:
-    assert read(item_of(write_complex(tmp_path, ending)))[0].reason is None
-
-
 def test_a_topology_without_coordinates_misses_a_file(tmp_path: Path) -> None:
     path = write_complex(tmp_path)
     path.with_suffix(".inpcrd").unlink()
-    with pytest.raises(UnusableInput, match=r"no such file: .*x\.inpcrd, nor one ending in \.rst7 \.crd") as caught:
+    with pytest.raises(UnusableInput, match=r"x\.inpcrd") as caught:
         plain_files(LIMIT).of(item_of(path))
     assert caught.value.reason is Reason.MISSING_FILE
-
-
-def test_the_parser_is_part_of_the_key_of_a_topology_and_of_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pdb = tmp_path / "y.pdb"
-    pdb.write_text(chain("A", "ALA", "GLY"))
-    items = (item_of(write_complex(tmp_path)), item_of(pdb))
-    before = [key(one) for one in items]
-    monkeypatch.setattr("pipeline.structures.parsing.structure_files._version", lambda _name: "0")
-    parser_of.cache_clear()
-    assert [key(one) == was for one, was in zip(items, before, strict=True)] == [False, True]
-    parser_of.cache_clear()
 
 
 def forget_names() -> None:
@@ -248,56 +175,61 @@ def test_what_gemmi_knows_of_residues_decides_what_a_topology_holds_and_is_in_it
     assert (key(item), read(item)[0]) == (before, found)
 
 
-@pytest.mark.parametrize("form", ["pdb", "mmcif"])
-def test_a_key_without_topologies_is_of_what_it_always_was(form: str) -> None:
-    path, digest = f"k.{form}", content_digest(b"k").hex()
-    item = Item("k", parts=(Part(Role.COMPLEX, path),))
-    parts = [[Role.COMPLEX, digest, form, parser_of(form), (), (), None]]
-    wanted = tagged_key("scan", plain_recipe(KEEP), {"parts": parts, "bound": []})
-    assert item_key(item, KEEP, {path: digest, "k.inpcrd": digest}) == wanted
-
-
-def test_without_parmed_the_command_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write_complex(tmp_path)
-    monkeypatch.setitem(sys.modules, "parmed", None)
-    with pytest.raises(UnusableInput, match=r"pip install 'protein-training-pipeline\[molecules\]'") as caught:
-        plain_files(LIMIT).of(item_of(path))
-    assert caught.value.reason is Reason.NEEDS_EXTRA
-
-
-def test_a_second_model_or_an_assembly_is_not_there() -> None:
-    for reading, reason in (
-        (FileReading(model=2), Reason.MISSING_MODEL),
-        (FileReading(assembly="1"), Reason.MISSING_ASSEMBLY),
-    ):
-        with pytest.raises(UnusableInput) as caught:
-            parse_structure(complex_files()[0], "amber", reading, beside=complex_files()[1])
-        assert caught.value.reason is reason
-
-
-def test_the_second_parser_says_that_it_has_nothing_to_say() -> None:
-    with pytest.raises(NotComparable, match="AMBER"):
-        read_second(complex_files()[0], "amber", FileReading())
-
-
-@pytest.mark.parametrize(
-    ("path", "stem"),
-    [
-        ("a.b/x.prmtop", "a.b/x"),
-        ("a/x.y.parm7", "a/x.y"),
-        ("x.PRMTOP.gz", "x"),
-        ("x.top", None),
-        ("prmtop", None),
-        ("x.prmtop/y.pdb", None),
-    ],
-)
-def test_coordinates_are_named_like_their_topology(path: str, stem: str | None) -> None:
-    endings = [ending + packed for packed in ("", ".gz") for ending in (".inpcrd", ".rst7", ".crd")]
-    assert list(coordinate_candidates(path)) == ([] if stem is None else [stem + ending for ending in endings])
-
-
 def test_packed_files_are_read_like_plain_ones(tmp_path: Path) -> None:
     for name, data in zip(("x.prmtop.gz", "x.rst7.gz"), complex_files(), strict=True):
         (tmp_path / name).write_bytes(gzip.compress(data))
     inventory, _ = read(item_of(tmp_path / "x.prmtop.gz", "A,B", "_:LIG"))
     assert [one.residues for one in inventory.partners] == [5, 1]
+
+
+def test_a_broken_topology_or_broken_coordinates_are_refused() -> None:
+    for number, topology in enumerate((
+        b"hello\n",
+        edited("BONDS_INC_HYDROGEN", None),
+        edited("BONDS_WITHOUT_HYDROGEN", lambda body: body.rsplit("\n", 2)[0] + "\n"),
+        edited("ATOM_NAME", lambda body: body[:40] + "\n"),
+        edited("RESIDUE_POINTER", lambda body: body.replace("      10", "       x", 1)),
+        edited("RESIDUE_POINTER", lambda body: body.replace("      10", "      99", 1)),
+        edited("BONDS_INC_HYDROGEN", lambda body: " 9999999" + body[8:]),
+        edited("ATOMIC_NUMBER", lambda body: "       0" + body[8:]),
+        edited("ATOMIC_NUMBER", lambda body: body.replace("      17", "     170")),
+        complex_files()[0].replace(b"%FORMAT(20a4)", b"%FORMAT(20a0)"),
+        complex_files()[0][:3000],
+    )):  # fmt: skip
+        assert refused(topology).reason is Reason.PARSE_ERROR, number
+    for number, coordinates in enumerate((
+        change(1, "   12"),
+        change(1, "  0.123   4.567"),
+        b"one line",
+        complex_files()[1][:400],
+        change(2, " " * 36 + "*" * 36),
+        change(2, " " * 9 + "nan" + "   0.1000000" * 5),
+    )):  # fmt: skip
+        assert refused(coordinates=coordinates).reason is Reason.PARSE_ERROR, number
+
+
+@pytest.mark.parametrize("form", ["amber", "sdf"])
+def test_a_second_model_or_an_assembly_is_not_there(form: str) -> None:
+    data, beside = complex_files() if form == "amber" else (THEOPHYLLINE.encode(), None)
+    for reading, reason in (
+        (FileReading(model=2), Reason.MISSING_MODEL),
+        (FileReading(assembly="1"), Reason.MISSING_ASSEMBLY),
+    ):
+        with pytest.raises(UnusableInput) as caught:
+            parse_structure(data, form, reading, beside=beside)
+        assert caught.value.reason is reason
+    with pytest.raises(NotComparable):
+        read_second(data, form, FileReading())
+
+
+@pytest.mark.parametrize(("module", "name"), [("parmed", "x.prmtop"), ("rdkit", "x.sdf"), ("rdkit", "x.mol2.gz")])
+def test_without_what_reads_a_form_the_extra_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, name: str
+) -> None:
+    write_complex(tmp_path)
+    (tmp_path / "x.sdf").write_text(THEOPHYLLINE)
+    (tmp_path / "x.mol2.gz").write_text(THEOPHYLLINE)
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(UnusableInput, match=r"\[molecules\]") as caught:
+        plain_files(LIMIT).of(item_of(tmp_path / name))
+    assert caught.value.reason is Reason.NEEDS_EXTRA

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import logging
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rdkit import Chem, rdBase
+from rdkit import Chem
 from rdkit.Chem import rdDistGeom
 
 from pipeline.graphs import atom_graph
@@ -20,8 +19,7 @@ from pipeline.records import Inventory, Item, Kind, Part, Reason, Role
 from pipeline.structures.atoms import AtomTable, UnusableInput, name_text
 from pipeline.structures.inventory import Complex, ScanRecipe, examine_item
 from pipeline.structures.parsing.read_structure import FileReading, parse_structure
-from pipeline.structures.parsing.second_parser import NotComparable, read_second
-from pipeline.structures.parsing.structure_files import format_of, parser_of, plain_files
+from pipeline.structures.parsing.structure_files import plain_files
 from tests.structures.parsing.molecule_text import ACETAMIDE, THEOPHYLLINE
 from tests.structures.pdb_text import chain
 
@@ -99,11 +97,6 @@ def test_a_mol2_file_has_the_names_and_bonds_of_its_lines() -> None:
     assert bonds(one) - bonds(apart) == {(1, 3)}
 
 
-def test_line_ends_and_data_behind_a_molecule_change_nothing() -> None:
-    for block in (THEOPHYLLINE.replace("\n", "\r\n"), THEOPHYLLINE + ">  <affinity>\n6.5\n\n$$$$\n"):
-        assert bonds(table(block)) == bonds(table(THEOPHYLLINE))
-
-
 @pytest.mark.parametrize("name", ["l.sdf", "l.mol", "l.SDF", "l.sdf.gz", "l.mol2"])
 def test_a_ligand_of_its_own_file_is_kept_whatever_is_done_with_molecules(tmp_path: Path, name: str) -> None:
     content = (ACETAMIDE if "mol2" in name else THEOPHYLLINE).encode()
@@ -137,86 +130,12 @@ def test_no_distance_makes_or_breaks_a_bond_that_the_file_tells_of(tmp_path: Pat
         atom_graph.build_atom_graph(found, ATOMS)
 
 
-@pytest.mark.parametrize("symbol", ["R#", "*", "LP", "A", "Q", "L"])
-def test_an_atom_of_no_element_is_refused_by_its_number(symbol: str) -> None:
-    problem = refused(THEOPHYLLINE.replace(" C  ", f" {symbol:<3}", 1))
-    assert problem.reason is Reason.PARSE_ERROR
-    assert "atom 1 is " in problem.detail
-    assert problem.detail.endswith("no element")
-
-
-@pytest.mark.parametrize(
-    ("block", "reason", "told"),
-    [
-        (THEOPHYLLINE.replace(" C  ", " Xx ", 1), Reason.PARSE_ERROR, "Element 'Xx' not found"),
-        (THEOPHYLLINE.replace("   -2.9147", "   -2.x147"), Reason.PARSE_ERROR, "coordinates on line 5"),
-        (THEOPHYLLINE.replace("  1  2  1  0", "  1 99  1  0"), Reason.PARSE_ERROR, "98 < 21"),
-        (THEOPHYLLINE.replace("  1  2  1  0", "  1  1  1  0"), Reason.PARSE_ERROR, "self-bond"),
-        (THEOPHYLLINE[:700], Reason.PARSE_ERROR, "EOF hit while reading atoms"),
-        (THEOPHYLLINE.replace("M  END\n", ""), Reason.PARSE_ERROR, "line 48"),
-        (THEOPHYLLINE.replace(" 21 22 ", " 21 20 "), Reason.PARSE_ERROR, "line 46"),
-        ("hello\n", Reason.PARSE_ERROR, "Counts line too short"),
-        ("$$$$\n", Reason.NO_ATOMS, "no molecule"),
-        ("x\n\n\n  0  0  0  0  0  0  0  0  0  0999 V2000\nM  END\n", Reason.NO_ATOMS, "no atoms"),
-        ((THEOPHYLLINE + "$$$$\n") * 3, Reason.AMBIGUOUS_PARTNERS, "3 molecules"),
-    ],
-)
-def test_a_broken_sdf_is_refused_with_what_rdkit_says(
-    block: str, reason: Reason, told: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    problem = refused(block)
-    assert (problem.reason, told in problem.detail) == (reason, True), problem.detail
-    assert len(problem.detail) < 300
-    assert capfd.readouterr().err == ""
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "told"),
-    [
-        ("C.3 ", "c3  ", "Element 'c3' not found; a MOL2 file has SYBYL's atom types"),
-        ("O.2", "LP ", "atom 3 (O) has the type LP, no element"),
-        ("O.2", "Du ", "atom 3 (O) has the type Du, no element"),
-        (" 9 8 1", " 8 8 1", "says 8 atoms and has 9"),
-        (" 9 8 1", " 9 7 1", "says 7 bonds and has 8"),
-        ("     2     2     3    2", "     2     2     3    x", "bond 2 (atoms 2 and 3) has the type x"),
-        ("     2     2     3    2", "     2     2    33    2", "no whole molecule"),
-    ],
-)
-def test_a_broken_mol2_is_refused_and_nothing_is_left_out_in_silence(
-    old: str, new: str, told: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert old in ACETAMIDE
-    problem = refused(ACETAMIDE.replace(old, new), "mol2")
-    assert problem.reason is Reason.PARSE_ERROR
-    assert told in problem.detail
-    assert capfd.readouterr().err == ""
-
-
-def test_a_mol2_of_two_molecules_or_none_is_refused() -> None:
-    assert refused(ACETAMIDE * 2, "mol2").reason is Reason.AMBIGUOUS_PARTNERS
-    assert refused("hello\n", "mol2").reason is Reason.NO_ATOMS
-
-
 def flat(block: str, *, keep: bool) -> str:
     """Return a block with every z, or every coordinate, 0."""
     lines = block.splitlines()
     for at in range(4, 25):
         lines[at] = (lines[at][:20] if keep else f"{0:10.4f}" * 2) + f"{0:10.4f}" + lines[at][30:]
     return "\n".join(lines) + "\n"
-
-
-@pytest.mark.parametrize("letter", ["\xe9", "\N{GREEK SMALL LETTER ALPHA}"])
-def test_letters_beyond_ascii_are_refused_where_they_count_and_no_matter_elsewhere(letter: str) -> None:
-    assert bonds(table(THEOPHYLLINE.replace("theophylline", f"th{letter}ophylline"))) == bonds(table(THEOPHYLLINE))
-    assert refused(THEOPHYLLINE.replace("   -2.9147", f"   -2.{letter}147")).reason is Reason.PARSE_ERROR
-
-
-@pytest.mark.parametrize(("keep", "told"), [(True, "as in a drawing"), (False, "all coordinates are 0")])
-def test_a_drawing_is_no_structure(keep: bool, told: str) -> None:
-    for block in (flat(THEOPHYLLINE, keep=keep), flat(THEOPHYLLINE, keep=keep).replace("3D", "2D")):
-        problem = refused(block)
-        assert problem.reason is Reason.PARSE_ERROR
-        assert told in problem.detail
 
 
 def test_coordinates_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
@@ -276,44 +195,6 @@ def test_an_unbound_molecule_whose_atoms_are_in_another_order_is_refused(tmp_pat
     assert caught.value.reason is Reason.SEQUENCE_MISMATCH
 
 
-def test_without_rdkit_the_command_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "rdkit", None)
-    for name in ("x.sdf", "x.mol2.gz"):
-        (tmp_path / name).write_text(THEOPHYLLINE)
-        item = Item("x", parts=(Part(Role.WHOLE, str(tmp_path / name)),))
-        with pytest.raises(UnusableInput, match=r"pip install 'protein-training-pipeline\[molecules\]'") as caught:
-            plain_files(LIMIT).of(item)
-        assert caught.value.reason is Reason.NEEDS_EXTRA
-
-
-def test_a_file_beyond_the_limit_is_not_read(tmp_path: Path) -> None:
-    (tmp_path / "x.sdf").write_text(THEOPHYLLINE)
-    item = Item("x", parts=(Part(Role.WHOLE, str(tmp_path / "x.sdf")),))
-    with pytest.raises(UnusableInput) as caught:
-        plain_files(100).of(item)
-    assert caught.value.reason is Reason.FILE_TOO_LARGE
-
-
-def test_a_model_an_assembly_and_a_second_opinion_are_not_to_be_had() -> None:
-    for reading, reason in (
-        (FileReading(model=2), Reason.MISSING_MODEL),
-        (FileReading(assembly="1"), Reason.MISSING_ASSEMBLY),
-    ):
-        with pytest.raises(UnusableInput) as caught:
-            parse_structure(THEOPHYLLINE.encode(), "sdf", reading)
-        assert caught.value.reason is reason
-    for form in ("sdf", "mol2"):
-        with pytest.raises(NotComparable, match="small molecules"):
-            read_second(THEOPHYLLINE.encode(), form, FileReading())
-
-
-def test_formats_and_their_parsers_have_names() -> None:
-    names = ("x.sdf", "x.MOL", "x.mol2.gz", "x.prmtop", "x.parm7")
-    assert [format_of(Path(name)) for name in names] == ["sdf", "sdf", "mol2", "amber", "amber"]
-    assert parser_of("sdf").startswith("rdkit-20")
-    assert parser_of("amber").startswith("parmed-")
-
-
 def test_two_threads_hear_of_their_own_molecules_alone() -> None:
     blocks = [
         (THEOPHYLLINE.replace("  1  2  1  0", "  1 99  1  0"), "sdf"),
@@ -330,19 +211,46 @@ def test_two_threads_hear_of_their_own_molecules_alone() -> None:
     assert heard == alone * 100
 
 
-def test_the_log_of_rdkit_is_left_as_it_was() -> None:
-    logger = logging.getLogger("rdkit")
-    mine, before = logging.NullHandler(), (logger.handlers, logger.propagate, logger.level)
-    logger.handlers, logger.propagate = [mine], True
-    logger.setLevel(logging.CRITICAL)
-    rdBase.DisableLog("rdApp.error")
-    rdBase.EnableLog("rdApp.info")
-    state = rdBase.LogStatus()
-    try:
-        assert "Counts line too short" in refused("hello\n").detail
-        assert (logger.handlers, logger.propagate, logger.level) == ([mine], True, logging.CRITICAL)
-        assert rdBase.LogStatus() == state
-    finally:
-        rdBase.LogToCppStreams()
-        logger.handlers, logger.propagate, level = before
-        logger.setLevel(level)
+BROKEN_SDF = {
+    **{symbol: (THEOPHYLLINE.replace(" C  ", f" {symbol:<3}", 1), Reason.PARSE_ERROR)
+       for symbol in ("R#", "*", "LP", "A", "Q", "L", "Xx")},
+    "a letter in a number": (THEOPHYLLINE.replace("   -2.9147", "   -2.x147"), Reason.PARSE_ERROR),
+    "a letter beyond ASCII": (THEOPHYLLINE.replace("   -2.9147", "   -2.\xe9147"), Reason.PARSE_ERROR),
+    "a bond to no atom": (THEOPHYLLINE.replace("  1  2  1  0", "  1 99  1  0"), Reason.PARSE_ERROR),
+    "a bond to itself": (THEOPHYLLINE.replace("  1  2  1  0", "  1  1  1  0"), Reason.PARSE_ERROR),
+    "cut off": (THEOPHYLLINE[:700], Reason.PARSE_ERROR),
+    "no end": (THEOPHYLLINE.replace("M  END\n", ""), Reason.PARSE_ERROR),
+    "another count": (THEOPHYLLINE.replace(" 21 22 ", " 21 20 "), Reason.PARSE_ERROR),
+    "flat": (flat(THEOPHYLLINE, keep=True), Reason.PARSE_ERROR),
+    "flat, and called so": (flat(THEOPHYLLINE, keep=True).replace("3D", "2D"), Reason.PARSE_ERROR),
+    "all at one place": (flat(THEOPHYLLINE, keep=False), Reason.PARSE_ERROR),
+    "text": ("hello\n", Reason.PARSE_ERROR),
+    "no molecule": ("$$$$\n", Reason.NO_ATOMS),
+    "no atoms": ("x\n\n\n  0  0  0  0  0  0  0  0  0  0999 V2000\nM  END\n", Reason.NO_ATOMS),
+    "three molecules": ((THEOPHYLLINE + "$$$$\n") * 3, Reason.AMBIGUOUS_PARTNERS),
+}  # fmt: skip
+BROKEN_MOL2 = {
+    "c3  ": "C.3 ", "LP ": "O.2", "Du ": "O.2", " 8 8 1": " 9 8 1", " 9 7 1": " 9 8 1",
+    "     2     2     3    x": "     2     2     3    2", "     2     2    33    2": "     2     2     3    2",
+}  # fmt: skip
+
+
+def test_a_broken_file_is_refused_with_its_reason_and_nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
+    for name, (block, reason) in BROKEN_SDF.items():
+        problem = refused(block)
+        assert (problem.reason, len(problem.detail) < 300) == (reason, True), (name, problem.detail)
+    for new, old in BROKEN_MOL2.items():
+        assert old in ACETAMIDE
+        assert refused(ACETAMIDE.replace(old, new), "mol2").reason is Reason.PARSE_ERROR, new
+    assert refused(ACETAMIDE * 2, "mol2").reason is Reason.AMBIGUOUS_PARTNERS
+    assert refused("hello\n", "mol2").reason is Reason.NO_ATOMS
+    assert capfd.readouterr().err == ""
+
+
+def test_what_is_no_part_of_a_molecule_changes_nothing() -> None:
+    for block in (
+        THEOPHYLLINE.replace("\n", "\r\n"),
+        THEOPHYLLINE + ">  <affinity>\n6.5\n\n$$$$\n",
+        THEOPHYLLINE.replace("theophylline", "th\N{GREEK SMALL LETTER ALPHA}ophylline"),
+    ):
+        assert bonds(table(block)) == bonds(table(THEOPHYLLINE))

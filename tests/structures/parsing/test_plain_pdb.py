@@ -16,7 +16,6 @@ from pipeline.structures.atoms import AtomTable, sites_of
 from pipeline.structures.parsing import plain_pdb
 from pipeline.structures.parsing.pdb_lines import read_on
 from pipeline.structures.parsing.read_structure import FileReading, parse_structure
-from pipeline.structures.parsing.structure_files import PARSER, parser_of
 from pipeline.structures.synthetic import complex_pdb
 from tests.structures.pdb_text import atom, chain, residue
 
@@ -54,10 +53,6 @@ def is_plain(data: bytes) -> bool:
     return True
 
 
-def test_every_column_of_a_table_is_compared() -> None:
-    assert {*COLUMNS, *OTHERS, "first_S", "links"} == {field.name for field in fields(AtomTable)}
-
-
 @pytest.mark.parametrize(("folder", "least"), [("complexes", 3), ("pairs", 12)])
 def test_real_files_are_read_as_gemmi_reads_them(structures: Path, folder: str, least: int) -> None:
     paths = sorted((structures / folder).glob("*.pdb*"))
@@ -67,25 +62,6 @@ def test_real_files_are_read_as_gemmi_reads_them(structures: Path, folder: str, 
 
 def unzipped(path: Path) -> bytes:
     return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_made_complexes_are_plain(seed: int) -> None:
-    assert is_plain(complex_pdb(seed, 20 + 7 * seed, 30))
-
-
-def test_parse_takes_the_quick_way_only_under_the_default_reading(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = plain_pdb.read_plain_pdb(PROTEIN.encode())
-    monkeypatch.setattr(plain_pdb, "read_plain_pdb", lambda _, **_how: table)
-    assert parse_structure(PROTEIN.encode(), "pdb", FileReading()) is table
-    assert parse_structure(PROTEIN.encode(), "pdb", FileReading(seqres=True)) is not table
-
-
-def test_keys_name_the_quick_reader_once_it_has_read_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert parser_of.__wrapped__("pdb") == PARSER
-    monkeypatch.setattr(plain_pdb, "REVISION", 1)
-    assert parser_of.__wrapped__("pdb") == f"{PARSER}+plain-1"
-    assert parser_of.__wrapped__("mmcif") == PARSER
 
 
 PLAIN = {
@@ -165,16 +141,6 @@ NOT_PLAIN = {
     "NUL in a header": "REMARK \0\n" + PROTEIN,
     "TER by another name": PROTEIN.replace("TER", "TERX"),
 }
-
-
-@pytest.mark.parametrize("name", PLAIN)
-def test_plain_files_are_read_as_gemmi_reads_them(name: str) -> None:
-    assert is_plain(PLAIN[name].encode())
-
-
-@pytest.mark.parametrize("name", NOT_PLAIN)
-def test_other_files_are_left_to_gemmi(name: str) -> None:
-    assert plain_pdb.read_plain_pdb(NOT_PLAIN[name].encode()) is None
 
 
 ODD_BYTES = b"\0\t\n\r \x0b\x0c\x7f\x80\xffAaHhXx0159.-+*eENTER'\""
@@ -295,3 +261,10 @@ def changed(base: str, some: list[Change]) -> bytes:
 @settings(max_examples=400, deadline=None)
 def test_whatever_is_done_to_a_file_it_is_read_as_gemmi_reads_it_or_left_alone(base: str, some: list[Change]) -> None:
     is_plain(changed(base, some))
+
+
+def test_plain_files_are_read_as_gemmi_reads_them_and_others_are_left_to_it() -> None:
+    assert {*COLUMNS, *OTHERS, "first_S", "links"} == {field.name for field in fields(AtomTable)}
+    assert [name for name, text in PLAIN.items() if not is_plain(text.encode())] == []
+    assert all(is_plain(complex_pdb(seed, 20 + 7 * seed, 30)) for seed in range(3))
+    assert [name for name, text in NOT_PLAIN.items() if plain_pdb.read_plain_pdb(text.encode()) is not None] == []
