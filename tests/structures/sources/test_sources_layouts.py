@@ -93,8 +93,9 @@ def test_a_folder_without_pairs_is_an_error(tmp_path: Path) -> None:
 
 # sabdab
 
-SUMMARY = tuple(
-    ["pdb", "Hchain", "Lchain", "model", "antigen_chain", "antigen_type", "compound", "resolution", "scfv", "affinity"]
+SUMMARY = (
+    *("pdb", "Hchain", "Lchain", "model", "antigen_chain", "antigen_type"),
+    *("compound", "resolution", "scfv", "affinity"),
 )
 
 
