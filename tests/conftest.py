@@ -24,7 +24,6 @@ from tests.testkit.command import Command
 from tests.testkit.once import shelf as shelf
 from tests.testkit.project import project_of as project_of
 from tests.testkit.project import tiny_project as tiny_project
-from tests.testkit.reference import STRUCTURES
 
 pytest_plugins = ["pytester"]
 ROOT = Path(__file__).resolve().parent.parent
@@ -114,8 +113,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(scope="session")
 def structures() -> Path:
     """Return the folder of real structures: complexes, pairs and varied files."""
-    assert STRUCTURES.is_dir(), f"reference data is missing: {STRUCTURES}"
-    return STRUCTURES
+    folder = ROOT / "tests" / "reference" / "structures"
+    assert folder.is_dir(), f"reference data is missing: {folder}"
+    return folder
 
 
 @pytest.fixture
