@@ -25,7 +25,7 @@ from tests.testkit.cluster import Cluster, processes
 from tests.testkit.cluster.cluster import SEARCH_PATH
 from tests.testkit.project import DATA, PIPELINE, write_complexes, write_config
 
-SOON_S, ENDS_S, POLL_S = 60.0, 180.0, 0.1
+SOON_S, ENDS_S, POLL_S = 300.0, 600.0, 0.1  # of a busy machine, too
 LIVE = ("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "COMPLETING", "REQUEUED", "REQUEUE_HOLD")
 RESIDUES = 20
 SMALL = {
