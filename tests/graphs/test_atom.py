@@ -24,7 +24,7 @@ from tests.structures.pdb_text import chain
 
 ATOM = GraphRecipe(nodes="atom")
 BOTH = ItemPart(Role.COMPLEX, "")
-SOME = ["1R0R", "3H2V", "1LFD"]
+SOME = ["3H2V", "1LFD"]
 RING = 1.4 * np.array([[np.cos(turn), np.sin(turn), 0] for turn in np.arange(6) * np.pi / 3])
 
 
@@ -56,17 +56,15 @@ def test_the_pairs_of_a_ring_are_bonds_angles_and_across_it_dihedrals() -> None:
     assert (part.paths["dihedral"][:, 0] < part.paths["dihedral"][:, 3]).all()
 
 
-@pytest.mark.parametrize(("hops", "near"), [(1, 18), (2, 6), (3, 0)])
-def test_what_hops_leaves_out_is_near_where_the_radius_reaches_it(hops: int, near: int) -> None:
-    (part,) = atom_graph.build_atom_graph(complex_of(benzene()), replace(ATOM, hops=hops)).parts
-    assert list(part.edges) == [*["bond", "angle", "dihedral"][:hops], "near"]
-    assert list(part.paths) == ["angle", "dihedral"][: hops - 1]
-    assert part.edges["near"].shape[1] == near
-
-
-def test_without_a_radius_there_are_only_bonded_kinds() -> None:
+def test_what_hops_leaves_out_is_near_where_the_radius_reaches_it() -> None:
+    kinds = ["bond", "angle", "dihedral"]
+    for hops, near in ((1, 18), (2, 6), (3, 0)):
+        (part,) = atom_graph.build_atom_graph(complex_of(benzene()), replace(ATOM, hops=hops)).parts
+        assert list(part.edges) == [*kinds[:hops], "near"]
+        assert list(part.paths) == kinds[1:hops]
+        assert part.edges["near"].shape[1] == near, hops
     (part,) = atom_graph.build_atom_graph(complex_of(benzene()), replace(ATOM, atom_radius=None)).parts
-    assert list(part.edges) == ["bond", "angle", "dihedral"]
+    assert list(part.edges) == kinds
 
 
 def test_nodes_say_element_name_and_residue_and_residues_what_they_are() -> None:
@@ -83,14 +81,6 @@ def test_nodes_say_element_name_and_residue_and_residues_what_they_are() -> None
     assert part.residues["number"].tolist() == [1, 2, 90]
     assert [(one.name, one.sequence) for one in part.chains] == [("A", "GW"), ("A:ZN:90", "")]
     assert part.texts == ("GW",)
-
-
-def test_letters_of_rna_and_dna_are_told_apart_and_an_unknown_one_is_the_last() -> None:
-    types = atom_graph._types(Kind.RNA, "ACGUX", 5).tolist() + atom_graph._types(Kind.DNA, "ACGTI", 5).tolist()
-    assert [atom_graph.RESIDUE_TYPES[one] for one in types] == [
-        "RA", "RC", "RG", "RU", "RN", "DA", "DC", "DG", "DT", "DN",
-    ]  # fmt: skip
-    assert [atom_graph.RESIDUE_TYPES[one] for one in atom_graph._types(Kind.PROTEIN, "ACDWYXUB", 8)] == list("ACDWYXXX")
 
 
 def test_hydrogens_are_nodes_only_when_asked_for_and_deuterium_is_hydrogen() -> None:
@@ -121,25 +111,15 @@ def test_without_contacts_there_are_no_labels_and_far_partners_are_fine() -> Non
     assert reason(read) is Reason.NO_CONTACTS
 
 
-@pytest.mark.parametrize(
-    ("lines", "why"),
-    [
-        (
-            benzene() + line("X", "BNZ", "A", 1, xyz=(1.405, 0, 0), record="HETATM", element="C"),
-            Reason.COINCIDENT_ATOMS,
-        ),
-        (line("H1", "HYD", "A", 1, record="HETATM", element="H"), Reason.NO_NODES),
-        (line("MG", "MG", "A", 1, record="HETATM", element="MG"), Reason.NO_EDGES),
-    ],
-)
-def test_what_has_no_graph_is_a_reason(lines: str, why: Reason) -> None:
-    assert reason(complex_of(lines)) is why
-
-
-def test_two_atoms_at_one_place_are_named_also_when_they_are_of_two_partners() -> None:
-    read = complex_of(benzene() + benzene(2.8, number=2), *SIDES)
-    with pytest.raises(UnusableInput, match=r"C0 of BNZ 1 in chain A:BNZ:1 and C3 of BNZ 2 in chain A:BNZ:2 are 0\.00"):
-        atom_graph.build_atom_graph(read, ATOM)
+def test_what_has_no_graph_is_a_reason() -> None:
+    on_another = benzene() + line("X", "BNZ", "A", 1, xyz=(1.405, 0, 0), record="HETATM", element="C")
+    for read, why in (
+        (complex_of(on_another), Reason.COINCIDENT_ATOMS),
+        (complex_of(benzene() + benzene(2.8, number=2), *SIDES), Reason.COINCIDENT_ATOMS),
+        (complex_of(line("H1", "HYD", "A", 1, record="HETATM", element="H")), Reason.NO_NODES),
+        (complex_of(line("MG", "MG", "A", 1, record="HETATM", element="MG")), Reason.NO_EDGES),
+    ):
+        assert reason(read) is why
 
 
 def test_atoms_too_far_apart_for_any_edge_are_no_graph_and_an_ion_beside_a_partner_is() -> None:

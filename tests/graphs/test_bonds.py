@@ -6,7 +6,6 @@ from pathlib import Path
 
 import gemmi
 import numpy as np
-import pytest
 from scipy.spatial import cKDTree
 
 from pipeline.graphs import atom_graph, bonds
@@ -29,14 +28,8 @@ SIZES = {
 }  # fmt: skip
 ONLY_ELSEWHERE = {"OXT", "OP3"}
 REAL = [
-    "4p5j.cif.gz",
-    "1LCD.pdb.gz",
-    "5ugo.pdb.gz",
-    "1pfe.cif.gz",
-    "1aki.cif.gz",
-    "1A8O.cif.gz",
-    "3JQH.cif.gz",
-]
+    "4p5j.cif.gz", "1LCD.pdb.gz", "5ugo.pdb.gz", "1pfe.cif.gz", "1aki.cif.gz", "1A8O.cif.gz", "3JQH.cif.gz",
+]  # fmt: skip
 # Within covalent radii, but no bonds, each for its reason.
 NOT_BONDS = {
     "4p5j.cif.gz": {"A40.OP2-MG102.MG"},  # coordination
@@ -60,21 +53,14 @@ def of_name(name: str) -> list[tuple[str, str]]:
     return [pair for pair in pairs if not (name.startswith("D") and "O2'" in pair)]
 
 
-@pytest.mark.parametrize("name", SIZES)
-def test_a_standard_residue_has_the_atoms_and_bonds_of_chemistry(name: str) -> None:
-    pairs = of_name(name)
-    assert (len({one for pair in pairs for one in pair}), len({frozenset(pair) for pair in pairs})) == SIZES[name]
-
-
-@pytest.mark.parametrize("name", SIZES)
-def test_no_atom_of_a_template_has_more_heavy_neighbours_than_its_element_can(name: str) -> None:
-    names = [one for pair in bonds.bonds_of(name) for one in pair]
-    most = {"C": 3, "N": 3, "O": 2, "S": 2, "P": 4}
-    assert not {one for one in names if names.count(one) > most[one[0]] + (one == "P")}
-
-
-def test_the_names_of_molecular_dynamics_have_the_template_of_what_they_are() -> None:
-    assert bonds.bonds_of("HSD") == bonds.bonds_of("HIS")
+def test_templates_are_those_of_chemistry() -> None:
+    most = {"C": 3, "N": 3, "O": 2, "S": 2, "P": 5}
+    for name, wanted in SIZES.items():
+        pairs = of_name(name)
+        assert (len({one for pair in pairs for one in pair}), len({frozenset(pair) for pair in pairs})) == wanted, name
+        names = [one for pair in bonds.bonds_of(name) for one in pair]
+        assert not {one for one in names if names.count(one) > most[one[0]]}, name
+    assert bonds.bonds_of("HSD") == bonds.bonds_of("HIS")  # as molecular dynamics call it
     assert bonds.bonds_of("CYX") == bonds.bonds_of("CYS")
     assert not bonds.bonds_of("PSU")
 
@@ -119,18 +105,10 @@ def disagreement(path: Path) -> tuple[set[str], set[str]]:
     return only_ours, only_theirs
 
 
-@pytest.mark.parametrize("name", REAL)
-def test_bonds_of_rna_dna_proteins_and_molecules_are_those_within_covalent_radii(structures: Path, name: str) -> None:
-    only_ours, only_radii = disagreement(structures / "varied" / name)
-    assert not only_ours
-    assert only_radii == NOT_BONDS.get(name, set())
-
-
-def test_bonds_of_complexes_are_those_within_covalent_radii(structures: Path) -> None:
-    for path in sorted(structures.glob("complexes/*.pdb")):
-        only_ours, only_radii = disagreement(path)
-        assert not only_ours, path.name
-        assert only_radii == NOT_BONDS.get(path.name, set())
+def test_bonds_are_those_within_covalent_radii(structures: Path) -> None:
+    paths = [*(structures / "varied" / name for name in REAL), *sorted(structures.glob("complexes/*.pdb"))]
+    for path in paths:
+        assert disagreement(path) == (set(), NOT_BONDS.get(path.name, set())), path.name
 
 
 def peptide(gap: float, *names: str) -> str:
@@ -276,7 +254,3 @@ def test_every_hydrogen_of_a_protein_and_its_dna_has_one_bond(structures: Path) 
     degree_A = np.bincount(atom_graph._bonds(chosen).ravel(), minlength=len(is_hydrogen_A))
     assert is_hydrogen_A.sum() > 100
     assert (degree_A[is_hydrogen_A] == 1).all()
-
-
-def test_a_hydrogen_code_is_known_for_deuterium_too() -> None:
-    assert bonds.is_hydrogen(np.array([1, 6, 119], np.uint8)).tolist() == [True, False, True]

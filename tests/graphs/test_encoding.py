@@ -74,28 +74,6 @@ def test_every_shared_complex_survives_the_store_in_few_bytes(complexes: dict[st
     assert np.mean(sizes) <= MOST_BYTES
 
 
-def test_unbound_graphs_with_bound_labels_survive_the_store(unbound: dict[str, Complex]) -> None:
-    for read in unbound.values():
-        graph = residue_graph.build_residue_graph(read, GraphRecipe())
-        assert_equal(stored(graph), graph)
-
-
-def test_more_than_256_nodes_and_nodes_without_edges_survive() -> None:
-    graph = residue_graph.build_residue_graph(
-        complex_of(complex_pdb(0, 300, 40).decode(), *AB), GraphRecipe(neighbours=0, radius=4.5)
-    )
-    degrees = np.bincount(graph.parts[0].edges["near"][1], minlength=300)
-    assert degrees.min() >= 0
-    assert_equal(stored(graph), graph)
-    edges = graph.parts[0].edges["near"]
-    lonely = PartnerGraph(**{**fields_of(graph.parts[0]), "edges": {"near": edges[:, (edges != 7).all(axis=0)]}})
-    assert_equal(stored(ItemGraph((lonely,))), ItemGraph((lonely,)))
-
-
-def fields_of(part: PartnerGraph) -> dict[str, Any]:
-    return {name: getattr(part, name) for name in ("role", "chains", "centre_3", "nodes", "residues", "paths")}
-
-
 @settings(max_examples=40, deadline=None)
 @given(
     size=st.integers(1, 300),

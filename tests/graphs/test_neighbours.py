@@ -94,12 +94,6 @@ def test_any_points_also_equal_ones_give_the_edges_of_brute_force(
         np.testing.assert_array_equal(within(array, nearest, radius), expected)
 
 
-@pytest.mark.parametrize("size", [neighbours.FEW, neighbours.FEW + 1])
-def test_both_sides_of_the_size_at_which_the_way_changes_are_right(size: int) -> None:
-    points = np.random.default_rng(size).integers(-25_000, 25_000, (size, 3)) / 1000
-    np.testing.assert_array_equal(within(points, 20, 9.0), by_brute_force(points, points, 20, 9.0, same=True))
-
-
 def test_a_plane_of_ties_larger_than_what_the_tree_is_first_asked_for_is_settled_by_index(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -139,18 +133,6 @@ def test_several_points_at_one_place_are_each_others_neighbours_and_never_their_
         np.testing.assert_array_equal(within(points, nearest), by_brute_force(points, points, nearest, None, same=True))
 
 
-def test_far_from_the_origin_a_tie_is_still_a_tie() -> None:
-    points = np.array([[0, 0, 0], [1, 0, 0], [-1, 0, 0], [0, 1, 0], [0, 0, -1]], np.float64) + 987_654.321
-    assert within(points, 2)[0, :2].tolist() == [1, 2]
-
-
-@WAYS
-def test_points_nearer_than_a_step_are_equally_near(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(neighbours, "FEW", few)
-    points = np.random.default_rng(1).permutation(40)[:, None] * np.array([1e-5, 0, 0])
-    np.testing.assert_array_equal(within(points, 5), by_brute_force(points, points, 5, None, same=True))
-
-
 @WAYS
 @pytest.mark.parametrize("far", [1e3, 1e5])
 def test_one_point_far_away_does_not_blur_the_others(few: int, far: float, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,13 +142,6 @@ def test_one_point_far_away_does_not_blur_the_others(few: int, far: float, monke
     np.testing.assert_array_equal(within(points, 9, 6.5), by_brute_force(points, points, 9, 6.5, same=True))
     others = points[::-1] + 0.5
     np.testing.assert_array_equal(between(others, points, 0, 9.0), by_brute_force(others, points, 0, 9.0, same=False))
-
-
-def test_points_in_several_blocks_are_numbered_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    points = np.random.default_rng(0).normal(size=(57, 3)) * 10
-    expected = within(points, 7, 8.0)
-    monkeypatch.setattr(neighbours, "BLOCK", 200)
-    np.testing.assert_array_equal(within(points, 7, 8.0), expected)
 
 
 def test_the_closest_two_are_found_within_a_set_and_between_two() -> None:

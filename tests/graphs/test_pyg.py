@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,9 +16,8 @@ with warnings.catch_warnings():
 
 from pipeline.errors import ConfigError
 from pipeline.graphs import atom_graph, pyg_view, residue_graph
-from pipeline.graphs.item_graph import GraphRecipe, ItemGraph, decode_graph, encode_graph
+from pipeline.graphs.item_graph import GraphRecipe, ItemGraph
 from pipeline.records import Role
-from pipeline.store.cache_folder import CacheFolder
 from pipeline.structures.synthetic import complex_pdb
 from tests.graphs.complexes import complex_of, side
 
@@ -32,15 +30,6 @@ def graphs() -> list[ItemGraph]:
     recipe = GraphRecipe(cross_neighbours=4)
     reads = [complex_of(complex_pdb(seed, 30 + 9 * seed, 300 - 80 * seed).decode(), *AB) for seed in range(3)]
     return [residue_graph.build_residue_graph(read, recipe) for read in reads]
-
-
-@pytest.fixture
-def from_cache(graphs: list[ItemGraph], tmp_path: Path) -> ItemGraph:
-    store = CacheFolder(tmp_path).kind("graph")
-    with store.writer() as writer:
-        writer.put(KEY, *encode_graph(graphs[0]))
-    record = store.get(KEY)
-    return decode_graph(record.arrays, record.meta)
 
 
 def test_a_complex_has_a_node_type_per_partner_and_its_contacts_as_edges(graphs: list[ItemGraph]) -> None:
@@ -98,22 +87,6 @@ def test_each_residue_gets_the_row_that_is_its_own(graphs: list[ItemGraph]) -> N
     assert "x" not in whole["receptor"]
     with pytest.raises(ValueError, match="have 7 rows, not 300"):
         pyg_view.data(graphs[0], {Role.LIGAND: rows[:7]})
-
-
-def test_new_arrays_are_shared_and_those_of_a_record_only_if_asked(
-    graphs: list[ItemGraph], from_cache: ItemGraph
-) -> None:
-    fresh = pyg_view.data(graphs[0])
-    assert fresh["receptor"].pos.data_ptr() == graphs[0].parts[0].nodes["pos"].ctypes.data
-    stored = from_cache.parts[0].nodes["pos"]
-    assert not stored.flags.writeable
-    before = stored.copy()
-    pyg_view.data(from_cache)["receptor"].pos.add_(1)
-    np.testing.assert_array_equal(stored, before)
-    shared = pyg_view.data(from_cache, share=True)["receptor"].pos
-    assert shared.data_ptr() == stored.ctypes.data
-    edges = from_cache.parts[0].edges["near"]  # decoded into memory of their own
-    assert pyg_view.data(from_cache)["receptor", "near", "receptor"].edge_index.data_ptr() == edges.ctypes.data
 
 
 def test_atom_graphs_have_residues_as_nodes_which_batches_count_through() -> None:

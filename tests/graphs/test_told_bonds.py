@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,8 +12,7 @@ from pipeline.graphs import bonds as templates
 from pipeline.graphs.item_graph import GraphRecipe, ItemGraph, decode_graph
 from pipeline.keys import content_digest
 from pipeline.records import Item, Reason
-from pipeline.stages.graph import Maker, graph, open_writer
-from pipeline.stages.remade_records import differences, read_again
+from pipeline.stages.graph import Maker, open_writer
 from pipeline.stages.scan import ScanShelves, look_up_items, scan_items
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.structures.inventory import ScanRecipe as Structures
@@ -100,21 +98,6 @@ def test_every_side_has_its_bonds_from_where_they_are_told(data: list[Item], tmp
         assert len(one.labels["contact_pairs"])
     assert sdf.parts[1].edges["dihedral"].size
     assert sdf.parts[1].edges["near"].size
-
-
-def test_the_graph_stage_makes_the_same_and_a_second_look_finds_no_difference(data: list[Item], tmp_path: Path) -> None:
-    one, other = CacheFolder(tmp_path / "one"), CacheFolder(tmp_path / "other")
-    there = list(graphs_of(data, one))
-    store = other.kind("graph")
-    assert list(graph(data, STRUCTURES, RECIPE, store, 1 << 20)) == [None] * len(data)
-    for item, made in zip(data, there, strict=True):
-        record = store.get(RECIPE.key(key(item)))
-        assert decode_graph(record.arrays, record.meta).sizes() == made.sizes()
-        anew = read_again(item, STRUCTURES)
-        assert anew is not None
-        assert anew.key == key(item)
-        kept = one.kind("scan").get(anew.key)
-        assert list(differences(kept, {}, json.loads(json.dumps(anew.inventory.to_json())))) == []
 
 
 def test_coordinates_that_change_or_go_are_noticed_without_reading_the_topology(
