@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,14 +10,18 @@ from pathlib import Path
 import pytest
 
 from tests.card import card
-from tests.card.on_card.typed_on_cards import EVERY
 
 FOLDER = Path(__file__).with_name("on_card")
 RECIPES = "test_recipes_on_card"
 OF_A_RECIPE = "test_a_recipe_trains_evaluates_and_predicts_on_a_card_as_on_the_cpu"
+# Named here, as what knows them takes seconds to import.
+NAMES = (
+    *("complex_docking", "contrastive_pair", "denovo_recursive", "encoder_finetune"),
+    *("interface", "rna_ligand", "spectra_finetune"),
+)
 PARTS = [
     *sorted(file.stem for file in FOLDER.glob("test_*.py") if file.stem != RECIPES),
-    *(f"{RECIPES}[{recipe}]" for recipe in EVERY),  # a minute each
+    *(f"{RECIPES}[{recipe}]" for recipe in NAMES),  # a minute each
 ]
 IN_GATE = "test_refused_memory"
 WITHIN_S = 900
@@ -26,10 +29,6 @@ WITHIN_S = 900
 
 def test_there_is_a_compiler_in_ci() -> None:
     assert os.environ.get("CI") != "true" or not card.why_not()
-
-
-def test_no_other_test_hides_in_the_file_of_recipes() -> None:
-    assert re.findall(r"^def (test_\w+)", (FOLDER / f"{RECIPES}.py").read_text(), re.MULTILINE) == [OF_A_RECIPE]
 
 
 @pytest.mark.timeout(WITHIN_S + 60)

@@ -23,39 +23,35 @@ if TYPE_CHECKING:
 PIXELS, PATCH, WORDS, LONGEST = 64, 8, 1000, 77
 
 
-class Images(nn.Module):
-    """A vision transformer."""
+class Tower(nn.Module):
+    """A transformer read at its first position, or at its last if it is causal."""
 
-    def __init__(self, width: int, depth: int, shared: int) -> None:
+    def __init__(self, width: int, depth: int, shared: int, places: int, *, causal: bool) -> None:
         super().__init__()
-        self.patches = nn.Conv2d(3, width, PATCH, PATCH, bias=False)
-        self.first = nn.Parameter(torch.randn(width))
-        self.places = nn.Embedding((PIXELS // PATCH) ** 2 + 1, width)
+        self.causal, self.places = causal, nn.Embedding(places, width)
         self.blocks = nn.ModuleList(Block(width, 4) for _ in range(depth))
         self.norm, self.out = nn.LayerNorm(width), nn.Linear(width, shared, bias=False)
 
-    def forward(self, pixels_BCHW: Tensor) -> Tensor:
-        x_BLD = self.patches(pixels_BCHW).flatten(2).transpose(1, 2)
-        x_BLD = torch.cat([self.first.expand(len(x_BLD), 1, -1), x_BLD], 1) + self.places.weight
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        x_BLD = x_BLD + self.places.weight[: x_BLD.shape[1]]
         for block in self.blocks:
-            x_BLD = block(x_BLD)
-        return functional.normalize(self.out(self.norm(x_BLD[:, 0])), dim=-1)
+            x_BLD = block(x_BLD, causal=self.causal)
+        return functional.normalize(self.out(self.norm(x_BLD[:, -1 if self.causal else 0])), dim=-1)
 
 
-class Texts(nn.Module):
-    """A causal transformer, read at its last position."""
+class Towers(nn.Module):
+    """A vision transformer, and a causal one of words."""
 
-    def __init__(self, width: int, depth: int, shared: int) -> None:
+    def __init__(self, depth: int, shared: int) -> None:
         super().__init__()
-        self.words, self.places = nn.Embedding(WORDS, width), nn.Embedding(LONGEST, width)
-        self.blocks = nn.ModuleList(Block(width, 4) for _ in range(depth))
-        self.norm, self.out = nn.LayerNorm(width), nn.Linear(width, shared, bias=False)
+        self.patches, self.first = nn.Conv2d(3, 128, PATCH, PATCH, bias=False), nn.Parameter(torch.randn(1, 1, 128))
+        self.images = Tower(128, depth, shared, (PIXELS // PATCH) ** 2 + 1, causal=False)
+        self.words, self.texts = nn.Embedding(WORDS, 96), Tower(96, depth, shared, LONGEST, causal=True)
 
-    def forward(self, words_BL: Tensor) -> Tensor:
-        x_BLD = self.words(words_BL) + self.places.weight[: words_BL.shape[1]]
-        for block in self.blocks:
-            x_BLD = block(x_BLD, causal=True)
-        return functional.normalize(self.out(self.norm(x_BLD)[:, -1]), dim=-1)
+    def forward(self, pixels_BCHW: Tensor, words_BL: Tensor) -> Tensor:
+        patches_BLD = self.patches(pixels_BCHW).flatten(2).transpose(1, 2)
+        images_BD = self.images(torch.cat([self.first.expand(len(patches_BLD), -1, -1), patches_BLD], 1))
+        return 14.3 * images_BD @ self.texts(self.words(words_BL)).T
 
 
 @dataclass(frozen=True)
@@ -67,8 +63,7 @@ class TwoTowers(Synthetic):
     shared: int = 64
 
     def model(self) -> nn.Module:
-        towers = {"images": Images(128, self.depth, self.shared), "texts": Texts(96, self.depth, self.shared)}
-        return nn.ModuleDict(towers)
+        return Towers(self.depth, self.shared)
 
     def example(self, sizes: Sizes) -> dict[str, Tensor]:
         items = sizes["items"]
@@ -76,7 +71,7 @@ class TwoTowers(Synthetic):
         return {"pixels": torch.randn(items, 3, PIXELS, PIXELS), "words": words}
 
     def loss(self, model: Any, batch: Any) -> dict[str, tuple[Tensor, float]]:
-        likeness_BB = 14.3 * model["images"](batch["pixels"]) @ model["texts"](batch["words"]).T
+        likeness_BB = model(batch["pixels"], batch["words"])
         own_B = torch.arange(len(likeness_BB), device=likeness_BB.device)
         ways = [functional.cross_entropy(one, own_B, reduction="sum") for one in (likeness_BB, likeness_BB.T)]
         return {"pairs": (sum(ways) / 2, float(len(own_B)))}

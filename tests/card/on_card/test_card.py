@@ -7,6 +7,7 @@ import faulthandler
 import os
 import random
 import signal
+from contextlib import suppress
 
 import pytest
 import torch
@@ -59,13 +60,17 @@ def test_what_others_have_taken_and_a_fraction_lower_the_limit() -> None:
 
 
 @pytest.mark.parametrize("expandable", [False, True])
-@pytest.mark.parametrize("seed", range(20))
-def test_memory_is_reserved_as_by_the_allocator_that_plans_simulate(seed: int, expandable: bool) -> None:
-    draw = random.Random(seed)
+def test_memory_is_reserved_as_by_the_allocator_that_plans_simulate(expandable: bool) -> None:
+    for seed in range(20):
+        accelerator.reset_accumulated_memory_stats()
+        accelerator.reset_peak_memory_stats()
+        side_by_side(random.Random(seed), expandable)
+
+
+def side_by_side(draw: random.Random, expandable: bool) -> None:
+    """Allocate and release on a card and in the simulated allocator; whatever one says, the other says."""
     limit = draw.choice([64, 200, 1000]) * MIB
     simulated = Allocator(AllocatorSettings(expandable=expandable), limit)
-    accelerator.reset_accumulated_memory_stats()
-    accelerator.reset_peak_memory_stats()
     with card.settings(total_bytes=limit, expandable=expandable, poison=False):
         tensors: dict[int, torch.Tensor] = {}
         for number in range(300):
@@ -74,16 +79,13 @@ def test_memory_is_reserved_as_by_the_allocator_that_plans_simulate(seed: int, e
                 del tensors[gone]
                 simulated.release(gone)
                 continue
-            size = int(2 ** draw.uniform(2, 25.5))
-            is_refused = False
+            size, is_refused = int(2 ** draw.uniform(2, 25.5)), False
             try:
                 simulated.allocate(number, size)
             except SimulatedOutOfMemory:
                 is_refused = True
-            try:
+            with suppress(torch.OutOfMemoryError):
                 tensors[number] = torch.empty(size, dtype=torch.uint8, device=card.NAME)
-            except torch.OutOfMemoryError:
-                assert is_refused
             assert is_refused == (number not in tensors)
             assert accelerator.memory_reserved() == simulated.reserved_bytes
             assert accelerator.memory_allocated() == simulated.allocated_bytes
@@ -129,13 +131,6 @@ def test_a_block_that_another_stream_uses_is_not_given_out_again_before() -> Non
     assert (target == 1).all()
 
 
-def test_pinned_blocks_are_powers_of_two() -> None:
-    used, _ = card.pinned_bytes()
-    pinned = torch.empty(5000, dtype=torch.uint8).pin_memory()
-    assert pinned.is_pinned()
-    assert card.pinned_bytes()[0] - used == 8192
-
-
 # Streams
 
 
@@ -168,13 +163,6 @@ def test_copies_to_pinned_memory_are_there_when_their_event_is() -> None:
         event.synchronize()
         assert pinned.sum() == 1000
     assert 0 in seen
-
-
-def test_copies_of_pageable_memory_are_done_when_they_return() -> None:
-    host = torch.ones(1000)
-    copy = host.to(card.NAME, non_blocking=True)
-    host.zero_()
-    assert copy.sum() == 1000
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -220,17 +208,6 @@ def test_a_layer_gives_what_it_gives_on_the_cpu(norm_first: bool) -> None:
         torch.testing.assert_close(parameter.grad.cpu(), expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_convolutions_and_norms_of_groups_run_in_the_order_of_channels_last(dtype: torch.dtype) -> None:
-    made = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.GELU(), nn.Conv2d(8, 4, 5)).to(dtype)
-    values = torch.randn(2, 3, 24, 24, dtype=dtype).contiguous(memory_format=torch.channels_last)
-    expected = made(values).float().square().mean()
-    found = made.to(card.NAME)(values.to(card.NAME)).float().square().mean()
-    found.backward()
-    torch.testing.assert_close(found.cpu(), expected, rtol=0.02, atol=1e-3)
-    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in made.parameters())
-
-
 def test_a_card_has_random_numbers_of_its_own() -> None:
     module = torch.get_device_module(card.NAME)
     torch.manual_seed(7)
@@ -250,31 +227,6 @@ def test_autocast_casts_what_it_casts_on_a_gpu() -> None:
         assert (values @ values).dtype == torch.bfloat16
         assert (values @ values).sum().dtype == torch.float32
         assert nn.functional.softmax(values @ values, -1).dtype == torch.float32
-
-
-def test_views_resizing_and_storages_work_as_elsewhere() -> None:
-    values = torch.arange(12.0, device=card.NAME).view(3, 4)
-    assert values.t()[1].tolist() == [1, 5, 9]
-    assert values.unfold(1, 2, 2).shape == (3, 2, 2)
-    out = torch.empty(0, device=card.NAME)
-    torch.add(values, 1, out=out)
-    assert out.shape == (3, 4)
-    assert out.sum() == 78
-    values.resize_(2, 2).fill_(1)
-    assert values.sum() == 4
-    values.untyped_storage().resize_(0)
-    assert values.untyped_storage().nbytes() == 0
-
-
-def test_fused_and_foreach_optimizers_step_on_a_card() -> None:
-    for way in ({"fused": True}, {"foreach": True}, {"foreach": False}):
-        torch.manual_seed(0)
-        made = nn.Linear(4, 4).to(card.NAME)
-        optimizer = torch.optim.AdamW(made.parameters(), **way)
-        before = made.weight.detach().clone()
-        made(torch.ones(2, 4, device=card.NAME)).sum().backward()
-        optimizer.step()
-        assert not torch.equal(before, made.weight)
 
 
 def test_a_failed_backward_is_forgotten_by_the_cards_own_thread() -> None:

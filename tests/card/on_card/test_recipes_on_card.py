@@ -10,8 +10,10 @@ import pytest
 from tests.card.on_card.typed_on_cards import EVERY, Typist, epochs, losses, predicted
 from tests.card.on_card.typed_on_cards import projects_root as projects_root
 from tests.card.on_card.typed_on_cards import typist as typist
+from tests.card.test_on_card import NAMES
 from tests.recipes.projects import Recipe
 
+assert set(NAMES) == set(EVERY), "the gate runs each recipe by its name"
 pytestmark = pytest.mark.timeout(900)  # it trains for real, on machines that are shared
 
 

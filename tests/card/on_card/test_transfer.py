@@ -6,20 +6,16 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from pipeline.device.accelerator import computing
 from pipeline.memory.runtime.meters import Habits, Upkeep
-from pipeline.training.items.read_ahead import Lease, Ring
 from pipeline.training.step.step import Step
 from tests.card import card
 from tests.training.loop.loops import Plot, Run
 from tests.training.step.test_step import OneTerm, StepSettings
-
-WORDS = 1 << 16
 
 
 class Pair(NamedTuple):
@@ -93,31 +89,6 @@ def test_what_has_a_way_of_its_own_to_be_moved_is_moved_by_it_wherever_it_stands
     assert moved["own"][0].x.device.type == card.NAME
     assert moved["own"][0].said == (card.NAME,)
     assert step_on(card.NAME).moved(Own(torch.ones(2))).said == (card.NAME,)
-
-
-@dataclass
-class Views:
-    values: Tensor
-    others: dict[str, Tensor]
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_a_slot_whose_views_are_still_copied_is_not_filled_anew(seed: int) -> None:
-    card.seed_order(seed)
-    ring, step, there = Ring(2, pin=True), step_on(card.NAME), []
-    for value in range(6):
-        slot = ring.free.get_nowait()
-        assert slot is not None
-        lease = Lease(ring, slot)
-        lease.room(8 * WORDS).view(np.int64)[:] = value
-        lease.lend()
-        words = lease.tensor(8 * WORDS).view(torch.int64)
-        collated = Views(words[: WORDS // 2], {"rest": words[WORDS // 2 :]})  # what any collate may return
-        there.append(step.moved(collated))
-        del words, collated, lease
-    for value, batch in enumerate(there):
-        assert (batch.values.cpu() == value).all()
-        assert (batch.others["rest"].cpu() == value).all()
 
 
 def test_the_share_of_a_card_is_asked_for_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:

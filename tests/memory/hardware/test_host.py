@@ -30,12 +30,11 @@ from pipeline.memory.hardware.host_memory import (
     ring_bytes,
     train_need,
 )
-from pipeline.memory.history.task_history import Profiles
 from pipeline.records import Item, Part, Role
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.training.items import read_ahead
 from pipeline.training.items.item_table import ItemTable, TableBuilder
-from tests.memory.history.tasks import GIB, MIB, measured
+from pipeline.units import GIB, MIB
 
 BASE = Baseline(200 * MIB, Provenance.MEASURED, "made up")
 TRAINED = """
@@ -89,12 +88,6 @@ def test_the_ring_is_predicted_as_it_grows(pin: bool, monkeypatch: pytest.Monkey
         assert not pin or all(pinned_bytes(len(slot.memory)) == len(slot.memory) for slot in ring.slots)
 
 
-def test_a_pinned_slot_is_the_power_of_two_that_the_batch_takes_anyway() -> None:
-    assert ring_bytes(4, 100 * MIB, pin=True) == 4 * 128 * MIB
-    assert ring_bytes(4, 60 * MIB, pin=True) == 4 * 64 * MIB  # with a share of room for larger ones it would be 128
-    assert ring_bytes(4, 0, pin=True) == 0
-
-
 @pytest.mark.parametrize("with_items", [False, True])
 def test_the_table_of_a_data_set_takes_what_is_predicted(tmp_path: Path, with_items: bool) -> None:
     store, builder, count = CacheFolder(tmp_path / "cache").kind("sets"), TableBuilder(), 5000
@@ -118,16 +111,8 @@ def test_only_the_larger_phase_is_asked_for() -> None:
     )
     need = HostNeed((kept, start, train))
     assert (need.bytes, need.total_bytes, need.margin_bytes) == (160, 168, 8)
-    assert (
-        HostNeed((kept, start, replace(train, origin=Provenance.ASSUMED))).bytes == 150
-    )  # with its margin it is larger
-
-
-def test_what_is_assumed_has_a_wider_margin_than_what_was_measured() -> None:
-    margins = [HostPart("", 1000, origin, "").margin_bytes for origin in Provenance]
-    assert margins == sorted(margins)
-    assert margins[0] >= 50
-    assert margins[-1] >= 200
+    assumed = replace(train, origin=Provenance.ASSUMED)  # with its margin it is larger
+    assert HostNeed((kept, start, assumed)).bytes == 150
 
 
 def test_every_rank_has_its_own_of_everything_but_files() -> None:
@@ -154,12 +139,6 @@ def test_a_gpu_brings_its_context_and_pinned_memory_and_a_cpu_its_step() -> None
     assert part(cpu, host_memory.CONTEXT) == part(cpu, "communicator") == 0 < part(gpu, "communicator")
 
 
-def test_inductor_is_paid_for_only_where_it_compiles() -> None:
-    eager, compiled = (train_need(TrainingJob(compile_workers=workers), BASE) for workers in (0, 8))
-    assert part(eager, "compiler") == 0
-    assert part(compiled, "compiler") == 8 * host_memory.COMPILE_WORKER_BYTES + host_memory.COMPILER_BYTES
-
-
 @pytest.mark.nightly
 def test_the_measured_baseline_is_what_a_process_with_torch_takes(baseline: Baseline) -> None:
     assert baseline.origin is Provenance.MEASURED
@@ -176,15 +155,3 @@ def test_a_training_step_on_the_cpu_fits_what_is_predicted_and_nearly_fills_it(b
     predicted = need.total_bytes - int(1.3 * host_memory.PAGE_CACHE_BYTES)  # which belongs to no process
     peak = median(status_of(TRAINED, "VmHWM") for _ in range(3))  # glibc lays its blocks by chance: 491 to 573 MiB
     assert 0.7 * predicted < peak < predicted
-
-
-def test_a_plan_that_was_measured_often_gives_way_to_what_was_measured(tmp_path: Path) -> None:
-    need = train_need(TrainingJob(model_bytes=GIB, batch_bytes=200 * MIB, staged_bytes=3 * GIB), BASE)
-    profiles = Profiles(tmp_path)
-    first = profiles.suggest("train", "ab12", "north", planned_bytes=need.total_bytes)
-    assert first.mem_bytes >= need.total_bytes
-    past = [measured(task, stage="train", peak_bytes=2 * GIB, asked_bytes=first.mem_bytes) for task in range(5)]
-    assert profiles.record("run", "supervisor", past)
-    again = profiles.suggest("train", "ab12", "north", planned_bytes=need.total_bytes)
-    assert 2 * GIB < again.mem_bytes < need.total_bytes
-    assert again.tasks == 5

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pipeline.memory.footprint import MemoryChoice, Provenance, margin_of
+from pipeline.memory.footprint import MemoryChoice
 from pipeline.memory.history.step_history import Peak, PeakHistory, fingerprint, ratios_of_all
 
 ONE = Peak(
@@ -44,11 +43,6 @@ def test_ratios_are_of_this_model_on_this_card_newest_first(tmp_path: Path) -> N
     assert found.ratios("m", "l4") == found.ratios("x", "a100") == ()
 
 
-def test_nothing_remembered_is_no_ratio_and_makes_no_folder(tmp_path: Path) -> None:
-    assert PeakHistory(tmp_path / "none", "2.13.0").ratios("m", "a100") == ()
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_card_is_known_by_what_the_driver_calls_it_as_well(tmp_path: Path) -> None:
     found = peaks(tmp_path, replace(ONE, card="main", gpu="a100-80gb-sxm"))
     assert found.ratios("m", "NVIDIA A100-SXM4-80GB") == found.ratios("m", "main") == (1.05,)
@@ -64,10 +58,7 @@ def test_a_step_that_died_needs_more_than_it_died_at_until_one_lived_with_as_muc
     died = replace(ONE, died=True, measured_bytes=1200)
     assert peaks(tmp_path, ONE, replace(died, at=2.0)).ratios("m", "a100") == (1.5, 1.05)
     assert peaks(tmp_path, replace(ONE, measured_bytes=1210, at=3.0)).ratios("m", "a100") == (1.21, 1.05)
-
-
-def test_a_step_that_died_with_less_than_was_predicted_says_nothing(tmp_path: Path) -> None:
-    assert peaks(tmp_path, replace(ONE, died=True, measured_bytes=600)).ratios("m", "a100") == ()
+    assert peaks(tmp_path / "other", replace(died, measured_bytes=600)).ratios("m", "a100") == (), "it was planned more"
 
 
 def test_a_plan_for_several_cards_is_corrected_once_all_were_measured(tmp_path: Path) -> None:
@@ -77,12 +68,10 @@ def test_a_plan_for_several_cards_is_corrected_once_all_were_measured(tmp_path: 
     assert ratios_of_all(found, "m", ["a100", "l4"]) == (1.05, 1.1)
 
 
-def test_margins_are_from_measurements_once_there_are_some(tmp_path: Path) -> None:
-    found = PeakHistory(tmp_path, "2.13.0")
-    assert margin_of(Provenance.TRACED, found.ratios("m", "a100")).origin is Provenance.ASSUMED
-    peaks(tmp_path, replace(ONE, measured_bytes=1010))
-    margin = margin_of(Provenance.TRACED, found.ratios("m", "a100"))
-    assert (margin.origin, round(margin.factor, 4)) == (Provenance.MEASURED, round(1.01 * 1.02, 4))
+def test_lines_that_are_no_measurement_are_passed_over_and_others_read_back_as_they_were(tmp_path: Path) -> None:
+    wrong: list[dict[str, object]] = [{"predicted_bytes": -1}, {"died": 1}, {"at": float("inf")}, {"gpu": 5}]
+    found = peaks(tmp_path, ONE, *(replace(ONE, **change) for change in wrong))  # type: ignore[arg-type]
+    assert found.of("m", "a100") == [ONE]
 
 
 def test_writers_share_no_file_and_a_torn_line_hides_no_other(tmp_path: Path) -> None:
@@ -93,17 +82,6 @@ def test_writers_share_no_file_and_a_torn_line_hides_no_other(tmp_path: Path) ->
     assert len(PeakHistory(tmp_path, "2.13.0").of("m", "a100")) == 2
     first.unlink()
     assert [one.at for one in PeakHistory(tmp_path, "2.13.0").of("m", "a100")] == [2.0]
-
-
-@pytest.mark.parametrize("change", [{"predicted_bytes": -1}, {"died": 1}, {"at": float("inf")}, {"gpu": 5}])
-def test_lines_that_are_no_measurement_are_passed_over(tmp_path: Path, change: dict[str, object]) -> None:
-    found = peaks(tmp_path, ONE, replace(ONE, **change))  # type: ignore[arg-type]
-    assert found.of("m", "a100") == [ONE]
-
-
-def test_a_peak_is_read_back_as_it_was_written(tmp_path: Path) -> None:
-    died = replace(ONE, died=True, at=2.0)
-    assert peaks(tmp_path, ONE, died).of("m", "a100") == [died, ONE]
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ import random
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -119,17 +118,6 @@ class KeepsGradients(Model):
         self.seen.append(gradient.abs())  # marker: hook
 
 
-class KeepsWhatBackwardMade(Model):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[Tensor] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = torch.tanh(self.first(x))
-        hidden.register_hook(self.seen.append)
-        return self.second(hidden).square().mean()  # marker: backward
-
-
 class Output(torch.autograd.Function):
     """Keeps its output where torch says not to: on ctx."""
 
@@ -182,13 +170,12 @@ class KeepsNumbers(Model):
 
 
 class Run:
-    """A plain loop, with averages and evaluation, watched."""
+    """A plain loop with evaluation, watched."""
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         self.told: list[MemoryLeak] = []
         self.model = model
         self.optimizer = torch.optim.AdamW(model.parameters())
-        self.averages = [one.detach().clone() for one in model.parameters()]
         self.leaks = Leaks(device="cpu", tell=self.told.append, limit_bytes=None, **options)
         self.evaluated = Model()
         self.random = random.Random(0)
@@ -200,8 +187,6 @@ class Run:
             loss.backward()
         self.watched += type(watch).__name__ != "nullcontext"
         self.optimizer.step()
-        with torch.no_grad():
-            torch._foreach_lerp_(self.averages, list(self.model.parameters()), 0.1)
         self.optimizer.zero_grad(set_to_none=True)
         self.leaks.step(rows // 32)
         return loss.item()
@@ -235,15 +220,13 @@ def only(leaks: list[MemoryLeak]) -> MemoryLeak:
 
 
 FORWARD, TENSOR = "forward", "Tensor float32 [64, 128]"
-BACKWARD = "forward, in its backward"
 OF = f"of {__name__}."
 TENSOR_LEAKS = (
-    (KeepsLosses, 1, "saved", FORWARD, f"list `losses` {OF}KeepsLosses"),
-    (KeepsActivations, 1, "global", FORWARD, f"list `SEEN` of module {__name__}"),
-    (KeepsShapes, 1, "cache", FORWARD, f"dict `cache` {OF}KeepsShapes"),
-    (KeepsGradients, 1, "hook", "note", f"list `seen` {OF}KeepsGradients"),
-    (KeepsWhatBackwardMade, 1, "backward", BACKWARD, f"list `seen` {OF}KeepsWhatBackwardMade"),
-    (CyclesThroughAutograd, 1, "ctx", FORWARD, "a cycle"),
+    (KeepsLosses, "saved", FORWARD, f"list `losses` {OF}KeepsLosses"),
+    (KeepsActivations, "global", FORWARD, f"list `SEEN` of module {__name__}"),
+    (KeepsShapes, "cache", FORWARD, f"dict `cache` {OF}KeepsShapes"),
+    (KeepsGradients, "hook", "note", f"list `seen` {OF}KeepsGradients"),
+    (CyclesThroughAutograd, "ctx", FORWARD, "a cycle"),
 )
 OBJECT_LEAKS = (
     (KeepsArrays, HOST, 800_000, "ndarray float64 [100, 1000]", "arrays", f"list `history` {OF}KeepsArrays"),
@@ -251,18 +234,14 @@ OBJECT_LEAKS = (
 )
 
 
-@pytest.mark.nightly
 @pytest.mark.usefixtures("_limited")
-@pytest.mark.parametrize(("model", "activations", "marker", "function", "holder"), TENSOR_LEAKS)
-def test_a_leak_of_tensors_is_named(
-    model: type[Model], activations: int, marker: str, function: str, holder: str
-) -> None:
-    bytes_per_step = activations * ACTIVATION
+@pytest.mark.parametrize(("model", "marker", "function", "holder"), TENSOR_LEAKS)
+def test_a_leak_of_tensors_is_named(model: type[Model], marker: str, function: str, holder: str) -> None:
     leaks, run = limited(model)
     leak = only(leaks)
     assert leak.memory == TENSORS
-    assert leak.bytes_per_step == pytest.approx(bytes_per_step, rel=0.1)
-    assert leak.bytes_per_epoch == pytest.approx(bytes_per_step * STEPS, rel=0.3)
+    assert leak.bytes_per_step == pytest.approx(ACTIVATION, rel=0.1)
+    assert leak.bytes_per_epoch == pytest.approx(ACTIVATION * STEPS, rel=0.3)
     assert any(TENSOR in one for one in leak.types)
     assert any(one.endswith(f"{line(marker)} in {function}") for one in leak.sites)
     assert holder in leak.holder
@@ -285,13 +264,6 @@ def test_a_leak_of_python_is_named(
 
 
 @pytest.mark.usefixtures("_limited")
-def test_a_search_that_takes_too_long_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inspection, "_SEARCH_S", 0.0)
-    leaks, _ = limited(KeepsActivations)
-    assert only(leaks).holder.startswith("what was not found within a second")
-
-
-@pytest.mark.usefixtures("_limited")
 def test_fifty_epochs_of_varied_shapes_have_no_leak() -> None:
     for rows in range(NODES[0], NODES[1] + 1):  # of some sizes, on some processors, MKL keeps megabytes from then on
         Model()(torch.ones(rows, WIDTH)).backward()
@@ -301,12 +273,6 @@ def test_fifty_epochs_of_varied_shapes_have_no_leak() -> None:
         assert run.watched == 0
 
 
-def test_fifty_epochs_have_no_leak_by_the_count_of_malloc() -> None:
-    run = Run(Model())
-    assert run.epochs(50, rows=run.varied) == run.told == []
-
-
-@pytest.mark.nightly
 @pytest.mark.usefixtures("_limited")
 def test_what_is_kept_of_varied_shapes_is_sized_by_the_long_run() -> None:
     with device.LimitedDevice() as card:
@@ -317,7 +283,6 @@ def test_what_is_kept_of_varied_shapes_is_sized_by_the_long_run() -> None:
         assert leak.total_bytes < card.live_bytes - before
 
 
-@pytest.mark.nightly
 @pytest.mark.usefixtures("_limited")
 def test_one_huge_epoch_is_warned_before_it_ends_in_out_of_memory() -> None:
     steps = 0
@@ -332,7 +297,6 @@ def test_one_huge_epoch_is_warned_before_it_ends_in_out_of_memory() -> None:
         assert leak.sites[0].endswith(f"{line('global')} in forward")
         left = (8 << 20) - card.live_bytes
         assert leak.steps_left == pytest.approx(left / leak.bytes_per_step, abs=1)
-        assert f"out of memory in about {leak.steps_left} steps" in leak.words()
 
 
 @pytest.mark.usefixtures("_limited")
@@ -345,31 +309,6 @@ def test_a_slow_leak_far_from_the_limit_waits_for_the_end_of_epochs() -> None:
         assert (run.watched, run.told) == (0, [])
 
 
-class KeepsSome(Model):
-    """Keeps one activation in ten steps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls, self.some = 0, []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        if self.calls % 10 == 0:
-            self.some.append(x * 3)  # marker: some
-        return super().forward(x)
-
-
-@pytest.mark.nightly
-@pytest.mark.usefixtures("_limited")
-def test_what_leaks_now_and_then_is_looked_for_longer() -> None:
-    leaks, _ = limited(KeepsSome, count=5, steps=150)
-    leak = only(leaks)
-    assert leak.sites[0].endswith(f"{line('some')} in forward")
-    assert leak.bytes_per_step == pytest.approx(ACTIVATION / 10, rel=0.1)
-    assert leak.holder == f"list `some` {OF}KeepsSome"
-
-
-@pytest.mark.nightly
 @pytest.mark.usefixtures("_limited")
 def test_a_known_leak_is_told_again_only_when_it_has_doubled() -> None:
     _, run = limited(KeepsActivations, count=14)
@@ -379,7 +318,6 @@ def test_a_known_leak_is_told_again_only_when_it_has_doubled() -> None:
     assert run.watched == 4
 
 
-@pytest.mark.nightly
 @pytest.mark.usefixtures("_limited")
 def test_looking_changes_no_number() -> None:
     weights = []
@@ -403,24 +341,6 @@ def test_cycles_that_nobody_collects_are_told_as_such() -> None:
     leak = only(leaks)
     assert leak.sites[0].endswith(f"{line('cycle')} in forward")
     assert "Node" in leak.holder
-    assert leak.holder.endswith("only garbage collection frees it")
-
-
-def _compiled(x: Tensor) -> Tensor:
-    return (x.sin() * 2).sum()
-
-
-def test_a_look_does_not_compile_anew() -> None:
-    from torch._dynamo.testing import CompileCounter
-
-    from pipeline.memory.leaks.inspection import StorageWatch
-
-    counter = CompileCounter()
-    function = torch.compile(_compiled, backend=counter)
-    for look in (nullcontext(), StorageWatch(), nullcontext()):
-        with look:
-            function(torch.ones(5, requires_grad=True)).backward()
-    assert counter.frame_count == 1
 
 
 class Hostile:
@@ -431,7 +351,6 @@ class Hostile:
         raise RuntimeError("do not look at me")
 
 
-@pytest.mark.nightly
 @pytest.mark.usefixtures("_limited")
 def test_a_search_among_hostile_objects_ends_no_run() -> None:
     hostile = Hostile()
@@ -440,22 +359,7 @@ def test_a_search_among_hostile_objects_ends_no_run() -> None:
     assert only(leaks).holder == f"list `SEEN` of module {__name__}"
 
 
-class Ring(Model):
-    """Keeps the last eight, beside a true leak."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ring: list[Tensor] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.ring = [*self.ring[-7:], x * 2]
-        self.fixed = getattr(self, "fixed", [])
-        self.fixed.append(x * 5)  # marker: fixed
-        del self.fixed[:-8]
-        SEEN.append(x * 3)  # marker: beside
-        return super().forward(x)
-
-
+@pytest.mark.nightly
 def test_a_search_ends_no_thread_that_makes_tuples_meanwhile() -> None:
     failed: list[SystemError] = []
     is_over = threading.Event()
@@ -472,7 +376,7 @@ def test_a_search_ends_no_thread_that_makes_tuples_meanwhile() -> None:
     thread = threading.Thread(target=make)
     thread.start()
     try:
-        for _ in range(30):
+        for _ in range(10):
             assert {id(kept)} <= set(map(id, all_containers()))
             assert {id(tensor) for tensor in tensors} <= {id(tensor) for _, tensor in inspection.visible_tensors()}
             container = ReferrerSearch(time_s=60).container_of(tensors)
@@ -483,34 +387,24 @@ def test_a_search_ends_no_thread_that_makes_tuples_meanwhile() -> None:
     assert not failed
 
 
-@pytest.mark.nightly
-@pytest.mark.usefixtures("_limited")
-def test_a_ring_of_the_last_few_is_not_blamed_for_what_grows_beside_it() -> None:
-    leaks, _ = limited(Ring)
-    assert "fixed" not in " ".join(leak.holder for leak in leaks)
-    (leak,) = (leak for leak in leaks if "SEEN" in leak.holder)
-    assert leak.sites[0].endswith(f"{line('beside')} in forward")
-
-
 def spans(*live: int) -> list[dict[Any, tuple[int, int]]]:
     return [{"a": (bytes_, 10 * place), "b": (bytes_ + 7, 10 * place + 3)} for place, bytes_ in enumerate(live)]
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("live", "rate"),
-    [
-        ((0, 100, 200), 10.0),
-        ((0, 100, 100), 0.0),
-        ((0, 100, 130), 0.0),  # slows down: a cache that fills
-        ((0, 100, 50), 0.0),
-        ((0, 10, 20), 0.0),  # below the floor
-        ((0, 100, 200, 190, 400), 0.0),
-        ((0,), 0.0),
-    ],
-)
-def test_growth_is_a_leak_if_it_goes_on_and_does_not_slow_down(live: tuple[int, ...], rate: float) -> None:
-    assert leaking(spans(*live), floor_bytes=50) == pytest.approx(rate)
+GROWTH = [
+    ((0, 100, 200), 10.0),
+    ((0, 100, 100), 0.0),
+    ((0, 100, 130), 0.0),  # slows down: a cache that fills
+    ((0, 100, 50), 0.0),
+    ((0, 10, 20), 0.0),  # below the floor
+    ((0, 100, 200, 190, 400), 0.0),
+    ((0,), 0.0),
+]
+
+
+def test_growth_is_a_leak_if_it_goes_on_and_does_not_slow_down() -> None:
+    found = [leaking(spans(*live), floor_bytes=50) for live, _ in GROWTH]
+    assert found == pytest.approx([rate for _, rate in GROWTH])
 
 
 def test_the_place_of_a_bucket_in_its_epoch_does_not_change_the_rate() -> None:

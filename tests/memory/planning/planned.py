@@ -57,8 +57,6 @@ class Fetched(Sequence[Any]):
 
 @dataclass(frozen=True)
 class Trained:
-    """What came of an epoch."""
-
     ooms: int
     peak_bytes: int
     steps: int
@@ -66,7 +64,6 @@ class Trained:
 
 
 def work_of(member: Member) -> Work:
-    """Return a member of the zoo as it is trained here."""
     settings = {name: value for name, value in member.settings.items() if name != "foreach"}
     way = "foreach" if member.settings.get("foreach") else "loop"
     return Work(member.build(), StepSettings(way=way, **settings), device="cpu")
@@ -96,13 +93,11 @@ class Ground:
         return cls(member, work, made, oracle)
 
     def planned(self, limit: int, request: PlanRequest | None = None) -> MemoryPlan:
-        """Plan as `plan_training` does, but for one oracle that remembers for all limits."""
         request = request or request_for(self.member)
         data = data_of(self.sizes, request, padded=self.member.padded)
         return plan_memory(self.oracle, data, request, [host_card(limit)])
 
     def choice(self, **changes: Any) -> MemoryChoice:
-        """Return what a member is without any remedy."""
         return MemoryChoice(checkpointing=bool(self.member.settings.get("checkpointing")), **changes)
 
     def live(self, choice: MemoryChoice, micros: Micros, *, accumulate: bool) -> int:
@@ -113,7 +108,6 @@ class Ground:
         return max(live_peak_bytes(standing, micro, accumulate=accumulate) for micro in asked)
 
     def runs(self, choice: MemoryChoice) -> bool:
-        """Tell whether real steps run under a choice, as far as it was tried."""
         try:
             self.oracle.standing(choice)
         except CannotRun:
@@ -136,7 +130,6 @@ class Ground:
 
     @property
     def items(self) -> int:
-        """Return how many items there are."""
         return len(next(iter(self.sizes.values())))
 
 

@@ -61,7 +61,6 @@ def test_launching_is_weighed_against_padding_by_the_time_of_an_epoch() -> None:
     assert many.epoch_s.value < 0.5 * planned(MANY, GIB, only).epoch_s.value
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("budget", [150, 300, 700])
 def test_looser_micro_batches_fit_in_every_epoch_as_training_cuts_them(budget: int, ranks: int) -> None:
@@ -77,15 +76,13 @@ def test_looser_micro_batches_fit_in_every_epoch_as_training_cuts_them(budget: i
         assert epoch or len(cuts) == made.micros, "it is cut as it was planned"
 
 
-def test_a_pinned_micro_batch_is_not_padded_otherwise() -> None:
+def test_padding_is_for_padded_items_whose_number_is_free() -> None:
     made = planned(MANY, GIB, micro_batch=4)
     assert (made.padding, made.items_most) == (PADDING, 4)
-
-
-def test_concatenated_items_have_no_padding() -> None:
-    request = PlanRequest(batch=BATCH)
-    made = planned(MANY, GIB, data_of(SIZES, request, padded=False))
-    assert made.padding is None
+    concatenated = planned(MANY, GIB, data_of(SIZES, PlanRequest(batch=BATCH), padded=False))
+    assert concatenated.padding is None
+    free = planned(MANY, GIB)
+    assert stretch_of("all", 1, free).padding == free.padding
 
 
 def begun(folder: Path, padding: float) -> Run:
@@ -106,8 +103,3 @@ def test_a_training_pads_as_its_plan_says_and_resumes_under_another_padding(tmp_
     for name, numbers in tight.state().items():
         assert loose.state()[name] == pytest.approx(numbers, abs=1e-10), "steps are of the same items"
         assert other.state()[name] == pytest.approx(numbers, abs=1e-10)
-
-
-def test_the_padding_of_a_plan_is_that_of_its_stretch() -> None:
-    made = planned(MANY, GIB)
-    assert stretch_of("all", 1, made).padding == made.padding

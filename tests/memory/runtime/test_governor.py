@@ -62,21 +62,18 @@ def test_a_step_that_takes_less_raises_nothing_but_is_remembered() -> None:
     assert governor.learned.could_be == 1800
 
 
-def test_what_the_allocator_holds_beside_tensors_is_lost_to_items() -> None:
-    verdict = planned(margin=0.0).verified(memory(live=900, reserved=1000), 900)
-    assert verdict.budget == 800
-    verdict = planned(margin=0.0).verified(memory(live=900, reserved=1000, limit=950), 900)
-    assert verdict.budget == 750
-
-
-def test_memory_that_others_have_taken_since_the_plan_counts() -> None:
-    verdict = planned(margin=0.0).verified(memory(live=900, reserved=900, limit=700), 900)
-    assert (verdict.limit_bytes, verdict.budget, verdict.is_off) == (700, 600, False)
-
-
-def test_a_process_is_measured_by_what_is_resident_beyond_what_was_there() -> None:
-    verdict = planned(margin=0.0).verified(memory(live=None, reserved=5900, limit=5800), 900, before_bytes=5000)
-    assert (verdict.measured_bytes, verdict.limit_bytes, verdict.budget) == (900, 800, 700)
+@pytest.mark.parametrize(
+    ("found", "before", "limit", "budget"),
+    [
+        (memory(live=900, reserved=1000), 0, 1000, 800),
+        (memory(live=900, reserved=1000, limit=950), 0, 950, 750),  # what the allocator holds is lost to items
+        (memory(live=900, reserved=900, limit=700), 0, 700, 600),  # others have taken memory since the plan
+        (memory(live=None, reserved=5900, limit=5800), 5000, 800, 700),  # a process: beyond what was resident
+    ],
+)
+def test_the_budget_is_what_the_limit_leaves(found: Memory, before: int, limit: int, budget: int) -> None:
+    verdict = planned(margin=0.0).verified(found, 900, **({"before_bytes": before} if before else {}))
+    assert (verdict.limit_bytes, verdict.budget) == (limit, budget)
 
 
 def test_a_budget_below_the_largest_item_is_said_not_to_fit() -> None:
@@ -88,39 +85,33 @@ def test_a_budget_below_the_largest_item_is_said_not_to_fit() -> None:
 # Admission
 
 
-@pytest.mark.parametrize(
-    ("costs", "budget", "pieces"),
-    [
-        ([1, 2, 3], 6, [[1, 2, 3]]),
-        ([3, 3, 3, 3], 9, [[3, 3], [3, 3]]),  # even, and not three and one
-        ([9, 1, 1, 9], 10, [[9, 1], [1, 9]]),
-        ([2, 50, 2], 10, [[2], [50], [2]]),  # too large is alone
-        ([50], 10, [[50]]),
-        ([], 10, []),
-        ([0, 0], 10, [[0, 0]]),
-    ],
-)
-def test_a_micro_batch_is_cut_into_as_few_even_pieces_as_fit(costs: list[int], budget: int, pieces: list) -> None:
-    assert [costs[piece] for piece in admitted(costs, budget)] == pieces
+CUTS: list[tuple[list[int], int, list[list[int]]]] = [
+    ([1, 2, 3], 6, [[1, 2, 3]]),
+    ([3, 3, 3, 3], 9, [[3, 3], [3, 3]]),  # even, and not three and one
+    ([9, 1, 1, 9], 10, [[9, 1], [1, 9]]),
+    ([2, 50, 2], 10, [[2], [50], [2]]),  # too large is alone
+    ([50], 10, [[50]]),
+    ([], 10, []),
+    ([0, 0], 10, [[0, 0]]),
+]
+
+
+def test_a_micro_batch_is_cut_into_as_few_even_pieces_as_fit() -> None:
+    found = [[costs[piece] for piece in admitted(costs, budget)] for costs, budget, _ in CUTS]
+    assert found == [pieces for *_, pieces in CUTS]
 
 
 def test_cuts_lose_nothing_and_keep_to_the_budget() -> None:
     generator = torch.Generator().manual_seed(0)
     for padded in (False, True):
         for _ in range(200):
-            costs = torch.randint(
-                1, 20, (int(torch.randint(1, 30, (), generator=generator)),), generator=generator
-            ).tolist()
+            count = int(torch.randint(1, 30, (), generator=generator))
+            costs = torch.randint(1, 20, (count,), generator=generator).tolist()
             budget = int(torch.randint(1, 60, (), generator=generator))
             pieces = [costs[piece] for piece in admitted(costs, budget, padded=padded)]
             assert [cost for piece in pieces for cost in piece] == costs
             for piece in pieces:
                 assert len(piece) == 1 or (len(piece) * max(piece) if padded else sum(piece)) <= budget
-
-
-def test_padded_items_cost_as_much_as_the_largest_of_them() -> None:
-    assert len(planned(budget=40, largest=1, padded=True).admit([20, 1, 1])) == 2
-    assert len(planned(budget=40, largest=1).admit([20, 1, 1])) == 1
 
 
 def test_halves_are_alike_in_cost() -> None:
@@ -140,49 +131,31 @@ def test_an_oom_lowers_the_next_budget_by_a_tenth_of_what_failed() -> None:
     assert governor.budget == 800
     want = governor.after_step()
     assert want.budget == 630
-    assert "700" in want.why
     assert governor.budget == 800  # until it is agreed upon
     assert governor.adopt(want.budget)
     assert governor.after_step().budget == 630
 
 
-def test_what_ran_just_below_what_failed_runs_again() -> None:
+@pytest.mark.parametrize(
+    ("before", "failed", "after", "budget"),
+    [
+        ([690], [700], [], 690),  # ran just below what failed: it runs again
+        ([790], [700], [350], 630),  # ran before less failed: no evidence
+        ([], [800, 400], [], 360),  # the smallest that failed counts
+        ([], [1500], [], 800),  # one item alone, above what the budget allows several: teaches nothing
+        ([], [50], [], 50),  # no budget falls below the largest item
+    ],
+)
+def test_what_ran_and_what_failed_decide(before: list[int], failed: list[int], after: list[int], budget: int) -> None:
     governor = planned()
-    governor.ran(690)
-    governor.out_of_memory(700)
-    assert governor.after_step().budget == 690
-
-
-def test_what_ran_once_is_no_evidence_after_less_has_failed() -> None:
-    governor = planned()
-    governor.ran(790)
-    governor.out_of_memory(700)
-    governor.ran(350)
-    assert governor.after_step().budget == 630
-    assert governor.learned.ran == 350
-
-
-def test_the_smallest_that_failed_counts() -> None:
-    governor = planned()
-    governor.out_of_memory(800)
-    governor.out_of_memory(400)
-    assert governor.after_step().budget == 360
-    assert governor.learned.ooms == 2
-
-
-def test_no_budget_falls_below_the_largest_item() -> None:
-    governor = planned(largest=300)
-    governor.out_of_memory(300)
-    assert governor.after_step().budget == 300
-    assert not governor.adopt(10) or governor.budget == 300
-
-
-def test_an_oom_above_the_budget_teaches_nothing_new() -> None:
-    """It was one item alone, above what the budget allows several."""
-    governor = planned(budget=100)
-    governor.out_of_memory(500)
-    want = governor.after_step()
-    assert (want.budget, want.why) == (100, "")
+    for cost in before:
+        governor.ran(cost)
+    for cost in failed:
+        governor.out_of_memory(cost)
+    for cost in after:
+        governor.ran(cost)
+    assert governor.after_step().budget == budget
+    assert governor.learned.ooms == len(failed)
 
 
 def test_a_retry_of_the_allocator_lowers_the_budget_a_little_but_not_for_ever() -> None:
@@ -198,14 +171,6 @@ def test_a_retry_of_the_allocator_lowers_the_budget_a_little_but_not_for_ever() 
     assert budgets[:2] == [760, 722]
     assert budgets[-1] == 400
     assert governor.learned.retries == 36
-
-
-def test_without_more_retries_nothing_is_lowered_or_emptied() -> None:
-    governor = planned()
-    for _ in range(3):
-        governor.ran(800)
-        want = governor.after_step(memory(live=900, reserved=940, retries=3))
-        assert (want.budget, want.empty_cache, want.why) == (800, False, "")
 
 
 def test_the_retry_that_belongs_to_an_oom_is_not_held_against_it_twice() -> None:
@@ -247,25 +212,17 @@ def test_what_was_learned_goes_on_from_a_checkpoint() -> None:
     resumed.load(json.loads(json.dumps(governor.state())))
     assert resumed.learned == governor.learned
     assert resumed.budget == 630
-    assert [resumed.rung(cost) for cost in (100, 200, 299, 300, 900)] == [
-        None,
-        "checkpointing",
-        "checkpointing",
-        "offload",
-        "offload",
-    ]
+    rungs = [resumed.rung(cost) for cost in (100, 200, 299, 300, 900)]
+    assert rungs == [None, "checkpointing", "checkpointing", "offload", "offload"]
 
 
-def test_a_resumed_run_keeps_to_a_plan_that_has_become_smaller() -> None:
+def test_a_resumed_run_keeps_to_a_plan_that_has_become_smaller_and_refuses_what_is_no_state() -> None:
     smaller = planned(budget=400)
     smaller.load(planned().state())
     assert smaller.budget == 400
-
-
-@pytest.mark.parametrize("state", [{}, {"ran": 3}, {"budget": 3, "colour": "red"}])
-def test_a_state_of_another_version_is_refused(state: dict) -> None:
-    with pytest.raises(ConfigError, match="cannot be read"):
-        planned().load(state)
+    for state in ({}, {"ran": 3}, {"budget": 3, "colour": "red"}):
+        with pytest.raises(ConfigError):
+            planned().load(state)
 
 
 # Meters
@@ -374,11 +331,9 @@ def test_what_a_process_had_at_most_is_nothing_of_what_started_it() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 def test_the_meter_of_a_card_sees_memory_come_and_its_peak_stay() -> None:
     meter = CardMeter("cuda")
-    torch.ones(1, device="cuda")
     torch.cuda.empty_cache()
     meter.reset_peak()
-    before = meter.read()
-    held = torch.ones(64 * MB // 4, device="cuda")
+    before, held = meter.read(), torch.ones(64 * MB // 4, device="cuda")
     assert meter.read().allocated_bytes - before.allocated_bytes == 64 * MB
     del held
     after = meter.read()
@@ -421,17 +376,6 @@ def test_garbage_is_collected_by_count_and_as_before_afterwards() -> None:
     gc.freeze()  # for the tests that follow
 
 
-def test_without_habits_nothing_is_touched() -> None:
-    frozen = gc.get_freeze_count()
-    upkeep = Upkeep(Habits(), "cpu")
-    upkeep.begin()
-    upkeep.after_micro_batch()
-    upkeep.after_step(empty_cache=True)
-    assert gc.isenabled()
-    assert gc.get_freeze_count() == frozen
-    upkeep.end()
-
-
 # A loop of somebody's own
 
 
@@ -468,51 +412,28 @@ def one_big_batch(steps: int = 1) -> Items:
     return items
 
 
-@pytest.mark.parametrize("budget", [None, 39, 30, 20, 12, 1])
+@pytest.mark.parametrize("budget", [None, 30, 20, 1])
 def test_a_step_in_parts_is_the_step_of_one_big_batch(budget: int | None) -> None:
     items = Items()
     loss = items.governed(budget=budget, cost=len).step(items.items, items.loss_of)
     expected = one_big_batch()
     assert torch.allclose(parameters(items), parameters(expected), rtol=0, atol=1e-12)
-    assert len(items.calls) == {None: 1, 39: 2, 30: 2, 20: 3, 12: 5, 1: 8}[budget]
+    assert len(items.calls) == {None: 1, 30: 2, 20: 3, 1: 8}[budget]
     with torch.no_grad():
         total, weight = Items().loss_of(items.items)
     assert loss.item() == pytest.approx((total / weight).item(), abs=1e-12)
     assert all(one.grad is None for one in items.model.parameters())
 
 
-def test_weights_may_be_tensors() -> None:
-    items = Items()
-
-    def loss_of(some: list[Tensor]) -> tuple[Tensor, Tensor]:
-        total, weight = items.loss_of(some)
-        return total, torch.tensor(weight / 1000)
-
-    items.governed(budget=20, cost=len).step(items.items, loss_of)
-    expected = Items()
-    total, weight = expected.loss_of(expected.items)
-    (total / weight * 1000).backward()
-    expected.optimizer.step()
-    assert torch.allclose(parameters(items), parameters(expected), rtol=1e-6)
-
-
-def test_clipping_sees_the_gradient_of_the_whole_step() -> None:
+@pytest.mark.parametrize("scaler", [None, torch.amp.GradScaler("cpu", init_scale=1024.0)])
+def test_clipping_sees_the_gradient_of_the_whole_step_and_a_scaler_changes_none(scaler: object) -> None:
     items, expected = Items(), Items()
-    items.governed(budget=20, cost=len, clip=0.01).step(items.items, items.loss_of)
+    items.governed(budget=20, cost=len, clip=0.01, scaler=scaler).step(items.items, items.loss_of)
     total, weight = expected.loss_of(expected.items)
     (total / weight).backward()
     torch.nn.utils.clip_grad_norm_(expected.model.parameters(), 0.01)
     expected.optimizer.step()
-    assert torch.allclose(parameters(items), parameters(expected), rtol=0, atol=1e-12)
-
-
-def test_a_scaler_changes_no_gradient() -> None:
-    items, expected = Items(), Items()
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    items.governed(budget=20, cost=len, clip=0.01, scaler=scaler).step(items.items, items.loss_of)
-    expected.governed(budget=20, cost=len, clip=0.01).step(expected.items, expected.loss_of)
-    assert torch.allclose(parameters(items), parameters(expected), rtol=0, atol=1e-9)
-    assert not torch.equal(parameters(items), parameters(Items()))
+    assert torch.allclose(parameters(items), parameters(expected), rtol=0, atol=1e-9 if scaler else 1e-12)
 
 
 def room(items: Items) -> int:
@@ -602,20 +523,6 @@ def test_what_was_learned_is_there_after_a_restart() -> None:
     assert resumed.events == []
 
 
-def test_memory_at_the_end_of_a_step_is_flat_whatever_failed_in_it() -> None:
-    limited.need()
-    items = Items(width=64)
-    limit_bytes, governed = room(items), items.governed(cost=len)
-    live = []
-    with LimitedDevice(limit_bytes) as device:
-        for _ in range(6):
-            governed.governor.learned = type(governed.governor.learned)(budget=1 << 62)  # forget: fail each time
-            governed.step(items.items, items.loss_of)
-            live.append(device.live_bytes)
-    assert device.refused >= 6
-    assert len(set(live)) == 1
-
-
 def too_large(items: Items) -> tuple[list[Tensor], int]:
     limit_bytes = room(items)
     return [*items.items[:3], torch.randn(400, 64, dtype=torch.float64), *items.items[3:]], limit_bytes
@@ -626,7 +533,7 @@ def test_an_item_that_does_not_fit_alone_is_named() -> None:
     items = Items(width=64)
     rows, limit_bytes = too_large(items)
     before = parameters(items).clone()
-    with LimitedDevice(limit_bytes), pytest.raises(PlanInfeasible, match="item 3 of the step does not fit alone"):
+    with LimitedDevice(limit_bytes), pytest.raises(PlanInfeasible, match="item 3"):
         items.governed(cost=len).step(rows, items.loss_of)
     assert torch.equal(parameters(items), before)
 
@@ -638,9 +545,7 @@ def test_an_item_that_does_not_fit_alone_may_be_left_out() -> None:
     governed = items.governed(cost=len, too_large="skip")
     with LimitedDevice(limit_bytes):
         governed.step(rows, items.loss_of)
-    assert [(event.cost, event.detail) for event in governed.events if event.what == "skipped"] == [
-        (400, "item 3 does not fit alone")
-    ]
+    assert [event.cost for event in governed.events if event.what == "skipped"] == [400]
     expected = Items(width=64)
     expected.governed().step(expected.items, expected.loss_of)
     assert torch.allclose(parameters(items), parameters(expected), rtol=0, atol=1e-10)
@@ -659,14 +564,13 @@ def test_memory_that_ends_within_the_optimizer_is_no_matter_of_splitting() -> No
     assert governed.events == []
 
 
-@pytest.mark.parametrize("error", [RuntimeError("shapes differ"), ZeroDivisionError("no"), KeyError("k")])
-def test_an_error_of_the_users_function_is_passed_on_unchanged(error: Exception) -> None:
-    items = Items()
+def test_an_error_of_the_users_function_is_passed_on_unchanged() -> None:
+    items, error = Items(), RuntimeError("shapes differ")
 
     def loss_of(some: list[Tensor]) -> tuple[Tensor, float]:
         raise error
 
-    with pytest.raises(type(error)) as caught:
+    with pytest.raises(RuntimeError) as caught:
         items.governed().step(items.items, loss_of)
     assert caught.value is error
     governed = items.governed()
@@ -674,17 +578,11 @@ def test_an_error_of_the_users_function_is_passed_on_unchanged(error: Exception)
     assert torch.equal(parameters(items), parameters(one_big_batch()))
 
 
-@pytest.mark.parametrize(
-    "told", [torch.ones(()), (torch.ones(3), 3), (1.0, 3), (torch.ones(()),), None, (torch.ones(()), "3")]
-)
-def test_what_is_no_sum_and_weight_is_refused(told: object) -> None:
+def test_what_is_no_sum_and_weight_is_refused_and_a_step_without_items_changes_nothing() -> None:
     items = Items()
-    with pytest.raises(ConfigError, match=r"must return \(sum, weight\)"):
-        items.governed().step(items.items, lambda some: told)
-
-
-def test_a_step_without_items_changes_nothing() -> None:
-    items = Items()
+    for wrong in (torch.ones(()), (torch.ones(3), 3), (1.0, 3), (torch.ones(()),), None, (torch.ones(()), "3")):
+        with pytest.raises(ConfigError):
+            items.governed().step(items.items, lambda some, wrong=wrong: wrong)
     before = parameters(items).clone()
     assert items.governed().step([], items.loss_of).item() == 0
     assert torch.equal(parameters(items), before)

@@ -71,19 +71,13 @@ def test_gpus_are_asked_by_index_or_uuid_and_a_slice_says_only_its_memory() -> N
     assert look() == [GpuLook(0.4, GIB, 80 * GIB), GpuLook(None, GIB, 80 * GIB)]
 
 
-def test_figures_are_the_mean_of_all_looks_and_the_memory_of_the_fullest() -> None:
+def test_figures_are_means_and_the_memory_of_the_fullest_and_what_is_unknown_is_left_out() -> None:
     figures = seen_by(nvml_look(["0", "1"], Binding()))
     assert figures["gpu_busy"] == pytest.approx(0.3, abs=0.1)
     assert (figures["gpu_used_bytes"], figures["gpu_total_bytes"]) == (9 * GIB, 80 * GIB)
-
-
-def test_what_a_slice_does_not_tell_is_unknown_and_not_0() -> None:
-    figures = seen_by(nvml_look(["MIG-1"], Binding()))
-    assert "gpu_busy" not in figures
-    assert figures["gpu_used_bytes"] == GIB
-
-
-def test_a_gpu_that_does_nothing_is_0_and_not_unknown() -> None:
+    sliced = seen_by(nvml_look(["MIG-1"], Binding()))
+    assert "gpu_busy" not in sliced
+    assert sliced["gpu_used_bytes"] == GIB
     assert seen_by(lambda: [GpuLook(0.0, MIB, GIB)])["gpu_busy"] == 0.0
 
 

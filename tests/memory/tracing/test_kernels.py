@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipeline.memory.footprint import MemoryChoice, live_peak_bytes
-from pipeline.memory.tracing.kernel_workspace import hidden_bytes, scratch_bytes
 from tests.memory.tracing.traced import WIDTH, Small, tracer, true_peak
 from tests.testkit.limited import device
 
@@ -93,6 +92,11 @@ OPERATORS = {
     "upsampled": Operator(lambda y: functional.interpolate(images(y), scale_factor=2, mode="bilinear")),
     "pooled": Operator(lambda y: functional.max_pool2d(images(y), 2)),
     "softmax": Operator(lambda y: y.softmax(1)),
+    "logsumexp": Operator(lambda y: y.logsumexp(-1)),
+    "sorted": Operator(lambda y: y.sort(0)[0]),
+    "distances": Operator(lambda y: torch.cdist(y[:300], y[:100])),
+    "attention": Operator(lambda y: functional.scaled_dot_product_attention(*[words(y)[:, None]] * 3)),
+    "mean of squares": Operator(lambda y: functional.mse_loss(y, torch.ones_like(y))),
     "gelu": Operator(functional.gelu),
     "cholesky": Operator(lambda y: torch.linalg.cholesky(definite(y))),
     "inverse": Operator(lambda y: torch.linalg.inv(definite(y))),
@@ -123,14 +127,3 @@ def test_an_operator_is_traced_as_a_real_step_takes(name: str, loss: str) -> Non
     asked, choice = tracer(task, least=LEAST), MemoryChoice()
     traced = live_peak_bytes(asked.standing(choice), asked.micro(choice, ROWS), accumulate=False)
     assert traced == pytest.approx(true_peak(task, ROWS), rel=0.01)
-
-
-def test_an_lstm_on_a_card_keeps_a_reserve_as_assumed() -> None:
-    steps, items, width = 16, 8, 48
-    x, states = torch.empty(steps, items, WIDTH), torch.empty(items, width)
-    weights = (torch.empty(4 * width, WIDTH), torch.empty(4 * width, width), *torch.empty(2, 4 * width))
-    args = (x, *weights, states, states, False, [], 2, width, 1, True, False, False, True)
-    operator, result = torch.ops.aten.mkldnn_rnn_layer.default, (x, states, states, torch.empty(0, dtype=torch.uint8))
-    assert hidden_bytes(operator, args, {}, result) == 7 * steps * items * width * 4
-    assert scratch_bytes(operator, args, {}, result) > 4 * steps * items * width * 4
-    assert hidden_bytes(operator, (*args[:-1], False), {}, result) == 0

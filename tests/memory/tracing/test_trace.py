@@ -181,13 +181,6 @@ def test_tied_weights_count_once(make):
     assert standing.parameters == WIDTH * WIDTH
 
 
-def test_a_model_in_another_type_takes_as_much_as_it_really_does():
-    standing, micro = answers(Small(lambda: layers().to(torch.float64).float().half().to(torch.float32)))
-    plain, same = answers(Small(layers))
-    assert standing.parts == plain.parts
-    assert micro.parts == same.parts
-
-
 class Chosen(nn.Module):
     """Takes rows by their numbers, as messages over edges do."""
 

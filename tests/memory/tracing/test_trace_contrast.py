@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,8 +11,6 @@ from pipeline.config.schema_train import TrainSection
 from pipeline.errors import ConfigError
 from pipeline.memory.footprint import MemoryChoice
 from pipeline.memory.footprint import StepTapes as Tapes
-from pipeline.memory.lint.lint_facts import RunFacts
-from pipeline.memory.lint.lint_rules import lint
 from pipeline.memory.tracing.tracer import Tracer
 from pipeline.runs.model.training_work import Work, step_settings
 from pipeline.tasks.contrastive_pair import ContrastivePair, PairBatch, Rows
@@ -25,12 +22,6 @@ from tests.training.step.towers import Pairs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ITEMS = 128
-WITHIN = 0.01
-SIZES = [(32, 2, 16), (48, 2, 24), (64, 2, 32)]  # width, layers, tokens
-
-
-def pairs(width: int, layers: int, tokens: int) -> ContrastivePair:
-    return ContrastivePair(width=width, layers=layers, heads=4, out=64, left_most=tokens, right_most=tokens)
 
 
 def planned(task: ContrastivePair, settings: StepSettings, micro: int, tokens: int) -> int:
@@ -65,11 +56,12 @@ def cut(batch: Any, sizes: Sequence[int]) -> list[PairBatch]:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("micro", [16, ITEMS])
-@pytest.mark.parametrize("size", SIZES)
-def test_128_items_are_planned_within_a_percent_in_one_batch_or_8(size: tuple[int, int, int], micro: int) -> None:
-    task, settings = pairs(*size), StepSettings(batch=ITEMS, clip=1.0)
-    true = measured(task, settings, micro, size[2])
-    assert planned(task, settings, micro, size[2]) == pytest.approx(true, rel=WITHIN)
+def test_128_items_are_planned_within_a_percent_in_one_batch_or_8(micro: int) -> None:
+    width, layers, tokens = 64, 2, 32
+    task = ContrastivePair(width=width, layers=layers, heads=4, out=64, left_most=tokens, right_most=tokens)
+    settings = StepSettings(batch=ITEMS, clip=1.0)
+    true = measured(task, settings, micro, tokens)
+    assert planned(task, settings, micro, tokens) == pytest.approx(true, rel=0.01)
 
 
 def test_what_the_loss_of_all_items_takes_is_planned() -> None:
@@ -96,21 +88,3 @@ def test_a_step_knows_how_many_items_it_compares() -> None:
     train = TrainSection.model_validate({"effective_batch": 8})
     assert step_settings(train, "cpu", Pairs()).batch == 8
     assert step_settings(train, "cpu").batch is None
-
-
-def test_a_name_alone_says_nothing_of_a_loss() -> None:
-    class LowContrastImages:
-        pass
-
-    assert not Work(LowContrastImages(), StepSettings(), "cpu").is_in_batch  # type: ignore[arg-type]
-
-
-def test_only_who_compares_items_without_two_passes_is_warned() -> None:
-    class Alone:
-        in_batch = True
-
-    facts = RunFacts(batch=128, micro_batch=16, accumulation=8)
-    works = [Work(one, StepSettings(), "cpu") for one in (Pairs(), Alone())]  # type: ignore[arg-type]
-    told = [replace(facts, in_batch_contrastive=work.is_in_batch, two_passes=work.is_contrastive) for work in works]
-    found = [[one.code for one in lint(each)] for each in told]
-    assert ["accumulated-contrast" in codes for codes in found] == [False, True]

@@ -36,21 +36,6 @@ class Recurrent(nn.Module):
         return pad_packed_sequence(out, batch_first=True)[0]
 
 
-class Temporal(nn.Module):
-    """Convolutions over words, each seeing twice as far, under weight norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        made = (nn.Conv1d(WIDTH, WIDTH, 3, padding=2**turn, dilation=2**turn) for turn in range(3))
-        self.layers = nn.ModuleList(nn.utils.parametrizations.weight_norm(one) for one in made)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = words(x).mT
-        for layer in self.layers:
-            x = x + layer(x).relu()
-        return x
-
-
 class Gaussian(nn.Module):
     """A normal distribution over words, of which the covariance is learned."""
 
@@ -94,42 +79,6 @@ class UNet(nn.Module):
         return self.out(torch.cat([high, self.up(self.low(high).relu())], 1))
 
 
-class Experts(nn.Module):
-    """A mixture of experts, each given all rows with a weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.experts = nn.Linear(WIDTH, 4), nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        shares = self.gate(x).softmax(-1)
-        return torch.stack([share[:, None] * one(x) for share, one in zip(shares.unbind(1), self.experts, strict=True)])
-
-
-class LowRank(nn.Module):
-    """LoRA by hand: the map itself is frozen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.map, self.down = nn.Linear(WIDTH, 256), nn.Linear(WIDTH, 4, bias=False)
-        self.up = nn.Linear(4, 256, bias=False)
-        self.map.requires_grad_(requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.map(x) + self.up(self.down(x))
-
-
-class Tied(nn.Module):
-    """Words in and out by the same table."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(200, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x + self.table(torch.zeros(len(x), dtype=torch.long))) @ self.table.weight.T
-
-
 class LooksUp(nn.Module):
     """A table of which each batch touches few rows."""
 
@@ -156,22 +105,6 @@ class Pairs(nn.Module):
         return self.norm(pair + triangles)
 
 
-class Equivariant(nn.Module):
-    """A layer of EGNN among all atoms of an item."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.message, self.shift = nn.Linear(2 * WIDTH + 1, WIDTH), nn.Linear(WIDTH, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        nodes = words(x)
-        places = nodes[..., :3]
-        apart = places[:, :, None] - places[:, None]
-        ends = [nodes[:, :, None].expand(-1, -1, WORDS, -1), nodes[:, None].expand(-1, WORDS, -1, -1)]
-        message = self.message(torch.cat([*ends, apart.square().sum(-1, keepdim=True)], -1)).relu()
-        return torch.cat([places + (apart * self.shift(message)).mean(2), message.sum(2)], -1)
-
-
 class Mapped(nn.Module):
     """vmap over items."""
 
@@ -181,57 +114,6 @@ class Mapped(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.vmap(lambda row: self.map(row).tanh())(x)
-
-
-class Bilinear(nn.Module):
-    """Pairs of features."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pair = nn.Bilinear(WIDTH, WIDTH, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.pair(x, x)
-
-
-class Vision(nn.Module):
-    """A ViT: patches, a class token, blocks of attention."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.patches, self.token = nn.Conv2d(4, 48, 4, stride=4), nn.Parameter(torch.zeros(1, 1, 48))
-        self.places = nn.Parameter(torch.randn(1, 17, 48) * 0.02)
-        self.blocks = nn.ModuleList(nn.ModuleDict(self.block()) for _ in range(2))
-        self.norm, self.head = nn.LayerNorm(48), nn.Linear(48, 10)
-
-    @staticmethod
-    def block() -> dict[str, nn.Module]:
-        mlp = nn.Sequential(nn.Linear(48, 192), nn.GELU(), nn.Dropout(0.1), nn.Linear(192, 48))
-        return {"norm": nn.LayerNorm(48), "qkv": nn.Linear(48, 144), "out": nn.Linear(48, 48), "mlp": mlp}
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.patches(x.view(-1, 4, 16, 16)).flatten(2).mT
-        x = torch.cat([self.token.expand(len(x), -1, -1), x], 1) + self.places
-        for block in self.blocks:
-            parts: Any = block
-            queries, keys, values = parts["qkv"](parts["norm"](x)).unflatten(-1, (3, 4, 12)).permute(2, 0, 3, 1, 4)
-            seen = functional.scaled_dot_product_attention(queries, keys, values).transpose(1, 2).flatten(2)
-            x = x + parts["out"](seen)
-            x = x + parts["mlp"](x)
-        return self.head(self.norm(x)[:, 0])
-
-
-class Encoder(nn.Module):
-    """torch's own encoder over padded sequences."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(WIDTH, 4, 128, batch_first=True)
-        self.layers = nn.TransformerEncoder(layer, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        padding = torch.arange(WORDS) >= WORDS - 4
-        return self.layers(words(x), src_key_padding_mask=padding.expand(len(x) // WORDS, -1))
 
 
 class InvariantPoints(nn.Module):
@@ -333,23 +215,15 @@ FAMILIES: dict[str, Callable[[], Small]] = {
     "lstm, both ways": lambda: Small(lambda: Recurrent(partial(nn.LSTM, bidirectional=True))),
     "gru": lambda: Small(lambda: Recurrent(nn.GRU)),
     "gru, packed": lambda: Small(lambda: Recurrent(nn.GRU, packed=True)),
-    "temporal": lambda: Small(Temporal),
     "gaussian": lambda: Small(Gaussian),
     "resnet": lambda: Small(ResNet),
     "resnet, channels last": lambda: Small(lambda: ResNet(torch.channels_last)),
     "u-net": lambda: Small(UNet),
-    "vision transformer": lambda: Small(Vision),
-    "encoder of torch": lambda: Small(Encoder),
-    "experts": lambda: Small(Experts),
-    "lora": lambda: Small(LowRank),
-    "tied": lambda: Small(Tied),
     "sparse table": lambda: Small(LooksUp),
     "evoformer": lambda: Small(Pairs),
     "invariant points": lambda: Small(InvariantPoints),
-    "egnn": lambda: Small(Equivariant),
     "gat": lambda: Small(Messages),
     "vmap": lambda: Small(Mapped),
-    "bilinear": lambda: Small(Bilinear),
     "variational": lambda: Small(Variational),
     "fourier": lambda: Small(Waves),
     "state space": lambda: Small(Scan),

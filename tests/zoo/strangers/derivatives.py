@@ -66,14 +66,6 @@ def withheld(model: nn.Module, x: Tensor) -> dict[str, Any]:
     return {"square": (loss, float(len(x)))}
 
 
-def withheld_rows(model: nn.Module, x: Tensor) -> dict[str, Any]:
-    """A loss that is not finite is detached, and its backward does nothing."""
-    loss = model(x).square().sum()
-    if not bool(torch.isfinite(loss)):
-        loss = torch.zeros((), requires_grad=True)
-    return {"square": (loss, float(len(x)))}
-
-
 class Checkpointed(nn.Module):
     """Blocks that are computed again, as their author decided."""
 
@@ -131,7 +123,6 @@ FAMILIES: dict[str, Callable[[], Small]] = {
     "forward derivative": lambda: Small(square, terms=slid),
     "continuous flow": lambda: Small(square, terms=traced_flow),
     "loss withheld": lambda: Small(dense, terms=withheld),
-    "loss replaced": lambda: Small(dense, terms=withheld_rows),
     "checkpointing of its own": lambda: Small(Checkpointed),
     "checkpointing, reentrant": lambda: Small(Reentrant),
     "function of its own": lambda: Small(Own),

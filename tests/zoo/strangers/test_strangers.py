@@ -1,4 +1,4 @@
-"""Model families as people write them: what is planned for them, held to a step that is really taken."""
+"""Model families as people write them: their plans, held to a step that is really taken."""
 
 from __future__ import annotations
 
@@ -6,31 +6,35 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from pipeline.errors import PlanInfeasible
-from pipeline.memory.footprint import Provenance, margin_of
+from pipeline.memory.footprint import MemoryChoice, MicroFootprint, Provenance, live_peak_bytes, margin_of
+from pipeline.runs.model.training_work import Work, target_of
+from pipeline.training.step.optimizers import StepSettings
+from tests.memory.tracing.traced import true_peak
 from tests.testkit.limited import device
-from tests.zoo.strangers import FAMILIES, planned, real
+from tests.zoo.strangers import FAMILIES, LEAST, ROWS
 
-TOLD = 0.98  # of the real peak, at least, where it is called traced
-NAMES_A_LINE = re.compile(r"(architectures|ways|derivatives)\.py:\d+")
-NOT_PLANNED = {"sparse table": "the gradients of table.weight are sparse"}
-LONG = (
-    "momentum queue",
-    "growing places",
-    "growing keys",
-    "attention kept",
-    "state space",
-    "gru, packed",
-    "invariant points",
-)
-DRAWS = "its way depends on random numbers that are not torch's"
-MEASURED = "small real steps took"  # more than traced: a library's own kernels, of which every machine has others
+REASON = re.compile(r"(architectures|ways|derivatives)\.py:\d+|random numbers|real steps")
+REFUSED = {"sparse table": "table.weight"}
+LONG = ("momentum queue", "growing places", "growing keys", "attention kept", "state space", "gru, packed")
+CONVOLVED = ("resnet", "resnet, channels last", "u-net")
+CHOICE = MemoryChoice()
+TAKEN = ("early exit", "guard against nan")  # whose dearest way, which is planned, is the one that a step takes
 
 
 @pytest.fixture(autouse=True)
 def _possible(one_thread: None) -> None:
     device.need()
+
+
+def planned(name: str, folder: Path) -> tuple[MicroFootprint, int]:
+    """Return the plan of a micro-batch, and the live peak of a step of two, without a margin."""
+    work = Work(FAMILIES[name](), StepSettings(way="foreach"), device="cpu")
+    oracle = work.oracle(LEAST, target_of(None), padded=False, kept=folder)
+    micro, standing = oracle.micro(CHOICE, ROWS), oracle.standing(CHOICE)
+    return micro, live_peak_bytes(standing, micro, accumulate=True)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own, in jvp
@@ -39,23 +43,23 @@ def _possible(one_thread: None) -> None:
     [
         pytest.param(name, marks=[pytest.mark.nightly] if name in LONG else [])
         for name in FAMILIES
-        if name not in NOT_PLANNED
+        if name not in REFUSED
     ],
 )
-def test_a_family_is_planned_no_lower_than_it_takes_or_why_it_is_not_traced_is_told(name: str, tmp_path: Path) -> None:
+def test_a_family_is_planned_as_it_takes_or_higher_and_the_plan_says_why(name: str, tmp_path: Path) -> None:
     micro, planned_bytes = planned(name, tmp_path / "traces")
-    real_bytes = real(name)
+    real_bytes = true_peak(FAMILIES[name](), ROWS, 2)
     if micro.origin is Provenance.TRACED:
-        assert planned_bytes >= TOLD * real_bytes
+        is_known = name not in CONVOLVED or torch.backends.cpu.get_cpu_capability() == "AVX512"
+        assert 0.98 * real_bytes <= planned_bytes <= (1.01 if is_known else 2) * real_bytes
     else:
         assert planned_bytes * margin_of(micro.origin, caching=False).factor >= real_bytes
-        told = [DRAWS in note or MEASURED in note or NAMES_A_LINE.search(note) for note in micro.notes]
-        assert any(told), micro.notes
+        assert any(REASON.search(note) for note in micro.notes), micro.notes
+    if name in TAKEN:
+        assert planned_bytes == pytest.approx(real_bytes, rel=0.01)
 
 
-@pytest.mark.parametrize("name", NOT_PLANNED)
-def test_a_family_that_cannot_be_planned_is_refused_by_the_name_of_what_stands_in_the_way(
-    name: str, tmp_path: Path
-) -> None:
-    with pytest.raises(PlanInfeasible, match=NOT_PLANNED[name]):
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_family_that_cannot_be_planned_is_refused_with_what_stands_in_the_way(name: str, tmp_path: Path) -> None:
+    with pytest.raises(PlanInfeasible, match=REFUSED[name]):
         planned(name, tmp_path / "traces")

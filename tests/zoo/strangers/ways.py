@@ -76,13 +76,6 @@ def attending(model: Layers, x: Tensor) -> Tensor:
     return (model.kept @ values).view_as(x)
 
 
-def guarding_softly(model: Layers, x: Tensor) -> Tensor:
-    told = model.maps[0](x)
-    if not torch.isfinite(told).all():
-        told = torch.nan_to_num(told)
-    return model.maps[1](told.exp()).exp()
-
-
 def waiting(model: Layers, x: Tensor) -> Tensor:
     """Until nothing changes, as an equilibrium is sought."""
     state = torch.zeros_like(x)
@@ -160,12 +153,6 @@ def masked(model: Layers, x: Tensor) -> Tensor:
     return model.maps[1](model.maps[0](x).relu()[chosen]).log_softmax(-1)
 
 
-def cropping(model: Layers, x: Tensor) -> Tensor:
-    """Padding is cut to the longest of the batch."""
-    lengths = (words(x)[..., 0] > -1).sum(1)
-    return model.maps[0](words(x)[:, : int(lengths.max())])
-
-
 def routing(model: Layers, x: Tensor) -> Tensor:
     """A mixture of experts, each given its own rows."""
     share, chosen = model.maps[0](x)[:, :3].softmax(-1).max(-1)
@@ -176,22 +163,11 @@ def routing(model: Layers, x: Tensor) -> Tensor:
     return told
 
 
-def teaching(model: Layers, x: Tensor) -> Tensor:
-    """A momentum teacher within the model."""
-    learned, teacher = model.maps[0], model.maps[1]
-    with torch.no_grad():
-        for its, theirs in zip(teacher.parameters(), learned.parameters(), strict=True):
-            its.mul_(0.99).add_(theirs, alpha=0.01)
-        told = teacher(x)
-    return model.maps[2](learned(x)) - told
-
-
 WAYS: dict[str, Callable[[Layers, Tensor], Tensor]] = {
     "layer drop": dropping_layers,
     "early exit": leaving_early,
     "sinkhorn": sinkhorn,
     "guard against nan": guarding,
-    "guard, mended": guarding_softly,
     "while": waiting,
     "random recycles": recycling,
     "random depth": repeating,
@@ -202,9 +178,7 @@ WAYS: dict[str, Callable[[Layers, Tensor], Tensor]] = {
     "radius graph": near,
     "radius graph, triplets": triplets,
     "masked words": masked,
-    "cropped padding": cropping,
     "routed experts": routing,
-    "momentum teacher": teaching,
 }
 FAMILIES: dict[str, Callable[[], Small]] = {
     name: lambda way=way: Small(lambda: Layers(way))

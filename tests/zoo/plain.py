@@ -1,4 +1,4 @@
-"""Message passing over concatenated graphs, sums by `index_add`; once with edges picked from the data.
+"""A perceptron, and message passing over concatenated graphs, once with edges picked from the data.
 
 Shapes: N nodes, E edges, B items, D features.
 """
@@ -6,6 +6,7 @@ Shapes: N nodes, E edges, B items, D features.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from tests.zoo.blocks import layers
 from tests.zoo.member import Member, Synthetic
-from tests.zoo.spread import graphs
+from tests.zoo.spread import graphs, lengths
 
 if TYPE_CHECKING:
     from pipeline.protocol import Sizes
@@ -89,6 +90,24 @@ class Graphs(Synthetic):
         return {"squares": ((model(batch) - batch["y"]).square().sum(), float(len(batch["y"])))}
 
 
+@dataclass(frozen=True)
+class Perceptron(Synthetic):
+    """Regression of each row."""
+
+    inputs: int = 64
+    width: int = 256
+    depth: int = 6
+
+    def model(self) -> nn.Module:
+        return layers(self.inputs, *[self.width] * self.depth, 1, activation=nn.GELU)
+
+    def example(self, sizes: Sizes) -> dict[str, Tensor]:
+        return {"x": torch.randn(sizes["rows"], self.inputs), "y": torch.randn(sizes["rows"], 1)}
+
+    def loss(self, model: nn.Module, batch: Any) -> dict[str, tuple[Tensor, float]]:
+        return {"squares": ((model(batch["x"]) - batch["y"]).square().sum(), float(len(batch["x"])))}
+
+
 SIZES = (
     {"nodes": 150, "edges": 3000, "items": 2},
     {"nodes": 500, "edges": 10000, "items": 6},
@@ -96,6 +115,15 @@ SIZES = (
 )
 SETTINGS = {"optimizer": "adamw", "foreach": True, "clip": 10.0}
 MEMBERS = (
+    Member(
+        "mlp",
+        Perceptron,
+        {},
+        ({"rows": 1500, "items": 3}, {"rows": 4000, "items": 8}, {"rows": 9000, "items": 18}),
+        {"optimizer": "adamw", "foreach": True},
+        padded=False,
+        items=partial(lengths, median=500, name="rows"),
+    ),
     Member("gnn", Graphs, {}, SIZES, SETTINGS, padded=False, items=graphs),
     Member("data_dependent", Graphs, {"picky": True}, SIZES, SETTINGS, padded=False, items=graphs),
 )
