@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.maintenance.damage_report import ReportWriter, Summary
-from pipeline.store.maintenance.leftovers import User, register
 from tests.runs.upkeep import cached
 from tests.runs.upkeep.cached import ITEMS, Copy
 from tests.testkit.command import Command
@@ -45,20 +43,6 @@ def test_clean_says_first_what_it_would_do_and_does_it_with_yes(pipeline: Comman
 
 
 @pytest.mark.nightly
-def test_clean_says_what_it_waits_for(pipeline: Command, copy: Copy) -> None:
-    """Others use the cache: their hosts must see the new index before what it no longer names goes."""
-    other = copy.folder / "other.yaml"
-    other.write_text((copy.folder / "pipeline.yaml").read_text())
-    user = User(str(other), str(copy.folder / "runs2"), frozenset({("scan", "00000000")}), time.time(), "somebody")
-    assert register(copy.store.disk, copy.store.root, user)
-    said = "waiting 0.25 s until other hosts see the new files"
-    assert said not in pipeline(*CLEAN, *FEWER, "--set", "cache.visibility_s=0.25").err
-    done = pipeline(*CLEAN, *FEWER, "--yes", "--set", "cache.visibility_s=0.25")
-    assert done.code == 0, done.err
-    assert done.err.index(said) < done.err.index("given back")
-
-
-@pytest.mark.nightly
 def test_stat_advises_a_repair_until_it_was_done_and_again_after_the_next_damage(pipeline: Command, copy: Copy) -> None:
     def stat() -> Any:
         return json.loads(pipeline("cache", "stat", "--json").out)["last_validation"]
@@ -77,16 +61,6 @@ def test_stat_advises_a_repair_until_it_was_done_and_again_after_the_next_damage
 
 
 @pytest.mark.nightly
-def test_clean_keeps_what_is_young_and_what_may_be_being_written(pipeline: Command, copy: Copy) -> None:
-    assert "younger than 1 day" in pipeline("cache", "clean", "--yes", *FEWER).out
-    assert len(copy.keys("graph")) == ITEMS
-    with copy.store.kind("graph").writer() as writer:
-        writer.put(b"sixteen letters.", {})
-        assert pipeline(*CLEAN, "--yes").code == 0
-    assert b"sixteen letters." in copy.keys("graph")
-
-
-@pytest.mark.nightly
 def test_clean_says_one_json_document(pipeline: Command, copy: Copy) -> None:
     told = json.loads(pipeline(*CLEAN, *FEWER, "--json").out)
     assert {one["kind"]: one["items"] for one in told["dead"]} == {"graph": ITEMS, "recipes": 1}
@@ -94,31 +68,6 @@ def test_clean_says_one_json_document(pipeline: Command, copy: Copy) -> None:
     done = json.loads(pipeline(*CLEAN, *FEWER, "--json", "--yes").out)
     assert done["removed"]["bytes"] == done["bytes"] == told["bytes"]
     assert copy.keys("graph") == set()
-
-
-@pytest.mark.nightly
-def test_where_no_cache_is_yet_there_is_nothing_to_clean_nor_to_show(pipeline: Command, copy: Copy) -> None:
-    root, other = copy.folder / "other", ("--set", "cache.root=other")
-    assert pipeline("cache", "stat", *other).code == 0
-    assert not root.exists()
-    for is_there in (False, True):
-        if is_there:
-            root.mkdir()
-        for yes in ((), ("--yes",), ("--yes", "--all")):
-            assert pipeline("cache", "clean", *yes, *other).code == 0
-        told = json.loads(pipeline("cache", "clean", "--json", *other).out)
-        assert (told["files"], told["bytes"], root.is_dir()) == (0, 0, is_there)
-    assert list(root.iterdir()) == []
-
-
-@pytest.mark.nightly
-def test_clean_names_what_it_leaves_alone(pipeline: Command, copy: Copy) -> None:
-    (copy.folder / "cache" / "thesis.tex").write_text("mine")
-    (copy.folder / "cache" / "graph" / "shards" / "old.safetensors").write_text("mine")
-    done = pipeline(*CLEAN, "--yes", *FEWER)
-    assert "thesis.tex" in done.out
-    assert "old.safetensors" in done.out
-    assert (copy.folder / "cache" / "thesis.tex").exists()
 
 
 @pytest.mark.nightly
@@ -199,9 +148,3 @@ def test_stat_says_what_was_found_put_aside_and_cannot_be_read(pipeline: Command
     rows = [line for line in after.splitlines() if "recipes that cannot be read" in line]
     assert ["graph", str(ITEMS)] in [row.split()[:2] for row in rows]
     assert ("index none" in before, "index none" in after) == (False, True)
-
-
-@pytest.mark.nightly
-def test_stat_says_which_layers_are_left_out(pipeline: Command, copy: Copy) -> None:
-    told = json.loads(pipeline("cache", "stat", "--set", "cache.under=[nowhere, cache]", "--json").out)
-    assert [one["path"] for one in told["left_out"]] == [str(copy.folder / name) for name in ("nowhere", "cache")]

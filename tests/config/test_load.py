@@ -133,3 +133,18 @@ def test_configuration_that_is_named_must_exist(project: Path, monkeypatch: pyte
     monkeypatch.setenv("PIPELINE_CONFIG", str(project))
     with pytest.raises(ConfigError, match=r"\$PIPELINE_CONFIG: .* is a folder"):
         find_config(None)
+
+
+def test_caches_under_it_are_paths_from_where_they_are_written(
+    loaded: Any, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GROUP", "/group")
+    text = "data: {path: a}\ncache: {under: [shared, ../theirs, $GROUP/cache, /abs], stage: $NOT_SET_HERE/x}\n"
+    config, here = loaded(text).config, project.absolute()
+    assert config.cache.under == (here / "shared", here.parent / "theirs", Path("/group/cache"), Path("/abs"))
+    assert config.cache.stage == "$NOT_SET_HERE/x", "the folder of a node is not looked up here"
+    assert from_resolved(dump_resolved(config)) == config
+    assert loaded(text, "cache.under=[]").config.cache.under == ()
+    (project / "there").mkdir()
+    missing = missing_inputs(loaded("data: {path: a}\ncache:\n  under: [there, gone]\n"))
+    assert [line.split()[:2] for line in missing if "cache.under" in line] == [["pipeline.yaml:3:", "cache.under:"]]

@@ -29,7 +29,7 @@ STYLE = "".join(
 
 def stages(demo: Path) -> str:
     """Return the picture of the stages of a demo, were another setting changed."""
-    told = subprocess.run(QUESTION, cwd=demo, env=ENVIRONMENT, capture_output=True, text=True, check=True, timeout=120)
+    told = subprocess.run(QUESTION, cwd=demo, env=ENVIRONMENT, capture_output=True, text=True, check=True)
     boxes = [StageBox(**box | {"why": ""}) for box in json.loads(told.stdout)["stages"]]  # names digests
     drawn = str(stage_drawing(boxes))
     opening, rest = re.search(r"(<svg[^>]*)(>.*?</svg>)", drawn, re.DOTALL).groups()  # type: ignore[union-attr]

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import tracemalloc
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from pipeline.cluster.verdict import Cause
+from pipeline.journal.active_runs import run_as_shown
 from pipeline.journal.attempts import Attempt
 from pipeline.journal.ledger import LedgerReader
 from pipeline.journal.run_logs import Follower, LogChoice, end_of, harmless, wanted_logs, whole
@@ -135,14 +134,6 @@ class TestFollowing:
         assert follower.ended
         assert not list(follower.fresh())
 
-    def test_a_log_that_comes_late_is_shown_from_its_beginning(self, told: Told) -> None:
-        follower = Follower(told.folder, LogChoice())
-        list(follower.fresh())
-        told.job("9", [0], attempt=2)
-        list(follower.fresh())
-        told.log("9_0.out", "".join(f"{number}\n" for number in range(100)))
-        assert sum(1 for _, path, _ in follower.fresh() if path.endswith("9_0.out")) == 100
-
     def test_it_ends_when_the_run_has(self, told: Told) -> None:
         with following(told) as process:
             assert "again\n" in iter(process.stdout.readline, "")
@@ -187,11 +178,6 @@ class TestTheVerb:
             done = pipeline("logs", str(told.folder.path), *words.split())
             assert (done.code, done.out, says in done.err, "next: " in done.err) == (2, "", True, True), words
 
-    def test_the_processes_of_a_task_with_several_gpus_share_a_log(self, tmp_path: Path, pipeline: Command) -> None:
-        told = Told(tmp_path, "embed")
-        told.job("7", [0, 1], gpus=2)
-        assert pipeline("logs", str(told.folder.path), "--rank", "1").code == 2
-
     def test_of_many_logs_the_newest_are_shown(self, tmp_path: Path, pipeline: Command) -> None:
         told = Told(tmp_path, tasks=50)
         told.job("7", list(range(50)))
@@ -200,26 +186,10 @@ class TestTheVerb:
 
 
 def test_a_worker_that_said_it_has_finished_counts_as_done_before_it_is_judged(told: Told) -> None:
-    from pipeline.journal.active_runs import run_as_shown
-
     told.worker(1, EventKind.TASK_STARTED, attempt=2, host="n1")
     told.worker(1, EventKind.TASK_FINISHED, attempt=2, done=10, rejected={}, figures={})
     (stage,) = run_as_shown(told.folder, StatusReader(told.folder)).status.in_order()
     assert stage.task_states() == {"done": 2}
-
-
-@pytest.mark.parametrize(("free_bytes", "says"), [(0, "as the disk is full: df -h "), (1 << 30, "")])
-def test_a_supervisor_that_could_say_nothing_may_have_had_no_room(
-    told: Told, monkeypatch: pytest.MonkeyPatch, free_bytes: int, says: str
-) -> None:
-    from pipeline.journal.active_runs import QueueLook, supervisor
-
-    monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=free_bytes))
-    status = told.status
-    status.abandon()
-    text = supervisor(told.folder, status, QueueLook({}))
-    assert says in text
-    assert bool(says) == bool(text)
 
 
 def test_what_a_worker_has_overtaken_changes_nothing(told: Told) -> None:

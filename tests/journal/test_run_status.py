@@ -99,14 +99,6 @@ class TestRun:
         looks = [event(EventKind.WATCH_SUBMITTED, number=number, job=f"{9 - number}") for number in (1, 2, 3)]
         assert {fold_events("r", order).watch for order in permutations(looks)} == {(3, "6")}
 
-    def test_without_a_supervisor_it_is_abandoned_and_its_stages_with_it(self) -> None:
-        end = of_stage(EventKind.STAGE_ENDED, 5.0, state="done", census=None, warnings=[], error="")
-        scan = replace(begun(), data={**begun().data, "stage": "scan"})
-        status = fold_events("r", [self.START, scan, begun(), end])
-        status.abandon()
-        states = {name: stage.state for name, stage in status.stages.items()}
-        assert (status.state, states) == (RunState.ABANDONED, {"scan": RunState.ABANDONED, "embed": RunState.DONE})
-
     def test_as_json_it_has_its_stages_in_the_order_in_which_they_began(self) -> None:
         scan = replace(begun(at=1.5), data={**begun().data, "stage": "scan"})
         told = fold_events("r", [self.START, begun(at=2.0), scan]).to_json()
@@ -134,18 +126,6 @@ class TestWaits:
         wait = Wait("embed", "QOSMax", 1, "w", "r", tasks=7, since=3.0, until=9.0)
         for order in permutations(events):
             assert fold_events("r", order).waits == {("embed", "QOSMax", 1): wait}
-
-    def test_only_one_that_is_not_over_is_found_open(self) -> None:
-        over = event(EventKind.WAITED, **self.BEGAN, until=9.0)
-        like = Wait("embed", "QOSMax")
-        status = fold_events("r", [over])
-        assert status.open_wait(like) is None
-        status.apply(event(EventKind.WAITING, **self.BEGAN, number=2))
-        found = status.open_wait(like)
-        assert found is not None
-        assert found.number == 2
-        assert status.open_wait(replace(like, reason="other")) is None
-        assert status.open_wait(replace(like, of="scan")) is None
 
 
 class TestStage:
@@ -227,13 +207,6 @@ class TestWords:
         assert self.word(self.START, self.FAILED) == failed
         assert self.word(self.FAILED, self.START) == failed
 
-    def test_of_what_is_said_at_once_the_last_counts(self) -> None:
-        assert self.word(self.START, self.FINISHED, self.FAILED).exit_code == 9
-
-    def test_an_older_report_that_is_read_later_changes_nothing(self) -> None:
-        late = replace(self.FINISHED, at=6.0)
-        assert self.word(self.START, late, self.FAILED) == Word(started=True, finished=True, at=6.0, began=3.0)
-
     def test_a_start_over_is_the_beginning_of_what_is_said_after_it(self) -> None:
         assert self.word(self.START, self.FAILED, replace(self.START, at=7.0)) == Word(started=True, at=7.0, began=7.0)
         assert self.word(replace(self.START, at=4.0), self.START).began == 4.0
@@ -246,11 +219,6 @@ class TestWords:
         assert stage.warnings == ["a", "b"]
         whole = stage_of(begun(1), self.START, first, self.FINISHED)
         assert (whole.done, dict(whole.reasons), whole.warnings) == ({"embed-000000": 4}, {"no_atoms": 1}, ["slow"])
-
-    def test_of_a_task_that_was_split_nothing_counts_any_more(self) -> None:
-        split = of_stage(EventKind.TASK_SPLIT, task=0, into=[1, 2], ask=ASK.to_json(), why="in halves")
-        stage = stage_of(begun(1), split, progress(4.0, 4, figures=FIGURES), self.FINISHED)
-        assert (stage.items_done, stage.figures, stage.warnings) == (0, {}, [])
 
 
 class TestParts:
@@ -293,15 +261,6 @@ class TestParts:
         assert stage_of(*self.EVENTS, split, split).tasks == 4
         assert (stage.done, list(stage.figures)) == ({"embed-000000": 2}, ["embed-000000"])
 
-    def test_tasks_are_called_by_number_and_encoder_or_by_their_point(self) -> None:
-        stage = stage_of(*self.EVENTS)
-        assert (stage.called(1), stage.called(7)) == ("task 1 of b", "task 7")
-        assert not stage.is_swept
-        swept = StageStatus("train")
-        swept.give_name(1, "lr=1")
-        assert swept.is_swept
-        assert (swept.called(1), swept.names) == ("lr=1", ["", "lr=1"])
-
 
 def test_a_reader_applies_what_is_new_and_hands_it_on(tmp_path: Path) -> None:
     told, seen, whole = Told(tmp_path), list[Event](), list[Event]()
@@ -334,25 +293,14 @@ class TestFigures:
             "peak_gpu_bytes": 9.0, "lowest_cosine": 0.25, "splits": 2.0,
         }  # fmt: skip
 
-    def test_nothing_is_left_where_more_was_done_than_foreseen_or_nothing_can_be_told(self) -> None:
-        assert summary([], 20.0, 2) == {}
-        assert summary([FIGURES], 5.0, 1)["left_s"] == 0.0
-        assert summary([{**FIGURES, "cost_done": 0.0}], 5.0, 1)["left_s"] == 0.0
-        assert summary([FIGURES], 9.0, 0)["left_s"] == 1.0
-        assert summary([{**FIGURES, "encoded_residues": 0.0}], 9.0, 0)["pad_factor"] == 48.0
-
     def test_items_done_are_no_more_than_are_not_undone(self) -> None:
-        end = of_stage(EventKind.STAGE_ENDED, 9.0, state="failed", census={"undone": 3}, warnings=[], error="")
-        assert stage_of(begun(1), progress(3.0, 4), end).items_done == 4
-        assert stage_of(begun(1), progress(3.0, 7), end).items_done == 5
-        all_undone = replace(end, data={**end.data, "census": {"undone": 9}})
-        assert stage_of(begun(1), progress(3.0, 7), all_undone).items_done == 0
-        for census in ({"undone": 0}, {"items": 9}):
-            none = replace(end, data={**end.data, "census": census})
-            assert stage_of(begun(1), progress(3.0, 9), none).items_done == 9
-        none = replace(end, data={**end.data, "census": None})
-        assert stage_of(begun(1), progress(3.0, 9), none).items_done == 9
+        for undone, done in ((3, 5), (9, 0), (0, 7), (None, 7)):
+            census = None if undone is None else {"undone": undone}
+            end = of_stage(EventKind.STAGE_ENDED, 9.0, state="failed", census=census, warnings=[], error="")
+            assert stage_of(begun(1), progress(3.0, 7), end).items_done == done, undone
 
+
+class TestAttempts:
     def test_what_is_written_is_read(self) -> None:
         attempt = Attempt(1, 2, Ask(5, 6, partition="p"), Cause.NODE, gpu_busy=0.0, on=("a",), done=3)
         assert Attempt.from_json(attempt.to_event()) == attempt

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import subprocess
@@ -15,6 +14,7 @@ import pytest
 
 from pipeline.command_line import DISTRIBUTION
 from tests.conftest import ROOT
+from tests.testkit.once import Shelf
 from tests.testkit.stubs import silent_slurm
 
 KEPT = ("PATH", "LANG", "TMPDIR")  # of this process's environment: nothing that says where the project is
@@ -48,20 +48,17 @@ class Installed:
 
 
 @pytest.fixture(scope="session")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+def built(shelf: Shelf) -> Built:
     """Build the sdist from the project's files, and the wheel from the sdist: once, however many processes test."""
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "built"
-    folder.mkdir(exist_ok=True)
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (folder / "done").exists():
-            copy_project(folder / "clean")
-            build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder / "dist"), "."]
-            done = subprocess.run(build, cwd=folder / "clean", capture_output=True, text=True, check=False)
-            assert done.returncode == 0, done.stdout + done.stderr
-            (folder / "done").touch()
-    (wheel,), (sdist,) = (folder / "dist").glob("*.whl"), (folder / "dist").glob("*.tar.gz")
+
+    def make(folder: Path) -> None:
+        copy_project(folder / "clean")
+        build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder / "dist"), "."]
+        done = subprocess.run(build, cwd=folder / "clean", capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    made = shelf.pristine("built", make) / "dist"
+    (wheel,), (sdist,) = made.glob("*.whl"), made.glob("*.tar.gz")
     return Built(wheel, sdist)
 
 

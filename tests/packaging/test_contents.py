@@ -32,64 +32,45 @@ def wheel_names(built: Built) -> set[str]:
         return set(archive.namelist())
 
 
-@pytest.fixture(scope="module")
-def sdist_names(built: Built) -> set[str]:
-    with tarfile.open(built.sdist) as archive:
-        return {name.partition("/")[2] for name in archive.getnames()}
-
-
-@pytest.fixture(scope="module")
-def metadata(built: Built) -> dict[str, list[str]]:
-    with zipfile.ZipFile(built.wheel) as archive:
-        text = archive.read(f"protein_training_pipeline-{pipeline.__version__}.dist-info/METADATA").decode()
-    message = message_from_string(text)
-    return {name: message.get_all(name, []) for name in {key.title() for key in message}}
-
-
-def test_the_wheel_has_every_module_and_all_that_lies_beside_the_package(wheel_names: set[str]) -> None:
-    tracked = {name for name in wheel_names if name.startswith("pipeline/") and not name.startswith("pipeline/data/")}
-    assert {name for name in files_below("pipeline") if name.endswith(".py")} <= tracked
+def test_the_wheel_has_every_module_all_that_lies_beside_the_package_and_nothing_else(wheel_names: set[str]) -> None:
+    assert {name for name in files_below("pipeline") if name.endswith(".py")} | {"pipeline/py.typed"} <= wheel_names
     shipped = {name.removeprefix("pipeline/data/") for name in wheel_names if name.startswith("pipeline/data/")}
     assert {"configs/pipeline.yaml", "sbatch/train.sbatch", "docs/troubleshooting.md"} <= shipped
     assert shipped >= {name for name in files_below("configs", "sbatch") if not name.rpartition("/")[2].startswith(".")}
-    assert {name for name in shipped if name.startswith("configs/recipes/")}
-    assert {name for name in shipped if name.startswith("configs/presets/")}
-    assert {name for name in shipped if name.startswith("configs/sites/")}
-
-
-def test_the_wheel_has_nothing_that_is_no_part_of_the_program(wheel_names: set[str]) -> None:
-    places = {name.split("/")[0] for name in wheel_names}
-    assert places == {"pipeline", f"protein_training_pipeline-{pipeline.__version__}.dist-info"}
+    for folder in ("recipes", "presets", "sites"):
+        assert any(name.startswith(f"configs/{folder}/") for name in shipped), folder
+    about = f"protein_training_pipeline-{pipeline.__version__}.dist-info"
+    assert {name.split("/")[0] for name in wheel_names} == {"pipeline", about}
+    assert f"{about}/licenses/LICENSE" in wheel_names
     assert not [name for name in wheel_names if UNWANTED.search(name)]
+    texts = [path.read_text() for path in (ROOT / "pipeline").rglob("*.py")]
+    named = {page for text in texts for page in re.findall(r"[\"' ](docs/\w+\.md)", text)}
+    assert named, "pages that messages name"
+    assert {f"pipeline/data/{page}" for page in named} <= wheel_names
 
 
-def test_the_wheel_says_that_it_is_typed_and_whose_licence_it_has(wheel_names: set[str], metadata) -> None:
-    assert "pipeline/py.typed" in wheel_names
-    assert f"protein_training_pipeline-{pipeline.__version__}.dist-info/licenses/LICENSE" in wheel_names
-    assert metadata["License-Expression"] == ["MIT"]
-    assert "Typing :: Typed" in metadata["Classifier"]
+def test_the_sdist_has_what_builds_and_tests_the_program(built: Built) -> None:
+    with tarfile.open(built.sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert set(ALONE) <= names
+    assert {name for name in files_below("pipeline", "tests") if name.endswith(".py")} <= names
+    assert {name.split("/")[0] for name in names} >= set(SOURCES)
+    assert not [name for name in names if UNWANTED.search(name)]
 
 
-def test_the_sdist_has_what_builds_and_tests_the_program(sdist_names: set[str]) -> None:
-    assert set(ALONE) <= sdist_names
-    assert {name for name in files_below("pipeline", "tests") if name.endswith(".py")} <= sdist_names
-    assert {name.split("/")[0] for name in sdist_names} >= set(SOURCES)
-    assert not [name for name in sdist_names if UNWANTED.search(name)]
-
-
-def test_one_place_says_the_version(metadata: dict[str, list[str]]) -> None:
-    assert metadata["Version"] == [pipeline.__version__]
-    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == pipeline.__version__
+def test_wheel_citation_and_changelog_say_the_same_name_version_and_licence(built: Built) -> None:
+    with zipfile.ZipFile(built.wheel) as archive:
+        text = archive.read(f"protein_training_pipeline-{pipeline.__version__}.dist-info/METADATA").decode()
+    told = message_from_string(text)
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == told["Version"] == pipeline.__version__
+    assert citation["license"] == told["License-Expression"] == "MIT"
+    assert citation["title"] == told["Name"] == DISTRIBUTION
+    assert "Typing :: Typed" in told.get_all("Classifier", [])
+    assert {"cff-version", "message", "title", "authors"} <= set(citation)
+    assert (ROOT / "LICENSE").read_text().startswith("MIT License")
     assert not re.search(r'^version = "', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert f"## {pipeline.__version__}" in (ROOT / "CHANGELOG.md").read_text()
-
-
-def test_the_citation_and_the_wheel_name_the_same_licence(metadata: dict[str, list[str]]) -> None:
-    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert citation["license"] == metadata["License-Expression"][0]
-    assert {"cff-version", "message", "title", "authors"} <= set(citation)
-    assert [citation["title"]] == metadata["Name"] == [DISTRIBUTION]
-    assert (ROOT / "LICENSE").read_text().startswith("MIT License")
 
 
 def test_nothing_tells_people_to_install_a_stranger(built: Built) -> None:
@@ -104,10 +85,3 @@ def test_nothing_tells_people_to_install_a_stranger(built: Built) -> None:
     assert not wrong
     wheel = built.wheel.name.partition("-")[0]
     assert f"dist/{wheel}-*.whl" in (ROOT / "containers/pipeline.def").read_text()
-
-
-def test_pages_that_messages_name_are_in_the_wheel(wheel_names: set[str]) -> None:
-    texts = [path.read_text() for path in (ROOT / "pipeline").rglob("*.py")]
-    named = {page for text in texts for page in re.findall(r"[\"' ](docs/\w+\.md)", text)}
-    assert named  # else this looks at nothing
-    assert {f"pipeline/data/{page}" for page in named} <= wheel_names

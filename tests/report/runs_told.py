@@ -10,7 +10,6 @@ from pipeline.cluster.verdict import Cause
 from pipeline.config.load import dump_resolved, read_config
 from pipeline.journal.attempts import Ask, Attempt
 from pipeline.records import EventKind
-from pipeline.report.facts import StageUse
 from pipeline.training.loop.metrics_log import Epoch, MetricRange, MetricsLog
 from pipeline.training.prepared import ModelFolder, Prepared, Stretch
 from tests.journal.ledgers import Told
@@ -104,17 +103,6 @@ def _epoch(number: int) -> Epoch:
         micro_batches=2, rejected=0, cropped=0, wall_s=1.0, remedied={"smaller": 5} if number == 3 else {},
         seconds={"forward": 0.5, "collate": 0.125 * (number > 1), "read": 0.375, "copy": 0.001},
         validation={"loss.distance": None if number == 5 else 1.1 / number, "auroc": 0.5 + number / 100},
-    )  # fmt: skip
-
-
-def used(stage: str, *, items: int) -> StageUse:
-    """Return what a stage used of which little was measured."""
-    return StageUse(
-        stage, tasks=1, attempts=1, items=items, causes={}, cpus=1, gpus=0, asked_bytes=None, first_bytes=None,
-        peak_bytes=None, median_peak_bytes=None, mem_used=None, cpu_used=None, limit_s=None, longest_s=None,
-        median_s=None, time_used=None, gpu_peak_bytes=None, gpu_total_bytes=None,
-        gpu_busy=None, items_per_s=None, core_hours=1.0, gpu_hours=0.0, planned_bytes=None,
-        why="", suggested=(),
     )  # fmt: skip
 
 

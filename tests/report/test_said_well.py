@@ -50,23 +50,20 @@ def test_a_run_that_had_nothing_to_do_says_so() -> None:
         assert "no task has ended" in str(efficiency_report(RunStatus("r", state), [])[-1])
 
 
-@pytest.mark.parametrize(("stage", "said"), [("train", "11 of 12 steps are not"), ("scan", "11 of 12 items are not")])
-def test_what_is_not_done_is_named_for_what_it_is(stage: str, said: str) -> None:
+def judged(stage: str, found: Judged, **more: int) -> None:
     data = SimpleNamespace(max_rejected_fraction=0.05, path="x")
     project: Any = SimpleNamespace(config=SimpleNamespace(data=data))
     folder: Any = SimpleNamespace(name="run", rejected="rejected.jsonl")
-    trouble = StageTrouble([], 0, Command.submit(stage), Command.submit(stage))
-    with pytest.raises(JobFailed, match=said):
-        refuse_or_warn(STAGES[stage], project, folder, Judged(items=1, undone=11, first_undone="it"), trouble)
+    trouble = StageTrouble([], 0, Command.submit(stage), Command.submit(stage), **more)
+    refuse_or_warn(STAGES[stage], project, folder, found, trouble)
 
 
-def test_a_stage_that_was_stopped_for_its_rejections_says_so_whatever_its_tasks_had_kept_by_then() -> None:
-    data = SimpleNamespace(max_rejected_fraction=0.05, path="x")
-    project: Any = SimpleNamespace(config=SimpleNamespace(data=data))
-    folder: Any = SimpleNamespace(name="run", rejected="rejected.jsonl")
-    trouble = StageTrouble([], 0, Command.submit("graph"), Command.submit("graph"), rejected=3)
-    with pytest.raises(DataError, match=r"3 of 12 items cannot .* \(5.0%\) allows; 8 were not looked at any more"):
-        refuse_or_warn(STAGES["graph"], project, folder, Judged(2, {"no_contacts": 1}, undone=10), trouble)
+def test_what_is_not_done_is_named_for_what_it_is_and_too_many_rejections_are_of_the_data() -> None:
+    for stage, said in {"train": "11 of 12 steps", "scan": "11 of 12 items"}.items():
+        with pytest.raises(JobFailed, match=said):
+            judged(stage, Judged(items=1, undone=11, first_undone="it"))
+    with pytest.raises(DataError, match=r"3 of 12 items"):  # whatever its tasks had kept by then
+        judged("graph", Judged(2, {"no_contacts": 1}, undone=10), rejected=3)
 
 
 SECONDS = {"forward": 6.0, "backward": 2.2, "read": 1.2, "checkpoint": 0.6}
@@ -84,23 +81,14 @@ def test_what_a_training_did_beside_its_models_work_is_told_while_it_runs_and_wh
     assert trained_lines({**census, "last": last})[1].endswith(f"2 items/s, {WAITS}")
 
 
-def test_the_page_draws_each_phase_that_took_a_hundredth_of_an_epoch_beside_the_models_work() -> None:
+def test_the_page_draws_phases_of_a_hundredth_of_an_epoch_and_curves_that_were_cut() -> None:
     time, training = SimpleNamespace(paces={}), SimpleNamespace(epochs=[_epoch(1), _epoch(2)])
     facts: Any = SimpleNamespace(time=time, training=training)
     drawn = pace_plots(facts)[-1]
-    assert "beside the model" in drawn
     shown = [name in drawn for name in ("waits for reading", "copies", "forward")]
     assert shown == [True, False, False]
-
-
-def test_the_page_draws_the_curves_of_predictions_however_a_long_one_was_cut() -> None:
-    picture = {
-        "title": "near",
-        "x": "Å",
-        "y": "%",
-        "lines": [{"name": "best", "points": [[0, 0], [5, 80], "… and 3 more"]}],
-    }
-    stage: Any = SimpleNamespace(census={"pictures": [picture]})
-    (drawn,) = predicted_plots(stage)
-    assert all(word in drawn for word in ("near", "Å", "%"))
+    lines = [{"name": "best", "points": [[0, 0], [5, 80], "… and 3 more"]}]
+    stage: Any = SimpleNamespace(census={"pictures": [{"title": "near", "x": "Å", "y": "%", "lines": lines}]})
+    (picture,) = predicted_plots(stage)
+    assert all(word in picture for word in ("near", "Å", "%"))
     assert predicted_plots(SimpleNamespace(census={})) == []  # type: ignore[arg-type]

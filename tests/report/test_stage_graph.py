@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,26 +28,20 @@ def test_the_whole_workflow_is_drawn_with_names_and_arrows() -> None:
     assert "\n".join(graph_lines(WHOLE)) == TEXT
 
 
-@pytest.mark.parametrize(
-    ("needs", "drawn"),
-    [
+def test_other_graphs_are_drawn_too() -> None:
+    needs: dict[str, tuple[str, ...]]
+    for needs, drawn in [
         ({}, []),
-        ({"scan": ()}, ["scan"]),
         ({"scan": ("elsewhere",)}, ["scan"]),
         ({"a": (), "bcd": (), "e": ("a", "bcd")}, ["a ───┬─> e", "bcd ─┘"]),
         ({"a": (), "b": (), "c": ("a", "b"), "d": ("a", "b")}, ["a ─┬─> c", "b ─┴─> d"]),
         (
             {"a": (), "b": ("a",), "c": ("a",), "d": ("a",), "e": ("b", "c", "d")},
-            [
-                "a ─┬─> b ─┬─> e",
-                "   ├─> c ─┤",
-                "   └─> d ─┘",
-            ],
+            ["a ─┬─> b ─┬─> e", "   ├─> c ─┤", "   └─> d ─┘"],
         ),
-    ],
-)
-def test_other_graphs_are_drawn_too(needs: dict[str, tuple[str, ...]], drawn: list[str]) -> None:
-    assert graph_lines([StageBox(name, of, "done") for name, of in needs.items()]) == drawn
+    ]:
+        assert graph_lines([StageBox(name, of, "done") for name, of in needs.items()]) == drawn
+    assert "<rect" not in stage_drawing([])
 
 
 graphs = st.lists(st.sets(st.integers(0, 6)), max_size=7).map(
@@ -85,11 +78,15 @@ def test_every_box_stands_once_and_right_of_what_it_needs(boxes: list[StageBox])
     assert not boxes or min(place.values()) == 0
 
 
-def test_mermaid_has_a_node_for_each_stage_and_an_arrow_for_each_need() -> None:
+def test_mermaid_and_dot_have_a_node_for_each_stage_and_an_arrow_for_each_need() -> None:
     lines = as_mermaid(WHOLE).splitlines()
     assert lines[0] == "flowchart LR"
     assert '  s_embed["embed: to do<br/>sequences: 30 to do<br/>embed.context: chain → partner"]:::to_do' in lines
     assert [line for line in lines if "-->" in line] == [f"  s_{first} --> s_{then}" for first, then in arrows(WHOLE)]
+    text = as_dot(WHOLE)
+    assert (text.count('"') % 2, text.count(" -> ")) == (0, len(arrows(WHOLE)))
+    assert text.startswith("digraph pipeline {")
+    assert text.endswith("}")
 
 
 def test_what_settings_say_cannot_leave_its_label() -> None:
@@ -100,14 +97,6 @@ def test_what_settings_say_cannot_leave_its_label() -> None:
     (dot,) = re.findall(r'label="((?:[^"\\]|\\.)*)", fillcolor', as_dot(hostile))
     assert dot == 'scan: to do\\na \\"quoted\\" \\\\ ‹b›name‹/b› --›'
     assert "<b>name" not in stage_drawing(hostile)
-
-
-def test_dot_has_its_quotes_and_braces_closed() -> None:
-    text = as_dot(WHOLE)
-    assert text.count('"') % 2 == 0
-    assert text.startswith("digraph pipeline {")
-    assert text.endswith("}")
-    assert text.count(" -> ") == len(arrows(WHOLE))
 
 
 def test_boxes_lie_beside_each_other_and_within_the_drawing() -> None:
@@ -122,7 +111,3 @@ def test_boxes_lie_beside_each_other_and_within_the_drawing() -> None:
                 assert abs(x - other_x) >= width or abs(y - other_y) >= height
         assert drawing.count('class="edge"') == len(arrows(WHOLE))
     assert "sequences: 30 to do" in wide
-
-
-def test_a_run_without_stages_has_an_empty_drawing() -> None:
-    assert "<rect" not in stage_drawing([])

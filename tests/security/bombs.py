@@ -360,7 +360,7 @@ def read_in_a_child(name: str, folder: Path) -> Ending:
     if child.is_alive() or child.exitcode:
         child.kill()
         return Ending(name, "", 0, f"ended with {child.exitcode}; None: it does not end")
-    return told.get(timeout=10)
+    return told.get(timeout=ALARM_S)
 
 
 def _ended(name: str, folder: Path) -> Ending:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -97,8 +98,6 @@ def test_outputs_and_predictions_of_hostile_ids_are_rows_and_no_files(tmp_path: 
 
 
 def test_a_bundle_that_names_other_places_is_written_and_read_in_its_own(tmp_path: Path) -> None:
-    from dataclasses import replace
-
     cuts = (replace(BUNDLE_OF.cuts[0], ids=("../../outside", "/outside")),)
     made = step_bundle.write_bundle(
         tmp_path / "a/bundles", replace(BUNDLE_OF, cuts=cuts, message="../x\n\x1b[2J"), RNG_OF

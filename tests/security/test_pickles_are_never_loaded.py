@@ -38,6 +38,7 @@ from pipeline.training.evaluating.outputs import GatheredOutputs
 from pipeline.training.forensics import step_bundle
 from tests.conftest import ROOT
 from tests.training.checkpoints.saved import checkpoints, state_at
+from tests.training.forensics.test_bundles import BUNDLE_OF, RNG_OF
 
 KEY = b"sixteen bytes..."
 
@@ -142,18 +143,15 @@ def test_every_file_of_a_training_checkpoint(tmp_path: Path, evil: bytes) -> Non
     assert not (tmp_path / "made").exists()
 
 
-@pytest.mark.parametrize("name", ["bundle.json", "rng.safetensors"])
-def test_every_file_of_a_bundle_for_replaying(tmp_path: Path, evil: bytes, name: str) -> None:
-    from tests.training.forensics.test_bundles import BUNDLE_OF, RNG_OF
-
-    written = step_bundle.write_bundle(tmp_path / "bundles", BUNDLE_OF, RNG_OF)
-    assert written is not None
-    assert {path.name for path in written.iterdir()} == {step_bundle.BUNDLE, step_bundle.RNG}
-    path = written / (step_bundle.BUNDLE if name.endswith("json") else step_bundle.RNG)
-    path.unlink()
-    path.write_bytes(evil)
-    assert refused(lambda: (step_bundle.read_bundle(written), step_bundle.read_rng(written)))
-    assert not (tmp_path / "made").exists()
+def test_every_file_of_a_bundle_for_replaying(tmp_path: Path, evil: bytes) -> None:
+    for name in (step_bundle.BUNDLE, step_bundle.RNG):
+        written = step_bundle.write_bundle(tmp_path / name, BUNDLE_OF, RNG_OF)
+        assert written is not None
+        assert {path.name for path in written.iterdir()} == {step_bundle.BUNDLE, step_bundle.RNG}
+        (written / name).unlink()
+        (written / name).write_bytes(evil)
+        assert refused(lambda here=written: (step_bundle.read_bundle(here), step_bundle.read_rng(here)))  # type: ignore[misc]
+        assert not (tmp_path / "made").exists()
 
 
 def test_a_structure_of_every_format(tmp_path: Path, evil: bytes) -> None:

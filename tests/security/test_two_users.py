@@ -21,23 +21,16 @@ import pytest
 from pipeline.files import is_mine
 from pipeline.store.format.cache_layout import PARTIAL_SUFFIX, KindLayout
 from pipeline.structures.synthetic import complex_pdb
-from tests.testkit.project import settle
+from tests.testkit.command import Typed
+from tests.testkit.project import PIPELINE, settle
 
 ROOT = Path(__file__).parents[2]
-PIPELINE = Path(sys.executable).with_name("pipeline")
 ALICE, BOB, LAB = 64101, 64102, 64100
 GRAPHS = ("submit", "--stage", "graph", "--executor", "local", "--follow")
 GROUPS, PRIVATE, READ_ONLY, STICKY = 0o2770, 0o700, 0o2750, 0o3770
-LIMIT_S = 240
 UMASKS = (0o077, 0o002)
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
-
-
-@dataclass(frozen=True)
-class Typed:
-    code: int
-    said: str
 
 
 @dataclass(frozen=True)
@@ -46,7 +39,6 @@ class User:
 
     uid: int
     folder: Path
-    limit_s: float = LIMIT_S  # for a command
 
     def types(self, *words: str, umask: int = 0o077) -> Typed:
         """Type a command as this user, who is in the group of both."""
@@ -55,16 +47,9 @@ class User:
         become = f"setpriv --reuid={self.uid} --regid={self.uid} --groups={LAB}"
         doors = let_in(self.folder.parent)
         script = "\n".join([*doors, f"umask {umask:03o}", f'exec {become} "$@"'])
-        done = subprocess.run(
-            [*(["unshare", "--mount"] if doors else []), "sh", "-ec", script, "sh", str(PIPELINE), *words],
-            cwd=self.folder,
-            env=known,
-            capture_output=True,
-            text=True,
-            timeout=self.limit_s,
-            check=False,
-        )
-        return Typed(done.returncode, " ".join((done.stdout + done.stderr).split()))
+        typed = [*(["unshare", "--mount"] if doors else []), "sh", "-ec", script, "sh", str(PIPELINE), *words]
+        done = subprocess.run(typed, cwd=self.folder, env=known, capture_output=True, text=True, check=False)
+        return Typed(done.returncode, done.stdout, done.stderr)
 
     def run(self) -> Path:
         """Return the folder of the newest run."""
@@ -220,6 +205,8 @@ def test_anothers_run_can_be_read_where_it_may_and_is_not_resumed_or_cancelled(l
         assert refused.code == 2
         assert f"is of user {ALICE}, by whom alone it can be {done}" in refused.said
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+    assert lab.alice.types(*GRAPHS, "--set", "cluster.private=true").code == 0
+    assert lab.bob.types("status", str(lab.alice.run())).code == 2
 
 
 def test_a_path_is_ones_own_too_where_the_file_system_knows_users_by_other_numbers(
@@ -231,14 +218,6 @@ def test_a_path_is_ones_own_too_where_the_file_system_knows_users_by_other_numbe
     assert [is_mine(mine), is_mine(others)] == [True, False]
     monkeypatch.setattr(os, "geteuid", lambda: BOB)  # whose files a mount shows as root's
     assert [is_mine(mine), is_mine(others)] == [True, False]
-
-
-@pytest.mark.nightly
-def test_a_private_run_is_not_read_by_others(lab: Lab) -> None:
-    lab.shares(GROUPS)
-    done = lab.alice.types(*GRAPHS, "--set", "cluster.private=true")
-    assert done.code == 0, done.said
-    assert lab.bob.types("status", str(lab.alice.run())).code == 2
 
 
 def shards(lab: Lab, owner: int) -> list[Path]:
