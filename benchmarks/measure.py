@@ -29,6 +29,7 @@ STRUCTURES = Path(os.environ.get("PIPELINE_STRUCTURES", ROOT.parent / "shared/st
 PIPELINE = Path(sys.executable).with_name("pipeline")
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 LIMIT_S = 4 * 3600
+FIGURES = "figures"  # the table of what is compared
 TAIL = 3000  # characters of a failed command's output
 
 
@@ -113,9 +114,10 @@ class Spread:
         return cls.of([top / bottom for top, bottom in zip(over, under, strict=True)])
 
     def __format__(self, form: str) -> str:
-        """Write 1.23× (1.20 to 1.30), with the unit after the format: `.2f×`."""
+        """Write 1.23× (1.20 to 1.30), with the unit after the format: `.2f×`; of one round 1.23×."""
         number, unit = re.fullmatch(r"([,.\d]*[a-z%]?)(.*)", form).groups()  # type: ignore[union-attr]
-        return f"{self.median:{number}}{unit} ({self.low:{number}} to {self.high:{number}})"
+        spread = f" ({self.low:{number}} to {self.high:{number}})" if self.low < self.high else ""
+        return f"{self.median:{number}}{unit}{spread}"
 
 
 def cpu(costs: Sequence[Cost]) -> list[float]:
@@ -139,7 +141,7 @@ class Row:
     measured: str
     command: str
     missed: str = ""  # why, or what stands in the way; empty: reached
-    table: str = "figures"
+    table: str = FIGURES
     date: str = ""
     machine: str = ""
 
@@ -148,25 +150,24 @@ def options(doc: str, rounds: int, **more: Mapping[str, Any]) -> argparse.Namesp
     """Return what was typed: the options of every script, and more of its own (`name={"type": int, ...}`)."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=rounds, help=f"turns of each side (default: {rounds})")
-    parser.add_argument("--save", action="store_true", help="put the rows into results.json and README.md")
+    parser.add_argument("--save", nargs="*", metavar="ROW", help="put rows (default: all) into results.json, README.md")
     for name, given in more.items():
         parser.add_argument(f"--{name.replace('_', '-')}", **given)
     parser.add_argument("--part", nargs="+", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-def publish(rows: Sequence[Row], *, save: bool) -> int:
-    """Print rows as a table and as JSON; keep them if asked to."""
+def publish(rows: Sequence[Row], *, save: Sequence[str] | None) -> int:
+    """Print rows as a table and as JSON; keep those that were asked for, none if `save` is None."""
     today = f"{datetime.now(UTC):%Y-%m-%d}"
     dated = [Row(**{**asdict(row), "date": today, "machine": machine()}) for row in rows]
     print(table(dated))
     for row in dated:
         print(json.dumps(asdict(row), ensure_ascii=False))
-    if save:
-        known = [row for row in kept() if row.id not in {new.id for new in dated}]
-        order = {row.id: place for place, row in enumerate(kept())}
-        merged = sorted([*known, *dated], key=lambda row: order.get(row.id, len(order)))
-        RESULTS.write_text(json.dumps([asdict(row) for row in merged], indent=1, ensure_ascii=False) + "\n")
+    if save is not None:
+        new = {row.id: row for row in dated if not save or row.id in save}
+        merged = [new.pop(row.id, row) for row in kept()]
+        RESULTS.write_text(json.dumps([asdict(row) for row in (*merged, *new.values())], indent=1, ensure_ascii=False))
         write_page()
     return 0
 
@@ -188,14 +189,19 @@ def write_page() -> None:
 
 def table(rows: Sequence[Row]) -> str:
     """Return rows as Markdown."""
-    head = ["| what | against | reach | measured | command | date |", "| --- | --- | --- | --- | --- | --- |"]
-    return "\n".join([*head, *map(line, rows)])
+    columns = ("what", "against", "reach", "measured", "command", "date")
+    if all(row.table != FIGURES for row in rows):
+        columns = ("what", "measured", "date")
+    lines = (" | ".join(cell(row, column) for column in columns) for row in rows)
+    return "\n".join(f"| {text} |" for text in (" | ".join(columns), " | ".join(["---"] * len(columns)), *lines))
 
 
-def line(row: Row) -> str:
-    """Return a row as Markdown; a missed figure is bold, with the reason."""
-    measured = f"**{row.measured}** {row.missed}" if row.missed else row.measured
-    return f"| {row.what} | {row.against} | {row.reach} | {measured} | `{row.command}` | {row.date} |"
+def cell(row: Row, column: str) -> str:
+    """Return a cell as Markdown; a missed figure is bold, with the reason."""
+    text: str = getattr(row, column)
+    if column == "measured" and row.missed:
+        return f"**{text}** {row.missed}"
+    return f"`{text}`" if column == "command" else text
 
 
 def machine() -> str:
