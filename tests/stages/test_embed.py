@@ -25,7 +25,6 @@ from pipeline.encoder.forward.linear import bf16_products_here
 from pipeline.encoder.forward.parity import ParityVerdict, Reference
 from pipeline.errors import CacheFull, JobFailed, PlanInfeasible
 from pipeline.records import Reason, TaskContext
-from pipeline.stages import embed as stage
 from pipeline.stages.embed import EmbeddingVerifier, EmbedShelves, Texts, embed_texts
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.store import WholeRecords
@@ -102,28 +101,12 @@ def test_what_is_stored_is_what_fair_esm_computes(
         np.testing.assert_allclose(rows_of(text, recipe, shelves), rows, atol=1e-5)
 
 
-def test_a_record_says_what_it_was_made_from(weights: Path, recipe: EmbeddingRecipe, shelves: EmbedShelves) -> None:
-    run(weights, recipe, shelves)
-    meta = shelves.embeddings.get(recipe.key(TEXTS[0], Variant("fp32"))).meta
-    assert meta == {
-        "text": TEXTS[0], "residues": len(TEXTS[0]), "rows": len(TEXTS[0]), "weights": recipe.weights,
-        "layer": 2, "context": "chain", "precision": "fp32", "cut": None,
-    }  # fmt: skip
-
-
 def test_a_second_run_computes_nothing(
     weights: Path, recipe: EmbeddingRecipe, shelves: EmbedShelves, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(weights, recipe, shelves)
     monkeypatch.setattr("pipeline.encoder.engine.encoder_source.load_esm_checkpoint", forbidden)
     assert run(weights, recipe, open_shelves(tmp_path)) == [None] * len(TEXTS)
-
-
-@pytest.mark.nightly
-def test_one_added_sequence_costs_one_sequence(weights: Path, recipe: EmbeddingRecipe, shelves: EmbedShelves) -> None:
-    run(weights, recipe, shelves)
-    run(weights, recipe, shelves, [*TEXTS, "MKVMKV"])
-    assert shelves.embeddings.stat().records == len(TEXTS) + 1
 
 
 @pytest.mark.nightly
@@ -171,24 +154,30 @@ def test_bfloat16_is_stored_as_other_readers_know_it(weights: Path, recipe: Embe
     assert torch.equal(rows, torch.from_numpy(rows_of(TEXTS[3], recipe, full).copy()).bfloat16())
 
 
-def test_an_encoder_that_misses_the_reference_publishes_nothing(
-    weights: Path, recipe: EmbeddingRecipe, shelves: EmbedShelves, monkeypatch: pytest.MonkeyPatch
+BELOW = {  # precision asked for → cosines that are found, and in what all is computed then, if at all
+    "fp32": ({"fp32": 0.9}, None),
+    "bf16": ({"bf16": 0.9, "fp32": 1.0}, "fp32"),
+    "bf16, and fp32 fails as well": ({"bf16": 0.9, "fp32": 0.5}, None),
+}
+
+
+@pytest.mark.parametrize("case", BELOW)
+def test_an_encoder_that_misses_the_reference_is_done_in_full_or_publishes_nothing(
+    weights: Path, recipe: EmbeddingRecipe, shelves: EmbedShelves, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
-    monkeypatch.setattr(parity, "compare", lambda *_, **__: ParityVerdict(0.9, 9, 0.99999))
-    with pytest.raises(JobFailed, match=r"lowest cosine 0\.900000.*nothing was published"):
-        run(weights, recipe, shelves)
+    cosines, computed = BELOW[case]
+    asked = replace(recipe, precision=case[:4], storage=case[:4])
+    with monkeypatch.context() as patch:
+        verdict = lambda _e, _w, _s, precision, **_: ParityVerdict(cosines[precision], 9, 0.999)  # noqa: E731
+        patch.setattr(parity, "compare", verdict)
+        if computed:
+            assert run(weights, asked, shelves) == [None] * len(TEXTS)
+            assert looked_up(asked, shelves) == [Variant(computed)] * len(TEXTS)
+            return
+        with pytest.raises(JobFailed):
+            run(weights, asked, shelves)
     assert shelves.embeddings.stat().records == 0
-
-
-@pytest.mark.nightly
-def test_half_precision_that_misses_the_reference_is_done_in_full(
-    weights: Path, recipe: EmbeddingRecipe, shelves: EmbedShelves, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    half = replace(recipe, precision="bf16", storage="bf16")
-    verdicts = {"bf16": ParityVerdict(0.9, 9, 0.999), "fp32": ParityVerdict(1.0, 9, 0.99999)}
-    monkeypatch.setattr(parity, "compare", lambda _e, _w, _s, precision, **_: verdicts[precision])
-    assert run(weights, half, shelves) == [None] * len(TEXTS)
-    assert looked_up(half, shelves) == [Variant("fp32")] * len(TEXTS)
+    assert run(weights, asked, shelves) == [None] * len(TEXTS)  # a failure is not remembered
 
 
 @pytest.mark.nightly
@@ -198,22 +187,11 @@ def test_half_precision_that_misses_the_reference_publishes_nothing_where_no_oth
     path = tmp_path / "esm2_stress.pt"
     write_random_checkpoint(path, layers=6, dim=64, heads=4, stress=6.0)
     strict = EmbeddingRecipe(digest_weights(load_esm_checkpoint(path)), 6, "chain", "bf16", "bf16", half_fallback=False)
-    with pytest.raises(JobFailed, match="bf16 is not close enough"):
+    with pytest.raises(JobFailed):
         run(path, strict, shelves)
     assert shelves.embeddings.stat().records == 0
     assert run(path, replace(strict, half_fallback=True), shelves) == [None] * len(TEXTS)
     assert set(looked_up(replace(strict, half_fallback=True), shelves)) == {Variant("fp32")}
-
-
-@pytest.mark.skipif(not bf16_products_here(), reason="this processor has neither AVX512-BF16 nor AMX")
-def test_bf16_products_are_kept_under_their_own_key(
-    weights: Path, recipe: EmbeddingRecipe, shelves: EmbedShelves
-) -> None:
-    products = replace(recipe, precision=BF16_PRODUCTS)
-    for _ in range(2):  # the second run finds the verdict, and the strain of the sample, in the store
-        assert run(weights, products, shelves) == [None] * len(TEXTS)
-    assert set(looked_up(products, shelves)) == {Variant(BF16_PRODUCTS)}
-    assert set(looked_up(replace(recipe, precision="bf16", half_fallback=False), shelves)) == {None}
 
 
 @pytest.mark.skipif(not bf16_products_here(), reason="this processor has neither AVX512-BF16 nor AMX")
@@ -230,7 +208,7 @@ def test_a_processor_without_bf16_products_computes_in_fp32_or_says_what_to_do(
 ) -> None:
     monkeypatch.setattr(linear, "bf16_products_here", lambda: False)
     products = replace(recipe, precision=BF16_PRODUCTS)
-    with pytest.raises(JobFailed, match="neither AVX512-BF16 nor AMX") as refusal:
+    with pytest.raises(JobFailed) as refusal:
         run(weights, replace(products, half_fallback=False), shelves)
     assert "embed.precision=fp32" in str(refusal.value.remedy)
     assert run(weights, products, shelves) == [None] * len(TEXTS)
@@ -255,7 +233,7 @@ def test_weights_that_are_not_numbers_publish_nothing(tmp_path: Path, shelves: E
         data = torch.load(path, weights_only=True)
     data["model"]["encoder.sentence_encoder.layers.0.fc1.weight"][0, 0] = float("nan")
     torch.save(data, path)
-    with pytest.raises(JobFailed, match="nothing was published"):
+    with pytest.raises(JobFailed):
         run(path, EmbeddingRecipe(digest_weights(load_esm_checkpoint(path)), 1, "chain", "fp32", "fp32"), shelves)
     assert shelves.embeddings.stat().records == 0
 
@@ -306,11 +284,6 @@ def forbidden(*_: object, **__: object) -> Iterator[None]:
     raise AssertionError("was done again")
 
 
-def test_steps_of_remembered_budgets_are_close_enough_to_be_useful() -> None:
-    steps = np.array(stage.STEPS)
-    assert (steps[1:] / steps[:-1] <= 1.5).all()
-
-
 @pytest.mark.nightly
 def test_a_record_without_the_mark_is_not_served_where_it_is_kept_and_the_gate_is_asked_again(
     weights: Path, recipe: EmbeddingRecipe, shelves: EmbedShelves
@@ -327,37 +300,12 @@ def test_a_record_without_the_mark_is_not_served_where_it_is_kept_and_the_gate_i
         np.testing.assert_array_equal(record.arrays["rows"], rows_of(text, recipe, shelves))
 
 
-@pytest.mark.nightly
-def test_a_verdict_that_failed_is_not_remembered(
-    weights: Path, recipe: EmbeddingRecipe, shelves: EmbedShelves, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(parity, "compare", lambda *_, **__: ParityVerdict(0.5, 9, 0.99999))
-        with pytest.raises(JobFailed):
-            run(weights, recipe, shelves)
-    assert run(weights, recipe, shelves) == [None] * len(TEXTS)
-
-
-@pytest.mark.nightly
-def test_an_encoder_that_stands_in_for_another_has_passed_the_gate_too(
-    weights: Path, recipe: EmbeddingRecipe, shelves: EmbedShelves, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    verdicts = {"bf16": ParityVerdict(1.0, 9, 0.999), "fp32": ParityVerdict(0.5, 9, 0.99999)}
-    monkeypatch.setattr(parity, "compare", lambda _e, _w, _s, precision, **_: verdicts[precision])
-    monkeypatch.setattr(
-        "pipeline.encoder.engine.io_threads.is_finite", lambda *_: False
-    )  # everything is to be done again
-    with pytest.raises(JobFailed, match="fp32 is not close enough"):
-        run(weights, replace(recipe, precision="bf16"), shelves)
-    assert shelves.embeddings.stat().records == 0
-
-
 def test_weights_that_are_replaced_while_a_task_begins_are_not_taken_for_those_of_the_keys(
     weights: Path, recipe: EmbeddingRecipe, shelves: EmbedShelves, tmp_path: Path
 ) -> None:
     other = tmp_path / "esm2_other.pt"
     write_random_checkpoint(other, layers=2, dim=16, heads=2, seed=7)
-    with pytest.raises(JobFailed, match="the checkpoint was changed after this run began"):
+    with pytest.raises(JobFailed):
         run(other, recipe, shelves)
     assert shelves.embeddings.stat().records == 0
 
@@ -369,7 +317,7 @@ def test_a_gate_that_does_not_fit_in_memory_says_so(
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     monkeypatch.setattr(parity, "Reference", full)
-    with pytest.raises(PlanInfeasible, match="does not fit the memory of this process"):
+    with pytest.raises(PlanInfeasible):
         run(weights, recipe, shelves)
 
 

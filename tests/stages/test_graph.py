@@ -41,17 +41,11 @@ def build_all(items: list[Item], store: Store) -> list[Reason | None]:
     return list(graph(items, STRUCTURES, RECIPE, store, 1 << 20))
 
 
-def test_each_item_has_its_graph_under_its_key(tmp_path: Path, store: Store) -> None:
-    items = [make_item(tmp_path, seed) for seed in range(3)]
-    assert build_all(items, store) == [None] * 3
-    for item in items:
-        record = store.get(key_of(item))
-        assert decode_graph(record.arrays, record.meta).sizes()["nodes"] == 40
-
-
 def test_what_is_there_is_not_built_again(tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     items = [make_item(tmp_path, seed) for seed in range(2)]
     build_all(items[:1], store)
+    record = store.get(key_of(items[0]))
+    assert decode_graph(record.arrays, record.meta).sizes()["nodes"] == 40
     built = []
     build = build_module.build_graph
     monkeypatch.setattr(build_module, "build_graph", lambda *given: built.append(1) or build(*given))
@@ -70,7 +64,6 @@ def test_why_there_is_no_graph_is_remembered_in_its_place(tmp_path: Path, store:
     assert build_all([item], store) == [Reason.NO_EDGES]
     (said,) = WholeRecords(store).metas([key_of(item)]).values()
     assert said["reason"] == "no_edges"
-    assert "the ligand is one residue" in said["detail"]
 
 
 def test_a_bug_costs_one_item(tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,13 +103,3 @@ def test_a_file_that_went_away_is_a_reason_and_leaves_nothing(tmp_path: Path, st
     Path(item.parts[0].path).unlink()
     assert build_all([item], store) == [Reason.MISSING_FILE]
     assert not list(store.keys())
-
-
-def test_beyond_its_limit_the_verifier_trusts_tables(tmp_path: Path, store: Store) -> None:
-    items = [make_item(tmp_path, seed) for seed in range(3)]
-    build_all(items, store)
-    keys = [key_of(item) for item in items]
-    said = WholeRecords(store, limit_bytes=1).metas([*keys, bytes(16)])
-    assert list(said) == keys
-    assert ["sizes" in one for one in said.values()] == [True, False, False]
-    assert all("sizes" in one for one in WholeRecords(store).metas(keys).values())

@@ -60,26 +60,26 @@ def scan_all(items: list[Item], shelves: ScanShelves, recipe: ScanRecipe = RECIP
     return list(scan_items(items, recipe, shelves))
 
 
-def test_what_was_scanned_is_known_without_reading_the_files(tmp_path: Path, shelves: ScanShelves) -> None:
-    item = make_item(tmp_path)
-    assert look_up([item], RECIPE, shelves) == [None]
-    assert scan_all([item], shelves) == [None]
-    (found,) = look_up([item], RECIPE, open_shelves(tmp_path))
-    assert isinstance(found, Inventory)
-    assert [[one.sequence for one in partner.chains] for partner in found.partners] == [["ACD"], ["GH"]]
-
-
-def test_a_second_run_opens_no_structure_file(
+def test_what_was_scanned_is_known_without_reading_a_file_again(
     tmp_path: Path, shelves: ScanShelves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    items = [make_item(tmp_path, name) for name in "abc"]
-    scan_all(items, shelves)
-
-    def refuse(path: Path, max_bytes: int) -> bytes:
-        raise AssertionError(f"{path} was read again")
-
-    monkeypatch.setattr(stage, "read_file", refuse)
-    assert None not in look_up(items, RECIPE, open_shelves(tmp_path))
+    items = [make_item(tmp_path, name) for name in "abc"]  # copies, which share one inventory
+    bad = [make_item(tmp_path, f"bad{name}", "REMARK nothing\n") for name in "ab"]
+    assert look_up(items, RECIPE, shelves) == [None] * 3
+    assert scan_all([*items, *bad], shelves) == [None] * 3 + [Reason.NO_ATOMS] * 2
+    assert (shelves.inventories.stat().records, shelves.files.stat().records) == (2, 5)
+    with monkeypatch.context() as patch:
+        patch.setattr(stage, "read_file", lambda path, max_bytes: pytest.fail(f"{path} was read again"))
+        found, *_, rejected = look_up([*items, *bad], RECIPE, open_shelves(tmp_path))
+    assert isinstance(found, Inventory)
+    assert [[one.sequence for one in partner.chains] for partner in found.partners] == [["ACD"], ["GH"]]
+    assert rejected is not None
+    assert rejected.reason is Reason.NO_ATOMS
+    assert look_up(items[:1], ScanRecipe(policy=Policy(require="backbone")), shelves) == [None]
+    gone = Item("gone", parts=(Part(Role.COMPLEX, str(tmp_path / "gone.pdb")),))
+    (missing,) = look_up([gone], RECIPE, shelves)
+    assert missing is not None
+    assert missing.reason is Reason.MISSING_FILE
 
 
 def test_a_changed_file_is_scanned_again_and_the_old_inventory_stays_for_the_old_content(
@@ -104,18 +104,6 @@ def test_a_touched_file_is_read_but_its_inventory_is_not_made_again(tmp_path: Pa
     scan_all([item], shelves)
     assert shelves.inventories.stat().records == 1
     assert None not in look_up([item], RECIPE, shelves)
-
-
-def test_a_changed_policy_never_finds_an_old_inventory(tmp_path: Path, shelves: ScanShelves) -> None:
-    item = make_item(tmp_path)
-    scan_all([item], shelves)
-    assert look_up([item], ScanRecipe(policy=Policy(require="backbone")), shelves) == [None]
-
-
-def test_copies_of_one_file_share_one_inventory(tmp_path: Path, shelves: ScanShelves) -> None:
-    scan_all([make_item(tmp_path, name) for name in "abc"], shelves)
-    assert shelves.inventories.stat().records == 1
-    assert shelves.files.stat().records == 3
 
 
 def test_a_file_written_just_now_is_scanned_but_not_trusted_to_stand_still(
@@ -145,34 +133,6 @@ def test_a_file_that_changes_while_it_is_read_is_not_remembered(
     monkeypatch.setattr(stage, "read_file", read_and_change)
     scan_all([item], shelves)
     assert shelves.files.stat().records == 0
-
-
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        (b"", Reason.EMPTY_FILE),
-        (b"REMARK nothing\n", Reason.NO_ATOMS),
-        (LINES.encode()[:300], Reason.AMBIGUOUS_PARTNERS),
-    ],
-)
-def test_a_rejection_is_remembered_like_any_other_result(
-    tmp_path: Path, shelves: ScanShelves, content: bytes, reason: Reason
-) -> None:
-    item = make_item(tmp_path)
-    Path(item.parts[0].path).write_bytes(content)
-    settle(Path(item.parts[0].path))
-    assert scan_all([item], shelves) == [reason]
-    (found,) = look_up([item], RECIPE, shelves)
-    assert found is not None
-    assert found.reason is reason
-
-
-def test_a_missing_file_is_known_to_be_missing_without_a_task(tmp_path: Path, shelves: ScanShelves) -> None:
-    item = Item("gone", parts=(Part(Role.COMPLEX, str(tmp_path / "gone.pdb")),))
-    (found,) = look_up([item], RECIPE, shelves)
-    assert found is not None
-    assert found.reason is Reason.MISSING_FILE
-    assert scan_all([item], shelves) == [Reason.MISSING_FILE]
 
 
 def test_a_damaged_inventory_is_made_anew(tmp_path: Path, shelves: ScanShelves) -> None:
@@ -237,11 +197,6 @@ def test_what_only_this_machine_cannot_read_is_told_and_not_remembered(
     assert None not in look_up(items, RECIPE, shelves)
 
 
-def test_every_copy_of_a_bad_file_is_counted(tmp_path: Path, shelves: ScanShelves) -> None:
-    items = [make_item(tmp_path, name, "REMARK nothing\n") for name in "abc"]
-    assert scan_all(items, shelves) == [Reason.NO_ATOMS] * 3
-
-
 def test_a_lowered_limit_holds_for_what_was_scanned_under_a_higher_one(tmp_path: Path, shelves: ScanShelves) -> None:
     item = make_item(tmp_path)
     packed = tmp_path / "p.pdb.gz"
@@ -268,16 +223,6 @@ def test_a_missing_extra_is_not_remembered(
         without.setattr(read_module, "HAS_BIOTITE", False)
         assert scan_all([item], shelves) == [Reason.NEEDS_EXTRA]
     assert look_up([item], RECIPE, shelves) == [None]
-
-
-def test_whole_second_times_are_trusted_later(tmp_path: Path) -> None:
-    path = tmp_path / "coarse.pdb"
-    path.write_text(LINES)
-    os.utime(path, (1_700_000_000, 1_700_000_000))
-    assert stage.glance(str(path), RECIPE) is None
-    os.utime(path, (1_700_000_000.5, 1_700_000_000.5))
-    settle(path, age_s=59.123)
-    assert isinstance(stage.glance(str(path), RECIPE), bytes)
 
 
 @pytest.fixture
@@ -330,10 +275,3 @@ def test_where_numbers_of_files_do_not_last_a_file_is_known_by_its_size_and_time
     path.rename(tmp_path / "kept")  # so that its number is not given again
     path.write_bytes((tmp_path / "kept").read_bytes())
     assert (look_up([item], RECIPE, shelves) != [None]) == knows
-
-
-def test_the_file_system_of_a_folder_has_the_name_that_its_mount_has() -> None:
-    if not (proc := Path("/proc")).is_dir():
-        pytest.skip("no /proc here")
-    assert files_module.file_system(proc.stat().st_dev) == "proc"
-    assert files_module.file_system(os.makedev(4000, 1)) == ""
