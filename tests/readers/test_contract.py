@@ -74,27 +74,16 @@ class TextKind:
     prepare: Callable[[Path], None] = field(default=lambda folder: None)
     id: str = "e1"  # of entry 1, in its text
 
-    def write(self, folder: Path, numbers: list[int], spoilt: Mapping[int, str] | None = None) -> Any:
-        """Write entries, some of them spoilt, and return their reader."""
-        texts = []
-        for number in numbers:
-            text = self.entry(number)
-            if number in (spoilt or {}):
-                pattern, other = self.spoil[spoilt[number]]  # type: ignore[index]
-                assert re.search(pattern, text), (spoilt, pattern)
-                text = re.sub(pattern, other, text)
-            texts.append(text)
+    def write(self, folder: Path, numbers: list[int], changes: Mapping[int, tuple[str, str]] | None = None) -> Any:
+        """Write entries, some of them changed, and return their reader."""
+        texts = {number: self.entry(number) for number in numbers}
+        for number, (pattern, other) in (changes or {}).items():
+            texts[number], count = re.subn(pattern, other, texts[number])
+            assert count, pattern
         self.prepare(folder)
-        text = self.head + "".join(texts) + self.tail
+        text = self.head + "".join(texts[number] for number in numbers) + self.tail
         (folder / self.name).write_bytes(text.encode("utf-8", "surrogateescape"))
         return self.reader(folder / self.name)
-
-    def renamed(self, reader_folder: Path, name: str) -> Any:
-        """Write three entries, the second under another id."""
-        text = (self.entry(0) + self.entry(1).replace(self.id, name) + self.entry(2)).join((self.head, self.tail))
-        (reader_folder / self.name).write_bytes(text.encode("utf-8", "surrogateescape"))
-        self.prepare(reader_folder)
-        return self.reader(reader_folder / self.name)
 
 
 @dataclass(frozen=True)
@@ -105,19 +94,13 @@ class ColumnKind:
     reader: Callable[[Path], Any]
     columns: Callable[[list[int]], dict[str, Any]]
     spoil: Mapping[str, tuple[str, Any]]  # a column, and what its row holds
+    id: str = "id"
 
-    def write(self, folder: Path, numbers: list[int], spoilt: Mapping[int, str] | None = None) -> Any:
-        """Write entries, some of them spoilt, and return their reader."""
+    def write(self, folder: Path, numbers: list[int], changes: Mapping[int, tuple[str, Any]] | None = None) -> Any:
+        """Write entries, some of them changed, and return their reader."""
         columns = self.columns(numbers)
-        for number, way in (spoilt or {}).items():
-            column, value = self.spoil[way]
+        for number, (column, value) in (changes or {}).items():
             columns[column][number] = value
-        return self.reader(columns_file(folder / self.name, **columns))
-
-    def renamed(self, folder: Path, name: str) -> Any:
-        """Write three entries, the second under another id."""
-        columns = self.columns([0, 1, 2])
-        columns["id"][1] = name.replace("\0", "")  # which h5py does not write
         return self.reader(columns_file(folder / self.name, **columns))
 
 
@@ -288,10 +271,9 @@ def test_entries_come_in_order_and_several_threads_and_another_process_read_them
 def test_of_many_entries_those_that_are_spoilt_are_rejected_where_they_are_and_all_others_read(
     tmp_path: Path, kind: str
 ) -> None:
-    ways = list(KINDS[kind].spoil)
-    spoilt = {3 + 5 * at: way for at, way in enumerate(ways)}
-    numbers = list(range(5 * len(ways) + 20))
-    found = read_twice(KINDS[kind].write(tmp_path, numbers, spoilt))
+    spoilt = {3 + 5 * at: way for at, way in enumerate(KINDS[kind].spoil)}
+    numbers, changes = list(range(5 * len(spoilt) + 20)), {at: KINDS[kind].spoil[way] for at, way in spoilt.items()}
+    found = read_twice(KINDS[kind].write(tmp_path, numbers, changes))
     assert len(found) == len(numbers)
     for number, entry in zip(numbers, found, strict=True):
         assert isinstance(entry, Rejection) == (number in spoilt), (spoilt.get(number), entry)
@@ -317,7 +299,9 @@ HOSTILE = (
 def test_hostile_ids_are_made_harmless_or_rejected_and_the_others_are_read(tmp_path: Path, kind: str) -> None:
     for name in HOSTILE:
         taken = EntriesTaken()
-        refused = list(take_entries(KINDS[kind].renamed(tmp_path, name).entries(), taken))
+        refused = list(
+            take_entries(KINDS[kind].write(tmp_path, [0, 1, 2], {1: (KINDS[kind].id, name)}).entries(), taken)
+        )
         assert len(taken.table) + len(refused) == 3, name
         assert len(refused) <= 1, name
         for one in refused:
@@ -382,46 +366,33 @@ def test_whatever_is_done_to_the_bytes_each_entry_is_read_or_rejected_or_the_fil
 
 # ---- options and files that are refused ----
 
-WRONG: list[tuple[str, dict[str, Any]]] = [
-    *(
-        ("MGF", {name: value})
-        for name, values in {
-            "max_peaks": (0, 10.5, None),
-            "most_peaks": (0, "5", True),
-            "least_intensity": (1.0, "0.1", float("nan")),
-            "target": ([1], None, [""]),
-            "split": (None,),
-            "quality": ("Z",),
-        }.items()
-        for value in values
-    ),
-    *(("TSV", {name: value}) for name, value in {"most": 0, "left": 1, "id": None, "split": ["x"]}.items()),
-    *(("TSV", {"most": value}) for value in ("5", True)),
-    *(
-        ("captions", options)
-        for options in (
-            {"size": 0},
-            {"context": 1},
-            {"long": "drop"},
-            {"classes": ["a", "a"], "label": "image"},
-            {"classes": "none.txt", "label": "image"},
-            {"merges": "none.gz"},
-            {"merges": "x.csv"},
-        )
-    ),
-    *(("peptides", {name: value}) for name, value in {"least_peaks": 0, "longest": 1.5, "unknown": "yes"}.items()),
-    ("triplets", {"mass_within": 0, "molecule": "inchikey"}),
-]
+WRONG: dict[str, list[dict[str, Any]]] = {  # the first option is the one that is named
+    "MGF": [
+        *({"max_peaks": value} for value in (0, 10.5, None)),
+        *({"most_peaks": value} for value in (0, "5", True)),
+        *({"least_intensity": value} for value in (1.0, "0.1", float("nan"))),
+        *({"target": value} for value in ([1], None, [""])),
+        *({"split": None}, {"quality": "Z"}),
+    ],
+    "TSV": [*({"most": value} for value in (0, "5", True)), {"left": 1}, {"id": None}, {"split": ["x"]}],
+    "captions": [
+        *({"size": 0}, {"context": 1}, {"long": "drop"}, {"merges": "none.gz"}, {"merges": "x.csv"}),
+        *({"classes": value, "label": "image"} for value in (["a", "a"], "none.txt")),
+    ],
+    "peptides": [{"least_peaks": 0}, {"longest": 1.5}, {"unknown": "yes"}],
+    "triplets": [{"mass_within": 0, "molecule": "inchikey"}],
+}
 READERS = {"MGF": Spectra, "TSV": Pairs, "captions": Captions, "peptides": PeptideSpectra, "triplets": SpectrumTriplets}
 
 
 def test_an_option_of_another_type_or_out_of_range_is_refused_by_its_name(tmp_path: Path) -> None:
-    for kind, options in WRONG:
+    for kind, cases in WRONG.items():
         written = KINDS["MGF" if kind == "triplets" else kind]
         written.write(tmp_path, [0])
-        with pytest.raises(ConfigError) as caught:
-            READERS[kind](tmp_path / written.name, **options)
-        assert caught.value.where == f"data.options.{next(iter(options))}", options
+        for options in cases:
+            with pytest.raises(ConfigError) as caught:
+                READERS[kind](tmp_path / written.name, **options)
+            assert caught.value.where == f"data.options.{next(iter(options))}", options
 
 
 def refused(folder: Path) -> dict[str, Callable[[], Any]]:
@@ -435,17 +406,15 @@ def refused(folder: Path) -> dict[str, Callable[[], Any]]:
     for name in ("none", "y.tsv", "deep/y.mgf"):
         (folder / name).mkdir(parents=True)
     os.mkfifo(folder / "pipe.mgf")
+    whole, wanting = {"spectrum": np.ones((1, 2, 3)), "precursor_mz": [1.0]}, partial(Spectra, target=("logp",))
     columns = {
         "no dataset": (Spectra, {"mz": [1.0]}),
         "no precursor": (Spectra, {"spectrum": np.ones((1, 2, 3))}),
-        "another shape": (Spectra, {"spectrum": np.ones((1, 3, 4)), "precursor_mz": [1.0]}),
-        "texts for peaks": (Spectra, {"spectrum": [[["a"], ["b"]]], "precursor_mz": [1.0]}),
-        "lengths": (Spectra, {"spectrum": np.ones((1, 2, 3)), "precursor_mz": [1.0], "name": ["a", "b"]}),
-        "no target": (partial(Spectra, target=("logp",)), {"spectrum": np.ones((1, 2, 3)), "precursor_mz": [1.0]}),
-        "a number for a target": (
-            partial(Spectra, target=("logp",)),
-            {"spectrum": np.ones((1, 2, 3)), "precursor_mz": [1.0], "logp": 1.0},
-        ),
+        "another shape": (Spectra, {**whole, "spectrum": np.ones((1, 3, 4))}),
+        "texts for peaks": (Spectra, {**whole, "spectrum": [[["a"], ["b"]]]}),
+        "lengths": (Spectra, {**whole, "name": ["a", "b"]}),
+        "no target": (wanting, whole),
+        "a number for a target": (wanting, {**whole, "logp": 1.0}),
         "no column": (partial(Pairs, split="flod"), {"left": ["a"], "right": ["b"], "fold": ["c"]}),
         **{
             f"no side {at}": (Pairs, {"left": left, "right": ["x", "y"]})

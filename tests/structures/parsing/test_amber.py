@@ -7,7 +7,6 @@ import io
 import sys
 from pathlib import Path
 
-import gemmi
 import numpy as np
 import parmed
 import pytest
@@ -16,12 +15,11 @@ from scipy.io import netcdf_file
 from pipeline.graphs import atom_graph
 from pipeline.graphs.item_graph import GraphRecipe as GraphRecipe
 from pipeline.records import Inventory, Item, Kind, Part, Reason, Role
-from pipeline.structures import policy as policy_module
 from pipeline.structures.atoms import UnusableInput, name_text
 from pipeline.structures.inventory import Complex, ScanRecipe, examine_item, item_key
 from pipeline.structures.parsing.read_structure import FileReading, parse_structure
 from pipeline.structures.parsing.second_parser import NotComparable, read_second
-from pipeline.structures.parsing.structure_files import item_paths, parser_of, plain_files
+from pipeline.structures.parsing.structure_files import item_paths, plain_files
 from pipeline.structures.policy import Policy, Structure, apply_policy
 from tests.structures.parsing.amber_text import complex_files, edited, write_complex
 from tests.structures.parsing.molecule_text import THEOPHYLLINE
@@ -152,27 +150,6 @@ def test_a_topology_without_coordinates_misses_a_file(tmp_path: Path) -> None:
     with pytest.raises(UnusableInput, match=r"x\.inpcrd") as caught:
         plain_files(LIMIT).of(item_of(path))
     assert caught.value.reason is Reason.MISSING_FILE
-
-
-def forget_names() -> None:
-    for cached in (parser_of, policy_module._residue_type, policy_module._types_of):
-        cached.cache_clear()
-
-
-def test_what_gemmi_knows_of_residues_decides_what_a_topology_holds_and_is_in_its_key(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    item = item_of(write_complex(tmp_path))
-    before, (found, _) = key(item), read(item)
-    find = gemmi.find_tabulated_residue
-    with monkeypatch.context() as later:  # as in a version that knows other names
-        later.setattr(gemmi, "find_tabulated_residue", lambda name: find("U" if name == "A" else name))
-        later.setattr("pipeline.structures.parsing.structure_files.PARSER", "gemmi-99.9")
-        forget_names()
-        assert read(item)[0] != found
-        assert key(item) != before
-    forget_names()
-    assert (key(item), read(item)[0]) == (before, found)
 
 
 def test_packed_files_are_read_like_plain_ones(tmp_path: Path) -> None:
