@@ -12,13 +12,14 @@ from scipy.spatial.distance import cdist
 from scipy.spatial.transform import Rotation
 
 from pipeline.graphs import atom_graph
-from pipeline.graphs.item_graph import GraphRecipe, ItemGraph, PartnerGraph, decode_graph, encode_graph
+from pipeline.graphs.item_graph import GraphRecipe, PartnerGraph, decode_graph, encode_graph
 from pipeline.records import Item, Kind, Reason, Role
 from pipeline.records import Part as ItemPart
 from pipeline.structures.atoms import UnusableInput
 from pipeline.structures.inventory import Complex, examine_item
 from pipeline.structures.parsing.structure_files import File, read_file
 from tests.graphs.complexes import KEEP, LIMIT, complex_of, moved, shared_complex, side
+from tests.graphs.test_encoding import assert_equal
 from tests.structures.pdb_text import atom as line
 from tests.structures.pdb_text import chain
 
@@ -136,27 +137,10 @@ def test_atoms_too_far_apart_for_any_edge_are_no_graph_and_an_ion_beside_a_partn
     assert len(graph.labels["contact_pairs"]) == 6
 
 
-def same(one: ItemGraph, other: ItemGraph) -> None:
-    """Compare two graphs array by array."""
-    for mine, theirs in zip(one.parts, other.parts, strict=True):
-        assert (mine.role, mine.chains) == (theirs.role, theirs.chains)
-        for name in ("nodes", "edges", "residues", "paths"):
-            equal(getattr(mine, name), getattr(theirs, name))
-    equal(one.cross, other.cross)
-    equal(one.labels, other.labels)
-
-
-def equal(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:
-    assert set(one) == set(other)
-    for name, array in one.items():
-        assert array.dtype == other[name].dtype, name
-        np.testing.assert_array_equal(array, other[name], err_msg=name)
-
-
 def test_a_graph_comes_back_from_its_record(structures: Path) -> None:
     read = shared_complex(structures / "varied" / "5ugo.pdb.gz", side(Role.RECEPTOR, "A"), side(Role.LIGAND, "T"))
     graph = atom_graph.build_atom_graph(read, replace(ATOM, cross_radius=6.0))
-    same(decode_graph(*encode_graph(graph)), graph)
+    assert_equal(decode_graph(*encode_graph(graph)), graph)
 
 
 def test_contacts_are_those_of_the_benchmark_atom_by_atom(structures: Path) -> None:
@@ -267,4 +251,4 @@ def test_rna_and_its_small_molecules_are_receptor_and_ligand(structures: Path) -
     assert set(rna.residues["kind"]) == {atom_graph.KINDS.index(Kind.RNA), atom_graph.KINDS.index(Kind.OTHER)}
     assert (rna.row_R == -1).all()
     assert len(graph.labels["contact_pairs"]) > 20
-    same(decode_graph(*encode_graph(graph)), graph)
+    assert_equal(decode_graph(*encode_graph(graph)), graph)

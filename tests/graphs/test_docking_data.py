@@ -13,13 +13,11 @@ from pipeline.graphs.item_graph import GraphRecipe, ItemGraph
 from pipeline.graphs.residue_graph import build_residue_graph
 from pipeline.records import Item, Part, Reason, Rejection, Role
 from pipeline.structures.atoms import UnusableInput, name_text
-from pipeline.structures.inventory import Complex, ScanRecipe, examine_item
-from pipeline.structures.parsing.structure_files import File
+from pipeline.structures.inventory import Complex
 from pipeline.structures.sources.data_source import items
 from pipeline.structures.sources.item_ids import SourceSpec
 from tests.graphs.conftest import read_item
 from tests.reference import document, recorded
-from tests.structures.pdb_text import chain
 
 RECIPE = GraphRecipe()
 # DiffDock-PP leaves out all HETATM records. Where modified residues of a chain are written so, they are kept here.
@@ -85,16 +83,6 @@ def test_heavy_and_light_chain_against_the_antigen_come_from_a_summary_table_and
     assert graph.parts[1].size == there.parts[1].size
 
 
-def test_two_chains_of_a_homomer_are_two_partners(tmp_path: Path, structures: Path) -> None:
-    lines = text_of(structures / "pairs" / "1KKL_r_b.pdb.gz").splitlines(keepends=True)
-    (tmp_path / "1KKL.pdb").write_text("".join(line for line in lines if line[21:22] in ("A", "B")))
-    (item,) = items(SourceSpec("glob", tmp_path, pattern=("*.pdb",)))
-    assert isinstance(item, Item)
-    graph = graph_of(item)
-    assert [part.chains[0].name for part in graph.parts] == ["A", "B"]
-    assert len(graph.labels["contact_pairs"]) > 50
-
-
 def test_partners_of_several_chains_have_edges_across_them_and_rows_in_their_order(
     tmp_path: Path, structures: Path
 ) -> None:
@@ -108,23 +96,6 @@ def test_partners_of_several_chains_have_edges_across_them_and_rows_in_their_ord
     from_E, to_E = receptor.edges["near"]
     assert (chain_N[from_E] != chain_N[to_E]).any()
     assert (np.diff(receptor.row_R) > 0).all()
-
-
-UNUSABLE = {
-    "one chain": ("A", "two polymer chains were expected, not A"),
-    "three chains": ("ABC", "two polymer chains were expected, not A, B, C"),
-}
-
-
-@pytest.mark.parametrize("name", UNUSABLE)
-def test_a_file_that_is_no_pair_of_chains_is_rejected_with_what_it_has(name: str) -> None:
-    chains, words = UNUSABLE[name]
-    lines = "".join(chain(own, "ALA", "CYS") for own in chains) + "END\n"
-    item = Item("x", parts=(Part(Role.COMPLEX, "x.pdb"),))
-    inventory, read = examine_item(item, {"x.pdb": File(lines.encode(), "00")}, ScanRecipe())
-    assert read is None
-    assert inventory.reason is Reason.AMBIGUOUS_PARTNERS
-    assert words in inventory.detail
 
 
 def test_bound_structures_that_do_not_touch_reject_the_unbound_input(tmp_path: Path, structures: Path) -> None:

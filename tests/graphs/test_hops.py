@@ -77,12 +77,3 @@ def test_every_path_of_distinct_atoms_is_there_once_and_in_order(molecule: tuple
 def test_pairs_of_a_ring_are_what_they_are_the_short_way_round(ring: int, kinds: tuple[int, ...]) -> None:
     bonds = {tuple(sorted((node, (node + 1) % ring))) for node in range(ring)}
     assert tuple(len(kind) // 2 for kind in by_hops(bonds, ring)) == kinds  # type: ignore[arg-type]
-
-
-@given(molecules())
-def test_edges_are_sorted_by_node_and_then_by_neighbour(molecule: tuple[Pairs, int]) -> None:
-    bonds, nodes = molecule
-    edges_2E = hops.both_ways(hops.pair_keys(array(bonds), nodes), nodes)
-    assert list(zip(*edges_2E[::-1].tolist(), strict=True)) == sorted(
-        [(left, right) for left, right in bonds] + [(right, left) for left, right in bonds]
-    )

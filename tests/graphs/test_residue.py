@@ -212,30 +212,6 @@ def test_contacts_are_those_of_all_pairs_of_atoms(cutoff: float) -> None:
     np.testing.assert_allclose(graph.labels["contact_nearest"], [nearest[pair] for pair in pairs], atol=1e-5)
 
 
-def test_a_residue_alone_within_the_radius_may_stand_in_the_graph() -> None:
-    lines = strand("A", 3) + residue_lines("ALA", "A", 99)
-    part = residue_graph.build_residue_graph(complex_of(lines), GraphRecipe(neighbours=0, radius=8.0)).parts[0]
-    assert set(part.edges["near"][1].tolist()) == {0, 1, 2}
-    assert part.size == 4
-
-
-def test_nearest_and_radius_are_one_set_of_edges_each_once() -> None:
-    read = complex_of(strand("A", 9))
-    nearest, within, both = (
-        set(map(tuple, residue_graph.build_residue_graph(read, recipe).parts[0].edges["near"].T.tolist()))
-        for recipe in (
-            GraphRecipe(neighbours=2),
-            GraphRecipe(neighbours=0, radius=8.0),
-            GraphRecipe(neighbours=2, radius=8.0),
-        )
-    )
-    assert both == nearest | within
-    assert nearest - within == set()
-    assert residue_graph.build_residue_graph(read, GraphRecipe(neighbours=2, radius=8.0)).parts[0].edges["near"].shape[
-        1
-    ] == len(both)
-
-
 def test_chains_of_ca_only_are_graphs_where_the_policy_allows_and_say_what_is_missing() -> None:
     lines = "".join(residue_lines("ALA", name, number, ("CA",)) for name in "AB" for number in range(1, 5))
     lines = lines.replace("   0.000   0.000  1.00", "   0.000   4.000  1.00", 4)

@@ -34,13 +34,6 @@ def test_the_same_seed_makes_the_same_bytes_and_another_others(tmp_path: Path) -
         assert contents[0] == contents[1] != contents[2], path
 
 
-def test_pieces_make_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made.spectra(tmp_path / "whole.h5", 10)
-    monkeypatch.setattr(made, "PIECE", 3)
-    made.spectra(tmp_path / "pieces.h5", 10)
-    assert (tmp_path / "whole.h5").read_bytes() == (tmp_path / "pieces.h5").read_bytes()
-
-
 def test_made_captions_say_what_their_pictures_show_in_a_token_a_word(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     made.captions(path, 20, seed=3)
@@ -83,20 +76,6 @@ def test_three_spectra_are_of_one_molecule_whose_property_is_that_of_its_parts(t
         assert one.arrays["peaks.mz"].tolist() != other.arrays["peaks.mz"].tolist()
     assert len({entry.arrays["target"].item() for entry in entries}) > 80
     assert sum("negative.mz" in entry.arrays for entry in entries) > 30  # isomers: of one mass, and others
-
-
-def test_what_is_said_of_a_sequence_is_true_of_it_and_of_no_other(tmp_path: Path) -> None:
-    made.pairs(tmp_path / "x.tsv", 200)
-    said = set()
-    for entry in Pairs(tmp_path / "x.tsv").entries():
-        assert isinstance(entry, Entry)
-        sequence, what = (bytes(entry.arrays[f"{side}.token"]).decode() for side in ("left", "right"))
-        said.add(what)
-        assert what.startswith(f"{len(sequence)} residues, rich in ")
-        richest = max(sequence.count(letter) for letter in peptides.LETTERS)
-        name = what.split("rich in ")[1].split(" (")[0]
-        assert sequence.count(peptides.LETTERS[made.NAMES.index(name)]) == richest
-    assert len(said) == 200
 
 
 def test_all_formats_hold_the_same_pairs(tmp_path: Path) -> None:

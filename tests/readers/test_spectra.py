@@ -13,12 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.errors import DataError
-from pipeline.readers import made, peptides
+from pipeline.readers import made
 from pipeline.readers.peptides import residue_codes
 from pipeline.readers.spectra import Spectra
 from pipeline.readers.spectrum_files import mgf
 from pipeline.records import Entry, Reason, Rejection
-from tests.readers import plainly
 from tests.readers.compared import assert_same, hdf5_file, only, read_twice
 
 GOOD = "BEGIN IONS\nTITLE=good\nPEPMASS=500.5\n100 1\n200 2\nEND IONS\n"
@@ -194,18 +193,6 @@ def test_a_spectrum_without_end_is_given_up_in_bounded_memory(tmp_path: Path, mo
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 600_000  # of 2 MB
-
-
-def test_made_spectra_are_read_as_a_plain_loop_reads_them(tmp_path: Path) -> None:
-    path = tmp_path / "x.mgf"
-    made.spectra(path, 60, seed=3)
-    for entry, plain in zip(Spectra(path, target=("TARGET",)).entries(), plainly.spectra(path), strict=True):
-        assert isinstance(entry, Entry)
-        assert (entry.id, entry.split) == (plain["TITLE"], plain["SPLIT"])
-        assert entry.arrays["peaks.mz"].tolist() == plain["mz"].tolist()
-        assert entry.arrays["peaks.intensity"].tolist() == plain["intensity"].tolist()
-        assert peptides.peptide_text(entry.arrays["peptide.residue"]) == plain["SEQ"]
-        assert entry.arrays["target"].tolist() == [np.float32(plain["TARGET"])]
 
 
 def test_a_folder_is_its_files_by_name(tmp_path: Path) -> None:

@@ -17,13 +17,12 @@ from safetensors import safe_open
 from pipeline.encoder.checkpoints.esm_checkpoint import digest_weights, load_esm_checkpoint
 from pipeline.encoder.checkpoints.synth import write_random_checkpoint
 from pipeline.encoder.embedding_recipe import BF16_PRODUCTS, EmbeddingRecipe, Variant
-from pipeline.encoder.engine.embed_engine import Engine
 from pipeline.encoder.engine.encoder_source import EsmSource
 from pipeline.encoder.engine.token_batches import EngineSettings
 from pipeline.encoder.forward import linear, parity
 from pipeline.encoder.forward.linear import bf16_products_here
 from pipeline.encoder.forward.parity import ParityVerdict, Reference
-from pipeline.errors import CacheFull, JobFailed, PlanInfeasible
+from pipeline.errors import CacheFull, JobFailed
 from pipeline.records import Reason, TaskContext
 from pipeline.stages.embed import EmbeddingVerifier, EmbedShelves, Texts, embed_texts
 from pipeline.store.cache_folder import CacheFolder
@@ -250,36 +249,6 @@ def test_what_cannot_be_embedded_is_told_by_its_key(
     assert (key, reason) == (strict.key("M" * 65, strict.wanted(65)).hex(), Reason.SEQUENCE_TOO_LONG)
 
 
-@pytest.mark.nightly
-def test_a_budget_that_was_learned_holds_for_the_next_run(
-    weights: Path, recipe: EmbeddingRecipe, shelves: EmbedShelves, tmp_path: Path
-) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pipeline.encoder.engine.embed_engine.Engine", Learning)
-        Learning.learns = 900
-        run(weights, recipe, shelves, TEXTS[:3])
-        assert Learning.ceilings == [None]
-        Learning.learns = None
-        run(weights, recipe, open_shelves(tmp_path), TEXTS[3:])
-        assert Learning.ceilings == [None, 768]  # the next step below what was learned
-        more = replace(SETTINGS, mem_bytes=256 << 30)
-        run(weights, recipe, open_shelves(tmp_path), natural(3, seed=9), more)
-        assert Learning.ceilings[-1] is None  # with more memory it may be tried again
-
-
-class Learning(Engine):
-    """An engine that says it has learned a budget."""
-
-    learns: int | None = None
-    ceilings: list[int | None] = []  # noqa: RUF012
-
-    def __init__(self, *arguments: object, **options: object) -> None:
-        super().__init__(*arguments, **options)  # type: ignore[arg-type]
-        self.ceilings.append(options["ceiling"])  # type: ignore[arg-type]
-        if self.learns:
-            options["learned"](self.learns)  # type: ignore[operator]
-
-
 def forbidden(*_: object, **__: object) -> Iterator[None]:
     raise AssertionError("was done again")
 
@@ -308,17 +277,6 @@ def test_weights_that_are_replaced_while_a_task_begins_are_not_taken_for_those_o
     with pytest.raises(JobFailed):
         run(other, recipe, shelves)
     assert shelves.embeddings.stat().records == 0
-
-
-def test_a_gate_that_does_not_fit_in_memory_says_so(
-    weights: Path, recipe: EmbeddingRecipe, shelves: EmbedShelves, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    monkeypatch.setattr(parity, "Reference", full)
-    with pytest.raises(PlanInfeasible):
-        run(weights, recipe, shelves)
 
 
 def test_a_disk_that_fills_while_a_task_is_ended_is_heard(

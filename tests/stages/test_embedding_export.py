@@ -223,19 +223,6 @@ def test_an_export_that_is_killed_leaves_nothing_under_its_name_and_is_done_agai
     assert set(read(out)) == set(SEQUENCES)
 
 
-@pytest.mark.nightly
-def test_a_data_set_without_a_usable_item_names_a_command_that_there_is(
-    tmp_path: Path, sequences: Path, pipeline: Command
-) -> None:
-    (tmp_path / "bad.fasta").write_text(">a\n>b\n")
-    project = ("--config", f"{sequences}/pipeline.yaml", "--set", f"data.path={tmp_path}/bad.fasta")
-    refused = pipeline("export", "embeddings", "--out", str(tmp_path / "x.h5"), *project)
-    assert refused.code == 3
-    (typed,) = re.findall(r"next: pipeline (.*\S)   \(", refused.err)
-    told = pipeline(*typed.split())
-    assert (typed.split()[0], told.code, "No such option" in told.err) == ("status", 0, False)
-
-
 @pytest.fixture(scope="module")
 def marked(sequences: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the project with the rows of marks, too, made by the command that the export without them names."""
@@ -314,18 +301,6 @@ def test_words_and_places_that_are_none_are_refused(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["pipe", "pipeline.yaml"]
     assert Path("pipe").is_fifo()
     assert Path("pipeline.yaml").read_text() == "data: {path: mine}\n"
-
-
-@pytest.mark.nightly
-def test_an_export_never_waits_for_torch(sequences: Path, tmp_path: Path) -> None:
-    program = (
-        "import sys; from pipeline.cli.main import main; sys.argv = ['pipeline', *sys.argv[1:]]\n"
-        "try: main()\n"
-        "finally: print('torch' in sys.modules)"
-    )
-    words = ["export", "embeddings", "--out", str(tmp_path / "x.h5"), "--config", str(sequences / "pipeline.yaml")]
-    done = subprocess.run([sys.executable, "-c", program, *words], check=True, capture_output=True, timeout=120)
-    assert done.stdout.decode().splitlines()[-1] == "False"
 
 
 @pytest.mark.nightly

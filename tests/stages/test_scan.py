@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipeline import files as files_module
 from pipeline.keys import TICK_NS
 from pipeline.records import Inventory, Item, Part, Reason, Role
 from pipeline.stages import scan as stage
@@ -261,17 +260,3 @@ def test_a_file_is_not_taken_for_another_of_its_size_and_times_in_whose_place_it
         (found,) = look_up([item], RECIPE, shelves)
         assert found is not None
         assert found.partners[0].chains[0].sequence == sequence
-
-
-@pytest.mark.usefixtures("_whole_seconds")
-@pytest.mark.parametrize(("kind", "knows"), [("fuse.sshfs", True), ("cifs", True), ("nfs4", False)])
-def test_where_numbers_of_files_do_not_last_a_file_is_known_by_its_size_and_times(
-    tmp_path: Path, shelves: ScanShelves, monkeypatch: pytest.MonkeyPatch, kind: str, knows: bool
-) -> None:
-    monkeypatch.setattr(files_module, "file_system", lambda _device: kind)
-    item = make_item(tmp_path)
-    scan_all([item], shelves)
-    path = Path(item.parts[0].path)
-    path.rename(tmp_path / "kept")  # so that its number is not given again
-    path.write_bytes((tmp_path / "kept").read_bytes())
-    assert (look_up([item], RECIPE, shelves) != [None]) == knows

@@ -62,15 +62,6 @@ def test_bonds_and_angles_are_ideal(chains: list[gemmi.Chain]) -> None:
             assert ca.dist(residue["CB"][0].pos) == pytest.approx(1.53, abs=0.02)
 
 
-def test_peptides_are_trans_and_residues_left_handed(chains: list[gemmi.Chain]) -> None:
-    for residue, following in neighbours(chains[1], 2):
-        assert abs(math.degrees(gemmi.calculate_omega(residue, following))) > 179
-        if residue.name != "GLY":
-            volume = residue["CA"][0].pos
-            n, c, cb = (np.array((residue[name][0].pos - volume).tolist()) for name in ("N", "C", "CB"))
-            assert np.dot(n, np.cross(c, cb)) > 2  # L amino acids, in Å^3
-
-
 def test_every_residue_has_its_backbone_and_only_glycine_lacks_cb(chains: list[gemmi.Chain]) -> None:
     for chain in chains:
         for residue in chain:
@@ -97,13 +88,6 @@ def test_partners_of_any_size_dock() -> None:
 def test_same_seed_makes_the_same_bytes() -> None:
     assert complex_pdb(7, 60, 50) == complex_pdb(7, 60, 50)
     assert complex_pdb(7, 60, 50) != complex_pdb(8, 60, 50)
-
-
-def test_seqres_is_the_sequence_of_the_atoms() -> None:
-    structure = gemmi.read_pdb_string(complex_pdb(2, 33, 26))
-    structure.setup_entities()
-    for chain in structure[0]:
-        assert list(structure.get_entity_of(chain.get_polymer()).full_sequence) == [residue.name for residue in chain]
 
 
 def manifest(folder: Path) -> list[dict[str, str]]:

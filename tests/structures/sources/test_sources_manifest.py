@@ -282,17 +282,12 @@ def test_a_label_that_no_column_has_is_an_error_with_what_was_meant(tmp_path: Pa
         assert caught.value.where == str(tmp_path / name)
 
 
-@pytest.mark.parametrize("text", ["1_0", "1e39", "0x10", "١", "high", "1,5"])
-def test_what_is_no_plain_number_is_no_label(text: str) -> None:
-    with pytest.raises(ValueError, match=text.lower()):
-        value_of(text)
-
-
-@pytest.mark.parametrize(
-    ("text", "value"), [("-9.5", -9.5), (" 1E-9 ", 1e-9), ("true", 1.0), ("False", 0.0), ("7", 7.0)]
-)
-def test_a_number_and_a_yes_or_no_are_labels(text: str, value: float) -> None:
-    assert value_of(text) == value
+def test_plain_numbers_and_yes_or_no_are_labels() -> None:
+    for text, value in (("-9.5", -9.5), (" 1E-9 ", 1e-9), ("true", 1.0), ("False", 0.0), ("7", 7.0)):
+        assert value_of(text) == value
+    for text in ("1_0", "1e39", "0x10", "١", "high", "1,5"):
+        with pytest.raises(ValueError, match=text.lower()):
+            value_of(text)
 
 
 @pytest.mark.parametrize("source", ["manifest", "glob"])
