@@ -14,18 +14,20 @@ from typing import Any
 import pytest
 import torch
 
+from pipeline.training.ranks.gradient_sums import GradientSums
 from pipeline.training.ranks.process_group import ProcessGroup
 from tests.card import card
 from tests.card.on_card.test_refused_memory import step_on_card
 from tests.training.loop.loops import Plot, Run
 from tests.training.loop.test_loop_ranks import ADAM, EXACT, LONG, apart, weights
-from tests.training.loop.test_sums_ranks import BUCKET_BYTES, SHORT, early
 from tests.training.ranks.crews import crew
 
 pytestmark = pytest.mark.timeout(900)  # it trains for real, on machines that are shared
 WITHIN_S = 600.0  # after which ranks that wait for each other are ended
 INTERRUPTED = 1  # the rank, and its card
 REFUSALS = 12  # over the allocations of a forward and its backward
+BUCKET_BYTES = 256  # so that the small network makes several
+SHORT = Plot(train={**ADAM, "epochs": 1, "effective_batch": 4}, items=9, budget=60, dropout=0.3)  # 3 steps
 SINGLE = replace(SHORT, train={**ADAM, "epochs": 1, "effective_batch": 4, "micro_batch": 1})  # exact on every rung
 
 
@@ -54,6 +56,19 @@ def begun(group: ProcessGroup, folder: Path, plot: Plot) -> tuple[Run, Any]:
     assert sums is not None
     sums._cut(BUCKET_BYTES)
     return run, sums
+
+
+def early(sums: GradientSums) -> list[int]:
+    """Return what is filled with the buckets that go before a backward has ended."""
+    gone, go = list[int](), sums._go
+
+    def noted(place: int) -> None:
+        if sums._is_armed:
+            gone.append(place)
+        go(place)
+
+    sums._go = noted  # type: ignore[method-assign]
+    return gone
 
 
 def within_and_after(group: ProcessGroup, folder: Path, plot: Plot) -> dict[str, Any]:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
+import signal
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +87,36 @@ def forked(work: Callable[[], None]) -> int:
             traceback.print_exc(file=sys.__stderr__)
     finally:
         os._exit(code)
+
+
+def on_full_disk(limit_bytes: int, work: Callable[[], object]) -> None:
+    """Do some work in a process whose files cannot be longer; fail where it does."""
+
+    def limited() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
+        work()
+
+    assert os.waitpid(forked(limited), 0)[1] == 0
+
+
+def kill_at_each_step(work: Callable[[int], object], last: int) -> None:
+    """Do some work in processes of which the n-th is killed at the n-th step of its disk, until one is done."""
+
+    def killed_at(number: int) -> None:
+        steps = count(1)
+        for name in ("open_new", "write_at", "fsync", "fsync_folder", "rename"):
+            call = getattr(Disk, name)
+
+            def step(*words: Any, real: Callable[..., Any] = call) -> Any:
+                if next(steps) == number:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return real(*words)
+
+            setattr(Disk, name, step)
+        work(number)
+
+    statuses = [os.waitpid(forked(partial(killed_at, number)), 0)[1] for number in range(1, last + 1)]
+    assert {os.waitstatus_to_exitcode(status) for status in statuses} == {-signal.SIGKILL, 0}
 
 
 def spoil(path: Path, change: Callable[[bytearray], Any]) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 
 from pipeline.errors import ConfigError, DataError
 from pipeline.training.checkpoints.checkpoint_folder import State
+from pipeline.training.checkpoints.tensor_file import CheckpointDamaged
 from pipeline.training.checkpoints.trained_weights import load_pretrained
 from pipeline.training.checkpoints.training_state import pack
 from tests.training.checkpoints.saved import checkpoints, spoil
@@ -58,73 +59,51 @@ def write_checkpoint(folder, model, averages=None):
     return folder / "step-00000005"
 
 
-@pytest.mark.parametrize("suffix", ["pt", "pth", "ckpt", "bin"])
-@pytest.mark.parametrize("nested", [None, "state_dict", "model", "model_state_dict"])
-def test_a_file_of_torch_is_loaded_wherever_the_weights_are_in_it(tmp_path, suffix, nested):
-    content = weights() if nested is None else {"epoch": 3, nested: weights(), "optimizer": {"state": {}}}
-    torch.save(content, path := tmp_path / f"w.{suffix}")
-    model = Net()
-    report = load_pretrained(model, path)
-    assert is_filled(model, weights())
-    assert report.is_whole
-    assert (report.loaded, report.converted, report.prefix) == (9, 0, "")
+def loads(path, wanted=None, model=None):
+    """Load a file into a fresh model, which then holds what is wanted; return the report."""
+    report = load_pretrained(model := model or Net(), path)
+    assert is_filled(model, wanted or weights()), path
+    return report
 
 
-def test_the_old_form_of_torchs_files_is_loaded_too(tmp_path):
-    torch.save(weights(), path := tmp_path / "w.pt", _use_new_zipfile_serialization=False)
-    load_pretrained(model := Net(), path)
-    assert is_filled(model, weights())
-
-
-@pytest.mark.parametrize(
-    "prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module.", "model.", "net."]
-)
-def test_what_wraps_a_whole_model_is_taken_off(tmp_path, prefix):
-    torch.save({f"{prefix}{name}": one for name, one in weights().items()}, path := tmp_path / "w.pt")
-    report = load_pretrained(model := Net(), path)
-    assert is_filled(model, weights())
-    assert report.prefix == prefix.replace("_orig_mod.", "")
-
-
-def test_what_wraps_a_part_is_taken_off(tmp_path):
-    torch.save(
-        {name.replace("encoder.", "encoder._orig_mod."): one for name, one in weights().items()}, tmp_path / "w.pt"
-    )
-    load_pretrained(model := Net(), tmp_path / "w.pt")
-    assert is_filled(model, weights())
-
-
-def test_a_model_whose_names_begin_like_a_wrapper_keeps_them(tmp_path):
-    outer = nn.Module()
-    outer.module = Net()
-    torch.save({f"module.{name}": one for name, one in weights().items()}, tmp_path / "w.pt")
-    assert load_pretrained(outer, tmp_path / "w.pt").prefix == ""
-    assert is_filled(outer.module, weights())
-
-
-def test_a_safetensors_file_is_loaded(tmp_path):
+def test_weights_are_loaded_from_any_form_wherever_they_are_in_it(tmp_path):
+    for number, nested in enumerate((None, "state_dict", "model", "model_state_dict")):
+        content = weights() if nested is None else {"epoch": 3, nested: weights(), "optimizer": {"state": {}}}
+        torch.save(content, path := tmp_path / f"w{number}.{('pt', 'pth', 'ckpt', 'bin')[number]}")
+        report = loads(path)
+        assert report.is_whole
+        assert (report.loaded, report.converted, report.prefix) == (9, 0, "")
+    torch.save(weights(), path := tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    loads(path)
     save_file(weights(), path := tmp_path / "w.safetensors")
-    load_pretrained(model := Net(), path)
-    assert is_filled(model, weights())
+    loads(path)
+    for parts in (1, 3):
+        loads(write_hugging_face(tmp_path / str(parts), parts))
 
 
-@pytest.mark.parametrize("parts", [1, 3])
-def test_a_hugging_face_folder_is_loaded_from_one_file_or_from_parts(tmp_path, parts):
-    load_pretrained(model := Net(), write_hugging_face(tmp_path / "f", parts))
-    assert is_filled(model, weights())
+def test_what_wraps_a_whole_model_or_a_part_is_taken_off(tmp_path):
+    path = tmp_path / "w.pt"
+    for prefix in ("module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module.", "model.", "net."):
+        torch.save({f"{prefix}{name}": one for name, one in weights().items()}, path)
+        assert loads(path).prefix == prefix.replace("_orig_mod.", "")
+    torch.save({name.replace("encoder.", "encoder._orig_mod."): one for name, one in weights().items()}, path)
+    loads(path)
+    outer = nn.ModuleDict({"module": Net()})  # a name like a wrapper's
+    torch.save(named := {f"module.{name}": one for name, one in weights().items()}, path)
+    assert loads(path, named, outer).prefix == ""
 
 
 def test_a_folder_with_a_part_missing_says_which(tmp_path):
     folder = write_hugging_face(tmp_path / "f", 3)
     (folder / "model-00002-of-00003.safetensors").unlink()
-    with pytest.raises(DataError, match="1 of its 3 parts are missing: model-00002-of-00003"):
+    with pytest.raises(DataError, match="model-00002-of-00003"):
         load_pretrained(Net(), folder)
 
 
 def test_an_index_that_leads_out_of_its_folder_is_refused(tmp_path):
     folder = write_hugging_face(tmp_path / "f", 3)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../x.safetensors"}}))
-    with pytest.raises(DataError, match="names no parts in its folder"):
+    with pytest.raises(DataError, match="folder"):
         load_pretrained(Net(), folder)
 
 
@@ -150,7 +129,7 @@ def test_a_damaged_checkpoint_of_ours_is_refused(tmp_path):
     path = write_checkpoint(tmp_path, Net())
     spoil(path / "state.safetensors", lambda content: content.__setitem__(-1, content[-1] ^ 1))
     before = copies(model := Net())
-    with pytest.raises(Exception, match="has other bytes than were written"):
+    with pytest.raises(CheckpointDamaged):
         load_pretrained(model, path)
     assert is_filled(model, before)
 
@@ -180,17 +159,10 @@ def test_what_does_not_fit_is_refused_with_the_difference_and_changes_nothing(tm
     with pytest.raises(ConfigError) as caught:
         load_pretrained(model, path)
     assert is_filled(model, before)
-    assert str(caught.value) == (
-        f"train.pretrained: {path}: the weights are not of this model: 6 of its 9 tensors fit\n"
-        "  not in the file (1):\n"
-        "    head.weight   (the file has head.wieght)\n"
-        "  not in the model (1):\n"
-        "    head.wieght\n"
-        "  not alike (2):\n"
-        "    encoder.0.weight: float32[5, 3] in the file, float32[4, 3] in the model\n"
-        "    encoder.1.num_batches_tracked: float32[] in the file, int64[] in the model\n"
-        "  next: name weights of this model, or load only what fits: train.pretrained_partial: true"
-    )
+    assert str(path) in caught.value.where
+    assert "train.pretrained_partial" in caught.value.remedy
+    for name in ("head.weight", "head.wieght", "encoder.0.weight", "encoder.1.num_batches_tracked"):
+        assert name in str(caught.value)
 
 
 def test_partial_loads_what_fits_and_tells_the_rest(tmp_path):
@@ -205,17 +177,8 @@ def test_partial_loads_what_fits_and_tells_the_rest(tmp_path):
 
 def test_weights_of_which_nothing_fits_are_refused_even_partially(tmp_path):
     torch.save({"x": torch.zeros(1), "y": torch.zeros(2)}, path := tmp_path / "w.pt")
-    with pytest.raises(ConfigError, match="none of its tensors fits"):
+    with pytest.raises(ConfigError, match="none"):
         load_pretrained(Net(), path, partial=True)
-
-
-def test_a_large_difference_is_told_in_a_few_lines(tmp_path):
-    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(200)))
-    torch.save({f"other.{name}.x": one for name, one in model.state_dict().items()}, path := tmp_path / "w.pt")
-    with pytest.raises(ConfigError) as caught:
-        load_pretrained(model, path)
-    assert len(str(caught.value).splitlines()) <= 20
-    assert "… and 395 more" in str(caught.value)
 
 
 class Tied(nn.Module):
@@ -232,7 +195,7 @@ def test_of_tied_parameters_one_is_enough_and_two_must_agree(tmp_path):
         assert load_pretrained(model := Tied(), path).is_whole
         assert torch.equal(model.first.weight, values)
     torch.save({"first.weight": values, "last.weight": values + 1}, path)
-    with pytest.raises(ConfigError, match=r"last\.weight: is tied to first\.weight in the model, and has other values"):
+    with pytest.raises(ConfigError, match=r"last\.weight.*first\.weight"):
         load_pretrained(Tied(), path)
 
 
@@ -269,55 +232,28 @@ def test_a_malicious_pickle_is_refused_and_not_run(tmp_path, form, partial):
     assert "ESM" not in str(caught.value)
     assert (caught.type is DataError) is (form == "bare pickle")
     if form != "bare pickle":
-        assert "wants to run code when it is read: its pickle asks for posix.system" in caught.value.what
+        assert "posix.system" in caught.value.what
         assert "torch.save(model.state_dict(), FILE)" in caught.value.remedy
         os.system("true")  # the same call would have worked
 
 
-def test_a_whole_pickled_model_is_refused_with_what_to_do(tmp_path):
-    torch.save(Net(), path := tmp_path / "w.pt")
-    with pytest.raises(ConfigError) as caught:
-        load_pretrained(Net(), path)
-    assert "torch.save(model.state_dict(), FILE)" in str(caught.value)
-
-
-def cut(path):
-    path.write_bytes(path.read_bytes()[:-100])
-
-
-def empty(path):
-    path.write_bytes(b"")
-
-
-def without_weights(path):
+def test_a_file_that_is_no_weights_says_so(tmp_path):
+    torch.save(weights(), path := tmp_path / "w.pt")
+    whole = path.read_bytes()
     torch.save({"epoch": 3, "lr": 0.1}, path)
-
-
-def archive_of_something_else(path):
+    without_weights = path.read_bytes()
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("a.txt", "hello")
-
-
-@pytest.mark.parametrize(
-    ("spoiled", "words"),
-    [
-        (cut, "truncated"),
-        (empty, "empty"),
-        (without_weights, "holds no weights, but a dict of epoch, lr"),
-        (archive_of_something_else, "torch can read"),
-    ],
-)
-def test_a_file_that_is_no_weights_says_so(tmp_path, spoiled, words):
-    torch.save(weights(), path := tmp_path / "w.pt")
-    spoiled(path)
-    with pytest.raises(DataError, match=words):
-        load_pretrained(Net(), path)
+    contents = {"truncated": whole[:-100], "empty": b"", "epoch, lr": without_weights, "torch": path.read_bytes()}
+    for words, content in contents.items():
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=words):
+            load_pretrained(Net(), path)
 
 
 def test_paths_that_lead_nowhere_say_what_to_name(tmp_path):
-    with pytest.raises(ConfigError, match="there are no such weights"):
+    with pytest.raises(ConfigError, match=r"none\.pt"):
         load_pretrained(Net(), tmp_path / "none.pt")
     (tmp_path / "f/step-00000001").mkdir(parents=True)
-    with pytest.raises(ConfigError, match="it holds step-00000001") as caught:
+    with pytest.raises(ConfigError, match="step-00000001"):
         load_pretrained(Net(), tmp_path / "f")
-    assert "a step-… folder of ours" in caught.value.remedy

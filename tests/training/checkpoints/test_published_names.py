@@ -175,7 +175,7 @@ def test_what_would_run_is_refused_by_its_name(tmp_path: Path, elsewhere: types.
     )
     content = {"state_dict": theirs(), "x": Calls(called, f"touch {tmp_path / 'made'}"), "y": elsewhere.Format}
     torch.save(content, path := tmp_path / "w.ckpt")
-    with pytest.raises(ConfigError, match=f"asks for {asked.removeprefix('builtins.')}. Nothing of it was run"):
+    with pytest.raises(ConfigError, match=asked.removeprefix("builtins.")):
         load_pretrained(Known(), path)
     assert not (tmp_path / "made").exists()
 
@@ -208,7 +208,7 @@ def test_an_archive_of_torchscript_that_asks_for_more_is_refused_by_the_name(tmp
     with zipfile.ZipFile(path := tmp_path / "w.pt", "w") as archive:
         archive.writestr("w/data.pkl", pickle.dumps(Calls(os.system, f"touch {tmp_path / 'made'}"), protocol=2))
         archive.writestr("w/constants.pkl", pickle.dumps((), protocol=2))
-    with pytest.raises(ConfigError, match=r"asks for posix\.system. Nothing of it was run"):
+    with pytest.raises(ConfigError, match=r"posix\.system"):
         stored_weights(path)
     assert not (tmp_path / "made").exists()
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from pipeline.errors import ConfigError
 from pipeline.training.checkpoints.checkpoint_folder import State
-from pipeline.training.checkpoints.training_state import by_name, model_key, model_state, optimizer_state, pack, unpack
+from pipeline.training.checkpoints.training_state import by_name, model_state, optimizer_state, pack, unpack
 from pipeline.training.random_state import rng_state, set_rng_state
 from tests.training.checkpoints.saved import checkpoints, same_bits
 
@@ -116,14 +116,6 @@ def test_how_the_optimizer_goes_about_it_is_not_in_a_checkpoint(tmp_path):
     assert [(group["lr"], group["betas"]) for group in training.optimizer.param_groups] == [(0.01, (0.8, 0.99))] * 2
 
 
-def test_state_that_is_there_is_filled_and_not_made_anew(tmp_path):
-    Training().steps(2).save(made := checkpoints(tmp_path), 2)
-    training = Training().steps(1)
-    places = {id(one) for state in training.optimizer.state.values() for one in state.values()}
-    training.load(made.newest())
-    assert {id(one) for state in training.optimizer.state.values() for one in state.values()} == places
-
-
 def test_what_wraps_a_model_is_no_part_of_a_name():
     class Wrapped(nn.Module):
         def __init__(self, inner):
@@ -138,37 +130,39 @@ def test_what_wraps_a_model_is_no_part_of_a_name():
     assert optimizer_state(model, optimizer).data["groups"][0]["parameters"] == ["first.weight", "first.bias"]
 
 
-def test_the_models_key_changes_with_a_name_a_shape_or_a_type_and_not_with_values():
-    keys = {
-        model_key(model) for model in (nn.Linear(2, 3), nn.Linear(3, 2), nn.Linear(2, 3).double(), nn.Bilinear(1, 2, 3))
-    }
-    assert len(keys) == 4
-    assert model_key(nn.Linear(2, 3)) in keys
+def trains_only(training, *parts):
+    named = training.model.named_parameters()
+    training.optimizer = torch.optim.AdamW([one for name, one in named if any(part in name for part in parts)])
 
 
-def test_another_optimizer_is_refused(tmp_path):
+def test_a_checkpoint_of_another_training_is_refused_by_what_differs(tmp_path):
     Training("adamw").steps(1).save(made := checkpoints(tmp_path), 1)
-    with pytest.raises(ConfigError, match="the checkpoint's optimizer is AdamW, this one is SGD"):
-        Training("sgd").load(made.newest())
+    cases = {
+        "AdamW, this one is SGD": lambda one: setattr(one, "optimizer", OPTIMIZERS["sgd"](one.model.parameters())),
+        r"first\.bias": lambda one: trains_only(one, "unused"),
+        r"nothing here takes: ema\.": lambda one: one.averages.clear(),
+        r"ema\.strange is not in it": lambda one: one.averages.update(strange=torch.zeros(3)),
+    }
+    for words, change in cases.items():
+        change(other := Training("adamw"))
+        with pytest.raises(ConfigError, match=words):
+            other.load(made.newest())
 
 
-def test_other_frozen_parameters_are_refused_by_name(tmp_path):
-    Training().steps(1).save(made := checkpoints(tmp_path), 1)
-    other = Training()
-    other.optimizer = torch.optim.AdamW([one for name, one in other.model.named_parameters() if "unused" in name])
-    with pytest.raises(ConfigError, match=r"only one of them trains .*first\.bias.* and \d+ more"):
-        other.load(made.newest())
+def test_an_optimizer_that_no_checkpoint_can_hold_is_refused():
+    model = nn.Linear(2, 2)
 
+    def closure():
+        loss = model(torch.ones(1, 2)).square().sum()
+        loss.backward()
+        return loss
 
-def test_averages_that_nobody_takes_are_refused_and_those_that_are_not_there_too(tmp_path):
-    Training().steps(1).save(made := checkpoints(tmp_path), 1)
-    other = Training()
-    other.averages = {}
-    with pytest.raises(ConfigError, match=r"nothing here takes: ema\."):
-        other.load(made.newest())
-    other.save(made, 2)
-    with pytest.raises(ConfigError, match=r"ema\..* is not in it"):
-        Training().load(made.newest())
+    lbfgs = torch.optim.LBFGS(model.parameters())
+    lbfgs.step(closure)
+    stray = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.zeros(7))], 0.1)
+    for words, optimizer in (("keeps a list", lbfgs), (r"shape \[7\] that the model does not have", stray)):
+        with pytest.raises(ConfigError, match=words):
+            optimizer_state(model, optimizer)
 
 
 def test_a_refusal_leaves_everything_as_it_was(tmp_path):
@@ -176,52 +170,10 @@ def test_a_refusal_leaves_everything_as_it_was(tmp_path):
     training = Training("adamw").steps(2)
     before = {name: one.clone() for name, one in training.packed().tensors.items()}
     training.averages["strange"] = torch.zeros(3)
-    with pytest.raises(ConfigError, match=r"ema\.strange is not in it"):
+    with pytest.raises(ConfigError, match=r"ema\.strange"):
         training.load(made.newest())
     del training.averages["strange"]
     assert all(same_bits(one, before[name]) for name, one in training.packed().tensors.items())
-
-
-def test_a_parameter_that_is_not_the_models_is_refused():
-    model = nn.Linear(2, 2)
-    stray = nn.Parameter(torch.zeros(7))
-    with pytest.raises(ConfigError, match=r"a parameter of shape \[7\] that the model does not have"):
-        optimizer_state(model, torch.optim.SGD([*model.parameters(), stray], 0.1))
-
-
-def test_an_optimizer_whose_state_is_more_than_tensors_is_refused_by_name():
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.LBFGS(model.parameters())
-
-    def closure():
-        optimizer.zero_grad()
-        loss = model(torch.ones(1, 2)).square().sum()
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
-    with pytest.raises(ConfigError, match="the optimizer keeps a list as"):
-        optimizer_state(model, optimizer)
-
-
-def test_a_scaler_goes_on_where_it_was(tmp_path):
-    model = nn.Linear(2, 2)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for _ in range(3):
-        scaler.scale(model(torch.ones(1, 2)).sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    packed = pack(model, scaler=scaler)
-    made = checkpoints(tmp_path)
-    made.save(State(packed.tensors, packed.data), 3)
-    again = torch.amp.GradScaler("cpu", growth_interval=9)
-    unpack(made.newest(), made.newest().data, nn.Linear(2, 2), scaler=again)
-    assert again.state_dict() == scaler.state_dict()
-    assert again.state_dict()["scale"] == 2048.0
-    off = pack(model, scaler=torch.amp.GradScaler("cpu", enabled=False))
-    made.save(State(off.tensors, off.data), 4)
-    unpack(made.newest(), made.newest().data, model, scaler=again)
 
 
 def drawn():
@@ -242,32 +194,3 @@ def test_random_numbers_go_on_where_they_were(tmp_path, gauss):
     drawn()
     set_rng_state(made.newest().own(0).tensors)
     assert [drawn() for _ in range(3)] == wanted
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_cards_random_numbers_and_tensors_go_on_where_they_were(tmp_path):
-    from pipeline.training.checkpoints.keeper import Saver
-
-    model = nn.Linear(300, 300).cuda()
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    model(torch.randn(3, 300, device="cuda")).sum().backward()
-    optimizer.step()
-    made, packed = checkpoints(tmp_path), pack(model, optimizer)
-    wanted = {name: one.cpu() for name, one in packed.tensors.items()}
-    saver = Saver(made)
-    saver.begin(State(packed.tensors, packed.data, rng_state("cuda")), 1)
-    numbers = torch.rand(4, device="cuda")
-    for tensor in packed.tensors.values():
-        tensor.fill_(5)
-    saver.publish([saver.receipt(wait=True)])
-    assert len(saver.outcomes(wait=True)) == 1
-    saver.close()
-    loaded = made.newest()
-    other = nn.Linear(300, 300).cuda()
-    fresh = torch.optim.AdamW(other.parameters(), fused=True)
-    unpack(loaded, loaded.data, other, fresh)
-    set_rng_state(loaded.own(0).tensors, "cuda")
-    assert torch.equal(torch.rand(4, device="cuda"), numbers)
-    got = pack(other, fresh).tensors
-    assert {one.device.type for one in got.values()} == {"cuda"}
-    assert all(same_bits(one.cpu(), wanted[name]) for name, one in got.items())

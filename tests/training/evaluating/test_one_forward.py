@@ -19,74 +19,55 @@ class Counted(nn.Module):
         super().__init__()
         self.linear, self.dropout, self.draws, self.passes = nn.Linear(3, 3), nn.Dropout(0.5), draws, 0
 
-    def forward(self, batch: Mapping[str, Tensor], times: int = 1) -> dict[str, Tensor]:
+    def forward(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         self.passes += 1
-        value = self.dropout(self.linear(batch["x"])) * times
+        value = self.dropout(self.linear(batch["x"]))
         return {"value": value + torch.rand_like(value) if self.draws else value}
 
 
-def both(model: nn.Module, batch: Any, between: Callable[[Any], Any] = lambda _: None) -> tuple[Tensor, Tensor]:
-    """Return what a loss and what outputs see, and do something between the two."""
-    with torch.no_grad():
-        first = model(batch)
-        seen = first["value"].clone()
-        between(first)
-        return seen, model(batch)["value"].clone()
+Between = Callable[[Counted, dict[str, Tensor], dict[str, Tensor]], Any]
+NOTHING: Between = lambda *_: None  # noqa: E731
+CASES: dict[str, tuple[int, Between]] = {  # the passes that two calls take, and what is done between them
+    "nothing": (1, NOTHING),
+    "the result is changed in place": (2, lambda _, __, first: first["value"].clamp_(min=0)),
+    "a part of the result is taken out": (2, lambda _, __, first: first.pop("value")),
+    "the batch is changed in place": (2, lambda _, batch, __: batch["x"].add_(1)),
+    "dropout is turned on": (2, lambda model, _, __: model.dropout.train()),
+    "the model draws": (2, NOTHING),
+}
 
 
-def made(*, draws: bool = False) -> tuple[Counted, dict[str, Tensor]]:
+def both(what: str, *, once: bool) -> tuple[Tensor, Tensor, int]:
+    """Return what a loss and what outputs see, and in how many passes."""
     torch.manual_seed(0)
-    model = Counted(draws=draws)
+    model = Counted(draws=what == "the model draws")
+    batch = {"x": torch.randn(4, 3)}
     model.eval()
-    return model, {"x": torch.randn(4, 3)}
-
-
-def test_the_second_pass_over_a_batch_is_the_first() -> None:
-    model, batch = made()
-    with computed_once(model, "cpu"), torch.no_grad():
-        first, second = both(model, batch)
-        assert model.passes == 1
-        both(model, batch)
-        assert model.passes == 2  # a result is handed out once more, not for ever
-        model(batch)
-        model({"x": batch["x"]})
-        assert model.passes == 4  # another batch, if of the same tensors
-    assert torch.equal(first, second)
-    assert "forward" not in vars(model)
-
-
-def test_a_result_or_a_batch_that_was_changed_in_place_is_computed_again() -> None:
-    model, batch = made()
-    for change in (lambda given: given["value"].clamp_(min=0), lambda given: given.pop("value")):
+    with torch.no_grad():
+        if not once:
+            return _twice(model, batch, what)
         with computed_once(model, "cpu"):
-            first, second = both(model, batch, change)
-        assert torch.equal(first, second)
-    with computed_once(model, "cpu"):
-        first, second = both(model, batch, lambda _: batch["x"].add_(1))
-    assert not torch.equal(first, second)
-    assert model.passes == 6
+            return _twice(model, batch, what)
 
 
-def test_what_is_drawn_is_drawn_again_as_it_would_be() -> None:
-    model, batch = made(draws=True)
-    with computed_once(model, "cpu"):
-        first, second = both(model, batch)
-    assert model.passes == 2
-    again, expected = both(*made(draws=True))
-    assert torch.equal(first, again)
-    assert torch.equal(second, expected)
+def _twice(model: Counted, batch: dict[str, Tensor], what: str) -> tuple[Tensor, Tensor, int]:
+    first = model(batch)
+    seen = first["value"].clone()
+    CASES[what][1](model, batch, first)
+    return seen, model(batch)["value"].clone(), model.passes
 
 
-def test_what_dropout_is_turned_on_for_is_computed_again() -> None:
-    model, batch = made()
-    with computed_once(model, "cpu"):
-        first, second = both(model, batch, lambda _: model.dropout.train())
-    assert model.passes == 2
-    assert not torch.equal(first, second)
+@pytest.mark.parametrize("what", CASES)
+def test_both_see_what_two_passes_would_give(what: str) -> None:
+    *once, passes = both(what, once=True)
+    *twice, _ = both(what, once=False)
+    assert all(torch.equal(one, other) for one, other in zip(once, twice, strict=True))
+    assert passes == CASES[what][0]
 
 
-def test_gradients_and_another_precision_have_a_pass_of_their_own() -> None:
-    model, batch = made()
+def test_gradients_another_precision_and_another_batch_have_a_pass_of_their_own() -> None:
+    model, batch = Counted(), {"x": torch.randn(4, 3)}
+    model.eval()
     with computed_once(model, "cpu"):
         with torch.no_grad():
             model(batch)
@@ -96,39 +77,6 @@ def test_gradients_and_another_precision_have_a_pass_of_their_own() -> None:
             half = model(batch)["value"]
         with torch.no_grad():
             assert model(batch)["value"].dtype != half.dtype
-    assert model.passes == 5
-
-
-def test_other_arguments_are_another_pass() -> None:
-    model, batch = made()
-    with computed_once(model, "cpu"), torch.no_grad():
-        once, twice = model(batch)["value"], model(batch, times=2)["value"]
-        assert torch.equal(2 * once, twice)
-        assert torch.equal(model(batch, times=2)["value"], twice)
-    assert model.passes == 2
-
-
-def test_a_compiled_model_stays_compiled_and_runs_once() -> None:
-    model, batch = made()
-    runs: list[int] = []
-
-    def backend(graph: Any, _: Any) -> Callable[..., Any]:
-        return lambda *given: runs.append(1) or graph.forward(*given)  # type: ignore[func-returns-value]
-
-    model.compile(backend=backend)
-    before = model._compiled_call_impl
-    with computed_once(model, "cpu"):
-        both(model, batch)
-    warm = len(runs)
-    with computed_once(model, "cpu"):
-        first, second = both(model, batch)
-    assert torch.equal(first, second)
-    assert (warm, len(runs)) == (1, 2)
-    assert model._compiled_call_impl is before
-
-
-def test_an_error_leaves_the_model_as_it_was() -> None:
-    model, _ = made()
-    with pytest.raises(KeyError), computed_once(model, "cpu"):
-        model({})
+            model({"x": batch["x"]})
+    assert model.passes == 6
     assert "forward" not in vars(model)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from pipeline.training.forensics.step_bundle import CrashNote, PieceInFlight
+from tests.training.checkpoints.saved import forked
 
 
 def on(*ids: str, step: int = 5) -> PieceInFlight:
@@ -26,13 +26,6 @@ def test_once_is_no_poison_and_twice_on_the_same_item_is(tmp_path: Path) -> None
     third = CrashNote(path)
     assert third.poison == on("b")
     assert [one.ids for one in third.deaths] == [("a", "b", "c"), ("b",)]
-
-
-def test_other_items_are_no_poison(tmp_path: Path) -> None:
-    path = tmp_path / "on"
-    CrashNote(path).on(on("a"))
-    CrashNote(path).on(on("b"))
-    assert CrashNote(path).poison is None
 
 
 def test_a_death_is_forgotten_once_its_step_has_passed(tmp_path: Path) -> None:
@@ -57,15 +50,6 @@ def test_between_two_steps_and_after_an_orderly_end_nothing_is_blamed(tmp_path: 
     assert CrashNote(path).poison is None
 
 
-def test_the_note_is_gone_after_an_end_in_order(tmp_path: Path) -> None:
-    path = tmp_path / "on"
-    breath = CrashNote(path)
-    breath.on(on("a"))
-    breath.close()
-    breath.close()
-    assert not path.exists()
-
-
 @pytest.mark.parametrize("content", [b"", b"[[", b"[[], 5]\n", b"{}\n", b"[[{}], null]\n"])
 def test_a_note_that_was_cut_says_nothing(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "on"
@@ -82,14 +66,10 @@ def test_a_folder_that_cannot_be_written_costs_the_note_only(tmp_path: Path) -> 
 
 
 def test_a_real_kill_leaves_it(tmp_path: Path) -> None:
-    code = (
-        "import os, sys\n"
-        "from pathlib import Path\n"
-        "from pipeline.training.forensics.step_bundle import CrashNote, PieceInFlight\n"
-        "CrashNote(Path(sys.argv[1])).on(PieceInFlight(6, 0, 5, ('a',), (0,), 0, 100))\n"
-        "os.kill(os.getpid(), 9)\n"
-    )
+    def work() -> None:
+        CrashNote(tmp_path / "on").on(on("a"))
+        os.kill(os.getpid(), signal.SIGKILL)
+
     for _ in range(2):
-        done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "on")], check=False)
-        assert done.returncode == -signal.SIGKILL
+        assert os.waitpid(forked(work), 0)[1] == signal.SIGKILL
     assert CrashNote(tmp_path / "on").poison == on("a")

@@ -22,6 +22,7 @@ from tests.tasks.items import batch_of, made
 from tests.training.items.content import collated_by
 from tests.training.step.towers import Pairs
 
+pytestmark = pytest.mark.nightly
 IDS = ("good", "bad", "fair")
 
 
@@ -73,7 +74,6 @@ def look(task: Task) -> tuple[Rerun, list[Suspect], Step]:
     return found, suspects(step, bad or found.results, lambda _: piece, backward=not bad), step
 
 
-@pytest.mark.nightly
 def test_a_module_whose_output_is_not_finite_is_named_with_its_item() -> None:
     found, (suspect,), _ = look(Task(-1.0))
     assert found.results[0].outcome is PartOutcome.NOT_FINITE
@@ -81,21 +81,18 @@ def test_a_module_whose_output_is_not_finite_is_named_with_its_item() -> None:
     assert not suspect.was_given
 
 
-@pytest.mark.nightly
 def test_a_batch_that_is_not_finite_already_is_said_and_no_module_is_blamed_for_it() -> None:
     _, (suspect,), _ = look(Task(float("inf")))
     assert suspect.fields == ("x",)
     assert suspect.was_given
 
 
-@pytest.mark.nightly
 def test_a_loss_that_is_no_number_where_every_module_is_well_is_the_losss_own() -> None:
     _, found, _ = look(Task(1.0, in_loss=True))
     assert [one.ids for one in found] == [("good",), ("bad",), ("fair",)]
     assert "it begins in loss() itself" in found[0].words()
 
 
-@pytest.mark.nightly
 def test_gradients_that_are_not_finite_of_a_finite_loss_are_traced_to_their_operation() -> None:
     found, (suspect,), _ = look(Task(0.0))
     assert found.results[0].outcome is PartOutcome.FITS
@@ -105,7 +102,6 @@ def test_gradients_that_are_not_finite_of_a_finite_loss_are_traced_to_their_oper
     assert suspect.operation == "Mul" or suspect.operation == "Mm" or suspect.operation == "Sqrt"
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("bad", [-1.0, 0.0])
 def test_nothing_is_left_of_it(bad: float) -> None:
     _, _, step = look(Task(bad))
@@ -133,7 +129,6 @@ def replayed(task: Pairs, sizes: Sequence[int]) -> tuple[Rerun, list[Suspect]]:
     return found, suspects(step, found.of(PartOutcome.NOT_FINITE), read)
 
 
-@pytest.mark.nightly
 def test_a_replay_compares_all_items_of_the_share() -> None:
     whole, parts = (replayed(Pairs(), sizes)[0] for sizes in ([9], [4, 3, 2]))
     assert whole.norm is not None
@@ -143,7 +138,6 @@ def test_a_replay_compares_all_items_of_the_share() -> None:
     assert [one.outcome for one in parts.results] == [PartOutcome.FITS] * 3
 
 
-@pytest.mark.nightly
 def test_a_replay_names_the_item_that_is_embedded_to_no_number() -> None:
     found, named = replayed(Pairs(nan=(5,)), [4, 3, 2])
     assert [one.outcome for one in found.results] == [PartOutcome.FITS, PartOutcome.NOT_FINITE, PartOutcome.FITS]

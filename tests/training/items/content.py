@@ -11,6 +11,7 @@ from pipeline.encoder.embedding_recipe import EmbeddingRecipe, Variant
 from pipeline.graphs.item_graph import ChainText, ItemGraph, PartnerGraph, encode_graph
 from pipeline.keys import recipe_key
 from pipeline.records import Kind, Role
+from pipeline.store.cache_folder import CacheFolder
 from pipeline.training.items.batch import BatchOrigin, ItemBatch, TaskBatch, item_rng
 from pipeline.training.items.item_source import CachedGraphs
 from pipeline.training.items.item_table import ItemTable, TableBuilder
@@ -140,6 +141,17 @@ class Made:
         graphs = options.pop("graphs", CachedGraphs(self.graph_store, self.table))
         sampler = options.pop("sampler", None) or Micros(lists)
         return Loader(graphs, embeddings, sampler, **options)
+
+    def only(self, folder: Path, *numbers: int, refused: Sequence[int] = ()) -> CachedGraphs:
+        """Return some of the graphs alone, and in the place of others why there are none."""
+        store = CacheFolder(folder / "cache").kind("graph")
+        with store.writer() as writer:
+            for number in numbers:
+                record = self.graph_store.get(self.table.key(number))
+                writer.put(record.key, record.arrays, record.meta)
+            for number in refused:
+                writer.put(self.table.key(number), {}, {"reason": "no_contacts", "detail": "too far apart"})
+        return CachedGraphs(store, self.table)
 
     def wanted_rows(self, part: PartnerGraph) -> tuple[np.ndarray, np.ndarray]:
         """What a partner's residues must have, worked out residue by residue."""

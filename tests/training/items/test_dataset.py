@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.errors import ConfigError, RecordMissing
+from pipeline.errors import ConfigError
 from pipeline.keys import recipe_key
 from pipeline.records import Item, Part, Role
 from pipeline.runs.model.prepare import stretch_items
@@ -81,54 +81,26 @@ def test_the_same_table_is_stored_once_and_another_under_another_key(store):
     assert store.stat().records == 6
 
 
-def test_a_table_of_nothing_is_a_table(store):
-    table = ItemTable.read(store, TableBuilder().write(store))
-    assert len(table) == 0
-    with pytest.raises(ConfigError, match="no item is in split 'train'; this data set has no splits"):
-        table.of_split("train")
-
-
-def test_a_split_that_is_not_there_is_named_with_those_that_are():
+def test_a_split_that_is_not_there_is_named_with_those_that_are(store):
+    nothing = ItemTable.read(store, TableBuilder().write(store))
+    assert len(nothing) == 0
+    with pytest.raises(ConfigError, match="train"):
+        nothing.of_split("train")
     table = builder_of([("a", bytes(16), "train", 1), ("b", bytes(16), "val", 1)]).table()
-    with pytest.raises(ConfigError, match="split 'test'; there are: 'train', 'val'"):
-        table.of_split("test")
-    with pytest.raises(ConfigError, match=r"^train\.split: no item is in split 'tset'") as refused:
+    with pytest.raises(ConfigError, match="tset") as refused:
         table.of_split("tset", "train.split")
-    assert refused.value.remedy.startswith("--set train.split=train or --set train.split=val or --set train.split=null")
+    assert refused.value.where == "train.split"
+    assert "--set train.split=val" in refused.value.remedy
 
 
-def test_a_table_without_items_says_so():
-    with pytest.raises(ValueError, match="written without its items"):
-        builder_of([("a", bytes(16), "train", 1)]).table().item(0)
-
-
-@pytest.mark.parametrize(
-    ("key", "sizes", "item", "what"),
-    [
-        (b"short", {"nodes": 1}, None, "a key is 16 bytes"),
-        (bytes(16), {"edges": 1}, None, "the same sizes"),
-        (bytes(16), {"nodes": 1}, Item("b"), "all are there themselves or none"),
-    ],
-)
-def test_what_would_make_a_ragged_table_is_refused(key, sizes, item, what):
+def test_what_would_make_a_ragged_table_is_refused():
     builder = TableBuilder()
     builder.add("a", bytes(16), "train", {"nodes": 1})
-    with pytest.raises(ValueError, match=what):
-        builder.add("b", key, "train", sizes, item)
-    assert len(builder) == 1
-
-
-def test_more_splits_than_a_table_can_name_are_refused():
-    builder = TableBuilder()
-    for number in range(256):
-        builder.add(f"i{number}", bytes(16), f"s{number}", {})
-    with pytest.raises(ConfigError, match="more than 256 splits"):
-        builder.add("one more", bytes(16), "and one split", {})
-
-
-def test_a_table_that_is_gone_is_missing(store):
-    with pytest.raises(RecordMissing):
-        ItemTable.read(store, bytes(16))
+    key, sizes = bytes(16), {"nodes": 1}
+    for wrong in ((b"short", "train", sizes), (key, "train", {"edges": 1}), (key, "train", sizes, Item("b"))):
+        with pytest.raises(ValueError, match=r"16 bytes|same sizes|all are there"):
+            builder.add("b", *wrong)
+        assert len(builder) == 1
 
 
 def test_a_large_table_is_a_few_bytes_an_item_and_read_at_once(store):
@@ -169,16 +141,6 @@ def test_a_training_keeps_of_each_item_its_name_key_and_costs_and_never_has_it_t
     assert len(items.table) == len(items.cost_N) == count
     assert kept < 64 * count  # two numbers of what it costs, its key, its name and where that begins and ends
     assert most < 165 * count
-
-
-def test_a_size_that_is_known_is_not_made_anew_for_every_item():
-    builder = builder_of([("a", bytes(16), "", 1)] * 5000)
-    tracemalloc.start()
-    try:
-        builder.also(["nodes", "pairs"])
-        assert tracemalloc.get_traced_memory()[1] < 5000
-    finally:
-        tracemalloc.stop()
 
 
 def labelled(labels):

@@ -9,14 +9,12 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-import torch
 
 from pipeline.errors import DataError
 from pipeline.records import Entry, Reason, Rejection
 from pipeline.stages.read_entries import EntriesTaken, take_entries
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.training.items.batch import ItemBatch
-from pipeline.training.items.batch_maker import WorkedOn
 from pipeline.training.items.item_source import NUMBERS, ReaderItems, arrays_digest
 from pipeline.training.items.item_table import ItemTable
 from pipeline.training.items.loader import Loader
@@ -73,41 +71,32 @@ def test_an_axis_that_comes_late_has_no_rows_in_the_items_before() -> None:
     assert list(found.table.sizes["ions"]) == [0, 2]
 
 
-def test_items_without_axes_have_a_size_all_the_same() -> None:
-    found, _ = taken({"mass": FLOAT(1)}, {"mass": FLOAT(2)})
-    assert {name: list(values) for name, values in found.table.sizes.items()} == {NUMBERS: [1, 1]}
+UNJOINABLE: list[tuple[str, list[dict[str, Any]]]] = [  # what is named, and items of which the last is rejected
+    ("no arrays", [{}]),
+    ("peaks.of", [{"peaks.mz": np.zeros(3, FLOAT), "peaks.of": np.zeros(2, FLOAT)}]),
+    ("peaks.mz", [{"peaks.mz": FLOAT(1)}]),
+    ("peaks mz", [{"peaks mz": np.zeros(3, FLOAT)}]),
+    ("receptor", [{"receptor.mz": np.zeros(3, FLOAT)}]),
+    ("items", [{"items.mz": np.zeros(3, FLOAT)}]),
+    ("name", [{"name": np.array("text")}]),
+    ("peaks.mz", [{"peaks.mz": np.zeros(3, np.complex64)}]),
+    ("peaks.mz", [{"peaks.mz": np.zeros(3, ">f4")}]),
+    ("float64", [peaks(2), peaks(2, np.float64)]),
+    ("mass", [{"mass": FLOAT(1)}, {"mass": np.zeros(2, FLOAT)}]),
+    ("charge", [{**peaks(1), "charge": INT(1)}, peaks(1)]),
+    ("charge", [peaks(1), {**peaks(1), "charge": INT(1)}]),
+    ("peaks.kind", [{**peaks(1), "peaks.kind": np.zeros(1, INT)}, peaks(2)]),
+]
 
 
-@pytest.mark.parametrize(
-    ("items", "said"),
-    [
-        ([{}], "it has no arrays"),
-        ([{"peaks.mz": np.zeros(3, FLOAT), "peaks.of": np.zeros(2, FLOAT)}], "peaks.of has 2 rows, and peaks.mz has 3"),
-        ([{"peaks.mz": FLOAT(1)}], "peaks.mz is one number, but lies along peaks"),
-        ([{"peaks mz": np.zeros(3, FLOAT)}], "'peaks mz' is no name of an array"),
-        ([{"receptor.mz": np.zeros(3, FLOAT)}], "the name receptor is taken"),
-        ([{"items.mz": np.zeros(3, FLOAT)}], "the name items is taken"),
-        ([{"name": np.array("text")}], "not of numbers that torch knows"),
-        ([{"peaks.mz": np.zeros(3, np.complex64)}], "not of numbers that torch knows"),
-        ([{"peaks.mz": np.zeros(3, ">f4")}], "not of numbers that torch knows"),
-        ([peaks(2), peaks(2, np.float64)], "peaks.mz is float64 [], and float32 [] in the items before"),
-        ([{"mass": FLOAT(1)}, {"mass": np.zeros(2, FLOAT)}], "mass is float32 [2], and float32 [] in the items before"),
-        ([{**peaks(1), "charge": INT(1)}, peaks(1)], "it has no charge, which the items before have"),
-        ([peaks(1), {**peaks(1), "charge": INT(1)}], "the items before have no charge"),
-        ([{**peaks(1), "peaks.kind": np.zeros(1, INT)}, peaks(2)], "it has no peaks.kind"),
-    ],
-)
-def test_arrays_that_cannot_be_joined_are_rejected_with_the_reason(items: list[dict[str, Any]], said: str) -> None:
-    found, rejected = taken(*items)
-    assert len(found.table) == len(items) - 1
-    (one,) = rejected
-    assert (one.id, one.reason, one.origin, one.split) == (
-        f"i{len(items) - 1}",
-        Reason.BAD_ENTRY,
-        f"line {len(items) - 1}",
-        "train",
-    )
-    assert said in one.detail
+def test_arrays_that_cannot_be_joined_are_rejected_with_the_reason() -> None:
+    for named, items in UNJOINABLE:
+        found, (one,) = taken(*items)
+        assert len(found.table) == len(items) - 1, named
+        last = len(items) - 1
+        assert (one.id, one.reason, one.origin) == (f"i{last}", Reason.BAD_ENTRY, f"line {last}"), named
+        assert one.split == "train"
+        assert named in one.detail
 
 
 def test_what_something_can_stand_for_may_be_absent() -> None:
@@ -121,21 +110,13 @@ def test_what_something_can_stand_for_may_be_absent() -> None:
     assert batch["mass"].isnan().tolist() == [False, True, False]
 
 
-@pytest.mark.parametrize(
-    ("entry", "reason", "said"),
-    [
-        (Entry("", 0, peaks(1)), Reason.BAD_ID, "is empty"),
-        (Entry("a\nb", 0, peaks(1)), Reason.BAD_ID, "white space"),
-        (Entry(7, 0, peaks(1)), Reason.BAD_ID, "is no text"),  # type: ignore[arg-type]
-        (Entry("a", None, peaks(1)), Reason.BAD_ENTRY, "it has no place"),
-        (Entry("a", np.int64(3), peaks(1)), Reason.BAD_ENTRY, "its place is no JSON data"),
-        (Entry("a", 0, peaks(1), 3), Reason.BAD_ENTRY, "its split is 3"),  # type: ignore[arg-type]
-    ],
-)
-def test_an_item_that_could_not_be_found_again_is_rejected(entry: Entry, reason: Reason, said: str) -> None:
-    (one,) = take_entries([entry], EntriesTaken())
-    assert one.reason is reason
-    assert said in one.detail
+def test_an_item_that_could_not_be_found_again_is_rejected() -> None:
+    strange: Any = (("", 0), ("a\nb", 0), (7, 0), ("a", None), ("a", np.int64(3)))
+    entries = [*(Entry(name, place, peaks(1)) for name, place in strange), Entry("a", 0, peaks(1), cast("Any", 3))]
+    found = EntriesTaken()
+    reasons = [one.reason for one in take_entries(entries, found)]
+    assert reasons == [Reason.BAD_ID] * 3 + [Reason.BAD_ENTRY] * 3
+    assert not len(found.table)
 
 
 def test_no_more_is_read_than_the_limit() -> None:
@@ -161,49 +142,18 @@ def test_a_table_comes_back_with_the_places(tmp_path: Path) -> None:
     assert json.loads(table.take(np.array([1])).items[0]) == [1]  # type: ignore[index]
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [peaks(3, np.float64), peaks(4), {"peaks.m": np.arange(3).astype(FLOAT)}, {"peaks.mz": np.array([0, 1, 3], FLOAT)}],
-    ids=["type", "length", "name", "a number"],
-)
-def test_arrays_that_are_not_what_they_were_are_an_error_that_names_the_item(changed: dict[str, Any]) -> None:
-    reader = Given(peaks(2), peaks(3))
-    found, _ = taken(*reader.items)
-    source = ReaderItems(reader, found.table.table())
-    assert [one.id for one in source.read([1, 0])] == ["i1", "i0"]
-    reader.items[1] = changed
-    with pytest.raises(DataError, match="i1 is not what it was") as caught:
-        list(source.read([0, 1]))
-    assert "pipeline submit --stage scan" in caught.value.remedy
-
-
-def test_what_a_reader_reads_is_noted_and_what_may_not_be_collated_ahead_is_not_read_ahead_either() -> None:
-    noted: list[tuple[str, ...]] = []
-    told = list[str]()
-
-    class Noting(Given):
-        def read(self, place: Any) -> dict[str, Any]:
-            noted.append(tuple(told))
-            return super().read(place)
-
-    reader = Noting(peaks(2), peaks(3), peaks(4))
-    found, _ = taken(*reader.items)
-    worked_on = WorkedOn(lambda ids: told.__setitem__(slice(None), ids))
-    loader = Loader(
-        worked_on.reading(ReaderItems(reader, found.table.table())),
-        None,
-        cast("Any", Micros([[0], [1, 2]])),
-        threads=1,
-        collate=lambda items, _: {"sizes": torch.tensor([len(item.values["peaks.mz"]) for item in items])},
-        may_collate=lambda ids: "i1" not in ids,
-    )
-    first, second = loader.read()
-    assert noted == [("i0",)]
-    assert [first.ids, second.ids] == [("i0",), ("i1", "i2")]
-    worked_on.begin(["i2"])
-    assert second.part(1, 2)["sizes"].tolist() == [4]
-    assert noted == [("i0",), ("i2",)], "the item that is left out was read"
-    assert told == ["i2"]
+def test_arrays_that_are_not_what_they_were_are_an_error_that_names_the_item() -> None:
+    """Another type, length, name, number."""
+    renamed, other = {"peaks.m": np.arange(3).astype(FLOAT)}, {"peaks.mz": np.array([0, 1, 3], FLOAT)}
+    for changed in (peaks(3, np.float64), peaks(4), renamed, other):
+        reader = Given(peaks(2), peaks(3))
+        found, _ = taken(*reader.items)
+        source = ReaderItems(reader, found.table.table())
+        assert [one.id for one in source.read([1, 0])] == ["i1", "i0"]
+        reader.items[1] = changed
+        with pytest.raises(DataError, match="i1") as caught:
+            list(source.read([0, 1]))
+        assert "pipeline submit --stage scan" in caught.value.remedy
 
 
 @pytest.mark.parametrize("error", [OSError("the disk is gone"), KeyError(3), DataError("no such peak")])
@@ -224,13 +174,6 @@ def test_unsigned_numbers_become_those_that_torch_computes_with() -> None:
     batch = loaded(Given(item), found.table.table(), 0)
     assert batch["peaks.kind"].tolist() == [1, 65535]
     assert str(batch["peaks.kind"].dtype) == str(batch["charge"].dtype) == "torch.int32"
-
-
-def test_a_name_that_ends_like_one_of_a_graph_is_not_taken_for_it() -> None:
-    item = {"peaks.chain": np.array([0.5], FLOAT)}
-    found, _ = taken(item)
-    batch = loaded(Given(item), found.table.table(), 0)
-    assert batch["peaks.chain"].tolist() == [0.5]
 
 
 def test_an_item_that_is_rejected_has_no_id_that_another_could_double_and_no_split() -> None:

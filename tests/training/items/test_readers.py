@@ -7,7 +7,6 @@ import signal
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 
@@ -116,13 +115,6 @@ def test_processes_stay_for_the_next_epoch_and_end_with_the_loader(data):
             os.kill(pid, 0)
 
 
-def test_processes_end_by_themselves_whichever_is_asked_first(data):
-    loaders = [data.loader([[0], [1]], collate=structured, readers=PROCESSES) for _ in range(2)]
-    for loader in loaders:
-        list(loader)
-    assert [reader.end() for loader in loaders for reader in loader._processes._readers] == [0] * 4, "killed: -9"
-
-
 def test_what_is_not_to_be_collated_ahead_no_process_collates(data):
     loader = data.loader(LISTS, collate=structured, readers=PROCESSES, may_collate=lambda ids: "item1" not in ids)
     for batch in loader.read():
@@ -171,18 +163,12 @@ def test_what_collate_raises_is_raised_here_in_its_place(data):
 
 @pytest.mark.parametrize("readers", [THREADS, PROCESSES])
 def test_what_cannot_be_read_is_told_by_the_training_itself(data, tmp_path, readers):
-    store = CacheFolder(tmp_path / "cache").kind("graph")
-    with store.writer() as writer:
-        for number in (0, 2):
-            record = data.graph_store.get(data.table.key(number))
-            writer.put(record.key, record.arrays, record.meta)
-    lists = [[0, 1], [2]]
-    with pytest.raises((RecordMissing, CacheDamaged), match="the graph of item1"):
-        list(data.loader(lists, graphs=CachedGraphs(store, data.table), collate=structured, readers=readers))
+    lists, graphs = [[0, 1], [2]], data.only(tmp_path, 0, 2)
+    with pytest.raises((RecordMissing, CacheDamaged), match="item1"):
+        list(data.loader(lists, graphs=graphs, collate=structured, readers=readers))
     mending = DamagedItems(lambda _id, _key: False, 3, 2, "here")
-    loader = data.loader(
-        lists, graphs=CachedGraphs(store, data.table, mending), mending=mending, collate=structured, readers=readers
-    )
+    mended = CachedGraphs(graphs.store, data.table, mending)
+    loader = data.loader(lists, graphs=mended, mending=mending, collate=structured, readers=readers)
     assert [batch.text for batch in loader] == [("item0",), ("item2",)]
     assert mending.news() == ["item1"]
     loader.end()
@@ -199,31 +185,9 @@ def test_batches_that_become_larger_are_whole_and_rejections_come_along(data):
 
 
 def test_a_rejection_is_told_by_the_loop_that_reads(data, tmp_path):
-    store = CacheFolder(tmp_path / "cache").kind("graph")
-    with store.writer() as writer:
-        record = data.graph_store.get(data.table.key(0))
-        writer.put(record.key, record.arrays, record.meta)
-        writer.put(data.table.key(1), {}, {"reason": "no_contacts", "detail": "too far apart"})
     told: list[Rejection] = []
-    loader = data.loader(
-        [[0, 1]], graphs=CachedGraphs(store, data.table), collate=structured, readers=PROCESSES, reject=told.append
-    )
+    graphs = data.only(tmp_path, 0, refused=[1])
+    loader = data.loader([[0, 1]], graphs=graphs, collate=structured, readers=PROCESSES, reject=told.append)
     assert [batch.text for batch in loader] == [("item0",)]
     assert told == [Rejection("item1", Reason.NO_CONTACTS, "too far apart")]
     loader.end()
-
-
-def test_a_shared_run_is_the_same_memory_in_both_processes_however_it_grows():
-    from pipeline.training.items.reader_processes import ReaderProcesses, SharedRun
-
-    runs = [SharedRun()]
-
-    def write(size, room) -> int:
-        room(size)[:] = np.arange(size) % 251
-        return size
-
-    processes = ReaderProcesses(write, runs, 1)
-    for size in (10, 3 << 20, 100, 9 << 20):
-        assert processes.ask(size, 0) == size
-        np.testing.assert_array_equal(runs[0].room(size), np.arange(size) % 251)
-    processes.end()

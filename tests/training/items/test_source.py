@@ -57,58 +57,40 @@ def test_a_graph_built_on_the_fly_is_the_one_in_the_cache_bit_for_bit(prepared):
             assert torch.equal(tensor.view(torch.uint8), built[name].view(torch.uint8)), name
 
 
-def test_a_file_that_changed_after_the_table_was_made_is_an_error(prepared):
+def test_what_changed_after_the_table_was_made_is_an_error(prepared):
+    """Another recipe, another file, no file."""
     _, table = prepared
-    path = Path(table.item(1).parts[0].path)
-    path.write_bytes(complex_pdb(9, 30, 25))
-    with pytest.raises(DataError, match=r"c1: its files or the configuration changed.*\n.*submit --stage graph"):
-        list(batches(BuiltGraphs(table, READING, RECIPE)))
-
-
-def test_another_recipe_than_the_tables_is_an_error(prepared):
-    _, table = prepared
-    with pytest.raises(DataError, match="the configuration changed"):
+    with pytest.raises(DataError, match="configuration"):
         list(batches(BuiltGraphs(table, READING, GraphRecipe(neighbours=3))))
+    for number, change in ((1, lambda path: path.write_bytes(complex_pdb(9, 30, 25))), (0, Path.unlink)):
+        change(Path(table.item(number).parts[0].path))
+        with pytest.raises(DataError, match=f"c{number}") as raised:
+            list(BuiltGraphs(table, READING, RECIPE).read([number]))
+        assert "submit --stage graph" in raised.value.remedy
 
 
-def test_a_file_that_is_gone_after_the_table_was_made_is_an_error(prepared):
-    _, table = prepared
-    Path(table.item(0).parts[0].path).unlink()
-    with pytest.raises(DataError, match=r"missing_file: c0: no such file.*\n.*submit --stage graph"):
-        list(batches(BuiltGraphs(table, READING, RECIPE)))
-
-
-def test_an_item_that_has_no_graph_is_left_out_and_told(prepared, monkeypatch):
+@pytest.mark.parametrize(
+    ("raised", "reason"),
+    [
+        (UnusableInput(Reason.NO_CONTACTS, "too far apart"), Reason.NO_CONTACTS),
+        (ZeroDivisionError("as bugs do"), Reason.GRAPH_FAILED),
+    ],
+)
+def test_an_item_that_has_no_graph_or_whose_graph_fails_is_left_out_and_told(prepared, monkeypatch, raised, reason):
     _, table = prepared
     real = build_graph
 
     def sometimes(read, recipe):
         if len(read.sides[Role.RECEPTOR].residues()) == 30:
-            raise UnusableInput(Reason.NO_CONTACTS, "too far apart")
+            raise raised
         return real(read, recipe)
 
     monkeypatch.setattr("pipeline.training.items.item_source.build_graph", sometimes)
     told = []
     got = [list(batch.numbers) for batch in batches(BuiltGraphs(table, READING, RECIPE), reject=told.append)]
     assert got == [[2], [1]]
-    assert [(one.id, one.reason, one.split) for one in told] == [("c0", Reason.NO_CONTACTS, "train")]
-
-
-def test_a_bug_in_the_building_costs_one_item(prepared, monkeypatch, caplog):
-    _, table = prepared
-    real = build_graph
-
-    def sometimes(read, recipe):
-        if len(read.sides[Role.RECEPTOR].residues()) == 31:
-            raise ZeroDivisionError("as bugs do")
-        return real(read, recipe)
-
-    monkeypatch.setattr("pipeline.training.items.item_source.build_graph", sometimes)
-    told = []
-    got = [list(batch.numbers) for batch in batches(BuiltGraphs(table, READING, RECIPE), reject=told.append)]
-    assert got == [[2, 0], []]
-    assert (told[0].id, told[0].reason) == ("c1", Reason.GRAPH_FAILED)
-    assert "as bugs do" in told[0].detail
+    assert [(one.id, one.reason, one.split) for one in told] == [("c0", reason, "train")]
+    assert str(raised).rpartition(": ")[2] in told[0].detail
 
 
 def test_the_order_of_items_asked_for_is_kept(prepared):

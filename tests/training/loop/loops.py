@@ -201,6 +201,14 @@ def stretches_of(plot: Plot) -> list[tuple[Stretch, Items]]:
     return made
 
 
+def prepared_of(stretches: Sequence[Stretch], **more: Any) -> Prepared:
+    """Return what a plan says of a training."""
+    off: dict[str, Any] = {"checkpointing": False, "offload": False, "sharded": False, "precision": "fp32"}
+    host: dict[str, Any] = {"cpus": 1, "ranks": 1, "mem_bytes": 1 << 30, "mem_why": "", "allocator": "", "step_s": 0.1}
+    given = {"limit_bytes": 1 << 30, "margin": 0.05, **off, **host, **more}
+    return Prepared(name="made", recipe={}, table="", stretches=tuple(stretches), **given)
+
+
 @dataclass
 class Run:
     """A training, and what became of it."""
@@ -237,25 +245,8 @@ class Run:
         task = self.task or task_of(plot, self.ranks.rank)
         stretches = self.stretches or stretches_of(plot)
         first = {"stage 1": task_of(replace(plot, terms=plot.first_terms))} if plot.first_terms else {}
-        prepared = Prepared(
-            name="made",
-            recipe={},
-            table="",
-            precision=train.precision,
-            checkpointing=False,
-            offload=False,
-            sharded=False,
-            stretches=tuple(stretch for stretch, _ in stretches),
-            limit_bytes=self.limit_bytes,
-            margin=0.05,
-            ranks=self.ranks.world,
-            cpus=1,
-            mem_bytes=1 << 30,
-            mem_why="",
-            step_s=0.1,
-            allocator="",
-            crop=dict(plot.crop),
-        )
+        limits = {"limit_bytes": self.limit_bytes, "precision": train.precision, "crop": dict(plot.crop)}
+        prepared = prepared_of([stretch for stretch, _ in stretches], ranks=self.ranks.world, **limits)
         path = self.folder / "model"
         path.mkdir(parents=True, exist_ok=True)
         validation = None
@@ -280,10 +271,11 @@ class Run:
             leave_out=frozenset(plot.leave_out),
         )
 
-    def to_end(self, *, stop: int | None = None) -> Run:
+    def to_end(self, *, stop: int | None = None, each: Callable[[int], None] = lambda _: None) -> Run:
         """Train to the end, or to where so many steps are done: then it is left as if it had been killed."""
         try:
             for done in self.trainer.run():
+                each(done)
                 if done == stop:
                     break
         finally:
@@ -296,15 +288,20 @@ class Run:
 
 
 def state_of(step: Step) -> dict[str, list[float]]:
-    """Return parameters, buffers, averages and the optimizer's state as numbers."""
-    found = {name: one.detach().double().flatten().tolist() for name, one in step.model.state_dict().items()}
-    for place, one in enumerate(step.averages):
-        found[f"ema.{place}"] = one.double().flatten().tolist()
+    """Return parameters, buffers, averages and the optimizer's state as numbers; of a sharded model, all ranks ask."""
+    found: dict[str, Tensor] = dict(step.model.state_dict())
+    found |= {f"ema.{place}": one for place, one in enumerate(step.averages)}
     for place, parameter in enumerate(step.trained):
-        for what, value in step.optimizer.state.get(parameter, {}).items():
-            if isinstance(value, Tensor):
-                found[f"optimizer.{place}.{what}"] = value.double().flatten().tolist()
-    return found
+        state = step.optimizer.state.get(parameter, {})
+        found |= {f"optimizer.{place}.{what}": value for what, value in state.items() if isinstance(value, Tensor)}
+    return {name: whole(one).double().flatten().tolist() for name, one in found.items()}
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return all of a tensor of which this rank may have a shard."""
+    one: Any = tensor.detach()
+    full: Tensor = one.full_tensor() if hasattr(one, "full_tensor") else one
+    return full
 
 
 def warm(run: Run) -> None:

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.errors import PlanInfeasible
 from pipeline.memory.footprint import MemoryChoice
 from pipeline.stages.train import Items
 from pipeline.training.loop.metrics_log import Epoch, read_epochs
@@ -165,22 +164,6 @@ def test_an_item_that_does_not_fit_alone_climbs_the_ladder(tmp_path: Path) -> No
         assert epochs(run)[-1].items == 6
         assert epochs(run)[-1].ooms == 0, "what an item needs is known in the second epoch"
         assert furthest(weights(run), weights(fits)) < 1e-3
-
-
-@pytest.mark.nightly
-def test_an_item_that_fits_nowhere_is_left_out_or_an_error(tmp_path: Path) -> None:
-    ground = tall()
-    plain = ground.choice()
-    with_all = replace(plain, checkpointing=True, offload=True)
-    small = replace(ground, sizes={"length": np.array([150])})
-    least = min(ground.alone(one) for one in (with_all, replace(plain, offload=True)))
-    limit = (least + small.alone(plain)) // 2
-    with pytest.raises(PlanInfeasible, match=r"item\d+ does not fit in memory, not even alone"):
-        trained(ground, tmp_path / "error", single(ground), plain, limit, too_large="error")
-    run, _ = trained(ground, tmp_path / "skip", single(ground), plain, limit, too_large="skip")
-    assert run.trainer.done == run.trainer.steps
-    assert epochs(run)[-1].more["skipped_items"] >= 1
-    assert epochs(run)[-1].items + epochs(run)[-1].more["skipped_items"] == 6
 
 
 # Memory that stays

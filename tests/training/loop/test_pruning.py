@@ -21,38 +21,33 @@ def flat(value: float, epochs: int = 5) -> Figures:
     return dict.fromkeys(range(1, epochs + 1), value)
 
 
-def test_the_worse_half_ends_and_the_median_goes_on() -> None:
-    others = [flat(1.0), flat(2.0), flat(3.0)]
-    assert falls_behind(flat(2.5), others, grace=1, lower=True) == 2.0
-    assert falls_behind(flat(2.0), others, grace=1, lower=True) is None
-    assert falls_behind(flat(1.5), others, grace=1, lower=False) == 2.0
-    assert falls_behind(flat(2.5), others, grace=1, lower=False) is None
-    assert falls_behind(flat(2.0), others, grace=1, lower=False) is None
+ONE, THREE = [flat(1.0)] * 3, [flat(1.0), flat(2.0), flat(3.0)]
+NAN = {1: math.nan, 2: math.nan}
+CASES: list[
+    tuple[str, Figures, list[Figures], int, bool, float | None]
+] = [  # grace, lower is better, what it is behind
+    ("the worse half ends", flat(2.5), THREE, 1, True, 2.0),
+    ("the median goes on", flat(2.0), THREE, 1, True, None),
+    ("higher is better", flat(1.5), THREE, 1, False, 2.0),
+    ("the better half", flat(2.5), THREE, 1, False, None),
+    ("within the grace", flat(9.0, 3), ONE, 4, True, None),
+    ("after the grace", flat(9.0, 4), ONE, 4, True, 1.0),
+    ("too few others", flat(9.0), ONE[: FEWEST - 1], 1, True, None),
+    ("no figure of its own", {}, ONE, 1, True, None),
+    ("others were as bad at that epoch", flat(5.0, 2), [{**flat(5.0, 2), 3: 0.1}] * 3, 1, True, None),
+    ("others ended before", flat(5.0, 3), [flat(0.1, 2)] * 3, 1, True, None),
+    ("its best counts", {1: 0.5, 2: 4.0}, ONE, 1, True, None),
+    ("its last is its best", {1: 4.0, 2: 0.5}, ONE, 1, True, None),
+    ("its best where higher is better", {1: 4.0, 2: 0.5}, ONE, 1, False, None),
+    ("no number is the worst", NAN, ONE, 1, True, 1.0),
+    ("no number is the worst where higher is better", NAN, ONE, 1, False, 1.0),
+    ("others without a number", flat(9.0, 1), [{1: math.nan}] * 3, 1, True, None),
+]
 
 
-def test_nobody_is_judged_within_the_grace_nor_by_few() -> None:
-    others = [flat(1.0)] * 3
-    assert falls_behind(flat(9.0, 3), others, grace=4, lower=True) is None
-    assert falls_behind(flat(9.0, 4), others, grace=4, lower=True) == 1.0
-    assert falls_behind(flat(9.0), others[: FEWEST - 1], grace=1, lower=True) is None
-    assert falls_behind({}, others, grace=1, lower=True) is None
-
-
-def test_only_equal_epochs_are_compared() -> None:
-    later = [{**flat(5.0, 2), 3: 0.1}] * 3  # which were as bad at the second epoch
-    assert falls_behind(flat(5.0, 2), later, grace=1, lower=True) is None
-    shorter = [flat(0.1, 2)] * 3
-    assert falls_behind(flat(5.0, 3), shorter, grace=1, lower=True) is None
-
-
-def test_the_best_so_far_counts_and_what_is_not_finite_is_the_worst() -> None:
-    others = [flat(1.0)] * 3
-    assert falls_behind({1: 0.5, 2: 4.0}, others, grace=1, lower=True) is None
-    assert falls_behind({1: 4.0, 2: 0.5}, others, grace=1, lower=True) is None
-    assert falls_behind({1: 4.0, 2: 0.5}, others, grace=1, lower=False) is None
-    for lower in (True, False):
-        assert falls_behind({1: math.nan, 2: math.nan}, others, grace=1, lower=lower) == 1.0
-    assert falls_behind(flat(9.0, 1), [{1: math.nan}] * 3, grace=1, lower=True) is None
+def test_who_falls_behind_the_median_of_the_others_at_the_same_epoch_ends() -> None:
+    for what, own, others, grace, lower, behind in CASES:
+        assert falls_behind(own, others, grace=grace, lower=lower) == behind, what
 
 
 @given(curves, st.lists(curves, max_size=6), st.integers(1, 6))

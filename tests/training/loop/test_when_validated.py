@@ -124,5 +124,5 @@ def test_a_training_that_ended_early_within_an_epoch_is_compared_as_done(tmp_pat
 
 @pytest.mark.parametrize("every", [0, 1.0, 1.5, -1, True, "steps", "0 steps", "5 epochs", None])
 def test_what_is_no_interval_is_refused(every: Any) -> None:
-    with pytest.raises(ValueError, match=r"epochs such as 2, a part of one such as 0\.25, or '500 steps'"):
+    with pytest.raises(ValueError, match="500 steps"):
         ValidationSection.model_validate_json(json.dumps({"every": every}))

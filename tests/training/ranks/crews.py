@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from multiprocessing.process import BaseProcess
 
-DEADLINE_S = 60.0
+DEADLINE_S = 300.0  # other work may share the machine
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload([__name__])
 
@@ -46,6 +46,12 @@ class Crew:
         codes = [process.exitcode for process in self.processes]
         self.end()
         return codes
+
+    def results(self, within_s: float = DEADLINE_S) -> list[Any]:
+        """Wait for all, which must end well; return what each part returned."""
+        codes = self.wait(within_s)
+        assert codes == [0] * len(codes), "".join(self.err(rank) for rank in range(len(codes)))
+        return [self.result(rank) for rank in range(len(codes))]
 
     def end(self) -> None:
         """End all."""
@@ -131,7 +137,7 @@ def _be(
         if is_card(device):
             select_card(place.local_rank)
         tell = folder.joinpath(f"{place.rank}.told").write_text
-        group = join_process_group(place, where, device=device, patience=patience, within_s=30, tell=tell)
+        group = join_process_group(place, where, device=device, patience=patience, within_s=120, tell=tell)
         assert isinstance(group, ProcessGroup | WatchedSingleRank)
         result = do(group, *words)
         folder.joinpath(f"{place.rank}.json").write_text(json.dumps(result))

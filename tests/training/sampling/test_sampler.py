@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import replace
 from itertools import combinations, pairwise
 
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.errors import ConfigError, DataError, PlanInfeasible
-from pipeline.training.sampling.epoch_order import SamplerSettings, arrange, deal_to_ranks
+from pipeline.training.sampling.epoch_order import ORDER_VERSION, SamplerSettings, deal_to_ranks
 from pipeline.training.sampling.sampler import Sampler, oversize
 
 relaxed = settings(deadline=None, max_examples=50)  # other work may share the machine
@@ -179,14 +180,6 @@ def test_a_run_resumed_on_other_ranks_and_half_the_memory_does_the_rest_of_the_s
     assert {step: sorted(items) for step, items in rest.items()} == {n: sorted(whole[n]) for n in range(4, len(whole))}
 
 
-def test_a_reader_ahead_says_what_was_used():
-    sampler = Sampler(made(100), SamplerSettings(batch=10))
-    ahead = [micro for micro in sampler if micro.is_last]
-    assert (sampler.state_dict()["epoch"], sampler.state_dict()["step"]) == (1, 0)
-    states = [sampler.state_dict(after=micro) for micro in ahead]
-    assert [(state["epoch"], state["step"]) for state in states] == [*((0, n) for n in range(1, 10)), (1, 0)]
-
-
 def test_a_loop_that_was_left_begins_where_it_began():
     sampler = Sampler(made(100), SamplerSettings(batch=10))
     begun = micros_of(Sampler(made(100), SamplerSettings(batch=10)))
@@ -238,16 +231,33 @@ def test_the_first_half_of_an_epoch_is_no_smaller_than_the_second():
     assert abs(halves[0] - halves[1]) < 0.05
 
 
-@pytest.mark.parametrize(
-    ("by", "digest"),
-    [(("nodes",), "9b697b3aede8337a"), (("receptor", "ligand"), "b6bb14a3d4b333a0")],
-)
-def test_the_order_of_a_seed_is_what_it_was(by, digest):
-    """A run must be resumed by a later version: who changes an order raises ORDER_VERSION and these digests."""
+RECORDED = {  # of a seed: what each rank computes in an epoch
+    "9b697b3aede8337a": ({"by": ("nodes",)}, 1),
+    "b6bb14a3d4b333a0": ({"by": ("receptor", "ligand")}, 1),
+    "6fbd4ff4dca329b0": ({"budget": {"nodes": 4000}}, 3),
+    "07c30f4011f8b570": ({"padding": None, "budget": {"receptor*ligand": 900_000}, "micro_batch": 5}, 2),
+    "f99ccf796620b865": (
+        {"brick": 3, "batch": 10, "shuffle": False, "drop_last": True, "by": ("receptor", "ligand")},
+        7,
+    ),
+}
+
+
+@pytest.mark.parametrize("digest", RECORDED)
+def test_the_order_of_a_seed_is_what_it_was(digest):
+    """A later version resumes a run: anyone who changes an order raises ORDER_VERSION and these digests."""
+    assert ORDER_VERSION == 1
     index = np.arange(1000)
     sizes = {"receptor": 50 + index * 7919 % 701, "ligand": 30 + index * 104_729 % 307}
     sizes["nodes"] = sizes["receptor"] + sizes["ligand"]
-    order = epoch_of(Sampler(sizes, SamplerSettings(batch=24, seed=7, by=by, window=400)), epoch=2)
+    settings, ranks = RECORDED[digest]
+    chosen = SamplerSettings(**{"batch": 24, "seed": 7, "window": 400, **settings})
+    sampler = Sampler(sizes, chosen, ranks=ranks)
+    if ranks == 1:
+        order = epoch_of(sampler, epoch=2)
+    else:
+        shares = [sampler.shares(2, step) for step in range(sampler.steps)]
+        order = [[[part.tolist() for part in share] for share in step] for step in shares]
     assert hashlib.sha256(json.dumps(order).encode()).hexdigest()[:16] == digest
 
 
@@ -260,18 +270,6 @@ def test_without_shuffling_each_window_comes_in_file_order_largest_items_first()
         assert (np.diff(sizes["nodes"][items]) <= 0).all()
 
 
-def test_ranks_without_items_get_an_empty_micro_batch():
-    samplers = [Sampler(made(2), SamplerSettings(batch=24), rank=rank, ranks=8) for rank in range(8)]
-    micros = [list(sampler) for sampler in samplers]
-    assert [len(some) for some in micros] == [1] * 8
-    assert sorted(len(some[0].items) for some in micros) == [0] * 6 + [1] * 2
-    assert all(some[0].is_last and some[0].items.dtype == np.int64 for some in micros)
-
-
-def test_one_item_is_an_epoch():
-    assert micros_of(Sampler(made(1), SamplerSettings(batch=24))) == [(0, 0, 0, 1, [0])]
-
-
 def test_ranks_have_about_the_same_to_do():
     sizes = made(10_000)
     for by in (("nodes",), ("receptor", "ligand")):
@@ -282,13 +280,6 @@ def test_ranks_have_about_the_same_to_do():
                 loads = [sum(real(sizes, by, part) for part in share) for share in sampler.shares(0, step)]
                 ratios.append(max(loads) / np.mean(loads))
             assert np.mean(ratios) <= 1.05
-
-
-def test_a_swap_evens_out_what_dealing_does_not():
-    """Dealt largest first, 3 3 2 2 2 makes 7 and 5; the best is 6 and 6."""
-    sampler = Sampler({"nodes": np.array([3, 3, 2, 2, 2])}, SamplerSettings(batch=5), ranks=2)
-    sizes = np.array([3, 3, 2, 2, 2])
-    assert [sum(int(sizes[part].sum()) for part in share) for share in sampler.shares(0, 0)] == [6, 6]
 
 
 @relaxed
@@ -307,16 +298,6 @@ def test_no_swap_and_no_gift_of_the_costliest_rank_would_lower_what_the_two_have
                 assert max(loads[heavy] - change, loads[other] + change) >= loads[heavy]
 
 
-def test_items_that_cost_nothing_are_dealt_evenly():
-    assert [len(part) for part in deal_to_ranks(np.zeros(6), 3)] == [2, 2, 2]
-
-
-def test_an_order_that_nobody_chose_is_of_windows_of_4096_and_bricks_of_8():
-    chosen = SamplerSettings(batch=24)
-    assert (chosen.seed, chosen.by, chosen.window, chosen.brick) == (0, ("nodes",), 4096, 8)
-    assert (chosen.shuffle, chosen.drop_last, chosen.padding) == (True, False, 1.03)
-
-
 def test_concatenated_items_are_cut_by_their_number_too():
     sizes = {"nodes": np.array([600, 100, 100, 100])}
     chosen = SamplerSettings(batch=4, padding=None, budget={"nodes": 1000})
@@ -331,11 +312,6 @@ def test_the_memory_of_a_dense_pair_tensor_is_counted_with_the_largest_of_both_p
     chosen = SamplerSettings(batch=2, by=("pairs",), budget={"receptor*ligand": 2000})
     assert [len(micro.items) for micro in Sampler(sizes, chosen)] == [1, 1]
     assert len(list(Sampler(sizes, replace(chosen, budget={"pairs": 2000})))) == 1
-
-
-def test_as_few_micro_batches_as_the_budget_allows_and_about_even():
-    sampler = Sampler({"nodes": np.full(24, 100)}, SamplerSettings(batch=24, budget={"nodes": 1000}))
-    assert [len(micro.items) for micro in sampler] == [8, 8, 8]
 
 
 @relaxed
@@ -366,29 +342,12 @@ def test_a_share_of_hundreds_of_items_is_cut_within_its_limits(by):
     assert all(padded(sizes, by, micro.items) <= 1.03 * real(sizes, by, micro.items) for micro in micros)
 
 
-def test_what_is_concatenated_shares_a_budget_by_sums():
-    sizes = {"nodes": np.array([600, 400, 600, 400])}
-    chosen = SamplerSettings(batch=4, padding=None, budget={"nodes": 1000})
-    assert sorted(int(sizes["nodes"][micro.items].sum()) for micro in Sampler(sizes, chosen)) == [1000, 1000]
-
-
 def test_the_costliest_micro_batch_comes_first():
     sizes = made(48)
     for step in range(2):
         micros = Sampler(sizes, SamplerSettings(batch=24)).micros(0, step)
         costs = [padded(sizes, ("nodes",), micro.items) for micro in micros]
         assert costs == sorted(costs, reverse=True)
-
-
-def test_a_step_is_cut_again_after_memory_ran_out():
-    sizes = made(48)
-    largest = int(sizes["nodes"].max())
-    sampler = Sampler(sizes, SamplerSettings(batch=24, padding=None, budget={"nodes": 4 * largest}))
-    before = sampler.micros(0, 0)
-    sampler.adjust({"nodes": largest})
-    after = sampler.micros(0, 0)
-    assert len(after) > len(before)
-    assert {n for micro in before for n in micro.items} == {n for micro in after for n in micro.items}
 
 
 def test_limits_adjusted_within_an_epoch_hold_from_the_next_step_on():
@@ -405,11 +364,7 @@ def test_items_too_large_for_the_budget_are_named_with_their_sizes():
     chosen = SamplerSettings(batch=2, by=("receptor",), budget={"receptor": 500, "receptor*ligand": 10_000})
     with pytest.raises(PlanInfeasible) as caught:
         Sampler(sizes, chosen)
-    assert str(caught.value) == (
-        "5 of 6 items exceed the budget of a micro-batch (500 receptor, 10,000 receptor*ligand) alone: "
-        "item 1 has 900 receptor; item 2 has 14,000 receptor*ligand; item 3 has 24,000 receptor*ligand; …\n"
-        "  next: raise the budget, or leave these items out (pipeline.training.sampling.sampler.oversize lists them)"
-    )
+    assert all(part in str(caught.value) for part in ("5 of 6", "item 1 has 900 receptor", "14,000 receptor*ligand"))
     assert oversize(sizes, chosen.budget).tolist() == [1, 2, 3, 4, 5]
     assert oversize(sizes, {}).tolist() == []
     sampler = Sampler(sizes, replace(chosen, budget={}))
@@ -438,69 +393,27 @@ def test_the_state_of_another_order_is_refused_with_what_changed():
         sampler.load_state_dict(state | {"step": 10})
 
 
-def test_a_state_does_not_care_for_the_type_of_its_sizes():
-    sizes = made(100)
-    narrow = {name: values.astype(np.int32) for name, values in sizes.items()}
-    Sampler(narrow, SamplerSettings(batch=10)).load_state_dict(Sampler(sizes, SamplerSettings(batch=10)).state_dict())
-    assert epoch_of(Sampler(narrow, SamplerSettings(batch=10))) == epoch_of(Sampler(sizes, SamplerSettings(batch=10)))
-
-
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        ({"batch": 0}, "batch is 0"), ({"window": 0}, "window is 0"), ({"brick": 0}, "brick is 0"),
-        ({"micro_batch": 0}, "micro_batch is 0"), ({"seed": -1}, "seed is -1"), ({"by": ()}, "name of a size"),
-        ({"padding": 0.9}, "padding is 0.9"), ({"padding": float("nan")}, "padding is nan"),
-        ({"budget": {"nodes": 0}}, "budget of nodes is 0"), ({"by": ("atoms",)}, "no size is called 'atoms'"),
-        ({"cost": "nodes*atoms"}, "no size is called 'atoms'"), ({"budget": {"atoms": 5}}, "no size is called 'atoms'"),
-    ],
-)  # fmt: skip
-def test_settings_that_mean_nothing_are_refused(change, text):
-    with pytest.raises(ValueError, match=text):
-        Sampler(made(10), replace(SamplerSettings(batch=4), **change))
-
-
-@pytest.mark.parametrize(
-    ("sizes", "text"),
-    [
-        ({"nodes": np.array([1.5, 2.0])}, "float64"), ({"nodes": np.array([[1], [2]])}, r"int64\[2, 1\]"),
-        ({"nodes": np.array([3, -2])}, "item 1 has a 'nodes' of -2"), ({}, "there are none"),
-    ],
-)  # fmt: skip
-def test_sizes_that_are_not_one_whole_number_an_item_are_refused(sizes, text):
-    with pytest.raises(ValueError, match=text):
-        Sampler(sizes, SamplerSettings(batch=4))
-
-
-def test_sizes_of_unequal_length_a_rank_too_many_and_no_items_are_refused():
-    with pytest.raises(ValueError, match="one whole number for 3 items"):
-        Sampler({"nodes": np.arange(3), "edges": np.arange(2)}, SamplerSettings(batch=4, cost="edges"))
-    with pytest.raises(ValueError, match="no rank 2 among 2"):
+def test_settings_and_sizes_that_mean_nothing_are_refused_by_name():
+    changes = {
+        "batch": {"batch": 0}, "window": {"window": 0}, "brick": {"brick": 0}, "micro_batch": {"micro_batch": 0},
+        "seed": {"seed": -1}, "name of a size": {"by": ()}, "padding": {"padding": 0.9}, "nan": {"padding": math.nan},
+        "nodes": {"budget": {"nodes": 0}}, "atoms": {"by": ("atoms",)}, "'atoms'": {"cost": "nodes*atoms"},
+        "called 'atoms'": {"budget": {"atoms": 5}},
+    }  # fmt: skip
+    for text, change in changes.items():
+        with pytest.raises(ValueError, match=text):
+            Sampler(made(10), replace(SamplerSettings(batch=4), **change))
+    sizes = {
+        "float64": {"nodes": np.array([1.5, 2.0])},
+        r"int64\[2, 1\]": {"nodes": np.array([[1], [2]])},
+        "item 1": {"nodes": np.array([3, -2])},
+        "there are none": {},
+        "3 items": {"nodes": np.arange(3), "edges": np.arange(2)},
+    }
+    for text, wrong in sizes.items():
+        with pytest.raises(ValueError, match=text):
+            Sampler(wrong, SamplerSettings(batch=4, cost="edges" if "edges" in wrong else None))
+    with pytest.raises(ValueError, match="no rank 2"):
         Sampler(made(3), SamplerSettings(batch=4), rank=2, ranks=2)
-    with pytest.raises(DataError, match="0 items to draw from"):
+    with pytest.raises(DataError):
         Sampler(made(0), SamplerSettings(batch=4))
-
-
-def test_the_number_of_micro_batches_of_an_epoch_can_be_asked_for():
-    sampler = Sampler(made(300), SamplerSettings(batch=24), rank=1, ranks=2)
-    assert sampler.count(0) == len(micros_of(sampler))
-    assert sampler.count(1) == len(micros_of(sampler))
-
-
-@relaxed
-@given(st.integers(1, 60), st.integers(1, 9), st.integers(1, 3))
-def test_arranging_keeps_every_place_and_makes_bricks_alike(items, brick, dimensions):
-    rng = np.random.default_rng(items)
-    sizes = [rng.integers(0, 50, items) for _ in range(dimensions)]
-    starts = np.unique(np.append(np.arange(0, items, brick), items))
-    places = arrange(sizes, starts)
-    assert sorted(places.tolist()) == list(range(items))
-    if dimensions == 1:
-        assert (np.diff(sizes[0][places]) <= 0).all()
-
-
-def test_arranging_by_two_sizes_separates_what_differs_in_either():
-    first, second = (values.ravel() for values in np.meshgrid([10, 20, 40, 80], [10, 1000, 30, 90], indexing="ij"))
-    mixed = np.random.default_rng(0).permutation(np.repeat(np.arange(16), 3))
-    places = arrange([first[mixed], second[mixed]], np.arange(0, 49, 3))
-    assert all(len(set(mixed[places[start : start + 3]].tolist())) == 1 for start in range(0, 48, 3))

@@ -13,11 +13,8 @@ from pipeline.config.schema_train import ScheduleSection
 from pipeline.training.step.optimizers import factor, set_rate
 
 
-def test_a_constant_rate_is_constant() -> None:
+def test_a_constant_rate_is_constant_once_it_has_grown() -> None:
     assert [factor(ScheduleSection(), step, 5) for step in range(5)] == [1.0] * 5
-
-
-def test_the_rate_grows_from_near_zero_and_reaches_its_height_after_the_warm_up() -> None:
     shares = [factor(ScheduleSection(warmup=4), step, 9) for step in range(6)]
     assert shares == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0])
 

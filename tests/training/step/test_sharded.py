@@ -1,311 +1,233 @@
-"""A model spread over ranks trains as one process would: real processes, over gloo."""
+"""A model sharded over ranks, as far as the contract does not cover it. Real processes, over gloo."""
 
 from __future__ import annotations
 
 import json
-import math
-import os
 import shutil
-import signal
-import socket
 import weakref
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 
 from pipeline.errors import ConfigError
-from pipeline.memory.runtime.governor import Governor
-from pipeline.store.format.disk import Disk
-from pipeline.training.checkpoints import checkpoint_reader
-from pipeline.training.checkpoints.checkpoint_reader import LoadedCheckpoint
-from pipeline.training.checkpoints.sharded_checkpoint import Assembled, assembled
-from pipeline.training.checkpoints.tensor_file import CheckpointDamaged
-from pipeline.training.items.batch import BatchOrigin
 from pipeline.training.ranks.process_group import ProcessGroup
-from pipeline.training.ranks.rank_protocol import LOST, SingleRank
+from pipeline.training.ranks.rank_protocol import SingleRank
 from pipeline.training.step.fsdp import ShardedStep, built, local, shard
-from pipeline.training.step.local_sharded import ShardedStepper, power_of_two
-from pipeline.training.step.micro_batches import RUNGS, Piece
 from pipeline.training.step.optimizers import StepSettings
-from tests.training.checkpoints.saved import checkpoints
-from tests.training.ranks.crews import Crew, crew
-from tests.training.step import spread
-from tests.training.step.spread import ITEMS, alone, stepper_of
+from tests.testkit.limited import device
+from tests.training.checkpoints.saved import spoil
+from tests.training.loop.loops import Plot, signals_after, whole
+from tests.training.ranks.crews import crew
+from tests.training.step.kinds import GRADIENT, Heads, Net, outcome, training
 
-SETTINGS: dict[str, Any] = {"learning_rate": 0.01, "clip": 0.5, "ema": 0.9}
-EVERYTHING = list(range(ITEMS))
-SHARES: dict[str, list[list[list[int]]]] = {
-    "uneven": [[[0, 1, 2], [3, 4], [5], [6, 7, 8]], [[9, 10, 11, 12]]],
-    "empty": [[[0, 1, 2, 3, 4], [5, 6, 7, 8, 9, 10, 11, 12]], []],
-    "first is empty": [[], [[0], EVERYTHING[1:]]],
-    "three": [[[0, 1], [2]], [], [EVERYTHING[3:6], EVERYTHING[6:7], EVERYTHING[7:]]],
-}
+PLOT = Plot(train={"epochs": 2, "optimizer": "adamw", "ema": 0.9, "checkpoints": {"every": 1}}, items=13)
 
 
-def gradients(group: ProcessGroup, cases: list[tuple[str, str, bool]]) -> list[Any]:
-    """Return the gradients of some steps."""
-    found = []
-    for task, shares, keeps_whole in cases:
-        step = spread.step_of(group, task, {"optimizer": "sgd"})
-        stepper = stepper_of(step)
-        stepper.keeps_whole = keeps_whole
-        for _ in range(2):  # of the second, more is known
-            spread.accumulate(stepper, SHARES[shares][group.rank])
-            found.append([task, spread.gradients(step), float(step.norm())])
-            step.release()
-    return found
+# Checkpoints
 
 
-CASES = [(task, shares, whole) for task in spread.TASKS for shares in ("uneven", "empty", "first is empty")
-         for whole in (False, True) if shares != "first is empty" or not whole]  # fmt: skip
-THREE = [(task, "three", False) for task in spread.TASKS]
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(("world", "cases"), [(2, CASES), (3, THREE)])
-def test_gradients_are_those_of_one_big_batch(tmp_path: Path, world: int, cases: list[tuple[str, str, bool]]) -> None:
-    started = crew(tmp_path, world, gradients, cases)
-    assert started.wait() == [0] * world, [started.err(rank) for rank in range(world)]
-    for task, found, norm in started.result(0):
-        step = alone(task, {"optimizer": "sgd"})
-        batch = step.task.collate([{"number": number} for number in EVERYTHING], None)  # type: ignore[arg-type]
-        step.accumulate(batch)
-        if task == "one":
-            step.settle(float(batch["w"].sum()))
-        wanted = spread.gradients(step)
-        for name, one in wanted.items():
-            assert found[name] == (None if one is None else pytest.approx(one, rel=1e-10, abs=1e-12))
-        assert (wanted["other.weight"] is None) == (task == "one")
-        assert norm == pytest.approx(float(step.norm()), rel=1e-12)
-    assert [started.result(rank) for rank in range(world)] == [started.result(0)] * world
-
-
-def train(group: ProcessGroup, folder: str) -> dict[str, Any]:
-    """Train, look at the averages between two steps, and save."""
-    found: dict[str, Any] = {}
-    for way in ("loop", "foreach"):
-        step = spread.step_of(group, "one", {**SETTINGS, "way": way})
-        stepper = stepper_of(step)
-        norms = spread.train(stepper, [SHARES["uneven"][group.rank], SHARES["empty"][group.rank]])
-        with step.averaged():
-            (total, _) = step.evaluate(step.task.collate([{"number": 3}], None))["squared"]  # type: ignore[arg-type]
-        if way == "foreach":
-            spread.save(checkpoints(Path(folder), token="ranks-1"), step, group, 2)
-        norms += spread.train(stepper, [SHARES["first is empty"][group.rank]])
-        found[way] = [norms, float(total), spread.values(step)]
-    placed = {what for what, _, one in step.owned() if hasattr(one, "_local_tensor")}
-    spread.save(checkpoints(Path(folder), token="ranks-1"), step, group, 3)
-    poisoned = poison(group)
-    return {"found": found, "placed": sorted(placed), "saved": spread.everything(step), "poisoned": poisoned}
-
-
-def poison(group: ProcessGroup) -> list[Any]:
-    """Let a gradient of one rank alone be infinite, in half precision."""
-    step = spread.step_of(group, "one", {"precision": "fp16", "clip": 1.0})
-    stepper = stepper_of(step)
-    step.scaler = torch.amp.GradScaler("cpu")
-    before = spread.values(step)
-    spread.accumulate(stepper, SHARES["uneven"][group.rank])
-    if group.rank == 1:
-        gradient: Any = step.trained[0].grad
-        gradient.to_local().fill_(torch.inf)
-    norm = float(step.clip())
-    step.apply()
-    return [norm, spread.values(step) == before, step.scaler.get_scale()]
-
-
-def resume(group: ProcessGroup, folder: str) -> dict[str, Any]:
-    """Take a training up with another number of ranks, make a step."""
-    torch.manual_seed(group.rank)
-    step = ShardedStep(spread.OneTerm(), StepSettings(**SETTINGS), group)
-    loaded = spread.take_up(checkpoints(Path(folder)), step)
-    own = [loaded.own(rank) for rank in range(4)]
-    found = spread.everything(step)
-    shares = SHARES["three" if group.world == 3 else "uneven"]
-    norms = spread.train(stepper_of(step), [shares[group.rank]])
-    return {"taken up": found, "norms": norms, "own": [one and [sorted(one.tensors), dict(one.data)] for one in own]}
+def train(group: ProcessGroup, folder: Path) -> None:
+    training("sharded", PLOT, folder, group, ending=signals_after(3)).to_end()
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Crew:
-    """Two ranks that have trained and saved."""
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a training that two ranks have begun: checkpoints after the steps 2 and 3 are there."""
     folder = tmp_path_factory.mktemp("trained")
-    started = crew(folder, 2, train, str(folder / "checkpoints"))
-    assert started.wait() == [0, 0], [started.err(rank) for rank in range(2)]
-    return started
+    crew(folder / "crew", 2, train, folder / "run").results()
+    return folder / "run"
 
 
-@pytest.fixture
-def saved(trained: Crew, tmp_path: Path) -> Path:
-    """Return a copy of what they have saved."""
-    return Path(shutil.copytree(trained.folder / "checkpoints", tmp_path / "checkpoints"))
-
-
-def test_training_is_that_of_one_process(trained: Crew) -> None:
-    step = alone("one", SETTINGS)
-    norms = spread.train_alone(step, 2)
-    with step.averaged():
-        (total, _) = step.evaluate(step.task.collate([{"number": 3}], None))["squared"]  # type: ignore[arg-type]
-    norms += spread.train_alone(step, 1)
-    for way in ("loop", "foreach"):
-        for rank in range(2):
-            found = trained.result(rank)["found"][way]
-            assert found[0] == pytest.approx(norms, rel=1e-10)
-            assert found[1] == pytest.approx(float(total), rel=1e-10)
-            assert found[2] == pytest.approx(spread.values(step), rel=1e-10, abs=1e-12)
-    assert trained.result(0)["placed"] == []
-
-
-def test_a_step_that_is_infinite_on_one_rank_is_left_out_by_all(trained: Crew) -> None:
-    assert [trained.result(rank)["poisoned"] for rank in range(2)] == [[math.inf, True, 2.0**15]] * 2
-
-
-def test_a_model_that_was_spread_is_taken_up_whole(trained: Crew, saved: Path) -> None:
-    step = alone("one", SETTINGS)
-    spread.take_up(checkpoints(saved), step)
-    assert spread.everything(step) == trained.result(0)["saved"]
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_other_numbers_of_ranks_take_up_the_same_bits(trained: Crew, saved: Path, tmp_path: Path, world: int) -> None:
-    started = crew(tmp_path, world, resume, str(saved))
-    assert started.wait() == [0] * world, [started.err(rank) for rank in range(world)]
-    whole = alone("one", SETTINGS)
-    spread.take_up(checkpoints(saved), whole)
-    norms = spread.train_alone(whole, 1)
-    for rank in range(world):
-        assert started.result(rank)["taken up"] == trained.result(0)["saved"]
-        assert started.result(rank)["norms"] == pytest.approx(norms, rel=1e-10)
-        assert started.result(rank)["own"] == [[["rng"], {"governor": 0}], [["rng"], {"governor": 1}], None, None]
-
-
-def test_what_one_process_has_saved_is_taken_up_spread(tmp_path: Path) -> None:
-    step = alone("one", SETTINGS)
-    spread.train_alone(step, 2)
-    spread.save(checkpoints(tmp_path / "checkpoints"), step, SingleRank(), 2)
-    started = crew(tmp_path, 2, resume, str(tmp_path / "checkpoints"))
-    assert started.wait() == [0, 0], [started.err(rank) for rank in range(2)]
-    assert started.result(1)["taken up"] == spread.everything(step)
-
-
-def test_each_rank_writes_its_own_parts_and_nothing_is_pickled(saved: Path) -> None:
-    folder = saved / "step-00000003"
+def test_each_rank_writes_its_own_parts_and_nothing_is_pickled(trained: Path) -> None:
+    folder = trained / "model/checkpoints/step-00000003"
     names = ["manifest.json", "rank-0000.safetensors", "rank-0001.safetensors", "state.safetensors"]
     assert sorted(path.name for path in folder.iterdir()) == names
     json.loads((folder / "manifest.json").read_text())
-    whole = load_file(folder / "state.safetensors")
-    assert "model.scale" in whole
-    assert not {name for name in whole if "exp_avg" in name or "ema" in name}
+    state = load_file(folder / "state.safetensors")
+    assert "model.scale" in state
+    assert not {name for name in state if "exp_avg" in name or "ema" in name}
     parts = [load_file(folder / f"rank-000{rank}.safetensors") for rank in range(2)]
     assert [one["part.model.blocks.0.0.weight"].shape for one in parts] == [(4, 6), (3, 6)]
-    assert [one["part.model.head.bias"].shape for one in parts] == [(1,), (0,)]
+    assert [one["part.model.last.bias"].shape for one in parts] == [(1,), (0,)]
 
 
-@pytest.mark.parametrize(("damage", "said"), [("cut", "is cut short"), ("byte", "has other bytes than were written")])
-def test_a_damaged_part_is_found_and_the_checkpoint_before_is_used(saved: Path, damage: str, said: str) -> None:
-    path = saved / "step-00000003" / "rank-0001.safetensors"
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content[:-7] if damage == "cut" else content)
-    told: list[str] = []
-    loaded = checkpoints(saved, said=told).newest()
-    assert loaded is not None
-    assert loaded.step == 2
-    assert f"step-00000003 is passed over: rank-0001.safetensors {said}" in told[0]
-    unchecked = checkpoints(saved).open("step-00000003", verified=True)  # as a rank does that did not look itself
-    with pytest.raises(CheckpointDamaged, match=said):
-        load_all(unchecked)
+@pytest.mark.parametrize("damage", ["cut", "byte"])
+def test_a_damaged_part_is_found_and_the_checkpoint_before_is_used(trained: Path, tmp_path: Path, damage: str) -> None:
+    shutil.copytree(trained, tmp_path / "run")
+
+    def change(content: bytearray) -> None:
+        content[-1] ^= 1
+        del content[len(content) - (7 if damage == "cut" else 0) :]
+
+    spoil(tmp_path / "run/model/checkpoints/step-00000003/rank-0001.safetensors", change)
+    run = training("local", PLOT, tmp_path / "run")
+    assert next(run.trainer.run()) == 2
+    assert any("step-00000003 is passed over: rank-0001.safetensors" in line for line in run.said)
 
 
-def test_a_checkpoint_without_some_parts_is_no_whole_one(saved: Path) -> None:
-    told = checkpoint_reader.read_manifest(Disk(), saved / "step-00000003")
-    with pytest.raises(CheckpointDamaged, match="not all parts of model"):
-        Assembled(Disk(), saved / "step-00000003", replace(told, ranks=told.ranks[:1]))
-
-
-def test_another_model_is_refused_by_name(saved: Path) -> None:
-    loaded = checkpoints(saved).newest()
-    assert loaded is not None
-    wrong = {"model.head.weight": torch.zeros(2, 6, dtype=torch.float64), "model.tail": torch.zeros(1)}
-    with pytest.raises(
-        ConfigError, match=r"model.tail is not in it; model.head.weight is float64\[1, 6\], not float64\[2"
-    ):
-        assembled(loaded).load_into(wrong)
-
-
-def load_all(loaded: LoadedCheckpoint) -> None:
-    """Load everything."""
-    found = assembled(loaded)
-    found.load_into({name: torch.zeros(spec.shape, dtype=spec.dtype) for name, spec in found.specs.items()})
+# The model
 
 
 def build(group: ProcessGroup, folder: Path) -> dict[str, Any]:
     """Build a model, one rank after the other, no two whole ones at the same time."""
 
     def make() -> nn.Module:
-        whole = folder / "whole"
-        whole.touch(exist_ok=False)
+        there = folder / "whole"
+        there.touch(exist_ok=False)
         torch.manual_seed(3)
-        model = spread.Net()
-        weakref.finalize(model.blocks[0][2].weight, whole.unlink)  # type: ignore[index]
+        model = Net()
+        weakref.finalize(model.blocks[0][2].weight, there.unlink)  # type: ignore[index]
         return model
 
     model, _ = built(make, group, "cpu")
-    return {"digests": spread.digests(model.state_dict()), "next": torch.rand(1).item(),
-            "bytes": sum(local(one).nbytes for one in model.parameters())}  # fmt: skip
+    values = {name: whole(one).flatten().tolist() for name, one in model.state_dict().items()}
+    own_bytes = sum(local(one).nbytes for one in model.parameters())
+    return {"values": values, "next": torch.rand(1).item(), "bytes": own_bytes}
 
 
 def test_ranks_build_one_after_the_other_what_one_process_would(tmp_path: Path) -> None:
-    started = crew(tmp_path, 2, build, tmp_path)
-    assert started.wait() == [0, 0], [started.err(rank) for rank in range(2)]
+    found = crew(tmp_path / "crew", 2, build, tmp_path).results()
     torch.manual_seed(3)
-    model = spread.Net()
-    found = [started.result(rank) for rank in range(2)]
-    assert [one["digests"] for one in found] == [spread.digests(model.state_dict())] * 2
+    model = Net()
+    values = {name: one.flatten().tolist() for name, one in model.state_dict().items()}
+    assert [one["values"] for one in found] == [values] * 2
     assert [one["next"] for one in found] == [torch.rand(1).item()] * 2
-    whole = sum(one.nbytes for one in model.parameters())
-    assert sum(one["bytes"] for one in found) == whole
-    assert max(one["bytes"] for one in found) < 0.65 * whole
-
-
-def die(group: ProcessGroup, folder: Path) -> None:
-    """Let rank 1 be killed within a pass."""
-    step = spread.step_of(group, "one", {})
-    if group.rank == 1:
-        step.model.get_submodule("blocks.2").register_forward_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-    spread.accumulate(stepper_of(step), SHARES["uneven"][group.rank])
-
-
-def test_a_rank_that_dies_within_a_pass_is_named(tmp_path: Path) -> None:
-    started = crew(tmp_path, 2, die, tmp_path)
-    assert started.wait() == [LOST, -signal.SIGKILL]
-    assert f"rank 1 ({socket.gethostname()}) died without a word" in started.err(0)
+    whole_bytes = sum(one.nbytes for one in model.parameters())
+    assert sum(one["bytes"] for one in found) == whole_bytes
+    assert max(one["bytes"] for one in found) < 0.65 * whole_bytes
 
 
 def test_what_cannot_be_spread_is_refused() -> None:
     model = nn.Linear(2, 2)
     model.scale = nn.Parameter(torch.tensor(1.0))
-    with pytest.raises(ConfigError, match="the parameter scale is a single number"):
+    with pytest.raises(ConfigError, match="scale"):
         shard(model, SingleRank(), "cpu")
     with pytest.raises(ConfigError, match=r"several types: float32 \(0.bias\) and float64 \(1.bias\)"):
         shard(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()), SingleRank(), "cpu")
 
 
-def test_divisors_change_no_digit() -> None:
-    assert [power_of_two(number) for number in (0, 1, 2, 3, 8, 9)] == [1.0, 1.0, 2.0, 4.0, 8.0, 16.0]
+class Unequal(Heads):
+    """Does not run the model on the first rank."""
+
+    def loss(self, model: nn.Module, batch: Mapping[str, Any]) -> dict[str, tuple[Tensor, float]]:
+        if model.training and self.rank == 0:
+            return {"squares": (torch.zeros((), dtype=torch.float64, requires_grad=True), float(len(batch["x"])))}
+        return super().loss(model, batch)
 
 
-def test_an_item_over_the_budget_is_run_with_remedies() -> None:
-    class Sized(ShardedStepper):
-        def __init__(self) -> None:  # no ranks are needed to look at an item
-            self.cost_N, self.governor = np.array([5, 10, 11, 20, 21]), Governor(budget=10)
-            self.ladder = RUNGS[:3]
+def differ(group: ProcessGroup, folder: Path) -> None:
+    training("sharded", PLOT, folder, group, Unequal(PLOT, group.rank)).to_end()
 
-    sizes: Any = [spread.Given((number,), BatchOrigin(0, 0, 0, 1, 0)) for number in range(5)]
-    assert [Sized()._known_rung(Piece(one, 0, 1)) for one in sizes] == [0, 0, 1, 1, 2]
+
+def test_ranks_that_run_other_passes_fail_and_do_not_hang(tmp_path: Path) -> None:
+    started = crew(tmp_path / "crew", 2, differ, tmp_path / "run")
+    assert all(started.wait())
+    assert "does not run the same blocks on all ranks" in started.err(0) + started.err(1)
+
+
+# Half precision
+
+WIDTH, BLOCKS, WORDS, LENGTH, ITEMS = 64, 4, 11, 5, 13
+HALF_BYTES = 2
+
+
+class Attention(nn.Module):
+    """A block that has all that autocast treats apart: maps, norms of two kinds, a softmax, places, a vector."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.three = nn.Linear(WIDTH, 3 * WIDTH)
+        self.groups = nn.GroupNorm(2, WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x_NLD: Tensor, places_NL: Tensor) -> Tensor:
+        q, k, v = self.three(self.norm(x_NLD)).chunk(3, dim=-1)
+        far_NLL = (places_NL[:, :, None] - places_NL[:, None, :]).abs()
+        weights_NLL = (q @ k.transpose(1, 2) / WIDTH**0.5 - far_NLL / 1000).softmax(-1)
+        mixed = self.groups((weights_NLL @ v).transpose(1, 2)).transpose(1, 2)
+        return x_NLD + self.out(mixed) * self.scale
+
+
+class Words(nn.Module):
+    """A small transformer; its places are numbers that half precision cannot tell apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Attention() for _ in range(BLOCKS))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, words_NL: Tensor, places_NL: Tensor) -> Tensor:
+        x_NLD = self.words(words_NL)
+        for block in self.blocks:
+            x_NLD = block(x_NLD, places_NL)
+        return self.head(self.norm(x_NLD))
+
+
+class Guess:
+    """Which word is where."""
+
+    def model(self) -> nn.Module:
+        return Words()
+
+    def cost(self, item: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {"nodes": item["nodes"]}
+
+    def collate(self, items: Sequence[Any], rng: Any) -> Any:
+        numbers = torch.tensor([int(item.id[4:]) for item in items])
+        drawn = torch.Generator().manual_seed(1)
+        words = torch.randint(WORDS, (ITEMS, LENGTH), generator=drawn)[numbers]
+        places = (1000 + torch.rand(ITEMS, LENGTH, generator=drawn))[numbers]
+        return {"words": words, "places": places, "ids": tuple(item.id for item in items)}
+
+    def loss(self, model: nn.Module, batch: Mapping[str, Any]) -> Mapping[str, tuple[Tensor, Tensor | float]]:
+        said = model(batch["words"], batch["places"]).flatten(0, 1)
+        total = nn.functional.cross_entropy(said, batch["words"].flatten(), reduction="sum")
+        return {"guess": (total, float(batch["words"].numel()))}
+
+
+def half(group: ProcessGroup, folder: Path, plot: Plot) -> dict[str, list[float]]:
+    lost: dict[str, list[float]] = outcome("sharded", plot, folder, group, task=Guess())["lost"]
+    return lost
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_is_that_of_a_whole_model(tmp_path: Path, precision: str) -> None:
+    train = {**GRADIENT, "effective_batch": ITEMS, "precision": precision}
+    plot = Plot(train=train, items=ITEMS, budget=70)
+    first, second = crew(tmp_path / "crew", 2, half, tmp_path / "run", plot).results()
+    assert first == second
+    wanted = outcome("local", plot, tmp_path / "local", task=Guess())["lost"]
+    for name in wanted:
+        apart = torch.tensor(first[name]) - torch.tensor(wanted[name])
+        assert float(apart.norm()) <= 0.03 * float(torch.tensor(wanted[name]).norm()) + 1e-5, name
+
+
+def kept(group: ProcessGroup) -> dict[str, int]:
+    """Return how many bytes a forward keeps for its backward, and how many the weights have in half precision."""
+    torch.manual_seed(7)
+    step = ShardedStep(Guess(), StepSettings(precision="bf16"), group)
+    words = torch.randint(WORDS, (1, LENGTH))
+    batch = {"words": words, "places": 1000.0 + words}
+    step.accumulate(batch)
+    step.release()
+    with device.LimitedDevice() as limited:
+        terms = step.terms_of(batch)
+        live = limited.live_bytes
+        del terms
+    return {"live": live, "weights": HALF_BYTES * sum(one.numel() for one in step.model.parameters())}
+
+
+def test_no_copy_of_all_weights_waits_for_backward(tmp_path: Path) -> None:
+    device.need()
+    device.library()
+    found = crew(tmp_path / "crew", 2, kept).results()[0]
+    assert found["live"] < 0.5 * found["weights"]

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from pipeline.errors import ConfigError
-from pipeline.training.step.checkpointing import Pinned, Recomputing, repeated
 from pipeline.training.step.optimizers import StepSettings
 from pipeline.training.step.step import Step
+from tests.training.step.towers import cut
 
 WIDTH = 8
 
@@ -79,11 +78,6 @@ def data(count: int = 24) -> dict[str, Tensor]:
     }
 
 
-def cut(batch: Mapping[str, Tensor], sizes: list[int]) -> list[dict[str, Tensor]]:
-    parts = {name: tensor.split(sizes) for name, tensor in batch.items()}
-    return [{name: parts[name][place] for name in parts} for place in range(len(sizes))]
-
-
 def after(
     task: Any, batches: list[dict[str, Tensor]], settings: StepSettings, steps: int = 2
 ) -> tuple[list[Tensor], Any]:
@@ -93,133 +87,45 @@ def after(
 
 
 @pytest.mark.parametrize("task", [OneTerm(), TwoTerms(), Told()], ids=["one term", "two terms", "two terms, told"])
-@pytest.mark.parametrize("sizes", [[12, 12], [1, 23], [5, 7, 2, 10], [1] * 24])
 @pytest.mark.parametrize("clip", [None, 0.1])
-def test_any_cut_of_a_step_does_what_the_whole_does(task: Any, sizes: list[int], clip: float | None) -> None:
+def test_any_cut_of_a_step_does_what_the_whole_does(task: Any, clip: float | None) -> None:
     settings = StepSettings(optimizer="sgd", learning_rate=0.1, clip=clip, ema=0.9)
     whole, told = after(task, [data()], settings)
-    parts, told_parts = after(task, cut(data(), sizes), settings)
-    for one, other in zip(whole, parts, strict=True):
-        assert torch.linalg.norm(one - other) <= 1e-12 * torch.linalg.norm(one)
-    for values, values_parts in zip(told, told_parts, strict=True):
-        assert {name: pytest.approx(float(value)) for name, value in values.items()} == values_parts
+    for sizes in ([12, 12], [1, 23], [5, 7, 2, 10], [1] * 24):
+        parts, told_parts = after(task, cut(data(), sizes), settings)
+        for one, other in zip(whole, parts, strict=True):
+            assert torch.linalg.norm(one - other) <= 1e-12 * torch.linalg.norm(one), sizes
+        for values, values_parts in zip(told, told_parts, strict=True):
+            assert {name: pytest.approx(float(value)) for name, value in values.items()} == values_parts, sizes
 
 
-def test_the_mean_of_micro_batches_means_would_be_another_gradient() -> None:
-    whole, _ = after(OneTerm(), [data()], StepSettings(optimizer="sgd", learning_rate=0.1), steps=1)
-    model = OneTerm().model()
-    for part in cut(data(), [1, 23]):
-        ((total, weight),) = OneTerm().loss(model, part).values()
-        torch.autograd.backward(total / weight / 2)
-    wrong = [one - 0.1 * one.grad for one in model.parameters() if one.grad is not None]
-    apart = [float((one - other).detach().abs().max()) for one, other in zip(whole, wrong, strict=True)]
-    assert max(apart) > 1e-3
-
-
-def test_looking_for_weights_leaves_statistics_and_random_numbers_alone() -> None:
-    class Noisy(TwoTerms):
-        def model(self) -> nn.Module:
-            torch.manual_seed(0)
-            return nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Dropout(0.5), nn.Linear(WIDTH, 1)).double()
-
-    class NoisyTold(Told):
-        model = Noisy.model
-
-    torch.manual_seed(3)
-    looked, _ = after(Noisy(), cut(data(), [12, 12]), StepSettings())
-    torch.manual_seed(3)
-    told, _ = after(NoisyTold(), cut(data(), [12, 12]), StepSettings())
-    assert all(torch.equal(one, other) for one, other in zip(looked, told, strict=True))
-
-
-def test_a_loss_of_one_term_is_computed_once_a_micro_batch() -> None:
-    calls: list[int] = []
-
-    class Counted(OneTerm):
-        def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Mapping[str, tuple[Tensor, Tensor | float]]:
-            calls.append(1)
-            return super().loss(model, batch)
-
-    step = Step(Counted(), StepSettings())
-    step.run(cut(data(), [12, 12]))
-    calls.clear()
-    step.run(cut(data(), [12, 12]))
-    assert len(calls) == 2
-
-
-@pytest.mark.parametrize("way", ["foreach", "loop", "fused"])
 @pytest.mark.parametrize("optimizer", ["adamw", "adam", "sgd"])
-def test_every_way_of_an_optimizer_goes_the_same_way(way: str, optimizer: str) -> None:
-    expected, _ = after(OneTerm(), [data()], StepSettings(optimizer=optimizer, way="loop", learning_rate=0.01))
-    found, _ = after(OneTerm(), [data()], StepSettings(optimizer=optimizer, way=way, learning_rate=0.01))
-    for one, other in zip(expected, found, strict=True):
-        assert torch.allclose(one, other, rtol=1e-9)
+def test_every_way_of_an_optimizer_goes_the_same_way(optimizer: str) -> None:
+    ways = (StepSettings(optimizer=optimizer, way=way, learning_rate=0.01) for way in ("loop", "foreach", "fused"))
+    expected, *others = (after(OneTerm(), [data()], settings)[0] for settings in ways)
+    for found in others:
+        for one, other in zip(expected, found, strict=True):
+            assert torch.allclose(one, other, rtol=1e-9)
 
 
-@pytest.mark.parametrize(
-    "setting", [{"checkpointing": True}, {"offload": True}, {"checkpointing": True, "offload": True}]
-)
-def test_saving_memory_changes_no_gradient(setting: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saving_memory_changes_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeline.training.step.checkpointing.SMALLEST_BYTES", 1)
     plain, _ = after(OneTerm(), cut(data(), [10, 14]), StepSettings())
-    saving, _ = after(OneTerm(), cut(data(), [10, 14]), StepSettings(**setting))
-    assert all(torch.equal(one, other) for one, other in zip(plain, saving, strict=True))
+    for setting in ({"checkpointing": True}, {"offload": True}, {"checkpointing": True, "offload": True}):
+        saving, _ = after(OneTerm(), cut(data(), [10, 14]), StepSettings(**setting))
+        assert all(torch.equal(one, other) for one, other in zip(plain, saving, strict=True)), setting
 
 
-def test_offloading_leaves_parameters_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.training.step.checkpointing.SMALLEST_BYTES", 1)
-    carried: list[int] = []
-
-    class Counting(Pinned):
-        def away(self, tensor: Tensor) -> Tensor:
-            carried.append(tensor.untyped_storage().data_ptr())
-            return super().away(tensor)
-
-    step = Step(OneTerm(), StepSettings(offload=True))
-    step.carrier = Counting()
-    step.run([data()])
-    own = {one.untyped_storage().data_ptr() for one in step.model.parameters()}
-    assert carried
-    assert not own & set(carried)
-
-
-def test_repeated_blocks_are_found_and_single_ones_are_not() -> None:
-    assert list(repeated(Net())) == ["blocks.0", "blocks.1", "blocks.2"]
-    assert repeated(nn.Sequential(nn.Linear(2, 2), nn.Tanh())) == {}
-
-
-def test_a_recomputed_block_runs_again_in_backward() -> None:
-    model, runs = Net(), []
-    model.blocks[1].register_forward_hook(lambda *_: runs.append(1))
-    recomputing = Recomputing(model)
-    recomputing.turn(on=True)
-    assert recomputing.blocks == ["blocks.0", "blocks.1", "blocks.2"]
-    runs.clear()
-    counted = copy.copy(model)
-    counted(torch.randn(2, WIDTH)).sum().backward()
-    assert runs == [1]  # the hook is the module's; its forward alone runs again
-
-
-def test_frozen_parameters_stay_and_have_no_state() -> None:
+def test_frozen_parameters_stay_have_no_state_and_must_be_some_and_not_all() -> None:
     step = Step(OneTerm(), StepSettings(frozen=("blocks.0.", "blocks.1.")))
-    before = [one.detach().clone() for one in step.model.parameters()]
+    before = {name: one.detach().clone() for name, one in step.model.named_parameters()}
     step.run([data()])
-    names = [name for name, _ in step.model.named_parameters()]
-    moved = [
-        name for name, one, old in zip(names, step.model.parameters(), before, strict=True) if not torch.equal(one, old)
-    ]
-    assert moved == [name for name in names if name.startswith(("blocks.2", "head"))]
+    moved = [name for name, one in step.model.named_parameters() if not torch.equal(one, before[name])]
+    assert moved == [name for name in before if name.startswith(("blocks.2", "head"))]
     assert {name.split()[0] for what, name, _ in step.owned() if what == "optimizer"} == set(moved)
-
-
-def test_freezing_what_is_not_there_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"no parameter's name begins with 'block\.0'; they begin with blocks\."):
-        Step(OneTerm(), StepSettings(frozen=("block.0",)))
-
-
-def test_a_model_that_is_frozen_as_a_whole_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no parameter that is trained"):
-        Step(OneTerm(), StepSettings(frozen=("blocks", "head")))
+    for frozen, named in ((("block.0",), "blocks"), (("blocks", "head"), "no parameter")):
+        with pytest.raises(ConfigError, match=named):
+            Step(OneTerm(), StepSettings(frozen=frozen))
 
 
 def test_averages_follow_the_parameters() -> None:
@@ -228,16 +134,6 @@ def test_averages_follow_the_parameters() -> None:
     step.run([data()])
     for average, old, new in zip(step.averages, before, step.trained, strict=True):
         assert torch.allclose(average, 0.75 * old + 0.25 * new.detach())
-
-
-def test_nothing_but_the_state_stays_after_a_step() -> None:
-    step = Step(OneTerm(), StepSettings(ema=0.9))
-    step.run([data()])
-    assert {what for what, _, _ in step.owned()} == {"parameters", "optimizer", "ema"}
-    step.accumulate(data())
-    assert "gradients" in {what for what, _, _ in step.owned()}
-    step.release()
-    assert "gradients" not in {what for what, _, _ in step.owned()}
 
 
 class Rare(OneTerm):
@@ -317,19 +213,6 @@ def test_what_fails_midway_leaves_nothing_to_the_next_step() -> None:
     assert all(torch.equal(one, other) for one, other in zip(expected, step.model.parameters(), strict=True))
 
 
-def test_terms_that_memory_ended_within_are_counted_once() -> None:
-    class Refused:
-        def detach(self) -> None:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-
-    step = Step(TwoTerms(), StepSettings())
-    first = {"squared": (torch.tensor(2.0), 1.0)}
-    with pytest.raises(torch.OutOfMemoryError):
-        step.add_terms({**first, "known": (cast("Tensor", Refused()), 1.0)})
-    step.add_terms({**first, "known": (torch.tensor(3.0), 1.0)})  # as a loss of all items is asked for again
-    assert step.totals == {"squared": (2.0, 1.0), "known": (3.0, 1.0)}
-
-
 def test_terms_that_come_and_go_need_weights_told_beforehand() -> None:
     class Sometimes(TwoTerms):
         def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Mapping[str, tuple[Tensor, Tensor | float]]:
@@ -339,13 +222,6 @@ def test_terms_that_come_and_go_need_weights_told_beforehand() -> None:
     step = Step(Sometimes(), StepSettings())
     with pytest.raises(ConfigError, match=r"weights\(\)"):
         step.run(cut(data(), [20, 4]))
-
-
-def test_evaluation_makes_no_gradient_and_trains_on_afterwards() -> None:
-    step = Step(OneTerm(), StepSettings())
-    terms = step.evaluate(data())
-    assert not terms["squared"][0].requires_grad
-    assert step.model.training
 
 
 def test_half_precision_computes_in_half_precision() -> None:
@@ -374,27 +250,6 @@ def test_a_batch_with_a_way_to_move_itself_is_asked_to() -> None:
 
     Step(OneTerm(), StepSettings()).run([Batch(data())])  # type: ignore[list-item]
     assert moved == ["cpu"]
-
-
-def test_the_watch_hears_the_parts_of_a_step_in_order() -> None:
-    heard: list[str] = []
-
-    class Ears:
-        def phase(self, name: str) -> None:
-            heard.append(name)
-
-        def terms(self, terms: Mapping[str, Tensor]) -> None:
-            heard.append("+".join(terms))
-
-    step = Step(OneTerm(), StepSettings(clip=1.0, ema=0.9), watch=Ears())
-    step.run(cut(data(), [12, 12]))
-    micro = ["inputs", "forward", "squared", "backward"]
-    assert heard == [*micro, *micro, "scale", "clip", "optimizer", "ema", "release", "idle"]
-
-
-@pytest.fixture(autouse=True)
-def _alike() -> None:
-    torch.manual_seed(0)
 
 
 class Half(OneTerm):
