@@ -13,6 +13,12 @@ from tests.card import card
 card.load()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Set no limit to single tests: `test_on_card.py` pays for the process as a whole."""
+    for item in items:
+        item.add_marker(pytest.mark.nightly)
+
+
 @pytest.fixture(autouse=True)
 def fresh_cards() -> Iterator[None]:
     card.configure(card.Cards())

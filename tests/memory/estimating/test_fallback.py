@@ -180,7 +180,6 @@ def real_step(kind: str, sizes: Mapping[str, int], micros: int) -> int:
     return peak_of(step)
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("most", [1 / 4, 1 / 8, 1 / 16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_plan_from_small_batches_holds_when_the_large_one_is_run(kind: str, most: float) -> None:
@@ -273,7 +272,6 @@ def test_a_model_too_large_for_this_machine_is_not_built() -> None:
 # The formula, and the ladder
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["masked", "gradients first", "loop"])
 def test_the_formula_is_above_what_is_really_needed_and_says_that_it_is_crude(kind: str) -> None:
     make, _, wanted = KINDS[kind]

@@ -71,7 +71,6 @@ def test_what_was_computed_wrongly_ends_computing_for_good() -> None:
     assert asked(model) == before + 10
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("steep", [False, True])
 def test_a_plan_is_the_same_as_where_every_size_is_asked(steep: bool) -> None:
     def taken(sizes: Mapping[str, int]) -> float:

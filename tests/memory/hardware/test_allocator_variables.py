@@ -32,7 +32,4 @@ def test_what_the_users_own_environment_overrules_is_said() -> None:
     note = AllocatorVariable.of(EXPANDABLE, {GENERAL: "expandable_segments:False"}).note
     assert note == f"{GENERAL} of the environment overrules the plan: expandable_segments"
     assert not AllocatorVariable.of(EXPANDABLE, {GENERAL: EXPANDABLE}).note
-
-
-def test_nothing_is_set_where_nothing_is_planned() -> None:
     assert allocator_settings("", {GENERAL: "backend:native"}) == {}

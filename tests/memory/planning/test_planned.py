@@ -41,7 +41,6 @@ def test_a_planned_epoch_trains_without_running_out_of_memory(name: str) -> None
         assert one.peak_bytes > USED * made.limit_bytes or made.filled is MicroBatchLimit.PADDING
 
 
-@pytest.mark.nightly
 def test_twice_the_planned_budget_runs_out_of_memory() -> None:
     ground = Ground.of(ZOO["mlp"], ITEMS)
     limit = limit_of(ground, TIMES[1])

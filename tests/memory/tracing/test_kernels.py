@@ -109,21 +109,21 @@ OPERATORS = {
         lambda table, y: table(torch.zeros(len(y), dtype=torch.long)) + y, lambda: nn.Embedding(9, 64)
     ),
 }
-LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
-    "squares": lambda told: told.square().sum(),
-    "plain sum": torch.Tensor.sum,  # its gradient is one number, expanded
-}
+LOSSES: list[Callable[[Tensor], Tensor]] = [
+    lambda y: y.square().sum(),
+    torch.Tensor.sum,  # its gradient is one number, expanded
+]
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("name", OPERATORS)
-def test_an_operator_is_traced_as_a_real_step_takes(name: str, loss: str) -> None:
+def test_an_operator_is_traced_as_a_real_step_takes(name: str) -> None:
     if "conv" in name and OURS != "AVX512":
         pytest.skip("oneDNN's layouts were measured with AVX-512")
-    task = Small(
-        lambda: Using(OPERATORS[name]), terms=lambda model, x: {"all": (LOSSES[loss](model(x)), float(len(x)))}
-    )
-    asked, choice = tracer(task, least=LEAST), MemoryChoice()
-    traced = live_peak_bytes(asked.standing(choice), asked.micro(choice, ROWS), accumulate=False)
-    assert traced == pytest.approx(true_peak(task, ROWS), rel=0.01)
+    for loss in LOSSES:
+        task = Small(
+            lambda: Using(OPERATORS[name]),
+            terms=lambda model, x, loss=loss: {"all": (loss(model(x)), float(len(x)))},
+        )
+        asked, choice = tracer(task, least=LEAST), MemoryChoice()
+        traced = live_peak_bytes(asked.standing(choice), asked.micro(choice, ROWS), accumulate=False)
+        assert traced == pytest.approx(true_peak(task, ROWS), rel=0.01)

@@ -27,7 +27,7 @@ FLOAT = 4
 STATES = 2  # of AdamW, for each parameter
 PLAIN = MemoryChoice()
 NAMES = sorted(set(ZOO) - {"data_dependent"})
-LONG = {"docking", "peptides", "rna"}  # their own tests hold them to real steps, too
+LONG = {"docking", "rna"}  # their own tests hold them to real steps, too
 
 
 @pytest.fixture

@@ -54,7 +54,6 @@ def cut(batch: Any, sizes: Sequence[int]) -> list[PairBatch]:
     return [PairBatch(*sides) for sides in zip(parts(batch.left), parts(batch.right), strict=True)]
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("micro", [16, ITEMS])
 def test_128_items_are_planned_within_a_percent_in_one_batch_or_8(micro: int) -> None:
     width, layers, tokens = 64, 2, 32

@@ -67,7 +67,6 @@ def true_peak(work: Work, choice: MemoryChoice, times: int) -> int:
         return limited.peak_bytes
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize(
     "choice",
     [
@@ -96,7 +95,6 @@ def asked(work: Work, choice: MemoryChoice, kept: Path | None = None) -> tuple[A
     return questions.standing(choice), questions.micro(choice, (64,)), questions.notes(choice)
 
 
-@pytest.mark.nightly
 def test_a_plan_takes_the_trace_and_says_so(tmp_path: Path) -> None:
     work, choice = work_of(), MemoryChoice("bf16", shards=RANKS)
     standing, micro, _ = asked(work, choice, tmp_path)

@@ -18,7 +18,10 @@ from tests.zoo.strangers import FAMILIES, LEAST, ROWS
 
 REASON = re.compile(r"(architectures|ways|derivatives)\.py:\d+|random numbers|real steps")
 REFUSED = {"sparse table": "table.weight"}
-LONG = ("momentum queue", "growing places", "growing keys", "attention kept", "state space", "gru, packed")
+LONG = (
+    *("momentum queue", "growing places", "growing keys", "attention kept"),
+    *("state space", "gru, packed", "function of its own"),
+)
 CONVOLVED = ("resnet", "resnet, channels last", "u-net")
 CHOICE = MemoryChoice()
 TAKEN = ("early exit", "guard against nan")  # whose dearest way, which is planned, is the one that a step takes
